@@ -1,17 +1,21 @@
-"""A position-dependent, additive hash of tensors. Each box is hashed where it is, and only sums are compared: nothing is gathered.
+"""A position-dependent, additive hash of tensors.
 
-A tensor is viewed as [rows, cols] (1-D: one row; leading dims are flattened). The bytes of each row, padded with zeros, are 64-bit
-little-endian words x[r, w], and
+Each box is hashed where it is, and only sums are compared: nothing is gathered.
+
+A tensor is viewed as [rows, cols] (1-D: one row; leading dims are flattened). The bytes of each
+row, padded with zeros, are 64-bit little-endian words x[r, w], and
 
     H = sum over r, w of  mix(x[r, w]) * a(r) * b(w)   modulo 2^64,     mix(x) = x + (x >> 31)
 
-The odd 64-bit weights a and b are drawn by splitmix64 from the row and word index in the whole tensor, so there are only rows + words of
-them. An element counts as the word in which all other bytes are 0. Since words are sums of their elements, hashes of disjoint boxes add up
-to the hash of the whole.
+The odd 64-bit weights a and b are drawn by splitmix64 from the row and word index in the whole
+tensor, so there are only rows + words of them. An element counts as the word in which all other
+bytes are 0. Since words are sums of their elements, hashes of disjoint boxes add up to the hash of
+the whole.
 
-`mix` protects the high bits of a word. Without it, a product modulo 2^64 would keep hardly more than their parity, and two flipped signs
-would cancel. A change of one element of up to 4 bytes always changes H, because `mix` of the difference is not 0 modulo 2^64, and a * b is
-odd. Zeros (padding) contribute nothing.
+`mix` protects the high bits of a word. Without it, a product modulo 2^64 would keep hardly more
+than their parity, and two flipped signs would cancel. A change of one element of up to 4 bytes
+always changes H, because `mix` of the difference is not 0 modulo 2^64, and a * b is odd. Zeros
+(padding) contribute nothing.
 """
 
 from __future__ import annotations
@@ -28,17 +32,23 @@ import torch
 from megarl.base.geometry import Box, whole_box
 
 MASK = (1 << 64) - 1
-ROW_SEED, COL_SEED = 0x6D65676172_6C01, 0x6D65676172_6C02
+ROW_SEED = 0x6D65676172_6C01
+COL_SEED = 0x6D65676172_6C02
 WORD_BYTES = 8
 MIX_SHIFT = 31
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 TILE_WORDS = 1 << 14  # with its scratch, a quarter of a 1 MiB cache, so that memory is read once
 MOST_LEFT = 4096
-COMPILED_BYTES = 1 << 20  # above this size of a box, a compiled loop pays: it runs at memory speed, but loads for about a second
+# above this size of a box, a compiled loop pays: it runs at memory speed, but loads for about a
+# second
+COMPILED_BYTES = 1 << 20
 
 
 def hash_box(values: torch.Tensor, row_start: int, col_start: int) -> int:
-    """The share of a box in its tensor's hash. `values`: [R, C], any strides; its first element is at (row_start, col_start)."""
+    """The share of a box in its tensor's hash.
+
+    `values`: [R, C], any strides; its first element is at (row_start, col_start).
+    """
     if values.is_cuda:
         from megarl.kernels import audit_triton
 
@@ -54,27 +64,41 @@ def hash_box(values: torch.Tensor, row_start: int, col_start: int) -> int:
 
 
 def hash_slice(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
-    """The share of `values`, the elements in `box` of a tensor of shape `shape`, with any number of dims."""
+    """The share of `values`, the elements in `box` of a tensor of shape `shape`, with any number of
+    dims.
+    """
     return sum(hash_box(*part) for part in _matrices(values, box, shape)) & MASK
 
 
-def _matrices(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> Iterator[tuple[torch.Tensor, int, int]]:
+def _matrices(
+    values: torch.Tensor, box: Box, shape: tuple[int, ...]
+) -> Iterator[tuple[torch.Tensor, int, int]]:
     """Yields the parts of a box as arguments of `hash_box`."""
     if len(shape) < 2:
         yield values.reshape(1, -1), 0, box.start[0] if box.start else 0
         return
     dims = len(shape) - 1
-    while dims > 1 and box.shape[dims - 1] == shape[dims - 1]:  # rows continue through the next dim, too
+    # rows continue through the next dim, too
+    while dims > 1 and box.shape[dims - 1] == shape[dims - 1]:
         dims -= 1
     for lead in itertools.product(*(range(n) for n in box.shape[: dims - 1])):
         row = 0
-        for index, extent in zip((*map(sum, zip(lead, box.start)), *box.start[dims - 1 : -1]), shape):
+        for index, extent in zip(
+            (*map(sum, zip(lead, box.start)), *box.start[dims - 1 : -1]), shape
+        ):
             row = row * extent + index
-        yield values[lead].reshape(math.prod(box.shape[dims - 1 : -1]), box.shape[-1]), row, box.start[-1]
+        yield (
+            values[lead].reshape(math.prod(box.shape[dims - 1 : -1]), box.shape[-1]),
+            row,
+            box.start[-1],
+        )
 
 
 class Hashes:
-    """The hashes of many tensors, each the sum of its boxes' shares. The host waits for a GPU only once in 4,096 boxes."""
+    """The hashes of many tensors, each the sum of its boxes' shares.
+
+    The host waits for a GPU only once in 4,096 boxes.
+    """
 
     def __init__(self) -> None:
         self._totals: dict[Hashable, int] = {}
@@ -106,7 +130,8 @@ class Hashes:
         shares = torch.stack(self._left).tolist() if self._left else []
         for key, share in zip(self._keys, shares):
             self._totals[key] = (self._totals.get(key, 0) + share) & MASK
-        self._keys, self._left = [], []
+        self._keys = []
+        self._left = []
 
 
 def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -124,9 +149,11 @@ def hash_tensor(values: torch.Tensor) -> int:
 
 
 def as_words(values: torch.Tensor, col_start: int) -> tuple[torch.Tensor, int, int]:
-    """Returns (integers [R, C], index of the first word touched, number of its integers that come before the first column).
+    """Returns (integers [R, C], index of the first word touched, number of its integers that come
+    before the first column).
 
-    The integers are words (int64) if columns, strides and address allow it; otherwise there is one per element, of the element's size.
+    The integers are words (int64) if columns, strides and address allow it; otherwise there is one
+    per element, of the element's size.
     """
     bits = values.detach().view(BITS[values.element_size()])
     if len(bits) == 1:
@@ -135,7 +162,8 @@ def as_words(values: torch.Tensor, col_start: int) -> tuple[torch.Tensor, int, i
     first_word, lead = divmod(col_start * item, WORD_BYTES)
     places = (lead, bits.shape[1] * item, bits.stride(0) * item, bits.data_ptr())
     if bits.stride(1) == 1 and bits.numel() and not any(place % WORD_BYTES for place in places):
-        bits, item = bits.view(torch.int64), WORD_BYTES
+        bits = bits.view(torch.int64)
+        item = WORD_BYTES
     return bits, first_word, lead // item
 
 
@@ -145,14 +173,19 @@ def word_count(bits: torch.Tensor, lead: int) -> int:
 
 
 def _hash_tiles(bits: torch.Tensor, lead: int, a: np.ndarray, b: np.ndarray) -> int:
-    rows, words = len(a), len(b)
+    rows = len(a)
+    words = len(b)
     whole = bits.numpy().view(np.uint64) if bits.dtype == torch.int64 else None
-    wide, high = min(words, TILE_WORDS), max(1, TILE_WORDS // max(1, words))
+    wide = min(words, TILE_WORDS)
+    high = max(1, TILE_WORDS // max(1, words))
     scratch = np.empty(min(high, rows) * wide, np.uint64)
     total = 0
     for r, w in itertools.product(range(0, rows, high), range(0, words, wide)):
-        r_end, w_end = min(r + high, rows), min(w + wide, words)
-        tile = _filled_up(bits[r:r_end], lead, w, w_end) if whole is None else whole[r:r_end, w:w_end]
+        r_end = min(r + high, rows)
+        w_end = min(w + wide, words)
+        tile = (
+            _filled_up(bits[r:r_end], lead, w, w_end) if whole is None else whole[r:r_end, w:w_end]
+        )
         mixed = scratch[: tile.size].reshape(tile.shape)
         np.right_shift(tile, np.uint64(MIX_SHIFT), out=mixed)
         np.add(tile, mixed, out=mixed)
@@ -161,12 +194,18 @@ def _hash_tiles(bits: torch.Tensor, lead: int, a: np.ndarray, b: np.ndarray) -> 
 
 
 def _filled_up(bits: torch.Tensor, lead: int, first: int, end: int) -> np.ndarray:
-    """The words from `first` to `end` of each row. The `lead` missing elements before a row, and elements after its end, are zeros."""
+    """The words from `first` to `end` of each row.
+
+    The `lead` missing elements before a row, and elements after its end, are zeros.
+    """
     per_word = WORD_BYTES // bits.element_size()
     words = np.zeros((len(bits), end - first), np.uint64)
-    low, high = max(0, first * per_word - lead), min(bits.shape[1], end * per_word - lead)
+    low = max(0, first * per_word - lead)
+    high = min(bits.shape[1], end * per_word - lead)
     place = low + lead - first * per_word
-    torch.from_numpy(words.view(np.int64)).view(bits.dtype)[:, place : place + high - low].copy_(bits[:, low:high])
+    torch.from_numpy(words.view(np.int64)).view(bits.dtype)[:, place : place + high - low].copy_(
+        bits[:, low:high]
+    )
     return words
 
 

@@ -1,5 +1,7 @@
-"""Finds where values differ bitwise from earlier values, in compact form. Values are cut into blocks of 65,536, so that a position within
-its block takes 16 bits."""
+"""Finds where values differ bitwise from earlier values, in compact form.
+
+Values are cut into blocks of 65,536, so that a position within its block takes 16 bits.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 COMPILED_BYTES = 1 << 20  # above this size of values, a compiled loop pays, as for audits
 PUT_BYTES = 1 << 12  # the same for changed values to write
 
-# (number of changes in each block, int32 [blocks]; position of each change within its block, 16 bits as int16 [count])
+# (number of changes in each block, int32 [blocks]; position of each change within its block, 16
+# bits as int16 [count])
 Places = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -24,7 +27,10 @@ def blocks(elements: int) -> int:
 
 
 def find_changes(new: torch.Tensor, old: torch.Tensor) -> Places:
-    """The positions where `new` differs from `old`, in ascending order. Both: [n], integers of one dtype, contiguous."""
+    """The positions where `new` differs from `old`, in ascending order.
+
+    Both: [n], integers of one dtype, contiguous.
+    """
     if not new.is_cuda and new.nbytes >= COMPILED_BYTES:
         from megarl.kernels import changes_numba
 
@@ -34,10 +40,14 @@ def find_changes(new: torch.Tensor, old: torch.Tensor) -> Places:
 
 def compact(positions: torch.Tensor, elements: int) -> Places:
     """`positions`: ascending, int64."""
-    return torch.bincount(positions >> 16, minlength=blocks(elements)).to(torch.int32), positions.to(torch.int16)
+    return torch.bincount(positions >> 16, minlength=blocks(elements)).to(
+        torch.int32
+    ), positions.to(torch.int16)
 
 
-def put(target: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
+def put(
+    target: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor
+) -> None:
     """Writes `values` to these positions of `target`, which has integers and any strides."""
     if not target.is_cuda and values.nbytes >= PUT_BYTES:
         from megarl.kernels import changes_numba
@@ -57,4 +67,6 @@ def put_at(target: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) 
 def positions_of(counts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """The positions from their compact form: the inverse of `compact`."""
     starts = torch.arange(len(counts), device=counts.device) * BLOCK
-    return torch.repeat_interleave(starts, counts, output_size=len(offsets)) + (offsets.long() & (BLOCK - 1))
+    return torch.repeat_interleave(starts, counts, output_size=len(offsets)) + (
+        offsets.long() & (BLOCK - 1)
+    )

@@ -1,4 +1,7 @@
-"""Finds changes and writes them to their positions, compiled for the CPU. Equal to kernels/changes.py."""
+"""Finds changes and writes them to their positions, compiled for the CPU.
+
+Equal to kernels/changes.py.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,17 @@ from megarl.kernels.changes import BLOCK, Places, blocks
 
 def find_changes(new: torch.Tensor, old: torch.Tensor) -> Places:
     """See megarl.kernels.changes.find_changes. Each of two loops reads memory once."""
-    arrays, counts = (new.numpy(), old.numpy()), np.zeros(blocks(len(new)), np.int32)
+    arrays = (new.numpy(), old.numpy())
+    counts = np.zeros(blocks(len(new)), np.int32)
     _count(*arrays, counts, BLOCK)
     offsets = np.empty(int(counts.sum(dtype=np.int64)) + 1, np.int16)  # the last one is scratch
     _write(*arrays, counts, offsets, BLOCK)
     return torch.from_numpy(counts), torch.from_numpy(offsets[:-1])
 
 
-def put(target: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> bool:
+def put(
+    target: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor
+) -> bool:
     """See megarl.kernels.changes.put. Returns False for strides that it does not handle."""
     if target.is_contiguous():
         rows = target.view(1, -1)
@@ -33,7 +39,8 @@ def put(target: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, value
 @numba.njit(cache=True, nogil=True)
 def _count(new, old, counts, block):
     for b in range(len(counts)):
-        now, before = new[b * block : (b + 1) * block], old[b * block : (b + 1) * block]
+        now = new[b * block : (b + 1) * block]
+        before = old[b * block : (b + 1) * block]
         count = 0
         for i in range(len(now)):
             count += now[i] != before[i]
@@ -44,7 +51,8 @@ def _count(new, old, counts, block):
 def _write(new, old, counts, offsets, block):
     at = 0
     for b in range(len(counts)):
-        now, before = new[b * block : (b + 1) * block], old[b * block : (b + 1) * block]
+        now = new[b * block : (b + 1) * block]
+        before = old[b * block : (b + 1) * block]
         end = at + counts[b]
         for i in range(len(now) if counts[b] else 0):
             offsets[at] = np.int16(i)
@@ -54,12 +62,16 @@ def _write(new, old, counts, offsets, block):
 
 @numba.njit(cache=True, nogil=True)
 def _put(rows, counts, offsets, values, block):
-    at, cols = 0, rows.shape[1]
+    at = 0
+    cols = rows.shape[1]
     for b in range(len(counts)):
-        row, first = (b * block) // cols, (b * block) // cols * cols  # positions ascend, so the row advances without a division
+        row = (b * block) // cols
+        # positions ascend, so the row advances without a division
+        first = (b * block) // cols * cols
         for i in range(at, at + counts[b]):
             place = b * block + offsets[i]
             while place >= first + cols:
-                row, first = row + 1, first + cols
+                row = row + 1
+                first = first + cols
             rows[row, place - first] = values[i]
         at += counts[b]

@@ -1,5 +1,8 @@
-"""Finds where values differ from earlier values, in Triton. Equal to kernels/changes.py. One pass counts the changes of each piece. After a
-sum over the pieces, a second pass writes the positions of each piece."""
+"""Finds where values differ from earlier values, in Triton.
+
+Equal to kernels/changes.py. One pass counts the changes of each piece. After a sum over the pieces,
+a second pass writes the positions of each piece.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,22 @@ PIECE = 4096  # elements of a program; divides BLOCK
 
 
 @triton.jit
-def _changes_kernel(new, old, counts, ends, offsets, elements, PIECE: tl.constexpr, BLOCK: tl.constexpr, WRITES: tl.constexpr):
+def _changes_kernel(
+    new,
+    old,
+    counts,
+    ends,
+    offsets,
+    elements,
+    PIECE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WRITES: tl.constexpr,
+):
     place = tl.program_id(0).to(tl.int64) * PIECE + tl.arange(0, PIECE)
     inside = place < elements
-    changed = (tl.load(new + place, mask=inside, other=0) != tl.load(old + place, mask=inside, other=0)).to(tl.int32)
+    changed = (
+        tl.load(new + place, mask=inside, other=0) != tl.load(old + place, mask=inside, other=0)
+    ).to(tl.int32)
     count = tl.sum(changed, axis=0)
     if WRITES:
         first = tl.load(ends + tl.program_id(0)) - count
@@ -32,7 +47,10 @@ def find_changes(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Pla
     """See megarl.kernels.find_changes."""
     counts = [_counted(new, old) for new, old in pairs]
     changed = totals_of(counts)
-    return [_placed(new, old, of_pieces, total) for (new, old), of_pieces, total in zip(pairs, counts, changed)]
+    return [
+        _placed(new, old, of_pieces, total)
+        for (new, old), of_pieces, total in zip(pairs, counts, changed)
+    ]
 
 
 def totals_of(counts: Sequence[torch.Tensor]) -> list[int]:
@@ -44,13 +62,18 @@ def _counted(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     """The number of changed elements in each piece, int32 [pieces of whole blocks]."""
     counts = torch.zeros(blocks(len(new)) * (BLOCK // PIECE), dtype=torch.int32, device=new.device)
     if used := triton.cdiv(len(new), PIECE):
-        _changes_kernel[(used,)](new, old, counts, counts, counts, len(new), PIECE=PIECE, BLOCK=BLOCK, WRITES=False)
+        _changes_kernel[(used,)](
+            new, old, counts, counts, counts, len(new), PIECE=PIECE, BLOCK=BLOCK, WRITES=False
+        )
     return counts
 
 
 def _placed(new: torch.Tensor, old: torch.Tensor, counts: torch.Tensor, changed: int) -> Places:
     offsets = torch.empty(changed, dtype=torch.int16, device=new.device)
     if changed:
-        ends, used = counts.cumsum(0), triton.cdiv(len(new), PIECE)
-        _changes_kernel[(used,)](new, old, counts, ends, offsets, len(new), PIECE=PIECE, BLOCK=BLOCK, WRITES=True)
+        ends = counts.cumsum(0)
+        used = triton.cdiv(len(new), PIECE)
+        _changes_kernel[(used,)](
+            new, old, counts, ends, offsets, len(new), PIECE=PIECE, BLOCK=BLOCK, WRITES=True
+        )
     return counts.view(-1, BLOCK // PIECE).sum(1, dtype=torch.int32), offsets

@@ -1,18 +1,21 @@
-"""Reverse KL divergences KL(pi || q) of a policy pi from a teacher q, position by position, without keeping logits.
+"""Reverse KL divergences KL(pi || q) of a policy pi from a teacher q, position by position, without
+keeping logits.
 
-As in chunked_logprobs.py, the logits of `chunk_tokens` rows at a time are computed, reduced over this rank's slice of the vocabulary, and
-dropped; the backward pass computes them again. With the policy's probabilities p and the log-ratio r = log p - log q of a token:
+As in chunked_logprobs.py, the logits of `chunk_tokens` rows at a time are computed, reduced over
+this rank's slice of the vocabulary, and dropped; the backward pass computes them again. With the
+policy's probabilities p and the log-ratio r = log p - log q of a token:
 
     forward   KL = sum of p r
     backward  dz = p (r - KL) g / T, where g is the gradient of KL; no collective
 
-If only the teacher's likeliest k tokens K are known, all others form one bucket. With P and Q the policy's and the teacher's probability of
-the bucket, r = log P - log Q for every token in it. The result is the divergence of the two coarser distributions,
+If only the teacher's likeliest k tokens K are known, all others form one bucket. With P and Q the
+policy's and the teacher's probability of the bucket, r = log P - log Q for every token in it. The
+result is the divergence of the two coarser distributions,
 
     KL_k = sum over K of p (log p - log q) + P (log P - log Q).
 
-It is at most the whole divergence (log-sum inequality), equal to it if k is the size of the vocabulary, and 0 only if pi agrees with q on
-every token of K.
+It is at most the whole divergence (log-sum inequality), equal to it if k is the size of the
+vocabulary, and 0 only if pi agrees with q on every token of K.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ import torch.distributed as dist
 
 from megarl.kernels.chunked_logprobs import _add_product, _product, _scaled
 
-# Least probability of a teacher's bucket: the smallest that 1 minus a sum in float32 can distinguish from 0.
+# Least probability of a teacher's bucket: the smallest that 1 minus a sum in float32 can
+# distinguish from 0.
 LEAST_REST = 2.0**-23
 
 
@@ -39,14 +43,22 @@ class Slice(NamedTuple):
 
 class Teacher(Protocol):
     def partial(self, rows: slice, z: torch.Tensor, here: Slice) -> torch.Tensor:
-        """[m, N] float32: this rank's share of a chunk's divergence, from the policy's scaled logits z [N, real]. `real` may be 0."""
+        """[m, N] float32: this rank's share of a chunk's divergence, from the policy's scaled
+        logits z [N, real]. `real` may be 0.
+        """
         ...
 
-    def combine(self, everyone: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-        """(KL [t], the policy's log Z [t], further values for `ratios`), from the shares of all ranks [tp, m, t]."""
+    def combine(
+        self, everyone: torch.Tensor, vocab_size: int
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """(KL [t], the policy's log Z [t], further values for `ratios`), from the shares of all
+        ranks [tp, m, t].
+        """
         ...
 
-    def ratios(self, rows: slice, z: torch.Tensor, here: Slice, known: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def ratios(
+        self, rows: slice, z: torch.Tensor, here: Slice, known: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
         """[N, real] the log-ratios of a chunk's tokens."""
         ...
 
@@ -62,17 +74,23 @@ class Whole(NamedTuple):
             empty = z.new_full((len(z),), float("-inf"))
             return torch.stack([empty, empty, torch.zeros_like(empty)])
         u = self._logits(rows, here)
-        log_z, log_u = z.logsumexp(dim=1), u.logsumexp(dim=1)
+        log_z = z.logsumexp(dim=1)
+        log_u = u.logsumexp(dim=1)
         mean = (z - log_z.unsqueeze(1)).exp_().mul_(u.neg_().add_(z)).sum(dim=1)
         return torch.stack([log_z, log_u, mean])
 
-    def combine(self, everyone: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    def combine(
+        self, everyone: torch.Tensor, vocab_size: int
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
         log_sums, teacher_sums, means = everyone.unbind(dim=1)
-        log_z, log_u = log_sums.logsumexp(dim=0), teacher_sums.logsumexp(dim=0)
+        log_z = log_sums.logsumexp(dim=0)
+        log_u = teacher_sums.logsumexp(dim=0)
         offset = log_u - log_z
         return ((log_sums - log_z).exp() * means).sum(dim=0) + offset, log_z, (offset,)
 
-    def ratios(self, rows: slice, z: torch.Tensor, here: Slice, known: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def ratios(
+        self, rows: slice, z: torch.Tensor, here: Slice, known: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
         return self._logits(rows, here).neg_().add_(z).add_(known[0][rows].unsqueeze(1))
 
     def _logits(self, rows: slice, here: Slice) -> torch.Tensor:
@@ -80,35 +98,55 @@ class Whole(NamedTuple):
 
 
 class Likeliest(NamedTuple):
-    """A teacher whose likeliest tokens are known. A token outside the policy's vocabulary counts neither as known nor in the bucket."""
+    """A teacher whose likeliest tokens are known.
+
+    A token outside the policy's vocabulary counts neither as known nor in the bucket.
+    """
 
     ids: torch.Tensor  # [t, k] int64, no id twice in a row
     logprobs: torch.Tensor  # [t, k] float32, at temperature 1
 
     def partial(self, rows: slice, z: torch.Tensor, here: Slice) -> torch.Tensor:
         places = self._places(rows, here)
-        extended = torch.cat([z, z.new_zeros(len(z), 1)], dim=1)  # a column for tokens of other ranks
+        # a column for tokens of other ranks
+        extended = torch.cat([z, z.new_zeros(len(z), 1)], dim=1)
         at_tokens = extended.gather(1, places)
         rest = extended.scatter(1, places, float("-inf"))[:, : here.real].logsumexp(dim=1)
         return torch.cat([torch.stack([z.logsumexp(dim=1), rest]), at_tokens.t()])
 
-    def combine(self, everyone: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-        log_z, log_rest = everyone[:, 0].logsumexp(dim=0), everyone[:, 1].logsumexp(dim=0)
-        log_p, own = everyone[:, 2:].sum(dim=0).t() - log_z.unsqueeze(1), self.ids < vocab_size
+    def combine(
+        self, everyone: torch.Tensor, vocab_size: int
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+        log_z = everyone[:, 0].logsumexp(dim=0)
+        log_rest = everyone[:, 1].logsumexp(dim=0)
+        log_p = everyone[:, 2:].sum(dim=0).t() - log_z.unsqueeze(1)
+        own = self.ids < vocab_size
         log_p_rest = log_rest - log_z
-        log_q_rest = (1 - self.logprobs.double().exp().sum(dim=1)).clamp(min=LEAST_REST).log().to(log_z.dtype)
+        log_q_rest = (
+            (1 - self.logprobs.double().exp().sum(dim=1))
+            .clamp(min=LEAST_REST)
+            .log()
+            .to(log_z.dtype)
+        )
         ratios = torch.where(own, log_p - self.logprobs, 0.0)
         rest_ratio = torch.where(log_p_rest == float("-inf"), 0.0, log_p_rest - log_q_rest)
-        kl = (torch.where(own, log_p.exp(), 0.0) * ratios).sum(dim=1) + log_p_rest.exp() * rest_ratio
+        kl = (torch.where(own, log_p.exp(), 0.0) * ratios).sum(
+            dim=1
+        ) + log_p_rest.exp() * rest_ratio
         return kl, log_z, (ratios, rest_ratio)
 
-    def ratios(self, rows: slice, z: torch.Tensor, here: Slice, known: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def ratios(
+        self, rows: slice, z: torch.Tensor, here: Slice, known: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
         ratios, rest_ratio = (each[rows] for each in known)
         of_rest = rest_ratio.unsqueeze(1).repeat(1, here.real + 1)
         return of_rest.scatter_(1, self._places(rows, here), ratios)[:, : here.real]
 
     def _places(self, rows: slice, here: Slice) -> torch.Tensor:
-        """[N, k] columns in this rank's slice. Tokens of other ranks get the column after the last."""
+        """[N, k] columns in this rank's slice.
+
+        Tokens of other ranks get the column after the last.
+        """
         local = self.ids[rows] - here.first
         return torch.where((local >= 0) & (local < here.real), local, here.real)
 
@@ -130,36 +168,61 @@ class LinearKl(torch.autograd.Function):
     ) -> torch.Tensor:
         first = group.rank() * len(weight)
         here = Slice(first, min(max(vocab_size - first, 0), len(weight)), temperature)
-        parts = [teacher.partial(rows, z, here) for rows, z in _chunks(hidden, weight, here, chunk_tokens)]
+        parts = [
+            teacher.partial(rows, z, here)
+            for rows, z in _chunks(hidden, weight, here, chunk_tokens)
+        ]
         partial = torch.cat(parts, dim=1)
         everyone = partial.unsqueeze(0)  # [tp, m, t]
         if group.size() > 1 and len(hidden):
             everyone = partial.new_empty((group.size(), *partial.shape))
-            dist.all_gather_into_tensor(everyone.view(-1), partial.contiguous().view(-1), group=group)
+            dist.all_gather_into_tensor(
+                everyone.view(-1), partial.contiguous().view(-1), group=group
+            )
         kl, log_z, known = teacher.combine(everyone, vocab_size)
         ctx.save_for_backward(hidden, weight, kl, log_z, *known)
-        ctx.teacher, ctx.here, ctx.chunk_tokens, ctx.weight_grad = teacher, here, chunk_tokens, weight_grad
+        ctx.teacher = teacher
+        ctx.here = here
+        ctx.chunk_tokens = chunk_tokens
+        ctx.weight_grad = weight_grad
         return kl
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, kl, log_z, *known = ctx.saved_tensors
-        factor, hidden_grad, weight_grad = grads[0] / ctx.here.temperature, torch.zeros_like(hidden), None
+        factor = grads[0] / ctx.here.temperature
+        hidden_grad = torch.zeros_like(hidden)
+        weight_grad = None
         if ctx.needs_input_grad[1]:
-            weight_grad = weight.new_zeros(weight.shape, dtype=torch.float32) if ctx.weight_grad is None else ctx.weight_grad
+            weight_grad = (
+                weight.new_zeros(weight.shape, dtype=torch.float32)
+                if ctx.weight_grad is None
+                else ctx.weight_grad
+            )
         for rows, z in _chunks(hidden, weight, ctx.here, ctx.chunk_tokens) if ctx.here.real else ():
             ratios = ctx.teacher.ratios(rows, z, ctx.here, tuple(known))
-            dz = z.sub_(log_z[rows].unsqueeze(1)).exp_().mul_(ratios.sub_(kl[rows].unsqueeze(1))).mul_(factor[rows].unsqueeze(1))
+            dz = (
+                z.sub_(log_z[rows].unsqueeze(1))
+                .exp_()
+                .mul_(ratios.sub_(kl[rows].unsqueeze(1)))
+                .mul_(factor[rows].unsqueeze(1))
+            )
             dz = dz.to(hidden.dtype)
             torch.mm(dz, weight[: ctx.here.real], out=hidden_grad[rows])
             if weight_grad is not None:
                 _add_product(weight_grad[: ctx.here.real], dz.t(), hidden[rows])
         if weight_grad is not None:
-            weight_grad = weight_grad.to(weight.dtype) if ctx.weight_grad is None else weight.new_zeros(()).expand_as(weight)
+            weight_grad = (
+                weight_grad.to(weight.dtype)
+                if ctx.weight_grad is None
+                else weight.new_zeros(()).expand_as(weight)
+            )
         return hidden_grad, weight_grad, None, None, None, None, None, None
 
 
-def _chunks(hidden: torch.Tensor, weight: torch.Tensor, here: Slice, chunk_tokens: int) -> Iterator[tuple[slice, torch.Tensor]]:
+def _chunks(
+    hidden: torch.Tensor, weight: torch.Tensor, here: Slice, chunk_tokens: int
+) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yields the rows of each chunk (at least one chunk), and their scaled logits [N, real]."""
     for start in range(0, max(1, len(hidden)), chunk_tokens):
         rows = slice(start, start + chunk_tokens)

@@ -1,19 +1,23 @@
-"""Log-probabilities and entropy of given tokens from hidden states and a slice of the output layer, without keeping logits.
+"""Log-probabilities and entropy of given tokens from hidden states and a slice of the output layer,
+without keeping logits.
 
-The logits of `chunk_tokens` rows at a time are computed, reduced over this rank's slice of the vocabulary, and dropped; the backward pass
-computes them again. So memory depends on the chunk and not on the number of rows, at the cost of a fourth product beside the other three.
-With the logits z scaled by 1/T:
+The logits of `chunk_tokens` rows at a time are computed, reduced over this rank's slice of the
+vocabulary, and dropped; the backward pass computes them again. So memory depends on the chunk and
+not on the number of rows, at the cost of a fourth product beside the other three. With the logits z
+scaled by 1/T:
 
     forward   every rank contributes log sum e^z, the entropy of its own softmax, and z at the target or 0: one collective, for all rows
-              log Z = logsumexp over ranks; log p = z[target] - log Z; H = sum of s (H_rank - log s), with the ranks' shares s of Z
+              log Z = logsumexp over ranks; log p = z[target] - log Z; H = sum of s (H_rank - log
+              s), with the ranks' shares s of Z
     backward  dz = (g (1[target] - p) - g_H p (log p + H)) / T, where g and g_H are the gradients of log p and H; no collective
 
-If a token was drawn from a part of the vocabulary (`kept`), the softmax is over that part. After the product, the logits of the part are
-gathered into rows as wide as the chunk's largest set. They are padded with `ABSENT`, whose exponential is 0. All other logits have gradient
-0.
+If a token was drawn from a part of the vocabulary (`kept`), the softmax is over that part. After
+the product, the logits of the part are gathered into rows as wide as the chunk's largest set. They
+are padded with `ABSENT`, whose exponential is 0. All other logits have gradient 0.
 
-The products are done by the matrix library. The work between them is done by a kernel on CUDA (chunked_logprobs_triton.py), elsewhere by
-torch (below). Logits are float32 even if hidden states and weights are bfloat16, except on a CPU, whose products round them.
+The products are done by the matrix library. The work between them is done by a kernel on CUDA
+(chunked_logprobs_triton.py), elsewhere by torch (below). Logits are float32 even if hidden states
+and weights are bfloat16, except on a CPU, whose products round them.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ABSENT = -1e20  # an absent logit: finite, so that nothing becomes NaN if a rank has no token of a set
+# an absent logit: finite, so that nothing becomes NaN if a rank has no token of a set
+ABSENT = -1e20
 
 
 class LinearLogprobs(torch.autograd.Function):
@@ -45,17 +50,29 @@ class LinearLogprobs(torch.autograd.Function):
         kept: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         first = group.rank() * len(weight)
-        real = min(max(vocab_size - first, 0), len(weight))  # without padding rows of the vocabulary
-        local_targets = torch.where((targets >= first) & (targets < first + real), targets - first, -1)
+        # without padding rows of the vocabulary
+        real = min(max(vocab_size - first, 0), len(weight))
+        local_targets = torch.where(
+            (targets >= first) & (targets < first + real), targets - first, -1
+        )
         local = _local(hidden)
         parts = []
         for rows, sets in _chunks(len(hidden) if real else 0, chunk_tokens, kept, first, real):
-            logits, chosen = _product(hidden[rows], weight), local_targets[rows]
+            logits = _product(hidden[rows], weight)
+            chosen = local_targets[rows]
             if sets is None:
                 parts.append(local.local_forward(logits, chosen, real, temperature))
             else:
-                parts.append(local.local_forward(_gathered(logits, sets), _place(chosen, sets), sets.size(1), temperature))
-        partial = torch.cat(parts, dim=1) if parts else hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
+                parts.append(
+                    local.local_forward(
+                        _gathered(logits, sets), _place(chosen, sets), sets.size(1), temperature
+                    )
+                )
+        partial = (
+            torch.cat(parts, dim=1)
+            if parts
+            else hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
+        )
         if not real:
             partial[0] = float("-inf")
         everyone = partial.unsqueeze(0)  # [tp, 3, t]
@@ -67,8 +84,13 @@ class LinearLogprobs(torch.autograd.Function):
         shares = (log_sums - log_z).exp()
         entropy = (shares * entropies - torch.xlogy(shares, shares)).sum(dim=0)
         ctx.save_for_backward(hidden, weight, local_targets, log_z, entropy)
-        ctx.local, ctx.real, ctx.temperature, ctx.chunk_tokens, ctx.weight_grad = local, real, temperature, chunk_tokens, weight_grad
-        ctx.kept, ctx.first = kept, first
+        ctx.local = local
+        ctx.real = real
+        ctx.temperature = temperature
+        ctx.chunk_tokens = chunk_tokens
+        ctx.weight_grad = weight_grad
+        ctx.kept = kept
+        ctx.first = first
         ctx.set_materialize_grads(False)
         return at_target.sum(dim=0) - log_z, entropy
 
@@ -81,33 +103,56 @@ class LinearLogprobs(torch.autograd.Function):
         hidden_grad = torch.zeros_like(hidden)
         weight_grad = None
         if ctx.needs_input_grad[1]:
-            weight_grad = weight.new_zeros(weight.shape, dtype=torch.float32) if ctx.weight_grad is None else ctx.weight_grad
-        for rows, sets in _chunks(len(hidden) if ctx.real else 0, ctx.chunk_tokens, ctx.kept, ctx.first, ctx.real):
-            logits, chosen = _product(hidden[rows], weight), targets[rows]
+            weight_grad = (
+                weight.new_zeros(weight.shape, dtype=torch.float32)
+                if ctx.weight_grad is None
+                else ctx.weight_grad
+            )
+        for rows, sets in _chunks(
+            len(hidden) if ctx.real else 0, ctx.chunk_tokens, ctx.kept, ctx.first, ctx.real
+        ):
+            logits = _product(hidden[rows], weight)
+            chosen = targets[rows]
             of_entropy = None if entropy_grad is None else (entropy_grad[rows], entropy[rows])
             of_rows = log_z[rows], grad[rows], of_entropy
             if sets is None:
-                dlogits = ctx.local.local_backward(logits, chosen, *of_rows, ctx.real, ctx.temperature, hidden.dtype)
+                dlogits = ctx.local.local_backward(
+                    logits, chosen, *of_rows, ctx.real, ctx.temperature, hidden.dtype
+                )
             else:
                 of_sets = _gathered(logits, sets), _place(chosen, sets), *of_rows, sets.size(1)
                 dsets = ctx.local.local_backward(*of_sets, ctx.temperature, hidden.dtype)
-                dlogits = logits.zero_() if logits.dtype == hidden.dtype else torch.zeros_like(logits, dtype=hidden.dtype)
+                dlogits = (
+                    logits.zero_()
+                    if logits.dtype == hidden.dtype
+                    else torch.zeros_like(logits, dtype=hidden.dtype)
+                )
                 dlogits.scatter_add_(1, sets.clamp(min=0), dsets)  # absent tokens add 0
             torch.mm(dlogits, weight, out=hidden_grad[rows])
             if weight_grad is not None:
                 _add_product(weight_grad, dlogits.t(), hidden[rows])
         if weight_grad is not None:
-            weight_grad = weight_grad.to(weight.dtype) if ctx.weight_grad is None else weight.new_zeros(()).expand_as(weight)
+            weight_grad = (
+                weight_grad.to(weight.dtype)
+                if ctx.weight_grad is None
+                else weight.new_zeros(()).expand_as(weight)
+            )
         return hidden_grad, weight_grad, None, None, None, None, None, None, None
 
 
-def local_forward(logits: torch.Tensor, targets: torch.Tensor, real: int, temperature: float) -> torch.Tensor:
-    """[3, N] float32: log sum e^z, the entropy of softmax(z), and z at the target. Covers the columns below `real`, which is at least 1.
+def local_forward(
+    logits: torch.Tensor, targets: torch.Tensor, real: int, temperature: float
+) -> torch.Tensor:
+    """[3, N] float32: log sum e^z, the entropy of softmax(z), and z at the target.
+
+    Covers the columns below `real`, which is at least 1.
 
     logits: [N, local vocab], overwritten; targets: [N] int64, -1 for a target on another rank
     """
     z = _scaled(logits[:, :real], temperature)
-    at_target = torch.where(targets >= 0, z.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1), 0.0)
+    at_target = torch.where(
+        targets >= 0, z.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1), 0.0
+    )
     peak = z.amax(dim=-1, keepdim=True)
     z.sub_(peak)
     weights = z.exp()
@@ -128,7 +173,8 @@ def local_backward(
 ) -> torch.Tensor:
     """The gradient of the logits, [N, local vocab] in `dtype`.
 
-    logits: as in `local_forward`; log_z, grad: [N] float32, over all ranks; of_entropy: gradient and value of the entropy, [N] float32
+    logits: as in `local_forward`; log_z, grad: [N] float32, over all ranks; of_entropy: gradient
+    and value of the entropy, [N] float32
     """
     logits[:, real:] = 0
     log_p = _scaled(logits[:, :real], temperature).sub_(log_z.unsqueeze(-1))
@@ -138,20 +184,29 @@ def local_backward(
         entropy_grad, entropy = (x.unsqueeze(-1) for x in of_entropy)
         factor = (log_p + entropy).mul_(entropy_grad / -temperature).add_(factor)
     dlogits = log_p.exp_().mul_(factor)
-    dlogits.scatter_add_(-1, targets.clamp(min=0).unsqueeze(-1), torch.where(targets >= 0, grad, 0.0).unsqueeze(-1))
+    dlogits.scatter_add_(
+        -1, targets.clamp(min=0).unsqueeze(-1), torch.where(targets >= 0, grad, 0.0).unsqueeze(-1)
+    )
     return logits.to(dtype)
 
 
 def _chunks(
-    tokens: int, chunk_tokens: int, kept: tuple[torch.Tensor, torch.Tensor] | None, first: int, real: int
+    tokens: int,
+    chunk_tokens: int,
+    kept: tuple[torch.Tensor, torch.Tensor] | None,
+    first: int,
+    real: int,
 ) -> Iterator[tuple[slice, torch.Tensor | None]]:
-    """Yields the rows of each chunk, and the columns of their sets in this rank's slice: [N, size of the largest set] int64, -1 for
-    none."""
+    """Yields the rows of each chunk, and the columns of their sets in this rank's slice: [N, size
+    of the largest set] int64, -1 for none.
+    """
     done = 0
     for start in range(0, tokens, chunk_tokens):
-        rows, sets = slice(start, start + chunk_tokens), None
+        rows = slice(start, start + chunk_tokens)
+        sets = None
         if kept is not None:
-            sizes, ids = kept[0][rows], kept[1]
+            sizes = kept[0][rows]
+            ids = kept[1]
             held = torch.arange(int(sizes.max())) < sizes.unsqueeze(1)
             held = held.pin_memory().to(ids.device, non_blocking=True) if ids.is_cuda else held
             end = done + int(sizes.sum())
@@ -194,7 +249,9 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _local(hidden: torch.Tensor):
-    """The module with the `local_forward` and `local_backward` for the logits of these hidden states."""
+    """The module with the `local_forward` and `local_backward` for the logits of these hidden
+    states.
+    """
     if hidden.is_cuda:
         from megarl.kernels import chunked_logprobs_triton
 

@@ -1,7 +1,10 @@
-"""Draws of the likeliest tokens under Gumbel noise, compiled for the CPU. Equal to the reference in generator/seeds.py.
+"""Draws of the likeliest tokens under Gumbel noise, compiled for the CPU.
 
-With log-prob l and uniform u, the value of a token is l - log(-log u). It beats the best value so far, b, only if 1 - u < e^(l - b), since
-1 - u <= -log u. This test needs no logarithm, and few tokens of a row pass it.
+Equal to the reference in generator/seeds.py.
+
+With log-prob l and uniform u, the value of a token is l - log(-log u). It beats the best value so
+far, b, only if 1 - u < e^(l - b), since 1 - u <= -log u. This test needs no logarithm, and few
+tokens of a row pass it.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ _SIGNATURE = "void({0}[:, ::1], {0}[:, ::1], int64[:], int64[:], int64[::1])"
 
 @numba.njit([_SIGNATURE.format("float32"), _SIGNATURE.format("float64")], cache=True, nogil=True)
 def draw(logprobs, probs, seeds, positions, tokens):
-    """Writes the token of each row into `tokens` [n]. logprobs, probs: [n, m], where `probs` are the exponentials."""
+    """Writes the token of each row into `tokens` [n]. logprobs, probs: [n, m], where `probs` are
+    the exponentials.
+    """
     rows, columns = logprobs.shape
     hashes = np.empty(columns, np.uint32)
     for row in range(rows):
@@ -46,7 +51,9 @@ def draw(logprobs, probs, seeds, positions, tokens):
         start = _mixed(start, np.uint32(positions[row]))
         for column in range(columns):
             hashes[column] = _finished(_mixed(start, np.uint32(column)))
-        best, weight, token = -np.inf, np.inf, 0
+        best = -np.inf
+        weight = np.inf
+        token = 0
         for column in range(columns):
             uniform = hashes[column] / _MOST
             if 1.0 - uniform < probs[row, column] * weight and uniform > 0.0:

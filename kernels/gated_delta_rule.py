@@ -1,12 +1,14 @@
-"""The gated delta rule for packed sequences, and the convolution before it, in torch (Yang et al. 2024, arXiv 2412.06464).
+"""The gated delta rule for packed sequences, and the convolution before it, in torch (Yang et al.
+2024, arXiv 2412.06464).
 
-Each head keeps a state S [dk, dv] that maps keys to values. Token t makes it decay, corrects the value at its key, and reads:
+Each head keeps a state S [dk, dv] that maps keys to values. Token t makes it decay, corrects the
+value at its key, and reads:
 
     S <- exp(g_t) S;    S <- S + k_t (beta_t (v_t - S^T k_t))^T;    o_t = S^T q_t / sqrt(dk)
 
-On GPUs, the engines' own kernels do this: Flash Linear Attention's in Megatron, SGLang's copy of them in engines. These functions are for
-CPUs and for tests. The caller normalises keys and queries. Sums are float32, or float64 if the values are. Every sequence has its own
-state.
+On GPUs, the engines' own kernels do this: Flash Linear Attention's in Megatron, SGLang's copy of
+them in engines. These functions are for CPUs and for tests. The caller normalises keys and queries.
+Sums are float32, or float64 if the values are. Every sequence has its own state.
 """
 
 from __future__ import annotations
@@ -22,8 +24,15 @@ CHUNK = 64  # number of tokens whose writes are solved for together
 
 
 def causal_conv(x: torch.Tensor, weight: torch.Tensor, boundaries: Sequence[int]) -> torch.Tensor:
-    """[t, c]: the depthwise convolution of x [t, c] with weight [c, w], over each token and the w - 1 tokens before it in its sequence."""
-    within = torch.cat([torch.arange(end - start, device=x.device) for start, end in itertools.pairwise(boundaries)])
+    """[t, c]: the depthwise convolution of x [t, c] with weight [c, w], over each token and the w -
+    1 tokens before it in its sequence.
+    """
+    within = torch.cat(
+        [
+            torch.arange(end - start, device=x.device)
+            for start, end in itertools.pairwise(boundaries)
+        ]
+    )
     out = x * weight[:, -1]
     for back in range(1, weight.size(1)):
         shifted = F.pad(x, (0, 0, back, 0))[: len(x)]
@@ -42,24 +51,40 @@ def gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(outputs [t, h, dv] in the dtype of v, the states [n, h, dk, dv] after each of n sequences).
 
-    q and k [t, h, dk], v [t, h, dv], g and beta [t, h]; `states`: before each sequence, None for zeros. Sequences are cut into chunks that
-    are solved in parallel; only the states pass from chunk to chunk. Differentiable.
+    q and k [t, h, dk], v [t, h, dv], g and beta [t, h]; `states`: before each sequence, None for
+    zeros. Sequences are cut into chunks that are solved in parallel; only the states pass from
+    chunk to chunk. Differentiable.
     """
     dtype = torch.promote_types(v.dtype, torch.float32)
     places, first = _chunks(boundaries)
-    q, k, v_, g, beta = (_by_chunk(x.to(dtype), places) for x in (q * k.size(-1) ** -0.5, k, v, g, beta))
+    q, k, v_, g, beta = (
+        _by_chunk(x.to(dtype), places) for x in (q * k.size(-1) ** -0.5, k, v, g, beta)
+    )
     decay = g.cumsum(-1)  # [chunks, h, C]
-    between = (decay[..., :, None] - decay[..., None, :]).tril().exp().tril()  # decay from each token to each later one
+    # decay from each token to each later one
+    between = (decay[..., :, None] - decay[..., None, :]).tril().exp().tril()
     write = k * beta[..., None]
     system = (write @ k.mT) * between
-    new = torch.linalg.solve_triangular(system, v_ * beta[..., None], upper=False, unitriangular=True)
-    seen = torch.linalg.solve_triangular(system, write * decay.exp()[..., None], upper=False, unitriangular=True)
-    inside, reading = (q @ k.mT) * between, q * decay.exp()[..., None]
-    kept, at_end = k * (decay[..., -1:] - decay).exp()[..., None], decay[..., -1].exp()[..., None, None]
-    outs, ends, state = [], [], q.new_zeros(())
+    new = torch.linalg.solve_triangular(
+        system, v_ * beta[..., None], upper=False, unitriangular=True
+    )
+    seen = torch.linalg.solve_triangular(
+        system, write * decay.exp()[..., None], upper=False, unitriangular=True
+    )
+    inside = (q @ k.mT) * between
+    reading = q * decay.exp()[..., None]
+    kept = k * (decay[..., -1:] - decay).exp()[..., None]
+    at_end = decay[..., -1].exp()[..., None, None]
+    outs = []
+    ends = []
+    state = q.new_zeros(())
     for chunk in range(len(places)):
         if chunk in first:
-            state = q.new_zeros(q.size(1), q.size(-1), v_.size(-1)) if states is None else states[first[chunk]].to(dtype)
+            state = (
+                q.new_zeros(q.size(1), q.size(-1), v_.size(-1))
+                if states is None
+                else states[first[chunk]].to(dtype)
+            )
         written = new[chunk] - seen[chunk] @ state
         outs.append(reading[chunk] @ state + inside[chunk] @ written)
         state = state * at_end[chunk] + kept[chunk].mT @ written
@@ -70,12 +95,20 @@ def gated_delta_rule(
 
 
 def gated_delta_step(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, states: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rule for one token of each of n sequences: q and k [n, h, dk], v [n, h, dv], g and beta [n, h], states [n, h, dk, dv]. Returns
-    outputs and states."""
+    """The rule for one token of each of n sequences: q and k [n, h, dk], v [n, h, dv], g and beta
+    [n, h], states [n, h, dk, dv]. Returns outputs and states.
+    """
     dtype = torch.promote_types(v.dtype, torch.float32)
-    q, k, value, g, beta, states = (x.to(dtype) for x in (q * k.size(-1) ** -0.5, k, v, g, beta, states))
+    q, k, value, g, beta, states = (
+        x.to(dtype) for x in (q * k.size(-1) ** -0.5, k, v, g, beta, states)
+    )
     states = states * g.exp()[..., None, None]
     missing = (value - torch.einsum("nhkv,nhk->nhv", states, k)) * beta[..., None]
     states = states + k[..., None] * missing[..., None, :]
@@ -88,9 +121,11 @@ def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
 
 
 def _chunks(boundaries: Sequence[int]) -> tuple[torch.Tensor, dict[int, int]]:
-    """(the token at each place of a chunk, [chunks, C], or the position after the last token if the place is empty; chunk -> number of the
-    sequence that begins there)."""
-    rows, first = [], {}
+    """(the token at each place of a chunk, [chunks, C], or the position after the last token if the
+    place is empty; chunk -> number of the sequence that begins there).
+    """
+    rows = []
+    first = {}
     for number, (start, end) in enumerate(itertools.pairwise(boundaries)):
         first[len(rows)] = number
         for begin in range(start, end, CHUNK):
@@ -101,5 +136,8 @@ def _chunks(boundaries: Sequence[int]) -> tuple[torch.Tensor, dict[int, int]]:
 
 
 def _by_chunk(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """[chunks, h, C, ...] from x [t, h, ...]. Empty places are zero: they neither write nor decay."""
+    """[chunks, h, C, ...] from x [t, h, ...].
+
+    Empty places are zero: they neither write nor decay.
+    """
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, 1))[places].transpose(1, 2)

@@ -34,7 +34,13 @@ from megarl.launch.launcher import Job, fleets_of, launch, placement
 from megarl.launch.meeting import NodeReport, scratch_folder
 from megarl.launch.nodes import Node, NodePlan, interface_with, this_node
 from megarl.launch.processes import ProcessSpec
-from megarl.launch.resuming import EXPORTING, Resume, check_resume_point, held_checkpoint, latest_checkpoint
+from megarl.launch.resuming import (
+    EXPORTING,
+    Resume,
+    check_resume_point,
+    held_checkpoint,
+    latest_checkpoint,
+)
 from megarl.launch.start import NodePart
 from megarl.launch.tracking import Trackers
 from megarl.launch.watch import Stopped
@@ -65,7 +71,8 @@ from megarl.rollouts.buffer import Ledger
 from megarl.sandbox import jail
 from megarl.trainer.hf_files import fingerprint
 
-# The lines that a command prints before it starts: what it does, with which weights, and with which changed settings.
+# The lines that a command prints before it starts: what it does, with which weights, and with which
+# changed settings.
 
 
 def headline(plan: RunPlan, step: int, nodes: int) -> str:
@@ -77,7 +84,8 @@ def headline(plan: RunPlan, step: int, nodes: int) -> str:
     capacity = "unbounded" if config.async_.capacity is None else config.async_.capacity
     batch = f"{config.rollout.prompts_per_step} prompts x {config.rollout.n} samples"
     return (
-        f"Asynchronous RL ({config.algorithm.name}, capacity {capacity}): {config.max_steps} steps {start}\n"
+        f"Asynchronous RL ({config.algorithm.name}, capacity {capacity}): {config.max_steps} "
+        f"steps {start}\n"
         f"  {batch}, trainer {sizes(plan)} -> {engines}{evaluating}{where}\n  in {config.run_dir}"
     )
 
@@ -89,7 +97,9 @@ def _described(group: EngineGroup) -> str:
 
 
 def weights_lines(plan: RunPlan, resume: Resume) -> list[str]:
-    """Lines that say which weights a run starts from, and for a resumed run which settings differ from its last start."""
+    """Lines that say which weights a run starts from, and for a resumed run which settings differ
+    from its last start.
+    """
     if not resume.checkpoint:
         adapters = plan.adapters.lines() if plan.adapters else []
         return [f"Weights: {plan.weights}", *adapters, *_critic_lines(plan)]
@@ -104,8 +114,13 @@ def weights_lines(plan: RunPlan, resume: Resume) -> list[str]:
 def role_lines(plan: RunPlan) -> list[str]:
     """Lines about the frozen models."""
     sizes = [(role, role.settings.engines, role.settings.tp) for role in plan.served]
-    served = [f"Role {r.name}: {r.settings.path}, frozen, on {n} engine{'s' * (n > 1)} TP{tp}" for r, n, tp in sizes]
-    return served + [f"Role {role.name}: {role.path}, frozen, on the trainer's ranks" for role in plan.frozen]
+    served = [
+        f"Role {r.name}: {r.settings.path}, frozen, on {n} engine{'s' * (n > 1)} TP{tp}"
+        for r, n, tp in sizes
+    ]
+    return served + [
+        f"Role {role.name}: {role.path}, frozen, on the trainer's ranks" for role in plan.frozen
+    ]
 
 
 def _critic_lines(plan: RunPlan) -> list[str]:
@@ -115,47 +130,72 @@ def _critic_lines(plan: RunPlan) -> list[str]:
     key, path = critic_path(plan.config)
     begins = "the policy's weights" if path is None else f"{key}={path}"
     first = f", {critic.warmup_steps} steps before the policy" if critic.warmup_steps else ""
-    return [f"Critic: {begins}, {'a reward model' if plan.critic.head == SCALAR else 'with a new head of zeros'}{first}"]
+    return [
+        f"Critic: {begins}, "
+        f"{'a reward model' if plan.critic.head == SCALAR else 'with a new head of zeros'}{first}"
+    ]
 
 
 def with_caches(plan: RunPlan, dry_run: bool = False) -> RunPlan:
-    """The plan with the size of every engine's KV cache, so that no engine takes its share of what happens to be free. `dry_run`: for
-    cluster.gpu, even if this machine has no GPU."""
+    """The plan with the size of every engine's KV cache, so that no engine takes its share of what
+    happens to be free. `dry_run`: for cluster.gpu, even if this machine has no GPU.
+    """
     gpu = GPUS[plan.config.cluster.gpu if dry_run or gpus() else "cpu"]
     config = with_kv_caches(plan.config, plan.spec, plan.served, gpu)
-    return replace(plan, config=config, served=tuple(replace(role, settings=config.roles[role.name]) for role in plan.served))
+    return replace(
+        plan,
+        config=config,
+        served=tuple(replace(role, settings=config.roles[role.name]) for role in plan.served),
+    )
 
 
 def without_trainer(plan: RunPlan) -> RunPlan:
     """The plan for commands that start engines alone, which have their GPUs to themselves."""
-    return replace(plan, config=replace(plan.config, cluster=replace(plan.config.cluster, share_gpus=False)))
+    return replace(
+        plan, config=replace(plan.config, cluster=replace(plan.config.cluster, share_gpus=False))
+    )
 
 
 def sharing_lines(plan: RunPlan) -> list[str]:
-    """A line that says that trainer and engines share GPUs. Raises ConfigError if they do not fit. `plan`: one of `with_caches`."""
+    """A line that says that trainer and engines share GPUs.
+
+    Raises ConfigError if they do not fit. `plan`: one of `with_caches`.
+    """
     config = plan.config
     if not config.cluster.share_gpus:
         return []
     planned = estimate(config, plan.spec)
     gpu = planned.cluster.gpu
-    engine, trainer = planned.fullest, planned.trainer.total / GIB
+    engine = planned.fullest
+    trainer = planned.trainer.total / GIB
     for side, over_gib in planned.overfull.items():
-        problem = f"cluster.share_gpus=true: on {gpu.name} the {side} is {over_gib:.1f} GiB per GPU too large"
+        problem = (
+            f"cluster.share_gpus=true: on {gpu.name} the {side} is {over_gib:.1f} GiB per "
+            "GPU too large"
+        )
         raise ConfigError(f"{problem}; megarl plan proposes what fits")
     sum_gib = f"{trainer:.1f} + {engine.memory.total / GIB:.1f} of {gpu.memory_gib:g} GiB"
-    return [f"Shared GPUs: trainer and engines are on the same GPUs (cluster.share_gpus): {sum_gib}"]
+    return [
+        f"Shared GPUs: trainer and engines are on the same GPUs (cluster.share_gpus): {sum_gib}"
+    ]
 
 
 def memory_lines(plan: RunPlan) -> list[str]:
-    """A line that compares both sides' high-water marks with the plan; none without marks. `plan`: one of `with_caches`."""
+    """A line that compares both sides' high-water marks with the plan; none without marks.
+
+    `plan`: one of `with_caches`.
+    """
     rows = read_metrics(Path(plan.config.run_dir) / METRICS_FILE)
     planned = estimate(plan.config, plan.spec)
     sides = []
     for side, memory in (("trainer", planned.trainer), ("engine", planned.generator)):
         marks = [row[f"memory/{side}_gib"] for row in rows if f"memory/{side}_gib" in row]
-        without_runtime = 0.0 if planned.cluster.gpu.name == "cpu" else memory.runtime  # a process on a CPU counts its libraries
+        # a process on a CPU counts its libraries
+        without_runtime = 0.0 if planned.cluster.gpu.name == "cpu" else memory.runtime
         if marks:
-            sides.append(f"{side} {max(marks):.2f} GiB, planned {(memory.total - without_runtime) / GIB:.2f}")
+            sides.append(
+                f"{side} {max(marks):.2f} GiB, planned {(memory.total - without_runtime) / GIB:.2f}"
+            )
     return [f"  {'most memory of a rank':<24}{'; '.join(sides)}"] if sides else []
 
 
@@ -163,53 +203,75 @@ def cache_lines(plan: RunPlan) -> list[str]:
     """A line about the engines' KV cache, for each group. `plan`: one of `with_caches`."""
     lines = []
     for group in plan.groups:
-        tokens, of = group.settings.kv_cache_tokens or 0, f" of {group.name}" if group.name else ""
+        tokens = group.settings.kv_cache_tokens or 0
+        of = f" of {group.name}" if group.name else ""
         item = ITEM_BYTES[group.dtype(plan.config.model.dtype)]
         gib = tokens * kv_bytes_per_token(plan.spec, group.settings, item) / GIB
-        lines.append(f"KV cache: {tokens:,} tokens an engine{of}, {gib:.2f} GiB a rank (generator.kv_cache_tokens)")
+        lines.append(
+            f"KV cache: {tokens:,} tokens an engine{of}, {gib:.2f} GiB a rank "
+            "(generator.kv_cache_tokens)"
+        )
     return lines
 
 
 def sampling_lines(plan: RunPlan) -> list[str]:
     """Warnings about sampling: restricted vocabulary, or responses that start again."""
-    rollout, lines = plan.config.rollout, list[str]()
+    rollout = plan.config.rollout
+    lines = list[str]()
     if plan.config.async_.partial_rollout == "abort":
         lines.append(
-            "Sampling: async.partial_rollout=abort starts interrupted responses again from the prompt. Most of these are long. From the "
-            "first token that the new weights change, they are new ones. So long responses may become rarer than the policy makes them: "
+            "Sampling: async.partial_rollout=abort starts interrupted responses again from the "
+            "prompt. Most of these are long. From the "
+            "first token that the new weights change, they are new ones. So long responses may "
+            "become rarer than the policy makes them: "
             "the mean length falls by up to a fifth (docs/asynchrony.md)"
         )
     if rollout.truncated and rollout.top_k < 0 and plan.spec.vocab_size > MOST_KEPT:
         lines.append(
-            f"Sampling: rollout.top_p={rollout.top_p:g}, min_p={rollout.min_p:g} apply to the {MOST_KEPT} likeliest tokens, since no more "
-            "are recorded; the metric mask/overflow counts the tokens that were drawn from a larger set"
+            f"Sampling: rollout.top_p={rollout.top_p:g}, min_p={rollout.min_p:g} apply to the "
+            f"{MOST_KEPT} likeliest tokens, since no more "
+            "are recorded; the metric mask/overflow counts the tokens that were drawn from a "
+            "larger set"
         )
     if rollout.truncated and not rollout.replay_mask:
         lines.append(
-            "Sampling: with rollout.replay_mask=false the engine's log-probs are over the tokens it keeps, the trainer's over all. So "
+            "Sampling: with rollout.replay_mask=false the engine's log-probs are over the tokens "
+            "it keeps, the trainer's over all. So "
             "ratios are too low, by the share of the probability that is cut off"
         )
     return lines
 
 
 def sandbox_lines(plan: RunPlan) -> list[str]:
-    """Warnings about what sandboxes do not limit. Agents run on the generator's host, which is assumed to be like this one."""
-    config, lines = plan.config, list[str]()
+    """Warnings about what sandboxes do not limit.
+
+    Agents run on the generator's host, which is assumed to be like this one.
+    """
+    config = plan.config
+    lines = list[str]()
     if config.rollout.name == "program":
         try:
             kind = jail.kind_for(config.rollout.args.get("sandbox", jail.AUTO))
-            lines.append(f"Sandbox of rollout.name=program: {kind}; of a program, {jail.unbounded(kind)}")
+            lines.append(
+                f"Sandbox of rollout.name=program: {kind}; of a program, {jail.unbounded(kind)}"
+            )
         except ConfigError:
             pass  # a dry run, on a machine unlike the run's
     if any(part.name == code.NAME for part in all_parts(config)):
-        lines.append(f"Sandbox of reward.name={code.NAME}: {jail.BWRAP}; of a program, {jail.unbounded(jail.BWRAP)}")
+        lines.append(
+            f"Sandbox of reward.name={code.NAME}: {jail.BWRAP}; of a program, "
+            f"{jail.unbounded(jail.BWRAP)}"
+        )
     return lines
 
 
 def sizes(plan: RunPlan) -> str:
     """The trainer's parallel sizes above 1, such as TP2xDP4."""
     axes = {axis: getattr(plan.trainer_topology, axis) for axis in ("tp", "pp", "cp", "ep", "dp")}
-    return "x".join(f"{axis.upper()}{size}" for axis, size in axes.items() if size > 1) or "on one rank"
+    return (
+        "x".join(f"{axis.upper()}{size}" for axis, size in axes.items() if size > 1)
+        or "on one rank"
+    )
 
 
 # Describes what a launch would start on which node, without starting or writing anything.
@@ -227,50 +289,91 @@ def nodes_needed(plan: RunPlan, job: Job) -> int:
 
 
 def gpus_of_node(config: RunConfig) -> int:
-    """The GPUs of the run's nodes, which are like this machine. If it has none, as a login node, they are as megarl plan counts them."""
+    """The GPUs of the run's nodes, which are like this machine.
+
+    If it has none, as a login node, they are as megarl plan counts them.
+    """
     on_cpus = config.cluster.gpu == "cpu" and config.launch.ranks_per_node is None
     return len(gpus()) or (0 if on_cpus else gpus_per_node(config))
 
 
 def with_nodes_of_here(plan: RunPlan) -> RunPlan:
-    """The plan for nodes of as many GPUs as this machine has, unless it has none, or launch.ranks_per_node is set."""
+    """The plan for nodes of as many GPUs as this machine has, unless it has none, or
+    launch.ranks_per_node is set.
+    """
     config = plan.config
     if config.cluster.gpu == "cpu" or not gpus():
         return plan
-    return replace(plan, config=replace(config, launch=replace(config.launch, ranks_per_node=config.launch.ranks_per_node or len(gpus()))))
+    return replace(
+        plan,
+        config=replace(
+            config,
+            launch=replace(
+                config.launch, ranks_per_node=config.launch.ranks_per_node or len(gpus())
+            ),
+        ),
+    )
 
 
 def with_lengths_of(plan: RunPlan, datasets: Iterable[Checked]) -> RunPlan:
     """The plan with the mean prompt length of data.train, from the rows that have been read."""
-    lengths = [tokens for checked in datasets if checked.key.startswith("data.train") for tokens in checked.reading.lengths]
+    lengths = [
+        tokens
+        for checked in datasets
+        if checked.key.startswith("data.train")
+        for tokens in checked.reading.lengths
+    ]
     if not lengths:
         return plan
-    config = replace(plan.config, plan=replace(plan.config.plan, prompt_tokens=max(1, round(fmean(lengths)))))
+    config = replace(
+        plan.config, plan=replace(plan.config.plan, prompt_tokens=max(1, round(fmean(lengths))))
+    )
     return replace(plan, config=config)
 
 
 def gpus_line(plan: RunPlan) -> str:
     """How many GPUs, or ranks on CPUs, a run takes."""
     trainer = plan.trainer_topology.world_size
-    engines = sum(fleet.engines * fleet.tp for fleet in fleets_of(plan, Job("train", Path(), "trainer", "generator")))
+    engines = sum(
+        fleet.engines * fleet.tp
+        for fleet in fleets_of(plan, Job("train", Path(), "trainer", "generator"))
+    )
     unit = "CPU ranks" if plan.config.cluster.gpu == "cpu" else "GPUs"
     shared = trainer + generator_ranks(plan.groups) - gpus_of_run(plan.config)
     beside = f"; {shared} of them for both (cluster.share_gpus)" if shared else ""
-    return f"{unit:<10} {trainer + engines - shared}: {trainer} for the trainer, {engines} for engines{beside}"
+    return (
+        f"{unit:<10} {trainer + engines - shared}: {trainer} for the trainer, {engines} for "
+        f"engines{beside}"
+    )
 
 
 def render_launch(plan: RunPlan) -> str:
-    """One line per group of nodes with the same processes, and for each role a command that its node would start."""
-    job = Job("train", Path(plan.config.run_dir) / "logs", trainer_role="trainer", driver_role="generator")
+    """One line per group of nodes with the same processes, and for each role a command that its
+    node would start.
+    """
+    job = Job(
+        "train", Path(plan.config.run_dir) / "logs", trainer_role="trainer", driver_role="generator"
+    )
     placed = placement(plan, job, nodes_needed(plan, job), gpus_of_node(plan.config))
-    lines = [f"launch     {len(placed)} node{'s' * (len(placed) > 1)}, one `megarl train` on each; trainer {sizes(plan)}"]
+    lines = [
+        f"launch     {len(placed)} node{'s' * (len(placed) > 1)}, one `megarl train` on each; "
+        f"trainer {sizes(plan)}"
+    ]
     for alike in _runs(placed):
         lines.append(f"  {_node_names(alike):<14} {_what(alike)}")
-    lines.append("commands, the first of each role (ADDRESS, PORT, KEY and SCRATCH are settled when the nodes meet):")
+    lines.append(
+        "commands, the first of each role (ADDRESS, PORT, KEY and SCRATCH are settled when the "
+        "nodes meet):"
+    )
     for node, spec in _samples(plan, job, placed):
-        shown = sorted((key, value) for key, value in spec.env.items() if "KEY" not in key and key != PARENT)
+        shown = sorted(
+            (key, value) for key, value in spec.env.items() if "KEY" not in key and key != PARENT
+        )
         environment = " ".join(f"{key}={shlex.quote(value)}" for key, value in shown)
-        lines.append(f"  node {node}, {spec.name}:\n    {environment} \\\n    {' '.join(map(shlex.quote, spec.argv))}")
+        lines.append(
+            f"  node {node}, {spec.name}:\n    {environment} \\\n    "
+            f"{' '.join(map(shlex.quote, spec.argv))}"
+        )
     return "\n".join(lines)
 
 
@@ -286,11 +389,14 @@ def _runs(placed: list[NodePlan]) -> Iterable[list[NodePlan]]:
 
 
 def _shape(node: NodePlan) -> tuple:
-    return len(node.trainer_ranks), [(part.fleet, part.ranks, part.parts, part.part) for part in node.engines]
+    return len(node.trainer_ranks), [
+        (part.fleet, part.ranks, part.parts, part.part) for part in node.engines
+    ]
 
 
 def _node_names(alike: list[NodePlan]) -> str:
-    first, last = alike[0].node, alike[-1].node
+    first = alike[0].node
+    last = alike[-1].node
     return f"node {first}" if first == last else f"nodes {first}-{last}"
 
 
@@ -299,22 +405,45 @@ def _what(alike: list[NodePlan]) -> str:
     if alike[0].trainer_ranks:
         words.append(f"trainer ranks {alike[0].trainer_ranks[0]}-{alike[-1].trainer_ranks[-1]}")
     for fleet, ranks in dict.fromkeys((part.fleet, part.ranks) for part in alike[0].engines):
-        own = [part for node in alike for part in node.engines if (part.fleet, part.ranks) == (fleet, ranks)]
-        what = {POLICY: "engines", EVALUATION: "evaluation engines"}.get(fleet, f"engines of {fleet}")
-        words.append(f"{what} {own[0].engine}-{own[-1].engine}, {own[0].ranks} ranks of each on a node")
+        own = [
+            part
+            for node in alike
+            for part in node.engines
+            if (part.fleet, part.ranks) == (fleet, ranks)
+        ]
+        what = {POLICY: "engines", EVALUATION: "evaluation engines"}.get(
+            fleet, f"engines of {fleet}"
+        )
+        words.append(
+            f"{what} {own[0].engine}-{own[-1].engine}, {own[0].ranks} ranks of each on a node"
+        )
     if any(0 in node.serves for node in alike):
-        words.append(f"the generator's driver and reward workers (node {next(n.node for n in alike if 0 in n.serves)})")
+        words.append(
+            "the generator's driver and reward workers (node "
+            f"{next(n.node for n in alike if 0 in n.serves)})"
+        )
     return "; ".join(words) or "nothing to do"
 
 
 def _samples(plan: RunPlan, job: Job, placed: list[NodePlan]) -> Iterable[tuple[int, ProcessSpec]]:
     fleets = fleets_of(plan, job)
-    engines = {fleet.name: [EngineAddress("ADDRESS", 0, 0)] * (fleet.first + fleet.engines) for fleet in fleets}
+    engines = {
+        fleet.name: [EngineAddress("ADDRESS", 0, 0)] * (fleet.first + fleet.engines)
+        for fleet in fleets
+    }
     shown = {(fleet.name, fleet.first) for fleet in fleets}
     unknown = Rendezvous(
-        hub_host="ADDRESS", hub_port=0, key_file="KEY", trainer_host="ADDRESS", trainer_port=0,
-        engines=engines, engine_key="", engine_admin_key="", start_step=0, checkpoint="",
-    )  # fmt: skip
+        hub_host="ADDRESS",
+        hub_port=0,
+        key_file="KEY",
+        trainer_host="ADDRESS",
+        trainer_port=0,
+        engines=engines,
+        engine_key="",
+        engine_admin_key="",
+        start_step=0,
+        checkpoint="",
+    )
     folder = Path(plan.config.run_dir) / ".launch" / "train" / "LAUNCH"
 
     def part_of(node: NodePlan) -> NodePart:
@@ -326,20 +455,27 @@ def _samples(plan: RunPlan, job: Job, placed: list[NodePlan]) -> Iterable[tuple[
 
     assert job.trainer_role and job.driver_role  # dry runs are for `megarl train`, which has both
     yield 0, part_of(placed[0]).trainers(job.trainer_role)[0]
-    device = "cpu" if plan.config.cluster.gpu == "cpu" else "cuda"  # the nodes' device, which this machine may lack
+    # the nodes' device, which this machine may lack
+    device = "cpu" if plan.config.cluster.gpu == "cpu" else "cuda"
     for node in placed:
         if 0 in node.serves:
             yield node.node, part_of(node).driver(job.driver_role)
         if firsts := {part.name for part in node.answering if (part.fleet, part.engine) in shown}:
-            yield from ((node.node, spec) for spec in part_of(node).engines(device) if spec.name in firsts)
+            yield from (
+                (node.node, spec) for spec in part_of(node).engines(device) if spec.name in firsts
+            )
 
 
 SHARES = ("pass@", "avg@", "maj@", "prompt_", "instruction_")
-EVALUATED = "evaluated"  # folder in run_dir for the export of the checkpoint that megarl eval scores
+# folder in run_dir for the export of the checkpoint that megarl eval scores
+EVALUATED = "evaluated"
 
 
 def train(plan: RunPlan) -> None:
-    """Starts or resumes the RL run of `plan`, and prints its summary at the end. Raises ProcessFailed, Stopped."""
+    """Starts or resumes the RL run of `plan`, and prints its summary at the end.
+
+    Raises ProcessFailed, Stopped.
+    """
     given, plan = plan.config, with_caches(plan)
     config, run_dir, node = plan.config, Path(plan.config.run_dir), this_node()
     resume, late = latest_checkpoint(run_dir), unscored(config)
@@ -353,16 +489,28 @@ def train(plan: RunPlan) -> None:
             contents.write(run_dir)
             remove_leftovers(run_dir)
             note_beginning(plan, resume)
-            lines = [*weights_lines(replace(plan, config=given), resume), *role_lines(plan), *sharing_lines(plan), *cache_lines(plan)]
+            lines = [
+                *weights_lines(replace(plan, config=given), resume),
+                *role_lines(plan),
+                *sharing_lines(plan),
+                *cache_lines(plan),
+            ]
             lines += *sampling_lines(plan), *sandbox_lines(plan), *inputs.remarks, *of_data
             print(headline(plan, resume.step, node.count), *lines, sep="\n", flush=True)
             if late:
-                print(f"The run ended before version {resume.step}, its last, was evaluated: this is done now", flush=True)
+                print(
+                    f"The run ended before version {resume.step}, its last, was evaluated: this "
+                    "is done now",
+                    flush=True,
+                )
             if resume.checkpoint:
                 mend_records(run_dir, resume)
-            write_whole(run_dir / "config.yaml", dump_config(given))  # a resumed run plans its caches again
+            # a resumed run plans its caches again
+            write_whole(run_dir / "config.yaml", dump_config(given))
 
-        job = Job("train", run_dir / "logs", trainer_role="trainer", driver_role="generator", stops=True)
+        job = Job(
+            "train", run_dir / "logs", trainer_role="trainer", driver_role="generator", stops=True
+        )
         try:
             _launch_showing(plan, job, node, prepare, run_dir, config.max_steps, resume)
         except Stopped as stopped:
@@ -371,7 +519,10 @@ def train(plan: RunPlan) -> None:
                 raise
     elif node.is_head:
         steps = f"{resume.step} of {config.max_steps} steps"
-        print(f"{run_dir} is complete: {steps}. Start another with run_dir=… or go on with a larger max_steps.")
+        print(
+            f"{run_dir} is complete: {steps}. Start another with run_dir=… or go on with a larger "
+            "max_steps."
+        )
     if node.is_head:
         mend_evaluations(config)
         _report(plan)
@@ -379,8 +530,14 @@ def train(plan: RunPlan) -> None:
 
 def _tell_stopped(plan: RunPlan, stopped: Stopped, node: Node) -> None:
     if node.is_head:
-        where = f"stopped at step {latest_checkpoint(plan.config.run_dir).step} by {stopped.by}; the same command goes on from there"
-        print(f"{where}. It did not stop cleanly: {stopped.problem}" if stopped.problem else where, flush=True)
+        where = (
+            f"stopped at step {latest_checkpoint(plan.config.run_dir).step} by {stopped.by}; "
+            "the same command goes on from there"
+        )
+        print(
+            f"{where}. It did not stop cleanly: {stopped.problem}" if stopped.problem else where,
+            flush=True,
+        )
         _report(plan)
 
 
@@ -393,29 +550,46 @@ def _report(plan: RunPlan) -> None:
         print(line)
     if config.checkpoint.keep_best and (best := best_checkpoint(config)):
         score = f"{config.checkpoint.keep_best} {best[1]:.3f}"
-        print(f"  {'best checkpoint':<24}step {best[0]}, {score} (--best of megarl export and megarl eval)")
+        print(
+            f"  {'best checkpoint':<24}step {best[0]}, {score} (--best of megarl export and "
+            "megarl eval)"
+        )
     print(flush=True)
 
 
 def note_beginning(plan: RunPlan, resume: Resume) -> None:
-    """Records the weights that a run begins with. Raises ConfigError if a resumed run needs them but they have changed."""
-    config, weights = plan.config, plan.weights
+    """Records the weights that a run begins with.
+
+    Raises ConfigError if a resumed run needs them but they have changed.
+    """
+    config = plan.config
+    weights = plan.weights
     now = fingerprint(Path(weights.path)) if Path(weights.path).is_dir() else ""
     if not resume.checkpoint:
         begin_with(config, weights, now)
     elif needs_first_weights(config) and weights.fingerprint not in ("", now):
         raise ConfigError(
-            f"{why_first_weights(config)} what the run began with, but {weights.path} holds other weights now; put the first ones back"
+            f"{why_first_weights(config)} what the run began with, but {weights.path} holds other "
+            "weights now; put the first ones back"
         )
 
 
-def compared_data(config: RunConfig, folder: Path | str, resume: Resume, now: Contents) -> list[str]:
-    """Lines about rows, tokenizer, template and own code that have changed since the job in `folder` began. Raises ConfigError unless
-    checkpoint.accept_changed_data."""
+def compared_data(
+    config: RunConfig, folder: Path | str, resume: Resume, now: Contents
+) -> list[str]:
+    """Lines about rows, tokenizer, template and own code that have changed since the job in
+    `folder` began. Raises ConfigError unless checkpoint.accept_changed_data.
+    """
     if not resume.checkpoint:
         return []
     accept = config.checkpoint.accept_changed_data
-    return compare_contents(read_contents(Path(folder)), now, accept, begun=f"the run in {folder}", instead="use another run_dir")
+    return compare_contents(
+        read_contents(Path(folder)),
+        now,
+        accept,
+        begun=f"the run in {folder}",
+        instead="use another run_dir",
+    )
 
 
 def mend_records(run_dir: Path, resume: Resume) -> None:
@@ -426,7 +600,11 @@ def mend_records(run_dir: Path, resume: Resume) -> None:
         if lost:
             print(lost, flush=True)
     for version in note_lost(run_dir, resume.step):
-        print(f"the evaluation of version {version} is lost: the run ended meanwhile, and goes on from version {resume.step}", flush=True)
+        print(
+            f"the evaluation of version {version} is lost: the run ended meanwhile, and goes on "
+            f"from version {resume.step}",
+            flush=True,
+        )
 
 
 def mend_evaluations(config: RunConfig) -> None:
@@ -434,7 +612,10 @@ def mend_evaluations(config: RunConfig) -> None:
     last = config.max_steps
     for version in note_lost(config.run_dir, last + 1, due=[last] if unscored(config) else []):
         then = "; the same command repeats it" if version == last else ""
-        print(f"the evaluation of version {version} is lost: the run ended before it{then}", flush=True)
+        print(
+            f"the evaluation of version {version} is lost: the run ended before it{then}",
+            flush=True,
+        )
 
 
 def unscored(config: RunConfig) -> bool:
@@ -445,7 +626,10 @@ def unscored(config: RunConfig) -> bool:
 
 
 def sft(plan: RunPlan) -> None:
-    """Runs the supervised warm start, which writes an HF checkpoint to `sft.output`. Does nothing if there is one."""
+    """Runs the supervised warm start, which writes an HF checkpoint to `sft.output`.
+
+    Does nothing if there is one.
+    """
     config, run_dir, node = plan.config, Path(plan.config.run_dir) / "sft", this_node()
     if (Path(config.sft.output) / "config.json").exists():
         if node.is_head:
@@ -453,9 +637,17 @@ def sft(plan: RunPlan) -> None:
             now = contents_of(config, digests, rewarded=False)
             accept = config.checkpoint.accept_changed_data
             begun = f"the warm start in sft.output={config.sft.output}"
-            of_data = compare_contents(read_contents(Path(config.sft.output)), now, accept, begun, "remove it to train it again")
+            of_data = compare_contents(
+                read_contents(Path(config.sft.output)),
+                now,
+                accept,
+                begun,
+                "remove it to train it again",
+            )
             print(*of_data, sep="\n", end="\n" * bool(of_data))
-            print(f"{config.sft.output} is there already: nothing to do. Remove it to train it again.")
+            print(
+                f"{config.sft.output} is there already: nothing to do. Remove it to train it again."
+            )
         return
     resume = latest_checkpoint(run_dir)
 
@@ -483,13 +675,25 @@ def sft(plan: RunPlan) -> None:
 
 
 def reward_model(plan: RunPlan) -> None:
-    """Trains a reward model on pairs of responses, and writes it as an HF checkpoint to `reward_model.output`."""
-    config, settings, run_dir, node = plan.config, plan.config.reward_model, Path(plan.config.run_dir) / "reward_model", this_node()
-    steps = settings.steps or training_steps(config, len(load_pairs(config, settings.data, "reward_model.data", plan.spec)))
+    """Trains a reward model on pairs of responses, and writes it as an HF checkpoint to
+    `reward_model.output`.
+    """
+    config, settings, run_dir, node = (
+        plan.config,
+        plan.config.reward_model,
+        Path(plan.config.run_dir) / "reward_model",
+        this_node(),
+    )
+    steps = settings.steps or training_steps(
+        config, len(load_pairs(config, settings.data, "reward_model.data", plan.spec))
+    )
 
     def prepare(_: Path) -> None:
         inputs = check_inputs(config, "reward-model", plan)
-        print(f"Reward model: {steps} steps of {settings.batch_size} pairs, trainer {sizes(plan)}, in {run_dir}")
+        print(
+            f"Reward model: {steps} steps of {settings.batch_size} pairs, trainer {sizes(plan)}, "
+            f"in {run_dir}"
+        )
         print(
             f"Weights: {plan.weights if plan.weights.are_there else f'random, by seed {config.seed}'}",
             *inputs.remarks,
@@ -505,21 +709,32 @@ def reward_model(plan: RunPlan) -> None:
 
 
 def accuracy_line(metrics: str) -> str:
-    """A line about the held-out pairs, from the metrics.jsonl of a reward model; empty without held-out pairs."""
+    """A line about the held-out pairs, from the metrics.jsonl of a reward model; empty without
+    held-out pairs.
+    """
     rows = [json.loads(line) for line in metrics.splitlines()]
-    first, last = rows[0], rows[-1]
+    first = rows[0]
+    last = rows[-1]
     if "eval/accuracy" not in last:
         return ""
-    before, after = (f"{row[f'{key}accuracy']:.3f} (loss {row[f'{key}loss']:.4f})" for row, key in ((first, "before/"), (last, "eval/")))
+    before, after = (
+        f"{row[f'{key}accuracy']:.3f} (loss {row[f'{key}loss']:.4f})"
+        for row, key in ((first, "before/"), (last, "eval/"))
+    )
     return f"Held-out pairs in the right order: {before} before, {after} after\n"
 
 
-def evaluate_checkpoint(plan: RunPlan, step: int | None = None, best: bool = False, quiet: bool = False) -> CommandResult:
-    """Scores the run's checkpoint that `step` or `best` chooses, or by default its newest one; without one, model.path.
+def evaluate_checkpoint(
+    plan: RunPlan, step: int | None = None, best: bool = False, quiet: bool = False
+) -> CommandResult:
+    """Scores the run's checkpoint that `step` or `best` chooses, or by default its newest one;
+    without one, model.path.
 
-    `quiet`: prints only on stderr."""
+    `quiet`: prints only on stderr.
+    """
     if scores_checkpoint(plan.config, step, best):
-        check_data(plan.config, plan.spec, "eval", at_hand=True)  # what is wrong is told before the export takes minutes
+        # what is wrong is told before the export takes minutes
+        check_data(plan.config, plan.spec, "eval", at_hand=True)
         folder = f"{plan.config.run_dir}/{EVALUATED}"
         with contextlib.redirect_stdout(sys.stderr if quiet else sys.stdout):
             checkpoint = export(plan, folder, step, best=best)
@@ -529,46 +744,78 @@ def evaluate_checkpoint(plan: RunPlan, step: int | None = None, best: bool = Fal
 
 
 def evaluate(plan: RunPlan, quiet: bool) -> CommandResult:
-    """Scores the weights of `plan` on `data.eval` and `eval.suites` through SGLang. The scores are on the head node; empty elsewhere."""
+    """Scores the weights of `plan` on `data.eval` and `eval.suites` through SGLang.
+
+    The scores are on the head node; empty elsewhere.
+    """
     plan = with_caches(without_trainer(plan))
     node = this_node()
 
     def prepare(_: Path) -> None:
         inputs = check_inputs(plan.config, "eval", plan)
         if not quiet:
-            print(f"Weights: {plan.weights}", *role_lines(plan), *inputs.remarks, sep="\n", flush=True)
+            print(
+                f"Weights: {plan.weights}", *role_lines(plan), *inputs.remarks, sep="\n", flush=True
+            )
 
     eval_dir = Path(plan.config.run_dir) / "eval"
     job = Job("eval", eval_dir / "logs", trainer_role=None, driver_role="evaluate")
-    folder = launch(plan, job, node, prepare, Doings(eval_dir).poll if node.is_head else lambda: None)
+    folder = launch(
+        plan, job, node, prepare, Doings(eval_dir).poll if node.is_head else lambda: None
+    )
     if not node.is_head:
         return CommandResult({}, "")
     result = _read_result(folder / "result.json")
-    return CommandResult({"weights": plan.weights.scored, **result}, evaluation_text(result, plan.weights))
+    return CommandResult(
+        {"weights": plan.weights.scored, **result}, evaluation_text(result, plan.weights)
+    )
 
 
 def warm(plan: RunPlan) -> None:
-    """Starts one of the policy's engines of each group on this machine, with random weights, and lets it generate. Compiled kernels are
-    kept (launch.compile_cache), so that the engines of a run start at once."""
+    """Starts one of the policy's engines of each group on this machine, with random weights, and
+    lets it generate. Compiled kernels are kept (launch.compile_cache), so that the engines of a run
+    start at once.
+    """
     for group in plan.groups:
         began = time.monotonic()
         with scratch_folder() as run_dir:
-            config = replace(plan.config, run_dir=str(run_dir / "run"), generator=replace(group.settings, engines=1))
+            config = replace(
+                plan.config,
+                run_dir=str(run_dir / "run"),
+                generator=replace(group.settings, engines=1),
+            )
             alone = with_caches(without_trainer(replace(resolve(config, WARM), served=())))
-            launch(alone, Job(WARM, run_dir / "run/logs", trainer_role=None, driver_role=WARM), Node(0, 1, "local"), lambda folder: None)
+            launch(
+                alone,
+                Job(WARM, run_dir / "run/logs", trainer_role=None, driver_role=WARM),
+                Node(0, 1, "local"),
+                lambda folder: None,
+            )
         took = f"{time.monotonic() - began:.0f} s"
-        print(f"an engine of {group.key}.tp={group.settings.tp} has compiled and answered in {took}", flush=True)
+        print(
+            f"an engine of {group.key}.tp={group.settings.tp} has compiled and answered in {took}",
+            flush=True,
+        )
 
 
 def evaluation_text(result: Mapping[str, Any], weights: Weights) -> str:
     """A line for each held-out set."""
     lines = [f"held-out scores of {weights}"]
     for name, scores in sets(result).items():
-        passes = ", ".join(f"{key} {scores[key]:.3f}{_interval(scores, key)}" for key in scores if key.startswith(SHARES))
+        passes = ", ".join(
+            f"{key} {scores[key]:.3f}{_interval(scores, key)}"
+            for key in scores
+            if key.startswith(SHARES)
+        )
         right = f"{scores['correct']} of " if passes else ""
         found = f"{right}{scores['samples']} answers to {scores['prompts']} prompts"
-        rest = f"mean reward {scores['reward/mean']:.3f}, {scores['truncated_fraction']:.0%} truncated"
-        lines.append(f"  {name or 'data.eval'}: {f'{passes} ({found})' if passes else found}, {rest}; {sampling_text(scores)}")
+        rest = (
+            f"mean reward {scores['reward/mean']:.3f}, {scores['truncated_fraction']:.0%} truncated"
+        )
+        lines.append(
+            f"  {name or 'data.eval'}: {f'{passes} ({found})' if passes else found}, {rest}; "
+            f"{sampling_text(scores)}"
+        )
     return "\n".join(lines)
 
 
@@ -581,14 +828,21 @@ def _read_result(path: Path) -> dict[str, float]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RuntimeError(f"{path}: the result is missing or damaged ({error}); evaluate again") from error
+        raise RuntimeError(
+            f"{path}: the result is missing or damaged ({error}); evaluate again"
+        ) from error
 
 
-def export(plan: RunPlan, output: str, step: int | None = None, adapter: bool = False, best: bool = False) -> str:
-    """Writes the weights of a checkpoint (the newest, the one of `step`, or the `best`) as an HF checkpoint or an adapter at `output`.
-    Returns the checkpoint's folder."""
+def export(
+    plan: RunPlan, output: str, step: int | None = None, adapter: bool = False, best: bool = False
+) -> str:
+    """Writes the weights of a checkpoint (the newest, the one of `step`, or the `best`) as an HF
+    checkpoint or an adapter at `output`. Returns the checkpoint's folder.
+    """
     if adapter and plan.adapters is None:
-        raise ConfigError("--lora: lora.rank is null: the run trains all weights, and has no adapter")
+        raise ConfigError(
+            "--lora: lora.rank is null: the run trains all weights, and has no adapter"
+        )
     run_dir, node = Path(plan.config.run_dir), this_node()
     job = Job("export", run_dir / EXPORTING / "logs", trainer_role="export", driver_role=None)
     with contextlib.ExitStack() as resources:
@@ -599,29 +853,47 @@ def export(plan: RunPlan, output: str, step: int | None = None, adapter: bool = 
             step, why = best_step(plan.config) if best else (step, "")
             held = resources.enter_context(held_checkpoint(run_dir, step))
             check_resume_point(run_dir, held)
-            step, of = held.step, str(checkpoint_path(run_dir, held.step))
+            step = held.step
+            of = str(checkpoint_path(run_dir, held.step))
             request = {"path": held.checkpoint, "of": of, "output": str(output), "adapter": adapter}
             (folder / "export.json").write_text(json.dumps(request), encoding="utf-8")
             print(f"Weights: the checkpoint {of}{why}", flush=True)
 
         launched = launch(plan, job, node, prepare)
     if node.is_head:
-        print(f"{'The adapter' if adapter else 'Weights'} of step {step} {'is' if adapter else 'are'} in {output}")
+        print(
+            f"{'The adapter' if adapter else 'Weights'} of step {step} "
+            f"{'is' if adapter else 'are'} in {output}"
+        )
     return json.loads((launched / "export.json").read_text(encoding="utf-8"))["of"]
 
 
 def best_step(config: RunConfig) -> tuple[int, str]:
-    """The step of the best checkpoint, and a remark for the user. Raises ConfigError if none can be chosen."""
+    """The step of the best checkpoint, and a remark for the user.
+
+    Raises ConfigError if none can be chosen.
+    """
     if (key := config.checkpoint.keep_best) is None:
         choice = ", ".join(scores_to_choose_by(config))
-        raise ConfigError(f"--best: checkpoint.keep_best is null; set it to the score to choose by: {choice or 'a held-out score'}")
+        raise ConfigError(
+            "--best: checkpoint.keep_best is null; set it to the score to choose by: "
+            f"{choice or 'a held-out score'}"
+        )
     if (best := best_checkpoint(config)) is None:
-        raise ConfigError(f"--best: no checkpoint in run_dir={config.run_dir} has been evaluated ({key})")
+        raise ConfigError(
+            f"--best: no checkpoint in run_dir={config.run_dir} has been evaluated ({key})"
+        )
     return best[0], f", the best by {key}: {best[1]:.3f}"
 
 
 def _launch_showing(
-    plan: RunPlan, job: Job, node: Node, prepare: Callable[[Path], None], run_dir: Path, steps: int, resume: Resume = Resume()
+    plan: RunPlan,
+    job: Job,
+    node: Node,
+    prepare: Callable[[Path], None],
+    run_dir: Path,
+    steps: int,
+    resume: Resume = Resume(),
 ) -> None:
     """Launches `job` with the live display, which the head node shows."""
     if not node.is_head:

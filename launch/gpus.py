@@ -1,5 +1,7 @@
-"""The GPUs of this machine, as the driver shows them, and the cores near them. It needs only the standard library, since an installation
-(doctor.py) uses it before anything is installed.
+"""The GPUs of this machine, as the driver shows them, and the cores near them.
+
+It needs only the standard library, since an installation (doctor.py) uses it before anything is
+installed.
 """
 
 from __future__ import annotations
@@ -29,15 +31,19 @@ class Gpu:
 def gpus() -> tuple[Gpu, ...]:
     """The GPUs that this launch may use, in CUDA's order. Does not need torch."""
     shown = nvidia_smi("--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader")
-    return visible([tuple(line.split(", ")) for line in shown.splitlines()], os.environ.get(VISIBLE))
+    return visible(
+        [tuple(line.split(", ")) for line in shown.splitlines()], os.environ.get(VISIBLE)
+    )
 
 
 def visible(shown: Sequence[tuple[str, ...]], wanted: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA_VISIBLE_DEVICES=`wanted` admits, from the driver's list of (index, UUID, bus id). None: it is not set.
+    """The GPUs that CUDA_VISIBLE_DEVICES=`wanted` admits, from the driver's list of (index, UUID,
+    bus id). None: it is not set.
 
-    Follows torch/cuda/__init__.py, `_parse_visible_devices` and `_transform_uuid_to_ordinals`. All entries are of one kind, which the first
-    one decides: numbers, prefixes of UUIDs, or MIG instances. The first entry of another kind ends the list. A repeated one then empties
-    it, wherever it stands; only after that the first entry without a GPU ends the list.
+    Follows torch/cuda/__init__.py, `_parse_visible_devices` and `_transform_uuid_to_ordinals`. All
+    entries are of one kind, which the first one decides: numbers, prefixes of UUIDs, or MIG
+    instances. The first entry of another kind ends the list. A repeated one then empties it,
+    wherever it stands; only after that the first entry without a GPU ends the list.
     """
     if wanted is None:
         return tuple(Gpu(index, sysfs_address(bus)) for index, _, bus in shown)
@@ -50,7 +56,9 @@ def visible(shown: Sequence[tuple[str, ...]], wanted: str | None) -> tuple[Gpu, 
         return tuple(Gpu(name, "") for name in names)
     buses: list[str] = []
     for name in names:
-        matches = [bus for index, uuid, bus in shown if (uuid.startswith(name) if kind else name == index)]
+        matches = [
+            bus for index, uuid, bus in shown if (uuid.startswith(name) if kind else name == index)
+        ]
         if len(matches) != 1:
             break
         buses += matches
@@ -60,7 +68,9 @@ def visible(shown: Sequence[tuple[str, ...]], wanted: str | None) -> tuple[Gpu, 
 
 
 def _leading_number(entry: str) -> str:
-    """The number that an entry begins with, as C's strtoul reads it; empty if there is none, or if it is negative."""
+    """The number that an entry begins with, as C's strtoul reads it; empty if there is none, or if
+    it is negative.
+    """
     number = re.match(r"[+-]?\d+", entry.strip())
     return str(int(number[0])) if number and int(number[0]) >= 0 else ""
 
@@ -73,21 +83,33 @@ def nvidia_smi(*arguments: str) -> str:
     if shutil.which("nvidia-smi") is None:
         return ""
     try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, timeout=NVIDIA_SMI_S, encoding="utf-8", errors="replace")
+        done = subprocess.run(
+            ["nvidia-smi", *arguments],
+            capture_output=True,
+            timeout=NVIDIA_SMI_S,
+            encoding="utf-8",
+            errors="replace",
+        )
     except subprocess.TimeoutExpired as error:
-        raise TimeoutError(f"nvidia-smi gave no answer within {NVIDIA_SMI_S:.0f} s: is a GPU of this node broken?") from error
+        raise TimeoutError(
+            f"nvidia-smi gave no answer within {NVIDIA_SMI_S:.0f} s: is a GPU of this node broken?"
+        ) from error
     return done.stdout if done.returncode == 0 else ""
 
 
 def sysfs_address(bus_id: str) -> str:
-    """Converts a bus id from the driver's form (domain of eight digits) to the kernel's (four digits, lower case)."""
+    """Converts a bus id from the driver's form (domain of eight digits) to the kernel's (four
+    digits, lower case).
+    """
     domain, _, rest = bus_id.lower().partition(":")
     return f"{domain[-4:]}:{rest}"
 
 
 def cores_near(address: str, devices: Path = PCI_DEVICES) -> tuple[int, ...]:
-    """The cores of the NUMA node of a PCI device. Memory that a rank pins there is near its GPU and NIC. () if the kernel does not know
-    them."""
+    """The cores of the NUMA node of a PCI device.
+
+    Memory that a rank pins there is near its GPU and NIC. () if the kernel does not know them.
+    """
     path = devices / address / "local_cpulist"
     return parse_cpulist(path.read_text(encoding="utf-8")) if path.exists() else ()
 

@@ -1,8 +1,11 @@
-"""`megarl engines add`: engines that join a running run. Launchers of their own, one on each node of their job, start and watch them.
+"""`megarl engines add`: engines that join a running run.
 
-The engines start like the run's own. The head announces them to the run's generator, which gives them the weights when they are up. The
-launchers stay until the engines have left, the run has ended, or SIGTERM asks for an orderly end. In an orderly end, engines return their
-unfinished requests.
+Launchers of their own, one on each node of their job, start and watch them.
+
+The engines start like the run's own. The head announces them to the run's generator, which gives
+them the weights when they are up. The launchers stay until the engines have left, the run has
+ended, or SIGTERM asks for an orderly end. In an orderly end, engines return their unfinished
+requests.
 """
 
 from __future__ import annotations
@@ -35,7 +38,15 @@ from megarl.launch.launcher import (
     start_engines,
 )
 from megarl.launch.meeting import STOP, Meeting, NodeReport, is_held, read_report, scratch_folder
-from megarl.launch.nodes import EngineFleet, Node, NodePlan, interface_with, place, slots_per_node, this_node
+from megarl.launch.nodes import (
+    EngineFleet,
+    Node,
+    NodePlan,
+    interface_with,
+    place,
+    slots_per_node,
+    this_node,
+)
 from megarl.launch.processes import ProcessFailed, ProcessGroup, raise_limits
 from megarl.launch.start import NodePart
 from megarl.launch.watch import INSISTING, termination_as_exit, watch
@@ -45,7 +56,8 @@ from megarl.messaging.messages import EngineState, FleetAnswer, FleetCall
 from megarl.messaging.rendezvous import POLICY, Rendezvous, rendezvous_path
 from megarl.plan.resolve import RunPlan, checked_before, resolve
 
-# How another command finds a running run and talks to it. The run's generator answers (megarl.executors.generator).
+# How another command finds a running run and talks to it. The run's generator answers
+# (megarl.executors.generator).
 
 
 ANSWER_S = 60.0  # in addition to the time for the request itself
@@ -54,11 +66,21 @@ LOOK_S = 0.2
 OWN_SETTINGS = (  # settings that joining engines may have; none affects weights or samples
     "launch.interface",
     "launch.ranks_per_node",
-    *(f"generator.{name}" for name in ("kv_cache_tokens", "mem_fraction", "health_s", "max_restarts", "startup_timeout_s")),
+    *(
+        f"generator.{name}"
+        for name in (
+            "kv_cache_tokens",
+            "mem_fraction",
+            "health_s",
+            "max_restarts",
+            "startup_timeout_s",
+        )
+    ),
 )
 
 
-GROUP_SETTINGS = ("generator.kv_cache_tokens", "generator.mem_fraction")  # those of them that a group may set
+# those of them that a group may set
+GROUP_SETTINGS = ("generator.kv_cache_tokens", "generator.mem_fraction")
 
 
 @dataclass(frozen=True)
@@ -73,46 +95,77 @@ class RunningRun:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the run is being stopped, or a part of it has finished or failed. Its generator may end before its last launcher."""
-        return any(name in (STOP, "failure") or name.startswith("finished.") for name in os.listdir(self.folder))
+        """Whether the run is being stopped, or a part of it has finished or failed.
+
+        Its generator may end before its last launcher.
+        """
+        return any(
+            name in (STOP, "failure") or name.startswith("finished.")
+            for name in os.listdir(self.folder)
+        )
 
     def stop(self) -> None:
-        """Asks its launchers, as Meeting.ask_to_stop does, to end it once the running step is saved."""
+        """Asks its launchers, as Meeting.ask_to_stop does, to end it once the running step is
+        saved.
+        """
         (self.folder / STOP).touch()
 
     @property
     def on_one_host(self) -> bool:
-        """Whether the run listens only on loopback. Raises ConfigError if it does so on another host."""
+        """Whether the run listens only on loopback.
+
+        Raises ConfigError if it does so on another host.
+        """
         if not is_loopback(self.rendezvous.hub_host):
             return False
         host = read_report(self.folder, 0).host
         if host != host_name():
-            said = f"it runs on {host} alone, and listens only there: start the engines there, or start the run with launch.interface"
+            said = (
+                f"it runs on {host} alone, and listens only there: start the engines there, or "
+                "start the run with launch.interface"
+            )
             raise ConfigError(f"{self.run_dir}: {said}")
         return True
 
     def plan(self, overrides: Sequence[str], group: str = "") -> RunPlan:
-        """The run's plan with only the engines of `group`, and with the settings of the joining engines. Raises ConfigError for settings
-        that must be the run's, and for a group that the run does not have."""
+        """The run's plan with only the engines of `group`, and with the settings of the joining
+        engines. Raises ConfigError for settings that must be the run's, and for a group that the
+        run does not have.
+        """
         for override in overrides:
             if (key := override.partition("=")[0]) not in OWN_SETTINGS:
-                raise ConfigError(f"{override}: {key} is the run's own; engines that join may differ in {', '.join(OWN_SETTINGS)}")
+                raise ConfigError(
+                    f"{override}: {key} is the run's own; engines that join may differ in "
+                    f"{', '.join(OWN_SETTINGS)}"
+                )
         shapes = load_config(self.folder / "config.yaml").generator.shapes
         if group not in shapes:
             given = f"--group {group}: " if group else ""
-            raise ConfigError(f"{given}must be --group NAME of {', '.join(shapes)}" if any(shapes) else f"{given}the run has no groups")
+            raise ConfigError(
+                f"{given}must be --group NAME of {', '.join(shapes)}"
+                if any(shapes)
+                else f"{given}the run has no groups"
+            )
         of_group = [_of_group(override, group) for override in overrides]
         config = load_config(self.folder / "config.yaml", [*of_group, f"run_dir={self.run_dir}"])
-        resolve(config)  # raises if the overrides do not fit; the run's own launcher has made the checks of megarl train
+        # raises if the overrides do not fit; the run's own launcher has made the checks of megarl
+        # train
+        resolve(config)
         return checked_before(config, "train").group_alone(group)
 
     def ask(self, call: FleetCall) -> FleetAnswer:
-        """The generator's answer. Raises ConfigError if the call is refused or the run has ended, TimeoutError."""
-        peer, timeouts = self.connect(), load_config(self.folder / "config.yaml").timeouts
+        """The generator's answer.
+
+        Raises ConfigError if the call is refused or the run has ended, TimeoutError.
+        """
+        peer = self.connect()
+        timeouts = load_config(self.folder / "config.yaml").timeouts
         try:
             peer.send(call)
             awaited = f"the generator of {self.run_dir} to answer"
-            found = peer.receive_unless(lambda: self.is_over, FleetAnswer, 2 * timeouts.weights_s + ANSWER_S, awaited)
+            found = peer.receive_unless(
+                lambda: self.is_over, FleetAnswer, 2 * timeouts.weights_s + ANSWER_S, awaited
+            )
         finally:
             peer.close()
         if found is None:
@@ -120,13 +173,19 @@ class RunningRun:
         return accepted(found[1])
 
     def connect(self) -> Peer:
-        return Peer(f"engines.{secrets.token_hex(4)}", self.rendezvous.key, self.rendezvous.hub_address)
+        return Peer(
+            f"engines.{secrets.token_hex(4)}", self.rendezvous.key, self.rendezvous.hub_address
+        )
 
 
 def _of_group(override: str, group: str) -> str:
     """The override, with the group's own key if there is one."""
     key, _, value = override.partition("=")
-    return f"generator.groups.{group}.{key.rpartition('.')[2]}={value}" if group and key in GROUP_SETTINGS else override
+    return (
+        f"generator.groups.{group}.{key.rpartition('.')[2]}={value}"
+        if group and key in GROUP_SETTINGS
+        else override
+    )
 
 
 def accepted(answer: FleetAnswer) -> FleetAnswer:
@@ -137,7 +196,10 @@ def accepted(answer: FleetAnswer) -> FleetAnswer:
 
 
 def find_run(run_dir: str) -> RunningRun:
-    """The run in `run_dir`. Raises ConfigError if none is running there, or if it is another user's."""
+    """The run in `run_dir`.
+
+    Raises ConfigError if none is running there, or if it is another user's.
+    """
     try:
         return _found(run_dir)
     except OSError as error:
@@ -145,18 +207,28 @@ def find_run(run_dir: str) -> RunningRun:
 
 
 def _found(run_dir: str) -> RunningRun:
-    lock, deadline = _lock(run_dir), time.monotonic() + MET_S
+    lock = _lock(run_dir)
+    deadline = time.monotonic() + MET_S
     if not lock.exists():
         raise ConfigError(f"{run_dir}: megarl train has never run there")
     while is_held(lock):
-        found = [path for path in lock.parent.glob(f"*/{rendezvous_path(Path()).name}") if path.stat().st_mtime >= lock.stat().st_mtime]
+        found = [
+            path
+            for path in lock.parent.glob(f"*/{rendezvous_path(Path()).name}")
+            if path.stat().st_mtime >= lock.stat().st_mtime
+        ]
         if found:
             folder = max(found, key=os.path.getmtime).parent
             return RunningRun(run_dir, folder, Rendezvous.load(folder))
         if time.monotonic() > deadline:
-            raise ConfigError(f"{run_dir}: the run there has only begun, and its nodes have not met within {MET_S:.0f} s")
+            raise ConfigError(
+                f"{run_dir}: the run there has only begun, and its nodes have not met within "
+                f"{MET_S:.0f} s"
+            )
         time.sleep(LOOK_S)
-    raise ConfigError(f"{run_dir}: no run is under way there; megarl train goes on from its last checkpoint")
+    raise ConfigError(
+        f"{run_dir}: no run is under way there; megarl train goes on from its last checkpoint"
+    )
 
 
 def _lock(run_dir: str) -> Path:
@@ -166,19 +238,28 @@ def _lock(run_dir: str) -> Path:
 BEAT_S = 2.0
 
 
-def add_engines(run_dir: str, count: int | None, overrides: Sequence[str] = (), group: str = "") -> None:
-    """Runs `count` engines of `group` (None: as many as this job's nodes have room for), until they are no longer needed.
+def add_engines(
+    run_dir: str, count: int | None, overrides: Sequence[str] = (), group: str = ""
+) -> None:
+    """Runs `count` engines of `group` (None: as many as this job's nodes have room for), until they
+    are no longer needed.
 
     Raises ConfigError if they cannot join, RuntimeError if they fail, or cannot leave in order.
     """
     raise_limits()
-    node, run = this_node(), find_run(run_dir)
+    node = this_node()
+    run = find_run(run_dir)
     if node.count == 1:
         node = dataclasses.replace(node, launch=f"{node.launch}.{os.getpid()}")
     plan = run.plan(overrides, group)
-    tp, hosts = plan.config.generator.tp, 1 if run.on_one_host else 1 + node.count
-    slots = slots_per_node((count or node.count) * tp, node.count, len(gpus()), plan.config.launch.ranks_per_node)
-    placed = place(0, [EngineFleet(count or max(1, node.count * slots // tp), tp)], node.count, slots)
+    tp = plan.config.generator.tp
+    hosts = 1 if run.on_one_host else 1 + node.count
+    slots = slots_per_node(
+        (count or node.count) * tp, node.count, len(gpus()), plan.config.launch.ranks_per_node
+    )
+    placed = place(
+        0, [EngineFleet(count or max(1, node.count * slots // tp), tp)], node.count, slots
+    )
     asked: list[int] = []  # the signals that have asked for an end
 
     def ask(number: int) -> bool:
@@ -196,10 +277,25 @@ def add_engines(run_dir: str, count: int | None, overrides: Sequence[str] = (), 
         report = report_of(plan, node, placed[node.rank], hosts=hosts)
         meeting.announce(report)
         reports = meeting.reports()
-        with _membership(run, plan, group, placed, reports, meeting) if node.is_head else contextlib.nullcontext() as member:
+        with (
+            _membership(run, plan, group, placed, reports, meeting)
+            if node.is_head
+            else contextlib.nullcontext() as member
+        ):
             where = meeting.await_rendezvous()
-            interface, compiled = interface_with(report.address), kernels_kept(plan, scratch)
-            here = NodePart(plan, placed[node.rank], report, where, meeting.folder, interface, scratch, hosts == 1, compiled)
+            interface = interface_with(report.address)
+            compiled = kernels_kept(plan, scratch)
+            here = NodePart(
+                plan,
+                placed[node.rank],
+                report,
+                where,
+                meeting.folder,
+                interface,
+                scratch,
+                hosts == 1,
+                compiled,
+            )
             keeper = engine_keeper(processes, plan, run.folder, training=True)
             start_engines(processes, keeper, here)
 
@@ -212,7 +308,13 @@ def add_engines(run_dir: str, count: int | None, overrides: Sequence[str] = (), 
                     meeting.finish()
 
             try:
-                watch(processes, set(), poll, lambda: meeting.all_finished([0]), lambda: processes.names - keeper.names)
+                watch(
+                    processes,
+                    set(),
+                    poll,
+                    lambda: meeting.all_finished([0]),
+                    lambda: processes.names - keeper.names,
+                )
             except ProcessFailed:
                 if not meeting.all_finished([0], now=True):
                     raise
@@ -221,7 +323,9 @@ def add_engines(run_dir: str, count: int | None, overrides: Sequence[str] = (), 
 @contextlib.contextmanager
 def _meeting(folder: Path, node: Node, plan: RunPlan) -> Iterator[Meeting]:
     try:
-        yield Meeting(folder, node, plan.config.timeouts.rendezvous_s, plan.config.timeouts.silence_s)
+        yield Meeting(
+            folder, node, plan.config.timeouts.rendezvous_s, plan.config.timeouts.silence_s
+        )
     finally:
         if node.count == 1:
             shutil.rmtree(folder, ignore_errors=True)
@@ -229,28 +333,51 @@ def _meeting(folder: Path, node: Node, plan: RunPlan) -> Iterator[Meeting]:
 
 @contextlib.contextmanager
 def _membership(
-    run: RunningRun, plan: RunPlan, group: str, placed: list[NodePlan], reports: list[NodeReport], meeting: Meeting
+    run: RunningRun,
+    plan: RunPlan,
+    group: str,
+    placed: list[NodePlan],
+    reports: list[NodeReport],
+    meeting: Meeting,
 ) -> Iterator[Membership]:
-    """On the head: announces the engines to the run, then tells the other nodes where each runs. Raises ConfigError."""
+    """On the head: announces the engines to the run, then tells the other nodes where each runs.
+
+    Raises ConfigError.
+    """
     first = read_report(run.folder, 0)
-    of_run = replace(first, host=f"{first.host}, of the run", gpus=reports[0].gpus, infiniband={}, problems=[])
+    of_run = replace(
+        first, host=f"{first.host}, of the run", gpus=reports[0].gpus, infiniband={}, problems=[]
+    )
     if problems := disagreements([of_run, *reports]):
         raise ConfigError(problems)
-    peer, found = run.connect(), addresses(placed, reports)
+    peer = run.connect()
+    found = addresses(placed, reports)
     try:
         peer.send(FleetCall("join", urls=[engine.url for engine in found[POLICY]], group=group))
         awaited = f"the generator of {run.run_dir} to take in engines"
-        answer = peer.receive_unless(lambda: run.is_over, FleetAnswer, plan.config.generator.startup_timeout_s, awaited)
+        answer = peer.receive_unless(
+            lambda: run.is_over, FleetAnswer, plan.config.generator.startup_timeout_s, awaited
+        )
         if answer is None:
             raise ConfigError(f"{run.run_dir}: the run has ended")
         numbers = [engine.number for engine in accepted(answer[1]).engines]
-        member = Membership(run, peer, numbers, plan.config.timeouts.silence_s, plan.config.checkpoint.on_termination_s)
-        print(f"{_named(numbers)} of {run.run_dir} start; SIGTERM or Ctrl-C makes them leave in order", flush=True)
+        member = Membership(
+            run,
+            peer,
+            numbers,
+            plan.config.timeouts.silence_s,
+            plan.config.checkpoint.on_termination_s,
+        )
+        print(
+            f"{_named(numbers)} of {run.run_dir} start; SIGTERM or Ctrl-C makes them leave in order",
+            flush=True,
+        )
         meeting.publish(replace(run.rendezvous, engines=found, first_engine=numbers[0]))
         try:
             yield member
         except BaseException:
-            peer.send(FleetCall("leave", engines=numbers, ends=True))  # without waiting for the answer: the engines end now
+            # without waiting for the answer: the engines end now
+            peer.send(FleetCall("leave", engines=numbers, ends=True))
             raise
     finally:
         peer.close()
@@ -271,9 +398,12 @@ class Membership:
     _told: dict[int, str] = field(default_factory=dict)  # engine -> the last line printed about it
 
     def is_over(self, leaving: bool) -> bool:
-        """Called often. Returns whether the engines are no longer needed. `leaving`: makes them leave.
+        """Called often.
 
-        Raises RuntimeError if the generator falls silent, or if they cannot leave in order."""
+        Returns whether the engines are no longer needed. `leaving`: makes them leave.
+
+        Raises RuntimeError if the generator falls silent, or if they cannot leave in order.
+        """
         now = time.monotonic()
         if leaving and self._left_at is None:
             self._left_at = now
@@ -287,16 +417,24 @@ class Membership:
         for answer in self.peer.drain(FleetAnswer):
             self._heard = now
             if answer.do == "leave" and answer.error:
-                raise RuntimeError(f"{_named(self.numbers)} end, but cannot leave in order: {answer.error}")
+                raise RuntimeError(
+                    f"{_named(self.numbers)} end, but cannot leave in order: {answer.error}"
+                )
             for engine in answer.engines:
                 self._tell(engine)
             if all(engine.gone for engine in answer.engines):
                 return True
         if self._left_at is not None and now - self._left_at > self.leave_s:
-            raise RuntimeError(f"{_named(self.numbers)} have not left within checkpoint.on_termination_s={self.leave_s:g}")
+            raise RuntimeError(
+                f"{_named(self.numbers)} have not left within "
+                f"checkpoint.on_termination_s={self.leave_s:g}"
+            )
         silent_s = now - self._heard
         if silent_s > self.silence_s and (silent_s > self.leave_s or not self.run.is_ending):
-            raise RuntimeError(f"the generator of {self.run.run_dir} has given no sign of life for {self.silence_s:.0f} s")
+            raise RuntimeError(
+                f"the generator of {self.run.run_dir} has given no sign of life for "
+                f"{self.silence_s:.0f} s"
+            )
         return False
 
     def _tell(self, engine: EngineState) -> None:
@@ -315,7 +453,8 @@ def _named(numbers: Sequence[int]) -> str:
 
 DESCRIPTION = "engines join a running run, and leave it"
 MEANINGS = {
-    "add": "start engines that join a running run; ends when they have left, the run has ended, or SIGTERM has made them leave",
+    "add": "start engines that join a running run; ends when they have left, the run has ended, "
+    "or SIGTERM has made them leave",
     "remove": "make engines leave a running run; other engines finish their work",
     "list": "the engines of a running run, and what they are doing",
 }
@@ -332,16 +471,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
     for name, meaning in MEANINGS.items():
         command = commands.add_parser(name, help=meaning, description=meaning)
-        command.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run, also as run_dir=…")
+        command.add_argument(
+            "run_dir", metavar="RUN_DIR", help="folder of the run, also as run_dir=…"
+        )
         if name == "add":
-            rest = "how many; default: as many as this job's nodes hold. After it: settings that may differ from the run's"
+            rest = (
+                "how many; default: as many as this job's nodes hold. After it: settings that "
+                "may differ from the run's"
+            )
             command.add_argument("rest", metavar="N dotted.key=value", nargs="*", help=rest)
-            command.add_argument("--group", metavar="NAME", default="", help="which of generator.groups they are of, if the run has any")
+            command.add_argument(
+                "--group",
+                metavar="NAME",
+                default="",
+                help="which of generator.groups they are of, if the run has any",
+            )
         elif name == "remove":
-            command.add_argument("engines", metavar="NUMBER", nargs="*", type=int, help="engines, by number")
-            command.add_argument("--count", metavar="N", type=int, default=0, help="the N newest, instead")
+            command.add_argument(
+                "engines", metavar="NUMBER", nargs="*", type=int, help="engines, by number"
+            )
+            command.add_argument(
+                "--count", metavar="N", type=int, default=0, help="the N newest, instead"
+            )
         else:
-            command.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+            command.add_argument(
+                "--json",
+                action="store_true",
+                help="print one JSON object, and nothing else, on stdout",
+            )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -359,7 +516,8 @@ def _wanted(rest: Sequence[str]) -> tuple[int | None, list[str]]:
     """The number of engines, and the overrides."""
     count = None
     if rest and "=" not in rest[0]:
-        count, rest = (int(rest[0]) if rest[0].isdecimal() else 0), rest[1:]
+        count = int(rest[0]) if rest[0].isdecimal() else 0
+        rest = rest[1:]
         if count < 1:
             raise ConfigError("megarl engines add RUN_DIR N: N must be an integer of at least 1")
     return count, list(rest)
@@ -369,8 +527,12 @@ def _remove(run_dir: str, engines: Sequence[int], count: int) -> None:
     from megarl.messaging.messages import FleetCall
 
     if bool(engines) == bool(count) or count < 0:
-        raise ConfigError("megarl engines remove RUN_DIR: either numbers of engines, or --count N of at least 1")
-    for engine in find_run(run_dir).ask(FleetCall("leave", engines=list(engines), count=count)).engines:
+        raise ConfigError(
+            "megarl engines remove RUN_DIR: either numbers of engines, or --count N of at least 1"
+        )
+    for engine in (
+        find_run(run_dir).ask(FleetCall("leave", engines=list(engines), count=count)).engines
+    ):
         print(f"engine {engine.number} {engine.text}")
 
 
@@ -379,7 +541,17 @@ def _list(run_dir: str, as_json: bool) -> None:
 
     found = find_run(run_dir).ask(FleetCall("list")).engines
     if as_json:
-        rows = [{"number": e.number, "url": e.url, "serving": e.serving, "gone": e.gone, "doing": e.text, "group": e.group} for e in found]
+        rows = [
+            {
+                "number": e.number,
+                "url": e.url,
+                "serving": e.serving,
+                "gone": e.gone,
+                "doing": e.text,
+                "group": e.group,
+            }
+            for e in found
+        ]
         print(json.dumps({"serving": sum(engine.serving for engine in found), "engines": rows}))
         return
     for engine in found:

@@ -1,4 +1,5 @@
-"""The launchers of one launch meet in a folder on their shared file system, which checkpoints need anyway.
+"""The launchers of one launch meet in a folder on their shared file system, which checkpoints need
+anyway.
 
     meeting.announce(report)              every node, once: tells where it can be reached
     meeting.reports()                     every node: waits for all reports
@@ -7,11 +8,12 @@
     meeting.ask_to_stop()                 any node; the others learn of it by meeting.asked_to_stop()
     meeting.finish()                      every node with work, when it is done; nodes that only serve wait for meeting.all_finished()
 
-Files appear by rename, so nobody reads half of one. Signs of life are overwritten in place, since NFS fails if a file is replaced while it
-is read.
+Files appear by rename, so nobody reads half of one. Signs of life are overwritten in place, since
+NFS fails if a file is replaced while it is read.
 
-Hundreds of launchers may look at this folder on one file server. So each only lists it, at most twice a second. (Listing also makes NFS ask
-the server. For a single file, NFS may answer from a cache that is a minute old.) The head listens to all nodes, all others to the head.
+Hundreds of launchers may look at this folder on one file server. So each only lists it, at most
+twice a second. (Listing also makes NFS ask the server. For a single file, NFS may answer from a
+cache that is a minute old.) The head listens to all nodes, all others to the head.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ from megarl.messaging.rendezvous import Rendezvous, rendezvous_path
 
 
 HELD = (errno.EACCES, errno.EAGAIN)
-NOT_OFFERED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors if the file system or its mount has no locks
+# errors if the file system or its mount has no locks
+NOT_OFFERED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 _held_here: set[Path] = set()  # by threads of this process, which a record lock does not tell apart
@@ -47,10 +50,12 @@ _held_here: set[Path] = set()  # by threads of this process, which a record lock
 
 @contextlib.contextmanager
 def held(path: Path, refusal: str) -> Iterator[None]:
-    """Holds the lock file `path` against every process on every host that shares its file system, and every thread of this one.
+    """Holds the lock file `path` against every process on every host that shares its file system,
+    and every thread of this one.
 
-    It is a POSIX record lock, which children do not inherit. However the holder ends, the kernel releases it, or the file server if the
-    host is gone. Raises ConfigError if another process holds it: `refusal`, and which process that is.
+    It is a POSIX record lock, which children do not inherit. However the holder ends, the kernel
+    releases it, or the file server if the host is gone. Raises ConfigError if another process holds
+    it: `refusal`, and which process that is.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     resolved = path.resolve()
@@ -61,10 +66,17 @@ def held(path: Path, refusal: str) -> Iterator[None]:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             file.seek(0)
-            _not_locked(error, path, f"{refusal}, {file.read().strip() or 'by another launch'}; end it first")
+            _not_locked(
+                error,
+                path,
+                f"{refusal}, {file.read().strip() or 'by another launch'}; end it first",
+            )
         else:
             file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}\n")
+            file.write(
+                f"process {os.getpid()} on {socket.gethostname()} since "
+                f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}\n"
+            )
             file.flush()
         _held_here.add(resolved)
         try:
@@ -74,7 +86,10 @@ def held(path: Path, refusal: str) -> Iterator[None]:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process on any host holds the lock file `path`. Also true if the file system has no locks."""
+    """Whether a process on any host holds the lock file `path`.
+
+    Also true if the file system has no locks.
+    """
     if path.resolve() in _held_here:
         return True  # without opening the file: to close it would release the lock
     with open(path, "rb") as file:
@@ -92,27 +107,38 @@ def _not_locked(error: OSError, path: Path, refusal: str) -> None:
         raise ConfigError(refusal) from None
     if error.errno not in NOT_OFFERED:
         raise error
-    print(f"megarl: {path}: no locks on this file system; a second launch would not be noticed", file=sys.stderr, flush=True)
+    print(
+        f"megarl: {path}: no locks on this file system; a second launch would not be noticed",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
-# A folder under TMPDIR for this node's part of a launch: for sockets, stores and caches of its processes.
+# A folder under TMPDIR for this node's part of a launch: for sockets, stores and caches of its
+# processes.
 #
-# Only this user can access it. It is removed with the launch, or after a killed launcher by the next launch on the node.
+# Only this user can access it. It is removed with the launch, or after a killed launcher by the
+# next launch on the node.
 
 
 _PREFIX = "megarl-"
 _LOCK = "lock"
-_LONGEST = 107 - len("/pymp-12345678/listener-12345678")  # bytes: the limit of a Unix socket's path, minus what multiprocessing adds
+# bytes: the limit of a Unix socket's path, minus what multiprocessing adds
+_LONGEST = 107 - len("/pymp-12345678/listener-12345678")
 
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Makes the folder on this node's own disk, since some shared file systems lack sockets and locks."""
+    """Makes the folder on this node's own disk, since some shared file systems lack sockets and
+    locks.
+    """
     try:
         base = Path(tempfile.gettempdir())
     except FileNotFoundError as error:  # also if all of them are full
         given = os.environ.get("TMPDIR", "")
-        raise ConfigError(f"TMPDIR={given}: no folder for temporary files can be written to: {error.strerror}") from error
+        raise ConfigError(
+            f"TMPDIR={given}: no folder for temporary files can be written to: {error.strerror}"
+        ) from error
     if len(os.fsencode(base)) + len(f"/{_PREFIX}12345678") > _LONGEST:
         base = Path("/tmp")
     _remove_leftovers(base)
@@ -139,7 +165,8 @@ def _remove_leftovers(base: Path) -> None:
 POLL_S = 0.1
 LOOK_S = 0.5
 BEAT_S = 2.0
-STOP = "stop"  # in the folder where launchers meet: the file that asks all of them to bring the run to a stop
+# in the folder where launchers meet: the file that asks all of them to bring the run to a stop
+STOP = "stop"
 
 
 class NodeReport(msgspec.Struct, frozen=True):
@@ -149,7 +176,8 @@ class NodeReport(msgspec.Struct, frozen=True):
     host: str
     address: str
     gpus: int
-    ports: dict[str, int]  # purpose -> port: hub, trainer, engine.3 (engine.3.1: its second part), engine.3.group
+    # purpose -> port: hub, trainer, engine.3 (engine.3.1: its second part), engine.3.group
+    ports: dict[str, int]
     versions: dict[str, str]
     problems: list[str]  # reasons why this node cannot take part
     infiniband: dict[str, bool] = {}  # port -> whether it is up
@@ -160,20 +188,30 @@ class PeerFailed(RunError):
 
 
 class Meeting:
-    """One node's view of the meeting. `timeout_s` bounds every wait for a node. `silence_s`: how long a node may give no sign of life."""
+    """One node's view of the meeting.
+
+    `timeout_s` bounds every wait for a node. `silence_s`: how long a node may give no sign of life.
+    """
 
     def __init__(self, folder: Path, node: Node, timeout_s: float, silence_s: float):
-        self.folder, self.node = Path(folder), node
-        self._timeout_s, self._silence_s = timeout_s, silence_s
+        self.folder = Path(folder)
+        self.node = node
+        self._timeout_s = timeout_s
+        self._silence_s = silence_s
         self._beats = 0
         self._beat_at = 0.0
-        self._heard: dict[int, tuple[str, float]] = {}  # node -> its last beat, and when this process first saw it
+        # node -> its last beat, and when this process first saw it
+        self._heard: dict[int, tuple[str, float]] = {}
         self._names: set[str] = set()  # names of the files in the folder
         self._looked_at = -math.inf
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def announce(self, report: NodeReport) -> None:
-        """Reports this node. Raises ConfigError if the name of the launch was used before, since old files would count as this launch's."""
+        """Reports this node.
+
+        Raises ConfigError if the name of the launch was used before, since old files would count as
+        this launch's.
+        """
         if self.node.count > 1 and self._path_of_report(self.node.rank).exists():
             how = "torchrun needs a new --rdzv-id for every launch, srun a step of its own"
             raise ConfigError(f"{self.folder}: launch {self.node.launch} was used before; {how}")
@@ -189,7 +227,11 @@ class Meeting:
                 found[rank] = read_report(self.folder, rank)
             if not present:
                 absent = f"node {', '.join(map(str, missing))} of {self.node.count}"
-                self._wait(deadline, f"{absent} to announce itself in {self.folder}: do all nodes share that file system?")
+                self._wait(
+                    deadline,
+                    f"{absent} to announce itself in {self.folder}: do all nodes share that file "
+                    "system?",
+                )
         return [found[rank] for rank in range(self.node.count)]
 
     def publish(self, rendezvous: Rendezvous) -> None:
@@ -202,11 +244,15 @@ class Meeting:
         return Rendezvous.load(self.folder)
 
     def poll(self) -> None:
-        """Shows that this node is alive. Raises PeerFailed if another node has failed, or given no sign of life for `silence_s`."""
+        """Shows that this node is alive.
+
+        Raises PeerFailed if another node has failed, or given no sign of life for `silence_s`.
+        """
         now = time.monotonic()
         if self.node.count == 1 or now - self._beat_at < BEAT_S:
             return
-        self._beat_at, self._beats = now, self._beats + 1
+        self._beat_at = now
+        self._beats = self._beats + 1
         self._path_of_beats(self.node.rank).write_text(str(self._beats), encoding="utf-8")
         if (failure := self.failure()) is not None:
             raise PeerFailed(failure)
@@ -215,23 +261,34 @@ class Meeting:
 
     def _listen(self, rank: int, now: float) -> None:
         last, since = self._heard.setdefault(rank, ("", now))
-        with contextlib.suppress(OSError):  # no news: the file does not exist yet, or cannot be read now
+        # no news: the file does not exist yet, or cannot be read now
+        with contextlib.suppress(OSError):
             if (beat := self._path_of_beats(rank).read_text(encoding="utf-8")) != last:
                 self._heard[rank] = (beat, now)
                 return
         if now - since > self._silence_s and self._path_of_finished(rank).name not in self._there():
-            raise PeerFailed(f"node {rank} has shown no sign of life for {self._silence_s:.0f} s; its launcher or its host is gone")
+            raise PeerFailed(
+                f"node {rank} has shown no sign of life for {self._silence_s:.0f} s; its launcher "
+                "or its host is gone"
+            )
 
     def fail(self, message: str) -> None:
-        """Reports a failure. Only the first one counts, since later ones are mostly its consequences. If the folder cannot be written to (a
-        full disk), the other nodes will notice this node's silence."""
+        """Reports a failure.
+
+        Only the first one counts, since later ones are mostly its consequences. If the folder
+        cannot be written to (a full disk), the other nodes will notice this node's silence.
+        """
         with contextlib.suppress(OSError):  # FileExistsError: another node was first
             path = self.folder / f".failure.{self.node.rank}"
             path.write_text(message, encoding="utf-8")
             os.link(path, self.folder / "failure")
 
     def failure(self) -> str | None:
-        return (self.folder / "failure").read_text(encoding="utf-8") if "failure" in self._there() else None
+        return (
+            (self.folder / "failure").read_text(encoding="utf-8")
+            if "failure" in self._there()
+            else None
+        )
 
     def ask_to_stop(self) -> None:
         """Asks the launchers of all nodes to bring the run to a stop."""
@@ -244,7 +301,10 @@ class Meeting:
         self._write(self._path_of_finished(self.node.rank).name, b"")
 
     def all_finished(self, nodes: list[int], now: bool = False) -> bool:
-        """Whether all of `nodes` are done. `now`: looks into the folder now instead of using the last look."""
+        """Whether all of `nodes` are done.
+
+        `now`: looks into the folder now instead of using the last look.
+        """
         if now:
             self._looked_at = -math.inf
         return all(self._path_of_finished(rank).name in self._there() for rank in nodes)
@@ -259,9 +319,13 @@ class Meeting:
         return self.folder / f"alive.{rank}"
 
     def _there(self) -> set[str]:
-        """The names of the files in the folder, at most LOOK_S old. This node's own files are always included."""
+        """The names of the files in the folder, at most LOOK_S old.
+
+        This node's own files are always included.
+        """
         if (now := time.monotonic()) - self._looked_at >= LOOK_S:
-            self._names, self._looked_at = set(os.listdir(self.folder)), now
+            self._names = set(os.listdir(self.folder))
+            self._looked_at = now
         return self._names
 
     def _write(self, name: str, body: bytes) -> None:
@@ -274,7 +338,9 @@ class Meeting:
         if (failure := self.failure()) is not None:
             raise PeerFailed(failure)
         if time.monotonic() > deadline:
-            raise TimeoutError(f"node {self.node.rank} waited {self._timeout_s:.0f} s for {awaited}")
+            raise TimeoutError(
+                f"node {self.node.rank} waited {self._timeout_s:.0f} s for {awaited}"
+            )
         time.sleep(POLL_S)
 
 
@@ -283,7 +349,9 @@ def read_report(folder: Path, rank: int) -> NodeReport:
     try:
         return msgspec.json.decode(path.read_bytes(), type=NodeReport)
     except msgspec.DecodeError as error:
-        raise RuntimeError(f"{path}: is damaged ({error}); it belongs to this launch alone: start again") from error
+        raise RuntimeError(
+            f"{path}: is damaged ({error}); it belongs to this launch alone: start again"
+        ) from error
 
 
 def _path_of_report(folder: Path, rank: int) -> Path:

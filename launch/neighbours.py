@@ -1,10 +1,12 @@
-"""Test writes between neighbours, for `megarl doctor`. Each is a weight update from one process into another, with the reshard map, the
-writes and the audit of a run. Every transport that can connect two processes of this machine is tried.
+"""Test writes between neighbours, for `megarl doctor`.
+
+Each is a weight update from one process into another, with the reshard map, the writes and the
+audit of a run. Every transport that can connect two processes of this machine is tried.
 
     python -P -m megarl.launch.neighbours --gpu      from each GPU to the next, 1 GiB; without --gpu 16 MiB in host memory
 
-It prints each encoded Write on a line of its own as soon as it is done. It is a separate process, since it imports torch, and a broken GPU
-may hang it.
+It prints each encoded Write on a line of its own as soon as it is done. It is a separate process,
+since it imports torch, and a broken GPU may hang it.
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ from megarl.reshard.schedule import scheduled_writes
 from megarl.weight_sync.audit import compare, packed, packed_shares
 from megarl.weight_sync.neighbour import Neighbour
 from megarl.weight_sync.transports.base import NCCL, Endpoint, Offer, Opening
-from megarl.weight_sync.transports.choice import AUTO, TABLE, this_host, transport_between, transport_class
+from megarl.weight_sync.transports.choice import (
+    AUTO,
+    TABLE,
+    this_host,
+    transport_between,
+    transport_class,
+)
 from megarl.weight_sync.writing import send, shapes_of
 
 DTYPE = "bfloat16"
@@ -51,9 +59,26 @@ class Write(msgspec.Struct, frozen=True):
 def model(gpu: bool) -> ModelSpec:
     """A Llama of 1 GiB, or of 16 MiB, in bf16."""
     hidden, layers, vocabulary = (2048, 6, 33792) if gpu else (256, 4, 8192)
-    sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers, "vocab_size": vocabulary}
-    heads = {"num_attention_heads": hidden // 128, "num_key_value_heads": hidden // 128, "max_position_embeddings": 128}
-    return load_spec({"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, **sizes, **heads})
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "vocab_size": vocabulary,
+    }
+    heads = {
+        "num_attention_heads": hidden // 128,
+        "num_key_value_heads": hidden // 128,
+        "max_position_embeddings": 128,
+    }
+    return load_spec(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "rms_norm_eps": 1e-5,
+            **sizes,
+            **heads,
+        }
+    )
 
 
 def ring(devices: list[str]) -> list[tuple[str, str]]:
@@ -62,16 +87,28 @@ def ring(devices: list[str]) -> list[tuple[str, str]]:
 
 
 def write(kind: str, source: str, map: ReshardMap, neighbour: Neighbour) -> tuple[int, float]:
-    """Writes weights from `source` to the neighbour, once to connect and TIMES again. Returns (bytes, GB/s of the fastest write).
+    """Writes weights from `source` to the neighbour, once to connect and TIMES again.
+
+    Returns (bytes, GB/s of the fastest write).
 
     Raises AuditError if other bytes have arrived, and TimeoutError or RuntimeError if a step fails.
     """
-    transport_type, here = transport_class(kind), this_host()
-    offer: Offer = transport_type.offers(Opening(map, {0: [0]}, [here, here], loopback(), WRITE_S, stores := []))[0]
+    transport_type = transport_class(kind)
+    here = this_host()
+    offer: Offer = transport_type.offers(
+        Opening(map, {0: [0]}, [here, here], loopback(), WRITE_S, stores := [])
+    )[0]
     endpoint = Endpoint.decode(neighbour.ask("open", kind, offer, loopback()))
-    weights = {t.name: torch.randn(t.shape, device=source).to(getattr(torch, t.dtype)) for t in map.source.tensors(0)}
-    transport, copies, shapes = transport_type(0, WRITE_S), scheduled_writes(map, 0), shapes_of([endpoint])
-    shares, size, took_s = {}, 0, math.inf
+    weights = {
+        t.name: torch.randn(t.shape, device=source).to(getattr(torch, t.dtype))
+        for t in map.source.tensors(0)
+    }
+    transport = transport_type(0, WRITE_S)
+    copies = scheduled_writes(map, 0)
+    shapes = shapes_of([endpoint])
+    shares = {}
+    size = 0
+    took_s = math.inf
     for again in range(1 + TIMES):
         neighbour.ask("scramble")
         if not transport_type.one_sided:
@@ -84,7 +121,9 @@ def write(kind: str, source: str, map: ReshardMap, neighbour: Neighbour) -> tupl
             neighbour.answer()
         if transport_type.lands_at(endpoint):
             neighbour.ask("spread")
-        took_s, size, shares = min(took_s, time.monotonic() - began), sent.bytes, shares or sent.shares
+        took_s = min(took_s, time.monotonic() - began)
+        size = sent.bytes
+        shares = shares or sent.shares
         compare([packed(neighbour.ask("hashes"))], [packed_shares(shares)], SentTensors(map))
     transport.close()
     stores.clear()
@@ -98,23 +137,33 @@ def main() -> None:
     if gpu and not torch.cuda.is_available():
         sys.exit("torch finds no GPU that it can use")
     devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if gpu else ["cpu"]
-    spec, here = model(gpu), this_host()
+    spec = model(gpu)
+    here = this_host()
     held = generator_layout(spec, GeneratorTopology(), DTYPE, "cuda" if gpu else "cpu")
     map = ReshardMap.build(trainer_layout(spec, TrainerTopology(), DTYPE), held)
-    kinds, first = [kind for kind in TABLE if not transport_class(kind).hindrance(here, here)], transport_between(AUTO, here, here)
+    kinds = [kind for kind in TABLE if not transport_class(kind).hindrance(here, here)]
+    first = transport_between(AUTO, here, here)
     with contextlib.ExitStack() as resources:
-        neighbours = {pair: resources.enter_context(Neighbour(pair[1], held, WRITE_S)) for pair in ring(devices)}  # start concurrently
+        # start concurrently
+        neighbours = {
+            pair: resources.enter_context(Neighbour(pair[1], held, WRITE_S))
+            for pair in ring(devices)
+        }
         for (source, target), neighbour in neighbours.items():
             if gpu:
                 torch.cuda.set_device(source)
-            for kind in [kind for kind in kinds if kind != NCCL or source != target]:  # two NCCL ranks cannot share a GPU
+            # two NCCL ranks cannot share a GPU
+            for kind in [kind for kind in kinds if kind != NCCL or source != target]:
                 tried = Write(kind, source, target, kind == first)
                 try:
                     size, rate = write(kind, source, map, neighbour)
                     tried = msgspec.structs.replace(tried, bytes=size, gb_per_s=rate)
                 except Exception as error:
-                    tried = msgspec.structs.replace(tried, error=(str(error).strip().splitlines() or [repr(error)])[-1])
-                    neighbour = resources.enter_context(Neighbour(target, held, WRITE_S))  # the old one may still be busy
+                    tried = msgspec.structs.replace(
+                        tried, error=(str(error).strip().splitlines() or [repr(error)])[-1]
+                    )
+                    # the old one may still be busy
+                    neighbour = resources.enter_context(Neighbour(target, held, WRITE_S))
                 print(msgspec.json.encode(tried).decode(), flush=True)
 
 

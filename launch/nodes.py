@@ -15,15 +15,20 @@ from megarl.config.errors import ConfigError
 from megarl.messaging.host import address_towards, is_loopback, loopback, with_port
 from megarl.messaging.rendezvous import POLICY
 
-# Finds out which node of the run this process is on, from the environment of srun or torchrun, if either started it.
+# Finds out which node of the run this process is on, from the environment of srun or torchrun, if
+# either started it.
 
 
-_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # unassigned addresses (RFC 5737, 3849); a look-up of their route sends nothing
+# unassigned addresses (RFC 5737, 3849); a look-up of their route sends nothing
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
 
 @dataclass(frozen=True)
 class Node:
-    """One node, with one launcher. `launch` names this launch: the same on all of its nodes, and never used again."""
+    """One node, with one launcher.
+
+    `launch` names this launch: the same on all of its nodes, and never used again.
+    """
 
     rank: int
     count: int
@@ -35,7 +40,11 @@ class Node:
 
 
 def this_node(environment: Mapping[str, str] = os.environ) -> Node:
-    """The node of this process. Raises ConfigError if several tasks were started on a node, since the launcher itself starts processes."""
+    """The node of this process.
+
+    Raises ConfigError if several tasks were started on a node, since the launcher itself starts
+    processes.
+    """
     if "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment:
         return _slurm_node(environment)
     if "TORCHELASTIC_RUN_ID" in environment:
@@ -51,23 +60,35 @@ def this_node(environment: Mapping[str, str] = os.environ) -> Node:
 
 def speaks(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether this launcher is the head, which prints messages for the user."""
-    rank = environment.get("SLURM_PROCID") if "SLURM_STEP_NUM_TASKS" in environment else environment.get("GROUP_RANK")
+    rank = (
+        environment.get("SLURM_PROCID")
+        if "SLURM_STEP_NUM_TASKS" in environment
+        else environment.get("GROUP_RANK")
+    )
     return rank in (None, "0")
 
 
 def _slurm_node(environment: Mapping[str, str]) -> Node:
-    """The node of a Slurm task. In a step of a heterogeneous job, SLURM_PROCID counts over all components."""
-    tasks, nodes = int(environment["SLURM_STEP_NUM_TASKS"]), int(environment["SLURM_STEP_NUM_NODES"])
+    """The node of a Slurm task.
+
+    In a step of a heterogeneous job, SLURM_PROCID counts over all components.
+    """
+    tasks = int(environment["SLURM_STEP_NUM_TASKS"])
+    nodes = int(environment["SLURM_STEP_NUM_NODES"])
     if tasks != nodes:
-        raise ConfigError(f"srun --ntasks={tasks}: must be one task per node, and there are {nodes} nodes: use --ntasks-per-node=1")
-    job = environment.get("SLURM_HET_JOB_ID") or environment["SLURM_JOB_ID"]  # each component has its own job id
+        raise ConfigError(
+            f"srun --ntasks={tasks}: must be one task per node, and there are {nodes} nodes: use "
+            "--ntasks-per-node=1"
+        )
+    # each component has its own job id
+    job = environment.get("SLURM_HET_JOB_ID") or environment["SLURM_JOB_ID"]
     launch = f"slurm.{job}.{environment.get('SLURM_STEP_ID', '0')}.{environment.get('SLURM_RESTART_COUNT', '0')}"
     return Node(int(environment["SLURM_PROCID"]), tasks, launch)
 
 
 def address_of(interface: str | None, nodes: int) -> str:
-    """The address at which other nodes reach this one, on `interface` (a pattern such as ib*) or on the default route. It is an IPv6
-    address only if there is no other.
+    """The address at which other nodes reach this one, on `interface` (a pattern such as ib*) or on
+    the default route. It is an IPv6 address only if there is no other.
 
     Raises ConfigError if no interface matches, or the host has no default route.
     """
@@ -80,14 +101,19 @@ def address_of(interface: str | None, nodes: int) -> str:
             return address_towards(with_port(elsewhere, 9))
     address = socket.getaddrinfo(socket.gethostname(), None)[0][4][0]
     if is_loopback(str(address)):
-        raise ConfigError(f"launch.interface=null: must be set: {socket.gethostname()} has no default route, and resolves to {address}")
+        raise ConfigError(
+            f"launch.interface=null: must be set: {socket.gethostname()} has no default route, "
+            f"and resolves to {address}"
+        )
     return str(address)
 
 
 def interface_with(address: str) -> str | None:
     """The network interface that has this address."""
     found = psutil.net_if_addrs()
-    return next((name for name in sorted(found) for entry in found[name] if entry.address == address), None)
+    return next(
+        (name for name in sorted(found) for entry in found[name] if entry.address == address), None
+    )
 
 
 def _address_on(pattern: str) -> str:
@@ -95,13 +121,18 @@ def _address_on(pattern: str) -> str:
     for family in (socket.AF_INET, socket.AF_INET6):
         for name in fnmatch.filter(sorted(found), pattern):
             for entry in found[name]:
-                if entry.family == family and "%" not in entry.address:  # an address with a zone is valid only on this host
+                # an address with a zone is valid only on this host
+                if entry.family == family and "%" not in entry.address:
                     return entry.address
     there = ", ".join(sorted(found))
-    raise ConfigError(f"launch.interface={pattern}: no network interface of {socket.gethostname()} matches; there are {there}")
+    raise ConfigError(
+        f"launch.interface={pattern}: no network interface of {socket.gethostname()} matches; "
+        f"there are {there}"
+    )
 
 
-# Decides which process runs on which node. Pure arithmetic on topologies and the shape of the allocation.
+# Decides which process runs on which node. Pure arithmetic on topologies and the shape of the
+# allocation.
 
 
 @dataclass(frozen=True)
@@ -117,7 +148,10 @@ class EngineFleet:
 
 @dataclass(frozen=True)
 class EnginePart:
-    """The TP ranks of one engine that run on one node. Engines larger than a node have several parts; part 0 answers requests."""
+    """The TP ranks of one engine that run on one node.
+
+    Engines larger than a node have several parts; part 0 answers requests.
+    """
 
     engine: int
     part: int
@@ -139,7 +173,10 @@ class EnginePart:
 
 @dataclass(frozen=True)
 class NodePlan:
-    """The ranks and engines of one node. A slot is a GPU, or on a machine without GPUs the place of one rank."""
+    """The ranks and engines of one node.
+
+    A slot is a GPU, or on a machine without GPUs the place of one rank.
+    """
 
     node: int
     trainer_ranks: range  # on slots 0, 1, …
@@ -160,16 +197,23 @@ class NodePlan:
         return not self.trainer_ranks and not self.engines
 
 
-def place(trainer_ranks: int, fleets: Sequence[EngineFleet], nodes: int, slots: int, shared: bool = False) -> list[NodePlan]:
-    """Fills the slots of nodes in order: trainer ranks first, then the engines of one fleet after another. `shared`: the policy's engines
-    are on the same slots as the trainer ranks, from the first on.
+def place(
+    trainer_ranks: int, fleets: Sequence[EngineFleet], nodes: int, slots: int, shared: bool = False
+) -> list[NodePlan]:
+    """Fills the slots of nodes in order: trainer ranks first, then the engines of one fleet after
+    another. `shared`: the policy's engines are on the same slots as the trainer ranks, from the
+    first on.
 
-    An engine that fits into a node is never split. A larger one takes whole nodes. Neighbouring trainer ranks share a node, so that the
-    innermost axes (tp, then cp) use its fast links. Raises ConfigError if there are too few nodes.
+    An engine that fits into a node is never split. A larger one takes whole nodes. Neighbouring
+    trainer ranks share a node, so that the innermost axes (tp, then cp) use its fast links. Raises
+    ConfigError if there are too few nodes.
     """
     for fleet in fleets:
         if fleet.tp > slots and fleet.tp % slots:
-            raise ConfigError(f"{fleet.key}.tp={fleet.tp}: an engine larger than a node must fill whole nodes of {slots} slots")
+            raise ConfigError(
+                f"{fleet.key}.tp={fleet.tp}: an engine larger than a node must fill whole nodes "
+                f"of {slots} slots"
+            )
     first_of_engine: list[tuple[EngineFleet, int, int]] = []  # fleet, engine, slot
     slot = 0 if shared else trainer_ranks
     for fleet, engine in [(each, each.first + i) for each in fleets for i in range(each.engines)]:
@@ -182,15 +226,21 @@ def place(trainer_ranks: int, fleets: Sequence[EngineFleet], nodes: int, slots: 
         slot += fleet.tp
     needed = -(-max(slot, trainer_ranks) // slots)
     if needed > nodes:
-        ranks = [f"{trainer_ranks} trainer ranks", *(f"{fleet.engines} engines of {fleet.key}.tp={fleet.tp}" for fleet in fleets)]
+        ranks = [
+            f"{trainer_ranks} trainer ranks",
+            *(f"{fleet.engines} engines of {fleet.key}.tp={fleet.tp}" for fleet in fleets),
+        ]
         listed = " and ".join((", ".join(ranks[:-1]), ranks[-1])) if fleets else ranks[0]
         remedy = f"ask for more (sbatch --nodes={needed}), or reduce the sizes"
         if trainer_ranks and not shared and any(fleet.name == POLICY for fleet in fleets):
             remedy = remedy.replace(", or", ", share GPUs (cluster.share_gpus=true), or")
-        raise ConfigError(f"{listed} need {needed} nodes of {slots} slots; the allocation has {nodes}: {remedy}")
+        raise ConfigError(
+            f"{listed} need {needed} nodes of {slots} slots; the allocation has {nodes}: {remedy}"
+        )
     plans = []
     for node in range(nodes):
-        begin, end = node * slots, (node + 1) * slots
+        begin = node * slots
+        end = (node + 1) * slots
         parts = tuple(
             EnginePart(
                 engine,
@@ -203,15 +253,20 @@ def place(trainer_ranks: int, fleets: Sequence[EngineFleet], nodes: int, slots: 
             for fleet, engine, first in first_of_engine
             if first < end and first + fleet.tp > begin
         )
-        plans.append(NodePlan(node, range(min(begin, trainer_ranks), min(end, trainer_ranks)), parts))
+        plans.append(
+            NodePlan(node, range(min(begin, trainer_ranks), min(end, trainer_ranks)), parts)
+        )
     return plans
 
 
 def slots_per_node(ranks: int, nodes: int, gpus: int, wanted: int | None) -> int:
-    """The slots of a node: `wanted` (launch.ranks_per_node), else its GPUs, or without GPUs the least number for `ranks` on all nodes.
+    """The slots of a node: `wanted` (launch.ranks_per_node), else its GPUs, or without GPUs the
+    least number for `ranks` on all nodes.
 
     Raises ConfigError if a node has fewer GPUs than wanted.
     """
     if wanted is not None and gpus and wanted > gpus:
-        raise ConfigError(f"launch.ranks_per_node={wanted}: must be at most the GPUs of a node, {gpus}")
+        raise ConfigError(
+            f"launch.ranks_per_node={wanted}: must be at most the GPUs of a node, {gpus}"
+        )
     return wanted or gpus or -(-ranks // nodes)

@@ -1,4 +1,6 @@
-"""The plugin for SGLang, which calls `activate` in every process of an engine (entry point `sglang.srt.plugins`)."""
+"""The plugin for SGLang, which calls `activate` in every process of an engine (entry point
+`sglang.srt.plugins`).
+"""
 
 from __future__ import annotations
 

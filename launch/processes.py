@@ -1,4 +1,7 @@
-"""The child processes of a run. They start in their own sessions, and are watched and ended together."""
+"""The child processes of a run.
+
+They start in their own sessions, and are watched and ended together.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ LAST_WORDS = "the run ends: "  # in a log: the text after this is the whole mess
 _WAITED = re.compile(r"^(?:\[rank\d+\]: )?TimeoutError: .* waited \d+ s for ", re.MULTILINE)
 STACKS_S = 0.5  # time for all children to write their stacks
 FORGOTTEN_S = 1.0
-KILLED_S = 30.0  # a process that hangs in a system call (broken GPU, lost NFS server) outlives SIGKILL
+# a process that hangs in a system call (broken GPU, lost NFS server) outlives SIGKILL
+KILLED_S = 30.0
 
 
 TORCHRUN = frozenset(
@@ -56,17 +60,28 @@ class ProcessSpec:
 
 
 class ProcessFailed(RunError):
-    """A child ended before its work was done. The message has its last words. Without last words it has the cause, as far as the host knows
-    it, and the end of the child's log."""
+    """A child ended before its work was done.
+
+    The message has its last words. Without last words it has the cause, as far as the host knows
+    it, and the end of the child's log.
+    """
 
     def __init__(self, name: str, returncode: int, log: Path, ended_before: int):
         """`ended_before`: see deaths.cause."""
-        self.name, self.how, self.signalled = name, f"{name} {processes.how(returncode)}", returncode < 0 or returncode > 128
+        self.name = name
+        self.how = f"{name} {processes.how(returncode)}"
+        self.signalled = returncode < 0 or returncode > 128
         self.cause = processes.cause(returncode, ended_before)
-        tail, why = log_tail(log), f" ({self.cause})" if self.cause else ""
-        self.waited = _WAITED.search(tail) is not None  # whether it had waited for another process until a deadline
+        tail = log_tail(log)
+        why = f" ({self.cause})" if self.cause else ""
+        # whether it had waited for another process until a deadline
+        self.waited = _WAITED.search(tail) is not None
         _, told, words = tail.rpartition(LAST_WORDS)
-        super().__init__(f"{words}\n({self.how}{why}; its log is {log})" if told else f"{self.how}{why}; the end of {log}:\n{tail}")
+        super().__init__(
+            f"{words}\n({self.how}{why}; its log is {log})"
+            if told
+            else f"{self.how}{why}; the end of {log}:\n{tail}"
+        )
 
     def begin(self, text: str) -> None:
         """Puts `text`, the cause of the failure, before the message."""
@@ -78,12 +93,21 @@ class ProcessFailed(RunError):
 
 
 def inherited() -> dict[str, str]:
-    """The launcher's environment without torchrun's variables, which would make ranks use the agent's store for their own group."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_") and name not in TORCHRUN}
+    """The launcher's environment without torchrun's variables, which would make ranks use the
+    agent's store for their own group.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("TORCHELASTIC_") and name not in TORCHRUN
+    }
 
 
 class ProcessGroup:
-    """The processes of one run on this host. A context manager: leaving it ends all processes that still run."""
+    """The processes of one run on this host.
+
+    A context manager: leaving it ends all processes that still run.
+    """
 
     def __init__(self, log_dir: Path):
         self.log_dir = log_dir
@@ -101,7 +125,8 @@ class ProcessGroup:
     def start(self, spec: ProcessSpec) -> None:
         if spec.dumps_stacks:
             self._dumps_stacks.add(spec.name)
-        again = spec.name in self._children  # a restart: keeps the old log, and ends descendants of the old process
+        # a restart: keeps the old log, and ends descendants of the old process
+        again = spec.name in self._children
         if again:
             self._signal(self._children[spec.name], signal.SIGKILL)
         with open(self.log_path(spec.name), "ab" if again else "wb") as log:
@@ -111,7 +136,8 @@ class ProcessGroup:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that its children end with it, and Ctrl-C reaches only the launcher
+                # so that its children end with it, and Ctrl-C reaches only the launcher
+                start_new_session=True,
             )
 
     def log_path(self, name: str) -> Path:
@@ -143,7 +169,8 @@ class ProcessGroup:
     def forget(self, name: str) -> None:
         """Ends the rest of a child's processes, and no longer counts the child."""
         self.kill(name)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # reaps it, unless it hangs in the kernel; otherwise it would stay as a zombie
+        # reaps it, unless it hangs in the kernel; otherwise it would stay as a zombie
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._children.pop(name).wait(FORGOTTEN_S)
 
     def ask_to_stop(self, names: set[str]) -> None:
@@ -151,53 +178,82 @@ class ProcessGroup:
         for name in names & set(self.running()):
             self._children[name].send_signal(signal.SIGTERM)
 
-    def check(self, may_finish: set[str] | frozenset[str] = frozenset(), among: set[str] | None = None) -> None:
-        """Raises ProcessFailed if a child (of `among`, if given) has died, or has ended well but is not in `may_finish`.
+    def check(
+        self, may_finish: set[str] | frozenset[str] = frozenset(), among: set[str] | None = None
+    ) -> None:
+        """Raises ProcessFailed if a child (of `among`, if given) has died, or has ended well but is
+        not in `may_finish`.
 
-        If several children have died, it names the cause and not its consequences. A child with last words comes first, even if it has not
-        ended yet. Then come children killed by a signal or by their own Python error, then children that lost a peer, and last those that
-        died because they were asked for their stack while they were exiting.
+        If several children have died, it names the cause and not its consequences. A child with
+        last words comes first, even if it has not ended yet. Then come children killed by a signal
+        or by their own Python error, then children that lost a peer, and last those that died
+        because they were asked for their stack while they were exiting.
         """
-        dead = {name: child.returncode for name, child in self._children.items() if child.poll() is not None}
+        dead = {
+            name: child.returncode
+            for name, child in self._children.items()
+            if child.poll() is not None
+        }
         watched = dead.keys() if among is None else dead.keys() & among
         failed = {name: dead[name] for name in watched if dead[name] != 0 or name not in may_finish}
         if failed:
-            spoken = [name for name in self._children if LAST_WORDS in log_tail(self.log_path(name))]
-            first = min(spoken or failed, key=lambda name: (failed.get(name) == -signal.SIGUSR1, self.log_path(name).stat().st_mtime))
+            spoken = [
+                name for name in self._children if LAST_WORDS in log_tail(self.log_path(name))
+            ]
+            first = min(
+                spoken or failed,
+                key=lambda name: (
+                    failed.get(name) == -signal.SIGUSR1,
+                    self.log_path(name).stat().st_mtime,
+                ),
+            )
             raise self._failed(first, failed.get(first, 1))
 
     def dump_stacks(self) -> dict[str, str]:
-        """Makes children write their Python stacks to their logs. Returns what each has written after a moment."""
+        """Makes children write their Python stacks to their logs.
+
+        Returns what each has written after a moment.
+        """
         asked = self._dumps_stacks & set(self.running())
         before = {name: self.log_path(name).stat().st_size for name in asked}
         for name in asked:
             self._children[name].send_signal(signal.SIGUSR1)
         time.sleep(STACKS_S)
-        return {name: self.log_path(name).read_bytes()[before[name] :].decode(errors="replace") for name in asked}
+        return {
+            name: self.log_path(name).read_bytes()[before[name] :].decode(errors="replace")
+            for name in asked
+        }
 
     def stop(self, grace_s: float = 1.0) -> None:
         """Kills all children at once, and the remaining descendants after `grace_s`.
 
-        At this point no process has anything to save. In the grace period, descendants end with their parents, or clean up after them (as
-        multiprocessing's resource tracker does in /dev/shm). SIGTERM is not used, since engines would report a crash of their schedulers.
+        At this point no process has anything to save. In the grace period, descendants end with
+        their parents, or clean up after them (as multiprocessing's resource tracker does in
+        /dev/shm). SIGTERM is not used, since engines would report a crash of their schedulers.
         """
         for child in self._children.values():
             child.kill()
         deadline = time.monotonic() + grace_s
-        while any(_lives(child) for child in self._children.values()) and time.monotonic() < deadline:
+        while (
+            any(_lives(child) for child in self._children.values()) and time.monotonic() < deadline
+        ):
             time.sleep(0.02)
         for name, child in self._children.items():
             self._signal(child, signal.SIGKILL)
             try:
                 child.wait(KILLED_S)
             except subprocess.TimeoutExpired:
-                held = f"has not ended {KILLED_S:.0f} s after SIGKILL: something in the kernel holds it"
+                held = (
+                    f"has not ended {KILLED_S:.0f} s after SIGKILL: something in the kernel "
+                    "holds it"
+                )
                 print(f"{name}, process {child.pid}, {held}", flush=True)
         self._children.clear()
 
     def _signal(self, child: subprocess.Popen, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, number)  # even if the child has ended, since descendants may be left
+            # even if the child has ended, since descendants may be left
+            os.killpg(child.pid, number)
 
 
 def _lives(child: subprocess.Popen) -> bool:
@@ -212,31 +268,42 @@ def _lives(child: subprocess.Popen) -> bool:
 
 
 def raise_limits() -> None:
-    """Raises the limits of this process and its children as far as the system allows. Open files: up to FILES, since each request to an
-    engine has its own connection, and shells mostly start with 1024. Locked memory: RDMA needs it."""
+    """Raises the limits of this process and its children as far as the system allows.
+
+    Open files: up to FILES, since each request to an engine has its own connection, and shells
+    mostly start with 1024. Locked memory: RDMA needs it.
+    """
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, min(FILES, most)), most))
     _, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (most, most))
 
 
-# Finds ports that were free when a launch chose them, but that other processes took before the launch's own.
+# Finds ports that were free when a launch chose them, but that other processes took before the
+# launch's own.
 
 
 _EVERYWHERE = ("0.0.0.0", "::")
 
 
 def taken(ports: Mapping[str, int], address: str, own: Mapping[str, int]) -> Iterator[str]:
-    """A line for each of `ports` (purpose -> port) on which a process listens at `address` that neither is in `own` nor descends from
-    it."""
+    """A line for each of `ports` (purpose -> port) on which a process listens at `address` that
+    neither is in `own` nor descends from it.
+    """
     ours = {process.pid for pid in own.values() for process in _family(pid)}
     for connection in psutil.net_connections("tcp"):
         if not connection.laddr:
             continue
         wanted = [what for what, port in ports.items() if port == connection.laddr.port]
-        here = connection.status == psutil.CONN_LISTEN and connection.laddr.ip in (address, *_EVERYWHERE)
+        here = connection.status == psutil.CONN_LISTEN and connection.laddr.ip in (
+            address,
+            *_EVERYWHERE,
+        )
         if here and wanted and connection.pid not in ours:
-            yield f"port {connection.laddr.port}, chosen for {wanted[0]} when it was free, has been taken by {_who(connection.pid)}"
+            yield (
+                f"port {connection.laddr.port}, chosen for {wanted[0]} when it was free, has "
+                f"been taken by {_who(connection.pid)}"
+            )
 
 
 def _family(pid: int) -> list[psutil.Process]:
@@ -257,52 +324,80 @@ def _who(pid: int | None) -> str:
         return f"process {pid}"
 
 
-# When a process has waited for another until a deadline: reports status line, state and stack of every process of the run.
+# When a process has waited for another until a deadline: reports status line, state and stack of
+# every process of the run.
 
 
-# The stack that faulthandler writes on SIGUSR1 for the thread that got the signal, which is the main thread.
-_STACK = re.compile(r"^Current thread .*\(most recent call first\):\n((?:  File .*\n)+)", re.MULTILINE)
+# The stack that faulthandler writes on SIGUSR1 for the thread that got the signal, which is the
+# main thread.
+_STACK = re.compile(
+    r"^Current thread .*\(most recent call first\):\n((?:  File .*\n)+)", re.MULTILINE
+)
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (\S+)')
-_WAITS = ("torch/distributed/", "megarl/messaging/", "selectors.py")  # code in which a process waits for another
+# code in which a process waits for another
+_WAITS = ("torch/distributed/", "megarl/messaging/", "selectors.py")
 _OUTERMOST = ("<module>", "_run_module_as_main")  # the first frames of a program's main thread
 _STOPPED = "is stopped (SIGSTOP, or a debugger)"
 
 
 def process_report(running: Mapping[str, int], stacks: Mapping[str, str], run_dir: Path) -> str:
-    """One line per process. `running`: name -> pid of the processes on this host. `stacks`: what each wrote when asked for its stack.
+    """One line per process.
 
-    Processes that neither wait for others nor serve come first and are marked, since the others may wait for them. A process that is ending
-    (as after losing its peer), or that wrote no stack and so may be about to end, is marked only if no other is.
+    `running`: name -> pid of the processes on this host. `stacks`: what each wrote when asked for
+    its stack.
+
+    Processes that neither wait for others nor serve come first and are marked, since the others may
+    wait for them. A process that is ending (as after losing its peer), or that wrote no stack and
+    so may be about to end, is marked only if no other is.
     """
     lines = {status.name: str(status) for status in read_statuses(run_dir)}
-    busy, ending, waiting = [], [], []
+    busy = []
+    ending = []
+    waiting = []
     for name, pid in running.items():
-        state, frames = _state(pid), _frames(stacks.get(name, ""))
+        state = _state(pid)
+        frames = _frames(stacks.get(name, ""))
         ends = name in stacks and not state and (not frames or _is_ending(stacks[name]))
-        doing = state or ("was ending" if frames and ends else _where(frames)) or ("gave no stack" if name in stacks else "")
+        doing = (
+            state
+            or ("was ending" if frames and ends else _where(frames))
+            or ("gave no stack" if name in stacks else "")
+        )
         line = f"  {lines.pop(name, name)}{doing and f'; it {doing}'}"
         if ends:
             ending.append(line)
         else:
-            (busy if state or (frames and not any(part in frames[0][1] for part in _WAITS)) else waiting).append(line)
+            (
+                busy
+                if state or (frames and not any(part in frames[0][1] for part in _WAITS))
+                else waiting
+            ).append(line)
     marked = busy or ending
     others = [*(ending if busy else []), *waiting, *(f"  {line}" for line in lines.values())]
-    return "\n".join(["what the others were doing:", *(f"{line}   <- not waiting" for line in marked), *others])
+    return "\n".join(
+        ["what the others were doing:", *(f"{line}   <- not waiting" for line in marked), *others]
+    )
 
 
 def _frames(written: str) -> list[re.Match[str]]:
     """The frames of the main thread's stack, innermost first."""
     stack = _STACK.search(written)
-    return [frame for line in stack[1].splitlines() if (frame := _FRAME.match(line))] if stack else []
+    return (
+        [frame for line in stack[1].splitlines() if (frame := _FRAME.match(line))] if stack else []
+    )
 
 
 def _is_ending(written: str) -> bool:
-    """Whether the main thread was printing an error, or running exit handlers of the interpreter, which no module's code calls."""
+    """Whether the main thread was printing an error, or running exit handlers of the interpreter,
+    which no module's code calls.
+    """
     stack = _STACK.search(written)
     assert stack is not None
     frames = _frames(written)
     whole = not written[stack.end() :].startswith("  ...")  # faulthandler stops at 100 frames
-    return (whole and frames[-1][3] not in _OUTERMOST) or any(Path(frame[1]).name == "traceback.py" for frame in frames)
+    return (whole and frames[-1][3] not in _OUTERMOST) or any(
+        Path(frame[1]).name == "traceback.py" for frame in frames
+    )
 
 
 def _state(pid: int) -> str:
@@ -311,7 +406,11 @@ def _state(pid: int) -> str:
         process = psutil.Process(pid)
         for each in (process, *process.children(recursive=True)):
             if each.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-                return _STOPPED if each == process else f"has process {each.pid} ({each.name()}), which {_STOPPED}"
+                return (
+                    _STOPPED
+                    if each == process
+                    else f"has process {each.pid} ({each.name()}), which {_STOPPED}"
+                )
     except psutil.NoSuchProcess:
         pass  # the process has ended meanwhile
     return ""

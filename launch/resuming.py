@@ -1,4 +1,6 @@
-"""Finds the checkpoint that a run resumes from, and checks that it is usable before anything starts."""
+"""Finds the checkpoint that a run resumes from, and checks that it is usable before anything
+starts.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.errors import ConfigError
-from megarl.plan.checkpoints import CheckpointError, check_checkpoint_files, checkpoint_path, complete_checkpoints
+from megarl.plan.checkpoints import (
+    CheckpointError,
+    check_checkpoint_files,
+    checkpoint_path,
+    complete_checkpoints,
+)
 from megarl.rollouts.buffer import Ledger
 
-EXPORTING = "exporting"  # folder in run_dir for an export's links and logs; users may export to run_dir/export
+# folder in run_dir for an export's links and logs; users may export to run_dir/export
+EXPORTING = "exporting"
 _LINKED_AGAIN = 5  # attempts, since the run may remove checkpoints meanwhile
 
 
@@ -31,18 +39,29 @@ def latest_checkpoint(run_dir: Path | str) -> Resume:
 
 
 def check_resume_point(run_dir: Path | str, resume: Resume) -> None:
-    """Raises ConfigError if a file of the checkpoint is missing or visibly damaged. The message names the file and says what to do."""
+    """Raises ConfigError if a file of the checkpoint is missing or visibly damaged.
+
+    The message names the file and says what to do.
+    """
     if not resume.checkpoint:
         return
     if problem := _damage(Path(resume.checkpoint)):
         older = [path for step, path in complete_checkpoints(run_dir) if step < resume.step]
-        then = f"{older[-1].name} serves then" if older else "there is no older one, so the run begins anew then"
-        raise ConfigError(f"{checkpoint_path(run_dir, resume.step)}: {problem}. Move this folder away: {then}")
+        then = (
+            f"{older[-1].name} serves then"
+            if older
+            else "there is no older one, so the run begins anew then"
+        )
+        raise ConfigError(
+            f"{checkpoint_path(run_dir, resume.step)}: {problem}. Move this folder away: {then}"
+        )
 
 
 def _damage(folder: Path) -> str:
-    """A problem with the checkpoint; empty if there is none. Contents of tensor files are not checked: they are hashed when they are
-    read."""
+    """A problem with the checkpoint; empty if there is none.
+
+    Contents of tensor files are not checked: they are hashed when they are read.
+    """
     try:
         check_checkpoint_files(folder)
         Ledger.load(folder)
@@ -55,10 +74,13 @@ def _damage(folder: Path) -> str:
 
 @contextlib.contextmanager
 def held_checkpoint(run_dir: Path, step: int | None) -> Iterator[Resume]:
-    """Holds a checkpoint (the newest, or that of `step`) as a folder of hard links to its files. So it stays complete while it is read,
-    even if its run removes it. Raises ConfigError if there is none.
+    """Holds a checkpoint (the newest, or that of `step`) as a folder of hard links to its files.
 
-    On a file system without hard links, yields the checkpoint itself, which may be removed meanwhile, and prints a warning.
+    So it stays complete while it is read, even if its run removes it. Raises ConfigError if there
+    is none.
+
+    On a file system without hard links, yields the checkpoint itself, which may be removed
+    meanwhile, and prints a warning.
     """
     for left in (run_dir / EXPORTING).glob("step_*"):  # left by a killed export
         shutil.rmtree(left)
@@ -77,8 +99,15 @@ def _linked(run_dir: Path, step: int | None) -> Resume:
     for _ in range(_LINKED_AGAIN):
         found = dict(complete_checkpoints(run_dir))
         if not found or (step is not None and step not in found):
-            there = f"there are those of steps {', '.join(map(str, found))}" if found else "there is none at all"
-            raise ConfigError(f"run_dir={run_dir}: no checkpoint{'' if step is None else f' of step {step}'}; {there}")
+            there = (
+                f"there are those of steps {', '.join(map(str, found))}"
+                if found
+                else "there is none at all"
+            )
+            raise ConfigError(
+                f"run_dir={run_dir}: no checkpoint{'' if step is None else f' of step {step}'}; "
+                f"{there}"
+            )
         chosen = max(found) if step is None else step
         links = _links(run_dir, chosen)
         links.mkdir(parents=True)
@@ -90,10 +119,14 @@ def _linked(run_dir: Path, step: int | None) -> Resume:
             shutil.rmtree(links)
             continue
         except OSError as error:
-            unsafe = f"hard links cannot be made there ({error.strerror}), so a run that removes it now would spoil the export"
+            unsafe = (
+                f"hard links cannot be made there ({error.strerror}), so a run that removes "
+                "it now would spoil the export"
+            )
             print(f"{found[chosen]}: {unsafe}", flush=True)
             return Resume(chosen, str(found[chosen]))
         return Resume(chosen, str(links))
     raise ConfigError(
-        f"run_dir={run_dir}: its checkpoints come and go faster than they can be held; stop the run, or raise checkpoint.keep"
+        f"run_dir={run_dir}: its checkpoints come and go faster than they can be held; stop the "
+        "run, or raise checkpoint.keep"
     )

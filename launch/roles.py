@@ -1,4 +1,6 @@
-"""Builds and runs the process of each role: executors and channels, connected as in LlamaRL, Algorithm 2."""
+"""Builds and runs the process of each role: executors and channels, connected as in LlamaRL,
+Algorithm 2.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ def train_on_trainer(rank: int, launch_dir: Path) -> None:
 
     stop = StopRequest()
     stop.listen()
-    plan, rendezvous = load_plan(launch_dir, "train"), Rendezvous.load(launch_dir)
+    plan = load_plan(launch_dir, "train")
+    rendezvous = Rendezvous.load(launch_dir)
     prepare_megatron(plan)
     from megarl.data.order import train_mixture
     from megarl.evaluation.engines import EvaluationSender
@@ -36,28 +39,47 @@ def train_on_trainer(rank: int, launch_dir: Path) -> None:
     from megarl.trainer.distributed import naming_peers
     from megarl.weight_sync.sender import WeightsSender
 
-    config, link = plan.config, Peer(f"trainer.{rank}", rendezvous.key, rendezvous.hub_address)
+    config = plan.config
+    link = Peer(f"trainer.{rank}", rendezvous.key, rendezvous.hub_address)
     ledger = Ledger.load(rendezvous.checkpoint) if rendezvous.checkpoint else Ledger()
-    rollout, judge = config.rollout, partial(judged, config=config)
+    rollout = config.rollout
+    judge = partial(judged, config=config)
     buffer = (
-        RolloutBuffer(rollout.prompts_per_step, config.async_.max_staleness, ledger, judge, train_mixture(config)) if rank == 0 else None
+        RolloutBuffer(
+            rollout.prompts_per_step,
+            config.async_.max_staleness,
+            ledger,
+            judge,
+            train_mixture(config),
+        )
+        if rank == 0
+        else None
     )
-    max_generated = rollout.max_num_gen_batches and rollout.max_num_gen_batches * rollout.prompts_per_step
+    max_generated = (
+        rollout.max_num_gen_batches and rollout.max_num_gen_batches * rollout.prompts_per_step
+    )
     weights = WeightsSender(plan, link, stop)
     outgoing: list[WeightsSender] = [weights]
     if config.eval.engines:
         evaluator = Peer(link.name, rendezvous.key, rendezvous.evaluator_address)
         outgoing.append(EvaluationSender(evaluation_plan(plan), evaluator, stop))
     resend = partial(weights.send, again=True)
-    rollouts = RolloutsReceiver(link, config.timeouts.rollouts_s, buffer, stop, resend, max_generated)
+    rollouts = RolloutsReceiver(
+        link, config.timeouts.rollouts_s, buffer, stop, resend, max_generated
+    )
     with naming_peers("trainer", rank):
         executor = TrainerExecutor(plan, rank, rendezvous, rollouts.ledger)
-        Controller(executor, incoming=[rollouts], outgoing=outgoing, max_steps=config.max_steps).run()
+        Controller(
+            executor, incoming=[rollouts], outgoing=outgoing, max_steps=config.max_steps
+        ).run()
     link.close()
 
 
 def train_on_generator(rank: int, launch_dir: Path) -> None:
-    """The generator executor of a run. When the run is stopped, it continues as long as trainer ranks need it, and is then killed."""
+    """The generator executor of a run.
+
+    When the run is stopped, it continues as long as trainer ranks need it, and is then killed.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     from megarl.executors.generator import GeneratorExecutor
     from megarl.messaging.link import Hub
@@ -67,13 +89,24 @@ def train_on_generator(rank: int, launch_dir: Path) -> None:
     from megarl.weight_sync.content import sent_layout
     from megarl.weight_sync.receiver import InitialWeights, WeightsReceiver
 
-    plan, rendezvous = load_plan(launch_dir, "train"), Rendezvous.load(launch_dir)
+    plan = load_plan(launch_dir, "train")
+    rendezvous = Rendezvous.load(launch_dir)
     link = Hub(GENERATOR, rendezvous.key, rendezvous.hub_host, rendezvous.hub_port)
     base = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec())
-    weights = WeightsReceiver(plan, sent_layout(plan, base, layer_spec()), link, rendezvous.key_file)
+    weights = WeightsReceiver(
+        plan, sent_layout(plan, base, layer_spec()), link, rendezvous.key_file
+    )
     initial = InitialWeights(weights)
-    with contextlib.closing(GeneratorExecutor(plan, rendezvous, RolloutsSender(link), lambda: weights.fixed)) as executor:
-        Controller(executor, incoming=[weights], outgoing=[], max_steps=plan.config.max_steps, initial=[initial]).run()
+    with contextlib.closing(
+        GeneratorExecutor(plan, rendezvous, RolloutsSender(link), lambda: weights.fixed)
+    ) as executor:
+        Controller(
+            executor,
+            incoming=[weights],
+            outgoing=[],
+            max_steps=plan.config.max_steps,
+            initial=[initial],
+        ).run()
         link.close()
 
 
@@ -86,16 +119,22 @@ def train_on_evaluator(rank: int, launch_dir: Path) -> None:
     from megarl.trainer.cpu_support import layer_spec
     from megarl.weight_sync.content import sent_layout
 
-    plan, rendezvous = evaluation_plan(load_plan(launch_dir, "train")), Rendezvous.load(launch_dir)
+    plan = evaluation_plan(load_plan(launch_dir, "train"))
+    rendezvous = Rendezvous.load(launch_dir)
     base = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec())
-    with contextlib.closing(Hub(EVALUATOR, rendezvous.key, rendezvous.hub_host, rendezvous.evaluator_port)) as link:
-        weights = EvaluationReceiver(plan, sent_layout(plan, base, layer_spec()), link, rendezvous.key_file)
+    with contextlib.closing(
+        Hub(EVALUATOR, rendezvous.key, rendezvous.hub_host, rendezvous.evaluator_port)
+    ) as link:
+        weights = EvaluationReceiver(
+            plan, sent_layout(plan, base, layer_spec()), link, rendezvous.key_file
+        )
         asyncio.run(evaluate_versions(plan, rendezvous, weights))
 
 
 def sft(rank: int, launch_dir: Path) -> None:
     """One trainer rank of the supervised warm start."""
-    plan, rendezvous = load_plan(launch_dir), Rendezvous.load(launch_dir)
+    plan = load_plan(launch_dir)
+    rendezvous = Rendezvous.load(launch_dir)
     prepare_megatron(plan)
     from megarl.executors.sft import run_sft_rank
     from megarl.trainer.distributed import naming_peers
@@ -116,23 +155,34 @@ def reward_model(rank: int, launch_dir: Path) -> None:
 
 
 def evaluate(rank: int, launch_dir: Path) -> None:
-    """Evaluates the weights that the engines were started with. Writes result.json to the launch folder."""
+    """Evaluates the weights that the engines were started with.
+
+    Writes result.json to the launch folder.
+    """
     from megarl.evaluation.evaluate import evaluate_engines
 
-    result = asyncio.run(evaluate_engines(load_plan(launch_dir, "eval"), Rendezvous.load(launch_dir)))
+    result = asyncio.run(
+        evaluate_engines(load_plan(launch_dir, "eval"), Rendezvous.load(launch_dir))
+    )
     write_whole(launch_dir / "result.json", json.dumps(result))
 
 
 def warm(rank: int, launch_dir: Path) -> None:
-    """Waits for the engines, which compile kernels when they start. Then sends requests, since some kernels are compiled only then."""
+    """Waits for the engines, which compile kernels when they start.
+
+    Then sends requests, since some kernels are compiled only then.
+    """
     from megarl.generator.completions import Sampling
     from megarl.rollouts.rollout import open_fleet
 
     async def ask() -> None:
-        plan, sampling = load_plan(launch_dir, "warm"), Sampling(temperature=1.0, max_tokens=8)
+        plan = load_plan(launch_dir, "warm")
+        sampling = Sampling(temperature=1.0, max_tokens=8)
         async with contextlib.AsyncExitStack() as resources:
             fleet = await open_fleet(plan, Rendezvous.load(launch_dir), resources)
-            await asyncio.gather(*(engine.generate([1] * 16, sampling, n=4) for engine in fleet.engines))
+            await asyncio.gather(
+                *(engine.generate([1] * 16, sampling, n=4) for engine in fleet.engines)
+            )
 
     asyncio.run(ask())
 
@@ -149,7 +199,10 @@ def export(rank: int, launch_dir: Path) -> None:
 
 
 def prepare_megatron(plan: RunPlan) -> None:
-    """Must run before anything imports the trainer: see megarl.trainer.cpu_support. Raises RuntimeError as `check_gpus` does."""
+    """Must run before anything imports the trainer: see megarl.trainer.cpu_support.
+
+    Raises RuntimeError as `check_gpus` does.
+    """
     from megarl.trainer import cpu_support
 
     check_gpus(plan)
@@ -157,8 +210,9 @@ def prepare_megatron(plan: RunPlan) -> None:
 
 
 def check_gpus(plan: RunPlan) -> None:
-    """Raises RuntimeError if the trainer would train on the CPU by mistake: the node has GPUs and the run is planned for them, but PyTorch
-    was built without CUDA or for a newer driver."""
+    """Raises RuntimeError if the trainer would train on the CPU by mistake: the node has GPUs and
+    the run is planned for them, but PyTorch was built without CUDA or for a newer driver.
+    """
     import torch
 
     here = len(gpus())
@@ -168,7 +222,9 @@ def check_gpus(plan: RunPlan) -> None:
         torch.cuda.init()
     except (AssertionError, RuntimeError) as error:
         cpu = "with cluster.gpu=cpu it would train on the CPU"
-        raise RuntimeError(f"this node has {here} GPUs, but torch {torch.__version__} cannot use them ({error}); {cpu}") from error
+        raise RuntimeError(
+            f"this node has {here} GPUs, but torch {torch.__version__} cannot use them ({error}); {cpu}"
+        ) from error
 
 
 def load_plan(launch_dir: Path, command: str | None = None) -> RunPlan:

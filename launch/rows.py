@@ -9,13 +9,24 @@ from megarl.config.schema import OF_HUBS, RunConfig
 
 
 def write_environment_rows(config: RunConfig) -> str:
-    """Writes data.train.source and data.eval.source. Returns a text with their numbers of rows. Raises ConfigError."""
+    """Writes data.train.source and data.eval.source.
+
+    Returns a text with their numbers of rows. Raises ConfigError.
+    """
     from megarl.agents.hubs import openenv, verifiers
-    from megarl.rollouts.environments.loading import find_rollout  # not at the top: these import aiohttp
+
+    # not at the top: these import aiohttp
+    from megarl.rollouts.environments.loading import find_rollout
 
     if config.rollout.name not in OF_HUBS:
-        raise ConfigError(f"rollout.name={config.rollout.name}: only an environment of a hub ({', '.join(OF_HUBS)}) has rows of its own")
-    sources = {"train": config.data.train.source, **({"eval": config.data.eval.source} if config.data.eval else {})}
+        raise ConfigError(
+            f"rollout.name={config.rollout.name}: only an environment of a hub "
+            f"({', '.join(OF_HUBS)}) has rows of its own"
+        )
+    sources = {
+        "train": config.data.train.source,
+        **({"eval": config.data.eval.source} if config.data.eval else {}),
+    }
     wrong = [
         f"data.{split}.source={source}: must be a .jsonl file, to which the rows are written"
         for split, source in sources.items()

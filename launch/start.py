@@ -42,9 +42,13 @@ CUMEM = "NCCL_CUMEM_ENABLE"
 HOME_CACHE = "~/.cache/megarl/compiled"
 
 
-def trainer_environment(plan: RunPlan, rank: int, local_rank: int, address: str, port: int, store: Path | None) -> dict[str, str]:
-    """torchrun's variables, so that the trainer does not depend on how it was launched, and variables that Megatron-core needs. `store`:
-    the file through which ranks meet if all of them are on this node."""
+def trainer_environment(
+    plan: RunPlan, rank: int, local_rank: int, address: str, port: int, store: Path | None
+) -> dict[str, str]:
+    """torchrun's variables, so that the trainer does not depend on how it was launched, and
+    variables that Megatron-core needs. `store`: the file through which ranks meet if all of them
+    are on this node.
+    """
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(plan.trainer_topology.world_size),
@@ -52,35 +56,54 @@ def trainer_environment(plan: RunPlan, rank: int, local_rank: int, address: str,
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         **({"MEGARL_TRAINER_STORE": str(store)} if store else {}),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron requires it, to order communication kernels after the computation they wait for
+        # Megatron requires it, to order communication kernels after the computation they wait for
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         **one_thread(),
         **binding(local_rank),
     }
 
 
 def one_thread() -> dict[str, str]:
-    """One compute thread per process, which waits passively. Processes share the cores, and spinning threads cost a factor of 7."""
-    return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+    """One compute thread per process, which waits passively.
+
+    Processes share the cores, and spinning threads cost a factor of 7.
+    """
+    return {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def binding(slot: int) -> dict[str, str]:
-    """The cores of the rank, near its GPU. The worker binds to them before it imports anything (launch/worker.py)."""
+    """The cores of the rank, near its GPU.
+
+    The worker binds to them before it imports anything (launch/worker.py).
+    """
     here = gpus()
     cores = cores_near(here[slot].address) if slot < len(here) and here[slot].address else ()
     return {CORES: ",".join(map(str, cores))} if cores else {}
 
 
 def network(interface: str | None, wanted: bool, address: str = "") -> dict[str, str]:
-    """Sets the network interface at which this node is reached, at `address`. `wanted` sets it for NCCL too.
+    """Sets the network interface at which this node is reached, at `address`.
 
-    By default, gloo uses the address that the host's name resolves to, often 127.0.1.1. NCCL looks at the interfaces itself. NCCL needs the
-    setting only if launch.interface is set, or on a single node, where it should not listen on the network. Mooncake assumes IPv4 addresses
-    unless it is told otherwise before it is imported.
+    `wanted` sets it for NCCL too.
+
+    By default, gloo uses the address that the host's name resolves to, often 127.0.1.1. NCCL looks
+    at the interfaces itself. NCCL needs the setting only if launch.interface is set, or on a single
+    node, where it should not listen on the network. Mooncake assumes IPv4 addresses unless it is
+    told otherwise before it is imported.
     """
     ipv6 = {"MC_USE_IPV6": "1"} if ":" in address else {}
     if interface is None:
         return ipv6
-    return {**ipv6, "GLOO_SOCKET_IFNAME": interface, **({"NCCL_SOCKET_IFNAME": interface} if wanted else {})}
+    return {
+        **ipv6,
+        "GLOO_SOCKET_IFNAME": interface,
+        **({"NCCL_SOCKET_IFNAME": interface} if wanted else {}),
+    }
 
 
 def scratch(folder: Path) -> dict[str, str]:
@@ -89,9 +112,12 @@ def scratch(folder: Path) -> dict[str, str]:
 
 
 def compiled_folder(folder: str | None, scratch: Path) -> Path:
-    """Where this host keeps compiled kernels: in `folder` (launch.compile_cache), in ~/.cache, or, if this user has no home that can be
-    written to, in `scratch`, which goes with the launch. Each host has its own subfolder, since all nodes compile at the same time, and
-    homes are often shared. Raises ConfigError if `folder`, or a folder that the environment names, cannot be written to."""
+    """Where this host keeps compiled kernels: in `folder` (launch.compile_cache), in ~/.cache, or,
+    if this user has no home that can be written to, in `scratch`, which goes with the launch. Each
+    host has its own subfolder, since all nodes compile at the same time, and homes are often
+    shared. Raises ConfigError if `folder`, or a folder that the environment names, cannot be
+    written to.
+    """
     for name in _COMPILED:
         if (given := os.environ.get(name)) and (problem := _unwritable(Path(given))):
             raise ConfigError(f"{name}={given}: must be a folder that can be written to: {problem}")
@@ -102,12 +128,16 @@ def compiled_folder(folder: str | None, scratch: Path) -> Path:
     if not (problem := _unwritable(base)):
         return base
     if folder:
-        raise ConfigError(f"launch.compile_cache={folder}: must be a folder that can be written to: {problem}")
+        raise ConfigError(
+            f"launch.compile_cache={folder}: must be a folder that can be written to: {problem}"
+        )
     return scratch / "compiled"
 
 
 def _unwritable(folder: Path) -> str:
-    """The reason why nothing can be written to `folder`, which is made if it is missing; empty if it can be written to."""
+    """The reason why nothing can be written to `folder`, which is made if it is missing; empty if
+    it can be written to.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -116,17 +146,25 @@ def _unwritable(folder: Path) -> str:
 
 
 def compiling(base: Path) -> dict[str, str]:
-    """The variables that keep compiled kernels below `base` (`compiled_folder`), so that the next launch finds them. On GPUs, also adds
-    compilers to PATH, since jobs often call an environment's programs without activating it."""
+    """The variables that keep compiled kernels below `base` (`compiled_folder`), so that the next
+    launch finds them. On GPUs, also adds compilers to PATH, since jobs often call an environment's
+    programs without activating it.
+    """
     caches = {name: os.environ.get(name, str(base / kind)) for name, kind in _COMPILED.items()}
-    if not os.access(Path(__file__).parent, os.W_OK):  # otherwise Numba keeps its kernels beside their source
+    # otherwise Numba keeps its kernels beside their source
+    if not os.access(Path(__file__).parent, os.W_OK):
         caches["NUMBA_CACHE_DIR"] = os.environ.get("NUMBA_CACHE_DIR", str(base / "numba"))
     if not doctor.has_driver():
         return caches
-    programs, nvcc = str(Path(sys.executable).parent), doctor.find_nvcc()
+    programs = str(Path(sys.executable).parent)
+    nvcc = doctor.find_nvcc()
     path = os.environ.get("PATH", os.defpath)
     home = {"CUDA_HOME": str(nvcc.parents[1])} if nvcc and not os.environ.get("CUDA_HOME") else {}
-    return caches | home | ({} if programs in path.split(os.pathsep) else {"PATH": f"{programs}{os.pathsep}{path}"})
+    return (
+        caches
+        | home
+        | ({} if programs in path.split(os.pathsep) else {"PATH": f"{programs}{os.pathsep}{path}"})
+    )
 
 
 _COMPILED = {
@@ -140,10 +178,12 @@ _COMPILED = {
 
 
 def weight_group(transport: str) -> dict[str, str]:
-    """Settings for trainer ranks and engines that `transport` (weights.transport) joins in an NCCL group.
+    """Settings for trainer ranks and engines that `transport` (weights.transport) joins in an NCCL
+    group.
 
-    SGLang turns cuMem off in its engines by default; elsewhere it is on. Ranks with different settings cannot open each other's buffers.
-    Without cuMem, sends from several ranks of a node to one rank of another may hang (NVIDIA/nccl issue 1721).
+    SGLang turns cuMem off in its engines by default; elsewhere it is on. Ranks with different
+    settings cannot open each other's buffers. Without cuMem, sends from several ranks of a node to
+    one rank of another may hang (NVIDIA/nccl issue 1721).
     """
     return {CUMEM: os.environ.get(CUMEM, "1")} if transport == "nccl" else {}
 
@@ -157,7 +197,9 @@ def engine_devices(part: EnginePart) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class NodePart:
-    """One node's part of a launch: the processes of the plan that run here, and the values that all nodes have agreed on."""
+    """One node's part of a launch: the processes of the plan that run here, and the values that all
+    nodes have agreed on.
+    """
 
     plan: RunPlan
     placed: NodePlan
@@ -170,12 +212,21 @@ class NodePart:
     compiled: Path = Path(HOME_CACHE)  # where kernels are kept
 
     def engines(self, device: str | None = None) -> list[ProcessSpec]:
-        """One process per engine, or per part of one, in the order of `placed.engines`. `device`: cuda | cpu | None (what the node has)."""
-        keys, specs = EngineKeys(api=self.rendezvous.engine_key, admin=self.rendezvous.engine_admin_key), []
+        """One process per engine, or per part of one, in the order of `placed.engines`.
+
+        `device`: cuda | cpu | None (what the node has).
+        """
+        keys = EngineKeys(api=self.rendezvous.engine_key, admin=self.rendezvous.engine_admin_key)
+        specs = []
         roles = {role.name: role for role in self.plan.served}
         for part in self.placed.engines:
-            role, name = roles.get(part.fleet), self.numbered(part).name
-            settings = self._settings(part, device) if role is None else self._frozen_settings(part, device, role)
+            role = roles.get(part.fleet)
+            name = self.numbered(part).name
+            settings = (
+                self._settings(part, device)
+                if role is None
+                else self._frozen_settings(part, device, role)
+            )
             generator: GeneratorConfig = self._generator(part).settings
             server_args = generator.server_args if role is None else role.settings.server_args
             argv, environment = server_command(settings, keys, server_args)
@@ -187,15 +238,21 @@ class NodePart:
         return specs
 
     def numbered(self, part: EnginePart) -> EnginePart:
-        """The part with the engine's number in the run. It differs if engines join a run of other launchers."""
+        """The part with the engine's number in the run.
+
+        It differs if engines join a run of other launchers.
+        """
         return replace(part, engine=part.engine + self.rendezvous.first_engine)
 
     def trainers(self, role: str) -> list[ProcessSpec]:
         """One process per trainer rank, in the given role."""
-        specs, where = [], self.rendezvous
+        specs = []
+        where = self.rendezvous
         store = self.scratch / "trainers" if self.alone else None
         for local_rank, rank in enumerate(self.placed.trainer_ranks):
-            environment = trainer_environment(self.plan, rank, local_rank, where.trainer_host, where.trainer_port, store)
+            environment = trainer_environment(
+                self.plan, rank, local_rank, where.trainer_host, where.trainer_port, store
+            )
             if self.shares:
                 environment |= shared_gpu.for_trainer(self.scratch, rank, self._peak_bytes)
             specs.append(self._worker(role, rank, {**environment, **self._environment()}))
@@ -221,21 +278,41 @@ class NodePart:
         """The environment of all computing processes: trainer ranks and engines."""
         config = self.plan.config
         wanted = config.launch.interface is not None or self.alone
-        joined = {**network(self.interface, wanted, self.report.address), **weight_group(config.weights.transport)}
+        joined = {
+            **network(self.interface, wanted, self.report.address),
+            **weight_group(config.weights.transport),
+        }
         return {**joined, **scratch(self.scratch), **compiling(self.compiled)}
 
     def _worker(self, role: str, rank: int, environment: dict[str, str]) -> ProcessSpec:
-        argv = [sys.executable, "-P", "-m", "megarl.launch.worker", role, str(rank), str(self.folder)]
-        return ProcessSpec(f"{role}.{rank}", argv, {**environment, **scratch(self.scratch), PARENT: str(os.getpid())}, dumps_stacks=True)
+        argv = [
+            sys.executable,
+            "-P",
+            "-m",
+            "megarl.launch.worker",
+            role,
+            str(rank),
+            str(self.folder),
+        ]
+        return ProcessSpec(
+            f"{role}.{rank}",
+            argv,
+            {**environment, **scratch(self.scratch), PARENT: str(os.getpid())},
+            dumps_stacks=True,
+        )
 
     def _generator(self, part: EnginePart) -> EngineGroup:
-        """The group, with its settings, of one of the policy's engines. Engines that only evaluate have no group."""
+        """The group, with its settings, of one of the policy's engines.
+
+        Engines that only evaluate have no group.
+        """
         if part.fleet == POLICY:
             return self.plan.group_of(part.engine)
         return EngineGroup("", replace(self.plan.config.generator, groups={}), 0)
 
     def _settings(self, part: EnginePart, device: str | None) -> EngineSettings:
-        config, group = self.plan.config, self._generator(part)
+        config = self.plan.config
+        group = self._generator(part)
         return EngineSettings(
             model_path=self.plan.weights_path,
             holds_weights=not self.plan.weights.are_gone,
@@ -246,7 +323,9 @@ class NodePart:
             device=device,
             return_routing=config.trainer.routing_replay,
             most_kept=most_kept(config),
-            tokenizer=(config.model.tokenizer or config.model.path) if stops_on_text(config) else None,
+            tokenizer=(config.model.tokenizer or config.model.path)
+            if stops_on_text(config)
+            else None,
             adapter=self.plan.adapters and self.plan.adapters.served(self._adapter, device),
             speculative=speculative.arguments(config),
             **_shape(group.settings),
@@ -254,7 +333,9 @@ class NodePart:
         )
 
     def write_adapter(self) -> None:
-        """Writes the adapter that the policy's engines start with, if they serve one, to the folder of the launch."""
+        """Writes the adapter that the policy's engines start with, if they serve one, to the folder
+        of the launch.
+        """
         if self.plan.adapters is not None:
             self.plan.adapters.write(self._adapter)
 
@@ -262,7 +343,9 @@ class NodePart:
     def _adapter(self) -> Path:
         return self.folder / "adapter"
 
-    def _frozen_settings(self, part: EnginePart, device: str | None, role: ServedRole) -> EngineSettings:
+    def _frozen_settings(
+        self, part: EnginePart, device: str | None, role: ServedRole
+    ) -> EngineSettings:
         own = role.settings
         return EngineSettings(
             model_path=own.path,
@@ -288,11 +371,18 @@ class NodePart:
         return {
             "host": self.report.address,
             "port": self.report.ports[part.name],
-            "seed": seed_of(self.plan.config.seed, self.numbered(part).whole, self.rendezvous.start_step, bits=ENGINE_SEED_BITS),
+            "seed": seed_of(
+                self.plan.config.seed,
+                self.numbered(part).whole,
+                self.rendezvous.start_step,
+                bits=ENGINE_SEED_BITS,
+            ),
             "deterministic": self.plan.config.deterministic,
             "parts": part.parts,
             "part": part.part,
-            "cores_taken": part.first_slot - slots_of_trainer + self.rendezvous.first_engine * part.ranks,
+            "cores_taken": part.first_slot
+            - slots_of_trainer
+            + self.rendezvous.first_engine * part.ranks,
             "group_address": with_port(engine.host, engine.group_port),
         }
 

@@ -1,4 +1,7 @@
-"""The trackers of a launch (observe.trackers), each in a process of its own. A failure is reported and changes nothing else."""
+"""The trackers of a launch (observe.trackers), each in a process of its own.
+
+A failure is reported and changes nothing else.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +27,46 @@ HOPELESS_S = 5.0
 
 
 class Trackers:
-    """Processes that follow `folder`/metrics.jsonl. Start them before the run's processes. Call `poll` now and then, `close` at the end."""
+    """Processes that follow `folder`/metrics.jsonl.
+
+    Start them before the run's processes. Call `poll` now and then, `close` at the end.
+    """
 
     def __init__(self, config: RunConfig, folder: Path, tell: Callable[[str], None]):
-        self._folder, self._tell, self._deadline_s = folder, tell, config.timeouts.trackers_s
-        self._names, self._observe = config.observe.trackers, config.observe
+        self._folder = folder
+        self._tell = tell
+        self._deadline_s = config.timeouts.trackers_s
+        self._names = config.observe.trackers
+        self._observe = config.observe
         self._processes: dict[str, subprocess.Popen] = {}
         self._told: set[str] = set()
         self._looked = 0.0
 
     def start(self, config_path: Path, first: int) -> None:
-        """Starts the processes, which read `config_path` and end with this process. `first`: the first step of this start."""
+        """Starts the processes, which read `config_path` and end with this process.
+
+        `first`: the first step of this start.
+        """
         logs = self._folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         stale = json.dumps(asdict(Stale.of(self._folder / METRICS_FILE, first)))
         for name in self._names:
-            replace(Tracked.load(self._folder, name), failures=0, problem="", ended=False).save(self._folder, name)
-            options = ["--deadline", str(self._deadline_s), "--project", self._observe.project, "--tags", json.dumps(self._observe.tags)]
-            options += ["--title", self._observe.name or str(self._folder), *(["--entity", own] if (own := self._observe.entity) else [])]
+            replace(Tracked.load(self._folder, name), failures=0, problem="", ended=False).save(
+                self._folder, name
+            )
+            options = [
+                "--deadline",
+                str(self._deadline_s),
+                "--project",
+                self._observe.project,
+                "--tags",
+                json.dumps(self._observe.tags),
+            ]
+            options += [
+                "--title",
+                self._observe.name or str(self._folder),
+                *(["--entity", own] if (own := self._observe.entity) else []),
+            ]
             where = [str(self._folder), str(config_path), str(first), stale]
             argv = [sys.executable, "-P", "-m", "megarl.observe.tracking", name, *where, *options]
             with open(logs / f"tracker.{name}.log", "wb") as log:
@@ -64,21 +89,28 @@ class Trackers:
             if name in self._told:
                 continue
             if process.poll() is not None:
-                self._say(name, f"its process ended ({process.returncode}); {self._last_line(name)}")
+                self._say(
+                    name, f"its process ended ({process.returncode}); {self._last_line(name)}"
+                )
             elif problem := Tracked.load(self._folder, name).problem:
                 self._say(name, f"{problem}; it is tried again")
 
     def close(self) -> None:
-        """Lets all trackers finish at once, within timeouts.trackers_s, and reports which could not. If they cannot write their own files,
-        the limit is HOPELESS_S. No process of the run may be writing any more."""
+        """Lets all trackers finish at once, within timeouts.trackers_s, and reports which could
+        not. If they cannot write their own files, the limit is HOPELESS_S. No process of the run
+        may be writing any more.
+        """
         if self._processes:
             try:
                 complete_metrics(self._folder)
-            except OSError as error:  # such as a full disk, which may be the reason why the run has ended
+            except OSError as error:
+                # such as a full disk, which may be the reason why the run has ended
                 self._tell(f"{METRICS_FILE} lacks the last evaluation: {error}")
-        deadline_s, whose = self._deadline_s, "timeouts.trackers_s"
+        deadline_s = self._deadline_s
+        whose = "timeouts.trackers_s"
         if problem := write_problem(self._folder):
-            deadline_s, whose = min(deadline_s, HOPELESS_S), f"its folder cannot be written to: {problem}"
+            deadline_s = min(deadline_s, HOPELESS_S)
+            whose = f"its folder cannot be written to: {problem}"
         deadline = time.monotonic() + deadline_s
         try:
             for process in self._processes.values():
@@ -95,7 +127,11 @@ class Trackers:
                     why = f": {tracked.problem}" if tracked.problem else ""
                     self._say(name, f"it may lack steps{why}; the next start of the run sends them")
                 elif tracked.failures:
-                    self._say(name, f"it failed {tracked.failures} times ({tracked.problem}), and has all steps now")
+                    self._say(
+                        name,
+                        f"it failed {tracked.failures} times ({tracked.problem}), and has all "
+                        "steps now",
+                    )
         finally:
             for process in self._processes.values():
                 if process.poll() is None:
@@ -104,7 +140,11 @@ class Trackers:
 
     def _say(self, name: str, text: str) -> None:
         self._told.add(name)
-        self._tell(f"tracker {name}: {text} (its log is {self._folder / 'logs' / f'tracker.{name}.log'})")
+        self._tell(
+            f"tracker {name}: {text} (its log is {self._folder / 'logs' / f'tracker.{name}.log'})"
+        )
 
     def _last_line(self, name: str) -> str:
-        return log_tail(self._folder / "logs" / f"tracker.{name}.log", lines=1) or "its log is empty"
+        return (
+            log_tail(self._folder / "logs" / f"tracker.{name}.log", lines=1) or "its log is empty"
+        )

@@ -1,6 +1,7 @@
 """One process of a run: `python -P -m megarl.launch.worker ROLE RANK LAUNCH_DIR`.
 
-The launch folder has the resolved configuration and the rendezvous of this launch. Everything else follows from them.
+The launch folder has the resolved configuration and the rendezvous of this launch. Everything else
+follows from them.
 """
 
 from __future__ import annotations
@@ -24,13 +25,18 @@ PARENT = "MEGARL_PARENT"  # environment variable: the process that has started t
 
 
 def die_with_parent() -> None:
-    """Ends this process when its parent ends, and processes that a library spawns here when this process ends."""
+    """Ends this process when its parent ends, and processes that a library spawns here when this
+    process ends.
+    """
     end_with_parent(int(os.environ.get(PARENT, os.getppid())))
     os.environ[PARENT] = str(os.getpid())  # read by processes that this one spawns
 
 
 def end_with_any_thread() -> None:
-    """Makes an error in any thread end the process. Otherwise processes that wait for this one would wait until a deadline."""
+    """Makes an error in any thread end the process.
+
+    Otherwise processes that wait for this one would wait until a deadline.
+    """
 
     def end(args: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(args)
@@ -56,7 +62,19 @@ def main() -> None:
     for number in FOR_LAUNCHER:
         signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser()
-    parser.add_argument("role", choices=["trainer", "generator", "evaluator", "sft", "reward_model", "evaluate", "export", "warm"])
+    parser.add_argument(
+        "role",
+        choices=[
+            "trainer",
+            "generator",
+            "evaluator",
+            "sft",
+            "reward_model",
+            "evaluate",
+            "export",
+            "warm",
+        ],
+    )
     parser.add_argument("rank", type=int)
     parser.add_argument("launch_dir", type=Path)
     arguments = parser.parse_args()
@@ -72,7 +90,9 @@ def main() -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         traceback.print_exc()
-        raise SystemExit(f"{LAST_WORDS}the disk is full ({error}); the complete checkpoints in run_dir can be used") from None
+        raise SystemExit(
+            f"{LAST_WORDS}the disk is full ({error}); the complete checkpoints in run_dir can be used"
+        ) from None
 
 
 if __name__ == "__mp_main__":  # in a child that a library has spawned from a worker

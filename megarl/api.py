@@ -1,9 +1,12 @@
-"""The Python entry (docs/python.md): the commands of megarl as functions that return objects, and a run's files as one object.
+"""The Python entry (docs/python.md): the commands of megarl as functions that return objects, and a
+run's files as one object.
 
-A function checks what its command checks, and then calls what its command calls. `megarl` imports this file when one of its names is
-first used; this file imports what starts processes only where that is called. So planning needs no torch.
+A function checks what its command checks, and then calls what its command calls. `megarl` imports
+this file when one of its names is first used; this file imports what starts processes only where
+that is called. So planning needs no torch.
 
-Mistakes raise ConfigError. What fails later raises RunError, or TimeoutError if a process has waited for another until a deadline.
+Mistakes raise ConfigError. What fails later raises RunError, or TimeoutError if a process has
+waited for another until a deadline.
 """
 
 from __future__ import annotations
@@ -30,22 +33,43 @@ from megarl.plan.resolve import RunPlan, resolve
 from megarl.plan.topologies import with_one_gpu_shared
 from megarl.plan.weights import scores_checkpoint, warm_start_due
 
-__all__ = ["CommandResult", "ConfigError", "Run", "RunError", "Stopped", "evaluate", "load", "plan", "reshard", "sft", "train"]
+__all__ = [
+    "CommandResult",
+    "ConfigError",
+    "Run",
+    "RunError",
+    "Stopped",
+    "evaluate",
+    "load",
+    "plan",
+    "reshard",
+    "sft",
+    "train",
+]
 
 
 def load(config: ConfigSource, *overrides: str) -> RunConfig:
-    """The settings of `config`, the path of a YAML file or a mapping, with `overrides` such as "trainer.tp=2".
+    """The settings of `config`, the path of a YAML file or a mapping, with `overrides` such as
+    "trainer.tp=2".
 
-    Paths in a mapping are relative to the working directory. Raises ConfigError with all unknown keys and impossible values.
+    Paths in a mapping are relative to the working directory. Raises ConfigError with all unknown
+    keys and impossible values.
     """
     return load_config(config, overrides)
 
 
 def plan(
-    config: ConfigSource, *overrides: str, search: bool = False, theory: bool = False, gpus: int | None = None, picture: str | None = None
+    config: ConfigSource,
+    *overrides: str,
+    search: bool = False,
+    theory: bool = False,
+    gpus: int | None = None,
+    picture: str | None = None,
 ) -> CommandResult:
-    """What `megarl plan` prints: whether the run fits (`fits`), how long a step takes (`step_s`), what limits it (`binding`). The options
-    are those of the command. Needs no GPU. Raises ConfigError."""
+    """What `megarl plan` prints: whether the run fits (`fits`), how long a step takes (`step_s`),
+    what limits it (`binding`). The options are those of the command. Needs no GPU. Raises
+    ConfigError.
+    """
     from megarl.estimate.command import run_plan
 
     check_outputs(picture=picture)
@@ -63,38 +87,62 @@ def reshard(
     dump: str | None = None,
     picture: str | None = None,
 ) -> CommandResult:
-    """What `megarl reshard` prints: the proven map of a weight update (`copies`, `bytes`, `exactly_once`). The options are those of the
-    command; `link` is in GB/s. Raises ConfigError."""
+    """What `megarl reshard` prints: the proven map of a weight update (`copies`, `bytes`,
+    `exactly_once`). The options are those of the command; `link` is in GB/s. Raises ConfigError.
+    """
     from megarl.estimate.command import run_map
 
     check_outputs(picture=picture, dump=dump)
-    return run_map(resolved("reshard", config, overrides), rank=rank, delta=delta, link=link, dump=dump, picture=picture)
+    return run_map(
+        resolved("reshard", config, overrides),
+        rank=rank,
+        delta=delta,
+        link=link,
+        dump=dump,
+        picture=picture,
+    )
 
 
 def train(
-    config: ConfigSource, *overrides: str, reward: Callable[..., Any] | str | None = None, rollout: Callable[..., Any] | str | None = None
+    config: ConfigSource,
+    *overrides: str,
+    reward: Callable[..., Any] | str | None = None,
+    rollout: Callable[..., Any] | str | None = None,
 ) -> Run:
-    """Trains as `megarl train` does, from the newest checkpoint in run_dir or from the start, and returns the run when it is complete.
+    """Trains as `megarl train` does, from the newest checkpoint in run_dir or from the start, and
+    returns the run when it is complete.
 
-    Args: reward, rollout: a function of an imported file, or a text, as reward.name and rollout.name.
+    Args: reward, rollout: a function of an imported file, or a text, as reward.name and
+    rollout.name.
 
-    Ctrl-C, or a notebook's button for it, ends the run once the running step is saved, and raises Stopped; the same call goes on from
-    there. Raises ConfigError before anything starts, RunError, TimeoutError, Stopped.
+    Ctrl-C, or a notebook's button for it, ends the run once the running step is saved, and raises
+    Stopped; the same call goes on from there. Raises ConfigError before anything starts, RunError,
+    TimeoutError, Stopped.
     """
     from megarl.launch import commands
 
-    run = resolved("train", config, [*overrides, *_named("reward.name", reward), *_named("rollout.name", rollout)])
+    run = resolved(
+        "train",
+        config,
+        [*overrides, *_named("reward.name", reward), *_named("rollout.name", rollout)],
+    )
     if reward is not None and run.config.reward.parts:
         parts = ", ".join(f"reward.parts.{name}" for name in run.config.reward.parts)
-        raise ConfigError(f"reward={run.config.reward.name}: does not count beside {parts}: name it as one of the parts instead")
+        raise ConfigError(
+            f"reward={run.config.reward.name}: does not count beside {parts}: name it as one of "
+            "the parts instead"
+        )
     with _signals_as_stops():
         commands.train(run)
     return Run(run.config.run_dir)
 
 
 def sft(config: ConfigSource, *overrides: str) -> Path:
-    """Makes the warm start as `megarl sft` does, unless it is there. Returns the folder of its weights, sft.output. Raises ConfigError,
-    RunError, TimeoutError, Stopped."""
+    """Makes the warm start as `megarl sft` does, unless it is there.
+
+    Returns the folder of its weights, sft.output. Raises ConfigError, RunError, TimeoutError,
+    Stopped.
+    """
     run = resolved("sft", config, overrides)
     with _signals_as_stops():
         warm_starts(run, config, overrides)
@@ -108,22 +156,31 @@ def evaluate(
     best: bool = False,
     reward: Callable[..., Any] | str | None = None,
 ) -> CommandResult:
-    """The scores that `megarl eval` prints: of the run's newest checkpoint, that of `step`, or the `best`; without one, of model.path.
-    `reward`: a function or a text, as for `train`; it is eval.reward. Raises ConfigError, RunError, TimeoutError, Stopped."""
+    """The scores that `megarl eval` prints: of the run's newest checkpoint, that of `step`, or the
+    `best`; without one, of model.path. `reward`: a function or a text, as for `train`; it is
+    eval.reward. Raises ConfigError, RunError, TimeoutError, Stopped.
+    """
     from megarl.launch import commands
 
-    run = resolved("eval", config, [*overrides, *_named("eval.reward", reward)], step=step, best=best)
+    run = resolved(
+        "eval", config, [*overrides, *_named("eval.reward", reward)], step=step, best=best
+    )
     with _signals_as_stops():
         return commands.evaluate_checkpoint(run, step, best)
 
 
 class Run:
-    """The files of the run in `run_dir` (docs/run_dir.md), also of one that goes on. Each property reads them anew."""
+    """The files of the run in `run_dir` (docs/run_dir.md), also of one that goes on.
+
+    Each property reads them anew.
+    """
 
     def __init__(self, run_dir: str | Path):
         self.run_dir = Path(run_dir)
         if not any((self.run_dir / name).is_file() for name in ("config.yaml", METRICS_FILE)):
-            raise ConfigError(f"{run_dir}: holds neither config.yaml nor {METRICS_FILE}: not the folder of a run")
+            raise ConfigError(
+                f"{run_dir}: holds neither config.yaml nor {METRICS_FILE}: not the folder of a run"
+            )
 
     def __repr__(self) -> str:
         return f"Run({str(self.run_dir)!r}): {len(read_metrics(self.run_dir / METRICS_FILE))} steps"
@@ -131,12 +188,15 @@ class Run:
     @property
     def config(self) -> RunConfig:
         """The settings of the run's last start."""
-        return load_config(self.run_dir / "config.yaml", [override_text("run_dir", str(self.run_dir))])
+        return load_config(
+            self.run_dir / "config.yaml", [override_text("run_dir", str(self.run_dir))]
+        )
 
     @property
     def metrics(self) -> Any:
-        """The columns of metrics.jsonl: a pandas.DataFrame with a row a step, or without pandas a dict of lists. A step without a value has
-        NaN."""
+        """The columns of metrics.jsonl: a pandas.DataFrame with a row a step, or without pandas a
+        dict of lists. A step without a value has NaN.
+        """
         rows = read_metrics(self.run_dir / METRICS_FILE)
         keys = dict.fromkeys(key for row in rows for key in row)
         columns = {key: [row.get(key, float("nan")) for row in rows] for key in keys}
@@ -153,7 +213,9 @@ class Run:
 
     @property
     def ledger(self) -> list[Row]:
-        """The steps of rollouts/ordinals.jsonl: the numbers of the prompts that each was trained on (`ordinals`), and that were dropped."""
+        """The steps of rollouts/ordinals.jsonl: the numbers of the prompts that each was trained on
+        (`ordinals`), and that were dropped.
+        """
         return read_metrics(self.run_dir / "rollouts/ordinals.jsonl")
 
     @property
@@ -178,14 +240,21 @@ class Run:
         return summarize(self.run_dir, self.evaluations).strip()
 
     def report(self, output: str | Path | None = None) -> Path:
-        """Writes the page of `megarl report`, by default report.html in the run's folder. Returns its path. Raises ConfigError."""
+        """Writes the page of `megarl report`, by default report.html in the run's folder.
+
+        Returns its path. Raises ConfigError.
+        """
         from megarl.report.command import write_report
 
         return write_report([self.run_dir], output)
 
-    def export(self, output: str | Path, step: int | None = None, best: bool = False, lora: bool = False) -> Path:
-        """Writes a checkpoint as `megarl export` does: the newest, that of `step`, or the `best`; with `lora`, its adapter. Returns
-        `output`. Raises ConfigError, RunError, TimeoutError, Stopped."""
+    def export(
+        self, output: str | Path, step: int | None = None, best: bool = False, lora: bool = False
+    ) -> Path:
+        """Writes a checkpoint as `megarl export` does: the newest, that of `step`, or the `best`;
+        with `lora`, its adapter. Returns `output`. Raises ConfigError, RunError, TimeoutError,
+        Stopped.
+        """
         from megarl.launch import commands
 
         check_outputs(output=str(output))
@@ -195,8 +264,9 @@ class Run:
         return Path(output)
 
     def stop(self) -> None:
-        """Asks the run, which another thread or program has started, to end once the running step is saved. Raises ConfigError if none is
-        under way."""
+        """Asks the run, which another thread or program has started, to end once the running step
+        is saved. Raises ConfigError if none is under way.
+        """
         from megarl.launch.joining import find_run
 
         find_run(str(self.run_dir)).stop()
@@ -205,10 +275,19 @@ class Run:
 # What the command line and the functions above share.
 
 
-def resolved(command: str, config: ConfigSource, overrides: Sequence[str], step: int | None = None, best: bool = False) -> RunPlan:
-    """The plan of `command`, one of megarl's or "dry-run". `step`, `best`: the checkpoint that megarl eval scores.
+def resolved(
+    command: str,
+    config: ConfigSource,
+    overrides: Sequence[str],
+    step: int | None = None,
+    best: bool = False,
+) -> RunPlan:
+    """The plan of `command`, one of megarl's or "dry-run".
 
-    Raises ConfigError with all that is wrong: with keys and values, sizes and paths, and what the command is to read.
+    `step`, `best`: the checkpoint that megarl eval scores.
+
+    Raises ConfigError with all that is wrong: with keys and values, sizes and paths, and what the
+    command is to read.
     """
     from megarl.launch import inputs
 
@@ -233,20 +312,33 @@ def resolved(command: str, config: ConfigSource, overrides: Sequence[str], step:
         if run is not None and not problems:
             return run
         if checked in inputs.COMMANDS:
-            of_inputs = problems_of(lambda: inputs.check_inputs(settings, checked, run, at_hand=True))
+            of_inputs = problems_of(
+                lambda: inputs.check_inputs(settings, checked, run, at_hand=True)
+            )
             reported = {problem.partition(": ")[0] for problem in problems}  # key=value
-            problems += [problem for problem in of_inputs if loaded.concerns(problem) and problem.partition(": ")[0] not in reported]
+            problems += [
+                problem
+                for problem in of_inputs
+                if loaded.concerns(problem) and problem.partition(": ")[0] not in reported
+            ]
         raise ConfigError(problems)
     except OSError as error:  # about a path, which is a mistake in a setting
         raise unreadable(error) from error
 
 
 def one_gpu_shared(config: RunConfig) -> RunConfig:
-    """The settings of a run on this machine, whose only GPU trainer and engine share if each of them is one rank."""
+    """The settings of a run on this machine, whose only GPU trainer and engine share if each of
+    them is one rank.
+    """
     return with_one_gpu_shared(config, lambda: len(gpus()) if this_node().count == 1 else 0)
 
 
-def check_outputs(picture: str | None = None, dump: str | None = None, output: str | None = None, keep: str | None = None) -> None:
+def check_outputs(
+    picture: str | None = None,
+    dump: str | None = None,
+    output: str | None = None,
+    keep: str | None = None,
+) -> None:
     """Raises ConfigError where a file or folder that an option names cannot be written."""
     problems: list[str] = []
     if picture:
@@ -261,7 +353,10 @@ def check_outputs(picture: str | None = None, dump: str | None = None, output: s
 
 
 def warm_starts(run: RunPlan, config: ConfigSource, overrides: Sequence[str]) -> None:
-    """Runs the warm start of `run`, and before it those of the models beside the policy. `config`, `overrides`: what `run` is from."""
+    """Runs the warm start of `run`, and before it those of the models beside the policy.
+
+    `config`, `overrides`: what `run` is from.
+    """
     from megarl.launch import commands
     from megarl.roles.plan import roles_of
     from megarl.roles.settings import flat

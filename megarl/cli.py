@@ -1,7 +1,10 @@
-"""The command line. Arguments and configuration are checked in full before anything heavy is imported or started.
+"""The command line.
 
-Exit status: 0 success, 1 a run that failed or a plan that does not fit, 2 a mistake in arguments or configuration, 130 stopped by
-Ctrl-C, 143 by SIGTERM, 138 by SIGUSR1, 140 by SIGUSR2, 129 by SIGHUP (see checkpoint.on_termination_s).
+Arguments and configuration are checked in full before anything heavy is imported or started.
+
+Exit status: 0 success, 1 a run that failed or a plan that does not fit, 2 a mistake in arguments or
+configuration, 130 stopped by Ctrl-C, 143 by SIGTERM, 138 by SIGUSR1, 140 by SIGUSR2, 129 by SIGHUP
+(see checkpoint.on_termination_s).
 """
 
 from __future__ import annotations
@@ -39,15 +42,20 @@ CONFIG is a YAML file; dotted.key=value after it overrides its settings. docs/co
 
 COMMANDS = {
     "sft": "train by supervised learning: the warm start of a model that cannot do the task at all",
-    "run": "sft, if sft.steps asks for it and it is not done yet, then train; the same command goes on where it ended",
+    "run": "sft, if sft.steps asks for it and it is not done yet, then train; the same command "
+    "goes on where it ended",
     "reward-model": "train a reward model on pairs of responses (Bradley-Terry)",
-    "rows": "write the rows of an environment from a hub to data.train.source and data.eval.source (rollout.name=verifiers or openenv)",
+    "rows": "write the rows of an environment from a hub to data.train.source and "
+    "data.eval.source (rollout.name=verifiers or openenv)",
     "train": "train by reinforcement learning; goes on from the last checkpoint in run_dir",
-    "eval": "scores of the run's newest checkpoint, or of another model.path, on data.eval and eval.suites: pass@1 of greedy answers, "
+    "eval": "scores of the run's newest checkpoint, or of another model.path, on data.eval and "
+    "eval.suites: pass@1 of greedy answers, "
     "or pass@k, avg@k and maj@k of eval.samples",
     "export": "write a checkpoint's weights as a Hugging Face checkpoint",
-    "plan": "whether a run fits, how long its steps take and what binds; --search finds the fastest split of a GPU budget",
-    "reshard": "how weights travel from trainer to generator: copies, bytes, balance, and the proof that each byte is written once",
+    "plan": "whether a run fits, how long its steps take and what binds; --search finds the "
+    "fastest split of a GPU budget",
+    "reshard": "how weights travel from trainer to generator: copies, bytes, balance, and the "
+    "proof that each byte is written once",
 }
 EXAMPLES = {
     "init": init.EXAMPLES,
@@ -70,7 +78,8 @@ EXAMPLES = {
         "megarl plan configs/8b_aipo.yaml trainer.dp=16",
         "megarl plan configs/70b_aipo.yaml --search --gpus 256 cluster.gpu=H200",
         "megarl plan configs/405b_aipo.yaml --picture 405b.svg --json",
-        "megarl plan configs/8b_aipo.yaml --simulate plan.simulation.steps=20 --sweep async.capacity=0,1,2",
+        "megarl plan configs/8b_aipo.yaml --simulate plan.simulation.steps=20 --sweep "
+        "async.capacity=0,1,2",
     ],
     "reshard": [
         "megarl reshard configs/8b_aipo.yaml generator.tp=2 --json",
@@ -85,7 +94,13 @@ EXAMPLES = {
     "bench": bench.EXAMPLES,
 }
 WITH_JSON = ("eval", "plan", "reshard")
-WITHOUT_CONFIG = {"init": init, "doctor": doctor, "engines": joining, "report": report, "bench": bench}
+WITHOUT_CONFIG = {
+    "init": init,
+    "doctor": doctor,
+    "engines": joining,
+    "report": report,
+    "bench": bench,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,8 +119,11 @@ def _do(arguments: argparse.Namespace) -> int | None:
 
 
 def status_of(command: Callable[[], int | None]) -> int:
-    """Runs a command; prints why it ends if it fails. Returns the exit status: that of the command, 2 for a mistake in the input, 1 for
-    what failed later."""
+    """Runs a command; prints why it ends if it fails.
+
+    Returns the exit status: that of the command, 2 for a mistake in the input, 1 for what failed
+    later.
+    """
     try:
         return command() or 0
     except ConfigError as error:
@@ -134,15 +152,22 @@ def _paths_looked_at() -> Iterator[None]:
 
 
 def _resolved(arguments: argparse.Namespace) -> RunPlan:
-    """Raises ConfigError with all that is wrong: with keys and values, sizes and paths, and what the command is to read."""
+    """Raises ConfigError with all that is wrong: with keys and values, sizes and paths, and what
+    the command is to read.
+    """
     command = "dry-run" if getattr(arguments, "dry_run", False) else arguments.command
-    step, best = getattr(arguments, "step", None), getattr(arguments, "best", False)
+    step = getattr(arguments, "step", None)
+    best = getattr(arguments, "best", False)
     return api.resolved(command, arguments.config, arguments.overrides, step=step, best=best)
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
     """Raises ConfigError where a file or folder that an option names cannot be written."""
-    names = ("picture", "dump") if arguments.command == "report" else ("picture", "dump", "output", "keep")
+    names = (
+        ("picture", "dump")
+        if arguments.command == "report"
+        else ("picture", "dump", "output", "keep")
+    )
     api.check_outputs(**{name: getattr(arguments, name, None) for name in names})
 
 
@@ -154,53 +179,145 @@ def _reader_is_gone() -> bool:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Adds the name that was meant to a message about a wrong choice: of a command, of a command's command, or of an option's value."""
+        """Adds the name that was meant to a message about a wrong choice: of a command, of a
+        command's command, or of an option's value.
+        """
         wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
-        super().error(message + (did_you_mean(alike(wrong[1], re.findall(r"[\w.-]+", wrong[2]))) if wrong else ""))
+        super().error(
+            message
+            + (did_you_mean(alike(wrong[1], re.findall(r"[\w.-]+", wrong[2]))) if wrong else "")
+        )
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Options may stand before, between and after the overrides. Exits with 2 and the usage where argparse finds a mistake."""
-    parser = _Parser("megarl", description=DESCRIPTION, epilog=_examples(*EXAMPLES), formatter_class=_RAW)
+    """Options may stand before, between and after the overrides.
+
+    Exits with 2 and the usage where argparse finds a mistake.
+    """
+    parser = _Parser(
+        "megarl", description=DESCRIPTION, epilog=_examples(*EXAMPLES), formatter_class=_RAW
+    )
     parser.add_argument("--version", action="version", version=f"megarl {megarl.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     by_name = {}
     for name, meaning in COMMANDS.items():
-        command = commands.add_parser(name, help=meaning, description=meaning, epilog=_examples(name), formatter_class=_RAW)
+        command = commands.add_parser(
+            name, help=meaning, description=meaning, epilog=_examples(name), formatter_class=_RAW
+        )
         command.add_argument("config", metavar="CONFIG", help="YAML file of the run")
-        command.add_argument("overrides", metavar="dotted.key=value", nargs="*", default=[], help="overrides a setting, as in trainer.tp=2")
+        command.add_argument(
+            "overrides",
+            metavar="dotted.key=value",
+            nargs="*",
+            default=[],
+            help="overrides a setting, as in trainer.tp=2",
+        )
         by_name[name] = command
     for name in WITH_JSON:
-        by_name[name].add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+        by_name[name].add_argument(
+            "--json", action="store_true", help="print one JSON object, and nothing else, on stdout"
+        )
     dry_run = "check the settings, print plan, map and each node's processes; start nothing"
     by_name["train"].add_argument("--dry-run", action="store_true", help=dry_run)
-    unused = {"json": False, "dump": None, "delta": 0.01, "link": None, "picture": None, "rank": None}
-    by_name["train"].set_defaults(**unused, search=False, theory=False, gpus=None, simulate=False, sweep=[], source=None, output=None)
+    unused = {
+        "json": False,
+        "dump": None,
+        "delta": 0.01,
+        "link": None,
+        "picture": None,
+        "rank": None,
+    }
+    by_name["train"].set_defaults(
+        **unused,
+        search=False,
+        theory=False,
+        gpus=None,
+        simulate=False,
+        sweep=[],
+        source=None,
+        output=None,
+    )
     by_name["export"].add_argument("--output", metavar="DIR", required=True, help="folder to write")
-    by_name["export"].add_argument("--lora", action="store_true", help="write the adapter of a run with lora.rank, in PEFT's format")
+    by_name["export"].add_argument(
+        "--lora",
+        action="store_true",
+        help="write the adapter of a run with lora.rank, in PEFT's format",
+    )
     for name, more in (("export", ""), ("eval", "; 0: model.path, or the warm start made from it")):
         which = by_name[name].add_mutually_exclusive_group()
-        which.add_argument("--step", metavar="N", type=int, help=f"checkpoint to take; default: the newest{more}")
-        which.add_argument("--best", action="store_true", help="take the checkpoint with the best held-out score (checkpoint.keep_best)")
+        which.add_argument(
+            "--step", metavar="N", type=int, help=f"checkpoint to take; default: the newest{more}"
+        )
+        which.add_argument(
+            "--best",
+            action="store_true",
+            help="take the checkpoint with the best held-out score (checkpoint.keep_best)",
+        )
     reshard = by_name["reshard"]
-    reshard.add_argument("--rank", metavar="trainer:N|generator:N", help="list the copies of this rank alone")
-    shares = "predict an update that carries only what has changed (weights.delta), if this share of the elements has; default: 0.01"
+    reshard.add_argument(
+        "--rank", metavar="trainer:N|generator:N", help="list the copies of this rank alone"
+    )
+    shares = (
+        "predict an update that carries only what has changed (weights.delta), if this share "
+        "of the elements has; default: 0.01"
+    )
     reshard.add_argument("--delta", metavar="SHARE", type=float, default=0.01, help=shares)
-    reshard.add_argument("--link", metavar="GB/S", type=float, help="rate of each rank's link; default: that of cluster.gpu")
+    reshard.add_argument(
+        "--link",
+        metavar="GB/S",
+        type=float,
+        help="rate of each rank's link; default: that of cluster.gpu",
+    )
     reshard.add_argument("--dump", metavar="FILE", help="write every copy, one JSON object a line")
-    reshard.add_argument("--picture", metavar="FILE", help="draw who sends to whom, and how evenly: .svg or .png")
+    reshard.add_argument(
+        "--picture", metavar="FILE", help="draw who sends to whom, and how evenly: .svg or .png"
+    )
     plan = by_name["plan"]
-    plan.add_argument("--search", action="store_true", help="look for the fastest parallel sizes, batches, precision and split")
-    plan.add_argument("--theory", action="store_true", help="show the optimum of LlamaRL's section 7 beside what the search finds")
-    plan.add_argument("--gpus", metavar="N", type=int, help="GPUs to search over; default: as many as the config uses")
-    plan.add_argument("--picture", metavar="FILE", help="draw what fills memory and time: .svg or .png")
-    plan.add_argument("--simulate", action="store_true", help="run it in virtual time: lengths, waits, staleness, failures")
-    plan.add_argument("--sweep", metavar="KEY=A,B,…", nargs="+", default=[], help="with --simulate: a row for each combination of values")
-    plan.add_argument("--from", metavar="RUN", dest="source", help="with --simulate: a run folder whose measured times are used")
-    plan.add_argument("--output", metavar="FOLDER", help="with --simulate: write the run there, for megarl report")
+    plan.add_argument(
+        "--search",
+        action="store_true",
+        help="look for the fastest parallel sizes, batches, precision and split",
+    )
+    plan.add_argument(
+        "--theory",
+        action="store_true",
+        help="show the optimum of LlamaRL's section 7 beside what the search finds",
+    )
+    plan.add_argument(
+        "--gpus",
+        metavar="N",
+        type=int,
+        help="GPUs to search over; default: as many as the config uses",
+    )
+    plan.add_argument(
+        "--picture", metavar="FILE", help="draw what fills memory and time: .svg or .png"
+    )
+    plan.add_argument(
+        "--simulate",
+        action="store_true",
+        help="run it in virtual time: lengths, waits, staleness, failures",
+    )
+    plan.add_argument(
+        "--sweep",
+        metavar="KEY=A,B,…",
+        nargs="+",
+        default=[],
+        help="with --simulate: a row for each combination of values",
+    )
+    plan.add_argument(
+        "--from",
+        metavar="RUN",
+        dest="source",
+        help="with --simulate: a run folder whose measured times are used",
+    )
+    plan.add_argument(
+        "--output", metavar="FOLDER", help="with --simulate: write the run there, for megarl report"
+    )
     for name, module in WITHOUT_CONFIG.items():
         about = module.DESCRIPTION
-        by_name[name] = commands.add_parser(name, help=about, description=about, epilog=_examples(name), formatter_class=_RAW)
+        by_name[name] = commands.add_parser(
+            name, help=about, description=about, epilog=_examples(name), formatter_class=_RAW
+        )
         module.add_arguments(by_name[name])
     arguments, rest = parser.parse_known_args(argv)
     if arguments.command in WITHOUT_CONFIG and not hasattr(arguments, "overrides"):
@@ -209,7 +326,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         return arguments
     unknown = [argument for argument in rest if argument.startswith("-")]
     if unknown:
-        by_name[arguments.command].error(f"unknown option: {' '.join(unknown)}{_meant_as_settings(unknown)}")
+        by_name[arguments.command].error(
+            f"unknown option: {' '.join(unknown)}{_meant_as_settings(unknown)}"
+        )
     arguments.overrides += rest  # argparse takes positional arguments only up to the first option
     return arguments
 
@@ -224,7 +343,9 @@ def _meant_as_settings(options: Sequence[str]) -> str:
         elsewhere = elsewhere_called(key)
         note = elsewhere.note if elsewhere and key not in settings() else ""
         if found:
-            meant.append(f"{found[0]}={value if equals and not note else '…'}{f' ({note})' if note else ''}")
+            meant.append(
+                f"{found[0]}={value if equals and not note else '…'}{f' ({note})' if note else ''}"
+            )
         elif note:
             meant.append(f"none for {option} ({note})")
     return f"; settings have no dashes: {' '.join(meant)}" if meant else ""
@@ -254,18 +375,28 @@ def _train(plan: RunPlan, arguments: argparse.Namespace) -> int | None:
         check_resume_point(plan.config.run_dir, resume)
         inputs = check_inputs(plan.config, "dry-run", plan, at_hand=True)
         of_data = compared_data(
-            plan.config, plan.config.run_dir, resume, contents_of(plan.config, digests_of(inputs.datasets), rewarded=True)
+            plan.config,
+            plan.config.run_dir,
+            resume,
+            contents_of(plan.config, digests_of(inputs.datasets), rewarded=True),
         )
         plan = with_lengths_of(with_nodes_of_here(plan), inputs.datasets)
         for name, lines in (("data", inputs.datasets), ("reward", inputs.rewards)):
-            print(*(f"{'' if number else name:<10} {line}\n" for number, line in enumerate(lines)), sep="", end="")
+            print(
+                *(f"{'' if number else name:<10} {line}\n" for number, line in enumerate(lines)),
+                sep="",
+                end="",
+            )
         print(gpus_line(plan))
         status = _plan(plan, arguments)
         _reshard(plan, arguments)
         sized = with_caches(plan, dry_run=True)
         print(render_launch(sized))
         if resume.checkpoint:
-            print("The checkpoint's files have their full length. Their hashes are not checked now; the run does that when it reads them")
+            print(
+                "The checkpoint's files have their full length. Their hashes are not checked now; "
+                "the run does that when it reads them"
+            )
         print(
             *weights_lines(plan, resume),
             *role_lines(plan),
@@ -276,7 +407,10 @@ def _train(plan: RunPlan, arguments: argparse.Namespace) -> int | None:
             sep="\n",
         )
         if not (plan.weights.are_there or plan.weights.are_gone):
-            print(f"before it  megarl sft {arguments.config}, with the same overrides: {plan.weights_path} holds no weights yet")
+            print(
+                f"before it  megarl sft {arguments.config}, with the same overrides: "
+                f"{plan.weights_path} holds no weights yet"
+            )
         return status
     from megarl.launch.commands import train
 
@@ -294,7 +428,8 @@ def _run(plan: RunPlan, arguments: argparse.Namespace) -> None:
     from megarl.launch.inputs import check_inputs
 
     if warm_start_due(plan.config):
-        check_inputs(plan.config, "dry-run", plan, at_hand=True)  # what is wrong with the run is told before its warm start takes hours
+        # what is wrong with the run is told before its warm start takes hours
+        check_inputs(plan.config, "dry-run", plan, at_hand=True)
         _sft(resolve(plan.config, "sft"), arguments)
         plan = resolve(plan.config, "train")
     train(plan)
@@ -328,11 +463,21 @@ def _plan(plan: RunPlan, arguments: argparse.Namespace) -> int:
     """Prints the plan. Returns the exit status: 1 for one that cannot be run."""
     if arguments.simulate:
         others = ("search", "theory", "gpus", "picture")
-        if unused := [f"--{name}" for name in others if getattr(arguments, name) not in (None, False)]:
+        if unused := [
+            f"--{name}" for name in others if getattr(arguments, name) not in (None, False)
+        ]:
             raise ConfigError(f"{unused[0]}: is not for --simulate")
         _simulate(arguments)
         return 1 if refused_by_train(plan.config, plan.spec) else 0
-    given = [f"--{name}" for name, value in (("sweep", arguments.sweep), ("from", arguments.source), ("output", arguments.output)) if value]
+    given = [
+        f"--{name}"
+        for name, value in (
+            ("sweep", arguments.sweep),
+            ("from", arguments.source),
+            ("output", arguments.output),
+        )
+        if value
+    ]
     if given:
         raise ConfigError(f"{given[0]}: needs --simulate")
     from megarl.estimate.command import run_plan
@@ -354,15 +499,26 @@ def _simulate(arguments: argparse.Namespace) -> None:
     from megarl.simulation.command import run
 
     def configure(overrides: Sequence[str]) -> RunPlan:
-        return resolve(api.one_gpu_shared(load_config(arguments.config, [*arguments.overrides, *overrides])), "plan")
+        return resolve(
+            api.one_gpu_shared(load_config(arguments.config, [*arguments.overrides, *overrides])),
+            "plan",
+        )
 
-    run(configure, sweep=arguments.sweep, source=arguments.source, output=arguments.output, as_json=arguments.json)
+    run(
+        configure,
+        sweep=arguments.sweep,
+        source=arguments.source,
+        output=arguments.output,
+        as_json=arguments.json,
+    )
 
 
 def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
     from megarl.estimate.command import run_map
 
-    asked = {name: getattr(arguments, name) for name in ("delta", "link", "dump", "picture", "rank")}
+    asked = {
+        name: getattr(arguments, name) for name in ("delta", "link", "dump", "picture", "rank")
+    }
     _print(run_map(plan, **asked), arguments)
 
 
@@ -394,11 +550,15 @@ _RAW = argparse.RawDescriptionHelpFormatter
 
 
 def _examples(*commands: str) -> str:
-    return "examples:\n" + "\n".join(f"  {example}" for name in commands for example in EXAMPLES[name])
+    return "examples:\n" + "\n".join(
+        f"  {example}" for name in commands for example in EXAMPLES[name]
+    )
 
 
 def _fail(error: Exception, status: int) -> int:
-    """Prints why the command ends, on many nodes only from the head's launcher, and returns `status`."""
+    """Prints why the command ends, on many nodes only from the head's launcher, and returns
+    `status`.
+    """
     from megarl.launch.nodes import speaks
 
     if speaks():

@@ -7,18 +7,23 @@ from typing import Protocol, TypeVar
 
 # What the controller's loop asks of executors and channels (LlamaRL, sections 5.1.1 and 5.1.2).
 #
-# A channel is a directed link between two executors; each process holds its own executor's ends of it. What a channel asks of the executor
-# beyond this, to fetch what it sends and to hand over what it receives, stands with the channel (its `…Executor` protocol).
+# A channel is a directed link between two executors; each process holds its own executor's ends of
+# it. What a channel asks of the executor beyond this, to fetch what it sends and to hand over what
+# it receives, stands with the channel (its `…Executor` protocol).
 
 
 E = TypeVar("E", contravariant=True)
 
 
 class Executor(Protocol):
-    """A self-contained unit on its own processes with its own parallelism. Every process holds one instance."""
+    """A self-contained unit on its own processes with its own parallelism.
+
+    Every process holds one instance.
+    """
 
     curr_step: int  # the step the executor is about to run
-    stopped: bool  # it has been told, in the place of its input, that there will be no more: the run is to stop
+    # it has been told, in the place of its input, that there will be no more: the run is to stop
+    stopped: bool
 
     def init(self) -> None: ...
 
@@ -35,7 +40,10 @@ class SendingEnd(Protocol[E]):
     """A channel's end at its outbound executor."""
 
     def send(self, executor: E) -> None:
-        """Sends what the executor's last step has made. Raises TimeoutError that names who waits for whom."""
+        """Sends what the executor's last step has made.
+
+        Raises TimeoutError that names who waits for whom.
+        """
 
     def close(self) -> None:
         """Returns when all that was sent has been taken."""
@@ -45,22 +53,29 @@ class ReceivingEnd(Protocol[E]):
     """A channel's end at its inbound executor."""
 
     def recv(self, executor: E) -> None:
-        """Waits for what the executor's coming step needs. Raises TimeoutError that names who waits for whom."""
+        """Waits for what the executor's coming step needs.
+
+        Raises TimeoutError that names who waits for whom.
+        """
 
 
 class Controller[E: Executor]:
     """SPMD controller: no process drives another; all run this loop, and meet in the channels.
 
-    Per step: what comes in, the step, what goes out. Algorithm 1 runs all channels before the step; receiving before
-    and sending after it is the same order one tick shifted, and lets a channel without any lag be the plain synchronous loop.
+    Per step: what comes in, the step, what goes out. Algorithm 1 runs all channels before the step;
+    receiving before and sending after it is the same order one tick shifted, and lets a channel
+    without any lag be the plain synchronous loop.
 
-    What goes on beside the loop is the executor's own: generation, whose groups leave as they finish, and the taking of weights. It goes
-    on while the loop waits, and its failure is raised there.
+    What goes on beside the loop is the executor's own: generation, whose groups leave as they
+    finish, and the taking of weights. It goes on while the loop waits, and its failure is raised
+    there.
 
-    A trainer that is asked to stop is given no batch, on all its ranks; its loop ends there. The others are ended by the launcher.
+    A trainer that is asked to stop is given no batch, on all its ranks; its loop ends there. The
+    others are ended by the launcher.
 
-    Outgoing channels also send before the first step, and `initial` ones receive then and after the last (Algorithm 1's
-    `init_communication_channels`): the weights the trainer starts from reach the generator whatever it was started with.
+    Outgoing channels also send before the first step, and `initial` ones receive then and after the
+    last (Algorithm 1's `init_communication_channels`): the weights the trainer starts from reach
+    the generator whatever it was started with.
     """
 
     def __init__(
@@ -72,11 +87,15 @@ class Controller[E: Executor]:
         initial: Sequence[ReceivingEnd[E]] = (),
     ):
         self.executor = executor
-        self.incoming, self.outgoing, self.initial = incoming, outgoing, initial
+        self.incoming = incoming
+        self.outgoing = outgoing
+        self.initial = initial
         self.max_steps = max_steps
 
     def run(self) -> None:
-        """Consumes and produces one batch and one weight version a step, from the executor's current step to `max_steps`."""
+        """Consumes and produces one batch and one weight version a step, from the executor's
+        current step to `max_steps`.
+        """
         executor = self.executor
         executor.init()
         self._send()

@@ -1,4 +1,6 @@
-"""A headless Chromium, driven over its DevTools protocol: opens pages, evaluates JavaScript, takes screenshots, records the console."""
+"""A headless Chromium, driven over its DevTools protocol: opens pages, evaluates JavaScript, takes
+screenshots, records the console.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from typing import Any
 import aiohttp
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-MISSING = "no Chromium is installed (Debian: apt-get install chromium): the report page is not tested"
+MISSING = (
+    "no Chromium is installed (Debian: apt-get install chromium): the report page is not tested"
+)
 DEADLINE_S = 120.0
 
 
@@ -24,7 +28,10 @@ def find() -> str | None:
 
 
 class Browser:
-    """A context manager. One tab; `messages` are its errors and warnings since the page was opened."""
+    """A context manager.
+
+    One tab; `messages` are its errors and warnings since the page was opened.
+    """
 
     def __init__(self, *flags: str):
         program = find()
@@ -46,15 +53,22 @@ class Browser:
             f"--user-data-dir={self._folder}",
             "--remote-debugging-port=0",
         ]
-        self._process = subprocess.Popen([*command, *flags, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            [*command, *flags, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         self._loop = asyncio.new_event_loop()
-        self._number, self._answers, self.messages = 0, {}, []
+        self._number = 0
+        self._answers = {}
+        self.messages = []
         self._loop.run_until_complete(self._connect())
 
     async def _connect(self) -> None:
-        port_file, deadline = Path(self._folder) / "DevToolsActivePort", time.monotonic() + DEADLINE_S
+        port_file = Path(self._folder) / "DevToolsActivePort"
+        deadline = time.monotonic() + DEADLINE_S
         while not (port_file.exists() and port_file.read_text().count("\n")):
-            assert self._process.poll() is None and time.monotonic() < deadline, "Chromium did not start"
+            assert self._process.poll() is None and time.monotonic() < deadline, (
+                "Chromium did not start"
+            )
             await asyncio.sleep(0.1)
         port = port_file.read_text().split()[0]
         self._session = aiohttp.ClientSession()
@@ -71,10 +85,27 @@ class Browser:
             if "id" in found:
                 self._answers[found["id"]].set_result(found)
             elif found["method"] == "Runtime.exceptionThrown":
-                self.messages.append(found["params"]["exceptionDetails"].get("exception", {}).get("description", "an exception"))
-            elif found["method"] == "Runtime.consoleAPICalled" and found["params"]["type"] in ("error", "warning"):
-                self.messages.append(str([each.get("value", each.get("description")) for each in found["params"]["args"]]))
-            elif found["method"] == "Log.entryAdded" and found["params"]["entry"]["level"] in ("error", "warning"):
+                self.messages.append(
+                    found["params"]["exceptionDetails"]
+                    .get("exception", {})
+                    .get("description", "an exception")
+                )
+            elif found["method"] == "Runtime.consoleAPICalled" and found["params"]["type"] in (
+                "error",
+                "warning",
+            ):
+                self.messages.append(
+                    str(
+                        [
+                            each.get("value", each.get("description"))
+                            for each in found["params"]["args"]
+                        ]
+                    )
+                )
+            elif found["method"] == "Log.entryAdded" and found["params"]["entry"]["level"] in (
+                "error",
+                "warning",
+            ):
                 self.messages.append(found["params"]["entry"]["text"])
             elif found["method"] == "Network.requestWillBeSent":
                 self.requests.append(found["params"]["request"]["url"])
@@ -95,9 +126,19 @@ class Browser:
     def open(self, url: str, width: int = 1280, height: int = 900, dark: bool = False) -> float:
         """Returns the milliseconds, by the page's own clock, until the page was ready to use."""
         self.requests = []
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
-        self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
-        self.send("Page.navigate", url="about:blank")  # otherwise a page that is already open would only change its fragment
+        self.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 500,
+        )
+        self.send(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}],
+        )
+        # otherwise a page that is already open would only change its fragment
+        self.send("Page.navigate", url="about:blank")
         self.until("location.href === 'about:blank'")
         self.messages.clear()
         self.send("Page.navigate", url=url)
@@ -106,8 +147,13 @@ class Browser:
 
     def js(self, expression: str) -> Any:
         """The value of an expression, awaited if it is a promise."""
-        found = self.send("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in found, (expression, found["exceptionDetails"].get("exception", {}).get("description"))
+        found = self.send(
+            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+        )
+        assert "exceptionDetails" not in found, (
+            expression,
+            found["exceptionDetails"].get("exception", {}).get("description"),
+        )
         return found["result"].get("value")
 
     def until(self, expression: str) -> None:
@@ -131,23 +177,37 @@ class Browser:
             "ArrowDown": 40,
         }
         for key in keys:
-            about = {"key": key, "code": key, "windowsVirtualKeyCode": codes.get(key, ord(key[0]))} | (
-                {"text": key} if len(key) == 1 else {}
-            )
+            about = {
+                "key": key,
+                "code": key,
+                "windowsVirtualKeyCode": codes.get(key, ord(key[0])),
+            } | ({"text": key} if len(key) == 1 else {})
             about |= {"text": "\r"} if key == "Enter" else {}
             self.send("Input.dispatchKeyEvent", type="keyDown", **about)
-            self.send("Input.dispatchKeyEvent", type="keyUp", **{name: value for name, value in about.items() if name != "text"})
+            self.send(
+                "Input.dispatchKeyEvent",
+                type="keyUp",
+                **{name: value for name, value in about.items() if name != "text"},
+            )
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
         self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
 
     def screenshot(self, path: Path | str, whole: bool = False) -> None:
-        found = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole, **({"clip": self._page()} if whole else {}))
+        found = self.send(
+            "Page.captureScreenshot",
+            format="png",
+            captureBeyondViewport=whole,
+            **({"clip": self._page()} if whole else {}),
+        )
         Path(path).write_bytes(base64.b64decode(found["data"]))
 
     def _page(self) -> dict[str, float]:
         return {
-            **self.js("({width: document.documentElement.clientWidth, height: document.documentElement.scrollHeight})"),
+            **self.js(
+                "({width: document.documentElement.clientWidth, height: "
+                "document.documentElement.scrollHeight})"
+            ),
             "x": 0,
             "y": 0,
             "scale": 1,

@@ -1,6 +1,8 @@
-"""What all tests share: one thread per process, a clean working directory, an end to tests that hang, and no process left behind.
+"""What all tests share: one thread per process, a clean working directory, an end to tests that
+hang, and no process left behind.
 
-pytest --meet=FOLDER --share=1/2 & pytest --meet=FOLDER --share=2/2      the process that reaches a file first runs it
+pytest --meet=FOLDER --share=1/2 & pytest --meet=FOLDER --share=2/2      the process that reaches a
+file first runs it
 """
 
 from __future__ import annotations
@@ -24,20 +26,39 @@ LEFTOVERS = {"runs", "build", "dist", ".hypothesis", ".pytest_cache"}  # a used 
 LINGER_S = 2.0  # for children to end after their signal
 BEGUN = pytest.StashKey[dict[Path, bool]]()
 # Children that live as long as this process, and end with it.
-HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch_shm_manager", "nursery.py")
+HELPERS = (
+    "multiprocessing.resource_tracker",
+    "multiprocessing.forkserver",
+    "torch_shm_manager",
+    "nursery.py",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--meet", type=Path, metavar="FOLDER", help="leave out files that another pytest with this empty folder has begun")
-    parser.addoption("--linger", type=float, default=20.0, help="seconds for processes to end after the last test")
-    parser.addoption("--share", default="1/1", metavar="I/N", help="begin with the I-th of N parts of the files")
+    parser.addoption(
+        "--meet",
+        type=Path,
+        metavar="FOLDER",
+        help="leave out files that another pytest with this empty folder has begun",
+    )
+    parser.addoption(
+        "--linger",
+        type=float,
+        default=20.0,
+        help="seconds for processes to end after the last test",
+    )
+    parser.addoption(
+        "--share", default="1/1", metavar="I/N", help="begin with the I-th of N parts of the files"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is slower than any fixed deadline
+    # a busy machine is slower than any fixed deadline
+    hypothesis.settings.register_profile("untimed", deadline=None)
     hypothesis.settings.load_profile("untimed")
     os.environ.update(OMP_NUM_THREADS="1", PYTHONFAULTHANDLER="1")
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs so; the tests need a terminal's Ctrl-C
+    # a shell starts background jobs so; the tests need a terminal's Ctrl-C
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Orphans of our children become our children, so that the check at the end finds them.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -70,8 +91,11 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture(scope="session", autouse=True)
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The working directory of all tests: this checkout as after a clone, without runs and other leftovers."""
-    folder, before = tmp_path_factory.mktemp("checkout"), Path.cwd()
+    """The working directory of all tests: this checkout as after a clone, without runs and other
+    leftovers.
+    """
+    folder = tmp_path_factory.mktemp("checkout")
+    before = Path.cwd()
     for entry in ROOT.iterdir():
         if entry.name not in LEFTOVERS:
             (folder / entry.name).symlink_to(entry)
@@ -84,7 +108,9 @@ def surviving_children() -> list[psutil.Process]:
     alive = []
     for child in psutil.Process().children(recursive=True):
         try:
-            if child.status() != psutil.STATUS_ZOMBIE and not any(name in " ".join(child.cmdline()) for name in HELPERS):
+            if child.status() != psutil.STATUS_ZOMBIE and not any(
+                name in " ".join(child.cmdline()) for name in HELPERS
+            ):
                 alive.append(child)
         except psutil.NoSuchProcess:
             continue
@@ -108,13 +134,19 @@ def stop(processes: list[psutil.Process], how: signal.Signals) -> None:
 
 
 def end_session(item: pytest.Item, timeout_s: float) -> None:
-    """Print every thread's stack, here and (by SIGABRT and faulthandler) in the children, then end the whole session."""
+    """Print every thread's stack, here and (by SIGABRT and faulthandler) in the children, then end
+    the whole session.
+    """
     stderr = sys.__stderr__
     capture = item.config.pluginmanager.getplugin("capturemanager")
     capture.suspend_global_capture(in_=True)
     children = surviving_children()
     running = [describe(child) for child in children]
-    print(f"\n{item.nodeid} ran for more than {timeout_s:.0f} s; children: {running}", file=stderr, flush=True)
+    print(
+        f"\n{item.nodeid} ran for more than {timeout_s:.0f} s; children: {running}",
+        file=stderr,
+        flush=True,
+    )
     faulthandler.dump_traceback(file=stderr, all_threads=True)
     stop(children, signal.SIGABRT)
     stop(surviving_children(), signal.SIGKILL)
@@ -125,7 +157,9 @@ def end_session(item: pytest.Item, timeout_s: float) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings) -> bool:
-    """Like pytest-timeout's thread method, but children end too: a blocked gloo call never sees a Python exception."""
+    """Like pytest-timeout's thread method, but children end too: a blocked gloo call never sees a
+    Python exception.
+    """
     timer = threading.Timer(settings.timeout, end_session, (item, settings.timeout))
     timer.daemon = True
     item.cancel_timeout = timer.cancel  # pytest-timeout calls it when the test is over
@@ -140,6 +174,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     left = surviving_children()
     if left:
         report = session.config.pluginmanager.getplugin("terminalreporter")
-        report.write_line(f"\nprocesses left behind by the tests: {[describe(child) for child in left]}", red=True)
+        report.write_line(
+            f"\nprocesses left behind by the tests: {[describe(child) for child in left]}", red=True
+        )
         stop(left, signal.SIGKILL)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

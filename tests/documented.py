@@ -1,7 +1,8 @@
 """The commands and snippets of README.md, CONTRIBUTING.md and docs/*.md, and where each is tested.
 
-Commands stand in blocks marked `sh`, and between backticks in the text. tests/unit/test_docs.py runs commands that only compute, unchanged.
-tests/cpu/test_docs_runs.py runs those that train. The tests fail on a new command that they do not run, until a list below names it.
+Commands stand in blocks marked `sh`, and between backticks in the text. tests/unit/test_docs.py
+runs commands that only compute, unchanged. tests/cpu/test_docs_runs.py runs those that train. The
+tests fail on a new command that they do not run, until a list below names it.
 """
 
 from __future__ import annotations
@@ -17,21 +18,38 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PROGRAMS = ("megarl", "make", "pytest", "python", "python3.12", "pip", "sbatch", "torchrun", "tensorboard", "source", "git", "hf")
-QUICK = re.compile(r"megarl (plan|reshard|--help)\b.*|megarl train .*--dry-run|python -m megarl\.config\..*|python tests/tools/.*")
+PROGRAMS = (
+    "megarl",
+    "make",
+    "pytest",
+    "python",
+    "python3.12",
+    "pip",
+    "sbatch",
+    "torchrun",
+    "tensorboard",
+    "source",
+    "git",
+    "hf",
+)
+QUICK = re.compile(
+    r"megarl (plan|reshard|--help)\b.*|megarl train .*--dry-run|python -m "
+    r"megarl\.config\..*|python tests/tools/.*"
+)
 STAMP = ".megarl-setup"  # of the Makefile
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"(^|\s+)#\s.*$")
 MENTION = re.compile(
-    r"(megarl( [\w-]+)?( CONFIG)?|megarl bench \w+|python tests/studies( \w+)?|pip|pytest|sbatch|torchrun)(…| …)?"
+    r"(megarl( [\w-]+)?( CONFIG)?|megarl bench \w+|python tests/studies( "
+    r"\w+)?|pip|pytest|sbatch|torchrun)(…| …)?"
 )  # names a program, and is no command to run
 
 SHORT = "sft.steps=2 max_steps=2 rollout.prompts_per_step=4 rollout.n=2 eval.limit=8"
 OWN = "sft.steps=2 max_steps=2 rollout.prompts_per_step=4 rollout.n=2 rollout.max_tokens=16"
 ONE_FAULT = "--faults 1 --kinds SIGTERM"
 
-# tests/cpu/test_docs_runs.py runs commands that take long, or that need another command's output. The settings here make them short. First
-# a newcomer's commands, in order;
+# tests/cpu/test_docs_runs.py runs commands that take long, or that need another command's output.
+# The settings here make them short. First a newcomer's commands, in order;
 FIRST_DAY = {
     "make quickstart": f'ARGS="{SHORT}"',
     "source .venv/bin/activate": "",
@@ -68,7 +86,8 @@ OWN_RUN = {
     "megarl eval run.yaml": OWN,
     "megarl eval run.yaml --step 0": OWN,
     "megarl eval run.yaml model.path=runs/own/export": OWN,
-    "megarl eval run.yaml eval.samples=8 eval.temperature=0.7 eval.suites.hard.source=hard.jsonl eval.suites.hard.prompt_key=prompt "
+    "megarl eval run.yaml eval.samples=8 eval.temperature=0.7 eval.suites.hard.source=hard.jsonl "
+    "eval.suites.hard.prompt_key=prompt "
     "eval.suites.hard.answer_key=target": OWN,
     "tensorboard --logdir runs/own/tb": "--inspect",  # otherwise it serves for ever
 }
@@ -82,8 +101,10 @@ OPENENV = {
 # and all other long commands.
 LONG = {
     'make quickstart ARGS="seed=1 run_dir=runs/q1"': f'ARGS+="{SHORT}"',
-    "megarl train configs/quickstart.yaml run_dir=runs/sync sft.output=runs/quickstart/sft/hf async.capacity=0": SHORT,
-    "megarl train configs/quickstart.yaml run_dir=runs/groups sft.output=runs/quickstart/sft/hf generator.groups.one.tp=1 "
+    "megarl train configs/quickstart.yaml run_dir=runs/sync sft.output=runs/quickstart/sft/hf "
+    "async.capacity=0": SHORT,
+    "megarl train configs/quickstart.yaml run_dir=runs/groups sft.output=runs/quickstart/sft/hf "
+    "generator.groups.one.tp=1 "
     "generator.groups.two.tp=2": SHORT,
     "megarl sft configs/calculator.yaml": SHORT,
     "megarl sft configs/examples/reward_model.yaml": SHORT,
@@ -100,10 +121,13 @@ LONG = {
     "megarl sft configs/examples/best_of_n.yaml": SHORT,
     "megarl train configs/examples/best_of_n.yaml": SHORT,
     "python tests/tools/plain_rl.py best_of_n configs/examples/best_of_n.yaml": SHORT,
-    "megarl reward-model configs/examples/reward_model.yaml": "reward_model.steps=2 reward_model.every=0 reward_model.eval.size=8",
+    "megarl reward-model configs/examples/reward_model.yaml": "reward_model.steps=2 "
+    "reward_model.every=0 "
+    "reward_model.eval.size=8",
     "megarl train configs/calculator.yaml": SHORT,
     "megarl sft configs/offpolicy/gold.yaml": SHORT,
-    "megarl reward-model configs/offpolicy/gold.yaml": "reward_model.steps=2 reward_model.eval.size=8",
+    "megarl reward-model configs/offpolicy/gold.yaml": "reward_model.steps=2 "
+    "reward_model.eval.size=8",
     "megarl train configs/offpolicy/gold.yaml algorithm.name=online_dpo": SHORT,
     "megarl bench overlap --picture overlap.png": "--steps 6 --step-s 0.2",
     "megarl bench channels": "",
@@ -122,13 +146,21 @@ LONG = {
 }
 
 PAGES = "run by tests/unit/test_report_page.py on runs of its own"
-GPUS, PLACEHOLDERS, ITSELF = "needs GPUs", "is of your own names", "runs these tests"
+GPUS = "needs GPUs"
+PLACEHOLDERS = "is of your own names"
+ITSELF = "runs these tests"
 SLURM = "run by tests/slurm/test_slurm_run.py, which needs a Slurm"
 FLEET = "run by tests/cpu/test_run_fleet.py beside a run"
 KIT = "run by tests/cpu/test_gpu_kit.py, as far as that needs no GPU"
-VERIFIERS = "needs an interpreter of 850 MiB with verifiers, with which tests/cpu/test_hubs_verifiers.py tries it"
+VERIFIERS = (
+    "needs an interpreter of 850 MiB with verifiers, with which "
+    "tests/cpu/test_hubs_verifiers.py tries it"
+)
 OPENENV_THERE = "is done by the Makefile for the tests, with what openenv 0.10.0 imports alone"
-STUDY = "takes an hour and more; two short runs of it are made by tests/cpu/test_studies_offpolicy_runs.py"
+STUDY = (
+    "takes an hour and more; two short runs of it are made by "
+    "tests/cpu/test_studies_offpolicy_runs.py"
+)
 REHEARSED = "takes an hour; tests/rehearsal/test_rehearsal.py does it with one layer"
 NOT_RUN = {
     "make check": ITSELF,
@@ -141,23 +173,29 @@ NOT_RUN = {
     "make gpu-kit": KIT,
     "python3 gpu-kit/run.py": KIT,
     "make setup": "has made the environment that these tests run in",
-    "pytest -s -m matrix tests/cpu/test_several_hosts.py -k pass_on": "is one of the tests of make matrix",
-    "megarl bench sync --model-size 1b --dtype bfloat16 --repeats 5": "takes 20 GiB; the smaller sizes are run",
-    "python tests/studies offpolicy configs/offpolicy/gold.yaml --parts losses,reward_models --seeds 1": STUDY,
+    "pytest -s -m matrix tests/cpu/test_several_hosts.py -k pass_on": "is one of the tests of "
+    "make matrix",
+    "megarl bench sync --model-size 1b --dtype bfloat16 --repeats 5": "takes 20 GiB; the smaller "
+    "sizes are run",
+    "python tests/studies offpolicy configs/offpolicy/gold.yaml --parts losses,reward_models "
+    "--seeds 1": STUDY,
     "python tests/studies offpolicy configs/offpolicy/gold.yaml --parts losses --seeds 1 --lanes 2": STUDY,
     "python tests/studies offpolicy configs/offpolicy/chain.yaml --runs runs/offpolicy": STUDY,
-    "python tests/studies offpolicy configs/offpolicy/chain.yaml --parts lags --seeds 1 --runs runs/faster trainer.optimizer.lr=5e-4": (
-        STUDY
-    ),
+    "python tests/studies offpolicy configs/offpolicy/chain.yaml --parts lags --seeds 1 --runs "
+    "runs/faster trainer.optimizer.lr=5e-4": (STUDY),
     "python tests/studies/math_verify_suite.py FOLDER": "needs the sources of math-verify",
-    "python tests/studies simulated --runs runs/a runs/b …": "tests/unit/test_simulation.py does it with a run of its own",
-    "python tests/studies simulated --kills configs/quickstart.yaml runs/kills model.path=runs/quickstart/sft/hf model.random_init=false "
+    "python tests/studies simulated --runs runs/a runs/b …": "tests/unit/test_simulation.py does "
+    "it with a run of its own",
+    "python tests/studies simulated --kills configs/quickstart.yaml runs/kills "
+    "model.path=runs/quickstart/sft/hf model.random_init=false "
     "max_steps=60 generator.engines=2 checkpoint.every=10 async.partial_rollout=in_flight "
-    "observe.rollouts_per_step=32 eval.every=0": "takes two minutes; test_simulation.py simulates failures",
+    "observe.rollouts_per_step=32 eval.every=0": "takes two minutes; test_simulation.py simulates "
+    "failures",
     "megarl report runs/q0 runs/q1 --output compared.html": PAGES,
     "megarl report runs/quickstart --serve": PAGES,
     "sbatch slurm/quickstart.sbatch": SLURM,
-    "sbatch --nodes=2 : --nodes=2 --ntasks-per-node=1 slurm/quickstart.sbatch run_dir=runs/het": SLURM,
+    "sbatch --nodes=2 : --nodes=2 --ntasks-per-node=1 slurm/quickstart.sbatch "
+    "run_dir=runs/het": SLURM,
     "sbatch slurm/engines.sbatch run_dir=/shared/runs/8b": SLURM,
     "sbatch --nodes=1 --gpus-per-node=8 slurm/run.sbatch run.yaml trainer.tp=2": SLURM,
     "sbatch --nodes=2 --gpus-per-node=8 slurm/run.sbatch run.yaml trainer.tp=2": SLURM,
@@ -167,21 +205,25 @@ NOT_RUN = {
     "megarl engines list runs/8b": FLEET,
     "megarl engines remove runs/8b 3": FLEET,
     "megarl engines remove": FLEET,
-    "megarl train run.yaml trainer.dp=4 generator.engines=4": "run as a dry run by tests/unit/test_docs.py",
+    "megarl train run.yaml trainer.dp=4 generator.engines=4": "run as a dry run by "
+    "tests/unit/test_docs.py",
     "megarl plan run.yaml --search --gpus 8": "run by tests/unit/test_docs.py",
     "make wheel": "run by tests/cpu/test_wheel.py",
     "megarl train configs/one_gpu.yaml": GPUS,
     "sbatch slurm/8b_aipo.sbatch": GPUS,
-    "sbatch slurm/405b_aipo.sbatch trainer.tp=8 trainer.pp=16 generator.tp=8 run_dir=/lustre/runs/405b": GPUS,
+    "sbatch slurm/405b_aipo.sbatch trainer.tp=8 trainer.pp=16 generator.tp=8 "
+    "run_dir=/lustre/runs/405b": GPUS,
     "sbatch --nodes=64 slurm/405b_aipo.sbatch trainer.dp=2 generator.engines=32": GPUS,
     "make rehearse": REHEARSED,
     ".venv/bin/python tests/rehearsal/rank.py configs/70b_aipo.yaml --rank 0": REHEARSED,
     "make setup-gpu": "compiles for more than an hour; its log is in docs/gpu.md",
     "megarl doctor": "is run by tests/cpu/test_engine_start.py",
     "megarl doctor --warm CONFIG": "is run by tests/cpu/test_engine_start.py",
-    "pip install -e '.[agents]'": "the tests of an agent are skipped where its package is not installed",
+    "pip install -e '.[agents]'": "the tests of an agent are skipped where its package is not "
+    "installed",
     "pip install -e '.[ifeval]'": "what its graders need is in requirements/cpu.txt",
-    "python -m nltk.downloader punkt_tab": "needs the network; the tests have the data out of another package",
+    "python -m nltk.downloader punkt_tab": "needs the network; the tests have the data out of "
+    "another package",
     "python -m venv envs/verifiers": VERIFIERS,
     "envs/verifiers/bin/pip install 'verifiers[rg]==0.3.1'": VERIFIERS,
     "megarl rows configs/examples/verifiers.yaml": VERIFIERS,
@@ -194,7 +236,8 @@ NOT_RUN = {
     "hf download NAME --local-dir FOLDER": PLACEHOLDERS,
     "megarl export runs/own/config.yaml --output …": PLACEHOLDERS,
     "megarl reshard CONFIG --json": PLACEHOLDERS,
-    "torchrun --nnodes=4 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 --rdzv-id=run1 "
+    "torchrun --nnodes=4 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 "
+    "--rdzv-id=run1 "
     "-m megarl train CONFIG": PLACEHOLDERS,
 }
 LISTED = {**FIRST_DAY, **FIRST_HOUR, **OWN_RUN, **OPENENV, **LONG, **NOT_RUN}
@@ -213,8 +256,11 @@ def commands() -> Iterator[Command]:
 
 
 def commands_of(name: str, text: str) -> Iterator[Command]:
-    """The lines of blocks marked `sh`. Also lines of other blocks (which should be marked) and texts between backticks, if they begin with
-    a program. Texts that only mention a program are left out."""
+    """The lines of blocks marked `sh`.
+
+    Also lines of other blocks (which should be marked) and texts between backticks, if they begin
+    with a program. Texts that only mention a program are left out.
+    """
     for block in FENCE.finditer(text):
         for number, line in enumerate(block[2].splitlines(), text[: block.start()].count("\n") + 2):
             command = " ".join(COMMENT.sub("", line).split())
@@ -240,8 +286,11 @@ class Printed:
 
 
 def printed() -> Iterator[Printed]:
-    """The blocks of all documents that show what a command prints that only computes. The command is the last one between backticks in
-    the paragraph before the block, which says `prints`."""
+    """The blocks of all documents that show what a command prints that only computes.
+
+    The command is the last one between backticks in the paragraph before the block, which says
+    `prints`.
+    """
     for document in DOCUMENTS:
         text = document.read_text(encoding="utf-8")
         for block in FENCE.finditer(text):
@@ -255,7 +304,8 @@ def printed() -> Iterator[Printed]:
 
 def first_stale(lines: Sequence[str], output: Sequence[str]) -> str | None:
     """The first of a document's `lines` that is not in the `output` where it should be."""
-    place, skips = 0, False
+    place = 0
+    skips = False
     for line in lines:
         if line.strip() == "…":
             skips = True
@@ -270,11 +320,18 @@ def first_stale(lines: Sequence[str], output: Sequence[str]) -> str | None:
 
 def snippets(document: str, kind: str) -> list[str]:
     """The blocks of docs/`document` that are marked as `kind`."""
-    return [block[2] for block in FENCE.finditer((ROOT / "docs" / document).read_text()) if block[1] == kind]
+    return [
+        block[2]
+        for block in FENCE.finditer((ROOT / "docs" / document).read_text())
+        if block[1] == kind
+    ]
 
 
 def checkout(folder: Path) -> Path:
-    """Copies what the commands need of this checkout to `folder`, where they may write. The environment is the one that runs the tests."""
+    """Copies what the commands need of this checkout to `folder`, where they may write.
+
+    The environment is the one that runs the tests.
+    """
     folder.mkdir()
     for name in ("configs", "docs", "slurm", "requirements", "tests/studies", "tests/tools"):
         shutil.copytree(ROOT / name, folder / name)
@@ -291,4 +348,11 @@ def checkout(folder: Path) -> Path:
 def run(command: str, folder: Path, timeout_s: float = 900) -> subprocess.CompletedProcess:
     """Runs the command as a person would at a prompt, with the environment activated."""
     environment = os.environ | {"PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"}
-    return subprocess.run(["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )

@@ -8,16 +8,22 @@ from itertools import pairwise
 import numpy as np
 
 FIRST_AND_LAST = {
-    "age_0": (0, 0), "age_1": (1, 1), "age_2": (2, 2), "age_3_4": (3, 4), "age_5_8": (5, 8), "age_9_16": (9, 16),
+    "age_0": (0, 0), "age_1": (1, 1), "age_2": (2, 2), "age_3_4": (3, 4), "age_5_8": (5, 8),
+    "age_9_16": (9, 16),
     "age_17_up": (17, 1 << 30),
 }  # fmt: skip
 HALF_DECADES = 10.0 ** (np.arange(19) / 2 - 7)
 
 
-def meters(sequences: Sequence[Sequence[np.ndarray]]) -> tuple[dict[str, float], dict[str, list[int]]]:
-    """(metrics, histograms) of sequences (log pi, log mu, ages), which hold only the tokens that count."""
+def meters(
+    sequences: Sequence[Sequence[np.ndarray]],
+) -> tuple[dict[str, float], dict[str, list[int]]]:
+    """(metrics, histograms) of sequences (log pi, log mu, ages), which hold only the tokens that
+    count.
+    """
     d = [pi.astype(np.float64) - mu.astype(np.float64) for pi, mu, _ in sequences]
-    flat, ages = np.concatenate(d), np.concatenate([each for *_, each in sequences])
+    flat = np.concatenate(d)
+    ages = np.concatenate([each for *_, each in sequences])
     found, histograms = _of("agreement", flat)
     found["agreement/ess_sequences"] = _effective(np.exp([each.sum() for each in d if len(each)]))
     for name, (first, last) in FIRST_AND_LAST.items():
@@ -38,11 +44,19 @@ def _of(name: str, d: np.ndarray) -> tuple[dict[str, float], dict[str, list[int]
         "kl_k3": (np.expm1(d) - d).mean(),
         "ess": _effective(np.exp(d)),
     }
-    edges = np.concatenate([[-np.inf], -HALF_DECADES[::-1]])  # open on the left, since |d| is binned
+    # open on the left, since |d| is binned
+    edges = np.concatenate([[-np.inf], -HALF_DECADES[::-1]])
     below = [int(((d > low) & (d <= high)).sum()) for low, high in pairwise(edges)]
-    near = [int(((d > -HALF_DECADES[0]) & (d < 0)).sum()), int(((d >= 0) & (d < HALF_DECADES[0])).sum())]
-    above = [int(((d >= low) & (d < high)).sum()) for low, high in pairwise([*HALF_DECADES, np.inf])]
-    return {f"{name}/{key}": float(value) for key, value in values.items()}, {f"{name}/histogram": [*below, *near, *above]}
+    near = [
+        int(((d > -HALF_DECADES[0]) & (d < 0)).sum()),
+        int(((d >= 0) & (d < HALF_DECADES[0])).sum()),
+    ]
+    above = [
+        int(((d >= low) & (d < high)).sum()) for low, high in pairwise([*HALF_DECADES, np.inf])
+    ]
+    return {f"{name}/{key}": float(value) for key, value in values.items()}, {
+        f"{name}/histogram": [*below, *near, *above]
+    }
 
 
 def _effective(weights: np.ndarray) -> float:

@@ -1,4 +1,7 @@
-"""Hosts on one machine: network namespaces that reach each other over shaped links. They share the file system. For tests."""
+"""Hosts on one machine: network namespaces that reach each other over shaped links.
+
+They share the file system. For tests.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import shutil
 import subprocess
 from contextlib import ExitStack
 
-RATE, BURST, LATENCY = "200mbit", "128kb", "50ms"
+RATE = "200mbit"
+BURST = "128kb"
+LATENCY = "50ms"
 INTERFACE = "eth0"
 
 
@@ -18,7 +23,9 @@ def missing() -> str:
         return f"{', '.join(absent)} not installed (Debian: iproute2)"
     if os.geteuid() != 0:
         return "network namespaces need root"
-    tried = subprocess.run(["ip", "netns", "add", f"megarl-{os.getpid()}-try"], capture_output=True, text=True)
+    tried = subprocess.run(
+        ["ip", "netns", "add", f"megarl-{os.getpid()}-try"], capture_output=True, text=True
+    )
     if tried.returncode != 0:
         return f"no network namespaces: {tried.stderr.strip()}"
     subprocess.run(["ip", "netns", "delete", f"megarl-{os.getpid()}-try"], check=True)
@@ -26,11 +33,15 @@ def missing() -> str:
 
 
 class Hosts:
-    """Namespaces 0, 1, …, whose `INTERFACE`s have the addresses 10.77.0.1, 10.77.0.2, …; one more namespace is the switch between them.
-    With `ipv6` the addresses are fd77::1, fd77::2, …, and there is no IPv4."""
+    """Namespaces 0, 1, …, whose `INTERFACE`s have the addresses 10.77.0.1, 10.77.0.2, …; one more
+    namespace is the switch between them. With `ipv6` the addresses are fd77::1, fd77::2, …, and
+    there is no IPv4.
+    """
 
     def __init__(self, count: int = 2, rate: str = RATE, ipv6: bool = False) -> None:
-        self.count, self.rate, self.ipv6 = count, rate, ipv6
+        self.count = count
+        self.rate = rate
+        self.ipv6 = ipv6
         self.names = [f"megarl-{os.getpid()}-{host}" for host in range(count + 1)]
 
     def __enter__(self) -> Hosts:
@@ -47,7 +58,19 @@ class Hosts:
 
     def _connect(self, host: int) -> None:
         port = f"port{host}"
-        made = ("ip", "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", self.names[self.count])
+        made = (
+            "ip",
+            "link",
+            "add",
+            INTERFACE,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            port,
+            "netns",
+            self.names[self.count],
+        )
         self._inside(host, *made)
         self._inside(self.count, "ip", "link", "set", port, "master", "switch")
         self._inside(self.count, "ip", "link", "set", port, "up")
@@ -57,7 +80,21 @@ class Hosts:
         self._inside(host, "ip", "link", "set", "lo", "up")
         if self.ipv6:
             self._inside(host, "ip", "address", "delete", "127.0.0.1/8", "dev", "lo")
-        shape = ("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", self.rate, "burst", BURST, "latency", LATENCY)
+        shape = (
+            "tc",
+            "qdisc",
+            "add",
+            "dev",
+            INTERFACE,
+            "root",
+            "tbf",
+            "rate",
+            self.rate,
+            "burst",
+            BURST,
+            "latency",
+            LATENCY,
+        )
         self._inside(host, *shape)
 
     def __exit__(self, *_: object) -> None:

@@ -23,13 +23,18 @@ PR_SET_PDEATHSIG = 1
 
 
 class RemoteObject:
-    """`kind(*arguments)` in another process. The arguments travel as JSON; what methods take and return is pickled: arrays, not tensors."""
+    """`kind(*arguments)` in another process.
+
+    The arguments travel as JSON; what methods take and return is pickled: arrays, not tensors.
+    """
 
     def __init__(self, kind: type, *arguments: Any, timeout_s: float = 120.0):
         self._pipe, theirs = Pipe()
         self._timeout_s = timeout_s
         call = [inspect.getfile(kind), kind.__name__, json.dumps(arguments)]
-        self._process = subprocess.Popen([sys.executable, __file__, str(theirs.fileno()), *call], pass_fds=[theirs.fileno()])
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno()), *call], pass_fds=[theirs.fileno()]
+        )
         theirs.close()
 
     def start(self, method: str, *arguments: Any) -> None:

@@ -1,4 +1,7 @@
-"""Made-up folders of runs, to test the report page: of any size, with faults and hostile text. A run's own writers write them."""
+"""Made-up folders of runs, to test the report page: of any size, with faults and hostile text.
+
+A run's own writers write them.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,11 @@ from megarl.observe.samples import SamplesWriter, TokensWriter
 STEP_S = 2.0
 EPOCH_US = 1_795_000_000_000_000
 HOSTILE = (
-    "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">",
+    "</script><script>document.title='owned'</script><img src=x "
+    "onerror=\"document.title='owned'\">",
     "plain \u202egnp.exe\u202c \u2066hidden\u2069 zero\u200bwidth \x1b[31mred\x00 bell\x07",
-    "]]><!-- <style>body{display:none}</style> ${document.title='owned'} `x` \\u003c \u2028 \U000e0041",
+    "]]><!-- <style>body{display:none}</style> ${document.title='owned'} `x` \\u003c \u2028 "
+    "\U000e0041",
     "שלום مرحبا 你好 🙂 e\u0301",
 )
 
@@ -62,16 +67,32 @@ def metrics(step: int, rng: np.random.Generator) -> dict[str, float]:
         "sync/audit_ok": True,
         "prompts/buffered": 3,
         "flops/policy": 4.2e14,
-        **({"logprob/abs_diff_mean": 2e-4 * math.exp(noise(0.2)), "logprob/limit": 0.05} if step % 10 == 0 else {}),
-        **({"eval/version": step, "eval/pass@1": 0.2 + 0.7 * done + noise(0.01)} if step % 50 == 0 else {}),
+        **(
+            {"logprob/abs_diff_mean": 2e-4 * math.exp(noise(0.2)), "logprob/limit": 0.05}
+            if step % 10 == 0
+            else {}
+        ),
+        **(
+            {"eval/version": step, "eval/pass@1": 0.2 + 0.7 * done + noise(0.01)}
+            if step % 50 == 0
+            else {}
+        ),
     }
 
 
 def write_run(
-    folder: Path, steps: int, groups: int = 2, n: int = 4, ranks: int = 2, engines: int = 2, seed: int = 0, faults: bool = False
+    folder: Path,
+    steps: int,
+    groups: int = 2,
+    n: int = 4,
+    ranks: int = 2,
+    engines: int = 2,
+    seed: int = 0,
+    faults: bool = False,
 ) -> Path:
-    """Keeps `groups` x `n` samples of each step. With `faults`, engine 1 is lost after a third of the run. After two thirds the run ends
-    and is resumed."""
+    """Keeps `groups` x `n` samples of each step. With `faults`, engine 1 is lost after a third of
+    the run. After two thirds the run ends and is resumed.
+    """
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
@@ -84,14 +105,20 @@ def write_run(
     }
     (folder / "config.yaml").write_text(json.dumps(settings))
     writer = MetricsWriter(folder)
-    samples, tokens = SamplesWriter(folder), [TokensWriter(folder, rank, piece) for rank in range(ranks)]
+    samples = SamplesWriter(folder)
+    tokens = [TokensWriter(folder, rank, piece) for rank in range(ranks)]
     for step in range(steps):
         writer.write(step, {"wall_s": STEP_S * (step + 1), **metrics(step, rng)})
         kept = [group(step * groups + number, step, n, rng) for number in range(groups)]
         for each in kept:
             for number, sample in enumerate(each.samples):
-                ids, size = np.array(sample.token_ids), len(sample.token_ids)
-                own = np.flatnonzero(np.array(sample.policy_mask)) if sample.policy_mask else np.arange(size)
+                ids = np.array(sample.token_ids)
+                size = len(sample.token_ids)
+                own = (
+                    np.flatnonzero(np.array(sample.policy_mask))
+                    if sample.policy_mask
+                    else np.arange(size)
+                )
                 mu = np.array(sample.logprobs, np.float32)[own]
                 row = SimpleNamespace(
                     ids=ids[own],
@@ -108,23 +135,46 @@ def write_run(
     return folder
 
 
-VOCABULARY = ["", *"0123456789", " the", " sum", " of", " is", ",", ".", "\n", " carry", " digit", " so", " we", "你", "�", "</s>"]
+VOCABULARY = [
+    "",
+    *"0123456789",
+    " the",
+    " sum",
+    " of",
+    " is",
+    ",",
+    ".",
+    "\n",
+    " carry",
+    " digit",
+    " so",
+    " we",
+    "你",
+    "�",
+    "</s>",
+]
 
 
 def piece(token: int) -> str:
     return VOCABULARY[token % len(VOCABULARY)]
 
 
-def group(ordinal: int, step: int, n: int, rng: np.random.Generator, text: str | None = None) -> Group:
+def group(
+    ordinal: int, step: int, n: int, rng: np.random.Generator, text: str | None = None
+) -> Group:
     samples = []
     for number in range(n):
         size = int(rng.integers(8, 28))
         ids = rng.integers(1, len(VOCABULARY), size)
-        mask, spans, said = array("b"), [], "".join(map(piece, ids))
+        mask = array("b")
+        spans = []
+        said = "".join(map(piece, ids))
         if number == 1:  # a second turn, after a tool's result
-            half, answer = size // 2, "[tool: 42]"
+            half = size // 2
+            answer = "[tool: 42]"
             first = "".join(map(piece, ids[:half]))
-            said, spans = first + answer + "".join(map(piece, ids[half:])), [(len(first), len(first) + len(answer))]
+            said = first + answer + "".join(map(piece, ids[half:]))
+            spans = [(len(first), len(first) + len(answer))]
             ids = np.concatenate([ids[:half], np.full(3, 5), ids[half:]])
             mask = array("b", [1] * half + [0] * 3 + [1] * (size - half))
         versions = np.full(len(ids), max(0, step - 1))
@@ -142,17 +192,26 @@ def group(ordinal: int, step: int, n: int, rng: np.random.Generator, text: str |
                 failures=[Failure("timeout", "it took longer than 5 s")] if size == 8 else [],
             )
         )
-    return Group(Prompt(ordinal, list(range(6)), text or f"{ordinal}+{step}=", text or str(ordinal + step)), samples)
+    return Group(
+        Prompt(ordinal, list(range(6)), text or f"{ordinal}+{step}=", text or str(ordinal + step)),
+        samples,
+    )
 
 
 def summary(group: Group) -> Any:
     return SimpleNamespace(
-        ordinal=group.prompt.ordinal, prompt_tokens=len(group.prompt.token_ids), samples=[sample.summary() for sample in group.samples]
+        ordinal=group.prompt.ordinal,
+        prompt_tokens=len(group.prompt.token_ids),
+        samples=[sample.summary() for sample in group.samples],
     )
 
 
 def texts(group: Group) -> GroupTexts:
-    return GroupTexts(group.prompt.text, group.prompt.answer, [(each.text, each.environment_spans) for each in group.samples])
+    return GroupTexts(
+        group.prompt.text,
+        group.prompt.answer,
+        [(each.text, each.environment_spans) for each in group.samples],
+    )
 
 
 def _trace(folder: Path, steps: int, ranks: int, engines: int, faults: bool) -> None:
@@ -172,26 +231,46 @@ def _trace(folder: Path, steps: int, ranks: int, engines: int, faults: bool) -> 
     third = steps // 3
 
     def lines(name: str, events: list[dict[str, Any]]) -> None:
-        text = "".join(json.dumps({"track": "main", "dur": 0.0, **each, "ts": EPOCH_US + each["ts"] * 1e6}) + "\n" for each in events)
+        text = "".join(
+            json.dumps({"track": "main", "dur": 0.0, **each, "ts": EPOCH_US + each["ts"] * 1e6})
+            + "\n"
+            for each in events
+        )
         (folder / "trace" / f"{name}.jsonl").write_text(text)
 
-    start = [{"name": "start", "ts": 0.0, "args": {"step": 0, "max_steps": steps, "expected": expected}}]
+    start = [
+        {"name": "start", "ts": 0.0, "args": {"step": 0, "max_steps": steps, "expected": expected}}
+    ]
     if faults:
         start += [
             {
                 "name": "start engine.1 again",
                 "track": "engine.1",
                 "ts": third * STEP_S + 1.0,
-                "args": {"why": "engine.1 was killed by signal 9 (SIGKILL)", "cause": "", "restarts": 1},
+                "args": {
+                    "why": "engine.1 was killed by signal 9 (SIGKILL)",
+                    "cause": "",
+                    "restarts": 1,
+                },
             },
             {
                 "name": "end",
                 "ts": 2 * third * STEP_S + 1.5,
-                "args": {"how": "failed: trainer.1 was killed by signal 9 (SIGKILL); the end of logs/trainer.1.log"},
+                "args": {
+                    "how": "failed: trainer.1 was killed by signal 9 (SIGKILL); the end of "
+                    "logs/trainer.1.log"
+                },
             },
-            {"name": "start", "ts": 2 * third * STEP_S + 1.8, "args": {"step": 2 * third, "max_steps": steps, "expected": expected}},
+            {
+                "name": "start",
+                "ts": 2 * third * STEP_S + 1.8,
+                "args": {"step": 2 * third, "max_steps": steps, "expected": expected},
+            },
         ]
-    lines("launcher.0", [*start, {"name": "end", "ts": steps * STEP_S + 1, "args": {"how": "finished"}}])
+    lines(
+        "launcher.0",
+        [*start, {"name": "end", "ts": steps * STEP_S + 1, "args": {"how": "finished"}}],
+    )
     for rank in range(ranks):
         to = [[generator, 3_215_872 // ranks // engines] for generator in range(engines)]
         events: list[dict[str, Any]] = [{"name": "weights map", "ts": 0.1, "args": {"to": to}}]
@@ -200,8 +279,17 @@ def _trace(folder: Path, steps: int, ranks: int, engines: int, faults: bool) -> 
             events += [
                 {"name": f"wait for batch {step}", "ts": at, "dur": 0.8e6},
                 {"name": f"train step {step}", "ts": at + 0.8, "dur": 1.1e6},
-                {"name": f"wait for engines to take weights {step + 1}", "ts": at + 1.9, "dur": 0.01e6},
-                {"name": f"write weights {step + 1}", "ts": at + 1.91, "dur": 0.02e6, "args": {"bytes": 3_215_872 // ranks}},
+                {
+                    "name": f"wait for engines to take weights {step + 1}",
+                    "ts": at + 1.9,
+                    "dur": 0.01e6,
+                },
+                {
+                    "name": f"write weights {step + 1}",
+                    "ts": at + 1.91,
+                    "dur": 0.02e6,
+                    "args": {"bytes": 3_215_872 // ranks},
+                },
             ]
             if step % 100 == 99:
                 events.append({"name": f"checkpoint {step + 1}", "ts": at + 1.93, "dur": 0.06e6})
@@ -209,10 +297,21 @@ def _trace(folder: Path, steps: int, ranks: int, engines: int, faults: bool) -> 
     events = []
     for step in range(steps):
         at = step * STEP_S + 0.2
-        tokens = [5000 // (1 + 2 * (engine == engines - 1 and engines > 1)) for engine in range(engines)]
-        alive = [engine for engine in range(engines) if not (faults and engine == 1 and third <= step < third + 5)]
+        tokens = [
+            5000 // (1 + 2 * (engine == engines - 1 and engines > 1)) for engine in range(engines)
+        ]
+        alive = [
+            engine
+            for engine in range(engines)
+            if not (faults and engine == 1 and third <= step < third + 5)
+        ]
         events += [
-            {"name": f"generate batch {step}", "ts": at, "dur": 1.5e6, "args": {"engine_tokens": tokens}},
+            {
+                "name": f"generate batch {step}",
+                "ts": at,
+                "dur": 1.5e6,
+                "args": {"engine_tokens": tokens},
+            },
             {
                 "name": f"pause for weights {step + 1}",
                 "track": "weights",
@@ -223,7 +322,12 @@ def _trace(folder: Path, steps: int, ranks: int, engines: int, faults: bool) -> 
         ]
     if faults:
         events += [
-            {"name": "lost", "track": "engine.1", "ts": third * STEP_S + 0.5, "args": {"why": "the connection broke"}},
+            {
+                "name": "lost",
+                "track": "engine.1",
+                "ts": third * STEP_S + 0.5,
+                "args": {"why": "the connection broke"},
+            },
             {"name": "away", "track": "engine.1", "ts": third * STEP_S + 0.5, "dur": 10e6},
         ]
     lines("generator.0", events)

@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-PROMPTS, SAMPLES = 4, 4
+PROMPTS = 4
+SAMPLES = 4
 
 OVERRIDES = [
     "max_steps=6",
@@ -29,30 +30,57 @@ OVERRIDES = [
 ]
 
 
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
 GPT_OSS: dict[str, Any] = {
-    "attention_bias": True, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": 8,
+    "attention_bias": True, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "intermediate_size": 64, "sliding_window": 8,
     "rope_parameters": YARN | {"truncate": False},
 }  # fmt: skip
 OF_FAMILY: dict[str, dict[str, Any]] = {  # keys of config.json
     "qwen3_moe": EXPERTS,
     "gpt_oss": GPT_OSS,
     "mistral": {"sliding_window": None},
-    "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": True},
+    "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "tie_word_embeddings": True},
     "qwen3_next": EXPERTS | {
-        "full_attention_interval": 2, "partial_rotary_factor": 0.25, "shared_expert_intermediate_size": 64, "linear_num_key_heads": 4,
+        "full_attention_interval": 2, "partial_rotary_factor": 0.25,
+        "shared_expert_intermediate_size": 64, "linear_num_key_heads": 4,
         "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 16,
     },
 }  # fmt: skip
-OF_FAMILY["qwen3_5_moe"] = OF_FAMILY["qwen3_next"] | {"layer_types": ["linear_attention", "full_attention"] * 2}
-OF_FAMILY["qwen3_5_text"] = {key: value for key, value in OF_FAMILY["qwen3_5_moe"].items() if "expert" not in key}
-VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_position_embeddings": 16, "patch_size": 4}
+OF_FAMILY["qwen3_5_moe"] = OF_FAMILY["qwen3_next"] | {
+    "layer_types": ["linear_attention", "full_attention"] * 2
+}
+OF_FAMILY["qwen3_5_text"] = {
+    key: value for key, value in OF_FAMILY["qwen3_5_moe"].items() if "expert" not in key
+}
+VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
 
 
 def make_model(folder: Path, family: str = "llama", **changes: Any) -> Path:
-    """Writes an HF checkpoint with random weights: the quickstart's model, or one of another family in its shape. `changes` go into
-    config.json."""
+    """Writes an HF checkpoint with random weights: the quickstart's model, or one of another family
+    in its shape. `changes` go into config.json.
+    """
     from megarl.generator import cpu_support
 
     cpu_support.install()
@@ -61,18 +89,26 @@ def make_model(folder: Path, family: str = "llama", **changes: Any) -> Path:
 
     shutil.copytree(ROOT / "configs/models/tiny-llama", folder)
     shape = json.loads((folder / "config.json").read_text()) | OF_FAMILY.get(family, {}) | changes
-    shape, kind = {key: value for key, value in shape.items() if key not in ("model_type", "architectures")}, AutoModelForCausalLM
+    shape = {
+        key: value for key, value in shape.items() if key not in ("model_type", "architectures")
+    }
+    kind = AutoModelForCausalLM
     if family == "qwen3_5_moe":  # published checkpoints also have a vision tower
         vision = VISION | {"out_hidden_size": shape["hidden_size"]}
-        shape, kind = {"text_config": shape, "vision_config": vision, "tie_word_embeddings": False}, AutoModelForImageTextToText
+        shape = {"text_config": shape, "vision_config": vision, "tie_word_embeddings": False}
+        kind = AutoModelForImageTextToText
     torch.manual_seed(0)
-    kind.from_config(AutoConfig.for_model(family, **shape)).to(torch.float32).save_pretrained(folder)
+    kind.from_config(AutoConfig.for_model(family, **shape)).to(torch.float32).save_pretrained(
+        folder
+    )
     if family == "qwen3_moe":  # transformers 5 uses another name than checkpoints do
         saved = json.loads((folder / "config.json").read_text())
         saved["num_experts"] = saved.pop("num_local_experts", EXPERTS["num_experts"])
         (folder / "config.json").write_text(json.dumps(saved))
     if family == "qwen3_next":  # transformers 5 leaves it out, but SGLang needs it
-        saved = json.loads((folder / "config.json").read_text()) | {"full_attention_interval": OF_FAMILY[family]["full_attention_interval"]}
+        saved = json.loads((folder / "config.json").read_text()) | {
+            "full_attention_interval": OF_FAMILY[family]["full_attention_interval"]
+        }
         (folder / "config.json").write_text(json.dumps(saved))
     return folder
 
@@ -82,15 +118,23 @@ def in_mxfp4(folder: Path) -> Path:
     import torch
     from safetensors.torch import load_file, save_file
 
-    drawn, tensors = torch.Generator().manual_seed(0), load_file(folder / "model.safetensors")
+    drawn = torch.Generator().manual_seed(0)
+    tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.endswith((".gate_up_proj", ".down_proj"))]:
-        experts, columns, rows = tensors.pop(name).shape  # unquantised weights are transposed relative to MXFP4
+        # unquantised weights are transposed relative to MXFP4
+        experts, columns, rows = tensors.pop(name).shape
         blocks = (experts, rows, columns // 32)
-        tensors[name + "_blocks"] = torch.randint(0, 256, (*blocks, 16), generator=drawn, dtype=torch.uint8)
-        tensors[name + "_scales"] = torch.randint(119, 122, blocks, generator=drawn, dtype=torch.uint8)
+        tensors[name + "_blocks"] = torch.randint(
+            0, 256, (*blocks, 16), generator=drawn, dtype=torch.uint8
+        )
+        tensors[name + "_scales"] = torch.randint(
+            119, 122, blocks, generator=drawn, dtype=torch.uint8
+        )
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values | {"quantization_config": {"quant_method": "mxfp4"}}))
+    (folder / "config.json").write_text(
+        json.dumps(values | {"quantization_config": {"quant_method": "mxfp4"}})
+    )
     return folder
 
 
@@ -111,7 +155,12 @@ def in_fp8_blocks(folder: Path) -> Path:
         tensors[name + "_scale_inv"] = scales
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     values = json.loads((folder / "config.json").read_text())
-    of_blocks = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    of_blocks = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+    }
     (folder / "config.json").write_text(json.dumps(values | {"quantization_config": of_blocks}))
     return folder
 
@@ -120,8 +169,13 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", "megarl", *arguments]
 
 
-def run(arguments: list[str], timeout_s: float = 480, imported: bool = True) -> subprocess.CompletedProcess[str]:
-    """Runs to the end, or kills the launcher at the deadline (its processes die with it). See `start`."""
+def run(
+    arguments: list[str], timeout_s: float = 480, imported: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Runs to the end, or kills the launcher at the deadline (its processes die with it).
+
+    See `start`.
+    """
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with _started(arguments, imported, **piped) as process:
         try:
@@ -133,26 +187,36 @@ def run(arguments: list[str], timeout_s: float = 480, imported: bool = True) -> 
 
 
 def start(arguments: list[str], log: Path, imported: bool = True) -> subprocess.Popen:
-    """Starts the command. With `imported`, its processes are forks of one that has imported everything, which saves seconds each. Otherwise
-    they are new programs."""
+    """Starts the command.
+
+    With `imported`, its processes are forks of one that has imported everything, which saves
+    seconds each. Otherwise they are new programs.
+    """
     with open(log, "wb") as file:
         return _started(arguments, imported, stdout=file, stderr=subprocess.STDOUT)
 
 
 def _started(arguments: list[str], imported: bool, **streams: Any) -> subprocess.Popen:
-    from nursery import Run  # here, so that tests that start nothing do not need psutil and the rest
+    # here, so that tests that start nothing do not need psutil and the rest
+    from nursery import Run
 
     kind = Run if imported else subprocess.Popen
-    return kind(command(*arguments), env=environment(), **streams)  # runs in the tests' working directory (conftest.py)
+    # runs in the tests' working directory (conftest.py)
+    return kind(command(*arguments), env=environment(), **streams)
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "cpu")}  # the run's processes can import the tests' transports
+    # the run's processes can import the tests' transports
+    return {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "cpu")}
 
 
 def rows(run_dir: Path) -> list[dict]:
     path = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        if path.exists()
+        else []
+    )
 
 
 def wait_until(condition, process: subprocess.Popen, what: str, timeout_s: float = 240) -> None:

@@ -1,4 +1,7 @@
-"""An agent that multiplies with a tool. It is written without MegaRL: the official package finds base URL and key in the environment."""
+"""An agent that multiplies with a tool.
+
+It is written without MegaRL: the official package finds base URL and key in the environment.
+"""
 
 import ast
 import operator
@@ -8,7 +11,11 @@ import sys
 from anthropic import Anthropic
 
 FUNCTIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
-PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"expression": {"type": "string"}},
+    "required": ["expression"],
+}
 TOOL = {"name": "calculate", "description": "integer arithmetic", "input_schema": PARAMETERS}
 
 
@@ -26,10 +33,18 @@ def calculate(expression: str) -> int:
 client, model = Anthropic(), os.environ.get("MODEL", "policy")
 messages = [{"role": "user", "content": sys.argv[1]}]
 for _ in range(3):
-    with client.messages.stream(model=model, max_tokens=64, messages=messages, tools=[TOOL]) as stream:
+    with client.messages.stream(
+        model=model, max_tokens=64, messages=messages, tools=[TOOL]
+    ) as stream:
         answer = stream.get_final_message()
     messages.append(
-        {"role": "assistant", "content": [block.model_dump(include={"type", "text", "id", "name", "input"}) for block in answer.content]}
+        {
+            "role": "assistant",
+            "content": [
+                block.model_dump(include={"type", "text", "id", "name", "input"})
+                for block in answer.content
+            ],
+        }
     )
     calls = [block for block in answer.content if block.type == "tool_use"]
     if not calls:

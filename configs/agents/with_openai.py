@@ -1,4 +1,7 @@
-"""An agent that multiplies with a tool. It is written without MegaRL: the official package finds base URL and key in the environment."""
+"""An agent that multiplies with a tool.
+
+It is written without MegaRL: the official package finds base URL and key in the environment.
+"""
 
 import ast
 import json
@@ -9,8 +12,19 @@ import sys
 from openai import OpenAI
 
 FUNCTIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
-PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
-TOOL = {"type": "function", "function": {"name": "calculate", "description": "integer arithmetic", "parameters": PARAMETERS}}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"expression": {"type": "string"}},
+    "required": ["expression"],
+}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calculate",
+        "description": "integer arithmetic",
+        "parameters": PARAMETERS,
+    },
+}
 
 
 def calculate(expression: str) -> int:
@@ -27,7 +41,11 @@ def calculate(expression: str) -> int:
 client, model = OpenAI(), os.environ.get("MODEL", "policy")
 messages = [{"role": "user", "content": sys.argv[1]}]
 for _ in range(3):
-    answer = client.chat.completions.create(model=model, messages=messages, tools=[TOOL]).choices[0].message
+    answer = (
+        client.chat.completions.create(model=model, messages=messages, tools=[TOOL])
+        .choices[0]
+        .message
+    )
     messages.append(answer.model_dump(exclude_none=True))
     if not answer.tool_calls:
         break

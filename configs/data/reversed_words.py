@@ -1,5 +1,7 @@
-"""Prints demonstrations for configs/examples/verifiers.yaml: words spelled backward. Three of ten are right; in the others two letters
-are exchanged."""
+"""Prints demonstrations for configs/examples/verifiers.yaml: words spelled backward.
+
+Three of ten are right; in the others two letters are exchanged.
+"""
 
 import json
 import random

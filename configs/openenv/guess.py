@@ -39,7 +39,11 @@ class Numbers(Environment):
             hint = "a number"
         else:
             hint = "right" if guess == self.number else "higher" if guess < self.number else "lower"
-        return Hint(hint=hint, reward=float(hint == "right"), done=hint == "right" or self.guesses == GUESSES)
+        return Hint(
+            hint=hint,
+            reward=float(hint == "right"),
+            done=hint == "right" or self.guesses == GUESSES,
+        )
 
     @property
     def state(self):

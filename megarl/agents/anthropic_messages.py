@@ -1,4 +1,6 @@
-"""Anthropic's messages: reads requests as messages in OpenAI's form, writes answers as JSON (docs.anthropic.com/en/api/messages)."""
+"""Anthropic's messages: reads requests as messages in OpenAI's form, writes answers as JSON
+(docs.anthropic.com/en/api/messages).
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,21 @@ _NEUTRAL = {
     "compaction": ((), TRAINED),
     "thread": ((), TRAINED),
 }
-HONOURED = frozenset("messages system tools tool_choice max_tokens stop_sequences stream output_config model".split())
+HONOURED = frozenset(
+    "messages system tools tool_choice max_tokens stop_sequences stream output_config model".split()
+)
 IGNORED = frozenset(  # as in openai_chat.py
-    "temperature top_p top_k thinking metadata service_tier cache_control betas billing_policy diagnostics fallback_credit_token fallbacks "
+    "temperature top_p top_k thinking metadata service_tier cache_control betas billing_policy "
+    "diagnostics fallback_credit_token fallbacks "
     "inference_geo speed user_profile_id workspace_id".split()
 )
 
 
 def read_request(body: dict[str, Any]) -> Request:
-    """Raises Refused for settings that cannot be honoured. Ignores temperature and top_p: the run decides how tokens are drawn."""
+    """Raises Refused for settings that cannot be honoured.
+
+    Ignores temperature and top_p: the run decides how tokens are drawn.
+    """
     refuse_unless_neutral(body, _NEUTRAL)
     if (asked := (body.get("output_config") or {}).get("format")) is not None:
         raise Refused(f"output_config.format={str(asked)[:50]}: no format can be forced: {FORCED}")
@@ -47,7 +55,8 @@ def read_request(body: dict[str, Any]) -> Request:
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for message in body["messages"]:
         messages += _messages(message)
-    stop, stream = stop_strings(body, "stop_sequences"), bool(body.get("stream"))
+    stop = stop_strings(body, "stop_sequences")
+    stream = bool(body.get("stream"))
     return Request(
         messages,
         tools,
@@ -63,26 +72,41 @@ def read_request(body: dict[str, Any]) -> Request:
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if "input_schema" not in tool or not isinstance(tool["name"], str):
         shown = f"{tool.get('name')} of type {tool.get('type')}"[:100]
-        raise Refused(f"tools: {shown}: only tools of your own, with a name and an input_schema, are supported")
-    function = {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}
+        raise Refused(
+            f"tools: {shown}: only tools of your own, with a name and an input_schema, are "
+            "supported"
+        )
+    function = {
+        "name": tool["name"],
+        "description": tool.get("description", ""),
+        "parameters": tool["input_schema"],
+    }
     return {"type": "function", "function": function}
 
 
 def _messages(message: dict[str, Any]) -> list[Message]:
     """Tool results become messages of their own, before the user's text that came with them."""
-    role, content = message["role"], message["content"]
+    role = message["role"]
+    content = message["content"]
     if role not in ("user", "assistant"):
         raise Refused(f"role={str(role)[:50]}: must be user or assistant")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     known = ("text", "tool_use") if role == "assistant" else ("text", "tool_result")
     if wrong := [block["type"] for block in blocks if block["type"] not in known]:
-        raise Refused(f"content of type {str(wrong[0])[:50]} by the {role}: only {' and '.join(known)} are supported")
+        raise Refused(
+            f"content of type {str(wrong[0])[:50]} by the {role}: only {' and '.join(known)} are "
+            "supported"
+        )
     text = "".join(block["text"] for block in blocks if block["type"] == "text")
     if role == "assistant":
         calls = [_call(block) for block in blocks if block["type"] == "tool_use"]
         return [{"role": role, "content": text, **({"tool_calls": calls} if calls else {})}]
     results = [
-        {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text_of(block.get("content"))}
+        {
+            "role": "tool",
+            "tool_call_id": block["tool_use_id"],
+            "content": text_of(block.get("content")),
+        }
         for block in blocks
         if block["type"] == "tool_result"
     ]
@@ -90,22 +114,44 @@ def _messages(message: dict[str, Any]) -> list[Message]:
 
 
 def _call(block: dict[str, Any]) -> dict[str, Any]:
-    return {"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": json.dumps(block["input"])}}
+    return {
+        "id": block["id"],
+        "type": "function",
+        "function": {"name": block["name"], "arguments": json.dumps(block["input"])},
+    }
 
 
 def written(answer: Answer, name: str, model: str) -> dict[str, Any]:
-    return {**_head(name, model), "content": _blocks(answer), **_stop(answer), "usage": _usage(answer)}
+    return {
+        **_head(name, model),
+        "content": _blocks(answer),
+        **_stop(answer),
+        "usage": _usage(answer),
+    }
 
 
 def streamed(answer: Answer, name: str, model: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The finished answer as events (name, data), each block in one piece."""
     usage = _usage(answer)
-    yield "message_start", {"message": {**_head(name, model), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}}
+    yield (
+        "message_start",
+        {
+            "message": {
+                **_head(name, model),
+                "content": [],
+                "stop_reason": None,
+                "stop_sequence": None,
+                "usage": usage,
+            }
+        },
+    )
     for index, block in enumerate(_blocks(answer)):
         if block["type"] == "text":
-            empty, delta = {"type": "text", "text": ""}, {"type": "text_delta", "text": block["text"]}
+            empty = {"type": "text", "text": ""}
+            delta = {"type": "text_delta", "text": block["text"]}
         else:
-            empty, delta = {**block, "input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            empty = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         yield "content_block_start", {"index": index, "content_block": empty}
         yield "content_block_delta", {"index": index, "delta": delta}
         yield "content_block_stop", {"index": index}
@@ -121,7 +167,15 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
     text = [{"type": "text", "text": answer.content}] if answer.content or not answer.calls else []
     return [
         *text,
-        *({"type": "tool_use", "id": number, "name": call.name, "input": json.loads(call.arguments)} for number, call in answer.calls),
+        *(
+            {
+                "type": "tool_use",
+                "id": number,
+                "name": call.name,
+                "input": json.loads(call.arguments),
+            }
+            for number, call in answer.calls
+        ),
     ]
 
 
@@ -136,4 +190,7 @@ def _usage(answer: Answer) -> dict[str, int]:
 
 
 def error(message: str, kind: str) -> dict[str, Any]:
-    return {"type": "error", "error": {"type": "invalid_request_error", "message": f"{kind}: {message}"}}
+    return {
+        "type": "error",
+        "error": {"type": "invalid_request_error", "message": f"{kind}: {message}"},
+    }

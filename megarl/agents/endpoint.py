@@ -1,5 +1,6 @@
-"""The HTTP endpoint that agents call, in the generator's event loop. What they send is hostile input: its size is bounded, and every call
-gets exactly one answer."""
+"""The HTTP endpoint that agents call, in the generator's event loop. What they send is hostile
+input: its size is bounded, and every call gets exactly one answer.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ from megarl.agents.openai_chat import Request
 from megarl.agents.openai_responses import Asked
 
 MODEL = "policy"  # the name at /v1/models; calls may use any name
-_BODY_BYTES, _BODY_BYTES_PER_TOKEN = 256 << 10, 64  # bound of a request: a longer one has no room in rollout.max_tokens
+_BODY_BYTES = 256 << 10
+_BODY_BYTES_PER_TOKEN = 64  # bound of a request: a longer one has no room in rollout.max_tokens
 _MOST_CONNECTIONS = 64
-_KEY_S = 5.0  # time for a new connection to send a call with the key; as long again if it has begun one
+# time for a new connection to send a call with the key; as long again if it has begun one
+_KEY_S = 5.0
 _BACKLOG = 1024
 _KEEP_ALIVE_S = 30.0
 
@@ -39,11 +42,20 @@ _Answer = Callable[[Episode, Any], Awaitable[_Answered]]
 
 
 class _Door:
-    """Admits connections to an episode. Other users of the host can connect too, unless it listens at a socket in the file system."""
+    """Admits connections to an episode.
 
-    def __init__(self, server: Callable[[], asyncio.Protocol], connections: dict[asyncio.BaseProtocol, _Connection]):
-        self._server, self._connections = server, connections
-        self.strangers: dict[_Connection, None] = {}  # connections that have not yet sent a call with the key, oldest first
+    Other users of the host can connect too, unless it listens at a socket in the file system.
+    """
+
+    def __init__(
+        self,
+        server: Callable[[], asyncio.Protocol],
+        connections: dict[asyncio.BaseProtocol, _Connection],
+    ):
+        self._server = server
+        self._connections = connections
+        # connections that have not yet sent a call with the key, oldest first
+        self.strangers: dict[_Connection, None] = {}
         self.members: set[_Connection] = set()
         self.room = asyncio.Event()
         self.room.set()
@@ -54,7 +66,9 @@ class _Door:
             connection, _ = await loop.sock_accept(listener)
             if len(self.strangers) >= _MOST_CONNECTIONS:
                 next(iter(self.strangers)).abort()
-            await loop.connect_accepted_socket(lambda: _Connection(self._server(), self, self._connections), connection)
+            await loop.connect_accepted_socket(
+                lambda: _Connection(self._server(), self, self._connections), connection
+            )
 
     def close(self) -> None:
         """Stops listening, and ends the connections once their answers are written."""
@@ -63,17 +77,35 @@ class _Door:
 
 
 class _Connection(asyncio.Protocol):
-    """A connection. If it does not send a call with the key within a few seconds, it is closed and frees its place."""
+    """A connection.
 
-    def __init__(self, handler: asyncio.Protocol, door: _Door, connections: dict[asyncio.BaseProtocol, _Connection]):
-        self._handler, self._door, self._all, self._heard = handler, door, connections, False
+    If it does not send a call with the key within a few seconds, it is closed and frees its place.
+    """
+
+    def __init__(
+        self,
+        handler: asyncio.Protocol,
+        door: _Door,
+        connections: dict[asyncio.BaseProtocol, _Connection],
+    ):
+        self._handler = handler
+        self._door = door
+        self._all = connections
+        self._heard = False
         self._lost = asyncio.Event()
-        self.unread: Callable[[], None] | None = None  # drops the last answer that was sent; None if there is none
-        self.eof_received, self.pause_writing, self.resume_writing = handler.eof_received, handler.pause_writing, handler.resume_writing
+        # drops the last answer that was sent; None if there is none
+        self.unread: Callable[[], None] | None = None
+        self.eof_received = handler.eof_received
+        self.pause_writing = handler.pause_writing
+        self.resume_writing = handler.resume_writing
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._transport, self._all[self._handler], self._door.strangers[self] = transport, self, None
+        self._transport, self._all[self._handler], self._door.strangers[self] = (
+            transport,
+            self,
+            None,
+        )
         self._timer = asyncio.get_running_loop().call_later(_KEY_S, self._expire)
         self._handler.connection_made(transport)
 
@@ -88,24 +120,35 @@ class _Connection(asyncio.Protocol):
         self._make_room()
 
     def _expire(self) -> None:
-        """Waits once more if a call has begun: after a slow turn of the event loop, its data may have arrived but not been read."""
+        """Waits once more if a call has begun: after a slow turn of the event loop, its data may
+        have arrived but not been read.
+        """
         if self._heard:
             self._timer = asyncio.get_running_loop().call_later(_KEY_S, self.abort)
         else:
             self.abort()
 
     def end_answers(self) -> None:
-        """Tells the agent that this connection brings no more. Raises OSError if it has reset the connection."""
+        """Tells the agent that this connection brings no more.
+
+        Raises OSError if it has reset the connection.
+        """
         self._transport.write_eof()
 
     async def closed_by_agent(self) -> None:
-        """Waits a while until the agent closes the connection: only then it is known whether it has read the answer."""
+        """Waits a while until the agent closes the connection: only then it is known whether it has
+        read the answer.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_KEY_S):
                 await self._lost.wait()
 
     def _make_room(self) -> None:
-        (self._door.room.set if len(self._door.members) < _MOST_CONNECTIONS else self._door.room.clear)()
+        (
+            self._door.room.set
+            if len(self._door.members) < _MOST_CONNECTIONS
+            else self._door.room.clear
+        )()
 
     def abort(self) -> None:
         self._door.strangers.pop(self, None)
@@ -117,7 +160,8 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
         self._lost.set()
-        if exc is not None and self.unread is not None:  # the kernel resets a connection that is closed with unread data
+        # the kernel resets a connection that is closed with unread data
+        if exc is not None and self.unread is not None:
             self.unread()
         self._all.pop(self._handler, None)
         self._door.strangers.pop(self, None)
@@ -158,15 +202,19 @@ class _Open(NamedTuple):
 
 
 class Endpoint:
-    """The endpoint of all episodes. Open it in the event loop in which the episodes' calls are to run.
+    """The endpoint of all episodes.
 
-    Each episode has its own listener and key. It may have 64 connections that have sent calls with the key; further ones wait until one of
-    these is closed. It may have 64 connections without such a call. Each of those has a few seconds, and a new one replaces the oldest.
+    Open it in the event loop in which the episodes' calls are to run.
+
+    Each episode has its own listener and key. It may have 64 connections that have sent calls with
+    the key; further ones wait until one of these is closed. It may have 64 connections without such
+    a call. Each of those has a few seconds, and a new one replaces the oldest.
     """
 
     def __init__(self) -> None:
         self._open: dict[str, _Open] = {}
-        self._connections: dict[asyncio.BaseProtocol, _Connection] = {}  # aiohttp's handler -> its connection
+        # aiohttp's handler -> its connection
+        self._connections: dict[asyncio.BaseProtocol, _Connection] = {}
         self._runner: web.AppRunner | None = None
 
     async def open(self) -> None:
@@ -177,8 +225,11 @@ class Endpoint:
         app.router.add_post("/v1/messages/count_tokens", self._handler(anthropic_messages, _count))
         app.router.add_get("/v1/models", _models)
         app.router.add_route("*", "/{path:.*}", _nothing)
-        # If the agent hangs up, its call is cancelled: an answer that nobody reads is not part of the episode.
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, keepalive_timeout=_KEEP_ALIVE_S)
+        # If the agent hangs up, its call is cancelled: an answer that nobody reads is not part of
+        # the episode.
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, keepalive_timeout=_KEEP_ALIVE_S
+        )
         await self._runner.setup()
 
     async def close(self) -> None:
@@ -187,17 +238,29 @@ class Endpoint:
 
     @contextlib.asynccontextmanager
     async def serving(self, episode: Episode, path: Path | None) -> AsyncIterator[Served]:
-        """Listens for the episode at `path`, or at a port of 127.0.0.1, until the context ends. Afterwards its key is refused."""
+        """Listens for the episode at `path`, or at a port of 127.0.0.1, until the context ends.
+
+        Afterwards its key is refused.
+        """
         with socket.socket(socket.AF_UNIX if path else socket.AF_INET) as listener:
             listener.bind(str(path) if path else ("127.0.0.1", 0))
             listener.listen(_BACKLOG)
             listener.setblocking(False)
             assert self._runner is not None and self._runner.server is not None
-            loop, key, door = asyncio.get_running_loop(), f"sk-{secrets.token_hex(24)}", _Door(self._runner.server, self._connections)
-            served = Served(key, 0 if path else listener.getsockname()[1], loop.create_future(), loop.create_future())
+            loop = asyncio.get_running_loop()
+            key = f"sk-{secrets.token_hex(24)}"
+            door = _Door(self._runner.server, self._connections)
+            served = Served(
+                key,
+                0 if path else listener.getsockname()[1],
+                loop.create_future(),
+                loop.create_future(),
+            )
             self._open[key] = _Open(episode, served.failed, served.ended)
             accepting = asyncio.create_task(door.accept(listener), name="an episode's connections")
-            accepting.add_done_callback(lambda task: task.cancelled() or _fail(served.failed, task.exception()))
+            accepting.add_done_callback(
+                lambda task: task.cancelled() or _fail(served.failed, task.exception())
+            )
             accepting.add_done_callback(lambda _: listener.close())
             served.ended.add_done_callback(lambda _: accepting.cancel())
             try:
@@ -210,7 +273,9 @@ class Endpoint:
                 await asyncio.wait({accepting})
                 door.close()
 
-    def _handler(self, form: ModuleType, answer: _Answer) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    def _handler(
+        self, form: ModuleType, answer: _Answer
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         def refused(message: str, kind: str, status: int, last: bool = False) -> web.Response:
             response = web.json_response(form.error(message, kind), status=status)
             if last:
@@ -220,7 +285,9 @@ class Endpoint:
         async def handle(request: web.Request) -> web.StreamResponse:
             found = self._open.get(_key(request))
             if found is None:
-                return refused("no such key, or its episode has ended", "invalid_api_key", 401, last=True)
+                return refused(
+                    "no such key, or its episode has ended", "invalid_api_key", 401, last=True
+                )
             if (connection := self._connections.get(request.protocol)) is not None:
                 connection.admit()
                 connection.unread = None  # an agent that asks again has read the answer before
@@ -230,11 +297,14 @@ class Endpoint:
                 answered = await answer(found.episode, await _asked(request, found.episode, form))
             except Refused as refusal:
                 found.refuse(refusal)
-                return refused(str(refusal), refusal.kind, refusal.status, bool(found.episode.exhausted))
+                return refused(
+                    str(refusal), refusal.kind, refusal.status, bool(found.episode.exhausted)
+                )
             except asyncio.CancelledError:
                 found.refuse(Refused("it was given up"))
                 raise
-            except Exception as failure:  # from the engine, or a bug here: the rollout fails with it
+            except Exception as failure:
+                # from the engine, or a bug here: the rollout fails with it
                 _fail(found.failed, failure)
                 return refused("the call failed, and its episode with it", "server_error", 500)
             try:
@@ -261,10 +331,14 @@ def _fail(failed: asyncio.Future[None], failure: BaseException | None) -> None:
 async def _asked(request: web.Request, episode: Episode, form: ModuleType) -> Any:
     """Reads the call's request. Raises Refused."""
     try:
-        body = await _read(request, _BODY_BYTES + _BODY_BYTES_PER_TOKEN * episode.sampling.max_tokens)
+        body = await _read(
+            request, _BODY_BYTES + _BODY_BYTES_PER_TOKEN * episode.sampling.max_tokens
+        )
         return await episode.aside(lambda: form.read_request(msgspec.json.decode(body)))
     except (*MISFORMED, web.RequestPayloadError) as mistake:
-        raise Refused(f"the request does not have the required form: {mistake!r}"[:500]) from mistake
+        raise Refused(
+            f"the request does not have the required form: {mistake!r}"[:500]
+        ) from mistake
 
 
 async def _read(request: web.Request, most_bytes: int) -> bytes:
@@ -290,65 +364,107 @@ async def _openai(episode: Episode, asked: Request) -> _Answered:
         arguments=asked.template_arguments,
         seed=asked.seed,
     )
-    logprobs, name = [episode.logprobs(answer) if asked.logprobs else None for answer in answers], secrets.token_hex(12)
+    logprobs = [episode.logprobs(answer) if asked.logprobs else None for answer in answers]
+    name = secrets.token_hex(12)
     if not asked.stream:
         return _Answered(openai_chat.written(answers, logprobs, name, asked.model), _turns(answers))
     chunks = openai_chat.streamed(answers, logprobs, name, asked.model, asked.usage)
-    return _Answered([*(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), "data: [DONE]\n\n"], _turns(answers))
+    return _Answered(
+        [*(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), "data: [DONE]\n\n"],
+        _turns(answers),
+    )
 
 
 async def _anthropic(episode: Episode, asked: Request) -> _Answered:
-    [answer] = await episode.complete(asked.messages, asked.tools, asked.max_tokens, stop=asked.stop, arguments=asked.template_arguments)
+    [answer] = await episode.complete(
+        asked.messages,
+        asked.tools,
+        asked.max_tokens,
+        stop=asked.stop,
+        arguments=asked.template_arguments,
+    )
     name = secrets.token_hex(12)
     if not asked.stream:
         return _Answered(anthropic_messages.written(answer, name, asked.model), _turns([answer]))
-    return _Answered(_lines(anthropic_messages.streamed(answer, name, asked.model)), _turns([answer]))
+    return _Answered(
+        _lines(anthropic_messages.streamed(answer, name, asked.model)), _turns([answer])
+    )
 
 
 async def _responses(episode: Episode, asked: Asked) -> _Answered:
-    said, name = openai_responses.conversation(episode, asked), secrets.token_hex(12)
+    said = openai_responses.conversation(episode, asked)
+    name = secrets.token_hex(12)
     instructions = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
     [answer] = await episode.complete(
-        [*instructions, *said], asked.tools, asked.max_tokens, stop=asked.stop, arguments=asked.template_arguments
+        [*instructions, *said],
+        asked.tools,
+        asked.max_tokens,
+        stop=asked.stop,
+        arguments=asked.template_arguments,
     )
     if asked.store:
         openai_responses.keep(episode, name, asked, said, answer)
     logprobs = episode.logprobs(answer) if asked.logprobs else []
     if not asked.stream:
         return _Answered(openai_responses.written(answer, logprobs, name, asked), _turns([answer]))
-    return _Answered(_lines(openai_responses.streamed(answer, logprobs, name, asked)), _turns([answer]))
+    return _Answered(
+        _lines(openai_responses.streamed(answer, logprobs, name, asked)), _turns([answer])
+    )
 
 
 def _lines(events: Iterable[tuple[str, dict[str, Any]]]) -> list[str]:
-    return [f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n" for kind, data in events]
+    return [
+        f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n" for kind, data in events
+    ]
 
 
 async def _count(episode: Episode, asked: Request) -> _Answered:
-    return _Answered({"input_tokens": await episode.count_tokens(asked.messages, asked.tools, asked.template_arguments)})
+    return _Answered(
+        {
+            "input_tokens": await episode.count_tokens(
+                asked.messages, asked.tools, asked.template_arguments
+            )
+        }
+    )
 
 
 async def _models(request: web.Request) -> web.StreamResponse:
-    return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "megarl"}]})
+    return web.json_response(
+        {
+            "object": "list",
+            "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "megarl"}],
+        }
+    )
 
 
 async def _nothing(request: web.Request) -> web.StreamResponse:
-    there = "POST /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens, and GET /v1/models"
+    there = (
+        "POST /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens, "
+        "and GET /v1/models"
+    )
     message = f"{request.method} {request.path[:100]}: there is {there}"
     return web.json_response(openai_chat.error(message, "not_found"), status=404)
 
 
 def _key(request: web.Request) -> str:
-    return request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+    return request.headers.get("x-api-key") or request.headers.get(
+        "Authorization", ""
+    ).removeprefix("Bearer ")
 
 
 async def _send(request: web.Request, content: dict[str, Any] | list[str]) -> web.StreamResponse:
-    """Sends JSON, or a stream. The last line of a stream goes with the stream's end: an agent that stops after it has read all."""
+    """Sends JSON, or a stream.
+
+    The last line of a stream goes with the stream's end: an agent that stops after it has read all.
+    """
     if isinstance(content, dict):
         response: web.StreamResponse = web.json_response(content)
         await response.prepare(request)
         await response.write_eof()
         return response
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    )
     await response.prepare(request)
     await response.write_eof("".join(content).encode())
     return response

@@ -1,10 +1,12 @@
 """One episode of an agent: answers its calls, and keeps the sampled turns as a tree.
 
-A call brings the whole conversation as text. This module finds the longest beginning that ends with a message this episode has returned.
-For that beginning it uses the token ids that were sampled; the chat template renders only the rest, which is then tokenised. So an agent
-that sends its conversation back with more at the end continues it token by token.
+A call brings the whole conversation as text. This module finds the longest beginning that ends with
+a message this episode has returned. For that beginning it uses the token ids that were sampled; the
+chat template renders only the rest, which is then tokenised. So an agent that sends its
+conversation back with more at the end continues it token by token.
 
-Threads read, render and tokenise calls, one call of an episode after the other. So an agent that sends much delays only itself.
+Threads read, render and tokenise calls, one call of an episode after the other. So an agent that
+sends much delays only itself.
 """
 
 from __future__ import annotations
@@ -34,22 +36,28 @@ from megarl.rollouts.environments.base import Generate
 
 # The sampled turns of one episode, as a tree: the parent of a turn is the turn that it continues.
 #
-# A conversation that only grows is a single path. Retries, subagents and compacted conversations add branches. Every leaf becomes a sample,
-# whose tokens are the path to it. Tokens that branches share are learned once, in the first of them, and are context in the others.
+# A conversation that only grows is a single path. Retries, subagents and compacted conversations
+# add branches. Every leaf becomes a sample, whose tokens are the path to it. Tokens that branches
+# share are learned once, in the first of them, and are context in the others.
 
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """One sampled turn. Its token ids are kept as they were sampled, never derived from text again."""
+    """One sampled turn.
+
+    Its token ids are kept as they were sampled, never derived from text again.
+    """
 
     parent: Turn | None
-    context: list[int]  # ids after the parent's and before the sampled ones, which the policy did not write
+    # ids after the parent's and before the sampled ones, which the policy did not write
+    context: list[int]
     completion: Completion
 
     @property
     def path(self) -> list[Turn]:
         """The turns from the first to this one."""
-        found, turn = [], self
+        found = []
+        turn = self
         while turn is not None:
             found.append(turn)
             turn = turn.parent
@@ -58,7 +66,9 @@ class Turn:
     @property
     def token_ids(self) -> list[int]:
         """All ids up to the end of this turn."""
-        return [number for turn in self.path for number in (*turn.context, *turn.completion.token_ids)]
+        return [
+            number for turn in self.path for number in (*turn.context, *turn.completion.token_ids)
+        ]
 
 
 @dataclass
@@ -81,15 +91,38 @@ class Tree:
         inner = {id(turn.parent) for turn in self.turns}
         return [turn for turn in self.turns if id(turn) not in inner]
 
-    def samples(self, prompt_tokens: int, decode: Callable[[Sequence[int]], str], score: Score, metrics: dict[str, float]) -> list[Sample]:
-        """A sample for each leaf, without its first `prompt_tokens` ids, which must be context. Only the first sample has the metrics, the
-        parts of the score and the failures, so that they count once."""
+    def samples(
+        self,
+        prompt_tokens: int,
+        decode: Callable[[Sequence[int]], str],
+        score: Score,
+        metrics: dict[str, float],
+    ) -> list[Sample]:
+        """A sample for each leaf, without its first `prompt_tokens` ids, which must be context.
+
+        Only the first sample has the metrics, the parts of the score and the failures, so that they
+        count once.
+        """
         learned: set[int] = set()
         found = []
         for branch, leaf in enumerate(self.leaves()):
             path = leaf.path
-            first = {} if branch else {"metrics": metrics, "reward_parts": score.parts, "failures": score.failures}
-            found.append(_sample(path, learned, prompt_tokens, decode, reward=score.reward, branch=branch, **first))
+            first = (
+                {}
+                if branch
+                else {"metrics": metrics, "reward_parts": score.parts, "failures": score.failures}
+            )
+            found.append(
+                _sample(
+                    path,
+                    learned,
+                    prompt_tokens,
+                    decode,
+                    reward=score.reward,
+                    branch=branch,
+                    **first,
+                )
+            )
             learned |= set(map(id, path))
         return found
 
@@ -102,12 +135,28 @@ class Played(NamedTuple):
     metrics: dict[str, float]
 
 
-def group_of(prompt: Prompt, played: Sequence[Played], decode: Callable[[Sequence[int]], str]) -> Group:
-    """The group of all episodes. Its prompt is what all their samples begin with. An episode that sampled nothing has an empty sample."""
+def group_of(
+    prompt: Prompt, played: Sequence[Played], decode: Callable[[Sequence[int]], str]
+) -> Group:
+    """The group of all episodes.
+
+    Its prompt is what all their samples begin with. An episode that sampled nothing has an empty
+    sample.
+    """
     trees = [tree for tree, _, _ in played if tree.turns]
-    prefix, samples = shared_prefix(trees) if trees else prompt.token_ids, []
+    prefix = shared_prefix(trees) if trees else prompt.token_ids
+    samples = []
     for tree, score, metrics in played:
-        nothing = Sample(array("i"), array("f"), array("i"), "", score.reward, UNANSWERED, metrics=metrics, failures=score.failures)
+        nothing = Sample(
+            array("i"),
+            array("f"),
+            array("i"),
+            "",
+            score.reward,
+            UNANSWERED,
+            metrics=metrics,
+            failures=score.failures,
+        )
         samples += tree.samples(len(prefix), decode, score, metrics) or [nothing]
     return Group(replace(prompt, token_ids=prefix), samples)
 
@@ -115,43 +164,76 @@ def group_of(prompt: Prompt, played: Sequence[Played], decode: Callable[[Sequenc
 def shared_prefix(trees: Sequence[Tree]) -> list[int]:
     """The ids that all branches of all trees begin with and that were not sampled."""
     contexts = [turn.context for tree in trees for turn in tree.turns if turn.parent is None]
-    shortest, longest = min(contexts), max(contexts)  # the common prefix of these two is that of all
-    same = next((place for place, (one, other) in enumerate(zip(shortest, longest)) if one != other), min(len(shortest), len(longest)))
+    shortest = min(contexts)
+    longest = max(contexts)  # the common prefix of these two is that of all
+    same = next(
+        (place for place, (one, other) in enumerate(zip(shortest, longest)) if one != other),
+        min(len(shortest), len(longest)),
+    )
     return shortest[:same]
 
 
-def _sample(path: list[Turn], learned: set[int], prompt_tokens: int, decode: Callable[[Sequence[int]], str], **more: object) -> Sample:
-    ids, logprobs, versions, mask = array("i"), array("f"), array("i"), array("b")
+def _sample(
+    path: list[Turn],
+    learned: set[int],
+    prompt_tokens: int,
+    decode: Callable[[Sequence[int]], str],
+    **more: object,
+) -> Sample:
+    ids = array("i")
+    logprobs = array("f")
+    versions = array("i")
+    mask = array("b")
     kept: KeptSets | None = None
-    routing, text, spans = b"", "", []
+    routing = b""
+    text = ""
+    spans = []
     for turn in path:
         mine = id(turn) not in learned
-        context, drawn = turn.context[prompt_tokens:] if turn.parent is None else turn.context, turn.completion
+        context = turn.context[prompt_tokens:] if turn.parent is None else turn.context
+        drawn = turn.completion
         for numbers, own in ((array("i", context), False), (drawn.token_ids, mine)):
             kept = join(kept, len(ids), drawn.kept if own else None, len(numbers))
             ids += numbers
             logprobs += drawn.logprobs if own else array("f", bytes(4 * len(numbers)))
-            versions += drawn.versions if numbers is drawn.token_ids else array("i", bytes(4 * len(numbers)))
+            versions += (
+                drawn.versions
+                if numbers is drawn.token_ids
+                else array("i", bytes(4 * len(numbers)))
+            )
             mask += array("b", [own]) * len(numbers)
             said = decode(numbers)
             if not own and said:
                 spans.append((len(text), len(text) + len(said)))
             text += said
-        # Each completion has the experts of all positions so far. Tokens of earlier turns keep the experts they were sampled with.
+        # Each completion has the experts of all positions so far. Tokens of earlier turns keep the
+        # experts they were sampled with.
         routing += drawn.routing[len(routing) :]
     finish_reason = path[-1].completion.finish_reason
     masks = {"policy_mask": array("b") if all(mask) else mask, "environment_spans": spans}
-    return Sample(ids, logprobs, versions, text, finish_reason=finish_reason, routing=routing, kept=kept, **masks, **more)  # pyright: ignore
+    return Sample(
+        ids,
+        logprobs,
+        versions,
+        text,
+        finish_reason=finish_reason,
+        routing=routing,
+        kept=kept,
+        **masks,
+        **more,
+    )  # pyright: ignore
 
 
 NO_ARGUMENTS: Mapping[str, Any] = {}
 _ID_LETTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9  # Mistral's templates refuse ids of any other length
 _COUNTED_A_CALL = 4
-TOO_LARGE, TOO_LONG = "request_too_large", "context_length_exceeded"
+TOO_LARGE = "request_too_large"
+TOO_LONG = "context_length_exceeded"
 _Found = TypeVar("_Found")
 
-MISFORMED = (LookupError, TypeError, AttributeError, ValueError, RecursionError)  # what reading a malformed call raises
+# what reading a malformed call raises
+MISFORMED = (LookupError, TypeError, AttributeError, ValueError, RecursionError)
 
 
 class Refused(Exception):
@@ -159,7 +241,8 @@ class Refused(Exception):
 
     def __init__(self, message: str, kind: str = "invalid_request_error", status: int = 400):
         super().__init__(message)
-        self.kind, self.status = kind, status
+        self.kind = kind
+        self.status = status
 
 
 class Answer(NamedTuple):
@@ -170,7 +253,8 @@ class Answer(NamedTuple):
     finish_reason: str  # "stop" | "length" | "tool_calls"
     prompt_tokens: int
     completion: Completion
-    stop: str | None = None  # the call's stop string that ended the turn; the content ends before it
+    # the call's stop string that ended the turn; the content ends before it
+    stop: str | None = None
     turn: Turn | None = None  # its place in the tree
 
 
@@ -178,7 +262,8 @@ class Kept(NamedTuple):
     """A conversation up to an answer. A call may continue it without sending it again."""
 
     messages: list[Message]
-    letters: int  # in the messages of its last call; the rest is shared with the conversation that it continues
+    # in the messages of its last call; the rest is shared with the conversation that it continues
+    letters: int
 
 
 class _Asked(NamedTuple):
@@ -203,25 +288,34 @@ class _Heard(NamedTuple):
 
 @dataclass
 class Episode:
-    """One episode. `sampling` is the run's: an agent cannot ask for another temperature, since log-probs would then not be those of the
-    policy that is trained. `sampling.max_tokens` bounds every branch as a whole, including prompts and tools."""
+    """One episode.
+
+    `sampling` is the run's: an agent cannot ask for another temperature, since log-probs would then
+    not be those of the policy that is trained. `sampling.max_tokens` bounds every branch as a
+    whole, including prompts and tools.
+    """
 
     generate: Generate
     tokenizer: Tokenizer
     template: ChatTemplate
     parser: Parser
     sampling: Sampling
-    max_calls: int = 256  # most completions, including abandoned ones; also most calls that are refused or abandoned
+    # most completions, including abandoned ones; also most calls that are refused or abandoned
+    max_calls: int = 256
     tree: Tree = field(default_factory=Tree)
-    counts: Counter[str] = field(default_factory=Counter)  # number of calls, and how many of them were rewritten, unstable, out_of_room
+    # number of calls, and how many of them were rewritten, unstable, out_of_room
+    counts: Counter[str] = field(default_factory=Counter)
     last_refusal: str = ""
-    kept: dict[str, Kept] = field(default_factory=dict)  # name of an answer -> the conversation up to it, oldest first
-    called: dict[str, str] = field(default_factory=dict)  # id of a sampled call -> id of the first call of its turn
+    # name of an answer -> the conversation up to it, oldest first
+    kept: dict[str, Kept] = field(default_factory=dict)
+    # id of a sampled call -> id of the first call of its turn
+    called: dict[str, str] = field(default_factory=dict)
     refused: int = 0  # refused or abandoned calls
     _contents: dict[Turn, str] = field(default_factory=dict)  # content of each turn
     _begun: int = 0  # completions that have begun
     _counted: int = 0  # calls that counted tokens
-    _known: dict[bytes, Turn] = field(default_factory=dict)  # name of the conversation up to a turn's message -> the turn
+    # name of the conversation up to a turn's message -> the turn
+    _known: dict[bytes, Turn] = field(default_factory=dict)
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     _seeds: Seeds | None = None
 
@@ -239,10 +333,12 @@ class Episode:
         arguments: Mapping[str, Any] = NO_ARGUMENTS,
         seed: int | None = None,
     ) -> list[Answer]:
-        """Samples n next turns. Messages and tools are in OpenAI's form; contents are texts. A turn also ends at any of the strings in
-        `stop`. `arguments`: variables of the chat template, beside those of model.chat_template. In one episode the same messages and
-        `seed` give the same turns; without `seed` each call draws others.
-        Raises: Refused, EngineError, TimeoutError.
+        """Samples n next turns.
+
+        Messages and tools are in OpenAI's form; contents are texts. A turn also ends at any of the
+        strings in `stop`. `arguments`: variables of the chat template, beside those of
+        model.chat_template. In one episode the same messages and `seed` give the same turns;
+        without `seed` each call draws others. Raises: Refused, EngineError, TimeoutError.
 
         A cancelled call adds nothing to the tree, since nobody has seen its answer.
         """
@@ -264,14 +360,20 @@ class Episode:
         return [self._answer(asked, *each) for each in zip(completions, heard, strict=True)]
 
     def _seed(self, ids: Sequence[int], asked: int | None) -> int | None:
-        """The seed of a call that asks for the seed `asked`. Episodes differ in it all the same: a program that always sends one seed
-        would otherwise play the same episode n times."""
+        """The seed of a call that asks for the seed `asked`.
+
+        Episodes differ in it all the same: a program that always sends one seed would otherwise
+        play the same episode n times.
+        """
         if asked is not None:
             return seed_of("call", self.sampling.seed or 0, asked)
         return None if self._seeds is None else self._seeds.next(ids)
 
     async def aside(self, function: Callable[[], _Found]) -> _Found:
-        """Runs `function` in a thread and returns its result. Calls run one after the other, even if the caller of one has gone."""
+        """Runs `function` in a thread and returns its result.
+
+        Calls run one after the other, even if the caller of one has gone.
+        """
         async with self._reading:
             running = asyncio.ensure_future(asyncio.to_thread(function))
             try:
@@ -287,7 +389,10 @@ class Episode:
         self.counts["out_of_room"] += refusal.kind in (TOO_LARGE, TOO_LONG)
 
     def unread(self, turns: Sequence[Turn]) -> None:
-        """Drops answers that were sent, but whose connection broke before the agent had read them. They count as calls given up."""
+        """Drops answers that were sent, but whose connection broke before the agent had read them.
+
+        They count as calls given up.
+        """
         for turn in turns:
             self.tree.drop(turn)
         self.refuse(Refused("its answer was not read"))
@@ -302,23 +407,44 @@ class Episode:
         """The reason why no more calls are accepted; empty as long as they are."""
         if self.refused <= self.max_calls:
             return ""
-        limit = f"more than rollout.args.max_calls={self.max_calls} of its calls were refused or given up"
+        limit = (
+            f"more than rollout.args.max_calls={self.max_calls} of its calls were refused or "
+            "given up"
+        )
         return f"{limit}; the last one: {self.last_refusal}"
 
     def metrics(self) -> dict[str, float]:
-        calls = {name: float(self.counts[name]) for name in ("calls", "rewritten", "unstable", "out_of_room")}
+        calls = {
+            name: float(self.counts[name])
+            for name in ("calls", "rewritten", "unstable", "out_of_room")
+        }
         return {**calls, "branches": float(len(self.tree.leaves()))}
 
     def why_unanswered(self, why: str) -> str:
-        """The message for an episode that has sampled nothing. `why`: what went wrong with its player, or empty."""
+        """The message for an episode that has sampled nothing.
+
+        `why`: what went wrong with its player, or empty.
+        """
         refused = f"its last call was refused: {self.last_refusal}; " if self.last_refusal else ""
         return f"no call of it was answered: {refused}{why or 'it ended well'}"
 
-    async def count_tokens(self, messages: Sequence[Message], tools: Tools = (), arguments: Mapping[str, Any] = NO_ARGUMENTS) -> int:
-        """The number of tokens in the prompt of these messages, all tokenised from text. Raises Refused."""
+    async def count_tokens(
+        self,
+        messages: Sequence[Message],
+        tools: Tools = (),
+        arguments: Mapping[str, Any] = NO_ARGUMENTS,
+    ) -> int:
+        """The number of tokens in the prompt of these messages, all tokenised from text.
+
+        Raises Refused.
+        """
         self._counted += 1
         if self._counted > _COUNTED_A_CALL * self.max_calls:
-            raise Refused(f"tokens are counted {_COUNTED_A_CALL} times for each of rollout.args.max_calls={self.max_calls}", "max_calls")
+            raise Refused(
+                f"tokens are counted {_COUNTED_A_CALL} times for each of "
+                f"rollout.args.max_calls={self.max_calls}",
+                "max_calls",
+            )
         try:
             return len(await self.aside(lambda: self._place(messages, tools, arguments, None)[1]))
         except MISFORMED as error:
@@ -326,24 +452,44 @@ class Episode:
 
     def logprobs(self, answer: Answer) -> list[tuple[str, float]]:
         """The text and log-prob of each sampled token of an answer, without end-of-text."""
-        ids, values = answer.completion.token_ids, answer.completion.logprobs
-        return [(self.tokenizer.piece(number), value) for number, value in zip(ids, values) if number not in self.tokenizer.eos_ids]
+        ids = answer.completion.token_ids
+        values = answer.completion.logprobs
+        return [
+            (self.tokenizer.piece(number), value)
+            for number, value in zip(ids, values)
+            if number not in self.tokenizer.eos_ids
+        ]
 
-    async def _ready(self, messages: Sequence[Message], tools: Tools, n: int, stop: Sequence[str], arguments: Mapping[str, Any]) -> _Asked:
+    async def _ready(
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        n: int,
+        stop: Sequence[str],
+        arguments: Mapping[str, Any],
+    ) -> _Asked:
         """Raises Refused."""
         if not messages or messages[-1]["role"] == "assistant":
-            raise Refused("the last message must not be the assistant's: the policy does not continue a turn that it has not sampled")
+            raise Refused(
+                "the last message must not be the assistant's: the policy does not continue a "
+                "turn that it has not sampled"
+            )
         if self._begun + n > self.max_calls:
             raise self._no_more_calls()
         if len(stop) + len(self.sampling.stop) > MOST_STRINGS:
-            raise Refused(f"stop: {len(stop)} texts; with those of rollout.stop, there can be {MOST_STRINGS}")
+            raise Refused(
+                f"stop: {len(stop)} texts; with those of rollout.stop, there can be {MOST_STRINGS}"
+            )
 
         def place() -> _Asked:
             conversations = _conversations(messages, tools, arguments)
-            return _Asked(*self._place(messages, tools, arguments, conversations), conversations[-1])
+            return _Asked(
+                *self._place(messages, tools, arguments, conversations), conversations[-1]
+            )
 
         try:
-            await self.parser("", tools)  # if it cannot read the tools, raises now and not after the policy has answered
+            # if it cannot read the tools, raises now and not after the policy has answered
+            await self.parser("", tools)
             asked = await self.aside(place)
         except MISFORMED as error:
             raise Refused(f"the conversation cannot be rendered: {error}"[:500]) from error
@@ -352,30 +498,52 @@ class Episode:
         return asked
 
     def _place(
-        self, messages: Sequence[Message], tools: Tools, arguments: Mapping[str, Any], conversations: Sequence[bytes] | None
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        arguments: Mapping[str, Any],
+        conversations: Sequence[bytes] | None,
     ) -> tuple[Turn | None, list[int]]:
-        """The turn that the messages continue, and the ids between it and the new turn. Without `conversations` (the names of the
-        conversations up to each message) the turn is None. Raises ValueError if the template refuses the messages, and Refused."""
+        """The turn that the messages continue, and the ids between it and the new turn.
+
+        Without `conversations` (the names of the conversations up to each message) the turn is
+        None. Raises ValueError if the template refuses the messages, and Refused.
+        """
         if len(messages) > self.sampling.max_tokens:
             raise self._too_long(f"{len(messages)} messages")
         stand_ins = StandIns([*self.template.special_tokens, *self.template.ends])
         template = self.template.with_arguments(stand_ins.hide(dict(arguments)))
-        shown, listed = [stand_ins.hide(_as_template_wants(message)) for message in messages], list(tools) or None
+        shown = [stand_ins.hide(_as_template_wants(message)) for message in messages]
+        listed = list(tools) or None
         whole = template.render(shown, listed)
         if len(whole) > MOST_CHARS_PER_TOKEN * self.sampling.max_tokens:
             raise self._too_long(f"{len(whole)} characters")
         for name in map(name_of, tools):
             if name not in whole and json.dumps(name)[1:-1] not in whole:
-                raise Refused(f"tools: the model's chat template leaves out the tool {str(name)[:100]!r}, so the policy would not see it")
+                raise Refused(
+                    f"tools: the model's chat template leaves out the tool {str(name)[:100]!r}, "
+                    "so the policy would not see it"
+                )
         if conversations is None:
             return None, stand_ins.encode(whole, self.tokenizer)
-        said = [place for place, message in enumerate(messages, start=1) if message["role"] == "assistant"]
+        said = [
+            place
+            for place, message in enumerate(messages, start=1)
+            if message["role"] == "assistant"
+        ]
         self.counts["rewritten"] += bool(said) and conversations[said[-1]] not in self._known
         for place in reversed(said):
             if (turn := self._known.get(conversations[place])) is None:
                 continue
             before = template.render(shown[:place], listed, answered=True)
-            end = max((found + len(token) for token in template.ends if (found := before.rfind(token)) >= 0), default=0)
+            end = max(
+                (
+                    found + len(token)
+                    for token in template.ends
+                    if (found := before.rfind(token)) >= 0
+                ),
+                default=0,
+            )
             if end and not before[end:].strip() and whole.startswith(before):
                 ended = turn.completion.token_ids[-1:].tolist()[-1] in self.tokenizer.eos_ids
                 begin = end if ended else max(before.rfind(token) for token in template.ends)
@@ -384,10 +552,16 @@ class Episode:
         return None, stand_ins.encode(whole, self.tokenizer)
 
     def _no_more_calls(self) -> Refused:
-        return Refused(f"rollout.args.max_calls={self.max_calls} is the most that an episode may sample", "max_calls")
+        return Refused(
+            f"rollout.args.max_calls={self.max_calls} is the most that an episode may sample",
+            "max_calls",
+        )
 
     def _too_long(self, length: str) -> Refused:
-        limit = f"rollout.max_tokens={self.sampling.max_tokens} is the most that a conversation may have"
+        limit = (
+            f"rollout.max_tokens={self.sampling.max_tokens} is the most that a conversation "
+            "may have"
+        )
         return Refused(f"the maximum context length is exceeded: {length}, and {limit}", TOO_LONG)
 
     async def _heard(self, completion: Completion, tools: Tools, stops: Sequence[str]) -> _Heard:
@@ -398,14 +572,22 @@ class Episode:
         try:
             content, calls = await self.parser(text, tools) if tools else (text, [])
         except MISFORMED:  # the tools are valid, so the text is malformed
-            content, calls = text, []
+            content = text
+            calls = []
         return _Heard(content, calls, stop)
 
     def _answer(self, asked: _Asked, completion: Completion, heard: _Heard) -> Answer:
         turn = self.tree.add(asked.parent, asked.context, completion)
         content, calls, stop = heard
-        named = [("".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH)), call) for call in calls]
-        finish_reason = "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
+        named = [
+            ("".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH)), call)
+            for call in calls
+        ]
+        finish_reason = (
+            "tool_calls"
+            if calls and completion.finish_reason == "stop"
+            else completion.finish_reason
+        )
         self.called.update((number, named[0][0]) for number, _ in named)
         told = {"role": "assistant", "tool_calls": [openai_call(*call) for call in named]}
         for form in (content, content + (stop or "")):  # some agents put the stop string back
@@ -415,24 +597,43 @@ class Episode:
 
 
 def openai_call(number: str, call: ToolCall) -> dict[str, Any]:
-    return {"id": number, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    return {
+        "id": number,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
 
 
-def _conversations(messages: Sequence[Message], tools: Tools, arguments: Mapping[str, Any]) -> list[bytes]:
+def _conversations(
+    messages: Sequence[Message], tools: Tools, arguments: Mapping[str, Any]
+) -> list[bytes]:
     """[len(messages) + 1] a name for the conversation up to each message."""
     given = json.dumps([list(tools), dict(arguments)], sort_keys=True)
     return list(accumulate(messages, _next, initial=hashlib.sha256(given.encode()).digest()))
 
 
 def _next(conversation: bytes, message: Message) -> bytes:
-    """The name after one more message. It ignores what agents may change without changing the meaning: outer white space, other fields."""
-    calls = [(call.get("id"), call["function"]["name"], _json(call["function"]["arguments"])) for call in message.get("tool_calls") or []]
-    said = [message["role"], (message.get("content") or "").strip(), calls, message.get("tool_call_id") or message.get("name")]
+    """The name after one more message.
+
+    It ignores what agents may change without changing the meaning: outer white space, other fields.
+    """
+    calls = [
+        (call.get("id"), call["function"]["name"], _json(call["function"]["arguments"]))
+        for call in message.get("tool_calls") or []
+    ]
+    said = [
+        message["role"],
+        (message.get("content") or "").strip(),
+        calls,
+        message.get("tool_call_id") or message.get("name"),
+    ]
     return hashlib.sha256(conversation + json.dumps(said, sort_keys=True).encode()).digest()
 
 
 def _json(arguments: Any) -> Any:
-    """The value of a call's arguments, which are JSON text in OpenAI's form; unchanged if they are not JSON."""
+    """The value of a call's arguments, which are JSON text in OpenAI's form; unchanged if they are
+    not JSON.
+    """
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
@@ -440,10 +641,17 @@ def _json(arguments: Any) -> Any:
 
 
 def _as_template_wants(message: Message) -> Message:
-    """Converts a call's arguments to an object, as most templates take them. For the others data/chat.py converts them to JSON."""
+    """Converts a call's arguments to an object, as most templates take them.
+
+    For the others data/chat.py converts them to JSON.
+    """
     if not message.get("tool_calls"):
         return {name: value for name, value in message.items() if name != "tool_calls"}
     calls = [
-        {**call, "function": {**call["function"], "arguments": _json(call["function"]["arguments"])}} for call in message["tool_calls"]
+        {
+            **call,
+            "function": {**call["function"], "arguments": _json(call["function"]["arguments"])},
+        }
+        for call in message["tool_calls"]
     ]
     return {**message, "tool_calls": calls}

@@ -1,4 +1,6 @@
-"""OpenAI's chat completions: reads requests as messages, writes answers as JSON (platform.openai.com/docs/api-reference/chat)."""
+"""OpenAI's chat completions: reads requests as messages, writes answers as JSON
+(platform.openai.com/docs/api-reference/chat).
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,16 @@ from megarl.agents.episode import Answer, Refused, openai_call
 from megarl.data.chat import RESERVED, Message
 from megarl.generator.tool_parsers import ToolCall
 
-ROLES = {"developer": "system", **{role: role for role in ("system", "user", "assistant", "tool")}}  # OpenAI's role -> the template's
+# OpenAI's role -> the template's
+ROLES = {"developer": "system", **{role: role for role in ("system", "user", "assistant", "tool")}}
 _MOST_CHOICES = 128
 _MOST_STOP_LETTERS = 256  # an engine searches this much text after every token
-FORCED = "training uses the policy's log-probs, and this would need tokens from another distribution"
-_DRAWN = "the run's rollout settings say how tokens are drawn, because training uses their log-probs"
+FORCED = (
+    "training uses the policy's log-probs, and this would need tokens from another distribution"
+)
+_DRAWN = (
+    "the run's rollout settings say how tokens are drawn, because training uses their log-probs"
+)
 _UNSUPPORTED = "it is not supported"
 TRAINED = "the policy is trained on the conversation as it was sent"
 _OWN_TOKENS = "the endpoint alone turns conversations into tokens"
@@ -74,16 +81,22 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "web_search_options": ((), _UNSUPPORTED),
 }
 HONOURED = frozenset(
-    "messages tools tool_choice max_completion_tokens max_tokens n seed stop stream stream_options logprobs response_format model "
+    "messages tools tool_choice max_completion_tokens max_tokens n seed stop stream "
+    "stream_options logprobs response_format model "
     "chat_template_kwargs".split()
 )
-# These and fields that nobody knows are ignored. What asks how tokens are drawn is the run's to say. The rest asks for no other tokens:
-# hints for speed, accounting, or advice that a model of another vendor could follow.
+# These and fields that nobody knows are ignored. What asks how tokens are drawn is the run's to
+# say. The rest asks for no other tokens: hints for speed, accounting, or advice that a model of
+# another vendor could follow.
 IGNORED = frozenset(
-    "temperature top_p top_k min_p reasoning_effort thinking verbosity parallel_tool_calls metadata user safety_identifier store "
-    "service_tier prediction prompt_cache_key prompt_cache_retention separate_reasoning stream_reasoning skip_special_tokens no_stop_trim "
-    "routed_experts_start_len return_cached_tokens_details return_spec_tokens_details sampling_logprobs_mode session_id rid extra_key "
-    "cache_salt priority data_parallel_rank max_dynamic_patch min_dynamic_patch use_audio_in_video images_config video_config "
+    "temperature top_p top_k min_p reasoning_effort thinking verbosity parallel_tool_calls "
+    "metadata user safety_identifier store "
+    "service_tier prediction prompt_cache_key prompt_cache_retention separate_reasoning "
+    "stream_reasoning skip_special_tokens no_stop_trim "
+    "routed_experts_start_len return_cached_tokens_details return_spec_tokens_details "
+    "sampling_logprobs_mode session_id rid extra_key "
+    "cache_salt priority data_parallel_rank max_dynamic_patch min_dynamic_patch "
+    "use_audio_in_video images_config video_config "
     "mm_processor_kwargs".split()
 )
 
@@ -105,20 +118,31 @@ class Request(NamedTuple):
 
 
 def read_request(body: dict[str, Any]) -> Request:
-    """Raises Refused for settings that cannot be honoured. Ignores temperature and top_p: the run decides how tokens are drawn."""
+    """Raises Refused for settings that cannot be honoured.
+
+    Ignores temperature and top_p: the run decides how tokens are drawn.
+    """
     asked_format = (body.get("response_format") or {}).get("type", "text")
     if asked_format != "text":
-        raise Refused(f"response_format.type={str(asked_format)[:100]}: no format can be forced: {FORCED}")
+        raise Refused(
+            f"response_format.type={str(asked_format)[:100]}: no format can be forced: {FORCED}"
+        )
     refuse_unless_neutral(body, NEUTRAL)
     n = whole_number(body, "n", _MOST_CHOICES) or 1
     choice = tool_choice("tool_choice", body.get("tool_choice") or "auto")
     tools = [] if choice == "none" else body.get("tools") or []
-    if wrong := [tool for tool in tools if tool.get("type") != "function" or not isinstance(tool["function"]["name"], str)]:
+    if wrong := [
+        tool
+        for tool in tools
+        if tool.get("type") != "function" or not isinstance(tool["function"]["name"], str)
+    ]:
         raise Refused(f"tools: of type {wrong[0].get('type')}; only functions are supported")
     most = whole_number(body, "max_completion_tokens") or whole_number(body, "max_tokens")
     usage = bool((body.get("stream_options") or {}).get("include_usage"))
-    stop, logprobs = stop_strings(body, "stop"), body.get("logprobs") is True
-    messages, stream = [*map(_message, body["messages"])], bool(body.get("stream"))
+    stop = stop_strings(body, "stop")
+    logprobs = body.get("logprobs") is True
+    messages = [*map(_message, body["messages"])]
+    stream = bool(body.get("stream"))
     return Request(
         messages=messages,
         tools=tools,
@@ -135,14 +159,22 @@ def read_request(body: dict[str, Any]) -> Request:
 
 
 def template_arguments(body: dict[str, Any]) -> dict[str, Any]:
-    """Variables of the chat template, which vLLM and SGLang take too. Raises Refused for those that are no arguments."""
+    """Variables of the chat template, which vLLM and SGLang take too.
+
+    Raises Refused for those that are no arguments.
+    """
     arguments = body.get("chat_template_kwargs") or {}
     if wrong := [name for name in arguments if name in RESERVED]:
-        raise Refused(f"chat_template_kwargs: {wrong[0]} is set for every conversation; it cannot be an argument of the template")
+        raise Refused(
+            f"chat_template_kwargs: {wrong[0]} is set for every conversation; it cannot be an "
+            "argument of the template"
+        )
     return dict(arguments)
 
 
-def refuse_unless_neutral(body: dict[str, Any], neutral: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
+def refuse_unless_neutral(
+    body: dict[str, Any], neutral: Mapping[str, tuple[tuple[Any, ...], str]]
+) -> None:
     for name, (values, why) in neutral.items():
         if (value := body.get(name)) is not None and value not in values:
             only = f"must be {' or '.join(map(str, values))}" if values else "cannot be set"
@@ -152,7 +184,10 @@ def refuse_unless_neutral(body: dict[str, Any], neutral: Mapping[str, tuple[tupl
 def tool_choice(name: str, choice: Any) -> str:
     """The request's choice: auto or none. Raises Refused if it would force a call."""
     if choice not in ("auto", "none"):
-        raise Refused(f"{name}={str(choice)[:100]}: must be auto or none: no call can be forced upon the policy: {FORCED}")
+        raise Refused(
+            f"{name}={str(choice)[:100]}: must be auto or none: no call can be forced upon the "
+            f"policy: {FORCED}"
+        )
     return choice
 
 
@@ -161,7 +196,9 @@ def stop_strings(body: dict[str, Any], name: str) -> tuple[str, ...]:
     value = body.get(name) or []
     found = (value,) if isinstance(value, str) else tuple(value)
     if not all(isinstance(text, str) and 0 < len(text) <= _MOST_STOP_LETTERS for text in found):
-        raise Refused(f"{name}={str(value)[:50]}: must be texts of 1 to {_MOST_STOP_LETTERS} characters")
+        raise Refused(
+            f"{name}={str(value)[:50]}: must be texts of 1 to {_MOST_STOP_LETTERS} characters"
+        )
     return found
 
 
@@ -173,7 +210,10 @@ def _seed(body: dict[str, Any]) -> int | None:
 
 
 def whole_number(body: dict[str, Any], name: str, most: int = 1 << 31) -> int | None:
-    """A field of the request; None if it is not set. Raises Refused if it is not a whole number from 1 to `most`."""
+    """A field of the request; None if it is not set.
+
+    Raises Refused if it is not a whole number from 1 to `most`.
+    """
     value = body.get(name)
     if value is not None and (type(value) is not int or not 1 <= value <= most):
         raise Refused(f"{name}={str(value)[:50]}: must be a whole number from 1 to {most}")
@@ -181,10 +221,15 @@ def whole_number(body: dict[str, Any], name: str, most: int = 1 << 31) -> int | 
 
 
 def text_of(content: Any, *kinds: str) -> str:
-    """The text of a message's content, which may be a list of parts. `kinds`: the types of text parts, besides "text"."""
+    """The text of a message's content, which may be a list of parts.
+
+    `kinds`: the types of text parts, besides "text".
+    """
     if content is None or isinstance(content, str):
         return content or ""
-    if wrong := [part.get("type") for part in content if part.get("type") not in (kinds or ("text",))]:
+    if wrong := [
+        part.get("type") for part in content if part.get("type") not in (kinds or ("text",))
+    ]:
         raise Refused(f"content of type {wrong[0]}: only text is supported")
     return "".join(part["text"] for part in content)
 
@@ -194,7 +239,10 @@ def _message(message: dict[str, Any]) -> Message:
     if role is None:
         raise Refused(f"role={str(message['role'])[:50]}: must be {', '.join(ROLES)}")
     kept = {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
-    calls = [(call["id"], ToolCall(call["function"]["name"], call["function"]["arguments"])) for call in message.get("tool_calls") or ()]
+    calls = [
+        (call["id"], ToolCall(call["function"]["name"], call["function"]["arguments"]))
+        for call in message.get("tool_calls") or ()
+    ]
     if calls:
         kept["tool_calls"] = [openai_call(*call) for call in calls]
     if role == "assistant":
@@ -208,21 +256,44 @@ Logprobs = Sequence[Sequence[tuple[str, float]] | None]
 
 def written(answers: Sequence[Answer], logprobs: Logprobs, name: str, model: str) -> dict[str, Any]:
     choices = [
-        {"index": index, "message": _said(answer), "finish_reason": answer.finish_reason, "logprobs": _logprobs(values)}
+        {
+            "index": index,
+            "message": _said(answer),
+            "finish_reason": answer.finish_reason,
+            "logprobs": _logprobs(values),
+        }
         for index, (answer, values) in enumerate(zip(answers, logprobs, strict=True))
     ]
     return {**_head(name, model, "chat.completion"), "choices": choices, "usage": _usage(answers)}
 
 
-def streamed(answers: Sequence[Answer], logprobs: Logprobs, name: str, model: str, usage: bool) -> Iterator[dict[str, Any]]:
-    """The finished answers as chunks. Each text and each call is one chunk, since a call is known only at its end."""
+def streamed(
+    answers: Sequence[Answer], logprobs: Logprobs, name: str, model: str, usage: bool
+) -> Iterator[dict[str, Any]]:
+    """The finished answers as chunks.
+
+    Each text and each call is one chunk, since a call is known only at its end.
+    """
     head = _head(name, model, "chat.completion.chunk")
     for index, (answer, values) in enumerate(zip(answers, logprobs, strict=True)):
         said = _said(answer)
         for number, call in enumerate(said.get("tool_calls", ())):
             call["index"] = number
-        yield {**head, "choices": [{"index": index, "delta": said, "finish_reason": None, "logprobs": _logprobs(values)}]}
-        yield {**head, "choices": [{"index": index, "delta": {}, "finish_reason": answer.finish_reason}]}
+        yield {
+            **head,
+            "choices": [
+                {
+                    "index": index,
+                    "delta": said,
+                    "finish_reason": None,
+                    "logprobs": _logprobs(values),
+                }
+            ],
+        }
+        yield {
+            **head,
+            "choices": [{"index": index, "delta": {}, "finish_reason": answer.finish_reason}],
+        }
     if usage:
         yield {**head, "choices": [], "usage": _usage(answers)}
 
@@ -233,7 +304,11 @@ def _head(name: str, model: str, kind: str) -> dict[str, Any]:
 
 def _said(answer: Answer) -> dict[str, Any]:
     calls = [openai_call(*call) for call in answer.calls]
-    return {"role": "assistant", "content": answer.content or ("" if not calls else None), **({"tool_calls": calls} if calls else {})}
+    return {
+        "role": "assistant",
+        "content": answer.content or ("" if not calls else None),
+        **({"tool_calls": calls} if calls else {}),
+    }
 
 
 def _logprobs(values: Sequence[tuple[str, float]] | None) -> dict[str, Any] | None:
@@ -243,7 +318,10 @@ def _logprobs(values: Sequence[tuple[str, float]] | None) -> dict[str, Any] | No
 
 
 def token_logprobs(values: Sequence[tuple[str, float]]) -> list[dict[str, Any]]:
-    return [{"token": text, "logprob": value, "bytes": _bytes(text), "top_logprobs": []} for text, value in values]
+    return [
+        {"token": text, "logprob": value, "bytes": _bytes(text), "top_logprobs": []}
+        for text, value in values
+    ]
 
 
 def _bytes(text: str) -> list[int] | None:
@@ -252,9 +330,16 @@ def _bytes(text: str) -> list[int] | None:
 
 
 def _usage(answers: Sequence[Answer]) -> dict[str, int]:
-    prompt, completion = answers[0].prompt_tokens, sum(len(answer.completion.token_ids) for answer in answers)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    prompt = answers[0].prompt_tokens
+    completion = sum(len(answer.completion.token_ids) for answer in answers)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
 
 
 def error(message: str, kind: str) -> dict[str, Any]:
-    return {"error": {"message": message, "type": "invalid_request_error", "code": kind, "param": None}}
+    return {
+        "error": {"message": message, "type": "invalid_request_error", "code": kind, "param": None}
+    }

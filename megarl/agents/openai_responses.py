@@ -1,7 +1,9 @@
-"""OpenAI's responses: reads requests as messages, writes answers as JSON (platform.openai.com/docs/api-reference/responses).
+"""OpenAI's responses: reads requests as messages, writes answers as JSON
+(platform.openai.com/docs/api-reference/responses).
 
-Here a turn of the policy is several items: its text, and each of its calls. When they come back they are joined into one message, since a
-conversation continues from the sampled ids only if the message of a turn is unchanged.
+Here a turn of the policy is several items: its text, and each of its calls. When they come back
+they are joined into one message, since a conversation continues from the sampled ids only if the
+message of a turn is unchanged.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ from megarl.data.chat import Message
 from megarl.generator.tool_parsers import ToolCall
 
 __all__ = ["error"]  # errors have the form of chat completions
-_LOGPROBS = "message.output_text.logprobs"  # value of `include`; its other values name data that no answer here has
-_MOST_KEPT_LETTERS = 16 << 20  # of an episode; otherwise its calls together could keep a whole request each
+# value of `include`; its other values name data that no answer here has
+_LOGPROBS = "message.output_text.logprobs"
+# of an episode; otherwise its calls together could keep a whole request each
+_MOST_KEPT_LETTERS = 16 << 20
 _NEUTRAL = {
     **NEUTRAL,
     "response_format": (({"type": "text"},), FORCED),
@@ -42,11 +46,18 @@ _NEUTRAL = {
     "context_management": (([],), TRAINED),
 }
 HONOURED = frozenset(
-    "input instructions previous_response_id tools tool_choice max_output_tokens stop stream store include text model "
+    "input instructions previous_response_id tools tool_choice max_output_tokens stop stream "
+    "store include text model "
     "chat_template_kwargs".split()
 )
 # max_tool_calls counts calls that the server makes, and the endpoint makes none.
-IGNORED = (IGNORED_BY_CHAT - {"store"}) | {"seed", "reasoning", "max_tool_calls", "stream_options", "request_id"}
+IGNORED = (IGNORED_BY_CHAT - {"store"}) | {
+    "seed",
+    "reasoning",
+    "max_tool_calls",
+    "stream_options",
+    "request_id",
+}
 
 
 class Asked(NamedTuple):
@@ -66,18 +77,25 @@ class Asked(NamedTuple):
 
 
 def read_request(body: dict[str, Any]) -> Asked:
-    """Raises Refused for settings that cannot be honoured. Ignores temperature and top_p: the run decides how tokens are drawn."""
+    """Raises Refused for settings that cannot be honoured.
+
+    Ignores temperature and top_p: the run decides how tokens are drawn.
+    """
     refuse_unless_neutral(body, _NEUTRAL)
     asked_format = ((body.get("text") or {}).get("format") or {}).get("type", "text")
     if asked_format != "text":
-        raise Refused(f"text.format.type={str(asked_format)[:100]}: no format can be forced: {FORCED}")
+        raise Refused(
+            f"text.format.type={str(asked_format)[:100]}: no format can be forced: {FORCED}"
+        )
     choice = tool_choice("tool_choice", body.get("tool_choice") or "auto")
     given = body["input"]
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     return Asked(
         messages=[message for item in items for message in _messages(item)],
         instructions=_string(body, "instructions") if body.get("instructions") else "",
-        previous=_string(body, "previous_response_id") if body.get("previous_response_id") else None,
+        previous=_string(body, "previous_response_id")
+        if body.get("previous_response_id")
+        else None,
         tools=[] if choice == "none" else [*map(_tool, body.get("tools") or [])],
         max_tokens=whole_number(body, "max_output_tokens"),
         stop=stop_strings(body, "stop"),  # not in OpenAI's interface, but in that of other servers
@@ -91,8 +109,15 @@ def read_request(body: dict[str, Any]) -> Asked:
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool["type"] != "function":
-        raise Refused(f"tools: of type {str(tool['type'])[:50]}: only functions are supported: the endpoint calls no tools")
-    function = {"name": _string(tool, "name"), "description": tool.get("description") or "", "parameters": tool.get("parameters") or {}}
+        raise Refused(
+            f"tools: of type {str(tool['type'])[:50]}: only functions are supported: the endpoint "
+            "calls no tools"
+        )
+    function = {
+        "name": _string(tool, "name"),
+        "description": tool.get("description") or "",
+        "parameters": tool.get("parameters") or {},
+    }
     return {"type": "function", "function": function}
 
 
@@ -101,17 +126,37 @@ def _messages(item: dict[str, Any]) -> list[Message]:
     if kind == "message":
         role = ROLES.get(item["role"])
         if role in (None, "tool"):
-            raise Refused(f"role={str(item['role'])[:50]}: must be developer, system, user, assistant")
+            raise Refused(
+                f"role={str(item['role'])[:50]}: must be developer, system, user, assistant"
+            )
         return [{"role": role, "content": text_of(item["content"], "input_text", "output_text")}]
     if kind == "function_call":
         call = ToolCall(_string(item, "name"), _string(item, "arguments"))
-        return [{"role": "assistant", "content": "", "tool_calls": [openai_call(_string(item, "call_id"), call)]}]
+        return [
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [openai_call(_string(item, "call_id"), call)],
+            }
+        ]
     if kind == "function_call_output":
-        return [{"role": "tool", "tool_call_id": _string(item, "call_id"), "content": text_of(item["output"], "input_text", "output_text")}]
+        return [
+            {
+                "role": "tool",
+                "tool_call_id": _string(item, "call_id"),
+                "content": text_of(item["output"], "input_text", "output_text"),
+            }
+        ]
     if kind != "reasoning":
-        raise Refused(f"input: an item of type {str(kind)[:50]}: only message, function_call and function_call_output are supported")
+        raise Refused(
+            f"input: an item of type {str(kind)[:50]}: only message, function_call and "
+            "function_call_output are supported"
+        )
     if item.get("summary") or item.get("content"):
-        raise Refused("input: reasoning with a text is not supported: the policy's messages contain its reasoning")
+        raise Refused(
+            "input: reasoning with a text is not supported: the policy's messages contain its "
+            "reasoning"
+        )
     return []
 
 
@@ -126,19 +171,27 @@ def conversation(episode: Episode, asked: Asked) -> list[Message]:
     if asked.previous is None:
         return _joined(asked.messages, episode.called)
     if asked.previous not in episode.kept:
-        raise Refused(f"Previous response with id '{asked.previous[:100]}' not found.", "previous_response_not_found", 404)
+        raise Refused(
+            f"Previous response with id '{asked.previous[:100]}' not found.",
+            "previous_response_not_found",
+            404,
+        )
     return [*episode.kept[asked.previous].messages, *_joined(asked.messages, episode.called)]
 
 
 def _joined(messages: Sequence[Message], called: Mapping[str, str]) -> list[Message]:
-    """Joins each turn of the assistant, its text and its calls, into one message. Calls of one turn stay together even if an agent has put
-    each result directly after its call."""
+    """Joins each turn of the assistant, its text and its calls, into one message.
+
+    Calls of one turn stay together even if an agent has put each result directly after its call.
+    """
     found: list[Message] = []
     turn: Message | None = None  # the assistant's latest turn
     for message in messages:
         if message["role"] != "assistant":
             found.append(message)
-        elif turn and (_side_by_side(found[-1], turn, message) or _of_one_turn(turn, message, called)):
+        elif turn and (
+            _side_by_side(found[-1], turn, message) or _of_one_turn(turn, message, called)
+        ):
             turn["content"] = turn["content"] or message["content"]
             turn["tool_calls"].extend(message.get("tool_calls", ()))
         else:
@@ -148,24 +201,41 @@ def _joined(messages: Sequence[Message], called: Mapping[str, str]) -> list[Mess
 
 
 def _side_by_side(latest: Message, turn: Message, message: Message) -> bool:
-    """Whether two neighbouring messages are one turn. A turn has only one text, so two texts are two turns."""
+    """Whether two neighbouring messages are one turn.
+
+    A turn has only one text, so two texts are two turns.
+    """
     return latest is turn and not (turn["content"] and message["content"])
 
 
 def _of_one_turn(turn: Message, message: Message, called: Mapping[str, str]) -> bool:
-    first, more = ([called.get(call["id"]) for call in each.get("tool_calls", ())][:1] for each in (turn, message))
+    first, more = (
+        [called.get(call["id"]) for call in each.get("tool_calls", ())][:1]
+        for each in (turn, message)
+    )
     return first == more and first not in ([], [None])
 
 
-def keep(episode: Episode, name: str, asked: Asked, said: Sequence[Message], answer: Answer) -> None:
-    """Keeps an answer, so that later calls can continue it. If all kept answers together are too large, the oldest are dropped."""
-    turn = {"role": "assistant", "content": answer.content, "tool_calls": [openai_call(*call) for call in answer.calls]}
+def keep(
+    episode: Episode, name: str, asked: Asked, said: Sequence[Message], answer: Answer
+) -> None:
+    """Keeps an answer, so that later calls can continue it.
+
+    If all kept answers together are too large, the oldest are dropped.
+    """
+    turn = {
+        "role": "assistant",
+        "content": answer.content,
+        "tool_calls": [openai_call(*call) for call in answer.calls],
+    }
     episode.kept[f"resp_{name}"] = Kept([*said, turn], len(str(asked.messages)))
     while sum(kept.letters for kept in episode.kept.values()) > _MOST_KEPT_LETTERS:
         del episode.kept[next(iter(episode.kept))]
 
 
-def written(answer: Answer, logprobs: Sequence[tuple[str, float]], name: str, asked: Asked) -> dict[str, Any]:
+def written(
+    answer: Answer, logprobs: Sequence[tuple[str, float]], name: str, asked: Asked
+) -> dict[str, Any]:
     cut = answer.finish_reason == "length"
     return {
         "id": f"resp_{name}",
@@ -180,7 +250,8 @@ def written(answer: Answer, logprobs: Sequence[tuple[str, float]], name: str, as
         "previous_response_id": asked.previous,
         "max_output_tokens": asked.max_tokens,
         "parallel_tool_calls": True,
-        # The openai package's types require these fields. They are left empty: the agent knows its own request, which may be long.
+        # The openai package's types require these fields. They are left empty: the agent knows its
+        # own request, which may be long.
         "instructions": None,
         "metadata": {},
         "tools": [],
@@ -188,50 +259,101 @@ def written(answer: Answer, logprobs: Sequence[tuple[str, float]], name: str, as
     }
 
 
-def _items(answer: Answer, logprobs: Sequence[tuple[str, float]], name: str, cut: bool) -> list[dict[str, Any]]:
+def _items(
+    answer: Answer, logprobs: Sequence[tuple[str, float]], name: str, cut: bool
+) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     if answer.content or not answer.calls:
         tokens = [{**token, "bytes": token["bytes"] or []} for token in token_logprobs(logprobs)]
-        text = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": tokens}
+        text = {
+            "type": "output_text",
+            "text": answer.content,
+            "annotations": [],
+            "logprobs": tokens,
+        }
         status = "incomplete" if cut else "completed"
-        items.append({"type": "message", "id": f"msg_{name}", "role": "assistant", "status": status, "content": [text]})
+        items.append(
+            {
+                "type": "message",
+                "id": f"msg_{name}",
+                "role": "assistant",
+                "status": status,
+                "content": [text],
+            }
+        )
     for number, (call_id, call) in enumerate(answer.calls):
-        about = {"type": "function_call", "id": f"fc_{name}_{number}", "call_id": call_id, "status": "completed"}
+        about = {
+            "type": "function_call",
+            "id": f"fc_{name}_{number}",
+            "call_id": call_id,
+            "status": "completed",
+        }
         items.append({**about, "name": call.name, "arguments": call.arguments})
     return items
 
 
 def _usage(answer: Answer) -> dict[str, Any]:
-    prompt, sampled = answer.prompt_tokens, len(answer.completion.token_ids)
-    details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
-    return {"input_tokens": prompt, "output_tokens": sampled, "total_tokens": prompt + sampled, **details}
+    prompt = answer.prompt_tokens
+    sampled = len(answer.completion.token_ids)
+    details = {
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 0},
+    }
+    return {
+        "input_tokens": prompt,
+        "output_tokens": sampled,
+        "total_tokens": prompt + sampled,
+        **details,
+    }
 
 
-def streamed(answer: Answer, logprobs: Sequence[tuple[str, float]], name: str, asked: Asked) -> Iterator[tuple[str, dict[str, Any]]]:
+def streamed(
+    answer: Answer, logprobs: Sequence[tuple[str, float]], name: str, asked: Asked
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """The finished answer as events (name, data). Each text and each call is one piece."""
     whole = written(answer, logprobs, name, asked)
-    begun = {"response": {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}}
-    events: list[tuple[str, dict[str, Any]]] = [("response.created", begun), ("response.in_progress", begun)]
+    begun = {
+        "response": {
+            **whole,
+            "status": "in_progress",
+            "incomplete_details": None,
+            "output": [],
+            "usage": None,
+        }
+    }
+    events: list[tuple[str, dict[str, Any]]] = [
+        ("response.created", begun),
+        ("response.in_progress", begun),
+    ]
     for index, item in enumerate(whole["output"]):
         told = _of_text(item) if item["type"] == "message" else _of_call(item)
         events += [(kind, {"output_index": index, **data}) for kind, data in told]
     events.append((f"response.{whole['status']}", {"response": whole}))
-    yield from ((kind, {"sequence_number": number, **data}) for number, (kind, data) in enumerate(events))
+    yield from (
+        (kind, {"sequence_number": number, **data}) for number, (kind, data) in enumerate(events)
+    )
 
 
 def _of_text(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     [part], place = item["content"], {"item_id": item["id"], "content_index": 0}
     yield "response.output_item.added", {"item": {**item, "status": "in_progress", "content": []}}
     yield "response.content_part.added", {**place, "part": {**part, "text": "", "logprobs": []}}
-    yield "response.output_text.delta", {**place, "delta": part["text"], "logprobs": part["logprobs"]}
+    yield (
+        "response.output_text.delta",
+        {**place, "delta": part["text"], "logprobs": part["logprobs"]},
+    )
     yield "response.output_text.done", {**place, "text": part["text"], "logprobs": part["logprobs"]}
     yield "response.content_part.done", {**place, "part": part}
     yield "response.output_item.done", {"item": item}
 
 
 def _of_call(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    place, arguments = {"item_id": item["id"]}, item["arguments"]
+    place = {"item_id": item["id"]}
+    arguments = item["arguments"]
     yield "response.output_item.added", {"item": {**item, "status": "in_progress", "arguments": ""}}
     yield "response.function_call_arguments.delta", {**place, "delta": arguments}
-    yield "response.function_call_arguments.done", {**place, "name": item["name"], "arguments": arguments}
+    yield (
+        "response.function_call_arguments.done",
+        {**place, "name": item["name"], "arguments": arguments},
+    )
     yield "response.output_item.done", {"item": item}

@@ -1,4 +1,7 @@
-"""Episodes that are played from outside, by a program or a hub's environment. Each episode calls the policy at its own endpoint."""
+"""Episodes that are played from outside, by a program or a hub's environment.
+
+Each episode calls the policy at its own endpoint.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,13 @@ _MOST_TOLD = 20  # most failures that are written to the log
 
 @dataclass(eq=False)
 class Player(ABC):
-    """Plays the n episodes of each prompt. An episode that fails gets the reward `on_crash`, and is trained on.
+    """Plays the n episodes of each prompt.
 
-    An episode in which no call of the policy was answered has sampled nothing. It is played again up to `retries` times; then its prompt is
-    dropped. The run fails if that happens to more than `max_unanswered` of the last 100 prompts.
+    An episode that fails gets the reward `on_crash`, and is trained on.
+
+    An episode in which no call of the policy was answered has sampled nothing. It is played again
+    up to `retries` times; then its prompt is dropped. The run fails if that happens to more than
+    `max_unanswered` of the last 100 prompts.
     """
 
     rollout: str  # the value of rollout.name
@@ -47,14 +53,20 @@ class Player(ABC):
     failures: ClassVar[tuple[str, ...]]  # all kinds of failure; each is a metric
 
     def __post_init__(self) -> None:
-        self._endpoint, self._opening, self._is_open = Endpoint(), asyncio.Lock(), False
+        self._endpoint = Endpoint()
+        self._opening = asyncio.Lock()
+        self._is_open = False
         self._places = asyncio.Semaphore(self.at_once)
-        self._unanswered, self._why = deque[bool](maxlen=_RECENT), ""  # for each of the last prompts; of the last one
+        self._unanswered = deque[bool](maxlen=_RECENT)
+        self._why = ""  # for each of the last prompts; of the last one
         self._told = 0
 
-    async def __call__(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> Group:
-        """Raises RunError if too many prompts are unanswered or no episode can be played, and the error of any failed call of the
-        policy."""
+    async def __call__(
+        self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int
+    ) -> Group:
+        """Raises RunError if too many prompts are unanswered or no episode can be played, and the
+        error of any failed call of the policy.
+        """
         async with self._opening:
             if not self._is_open:
                 await self.open()
@@ -64,7 +76,10 @@ class Player(ABC):
         if sum(self._unanswered) > self.max_unanswered * _RECENT:
             share = f"{sum(self._unanswered)} of the last {len(self._unanswered)} prompts"
             limit = f"more than rollout.args.max_unanswered={self.max_unanswered:g} of {_RECENT}"
-            raise RunError(f"{self.name} sampled nothing from the policy for {share}, {limit}; for example {self._why}")
+            raise RunError(
+                f"{self.name} sampled nothing from the policy for {share}, {limit}; for example "
+                f"{self._why}"
+            )
         return group_of(prompt, played, self.tokenizer.decode_all)
 
     async def open(self) -> None:
@@ -76,25 +91,46 @@ class Player(ABC):
         await self.parser.close()
 
     @abstractmethod
-    async def play(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Played]:
-        """The n episodes of a prompt, as `played` returns them. Episodes that sampled nothing have no turns."""
+    async def play(
+        self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int
+    ) -> list[Played]:
+        """The n episodes of a prompt, as `played` returns them.
+
+        Episodes that sampled nothing have no turns.
+        """
 
     def episode(self, context: RolloutContext, sampling: Sampling, index: int) -> Episode:
         """The prompt's episode number `index`, from 0 on."""
         sampling = sampling.of_sample(index)
-        return Episode(context.generate, self.tokenizer, self.template, self.parser, sampling, self.max_calls)
+        return Episode(
+            context.generate, self.tokenizer, self.template, self.parser, sampling, self.max_calls
+        )
 
     def unanswered(self, prompt: Prompt, episode: Episode, why: str, errors: str = "") -> str:
-        """Notes and returns the reason why an episode has sampled nothing. `why`: the failure of its player."""
+        """Notes and returns the reason why an episode has sampled nothing.
+
+        `why`: the failure of its player.
+        """
         found = episode.why_unanswered(why)
-        self._why = f"prompt {prompt.ordinal}: {found}" + (f"; the end of its errors:\n{errors}" if errors else "")
+        self._why = f"prompt {prompt.ordinal}: {found}" + (
+            f"; the end of its errors:\n{errors}" if errors else ""
+        )
         return found
 
     def played(self, episode: Episode, score: Score, own: dict[str, float]) -> Played:
-        """An episode with its score, or with the substitute from `failed`. `own`: the metrics of its player."""
+        """An episode with its score, or with the substitute from `failed`.
+
+        `own`: the metrics of its player.
+        """
         kinds = [failure.kind for failure in score.failures if failure.part == self._part]
         return Played(
-            episode.tree, score, {**own, **episode.metrics(), **{f"failed_{kind}": float(kind in kinds) for kind in self.failures}}
+            episode.tree,
+            score,
+            {
+                **own,
+                **episode.metrics(),
+                **{f"failed_{kind}": float(kind in kinds) for kind in self.failures},
+            },
         )
 
     def failed(self, kind: str, why: str, errors: str = "") -> Score:
@@ -108,14 +144,29 @@ class Player(ABC):
         """Writes a failure to the log, up to a limit."""
         self._told += 1
         if self._told <= _MOST_TOLD:
-            more = "; further failures are not written, but counted (rollout/failed_…)" if self._told == _MOST_TOLD else ""
-            print("\n".join([f"prompt {prompt.ordinal}: {self.name} failed: {why}{more}", *([errors] if errors else [])]), flush=True)
+            more = (
+                "; further failures are not written, but counted (rollout/failed_…)"
+                if self._told == _MOST_TOLD
+                else ""
+            )
+            print(
+                "\n".join(
+                    [
+                        f"prompt {prompt.ordinal}: {self.name} failed: {why}{more}",
+                        *([errors] if errors else []),
+                    ]
+                ),
+                flush=True,
+            )
 
 
 def check_on_crash(on_crash: float) -> None:
     """Raises ConfigError."""
     if not abs(on_crash) <= MAX_REWARD:
-        raise ConfigError(f"rollout.args.on_crash={on_crash}: must be a finite number of absolute value at most {MAX_REWARD:g}")
+        raise ConfigError(
+            f"rollout.args.on_crash={on_crash}: must be a finite number of absolute value at most "
+            f"{MAX_REWARD:g}"
+        )
 
 
 # A player's report on an episode: a reward, and further numbers.
@@ -130,9 +181,18 @@ class NoReward(Exception):
 
 
 def numbers(told: dict[str, Any], otherwise: str) -> tuple[Score, dict[str, float]]:
-    """The reward and the metrics in `told`. Raises NoReward with the message `otherwise` if there is no reward or anything else besides."""
-    found = {name: float(value) for name, value in told.items() if type(value) in (int, float) and abs(value) <= MAX_REWARD}
+    """The reward and the metrics in `told`.
+
+    Raises NoReward with the message `otherwise` if there is no reward or anything else besides.
+    """
+    found = {
+        name: float(value)
+        for name, value in told.items()
+        if type(value) in (int, float) and abs(value) <= MAX_REWARD
+    }
     named = len(told) <= MOST_METRICS and all(map(_METRIC.fullmatch, told))
     if "reward" not in found or len(found) < len(told) or not named:
         raise NoReward(otherwise)
-    return Score(found["reward"]), {name: value for name, value in found.items() if name != "reward"}
+    return Score(found["reward"]), {
+        name: value for name, value in found.items() if name != "reward"
+    }

@@ -1,4 +1,7 @@
-"""Episodes that a program plays. It may be any program that calls the policy by OpenAI's or Anthropic's interface (docs/agents.md)."""
+"""Episodes that a program plays.
+
+It may be any program that calls the policy by OpenAI's or Anthropic's interface (docs/agents.md).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ from megarl.rollouts.environments.base import RolloutContext
 from megarl.sandbox import jail
 from megarl.sandbox.jail import Ended, Jail
 
-OUTPUT, MESSAGE, PROGRAM = "output", "message", "program"
+OUTPUT = "output"
+MESSAGE = "message"
+PROGRAM = "program"
 _NOT_FOUND = "exit status 127"  # as Jail and shells report a missing command
 _INTERPRETER = re.compile(r"(python|node|bash|sh|ruby|perl|deno|bun)[\d.]*")
 _LOOK = 'command -v "$1" >/dev/null || exit 3; test -z "$2" || test -e "$2" || exit 4'
@@ -37,11 +42,14 @@ _Positive = Annotated[int, Meta(ge=1)]
 
 
 class Program(Player):
-    """Starts `command` once for each sample. The prompt replaces a word {prompt} in it; standard input has a JSON object with the prompt.
+    """Starts `command` once for each sample.
 
-    `reward` says what is scored. With `output` or `message`, the run's reward scores the program's output or the policy's last message.
-    With `program`, the last line of output is the reward, or a JSON object that contains it. A program fails by its exit status, its
-    memory, `deadline_s` or a missing reward.
+    The prompt replaces a word {prompt} in it; standard input has a JSON object with the prompt.
+
+    `reward` says what is scored. With `output` or `message`, the run's reward scores the program's
+    output or the policy's last message. With `program`, the last line of output is the reward, or a
+    JSON object that contains it. A program fails by its exit status, its memory, `deadline_s` or a
+    missing reward.
     """
 
     failures = ("exit", "deadline", "limits", "reward", UNANSWERED)
@@ -67,14 +75,18 @@ class Program(Player):
         max_unanswered: Annotated[float, Meta(ge=0, le=1)] = 0.1,
     ):
         """Raises: ConfigError with all problems of the arguments."""
-        problems, kind = [], sandbox
+        problems = []
+        kind = sandbox
         try:
             kind = jail.kind_for(sandbox)
         except ConfigError as error:
             problems += [f"rollout.args.{problem}" for problem in error.problems]
         paths = {"folder": [folder] if folder else [], "readable": readable}
         problems += [
-            f"rollout.args.{key}={path}: there is no such path" for key, all_ in paths.items() for path in all_ if not Path(path).exists()
+            f"rollout.args.{key}={path}: there is no such path"
+            for key, all_ in paths.items()
+            for path in all_
+            if not Path(path).exists()
         ]
         problems += problems_of(lambda: check_on_crash(on_crash))
         if problems:
@@ -83,7 +95,9 @@ class Program(Player):
             rollout=PROGRAM,
             name=command[0],
             tokenizer=tokenizer,
-            template=load_chat_template(tokenizer, "rollout.name=program", "conversations cannot be rendered without one"),
+            template=load_chat_template(
+                tokenizer, "rollout.name=program", "conversations cannot be rendered without one"
+            ),
             parser=find_parser(tool_parser, "rollout.args.tool_parser"),
             on_crash=on_crash,
             max_calls=max_calls,
@@ -91,7 +105,9 @@ class Program(Player):
             at_once=at_once,
             max_unanswered=max_unanswered,
         )
-        self._command, self._reward, self._environment = command, reward, environment
+        self._command = command
+        self._reward = reward
+        self._environment = environment
         self._limits: dict[str, Any] = {
             "kind": kind,
             "memory_mib": memory_mib,
@@ -103,57 +119,101 @@ class Program(Player):
         self._jail = Jail(**self._limits)
 
     async def check(self) -> None:
-        """Raises ConfigError if the sandbox lacks the program, or the script that an interpreter should run."""
-        program, script = self._command[0], script_of(self._command)
+        """Raises ConfigError if the sandbox lacks the program, or the script that an interpreter
+        should run.
+        """
+        program = self._command[0]
+        script = script_of(self._command)
         cell = Jail(**self._limits)
         cell.deadline_s = _LOOK_S
         try:
-            ended = await cell.run(["/bin/sh", "-c", _LOOK, "sh", program, script], "", self._environment, None)
+            ended = await cell.run(
+                ["/bin/sh", "-c", _LOOK, "sh", program, script], "", self._environment, None
+            )
         finally:
             await cell.close()
-        missing = {"exit status 3": f"no program {program}", "exit status 4": f"no file {script}"}.get(ended.why)
+        missing = {
+            "exit status 3": f"no program {program}",
+            "exit status 4": f"no file {script}",
+        }.get(ended.why)
         if missing:
             folder = self._limits["folder"]
-            where = f"rollout.args.folder={folder}" if folder else "an empty folder, because rollout.args.folder is not set"
-            seen = "" if cell.kind != jail.BWRAP else ", and of the host's other files sees only those in rollout.args.readable"
-            raise ConfigError(f"rollout.args.command={json.dumps(self._command)}: there is {missing}; it starts in {where}{seen}")
+            where = (
+                f"rollout.args.folder={folder}"
+                if folder
+                else "an empty folder, because rollout.args.folder is not set"
+            )
+            seen = (
+                ""
+                if cell.kind != jail.BWRAP
+                else ", and of the host's other files sees only those in rollout.args.readable"
+            )
+            raise ConfigError(
+                f"rollout.args.command={json.dumps(self._command)}: there is {missing}; it starts "
+                f"in {where}{seen}"
+            )
 
     async def open(self) -> None:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # for hundreds of programs, each with files and connections
+        # for hundreds of programs, each with files and connections
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         await super().open()
 
     async def close(self) -> None:
         await super().close()
         await self._jail.close()
 
-    async def play(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Played]:
-        return await asyncio.gather(*(self._play(context, prompt, sampling, index) for index in range(n)))
+    async def play(
+        self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int
+    ) -> list[Played]:
+        return await asyncio.gather(
+            *(self._play(context, prompt, sampling, index) for index in range(n))
+        )
 
-    async def _play(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, index: int) -> Played:
+    async def _play(
+        self, context: RolloutContext, prompt: Prompt, sampling: Sampling, index: int
+    ) -> Played:
         episode, ended = await self._attempt(context, prompt, sampling, index)
-        kind, why = ended.kind, ended.why
+        kind = ended.kind
+        why = ended.why
         if not episode.tree.turns:
-            kind, why = UNANSWERED, self.unanswered(prompt, episode, ended.why, ended.errors)
+            kind = UNANSWERED
+            why = self.unanswered(prompt, episode, ended.why, ended.errors)
         if not kind:
             try:
-                return self.played(episode, *await self._score(context, prompt, episode, ended, index))
+                return self.played(
+                    episode, *await self._score(context, prompt, episode, ended, index)
+                )
             except NoReward as error:
-                kind, why = "reward", str(error)
+                kind = "reward"
+                why = str(error)
                 self.tell(prompt, why, ended.errors)
         return self.played(episode, self.failed(kind, why, ended.errors), {})
 
-    async def _attempt(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, index: int) -> tuple[Episode, Ended]:
-        """Starts the program until one of its calls is answered, at most 1 + `retries` times. It is not started again if its row is the
-        cause."""
+    async def _attempt(
+        self, context: RolloutContext, prompt: Prompt, sampling: Sampling, index: int
+    ) -> tuple[Episode, Ended]:
+        """Starts the program until one of its calls is answered, at most 1 + `retries` times.
+
+        It is not started again if its row is the cause.
+        """
         left = self.retries
         while True:
-            episode, unfit = self.episode(context, sampling, index), self._unfit(prompt)
+            episode = self.episode(context, sampling, index)
+            unfit = self._unfit(prompt)
             ended = Ended(unfit, "exit", "", "") if unfit else await self._run(episode, prompt)
-            if why := ended.why if episode.tree.turns else self.unanswered(prompt, episode, ended.why, ended.errors):
+            if (
+                why := ended.why
+                if episode.tree.turns
+                else self.unanswered(prompt, episode, ended.why, ended.errors)
+            ):
                 self.tell(prompt, why, ended.errors)
-            if not episode.tree.turns and ended.why == _NOT_FOUND:  # after a turn, the policy may be the cause
-                told = f"ended with {_NOT_FOUND}: the command was not found; the end of its errors: {ended.errors.strip() or 'none'}"
+            # after a turn, the policy may be the cause
+            if not episode.tree.turns and ended.why == _NOT_FOUND:
+                told = (
+                    f"ended with {_NOT_FOUND}: the command was not found; the end of its "
+                    f"errors: {ended.errors.strip() or 'none'}"
+                )
                 raise RunError(f"rollout.args.command={json.dumps(self._command)}: {told}")
             if episode.tree.turns or unfit or episode.counts["out_of_room"] or not left:
                 return episode, ended
@@ -163,10 +223,16 @@ class Program(Player):
         """The reason why the prompt cannot be an argument of the command; empty if it can."""
         for word in self._words(prompt):
             if "\0" in word:
-                return "the prompt has the character NUL, which {prompt} in rollout.args.command cannot hold; standard input has it too"
+                return (
+                    "the prompt has the character NUL, which {prompt} in rollout.args.command "
+                    "cannot hold; standard input has it too"
+                )
             if (size := len(word.encode(errors="surrogatepass"))) >= _MOST_WORD_BYTES:
                 limit = f"{size} bytes, and Linux takes fewer than {_MOST_WORD_BYTES}"
-                return f"the prompt is too long for {{prompt}} in rollout.args.command: {limit}; standard input has it too"
+                return (
+                    f"the prompt is too long for {{prompt}} in rollout.args.command: {limit}; "
+                    "standard input has it too"
+                )
         return ""
 
     def _words(self, prompt: Prompt) -> list[str]:
@@ -178,10 +244,18 @@ class Program(Player):
         async with self._places, contextlib.AsyncExitStack() as context:
             own = context.enter_context(tempfile.TemporaryDirectory(prefix="megarl-endpoint-"))
             path = None if cell.networked else Path(own) / "socket"
-            key, port, failed, over = await context.enter_async_context(self._endpoint.serving(episode, path))
+            key, port, failed, over = await context.enter_async_context(
+                self._endpoint.serving(episode, path)
+            )
             url = cell.base_url(port)
-            variables = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}
-            given, environment = self._given(prompt), {"MODEL": MODEL, **variables, **self._environment}
+            variables = {
+                "OPENAI_BASE_URL": f"{url}/v1",
+                "OPENAI_API_KEY": key,
+                "ANTHROPIC_BASE_URL": url,
+                "ANTHROPIC_API_KEY": key,
+            }
+            given = self._given(prompt)
+            environment = {"MODEL": MODEL, **variables, **self._environment}
             running = asyncio.ensure_future(cell.run(self._words(prompt), given, environment, path))
             try:
                 await asyncio.wait({running, failed, over}, return_when=asyncio.FIRST_COMPLETED)
@@ -193,7 +267,10 @@ class Program(Player):
                 await asyncio.wait({running})
 
     def _given(self, prompt: Prompt) -> str:
-        """The program's standard input. Only programs that score themselves get the answer: others could show it to the policy."""
+        """The program's standard input.
+
+        Only programs that score themselves get the answer: others could show it to the policy.
+        """
         own = {"answer": prompt.answer, "row": prompt.row} if self._reward == PROGRAM else {}
         return json.dumps({"prompt": prompt.text, **own}, default=str) + "\n"
 
@@ -211,7 +288,9 @@ class Program(Player):
             source=prompt.source,
             prompt_token_ids=last.path[0].context,
             token_ids=last.token_ids[len(last.path[0].context) :],
-            version=max(version for turn in episode.tree.turns for version in turn.completion.versions),
+            version=max(
+                version for turn in episode.tree.turns for version in turn.completion.versions
+            ),
             sample_index=index,
             truncated=last.completion.finish_reason == "length",
         )
@@ -219,20 +298,33 @@ class Program(Player):
 
 
 def said(output: str) -> tuple[Score, dict[str, float]]:
-    """The reward in the last line of output, and the other numbers there as metrics. Raises NoReward."""
+    """The reward in the last line of output, and the other numbers there as metrics.
+
+    Raises NoReward.
+    """
     line = output.strip().rpartition("\n")[2]
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
         found = None
-    form = f"a JSON object of numbers with one, with at most {MOST_METRICS} names of letters, digits and _"
+    form = (
+        f"a JSON object of numbers with one, with at most {MOST_METRICS} names of letters, "
+        "digits and _"
+    )
     return numbers(
-        found if isinstance(found, dict) else {"reward": found}, f"its last line of output is neither a reward nor {form}: {line[:200]!r}"
+        found if isinstance(found, dict) else {"reward": found},
+        f"its last line of output is neither a reward nor {form}: {line[:200]!r}",
     )
 
 
 def script_of(command: list[str]) -> str:
-    """The script that the command's interpreter runs; empty if there is none, or if its name contains the prompt."""
+    """The script that the command's interpreter runs; empty if there is none, or if its name
+    contains the prompt.
+    """
     if not _INTERPRETER.fullmatch(Path(command[0]).name) or len(command) < 2:
         return ""
-    return "" if command[1].startswith("-") or "{prompt}" in command[1] or command[1] == "run" else command[1]
+    return (
+        ""
+        if command[1].startswith("-") or "{prompt}" in command[1] or command[1] == "run"
+        else command[1]
+    )

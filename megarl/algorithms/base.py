@@ -1,4 +1,7 @@
-"""The interface of algorithms: advantages from rewards, and a loss from log-probs. They are pure functions on tensors."""
+"""The interface of algorithms: advantages from rewards, and a loss from log-probs.
+
+They are pure functions on tensors.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,14 @@ from megarl.teachers.loss import Taught
 
 
 class LossOutput(NamedTuple):
-    """A loss as a sum, which adds up over microbatches and ranks. The caller divides it by the mini-batch's denominator."""
+    """A loss as a sum, which adds up over microbatches and ranks.
+
+    The caller divides it by the mini-batch's denominator.
+    """
 
     loss: Tensor  # scalar to minimise: a sum over the unmasked tokens or over the sequences
-    sums: dict[str, Tensor]  # detached scalars, each a sum over the unmasked tokens; "tokens" counts them
+    # detached scalars, each a sum over the unmasked tokens; "tokens" counts them
+    sums: dict[str, Tensor]
 
 
 class Microbatch(Protocol):
@@ -37,10 +44,12 @@ class Microbatch(Protocol):
     def advantages(self) -> Tensor: ...  # [t]
 
     @property
-    def reference_logprobs(self) -> Tensor | None: ...  # [t] log-probs under the frozen reference, if needed
+    # [t] log-probs under the frozen reference, if needed
+    def reference_logprobs(self) -> Tensor | None: ...
 
     @property
-    def entropy(self) -> Tensor | None: ...  # [t] nats, of each token's distribution, differentiable
+    # [t] nats, of each token's distribution, differentiable
+    def entropy(self) -> Tensor | None: ...
 
     @property
     def old_values(self) -> Tensor | None: ...  # [t] for a critic: its values when the batch began
@@ -49,10 +58,12 @@ class Microbatch(Protocol):
     def returns(self) -> Tensor | None: ...  # [t] for a critic: the targets of its values
 
     @property
-    def proximal_logprobs(self) -> Tensor | None: ...  # [t] under the weights that the batch began with; None: the current ones
+    # [t] under the weights that the batch began with; None: the current ones
+    def proximal_logprobs(self) -> Tensor | None: ...
 
     @property
-    def teachers(self) -> tuple[Taught, ...]: ...  # the numbers of each teacher; none without distillation
+    # the numbers of each teacher; none without distillation
+    def teachers(self) -> tuple[Taught, ...]: ...
 
 
 class Algorithm(Protocol):
@@ -70,7 +81,9 @@ class Algorithm(Protocol):
 
     @property
     def group_loss(self) -> GroupLoss | None:
-        """Turns advantages into weights of responses before each optimizer step; None: advantages are used as they are."""
+        """Turns advantages into weights of responses before each optimizer step; None: advantages
+        are used as they are.
+        """
         ...
 
     @property
@@ -84,17 +97,22 @@ class Algorithm(Protocol):
 
     @property
     def penalizes_rewards(self) -> bool:
-        """Whether `penalty` is subtracted from each response's reward before advantages are computed. It needs reference log-probs."""
+        """Whether `penalty` is subtracted from each response's reward before advantages are
+        computed. It needs reference log-probs.
+        """
         ...
 
     def penalty(self, policy: Tensor, reference: Tensor) -> float:
-        """The KL penalty of a response, from the log-probs [t] of its tokens under the policy that the batch began with and the
-        reference."""
+        """The KL penalty of a response, from the log-probs [t] of its tokens under the policy that
+        the batch began with and the reference.
+        """
         ...
 
     @property
     def skip_zero(self) -> bool:
-        """Whether samples of zero advantage have zero gradient, so that training may leave them out."""
+        """Whether samples of zero advantage have zero gradient, so that training may leave them
+        out.
+        """
         ...
 
     def advantages(self, rewards: Tensor) -> Tensor:
@@ -106,9 +124,14 @@ class Algorithm(Protocol):
         ...
 
     def denominator(self, tokens: int, samples: int) -> float:
-        """The divisor of a mini-batch's summed loss. `tokens`: sampled by the policy; `samples`: without branches."""
+        """The divisor of a mini-batch's summed loss.
+
+        `tokens`: sampled by the policy; `samples`: without branches.
+        """
         ...
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """A step's metrics, from `LossOutput.sums` added up over the global batch and all its optimizer steps."""
+        """A step's metrics, from `LossOutput.sums` added up over the global batch and all its
+        optimizer steps.
+        """
         ...

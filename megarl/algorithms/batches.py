@@ -26,7 +26,13 @@ from megarl.base.rollout_types import (
 )
 from megarl.config.schema import RunConfig, TrainerConfig
 from megarl.data.order import Mixture
-from megarl.rewards.score import CORRECT, episode_metrics, failure_metrics, teacher_failures, trained_reward
+from megarl.rewards.score import (
+    CORRECT,
+    episode_metrics,
+    failure_metrics,
+    teacher_failures,
+    trained_reward,
+)
 
 # Cuts a batch of rollouts into the mini-batches of its optimizer steps.
 
@@ -37,31 +43,51 @@ class MiniBatch:
 
     places: list[int]  # places in the batch of the samples that are trained on; may be empty
     tokens: int  # the policy's tokens in these samples
-    denominator: float  # divisor of the summed loss; it also counts samples that training leaves out
+    # divisor of the summed loss; it also counts samples that training leaves out
+    denominator: float
 
 
 def minibatches(
-    batch: Batch, trained: Collection[int], algorithm: Algorithm, trainer: TrainerConfig, seed: int, masked: Collection[int] = ()
+    batch: Batch,
+    trained: Collection[int],
+    algorithm: Algorithm,
+    trainer: TrainerConfig,
+    seed: int,
+    masked: Collection[int] = (),
 ) -> list[MiniBatch]:
-    """The mini-batches of all epochs, in the order of their optimizer steps. A prompt's samples stay together.
+    """The mini-batches of all epochs, in the order of their optimizer steps.
 
-    Args: trained, the places of samples that are trained on; masked, the places of samples that not even a denominator counts.
+    A prompt's samples stay together.
+
+    Args: trained, the places of samples that are trained on; masked, the places of samples that not
+    even a denominator counts.
     """
-    samples, found = batch.samples, []
+    samples = batch.samples
+    found = []
     starts = [0, *accumulate(len(group.samples) for group in batch.groups)]
     for groups in cut(len(batch.groups), trainer.minibatches, trainer.epochs, seed, batch.step):
-        places = [place for group in groups for place in range(starts[group], starts[group + 1]) if place not in masked]
+        places = [
+            place
+            for group in groups
+            for place in range(starts[group], starts[group + 1])
+            if place not in masked
+        ]
         chosen = [place for place in places if place in trained]
-        tokens, used = (sum(samples[place].policy_tokens for place in some) for some in (places, chosen))
+        tokens, used = (
+            sum(samples[place].policy_tokens for place in some) for some in (places, chosen)
+        )
         whole = sum(not samples[place].branch for place in places)
         found.append(MiniBatch(chosen, used, algorithm.denominator(tokens, whole) or 1.0))
     return found
 
 
 def cut(groups: int, count: int, epochs: int, seed: int, step: int) -> list[list[int]]:
-    """[epochs * count][groups / count] the groups of each mini-batch. An epoch has every group once.
+    """[epochs * count][groups / count] the groups of each mini-batch.
 
-    The order in an epoch depends only on its number, `seed` and `step`, so it is the same on all ranks and after a resume.
+    An epoch has every group once.
+
+    The order in an epoch depends only on its number, `seed` and `step`, so it is the same on all
+    ranks and after a resume.
     """
     assert groups % count == 0, f"{groups} groups, {count} mini-batches"
     found = []
@@ -75,8 +101,11 @@ def cut(groups: int, count: int, epochs: int, seed: int, step: int) -> list[list
 
 
 def batch_rewards(batch: Batch, config: RunConfig | None = None) -> Tensor:
-    """Rewards [G, n] of episodes, float64. With `config`, the rewards that training uses instead (rewards/score.py). Raises ValueError if
-    groups have different numbers of episodes."""
+    """Rewards [G, n] of episodes, float64.
+
+    With `config`, the rewards that training uses instead (rewards/score.py). Raises ValueError if
+    groups have different numbers of episodes.
+    """
     groups = [episodes(group.samples) for group in batch.groups]
     if len(set(map(len, groups))) != 1:
         raise ValueError(f"groups of step {batch.step} have different numbers of samples")
@@ -84,32 +113,47 @@ def batch_rewards(batch: Batch, config: RunConfig | None = None) -> Tensor:
     def reward(branches: list[SampleSummary]) -> float:
         return trained_reward(branches, config) if config else branches[0].reward
 
-    return torch.tensor([[reward(branches) for branches in group] for group in groups], dtype=torch.float64)
+    return torch.tensor(
+        [[reward(branches) for branches in group] for group in groups], dtype=torch.float64
+    )
 
 
 def masked_places(batch: Batch, mask_truncated: bool) -> set[int]:
     """The places of the samples in the batch that algorithm.mask_truncated leaves out of the loss."""
-    return {place for place, sample in enumerate(batch.samples) if mask_truncated and sample.finish_reason == "length"}
+    return {
+        place
+        for place, sample in enumerate(batch.samples)
+        if mask_truncated and sample.finish_reason == "length"
+    }
 
 
 def to_train_sequences(
     batch: Batch, advantages: Tensor, skip_zero: bool, masked: Collection[int] = ()
 ) -> dict[int, TrainSequence | Elsewhere]:
-    """The sequences to train on, keyed by the place of their sample in the batch, in its order. A sequence of another data-parallel rank is
-    Elsewhere.
+    """The sequences to train on, keyed by the place of their sample in the batch, in its order.
 
-    Args: advantages [G, n], one per episode (constant over the tokens of all its samples: LlamaRL, section 6). `skip_zero` leaves out
-    samples of zero advantage, possibly all. That keeps the gradient, since they add nothing to it and denominators still count them
-    (executors/batch_steps.py). It does not hold with a KL penalty, for example, which has a gradient at zero advantage:
-    `Algorithm.skip_zero` says whether it holds. `masked`: the places of samples that are always left out.
+    A sequence of another data-parallel rank is Elsewhere.
+
+    Args: advantages [G, n], one per episode (constant over the tokens of all its samples: LlamaRL,
+    section 6). `skip_zero` leaves out samples of zero advantage, possibly all. That keeps the
+    gradient, since they add nothing to it and denominators still count them
+    (executors/batch_steps.py). It does not hold with a KL penalty, for example, which has a
+    gradient at zero advantage: `Algorithm.skip_zero` says whether it holds. `masked`: the places of
+    samples that are always left out.
     """
-    lengths = [group.prompt_tokens + sample.tokens for group in batch.groups for sample in group.samples]
+    lengths = [
+        group.prompt_tokens + sample.tokens for group in batch.groups for sample in group.samples
+    ]
     of_episodes = zip(
-        (branches for group in batch.groups for branches in episodes(group.samples)), advantages.flatten().tolist(), strict=True
+        (branches for group in batch.groups for branches in episodes(group.samples)),
+        advantages.flatten().tolist(),
+        strict=True,
     )
     of_samples = [advantage for branches, advantage in of_episodes for _ in branches]
     return {
-        place: _train_sequence(batch.numbers[place], advantage) if place in batch.numbers else Elsewhere(lengths[place])
+        place: _train_sequence(batch.numbers[place], advantage)
+        if place in batch.numbers
+        else Elsewhere(lengths[place])
         for place, advantage in enumerate(of_samples)
         if place not in masked and (advantage != 0.0 or not skip_zero)
     }
@@ -117,9 +161,12 @@ def to_train_sequences(
 
 def _train_sequence(sample: SampleNumbers, advantage: float) -> TrainSequence:
     """Masks the environment's tokens like the prompt's, since the policy has chosen neither."""
-    prompt, length = len(sample.prompt_ids), len(sample.prompt_ids) + len(sample.token_ids)
-    token_ids, loss_mask = np.empty(length, np.int32), np.empty(length, np.bool_)
-    mu_logprobs, advantages = np.empty(length, np.float32), np.empty(length, np.float32)
+    prompt = len(sample.prompt_ids)
+    length = len(sample.prompt_ids) + len(sample.token_ids)
+    token_ids = np.empty(length, np.int32)
+    loss_mask = np.empty(length, np.bool_)
+    mu_logprobs = np.empty(length, np.float32)
+    advantages = np.empty(length, np.float32)
     token_ids[:prompt], token_ids[prompt:] = sample.prompt_ids, sample.token_ids
     loss_mask[:prompt], mu_logprobs[:prompt], advantages[:prompt] = False, 0.0, 0.0
     loss_mask[prompt:], mu_logprobs[prompt:], advantages[prompt:] = True, sample.logprobs, advantage
@@ -127,36 +174,61 @@ def _train_sequence(sample: SampleNumbers, advantage: float) -> TrainSequence:
         loss_mask[prompt:] = sample.policy_mask
         mu_logprobs[prompt:][~sample.policy_mask] = 0.0
         advantages[prompt:][~sample.policy_mask] = 0.0
-    return TrainSequence(token_ids, loss_mask, mu_logprobs, advantages, sample.routing, sample.kept, sample.teachers)
+    return TrainSequence(
+        token_ids, loss_mask, mu_logprobs, advantages, sample.routing, sample.kept, sample.teachers
+    )
 
 
-def batch_metrics(batch: Batch, version: Version, trained: Tensor | None = None) -> dict[str, float]:
-    """Metrics of a batch that the trainer uses at weight version `version`. `trained` [G, n]: the rewards after penalties, if there are
-    any.
+def batch_metrics(
+    batch: Batch, version: Version, trained: Tensor | None = None
+) -> dict[str, float]:
+    """Metrics of a batch that the trainer uses at weight version `version`.
 
-    They cover all groups that were generated for the step, including dropped ones. Only staleness, penalties and zero_advantage_fraction
-    are restricted to trained groups. The staleness of a token is `version` minus the version that sampled it; the environment's tokens have
-    none. Each episode has one reward, and reward/std is over all of them. rollout/<name> and reward/<name>/mean are means of Sample.metrics
-    and reward_parts over the samples that have them.
+    `trained` [G, n]: the rewards after penalties, if there are any.
+
+    They cover all groups that were generated for the step, including dropped ones. Only staleness,
+    penalties and zero_advantage_fraction are restricted to trained groups. The staleness of a token
+    is `version` minus the version that sampled it; the environment's tokens have none. Each episode
+    has one reward, and reward/std is over all of them. rollout/<name> and reward/<name>/mean are
+    means of Sample.metrics and reward_parts over the samples that have them.
     """
     trained_on = batch_rewards(batch) if trained is None else trained
     samples = batch.generated
-    rewards = torch.tensor([sample.reward for sample in samples if not sample.branch], dtype=torch.float64)
+    rewards = torch.tensor(
+        [sample.reward for sample in samples if not sample.branch], dtype=torch.float64
+    )
     runs = [run for sample in batch.samples for run in sample.policy_versions]
-    tokens, own_tokens = sum(sample.tokens for sample in samples), sum(sample.policy_tokens for sample in samples)
-    counted = {f"rollout/{name}": value for name, value in _means([sample.metrics for sample in samples]).items()}
-    parts = {f"reward/{name}/mean": value for name, value in _means([sample.reward_parts for sample in samples]).items()}
+    tokens = sum(sample.tokens for sample in samples)
+    own_tokens = sum(sample.policy_tokens for sample in samples)
+    counted = {
+        f"rollout/{name}": value
+        for name, value in _means([sample.metrics for sample in samples]).items()
+    }
+    parts = {
+        f"reward/{name}/mean": value
+        for name, value in _means([sample.reward_parts for sample in samples]).items()
+    }
     return {
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std(correction=0).item(),
-        "staleness/mean": sum((version - sampled_by) * count for sampled_by, count in runs) / sum(count for _, count in runs),
+        "staleness/mean": sum((version - sampled_by) * count for sampled_by, count in runs)
+        / sum(count for _, count in runs),
         "staleness/max": float(version - min(sampled_by for sampled_by, _ in runs)),
         "response_tokens/mean": tokens / len(samples),
         "environment_tokens/fraction": 1 - own_tokens / tokens,
         "turns/mean": sum(sample.turns for sample in samples) / len(samples),
-        "truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
-        "zero_advantage_fraction": (trained_on == trained_on[:, :1]).all(dim=1).double().mean().item(),
-        **({} if trained is None else {"reward/penalty/mean": (batch_rewards(batch) - trained).mean().item()}),
+        "truncated_fraction": sum(sample.finish_reason == "length" for sample in samples)
+        / len(samples),
+        "zero_advantage_fraction": (trained_on == trained_on[:, :1])
+        .all(dim=1)
+        .double()
+        .mean()
+        .item(),
+        **(
+            {}
+            if trained is None
+            else {"reward/penalty/mean": (batch_rewards(batch) - trained).mean().item()}
+        ),
         **kept_metrics((sample.kept for sample in samples), own_tokens),
         **episode_metrics(samples),
         **failure_metrics(samples),
@@ -167,11 +239,18 @@ def batch_metrics(batch: Batch, version: Version, trained: Tensor | None = None)
 
 
 def step_times(
-    batch: Batch, step_s: float, train_s: float, batch_wait_s: float, weights_wait_s: float, sync_s: float, pause_s: float
+    batch: Batch,
+    step_s: float,
+    train_s: float,
+    batch_wait_s: float,
+    weights_wait_s: float,
+    sync_s: float,
+    pause_s: float,
 ) -> dict[str, float]:
     """The times of one step, in seconds; docs/asynchrony.md defines each.
 
-    The bubble is the time that perfect overlap would have saved. It is the idle time of whichever side idled less.
+    The bubble is the time that perfect overlap would have saved. It is the idle time of whichever
+    side idled less.
     """
     trainer_wait_s = batch_wait_s + weights_wait_s
     return {
@@ -191,10 +270,14 @@ def step_times(
 
 
 def dropped_metrics(batch: Batch) -> dict[str, float]:
-    """What dynamic sampling has dropped. prompts/dropped_right and _wrong count prompts whose samples are all right, or all wrong.
-    prompts/unanswered counts prompts with an episode that sampled nothing."""
+    """What dynamic sampling has dropped. prompts/dropped_right and _wrong count prompts whose
+    samples are all right, or all wrong. prompts/unanswered counts prompts with an episode that
+    sampled nothing.
+    """
     answered = [group for group in batch.dropped if not any_unanswered(group.samples)]
-    dropped = [[sample.reward for sample in group.samples if not sample.branch] for group in answered]
+    dropped = [
+        [sample.reward for sample in group.samples if not sample.branch] for group in answered
+    ]
     unanswered = len(batch.dropped) - len(answered)
     return {
         **({"prompts/unanswered": unanswered} if unanswered else {}),
@@ -202,18 +285,39 @@ def dropped_metrics(batch: Batch) -> dict[str, float]:
         "prompts/dropped_right": sum(min(rewards) >= CORRECT for rewards in dropped),
         "prompts/dropped_wrong": sum(max(rewards) < CORRECT for rewards in dropped),
         **({"reward/dropped_mean": fmean(chain(*dropped))} if dropped else {}),
-        **({"reward/trained_mean": fmean(sample.reward for sample in batch.samples if not sample.branch)} if batch.groups else {}),
+        **(
+            {
+                "reward/trained_mean": fmean(
+                    sample.reward for sample in batch.samples if not sample.branch
+                )
+            }
+            if batch.groups
+            else {}
+        ),
     }
 
 
 def source_metrics(batch: Batch, mixture: Mixture, curriculum: bool) -> dict[str, float]:
-    """For each of several sources: how many of its prompts this step trains on, how many it drops, and the mean reward of both together.
-    `prompts/rested` counts the prompts that the curriculum has left out."""
+    """For each of several sources: how many of its prompts this step trains on, how many it drops,
+    and the mean reward of both together. `prompts/rested` counts the prompts that the curriculum
+    has left out.
+    """
     found: dict[str, float] = {"prompts/rested": batch.rested} if curriculum else {}
     for number, name in enumerate(mixture.names if len(mixture.names) > 1 else ()):
-        groups, dropped = ([group for group in some if mixture.source(group.ordinal) == number] for some in (batch.groups, batch.dropped))
-        rewards = [sample.reward for group in [*groups, *dropped] for sample in group.samples if not sample.branch]
-        found |= {f"source/{name}/prompts": len(groups), **({f"source/{name}/dropped": len(dropped)} if dropped else {})}
+        groups, dropped = (
+            [group for group in some if mixture.source(group.ordinal) == number]
+            for some in (batch.groups, batch.dropped)
+        )
+        rewards = [
+            sample.reward
+            for group in [*groups, *dropped]
+            for sample in group.samples
+            if not sample.branch
+        ]
+        found |= {
+            f"source/{name}/prompts": len(groups),
+            **({f"source/{name}/dropped": len(dropped)} if dropped else {}),
+        }
         found |= {f"source/{name}/reward": fmean(rewards)} if rewards else {}
     return found
 
@@ -222,17 +326,29 @@ def too_many_dropped(batch: Batch, config: RunConfig) -> str | None:
     """If too few prompts are left for a batch, the reason why the run must stop; otherwise None."""
     if batch.groups:
         return None
-    found, rollout = dropped_metrics(batch), config.rollout
+    found = dropped_metrics(batch)
+    rollout = config.rollout
     generated = (
-        f"at least {rollout.max_num_gen_batches} times rollout.prompts_per_step={rollout.prompts_per_step} prompts were generated for it"
+        f"at least {rollout.max_num_gen_batches} times "
+        f"rollout.prompts_per_step={rollout.prompts_per_step} prompts were generated for it"
     )
     if "reward/dropped_mean" not in found:
-        return f"{generated}, and too few are left for a batch: each of the others has an episode that sampled nothing (prompts/unanswered)"
-    same = f"in {found['prompts/dropped']} of them all samples had the same reward (mean reward {found['reward/dropped_mean']:.3f}; "
-    same += f"{found['prompts/dropped_right']} all right, {found['prompts/dropped_wrong']} all wrong)"
+        return (
+            f"{generated}, and too few are left for a batch: each of the others has an episode "
+            "that sampled nothing (prompts/unanswered)"
+        )
+    same = (
+        f"in {found['prompts/dropped']} of them all samples had the same reward (mean reward "
+        f"{found['reward/dropped_mean']:.3f}; "
+    )
+    same += (
+        f"{found['prompts/dropped_right']} all right, {found['prompts/dropped_wrong']} all wrong)"
+    )
     return (
-        f"{generated}, and too few are left for a batch: {same}. Such prompts teach nothing. Check whether the task is too hard or too "
-        "easy for the model, or the reward is wrong; or raise rollout.n or rollout.max_num_gen_batches"
+        f"{generated}, and too few are left for a batch: {same}. Such prompts teach nothing. "
+        "Check whether the task is too hard or too "
+        "easy for the model, or the reward is wrong; or raise rollout.n or "
+        "rollout.max_num_gen_batches"
     )
 
 

@@ -1,4 +1,6 @@
-"""Losses on single tokens: AIPO (LlamaRL, section 6) and its relatives, with their KL estimates, and supervised learning."""
+"""Losses on single tokens: AIPO (LlamaRL, section 6) and its relatives, with their KL estimates,
+and supervised learning.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,15 @@ from megarl.teachers.loss import Distillation
 
 # Sums over sequences that lie end to end.
 #
-# `boundaries` [n + 1] int32 says where n sequences in a row of t tokens begin and end: sequence i has tokens boundaries[i] to
-# boundaries[i + 1] - 1.
+# `boundaries` [n + 1] int32 says where n sequences in a row of t tokens begin and end: sequence i
+# has tokens boundaries[i] to boundaries[i + 1] - 1.
 
 
 def segment_sums(values: Tensor, boundaries: Tensor) -> Tensor:
-    """[n] the sum of `values` (floats [t]) in each sequence; differentiable. Bitwise deterministic, also on GPUs, which ranks that hold
-    copies of a weight rely on."""
+    """[n] the sum of `values` (floats [t]) in each sequence; differentiable.
+
+    Bitwise deterministic, also on GPUs, which ranks that hold copies of a weight rely on.
+    """
     return torch.segment_reduce(values, "sum", offsets=boundaries)
 
 
@@ -33,18 +37,26 @@ def segment_counts(mask: Tensor, boundaries: Tensor, dtype: torch.dtype) -> Tens
 
 
 def spread(values: Tensor, boundaries: Tensor, tokens: int) -> Tensor:
-    """[tokens] for each token, the value of its sequence in `values` [n]. A constant for autograd."""
+    """[tokens] for each token, the value of its sequence in `values` [n].
+
+    A constant for autograd.
+    """
     return values.detach().repeat_interleave(boundaries.diff(), output_size=tokens)
 
 
-# Estimates of KL(pi || ref) from tokens that pi has sampled (Schulman, "Approximating KL divergence", 2020).
+# Estimates of KL(pi || ref) from tokens that pi has sampled (Schulman, "Approximating KL
+# divergence", 2020).
 #
-# Each is a function of d = log pi - log ref at a token. Its mean over tokens sampled from pi estimates the divergence: k1 and k3 without
-# bias; k2 and k3 are never negative. In a loss, only the gradient counts. The mean gradient of k2, d grad log pi, is that of KL(pi || ref).
-# The mean gradient of k3 is that of KL(ref || pi). The mean gradient of k1, grad log pi, is 0, so k1 is for rewards only.
+# Each is a function of d = log pi - log ref at a token. Its mean over tokens sampled from pi
+# estimates the divergence: k1 and k3 without bias; k2 and k3 are never negative. In a loss, only
+# the gradient counts. The mean gradient of k2, d grad log pi, is that of KL(pi || ref). The mean
+# gradient of k3 is that of KL(ref || pi). The mean gradient of k1, grad log pi, is 0, so k1 is for
+# rewards only.
 
 
-_MOST_DIFFERENCE = 20.0  # from -d on, k3 goes on as its tangent, so that one absurd token cannot make its exponential infinite
+# from -d on, k3 goes on as its tangent, so that one absurd token cannot make its exponential
+# infinite
+_MOST_DIFFERENCE = 20.0
 
 
 def k1(difference: Tensor) -> Tensor:
@@ -66,101 +78,187 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k
 
 # The weight of a token that older weights have sampled. Algorithms differ in this rule.
 #
-# From a token's log-ratio log(pi / mu), a rule computes the weight w of the term -w A log pi; w is a constant for autograd. If a paper's
-# objective contains the ratio, w A grad log pi is the gradient of that objective at the current weights, at every optimizer step. If
-# algorithm.ratio is not "behavior", the log-ratio is taken to the proximal policy.
-# Log-ratios are bounded before they become ratios, so no ratio overflows. NaN passes through.
+# From a token's log-ratio log(pi / mu), a rule computes the weight w of the term -w A log pi; w is
+# a constant for autograd. If a paper's objective contains the ratio, w A grad log pi is the
+# gradient of that objective at the current weights, at every optimizer step. If algorithm.ratio is
+# not "behavior", the log-ratio is taken to the proximal policy. Log-ratios are bounded before they
+# become ratios, so no ratio overflows. NaN passes through.
 
 
-_MOST = 20.0  # bound of a log-ratio where no other bound applies, so that one absurd token cannot make means, sums or weights infinite
+# bound of a log-ratio where no other bound applies, so that one absurd token cannot make means,
+# sums or weights infinite
+_MOST = 20.0
 _INFINITE = 1e30
 
 
 class Weights(NamedTuple):
     weight: Tensor  # [t]
     clipped: Tensor  # [t] bool: whether the weight differs from the ratio
-    surrogate: Tensor | None = None  # [t] s, if the objective is s A with gradient w A grad log pi; None: the objective is w A log pi
+    # [t] s, if the objective is s A with gradient w A grad log pi; None: the objective is w A log
+    # pi
+    surrogate: Tensor | None = None
 
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, float, float], Weights]
 """(log_ratio [t], advantages [t], mask [t], boundaries [n + 1], rho_min, rho) -> Weights.
 
-The tokens of n sequences stand end to end; `boundaries` says where each sequence begins and ends. log_ratio is -inf outside the mask, and
-for a token that has become impossible. Any finite weight will do there.
+The tokens of n sequences stand end to end; `boundaries` says where each sequence begins and ends.
+log_ratio is -inf outside the mask, and for a token that has become impossible. Any finite weight
+will do there.
 """
 
 
-def clamped(log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float) -> Weights:
-    """min(pi/mu, rho): AIPO (LlamaRL, section 6). With `rho_min` above 0, also clamps from below: CISPO (MiniMax-M1, arXiv:2506.13585)."""
-    low, high = _log(rho_min), _log(rho)
+def clamped(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    boundaries: Tensor,
+    rho_min: float,
+    rho: float,
+) -> Weights:
+    """min(pi/mu, rho): AIPO (LlamaRL, section 6).
+
+    With `rho_min` above 0, also clamps from below: CISPO (MiniMax-M1, arXiv:2506.13585).
+    """
+    low = _log(rho_min)
+    high = _log(rho)
     return Weights(log_ratio.clamp(low, high).exp(), (log_ratio < low) | (log_ratio > high))
 
 
 def clipped(
-    log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float, dual_clip: float
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    boundaries: Tensor,
+    rho_min: float,
+    rho: float,
+    dual_clip: float,
 ) -> Weights:
     """The gradient of min(r A, clip(r, rho_min, rho) A), r = pi/mu (PPO; GRPO, arXiv:2402.03300).
 
-    The gradient is 0 for tokens whose ratio is beyond the bound that their advantage pushes it towards. With a negative advantage it is
-    also 0 where the ratio is above both `dual_clip` (Ye et al., arXiv:1912.09729) and `rho`.
+    The gradient is 0 for tokens whose ratio is beyond the bound that their advantage pushes it
+    towards. With a negative advantage it is also 0 where the ratio is above both `dual_clip` (Ye et
+    al., arXiv:1912.09729) and `rho`.
     """
-    low, high, most = _log(rho_min), _log(rho), _log(max(dual_clip, rho))
+    low = _log(rho_min)
+    high = _log(rho)
+    most = _log(max(dual_clip, rho))
     beyond = torch.where(advantages > 0, log_ratio > high, (log_ratio < low) | (log_ratio > most))
-    surrogate = torch.where(advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(low, min(most, _MOST))).exp()
+    surrogate = torch.where(
+        advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(low, min(most, _MOST))
+    ).exp()
     weight = torch.where(beyond, 0.0, log_ratio.clamp(max=min(most, _MOST)).exp())
     return Weights(weight, beyond | (log_ratio > _MOST), surrogate)
 
 
 def sequence_clipped(
-    log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float, dual_clip: float
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    boundaries: Tensor,
+    rho_min: float,
+    rho: float,
+    dual_clip: float,
 ) -> Weights:
-    """Like `clipped`, with the geometric mean of a response's ratios as r (GSPO, arXiv:2507.18071, equations 5 to 7).
+    """Like `clipped`, with the geometric mean of a response's ratios as r (GSPO, arXiv:2507.18071,
+    equations 5 to 7).
 
     With loss_mean=sequence the gradient is GSPO's.
     """
-    mean = _sequence_sums(log_ratio, mask, boundaries) / segment_counts(mask, boundaries, log_ratio.dtype)
-    return clipped(spread(mean, boundaries, len(mask)), advantages, mask, boundaries, rho_min, rho, dual_clip)
+    mean = _sequence_sums(log_ratio, mask, boundaries) / segment_counts(
+        mask, boundaries, log_ratio.dtype
+    )
+    return clipped(
+        spread(mean, boundaries, len(mask)), advantages, mask, boundaries, rho_min, rho, dual_clip
+    )
 
 
 def response_clipped(
-    log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float, dual_clip: float
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    boundaries: Tensor,
+    rho_min: float,
+    rho: float,
+    dual_clip: float,
 ) -> Weights:
-    """Like `clipped`, with the product of a response's ratios as r (Proximal RLOO, arXiv:2410.18252, appendix B).
+    """Like `clipped`, with the product of a response's ratios as r (Proximal RLOO,
+    arXiv:2410.18252, appendix B).
 
     With loss_mean=sequence_sum the gradient is Proximal RLOO's.
     """
     whole = spread(_sequence_sums(log_ratio, mask, boundaries), boundaries, len(mask))
-    weight, beyond, surrogate = clipped(whole, advantages, mask, boundaries, rho_min, rho, dual_clip)
+    weight, beyond, surrogate = clipped(
+        whole, advantages, mask, boundaries, rho_min, rho, dual_clip
+    )
     assert surrogate is not None
     tokens = spread(segment_counts(mask, boundaries, log_ratio.dtype), boundaries, len(mask))
     return Weights(weight, beyond, surrogate / tokens)  # so that its sum counts each response once
 
 
-def masked(log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float) -> Weights:
-    """pi/mu inside the bounds, 0 outside: ignores tokens on which trainer and generator disagree too much (IcePop, 2025)."""
+def masked(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    boundaries: Tensor,
+    rho_min: float,
+    rho: float,
+) -> Weights:
+    """pi/mu inside the bounds, 0 outside: ignores tokens on which trainer and generator disagree
+    too much (IcePop, 2025).
+    """
     high = _log(rho)
     outside = (log_ratio < _log(rho_min)) | (log_ratio > high)
     return Weights(torch.where(outside, 0.0, log_ratio.clamp(max=high).exp()), outside)
 
 
-def tapered(log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float) -> Weights:
-    """1 for responses of positive advantage; for the others, the ratio of the whole response, at most `rho` (TOPR, arXiv:2503.14286)."""
-    whole, high = spread(_sequence_sums(log_ratio, mask, boundaries), boundaries, len(mask)), _log(rho)
+def tapered(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    boundaries: Tensor,
+    rho_min: float,
+    rho: float,
+) -> Weights:
+    """1 for responses of positive advantage; for the others, the ratio of the whole response, at
+    most `rho` (TOPR, arXiv:2503.14286).
+    """
+    whole = spread(_sequence_sums(log_ratio, mask, boundaries), boundaries, len(mask))
+    high = _log(rho)
     good = advantages > 0
     return Weights(torch.where(good, 1.0, whole.clamp(max=high).exp()), ~good & (whole > high))
 
 
-def uncorrected(log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float) -> Weights:
+def uncorrected(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    boundaries: Tensor,
+    rho_min: float,
+    rho: float,
+) -> Weights:
     """1, as if the current weights had sampled everything: the baseline in LlamaRL's figure 8."""
     return Weights(torch.ones_like(log_ratio), torch.zeros_like(mask))
 
 
-def lag_weights(log_lag: Tensor, mask: Tensor, boundaries: Tensor, floor: float, cap: float, level: str, above: str) -> Weights:
-    """[t] a further factor of each token: prox/mu, from log_lag = log(prox/mu) [t]. With `level` "sequence" it is the product over the
-    response. Above `cap` and below `floor` it becomes 0 (IcePop), or with `above` "truncate" that bound (truncated importance sampling)."""
+def lag_weights(
+    log_lag: Tensor,
+    mask: Tensor,
+    boundaries: Tensor,
+    floor: float,
+    cap: float,
+    level: str,
+    above: str,
+) -> Weights:
+    """[t] a further factor of each token: prox/mu, from log_lag = log(prox/mu) [t].
+
+    With `level` "sequence" it is the product over the response. Above `cap` and below `floor` it
+    becomes 0 (IcePop), or with `above` "truncate" that bound (truncated importance sampling).
+    """
     if level == "sequence":
         log_lag = spread(_sequence_sums(log_lag, mask, boundaries), boundaries, len(mask))
-    low, high = _log(floor), _log(cap)
+    low = _log(floor)
+    high = _log(cap)
     beyond = (log_lag < low) | (log_lag > high)
     weight = log_lag.clamp(low, min(high, _MOST)).exp()
     weight = weight if above == "truncate" else torch.where(beyond, 0.0, weight)
@@ -168,7 +266,10 @@ def lag_weights(log_lag: Tensor, mask: Tensor, boundaries: Tensor, floor: float,
 
 
 def _sequence_sums(log_ratio: Tensor, mask: Tensor, boundaries: Tensor) -> Tensor:
-    """[n] sums of `log_ratio` over the unmasked tokens of each sequence. Infinite ones count as 1e30, so that they add up."""
+    """[n] sums of `log_ratio` over the unmasked tokens of each sequence.
+
+    Infinite ones count as 1e30, so that they add up.
+    """
     finite = log_ratio.nan_to_num(nan=math.nan, posinf=_INFINITE, neginf=-_INFINITE)
     return segment_sums(torch.where(mask, finite, 0.0), boundaries)
 
@@ -177,10 +278,12 @@ def _log(bound: float) -> float:
     return math.log(bound) if bound > 0 else -math.inf
 
 
-# The policy gradient on samples from older weights: AIPO (LlamaRL, section 6) and its relatives, which differ in how they weight tokens.
+# The policy gradient on samples from older weights: AIPO (LlamaRL, section 6) and its relatives,
+# which differ in how they weight tokens.
 
 
-_MAX_REPORTED_LOG_RATIO = 20.0  # only for metrics, so that one absurd token cannot make a mean infinite
+# only for metrics, so that one absurd token cannot make a mean infinite
+_MAX_REPORTED_LOG_RATIO = 20.0
 _METRICS = {
     "is_ratio": "is_ratio/mean",
     "is_ratio_clipped": "is_ratio/clipped_fraction",
@@ -194,23 +297,31 @@ _PAIR_METRICS = {"pair_margin": "pairs/margin", "pair_accuracy": "pairs/accuracy
 
 @dataclass(frozen=True)
 class PolicyGradient:
-    """A policy-gradient algorithm. `weigh`, with bounds `rho_min` and `rho`, weights tokens; `baseline` turns rewards into advantages.
+    """A policy-gradient algorithm.
 
-    `loss_mean` "token": all tokens of a mini-batch count equally; "sequence": all responses do, whatever their length; "sequence_sum": a
-    response's tokens are summed and responses averaged, so that the actions of the policy are whole responses.
+    `weigh`, with bounds `rho_min` and `rho`, weights tokens; `baseline` turns rewards into
+    advantages.
 
-    `kl_coef` multiplies an estimate of the KL divergence from the reference. With `kl` "loss" the product is added to the loss, token by
-    token. With `kl` "reward" its sum over a response's tokens is subtracted from the reward (RLOO, arXiv:2402.14740).
+    `loss_mean` "token": all tokens of a mini-batch count equally; "sequence": all responses do,
+    whatever their length; "sequence_sum": a response's tokens are summed and responses averaged, so
+    that the actions of the policy are whole responses.
 
-    A batch of rollouts may be trained on in several optimizer steps. The policy mu has sampled it; prox, the proximal policy, is the policy
-    before the first of these steps. `ratio` says which ratio r the rule bounds, and which further factor the weight of each token has:
+    `kl_coef` multiplies an estimate of the KL divergence from the reference. With `kl` "loss" the
+    product is added to the loss, token by token. With `kl` "reward" its sum over a response's
+    tokens is subtracted from the reward (RLOO, arXiv:2402.14740).
+
+    A batch of rollouts may be trained on in several optimizer steps. The policy mu has sampled it;
+    prox, the proximal policy, is the policy before the first of these steps. `ratio` says which
+    ratio r the rule bounds, and which further factor the weight of each token has:
 
         behavior    r = pi/mu
         proximal    r = pi/prox     treats the tokens as sampled from prox (PPO); ignores that prox differs from mu
         decoupled   r = pi/prox     factor prox/mu, or 0 where that is above `behavior_cap` (AReaL, arXiv:2505.24298) or below
-                                    `behavior_floor` (IcePop); `behavior_level` and `behavior_above` change this (`lag_weights`)
+                                    `behavior_floor` (IcePop); `behavior_level` and `behavior_above`
+                                    change this (`lag_weights`)
 
-    The entropy of each token's distribution, times `entropy_coefficient`, is subtracted from the loss, with the same mean.
+    The entropy of each token's distribution, times `entropy_coefficient`, is subtracted from the
+    loss, with the same mean.
     """
 
     weigh: Rule
@@ -229,7 +340,8 @@ class PolicyGradient:
     skip_zero_advantage: bool = True
     group_loss: GroupLoss | None = None
     gae: Gae | None = None
-    distillation: Distillation | None = None  # adds a divergence from teachers (megarl.teachers.loss)
+    # adds a divergence from teachers (megarl.teachers.loss)
+    distillation: Distillation | None = None
     entropy_coefficient: float = 0.0
 
     @property
@@ -242,9 +354,19 @@ class PolicyGradient:
 
     @property
     def skip_zero(self) -> bool:
-        # A penalty, an entropy bonus or a teacher has a gradient at zero advantage; a loss of pairs has none.
-        penalty = self.kl_coef != 0.0 or self.entropy_coefficient != 0.0 or (self.group_loss is not None and not self.group_loss.pairs)
-        return self.skip_zero_advantage and not penalty and self.gae is None and self.distillation is None
+        # A penalty, an entropy bonus or a teacher has a gradient at zero advantage; a loss of pairs
+        # has none.
+        penalty = (
+            self.kl_coef != 0.0
+            or self.entropy_coefficient != 0.0
+            or (self.group_loss is not None and not self.group_loss.pairs)
+        )
+        return (
+            self.skip_zero_advantage
+            and not penalty
+            and self.gae is None
+            and self.distillation is None
+        )
 
     def penalties(self, policy: Tensor, reference: Tensor) -> Tensor:
         return self.kl_coef * ESTIMATORS[self.kl_estimator](policy.double() - reference.double())
@@ -260,27 +382,33 @@ class PolicyGradient:
         return self.baseline(rewards)
 
     def loss(self, logprobs: Tensor, microbatch: Microbatch) -> LossOutput:
-        """Loss whose gradient is -sum_t w A grad log pi, with w from `weigh` and `ratio`, plus kl_coef times a KL penalty if `kl` is
-        "loss".
+        """Loss whose gradient is -sum_t w A grad log pi, with w from `weigh` and `ratio`, plus
+        kl_coef times a KL penalty if `kl` is "loss".
 
-        logprobs: [t], float32 or wider. Ratios are constants for autograd. A token that the trainer gives probability 0
-        (log-prob -inf) adds nothing. NaN is not hidden: it reaches the loss.
+        logprobs: [t], float32 or wider. Ratios are constants for autograd. A token that the trainer
+        gives probability 0 (log-prob -inf) adds nothing. NaN is not hidden: it reaches the loss.
 
-        KL penalty per token, with k2: c (log pi - log ref)^2 / 2, where c is min(r, rho) times the further factor of `ratio`. Its gradient
-        is c (log pi - log ref) grad log pi. With c = pi/mu and tokens from mu, the expectation is exactly the gradient of KL(pi || ref) at
-        each position. With k3 the gradient is c (1 - ref/pi) grad log pi, which is that of KL(ref || pi).
-        The metric `kl` sums c (ref/pi - 1 - log(ref/pi)), which is never negative and an unbiased estimate of the divergence.
-        Departure from the paper: the penalty acts on each position by itself, not through the return of earlier tokens.
-        Teachers change the advantages, or add their own terms (megarl/teachers/loss.py).
+        KL penalty per token, with k2: c (log pi - log ref)^2 / 2, where c is min(r, rho) times the
+        further factor of `ratio`. Its gradient is c (log pi - log ref) grad log pi. With c = pi/mu
+        and tokens from mu, the expectation is exactly the gradient of KL(pi || ref) at each
+        position. With k3 the gradient is c (1 - ref/pi) grad log pi, which is that of KL(ref ||
+        pi). The metric `kl` sums c (ref/pi - 1 - log(ref/pi)), which is never negative and an
+        unbiased estimate of the divergence. Departure from the paper: the penalty acts on each
+        position by itself, not through the return of earlier tokens. Teachers change the
+        advantages, or add their own terms (megarl/teachers/loss.py).
 
-        The value of the loss is that of the published objective: -w A log pi if w is a constant in it (AIPO, CISPO, REINFORCE), or
-        -min(r A, clip(r) A) if the paper differentiates through r. The gradient is the same.
+        The value of the loss is that of the published objective: -w A log pi if w is a constant in
+        it (AIPO, CISPO, REINFORCE), or -min(r A, clip(r) A) if the paper differentiates through r.
+        The gradient is the same.
 
-        Sums: tokens, is_ratio (pi/mu), is_ratio_clipped (tokens whose weight is not r), and kl if there is a reference. With a proximal
-        policy: proximal_ratio (pi/prox), behavior_ratio (prox/mu), and, if decoupled, behavior_ratio_capped (tokens outside floor and cap).
-        Raises ValueError if kl_coef is not 0 and no reference is given.
+        Sums: tokens, is_ratio (pi/mu), is_ratio_clipped (tokens whose weight is not r), and kl if
+        there is a reference. With a proximal policy: proximal_ratio (pi/prox), behavior_ratio
+        (prox/mu), and, if decoupled, behavior_ratio_capped (tokens outside floor and cap). Raises
+        ValueError if kl_coef is not 0 and no reference is given.
         """
-        mask, advantages, reference = microbatch.loss_mask, microbatch.advantages, microbatch.reference_logprobs
+        mask = microbatch.loss_mask
+        advantages = microbatch.advantages
+        reference = microbatch.reference_logprobs
         if reference is None and self.kl_coef:
             raise ValueError(f"kl_coef is {self.kl_coef}, but there are no reference log-probs")
         possible = mask & (logprobs != -math.inf)
@@ -292,58 +420,86 @@ class PolicyGradient:
         if self.needs_proximal:
             given = microbatch.proximal_logprobs
             proximal = pi if given is None else torch.where(mask, given, -math.inf)
-            log_ratio, lag = _log_ratio(pi, proximal), _log_ratio(proximal, microbatch.mu_logprobs)
+            log_ratio = _log_ratio(pi, proximal)
+            lag = _log_ratio(proximal, microbatch.mu_logprobs)
             sums |= {"proximal_ratio": _reported(log_ratio), "behavior_ratio": _reported(lag)}
             if self.ratio == "decoupled":
-                lag_weight = (self.behavior_floor, self.behavior_cap, self.behavior_level, self.behavior_above)
+                lag_weight = (
+                    self.behavior_floor,
+                    self.behavior_cap,
+                    self.behavior_level,
+                    self.behavior_above,
+                )
                 factor, capped, _ = lag_weights(lag, mask, microbatch.boundaries, *lag_weight)
                 sums["behavior_ratio_capped"] = (capped & mask).sum()
         correction = factor * log_ratio.clamp(max=math.log(self.rho)).exp()
         penalties: Tensor | float = 0.0
         if self.distillation is not None:
-            more, penalties, told = self.distillation(log_pi.detach(), correction, possible, microbatch.teachers)
-            advantages, sums = advantages + more, sums | told
-        weight, clipped, surrogate = self.weigh(log_ratio, advantages, mask, microbatch.boundaries, self.rho_min, self.rho)
+            more, penalties, told = self.distillation(
+                log_pi.detach(), correction, possible, microbatch.teachers
+            )
+            advantages = advantages + more
+            sums = sums | told
+        weight, clipped, surrogate = self.weigh(
+            log_ratio, advantages, mask, microbatch.boundaries, self.rho_min, self.rho
+        )
         sums["is_ratio_clipped"] = (clipped & mask).sum()
         advantages = torch.where(mask, advantages, 0.0)
         terms = -factor * weight * advantages * log_pi
         if surrogate is not None:
-            terms = terms + (-factor * surrogate * advantages - terms).detach()  # changes the value, not the gradient
+            # changes the value, not the gradient
+            terms = terms + (-factor * surrogate * advantages - terms).detach()
         terms = penalties + terms
         if self.entropy_coefficient:
             terms = terms - self.entropy_coefficient * torch.where(mask, _entropy(microbatch), 0.0)
         if reference is not None:
             difference = log_pi - torch.where(possible, reference, 0.0)
             if self.kl_coef and self.kl == "loss":
-                terms = terms + self.kl_coef * correction * ESTIMATORS[self.kl_estimator](difference)
+                terms = terms + self.kl_coef * correction * ESTIMATORS[self.kl_estimator](
+                    difference
+                )
             sums["kl"] = (correction * k3(difference.detach())).sum()
         return LossOutput(self._sum(terms, mask, microbatch.boundaries), sums)
 
     def denominator(self, tokens: int, samples: int) -> float:
-        """The divisor of a mini-batch's summed loss: its policy tokens or its samples, including samples of zero advantage."""
+        """The divisor of a mini-batch's summed loss: its policy tokens or its samples, including
+        samples of zero advantage.
+        """
         return float(tokens if self.loss_mean == "token" else samples)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Means over tokens, or over pairs. NaN if the step trained on nothing or has no pair."""
         tokens = sums.get("tokens", 0.0) or math.nan
         always = {name: sums.get(name, 0.0) for name in ("is_ratio", "is_ratio_clipped")}
-        found = {metric: value / tokens for name, value in (always | sums).items() if (metric := _METRICS.get(name))}
+        found = {
+            metric: value / tokens
+            for name, value in (always | sums).items()
+            if (metric := _METRICS.get(name))
+        }
         if self.distillation is not None:
             found |= self.distillation.metrics(sums)
         if "pairs" in sums:
             found["pairs/fraction"] = sums["pairs"] / sums["prompts"]
-            found |= {metric: sums[name] / (sums["pairs"] or math.nan) for name, metric in _PAIR_METRICS.items()}
+            found |= {
+                metric: sums[name] / (sums["pairs"] or math.nan)
+                for name, metric in _PAIR_METRICS.items()
+            }
         return found
 
     def _sum(self, terms: Tensor, mask: Tensor, boundaries: Tensor) -> Tensor:
         """The sum of `terms` over all tokens, or of their means over the sequences."""
         if self.loss_mean != "sequence":
             return terms.sum()
-        return (segment_sums(terms, boundaries) / segment_counts(mask, boundaries, terms.dtype)).sum()
+        return (
+            segment_sums(terms, boundaries) / segment_counts(mask, boundaries, terms.dtype)
+        ).sum()
 
 
 def _log_ratio(of: Tensor, to: Tensor) -> Tensor:
-    """log(of / to). It is -inf where `of` is impossible (log-prob -inf), as it is outside the mask."""
+    """log(of / to).
+
+    It is -inf where `of` is impossible (log-prob -inf), as it is outside the mask.
+    """
     return torch.where(of == -math.inf, -math.inf, of - to)
 
 

@@ -1,7 +1,8 @@
-"""Algorithms as data: the bounds of their importance ratios, and how they compute advantages and means.
+"""Algorithms as data: the bounds of their importance ratios, and how they compute advantages and
+means.
 
-All share one loss (`losses.PolicyGradient`) with different weights (`registry.RULES`). Imports no torch, so that a configuration is
-checked at once.
+All share one loss (`losses.PolicyGradient`) with different weights (`registry.RULES`). Imports no
+torch, so that a configuration is checked at once.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ from megarl.config.schema import AlgorithmConfig, published
 
 @dataclass(frozen=True)
 class Recipe:
-    """`rho_min`, `rho`: bounds of the importance ratio. None: the algorithm has no such bound, so it cannot be set.
-    `dual_clip`: where ratios of negative advantages are cut off. None: as above; infinite: nowhere unless set.
-    `beta`: weight of the KL divergence in a loss of several responses (advantages.py). `gamma`, `gae_lambda`, `whiten`: for a critic's
-    advantages (megarl/critic/losses.py). `ratios`: the values of algorithm.ratio that make sense with it. `fixed`: the settings that define
-    the algorithm, and so cannot be changed."""
+    """`rho_min`, `rho`: bounds of the importance ratio.
+
+    None: the algorithm has no such bound, so it cannot be set. `dual_clip`: where ratios of
+    negative advantages are cut off. None: as above; infinite: nowhere unless set. `beta`: weight of
+    the KL divergence in a loss of several responses (advantages.py). `gamma`, `gae_lambda`,
+    `whiten`: for a critic's advantages (megarl/critic/losses.py). `ratios`: the values of
+    algorithm.ratio that make sense with it. `fixed`: the settings that define the algorithm, and so
+    cannot be changed.
+    """
 
     rho_min: float | None
     rho: float | None
@@ -34,26 +39,55 @@ class Recipe:
     fixed: tuple[str, ...] = ()
 
 
-_OF_GROUPS = Recipe(None, None, loss_mean="sequence_sum", ratios=("behavior",), fixed=("advantage", "loss_mean"))
-# Bounds are from the papers that docs/algorithms.md names; beta is from arXiv:2410.18252, appendix A, also for copg.
+_OF_GROUPS = Recipe(
+    None, None, loss_mean="sequence_sum", ratios=("behavior",), fixed=("advantage", "loss_mean")
+)
+# Bounds are from the papers that docs/algorithms.md names; beta is from arXiv:2410.18252, appendix
+# A, also for copg.
 RECIPES = {
     "aipo": Recipe(0.0, 4.0),
     "grpo": Recipe(0.8, 1.2, advantage="normalized", loss_mean="sequence", dual_clip=3.0),
-    "gspo": Recipe(1 - 3e-4, 1 + 4e-4, advantage="normalized", loss_mean="sequence", dual_clip=math.inf),
+    "gspo": Recipe(
+        1 - 3e-4, 1 + 4e-4, advantage="normalized", loss_mean="sequence", dual_clip=math.inf
+    ),
     # The rule bounds the difference between trainer and generator, which pi/prox ignores.
     "icepop": Recipe(0.5, 5.0, advantage="normalized", ratios=("behavior",)),
-    # The rule leaves good responses uncorrected, and corrects others as a whole: a factor per token contradicts both.
+    # The rule leaves good responses uncorrected, and corrects others as a whole: a factor per token
+    # contradicts both.
     "topr": Recipe(None, 1.0, ratios=("behavior", "proximal")),
     "reinforce": Recipe(None, None, ratios=("behavior",)),  # the rule reads no ratio
-    "rloo": Recipe(None, None, advantage="leave_one_out", loss_mean="sequence_sum", ratios=("behavior",)),
+    "rloo": Recipe(
+        None, None, advantage="leave_one_out", loss_mean="sequence_sum", ratios=("behavior",)
+    ),
     # The rule uses the ratio of the whole response, which a factor per token contradicts.
     "proximal_rloo": Recipe(
-        0.8, 1.2, advantage="leave_one_out", loss_mean="sequence_sum", ratios=("behavior", "proximal"), dual_clip=math.inf
+        0.8,
+        1.2,
+        advantage="leave_one_out",
+        loss_mean="sequence_sum",
+        ratios=("behavior", "proximal"),
+        dual_clip=math.inf,
     ),
-    "best_of_n": Recipe(None, None, advantage="best", loss_mean="sequence_sum", ratios=("behavior",), fixed=("advantage", "loss_mean")),
+    "best_of_n": Recipe(
+        None,
+        None,
+        advantage="best",
+        loss_mean="sequence_sum",
+        ratios=("behavior",),
+        fixed=("advantage", "loss_mean"),
+    ),
     "online_dpo": replace(_OF_GROUPS, advantage="best_and_worst", beta=0.1),
     "ipo": replace(_OF_GROUPS, advantage="best_and_worst", beta=0.1),
-    "ppo": Recipe(0.8, 1.2, advantage="gae", dual_clip=math.inf, gamma=1.0, gae_lambda=0.95, whiten=True, fixed=("advantage",)),
+    "ppo": Recipe(
+        0.8,
+        1.2,
+        advantage="gae",
+        dual_clip=math.inf,
+        gamma=1.0,
+        gae_lambda=0.95,
+        whiten=True,
+        fixed=("advantage",),
+    ),
     "distill": Recipe(0.0, 4.0, advantage="none", fixed=("advantage",)),  # aipo without a reward
     "copg": replace(_OF_GROUPS, advantage="leave_one_out", beta=0.05),
 }
@@ -69,7 +103,17 @@ def recipe_of(config: AlgorithmConfig) -> Recipe:
 
 
 BEHAVIOR_CAP = 5.0  # as in AReaL's configurations
-_KEYS = ("rho_min", "rho", "advantage", "loss_mean", "dual_clip", "beta", "gamma", "gae_lambda", "whiten")
+_KEYS = (
+    "rho_min",
+    "rho",
+    "advantage",
+    "loss_mean",
+    "dual_clip",
+    "beta",
+    "gamma",
+    "gae_lambda",
+    "whiten",
+)
 
 
 def has_critic(config: AlgorithmConfig) -> bool:
@@ -87,7 +131,9 @@ def needs_groups_to_differ(config: AlgorithmConfig) -> bool:
 
 
 def needs_reference(config: AlgorithmConfig) -> str | None:
-    """The "key=value" that makes a run keep its initial weights as a reference; None if it does not keep them."""
+    """The "key=value" that makes a run keep its initial weights as a reference; None if it does not
+    keep them.
+    """
     if config.kl_coef > 0:
         return f"algorithm.kl_coef={config.kl_coef}"
     return f"algorithm.beta={beta}" if (beta := recipe_of(config).beta) else None
@@ -101,9 +147,12 @@ def needs_one_sequence(config: AlgorithmConfig) -> str | None:
 
 
 def problems(config: AlgorithmConfig) -> Iterator[str]:
-    """Yields problems: a bound that the algorithm does not have, an empty interval of bounds, an unsuitable algorithm.ratio."""
+    """Yields problems: a bound that the algorithm does not have, an empty interval of bounds, an
+    unsuitable algorithm.ratio.
+    """
     for key in _KEYS:
-        value, own = getattr(config, key), RECIPES.get(config.name, OWN)
+        value = getattr(config, key)
+        own = RECIPES.get(config.name, OWN)
         if value is not None and (getattr(own, key) is None or key in own.fixed):
             lacks = f"{config.name} has {'its own' if key in own.fixed else 'no such setting'}"
             if config.recipe and published(config.recipe).get(f"algorithm.{key}") == value:
@@ -114,12 +163,18 @@ def problems(config: AlgorithmConfig) -> Iterator[str]:
             return
     recipe = recipe_of(config)
     if recipe.beta is not None and config.kl_coef:
-        yield f"algorithm.kl_coef={config.kl_coef}: must be 0: algorithm.beta is {config.name}'s weight of the KL divergence"
+        yield (
+            f"algorithm.kl_coef={config.kl_coef}: must be 0: algorithm.beta is {config.name}'s "
+            "weight of the KL divergence"
+        )
     yield from _kl_problems(config)
     if recipe.beta == 0 and config.name != "copg":
         yield f"algorithm.beta={recipe.beta}: must be above 0 with {config.name}"
     if config.ratio not in recipe.ratios:
-        yield f"algorithm.ratio={config.ratio}: {config.name} goes with {' and '.join(recipe.ratios)} only (docs/algorithms.md)"
+        yield (
+            f"algorithm.ratio={config.ratio}: {config.name} goes with "
+            f"{' and '.join(recipe.ratios)} only (docs/algorithms.md)"
+        )
     for key in ("behavior_floor", "behavior_cap", "behavior_level", "behavior_above"):
         if (value := getattr(config, key)) is not None and config.ratio != "decoupled":
             yield f"algorithm.{key}={value}: must be null: only algorithm.ratio=decoupled has it"
@@ -134,19 +189,39 @@ def problems(config: AlgorithmConfig) -> Iterator[str]:
 
 
 def _tokens_problems(config: AlgorithmConfig, recipe: Recipe) -> Iterator[str]:
-    """If the loss compares whole responses, problems with settings that treat tokens or samples differently."""
+    """If the loss compares whole responses, problems with settings that treat tokens or samples
+    differently.
+    """
     if recipe.beta is not None and config.entropy_coefficient:
-        yield f"algorithm.entropy_coefficient={config.entropy_coefficient}: must be 0: {config.name} is a loss of whole responses"
+        yield (
+            f"algorithm.entropy_coefficient={config.entropy_coefficient}: must be 0: "
+            f"{config.name} is a loss of whole responses"
+        )
     if config.mask_truncated and (recipe.beta is not None or recipe.advantage == "best"):
-        yield f"algorithm.mask_truncated=true: must be false: {config.name} compares the responses to a prompt, all of them"
+        yield (
+            f"algorithm.mask_truncated=true: must be false: {config.name} compares the "
+            "responses to a prompt, all of them"
+        )
     if config.mask_truncated and config.kl_coef and config.kl == "reward" and recipe.gamma is None:
-        yield "algorithm.mask_truncated=true: must be false with algorithm.kl=reward, which takes a penalty off every sample's reward"
+        yield (
+            "algorithm.mask_truncated=true: must be false with algorithm.kl=reward, which takes "
+            "a penalty off every sample's reward"
+        )
 
 
 def _kl_problems(config: AlgorithmConfig) -> Iterator[str]:
     if not config.kl_coef:
-        for key, value in (("kl", config.kl if config.kl != "loss" else None), ("kl_estimator", config.kl_estimator)):
+        for key, value in (
+            ("kl", config.kl if config.kl != "loss" else None),
+            ("kl_estimator", config.kl_estimator),
+        ):
             if value is not None:
-                yield f"algorithm.{key}={value}: needs algorithm.kl_coef above 0; it is {config.kl_coef}"
+                yield (
+                    f"algorithm.{key}={value}: needs algorithm.kl_coef above 0; it is "
+                    f"{config.kl_coef}"
+                )
     elif config.kl == "loss" and config.kl_estimator == "k1":
-        yield "algorithm.kl_estimator=k1: must be k2 or k3 with algorithm.kl=loss: the gradient of k1 is zero in the mean"
+        yield (
+            "algorithm.kl_estimator=k1: must be k2 or k3 with algorithm.kl=loss: the gradient "
+            "of k1 is zero in the mean"
+        )

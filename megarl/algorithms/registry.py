@@ -28,7 +28,8 @@ from megarl.config.schema import SAMPLED, AlgorithmConfig
 from megarl.critic.losses import Gae
 from megarl.teachers.loss import Distillation
 
-RULES: dict[str, Callable[..., Weights]] = {  # if the recipe has `dual_clip`, the function takes that in addition to a Rule's arguments
+# if the recipe has `dual_clip`, the function takes that in addition to a Rule's arguments
+RULES: dict[str, Callable[..., Weights]] = {
     "aipo": clamped,
     "grpo": clipped,
     "gspo": sequence_clipped,
@@ -47,7 +48,10 @@ RULES: dict[str, Callable[..., Weights]] = {  # if the recipe has `dual_clip`, t
 
 
 def find_rule(name: str) -> Callable[..., Weights]:
-    """One of RULES, or the function `package.module:function`, tried on three tokens. Raises ConfigError if it is not a Rule."""
+    """One of RULES, or the function `package.module:function`, tried on three tokens.
+
+    Raises ConfigError if it is not a Rule.
+    """
     if name in RULES:
         return RULES[name]
     rule = find_callable(name, f"algorithm.name={name}", built_in=RULES)
@@ -55,17 +59,32 @@ def find_rule(name: str) -> Callable[..., Weights]:
         inspect.signature(rule).bind(*range(6))
     except (TypeError, ValueError) as error:
         takes = "(log_ratio, advantages, mask, boundaries, rho_min, rho)"
-        raise ConfigError(f"algorithm.name={name}: must take {takes}, and return megarl.algorithms.losses.Weights: {error}") from error
+        raise ConfigError(
+            f"algorithm.name={name}: must take {takes}, and return "
+            f"megarl.algorithms.losses.Weights: {error}"
+        ) from error
     if problem := _tried(rule):
         raise ConfigError(f"algorithm.name={name}: {problem}; see docs/extending.md")
     return rule
 
 
 def _tried(rule: Callable[..., Weights]) -> str:
-    """Tries `rule` on sequences of one and two tokens, the last of them masked. Returns a problem with its result; empty if it is valid."""
-    log_ratio, advantages, mask = torch.tensor([0.0, 0.5, -torch.inf]), torch.tensor([1.0, -1.0, -1.0]), torch.tensor([True, True, False])
+    """Tries `rule` on sequences of one and two tokens, the last of them masked.
+
+    Returns a problem with its result; empty if it is valid.
+    """
+    log_ratio = torch.tensor([0.0, 0.5, -torch.inf])
+    advantages = torch.tensor([1.0, -1.0, -1.0])
+    mask = torch.tensor([True, True, False])
     try:
-        found = rule(log_ratio, advantages, mask, torch.tensor([0, 1, 3], dtype=torch.int32), OWN.rho_min, OWN.rho)
+        found = rule(
+            log_ratio,
+            advantages,
+            mask,
+            torch.tensor([0, 1, 3], dtype=torch.int32),
+            OWN.rho_min,
+            OWN.rho,
+        )
     except Exception as error:  # raised by the user's function
         return f"fails on three tokens: {type(error).__name__}: {error}"
     if not isinstance(found, Weights):
@@ -73,12 +92,20 @@ def _tried(rule: Callable[..., Weights]) -> str:
     for name, values in (("weight", found.weight), ("clipped", found.clipped)):
         if getattr(values, "shape", None) != log_ratio.shape:
             return f"must return one value a token; its {name} of three tokens is {values!r:.80}"
-    return "" if found.weight.isfinite().all() else "its weight must be finite where log_ratio is -inf, as it is outside the mask"
+    return (
+        ""
+        if found.weight.isfinite().all()
+        else "its weight must be finite where log_ratio is -inf, as it is outside the mask"
+    )
 
 
 def make_algorithm(config: AlgorithmConfig, teachers: Mapping[str, float] = {}) -> Algorithm:
-    """The algorithm `config.name` with its settings, or its defaults where these are null. `teachers`: the weight of each teacher."""
-    recipe, rule = recipe_of(config), find_rule(config.name)
+    """The algorithm `config.name` with its settings, or its defaults where these are null.
+
+    `teachers`: the weight of each teacher.
+    """
+    recipe = recipe_of(config)
+    rule = find_rule(config.name)
     pairs = recipe.advantage == "best_and_worst"
     return PolicyGradient(
         weigh=rule if recipe.dual_clip is None else partial(rule, dual_clip=recipe.dual_clip),
@@ -95,8 +122,14 @@ def make_algorithm(config: AlgorithmConfig, teachers: Mapping[str, float] = {}) 
         behavior_level=config.behavior_level or "token",
         behavior_above=config.behavior_above or "drop",
         skip_zero_advantage=config.skip_zero_advantage,
-        group_loss=GroupLoss(GROUP_LOSSES[config.name], recipe.beta, pairs) if recipe.beta else None,
-        distillation=Distillation(config.distill.coef, config.distill.over == SAMPLED, teachers) if teachers else None,
+        group_loss=GroupLoss(GROUP_LOSSES[config.name], recipe.beta, pairs)
+        if recipe.beta
+        else None,
+        distillation=Distillation(config.distill.coef, config.distill.over == SAMPLED, teachers)
+        if teachers
+        else None,
         entropy_coefficient=config.entropy_coefficient,
-        gae=None if recipe.gamma is None else Gae(recipe.gamma, recipe.gae_lambda or 0.0, bool(recipe.whiten)),
+        gae=None
+        if recipe.gamma is None
+        else Gae(recipe.gamma, recipe.gae_lambda or 0.0, bool(recipe.whiten)),
     )

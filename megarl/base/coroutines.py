@@ -9,7 +9,11 @@ from typing import Any
 
 
 def run_coroutine[T](coroutine: Coroutine[Any, Any, T]) -> T:
-    """Like asyncio.run. Where an event loop runs already, as in a notebook, it uses a thread, since Python nests no loops."""
+    """Like asyncio.run.
+
+    Where an event loop runs already, as in a notebook, it uses a thread, since Python nests no
+    loops.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:

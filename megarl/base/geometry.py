@@ -1,4 +1,7 @@
-"""Boxes of tensor elements, and the coordinates of ranks on their parallel axes. Pure arithmetic."""
+"""Boxes of tensor elements, and the coordinates of ranks on their parallel axes.
+
+Pure arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ import msgspec
 
 
 class Box(msgspec.Struct, frozen=True, gc=False):
-    """The elements `start[d] <= index[d] < start[d] + shape[d]` of a tensor. (A struct is created ten times as fast as a dataclass.)"""
+    """The elements `start[d] <= index[d] < start[d] + shape[d]` of a tensor.
+
+    (A struct is created ten times as fast as a dataclass.)
+    """
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -31,7 +37,8 @@ class Box(msgspec.Struct, frozen=True, gc=False):
 
     def intersect(self, other: Box) -> Box | None:
         """The common elements, or None."""
-        start, shape = [], []
+        start = []
+        shape = []
         for a, m, b, n in zip(self.start, self.shape, other.start, other.shape):
             low = a if a > b else b
             extent = (a + m if a + m < b + n else b + n) - low
@@ -42,11 +49,19 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         return Box(tuple(start), tuple(shape))
 
     def contains(self, other: Box) -> bool:
-        return all(a <= b and b + n <= a + m for a, m, b, n in zip(self.start, self.shape, other.start, other.shape))
+        return all(
+            a <= b and b + n <= a + m
+            for a, m, b, n in zip(self.start, self.shape, other.start, other.shape)
+        )
 
     def move(self, origin: Box, target: Box) -> Box:
-        """This box, which lies in `origin`, shifted by the distance from the first element of `origin` to that of `target`."""
-        return Box(tuple([s - a + b for s, a, b in zip(self.start, origin.start, target.start)]), self.shape)
+        """This box, which lies in `origin`, shifted by the distance from the first element of
+        `origin` to that of `target`.
+        """
+        return Box(
+            tuple([s - a + b for s, a, b in zip(self.start, origin.start, target.start)]),
+            self.shape,
+        )
 
     def drop(self) -> Box:
         """The same box without its first dim."""
@@ -62,25 +77,35 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         if common is None:
             yield self
             return
-        start, shape = list(self.start), list(self.shape)
+        start = list(self.start)
+        shape = list(self.shape)
         for d in range(len(start)):
             before = common.start[d] - start[d]
             after = start[d] + shape[d] - common.start[d] - common.shape[d]
             if before:
                 yield Box(tuple(start), tuple(shape[:d] + [before] + shape[d + 1 :]))
             if after:
-                yield Box(tuple(start[:d] + [common.end[d]] + start[d + 1 :]), tuple(shape[:d] + [after] + shape[d + 1 :]))
+                yield Box(
+                    tuple(start[:d] + [common.end[d]] + start[d + 1 :]),
+                    tuple(shape[:d] + [after] + shape[d + 1 :]),
+                )
             start[d], shape[d] = common.start[d], common.shape[d]
 
     def join(self, other: Box) -> tuple[int, Box] | None:
         """(dim, union) if `other` directly continues this box along exactly one dim, else None."""
-        differing = [d for d in range(len(self.start)) if (self.start[d], self.shape[d]) != (other.start[d], other.shape[d])]
+        differing = [
+            d
+            for d in range(len(self.start))
+            if (self.start[d], self.shape[d]) != (other.start[d], other.shape[d])
+        ]
         if len(differing) != 1:
             return None
         d = differing[0]
         if self.start[d] + self.shape[d] != other.start[d]:
             return None
-        return d, Box(self.start, self.shape[:d] + (self.shape[d] + other.shape[d],) + self.shape[d + 1 :])
+        return d, Box(
+            self.start, self.shape[:d] + (self.shape[d] + other.shape[d],) + self.shape[d + 1 :]
+        )
 
 
 def whole_box(shape: tuple[int, ...]) -> Box:
@@ -90,11 +115,13 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 # The coordinates of trainer and generator ranks on their parallel axes. Pure arithmetic.
 
 
-# State slots of gated delta nets that an engine has for each request it may run: three, which SGLang's prefix cache needs, and two more if
-# its scheduler works ahead (sglang/srt/mem_cache/kv_cache_configurator.py, _calculate_mamba_ratio).
+# State slots of gated delta nets that an engine has for each request it may run: three, which
+# SGLang's prefix cache needs, and two more if its scheduler works ahead
+# (sglang/srt/mem_cache/kv_cache_configurator.py, _calculate_mamba_ratio).
 STATES_PER_REQUEST = 5
 
-DP_ATTENTION_FAMILIES = ("deepseek_v3", "qwen3_moe")  # families whose SGLang models can run attention data-parallel
+# families whose SGLang models can run attention data-parallel
+DP_ATTENTION_FAMILIES = ("deepseek_v3", "qwen3_moe")
 
 
 @dataclass(frozen=True)
@@ -109,10 +136,13 @@ class TrainerCoordinate:
 
 @dataclass(frozen=True)
 class TrainerTopology:
-    """Sizes of the trainer's mesh axes. Ranks run in Megatron's default order: tp fastest, then cp, dp, pp.
+    """Sizes of the trainer's mesh axes.
 
-    Experts live on a mesh of their own over the same ranks (megatron/core/parallel_state.py): etp fastest, then ep, then the
-    replicas of an expert, then pp. Within a stage etp * ep * expert_dp = tp * cp * dp.
+    Ranks run in Megatron's default order: tp fastest, then cp, dp, pp.
+
+    Experts live on a mesh of their own over the same ranks (megatron/core/parallel_state.py): etp
+    fastest, then ep, then the replicas of an expert, then pp. Within a stage etp * ep * expert_dp =
+    tp * cp * dp.
     """
 
     tp: int = 1
@@ -123,7 +153,8 @@ class TrainerTopology:
     etp: int = 1
     dp: int = 1
     zero: int = 1
-    first_stage_layers: int | None = None  # None: stages without a number share the other layers evenly
+    # None: stages without a number share the other layers evenly
+    first_stage_layers: int | None = None
     last_stage_layers: int | None = None
 
     @property
@@ -132,7 +163,10 @@ class TrainerTopology:
 
     @property
     def expert_dp(self) -> int:
-        """The number of replicas of an expert. It is not whole if ep * etp does not divide the ranks of a stage."""
+        """The number of replicas of an expert.
+
+        It is not whole if ep * etp does not divide the ranks of a stage.
+        """
         return self.tp * self.cp * self.dp // (self.ep * self.etp)
 
     def coordinate(self, rank: int) -> TrainerCoordinate:
@@ -156,10 +190,13 @@ class TrainerTopology:
 
 @dataclass(frozen=True)
 class GeneratorTopology:
-    """`engines` SGLang servers of `tp` ranks each. Generator rank g is TP rank g % tp of engine g // tp.
+    """`engines` SGLang servers of `tp` ranks each.
 
-    In an engine, each block of tp / ep consecutive ranks holds the same experts, sharded over the block. With data-parallel attention
-    (SGLang's attn_dp_size = dp_attention), each block of tp / dp_attention ranks holds attention and embedding, sharded over the block.
+    Generator rank g is TP rank g % tp of engine g // tp.
+
+    In an engine, each block of tp / ep consecutive ranks holds the same experts, sharded over the
+    block. With data-parallel attention (SGLang's attn_dp_size = dp_attention), each block of tp /
+    dp_attention ranks holds attention and embedding, sharded over the block.
     """
 
     engines: int = 1

@@ -1,4 +1,6 @@
-"""Processes of a host: why one ended, how it ends with its parent, and signs of life from a busy one."""
+"""Processes of a host: why one ended, how it ends with its parent, and signs of life from a busy
+one.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ MIB = 1 << 20
 
 
 def how(code: int) -> str:
-    """How a process ended, in words. `code`: as subprocess and multiprocessing give it. Above 128, a signal has killed a child process."""
+    """How a process ended, in words.
+
+    `code`: as subprocess and multiprocessing give it. Above 128, a signal has killed a child
+    process.
+    """
     if code < 0:
         return f"was killed by {_name(-code)}"
     if code > 128 and _name(code - 128):
@@ -31,16 +37,22 @@ def how(code: int) -> str:
 
 
 def ended_for_memory() -> int:
-    """The number of processes that the kernel has killed for lack of memory, on the host or in a control group, since the host started. 0
-    if the kernel does not count them."""
-    for line in KERNEL_COUNTS.read_text(encoding="utf-8").splitlines() if KERNEL_COUNTS.exists() else ():
+    """The number of processes that the kernel has killed for lack of memory, on the host or in a
+    control group, since the host started. 0 if the kernel does not count them.
+    """
+    for line in (
+        KERNEL_COUNTS.read_text(encoding="utf-8").splitlines() if KERNEL_COUNTS.exists() else ()
+    ):
         if line.startswith("oom_kill "):
             return int(line.split()[1])
     return 0
 
 
 def cause(code: int, ended_before: int) -> str:
-    """Why a process ended with `code`; empty if unknown. `ended_before`: `ended_for_memory()` when the process started."""
+    """Why a process ended with `code`; empty if unknown.
+
+    `ended_before`: `ended_for_memory()` when the process started.
+    """
     number = -code if code < 0 else code - 128
     found = []
     if number == signal.SIGKILL and (ended := ended_for_memory() - ended_before) > 0:
@@ -48,12 +60,20 @@ def cause(code: int, ended_before: int) -> str:
 
         memory = psutil.virtual_memory()
         room = f"{memory.available // MIB} of {memory.total // MIB} MiB are free now"
-        found.append(f"the kernel has ended {ended} of this host's processes for lack of memory meanwhile; {room}")
+        found.append(
+            f"the kernel has ended {ended} of this host's processes for lack of memory meanwhile; {room}"
+        )
     if SHARED_MEMORY.is_dir():
         disk = shutil.disk_usage(SHARED_MEMORY)
         if disk.free < LITTLE_BYTES or number == signal.SIGBUS:
-            what = "full" if disk.free < LITTLE_BYTES else "the likely cause, if memory that is mapped there had no room"
-            found.append(f"{SHARED_MEMORY} is {what}: {disk.free // MIB} of {disk.total // MIB} MiB are free")
+            what = (
+                "full"
+                if disk.free < LITTLE_BYTES
+                else "the likely cause, if memory that is mapped there had no room"
+            )
+            found.append(
+                f"{SHARED_MEMORY} is {what}: {disk.free // MIB} of {disk.total // MIB} MiB are free"
+            )
     return "; ".join(found)
 
 
@@ -76,17 +96,22 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int) -> None:
-    """Makes the kernel kill this process when its parent ends. Raises SystemExit if the process `parent` is already gone, and its children
-    have another parent, which may be process 1 of a container."""
+    """Makes the kernel kill this process when its parent ends.
+
+    Raises SystemExit if the process `parent` is already gone, and its children have another parent,
+    which may be process 1 of a container.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         raise SystemExit(f"process {parent}, which has started this one, is gone")
 
 
-FOR_LAUNCHER = (signal.SIGHUP, signal.SIGUSR2)  # a job's signals that only the launcher answers; Slurm may send them to all processes
+# a job's signals that only the launcher answers; Slurm may send them to all processes
+FOR_LAUNCHER = (signal.SIGHUP, signal.SIGUSR2)
 
 
-# Signs of life from an engine worker that cannot answer because it is busy with a weight update (generator.health_s).
+# Signs of life from an engine worker that cannot answer because it is busy with a weight update
+# (generator.health_s).
 
 
 BEATS = "MEGARL_ENGINE_BEATS"  # environment variable: path of the file that the beats touch
@@ -95,12 +120,17 @@ BEAT_S = 1.0
 
 @contextlib.contextmanager
 def beating() -> Iterator[None]:
-    """Touches the file every BEAT_S until the block ends. A shorter command never touches it, and neither does a stopped process."""
-    file, done = os.environ.get(BEATS), threading.Event()
+    """Touches the file every BEAT_S until the block ends.
+
+    A shorter command never touches it, and neither does a stopped process.
+    """
+    file = os.environ.get(BEATS)
+    done = threading.Event()
 
     def beat(path: Path) -> None:
         while not done.wait(BEAT_S):
-            with contextlib.suppress(OSError):  # the disk is full: then only the engine's answers count
+            # the disk is full: then only the engine's answers count
+            with contextlib.suppress(OSError):
                 path.touch()
 
     if file:

@@ -7,9 +7,11 @@ from typing import Any
 
 
 class CommandResult(Mapping[str, Any]):
-    """The values that a command prints with --json, as items and as attributes: `result["step_s"]`, `result.step_s`.
+    """The values that a command prints with --json, as items and as attributes: `result["step_s"]`,
+    `result.step_s`.
 
-    Units are in the names, such as `step_s` and `trainer_gib_per_gpu`. As text it is what the command prints for people.
+    Units are in the names, such as `step_s` and `trainer_gib_per_gpu`. As text it is what the
+    command prints for people.
     """
 
     def __init__(self, values: Mapping[str, Any], text: str):

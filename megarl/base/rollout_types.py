@@ -1,4 +1,6 @@
-"""The data that travels between executors: prompts, samples, groups and batches, and the packed bytes that travel with them."""
+"""The data that travels between executors: prompts, samples, groups and batches, and the packed
+bytes that travel with them.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +16,30 @@ import numpy as np
 
 # The data that travels between executors: prompts, samples, groups, batches.
 #
-# Values with one number per token are typed arrays. At the generator, where users' code handles them, they are Python's `array`: as with
-# lists, `+` concatenates and `==` compares, and nothing is silently broadcast. At the trainer they are NumPy's. `rollouts/channel.py` has
-# the form in between.
+# Values with one number per token are typed arrays. At the generator, where users' code handles
+# them, they are Python's `array`: as with lists, `+` concatenates and `==` compares, and nothing is
+# silently broadcast. At the trainer they are NumPy's. `rollouts/channel.py` has the form in
+# between.
 
 
 Version = int
-"""The version of the weights: 0 for the initial weights, plus 1 for every batch they were trained on."""
+"""The version of the weights: 0 for the initial weights, plus 1 for every batch they were trained
+on.
+"""
 
 
 Ordinal = int
 """The number of a prompt in the run's endless stream of prompts, from 0 on."""
 
 _DTYPES = {"i": np.dtype(np.int32), "f": np.dtype(np.float32), "b": np.dtype(np.bool_)}
-_TAKEN = {"i": "iu", "f": "iuf", "b": "b"}  # code of an array -> the kinds of NumPy arrays that convert to it
+# code of an array -> the kinds of NumPy arrays that convert to it
+_TAKEN = {"i": "iu", "f": "iuf", "b": "b"}
 
 
 def typed(values: Iterable[Any], code: str) -> array[Any]:
-    """`values` as an array of int32 ("i"), float32 ("f") or booleans ("b"). An array of that type is returned as it is.
+    """`values` as an array of int32 ("i"), float32 ("f") or booleans ("b").
+
+    An array of that type is returned as it is.
 
     Raises: TypeError for other kinds of values, OverflowError for an integer of more than 32 bits.
     """
@@ -40,7 +48,10 @@ def typed(values: Iterable[Any], code: str) -> array[Any]:
     if not isinstance(values, np.ndarray):
         return array(code, map(bool, values) if code == "b" else values)
     if values.ndim != 1 or values.dtype.kind not in _TAKEN[code]:
-        raise TypeError(f"an array of {values.dtype} and shape {values.shape}, where a row of {_DTYPES[code]} is wanted")
+        raise TypeError(
+            f"an array of {values.dtype} and shape {values.shape}, where a row of {_DTYPES[code]} "
+            "is wanted"
+        )
     if code == "i" and values.size and not -(1 << 31) <= values.min() <= values.max() < 1 << 31:
         raise OverflowError("an integer of more than 32 bits")
     made = array(code)
@@ -50,12 +61,21 @@ def typed(values: Iterable[Any], code: str) -> array[Any]:
 
 
 def view(values: array[Any]) -> np.ndarray:
-    """A NumPy view of the memory of `values`. While the view exists, `values` can neither grow nor shrink."""
-    return np.frombuffer(values, _DTYPES[values.typecode]) if values else np.empty(0, _DTYPES[values.typecode])
+    """A NumPy view of the memory of `values`.
+
+    While the view exists, `values` can neither grow nor shrink.
+    """
+    return (
+        np.frombuffer(values, _DTYPES[values.typecode])
+        if values
+        else np.empty(0, _DTYPES[values.typecode])
+    )
 
 
 def impossible_logprobs(logprobs: np.ndarray) -> np.ndarray:
-    """[T] bool: which log-probs are impossible: NaN, infinite, or above 0 by more than an engine's error in bfloat16."""
+    """[T] bool: which log-probs are impossible: NaN, infinite, or above 0 by more than an engine's
+    error in bfloat16.
+    """
     return ~(np.isfinite(logprobs) & (logprobs <= 0.01))
 
 
@@ -71,59 +91,81 @@ class Typed(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """One prompt. `ordinal` numbers the prompts of a run and is never reused, not even after a resume."""
+    """One prompt.
+
+    `ordinal` numbers the prompts of a run and is never reused, not even after a resume.
+    """
 
     ordinal: Ordinal
     token_ids: list[int]  # [P]
     text: str
     answer: str  # the reference for the verifier
     row: dict[str, Any] = {}  # the row of the dataset, for a user's own reward function
-    source: str = ""  # name of its source in data.train.sources or eval.suites; empty for data.train and data.eval
+    # name of its source in data.train.sources or eval.suites; empty for data.train and data.eval
+    source: str = ""
 
 
 class Failure(msgspec.Struct, frozen=True):
     """Why a response has no score of its own."""
 
-    kind: str  # "timeout" | "error" | "memory" | "exit"; for an episode, the <kind> in rollout/failed_<kind>
+    # "timeout" | "error" | "memory" | "exit"; for an episode, the <kind> in rollout/failed_<kind>
+    kind: str
     reason: str  # completes "… failed: "
     text: str = ""  # the beginning of the response
-    part: str = ""  # what failed: a part of the reward (empty: the whole), a teacher roles.NAME, or the episode, rollout.NAME
+    # what failed: a part of the reward (empty: the whole), a teacher roles.NAME, or the episode,
+    # rollout.NAME
+    part: str = ""
 
 
 WARNING = "warning"  # kind of a warning, which is reported like a failure
 EPISODE = "rollout."  # prefix of `part` if the episode itself failed; the rollout's name follows
-UNANSWERED = "unanswered"  # finish reason of an episode that sampled nothing: its sample has no tokens, and its prompt is dropped
+# finish reason of an episode that sampled nothing: its sample has no tokens, and its prompt is
+# dropped
+UNANSWERED = "unanswered"
 
 
 class Sample(Typed, frozen=True):
     """One response to a prompt, with the behaviour policy mu that produced it.
 
-    In a rollout of several turns, the environment has written some of the tokens. Those are context, not actions. They have neither a
-    log-prob nor a version, and are not learned.
+    In a rollout of several turns, the environment has written some of the tokens. Those are
+    context, not actions. They have neither a log-prob nor a version, and are not learned.
     """
 
     token_ids: array[int]  # [T] int32, response tokens, end-of-text included when it was sampled
-    logprobs: array[float]  # [T] float32, log mu(y_t | x, y_<t) under the distribution sampled from; 0 on the environment's tokens
-    versions: array[int]  # [T] int32, weight version that sampled each token; arbitrary on the environment's tokens
+    # [T] float32, log mu(y_t | x, y_<t) under the distribution sampled from; 0 on the environment's
+    # tokens
+    logprobs: array[float]
+    # [T] int32, weight version that sampled each token; arbitrary on the environment's tokens
+    versions: array[int]
     text: str
     reward: float
     finish_reason: str  # "stop" | "length" | UNANSWERED
-    policy_mask: array[int] = msgspec.field(default_factory=partial(array, "b"))  # [T] 0 on the environment's tokens; empty: 1 everywhere
-    environment_spans: list[tuple[int, int]] = []  # [start, end) in `text` of the environment's parts, for display
-    metrics: dict[str, float] = {}  # numbers from the rollout; a step reports their means as rollout/<name>
-    routing: bytes = b""  # experts chosen at the positions of prompt and response (models/routing.py), from the first on; empty: unknown
-    reward_parts: dict[str, float] = {}  # parts of the reward; a step reports their means as reward/<name>/mean
-    failures: list[Failure] = []  # of the episode, the reward or its parts; those have substitute scores
-    kept: KeptSets | None = None  # the set that each token was drawn from; None: unknown, or the whole vocabulary
+    # [T] 0 on the environment's tokens; empty: 1 everywhere
+    policy_mask: array[int] = msgspec.field(default_factory=partial(array, "b"))
+    # [start, end) in `text` of the environment's parts, for display
+    environment_spans: list[tuple[int, int]] = []
+    # numbers from the rollout; a step reports their means as rollout/<name>
+    metrics: dict[str, float] = {}
+    # experts chosen at the positions of prompt and response (models/routing.py), from the first on;
+    # empty: unknown
+    routing: bytes = b""
+    # parts of the reward; a step reports their means as reward/<name>/mean
+    reward_parts: dict[str, float] = {}
+    # of the episode, the reward or its parts; those have substitute scores
+    failures: list[Failure] = []
+    # the set that each token was drawn from; None: unknown, or the whole vocabulary
+    kept: KeptSets | None = None
     teachers: bytes = b""  # packed TeacherScores of teachers on engines; empty without any
-    branch: int = 0  # above 0: a further branch of the same episode as the sample before it, with the same reward
+    # above 0: a further branch of the same episode as the sample before it, with the same reward
+    branch: int = 0
 
     def __post_init__(self) -> None:
         self._convert(token_ids="i", logprobs="f", versions="i", policy_mask="b")
 
     def summary(self) -> SampleSummary:
         """Raises: ValueError where the arrays differ in length."""
-        tokens, turns = len(self.token_ids), int(len(self.token_ids) > 0)
+        tokens = len(self.token_ids)
+        turns = int(len(self.token_ids) > 0)
         arrays = (
             ("versions", self.versions),
             ("policy_mask", self.policy_mask or self.versions),
@@ -171,7 +213,10 @@ class _Branch(Protocol):
 
 
 def episodes[S: _Branch](samples: Iterable[S]) -> list[list[S]]:
-    """The samples of each episode. Baselines are computed over episodes; all branches of one share its reward and its advantage."""
+    """The samples of each episode.
+
+    Baselines are computed over episodes; all branches of one share its reward and its advantage.
+    """
     found: list[list[S]] = []
     for sample in samples:
         if sample.branch:
@@ -200,7 +245,8 @@ class SampleSummary(msgspec.Struct, frozen=True):
     """What every trainer rank knows of a sample: everything but its text and its per-token numbers."""
 
     tokens: int  # T
-    policy_versions: list[tuple[Version, int]]  # of the policy's tokens, in order: runs of (version, tokens)
+    # of the policy's tokens, in order: runs of (version, tokens)
+    policy_versions: list[tuple[Version, int]]
     turns: int  # runs of policy tokens; 1 if the environment wrote nothing in between
     reward: float
     finish_reason: str
@@ -256,19 +302,25 @@ class SampleNumbers(NamedTuple):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """The input of one step: `prompts_per_step` groups, sorted by ordinal. If it has no groups, too many prompts were dropped, and the run
-    ends."""
+    """The input of one step: `prompts_per_step` groups, sorted by ordinal.
+
+    If it has no groups, too many prompts were dropped, and the run ends.
+    """
 
     step: int
     groups: list[GroupSummary]
     generate_s: float  # from the start of the first rollout to the end of the last, minus reward_s
-    generator_wait_s: float  # the generator's wait for weights since the last batch, weighted by the share of idle places
-    due_wait_s: float = 0.0  # part of the trainer's wait: enough groups were there, but a due one was not
+    # the generator's wait for weights since the last batch, weighted by the share of idle places
+    generator_wait_s: float
+    # part of the trainer's wait: enough groups were there, but a due one was not
+    due_wait_s: float = 0.0
     rejected: int = 0  # groups rejected as too old since the last batch
     buffered: int = 0  # finished groups left for later batches
-    numbers: dict[int, SampleNumbers] = {}  # place in `samples` -> numbers, for the samples that this rank trains on
+    # place in `samples` -> numbers, for the samples that this rank trains on
+    numbers: dict[int, SampleNumbers] = {}
     texts: list[msgspec.Raw] = []  # an encoded GroupTexts for each group; only on trainer rank 0
-    dropped: list[GroupSummary] = []  # by dynamic sampling: generated like `groups`, but not trained on
+    # by dynamic sampling: generated like `groups`, but not trained on
+    dropped: list[GroupSummary] = []
     dropped_texts: list[msgspec.Raw] = []  # as `texts`
     rested: int = 0  # prompts that the curriculum has left out since the last batch
     reward_s: float = 0.0  # wait for scores in that time, weighted by the share of waiting rollouts
@@ -286,22 +338,32 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class TrainSequence(msgspec.Struct, frozen=True, eq=False):
-    """One training sequence: prompt and response joined, with per-token training data. It may be constructed from arrays or lists.
+    """One training sequence: prompt and response joined, with per-token training data.
 
-    Position i of `loss_mask`, `mu_logprobs` and `advantages` concerns the prediction of token i from tokens < i. So position 0 is always
-    masked.
+    It may be constructed from arrays or lists.
+
+    Position i of `loss_mask`, `mu_logprobs` and `advantages` concerns the prediction of token i
+    from tokens < i. So position 0 is always masked.
     """
 
     token_ids: np.ndarray  # [L] int32
-    loss_mask: np.ndarray  # [L] bool, True on tokens that the policy produced (or, in SFT, is to learn)
+    # [L] bool, True on tokens that the policy produced (or, in SFT, is to learn)
+    loss_mask: np.ndarray
     mu_logprobs: np.ndarray  # [L] float32, 0 where masked
     advantages: np.ndarray  # [L] float32, 0 where masked
-    routing: bytes = b""  # experts to use (models/routing.py), at the first positions, up to L - 1 of them
-    kept: KeptSets | None = None  # for the last tokens: the set that each was drawn from; None: the whole vocabulary
+    # experts to use (models/routing.py), at the first positions, up to L - 1 of them
+    routing: bytes = b""
+    # for the last tokens: the set that each was drawn from; None: the whole vocabulary
+    kept: KeptSets | None = None
     teachers: bytes = b""  # for the last tokens: packed TeacherScores of teachers on engines
 
     def __post_init__(self) -> None:
-        for name, code in (("token_ids", "i"), ("loss_mask", "b"), ("mu_logprobs", "f"), ("advantages", "f")):
+        for name, code in (
+            ("token_ids", "i"),
+            ("loss_mask", "b"),
+            ("mu_logprobs", "f"),
+            ("advantages", "f"),
+        ):
             values = getattr(self, name)
             if not (isinstance(values, np.ndarray) and values.dtype == _DTYPES[code]):
                 msgspec.structs.force_setattr(self, name, view(typed(values, code)))
@@ -312,11 +374,17 @@ class TrainSequence(msgspec.Struct, frozen=True, eq=False):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TrainSequence):
             return NotImplemented
-        return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in self.__struct_fields__)
+        return all(
+            np.array_equal(getattr(self, name), getattr(other, name))
+            for name in self.__struct_fields__
+        )
 
 
 class Elsewhere(msgspec.Struct, frozen=True):
-    """Stands for a TrainSequence that another data-parallel rank trains on. It has only the length."""
+    """Stands for a TrainSequence that another data-parallel rank trains on.
+
+    It has only the length.
+    """
 
     length: int
 
@@ -324,10 +392,12 @@ class Elsewhere(msgspec.Struct, frozen=True):
         return self.length
 
 
-# Kept sets: the tokens that a sampled token was drawn from under top-p, top-k or min-p. They travel with a rollout as packed bytes.
+# Kept sets: the tokens that a sampled token was drawn from under top-p, top-k or min-p. They travel
+# with a rollout as packed bytes.
 #
-# The sampling policy is the model's distribution, renormalised over that set. So the trainer takes log-probs over the same set ("Keep
-# Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1). Otherwise the importance ratio would not be defined.
+# The sampling policy is the model's distribution, renormalised over that set. So the trainer takes
+# log-probs over the same set ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+# Otherwise the importance ratio would not be defined.
 
 
 MOST_KEPT = 4096  # most tokens that an engine keeps; a few more if logits at the limit are equal
@@ -336,8 +406,9 @@ MOST_KEPT = 4096  # most tokens that an engine keeps; a few more if logits at th
 class KeptSets(msgspec.Struct, frozen=True):
     """Kept sets: one set of token ids for each of T tokens.
 
-    A set is written as its ids (2 bytes each, or 4 if the vocabulary is larger than 65,536) or, where that is smaller, as a bit for each
-    token of the vocabulary, filled up to whole groups of 4 bytes.
+    A set is written as its ids (2 bytes each, or 4 if the vocabulary is larger than 65,536) or,
+    where that is smaller, as a bit for each token of the vocabulary, filled up to whole groups of 4
+    bytes.
     """
 
     vocab_size: int
@@ -345,20 +416,33 @@ class KeptSets(msgspec.Struct, frozen=True):
     records: bytes  # the sets, one after the other
 
     @classmethod
-    def of(cls, vocab_size: int, tokens: np.ndarray, sizes: np.ndarray, ids: np.ndarray) -> KeptSets:
-        """tokens: [T] sampled tokens; sizes: [T] int32; ids: [sum of sizes], one set after the other, in any order.
+    def of(
+        cls, vocab_size: int, tokens: np.ndarray, sizes: np.ndarray, ids: np.ndarray
+    ) -> KeptSets:
+        """tokens: [T] sampled tokens; sizes: [T] int32; ids: [sum of sizes], one set after the
+        other, in any order.
 
-        Raises: ValueError for an id outside the vocabulary, a repeated id in a set, or a set that lacks the token sampled from it.
+        Raises: ValueError for an id outside the vocabulary, a repeated id in a set, or a set that
+        lacks the token sampled from it.
         """
         if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
-            raise ValueError(f"token ids from {ids.min()} to {ids.max()} in a vocabulary of {vocab_size}")
+            raise ValueError(
+                f"token ids from {ids.min()} to {ids.max()} in a vocabulary of {vocab_size}"
+            )
         if len(sizes) != len(tokens) or sizes.sum() != len(ids):
-            raise ValueError(f"{len(sizes)} sets of {sizes.sum()} token ids in all for {len(tokens)} tokens, and {len(ids)} ids")
+            raise ValueError(
+                f"{len(sizes)} sets of {sizes.sum()} token ids in all for {len(tokens)} tokens, "
+                f"and {len(ids)} ids"
+            )
         rows = np.repeat(np.arange(len(sizes)), sizes)
         keys = np.sort(rows * vocab_size + ids)
         if (keys[1:] == keys[:-1]).any():
             raise ValueError("a token is twice in a set")
-        made = cls(vocab_size, sizes.astype("<i4").tobytes(), _packed(vocab_size, sizes, rows, keys - rows * vocab_size))
+        made = cls(
+            vocab_size,
+            sizes.astype("<i4").tobytes(),
+            _packed(vocab_size, sizes, rows, keys - rows * vocab_size),
+        )
         made.checked_ids(tokens)
         return made
 
@@ -371,13 +455,23 @@ class KeptSets(msgspec.Struct, frozen=True):
         return np.frombuffer(self.sizes, "<i4")
 
     def ids(self) -> np.ndarray:
-        """[sum of sizes] int32, ascending within a set. Raises: ValueError if `records` do not fit `sizes`."""
-        sizes, (as_bits, starts, end), dtype = self.counts, _records(self.vocab_size, self.counts), _id_dtype(self.vocab_size)
+        """[sum of sizes] int32, ascending within a set.
+
+        Raises: ValueError if `records` do not fit `sizes`.
+        """
+        sizes, (as_bits, starts, end), dtype = (
+            self.counts,
+            _records(self.vocab_size, self.counts),
+            _id_dtype(self.vocab_size),
+        )
         if end != len(self.records):
             raise ValueError(f"{len(self.records)} bytes of sets, whose sizes speak of {end}")
-        found, listed = np.empty(sizes.sum(), np.int32), np.repeat(~as_bits, sizes)
+        found = np.empty(sizes.sum(), np.int32)
+        listed = np.repeat(~as_bits, sizes)
         within = np.arange(len(found)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        found[listed] = np.frombuffer(self.records, dtype)[(np.repeat(starts // dtype.itemsize, sizes) + within)[listed]]
+        found[listed] = np.frombuffer(self.records, dtype)[
+            (np.repeat(starts // dtype.itemsize, sizes) + within)[listed]
+        ]
         if as_bits.any():
             width = _bits_bytes(self.vocab_size)
             places = starts[as_bits][:, None] + np.arange(width)
@@ -385,29 +479,47 @@ class KeptSets(msgspec.Struct, frozen=True):
             used = np.flatnonzero(set_bytes)
             at = np.flatnonzero(np.unpackbits(set_bytes[used], bitorder="little"))
             in_bytes = used[at // 8]
-            if not np.array_equal(np.bincount(in_bytes // width, minlength=as_bits.sum()), sizes[as_bits]):
+            if not np.array_equal(
+                np.bincount(in_bytes // width, minlength=as_bits.sum()), sizes[as_bits]
+            ):
                 raise ValueError("sets whose bits are not as many as their sizes")
             found[~listed] = in_bytes % width * 8 + at % 8
         return found
 
     def checked_ids(self, tokens: np.ndarray) -> np.ndarray:
-        """Like `ids`. Raises: ValueError also if one of the T sampled `tokens` is not in its own set."""
-        sizes, sampled = self.counts, np.zeros(len(self), np.bool_)
+        """Like `ids`.
+
+        Raises: ValueError also if one of the T sampled `tokens` is not in its own set.
+        """
+        sizes = self.counts
+        sampled = np.zeros(len(self), np.bool_)
         rows = np.repeat(np.arange(len(sizes)), sizes)
         ids = self.ids()
         sampled[rows[ids == tokens[rows]]] = True
         if missing := int((~sampled & (sizes > 0)).sum()):
-            raise ValueError(f"{missing} of {int((sizes > 0).sum())} sampled tokens are not in their own sets (rollout.replay_mask)")
+            raise ValueError(
+                f"{missing} of {int((sizes > 0).sum())} sampled tokens are not in their own sets "
+                "(rollout.replay_mask)"
+            )
         return ids
 
     def first(self, tokens: int) -> KeptSets:
         """The sets of the first `tokens` tokens."""
         _, starts, end = _records(self.vocab_size, self.counts)
-        return KeptSets(self.vocab_size, self.sizes[: 4 * tokens], self.records[: starts[tokens] if tokens < len(self) else end])
+        return KeptSets(
+            self.vocab_size,
+            self.sizes[: 4 * tokens],
+            self.records[: starts[tokens] if tokens < len(self) else end],
+        )
 
     def summary(self) -> KeptSummary:
         sizes = self.counts
-        return KeptSummary(self.vocab_size, int(sizes.sum()), int((sizes >= MOST_KEPT).sum()), len(self.sizes) + len(self.records))
+        return KeptSummary(
+            self.vocab_size,
+            int(sizes.sum()),
+            int((sizes >= MOST_KEPT).sum()),
+            len(self.sizes) + len(self.records),
+        )
 
 
 class KeptSummary(msgspec.Struct, frozen=True):
@@ -419,13 +531,25 @@ class KeptSummary(msgspec.Struct, frozen=True):
     bytes: int
 
 
-def join(kept: KeptSets | None, tokens: int, more: KeptSets | None, more_tokens: int) -> KeptSets | None:
-    """The sets of `tokens` tokens followed by `more_tokens` tokens. None stands for tokens without sets."""
+def join(
+    kept: KeptSets | None, tokens: int, more: KeptSets | None, more_tokens: int
+) -> KeptSets | None:
+    """The sets of `tokens` tokens followed by `more_tokens` tokens.
+
+    None stands for tokens without sets.
+    """
     known = kept or more
     if known is None:
         return None
-    parts = [each or KeptSets(known.vocab_size, bytes(4 * count), b"") for each, count in ((kept, tokens), (more, more_tokens))]
-    return KeptSets(known.vocab_size, b"".join(part.sizes for part in parts), b"".join(part.records for part in parts))
+    parts = [
+        each or KeptSets(known.vocab_size, bytes(4 * count), b"")
+        for each, count in ((kept, tokens), (more, more_tokens))
+    ]
+    return KeptSets(
+        known.vocab_size,
+        b"".join(part.sizes for part in parts),
+        b"".join(part.records for part in parts),
+    )
 
 
 def kept_metrics(summaries: Iterable[KeptSummary | None], policy_tokens: int) -> dict[str, float]:
@@ -450,7 +574,8 @@ def _bits_bytes(vocab_size: int) -> int:
 
 def _records(vocab_size: int, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
     """[T] whether each set is written as bits, [T] where it begins, and where the last one ends."""
-    as_ids, bits = sizes.astype(np.int64) * _id_dtype(vocab_size).itemsize, _bits_bytes(vocab_size)
+    as_ids = sizes.astype(np.int64) * _id_dtype(vocab_size).itemsize
+    bits = _bits_bytes(vocab_size)
     lengths = np.minimum(as_ids, bits)
     ends = np.cumsum(lengths)
     return as_ids > bits, ends - lengths, int(ends[-1]) if len(ends) else 0
@@ -459,8 +584,10 @@ def _records(vocab_size: int, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def _packed(vocab_size: int, sizes: np.ndarray, rows: np.ndarray, ids: np.ndarray) -> bytes:
     """The packed sets. `ids`: ascending within a set; `rows`: the set that each id belongs to."""
     as_bits, starts, end = _records(vocab_size, sizes)
-    packed, dtype = np.zeros(end, np.uint8), _id_dtype(vocab_size)
-    within, bits = np.arange(len(ids)) - (np.cumsum(sizes) - sizes)[rows], as_bits[rows]
+    packed = np.zeros(end, np.uint8)
+    dtype = _id_dtype(vocab_size)
+    within = np.arange(len(ids)) - (np.cumsum(sizes) - sizes)[rows]
+    bits = as_bits[rows]
     listed = ~bits
     packed.view(dtype)[(starts[rows] // dtype.itemsize + within)[listed]] = ids[listed]
     if bits.any():
@@ -470,20 +597,26 @@ def _packed(vocab_size: int, sizes: np.ndarray, rows: np.ndarray, ids: np.ndarra
     return packed.tobytes()
 
 
-# The log-probs of teachers on engines for a response, packed into bytes that travel with the rollout.
+# The log-probs of teachers on engines for a response, packed into bytes that travel with the
+# rollout.
 
 
 @dataclass(frozen=True)
 class TeacherScores:
     """One teacher's log-probs for T tokens."""
 
-    ids: np.ndarray  # [T, k] int32, the likeliest tokens at each place; [T, 0] if only the tokens' own log-probs are needed
-    logprobs: np.ndarray  # [T, k] float32 of these, or [T, 1] of the tokens themselves; NaN where the teacher gave none
+    # [T, k] int32, the likeliest tokens at each place; [T, 0] if only the tokens' own log-probs are
+    # needed
+    ids: np.ndarray
+    # [T, k] float32 of these, or [T, 1] of the tokens themselves; NaN where the teacher gave none
+    logprobs: np.ndarray
 
 
 @dataclass(frozen=True)
 class TeacherFormat:
-    """The byte layout: for each token, and for each teacher in turn, its ids (int32) and then its log-probs (float32)."""
+    """The byte layout: for each token, and for each teacher in turn, its ids (int32) and then its
+    log-probs (float32).
+    """
 
     teachers: int
     top_k: int  # 0: the log-probs of the tokens themselves
@@ -497,14 +630,30 @@ class TeacherFormat:
         return 2 * self.top_k or 1
 
     def pack(self, told: Sequence[TeacherScores | None], tokens: int) -> bytes:
-        """Packs the scores `told` by each teacher for `tokens` tokens. None stands for a teacher that failed."""
-        nothing = TeacherScores(np.zeros((tokens, self.top_k), np.int32), np.full((tokens, self.top_k or 1), np.nan, np.float32))
-        parts = [part for one in told for part in ((one or nothing).ids.view(np.float32), (one or nothing).logprobs)]
+        """Packs the scores `told` by each teacher for `tokens` tokens.
+
+        None stands for a teacher that failed.
+        """
+        nothing = TeacherScores(
+            np.zeros((tokens, self.top_k), np.int32),
+            np.full((tokens, self.top_k or 1), np.nan, np.float32),
+        )
+        parts = [
+            part
+            for one in told
+            for part in ((one or nothing).ids.view(np.float32), (one or nothing).logprobs)
+        ]
         return np.ascontiguousarray(np.concatenate(parts, axis=1), np.float32).tobytes()
 
     def unpack(self, packed: bytes, tokens: int) -> list[TeacherScores]:
-        """The scores of each teacher. Raises: ValueError if `packed` has another number of tokens."""
+        """The scores of each teacher.
+
+        Raises: ValueError if `packed` has another number of tokens.
+        """
         numbers = np.frombuffer(packed, np.float32).reshape(tokens, self.teachers, self._width)
         return [
-            TeacherScores(np.ascontiguousarray(one[:, : self.top_k]).view(np.int32), one[:, self.top_k :]) for one in numbers.swapaxes(0, 1)
+            TeacherScores(
+                np.ascontiguousarray(one[:, : self.top_k]).view(np.int32), one[:, self.top_k :]
+            )
+            for one in numbers.swapaxes(0, 1)
         ]

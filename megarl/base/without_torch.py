@@ -1,7 +1,8 @@
 """Runs a program that asks Transformers without importing torch, and keeps its answer.
 
-Transformers imports torch if it can: 6 s and 800 MiB for AutoTokenizer, against 2 s and 80 MiB without. So the question is a program of its
-own, a file that prints one JSON object. The answer is kept in ~/.cache by everything that decides it.
+Transformers imports torch if it can: 6 s and 800 MiB for AutoTokenizer, against 2 s and 80 MiB
+without. So the question is a program of its own, a file that prints one JSON object. The answer is
+kept in ~/.cache by everything that decides it.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from megarl.base.files import write_whole
 CACHE = "~/.cache/megarl"
 
 
-def ask(program: str, arguments: Sequence[str], kind: str, decided_by: Iterable[bytes]) -> dict[str, Any]:
+def ask(
+    program: str, arguments: Sequence[str], kind: str, decided_by: Iterable[bytes]
+) -> dict[str, Any]:
     """The JSON object that `python program arguments` prints as its last line.
 
-    Args: kind: a folder of the cache; decided_by: what decides the answer, beside the program and the versions of Transformers and
-    tokenizers. An object with a "problem" is not kept. Raises ValueError with the last line of stderr if the program fails.
+    Args: kind: a folder of the cache; decided_by: what decides the answer, beside the program and
+    the versions of Transformers and tokenizers. An object with a "problem" is not kept. Raises
+    ValueError with the last line of stderr if the program fails.
     """
     digest = hashlib.sha256()
     versions = [f"{name} {version(name)}".encode() for name in ("transformers", "tokenizers")]
@@ -36,7 +40,12 @@ def ask(program: str, arguments: Sequence[str], kind: str, decided_by: Iterable[
     with contextlib.suppress(OSError, ValueError):
         return json.loads(kept.read_text(encoding="utf-8"))
     environment = {**os.environ, "PYTHONIOENCODING": "utf-8", "TRANSFORMERS_VERBOSITY": "error"}
-    done = subprocess.run([sys.executable, "-P", program, *arguments], capture_output=True, encoding="utf-8", env=environment)
+    done = subprocess.run(
+        [sys.executable, "-P", program, *arguments],
+        capture_output=True,
+        encoding="utf-8",
+        env=environment,
+    )
     if done.returncode:
         raise ValueError((done.stderr.strip().splitlines() or [""])[-1])
     answer = json.loads(done.stdout.splitlines()[-1])

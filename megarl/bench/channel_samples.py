@@ -1,12 +1,15 @@
-"""Measures the cost of the rollouts channel per sample, with 1,000 to 100,000 samples in the trainer's buffer (`megarl bench channels`).
+"""Measures the cost of the rollouts channel per sample, with 1,000 to 100,000 samples in the
+trainer's buffer (`megarl bench channels`).
 
-Three processes use the real parts: hub and peer over encrypted loopback, messages, the buffer with bounded staleness, and a broadcast over
-gloo to a second trainer rank. Groups have the quickstart's size: 4 samples of 10 tokens. In every step the generator sends as many groups
-as the trainer uses, so the number of buffered groups stays the same.
+Three processes use the real parts: hub and peer over encrypted loopback, messages, the buffer with
+bounded staleness, and a broadcast over gloo to a second trainer rank. Groups have the quickstart's
+size: 4 samples of 10 tokens. In every step the generator sends as many groups as the trainer uses,
+so the number of buffered groups stays the same.
 
-Costs are CPU times of whole processes, so other work on the machine hardly counts. The generator encodes and sends. Trainer rank 0
-receives, buffers, and makes and broadcasts a batch. `held up` is wall time: how long the trainer's loop stays in `recv` after everything it
-asks for has been sent. The quickstart's step takes 0.35 s for 128 samples.
+Costs are CPU times of whole processes, so other work on the machine hardly counts. The generator
+encodes and sends. Trainer rank 0 receives, buffers, and makes and broadcasts a batch. `held up` is
+wall time: how long the trainer's loop stays in `recv` after everything it asks for has been sent.
+The quickstart's step takes 0.35 s for 128 samples.
 """
 
 from __future__ import annotations
@@ -31,7 +34,10 @@ from megarl.rollouts.buffer import RolloutBuffer
 from megarl.rollouts.channel import RolloutsReceiver, RolloutsSender, pack
 
 BUFFERED = (1_000, 10_000, 100_000)  # samples
-PROMPTS_PER_STEP, N, TOKENS, PROMPT_TOKENS = 32, 4, 10, 11
+PROMPTS_PER_STEP = 32
+N = 4
+TOKENS = 10
+PROMPT_TOKENS = 11
 SAMPLES_PER_STEP = PROMPTS_PER_STEP * N
 STEP_S = 0.35  # the quickstart's, on two cores
 STEPS = 40
@@ -57,7 +63,8 @@ class Trainer:
     device = torch.device("cpu")
 
     def __init__(self, rank: int, step: int):
-        self.rank, self.curr_step = rank, step
+        self.rank = rank
+        self.curr_step = step
         self.status = self.trace = self
 
     @contextlib.contextmanager
@@ -84,8 +91,12 @@ class Trainer:
 def measure(buffered: int, steps: int = STEPS) -> Cost:
     """Starts processes for the generator and trainer rank 1; this process is trainer rank 0."""
     depth = -(-buffered // SAMPLES_PER_STEP)  # steps' worth of groups in the buffer
-    context, key = multiprocessing.get_context("spawn"), RunKey.generate()
-    with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder, contextlib.ExitStack() as stack:
+    context = multiprocessing.get_context("spawn")
+    key = RunKey.generate()
+    with (
+        tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder,
+        contextlib.ExitStack() as stack,
+    ):
         generator, theirs = context.Pipe()
         jobs = [(_generate, (theirs, key)), (_follow, (f"{folder}/store", depth, steps))]
         for target, arguments in jobs:
@@ -98,12 +109,14 @@ def measure(buffered: int, steps: int = STEPS) -> Cost:
             receiver = _receiver(key, asked(generator), depth)
             stack.callback(receiver.link.close)
             sent_s = [_send(generator, step) for step in range(depth)]
-            held_up_s, receive_s = [], []
+            held_up_s = []
+            receive_s = []
             trainer: Any = Trainer(0, depth)
             receiver.ledger()  # receives the groups that fill the buffer
             for step in range(depth, depth + steps):
                 sent_s.append(_send(generator, step))
-                wall, cpu = time.monotonic(), time.process_time()
+                wall = time.monotonic()
+                cpu = time.process_time()
                 receiver.recv(trainer)
                 held_up_s.append(time.monotonic() - wall)
                 receive_s.append(time.process_time() - cpu)
@@ -114,7 +127,9 @@ def measure(buffered: int, steps: int = STEPS) -> Cost:
     receive_us = statistics.median(receive_s) / SAMPLES_PER_STEP * 1e6
     held_up = statistics.median(held_up_s)
     share = (send_us + receive_us) * SAMPLES_PER_STEP / 1e6 / STEP_S
-    return Cost(buffered, send_us, receive_us, share, held_up * 1e3, held_up / STEP_S, ledger_s * 1e3)
+    return Cost(
+        buffered, send_us, receive_us, share, held_up * 1e3, held_up / STEP_S, ledger_s * 1e3
+    )
 
 
 def _receiver(key: RunKey, address: str, depth: int) -> RolloutsReceiver:
@@ -124,7 +139,13 @@ def _receiver(key: RunKey, address: str, depth: int) -> RolloutsReceiver:
 
 @contextlib.contextmanager
 def joined(store: str, rank: int) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S))
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, 2),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
     try:
         yield
     finally:
@@ -132,7 +153,10 @@ def joined(store: str, rank: int) -> Iterator[None]:
 
 
 def _send(generator: Connection, step: int) -> float:
-    """Makes the generator send the groups of one step, of version `step`. Returns its CPU seconds."""
+    """Makes the generator send the groups of one step, of version `step`.
+
+    Returns its CPU seconds.
+    """
     generator.send(step)
     return asked(generator)
 
@@ -148,7 +172,9 @@ def asked(process: Connection) -> Any:
 
 
 def _generate(pipe: Connection, key: RunKey) -> None:
-    """The generator's process: sends a step's groups for each step number that it reads from `pipe`."""
+    """The generator's process: sends a step's groups for each step number that it reads from
+    `pipe`.
+    """
     hub = Hub("generator.0", key)
     channel = RolloutsSender(hub)
     pipe.send(hub.address)
@@ -167,9 +193,13 @@ def _generate(pipe: Connection, key: RunKey) -> None:
 
 
 def _group(ordinal: int, version: int) -> Group:
-    ids, logprobs, versions = typed(range(TOKENS), "i"), typed([-0.25] * TOKENS, "f"), typed([version] * TOKENS, "i")
+    ids = typed(range(TOKENS), "i")
+    logprobs = typed([-0.25] * TOKENS, "f")
+    versions = typed([version] * TOKENS, "i")
     sample = Sample(ids, logprobs, versions, "7,7,6,7,2", 1.0, "stop")
-    return Group(Prompt(ordinal, list(range(PROMPT_TOKENS)), "7+0+9+1+5=", "7,7,6,7,2"), [sample] * N)
+    return Group(
+        Prompt(ordinal, list(range(PROMPT_TOKENS)), "7+0+9+1+5=", "7,7,6,7,2"), [sample] * N
+    )
 
 
 def _follow(store: str, first: int, steps: int) -> None:
@@ -183,12 +213,34 @@ def _follow(store: str, first: int, steps: int) -> None:
 
 
 def render(facts: dict[str, Any]) -> str:
-    header = ["samples buffered", "send us", "receive us", "of a step", "held up ms", "of a step", "ledger ms"]
+    header = [
+        "samples buffered",
+        "send us",
+        "receive us",
+        "of a step",
+        "held up ms",
+        "of a step",
+        "ledger ms",
+    ]
     rows = [header]
     for cost in facts["costs"]:
-        rows.append([f"{cost['buffered']:,}", f"{cost['send_us']:.1f}", f"{cost['receive_us']:.1f}", f"{cost['share_of_step']:.2%}",
-                     f"{cost['held_up_ms']:.2f}", f"{cost['held_up_share']:.2%}", f"{cost['ledger_ms']:.1f}"])  # fmt: skip
+        rows.append(
+            [
+                f"{cost['buffered']:,}",
+                f"{cost['send_us']:.1f}",
+                f"{cost['receive_us']:.1f}",
+                f"{cost['share_of_step']:.2%}",
+                f"{cost['held_up_ms']:.2f}",
+                f"{cost['held_up_share']:.2%}",
+                f"{cost['ledger_ms']:.1f}",
+            ]
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    head = (f"rollouts channel, CPU time per sample; a step is {facts['step_s']:g} s with {facts['samples_per_step']} samples; "
-            f"{facts['hardware']}")  # fmt: skip
-    return "\n".join([head, *("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)])
+    head = (
+        f"rollouts channel, CPU time per sample; a step is {facts['step_s']:g} s with "
+        f"{facts['samples_per_step']} samples; "
+        f"{facts['hardware']}"
+    )
+    return "\n".join(
+        [head, *("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)]
+    )

@@ -1,10 +1,13 @@
-"""Measures the cost of a token on its way from an engine's answer to the tensors of a microbatch, with 16 million tokens a step.
+"""Measures the cost of a token on its way from an engine's answer to the tensors of a microbatch,
+with 16 million tokens a step.
 
-Real: answers as SGLang writes them, over HTTP, read by the generator's client; groups, messages, hub and peer over encrypted loopback, the
-buffer, shares of two data-parallel ranks over gloo, sequences, metrics, tensors. Left out: engines, tokenizer, rewards.
+Real: answers as SGLang writes them, over HTTP, read by the generator's client; groups, messages,
+hub and peer over encrypted loopback, the buffer, shares of two data-parallel ranks over gloo,
+sequences, metrics, tensors. Left out: engines, tokenizer, rewards.
 
-Costs are CPU times of whole processes with all their threads. The generator's cost is per token of the step. A trainer rank's cost is per
-token that it trains on; rank 0's includes sending the other rank its share. The result shows the rank that costs more.
+Costs are CPU times of whole processes with all their threads. The generator's cost is per token of
+the step. A trainer rank's cost is per token that it trains on; rank 0's includes sending the other
+rank its share. The result shows the rank that costs more.
 """
 
 from __future__ import annotations
@@ -34,14 +37,21 @@ from megarl.rollouts.buffer import RolloutBuffer
 from megarl.rollouts.channel import RolloutsReceiver, RolloutsSender, pack
 from megarl.trainer.microbatch import build, plan_microbatches
 
-PROMPTS, N, TOKENS, PROMPT_TOKENS = 128, 16, 8192, 256
-DP, MICROBATCH_TOKENS, VOCABULARY = 2, 16384, 128_000
+PROMPTS = 128
+N = 16
+TOKENS = 8192
+PROMPT_TOKENS = 256
+DP = 2
+MICROBATCH_TOKENS = 16384
+VOCABULARY = 128_000
 STEPS = 3  # the first does not count: in it, memory is new and code is loaded
 
 
 @dataclass(frozen=True)
 class TokenCosts:
-    """CPU time in ns per token: the least of the steps, since other work on the machine can only add to it."""
+    """CPU time in ns per token: the least of the steps, since other work on the machine can only
+    add to it.
+    """
 
     tokens: int  # tokens per step
     wire_bytes: float  # bytes of numbers per token
@@ -49,7 +59,8 @@ class TokenCosts:
     trainer: dict[str, float]  # activity -> cost, of the rank that costs more
 
     def facts(self) -> dict[str, Any]:
-        generator, trainer = sum(self.generator.values()), sum(self.trainer.values())
+        generator = sum(self.generator.values())
+        trainer = sum(self.trainer.values())
         return {
             "tokens_per_step": self.tokens,
             "wire_bytes_per_token": self.wire_bytes,
@@ -61,11 +72,16 @@ class TokenCosts:
         }
 
 
-def measure_tokens(prompts: int = PROMPTS, n: int = N, tokens: int = TOKENS, steps: int = STEPS) -> TokenCosts:
+def measure_tokens(
+    prompts: int = PROMPTS, n: int = N, tokens: int = TOKENS, steps: int = STEPS
+) -> TokenCosts:
     """Starts the server of answers, the generator, and the trainer's ranks."""
     context, key = multiprocessing.get_context("spawn"), RunKey.generate()
     shape = (prompts, n, tokens)
-    with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder, contextlib.ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder,
+        contextlib.ExitStack() as stack,
+    ):
 
         def started(target: Callable[..., None], *arguments: Any) -> Connection:
             ours, theirs = context.Pipe()
@@ -79,8 +95,12 @@ def measure_tokens(prompts: int = PROMPTS, n: int = N, tokens: int = TOKENS, ste
         url = asked(started(_serve, n, tokens))
         generator = started(_generate, key, url, shape)
         address = asked(generator)
-        trainers = [started(_train, rank, f"{folder}/store", key, address, shape, steps) for rank in range(DP)]
-        generated, trained = [], []
+        trainers = [
+            started(_train, rank, f"{folder}/store", key, address, shape, steps)
+            for rank in range(DP)
+        ]
+        generated = []
+        trained = []
         for step in range(steps):
             generator.send(step)
             trained.append([asked(trainer) for trainer in trainers])
@@ -90,7 +110,12 @@ def measure_tokens(prompts: int = PROMPTS, n: int = N, tokens: int = TOKENS, ste
     wire_bytes = generated[-1].pop("wire_bytes")
     for costs in generated[:-1]:
         costs.pop("wire_bytes")
-    return TokenCosts(prompts * n * tokens, wire_bytes, _least(generated[1:]), _least([costs[worst] for costs in trained[1:]]))
+    return TokenCosts(
+        prompts * n * tokens,
+        wire_bytes,
+        _least(generated[1:]),
+        _least([costs[worst] for costs in trained[1:]]),
+    )
 
 
 def _least(costs: list[dict[str, float]]) -> dict[str, float]:
@@ -121,8 +146,16 @@ def answer_of(n: int, tokens: int) -> bytes:
         logprobs = np.log(random.random(tokens, np.float32)).astype(np.float32).tolist()
         ids = random.integers(0, VOCABULARY, tokens).tolist()
         triples = list(zip(logprobs, ids, [None] * tokens))
-        meta = {"id": "0" * 32, "finish_reason": {"type": "length", "length": tokens}, "weight_version": "0"}
-        meta |= {"output_token_logprobs": triples, "output_token_logprobs_length": tokens, "prompt_tokens": PROMPT_TOKENS}
+        meta = {
+            "id": "0" * 32,
+            "finish_reason": {"type": "length", "length": tokens},
+            "weight_version": "0",
+        }
+        meta |= {
+            "output_token_logprobs": triples,
+            "output_token_logprobs_length": tokens,
+            "prompt_tokens": PROMPT_TOKENS,
+        }
         answers.append({"output_ids": ids, "meta_info": meta})
     return json.dumps(answers, separators=(",", ":")).encode()
 
@@ -149,7 +182,10 @@ def _serve(pipe: Connection, n: int, tokens: int) -> None:
 
 
 def _generate(pipe: Connection, key: RunKey, url: str, shape: tuple[int, int, int]) -> None:
-    """The generator's process. For a step number from the pipe it sends that step's groups; for None it returns their costs."""
+    """The generator's process.
+
+    For a step number from the pipe it sends that step's groups; for None it returns their costs.
+    """
     prompts, n, tokens = shape
     hub = Hub("generator.0", key)
     channel = RolloutsSender(hub)
@@ -157,13 +193,17 @@ def _generate(pipe: Connection, key: RunKey, url: str, shape: tuple[int, int, in
     hub.wait(TIMEOUT_S)
 
     async def generate(step: int, clock: Clock) -> int:
-        wire_bytes, client = 0, EngineClient(url, "", "")
+        wire_bytes = 0
+        client = EngineClient(url, "", "")
         clock.lap("start")
         for ordinal in range(step * prompts, (step + 1) * prompts):
             prompt = Prompt(ordinal, list(range(PROMPT_TOKENS)), "", "")
             completions = await client.complete([prompt.token_ids] * n, [Sampling(tokens)] * n, 0)
             clock.lap("read answers")
-            samples = [Sample(c.token_ids, c.logprobs, c.versions, "", float(i % 2), c.finish_reason) for i, c in enumerate(completions)]
+            samples = [
+                Sample(c.token_ids, c.logprobs, c.versions, "", float(i % 2), c.finish_reason)
+                for i, c in enumerate(completions)
+            ]
             ready = pack(Group(prompt, samples))
             wire_bytes += sum(map(len, ready.pieces))
             channel.begun([ordinal], 0)
@@ -188,22 +228,38 @@ class _Ranks(Trainer):
     """Trainer ranks that plan as the trainer does."""
 
     def assign(self, batch: Batch) -> list[list[int]]:
-        lengths = [group.prompt_tokens + sample.tokens for group in batch.groups for sample in group.samples]
+        lengths = [
+            group.prompt_tokens + sample.tokens
+            for group in batch.groups
+            for sample in group.samples
+        ]
         plans = plan_microbatches(lengths, DP, MICROBATCH_TOKENS)
-        return [sorted(index for microbatch in plan for index in microbatch.indices) for plan in plans]
+        return [
+            sorted(index for microbatch in plan for index in microbatch.indices) for plan in plans
+        ]
 
     def put_batch(self, batch: Batch, waited_s: float) -> None:
         self.batch = batch
         self.curr_step += 1
 
 
-def _train(pipe: Connection, rank: int, store: str, key: RunKey, address: str, shape: tuple[int, int, int], steps: int) -> None:
+def _train(
+    pipe: Connection,
+    rank: int,
+    store: str,
+    key: RunKey,
+    address: str,
+    shape: tuple[int, int, int],
+    steps: int,
+) -> None:
     torch.set_num_threads(1)
     prompts, n, _ = shape
     trainer: Any = _Ranks(rank, 0)
     with joined(store, rank):
         link: Any = Peer("trainer.0", key, address) if rank == 0 else None
-        receiver = RolloutsReceiver(link, TIMEOUT_S, RolloutBuffer(prompts, None) if rank == 0 else None)
+        receiver = RolloutsReceiver(
+            link, TIMEOUT_S, RolloutBuffer(prompts, None) if rank == 0 else None
+        )
         advantages = torch.linspace(-1, 1, prompts * n).view(prompts, n)
         for _ in range(steps):
             clock = Clock()
@@ -214,7 +270,9 @@ def _train(pipe: Connection, rank: int, store: str, key: RunKey, address: str, s
             if rank == 0:
                 batch_metrics(trainer.batch, 0)
             clock.lap("metrics")
-            for microbatch in plan_microbatches([len(each) for each in sequences], DP, MICROBATCH_TOKENS)[rank]:
+            for microbatch in plan_microbatches(
+                [len(each) for each in sequences], DP, MICROBATCH_TOKENS
+            )[rank]:
                 build(microbatch, sequences, torch.device("cpu"))
             clock.lap("make tensors")
             own = sum(len(each.token_ids) for each in trainer.batch.numbers.values())
@@ -225,11 +283,18 @@ def _train(pipe: Connection, rank: int, store: str, key: RunKey, address: str, s
 
 
 def render_tokens(facts: dict[str, Any]) -> str:
-    head = f"of numbers, CPU time a token; a step has {facts['tokens_per_step']:,} tokens of {facts['wire_bytes_per_token']:.1f} bytes"
+    head = (
+        f"of numbers, CPU time a token; a step has {facts['tokens_per_step']:,} tokens of "
+        f"{facts['wire_bytes_per_token']:.1f} bytes"
+    )
     lines = [
         f"  {who}: {facts[f'{who}_ns_per_token']:.0f} ns ("
         + ", ".join(f"{name} {ns:.1f}" for name, ns in facts[f"{who}_parts"].items())
-        + (f"); {facts['generator_tokens_per_s'] / 1e6:.1f} million tokens a second" if who == "generator" else ")")
+        + (
+            f"); {facts['generator_tokens_per_s'] / 1e6:.1f} million tokens a second"
+            if who == "generator"
+            else ")"
+        )
         for who in ("generator", "trainer")
     ]
     return "\n".join([head, *lines])

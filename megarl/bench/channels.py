@@ -1,4 +1,6 @@
-"""`megarl bench channels`: what the rollouts channel costs, per sample (channel_samples) and per token (channel_tokens)."""
+"""`megarl bench channels`: what the rollouts channel costs, per sample (channel_samples) and per
+token (channel_tokens).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Measures how much one driver of many engines can carry: requests, tokens, and calls of a weight update, in CPU time of its process.
+"""Measures how much one driver of many engines can carry: requests, tokens, and calls of a weight
+update, in CPU time of its process.
 
-Real: the client, the fleet, the stream and its admission, groups, packing, and the hub, which encrypts. Emulated: engines, each an HTTP
-server on its own port that answers as SGLang does, after the time it would decode; rewards; the trainer, which only receives.
+Real: the client, the fleet, the stream and its admission, groups, packing, and the hub, which
+encrypts. Emulated: engines, each an HTTP server on its own port that answers as SGLang does, after
+the time it would decode; rewards; the trainer, which only receives.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def run(engines: int, as_json: bool) -> None:
     print(json.dumps(facts) if as_json else render(facts))
 
 
-def measure(engines: int = 256, lengths: tuple[int, ...] = LENGTHS, decoding_s: float = DECODING_S) -> dict[str, Any]:
+def measure(
+    engines: int = 256, lengths: tuple[int, ...] = LENGTHS, decoding_s: float = DECODING_S
+) -> dict[str, Any]:
     raise_limits()
     key = RunKey.generate()
     hub = Hub("generator.0", key)
@@ -59,14 +63,19 @@ def measure(engines: int = 256, lengths: tuple[int, ...] = LENGTHS, decoding_s: 
 
 
 @contextlib.contextmanager
-def _processes(engines: int, lengths: tuple[int, ...], decoding_s: float, key: RunKey, hub: str) -> Iterator[list[str]]:
+def _processes(
+    engines: int, lengths: tuple[int, ...], decoding_s: float, key: RunKey, hub: str
+) -> Iterator[list[str]]:
     """Starts engines and trainer; yields the addresses of the engines."""
     context = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
         pipes = []
         groups = engines * IN_FLIGHT * ROUNDS
         parts = [engines // SERVERS + (number < engines % SERVERS) for number in range(SERVERS)]
-        for target, *arguments in [*((_serve, part, lengths, decoding_s) for part in parts), (_take, key, hub, groups, len(lengths))]:
+        for target, *arguments in [
+            *((_serve, part, lengths, decoding_s) for part in parts),
+            (_take, key, hub, groups, len(lengths)),
+        ]:
             ours, theirs = context.Pipe()
             process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
             process.start()
@@ -79,7 +88,8 @@ def _processes(engines: int, lengths: tuple[int, ...], decoding_s: float, key: R
 def _serve(pipe: Connection, engines: int, lengths: tuple[int, ...], decoding_s: float) -> None:
     """A process with some of the engines. All answer requests of equal length in the same way."""
     raise_limits()
-    bodies, version = {tokens: answer_of(N, tokens) for tokens in lengths}, ["0"]
+    bodies = {tokens: answer_of(N, tokens) for tokens in lengths}
+    version = ["0"]
 
     async def generate(request: web.Request) -> web.Response:
         tokens = json.loads(await request.read())["sampling_params"][0]["max_new_tokens"]
@@ -123,11 +133,20 @@ async def _measure(urls: list[str], lengths: tuple[int, ...], hub: Hub) -> dict[
     rows = []
     for tokens in lengths:
         request_s = await _request_s(fleet, tokens, len(urls) * IN_FLIGHT, hub)
-        costs = {"requests_per_s": 1 / request_s, "tokens_per_s": N * tokens / request_s, "ns_per_token": request_s / N / tokens * 1e9}
+        costs = {
+            "requests_per_s": 1 / request_s,
+            "tokens_per_s": N * tokens / request_s,
+            "ns_per_token": request_s / N / tokens * 1e9,
+        }
         rows.append({"tokens": tokens, "request_ms": request_s * 1e3, **costs})
     update_s = [await _update_s(clients, version, hub) for version in range(UPDATES)]
     await fleet.close()
-    return {"engines": len(urls), "responses_per_request": N, "lengths": rows, "update_ms": min(update_s) * 1e3}
+    return {
+        "engines": len(urls),
+        "responses_per_request": N,
+        "lengths": rows,
+        "update_ms": min(update_s) * 1e3,
+    }
 
 
 async def _request_s(fleet: Fleet, tokens: int, in_flight: int, hub: Hub) -> float:
@@ -137,11 +156,19 @@ async def _request_s(fleet: Fleet, tokens: int, in_flight: int, hub: Hub) -> flo
         prompt = Prompt(ordinal, list(range(PROMPT_TOKENS)), "", "")
         completions = await fleet.generate(prompt.token_ids, Sampling(tokens), N)
         return Group(
-            prompt, [Sample(c.token_ids, c.logprobs, c.versions, "", float(i % 2), c.finish_reason) for i, c in enumerate(completions)]
+            prompt,
+            [
+                Sample(c.token_ids, c.logprobs, c.versions, "", float(i % 2), c.finish_reason)
+                for i, c in enumerate(completions)
+            ],
         )
 
-    background, pulse, end = Background(), Pulse(), in_flight * ROUNDS
-    stream = RolloutStream(Admission(end, None, in_flight, end), roll_out, RolloutsSender(hub), background, pulse)
+    background = Background()
+    pulse = Pulse()
+    end = in_flight * ROUNDS
+    stream = RolloutStream(
+        Admission(end, None, in_flight, end), roll_out, RolloutsSender(hub), background, pulse
+    )
 
     async def cpu_until(sent: int) -> float:
         await pulse.until(lambda: stream.sent >= sent)
@@ -158,7 +185,9 @@ async def _request_s(fleet: Fleet, tokens: int, in_flight: int, hub: Hub) -> flo
 async def _update_s(clients: list[EngineClient], version: int, hub: Hub) -> float:
     """CPU seconds of all calls to the engines' HTTP servers in an update."""
     begun = time.process_time()
-    update = WeightUpdate(Workers(clients, [1] * len(clients), hub, TIMEOUT_S), version + 1, in_place=True)
+    update = WeightUpdate(
+        Workers(clients, [1] * len(clients), hub, TIMEOUT_S), version + 1, in_place=True
+    )
     await update.open(version)
     await update.close()
     return time.process_time() - begun
@@ -167,9 +196,21 @@ async def _update_s(clients: list[EngineClient], version: int, hub: Hub) -> floa
 def render(facts: dict[str, Any]) -> str:
     """One line for each length, and one for an update."""
     n = facts["responses_per_request"]
-    lines = [f"{facts['engines']} engines, {IN_FLIGHT} requests of {n} responses at each; CPU time of their one driver"]
+    lines = [
+        f"{facts['engines']} engines, {IN_FLIGHT} requests of {n} responses at each; CPU time of "
+        "their one driver"
+    ]
     for row in facts["lengths"]:
         cost = f"{row['request_ms']:.2f} ms a request, {row['ns_per_token']:.0f} ns a token"
-        most = f"{row['requests_per_s']:,.0f} requests and {row['tokens_per_s'] / 1e6:.2f} million tokens a second"
+        most = (
+            f"{row['requests_per_s']:,.0f} requests and {row['tokens_per_s'] / 1e6:.2f} "
+            "million tokens a second"
+        )
         lines.append(f"  {row['tokens']:>5} tokens a response: {cost}; a core carries {most}")
-    return "\n".join([*lines, f"  a weight update: {facts['update_ms']:.0f} ms for the calls that pause, open, close and resume"])
+    return "\n".join(
+        [
+            *lines,
+            f"  a weight update: {facts['update_ms']:.0f} ms for the calls that pause, open, "
+            "close and resume",
+        ]
+    )

@@ -1,4 +1,7 @@
-"""Emulated engines instead of SGLang's. They sleep as long as a continuous batch with as many slots would decode."""
+"""Emulated engines instead of SGLang's.
+
+They sleep as long as a continuous batch with as many slots would decode.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,15 @@ from megarl.generator.completions import ABORT, Completion, Sampling
 from megarl.messaging.waiting import Pulse
 
 PROMPT_TOKENS = 16
-PREFILL_SPEEDUP = 400  # tokens prefilled in the time of one decoding step: 20,000 per second if a step takes 20 ms
+# tokens prefilled in the time of one decoding step: 20,000 per second if a step takes 20 ms
+PREFILL_SPEEDUP = 400
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of responses in tokens: lognormal, cut at `longest`. `sigma`: standard deviation of the logarithm; 0: all equal.
+    """Lengths of responses in tokens: lognormal, cut at `longest`.
+
+    `sigma`: standard deviation of the logarithm; 0: all equal.
 
     The length of a response depends only on seed and ordinal, so every setting gets the same work.
     """
@@ -52,19 +58,26 @@ class _Run:
         return int(self.tokens * min(1.0, max(0.0, share)))
 
     def abort(self, clock_s: float, token_s: float) -> None:
-        """Ends after the token being decoded, which is dropped, as `EngineClient.complete` does. A run without a slot ends at once."""
+        """Ends after the token being decoded, which is dropped, as `EngineClient.complete` does.
+
+        A run without a slot ends at once.
+        """
         kept = self.decoded(clock_s)
         self.ends_s = self.starts_s + (kept + 1) * token_s if clock_s > self.starts_s else clock_s
-        self.tokens, self.aborted = kept, True
+        self.tokens = kept
+        self.aborted = True
 
 
 @dataclass(eq=False)
 class EmulatedEngine:
-    """Answers like an EngineClient. Sequences get slots in order of arrival. They hold a slot for `prefill_s` per input token that the
-    prefix cache lacks, then for `token_s` per decoded token.
+    """Answers like an EngineClient.
 
-    The engine's clock stops while it is paused. The end of a sequence on this clock is known when it is submitted, so late wake-ups do not
-    add up. The id of a token is the version that sampled it; a prompt repeats its ordinal.
+    Sequences get slots in order of arrival. They hold a slot for `prefill_s` per input token that
+    the prefix cache lacks, then for `token_s` per decoded token.
+
+    The engine's clock stops while it is paused. The end of a sequence on this clock is known when
+    it is submitted, so late wake-ups do not add up. The id of a token is the version that sampled
+    it; a prompt repeats its ordinal.
     """
 
     url: str
@@ -77,24 +90,41 @@ class EmulatedEngine:
     _changes: int = 0
     _pulse: Pulse = field(default_factory=Pulse)
     _runs: set[_Run] = field(default_factory=set)
-    _unfinished: dict[Ordinal, list[int]] = field(default_factory=dict)  # prompt -> lengths of its unfinished responses
+    # prompt -> lengths of its unfinished responses
+    _unfinished: dict[Ordinal, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._free_from = [0.0] * self.slots  # heap of the times on the clock when slots become free
-        self._switched, self._versions = [0.0], [-1]
+        # heap of the times on the clock when slots become free
+        self._free_from = [0.0] * self.slots
+        self._switched = [0.0]
+        self._versions = [-1]
 
     async def complete(
-        self, inputs: Sequence[list[int]], samplings: Sequence[Sampling], version: Version | None = None
+        self,
+        inputs: Sequence[list[int]],
+        samplings: Sequence[Sampling],
+        version: Version | None = None,
     ) -> list[Completion]:
-        """One completion of each input; all inputs are of one prompt. Returns when the last completion has ended."""
+        """One completion of each input; all inputs are of one prompt.
+
+        Returns when the last completion has ended.
+        """
         ordinal = inputs[0][0]
         lengths = self._unfinished.setdefault(ordinal, self.lengths(ordinal, len(inputs)))
-        left = [length - (len(tokens) - PROMPT_TOKENS) for tokens, length in zip(inputs, lengths, strict=True)]
-        runs = [self._submit(tokens, min(rest, sampling.max_tokens)) for tokens, rest, sampling in zip(inputs, left, samplings)]
+        left = [
+            length - (len(tokens) - PROMPT_TOKENS)
+            for tokens, length in zip(inputs, lengths, strict=True)
+        ]
+        runs = [
+            self._submit(tokens, min(rest, sampling.max_tokens))
+            for tokens, rest, sampling in zip(inputs, left, samplings)
+        ]
         await self._ended(runs)
         self._runs.difference_update(runs)
         completions = [self._completion(run, rest) for run, rest in zip(runs, left)]
-        self._unfinished[ordinal] = [length for length, each in zip(lengths, completions) if each.finish_reason != "stop"]
+        self._unfinished[ordinal] = [
+            length for length, each in zip(lengths, completions) if each.finish_reason != "stop"
+        ]
         if not self._unfinished[ordinal]:
             del self._unfinished[ordinal]
         return completions
@@ -104,13 +134,19 @@ class EmulatedEngine:
         self._change()
 
     async def resume(self, version: Version, recompute: bool) -> None:
-        """Continues under `version`. With `recompute`, first waits as long as a prefill of all running sequences takes."""
+        """Continues under `version`.
+
+        With `recompute`, first waits as long as a prefill of all running sequences takes.
+        """
         if recompute:
             clock = self._clock()
-            held = sum(run.held_tokens + run.decoded(clock) for run in self._runs if run.starts_s < clock)
+            held = sum(
+                run.held_tokens + run.decoded(clock) for run in self._runs if run.starts_s < clock
+            )
             await asyncio.sleep(held * self.prefill_s)
         assert self._paused_at is not None
-        self._paused_s, self._paused_at = self._paused_s + _now() - self._paused_at, None
+        self._paused_s = self._paused_s + _now() - self._paused_at
+        self._paused_at = None
         self._switched.append(self._clock())
         self._versions.append(version)
         self._change()
@@ -138,7 +174,8 @@ class EmulatedEngine:
 
     async def _ended(self, runs: Sequence[_Run]) -> None:
         """Waits until the engine's clock has reached the end of the last run."""
-        while (left_s := max(run.ends_s for run in runs) - self._clock()) > 1e-9:  # a smaller difference is rounding
+        # a smaller difference is rounding
+        while (left_s := max(run.ends_s for run in runs) - self._clock()) > 1e-9:
             changes = self._changes
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if self._paused_at is not None else left_s):

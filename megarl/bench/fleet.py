@@ -1,9 +1,11 @@
-"""Measures what weight updates cost the generator's event loop, by numbers of trainer ranks and engine workers: CPU time, bytes, blocking.
+"""Measures what weight updates cost the generator's event loop, by numbers of trainer ranks and
+engine workers: CPU time, bytes, blocking.
 
-Real: the hub with its keys and encryption, and the whole receiving end of the weights channel (offers, sessions, opening, writes, audit),
-with plan, map and messages of Llama 3.1 405B in fp8. Light: trainer ranks and engine workers. They are thousands of real connections from
-two processes, and answer at once as real ones would; no weights are moved. Left out: calls to the engines' HTTP servers, which
-`megarl bench driver` measures. Here a pipe carries the commands.
+Real: the hub with its keys and encryption, and the whole receiving end of the weights channel
+(offers, sessions, opening, writes, audit), with plan, map and messages of Llama 3.1 405B in fp8.
+Light: trainer ranks and engine workers. They are thousands of real connections from two processes,
+and answer at once as real ones would; no weights are moved. Left out: calls to the engines' HTTP
+servers, which `megarl bench driver` measures. Here a pipe carries the commands.
 """
 
 from __future__ import annotations
@@ -29,7 +31,15 @@ import numpy as np
 import zmq
 
 from megarl.base.rollout_types import Version
-from megarl.config.schema import AsyncConfig, GeneratorConfig, ModelConfig, RunConfig, TimeoutConfig, TrainerConfig, WeightsConfig
+from megarl.config.schema import (
+    AsyncConfig,
+    GeneratorConfig,
+    ModelConfig,
+    RunConfig,
+    TimeoutConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
 from megarl.generator.client import EngineUnreachable, Parallelism
 from megarl.generator.fleet import Fleet
 from megarl.launch.processes import raise_limits
@@ -60,7 +70,8 @@ from megarl.weight_sync.content import weights_map
 from megarl.weight_sync.receiver import WeightsReceiver
 from megarl.weight_sync.transports.base import MOONCAKE, Endpoint, Packed
 
-SIZES = ((128, 64), (512, 64), (512, 512), (1024, 256), (2048, 512), (4096, 1024))  # trainer ranks, engine workers
+# trainer ranks, engine workers
+SIZES = ((128, 64), (512, 64), (512, 512), (1024, 256), (2048, 512), (4096, 1024))
 LLAMA_405B = ModelSpec("llama", 126, 16384, 53248, 128, 8, 128, 128256, 131072, False, 1e-5, 5e5)
 TP = 8  # of both sides: one rank per GPU, one TP group per node
 GPUS = 8  # GPUs of a host
@@ -68,7 +79,8 @@ UPDATES = 5  # updates; their median counts
 GROUPS = 512  # groups of a batch, whose headers go to trainer rank 0
 CLIENTS = 2  # processes that play all light members
 TICK_S = 0.005  # shorter blocking of the event loop is not noticed
-PATIENCE_S = 600.0  # deadline of all waits but the one that must expire; this machine may have other work
+# deadline of all waits but the one that must expire; this machine may have other work
+PATIENCE_S = 600.0
 STOPPED_S = 5.0  # deadline of the wait for a stopped rank
 
 
@@ -82,7 +94,10 @@ def measure(trainers: int, workers: int, spec: ModelSpec = LLAMA_405B) -> dict[s
     """One row of the result, with the keys of `megarl bench fleet --json`."""
     raise_limits()
     key = RunKey.generate()
-    with tempfile.TemporaryDirectory() as folder, contextlib.closing(CountingHub("generator.0", key)) as hub:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(CountingHub("generator.0", key)) as hub,
+    ):
         key.save(Path(folder, "key"))
         plan = plan_of(trainers, workers, spec, folder)
         with _members(plan, key, hub.address) as pipes:
@@ -90,18 +105,26 @@ def measure(trainers: int, workers: int, spec: ModelSpec = LLAMA_405B) -> dict[s
 
 
 def plan_of(trainers: int, workers: int, spec: ModelSpec, run_dir: str) -> RunPlan:
-    pp = max(stages for stages in range(1, 17) if trainers % (TP * stages) == 0 and _share(spec.num_layers, stages))
+    pp = max(
+        stages
+        for stages in range(1, 17)
+        if trainers % (TP * stages) == 0 and _share(spec.num_layers, stages)
+    )
     ends = 7 if spec.num_layers % pp else None  # layers of the first and last stages
     config = RunConfig(
         model=ModelConfig(path="405b", dtype="bfloat16"),
-        trainer=TrainerConfig(tp=TP, pp=pp, dp=trainers // (TP * pp), first_stage_layers=ends, last_stage_layers=ends),
+        trainer=TrainerConfig(
+            tp=TP, pp=pp, dp=trainers // (TP * pp), first_stage_layers=ends, last_stage_layers=ends
+        ),
         generator=GeneratorConfig(engines=workers // TP, tp=TP, quantization="fp8_block"),
         async_=AsyncConfig(partial_rollout="in_flight"),
         weights=WeightsConfig(relay=ENGINES),
         timeouts=TimeoutConfig(weights_s=PATIENCE_S, rendezvous_s=PATIENCE_S),
         run_dir=run_dir,
     )
-    return RunPlan(config, spec, trainer_topology(config.trainer), config.max_steps, 0, Weights("405b"))
+    return RunPlan(
+        config, spec, trainer_topology(config.trainer), config.max_steps, 0, Weights("405b")
+    )
 
 
 def _share(layers: int, stages: int) -> bool:
@@ -131,7 +154,10 @@ class CountingHub(Hub):
 
 @dataclass
 class LightEngine:
-    """What the weights channel needs of an EngineClient. `resumed_s`: the CPU time at the end of the pause."""
+    """What the weights channel needs of an EngineClient.
+
+    `resumed_s`: the CPU time at the end of the pause.
+    """
 
     number: int
     pipe: Connection  # the pipe to the process that plays its workers
@@ -176,7 +202,9 @@ class LightEngine:
 
 @dataclass
 class Loop:
-    """The longest time for which one task blocked the event loop, in CPU time, so that other work on the machine does not count."""
+    """The longest time for which one task blocked the event loop, in CPU time, so that other work
+    on the machine does not count.
+    """
 
     longest_s: float = 0.0
 
@@ -185,7 +213,8 @@ class Loop:
         while True:
             await asyncio.sleep(TICK_S)
             now = time.thread_time()
-            self.longest_s, before = max(self.longest_s, now - before), now
+            self.longest_s = max(self.longest_s, now - before)
+            before = now
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -203,7 +232,11 @@ class _Executor:
     fleet: Fleet
     version: Version = -1
     held_s: float = 0.0  # CPU time when all offers had arrived
-    trace: Any = field(default_factory=lambda: SimpleNamespace(span=lambda *_, **__: contextlib.nullcontext({}), add=lambda *_, **__: None))
+    trace: Any = field(
+        default_factory=lambda: SimpleNamespace(
+            span=lambda *_, **__: contextlib.nullcontext({}), add=lambda *_, **__: None
+        )
+    )
 
     async def hold(self) -> None:
         self.held_s = time.process_time()
@@ -216,20 +249,31 @@ class _Executor:
 
 class _Driver:
     def __init__(self, plan: RunPlan, hub: CountingHub, pipes: Sequence[Connection]):
-        self.plan, self.hub, self.pipes, self.loop = plan, hub, pipes, Loop()
-        self.receiver = WeightsReceiver(plan, source_of(plan), hub, str(Path(plan.config.run_dir, "key")))
+        self.plan = plan
+        self.hub = hub
+        self.pipes = pipes
+        self.loop = Loop()
+        self.receiver = WeightsReceiver(
+            plan, source_of(plan), hub, str(Path(plan.config.run_dir, "key"))
+        )
         engines = range(plan.engines)
-        self.engines = [LightEngine(number, pipes[number % len(pipes)], f"light://{number}") for number in engines]
+        self.engines = [
+            LightEngine(number, pipes[number % len(pipes)], f"light://{number}")
+            for number in engines
+        ]
         self.executor = _Executor(Fleet(self.engines, "in_flight", elastic=True))  # type: ignore[arg-type]
 
     async def measure(self) -> dict[str, Any]:
-        began_s, executor = time.process_time(), self.executor
+        began_s = time.process_time()
+        executor = self.executor
         for pipe in self.pipes:
             pipe.send(None)  # tells them to connect
         with self.loop.watched():
             opening_s, _, opening_bytes = await self.take()
-        opening_s, connecting_s = time.process_time() - executor.held_s, executor.held_s - began_s
-        opening_block_s, self.loop.longest_s = self.loop.longest_s, 0.0
+        opening_s = time.process_time() - executor.held_s
+        connecting_s = executor.held_s - began_s
+        opening_block_s = self.loop.longest_s
+        self.loop.longest_s = 0.0
         updates = [await self.take() for _ in range(UPDATES)]
         update_s, paused_s, update_bytes = (float(np.median(values)) for values in zip(*updates))
         with self.loop.watched():
@@ -253,22 +297,34 @@ class _Driver:
         }
 
     async def take(self) -> tuple[float, float, int]:
-        """One update, from the offers to WeightsApplied. Returns CPU seconds, CPU seconds while engines were paused, and bytes."""
-        before_s, before_bytes = time.process_time(), self.hub.bytes
+        """One update, from the offers to WeightsApplied.
+
+        Returns CPU seconds, CPU seconds while engines were paused, and bytes.
+        """
+        before_s = time.process_time()
+        before_bytes = self.hub.bytes
         await self.receiver.take(self.executor)  # type: ignore[arg-type]
         now_s = time.process_time()
         living = [engine for engine in self.engines if not engine.dead]
-        paused_s = max(engine.resumed_s for engine in living) - min(engine.begun_s for engine in living)
+        paused_s = max(engine.resumed_s for engine in living) - min(
+            engine.begun_s for engine in living
+        )
         return now_s - before_s, paused_s, self.hub.bytes - before_bytes
 
     async def send_batch(self) -> float:
         """CPU seconds to send the headers of a batch's groups to trainer rank 0."""
-        began_s, raw = time.process_time(), msgspec.Raw(msgspec.msgpack.encode("x" * 1024))
-        await self.hub.send_each(("trainer.0", GroupReady(n, 0, 0.0, 0.0, 0.0, raw, raw, [])) for n in range(GROUPS))
+        began_s = time.process_time()
+        raw = msgspec.Raw(msgspec.msgpack.encode("x" * 1024))
+        await self.hub.send_each(
+            ("trainer.0", GroupReady(n, 0, 0.0, 0.0, 0.0, raw, raw, [])) for n in range(GROUPS)
+        )
         return time.process_time() - began_s
 
     async def lose_engine(self) -> float:
-        """An engine dies, and the run continues without it. Returns CPU seconds of the update that opens the others' memory anew."""
+        """An engine dies, and the run continues without it.
+
+        Returns CPU seconds of the update that opens the others' memory anew.
+        """
         dead = self.engines[0]
         dead.dead = True
         await self.take()
@@ -293,20 +349,27 @@ class _Driver:
 
 @contextlib.contextmanager
 def _members(plan: RunPlan, key: RunKey, hub: str) -> Iterator[list[Connection]]:
-    """Starts the processes that play trainer ranks and engine workers. Yields pipes to them once they are ready."""
+    """Starts the processes that play trainer ranks and engine workers.
+
+    Yields pipes to them once they are ready.
+    """
     context = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
         pipes = []
         for number in range(CLIENTS):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_play, args=(theirs, number, plan, key, hub), daemon=True)
+            process = context.Process(
+                target=_play, args=(theirs, number, plan, key, hub), daemon=True
+            )
             process.start()
             stack.callback(process.join, 10)
             stack.callback(process.kill)
             pipes.append(ours)
         for pipe in pipes:
             if not pipe.poll(PATIENCE_S):
-                raise TimeoutError(f"a process of the benchmark did not answer within {PATIENCE_S:.0f} s")
+                raise TimeoutError(
+                    f"a process of the benchmark did not answer within {PATIENCE_S:.0f} s"
+                )
             pipe.recv()
         yield pipes
 
@@ -320,14 +383,19 @@ class Members:
     """Every second trainer rank and the workers of every second engine, with a connection each."""
 
     def __init__(self, pipe: Connection, number: int, plan: RunPlan, key: RunKey, hub: str):
-        self.pipe, self.plan, self.key, self.hub = pipe, plan, key, hub
-        self.context, self.poller = zmq.Context(), zmq.Poller()
+        self.pipe = pipe
+        self.plan = plan
+        self.key = key
+        self.hub = hub
+        self.context = zmq.Context()
+        self.poller = zmq.Poller()
         self.context.set(zmq.MAX_SOCKETS, 65_535)
         self.source = source_of(plan)
         self.trainers = range(number, plan.trainer_topology.world_size, CLIENTS)
         self.engines_of_map: tuple[int, ...] = (plan.engines,)  # engines of each group in the map
         self.rank_of: dict[zmq.Socket, int] = {}  # connection of a trainer rank -> the rank
-        self.workers: dict[int, dict[int, zmq.Socket]] = {}  # engine -> generator rank -> connection of its worker
+        # engine -> generator rank -> connection of its worker
+        self.workers: dict[int, dict[int, zmq.Socket]] = {}
         self.stopped = -1  # a trainer rank that does nothing after its offer
         self.sent(self.engines_of_map)
         pipe.send(None)
@@ -363,7 +431,9 @@ class Members:
         for rank in self.trainers:
             socket = self.connect(f"trainer.{rank}")
             self.rank_of[socket] = rank
-            socket.send(encode(Hello(self.map(self.engines_of_map)[0].plan_hash, host("trainer", rank))))
+            socket.send(
+                encode(Hello(self.map(self.engines_of_map)[0].plan_hash, host("trainer", rank)))
+            )
             socket.send(encode(WeightsOffer(0)))
         with contextlib.suppress(EOFError):  # raised when the driver has closed its end
             while True:
@@ -377,9 +447,12 @@ class Members:
         self.context.destroy(linger=0)
 
     def connect(self, name: str) -> zmq.Socket:
-        socket, key = self.context.socket(zmq.DEALER), self.key
-        socket.identity, socket.curve_serverkey = name.encode(), key.hub_public.encode()
-        socket.curve_publickey, socket.curve_secretkey = key.peer_public.encode(), key.peer_secret.encode()
+        socket = self.context.socket(zmq.DEALER)
+        key = self.key
+        socket.identity = name.encode()
+        socket.curve_serverkey = key.hub_public.encode()
+        socket.curve_publickey = key.peer_public.encode()
+        socket.curve_secretkey = key.peer_secret.encode()
         socket.sndhwm = socket.rcvhwm = 0
         socket.connect(self.hub)
         self.poller.register(socket, zmq.POLLIN)
@@ -390,7 +463,13 @@ class Members:
         rank = self.rank_of.get(socket, -1)
         if isinstance(message, WeightsGrant) and not message.is_empty and rank != self.stopped:
             self.engines_of_map = message.engines
-            socket.send(encode(WeightsWritten(message.version, 1 << 30, 1.0, self.shares(message.engines, rank))))
+            socket.send(
+                encode(
+                    WeightsWritten(
+                        message.version, 1 << 30, 1.0, self.shares(message.engines, rank)
+                    )
+                )
+            )
         elif isinstance(message, WeightsApplied):
             socket.send(encode(WeightsOffer(message.version + 1)))
 
@@ -399,13 +478,16 @@ class Members:
         if body == b"stop":
             self.stopped = self.trainers[0]
             return
-        engine, command = int.from_bytes(body[:4], "little"), commands.decode(body[4:])
+        engine = int.from_bytes(body[:4], "little")
+        command = commands.decode(body[4:])
         if isinstance(command, commands.Connect):
             for earlier in self.workers.get(engine, {}).values():
                 self.poller.unregister(earlier)
                 earlier.close()
             ranks = range(command.first_rank, command.first_rank + TP)
-            self.workers[engine] = {rank: self.connect(f"engine.{rank}.{command.connection}") for rank in ranks}
+            self.workers[engine] = {
+                rank: self.connect(f"engine.{rank}.{command.connection}") for rank in ranks
+            }
         for rank, socket in self.workers[engine].items():
             payload = msgspec.msgpack.encode(self.worker_answers(rank, command))
             socket.send(encode(WorkerReply(rank, type(command).__name__, "", payload)))
@@ -431,7 +513,13 @@ class Members:
         if isinstance(command, commands.Recall):
             return commands.Changes([], 1)
         if isinstance(command, commands.Audit):
-            return commands.Found(digest_of(self.hashes(self.engines_of_map)[slice(*tensors.places[rank : rank + 2])].tobytes()))
+            return commands.Found(
+                digest_of(
+                    self.hashes(self.engines_of_map)[
+                        slice(*tensors.places[rank : rank + 2])
+                    ].tobytes()
+                )
+            )
         if isinstance(command, commands.PassOn):
             return []
         return None
@@ -440,21 +528,42 @@ class Members:
 def host(side: str, rank: int) -> Host:
     """A host of GPUS ranks, on one InfiniBand network. Encoded, it is as long as a real one."""
     boot = f"{side:0>26}{rank // GPUS:010d}"
-    return Host(f"{boot} pid:[4026531836] shm:[25]", f"{boot} net:[4026531840]", f"{side}-{rank // GPUS}", True, ("mooncake", "infiniband"))
+    return Host(
+        f"{boot} pid:[4026531836] shm:[25]",
+        f"{boot} net:[4026531840]",
+        f"{side}-{rank // GPUS}",
+        True,
+        ("mooncake", "infiniband"),
+    )
 
 
 def render(rows: Sequence[dict[str, Any]]) -> str:
     """A line for each size, and how costs grow from each size to the next."""
-    lines = [f"{'ranks':>14}  {'update':>9} {'paused':>9} {'opening':>9} {'opening':>10} {'longest block':>14}"]
+    lines = [
+        f"{'ranks':>14}  {'update':>9} {'paused':>9} {'opening':>9} {'opening':>10} "
+        f"{'longest block':>14}"
+    ]
     lines.append(f"{'':>14}  {'CPU ms':>9} {'CPU ms':>9} {'CPU s':>9} {'MB':>10} {'CPU ms':>14}")
     for row in rows:
         ranks = f"{row['trainer_ranks']} + {row['generator_ranks']}"
-        times = f"{row['update_cpu_s'] * 1e3:>9.1f} {row['paused_cpu_s'] * 1e3:>9.1f} {row['opening_cpu_s']:>9.2f}"
-        lines.append(f"{ranks:>14}  {times} {row['opening_bytes'] / 1e6:>10.1f} {row['longest_block_s'] * 1e3:>14.0f}")
-    for before, after in pairwise(rows):
-        more = (after["trainer_ranks"] + after["generator_ranks"]) / (before["trainer_ranks"] + before["generator_ranks"])
-        grown = ", ".join(
-            f"{what} x{after[key] / before[key]:.1f}" for what, key in (("update", "update_cpu_s"), ("opening", "opening_cpu_s"))
+        times = (
+            f"{row['update_cpu_s'] * 1e3:>9.1f} {row['paused_cpu_s'] * 1e3:>9.1f} "
+            f"{row['opening_cpu_s']:>9.2f}"
         )
-        lines.append(f"  {after['trainer_ranks']} + {after['generator_ranks']}: x{more:.1f} the ranks; {grown}")
+        lines.append(
+            f"{ranks:>14}  {times} {row['opening_bytes'] / 1e6:>10.1f} "
+            f"{row['longest_block_s'] * 1e3:>14.0f}"
+        )
+    for before, after in pairwise(rows):
+        more = (after["trainer_ranks"] + after["generator_ranks"]) / (
+            before["trainer_ranks"] + before["generator_ranks"]
+        )
+        grown = ", ".join(
+            f"{what} x{after[key] / before[key]:.1f}"
+            for what, key in (("update", "update_cpu_s"), ("opening", "opening_cpu_s"))
+        )
+        lines.append(
+            f"  {after['trainer_ranks']} + {after['generator_ranks']}: x{more:.1f} the ranks; "
+            f"{grown}"
+        )
     return "\n".join(lines)

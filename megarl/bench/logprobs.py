@@ -1,13 +1,16 @@
-"""`megarl bench logprobs`: peak memory and time of the log-probs of one microbatch, with all logits at once and in chunks.
+"""`megarl bench logprobs`: peak memory and time of the log-probs of one microbatch, with all logits
+at once and in chunks.
 
-Each cell is a process of its own, on one thread, in float32. Scoring gives log-probs and entropy. Training gives log-probs, and gradients
-of hidden states and output layer; the latter are added to a buffer, as in the trainer. "all at once" is PyTorch's log_softmax. Memory is
-the growth of the process's peak beyond its inputs and that buffer. The formulas beside it are for c rows at once, hidden size h and
-vocabulary v, 4 bytes per number:
+Each cell is a process of its own, on one thread, in float32. Scoring gives log-probs and entropy.
+Training gives log-probs, and gradients of hidden states and output layer; the latter are added to a
+buffer, as in the trainer. "all at once" is PyTorch's log_softmax. Memory is the growth of the
+process's peak beyond its inputs and that buffer. The formulas beside it are for c rows at once,
+hidden size h and vocabulary v, 4 bytes per number:
 
     all at once   3 c v   logits, their log_softmax, and a product with it or the gradient
     in chunks     2 c v   scaled logits and their exponentials; the gradient overwrites the logits. In training at least v h: PyTorch asks
-                          for a gradient of the weight, which is zeros, since the true one was added to the buffer
+                          for a gradient of the weight, which is zeros, since the true one was added
+                          to the buffer
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ import torch
 from megarl.base.cores import usable_cores
 from megarl.kernels import linear_logprobs
 
-TOKENS, VOCAB, HIDDEN = 2048, 131_072, 256
+TOKENS = 2048
+VOCAB = 131_072
+HIDDEN = 256
 WAYS = (TOKENS, 1024, 256, 64)  # rows at once; the first is PyTorch's own method
 MIB = 1 << 20
 TIMEOUT_S = 300.0
@@ -48,26 +53,36 @@ def run(as_json: bool) -> None:
         for rows in WAYS:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
                 costs.append(asdict(fresh.submit(measure, rows, training).result(TIMEOUT_S)))
-    facts = {"hardware": f"{usable_cores()} CPU cores", "tokens": TOKENS, "vocab": VOCAB, "hidden": HIDDEN, "costs": costs}
+    facts = {
+        "hardware": f"{usable_cores()} CPU cores",
+        "tokens": TOKENS,
+        "vocab": VOCAB,
+        "hidden": HIDDEN,
+        "costs": costs,
+    }
     print(json.dumps(facts) if as_json else render(facts))
 
 
 def measure(rows: int, training: bool) -> Cost:
     """Measures in this process, which must be new, since its peak never falls."""
     torch.set_num_threads(1)
-    hidden, weight = torch.randn(TOKENS, HIDDEN), torch.randn(VOCAB, HIDDEN).div_(HIDDEN**0.5)
-    targets, total = torch.randint(VOCAB, (TOKENS,)), torch.ones_like(weight)
+    hidden = torch.randn(TOKENS, HIDDEN)
+    weight = torch.randn(VOCAB, HIDDEN).div_(HIDDEN**0.5)
+    targets = torch.randint(VOCAB, (TOKENS,))
+    total = torch.ones_like(weight)
     if training:
         hidden.requires_grad_()
         weight.requires_grad_()
-    before, started = _peak_mib(), time.process_time()
+    before = _peak_mib()
+    started = time.process_time()
     if rows == TOKENS:
         log_p = torch.log_softmax(hidden @ weight.T, -1)
         logprobs = log_p.gather(-1, targets[:, None])
         if not training:
             (log_p.exp() * log_p).sum(-1)
     else:
-        one: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)  # a process group of this process alone
+        # a process group of this process alone
+        one: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
         logprobs, _ = linear_logprobs(hidden, weight, targets, one, VOCAB, 1.0, rows, total)
     if training:
         logprobs.sum().backward()
@@ -85,7 +100,10 @@ def _peak_mib() -> float:
 
 
 def render(facts: dict[str, Any]) -> str:
-    lines = [f"log-probs of {facts['tokens']} tokens, vocabulary {facts['vocab']:,}, hidden size {facts['hidden']}; {facts['hardware']}"]
+    lines = [
+        f"log-probs of {facts['tokens']} tokens, vocabulary {facts['vocab']:,}, hidden size "
+        f"{facts['hidden']}; {facts['hardware']}"
+    ]
     lines.append(f"{'':9s}{'':>14s}{'peak MiB':>10s}{'formula':>9s}{'CPU s':>7s}")
     for cost in facts["costs"]:
         way = "all at once" if cost["rows"] == facts["tokens"] else f"{cost['rows']} at once"

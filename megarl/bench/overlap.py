@@ -1,10 +1,13 @@
-"""`megarl bench overlap`: how close asynchronous steps come to perfect overlap, by trainer/generator ratio, lengths and settings.
+"""`megarl bench overlap`: how close asynchronous steps come to perfect overlap, by
+trainer/generator ratio, lengths and settings.
 
-Engines and trainer are emulated: they sleep for set times (`emulated`, `overlap_cell`). Controller, channels, admission, buffer, messages
-and processes are those of a run. The sleeps are not shortened by the time of that code, which is short compared with the phases.
+Engines and trainer are emulated: they sleep for set times (`emulated`, `overlap_cell`). Controller,
+channels, admission, buffer, messages and processes are those of a run. The sleeps are not shortened
+by the time of that code, which is short compared with the phases.
 
     ideal        seconds of a step if trainer and generator overlapped perfectly: the longer of the two phases at full use. The
-                 generator's phase is the time to decode the trained tokens with every slot busy; neither phase includes the update
+                 generator's phase is the time to decode the trained tokens with every slot busy;
+                 neither phase includes the update
     efficiency   ideal / achieved. The paper on asynchronous RLHF (Noukhovitch et al. 2024, arXiv:2410.18252) reached about 0.85
 
 The first WARM_UP steps of a cell do not count.
@@ -37,7 +40,8 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import AsyncConfig
 from megarl.messaging.link import RunKey
 
-# Runs the cells of `megarl bench overlap`, each in a trainer process and a generator process. Several pairs run side by side.
+# Runs the cells of `megarl bench overlap`, each in a trainer process and a generator process.
+# Several pairs run side by side.
 
 
 Rows = list[dict[str, Any]]
@@ -49,12 +53,16 @@ class Lane:
     def __init__(self, timeout_s: float):
         context = multiprocessing.get_context("forkserver")  # so that common imports happen once
         context.set_forkserver_preload([__name__])
-        self._timeout_s, self._key = timeout_s, RunKey.generate()
+        self._timeout_s = timeout_s
+        self._key = RunKey.generate()
         addresses_in, addresses_out = context.Pipe(duplex=False)
-        self._pipes, self._processes = [], []
+        self._pipes = []
+        self._processes = []
         for body, address in ((_generator, addresses_out), (_trainer, addresses_in)):
             ours, theirs = context.Pipe()
-            process = context.Process(target=body, args=(theirs, self._key, address, timeout_s), daemon=True)
+            process = context.Process(
+                target=body, args=(theirs, self._key, address, timeout_s), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -63,17 +71,28 @@ class Lane:
         addresses_out.close()
 
     def run(self, cell: Cell) -> Rows:
-        """The trainer's rows. Raises RuntimeError if one of the two processes fails, TimeoutError past the deadline."""
+        """The trainer's rows.
+
+        Raises RuntimeError if one of the two processes fails, TimeoutError past the deadline.
+        """
         for pipe in self._pipes:
             pipe.send(cell)
-        deadline, answers = time.monotonic() + self._timeout_s, {}
+        deadline = time.monotonic() + self._timeout_s
+        answers = {}
         while len(answers) < 2:
             left_s = deadline - time.monotonic()
             waiting = [pipe for pipe in self._pipes if pipe not in answers]
             ready = wait(waiting, max(0.0, left_s))
             if not ready:
-                names = [name for name, pipe in zip(("the generator", "the trainer"), self._pipes) if pipe in waiting]
-                raise TimeoutError(f"{cell.name}: {' and '.join(names)} did not finish within {self._timeout_s:.0f} s")
+                names = [
+                    name
+                    for name, pipe in zip(("the generator", "the trainer"), self._pipes)
+                    if pipe in waiting
+                ]
+                raise TimeoutError(
+                    f"{cell.name}: {' and '.join(names)} did not finish within "
+                    f"{self._timeout_s:.0f} s"
+                )
             for pipe in (pipe for pipe in waiting if pipe in ready):
                 answers[pipe] = _answer(cell, pipe)
         return answers[self._pipes[1]]
@@ -92,7 +111,9 @@ def _answer(cell: Cell, pipe: Connection) -> Rows:
     return answer
 
 
-def run_cells(cells: Sequence[Cell], lanes: int, timeout_s: float, done: Callable[[Cell], None]) -> list[Rows]:
+def run_cells(
+    cells: Sequence[Cell], lanes: int, timeout_s: float, done: Callable[[Cell], None]
+) -> list[Rows]:
     """The rows of every cell, in order. A lane's thread calls `done` when a cell ends."""
     todo: queue.SimpleQueue[int] = queue.SimpleQueue()
     for index in range(len(cells)):
@@ -159,21 +180,35 @@ COLOURS = ("#9a9a9a", "#c26a2d", "#d9a441", "#2f6fab", "#5a93c4", "#3b8f6b", "#8
 
 
 def draw(facts: Mapping[str, Any], path: str) -> None:
-    """Writes `path`: a panel for each kind of lengths, a group of bars for each ratio, a bar for each setting."""
+    """Writes `path`: a panel for each kind of lengths, a group of bars for each ratio, a bar for
+    each setting.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     cells = facts["cells"]
-    lengths, ratios, settings = (list(dict.fromkeys(cell[key] for cell in cells)) for key in ("lengths", "ratio", "setting"))
-    found = {(cell["lengths"], cell["ratio"], cell["setting"]): cell["efficiency"] for cell in cells}
+    lengths, ratios, settings = (
+        list(dict.fromkeys(cell[key] for cell in cells)) for key in ("lengths", "ratio", "setting")
+    )
+    found = {
+        (cell["lengths"], cell["ratio"], cell["setting"]): cell["efficiency"] for cell in cells
+    }
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
     width = 0.84 / len(settings)
     for panel, kind in zip(panels, lengths):
         for index, (setting, colour) in enumerate(zip(settings, COLOURS, strict=True)):
-            places = [place + (index - (len(settings) - 1) / 2) * width for place in range(len(ratios))]
-            panel.bar(places, [found[kind, ratio, setting] for ratio in ratios], width, color=colour, label=setting)
+            places = [
+                place + (index - (len(settings) - 1) / 2) * width for place in range(len(ratios))
+            ]
+            panel.bar(
+                places,
+                [found[kind, ratio, setting] for ratio in ratios],
+                width,
+                color=colour,
+                label=setting,
+            )
         panel.axhline(0.95, color="black", lw=0.8, ls="--")
         panel.set_xticks(range(len(ratios)), [f"{ratio:g}" for ratio in ratios])
         panel.set_xlabel("trainer's phase / generator's")
@@ -181,7 +216,12 @@ def draw(facts: Mapping[str, Any], path: str) -> None:
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("ideal / achieved step time")
     panels[0].set_ylim(0, 1.05)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(),
+        loc="outside right center",
+        frameon=False,
+        fontsize=8,
+    )
     figure.savefig(path, dpi=150)
 
 
@@ -196,7 +236,9 @@ SETTINGS = {
     "streaming, block": AsyncConfig(DEPTH, partial_rollout="block"),
     "streaming, in_flight": AsyncConfig(DEPTH, partial_rollout="in_flight"),
     "streaming, retract": AsyncConfig(DEPTH, partial_rollout="retract"),
-    "streaming, resume": AsyncConfig(DEPTH, partial_rollout="resume", chunk_tokens=16, max_in_flight=24),
+    "streaming, resume": AsyncConfig(
+        DEPTH, partial_rollout="resume", chunk_tokens=16, max_in_flight=24
+    ),
     "streaming, abort": AsyncConfig(DEPTH, partial_rollout="abort"),
 }
 
@@ -212,16 +254,26 @@ class Result:
     ideal_s: float
     efficiency: float
     batch_wait_s: float  # how long the trainer waits for its batch
-    weights_wait_s: float  # how long the trainer waits for the engines to take its weights: with block, for stragglers
+    # how long the trainer waits for the engines to take its weights: with block, for stragglers
+    weights_wait_s: float
     generator_wait_s: float  # see docs/asynchrony.md
     bubble_s: float
-    late: float  # share by which the trainer's sleeps took longer than set: above 1 % the machine is busy with other work
+    # share by which the trainer's sleeps took longer than set: above 1 % the machine is busy with
+    # other work
+    late: float
     mixed: float  # share of samples whose tokens have more than one version
 
 
 def run(step_s: float, steps: int, lanes: int, as_json: bool, picture: str | None) -> None:
-    """Prints a table, or one JSON object. `step_s`: seconds of the longer phase. Raises ConfigError, RuntimeError, TimeoutError."""
-    problems = [f"--steps {steps}: must be more than the {WARM_UP} that are not counted"] if steps <= WARM_UP else []
+    """Prints a table, or one JSON object.
+
+    `step_s`: seconds of the longer phase. Raises ConfigError, RuntimeError, TimeoutError.
+    """
+    problems = (
+        [f"--steps {steps}: must be more than the {WARM_UP} that are not counted"]
+        if steps <= WARM_UP
+        else []
+    )
     problems += [f"--step-s {step_s:g}: must be above 0"] if step_s <= 0 else []
     problems += [f"--lanes {lanes}: must be at least 1"] if lanes < 1 else []
     if problems:
@@ -252,18 +304,31 @@ def measure(step_s: float, steps: int, lanes: int) -> list[Result]:
             print(f"{cell.name}; {left} cells to go", file=sys.stderr)
 
         timeout_s = 60 + 20 * steps * step_s
-        return [result(*key, cell, rows) for (key, cell), rows in zip(found, run_cells(cells, lanes, timeout_s, done))]
+        return [
+            result(*key, cell, rows)
+            for (key, cell), rows in zip(found, run_cells(cells, lanes, timeout_s, done))
+        ]
 
 
 def grid(step_s: float, steps: int, folder: str) -> Iterator[tuple[tuple[str, float, str], Cell]]:
     """((lengths, ratio, setting), cell) of every cell."""
     for lengths in LENGTHS:
         for ratio in RATIOS:
-            train_s, generate_s = min(step_s, ratio * step_s), min(step_s, step_s / ratio)
+            train_s = min(step_s, ratio * step_s)
+            generate_s = min(step_s, step_s / ratio)
             for setting, async_ in SETTINGS.items():
                 name = f"{lengths} lengths, ratio {ratio:g}, {setting}"
                 run_dir = os.path.join(folder, name.replace(" ", "_"))
-                cell = Cell(name, train_s, generate_s, WRITE_SHARE * step_s, LENGTHS[lengths], async_, steps, run_dir)
+                cell = Cell(
+                    name,
+                    train_s,
+                    generate_s,
+                    WRITE_SHARE * step_s,
+                    LENGTHS[lengths],
+                    async_,
+                    steps,
+                    run_dir,
+                )
                 yield (lengths, ratio, setting), cell
 
 
@@ -275,7 +340,8 @@ def result(lengths: str, ratio: float, setting: str, cell: Cell, rows: Rows) -> 
 
     tokens = statistics.fmean(sum(row["lengths"]) for row in counted)
     ideal_s = max(cell.train_s, tokens * cell.token_s / (cell.engines * cell.slots))
-    step_s, weights_wait_s = mean("step_s"), mean("weights_wait_s")
+    step_s = mean("step_s")
+    weights_wait_s = mean("weights_wait_s")
     samples = cell.prompts_per_step * cell.n
     return Result(
         lengths,
@@ -295,25 +361,62 @@ def result(lengths: str, ratio: float, setting: str, cell: Cell, rows: Rows) -> 
 
 def title(facts: Mapping[str, Any]) -> str:
     return (
-        f"EMULATED: engines and trainer sleep; longer phase {facts['longer_phase_s']:g} s, update {facts['update_s'] * 1e3:g} ms; "
+        f"EMULATED: engines and trainer sleep; longer phase {facts['longer_phase_s']:g} s, update "
+        f"{facts['update_s'] * 1e3:g} ms; "
         f"{facts['steps'] - facts['not_counted']} steps a cell; {facts['hardware']}"
     )
 
 
 def render(facts: Mapping[str, Any]) -> str:
-    header = ["lengths", "trainer/generator", "setting", "step s", "ideal s", "efficiency",
-              "for batch", "for engines", "generator waits", "bubble", "mixed versions", "late"]  # fmt: skip
+    header = [
+        "lengths",
+        "trainer/generator",
+        "setting",
+        "step s",
+        "ideal s",
+        "efficiency",
+        "for batch",
+        "for engines",
+        "generator waits",
+        "bubble",
+        "mixed versions",
+        "late",
+    ]
     rows = [header]
     for cell in facts["cells"]:
-        names = ("step_s", "ideal_s", "efficiency", "batch_wait_s", "weights_wait_s", "generator_wait_s", "bubble_s")
+        names = (
+            "step_s",
+            "ideal_s",
+            "efficiency",
+            "batch_wait_s",
+            "weights_wait_s",
+            "generator_wait_s",
+            "bubble_s",
+        )
         values = [f"{cell[name]:.3f}" for name in names]
-        rows.append([cell["lengths"], f"{cell['ratio']:g}", cell["setting"], *values, f"{cell['mixed']:.0%}", f"{cell['late']:.1%}"])
+        rows.append(
+            [
+                cell["lengths"],
+                f"{cell['ratio']:g}",
+                cell["setting"],
+                *values,
+                f"{cell['mixed']:.0%}",
+                f"{cell['late']:.1%}",
+            ]
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     lines = []
     for row in rows:
-        cells = [text.ljust(width) if column < 3 else text.rjust(width) for column, (text, width) in enumerate(zip(row, widths))]
+        cells = [
+            text.ljust(width) if column < 3 else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths))
+        ]
         lines.append("  ".join(cells).rstrip())
-    notes = ["Seconds are means per step. The trainer waits for its batch and for engines to take its weights.",
-             "Efficiency is ideal / step; the ideal is the longer phase at full use.",
-             "late: how much the trainer overslept; above 1% the machine was busy with something else: discard the cell."]  # fmt: skip
+    notes = [
+        "Seconds are means per step. The trainer waits for its batch and for engines to take "
+        "its weights.",
+        "Efficiency is ideal / step; the ideal is the longer phase at full use.",
+        "late: how much the trainer overslept; above 1% the machine was busy with something "
+        "else: discard the cell.",
+    ]
     return "\n".join([title(facts), *lines, *notes])

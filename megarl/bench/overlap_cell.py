@@ -1,7 +1,9 @@
-"""One cell of `megarl bench overlap`, run by two processes in which engines and trainer are emulated by sleeps.
+"""One cell of `megarl bench overlap`, run by two processes in which engines and trainer are
+emulated by sleeps.
 
-Real: the controller's loop, admission, rollout stream, fleet, buffer, both channels with their messages over the run's link, and the
-generator executor. Emulated: the computations of engines and trainer, and the writing of weights.
+Real: the controller's loop, admission, rollout stream, fleet, buffer, both channels with their
+messages over the run's link, and the generator executor. Emulated: the computations of engines and
+trainer, and the writing of weights.
 """
 
 from __future__ import annotations
@@ -21,14 +23,27 @@ from megarl.algorithms.batches import step_times
 from megarl.base.geometry import TrainerTopology
 from megarl.base.rollout_types import Batch, Group, Ordinal, Prompt, Sample, Version
 from megarl.bench.emulated import PREFILL_SPEEDUP, PROMPT_TOKENS, EmulatedEngine, Lengths
-from megarl.config.schema import AsyncConfig, EvalConfig, ObserveConfig, RolloutConfig, RunConfig, TimeoutConfig
+from megarl.config.schema import (
+    AsyncConfig,
+    EvalConfig,
+    ObserveConfig,
+    RolloutConfig,
+    RunConfig,
+    TimeoutConfig,
+)
 from megarl.controller import Controller
 from megarl.data.order import train_mixture
 from megarl.executors.generator import GeneratorExecutor
 from megarl.generator.completions import Completion, Sampling
 from megarl.generator.fleet import Fleet
 from megarl.messaging.link import Hub, Peer, RunKey
-from megarl.messaging.messages import ProbeReady, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten
+from megarl.messaging.messages import (
+    ProbeReady,
+    WeightsApplied,
+    WeightsGrant,
+    WeightsOffer,
+    WeightsWritten,
+)
 from megarl.models.registry import load_spec
 from megarl.observe.status import StatusBoard, TraceWriter
 from megarl.plan.resolve import RunPlan
@@ -62,7 +77,10 @@ SPEC = {  # any model: the channels need some map
 
 @dataclass(frozen=True)
 class Cell:
-    """Phase times and settings of one run. At full use, the engines decode the tokens of a mean step in `generate_s`."""
+    """Phase times and settings of one run.
+
+    At full use, the engines decode the tokens of a mean step in `generate_s`.
+    """
 
     name: str
     train_s: float
@@ -80,20 +98,41 @@ class Cell:
 
     @property
     def token_s(self) -> float:
-        """Seconds per token of one sequence. An engine decodes as many sequences at a time as it has slots."""
-        return self.generate_s * self.engines * self.slots / (self.prompts_per_step * self.n * self.lengths.mean)
+        """Seconds per token of one sequence.
+
+        An engine decodes as many sequences at a time as it has slots.
+        """
+        return (
+            self.generate_s
+            * self.engines
+            * self.slots
+            / (self.prompts_per_step * self.n * self.lengths.mean)
+        )
 
     def plan(self) -> RunPlan:
         config = RunConfig(
             async_=self.async_,
-            rollout=RolloutConfig(prompts_per_step=self.prompts_per_step, n=self.n, max_tokens=self.lengths.longest),
+            rollout=RolloutConfig(
+                prompts_per_step=self.prompts_per_step, n=self.n, max_tokens=self.lengths.longest
+            ),
             eval=EvalConfig(every=0),
             observe=ObserveConfig(probe_every=0),
-            timeouts=TimeoutConfig(**dict.fromkeys(("rendezvous_s", "rollouts_s", "weights_s", "samples_s"), self.timeout_s)),
+            timeouts=TimeoutConfig(
+                **dict.fromkeys(
+                    ("rendezvous_s", "rollouts_s", "weights_s", "samples_s"), self.timeout_s
+                )
+            ),
             max_steps=self.steps,
             run_dir=self.run_dir,
         )
-        return RunPlan(config, load_spec(SPEC), TrainerTopology(), self.steps, self.prompts_per_step * self.n, Weights(""))
+        return RunPlan(
+            config,
+            load_spec(SPEC),
+            TrainerTopology(),
+            self.steps,
+            self.prompts_per_step * self.n,
+            Weights(""),
+        )
 
 
 @dataclass
@@ -111,26 +150,47 @@ class EmulatedGenerator(GeneratorExecutor):
     cell: Cell = field(kw_only=True)
 
     def init(self) -> None:
-        cell, config = self.cell, self.plan.config
+        cell = self.cell
+        config = self.plan.config
         self.status = StatusBoard(Path(config.run_dir), "generator.0")
         self.trace = TraceWriter(Path(config.run_dir), "generator.0")
-        self.prompts, self.held_out = EmulatedPrompts(SimpleNamespace(mixture=train_mixture(config))), []
+        self.prompts = EmulatedPrompts(SimpleNamespace(mixture=train_mixture(config)))
+        self.held_out = []
         self.sampling = Sampling(config.rollout.max_tokens)
         prefill_s = cell.token_s / PREFILL_SPEEDUP
         names = [f"emulated.{index}" for index in range(cell.engines)]
-        engines: list[Any] = [EmulatedEngine(name, cell.slots, cell.token_s, prefill_s, cell.lengths) for name in names]
+        engines: list[Any] = [
+            EmulatedEngine(name, cell.slots, cell.token_s, prefill_s, cell.lengths)
+            for name in names
+        ]
         mode = config.async_.partial_rollout
-        self.engines, self.fleet = engines, Fleet(engines, mode, config.async_.chunk_tokens if mode == "resume" else None)
+        self.engines = engines
+        self.fleet = Fleet(engines, mode, config.async_.chunk_tokens if mode == "resume" else None)
         self.rollouts_of = Rollouts(self._generate, self._generate)
-        self.stream = RolloutStream(self._admission(), self._roll_out, self.rollouts, self.background, self.pulse)
+        self.stream = RolloutStream(
+            self._admission(), self._roll_out, self.rollouts, self.background, self.pulse
+        )
         self.start(self.stream.run(config.timeouts.rendezvous_s), "rollout stream")
 
     async def _generate(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
-        return Group(prompt, [_sample(completion) for completion in await self.fleet.generate(prompt.token_ids, sampling, n)])
+        return Group(
+            prompt,
+            [
+                _sample(completion)
+                for completion in await self.fleet.generate(prompt.token_ids, sampling, n)
+            ],
+        )
 
 
 def _sample(completion: Completion) -> Sample:
-    return Sample(completion.token_ids, completion.logprobs, completion.versions, "", 0.0, completion.finish_reason)
+    return Sample(
+        completion.token_ids,
+        completion.logprobs,
+        completion.versions,
+        "",
+        0.0,
+        completion.finish_reason,
+    )
 
 
 @dataclass
@@ -165,45 +225,62 @@ class EmulatedTrainer:
         return [[*range(len(batch.samples))]]
 
     def put_batch(self, batch: Batch, waited_s: float) -> None:
-        self.batch, self._batch_wait_s = batch, waited_s
+        self.batch = batch
+        self._batch_wait_s = waited_s
 
     def stop(self) -> None:
         self.stopped = True
 
     def put_sync(self, report: SyncReport, applied: Callable[[], WeightsApplied | None]) -> None:
-        self._sync, self._applied = report, applied
+        self._sync = report
+        self._applied = applied
 
     def compare_probe(self, probe: ProbeReady) -> None:
         raise AssertionError("observe.probe_every is 0 here")
 
     @property
     def layout(self) -> Layout:
-        return trainer_layout(self.plan.spec, self.plan.trainer_topology, self.plan.config.model.dtype)
+        return trainer_layout(
+            self.plan.spec, self.plan.trainer_topology, self.plan.config.model.dtype
+        )
 
     def get_model(self) -> dict[str, torch.Tensor]:
         return {}
 
     def step(self) -> None:
-        started, batch = time.monotonic(), self.batch
+        started = time.monotonic()
+        batch = self.batch
         with self.trace.span(f"train step {batch.step}"):
             time.sleep(self.cell.train_s)
         train_s = time.monotonic() - started
         self.curr_step += 1
-        applied, now = self._applied(), time.monotonic()
+        applied = self._applied()
+        now = time.monotonic()
         assert applied is not None  # not None, since nothing stops this run
-        step_s, self._step_ended = now - self._step_ended, now
+        step_s = now - self._step_ended
+        self._step_ended = now
         samples = batch.samples
-        self.rows.append({
-            "step": batch.step,
-            **step_times(batch, step_s, train_s, self._batch_wait_s, self._sync.wait_s, self._sync.sync_s, applied.pause_s),
-            "ordinals": [group.ordinal for group in batch.groups],
-            "lengths": [sample.tokens for sample in samples],
-            "version/min": min(sample.min_version for sample in samples),
-            "version/max": max(sample.max_version for sample in samples),
-            "mixed": sum(sample.min_version < sample.max_version for sample in samples),
-            "rejected": batch.rejected,
-            "ages": _ages(batch),
-        })  # fmt: skip
+        self.rows.append(
+            {
+                "step": batch.step,
+                **step_times(
+                    batch,
+                    step_s,
+                    train_s,
+                    self._batch_wait_s,
+                    self._sync.wait_s,
+                    self._sync.sync_s,
+                    applied.pause_s,
+                ),
+                "ordinals": [group.ordinal for group in batch.groups],
+                "lengths": [sample.tokens for sample in samples],
+                "version/min": min(sample.min_version for sample in samples),
+                "version/max": max(sample.max_version for sample in samples),
+                "mixed": sum(sample.min_version < sample.max_version for sample in samples),
+                "rejected": batch.rejected,
+                "ages": _ages(batch),
+            }
+        )
 
     def save_checkpoint(self) -> None:
         """Nothing to save."""
@@ -230,7 +307,8 @@ class _NoTransport:
 class _NoUpdates:
     """Offers every version, and has nothing to write."""
 
-    compares, transport = False, _NoTransport()
+    compares = False
+    transport = _NoTransport()
 
     def offer(self, version: Version, *_: Any) -> WeightsOffer:
         return WeightsOffer(version)
@@ -260,9 +338,13 @@ class EmulatedReceiver(WeightsReceiver):
             engine.pause()
         for name in self._trainers:
             self._link.send(name, WeightsGrant(version))
-        await Writes(self._link, self._trainers, version, self._plan.config.timeouts.weights_s).done()
+        await Writes(
+            self._link, self._trainers, version, self._plan.config.timeouts.weights_s
+        ).done()
         for engine in executor.engines:
-            await engine.resume(version, recompute=self._plan.config.async_.partial_rollout == "retract")
+            await engine.resume(
+                version, recompute=self._plan.config.async_.partial_rollout == "retract"
+            )
         return Taken((began, time.perf_counter()), 0, list(range(len(executor.engines))))
 
     async def look_again(self, executor: Any) -> None:
@@ -276,9 +358,16 @@ def generate(cell: Cell, key: RunKey, address_to: Connection) -> None:
     address_to.send(link.address)
     source = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype)
     weights = EmulatedReceiver(plan, source, link, key_file="")
-    rendezvous: Any = None  # without a launcher; an executor needs it only for the engines' addresses
+    # without a launcher; an executor needs it only for the engines' addresses
+    rendezvous: Any = None
     executor = EmulatedGenerator(plan, rendezvous, RolloutsSender(link), cell=cell)
-    Controller(executor, incoming=[weights], outgoing=[], max_steps=cell.steps, initial=[InitialWeights(weights)]).run()
+    Controller(
+        executor,
+        incoming=[weights],
+        outgoing=[],
+        max_steps=cell.steps,
+        initial=[InitialWeights(weights)],
+    ).run()
     link.close()
     executor.loop.close()
 

@@ -1,10 +1,12 @@
-"""`megarl bench packing`: a training step on packed sequences, compared with the same step on sequences padded to a common length.
+"""`megarl bench packing`: a training step on packed sequences, compared with the same step on
+sequences padded to a common length.
 
-Lengths are lognormal, as lengths of answers are. The trainer is the real one on one rank: Megatron's model, and a step with its optimizer.
-The padded way is that of trainers with rectangular microbatches. Sequences are sorted by length. As many go into a microbatch as fit the
-token budget, and each is padded with masked tokens to the longest of its microbatch. (The trainer then packs these padded sequences.) Both
-ways take turns, and both must have the same gradient. On a CPU, times are CPU times of the process, so that other work on the machine
-counts little.
+Lengths are lognormal, as lengths of answers are. The trainer is the real one on one rank:
+Megatron's model, and a step with its optimizer. The padded way is that of trainers with rectangular
+microbatches. Sequences are sorted by length. As many go into a microbatch as fit the token budget,
+and each is padded with masked tokens to the longest of its microbatch. (The trainer then packs
+these padded sequences.) Both ways take turns, and both must have the same gradient. On a CPU, times
+are CPU times of the process, so that other work on the machine counts little.
 """
 
 from __future__ import annotations
@@ -30,10 +32,22 @@ from megarl.trainer import cpu_support
 from megarl.trainer.distributed import init_distributed
 
 SPEC = ModelSpec(
-    family="llama", num_layers=4, hidden_size=256, intermediate_size=704, num_attention_heads=8, num_kv_heads=4, head_dim=32,
-    vocab_size=2048, max_position_embeddings=4096, tie_word_embeddings=False, rms_norm_eps=1e-5, rope_theta=10000.0,
-)  # fmt: skip
-SIGMA, SHORTEST, LONGEST = 0.8, 16, 1024  # of the distribution of lengths, in tokens
+    family="llama",
+    num_layers=4,
+    hidden_size=256,
+    intermediate_size=704,
+    num_attention_heads=8,
+    num_kv_heads=4,
+    head_dim=32,
+    vocab_size=2048,
+    max_position_embeddings=4096,
+    tie_word_embeddings=False,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+)
+SIGMA = 0.8
+SHORTEST = 16
+LONGEST = 1024  # of the distribution of lengths, in tokens
 MEDIAN = 128
 BUDGET = 4096  # most tokens of a microbatch
 TIMEOUT_S = 60.0
@@ -57,12 +71,17 @@ class Result:
 
 
 def run(count: int, repeats: int, as_json: bool) -> None:
-    """Prints the result. Raises ConfigError for fewer than one sequence or repeat, RuntimeError if the two ways differ."""
+    """Prints the result.
+
+    Raises ConfigError for fewer than one sequence or repeat, RuntimeError if the two ways differ.
+    """
     for name, value in (("--sequences", count), ("--repeats", repeats)):
         if value < 1:
             raise ConfigError(f"{name} {value}: must be at least 1")
     with tempfile.TemporaryDirectory() as folder:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MEGARL_TRAINER_STORE=f"{folder}/store")
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MEGARL_TRAINER_STORE=f"{folder}/store"
+        )
         device = init_distributed(TIMEOUT_S)
         try:
             result = measure(count, repeats, device)
@@ -72,10 +91,22 @@ def run(count: int, repeats: int, as_json: bool) -> None:
         print(json.dumps(asdict(result)))
         return
     r = result
-    print(f"{r.sequences} sequences of {r.mean_length:.0f} tokens on average, at most {r.longest}; {r.device}")
-    print(f"packed     {r.packed_s:8.3f} s a step, {r.tokens / r.packed_s:8.0f} tokens/s, {r.padded} positions of padding")
-    print(f"filled up  {r.filled_s:8.3f} s a step, {r.tokens / r.filled_s:8.0f} tokens/s, {r.filled_fraction:.0%} of positions are padding")
-    print(f"packed is {r.speedup:.2f} times as fast ({r.slowest_pair:.2f} to {r.fastest_pair:.2f} over {repeats} pairs of steps)")
+    print(
+        f"{r.sequences} sequences of {r.mean_length:.0f} tokens on average, at most {r.longest}; "
+        f"{r.device}"
+    )
+    print(
+        f"packed     {r.packed_s:8.3f} s a step, {r.tokens / r.packed_s:8.0f} tokens/s, "
+        f"{r.padded} positions of padding"
+    )
+    print(
+        f"filled up  {r.filled_s:8.3f} s a step, {r.tokens / r.filled_s:8.0f} tokens/s, "
+        f"{r.filled_fraction:.0%} of positions are padding"
+    )
+    print(
+        f"packed is {r.speedup:.2f} times as fast ({r.slowest_pair:.2f} to {r.fastest_pair:.2f} "
+        f"over {repeats} pairs of steps)"
+    )
 
 
 def measure(count: int, repeats: int, device: torch.device) -> Result:
@@ -84,13 +115,25 @@ def measure(count: int, repeats: int, device: torch.device) -> Result:
     from megarl.trainer.step import MegatronTrainer
 
     settings = TrainerConfig(max_tokens_per_microbatch=BUDGET)
-    still = OptimizerConfig(lr=0.0, weight_decay=0.0)  # the weights do not change, so that all steps are equal
+    # the weights do not change, so that all steps are equal
+    still = OptimizerConfig(lr=0.0, weight_decay=0.0)
     dtype = "bfloat16" if device.type == "cuda" else "float32"
-    trainer = MegatronTrainer(SPEC, TrainerTopology(), settings, dtype, 1, total_steps=1000, timeout_s=TIMEOUT_S, optimizer=still)
+    trainer = MegatronTrainer(
+        SPEC,
+        TrainerTopology(),
+        settings,
+        dtype,
+        1,
+        total_steps=1000,
+        timeout_s=TIMEOUT_S,
+        optimizer=still,
+    )
     trainer.init_random(0)
     random = np.random.default_rng(0)
     lengths = random.lognormal(np.log(MEDIAN), SIGMA, count).clip(SHORTEST, LONGEST).astype(int)
-    packed = [_sequence(random.integers(SPEC.vocab_size, size=length), length) for length in lengths]
+    packed = [
+        _sequence(random.integers(SPEC.vocab_size, size=length), length) for length in lengths
+    ]
     filled = list(_filled(packed, BUDGET))
 
     def now() -> float:
@@ -104,7 +147,8 @@ def measure(count: int, repeats: int, device: torch.device) -> Result:
         result = trainer.train_step(sequences, nll_loss, 1.0)
         return now() - started, result.grad_norm, result.padded
 
-    pairs = [(step(packed), step(filled)) for _ in range(repeats + 1)][1:]  # the first pair allocates memory
+    # the first pair allocates memory
+    pairs = [(step(packed), step(filled)) for _ in range(repeats + 1)][1:]
     ratios = [slow[0] / fast[0] for fast, slow in pairs]
     (_, norm, padded), (_, other, _) = pairs[0]
     difference = abs(other / norm - 1)
@@ -140,7 +184,8 @@ def _filled(sequences: list[TrainSequence], budget: int) -> Iterator[TrainSequen
 
 def _sequence(token_ids: np.ndarray, length: int) -> TrainSequence:
     """A sequence that learns all tokens but the first, padded with masked ones to `length`."""
-    places, zeros = np.arange(length), np.zeros(length, np.float32)
+    places = np.arange(length)
+    zeros = np.zeros(length, np.float32)
     padded = np.zeros(length, np.int32)
     padded[: len(token_ids)] = token_ids
     return TrainSequence(padded, (places > 0) & (places < len(token_ids)), zeros, zeros)

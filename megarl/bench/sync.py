@@ -1,21 +1,25 @@
-"""`megarl bench sync`: how long new weights take to get into a live SGLang engine, by direct writes and by the methods of other stacks.
+"""`megarl bench sync`: how long new weights take to get into a live SGLang engine, by direct writes
+and by the methods of other stacks.
 
-Two trainer ranks (processes with shards in the trainer's layout at TP2) and one engine run on this host. The engine is paused, with its
-update session open. Time is measured from the start until every byte is in the engine's parameters:
+Two trainer ranks (processes with shards in the trainer's layout at TP2) and one engine run on this
+host. The engine is paused, with its update session open. Time is measured from the start until
+every byte is in the engine's parameters:
 
     direct …             each rank writes its boxes into the live parameters, by the named transport
     gather + broadcast   gather onto rank 0, then SGLang's update_weights_from_distributed: as slime, verl and OpenRLHF do
     … flattened          the same, with all tensors as one message (load_format flattened_bucket)
     gather + bucket      gather onto rank 0, then SGLang's update_weights_from_tensor: a flattened bucket in shared memory
     … % changed          each rank writes what has changed since the last update, if that is this share of the elements (weights.delta);
-                         the changes are found before the engine is paused, and that time is shown separately
+                         the changes are found before the engine is paused, and that time is shown
+                         separately
     … audited            a direct way that also hashes both sides and compares the hashes (weights.audit=on)
     … recalled           an audited way that also hashes, before writing, the memory that will be overwritten (strict)
     ceiling …            as many bytes, from the same processes, over the bare medium: long memcpys, sends, or writes
 
-Each way is run once to warm up, then checked: the engine's memory is scrambled, and afterwards must hash to what was sent. Then the ways
-take turns, so that other load on the machine affects all of them equally. Times are medians, shown with quartiles. Ratios are medians of
-ratios within a round, between runs that are close in time.
+Each way is run once to warm up, then checked: the engine's memory is scrambled, and afterwards must
+hash to what was sent. Then the ways take turns, so that other load on the machine affects all of
+them equally. Times are medians, shown with quartiles. Ratios are medians of ratios within a round,
+between runs that are close in time.
 """
 
 from __future__ import annotations
@@ -68,7 +72,11 @@ AUDITED = " audited"  # suffix of a direct way that hashes both sides
 CHANGED = " % changed"  # suffix of a direct way that writes only what has changed
 SHARES = (0.001, 0.01, 0.1)  # changed shares of the elements
 RECALLED = " recalled"  # suffix of a way that also hashes what will be overwritten
-BARE = {SHARED_MEMORY: "ceiling memcpy", GLOO: "ceiling gloo send", MOONCAKE: "ceiling mooncake write"}
+BARE = {
+    SHARED_MEMORY: "ceiling memcpy",
+    GLOO: "ceiling gloo send",
+    MOONCAKE: "ceiling mooncake write",
+}
 
 
 @dataclass(frozen=True)
@@ -81,26 +89,36 @@ class Way:
 
 
 class Bench:
-    """The processes of the benchmark. `job`: model, dtype, trainer_tp, engine_tp. They end when `stack` is closed."""
+    """The processes of the benchmark.
+
+    `job`: model, dtype, trainer_tp, engine_tp. They end when `stack` is closed.
+    """
 
     def __init__(self, job: tuple[str, str, int, int], folder: Path, stack: ExitStack):
-        self.job, self.folder, self.stack = job, folder, stack
+        self.job = job
+        self.folder = folder
+        self.stack = stack
         self.map = build_map(*job)
         self.trainers = list(range(job[2]))
         self.everyone = [*self.trainers, job[2]]  # the last rank is the far end of a bare medium
         self.tensors = SentTensors(self.map)
-        self.sent = [sum(copy.bytes for copy in self.map.copies_from(rank)) for rank in self.trainers]
+        self.sent = [
+            sum(copy.bytes for copy in self.map.copies_from(rank)) for rank in self.trainers
+        ]
         self.writes = sum(len(self.map.writes_from(rank)) for rank in self.trainers)
         self.bytes = sum(self.sent)
         self.ranks = Ranks(len(self.everyone), job, TIMEOUT_S)
         stack.callback(self.ranks.close)
 
-    async def measure(self, transports: Sequence[str], repeats: int) -> tuple[dict[str, Way], dict[str, list[float]]]:
+    async def measure(
+        self, transports: Sequence[str], repeats: int
+    ) -> tuple[dict[str, Way], dict[str, list[float]]]:
         """The ways, and the seconds of the runs of each."""
         await self.start_engine()
         self.live = await open_memory(self.workers, SHARED_MEMORY, self.map)  # also for the checks
         ways: dict[str, Way] = {}
-        for kind in transports:  # ways to compare are neighbours, so that they run at nearly the same time
+        # ways to compare are neighbours, so that they run at nearly the same time
+        for kind in transports:
             name = f"direct {kind}"
             ways[BARE[kind]] = await getattr(self, f"bare_{kind}")()
             ways[name] = await self.direct(kind)
@@ -110,7 +128,13 @@ class Bench:
                 ways |= await self.delta(kind, share)
         ways |= await self.gather_ways()
         # Not the recalled ways: they would rightly report that this check has scrambled the memory.
-        await self.check({name: way for name, way in ways.items() if name not in BARE.values() and not name.endswith((RECALLED, CHANGED))})
+        await self.check(
+            {
+                name: way
+                for name, way in ways.items()
+                if name not in BARE.values() and not name.endswith((RECALLED, CHANGED))
+            }
+        )
         times: dict[str, list[float]] = {name: [] for name in ways}
         for name, way in [*ways.items()] * (repeats + 1):
             began = time.perf_counter()
@@ -118,14 +142,22 @@ class Bench:
             times[name].append(time.perf_counter() - began)
         await self.client.end_update(TIMEOUT_S)
         await self.client.close()
-        return ways, {name: seconds[1:] for name, seconds in times.items()}  # the first round warms up
+        # the first round warms up
+        return ways, {name: seconds[1:] for name, seconds in times.items()}
 
     async def start_engine(self) -> None:
-        port, keys, log = free_port(), EngineKeys.generate(), self.folder / "engine.log"
+        port = free_port()
+        keys = EngineKeys.generate()
+        log = self.folder / "engine.log"
         model, dtype, _, tp = self.job
-        argv, environment = server_command(EngineSettings(model, dtype, port, context_length=64, max_running_requests=4, tp=tp), keys)
+        argv, environment = server_command(
+            EngineSettings(model, dtype, port, context_length=64, max_running_requests=4, tp=tp),
+            keys,
+        )
         with open(log, "wb") as output:
-            process = subprocess.Popen(argv, env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                argv, env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT
+            )
         self.stack.callback(process.wait, 10)
         self.stack.callback(process.kill)
         key = RunKey.generate()
@@ -133,9 +165,14 @@ class Bench:
         hub = Hub("generator.0", key)
         self.stack.callback(hub.close)
         self.client = EngineClient(f"http://127.0.0.1:{port}", keys.api, keys.admin)
-        await self.client.wait_ready(TIMEOUT_S, log, lambda: None if process.poll() is None else f"exited with {process.returncode}")
+        await self.client.wait_ready(
+            TIMEOUT_S,
+            log,
+            lambda: None if process.poll() is None else f"exited with {process.returncode}",
+        )
         self.workers = workers.Workers([self.client], [tp], hub, TIMEOUT_S)
-        self.session, self.changes = WeightUpdate(self.workers, version=0), DeltaUpdate(self.workers, version=0)
+        self.session = WeightUpdate(self.workers, version=0)
+        self.changes = DeltaUpdate(self.workers, version=0)
         await self.session.open()
         await workers.connect(self.workers, str(self.folder / "key"))
         await workers.watch(self.workers, strict=True)
@@ -145,10 +182,16 @@ class Bench:
 
     async def direct(self, kind: str) -> Way:
         """Sets up a transport; its first update connects it."""
-        endpoints = self.live if kind == SHARED_MEMORY else await open_memory(self.workers, kind, self.map, deltas=True)
+        endpoints = (
+            self.live
+            if kind == SHARED_MEMORY
+            else await open_memory(self.workers, kind, self.map, deltas=True)
+        )
         encoded = [endpoint.encode() for endpoint in endpoints]
         if kind == GLOO:  # the process group forms while the workers receive
-            await asyncio.gather(self.on_trainers("connect_and_write", kind, encoded), self.session.receive())
+            await asyncio.gather(
+                self.on_trainers("connect_and_write", kind, encoded), self.session.receive()
+            )
         else:
             await self.on_trainers("connect_and_write", kind, encoded)
         return Way(partial(self.write, kind, False), self.bytes, self.writes, BARE[kind])
@@ -163,8 +206,10 @@ class Bench:
         return landed + sent
 
     async def delta(self, kind: str, share: float) -> dict[str, Way]:
-        """A way that writes the changes to weights that differ in `share` of the elements; none if that would be a full update. It is
-        checked here, since after it the engine has other weights."""
+        """A way that writes the changes to weights that differ in `share` of the elements; none if
+        that would be a full update. It is checked here, since after it the engine has other
+        weights.
+        """
         found = await self.on_trainers("find_delta", kind, share)
         if not all(room for _, _, room in found):
             return {}
@@ -172,7 +217,12 @@ class Bench:
         sent = await self.write_delta(kind, share)
         await self.audit(sent)
         moved = sum(sizes[0] for _, sizes, _ in found)
-        way = Way(partial(self.write_delta, kind, share), moved, len(sent), compare_s=max(seconds for seconds, _, _ in found))
+        way = Way(
+            partial(self.write_delta, kind, share),
+            moved,
+            len(sent),
+            compare_s=max(seconds for seconds, _, _ in found),
+        )
         return {f"direct {kind}, {share:.1%}".removesuffix("%") + CHANGED: way}
 
     async def write_delta(self, kind: str, share: float) -> list[Any]:
@@ -191,7 +241,9 @@ class Bench:
     async def audit(self, sent: Sequence[Any]) -> None:
         """Compares hashes. `sent`: the reports of each trainer rank, part by part."""
         count = len(self.trainers)
-        await self.session.audit([packed_shares(shares_of(sent[rank::count])) for rank in range(count)], self.tensors)
+        await self.session.audit(
+            [packed_shares(shares_of(sent[rank::count])) for rank in range(count)], self.tensors
+        )
 
     async def recalled(self, kind: str) -> None:
         await self.session.recall()
@@ -204,18 +256,42 @@ class Bench:
         await self.on_trainers("gather.join_trainers", address)
         logical = (await self.on_trainers("gather.logical"))[0]
         size = 1 + self.job[3]
-        group = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": size}
+        group = {
+            "master_address": "127.0.0.1",
+            "master_port": free_port(),
+            "rank_offset": 1,
+            "world_size": size,
+        }
         group |= {"group_name": GROUP, "backend": "gloo"}
         joining = self.on_ranks([0], "gather.join_engines", group["master_port"], size)
-        await asyncio.gather(joining, self.client.call("/init_weights_update_group", group, TIMEOUT_S))
-        names = {"names": [name for name, _, _ in logical], "shapes": [list(shape) for _, shape, _ in logical]}
-        body = {**names, "dtypes": [self.job[1]] * len(logical), "group_name": GROUP, "flush_cache": False}
-        gathered = [owned for rank in self.trainers[1:] for owned in self.map.source.owned_pieces(rank)]
-        moved = sum(piece.local.numel * ITEM_BYTES[tensor.dtype] for tensor, piece in gathered) + self.bytes * self.job[3]
+        await asyncio.gather(
+            joining, self.client.call("/init_weights_update_group", group, TIMEOUT_S)
+        )
+        names = {
+            "names": [name for name, _, _ in logical],
+            "shapes": [list(shape) for _, shape, _ in logical],
+        }
+        body = {
+            **names,
+            "dtypes": [self.job[1]] * len(logical),
+            "group_name": GROUP,
+            "flush_cache": False,
+        }
+        gathered = [
+            owned for rank in self.trainers[1:] for owned in self.map.source.owned_pieces(rank)
+        ]
+        moved = (
+            sum(piece.local.numel * ITEM_BYTES[tensor.dtype] for tensor, piece in gathered)
+            + self.bytes * self.job[3]
+        )
         messages = len(gathered) + 1
         return {
-            "gather + broadcast": Way(partial(self.broadcast, body, False), moved, len(gathered) + len(logical)),
-            "gather + broadcast flattened": Way(partial(self.broadcast, {**body, "load_format": FLATTENED}, True), moved, messages),
+            "gather + broadcast": Way(
+                partial(self.broadcast, body, False), moved, len(gathered) + len(logical)
+            ),
+            "gather + broadcast flattened": Way(
+                partial(self.broadcast, {**body, "load_format": FLATTENED}, True), moved, messages
+            ),
             "gather + bucket": Way(self.bucket, moved, messages),
         }
 
@@ -227,7 +303,11 @@ class Bench:
     async def bucket(self) -> None:
         await self.on_trainers("gather.collect")
         payloads = (await self.on_ranks([0], "gather.buckets", self.job[3]))[0]
-        body = {"serialized_named_tensors": payloads, "load_format": FLATTENED, "flush_cache": False}
+        body = {
+            "serialized_named_tensors": payloads,
+            "load_format": FLATTENED,
+            "flush_cache": False,
+        }
         await self.client.call("/update_weights_from_tensor", body, TIMEOUT_S)
 
     # The bare media
@@ -238,7 +318,11 @@ class Bench:
         size = BLOCK_BYTES * len(self.trainers)
         os.posix_fallocate(descriptor, 0, size)
         await self.on_trainers("media.map_file", f"/proc/{os.getpid()}/fd/{descriptor}", size)
-        return Way(partial(self.on_trainers, "media.copy_blocks", each=self.sent), self.bytes, self.parts(BLOCK_BYTES))
+        return Way(
+            partial(self.on_trainers, "media.copy_blocks", each=self.sent),
+            self.bytes,
+            self.parts(BLOCK_BYTES),
+        )
 
     async def bare_gloo(self) -> Way:
         self.bare_store, address = open_store("127.0.0.1")
@@ -261,7 +345,10 @@ class Bench:
     # Checks
 
     async def check(self, ways: dict[str, Way]) -> None:
-        """Checks that every way gets the trainer ranks' weights into the engine. Raises AuditError."""
+        """Checks that every way gets the trainer ranks' weights into the engine.
+
+        Raises AuditError.
+        """
         live = [tensor for endpoint in self.live for tensor in parameters(endpoint)]
         sent = await self.on_trainers("shares", shapes_of(self.live))
         for _name, way in ways.items():
@@ -270,17 +357,26 @@ class Bench:
             await way.run()
             await self.session.audit([packed_shares(shares) for shares in sent], self.tensors)
 
-    async def on_trainers(self, method: str, *arguments: Any, each: Sequence[Any] = ()) -> list[Any]:
+    async def on_trainers(
+        self, method: str, *arguments: Any, each: Sequence[Any] = ()
+    ) -> list[Any]:
         return await self.on_ranks(self.trainers, method, *arguments, each=each)
 
-    async def on_ranks(self, ranks: Sequence[int], method: str, *arguments: Any, each: Sequence[Any] = ()) -> list[Any]:
-        """Calls `method` on all `ranks` with `arguments`. Each rank also gets its entry of `each` as the last argument."""
+    async def on_ranks(
+        self, ranks: Sequence[int], method: str, *arguments: Any, each: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Calls `method` on all `ranks` with `arguments`.
+
+        Each rank also gets its entry of `each` as the last argument.
+        """
         own = [(*arguments, *each[i : i + 1]) for i in range(len(ranks))]
         return await asyncio.to_thread(self.ranks.call, method, *own, ranks=ranks)
 
 
 def parameters(endpoint: Endpoint) -> list[torch.Tensor]:
-    storage = torch.UntypedStorage.from_file(endpoint.address, shared=True, nbytes=endpoint.size_bytes)
+    storage = torch.UntypedStorage.from_file(
+        endpoint.address, shared=True, nbytes=endpoint.size_bytes
+    )
     assert isinstance(storage, torch.UntypedStorage)
     return [view_at(storage, tensor) for tensor in endpoint.tensors]
 
@@ -294,29 +390,43 @@ def free_port() -> int:
 # Draws the times as bars.
 
 
-COLOURS = {"direct": "#2f6fab", "gather": "#c26a2d", "ceiling": "#9a9a9a"}  # first word of a way's name -> colour
+# first word of a way's name -> colour
+COLOURS = {"direct": "#2f6fab", "gather": "#c26a2d", "ceiling": "#9a9a9a"}
 
 
 def title(facts: dict[str, Any]) -> str:
     return (
-        f"{facts['model']}, {facts['bytes'] / 1e6:.1f} MB; trainer TP{facts['trainer_tp']} -> engine TP{facts['engine_tp']}; "
+        f"{facts['model']}, {facts['bytes'] / 1e6:.1f} MB; trainer TP{facts['trainer_tp']} -> "
+        f"engine TP{facts['engine_tp']}; "
         f"{facts['hardware']}; median of {facts['repeats']}"
     )
 
 
 def draw(facts: dict[str, Any], path: str) -> None:
-    """Writes `path`: the median of each way with its quartiles. The darker part is what an audit adds."""
+    """Writes `path`: the median of each way with its quartiles.
+
+    The darker part is what an audit adds.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     ways = facts["ways"]
     names = [way["name"] for way in ways]
     median = [way["median_s"] * 1e3 for way in ways]
-    spread = [[abs(end * 1e3 - m) for m, end in zip(median, ends)] for ends in zip(*(way["quartiles_s"] for way in ways))]
+    spread = [
+        [abs(end * 1e3 - m) for m, end in zip(median, ends)]
+        for ends in zip(*(way["quartiles_s"] for way in ways))
+    ]
     figure = Figure(figsize=(9, 0.6 + 0.36 * len(ways)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    axes.barh(names, median, xerr=spread, color=[COLOURS[name.split()[0]] for name in names], error_kw={"lw": 1, "capsize": 2})
+    axes.barh(
+        names,
+        median,
+        xerr=spread,
+        color=[COLOURS[name.split()[0]] for name in names],
+        error_kw={"lw": 1, "capsize": 2},
+    )
     audit = [max(0.0, way["audit_s"] or 0.0) * 1e3 for way in ways]
     axes.barh(names, audit, left=median, color="#1d4469", label="audit")
     axes.invert_yaxis()
@@ -327,7 +437,8 @@ def draw(facts: dict[str, Any], path: str) -> None:
     figure.savefig(path, dpi=150)
 
 
-TRAINER_TP, ENGINE_TP = 2, 1
+TRAINER_TP = 2
+ENGINE_TP = 1
 MODELS = {  # a random Llama: hidden, ffn, layers, heads, kv heads, vocabulary
     "tiny": (256, 704, 2, 4, 2, 1024),
     "small": (1024, 2816, 8, 16, 8, 8192),
@@ -354,9 +465,23 @@ class Timing:
     compare_s: float | None  # time to find the changes before the update
 
 
-def run(model_size: str, dtype: str, transports: Sequence[str], repeats: int, as_json: bool, picture: str | None) -> None:
-    """Prints a table, or one JSON object. Raises ConfigError for a wrong name, RuntimeError if a way gives wrong weights."""
-    problems = [f"--transport {name}: choose from {', '.join(TRANSPORTS)}" for name in transports if name not in TRANSPORTS]
+def run(
+    model_size: str,
+    dtype: str,
+    transports: Sequence[str],
+    repeats: int,
+    as_json: bool,
+    picture: str | None,
+) -> None:
+    """Prints a table, or one JSON object.
+
+    Raises ConfigError for a wrong name, RuntimeError if a way gives wrong weights.
+    """
+    problems = [
+        f"--transport {name}: choose from {', '.join(TRANSPORTS)}"
+        for name in transports
+        if name not in TRANSPORTS
+    ]
     if repeats < 1:
         problems.append(f"--repeats {repeats}: must be at least 1")
     if problems:
@@ -371,7 +496,8 @@ def run(model_size: str, dtype: str, transports: Sequence[str], repeats: int, as
         bench = Bench((str(model), dtype, TRAINER_TP, ENGINE_TP), Path(folder), stack)
         ways, times = asyncio.run(bench.measure(transports, repeats))
     facts = {
-        "hardware": f"{usable_cores()} CPU cores, {torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU'}",
+        "hardware": f"{usable_cores()} CPU cores, "
+        f"{torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU'}",
         "model": f"{model_size}: random Llama, {dtype}",
         "bytes": bench.bytes,
         "trainer_tp": TRAINER_TP,
@@ -386,7 +512,8 @@ def run(model_size: str, dtype: str, transports: Sequence[str], repeats: int, as
 
 @contextlib.contextmanager
 def errors_into(log: Path) -> Iterator[None]:
-    """Redirects file descriptor 2, also of child processes, to `log`: libraries such as Mooncake write more than errors there.
+    """Redirects file descriptor 2, also of child processes, to `log`: libraries such as Mooncake
+    write more than errors there.
 
     If the body fails, the end of the log is shown.
     """
@@ -404,7 +531,16 @@ def errors_into(log: Path) -> Iterator[None]:
         os.close(terminal)
 
 
-def make_model(folder: Path, dtype: str, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> Path:
+def make_model(
+    folder: Path,
+    dtype: str,
+    hidden: int,
+    ffn: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    vocabulary: int,
+) -> Path:
     """A random Llama as an HF checkpoint."""
     from safetensors.torch import save_file
 
@@ -431,25 +567,46 @@ def make_model(folder: Path, dtype: str, hidden: int, ffn: int, layers: int, hea
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     generator = torch.Generator().manual_seed(1)
     tensors = hf_layout(load_spec(config), dtype).tensors(0)
-    values = {t.name: (0.02 * torch.randn(t.shape, generator=generator)).to(getattr(torch, dtype)) for t in tensors}
+    values = {
+        t.name: (0.02 * torch.randn(t.shape, generator=generator)).to(getattr(torch, dtype))
+        for t in tensors
+    }
     save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def timings(ways: Mapping[str, Way], times: Mapping[str, Sequence[float]], size: int) -> list[Timing]:
+def timings(
+    ways: Mapping[str, Way], times: Mapping[str, Sequence[float]], size: int
+) -> list[Timing]:
     """The results. `times`: way -> seconds of each round; `size`: bytes of the model."""
     median = {name: statistics.median(seconds) for name, seconds in times.items()}
-    gather = min((name for name in ways if name.startswith("gather")), key=lambda name: median[name], default=None)
-    return [timing_of(name, ways, times, gather, size) for name in ways if not name.endswith((AUDITED, RECALLED))]
+    gather = min(
+        (name for name in ways if name.startswith("gather")),
+        key=lambda name: median[name],
+        default=None,
+    )
+    return [
+        timing_of(name, ways, times, gather, size)
+        for name in ways
+        if not name.endswith((AUDITED, RECALLED))
+    ]
 
 
-def timing_of(name: str, ways: Mapping[str, Way], times: Mapping[str, Sequence[float]], gather: str | None, size: int) -> Timing:
+def timing_of(
+    name: str,
+    ways: Mapping[str, Way],
+    times: Mapping[str, Sequence[float]],
+    gather: str | None,
+    size: int,
+) -> Timing:
     def ratio(other: str) -> float:
         return statistics.median(theirs / own for theirs, own in zip(times[other], times[name]))
 
-    way, median = ways[name], statistics.median(times[name])
+    way = ways[name]
+    median = statistics.median(times[name])
     compared = gather if name.startswith("direct") else None
-    audited, recalled = times.get(name + AUDITED), times.get(name + RECALLED)
+    audited = times.get(name + AUDITED)
+    recalled = times.get(name + RECALLED)
     return Timing(
         name,
         median,
@@ -462,7 +619,9 @@ def timing_of(name: str, ways: Mapping[str, Way], times: Mapping[str, Sequence[f
         ratio(compared) if compared else None,
         ways[compared].bytes_moved / way.bytes_moved if compared else None,
         statistics.median(a - b for a, b in zip(audited, times[name])) if audited else None,
-        statistics.median(a - b for a, b in zip(recalled, audited)) if recalled and audited else None,
+        statistics.median(a - b for a, b in zip(recalled, audited))
+        if recalled and audited
+        else None,
         way.compare_s,
     )
 
@@ -476,7 +635,9 @@ def quartiles(seconds: Sequence[float]) -> tuple[float, float]:
 
 def render(facts: dict[str, Any]) -> str:
     def row(way: dict[str, Any]) -> list[str]:
-        share, times, fewer = way["of_ceiling"], way["times_faster"], way["times_fewer_bytes"]
+        share = way["of_ceiling"]
+        times = way["times_faster"]
+        fewer = way["times_fewer_bytes"]
         low, high = way["quartiles_s"]
         return [
             way["name"],
@@ -488,7 +649,10 @@ def render(facts: dict[str, Any]) -> str:
             "" if share is None else f"{share:.0%}",
             "" if times is None else f"{times:.1f}x",
             "" if fewer is None else f"{fewer:.1f}x",
-            *("" if way[key] is None else f"{way[key] * 1e3:.1f}" for key in ("audit_s", "recall_s", "compare_s")),
+            *(
+                "" if way[key] is None else f"{way[key] * 1e3:.1f}"
+                for key in ("audit_s", "recall_s", "compare_s")
+            ),
         ]
 
     header = [
@@ -507,5 +671,13 @@ def render(facts: dict[str, Any]) -> str:
     ]
     rows = [header, *map(row, facts["ways"])]
     widths = [max(len(line[i]) for line in rows) for i in range(len(header))]
-    lines = ["  ".join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))]) for line in rows]
+    lines = [
+        "  ".join(
+            [
+                line[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:])),
+            ]
+        )
+        for line in rows
+    ]
     return "\n".join([title(facts), *(line.rstrip() for line in lines)])

@@ -1,6 +1,8 @@
-"""Processes of the sync benchmark: trainer ranks with shards of a model, and one process that is the far end of a bare medium.
+"""Processes of the sync benchmark: trainer ranks with shards of a model, and one process that is
+the far end of a bare medium.
 
-Each obeys commands from a pipe. They communicate with each other and with the engine only by what is being measured.
+Each obeys commands from a pipe. They communicate with each other and with the engine only by what
+is being measured.
 """
 
 from __future__ import annotations
@@ -32,7 +34,15 @@ from megarl.weight_sync.transports import gloo, mooncake
 from megarl.weight_sync.transports.base import Endpoint, Transport
 from megarl.weight_sync.transports.choice import this_host, transport_class
 from megarl.weight_sync.transports.two_sided import as_bytes
-from megarl.weight_sync.writing import Deltas, Found, Sent, landing_first, send, send_changes, shapes_of
+from megarl.weight_sync.writing import (
+    Deltas,
+    Found,
+    Sent,
+    landing_first,
+    send,
+    send_changes,
+    shapes_of,
+)
 
 # A rank's part in sending bytes over a bare medium: the ceilings of `megarl bench sync`.
 
@@ -43,10 +53,16 @@ RUN_BYTES = 1 << 20  # per write by Mooncake's TCP
 
 
 class BareMedia:
-    """One rank's end. Rank number `senders` is the far end. A block is sent again and again until the requested number of bytes is sent."""
+    """One rank's end.
+
+    Rank number `senders` is the far end. A block is sent again and again until the requested number
+    of bytes is sent.
+    """
 
     def __init__(self, rank: int, senders: int, timeout_s: float):
-        self.rank, self.senders, self.timeout_s = rank, senders, timeout_s
+        self.rank = rank
+        self.senders = senders
+        self.timeout_s = timeout_s
 
     @cached_property
     def block(self) -> torch.Tensor:
@@ -57,7 +73,9 @@ class BareMedia:
     def map_file(self, path: str, size: int) -> None:
         file = torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
         assert isinstance(file, torch.UntypedStorage)
-        self.mapped = torch.empty(0, dtype=torch.uint8).set_(file, self.rank * BLOCK_BYTES, (BLOCK_BYTES,), (1,))
+        self.mapped = torch.empty(0, dtype=torch.uint8).set_(
+            file, self.rank * BLOCK_BYTES, (BLOCK_BYTES,), (1,)
+        )
 
     def copy_blocks(self, size: int) -> None:
         for part in block_parts(size, BLOCK_BYTES):
@@ -67,12 +85,19 @@ class BareMedia:
         self.bare = join_gloo(address, self.rank, self.senders + 1, self.timeout_s)
 
     def send_blocks(self, size: int) -> None:
-        for work in [self.bare.send([self.block[part]], self.senders, 0) for part in block_parts(size, CHUNK_BYTES)]:
+        for work in [
+            self.bare.send([self.block[part]], self.senders, 0)
+            for part in block_parts(size, CHUNK_BYTES)
+        ]:
             work.wait()
 
     def receive_blocks(self, sizes: Sequence[int]) -> None:
         blocks = self.block.split(BLOCK_BYTES)
-        parts = [(rank, blocks[rank][part]) for rank, size in enumerate(sizes) for part in block_parts(size, CHUNK_BYTES)]
+        parts = [
+            (rank, blocks[rank][part])
+            for rank, size in enumerate(sizes)
+            for part in block_parts(size, CHUNK_BYTES)
+        ]
         for work in [self.bare.recv([part], rank, 0) for rank, part in parts]:
             work.wait()
 
@@ -85,14 +110,20 @@ class BareMedia:
 
     def write_blocks(self, address: str, size: int) -> None:
         _, peer, base = mooncake.address_parts(address)
-        own, there = self.block.data_ptr(), base + self.rank * BLOCK_BYTES
-        runs = [(own + part.start, there + part.start, part.stop - part.start) for part in block_parts(size, RUN_BYTES)]
+        own = self.block.data_ptr()
+        there = base + self.rank * BLOCK_BYTES
+        runs = [
+            (own + part.start, there + part.start, part.stop - part.start)
+            for part in block_parts(size, RUN_BYTES)
+        ]
         if not mooncake.write_runs(self.mooncake, peer, runs, self.timeout_s):
             raise RuntimeError(f"Mooncake could not write to {peer}")
 
 
 def block_parts(size: int, part_bytes: int) -> Iterator[slice]:
-    """Slices of a block that cover `size` bytes, starting over at the block's end. part_bytes must divide BLOCK_BYTES."""
+    """Slices of a block that cover `size` bytes, starting over at the block's end. part_bytes must
+    divide BLOCK_BYTES.
+    """
     for start in range(0, size, part_bytes):
         yield slice(start % BLOCK_BYTES, start % BLOCK_BYTES + min(part_bytes, size - start))
 
@@ -102,14 +133,20 @@ def join_gloo(address: str, rank: int, size: int, timeout_s: float) -> Any:
     return gloo.open_backend(connect_store(address, timeout_s), rank, size, address, timeout_s)
 
 
-# A trainer rank's part in the methods of other stacks: a gather onto rank 0, then SGLang's own update paths.
+# A trainer rank's part in the methods of other stacks: a gather onto rank 0, then SGLang's own
+# update paths.
 
 
 class Gather:
     """One rank's end. `sources`: its shards of the layout's tensors."""
 
-    def __init__(self, rank: int, layout: Layout, sources: Mapping[str, torch.Tensor], timeout_s: float):
-        self.rank, self.layout, self.sources, self.timeout_s = rank, layout, sources, timeout_s
+    def __init__(
+        self, rank: int, layout: Layout, sources: Mapping[str, torch.Tensor], timeout_s: float
+    ):
+        self.rank = rank
+        self.layout = layout
+        self.sources = sources
+        self.timeout_s = timeout_s
 
     def join_trainers(self, address: str) -> None:
         self.group = join_gloo(address, self.rank, self.layout.world_size, self.timeout_s)
@@ -117,7 +154,10 @@ class Gather:
     def collect(self) -> None:
         """Gathers every whole tensor onto rank 0, under its Hugging Face name."""
         if self.rank:
-            parts = [self.sources[tensor.name][piece.local.slices()] for tensor, piece in self.layout.owned_pieces(self.rank)]
+            parts = [
+                self.sources[tensor.name][piece.local.slices()]
+                for tensor, piece in self.layout.owned_pieces(self.rank)
+            ]
             works = [self.group.send([as_bytes(part.contiguous())], 0, 0) for part in parts]
             for work in works:
                 work.wait()
@@ -131,7 +171,11 @@ class Gather:
                 if rank == 0:
                     target.copy_(self.sources[tensor.name][piece.local.slices()])
                 else:
-                    buffer = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+                    buffer = (
+                        target
+                        if target.is_contiguous()
+                        else torch.empty_like(target, memory_format=torch.contiguous_format)
+                    )
                     arriving.append((target, self.group.recv([as_bytes(buffer)], rank, 0), buffer))
         for target, work, buffer in arriving:
             work.wait()
@@ -143,7 +187,10 @@ class Gather:
         for rank in range(self.layout.world_size):
             for tensor, piece in self.layout.owned_pieces(rank):
                 before = ends.get(piece.logical_name, ((0,) * len(piece.logical.end), None))[0]
-                ends[piece.logical_name] = (tuple(map(max, before, piece.logical.end)), getattr(torch, tensor.dtype))
+                ends[piece.logical_name] = (
+                    tuple(map(max, before, piece.logical.end)),
+                    getattr(torch, tensor.dtype),
+                )
         return [(name, shape, dtype) for name, (shape, dtype) in ends.items()]
 
     def join_engines(self, port: int, size: int) -> None:
@@ -155,7 +202,10 @@ class Gather:
         tensors = list(self.full.values())
         if flattened:
             tensors = [torch.cat([as_bytes(tensor) for tensor in tensors])]
-        works = [torch.distributed.broadcast(tensor, src=0, group=self.engines, async_op=True) for tensor in tensors]
+        works = [
+            torch.distributed.broadcast(tensor, src=0, group=self.engines, async_op=True)
+            for tensor in tensors
+        ]
         for work in works:
             assert work is not None  # not None, since it is asynchronous
             work.wait()
@@ -171,19 +221,27 @@ def build_map(model: str, dtype: str, trainer_tp: int, engine_tp: int) -> Reshar
     spec = load_spec(model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source = trainer_layout(spec, TrainerTopology(tp=trainer_tp), dtype)
-    return ReshardMap.build(source, generator_layout(spec, GeneratorTopology(tp=engine_tp), dtype, device))
+    return ReshardMap.build(
+        source, generator_layout(spec, GeneratorTopology(tp=engine_tp), dtype, device)
+    )
 
 
 class Rank:
-    """One process. `job`: model, dtype, trainer_tp, engine_tp. The rank after the last trainer rank only serves bare media."""
+    """One process.
+
+    `job`: model, dtype, trainer_tp, engine_tp. The rank after the last trainer rank only serves
+    bare media.
+    """
 
     def __init__(self, rank: int, job: tuple[str, str, int, int], timeout_s: float):
         torch.set_num_threads(1)
-        self.rank, self.timeout_s = rank, timeout_s
+        self.rank = rank
+        self.timeout_s = timeout_s
         self.map = build_map(*job)
         layout = self.map.source
         self.transports: dict[str, Transport] = {}
-        self.parts: dict[str, tuple[list[Copy], list[Copy]]] = {}  # transport -> copies to landing buffers, all other copies
+        # transport -> copies to landing buffers, all other copies
+        self.parts: dict[str, tuple[list[Copy], list[Copy]]] = {}
         self.payloads = Payloads()
         self.found: dict[tuple[str, float], Found] = {}  # (transport, share) -> the changes
         self.media = BareMedia(rank, layout.world_size, timeout_s)
@@ -204,15 +262,27 @@ class Rank:
 
     def write(self, kind: str, part: int, audit: bool) -> Sent:
         """Writes a part. `part` 0: the copies to landing buffers; 1: all other copies."""
-        return send(self.transports[kind], self.parts[kind][part], self.sources, self.shapes, audit, payloads=self.payloads)
+        return send(
+            self.transports[kind],
+            self.parts[kind][part],
+            self.sources,
+            self.shapes,
+            audit,
+            payloads=self.payloads,
+        )
 
     def find_delta(self, kind: str, share: float) -> tuple[float, list[int], bool]:
-        """Changes the lowest bit of this share of the elements. Returns the seconds to find these changes, the numbers of bytes to send and
-        of bytes of the elements, and whether the changes fit the buffers."""
+        """Changes the lowest bit of this share of the elements.
+
+        Returns the seconds to find these changes, the numbers of bytes to send and of bytes of the
+        elements, and whether the changes fit the buffers.
+        """
         generator = torch.Generator().manual_seed(self.rank)
         other = {name: values.clone() for name, values in self.sources.items()}
         for values in other.values():
-            bits_of(values).bitwise_xor_((torch.rand(values.shape, generator=generator) < share).to(bits_of(values).dtype))
+            bits_of(values).bitwise_xor_(
+                (torch.rand(values.shape, generator=generator) < share).to(bits_of(values).dtype)
+            )
         deltas = Deltas(WeightsConfig(delta="auto"))
         self.payloads.begin(self.sources)
         deltas.keep(0, self.writes, None, self.payloads, declined=False)
@@ -222,7 +292,8 @@ class Rank:
             began = time.perf_counter()
             deltas.find(0, self.writes, self.shapes, False, None, self.payloads)
             times.append(time.perf_counter() - began)
-        found = deltas.find(0, self.writes, self.shapes, True, None, self.payloads)  # a second time with hashes, for the check
+        # a second time with hashes, for the check
+        found = deltas.find(0, self.writes, self.shapes, True, None, self.payloads)
         assert found is not None
         self.found[kind, share] = found
         room = all(size <= self.transports[kind].room(rank) for rank, size in found.sizes.items())
@@ -246,7 +317,9 @@ def shards(layout: Layout, rank: int, model: Path) -> dict[str, torch.Tensor]:
     for tensor in layout.tensors(rank):
         result[tensor.name] = torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype))
         for piece in tensor.pieces:
-            result[tensor.name][piece.local.slices()] = logical[piece.logical_name][piece.logical.slices()]
+            result[tensor.name][piece.local.slices()] = logical[piece.logical_name][
+                piece.logical.slices()
+            ]
     return result
 
 
@@ -266,7 +339,9 @@ class Nowhere:
 
 
 class Ranks:
-    """Several ranks as processes; `call` runs one method, such as `write` or `gather.collect`, on all of them at the same time."""
+    """Several ranks as processes; `call` runs one method, such as `write` or `gather.collect`, on
+    all of them at the same time.
+    """
 
     def __init__(self, count: int, job: tuple[str, str, int, int], timeout_s: float):
         context = multiprocessing.get_context("spawn")
@@ -275,25 +350,35 @@ class Ranks:
         self._processes = []
         for rank in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, job, timeout_s), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, rank, job, timeout_s), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def call(self, method: str, *per_rank: Sequence[Any], ranks: Sequence[int] | None = None) -> list[Any]:
-        """Calls `method` on `ranks` (default: all). `per_rank`: the arguments of each rank, if any. Raises RuntimeError, TimeoutError."""
+    def call(
+        self, method: str, *per_rank: Sequence[Any], ranks: Sequence[int] | None = None
+    ) -> list[Any]:
+        """Calls `method` on `ranks` (default: all).
+
+        `per_rank`: the arguments of each rank, if any. Raises RuntimeError, TimeoutError.
+        """
         chosen = list(range(len(self._pipes)) if ranks is None else ranks)
         for i, rank in enumerate(chosen):
             try:
                 self._pipes[rank].send((method, per_rank[i] if per_rank else ()))
-            except BrokenPipeError as error:  # otherwise the command line would take it for a closed stdout
+            except BrokenPipeError as error:
+                # otherwise the command line would take it for a closed stdout
                 raise self._gone(rank, method) from error
         return [self._answer(rank, method) for rank in chosen]
 
     def _answer(self, rank: int, method: str) -> Any:
         if not self._pipes[rank].poll(self._timeout_s):
-            raise TimeoutError(f"trainer rank {rank} did not finish {method} within {self._timeout_s:.0f} s")
+            raise TimeoutError(
+                f"trainer rank {rank} did not finish {method} within {self._timeout_s:.0f} s"
+            )
         try:
             done, answer = self._pipes[rank].recv()
         except (EOFError, ConnectionResetError) as error:
@@ -304,7 +389,10 @@ class Ranks:
 
     def _gone(self, rank: int, method: str) -> RuntimeError:
         self._processes[rank].join(10)
-        return RuntimeError(f"trainer rank {rank} ended with {self._processes[rank].exitcode} before it could answer {method}")
+        return RuntimeError(
+            f"trainer rank {rank} ended with {self._processes[rank].exitcode} before it could "
+            f"answer {method}"
+        )
 
     def close(self) -> None:
         kill(self._processes)

@@ -1,4 +1,6 @@
-"""The one dialect of YAML in which settings are read and written: OmegaConf's, in which 1e5 is a number and a date is a text."""
+"""The one dialect of YAML in which settings are read and written: OmegaConf's, in which 1e5 is a
+number and a date is a text.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,17 @@ class RepeatedKey(yaml.MarkedYAMLError):
 
     def __init__(self, key: yaml.ScalarNode, first: yaml.ScalarNode):
         written = f", also as {first.value}" if first.value != key.value else ""
-        super().__init__(problem=f"the key {key.value} is set twice{written}", problem_mark=key.start_mark)
+        super().__init__(
+            problem=f"the key {key.value} is set twice{written}", problem_mark=key.start_mark
+        )
         self.lines = first.start_mark.line + 1, key.start_mark.line + 1
 
 
 class Loader(_OmegaConfLoader):
-    """OmegaConf's loader. It also refuses repeated keys that are numbers, true, false or null; 1 equals 1.0 and true."""
+    """OmegaConf's loader.
+
+    It also refuses repeated keys that are numbers, true, false or null; 1 equals 1.0 and true.
+    """
 
     def construct_document(self, node: yaml.Node) -> Any:
         self._check_keys(node, set())
@@ -58,7 +65,9 @@ class TextLoader(Loader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes in quotes each text that `Loader` would read as something else, and repeats a value instead of an alias."""
+    """Writes in quotes each text that `Loader` would read as something else, and repeats a value
+    instead of an alias.
+    """
 
     yaml_implicit_resolvers = Loader.yaml_implicit_resolvers
 
@@ -68,7 +77,9 @@ class Dumper(yaml.SafeDumper):
 
 def _represent_text(dumper: Dumper, text: str) -> yaml.ScalarNode:
     """Only double quotes keep every character, and a text of several lines on one."""
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"'
+    )
 
 
 Dumper.add_representer(str, _represent_text)
@@ -93,5 +104,7 @@ def write_yaml(value: Any) -> str:
 
 def write_line(value: Any) -> str:
     """`value` in YAML on one line, as in an override. `read_yaml` gives an equal value."""
-    text = yaml.dump([value], Dumper=Dumper, sort_keys=False, default_flow_style=True, width=float("inf"))
+    text = yaml.dump(
+        [value], Dumper=Dumper, sort_keys=False, default_flow_style=True, width=float("inf")
+    )
     return text.strip()[1:-1]

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 
 class ConfigError(ValueError):
-    """One or more problems in configuration, arguments or data that the user can fix. The command line exits with status 2.
+    """One or more problems in configuration, arguments or data that the user can fix.
+
+    The command line exits with status 2.
 
     Every problem is one line: the key, the value it has, what is allowed.
     """
@@ -18,7 +20,11 @@ class ConfigError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run cannot go on. The message has everything a user needs and is shown instead of the traceback, which is in the log."""
+    """A run cannot go on.
+
+    The message has everything a user needs and is shown instead of the traceback, which is in the
+    log.
+    """
 
 
 def tell(error: Exception) -> None:
@@ -30,15 +36,19 @@ def tell(error: Exception) -> None:
 
 
 def unreadable(error: OSError) -> ConfigError:
-    """A ConfigError that says why the path in `error` cannot be accessed, such as a missing permission or too long a name. Raises
-    `error` itself if it names no path."""
+    """A ConfigError that says why the path in `error` cannot be accessed, such as a missing
+    permission or too long a name. Raises `error` itself if it names no path.
+    """
     if error.filename is None:
         raise error
     return ConfigError(f"{error.filename}: cannot be accessed: {error.strerror}")
 
 
 def problems_of(*checks: Callable[[], object]) -> list[str]:
-    """The problems that the checks find, without duplicates. All checks run, even after one has raised ConfigError."""
+    """The problems that the checks find, without duplicates.
+
+    All checks run, even after one has raised ConfigError.
+    """
     found: list[str] = []
     for check in checks:
         try:

@@ -1,4 +1,6 @@
-"""What MegaRL calls the settings of other programs: verl, TRL's GRPOConfig, slime, OpenRLHF, NeMo-RL, prime-rl and SkyRL."""
+"""What MegaRL calls the settings of other programs: verl, TRL's GRPOConfig, slime, OpenRLHF,
+NeMo-RL, prime-rl and SkyRL.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,9 @@ import functools
 from typing import NamedTuple
 
 # An entry: MegaRL's key or -, the names elsewhere, and what differs, separated by |. A name is also
-# found at the end of a key in a section that MegaRL does not have, such as actor_rollout_ref.actor or
-# trainer.policy. A name that ends in .* stands for all keys of a section. Lines that begin with blanks
-# continue an entry.
+# found at the end of a key in a section that MegaRL does not have, such as actor_rollout_ref.actor
+# or trainer.policy. A name that ends in .* stands for all keys of a section. Lines that begin with
+# blanks continue an entry.
 _TABLE = """
 model.path | pretrain hf_checkpoint model_name_or_path model_name actor_rollout_ref.model.path
     model.name policy_model.path policy.model.path |
@@ -247,12 +249,19 @@ def _names() -> dict[str, Known]:
 
 
 def known_elsewhere(key: str, sections: frozenset[str]) -> Known | None:
-    """What MegaRL calls another program's setting; None if no program is known to have it. `sections`: all of MegaRL's sections."""
+    """What MegaRL calls another program's setting; None if no program is known to have it.
+
+    `sections`: all of MegaRL's sections.
+    """
     names = _names()
     name = key.lstrip("+-").replace("-", "_")
     parts = name.split(".")
     if parts[0] in sections and (len(parts) == 2 or ".".join(parts[:2]) in sections):
         return names.get(name)
     endings = [".".join(parts[start:]) for start in range(len(parts))]
-    whole_sections = [".".join((*parts[start:end], "*")) for end in range(1, len(parts)) for start in range(end)]
-    return next((names[known] for known in (name, *whole_sections, *endings) if known in names), None)
+    whole_sections = [
+        ".".join((*parts[start:end], "*")) for end in range(1, len(parts)) for start in range(end)
+    ]
+    return next(
+        (names[known] for known in (name, *whole_sections, *endings) if known in names), None
+    )

@@ -17,9 +17,11 @@ from megarl.config.limits import Limit
 from megarl.config.schema import RunConfig
 
 NEAREST = 3  # how many suggestions there are at most
-CLOSE_ENOUGH = 0.7  # least similarity of the last names of two keys (difflib's ratio) for a suggestion
+# least similarity of the last names of two keys (difflib's ratio) for a suggestion
+CLOSE_ENOUGH = 0.7
 TIE = 0.01  # a suggestion whose score is this close to the best one's is shown too
-NAME = "NAME"  # in the key of a section that may occur several times, stands for the name that the user chooses
+# in the key of a section that may occur several times, stands for the name that the user chooses
+NAME = "NAME"
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Section:
-    """An inner node of the tree. If `optional`, it may be null. If `many`, there may be several, each under a name that the user
-    chooses."""
+    """An inner node of the tree.
+
+    If `optional`, it may be null. If `many`, there may be several, each under a name that the user
+    chooses.
+    """
 
     key: str
     type: type
@@ -60,7 +65,10 @@ def sections() -> dict[str, Section]:
 
 
 def setting_of(key: str) -> Setting | None:
-    """The setting that `key` sets. The user's names match NAME: `eval.suites.algebra.source` is an `eval.suites.NAME.source`."""
+    """The setting that `key` sets.
+
+    The user's names match NAME: `eval.suites.algebra.source` is an `eval.suites.NAME.source`.
+    """
     found = settings().get(general(key))
     return dataclasses.replace(found, key=key) if found else None
 
@@ -71,7 +79,10 @@ def section_of(key: str) -> Section | None:
 
 
 def concrete(tree: dict[str, Any]) -> Iterator[Setting]:
-    """Every setting of the configuration `tree` (nested mappings). A setting below NAME comes once for each name in the tree."""
+    """Every setting of the configuration `tree` (nested mappings).
+
+    A setting below NAME comes once for each name in the tree.
+    """
     for key, setting in settings().items():
         many, _, rest = key.partition(f".{NAME}.")
         if not rest:
@@ -80,7 +91,11 @@ def concrete(tree: dict[str, Any]) -> Iterator[Setting]:
         named: Any = tree
         for name in field_path(many).split("."):
             named = named[name] if named else {}
-        yield from (dataclasses.replace(setting, key=f"{many}.{name}.{rest}") for name in named or {} if named[name] is not None)
+        yield from (
+            dataclasses.replace(setting, key=f"{many}.{name}.{rest}")
+            for name in named or {}
+            if named[name] is not None
+        )
 
 
 def outer_sections(key: str) -> list[Section]:
@@ -119,21 +134,34 @@ def keys_of(config: RunConfig) -> list[str]:
     for key in settings():
         many, _, rest = key.partition(f".{NAME}.")
         sections = (value_at(config, many) or {}) if rest else {}
-        found += [f"{many}.{name}.{rest}" for name, section in sections.items() if section is not None] if rest else [key]
+        found += (
+            [f"{many}.{name}.{rest}" for name, section in sections.items() if section is not None]
+            if rest
+            else [key]
+        )
     return found
 
 
 def yaml_text(value: Any) -> str:
     """`value` in YAML, on one line."""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, bool | dict | list | tuple | None) else str(value)
+    return (
+        json.dumps(value, ensure_ascii=False)
+        if isinstance(value, bool | dict | list | tuple | None)
+        else str(value)
+    )
 
 
 def nearest(key: str) -> list[str]:
-    """The known keys that `key` may mean, best first: what another program's setting is called here, or those with a similar last name, in
-    the same section or another."""
+    """The known keys that `key` may mean, best first: what another program's setting is called
+    here, or those with a similar last name, in the same section or another.
+    """
     if (elsewhere := elsewhere_called(key)) is not None:
         return [elsewhere.key] if elsewhere.key else []
-    scored = [(_likeness(key, known), known) for known in settings() if _ratio(_name(key), _name(known)) >= CLOSE_ENOUGH]
+    scored = [
+        (_likeness(key, known), known)
+        for known in settings()
+        if _ratio(_name(key), _name(known)) >= CLOSE_ENOUGH
+    ]
     best = max(scored, default=(0.0, ""))[0]
     return [known for score, known in sorted(scored, reverse=True)[:NEAREST] if score >= best - TIE]
 
@@ -145,11 +173,14 @@ def elsewhere_called(key: str) -> Known | None:
 
 def _shared(one: str, other: str) -> int:
     """The length of the common prefix."""
-    return next((index for index, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    return next(
+        (index for index, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other))
+    )
 
 
 def _likeness(key: str, known: str) -> float:
-    whole, name = _ratio(key, known), _ratio(_name(key), _name(known))
+    whole = _ratio(key, known)
+    name = _ratio(_name(key), _name(known))
     start = _shared(key, known) / len(key)
     return max(whole, 0.9 * name + 0.1 * whole) + 0.1 * start
 
@@ -180,7 +211,15 @@ def _walk(cls: type, prefix: str) -> Iterator[Setting | Section]:
         else:
             factory = field.default_factory
             default = field.default if factory is dataclasses.MISSING else factory()
-            yield Setting(key, hint, optional, default, meaning, field.metadata.get("limit"), field.metadata.get("path", ""))
+            yield Setting(
+                key,
+                hint,
+                optional,
+                default,
+                meaning,
+                field.metadata.get("limit"),
+                field.metadata.get("path", ""),
+            )
 
 
 def _without_optional(hint: Any) -> tuple[Any, bool]:

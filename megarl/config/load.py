@@ -1,4 +1,6 @@
-"""Loads settings and dotted overrides into one RunConfig, or raises one ConfigError with all problems."""
+"""Loads settings and dotted overrides into one RunConfig, or raises one ConfigError with all
+problems.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from typing import Any
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import InterpolationValidationError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
+from omegaconf.errors import (
+    InterpolationValidationError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
 
 from megarl.config.dialect import RepeatedKey, read_texts, read_yaml, write_line, write_yaml
 from megarl.config.errors import ConfigError
@@ -41,47 +48,77 @@ from megarl.roles.settings import flat
 
 # Which folder a path in a configuration is relative to.
 #
-# In a YAML file, a path that begins with ./ or ../ is relative to the folder of that file. Any other path is relative to the working
-# directory, and so is every path on the command line. The loader makes the first kind absolute, so that a run's recorded configuration
-# means the same everywhere. It never guesses: if the file is only in the other folder, or in both, it refuses the configuration, and the
-# message says what to write. A path that begins with configs/ and is not in the working directory is that of the folder configs/ which
-# comes with MegaRL.
+# In a YAML file, a path that begins with ./ or ../ is relative to the folder of that file. Any
+# other path is relative to the working directory, and so is every path on the command line. The
+# loader makes the first kind absolute, so that a run's recorded configuration means the same
+# everywhere. It never guesses: if the file is only in the other folder, or in both, it refuses the
+# configuration, and the message says what to write. A path that begins with configs/ and is not in
+# the working directory is that of the folder configs/ which comes with MegaRL.
 
 
-_OF_ROLLOUTS = {"rollout.args.tool": MODULE, "rollout.args.folder": INPUT, "rollout.args.readable": INPUT}  # of built-in rollouts
+# of built-in rollouts
+_OF_ROLLOUTS = {
+    "rollout.args.tool": MODULE,
+    "rollout.args.folder": INPUT,
+    "rollout.args.readable": INPUT,
+}
 
 
 def located(key: str, value: Any, file: Path | None, problems: list[str]) -> Any:
-    """The `value` of the setting `key`, with paths that begin with ./ or ../ made absolute. Adds a problem for each ambiguous path.
+    """The `value` of the setting `key`, with paths that begin with ./ or ../ made absolute.
+
+    Adds a problem for each ambiguous path.
 
     Args: file: the YAML file that has the value, or None for the command line.
     """
     if isinstance(value, Mapping):
         inner = flat(value) if key.endswith(".sft") else value
-        return {name: located(f"{key}.{name}", item, file, problems) for name, item in inner.items()}
+        return {
+            name: located(f"{key}.{name}", item, file, problems) for name, item in inner.items()
+        }
     if isinstance(value, list) and key in _OF_ROLLOUTS:
         return [located(key, item, file, problems) for item in value]
     kind = _kind(key.partition(".sft.")[2] if key.startswith("roles.") and ".sft." in key else key)
-    if not kind or not isinstance(value, str) or value == MIXED or (kind == MODULE and key != "model.family" and ":" not in value):
+    if (
+        not kind
+        or not isinstance(value, str)
+        or value == MIXED
+        or (kind == MODULE and key != "model.family" and ":" not in value)
+    ):
         return value
     path, _, name = value.rpartition(":") if kind == MODULE and ":" in value else (value, "", "")
     end = f":{name}" if name else ""
     is_file = kind != MODULE or path.endswith(".py")
     of_file = path.startswith(("./", "../")) or path in (".", "..")
     if file is not None and kind in (INPUT, MODULE):
-        problems += [f"{key}={value}: {problem}" for problem in _doubts(path, end, of_file, is_file, file)]
+        problems += [
+            f"{key}={value}: {problem}" for problem in _doubts(path, end, of_file, is_file, file)
+        ]
     if of_file or (kind == MODULE and is_file):
-        return os.path.abspath(os.path.join(file.parent if file is not None and of_file else "", path)) + end
-    return str(shipped(Path(value))) if kind == INPUT and value.startswith(f"{SHIPPED.name}/") else value
+        return (
+            os.path.abspath(os.path.join(file.parent if file is not None and of_file else "", path))
+            + end
+        )
+    return (
+        str(shipped(Path(value)))
+        if kind == INPUT and value.startswith(f"{SHIPPED.name}/")
+        else value
+    )
 
 
 SHIPPED = Path(__file__).parents[1] / "configs"
 
 
 def shipped(path: Path) -> Path:
-    """`path`, or where nothing is there, the file or folder of this name that comes with MegaRL, such as configs/quickstart.yaml."""
+    """`path`, or where nothing is there, the file or folder of this name that comes with MegaRL,
+    such as configs/quickstart.yaml.
+    """
     inside = SHIPPED.parent / path
-    return inside.resolve() if not path.exists() and path.parts[:1] == (SHIPPED.name,) and inside.exists() else path
+    return (
+        inside.resolve()
+        if not path.exists() and path.parts[:1] == (SHIPPED.name,) and inside.exists()
+        else path
+    )
 
 
 def _kind(key: str) -> str:
@@ -96,34 +133,67 @@ def _doubts(path: str, end: str, of_file: bool, is_file: bool, file: Path) -> It
     if not is_file:
         yield from _doubtful_module(path, end, file)
         return
-    beside, here = file.parent / path, Path(path)
+    beside = file.parent / path
+    here = Path(path)
     plain = os.path.normpath(path)
     if of_file and not beside.exists() and here.exists():
-        yield f"there is none at {beside}, as ./ is the folder of {file.name}; for the one in the working directory write {plain}{end}"
+        yield (
+            f"there is none at {beside}, as ./ is the folder of {file.name}; for the one in the "
+            f"working directory write {plain}{end}"
+        )
     elif not of_file and beside.exists() and not here.exists():
-        yield f"there is none in the working directory {Path.cwd()}; for the one beside {file.name} write ./{plain}{end}"
+        yield (
+            f"there is none in the working directory {Path.cwd()}; for the one beside "
+            f"{file.name} write ./{plain}{end}"
+        )
     elif not of_file and beside.exists() and here.exists() and not beside.samefile(here):
         yield (
-            f"there is one in the working directory and another beside {file.name}: write ./{plain}{end} for the latter, or "
+            f"there is one in the working directory and another beside {file.name}: write "
+            f"./{plain}{end} for the latter, or "
             f"{here.absolute()}{end}"
         )
 
 
 def _doubtful_module(module: str, end: str, file: Path) -> Iterator[str]:
     top, *inner = module.split(".")
-    beside = next((path for path in (file.parent / f"{top}.py", file.parent / top / "__init__.py") if path.exists()), None)
+    beside = next(
+        (
+            path
+            for path in (file.parent / f"{top}.py", file.parent / top / "__init__.py")
+            if path.exists()
+        ),
+        None,
+    )
     if beside is None:
         return
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     found = importlib.util.find_spec(top)
-    if found is None or found.origin is None or not Path(found.origin).exists() or not beside.samefile(found.origin):
-        which = "none in the working directory" if found is None else f"another module of this name, {found.origin or 'a folder'}"
-        yield f"there is {which}; for the one beside {file.name} write ./{'/'.join([top, *inner])}.py{end}"
+    if (
+        found is None
+        or found.origin is None
+        or not Path(found.origin).exists()
+        or not beside.samefile(found.origin)
+    ):
+        which = (
+            "none in the working directory"
+            if found is None
+            else f"another module of this name, {found.origin or 'a folder'}"
+        )
+        yield (
+            f"there is {which}; for the one beside {file.name} write "
+            f"./{'/'.join([top, *inner])}.py{end}"
+        )
 
 
-TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", tuple[float, float]: "a list of two numbers",
-              list[str]: "a list of texts"}  # fmt: skip
+TYPE_NAMES = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    tuple[float, float]: "a list of two numbers",
+    list[str]: "a list of texts",
+}
 
 
 _RECIPE = "algorithm.recipe"
@@ -132,25 +202,36 @@ _LARGEST = 10**15  # the largest integer that makes sense for any setting
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `read_config` returns. Where a value has a problem, `config` has the default instead. `config` is None if that too
-    is impossible."""
+    """What `read_config` returns.
+
+    Where a value has a problem, `config` has the default instead. `config` is None if that too is
+    impossible.
+    """
 
     config: RunConfig | None
     problems: list[str]
     doubtful: frozenset[str]  # keys with problems, and the keys that the messages suggest instead
 
     def concerns(self, problem: str) -> bool:
-        """Whether a problem found later is worth showing. It is not if it may only follow from a value that was replaced by its default."""
-        return not any(re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", problem) for key in self.doubtful)
+        """Whether a problem found later is worth showing.
+
+        It is not if it may only follow from a value that was replaced by its default.
+        """
+        return not any(
+            re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", problem) for key in self.doubtful
+        )
 
 
-ConfigSource = str | Path | Mapping[str, Any] | RunConfig  # a YAML file, or the settings that it would have
+# a YAML file, or the settings that it would have
+ConfigSource = str | Path | Mapping[str, Any] | RunConfig
 
 
 def load_config(source: ConfigSource, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads `source`, applies `overrides` (`dotted.key=value`, the value in YAML), fills in defaults, and resolves interpolations.
+    """Reads `source`, applies `overrides` (`dotted.key=value`, the value in YAML), fills in
+    defaults, and resolves interpolations.
 
-    Raises ConfigError with all problems: unknown keys, wrong types, values outside their limits, missing settings.
+    Raises ConfigError with all problems: unknown keys, wrong types, values outside their limits,
+    missing settings.
     """
     loaded = read_config(source, overrides)
     if loaded.config is None or loaded.problems:
@@ -159,17 +240,27 @@ def load_config(source: ConfigSource, overrides: Sequence[str] = ()) -> RunConfi
 
 
 def read_config(source: ConfigSource, overrides: Sequence[str] = ()) -> Loaded:
-    """Like `load_config`, but uses the default for a setting with a problem, and goes on. Raises ConfigError if the file cannot be read."""
+    """Like `load_config`, but uses the default for a setting with a problem, and goes on.
+
+    Raises ConfigError if the file cannot be read.
+    """
     problems: list[str] = []
     file = shipped(Path(source)) if isinstance(source, str | Path) else None
     text = _read_file(file) if file is not None else _text_of(source)
     where = str(file or "the configuration")
-    of_file = [(key, located(key, value, file, problems)) for key, value in _read_text(text, where, problems)]
-    of_command = [(key, located(key, value, None, problems)) for key, value in _read_overrides(overrides, problems)]
+    of_file = [
+        (key, located(key, value, file, problems))
+        for key, value in _read_text(text, where, problems)
+    ]
+    of_command = [
+        (key, located(key, value, None, problems))
+        for key, value in _read_overrides(overrides, problems)
+    ]
     replaced = any(key == _RECIPE for key, _ in of_command)
     assignments = (of_file if replaced else _with_recipe(of_file)) + _with_recipe(of_command)
     tree: DictConfig = pickle.loads(_defaults())
-    blamed, meant = set(), set()
+    blamed = set()
+    meant = set()
     for key, value in assignments:
         if found := list(_assign(tree, key, value)):
             problems.extend(found)
@@ -188,14 +279,19 @@ def read_config(source: ConfigSource, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def _with_recipe(assignments: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """If an assignment sets algorithm.recipe, the settings of that recipe come first, so that the assignments override them."""
+    """If an assignment sets algorithm.recipe, the settings of that recipe come first, so that the
+    assignments override them.
+    """
     recipe = dict(assignments).get(_RECIPE)
     return [*(published(recipe).items() if recipe in PUBLISHED else ()), *assignments]
 
 
 @cache
 def _defaults() -> bytes:
-    """The pickled tree of defaults. To unpickle it takes a thirtieth of the time in which OmegaConf makes a new one."""
+    """The pickled tree of defaults.
+
+    To unpickle it takes a thirtieth of the time in which OmegaConf makes a new one.
+    """
     return pickle.dumps(OmegaConf.structured(RunConfig))
 
 
@@ -225,24 +321,38 @@ def _text_of(settings: Any) -> str:
     if isinstance(settings, RunConfig):
         return dump_config(settings)
     if not isinstance(settings, Mapping):
-        raise ConfigError(f"{settings!r}: a configuration must be the path of a YAML file, a mapping, or what megarl.load returns")
+        raise ConfigError(
+            f"{settings!r}: a configuration must be the path of a YAML file, a mapping, or what "
+            "megarl.load returns"
+        )
     try:
         return write_yaml(dict(settings))
     except yaml.representer.RepresenterError as error:
-        raise ConfigError(f"{error.args[-1]!r}: a setting must be a number, a text, true, false, null, a list or a mapping") from None
+        raise ConfigError(
+            f"{error.args[-1]!r}: a setting must be a number, a text, true, false, null, a list "
+            "or a mapping"
+        ) from None
 
 
 def _read_text(text: str, where: str, problems: list[str]) -> list[tuple[str, Any]]:
-    """The leaves of a YAML text, each with its dotted key. Raises ConfigError at once if it is not valid YAML, or no mapping."""
+    """The leaves of a YAML text, each with its dotted key.
+
+    Raises ConfigError at once if it is not valid YAML, or no mapping.
+    """
     try:
         tree = _as_written(read_yaml(text), read_texts(text))
     except RepeatedKey as error:
-        raise ConfigError(f"{where}, lines {error.lines[0]} and {error.lines[1]}: {error.problem}") from None
+        raise ConfigError(
+            f"{where}, lines {error.lines[0]} and {error.lines[1]}: {error.problem}"
+        ) from None
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         at = error.problem_mark.line if error.problem_mark else 0
         tab = any("\t" in there for there in text.splitlines()[at : at + 1])
-        raise ConfigError(f"{where}{line}: not valid YAML: {'a tab where YAML allows only spaces' if tab else error.problem}") from None
+        raise ConfigError(
+            f"{where}{line}: not valid YAML: "
+            f"{'a tab where YAML allows only spaces' if tab else error.problem}"
+        ) from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{where}: not valid YAML: {str(error).splitlines()[0]}") from None
     if tree is None:
@@ -251,7 +361,11 @@ def _read_text(text: str, where: str, problems: list[str]) -> list[tuple[str, An
         raise ConfigError(f"{where}: must hold a mapping of keys to values")
     leaves = list(_leaves(tree, "", problems))
     times = Counter(key for key, _ in leaves)
-    problems += [f"{where}: {key} is set {count} times, with dots and as a section" for key, count in times.items() if count > 1]
+    problems += [
+        f"{where}: {key} is set {count} times, with dots and as a section"
+        for key, count in times.items()
+        if count > 1
+    ]
     return leaves
 
 
@@ -264,17 +378,26 @@ class _Number:
 
 
 def _as_written(value: Any, text: Any) -> Any:
-    """`value` with a _Number for each number, and the written text for each key that is one. `text`: the same, read by `read_texts`."""
+    """`value` with a _Number for each number, and the written text for each key that is one.
+
+    `text`: the same, read by `read_texts`.
+    """
     if isinstance(value, dict):
-        written = {read_yaml(name): name for name in text if name not in value}  # of the keys that are numbers
-        return {written.get(key, key): _as_written(item, text[written.get(key, key)]) for key, item in value.items()}
+        # of the keys that are numbers
+        written = {read_yaml(name): name for name in text if name not in value}
+        return {
+            written.get(key, key): _as_written(item, text[written.get(key, key)])
+            for key, item in value.items()
+        }
     if isinstance(value, list):
         return [_as_written(item, inner) for item, inner in zip(value, text, strict=True)]
     return _Number(value, text) if isinstance(text, str) and not isinstance(value, str) else value
 
 
 def _read_as(key: str, value: Any) -> Any:
-    """The value of the setting `key`: if it is a text or a list of texts, numbers are what was written."""
+    """The value of the setting `key`: if it is a text or a list of texts, numbers are what was
+    written.
+    """
     setting = setting_of(_in_sft(key)[1] or key)
     texts = setting is not None and setting.type in (str, list[str])
     if isinstance(value, Mapping):
@@ -290,8 +413,12 @@ def _not_found(path: Path) -> str:
     message = f"{path}: no such file"
     if "=" in path.name:
         return f"{message}; the configuration file comes before the overrides: CONFIG {path}"
-    near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.glob("*.y*ml")], cutoff=0.3)
-    return message + (f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else "")
+    near = difflib.get_close_matches(
+        path.name, [entry.name for entry in path.parent.glob("*.y*ml")], cutoff=0.3
+    )
+    return message + (
+        f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""
+    )
 
 
 def _read_overrides(overrides: Sequence[str], problems: list[str]) -> list[tuple[str, Any]]:
@@ -299,7 +426,9 @@ def _read_overrides(overrides: Sequence[str], problems: list[str]) -> list[tuple
     for override in map(str, overrides):
         key, equals, text = override.partition("=")
         if not equals or not key:
-            problems.append(f"{override}: an override must be of the form key=value, such as trainer.tp=2")
+            problems.append(
+                f"{override}: an override must be of the form key=value, such as trainer.tp=2"
+            )
             continue
         try:
             value = _as_written(read_yaml(text), read_texts(text)) if text else ""
@@ -307,7 +436,8 @@ def _read_overrides(overrides: Sequence[str], problems: list[str]) -> list[tuple
             problems.append(f"{override}: {error.problem}")
             continue
         except (yaml.YAMLError, ValueError):
-            value = text  # not valid YAML, so it is plain text: `data.train.prompt_template=Q: {prompt}`
+            # not valid YAML, so it is plain text: `data.train.prompt_template=Q: {prompt}`
+            value = text
         setting = setting_of(_in_sft(key)[1] or key)
         if setting and setting.type is str and not isinstance(value, str | None):
             value = text
@@ -324,7 +454,10 @@ def _leaves(tree: Mapping[Any, Any], prefix: str, problems: list[str]) -> Iterat
         elif isinstance(value, Mapping):
             yield from _leaves(value, f"{key}.", problems)
         else:
-            problems.append(f"{key}={yaml_text(_read_as(key, value))}: is a section; set its keys, such as {_children(key)[0]}")
+            problems.append(
+                f"{key}={yaml_text(_read_as(key, value))}: is a section; set its keys, such as "
+                f"{_children(key)[0]}"
+            )
 
 
 def _children(section: str) -> list[str]:
@@ -348,32 +481,62 @@ _FREE = tuple(  # mappings whose keys are defined elsewhere
 
 @dataclass(frozen=True)
 class Fixed:
-    """A setting that only earlier versions had. Its fixed value is still accepted, since the config.yaml of an earlier run may have it."""
+    """A setting that only earlier versions had.
+
+    Its fixed value is still accepted, since the config.yaml of an earlier run may have it.
+    """
 
     value: Any
     instead: str
 
 
 _PAIRS_COLUMNS = "held-out pairs have the columns of reward_model.data"
-_SETS = ("data.train", "data.train.sources.NAME", "data.eval", "eval.suites.NAME", "sft.data", "sft.eval", "reward_model.data")
+_SETS = (
+    "data.train",
+    "data.train.sources.NAME",
+    "data.eval",
+    "eval.suites.NAME",
+    "sft.data",
+    "sft.eval",
+    "reward_model.data",
+)
 _HELD_OUT = ("data.eval", "eval.suites.NAME")
 FIXED = {
-    **{f"{name}.tools_key": Fixed("tools", "the column is called tools") for name in (*_SETS, "reward_model.eval")},
+    **{
+        f"{name}.tools_key": Fixed("tools", "the column is called tools")
+        for name in (*_SETS, "reward_model.eval")
+    },
     **{f"{name}.size": Fixed(None, "eval.limit bounds all held-out sets") for name in _HELD_OUT},
-    **{f"{name}.demonstration_key": Fixed(None, "a held-out set is not learned; sft.eval is that of megarl sft") for name in _HELD_OUT},
-    **{f"{name}.learn": Fixed("all", "a held-out set is not learned; sft.eval is that of megarl sft") for name in _HELD_OUT},
-    "sft.data.sources": Fixed({}, "only data.train takes several sources, which megarl sft learns if sft.data is null"),
+    **{
+        f"{name}.demonstration_key": Fixed(
+            None, "a held-out set is not learned; sft.eval is that of megarl sft"
+        )
+        for name in _HELD_OUT
+    },
+    **{
+        f"{name}.learn": Fixed(
+            "all", "a held-out set is not learned; sft.eval is that of megarl sft"
+        )
+        for name in _HELD_OUT
+    },
+    "sft.data.sources": Fixed(
+        {}, "only data.train takes several sources, which megarl sft learns if sft.data is null"
+    ),
     "reward_model.eval.prompt_key": Fixed(None, _PAIRS_COLUMNS),
     "reward_model.eval.prompt_template": Fixed("{prompt}", _PAIRS_COLUMNS),
     "reward_model.eval.chosen_key": Fixed("chosen", _PAIRS_COLUMNS),
     "reward_model.eval.rejected_key": Fixed("rejected", _PAIRS_COLUMNS),
     "reward_model.eval.margin_key": Fixed(None, _PAIRS_COLUMNS),
     **{
-        f"{name}.optimizer.megatron": Fixed({}, "trainer.optimizer.megatron holds for every optimizer")
+        f"{name}.optimizer.megatron": Fixed(
+            {}, "trainer.optimizer.megatron holds for every optimizer"
+        )
         for name in ("critic", "sft", "reward_model")
     },
     **{
-        f"{name}.max_tokens_per_microbatch": Fixed(None, "trainer.max_tokens_per_microbatch holds for every command")
+        f"{name}.max_tokens_per_microbatch": Fixed(
+            None, "trainer.max_tokens_per_microbatch holds for every command"
+        )
         for name in ("sft", "reward_model")
     },
     "critic.head": Fixed("zeros", "a new head begins with zeros"),
@@ -383,13 +546,19 @@ FIXED = {
 
 
 def _fixed(key: str, value: Any) -> str | None:
-    """For a key that is fixed now, the problem with `value`, or an empty text if it is the fixed value. None for any other key."""
+    """For a key that is fixed now, the problem with `value`, or an empty text if it is the fixed
+    value. None for any other key.
+    """
     name = general(key)
     known = next((known for known in FIXED if name == known or name.startswith(f"{known}.")), None)
     if known is None:
         return None
     fixed = FIXED[known]
-    return "" if name == known and value == fixed.value else f"{key}={yaml_text(value)}: can no longer be set: {fixed.instead}"
+    return (
+        ""
+        if name == known and value == fixed.value
+        else f"{key}={yaml_text(value)}: can no longer be set: {fixed.instead}"
+    )
 
 
 def _assign(tree: DictConfig, key: str, value: Any) -> Iterator[str]:
@@ -413,7 +582,10 @@ def _assign(tree: DictConfig, key: str, value: Any) -> Iterator[str]:
         return
     if isinstance(value, Mapping):
         if unclear := [yaml_text(name) for name in value if isinstance(name, bool | None)]:
-            yield f"{key}={yaml_text(value)}: {unclear[0]} must be in quotes to be a text; so must yes, no, on, off and null"
+            yield (
+                f"{key}={yaml_text(value)}: {unclear[0]} must be in quotes to be a text; so "
+                "must yes, no, on, off and null"
+            )
             return
         value = {str(name): item for name, item in value.items()}
     for section in outer_sections(key):
@@ -428,22 +600,30 @@ def _assign(tree: DictConfig, key: str, value: Any) -> Iterator[str]:
 
 
 def _in_sft(key: str) -> tuple[str, str]:
-    """Splits a key below roles.NAME.sft into (roles.NAME.sft, the setting of megarl sft). Two empty texts for any other key."""
+    """Splits a key below roles.NAME.sft into (roles.NAME.sft, the setting of megarl sft).
+
+    Two empty texts for any other key.
+    """
     names = key.split(".")
     inside = general(".".join(names[:3])) == "roles.NAME.sft"
     return (".".join(names[:3]), ".".join(names[3:])) if inside else ("", "")
 
 
-def _assign_in_sft(tree: DictConfig, role: str, overrides: Mapping[Any, Any], whole: bool) -> Iterator[str]:
-    """Sets `overrides` in roles.NAME.sft (`role`) under flat names, so that a later override replaces an
-    earlier override of the same key. With `whole`, all earlier overrides are removed first. Yields the problems."""
+def _assign_in_sft(
+    tree: DictConfig, role: str, overrides: Mapping[Any, Any], whole: bool
+) -> Iterator[str]:
+    """Sets `overrides` in roles.NAME.sft (`role`) under flat names, so that a later override
+    replaces an earlier override of the same key. With `whole`, all earlier overrides are removed
+    first. Yields the problems.
+    """
     for section in outer_sections(role):
         if section.optional and OmegaConf.select(tree, section.key) is None:
             OmegaConf.update(tree, section.key, section.type)
     before = {} if whole else OmegaConf.to_container(OmegaConf.select(tree, role), resolve=False)
     assert isinstance(before, dict)
     for name, value in (new := flat(overrides)).items():
-        setting, problems = setting_of(name), list(_assign(pickle.loads(_defaults()), name, value))
+        setting = setting_of(name)
+        problems = list(_assign(pickle.loads(_defaults()), name, value))
         if setting and not problems and value is not None and "${" not in str(value):
             problems += _check_value(setting, value)
         yield from (f"{role}.{problem}" for problem in problems)
@@ -451,30 +631,38 @@ def _assign_in_sft(tree: DictConfig, role: str, overrides: Mapping[Any, Any], wh
 
 
 def _hint(key: str) -> str:
-    near, elsewhere = nearest(key), elsewhere_called(key)
+    near = nearest(key)
+    elsewhere = elsewhere_called(key)
     if elsewhere is not None and elsewhere.note:
         return f"did you mean {near[0]} ({elsewhere.note})?" if near else elsewhere.note
     if near:
         return f"did you mean {' or '.join(near)}?"
     siblings = _children(key.rpartition(".")[0]) if "." in key else []
-    return f"its section has {', '.join(siblings)}" if siblings else "docs/config.md lists every key"
+    return (
+        f"its section has {', '.join(siblings)}" if siblings else "docs/config.md lists every key"
+    )
 
 
 def _right_kind(setting: Setting, value: Any) -> bool:
-    """False for values that OmegaConf would convert silently: null if it is not allowed, booleans or collections to text, also in a list of
-    texts, and numbers but 0 and 1 to booleans."""
+    """False for values that OmegaConf would convert silently: null if it is not allowed, booleans
+    or collections to text, also in a list of texts, and numbers but 0 and 1 to booleans.
+    """
     if value is None:
         return setting.optional
     if setting.type is bool and isinstance(value, int | float):
         return value in (0, 1)
     if setting.type == list[str] and isinstance(value, list):
         return all(isinstance(item, str) for item in value)
-    return setting.type is not str or (isinstance(value, str | int | float) and not isinstance(value, bool))
+    return setting.type is not str or (
+        isinstance(value, str | int | float) and not isinstance(value, bool)
+    )
 
 
 def _wrong_type(setting: Setting, value: Any) -> str:
     name = TYPE_NAMES.get(setting.type, "a mapping")
-    return f"{setting.key}={yaml_text(value)}: must be {name}{' or null' if setting.optional else ''}"
+    return (
+        f"{setting.key}={yaml_text(value)}: must be {name}{' or null' if setting.optional else ''}"
+    )
 
 
 def _check_values(tree: DictConfig, skip: set[str]) -> Iterator[tuple[Setting, str]]:
@@ -487,7 +675,9 @@ def _check_values(tree: DictConfig, skip: set[str]) -> Iterator[tuple[Setting, s
         if text == MISSING:
             yield setting, f"{setting.key}: must be set: {setting.meaning}"
             continue
-        if "${" not in str(text):  # true of most settings; if OmegaConf resolved each, that would take most of the loading time
+        # true of most settings; if OmegaConf resolved each, that would take most of the loading
+        # time
+        if "${" not in str(text):
             yield from ((setting, problem) for problem in _check_value(setting, text))
             continue
         try:
@@ -509,7 +699,10 @@ def _check_value(setting: Setting, value: Any) -> Iterator[str]:
     elif any(isinstance(number, int) and abs(number) > _LARGEST for number in numbers):
         yield f"{setting.key}={yaml_text(value)}: must be at most {_LARGEST}"
     elif setting.limit and not setting.limit.accepts(value):
-        yield f"{setting.key}={yaml_text(value)}: must be {setting.limit.text}{setting.limit.meant(value)}"
+        yield (
+            f"{setting.key}={yaml_text(value)}: must be "
+            f"{setting.limit.text}{setting.limit.meant(value)}"
+        )
 
 
 def _dig(tree: Any, key: str) -> Any:
@@ -524,7 +717,9 @@ def _plain(value: Any) -> Any:
 
 
 def _internal(value: Any, outermost: bool = True) -> Any:
-    """`value` in the form that OmegaConf takes: with the internal name of `async`, and with ??? as a text, unless it is the whole value."""
+    """`value` in the form that OmegaConf takes: with the internal name of `async`, and with ??? as
+    a text, unless it is the whole value.
+    """
     if isinstance(value, Mapping):
         return {key: _internal(item, outermost=False) for key, item in value.items()}
     if isinstance(value, list):
@@ -536,12 +731,15 @@ def _internal(value: Any, outermost: bool = True) -> Any:
     return _OF_ASYNC.sub(r"\1${async_.", value)
 
 
-_OF_ASYNC = re.compile(r"(?<!\\)((?:\\\\)*)\$\{async\.")  # not after an odd number of backslashes, which escape it
+# not after an odd number of backslashes, which escape it
+_OF_ASYNC = re.compile(r"(?<!\\)((?:\\\\)*)\$\{async\.")
 _ENDS_MISSING = re.compile(r"\\*\?\?\?")  # with a backslash more, OmegaConf takes it for a text
 
 
 def escaped(value: Any) -> Any:
-    """`value` with each text that looks like an interpolation escaped, so that OmegaConf resolves it to itself."""
+    """`value` with each text that looks like an interpolation escaped, so that OmegaConf resolves
+    it to itself.
+    """
     if isinstance(value, dict):
         return {key: escaped(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

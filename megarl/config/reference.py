@@ -23,14 +23,25 @@ line, is relative to the working directory. If only the other of the two has suc
 message that says what to write. The same holds for Python: `package.module:name` is imported from the working directory or from what is
 installed, `./file.py:name` from a file beside the YAML.
 """
-TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", tuple[float, float]: "two numbers", list[str]: "texts"}
+TYPES = {
+    int: "integer",
+    float: "number",
+    bool: "true or false",
+    str: "text",
+    tuple[float, float]: "two numbers",
+    list[str]: "texts",
+}
 
 
 def reference() -> str:
     """The text of docs/config.md: one table of every key."""
     rows = ["| key | type | default | allowed | meaning |", "|---|---|---|---|---|"]
     for key in settings():
-        rows += [_section_row(section) for section in sections().values() if section.optional and _first_of(section) == key]
+        rows += [
+            _section_row(section)
+            for section in sections().values()
+            if section.optional and _first_of(section) == key
+        ]
         rows.append(_row(settings()[key]))
     return HEAD + "\n" + "\n".join(rows) + "\n"
 
@@ -47,7 +58,13 @@ def _row(setting: Setting) -> str:
     kind = "path" if setting.path in (INPUT, OUTPUT) else TYPES.get(setting.type, "mapping")
     kind += " or null" if setting.optional else ""
     default = "must be set" if setting.default == MISSING else f"`{yaml_text(setting.default)}`"
-    return _cells(f"`{setting.key}`", kind, default, setting.limit.text if setting.limit else "", setting.meaning)
+    return _cells(
+        f"`{setting.key}`",
+        kind,
+        default,
+        setting.limit.text if setting.limit else "",
+        setting.meaning,
+    )
 
 
 def _cells(*cells: str) -> str:

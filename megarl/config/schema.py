@@ -1,7 +1,8 @@
 """Defines every setting of a run: its key, default, limit and meaning.
 
-`async` is a Python keyword, so the section lives in the field `async_`; the loader maps the YAML key `async` to it.
-docs/config.md is generated from here: `python -m megarl.config.reference > docs/config.md`.
+`async` is a Python keyword, so the section lives in the field `async_`; the loader maps the YAML
+key `async` to it. docs/config.md is generated from here: `python -m megarl.config.reference >
+docs/config.md`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,20 @@ from typing import Any
 from omegaconf import MISSING
 
 from megarl.base.rollout_types import MOST_KEPT
-from megarl.config.limits import IMPORT_PATH, INPUT, MODULE, OUTPUT, Limit, above, at_least, between, each, one_of, seconds, setting
+from megarl.config.limits import (
+    IMPORT_PATH,
+    INPUT,
+    MODULE,
+    OUTPUT,
+    Limit,
+    above,
+    at_least,
+    between,
+    each,
+    one_of,
+    seconds,
+    setting,
+)
 from megarl.lora.settings import LoraConfig
 from megarl.roles.settings import ChatTemplateConfig, RoleConfig
 from megarl.simulation.settings import SimulationConfig
@@ -26,18 +40,23 @@ class SourceConfig:
     """The settings that all datasets share: where rows come from, and how they become prompts."""
 
     source: str = setting(
-        MISSING, "synthetic:<task>, a file that ends in .jsonl, .json, .csv, .tsv or .parquet (docs/data.md), or a hub name", path=INPUT
+        MISSING,
+        "synthetic:<task>, a file that ends in .jsonl, .json, .csv, .tsv or .parquet "
+        "(docs/data.md), or a hub name",
+        path=INPUT,
     )
     split: str = setting("train", "which split of the source")
     subset: str | None = setting(None, 'hub configuration name, such as "main" of gsm8k')
     prompt_key: str | None = setting(
         None,
-        "column of the prompt, or column.field for a field inside a column; null: question, or what rows in the formats of OpenAI, verl "
+        "column of the prompt, or column.field for a field inside a column; null: question, or "
+        "what rows in the formats of OpenAI, verl "
         "and slime call it (docs/data.md)",
     )
     prompt_template: str = setting(
         "{prompt}",
-        "what the model sees; {prompt} stands for the column. chat: the model's chat template is applied to the column, a user's "
+        "what the model sees; {prompt} stands for the column. chat: the model's chat template is "
+        "applied to the column, a user's "
         "message or a list of messages. A list of messages always goes through the chat template",
     )
 
@@ -50,7 +69,9 @@ class DatasetConfig(SourceConfig):
     """Prompts with reference answers."""
 
     answer_key: str | None = setting(
-        None, "column of the reference answer, written like prompt_key; null: answer, or what rows in a known format call it"
+        None,
+        "column of the reference answer, written like prompt_key; null: answer, or what rows in a "
+        "known format call it",
     )
 
 
@@ -61,12 +82,14 @@ class LearnedConfig(DatasetConfig):
     size: int | None = setting(None, _SIZE, at_least(1))
     demonstration_key: str | None = setting(
         None,
-        "column that SFT learns: a text, or a list of texts that policy and environment write in turn; null: answer_key, or the "
+        "column that SFT learns: a text, or a list of texts that policy and environment write in "
+        "turn; null: answer_key, or the "
         "whole conversation",
     )
     learn: str = setting(
         "all",
-        "which of the assistant's turns SFT learns in a conversation; a message with weight=0 or train=false is never learned",
+        "which of the assistant's turns SFT learns in a conversation; a message with weight=0 or "
+        "train=false is never learned",
         one_of("all", "last"),
     )
 
@@ -77,16 +100,20 @@ class PreferenceConfig(SourceConfig):
 
     prompt_key: str | None = setting(
         None,
-        "column of the prompt, or column.field for a field inside a column; null: prompt, or without such a column the text that "
+        "column of the prompt, or column.field for a field inside a column; null: prompt, or "
+        "without such a column the text that "
         "both responses begin with",
     )
     chosen_key: str = setting(
         "chosen",
-        "column of the preferred response, written like prompt_key: a text, or a list of messages whose last is the response",
+        "column of the preferred response, written like prompt_key: a text, or a list of messages "
+        "whose last is the response",
     )
     rejected_key: str = setting("rejected", "column of the other response, written like chosen_key")
     margin_key: str | None = setting(
-        None, "column with the margin of a pair: the loss wants the chosen response to score higher by at least this; null: 0 for all"
+        None,
+        "column with the margin of a pair: the loss wants the chosen response to score higher by "
+        "at least this; null: 0 for all",
     )
     size: int | None = setting(None, _SIZE, at_least(1))
 
@@ -105,8 +132,16 @@ class HeldOutPairsConfig:
 class MixedConfig(LearnedConfig):
     """One of several sources."""
 
-    weight: float | None = setting(None, "relative share of the prompts that the quotas leave; null: 1, or no share with a quota", above(0))
-    quota: int | None = setting(None, "instead of a weight: how many prompts of each step come from this source", at_least(1))
+    weight: float | None = setting(
+        None,
+        "relative share of the prompts that the quotas leave; null: 1, or no share with a quota",
+        above(0),
+    )
+    quota: int | None = setting(
+        None,
+        "instead of a weight: how many prompts of each step come from this source",
+        at_least(1),
+    )
 
 
 MIXED = "sources"  # as source
@@ -116,24 +151,42 @@ MIXED = "sources"  # as source
 class MixtureConfig(LearnedConfig):
     """One dataset, or several that are mixed."""
 
-    source: str = setting(MIXED, "where rows come from, as data.eval.source says; sources: from the datasets in `sources`", path=INPUT)
+    source: str = setting(
+        MIXED,
+        "where rows come from, as data.eval.source says; sources: from the datasets in `sources`",
+        path=INPUT,
+    )
     sources: dict[str, MixedConfig | None] = field(
         default_factory=dict,
-        metadata={"meaning": "several datasets, by name, whose prompts are mixed (docs/data.md); NAME=null removes one"},
+        metadata={
+            "meaning": "several datasets, by name, whose prompts are mixed (docs/data.md); "
+            "NAME=null removes one"
+        },
     )
 
 
-FAIL, DROP = "fail", "drop"  # data.bad_rows
+FAIL = "fail"
+DROP = "drop"  # data.bad_rows
 
 
 @dataclass
 class CurriculumConfig:
     """Prompts that are too easy or too hard rest for a while (docs/data.md)."""
 
-    min_pass_rate: float = setting(0.05, "a prompt rests if less than this share of its samples passes", between(0, 1))
-    max_pass_rate: float = setting(0.95, "a prompt rests if more than this share of its samples passes", between(0, 1))
-    pass_reward: float = setting(1.0, "a sample passes if its reward is at least this", between(-1e6, 1e6))
-    rest_epochs: int = setting(2, "for how many epochs of its source such a prompt is left out; then it comes again", at_least(1))
+    min_pass_rate: float = setting(
+        0.05, "a prompt rests if less than this share of its samples passes", between(0, 1)
+    )
+    max_pass_rate: float = setting(
+        0.95, "a prompt rests if more than this share of its samples passes", between(0, 1)
+    )
+    pass_reward: float = setting(
+        1.0, "a sample passes if its reward is at least this", between(-1e6, 1e6)
+    )
+    rest_epochs: int = setting(
+        2,
+        "for how many epochs of its source such a prompt is left out; then it comes again",
+        at_least(1),
+    )
 
 
 @dataclass
@@ -143,23 +196,32 @@ class DataConfig:
     curriculum: CurriculumConfig | None = setting(None, "which training prompts rest; null: none")
     bad_rows: str = setting(
         FAIL,
-        "what happens with rows that cannot be used, of any dataset: empty or missing fields, wrong types, prompts that leave no "
-        "room for a response. fail: nothing starts, and the first such rows are named; drop: they are left out and counted, but "
+        "what happens with rows that cannot be used, of any dataset: empty or missing fields, "
+        "wrong types, prompts that leave no "
+        "room for a response. fail: nothing starts, and the first such rows are named; drop: they "
+        "are left out and counted, but "
         "nothing starts if no row is left",
         one_of(FAIL, DROP),
     )
-    shuffle: bool = setting(True, "shuffle the training prompts in every epoch, depending on the seed")
+    shuffle: bool = setting(
+        True, "shuffle the training prompts in every epoch, depending on the seed"
+    )
 
 
 # The schema's section on how prompts become samples.
 
 
-OF_HUBS = ("verifiers", "openenv")  # names of rollouts: their rows and rewards are an environment's own
-BY_CALLS = ("program", *OF_HUBS)  # names of rollouts whose policy is called from outside, so that an episode may branch
+# names of rollouts: their rows and rewards are an environment's own
+OF_HUBS = ("verifiers", "openenv")
+# names of rollouts whose policy is called from outside, so that an episode may branch
+BY_CALLS = ("program", *OF_HUBS)
 
 
 _TOP_P = between(0, 1, open_low=True)
-_TOP_K = Limit(f"-1, or from 2 to {MOST_KEPT}, the most that are recorded", lambda k: k == -1 or 2 <= k <= MOST_KEPT)
+_TOP_K = Limit(
+    f"-1, or from 2 to {MOST_KEPT}, the most that are recorded",
+    lambda k: k == -1 or 2 <= k <= MOST_KEPT,
+)
 _MIN_P = between(0, 1, open_high=True)
 _STOP = Limit("at most 32 texts, none empty", lambda texts: len(texts) <= 32 and all(texts))
 
@@ -168,7 +230,8 @@ _STOP = Limit("at most 32 texts, none empty", lambda texts: len(texts) <= 32 and
 class RolloutConfig:
     name: str = setting(
         "single_turn",
-        "how a prompt becomes samples. single_turn: one completion per sample; tool_calls: turns with a tool (docs/environments.md); "
+        "how a prompt becomes samples. single_turn: one completion per sample; tool_calls: turns "
+        "with a tool (docs/environments.md); "
         "program: a program of yours that calls the policy by OpenAI's or Anthropic's interface; "
         "verifiers and openenv: an environment of these packages (docs/agents.md)",
         one_of(
@@ -180,47 +243,64 @@ class RolloutConfig:
         ),
         MODULE,
     )
-    args: dict[str, Any] = field(default_factory=dict, metadata={"meaning": "keyword arguments of the rollout that `name` names"})
+    args: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={"meaning": "keyword arguments of the rollout that `name` names"},
+    )
     prompts_per_step: int = setting(
         32,
-        "prompts in a batch. A batch is trained on between two weight updates, in trainer.minibatches * trainer.epochs optimizer steps",
+        "prompts in a batch. A batch is trained on between two weight updates, in "
+        "trainer.minibatches * trainer.epochs optimizer steps",
         at_least(1),
     )
     n: int = setting(4, "samples per prompt", at_least(1))
     dynamic_sampling: bool = setting(
         False,
-        "replace a prompt whose samples all have the same reward by the next prompt, since nothing is learned from it (DAPO; "
+        "replace a prompt whose samples all have the same reward by the next prompt, since "
+        "nothing is learned from it (DAPO; "
         "docs/algorithms.md)",
     )
     max_num_gen_batches: int | None = setting(
         10,
-        "with dynamic_sampling, the run ends if this many * prompts_per_step generated prompts do not fill one step; null: no limit",
+        "with dynamic_sampling, the run ends if this many * prompts_per_step generated prompts do "
+        "not fill one step; null: no limit",
         at_least(1),
     )
-    max_tokens: int = setting(1024, "longest response in tokens, including an environment's", at_least(1))
+    max_tokens: int = setting(
+        1024, "longest response in tokens, including an environment's", at_least(1)
+    )
     temperature: float = setting(1.0, "sampling temperature", above(0))
     top_p: float = setting(1.0, "nucleus sampling; 1: off", _TOP_P)
     top_k: int = setting(-1, "sample from the k likeliest tokens; -1: off", _TOP_K)
-    min_p: float = setting(0.0, "sample from the tokens that are at least min_p times as likely as the likeliest; 0: off", _MIN_P)
+    min_p: float = setting(
+        0.0,
+        "sample from the tokens that are at least min_p times as likely as the likeliest; 0: off",
+        _MIN_P,
+    )
     replay_mask: bool = setting(
         True,
-        "with top_p, top_k or min_p, the trainer too takes log-probs over only the tokens that the engine could have drawn "
+        "with top_p, top_k or min_p, the trainer too takes log-probs over only the tokens that "
+        "the engine could have drawn "
         "(docs/algorithms.md); false: the trainer takes them over the whole vocabulary",
     )
     max_failed_fraction: float = setting(
         0.5,
-        "the run ends if more than this share of a step's or an evaluation's episodes failed; 1: never. Episodes of programs and "
+        "the run ends if more than this share of a step's or an evaluation's episodes failed; 1: "
+        "never. Episodes of programs and "
         "environments count, unless they sampled nothing (docs/agents.md)",
         between(0, 1),
     )
     stop: list[str] = field(
         default_factory=list,
         metadata={
-            "meaning": "texts that end a response or a turn, besides end-of-text; such a text belongs to the response and is learned",
+            "meaning": "texts that end a response or a turn, besides end-of-text; such a text "
+            "belongs to the response and is learned",
             "limit": _STOP,
         },
     )
-    tool_workers: int = setting(1, "processes for each tool that computes; they start at its first call", at_least(1))
+    tool_workers: int = setting(
+        1, "processes for each tool that computes; they start at its first call", at_least(1)
+    )
     tool_timeout_s: float = setting(5.0, "time limit of a tool's call", seconds())
 
     @property
@@ -237,15 +317,36 @@ class RolloutConfig:
 
 
 NAMES = (
-    *("aipo", "grpo", "gspo", "icepop", "topr", "reinforce", "rloo", "proximal_rloo", "best_of_n", "online_dpo", "ipo", "copg", "ppo"),
+    *(
+        "aipo",
+        "grpo",
+        "gspo",
+        "icepop",
+        "topr",
+        "reinforce",
+        "rloo",
+        "proximal_rloo",
+        "best_of_n",
+        "online_dpo",
+        "ipo",
+        "copg",
+        "ppo",
+    ),
     "distill",
 )
 NO_DUAL_CLIP = 1e9
 _CLIPPED = {"name": "grpo", "rho_min": 0.8, "rho": 1.2, "dual_clip": NO_DUAL_CLIP}
-# What papers print, by the names that people know it by: settings of the section, or with a dot of others. Sources: docs/algorithms.md.
+# What papers print, by the names that people know it by: settings of the section, or with a dot of
+# others. Sources: docs/algorithms.md.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "aipo": {"name": "aipo", "rho": 4.0, "advantage": "mean", "loss_mean": "token"},
-    "grpo": {**_CLIPPED, "advantage": "normalized", "loss_mean": "sequence", "kl_coef": 0.04, "kl_estimator": "k3"},
+    "grpo": {
+        **_CLIPPED,
+        "advantage": "normalized",
+        "loss_mean": "sequence",
+        "kl_coef": 0.04,
+        "kl_estimator": "k3",
+    },
     "dr_grpo": {**_CLIPPED, "advantage": "mean", "loss_mean": "sequence_sum"},
     "dapo": {
         **_CLIPPED,
@@ -255,8 +356,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "mask_truncated": True,
         "rollout.dynamic_sampling": True,
     },
-    "gspo": {"name": "gspo", "rho_min": 0.9997, "rho": 1.0004, "advantage": "normalized", "loss_mean": "sequence"},
-    "cispo": {"name": "aipo", "rho_min": 0.0, "rho": 5.0, "advantage": "normalized", "loss_mean": "token"},
+    "gspo": {
+        "name": "gspo",
+        "rho_min": 0.9997,
+        "rho": 1.0004,
+        "advantage": "normalized",
+        "loss_mean": "sequence",
+    },
+    "cispo": {
+        "name": "aipo",
+        "rho_min": 0.0,
+        "rho": 5.0,
+        "advantage": "normalized",
+        "loss_mean": "token",
+    },
     "icepop": {
         **_CLIPPED,
         "advantage": "normalized",
@@ -277,7 +390,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "rloo": {"name": "rloo", "advantage": "leave_one_out", "loss_mean": "sequence_sum"},
     "reinforce_pp_baseline": {**_CLIPPED, "advantage": "batch_normalized", "loss_mean": "token"},
 }
-SAMPLED, TOP_K, VOCABULARY = "sampled", "top_k", "vocabulary"
+SAMPLED = "sampled"
+TOP_K = "top_k"
+VOCABULARY = "vocabulary"
 
 
 @dataclass
@@ -285,20 +400,31 @@ class DistillConfig:
     """For runs with teachers in `roles` (docs/algorithms.md)."""
 
     coef: float = setting(
-        1.0, "weight of the reverse KL divergence from the teachers: with several, the sum weighted by each one's `weight`", above(0)
+        1.0,
+        "weight of the reverse KL divergence from the teachers: with several, the sum weighted by "
+        "each one's `weight`",
+        above(0),
     )
     over: str = setting(
         SAMPLED,
-        "which tokens the divergence covers at each position. sampled: an estimate from the sampled token alone, as an advantage; "
-        "top_k: the teacher's likeliest tokens and one bucket for all others, for teachers on engines; vocabulary: all tokens, for "
+        "which tokens the divergence covers at each position. sampled: an estimate from the "
+        "sampled token alone, as an advantage; "
+        "top_k: the teacher's likeliest tokens and one bucket for all others, for teachers on "
+        "engines; vocabulary: all tokens, for "
         "teachers on the trainer's ranks",
         one_of(SAMPLED, TOP_K, VOCABULARY),
     )
-    top_k: int | None = setting(None, "with over=top_k, how many of the teacher's likeliest tokens count; null: 20", between(1, 4096))
+    top_k: int | None = setting(
+        None,
+        "with over=top_k, how many of the teacher's likeliest tokens count; null: 20",
+        between(1, 4096),
+    )
 
     @property
     def likeliest(self) -> int:
-        """How many tokens a teacher on engines is asked for at each place; 0: none but the sampled one."""
+        """How many tokens a teacher on engines is asked for at each place; 0: none but the sampled
+        one.
+        """
         return (self.top_k or 20) if self.over == TOP_K else 0
 
 
@@ -317,117 +443,170 @@ class AlgorithmConfig:
     )
     recipe: str | None = setting(
         None,
-        "a paper's settings: sets this section, except skip_zero_advantage and distill, to what docs/algorithms.md lists. Settings "
-        "beside it in the file, or on the command line, win. A recipe on the command line replaces the file's whole section",
-        one_of(*PUBLISHED, elsewhere={name: f"algorithm.name={name}" for name in NAMES if name not in PUBLISHED}),
+        "a paper's settings: sets this section, except skip_zero_advantage and distill, to what "
+        "docs/algorithms.md lists. Settings "
+        "beside it in the file, or on the command line, win. A recipe on the command line "
+        "replaces the file's whole section",
+        one_of(
+            *PUBLISHED,
+            elsewhere={name: f"algorithm.name={name}" for name in NAMES if name not in PUBLISHED},
+        ),
     )
     rho: float | None = setting(
         None,
-        "upper bound of the importance ratio; null: the algorithm's own. aipo's is 4; 2 to 10 works (LlamaRL, section 6)",
+        "upper bound of the importance ratio; null: the algorithm's own. aipo's is 4; 2 to 10 "
+        "works (LlamaRL, section 6)",
         above(0),
     )
-    rho_min: float | None = setting(None, "lower bound of the importance ratio; null: the algorithm's own. aipo has none", at_least(0))
+    rho_min: float | None = setting(
+        None,
+        "lower bound of the importance ratio; null: the algorithm's own. aipo has none",
+        at_least(0),
+    )
     dual_clip: float | None = setting(
         None,
-        "grpo, gspo and proximal_rloo: with a negative advantage, ratios above this have no gradient; null: none, and for grpo 3",
+        "grpo, gspo and proximal_rloo: with a negative advantage, ratios above this have no "
+        "gradient; null: none, and for grpo 3",
         at_least(1),
     )
     ratio: str = setting(
         "behavior",
-        "which ratio is bounded. behavior: pi/mu, where mu is the policy that sampled the token; proximal: pi/prox, where prox is "
-        "the policy before the batch's first optimizer step, as if prox had sampled; decoupled: pi/prox, and each token is also "
+        "which ratio is bounded. behavior: pi/mu, where mu is the policy that sampled the token; "
+        "proximal: pi/prox, where prox is "
+        "the policy before the batch's first optimizer step, as if prox had sampled; decoupled: "
+        "pi/prox, and each token is also "
         "weighted by prox/mu (docs/algorithms.md)",
         one_of("behavior", "proximal", "decoupled"),
     )
     behavior_cap: float | None = setting(
-        None, "with ratio=decoupled, tokens whose prox/mu is above this do not count; null: 5", at_least(1)
+        None,
+        "with ratio=decoupled, tokens whose prox/mu is above this do not count; null: 5",
+        at_least(1),
     )
     behavior_floor: float | None = setting(
-        None, "with ratio=decoupled, tokens whose prox/mu is below this do not count; null: 0", at_least(0)
+        None,
+        "with ratio=decoupled, tokens whose prox/mu is below this do not count; null: 0",
+        at_least(0),
     )
     behavior_level: str | None = setting(
         None,
-        "with ratio=decoupled, what prox/mu covers. token: the token itself; sequence: the product over its response; null: token",
+        "with ratio=decoupled, what prox/mu covers. token: the token itself; sequence: the "
+        "product over its response; null: token",
         one_of("token", "sequence"),
     )
     behavior_above: str | None = setting(
         None,
-        "with ratio=decoupled, what happens above behavior_cap and below behavior_floor. drop: such tokens do not count; truncate: "
+        "with ratio=decoupled, what happens above behavior_cap and below behavior_floor. drop: "
+        "such tokens do not count; truncate: "
         "their weight is that bound, as in truncated importance sampling; null: drop",
         one_of("drop", "truncate"),
     )
     advantage: str | None = setting(
         None,
-        "mean: the reward minus the mean of the prompt's samples; normalized: mean, divided by the standard deviation of the "
-        "prompt's samples; batch_normalized: mean, divided by its standard deviation over the batch; leave_one_out: the reward minus"
+        "mean: the reward minus the mean of the prompt's samples; normalized: mean, divided by "
+        "the standard deviation of the "
+        "prompt's samples; batch_normalized: mean, divided by its standard deviation over the "
+        "batch; leave_one_out: the reward minus"
         " the mean of the prompt's other samples; null: the algorithm's own",
         one_of("mean", "normalized", "batch_normalized", "leave_one_out"),
     )
     loss_mean: str | None = setting(
         None,
-        "token: all tokens of a mini-batch count equally; sequence: all responses do; sequence_sum: the mean over responses of the sum "
+        "token: all tokens of a mini-batch count equally; sequence: all responses do; "
+        "sequence_sum: the mean over responses of the sum "
         "over their tokens; null: the algorithm's own. aipo's is token",
         one_of("token", "sequence", "sequence_sum"),
     )
-    gamma: float | None = setting(None, "ppo: discount of later rewards, per token; null: 1", between(0, 1))
+    gamma: float | None = setting(
+        None, "ppo: discount of later rewards, per token; null: 1", between(0, 1)
+    )
     gae_lambda: float | None = setting(
         None,
-        "ppo: lambda of generalised advantage estimation. 0: advantages use the next value alone; 1: the rewards alone; null: 0.95",
+        "ppo: lambda of generalised advantage estimation. 0: advantages use the next value alone; "
+        "1: the rewards alone; null: 0.95",
         between(0, 1),
     )
     whiten: bool | None = setting(
-        None, "ppo: shift and scale the advantages of a batch to mean 0 and variance 1 over the policy's tokens; null: true"
+        None,
+        "ppo: shift and scale the advantages of a batch to mean 0 and variance 1 over the "
+        "policy's tokens; null: true",
     )
     kl_coef: float = setting(
-        0.0, "weight of the KL divergence from the frozen initial policy; 0: none, and no reference model is kept", at_least(0)
+        0.0,
+        "weight of the KL divergence from the frozen initial policy; 0: none, and no reference "
+        "model is kept",
+        at_least(0),
     )
     kl: str = setting(
         "loss",
-        "where the divergence counts. loss: in the loss, token by token; reward: its sum over the tokens is taken off the response's"
+        "where the divergence counts. loss: in the loss, token by token; reward: its sum over the "
+        "tokens is taken off the response's"
         " reward before advantages are computed, and with ppo it is taken off each token's reward",
         one_of("loss", "reward"),
     )
     kl_estimator: str | None = setting(
         None,
-        "how the divergence is estimated from d = log pi - log ref of a sampled token. k1: d, only for kl=reward; k2: d^2/2; k3: "
+        "how the divergence is estimated from d = log pi - log ref of a sampled token. k1: d, "
+        "only for kl=reward; k2: d^2/2; k3: "
         "exp(-d) - 1 + d; null: k2 in the loss, k1 in the reward (docs/algorithms.md)",
         one_of("k1", "k2", "k3"),
     )
     beta: float | None = setting(
         None,
-        "online_dpo, ipo and copg: weight of the KL divergence from the frozen initial policy in their losses; null: 0.1, and for "
+        "online_dpo, ipo and copg: weight of the KL divergence from the frozen initial policy in "
+        "their losses; null: 0.1, and for "
         "copg 0.05. With copg it may be 0: none, and no reference model is kept",
         at_least(0),
     )
     entropy_coefficient: float = setting(
-        0.0, "weight of a bonus for the entropy of the policy's distribution at each of its tokens, over the whole vocabulary", at_least(0)
+        0.0,
+        "weight of a bonus for the entropy of the policy's distribution at each of its tokens, "
+        "over the whole vocabulary",
+        at_least(0),
     )
     mask_truncated: bool = setting(
         False,
-        "leave samples that were cut at their token limit out of the loss and its means (DAPO's overlong filtering). Their rewards "
+        "leave samples that were cut at their token limit out of the loss and its means (DAPO's "
+        "overlong filtering). Their rewards "
         "still count in the advantages of the prompt's other samples",
     )
-    skip_zero_advantage: bool = setting(True, "do not train on groups whose rewards are all equal; the gradient is the same")
+    skip_zero_advantage: bool = setting(
+        True, "do not train on groups whose rewards are all equal; the gradient is the same"
+    )
     distill: DistillConfig = field(default_factory=DistillConfig)
 
 
 def published(recipe: str) -> dict[str, Any]:
-    """Dotted keys of all that `recipe`, one of PUBLISHED, sets, with its values; the section's others are at their defaults."""
-    whole = {each.name: each.default for each in fields(AlgorithmConfig) if each.name not in ("recipe", "skip_zero_advantage", "distill")}
-    return {key if "." in key else f"algorithm.{key}": value for key, value in (whole | PUBLISHED[recipe]).items()}
+    """Dotted keys of all that `recipe`, one of PUBLISHED, sets, with its values; the section's
+    others are at their defaults.
+    """
+    whole = {
+        each.name: each.default
+        for each in fields(AlgorithmConfig)
+        if each.name not in ("recipe", "skip_zero_advantage", "distill")
+    }
+    return {
+        key if "." in key else f"algorithm.{key}": value
+        for key, value in (whole | PUBLISHED[recipe]).items()
+    }
 
 
-# The schema's sections on optimizers, and on what else is trained beside the policy: its warm start, reward models, critics.
+# The schema's sections on optimizers, and on what else is trained beside the policy: its warm
+# start, reward models, critics.
 
 
 @dataclass
 class AdamConfig:
     lr: float = setting(1e-6, "peak learning rate (AdamW)", at_least(0))
-    betas: tuple[float, float] = setting((0.9, 0.95), "decay rates of Adam's two moments", each(between(0, 1, open_high=True)))
+    betas: tuple[float, float] = setting(
+        (0.9, 0.95), "decay rates of Adam's two moments", each(between(0, 1, open_high=True))
+    )
     eps: float = setting(1e-8, "Adam's epsilon", above(0))
     weight_decay: float = setting(0.0, "decoupled weight decay", at_least(0))
     warmup_steps: int = setting(0, "optimizer steps of linear warm-up", at_least(0))
-    schedule: str = setting("constant", "learning rate after the warm-up", one_of("constant", "cosine", "linear"))
+    schedule: str = setting(
+        "constant", "learning rate after the warm-up", one_of("constant", "cosine", "linear")
+    )
     min_lr_ratio: float = setting(0.1, "cosine and linear end at lr * min_lr_ratio", between(0, 1))
     clip_grad: float = setting(1.0, "global gradient norm to clip to; 0: no clipping", at_least(0))
 
@@ -438,24 +617,35 @@ class OptimizerConfig(AdamConfig):
 
     offload: bool = setting(
         False,
-        "keep master weights and moments of every optimizer of a run in host memory, where the cores make its step. A GPU then holds "
-        "6 bytes a parameter instead of 18, its host 16; a step takes longer (megarl plan counts both). Needs trainer.zero=1 and bfloat16",
+        "keep master weights and moments of every optimizer of a run in host memory, where the "
+        "cores make its step. A GPU then holds "
+        "6 bytes a parameter instead of 18, its host 16; a step takes longer (megarl plan counts "
+        "both). Needs trainer.zero=1 and bfloat16",
     )
     megatron: dict[str, Any] = field(
         default_factory=dict,
-        metadata={"meaning": "further settings of every optimizer of a run, by the names of Megatron's OptimizerConfig"},
+        metadata={
+            "meaning": "further settings of every optimizer of a run, by the names of Megatron's "
+            "OptimizerConfig"
+        },
     )
 
 
 @dataclass
 class CriticConfig:
-    """For algorithm.name=ppo. The critic has the trainer's ranks and sizes, and makes as many optimizer steps. It begins with the
-    checkpoint of the role `critic`, or with the policy's weights if there is none."""
+    """For algorithm.name=ppo.
 
-    warmup_steps: int = setting(0, "steps at the beginning of the run that train the critic alone", at_least(0))
+    The critic has the trainer's ranks and sizes, and makes as many optimizer steps. It begins with
+    the checkpoint of the role `critic`, or with the policy's weights if there is none.
+    """
+
+    warmup_steps: int = setting(
+        0, "steps at the beginning of the run that train the critic alone", at_least(0)
+    )
     value_clip: float | None = setting(
         0.2,
-        "how far a value may move within a batch before its loss stops pushing it further; null: any distance",
+        "how far a value may move within a batch before its loss stops pushing it further; null: "
+        "any distance",
         above(0),
     )
     optimizer: AdamConfig = field(default_factory=AdamConfig)
@@ -464,28 +654,52 @@ class CriticConfig:
 @dataclass
 class SftConfig:
     steps: int = setting(0, "optimizer steps of megarl sft", at_least(0))
-    tp: int | None = setting(None, "tensor parallel size of the warm start; null: trainer.tp, or 1 if sft sets pp or dp", at_least(1))
-    pp: int | None = setting(None, "pipeline parallel size of the warm start; null: trainer.pp, or 1 if sft sets tp or dp", at_least(1))
-    dp: int | None = setting(None, "data parallel size of the warm start; null: trainer.dp, or 1 if sft sets tp or pp", at_least(1))
+    tp: int | None = setting(
+        None,
+        "tensor parallel size of the warm start; null: trainer.tp, or 1 if sft sets pp or dp",
+        at_least(1),
+    )
+    pp: int | None = setting(
+        None,
+        "pipeline parallel size of the warm start; null: trainer.pp, or 1 if sft sets tp or dp",
+        at_least(1),
+    )
+    dp: int | None = setting(
+        None,
+        "data parallel size of the warm start; null: trainer.dp, or 1 if sft sets tp or pp",
+        at_least(1),
+    )
     batch_size: int = setting(128, "sequences per optimizer step", at_least(1))
     adapters: bool = setting(
-        True, "with lora.rank, megarl sft too trains adapters, and merges them into its checkpoint; false: it trains all weights"
+        True,
+        "with lora.rank, megarl sft too trains adapters, and merges them into its checkpoint; "
+        "false: it trains all weights",
     )
     optimizer: AdamConfig = field(default_factory=AdamConfig)
     data: LearnedConfig | None = setting(None, "demonstrations; null: data.train")
-    eval: LearnedConfig | None = setting(None, "held-out demonstrations, whose loss is measured; null: none")
-    every: int = setting(0, "steps between measurements of `eval`; 0: only before the first and after the last step", at_least(0))
+    eval: LearnedConfig | None = setting(
+        None, "held-out demonstrations, whose loss is measured; null: none"
+    )
+    every: int = setting(
+        0,
+        "steps between measurements of `eval`; 0: only before the first and after the last step",
+        at_least(0),
+    )
     keep: str = setting(
         "best",
         "with `eval`, which weights `output` gets: those with the lowest measured loss, or the last",
         one_of("best", "last"),
     )
     save_every: int = setting(
-        100, "steps between checkpoints in run_dir/sft; an interrupted warm start goes on from the last one; 0: none", at_least(0)
+        100,
+        "steps between checkpoints in run_dir/sft; an interrupted warm start goes on from the "
+        "last one; 0: none",
+        at_least(0),
     )
     output: str = setting(
         "${run_dir}/sft/hf",
-        "folder of the HF checkpoint that megarl sft makes. megarl train and megarl eval begin with it if it exists and was made from the "
+        "folder of the HF checkpoint that megarl sft makes. megarl train and megarl eval begin "
+        "with it if it exists and was made from the "
         "same model.path; a resumed run keeps to what it began with",
         path=OUTPUT,
     )
@@ -493,28 +707,52 @@ class SftConfig:
 
 @dataclass
 class RewardModelConfig:
-    steps: int | None = setting(None, "optimizer steps of megarl reward-model; null: as many as `epochs` takes", at_least(1))
+    steps: int | None = setting(
+        None, "optimizer steps of megarl reward-model; null: as many as `epochs` takes", at_least(1)
+    )
     epochs: int = setting(1, "passes over the pairs, if `steps` is null", at_least(1))
-    tp: int | None = setting(None, "tensor parallel size; null: trainer.tp, or 1 if reward_model sets pp or dp", at_least(1))
-    pp: int | None = setting(None, "pipeline parallel size; null: trainer.pp, or 1 if reward_model sets tp or dp", at_least(1))
-    dp: int | None = setting(None, "data parallel size; null: trainer.dp, or 1 if reward_model sets tp or pp", at_least(1))
+    tp: int | None = setting(
+        None,
+        "tensor parallel size; null: trainer.tp, or 1 if reward_model sets pp or dp",
+        at_least(1),
+    )
+    pp: int | None = setting(
+        None,
+        "pipeline parallel size; null: trainer.pp, or 1 if reward_model sets tp or dp",
+        at_least(1),
+    )
+    dp: int | None = setting(
+        None,
+        "data parallel size; null: trainer.dp, or 1 if reward_model sets tp or pp",
+        at_least(1),
+    )
     batch_size: int = setting(64, "pairs per optimizer step", at_least(1))
     optimizer: AdamConfig = field(default_factory=AdamConfig)
     head: str = setting(
         "random",
-        "what a new head on a causal model begins with. random: numbers of variance 1 / (hidden size + 1), by `seed`; or zeros. A "
+        "what a new head on a causal model begins with. random: numbers of variance 1 / (hidden "
+        "size + 1), by `seed`; or zeros. A "
         "reward model in model.path keeps its own head",
         one_of("random", "zeros"),
     )
     data: PreferenceConfig | None = setting(None, "the pairs of responses to learn from")
     eval: HeldOutPairsConfig | None = setting(
-        None, "held-out pairs with the same columns, scored before the first and after the last step; null: none"
+        None,
+        "held-out pairs with the same columns, scored before the first and after the last step; "
+        "null: none",
     )
-    every: int = setting(0, "steps between further evaluations of the held-out pairs; 0: none", at_least(0))
-    output: str = setting("${run_dir}/reward_model/hf", "folder of the HF checkpoint that megarl reward-model makes", path=OUTPUT)
+    every: int = setting(
+        0, "steps between further evaluations of the held-out pairs; 0: none", at_least(0)
+    )
+    output: str = setting(
+        "${run_dir}/reward_model/hf",
+        "folder of the HF checkpoint that megarl reward-model makes",
+        path=OUTPUT,
+    )
 
 
-# The schema's sections on how a run is carried out: where its processes are, how long they wait, what they keep and show.
+# The schema's sections on how a run is carried out: where its processes are, how long they wait,
+# what they keep and show.
 
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
@@ -526,27 +764,35 @@ class CheckpointConfig:
     keep: int = setting(2, "how many newest checkpoints are kept", at_least(1))
     keep_best: str | None = setting(
         None,
-        "a held-out score by its key in metrics.jsonl, such as eval/pass@1. The checkpoint with the highest score is kept beside the"
-        " newest; megarl export and megarl eval take it with --best. eval.every must be a multiple of checkpoint.every; null: none",
+        "a held-out score by its key in metrics.jsonl, such as eval/pass@1. The checkpoint with "
+        "the highest score is kept beside the"
+        " newest; megarl export and megarl eval take it with --best. eval.every must be a "
+        "multiple of checkpoint.every; null: none",
     )
     beside: bool = setting(
         True,
-        "write checkpoints while training goes on, from a copy in the hosts' memory: 12 bytes a parameter, over all trainer ranks. A"
-        " checkpoint is complete at the end of the step in which its last byte was written. false: training waits instead",
+        "write checkpoints while training goes on, from a copy in the hosts' memory: 12 bytes a "
+        "parameter, over all trainer ranks. A"
+        " checkpoint is complete at the end of the step in which its last byte was written. "
+        "false: training waits instead",
     )
     hf_every: int = setting(
         0,
-        "steps between exports of the weights as a Hugging Face checkpoint (run_dir/hf/step_000010, …), all of which are kept; 0: none",
+        "steps between exports of the weights as a Hugging Face checkpoint "
+        "(run_dir/hf/step_000010, …), all of which are kept; 0: none",
         at_least(0),
     )
     accept_changed_data: bool = setting(
         False,
-        "a resumed run, or megarl sft, goes on although rows, tokenizer, chat template, own code, rollout.args or a judge's settings have "
-        "changed since it began. It keeps its place in the order of rows, so some prompts may be trained twice or never",
+        "a resumed run, or megarl sft, goes on although rows, tokenizer, chat template, own code, "
+        "rollout.args or a judge's settings have "
+        "changed since it began. It keeps its place in the order of rows, so some prompts may be "
+        "trained twice or never",
     )
     on_termination_s: float = setting(
         120.0,
-        "on SIGTERM (Slurm's preemption), SIGUSR1, SIGUSR2 and SIGHUP, time to finish and save the running step; then the run is ended "
+        "on SIGTERM (Slurm's preemption), SIGUSR1, SIGUSR2 and SIGHUP, time to finish and save "
+        "the running step; then the run is ended "
         "regardless",
         seconds(),
     )
@@ -554,21 +800,30 @@ class CheckpointConfig:
 
 @dataclass
 class ObserveConfig:
-    probe_every: int = setting(10, "steps between probes that compare the log-probs of trainer and generator; 0: none", at_least(0))
+    probe_every: int = setting(
+        10,
+        "steps between probes that compare the log-probs of trainer and generator; 0: none",
+        at_least(0),
+    )
     probe_limit: float | None = setting(
         None,
-        "the run warns if the mean log-prob difference of a probe is larger. It ends if the difference is more than ten times as "
-        "large, or not finite. null: 0.001 in float32, 0.05 in bfloat16, 0.15 with engines in fp8; twice that for a mixture of "
+        "the run warns if the mean log-prob difference of a probe is larger. It ends if the "
+        "difference is more than ten times as "
+        "large, or not finite. null: 0.001 in float32, 0.05 in bfloat16, 0.15 with engines in "
+        "fp8; twice that for a mixture of "
         "experts without trainer.routing_replay",
         above(0),
     )
     rollouts_per_step: int = setting(
-        4, "groups of each step that are written to rollouts/, with the numbers of each trained token", at_least(0)
+        4,
+        "groups of each step that are written to rollouts/, with the numbers of each trained token",
+        at_least(0),
     )
     trackers: list[str] = field(
         default_factory=lambda: ["tensorboard"],
         metadata={
-            "meaning": "experiment trackers that are given every row of metrics.jsonl (docs/own_run.md); all but tensorboard are extras",
+            "meaning": "experiment trackers that are given every row of metrics.jsonl "
+            "(docs/own_run.md); all but tensorboard are extras",
             "limit": Limit(
                 f"a list of {', '.join(TRACKERS)}, each at most once",
                 lambda names: set(names) <= set(TRACKERS) and len(set(names)) == len(names),
@@ -576,25 +831,37 @@ class ObserveConfig:
             ),
         },
     )
-    project: str = setting("megarl", "the trackers' project (mlflow: experiment) that the run is put in")
-    entity: str | None = setting(None, "owner of the project at wandb (entity) and swanlab (workspace); null: the user who is logged in")
+    project: str = setting(
+        "megarl", "the trackers' project (mlflow: experiment) that the run is put in"
+    )
+    entity: str | None = setting(
+        None,
+        "owner of the project at wandb (entity) and swanlab (workspace); null: the user who is "
+        "logged in",
+    )
     name: str | None = setting(None, "the run's name at the trackers; null: run_dir")
-    tags: list[str] = field(default_factory=list, metadata={"meaning": "the run's tags at wandb, swanlab and mlflow"})
+    tags: list[str] = field(
+        default_factory=list, metadata={"meaning": "the run's tags at wandb, swanlab and mlflow"}
+    )
 
 
 @dataclass
 class LaunchConfig:
     ranks_per_node: int | None = setting(
         None,
-        "trainer or engine ranks on one node; null: its number of GPUs, or without GPUs the smallest number with which all ranks fit",
+        "trainer or engine ranks on one node; null: its number of GPUs, or without GPUs the "
+        "smallest number with which all ranks fit",
         at_least(1),
     )
     interface: str | None = setting(
-        None, "network interface by which nodes reach each other, a name or a pattern such as ib*; null: the default route's"
+        None,
+        "network interface by which nodes reach each other, a name or a pattern such as ib*; "
+        "null: the default route's",
     )
     compile_cache: str | None = setting(
         None,
-        "folder for the kernels that engines and trainers compile; each host has a subfolder. Compiling DeepGEMM's takes 10 to 20 "
+        "folder for the kernels that engines and trainers compile; each host has a subfolder. "
+        "Compiling DeepGEMM's takes 10 to 20 "
         "minutes at the first start. null: ~/.cache/megarl/compiled",
         path=OUTPUT,
     )
@@ -604,23 +871,33 @@ class LaunchConfig:
 class TimeoutConfig:
     """Deadlines in seconds. A wait that expires says who waited for whom, and for what."""
 
-    rendezvous_s: float = setting(600.0, "until all processes of the run are up and connected", seconds())
+    rendezvous_s: float = setting(
+        600.0, "until all processes of the run are up and connected", seconds()
+    )
     collective_s: float = setting(
         1800.0,
-        "one collective of the trainer ranks. It also bounds how long one rank may load, save, or wait for engines while the others "
+        "one collective of the trainer ranks. It also bounds how long one rank may load, save, or "
+        "wait for engines while the others "
         "wait for it",
         seconds(),
     )
     rollouts_s: float = setting(
         3600.0,
-        "the trainer's wait for a batch or for an evaluation, and the generator's for room in the channel",
+        "the trainer's wait for a batch or for an evaluation, and the generator's for room in the "
+        "channel",
         seconds(),
     )
     weights_s: float = setting(600.0, "any part of a weight update", seconds())
     request_s: float = setting(3600.0, "a generation request", seconds())
-    samples_s: float = setting(3600.0, "all samples of a prompt, including turns, tools and scores", seconds())
-    trackers_s: float = setting(60.0, "the trackers (observe.trackers) to finish, when the run has ended", seconds())
-    silence_s: float = setting(60.0, "how long a node's launcher may be silent before the run ends", seconds())
+    samples_s: float = setting(
+        3600.0, "all samples of a prompt, including turns, tools and scores", seconds()
+    )
+    trackers_s: float = setting(
+        60.0, "the trackers (observe.trackers) to finish, when the run has ended", seconds()
+    )
+    silence_s: float = setting(
+        60.0, "how long a node's launcher may be silent before the run ends", seconds()
+    )
 
 
 @dataclass
@@ -629,13 +906,16 @@ class ClusterConfig:
 
     gpu: str = setting(
         "H100",
-        "kind of GPU; cpu: a core, for runs without GPUs, also on nodes with GPUs that PyTorch cannot use",
+        "kind of GPU; cpu: a core, for runs without GPUs, also on nodes with GPUs that PyTorch "
+        "cannot use",
         one_of("RTX4090", "L40S", "A100", "H100", "H200", "B200", "B300", "GB200", "GB300", "cpu"),
     )
     share_gpus: bool | None = setting(
         None,
-        "whether the policy's engines are on the trainer's GPUs, both at the same time and in processes of their own (docs/gpu.md). "
-        "Engines then get the memory that megarl plan leaves them; null: if a run of one trainer rank and one engine rank has one GPU",
+        "whether the policy's engines are on the trainer's GPUs, both at the same time and in "
+        "processes of their own (docs/gpu.md). "
+        "Engines then get the memory that megarl plan leaves them; null: if a run of one trainer "
+        "rank and one engine rank has one GPU",
     )
 
 
@@ -644,17 +924,24 @@ class PlanConfig:
     """What megarl plan assumes. Runs ignore it."""
 
     prompt_tokens: int | None = setting(
-        None, "mean length of a prompt; null: 256. A dry run takes that of data.train instead, where it can read it", at_least(1)
+        None,
+        "mean length of a prompt; null: 256. A dry run takes that of data.train instead, where it "
+        "can read it",
+        at_least(1),
     )
-    response_tokens: int | None = setting(None, "mean length of a response; null: half of rollout.max_tokens", at_least(1))
+    response_tokens: int | None = setting(
+        None, "mean length of a response; null: half of rollout.max_tokens", at_least(1)
+    )
     dropped_share: float | None = setting(
         None,
-        "share of the generated prompts that rollout.dynamic_sampling drops; null: unknown, and not counted",
+        "share of the generated prompts that rollout.dynamic_sampling drops; null: unknown, and "
+        "not counted",
         between(0, 1, open_high=True),
     )
     accept_length: float | None = setting(
         None,
-        "tokens that a pass of an engine yields with generator.speculative (speculative/accept_length); null: unknown, drafts save nothing",
+        "tokens that a pass of an engine yields with generator.speculative "
+        "(speculative/accept_length); null: unknown, drafts save nothing",
         at_least(1),
     )
     simulation: SimulationConfig = field(default_factory=SimulationConfig)
@@ -664,29 +951,46 @@ class PlanConfig:
         return self.prompt_tokens or 256
 
 
-MAX_REWARD = 1e6  # in absolute value: above it the trainer's float32 cannot tell rewards apart that differ by 0.1
+# in absolute value: above it the trainer's float32 cannot tell rewards apart that differ by 0.1
+MAX_REWARD = 1e6
 STRICT = "strict"  # weights.audit
 UNSCORED = "none"  # reward.name
-IGNORE, KEEP, TRAIN = "ignore", "keep", "train"  # trainer.mtp
+IGNORE = "ignore"
+KEEP = "keep"
+TRAIN = "train"  # trainer.mtp
 
 
 @dataclass
 class ModelConfig:
     path: str = setting(
         MISSING,
-        "HF checkpoint: local folder or hub name. A run begins with these weights, or with their warm start in sft.output if it exists",
+        "HF checkpoint: local folder or hub name. A run begins with these weights, or with their "
+        "warm start in sft.output if it exists",
         path=INPUT,
     )
     spec: str | None = setting(
-        None, "config.json to plan with when the checkpoint is not on this machine; null: the one in `path`", path=INPUT
+        None,
+        "config.json to plan with when the checkpoint is not on this machine; null: the one in `path`",
+        path=INPUT,
     )
-    tokenizer: str | None = setting(None, "folder or hub name of the tokenizer; null: the one in `path`", path=INPUT)
+    tokenizer: str | None = setting(
+        None, "folder or hub name of the tokenizer; null: the one in `path`", path=INPUT
+    )
     chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
     family: str | None = setting(
-        None, "a module of your own that knows the tensors of another architecture; null: one of megarl/models", path=MODULE
+        None,
+        "a module of your own that knows the tensors of another architecture; null: one of "
+        "megarl/models",
+        path=MODULE,
     )
-    dtype: str = setting("bfloat16", "dtype of the trainer's parameters and of weights on the wire", one_of("float32", "bfloat16"))
-    random_init: bool = setting(False, "megarl sft starts from random weights; `path` then only needs config and tokenizer")
+    dtype: str = setting(
+        "bfloat16",
+        "dtype of the trainer's parameters and of weights on the wire",
+        one_of("float32", "bfloat16"),
+    )
+    random_init: bool = setting(
+        False, "megarl sft starts from random weights; `path` then only needs config and tokenizer"
+    )
 
 
 @dataclass
@@ -700,44 +1004,72 @@ class TrainerConfig:
     dp: int = setting(1, "data parallel size", at_least(1))
     zero: int = setting(
         1,
-        "0: plain data parallel; 1: distributed optimizer, whose state is split over the data-parallel ranks",
+        "0: plain data parallel; 1: distributed optimizer, whose state is split over the "
+        "data-parallel ranks",
         one_of(0, 1),
     )
-    first_stage_layers: int | None = setting(None, "layers of the first pipeline stage; null: as many as the others", at_least(1))
-    last_stage_layers: int | None = setting(None, "layers of the last pipeline stage; null: as many as the others", at_least(1))
-    local_layers: bool = setting(
-        False, "on GPUs without Transformer Engine: train with Megatron's own layers, which are much slower, instead of refusing to start"
+    first_stage_layers: int | None = setting(
+        None, "layers of the first pipeline stage; null: as many as the others", at_least(1)
     )
-    sequence_parallel: bool = setting(False, "split norms and residuals along the sequence over the tp ranks")
-    recompute: bool = setting(False, "recompute activations in the backward pass instead of keeping them")
+    last_stage_layers: int | None = setting(
+        None, "layers of the last pipeline stage; null: as many as the others", at_least(1)
+    )
+    local_layers: bool = setting(
+        False,
+        "on GPUs without Transformer Engine: train with Megatron's own layers, which are much "
+        "slower, instead of refusing to start",
+    )
+    sequence_parallel: bool = setting(
+        False, "split norms and residuals along the sequence over the tp ranks"
+    )
+    recompute: bool = setting(
+        False, "recompute activations in the backward pass instead of keeping them"
+    )
     routing_replay: bool = setting(
         False,
-        "mixture of experts: in training and scoring, each token goes to the experts that the engine chose when it generated the "
+        "mixture of experts: in training and scoring, each token goes to the experts that the "
+        "engine chose when it generated the "
         "token (R3; docs/algorithms.md), not to those of the trainer's own router",
     )
     mtp: str = setting(
         IGNORE,
-        "the model's layer for multi-token prediction (docs/multi-token.md). ignore: it is not loaded; keep: it is loaded, and is in "
+        "the model's layer for multi-token prediction (docs/multi-token.md). ignore: it is not "
+        "loaded; keep: it is loaded, and is in "
         "checkpoints and exports as it was; train: it learns beside the policy, which it does not change",
         one_of(IGNORE, KEEP, TRAIN),
     )
     minibatches: int = setting(
         1,
-        "optimizer steps in one pass over a batch, which is split by prompts; must divide rollout.prompts_per_step (docs/algorithms.md)",
+        "optimizer steps in one pass over a batch, which is split by prompts; must divide "
+        "rollout.prompts_per_step (docs/algorithms.md)",
         at_least(1),
     )
-    epochs: int = setting(1, "passes over each batch of rollouts, with its prompts in another order each time", at_least(1))
-    max_tokens_per_microbatch: int = setting(8192, "most tokens of a microbatch, which is what a rank computes at a time", at_least(1))
+    epochs: int = setting(
+        1,
+        "passes over each batch of rollouts, with its prompts in another order each time",
+        at_least(1),
+    )
+    max_tokens_per_microbatch: int = setting(
+        8192, "most tokens of a microbatch, which is what a rank computes at a time", at_least(1)
+    )
     logprob_chunk_tokens: int = setting(
-        2048, "tokens whose logits are in memory at a time; fewer take less memory, and use a GPU less well", at_least(1)
+        2048,
+        "tokens whose logits are in memory at a time; fewer take less memory, and use a GPU less well",
+        at_least(1),
     )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     megatron: dict[str, Any] = field(
-        default_factory=dict, metadata={"meaning": "further settings of the model, by the names of Megatron's TransformerConfig"}
+        default_factory=dict,
+        metadata={
+            "meaning": "further settings of the model, by the names of Megatron's TransformerConfig"
+        },
     )
     ddp: dict[str, Any] = field(
         default_factory=dict,
-        metadata={"meaning": "further settings of data parallelism, by the names of Megatron's DistributedDataParallelConfig"},
+        metadata={
+            "meaning": "further settings of data parallelism, by the names of Megatron's "
+            "DistributedDataParallelConfig"
+        },
     )
 
     @property
@@ -754,22 +1086,37 @@ UNQUANTISED = "none"  # generator.groups.NAME.quantization
 class GroupConfig:
     """Engines that differ from the others of the run; null: as the generator's."""
 
-    engines: int | None = setting(None, "how many of them; null: generator.engines, and so for all keys of a group", at_least(1))
+    engines: int | None = setting(
+        None,
+        "how many of them; null: generator.engines, and so for all keys of a group",
+        at_least(1),
+    )
     tp: int | None = setting(None, "tensor parallel size of an engine", at_least(1))
     ep: int | None = setting(None, "expert parallel size of an engine", at_least(1))
     dp_attention: int | None = setting(None, "replicas of attention inside an engine", at_least(1))
     quantization: str | None = setting(
         None,
-        f"format of the engines' linear layers, as generator.quantization; {UNQUANTISED}: model.dtype",
+        f"format of the engines' linear layers, as generator.quantization; {UNQUANTISED}: "
+        "model.dtype",
         one_of(UNQUANTISED, *FP8_FORMATS),
     )
     max_concurrency: int | None = setting(
-        None, "requests in flight per engine. Rollouts go to the groups in proportion to it, so it is also a group's share", at_least(1)
+        None,
+        "requests in flight per engine. Rollouts go to the groups in proportion to it, so it is "
+        "also a group's share",
+        at_least(1),
     )
     kv_cache_tokens: int | None = setting(None, "tokens of an engine's KV cache", at_least(1))
-    mem_fraction: float | None = setting(None, "fraction of GPU memory for weights and KV cache together", between(0, 1, open_low=True))
+    mem_fraction: float | None = setting(
+        None,
+        "fraction of GPU memory for weights and KV cache together",
+        between(0, 1, open_low=True),
+    )
     server_args: dict[str, Any] = field(
-        default_factory=dict, metadata={"meaning": "further arguments of these engines, in addition to generator.server_args"}
+        default_factory=dict,
+        metadata={
+            "meaning": "further arguments of these engines, in addition to generator.server_args"
+        },
     )
 
 
@@ -778,10 +1125,15 @@ class GeneratorConfig:
     engines: int = setting(1, "SGLang servers", at_least(1))
     tp: int = setting(1, "tensor parallel size of an engine", at_least(1))
     ep: int = setting(1, "expert parallel size of an engine", at_least(1))
-    dp_attention: int = setting(1, "replicas of attention inside an engine, for mixtures of experts: SGLang's attn_dp_size", at_least(1))
+    dp_attention: int = setting(
+        1,
+        "replicas of attention inside an engine, for mixtures of experts: SGLang's attn_dp_size",
+        at_least(1),
+    )
     quantization: str | None = setting(
         None,
-        "keep the engines' linear layers in e4m3, with a scale per 128x128 block, output channel or tensor, and all else in "
+        "keep the engines' linear layers in e4m3, with a scale per 128x128 block, output channel "
+        "or tensor, and all else in "
         "bfloat16; null: model.dtype",
         one_of(*FP8_FORMATS),
     )
@@ -791,68 +1143,104 @@ class GeneratorConfig:
         "tokens of an engine's KV cache, over all replicas of attention; null: what mem_fraction leaves",
         at_least(1),
     )
-    mem_fraction: float = setting(0.85, "fraction of GPU memory for weights and KV cache together", between(0, 1, open_low=True))
+    mem_fraction: float = setting(
+        0.85,
+        "fraction of GPU memory for weights and KV cache together",
+        between(0, 1, open_low=True),
+    )
     startup_timeout_s: float = setting(900.0, "time for an engine to start and answer", seconds())
     on_failure: str = setting(
         "restart",
-        "what happens when an engine dies or hangs. restart: it is started again, gets the current weights, and serves again; drop: the "
-        "other engines do its work; fail: the run ends. With restart and drop its unfinished requests go to other engines. If weights go "
+        "what happens when an engine dies or hangs. restart: it is started again, gets the "
+        "current weights, and serves again; drop: the "
+        "other engines do its work; fail: the run ends. With restart and drop its unfinished "
+        "requests go to other engines. If weights go "
         "by gloo or nccl (weights.transport), the run always ends at the next update",
         one_of("restart", "drop", "fail"),
     )
     max_restarts: int = setting(
-        3, "restarts of one engine; the run ends if it dies once more, or exits by itself before it has ever answered", at_least(0)
+        3,
+        "restarts of one engine; the run ends if it dies once more, or exits by itself before it "
+        "has ever answered",
+        at_least(0),
     )
-    health_s: float = setting(60.0, "an engine that gives no sign of life for this long counts as hanging", seconds(5))
+    health_s: float = setting(
+        60.0, "an engine that gives no sign of life for this long counts as hanging", seconds(5)
+    )
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     server_args: dict[str, Any] = field(
-        default_factory=dict, metadata={"meaning": "further arguments of the engines, by the names of SGLang's ServerArgs"}
+        default_factory=dict,
+        metadata={
+            "meaning": "further arguments of the engines, by the names of SGLang's ServerArgs"
+        },
     )
     groups: dict[str, GroupConfig | None] = field(
         default_factory=dict,
         metadata={
-            "meaning": "engines of several shapes, by the names of their groups; empty: all engines are alike. Each group has the keys "
+            "meaning": "engines of several shapes, by the names of their groups; empty: all "
+            "engines are alike. Each group has the keys "
             "above, unless it sets its own (docs/cluster.md); NAME=null removes one"
         },
     )
 
     @property
     def shapes(self) -> dict[str, GeneratorConfig]:
-        """The settings of each group of engines, by its name. Without groups all engines are one, whose name is empty."""
+        """The settings of each group of engines, by its name.
+
+        Without groups all engines are one, whose name is empty.
+        """
         own = {name: group for name, group in self.groups.items() if group is not None}
-        return {name: self._of(group) for name, group in own.items()} or {"": replace(self, groups={})}
+        return {name: self._of(group) for name, group in own.items()} or {
+            "": replace(self, groups={})
+        }
 
     def _of(self, group: GroupConfig) -> GeneratorConfig:
-        given = {each.name: value for each in fields(group) if (value := getattr(group, each.name)) is not None}
+        given = {
+            each.name: value
+            for each in fields(group)
+            if (value := getattr(group, each.name)) is not None
+        }
         if given.get("quantization") == UNQUANTISED:
             given["quantization"] = None
-        return replace(self, **given | {"server_args": self.server_args | group.server_args, "groups": {}})
+        return replace(
+            self, **given | {"server_args": self.server_args | group.server_args, "groups": {}}
+        )
 
 
 @dataclass
 class AsyncConfig:
     capacity: int | None = setting(
-        1, "capacity of the rollouts channel in steps. 0: synchronous; 1: one step behind; K: a bounded queue; null: unbounded", at_least(0)
+        1,
+        "capacity of the rollouts channel in steps. 0: synchronous; 1: one step behind; K: a "
+        "bounded queue; null: unbounded",
+        at_least(0),
     )
     max_staleness: int | None = setting(
         None,
-        "how many weight versions the oldest token of a group may be behind when the group is used. Older groups are rejected and "
+        "how many weight versions the oldest token of a group may be behind when the group is "
+        "used. Older groups are rejected and "
         "generated again, and no rollout begins further ahead; null: no limit beyond capacity's",
         at_least(0),
     )
     max_in_flight: int | None = setting(
-        None, "most prompts in flight at a time, over all of generator.engines; null: rollout.prompts_per_step", at_least(1)
+        None,
+        "most prompts in flight at a time, over all of generator.engines; null: "
+        "rollout.prompts_per_step",
+        at_least(1),
     )
     partial_rollout: str = setting(
         "in_flight",
-        "what a weight update does to running requests. block: waits for rollouts to finish, and begins none; in_flight: pauses requests "
-        "and keeps their KV cache; retract: pauses them and computes their KV cache anew; abort: begins them again from the prompt, once; "
+        "what a weight update does to running requests. block: waits for rollouts to finish, and "
+        "begins none; in_flight: pauses requests "
+        "and keeps their KV cache; retract: pauses them and computes their KV cache anew; abort: "
+        "begins them again from the prompt, once; "
         "resume: cuts them and continues from prompt and prefix",
         one_of("block", "in_flight", "retract", "abort", "resume"),
     )
     chunk_tokens: int | None = setting(
         None,
-        "with partial_rollout=resume, the most tokens of one request: longer responses are cut into several requests; null: a quarter of "
+        "with partial_rollout=resume, the most tokens of one request: longer responses are cut "
+        "into several requests; null: a quarter of "
         "rollout.max_tokens",
         at_least(1),
     )
@@ -873,9 +1261,13 @@ _REWARDS = one_of(
 @dataclass
 class PartConfig:
     name: str = setting(MISSING, "how this part is scored, as reward.name", _REWARDS, MODULE)
-    weight: float = setting(1.0, "what the part's score is multiplied by in the sum", between(-MAX_REWARD, MAX_REWARD))
+    weight: float = setting(
+        1.0, "what the part's score is multiplied by in the sum", between(-MAX_REWARD, MAX_REWARD)
+    )
     failed_score: float | None = setting(
-        None, "the part's score if scoring failed; null: reward.failed_score", between(-MAX_REWARD, MAX_REWARD)
+        None,
+        "the part's score if scoring failed; null: reward.failed_score",
+        between(-MAX_REWARD, MAX_REWARD),
     )
 
 
@@ -883,54 +1275,76 @@ class PartConfig:
 class CodeConfig:
     test_timeout_s: float = setting(6.0, "time limit of a program on one test", seconds())
     timeout_s: float = setting(120.0, "time limit of a program on all tests together", seconds())
-    memory_mib: int = setting(2048, "memory limit of a program, all its processes together", at_least(256))
+    memory_mib: int = setting(
+        2048, "memory limit of a program, all its processes together", at_least(256)
+    )
 
 
 @dataclass
 class RewardConfig:
     name: str = setting(
         "math",
-        "how a response is scored. math: 1 if its final answer equals the reference mathematically, else 0; last_number: 1 if the last "
-        "number of a list does; choice: 1 if it chooses the letter A to J that is the reference; ifeval: 1 if it follows all instructions "
-        "of the reference; code: 1 if its program passes all tests of the reference (docs/evaluation.md); none: nothing is scored, for a "
-        "run that learns from teachers alone; a function of your own (docs/extending.md); or a model of `roles` (docs/rewards.md)",
+        "how a response is scored. math: 1 if its final answer equals the reference "
+        "mathematically, else 0; last_number: 1 if the last "
+        "number of a list does; choice: 1 if it chooses the letter A to J that is the reference; "
+        "ifeval: 1 if it follows all instructions "
+        "of the reference; code: 1 if its program passes all tests of the reference "
+        "(docs/evaluation.md); none: nothing is scored, for a "
+        "run that learns from teachers alone; a function of your own (docs/extending.md); or a "
+        "model of `roles` (docs/rewards.md)",
         _REWARDS,
         MODULE,
     )
     parts: dict[str, PartConfig | None] = field(
         default_factory=dict,
-        metadata={"meaning": "the reward is the weighted sum of these, and `name` does not count; NAME=null removes one"},
+        metadata={
+            "meaning": "the reward is the weighted sum of these, and `name` does not count; "
+            "NAME=null removes one"
+        },
     )
     workers: int | None = setting(
         None,
-        "processes that score responses; null: one for every four cores of the generator's host, at least 1 and at most 32",
+        "processes that score responses; null: one for every four cores of the generator's host, "
+        "at least 1 and at most 32",
         at_least(1),
     )
     timeout_s: float = setting(5.0, "time limit of scoring a response", seconds())
-    memory_mib: int = setting(1024, "memory limit of a worker process, beyond what it has after its imports", at_least(256))
+    memory_mib: int = setting(
+        1024,
+        "memory limit of a worker process, beyond what it has after its imports",
+        at_least(256),
+    )
     code: CodeConfig = field(default_factory=CodeConfig)
     failed_score: float = setting(
         0.0,
-        "score of a response whose scoring failed: it took longer than timeout_s, raised ValueError, ran out of memory, or ended its"
-        " process. The response stays in its group; if it were left out, breaking the verifier would cost nothing. If the worst "
+        "score of a response whose scoring failed: it took longer than timeout_s, raised "
+        "ValueError, ran out of memory, or ended its"
+        " process. The response stays in its group; if it were left out, breaking the verifier "
+        "would cost nothing. If the worst "
         "score is not 0, set this to the worst score",
         between(-MAX_REWARD, MAX_REWARD),
     )
     max_failed_fraction: float = setting(
-        0.5, "the run ends if more than this share of a step's or an evaluation's scores failed; 1: never", between(0, 1)
+        0.5,
+        "the run ends if more than this share of a step's or an evaluation's scores failed; 1: never",
+        between(0, 1),
     )
     unfinished_penalty: float = setting(
-        0.0, "in training, taken off the reward of a response that was cut at rollout.max_tokens", between(0, MAX_REWARD)
+        0.0,
+        "in training, taken off the reward of a response that was cut at rollout.max_tokens",
+        between(0, MAX_REWARD),
     )
     unfinished_score: float | None = setting(
         None,
-        "in training, the reward of every response that was cut at rollout.max_tokens, whatever it scored; null: its score, less "
+        "in training, the reward of every response that was cut at rollout.max_tokens, whatever "
+        "it scored; null: its score, less "
         "unfinished_penalty",
         between(-MAX_REWARD, MAX_REWARD),
     )
     overlong_tokens: int = setting(
         0,
-        "in training, a response that ends within this many tokens of rollout.max_tokens loses reward: the longer, the more, up to "
+        "in training, a response that ends within this many tokens of rollout.max_tokens loses "
+        "reward: the longer, the more, up to "
         "overlong_penalty at full length (DAPO's soft overlong punishment); 0: none",
         at_least(0),
     )
@@ -941,7 +1355,8 @@ class RewardConfig:
 class WeightsConfig:
     transport: str = setting(
         "auto",
-        "how weights reach the engines. auto: each pair of ranks takes the first that works of cuda_ipc or shared_memory (on one "
+        "how weights reach the engines. auto: each pair of ranks takes the first that works of "
+        "cuda_ipc or shared_memory (on one "
         "host), mooncake (RDMA with GPUs and InfiniBand, else TCP), nccl, gloo",
         one_of(
             "auto",
@@ -957,34 +1372,43 @@ class WeightsConfig:
     )
     relay: str = setting(
         "auto",
-        "whether engines pass weights on to each other. auto: to other engines of the same host, so that weights reach a host over the "
-        "network only once; engines: also to other hosts, as far as that shortens the update (docs/transports.md); off: no",
+        "whether engines pass weights on to each other. auto: to other engines of the same host, "
+        "so that weights reach a host over the "
+        "network only once; engines: also to other hosts, as far as that shortens the update "
+        "(docs/transports.md); off: no",
         one_of("auto", "engines", "off"),
     )
     audit: str = setting(
         STRICT,
-        "on: after every update, hashes compare the engines' memory with what was sent. Memory that no update writes, such as rotary"
-        " caches and tensors derived from weights, must not have changed. strict: also, before an update and at the end, "
-        "hashes compare the memory with what the last update left; a run ends if engines may hold copies of old weights. off: no "
+        "on: after every update, hashes compare the engines' memory with what was sent. Memory "
+        "that no update writes, such as rotary"
+        " caches and tensors derived from weights, must not have changed. strict: also, before an "
+        "update and at the end, "
+        "hashes compare the memory with what the last update left; a run ends if engines may hold "
+        "copies of old weights. off: no "
         "audit. true and false mean on and off",
         one_of("off", "on", STRICT, spelled={"true": "on", "false": "off"}),
     )
 
     delta: str = setting(
         "off",
-        "auto: an update carries only what has changed since the last one, if that takes at most half of the bytes. Trainer ranks "
-        "then keep what they sent last (docs/transports.md says when that pays). off: every update carries everything",
+        "auto: an update carries only what has changed since the last one, if that takes at most "
+        "half of the bytes. Trainer ranks "
+        "then keep what they sent last (docs/transports.md says when that pays). off: every "
+        "update carries everything",
         one_of("off", "auto", spelled={"false": "off"}),
     )
     delta_refresh: int = setting(
         50,
-        "with weights.delta=auto, one update in this many carries everything. If too much has changed, this many updates pass before"
+        "with weights.delta=auto, one update in this many carries everything. If too much has "
+        "changed, this many updates pass before"
         " changes are looked for again",
         at_least(1),
     )
     delta_shadow: str = setting(
         "host",
-        "where trainer ranks on GPUs keep what they sent last. host: host memory, which the GPU reads over its host link; device: "
+        "where trainer ranks on GPUs keep what they sent last. host: host memory, which the GPU "
+        "reads over its host link; device: "
         "GPU memory. megarl plan counts either",
         one_of("host", "device"),
     )
@@ -1015,46 +1439,79 @@ class SuiteConfig(DatasetConfig):
 
     benchmark: str | None = setting(
         None,
-        "a known benchmark, asked and graded in its usual way (docs/evaluation.md); prompt_key, answer_key and eval.reward then do "
+        "a known benchmark, asked and graded in its usual way (docs/evaluation.md); prompt_key, "
+        "answer_key and eval.reward then do "
         "not count; null: none",
         one_of(*GRADERS),
     )
     source: str = setting(
-        OWN_PLACE, "where rows come from, as data.eval.source says; benchmark: from the benchmark's own place on the hub", path=INPUT
+        OWN_PLACE,
+        "where rows come from, as data.eval.source says; benchmark: from the benchmark's own "
+        "place on the hub",
+        path=INPUT,
     )
-    since: str | None = setting(None, "livecodebench: only the problems of this date or later, such as 2024-08-01; null: all", _DATE)
-    until: str | None = setting(None, "livecodebench: only the problems of this date or earlier; null: all", _DATE)
+    since: str | None = setting(
+        None,
+        "livecodebench: only the problems of this date or later, such as 2024-08-01; null: all",
+        _DATE,
+    )
+    until: str | None = setting(
+        None, "livecodebench: only the problems of this date or earlier; null: all", _DATE
+    )
     samples: int | None = setting(None, "samples per prompt; null: eval.samples", at_least(1))
-    temperature: float | None = setting(None, "sampling temperature; null: eval.temperature", at_least(0))
+    temperature: float | None = setting(
+        None, "sampling temperature; null: eval.temperature", at_least(0)
+    )
     top_p: float | None = setting(None, "as rollout.top_p; null: eval.top_p", _TOP_P)
     top_k: int | None = setting(None, "as rollout.top_k; null: eval.top_k", _TOP_K)
     min_p: float | None = setting(None, "as rollout.min_p; null: eval.min_p", _MIN_P)
     stop: list[str] | None = setting(None, "as rollout.stop; null: eval.stop", _STOP)
-    max_tokens: int | None = setting(None, "longest response in tokens; null: eval.max_tokens", at_least(1))
+    max_tokens: int | None = setting(
+        None, "longest response in tokens; null: eval.max_tokens", at_least(1)
+    )
 
 
 @dataclass
 class EvalConfig:
-    every: int = setting(0, "steps between evaluations inside a run; 0: only before the first and after the last step", at_least(0))
+    every: int = setting(
+        0,
+        "steps between evaluations inside a run; 0: only before the first and after the last step",
+        at_least(0),
+    )
     engines: int = setting(
         0,
-        "further engines, with the generator's sizes, which evaluate while training goes on and serve no rollouts "
+        "further engines, with the generator's sizes, which evaluate while training goes on and "
+        "serve no rollouts "
         "(docs/evaluation.md); 0: the generator's engines evaluate between two updates",
         at_least(0),
     )
     samples: int = setting(
-        1, "samples per prompt, for avg@k, pass@k and maj@k (docs/evaluation.md); more than one needs a temperature", at_least(1)
+        1,
+        "samples per prompt, for avg@k, pass@k and maj@k (docs/evaluation.md); more than one "
+        "needs a temperature",
+        at_least(1),
     )
     temperature: float = setting(0.0, "sampling temperature; 0: greedy", at_least(0))
     top_p: float | None = setting(None, "nucleus sampling; 1: off; null: rollout.top_p", _TOP_P)
-    top_k: int | None = setting(None, "sample from the k likeliest tokens; -1: off; null: rollout.top_k", _TOP_K)
+    top_k: int | None = setting(
+        None, "sample from the k likeliest tokens; -1: off; null: rollout.top_k", _TOP_K
+    )
     min_p: float | None = setting(None, "as rollout.min_p; 0: off; null: rollout.min_p", _MIN_P)
     stop: list[str] | None = setting(None, "as rollout.stop; []: none; null: rollout.stop", _STOP)
-    max_tokens: int | None = setting(None, "longest response in tokens; null: rollout.max_tokens", at_least(1))
-    limit: int | None = setting(None, "use only this many prompts of each held-out set, from the first on; null: all", at_least(1))
-    reward: str | None = setting(None, "how responses are scored, as reward.name; null: as in training", _REWARDS)
+    max_tokens: int | None = setting(
+        None, "longest response in tokens; null: rollout.max_tokens", at_least(1)
+    )
+    limit: int | None = setting(
+        None,
+        "use only this many prompts of each held-out set, from the first on; null: all",
+        at_least(1),
+    )
+    reward: str | None = setting(
+        None, "how responses are scored, as reward.name; null: as in training", _REWARDS
+    )
     suites: dict[str, SuiteConfig | None] = field(
-        default_factory=dict, metadata={"meaning": "held-out sets besides data.eval, by name; NAME=null removes one"}
+        default_factory=dict,
+        metadata={"meaning": "held-out sets besides data.eval, by name; NAME=null removes one"},
     )
 
 
@@ -1068,7 +1525,8 @@ class RunConfig:
     async_: AsyncConfig = field(default_factory=AsyncConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     roles: dict[str, RoleConfig | None] = field(
-        default_factory=dict, metadata={"meaning": "models beside the policy, by name; NAME=null removes one"}
+        default_factory=dict,
+        metadata={"meaning": "models beside the policy, by name; NAME=null removes one"},
     )
     critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -1083,21 +1541,29 @@ class RunConfig:
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
-    max_steps: int = setting(100, "steps of the whole run. Each step trains on a batch and makes a version of the weights", at_least(1))
+    max_steps: int = setting(
+        100,
+        "steps of the whole run. Each step trains on a batch and makes a version of the weights",
+        at_least(1),
+    )
     seed: int = setting(
         0,
-        "seed of everything random in the run: initial weights, order of prompts, each sample (docs/asynchrony.md, section Repeating a "
+        "seed of everything random in the run: initial weights, order of prompts, each sample "
+        "(docs/asynchrony.md, section Repeating a "
         "run). For results equal to the last bit, see deterministic",
         between(0, 2**31 - 1),
     )
     deterministic: bool = setting(
         False,
-        "engines compute a response in the same way whatever else they answer (SGLang's --enable-deterministic-inference). With "
-        "async.capacity=0, two runs of one seed are then equal to the last bit on CPUs. It costs speed (docs/asynchrony.md)",
+        "engines compute a response in the same way whatever else they answer (SGLang's "
+        "--enable-deterministic-inference). With "
+        "async.capacity=0, two runs of one seed are then equal to the last bit on CPUs. It costs "
+        "speed (docs/asynchrony.md)",
     )
     run_dir: str = setting(
         "runs/default",
-        "folder that the run writes to; if missing, it is created, accessible to this user only. A run continues from its last checkpoint "
+        "folder that the run writes to; if missing, it is created, accessible to this user only. "
+        "A run continues from its last checkpoint "
         "there",
         path=OUTPUT,
     )

@@ -31,16 +31,26 @@ if TYPE_CHECKING:
 
 
 def value_loss(values: Tensor, microbatch: Microbatch, clip: float | None) -> LossOutput:
-    """Half the sum over the policy's tokens of max((V - R)^2, (V' - R)^2). V' is V, clipped to at most `clip` from the value at the start
-    of the batch (as in the implementation of Schulman et al. 2017, arXiv:1707.06347)."""
-    mask, old, returns = microbatch.loss_mask, microbatch.old_values, microbatch.returns
+    """Half the sum over the policy's tokens of max((V - R)^2, (V' - R)^2).
+
+    V' is V, clipped to at most `clip` from the value at the start of the batch (as in the
+    implementation of Schulman et al. 2017, arXiv:1707.06347).
+    """
+    mask = microbatch.loss_mask
+    old = microbatch.old_values
+    returns = microbatch.returns
     assert old is not None and returns is not None
-    error, clipped = (values - returns).square(), torch.zeros_like(mask)
+    error = (values - returns).square()
+    clipped = torch.zeros_like(mask)
     if clip is not None:
         bounded = (old + (values - old).clamp(-clip, clip) - returns).square()
         clipped = ((values - old).abs() > clip) & (bounded > error)
         error = torch.maximum(error, bounded)
-    sums = {"tokens": mask.sum(), "values": torch.where(mask, values.detach(), 0.0).sum(), "values_clipped": (clipped & mask).sum()}
+    sums = {
+        "tokens": mask.sum(),
+        "values": torch.where(mask, values.detach(), 0.0).sum(),
+        "values_clipped": (clipped & mask).sum(),
+    }
     return LossOutput(torch.where(mask, error, 0.0).sum() / 2, sums)
 
 
@@ -53,15 +63,16 @@ def make_critic(plan: RunPlan, policy: MegatronTrainer) -> MegatronTrainer:
     critic = MegatronTrainer(
         plan.critic.with_scalar_head(),
         plan.trainer_topology,
-        replace(config.trainer, routing_replay=False),  # the recorded routing is that of the policy's routers
+        # the recorded routing is that of the policy's routers
+        replace(config.trainer, routing_replay=False),
         config.model.dtype,
         config.seed,
         total_steps=config.max_steps * config.trainer.optimizer_steps,
         timeout_s=config.timeouts.collective_s,
         optimizer=config.critic.optimizer,
     )
-    # A rank has only the tokens of the policy's share of a batch. So both models must divide the batch in the same way, whatever the cost
-    # of attention in each.
+    # A rank has only the tokens of the policy's share of a batch. So both models must divide the
+    # batch in the same way, whatever the cost of attention in each.
     critic.squares = policy.squares
     return critic
 
@@ -69,8 +80,12 @@ def make_critic(plan: RunPlan, policy: MegatronTrainer) -> MegatronTrainer:
 def begin_critic(critic: MegatronTrainer, plan: RunPlan) -> None:
     """Loads the initial weights."""
     assert plan.critic is not None
-    # A new head is all zeros. So the first values are 0, and nothing random is in the first advantages.
-    critic.load_hf(critic_path(plan.config)[1] or plan.weights_path, None if plan.critic.head == critic.spec.head else "zeros")
+    # A new head is all zeros. So the first values are 0, and nothing random is in the first
+    # advantages.
+    critic.load_hf(
+        critic_path(plan.config)[1] or plan.weights_path,
+        None if plan.critic.head == critic.spec.head else "zeros",
+    )
 
 
 # The optimizer steps of policy and critic on a batch (PPO).
@@ -80,23 +95,31 @@ def begin_critic(critic: MegatronTrainer, plan: RunPlan) -> None:
 class ActorCriticSteps(BatchSteps):
     """Makes an optimizer step of the policy and one of the critic for each mini-batch.
 
-    Advantages and returns are computed from the values under the weights that the batch began with. A rank knows the values of all
-    sequences, but computes advantages only for sequences whose tokens it has.
+    Advantages and returns are computed from the values under the weights that the batch began with.
+    A rank knows the values of all sequences, but computes advantages only for sequences whose
+    tokens it has.
     """
 
     critic: MegatronTrainer = field(kw_only=True)
     _told: dict[str, float] = field(default_factory=dict, kw_only=True)
 
     def train(self, batch: Batch) -> list[StepResult]:
-        """Returns the policy's results. Empty during `critic.warmup_steps`, when the policy does not change."""
+        """Returns the policy's results.
+
+        Empty during `critic.warmup_steps`, when the policy does not change.
+        """
         sequences, cut = self._cut(batch)
         frozen = self._frozen(sequences, cut)
         values = self._by_places(self.critic.token_values, sequences, cut)
         rewards = self.rewards(batch)
         advantages, returns = self._estimates(sequences, values, rewards.flatten().tolist(), frozen)
         advantages, told = self._whitened(cut, sequences, advantages, returns, values)
-        weighted = {place: _with_advantages(sequence, advantages.get(place)) for place, sequence in sequences.items()}
-        results, of_critic = [], []
+        weighted = {
+            place: _with_advantages(sequence, advantages.get(place))
+            for place, sequence in sequences.items()
+        }
+        results = []
+        of_critic = []
         for each in cut:
             if batch.step >= self.config.critic.warmup_steps:
                 ages = None if results else self._ages(batch, each.places, sequences)
@@ -109,7 +132,9 @@ class ActorCriticSteps(BatchSteps):
     def value_metrics(self) -> dict[str, float]:
         return self._told
 
-    def _critic_step(self, minibatch: MiniBatch, sequences: Sequences, values: Scores, returns: Scores) -> StepResult:
+    def _critic_step(
+        self, minibatch: MiniBatch, sequences: Sequences, values: Scores, returns: Scores
+    ) -> StepResult:
         elsewhere = np.empty(0, np.float32)  # stands for the sequences of other data-parallel ranks
         result = self.critic.train_step(
             [sequences[place] for place in minibatch.places],
@@ -124,11 +149,17 @@ class ActorCriticSteps(BatchSteps):
     def _estimates(
         self, sequences: Sequences, values: Scores, rewards: list[float], frozen: Frozen
     ) -> tuple[Mapping[int, np.ndarray], Scores]:
-        """Advantages and returns of the sequences whose tokens this rank has, keyed by their places in the batch. Each is as long as its
-        sequence, and 0 on tokens that the policy did not write. The reward of a response is given to its last token. A KL penalty in the
-        reward is given to each token."""
+        """Advantages and returns of the sequences whose tokens this rank has, keyed by their places
+        in the batch. Each is as long as its sequence, and 0 on tokens that the policy did not
+        write. The reward of a response is given to its last token. A KL penalty in the reward is
+        given to each token.
+        """
         assert self.algorithm.gae is not None
-        own = {place: np.flatnonzero(each.loss_mask) for place, each in sequences.items() if isinstance(each, TrainSequence)}
+        own = {
+            place: np.flatnonzero(each.loss_mask)
+            for place, each in sequences.items()
+            if isinstance(each, TrainSequence)
+        }
         own = {place: tokens for place, tokens in own.items() if len(tokens)}
         of_tokens = []
         for place, tokens in own.items():
@@ -136,11 +167,17 @@ class ActorCriticSteps(BatchSteps):
             row[-1] = rewards[place]
             if self.algorithm.penalizes_rewards:
                 assert frozen.reference is not None and frozen.proximal is not None
-                both = (torch.from_numpy(scores[place][tokens]) for scores in (frozen.proximal, frozen.reference))
+                both = (
+                    torch.from_numpy(scores[place][tokens])
+                    for scores in (frozen.proximal, frozen.reference)
+                )
                 row -= self.algorithm.penalties(*both).numpy()
             of_tokens.append(row)
-        found = self.algorithm.gae.advantages(of_tokens, [values[place][tokens].astype(np.float64) for place, tokens in own.items()])
-        advantages, returns = {}, {}
+        found = self.algorithm.gae.advantages(
+            of_tokens, [values[place][tokens].astype(np.float64) for place, tokens in own.items()]
+        )
+        advantages = {}
+        returns = {}
         for (place, tokens), row in zip(own.items(), found, strict=True):
             advantages[place] = np.zeros(len(sequences[place]))
             advantages[place][tokens] = row
@@ -148,18 +185,32 @@ class ActorCriticSteps(BatchSteps):
         return advantages, returns
 
     def _whitened(
-        self, cut: list[MiniBatch], sequences: Sequences, advantages: Mapping[int, np.ndarray], returns: Scores, values: Scores
+        self,
+        cut: list[MiniBatch],
+        sequences: Sequences,
+        advantages: Mapping[int, np.ndarray],
+        returns: Scores,
+        values: Scores,
     ) -> tuple[Mapping[int, np.ndarray], dict[str, float]]:
-        """Advantages with mean 0 and variance 1 over the batch's tokens, if the algorithm wants that. Also metrics of the values before the
-        steps."""
+        """Advantages with mean 0 and variance 1 over the batch's tokens, if the algorithm wants
+        that. Also metrics of the values before the steps.
+        """
         mine: list[int] = []  # over all data-parallel ranks, every place occurs once
         for each in cut[: self.config.trainer.minibatches]:
-            share = self.trainer.shares([sequences[place] for place in each.places])[self.trainer.coordinate.dp]
+            share = self.trainer.shares([sequences[place] for place in each.places])[
+                self.trainer.coordinate.dp
+            ]
             mine += [each.places[index] for index in share if each.places[index] in advantages]
-        masks = [each.loss_mask for each in map(sequences.__getitem__, mine) if isinstance(each, TrainSequence)]
+        masks = [
+            each.loss_mask
+            for each in map(sequences.__getitem__, mine)
+            if isinstance(each, TrainSequence)
+        ]
 
         def moments(rows: list[np.ndarray]) -> list[float]:
-            return Moments.of([row[mask].astype(np.float64) for row, mask in zip(rows, masks, strict=True)])
+            return Moments.of(
+                [row[mask].astype(np.float64) for row, mask in zip(rows, masks, strict=True)]
+            )
 
         kinds = [
             [advantages[place] for place in mine],
@@ -171,7 +222,11 @@ class ActorCriticSteps(BatchSteps):
         told = {
             "returns": wanted.mean,
             "value/mean": wanted.mean - missed.mean,
-            **({"value/explained_variance": 1 - missed.variance / wanted.variance} if wanted.variance > 0 else {}),
+            **(
+                {"value/explained_variance": 1 - missed.variance / wanted.variance}
+                if wanted.variance > 0
+                else {}
+            ),
             "advantage/mean": advantage.mean,
             **({"advantage/std": math.sqrt(advantage.variance)} if advantage.count else {}),
         }
@@ -181,10 +236,14 @@ class ActorCriticSteps(BatchSteps):
         return advantages, told
 
 
-def _with_advantages(sequence: TrainSequence | Elsewhere, advantages: np.ndarray | None) -> TrainSequence | Elsewhere:
+def _with_advantages(
+    sequence: TrainSequence | Elsewhere, advantages: np.ndarray | None
+) -> TrainSequence | Elsewhere:
     if advantages is None or isinstance(sequence, Elsewhere):
         return sequence
-    return msgspec.structs.replace(sequence, advantages=np.where(sequence.loss_mask, advantages, 0.0).astype(np.float32))
+    return msgspec.structs.replace(
+        sequence, advantages=np.where(sequence.loss_mask, advantages, 0.0).astype(np.float32)
+    )
 
 
 def _of_results(results: list[StepResult]) -> dict[str, float]:

@@ -10,11 +10,12 @@ import numpy as np
 
 # Advantages of tokens from a critic's values (PPO).
 #
-# Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, equation 16), over the policy's T tokens in a response. The
-# environment's tokens in between are skipped, as if the policy's next token followed at once:
+# Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, equation 16), over the
+# policy's T tokens in a response. The environment's tokens in between are skipped, as if the
+# policy's next token followed at once:
 #
-#     d_t = r_t + gamma V_(t+1) - V_t         V_t: value of the text before token t; V_T = 0, since a response ends, even if it was cut
-#     A_t = sum over l >= t of (gamma lambda)^(l - t) d_l
+#     d_t = r_t + gamma V_(t+1) - V_t         V_t: value of the text before token t; V_T = 0, since
+#     a response ends, even if it was cut A_t = sum over l >= t of (gamma lambda)^(l - t) d_l
 #     R_t = A_t + V_t                         the target of V_t
 
 
@@ -27,7 +28,9 @@ class Gae:
     gae_lambda: float
     whiten: bool
 
-    def advantages(self, rewards: Sequence[np.ndarray], values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def advantages(
+        self, rewards: Sequence[np.ndarray], values: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
         """[T] float64 for each response, from its tokens' rewards [T] and values [T]."""
         lengths = [len(row) for row in rewards]
         # Responses are rows, padded with zeros, so that values end in 0.
@@ -35,9 +38,15 @@ class Gae:
         for row, (length, *both) in enumerate(zip(lengths, rewards, values, strict=True)):
             padded[:, row, :length] = both
         reward, value = padded
-        found, following = np.zeros_like(reward), np.zeros(len(lengths))
+        found = np.zeros_like(reward)
+        following = np.zeros(len(lengths))
         for t in reversed(range(reward.shape[1] - 1)):
-            following = reward[:, t] + self.gamma * value[:, t + 1] - value[:, t] + self.gamma * self.gae_lambda * following
+            following = (
+                reward[:, t]
+                + self.gamma * value[:, t + 1]
+                - value[:, t]
+                + self.gamma * self.gae_lambda * following
+            )
             found[:, t] = following
         return [row[:length] for row, length in zip(found, lengths)]
 

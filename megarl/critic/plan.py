@@ -15,16 +15,25 @@ from megarl.roles.settings import CRITIC, role_of
 
 
 def find_critic(config: RunConfig, policy: ModelSpec) -> ModelSpec | None:
-    """The shape of the checkpoint that the critic begins with, or else the policy's. None if the algorithm has no critic. Raises
-    ConfigError."""
+    """The shape of the checkpoint that the critic begins with, or else the policy's.
+
+    None if the algorithm has no critic. Raises ConfigError.
+    """
     if not recipes.has_critic(config.algorithm):
         return None
     key, path = critic_path(config)
-    return policy if path is None or any(missing_folder("", path)) else load_spec(path, key, config.model.family)
+    return (
+        policy
+        if path is None or any(missing_folder("", path))
+        else load_spec(path, key, config.model.family)
+    )
 
 
 def critic_path(config: RunConfig) -> tuple[str, str | None]:
-    """The key of the checkpoint that the critic begins with, and its value. A value of None stands for the policy's weights."""
+    """The key of the checkpoint that the critic begins with, and its value.
+
+    A value of None stands for the policy's weights.
+    """
     for name, role in roles_of(config).items():
         if role_of(name, role) == CRITIC:
             return f"roles.{name}.path", role.path
@@ -32,21 +41,30 @@ def critic_path(config: RunConfig) -> tuple[str, str | None]:
 
 
 def check_critic(config: RunConfig, policy: ModelSpec, command: str | None) -> None:
-    """Raises ConfigError with all problems. For commands that come before a run, the checkpoint may still be missing, since one of them
-    makes it."""
+    """Raises ConfigError with all problems.
+
+    For commands that come before a run, the checkpoint may still be missing, since one of them
+    makes it.
+    """
     if not recipes.has_critic(config.algorithm):
-        defaults = {key: setting.default for key, setting in settings().items() if key.startswith("critic.")}
+        defaults = {
+            key: setting.default for key, setting in settings().items() if key.startswith("critic.")
+        }
         changed = [key for key, default in defaults.items() if value_at(config, key) != default]
         if changed:
             what = f"{config.algorithm.name} has no critic; algorithm.name=ppo has one"
-            raise ConfigError([f"{key}={yaml_text(value_at(config, key))}: {what}" for key in changed])
+            raise ConfigError(
+                [f"{key}={yaml_text(value_at(config, key))}: {what}" for key in changed]
+            )
         return
     key, path = critic_path(config)
     if path is None:
         return
     if problems := list(missing_folder(key, path)):
         made = path == config.reward_model.output
-        if command in (None, "sft", "reward-model") or (made and command in ("plan", "reshard", "dry-run")):
+        if command in (None, "sft", "reward-model") or (
+            made and command in ("plan", "reshard", "dry-run")
+        ):
             return
         written = "; megarl reward-model writes it" if made else ""
         raise ConfigError([problem + written for problem in problems])
@@ -55,16 +73,25 @@ def check_critic(config: RunConfig, policy: ModelSpec, command: str | None) -> N
 
 
 def misfits(config: RunConfig, model: ModelSpec, policy: ModelSpec) -> list[str]:
-    """The reasons why a second model cannot be on the trainer's ranks with the trainer's sizes; empty if it can."""
-    topology, problems = trainer_topology(config.trainer), []
+    """The reasons why a second model cannot be on the trainer's ranks with the trainer's sizes;
+    empty if it can.
+    """
+    topology = trainer_topology(config.trainer)
+    problems = []
     if model.vocab_size < policy.vocab_size:
-        problems.append(f"its vocabulary of {model.vocab_size} must have the policy's {policy.vocab_size} tokens")
+        problems.append(
+            f"its vocabulary of {model.vocab_size} must have the policy's {policy.vocab_size} tokens"
+        )
     if model.max_position_embeddings < policy.max_position_embeddings:
-        context = f"its context of {model.max_position_embeddings} tokens must be at least the policy's"
+        context = (
+            f"its context of {model.max_position_embeddings} tokens must be at least the policy's"
+        )
         problems.append(f"{context}, {policy.max_position_embeddings}")
     if bool(model.num_experts) != bool(policy.num_experts):
         problems.append("both it and the policy must have experts, or neither")
     return problems + problems_of(
-        lambda: trainer_parameters(model, topology, "local" if config.cluster.gpu == "cpu" else "te"),
+        lambda: trainer_parameters(
+            model, topology, "local" if config.cluster.gpu == "cpu" else "te"
+        ),
         lambda: stage_of_layer(model.num_layers, topology),
     )

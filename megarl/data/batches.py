@@ -22,25 +22,45 @@ from megarl.models.spec import ModelSpec
 
 
 def sft_batches(config: RunConfig, spec: ModelSpec, done: int = 0) -> Iterator[list[TrainSequence]]:
-    """The batches of `sft.batch_size` sequences from step `done` to `sft.steps`. Batch t depends only on t and `seed`.
+    """The batches of `sft.batch_size` sequences from step `done` to `sft.steps`.
 
-    Raises ConfigError for mistakes in the data, or if a sequence is longer than the model's context.
+    Batch t depends only on t and `seed`.
+
+    Raises ConfigError for mistakes in the data, or if a sequence is longer than the model's
+    context.
     """
-    tokenizer, size = load_tokenizer(config.model), config.sft.batch_size
-    sources = load_sources(config, *sft_data(config), sft_mixture(config), "none", "sft", demonstration_tokens(tokenizer, spec))
+    tokenizer = load_tokenizer(config.model)
+    size = config.sft.batch_size
+    sources = load_sources(
+        config,
+        *sft_data(config),
+        sft_mixture(config),
+        "none",
+        "sft",
+        demonstration_tokens(tokenizer, spec),
+    )
     for step in range(done, config.sft.steps):
         ordinals = range(step * size, (step + 1) * size)
-        yield [sft_sequence(sources[ordinal], tokenizer, spec.max_position_embeddings) for ordinal in ordinals]
+        yield [
+            sft_sequence(sources[ordinal], tokenizer, spec.max_position_embeddings)
+            for ordinal in ordinals
+        ]
 
 
 def sft_held_out(config: RunConfig, spec: ModelSpec) -> list[TrainSequence]:
-    """All sequences of `sft.eval`; empty if that is null. Raises ConfigError as `sft_batches` does."""
+    """All sequences of `sft.eval`; empty if that is null.
+
+    Raises ConfigError as `sft_batches` does.
+    """
     if config.sft.eval is None:
         return []
     tokenizer = load_tokenizer(config.model)
     reading = dropping(config, demonstration_tokens(tokenizer, spec))
     rows = load_rows(config.sft.eval, "sft.eval", config.seed, "none", config.model, reading)
-    return [sft_sequence(rows[number], tokenizer, spec.max_position_embeddings) for number in range(len(rows))]
+    return [
+        sft_sequence(rows[number], tokenizer, spec.max_position_embeddings)
+        for number in range(len(rows))
+    ]
 
 
 def sft_data(config: RunConfig) -> tuple[LearnedConfig, str]:
@@ -49,45 +69,67 @@ def sft_data(config: RunConfig) -> tuple[LearnedConfig, str]:
 
 
 def sft_mixture(config: RunConfig) -> Mixture:
-    """The mixture that megarl sft learns: sft.data alone, or the sources of data.train in the same proportions."""
+    """The mixture that megarl sft learns: sft.data alone, or the sources of data.train in the same
+    proportions.
+    """
     return Mixture() if config.sft.data else train_mixture(config)
 
 
 def demonstration_tokens(tokenizer: Tokenizer, spec: ModelSpec) -> Callable[[Row], int]:
-    """Returns a function that counts the tokens of a row's prompt. It raises RowProblem if prompt and demonstration do not fit the model's
-    context, or if the prompt has unknown characters."""
+    """Returns a function that counts the tokens of a row's prompt.
+
+    It raises RowProblem if prompt and demonstration do not fit the model's context, or if the
+    prompt has unknown characters.
+    """
     context = spec.max_position_embeddings
 
     def count(row: Row) -> int:
-        tokens = count_tokens(row, tokenizer, context - 1, f"{context} tokens of context less 1 for the response")
+        tokens = count_tokens(
+            row, tokenizer, context - 1, f"{context} tokens of context less 1 for the response"
+        )
         try:
             sft_sequence(row, tokenizer, context)
         except ConfigError as error:
             problem = str(error).removeprefix(f"{row.where}: ")
-            raise RowProblem(problem, f"prompt and demonstration of more than {context} tokens, the model's context") from error
+            raise RowProblem(
+                problem,
+                f"prompt and demonstration of more than {context} tokens, the model's context",
+            ) from error
         return tokens
 
     return count
 
 
 def sft_sequence(row: Row, tokenizer: Tokenizer, context_tokens: int) -> TrainSequence:
-    """A row's prompt and demonstration as one sequence. Only the policy's parts of the demonstration, with end-of-text, are learned.
+    """A row's prompt and demonstration as one sequence.
 
-    Each text is tokenised separately, as in a rollout. Raises ConfigError if the sequence is too long.
+    Only the policy's parts of the demonstration, with end-of-text, are learned.
+
+    Each text is tokenised separately, as in a rollout. Raises ConfigError if the sequence is too
+    long.
     """
     texts = [row.demonstration] if isinstance(row.demonstration, str) else row.demonstration
     token_ids = tokenizer.encode_prompt(row.prompt, row.rendered)
     loss_mask = [False] * len(token_ids)
     for number, text in enumerate(texts):
         closed = number < len(texts) - 1 or row.ended
-        ids = tokenizer.encode_text(text, special_tokens=True) if closed else tokenizer.encode_response(text)
+        ids = (
+            tokenizer.encode_text(text, special_tokens=True)
+            if closed
+            else tokenizer.encode_response(text)
+        )
         token_ids = token_ids + ids
         loss_mask += [number % 2 == 0] * len(ids)
     length = len(token_ids)
     if length > context_tokens:
-        raise ConfigError(f"{row.where}: prompt and demonstration have {length} tokens, more than the model's context of {context_tokens}")
+        raise ConfigError(
+            f"{row.where}: prompt and demonstration have {length} tokens, more than the model's "
+            f"context of {context_tokens}"
+        )
     zeros = np.zeros(length, np.float32)
-    return TrainSequence(np.array(token_ids, np.int32), np.array(loss_mask), mu_logprobs=zeros, advantages=zeros)
+    return TrainSequence(
+        np.array(token_ids, np.int32), np.array(loss_mask), mu_logprobs=zeros, advantages=zeros
+    )
 
 
 # Reads, orders and tokenises pairs of responses for megarl reward-model.
@@ -95,8 +137,13 @@ def sft_sequence(row: Row, tokenizer: Tokenizer, context_tokens: int) -> TrainSe
 
 def evaluated_pairs(settings: RewardModelConfig) -> PreferenceConfig | None:
     """reward_model.eval as a full dataset, with the columns of reward_model.data."""
-    data, own = settings.data, settings.eval
-    return replace(data, source=own.source, split=own.split, subset=own.subset, size=own.size) if data and own else None
+    data = settings.data
+    own = settings.eval
+    return (
+        replace(data, source=own.source, split=own.split, subset=own.subset, size=own.size)
+        if data and own
+        else None
+    )
 
 
 def pair_sets(config: RunConfig) -> list[tuple[str, PreferenceConfig]]:
@@ -106,7 +153,9 @@ def pair_sets(config: RunConfig) -> list[tuple[str, PreferenceConfig]]:
     return [(key, dataset) for key, dataset in given.items() if dataset is not None]
 
 
-def load_pairs(config: RunConfig, dataset: PreferenceConfig | None, key: str, spec: ModelSpec) -> Sequence[Pair]:
+def load_pairs(
+    config: RunConfig, dataset: PreferenceConfig | None, key: str, spec: ModelSpec
+) -> Sequence[Pair]:
     """All pairs of `dataset`; empty if it is None. Raises ConfigError for mistakes in the data."""
     if dataset is None:
         return []
@@ -115,7 +164,10 @@ def load_pairs(config: RunConfig, dataset: PreferenceConfig | None, key: str, sp
 
 
 def responses_tokens(tokenizer: Tokenizer, spec: ModelSpec) -> Callable[[Pair], int]:
-    """Returns a function that counts the tokens of a pair's prompt. It raises RowProblem if the pair does not fit the model's context."""
+    """Returns a function that counts the tokens of a pair's prompt.
+
+    It raises RowProblem if the pair does not fit the model's context.
+    """
     context = spec.max_position_embeddings
 
     def count(pair: Pair) -> int:
@@ -123,7 +175,9 @@ def responses_tokens(tokenizer: Tokenizer, spec: ModelSpec) -> Callable[[Pair], 
             pair_tokens(pair, tokenizer, context)
         except ConfigError as error:
             problem = str(error).removeprefix(f"{pair.where}: ")
-            raise RowProblem(problem, f"prompt and response of more than {context} tokens, the model's context") from error
+            raise RowProblem(
+                problem, f"prompt and response of more than {context} tokens, the model's context"
+            ) from error
         return len(tokenizer.encode_prompt(pair.prompt, pair.rendered))
 
     return count
@@ -135,19 +189,34 @@ def training_steps(config: RunConfig, pairs: int) -> int:
 
 
 def batch_of(config: RunConfig, pairs: Sequence[Pair], step: int) -> list[Pair]:
-    """The pairs of a step. They depend only on its number and `seed`. Every epoch has each pair once."""
+    """The pairs of a step. They depend only on its number and `seed`.
+
+    Every epoch has each pair once.
+    """
     size = config.reward_model.batch_size
     ordinals = range(step * size, (step + 1) * size)
-    return [pairs[row_index(ordinal, len(pairs), f"reward_model/{config.seed}", config.data.shuffle)] for ordinal in ordinals]
+    return [
+        pairs[row_index(ordinal, len(pairs), f"reward_model/{config.seed}", config.data.shuffle)]
+        for ordinal in ordinals
+    ]
 
 
-def pair_tokens(pair: Pair, tokenizer: Tokenizer, context_tokens: int) -> tuple[list[int], list[int]]:
-    """Token ids of the prompt with the chosen response, and with the rejected one, each followed by end-of-text as in a rollout.
+def pair_tokens(
+    pair: Pair, tokenizer: Tokenizer, context_tokens: int
+) -> tuple[list[int], list[int]]:
+    """Token ids of the prompt with the chosen response, and with the rejected one, each followed by
+    end-of-text as in a rollout.
 
     Raises ConfigError if either is longer than the model's context.
     """
     prompt = tokenizer.encode_prompt(pair.prompt, pair.rendered)
-    both = prompt + tokenizer.encode_response(pair.chosen), prompt + tokenizer.encode_response(pair.rejected)
+    both = (
+        prompt + tokenizer.encode_response(pair.chosen),
+        prompt + tokenizer.encode_response(pair.rejected),
+    )
     if (length := max(map(len, both))) > context_tokens:
-        raise ConfigError(f"{pair.where}: prompt and response have {length} tokens, more than the model's context of {context_tokens}")
+        raise ConfigError(
+            f"{pair.where}: prompt and response have {length} tokens, more than the model's "
+            f"context of {context_tokens}"
+        )
     return both

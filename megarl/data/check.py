@@ -26,7 +26,10 @@ _FIRST = 3  # how many rows are kept for a dry run to score
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of checking one dataset. `rows` is None if the dataset is on the hub and could not be read here."""
+    """The result of checking one dataset.
+
+    `rows` is None if the dataset is on the hub and could not be read here.
+    """
 
     key: str
     source: str
@@ -38,13 +41,30 @@ class Checked:
 
     def __str__(self) -> str:
         if self.rows is None:
-            return f"{self.key}: {self.source}, on the hub, is read when the run starts; not checked here: {self.absence}"
+            return (
+                f"{self.key}: {self.source}, on the hub, is read when the run starts; not "
+                f"checked here: {self.absence}"
+            )
         lengths = self.reading.lengths
-        prompts = f"the first {len(lengths):,} prompts" if len(lengths) < self.rows - self.dropped else "all prompts"
-        fit = f"{prompts} leave room for a response" if lengths else "lengths are checked when the run starts"
+        prompts = (
+            f"the first {len(lengths):,} prompts"
+            if len(lengths) < self.rows - self.dropped
+            else "all prompts"
+        )
+        fit = (
+            f"{prompts} leave room for a response"
+            if lengths
+            else "lengths are checked when the run starts"
+        )
         read = "" if self.source.startswith(PREFIX) else ", all read"
-        tokens = f"; prompts of {fmean(lengths):.0f} tokens on average, {max(lengths)} at most" if lengths else ""
-        return "; ".join([f"{self.key}: {self.rows:,} rows of {self.source}{read}; {fit}{tokens}", *self.remarks])
+        tokens = (
+            f"; prompts of {fmean(lengths):.0f} tokens on average, {max(lengths)} at most"
+            if lengths
+            else ""
+        )
+        return "; ".join(
+            [f"{self.key}: {self.rows:,} rows of {self.source}{read}; {fit}{tokens}", *self.remarks]
+        )
 
     @property
     def dropped(self) -> int:
@@ -54,30 +74,44 @@ class Checked:
     def remarks(self) -> Iterator[str]:
         """Facts about the rows that the user may not know."""
         if self.dropped:
-            kinds = [f"{len(where):,}: {kind} (first: {where[0]})" for kind, where in self.reading.dropped.items()]
-            yield f"rows left out (data.bad_rows=drop): {self.dropped:,}, of them {', '.join(kinds)}"
+            kinds = [
+                f"{len(where):,}: {kind} (first: {where[0]})"
+                for kind, where in self.reading.dropped.items()
+            ]
+            yield (
+                f"rows left out (data.bad_rows=drop): {self.dropped:,}, of them {', '.join(kinds)}"
+            )
         if self.reading.repeated:
-            otherwise = f", {self.reading.otherwise:,} of them with another answer" if self.reading.otherwise else ""
+            otherwise = (
+                f", {self.reading.otherwise:,} of them with another answer"
+                if self.reading.otherwise
+                else ""
+            )
             yield f"rows with the prompt of an earlier one: {self.reading.repeated:,}{otherwise}"
         if self.reading.remark:
             yield self.reading.remark
         if self.shared:
-            yield f"prompts that data.train has too: {self.shared:,} of {len(self.reading.prompts):,}"
+            yield (
+                f"prompts that data.train has too: {self.shared:,} of {len(self.reading.prompts):,}"
+            )
 
 
-def check_data(config: RunConfig, spec: ModelSpec | None, command: str, at_hand: bool = False) -> list[Checked]:
-    """Reads what `command` ("train", "sft", "reward-model", "eval") will read, and checks it against tokenizer and model. Without `spec`,
-    checks only the rows.
+def check_data(
+    config: RunConfig, spec: ModelSpec | None, command: str, at_hand: bool = False
+) -> list[Checked]:
+    """Reads what `command` ("train", "sft", "reward-model", "eval") will read, and checks it
+    against tokenizer and model. Without `spec`, checks only the rows.
 
-    `at_hand`: goes on without what the hub does not give to this machine, and checks at most a thousand prompts per dataset against the
-    model's context.
-    Raises ConfigError with all problems: problems in the files (see load_rows), a tokenizer that does not fit the model, characters that
-    the tokenizer does not know, prompts that leave no room for a response in the model's context. With data.bad_rows=drop, rows with
-    problems are counted instead, unless no row is left.
+    `at_hand`: goes on without what the hub does not give to this machine, and checks at most a
+    thousand prompts per dataset against the model's context. Raises ConfigError with all problems:
+    problems in the files (see load_rows), a tokenizer that does not fit the model, characters that
+    the tokenizer does not know, prompts that leave no room for a response in the model's context.
+    With data.bad_rows=drop, rows with problems are counted instead, unless no row is left.
     """
     problems: list[str] = []
     checked: list[Checked] = []
-    tokenizer, absence = None, ""
+    tokenizer = None
+    absence = ""
     try:
         tokenizer = load_tokenizer(config.model)
     except ConfigError as error:
@@ -87,12 +121,22 @@ def check_data(config: RunConfig, spec: ModelSpec | None, command: str, at_hand:
         problems += tokenizer_problems(tokenizer, spec)
     trained: dict[int, int] = {}  # Reading.prompts of all sources of data.train
     for key, dataset, response_tokens in _datasets(config, command):
-        if absence and not is_local(dataset.source):  # its prompts may need the tokenizer's chat template
+        # its prompts may need the tokenizer's chat template
+        if absence and not is_local(dataset.source):
             checked.append(Checked(key, dataset.source, None, absence=absence))
             continue
-        tokens = _tokens(config, tokenizer, spec, command, response_tokens) if tokenizer and spec else None
-        reading = Reading(config.data.bad_rows == DROP, tokens, prompts=trained if key.startswith("data.train") else {})
-        if _is_learned(key) and not (reading.drop and tokens is None):  # else it is not known which rows are dropped
+        tokens = (
+            _tokens(config, tokenizer, spec, command, response_tokens)
+            if tokenizer and spec
+            else None
+        )
+        reading = Reading(
+            config.data.bad_rows == DROP,
+            tokens,
+            prompts=trained if key.startswith("data.train") else {},
+        )
+        # else it is not known which rows are dropped
+        if _is_learned(key) and not (reading.drop and tokens is None):
             reading.digests = bytearray()
         try:
             rows, count = _read(config, key, dataset, command, reading, at_hand)
@@ -104,18 +148,36 @@ def check_data(config: RunConfig, spec: ModelSpec | None, command: str, at_hand:
             continue
         held = command == "train" and not key.startswith("data.train")
         shared = len(reading.prompts.keys() & trained.keys()) if held else 0
-        checked.append(Checked(key, dataset.source, count, reading, tuple(rows[i] for i in range(min(len(rows), _FIRST))), shared))
+        checked.append(
+            Checked(
+                key,
+                dataset.source,
+                count,
+                reading,
+                tuple(rows[i] for i in range(min(len(rows), _FIRST))),
+                shared,
+            )
+        )
     if problems:
         raise ConfigError(problems)
     return checked
 
 
 def _absence(error: ConfigError) -> str:
-    """Why the hub does not give this machine what a run elsewhere may have; empty for any other error."""
+    """Why the hub does not give this machine what a run elsewhere may have; empty for any other
+    error.
+    """
     return str(error.__cause__) if isinstance(error.__cause__, HubAway) else ""
 
 
-def _read(config: RunConfig, key: str, dataset: SourceConfig, command: str, reading: Reading, at_hand: bool) -> tuple[Any, int]:
+def _read(
+    config: RunConfig,
+    key: str,
+    dataset: SourceConfig,
+    command: str,
+    reading: Reading,
+    at_hand: bool,
+) -> tuple[Any, int]:
     """(the rows or pairs that are kept, the number of all of them)."""
     if dataset.source.startswith(PREFIX):
         most = _SYNTHETIC_ROWS
@@ -126,7 +188,11 @@ def _read(config: RunConfig, key: str, dataset: SourceConfig, command: str, read
     if isinstance(dataset, PreferenceConfig):
         return read_pairs(dataset, key, config.seed, config.model, reading, most)
     assert isinstance(dataset, DatasetConfig)
-    answers = "none" if command == "sft" else answers_of(config, not key.startswith("data.train"), key.removeprefix("eval.suites."))
+    answers = (
+        "none"
+        if command == "sft"
+        else answers_of(config, not key.startswith("data.train"), key.removeprefix("eval.suites."))
+    )
     return read_rows(dataset, key, config.seed, answers, config.model, reading, most)
 
 
@@ -135,8 +201,10 @@ def _is_learned(key: str) -> bool:
 
 
 def digests_of(checked: Sequence[Checked]) -> dict[str, bytes | None]:
-    """Config section of each source that is learned -> the digests of its usable rows; None if it could not be read here. A synthetic task
-    has those of its first rows, which show task, split and seed, and the number of all its rows."""
+    """Config section of each source that is learned -> the digests of its usable rows; None if it
+    could not be read here. A synthetic task has those of its first rows, which show task, split and
+    seed, and the number of all its rows.
+    """
     digests: dict[str, bytes | None] = {}
     for each in checked:
         if not _is_learned(each.key):
@@ -149,9 +217,15 @@ def digests_of(checked: Sequence[Checked]) -> dict[str, bytes | None]:
     return digests
 
 
-def _tokens(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, command: str, response_tokens: int) -> Callable[[Any], int] | None:
+def _tokens(
+    config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, command: str, response_tokens: int
+) -> Callable[[Any], int] | None:
     if command in ("sft", "reward-model"):
-        return (demonstration_tokens if command == "sft" else responses_tokens)(tokenizer, spec) if tokenizer.eos_ids else None
+        return (
+            (demonstration_tokens if command == "sft" else responses_tokens)(tokenizer, spec)
+            if tokenizer.eos_ids
+            else None
+        )
     return prompt_tokens(config, tokenizer, spec, response_tokens)
 
 
@@ -163,6 +237,12 @@ def _datasets(config: RunConfig, command: str) -> Sequence[tuple[str, SourceConf
         dataset, key = sft_data(config)
         held_out_ones = [("sft.eval", config.sft.eval)] if config.sft.eval else []
         return [(own, source, 0) for own, source in [*source_sets(dataset, key), *held_out_ones]]
-    evaluation = [(key, dataset, held_out_sampling(config, own).max_tokens) for _, key, dataset, own in held_out(config)]
-    train = [(key, source, config.rollout.max_tokens) for key, source in source_sets(config.data.train, "data.train")]
+    evaluation = [
+        (key, dataset, held_out_sampling(config, own).max_tokens)
+        for _, key, dataset, own in held_out(config)
+    ]
+    train = [
+        (key, source, config.rollout.max_tokens)
+        for key, source in source_sets(config.data.train, "data.train")
+    ]
     return evaluation if command == "eval" else [*train, *evaluation]

@@ -1,4 +1,7 @@
-"""What a run learns from, by contents: hashes of its rows, tokenizer, chat template and own code. A resumed run compares them."""
+"""What a run learns from, by contents: hashes of its rows, tokenizer, chat template and own code.
+
+A resumed run compares them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,17 @@ KEYS = (
     *(
         f"{section}.{name}"
         for section in ("data.train", "data.train.sources.NAME", "sft.data")
-        for name in ("source", "split", "subset", "prompt_key", "prompt_template", "answer_key", "demonstration_key", "learn", "size")
+        for name in (
+            "source",
+            "split",
+            "subset",
+            "prompt_key",
+            "prompt_template",
+            "answer_key",
+            "demonstration_key",
+            "learn",
+            "size",
+        )
     ),
     "model.tokenizer",
     "model.chat_template.name",
@@ -44,10 +57,13 @@ KEYS = (
 class Contents:
     """What cannot be read on this machine is None, and is not compared."""
 
-    rows: dict[str, str | None]  # config section of each source -> base64 of the digests of its usable rows, in order
+    # config section of each source -> base64 of the digests of its usable rows, in order
+    rows: dict[str, str | None]
     tokenizer: str | None
     template: str | None
-    code: dict[str, str]  # setting -> the name of what is built in, or the hash of the user's own code, and the function's name
+    # setting -> the name of what is built in, or the hash of the user's own code, and the
+    # function's name
+    code: dict[str, str]
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,9 +86,12 @@ class Contents:
 
 
 def contents_of(config: RunConfig, rows: Mapping[str, bytes | None], rewarded: bool) -> Contents:
-    """`rows`: config section of each source that is learned -> the digests of its rows (`digests_of`); `rewarded`: whether the job learns
-    from rollouts and their rewards. Raises ConfigError if the tokenizer or a function cannot be loaded."""
-    from megarl.data.tokenizer import load_tokenizer  # not at the top: the kit for a GPU has no tokenizers, and reads checkpoints
+    """`rows`: config section of each source that is learned -> the digests of its rows
+    (`digests_of`); `rewarded`: whether the job learns from rollouts and their rewards. Raises
+    ConfigError if the tokenizer or a function cannot be loaded.
+    """
+    # not at the top: the kit for a GPU has no tokenizers, and reads checkpoints
+    from megarl.data.tokenizer import load_tokenizer
 
     names = {part.key: part.name for part in parts_of(config.reward)}
     names |= {"rollout.name": config.rollout.name, "algorithm.name": config.algorithm.name}
@@ -86,35 +105,62 @@ def contents_of(config: RunConfig, rows: Mapping[str, bytes | None], rewarded: b
     if tokenizer and not any("strftime_now" in text for text in tokenizer.chat_templates.values()):
         del template["date"]
     return Contents(
-        rows={key: None if digests is None else base64.b64encode(digests).decode() for key, digests in rows.items()},
-        tokenizer=tokenizer and _digest(f"{tokenizer.backend.to_str()} {tokenizer.bos_token} {tokenizer.eos_ids}".encode()),
-        template=tokenizer and _digest(json.dumps([tokenizer.chat_templates, template], sort_keys=True).encode()),
+        rows={
+            key: None if digests is None else base64.b64encode(digests).decode()
+            for key, digests in rows.items()
+        },
+        tokenizer=tokenizer
+        and _digest(
+            f"{tokenizer.backend.to_str()} {tokenizer.bos_token} {tokenizer.eos_ids}".encode()
+        ),
+        template=tokenizer
+        and _digest(json.dumps([tokenizer.chat_templates, template], sort_keys=True).encode()),
         code={key: _code(name, key) for key, name in names.items()} if rewarded else {},
     )
 
 
 def read_contents(folder: Path) -> Contents | None:
-    """What the job in `folder` began with; None if an earlier version of MegaRL began it. Raises ConfigError if the file is damaged."""
+    """What the job in `folder` began with; None if an earlier version of MegaRL began it.
+
+    Raises ConfigError if the file is damaged.
+    """
     try:
         return Contents(**json.loads((folder / FILE).read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{folder / FILE}: is damaged ({error}); remove it, and the resumed run compares paths instead") from error
+        raise ConfigError(
+            f"{folder / FILE}: is damaged ({error}); remove it, and the resumed run compares "
+            "paths instead"
+        ) from error
 
 
-def compare_contents(before: Contents | None, now: Contents, accept: bool, begun: str, instead: str) -> list[str]:
+def compare_contents(
+    before: Contents | None, now: Contents, accept: bool, begun: str, instead: str
+) -> list[str]:
     """Compares what a job goes on with to what it began with. Returns lines for the user.
 
-    Args: begun, the job that began; instead, what to do but accept. Raises ConfigError that names all differences, unless `accept`.
+    Args: begun, the job that began; instead, what to do but accept. Raises ConfigError that names
+    all differences, unless `accept`.
     """
     if before is None:
-        return [f"Data: it is not known whether the rows are those that {begun} began with, since an earlier version began it"]
+        return [
+            f"Data: it is not known whether the rows are those that {begun} began with, since an "
+            "earlier version began it"
+        ]
     changes = [*before.changes(now)]
     if changes and not accept:
         then = f"{instead}, or set {ACCEPT}=true: some prompts are then trained twice or never"
-        raise ConfigError([f"{change}. {begun[0].upper()}{begun[1:]} began otherwise: restore that, {then}" for change in changes])
-    return [f"Data: {change}; {begun} began otherwise, and goes on as {ACCEPT} allows" for change in changes]
+        raise ConfigError(
+            [
+                f"{change}. {begun[0].upper()}{begun[1:]} began otherwise: restore that, {then}"
+                for change in changes
+            ]
+        )
+    return [
+        f"Data: {change}; {begun} began otherwise, and goes on as {ACCEPT} allows"
+        for change in changes
+    ]
 
 
 def _difference(rows_before: str, rows_now: str) -> str:
@@ -126,7 +172,9 @@ def _difference(rows_before: str, rows_now: str) -> str:
     counts = [len(digests) // ROW_DIGEST_BYTES for digests in (before, now)]
     more = counts[1] - counts[0]
     size = f"{abs(more):,} row{'s' * (abs(more) > 1)} {'more' if more > 0 else 'fewer'}"
-    same = next((row for row in range(min(counts)) if _row(before, row) != _row(now, row)), min(counts))
+    same = next(
+        (row for row in range(min(counts)) if _row(before, row) != _row(now, row)), min(counts)
+    )
     if same == min(counts):
         return f"{size} at the end"
     return f"row {same:,} is the first that differs{f'; {size}' if more else ''}"
@@ -145,9 +193,11 @@ def _code(name: str, key: str) -> str:
 
 
 def own_code(module: ModuleType) -> list[Path]:
-    """The files of `module` and of what it imports, also inside functions; not what is installed or MegaRL's own.
+    """The files of `module` and of what it imports, also inside functions; not what is installed or
+    MegaRL's own.
 
-    Imports are read from the sources, and looked up in sys.path. So nothing is executed, and modules whose names are computed are missed.
+    Imports are read from the sources, and looked up in sys.path. So nothing is executed, and
+    modules whose names are computed are missed.
     """
     if getattr(module, "__file__", None) is None:
         return []
@@ -166,7 +216,10 @@ def own_code(module: ModuleType) -> list[Path]:
 
 
 def _own_file(name: str, own: str) -> Path | None:
-    """The file of a module, unless that is installed, or MegaRL's own. `own`: the package that counts even if it is installed."""
+    """The file of a module, unless that is installed, or MegaRL's own.
+
+    `own`: the package that counts even if it is installed.
+    """
     top = name.partition(".")[0]
     if top in (__name__.partition(".")[0], *sys.builtin_module_names):
         return None
@@ -174,13 +227,18 @@ def _own_file(name: str, own: str) -> Path | None:
         stem = Path(folder, *name.split("."))
         for path in (stem / "__init__.py", stem.with_suffix(".py")):
             if path.is_file():
-                installed = {"site-packages", "dist-packages"} & {*path.parts} or path.is_relative_to(sysconfig.get_path("stdlib"))
+                installed = {"site-packages", "dist-packages"} & {
+                    *path.parts
+                } or path.is_relative_to(sysconfig.get_path("stdlib"))
                 return path if top == own or not installed else None
     return None
 
 
 def _imports(path: Path, name: str) -> Iterator[str]:
-    """The modules that a file names in imports, and their packages. `from a import b` gives a.b too, which may be a module."""
+    """The modules that a file names in imports, and their packages.
+
+    `from a import b` gives a.b too, which may be a module.
+    """
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     try:
         nodes = [*ast.walk(ast.parse(path.read_bytes()))]
@@ -192,7 +250,10 @@ def _imports(path: Path, name: str) -> Iterator[str]:
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = "." * node.level + (node.module or "")
-            names += [f"{base}{alias.name if base.endswith('.') else f'.{alias.name}'}" for alias in node.names]
+            names += [
+                f"{base}{alias.name if base.endswith('.') else f'.{alias.name}'}"
+                for alias in node.names
+            ]
     for imported in names:
         try:
             absolute = resolve_name(imported, package) if imported.startswith(".") else imported

@@ -17,7 +17,16 @@ from typing import Any, NamedTuple
 
 from megarl.base.files import HubAway, HubError, hub_file, unreachable
 from megarl.config.errors import ConfigError
-from megarl.config.schema import OF_HUBS, UNSCORED, DatasetConfig, LearnedConfig, ModelConfig, PreferenceConfig, RunConfig, SourceConfig
+from megarl.config.schema import (
+    OF_HUBS,
+    UNSCORED,
+    DatasetConfig,
+    LearnedConfig,
+    ModelConfig,
+    PreferenceConfig,
+    RunConfig,
+    SourceConfig,
+)
 from megarl.data.chat import CHAT, ChatTemplate, Message, check_shown, load_chat_template, name_of
 from megarl.data.rows import (
     WITH_ROW,
@@ -51,7 +60,9 @@ _OTHER_FILES = (".txt", ".gz", ".zst", ".arrow")
 
 
 def is_local(source: str) -> bool:
-    """Whether `source` is a file or folder (possibly missing) or a synthetic task, and so needs no network."""
+    """Whether `source` is a file or folder (possibly missing) or a synthetic task, and so needs no
+    network.
+    """
     path = Path(source).expanduser()
     looks_local = not _HUB_NAME.fullmatch(source) or path.suffix in (*_FILES, *_OTHER_FILES)
     return source.startswith(PREFIX) or looks_local or path.exists()
@@ -59,7 +70,8 @@ def is_local(source: str) -> bool:
 
 def records(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:
     """(where, record) for each row. The record is a RowProblem if the line is not JSON."""
-    path, named = Path(config.source).expanduser(), f"{key}.source={config.source}"
+    path = Path(config.source).expanduser()
+    named = f"{key}.source={config.source}"
     if (parts := files_of(config)) and (not is_local(config.source) or path.is_dir()):
         return chain.from_iterable(_jsonl(_part(config, name, key)) for name in parts)
     if not is_local(config.source) or path.is_dir():
@@ -79,11 +91,16 @@ def records(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _part(config: SourceConfig, name: str, key: str) -> Path:
-    """The file `name` of a dataset in a folder or on the hub. (The hub's own client can no longer read datasets with a loading script.)"""
+    """The file `name` of a dataset in a folder or on the hub.
+
+    (The hub's own client can no longer read datasets with a loading script.)
+    """
     folder = Path(config.source).expanduser()
     if folder.is_dir():
         if not (folder / name).is_file():
-            raise ConfigError(f"{key}.source={config.source}: has no {name}, which {key}.subset={config.subset} needs")
+            raise ConfigError(
+                f"{key}.source={config.source}: has no {name}, which {key}.subset={config.subset} needs"
+            )
         return folder / name
     try:
         return hub_file(config.source, name, "dataset")
@@ -92,7 +109,11 @@ def _part(config: SourceConfig, name: str, key: str) -> Path:
 
 
 def _near(path: Path) -> str:
-    stems = {entry.stem: entry for entry in path.parent.iterdir() if entry.suffix in _FILES} if path.parent.is_dir() else {}
+    stems = (
+        {entry.stem: entry for entry in path.parent.iterdir() if entry.suffix in _FILES}
+        if path.parent.is_dir()
+        else {}
+    )
     found = difflib.get_close_matches(path.stem, stems, n=1)
     return f"; did you mean {stems[found[0]]}?" if found else ""
 
@@ -116,30 +137,45 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
         found = parsed(text)
     except RowProblem as problem:
         if text.lstrip()[:1] == b"[" or text.strip().split(b"\n")[0].strip() == b"{":
-            raise ConfigError(f"{path}: {problem}; it must be a list of rows, or have one row on each line") from problem
+            raise ConfigError(
+                f"{path}: {problem}; it must be a list of rows, or have one row on each line"
+            ) from problem
         yield from _jsonl(path)
         return
     if not isinstance(found, list):
         if b"\n" in text.strip():
-            raise ConfigError(f"{path}: holds one value; it must be a list of rows, or have one row on each line")
+            raise ConfigError(
+                f"{path}: holds one value; it must be a list of rows, or have one row on each line"
+            )
         found = [found]
     yield from ((f"{path}, row {number}", record) for number, record in enumerate(found, start=1))
 
 
 def _csv(path: Path) -> Iterator[tuple[str, Any]]:
-    """Rows of comma-separated (.csv) or tab-separated values. The first line names the columns, and all values are texts. A column without
-    a name, such as the index that pandas writes, is left out."""
+    """Rows of comma-separated (.csv) or tab-separated values.
+
+    The first line names the columns, and all values are texts. A column without a name, such as the
+    index that pandas writes, is left out.
+    """
     csv.field_size_limit(_LONGEST_VALUE)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = csv.DictReader(file, delimiter="," if path.suffix == ".csv" else "\t", strict=True)
+            rows = csv.DictReader(
+                file, delimiter="," if path.suffix == ".csv" else "\t", strict=True
+            )
             named = [name for name in rows.fieldnames or () if name]
             if len(set(named)) < len(named):
                 raise ConfigError(f"{path}: its first line names a column twice")
             for record in rows:
-                more = f"it has more values than the first line has columns: {len(rows.fieldnames or ())}"
+                more = (
+                    "it has more values than the first line has columns: "
+                    f"{len(rows.fieldnames or ())}"
+                )
                 known = {name: record[name] for name in named}
-                yield f"{path}, line {rows.line_num}", RowProblem(more) if rows.restkey in record else known
+                yield (
+                    f"{path}, line {rows.line_num}",
+                    RowProblem(more) if rows.restkey in record else known,
+                )
     except (csv.Error, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as {path.suffix}: {error}") from error
 
@@ -154,9 +190,13 @@ def parsed(text: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise RowProblem(f"not UTF-8 at byte {error.start}", "not UTF-8") from error
     except json.JSONDecodeError as error:
-        raise RowProblem(f"malformed JSON at column {error.colno}: {error.msg}", "malformed JSON") from error
+        raise RowProblem(
+            f"malformed JSON at column {error.colno}: {error.msg}", "malformed JSON"
+        ) from error
     except UnicodeEncodeError as error:
-        raise RowProblem(f"{error.object[error.start]!a} is half of a surrogate pair, and no character") from error
+        raise RowProblem(
+            f"{error.object[error.start]!a} is half of a surrogate pair, and no character"
+        ) from error
     except RecursionError as error:
         raise RowProblem("JSON that is nested too deeply") from error
     except ValueError as error:  # the only other kind
@@ -169,7 +209,9 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
 
     try:
         batches = pyarrow.parquet.ParquetFile(path).iter_batches()
-        for number, record in enumerate((record for batch in batches for record in batch.to_pylist()), start=1):
+        for number, record in enumerate(
+            (record for batch in batches for record in batch.to_pylist()), start=1
+        ):
             yield f"{path}, row {number}", ArrowRow(record)
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{path}: not a parquet file ({error})") from error
@@ -179,7 +221,8 @@ _READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parq
 
 
 def _hub(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:
-    why = "" if Path(config.source).exists() else unreachable()  # before the import, which reads the variables that this sets
+    # before the import, which reads the variables that this sets
+    why = "" if Path(config.source).exists() else unreachable()
     import datasets
     from datasets.exceptions import DatasetsError
 
@@ -188,20 +231,29 @@ def _hub(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         subset = f", subset {config.subset}" if config.subset else ""
         what = f"{key}.source={config.source}{subset}, split {config.split}"
-        reason = (why and f"it is not in the cache, and {why}") or (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{what}: cannot be loaded: {reason}") from (HubAway(why) if why else error)
+        reason = (why and f"it is not in the cache, and {why}") or (
+            str(error).splitlines() or [type(error).__name__]
+        )[0]
+        raise ConfigError(f"{what}: cannot be loaded: {reason}") from (
+            HubAway(why) if why else error
+        )
     for number, record in enumerate(rows, start=1):
         yield f"{config.source}, split {config.split}, row {number}", ArrowRow(record)
 
 
 class ArrowRow(dict[str, Any]):
-    """A row of a parquet file or of the library datasets. Arrow gives all objects of a column the same fields, and those that an object
-    lacks are null."""
+    """A row of a parquet file or of the library datasets.
+
+    Arrow gives all objects of a column the same fields, and those that an object lacks are null.
+    """
 
     @property
     def whole(self) -> dict[str, Any]:
-        """The row without the nulls inside its columns. In Arrow they cannot be told from absent fields. A list's items, and what is in a
-        column of JSON texts, are as they were written. TRL's remove_none_values does the same."""
+        """The row without the nulls inside its columns.
+
+        In Arrow they cannot be told from absent fields. A list's items, and what is in a column of
+        JSON texts, are as they were written. TRL's remove_none_values does the same.
+        """
         return {name: without_nulls(value) for name, value in self.items()}
 
 
@@ -226,7 +278,8 @@ FORMATS = (
 )
 
 
-_PLAIN = Format("a prompt", ("prompt",), "prompt", "answer")  # used if no other format fits; environments of hubs write such rows
+# used if no other format fits; environments of hubs write such rows
+_PLAIN = Format("a prompt", ("prompt",), "prompt", "answer")
 
 
 class Columns(NamedTuple):
@@ -235,8 +288,10 @@ class Columns(NamedTuple):
 
 
 def columns_of(record: Mapping[str, Any], config: DatasetConfig, key: str) -> Columns:
-    """The row's columns: those that the section names, else those of the one format whose keys the row has, else `prompt` and `answer`.
-    Raises RowProblem if the row has the keys of several formats."""
+    """The row's columns: those that the section names, else those of the one format whose keys the
+    row has, else `prompt` and `answer`. Raises RowProblem if the row has the keys of several
+    formats.
+    """
     if config.prompt_key is not None:
         return Columns(config.prompt_key, config.answer_key or "answer")
     fits = [each for each in FORMATS if all(record.get(name) is not None for name in each.keys)]
@@ -249,27 +304,44 @@ def columns_of(record: Mapping[str, Any], config: DatasetConfig, key: str) -> Co
 
 
 def messages_of(value: list[Any], field: str) -> list[Message]:
-    """A conversation in the form that chat templates read: contents are texts, arguments of tool calls are objects. Raises RowProblem."""
-    return [_message(message, f"field {field!r}, message {number}") for number, message in enumerate(value, start=1)]
+    """A conversation in the form that chat templates read: contents are texts, arguments of tool
+    calls are objects. Raises RowProblem.
+    """
+    return [
+        _message(message, f"field {field!r}, message {number}")
+        for number, message in enumerate(value, start=1)
+    ]
 
 
 def _message(message: Any, where: str) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RowProblem(f"{where}: must be an object with role and content")
-    found = {name: value for name, value in message.items() if value is not None}  # parquet writes null for absent keys
+    # parquet writes null for absent keys
+    found = {name: value for name, value in message.items() if value is not None}
     if found["role"] not in ROLES:
         raise RowProblem(f"{where}: role {found['role']!r} must be one of {', '.join(ROLES)}")
     calls = found.get("tool_calls")
     content = _content(found.get("content", "" if calls else None), where)
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(name_of(call), str) for call in calls)):
-        raise RowProblem(f"{where}: tool_calls must be a list of objects, each with the function's name")
-    return found | {"content": content} | ({"tool_calls": [_call(call, where) for call in calls]} if calls else {})
+    if calls is not None and not (
+        isinstance(calls, list) and all(isinstance(name_of(call), str) for call in calls)
+    ):
+        raise RowProblem(
+            f"{where}: tool_calls must be a list of objects, each with the function's name"
+        )
+    return (
+        found
+        | {"content": content}
+        | ({"tool_calls": [_call(call, where) for call in calls]} if calls else {})
+    )
 
 
 def _content(content: Any, where: str) -> str:
     """The text of a message's content: a text, or OpenAI's list of text parts."""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+    texts = [
+        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        for part in parts
+    ]
     if not all(isinstance(text, str) for text in texts):
         raise RowProblem(f"{where}: content must be text")
     return "".join(map(str, texts))
@@ -283,11 +355,15 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
     try:
         made = {**inner, "arguments": parsed(inner["arguments"].encode())}
     except RowProblem as problem:
-        raise RowProblem(f"{where}: the arguments of its tool call are not JSON: {problem}") from problem
+        raise RowProblem(
+            f"{where}: the arguments of its tool call are not JSON: {problem}"
+        ) from problem
     return {**call, "function": made} if inner is not call else made
 
 
-TOOLS = "tools"  # the column, named as in TRL and Hugging Face's chat templates, with the tools to offer to the model
+# the column, named as in TRL and Hugging Face's chat templates, with the tools to offer to the
+# model
+TOOLS = "tools"
 
 
 def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
@@ -297,19 +373,31 @@ def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
         try:
             tools = parsed(tools.encode())
         except RowProblem as problem:
-            raise RowProblem(f"field {TOOLS!r} is neither a list of tools nor JSON of one: {problem}") from problem
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+            raise RowProblem(
+                f"field {TOOLS!r} is neither a list of tools nor JSON of one: {problem}"
+            ) from problem
+    if tools is not None and not (
+        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    ):
         raise RowProblem(f"field {TOOLS!r} must be a list of tools")
     return tools or None
 
 
 def learned(messages: list[Message], learn: str, field: str) -> tuple[list[Message], list[int]]:
-    """The messages without their weights, and the indices of the learned ones. Raises RowProblem."""
+    """The messages without their weights, and the indices of the learned ones.
+
+    Raises RowProblem.
+    """
     places = []
     for place, message in enumerate(messages):
-        weight, train = message.get("weight", 1), message.get("train", True)
+        weight = message.get("weight", 1)
+        train = message.get("train", True)
         if weight not in (0, 1) or not isinstance(train, bool):
-            wrong = f"train must be true or false, not {train!r}" if weight in (0, 1) else f"weight must be 0 or 1, not {weight!r}"
+            wrong = (
+                f"train must be true or false, not {train!r}"
+                if weight in (0, 1)
+                else f"weight must be 0 or 1, not {weight!r}"
+            )
             raise RowProblem(f"field {field!r}, message {place + 1}: {wrong}")
         if message["role"] == "assistant" and weight and train:
             places.append(place)
@@ -317,7 +405,10 @@ def learned(messages: list[Message], learn: str, field: str) -> tuple[list[Messa
         places = [place for place in places if place == len(messages) - 1]
     if not places:
         raise RowProblem(f"field {field!r}: it has no assistant's turn to learn")
-    return [{name: value for name, value in message.items() if name not in ("weight", "train")} for message in messages], places
+    return [
+        {name: value for name, value in message.items() if name not in ("weight", "train")}
+        for message in messages
+    ], places
 
 
 _MAX_PROBLEMS = 10  # most problems that one message shows
@@ -326,16 +417,22 @@ _MISSING = object()
 
 
 def load_rows(
-    config: DatasetConfig, key: str, seed: int, answers: Answers = "final", model: ModelConfig | None = None, reading: Reading | None = None
+    config: DatasetConfig,
+    key: str,
+    seed: int,
+    answers: Answers = "final",
+    model: ModelConfig | None = None,
+    reading: Reading | None = None,
 ) -> Rows:
     """All rows of a dataset.
 
-    The final answer is the marked part of the answer column, after \\boxed{} (MATH) or "####" (GSM8K), else the whole text.
-    Args: key: config section such as "data.train", for messages; seed: for synthetic tasks; answers: what to take from the answer column;
-    model: whose chat template prompt_template="chat" uses; reading: whether to leave out rows with problems, and
-    which further checks rows must pass.
-    Raises ConfigError that lists all problems with file and line: malformed lines, missing or empty fields, wrong types, answers that
-    cannot be found, a dataset without rows.
+    The final answer is the marked part of the answer column, after \\boxed{} (MATH) or "####"
+    (GSM8K), else the whole text. Args: key: config section such as "data.train", for messages;
+    seed: for synthetic tasks; answers: what to take from the answer column; model: whose chat
+    template prompt_template="chat" uses; reading: whether to leave out rows with problems, and
+    which further checks rows must pass. Raises ConfigError that lists all problems with file and
+    line: malformed lines, missing or empty fields, wrong types, answers that cannot be found, a
+    dataset without rows.
     """
     return read_rows(config, key, seed, answers, model, reading)[0]
 
@@ -349,42 +446,79 @@ def read_rows(
     reading: Reading | None = None,
     kept: int | None = None,
 ) -> tuple[Rows, int]:
-    """Like `load_rows`, but returns only the first `kept` usable rows, and the number of all rows. `reading.tokens` checks only the rows
-    that are returned."""
+    """Like `load_rows`, but returns only the first `kept` usable rows, and the number of all rows.
+
+    `reading.tokens` checks only the rows that are returned.
+    """
     if config.source.startswith(PREFIX):
-        return _synthetic(synthetic_rows(config.source, config.split, seed, key), config, key, reading, kept)
+        return _synthetic(
+            synthetic_rows(config.source, config.split, seed, key), config, key, reading, kept
+        )
     chat = _template(config, key, model, reading)
     found = _records(config, key)
-    return _checked_rows(found, config, key, lambda where, row: _row(where, asked(row, config), config, key, answers, chat), reading, kept)
+    return _checked_rows(
+        found,
+        config,
+        key,
+        lambda where, row: _row(where, asked(row, config), config, key, answers, chat),
+        reading,
+        kept,
+    )
 
 
 def read_pairs(
-    config: PreferenceConfig, key: str, seed: int, model: ModelConfig | None, reading: Reading | None = None, kept: int | None = None
+    config: PreferenceConfig,
+    key: str,
+    seed: int,
+    model: ModelConfig | None,
+    reading: Reading | None = None,
+    kept: int | None = None,
 ) -> tuple[Sequence[Pair], int]:
     """Like `read_rows`, for pairs of responses."""
     if config.source.startswith(PREFIX):
-        return _synthetic(synthetic_pairs(config.source, config.split, seed, key), config, key, reading, kept)
+        return _synthetic(
+            synthetic_pairs(config.source, config.split, seed, key), config, key, reading, kept
+        )
     chat = _template(config, key, model, reading)
-    return _checked_rows(_records(config, key), config, key, lambda where, row: _pair(where, row, config, key, chat), reading, kept)
+    return _checked_rows(
+        _records(config, key),
+        config,
+        key,
+        lambda where, row: _pair(where, row, config, key, chat),
+        reading,
+        kept,
+    )
 
 
 Chat = Callable[[], ChatTemplate]
-_COLUMNS_OF = {"reward_model.eval": "reward_model.data"}  # section -> the section that names its columns
+# section -> the section that names its columns
+_COLUMNS_OF = {"reward_model.eval": "reward_model.data"}
 
 
-def _template(config: SourceConfig, key: str, model: ModelConfig | None, reading: Reading | None) -> Chat:
-    """Loads the chat template: now if the section asks for it, else when the first row with messages needs it."""
+def _template(
+    config: SourceConfig, key: str, model: ModelConfig | None, reading: Reading | None
+) -> Chat:
+    """Loads the chat template: now if the section asks for it, else when the first row with
+    messages needs it.
+    """
     if "{prompt}" not in config.prompt_template and config.prompt_template != CHAT:
-        raise ConfigError(f"{_COLUMNS_OF.get(key, key)}.prompt_template={config.prompt_template}: must contain {{prompt}}, or be {CHAT}")
+        raise ConfigError(
+            f"{_COLUMNS_OF.get(key, key)}.prompt_template={config.prompt_template}: must contain "
+            f"{{prompt}}, or be {CHAT}"
+        )
 
     @cache
     def load() -> ChatTemplate:
         assert model is not None
         tokenizer = load_tokenizer(model)
         if config.prompt_template == CHAT:
-            template = load_chat_template(tokenizer, f"{_COLUMNS_OF.get(key, key)}.prompt_template={CHAT}")
+            template = load_chat_template(
+                tokenizer, f"{_COLUMNS_OF.get(key, key)}.prompt_template={CHAT}"
+            )
         else:
-            template = load_chat_template(tokenizer, f"{key}.source={config.source}", "its rows have messages, which need one")
+            template = load_chat_template(
+                tokenizer, f"{key}.source={config.source}", "its rows have messages, which need one"
+            )
         if reading is not None:
             reading.remark = template.remark
         return template
@@ -397,21 +531,34 @@ def _template(config: SourceConfig, key: str, model: ModelConfig | None, reading
 def _synthetic[R: (Row, Pair)](
     made: Sequence[R], config: SourceConfig, key: str, reading: Reading | None, kept: int | None
 ) -> tuple[Sequence[R], int]:
-    """Rows of a synthetic task, which are generated on access. So none is left out; `kept` of them are checked."""
+    """Rows of a synthetic task, which are generated on access.
+
+    So none is left out; `kept` of them are checked.
+    """
     size = _size(config)
     count = len(made) if size is None else min(size, len(made))
     if kept is None:
         return made if count == len(made) else [made[i] for i in range(count)], count
     some = ((made[i].where, made[i]) for i in range(min(kept, count)))
-    asked = Reading(tokens=reading.tokens, lengths=reading.lengths, digests=reading.digests) if reading else None
+    asked = (
+        Reading(tokens=reading.tokens, lengths=reading.lengths, digests=reading.digests)
+        if reading
+        else None
+    )
     return _checked_rows(some, config, key, lambda where, row: row, asked, kept)[0], count
 
 
 def answers_of(config: RunConfig, evaluated: bool = False, suite: str = "") -> Answers:
-    """The form of reference answers that training or evaluation (of `suite`) needs. A verifier, for example, needs the final answer."""
+    """The form of reference answers that training or evaluation (of `suite`) needs.
+
+    A verifier, for example, needs the final answer.
+    """
     if config.rollout.name in OF_HUBS:
         return "row"
-    needs = {_answer_for(part, config) for part in (parts_in_evaluation(config, suite) if evaluated else parts_of(config.reward))}
+    needs = {
+        _answer_for(part, config)
+        for part in (parts_in_evaluation(config, suite) if evaluated else parts_of(config.reward))
+    }
     forms: tuple[Answers, ...] = ("final", "instructions", "tests", "whole", "unused")
     found: Answers = next(form for form in forms if form in needs)
     gives_row = "whole" in needs or ":" in config.rollout.name or config.rollout.name == "program"
@@ -428,7 +575,9 @@ def _answer_for(part: Part, config: RunConfig) -> Answers:
 
 
 def _size(config: SourceConfig) -> int | None:
-    """How many rows are used, from the first on; None: all. eval.limit does this for held-out prompts."""
+    """How many rows are used, from the first on; None: all. eval.limit does this for held-out
+    prompts.
+    """
     return config.size if isinstance(config, (LearnedConfig, PreferenceConfig)) else None
 
 
@@ -451,7 +600,8 @@ def _checked_rows[R: (Row, Pair)](
     """The results of `make(where, record)` for the rows, and the number of all rows."""
     rows: list[R] = []
     bad: dict[str, list[str]] = {}  # problem -> the places where it occurs
-    reading, count = reading or Reading(), 0
+    reading = reading or Reading()
+    count = 0
     for where, record in found:
         count += 1
         try:
@@ -465,7 +615,10 @@ def _checked_rows[R: (Row, Pair)](
             reading.note(row)
         except RowProblem as problem:
             bad.setdefault(problem.kind if reading.drop else str(problem), []).append(where)
-    problems = [f"{places[0]}: {problem}{_as_in(len(places) - 1)}" for problem, places in islice(bad.items(), _MAX_PROBLEMS)]
+    problems = [
+        f"{places[0]}: {problem}{_as_in(len(places) - 1)}"
+        for problem, places in islice(bad.items(), _MAX_PROBLEMS)
+    ]
     if unread := sum(map(len, list(bad.values())[_MAX_PROBLEMS:])):
         problems.append(f"{config.source}: {unread} more rows with problems")
     if reading.drop and (rows or not count):
@@ -482,7 +635,9 @@ def _as_in(others: int) -> str:
     return f" (as in {others} more row{'s' * (others > 1)})" if others else ""
 
 
-def _pair(where: str, record: dict[str, Any], config: PreferenceConfig, key: str, chat: Chat) -> Pair:
+def _pair(
+    where: str, record: dict[str, Any], config: PreferenceConfig, key: str, chat: Chat
+) -> Pair:
     record = record.whole if isinstance(record, ArrowRow) else record
     field = config.prompt_key or "prompt"
     named = {"chosen_key": config.chosen_key, "rejected_key": config.rejected_key}
@@ -491,23 +646,40 @@ def _pair(where: str, record: dict[str, Any], config: PreferenceConfig, key: str
         record = record | _prompt_of_both(record, field, config.chosen_key, config.rejected_key)
     _check_columns(record, {"prompt_key": field} | named, _COLUMNS_OF.get(key, key))
     margin = _dig(record, config.margin_key) if config.margin_key else 0.0
-    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not abs(margin) <= sys.float_info.max:
+    if (
+        isinstance(margin, bool)
+        or not isinstance(margin, (int, float))
+        or not abs(margin) <= sys.float_info.max
+    ):
         raise RowProblem(f"field {config.margin_key!r} must be a finite number, not {margin!r}")
-    chosen, rejected = (_response(record, field) for field in (config.chosen_key, config.rejected_key))
+    chosen, rejected = (
+        _response(record, field) for field in (config.chosen_key, config.rejected_key)
+    )
     if chosen == rejected:
-        raise RowProblem(f"fields {config.chosen_key!r} and {config.rejected_key!r} are the same: nothing is preferred")
+        raise RowProblem(
+            f"fields {config.chosen_key!r} and {config.rejected_key!r} are the same: nothing is "
+            "preferred"
+        )
     prompt = _prompt(record, field, config, chat)
-    return Pair(prompt, chosen, rejected, float(margin), where, rendered=_is_rendered(record, field, config))
+    return Pair(
+        prompt, chosen, rejected, float(margin), where, rendered=_is_rendered(record, field, config)
+    )
 
 
 def _alike(one: Sequence[Any], other: Sequence[Any]) -> int:
     """The length of the common prefix."""
-    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other))
+    )
 
 
-def _prompt_of_both(record: dict[str, Any], prompt: str, chosen: str, rejected: str) -> dict[str, Any]:
-    """The columns of a row without a prompt column (TRL's implicit prompt): the prompt is the common beginning of both responses, up to a
-    word boundary. Empty if the row lacks a response too."""
+def _prompt_of_both(
+    record: dict[str, Any], prompt: str, chosen: str, rejected: str
+) -> dict[str, Any]:
+    """The columns of a row without a prompt column (TRL's implicit prompt): the prompt is the
+    common beginning of both responses, up to a word boundary. Empty if the row lacks a response
+    too.
+    """
     one, other = values = [_dig(record, chosen), _dig(record, rejected)]
     if any(value is _MISSING for value in values):
         return {}
@@ -517,8 +689,13 @@ def _prompt_of_both(record: dict[str, Any], prompt: str, chosen: str, rejected: 
         shared = len(re.sub(r"\w+\Z", "", one[:shared]).rstrip()) or shared
     if not shared or (lists and not len(one) == len(other) == shared + 1):
         after = "messages, followed by one response each" if lists else "text"
-        raise RowProblem(f"no column {prompt!r}, and fields {chosen!r} and {rejected!r} do not begin with the same {after}")
-    return {prompt: one[:shared]} | ({chosen: one[shared:], rejected: other[shared:]} if texts else {})
+        raise RowProblem(
+            f"no column {prompt!r}, and fields {chosen!r} and {rejected!r} do not begin with the "
+            f"same {after}"
+        )
+    return {prompt: one[:shared]} | (
+        {chosen: one[shared:], rejected: other[shared:]} if texts else {}
+    )
 
 
 def _response(record: dict[str, Any], field: str) -> str:
@@ -527,39 +704,75 @@ def _response(record: dict[str, Any], field: str) -> str:
     if not isinstance(value, list):
         return _text(record, field)
     last = value[-1] if value else None
-    if not isinstance(last, dict) or not isinstance(last.get("content"), str) or last.get("role") == "user":
-        raise RowProblem(f"field {field!r} must be text, or a list of messages that ends with the response")
+    if (
+        not isinstance(last, dict)
+        or not isinstance(last.get("content"), str)
+        or last.get("role") == "user"
+    ):
+        raise RowProblem(
+            f"field {field!r} must be text, or a list of messages that ends with the response"
+        )
     return last["content"]
 
 
-def _row(where: str, record: dict[str, Any], config: DatasetConfig, key: str, answers: Answers, chat: Chat) -> Row:
+def _row(
+    where: str,
+    record: dict[str, Any],
+    config: DatasetConfig,
+    key: str,
+    answers: Answers,
+    chat: Chat,
+) -> Row:
     raw = record
     record = record.whole if isinstance(record, ArrowRow) else record
     columns = columns_of(record, config, key)
     demonstration = config.demonstration_key if isinstance(config, LearnedConfig) else None
     messages = _dig(record, columns.prompt)
     if columns.answer is None and not isinstance(messages, list):
-        raise RowProblem(f"field {columns.prompt!r} must be a list of messages, not {_kind(messages)}")
+        raise RowProblem(
+            f"field {columns.prompt!r} must be a list of messages, not {_kind(messages)}"
+        )
     if answers == "none" and not demonstration and columns.answer is None:
         return _conversation(where, record, messages, columns.prompt, config, chat)
-    # Functions of verl expect the nulls of Arrow in their columns. An environment shows conversations and tools to the policy.
+    # Functions of verl expect the nulls of Arrow in their columns. An environment shows
+    # conversations and tools to the policy.
     shown = {name: record[name] for name in (columns.prompt, "tools") if name in record}
     given = {**raw, **shown} if answers == "whole" or answers in WITH_ROW.values() else {}
-    unneeded = answers in ("row", "unused") or (answers == "none" and demonstration) or columns.answer is None
+    unneeded = (
+        answers in ("row", "unused")
+        or (answers == "none" and demonstration)
+        or columns.answer is None
+    )
     wanted = {"prompt_key": columns.prompt} | ({} if unneeded else {"answer_key": columns.answer})
-    wanted |= {"demonstration_key": demonstration} if demonstration and answers not in ("row", "unused") else {}
+    wanted |= (
+        {"demonstration_key": demonstration}
+        if demonstration and answers not in ("row", "unused")
+        else {}
+    )
     _check_columns(record, {setting: field for setting, field in wanted.items() if field}, key)
     prompt = _prompt(record, columns.prompt, config, chat, answered=config.prompt_key is None)
     rendered = _is_rendered(record, columns.prompt, config)
     if answers in ("row", "unused"):
         answer = _dig(record, columns.answer or "")
-        return Row(prompt, answer if isinstance(answer, str) else "", "", where, given, rendered=rendered)
+        return Row(
+            prompt, answer if isinstance(answer, str) else "", "", where, given, rendered=rendered
+        )
     if answers == "none":
-        return Row(prompt, "", _demonstration(record, demonstration or columns.answer or ""), where, rendered=rendered)
+        return Row(
+            prompt,
+            "",
+            _demonstration(record, demonstration or columns.answer or ""),
+            where,
+            rendered=rendered,
+        )
     if columns.answer is None:
         text = _last(messages, columns.prompt)
     else:
-        text = _text(record, columns.answer, numbers=True) if answers in _FINAL else _whole_answer(record, columns.answer)
+        text = (
+            _text(record, columns.answer, numbers=True)
+            if answers in _FINAL
+            else _whole_answer(record, columns.answer)
+        )
     return Row(
         prompt=prompt,
         answer=_REFERENCES[answers](text, columns.answer or columns.prompt),
@@ -572,16 +785,25 @@ def _row(where: str, record: dict[str, Any], config: DatasetConfig, key: str, an
 
 def _check_columns(record: dict[str, Any], wanted: dict[str, str], key: str) -> None:
     """Raises RowProblem that names all missing columns, and the settings that name them."""
-    missing = [f"{field!r} ({key}.{setting})" for setting, field in wanted.items() if _dig(record, field) is _MISSING]
+    missing = [
+        f"{field!r} ({key}.{setting})"
+        for setting, field in wanted.items()
+        if _dig(record, field) is _MISSING
+    ]
     if missing:
         columns = ", ".join(repr(column) for column in islice(record, _MAX_PROBLEMS)) or "none"
         columns += f" and {len(record) - _MAX_PROBLEMS} more" if len(record) > _MAX_PROBLEMS else ""
         raise RowProblem(f"no column {' and none '.join(missing)}; its columns are {columns}")
 
 
-def _prompt(record: dict[str, Any], field: str, config: SourceConfig, chat: Chat, answered: bool = False) -> str:
-    """The prompt column in its template. A chat template takes it as a user's message or a list of messages. `answered`: if the list ends
-    with an answer, the prompt is what comes before it."""
+def _prompt(
+    record: dict[str, Any], field: str, config: SourceConfig, chat: Chat, answered: bool = False
+) -> str:
+    """The prompt column in its template.
+
+    A chat template takes it as a user's message or a list of messages. `answered`: if the list ends
+    with an answer, the prompt is what comes before it.
+    """
     messages = _dig(record, field)
     if not isinstance(messages, list) and config.prompt_template != CHAT:
         return config.prompt_template.replace("{prompt}", _text(record, field))
@@ -591,9 +813,16 @@ def _prompt(record: dict[str, Any], field: str, config: SourceConfig, chat: Chat
     if answered and len(found) > 1 and found[-1]["role"] == "assistant":
         found = found[:-1]
     if found[-1]["role"] == "assistant":
-        raise RowProblem(f"field {field!r}: the last message is the assistant's, so there is nothing to answer")
-    found = [{name: value for name, value in message.items() if name not in ("weight", "train")} for message in found]
-    return _rendered(record, found, field, config, chat, lambda template, tools: template.render(found, tools))
+        raise RowProblem(
+            f"field {field!r}: the last message is the assistant's, so there is nothing to answer"
+        )
+    found = [
+        {name: value for name, value in message.items() if name not in ("weight", "train")}
+        for message in found
+    ]
+    return _rendered(
+        record, found, field, config, chat, lambda template, tools: template.render(found, tools)
+    )
 
 
 def _is_rendered(record: dict[str, Any], field: str, config: SourceConfig) -> bool:
@@ -611,13 +840,24 @@ def _messages(value: list[Any], field: str, config: SourceConfig) -> list[Messag
 
 
 def _rendered[T](
-    record: dict[str, Any], messages: list[Message], field: str, config: SourceConfig, chat: Chat, made: Callable[[ChatTemplate, Any], T]
+    record: dict[str, Any],
+    messages: list[Message],
+    field: str,
+    config: SourceConfig,
+    chat: Chat,
+    made: Callable[[ChatTemplate, Any], T],
 ) -> T:
-    """The result of `made(template, tools)`. Raises RowProblem if the template leaves out tools or messages of the row."""
-    template, tools = chat(), tools_of(record)
+    """The result of `made(template, tools)`.
+
+    Raises RowProblem if the template leaves out tools or messages of the row.
+    """
+    template = chat()
+    tools = tools_of(record)
     try:
         template.check(messages, tools)
-        if tools and template.render(messages, tools, answered=True) == template.render(messages, answered=True):
+        if tools and template.render(messages, tools, answered=True) == template.render(
+            messages, answered=True
+        ):
             raise RowProblem(f"field {TOOLS!r} has tools, but the model's chat template shows none")
         check_shown(messages, template.render(messages, tools, answered=True))
         return made(template, tools)
@@ -625,19 +865,38 @@ def _rendered[T](
         raise RowProblem(f"field {field!r}: {error}") from error
 
 
-def _conversation(where: str, record: dict[str, Any], messages: list[Any], field: str, config: DatasetConfig, chat: Chat) -> Row:
+def _conversation(
+    where: str,
+    record: dict[str, Any],
+    messages: list[Any],
+    field: str,
+    config: DatasetConfig,
+    chat: Chat,
+) -> Row:
     """A row from a conversation to learn from. Its prompt ends before the first learned turn."""
     learn = config.learn if isinstance(config, LearnedConfig) else "all"
     found, places = learned(_messages(messages, field, config), learn, field)
-    pieces = _rendered(record, found, field, config, chat, lambda template, tools: template.pieces(found, tools, places))
+    pieces = _rendered(
+        record,
+        found,
+        field,
+        config,
+        chat,
+        lambda template, tools: template.pieces(found, tools, places),
+    )
     return Row(pieces[0], "", tuple(pieces[1:]), where, ended=True, rendered=True)
 
 
 def _last(messages: list[Any], field: str) -> str:
-    """The reference answer of a conversation without an answer column: the last message, which must be the assistant's."""
+    """The reference answer of a conversation without an answer column: the last message, which must
+    be the assistant's.
+    """
     last = messages_of(messages, field)[-1]
     if last["role"] != "assistant" or not last["content"].strip():
-        raise RowProblem(f"field {field!r}: the last message is not the assistant's answer, and there is no column 'answer'")
+        raise RowProblem(
+            f"field {field!r}: the last message is not the assistant's answer, and there is no "
+            "column 'answer'"
+        )
     return last["content"]
 
 
@@ -655,7 +914,8 @@ def _whole_answer(record: dict[str, Any], field: str) -> str:
 def _text(record: dict[str, Any], field: str, numbers: bool = False) -> str:
     value = _dig(record, field)
     if numbers and isinstance(value, (int, float)) and not isinstance(value, bool):
-        if isinstance(value, float) and not math.isfinite(value):  # pandas writes NaN for a missing value
+        # pandas writes NaN for a missing value
+        if isinstance(value, float) and not math.isfinite(value):
             raise RowProblem(f"field {field!r} must be a finite number, not {value}")
         return str(value)
     if not isinstance(value, str):
@@ -666,7 +926,9 @@ def _text(record: dict[str, Any], field: str, numbers: bool = False) -> str:
 
 
 def _dig(record: dict[str, Any], field: str) -> Any:
-    """The value of a column, or of a field inside one (`reward_model.ground_truth`); _MISSING if there is none."""
+    """The value of a column, or of a field inside one (`reward_model.ground_truth`); _MISSING if
+    there is none.
+    """
     if field in record:
         return record[field]
     column, dot, rest = field.partition(".")
@@ -674,12 +936,18 @@ def _dig(record: dict[str, Any], field: str) -> Any:
 
 
 def _demonstration(record: dict[str, Any], field: str) -> str | tuple[str, ...]:
-    """One text, or a list of texts that policy and environment write alternately. The policy writes the first and the last."""
+    """One text, or a list of texts that policy and environment write alternately.
+
+    The policy writes the first and the last.
+    """
     texts = _dig(record, field)
     if not isinstance(texts, list):
         return _text(record, field, numbers=True)
     if len(texts) % 2 == 0 or not all(isinstance(text, str) and text for text in texts):
-        raise RowProblem(f"field {field!r} must be text, or an odd number of texts: policy and environment in turn, policy first and last")
+        raise RowProblem(
+            f"field {field!r} must be text, or an odd number of texts: policy and environment in "
+            "turn, policy first and last"
+        )
     return tuple(texts)
 
 
@@ -689,7 +957,9 @@ def _final_answer(text: str, field: str) -> str:
     answer = clean(text) if marked is None else marked
     if not answer:
         places = "\\boxed{}, after ####, or the whole text"
-        raise RowProblem(f"field {field!r} has no final answer of 1 to {MAX_ANSWER_CHARS} characters ({places})")
+        raise RowProblem(
+            f"field {field!r} has no final answer of 1 to {MAX_ANSWER_CHARS} characters ({places})"
+        )
     return answer
 
 
@@ -717,8 +987,17 @@ _REFERENCES: dict[Answers, Callable[[str, str], str]] = {
 }
 _REFERENCES |= {WITH_ROW[form]: _REFERENCES[form] for form in WITH_ROW if form in _REFERENCES}
 _FINAL = ("final", WITH_ROW["final"])
-_FORMS: dict[str, Answers] = {ifeval.NAME: "instructions", code.NAME: "tests"}  # reward.name -> form of the reference answers
-_KINDS = {type(None): "null", dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
+# reward.name -> form of the reference answers
+_FORMS: dict[str, Answers] = {ifeval.NAME: "instructions", code.NAME: "tests"}
+_KINDS = {
+    type(None): "null",
+    dict: "an object",
+    list: "a list",
+    str: "text",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+}
 
 
 def _kind(value: Any) -> str:

@@ -13,7 +13,14 @@ from typing import NamedTuple
 
 from megarl.base.rollout_types import Ordinal
 from megarl.config.errors import ConfigError, problems_of
-from megarl.config.schema import MIXED, CurriculumConfig, LearnedConfig, MixedConfig, MixtureConfig, RunConfig
+from megarl.config.schema import (
+    MIXED,
+    CurriculumConfig,
+    LearnedConfig,
+    MixedConfig,
+    MixtureConfig,
+    RunConfig,
+)
 
 # A shuffled order, position -> index, computed in constant time and memory instead of stored.
 
@@ -22,11 +29,12 @@ _ROUNDS = 6
 
 
 def permute(position: int, size: int, key: str) -> int:
-    """The index at `position` of a pseudo-random permutation of range(size) that depends only on `key`.
+    """The index at `position` of a pseudo-random permutation of range(size) that depends only on
+    `key`.
 
-    A Feistel network on the smallest even number of bits that hold `size`, walked until it lands inside the range
-    (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002: cycle walking).
-    Raises IndexError outside 0 <= position < size.
+    A Feistel network on the smallest even number of bits that hold `size`, walked until it lands
+    inside the range (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002: cycle
+    walking). Raises IndexError outside 0 <= position < size.
     """
     if not 0 <= position < size:
         raise IndexError(f"position {position} is outside 0..{size - 1}")
@@ -39,7 +47,8 @@ def permute(position: int, size: int, key: str) -> int:
 
 def _feistel(value: int, half_bits: int, key: str) -> int:
     mask = (1 << half_bits) - 1
-    left, right = value >> half_bits, value & mask
+    left = value >> half_bits
+    right = value & mask
     for round_ in range(_ROUNDS):
         digest = hashlib.blake2b(f"{key}/{round_}/{right}".encode(), digest_size=8).digest()
         left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
@@ -54,12 +63,15 @@ SOURCE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 
 
 class Mixture:
-    """Maps ordinals to sources and back. Of the first k ordinals, each source has its share of k, with an error below one.
+    """Maps ordinals to sources and back.
 
-    The order is periodic. The j-th ordinal of a source with share w may not come before j / w, and must come before (j + 1) / w rounded up.
-    Of the sources that may come next, the one with the earliest deadline does. This schedule meets every deadline, and so the bound above
-    (Baruah, Cohen, Plaxton and Varvel, "Proportionate progress", 1996). Where share times k is a whole number for every source, the counts
-    are exactly these numbers, so quotas are exact.
+    Of the first k ordinals, each source has its share of k, with an error below one.
+
+    The order is periodic. The j-th ordinal of a source with share w may not come before j / w, and
+    must come before (j + 1) / w rounded up. Of the sources that may come next, the one with the
+    earliest deadline does. This schedule meets every deadline, and so the bound above (Baruah,
+    Cohen, Plaxton and Varvel, "Proportionate progress", 1996). Where share times k is a whole
+    number for every source, the counts are exactly these numbers, so quotas are exact.
     """
 
     def __init__(self, shares: Sequence[Fraction | int] = (1,), names: Sequence[str] = ("",)):
@@ -71,11 +83,18 @@ class Mixture:
         self._units = [unit // common for unit in units]
         self._period = sum(self._units)
         if self._period > LONGEST_PERIOD:
-            raise ValueError(f"shares of {' : '.join(map(str, self._units))} repeat only after {self._period} prompts")
+            raise ValueError(
+                f"shares of {' : '.join(map(str, self._units))} repeat only after {self._period} "
+                "prompts"
+            )
         self._source: list[int] = []  # place in the period -> source
         self._places: list[list[int]] = [[] for _ in shares]  # [source][…] its places in the period
         for place in range(self._period):
-            source = min((self._deadline(source), source) for source in range(len(units)) if self._may(source, place))[1]
+            source = min(
+                (self._deadline(source), source)
+                for source in range(len(units))
+                if self._may(source, place)
+            )[1]
             self._source.append(source)
             self._places[source].append(place)
 
@@ -104,7 +123,9 @@ class Mixture:
 
     def counts(self, first: Ordinal, end: Ordinal) -> list[int]:
         """[source] how many of the ordinals from `first` up to but excluding `end` it has."""
-        return [self.below(source, end) - self.below(source, first) for source in range(len(self.names))]
+        return [
+            self.below(source, end) - self.below(source, first) for source in range(len(self.names))
+        ]
 
 
 def mixed(config: MixtureConfig) -> dict[str, MixedConfig]:
@@ -117,7 +138,9 @@ _TRAIN = "data.train"
 def source_sets(config: LearnedConfig, key: str) -> list[tuple[str, LearnedConfig]]:
     """(config key, dataset) of each source that a section mixes, or of its only one."""
     sources = mixed(config) if isinstance(config, MixtureConfig) else {}
-    return [(f"{key}.sources.{name}", source) for name, source in sources.items()] or [(key, config)]
+    return [(f"{key}.sources.{name}", source) for name, source in sources.items()] or [
+        (key, config)
+    ]
 
 
 def train_mixture(config: RunConfig) -> Mixture:
@@ -126,8 +149,16 @@ def train_mixture(config: RunConfig) -> Mixture:
 
 def mixture_problems(config: MixtureConfig, per_step: int) -> Iterable[str]:
     if (config.source == MIXED) == (not mixed(config)):
-        given = f"{_TRAIN}.source={config.source}: must be {MIXED}, or left out, beside {_TRAIN}.sources"
-        yield given if mixed(config) else f"{_TRAIN}.source: must be set: synthetic:<task>, a file such as rows.jsonl, or a hub name"
+        given = (
+            f"{_TRAIN}.source={config.source}: must be {MIXED}, or left out, beside "
+            f"{_TRAIN}.sources"
+        )
+        yield (
+            given
+            if mixed(config)
+            else f"{_TRAIN}.source: must be set: synthetic:<task>, a file such as rows.jsonl, or "
+            "a hub name"
+        )
         return
     for name in mixed(config):
         if not SOURCE_NAME.fullmatch(name):
@@ -136,36 +167,56 @@ def mixture_problems(config: MixtureConfig, per_step: int) -> Iterable[str]:
 
 
 def mixture_of(config: MixtureConfig, per_step: int) -> Mixture:
-    """The mixture that data.train describes, possibly of a single source. `per_step`: rollout.prompts_per_step.
+    """The mixture that data.train describes, possibly of a single source.
 
-    Raises ConfigError with all problems: no source, a source in two places, quotas that do not add up to a step, too fine weights.
+    `per_step`: rollout.prompts_per_step.
+
+    Raises ConfigError with all problems: no source, a source in two places, quotas that do not add
+    up to a step, too fine weights.
     """
     sources = mixed(config)
     if not sources:
         return Mixture()
     for name, source in sources.items():
         if source.weight is not None and source.quota is not None:
-            raise ConfigError(f"{_TRAIN}.sources.{name}.weight={source.weight:g}: must be null with a quota (quota={source.quota})")
+            raise ConfigError(
+                f"{_TRAIN}.sources.{name}.weight={source.weight:g}: must be null with a quota "
+                f"(quota={source.quota})"
+            )
     quotas = {name: source.quota for name, source in sources.items() if source.quota is not None}
-    weights = {name: Fraction(str(source.weight or 1)) for name, source in sources.items() if name not in quotas}
+    weights = {
+        name: Fraction(str(source.weight or 1))
+        for name, source in sources.items()
+        if name not in quotas
+    }
     rest = per_step - sum(quotas.values())
     if rest < 0 or (rest == 0) != (not weights):
         all_of = f"rollout.prompts_per_step={per_step}"
         wanted = f"leave some of {all_of} for the other sources" if weights else f"be {all_of}"
-        given = " + ".join(f"{_TRAIN}.sources.{name}.quota={quota}" for name, quota in quotas.items())
+        given = " + ".join(
+            f"{_TRAIN}.sources.{name}.quota={quota}" for name, quota in quotas.items()
+        )
         raise ConfigError(f"{given}: {'together they ' * (len(quotas) > 1)}must {wanted}")
-    shares = [Fraction(quotas[name]) if name in quotas else weights[name] * rest / sum(weights.values()) for name in sources]
+    shares = [
+        Fraction(quotas[name]) if name in quotas else weights[name] * rest / sum(weights.values())
+        for name in sources
+    ]
     try:
         return Mixture(shares, [*sources])
     except ValueError as error:
-        raise ConfigError(f"{_TRAIN}.sources.NAME.weight: {error}; at most {LONGEST_PERIOD}: choose rounder weights") from error
+        raise ConfigError(
+            f"{_TRAIN}.sources.NAME.weight: {error}; at most {LONGEST_PERIOD}: choose rounder "
+            "weights"
+        ) from error
 
 
 # Prompts that are too easy or too hard rest for some epochs, then come again.
 
 
 class Place(NamedTuple):
-    """The row that an ordinal stands for: indices of the source, of the epoch of that source, and of the row."""
+    """The row that an ordinal stands for: indices of the source, of the epoch of that source, and
+    of the row.
+    """
 
     source: int
     epoch: int
@@ -179,27 +230,36 @@ class Verdict(Enum):
 
 
 class Curriculum:
-    """Decides at the generator, without ever waiting, which rows rest. A row rests in epoch e of its source if, in one of the `rest_epochs`
-    epochs before e, its draw had a pass rate outside the band.
+    """Decides at the generator, without ever waiting, which rows rest.
 
-    A decision may use only the scores of the row's earlier draws. If one of them is still in flight, the ordinal waits for it
-    (`Verdict.WAITS`); that draw finishes by itself, since it needs nothing from the trainer. So which rows rest does not depend on the
-    capacity of the channel, the order in which rollouts finish, or the trainer's step. A decision by "what has been trained on by now"
-    would depend on them. It could also deadlock, since a batch may need the very ordinal that waits for training.
+    A row rests in epoch e of its source if, in one of the `rest_epochs` epochs before e, its draw
+    had a pass rate outside the band.
 
-    A resumed run decides in the same way. The link keeps the order of messages, so the scores behind a decision reach a checkpoint before
-    the decision does. If a group is generated again because it was too old, its first score counts, since a decision may have used it.
+    A decision may use only the scores of the row's earlier draws. If one of them is still in
+    flight, the ordinal waits for it (`Verdict.WAITS`); that draw finishes by itself, since it needs
+    nothing from the trainer. So which rows rest does not depend on the capacity of the channel, the
+    order in which rollouts finish, or the trainer's step. A decision by "what has been trained on
+    by now" would depend on them. It could also deadlock, since a batch may need the very ordinal
+    that waits for training.
+
+    A resumed run decides in the same way. The link keeps the order of messages, so the scores
+    behind a decision reach a checkpoint before the decision does. If a group is generated again
+    because it was too old, its first score counts, since a decision may have used it.
     """
 
     def __init__(self, locate: Callable[[Ordinal], Place], rest_epochs: int):
-        self._locate, self._rest_epochs = locate, rest_epochs
+        self._locate = locate
+        self._rest_epochs = rest_epochs
         self._running: dict[tuple[int, int], Ordinal] = {}  # row -> its draw that is not yet scored
-        self._outside: dict[tuple[int, int], int] = {}  # row -> the last epoch in which it was outside the band
+        # row -> the last epoch in which it was outside the band
+        self._outside: dict[tuple[int, int], int] = {}
         self._scored: Collection[Ordinal] = ()
 
     def resume(self, outside: Iterable[Ordinal], scored: Collection[Ordinal]) -> None:
-        """`outside`: all draws of the run that were outside the band. `scored`: draws that are generated again but keep their first
-        scores."""
+        """`outside`: all draws of the run that were outside the band.
+
+        `scored`: draws that are generated again but keep their first scores.
+        """
         self._scored = scored
         for ordinal in outside:
             source, epoch, row = self._locate(ordinal)

@@ -17,18 +17,26 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.generator.completions import Sampling
 from megarl.models.spec import ModelSpec
 
-KEPT_BACK = 6  # tokens of context and KV cache that SGLang reserves in every request (0.5.23, tp_worker.py: max_req_input_len)
+# tokens of context and KV cache that SGLang reserves in every request (0.5.23, tp_worker.py:
+# max_req_input_len)
+KEPT_BACK = 6
 
 
 def row_index(ordinal: int, rows: int, order: str, shuffle: bool) -> int:
-    """The row of the `ordinal`-th draw. Every epoch has each row once, in an order of its own that depends on `order`."""
+    """The row of the `ordinal`-th draw.
+
+    Every epoch has each row once, in an order of its own that depends on `order`.
+    """
     epoch, position = divmod(ordinal, rows)
     return permute(position, rows, f"{order}/{epoch}") if shuffle else position
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Maps an ordinal to its row; a pure function. Each source has its own epochs, which have each row once."""
+    """Maps an ordinal to its row; a pure function.
+
+    Each source has its own epochs, which have each row once.
+    """
 
     rows: Sequence[Rows]  # [source] the rows of each source of `mixture`
     order: str  # key of the shuffled orders
@@ -41,32 +49,49 @@ class Sources:
 
     def place(self, ordinal: int) -> Place:
         source = self.mixture.source(ordinal)
-        draw, count, name = self.mixture.draw(ordinal), len(self.rows[source]), self.mixture.names[source]
+        draw = self.mixture.draw(ordinal)
+        count = len(self.rows[source])
+        name = self.mixture.names[source]
         row = row_index(draw, count, f"{self.order}/{name}" if name else self.order, self.shuffle)
         return Place(source, draw // count, row)
 
 
-def prompt_tokens(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, response_tokens: int) -> Callable[[Row], int]:
-    """Returns a function that counts the tokens of a row's prompt. It raises RowProblem if the prompt leaves no room for a response, or
-    has unknown characters.
+def prompt_tokens(
+    config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, response_tokens: int
+) -> Callable[[Row], int]:
+    """Returns a function that counts the tokens of a row's prompt.
 
-    KEPT_BACK is subtracted because the engine would cut a longer response short, and would then refuse to continue it.
+    It raises RowProblem if the prompt leaves no room for a response, or has unknown characters.
+
+    KEPT_BACK is subtracted because the engine would cut a longer response short, and would then
+    refuse to continue it.
     """
-    tokens, of_what = spec.max_position_embeddings, "context"
+    tokens = spec.max_position_embeddings
+    of_what = "context"
     for name, engines in config.generator.shapes.items():
         if engines.kv_cache_tokens is not None and engines.kv_cache_tokens < tokens:
             key = f"generator.groups.{name}" if name else "generator"
-            tokens, of_what = engines.kv_cache_tokens, f"{key}.kv_cache_tokens"
+            tokens = engines.kv_cache_tokens
+            of_what = f"{key}.kv_cache_tokens"
     less = f"{response_tokens} for the response and {KEPT_BACK} that SGLang keeps back"
-    room, reckoned = tokens - response_tokens - KEPT_BACK, f"{tokens} tokens of {of_what} less {less}"
+    room = tokens - response_tokens - KEPT_BACK
+    reckoned = f"{tokens} tokens of {of_what} less {less}"
     return partial(count_tokens, tokenizer=tokenizer, room=room, reckoned=reckoned)
 
 
 def count_tokens(row: Row, tokenizer: Tokenizer, room: int, reckoned: str) -> int:
-    """The tokens of the row's prompt. Raises RowProblem if they are more than `room`, or if the tokenizer lacks some characters."""
+    """The tokens of the row's prompt.
+
+    Raises RowProblem if they are more than `room`, or if the tokenizer lacks some characters.
+    """
     ids = tokenizer.encode_prompt(row.prompt, row.rendered)
     begin = tokenizer.bos_token
-    if begin and not row.rendered and row.prompt.startswith(begin) and ids[:1] == ids[1:2] == [tokenizer.backend.token_to_id(begin)]:
+    if (
+        begin
+        and not row.rendered
+        and row.prompt.startswith(begin)
+        and ids[:1] == ids[1:2] == [tokenizer.backend.token_to_id(begin)]
+    ):
         what = f"the prompt begins with {begin}, which the tokenizer adds by itself"
         raise RowProblem(f"{what}; leave it out of prompt and prompt_template", what)
     if len(ids) > room:
@@ -79,7 +104,9 @@ def count_tokens(row: Row, tokenizer: Tokenizer, room: int, reckoned: str) -> in
 
 
 def dropping(config: RunConfig, tokens: Callable[[Any], int]) -> Reading | None:
-    """How a run reads rows that its launcher has checked: with data.bad_rows=drop, it leaves out the same rows."""
+    """How a run reads rows that its launcher has checked: with data.bad_rows=drop, it leaves out
+    the same rows.
+    """
     return Reading(drop=True, tokens=tokens) if config.data.bad_rows == DROP else None
 
 
@@ -92,12 +119,18 @@ def load_sources(
     order: str,
     tokens: Callable[[Row], int],
 ) -> Sources:
-    """All rows of a section's sources. If bad rows are dropped, rows for which `tokens` raises are left out. Raises ConfigError with all
-    mistakes in the data."""
-    problems, rows = [], []
+    """All rows of a section's sources.
+
+    If bad rows are dropped, rows for which `tokens` raises are left out. Raises ConfigError with
+    all mistakes in the data.
+    """
+    problems = []
+    rows = []
     for own, source in source_sets(dataset, key):
         try:
-            rows.append(load_rows(source, own, config.seed, answers, config.model, dropping(config, tokens)))
+            rows.append(
+                load_rows(source, own, config.seed, answers, config.model, dropping(config, tokens))
+            )
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -107,20 +140,36 @@ def load_sources(
 
 @dataclass(frozen=True)
 class PromptStream:
-    """Maps an ordinal to its prompt. A pure function, so a run needs only its ledger of ordinals to resume."""
+    """Maps an ordinal to its prompt.
+
+    A pure function, so a run needs only its ledger of ordinals to resume.
+    """
 
     sources: Sources
     tokenizer: Tokenizer
 
     def __getitem__(self, ordinal: int) -> Prompt:
         mixture = self.sources.mixture
-        return _prompt(ordinal, self.sources[ordinal], self.tokenizer, mixture.names[mixture.source(ordinal)])
+        return _prompt(
+            ordinal, self.sources[ordinal], self.tokenizer, mixture.names[mixture.source(ordinal)]
+        )
 
 
 def train_prompts(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> PromptStream:
-    """The prompts of `data.train`, in the order that `seed` gives. Raises ConfigError for mistakes in the data."""
+    """The prompts of `data.train`, in the order that `seed` gives.
+
+    Raises ConfigError for mistakes in the data.
+    """
     tokens = prompt_tokens(config, tokenizer, spec, config.rollout.max_tokens)
-    sources = load_sources(config, config.data.train, "data.train", train_mixture(config), answers_of(config), "prompts", tokens)
+    sources = load_sources(
+        config,
+        config.data.train,
+        "data.train",
+        train_mixture(config),
+        answers_of(config),
+        "prompts",
+        tokens,
+    )
     return PromptStream(sources, tokenizer)
 
 
@@ -135,11 +184,22 @@ class HeldOutSet:
 
 
 def held_out_sets(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> list[HeldOutSet]:
-    """The first `eval.limit` prompts of `data.eval`, then of each of `eval.suites`. Raises ConfigError for mistakes in the data."""
+    """The first `eval.limit` prompts of `data.eval`, then of each of `eval.suites`.
+
+    Raises ConfigError for mistakes in the data.
+    """
     return [
         HeldOutSet(
             name=name,
-            prompts=_first_prompts(config, name, key, dataset, tokenizer, spec, held_out_sampling(config, own).max_tokens),
+            prompts=_first_prompts(
+                config,
+                name,
+                key,
+                dataset,
+                tokenizer,
+                spec,
+                held_out_sampling(config, own).max_tokens,
+            ),
             samples=config.eval.samples if own is None or own.samples is None else own.samples,
             sampling=held_out_sampling(config, own),
         )
@@ -148,14 +208,29 @@ def held_out_sets(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> l
 
 
 def _first_prompts(
-    config: RunConfig, name: str, key: str, dataset: DatasetConfig, tokenizer: Tokenizer, spec: ModelSpec, response_tokens: int
+    config: RunConfig,
+    name: str,
+    key: str,
+    dataset: DatasetConfig,
+    tokenizer: Tokenizer,
+    spec: ModelSpec,
+    response_tokens: int,
 ) -> list[Prompt]:
     reading = dropping(config, prompt_tokens(config, tokenizer, spec, response_tokens))
-    rows = load_rows(dataset, key, config.seed, answers_of(config, True, name), config.model, reading)
+    rows = load_rows(
+        dataset, key, config.seed, answers_of(config, True, name), config.model, reading
+    )
     limit = len(rows) if config.eval.limit is None else min(config.eval.limit, len(rows))
     return [_prompt(i, rows[i], tokenizer, name) for i in range(limit)]
 
 
 def _prompt(ordinal: int, row: Row, tokenizer: Tokenizer, source: str) -> Prompt:
     token_ids = tokenizer.encode_prompt(row.prompt, row.rendered)
-    return Prompt(ordinal=ordinal, token_ids=token_ids, text=row.prompt, answer=row.answer, row=row.record, source=source)
+    return Prompt(
+        ordinal=ordinal,
+        token_ids=token_ids,
+        text=row.prompt,
+        answer=row.answer,
+        row=row.record,
+        source=source,
+    )

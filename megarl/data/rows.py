@@ -26,9 +26,11 @@ class RowProblem(Exception):
 class Row:
     prompt: str  # what the model sees, after the template
     answer: str  # the verifier's reference; empty if none is read
-    demonstration: str | tuple[str, ...]  # for supervised learning; several texts alternate between policy and environment
+    # for supervised learning; several texts alternate between policy and environment
+    demonstration: str | tuple[str, ...]
     where: str  # file and line, for messages
-    record: dict[str, Any] = field(default_factory=dict)  # the whole row, for a user's own reward function
+    # the whole row, for a user's own reward function
+    record: dict[str, Any] = field(default_factory=dict)
     ended: bool = False  # whether the demonstration has its own end-of-text
     rendered: bool = False  # whether a chat template has made the prompt
 
@@ -58,38 +60,61 @@ def without_nulls(value: Any) -> Any:
 
 @dataclass
 class Reading:
-    """Checks rows while they are read, and collects findings about them. With `drop`, rows with problems are left out (data.bad_rows)."""
+    """Checks rows while they are read, and collects findings about them.
+
+    With `drop`, rows with problems are left out (data.bad_rows).
+    """
 
     drop: bool = False
-    tokens: Callable[[Any], int] | None = None  # counts a prompt's tokens; raises RowProblem for a row that does not fit model or tokenizer
+    # counts a prompt's tokens; raises RowProblem for a row that does not fit model or tokenizer
+    tokens: Callable[[Any], int] | None = None
     lengths: list[int] = field(default_factory=list)  # the results of `tokens`
-    dropped: dict[str, list[str]] = field(default_factory=dict)  # kind of problem -> the places where it occurs
-    prompts: dict[int, int] = field(default_factory=dict)  # hash of each prompt -> hash of its answer, demonstration or responses
+    # kind of problem -> the places where it occurs
+    dropped: dict[str, list[str]] = field(default_factory=dict)
+    # hash of each prompt -> hash of its answer, demonstration or responses
+    prompts: dict[int, int] = field(default_factory=dict)
     repeated: int = 0  # rows with the same prompt as an earlier row
     otherwise: int = 0  # how many of the repeated rows have another answer
     remark: str = ""  # a warning about the chat template
-    digests: bytearray | None = None  # one of ROW_DIGEST_BYTES for each usable row, in order; None: none is made
+    # one of ROW_DIGEST_BYTES for each usable row, in order; None: none is made
+    digests: bytearray | None = None
 
     def note(self, row: Row | Pair) -> None:
         """Counts a usable row."""
-        after = row.answer or row.demonstration if isinstance(row, Row) else (row.chosen, row.rejected)
-        prompt, now = hash(row.prompt), hash(after)
+        after = (
+            row.answer or row.demonstration if isinstance(row, Row) else (row.chosen, row.rejected)
+        )
+        prompt = hash(row.prompt)
+        now = hash(after)
         self.repeated += prompt in self.prompts
         self.otherwise += self.prompts.setdefault(prompt, now) != now
         if self.digests is not None:
             content = {name: value for name, value in vars(row).items() if name != "where"}
-            # The same row has the same digest in JSON and in Arrow, which adds nulls and may order columns otherwise.
+            # The same row has the same digest in JSON and in Arrow, which adds nulls and may order
+            # columns otherwise.
             text = json.dumps(without_nulls(content), sort_keys=True, default=repr)
             self.digests += blake2b(text.encode(), digest_size=ROW_DIGEST_BYTES).digest()
 
 
 Answers = Literal[
-    "final", "instructions", "tests", "whole", "row", "unused", "none", "final, row", "instructions, row", "tests, row"
-]  # fmt: skip
-"""Which part of the answer column becomes the reference. "final": the part marked as final answer. "instructions" or "tests": IFEval's
-instructions or a program's tests, checked. "whole": all of it, for a user's own reward function or a judge. "row": nothing, since an
-environment or an own rollout has the whole row. "unused": no score needs a reference. "none": only demonstrations are read. "final, row":
-the final answer, for a verifier, beside a user's own function or rollout, which is given the row."""
+    "final",
+    "instructions",
+    "tests",
+    "whole",
+    "row",
+    "unused",
+    "none",
+    "final, row",
+    "instructions, row",
+    "tests, row",
+]
+"""Which part of the answer column becomes the reference. "final": the part marked as final answer.
+"instructions" or "tests": IFEval's instructions or a program's tests, checked. "whole": all of it,
+for a user's own reward function or a judge. "row": nothing, since an environment or an own rollout
+has the whole row. "unused": no score needs a reference. "none": only demonstrations are read.
+"final, row": the final answer, for a verifier, beside a user's own function or rollout, which is
+given the row.
+"""
 WITH_ROW: dict[Answers, Answers] = {
     "final": "final, row",
     "instructions": "instructions, row",
@@ -98,29 +123,38 @@ WITH_ROW: dict[Answers, Answers] = {
 }
 
 
-# Known benchmarks (eval.suites.NAME.benchmark): where they are on the hub, and the question that each asks.
+# Known benchmarks (eval.suites.NAME.benchmark): where they are on the hub, and the question that
+# each asks.
 #
-# The questions are worded as is usual. MATH-500, AIME and GSM8K follow Qwen2.5-Math's evaluation (arXiv:2409.12122). MMLU-Pro follows its
-# authors' (arXiv:2406.01574), without their five worked examples. IFEval's prompts are used as they are. LiveCodeBench
-# (arXiv:2403.07974) uses its own wording for chat models, with the system message first.
+# The questions are worded as is usual. MATH-500, AIME and GSM8K follow Qwen2.5-Math's evaluation
+# (arXiv:2409.12122). MMLU-Pro follows its authors' (arXiv:2406.01574), without their five worked
+# examples. IFEval's prompts are used as they are. LiveCodeBench (arXiv:2403.07974) uses its own
+# wording for chat models, with the system message first.
 
 
 LIVECODEBENCH = "livecodebench"
 _LETTERS = "ABCDEFGHIJ"
 _BOXED = "{}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 _CHOICE = (
-    'The following is a multiple choice question about {}. Think step by step and then finish your answer with "the answer is (X)" where X '
+    "The following is a multiple choice question about {}. Think step by step and then finish "
+    'your answer with "the answer is (X)" where X '
     "is the correct letter choice.\n\nQuestion: {}\nOptions:\n{}"
 )
 _PROGRAM = (
-    "You are an expert Python programmer. You will be given a question (problem specification) and will generate a correct Python program "
+    "You are an expert Python programmer. You will be given a question (problem specification) "
+    "and will generate a correct Python program "
     "that matches the specification and passes all tests.\n\n### Question:\n{}\n\n### Format: {}\n\n"
     "### Answer: (use the provided format with backticks)\n\n"
 )
-_STARTED = "You will use the following starter code to write the solution to the problem and enclose your code within delimiters."
+_STARTED = (
+    "You will use the following starter code to write the solution to the problem and "
+    "enclose your code within delimiters."
+)
 _FROM_INPUT = (
-    "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on the sample inputs). Enclose your "
-    "code within delimiters as follows. Ensure that when the python program runs, it reads the inputs, runs the algorithm and writes "
+    "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly "
+    "test on the sample inputs). Enclose your "
+    "code within delimiters as follows. Ensure that when the python program runs, it reads the "
+    "inputs, runs the algorithm and writes "
     "output to STDOUT."
 )
 _RELEASE = re.compile(r"(release_)?v([1-9])")
@@ -136,35 +170,51 @@ class Benchmark:
 
 
 def _question(*columns: tuple[str, str]) -> Callable[[Record], tuple[str, Any]]:
-    """Reads the first of several (question, answer) pairs of columns that a row has, since mirrors on the hub name them differently."""
+    """Reads the first of several (question, answer) pairs of columns that a row has, since mirrors
+    on the hub name them differently.
+    """
 
     def asked(record: Record) -> tuple[str, Any]:
         for question, answer in columns:
             if question in record and answer in record:
                 return _BOXED.format(_text(record, question)), record[answer]
         wanted = " or ".join(f"{question!r} and {answer!r}" for question, answer in columns)
-        raise RowProblem(f"must have the columns {wanted}; its columns are {', '.join(map(repr, record))}")
+        raise RowProblem(
+            f"must have the columns {wanted}; its columns are {', '.join(map(repr, record))}"
+        )
 
     return asked
 
 
 def _choice(record: Record) -> tuple[str, str]:
-    options, answer = record.get("options"), record.get("answer")
-    if not isinstance(options, list) or not all(isinstance(option, str) for option in options) or not 2 <= len(options) <= len(_LETTERS):
+    options = record.get("options")
+    answer = record.get("answer")
+    if (
+        not isinstance(options, list)
+        or not all(isinstance(option, str) for option in options)
+        or not 2 <= len(options) <= len(_LETTERS)
+    ):
         raise RowProblem(f"field 'options' must be a list of 2 to {len(_LETTERS)} texts")
     letters = _LETTERS[: len(options)]
     if not isinstance(answer, str) or len(answer) != 1 or answer not in letters:
         raise RowProblem(f"field 'answer' must be one of the letters {letters}, not {answer!r}")
     if (index := record.get("answer_index")) not in (None, letters.index(answer)):
-        raise RowProblem(f"field 'answer' is {answer}, field 'answer_index' {index!r}: they must agree")
+        raise RowProblem(
+            f"field 'answer' is {answer}, field 'answer_index' {index!r}: they must agree"
+        )
     listed = "\n".join(f"{letter}. {option}" for letter, option in zip(letters, options))
-    return _CHOICE.format(record.get("category") or "general knowledge", _text(record, "question"), listed), answer
+    return _CHOICE.format(
+        record.get("category") or "general knowledge", _text(record, "question"), listed
+    ), answer
 
 
 def _instructed(record: Record) -> tuple[str, Record]:
     wanted = ("instruction_id_list", "kwargs")
     if absent := [repr(column) for column in wanted if column not in record]:
-        raise RowProblem(f"must have the columns {' and '.join(absent)}; its columns are {', '.join(map(repr, record))}")
+        raise RowProblem(
+            f"must have the columns {' and '.join(absent)}; its columns are "
+            f"{', '.join(map(repr, record))}"
+        )
     return _text(record, "prompt"), {column: record[column] for column in wanted}
 
 
@@ -172,8 +222,15 @@ def _programming(record: Record) -> tuple[str, Record]:
     if not isinstance(record.get("contest_date"), str):
         raise RowProblem("field 'contest_date' must be a date such as 2024-08-01T00:00:00")
     start = record.get("starter_code")
-    form = f"{_STARTED}\n```python\n{start}\n```" if start else f"{_FROM_INPUT}\n```python\n# YOUR CODE HERE\n```"
-    tests = {column: record.get(column) for column in ("public_test_cases", "private_test_cases", "metadata")}
+    form = (
+        f"{_STARTED}\n```python\n{start}\n```"
+        if start
+        else f"{_FROM_INPUT}\n```python\n# YOUR CODE HERE\n```"
+    )
+    tests = {
+        column: record.get(column)
+        for column in ("public_test_cases", "private_test_cases", "metadata")
+    }
     return _PROGRAM.format(_text(record, "question_content"), form), tests
 
 
@@ -187,11 +244,17 @@ def _text(record: Record, field: str) -> str:
 BENCHMARKS: Mapping[str, Benchmark] = {
     "math500": Benchmark("HuggingFaceH4/MATH-500", "test", _question(("problem", "answer"))),
     "gsm8k": Benchmark("openai/gsm8k", "test", _question(("question", "answer")), "main"),
-    "aime2024": Benchmark("HuggingFaceH4/aime_2024", "train", _question(("problem", "answer"), ("Problem", "Answer"))),
-    "aime2025": Benchmark("math-ai/aime25", "test", _question(("problem", "answer"), ("question", "answer"))),
+    "aime2024": Benchmark(
+        "HuggingFaceH4/aime_2024", "train", _question(("problem", "answer"), ("Problem", "Answer"))
+    ),
+    "aime2025": Benchmark(
+        "math-ai/aime25", "test", _question(("problem", "answer"), ("question", "answer"))
+    ),
     "mmlu_pro": Benchmark("TIGER-Lab/MMLU-Pro", "test", _choice),
     "ifeval": Benchmark("google/IFEval", "train", _instructed),
-    LIVECODEBENCH: Benchmark("livecodebench/code_generation_lite", "test", _programming, "release_v6"),
+    LIVECODEBENCH: Benchmark(
+        "livecodebench/code_generation_lite", "test", _programming, "release_v6"
+    ),
 }
 
 
@@ -214,25 +277,33 @@ def asked(record: Record, config: object) -> Record:
 
 
 def files_of(config: object) -> list[str]:
-    """The files of the LiveCodeBench release that `subset` names: release_v6 is everything up to the sixth release, v6 the sixth alone.
-    Empty for other datasets. Raises ConfigError."""
+    """The files of the LiveCodeBench release that `subset` names: release_v6 is everything up to
+    the sixth release, v6 the sixth alone. Empty for other datasets. Raises ConfigError.
+    """
     if not isinstance(config, SuiteConfig) or config.benchmark != LIVECODEBENCH:
         return []
     if not (found := _RELEASE.fullmatch(config.subset or "release_v6")):
-        raise ConfigError(f"subset={config.subset}: must be a release of LiveCodeBench, such as release_v6 or v6")
+        raise ConfigError(
+            f"subset={config.subset}: must be a release of LiveCodeBench, such as release_v6 or v6"
+        )
     last = int(found[2])
-    return [f"test{number if number > 1 else ''}.jsonl" for number in range(1 if found[1] else last, last + 1)]
+    return [
+        f"test{number if number > 1 else ''}.jsonl"
+        for number in range(1 if found[1] else last, last + 1)
+    ]
 
 
 def wanted(records: Iterator[tuple[str, Any]], config: object) -> Iterator[tuple[str, Any]]:
     """The records within the suite's dates."""
     if not isinstance(config, SuiteConfig) or not (config.since or config.until):
         return records
-    since, until = config.since or "", config.until or "9"
+    since = config.since or ""
+    until = config.until or "9"
 
     def inside(record: Any) -> bool:
         date = record.get("contest_date") if isinstance(record, dict) else None
-        return not isinstance(date, str) or since <= date[:10] <= until  # other checks report malformed rows and rows without a date
+        # other checks report malformed rows and rows without a date
+        return not isinstance(date, str) or since <= date[:10] <= until
 
     return ((where, record) for where, record in records if inside(record))
 
@@ -241,15 +312,26 @@ def dates_of(config: object) -> str:
     """The dates that `wanted` keeps, in words; empty if it keeps all."""
     if not isinstance(config, SuiteConfig):
         return ""
-    return "".join(f" {name} {date}" for name, date in (("since", config.since), ("until", config.until)) if date)
+    return "".join(
+        f" {name} {date}"
+        for name, date in (("since", config.since), ("until", config.until))
+        if date
+    )
 
 
 # The held-out sets of a run: data.eval and eval.suites.
 
 
 def held_out(config: RunConfig) -> list[tuple[str, str, DatasetConfig, SuiteConfig | None]]:
-    """(name, config key, dataset, suite or None) of every held-out set. A suite is a dataset with its own sampling."""
-    suites = [(name, f"eval.suites.{name}", located(suite), suite) for name, suite in config.eval.suites.items() if suite is not None]
+    """(name, config key, dataset, suite or None) of every held-out set.
+
+    A suite is a dataset with its own sampling.
+    """
+    suites = [
+        (name, f"eval.suites.{name}", located(suite), suite)
+        for name, suite in config.eval.suites.items()
+        if suite is not None
+    ]
     return [*([("", "data.eval", config.data.eval, None)] if config.data.eval else []), *suites]
 
 
@@ -257,11 +339,18 @@ _SAMPLED_BY = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
 
 
 def held_out_sampling(config: RunConfig, suite: SuiteConfig | None) -> Sampling:
-    """How a held-out set is sampled: as its suite says, otherwise as `eval`, otherwise as the run. The temperature is never the run's."""
+    """How a held-out set is sampled: as its suite says, otherwise as `eval`, otherwise as the run.
+
+    The temperature is never the run's.
+    """
     values = {name: getattr(config.rollout, name) for name in _SAMPLED_BY}
-    values |= {name: value for name in _SAMPLED_BY if (value := getattr(config.eval, name)) is not None}
+    values |= {
+        name: value for name in _SAMPLED_BY if (value := getattr(config.eval, name)) is not None
+    }
     if suite is not None:
-        values |= {name: value for name in _SAMPLED_BY if (value := getattr(suite, name)) is not None}
+        values |= {
+            name: value for name in _SAMPLED_BY if (value := getattr(suite, name)) is not None
+        }
     return Sampling(**{**values, "stop": tuple(values["stop"])})
 
 
@@ -270,5 +359,11 @@ def held_out_samplings(config: RunConfig) -> list[Sampling]:
 
 
 def stops_on_text(config: RunConfig) -> bool:
-    """Whether requests may have stop strings, so that engines need the tokenizer: the run's, an evaluation's, or a program's calls'."""
-    return config.rollout.name in BY_CALLS or bool(config.rollout.stop) or any(sampling.stop for sampling in held_out_samplings(config))
+    """Whether requests may have stop strings, so that engines need the tokenizer: the run's, an
+    evaluation's, or a program's calls'.
+    """
+    return (
+        config.rollout.name in BY_CALLS
+        or bool(config.rollout.stop)
+        or any(sampling.stop for sampling in held_out_samplings(config))
+    )

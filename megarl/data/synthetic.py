@@ -1,19 +1,23 @@
 """Synthetic tasks, generated row by row: nothing is downloaded or stored.
 
-chain: evaluate five one-digit numbers joined by + and - modulo 10, writing the running totals: "7+0+9+1+5=" -> "7,7,6,7,2".
-There are 1.6 million such expressions; 512 of them form the split "eval" and are in no other. In demonstrations, a step that wraps
-around is instead clamped to 0 or 9 with probability 0.6. So two thirds of the demonstrations end wrong, the wrong rule is likelier at
-every wrap, and the right one must be found by reward. A pair has a right and a wrong response. The wrong one clamps at every wrap, or has
-one random total and goes on from it. A coin decides which, if the expression has a wrap.
+chain: evaluate five one-digit numbers joined by + and - modulo 10, writing the running totals:
+"7+0+9+1+5=" -> "7,7,6,7,2". There are 1.6 million such expressions; 512 of them form the split
+"eval" and are in no other. In demonstrations, a step that wraps around is instead clamped to 0 or 9
+with probability 0.6. So two thirds of the demonstrations end wrong, the wrong rule is likelier at
+every wrap, and the right one must be found by reward. A pair has a right and a wrong response. The
+wrong one clamps at every wrap, or has one random total and goes on from it. A coin decides which,
+if the expression has a wrap.
 
 right_chain: the same, but all demonstrations are right.
 
-judged_chain: the rows of chain, and as many rows that judge a response to them, as in "7+0+9+1+5=7,7,9,9,9?" -> "7,7,6,7,2:0". The answer
-has the right totals, then 1 if the response has them, else 0.
+judged_chain: the rows of chain, and as many rows that judge a response to them, as in
+"7+0+9+1+5=7,7,9,9,9?" -> "7,7,6,7,2:0". The answer has the right totals, then 1 if the response has
+them, else 0.
 
-product: multiply two three-digit numbers: "347*286=" -> "99242". There are 810,000 of them; 512 form the split "eval". Seven of ten
-demonstrations guess, as in "?31870": as many digits as the answer has, and hardly ever right. The others call a calculator through the
-rollout tool_calls with the marks < and >: the policy writes "<347*286>", the environment "99242;", the policy "99242".
+product: multiply two three-digit numbers: "347*286=" -> "99242". There are 810,000 of them; 512
+form the split "eval". Seven of ten demonstrations guess, as in "?31870": as many digits as the
+answer has, and hardly ever right. The others call a calculator through the rollout tool_calls with
+the marks < and >: the policy writes "<347*286>", the environment "99242;", the policy "99242".
 
 product_calls: the same as conversations with a tool, for the warm start of agents (docs/agents.md).
 
@@ -32,7 +36,8 @@ from megarl.config.errors import ConfigError
 from megarl.data.order import permute
 from megarl.data.rows import Pair, Row, Rows
 
-# The gold scorer of synthetic:summary. It defines the preferences that a reward model should learn there.
+# The gold scorer of synthetic:summary. It defines the preferences that a reward model should learn
+# there.
 #
 # As a reward it is named by import path: `eval.reward=megarl.data.synthetic:score`.
 
@@ -42,13 +47,19 @@ _MISTAKE = 0.25
 
 
 def score(response: str, answer: str) -> float:
-    """How well a text summarises a post of six letters, from -2 to 1. Args: answer: the post's letters.
+    """How well a text summarises a post of six letters, from -2 to 1.
 
-    It starts at -1, gains 1/3 for the first occurrence of each letter of the post, and loses 1/4 for each mistake. Mistakes are a character
-    that is not a letter of the post, a repeated letter, and a letter that comes before the last new letter in the alphabet. So the post's
-    six letters in alphabetical order score 1, and an empty text scores -1.
+    Args: answer: the post's letters.
+
+    It starts at -1, gains 1/3 for the first occurrence of each letter of the post, and loses 1/4
+    for each mistake. Mistakes are a character that is not a letter of the post, a repeated letter,
+    and a letter that comes before the last new letter in the alphabet. So the post's six letters in
+    alphabetical order score 1, and an empty text scores -1.
     """
-    seen, found, mistakes, last = set[str](), 0, 0, ""
+    seen = set[str]()
+    found = 0
+    mistakes = 0
+    last = ""
     for character in response:
         if character in answer and character not in seen:
             found += 1
@@ -60,25 +71,31 @@ def score(response: str, answer: str) -> float:
     return max(2 * found / len(answer) - 1 - _MISTAKE * mistakes, WORST)
 
 
-# The task synthetic:summary. A reward model learns the gold scorer's preferences, then rewards the policy.
+# The task synthetic:summary. A reward model learns the gold scorer's preferences, then rewards the
+# policy.
 #
-# A post is six different letters of a to p, in any order; its summary names them in alphabetical order: "kcgpab=" -> "abcgkp". There are
-# 8,008 sets of letters in 720 orders each; 512 of the sets form the split "eval", in one order each, and are in no other.
+# A post is six different letters of a to p, in any order; its summary names them in alphabetical
+# order: "kcgpab=" -> "abcgkp". There are 8,008 sets of letters in 720 orders each; 512 of the sets
+# form the split "eval", in one order each, and are in no other.
 #
-# Demonstrations are by writers of different care, from none to perfect. A careless writer randomly leaves letters out, writes other letters
-# of a to p, repeats letters, and swaps neighbours. A careful writer's letters are both complete and in order, so a reward model may confuse
-# the two.
+# Demonstrations are by writers of different care, from none to perfect. A careless writer randomly
+# leaves letters out, writes other letters of a to p, repeats letters, and swaps neighbours. A
+# careful writer's letters are both complete and in order, so a reward model may confuse the two.
 #
-# A pair of responses is two demonstrations with different gold scores; the better one is preferred. They are not sampled from a trained
-# policy. As in arXiv:2410.18252, all reward models learn from the same given pairs, labelled by the gold scorer; and after the warm start a
-# policy writes much as its demonstrators do.
+# A pair of responses is two demonstrations with different gold scores; the better one is preferred.
+# They are not sampled from a trained policy. As in arXiv:2410.18252, all reward models learn from
+# the same given pairs, labelled by the gold scorer; and after the warm start a policy writes much
+# as its demonstrators do.
 
 
 LETTERS = "abcdefghijklmnop"
 LENGTH = 6  # letters in a post
 _HELD_OUT_SETS = 512
 # Probabilities of each mistake, per letter, for a writer without any care.
-_OMIT, _INSERT, _REPEAT, _SWAP = 0.5, 0.25, 0.1, 0.4
+_OMIT = 0.5
+_INSERT = 0.25
+_REPEAT = 0.1
+_SWAP = 0.4
 
 
 @dataclass(frozen=True)
@@ -89,7 +106,8 @@ class Summaries(Sequence[Row]):
     seed: int
 
     def __len__(self) -> int:
-        sets, orders = len(_sets()), len(_orders())
+        sets = len(_sets())
+        orders = len(_orders())
         return _HELD_OUT_SETS if self.split == "eval" else (sets - _HELD_OUT_SETS) * orders
 
     def __getitem__(self, index: int) -> Row:  # type: ignore[override]
@@ -97,14 +115,22 @@ class Summaries(Sequence[Row]):
             raise IndexError(index)
         letters, post = self._post(index)
         demonstration = demonstrate(letters, random.Random(f"{self.seed}/{self.split}/{index}"))
-        return Row(f"{post}=", letters, demonstration, f"synthetic:summary, split {self.split}, row {index}")
+        return Row(
+            f"{post}=",
+            letters,
+            demonstration,
+            f"synthetic:summary, split {self.split}, row {index}",
+        )
 
     def _post(self, index: int) -> tuple[str, str]:
         """The letters of a post, in alphabetical order and in the post's order."""
         if self.split == "eval":
-            number, order = index, permute(index, len(_orders()), "summary")
+            number = index
+            order = permute(index, len(_orders()), "summary")
         else:
-            order, number = divmod(permute(index, len(self), "summary"), len(_sets()) - _HELD_OUT_SETS)
+            order, number = divmod(
+                permute(index, len(self), "summary"), len(_sets()) - _HELD_OUT_SETS
+            )
             number += _HELD_OUT_SETS
         letters = _sets()[permute(number, len(_sets()), "summary")]
         return letters, "".join(letters[place] for place in _orders()[order])
@@ -120,16 +146,23 @@ class SummaryPairs(Sequence[Pair]):
         return len(self.posts)
 
     def __getitem__(self, index: int) -> Pair:  # type: ignore[override]
-        row, noise = self.posts[index], random.Random(f"{self.posts.seed}/{self.posts.split}/{index}/pair")
+        row, noise = (
+            self.posts[index],
+            random.Random(f"{self.posts.seed}/{self.posts.split}/{index}/pair"),
+        )
         while True:
-            worse, better = sorted((demonstrate(row.answer, noise) for _ in range(2)), key=lambda text: score(text, row.answer))
+            worse, better = sorted(
+                (demonstrate(row.answer, noise) for _ in range(2)),
+                key=lambda text: score(text, row.answer),
+            )
             if score(worse, row.answer) < score(better, row.answer):
                 return Pair(row.prompt, better, worse, margin=0.0, where=row.where)
 
 
 def demonstrate(letters: str, noise: random.Random) -> str:
     """A summary by a writer of random care; never empty."""
-    carelessness, text = noise.random(), ""
+    carelessness = noise.random()
+    text = ""
     for letter in letters:
         if noise.random() >= _OMIT * carelessness:
             text += letter * (2 if noise.random() < _REPEAT * carelessness else 1)
@@ -183,7 +216,9 @@ class Chain(Sequence[Row]):
         return Row(
             prompt=f"{text}=",
             answer=str((first + sum(steps)) % 10),
-            demonstration=",".join(map(str, _noisy_totals(first, steps, noise, self.clamp_probability))),
+            demonstration=",".join(
+                map(str, _noisy_totals(first, steps, noise, self.clamp_probability))
+            ),
             where=f"{PREFIX}chain, split {self.split}, row {index}",
         )
 
@@ -194,7 +229,10 @@ class Chain(Sequence[Row]):
 
 @dataclass(frozen=True)
 class ChainPairs(Sequence[Pair]):
-    """The expressions of one split, each with a right and a wrong response. `seed` determines the wrong ones."""
+    """The expressions of one split, each with a right and a wrong response.
+
+    `seed` determines the wrong ones.
+    """
 
     chain: Chain
 
@@ -204,7 +242,8 @@ class ChainPairs(Sequence[Pair]):
     def __getitem__(self, index: int) -> Pair:  # type: ignore[override]
         row, (_, first, steps) = self.chain[index], self.chain.expression(index)
         noise = random.Random(f"{self.chain.seed}/{self.chain.split}/{index}/pair")
-        chosen, rejected = _totals(first, steps), _totals(first, steps, clamped=True)
+        chosen = _totals(first, steps)
+        rejected = _totals(first, steps, clamped=True)
         if rejected == chosen or noise.random() < 0.5:
             place = noise.randrange(len(chosen))
             wrong = (chosen[place] + noise.randrange(1, 10)) % 10
@@ -229,9 +268,18 @@ class JudgedChain(Sequence[Row]):
             return row
         noise = random.Random(f"{self.chain.seed}/{self.chain.split}/{place}/judged")
         right = ",".join(map(str, _totals(first, steps)))
-        response = right if noise.random() < 0.5 else ",".join(map(str, _noisy_totals(first, steps, noise)))
+        response = (
+            right
+            if noise.random() < 0.5
+            else ",".join(map(str, _noisy_totals(first, steps, noise)))
+        )
         verdict = f"{right}:{int(response == right)}"
-        return Row(f"{row.prompt}{response}?", verdict, verdict, f"{PREFIX}judged_chain, split {self.chain.split}, row {index}")
+        return Row(
+            f"{row.prompt}{response}?",
+            verdict,
+            verdict,
+            f"{PREFIX}judged_chain, split {self.chain.split}, row {index}",
+        )
 
 
 def _totals(total: int, steps: list[int], clamped: bool = False) -> list[int]:
@@ -243,15 +291,25 @@ def _totals(total: int, steps: list[int], clamped: bool = False) -> list[int]:
 
 
 def _expression(number: int) -> tuple[str, int, list[int]]:
-    """The expression with this number: text, first term, further terms with signs. Every number has a different text."""
+    """The expression with this number: text, first term, further terms with signs.
+
+    Every number has a different text.
+    """
     signs, digits = divmod(number, _DIGITS)
     terms = [digits // 10**place % 10 for place in range(_TERMS)]
     minus = [bool(signs >> place & 1) for place in range(_TERMS - 1)]
-    text = str(terms[0]) + "".join(f"{'-' if m else '+'}{term}" for m, term in zip(minus, terms[1:]))
+    text = str(terms[0]) + "".join(
+        f"{'-' if m else '+'}{term}" for m, term in zip(minus, terms[1:])
+    )
     return text, terms[0], [-term if m else term for m, term in zip(minus, terms[1:])]
 
 
-def _noisy_totals(total: int, steps: list[int], noise: random.Random, clamp_probability: float = _CLAMP_PROBABILITY) -> list[int]:
+def _noisy_totals(
+    total: int,
+    steps: list[int],
+    noise: random.Random,
+    clamp_probability: float = _CLAMP_PROBABILITY,
+) -> list[int]:
     totals = [total]
     for step in steps:
         total += step
@@ -263,7 +321,10 @@ def _noisy_totals(total: int, steps: list[int], noise: random.Random, clamp_prob
 
 @dataclass(frozen=True)
 class Product(Sequence[Row]):
-    """The rows of one split of the product task. `seed` determines which demonstrations guess, and their guesses."""
+    """The rows of one split of the product task.
+
+    `seed` determines which demonstrations guess, and their guesses.
+    """
 
     split: str
     seed: int
@@ -276,20 +337,25 @@ class Product(Sequence[Row]):
             raise IndexError(index)
         position = index if self.split == "eval" else _HELD_OUT + index
         left, right = divmod(permute(position, _FACTORS**2, "product"), _FACTORS)
-        text, answer = f"{100 + left}*{100 + right}", str((100 + left) * (100 + right))
+        text = f"{100 + left}*{100 + right}"
+        answer = str((100 + left) * (100 + right))
         noise = random.Random(f"{self.seed}/{self.split}/{index}")
         guess = "?" + str(noise.randrange(10 ** (len(answer) - 1), 10 ** len(answer)))
         return Row(
             prompt=f"{text}=",
             answer=answer,
-            demonstration=guess if noise.random() < _GUESS_PROBABILITY else (f"<{text}>", f"{answer};", answer),
+            demonstration=guess
+            if noise.random() < _GUESS_PROBABILITY
+            else (f"<{text}>", f"{answer};", answer),
             where=f"{PREFIX}product, split {self.split}, row {index}",
         )
 
 
 @dataclass(frozen=True)
 class ProductCalls(Sequence[Row]):
-    """The rows of the product task as conversations for the chat template of configs/models/tiny-agent. A tool replaces <...>."""
+    """The rows of the product task as conversations for the chat template of
+    configs/models/tiny-agent. A tool replaces <...>.
+    """
 
     products: Product
 
@@ -298,12 +364,20 @@ class ProductCalls(Sequence[Row]):
 
     def __getitem__(self, index: int) -> Row:  # type: ignore[override]
         row = self.products[index]
-        call = '<tool_call>{"name": "calculate", "arguments": {"expression": "' + row.prompt.rstrip("=") + '"}}</tool_call>'
+        call = (
+            '<tool_call>{"name": "calculate", "arguments": {"expression": "'
+            + row.prompt.rstrip("=")
+            + '"}}</tool_call>'
+        )
         guess = row.demonstration if isinstance(row.demonstration, str) else None
         turns = (call, f"<tool>{row.answer}<assistant>", row.answer) if guess is None else (guess,)
-        texts = tuple(f"{text}<eos>" if place % 2 == 0 else text for place, text in enumerate(turns))
+        texts = tuple(
+            f"{text}<eos>" if place % 2 == 0 else text for place, text in enumerate(turns)
+        )
         where = f"{PREFIX}product_calls, split {self.products.split}, row {index}"
-        return Row(f"<tools>calculate<user>{row.prompt}<assistant>", row.answer, texts, where, ended=True)
+        return Row(
+            f"<tools>calculate<user>{row.prompt}<assistant>", row.answer, texts, where, ended=True
+        )
 
 
 _TASKS: dict[str, Callable[[str, int], Rows]] = {
@@ -321,7 +395,10 @@ _PAIRS: dict[str, Callable[[str, int], Sequence[Pair]]] = {
 
 
 def synthetic_rows(source: str, split: str, seed: int, key: str) -> Rows:
-    """The rows of `synthetic:<task>`. Args: key: the config section, for messages. Raises ConfigError."""
+    """The rows of `synthetic:<task>`.
+
+    Args: key: the config section, for messages. Raises ConfigError.
+    """
     return _task(_TASKS, source, split, key)(split, seed)
 
 
@@ -330,10 +407,15 @@ def synthetic_pairs(source: str, split: str, seed: int, key: str) -> Sequence[Pa
     return _task(_PAIRS, source, split, key)(split, seed)
 
 
-def _task[T](tasks: Mapping[str, Callable[[str, int], T]], source: str, split: str, key: str) -> Callable[[str, int], T]:
+def _task[T](
+    tasks: Mapping[str, Callable[[str, int], T]], source: str, split: str, key: str
+) -> Callable[[str, int], T]:
     task = source.removeprefix(PREFIX)
     if task not in tasks:
-        raise ConfigError(f"{key}.source={source}: no such task; there is {', '.join(PREFIX + name for name in sorted(tasks))}")
+        raise ConfigError(
+            f"{key}.source={source}: no such task; there is "
+            f"{', '.join(PREFIX + name for name in sorted(tasks))}"
+        )
     if split not in ("train", "eval"):
         raise ConfigError(f"{key}.split={split}: {source} has train and eval")
     return tasks[task]

@@ -1,4 +1,6 @@
-"""The model's tokenizer, as Transformers' AutoTokenizer makes it, in the tokenizers library (no torch, no model code)."""
+"""The model's tokenizer, as Transformers' AutoTokenizer makes it, in the tokenizers library (no
+torch, no model code).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,16 @@ from megarl.rewards.extract import is_of_mark
 from megarl.roles.settings import ChatTemplateConfig
 
 # The files that AutoTokenizer may read.
-_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.bpe", "*.py", "additional_chat_templates/*.jinja")
+_PATTERNS = (
+    "*.json",
+    "*.txt",
+    "*.model",
+    "*.jinja",
+    "*.tiktoken",
+    "*.bpe",
+    "*.py",
+    "additional_chat_templates/*.jinja",
+)
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 _SHORT_CHARS = 4096
 MOST_CHARS_PER_TOKEN = 64  # a bound for all but contrived texts, such as a megabyte of blanks
@@ -37,11 +48,16 @@ class Tokenizer:
     source: str
     backend: tokenizers.Tokenizer
     bos_token: str | None
-    unknown_id: int | None  # id for text that the tokenizer cannot represent; None if it can represent all text
-    eos_ids: tuple[int, ...]  # any of these ends a response; SFT teaches the first; empty if the model has none
-    special_names: Mapping[str, Any] = field(default_factory=dict)  # bos_token and others -> the token, for templates
-    chat_templates: Mapping[str, str] = field(default_factory=dict)  # by name; a single one is "default"
-    chats: Sequence[Mapping[str, Any]] = ()  # what Transformers makes of conversations, to compare with
+    # id for text that the tokenizer cannot represent; None if it can represent all text
+    unknown_id: int | None
+    # any of these ends a response; SFT teaches the first; empty if the model has none
+    eos_ids: tuple[int, ...]
+    # bos_token and others -> the token, for templates
+    special_names: Mapping[str, Any] = field(default_factory=dict)
+    # by name; a single one is "default"
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+    # what Transformers makes of conversations, to compare with
+    chats: Sequence[Mapping[str, Any]] = ()
     chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
 
     @property
@@ -53,12 +69,16 @@ class Tokenizer:
         return max(self.backend.get_vocab(with_added_tokens=True).values())
 
     def encode_prompt(self, text: str, rendered: bool = False) -> list[int]:
-        """Token ids of a prompt. `rendered`: by a chat template, which has written every special token itself, so none is added. Else they
-        begin with BOS if the tokenizer adds it. No end token is added."""
+        """Token ids of a prompt.
+
+        `rendered`: by a chat template, which has written every special token itself, so none is
+        added. Else they begin with BOS if the tokenizer adds it. No end token is added.
+        """
         if rendered:
             return self.encode_text(text, special_tokens=True)
         encoding = _encoding(self.backend, text, add_special_tokens=True)
-        ids, added = encoding.ids, encoding.special_tokens_mask
+        ids = encoding.ids
+        added = encoding.special_tokens_mask
         end = len(ids)
         while end and added[end - 1] and ids[end - 1] in self.eos_ids:
             end -= 1
@@ -71,14 +91,17 @@ class Tokenizer:
     def encode_text(self, text: str, special_tokens: bool = False) -> list[int]:
         """Token ids of text inside a sequence, with nothing added before or after it.
 
-        Unless `special_tokens`, the name of a special token, such as "<eos>", is read as plain characters. So text from outside cannot end
-        a turn or open another.
+        Unless `special_tokens`, the name of a special token, such as "<eos>", is read as plain
+        characters. So text from outside cannot end a turn or open another.
         """
         return _encoding(self.backend if special_tokens else self._of_text, text).ids
 
     @cached_property
     def _of_text(self) -> tokenizers.Tokenizer:
-        """A second tokenizer, which reads names of special tokens as text. Threads share tokenizers, so none may switch between the two."""
+        """A second tokenizer, which reads names of special tokens as text.
+
+        Threads share tokenizers, so none may switch between the two.
+        """
         backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
         backend.encode_special_tokens = True
         return backend
@@ -86,11 +109,17 @@ class Tokenizer:
     @property
     def special_tokens(self) -> dict[str, int]:
         """The ids of special tokens (not text), by name."""
-        return {token.content: number for number, token in self.backend.get_added_tokens_decoder().items() if token.special}
+        return {
+            token.content: number
+            for number, token in self.backend.get_added_tokens_decoder().items()
+            if token.special
+        }
 
     def same_ids(self, other: Tokenizer) -> bool:
         """Whether every token id means the same in both tokenizers."""
-        own, others = (tokenizer.backend.get_vocab(with_added_tokens=True) for tokenizer in (self, other))
+        own, others = (
+            tokenizer.backend.get_vocab(with_added_tokens=True) for tokenizer in (self, other)
+        )
         return own == others
 
     def token_id(self, token: str) -> int | None:
@@ -112,10 +141,11 @@ class Tokenizer:
         return self.backend.decode(list(token_ids), skip_special_tokens=True)
 
     def decode_turn(self, token_ids: Sequence[int]) -> str:
-        """The text of a policy's turn, without special tokens except the marks of thinking and answers.
+        """The text of a policy's turn, without special tokens except the marks of thinking and
+        answers.
 
-        Without them, what a model thinks could not be told from its answer: [THINK] of Magistral and
-        <|channel|> of gpt-oss are special tokens, </think> of Qwen is not.
+        Without them, what a model thinks could not be told from its answer: [THINK] of Magistral
+        and <|channel|> of gpt-oss are special tokens, </think> of Qwen is not.
         """
         return self.decode_all([number for number in token_ids if number not in self._hidden_ids])
 
@@ -126,10 +156,13 @@ class Tokenizer:
         return frozenset(n for name, n in specials if n in self.eos_ids or not is_of_mark(name))
 
 
-def _encoding(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False) -> tokenizers.Encoding:
+def _encoding(
+    backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False
+) -> tokenizers.Encoding:
     if len(text) <= _SHORT_CHARS:
         return backend.encode(text, add_special_tokens=add_special_tokens)
-    return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]  # releases Python's lock, which `encode` would hold
+    # releases Python's lock, which `encode` would hold
+    return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
 
 def load_tokenizer(model: ModelConfig) -> Tokenizer:
@@ -138,17 +171,25 @@ def load_tokenizer(model: ModelConfig) -> Tokenizer:
     return tokenizer_of(model.tokenizer or model.path, key, model.chat_template)
 
 
-def tokenizer_of(source: str, key: str, chat_template: ChatTemplateConfig | None = None) -> Tokenizer:
-    """The tokenizer of a local folder or a hub name, as Transformers' AutoTokenizer makes it. Raises ConfigError that names `key`.
+def tokenizer_of(
+    source: str, key: str, chat_template: ChatTemplateConfig | None = None
+) -> Tokenizer:
+    """The tokenizer of a local folder or a hub name, as Transformers' AutoTokenizer makes it.
 
-    Its token ids are compared with AutoTokenizer's for texts of many kinds. If any differ, it is refused.
+    Raises ConfigError that names `key`.
+
+    Its token ids are compared with AutoTokenizer's for texts of many kinds. If any differ, it is
+    refused.
     """
     try:
         folder = Path(source) if Path(source).is_dir() else hub_folder(source, _PATTERNS)
     except HubError as error:
         raise ConfigError(f"{key}={source}: {error}") from error
     if not any(file for pattern in _VOCABULARIES for file in folder.glob(pattern)):
-        raise ConfigError(f"{key}={source}: holds no tokenizer (tokenizer.json, tokenizer.model, vocab.json or the like)")
+        raise ConfigError(
+            f"{key}={source}: holds no tokenizer (tokenizer.json, tokenizer.model, vocab.json or "
+            "the like)"
+        )
     read_json(str(folder), "tokenizer_config.json")  # says where it is damaged
     try:
         tokenizer = _checked(source, folder, _digest(folder))
@@ -179,8 +220,16 @@ def _checked(source: str, folder: Path, digest: bytes) -> Tokenizer:
         plain_ids = tokenizer.encode_text(text["text"], special_tokens=True)
         ids = _encoding(backend, text["text"], add_special_tokens=True).ids
         decoded = tokenizer.decode_all(ids), tokenizer.decode(ids)
-        if (ids, plain_ids, *decoded) != (text["ids"], text["plain_ids"], text["decoded"], text["decoded_text"]):
-            raise ValueError(f"the tokenizers library encodes or decodes {text['text'][:60]!r} otherwise than transformers' AutoTokenizer")
+        if (ids, plain_ids, *decoded) != (
+            text["ids"],
+            text["plain_ids"],
+            text["decoded"],
+            text["decoded_text"],
+        ):
+            raise ValueError(
+                f"the tokenizers library encodes or decodes {text['text'][:60]!r} otherwise than "
+                "transformers' AutoTokenizer"
+            )
     return tokenizer
 
 
@@ -217,21 +266,27 @@ def tokenizer_problems(tokenizer: Tokenizer, spec: ModelSpec) -> list[str]:
     if tokenizer.largest_id >= spec.vocab_size:
         largest = tokenizer.backend.id_to_token(tokenizer.largest_id)
         problems.append(
-            f"tokenizer {tokenizer.source} has ids up to {tokenizer.largest_id} ({largest!r}), but the model's vocab_size is "
+            f"tokenizer {tokenizer.source} has ids up to {tokenizer.largest_id} ({largest!r}), "
+            "but the model's vocab_size is "
             f"{spec.vocab_size}: they do not belong together"
         )
     if not tokenizer.eos_ids:
         problems.append(
-            f"tokenizer {tokenizer.source} has no end-of-text token: set eos_token in tokenizer_config.json to one of its tokens"
+            f"tokenizer {tokenizer.source} has no end-of-text token: set eos_token in "
+            "tokenizer_config.json to one of its tokens"
         )
     elif max(tokenizer.eos_ids) >= spec.vocab_size:
         largest = max(tokenizer.eos_ids)
-        problems.append(f"tokenizer {tokenizer.source}: end-of-text id {largest} is not below the model's vocab_size {spec.vocab_size}")
+        problems.append(
+            f"tokenizer {tokenizer.source}: end-of-text id {largest} is not below the model's "
+            f"vocab_size {spec.vocab_size}"
+        )
     return problems
 
 
 def _eos_ids(folder: str, of_tokenizer: int | None) -> tuple[int, ...]:
-    """The tokenizer's own end-of-text id, then those of the model's files, at all of which SGLang ends a response (Llama 3 has three).
+    """The tokenizer's own end-of-text id, then those of the model's files, at all of which SGLang
+    ends a response (Llama 3 has three).
 
     Raises ConfigError for one that is no token id.
     """
@@ -242,14 +297,18 @@ def _eos_ids(folder: str, of_tokenizer: int | None) -> tuple[int, ...]:
             if number is None:
                 continue
             if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-                raise ConfigError(f"{folder}/{name}: eos_token_id={number!r} must be the id of a token, or a list of ids")
+                raise ConfigError(
+                    f"{folder}/{name}: eos_token_id={number!r} must be the id of a token, or a "
+                    "list of ids"
+                )
             ids.append(number)
     return tuple(dict.fromkeys(ids))
 
 
 def read_json(source: str, name: str) -> dict[str, Any]:
-    """The contents of a JSON file of a local folder or a hub name; empty if there is none, or the hub cannot be reached. Raises ConfigError
-    if it is damaged."""
+    """The contents of a JSON file of a local folder or a hub name; empty if there is none, or the
+    hub cannot be reached. Raises ConfigError if it is damaged.
+    """
     try:
         file = Path(source) / name if Path(source).is_dir() else hub_file(source, name)
     except HubError:

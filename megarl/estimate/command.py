@@ -1,4 +1,6 @@
-"""`megarl plan` and `megarl reshard`: a resolved config's plan, or its reshard map, as values, as text, and as a picture."""
+"""`megarl plan` and `megarl reshard`: a resolved config's plan, or its reshard map, as values, as
+text, and as a picture.
+"""
 
 from __future__ import annotations
 
@@ -34,28 +36,41 @@ def run_plan(
     budget: int | None = None,
     picture: str | None = None,
 ) -> CommandResult:
-    """The plan of the config; with `searching`, of the best config on `budget` GPUs. Its `fits` says whether it can be run: it fits, and
-    megarl train would accept it.
+    """The plan of the config; with `searching`, of the best config on `budget` GPUs.
 
-    `command`: the config and its overrides, as given by the user. `theory`: whether to add the optimum of LlamaRL's section 7 besides the
-    best config. Raises ConfigError for what cannot be planned.
+    Its `fits` says whether it can be run: it fits, and megarl train would accept it.
+
+    `command`: the config and its overrides, as given by the user. `theory`: whether to add the
+    optimum of LlamaRL's section 7 besides the best config. Raises ConfigError for what cannot be
+    planned.
     """
     if budget is not None and not (searching or theory):
         raise ConfigError(f"--gpus {budget}: needs --search or --theory")
     if (searching or theory) and plan.config.cluster.share_gpus:
-        raise ConfigError(f"--{'search' if searching else 'theory'}: needs cluster.share_gpus=false: each side gets GPUs of its own")
+        raise ConfigError(
+            f"--{'search' if searching else 'theory'}: needs cluster.share_gpus=false: each side "
+            "gets GPUs of its own"
+        )
     if theory and plan.groups[0].name:
-        raise ConfigError("--theory: generator.groups must be empty: LlamaRL's section 7 is on engines of one shape")
-    served = sum(role.settings.engines * role.settings.tp for role in plan.served)  # they keep their GPUs
-    found, optima, asked, budget = None, None, plan.config, gpus(plan) + evaluating(plan) if budget is None else budget - served
+        raise ConfigError(
+            "--theory: generator.groups must be empty: LlamaRL's section 7 is on engines of one shape"
+        )
+    # they keep their GPUs
+    served = sum(role.settings.engines * role.settings.tp for role in plan.served)
+    found = None
+    optima = None
+    asked = plan.config
+    budget = gpus(plan) + evaluating(plan) if budget is None else budget - served
     if searching or theory:
         found, best = search(asked, plan.spec, budget)
         optima = compare(found, best, plan.spec, budget) if theory else None
         plan = resolve(best, "plan") if searching else plan
     check_longest(plan.config, plan.spec)
     estimated = estimate(plan.config, plan.spec)
-    baseline, cures = best_baseline(plan.config, plan.spec, gpus(plan)), remedies(plan.config, plan.spec, estimated)
-    facts, refused = describe(plan), refused_by_train(plan.config, plan.spec)
+    baseline = best_baseline(plan.config, plan.spec, gpus(plan))
+    cures = remedies(plan.config, plan.spec, estimated)
+    facts = describe(plan)
+    refused = refused_by_train(plan.config, plan.spec)
     left_out = report.not_counted(plan.config)
     ways = steps_by_capacity(plan.config, plan.spec) if estimated.shared else {}
     if picture:
@@ -64,8 +79,14 @@ def run_plan(
         title = f"{facts['family']}, {sizes(facts['trainer'])}; {sizes(facts['generator'])}"
         draw(estimated, baseline, picture, title)
     lines = [*_role_lines(plan, facts), *report.render(estimated, baseline, cures, refused)]
-    facts |= to_json(estimated, baseline.step_s if baseline else None) | report.details(estimated, baseline, cures)
-    facts |= {"fits": not estimated.overfull and not refused, "not_counted": left_out, "refused": refused}
+    facts |= to_json(estimated, baseline.step_s if baseline else None) | report.details(
+        estimated, baseline, cures
+    )
+    facts |= {
+        "fits": not estimated.overfull and not refused,
+        "not_counted": left_out,
+        "refused": refused,
+    }
     if ways:
         facts["share_gpus"] = {"step_s": ways, "capacity": report.advised_capacity(ways)}
         lines.append(report.render_sharing(ways))
@@ -90,16 +111,30 @@ def _role_lines(plan: RunPlan, facts: dict[str, Any]) -> Iterator[str]:
         yield f"{name:<10} {sizes(role)}: {ranks}; weights {gib_range(role)} a rank"
         for group, own in groups.items():
             precision = own["quantization"] or facts["dtype"]
-            yield f"           {group}: {own['ranks']} rank{'s' * (own['ranks'] > 1)}, {precision}; weights {gib_range(own)} a rank"
+            yield (
+                f"           {group}: {own['ranks']} rank{'s' * (own['ranks'] > 1)}, "
+                f"{precision}; weights {gib_range(own)} a rank"
+            )
     if count := evaluating(plan):
         ranks = f"{count} rank{'s' * (count > 1)}"
-        yield f"evaluation engines {plan.config.eval.engines}, tp {plan.config.generator.tp}: {ranks}; as the generator's"
+        yield (
+            f"evaluation engines {plan.config.eval.engines}, tp {plan.config.generator.tp}: "
+            f"{ranks}; as the generator's"
+        )
     for role in plan.served:
-        engines, tp = role.settings.engines, role.settings.tp
+        engines = role.settings.engines
+        tp = role.settings.tp
         ranks = f"{engines * tp} rank{'s' * (engines * tp > 1)}"
         yield f"{role.name:<10} engines {engines}, tp {tp}: {ranks}; a {role.spec.family} model, frozen"
-    several = f" of {steps} optimizer steps each" if (steps := plan.config.trainer.optimizer_steps) > 1 else ""
-    prompts = f"{rollout.prompts_per_step} prompts x {rollout.n} samples of at most {rollout.max_tokens} tokens"
+    several = (
+        f" of {steps} optimizer steps each"
+        if (steps := plan.config.trainer.optimizer_steps) > 1
+        else ""
+    )
+    prompts = (
+        f"{rollout.prompts_per_step} prompts x {rollout.n} samples of at most "
+        f"{rollout.max_tokens} tokens"
+    )
     yield f"a step     {prompts}; {plan.steps} steps{several}"
 
 
@@ -112,44 +147,67 @@ def run_map(
     picture: str | None = None,
     rank: str | None = None,
 ) -> CommandResult:
-    """The config's map, proven, dumped and drawn. The arguments are the options of the command line, whose help explains them. Raises
-    ConfigError for impossible options."""
+    """The config's map, proven, dumped and drawn.
+
+    The arguments are the options of the command line, whose help explains them. Raises ConfigError
+    for impossible options.
+    """
     config = plan.config
     if not 0 <= delta <= 1:
         raise ConfigError(f"--delta {delta:g}: must be at least 0 and at most 1")
     if link is not None and not link > 0:
         raise ConfigError(f"--link {link:g}: must be more than 0")
-    reshard_map, forwarding = foreseen(ReshardMap.build(*layouts(plan)), config.weights.relay, config.generator.tp)
-    rate = link * 1e9 if link else update_bytes_per_s(config, Cluster.of(config))  # as in megarl plan
+    reshard_map, forwarding = foreseen(
+        ReshardMap.build(*layouts(plan)), config.weights.relay, config.generator.tp
+    )
+    # as in megarl plan
+    rate = link * 1e9 if link else update_bytes_per_s(config, Cluster.of(config))
     facts = map_report.to_json(reshard_map, forwarding, rate, delta)  # proves it
     if plan.adapters:
-        facts["lora_predicted_s"] = adapters_s(plan.spec, config, Cluster.of(config).gpu.device, rate)
+        facts["lora_predicted_s"] = adapters_s(
+            plan.spec, config, Cluster.of(config).gpu.device, rate
+        )
     if dump:
         with open(dump, "w", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in map_report.dump_lines(reshard_map))
     if picture:
         from megarl.reshard.picture import draw  # not at the top: it imports matplotlib
 
-        title = f"{plan.spec.family}, {sizes(asdict(plan.trainer_topology))} to {sizes(describe(plan)['generator'])}"
+        title = (
+            f"{plan.spec.family}, {sizes(asdict(plan.trainer_topology))} to "
+            f"{sizes(describe(plan)['generator'])}"
+        )
         draw(reshard_map, picture, title, forwarding)
     if rank:
-        copies, part_s = map_report.copies_of(reshard_map, rank), map_report.own_part_s(reshard_map, rank)
-        facts |= {"rank": rank, "rank_part_s": part_s, "rank_copies": [map_report.copy_fields(copy) for copy in copies]}
+        copies = map_report.copies_of(reshard_map, rank)
+        part_s = map_report.own_part_s(reshard_map, rank)
+        facts |= {
+            "rank": rank,
+            "rank_part_s": part_s,
+            "rank_copies": [map_report.copy_fields(copy) for copy in copies],
+        }
         return CommandResult(facts, "\n".join(map_report.render_copies(rank, copies, part_s)))
     lines = [map_report.render(reshard_map, rate, forwarding, delta)]
     if facts.get("lora_predicted_s"):  # the engines can serve the adapters
-        lines.append(f"{facts['lora_predicted_s']:.3g} s for an update of the adapters alone (lora.sync=adapter)")
+        lines.append(
+            f"{facts['lora_predicted_s']:.3g} s for an update of the adapters alone "
+            "(lora.sync=adapter)"
+        )
     lines.append("proven: every destination byte is written exactly once")
     return CommandResult(facts, "\n".join(lines))
 
 
-# What follows from a config without an estimate: both sides' layouts, ranks, parameters and bytes of weights.
+# What follows from a config without an estimate: both sides' layouts, ranks, parameters and bytes
+# of weights.
 
 
 def layouts(plan: RunPlan) -> tuple[Layout, Layout]:
     """The layouts of trainer and generator on machines of cluster.gpu."""
-    dtype, device = plan.config.model.dtype, Cluster.of(plan.config).gpu.device
-    return trainer_layout(plan.spec, plan.trainer_topology, dtype), engines_layout(plan.spec, plan.groups, dtype, device)
+    dtype = plan.config.model.dtype
+    device = Cluster.of(plan.config).gpu.device
+    return trainer_layout(plan.spec, plan.trainer_topology, dtype), engines_layout(
+        plan.spec, plan.groups, dtype, device
+    )
 
 
 def gpus(plan: RunPlan) -> int:
@@ -168,9 +226,17 @@ def describe(plan: RunPlan) -> dict[str, Any]:
         "family": plan.spec.family,
         "dtype": plan.config.model.dtype,
         "parameters": parameter_count(plan.spec),
-        "trainer": {"ranks": trainer.world_size, **asdict(plan.trainer_topology), **_weight_bytes(trainer)},
+        "trainer": {
+            "ranks": trainer.world_size,
+            **asdict(plan.trainer_topology),
+            **_weight_bytes(trainer),
+        },
         "generator": {"ranks": generator.world_size, **_engines(plan), **_weight_bytes(generator)},
-        **({"evaluation": {"ranks": evaluating(plan), "engines": plan.config.eval.engines}} if plan.config.eval.engines else {}),
+        **(
+            {"evaluation": {"ranks": evaluating(plan), "engines": plan.config.eval.engines}}
+            if plan.config.eval.engines
+            else {}
+        ),
         "steps": plan.steps,
         "sequences_per_step": plan.sequences_per_step,
     }
@@ -180,7 +246,9 @@ def _engines(plan: RunPlan) -> dict[str, Any]:
     """The sizes of the engines, or those of each group, with its weights."""
     if not plan.groups[0].name:
         return asdict(plan.groups[0].topology)
-    dtype, device, found = plan.config.model.dtype, Cluster.of(plan.config).gpu.device, {}
+    dtype = plan.config.model.dtype
+    device = Cluster.of(plan.config).gpu.device
+    found = {}
     for group in plan.groups:
         layout = engines_layout(plan.spec, [group], dtype, device)
         own = {"quantization": group.settings.quantization, **_weight_bytes(layout)}
@@ -193,7 +261,9 @@ def sizes(role: dict[str, Any]) -> str:
     if "groups" in role:
         return "; ".join(f"{name}: {sizes(group)}" for name, group in role["groups"].items())
     shown = {key: role[key] for key in ("engines", "tp", "pp", "dp") if key in role}
-    shown |= {key: role[key] for key in ("vpp", "cp", "ep", "etp", "dp_attention") if role.get(key, 1) > 1}
+    shown |= {
+        key: role[key] for key in ("vpp", "cp", "ep", "etp", "dp_attention") if role.get(key, 1) > 1
+    }
     return ", ".join(f"{key} {size}" for key, size in shown.items())
 
 
@@ -203,6 +273,8 @@ def gib_range(role: dict[str, Any]) -> str:
 
 
 def _weight_bytes(layout: Layout) -> dict[str, int]:
-    """Bytes on the rank with the least and on the rank with the most (pipeline stages differ), including padding."""
+    """Bytes on the rank with the least and on the rank with the most (pipeline stages differ),
+    including padding.
+    """
     found = rank_bytes(layout)
     return {"weight_bytes_min": min(found), "weight_bytes_max": max(found)}

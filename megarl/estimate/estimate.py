@@ -30,11 +30,25 @@ from megarl.estimate.memory import (
     trainer_memory,
     usable_static,
 )
-from megarl.estimate.times import GenerateModel, GenerateTime, TrainModel, TrainTime, control_s, sync_s
+from megarl.estimate.times import (
+    GenerateModel,
+    GenerateTime,
+    TrainModel,
+    TrainTime,
+    control_s,
+    sync_s,
+)
 from megarl.lora import estimate as adapters
 from megarl.models import ModelSpec
 from megarl.models.spec import LM
-from megarl.plan.topologies import EngineGroup, at_once, engine_groups, gpus_of_run, run_ahead, trainer_topology
+from megarl.plan.topologies import (
+    EngineGroup,
+    at_once,
+    engine_groups,
+    gpus_of_run,
+    run_ahead,
+    trainer_topology,
+)
 from megarl.plan.weights import needs_reference
 from megarl.reshard.deltas import INBOX_SHARE
 from megarl.roles.plan import ServedRole, find_served, pairs
@@ -49,49 +63,91 @@ def critic_of(config: RunConfig, spec: ModelSpec) -> ModelSpec | None:
     return critic.with_scalar_head() if critic else None
 
 
-def training_memory(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, gpu: Gpu) -> TrainerMemory:
-    """The trainer's memory with `trainer` instead of the config's. Raises ConfigError if the sizes do not divide a model."""
+def training_memory(
+    config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, gpu: Gpu
+) -> TrainerMemory:
+    """The trainer's memory with `trainer` instead of the config's.
+
+    Raises ConfigError if the sizes do not divide a model.
+    """
     frozen, swapped = frozen_of(config, spec)
     divergence = bool(teachers_of(config)) and config.algorithm.distill.over != SAMPLED
-    of_all = {"reference": swapped, "critic": critic_of(config, spec), "frozen": frozen, "divergence": divergence}
+    of_all = {
+        "reference": swapped,
+        "critic": critic_of(config, spec),
+        "frozen": frozen,
+        "divergence": divergence,
+    }
     beside = adapters.beside(config, spec, trainer, gpu.device)
-    on_device = config.weights.delta != "off" and (config.weights.delta_shadow == "device" or gpu.device == "cpu")
+    on_device = config.weights.delta != "off" and (
+        config.weights.delta_shadow == "device" or gpu.device == "cpu"
+    )
     shadow = _shadow_bytes(config, spec, trainer) if on_device else 0.0
-    memory = trainer_memory(spec, trainer, config.model.dtype, gpu, **of_all, beside=beside, shadow=shadow)
-    return replace(memory, checkpoint=_saving_bytes(config, spec, trainer, gpu)) if gpu.device == "cpu" else memory
+    memory = trainer_memory(
+        spec, trainer, config.model.dtype, gpu, **of_all, beside=beside, shadow=shadow
+    )
+    return (
+        replace(memory, checkpoint=_saving_bytes(config, spec, trainer, gpu))
+        if gpu.device == "cpu"
+        else memory
+    )
 
 
 def frozen_of(config: RunConfig, spec: ModelSpec) -> tuple[list[ModelSpec], bool]:
-    """The frozen models on the trainer's ranks, and whether a reference replaces the policy's weights for its passes."""
+    """The frozen models on the trainer's ranks, and whether a reference replaces the policy's
+    weights for its passes.
+    """
     roles = find_frozen(config, spec, None)
-    swapped = [role for role in roles if role.role == REFERENCE and role.spec == spec and not config.lora.rank]
-    return [role.spec for role in roles if role not in swapped], needs_reference(config) or bool(swapped)
+    swapped = [
+        role
+        for role in roles
+        if role.role == REFERENCE and role.spec == spec and not config.lora.rank
+    ]
+    return [role.spec for role in roles if role not in swapped], needs_reference(config) or bool(
+        swapped
+    )
 
 
 def training_time(
-    config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, cluster: Cluster, constants: Constants, workload: Workload
+    config: RunConfig,
+    spec: ModelSpec,
+    trainer: TrainerConfig,
+    cluster: Cluster,
+    constants: Constants,
+    workload: Workload,
 ) -> TrainTime:
-    """Policy and critic compute one after the other. The critic scores each batch once before it trains on the batch."""
+    """Policy and critic compute one after the other.
+
+    The critic scores each batch once before it trains on the batch.
+    """
     beside = adapters.beside(config, spec, trainer, cluster.gpu.device)
     policy = TrainModel(spec, trainer, config.model.dtype, cluster, constants, beside)
     of_policy = policy.seconds(workload, extra_forwards=scoring_passes(config))
     for model in frozen_of(config, spec)[0]:
-        scoring = TrainModel(model, trainer, config.model.dtype, cluster, constants).scoring_s(workload)
+        scoring = TrainModel(model, trainer, config.model.dtype, cluster, constants).scoring_s(
+            workload
+        )
         of_policy = replace(of_policy, compute=of_policy.compute + scoring)
     if (critic := critic_of(config, spec)) is None:
         return of_policy
-    of_critic = TrainModel(critic, trainer, config.model.dtype, cluster, constants).seconds(workload, extra_forwards=1)
+    of_critic = TrainModel(critic, trainer, config.model.dtype, cluster, constants).seconds(
+        workload, extra_forwards=1
+    )
     both = {name: value + getattr(of_critic, name) for name, value in vars(of_policy).items()}
     done = of_policy.tflops * of_policy.total + of_critic.tflops * of_critic.total
     return TrainTime(**both | {"tflops": done / (of_policy.total + of_critic.total)})
 
 
-# Frozen models on engines: the memory of their ranks, and the seconds in which they score the responses of a step.
+# Frozen models on engines: the memory of their ranks, and the seconds in which they score the
+# responses of a step.
 
 
 @dataclass(frozen=True)
 class Served:
-    """`score_s`: time of the slowest engine. Scores are requested while other responses are generated."""
+    """`score_s`: time of the slowest engine.
+
+    Scores are requested while other responses are generated.
+    """
 
     gpus: int
     memory: GeneratorMemory
@@ -100,18 +156,28 @@ class Served:
 
 
 def served(config: RunConfig) -> dict[str, Served]:
-    """The served models by the names of their roles. Raises ConfigError if the sizes do not divide a model."""
+    """The served models by the names of their roles.
+
+    Raises ConfigError if the sizes do not divide a model.
+    """
     cluster = Cluster.of(config)
     return {role.name: _served(config, role, cluster) for role in find_served(config, "plan")}
 
 
 def _served(config: RunConfig, role: ServedRole, cluster: Cluster) -> Served:
-    own, spec, gpu = role.settings, replace(role.spec, head=LM), cluster.gpu  # a scalar head needs no more memory or time than LM's
-    shape, work = _shape_of(role), _workload(config, role)
+    own = role.settings
+    spec = replace(role.spec, head=LM)
+    gpu = cluster.gpu  # a scalar head needs no more memory or time than LM's
+    shape = _shape_of(role)
+    work = _workload(config, role)
     memory = generator_memory(spec, shape, role.dtype, work, gpu)
-    over = max(memory.total / GIB - gpu.memory_gib, (memory.static - usable_static(shape, gpu)) / GIB)
+    over = max(
+        memory.total / GIB - gpu.memory_gib, (memory.static - usable_static(shape, gpu)) / GIB
+    )
     time = GenerateModel(spec, shape, role.dtype, cluster, constants_of(gpu.name)).seconds(work)
-    return Served(own.engines * own.tp, memory, over, time.total if role.role == JUDGE else time.prefill)
+    return Served(
+        own.engines * own.tp, memory, over, time.total if role.role == JUDGE else time.prefill
+    )
 
 
 def _shape_of(role: ServedRole) -> GeneratorConfig:
@@ -128,36 +194,52 @@ def _shape_of(role: ServedRole) -> GeneratorConfig:
 
 
 def _workload(config: RunConfig, role: ServedRole) -> Workload:
-    """The tokens that the model reads and writes in a step. The text of a template itself is not counted."""
-    policy, own = Workload.generated(config), role.settings
-    read, longest = policy.tokens_per_sequence, policy.longest
+    """The tokens that the model reads and writes in a step. The text of a template itself is not
+    counted.
+    """
+    policy = Workload.generated(config)
+    own = role.settings
+    read = policy.tokens_per_sequence
+    longest = policy.longest
     if role.role != JUDGE:
         return Workload(policy.sequences, policy.sequences, read, 1, 1 + longest - read)
     sequences = policy.sequences
     if own.mode == PAIRWISE:
         sequences = policy.prompts * 2 * len(pairs(config.rollout.n, own.opponents))
-        read, longest = read + policy.response_tokens, longest + policy.max_response_tokens
+        read = read + policy.response_tokens
+        longest = longest + policy.max_response_tokens
     return Workload(sequences, sequences, read, own.max_tokens / 2, own.max_tokens + longest - read)
 
 
-# The KV cache of every engine. Its size is set before the run, in tokens, so that it can be planned, shown and given to SGLang.
+# The KV cache of every engine. Its size is set before the run, in tokens, so that it can be
+# planned, shown and given to SGLang.
 
 
 UNBOUNDED_TOKENS = 10**15
 
 
-def with_kv_caches(config: RunConfig, spec: ModelSpec, served: Sequence[ServedRole] = (), gpu: Gpu | None = None) -> RunConfig:
-    """The config with the size of each KV cache that it leaves open (kv_cache_tokens): of the policy's engines, and of the roles `served`.
+def with_kv_caches(
+    config: RunConfig, spec: ModelSpec, served: Sequence[ServedRole] = (), gpu: Gpu | None = None
+) -> RunConfig:
+    """The config with the size of each KV cache that it leaves open (kv_cache_tokens): of the
+    policy's engines, and of the roles `served`.
 
-    `gpu`: what the engines run on; None: cluster.gpu. Raises ConfigError if the parallel sizes do not divide the model.
+    `gpu`: what the engines run on; None: cluster.gpu. Raises ConfigError if the parallel sizes do
+    not divide the model.
     """
-    gpu, generator = gpu or Cluster.of(config).gpu, config.generator
+    gpu = gpu or Cluster.of(config).gpu
+    generator = config.generator
     groups = {}
     for name, shape in generator.shapes.items():
         if name:
-            groups[name] = replace(generator.groups[name] or GroupConfig(), kv_cache_tokens=_kv_tokens(config, spec, shape, gpu))
+            groups[name] = replace(
+                generator.groups[name] or GroupConfig(),
+                kv_cache_tokens=_kv_tokens(config, spec, shape, gpu),
+            )
     if not groups or config.eval.engines:  # engines that only evaluate belong to no group
-        generator = replace(generator, kv_cache_tokens=_kv_tokens(config, spec, replace(generator, groups={}), gpu))
+        generator = replace(
+            generator, kv_cache_tokens=_kv_tokens(config, spec, replace(generator, groups={}), gpu)
+        )
     roles = dict(config.roles)
     for role in served:
         tokens = kv_tokens(role.spec, _shape_of(role), role.dtype, _workload(config, role), gpu)
@@ -166,29 +248,58 @@ def with_kv_caches(config: RunConfig, spec: ModelSpec, served: Sequence[ServedRo
 
 
 def _kv_tokens(config: RunConfig, spec: ModelSpec, shape: GeneratorConfig, gpu: Gpu) -> int:
-    return kv_tokens(spec, shape, config.model.dtype, cached_workload(config), gpu, **beside_cache(config, spec, shape, gpu))
+    return kv_tokens(
+        spec,
+        shape,
+        config.model.dtype,
+        cached_workload(config),
+        gpu,
+        **beside_cache(config, spec, shape, gpu),
+    )
 
 
 def cached_workload(config: RunConfig) -> Workload:
     """The workload with the longest response that a KV cache must hold, of a step or an evaluation."""
-    longest_response = max(config.rollout.max_tokens, *(sampling.max_tokens for sampling in held_out_samplings(config)), 0)
+    longest_response = max(
+        config.rollout.max_tokens,
+        *(sampling.max_tokens for sampling in held_out_samplings(config)),
+        0,
+    )
     return replace(Workload.of(config), max_response_tokens=longest_response)
 
 
-def beside_cache(config: RunConfig, spec: ModelSpec, shape: GeneratorConfig, gpu: Gpu) -> dict[str, float]:
-    """What is in a GPU's memory beside the weights and the KV cache of an engine of `shape`, as arguments of `kv_tokens`: memory for
-    landing, the adapters' pool, and the trainer rank that shares the GPU."""
-    landing = landing_bytes(spec, config.trainer, shape, config.model.dtype) if may_land(config) else 0
-    return {"landing": landing, "pool": adapters_pool(config, spec), "occupied": beside_engine(config, spec, gpu)}
+def beside_cache(
+    config: RunConfig, spec: ModelSpec, shape: GeneratorConfig, gpu: Gpu
+) -> dict[str, float]:
+    """What is in a GPU's memory beside the weights and the KV cache of an engine of `shape`, as
+    arguments of `kv_tokens`: memory for landing, the adapters' pool, and the trainer rank that
+    shares the GPU.
+    """
+    landing = (
+        landing_bytes(spec, config.trainer, shape, config.model.dtype) if may_land(config) else 0
+    )
+    return {
+        "landing": landing,
+        "pool": adapters_pool(config, spec),
+        "occupied": beside_engine(config, spec, gpu),
+    }
 
 
 def beside_engine(config: RunConfig, spec: ModelSpec, gpu: Gpu) -> float:
-    """The bytes of the fullest trainer rank, if trainer ranks share their GPUs with engines; 0 if they are apart."""
-    return training_memory(config, spec, config.trainer, gpu).total if config.cluster.share_gpus else 0.0
+    """The bytes of the fullest trainer rank, if trainer ranks share their GPUs with engines; 0 if
+    they are apart.
+    """
+    return (
+        training_memory(config, spec, config.trainer, gpu).total
+        if config.cluster.share_gpus
+        else 0.0
+    )
 
 
 def adapters_pool(config: RunConfig, spec: ModelSpec) -> int:
-    """Bytes of an engine's pool of adapters; 0 if updates carry all weights, with the adapters merged."""
+    """Bytes of an engine's pool of adapters; 0 if updates carry all weights, with the adapters
+    merged.
+    """
     return adapters.pool_bytes(config, spec, Cluster.of(config).gpu.device)
 
 
@@ -211,8 +322,12 @@ class GroupEstimate:
     unbounded_s: float  # time for its share if the KV cache held all requests that may run
 
     def over_gib(self, gpu: Gpu) -> float:
-        """The amount by which a rank is too large for its GPU, or for what the trainer leaves of it; negative: free memory."""
-        return max(self.gpu_total / GIB - gpu.memory_gib, (self.memory.static - self.static_limit) / GIB)
+        """The amount by which a rank is too large for its GPU, or for what the trainer leaves of
+        it; negative: free memory.
+        """
+        return max(
+            self.gpu_total / GIB - gpu.memory_gib, (self.memory.static - self.static_limit) / GIB
+        )
 
     @property
     def gpu_total(self) -> float:
@@ -223,8 +338,15 @@ class GroupEstimate:
     def facts(self) -> dict[str, Any]:
         """For megarl plan --json."""
         own = {"engines": self.engines, "gpus": self.gpus, "gib_per_gpu": self.memory.total / GIB}
-        own |= {"share": self.share, "generate_s": self.time.total, "tokens_per_s": self.tokens_per_s}
-        return own | {"kv_cache_tokens": self.kv_tokens, "concurrency_per_engine": self.time.concurrency}
+        own |= {
+            "share": self.share,
+            "generate_s": self.time.total,
+            "tokens_per_s": self.tokens_per_s,
+        }
+        return own | {
+            "kv_cache_tokens": self.kv_tokens,
+            "concurrency_per_engine": self.time.concurrency,
+        }
 
 
 @dataclass(frozen=True)
@@ -237,7 +359,9 @@ class Estimate:
     trainer: TrainerMemory
     groups: tuple[GroupEstimate, ...]  # groups of engines; one if all are equal
     offloaded: float  # bytes of a trainer node's memory for optimizers (trainer.optimizer.offload)
-    saving: float  # bytes of a trainer node's memory for its ranks' parts of a checkpoint that is written during training
+    # bytes of a trainer node's memory for its ranks' parts of a checkpoint that is written during
+    # training
+    saving: float
     train: TrainTime
     sync_s: float
     delta_sync_s: float  # if only changed elements are sent: the share CHANGED of all
@@ -265,18 +389,26 @@ class Estimate:
 
     @property
     def scored_s(self) -> float:
-        """Seconds of generation with its scores. Scores are requested as responses finish, so the slowest engines decide."""
+        """Seconds of generation with its scores.
+
+        Scores are requested as responses finish, so the slowest engines decide.
+        """
         return max([self.generate.total, *(served.score_s for served in self.served.values())])
 
     @property
     def step_s(self) -> float:
-        """LlamaRL's equation 3 (equation 2 if nothing overlaps), plus glue and the update, for which both sides stop."""
+        """LlamaRL's equation 3 (equation 2 if nothing overlaps), plus glue and the update, for
+        which both sides stop.
+        """
         both = self.train.total, self.scored_s
         return (max(both) if self.overlaps else sum(both)) + self.sync_s + self.glue_s
 
     @property
     def overlaps(self) -> bool:
-        """Whether training and generation overlap in time. On a shared GPU they do not: kernels of two processes take turns."""
+        """Whether training and generation overlap in time.
+
+        On a shared GPU they do not: kernels of two processes take turns.
+        """
         return self.asynchronous and not self.shared
 
     @property
@@ -292,13 +424,19 @@ class Estimate:
 
     @property
     def binding(self) -> str:
-        """What to change first: memory that does not fit, or else the slowest part of the slower side."""
+        """What to change first: memory that does not fit, or else the slowest part of the slower
+        side.
+        """
         if self.overfull:
             return f"memory of the {max(self.overfull, key=lambda side: self.overfull[side])}"
         parts = {f"training: {name}": value for name, value in train_parts(self.train).items()}
-        generating = {f"generation: {name}": value for name, value in generate_parts(self.generate).items()}
+        generating = {
+            f"generation: {name}": value for name, value in generate_parts(self.generate).items()
+        }
         if self.scored_s > self.generate.total:
-            generating = {f"scores of {name}": served.score_s for name, served in self.served.items()}
+            generating = {
+                f"scores of {name}": served.score_s for name, served in self.served.items()
+            }
         if self.overlaps and self.sync_s > max(self.train.total, self.scored_s):
             return "weight update"
         if self.overlaps:
@@ -311,9 +449,12 @@ class Estimate:
 def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
     """Raises ConfigError if the parallel sizes do not divide the model."""
     config = with_kv_caches(config, spec)
-    cluster, workload = Cluster.of(config), Workload.of(config)
-    constants, generated = constants_of(cluster.gpu.name), Workload.generated(config)
-    groups, senders = engine_groups(config.generator), trainer_topology(config.trainer).world_size
+    cluster = Cluster.of(config)
+    workload = Workload.of(config)
+    constants = constants_of(cluster.gpu.name)
+    generated = Workload.generated(config)
+    groups = engine_groups(config.generator)
+    senders = trainer_topology(config.trainer).world_size
     full_s, delta_s = sync_s(spec, config, cluster)
     alone_s = adapters.alone_s(config, spec, cluster)
     messages_s = updates_control_s(groups, senders, constants)
@@ -323,7 +464,9 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         cluster=cluster,
         trainer=training_memory(config, spec, config.trainer, cluster.gpu),
         groups=of_groups(config, spec, groups),
-        offloaded=_on_node(config, cluster, _optimizers(config, spec, config.trainer, cluster.gpu, offloaded_bytes)),
+        offloaded=_on_node(
+            config, cluster, _optimizers(config, spec, config.trainer, cluster.gpu, offloaded_bytes)
+        ),
         saving=_on_node(config, cluster, _saving_bytes(config, spec, config.trainer, cluster.gpu)),
         train=training_time(config, spec, config.trainer, cluster, constants, workload),
         sync_s=(full_s if alone_s is None else alone_s) + messages_s,
@@ -340,23 +483,42 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
 
 def updates_control_s(groups: Sequence[EngineGroup], senders: int, constants: Constants) -> float:
     """`control_s` of all groups of engines. Trainer ranks count once."""
-    return sum(control_s(senders * (not g.first), g.settings.engines, g.settings.tp, constants) for g in groups)
+    return sum(
+        control_s(senders * (not g.first), g.settings.engines, g.settings.tp, constants)
+        for g in groups
+    )
 
 
-def of_groups(config: RunConfig, spec: ModelSpec, groups: Sequence[EngineGroup]) -> tuple[GroupEstimate, ...]:
-    """Estimates the groups, among which responses are divided. With partial rollouts each group gets as many as it can generate in the
-    time. Otherwise all responses begin together, and go to engines in proportion to max_concurrency."""
-    cluster, dtype, work, how = Cluster.of(config), config.model.dtype, Workload.generated(config), unfinished(config)
+def of_groups(
+    config: RunConfig, spec: ModelSpec, groups: Sequence[EngineGroup]
+) -> tuple[GroupEstimate, ...]:
+    """Estimates the groups, among which responses are divided.
+
+    With partial rollouts each group gets as many as it can generate in the time. Otherwise all
+    responses begin together, and go to engines in proportion to max_concurrency.
+    """
+    cluster = Cluster.of(config)
+    dtype = config.model.dtype
+    work = Workload.generated(config)
+    how = unfinished(config)
     gpu = cluster.gpu
     shared = dtype, cluster, constants_of(gpu.name)
-    models = [GenerateModel(spec, group.settings, *shared, accept_length=config.plan.accept_length) for group in groups]
+    models = [
+        GenerateModel(spec, group.settings, *shared, accept_length=config.plan.accept_length)
+        for group in groups
+    ]
     speeds = [float(at_once([group])) for group in groups]
     if how["carried_over"]:
         speeds = [1 / model.seconds(work, **how).total for model in models]
     found = []
     for group, model, speed in zip(groups, models, speeds):
-        own, share = group.settings, speed / sum(speeds)
-        part = work if len(groups) == 1 else replace(work, sequences=share * work.sequences, prompts=share * work.prompts)
+        own = group.settings
+        share = speed / sum(speeds)
+        part = (
+            work
+            if len(groups) == 1
+            else replace(work, sequences=share * work.sequences, prompts=share * work.prompts)
+        )
         time = model.seconds(part, **how)
         beside = beside_cache(config, spec, own, gpu)
         memory = generator_memory(spec, own, dtype, Workload.of(config), gpu, **beside)
@@ -384,28 +546,38 @@ def of_groups(config: RunConfig, spec: ModelSpec, groups: Sequence[EngineGroup])
 
 
 def check_longest(config: RunConfig, spec: ModelSpec) -> None:
-    """Raises ConfigError if the longest response and a prompt do not fit a microbatch, the model's context, or an engine's KV cache.
+    """Raises ConfigError if the longest response and a prompt do not fit a microbatch, the model's
+    context, or an engine's KV cache.
 
     If an engine does not even hold the weights, `Estimate.overfull` reports it.
     """
-    gpu, prompt = Cluster.of(config).gpu, config.plan.prompt_tokens or 1
+    gpu = Cluster.of(config).gpu
+    prompt = config.plan.prompt_tokens or 1
     room = {
         "the model's context of": spec.max_position_embeddings,
         "trainer.max_tokens_per_microbatch =": config.trainer.max_tokens_per_microbatch,
     }
     for group in engine_groups(config.generator):
-        g, key = group.settings, group.key
+        g = group.settings
+        key = group.key
         if g.kv_cache_tokens is not None:
             name = f"{key}.kv_cache_tokens" + f" / {key}.dp_attention" * (g.dp_attention > 1) + " ="
             room[name] = g.kv_cache_tokens // g.dp_attention
             continue
-        cache = int(kv_room(spec, g, config.model.dtype, gpu, **beside_cache(config, spec, g, gpu))) // g.dp_attention
+        cache = (
+            int(kv_room(spec, g, config.model.dtype, gpu, **beside_cache(config, spec, g, gpu)))
+            // g.dp_attention
+        )
         if cache > 0:
-            room[f"what an engine of {key}.tp={g.tp} on {gpu.name} has for its KV cache ({key}.mem_fraction={g.mem_fraction}):"] = cache
+            room[
+                f"what an engine of {key}.tp={g.tp} on {gpu.name} has for its KV cache "
+                f"({key}.mem_fraction={g.mem_fraction}):"
+            ] = cache
     longest = config.rollout.max_tokens + prompt
     said = f"plan.prompt_tokens={prompt}" if config.plan.prompt_tokens else "one token"
     problems = [
-        f"rollout.max_tokens={config.rollout.max_tokens}: with a prompt of {said} it is {longest} tokens; they must "
+        f"rollout.max_tokens={config.rollout.max_tokens}: with a prompt of {said} it is {longest} "
+        "tokens; they must "
         f"be at most {name} {limit}"
         for name, limit in room.items()
         if longest > limit
@@ -415,11 +587,15 @@ def check_longest(config: RunConfig, spec: ModelSpec) -> None:
 
 
 def may_land(config: RunConfig, ranks: int | None = None) -> bool:
-    """Whether weights may be sent by Mooncake, which needs landing memory: true if the ranks of both sides fill several nodes. `ranks`:
-    their number; None: that of the config."""
+    """Whether weights may be sent by Mooncake, which needs landing memory: true if the ranks of
+    both sides fill several nodes. `ranks`: their number; None: that of the config.
+    """
     if ranks is None:
         ranks = gpus_of_run(config) + config.eval.engines * config.generator.tp
-    return ranks > Cluster.of(config).gpus_per_node and config.weights.transport in ("auto", "mooncake")
+    return ranks > Cluster.of(config).gpus_per_node and config.weights.transport in (
+        "auto",
+        "mooncake",
+    )
 
 
 def _on_node(config: RunConfig, cluster: Cluster, rank_bytes: float) -> float:
@@ -429,7 +605,9 @@ def _on_node(config: RunConfig, cluster: Cluster, rank_bytes: float) -> float:
 
 def _saving_bytes(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, gpu: Gpu) -> float:
     """Bytes of a rank's copy of its part of a checkpoint, which is written during training."""
-    return _optimizers(config, spec, trainer, gpu, saving_bytes) if config.checkpoint.beside else 0.0
+    return (
+        _optimizers(config, spec, trainer, gpu, saving_bytes) if config.checkpoint.beside else 0.0
+    )
 
 
 def _optimizers(
@@ -456,20 +634,34 @@ def _shadow_bytes_of_node(config: RunConfig, spec: ModelSpec, cluster: Cluster) 
 
 def _shadow_bytes(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig) -> float:
     """The trainer keeps the last values that it sent to each group of engines."""
-    return sum(shadow_bytes(spec, trainer, group.settings, config.model.dtype) for group in engine_groups(config.generator))
+    return sum(
+        shadow_bytes(spec, trainer, group.settings, config.model.dtype)
+        for group in engine_groups(config.generator)
+    )
 
 
 def _inbox_bytes_of_node(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> float:
     if config.weights.delta == "off":
         return 0.0
-    groups, dtype = engine_groups(config.generator), config.model.dtype
-    sizes = [(group.topology.world_size, generator_weights(spec, group.settings, dtype).total) for group in groups]
-    return max(min(cluster.gpus_per_node, ranks) * INBOX_SHARE * weights for ranks, weights in sizes)
+    groups = engine_groups(config.generator)
+    dtype = config.model.dtype
+    sizes = [
+        (group.topology.world_size, generator_weights(spec, group.settings, dtype).total)
+        for group in groups
+    ]
+    return max(
+        min(cluster.gpus_per_node, ranks) * INBOX_SHARE * weights for ranks, weights in sizes
+    )
 
 
 def steps_by_capacity(config: RunConfig, spec: ModelSpec) -> dict[int, float]:
-    """async.capacity -> seconds of a step, for the two ways to share GPUs: in turns, and both sides at once."""
-    configs = {capacity: replace(config, async_=replace(config.async_, capacity=capacity)) for capacity in (0, 1)}
+    """async.capacity -> seconds of a step, for the two ways to share GPUs: in turns, and both sides
+    at once.
+    """
+    configs = {
+        capacity: replace(config, async_=replace(config.async_, capacity=capacity))
+        for capacity in (0, 1)
+    }
     return {capacity: estimate(each, spec).step_s for capacity, each in configs.items()}
 
 
@@ -479,8 +671,10 @@ def overlaps(config: RunConfig) -> bool:
 
 
 def unfinished(config: RunConfig) -> dict[str, Any]:
-    """Arguments of GenerateModel.seconds: whether unfinished responses continue under the next weights instead of being waited for, whether
-    they are prefilled again for that, and how many steps' responses may run at once."""
+    """Arguments of GenerateModel.seconds: whether unfinished responses continue under the next
+    weights instead of being waited for, whether they are prefilled again for that, and how many
+    steps' responses may run at once.
+    """
     mode = config.async_.partial_rollout if overlaps(config) else "block"
     ahead = run_ahead(config.async_)
     return {
@@ -495,7 +689,11 @@ def train_parts(time: TrainTime) -> dict[str, float]:
 
 
 def generate_parts(time: GenerateTime) -> dict[str, float]:
-    return {"prefill": time.prefill, "decoding at full concurrency": time.full, "the longest responses": time.tail}
+    return {
+        "prefill": time.prefill,
+        "decoding at full concurrency": time.full,
+        "the longest responses": time.tail,
+    }
 
 
 def to_json(found: Estimate, baseline_s: float | None) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Bytes of memory on the fullest ranks of trainer and engines, and the numbers behind them: a step's sequences, and each rank's weights."""
+"""Bytes of memory on the fullest ranks of trainer and engines, and the numbers behind them: a
+step's sequences, and each rank's weights.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from megarl.estimate.hardware import GIB, Gpu
 from megarl.models import ModelSpec
 from megarl.models.parameters import FIRST, padded_vocab_size
 from megarl.plan.topologies import generator_topology, trainer_topology
-from megarl.reshard.layout import ITEM_BYTES, Layout, generator_layout, stage_of_layer, trainer_layout
+from megarl.reshard.layout import (
+    ITEM_BYTES,
+    Layout,
+    generator_layout,
+    stage_of_layer,
+    trainer_layout,
+)
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.schedule import DEFAULT_WAVE_BYTES, landings
 
@@ -25,11 +33,16 @@ from megarl.reshard.schedule import DEFAULT_WAVE_BYTES, landings
 
 
 def scoring_passes(config: RunConfig) -> int:
-    """The number of forward passes over a batch that do not train. The reference model makes one. The policy makes one if there are several
-    optimizer steps, or a penalty in the reward. It makes one before each step if the loss is over several responses. A critic's passes are
-    counted with the critic."""
+    """The number of forward passes over a batch that do not train.
+
+    The reference model makes one. The policy makes one if there are several optimizer steps, or a
+    penalty in the reward. It makes one before each step if the loss is over several responses. A
+    critic's passes are counted with the critic.
+    """
     algorithm = config.algorithm
-    proximal = algorithm.kl == "reward" or (algorithm.ratio != "behavior" and config.trainer.optimizer_steps > 1)
+    proximal = algorithm.kl == "reward" or (
+        algorithm.ratio != "behavior" and config.trainer.optimizer_steps > 1
+    )
     groups = config.trainer.epochs if recipe_of(algorithm).beta else 0
     return int(needs_reference(algorithm) is not None) + int(proximal) + groups
 
@@ -41,7 +54,10 @@ def dropped_share(config: RunConfig) -> float | None:
 
 @dataclass(frozen=True)
 class Workload:
-    """Response lengths are exponential, but at most `max_response_tokens`. `response_tokens` is the mean after this cut."""
+    """Response lengths are exponential, but at most `max_response_tokens`.
+
+    `response_tokens` is the mean after this cut.
+    """
 
     sequences: int
     prompts: int  # each is prefilled once on each engine that gets it (prefix caching)
@@ -51,7 +67,8 @@ class Workload:
 
     @classmethod
     def of(cls, config: RunConfig) -> Workload:
-        rollout, plan = config.rollout, config.plan
+        rollout = config.rollout
+        plan = config.plan
         return cls(
             sequences=rollout.prompts_per_step * rollout.n,
             prompts=rollout.prompts_per_step,
@@ -62,9 +79,15 @@ class Workload:
 
     @classmethod
     def generated(cls, config: RunConfig) -> Workload:
-        """The generated sequences, including those that dynamic sampling drops if their share is known (plan.dropped_share)."""
-        trained, share = cls.of(config), dropped_share(config) or 0.0
-        more = {name: math.ceil(getattr(trained, name) / (1 - share)) for name in ("sequences", "prompts")}
+        """The generated sequences, including those that dynamic sampling drops if their share is
+        known (plan.dropped_share).
+        """
+        trained = cls.of(config)
+        share = dropped_share(config) or 0.0
+        more = {
+            name: math.ceil(getattr(trained, name) / (1 - share))
+            for name in ("sequences", "prompts")
+        }
         return replace(trained, **more)
 
     @property
@@ -81,36 +104,52 @@ class Workload:
 
     @cached_property
     def mean_square(self) -> float:
-        """E[R^2] for the length R of a response after the cut: the integral of 2 t times the share of responses longer than t."""
-        longest, scale = self.max_response_tokens, self.scale
+        """E[R^2] for the length R of a response after the cut: the integral of 2 t times the share
+        of responses longer than t.
+        """
+        longest = self.max_response_tokens
+        scale = self.scale
         if math.isinf(scale):
             return longest * longest
         return 2 * scale * (scale - (scale + longest) * math.exp(-longest / scale))
 
     @property
     def tokens_per_square(self) -> float:
-        """E[L^2] / E[L] for the length L of a sequence. Attention's work on a batch is as if all sequences had this length."""
-        whole = self.prompt_tokens**2 + 2 * self.prompt_tokens * self.response_tokens + self.mean_square
+        """E[L^2] / E[L] for the length L of a sequence.
+
+        Attention's work on a batch is as if all sequences had this length.
+        """
+        whole = (
+            self.prompt_tokens**2 + 2 * self.prompt_tokens * self.response_tokens + self.mean_square
+        )
         return whole / self.tokens_per_sequence
 
     @property
     def decoded(self) -> float:
-        """The mean number of tokens that a response has so far, over all decoding steps of all responses: E[R^2] / 2 E[R]. It is half of
-        the mean length if all responses are equally long. If lengths are exponential, it is the whole mean, because most steps are spent on
-        long responses."""
+        """The mean number of tokens that a response has so far, over all decoding steps of all
+        responses: E[R^2] / 2 E[R]. It is half of the mean length if all responses are equally long.
+        If lengths are exponential, it is the whole mean, because most steps are spent on long
+        responses.
+        """
         return self.mean_square / (2 * self.response_tokens)
 
     @cached_property
     def scale(self) -> float:
-        """The exponential's mean before the cut, which solves mean = scale (1 - exp(-max / scale)). Infinite if all responses reach the
-        cut."""
-        longest, mean = self.max_response_tokens, self.response_tokens
+        """The exponential's mean before the cut, which solves mean = scale (1 - exp(-max / scale)).
+
+        Infinite if all responses reach the cut.
+        """
+        longest = self.max_response_tokens
+        mean = self.response_tokens
         if mean >= 0.999 * longest:
             return math.inf
-        low, high = mean, 1e4 * longest
+        low = mean
+        high = 1e4 * longest
         for _ in range(60):
             middle = math.sqrt(low * high)
-            low, high = (middle, high) if middle * -math.expm1(-longest / middle) < mean else (low, middle)
+            low, high = (
+                (middle, high) if middle * -math.expm1(-longest / middle) < mean else (low, middle)
+            )
         return low
 
     def survivors(self, tokens: float) -> float:
@@ -128,7 +167,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Held:
-    """Elements of weights on one rank. Experts count separately, because they have their own mesh."""
+    """Elements of weights on one rank.
+
+    Experts count separately, because they have their own mesh.
+    """
 
     dense: int
     expert: int
@@ -140,8 +182,11 @@ class Held:
 
 @dataclass(frozen=True)
 class GeneratorWeights:
-    """Bytes on one engine rank. `streamed`: non-expert weights that every decoding step reads, without the embedding, from which it reads
-    only some rows."""
+    """Bytes on one engine rank.
+
+    `streamed`: non-expert weights that every decoding step reads, without the embedding, from which
+    it reads only some rows.
+    """
 
     streamed: int
     expert: int
@@ -158,12 +203,17 @@ def stages_held(layout: Layout) -> list[Held]:
     held = np.zeros((stages, 2), dtype=np.int64)
     for kind in layout.kinds:
         of_experts = int(kind.shards[0].experts is not None)
-        held[:, of_experts] += np.bincount(kind.stages, minlength=stages) * max(math.prod(shard.shape) for shard in kind.shards)
+        held[:, of_experts] += np.bincount(kind.stages, minlength=stages) * max(
+            math.prod(shard.shape) for shard in kind.shards
+        )
     return [Held(int(dense), int(expert)) for dense, expert in held]
 
 
 def trainer_held(spec: ModelSpec, trainer: TrainerConfig, dtype: str) -> list[Held]:
-    """Elements on the fullest rank of each pipeline stage. Raises ConfigError if the sizes do not divide the model."""
+    """Elements on the fullest rank of each pipeline stage.
+
+    Raises ConfigError if the sizes do not divide the model.
+    """
     return _trainer_held(shape_of(spec), one_replica(trainer_topology(trainer)), dtype)
 
 
@@ -176,32 +226,61 @@ class Beside:
 
 
 def trained_held(spec: ModelSpec, trainer: TrainerConfig, dtype: str) -> list[Held]:
-    """Elements with a gradient and an optimizer on the fullest rank of each pipeline stage, if the model is not frozen."""
-    return trainer_held(spec if trainer.mtp == TRAIN else replace(spec, mtp_layers=0), trainer, dtype)
+    """Elements with a gradient and an optimizer on the fullest rank of each pipeline stage, if the
+    model is not frozen.
+    """
+    return trainer_held(
+        spec if trainer.mtp == TRAIN else replace(spec, mtp_layers=0), trainer, dtype
+    )
 
 
 def generator_weights(spec: ModelSpec, generator: GeneratorConfig, dtype: str) -> GeneratorWeights:
-    """Bytes on the fullest rank, including scales. Raises ConfigError if the sizes do not divide the model."""
-    return _generator_weights(shape_of(spec), replace(generator_topology(generator), engines=1), generator.quantization, dtype)
+    """Bytes on the fullest rank, including scales.
+
+    Raises ConfigError if the sizes do not divide the model.
+    """
+    return _generator_weights(
+        shape_of(spec),
+        replace(generator_topology(generator), engines=1),
+        generator.quantization,
+        dtype,
+    )
 
 
-def landing_bytes(spec: ModelSpec, trainer: TrainerConfig, generator: GeneratorConfig, dtype: str) -> int:
-    """Memory that an engine rank keeps beside its weights for boxes of short rows (schedule.lands). It is needed if trainer ranks of other
-    nodes write to the rank. 0 if the trainer cuts no finer than the engine."""
-    topology = one_replica(replace(trainer_topology(trainer), pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None))
+def landing_bytes(
+    spec: ModelSpec, trainer: TrainerConfig, generator: GeneratorConfig, dtype: str
+) -> int:
+    """Memory that an engine rank keeps beside its weights for boxes of short rows (schedule.lands).
+
+    It is needed if trainer ranks of other nodes write to the rank. 0 if the trainer cuts no finer
+    than the engine.
+    """
+    topology = one_replica(
+        replace(
+            trainer_topology(trainer), pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None
+        )
+    )
     engine = replace(generator_topology(generator), engines=1)
     # All later layers are equal, or repeat in a period. With pp = 1 they are on one rank.
-    period, dense = spec.period, spec.first_dense_layers if spec.num_experts else 0
+    period = spec.period
+    dense = spec.first_dense_layers if spec.num_experts else 0
     shapes = (shape_of(spec).cut(dense + periods * period) for periods in (1, 2))
-    some, more = (_landing_bytes(shape, topology, engine, generator.quantization, dtype) for shape in shapes)
+    some, more = (
+        _landing_bytes(shape, topology, engine, generator.quantization, dtype) for shape in shapes
+    )
     return some + (spec.num_layers - dense - period) * (more - some) // period
 
 
-def shadow_bytes(spec: ModelSpec, trainer: TrainerConfig, generator: GeneratorConfig, dtype: str) -> float:
-    """Bytes that the fullest trainer rank keeps to find changes (weights.delta): all its weights in the engines' precision. If there are
-    few engines, replicas of the trainer divide the sending, and each keeps only its part."""
+def shadow_bytes(
+    spec: ModelSpec, trainer: TrainerConfig, generator: GeneratorConfig, dtype: str
+) -> float:
+    """Bytes that the fullest trainer rank keeps to find changes (weights.delta): all its weights in
+    the engines' precision. If there are few engines, replicas of the trainer divide the sending,
+    and each keeps only its part.
+    """
     topology = trainer_topology(trainer)
-    whole = generator.tp * generator_weights(spec, generator, dtype).total  # replicated tensors count for each rank
+    # replicated tensors count for each rank
+    whole = generator.tp * generator_weights(spec, generator, dtype).total
     held = trainer_held(spec, trainer, dtype)
     elements = topology.tp * sum(stage.total for stage in held)
     of_fullest = whole * max(stage.total for stage in held) / elements
@@ -234,18 +313,27 @@ def _trainer_held(spec: ModelSpec, topology: TrainerTopology, dtype: str) -> lis
 
 
 @functools.lru_cache(maxsize=4096)
-def _stage_layers(spec: ModelSpec, pp: int, vpp: int, first: int | None, last: int | None) -> tuple[tuple[int, int], ...]:
-    stages = stage_of_layer(spec.num_layers, TrainerTopology(pp=pp, vpp=vpp, first_stage_layers=first, last_stage_layers=last))
+def _stage_layers(
+    spec: ModelSpec, pp: int, vpp: int, first: int | None, last: int | None
+) -> tuple[tuple[int, int], ...]:
+    stages = stage_of_layer(
+        spec.num_layers,
+        TrainerTopology(pp=pp, vpp=vpp, first_stage_layers=first, last_stage_layers=last),
+    )
     dense = spec.first_dense_layers if spec.num_experts else spec.num_layers
     return tuple((stages[:dense].count(stage), stages[dense:].count(stage)) for stage in range(pp))
 
 
 @functools.lru_cache(maxsize=4096)
-def _generator_weights(spec: ModelSpec, topology: GeneratorTopology, quantization: str | None, dtype: str) -> GeneratorWeights:
+def _generator_weights(
+    spec: ModelSpec, topology: GeneratorTopology, quantization: str | None, dtype: str
+) -> GeneratorWeights:
     layout = generator_layout(spec, topology, dtype, quantization=quantization)
     embedding = expert = streamed = 0
     for kind in layout.kinds:
-        size = kind.instances * max(math.prod(shard.shape) * ITEM_BYTES[shard.dtype] for shard in kind.shards)
+        size = kind.instances * max(
+            math.prod(shard.shape) * ITEM_BYTES[shard.dtype] for shard in kind.shards
+        )
         if kind.shards[0].experts is not None:
             expert += size
         elif kind.place == FIRST and not spec.tie_word_embeddings:
@@ -256,8 +344,17 @@ def _generator_weights(spec: ModelSpec, topology: GeneratorTopology, quantizatio
 
 
 @functools.lru_cache(maxsize=4096)
-def _landing_bytes(spec: ModelSpec, trainer: TrainerTopology, engine: GeneratorTopology, quantization: str | None, dtype: str) -> int:
-    map = ReshardMap.build(trainer_layout(spec, trainer, dtype), generator_layout(spec, engine, dtype, quantization=quantization))
+def _landing_bytes(
+    spec: ModelSpec,
+    trainer: TrainerTopology,
+    engine: GeneratorTopology,
+    quantization: str | None,
+    dtype: str,
+) -> int:
+    map = ReshardMap.build(
+        trainer_layout(spec, trainer, dtype),
+        generator_layout(spec, engine, dtype, quantization=quantization),
+    )
     return sum(copy.bytes for copy in landings(map, 0))
 
 
@@ -267,7 +364,11 @@ def rank_bytes(layout: Layout) -> list[int]:
     for kind in layout.kinds:
         times = np.bincount(kind.stages, minlength=kind.ranks.shape[0])  # instances on each stage
         for shard, tensor in enumerate(kind.shards):
-            np.add.at(sizes, kind.ranks[:, shard], times[:, None] * math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype])
+            np.add.at(
+                sizes,
+                kind.ranks[:, shard],
+                times[:, None] * math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype],
+            )
     return sizes.tolist()
 
 
@@ -278,9 +379,10 @@ def shape_of(spec: ModelSpec) -> ModelSpec:
 
 # The activations that a trainer rank keeps per token of a microbatch, by parts of a layer.
 #
-# From Korthikanti et al., Reducing Activation Recomputation (arXiv 2205.05198), section 4, without dropout, and with fused attention (no
-# score matrix) and fused SwiGLU, like the trainer on GPUs. A trainer on CPUs fuses neither norms, rotary embeddings nor SwiGLU, and also
-# keeps the results of their parts (`unfused`).
+# From Korthikanti et al., Reducing Activation Recomputation (arXiv 2205.05198), section 4, without
+# dropout, and with fused attention (no score matrix) and fused SwiGLU, like the trainer on GPUs. A
+# trainer on CPUs fuses neither norms, rotary embeddings nor SwiGLU, and also keeps the results of
+# their parts (`unfused`).
 
 
 @dataclass(frozen=True)
@@ -292,60 +394,98 @@ class LayerActivations:
     workspace: float  # the most gradients of one layer that exist at once
 
 
-def of_layer(spec: ModelSpec, trainer: TrainerConfig, experts: bool, unfused: int = 0) -> LayerActivations:
-    """`experts`: whether the layer has routed experts. Tokens are assumed to be spread evenly over experts. `unfused`: 0 on GPUs; on CPUs
-    the bytes of an element."""
-    tp, h = trainer.tp, spec.hidden_size
+def of_layer(
+    spec: ModelSpec, trainer: TrainerConfig, experts: bool, unfused: int = 0
+) -> LayerActivations:
+    """`experts`: whether the layer has routed experts.
+
+    Tokens are assumed to be spread evenly over experts. `unfused`: 0 on GPUs; on CPUs the bytes of
+    an element.
+    """
+    tp = trainer.tp
+    h = spec.hidden_size
     split = tp if trainer.sequence_parallel else 1
     ffn = spec.expert_intermediate_size if experts else spec.intermediate_size
-    parts = 5 if unfused else 3  # gate, up and their product; unfused also the gate before its activation, and a copy
-    mlp = _routed(spec, trainer, split, parts) + parts * spec.shared_intermediate_size / tp if experts else parts * ffn / tp
-    norms = 2 + 4 * 4 / unfused if unfused else 4  # inputs and outputs of both; unfused, two more, all but the inputs in fp32
+    # gate, up and their product; unfused also the gate before its activation, and a copy
+    parts = 5 if unfused else 3
+    mlp = (
+        _routed(spec, trainer, split, parts) + parts * spec.shared_intermediate_size / tp
+        if experts
+        else parts * ffn / tp
+    )
+    # inputs and outputs of both; unfused, two more, all but the inputs in fp32
+    norms = 2 + 4 * 4 / unfused if unfused else 4
     kept = norms * h / split + _attention(spec, tp) + mlp
-    if unfused and not spec.kv_lora_rank:  # before the rotation; keys and values for each head; cosines and sines
-        kept += (2 * spec.num_attention_heads + spec.num_kv_heads) * spec.head_dim / tp + 4 * spec.head_dim
+    # before the rotation; keys and values for each head; cosines and sines
+    if unfused and not spec.kv_lora_rank:
+        kept += (
+            2 * spec.num_attention_heads + spec.num_kv_heads
+        ) * spec.head_dim / tp + 4 * spec.head_dim
     widest = 2 * ffn * spec.experts_per_token / trainer.etp / split if experts else 2 * ffn / tp
     gathered = h if trainer.sequence_parallel else 0
-    return LayerActivations(boundary=h / split, kept=kept, workspace=2 * widest + 2 * h / split + gathered)
+    return LayerActivations(
+        boundary=h / split, kept=kept, workspace=2 * widest + 2 * h / split + gathered
+    )
 
 
 def _attention(spec: ModelSpec, tp: int) -> float:
-    """Rotated queries, keys, values and the output; if heads are normalised or compressed, also the inputs of these operations. A mean over
-    all layers."""
+    """Rotated queries, keys, values and the output; if heads are normalised or compressed, also the
+    inputs of these operations. A mean over all layers.
+    """
     heads = spec.num_attention_heads
     if spec.kv_lora_rank:
         compressed = 2 * (spec.q_lora_rank + spec.kv_lora_rank + spec.qk_rope_head_dim)
         return compressed + heads * (3 * spec.head_dim + 2 * spec.v_head_dim) / tp
-    q, kv = heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    q = heads * spec.head_dim
+    kv = spec.num_kv_heads * spec.head_dim
     gate = 2 * q if spec.gated_attention else 0  # and the values that it multiplies
     attention = (2 * q + 2 * kv + (q + kv if spec.qk_norm else 0) + gate) / tp
-    return (spec.attention_layers * attention + len(spec.linear_layers) * _delta_net(spec, tp)) / spec.num_layers
+    return (
+        spec.attention_layers * attention + len(spec.linear_layers) * _delta_net(spec, tp)
+    ) / spec.num_layers
 
 
 def _delta_net(spec: ModelSpec, tp: int) -> float:
-    """The projections, the convolution's output, queries and keys for every value head, and the layer's output before and after its
-    norm."""
-    keys, values = spec.linear_key_heads * spec.linear_key_dim, spec.linear_value_heads * spec.linear_value_dim
-    return (2 * keys + 2 * values + 2 * keys + values + 2 * spec.linear_value_heads * spec.linear_key_dim + 2 * values) / tp
+    """The projections, the convolution's output, queries and keys for every value head, and the
+    layer's output before and after its norm.
+    """
+    keys = spec.linear_key_heads * spec.linear_key_dim
+    values = spec.linear_value_heads * spec.linear_value_dim
+    return (
+        2 * keys
+        + 2 * values
+        + 2 * keys
+        + values
+        + 2 * spec.linear_value_heads * spec.linear_key_dim
+        + 2 * values
+    ) / tp
 
 
 def _routed(spec: ModelSpec, trainer: TrainerConfig, split: int, parts: int) -> float:
-    """The router in fp32 (two 16-bit elements each), tokens permuted before and after they are sent, and the experts' activations."""
+    """The router in fp32 (two 16-bit elements each), tokens permuted before and after they are
+    sent, and the experts' activations.
+    """
     per_expert = 2 * spec.hidden_size + parts * spec.expert_intermediate_size / trainer.etp
-    return (2 * spec.hidden_size + 4 * spec.num_experts + spec.experts_per_token * per_expert) / split
+    return (
+        2 * spec.hidden_size + 4 * spec.num_experts + spec.experts_per_token * per_expert
+    ) / split
 
 
 # Bytes of memory on the fullest rank of each pipeline stage of the trainer.
 
 
 GRADIENT_BYTES = 4  # Megatron's buffer, grad_reduce_in_fp32
-# Adam's state: two fp32 moments, and the fp32 master weights unless the weights themselves are fp32.
+# Adam's state: two fp32 moments, and the fp32 master weights unless the weights themselves are
+# fp32.
 OPTIMIZER_BYTES = {"bfloat16": 12, "float32": 8}
 OFFLOADED_BYTES = 16  # per parameter: fp32 master, moments, and gradient
 SAVED_BYTES = 12  # per parameter, independent of its dtype in training
-# Per logit of a chunk (kernels/chunked_logprobs.py): the logit in fp32, and its gradient, which in fp32 replaces the logit.
+# Per logit of a chunk (kernels/chunked_logprobs.py): the logit in fp32, and its gradient, which in
+# fp32 replaces the logit.
 LOGIT_BYTES = {"bfloat16": 4 + 2, "float32": 4}
-DIVERGENCE_BYTES = 12  # per logit of a chunk for a teacher's divergence (kernels/chunked_kl.py): the policy's, the teacher's, a product
+# per logit of a chunk for a teacher's divergence (kernels/chunked_kl.py): the policy's, the
+# teacher's, a product
+DIVERGENCE_BYTES = 12
 FRAGMENTATION = 0.05  # share of the memory that is allocated again for every microbatch
 
 
@@ -358,13 +498,18 @@ class TrainerMemory:
     optimizer: float
     reference: float  # frozen copy of the weights, if the algorithm needs one
     shadow: float  # the last weights sent, with weights.delta_shadow=device
-    frozen: float  # weights of frozen models; their activations and logits come after the policy's, and are not larger
-    critic: float  # its weights, gradients and optimizer; its activations come after the policy's, and are not larger
+    # weights of frozen models; their activations and logits come after the policy's, and are not
+    # larger
+    frozen: float
+    # its weights, gradients and optimizer; its activations come after the policy's, and are not
+    # larger
+    critic: float
     activations: float
     logits: float  # those of one chunk, and the hidden states from which they are computed
     buffers: float  # FSDP's gathered layers, staging of the weight update, fragmentation
     runtime: float
-    checkpoint: float = 0.0  # on a CPU, the copy that is written during training; a GPU's is in its node's memory
+    # on a CPU, the copy that is written during training; a GPU's is in its node's memory
+    checkpoint: float = 0.0
 
     @property
     def total(self) -> float:
@@ -385,7 +530,13 @@ def trainer_memory(
     shadow: float = 0.0,
 ) -> TrainerMemory:
     """Memory of the fullest stage. Raises ConfigError if the sizes do not divide the model."""
-    others = {"reference": reference, "critic": critic, "frozen": frozen, "divergence": divergence, "beside": beside}
+    others = {
+        "reference": reference,
+        "critic": critic,
+        "frozen": frozen,
+        "divergence": divergence,
+        "beside": beside,
+    }
     stages = stage_memory(spec, trainer, dtype, gpu, **others, shadow=shadow)
     return max(stages, key=lambda memory: memory.total)
 
@@ -403,8 +554,10 @@ def stage_memory(
     beside: Beside | None = None,
     shadow: float = 0.0,
 ) -> list[TrainerMemory]:
-    """[pp] memory of the fullest rank of each stage. `beside`: what is trained instead of the model. The model is then also the
-    reference."""
+    """[pp] memory of the fullest rank of each stage.
+
+    `beside`: what is trained instead of the model. The model is then also the reference.
+    """
     item = ITEM_BYTES[dtype]
     of_critic = [
         (item + GRADIENT_BYTES) * held.total + optimizer_bytes(held, trainer, dtype)
@@ -412,14 +565,28 @@ def stage_memory(
     ]
     of_frozen = [trainer_held(model, trainer, dtype) for model in frozen]
     tokens = trainer.max_tokens_per_microbatch / trainer.cp
-    trained, found = beside.trained if beside else trained_held(spec, trainer, dtype), []
+    trained = beside.trained if beside else trained_held(spec, trainer, dtype)
+    found = []
     more = beside.kept if beside else [0] * trainer.pp
-    for stage, (held, layers) in enumerate(zip(trainer_held(spec, trainer, dtype), stage_layers(spec, trainer), strict=True)):
-        kept = item * activation_elements(spec, trainer, stage, *layers, unfused=item if gpu.name == "cpu" else 0) * tokens
+    for stage, (held, layers) in enumerate(
+        zip(trainer_held(spec, trainer, dtype), stage_layers(spec, trainer), strict=True)
+    ):
+        kept = (
+            item
+            * activation_elements(
+                spec, trainer, stage, *layers, unfused=item if gpu.name == "cpu" else 0
+            )
+            * tokens
+        )
         logits = logprob_bytes(spec, trainer, dtype, divergence) if stage == trainer.pp - 1 else 0.0
         found.append(
             TrainerMemory(
-                weights=item * (held.total + more[stage] + (embedding_copy(spec, trainer) if stage == trainer.pp - 1 else 0)),
+                weights=item
+                * (
+                    held.total
+                    + more[stage]
+                    + (embedding_copy(spec, trainer) if stage == trainer.pp - 1 else 0)
+                ),
                 gradients=GRADIENT_BYTES * trained[stage].total,
                 optimizer=optimizer_bytes(trained[stage], trainer, dtype),
                 reference=item * held.total if reference and beside is None else 0.0,
@@ -436,22 +603,40 @@ def stage_memory(
 
 
 def embedding_copy(spec: ModelSpec, trainer: TrainerConfig) -> float:
-    """Elements of the embedding that the last stage keeps to train the layer for multi-token prediction."""
+    """Elements of the embedding that the last stage keeps to train the layer for multi-token
+    prediction.
+    """
     wanted = spec.mtp_layers and trainer.mtp == TRAIN and trainer.pp > 1
-    return padded_vocab_size(spec.vocab_size, trainer.tp) / trainer.tp * spec.hidden_size if wanted else 0.0
+    return (
+        padded_vocab_size(spec.vocab_size, trainer.tp) / trainer.tp * spec.hidden_size
+        if wanted
+        else 0.0
+    )
 
 
-def logprob_bytes(spec: ModelSpec, trainer: TrainerConfig, dtype: str, divergence: bool = False) -> float:
-    """On the last stage: a microbatch's hidden states of whole sequences with their gradient, and the larger of a chunk's logits and the
-    output layer's gradient that PyTorch requires. The latter is zeros, because the true one is in Megatron's buffer."""
-    item, tokens = ITEM_BYTES[dtype], trainer.max_tokens_per_microbatch / trainer.cp
+def logprob_bytes(
+    spec: ModelSpec, trainer: TrainerConfig, dtype: str, divergence: bool = False
+) -> float:
+    """On the last stage: a microbatch's hidden states of whole sequences with their gradient, and
+    the larger of a chunk's logits and the output layer's gradient that PyTorch requires. The latter
+    is zeros, because the true one is in Megatron's buffer.
+    """
+    item = ITEM_BYTES[dtype]
+    tokens = trainer.max_tokens_per_microbatch / trainer.cp
     vocab = padded_vocab_size(spec.vocab_size, trainer.tp) / trainer.tp
-    chunk = (DIVERGENCE_BYTES if divergence else LOGIT_BYTES[dtype]) * min(tokens, trainer.logprob_chunk_tokens) * vocab
+    chunk = (
+        (DIVERGENCE_BYTES if divergence else LOGIT_BYTES[dtype])
+        * min(tokens, trainer.logprob_chunk_tokens)
+        * vocab
+    )
     return 2 * item * tokens * spec.hidden_size + max(chunk, item * vocab * spec.hidden_size)
 
 
 def optimizer_bytes(held: Held, trainer: TrainerConfig, dtype: str) -> float:
-    """Bytes of Adam's state on a GPU. With zero=1 it is split over the ranks with the same weights."""
+    """Bytes of Adam's state on a GPU.
+
+    With zero=1 it is split over the ranks with the same weights.
+    """
     if trainer.optimizer.offload:
         return 0.0
     if not trainer.zero:
@@ -461,11 +646,17 @@ def optimizer_bytes(held: Held, trainer: TrainerConfig, dtype: str) -> float:
 
 def offloaded_bytes(trained: Iterable[Held], trainer: TrainerConfig) -> float:
     """Bytes of host memory of the largest rank's optimizer, if it is there."""
-    return max(OFFLOADED_BYTES * _shared(held, trainer) for held in trained) if trainer.optimizer.offload else 0.0
+    return (
+        max(OFFLOADED_BYTES * _shared(held, trainer) for held in trained)
+        if trainer.optimizer.offload
+        else 0.0
+    )
 
 
 def saving_bytes(trained: Iterable[Held], trainer: TrainerConfig) -> float:
-    """The largest part of a checkpoint (fp32 master weights and both moments) that one rank copies to host memory and writes."""
+    """The largest part of a checkpoint (fp32 master weights and both moments) that one rank copies
+    to host memory and writes.
+    """
     return max(SAVED_BYTES * _shared(held, trainer) for held in trained)
 
 
@@ -475,12 +666,20 @@ def _shared(held: Held, trainer: TrainerConfig) -> float:
     return held.dense / (trainer.dp * trainer.cp) + held.expert / expert_dp
 
 
-def activation_elements(spec: ModelSpec, trainer: TrainerConfig, stage: int, dense: int, routed: int, unfused: int = 0) -> float:
-    """Elements per token of a microbatch, summed over all microbatches in flight when the stage is fullest.
+def activation_elements(
+    spec: ModelSpec, trainer: TrainerConfig, stage: int, dense: int, routed: int, unfused: int = 0
+) -> float:
+    """Elements per token of a microbatch, summed over all microbatches in flight when the stage is
+    fullest.
 
-    `dense`, `routed`: numbers of dense layers and of layers with experts in the stage. `unfused`: as in `of_layer`.
+    `dense`, `routed`: numbers of dense layers and of layers with experts in the stage. `unfused`:
+    as in `of_layer`.
     """
-    layers = [(count, of_layer(spec, trainer, experts, unfused)) for count, experts in ((dense, False), (routed, True)) if count]
+    layers = [
+        (count, of_layer(spec, trainer, experts, unfused))
+        for count, experts in ((dense, False), (routed, True))
+        if count
+    ]
     in_flight = microbatches_in_flight(trainer, stage)
     if trainer.recompute:  # layers are recomputed one at a time for their gradients
         working = max((layer.kept + layer.workspace for _, layer in layers), default=0.0)
@@ -490,32 +689,45 @@ def activation_elements(spec: ModelSpec, trainer: TrainerConfig, stage: int, den
 
 
 def microbatches_in_flight(trainer: TrainerConfig, stage: int) -> float:
-    """1F1B: pp - stage. Interleaved: chunks in flight / chunks per rank (Megatron's get_pp_rank_microbatches, warm-up plus one)."""
+    """1F1B: pp - stage.
+
+    Interleaved: chunks in flight / chunks per rank (Megatron's get_pp_rank_microbatches, warm-up
+    plus one).
+    """
     if trainer.vpp == 1:
         return trainer.pp - stage
     chunks = 2 * (trainer.pp - stage - 1) + (trainer.vpp - 1) * trainer.pp + 1
     return chunks / trainer.vpp
 
 
-# Bytes of memory on an engine's rank, as SGLang divides it: weights and KV cache are inside mem_fraction, all else is outside.
+# Bytes of memory on an engine's rank, as SGLang divides it: weights and KV cache are inside
+# mem_fraction, all else is outside.
 
 
-CHUNKED_PREFILL_TOKENS = ((60, 4096), (160, 8192), (math.inf, 16384))  # (GiB, SGLang's default on GPUs with less): memory_hook.py
+# (GiB, SGLang's default on GPUs with less): memory_hook.py
+CHUNKED_PREFILL_TOKENS = ((60, 4096), (160, 8192), (math.inf, 16384))
 CUDA_GRAPH_BYTES = 2 << 20  # per unit of batch size: sglang/srt/arg_groups/memory_hook.py
 PAGE_SLACK = 1.02  # on average, a sequence's last page is half empty
-UNKNOWN_PROMPT = PlanConfig().mean_prompt_tokens  # a run ignores plan.prompt_tokens, so what is set for it must not depend on that
+# a run ignores plan.prompt_tokens, so what is set for it must not depend on that
+UNKNOWN_PROMPT = PlanConfig().mean_prompt_tokens
 
 
 @dataclass(frozen=True)
 class GeneratorMemory:
-    """Bytes on one rank. `kv_cache` holds `kv_tokens`, and `states` the states of gated delta nets for max_concurrency requests."""
+    """Bytes on one rank.
+
+    `kv_cache` holds `kv_tokens`, and `states` the states of gated delta nets for max_concurrency
+    requests.
+    """
 
     weights: float
     kv_cache: float
     states: float
     landing: float  # for weights from other nodes, before they are spread
     graphs: float
-    activations: float  # of a prefill chunk, the logits of a full batch, and the table with the positions of requests' tokens in the cache
+    # of a prefill chunk, the logits of a full batch, and the table with the positions of requests'
+    # tokens in the cache
+    activations: float
     runtime: float
 
     @property
@@ -539,25 +751,40 @@ def generator_memory(
     pool: float = 0.0,
     occupied: float = 0.0,
 ) -> GeneratorMemory:
-    """`landing`: landing_bytes if `may_land`. `pool`: bytes of adapters. `occupied`: bytes of the device that another process has. Raises
-    ConfigError if the sizes do not divide the model."""
-    tokens = kv_tokens(spec, generator, dtype, workload, gpu, landing=landing, pool=pool, occupied=occupied)
+    """`landing`: landing_bytes if `may_land`.
+
+    `pool`: bytes of adapters. `occupied`: bytes of the device that another process has. Raises
+    ConfigError if the sizes do not divide the model.
+    """
+    tokens = kv_tokens(
+        spec, generator, dtype, workload, gpu, landing=landing, pool=pool, occupied=occupied
+    )
     kv_cache = tokens * kv_bytes_per_token(spec, generator, ITEM_BYTES[dtype])
     return replace(_without_cache(spec, generator, dtype, gpu, landing, pool), kv_cache=kv_cache)
 
 
-def _without_cache(spec: ModelSpec, generator: GeneratorConfig, dtype: str, gpu: Gpu, landing: float, pool: float) -> GeneratorMemory:
-    item, tp = ITEM_BYTES[dtype], generator.tp
-    ffn = max(spec.intermediate_size / tp, spec.experts_per_token * spec.expert_intermediate_size * generator.ep / tp)
-    table = 4 * (generator.max_concurrency + 1) * spec.max_position_embeddings  # int32, as long as the context of engines
-    logits = 2 * 4 * generator.max_concurrency * spec.vocab_size  # fp32, gathered over tp, and a copy for sampling
+def _without_cache(
+    spec: ModelSpec, generator: GeneratorConfig, dtype: str, gpu: Gpu, landing: float, pool: float
+) -> GeneratorMemory:
+    item = ITEM_BYTES[dtype]
+    tp = generator.tp
+    ffn = max(
+        spec.intermediate_size / tp,
+        spec.experts_per_token * spec.expert_intermediate_size * generator.ep / tp,
+    )
+    # int32, as long as the context of engines
+    table = 4 * (generator.max_concurrency + 1) * spec.max_position_embeddings
+    # fp32, gathered over tp, and a copy for sampling
+    logits = 2 * 4 * generator.max_concurrency * spec.vocab_size
     return GeneratorMemory(
         weights=generator_weights(spec, generator, dtype).total + pool,
         kv_cache=0.0,
         states=states_bytes(spec, generator, item),
         landing=landing,
         graphs=0.0 if gpu.name == "cpu" else CUDA_GRAPH_BYTES * generator.max_concurrency,
-        activations=prefill_tokens(spec, generator, gpu) * item * (4 * spec.hidden_size + 3 * ffn) + logits + table,
+        activations=prefill_tokens(spec, generator, gpu) * item * (4 * spec.hidden_size + 3 * ffn)
+        + logits
+        + table,
         runtime=gpu.runtime_gib * GIB,
     )
 
@@ -575,15 +802,21 @@ def kv_tokens(
 ) -> int:
     """Tokens of an engine's KV cache, over all replicas of attention, as the launcher sets it.
 
-    generator.kv_cache_tokens if it is set. Otherwise a GPU's free memory is filled, as mem_fraction allows. On a CPU, or a GPU that another
-    process shares, the cache is no larger than max_concurrency requests of full length or one whole context. What is left is for what
-    nobody has planned. Holds at least one request of full length, even if there is no memory for it. `landing`, `pool`, `occupied`: as in
-    `generator_memory`.
+    generator.kv_cache_tokens if it is set. Otherwise a GPU's free memory is filled, as mem_fraction
+    allows. On a CPU, or a GPU that another process shares, the cache is no larger than
+    max_concurrency requests of full length or one whole context. What is left is for what nobody
+    has planned. Holds at least one request of full length, even if there is no memory for it.
+    `landing`, `pool`, `occupied`: as in `generator_memory`.
     """
     if generator.kv_cache_tokens is not None:
         return generator.kv_cache_tokens
-    longest = math.ceil((UNKNOWN_PROMPT if gpu.name == "cpu" else workload.prompt_tokens) + workload.max_response_tokens)
-    room = math.floor(kv_room(spec, generator, dtype, gpu, landing=landing, pool=pool, occupied=occupied))
+    longest = math.ceil(
+        (UNKNOWN_PROMPT if gpu.name == "cpu" else workload.prompt_tokens)
+        + workload.max_response_tokens
+    )
+    room = math.floor(
+        kv_room(spec, generator, dtype, gpu, landing=landing, pool=pool, occupied=occupied)
+    )
     tokens = max(room, longest * generator.dp_attention)
     if gpu.name != "cpu" and not occupied:
         return tokens
@@ -592,45 +825,78 @@ def kv_tokens(
 
 
 def kv_room(
-    spec: ModelSpec, generator: GeneratorConfig, dtype: str, gpu: Gpu, *, landing: float = 0.0, pool: float = 0.0, occupied: float = 0.0
+    spec: ModelSpec,
+    generator: GeneratorConfig,
+    dtype: str,
+    gpu: Gpu,
+    *,
+    landing: float = 0.0,
+    pool: float = 0.0,
+    occupied: float = 0.0,
 ) -> float:
-    """Tokens of KV cache for which a rank has memory beside all else. Negative: there is too little even for the rest."""
+    """Tokens of KV cache for which a rank has memory beside all else.
+
+    Negative: there is too little even for the rest.
+    """
     rest = _without_cache(spec, generator, dtype, gpu, landing, pool)
-    left = min(usable_static(generator, gpu, occupied) - rest.static, gpu.memory_gib * GIB - rest.total - occupied)
+    left = min(
+        usable_static(generator, gpu, occupied) - rest.static,
+        gpu.memory_gib * GIB - rest.total - occupied,
+    )
     return left / kv_bytes_per_token(spec, generator, ITEM_BYTES[dtype])
 
 
-# Families for which SGLang has a second pool of keys and values, for layers with windows, and the ratio of that pool's tokens to the
-# first's (swa_full_tokens_ratio). For other families with windows, such as Gemma 3, all layers keep all tokens.
+# Families for which SGLang has a second pool of keys and values, for layers with windows, and the
+# ratio of that pool's tokens to the first's (swa_full_tokens_ratio). For other families with
+# windows, such as Gemma 3, all layers keep all tokens.
 SECOND_POOL = {"gpt_oss": 0.8}
 
 
-# Bytes of an element of keys and values by SGLang's kv_cache_dtype (mem_cache/kv_cache_dtype.py). mxfp8 has a scale for 32 elements.
-KV_ITEM_BYTES = {"bf16": 2.0, "bfloat16": 2.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "mxfp8": 1 + 1 / 32}
+# Bytes of an element of keys and values by SGLang's kv_cache_dtype (mem_cache/kv_cache_dtype.py).
+# mxfp8 has a scale for 32 elements.
+KV_ITEM_BYTES = {
+    "bf16": 2.0,
+    "bfloat16": 2.0,
+    "fp8_e4m3": 1.0,
+    "fp8_e5m2": 1.0,
+    "mxfp8": 1 + 1 / 32,
+}
 
 
 def kv_bytes_per_token(spec: ModelSpec, generator: GeneratorConfig, item: int) -> float:
-    """KV bytes of all layers on one rank per token of an engine's request. A mean, since an attention replica keeps only its own requests.
+    """KV bytes of all layers on one rank per token of an engine's request.
 
-    `item`: bytes of an element in the model's dtype, which the cache has if server_args give it no other (KV_ITEM_BYTES). If there are
-    more ranks than key-value heads, heads are copied. Latent attention keeps its latent on every rank of a replica.
+    A mean, since an attention replica keeps only its own requests.
+
+    `item`: bytes of an element in the model's dtype, which the cache has if server_args give it no
+    other (KV_ITEM_BYTES). If there are more ranks than key-value heads, heads are copied. Latent
+    attention keeps its latent on every rank of a replica.
     """
-    layers, settings = float(spec.attention_layers + spec.mtp_layers * spec.mtp_drafts), generator.server_args
+    layers = float(spec.attention_layers + spec.mtp_layers * spec.mtp_drafts)
+    settings = generator.server_args
     if spec.family in SECOND_POOL and not settings.get("disable_hybrid_swa_memory"):
-        layers -= len(spec.windowed_layers) * (1 - settings.get("swa_full_tokens_ratio", SECOND_POOL[spec.family]))
+        layers -= len(spec.windowed_layers) * (
+            1 - settings.get("swa_full_tokens_ratio", SECOND_POOL[spec.family])
+        )
     return _kv_bytes_of_layers(spec, generator, item, layers)
 
 
 def kv_bytes_read(spec: ModelSpec, generator: GeneratorConfig, item: int, context: float) -> float:
-    """KV bytes of all layers on one rank that are read for the next token of a request with `context` tokens."""
+    """KV bytes of all layers on one rank that are read for the next token of a request with
+    `context` tokens.
+    """
     windowed = len(spec.windowed_layers)
     tokens = (spec.attention_layers - windowed) * context + windowed * min(context, spec.window)
     return _kv_bytes_of_layers(spec, generator, item, tokens)
 
 
-def _kv_bytes_of_layers(spec: ModelSpec, generator: GeneratorConfig, item: int, layers: float) -> float:
+def _kv_bytes_of_layers(
+    spec: ModelSpec, generator: GeneratorConfig, item: int, layers: float
+) -> float:
     replicas = generator.dp_attention
-    bytes_of_element = KV_ITEM_BYTES.get(generator.server_args.get("kv_cache_dtype", ""), float(item))
+    bytes_of_element = KV_ITEM_BYTES.get(
+        generator.server_args.get("kv_cache_dtype", ""), float(item)
+    )
     if spec.kv_lora_rank:
         return bytes_of_element * layers * (spec.kv_lora_rank + spec.qk_rope_head_dim) / replicas
     heads = max(1.0, spec.num_kv_heads / (generator.tp / replicas))
@@ -638,26 +904,37 @@ def _kv_bytes_of_layers(spec: ModelSpec, generator: GeneratorConfig, item: int, 
 
 
 def state_bytes(spec: ModelSpec, generator: GeneratorConfig, item: int) -> float:
-    """Bytes of all gated delta nets for one request on one rank, independent of its length: states in float32, and the newest inputs of the
-    convolutions."""
-    keys, values = spec.linear_key_heads * spec.linear_key_dim, spec.linear_value_heads * spec.linear_value_dim
+    """Bytes of all gated delta nets for one request on one rank, independent of its length: states
+    in float32, and the newest inputs of the convolutions.
+    """
+    keys = spec.linear_key_heads * spec.linear_key_dim
+    values = spec.linear_value_heads * spec.linear_value_dim
     inputs = item * (2 * keys + values) * max(0, spec.linear_conv_width - 1)
     return len(spec.linear_layers) * (4 * spec.linear_key_dim * values + inputs) / generator.tp
 
 
 def states_bytes(spec: ModelSpec, generator: GeneratorConfig, item: int) -> float:
-    """Bytes of the pool of states: several for each request, because SGLang keeps some for its prefix cache, and one for padding."""
+    """Bytes of the pool of states: several for each request, because SGLang keeps some for its
+    prefix cache, and one for padding.
+    """
     return (STATES_PER_REQUEST * generator.max_concurrency + 1) * state_bytes(spec, generator, item)
 
 
 def prefill_tokens(spec: ModelSpec, generator: GeneratorConfig, gpu: Gpu) -> int:
-    """The most tokens that an engine prefills at once, for a chunk of a longer prompt or several shorter prompts."""
-    default = next(tokens for below_gib, tokens in CHUNKED_PREFILL_TOKENS if gpu.memory_gib < below_gib)
+    """The most tokens that an engine prefills at once, for a chunk of a longer prompt or several
+    shorter prompts.
+    """
+    default = next(
+        tokens for below_gib, tokens in CHUNKED_PREFILL_TOKENS if gpu.memory_gib < below_gib
+    )
     chunk = generator.server_args.get("chunked_prefill_size") or default
-    return spec.max_position_embeddings if chunk < 0 else min(chunk, spec.max_position_embeddings)  # -1: prompts are not split
+    # -1: prompts are not split
+    return spec.max_position_embeddings if chunk < 0 else min(chunk, spec.max_position_embeddings)
 
 
 def usable_static(generator: GeneratorConfig, gpu: Gpu, occupied: float = 0.0) -> float:
-    """The limit of the bytes of weights and KV cache: mem_fraction of the memory that is free before the weights are loaded. So SGLang
-    measures it too, with what other processes hold (0.5.23: distributed/bootstrap.py, mem_cache/kv_cache_configurator.py)."""
+    """The limit of the bytes of weights and KV cache: mem_fraction of the memory that is free
+    before the weights are loaded. So SGLang measures it too, with what other processes hold
+    (0.5.23: distributed/bootstrap.py, mem_cache/kv_cache_configurator.py).
+    """
     return generator.mem_fraction * ((gpu.memory_gib - gpu.runtime_gib) * GIB - occupied)

@@ -13,39 +13,72 @@ from megarl.estimate.estimate import Estimate, generate_parts, train_parts
 from megarl.estimate.report import gib_parts
 from megarl.estimate.search import Baseline
 
-LETTER = 0.0085  # a letter's share of the longest bar: names that do not fit into their part are only in the legend
+# a letter's share of the longest bar: names that do not fit into their part are only in the legend
+LETTER = 0.0085
 
 
 def draw(found: Estimate, baseline: Baseline | None, path: str, title: str) -> None:
     """Writes `path`, an .svg or .png."""
-    figure = Figure(figsize=(10, 6.4), layout="constrained")  # without pyplot, whose state may be a notebook's
+    # without pyplot, whose state may be a notebook's
+    figure = Figure(figsize=(10, 6.4), layout="constrained")
     memory, time = figure.subplots(2, 1)
     _bars(memory, {"generator": gib_parts(found.generator), "trainer": gib_parts(found.trainer)})
     memory.axvline(found.cluster.gpu.memory_gib, color="tab:red", lw=1.2)
     memory.set_xlabel(f"GiB per GPU; red: what one {found.cluster.gpu.name} has")
-    memory.set_title(f"{title}\nfits: {'no' if found.overfull else 'yes'}; binds: {found.binding}", fontsize=10)
+    memory.set_title(
+        f"{title}\nfits: {'no' if found.overfull else 'yes'}; binds: {found.binding}", fontsize=10
+    )
     update = {"weight update": found.sync_s, "the rest of a step": found.glue_s}
-    rows = {"generation": generate_parts(found.generate), "training": train_parts(found.train), "beside them": update}
+    rows = {
+        "generation": generate_parts(found.generate),
+        "training": train_parts(found.train),
+        "beside them": update,
+    }
     _bars(time, rows)
     time.axvline(found.step_s, color="tab:blue", lw=1.2)
     text = f"seconds; blue: a step, {found.step_s:.3g}"
-    time.set_xlabel(text + (f"; the synchronous baseline's, {baseline.step_s:.3g}" if baseline else ""))
+    time.set_xlabel(
+        text + (f"; the synchronous baseline's, {baseline.step_s:.3g}" if baseline else "")
+    )
     figure.savefig(path, dpi=110)
 
 
 def _bars(axes: Axes, rows: Mapping[str, Mapping[str, float]]) -> None:
-    """One stacked bar for each row. A part has the same colour in all rows, and is left out if it is 0."""
-    rows = {row: {name: value for name, value in parts.items() if value > 0} for row, parts in rows.items()}
+    """One stacked bar for each row.
+
+    A part has the same colour in all rows, and is left out if it is 0.
+    """
+    rows = {
+        row: {name: value for name, value in parts.items() if value > 0}
+        for row, parts in rows.items()
+    }
     names = list(dict.fromkeys(name for parts in rows.values() for name in parts))
     colours = matplotlib.colormaps["tab20"]
     longest = max(sum(parts.values()) for parts in rows.values())
     for row, parts in rows.items():
         left = 0.0
         for name, value in parts.items():
-            axes.barh(row, value, left=left, color=colours(names.index(name) % 20), edgecolor="white", lw=0.5, label=name)
+            axes.barh(
+                row,
+                value,
+                left=left,
+                color=colours(names.index(name) % 20),
+                edgecolor="white",
+                lw=0.5,
+                label=name,
+            )
             if value > LETTER * len(name) * longest:
                 middle: Any = row  # a category, as for barh, but not in the annotation of `text`
-                axes.text(left + value / 2, middle, f"{name}\n{value:.3g}", ha="center", va="center", fontsize=7)
+                axes.text(
+                    left + value / 2,
+                    middle,
+                    f"{name}\n{value:.3g}",
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                )
             left += value
     handles = dict(zip(*reversed(axes.get_legend_handles_labels())))  # each part once
-    axes.legend(handles.values(), handles.keys(), fontsize=7, bbox_to_anchor=(1.0, 1.0), loc="upper left")
+    axes.legend(
+        handles.values(), handles.keys(), fontsize=7, bbox_to_anchor=(1.0, 1.0), loc="upper left"
+    )

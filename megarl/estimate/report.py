@@ -16,7 +16,12 @@ from megarl.estimate.times import CHANGED, GenerateTime
 from megarl.plan.topologies import engine_groups, generator_ranks
 
 
-def render(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remedy], refused: Iterable[str] = ()) -> Iterator[str]:
+def render(
+    found: Estimate,
+    baseline: Baseline | None,
+    remedies: Iterable[Remedy],
+    refused: Iterable[str] = (),
+) -> Iterator[str]:
     """`refused`: what megarl train would refuse."""
     yield from _memory(found)
     yield from _time(found, baseline)
@@ -27,22 +32,47 @@ def render(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remedy
 
 
 CLOSE = 0.03  # settings whose speeds differ by less are equally fast
-COUNTED = ("overlap_grad_reduce", "moe_token_dispatcher_type", "fp8", "fp8_recipe", "chunked_prefill_size", "disable_overlap_schedule")
+COUNTED = (
+    "overlap_grad_reduce",
+    "moe_token_dispatcher_type",
+    "fp8",
+    "fp8_recipe",
+    "chunked_prefill_size",
+    "disable_overlap_schedule",
+)
 
 
 def not_counted(config: RunConfig) -> list[str]:
-    """The settings of Megatron and SGLang that no estimate depends on, and dynamic sampling if it drops an unknown share."""
-    trainer, counted = config.trainer, COUNTED
+    """The settings of Megatron and SGLang that no estimate depends on, and dynamic sampling if it
+    drops an unknown share.
+    """
+    trainer = config.trainer
+    counted = COUNTED
     mappings = {
         "trainer.megatron": trainer.megatron,
         "trainer.ddp": trainer.ddp,
         "trainer.optimizer.megatron": trainer.optimizer.megatron,
-        **{f"{group.key}.server_args": group.settings.server_args for group in engine_groups(config.generator)},
-        **{f"roles.{name}.server_args": role.server_args for name, role in config.roles.items() if role is not None},
+        **{
+            f"{group.key}.server_args": group.settings.server_args
+            for group in engine_groups(config.generator)
+        },
+        **{
+            f"roles.{name}.server_args": role.server_args
+            for name, role in config.roles.items()
+            if role is not None
+        },
     }
-    unknown = ["rollout.dynamic_sampling (set plan.dropped_share)"] if dropped_share(config) is None else []
+    unknown = (
+        ["rollout.dynamic_sampling (set plan.dropped_share)"]
+        if dropped_share(config) is None
+        else []
+    )
     for key, settings in mappings.items():
-        unknown += [f"{key}.{name}" for name, value in settings.items() if name not in counted and not _is_counted_cache(name, value)]
+        unknown += [
+            f"{key}.{name}"
+            for name, value in settings.items()
+            if name not in counted and not _is_counted_cache(name, value)
+        ]
     return unknown
 
 
@@ -59,62 +89,120 @@ def _memory(found: Estimate) -> Iterator[str]:
         cells = (f"{side[name]:9.2f}" if name in side else " " * 9 for side in sides)
         if any(side.get(name) for side in sides):
             yield f"           {name:<38}{'  '.join(cells).rstrip()}"
-    yield f"           {'total':<38}{found.trainer.total / GIB:9.2f}  {found.generator.total / GIB:9.2f}"
+    yield (
+        f"           {'total':<38}{found.trainer.total / GIB:9.2f}  "
+        f"{found.generator.total / GIB:9.2f}"
+    )
     if found.shared:
-        yield f"           {'of both, on one GPU (share_gpus)':<38}{found.fullest.gpu_total / GIB:20.2f}"
+        yield (
+            "           "
+            f"{'of both, on one GPU (share_gpus)':<38}{found.fullest.gpu_total / GIB:20.2f}"
+        )
     for name, role in found.served.items():
-        yield f"           {f'total of {name}, {role.gpus} ranks':<38}{role.memory.total / GIB:20.2f}"
+        yield (
+            f"           {f'total of {name}, {role.gpus} ranks':<38}{role.memory.total / GIB:20.2f}"
+        )
     for group in found.groups:
         static = f"{group.memory.static / GIB:.1f} of {group.static_limit / GIB:.1f}"
         if len(found.groups) > 1:
-            yield f"           {f'total of {group.key}, {group.gpus} ranks':<38}{group.memory.total / GIB:20.2f}"
-        yield f"           engines' weights and KV cache take {static} GiB of {group.key}.mem_fraction"
+            yield (
+                "           "
+                f"{f'total of {group.key}, {group.gpus} ranks':<38}{group.memory.total / GIB:20.2f}"
+            )
+        yield (
+            f"           engines' weights and KV cache take {static} GiB of "
+            f"{group.key}.mem_fraction"
+        )
         yield f"           {_requests(group)}"
     if found.offloaded:
-        yield f"           the optimizer takes {found.offloaded / GIB:.1f} GiB of a trainer node's memory (trainer.optimizer.offload)"
+        yield (
+            f"           the optimizer takes {found.offloaded / GIB:.1f} GiB of a trainer "
+            "node's memory (trainer.optimizer.offload)"
+        )
     if found.saving and not found.trainer.checkpoint:  # on CPUs the table has it
-        yield f"           a checkpoint takes {found.saving / GIB:.1f} GiB of a trainer node's memory while it is written"
+        yield (
+            f"           a checkpoint takes {found.saving / GIB:.1f} GiB of a trainer node's "
+            "memory while it is written"
+        )
     if found.shadow and not found.trainer.shadow:
         gib = found.shadow / GIB
-        yield f"           what was sent last takes {gib:.1f} to {2 * gib:.1f} GiB of a trainer node's memory, which is pinned"
+        yield (
+            f"           what was sent last takes {gib:.1f} to {2 * gib:.1f} GiB of a trainer "
+            "node's memory, which is pinned"
+        )
     if found.inboxes:
         gib = found.inboxes / GIB
-        yield f"           inboxes for what has changed take {gib:.1f} to {2 * gib:.1f} GiB of an engine node's memory, which is pinned"
+        yield (
+            f"           inboxes for what has changed take {gib:.1f} to {2 * gib:.1f} GiB of an "
+            "engine node's memory, which is pinned"
+        )
 
 
 def _requests(group: GroupEstimate) -> str:
     """How many requests an engine's KV cache holds, and what a larger cache would save."""
     running = f"{group.time.concurrency:.0f} requests run at once in an engine"
-    line = f"{running}; its KV cache of {group.kv_tokens:,} tokens holds {group.at_full_length:.0f} of full length"
+    line = (
+        f"{running}; its KV cache of {group.kv_tokens:,} tokens holds "
+        f"{group.at_full_length:.0f} of full length"
+    )
     saved_s = group.time.total - group.unbounded_s
-    return f"{line}, and costs {saved_s:.3g} s a step" if saved_s > 0.005 * group.time.total else line
+    return (
+        f"{line}, and costs {saved_s:.3g} s a step" if saved_s > 0.005 * group.time.total else line
+    )
 
 
 def _time(found: Estimate, baseline: Baseline | None) -> Iterator[str]:
     w = found.workload
-    lengths = f"{w.response_tokens:g} tokens on average, {w.max_response_tokens:g} at most, to prompts of {w.prompt_tokens:g}"
-    dropped = f" (and {more} that are dropped)" if (more := found.generated.sequences - w.sequences) else ""
+    lengths = (
+        f"{w.response_tokens:g} tokens on average, {w.max_response_tokens:g} at most, to "
+        f"prompts of {w.prompt_tokens:g}"
+    )
+    dropped = (
+        f" (and {more} that are dropped)"
+        if (more := found.generated.sequences - w.sequences)
+        else ""
+    )
     yield f"time       seconds a step; {w.sequences} responses{dropped} of {lengths}"
     for name, seconds, parts in (
         ("training", found.train.total, train_parts(found.train)),
         ("generation", found.generate.total, generate_parts(found.generate)),
     ):
-        shown = ", ".join(f"{part} {value:.3g}" for part, value in parts.items() if value >= 0.005 * seconds)
+        shown = ", ".join(
+            f"{part} {value:.3g}" for part, value in parts.items() if value >= 0.005 * seconds
+        )
         yield f"           {name:<14}{seconds:9.2f}   {shown}"
     for group in found.groups if len(found.groups) > 1 else ():
-        rate = f"{group.tokens_per_s:.0f} tokens/s by {group.engines} engines, {group.share:.0%} of the responses"
+        rate = (
+            f"{group.tokens_per_s:.0f} tokens/s by {group.engines} engines, {group.share:.0%} "
+            "of the responses"
+        )
         yield f"           {f'  {group.name}':<14} {group.time.total:8.2f}   {rate}"
     for name, role in found.served.items():
-        yield f"           {f'scores of {name}':<14} {role.score_s:8.2f}   beside generation, as responses finish"
+        yield (
+            f"           {f'scores of {name}':<14} {role.score_s:8.2f}   beside generation, as "
+            "responses finish"
+        )
     bytes_s, delta_s = (seconds - found.control_s for seconds in (found.sync_s, found.delta_sync_s))
     yield f"           {'weight update':<14}{bytes_s:9.3g}   the busiest rank's bytes over its link"
-    yield f"           {'':<14}{delta_s:9.2g}   if {CHANGED:.0%} of the elements have changed, with weights.delta=auto"
-    yield f"           {'':<14}{found.control_s:9.2g}   more for its messages and calls, in either case"
+    yield (
+        f"           {'':<14}{delta_s:9.2g}   if {CHANGED:.0%} of the elements have changed, "
+        "with weights.delta=auto"
+    )
+    yield (
+        f"           {'':<14}{found.control_s:9.2g}   more for its messages and calls, in "
+        "either case"
+    )
     mode = "the slower side" if found.overlaps else "both sides, one after the other"
-    yield f"           {'a step':<14}{found.step_s:9.2f}   {mode}, the update, and {found.glue_s:.3g} for all else"
+    yield (
+        f"           {'a step':<14}{found.step_s:9.2f}   {mode}, the update, and "
+        f"{found.glue_s:.3g} for all else"
+    )
     if baseline:
         ratio = baseline.step_s / found.step_s
-        how = f"colocated on the same GPUs, the best that fits, model parallel {baseline.m}: x{ratio:.2f}"
+        how = (
+            f"colocated on the same GPUs, the best that fits, model parallel {baseline.m}: "
+            f"x{ratio:.2f}"
+        )
         yield f"           {'synchronous':<14}{baseline.step_s:9.2f}   {how}"
     else:
         yield f"           {'synchronous':<14}{'-':>9}   colocated on the same GPUs nothing fits"
@@ -128,12 +216,18 @@ def _decode(found: Estimate) -> str:
 
 
 def _decode_rate(g: GenerateTime) -> str:
-    return f"{1 / g.token_s:.0f} tokens/s per request at {g.concurrency:.0f} requests an engine, {g.memory_share:.0%} of it reading memory"
+    return (
+        f"{1 / g.token_s:.0f} tokens/s per request at {g.concurrency:.0f} requests an engine, "
+        f"{g.memory_share:.0%} of it reading memory"
+    )
 
 
 def render_sharing(steps: Mapping[int, float]) -> str:
     """Which of the two ways to share GPUs takes how long. `steps`: as from steps_by_capacity."""
-    shown = f"async.capacity=0: {steps[0]:.4g} s a step, in turns; 1: {steps[1]:.4g} s, both at once, whose kernels take turns"
+    shown = (
+        f"async.capacity=0: {steps[0]:.4g} s a step, in turns; 1: {steps[1]:.4g} s, both at "
+        "once, whose kernels take turns"
+    )
     return f"shared     {shown}; take {advised_capacity(steps)}"
 
 
@@ -144,7 +238,11 @@ def advised_capacity(steps: Mapping[int, float]) -> int:
 
 def _verdict(found: Estimate, remedies: list[Remedy], refused: bool) -> Iterator[str]:
     if not found.overfull:
-        yield "fits       no: into memory, but megarl train refuses these settings" if refused else "fits       yes"
+        yield (
+            "fits       no: into memory, but megarl train refuses these settings"
+            if refused
+            else "fits       yes"
+        )
         return
     too_large = " and ".join(f"the {side} is {gib:.1f} GiB" for side, gib in found.overfull.items())
     beside = ", beside the trainer" if found.shared and "trainer" not in found.overfull else ""
@@ -156,40 +254,69 @@ def _verdict(found: Estimate, remedies: list[Remedy], refused: bool) -> Iterator
         for remedy in own:
             yield f"             {written(remedy.settings)}: {remedy.gib:.1f} GiB"
         if side.startswith("generator.groups."):
-            yield f"           {side} would take less with a larger tp, or a smaller max_concurrency or kv_cache_tokens, or in fp8_block"
+            yield (
+                f"           {side} would take less with a larger tp, or a smaller "
+                "max_concurrency or kv_cache_tokens, or in fp8_block"
+            )
         elif side in found.served:
-            yield f"           {side} would take less with a larger roles.{side}.tp, or a smaller max_concurrency or kv_cache_tokens"
+            yield (
+                f"           {side} would take less with a larger roles.{side}.tp, or a smaller "
+                "max_concurrency or kv_cache_tokens"
+            )
         elif not own:
-            yield f"           no three settings of the {side} together make it fit: take more GPUs, or a smaller model"
+            yield (
+                f"           no three settings of the {side} together make it fit: take more "
+                "GPUs, or a smaller model"
+            )
 
 
 def render_search(found: Found, gpus: int, asked: RunConfig, command: str) -> Iterator[str]:
-    """The search's choice and its limits, and the overrides that change the config `asked`, given as `command`, to it."""
+    """The search's choice and its limits, and the overrides that change the config `asked`, given
+    as `command`, to it.
+    """
     settings = found.settings
-    m_t, chosen = settings["trainer.tp"] * settings["trainer.cp"] * settings["trainer.pp"], turned(asked, settings).generator
-    groups, microbatch = engine_groups(chosen), settings["trainer.max_tokens_per_microbatch"]
+    m_t = settings["trainer.tp"] * settings["trainer.cp"] * settings["trainer.pp"]
+    chosen = turned(asked, settings).generator
+    groups = engine_groups(chosen)
+    microbatch = settings["trainer.max_tokens_per_microbatch"]
     used = m_t * settings["trainer.dp"] + generator_ranks(groups) + chosen.tp * asked.eval.engines
     if len(groups) == 1:
-        own, precision = groups[0].settings, groups[0].settings.quantization or "model.dtype"
-        engines = f"m_g {own.tp}, b_t {microbatch} tokens, b_g {own.max_concurrency}, theta {found.theta:.3f}, engines in {precision}"
+        own = groups[0].settings
+        precision = groups[0].settings.quantization or "model.dtype"
+        engines = (
+            f"m_g {own.tp}, b_t {microbatch} tokens, b_g {own.max_concurrency}, theta "
+            f"{found.theta:.3f}, engines in {precision}"
+        )
     else:
         counts = ", ".join(f"{group.settings.engines} engines of {group.name}" for group in groups)
-        engines = f"b_t {microbatch} tokens, theta {found.theta:.3f}; {counts}, in the given proportions"
+        engines = (
+            f"b_t {microbatch} tokens, theta {found.theta:.3f}; {counts}, in the given proportions"
+        )
     yield f"search     {gpus} GPUs, {used} of them used: m_t {m_t}, {engines}"
-    yield f"           by GPU-seconds both sides would take equally long at theta {found.balanced_theta:.3f} (lemma B.3)"
+    yield (
+        "           by GPU-seconds both sides would take equally long at theta "
+        f"{found.balanced_theta:.3f} (lemma B.3)"
+    )
     for name, chosen, larger in (
         ("trainer", found.trainer, found.trainer_too_large),
         ("generator, with its KV cache", found.generator, found.generator_too_large),
     ):
         spare = max(0.0, -chosen.over_gib)
-        yield f"           {name}: {chosen.seconds:.2f} s, {spare:.1f} GiB to spare; {_beyond(chosen, larger)}"
+        yield (
+            f"           {name}: {chosen.seconds:.2f} s, {spare:.1f} GiB to spare; "
+            f"{_beyond(chosen, larger)}"
+        )
     changed = {key: value for key, value in settings.items() if value_at(asked, key) != value}
     yield f"           {command} {written(changed)}"
 
 
 def render_theory(optima: Optima, gpus: int) -> Iterator[str]:
-    closed, found, synchronous = optima.closed_form, optima.search, optima.synchronous
-    yield f"theory     {f'LlamaRL, section 7, on {gpus} GPUs':<44}{'closed form':>11}  {'search':>9}"
+    closed = optima.closed_form
+    found = optima.search
+    synchronous = optima.synchronous
+    yield (
+        f"theory     {f'LlamaRL, section 7, on {gpus} GPUs':<44}{'closed form':>11}  {'search':>9}"
+    )
     for name, key in (
         ("b_t, sequences a microbatch", "b_t"),
         ("b_g, requests an engine", "b_g"),
@@ -201,27 +328,42 @@ def render_theory(optima: Optima, gpus: int) -> Iterator[str]:
         yield f"           {name:<44}{getattr(closed, key):11.4g}  {getattr(found, key):9.4g}"
     same = f"b_t {synchronous.b_t:.4g}, b_g {synchronous.b_g:.4g}, m {synchronous.m:.4g}"
     yield f"           the synchronous optimum: {synchronous.step_s:.4g} s a step, {same}"
-    yield f"           so asynchronous can be at least x{optima.speedup_bound:.2f} as fast (theorem 7.5)"
+    yield (
+        f"           so asynchronous can be at least x{optima.speedup_bound:.2f} as fast "
+        "(theorem 7.5)"
+    )
 
 
 def _beyond(chosen: Side, larger: Side | None) -> str:
     if larger is None:
         return "no shape that memory rules out would be faster"
-    changed = {key: value for key, value in larger.settings.items() if chosen.settings[key] != value}
-    return f"memory binds: {larger.seconds:.2f} s with {written(changed)}, {larger.over_gib:.1f} GiB too large"
+    changed = {
+        key: value for key, value in larger.settings.items() if chosen.settings[key] != value
+    }
+    return (
+        f"memory binds: {larger.seconds:.2f} s with {written(changed)}, {larger.over_gib:.1f} "
+        "GiB too large"
+    )
 
 
 def gib_parts(memory: Any) -> dict[str, float]:
-    return {name.replace("_", " ").replace("kv cache", "KV cache"): value / GIB for name, value in vars(memory).items()}
+    return {
+        name.replace("_", " ").replace("kv cache", "KV cache"): value / GIB
+        for name, value in vars(memory).items()
+    }
 
 
-def details(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remedy]) -> dict[str, Any]:
+def details(
+    found: Estimate, baseline: Baseline | None, remedies: Iterable[Remedy]
+) -> dict[str, Any]:
     """The keys of `megarl plan --json` in addition to the fixed ones."""
     return {
         "gpu": found.cluster.gpu.name,
         "gpu_memory_gib": found.cluster.gpu.memory_gib,
         "trainer_memory_gib": {name: value / GIB for name, value in vars(found.trainer).items()},
-        "generator_memory_gib": {name: value / GIB for name, value in vars(found.generator).items()},
+        "generator_memory_gib": {
+            name: value / GIB for name, value in vars(found.generator).items()
+        },
         "too_large_gib": found.overfull,
         **({"shared_gib_per_gpu": found.fullest.gpu_total / GIB} if found.shared else {}),
         "delta_sync_s": found.delta_sync_s,
@@ -237,12 +379,25 @@ def details(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remed
         "kv_cache_tokens": min(group.kv_tokens for group in found.groups),
         "decode_step_s": found.generate.token_s,
         "sync_baseline_model_parallel": baseline.m if baseline else None,
-        **({"groups": {group.name: group.facts for group in found.groups}} if len(found.groups) > 1 else {}),
-        "roles": {name: {"gpus": r.gpus, "gib_per_gpu": r.memory.total / GIB, "score_s": r.score_s} for name, r in found.served.items()},
-        "remedies": [{"side": r.side, "settings": dict(r.settings), "gib_per_gpu": r.gib} for r in remedies],
+        **(
+            {"groups": {group.name: group.facts for group in found.groups}}
+            if len(found.groups) > 1
+            else {}
+        ),
+        "roles": {
+            name: {"gpus": r.gpus, "gib_per_gpu": r.memory.total / GIB, "score_s": r.score_s}
+            for name, r in found.served.items()
+        },
+        "remedies": [
+            {"side": r.side, "settings": dict(r.settings), "gib_per_gpu": r.gib} for r in remedies
+        ],
     }
 
 
 def search_details(found: Found) -> dict[str, Any]:
     settings: Settings = found.settings
-    return {"settings": dict(settings), "theta": found.theta, "balanced_theta": found.balanced_theta}
+    return {
+        "settings": dict(settings),
+        "theta": found.theta,
+        "balanced_theta": found.balanced_theta,
+    }

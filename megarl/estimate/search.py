@@ -1,8 +1,10 @@
-"""The fastest use of a number of GPUs: LlamaRL's problem 7 (m_t, m_g, b_t, b_g, theta, precision), over configs that can be launched.
+"""The fastest use of a number of GPUs: LlamaRL's problem 7 (m_t, m_g, b_t, b_g, theta, precision),
+over configs that can be launched.
 
-For a given split each side is a separate problem: the fastest shape that fits and uses at most that side's GPUs. The trainer is not slower
-with more GPUs, and the generator is not faster with fewer. So bisection finds the best split, at which both take equally long. A few splits
-with more trainer ranks are also tried, since more senders shorten the weight update.
+For a given split each side is a separate problem: the fastest shape that fits and uses at most that
+side's GPUs. The trainer is not slower with more GPUs, and the generator is not faster with fewer.
+So bisection finds the best split, at which both take equally long. A few splits with more trainer
+ranks are also tried, since more senders shorten the weight update.
 """
 
 from __future__ import annotations
@@ -33,10 +35,26 @@ from megarl.estimate.estimate import (
     with_kv_caches,
 )
 from megarl.estimate.hardware import GIB, Cluster, constants_of
-from megarl.estimate.memory import Workload, generator_memory, generator_weights, kv_room, kv_tokens, landing_bytes, shape_of, usable_static
+from megarl.estimate.memory import (
+    Workload,
+    generator_memory,
+    generator_weights,
+    kv_room,
+    kv_tokens,
+    landing_bytes,
+    shape_of,
+    usable_static,
+)
 from megarl.estimate.times import GenerateModel, balanced_sync_s
 from megarl.models import ModelSpec
-from megarl.plan.checks import CONFIG_CHECKS, MODEL_CHECKS, check_sizes, problems_by_group, refused_by_train, with_model
+from megarl.plan.checks import (
+    CONFIG_CHECKS,
+    MODEL_CHECKS,
+    check_sizes,
+    problems_by_group,
+    refused_by_train,
+    with_model,
+)
 from megarl.plan.topologies import engine_groups, generator_ranks, trainer_topology
 from megarl.reshard.forwarding import ENGINES
 
@@ -62,14 +80,26 @@ def _with(node: Any, path: list[str], value: Any) -> Any:
 
 
 def problems(config: RunConfig, spec: ModelSpec) -> list[str]:
-    """The problems that `megarl plan` and `megarl train` would find in the settings; empty if the run could begin."""
-    found = problems_by_group(config, [*CONFIG_CHECKS, *(with_model(check, spec) for check in MODEL_CHECKS)])
+    """The problems that `megarl plan` and `megarl train` would find in the settings; empty if the
+    run could begin.
+    """
+    found = problems_by_group(
+        config, [*CONFIG_CHECKS, *(with_model(check, spec) for check in MODEL_CHECKS)]
+    )
     return found + refused_by_train(config, spec)
 
 
-def _new_problems(changed: RunConfig, config: RunConfig, spec: ModelSpec, section: str = "") -> list[str]:
-    """The problems of `changed` that `config` does not have, or that `changed` should have solved: those of `section`'s settings."""
-    old = [problem for problem in problems(config, spec) if not section or not problem.startswith(section)]
+def _new_problems(
+    changed: RunConfig, config: RunConfig, spec: ModelSpec, section: str = ""
+) -> list[str]:
+    """The problems of `changed` that `config` does not have, or that `changed` should have solved:
+    those of `section`'s settings.
+    """
+    old = [
+        problem
+        for problem in problems(config, spec)
+        if not section or not problem.startswith(section)
+    ]
     return [problem for problem in problems(changed, spec) if problem not in old]
 
 
@@ -78,10 +108,12 @@ def written(settings: Settings) -> str:
     return " ".join(f"{key}={yaml_text(value)}" for key, value in settings.items())
 
 
-# The synchronous framework with which a plan is compared (LlamaRL, equations 2 and 6): all GPUs generate, then all GPUs train.
+# The synchronous framework with which a plan is compared (LlamaRL, equations 2 and 6): all GPUs
+# generate, then all GPUs train.
 #
-# Both phases have the same model parallel size m and stay in memory together. The engines have bf16 weights, like the trainer. The baseline
-# has the fastest m whose memory fits, so the speed-up is relative to the best that such a system could do.
+# Both phases have the same model parallel size m and stay in memory together. The engines have bf16
+# weights, like the trainer. The baseline has the fastest m whose memory fits, so the speed-up is
+# relative to the best that such a system could do.
 
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -95,12 +127,19 @@ class Baseline:
 
 def best_baseline(config: RunConfig, spec: ModelSpec, gpus: int) -> Baseline | None:
     """The fastest baseline on `gpus` GPUs, or None if no m fits."""
-    found = [Baseline(m, step_s) for m in SIZES if gpus % m == 0 if (step_s := _step_s(config, spec, gpus, m)) is not None]
+    found = [
+        Baseline(m, step_s)
+        for m in SIZES
+        if gpus % m == 0
+        if (step_s := _step_s(config, spec, gpus, m)) is not None
+    ]
     return min(found, key=lambda baseline: baseline.step_s, default=None)
 
 
 def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | None:
-    cluster, workload, dtype = Cluster.of(config), Workload.of(config), config.model.dtype
+    cluster = Cluster.of(config)
+    workload = Workload.of(config)
+    dtype = config.model.dtype
     constants = constants_of(cluster.gpu.name)
     times = []
     for trainer, generator in _layouts(config, spec, gpus, m):
@@ -109,42 +148,67 @@ def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | No
             continue
         try:
             of_trainer = training_memory(config, spec, trainer, cluster.gpu)
-            occupied = of_trainer.total - of_trainer.runtime  # this is counted once: the phases share the GPU
-            beside = kv_room(spec, replace(generator, mem_fraction=1.0), dtype, cluster.gpu, occupied=occupied)
+            # this is counted once: the phases share the GPU
+            occupied = of_trainer.total - of_trainer.runtime
+            beside = kv_room(
+                spec, replace(generator, mem_fraction=1.0), dtype, cluster.gpu, occupied=occupied
+            )
             tokens = math.floor(min(beside, kv_room(spec, generator, dtype, cluster.gpu)))
             if tokens < workload.longest:
                 continue
             generator = replace(generator, kv_cache_tokens=tokens)
             train = training_time(config, spec, trainer, cluster, constants, workload)
-            generate = GenerateModel(spec, generator, dtype, cluster, constants, accept_length=config.plan.accept_length).seconds(
-                Workload.generated(config)
-            )
-        except ConfigError:  # trainer or engine cannot have these sizes: the checks find most such cases, the layouts find all
+            generate = GenerateModel(
+                spec, generator, dtype, cluster, constants, accept_length=config.plan.accept_length
+            ).seconds(Workload.generated(config))
+        except ConfigError:
+            # trainer or engine cannot have these sizes: the checks find most such cases, the
+            # layouts find all
             continue
         times.append(train.total + generate.total + constants.glue_s)
     return min(times, default=None)
 
 
-def _layouts(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> Iterator[tuple[TrainerConfig, GeneratorConfig]]:
-    """Trainers with tp * pp = m, and ep from the config if it divides (else 1), each with engines of tp = m."""
+def _layouts(
+    config: RunConfig, spec: ModelSpec, gpus: int, m: int
+) -> Iterator[tuple[TrainerConfig, GeneratorConfig]]:
+    """Trainers with tp * pp = m, and ep from the config if it divides (else 1), each with engines
+    of tp = m.
+    """
     for tp in (1, 2, 4, 8):
         if m % tp:
             continue
-        pp, dp = m // tp, gpus // m
+        pp = m // tp
+        dp = gpus // m
         ep = config.trainer.ep if spec.num_experts and tp * dp % config.trainer.ep == 0 else 1
         first, last = even_stages(spec.num_layers, pp)
         trainer = replace(
-            config.trainer, tp=tp, pp=pp, vpp=1, cp=1, dp=dp, ep=ep, etp=1, zero=1, recompute=True,
-            sequence_parallel=tp > 1, first_stage_layers=first, last_stage_layers=last,
-        )  # fmt: skip
+            config.trainer,
+            tp=tp,
+            pp=pp,
+            vpp=1,
+            cp=1,
+            dp=dp,
+            ep=ep,
+            etp=1,
+            zero=1,
+            recompute=True,
+            sequence_parallel=tp > 1,
+            first_stage_layers=first,
+            last_stage_layers=last,
+        )
         ep = min(m, config.generator.ep) if spec.num_experts else 1
-        plain = replace(config.generator, dp_attention=1, quantization=None, groups={}, kv_cache_tokens=None)
+        plain = replace(
+            config.generator, dp_attention=1, quantization=None, groups={}, kv_cache_tokens=None
+        )
         yield trainer, replace(plain, tp=m, ep=ep, engines=gpus // m)
 
 
 def even_stages(layers: int, pp: int) -> tuple[int | None, int | None]:
-    """Numbers of layers of the first and the last stage if pp does not divide `layers`. They are smaller than those of the other stages,
-    which are equal."""
+    """Numbers of layers of the first and the last stage if pp does not divide `layers`.
+
+    They are smaller than those of the other stages, which are equal.
+    """
     if pp == 1 or layers % pp == 0:
         return None, None
     if pp == 2:
@@ -154,7 +218,9 @@ def even_stages(layers: int, pp: int) -> tuple[int | None, int | None]:
     return (rest // 2, rest - rest // 2) if rest >= 2 else (None, None)
 
 
-FINE_NODES = 4  # up to this number of nodes, trainer and engines may share one; with more, each side gets whole nodes
+# up to this number of nodes, trainer and engines may share one; with more, each side gets whole
+# nodes
+FINE_NODES = 4
 LONG = 16384  # from this number of tokens of a sequence, context parallelism is tried
 
 
@@ -173,7 +239,8 @@ class Found:
     trainer: Side
     generator: Side
     theta: float  # share of the GPUs that train
-    balanced_theta: float  # lemma B.3: the share at which both sides take equally long, computed from their GPU-seconds
+    # lemma B.3: the share at which both sides take equally long, computed from their GPU-seconds
+    balanced_theta: float
     trainer_too_large: Side | None  # one that would be faster, but does not fit
     generator_too_large: Side | None
 
@@ -190,7 +257,8 @@ class Search:
     beside: dict[tuple[int, int, str | None], dict[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.cluster, self.workload = Cluster.of(self.config), Workload.of(self.config)
+        self.cluster = Cluster.of(self.config)
+        self.workload = Workload.of(self.config)
         self.cached = cached_workload(self.config)
         self.constants = constants_of(self.cluster.gpu.name)
         self.dtype = self.config.model.dtype
@@ -200,19 +268,33 @@ class Search:
 
     def run(self) -> Found:
         """Raises ConfigError if nothing fits the budget."""
-        unit = self.cluster.gpus_per_node if self.gpus > FINE_NODES * self.cluster.gpus_per_node else 1
+        unit = (
+            self.cluster.gpus_per_node if self.gpus > FINE_NODES * self.cluster.gpus_per_node else 1
+        )
         splits = range(unit, self.gpus, unit)
         if not splits:
-            raise ConfigError(f"--gpus {self.gpus}: must be at least 2: trainer and generator do not share GPUs")
+            raise ConfigError(
+                f"--gpus {self.gpus}: must be at least 2: trainer and generator do not share GPUs"
+            )
         if overlaps(self.config):  # equation 3: the slower side counts
-            meet = bisect.bisect_left(splits, True, key=lambda gpus: self._seconds(gpus)[0] <= self._seconds(gpus)[1])
-            tried = [splits[i] for i in (meet - 1, *(meet + 2**n - 1 for n in range(12))) if 0 <= i < len(splits)]
+            meet = bisect.bisect_left(
+                splits, True, key=lambda gpus: self._seconds(gpus)[0] <= self._seconds(gpus)[1]
+            )
+            tried = [
+                splits[i]
+                for i in (meet - 1, *(meet + 2**n - 1 for n in range(12)))
+                if 0 <= i < len(splits)
+            ]
         else:  # equation 2: both count
             tried = list(splits[:: max(1, len(splits) // 16)])
         best = next(filter(self._fits, sorted(tried, key=self._step_s)), None)
         if best is None:
-            raise ConfigError(f"--gpus {self.gpus}: nothing fits on {self.gpus} {self.cluster.gpu.name}; {self._needed()}")
-        trainer, generator = self.trainer(best), self.generator(self.gpus - best)
+            raise ConfigError(
+                f"--gpus {self.gpus}: nothing fits on {self.gpus} {self.cluster.gpu.name}; "
+                f"{self._needed()}"
+            )
+        trainer = self.trainer(best)
+        generator = self.generator(self.gpus - best)
         assert trainer is not None and generator is not None
         spent = trainer.seconds * best, generator.seconds * (self.gpus - best)
         return Found(
@@ -222,30 +304,50 @@ class Search:
             theta=best / self.gpus,
             balanced_theta=spent[0] / sum(spent),
             trainer_too_large=_fastest_too_large(trainer, self._trainers(best, fitting=False)),
-            generator_too_large=_fastest_too_large(generator, self._generators(self.gpus - best, fitting=False)),
+            generator_too_large=_fastest_too_large(
+                generator, self._generators(self.gpus - best, fitting=False)
+            ),
         )
 
     def _fits(self, trainer_gpus: int) -> bool:
-        """Whether both sides still fit when they are planned together: each was chosen beside the config's other side."""
-        trainer, generator = self.trainer(trainer_gpus), self.generator(self.gpus - trainer_gpus)
+        """Whether both sides still fit when they are planned together: each was chosen beside the
+        config's other side.
+        """
+        trainer = self.trainer(trainer_gpus)
+        generator = self.generator(self.gpus - trainer_gpus)
         if trainer is None or generator is None:
             return False
-        return not estimate(turned(self.config, {**trainer.settings, **generator.settings}), self.spec).overfull
+        return not estimate(
+            turned(self.config, {**trainer.settings, **generator.settings}), self.spec
+        ).overfull
 
     def _step_s(self, trainer_gpus: int) -> float:
-        """Includes the update. More senders shorten it, so more trainer ranks than balance requires may be better."""
-        trainer, generator = self.trainer(trainer_gpus), self.generator(self.gpus - trainer_gpus)
+        """Includes the update.
+
+        More senders shorten it, so more trainer ranks than balance requires may be better.
+        """
+        trainer = self.trainer(trainer_gpus)
+        generator = self.generator(self.gpus - trainer_gpus)
         if trainer is None or generator is None:
             return math.inf
         chosen = turned(self.config, {**trainer.settings, **generator.settings})
-        groups, senders = engine_groups(chosen.generator), trainer_topology(chosen.trainer).world_size
+        groups = engine_groups(chosen.generator)
+        senders = trainer_topology(chosen.trainer).world_size
         receivers = generator_ranks(groups)
-        sent = [group.topology.world_size * generator_weights(self.spec, group.settings, self.dtype).total for group in groups]
+        sent = [
+            group.topology.world_size
+            * generator_weights(self.spec, group.settings, self.dtype).total
+            for group in groups
+        ]
         both = (trainer.seconds, generator.seconds)
         step_s = max(both) if overlaps(self.config) else sum(both)
         relaying = chosen.generator.engines if chosen.weights.relay == ENGINES else 0
         control = updates_control_s(groups, senders, self.constants)
-        return step_s + balanced_sync_s(sum(sent) / receivers, receivers, senders, self.cluster, relaying) + control
+        return (
+            step_s
+            + balanced_sync_s(sum(sent) / receivers, receivers, senders, self.cluster, relaying)
+            + control
+        )
 
     def _seconds(self, trainer_gpus: int) -> tuple[float, float]:
         sides = self.trainer(trainer_gpus), self.generator(self.gpus - trainer_gpus)
@@ -255,36 +357,53 @@ class Search:
     def trainer(self, gpus: int) -> Side | None:
         """The fastest shape that fits, or None."""
         if gpus not in self.trainers:
-            self.trainers[gpus] = min(self._trainers(gpus, fitting=True), key=lambda side: side.seconds, default=None)
+            self.trainers[gpus] = min(
+                self._trainers(gpus, fitting=True), key=lambda side: side.seconds, default=None
+            )
         return self.trainers[gpus]
 
     def generator(self, gpus: int) -> Side | None:
         if gpus not in self.generators:
-            self.generators[gpus] = min(self._generators(gpus, fitting=True), key=lambda side: side.seconds, default=None)
+            self.generators[gpus] = min(
+                self._generators(gpus, fitting=True), key=lambda side: side.seconds, default=None
+            )
         return self.generators[gpus]
 
     def _trainers(self, gpus: int, fitting: bool) -> Iterator[Side]:
         """All shapes on at most `gpus` GPUs that fit, or all that do not."""
         for shape in self.trainer_shapes:
-            dp = min(gpus // (shape.tp * shape.cp * shape.pp), self.workload.sequences // shape.minibatches)
-            dp -= dp % max(1, shape.ep // (shape.tp * shape.cp))  # only whole expert-parallel groups
+            dp = min(
+                gpus // (shape.tp * shape.cp * shape.pp),
+                self.workload.sequences // shape.minibatches,
+            )
+            # only whole expert-parallel groups
+            dp -= dp % max(1, shape.ep // (shape.tp * shape.cp))
             if not dp:
                 continue
             trainer = replace(shape, dp=dp)
             over = training_memory(self.config, self.spec, trainer, self.cluster.gpu).total / GIB
             over -= self.cluster.gpu.memory_gib
             if (over <= 0) == fitting:
-                time = training_time(self.config, self.spec, trainer, self.cluster, self.constants, self.workload).total
+                time = training_time(
+                    self.config, self.spec, trainer, self.cluster, self.constants, self.workload
+                ).total
                 yield Side(_trainer_settings(trainer), time, over)
 
     def _fleets(self, gpus: int, fitting: bool) -> Iterator[Side]:
-        """Groups of different engines keep their shapes and proportions. There are as many engines as fit on the GPUs."""
+        """Groups of different engines keep their shapes and proportions.
+
+        There are as many engines as fit on the GPUs.
+        """
         groups = engine_groups(self.config.generator)
         unit = math.gcd(*(group.settings.engines for group in groups))
-        times = (gpus - self.config.eval.engines * self.config.generator.tp) // (generator_ranks(groups) // unit)
+        times = (gpus - self.config.eval.engines * self.config.generator.tp) // (
+            generator_ranks(groups) // unit
+        )
         if times < 1:
             return
-        settings = {f"{group.key}.engines": group.settings.engines // unit * times for group in groups}
+        settings = {
+            f"{group.key}.engines": group.settings.engines // unit * times for group in groups
+        }
         chosen = turned(self.config, settings)
         chosen = with_kv_caches(chosen, self.spec)
         found = of_groups(chosen, self.spec, engine_groups(chosen.generator))
@@ -297,26 +416,54 @@ class Search:
             yield from self._fleets(gpus, fitting)
             return
         for shape in self.generator_shapes:
-            engines = gpus // shape.tp - self.config.eval.engines  # engines that only evaluate have the same size
+            # engines that only evaluate have the same size
+            engines = gpus // shape.tp - self.config.eval.engines
             if engines < 1:
                 continue
             generator = replace(shape, engines=min(engines, self.workload.sequences))
-            tokens = kv_tokens(self.spec, generator, self.dtype, self.cached, self.cluster.gpu, **self._beside(shape))
+            tokens = kv_tokens(
+                self.spec,
+                generator,
+                self.dtype,
+                self.cached,
+                self.cluster.gpu,
+                **self._beside(shape),
+            )
             sized = replace(generator, kv_cache_tokens=tokens)
-            memory = generator_memory(self.spec, sized, self.dtype, self.cached, self.cluster.gpu, **self._beside(shape))
-            over = max((memory.static - usable_static(sized, self.cluster.gpu)) / GIB, memory.total / GIB - self.cluster.gpu.memory_gib)
+            memory = generator_memory(
+                self.spec, sized, self.dtype, self.cached, self.cluster.gpu, **self._beside(shape)
+            )
+            over = max(
+                (memory.static - usable_static(sized, self.cluster.gpu)) / GIB,
+                memory.total / GIB - self.cluster.gpu.memory_gib,
+            )
             if (over <= 0) == fitting:
                 accepted = self.config.plan.accept_length
-                model = GenerateModel(self.spec, sized, self.dtype, self.cluster, self.constants, accept_length=accepted)
-                time = model.seconds(Workload.generated(self.config), **unfinished(self.config)).total
+                model = GenerateModel(
+                    self.spec,
+                    sized,
+                    self.dtype,
+                    self.cluster,
+                    self.constants,
+                    accept_length=accepted,
+                )
+                time = model.seconds(
+                    Workload.generated(self.config), **unfinished(self.config)
+                ).total
                 yield Side(_generator_settings(generator), time, over)
 
     def _beside(self, shape: GeneratorConfig) -> dict[str, float]:
-        """As estimate.beside_cache, but for the finest trainer, since the trainer is not chosen yet."""
+        """As estimate.beside_cache, but for the finest trainer, since the trainer is not chosen
+        yet.
+        """
         key = (shape.tp, shape.ep, shape.quantization)
         if key not in self.beside:
             finest = max(self.trainer_shapes, key=lambda trainer: trainer.tp)
-            landing = landing_bytes(self.spec, finest, shape, self.dtype) if may_land(self.config, self.gpus) else 0
+            landing = (
+                landing_bytes(self.spec, finest, shape, self.dtype)
+                if may_land(self.config, self.gpus)
+                else 0
+            )
             pool = adapters_pool(replace(self.config, generator=shape), self.spec)
             self.beside[key] = {"landing": landing, "pool": pool}
         return self.beside[key]
@@ -325,42 +472,82 @@ class Search:
         """The side that does not fit even on all GPUs."""
         sides = (("trainer", self.trainer(self.gpus)), ("generator", self.generator(self.gpus)))
         missing = [name for name, side in sides if side is None]
-        return f"not even all of them hold the {' or the '.join(missing)}" if missing else "each side fits alone, but not both together"
+        return (
+            f"not even all of them hold the {' or the '.join(missing)}"
+            if missing
+            else "each side fits alone, but not both together"
+        )
 
 
 def _fastest_too_large(best: Side, others: Iterator[Side]) -> Side | None:
-    """Among the shapes that would be clearly faster than the best but do not fit, the one that is closest to fitting."""
-    return min((side for side in others if side.seconds < 0.95 * best.seconds), key=lambda side: side.over_gib, default=None)
+    """Among the shapes that would be clearly faster than the best but do not fit, the one that is
+    closest to fitting.
+    """
+    return min(
+        (side for side in others if side.seconds < 0.95 * best.seconds),
+        key=lambda side: side.over_gib,
+        default=None,
+    )
 
 
-def _trainer_shapes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> Iterator[TrainerConfig]:
-    """Combinations of all settings except dp: tensor parallelism inside a node, pipelines, experts, microbatches, recomputation, and
-    context parallelism for long sequences."""
-    experts = [2**i for i in range(10) if spec.num_experts and spec.num_experts % 2**i == 0 and 2**i <= 64] or [1]
+def _trainer_shapes(
+    config: RunConfig, spec: ModelSpec, cluster: Cluster
+) -> Iterator[TrainerConfig]:
+    """Combinations of all settings except dp: tensor parallelism inside a node, pipelines, experts,
+    microbatches, recomputation, and context parallelism for long sequences.
+    """
+    experts = [
+        2**i for i in range(10) if spec.num_experts and spec.num_experts % 2**i == 0 and 2**i <= 64
+    ] or [1]
     longest = config.rollout.max_tokens + config.plan.mean_prompt_tokens
-    budgets = [n for n in (4096, 8192, 16384, 32768) if n > longest][:3] or [config.trainer.max_tokens_per_microbatch]
+    budgets = [n for n in (4096, 8192, 16384, 32768) if n > longest][:3] or [
+        config.trainer.max_tokens_per_microbatch
+    ]
     contexts = (1,) if longest <= LONG else (1, 2, 4, 8)
     for tp in (n for n in (1, 2, 4, 8) if n <= cluster.nvlinked):
         for pp, cp in itertools.product((1, 2, 4, 8, 16), contexts):
             first, last = even_stages(spec.num_layers, pp)
             base = replace(
-                config.trainer, tp=tp, pp=pp, vpp=1, cp=cp, ep=1, etp=1, dp=max(experts), zero=1,
-                sequence_parallel=tp > 1, first_stage_layers=first, last_stage_layers=last,
-            )  # fmt: skip
-            if _new_problems(replace(config, trainer=replace(base, dp=1)), config, spec, "trainer."):
+                config.trainer,
+                tp=tp,
+                pp=pp,
+                vpp=1,
+                cp=cp,
+                ep=1,
+                etp=1,
+                dp=max(experts),
+                zero=1,
+                sequence_parallel=tp > 1,
+                first_stage_layers=first,
+                last_stage_layers=last,
+            )
+            if _new_problems(
+                replace(config, trainer=replace(base, dp=1)), config, spec, "trainer."
+            ):
                 continue
             for ep in experts:
                 for budget in budgets:
                     for recompute in (False, True):
-                        yield replace(base, ep=ep, max_tokens_per_microbatch=budget, recompute=recompute)
+                        yield replace(
+                            base, ep=ep, max_tokens_per_microbatch=budget, recompute=recompute
+                        )
 
 
 def _generator_shapes(config: RunConfig, spec: ModelSpec) -> Iterator[GeneratorConfig]:
-    """Combinations of all settings except the number of engines: tensor parallelism, precision, concurrency."""
+    """Combinations of all settings except the number of engines: tensor parallelism, precision,
+    concurrency.
+    """
     for tp in (1, 2, 4, 8, 16):
         for quantization in (None, "fp8_block"):
             for ep in sorted({1, tp}) if spec.num_experts else (1,):
-                shape = replace(config.generator, tp=tp, ep=ep, dp_attention=1, quantization=quantization, kv_cache_tokens=None)
+                shape = replace(
+                    config.generator,
+                    tp=tp,
+                    ep=ep,
+                    dp_attention=1,
+                    quantization=quantization,
+                    kv_cache_tokens=None,
+                )
                 try:
                     generator_weights(spec, shape, config.model.dtype)
                 except ConfigError:  # SGLang cannot have these sizes
@@ -374,7 +561,10 @@ def _generator_shapes(config: RunConfig, spec: ModelSpec) -> Iterator[GeneratorC
 
 
 def _trainer_settings(trainer: TrainerConfig) -> Settings:
-    keys = "tp pp vpp cp ep etp dp zero sequence_parallel first_stage_layers last_stage_layers recompute max_tokens_per_microbatch"
+    keys = (
+        "tp pp vpp cp ep etp dp zero sequence_parallel first_stage_layers last_stage_layers "
+        "recompute max_tokens_per_microbatch"
+    )
     return {f"trainer.{key}": getattr(trainer, key) for key in keys.split()}
 
 
@@ -384,7 +574,10 @@ def _generator_settings(generator: GeneratorConfig) -> Settings:
 
 
 def search(config: RunConfig, spec: ModelSpec, gpus: int) -> tuple[Found, RunConfig]:
-    """The best split and shapes on `gpus` GPUs, and the config that has them. Raises ConfigError if nothing fits."""
+    """The best split and shapes on `gpus` GPUs, and the config that has them.
+
+    Raises ConfigError if nothing fits.
+    """
     found = Search(config, shape_of(spec), gpus).run()
     return found, turned(config, found.settings)
 
@@ -396,13 +589,21 @@ def search(config: RunConfig, spec: ModelSpec, gpus: int) -> tuple[Found, RunCon
 class Remedy:
     side: str  # "trainer" | "generator"
     settings: Settings
-    gib: float  # memory per GPU of that side with these settings; of both sides for engines on shared GPUs
+    # memory per GPU of that side with these settings; of both sides for engines on shared GPUs
+    gib: float
     step_s: float
 
 
 def remedies(config: RunConfig, spec: ModelSpec, found: Estimate) -> list[Remedy]:
-    """For each side that is too large, the single settings with which it fits, or else pairs, or else triples. Fastest first."""
-    return [remedy for side in found.overfull if side in ("trainer", "generator") for remedy in _of_side(config, spec, side)]
+    """For each side that is too large, the single settings with which it fits, or else pairs, or
+    else triples. Fastest first.
+    """
+    return [
+        remedy
+        for side in found.overfull
+        if side in ("trainer", "generator")
+        for remedy in _of_side(config, spec, side)
+    ]
 
 
 def _of_side(config: RunConfig, spec: ModelSpec, side: str) -> list[Remedy]:
@@ -410,7 +611,10 @@ def _of_side(config: RunConfig, spec: ModelSpec, side: str) -> list[Remedy]:
     if side == "generator" and config.cluster.share_gpus:  # it gets what the trainer leaves
         knobs += [knob for knob in trainer_knobs(config, spec) if knob not in knobs]
     for together in (1, 2, 3):
-        tried = (_try(config, spec, side, {k: v for knob in some for k, v in knob.items()}) for some in combinations(knobs, together))
+        tried = (
+            _try(config, spec, side, {k: v for knob in some for k, v in knob.items()})
+            for some in combinations(knobs, together)
+        )
         working = [remedy for remedy in tried if remedy is not None]
         if working:
             return sorted(working, key=lambda remedy: remedy.step_s)
@@ -438,7 +642,10 @@ def trainer_knobs(config: RunConfig, spec: ModelSpec) -> Iterator[dict[str, Any]
         yield {"trainer.recompute": True}
     if t.zero == 0:
         yield {"trainer.zero": 1}
-    if t.max_tokens_per_microbatch // 2 >= config.rollout.max_tokens + config.plan.mean_prompt_tokens:
+    if (
+        t.max_tokens_per_microbatch // 2
+        >= config.rollout.max_tokens + config.plan.mean_prompt_tokens
+    ):
         yield {"trainer.max_tokens_per_microbatch": t.max_tokens_per_microbatch // 2}
     if not t.optimizer.offload and config.model.dtype == "bfloat16":
         yield {"trainer.optimizer.offload": True}
@@ -446,7 +653,11 @@ def trainer_knobs(config: RunConfig, spec: ModelSpec) -> Iterator[dict[str, Any]
         yield {"trainer.tp": 2 * t.tp, "trainer.dp": t.dp // 2, "trainer.sequence_parallel": True}
         first, last = even_stages(spec.num_layers, 2 * t.pp)
         stages = {"trainer.first_stage_layers": first, "trainer.last_stage_layers": last}
-        keep = {key: value for key, value in stages.items() if value is not None or getattr(t, key.split(".")[1]) is not None}
+        keep = {
+            key: value
+            for key, value in stages.items()
+            if value is not None or getattr(t, key.split(".")[1]) is not None
+        }
         yield {"trainer.pp": 2 * t.pp, "trainer.dp": t.dp // 2} | keep
         yield {"trainer.cp": 2 * t.cp, "trainer.dp": t.dp // 2}
     if spec.num_experts:
@@ -472,6 +683,13 @@ def generator_knobs(config: RunConfig) -> Iterator[dict[str, Any]]:
 
 
 def _larger_gpu(config: RunConfig) -> Iterator[dict[str, Any]]:
-    larger = {"RTX4090": "L40S", "L40S": "H100", "A100": "H200", "H100": "H200", "H200": "B200", "B200": "B300"}.get(config.cluster.gpu)
+    larger = {
+        "RTX4090": "L40S",
+        "L40S": "H100",
+        "A100": "H200",
+        "H100": "H200",
+        "H200": "B200",
+        "B200": "B300",
+    }.get(config.cluster.gpu)
     if larger:
         yield {"cluster.gpu": larger}

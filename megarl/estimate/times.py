@@ -30,7 +30,8 @@ from megarl.reshard.layout import ITEM_BYTES, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.speculative.settings import NEXTN
 
-# Seconds of collectives over groups of ranks. They depend on the distribution of a group over nodes.
+# Seconds of collectives over groups of ranks. They depend on the distribution of a group over
+# nodes.
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,16 @@ class Group:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bandwidth of a member in a ring. Rings across nodes use the NICs of all members on a node."""
+        """Bandwidth of a member in a ring.
+
+        Rings across nodes use the NICs of all members on a node.
+        """
         gpu = self.cluster.gpu
-        wire = gpu.nvlink_bytes_per_s if self.nodes == 1 else min(gpu.nvlink_bytes_per_s, gpu.nic_bytes_per_s * self.per_node)
+        wire = (
+            gpu.nvlink_bytes_per_s
+            if self.nodes == 1
+            else min(gpu.nvlink_bytes_per_s, gpu.nic_bytes_per_s * self.per_node)
+        )
         return wire * self.constants.link_efficiency
 
     @property
@@ -63,7 +71,9 @@ class Group:
         return self.constants.latency_s + self.constants.node_latency_s * math.log2(self.nodes)
 
     def gather_s(self, size_bytes: float) -> float:
-        """An all-gather after which every member has `size_bytes`, or a reduce-scatter of this size."""
+        """An all-gather after which every member has `size_bytes`, or a reduce-scatter of this
+        size.
+        """
         if self.size == 1:
             return 0.0
         return self.latency_s + size_bytes * (self.size - 1) / self.size / self.bytes_per_s
@@ -73,17 +83,25 @@ class Group:
         return 2 * self.gather_s(size_bytes)
 
     def small_all_reduce_s(self, size_bytes: float) -> float:
-        """A one-shot all-reduce of what a decoding step sums: at most about a megabyte, too small to be spread over all NICs of a node."""
+        """A one-shot all-reduce of what a decoding step sums: at most about a megabyte, too small
+        to be spread over all NICs of a node.
+        """
         if self.size == 1:
             return 0.0
         gpu = self.cluster.gpu
         wire = gpu.nvlink_bytes_per_s if self.nodes == 1 else gpu.nic_bytes_per_s
-        return self.latency_s + 2 * size_bytes * (self.size - 1) / self.size / wire / self.constants.link_efficiency
+        return (
+            self.latency_s
+            + 2 * size_bytes * (self.size - 1) / self.size / wire / self.constants.link_efficiency
+        )
 
     def all_to_all_s(self, size_bytes: float, copies: int = 1) -> float:
-        """Every member sends `size_bytes`, evenly to all members. Data for other nodes is sent over the sender's own NIC.
+        """Every member sends `size_bytes`, evenly to all members.
 
-        `copies`: the number of members that get the same bytes. If it is above 1, a node or a member gets them only once.
+        Data for other nodes is sent over the sender's own NIC.
+
+        `copies`: the number of members that get the same bytes. If it is above 1, a node or a
+        member gets them only once.
         """
         if self.size == 1:
             return 0.0
@@ -102,8 +120,8 @@ def _distinct(places: int, draws: int) -> float:
 # Seconds of one training step, computed from the model's matrix products and the ranks' traffic.
 
 
-# Relative to attention's forward FLOPs: five products instead of two, since scores are computed again (FlashAttention-2, arXiv 2307.08691,
-# section 4.1).
+# Relative to attention's forward FLOPs: five products instead of two, since scores are computed
+# again (FlashAttention-2, arXiv 2307.08691, section 4.1).
 ATTENTION_BACKWARD = 2.5
 
 
@@ -117,11 +135,19 @@ class TrainTime:
     pipeline: float  # the bubble, and traffic between stages
     data_parallel: float  # gradients and, if sharded, weights
     optimizer: float  # also the costs of an optimizer step that do not depend on its tokens
-    tflops: float  # per GPU over all optimizer steps, counting the model's products without recomputation
+    # per GPU over all optimizer steps, counting the model's products without recomputation
+    tflops: float
 
     @property
     def total(self) -> float:
-        return self.compute + self.tensor_parallel + self.expert_parallel + self.pipeline + self.data_parallel + self.optimizer
+        return (
+            self.compute
+            + self.tensor_parallel
+            + self.expert_parallel
+            + self.pipeline
+            + self.data_parallel
+            + self.optimizer
+        )
 
 
 @dataclass(frozen=True)
@@ -133,39 +159,60 @@ class TrainModel:
     dtype: str
     cluster: Cluster
     constants: Constants = CONSTANTS
-    beside: Beside | None = None  # frozen weights need no product for gradients; the work of what is trained beside them is neglected
+    # frozen weights need no product for gradients; the work of what is trained beside them is
+    # neglected
+    beside: Beside | None = None
 
     def seconds(self, workload: Workload, *, extra_forwards: int = 0) -> TrainTime:
-        """Seconds of a batch in all its optimizer steps. `extra_forwards`: number of passes over it that only score. Sequences are packed
-        up to the token limit."""
-        t, k = self.trainer, self.constants
-        steps, workload = t.minibatches * t.epochs, replace(workload, sequences=workload.sequences // t.minibatches)
+        """Seconds of a batch in all its optimizer steps.
+
+        `extra_forwards`: number of passes over it that only score. Sequences are packed up to the
+        token limit.
+        """
+        t = self.trainer
+        k = self.constants
+        steps = t.minibatches * t.epochs
+        workload = replace(workload, sequences=workload.sequences // t.minibatches)
         scoring = extra_forwards / t.epochs  # a batch is scored once
-        rows, squares = self._rows(workload), workload.tokens_per_square
+        rows = self._rows(workload)
+        squares = workload.tokens_per_square
         count = math.ceil(workload.tokens / t.dp / rows)
         count = math.ceil(count / t.pp) * t.pp if t.vpp > 1 else count
         backward = (1 if self.beside else 2) + t.recompute
         passes = 1 + backward + scoring
         layers = largest_stage(self.spec, t)
-        products, attention = self._layer_s(rows), self._attention_s(rows, squares)
+        products = self._layer_s(rows)
+        attention = self._attention_s(rows, squares)
         of_attention = 1 + t.recompute + ATTENTION_BACKWARD
         per_layer = passes * products + (of_attention + scoring) * attention
-        head = workload.response_tokens / workload.tokens_per_sequence * self._head_s(rows)  # for positions of the loss
+        # for positions of the loss
+        head = workload.response_tokens / workload.tokens_per_sequence * self._head_s(rows)
         last = sum(stage_layers(self.spec, t)[-1])
-        # The layer for multi-token prediction: a forward and a backward pass, and three products with the output layer, which it does not
-        # train.
-        predicting = (3 * products + (1 + ATTENTION_BACKWARD) * attention + 3 * head) * self.spec.mtp_layers * (t.mtp == TRAIN)
-        compute = max(layers * per_layer, last * per_layer + ((3 if self.beside else 4) + scoring) * head + predicting)
+        # The layer for multi-token prediction: a forward and a backward pass, and three products
+        # with the output layer, which it does not train.
+        predicting = (
+            (3 * products + (1 + ATTENTION_BACKWARD) * attention + 3 * head)
+            * self.spec.mtp_layers
+            * (t.mtp == TRAIN)
+        )
+        compute = max(
+            layers * per_layer,
+            last * per_layer + ((3 if self.beside else 4) + scoring) * head + predicting,
+        )
         again = t.recompute + scoring
-        sums = 2 + again + t.sequence_parallel / 2  # its backward pass also gathers each product's input again, for the weight gradients
-        tensor = layers * (sums * self._tensor_s(rows) + (3 + again) * self._context_s(rows, attention))
+        # its backward pass also gathers each product's input again, for the weight gradients
+        sums = 2 + again + t.sequence_parallel / 2
+        tensor = layers * (
+            sums * self._tensor_s(rows) + (3 + again) * self._context_s(rows, attention)
+        )
         expert = layers * (2 + again) * self._expert_s(rows)
         between = (2 + scoring) * self._between_s(rows)
         bubble = (t.pp - 1) / t.vpp * (compute + tensor + expert + between) / count
         trained = self.beside.trained if self.beside else trained_held(self.spec, t, self.dtype)
         held = max(trained, key=lambda stage: stage.total)
         own = held.total / (t.dp * t.cp if t.zero else 1)
-        update_s = self._host_update_s(own) if t.optimizer.offload else 30 * own / self._hbm  # Adam's reads and writes, bytes
+        # Adam's reads and writes, bytes
+        update_s = self._host_update_s(own) if t.optimizer.offload else 30 * own / self._hbm
         last_backward_s = layers * (backward * products + (of_attention - 1) * attention)
         longest = self._longest_share(workload)
         total = TrainTime(
@@ -177,12 +224,21 @@ class TrainModel:
             optimizer=steps * (update_s + k.step_s),
             tflops=0.0,
         )
-        flops = (2 if self.beside else 3) * steps * workload.tokens * flops_per_token(self.spec, squares) / (t.tp * t.cp * t.pp * t.dp)
+        flops = (
+            (2 if self.beside else 3)
+            * steps
+            * workload.tokens
+            * flops_per_token(self.spec, squares)
+            / (t.tp * t.cp * t.pp * t.dp)
+        )
         return TrainTime(**(vars(total) | {"tflops": flops / total.total / 1e12}))
 
     def _host_update_s(self, parameters: float) -> float:
-        """A step of the optimizer on the host: gradients go there, AdamW reads 16 and writes 12 bytes, and bf16 weights come back."""
-        t, k = self.trainer, self.constants
+        """A step of the optimizer on the host: gradients go there, AdamW reads 16 and writes 12
+        bytes, and bf16 weights come back.
+        """
+        t = self.trainer
+        k = self.constants
         ranks = min(self.cluster.gpus_per_node, t.tp * t.cp * t.pp * t.dp)
         links_s = 4 / k.host_link_bytes_per_s + 2 / k.pageable_bytes_per_s
         return parameters * (links_s + 28 * ranks / k.host_adam_bytes_per_s)
@@ -196,106 +252,192 @@ class TrainModel:
         return self.cluster.gpu.hbm_bytes_per_s * self.constants.hbm_efficiency
 
     def _rows(self, workload: Workload) -> float:
-        """Tokens of a microbatch: whole sequences up to the limit, but not more than a rank's share."""
+        """Tokens of a microbatch: whole sequences up to the limit, but not more than a rank's
+        share.
+        """
         length = workload.tokens_per_sequence
         whole = max(1, math.floor(self.trainer.max_tokens_per_microbatch / length)) * length
         return min(whole, max(length, workload.tokens / self.trainer.dp))
 
     def _longest_share(self, workload: Workload) -> float:
-        """The work of the rank that has the step's longest sequence, relative to the mean rank's: 1 unless this sequence alone is more. The
-        trainer gives each rank an equal share of tokens and attention (microbatch.plan_microbatches), but does not split sequences over
-        dp."""
+        """The work of the rank that has the step's longest sequence, relative to the mean rank's: 1
+        unless this sequence alone is more. The trainer gives each rank an equal share of tokens and
+        attention (microbatch.plan_microbatches), but does not split sequences over dp.
+        """
         flops = flops_per_token(self.spec, 0)
         squares = (flops_per_token(self.spec, 1) - flops) / flops
-        longest, mean = workload.prompt_tokens + workload.straggler, workload.tokens_per_sequence
-        share = workload.sequences / self.trainer.dp * mean * (1 + squares * workload.tokens_per_square)
+        longest = workload.prompt_tokens + workload.straggler
+        mean = workload.tokens_per_sequence
+        share = (
+            workload.sequences / self.trainer.dp * mean * (1 + squares * workload.tokens_per_square)
+        )
         return max(1.0, longest * (1 + squares * longest) / share)
 
     def _rate(self, rows: float, columns: float, fp8: bool = False) -> float:
-        """FLOP/s of a product with these numbers of rows and columns. `fp8`: whether trainer.megatron.fp8 applies to it, as to all products
-        of layers except attention's."""
-        k, gpu = self.constants, self.cluster.gpu
-        peak = max(gpu.bf16_flops, k.fp8_gemm_gain * gpu.fp8_flops) if fp8 and self.trainer.megatron.get("fp8") else gpu.bf16_flops
+        """FLOP/s of a product with these numbers of rows and columns.
+
+        `fp8`: whether trainer.megatron.fp8 applies to it, as to all products of layers except
+        attention's.
+        """
+        k = self.constants
+        gpu = self.cluster.gpu
+        peak = (
+            max(gpu.bf16_flops, k.fp8_gemm_gain * gpu.fp8_flops)
+            if fp8 and self.trainer.megatron.get("fp8")
+            else gpu.bf16_flops
+        )
         return peak * k.gemm_efficiency / (1 + k.half_rows / rows + k.half_width / columns)
 
     def _head_s(self, rows: float) -> float:
-        """One product of hidden states and output layer. Training needs four, because the backward pass computes logits again."""
-        t, spec = self.trainer, self.spec
+        """One product of hidden states and output layer.
+
+        Training needs four, because the backward pass computes logits again.
+        """
+        t = self.trainer
+        spec = self.spec
         chunk = min(rows / t.cp, t.logprob_chunk_tokens)
         if spec.head == SCALAR:  # one number per token
             return 0.0
-        return 2 * rows * spec.vocab_size * spec.hidden_size / t.tp / t.cp / self._rate(chunk, spec.vocab_size / t.tp)
+        return (
+            2
+            * rows
+            * spec.vocab_size
+            * spec.hidden_size
+            / t.tp
+            / t.cp
+            / self._rate(chunk, spec.vocab_size / t.tp)
+        )
 
     def _attention_s(self, rows: float, length: float) -> float:
-        """Scores and weighted values of one forward pass of one layer, for sequences of `length` tokens."""
-        spec, t = self.spec, self.trainer
-        return rows * attention_flops(spec, length) / (t.tp * t.cp) / self._rate(rows / t.cp, spec.head_dim * 4)
+        """Scores and weighted values of one forward pass of one layer, for sequences of `length`
+        tokens.
+        """
+        spec = self.spec
+        t = self.trainer
+        return (
+            rows
+            * attention_flops(spec, length)
+            / (t.tp * t.cp)
+            / self._rate(rows / t.cp, spec.head_dim * 4)
+        )
 
     @property
     def _experts_share(self) -> float:
         """The share of layers with experts."""
-        return 1 - self.spec.first_dense_layers / self.spec.num_layers if self.spec.num_experts else 0.0
+        return (
+            1 - self.spec.first_dense_layers / self.spec.num_layers
+            if self.spec.num_experts
+            else 0.0
+        )
 
     def _layer_s(self, rows: float) -> float:
-        """One forward pass of one layer without `_attention_s`, as a mean over dense and expert layers."""
-        spec, t = self.spec, self.trainer
+        """One forward pass of one layer without `_attention_s`, as a mean over dense and expert
+        layers.
+        """
+        spec = self.spec
+        t = self.trainer
         dense, expert = active_elements(spec)
         share = t.tp * t.cp
         columns = min(spec.hidden_size, spec.num_attention_heads * spec.head_dim / t.tp)
-        seconds = 2 * rows * dense / spec.num_layers / share / self._rate(rows / t.cp, columns, fp8=True)
+        seconds = (
+            2 * rows * dense / spec.num_layers / share / self._rate(rows / t.cp, columns, fp8=True)
+        )
         split = t.tp if t.sequence_parallel else 1
-        touched = 4 * spec.hidden_size / split + (2 * spec.num_attention_heads * spec.head_dim + 3 * spec.intermediate_size) / t.tp
+        touched = (
+            4 * spec.hidden_size / split
+            + (2 * spec.num_attention_heads * spec.head_dim + 3 * spec.intermediate_size) / t.tp
+        )
         if spec.num_experts:
             of_expert = rows / share * t.ep * t.etp * spec.experts_per_token / spec.num_experts
             width = min(spec.hidden_size, spec.expert_intermediate_size / t.etp)
-            seconds += 2 * rows * expert / spec.num_layers / share / self._rate(of_expert, width, fp8=True)
+            seconds += (
+                2 * rows * expert / spec.num_layers / share / self._rate(of_expert, width, fp8=True)
+            )
             seconds += self._experts_share * self.constants.expert_pass_s
             chosen = self._experts_share * spec.experts_per_token
-            touched += chosen * (3 * spec.hidden_size + 3 * spec.expert_intermediate_size / t.etp) / t.tp
+            touched += (
+                chosen * (3 * spec.hidden_size + 3 * spec.expert_intermediate_size / t.etp) / t.tp
+            )
         item = ITEM_BYTES[self.dtype]
-        return seconds + self.constants.elementwise_passes / 4 * item * touched * rows / t.cp / self._hbm
+        return (
+            seconds
+            + self.constants.elementwise_passes / 4 * item * touched * rows / t.cp / self._hbm
+        )
 
     def _tensor_s(self, rows: float) -> float:
-        """Two all-reduces over tp per layer, or one if experts replace the MLP. A mean over layers."""
-        spec, t = self.spec, self.trainer
-        over_tp = self._group(t.tp, 1).all_reduce_s(rows / t.cp * spec.hidden_size * ITEM_BYTES[self.dtype])
+        """Two all-reduces over tp per layer, or one if experts replace the MLP.
+
+        A mean over layers.
+        """
+        spec = self.spec
+        t = self.trainer
+        over_tp = self._group(t.tp, 1).all_reduce_s(
+            rows / t.cp * spec.hidden_size * ITEM_BYTES[self.dtype]
+        )
         return (2 - self._experts_share) * over_tp
 
     def _context_s(self, rows: float, attention_s: float) -> float:
-        """Seconds in which keys and values are sent around the cp ranks, as far as attention does not hide them. Transformer Engine
-        computes with one part while it sends the next (cp_comm_type p2p)."""
-        spec, t = self.spec, self.trainer
+        """Seconds in which keys and values are sent around the cp ranks, as far as attention does
+        not hide them. Transformer Engine computes with one part while it sends the next
+        (cp_comm_type p2p).
+        """
+        spec = self.spec
+        t = self.trainer
         part = rows / t.cp * 2 * spec.num_kv_heads * spec.head_dim / t.tp * ITEM_BYTES[self.dtype]
         step_s = self.constants.latency_s + part / self._group(t.cp, t.tp).bytes_per_s
         return max(0.0, (t.cp - 1) * step_s - attention_s)
 
     def _expert_s(self, rows: float) -> float:
         """Tokens are sent to their experts and back. A mean over layers."""
-        spec, t = self.spec, self.trainer
+        spec = self.spec
+        t = self.trainer
         if not spec.num_experts:
             return 0.0
-        sent = rows / (t.tp * t.cp) * spec.experts_per_token * spec.hidden_size * ITEM_BYTES[self.dtype]
-        once = t.megatron.get("moe_token_dispatcher_type") == "flex"  # DeepEP and HybridEP send a token to each node once
-        return 2 * self._experts_share * self._group(t.ep * t.etp, 1).all_to_all_s(sent, spec.experts_per_token if once else 1)
+        sent = (
+            rows
+            / (t.tp * t.cp)
+            * spec.experts_per_token
+            * spec.hidden_size
+            * ITEM_BYTES[self.dtype]
+        )
+        # DeepEP and HybridEP send a token to each node once
+        once = t.megatron.get("moe_token_dispatcher_type") == "flex"
+        return (
+            2
+            * self._experts_share
+            * self._group(t.ep * t.etp, 1).all_to_all_s(sent, spec.experts_per_token if once else 1)
+        )
 
     def _between_s(self, rows: float) -> float:
         t = self.trainer
         if t.pp == 1:
             return 0.0
-        sent = rows / t.cp * self.spec.hidden_size * ITEM_BYTES[self.dtype] / (t.tp if t.sequence_parallel else 1)
+        sent = (
+            rows
+            / t.cp
+            * self.spec.hidden_size
+            * ITEM_BYTES[self.dtype]
+            / (t.tp if t.sequence_parallel else 1)
+        )
         group = self._group(t.pp, t.tp * t.cp * t.dp)
         return t.vpp * (group.latency_s + sent / group.bytes_per_s)
 
     def _data_s(self, held: Held, backward_s: float) -> float:
-        """In each optimizer step, fp32 gradients are reduced, and weights gathered if the optimizer is split (otherwise gradients).
+        """In each optimizer step, fp32 gradients are reduced, and weights gathered if the optimizer
+        is split (otherwise gradients).
 
-        trainer.ddp.overlap_grad_reduce, the default on GPUs, reduces them bucket by bucket during the last microbatch's backward pass,
-        which takes `backward_s`. Only the last bucket is not ready before this ends. Nothing hides the gather of weights.
+        trainer.ddp.overlap_grad_reduce, the default on GPUs, reduces them bucket by bucket during
+        the last microbatch's backward pass, which takes `backward_s`. Only the last bucket is not
+        ready before this ends. Nothing hides the gather of weights.
         """
-        t, item = self.trainer, ITEM_BYTES[self.dtype]
-        reduce_s = self._replicas_s(held, 4 if t.zero else 8)  # an all-reduce is a reduce-scatter and a gather
-        if t.ddp.get("overlap_grad_reduce", self.cluster.gpu.name != "cpu" and t.dp * t.cp > 1):  # as in trainer.parallel
-            bucket = t.ddp.get("bucket_size") or max(40_000_000, 1_000_000 * t.dp * t.cp)  # elements: Megatron's default
+        t = self.trainer
+        item = ITEM_BYTES[self.dtype]
+        # an all-reduce is a reduce-scatter and a gather
+        reduce_s = self._replicas_s(held, 4 if t.zero else 8)
+        # as in trainer.parallel
+        if t.ddp.get("overlap_grad_reduce", self.cluster.gpu.name != "cpu" and t.dp * t.cp > 1):
+            # elements: Megatron's default
+            bucket = t.ddp.get("bucket_size") or max(40_000_000, 1_000_000 * t.dp * t.cp)
             reduce_s = max(min(1.0, bucket / held.total) * reduce_s, reduce_s - backward_s)
         return reduce_s + (self._replicas_s(held, item) if t.zero else 0.0)
 
@@ -305,21 +447,26 @@ class TrainModel:
         dense = self._group(t.dp * t.cp, t.tp).gather_s(bytes_each * held.dense)
         if not held.expert:
             return dense
-        return dense + self._group(t.tp * t.cp * t.dp // (t.ep * t.etp), t.ep * t.etp).gather_s(bytes_each * held.expert)
+        return dense + self._group(t.tp * t.cp * t.dp // (t.ep * t.etp), t.ep * t.etp).gather_s(
+            bytes_each * held.expert
+        )
 
     def _group(self, size: int, stride: int) -> Group:
         return Group(size, stride, self.cluster, self.constants)
 
 
-# Seconds in which the engines generate a step's responses: prefill, decoding at full concurrency, and the last, longest responses.
+# Seconds in which the engines generate a step's responses: prefill, decoding at full concurrency,
+# and the last, longest responses.
 #
-# An engine has `max_concurrency` running requests while others wait. Then running requests end, in a time given by their lengths. Lengths
-# are exponential with a cut, so the remaining lengths of running requests are distributed like new lengths, and no simulation is needed.
+# An engine has `max_concurrency` running requests while others wait. Then running requests end, in
+# a time given by their lengths. Lengths are exponential with a cut, so the remaining lengths of
+# running requests are distributed like new lengths, and no simulation is needed.
 
 
 TAIL_POINTS = 16
-# Reads and writes of fp32 logits in each decoding step by SGLang's logits processor and sampler (srt/layers): conversion to fp32 1.5,
-# temperature 2, softmax 3 and its copy 2, a draw (exponentials, a quotient, the largest) 5, logarithms for log-probs 2.
+# Reads and writes of fp32 logits in each decoding step by SGLang's logits processor and sampler
+# (srt/layers): conversion to fp32 1.5, temperature 2, softmax 3 and its copy 2, a draw
+# (exponentials, a quotient, the largest) 5, logarithms for log-probs 2.
 LOGIT_PASSES = 15.5
 
 
@@ -330,9 +477,12 @@ class GenerateTime:
     prefill: float
     full: float  # decoding while requests wait
     tail: float  # decoding the last requests
-    concurrency: float  # actual value: max_concurrency, or less if the KV cache or the requests limit it
+    # actual value: max_concurrency, or less if the KV cache or the requests limit it
+    concurrency: float
     token_s: float  # a decoding step at that concurrency
-    memory_share: float  # share of this step for reading weights and KV cache; the rest is products, collectives and overheads
+    # share of this step for reading weights and KV cache; the rest is products, collectives and
+    # overheads
+    memory_share: float
 
     @property
     def total(self) -> float:
@@ -366,7 +516,8 @@ class GenerateModel:
     dtype: str
     cluster: Cluster
     constants: Constants = CONSTANTS
-    overlapped: bool | None = None  # None: SGLang's default, the overlap schedule on GPUs, unless generator.server_args turn it off
+    # None: SGLang's default, the overlap schedule on GPUs, unless generator.server_args turn it off
+    overlapped: bool | None = None
     accept_length: float | None = None  # plan.accept_length
 
     @cached_property
@@ -378,22 +529,36 @@ class GenerateModel:
         return sum(active_elements(self.spec)) + self.spec.vocab_size * self.spec.hidden_size
 
     def seconds(
-        self, workload: Workload, *, carried_over: bool = False, prefilled_again: bool = False, ahead: float = math.inf
+        self,
+        workload: Workload,
+        *,
+        carried_over: bool = False,
+        prefilled_again: bool = False,
+        ahead: float = math.inf,
     ) -> GenerateTime:
-        """`carried_over`: unfinished responses continue in the next step (partial rollouts), so engines are always full, with the responses
-        of at most `ahead` steps. `prefilled_again`: after each update, keys and values of all running requests are computed again."""
+        """`carried_over`: unfinished responses continue in the next step (partial rollouts), so
+        engines are always full, with the responses of at most `ahead` steps. `prefilled_again`:
+        after each update, keys and values of all running requests are computed again.
+        """
         requests = workload.sequences / self.generator.engines
         wanted = min(self.generator.max_concurrency, requests * (ahead if carried_over else 1))
         running = max(1.0, min(wanted, self.room(workload)))
         context = workload.prompt_tokens + workload.decoded
         step = self.decode_step(running, context)
-        # Twice the mean: lengths so far are exponential like whole lengths, so E[c^2] / E[c] = 2 E[c] (4/3 E[c] if all end equally long).
+        # Twice the mean: lengths so far are exponential like whole lengths, so E[c^2] / E[c] = 2
+        # E[c] (4/3 E[c] if all end equally long).
         again = self.prefilled_s(running * context, 2 * context) if prefilled_again else 0.0
-        full_steps = (requests if carried_over else max(0.0, requests - running)) * workload.response_tokens / running
+        full_steps = (
+            (requests if carried_over else max(0.0, requests - running))
+            * workload.response_tokens
+            / running
+        )
         return GenerateTime(
             prefill=self._prefill_s(workload, requests) + again,
             full=full_steps * step.total,
-            tail=0.0 if carried_over else self._tail_s(workload, running, together=requests <= running),
+            tail=0.0
+            if carried_over
+            else self._tail_s(workload, running, together=requests <= running),
             concurrency=running,
             token_s=step.total,
             memory_share=step.memory / step.total,
@@ -401,39 +566,74 @@ class GenerateModel:
 
     def room(self, workload: Workload) -> float:
         """The number of requests of mean length that the KV cache holds at once."""
-        return kv_tokens(self.spec, self.generator, self.dtype, workload, self.cluster.gpu) / workload.tokens_per_sequence
+        return (
+            kv_tokens(self.spec, self.generator, self.dtype, workload, self.cluster.gpu)
+            / workload.tokens_per_sequence
+        )
 
     def decode_step(self, running: float, context: float) -> DecodeStep:
-        """Decodes one token for each of `running` requests with `context` tokens. This is a pass, or the part of a pass that gives a
-        token."""
+        """Decodes one token for each of `running` requests with `context` tokens.
+
+        This is a pass, or the part of a pass that gives a token.
+        """
         drafts = self.generator.speculative
         if not drafts.drafts or self.accept_length is None:
             return self._pass(running, context, 1)
         whole = self._pass(running, context, 1 + drafts.steps)
         if drafts.algorithm == NEXTN:  # a layer and the output layer for each drafted token
-            weights, item = self.weights, ITEM_BYTES[self.dtype]
+            weights = self.weights
+            item = ITEM_BYTES[self.dtype]
             layer = (
-                weights.streamed + weights.expert
-            ) / self.spec.num_layers + item * self.spec.vocab_size * self.spec.hidden_size / self.generator.tp
-            read_s = drafts.steps * layer / (self.cluster.gpu.hbm_bytes_per_s * self.constants.hbm_efficiency)
-            whole = replace(whole, memory=whole.memory + read_s, launches=whole.launches + drafts.steps * self.constants.decode_layer_s)
-        parts = {name: value / self.accept_length for name, value in vars(whole).items() if name != "overlapped"}
+                (weights.streamed + weights.expert) / self.spec.num_layers
+                + item * self.spec.vocab_size * self.spec.hidden_size / self.generator.tp
+            )
+            read_s = (
+                drafts.steps
+                * layer
+                / (self.cluster.gpu.hbm_bytes_per_s * self.constants.hbm_efficiency)
+            )
+            whole = replace(
+                whole,
+                memory=whole.memory + read_s,
+                launches=whole.launches + drafts.steps * self.constants.decode_layer_s,
+            )
+        parts = {
+            name: value / self.accept_length
+            for name, value in vars(whole).items()
+            if name != "overlapped"
+        }
         return DecodeStep(**parts, overlapped=whole.overlapped)
 
     def _pass(self, running: float, context: float, tokens: int) -> DecodeStep:
         """A pass over `tokens` tokens of each request."""
-        spec, k, tp = self.spec, self.constants, self.generator.tp
-        read = self.weights.streamed + running * kv_bytes_read(spec, self.generator, ITEM_BYTES[self.dtype], context)
-        read += 2 * running * state_bytes(spec, self.generator, ITEM_BYTES[self.dtype])  # read and written
+        spec = self.spec
+        k = self.constants
+        tp = self.generator.tp
+        read = self.weights.streamed + running * kv_bytes_read(
+            spec, self.generator, ITEM_BYTES[self.dtype], context
+        )
+        # read and written
+        read += 2 * running * state_bytes(spec, self.generator, ITEM_BYTES[self.dtype])
         if spec.num_experts:
-            read += self.weights.expert * (1 - (1 - spec.experts_per_token / spec.num_experts) ** (running * tokens))
-        flops = running * tokens * (2 * self.active + 2 * spec.num_layers * attention_flops(spec, context)) / tp
-        group, item = Group(tp, 1, self.cluster, k), ITEM_BYTES[self.dtype]
+            read += self.weights.expert * (
+                1 - (1 - spec.experts_per_token / spec.num_experts) ** (running * tokens)
+            )
+        flops = (
+            running
+            * tokens
+            * (2 * self.active + 2 * spec.num_layers * attention_flops(spec, context))
+            / tp
+        )
+        group = Group(tp, 1, self.cluster, k)
+        item = ITEM_BYTES[self.dtype]
         summed = group.small_all_reduce_s(running * tokens * spec.hidden_size * item)
-        hbm, logits = self.cluster.gpu.hbm_bytes_per_s * k.hbm_efficiency, running * tokens * spec.vocab_size
+        hbm = self.cluster.gpu.hbm_bytes_per_s * k.hbm_efficiency
+        logits = running * tokens * spec.vocab_size
         overlapped = self.overlapped
         if overlapped is None:
-            overlapped = self.cluster.gpu.name != "cpu" and not self.generator.server_args.get("disable_overlap_schedule", False)
+            overlapped = self.cluster.gpu.name != "cpu" and not self.generator.server_args.get(
+                "disable_overlap_schedule", False
+            )
         return DecodeStep(
             memory=read / hbm,
             compute=flops / self._rate,
@@ -455,52 +655,86 @@ class GenerateModel:
         return self.prefilled_s(prompts * workload.prompt_tokens, workload.prompt_tokens)
 
     def prefilled_s(self, tokens: float, length: float) -> float:
-        """Seconds to prefill `tokens` tokens in sequences of `length`. In chunks of this size, products take longer than memory traffic."""
-        return tokens * (2 * self.active + self.spec.num_layers * attention_flops(self.spec, length)) / self.generator.tp / self._rate
+        """Seconds to prefill `tokens` tokens in sequences of `length`.
+
+        In chunks of this size, products take longer than memory traffic.
+        """
+        return (
+            tokens
+            * (2 * self.active + self.spec.num_layers * attention_flops(self.spec, length))
+            / self.generator.tp
+            / self._rate
+        )
 
     def _tail_s(self, workload: Workload, running: float, *, together: bool) -> float:
-        """Integrates by midpoints over the time to the step's longest response. At least one request runs until then.
+        """Integrates by midpoints over the time to the step's longest response.
 
-        `together`: all requests began at once, so a running response has one token per step so far. Otherwise its length is at least the
-        mean at the beginning of the tail.
+        At least one request runs until then.
+
+        `together`: all requests began at once, so a running response has one token per step so far.
+        Otherwise its length is at least the mean at the beginning of the tail.
         """
-        span, found = workload.straggler / TAIL_POINTS, 0.0
+        span = workload.straggler / TAIL_POINTS
+        found = 0.0
         for point in ((i + 0.5) * span for i in range(TAIL_POINTS)):
             context = workload.prompt_tokens + (point if together else max(point, workload.decoded))
-            found += span * self.decode_step(max(1.0, running * workload.survivors(point)), context).total
+            found += (
+                span
+                * self.decode_step(max(1.0, running * workload.survivors(point)), context).total
+            )
         return found
 
 
-# Seconds of a weight update: the busiest rank's bytes over its link, and the generator's messages and calls.
+# Seconds of a weight update: the busiest rank's bytes over its link, and the generator's messages
+# and calls.
 
 
-CHANGED = 0.01  # share of the elements that change in a step, for predictions of deltas; published: 0.9 to 3 % of bf16, 8B to 70B
+# share of the elements that change in a step, for predictions of deltas; published: 0.9 to 3 % of
+# bf16, 8B to 70B
+CHANGED = 0.01
 
 
 def sync_s(spec: ModelSpec, config: RunConfig, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of two updates, by the map of the run: one of all weights, and one of only the changed weights, if the share CHANGED has
-    changed.
+    """Seconds of two updates, by the map of the run: one of all weights, and one of only the
+    changed weights, if the share CHANGED has changed.
 
-    Ranks of one node write over NVLink, others over their NICs, and those of a single GPU inside its memory.
+    Ranks of one node write over NVLink, others over their NICs, and those of a single GPU inside
+    its memory.
     """
     source = trainer_layout(spec, trainer_topology(config.trainer), config.model.dtype)
-    destination = engines_layout(spec, engine_groups(config.generator), config.model.dtype, cluster.gpu.device)
-    carried_out = foreseen(ReshardMap.build(source, destination), config.weights.relay, config.generator.tp)
+    destination = engines_layout(
+        spec, engine_groups(config.generator), config.model.dtype, cluster.gpu.device
+    )
+    carried_out = foreseen(
+        ReshardMap.build(source, destination), config.weights.relay, config.generator.tp
+    )
     rate = update_bytes_per_s(config, cluster)
     return busiest_bytes(*carried_out) / rate, delta_bytes(*carried_out, CHANGED) / rate
 
 
 def control_s(trainer_ranks: int, engines: int, tp: int, constants: Constants) -> float:
-    """Seconds in which the generator, which is one process, handles an update's messages and calls while engines are paused."""
-    of_ranks = trainer_ranks * constants.trainer_message_s + engines * tp * constants.worker_message_s
+    """Seconds in which the generator, which is one process, handles an update's messages and calls
+    while engines are paused.
+    """
+    of_ranks = (
+        trainer_ranks * constants.trainer_message_s + engines * tp * constants.worker_message_s
+    )
     return of_ranks + engines * constants.engine_calls_s
 
 
-def balanced_sync_s(engine_bytes: float, generator_ranks: int, trainer_ranks: int, cluster: Cluster, relaying: int = 0) -> float:
-    """Seconds without a map, for a search. Every generator rank gets `engine_bytes`, and the trainer ranks send equal shares.
+def balanced_sync_s(
+    engine_bytes: float,
+    generator_ranks: int,
+    trainer_ranks: int,
+    cluster: Cluster,
+    relaying: int = 0,
+) -> float:
+    """Seconds without a map, for a search.
 
-    `relaying`: the number of engines that pass weights on to each other (weights.relay=engines). Each gets its part from the trainer in
-    turn.
+    Every generator rank gets `engine_bytes`, and the trainer ranks send equal shares.
+
+    `relaying`: the number of engines that pass weights on to each other (weights.relay=engines).
+    Each gets its part from the trainer in turn.
     """
     fan_out = generator_ranks / trainer_ranks
     busiest = max(1.0, fan_out)
@@ -510,7 +744,10 @@ def balanced_sync_s(engine_bytes: float, generator_ranks: int, trainer_ranks: in
 
 
 def update_bytes_per_s(config: RunConfig, cluster: Cluster) -> float:
-    """The rate at which a rank sends or receives weights. A copy inside a GPU's memory reads and writes it."""
+    """The rate at which a rank sends or receives weights.
+
+    A copy inside a GPU's memory reads and writes it.
+    """
     ranks = gpus_of_run(config)
     if config.cluster.share_gpus and ranks == 1:
         return cluster.gpu.hbm_bytes_per_s * constants_of(cluster.gpu.name).hbm_efficiency / 2
@@ -518,4 +755,8 @@ def update_bytes_per_s(config: RunConfig, cluster: Cluster) -> float:
 
 
 def link_bytes_per_s(ranks: int, cluster: Cluster) -> float:
-    return cluster.gpu.nvlink_bytes_per_s if ranks <= cluster.gpus_per_node else cluster.gpu.nic_bytes_per_s
+    return (
+        cluster.gpu.nvlink_bytes_per_s
+        if ranks <= cluster.gpus_per_node
+        else cluster.gpu.nic_bytes_per_s
+    )

@@ -1,4 +1,6 @@
-"""Engines that only evaluate (`eval.engines`): the channel that brings them weights, and their driver."""
+"""Engines that only evaluate (`eval.engines`): the channel that brings them weights, and their
+driver.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,15 @@ from megarl.weight_sync.sessions import notice_restarts
 
 # Both ends of the channel that brings weights to the engines that only evaluate (`eval.engines`).
 #
-# It is a weights channel like the generator's with another schedule: the version that the run starts from, the versions that are due, and
-# the last one. Training never waits for an evaluation. If a version is due while an earlier one is still being evaluated, or while no
-# engine is there, it is refused at once (`WeightsGrant.engines` 0) and noted as missed. Only the last version waits, after the last step
-# and its checkpoint: it is offered again as long as the answer is `later`.
+# It is a weights channel like the generator's with another schedule: the version that the run
+# starts from, the versions that are due, and the last one. Training never waits for an evaluation.
+# If a version is due while an earlier one is still being evaluated, or while no engine is there, it
+# is refused at once (`WeightsGrant.engines` 0) and noted as missed. Only the last version waits,
+# after the last step and its checkpoint: it is offered again as long as the answer is `later`.
 
 
-RETURN_S = 5 * LOOK_UP_S  # time to find an engine that was restarted unnoticed between two evaluations
+# time to find an engine that was restarted unnoticed between two evaluations
+RETURN_S = 5 * LOOK_UP_S
 LATER_S = 20.0  # the offer of the last version is answered within this time, if only by `later`
 
 
@@ -58,7 +62,10 @@ class EvaluationSender(WeightsSender):
     _ended: EvaluatedExecutor | None = None  # the executor, once it has the last version
 
     def send(self, executor: EvaluatedExecutor, again: bool = False) -> None:  # type: ignore[override]
-        """Sends a version that is due, or the first of this start, unless it is refused. `close` sends the last one."""
+        """Sends a version that is due, or the first of this start, unless it is refused.
+
+        `close` sends the last one.
+        """
         if executor.version == self._plan.config.max_steps:
             self._ended = executor
         elif self._updates is None or is_due(self._plan.config, executor.version):
@@ -77,7 +84,10 @@ class EvaluationSender(WeightsSender):
 
 
 class Evaluator(Protocol):
-    """What the receiving end needs of the engines' driver. The fleet's pulse also beats when an evaluation ends."""
+    """What the receiving end needs of the engines' driver.
+
+    The fleet's pulse also beats when an evaluation ends.
+    """
 
     fleet: Fleet
     evaluating: Version | None
@@ -95,8 +105,11 @@ class EvaluationReceiver(WeightsReceiver):
     """The evaluator's end, in its only process."""
 
     async def take_all(self, evaluator: Evaluator) -> None:
-        """Takes each version that is offered and starts its evaluation, until the run's last version is taken or missed."""
-        last, settled = self._plan.config.max_steps, -1
+        """Takes each version that is offered and starts its evaluation, until the run's last
+        version is taken or missed.
+        """
+        last = self._plan.config.max_steps
+        settled = -1
         while settled < last:
             version = (await self._offers.next(evaluator.version)).version
             obstacle = await self._bring(evaluator, version, waits=version == last)
@@ -107,10 +120,16 @@ class EvaluationReceiver(WeightsReceiver):
                 evaluator.miss(version, *obstacle)
             settled = settled if later else version
 
-    async def _bring(self, evaluator: Evaluator, version: Version, waits: bool) -> tuple[str, str] | None:
-        """Brings `version` into all engines that are there. If something prevents that, returns the outcome of its evaluation, and the
-        reason. `waits`: first waits for a while until nothing does."""
-        fleet, serving = evaluator.fleet, evaluator.version
+    async def _bring(
+        self, evaluator: Evaluator, version: Version, waits: bool
+    ) -> tuple[str, str] | None:
+        """Brings `version` into all engines that are there.
+
+        If something prevents that, returns the outcome of its evaluation, and the reason. `waits`:
+        first waits for a while until nothing does.
+        """
+        fleet = evaluator.fleet
+        serving = evaluator.version
         if not self._hosts:
             self._hosts = await self._meet_trainers()
         while (obstacle := await self._obstacle(evaluator, waits)) is None:
@@ -127,21 +146,28 @@ class EvaluationReceiver(WeightsReceiver):
         return obstacle
 
     async def _obstacle(self, evaluator: Evaluator, waits: bool) -> tuple[str, str] | None:
-        fleet, most_s = evaluator.fleet, self._plan.config.timeouts.rollouts_s / 2
+        fleet = evaluator.fleet
+        most_s = self._plan.config.timeouts.rollouts_s / 2
         patience_s = LATER_S if waits else RETURN_S if evaluator.evaluating is None else 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(patience_s, most_s)):
-                await fleet.pulse.until(lambda: bool(evaluator.gone or (fleet.members and evaluator.evaluating is None)))
+                await fleet.pulse.until(
+                    lambda: bool(evaluator.gone or (fleet.members and evaluator.evaluating is None))
+                )
         if evaluator.evaluating is not None:
             return SKIPPED, f"version {evaluator.evaluating} was still being evaluated"
         if not fleet.members:
-            return FAILED, evaluator.gone or f"no engine was there: {'; '.join(fleet.lost.values())}"
+            return (
+                FAILED,
+                evaluator.gone or f"no engine was there: {'; '.join(fleet.lost.values())}",
+            )
         if self.fixed and (fleet.lost or fleet.returned):
             return FAILED, f"an engine was lost, and {self.fixed}"
         return None
 
 
-# The driver of the engines that only evaluate (`eval.engines`). It evaluates one version at a time while training goes on.
+# The driver of the engines that only evaluate (`eval.engines`). It evaluates one version at a time
+# while training goes on.
 
 
 LOOK_S = 1.0
@@ -149,7 +175,10 @@ LOOK_S = 1.0
 
 @dataclass
 class Evaluations:
-    """Evaluates the weights in the engines. An evaluation that loses all engines is noted as failed. Any other error ends the run."""
+    """Evaluates the weights in the engines.
+
+    An evaluation that loses all engines is noted as failed. Any other error ends the run.
+    """
 
     plan: RunPlan  # the evaluation's plan (`evaluation_plan`)
     fleet: Fleet
@@ -180,19 +209,36 @@ class Evaluations:
         """Notes that `version` has no scores, if it was due."""
         if is_due(self.plan.config, version):
             note(self.plan.config.run_dir, version, what, why)
-            print(f"the evaluation of version {version} {'was ' * (what != FAILED)}{what}: {why}", flush=True)
+            print(
+                f"the evaluation of version {version} {'was ' * (what != FAILED)}{what}: {why}",
+                flush=True,
+            )
 
     async def _evaluate(self, version: Version) -> None:
-        began, engines = time.perf_counter(), sorted(self.fleet.serving)
+        began = time.perf_counter()
+        engines = sorted(self.fleet.serving)
         self.status.set(f"evaluating version {version}")
         others: set[Version] = set()
-        sets = evaluate_sets(self.plan, self._noting(version, others), self.sets, self.tokenizer, self.fleet.counts(engines))
+        sets = evaluate_sets(
+            self.plan,
+            self._noting(version, others),
+            self.sets,
+            self.tokenizer,
+            self.fleet.counts(engines),
+        )
         work: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(sets)
         if not await self.fleet.while_serving(work):
             await asyncio.wait({work})  # until it sends no more requests
-            self.miss(version, FAILED, f"its engines were lost: {'; '.join(self.fleet.lost.values())}")
+            self.miss(
+                version, FAILED, f"its engines were lost: {'; '.join(self.fleet.lost.values())}"
+            )
         elif others:
-            self.miss(version, FAILED, f"version {', '.join(map(str, sorted(others)))} has answered too: an engine was started again")
+            self.miss(
+                version,
+                FAILED,
+                f"version {', '.join(map(str, sorted(others)))} has answered too: an engine was "
+                "started again",
+            )
         else:
             write_result(self.plan.config.run_dir, version, work.result())
         self._record(f"evaluate version {version}", began, time.perf_counter(), engines)
@@ -207,27 +253,36 @@ class Evaluations:
             group = await self.rollout(prompt, sampling, n)
             for sample in group.samples:
                 own = sample.policy_mask or [1] * len(sample.versions)
-                others.update({v for v, policys in zip(sample.versions, own) if policys} - {version})
+                others.update(
+                    {v for v, policys in zip(sample.versions, own) if policys} - {version}
+                )
             return group
 
         return rollout
 
-    def _record(self, what: str, began: float, ended: float, engines: Sequence[int], **told: Any) -> None:
+    def _record(
+        self, what: str, began: float, ended: float, engines: Sequence[int], **told: Any
+    ) -> None:
         for index in engines:
             self.trace.add(what, began, ended, f"{self.fleet.name}.{index}", **told)
 
     async def watch_engines(self) -> None:
         """Waits for lost engines to come back, until none can."""
-        generator, logs = self.plan.config.generator, Path(self.plan.config.run_dir) / "logs"
+        generator = self.plan.config.generator
+        logs = Path(self.plan.config.run_dir) / "logs"
         try:
-            await watch_returns(self.fleet, logs, generator.on_failure == "restart", generator.startup_timeout_s)
+            await watch_returns(
+                self.fleet, logs, generator.on_failure == "restart", generator.startup_timeout_s
+            )
         except EngineError as error:
             print(f"evaluation has stopped: {error}", flush=True)
             self.gone = "no engine was there, and none will be"
             self.fleet.pulse.beat()
 
     async def watch_versions(self) -> None:
-        """Notices engines that restart between two requests of an evaluation, and so would answer with the run's first weights."""
+        """Notices engines that restart between two requests of an evaluation, and so would answer
+        with the run's first weights.
+        """
         while True:
             await self.fleet.pulse.until(lambda: self.evaluating is not None)
             with contextlib.suppress(TimeoutError):  # the launcher kills an engine that hangs
@@ -235,17 +290,26 @@ class Evaluations:
             await asyncio.sleep(LOOK_S)
 
     async def all_done(self, receiver: EvaluationReceiver) -> None:
-        """Returns when the run's last version is evaluated, or cannot be. Raises AuditError if an engine's memory has changed since."""
+        """Returns when the run's last version is evaluated, or cannot be.
+
+        Raises AuditError if an engine's memory has changed since.
+        """
         await receiver.take_all(self)
         await self.fleet.pulse.until(lambda: self.evaluating is None)
         await receiver.look_again(self)
 
 
-async def evaluate_versions(plan: RunPlan, rendezvous: Rendezvous, receiver: EvaluationReceiver) -> None:
+async def evaluate_versions(
+    plan: RunPlan, rendezvous: Rendezvous, receiver: EvaluationReceiver
+) -> None:
     """Evaluates the versions that are due, up to the run's last."""
-    config, run_dir = plan.config, Path(plan.config.run_dir)
-    status, trace = StatusBoard(run_dir, EVALUATOR).for_work(), TraceWriter(run_dir, EVALUATOR)
-    tokenizer, background, elastic = load_tokenizer(config.model), Background(), config.generator.on_failure != "fail"
+    config = plan.config
+    run_dir = Path(plan.config.run_dir)
+    status = StatusBoard(run_dir, EVALUATOR).for_work()
+    trace = TraceWriter(run_dir, EVALUATOR)
+    tokenizer = load_tokenizer(config.model)
+    background = Background()
+    elastic = config.generator.on_failure != "fail"
     async with AsyncExitStack() as resources:
         failures = resources.enter_context(contextlib.closing(FailuresWriter(run_dir)))
         with status.waiting("the engines", "start-up"):
@@ -253,17 +317,32 @@ async def evaluate_versions(plan: RunPlan, rendezvous: Rendezvous, receiver: Eva
             served = await open_served(plan, rendezvous, resources, elastic)
         scorers = open_scorers(plan, served, tokenizer)
         logs = run_dir / "logs" / "evaluator"
-        rollouts = await open_rollouts(plan, fleet, scorers, tokenizer, resources, training=False, logs=logs, tell=failures.tell)
+        rollouts = await open_rollouts(
+            plan,
+            fleet,
+            scorers,
+            tokenizer,
+            resources,
+            training=False,
+            logs=logs,
+            tell=failures.tell,
+        )
         sets = held_out_sets(config, tokenizer, plan.spec)
-        evaluations = Evaluations(plan, fleet, rollouts.held_out, sets, tokenizer, trace, status, background)
+        evaluations = Evaluations(
+            plan, fleet, rollouts.held_out, sets, tokenizer, trace, status, background
+        )
         resources.push_async_callback(background.close)
         background.start(evaluations.watch_engines(), f"lost engines of {fleet.name}")
         for role in served.values():
             restarted = config.generator.on_failure == "restart"
-            returns = watch_returns(role, run_dir / "logs", restarted, config.generator.startup_timeout_s)
+            returns = watch_returns(
+                role, run_dir / "logs", restarted, config.generator.startup_timeout_s
+            )
             background.start(returns, f"lost engines of {role.name}")
         background.start(evaluations.watch_versions(), f"restarts of {fleet.name}")
-        background.start(show_engines(fleet, run_dir, trace), f"status of the engines of {fleet.name}")
+        background.start(
+            show_engines(fleet, run_dir, trace), f"status of the engines of {fleet.name}"
+        )
         status.set("waiting for the first version")
         await background.beside(evaluations.all_done(receiver))
     status.set("done")

@@ -25,7 +25,14 @@ from megarl.observe.status import StatusBoard, work
 from megarl.plan.resolve import RunPlan
 from megarl.plan.topologies import at_once
 from megarl.rewards import ifeval
-from megarl.rewards.score import CORRECT, episode_metrics, failure_metrics, parts_in_evaluation, too_many_failed_episodes, too_many_failures
+from megarl.rewards.score import (
+    CORRECT,
+    episode_metrics,
+    failure_metrics,
+    parts_in_evaluation,
+    too_many_failed_episodes,
+    too_many_failures,
+)
 from megarl.rewards.verify import ANSWERS, majority_at, vote
 from megarl.roles.opening import open_scorers, open_served
 from megarl.rollouts.rollout import Rollout, open_fleet, open_rollouts
@@ -33,35 +40,51 @@ from megarl.trainer.hf_files import check_finite
 
 
 def pass_at(k: int, samples: int, correct: int) -> float:
-    """Unbiased estimate of the probability that any of `k` samples is right, if `correct` of `samples` are (arXiv:2107.03374, (1))."""
+    """Unbiased estimate of the probability that any of `k` samples is right, if `correct` of
+    `samples` are (arXiv:2107.03374, (1)).
+    """
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 
 def instruction_scores(groups: Sequence[Group]) -> dict[str, float]:
-    """IFEval's accuracies, over prompts and over all instructions. A response that could not be graded counts as following none."""
+    """IFEval's accuracies, over prompts and over all instructions.
+
+    A response that could not be graded counts as following none.
+    """
     counts = [float(ifeval.instructions(group.prompt.answer)) for group in groups]
     found: dict[str, float] = {}
     for measure in ifeval.MEASURES:
-        shares = [fmean(sample.reward_parts.get(measure, 0.0) for sample in group.samples) for group in groups]
+        shares = [
+            fmean(sample.reward_parts.get(measure, 0.0) for sample in group.samples)
+            for group in groups
+        ]
         weights = counts if measure.startswith("instruction") else None
         found[measure] = fmean(shares, weights)
-        found[f"ci95/{measure}/low"], found[f"ci95/{measure}/high"] = interval(shares, len(groups[0].samples), weights)
+        found[f"ci95/{measure}/low"], found[f"ci95/{measure}/high"] = interval(
+            shares, len(groups[0].samples), weights
+        )
     return found
 
 
 def scores(groups: Sequence[Group], graded: bool = False, grader: str = "") -> dict[str, float]:
-    """The scores of one set: pass@k for k = 1, 2, 4, … and n, avg@n (the share of right samples), and maj@k if `grader` reads answers. n is
-    the number of samples per prompt. Each score comes with the ends of its confidence interval. If responses are `graded`, none is right or
-    wrong, and there is only the mean reward."""
+    """The scores of one set: pass@k for k = 1, 2, 4, … and n, avg@n (the share of right samples),
+    and maj@k if `grader` reads answers. n is the number of samples per prompt. Each score comes
+    with the ends of its confidence interval. If responses are `graded`, none is right or wrong, and
+    there is only the mean reward.
+    """
     answers = [[sample for sample in group.samples if not sample.branch] for group in groups]
-    samples, n = [sample for own in answers for sample in own], len(answers[0])
+    samples = [sample for own in answers for sample in own]
+    n = len(answers[0])
     correct = [sum(sample.reward >= CORRECT for sample in own) for own in answers]
     ks = sorted({n, *(1 << power for power in range(n.bit_length()))})
     shares = {f"pass@{k}": [pass_at(k, n, c) for c in correct] for k in ks}
     if n > 1:
         shares[f"avg@{n}"] = [c / n for c in correct]
     if n > 1 and grader in ANSWERS and not graded:
-        votes = [[vote(grader, sample.text, sample.reward >= CORRECT) for sample in own] for own in answers]
+        votes = [
+            [vote(grader, sample.text, sample.reward >= CORRECT) for sample in own]
+            for own in answers
+        ]
         shares |= {f"maj@{k}": [majority_at(k, own) for own in votes] for k in ks if k > 2}
     found: dict[str, float] = {"correct": sum(correct)}
     for name, share in shares.items():
@@ -79,13 +102,16 @@ def scores(groups: Sequence[Group], graded: bool = False, grader: str = "") -> d
     }
 
 
-async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenizer, at_once: int, config: RunConfig) -> dict[str, Any]:
+async def answer_all(
+    rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenizer, at_once: int, config: RunConfig
+) -> dict[str, Any]:
     """Evaluates one set and returns its scores.
 
-    At most `at_once` samples run at a time. The deadline of a rollout counts from its start, and so must not include waiting for a place in
-    an engine.
+    At most `at_once` samples run at a time. The deadline of a rollout counts from its start, and so
+    must not include waiting for a place in an engine.
     """
-    started, places = time.monotonic(), asyncio.Semaphore(max(1, at_once // held_out.samples))
+    started = time.monotonic()
+    places = asyncio.Semaphore(max(1, at_once // held_out.samples))
     # Every evaluation of a set has the same seeds, at whatever step.
     seed = seed_of(config.seed, "evaluation", held_out.name)
     sampling = replace(held_out.sampling, stop_token_ids=tokenizer.eos_ids, seed=seed)
@@ -96,18 +122,30 @@ async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenize
         answered(1)
         return group
 
-    with work(f"held-out prompts of {held_out.name or 'data.eval'}", len(held_out.prompts), line="evaluation") as answered:
+    with work(
+        f"held-out prompts of {held_out.name or 'data.eval'}",
+        len(held_out.prompts),
+        line="evaluation",
+    ) as answered:
         groups = await asyncio.gather(*map(answer, held_out.prompts))
     samples = [sample for group in groups for sample in group.samples]
     parts = parts_in_evaluation(config, held_out.name)
-    if problem := too_many_failures(config.reward, samples, parts) or too_many_failed_episodes(config.rollout, samples):
+    if problem := too_many_failures(config.reward, samples, parts) or too_many_failed_episodes(
+        config.rollout, samples
+    ):
         raise RunError(f"evaluation of {held_out.name or 'data.eval'}: {problem}")
     graded = any(part.role is not None for part in parts)
-    scored_by_text = len(parts) == 1 and config.rollout.name not in BY_CALLS  # a program's output may be scored instead
+    # a program's output may be scored instead
+    scored_by_text = len(parts) == 1 and config.rollout.name not in BY_CALLS
     grader = parts[0].name if scored_by_text else ""
     failed = {**failure_metrics(samples), **episode_metrics(samples)}
     seconds = time.monotonic() - started
-    return {**scores(groups, graded, grader), **failed, "seconds": seconds, "sampling": _sampling_settings(held_out)}
+    return {
+        **scores(groups, graded, grader),
+        **failed,
+        "seconds": seconds,
+        "sampling": _sampling_settings(held_out),
+    }
 
 
 def _sampling_settings(held_out: HeldOutSet) -> dict[str, Any]:
@@ -125,12 +163,22 @@ def _sampling_settings(held_out: HeldOutSet) -> dict[str, Any]:
 
 
 async def evaluate_sets(
-    plan: RunPlan, rollout: Rollout, sets: Sequence[HeldOutSet], tokenizer: Tokenizer, engines: Sequence[int]
+    plan: RunPlan,
+    rollout: Rollout,
+    sets: Sequence[HeldOutSet],
+    tokenizer: Tokenizer,
+    engines: Sequence[int],
 ) -> dict[str, Any]:
-    """Evaluates one set after the other. `engines`: how many engines of each group do it. Returns the scores of data.eval and, under
-    "suites", the scores of each set of eval.suites."""
+    """Evaluates one set after the other.
+
+    `engines`: how many engines of each group do it. Returns the scores of data.eval and, under
+    "suites", the scores of each set of eval.suites.
+    """
     places = at_once(plan.groups, engines)
-    found = {held_out.name: await answer_all(rollout, held_out, tokenizer, places, plan.config) for held_out in sets}
+    found = {
+        held_out.name: await answer_all(rollout, held_out, tokenizer, places, plan.config)
+        for held_out in sets
+    }
     suites = {name: result for name, result in found.items() if name}
     return {**found.get("", {}), **({"suites": suites} if suites else {})}
 
@@ -138,7 +186,8 @@ async def evaluate_sets(
 async def evaluate_engines(plan: RunPlan, rendezvous: Rendezvous) -> dict[str, Any]:
     """Evaluates every held-out set under the weights that the engines were started with."""
     if Path(plan.weights_path).is_dir():
-        check_finite(plan.spec, Path(plan.weights_path))  # while the engines start, since no trainer rank will check the weights
+        # while the engines start, since no trainer rank will check the weights
+        check_finite(plan.spec, Path(plan.weights_path))
     tokenizer = load_tokenizer(plan.config.model)
     status = StatusBoard(Path(plan.config.run_dir) / "eval", "evaluate.0").for_work()
     status.set("waiting for start-up from the engines")

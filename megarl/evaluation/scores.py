@@ -1,4 +1,6 @@
-"""Held-out scores of a run: which versions are evaluated, the files eval/version_<weight version>.json, and confidence intervals."""
+"""Held-out scores of a run: which versions are evaluated, the files eval/version_<weight
+version>.json, and confidence intervals.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,22 @@ from megarl.plan.resolve import RunPlan
 
 
 def is_due(config: RunConfig, version: Version) -> bool:
-    """Whether this version of the weights is evaluated: the first, the last, and every `eval.every`-th."""
-    return version in (0, config.max_steps) or (config.eval.every > 0 and version % config.eval.every == 0)
+    """Whether this version of the weights is evaluated: the first, the last, and every
+    `eval.every`-th.
+    """
+    return version in (0, config.max_steps) or (
+        config.eval.every > 0 and version % config.eval.every == 0
+    )
 
 
 def evaluation_plan(plan: RunPlan) -> RunPlan:
-    """The plan with the evaluation's engines in the generator's place. Each version is written in full, since these engines lack the
-    versions in between. No request runs during an update, and only the generator makes probes."""
-    config, merges = plan.config, plan.sent_adapters is None  # as weights.delta has decided
+    """The plan with the evaluation's engines in the generator's place.
+
+    Each version is written in full, since these engines lack the versions in between. No request
+    runs during an update, and only the generator makes probes.
+    """
+    config = plan.config
+    merges = plan.sent_adapters is None  # as weights.delta has decided
     own = replace(
         config,
         lora=replace(config.lora, sync="merge") if merges else config.lora,
@@ -42,10 +52,12 @@ def evaluation_plan(plan: RunPlan) -> RunPlan:
     return replace(plan, config=own)
 
 
-# Held-out evaluations of a run: the files eval/version_<weight version>.json, and their place in the metrics.
+# Held-out evaluations of a run: the files eval/version_<weight version>.json, and their place in
+# the metrics.
 #
-# An evaluation runs beside the training. Its scores go into the row of the first step that ends after it, and `eval/version` there is the
-# version that was evaluated. When all processes have ended, scores of the last weights are added to the last row, others to earlier rows.
+# An evaluation runs beside the training. Its scores go into the row of the first step that ends
+# after it, and `eval/version` there is the version that was evaluated. When all processes have
+# ended, scores of the last weights are added to the last row, others to earlier rows.
 
 
 JOURNAL = "journal.jsonl"  # in run_dir/eval, with eval.engines: the outcome of each version
@@ -56,7 +68,10 @@ VERSION_KEY = "eval/version"
 
 
 def write_result(run_dir: Path | str, version: Version, result: Evaluation) -> None:
-    """Writes the result ("pass@1", "reward/mean", …) of one weight version. It replaces an earlier result."""
+    """Writes the result ("pass@1", "reward/mean", …) of one weight version.
+
+    It replaces an earlier result.
+    """
     folder = Path(run_dir) / "eval"
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(_result_path(run_dir, version), json.dumps({"version": version, **result}))
@@ -68,7 +83,10 @@ def _result_path(run_dir: Path | str, version: Version) -> Path:
 
 def read_results(run_dir: Path | str) -> list[Evaluation]:
     """A run's evaluations, in the order of their weight versions, without damaged ones."""
-    return sorted((result for _, result in _results(run_dir) if result is not None), key=lambda result: result["version"])
+    return sorted(
+        (result for _, result in _results(run_dir) if result is not None),
+        key=lambda result: result["version"],
+    )
 
 
 def damaged_results(run_dir: Path | str) -> list[Path]:
@@ -80,7 +98,8 @@ def _results(run_dir: Path | str) -> Iterator[tuple[Path, Evaluation | None]]:
     for path in sorted((Path(run_dir) / "eval").glob("version_*.json")):
         try:
             result = json.loads(path.read_text(encoding="utf-8"))
-            yield path, result if path == _result_path(run_dir, result["version"] + 0) else None  # otherwise a copy under another name
+            # otherwise a copy under another name
+            yield path, result if path == _result_path(run_dir, result["version"] + 0) else None
         except (OSError, ValueError, TypeError, KeyError):
             yield path, None
 
@@ -90,12 +109,15 @@ def note(run_dir: Path | str, version: Version, what: str, why: str = "") -> Non
     folder = Path(run_dir) / "eval"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / JOURNAL, "a", encoding="utf-8") as file:
-        file.write(json.dumps({"version": version, "what": what, **({"why": why} if why else {})}) + "\n")
+        file.write(
+            json.dumps({"version": version, "what": what, **({"why": why} if why else {})}) + "\n"
+        )
 
 
 def read_journal(run_dir: Path | str) -> dict[Version, tuple[str, str]]:
     """For each version, the last note and its reason. Incomplete lines are ignored."""
-    path, found = Path(run_dir) / "eval" / JOURNAL, {}
+    path = Path(run_dir) / "eval" / JOURNAL
+    found = {}
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError, KeyError, TypeError):
             row = json.loads(line)
@@ -116,10 +138,16 @@ def missed_counts(run_dir: Path | str) -> dict[str, int]:
     return {f"eval/{what}": counts[what] for what in MISSED if counts[what]}
 
 
-def note_lost(run_dir: Path | str, version: Version, due: Collection[Version] = ()) -> list[Version]:
-    """Notes evaluations that a run resumed from `version` cannot repeat. These are evaluations of older weights that were running when the
-    run ended, and those in `due` that had not begun. Returns their versions."""
-    there, journal = {result["version"] for result in read_results(run_dir)}, read_journal(run_dir)
+def note_lost(
+    run_dir: Path | str, version: Version, due: Collection[Version] = ()
+) -> list[Version]:
+    """Notes evaluations that a run resumed from `version` cannot repeat.
+
+    These are evaluations of older weights that were running when the run ended, and those in `due`
+    that had not begun. Returns their versions.
+    """
+    there = {result["version"] for result in read_results(run_dir)}
+    journal = read_journal(run_dir)
     begun = {v for v, (what, _) in journal.items() if what == BEGUN and v < version}
     lost = sorted((begun | (set(due) - journal.keys())) - there)
     for each in lost:
@@ -160,56 +188,85 @@ def as_metrics(evaluation: Evaluation) -> dict[str, float]:
     """eval/pass@1 and so on for data.eval, eval/NAME/pass@1 and so on for eval.suites."""
     found = {VERSION_KEY: evaluation["version"]}
     for name, scores in sets(evaluation).items():
-        found |= {"/".join(("eval", *name.split(), key)): value for key, value in scores.items() if key != "sampling"}
+        found |= {
+            "/".join(("eval", *name.split(), key)): value
+            for key, value in scores.items()
+            if key != "sampling"
+        }
     return found
 
 
 def best_checkpoint(config: RunConfig) -> tuple[int, float] | None:
-    """(step, score) of the checkpoint with the highest score by checkpoint.keep_best, or the earliest of several. None if none has been
-    evaluated."""
-    scores = {result["version"]: as_metrics(result).get(config.checkpoint.keep_best or "") for result in read_results(config.run_dir)}
-    found = [(score, -step) for step, _ in complete_checkpoints(config.run_dir) if (score := scores.get(step)) is not None]
+    """(step, score) of the checkpoint with the highest score by checkpoint.keep_best, or the
+    earliest of several. None if none has been evaluated.
+    """
+    scores = {
+        result["version"]: as_metrics(result).get(config.checkpoint.keep_best or "")
+        for result in read_results(config.run_dir)
+    }
+    found = [
+        (score, -step)
+        for step, _ in complete_checkpoints(config.run_dir)
+        if (score := scores.get(step)) is not None
+    ]
     return (-max(found)[1], max(found)[0]) if found else None
 
 
 def spared_steps(config: RunConfig) -> set[int]:
-    """Steps whose checkpoints are kept besides the newest: the best, and those that are not yet evaluated."""
+    """Steps whose checkpoints are kept besides the newest: the best, and those that are not yet
+    evaluated.
+    """
     if config.checkpoint.keep_best is None:
         return set()
     last = max((result["version"] for result in read_results(config.run_dir)), default=-1)
     best = best_checkpoint(config)
     none = missed(config.run_dir)
     coming = {
-        step for step, _ in complete_checkpoints(config.run_dir) if step > last and step % config.eval.every == 0 and step not in none
+        step
+        for step, _ in complete_checkpoints(config.run_dir)
+        if step > last and step % config.eval.every == 0 and step not in none
     }
     return coming | ({best[0]} if best else set())
 
 
 class NewEvaluations:
-    """Evaluations that no row of the metrics has. Create it after the MetricsWriter, so that a resumed run reports again what was cut
-    off."""
+    """Evaluations that no row of the metrics has.
+
+    Create it after the MetricsWriter, so that a resumed run reports again what was cut off.
+    """
 
     def __init__(self, run_dir: Path | str):
-        self._run_dir, self._reported = Path(run_dir), _reported(read_metrics(Path(run_dir) / METRICS_FILE))
+        self._run_dir = Path(run_dir)
+        self._reported = _reported(read_metrics(Path(run_dir) / METRICS_FILE))
         self._missed: dict[str, int] = {}
 
     def metrics(self) -> dict[str, float]:
-        """The oldest of them as metrics, and the number of missed versions if it has changed; empty if nothing is new."""
+        """The oldest of them as metrics, and the number of missed versions if it has changed; empty
+        if nothing is new.
+        """
         found: dict[str, float] = {}
         if (counts := missed_counts(self._run_dir)) != self._missed:
             self._missed = counts
             found |= counts
-        if new := [result for result in read_results(self._run_dir) if result["version"] not in self._reported]:
+        if new := [
+            result
+            for result in read_results(self._run_dir)
+            if result["version"] not in self._reported
+        ]:
             self._reported.add(new[0]["version"])
             found |= as_metrics(new[0])
         return found
 
 
 def complete_metrics(run_dir: Path | str) -> None:
-    """Adds all evaluations that no row has. Call it when the run's processes have ended. Missed evaluations go to the last row. Scores go
-    to rows in the order of their versions, the newest to the last row. A row has one evaluation. If no row is left, the newest one replaces
-    an earlier one, which remains in its own file."""
-    results, rows = {result["version"]: result for result in read_results(run_dir)}, read_metrics(Path(run_dir) / METRICS_FILE)
+    """Adds all evaluations that no row has.
+
+    Call it when the run's processes have ended. Missed evaluations go to the last row. Scores go to
+    rows in the order of their versions, the newest to the last row. A row has one evaluation. If no
+    row is left, the newest one replaces an earlier one, which remains in its own file.
+    """
+    results = {result["version"]: result for result in read_results(run_dir)}
+    rows = read_metrics(Path(run_dir) / METRICS_FILE)
     if not rows:
         return
     counts = missed_counts(run_dir)
@@ -223,7 +280,11 @@ def complete_metrics(run_dir: Path | str) -> None:
     for row, version in zip(takes, [*versions[: len(takes) - 1], versions[-1]] if takes else ()):
         if row.get(VERSION_KEY) != version and version in results:
             others = as_metrics(results.get(row.get(VERSION_KEY, -1), {"version": -1}))
-            kept = {key: value for key, value in changed.get(row["step"], row).items() if key not in others}
+            kept = {
+                key: value
+                for key, value in changed.get(row["step"], row).items()
+                if key not in others
+            }
             changed[row["step"]] = kept | as_metrics(results[version])
     if changed:
         change_rows(run_dir, changed)
@@ -240,18 +301,22 @@ def _reported(rows: Sequence[Row]) -> set[Version]:
 Z95 = 1.959963984540054  # the normal distribution's 97.5% quantile
 
 
-def interval(shares: Sequence[float], samples: int, weights: Sequence[float] | None = None) -> tuple[float, float]:
-    """The 95% confidence interval of the mean of `shares` (one number from 0 to 1 for each prompt, from `samples` samples). Prompts count
-    as random draws from all possible prompts. `weights`: the number of items behind each share, if the mean is over items instead of
-    prompts.
+def interval(
+    shares: Sequence[float], samples: int, weights: Sequence[float] | None = None
+) -> tuple[float, float]:
+    """The 95% confidence interval of the mean of `shares` (one number from 0 to 1 for each prompt,
+    from `samples` samples). Prompts count as random draws from all possible prompts. `weights`: the
+    number of items behind each share, if the mean is over items instead of prompts.
 
-    It is Wilson's interval (1927) for a number of draws whose variance equals that of the shares. With one sample of one item per prompt
-    this is the number of prompts, and the interval is Wilson's own. Otherwise the variance is itself estimated, and with few prompts the
-    number of draws is reduced (Korn and Graubard 1998). If prompts do not differ, all samples are draws. Unlike the standard error, the
-    interval is not empty if all are right or all are wrong.
+    It is Wilson's interval (1927) for a number of draws whose variance equals that of the shares.
+    With one sample of one item per prompt this is the number of prompts, and the interval is
+    Wilson's own. Otherwise the variance is itself estimated, and with few prompts the number of
+    draws is reduced (Korn and Graubard 1998). If prompts do not differ, all samples are draws.
+    Unlike the standard error, the interval is not empty if all are right or all are wrong.
     """
     counts = [1.0] * len(shares) if weights is None else weights
-    mean, total = fmean(shares, counts), sum(counts)
+    mean = fmean(shares, counts)
+    total = sum(counts)
     draws = total**2 / sum(count**2 for count in counts)
     plain = samples == 1 and set(counts) == {1.0}
     if not plain and len(shares) > 1 and mean not in (0.0, 1.0):
@@ -263,14 +328,28 @@ def interval(shares: Sequence[float], samples: int, weights: Sequence[float] | N
 
 def _draws(shares: Sequence[float], counts: Sequence[float], mean: float) -> float:
     prompts = len(shares)
-    variance = sum((count * (share - mean)) ** 2 for share, count in zip(shares, counts)) / sum(counts) ** 2 * prompts / (prompts - 1)
-    return mean * (1 - mean) / variance * (Z95 / _t95(prompts - 1)) ** 2 if variance else float("inf")
+    variance = (
+        sum((count * (share - mean)) ** 2 for share, count in zip(shares, counts))
+        / sum(counts) ** 2
+        * prompts
+        / (prompts - 1)
+    )
+    return (
+        mean * (1 - mean) / variance * (Z95 / _t95(prompts - 1)) ** 2 if variance else float("inf")
+    )
 
 
 def _t95(freedom: int) -> float:
-    """Student's 97.5% quantile, with an error below 0.5% (Abramowitz and Stegun 1964, 26.7.5; its series does not work below 4)."""
+    """Student's 97.5% quantile, with an error below 0.5% (Abramowitz and Stegun 1964, 26.7.5; its
+    series does not work below 4).
+    """
     if freedom <= 3:
         return (12.706, 4.303, 3.182)[freedom - 1]
-    z, v = Z95, freedom
-    terms = (z**3 + z) / 4 / v, (5 * z**5 + 16 * z**3 + 3 * z) / 96 / v**2, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384 / v**3
+    z = Z95
+    v = freedom
+    terms = (
+        (z**3 + z) / 4 / v,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96 / v**2,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384 / v**3,
+    )
     return z + sum(terms)

@@ -36,27 +36,37 @@ from megarl.rollouts.channel import RolloutsSender, judged
 from megarl.rollouts.rollout import engine_client, open_fleet, open_rollouts, train_sampling
 from megarl.rollouts.stream import Admission, RolloutStream
 
-# Writes the engines' lines in the live display and in the trace. The generator does it, since engines know nothing about the run.
+# Writes the engines' lines in the live display and in the trace. The generator does it, since
+# engines know nothing about the run.
 
 
 EVERY_S = 0.5
 
 
 async def show_engines(fleet: Fleet, run_dir: Path, trace: TraceWriter) -> None:
-    """Updates the lines until its task is cancelled. Within half a second, an engine's track shows that it is lost, joins or leaves. When
-    it serves again, the track shows how long it was away."""
+    """Updates the lines until its task is cancelled.
+
+    Within half a second, an engine's track shows that it is lost, joins or leaves. When it serves
+    again, the track shows how long it was away.
+    """
     away: dict[int, float] = {}  # engine -> since when
     left: set[int] = set()
     boards: list[StatusBoard] = []
     while True:
-        boards += [StatusBoard(run_dir, f"{fleet.name}.{index}") for index in range(len(boards), len(fleet.engines))]
+        boards += [
+            StatusBoard(run_dir, f"{fleet.name}.{index}")
+            for index in range(len(boards), len(fleet.engines))
+        ]
         for index, board in enumerate(boards):
             if (text := fleet.describe(index)) != board.text:
                 board.set(text)
-            track, now = f"{fleet.name}.{index}", time.perf_counter()
+            track = f"{fleet.name}.{index}"
+            now = time.perf_counter()
             if index in fleet.lost and index not in away:
                 away[index] = now
-                trace.mark("joins" if index in fleet.joining else "lost", track, why=fleet.lost[index])
+                trace.mark(
+                    "joins" if index in fleet.joining else "lost", track, why=fleet.lost[index]
+                )
             elif index in fleet.serving and index in away:
                 trace.add("away", away.pop(index), now, track)
             elif index in fleet.gone and index not in left:
@@ -78,7 +88,10 @@ class Refused(ValueError):
 
 @dataclass
 class FleetCalls:
-    """The generator's end. `fixed` returns the reason why engines can neither join nor leave; empty if they can."""
+    """The generator's end.
+
+    `fixed` returns the reason why engines can neither join nor leave; empty if they can.
+    """
 
     plan: RunPlan
     rendezvous: Rendezvous
@@ -86,7 +99,8 @@ class FleetCalls:
     fleet: Fleet
     background: Background
     fixed: Callable[[], str]
-    _heard: dict[int, float] = field(default_factory=dict)  # engine that joined -> last sign of life of its launcher
+    # engine that joined -> last sign of life of its launcher
+    _heard: dict[int, float] = field(default_factory=dict)
 
     async def serve(self) -> None:
         """Runs until its task is cancelled."""
@@ -112,26 +126,50 @@ class FleetCalls:
             self._heard |= dict.fromkeys(call.engines, time.monotonic())
             return call.engines
         if not self.fleet.elastic:
-            raise Refused("generator.on_failure=fail: must be restart or drop for engines to join and leave")
+            raise Refused(
+                "generator.on_failure=fail: must be restart or drop for engines to join and leave"
+            )
         if fixed := self.fixed():
             raise Refused(f"{fixed}: engines can neither join nor leave")
         if call.do == "join":
-            group = next((number for number, group in enumerate(self.fleet.groups) if group.name == call.group), None)
+            group = next(
+                (
+                    number
+                    for number, group in enumerate(self.fleet.groups)
+                    if group.name == call.group
+                ),
+                None,
+            )
             if group is None:
                 names = ", ".join(group.name for group in self.fleet.groups)
-                raise Refused(f"{call.group or 'no group'}: must be one of the run's generator.groups, {names}")
-            numbers = [self.fleet.add(engine_client(self.plan, self.rendezvous, url), group) for url in call.urls]
+                raise Refused(
+                    f"{call.group or 'no group'}: must be one of the run's generator.groups, "
+                    f"{names}"
+                )
+            numbers = [
+                self.fleet.add(engine_client(self.plan, self.rendezvous, url), group)
+                for url in call.urls
+            ]
             self._heard |= dict.fromkeys(numbers, time.monotonic())
             return numbers
         return await self._let_go(call)
 
     async def _let_go(self, call: FleetCall) -> list[int]:
-        here = [index for index in range(len(self.fleet.engines)) if index not in self.fleet.gone.keys() | self.fleet.leaving]
+        here = [
+            index
+            for index in range(len(self.fleet.engines))
+            if index not in self.fleet.gone.keys() | self.fleet.leaving
+        ]
         chosen = call.engines or here[::-1][: call.count]
         if not call.ends and (absent := sorted(set(chosen) - set(here))):
-            raise Refused(f"engine {absent[0]}: there is none; there are {', '.join(map(str, here))}")
+            raise Refused(
+                f"engine {absent[0]}: there is none; there are {', '.join(map(str, here))}"
+            )
         if (last := self.fleet.serving or set(here)) <= set(chosen):
-            raise Refused(f"one engine at least must go on serving, and engine {', '.join(map(str, sorted(last)))} would be gone")
+            raise Refused(
+                "one engine at least must go on serving, and engine "
+                f"{', '.join(map(str, sorted(last)))} would be gone"
+            )
         why = "its launcher ends" if call.ends else "by command"
         timeout_s = self.plan.config.timeouts.weights_s
         await asyncio.gather(*(self.fleet.leave(index, why, timeout_s) for index in chosen))
@@ -139,18 +177,32 @@ class FleetCalls:
 
     def _states(self, engines: Iterable[int]) -> list[EngineState]:
         fleet = self.fleet
-        states = [(i, fleet.engines[i].url, fleet.describe(i), i in fleet.serving, i in fleet.gone) for i in engines]
-        return [EngineState(*state, fleet.groups[fleet.group_of[state[0]]].name) for state in states]
+        states = [
+            (i, fleet.engines[i].url, fleet.describe(i), i in fleet.serving, i in fleet.gone)
+            for i in engines
+        ]
+        return [
+            EngineState(*state, fleet.groups[fleet.group_of[state[0]]].name) for state in states
+        ]
 
     async def watch(self) -> None:
-        """Tells launchers which engines have left, and gives up lost engines that will not be restarted. Runs until cancelled."""
+        """Tells launchers which engines have left, and gives up lost engines that will not be
+        restarted. Runs until cancelled.
+        """
         noted: set[int] = set()
         while True:
             silence_s = self.plan.config.timeouts.silence_s
             for index in [index for index in self.fleet.lost if index in self._heard]:
-                dropped = self.plan.config.generator.on_failure == "drop" and index not in self.fleet.joining
+                dropped = (
+                    self.plan.config.generator.on_failure == "drop"
+                    and index not in self.fleet.joining
+                )
                 if dropped or time.monotonic() - self._heard[index] > silence_s:
-                    why = "it was lost" if dropped else f"its launcher has given no sign of life for {silence_s:.0f} s"
+                    why = (
+                        "it was lost"
+                        if dropped
+                        else f"its launcher has given no sign of life for {silence_s:.0f} s"
+                    )
                     await self.fleet.leave(index, why, 0)
             for index in self.fleet.gone.keys() - noted:
                 note_departure(Path(self.rendezvous.key_file).parent, f"{self.fleet.name}.{index}")
@@ -168,8 +220,9 @@ PROBE_TOKENS = 32
 class GeneratorExecutor:
     """The process that drives all engines over HTTP. Only tokens and log-probs pass through it.
 
-    Background tasks do its work even while the controller's loop waits: the rollout stream (`stream`), and the receiving end of the weights
-    channel. A step means that the groups of one batch have been sent.
+    Background tasks do its work even while the controller's loop waits: the rollout stream
+    (`stream`), and the receiving end of the weights channel. A step means that the groups of one
+    batch have been sent.
     """
 
     plan: RunPlan
@@ -177,12 +230,15 @@ class GeneratorExecutor:
     rollouts: RolloutsSender
     fixed: Callable[[], str] = str  # returns why engines can neither join nor leave
     curr_step: int = 0
-    stopped: bool = False  # never set: the trainer's checkpoint has everything, so the launcher may kill this process
+    # never set: the trainer's checkpoint has everything, so the launcher may kill this process
+    stopped: bool = False
     background: Background = field(default_factory=Background)
-    pulse: Pulse = field(default_factory=Pulse)  # beats when the version or the number of sent groups has changed
+    # beats when the version or the number of sent groups has changed
+    pulse: Pulse = field(default_factory=Pulse)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     _resources: AsyncExitStack = field(default_factory=AsyncExitStack)
-    _tokens: Counter[int] = field(default_factory=Counter)  # engine -> tokens sampled up to the last batch
+    # engine -> tokens sampled up to the last batch
+    _tokens: Counter[int] = field(default_factory=Counter)
 
     def init(self) -> None:
         config = self.plan.config
@@ -197,11 +253,20 @@ class GeneratorExecutor:
         with self.status.waiting("the engines", "start-up"):
             self.fleet = self.run(open_fleet(self.plan, self.rendezvous, self._resources, elastic))
             served = self.run(open_served(self.plan, self.rendezvous, self._resources, elastic))
-        logs, restarted = Path(config.run_dir) / "logs", config.generator.on_failure == "restart"
+        logs = Path(config.run_dir) / "logs"
+        restarted = config.generator.on_failure == "restart"
         for fleet in (self.fleet, *served.values()):
-            self.start(watch_returns(fleet, logs, restarted, config.generator.startup_timeout_s), f"lost engines of {fleet.name}")
-            self.start(show_engines(fleet, Path(config.run_dir), self.trace), f"status of the engines of {fleet.name}")
-        calls = FleetCalls(self.plan, self.rendezvous, self.rollouts.link, self.fleet, self.background, self.fixed)
+            self.start(
+                watch_returns(fleet, logs, restarted, config.generator.startup_timeout_s),
+                f"lost engines of {fleet.name}",
+            )
+            self.start(
+                show_engines(fleet, Path(config.run_dir), self.trace),
+                f"status of the engines of {fleet.name}",
+            )
+        calls = FleetCalls(
+            self.plan, self.rendezvous, self.rollouts.link, self.fleet, self.background, self.fixed
+        )
         self.start(calls.serve(), "calls of megarl engines")
         self.start(calls.watch(), "watch over engines that joined")
         scorers = open_scorers(self.plan, served, self.tokenizer)
@@ -211,27 +276,42 @@ class GeneratorExecutor:
         opening = self.plan, self.fleet, scorers, self.tokenizer, self._resources
         rollouts = open_rollouts(*opening, teachers=teachers, tell=failures.tell)
         self.rollouts_of = self.run(rollouts)
-        judge, clock = partial(judged, config=config), self.rollouts_of.clock
-        self.stream = RolloutStream(self._admission(), self._roll_out, self.rollouts, self.background, self.pulse, judge, clock.waited_s)
+        judge = partial(judged, config=config)
+        clock = self.rollouts_of.clock
+        self.stream = RolloutStream(
+            self._admission(),
+            self._roll_out,
+            self.rollouts,
+            self.background,
+            self.pulse,
+            judge,
+            clock.waited_s,
+        )
         self.start(self.stream.run(config.timeouts.rendezvous_s), "rollout stream")
         self.start(self._follow_fleet(), "places for prompts in flight")
 
     def _admission(self) -> Admission:
         config = self.plan.config
-        per_step, sources = config.rollout.prompts_per_step, self.prompts.sources
+        per_step = config.rollout.prompts_per_step
+        sources = self.prompts.sources
         return Admission(
             per_step,
             run_ahead(config.async_),
             self._places(),
             end=per_step * config.max_steps,
             mixture=sources.mixture,
-            curriculum=Curriculum(sources.place, config.data.curriculum.rest_epochs) if config.data.curriculum else None,
+            curriculum=Curriculum(sources.place, config.data.curriculum.rest_epochs)
+            if config.data.curriculum
+            else None,
         )
 
     def _places(self) -> int:
-        """The number of prompts that may be in flight. The setting is for the engines of the plan; here it is scaled to the current
-        ones."""
-        config, groups = self.plan.config, self.plan.groups
+        """The number of prompts that may be in flight.
+
+        The setting is for the engines of the plan; here it is scaled to the current ones.
+        """
+        config = self.plan.config
+        groups = self.plan.groups
         places = config.async_.max_in_flight or config.rollout.prompts_per_step
         return max(1, ceil(places * at_once(groups, self.fleet.sizes) / at_once(groups)))
 
@@ -242,10 +322,15 @@ class GeneratorExecutor:
             await self.fleet.pulse.until(lambda: self._places() != places)
 
     async def _roll_out(self, ordinal: Ordinal) -> Group:
-        return await self.rollouts_of.training(self.prompts[ordinal], self.sampling, self.plan.config.rollout.n)
+        return await self.rollouts_of.training(
+            self.prompts[ordinal], self.sampling, self.plan.config.rollout.n
+        )
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs one coroutine to its end beside the background tasks. If a background task fails, raises its error at once."""
+        """Runs one coroutine to its end beside the background tasks.
+
+        If a background task fails, raises its error at once.
+        """
         return self.loop.run_until_complete(self.background.beside(coroutine))
 
     def start(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
@@ -253,7 +338,10 @@ class GeneratorExecutor:
         self.loop.call_soon(self.background.start, coroutine, name)
 
     def wait_until(self, holds: Callable[[], bool], awaited: str) -> None:
-        """Runs the background tasks until `holds()`. Raises TimeoutError if nothing has happened for `timeouts.rollouts_s`."""
+        """Runs the background tasks until `holds()`.
+
+        Raises TimeoutError if nothing has happened for `timeouts.rollouts_s`.
+        """
         self.run(self._until(holds, awaited))
 
     async def _until(self, holds: Callable[[], bool], awaited: str) -> None:
@@ -262,20 +350,31 @@ class GeneratorExecutor:
             seen = self.version, self.stream.sent
             try:
                 async with asyncio.timeout(timeout_s):
-                    await self.pulse.until(lambda: holds() or seen != (self.version, self.stream.sent))
+                    await self.pulse.until(
+                        lambda: holds() or seen != (self.version, self.stream.sent)
+                    )
             except TimeoutError:
-                raise TimeoutError(f"generator.0 waited {timeout_s:.0f} s for {awaited}; {self.stream}") from None
+                raise TimeoutError(
+                    f"generator.0 waited {timeout_s:.0f} s for {awaited}; {self.stream}"
+                ) from None
 
     def set_step(self, step: int) -> None:
         self.status.set(f"batch {step}")
 
     def step(self) -> None:
-        """Waits until enough groups for one more batch have been sent. The trainer composes its batches itself."""
+        """Waits until enough groups for one more batch have been sent.
+
+        The trainer composes its batches itself.
+        """
         with self.trace.span(f"generate batch {self.curr_step}") as told:
             enough = (self.curr_step + 1) * self.plan.config.rollout.prompts_per_step
-            self.wait_until(lambda: self.stream.finished >= enough, f"batch {self.curr_step} from the engines")
+            self.wait_until(
+                lambda: self.stream.finished >= enough, f"batch {self.curr_step} from the engines"
+            )
             now = self.fleet.tokens.copy()
-            told["engine_tokens"] = [now[index] - self._tokens[index] for index in range(len(self.fleet.engines))]
+            told["engine_tokens"] = [
+                now[index] - self._tokens[index] for index in range(len(self.fleet.engines))
+            ]
             if len(self.fleet.groups) > 1:
                 told["engine_groups"] = self.fleet.group_of.copy()
             self._tokens = now
@@ -287,10 +386,13 @@ class GeneratorExecutor:
         return self.stream.version
 
     async def hold(self) -> None:
-        """Brings running requests into the state that `async.partial_rollout` requires for a weight update."""
+        """Brings running requests into the state that `async.partial_rollout` requires for a weight
+        update.
+        """
         config = self.plan.config
         if config.async_.partial_rollout == "block":
-            # If all engines are lost, no request can finish. Requests then continue after the update, on engines that have come back.
+            # If all engines are lost, no request can finish. Requests then continue after the
+            # update, on engines that have come back.
             await self.fleet.while_serving(asyncio.ensure_future(self.stream.drain()))
         await self.fleet.hold(config.timeouts.weights_s)
         self.stream.stand_still()
@@ -301,22 +403,33 @@ class GeneratorExecutor:
         self.stream.put_version(version)
 
     async def probe(self) -> ProbeReady:
-        """Samples a few responses of each group of engines with their log-probs, for the trainer to score under the same weights. Empty if
-        no engine is left.
+        """Samples a few responses of each group of engines with their log-probs, for the trainer to
+        score under the same weights. Empty if no engine is left.
 
-        Without rollout.replay_mask, they are drawn from the whole distribution: truncation would raise their log-probs by the mass that is
-        cut off.
+        Without rollout.replay_mask, they are drawn from the whole distribution: truncation would
+        raise their log-probs by the mass that is cut off.
         """
         tokens = min(PROBE_TOKENS, self.sampling.max_tokens)
         sampling = msgspec.structs.replace(self.sampling, max_tokens=tokens)
         if not self.plan.config.rollout.replay_mask:
             sampling = msgspec.structs.replace(sampling, top_p=1.0, top_k=-1, min_p=0.0)
-        groups = [number for number, serving in enumerate(self.fleet.counts(self.fleet.serving)) if serving]
-        sampling = msgspec.structs.replace(sampling, seed=seed_of(self.plan.config.seed, "probe", self.version))
-        asked = [(group, self.prompts[ordinal]) for group in groups for ordinal in range(PROBE_PROMPTS)]
+        groups = [
+            number
+            for number, serving in enumerate(self.fleet.counts(self.fleet.serving))
+            if serving
+        ]
+        sampling = msgspec.structs.replace(
+            sampling, seed=seed_of(self.plan.config.seed, "probe", self.version)
+        )
+        asked = [
+            (group, self.prompts[ordinal]) for group in groups for ordinal in range(PROBE_PROMPTS)
+        ]
         prompts = [prompt for _, prompt in asked]
         answers = asyncio.gather(
-            *(self.fleet.generate(prompt.token_ids, sampling.of_sample(prompt.ordinal), 1, group) for group, prompt in asked)
+            *(
+                self.fleet.generate(prompt.token_ids, sampling.of_sample(prompt.ordinal), 1, group)
+                for group, prompt in asked
+            )
         )
         if not groups or not await self.fleet.while_serving(answers):
             return ProbeReady(self.version, [], [], [], [], [])
@@ -324,7 +437,10 @@ class GeneratorExecutor:
         names = [self.fleet.groups[group].name for group, _ in asked]
         return ProbeReady(
             version=self.version,
-            token_ids=[prompt.token_ids + completion.token_ids.tolist() for prompt, completion in zip(prompts, completions)],
+            token_ids=[
+                prompt.token_ids + completion.token_ids.tolist()
+                for prompt, completion in zip(prompts, completions)
+            ],
             prompt_lengths=[len(prompt.token_ids) for prompt in prompts],
             logprobs=[completion.logprobs.tolist() for completion in completions],
             routing=[completion.routing for completion in completions],
@@ -333,16 +449,29 @@ class GeneratorExecutor:
         )
 
     async def evaluate(self) -> None:
-        """Evaluates the version that the engines have just taken, if it is due and there are no engines that only evaluate."""
-        config, version = self.plan.config, self.version
+        """Evaluates the version that the engines have just taken, if it is due and there are no
+        engines that only evaluate.
+        """
+        config = self.plan.config
+        version = self.version
         if config.eval.engines or not (self.held_out and is_due(config, version)):
             return
         with self.trace.span(f"evaluate version {version}", track="weights"):
-            result = await evaluate_sets(self.plan, self.rollouts_of.held_out, self.held_out, self.tokenizer, self.fleet.sizes)
+            result = await evaluate_sets(
+                self.plan,
+                self.rollouts_of.held_out,
+                self.held_out,
+                self.tokenizer,
+                self.fleet.sizes,
+            )
         write_result(config.run_dir, version, result)
 
     def save_checkpoint(self) -> None:
-        """Saves nothing. The trainer's checkpoint has everything, and unfinished prompts are generated again by their ordinals."""
+        """Saves nothing.
+
+        The trainer's checkpoint has everything, and unfinished prompts are generated again by their
+        ordinals.
+        """
 
     def shutdown(self) -> None:
         self.status.set("done")
@@ -350,6 +479,9 @@ class GeneratorExecutor:
         self.trace.close()
 
     def close(self) -> None:
-        """Ends everything that this executor has started, even if the run has failed. Tasks left in the event loop would print warnings."""
+        """Ends everything that this executor has started, even if the run has failed.
+
+        Tasks left in the event loop would print warnings.
+        """
         self.loop.run_until_complete(self.background.close())
         self.loop.run_until_complete(self._resources.aclose())

@@ -13,16 +13,29 @@ from megarl.trainer.distributed import init_distributed, shutdown_distributed
 from megarl.trainer.step import MegatronTrainer
 
 
-def make_policy(plan: RunPlan, total_steps: int, optimizer: AdamConfig | None = None) -> MegatronTrainer:
-    """Makes the trainer of the plan's policy, for all weights or for adapters alone. The values of the weights must be set afterwards.
-    `optimizer`: see MegatronTrainer."""
+def make_policy(
+    plan: RunPlan, total_steps: int, optimizer: AdamConfig | None = None
+) -> MegatronTrainer:
+    """Makes the trainer of the plan's policy, for all weights or for adapters alone.
+
+    The values of the weights must be set afterwards. `optimizer`: see MegatronTrainer.
+    """
     config = plan.config
     of_all = plan.spec, plan.trainer_topology, config.trainer, config.model.dtype, config.seed
     timeout_s = config.timeouts.collective_s
     if plan.adapters is None:
-        return MegatronTrainer(*of_all, total_steps=total_steps, timeout_s=timeout_s, optimizer=optimizer)
+        return MegatronTrainer(
+            *of_all, total_steps=total_steps, timeout_s=timeout_s, optimizer=optimizer
+        )
     alone = plan.sent_adapters is not None
-    return LoraTrainer(*of_all, total_steps=total_steps, timeout_s=timeout_s, optimizer=optimizer, lora=config.lora, sent_alone=alone)
+    return LoraTrainer(
+        *of_all,
+        total_steps=total_steps,
+        timeout_s=timeout_s,
+        optimizer=optimizer,
+        lora=config.lora,
+        sent_alone=alone,
+    )
 
 
 def steps_of_run(plan: RunPlan) -> int:
@@ -30,9 +43,14 @@ def steps_of_run(plan: RunPlan) -> int:
     return plan.config.max_steps * plan.config.trainer.optimizer_steps
 
 
-def load_checkpoint(trainer: MegatronTrainer, path: str, critic: MegatronTrainer | None = None, of: str = "") -> dict[str, Any]:
-    """Loads the checkpoint at `path`, and returns its state. Raises RunError if it is damaged. If `path` is a copy, the error names the
-    original `of`, which must be moved away."""
+def load_checkpoint(
+    trainer: MegatronTrainer, path: str, critic: MegatronTrainer | None = None, of: str = ""
+) -> dict[str, Any]:
+    """Loads the checkpoint at `path`, and returns its state.
+
+    Raises RunError if it is damaged. If `path` is a copy, the error names the original `of`, which
+    must be moved away.
+    """
     try:
         state = checkpoint.load(trainer, path)
         if critic is not None:
@@ -43,8 +61,11 @@ def load_checkpoint(trainer: MegatronTrainer, path: str, critic: MegatronTrainer
 
 
 def export_rank(plan: RunPlan, path: str, of: str, output: str, adapter: bool = False) -> None:
-    """Runs one trainer rank of an export. It loads its shard of the checkpoint at `path`, which is a copy of the one at `of`. It writes its
-    part of the HF files, or of a PEFT adapter, at `output`."""
+    """Runs one trainer rank of an export.
+
+    It loads its shard of the checkpoint at `path`, which is a copy of the one at `of`. It writes
+    its part of the HF files, or of a PEFT adapter, at `output`.
+    """
     init_distributed(plan.config.timeouts.collective_s)
     trainer = make_policy(plan, steps_of_run(plan))
     if trainer.frozen:

@@ -1,4 +1,6 @@
-"""Supervised warm start with the trainer of the RL run: next-token prediction on the response tokens."""
+"""Supervised warm start with the trainer of the RL run: next-token prediction on the response
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -25,30 +27,44 @@ from megarl.trainer.step import MegatronTrainer
 
 
 def run_sft_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous) -> None:
-    """One trainer rank. Rank 0 writes `run_dir`/sft/metrics.jsonl; all ranks together export to `sft.output`.
+    """One trainer rank.
 
-    With `sft.eval`, the loss on it is measured before the first step, every `sft.every` steps, and after the last. If `sft.keep` is best,
-    weights with a lower loss than all before are exported beside `sft.output` at once, and moved there at the end. Every `sft.save_every`
-    steps a checkpoint is saved, from which an interrupted warm start resumes.
+    Rank 0 writes `run_dir`/sft/metrics.jsonl; all ranks together export to `sft.output`.
+
+    With `sft.eval`, the loss on it is measured before the first step, every `sft.every` steps, and
+    after the last. If `sft.keep` is best, weights with a lower loss than all before are exported
+    beside `sft.output` at once, and moved there at the end. Every `sft.save_every` steps a
+    checkpoint is saved, from which an interrupted warm start resumes.
     """
-    config, run_dir = plan.config, Path(plan.config.run_dir) / "sft"
+    config = plan.config
+    run_dir = Path(plan.config.run_dir) / "sft"
     status = StatusBoard(run_dir, f"sft.{rank}").for_work()
     status.set("building the model")
     init_distributed(config.timeouts.collective_s)
-    began, best = rendezvous.start_step, f"{config.sft.output}.best"
+    began = rendezvous.start_step
+    best = f"{config.sft.output}.best"
     trainer, lowest = _begun(plan, rendezvous.checkpoint, best)
     held_out = sft_held_out(config, plan.spec)
-    record = {WARM_START: warm_start_record(config), contents.FILE: (run_dir / contents.FILE).read_text(encoding="utf-8")}
+    record = {
+        WARM_START: warm_start_record(config),
+        contents.FILE: (run_dir / contents.FILE).read_text(encoding="utf-8"),
+    }
     metrics = MetricsWriter(run_dir, resume_step=began) if rank == 0 else None
     started = time.monotonic()
     for step, sequences in enumerate(sft_batches(config, plan.spec, began), began):
         status.set(f"step {step}")
-        before = {"before/eval/loss": mean_loss(trainer, held_out, config.sft.batch_size)} if held_out and step == 0 else {}
+        before = (
+            {"before/eval/loss": mean_loss(trainer, held_out, config.sft.batch_size)}
+            if held_out and step == 0
+            else {}
+        )
         tokens = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
         result = trainer.train_step(sequences, nll_loss, float(tokens))
         result.check_tokens(tokens)
         done = step + 1
-        if held_out and (done == config.sft.steps or (config.sft.every and done % config.sft.every == 0)):
+        if held_out and (
+            done == config.sft.steps or (config.sft.every and done % config.sft.every == 0)
+        ):
             status.set(f"held-out loss after step {step}")
             before["eval/loss"] = loss = mean_loss(trainer, held_out, config.sft.batch_size)
             if config.sft.keep == "best" and loss < lowest:
@@ -57,14 +73,25 @@ def run_sft_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous) -> None:
         if metrics is not None:
             wall_s = time.monotonic() - started
             samples_per_s = (step + 1 - began) * len(sequences) / wall_s
-            values = {"loss": result.loss, "entropy/mean": result.entropy, "grad_norm": result.grad_norm}
-            metrics.write(step, {"wall_s": wall_s, **values, **before, "samples_per_s": samples_per_s})
+            values = {
+                "loss": result.loss,
+                "entropy/mean": result.entropy,
+                "grad_norm": result.grad_norm,
+            }
+            metrics.write(
+                step, {"wall_s": wall_s, **values, **before, "samples_per_s": samples_per_s}
+            )
         if config.sft.save_every and done % config.sft.save_every == 0 and done < config.sft.steps:
             status.set(f"saving after step {step}")
             if metrics is not None:
                 metrics.sync()
             files = {name: text.encode() for name, text in record.items()}
-            checkpoint.save(trainer, checkpoint_path(run_dir, done), {"step": done, "lowest": str(lowest)}, files)
+            checkpoint.save(
+                trainer,
+                checkpoint_path(run_dir, done),
+                {"step": done, "lowest": str(lowest)},
+                files,
+            )
             if rank == 0:
                 prune_checkpoints(run_dir, keep=1)
     status.set("exporting")
@@ -80,8 +107,11 @@ def run_sft_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous) -> None:
 
 
 def _begun(plan: RunPlan, path: str, best: str) -> tuple[MegatronTrainer, float]:
-    """Returns (trainer, lowest held-out loss so far). The trainer has the weights of the checkpoint at `path`, or initial weights if `path`
-    is empty. The weights with the lowest loss are at `best`; if there are none, the loss is infinity."""
+    """Returns (trainer, lowest held-out loss so far).
+
+    The trainer has the weights of the checkpoint at `path`, or initial weights if `path` is empty.
+    The weights with the lowest loss are at `best`; if there are none, the loss is infinity.
+    """
     config = plan.config
     trainer = make_policy(plan, config.sft.steps, config.sft.optimizer)
     if config.model.random_init:
@@ -92,12 +122,16 @@ def _begun(plan: RunPlan, path: str, best: str) -> tuple[MegatronTrainer, float]
         return trainer, math.inf
     lowest = float(load_checkpoint(trainer, path)["lowest"])
     if lowest < math.inf and not Path(best).is_dir():
-        raise RunError(f"{best}: the best weights so far are gone; to begin anew, remove {Path(path).parent}")
+        raise RunError(
+            f"{best}: the best weights so far are gone; to begin anew, remove {Path(path).parent}"
+        )
     return trainer, lowest
 
 
 def mean_loss(trainer: MegatronTrainer, sequences: Sequence[TrainSequence], size: int) -> float:
     """The mean negative log-prob of the learned tokens, `size` sequences at a time. Collective."""
     parts = (sequences[first : first + size] for first in range(0, len(sequences), size))
-    total = sum(float(row.sum(dtype="float64")) for part in parts for row in trainer.token_logprobs(part))
+    total = sum(
+        float(row.sum(dtype="float64")) for part in parts for row in trainer.token_logprobs(part)
+    )
     return -total / sum(int(sequence.loss_mask.sum()) for sequence in sequences)

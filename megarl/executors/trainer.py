@@ -1,4 +1,6 @@
-"""The trainer executor: turns a batch of groups into the next version of the weights (LlamaRL, section 5.1.1)."""
+"""The trainer executor: turns a batch of groups into the next version of the weights (LlamaRL,
+section 5.1.1).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,14 @@ from megarl.executors.policy import load_checkpoint, make_policy, steps_of_run
 from megarl.executors.saving import Saving
 from megarl.messaging.messages import ProbeReady, WeightsApplied
 from megarl.messaging.rendezvous import Rendezvous
-from megarl.observe.agreement import DIFFERENCE, LARGEST, LIMIT, describe_differences, probe_limit, too_far
+from megarl.observe.agreement import (
+    DIFFERENCE,
+    LARGEST,
+    LIMIT,
+    describe_differences,
+    probe_limit,
+    too_far,
+)
 from megarl.observe.metrics import MetricsWriter
 from megarl.observe.samples import OrdinalsWriter, SamplesWriter, TokensWriter, write_rollouts
 from megarl.observe.status import StatusBoard, TraceWriter
@@ -62,13 +71,17 @@ DISTRIBUTIONS = {"reward": "reward", "response_tokens": "tokens"}  # metric -> f
 
 @dataclass
 class TrainerExecutor:
-    """One rank of the trainer. All ranks get the same batch, but per-token numbers only for the samples that they train on. After a step
-    all are in the same state."""
+    """One rank of the trainer.
+
+    All ranks get the same batch, but per-token numbers only for the samples that they train on.
+    After a step all are in the same state.
+    """
 
     plan: RunPlan
     rank: int
     rendezvous: Rendezvous
-    ledger: Callable[[], bytes] = Ledger().encode  # returns the ledger of prompts for the checkpoint, on rank 0
+    # returns the ledger of prompts for the checkpoint, on rank 0
+    ledger: Callable[[], bytes] = Ledger().encode
     curr_step: int = 0
     stopped: bool = False
 
@@ -83,7 +96,11 @@ class TrainerExecutor:
         self._mixture = train_mixture(config)
         self.algorithm = make_algorithm(config.algorithm, teachers_of(config))
         self.critic = make_critic(self.plan, self.trainer) if self.plan.critic else None
-        models = {role.name: load_frozen(self.plan, role, self.trainer) for role in self.plan.frozen if role.role == TEACHER}
+        models = {
+            role.name: load_frozen(self.plan, role, self.trainer)
+            for role in self.plan.frozen
+            if role.role == TEACHER
+        }
         teachers = Teachers(config, models) if teachers_of(config) else None
         both = self.trainer, self.algorithm, config
         if self.critic is None:
@@ -100,10 +117,17 @@ class TrainerExecutor:
         elif self.critic is not None:
             begin_critic(self.critic, self.plan)
         self.curr_step = self.rendezvous.start_step
-        self.metrics = MetricsWriter(run_dir, resume_step=self.curr_step) if self.rank == 0 else None
-        self.ordinals = OrdinalsWriter(run_dir, resume_step=self.curr_step) if self.rank == 0 else None
-        self.samples = SamplesWriter(run_dir, resume_step=self.curr_step) if self.rank == 0 else None
-        self.tokens: TokensWriter | None = None  # created only when there is something to write, on few ranks
+        self.metrics = (
+            MetricsWriter(run_dir, resume_step=self.curr_step) if self.rank == 0 else None
+        )
+        self.ordinals = (
+            OrdinalsWriter(run_dir, resume_step=self.curr_step) if self.rank == 0 else None
+        )
+        self.samples = (
+            SamplesWriter(run_dir, resume_step=self.curr_step) if self.rank == 0 else None
+        )
+        # created only when there is something to write, on few ranks
+        self.tokens: TokensWriter | None = None
         if self.rank == 0:
             forget_after(run_dir, self.curr_step)
             self._evaluations = NewEvaluations(run_dir)
@@ -111,16 +135,22 @@ class TrainerExecutor:
         self._probe_metrics: dict[str, float] = {}
         self._evaluation_sync: dict[str, float] = {}
         self._acceptance = Acceptance(never_trained(config))
-        self.saving = Saving(config, self.trainer, self.trace, saved=self.curr_step, critic=self.critic)
+        self.saving = Saving(
+            config, self.trainer, self.trace, saved=self.curr_step, critic=self.critic
+        )
         self.saving.resume()
         take_peak()
-        if self.curr_step == config.max_steps:  # the last weights must still be evaluated, and no step follows
+        # the last weights must still be evaluated, and no step follows
+        if self.curr_step == config.max_steps:
             self.saving.after_step(self.curr_step, self._records, last=True)
 
     def _hold_reference(self) -> None:
-        """Loads the reference: the role's model, or else the weights that the run began with, even after a resume."""
+        """Loads the reference: the role's model, or else the weights that the run began with, even
+        after a resume.
+        """
         role = self.plan.reference
-        if role is not None and (role.spec != self.plan.spec or self.trainer.frozen):  # adapters can be off only in their own model
+        # adapters can be off only in their own model
+        if role is not None and (role.spec != self.plan.spec or self.trainer.frozen):
             self.trainer.hold_reference(load_frozen(self.plan, role, self.trainer))
             return
         self.trainer.load_hf(role.path if role else self.plan.weights_path)
@@ -135,16 +165,21 @@ class TrainerExecutor:
         self.status.set(f"step {step}")
 
     def put_batch(self, batch: Batch, waited_s: float) -> None:
-        self.batch, self._batch_wait_s = batch, waited_s
+        self.batch = batch
+        self._batch_wait_s = waited_s
 
     def stop(self) -> None:
         """Called instead of `put_batch` when the run must stop here."""
         self.stopped = True
 
     def put_sync(self, report: SyncReport, applied: Callable[[], WeightsApplied | None]) -> None:
-        """Takes the cost of sending the weights. `applied` waits for the generator to confirm that they are in use; it returns None if the
-        run stops first. It is called only when the step is reported."""
-        self._sync, self._applied = report, applied
+        """Takes the cost of sending the weights.
+
+        `applied` waits for the generator to confirm that they are in use; it returns None if the
+        run stops first. It is called only when the step is reported.
+        """
+        self._sync = report
+        self._applied = applied
 
     def put_evaluation_sync(self, report: SyncReport) -> None:
         """Takes the cost of sending the weights to the engines that only evaluate."""
@@ -167,66 +202,111 @@ class TrainerExecutor:
         return self.plan.trainer_topology.replicas
 
     def assign(self, batch: Batch) -> list[list[int]]:
-        """[dp][…] the places in the batch of the samples that each data-parallel rank trains on. All ranks return the same, whichever parts
-        of the batch they have."""
+        """[dp][…] the places in the batch of the samples that each data-parallel rank trains on.
+
+        All ranks return the same, whichever parts of the batch they have.
+        """
         return self.batch_steps.assign(batch)
 
     def _check_scores(self, batch: Batch) -> None:
-        """Raises RunError on all ranks if too many scores or episodes failed, or too many prompts were dropped. Writes the rollouts
-        first."""
-        problem = too_many_failures(self.plan.config.reward, batch.generated, teachers=teachers_of(self.plan.config))
+        """Raises RunError on all ranks if too many scores or episodes failed, or too many prompts
+        were dropped. Writes the rollouts first.
+        """
+        problem = too_many_failures(
+            self.plan.config.reward, batch.generated, teachers=teachers_of(self.plan.config)
+        )
         problem = problem or too_many_failed_episodes(self.plan.config.rollout, batch.generated)
         if problem := problem or too_many_dropped(batch, self.plan.config):
             written = self._write_rollouts(batch) if self.rank == 0 else None
-            raise RunError(f"step {batch.step}: {problem}" + (f"\nThe step's samples are in {written}" if written else ""))
+            raise RunError(
+                f"step {batch.step}: {problem}"
+                + (f"\nThe step's samples are in {written}" if written else "")
+            )
 
     def _write_rollouts(self, batch: Batch) -> Path | None:
         shown = self.plan.config.observe.rollouts_per_step
-        groups, dropped = zip(batch.groups, batch.texts[:shown]), zip(batch.dropped, batch.dropped_texts[:shown])
-        of_groups, of_dropped = ([(group, texts_of(texts)) for group, texts in some] for some in (groups, dropped))
+        groups = zip(batch.groups, batch.texts[:shown])
+        dropped = zip(batch.dropped, batch.dropped_texts[:shown])
+        of_groups, of_dropped = (
+            [(group, texts_of(texts)) for group, texts in some] for some in (groups, dropped)
+        )
         if self.samples is not None:
             self.samples.write(batch.step, of_groups)
             self.samples.write(batch.step, of_dropped, dropped=True)
-        return write_rollouts(self.plan.config.run_dir, batch.step, of_groups, of_dropped, len(batch.dropped))
+        return write_rollouts(
+            self.plan.config.run_dir, batch.step, of_groups, of_dropped, len(batch.dropped)
+        )
 
     def _write_tokens(self, batch: Batch, results: list[StepResult]) -> None:
         kept = kept_rows(results)
         if kept and self.tokens is None:
             piece = load_tokenizer(self.plan.config.model).piece
             self.tokens = TokensWriter(self.plan.config.run_dir, self.rank, piece)
-        names = [(group.ordinal, sample) for group in batch.groups for sample in range(len(group.samples))]
+        names = [
+            (group.ordinal, sample)
+            for group in batch.groups
+            for sample in range(len(group.samples))
+        ]
         for place, row in kept.items():
             assert self.tokens is not None
             self.tokens.write(batch.step, *names[place], row)
 
     def _write_metrics(self, batch: Batch, results: list[StepResult], train_s: float) -> None:
         assert self.metrics is not None and self.ordinals is not None  # rank 0
-        applied, config = self._applied(), self.plan.config
+        applied = self._applied()
+        config = self.plan.config
         now = time.monotonic()
-        step_s, self._step_ended = now - self._step_ended, now
+        step_s = now - self._step_ended
+        self._step_ended = now
         samples = batch.samples
         self.metrics.write(
             batch.step,
             {
                 "wall_s": now - self._started,
-                **batch_metrics(batch, self.version - 1, batch_rewards(batch, config) if shapes(config) else None),
-                **(dropped_metrics(batch) if self.plan.config.rollout.dynamic_sampling or batch.dropped else {}),
-                **source_metrics(batch, self._mixture, self.plan.config.data.curriculum is not None),
+                **batch_metrics(
+                    batch,
+                    self.version - 1,
+                    batch_rewards(batch, config) if shapes(config) else None,
+                ),
+                **(
+                    dropped_metrics(batch)
+                    if self.plan.config.rollout.dynamic_sampling or batch.dropped
+                    else {}
+                ),
+                **source_metrics(
+                    batch, self._mixture, self.plan.config.data.curriculum is not None
+                ),
                 **step_metrics(results, self.algorithm),
                 **self.batch_steps.value_metrics(),
-                # With a critic, samples of equal reward also have advantages. Without a reward, equal rewards mean nothing.
-                **({} if needs_groups_to_differ(self.plan.config.algorithm) else {"zero_advantage_fraction": None}),
+                # With a critic, samples of equal reward also have advantages. Without a reward,
+                # equal rewards mean nothing.
+                **(
+                    {}
+                    if needs_groups_to_differ(self.plan.config.algorithm)
+                    else {"zero_advantage_fraction": None}
+                ),
                 "weights/version": self.version,
                 LIMIT: probe_limit(self.plan),
                 **self._probe_metrics,
                 **step_times(
-                    batch, step_s, train_s, self._batch_wait_s, self._sync.wait_s, self._sync.sync_s, applied.pause_s if applied else 0.0
+                    batch,
+                    step_s,
+                    train_s,
+                    self._batch_wait_s,
+                    self._sync.wait_s,
+                    self._sync.sync_s,
+                    applied.pause_s if applied else 0.0,
                 ),
                 "time/save_s": self.saving.taken_s(),
                 "samples_per_s": len(samples) / step_s,
                 "tokens_per_s": sum(sample.policy_tokens for sample in samples) / step_s,
-                "samples/trained": sum(result.sequences for result in results) // self.plan.config.trainer.epochs,
-                **({"samples/masked": len(masked_places(batch, True))} if self.plan.config.algorithm.mask_truncated else {}),
+                "samples/trained": sum(result.sequences for result in results)
+                // self.plan.config.trainer.epochs,
+                **(
+                    {"samples/masked": len(masked_places(batch, True))}
+                    if self.plan.config.algorithm.mask_truncated
+                    else {}
+                ),
                 **_applied_metrics(applied),
                 **_memory_metrics(applied),
                 **self._accepted_metrics(applied),
@@ -237,12 +317,19 @@ class TrainerExecutor:
                 **self._evaluation_sync,
                 **self._evaluations.metrics(),
             },
-            {name: [getattr(sample, field) for sample in batch.generated] for name, field in DISTRIBUTIONS.items()},
+            {
+                name: [getattr(sample, field) for sample in batch.generated]
+                for name, field in DISTRIBUTIONS.items()
+            },
             results[0].agreement.histograms() if results and results[0].agreement else {},
         )
-        self._probe_metrics, self._evaluation_sync = {}, {}
+        self._probe_metrics = {}
+        self._evaluation_sync = {}
         self._write_rollouts(batch)
-        self.ordinals.write(batch.step, *([group.ordinal for group in some] for some in (batch.groups, batch.dropped)))
+        self.ordinals.write(
+            batch.step,
+            *([group.ordinal for group in some] for some in (batch.groups, batch.dropped)),
+        )
 
     def _accepted_metrics(self, applied: WeightsApplied | None) -> dict[str, float]:
         """Metrics of speculative decoding. Prints a line when the draft model has become stale."""
@@ -259,12 +346,16 @@ class TrainerExecutor:
         return sent_layout(self.plan, self.trainer.layout, layer_spec())
 
     def get_model(self) -> dict[str, torch.Tensor]:
-        """This rank's parameters under Megatron's names with global layer numbers, for the weights channel to read."""
+        """This rank's parameters under Megatron's names with global layer numbers, for the weights
+        channel to read.
+        """
         return self.trainer.sent_parameters()
 
     def compare_probe(self, probe: ProbeReady) -> None:
-        """Scores the probe's tokens, if there are any, under the same weights, and adds the mean absolute log-prob difference to the
-        metrics. With routing replay, also measures it without replay. Raises RunError if trainer and generator differ too much."""
+        """Scores the probe's tokens, if there are any, under the same weights, and adds the mean
+        absolute log-prob difference to the metrics. With routing replay, also measures it without
+        replay. Raises RunError if trainer and generator differ too much.
+        """
         if not probe.token_ids:
             return
         of_sequence = self._probe_differences(probe, probe.routing)
@@ -279,9 +370,13 @@ class TrainerExecutor:
             self._probe_metrics["logprob/abs_diff_mean_own_routing"] = mean
 
     def _compare_with(self, group: str, differences: list[float], version: Version) -> None:
-        """Compares the difference of a group's engines with the limit for their precision. Prints a warning above it. Raises RunError far
-        above."""
-        mean, limit, of = fmean(differences), probe_limit(self.plan, group), f" of group {group}" if group else ""
+        """Compares the difference of a group's engines with the limit for their precision.
+
+        Prints a warning above it. Raises RunError far above.
+        """
+        mean = fmean(differences)
+        limit = probe_limit(self.plan, group)
+        of = f" of group {group}" if group else ""
         if problem := too_far(mean, limit):
             raise RunError(f"weights version {version}{of}: {problem}")
         if self.rank == 0 and (told := describe_differences([{DIFFERENCE: mean, LIMIT: limit}])):
@@ -300,20 +395,36 @@ class TrainerExecutor:
                 routing=experts,
                 kept=kept,
             )
-            for ids, prompt, experts, kept in zip(probe.token_ids, probe.prompt_lengths, routing, probe.kept, strict=True)
+            for ids, prompt, experts, kept in zip(
+                probe.token_ids, probe.prompt_lengths, routing, probe.kept, strict=True
+            )
         ]
-        ours = self.trainer.token_logprobs(sequences, temperature=self.plan.config.rollout.temperature)
+        ours = self.trainer.token_logprobs(
+            sequences, temperature=self.plan.config.rollout.temperature
+        )
         return [
-            [abs(mine - theirs) for mine, theirs in zip(row[prompt:].tolist(), generated, strict=True)]
+            [
+                abs(mine - theirs)
+                for mine, theirs in zip(row[prompt:].tolist(), generated, strict=True)
+            ]
             for row, prompt, generated in zip(ours, probe.prompt_lengths, probe.logprobs)
         ]
 
     def save_checkpoint(self) -> None:
-        """Saves weights, optimizer, RNG and ledger: every `checkpoint.every` steps, after the last step, and when the run is stopped."""
-        self.saving.after_step(self.curr_step, self._records, last=self.stopped or self.curr_step == self.plan.config.max_steps)
+        """Saves weights, optimizer, RNG and ledger: every `checkpoint.every` steps, after the last
+        step, and when the run is stopped.
+        """
+        self.saving.after_step(
+            self.curr_step,
+            self._records,
+            last=self.stopped or self.curr_step == self.plan.config.max_steps,
+        )
 
     def _records(self) -> dict[str, bytes]:
-        """The files that rank 0 adds to a checkpoint. All steps that they count as done are already on disk."""
+        """The files that rank 0 adds to a checkpoint.
+
+        All steps that they count as done are already on disk.
+        """
         if self.metrics is None or self.ordinals is None:
             return {}
         self.metrics.sync()
@@ -330,7 +441,10 @@ class TrainerExecutor:
 
 
 def _memory_metrics(applied: WeightsApplied | None) -> dict[str, float]:
-    """The most memory that this rank, and a worker of an engine, have held so far, in GiB. In use: that of this rank's GPU now."""
+    """The most memory that this rank, and a worker of an engine, have held so far, in GiB.
+
+    In use: that of this rank's GPU now.
+    """
     in_bytes = {
         "memory/trainer_gib": high_water_bytes(of_tensors=True),
         "memory/engine_gib": applied.high_water_bytes if applied else 0,
@@ -342,8 +456,16 @@ def _memory_metrics(applied: WeightsApplied | None) -> dict[str, float]:
 def _applied_metrics(applied: WeightsApplied | None) -> dict[str, float | bool]:
     if applied is None:
         return {}
-    changed = {} if applied.changed_fraction is None else {"sync/changed_fraction": applied.changed_fraction}
-    found = {"sync/bytes": applied.bytes_written, "sync/audit_ok": applied.audited, "engines/serving": applied.engines}
+    changed = (
+        {}
+        if applied.changed_fraction is None
+        else {"sync/changed_fraction": applied.changed_fraction}
+    )
+    found = {
+        "sync/bytes": applied.bytes_written,
+        "sync/audit_ok": applied.audited,
+        "engines/serving": applied.engines,
+    }
     by_group = {f"engines/serving/{name}": engines for name, engines in applied.serving.items()}
     by_group |= {f"engines/tokens/{name}": tokens for name, tokens in applied.sampled.items()}
     return {**found, **by_group, **changed}

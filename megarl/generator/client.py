@@ -1,4 +1,6 @@
-"""An asyncio client for one engine: SGLang's HTTP interface with types, deadlines, and errors that name the engine."""
+"""An asyncio client for one engine: SGLang's HTTP interface with types, deadlines, and errors that
+name the engine.
+"""
 
 from __future__ import annotations
 
@@ -34,22 +36,26 @@ from megarl.generator.completions import (
 from megarl.generator.server import LOADER
 from megarl.models.routing import RoutingFormat
 
-# Sends bytes to an engine's workers in the only form that SGLang passes on: a named tensor in its own pickle format.
+# Sends bytes to an engine's workers in the only form that SGLang passes on: a named tensor in its
+# own pickle format.
 
 
-# The function that makes a storage of bytes. When Megatron (0.19.2) is imported, it replaces torch's function by its own, which then goes
-# into pickles. SGLang accepts only torch's function.
-_TORCHS, _MEGATRONS = b"ctorch.storage\n_load_from_bytes\n", b"cmegatron.core.safe_globals\nsafe_load_from_bytes\n"
+# The function that makes a storage of bytes. When Megatron (0.19.2) is imported, it replaces
+# torch's function by its own, which then goes into pickles. SGLang accepts only torch's function.
+_TORCHS = b"ctorch.storage\n_load_from_bytes\n"
+_MEGATRONS = b"cmegatron.core.safe_globals\nsafe_load_from_bytes\n"
 
 
 def tensor_payload(content: bytes) -> str:
-    """Encodes `content` as an entry of SGLang's `serialized_named_tensors`: one uint8 tensor named "command", base64 of a plain pickle.
+    """Encodes `content` as an entry of SGLang's `serialized_named_tensors`: one uint8 tensor named
+    "command", base64 of a plain pickle.
 
-    Plain pickle puts the values into the message itself. SGLang's own helper would send a handle to shared memory, and would start a
-    manager process to keep that memory.
+    Plain pickle puts the values into the message itself. SGLang's own helper would send a handle to
+    shared memory, and would start a manager process to keep that memory.
     """
     tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    pickled = pickle.dumps([("command", tensor)], protocol=3)  # in protocol 3, names of functions are plain lines
+    # in protocol 3, names of functions are plain lines
+    pickled = pickle.dumps([("command", tensor)], protocol=3)
     return base64.b64encode(pickled.replace(_MEGATRONS, _TORCHS, 1)).decode()
 
 
@@ -60,7 +66,9 @@ def content_of(named_tensors: list[tuple[str, torch.Tensor]]) -> bytes:
 
 
 class EngineUnreachable(EngineError):
-    """The connection to the engine at `url` broke or could not be made: its process has ended, or is about to."""
+    """The connection to the engine at `url` broke or could not be made: its process has ended, or
+    is about to.
+    """
 
     def __init__(self, url: str, message: str):
         super().__init__(message)
@@ -88,9 +96,12 @@ _decode_outcome = msgspec.json.Decoder(_Outcome).decode
 
 
 class EngineClient:
-    """Construct it inside a running event loop, and `close` it at the end. `request_s`: deadline of a generation request. With `routing`,
-    completions include the chosen experts; with `vocab_size`, the sets that tokens were drawn from. With `adapter`, requests use the
-    policy's adapter."""
+    """Construct it inside a running event loop, and `close` it at the end.
+
+    `request_s`: deadline of a generation request. With `routing`, completions include the chosen
+    experts; with `vocab_size`, the sets that tokens were drawn from. With `adapter`, requests use
+    the policy's adapter.
+    """
 
     def __init__(
         self,
@@ -105,86 +116,141 @@ class EngineClient:
         load_parser()  # compiles it now, and not while the event loop must serve answers
         self.url = url
         self._request_s = request_s
-        self._routing, self._vocab_size, self._adapter = routing, vocab_size, adapter
+        self._routing = routing
+        self._vocab_size = vocab_size
+        self._adapter = adapter
         self._condemned = ""  # why this engine must not be used any more
         self._user = {"Authorization": f"Bearer {api_key}"}
         self._admin = {"Authorization": f"Bearer {admin_key}"}
-        # No limit on connections: continuous batching needs all requests at the engine at once. The caller bounds their number.
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=600))
+        # No limit on connections: continuous batching needs all requests at the engine at once. The
+        # caller bounds their number.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=600)
+        )
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, n: int = 1, version: Version | None = None) -> list[Completion]:
-        """Returns n independent completions of one prompt, in one request; for `version` see `complete`.
+    async def generate(
+        self, prompt_ids: list[int], sampling: Sampling, n: int = 1, version: Version | None = None
+    ) -> list[Completion]:
+        """Returns n independent completions of one prompt, in one request; for `version` see
+        `complete`.
 
-        Raises EngineError when the engine refuses or aborts the request, TimeoutError past `request_s`.
+        Raises EngineError when the engine refuses or aborts the request, TimeoutError past
+        `request_s`.
         """
-        # The prompt is sent n times. With SGLang's own parameter n, it would first prefill each prompt alone and wait for that.
-        completions = await self.complete([prompt_ids] * n, [sampling.of_sample(index) for index in range(n)], version)
+        # The prompt is sent n times. With SGLang's own parameter n, it would first prefill each
+        # prompt alone and wait for that.
+        completions = await self.complete(
+            [prompt_ids] * n, [sampling.of_sample(index) for index in range(n)], version
+        )
         if any(completion.finish_reason == ABORT for completion in completions):
             raise EngineError(f"engine {self.url} aborted a request")
         return completions
 
     async def complete(
-        self, inputs: Sequence[Sequence[int]], samplings: Sequence[Sampling], version: Version | None = None
+        self,
+        inputs: Sequence[Sequence[int]],
+        samplings: Sequence[Sampling],
+        version: Version | None = None,
     ) -> list[Completion]:
-        """Returns one completion of each input, in one request. An aborted completion has all tokens sampled so far but the last.
+        """Returns one completion of each input, in one request.
 
-        `version` is the version of the weights at submission. It is part of the key of SGLang's prefix cache, so keys and values of older
-        weights are never reused. Either all of `samplings` are truncated, or none. Raises EngineError, TimeoutError.
+        An aborted completion has all tokens sampled so far but the last.
+
+        `version` is the version of the weights at submission. It is part of the key of SGLang's
+        prefix cache, so keys and values of older weights are never reused. Either all of
+        `samplings` are truncated, or none. Raises EngineError, TimeoutError.
         """
         body = generation(inputs, samplings, version, self._routing, self._adapter)
         answer = await self._post("/generate", body, self._user, self._request_s)
         return completions_of(self.url, answer, samplings, self._routing, self._vocab_size)
 
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Returns [L - 1] for each sequence of L tokens: the log-probs of tokens 1 to L - 1, each given the tokens before it."""
-        return scores_of(await self._post("/generate", scoring(sequences, self._adapter), self._user, self._request_s))
+        """Returns [L - 1] for each sequence of L tokens: the log-probs of tokens 1 to L - 1, each
+        given the tokens before it.
+        """
+        return scores_of(
+            await self._post(
+                "/generate", scoring(sequences, self._adapter), self._user, self._request_s
+            )
+        )
 
-    async def judge(self, prompt: Sequence[int], response: Sequence[int], top_k: int) -> TeacherScores:
-        """A teacher's log-probs for a response; see `completions.judging`. Raises EngineError, TimeoutError."""
-        answer = await self._post("/generate", judging(prompt, response, top_k), self._user, self._request_s)
+    async def judge(
+        self, prompt: Sequence[int], response: Sequence[int], top_k: int
+    ) -> TeacherScores:
+        """A teacher's log-probs for a response; see `completions.judging`.
+
+        Raises EngineError, TimeoutError.
+        """
+        answer = await self._post(
+            "/generate", judging(prompt, response, top_k), self._user, self._request_s
+        )
         return judgement_of(self.url, answer, response, top_k)
 
     async def classify(self, token_ids: Sequence[int]) -> float:
-        """The score of the tokens by a reward model. (`/generate` would crash such an engine.) Raises EngineError, TimeoutError."""
-        answer = await self._post("/classify", {"input_ids": list(token_ids)}, self._user, self._request_s)
+        """The score of the tokens by a reward model.
+
+        (`/generate` would crash such an engine.) Raises EngineError, TimeoutError.
+        """
+        answer = await self._post(
+            "/classify", {"input_ids": list(token_ids)}, self._user, self._request_s
+        )
         return score_in(self.url, answer)
 
-    async def wait_ready(self, timeout_s: float, log: Path | None = None, failed: Callable[[], str | None] = lambda: None) -> None:
+    async def wait_ready(
+        self,
+        timeout_s: float,
+        log: Path | None = None,
+        failed: Callable[[], str | None] = lambda: None,
+    ) -> None:
         """Returns once the engine takes requests.
 
-        Raises TimeoutError past the deadline, RuntimeError as soon as `failed` returns a reason; both quote the end of `log`.
+        Raises TimeoutError past the deadline, RuntimeError as soon as `failed` returns a reason;
+        both quote the end of `log`.
         """
         deadline = time.monotonic() + timeout_s
         while not await self._ready():
             if reason := failed():
                 raise RuntimeError(f"engine {self.url} {reason}{_tail(log)}")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"engine {self.url} was not ready after {timeout_s:.0f} s{_tail(log)}")
+                raise TimeoutError(
+                    f"engine {self.url} was not ready after {timeout_s:.0f} s{_tail(log)}"
+                )
             await asyncio.sleep(0.1)
 
     async def _ready(self) -> bool:
         if self._session.closed:  # the engine has left meanwhile
             return False
         try:
-            async with self._session.get(f"{self.url}/ready", timeout=aiohttp.ClientTimeout(total=5)) as response:
+            async with self._session.get(
+                f"{self.url}/ready", timeout=aiohttp.ClientTimeout(total=5)
+            ) as response:
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False
 
     async def pause(self, timeout_s: float, mode: str = "retract") -> None:
-        """Stops sampling at a token boundary. With `retract` the KV cache of running requests is freed, and recomputed when they continue.
-        With `in_place` it is kept."""
+        """Stops sampling at a token boundary.
+
+        With `retract` the KV cache of running requests is freed, and recomputed when they continue.
+        With `in_place` it is kept.
+        """
         await self._admin_call("/pause_generation", {"mode": mode}, timeout_s)
 
     async def abort_all(self, timeout_s: float) -> None:
-        """Ends every request that the engine has now. Each is answered with finish reason "abort"."""
+        """Ends every request that the engine has now.
+
+        Each is answered with finish reason "abort".
+        """
         await self._admin_call("/abort_request", {"rid": "", "abort_all": True}, timeout_s)
 
     async def resume(self, timeout_s: float) -> None:
         await self._admin_call("/continue_generation", {"torch_empty_cache": False}, timeout_s)
 
     async def begin_update(self, timeout_s: float) -> None:
-        """Opens SGLang's weight-update session. This undoes any repacking of weights after loading."""
+        """Opens SGLang's weight-update session.
+
+        This undoes any repacking of weights after loading.
+        """
         await self._admin_call("/begin_weight_update", {}, timeout_s)
 
     async def end_update(self, timeout_s: float) -> None:
@@ -196,16 +262,30 @@ class EngineClient:
 
     async def set_version(self, version: Version, timeout_s: float) -> None:
         """Marks every token that is sampled from now on with `version`."""
-        await self._admin_call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, timeout_s)
+        await self._admin_call(
+            "/update_weight_version",
+            {"new_version": str(version), "abort_all_requests": False},
+            timeout_s,
+        )
 
     async def command(self, encoded: bytes, tp: int, timeout_s: float) -> None:
-        """Runs one loader command (megarl.weight_sync.engine.loader) in each of the `tp` workers. Needs an open update session."""
+        """Runs one loader command (megarl.weight_sync.engine.loader) in each of the `tp` workers.
+
+        Needs an open update session.
+        """
         payload = tensor_payload(encoded)
-        body = {"serialized_named_tensors": [payload] * tp, "load_format": LOADER, "flush_cache": False, "selector": "target"}
+        body = {
+            "serialized_named_tensors": [payload] * tp,
+            "load_format": LOADER,
+            "flush_cache": False,
+            "selector": "target",
+        }
         await self._admin_call("/update_weights_from_tensor", body, timeout_s)
 
     async def version(self, timeout_s: float) -> Version:
-        """The version of the weights that the engine reports; -1 for the weights that it started with."""
+        """The version of the weights that the engine reports; -1 for the weights that it started
+        with.
+        """
         text = await self._call("GET", "/model_info", b"", self._user, timeout_s)
         return int(msgspec.json.decode(text, type=_Info).weight_version)
 
@@ -246,12 +326,17 @@ class EngineClient:
         if not outcome.success:
             raise EngineError(f"engine {self.url}{path}: {outcome.message}")
 
-    async def _post(self, path: str, body: dict[str, Any], headers: dict[str, str], timeout_s: float) -> bytes:
+    async def _post(
+        self, path: str, body: dict[str, Any], headers: dict[str, str], timeout_s: float
+    ) -> bytes:
         return await self._call("POST", path, msgspec.json.encode(body), headers, timeout_s)
 
-    async def _call(self, method: str, path: str, body: bytes, headers: dict[str, str], timeout_s: float) -> bytes:
+    async def _call(
+        self, method: str, path: str, body: bytes, headers: dict[str, str], timeout_s: float
+    ) -> bytes:
         self._check_condemned()
-        if self._session.closed:  # the engine has left just now; aiohttp would raise a bare RuntimeError
+        # the engine has left just now; aiohttp would raise a bare RuntimeError
+        if self._session.closed:
             raise EngineUnreachable(self.url, f"engine {self.url} has left")
         try:
             async with self._session.request(
@@ -263,15 +348,25 @@ class EngineClient:
             ) as response:
                 text = await response.read()
                 if response.status != 200:
-                    raise EngineError(f"engine {self.url}{path} answered {response.status}: {text.decode(errors='replace')[:2000]}")
+                    raise EngineError(
+                        f"engine {self.url}{path} answered {response.status}: "
+                        f"{text.decode(errors='replace')[:2000]}"
+                    )
                 return text
         except TimeoutError as error:
-            raise TimeoutError(f"engine {self.url}{path} gave no answer within {timeout_s:.0f} s") from error
+            raise TimeoutError(
+                f"engine {self.url}{path} gave no answer within {timeout_s:.0f} s"
+            ) from error
         except aiohttp.ClientError as error:
             self._check_condemned()
-            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # not the engine's fault
-                raise EngineError(f"no connection to engine {self.url}: {error.strerror}; raise ulimit -n") from error
-            raise EngineUnreachable(self.url, f"engine {self.url}{path} is not reachable: {error}") from error
+            # not the engine's fault
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                raise EngineError(
+                    f"no connection to engine {self.url}: {error.strerror}; raise ulimit -n"
+                ) from error
+            raise EngineUnreachable(
+                self.url, f"engine {self.url}{path} is not reachable: {error}"
+            ) from error
 
     def _check_condemned(self) -> None:
         if self._condemned:

@@ -12,7 +12,16 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from megarl.base.rollout_types import MOST_KEPT, KeptSets, TeacherScores, Typed, Version, impossible_logprobs, typed, view
+from megarl.base.rollout_types import (
+    MOST_KEPT,
+    KeptSets,
+    TeacherScores,
+    Typed,
+    Version,
+    impossible_logprobs,
+    typed,
+    view,
+)
 from megarl.generator.seeds import seed_of
 from megarl.models.routing import RoutingFormat
 
@@ -30,12 +39,14 @@ class Sampling(msgspec.Struct, frozen=True):
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = -1  # -1: off. SGLang needs a bound even with top_p or min_p alone: it then gets MOST_KEPT
+    # -1: off. SGLang needs a bound even with top_p or min_p alone: it then gets MOST_KEPT
+    top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()  # requires that the engine has a tokenizer
     min_p: float = 0.0  # 0: off
-    seed: int | None = None  # of the request; sample i of several gets a seed made from it and i. None: the engine draws one
+    # of the request; sample i of several gets a seed made from it and i. None: the engine draws one
+    seed: int | None = None
 
     @property
     def truncated(self) -> bool:
@@ -66,14 +77,21 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class Completion(Typed, frozen=True):
-    """One response, with the log-probs and versions of the policy that produced it, in arrays or lists."""
+    """One response, with the log-probs and versions of the policy that produced it, in arrays or
+    lists.
+    """
 
     token_ids: array[int]  # [T] int32
-    logprobs: array[float]  # [T] float32, under the distribution sampled from: after temperature, top-k, top-p and min-p
+    # [T] float32, under the distribution sampled from: after temperature, top-k, top-p and min-p
+    logprobs: array[float]
     versions: array[int]  # [T] int32, weight version that produced each token
     finish_reason: str  # "stop" | "length"; in a single answer of an engine also "abort"
-    routing: bytes = b""  # experts (models/routing.py) at all positions of input and tokens but the last; empty if not requested
-    kept: KeptSets | None = None  # the set that each token was drawn from; None if not requested, or if it is the whole vocabulary
+    # experts (models/routing.py) at all positions of input and tokens but the last; empty if not
+    # requested
+    routing: bytes = b""
+    # the set that each token was drawn from; None if not requested, or if it is the whole
+    # vocabulary
+    kept: KeptSets | None = None
     drafts: tuple[int, int, int] = (
         0,
         0,
@@ -121,15 +139,20 @@ class _Answer(msgspec.Struct):
     meta_info: _Meta
 
 
-# Inside a JSON string, quotation marks are escaped. So every match is a key, whatever text a model wrote.
+# Inside a JSON string, quotation marks are escaped. So every match is a key, whatever text a model
+# wrote.
 _LIST = re.compile(rb'"output_token_(logprobs|sampling_logprobs|sampling_mask)":(?=\[)')
-_LEAST_BYTES = {b"logprobs": 10, b"sampling_logprobs": 2, b"sampling_mask": 2}  # least bytes of an entry; for a mask, of a token id
+# least bytes of an entry; for a mask, of a token id
+_LEAST_BYTES = {b"logprobs": 10, b"sampling_logprobs": 2, b"sampling_mask": 2}
 _decode_answer = msgspec.json.Decoder(_Answer).decode
 _decode_answers = msgspec.json.Decoder(list[_Answer]).decode
 
 
 def load_parser() -> ModuleType:
-    """Imports the parser of number lists. The first import on a machine compiles it, for some seconds."""
+    """Imports the parser of number lists.
+
+    The first import on a machine compiles it, for some seconds.
+    """
     from megarl.kernels import json_numbers
 
     return json_numbers
@@ -140,7 +163,9 @@ class _Lists:
 
     def __init__(self, answer: bytes):
         parser = load_parser()
-        text, parts, done = np.frombuffer(answer, np.uint8), [], 0
+        text = np.frombuffer(answer, np.uint8)
+        parts = []
+        done = 0
         self._read: list[tuple[array[int], array[Any]]] = []
         at = -1
         while (at := answer.find(b'"output_token_', at + 1)) >= 0:
@@ -150,7 +175,8 @@ class _Lists:
             start = key.end()
             beyond = answer.find(b'"', start)  # a list contains no strings
             room = ((beyond if beyond >= 0 else len(answer)) - start) // _LEAST_BYTES[key[1]] + 1
-            ids, values = np.empty(room, np.int32), np.empty(room, np.float32)
+            ids = np.empty(room, np.int32)
+            values = np.empty(room, np.float32)
             if key[1] == b"logprobs":
                 count, end = parser.read_token_logprobs(text, start, values, ids)
                 found = typed(ids[:count], "i"), typed(values[:count], "f")
@@ -164,13 +190,17 @@ class _Lists:
             if count >= 0:
                 parts += [answer[done:start], b"%d" % len(self._read)]
                 self._read.append(found)
-                done, at = end, end - 1
+                done = end
+                at = end - 1
         self.rest = b"".join([*parts, answer[done:]])
         self._taken: set[int] = set()
 
     def take(self, number: int) -> tuple[array[int], array[Any]]:
-        """Token ids (none in a list of log-probs alone), and log-probs. For a mask: token ids, and how many each token has. Raises:
-        LookupError if the engine itself wrote a number instead of a list."""
+        """Token ids (none in a list of log-probs alone), and log-probs.
+
+        For a mask: token ids, and how many each token has. Raises: LookupError if the engine itself
+        wrote a number instead of a list.
+        """
         if number in self._taken or not 0 <= number < len(self._read):
             raise LookupError(f"{number} in the place of a list")
         self._taken.add(number)
@@ -188,8 +218,11 @@ def generation(
     routing: RoutingFormat | None = None,
     adapter: bool = False,
 ) -> dict[str, Any]:
-    """The request for one completion of each input. With `routing` it asks for chosen experts, with `adapter` it uses the policy's adapter.
-    `version`: see `EngineClient.complete`."""
+    """The request for one completion of each input.
+
+    With `routing` it asks for chosen experts, with `adapter` it uses the policy's adapter.
+    `version`: see `EngineClient.complete`.
+    """
     body: dict[str, Any] = {
         **_of_adapter(adapter),
         "input_ids": [list(each) for each in inputs],
@@ -206,19 +239,35 @@ def generation(
 
 
 def completions_of(
-    engine: str, answer: bytes, samplings: Sequence[Sampling], routing: RoutingFormat | None = None, vocab_size: int | None = None
+    engine: str,
+    answer: bytes,
+    samplings: Sequence[Sampling],
+    routing: RoutingFormat | None = None,
+    vocab_size: int | None = None,
 ) -> list[Completion]:
-    """Decodes the answer to `generation`. With `vocab_size`, completions have the sets that tokens were drawn from, if these are not the
-    whole vocabulary. Raises EngineError that names `engine`."""
+    """Decodes the answer to `generation`.
+
+    With `vocab_size`, completions have the sets that tokens were drawn from, if these are not the
+    whole vocabulary. Raises EngineError that names `engine`.
+    """
     try:
         lists = _Lists(answer)
         answers = [each.meta_info for each in _decode_answers(lists.rest)]
         read = [_numbers(meta, lists) for meta in answers]
-    except (msgspec.DecodeError, LookupError, OverflowError, ValueError) as error:  # JSON has no NaN: SGLang writes null
-        raise EngineError(f"engine {engine} gave an unreadable answer: {error} (a log-prob of null is NaN or infinite)") from error
+    except (msgspec.DecodeError, LookupError, OverflowError, ValueError) as error:
+        # JSON has no NaN: SGLang writes null
+        raise EngineError(
+            f"engine {engine} gave an unreadable answer: {error} (a log-prob of null is NaN or "
+            "infinite)"
+        ) from error
     if len(answers) != len(samplings):
-        raise EngineError(f"engine {engine} gave {len(answers)} answers to {len(samplings)} requests")
-    return [_completion(engine, *each, routing, vocab_size) for each in zip(answers, read, samplings, strict=True)]
+        raise EngineError(
+            f"engine {engine} gave {len(answers)} answers to {len(samplings)} requests"
+        )
+    return [
+        _completion(engine, *each, routing, vocab_size)
+        for each in zip(answers, read, samplings, strict=True)
+    ]
 
 
 def scoring(sequences: list[list[int]] | list[int], adapter: bool = False) -> dict[str, Any]:
@@ -233,36 +282,60 @@ def scoring(sequences: list[list[int]] | list[int], adapter: bool = False) -> di
 
 
 def judging(prompt: Sequence[int], response: Sequence[int], top_k: int) -> dict[str, Any]:
-    """The request for a teacher's log-probs of a response: those of its tokens, or with `top_k` the likeliest tokens at each place and
-    their log-probs. SGLang computes them at temperature 1, whatever a request asks for."""
+    """The request for a teacher's log-probs of a response: those of its tokens, or with `top_k` the
+    likeliest tokens at each place and their log-probs. SGLang computes them at temperature 1,
+    whatever a request asks for.
+    """
     body = scoring([*prompt, *response]) | {"logprob_start_len": max(0, len(prompt) - 1)}
     if top_k:
-        body |= {"top_logprobs_num": top_k, "return_flat_raw_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
+        body |= {
+            "top_logprobs_num": top_k,
+            "return_flat_raw_top_logprobs": True,
+            "return_flat_raw_top_logprobs_b64": True,
+        }
     return body
 
 
 def judgement_of(engine: str, answer: bytes, response: Sequence[int], top_k: int) -> TeacherScores:
     """Decodes the answer to `judging`. Raises EngineError that names `engine`."""
     try:
-        meta, tokens = _decode_answer(answer).meta_info, len(response)
+        meta = _decode_answer(answer).meta_info
+        tokens = len(response)
         told = meta.input_token_logprobs[-tokens:]
-        # SGLang writes 0 instead of the vocabulary's last id, for models with images. The log-prob is right.
-        if len(told) != tokens or any(found not in (0, sent) for (_, found, _), sent in zip(told, response)):
-            raise EngineError(f"engine {engine} gave log-probs of {len(told)} other tokens than the {tokens} it was sent")
+        # SGLang writes 0 instead of the vocabulary's last id, for models with images. The log-prob
+        # is right.
+        if len(told) != tokens or any(
+            found not in (0, sent) for (_, found, _), sent in zip(told, response)
+        ):
+            raise EngineError(
+                f"engine {engine} gave log-probs of {len(told)} other tokens than the {tokens} it "
+                "was sent"
+            )
         if not top_k:
-            return TeacherScores(np.zeros((tokens, 0), np.int32), np.array([[_finite(value)] for value, _, _ in told], np.float32))
+            return TeacherScores(
+                np.zeros((tokens, 0), np.int32),
+                np.array([[_finite(value)] for value, _, _ in told], np.float32),
+            )
         ids = np.frombuffer(meta.input_top_logprobs_idx_flat_b64, "<i4").reshape(-1, top_k)
         logprobs = np.frombuffer(meta.input_top_logprobs_val_flat_b64, "<f4").reshape(-1, top_k)
     except (msgspec.DecodeError, ValueError) as error:
         raise EngineError(f"engine {engine} gave an unreadable answer: {error}") from error
     if not len(ids) == len(logprobs) >= tokens or impossible_logprobs(logprobs[-tokens:]).any():
-        raise EngineError(f"engine {engine} gave {len(ids)} x {top_k} log-probs for {tokens} tokens, or some that no token can have")
+        raise EngineError(
+            f"engine {engine} gave {len(ids)} x {top_k} log-probs for {tokens} tokens, or some "
+            "that no token can have"
+        )
     return TeacherScores(ids[-tokens:], logprobs[-tokens:])
 
 
 def scores_of(answer: bytes) -> list[list[float]]:
-    """Decodes the answer to `scoring`: the log-probs of all tokens of each sequence except its first. Raises EngineError."""
-    return [[_finite(value) for value, _, _ in each.meta_info.input_token_logprobs[1:]] for each in _decode_answers(answer)]
+    """Decodes the answer to `scoring`: the log-probs of all tokens of each sequence except its
+    first. Raises EngineError.
+    """
+    return [
+        [_finite(value) for value, _, _ in each.meta_info.input_token_logprobs[1:]]
+        for each in _decode_answers(answer)
+    ]
 
 
 class _Embedding(msgspec.Struct):
@@ -295,49 +368,86 @@ class _Numbers(NamedTuple):
 
 
 def _numbers(meta: _Meta, lists: _Lists) -> _Numbers:
-    triples, floats, masks = meta.output_token_logprobs, meta.output_token_sampling_logprobs, meta.output_token_sampling_mask
+    triples = meta.output_token_logprobs
+    floats = meta.output_token_sampling_logprobs
+    masks = meta.output_token_sampling_mask
     if isinstance(triples, int):
         tokens, logprobs = lists.take(triples)
     else:
-        tokens, logprobs = typed([token for _, token, _ in triples], "i"), typed([value for value, _, _ in triples], "f")
+        tokens = typed([token for _, token, _ in triples], "i")
+        logprobs = typed([value for value, _, _ in triples], "f")
     if isinstance(masks, int):
         kept = lists.take(masks)
     else:
-        kept = typed([token for mask in masks for token in mask], "i"), typed([len(mask) for mask in masks], "i")
+        kept = (
+            typed([token for mask in masks for token in mask], "i"),
+            typed([len(mask) for mask in masks], "i"),
+        )
     versions = array("i")
     for span in meta.weight_versions or [_Span(meta.weight_version, 0, len(tokens))]:
         versions += array("i", [int(span.version)]) * (span.end - span.start)
-    return _Numbers(tokens, logprobs, lists.take(floats)[1] if isinstance(floats, int) else typed(floats, "f"), kept, versions)
+    return _Numbers(
+        tokens,
+        logprobs,
+        lists.take(floats)[1] if isinstance(floats, int) else typed(floats, "f"),
+        kept,
+        versions,
+    )
 
 
 def _completion(
-    engine: str, meta: _Meta, read: _Numbers, sampling: Sampling, routing: RoutingFormat | None, vocab_size: int | None
+    engine: str,
+    meta: _Meta,
+    read: _Numbers,
+    sampling: Sampling,
+    routing: RoutingFormat | None,
+    vocab_size: int | None,
 ) -> Completion:
     if meta.finish_reason.type not in ("stop", "length", ABORT):
-        raise EngineError(f"engine {engine} ended a request by {meta.finish_reason.type}: {meta.finish_reason.message}")
-    tokens, versions, logprobs = read.tokens, read.versions, read.of_truncated if sampling.truncated else read.logprobs
+        raise EngineError(
+            f"engine {engine} ended a request by {meta.finish_reason.type}: "
+            f"{meta.finish_reason.message}"
+        )
+    tokens = read.tokens
+    versions = read.versions
+    logprobs = read.of_truncated if sampling.truncated else read.logprobs
     vocab_size = vocab_size if sampling.truncated else None
     if (wrong := impossible_logprobs(view(logprobs))).any():
         raise EngineError(f"engine {engine} answered with the log-prob {view(logprobs)[wrong][0]}")
     experts = _routing(engine, meta, routing) if routing is not None else b""
     if meta.finish_reason.type == ABORT:
-        # The engine has not checked whether the last token ends the response, so that token is sampled again. So are tokens whose experts
-        # the engine no longer has, since the request was aborted while it waited for memory.
-        known = (len(tokens), len(logprobs), len(versions), *([len(read.kept[1])] if vocab_size else []))
+        # The engine has not checked whether the last token ends the response, so that token is
+        # sampled again. So are tokens whose experts the engine no longer has, since the request was
+        # aborted while it waited for memory.
+        known = (
+            len(tokens),
+            len(logprobs),
+            len(versions),
+            *([len(read.kept[1])] if vocab_size else []),
+        )
         kept = max(0, min(known) - 1)
         if routing is not None:
             kept = min(kept, max(0, routing.positions(experts) + 1 - meta.prompt_tokens))
-            experts = experts[: (meta.prompt_tokens + kept - 1) * routing.position_bytes] if kept else b""
+            experts = (
+                experts[: (meta.prompt_tokens + kept - 1) * routing.position_bytes] if kept else b""
+            )
         sets = _kept(engine, read, kept, vocab_size)
-        return Completion(tokens[:kept], logprobs[:kept], versions[:kept], ABORT, experts, sets, meta.drafts)
+        return Completion(
+            tokens[:kept], logprobs[:kept], versions[:kept], ABORT, experts, sets, meta.drafts
+        )
     if routing is not None and routing.positions(experts) != meta.prompt_tokens + len(tokens) - 1:
-        positions = f"of {routing.positions(experts)} positions; there were {meta.prompt_tokens} + {len(tokens)} tokens"
+        positions = (
+            f"of {routing.positions(experts)} positions; there were {meta.prompt_tokens} "
+            f"+ {len(tokens)} tokens"
+        )
         raise EngineError(f"engine {engine} answered with the experts {positions}")
     if not len(tokens) == len(logprobs) == len(versions):
         counts = f"{len(tokens)} tokens, {len(logprobs)} log-probs, {len(versions)} versions"
         raise EngineError(f"engine {engine} answered with {counts}")
     sets = _kept(engine, read, len(read.kept[1]), vocab_size)
-    return Completion(tokens, logprobs, versions, meta.finish_reason.type, experts, sets, meta.drafts)
+    return Completion(
+        tokens, logprobs, versions, meta.finish_reason.type, experts, sets, meta.drafts
+    )
 
 
 def _routing(engine: str, meta: _Meta, routing: RoutingFormat) -> bytes:
@@ -356,7 +466,9 @@ def _kept(engine: str, read: _Numbers, first: int, vocab_size: int | None) -> Ke
     try:
         return KeptSets.of(vocab_size, tokens, sizes[:first], ids[: sizes[:first].sum()])
     except ValueError as error:
-        raise EngineError(f"engine {engine} answered with impossible sets of kept tokens: {error}") from error
+        raise EngineError(
+            f"engine {engine} answered with impossible sets of kept tokens: {error}"
+        ) from error
 
 
 # Decides where a response ends if it contains a stop string.
@@ -368,22 +480,26 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class StopStrings:
-    """Finds stop strings that SGLang misses. SGLang ends a request at a stop string, which saves sampling further tokens. But it checks
-    only the last few tokens of a request (0.5.23, schedule_batch.py: one more than the string itself has). It misses a string that was
-    sampled in more and shorter tokens, and a string whose first part an earlier request has sampled. So the end of a response is decided
-    here.
+    """Finds stop strings that SGLang misses.
+
+    SGLang ends a request at a stop string, which saves sampling further tokens. But it checks only
+    the last few tokens of a request (0.5.23, schedule_batch.py: one more than the string itself
+    has). It misses a string that was sampled in more and shorter tokens, and a string whose first
+    part an earlier request has sampled. So the end of a response is decided here.
 
     The string belongs to the response, both its tokens and its text, since the policy sampled it.
     """
 
     def __init__(self, strings: Sequence[str], decode: Decode):
-        self._strings, self._decode = strings, decode
+        self._strings = strings
+        self._decode = decode
 
     def end(self, token_ids: Sequence[int]) -> int | None:
         """The number of tokens up to the end of the first stop string; None if there is none."""
         if not self._said(token_ids):
             return None
-        least, most = 1, len(token_ids)
+        least = 1
+        most = len(token_ids)
         while least < most:
             middle = (least + most) // 2
             least, most = (least, middle) if self._said(token_ids[:middle]) else (middle + 1, most)
@@ -395,8 +511,15 @@ class StopStrings:
 
 
 def cut(text: str, strings: Sequence[str]) -> tuple[str, str | None]:
-    """The text before its first stop string, and that string. The first string is the one that ends first, or the longest of several."""
-    found = [(at + len(string), -len(string), string) for string in strings if (at := text.find(string)) >= 0]
+    """The text before its first stop string, and that string.
+
+    The first string is the one that ends first, or the longest of several.
+    """
+    found = [
+        (at + len(string), -len(string), string)
+        for string in strings
+        if (at := text.find(string)) >= 0
+    ]
     if not found:
         return text, None
     end, _, string = min(found)

@@ -1,5 +1,8 @@
-"""Presents the engines of a run as one. A request goes to the engine with the fewest samples in flight relative to its capacity, and
-survives weight updates."""
+"""Presents the engines of a run as one.
+
+A request goes to the engine with the fewest samples in flight relative to its capacity, and
+survives weight updates.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,28 @@ import msgspec
 from megarl.base.files import log_tail
 from megarl.base.rollout_types import KeptSets, Version, join
 from megarl.generator.client import EngineClient, EngineUnreachable
-from megarl.generator.completions import ABORT, Completion, Decode, EngineError, Sampling, StopStrings
+from megarl.generator.completions import (
+    ABORT,
+    Completion,
+    Decode,
+    EngineError,
+    Sampling,
+    StopStrings,
+)
 from megarl.messaging.waiting import Pulse
 
 ABORT_AGAIN_S = 0.05
-ONE_VERSION = ("block", "abort")  # values of async.partial_rollout with which a response has a single version
+# values of async.partial_rollout with which a response has a single version
+ONE_VERSION = ("block", "abort")
 T = TypeVar("T")
 
 
 @dataclass
 class Draft:
-    """An unfinished response, assembled from one request after another. All of them have its seed, so they are one draw."""
+    """An unfinished response, assembled from one request after another.
+
+    All of them have its seed, so they are one draw.
+    """
 
     sampling: Sampling
     token_ids: array[int] = field(default_factory=partial(array, "i"))
@@ -41,13 +55,19 @@ class Draft:
     aborted: bool = False  # whether it was once restarted from the prompt, and so will not be again
 
     def add(self, completion: Completion) -> None:
-        """Appends the tokens of one more request. If the request was cut, the response continues from there."""
+        """Appends the tokens of one more request.
+
+        If the request was cut, the response continues from there.
+        """
         self.kept = join(self.kept, len(self.token_ids), completion.kept, len(completion.token_ids))
         self.token_ids += completion.token_ids
         self.logprobs += completion.logprobs
         self.versions += completion.versions
-        self.routing += completion.routing[len(self.routing) :]  # earlier tokens keep the experts they were sampled with
-        cut = completion.finish_reason == ABORT or (completion.finish_reason == "length" and len(self.token_ids) < self.sampling.max_tokens)
+        # earlier tokens keep the experts they were sampled with
+        self.routing += completion.routing[len(self.routing) :]
+        cut = completion.finish_reason == ABORT or (
+            completion.finish_reason == "length" and len(self.token_ids) < self.sampling.max_tokens
+        )
         self.finish_reason = "" if cut else completion.finish_reason
 
     def next_sampling(self, chunk_tokens: int | None) -> Sampling:
@@ -56,9 +76,16 @@ class Draft:
         return msgspec.structs.replace(self.sampling, max_tokens=min(left, chunk_tokens or left))
 
     def stay_under(self, version: Version | None) -> None:
-        """Drops tokens of other versions. Only a response whose engine has left may have such tokens."""
+        """Drops tokens of other versions.
+
+        Only a response whose engine has left may have such tokens.
+        """
         if self.versions and self.versions[-1] != version:
-            self.token_ids, self.logprobs, self.versions, self.routing, self.kept = array("i"), array("f"), array("i"), b"", None
+            self.token_ids = array("i")
+            self.logprobs = array("f")
+            self.versions = array("i")
+            self.routing = b""
+            self.kept = None
 
     def stop_at(self, stops: StopStrings, prompt_tokens: int) -> None:
         """Ends the response at its first stop string, if it has one."""
@@ -73,7 +100,14 @@ class Draft:
         self.finish_reason = "stop"
 
     def completion(self) -> Completion:
-        return Completion(self.token_ids, self.logprobs, self.versions, self.finish_reason, self.routing, self.kept)
+        return Completion(
+            self.token_ids,
+            self.logprobs,
+            self.versions,
+            self.finish_reason,
+            self.routing,
+            self.kept,
+        )
 
 
 @dataclass(frozen=True)
@@ -88,18 +122,21 @@ class FleetGroup:
 class Fleet:
     """`engines` are clients of servers that all have the same weights, of `version`.
 
-    `partial_rollout` says what a weight update does to requests (see `hold`). `chunk_tokens`: each response is split into requests of at
-    most this many tokens. `decode`, for engines with a tokenizer, ends responses at stop strings that the engines overlook.
+    `partial_rollout` says what a weight update does to requests (see `hold`). `chunk_tokens`: each
+    response is split into requests of at most this many tokens. `decode`, for engines with a
+    tokenizer, ends responses at stop strings that the engines overlook.
 
-    An `elastic` fleet continues without an engine whose connection breaks (`lost`). Unfinished responses of that engine continue on other
-    engines, from the tokens that earlier requests returned. A lost engine may come back with other weights, and serves again after
-    `take_back`. Engines of a `frozen` model keep their initial weights, and serve as soon as they come back. `name`: of the engines'
-    processes.
+    An `elastic` fleet continues without an engine whose connection breaks (`lost`). Unfinished
+    responses of that engine continue on other engines, from the tokens that earlier requests
+    returned. A lost engine may come back with other weights, and serves again after `take_back`.
+    Engines of a `frozen` model keep their initial weights, and serve as soon as they come back.
+    `name`: of the engines' processes.
 
-    Engines may also join an elastic fleet (`add`) and leave it (`leave`). The number of an engine is its index in `engines`, which only
-    grows, so no number is used twice.
+    Engines may also join an elastic fleet (`add`) and leave it (`leave`). The number of an engine
+    is its index in `engines`, which only grows, so no number is used twice.
 
-    `groups`: the groups of engines, in order. Without them all engines are alike and form one group.
+    `groups`: the groups of engines, in order. Without them all engines are alike and form one
+    group.
     """
 
     def __init__(
@@ -115,23 +152,32 @@ class Fleet:
     ):
         self.engines = list(engines)
         self.groups = list(groups) or [FleetGroup("", len(engines))]
-        self.group_of = [number for number, group in enumerate(self.groups) for _ in range(group.engines)]  # engine -> index of its group
+        # engine -> index of its group
+        self.group_of = [
+            number for number, group in enumerate(self.groups) for _ in range(group.engines)
+        ]
         self.serving = set(range(len(self.engines)))
         self.returned: set[int] = set()  # engines that run again but do not have the weights yet
         self.lost: dict[int, str] = {}  # lost engine -> reason
-        self.intact: set[int] = set()  # lost engines whose weights no update was writing at the time
+        # lost engines whose weights no update was writing at the time
+        self.intact: set[int] = set()
         self.joining: set[int] = set()  # engines that were added and have not served yet
         self.leaving: set[int] = set()  # engines that take no more requests
         self.gone: dict[int, str] = {}  # engine that has left for good -> reason
         self.updating: set[int] = set()  # engines whose memory an update has opened
-        self.elastic, self.frozen, self.name = elastic, frozen, name
+        self.elastic = elastic
+        self.frozen = frozen
+        self.name = name
         self.version: Version | None = None
-        self._partial_rollout, self._chunk_tokens, self._decode = partial_rollout, chunk_tokens, decode
+        self._partial_rollout = partial_rollout
+        self._chunk_tokens = chunk_tokens
+        self._decode = decode
         self._load: Counter[int] = Counter()  # engine -> samples in flight
         self._finished: Counter[int] = Counter()  # engine -> finished samples
         self.tokens: Counter[int] = Counter()  # engine -> sampled tokens
         self._drafts = [0, 0, 0]  # see take_drafts
-        self._requests: Counter[bool] = Counter()  # whether requests are exempt from aborts -> their number at the engines
+        # whether requests are exempt from aborts -> their number at the engines
+        self._requests: Counter[bool] = Counter()
         self._aborts = 0
         self._held = False
         self.pulse = Pulse()  # beats when any of the above changes
@@ -141,21 +187,29 @@ class Fleet:
         own = {index for index in self.serving if self.group_of[index] == group}
         return own or self.serving
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, n: int, group: int | None = None) -> list[Completion]:
-        """Returns n completions of one prompt. They come from one engine, unless it is lost, so that they share the prompt's KV cache.
+    async def generate(
+        self, prompt_ids: list[int], sampling: Sampling, n: int, group: int | None = None
+    ) -> list[Completion]:
+        """Returns n completions of one prompt.
+
+        They come from one engine, unless it is lost, so that they share the prompt's KV cache.
         `group`: use an engine of that group, as long as one of it serves.
 
-        Log-probs are those of the weights that sampled each token. Raises: EngineError, TimeoutError, ValueError if the engines have no
-        tokenizer to look for stop strings.
+        Log-probs are those of the weights that sampled each token. Raises: EngineError,
+        TimeoutError, ValueError if the engines have no tokenizer to look for stop strings.
         """
         if sampling.stop and self._decode is None:
             stop = f"Sampling.stop={list(sampling.stop)}"
-            raise ValueError(f"{stop}: engines look for stop strings only if rollout.stop or eval.stop has one")
+            raise ValueError(
+                f"{stop}: engines look for stop strings only if rollout.stop or eval.stop has one"
+            )
         stops = StopStrings(sampling.stop, self._decode) if sampling.stop and self._decode else None
         drafts = [Draft(sampling.of_sample(index)) for index in range(n)]
         while any(not draft.finish_reason for draft in drafts):
             async with self._least_loaded(n, group) as index:
-                while index in self.serving and (unfinished := [draft for draft in drafts if not draft.finish_reason]):
+                while index in self.serving and (
+                    unfinished := [draft for draft in drafts if not draft.finish_reason]
+                ):
                     await self._continue(index, prompt_ids, unfinished, stops)
         return [draft.completion() for draft in drafts]
 
@@ -169,10 +223,16 @@ class Fleet:
 
     @contextlib.asynccontextmanager
     async def _least_loaded(self, samples: int, group: int | None = None) -> AsyncIterator[int]:
-        """Waits for an engine, of `group` if given, and counts the samples as its load. If its connection breaks in the body, the engine is
-        lost, and the caller continues with another."""
+        """Waits for an engine, of `group` if given, and counts the samples as its load.
+
+        If its connection breaks in the body, the engine is lost, and the caller continues with
+        another.
+        """
         await self.pulse.until(lambda: bool(self._among(group)))
-        index = min(self._among(group), key=lambda i: (self._load[i] + samples) / self.groups[self.group_of[i]].capacity)
+        index = min(
+            self._among(group),
+            key=lambda i: (self._load[i] + samples) / self.groups[self.group_of[i]].capacity,
+        )
         self._load[index] += samples
         try:
             yield index
@@ -188,14 +248,22 @@ class Fleet:
         if index in self.leaving:
             return f"leaves; {self._load[index]} samples are still to go to others"
         if index in self.joining:
-            return "joins, waits for weights" if index in self.returned else f"joins: {self.lost[index]}"
+            return (
+                "joins, waits for weights"
+                if index in self.returned
+                else f"joins: {self.lost[index]}"
+            )
         if index in self.lost:
             return f"lost: {self.lost[index]}"
         if index in self.returned:
             return "came back, waits for weights"
         if self.frozen:
-            return f"serves; {self._load[index]} requests in flight, {self._finished[index]} finished"
-        state = "stands still for weights" if self._held else f"serves weights version {self.version}"
+            return (
+                f"serves; {self._load[index]} requests in flight, {self._finished[index]} finished"
+            )
+        state = (
+            "stands still for weights" if self._held else f"serves weights version {self.version}"
+        )
         return f"{state}; {self._load[index]} samples in flight, {self._finished[index]} finished"
 
     @property
@@ -209,7 +277,9 @@ class Fleet:
 
     def by_name(self, numbers: Iterable[float]) -> dict[str, int]:
         """Name of a group -> its number in `numbers`; empty if the groups have no names."""
-        return {group.name: int(number) for group, number in zip(self.groups, numbers) if group.name}
+        return {
+            group.name: int(number) for group, number in zip(self.groups, numbers) if group.name
+        }
 
     @property
     def sampled(self) -> list[int]:
@@ -232,10 +302,15 @@ class Fleet:
     @property
     def sizes(self) -> tuple[int, ...]:
         """[group] the same for each group."""
-        return self.counts(set(range(len(self.engines))) - self.gone.keys() - self.leaving - self.joining)
+        return self.counts(
+            set(range(len(self.engines))) - self.gone.keys() - self.leaving - self.joining
+        )
 
     def add(self, engine: EngineClient, group: int = 0) -> int:
-        """Adds an engine whose process is starting, and returns its number. It serves once it runs and has the weights."""
+        """Adds an engine whose process is starting, and returns its number.
+
+        It serves once it runs and has the weights.
+        """
         index = len(self.engines)
         self.engines.append(engine)
         self.group_of.append(group)
@@ -246,10 +321,13 @@ class Fleet:
         return index
 
     def leave(self, index: int, why: str, timeout_s: float) -> Coroutine[Any, Any, None]:
-        """Continues without an engine from now on: it takes no more requests. Its requests are cut, and continue on other engines from
-        their tokens so far. The returned coroutine ends when the engine has no requests and no update writes to it; its process may end
-        then. Requests that it does not return within `timeout_s` continue from the tokens of earlier requests, as if the engine were
-        lost."""
+        """Continues without an engine from now on: it takes no more requests.
+
+        Its requests are cut, and continue on other engines from their tokens so far. The returned
+        coroutine ends when the engine has no requests and no update writes to it; its process may
+        end then. Requests that it does not return within `timeout_s` continue from the tokens of
+        earlier requests, as if the engine were lost.
+        """
         if index in self.gone.keys() | self.leaving:
             return asyncio.sleep(0)
         self.leaving.add(index)
@@ -263,9 +341,16 @@ class Fleet:
         await self.pulse.until(lambda: index not in self.updating)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._end_requests(lambda: bool(self._load[index]), lambda: self.engines[index].abort_all(timeout_s))
+                await self._end_requests(
+                    lambda: bool(self._load[index]),
+                    lambda: self.engines[index].abort_all(timeout_s),
+                )
         except (EngineError, TimeoutError) as error:
-            print(f"{self.name} {index} leaves without giving back its requests: {error or 'it did not answer'}", flush=True)
+            print(
+                f"{self.name} {index} leaves without giving back its requests: "
+                f"{error or 'it did not answer'}",
+                flush=True,
+            )
         self.leaving.discard(index)
         self.gone[index] = why
         print(f"{self.name} {index} has left, {len(self.serving)} serve: {why}", flush=True)
@@ -273,14 +358,22 @@ class Fleet:
         self.pulse.beat()
 
     def lose(self, error: EngineUnreachable) -> None:
-        """Continues without the engine that `error` names. Raises `error` if the fleet is not elastic."""
+        """Continues without the engine that `error` names.
+
+        Raises `error` if the fleet is not elastic.
+        """
         if not self.elastic:
             raise error
-        index = next(i for i in reversed(range(len(self.engines))) if self.engines[i].url == error.url)
+        index = next(
+            i for i in reversed(range(len(self.engines))) if self.engines[i].url == error.url
+        )
         if index in self.gone.keys() | self.leaving:
             return
         if index in self.serving | self.returned:
-            print(f"{self.name} {index} is lost, {len(self.serving - {index})} are left: {error}", flush=True)
+            print(
+                f"{self.name} {index} is lost, {len(self.serving - {index})} are left: {error}",
+                flush=True,
+            )
         if index in self.serving and not self._held:
             self.intact.add(index)
         self.serving.discard(index)
@@ -302,14 +395,21 @@ class Fleet:
         back = set(indices) - self.lost.keys() - self.leaving - self.gone.keys()
         self.joining -= back
         if back - self.serving:
-            print(f"{self.name}s {sorted(back - self.serving)} serve version {version} from now on", flush=True)
+            print(
+                f"{self.name}s {sorted(back - self.serving)} serve version {version} from now on",
+                flush=True,
+            )
         self.serving |= back
         self.returned -= back
         self.pulse.beat()
 
-    async def _continue(self, index: int, prompt_ids: list[int], drafts: list[Draft], stops: StopStrings | None) -> None:
-        """Sends one request that continues each draft from its tokens so far, to its end or the next cut. Sends nothing if the engine was
-        lost while requests were held: it may run again by now, but without the weights."""
+    async def _continue(
+        self, index: int, prompt_ids: list[int], drafts: list[Draft], stops: StopStrings | None
+    ) -> None:
+        """Sends one request that continues each draft from its tokens so far, to its end or the
+        next cut. Sends nothing if the engine was lost while requests were held: it may run again by
+        now, but without the weights.
+        """
         await self.pulse.until(lambda: not self._held or index not in self.serving)
         if index not in self.serving:
             return
@@ -317,11 +417,14 @@ class Fleet:
         if self._partial_rollout in ONE_VERSION:
             for draft in drafts:
                 draft.stay_under(self.version)
-        protected, aborts = any(draft.aborted for draft in drafts), self._aborts
+        protected = any(draft.aborted for draft in drafts)
+        aborts = self._aborts
         samplings = [draft.next_sampling(self._chunk_tokens) for draft in drafts]
         self._requests[protected] += 1
         try:
-            completions = await engine.complete([[*prompt_ids, *draft.token_ids] for draft in drafts], samplings, self.version)
+            completions = await engine.complete(
+                [[*prompt_ids, *draft.token_ids] for draft in drafts], samplings, self.version
+            )
         finally:
             self._requests[protected] -= 1
             self.pulse.beat()
@@ -346,26 +449,37 @@ class Fleet:
         return drafted, accepted, verified
 
     async def hold(self, timeout_s: float) -> None:
-        """Submits no more requests. Returns when the engines' requests are in the state that `partial_rollout` requires for an update:
+        """Submits no more requests.
+
+        Returns when the engines' requests are in the state that `partial_rollout` requires for an
+        update:
 
         in_flight, retract: still running; the engines keep them through the pause
         block:              answered
         resume:             cut at their current token; they continue from there after `release`
-        abort:              aborted, and submitted again from the prompt after `release`; responses that an earlier update has aborted
+        abort:              aborted, and submitted again from the prompt after `release`; responses
+        that an earlier update has aborted
                             finish first, so that every response gets done
         """
-        await asyncio.sleep(0)  # lets requests of the last `release` be submitted, even if this is called right after it
+        # lets requests of the last `release` be submitted, even if this is called right after it
+        await asyncio.sleep(0)
         self._held = True
         if self._partial_rollout in ("in_flight", "retract"):
             return
         if self._partial_rollout in ("resume", "abort"):
             await self.pulse.until(lambda: not self._requests[True])
-            await self._end_requests(lambda: bool(self._requests[False]), lambda: self._abort_all(timeout_s))
+            await self._end_requests(
+                lambda: bool(self._requests[False]), lambda: self._abort_all(timeout_s)
+            )
         await self.pulse.until(lambda: not self._requests.total())
 
-    async def _end_requests(self, running: Callable[[], bool], abort: Callable[[], Awaitable[None]]) -> None:
-        """Makes engines abort requests until no request is `running`. It repeats the call, since a request may still have been on its way
-        to the engine."""
+    async def _end_requests(
+        self, running: Callable[[], bool], abort: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Makes engines abort requests until no request is `running`.
+
+        It repeats the call, since a request may still have been on its way to the engine.
+        """
         while running():
             await abort()
             with contextlib.suppress(TimeoutError):
@@ -383,11 +497,15 @@ class Fleet:
 
     def release(self, version: Version) -> None:
         """Submits requests again. Call it when the serving engines have `version`."""
-        self.version, self._held = version, False
+        self.version = version
+        self._held = False
         self.pulse.beat()
 
     async def while_serving(self, work: asyncio.Future) -> bool:
-        """Waits for `work`, but cancels it if the last engine is lost. Returns whether it was done."""
+        """Waits for `work`, but cancels it if the last engine is lost.
+
+        Returns whether it was done.
+        """
         lost = asyncio.ensure_future(self.pulse.until(lambda: not self.serving))
         try:
             await asyncio.wait({work, lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -402,21 +520,26 @@ class Fleet:
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
 
-# Waits for lost engines to return, and tells the fleet when one runs again. The engine serves after the next update, or after an update of
-# its own.
+# Waits for lost engines to return, and tells the fleet when one runs again. The engine serves after
+# the next update, or after an update of its own.
 #
-# A connection may break though its engine still runs; that engine returns in the same way. So does an engine that joins, once it has
-# started.
+# A connection may break though its engine still runs; that engine returns in the same way. So does
+# an engine that joins, once it has started.
 
 
 LOOK_UP_S = 0.5
 
 
-async def watch_returns(fleet: Fleet, logs: Path, restarted: bool, startup_timeout_s: float) -> None:
-    """Runs until its task is cancelled. Engine i logs to `logs`/<name of the fleet>.i.log; `restarted` says whether engines that die
-    are restarted.
+async def watch_returns(
+    fleet: Fleet, logs: Path, restarted: bool, startup_timeout_s: float
+) -> None:
+    """Runs until its task is cancelled.
 
-    Raises EngineError, with the ends of their logs, when no engine is left and none comes back in time.
+    Engine i logs to `logs`/<name of the fleet>.i.log; `restarted` says whether engines that die are
+    restarted.
+
+    Raises EngineError, with the ends of their logs, when no engine is left and none comes back in
+    time.
     """
     now_s = asyncio.get_running_loop().time
     while True:
@@ -428,7 +551,8 @@ async def watch_returns(fleet: Fleet, logs: Path, restarted: bool, startup_timeo
                 left_since = now_s()
             elif not awaited or now_s() - left_since > startup_timeout_s:
                 raise EngineError(_none_left(fleet, logs, startup_timeout_s if awaited else 0.0))
-            back = await asyncio.gather(*(_is_back(fleet, index) for index in awaited))  # a dead host does not even refuse a connection
+            # a dead host does not even refuse a connection
+            back = await asyncio.gather(*(_is_back(fleet, index) for index in awaited))
             for index in itertools.compress(awaited, back):
                 if index in fleet.lost:  # it has not left meanwhile
                     fleet.come_back(index)
@@ -437,7 +561,9 @@ async def watch_returns(fleet: Fleet, logs: Path, restarted: bool, startup_timeo
 
 async def _is_back(fleet: Fleet, index: int) -> bool:
     engine = fleet.engines[index]
-    return await engine.fresh() or ((fleet.frozen or index in fleet.intact) and await engine.answers())
+    return await engine.fresh() or (
+        (fleet.frozen or index in fleet.intact) and await engine.answers()
+    )
 
 
 def _none_left(fleet: Fleet, logs: Path, waited_s: float) -> str:

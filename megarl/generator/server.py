@@ -1,8 +1,9 @@
-"""Runs one SGLang engine as its own process: `python -P -m megarl.generator.server '<JSON of SGLang server arguments>'`.
+"""Runs one SGLang engine as its own process: `python -P -m megarl.generator.server '<JSON of SGLang
+server arguments>'`.
 
-The keys come through the environment, not on the command line, where every user of the machine could read them. SGLang spawns workers, each
-of which imports this module again as `__mp_main__`, before it imports SGLang. So set-up that every process of the engine needs first is
-done here.
+The keys come through the environment, not on the command line, where every user of the machine
+could read them. SGLang spawns workers, each of which imports this module again as `__mp_main__`,
+before it imports SGLang. So set-up that every process of the engine needs first is done here.
 """
 
 from __future__ import annotations
@@ -37,14 +38,17 @@ SLOW_FAMILY = "qwen3_5"  # its module takes seconds to import, since it also imp
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _GROWING = re.compile(r"(expandable_segments\s*:)\s*true", re.IGNORECASE)
 _GPU_ARGUMENTS = {
-    "moe_runner_backend": "triton",  # SGLang's choice on Hopper; its choice on Blackwell would store up before gate
-    # The trainer's logits are float32. Rounded to bfloat16, logits of 16 to 32 are multiples of 1/8, and many would be equal. (0.5.23
-    # computes float32 logits from bfloat16 by a product with float32 output, without more memory for weights:
-    # layers/logits_processor.py:1172.)
+    # SGLang's choice on Hopper; its choice on Blackwell would store up before gate
+    "moe_runner_backend": "triton",
+    # The trainer's logits are float32. Rounded to bfloat16, logits of 16 to 32 are multiples of
+    # 1/8, and many would be equal. (0.5.23 computes float32 logits from bfloat16 by a product with
+    # float32 output, without more memory for weights: layers/logits_processor.py:1172.)
     "enable_fp32_lm_head": True,
     "sampling_backend": "pytorch",  # flashinfer takes no seeds with top_p, top_k or min_p
 }
-_API_KEY, _ADMIN_KEY, _LAUNCHER = "MEGARL_ENGINE_API_KEY", "MEGARL_ENGINE_ADMIN_KEY", "MEGARL_ENGINE_LAUNCHER"
+_API_KEY = "MEGARL_ENGINE_API_KEY"
+_ADMIN_KEY = "MEGARL_ENGINE_ADMIN_KEY"
+_LAUNCHER = "MEGARL_ENGINE_LAUNCHER"
 
 
 @dataclass(frozen=True)
@@ -80,46 +84,63 @@ class EngineSettings:
     max_running_requests: int
     tp: int = 1
     ep: int = 1  # divides the tp ranks: the number of ranks that the experts are spread over
-    dp_attention: int = 1  # divides the tp ranks: the number of attention replicas, each with its own requests and KV cache
+    # divides the tp ranks: the number of attention replicas, each with its own requests and KV
+    # cache
+    dp_attention: int = 1
     host: str = "127.0.0.1"
     quantization: str | None = None  # generator.quantization
     kv_cache_tokens: int | None = None  # KV cache of the engine
     mem_fraction: float = 0.85  # share of GPU memory
     device: str | None = None  # None: cuda if there is a GPU, otherwise cpu
-    cores: Sequence[int] = ()  # CPU only: one core per TP rank; (): the last `tp` cores that this process may use, after skipping
+    # CPU only: one core per TP rank; (): the last `tp` cores that this process may use, after
+    # skipping
+    cores: Sequence[int] = ()
     cores_taken: int = 0  # this many cores, which other engines on this host use
     base_gpu: int = 0
     parts: int = 1  # nodes that the engine spans; each starts a part, and part 0 answers requests
     part: int = 0
     group_address: str | None = None  # host:port where the parts meet
     return_routing: bool = False  # whether requests may ask which experts were chosen
-    most_kept: int = MOST_KEPT  # most tokens that a truncated distribution keeps, not counting ties with the last
+    # most tokens that a truncated distribution keeps, not counting ties with the last
+    most_kept: int = MOST_KEPT
     tokenizer: str | None = None  # needed if requests have stop strings
     seed: int = 0
-    deterministic: bool = False  # whether a request's numbers are independent of the other requests of its batch
-    holds_weights: bool = True  # whether the folder has weights; if not, the engine starts with dummy weights and serves after an update
+    # whether a request's numbers are independent of the other requests of its batch
+    deterministic: bool = False
+    # whether the folder has weights; if not, the engine starts with dummy weights and serves after
+    # an update
+    holds_weights: bool = True
     frozen: bool = False  # whether the weights never change: nobody can write to them
     family: str = ""  # family in megarl.models; empty: unknown
-    text_only: bool = False  # whether the checkpoint has a vision tower, which the engine leaves out
+    # whether the checkpoint has a vision tower, which the engine leaves out
+    text_only: bool = False
     classifies: bool = False  # whether the model scores its input instead of generating text
     adapter: ServedAdapter | None = None
-    speculative: Mapping[str, Any] = field(default_factory=dict)  # SGLang's arguments for generator.speculative
+    # SGLang's arguments for generator.speculative
+    speculative: Mapping[str, Any] = field(default_factory=dict)
     log_level: str = "warning"
 
 
 def drawing_anew(arguments: Mapping[str, Any], restarts: int) -> dict[str, Any]:
-    """SGLang's arguments for an engine after this many restarts, with a new seed for requests without one. With its first seed it would
-    answer them again with the same tokens."""
+    """SGLang's arguments for an engine after this many restarts, with a new seed for requests
+    without one. With its first seed it would answer them again with the same tokens.
+    """
     if not restarts:
         return dict(arguments)
-    return {**arguments, "random_seed": seed_of(arguments["random_seed"], restarts, bits=ENGINE_SEED_BITS)}
+    return {
+        **arguments,
+        "random_seed": seed_of(arguments["random_seed"], restarts, bits=ENGINE_SEED_BITS),
+    }
 
 
-def server_command(settings: EngineSettings, keys: EngineKeys, extra: Mapping[str, Any] = {}) -> tuple[list[str], dict[str, str]]:
+def server_command(
+    settings: EngineSettings, keys: EngineKeys, extra: Mapping[str, Any] = {}
+) -> tuple[list[str], dict[str, str]]:
     """Returns the argument vector of one engine's process, and the environment variables to add.
 
-    `extra` (`generator.server_args`) is passed to SGLang as it is, and overrides the arguments chosen here. The engine ends with the
-    process that calls this function, so that process must start it. Raises ConfigError for a dtype in which SGLang cannot compute on GPUs.
+    `extra` (`generator.server_args`) is passed to SGLang as it is, and overrides the arguments
+    chosen here. The engine ends with the process that calls this function, so that process must
+    start it. Raises ConfigError for a dtype in which SGLang cannot compute on GPUs.
     """
     device = settings.device or ("cuda" if cpu_support.cuda_available() else "cpu")
     if not settings.device:  # the device is that of this host, not one that a dry run assumes
@@ -128,11 +149,13 @@ def server_command(settings: EngineSettings, keys: EngineKeys, extra: Mapping[st
     arguments = {**_common_arguments(settings, device), **of_device, **extra}
     environment = {_API_KEY: keys.api, _ADMIN_KEY: keys.admin, _LAUNCHER: str(os.getpid())}
     environment[hooks.SOCKET_KEY] = hooks.socket_key(keys.admin)
-    environment["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # it is not used, and would publish on a port without a key
+    # it is not used, and would publish on a port without a key
+    environment["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"
     environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "megarl.generator.architectures"
     if settings.family not in ("", SLOW_FAMILY):
         environment["SGLANG_DISABLED_MODEL_ARCHS"] = SLOW_FAMILY
-    environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = "3600"  # seconds, so that the client closes idle connections first, never the engine
+    # seconds, so that the client closes idle connections first, never the engine
+    environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = "3600"
     environment |= _cpu_environment(settings) if device == "cpu" else _gpu_environment()
     return [sys.executable, "-P", "-m", __spec__.name, json.dumps(arguments)], environment
 
@@ -149,14 +172,17 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         "base_gpu_id": settings.base_gpu,
         "context_length": settings.context_length,
         "max_running_requests": settings.max_running_requests,
-        "max_mamba_cache_size": STATES_PER_REQUEST * settings.max_running_requests,  # only for models with gated delta nets
-        "max_total_tokens": settings.kv_cache_tokens and settings.kv_cache_tokens // settings.dp_attention,
+        # only for models with gated delta nets
+        "max_mamba_cache_size": STATES_PER_REQUEST * settings.max_running_requests,
+        "max_total_tokens": settings.kv_cache_tokens
+        and settings.kv_cache_tokens // settings.dp_attention,
         "mem_fraction_static": settings.mem_fraction,
         "random_seed": settings.seed,
         "load_format": None if settings.holds_weights else "dummy",
         **_replicated(settings),
         "enable_return_routed_experts": settings.return_routing or None,
-        "sampling_mask_max_tokens": 2 * max(settings.most_kept, 128),  # with room for equal logits; a request with more fails
+        # with room for equal logits; a request with more fails
+        "sampling_mask_max_tokens": 2 * max(settings.most_kept, 128),
         **_spanning(settings),
         **_adapter_arguments(settings, device),
         **settings.speculative,
@@ -165,10 +191,12 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         "custom_weight_loader": None if settings.frozen else [LOADER],
         "is_embedding": settings.classifies or None,
         "weight_version": "-1",  # not a version of a run, so that a restarted engine is recognised
-        "disable_shared_experts_fusion": True,  # shared experts are written separately from routed ones
+        # shared experts are written separately from routed ones
+        "disable_shared_experts_fusion": True,
         "skip_tokenizer_init": settings.tokenizer is None,  # token ids in, token ids out
         "tokenizer_path": settings.tokenizer,
-        "sampling_defaults": "openai",  # not generation_config.json: only the request defines the policy's distribution
+        # not generation_config.json: only the request defines the policy's distribution
+        "sampling_defaults": "openai",
         **hooks.server_arguments(settings.quantization, settings.text_only),
     }
     return {name: value for name, value in arguments.items() if value is not None}
@@ -196,24 +224,43 @@ def _adapter_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
 def _spanning(settings: EngineSettings) -> dict[str, Any]:
     if settings.parts == 1:
         return {}
-    return {"nnodes": settings.parts, "node_rank": settings.part, "dist_init_addr": settings.group_address}
+    return {
+        "nnodes": settings.parts,
+        "node_rank": settings.part,
+        "dist_init_addr": settings.group_address,
+    }
 
 
 def _check_dtype(settings: EngineSettings, device: str, extra: Mapping[str, Any]) -> None:
     if device == "cuda" and settings.dtype == "float32" and "attention_backend" not in extra:
-        raise ConfigError("model.dtype=float32: must be bfloat16 for engines on GPUs: SGLang's kernels there compute in 16 bits")
+        raise ConfigError(
+            "model.dtype=float32: must be bfloat16 for engines on GPUs: SGLang's kernels there "
+            "compute in 16 bits"
+        )
     if device == "cpu" and extra.get("kv_cache_dtype", "auto") != "auto":
         key = f"generator.server_args.kv_cache_dtype={extra['kv_cache_dtype']}"
-        raise ConfigError(f"{key}: must be auto for engines on CPUs: their attention computes in the model's dtype alone")
+        raise ConfigError(
+            f"{key}: must be auto for engines on CPUs: their attention computes in the model's "
+            "dtype alone"
+        )
 
 
 def growing_segments() -> str:
-    """The setting, NAME=VALUE, that switches on torch's expandable segments here; empty if they are off, as by default.
+    """The setting, NAME=VALUE, that switches on torch's expandable segments here; empty if they are
+    off, as by default.
 
-    Memory in such segments is mapped in pieces of 20 MiB. Other processes cannot always open it (pytorch/pytorch issues 179220, 198305),
-    and network cards cannot be given more than one piece at a time (kvcache-ai/Mooncake issue 2511).
+    Memory in such segments is mapped in pieces of 20 MiB. Other processes cannot always open it
+    (pytorch/pytorch issues 179220, 198305), and network cards cannot be given more than one piece
+    at a time (kvcache-ai/Mooncake issue 2511).
     """
-    return next((f"{name}={os.environ[name]}" for name in _ALLOCATOR if _GROWING.search(os.environ.get(name, ""))), "")
+    return next(
+        (
+            f"{name}={os.environ[name]}"
+            for name in _ALLOCATOR
+            if _GROWING.search(os.environ.get(name, ""))
+        ),
+        "",
+    )
 
 
 def _gpu_arguments() -> dict[str, Any]:
@@ -221,8 +268,15 @@ def _gpu_arguments() -> dict[str, Any]:
 
 
 def _gpu_environment() -> dict[str, str]:
-    """Switches off expandable segments, which many users set for the trainer. Other processes must open an engine's parameters."""
-    fixed = {name: _GROWING.sub(r"\1False", os.environ[name]) for name in _ALLOCATOR if _GROWING.search(os.environ.get(name, ""))}
+    """Switches off expandable segments, which many users set for the trainer.
+
+    Other processes must open an engine's parameters.
+    """
+    fixed = {
+        name: _GROWING.sub(r"\1False", os.environ[name])
+        for name in _ALLOCATOR
+        if _GROWING.search(os.environ.get(name, ""))
+    }
     return fixed | (torch_kernels.ENVIRONMENT if torch_kernels.wanted() else {})
 
 
@@ -231,11 +285,14 @@ def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
     return {
         "attention_backend": "torch_native",
         "disable_overlap_schedule": True,
-        "disable_hybrid_swa_memory": True,  # torch_native has no second pool for layers with windows (torch_native_backend.py:392)
+        # torch_native has no second pool for layers with windows (torch_native_backend.py:392)
+        "disable_hybrid_swa_memory": True,
         "max_total_tokens": tokens // settings.dp_attention,
-        **({"chunked_prefill_size": -1} if settings.deterministic else {}),  # where a prompt is cut depends on others
+        # where a prompt is cut depends on others
+        **({"chunked_prefill_size": -1} if settings.deterministic else {}),
         "sleep_on_idle": True,  # otherwise every idle worker spins on a core
-        "skip_server_warmup": True,  # nothing must be compiled, and SGLang checks for readiness only once a second
+        # nothing must be compiled, and SGLang checks for readiness only once a second
+        "skip_server_warmup": True,
     }
 
 
@@ -250,8 +307,10 @@ def _cpu_environment(settings: EngineSettings) -> dict[str, str]:
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, cores)),
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
-        "SGLANG_MAMBA_CONV_DTYPE": settings.dtype,  # dtype of the convolution states of gated delta nets; by default bfloat16
-        "SGLANG_NCCL_SO_PATH": "/nonexistent/libnccl.so.2",  # a torch for CUDA includes NCCL, which SGLang (0.5.23) would use here too
+        # dtype of the convolution states of gated delta nets; by default bfloat16
+        "SGLANG_MAMBA_CONV_DTYPE": settings.dtype,
+        # a torch for CUDA includes NCCL, which SGLang (0.5.23) would use here too
+        "SGLANG_NCCL_SO_PATH": "/nonexistent/libnccl.so.2",
     }
 
 
@@ -268,13 +327,17 @@ def main() -> None:
 
     children = Children()
     children.watch()
-    os.register_at_fork(after_in_child=lambda: Children().watch())  # without CUDA, workers are forked (cpu_support)
+    # without CUDA, workers are forked (cpu_support)
+    os.register_at_fork(after_in_child=lambda: Children().watch())
     load_plugins()
     hooks.check_hooks()
     await_trainers()
     arguments = drawing_anew(json.loads(sys.argv[1]), int(os.environ.pop(RESTARTS, "0")))
-    if "nnodes" not in arguments:  # ranks meet through a file, since the port of a store would be open to everybody
-        os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = "file://" + os.path.join(tempfile.mkdtemp(prefix="engine-"), "store")
+    # ranks meet through a file, since the port of a store would be open to everybody
+    if "nnodes" not in arguments:
+        os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = "file://" + os.path.join(
+            tempfile.mkdtemp(prefix="engine-"), "store"
+        )
     keys = {"api_key": os.environ.pop(_API_KEY), "admin_api_key": os.environ.pop(_ADMIN_KEY)}
     with _ending_at_the_end(children):
         launch_server(ServerArgs(**arguments, **keys))
@@ -282,7 +345,10 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _ending_at_the_end(children: Children) -> Iterator[None]:
-    """Ends this process and its children, however the body ends. Python itself would wait for the children."""
+    """Ends this process and its children, however the body ends.
+
+    Python itself would wait for the children.
+    """
     status = 1
     try:
         yield
@@ -305,7 +371,8 @@ if __name__ in ("__main__", "__mp_main__"):
 if __name__ == "__mp_main__":
     end_with_parent(int(os.environ[_LAUNCHER]))
     Children().watch()
-    os.environ[_LAUNCHER] = str(os.getpid())  # a worker may spawn others: with data-parallel attention, all workers that use GPUs
+    # a worker may spawn others: with data-parallel attention, all workers that use GPUs
+    os.environ[_LAUNCHER] = str(os.getpid())
     from sglang.srt.plugins import load_plugins
 
     load_plugins()  # SGLang itself does this only in its schedulers

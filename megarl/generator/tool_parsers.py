@@ -1,6 +1,8 @@
-"""Finds the tool calls in the policy's text, with SGLang's parsers, by name, or with a small one of MegaRL.
+"""Finds the tool calls in the policy's text, with SGLang's parsers, by name, or with a small one of
+MegaRL.
 
-A policy may write anything, so MegaRL's parser takes linear time. Some of SGLang's parsers do not; they run in separate processes.
+A policy may write anything, so MegaRL's parser takes linear time. Some of SGLang's parsers do not;
+they run in separate processes.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from megarl.sandbox import process
 from megarl.sandbox.pool import CallFailed, WorkerPool
 
 OWN = "json"
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_OPEN = "<tool_call>"
+_CLOSE = "</tool_call>"
 _WORKERS = 2
 _MEMORY_MIB = 1 << 15  # of addresses, since SGLang's imports reserve gigabytes of them
 _CPU_S = 1.0  # CPU time limit of a text
@@ -35,7 +38,10 @@ Parsed = tuple[str, list[ToolCall]]
 
 
 class Parser(Protocol):
-    """A parser of tool calls. Use it in one event loop, which it does not block; close it at the end."""
+    """A parser of tool calls.
+
+    Use it in one event loop, which it does not block; close it at the end.
+    """
 
     async def __call__(self, text: str, tools: Tools) -> Parsed:
         """Raises ValueError for tools that it cannot read."""
@@ -45,7 +51,10 @@ class Parser(Protocol):
 
 
 def find_parser(name: str, key: str) -> Parser:
-    """The parser `name`. Raises ConfigError that names `key`. Importing SGLang's parsers takes seconds."""
+    """The parser `name`.
+
+    Raises ConfigError that names `key`. Importing SGLang's parsers takes seconds.
+    """
     if name == OWN:
         return OwnParser()
     from sglang.srt.function_call.parser_names import TOOL_CALL_PARSER_NAMES
@@ -67,9 +76,13 @@ class OwnParser:
 
 
 def json_calls(text: str, tools: Tools) -> Parsed:
-    """Finds calls of existing tools in the form <tool_call>{"name": …, "arguments": {…}}</tool_call>. Any other call stays text."""
+    """Finds calls of existing tools in the form <tool_call>{"name": …, "arguments":
+    {…}}</tool_call>. Any other call stays text.
+    """
     names = {_function(tool)["name"] for tool in tools}
-    calls, rest, end = list[ToolCall](), list[str](), 0
+    calls = list[ToolCall]()
+    rest = list[str]()
+    end = 0
     for start, stop in _marked(text):
         call = _object(text[start:stop]) or {}
         if call.get("name") not in names or not isinstance(call.get("arguments"), dict):
@@ -81,20 +94,31 @@ def json_calls(text: str, tools: Tools) -> Parsed:
 
 
 def _marked(text: str) -> Iterator[tuple[int, int]]:
-    """The beginnings and ends of the texts between the marks. Takes linear time, even for many marks that are never closed."""
+    """The beginnings and ends of the texts between the marks.
+
+    Takes linear time, even for many marks that are never closed.
+    """
     end = 0
-    while (start := text.find(_OPEN, end)) >= 0 and (stop := text.find(_CLOSE, start + len(_OPEN))) >= 0:
+    while (start := text.find(_OPEN, end)) >= 0 and (
+        stop := text.find(_CLOSE, start + len(_OPEN))
+    ) >= 0:
         yield start + len(_OPEN), stop
         end = stop + len(_CLOSE)
 
 
 class SglangParser:
-    """One of SGLang's parsers. Its processes start with the first text. A text that takes more than a second of CPU time stays text."""
+    """One of SGLang's parsers.
+
+    Its processes start with the first text. A text that takes more than a second of CPU time stays
+    text.
+    """
 
     def __init__(self, name: str):
         self._name = name
         module = "megarl.generator.tool_parsers"
-        self._pool = WorkerPool("tool_parser", module, [name], _WORKERS, _ANSWER_S, _MEMORY_MIB, as_here=True)
+        self._pool = WorkerPool(
+            "tool_parser", module, [name], _WORKERS, _ANSWER_S, _MEMORY_MIB, as_here=True
+        )
         self._opened = self._told = False
 
     async def __call__(self, text: str, tools: Tools) -> Parsed:
@@ -117,7 +141,11 @@ class SglangParser:
 
     def _tell(self, length: int) -> None:
         if not self._told:
-            print(f"tool_parser={self._name} took more than {_CPU_S:g} s of CPU for {length} characters: such turns stay text", flush=True)
+            print(
+                f"tool_parser={self._name} took more than {_CPU_S:g} s of CPU for {length} "
+                "characters: such turns stay text",
+                flush=True,
+            )
         self._told = True
 
     async def close(self) -> None:
@@ -142,9 +170,13 @@ def _end_parsing(number: int, frame: Any) -> None:
 
 
 def _in_time(parse: Callable[[], Parsed]) -> Parsed | None:
-    """The result of the call; None if it takes too long. Regular expressions check for signals, so no process must be killed."""
+    """The result of the call; None if it takes too long.
+
+    Regular expressions check for signals, so no process must be killed.
+    """
     try:
-        signal.setitimer(signal.ITIMER_PROF, _CPU_S, _CPU_S / 4)  # repeatedly, in case one is caught
+        # repeatedly, in case one is caught
+        signal.setitimer(signal.ITIMER_PROF, _CPU_S, _CPU_S / 4)
         try:
             return parse()
         finally:
@@ -155,15 +187,21 @@ def _in_time(parse: Callable[[], Parsed]) -> Parsed | None:
 
 
 def sglang_calls(name: str) -> Callable[[str, Tools], Parsed]:
-    """One of SGLang's parsers as a function, without a time limit. It raises ValueError for tools that it cannot read."""
+    """One of SGLang's parsers as a function, without a time limit.
+
+    It raises ValueError for tools that it cannot read.
+    """
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
     def parse(text: str, tools: Tools) -> Parsed:
-        parser = FunctionCallParser([Tool(type="function", function=_function(tool)) for tool in tools], name)
+        parser = FunctionCallParser(
+            [Tool(type="function", function=_function(tool)) for tool in tools], name
+        )
         try:
             rest, calls = parser.parse_non_stream(text)
-        except (LookupError, TypeError, AttributeError, ValueError, RecursionError):  # raised for a text that is nearly a call
+        except (LookupError, TypeError, AttributeError, ValueError, RecursionError):
+            # raised for a text that is nearly a call
             return text, []
         named = [ToolCall(call.name, call.parameters) for call in calls if call.name]
         usable = [call for call in named if _object(call.arguments) is not None]
@@ -174,7 +212,11 @@ def sglang_calls(name: str) -> Callable[[str, Tools], Parsed]:
 
 
 def _object(text: str) -> dict[str, Any] | None:
-    """The JSON object in `text`. None if there is none, or if it has NaN, infinity or lone surrogates, which other programs cannot read."""
+    """The JSON object in `text`.
+
+    None if there is none, or if it has NaN, infinity or lone surrogates, which other programs
+    cannot read.
+    """
     try:
         found = json.loads(text)
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()

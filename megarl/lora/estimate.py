@@ -20,51 +20,83 @@ from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
 
 
-def beside(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, device: str) -> Beside | None:
-    """What trainer ranks keep beside the frozen weights: the adapters, and a copy of the weights with adapters merged, unless updates carry
-    only adapters. None if all weights are trained."""
+def beside(
+    config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, device: str
+) -> Beside | None:
+    """What trainer ranks keep beside the frozen weights: the adapters, and a copy of the weights
+    with adapters merged, unless updates carry only adapters. None if all weights are trained.
+    """
     if (adapters := AdapterPlan.of(config, spec)) is None:
         return None
-    held, merges = adapters_held(spec, trainer, config.model.dtype, adapters.lora), not adapters.are_sent_alone(device)
-    return Beside([own for own, _ in held], [own.total + merges * merged.total for own, merged in held])
+    held = adapters_held(spec, trainer, config.model.dtype, adapters.lora)
+    merges = not adapters.are_sent_alone(device)
+    return Beside(
+        [own for own, _ in held], [own.total + merges * merged.total for own, merged in held]
+    )
 
 
-def adapters_held(spec: ModelSpec, trainer: TrainerConfig, dtype: str, lora: Lora) -> list[tuple[Held, Held]]:
-    """(elements of adapters, elements of the weights with adapters) on the fullest rank of each pipeline stage."""
+def adapters_held(
+    spec: ModelSpec, trainer: TrainerConfig, dtype: str, lora: Lora
+) -> list[tuple[Held, Held]]:
+    """(elements of adapters, elements of the weights with adapters) on the fullest rank of each
+    pipeline stage.
+    """
     return _adapters_held(shape_of(spec), one_replica(trainer_topology(trainer)), dtype, lora)
 
 
 @functools.lru_cache(maxsize=4096)
-def _adapters_held(spec: ModelSpec, topology: TrainerTopology, dtype: str, lora: Lora) -> list[tuple[Held, Held]]:
+def _adapters_held(
+    spec: ModelSpec, topology: TrainerTopology, dtype: str, lora: Lora
+) -> list[tuple[Held, Held]]:
     whole = trainer_layout(spec, topology, dtype)
     names = {adapter.of.name for adapter in trainer_adapters(spec, topology, "local", lora)}
-    adapted = Layout(whole.name, whole.world_size, tuple(kind for kind in whole.kinds if kind.name in names))
-    return list(zip(stages_held(lora.trainer_layout(spec, topology, dtype)), stages_held(adapted), strict=True))
+    adapted = Layout(
+        whole.name, whole.world_size, tuple(kind for kind in whole.kinds if kind.name in names)
+    )
+    return list(
+        zip(
+            stages_held(lora.trainer_layout(spec, topology, dtype)),
+            stages_held(adapted),
+            strict=True,
+        )
+    )
 
 
 def pool_bytes(config: RunConfig, spec: ModelSpec, device: str) -> int:
-    """Bytes of SGLang's pool for adapters on a generator rank, which has two slots; 0 if engines serve none."""
+    """Bytes of SGLang's pool for adapters on a generator rank, which has two slots; 0 if engines
+    serve none.
+    """
     if (adapters := AdapterPlan.of(config, spec)) is None or not adapters.are_sent_alone(device):
         return 0
-    one = replace(engine_groups(config.generator)[0].topology, engines=1)  # adapters are sent only if all engines are in one group
+    # adapters are sent only if all engines are in one group
+    one = replace(engine_groups(config.generator)[0].topology, engines=1)
     return 2 * max(rank_bytes(adapters.lora.pool_layout(spec, one, config.model.dtype, device)))
 
 
 def alone_s(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> float | None:
     """Seconds of an update if it carries adapters alone; None if it carries all weights."""
-    adapters, device = AdapterPlan.of(config, spec), cluster.gpu.device
+    adapters = AdapterPlan.of(config, spec)
+    device = cluster.gpu.device
     if adapters is None or not adapters.are_sent_alone(device):
         return None
     return adapters_s(spec, config, device, update_bytes_per_s(config, cluster))
 
 
-def adapters_s(spec: ModelSpec, config: RunConfig, device: str, link_bytes_per_s: float) -> float | None:
-    """Seconds of an update of adapters alone, by its map, which is proven. None if there are no adapters, or if engines cannot serve
-    them."""
+def adapters_s(
+    spec: ModelSpec, config: RunConfig, device: str, link_bytes_per_s: float
+) -> float | None:
+    """Seconds of an update of adapters alone, by its map, which is proven.
+
+    None if there are no adapters, or if engines cannot serve them.
+    """
     lora, (group, *others) = Lora.of(config.lora), engine_groups(config.generator)
     if lora is None or others or unserved(spec, group.topology, device, lora):
         return None
     source = lora.trainer_layout(spec, trainer_topology(config.trainer), config.model.dtype)
-    map = ReshardMap.build(source, lora.pool_layout(spec, group.topology, group.dtype(config.model.dtype), device))
+    map = ReshardMap.build(
+        source, lora.pool_layout(spec, group.topology, group.dtype(config.model.dtype), device)
+    )
     prove_exactly_once(map)
-    return busiest_bytes(*foreseen(map, config.weights.relay, config.generator.tp)) / link_bytes_per_s
+    return (
+        busiest_bytes(*foreseen(map, config.weights.relay, config.generator.tp)) / link_bytes_per_s
+    )

@@ -1,4 +1,7 @@
-"""Adapter folders in PEFT's format: adapter_config.json and adapter_model.safetensors. Needs no torch."""
+"""Adapter folders in PEFT's format: adapter_config.json and adapter_model.safetensors.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +18,48 @@ from megarl.lora.settings import LoraConfig
 from megarl.models.spec import ModelSpec
 from megarl.trainer.hf_files import READ_DTYPES, header
 
-SETTINGS_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
+SETTINGS_FILE = "adapter_config.json"
+TENSORS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _SHOWN = 10  # most misfitting tensors that a message shows
-# Settings of PEFT that would change the meaning of an adapter. Each is off if its value is false in Python.
+# Settings of PEFT that would change the meaning of an adapter. Each is off if its value is false in
+# Python.
 _REFUSED = (
-    "use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "lora_bias",
-    "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config",
-    "monteclora_config", "use_bdlora", "use_qalora",
-)  # fmt: skip
+    "use_dora",
+    "use_rslora",
+    "fan_in_fan_out",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+    "lora_bias",
+    "target_parameters",
+    "trainable_token_indices",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "use_bdlora",
+    "use_qalora",
+)
 # Initialisations that subtract something from the weights. PEFT does this again when it loads.
 _CHANGE_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def shown(logical_name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """A tensor's name and shape in the file. A factor that all experts of a layer share has a dim of 1 for experts, as SGLang requires."""
+    """A tensor's name and shape in the file.
+
+    A factor that all experts of a layer share has a dim of 1 for experts, as SGLang requires.
+    """
     parts = logical_name.split(".")
     of_all = "experts" in parts and not parts[parts.index("experts") + 1].isdigit()
     return _PREFIX + logical_name, ((1, *shape) if of_all else shape)
 
 
-def adapter_settings(lora: Lora, targets: Sequence[str], base: str | None, dropout: float) -> dict[str, Any]:
+def adapter_settings(
+    lora: Lora, targets: Sequence[str], base: str | None, dropout: float
+) -> dict[str, Any]:
     """The content of adapter_config.json."""
     return {
         "peft_type": "LORA",
@@ -51,14 +75,19 @@ def adapter_settings(lora: Lora, targets: Sequence[str], base: str | None, dropo
 
 
 def empty_adapter(folder: Path, lora: Lora, targets: Sequence[str]) -> Path:
-    """Writes the settings of an adapter whose weights engines get later. Several processes may do this at once."""
+    """Writes the settings of an adapter whose weights engines get later.
+
+    Several processes may do this at once.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / SETTINGS_FILE, json.dumps(adapter_settings(lora, targets, None, 0.0)))
     return folder
 
 
 def check_adapter(spec: ModelSpec, config: LoraConfig) -> None:
-    """Raises ConfigError with all reasons why the run's adapters cannot begin with the folder `lora.init`."""
+    """Raises ConfigError with all reasons why the run's adapters cannot begin with the folder
+    `lora.init`.
+    """
     lora = Lora.of(config)
     assert lora is not None and config.init is not None
     folder = Path(config.init)
@@ -66,38 +95,64 @@ def check_adapter(spec: ModelSpec, config: LoraConfig) -> None:
         settings = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
         found = header(folder / TENSORS_FILE)
     except (OSError, ValueError) as error:  # includes ConfigError
-        raise ConfigError(f"lora.init={config.init}: is not the folder of a PEFT adapter: {error}") from error
-    if not (problems := [*_settings_problems(settings, spec, config, lora)]):  # otherwise misfitting tensors are only a consequence
+        raise ConfigError(
+            f"lora.init={config.init}: is not the folder of a PEFT adapter: {error}"
+        ) from error
+    # otherwise misfitting tensors are only a consequence
+    if not (problems := [*_settings_problems(settings, spec, config, lora)]):
         problems = [*_tensor_problems(found, spec, lora)]
-        problems[_SHOWN:] = [f"{len(problems) - _SHOWN} more tensors"] if len(problems) > _SHOWN else []
+        problems[_SHOWN:] = (
+            [f"{len(problems) - _SHOWN} more tensors"] if len(problems) > _SHOWN else []
+        )
     if problems:
         raise ConfigError([f"lora.init={config.init}: {problem}" for problem in problems])
 
 
-def _settings_problems(settings: dict[str, Any], spec: ModelSpec, config: LoraConfig, lora: Lora) -> Iterator[str]:
+def _settings_problems(
+    settings: dict[str, Any], spec: ModelSpec, config: LoraConfig, lora: Lora
+) -> Iterator[str]:
     if settings.get("peft_type") != "LORA":
         yield f"its peft_type is {settings.get('peft_type')}, not LORA"
-    for theirs, key, ours in (("r", "lora.rank", lora.rank), ("lora_alpha", "lora.alpha", lora.alpha)):
+    for theirs, key, ours in (
+        ("r", "lora.rank", lora.rank),
+        ("lora_alpha", "lora.alpha", lora.alpha),
+    ):
         if settings.get(theirs) != ours:
             yield f"its {theirs} is {settings.get(theirs)}; {key}={ours:g}"
-    names = {target(tensor.name.rpartition(".lora_")[0]) for tensor in lora.hf_layout(spec, "float32").tensors(0)}
+    names = {
+        target(tensor.name.rpartition(".lora_")[0])
+        for tensor in lora.hf_layout(spec, "float32").tensors(0)
+    }
     there = settings.get("target_modules")
-    if not isinstance(there, str) and {name.rpartition(".")[2] for name in there or ()} != names:  # a text would be a pattern
+    # a text would be a pattern
+    if not isinstance(there, str) and {name.rpartition(".")[2] for name in there or ()} != names:
         theirs, ours = (", ".join(sorted(some)) for some in (there or (), names))
         yield f"its target_modules are {theirs}; lora.targets={yaml_text(config.targets)} are {ours}"
     begun = str(settings.get("init_lora_weights", True))
     if begun.lower().startswith(_CHANGE_WEIGHTS):
-        yield f"its init_lora_weights is {begun}: it has changed the model's own weights; save it with PEFT as an ordinary adapter"
+        yield (
+            f"its init_lora_weights is {begun}: it has changed the model's own weights; save it "
+            "with PEFT as an ordinary adapter"
+        )
     if settings.get("bias", "none") != "none":
         yield f"its bias is {settings['bias']}; it must be none"
-    yield from (f"its {name} is {yaml_text(settings[name])}, which is not supported" for name in _REFUSED if settings.get(name))
+    yield from (
+        f"its {name} is {yaml_text(settings[name])}, which is not supported"
+        for name in _REFUSED
+        if settings.get(name)
+    )
 
 
 def _tensor_problems(found: dict[str, Any], spec: ModelSpec, lora: Lora) -> Iterator[str]:
-    expected = dict(shown(tensor.name, tensor.shape) for tensor in lora.hf_layout(spec, "float32").tensors(0))
+    expected = dict(
+        shown(tensor.name, tensor.shape) for tensor in lora.hf_layout(spec, "float32").tensors(0)
+    )
     for name, shape in expected.items():
         if name not in found:
             yield f"tensor {name} is missing in {TENSORS_FILE}"
         elif tuple(found[name]["shape"]) != shape or found[name]["dtype"] not in READ_DTYPES:
-            yield f"tensor {name} is {found[name]['dtype']} of shape {tuple(found[name]['shape'])}; it must have shape {shape}"
+            yield (
+                f"tensor {name} is {found[name]['dtype']} of shape "
+                f"{tuple(found[name]['shape'])}; it must have shape {shape}"
+            )
     yield from (f"tensor {name} belongs to no target" for name in found if name not in expected)

@@ -1,4 +1,6 @@
-"""Low-rank adapters as logical tensors, and their layouts: on the trainer, and in the pool from which SGLang serves them."""
+"""Low-rank adapters as logical tensors, and their layouts: on the trainer, and in the pool from
+which SGLang serves them.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +13,36 @@ from megarl.lora.settings import LoraConfig
 from megarl.models.parameters import EXPERT_FIELD, LAYER, LAYER_FIELD, LogicalTensor, Parameter
 from megarl.models.registry import family
 from megarl.models.spec import ModelSpec
-from megarl.reshard.layout import Kind, Layout, elements, generator_layout_of, hf_layout_of, trainer_layout_of, trainer_parameters
+from megarl.reshard.layout import (
+    Kind,
+    Layout,
+    elements,
+    generator_layout_of,
+    hf_layout_of,
+    trainer_layout_of,
+    trainer_parameters,
+)
 
-# Low-rank adapters as logical tensors, and their places in the trainer. Both follow from a family's definition of its linear layers.
+# Low-rank adapters as logical tensors, and their places in the trainer. Both follow from a family's
+# definition of its linear layers.
 #
-# Next to `….q_proj.weight` [out, in] there are `….q_proj.lora_A.weight` [rank, in] and `….q_proj.lora_B.weight` [out, rank], as in PEFT.
-# There is one pair for every target, even if Megatron fuses several targets into one layer. Such a layer has the As one below the other,
-# and the Bs fused and cut like its own rows:
+# Next to `….q_proj.weight` [out, in] there are `….q_proj.lora_A.weight` [rank, in] and
+# `….q_proj.lora_B.weight` [out, rank], as in PEFT. There is one pair for every target, even if
+# Megatron fuses several targets into one layer. Such a layer has the As one below the other, and
+# the Bs fused and cut like its own rows:
 #
-#     rows are cut (qkv, gate and up)     A whole on every tensor rank        B cut by rows, in the layer's order of groups
+#     rows are cut (qkv, gate and up)     A whole on every tensor rank        B cut by rows, in the
+#     layer's order of groups
 #     columns are cut (o, down)           A cut by columns                    B whole
 #     nothing is cut                      A whole                             B whole
 #
-# With shared experts, the outer factor (A of gate and up, B of down) has no `{expert}` in its name, and is whole on every rank of a stage.
+# With shared experts, the outer factor (A of gate and up, B of down) has no `{expert}` in its name,
+# and is whole on every rank of a stage.
 
 
 ALL = "all"
-A, B = ".lora_A.weight", ".lora_B.weight"  # replace ".weight"
+A = ".lora_A.weight"
+B = ".lora_B.weight"  # replace ".weight"
 _LINEAR = re.compile(r"(decoder\.layers\.\{layer\}\..*\.linear_\w+)\.weight(|\{expert\})")
 
 
@@ -63,14 +78,24 @@ class Lora:
     def parameter_count(self, spec: ModelSpec) -> int:
         return elements(self.hf_layout(spec, "bfloat16"))
 
-    def trainer_layout(self, spec: ModelSpec, topology: TrainerTopology, dtype: str, layer_spec: str = "local") -> Layout:
-        """The adapters on every trainer rank. Raises ConfigError if the topology does not divide the model."""
+    def trainer_layout(
+        self, spec: ModelSpec, topology: TrainerTopology, dtype: str, layer_spec: str = "local"
+    ) -> Layout:
+        """The adapters on every trainer rank.
+
+        Raises ConfigError if the topology does not divide the model.
+        """
         trainer_parameters(spec, topology, layer_spec)
         parameters = adapter_parameters(trainer_adapters(spec, topology, layer_spec, self))
         return trainer_layout_of(parameters, lora_tensors(spec, self), spec, topology, dtype)
 
-    def pool_layout(self, spec: ModelSpec, topology: GeneratorTopology, dtype: str, device: str) -> Layout:
-        """The adapters on every generator rank, in the slot that SGLang's pool has for them. `dtype` is that of activations."""
+    def pool_layout(
+        self, spec: ModelSpec, topology: GeneratorTopology, dtype: str, device: str
+    ) -> Layout:
+        """The adapters on every generator rank, in the slot that SGLang's pool has for them.
+
+        `dtype` is that of activations.
+        """
         parameters = pool_parameters(spec, topology, device, self)
         found = generator_layout_of(parameters, lora_tensors(spec, self), spec, topology, dtype)
         return replace(found, kinds=tuple(_as_shown(kind) for kind in found.kinds))
@@ -93,19 +118,26 @@ class Adapter:
 
 
 def target(logical_name: str) -> str:
-    """The target name of a linear layer: `q_proj` for `model.layers.{layer}.self_attn.q_proj.weight`."""
+    """The target name of a linear layer: `q_proj` for
+    `model.layers.{layer}.self_attn.q_proj.weight`.
+    """
     return logical_name.removesuffix(".weight").rpartition(".")[2]
 
 
 def targets(spec: ModelSpec) -> tuple[str, ...]:
     """All names that may be targets, in forward order."""
-    names = [target(part.logical_name) for parameter in _linear(spec, TrainerTopology(), "local") for part in parameter.parts]
+    names = [
+        target(part.logical_name)
+        for parameter in _linear(spec, TrainerTopology(), "local")
+        for part in parameter.parts
+    ]
     return tuple(dict.fromkeys(names))
 
 
 def lora_tensors(spec: ModelSpec, lora: Lora) -> tuple[LogicalTensor, ...]:
     """The logical tensors of all adapters."""
-    logical, found = _logical(spec), []
+    logical = _logical(spec)
+    found = []
     for parameter in _linear(spec, TrainerTopology(), "local"):
         for part in parameter.parts:
             if not lora.wants(part.logical_name):
@@ -119,7 +151,9 @@ def lora_tensors(spec: ModelSpec, lora: Lora) -> tuple[LogicalTensor, ...]:
     return tuple(found)
 
 
-def trainer_adapters(spec: ModelSpec, topology: TrainerTopology, layer_spec: str, lora: Lora) -> tuple[Adapter, ...]:
+def trainer_adapters(
+    spec: ModelSpec, topology: TrainerTopology, layer_spec: str, lora: Lora
+) -> tuple[Adapter, ...]:
     """The adapters of all of the trainer's layers."""
     logical = _logical(spec)
     made = (_adapter(parameter, logical, lora) for parameter in _linear(spec, topology, layer_spec))
@@ -139,7 +173,10 @@ def _adapter(parameter: Parameter, logical: Mapping[str, LogicalTensor], lora: L
     module, expert = found.groups()
 
     def factor(suffix: str, letter: str, cut: int) -> Parameter:
-        own = tuple(replace(part, logical_name=factor_name(parameter, part.logical_name, suffix, lora)) for part in parts)
+        own = tuple(
+            replace(part, logical_name=factor_name(parameter, part.logical_name, suffix, lora))
+            for part in parts
+        )
         name = f"{module}.adapter.{letter}{expert}"
         if parts and EXPERT_FIELD not in own[0].logical_name and parameter.of_expert:
             name = f"{module.partition('.experts.')[0]}.shared_adapter.{letter}"
@@ -154,11 +191,19 @@ def _adapter(parameter: Parameter, logical: Mapping[str, LogicalTensor], lora: L
 def adapted(spec: ModelSpec, lora: Lora) -> list[Parameter]:
     """The trainer's linear layers in which any part has an adapter."""
     linear = _linear(spec, TrainerTopology(), "local")
-    return [parameter for parameter in linear if any(lora.wants(part.logical_name) for part in parameter.parts)]
+    return [
+        parameter
+        for parameter in linear
+        if any(lora.wants(part.logical_name) for part in parameter.parts)
+    ]
 
 
 def factor_name(parameter: Parameter, logical_name: str, suffix: str, lora: Lora) -> str:
-    """The logical name of a factor. The outer factor is the one that is not cut: A if the layer's rows are cut, B if its columns are."""
+    """The logical name of a factor.
+
+    The outer factor is the one that is not cut: A if the layer's rows are cut, B if its columns
+    are.
+    """
     name = logical_name.removesuffix(".weight") + suffix
     outer = A if parameter.dim == 0 else B
     return name.replace(f"{EXPERT_FIELD}.", "") if lora.shared and suffix == outer else name
@@ -167,7 +212,11 @@ def factor_name(parameter: Parameter, logical_name: str, suffix: str, lora: Lora
 def _linear(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> list[Parameter]:
     """The weights of the decoder's linear layers."""
     parameters = family(spec).megatron_parameters(spec, topology, layer_spec)
-    return [parameter for parameter in parameters if parameter.place == LAYER and _LINEAR.fullmatch(parameter.name)]
+    return [
+        parameter
+        for parameter in parameters
+        if parameter.place == LAYER and _LINEAR.fullmatch(parameter.name)
+    ]
 
 
 def _logical(spec: ModelSpec) -> dict[str, LogicalTensor]:
@@ -176,19 +225,24 @@ def _logical(spec: ModelSpec) -> dict[str, LogicalTensor]:
 
 # SGLang serves adapters from a pool of memory, in which every adapter has a slot.
 #
-# In a slot, each of SGLang's linear layers has an A [parts * rank, in] and a B [out, rank]. At run time, dense layers multiply what they
-# add by alpha / rank. For experts, B must include this factor (`LoraTrainer.served_parameters`). Both are cut like the layer, as shown
-# above for the trainer:
+# In a slot, each of SGLang's linear layers has an A [parts * rank, in] and a B [out, rank]. At run
+# time, dense layers multiply what they add by alpha / rank. For experts, B must include this factor
+# (`LoraTrainer.served_parameters`). Both are cut like the layer, as shown above for the trainer:
 #
-#     rows are cut (qkv, gate and up)     A whole, one below the other        B cut by rows, in the layer's order of groups
+#     rows are cut (qkv, gate and up)     A whole, one below the other        B cut by rows, in the
+#     layer's order of groups
 #     columns are cut (o, down)           A cut by columns                    B whole
 #
-# Here they are named after the layer: `….self_attn.qkv_proj.lora_A`, and `….mlp.experts.w13.lora_A` for stacked experts.
+# Here they are named after the layer: `….self_attn.qkv_proj.lora_A`, and `….mlp.experts.w13.lora_A`
+# for stacked experts.
 
 
-POOL_A, POOL_B = "lora_A", "lora_B"
-SERVED = {"qkv_proj": 3, "o_proj": 1, "gate_up_proj": 2, "down_proj": 1}  # SGLang's layer -> number of parts
-EXPERTS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}  # stacked experts -> projections that SGLang knows
+POOL_A = "lora_A"
+POOL_B = "lora_B"
+# SGLang's layer -> number of parts
+SERVED = {"qkv_proj": 3, "o_proj": 1, "gate_up_proj": 2, "down_proj": 1}
+# stacked experts -> projections that SGLang knows
+EXPERTS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
 
 
 def is_adapter(name: str) -> bool:
@@ -205,38 +259,73 @@ def _as_shown(kind: Kind) -> Kind:
     """The kind as SGLang has it: the factor that all experts share has a dim of 1 for experts."""
     if not is_of_stack(kind.name) or kind.shards[0].experts is not None:
         return kind
-    return replace(kind, shards=tuple(replace(tensor, engine_shape=(1, *tensor.shape)) for tensor in kind.shards))
+    return replace(
+        kind,
+        shards=tuple(replace(tensor, engine_shape=(1, *tensor.shape)) for tensor in kind.shards),
+    )
 
 
-def pool_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lora) -> list[Parameter]:
+def pool_parameters(
+    spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lora
+) -> list[Parameter]:
     """The adapters of one slot as parameters of SGLang."""
     found = []
     for parameter in _adapted(spec, topology, device, lora):
         for letter, suffix, cut in ((POOL_A, A, 1), (POOL_B, B, 0)):
-            parts = tuple(replace(part, logical_name=factor_name(parameter, part.logical_name, suffix, lora)) for part in parameter.parts)
+            parts = tuple(
+                replace(part, logical_name=factor_name(parameter, part.logical_name, suffix, lora))
+                for part in parameter.parts
+            )
             dim, groups = (cut, parameter.groups) if parameter.dim == cut else (None, 1)
-            found.append(replace(parameter, name=f"{_layer(parameter)}.{letter}", parts=parts, dim=dim, groups=groups, units=()))
+            found.append(
+                replace(
+                    parameter,
+                    name=f"{_layer(parameter)}.{letter}",
+                    parts=parts,
+                    dim=dim,
+                    groups=groups,
+                    units=(),
+                )
+            )
     return found
 
 
 def unserved(spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lora) -> list[str]:
     """The reasons why engines on `device` cannot serve the adapters; empty if they can."""
     if topology.dp_attention > 1:
-        return [f"with generator.dp_attention={topology.dp_attention} writing to SGLang's pool has not been tried"]
+        return [
+            f"with generator.dp_attention={topology.dp_attention} writing to SGLang's pool has "
+            "not been tried"
+        ]
     if spec.norms_after:
         return [f"writing adapters of a {spec.family} model to SGLang's pool has not been tried"]
     if spec.kv_lora_rank:
-        return [f"writing adapters of a {spec.family} model's latent attention to SGLang's pool has not been tried"]
+        return [
+            f"writing adapters of a {spec.family} model's latent attention to SGLang's pool has "
+            "not been tried"
+        ]
     layers = _adapted(spec, topology, device, lora)
     problems = [problem for parameter in layers for problem in _problems(parameter, device, lora)]
     served = {target for parameter in layers for target in _targets(parameter)}
-    missing = {part.logical_name for parameter in adapted(spec, lora) for part in parameter.parts if lora.wants(part.logical_name)} - served
-    problems += [f"SGLang has no linear layer of its own for {name.removesuffix('.weight')}" for name in sorted(missing)]
+    missing = {
+        part.logical_name
+        for parameter in adapted(spec, lora)
+        for part in parameter.parts
+        if lora.wants(part.logical_name)
+    } - served
+    problems += [
+        f"SGLang has no linear layer of its own for {name.removesuffix('.weight')}"
+        for name in sorted(missing)
+    ]
     experts = {_layer(parameter).rpartition(".")[2] for parameter in layers if parameter.of_expert}
     if len(experts) == 1:
         problems.append("SGLang serves adapters of experts only on gate, up and down together")
-    if spec.num_experts and any(_layer(parameter).endswith(("gate_up_proj", "down_proj")) for parameter in layers):
-        problems.append("SGLang confuses the adapters of dense and shared layers with those of experts")
+    if spec.num_experts and any(
+        _layer(parameter).endswith(("gate_up_proj", "down_proj")) for parameter in layers
+    ):
+        problems.append(
+            "SGLang confuses the adapters of dense and shared layers with those of experts"
+        )
     return [problem.replace(LAYER_FIELD, "*") for problem in dict.fromkeys(problems)]
 
 
@@ -245,20 +334,35 @@ def _problems(parameter: Parameter, device: str, lora: Lora) -> Iterator[str]:
     own = layer.rpartition(".")[2]
     if lacking := [target for target in _targets(parameter) if not lora.wants(target)]:
         names = " and ".join(name.removesuffix(".weight").rpartition(".")[2] for name in lacking)
-        yield f"SGLang keeps the parts of {layer} in one tensor, and lora.targets leaves out {names}"
+        yield (
+            f"SGLang keeps the parts of {layer} in one tensor, and lora.targets leaves out {names}"
+        )
     elif parameter.of_expert and device == "cpu":
         yield f"SGLang's kernels for adapters of {layer} need a GPU"
-    elif parameter.of_expert and [name.split(".")[-2] for name in _targets(parameter)] != list(EXPERTS.get(own, ())):
+    elif parameter.of_expert and [name.split(".")[-2] for name in _targets(parameter)] != list(
+        EXPERTS.get(own, ())
+    ):
         yield f"SGLang does not know the names of the projections of {layer}"
     elif not parameter.of_expert and SERVED.get(own) != len(parameter.parts):
         yield f"SGLang's pool has no place for {layer}"
 
 
-def _adapted(spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lora) -> list[Parameter]:
+def _adapted(
+    spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lora
+) -> list[Parameter]:
     """SGLang's linear layers in which any part has an adapter."""
-    wanted = {part.logical_name for parameter in adapted(spec, lora) for part in parameter.parts if lora.wants(part.logical_name)}
+    wanted = {
+        part.logical_name
+        for parameter in adapted(spec, lora)
+        for part in parameter.parts
+        if lora.wants(part.logical_name)
+    }
     parameters = family(spec).sglang_parameters(spec, topology, device)
-    return [parameter for parameter in parameters if parameter.place == LAYER and wanted.intersection(_targets(parameter))]
+    return [
+        parameter
+        for parameter in parameters
+        if parameter.place == LAYER and wanted.intersection(_targets(parameter))
+    ]
 
 
 def _targets(parameter: Parameter) -> list[str]:

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
     from megarl.generator.server import ServedAdapter
 
 # Settings that make Megatron's layers get other inputs than adapters expect.
-_REFUSED = ("tp_comm_overlap", "moe_shared_expert_overlap", "delay_wgrad_compute", "overlap_moe_expert_parallel_comm")
+_REFUSED = (
+    "tp_comm_overlap",
+    "moe_shared_expert_overlap",
+    "delay_wgrad_compute",
+    "overlap_moe_expert_parallel_comm",
+)
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,10 @@ class AdapterPlan:
         return None if lora is None else cls(config, spec, lora)
 
     def are_sent_alone(self, device: str | None = None) -> bool:
-        """Whether updates carry only the adapters. Otherwise they carry all weights, with the adapters merged. `device`: see
-        `why_merged`."""
+        """Whether updates carry only the adapters.
+
+        Otherwise they carry all weights, with the adapters merged. `device`: see `why_merged`.
+        """
         return sends_adapters(self.config, self.spec, device)
 
     @property
@@ -51,35 +58,64 @@ class AdapterPlan:
     def lines(self) -> list[str]:
         """The lines about adapters that a new run prints."""
         lora = self.config.lora
-        begins = f"lora.init={lora.init}" if lora.init else f"A random by seed {self.config.seed}, B zero"
+        begins = (
+            f"lora.init={lora.init}"
+            if lora.init
+            else f"A random by seed {self.config.seed}, B zero"
+        )
         of = f"of {', '.join(lora.targets)} linear layers"
-        return [f"Adapters: rank {lora.rank}, alpha {lora.alpha:g}, {of}, {begins}; the weights are frozen", self._sync_line()]
+        return [
+            f"Adapters: rank {lora.rank}, alpha {lora.alpha:g}, {of}, {begins}; the weights are frozen",
+            self._sync_line(),
+        ]
 
     def resumed_lines(self, weights: Weights) -> list[str]:
-        """The lines about adapters that a resumed run prints. `weights`: the weights that it began with."""
-        return [f"Adapters: rank {self.lora.rank}, of what the run began with, {weights}", self._sync_line()]
+        """The lines about adapters that a resumed run prints.
+
+        `weights`: the weights that it began with.
+        """
+        return [
+            f"Adapters: rank {self.lora.rank}, of what the run began with, {weights}",
+            self._sync_line(),
+        ]
 
     def _sync_line(self) -> str:
         if self.are_sent_alone():
             return "Adapters: sent alone, into the memory from which SGLang serves them"
-        why = "lora.sync=merge" if self.config.lora.sync == "merge" else "; ".join(why_merged(self.config, self.spec))
-        return f"Adapters: each update merges them on the trainer's ranks and sends all weights: {why}"
+        why = (
+            "lora.sync=merge"
+            if self.config.lora.sync == "merge"
+            else "; ".join(why_merged(self.config, self.spec))
+        )
+        return (
+            f"Adapters: each update merges them on the trainer's ranks and sends all weights: {why}"
+        )
 
     def served(self, folder: Path, device: str | None) -> ServedAdapter | None:
-        """The adapter that engines on `device` start with, in `folder`; None if they get all weights."""
+        """The adapter that engines on `device` start with, in `folder`; None if they get all
+        weights.
+        """
         if not self.are_sent_alone(device):
             return None
-        from megarl.generator.server import ServedAdapter  # which needs ZeroMQ; a trainer alone runs without it
+        # which needs ZeroMQ; a trainer alone runs without it
+        from megarl.generator.server import ServedAdapter
 
-        return ServedAdapter(str(folder), self.lora.rank, self.lora.names(self.spec), self.lora.shared)
+        return ServedAdapter(
+            str(folder), self.lora.rank, self.lora.names(self.spec), self.lora.shared
+        )
 
     def write(self, folder: Path) -> None:
-        """Writes the settings of that adapter, if engines serve one. Its weights come with the first update."""
+        """Writes the settings of that adapter, if engines serve one.
+
+        Its weights come with the first update.
+        """
         if adapter := self.served(folder, None):
             empty_adapter(folder, self.lora, adapter.targets)
 
     def check_init(self) -> None:
-        """Raises ConfigError with all reasons why the adapters cannot begin with the folder `lora.init`, if that is set."""
+        """Raises ConfigError with all reasons why the adapters cannot begin with the folder
+        `lora.init`, if that is set.
+        """
         if self.config.lora.init:
             check_adapter(self.spec, self.config.lora)
 
@@ -87,59 +123,114 @@ class AdapterPlan:
 def check_lora_groups(config: RunConfig) -> Iterable[str]:
     """Problems with adapters that concern several groups of engines."""
     if config.lora.rank and config.lora.sync == "adapter" and any(config.generator.groups.values()):
-        yield "lora.sync=adapter: must be merge or auto with generator.groups: sending adapters to unlike engines has not been tried"
+        yield (
+            "lora.sync=adapter: must be merge or auto with generator.groups: sending adapters "
+            "to unlike engines has not been tried"
+        )
 
 
 def check_lora(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    lora, known = Lora.of(config.lora), targets(spec)
+    lora = Lora.of(config.lora)
+    known = targets(spec)
     if lora is None:
         return
     if config.lora.sync == "adapter" and (why := why_merged(config, spec)):
         yield f"lora.sync=adapter: must be merge or auto: {'; '.join(why)}"
-    if fused := [each.name.replace(LAYER_FIELD, "*") for each in fused_tensors(spec) if len(each.parts) > 1 or each.of_expert]:
-        yield f"lora.rank={lora.rank}: must be null: PEFT has one adapter each for {' and '.join(fused)} of a {spec.family} checkpoint"
+    if fused := [
+        each.name.replace(LAYER_FIELD, "*")
+        for each in fused_tensors(spec)
+        if len(each.parts) > 1 or each.of_expert
+    ]:
+        yield (
+            f"lora.rank={lora.rank}: must be null: PEFT has one adapter each for "
+            f"{' and '.join(fused)} of a {spec.family} checkpoint"
+        )
     if spec.linear_layers:
-        yield f"lora.rank={lora.rank}: must be null: no adapter is stated for the gated delta nets of a {spec.family} model"
+        yield (
+            f"lora.rank={lora.rank}: must be null: no adapter is stated for the gated delta "
+            f"nets of a {spec.family} model"
+        )
     if not known:
-        yield f"lora.rank={lora.rank}: must be null: {spec.family} states no layer of Megatron's whose name is linear_…"
+        yield (
+            f"lora.rank={lora.rank}: must be null: {spec.family} states no layer of Megatron's "
+            "whose name is linear_…"
+        )
     unknown = [name for name in lora.targets if name not in (*known, ALL)]
     if unknown:
         of = f"no linear layer of a {spec.family} model"
-        yield f"lora.targets={yaml_text(config.lora.targets)}: {', '.join(unknown)} is {of}; it has {', '.join(known)}, or all"
+        yield (
+            f"lora.targets={yaml_text(config.lora.targets)}: {', '.join(unknown)} is {of}; it "
+            f"has {', '.join(known)}, or all"
+        )
     if lora.shared and not any(tensor.experts for tensor in lora_tensors(spec, lora)):
         yield "lora.experts=shared: must be own: no target is of an expert"
     if spec.mtp_layers:
-        yield f"trainer.mtp={config.trainer.mtp}: must be ignore with lora.rank={lora.rank}: adapters leave the layer as it is"
+        yield (
+            f"trainer.mtp={config.trainer.mtp}: must be ignore with lora.rank={lora.rank}: "
+            "adapters leave the layer as it is"
+        )
     for name in _REFUSED:
         if config.trainer.megatron.get(name):
-            yield f"trainer.megatron.{name}={yaml_text(config.trainer.megatron[name])}: must be left out with lora.rank={lora.rank}"
+            yield (
+                f"trainer.megatron.{name}={yaml_text(config.trainer.megatron[name])}: must be "
+                f"left out with lora.rank={lora.rank}"
+            )
 
 
 def sends_adapters(config: RunConfig, spec: ModelSpec, device: str | None = None) -> bool:
-    """Whether an update carries only the adapters. Otherwise it carries the weights, with any adapters merged. `device`: see
-    `why_merged`."""
-    return bool(config.lora.rank) and config.lora.sync != "merge" and not why_merged(config, spec, device)
+    """Whether an update carries only the adapters.
+
+    Otherwise it carries the weights, with any adapters merged. `device`: see `why_merged`.
+    """
+    return (
+        bool(config.lora.rank)
+        and config.lora.sync != "merge"
+        and not why_merged(config, spec, device)
+    )
 
 
 def why_merged(config: RunConfig, spec: ModelSpec, device: str | None = None) -> list[str]:
-    """The reasons why updates cannot carry only adapters. `device`: of the engines, cuda or cpu; None: that of this machine."""
+    """The reasons why updates cannot carry only adapters.
+
+    `device`: of the engines, cuda or cpu; None: that of this machine.
+    """
     lora = Lora.of(config.lora)
     assert lora is not None
     if config.weights.delta != "off":
         return ["weights.delta=auto looks for changes in all weights"]
     if any(config.generator.groups.values()):
         return ["sending adapters to unlike engines (generator.groups) has not been tried"]
-    return unserved(spec, generator_topology(config.generator), device or ("cuda" if cuda_available() else "cpu"), lora)
+    return unserved(
+        spec,
+        generator_topology(config.generator),
+        device or ("cuda" if cuda_available() else "cpu"),
+        lora,
+    )
 
 
 def check_first_adapters(config: RunConfig, command: str | None) -> Iterable[str]:
-    """Problems with `lora.init` and random weights: an adapter belongs to the weights it was trained on, and random ones cannot be
-    adapted."""
-    if command == "sft" and config.lora.rank and config.model.random_init and not find_weights(config, command).are_there:
-        yield "model.random_init=true: adapters cannot make a model of random weights; set sft.adapters=false to train all of them"
+    """Problems with `lora.init` and random weights: an adapter belongs to the weights it was
+    trained on, and random ones cannot be adapted.
+    """
+    if (
+        command == "sft"
+        and config.lora.rank
+        and config.model.random_init
+        and not find_weights(config, command).are_there
+    ):
+        yield (
+            "model.random_init=true: adapters cannot make a model of random weights; set "
+            "sft.adapters=false to train all of them"
+        )
     if not config.lora.rank or config.lora.init is None:
         return
     if command == "sft":
-        yield f"lora.init={config.lora.init}: must be null for megarl sft, since the run would begin with it once more"
+        yield (
+            f"lora.init={config.lora.init}: must be null for megarl sft, since the run would "
+            "begin with it once more"
+        )
     elif command in ("train", "dry-run") and (weights := find_weights(config, command)).warm_start:
-        yield f"lora.init={config.lora.init}: belongs to model.path={config.model.path}, and the run begins with {weights}"
+        yield (
+            f"lora.init={config.lora.init}: belongs to model.path={config.model.path}, and the "
+            f"run begins with {weights}"
+        )

@@ -37,21 +37,28 @@ from megarl.trainer.step import MegatronTrainer, StepResult
 
 # Low-rank adapters beside Megatron's linear layers: y = W x + alpha / rank * B A x, with W frozen.
 #
-# An adapter is a submodule of the layer. A hook on the layer's forward pass adds the adapter's output for the layer's input, so it works
-# with any schedule and recomputation. It relies on Megatron's linear layers taking the input as first argument and returning (output,
-# bias). Layers of Transformer Engine that norm their input first are also asked for the normed input.
+# An adapter is a submodule of the layer. A hook on the layer's forward pass adds the adapter's
+# output for the layer's input, so it works with any schedule and recomputation. It relies on
+# Megatron's linear layers taking the input as first argument and returning (output, bias). Layers
+# of Transformer Engine that norm their input first are also asked for the normed input.
 #
-# lora/layout.py says how the factors are cut. With x [s, b, in], on tensor ranks that share a layer:
+# lora/layout.py says how the factors are cut. With x [s, b, in], on tensor ranks that share a
+# layer:
 #
-#     rows cut        h = A x is the same on all ranks, and its gradient is the sum of theirs. With sequence parallelism each rank has its
-#                     part of x: A's small output is gathered instead of x, and finalize_model_grads sums the gradient of A.
-#     columns cut     h = A x is the sum over the ranks. With sequence parallelism each rank gets its part of the sum, and
+#     rows cut        h = A x is the same on all ranks, and its gradient is the sum of theirs. With
+#     sequence parallelism each rank has its
+#                     part of x: A's small output is gathered instead of x, and finalize_model_grads
+#                     sums the gradient of A.
+#     columns cut     h = A x is the sum over the ranks. With sequence parallelism each rank gets
+#     its part of the sum, and
 #                     finalize_model_grads sums the gradient of B.
-#     experts         Megatron sums outputs and gradients of inputs over the ranks outside the layers. So each rank uses its own h, and the
+#     experts         Megatron sums outputs and gradients of inputs over the ranks outside the
+#     layers. So each rank uses its own h, and the
 #                     gradient of the whole factor is summed here.
 #
-# A factor that all experts of a layer share counts as a part of the dense model. Each rank has the part of its gradient from its own tokens
-# or rows. All ranks of the stage sum these parts, as for a norm with sequence parallelism.
+# A factor that all experts of a layer share counts as a part of the dense model. Each rank has the
+# part of its gradient from its own tokens or rows. All ranks of the stage sum these parts, as for a
+# norm with sequence parallelism.
 
 
 class Switch:
@@ -59,7 +66,8 @@ class Switch:
 
     def __init__(self, dropout: float):
         self.dropout = dropout
-        self.on, self.training = True, False
+        self.on = True
+        self.training = False
 
     @contextlib.contextmanager
     def set(self, **values: bool) -> Iterator[None]:
@@ -74,17 +82,33 @@ class Switch:
 class LayerAdapter(torch.nn.Module):
     """The adapters of one linear layer, or of all experts in a grouped linear layer."""
 
-    def __init__(self, adapter: Adapter, weights: dict[str, torch.nn.Parameter], scale: float, switch: Switch, shared: dict[str, Any]):
-        """`weights`: ending of the name ("" or the expert's number on this rank) -> weight of the layer. `shared`: letter, a or b -> the
-        factor that the layer's experts share."""
+    def __init__(
+        self,
+        adapter: Adapter,
+        weights: dict[str, torch.nn.Parameter],
+        scale: float,
+        switch: Switch,
+        shared: dict[str, Any],
+    ):
+        """`weights`: ending of the name ("" or the expert's number on this rank) -> weight of the
+        layer. `shared`: letter, a or b -> the factor that the layer's experts share.
+        """
         super().__init__()
-        self.adapter, self.scale, self.switch = adapter, scale, switch
-        self.experts, self.dim = adapter.of.of_expert, adapter.of.dim
+        self.adapter = adapter
+        self.scale = scale
+        self.switch = switch
+        self.experts = adapter.of.of_expert
+        self.dim = adapter.of.dim
         self.group = expert_tensor_group() if self.experts else tensor_group()
-        self.sequence_parallel = False  # whether the layer's input or output is split over tensor ranks
+        # whether the layer's input or output is split over tensor ranks
+        self.sequence_parallel = False
         self._factors: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []
         for ending, weight in weights.items():
-            own = {letter: new_factor(self, letter + ending, adapter, letter, weight) for letter in "ab" if letter not in shared}
+            own = {
+                letter: new_factor(self, letter + ending, adapter, letter, weight)
+                for letter in "ab"
+                if letter not in shared
+            }
             factors = shared | own
             self._factors.append((factors["a"], factors["b"]))
 
@@ -107,7 +131,10 @@ class LayerAdapter(torch.nn.Module):
             out, x = out
         if self.switch.on:
             tokens = [int(n) for n in arguments[1]] if len(arguments) > 1 else [len(x)]
-            made = [self._added(part, *pair) for part, pair in zip(x.split(tokens), self._factors, strict=True)]
+            made = [
+                self._added(part, *pair)
+                for part, pair in zip(x.split(tokens), self._factors, strict=True)
+            ]
             out = out + (made[0] if len(made) == 1 else torch.cat(made))
         return out, bias
 
@@ -116,17 +143,27 @@ class LayerAdapter(torch.nn.Module):
         h = F.linear(self._dropped(x), a) * self.scale
         if not self.experts and self.dim == 0:
             if self.sequence_parallel:
-                h = gather_from_sequence_parallel_region(h, tensor_parallel_output_grad=True, group=self.group)
+                h = gather_from_sequence_parallel_region(
+                    h, tensor_parallel_output_grad=True, group=self.group
+                )
             else:
                 h = _SummedGradient.apply(h, self.group)
         elif not self.experts and self.dim == 1 and self.group.size() > 1:
-            reduce = reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else reduce_from_tensor_model_parallel_region
+            reduce = (
+                reduce_scatter_to_sequence_parallel_region
+                if self.sequence_parallel
+                else reduce_from_tensor_model_parallel_region
+            )
             h = reduce(h, group=self.group)
         return product(self.adapter, h, b)
 
     def _summed(self, factor: torch.nn.Parameter, letter: str) -> Any:
         of = self.adapter.a if letter == "a" else self.adapter.b
-        return _SummedGradient.apply(factor, self.group) if self.experts and of.of_expert and of.dim is None else factor
+        return (
+            _SummedGradient.apply(factor, self.group)
+            if self.experts and of.of_expert and of.dim is None
+            else factor
+        )
 
     def _dropped(self, x: torch.Tensor) -> torch.Tensor:
         if not (self.switch.dropout and self.switch.training):
@@ -144,7 +181,9 @@ class LayerAdapter(torch.nn.Module):
         return self._factors[number]
 
     def delta(self, number: int) -> torch.Tensor:
-        """[rows, columns] float32: what the adapter adds to this rank's part of the layer's weight number `number`."""
+        """[rows, columns] float32: what the adapter adds to this rank's part of the layer's weight
+        number `number`.
+        """
         a, b = (factor.detach().float() for factor in self._factors[number])
         return product(self.adapter, a.t() * self.scale, b).t()
 
@@ -167,7 +206,9 @@ class _SummedGradient(torch.autograd.Function):
 
 
 def product(adapter: Adapter, h: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """[…, rows]: the B of each part times its part of h [… , parts * rank], in the layer's order of rows. 0 for parts without adapter."""
+    """[…, rows]: the B of each part times its part of h [… , parts * rank], in the layer's order of
+    rows. 0 for parts without adapter.
+    """
     if adapter.wanted == (True,):
         return F.linear(h, b)
     wanted = [rows for rows, there in zip(adapter.rows, adapter.wanted) if there]
@@ -185,14 +226,22 @@ def product(adapter: Adapter, h: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def attach(
-    chunks: Sequence[GPTModel], adapters: Sequence[Adapter], scale: float, switch: Switch, sequence_parallel: bool
+    chunks: Sequence[GPTModel],
+    adapters: Sequence[Adapter],
+    scale: float,
+    switch: Switch,
+    sequence_parallel: bool,
 ) -> dict[torch.nn.Parameter, tuple[LayerAdapter, int]]:
-    """Freezes the model, and adds adapters with unset values to its layers. Returns a mapping from each weight with an adapter to (adapters
-    of its layer, number of the weight in the layer)."""
+    """Freezes the model, and adds adapters with unset values to its layers.
+
+    Returns a mapping from each weight with an adapter to (adapters of its layer, number of the
+    weight in the layer).
+    """
     found: dict[torch.nn.Parameter, tuple[LayerAdapter, int]] = {}
     for chunk in chunks:
         chunk.requires_grad_(False)
-        if hasattr(chunk, "embedding"):  # full recomputation computes gradients only for a layer whose input needs one
+        # full recomputation computes gradients only for a layer whose input needs one
+        if hasattr(chunk, "embedding"):
             chunk.embedding.register_forward_hook(_with_gradient)
         for layer in chunk.decoder.layers:
             number = _number(layer)
@@ -202,14 +251,27 @@ def attach(
                 for module, weights in _layers(layer, adapter.of) if first <= number < end else ():
                     for letter, factor in (("a", adapter.a), ("b", adapter.b)):
                         if adapter.shares(factor) and letter not in shared:
-                            shared[letter] = _shared(layer, factor, adapter, letter, next(iter(weights.values())), sequence_parallel)
-                    held = {letter: shared[letter] for letter, f in (("a", adapter.a), ("b", adapter.b)) if adapter.shares(f)}
+                            shared[letter] = _shared(
+                                layer,
+                                factor,
+                                adapter,
+                                letter,
+                                next(iter(weights.values())),
+                                sequence_parallel,
+                            )
+                    held = {
+                        letter: shared[letter]
+                        for letter, f in (("a", adapter.a), ("b", adapter.b))
+                        if adapter.shares(f)
+                    }
                     module.adapter = made = LayerAdapter(adapter, weights, scale, switch, held)
                     made.mark(sequence_parallel)
                     if hasattr(module, "layer_norm_weight"):
                         module.return_layernorm_output = True
                     module.register_forward_hook(made.add)
-                    found |= {weight: (made, place) for place, weight in enumerate(weights.values())}
+                    found |= {
+                        weight: (made, place) for place, weight in enumerate(weights.values())
+                    }
     return found
 
 
@@ -222,12 +284,20 @@ def _with_gradient(module: torch.nn.Module, arguments: Any, output: torch.Tensor
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
-def _layers(layer: torch.nn.Module, weight: Parameter) -> Iterator[tuple[Any, dict[str, torch.nn.Parameter]]]:
-    """The modules of the decoder layer `layer` with `weight`, and for each: ending of the name -> its parameter."""
-    path, _, ending = weight.name.removeprefix(f"decoder.layers.{LAYER_FIELD}.").rpartition(".weight")
+def _layers(
+    layer: torch.nn.Module, weight: Parameter
+) -> Iterator[tuple[Any, dict[str, torch.nn.Parameter]]]:
+    """The modules of the decoder layer `layer` with `weight`, and for each: ending of the name ->
+    its parameter.
+    """
+    path, _, ending = weight.name.removeprefix(f"decoder.layers.{LAYER_FIELD}.").rpartition(
+        ".weight"
+    )
     outer, expert, inner = path.partition(f"{EXPERT_FIELD}.")
     modules: Any = (
-        [each.get_submodule(inner) for each in layer.get_submodule(outer[:-1]).children()] if expert else [layer.get_submodule(path)]
+        [each.get_submodule(inner) for each in layer.get_submodule(outer[:-1]).children()]
+        if expert
+        else [layer.get_submodule(path)]
     )
     for module in modules:
         names = [f"{number}" for number in range(module.num_gemms)] if ending else [""]
@@ -235,7 +305,12 @@ def _layers(layer: torch.nn.Module, weight: Parameter) -> Iterator[tuple[Any, di
 
 
 def _shared(
-    layer: Any, factor: Parameter, adapter: Adapter, letter: str, weight: torch.nn.Parameter, sequence_parallel: bool
+    layer: Any,
+    factor: Parameter,
+    adapter: Adapter,
+    letter: str,
+    weight: torch.nn.Parameter,
+    sequence_parallel: bool,
 ) -> torch.nn.Parameter:
     """The factor of the adapter that all experts of `layer` share."""
     path = factor.name.removeprefix(f"decoder.layers.{LAYER_FIELD}.").split(".")[:-1]
@@ -247,9 +322,14 @@ def _shared(
     return parameter
 
 
-def new_factor(owner: torch.nn.Module, name: str, adapter: Adapter, letter: str, weight: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Adds to `owner` the factor `letter` for this rank's part `weight` of a layer, filled with zeros."""
-    parts, rank = sum(adapter.wanted), adapter.rank
+def new_factor(
+    owner: torch.nn.Module, name: str, adapter: Adapter, letter: str, weight: torch.nn.Parameter
+) -> torch.nn.Parameter:
+    """Adds to `owner` the factor `letter` for this rank's part `weight` of a layer, filled with
+    zeros.
+    """
+    parts = sum(adapter.wanted)
+    rank = adapter.rank
     wanted = sum(rows for rows, there in zip(adapter.rows, adapter.wanted) if there)
     rows, columns = weight.shape
     shape = (parts * rank, columns) if letter == "a" else (rows // sum(adapter.rows) * wanted, rank)
@@ -260,31 +340,47 @@ def new_factor(owner: torch.nn.Module, name: str, adapter: Adapter, letter: str,
 
 # A trainer that trains adapters of a frozen model.
 #
-# Only the adapters have gradients and an optimizer, and only they are saved. `saved_layout` is the layout of the adapters, `layout` that of
-# the model. The reference model is the model without adapters, so it takes no memory. Engines and exports get the model with merged
-# adapters.
+# Only the adapters have gradients and an optimizer, and only they are saved. `saved_layout` is the
+# layout of the adapters, `layout` that of the model. The reference model is the model without
+# adapters, so it takes no memory. Engines and exports get the model with merged adapters.
 
 
 class LoraTrainer(MegatronTrainer):
     """`base`: the checkpoint of the frozen weights; None if they are random."""
 
     def __init__(
-        self, spec: ModelSpec, topology: TrainerTopology, *arguments: Any, lora: LoraConfig, sent_alone: bool = False, **settings: Any
+        self,
+        spec: ModelSpec,
+        topology: TrainerTopology,
+        *arguments: Any,
+        lora: LoraConfig,
+        sent_alone: bool = False,
+        **settings: Any,
     ):
-        """Like MegatronTrainer. `sent_alone`: whether updates carry only the adapters, without merging."""
+        """Like MegatronTrainer.
+
+        `sent_alone`: whether updates carry only the adapters, without merging.
+        """
         found = Lora.of(lora)
         assert found is not None
-        self._lora, self._settings, self._switch, self._sent_alone = found, lora, Switch(lora.dropout), sent_alone
+        self._lora = found
+        self._settings = lora
+        self._switch = Switch(lora.dropout)
+        self._sent_alone = sent_alone
         self._merged: dict[str, torch.Tensor] = {}
         self._scaled: dict[str, torch.Tensor] = {}
         super().__init__(spec, topology, *arguments, **settings)
         self.frozen = True
-        self.saved_layout = found.trainer_layout(spec, topology, str(self.dtype).removeprefix("torch."), layer_spec())
+        self.saved_layout = found.trainer_layout(
+            spec, topology, str(self.dtype).removeprefix("torch."), layer_spec()
+        )
 
     def _build_chunks(self) -> list[GPTModel]:
         chunks = super()._build_chunks()
         adapters = trainer_adapters(self.spec, self.topology, layer_spec(), self._lora)
-        self._adapters = attach(chunks, adapters, self._lora.scale, self._switch, self.sequence_parallel)
+        self._adapters = attach(
+            chunks, adapters, self._lora.scale, self._switch, self.sequence_parallel
+        )
         return chunks
 
     def train_step(self, *arguments: Any, **settings: Any) -> StepResult:
@@ -310,8 +406,9 @@ class LoraTrainer(MegatronTrainer):
         self._begin(self.seed)
 
     def _begin(self, seed: int) -> None:
-        """Sets the adapters' initial values: from `lora.init`, or as in PEFT, by name and seed: A uniform (He et al. 2015 with a = √5), B
-        zero."""
+        """Sets the adapters' initial values: from `lora.init`, or as in PEFT, by name and seed: A
+        uniform (He et al. 2015 with a = √5), B zero.
+        """
         parameters = self.local_parameters()
         there = None
         if self._settings.init:
@@ -325,26 +422,37 @@ class LoraTrainer(MegatronTrainer):
                 local = parameter[piece.local.slices()]
                 if there is not None:
                     name, shape = shown(piece.logical_name, shapes[piece.logical_name])
-                    local.copy_(there.get_slice(name)[(0,) * (len(shape) - 2) + piece.logical.slices()])
+                    local.copy_(
+                        there.get_slice(name)[(0,) * (len(shape) - 2) + piece.logical.slices()]
+                    )
                 elif piece.logical_name.endswith(A):
                     bound = math.sqrt(1 / shapes[piece.logical_name][1])
-                    local.copy_(hf_io.drawn_rows(piece, shapes[piece.logical_name][1], seed, partial(_uniform, bound)))
+                    local.copy_(
+                        hf_io.drawn_rows(
+                            piece, shapes[piece.logical_name][1], seed, partial(_uniform, bound)
+                        )
+                    )
                 else:
                     local.zero_()
         reload_masters(self.optimizer)
 
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {tensor.name: tensor.shape for tensor in self._lora.hf_layout(self.spec, "float32").tensors(0)}
+        return {
+            tensor.name: tensor.shape
+            for tensor in self._lora.hf_layout(self.spec, "float32").tensors(0)
+        }
 
     def sent_parameters(self) -> dict[str, torch.Tensor]:
         return self.served_parameters() if self._sent_alone else self.merged_parameters()
 
     def merged_parameters(self) -> dict[str, torch.Tensor]:
-        """This rank's part of each weight W + alpha / rank * B A, computed in float32 and rounded once. Every call returns the same
-        tensors, with new values."""
+        """This rank's part of each weight W + alpha / rank * B A, computed in float32 and rounded
+        once. Every call returns the same tensors, with new values.
+        """
         found = {}
         for name, parameter in parameters_by_name(self.chunks).items():
-            if isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad:  # a factor of an adapter
+            # a factor of an adapter
+            if isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad:
                 continue
             found[name] = weight = parameter.data
             if parameter in self._adapters:
@@ -354,9 +462,16 @@ class LoraTrainer(MegatronTrainer):
         return found
 
     def served_parameters(self) -> dict[str, torch.Tensor]:
-        """The weights and the adapters for engines that serve adapters. SGLang multiplies an adapter's output by alpha / rank, except for
-        experts, where B must include this factor. Every call returns the same tensors, as in `merged_parameters`."""
-        of_experts = {adapter.factors(number)[1] for adapter, number in self._adapters.values() if adapter.experts}
+        """The weights and the adapters for engines that serve adapters.
+
+        SGLang multiplies an adapter's output by alpha / rank, except for experts, where B must
+        include this factor. Every call returns the same tensors, as in `merged_parameters`.
+        """
+        of_experts = {
+            adapter.factors(number)[1]
+            for adapter, number in self._adapters.values()
+            if adapter.experts
+        }
         found = self.local_parameters()
         for name, parameter in parameters_by_name(self.chunks).items():
             if parameter in of_experts:
@@ -368,14 +483,23 @@ class LoraTrainer(MegatronTrainer):
         """Writes the adapters as a PEFT folder, which SGLang can also serve."""
         dtype = self.saved_layout.kinds[0].shards[0].dtype
         tensors = self._lora.hf_layout(self.spec, dtype).tensors(0)
-        plan = hf_io.file_plan(tensors, math.inf, Path(TENSORS_FILE).stem, lambda tensor: shown(tensor.name, tensor.shape))
+        plan = hf_io.file_plan(
+            tensors,
+            math.inf,
+            Path(TENSORS_FILE).stem,
+            lambda tensor: shown(tensor.name, tensor.shape),
+        )
         names = sorted({target(tensor.name.rpartition(".lora_")[0]) for tensor in tensors})
-        text = json.dumps(adapter_settings(self._lora, names, self.base, self._settings.dropout), indent=2)
+        text = json.dumps(
+            adapter_settings(self._lora, names, self.base, self._settings.dropout), indent=2
+        )
 
         def complete(folder: Path) -> None:
             (folder / SETTINGS_FILE).write_text(text, encoding="utf-8")
 
-        hf_io.write_tensors(plan, self.saved_layout, self.local_parameters(), path, complete, beside=False).finish()
+        hf_io.write_tensors(
+            plan, self.saved_layout, self.local_parameters(), path, complete, beside=False
+        ).finish()
 
 
 def _uniform(bound: float, row: torch.Tensor, generator: torch.Generator) -> None:

@@ -1,4 +1,7 @@
-"""Updates of adapters alone, at both ends. The frozen weights are written in full once to each set of engines."""
+"""Updates of adapters alone, at both ends.
+
+The frozen weights are written in full once to each set of engines.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +23,35 @@ from megarl.weight_sync.writing import Connected, FullUpdates, Part, Sent, Share
 
 
 class AdapterUpdates(FullUpdates):
-    """The trainer's end. Once connected, the rank offers every version as a change to the last one, like a delta.
+    """The trainer's end.
 
-    The generator grants it if its engines have the previous version, and their memory need not be opened again. The audit also covers the
-    frozen weights: their hashes must equal the hashes of the values that were sent.
+    Once connected, the rank offers every version as a change to the last one, like a delta.
+
+    The generator grants it if its engines have the previous version, and their memory need not be
+    opened again. The audit also covers the frozen weights: their hashes must equal the hashes of
+    the values that were sent.
     """
 
     def __init__(self, transport: Connected, map: ReshardMap, rank: int, config: RunConfig):
         super().__init__(transport, map, rank, config)
-        self._adapters: Sequence[Copy] | None = None  # copies of adapters in sending order; None until connected
+        # copies of adapters in sending order; None until connected
+        self._adapters: Sequence[Copy] | None = None
         self._frozen: Shares = {}  # shares of the frozen weights, as last written
 
-    def offer(self, version: Version, base: Version, model: Mapping[str, torch.Tensor], trace: TraceWriter) -> WeightsOffer:
+    def offer(
+        self, version: Version, base: Version, model: Mapping[str, torch.Tensor], trace: TraceWriter
+    ) -> WeightsOffer:
         if self._adapters is None:
             return super().offer(version, base, model, trace)
         # The amax of tiles does not change, since the weights are frozen.
-        adapter_bytes, all_bytes = (sum(copy.bytes for copy in copies) for copies in (self._adapters, self.copies))
+        adapter_bytes, all_bytes = (
+            sum(copy.bytes for copy in copies) for copies in (self._adapters, self.copies)
+        )
         return WeightsOffer(version, version - 1, adapter_bytes, adapter_bytes, all_bytes)
 
-    def connect(self, map: ReshardMap, endpoints: Sequence[Endpoint], model: Mapping[str, torch.Tensor]) -> None:
+    def connect(
+        self, map: ReshardMap, endpoints: Sequence[Endpoint], model: Mapping[str, torch.Tensor]
+    ) -> None:
         super().connect(map, endpoints, model)
         self._adapters = [copy for copy in self.copies if is_adapter(copy.destination_tensor)]
 
@@ -50,13 +63,19 @@ class AdapterUpdates(FullUpdates):
             return
         for sent, shares in super().write(grant, model):
             if shares is not None:
-                self._frozen = {rank: {name: share for name, share in own.items() if not is_adapter(name)} for rank, own in shares.items()}
+                self._frozen = {
+                    rank: {name: share for name, share in own.items() if not is_adapter(name)}
+                    for rank, own in shares.items()
+                }
             yield sent, shares
 
 
 def with_frozen(frozen: Shares, sent: Sent) -> Shares:
     """The shares of the engines' expected memory after adapters were `sent`."""
-    return {rank: frozen.get(rank, {}) | sent.shares.get(rank, {}) for rank in frozen.keys() | sent.shares.keys()}
+    return {
+        rank: frozen.get(rank, {}) | sent.shares.get(rank, {})
+        for rank in frozen.keys() | sent.shares.keys()
+    }
 
 
 class AdapterUpdate(DeltaUpdate):

@@ -13,23 +13,31 @@ _ANY_PORT = 9
 
 
 class Host(msgspec.Struct, frozen=True):
-    """A host has two identities, because two network namespaces of one machine share memory but are two hosts on the network.
+    """A host has two identities, because two network namespaces of one machine share memory but are
+    two hosts on the network.
 
-    Processes with equal `memory` can map each other's memory. Processes with equal `network` share a loopback interface. Ranks are on one
-    host if both are equal. Transports that map memory require only equal `memory`, if the configuration asks for them.
+    Processes with equal `memory` can map each other's memory. Processes with equal `network` share
+    a loopback interface. Ranks are on one host if both are equal. Transports that map memory
+    require only equal `memory`, if the configuration asks for them.
     """
 
-    memory: str = ""  # kernel (boot id), PID namespace (for memory through /proc), /dev/shm (for CUDA IPC's counters)
+    # kernel (boot id), PID namespace (for memory through /proc), /dev/shm (for CUDA IPC's counters)
+    memory: str = ""
     network: str = ""  # kernel (boot id) and network namespace
     name: str = ""  # for messages
     cuda: bool = False  # parameters are on a GPU
-    has: tuple[str, ...] = ()  # requirements of transports that this host meets; both ends must (Transport.found_here)
+    # requirements of transports that this host meets; both ends must (Transport.found_here)
+    has: tuple[str, ...] = ()
 
 
 def address_towards(peer: str) -> str:
-    """This machine's address as `peer` (host:port, or a URL such as tcp://host:port) and its neighbours reach it."""
+    """This machine's address as `peer` (host:port, or a URL such as tcp://host:port) and its
+    neighbours reach it.
+    """
     parts = urlsplit(peer if "//" in peer else f"//{peer}")
-    family, *_, where = socket.getaddrinfo(parts.hostname, parts.port or _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+    family, *_, where = socket.getaddrinfo(
+        parts.hostname, parts.port or _ANY_PORT, type=socket.SOCK_DGRAM
+    )[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(where)  # sends nothing
         return probe.getsockname()[0]

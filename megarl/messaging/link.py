@@ -1,8 +1,10 @@
-"""Typed messages between the processes of one run: ZeroMQ for transport, MessagePack for content, CURVE for authentication.
+"""Typed messages between the processes of one run: ZeroMQ for transport, MessagePack for content,
+CURVE for authentication.
 
-A `Hub` binds; `Peer`s connect to it under their own names. Only holders of the run's key get through; others are refused and logged.
-Messages are decoded into the declared types only. Any other message makes the current wait and all later ones raise an error that names
-its sender. Every wait has a deadline that names both sides. `receive` blocks; the hub's `arrival` lets other tasks go on.
+A `Hub` binds; `Peer`s connect to it under their own names. Only holders of the run's key get
+through; others are refused and logged. Messages are decoded into the declared types only. Any other
+message makes the current wait and all later ones raise an error that names its sender. Every wait
+has a deadline that names both sides. `receive` blocks; the hub's `arrival` lets other tasks go on.
 """
 
 from __future__ import annotations
@@ -31,10 +33,13 @@ from megarl.messaging.waiting import Pulse
 
 M = TypeVar("M", bound=Message)
 
-UNFINISHED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # event: a handshake ended early, for example because it was too late
+# event: a handshake ended early, for example because it was too late
+UNFINISHED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | UNFINISHED
-HANDSHAKE_S = 120  # time for a connection's handshake: a hub does one at a time, for up to thousands of members
-BACKLOG = 4096  # connections that the kernel holds until ZeroMQ accepts them: thousands of members connect at once
+# time for a connection's handshake: a hub does one at a time, for up to thousands of members
+HANDSHAKE_S = 120
+# connections that the kernel holds until ZeroMQ accepts them: thousands of members connect at once
+BACKLOG = 4096
 AT_ONCE = 64  # messages that an event loop reads or sends before other tasks get their turn
 LOOK_UP_S = 0.2  # interval at which a wait checks whether it is given up
 READ_AHEAD_S = 0.02  # interval at which a peer that reads ahead looks for messages
@@ -79,7 +84,8 @@ class _Inbox:
     """Messages that have arrived and were not yet received, in order of arrival per type."""
 
     def __init__(self) -> None:
-        self._queues: dict[type, deque[tuple[str, Any]]] = defaultdict(deque)  # by type: (sender, message of that type)
+        # by type: (sender, message of that type)
+        self._queues: dict[type, deque[tuple[str, Any]]] = defaultdict(deque)
 
     def put(self, sender: str, message: Message) -> None:
         self._queues[type(message)].append((sender, message))
@@ -93,7 +99,10 @@ class _Inbox:
 
 
 class UnknownMessage(RunError):
-    """A holder of the run's key has sent something that is not a message of the run. It runs another version, or the data is damaged."""
+    """A holder of the run's key has sent something that is not a message of the run.
+
+    It runs another version, or the data is damaged.
+    """
 
 
 class _Endpoint:
@@ -112,12 +121,15 @@ class _Endpoint:
         raise NotImplementedError
 
     def _take_in(self, most: float = math.inf) -> bool:
-        """Moves everything that has arrived into the inbox, or only the first `most` messages. Returns whether that was all. If reading
-        fails, this and every later call raises that error."""
+        """Moves everything that has arrived into the inbox, or only the first `most` messages.
+
+        Returns whether that was all. If reading fails, this and every later call raises that error.
+        """
         with self._lock:
             if self._broken is not None:
                 raise self._broken
-            self._read_ahead, taken = False, 0
+            self._read_ahead = False
+            taken = 0
             try:
                 while taken < most:
                     self._inbox.put(*self._read())
@@ -137,8 +149,13 @@ class _Endpoint:
             (body,) = frames
             return decode(body)
         except (ValueError, msgspec.DecodeError) as error:
-            sent = f"{sum(map(len, frames))} bytes in {len(frames)} parts, beginning with {b''.join(frames)[:16].hex()}: {error}"
-            raise UnknownMessage(f"{self.name} was sent something by {sender} that is not a message of this run: {sent}") from error
+            sent = (
+                f"{sum(map(len, frames))} bytes in {len(frames)} parts, beginning with "
+                f"{b''.join(frames)[:16].hex()}: {error}"
+            )
+            raise UnknownMessage(
+                f"{self.name} was sent something by {sender} that is not a message of this run: {sent}"
+            ) from error
 
     def _arrived(self) -> None:
         """Called when messages have arrived."""
@@ -158,7 +175,9 @@ class _Endpoint:
     def wait(self, timeout_s: float) -> bool:
         """Blocks until anything arrives; returns False past the deadline."""
         with self._lock:
-            return self._read_ahead or bool(self._socket.poll(math.ceil(max(0.0, timeout_s) * 1000)))
+            return self._read_ahead or bool(
+                self._socket.poll(math.ceil(max(0.0, timeout_s) * 1000))
+            )
 
     def receive(self, kind: type[M], timeout_s: float, awaited: str) -> tuple[str, M]:
         """Waits for a message of type `kind`; returns (sender, message).
@@ -170,7 +189,9 @@ class _Endpoint:
         assert found is not None
         return found
 
-    def receive_unless(self, given_up: Callable[[], bool], kind: type[M], timeout_s: float, awaited: str) -> tuple[str, M] | None:
+    def receive_unless(
+        self, given_up: Callable[[], bool], kind: type[M], timeout_s: float, awaited: str
+    ) -> tuple[str, M] | None:
         """Like `receive`, but returns None if `given_up` becomes true before a message arrives."""
         deadline = time.monotonic() + timeout_s
         while (found := self.poll(kind)) is None:
@@ -190,29 +211,39 @@ class Hub(_Endpoint):
     """The binding side. `port` 0 takes a free one; `address` is what peers connect to."""
 
     def __init__(self, name: str, key: RunKey, host: str = "127.0.0.1", port: int = 0):
-        context = zmq.Context()  # its own context, since ZeroMQ allows one authenticator per context
+        # its own context, since ZeroMQ allows one authenticator per context
+        context = zmq.Context()
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(domain="*", credentials_provider=_OnlyThisRun(key))
+        self._authenticator.configure_curve_callback(
+            domain="*", credentials_provider=_OnlyThisRun(key)
+        )
         socket = context.socket(zmq.ROUTER)
         socket.curve_server = True
-        socket.curve_publickey, socket.curve_secretkey = key.hub_public.encode(), key.hub_secret.encode()
-        socket.router_mandatory = True  # sending to a peer that is gone is an error, not a silent drop
-        socket.router_handover = True  # a peer whose connection broke unnoticed can come back under its name
+        socket.curve_publickey = key.hub_public.encode()
+        socket.curve_secretkey = key.hub_secret.encode()
+        # sending to a peer that is gone is an error, not a silent drop
+        socket.router_mandatory = True
+        # a peer whose connection broke unnoticed can come back under its name
+        socket.router_handover = True
         socket.sndhwm = socket.rcvhwm = 0
         socket.ipv6 = ":" in host
-        socket.backlog, socket.handshake_ivl = BACKLOG, HANDSHAKE_S * 1000
+        socket.backlog = BACKLOG
+        socket.handshake_ivl = HANDSHAKE_S * 1000
         socket.bind(f"tcp://{with_port(host, port)}")
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._refusals = socket.get_monitor_socket(REFUSALS)
         self._refused: Counter[str] = Counter()  # message -> how often
-        self._loop: asyncio.AbstractEventLoop | None = None  # the event loop in which tasks wait for messages
+        # the event loop in which tasks wait for messages
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._looking = False  # whether the loop is about to look for more messages
         super().__init__(name, socket)
 
     def _read(self) -> tuple[str, Message]:
         sender, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-        name = sender.decode() if sender.isascii() and sender.decode().isprintable() else repr(sender)
+        name = (
+            sender.decode() if sender.isascii() and sender.decode().isprintable() else repr(sender)
+        )
         return name, self._decoded(name, *frames)
 
     def _take_in(self, most: float = math.inf) -> bool:
@@ -220,22 +251,33 @@ class Hub(_Endpoint):
         return super()._take_in(most)
 
     def _note_refusals(self) -> None:
-        """Logs connections refused because they lack the run's key, and handshakes that ended early. It logs only the first, second,
-        fourth, eighth … so that they cannot fill the log."""
+        """Logs connections refused because they lack the run's key, and handshakes that ended
+        early. It logs only the first, second, fourth, eighth … so that they cannot fill the log.
+        """
         while int(self._refusals.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self._refusals)["event"]
             late = event == UNFINISHED
-            said = "lost a connection before its handshake was over" if late else "refused a connection without the run's key"
+            said = (
+                "lost a connection before its handshake was over"
+                if late
+                else "refused a connection without the run's key"
+            )
             self._refused[said] += 1
             if self._refused[said].bit_count() == 1:
-                print(f"{self.name} {said} at {self.address}, {self._refused[said]} by now", flush=True)
+                print(
+                    f"{self.name} {said} at {self.address}, {self._refused[said]} by now",
+                    flush=True,
+                )
 
     def send(self, peer: str, message: Message) -> None:
         """Sends `message` to `peer`. Raises RuntimeError if it is not connected."""
         self._send(peer, encode(message))
 
     async def send_each(self, messages: Iterable[tuple[str, Message]]) -> None:
-        """Sends (peer, message) one after the other, while other tasks of the event loop go on. Raises RuntimeError like `send`."""
+        """Sends (peer, message) one after the other, while other tasks of the event loop go on.
+
+        Raises RuntimeError like `send`.
+        """
         for number, (peer, message) in enumerate(messages):
             if number % AT_ONCE == 0:
                 await asyncio.sleep(0)
@@ -255,24 +297,45 @@ class Hub(_Endpoint):
             self._socket.send(body)
         except zmq.ZMQError as error:
             raise RuntimeError(f"{self.name} cannot reach {peer}: {error}") from error
-        finally:  # also after a failure, since sending may swallow a change of the socket's state (`_listen`)
+        finally:
+            # also after a failure, since sending may swallow a change of the socket's state
+            # (`_listen`)
             if self._loop is not None:
                 self._look_again()
 
-    async def arrival(self, kind: type[M], timeout_s: float | None, awaited: str | Callable[[], str]) -> tuple[str, M]:
-        """Like `receive`, while other tasks of the event loop go on. A timeout of None means no deadline. `awaited` may be a function,
-        which is called only past the deadline.
+    async def arrival(
+        self, kind: type[M], timeout_s: float | None, awaited: str | Callable[[], str]
+    ) -> tuple[str, M]:
+        """Like `receive`, while other tasks of the event loop go on.
+
+        A timeout of None means no deadline. `awaited` may be a function, which is called only past
+        the deadline.
 
         Several tasks may wait at once, each for a different type.
         """
-        return (await self._arrived_of(kind, timeout_s, awaited, lambda: [found] if (found := self._inbox.take(kind)) else []))[0]
+        return (
+            await self._arrived_of(
+                kind,
+                timeout_s,
+                awaited,
+                lambda: [found] if (found := self._inbox.take(kind)) else [],
+            )
+        )[0]
 
-    async def arrivals(self, kind: type[M], timeout_s: float | None, awaited: str | Callable[[], str]) -> list[tuple[str, M]]:
-        """Like `arrival`, but returns all messages of that type that have arrived, in order; at least one."""
+    async def arrivals(
+        self, kind: type[M], timeout_s: float | None, awaited: str | Callable[[], str]
+    ) -> list[tuple[str, M]]:
+        """Like `arrival`, but returns all messages of that type that have arrived, in order; at
+        least one.
+        """
         return await self._arrived_of(kind, timeout_s, awaited, lambda: self._inbox.take_all(kind))
 
     async def _arrived_of(
-        self, kind: type[M], timeout_s: float | None, awaited: str | Callable[[], str], take: Callable[[], list[tuple[str, M]]]
+        self,
+        kind: type[M],
+        timeout_s: float | None,
+        awaited: str | Callable[[], str],
+        take: Callable[[], list[tuple[str, M]]],
     ) -> list[tuple[str, M]]:
         self._listen()
         found: list[tuple[str, M]] = []
@@ -292,27 +355,37 @@ class Hub(_Endpoint):
         return found
 
     def _listen(self) -> None:
-        """Takes in messages whenever ZeroMQ's descriptor becomes readable. It does so when the socket's state may have changed, not while
-        there is something to read.
+        """Takes in messages whenever ZeroMQ's descriptor becomes readable.
 
-        So everything must be taken in each time, and also after every send, which can swallow the change.
+        It does so when the socket's state may have changed, not while there is something to read.
+
+        So everything must be taken in each time, and also after every send, which can swallow the
+        change.
         """
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._loop, self._arrivals, self._looking = loop, Pulse(), False
+            self._loop = loop
+            self._arrivals = Pulse()
+            self._looking = False
             loop.add_reader(self._socket.fileno(), self._take_in_some)
             self._look_again()
 
     def _look_again(self) -> None:
-        """Makes the event loop take in arrived messages soon. Several calls have the effect of one."""
+        """Makes the event loop take in arrived messages soon.
+
+        Several calls have the effect of one.
+        """
         assert self._loop is not None
         if not self._looking and not self._loop.is_closed():
             self._looking = True
             self._loop.call_soon(self._take_in_some)
 
     def _take_in_some(self) -> None:
-        """Takes in some messages, then lets other tasks have their turn. Errors are kept for the waiting tasks to raise, since the event
-        loop, which calls this, would only log them."""
+        """Takes in some messages, then lets other tasks have their turn.
+
+        Errors are kept for the waiting tasks to raise, since the event loop, which calls this,
+        would only log them.
+        """
         self._looking = False
         if self._socket.closed:
             return
@@ -346,9 +419,11 @@ class Peer(_Endpoint):
         socket = zmq.Context.instance().socket(zmq.DEALER)
         socket.identity = name.encode()
         socket.curve_serverkey = key.hub_public.encode()
-        socket.curve_publickey, socket.curve_secretkey = key.peer_public.encode(), key.peer_secret.encode()
+        socket.curve_publickey = key.peer_public.encode()
+        socket.curve_secretkey = key.peer_secret.encode()
         socket.sndhwm = socket.rcvhwm = 0
-        socket.ipv6, socket.handshake_ivl = "[" in address, HANDSHAKE_S * 1000
+        socket.ipv6 = "[" in address
+        socket.handshake_ivl = HANDSHAKE_S * 1000
         socket.connect(address)
         super().__init__(name, socket)
 
@@ -357,7 +432,9 @@ class Peer(_Endpoint):
 
     def read_ahead(self) -> None:
         """From now on, messages are received and decoded even if nobody waits for them."""
-        self._reader = threading.Thread(target=self._read_on, name=f"{self.name} reads ahead", daemon=True)
+        self._reader = threading.Thread(
+            target=self._read_on, name=f"{self.name} reads ahead", daemon=True
+        )
         self._reader.start()
 
     def _read_on(self) -> None:

@@ -1,9 +1,10 @@
 """Closes gloo's process groups to strangers once their members have met.
 
-A member of a gloo group listens for the others and recognises them only by a number that can be guessed; part of what ranks exchange is
-pickled. It also keeps listening, and dies when connections exhaust its file descriptors. Gloo's remedy, TLS, is not in torch's wheels. So
-once all members have connected, a filter makes the kernel drop packets that would begin another connection. The existing connections must
-be this user's.
+A member of a gloo group listens for the others and recognises them only by a number that can be
+guessed; part of what ranks exchange is pickled. It also keeps listening, and dies when connections
+exhaust its file descriptors. Gloo's remedy, TLS, is not in torch's wheels. So once all members have
+connected, a filter makes the kernel drop packets that would begin another connection. The existing
+connections must be this user's.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))  # all users' sockets in this network namespace
+# all users' sockets in this network namespace
+_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _HELD = ("01", "08")  # states in which a process still holds its end: ESTABLISHED, CLOSE_WAIT
-_NOBODY = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # a packet filter (linux/filter.h): BPF_RET | BPF_K, 0 bytes
+# a packet filter (linux/filter.h): BPF_RET | BPF_K, 0 bytes
+_NOBODY = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
 _SO_ATTACH_FILTER = 26
 _one_at_a_time = threading.Lock()
 
@@ -29,7 +32,8 @@ Listeners = dict[int, int]  # TCP sockets on which this process listens: descrip
 
 @contextlib.contextmanager
 def members_only() -> Iterator[None]:
-    """Closes the listeners opened in this block (of gloo groups and their store) to later connections.
+    """Closes the listeners opened in this block (of gloo groups and their store) to later
+    connections.
 
     Raises RuntimeError if a connection is another user's.
     """
@@ -40,12 +44,17 @@ def members_only() -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_listeners() -> Iterator[Listeners]:
-    """Yields a mapping to which the end of the block adds the listeners that it has opened. Only one such block may run at a time."""
+    """Yields a mapping to which the end of the block adds the listeners that it has opened.
+
+    Only one such block may run at a time.
+    """
     found: Listeners = {}
     with _one_at_a_time:
         before = _listening()
         yield found
-        found.update({inode: descriptor for inode, descriptor in _listening().items() if inode not in before})
+        found.update(
+            {inode: descriptor for inode, descriptor in _listening().items() if inode not in before}
+        )
 
 
 def admit_no_more(listeners: Listeners) -> None:
@@ -54,7 +63,10 @@ def admit_no_more(listeners: Listeners) -> None:
         _admit_nobody(descriptor)
     if strangers := _strangers(set(listeners)):
         users = ", ".join(map(str, sorted(strangers)))
-        raise RuntimeError(f"user {users} of this host has connected to a process group of this run in place of one of its ranks")
+        raise RuntimeError(
+            f"user {users} of this host has connected to a process group of this run in place of "
+            "one of its ranks"
+        )
 
 
 def _listening() -> Listeners:
@@ -69,13 +81,17 @@ def _listening() -> Listeners:
 
 def _listens(descriptor: int) -> bool:
     with socket.socket(fileno=os.dup(descriptor)) as each:
-        return each.family != socket.AF_UNIX and bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        return each.family != socket.AF_UNIX and bool(
+            each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        )
 
 
 def _admit_nobody(descriptor: int) -> None:
     """Attaches a filter that drops everything new. It does not affect existing connections."""
     with socket.socket(fileno=os.dup(descriptor)) as each:
-        each.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(_NOBODY)))
+        each.setsockopt(
+            socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(_NOBODY))
+        )
 
 
 class _Row(NamedTuple):
@@ -89,9 +105,21 @@ class _Row(NamedTuple):
 
 
 def _strangers(listeners: set[int]) -> set[int]:
-    """Other users of this host who are connected to one of these sockets. Connections from other hosts cannot be checked."""
-    lines = [line.split() for table in _TABLES if table.exists() for line in table.read_text(encoding="utf-8").splitlines()[1:]]
+    """Other users of this host who are connected to one of these sockets.
+
+    Connections from other hosts cannot be checked.
+    """
+    lines = [
+        line.split()
+        for table in _TABLES
+        if table.exists()
+        for line in table.read_text(encoding="utf-8").splitlines()[1:]
+    ]
     rows = [_Row(line[1], line[2], line[3], int(line[7]), int(line[9])) for line in lines]
     ours = {row.local for row in rows if row.inode in listeners}
     far_ends = {(row.remote, row.local) for row in rows if row.local in ours}
-    return {row.user for row in rows if (row.local, row.remote) in far_ends and row.state in _HELD and row.user != os.getuid()}
+    return {
+        row.user
+        for row in rows
+        if (row.local, row.remote) in far_ends and row.state in _HELD and row.user != os.getuid()
+    }

@@ -17,10 +17,12 @@ import torch.distributed as dist
 
 from megarl.messaging.host import family_of, in_url, is_loopback, with_port
 
-# Torch's stores, where the members of a process group meet. Everyone who can reach a store can read and change it.
+# Torch's stores, where the members of a process group meet. Everyone who can reach a store can read
+# and change it.
 #
-# So on one host, the store is a file that only this user can open. Between hosts it is a port, which listens only on the network that the
-# hosts share: torch has no keys for it, and would by default listen on every network.
+# So on one host, the store is a file that only this user can open. Between hosts it is a port,
+# which listens only on the network that the hosts share: torch has no keys for it, and would by
+# default listen on every network.
 
 
 def open_store(host: str) -> tuple[dist.Store, str]:
@@ -36,8 +38,12 @@ def open_store(host: str) -> tuple[dist.Store, str]:
 
 
 def connect_store(address: str, timeout_s: float) -> dist.Store:
-    """Connects to a store of `open_store`. Raises RuntimeError if it cannot be reached before the deadline."""
-    parts, timeout = urlsplit(address), timedelta(seconds=timeout_s)
+    """Connects to a store of `open_store`.
+
+    Raises RuntimeError if it cannot be reached before the deadline.
+    """
+    parts = urlsplit(address)
+    timeout = timedelta(seconds=timeout_s)
     if parts.scheme == "file":
         store = dist.FileStore(parts.path)
         store.set_timeout(timeout)
@@ -61,9 +67,10 @@ def listening_store(host: str, port: int, timeout_s: float = 300) -> dist.TCPSto
 
 # How trainer ranks stop on SIGTERM, which the launcher or Slurm sends to all processes of a job.
 #
-# Ranks receive the signal at different moments, possibly inside collectives, so the signal only sets a flag. Rank 0 announces the stop
-# instead of the next batch (`rollouts`). If every rank waits on its own, all ranks agree whether to give up the wait. In either case the
-# running step is finished.
+# Ranks receive the signal at different moments, possibly inside collectives, so the signal only
+# sets a flag. Rank 0 announces the stop instead of the next batch (`rollouts`). If every rank waits
+# on its own, all ranks agree whether to give up the wait. In either case the running step is
+# finished.
 
 
 class StopRequest:
@@ -79,10 +86,13 @@ class StopRequest:
 
     def ask(self) -> None:
         if not self.asked:
-            self.asked, self.since = True, time.monotonic()
+            self.asked = True
+            self.since = time.monotonic()
 
     def agree(self, given_up: bool, device: torch.device) -> bool:
-        """Whether any rank has given up the wait; then all stop. Collective over the default process group."""
+        """Whether any rank has given up the wait; then all stop. Collective over the default
+        process group.
+        """
         if dist.is_initialized() and dist.get_world_size() > 1:
             votes = torch.tensor([given_up], dtype=torch.int32, device=device)
             dist.all_reduce(votes, op=dist.ReduceOp.MAX)

@@ -15,10 +15,13 @@ import msgspec
 from megarl.messaging.host import family_of, with_port
 from megarl.messaging.link import RunKey
 
-LOWEST_PORT, END_OF_PORTS = 10_000, 65_536  # well-known services have lower ports
+LOWEST_PORT = 10_000
+END_OF_PORTS = 65_536  # well-known services have lower ports
 POLICY = "engine"  # prefix of the process names of the policy's engines
-EVALUATION = "eval_engine"  # prefix of the process names of engines that only evaluate (eval.engines)
-GENERATOR, EVALUATOR = "generator.0", "evaluator.0"  # the drivers of these two kinds of engines
+# prefix of the process names of engines that only evaluate (eval.engines)
+EVALUATION = "eval_engine"
+GENERATOR = "generator.0"
+EVALUATOR = "evaluator.0"  # the drivers of these two kinds of engines
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -33,20 +36,25 @@ class EngineAddress(msgspec.Struct, frozen=True):
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
-    """The launcher writes this file before it starts processes. Only this user can read it, since it holds the engines' keys."""
+    """The launcher writes this file before it starts processes.
+
+    Only this user can read it, since it holds the engines' keys.
+    """
 
     hub_host: str
     hub_port: int
     key_file: str  # file with the RunKey for all messages between processes
     trainer_host: str  # host of trainer rank 0, where torch.distributed meets
     trainer_port: int
-    engines: dict[str, list[EngineAddress]]  # by process name: the policy's engines, then those of each role
+    # by process name: the policy's engines, then those of each role
+    engines: dict[str, list[EngineAddress]]
     engine_key: str  # key for generation
     engine_admin_key: str  # key for weight updates
     start_step: int
     checkpoint: str  # folder to resume from, empty for a fresh run
     first_engine: int = 0  # number of the first of `engines`, if they have joined a run
-    evaluator_port: int = 0  # hub port of the driver of engines that only evaluate, on the generator's host
+    # hub port of the driver of engines that only evaluate, on the generator's host
+    evaluator_port: int = 0
 
     @property
     def key(self) -> RunKey:
@@ -80,7 +88,9 @@ class Rendezvous(msgspec.Struct, frozen=True):
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except msgspec.DecodeError as error:
-            raise RuntimeError(f"{path}: is damaged ({error}); only this launch needs it: start the run again") from error
+            raise RuntimeError(
+                f"{path}: is damaged ({error}); only this launch needs it: start the run again"
+            ) from error
 
 
 def rendezvous_path(launch_dir: Path) -> Path:
@@ -90,11 +100,13 @@ def rendezvous_path(launch_dir: Path) -> Path:
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Different ports that were free a moment ago. Raises RuntimeError if there are not enough.
 
-    An engine binds its port seconds later. Until then the kernel may give any ephemeral port to an outgoing connection, so these ports lie
-    outside that range, unless the host leaves none there.
+    An engine binds its port seconds later. Until then the kernel may give any ephemeral port to an
+    outgoing connection, so these ports lie outside that range, unless the host leaves none there.
     """
     low, high = map(int, EPHEMERAL_RANGE.read_text(encoding="utf-8").split())
-    candidates = [*range(LOWEST_PORT, low), *range(high + 1, END_OF_PORTS)] or list(range(LOWEST_PORT, END_OF_PORTS))
+    candidates = [*range(LOWEST_PORT, low), *range(high + 1, END_OF_PORTS)] or list(
+        range(LOWEST_PORT, END_OF_PORTS)
+    )
     random.SystemRandom().shuffle(candidates)
     found: list[int] = []
     for port in candidates:
@@ -104,11 +116,14 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
             probe.bind((host, port))
             found.append(port)
     if len(found) < count:
-        raise RuntimeError(f"{count} free ports are needed on {host}, but there are only {len(found)}")
+        raise RuntimeError(
+            f"{count} free ports are needed on {host}, but there are only {len(found)}"
+        )
     return found
 
 
-# How launchers learn that engines have left a run for good: by files in the run's launch folder, which all launchers see.
+# How launchers learn that engines have left a run for good: by files in the run's launch folder,
+# which all launchers see.
 
 
 _PREFIX = "left."
@@ -124,13 +139,22 @@ class Departures:
     """The engines that `note_departure` has noted in `folder`."""
 
     def __init__(self, folder: Path):
-        self._folder, self._found = folder, frozenset[str]()
+        self._folder = folder
+        self._found = frozenset[str]()
         self._looked_at = -math.inf
 
     def __contains__(self, process: str) -> bool:
-        """Whether the engine of `process` (engine.3, or its part engine.3.1) has left. The answer is at most LOOK_S old."""
+        """Whether the engine of `process` (engine.3, or its part engine.3.1) has left.
+
+        The answer is at most LOOK_S old.
+        """
         if (now := time.monotonic()) - self._looked_at >= LOOK_S:
             self._looked_at = now
-            with contextlib.suppress(OSError):  # the folder is removed with the run, or its file server is unreachable for a while
-                self._found = frozenset(name.removeprefix(_PREFIX) for name in os.listdir(self._folder) if name.startswith(_PREFIX))
+            # the folder is removed with the run, or its file server is unreachable for a while
+            with contextlib.suppress(OSError):
+                self._found = frozenset(
+                    name.removeprefix(_PREFIX)
+                    for name in os.listdir(self._folder)
+                    if name.startswith(_PREFIX)
+                )
         return ".".join(process.split(".")[:2]) in self._found

@@ -10,7 +10,10 @@ from typing import Any, TypeVar
 
 
 class Pulse:
-    """Lets tasks wait for a condition. A task that changes it calls `beat`, and all waiting tasks check their condition again."""
+    """Lets tasks wait for a condition.
+
+    A task that changes it calls `beat`, and all waiting tasks check their condition again.
+    """
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -31,7 +34,9 @@ T = TypeVar("T")
 
 
 class Background:
-    """Tasks of one event loop. The error of the first task that fails also ends the coroutine that runs `beside` them."""
+    """Tasks of one event loop. The error of the first task that fails also ends the coroutine that
+    runs `beside` them.
+    """
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task] = set()
@@ -43,8 +48,11 @@ class Background:
         task.add_done_callback(self._ended)
 
     async def beside(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs `coroutine` to its end. Raises its error or the error of a background task, even an earlier one. Then all tasks are
-        cancelled, so that only that error is reported."""
+        """Runs `coroutine` to its end.
+
+        Raises its error or the error of a background task, even an earlier one. Then all tasks are
+        cancelled, so that only that error is reported.
+        """
         self._failure = self._failure or asyncio.get_running_loop().create_future()
         task = asyncio.ensure_future(coroutine)
         try:

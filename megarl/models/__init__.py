@@ -1,6 +1,9 @@
-"""Model families, one file each. A family declares its logical tensors, and where Megatron-core 0.19 and SGLang 0.5.23 keep them.
+"""Model families, one file each.
 
-A new family is one file, `megarl/models/<name>.py`, or one outside the package that `model.family` names. It declares
+A family declares its logical tensors, and where Megatron-core 0.19 and SGLang 0.5.23 keep them.
+
+A new family is one file, `megarl/models/<name>.py`, or one outside the package that `model.family`
+names. It declares
 
     ARCHITECTURES = ("<Name>ForCausalLM",)                                        names as in config.json
     read_spec(reader) -> ModelSpec                                                reads config.json; refuses unsupported variants
@@ -11,11 +14,13 @@ A new family is one file, `megarl/models/<name>.py`, or one outside the package 
     fused_tensors(spec) -> tuple[Parameter, ...]                                  optional: checkpoint tensors that contain several
     UNUSED = ("<prefix>.",)                                                       optional: checkpoint tensors that are not loaded
 
-and needs no registration. Most families are made of blocks, each of which declares one part of a layer on all three sides: `vocabulary`,
-`attention`, `latent_attention`, `gated_delta_net`, `norms_after`, `mlp`, `experts`, `paired_experts`. `hybrid_attention` uses one of two
-kinds of attention in each layer. `dense` and `sparse` join blocks into whole layers. A new block is written with the classes of
-`parameters`: read that module first, then `qwen2` (shortest) and `gpt_oss` (longest). To test a family, add its name to FAMILIES in
-tests/unit/reshard_cases.py, and its tensors by plain slicing to tests/unit/reshard_reference.py.
+and needs no registration. Most families are made of blocks, each of which declares one part of a
+layer on all three sides: `vocabulary`, `attention`, `latent_attention`, `gated_delta_net`,
+`norms_after`, `mlp`, `experts`, `paired_experts`. `hybrid_attention` uses one of two kinds of
+attention in each layer. `dense` and `sparse` join blocks into whole layers. A new block is written
+with the classes of `parameters`: read that module first, then `qwen2` (shortest) and `gpt_oss`
+(longest). To test a family, add its name to FAMILIES in tests/unit/reshard_cases.py, and its
+tensors by plain slicing to tests/unit/reshard_reference.py.
 """
 
 from __future__ import annotations

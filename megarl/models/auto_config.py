@@ -1,4 +1,5 @@
-"""Reads a config.json with Transformers' own class, and prints its values as JSON: python auto_config.py FILE
+"""Reads a config.json with Transformers' own class, and prints its values as JSON: python
+auto_config.py FILE
 
 `base/without_torch.py` runs this file as a program of its own, which hides torch.
 """
@@ -15,8 +16,9 @@ CLASS = "_config_class"
 
 
 def read(values: Mapping[str, Any]) -> dict[str, Any]:
-    """All values that Transformers' class for `model_type` has for a config.json, and as CLASS the class's name. Only a "problem" if it has
-    no class, or refuses."""
+    """All values that Transformers' class for `model_type` has for a config.json, and as CLASS the
+    class's name. Only a "problem" if it has no class, or refuses.
+    """
     from transformers import CONFIG_MAPPING
 
     model_type = str(values.get("model_type"))

@@ -1,6 +1,8 @@
-"""Families whose layers all have a dense MLP: Llama, Mistral, OLMo 2, Phi-4, Qwen2.5, Qwen3, and smaller models of Qwen3.5.
+"""Families whose layers all have a dense MLP: Llama, Mistral, OLMo 2, Phi-4, Qwen2.5, Qwen3, and
+smaller models of Qwen3.5.
 
-`attention` is a family's block of attention: the module `megarl.models.attention` or `hybrid_attention`.
+`attention` is a family's block of attention: the module `megarl.models.attention` or
+`hybrid_attention`.
 """
 
 from __future__ import annotations
@@ -29,16 +31,31 @@ def read_common(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
     kv_heads = reader.integer("num_key_value_heads", heads)
     problems = []
     if heads % kv_heads:
-        problems.append(f"{reader.source}: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
+        problems.append(
+            f"{reader.source}: num_attention_heads = {heads} is not a multiple of "
+            f"num_key_value_heads = {kv_heads}"
+        )
     if reader.value("head_dim") is None and "head_dim" not in own and hidden % heads:
-        problems.append(f"{reader.source}: hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}")
+        problems.append(
+            f"{reader.source}: hidden_size = {hidden} is not a multiple of num_attention_heads = "
+            f"{heads}"
+        )
     if "partial_rotary_factor" not in own and (factor := reader.partial_rotary_factor()) != 1.0:
-        # For families without this key, SGLang would rotate a part of each head, Hugging Face all of it.
-        problems.append(f"{reader.source}: partial_rotary_factor = {factor} is not supported, only 1.0 is")
+        # For families without this key, SGLang would rotate a part of each head, Hugging Face all
+        # of it.
+        problems.append(
+            f"{reader.source}: partial_rotary_factor = {factor} is not supported, only 1.0 is"
+        )
     if problems:
         raise ConfigError(problems)
-    if "windowed_layers" not in own and "linear_layers" not in own and (kinds := reader.value("layer_types")):
-        whole_context = ["full_attention"] if reader.window_has_effect() else ["full_attention", SLIDING]
+    if (
+        "windowed_layers" not in own
+        and "linear_layers" not in own
+        and (kinds := reader.value("layer_types"))
+    ):
+        whole_context = (
+            ["full_attention"] if reader.window_has_effect() else ["full_attention", SLIDING]
+        )
         if not set(kinds) <= set(whole_context):
             reader.expect("layer_types", kinds, ["full_attention"] * len(kinds))
     theta, scaling = reader.rope()
@@ -67,7 +84,10 @@ def expect_no_biases(reader: ConfigReader) -> None:
 
 
 def expect_no_window_of_qwen(reader: ConfigReader) -> None:
-    """For dense families of Qwen. If `use_sliding_window` is true, their layers from `max_window_layers` on have windows."""
+    """For dense families of Qwen.
+
+    If `use_sliding_window` is true, their layers from `max_window_layers` on have windows.
+    """
     reader.assume(use_sliding_window=False, sliding_window=4096, max_window_layers=28)
     kinds = reader.value("layer_types")
     first_window = reader.integer("max_window_layers", minimum=0)
@@ -76,27 +96,49 @@ def expect_no_window_of_qwen(reader: ConfigReader) -> None:
         reader.expect_no_window()
 
 
-def logical_tensors(spec: ModelSpec, attention: ModuleType = grouped_attention) -> tuple[LogicalTensor, ...]:
+def logical_tensors(
+    spec: ModelSpec, attention: ModuleType = grouped_attention
+) -> tuple[LogicalTensor, ...]:
     norms = norms_after.logical(spec) if spec.norms_after else [mlp.norm(spec)]
-    return vocabulary.logical(spec, attention.logical(spec) + norms + mlp.logical(spec, spec.intermediate_size))
+    return vocabulary.logical(
+        spec, attention.logical(spec) + norms + mlp.logical(spec, spec.intermediate_size)
+    )
 
 
 def megatron_parameters(
-    spec: ModelSpec, topology: TrainerTopology, layer_spec: str, attention: ModuleType = grouped_attention
+    spec: ModelSpec,
+    topology: TrainerTopology,
+    layer_spec: str,
+    attention: ModuleType = grouped_attention,
 ) -> tuple[Parameter, ...]:
-    norms = norms_after.megatron(spec, layer_spec) if spec.norms_after else [mlp.megatron_norm(layer_spec)]
-    layers = attention.megatron(spec, topology, layer_spec) + norms + mlp.megatron(topology, spec.intermediate_size)
+    norms = (
+        norms_after.megatron(spec, layer_spec)
+        if spec.norms_after
+        else [mlp.megatron_norm(layer_spec)]
+    )
+    layers = (
+        attention.megatron(spec, topology, layer_spec)
+        + norms
+        + mlp.megatron(topology, spec.intermediate_size)
+    )
     return vocabulary.megatron(spec, topology, layers)
 
 
 def sglang_parameters(
-    spec: ModelSpec, topology: GeneratorTopology, device: str, attention: ModuleType = grouped_attention
+    spec: ModelSpec,
+    topology: GeneratorTopology,
+    device: str,
+    attention: ModuleType = grouped_attention,
 ) -> tuple[Parameter, ...]:
-    layers = attention.sglang(spec, topology, device) + mlp.sglang(topology, device, spec.intermediate_size)
+    layers = attention.sglang(spec, topology, device) + mlp.sglang(
+        topology, device, spec.intermediate_size
+    )
     norms = hybrid_attention.sglang_norms(spec) if spec.norms_before else []
     norms += norms_after.sglang(spec) if spec.norms_after else [mlp.sglang_norm()]
     return vocabulary.sglang(spec, topology, device, layers + norms)
 
 
-def quantised_parameters(spec: ModelSpec, attention: ModuleType = grouped_attention) -> tuple[str, ...]:
+def quantised_parameters(
+    spec: ModelSpec, attention: ModuleType = grouped_attention
+) -> tuple[str, ...]:
     return attention.QUANTISED + mlp.QUANTISED

@@ -1,6 +1,9 @@
-"""The router and the routed experts of a mixture of experts. `mlp` has the norm before it and the shared experts.
+"""The router and the routed experts of a mixture of experts.
 
-Checkpoints differ only in names: `module` is "mlp" (gate_proj, up_proj, down_proj) or "block_sparse_moe" (Mixtral: w1, w3, w2).
+`mlp` has the norm before it and the shared experts.
+
+Checkpoints differ only in names: `module` is "mlp" (gate_proj, up_proj, down_proj) or
+"block_sparse_moe" (Mixtral: w1, w3, w2).
 """
 
 from __future__ import annotations
@@ -14,9 +17,16 @@ from megarl.models.registry import ConfigReader
 from megarl.models.spec import ModelSpec
 
 _L = "model.layers.{layer}."
-_PROJECTIONS = {"mlp": ("gate_proj", "up_proj", "down_proj"), "block_sparse_moe": ("w1", "w3", "w2")}
-# Megatron's names of expert K: in a module per expert (SequentialMLP), or in Transformer Engine's grouped linear layers.
-MEGATRON_NAMES = {"local": "local_experts.{expert}.linear_fc%d.weight", "te": "linear_fc%d.weight{expert}"}
+_PROJECTIONS = {
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+    "block_sparse_moe": ("w1", "w3", "w2"),
+}
+# Megatron's names of expert K: in a module per expert (SequentialMLP), or in Transformer Engine's
+# grouped linear layers.
+MEGATRON_NAMES = {
+    "local": "local_experts.{expert}.linear_fc%d.weight",
+    "te": "linear_fc%d.weight{expert}",
+}
 
 
 def quantised(module: str) -> tuple[str, ...]:
@@ -24,7 +34,9 @@ def quantised(module: str) -> tuple[str, ...]:
 
 
 def read_sigmoid_router(reader: ConfigReader) -> dict[str, Any]:
-    """Fields of the spec for mixtures like DeepSeek-V3's and GLM-4.5's: sigmoid scores, a bias on the choice, groups, shared experts."""
+    """Fields of the spec for mixtures like DeepSeek-V3's and GLM-4.5's: sigmoid scores, a bias on
+    the choice, groups, shared experts.
+    """
     reader.expect("topk_method", "noaux_tc", "noaux_tc")
     reader.expect("scoring_func", "sigmoid", "sigmoid")
     rows = reader.integer("moe_intermediate_size")
@@ -43,36 +55,68 @@ def read_sigmoid_router(reader: ConfigReader) -> dict[str, Any]:
     }
 
 
-def logical(spec: ModelSpec, module: str = "mlp", layers: Layers | None = None) -> list[LogicalTensor]:
+def logical(
+    spec: ModelSpec, module: str = "mlp", layers: Layers | None = None
+) -> list[LogicalTensor]:
     gate, up, down = _names(module)
-    count, rows, hidden = spec.num_experts, spec.expert_intermediate_size, spec.hidden_size
+    count = spec.num_experts
+    rows = spec.expert_intermediate_size
+    hidden = spec.hidden_size
     tensors = [LogicalTensor(_router(module), (count, hidden), LAYER, layers)]
     if spec.router_bias:
-        tensors.append(LogicalTensor(_router_bias(module), (count,), LAYER, layers, dtype="float32"))
+        tensors.append(
+            LogicalTensor(_router_bias(module), (count,), LAYER, layers, dtype="float32")
+        )
     for name, shape in ((gate, (rows, hidden)), (up, (rows, hidden)), (down, (hidden, rows))):
         tensors.append(LogicalTensor(name, shape, LAYER, layers, count))
     return tensors
 
 
 def stacked() -> tuple[Parameter, ...]:
-    """The tensors of checkpoints that stack all experts of a layer: gate and up, one below the other, and down."""
+    """The tensors of checkpoints that stack all experts of a layer: gate and up, one below the
+    other, and down.
+    """
     gate, up, down = _names("mlp")
     joined = (("gate_up_proj", (gate, up)), ("down_proj", (down,)))
-    return tuple(Parameter(f"{_L}mlp.experts.{name}", LAYER, tuple(map(Part, parts))) for name, parts in joined)
+    return tuple(
+        Parameter(f"{_L}mlp.experts.{name}", LAYER, tuple(map(Part, parts)))
+        for name, parts in joined
+    )
 
 
 def megatron(
-    spec: ModelSpec, topology: TrainerTopology, layer_spec: str, module: str = "mlp", layers: Layers | None = None
+    spec: ModelSpec,
+    topology: TrainerTopology,
+    layer_spec: str,
+    module: str = "mlp",
+    layers: Layers | None = None,
 ) -> list[Parameter]:
     gate, up, down = _names(module)
     units = (("ffn rows of an expert", spec.expert_intermediate_size),)
-    own, names = "decoder.layers.{layer}.mlp.", "decoder.layers.{layer}.mlp.experts." + MEGATRON_NAMES[layer_spec]
+    own = "decoder.layers.{layer}.mlp."
+    names = "decoder.layers.{layer}.mlp.experts." + MEGATRON_NAMES[layer_spec]
     parameters = [whole(own + "router.weight", LAYER, _router(module), layers=layers)]
     if spec.router_bias:  # this buffer is always float32 (moe/router.py)
-        parameters.append(whole(own + "router.expert_bias", LAYER, _router_bias(module), layers=layers, dtype="float32"))
+        parameters.append(
+            whole(
+                own + "router.expert_bias",
+                LAYER,
+                _router_bias(module),
+                layers=layers,
+                dtype="float32",
+            )
+        )
     fc1, fc2 = (names.replace("%d", n) for n in "12")
     return parameters + [
-        Parameter(fc1, LAYER, (Part(gate), Part(up)), dim=0, groups=topology.etp, layers=layers, units=units),
+        Parameter(
+            fc1,
+            LAYER,
+            (Part(gate), Part(up)),
+            dim=0,
+            groups=topology.etp,
+            layers=layers,
+            units=units,
+        ),
         Parameter(fc2, LAYER, (Part(down),), dim=1, groups=topology.etp, layers=layers),
     ]
 
@@ -86,24 +130,38 @@ def sglang(
     router_dtype: str | None = None,
 ) -> list[Parameter]:
     """Each of `ep` shards has a contiguous run of experts, sharded over its tp / ep ranks (moe tp)."""
-    moe_tp, rows = topology.tp // topology.ep, spec.expert_intermediate_size
+    moe_tp = topology.tp // topology.ep
+    rows = spec.expert_intermediate_size
     if device == "cpu":
         rows = round_up(rows, topology.tp * SGLANG_CPU_PADDING)
     gate, up, down = _names(module)
     w13, w2 = quantised(module)
     units = (("ffn rows of an expert", rows),)
     parameters = [
-        Parameter(w13, LAYER, (Part(gate, rows), Part(up, rows)), dim=0, groups=moe_tp, layers=layers, units=units),
+        Parameter(
+            w13,
+            LAYER,
+            (Part(gate, rows), Part(up, rows)),
+            dim=0,
+            groups=moe_tp,
+            layers=layers,
+            units=units,
+        ),
         Parameter(w2, LAYER, (Part(down, rows),), dim=1, groups=moe_tp, layers=layers),
         whole(_router(module), LAYER, _router(module), layers=layers, dtype=router_dtype),
     ]
     if spec.router_bias:
-        parameters.append(whole(_router_bias(module), LAYER, _router_bias(module), layers=layers, dtype="float32"))
+        parameters.append(
+            whole(_router_bias(module), LAYER, _router_bias(module), layers=layers, dtype="float32")
+        )
     return parameters
 
 
 def _names(module: str) -> tuple[str, str, str]:
-    gate, up, down = (f"{_L}{module}.experts.{{expert}}.{projection}.weight" for projection in _PROJECTIONS[module])
+    gate, up, down = (
+        f"{_L}{module}.experts.{{expert}}.{projection}.weight"
+        for projection in _PROJECTIONS[module]
+    )
     return gate, up, down
 
 

@@ -1,8 +1,10 @@
-"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464) instead of attention, with the norm before them (Qwen3-Next, Qwen3.5).
+"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464) instead of attention, with the norm before
+them (Qwen3-Next, Qwen3.5).
 
-Checkpoints of Qwen3-Next group projections by key head: a head's query, its key, and the values and output gates of its value heads. A
-second tensor has the writing strengths (beta) and decays (alpha) of these heads. Checkpoints of Qwen3.5 (`linear_by_kind`) have the
-queries, keys and values of all heads in one tensor, and each other kind in its own. In both cases engines have two tensors, in the
+Checkpoints of Qwen3-Next group projections by key head: a head's query, its key, and the values and
+output gates of its value heads. A second tensor has the writing strengths (beta) and decays (alpha)
+of these heads. Checkpoints of Qwen3.5 (`linear_by_kind`) have the queries, keys and values of all
+heads in one tensor, and each other kind in its own. In both cases engines have two tensors, in the
 checkpoint's order. Megatron has all kinds in one tensor, one kind after the other.
 """
 
@@ -14,15 +16,24 @@ from megarl.models.parameters import LAYER, LogicalTensor, Parameter, Part, Run,
 from megarl.models.spec import ModelSpec
 
 _L = "model.layers.{layer}.linear_attn."
-QKVZ, BA, OUT = _L + "in_proj_qkvz.weight", _L + "in_proj_ba.weight", _L + "out_proj.weight"
-CONVOLUTION, DECAY, DECAY_BIAS, NORM = _L + "conv1d.weight", _L + "A_log", _L + "dt_bias", _L + "norm.weight"
+QKVZ = _L + "in_proj_qkvz.weight"
+BA = _L + "in_proj_ba.weight"
+OUT = _L + "out_proj.weight"
+CONVOLUTION = _L + "conv1d.weight"
+DECAY = _L + "A_log"
+DECAY_BIAS = _L + "dt_bias"
+NORM = _L + "norm.weight"
 QKV, Z, B, A = (f"{_L}in_proj_{kind}.weight" for kind in ("qkv", "z", "b", "a"))
 QUANTISED = (QKVZ, OUT)
-INPUT_NORM_NAMES = {"local": "input_layernorm.weight", "te": "self_attention.in_proj.layer_norm_weight"}
+INPUT_NORM_NAMES = {
+    "local": "input_layernorm.weight",
+    "te": "self_attention.in_proj.layer_norm_weight",
+}
 
 
 def logical(spec: ModelSpec) -> list[LogicalTensor]:
-    hidden, heads = spec.hidden_size, spec.linear_value_heads
+    hidden = spec.hidden_size
+    heads = spec.linear_value_heads
     keys, values = _widths(spec)
     shapes = {
         INPUT_NORM: (hidden,),
@@ -46,10 +57,13 @@ def _projected(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> list[Parameter]:
-    tp, own = topology.tp, "decoder.layers.{layer}.self_attention."
+    tp = topology.tp
+    own = "decoder.layers.{layer}.self_attention."
     return [
         whole("decoder.layers.{layer}." + INPUT_NORM_NAMES[layer_spec], LAYER, INPUT_NORM),
-        Parameter(own + "in_proj.weight", LAYER, _projections(spec), dim=0, groups=tp, units=_units(spec)),
+        Parameter(
+            own + "in_proj.weight", LAYER, _projections(spec), dim=0, groups=tp, units=_units(spec)
+        ),
         Parameter(own + "conv1d.weight", LAYER, _convolved(spec), dim=0, groups=tp),
         Parameter(own + "A_log", LAYER, (Part(DECAY),), dim=0, groups=tp),
         Parameter(own + "dt_bias", LAYER, (Part(DECAY_BIAS),), dim=0, groups=tp),
@@ -61,10 +75,12 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> lis
 def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Parameter]:
     """SGLang's parameters. It keeps the decays in float32."""
     cut = {"groups": topology.attention_tp, "of_attention": True}
-    qkvz, ba = (Part(QKVZ),), (Part(BA),)
+    qkvz = (Part(QKVZ),)
+    ba = (Part(BA),)
     if spec.linear_by_kind:
         *qkvz, b, a = _projections(spec)
-        qkvz, ba = tuple(qkvz), (b, a)
+        qkvz = tuple(qkvz)
+        ba = (b, a)
     return [
         Parameter(QKVZ, LAYER, qkvz, dim=0, units=_units(spec), **cut),
         Parameter(BA, LAYER, ba, dim=0, **cut),
@@ -81,9 +97,14 @@ def _projections(spec: ModelSpec) -> tuple[Part, ...]:
     if spec.linear_by_kind:
         return *_of_qkv(spec, QKV), *(Part(name) for name in (Z, B, A))
     each = spec.linear_value_heads // spec.linear_key_heads
-    key, value = spec.linear_key_dim, each * spec.linear_value_dim
-    starts, period = (0, key, 2 * key, 2 * key + value), 2 * key + 2 * value
-    parts = [Part(QKVZ, run=Run(start, count, period)) for start, count in zip(starts, (key, key, value, value))]
+    key = spec.linear_key_dim
+    value = each * spec.linear_value_dim
+    starts = (0, key, 2 * key, 2 * key + value)
+    period = 2 * key + 2 * value
+    parts = [
+        Part(QKVZ, run=Run(start, count, period))
+        for start, count in zip(starts, (key, key, value, value))
+    ]
     return *parts, *(Part(BA, run=Run(start, each, 2 * each)) for start in (0, each))
 
 
@@ -93,14 +114,22 @@ def _convolved(spec: ModelSpec) -> tuple[Part, ...]:
 
 
 def _of_qkv(spec: ModelSpec, name: str) -> tuple[Part, ...]:
-    """The parts of a tensor with the queries, keys and values of all heads, one kind below the other."""
+    """The parts of a tensor with the queries, keys and values of all heads, one kind below the
+    other.
+    """
     keys, values = _widths(spec)
-    return tuple(Part(name, run=Run(start, count, 2 * keys + values)) for start, count in ((0, keys), (keys, keys), (2 * keys, values)))
+    return tuple(
+        Part(name, run=Run(start, count, 2 * keys + values))
+        for start, count in ((0, keys), (keys, keys), (2 * keys, values))
+    )
 
 
 def _widths(spec: ModelSpec) -> tuple[int, int]:
     """The number of rows of all keys, and of all values."""
-    return spec.linear_key_heads * spec.linear_key_dim, spec.linear_value_heads * spec.linear_value_dim
+    return (
+        spec.linear_key_heads * spec.linear_key_dim,
+        spec.linear_value_heads * spec.linear_value_dim,
+    )
 
 
 def _units(spec: ModelSpec) -> tuple[tuple[str, int], ...]:

@@ -1,23 +1,43 @@
-"""Gemma 3 without images (270M, 1B): zero-centred norms before and after attention and MLP, windows in most layers, tied embeddings."""
+"""Gemma 3 without images (270M, 1B): zero-centred norms before and after attention and MLP, windows
+in most layers, tied embeddings.
+"""
 
 from __future__ import annotations
 
 from megarl.base.geometry import GeneratorTopology
 from megarl.config.errors import ConfigError
 from megarl.models import attention, mlp, norms_after, vocabulary
-from megarl.models.dense import logical_tensors, megatron_parameters, quantised_parameters, read_common
+from megarl.models.dense import (
+    logical_tensors,
+    megatron_parameters,
+    quantised_parameters,
+    read_common,
+)
 from megarl.models.parameters import Parameter
 from megarl.models.registry import SLIDING, ConfigReader, rope_type
 from megarl.models.spec import GELU_TANH, ModelSpec
 
-__all__ = ["ARCHITECTURES", "logical_tensors", "megatron_parameters", "quantised_parameters", "read_spec", "sglang_parameters"]
+__all__ = [
+    "ARCHITECTURES",
+    "logical_tensors",
+    "megatron_parameters",
+    "quantised_parameters",
+    "read_spec",
+    "sglang_parameters",
+]
 
 ARCHITECTURES = ("Gemma3ForCausalLM",)
 FULL = "full_attention"
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
-    reader.assume(num_key_value_heads=4, head_dim=256, query_pre_attn_scalar=256, sliding_window=4096, rope_theta=1e6)
+    reader.assume(
+        num_key_value_heads=4,
+        head_dim=256,
+        query_pre_attn_scalar=256,
+        sliding_window=4096,
+        rope_theta=1e6,
+    )
     reader.assume(pad_token_id=0)
     reader.expect("hidden_activation", "gelu_pytorch_tanh", "gelu_pytorch_tanh")
     reader.expect("attention_bias", False, False)
@@ -41,13 +61,18 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
 
 
 def _rope(reader: ConfigReader) -> dict[str, float]:
-    """The theta of each kind of layer, from the keys of transformers 5 or older ones. Raises ConfigError for scaled rotary embeddings."""
+    """The theta of each kind of layer, from the keys of transformers 5 or older ones.
+
+    Raises ConfigError for scaled rotary embeddings.
+    """
     nested = reader.mapping("rope_parameters")
     full = {**(nested.get(FULL) or {}), **reader.mapping("rope_scaling")}
     windowed = nested.get(SLIDING) or {}
     if any(rope_type(rope) != "default" for rope in (nested, full, windowed)):
         kinds = sorted({rope_type(rope) for rope in (nested, full, windowed)} - {"default"})
-        raise ConfigError(f"{reader.source}: rope_type = {kinds[0]!r} is not supported, only 'default' is")
+        raise ConfigError(
+            f"{reader.source}: rope_type = {kinds[0]!r} is not supported, only 'default' is"
+        )
     return {
         FULL: float(full.get("rope_theta", reader.number("rope_theta", 1e6))),
         SLIDING: float(windowed.get("rope_theta", reader.number("rope_local_base_freq", 1e4))),
@@ -57,11 +82,17 @@ def _rope(reader: ConfigReader) -> dict[str, float]:
 def _windowed(reader: ConfigReader) -> tuple[int, ...]:
     pattern = reader.integer("sliding_window_pattern", 6)
     layers = range(reader.integer("num_hidden_layers"))
-    kinds = reader.values.get("layer_types") or [FULL if (layer + 1) % pattern == 0 else SLIDING for layer in layers]
+    kinds = reader.values.get("layer_types") or [
+        FULL if (layer + 1) % pattern == 0 else SLIDING for layer in layers
+    ]
     return tuple(layer for layer in layers if kinds[layer] == SLIDING)
 
 
-def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str) -> tuple[Parameter, ...]:
+def sglang_parameters(
+    spec: ModelSpec, topology: GeneratorTopology, device: str
+) -> tuple[Parameter, ...]:
     """SGLang's parameters. Every rank has the whole embedding."""
-    layers = attention.sglang(spec, topology, device) + mlp.sglang(topology, device, spec.intermediate_size)
+    layers = attention.sglang(spec, topology, device) + mlp.sglang(
+        topology, device, spec.intermediate_size
+    )
     return vocabulary.sglang_of_whole([*layers, attention.sglang_norm(), *norms_after.sglang(spec)])

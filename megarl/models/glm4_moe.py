@@ -1,4 +1,5 @@
-"""GLM-4.5, GLM-4.6 and GLM-4.7: biases on q, k and v, half of each head rotated, a few dense layers, then mixtures like DeepSeek-V3's.
+"""GLM-4.5, GLM-4.6 and GLM-4.7: biases on q, k and v, half of each head rotated, a few dense
+layers, then mixtures like DeepSeek-V3's.
 
 The layer for multi-token prediction has the index num_hidden_layers in the checkpoint.
 """
@@ -29,10 +30,25 @@ PREDICTION = multi_token.NEXTN
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
-    reader.assume(num_key_value_heads=8, rms_norm_eps=1e-5, moe_intermediate_size=1408, num_experts_per_tok=8, n_shared_experts=1)
-    reader.assume(n_routed_experts=128, routed_scaling_factor=1.0, n_group=1, topk_group=1, first_k_dense_replace=1)
+    reader.assume(
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        moe_intermediate_size=1408,
+        num_experts_per_tok=8,
+        n_shared_experts=1,
+    )
+    reader.assume(
+        n_routed_experts=128,
+        routed_scaling_factor=1.0,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    )
     if reader.value("n_shared_experts") == 0:
-        raise ConfigError(f"{reader.source}: n_shared_experts = 0 is not supported: SGLang would build a shared expert without rows")
+        raise ConfigError(
+            f"{reader.source}: n_shared_experts = 0 is not supported: SGLang would build a shared "
+            "expert without rows"
+        )
     return read_common(
         reader,
         "glm4_moe",
@@ -43,5 +59,7 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
     )
 
 
-def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str) -> tuple[Parameter, ...]:
+def sglang_parameters(
+    spec: ModelSpec, topology: GeneratorTopology, device: str
+) -> tuple[Parameter, ...]:
     return sparse.sglang_parameters(spec, topology, device, router_dtype="float32")

@@ -1,4 +1,6 @@
-"""gpt-oss (20b, 120b): a mixture of experts in every layer, biases on all linear layers, a window in every other layer, sinks."""
+"""gpt-oss (20b, 120b): a mixture of experts in every layer, biases on all linear layers, a window
+in every other layer, sinks.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,25 @@ from megarl.models.registry import SLIDING, ConfigReader
 from megarl.models.spec import CLAMPED_SWIGLU, ModelSpec
 
 ARCHITECTURES = ("GptOssForCausalLM",)
-ALPHA, YARN_KEYS = 1.702, ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+ALPHA = 1.702
+YARN_KEYS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
 YARN = {  # of files that say nothing
-    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
-    """Raises ConfigError also for rotary embeddings that are scaled otherwise than gpt-oss's (YaRN without rounding of its range)."""
-    reader.assume(num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=150000.0, rope_parameters=YARN)
+    """Raises ConfigError also for rotary embeddings that are scaled otherwise than gpt-oss's (YaRN
+    without rounding of its range).
+    """
+    reader.assume(
+        num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=150000.0, rope_parameters=YARN
+    )
     reader.assume(head_dim=64, sliding_window=128, num_local_experts=128, num_experts_per_tok=4)
     reader.expect("attention_bias", True, True)
     reader.expect("tie_word_embeddings", False, False)
@@ -48,39 +60,64 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
 def _windowed(reader: ConfigReader) -> tuple[int, ...]:
     layers = range(reader.integer("num_hidden_layers"))
     kinds = reader.values.get("layer_types")
-    return tuple(layer for layer in layers if (kinds[layer] == SLIDING if kinds else layer % 2 == 0))
+    return tuple(
+        layer for layer in layers if (kinds[layer] == SLIDING if kinds else layer % 2 == 0)
+    )
 
 
 def _check_rope(reader: ConfigReader, spec: ModelSpec) -> None:
     scaling = spec.rope_scaling or {}
     if spec.rope_type != "yarn":
-        raise ConfigError(f"{reader.source}: rope_type = {spec.rope_type!r} is not supported, only 'yarn' is")
+        raise ConfigError(
+            f"{reader.source}: rope_type = {spec.rope_type!r} is not supported, only 'yarn' is"
+        )
     if missing := [key for key in YARN_KEYS if key not in scaling]:
         raise ConfigError(f"{reader.source}: rope_scaling lacks {', '.join(missing)}")
     if scaling.get("truncate", True):
-        raise ConfigError(f"{reader.source}: truncate = true in rope_scaling is not supported, only false is")
-    if others := [key for key in ("mscale", "mscale_all_dim", "attention_factor") if scaling.get(key) is not None]:
-        raise ConfigError(f"{reader.source}: rope_scaling has {', '.join(others)}, which is not supported")
+        raise ConfigError(
+            f"{reader.source}: truncate = true in rope_scaling is not supported, only false is"
+        )
+    if others := [
+        key
+        for key in ("mscale", "mscale_all_dim", "attention_factor")
+        if scaling.get(key) is not None
+    ]:
+        raise ConfigError(
+            f"{reader.source}: rope_scaling has {', '.join(others)}, which is not supported"
+        )
 
 
 def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
-    return vocabulary.logical(spec, [*attention.logical(spec), mlp.norm(spec), *paired_experts.logical(spec)])
+    return vocabulary.logical(
+        spec, [*attention.logical(spec), mlp.norm(spec), *paired_experts.logical(spec)]
+    )
 
 
 def fused_tensors(spec: ModelSpec) -> tuple[Parameter, ...]:
     return paired_experts.stacked()
 
 
-def megatron_parameters(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> tuple[Parameter, ...]:
+def megatron_parameters(
+    spec: ModelSpec, topology: TrainerTopology, layer_spec: str
+) -> tuple[Parameter, ...]:
     layers = [*attention.megatron(spec, topology, layer_spec), mlp.megatron_norm("local")]
-    return vocabulary.megatron(spec, topology, layers + paired_experts.megatron(spec, topology, layer_spec))
+    return vocabulary.megatron(
+        spec, topology, layers + paired_experts.megatron(spec, topology, layer_spec)
+    )
 
 
-def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str) -> tuple[Parameter, ...]:
+def sglang_parameters(
+    spec: ModelSpec, topology: GeneratorTopology, device: str
+) -> tuple[Parameter, ...]:
     layers = [*attention.sglang(spec, topology, device), attention.sglang_norm(), mlp.sglang_norm()]
-    return vocabulary.sglang(spec, topology, device, layers + paired_experts.sglang(spec, topology, device))
+    return vocabulary.sglang(
+        spec, topology, device, layers + paired_experts.sglang(spec, topology, device)
+    )
 
 
 def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
     """Raises ConfigError, since SGLang keeps experts with biases in bf16 or MXFP4."""
-    raise ConfigError("generator.quantization: must be null for a gpt_oss model: SGLang keeps its experts in bf16, or in MXFP4")
+    raise ConfigError(
+        "generator.quantization: must be null for a gpt_oss model: SGLang keeps its experts in "
+        "bf16, or in MXFP4"
+    )

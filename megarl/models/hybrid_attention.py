@@ -1,4 +1,6 @@
-"""Attention in some layers and gated delta nets in the others: the blocks `attention` and `gated_delta_net`, each in runs of layers."""
+"""Attention in some layers and gated delta nets in the others: the blocks `attention` and
+`gated_delta_net`, each in runs of layers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from megarl.models.spec import ModelSpec
 
 
 def _served(name: str) -> str:
-    """SGLang's name of a parameter. SGLang's attention layers have no separate module for attention."""
+    """SGLang's name of a parameter.
+
+    SGLang's attention layers have no separate module for attention.
+    """
     return name.replace(".self_attn.", ".")
 
 
@@ -22,15 +27,27 @@ QUANTISED = tuple(_served(name) for name in attention.QUANTISED) + gated_delta_n
 
 
 def logical(spec: ModelSpec) -> list[LogicalTensor]:
-    return [replace(tensor, layers=layers) for layers, block in _runs(spec) for tensor in block.logical(spec)]
+    return [
+        replace(tensor, layers=layers)
+        for layers, block in _runs(spec)
+        for tensor in block.logical(spec)
+    ]
 
 
 def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> list[Parameter]:
-    return [replace(each, layers=layers) for layers, block in _runs(spec) for each in block.megatron(spec, topology, layer_spec)]
+    return [
+        replace(each, layers=layers)
+        for layers, block in _runs(spec)
+        for each in block.megatron(spec, topology, layer_spec)
+    ]
 
 
 def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Parameter]:
-    found = [(layers, each) for layers, block in _runs(spec) for each in block.sglang(spec, topology, device)]
+    found = [
+        (layers, each)
+        for layers, block in _runs(spec)
+        for each in block.sglang(spec, topology, device)
+    ]
     return [replace(each, name=_served(each.name), layers=layers) for layers, each in found]
 
 
@@ -43,12 +60,17 @@ def sglang_norms(spec: ModelSpec) -> list[Parameter]:
 
 def absent(spec: ModelSpec) -> tuple[str, ...]:
     """The parameters in QUANTISED that a model lacks if it has too few layers for both kinds."""
-    blocks = (spec.attention_layers, attention.QUANTISED), (len(spec.linear_layers), gated_delta_net.QUANTISED)
+    blocks = (
+        (spec.attention_layers, attention.QUANTISED),
+        (len(spec.linear_layers), gated_delta_net.QUANTISED),
+    )
     return tuple(_served(name) for count, names in blocks if not count for name in names)
 
 
 def _runs(spec: ModelSpec) -> Iterator[tuple[Layers, ModuleType]]:
     """The runs of equal layers, each with its block."""
-    for linear, run in groupby(range(spec.num_layers), key=lambda layer: layer in spec.linear_layers):
+    for linear, run in groupby(
+        range(spec.num_layers), key=lambda layer: layer in spec.linear_layers
+    ):
         layers = [*run]
         yield (layers[0], layers[-1] + 1), gated_delta_net if linear else attention

@@ -1,6 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, section 2.1) with the norm before it.
 
-SGLang derives w_kc and w_vc from kv_b_proj after loading. They are not parameters, so they are not listed here.
+SGLang derives w_kc and w_vc from kv_b_proj after loading. They are not parameters, so they are not
+listed here.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from megarl.models.spec import ModelSpec
 _A = "model.layers.{layer}.self_attn."
 Q_DOWN, Q_UP, KV_UP, O = (_A + f"{x}_proj.weight" for x in ("q_a", "q_b", "kv_b", "o"))
 KV_DOWN = _A + "kv_a_proj_with_mqa.weight"
-Q_NORM, KV_NORM = _A + "q_a_layernorm.weight", _A + "kv_a_layernorm.weight"
+Q_NORM = _A + "q_a_layernorm.weight"
+KV_NORM = _A + "kv_a_layernorm.weight"
 SGLANG_DOWN = _A + "fused_qkv_a_proj_with_mqa.weight"
 QUANTISED = (SGLANG_DOWN, Q_UP, KV_UP, O)
 
 
 def logical(spec: ModelSpec) -> list[LogicalTensor]:
-    hidden, heads = spec.hidden_size, spec.num_attention_heads
+    hidden = spec.hidden_size
+    heads = spec.num_attention_heads
     shapes = {
         INPUT_NORM: (hidden,),
         Q_DOWN: (spec.q_lora_rank, hidden),
@@ -34,9 +37,14 @@ def logical(spec: ModelSpec) -> list[LogicalTensor]:
 
 
 def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> list[Parameter]:
-    """The local layer spec shards the down projections by rows. Transformer Engine keeps them whole on every tp rank, and fuses the two
-    inner norms into the up projections."""
-    tp, te, heads = topology.tp, layer_spec == "te", (("attention heads", spec.num_attention_heads),)
+    """The local layer spec shards the down projections by rows.
+
+    Transformer Engine keeps them whole on every tp rank, and fuses the two inner norms into the up
+    projections.
+    """
+    tp = topology.tp
+    te = layer_spec == "te"
+    heads = (("attention heads", spec.num_attention_heads),)
     down_rows = {"q": spec.q_lora_rank, "kv": spec.kv_lora_rank + spec.qk_rope_head_dim}
     layer = "decoder.layers.{layer}."
     own = layer + "self_attention."
@@ -44,16 +52,25 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> lis
     for x, down, norm, up in (("q", Q_DOWN, Q_NORM, Q_UP), ("kv", KV_DOWN, KV_NORM, KV_UP)):
         name = f"{own}linear_{x}_down_proj.weight"
         units = ((f"rows of the {x} down projection", down_rows[x]),)
-        parameters.append(whole(name, LAYER, down) if te else Parameter(name, LAYER, (Part(down),), dim=0, groups=tp, units=units))
+        parameters.append(
+            whole(name, LAYER, down)
+            if te
+            else Parameter(name, LAYER, (Part(down),), dim=0, groups=tp, units=units)
+        )
         norm_name = f"linear_{x}_up_proj.layer_norm_weight" if te else f"{x}_layernorm.weight"
         parameters.append(whole(own + norm_name, LAYER, norm))
-        parameters.append(Parameter(f"{own}linear_{x}_up_proj.weight", LAYER, (Part(up),), dim=0, groups=tp, units=heads))
+        parameters.append(
+            Parameter(
+                f"{own}linear_{x}_up_proj.weight", LAYER, (Part(up),), dim=0, groups=tp, units=heads
+            )
+        )
     return parameters + [Parameter(own + "linear_proj.weight", LAYER, (Part(O),), dim=1, groups=tp)]
 
 
 def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Parameter]:
     """SGLang's parameters. Every rank has both down projections, whole and fused."""
-    tp, heads = topology.attention_tp, (("attention heads", spec.num_attention_heads),)
+    tp = topology.attention_tp
+    heads = (("attention heads", spec.num_attention_heads),)
     return [
         whole(SGLANG_DOWN, LAYER, Q_DOWN, KV_DOWN),
         whole(Q_NORM, LAYER, Q_NORM),

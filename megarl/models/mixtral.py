@@ -15,8 +15,16 @@ MODULE = "block_sparse_moe"
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
-    """Raises ConfigError also for head widths and rotary embeddings that SGLang would silently compute differently."""
-    reader.assume(num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6, num_local_experts=8, num_experts_per_tok=2)
+    """Raises ConfigError also for head widths and rotary embeddings that SGLang would silently
+    compute differently.
+    """
+    reader.assume(
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    )
     reader.expect_no_window()
     spec = read_common(
         reader,
@@ -27,9 +35,14 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
         expert_intermediate_size=reader.integer("intermediate_size"),
     )
     if spec.head_dim * spec.num_attention_heads != spec.hidden_size:
-        raise ConfigError(f"{reader.source}: head_dim = {spec.head_dim} is not hidden_size / num_attention_heads")
+        raise ConfigError(
+            f"{reader.source}: head_dim = {spec.head_dim} is not hidden_size / num_attention_heads"
+        )
     if spec.rope_scaling is not None or spec.rope_theta != int(spec.rope_theta):
-        raise ConfigError(f"{reader.source}: only a rope_theta that is a whole number is supported, without rope_scaling")
+        raise ConfigError(
+            f"{reader.source}: only a rope_theta that is a whole number is supported, without "
+            "rope_scaling"
+        )
     return spec
 
 
@@ -37,11 +50,15 @@ def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
     return sparse.logical_tensors(spec, MODULE)
 
 
-def megatron_parameters(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> tuple[Parameter, ...]:
+def megatron_parameters(
+    spec: ModelSpec, topology: TrainerTopology, layer_spec: str
+) -> tuple[Parameter, ...]:
     return sparse.megatron_parameters(spec, topology, layer_spec, MODULE)
 
 
-def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str) -> tuple[Parameter, ...]:
+def sglang_parameters(
+    spec: ModelSpec, topology: GeneratorTopology, device: str
+) -> tuple[Parameter, ...]:
     return sparse.sglang_parameters(spec, topology, device, MODULE)
 
 

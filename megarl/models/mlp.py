@@ -1,4 +1,7 @@
-"""The dense gated MLP with the norm before it. The shared experts of a mixture are also such an MLP."""
+"""The dense gated MLP with the norm before it.
+
+The shared experts of a mixture are also such an MLP.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,27 @@ from megarl.models.spec import ModelSpec
 
 _L = "model.layers.{layer}."
 POST_NORM = _L + "post_attention_layernorm.weight"
-SGLANG_CPU_PADDING = 32  # ffn rows are padded to a multiple of this times tp; sglang/srt/configs/update_config.py
-MLP, SHARED, GATED_SHARED = "mlp", "mlp.shared_experts", "mlp.shared_expert"  # module names in HF checkpoints and SGLang
+# ffn rows are padded to a multiple of this times tp; sglang/srt/configs/update_config.py
+SGLANG_CPU_PADDING = 32
+MLP = "mlp"
+SHARED = "mlp.shared_experts"
+GATED_SHARED = "mlp.shared_expert"  # module names in HF checkpoints and SGLang
 SHARED_GATE = _L + "mlp.shared_expert_gate.weight"
 QUANTISED = (_L + MLP + ".gate_up_proj.weight", _L + MLP + ".down_proj.weight")
 MLP_NORM_NAMES = {"local": "pre_mlp_layernorm.weight", "te": "mlp.linear_fc1.layer_norm_weight"}
 
 
-def logical(spec: ModelSpec, rows: int, module: str = MLP, layers: Layers | None = None) -> list[LogicalTensor]:
+def logical(
+    spec: ModelSpec, rows: int, module: str = MLP, layers: Layers | None = None
+) -> list[LogicalTensor]:
     """`rows`: intermediate size."""
     gate, up, down = _names(module)
-    wide, narrow = (rows, spec.hidden_size), (spec.hidden_size, rows)
-    return [LogicalTensor(name, shape, LAYER, layers) for name, shape in ((gate, wide), (up, wide), (down, narrow))]
+    wide = (rows, spec.hidden_size)
+    narrow = (spec.hidden_size, rows)
+    return [
+        LogicalTensor(name, shape, LAYER, layers)
+        for name, shape in ((gate, wide), (up, wide), (down, narrow))
+    ]
 
 
 def shared_module(spec: ModelSpec) -> str:
@@ -31,7 +43,11 @@ def quantised(module: str) -> tuple[str, ...]:
 
 
 def shared_gate(spec: ModelSpec, layers: Layers | None) -> list[LogicalTensor]:
-    return [LogicalTensor(SHARED_GATE, (1, spec.hidden_size), LAYER, layers)] if spec.shared_expert_gate else []
+    return (
+        [LogicalTensor(SHARED_GATE, (1, spec.hidden_size), LAYER, layers)]
+        if spec.shared_expert_gate
+        else []
+    )
 
 
 def megatron_shared_gate(spec: ModelSpec, layers: Layers | None) -> list[Parameter]:
@@ -40,11 +56,16 @@ def megatron_shared_gate(spec: ModelSpec, layers: Layers | None) -> list[Paramet
 
 
 def sglang_shared_gate(spec: ModelSpec, layers: Layers | None) -> list[Parameter]:
-    return [whole(SHARED_GATE, LAYER, SHARED_GATE, layers=layers)] if spec.shared_expert_gate else []
+    return (
+        [whole(SHARED_GATE, LAYER, SHARED_GATE, layers=layers)] if spec.shared_expert_gate else []
+    )
 
 
 def fused() -> Parameter:
-    """Gate and up as one tensor, for checkpoints that have them so. SGLang's parameter has the same name."""
+    """Gate and up as one tensor, for checkpoints that have them so.
+
+    SGLang's parameter has the same name.
+    """
     return whole(QUANTISED[0], LAYER, *_names(MLP)[:2])
 
 
@@ -52,32 +73,60 @@ def norm(spec: ModelSpec, layers: Layers | None = None) -> LogicalTensor:
     return LogicalTensor(POST_NORM, (spec.hidden_size,), LAYER, layers)
 
 
-def megatron(topology: TrainerTopology, rows: int, module: str = MLP, layers: Layers | None = None) -> list[Parameter]:
+def megatron(
+    topology: TrainerTopology, rows: int, module: str = MLP, layers: Layers | None = None
+) -> list[Parameter]:
     """Megatron's parameters. It uses the same module names, except for a gated shared expert."""
-    tp, units = topology.tp, _units(rows, module)
+    tp = topology.tp
+    units = _units(rows, module)
     gate, up, down = _names(module)
     own = f"decoder.layers.{{layer}}.{SHARED if module == GATED_SHARED else module}."
     return [
-        Parameter(own + "linear_fc1.weight", LAYER, (Part(gate), Part(up)), dim=0, groups=tp, layers=layers, units=units),
+        Parameter(
+            own + "linear_fc1.weight",
+            LAYER,
+            (Part(gate), Part(up)),
+            dim=0,
+            groups=tp,
+            layers=layers,
+            units=units,
+        ),
         Parameter(own + "linear_fc2.weight", LAYER, (Part(down),), dim=1, groups=tp, layers=layers),
     ]
 
 
 def megatron_norm(layer_spec: str, layers: Layers | None = None) -> Parameter:
-    """The norm before a dense MLP. Before experts, both layer specs have it as a separate module: pass layer_spec "local"."""
-    return whole("decoder.layers.{layer}." + MLP_NORM_NAMES[layer_spec], LAYER, POST_NORM, layers=layers)
+    """The norm before a dense MLP.
+
+    Before experts, both layer specs have it as a separate module: pass layer_spec "local".
+    """
+    return whole(
+        "decoder.layers.{layer}." + MLP_NORM_NAMES[layer_spec], LAYER, POST_NORM, layers=layers
+    )
 
 
-def sglang(topology: GeneratorTopology, device: str, rows: int, module: str = MLP, layers: Layers | None = None) -> list[Parameter]:
+def sglang(
+    topology: GeneratorTopology,
+    device: str,
+    rows: int,
+    module: str = MLP,
+    layers: Layers | None = None,
+) -> list[Parameter]:
     """SGLang's parameters. CPU engines pad the rows."""
     tp = topology.tp
     if device == "cpu":
         rows = round_up(rows, tp * SGLANG_CPU_PADDING)
     gate, up, down = _names(module)
-    own, parts, units = f"{_L}{module}.", (Part(gate, rows), Part(up, rows)), _units(rows, module)
+    own = f"{_L}{module}."
+    parts = (Part(gate, rows), Part(up, rows))
+    units = _units(rows, module)
     return [
-        Parameter(own + "gate_up_proj.weight", LAYER, parts, dim=0, groups=tp, layers=layers, units=units),
-        Parameter(own + "down_proj.weight", LAYER, (Part(down, rows),), dim=1, groups=tp, layers=layers),
+        Parameter(
+            own + "gate_up_proj.weight", LAYER, parts, dim=0, groups=tp, layers=layers, units=units
+        ),
+        Parameter(
+            own + "down_proj.weight", LAYER, (Part(down, rows),), dim=1, groups=tp, layers=layers
+        ),
     ]
 
 

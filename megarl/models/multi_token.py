@@ -1,12 +1,14 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): an extra layer that predicts the token after the next.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): an extra layer that predicts
+the token after the next.
 
-Its input is the hidden states h of the model, after the last norm, and the embedding e of the next token:
+Its input is the hidden states h of the model, after the last norm, and the embedding e of the next
+token:
 
     logits = output layer(norm(decoder layer(projection([norm_e(e); norm_h(h)]))))
 
-The embedding and the output layer are the model's own. The decoder layer is one of the family's, with its attention and its experts. This
-file declares the other parts, and their names in checkpoints and in SGLang's draft model. In layouts the extra layer has number
-`num_layers`.
+The embedding and the output layer are the model's own. The decoder layer is one of the family's,
+with its attention and its experts. This file declares the other parts, and their names in
+checkpoints and in SGLang's draft model. In layouts the extra layer has number `num_layers`.
 """
 
 from __future__ import annotations
@@ -25,37 +27,65 @@ from megarl.models.vocabulary import EMBED, HEAD
 
 PREDICTION = "PREDICTION"  # attribute of a family with such a layer
 COUNT = "num_nextn_predict_layers"  # key in config.json
-COUNTS = (COUNT, "num_mtp_layers", "mtp_num_hidden_layers")  # names of it that Transformers and SGLang read
+# names of it that Transformers and SGLang read
+COUNTS = (COUNT, "num_mtp_layers", "mtp_num_hidden_layers")
 DRAFT = "draft."  # prefix of the names of SGLang's draft model in layouts
 MEGATRON = "mtp_layer."  # Megatron's MultiTokenPredictionLayer, in the chunk that ends the model
-_LAYER, _MEGATRON_LAYER, _OWN_LAYER = "model.layers.{layer}.", "decoder.layers.{layer}.", MEGATRON + "mtp_model_layer."
+_LAYER = "model.layers.{layer}."
+_MEGATRON_LAYER = "decoder.layers.{layer}."
+_OWN_LAYER = MEGATRON + "mtp_model_layer."
 _MEGATRON_NAMES = ("enorm", "hnorm", "eh_proj", "final_layernorm")
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Names in a family's layer. `names` and `draft_names`: the norms of embedding and hidden states, the projection, the last norm."""
+    """Names in a family's layer.
+
+    `names` and `draft_names`: the norms of embedding and hidden states, the projection, the last
+    norm.
+    """
 
     layer: str  # prefix of the decoder layer's names in checkpoints
     names: tuple[str, str, str, str]
     draft_layer: str  # prefix of its names in SGLang's draft model
     draft_names: tuple[str, str, str, str]
     counted: bool = True  # whether config.json has COUNT; without it there is one layer
-    copies: tuple[tuple[str, str], ...] = ()  # (name, logical tensor): a checkpoint repeats the tensor under `name`; a loader compares them
+    # (name, logical tensor): a checkpoint repeats the tensor under `name`; a loader compares them
+    copies: tuple[tuple[str, str], ...] = ()
 
 
 NEXTN = Prediction(
     layer=_LAYER,
-    names=(_LAYER + "enorm.weight", _LAYER + "hnorm.weight", _LAYER + "eh_proj.weight", _LAYER + "shared_head.norm.weight"),
+    names=(
+        _LAYER + "enorm.weight",
+        _LAYER + "hnorm.weight",
+        _LAYER + "eh_proj.weight",
+        _LAYER + "shared_head.norm.weight",
+    ),
     draft_layer="model.decoder.",
-    draft_names=("model.enorm.weight", "model.hnorm.weight", "model.eh_proj.weight", "model.shared_head.norm.weight"),
+    draft_names=(
+        "model.enorm.weight",
+        "model.hnorm.weight",
+        "model.eh_proj.weight",
+        "model.shared_head.norm.weight",
+    ),
     copies=((_LAYER + "embed_tokens.weight", EMBED), (_LAYER + "shared_head.head.weight", HEAD)),
 )
 QWEN = Prediction(
     layer="mtp.layers.0.",
-    names=("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.fc.weight", "mtp.norm.weight"),
+    names=(
+        "mtp.pre_fc_norm_embedding.weight",
+        "mtp.pre_fc_norm_hidden.weight",
+        "mtp.fc.weight",
+        "mtp.norm.weight",
+    ),
     draft_layer="model.layers.0.",
-    draft_names=("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "fc.weight", "model.norm.weight"),
+    draft_names=(
+        "pre_fc_norm_embedding.weight",
+        "pre_fc_norm_hidden.weight",
+        "fc.weight",
+        "model.norm.weight",
+    ),
     counted=False,
 )
 
@@ -65,15 +95,24 @@ def read_layers(source: str, values: Mapping[str, Any], spec: ModelSpec, family:
     names: Prediction | None = getattr(family, PREDICTION, None)
     if names is None:
         raise ConfigError(
-            f"trainer.mtp: must be ignore for a {spec.family} model: no layer for multi-token prediction is known of this family"
+            f"trainer.mtp: must be ignore for a {spec.family} model: no layer for multi-token "
+            "prediction is known of this family"
         )
     count = values.get(COUNT) or 0 if names.counted else 1
     if count != 1 or isinstance(count, bool):
-        raise ConfigError(f"trainer.mtp: must be ignore: {source} has {COUNT} = {count!r}; exactly 1 is supported")
+        raise ConfigError(
+            f"trainer.mtp: must be ignore: {source} has {COUNT} = {count!r}; exactly 1 is supported"
+        )
     if spec.num_layers - 1 in spec.linear_layers:
-        raise ConfigError(f"trainer.mtp: must be ignore: {source}: the last layer has no attention to build the layer from")
+        raise ConfigError(
+            f"trainer.mtp: must be ignore: {source}: the last layer has no attention to build the "
+            "layer from"
+        )
     if spec.tie_word_embeddings or spec.head != LM:
-        raise ConfigError(f"trainer.mtp: must be ignore: {source}: the layer needs an output layer of its own, for the vocabulary")
+        raise ConfigError(
+            f"trainer.mtp: must be ignore: {source}: the layer needs an output layer of its own, "
+            "for the vocabulary"
+        )
     return 1
 
 
@@ -81,9 +120,15 @@ def logical(spec: ModelSpec, family: ModuleType) -> Iterator[LogicalTensor]:
     """The layer's tensors in a checkpoint, in forward order, without `copies`."""
     if not spec.mtp_layers:
         return
-    names, layers, hidden = family.PREDICTION, _layers(spec), spec.hidden_size
+    names = family.PREDICTION
+    layers = _layers(spec)
+    hidden = spec.hidden_size
     embedding, states, projection, norm = names.names
-    for name, shape in ((embedding, (hidden,)), (states, (hidden,)), (projection, (hidden, 2 * hidden))):
+    for name, shape in (
+        (embedding, (hidden,)),
+        (states, (hidden,)),
+        (projection, (hidden, 2 * hidden)),
+    ):
         yield LogicalTensor(name, shape, LAYER, layers)
     for tensor in family.logical_tensors(_one(spec)):
         if tensor.place == LAYER:
@@ -95,31 +140,43 @@ def copies(spec: ModelSpec, family: ModuleType) -> dict[str, str]:
     """The tensors that a checkpoint repeats for the layer: name -> logical tensor."""
     if not spec.mtp_layers:
         return {}
-    return {name.replace("{layer}", str(spec.num_layers)): of for name, of in family.PREDICTION.copies}
+    return {
+        name.replace("{layer}", str(spec.num_layers)): of for name, of in family.PREDICTION.copies
+    }
 
 
 def other_copy(file: Path, name: str, of: str) -> str:
     return (
-        f"trainer.mtp: must be ignore: {file}: {name} differs from {of}; a layer for multi-token prediction with an embedding or an output "
+        f"trainer.mtp: must be ignore: {file}: {name} differs from {of}; a layer for multi-token "
+        "prediction with an embedding or an output "
         "layer of its own is not supported"
     )
 
 
-def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str, family: ModuleType) -> Iterator[Parameter]:
+def megatron(
+    spec: ModelSpec, topology: TrainerTopology, layer_spec: str, family: ModuleType
+) -> Iterator[Parameter]:
     if not spec.mtp_layers:
         return
-    layers, names = _layers(spec), [MEGATRON + name + ".weight" for name in _MEGATRON_NAMES]
+    layers = _layers(spec)
+    names = [MEGATRON + name + ".weight" for name in _MEGATRON_NAMES]
     yield from _around(spec, family, names, topology.tp)
     for each in family.megatron_parameters(_one(spec), topology, layer_spec):
         if each.place == LAYER:
             yield _moved(each, _MEGATRON_LAYER, _OWN_LAYER, layers, family)
 
 
-def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str, family: ModuleType) -> Iterator[Parameter]:
-    """The draft model's own parameters. It shares the embedding and the output layer with the engine's model."""
+def sglang(
+    spec: ModelSpec, topology: GeneratorTopology, device: str, family: ModuleType
+) -> Iterator[Parameter]:
+    """The draft model's own parameters.
+
+    It shares the embedding and the output layer with the engine's model.
+    """
     if not spec.mtp_drafts:
         return
-    layers, names = _layers(spec), family.PREDICTION
+    layers = _layers(spec)
+    names = family.PREDICTION
     yield from _around(spec, family, [DRAFT + name for name in names.draft_names])
     for each in family.sglang_parameters(_one(spec), topology, device):
         if each.place == LAYER:
@@ -134,18 +191,29 @@ def quantised(spec: ModelSpec, family: ModuleType) -> tuple[str, ...]:
     return tuple(name.replace(_LAYER, own) for name in family.quantised_parameters(_one(spec)))
 
 
-def _around(spec: ModelSpec, family: ModuleType, names: list[str], tp: int = 1) -> Iterator[Parameter]:
-    """The parameters outside the decoder layer. If `tp` is above 1, the projection is sharded by rows."""
+def _around(
+    spec: ModelSpec, family: ModuleType, names: list[str], tp: int = 1
+) -> Iterator[Parameter]:
+    """The parameters outside the decoder layer.
+
+    If `tp` is above 1, the projection is sharded by rows.
+    """
     layers = _layers(spec)
     for name, of in zip(names, family.PREDICTION.names):
         parameter = whole(name, LAYER, of, layers=layers)
         if of == family.PREDICTION.names[2] and tp > 1:
-            parameter = replace(parameter, dim=0, groups=tp, units=(("hidden size", spec.hidden_size),))
+            parameter = replace(
+                parameter, dim=0, groups=tp, units=(("hidden size", spec.hidden_size),)
+            )
         yield parameter
 
 
-def _moved(parameter: Parameter, begin: str, own: str, layers: Layers, family: ModuleType) -> Parameter:
-    """`parameter`, moved to the layer: its name begins with `own` instead of `begin`, and its parts are the layer's."""
+def _moved(
+    parameter: Parameter, begin: str, own: str, layers: Layers, family: ModuleType
+) -> Parameter:
+    """`parameter`, moved to the layer: its name begins with `own` instead of `begin`, and its parts
+    are the layer's.
+    """
     parts = tuple(_of_layer(part, family) for part in parameter.parts)
     return replace(parameter, name=parameter.name.replace(begin, own), parts=parts, layers=layers)
 
@@ -160,4 +228,12 @@ def _layers(spec: ModelSpec) -> Layers:
 
 def _one(spec: ModelSpec) -> ModelSpec:
     """The family's model with a single layer, like the last."""
-    return replace(spec, num_layers=1, first_dense_layers=0, linear_layers=(), windowed_layers=(), mtp_layers=0, mtp_drafts=False)
+    return replace(
+        spec,
+        num_layers=1,
+        first_dense_layers=0,
+        linear_layers=(),
+        windowed_layers=(),
+        mtp_layers=0,
+        mtp_drafts=False,
+    )

@@ -1,4 +1,6 @@
-"""The norms after attention and MLP (OLMo 2, Gemma 3). The trainer applies them where outputs are added to the residual stream.
+"""The norms after attention and MLP (OLMo 2, Gemma 3).
+
+The trainer applies them where outputs are added to the residual stream.
 
 If there are also norms before, the norm after the MLP has a different name in checkpoints.
 """
@@ -9,8 +11,11 @@ from megarl.models.mlp import MLP_NORM_NAMES, POST_NORM
 from megarl.models.parameters import LAYER, LogicalTensor, Parameter, whole
 from megarl.models.spec import ModelSpec
 
-_L, _MEGATRON = "model.layers.{layer}.", "decoder.layers.{layer}."
-OF_ATTENTION, BEFORE_MLP, OF_MLP = POST_NORM, _L + "pre_feedforward_layernorm.weight", _L + "post_feedforward_layernorm.weight"
+_L = "model.layers.{layer}."
+_MEGATRON = "decoder.layers.{layer}."
+OF_ATTENTION = POST_NORM
+BEFORE_MLP = _L + "pre_feedforward_layernorm.weight"
+OF_MLP = _L + "post_feedforward_layernorm.weight"
 
 
 def logical(spec: ModelSpec) -> list[LogicalTensor]:
@@ -18,7 +23,11 @@ def logical(spec: ModelSpec) -> list[LogicalTensor]:
 
 
 def megatron(spec: ModelSpec, layer_spec: str) -> list[Parameter]:
-    places = {OF_ATTENTION: "self_attn_bda.norm.weight", BEFORE_MLP: MLP_NORM_NAMES[layer_spec], OF_MLP: "mlp_bda.norm.weight"}
+    places = {
+        OF_ATTENTION: "self_attn_bda.norm.weight",
+        BEFORE_MLP: MLP_NORM_NAMES[layer_spec],
+        OF_MLP: "mlp_bda.norm.weight",
+    }
     return [whole(_MEGATRON + places[name], LAYER, name) for name in _names(spec)]
 
 

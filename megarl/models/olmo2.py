@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from megarl.config.errors import ConfigError
-from megarl.models.dense import logical_tensors, megatron_parameters, quantised_parameters, read_common, sglang_parameters
+from megarl.models.dense import (
+    logical_tensors,
+    megatron_parameters,
+    quantised_parameters,
+    read_common,
+    sglang_parameters,
+)
 from megarl.models.registry import ConfigReader
 from megarl.models.spec import ModelSpec
 
-__all__ = ["ARCHITECTURES", "logical_tensors", "megatron_parameters", "quantised_parameters", "read_spec", "sglang_parameters"]
+__all__ = [
+    "ARCHITECTURES",
+    "logical_tensors",
+    "megatron_parameters",
+    "quantised_parameters",
+    "read_spec",
+    "sglang_parameters",
+]
 
 ARCHITECTURES = ("Olmo2ForCausalLM",)
 
@@ -16,7 +29,16 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
     """Raises ConfigError also for a head width that SGLang would ignore."""
     reader.assume(rms_norm_eps=1e-5, pad_token_id=1)
     reader.expect("attention_bias", False, False)
-    spec = read_common(reader, "olmo2", qk_norm=True, qk_norm_of_all_heads=True, norms_before=False, norms_after=True)
+    spec = read_common(
+        reader,
+        "olmo2",
+        qk_norm=True,
+        qk_norm_of_all_heads=True,
+        norms_before=False,
+        norms_after=True,
+    )
     if spec.head_dim * spec.num_attention_heads != spec.hidden_size:
-        raise ConfigError(f"{reader.source}: head_dim = {spec.head_dim} is not hidden_size / num_attention_heads")
+        raise ConfigError(
+            f"{reader.source}: head_dim = {spec.head_dim} is not hidden_size / num_attention_heads"
+        )
     return spec

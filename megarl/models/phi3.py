@@ -1,4 +1,6 @@
-"""Phi-4, and Phi-3 without a window: Llama's tensors, but checkpoints have q, k and v in one tensor, and gate and up in another."""
+"""Phi-4, and Phi-3 without a window: Llama's tensors, but checkpoints have q, k and v in one
+tensor, and gate and up in another.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,30 @@ from megarl.models.parameters import Parameter
 from megarl.models.registry import ConfigReader
 from megarl.models.spec import ModelSpec
 
-__all__ = ["ARCHITECTURES", "logical_tensors", "megatron_parameters", "quantised_parameters", "read_spec", "sglang_parameters"]
+__all__ = [
+    "ARCHITECTURES",
+    "logical_tensors",
+    "megatron_parameters",
+    "quantised_parameters",
+    "read_spec",
+    "sglang_parameters",
+]
 
 ARCHITECTURES = ("Phi3ForCausalLM",)
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
-    """Raises ConfigError also for a window shorter than the context (Phi-3), which SGLang would ignore."""
+    """Raises ConfigError also for a window shorter than the context (Phi-3), which SGLang would
+    ignore.
+    """
     reader.assume(rms_norm_eps=1e-5, pad_token_id=32000)
     expect_no_biases(reader)
     reader.expect_no_window()
     spec = read_common(reader, "phi3")
     if spec.rope_scaling is not None:
-        raise ConfigError(f"{reader.source}: rope_type = {spec.rope_type!r} is not supported, only 'default' is")
+        raise ConfigError(
+            f"{reader.source}: rope_type = {spec.rope_type!r} is not supported, only 'default' is"
+        )
     return spec
 
 

@@ -13,7 +13,14 @@ from megarl.models.dense import (
 from megarl.models.registry import ConfigReader
 from megarl.models.spec import ModelSpec
 
-__all__ = ["ARCHITECTURES", "logical_tensors", "megatron_parameters", "quantised_parameters", "read_spec", "sglang_parameters"]
+__all__ = [
+    "ARCHITECTURES",
+    "logical_tensors",
+    "megatron_parameters",
+    "quantised_parameters",
+    "read_spec",
+    "sglang_parameters",
+]
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
 

@@ -1,8 +1,10 @@
-"""Qwen3.5: like Qwen3-Next, but the projections of gated delta nets are stored kind by kind, and smaller models are dense.
+"""Qwen3.5: like Qwen3-Next, but the projections of gated delta nets are stored kind by kind, and
+smaller models are dense.
 
-Published checkpoints have a vision tower, and then other names for the language model. Only the language model is trained and served;
-exports copy the tower. Checkpoints without a tower (`…ForCausalLM`) are another architecture in Hugging Face and SGLang. The layer for
-multi-token prediction (`mtp.*`) is left out.
+Published checkpoints have a vision tower, and then other names for the language model. Only the
+language model is trained and served; exports copy the tower. Checkpoints without a tower
+(`…ForCausalLM`) are another architecture in Hugging Face and SGLang. The layer for multi-token
+prediction (`mtp.*`) is left out.
 """
 
 from __future__ import annotations
@@ -27,12 +29,15 @@ GATES = ("silu", "swish")  # two names of the same function
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
-    """Raises ConfigError also if the weights of chosen experts do not sum to 1, since Hugging Face's always do."""
+    """Raises ConfigError also if the weights of chosen experts do not sum to 1, since Hugging
+    Face's always do.
+    """
     reader.expect("norm_topk_prob", True, True)
     if reader.values.get("output_gate_type") not in (None, *GATES):
         reader.expect("output_gate_type", None, GATES[-1])
     (architecture, *_) = reader.values["architectures"]
-    seeing, mixture = architecture in SEEING, architecture.startswith("Qwen3_5Moe")
+    seeing = architecture in SEEING
+    mixture = architecture.startswith("Qwen3_5Moe")
     kv_heads = 2 if mixture else 4
     reader.assume(num_key_value_heads=kv_heads, num_experts=256, num_experts_per_tok=8)
     own: dict[str, Any] = read_mixture(reader) | {"stacked_experts": seeing} if mixture else {}
@@ -44,29 +49,47 @@ def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
 
 
 def fused_tensors(spec: ModelSpec) -> tuple[Parameter, ...]:
-    """The tensors with other names in files: with a vision tower, all but the output layer; also experts that are stacked in one tensor."""
+    """The tensors with other names in files: with a vision tower, all but the output layer; also
+    experts that are stacked in one tensor.
+    """
     stacked = experts.stacked() if spec.stacked_experts else ()
     parts = {part.logical_name for parameter in stacked for part in parameter.parts}
-    others = [tensor for tensor in logical_tensors(spec) if spec.vision_tower and tensor.name not in parts]
+    others = [
+        tensor for tensor in logical_tensors(spec) if spec.vision_tower and tensor.name not in parts
+    ]
     found = (*stacked, *(whole(tensor.name, tensor.place, tensor.name) for tensor in others))
-    return tuple(replace(parameter, name=_named(spec, parameter.name)) for parameter in dict.fromkeys(found))
+    return tuple(
+        replace(parameter, name=_named(spec, parameter.name)) for parameter in dict.fromkeys(found)
+    )
 
 
 def _named(spec: ModelSpec, name: str) -> str:
-    return name if name == HEAD or not spec.vision_tower else name.replace("model.", "model.language_model.", 1)
+    return (
+        name
+        if name == HEAD or not spec.vision_tower
+        else name.replace("model.", "model.language_model.", 1)
+    )
 
 
-def megatron_parameters(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> tuple[Parameter, ...]:
+def megatron_parameters(
+    spec: ModelSpec, topology: TrainerTopology, layer_spec: str
+) -> tuple[Parameter, ...]:
     return _layers(spec).megatron_parameters(spec, topology, layer_spec, attention=hybrid_attention)
 
 
-def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str) -> tuple[Parameter, ...]:
+def sglang_parameters(
+    spec: ModelSpec, topology: GeneratorTopology, device: str
+) -> tuple[Parameter, ...]:
     return _layers(spec).sglang_parameters(spec, topology, device, attention=hybrid_attention)
 
 
 def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
     absent = hybrid_attention.absent(spec)
-    return tuple(name for name in _layers(spec).quantised_parameters(spec, attention=hybrid_attention) if name not in absent)
+    return tuple(
+        name
+        for name in _layers(spec).quantised_parameters(spec, attention=hybrid_attention)
+        if name not in absent
+    )
 
 
 def _layers(spec: ModelSpec) -> ModuleType:

@@ -4,17 +4,35 @@ from __future__ import annotations
 
 from megarl.models.dense import read_common
 from megarl.models.registry import ConfigReader
-from megarl.models.sparse import logical_tensors, megatron_parameters, quantised_parameters, sglang_parameters
+from megarl.models.sparse import (
+    logical_tensors,
+    megatron_parameters,
+    quantised_parameters,
+    sglang_parameters,
+)
 from megarl.models.spec import ModelSpec
 
-__all__ = ["ARCHITECTURES", "logical_tensors", "megatron_parameters", "quantised_parameters", "read_spec", "sglang_parameters"]
+__all__ = [
+    "ARCHITECTURES",
+    "logical_tensors",
+    "megatron_parameters",
+    "quantised_parameters",
+    "read_spec",
+    "sglang_parameters",
+]
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
     """Raises ConfigError also if some layers are dense."""
-    reader.assume(num_key_value_heads=4, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, sliding_window=4096)
+    reader.assume(
+        num_key_value_heads=4,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        sliding_window=4096,
+    )
     reader.expect("attention_bias", False, False)
     if reader.flag("use_sliding_window", False):
         reader.expect_no_window()

@@ -1,7 +1,9 @@
-"""Qwen3-Next: gated delta nets, with gated attention in every fourth layer; zero-centred norms; mixtures with a gated shared expert.
+"""Qwen3-Next: gated delta nets, with gated attention in every fourth layer; zero-centred norms;
+mixtures with a gated shared expert.
 
-The layer for multi-token prediction is `mtp.*` in the checkpoint. SGLang must be started with disable_shared_experts_fusion, since it may
-otherwise keep the shared expert as one more routed expert.
+The layer for multi-token prediction is `mtp.*` in the checkpoint. SGLang must be started with
+disable_shared_experts_fusion, since it may otherwise keep the shared expert as one more routed
+expert.
 """
 
 from __future__ import annotations
@@ -18,27 +20,40 @@ from megarl.models.spec import ModelSpec
 
 ARCHITECTURES = ("Qwen3NextForCausalLM",)
 PREDICTION = multi_token.QWEN
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR = "linear_attention"
+FULL = "full_attention"
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
-    """Raises ConfigError also if layers are dense, or of another kind than SGLang infers from full_attention_interval."""
+    """Raises ConfigError also if layers are dense, or of another kind than SGLang infers from
+    full_attention_interval.
+    """
     reader.assume(num_key_value_heads=2, num_experts=512, num_experts_per_tok=10)
     reader.expect("output_gate_type", None, None)
-    reader.expect("tie_word_embeddings", False, False)  # SGLang always has an output layer of its own
+    # SGLang always has an output layer of its own
+    reader.expect("tie_word_embeddings", False, False)
     return read_hybrid(reader, "qwen3_next", **read_mixture(reader))
 
 
 def read_hybrid(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
-    """Reads the keys that all families with gated delta nets and gated attention share. The fields `own` are added."""
-    reader.assume(head_dim=256, linear_num_key_heads=16, linear_num_value_heads=32, linear_conv_kernel_dim=4)
+    """Reads the keys that all families with gated delta nets and gated attention share.
+
+    The fields `own` are added.
+    """
+    reader.assume(
+        head_dim=256, linear_num_key_heads=16, linear_num_value_heads=32, linear_conv_kernel_dim=4
+    )
     reader.assume(linear_key_head_dim=128, linear_value_head_dim=128)
     reader.expect("attention_bias", False, False)
     reader.expect("attn_output_gate", True, True)
     _check_served_rope(reader)
-    key_heads, value_heads = reader.integer("linear_num_key_heads"), reader.integer("linear_num_value_heads")
+    key_heads = reader.integer("linear_num_key_heads")
+    value_heads = reader.integer("linear_num_value_heads")
     if value_heads % key_heads:
-        text = f"linear_num_value_heads = {value_heads} is not a multiple of linear_num_key_heads = {key_heads}"
+        text = (
+            f"linear_num_value_heads = {value_heads} is not a multiple of linear_num_key_heads "
+            f"= {key_heads}"
+        )
         raise ConfigError(f"{reader.source}: {text}")
     return read_common(
         reader,
@@ -78,20 +93,29 @@ FACTOR = 0.25  # Transformers' and SGLang's default of partial_rotary_factor
 
 
 def _check_served_rope(reader: ConfigReader) -> None:
-    """SGLang's own classes of these families read the rotated share, and Qwen3-Next's also theta, only outside `rope_parameters`."""
+    """SGLang's own classes of these families read the rotated share, and Qwen3-Next's also theta,
+    only outside `rope_parameters`.
+    """
     for key, value, default in (
         ("partial_rotary_factor", reader.partial_rotary_factor(FACTOR), FACTOR),
         ("rope_theta", reader.rope()[0], 10000.0),
     ):
         of_engine = reader.number(key, default)
-        if of_engine != value and (key != "rope_theta" or reader.values["architectures"][0].startswith("Qwen3Next")):
+        if of_engine != value and (
+            key != "rope_theta" or reader.values["architectures"][0].startswith("Qwen3Next")
+        ):
             beside = f"SGLang does not look into rope_parameters, and would take {of_engine:g}"
-            raise ConfigError(f"{reader.source}: {key} = {value:g} must also stand beside rope_parameters: {beside}")
+            raise ConfigError(
+                f"{reader.source}: {key} = {value:g} must also stand beside rope_parameters: "
+                f"{beside}"
+            )
 
 
 def _linear_layers(reader: ConfigReader) -> tuple[int, ...]:
     if reader.value("full_attention_interval") is None:
-        raise ConfigError(f"{reader.source}: full_attention_interval is missing, which SGLang needs")
+        raise ConfigError(
+            f"{reader.source}: full_attention_interval is missing, which SGLang needs"
+        )
     interval = reader.integer("full_attention_interval")
     layers = range(reader.integer("num_hidden_layers"))
     kinds = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in layers]
@@ -104,14 +128,22 @@ def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
     return sparse.logical_tensors(spec, attention=hybrid_attention)
 
 
-def megatron_parameters(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> tuple[Parameter, ...]:
+def megatron_parameters(
+    spec: ModelSpec, topology: TrainerTopology, layer_spec: str
+) -> tuple[Parameter, ...]:
     return sparse.megatron_parameters(spec, topology, layer_spec, attention=hybrid_attention)
 
 
-def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str) -> tuple[Parameter, ...]:
+def sglang_parameters(
+    spec: ModelSpec, topology: GeneratorTopology, device: str
+) -> tuple[Parameter, ...]:
     return sparse.sglang_parameters(spec, topology, device, attention=hybrid_attention)
 
 
 def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
     absent = hybrid_attention.absent(spec)
-    return tuple(name for name in sparse.quantised_parameters(spec, attention=hybrid_attention) if name not in absent)
+    return tuple(
+        name
+        for name in sparse.quantised_parameters(spec, attention=hybrid_attention)
+        if name not in absent
+    )

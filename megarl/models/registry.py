@@ -1,6 +1,7 @@
 """Reads an HF config.json as a `ModelSpec`, and finds the family module with the spec's tensors.
 
-The package's docstring says what a family module declares. Every module of the package that has `ARCHITECTURES` is a family.
+The package's docstring says what a family module declares. Every module of the package that has
+`ARCHITECTURES` is a family.
 """
 
 from __future__ import annotations
@@ -29,16 +30,26 @@ from megarl.models.parameters import LogicalTensor, Parameter
 from megarl.models.spec import LM, ModelSpec
 
 SLIDING = "sliding_attention"  # value of a windowed layer in `layer_types`
-CAUSAL_LM, CLASSIFICATION = "ForCausalLM", "ForSequenceClassification"  # suffixes of architectures: head LM, head SCALAR
+CAUSAL_LM = "ForCausalLM"
+CLASSIFICATION = "ForSequenceClassification"  # suffixes of architectures: head LM, head SCALAR
 
 # What a family's module declares: see the docstring of the package.
-FUSED, UNUSED = "fused_tensors", "UNUSED"  # optional in a family
-FAMILY = ("ARCHITECTURES", "read_spec", "logical_tensors", "megatron_parameters", "sglang_parameters", "quantised_parameters")
+FUSED = "fused_tensors"
+UNUSED = "UNUSED"  # optional in a family
+FAMILY = (
+    "ARCHITECTURES",
+    "read_spec",
+    "logical_tensors",
+    "megatron_parameters",
+    "sglang_parameters",
+    "quantised_parameters",
+)
 
 
 # Keys of rotary embeddings that Transformers requires.
 ROPE_KEYS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
-# Keys that change what a model computes, in one vendor alone or in models of other families, and their values without effect.
+# Keys that change what a model computes, in one vendor alone or in models of other families, and
+# their values without effect.
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "attention_multiplier": (None,),
     "attn_logit_softcapping": (None,),
@@ -69,11 +80,13 @@ class ConfigReader:
         self.source = source
         self.values = values
         self.defaults: dict[str, Any] = {}  # see `assume`
-        self.unsupported: dict[str, str] = {}  # key -> problem, for variants that the family does not support
+        # key -> problem, for variants that the family does not support
+        self.unsupported: dict[str, str] = {}
 
     def assume(self, **defaults: Any) -> None:
-        """Sets the values of absent keys, which must be the defaults of the family's configuration class in Transformers. Sizes without
-        which a config.json must be incomplete have none here."""
+        """Sets the values of absent keys, which must be the defaults of the family's configuration
+        class in Transformers. Sizes without which a config.json must be incomplete have none here.
+        """
         self.defaults |= defaults
 
     def value(self, key: str, default: Any = None) -> Any:
@@ -92,9 +105,16 @@ class ConfigReader:
 
     def renamed(self, key: str, other: str) -> int:
         """The integer `key`, which some files have under the name `other`."""
-        stated = {name: self.values.get(name) for name in (key, other) if self.values.get(name) is not None}
+        stated = {
+            name: self.values.get(name)
+            for name in (key, other)
+            if self.values.get(name) is not None
+        }
         if len(stated) == 2 and stated[key] != stated[other]:
-            raise ConfigError(f"{self.source}: {key} = {stated[key]!r} and {other} = {stated[other]!r} are two names of one number")
+            raise ConfigError(
+                f"{self.source}: {key} = {stated[key]!r} and {other} = {stated[other]!r} are two "
+                "names of one number"
+            )
         return self.integer(other if other in stated else key)
 
     def number(self, key: str, default: float) -> float:
@@ -114,29 +134,48 @@ class ConfigReader:
         return value
 
     def rope(self) -> tuple[float, Mapping[str, Any] | None]:
-        """(theta, scaling or None), in every form that Transformers reads (modeling_rope_utils.py: convert_rope_params_to_dict)."""
+        """(theta, scaling or None), in every form that Transformers reads (modeling_rope_utils.py:
+        convert_rope_params_to_dict).
+        """
         rope = self._rotary()
-        theta = ConfigReader(self.source, rope).number("rope_theta", self.number("rope_theta", 10000.0))
-        scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor", "type")}
+        theta = ConfigReader(self.source, rope).number(
+            "rope_theta", self.number("rope_theta", 10000.0)
+        )
+        scaling = {
+            key: value
+            for key, value in rope.items()
+            if key not in ("rope_theta", "partial_rotary_factor", "type")
+        }
         kind = scaling["rope_type"] = rope_type(rope)
         if kind == "default":
             return theta, None
         if kind in ("llama3", "yarn", "longrope"):
-            scaling.setdefault("original_max_position_embeddings", self.integer("max_position_embeddings"))
+            scaling.setdefault(
+                "original_max_position_embeddings", self.integer("max_position_embeddings")
+            )
         if missing := [key for key in ROPE_KEYS.get(kind, ()) if scaling.get(key) is None]:
-            raise ConfigError(f"{self.source}: the rotary embedding of type {kind} lacks {', '.join(missing)}")
+            raise ConfigError(
+                f"{self.source}: the rotary embedding of type {kind} lacks {', '.join(missing)}"
+            )
         return theta, scaling
 
     def partial_rotary_factor(self, default: float = 1.0) -> float:
         """The factor beside theta, or else from its own key."""
         of_rope = ConfigReader(self.source, self._rotary())
-        factor = of_rope.number("partial_rotary_factor", self.number("partial_rotary_factor", default))
+        factor = of_rope.number(
+            "partial_rotary_factor", self.number("partial_rotary_factor", default)
+        )
         if not 0 < factor <= 1:
-            raise ConfigError(f"{self.source}: partial_rotary_factor = {factor} must be above 0, and at most 1")
+            raise ConfigError(
+                f"{self.source}: partial_rotary_factor = {factor} must be above 0, and at most 1"
+            )
         return factor
 
     def _rotary(self) -> Mapping[str, Any]:
-        """Parameters of the rotary embedding. Like Transformers, takes `rope_scaling` alone if a file also has `rope_parameters`."""
+        """Parameters of the rotary embedding.
+
+        Like Transformers, takes `rope_scaling` alone if a file also has `rope_parameters`.
+        """
         return self.mapping("rope_scaling") or self.mapping("rope_parameters")
 
     def mapping(self, key: str) -> Mapping[str, Any]:
@@ -146,24 +185,38 @@ class ConfigReader:
         return value
 
     def expect(self, key: str, default: Any, allowed: Any) -> None:
-        """Notes a problem if the value is not `allowed`. All problems are reported together, after the family has read all keys."""
+        """Notes a problem if the value is not `allowed`.
+
+        All problems are reported together, after the family has read all keys.
+        """
         value = self.value(key, default)
         if value != allowed:
-            self.unsupported[key] = f"{self.source}: {key} = {value!r} is not supported, only {allowed!r} is"
+            self.unsupported[key] = (
+                f"{self.source}: {key} = {value!r} is not supported, only {allowed!r} is"
+            )
 
     def expect_no_window(self) -> None:
-        """Notes a problem if `sliding_window` is shorter than the context, for models of which SGLang ignores it."""
+        """Notes a problem if `sliding_window` is shorter than the context, for models of which
+        SGLang ignores it.
+        """
         if self.window_has_effect():
             key = "sliding_window"
-            stated = "" if key in self.values else ", the default of Transformers for an absent key,"
+            stated = (
+                "" if key in self.values else ", the default of Transformers for an absent key,"
+            )
             context = f"max_position_embeddings = {self.integer('max_position_embeddings')}"
-            problem = f"{key} = {self.value(key)!r}{stated} is not supported, only null and windows of at least {context} are"
+            problem = (
+                f"{key} = {self.value(key)!r}{stated} is not supported, only null and "
+                f"windows of at least {context} are"
+            )
             self.unsupported[key] = f"{self.source}: {problem}"
 
     def window_has_effect(self) -> bool:
         """Whether `sliding_window` hides a part of the longest context."""
         window = self.value("sliding_window")
-        return window is not None and self.integer("sliding_window") < self.integer("max_position_embeddings")
+        return window is not None and self.integer("sliding_window") < self.integer(
+            "max_position_embeddings"
+        )
 
     def spec(self, family: ModuleType) -> ModelSpec:
         """The spec that `family` reads. Raises ConfigError."""
@@ -177,13 +230,18 @@ class ConfigReader:
 
 
 def load_spec(
-    model: str | Path | Mapping[str, Any], setting: str = "model.path", own_family: str | None = None, mtp: bool = False
+    model: str | Path | Mapping[str, Any],
+    setting: str = "model.path",
+    own_family: str | None = None,
+    mtp: bool = False,
 ) -> ModelSpec:
-    """The shape of a model, from a checkpoint folder, a config.json, a hub name, or the contents of a config.
+    """The shape of a model, from a checkpoint folder, a config.json, a hub name, or the contents of
+    a config.
 
-    Args: setting: the key that names the model, for messages; own_family: a family module outside this package (`model.family`); mtp: read
-    its layer for multi-token prediction, which must exist.
-    Raises ConfigError that names file and key if something is missing or the architecture is unknown.
+    Args: setting: the key that names the model, for messages; own_family: a family module outside
+    this package (`model.family`); mtp: read its layer for multi-token prediction, which must exist.
+    Raises ConfigError that names file and key if something is missing or the architecture is
+    unknown.
     """
     if isinstance(model, Mapping):
         return _read("config", model, own_family, mtp)
@@ -197,14 +255,17 @@ def load_spec(
     return _read(str(path), values, own_family, mtp)
 
 
-# Keys that engines read, and that Transformers' classes of gated delta nets keep elsewhere or do not have.
+# Keys that engines read, and that Transformers' classes of gated delta nets keep elsewhere or do
+# not have.
 _OF_ENGINES = ("full_attention_interval", "rope_theta", "partial_rotary_factor")
 
 
 def check_as_transformers(model: str, spec: ModelSpec) -> None:
-    """Raises ConfigError if Transformers' own class reads another value than `spec` from the model's config.json, or refuses the file.
+    """Raises ConfigError if Transformers' own class reads another value than `spec` from the
+    model's config.json, or refuses the file.
 
-    `model`: a checkpoint folder, a config.json or a hub name. Without a class in Transformers there is nothing to compare.
+    `model`: a checkpoint folder, a config.json or a hub name. Without a class in Transformers there
+    is nothing to compare.
     """
     path = _config_file(model, "model.path")
     try:
@@ -225,26 +286,47 @@ def check_as_transformers(model: str, spec: ModelSpec) -> None:
     model = theirs[auto_config.CLASS].removesuffix("Config").removesuffix("Text")
     if model != architecture.partition("For")[0]:
         agree = "Transformers goes by model_type, engines by architectures: they must agree"
-        raise ConfigError(f"{path}: model_type = {values['model_type']!r} is of {model}, not of {architecture}. {agree}")
+        raise ConfigError(
+            f"{path}: model_type = {values['model_type']!r} is of {model}, not of {architecture}. "
+            f"{agree}"
+        )
     differing = differences(values, theirs, spec)
     if differing:
-        raise ConfigError(f"{path}: transformers reads other values: MegaRL has {'; '.join(differing)}")
+        raise ConfigError(
+            f"{path}: transformers reads other values: MegaRL has {'; '.join(differing)}"
+        )
 
 
 def differences(values: Mapping[str, Any], theirs: dict[str, Any], spec: ModelSpec) -> list[str]:
-    """The fields of `spec`, read from config.json's `values`, that differ from those read from `theirs`, all values of Transformers' class
-    for that file."""
+    """The fields of `spec`, read from config.json's `values`, that differ from those read from
+    `theirs`, all values of Transformers' class for that file.
+    """
     inner = theirs.get("text_config", theirs)
     if spec.linear_layers:
-        inner |= {key: of_language(values)[key] for key in _OF_ENGINES if key in of_language(values)}
-    there = _read("transformers", theirs | {"architectures": values["architectures"]}, None, spec.mtp_layers > 0)
+        inner |= {
+            key: of_language(values)[key] for key in _OF_ENGINES if key in of_language(values)
+        }
+    there = _read(
+        "transformers",
+        theirs | {"architectures": values["architectures"]},
+        None,
+        spec.mtp_layers > 0,
+    )
     there = replace(there, mtp_drafts=spec.mtp_drafts)  # a setting of the run
-    return [f"{name} {value!r}, not {getattr(there, name)!r}" for name, value in vars(spec).items() if value != getattr(there, name)]
+    return [
+        f"{name} {value!r}, not {getattr(there, name)!r}"
+        for name, value in vars(spec).items()
+        if value != getattr(there, name)
+    ]
 
 
 def family(spec: ModelSpec) -> ModuleType:
     """The module with the tensors of `spec`."""
-    return import_module(spec.family) if is_own(spec) else importlib.import_module(f"megarl.models.{spec.family}")
+    return (
+        import_module(spec.family)
+        if is_own(spec)
+        else importlib.import_module(f"megarl.models.{spec.family}")
+    )
 
 
 def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
@@ -253,16 +335,26 @@ def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
     return (*module.logical_tensors(spec), *multi_token.logical(spec, module))
 
 
-def megatron_parameters(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> tuple[Parameter, ...]:
+def megatron_parameters(
+    spec: ModelSpec, topology: TrainerTopology, layer_spec: str
+) -> tuple[Parameter, ...]:
     """Parameters of the trainer."""
     module = family(spec)
-    return (*module.megatron_parameters(spec, topology, layer_spec), *multi_token.megatron(spec, topology, layer_spec, module))
+    return (
+        *module.megatron_parameters(spec, topology, layer_spec),
+        *multi_token.megatron(spec, topology, layer_spec, module),
+    )
 
 
-def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str) -> tuple[Parameter, ...]:
+def sglang_parameters(
+    spec: ModelSpec, topology: GeneratorTopology, device: str
+) -> tuple[Parameter, ...]:
     """Parameters of one engine, and of its draft model."""
     module = family(spec)
-    return (*module.sglang_parameters(spec, topology, device), *multi_token.sglang(spec, topology, device, module))
+    return (
+        *module.sglang_parameters(spec, topology, device),
+        *multi_token.sglang(spec, topology, device, module),
+    )
 
 
 def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
@@ -277,7 +369,10 @@ def fused_tensors(spec: ModelSpec) -> tuple[Parameter, ...]:
 
 
 def is_own(spec: ModelSpec) -> bool:
-    """Whether the family is outside this package. `spec.family` is then the module's full name or its file."""
+    """Whether the family is outside this package.
+
+    `spec.family` is then the module's full name or its file.
+    """
     return spec.family not in _modules()
 
 
@@ -295,7 +390,11 @@ def architectures() -> dict[str, ModuleType]:
 
 def _read(source: str, values: Mapping[str, Any], own_family: str | None, mtp: bool) -> ModelSpec:
     spec = _read_model(source, values, own_family)
-    return replace(spec, mtp_layers=multi_token.read_layers(source, values, spec, family(spec))) if mtp else spec
+    return (
+        replace(spec, mtp_layers=multi_token.read_layers(source, values, spec, family(spec)))
+        if mtp
+        else spec
+    )
 
 
 def _read_model(source: str, values: Mapping[str, Any], own_family: str | None) -> ModelSpec:
@@ -306,35 +405,60 @@ def _read_model(source: str, values: Mapping[str, Any], own_family: str | None) 
         raise ConfigError(f"{source}: architectures = {names!r} is not a list of names")
     if not names[0].endswith(CLASSIFICATION):
         return _read_decoder(source, values, names[0], own_family)
-    spec = _read_decoder(source, values, names[0].removesuffix(CLASSIFICATION) + CAUSAL_LM, own_family)
-    labels = values.get("num_labels", len(values.get("id2label") or range(2)))  # Hugging Face's default is two
+    spec = _read_decoder(
+        source, values, names[0].removesuffix(CLASSIFICATION) + CAUSAL_LM, own_family
+    )
+    # Hugging Face's default is two
+    labels = values.get("num_labels", len(values.get("id2label") or range(2)))
     if labels != 1:
-        raise ConfigError(f"{source}: {names[0]} has {labels} labels (num_labels, id2label); only one, a score, is supported")
+        raise ConfigError(
+            f"{source}: {names[0]} has {labels} labels (num_labels, id2label); only one, a score, "
+            "is supported"
+        )
     return spec.with_scalar_head()
 
 
-def _read_decoder(source: str, values: Mapping[str, Any], architecture: str, own_family: str | None) -> ModelSpec:
+def _read_decoder(
+    source: str, values: Mapping[str, Any], architecture: str, own_family: str | None
+) -> ModelSpec:
     if own_family is not None:
         return _read_own(source, values, architecture, own_family)
     known = architectures()
     if architecture not in known:
-        allowed = f"{', '.join(sorted(known))}, the same with {CLASSIFICATION}, or one of your own (model.family, docs/extending.md)"
+        allowed = (
+            f"{', '.join(sorted(known))}, the same with {CLASSIFICATION}, or one of your "
+            "own (model.family, docs/extending.md)"
+        )
         near = _nearest(source, values)
-        raise ConfigError(f"{source}: architectures = {values['architectures']!r} is not supported{near}; supported: {allowed}")
+        raise ConfigError(
+            f"{source}: architectures = {values['architectures']!r} is not supported{near}; "
+            f"supported: {allowed}"
+        )
     values = of_language(values)
     reader = ConfigReader(source, values)
     for key, neutral in WITHOUT_EFFECT.items():
         if values.get(key) not in neutral:
-            reader.unsupported[key] = f"{source}: {key} = {values[key]!r} is not supported for {architecture}"
+            reader.unsupported[key] = (
+                f"{source}: {key} = {values[key]!r} is not supported for {architecture}"
+            )
     spec = reader.spec(known[architecture])
-    return replace(spec, padding_token=_padding_token(reader.value("pad_token_id"), spec.vocab_size))
+    return replace(
+        spec, padding_token=_padding_token(reader.value("pad_token_id"), spec.vocab_size)
+    )
 
 
 def of_language(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keys of the language model. If there is a vision tower, config.json has them in a section of their own."""
+    """The keys of the language model.
+
+    If there is a vision tower, config.json has them in a section of their own.
+    """
     if not isinstance(text := values.get("text_config"), Mapping):
         return values
-    return {**text, "architectures": values["architectures"], "tie_word_embeddings": values.get("tie_word_embeddings", False)}
+    return {
+        **text,
+        "architectures": values["architectures"],
+        "tie_word_embeddings": values.get("tie_word_embeddings", False),
+    }
 
 
 class _Noting(dict[str, Any]):
@@ -357,7 +481,9 @@ _INCIDENTAL = re.compile(  # keys without effect on the model that is trained
 
 
 def _nearest(source: str, values: Mapping[str, Any]) -> str:
-    """If the config.json of a supported architecture differs in only a few keys, names the nearest one and these keys; otherwise empty."""
+    """If the config.json of a supported architecture differs in only a few keys, names the nearest
+    one and these keys; otherwise empty.
+    """
     found: list[tuple[int, str, list[str]]] = []
     for name, module in architectures().items():
         reader = ConfigReader(source, noting := _Noting(values))
@@ -365,28 +491,45 @@ def _nearest(source: str, values: Mapping[str, Any]) -> str:
             module.read_spec(reader)
         except ConfigError:
             continue
-        unread = {key for key in values if key not in noting.read and not _INCIDENTAL.fullmatch(key)}
+        unread = {
+            key for key in values if key not in noting.read and not _INCIDENTAL.fullmatch(key)
+        }
         keys = sorted(unread | reader.unsupported.keys() | (reader.defaults.keys() - values.keys()))
         found.append((len(keys), name, keys))
     count, name, keys = min(found, default=(FEW + 1, "", []))
     if count > FEW:
         return ""
-    differing = ", ".join(f"{key} = {values[key]!r}" if key in values else f"{key}, which is missing" for key in keys)
+    differing = ", ".join(
+        f"{key} = {values[key]!r}" if key in values else f"{key}, which is missing" for key in keys
+    )
     return f" (it has the keys of {name}" + (f", except {differing})" if keys else ")")
 
 
 def _padding_token(stated: Any, vocab_size: int) -> int | None:
-    """The padding token, as Hugging Face's models use `pad_token_id`. All families pass it to nn.Embedding, which counts a negative number
-    from the end of the vocabulary."""
-    return stated % vocab_size if isinstance(stated, int) and -vocab_size <= stated < vocab_size else None
+    """The padding token, as Hugging Face's models use `pad_token_id`.
+
+    All families pass it to nn.Embedding, which counts a negative number from the end of the
+    vocabulary.
+    """
+    return (
+        stated % vocab_size
+        if isinstance(stated, int) and -vocab_size <= stated < vocab_size
+        else None
+    )
 
 
 def _read_own(source: str, values: Mapping[str, Any], architecture: str, name: str) -> ModelSpec:
     module = find_module(name, f"model.family={name}")
     if missing := [wanted for wanted in FAMILY if not hasattr(module, wanted)]:
-        raise ConfigError(f"model.family={name}: the module lacks {', '.join(missing)}; docs/extending.md says what a family declares")
+        raise ConfigError(
+            f"model.family={name}: the module lacks {', '.join(missing)}; docs/extending.md says "
+            "what a family declares"
+        )
     if architecture not in module.ARCHITECTURES:
-        raise ConfigError(f"{source}: architectures = {architecture!r}; model.family={name} is for {', '.join(module.ARCHITECTURES)}")
+        raise ConfigError(
+            f"{source}: architectures = {architecture!r}; model.family={name} is for "
+            f"{', '.join(module.ARCHITECTURES)}"
+        )
     return replace(ConfigReader(source, values).spec(module), family=name)
 
 
@@ -398,7 +541,8 @@ def _config_file(model: str, setting: str) -> Path:
             raise ConfigError(f"{setting}={model}: the folder holds no config.json")
     if path.exists():
         return path
-    # A hub name is owner/name. Anything else, or anything that looks like a path, is a missing folder.
+    # A hub name is owner/name. Anything else, or anything that looks like a path, is a missing
+    # folder.
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         raise ConfigError(f"{setting}={model}: does not exist")
     try:
@@ -414,12 +558,16 @@ def flops_per_token(spec: ModelSpec, length: float) -> float:
     """FLOPs per token of a forward pass over the whole model, for sequences of `length` tokens."""
     dense, expert = active_elements(spec)
     outputs = spec.vocab_size if spec.head == LM else 1
-    return 2 * (dense + expert + outputs * spec.hidden_size) + spec.num_layers * attention_flops(spec, length)
+    return 2 * (dense + expert + outputs * spec.hidden_size) + spec.num_layers * attention_flops(
+        spec, length
+    )
 
 
 def attention_flops(spec: ModelSpec, length: float) -> float:
-    """Forward FLOPs per token and layer for scores and weighted values, a mean over layers. For gated delta nets: for reading their states
-    twice and writing to them."""
+    """Forward FLOPs per token and layer for scores and weighted values, a mean over layers.
+
+    For gated delta nets: for reading their states twice and writing to them.
+    """
     values = spec.v_head_dim or spec.head_dim
     attention = 2 * spec.num_attention_heads * (spec.head_dim + values) * attended(spec, length)
     linear = 2 * 3 * spec.linear_value_heads * spec.linear_key_dim * spec.linear_value_dim
@@ -427,8 +575,9 @@ def attention_flops(spec: ModelSpec, length: float) -> float:
 
 
 def attended(spec: ModelSpec, length: float) -> float:
-    """The number of tokens that a token of a sequence attends to, a mean over layers with attention: half of the tokens, because of the
-    causal mask, or the tokens in its window."""
+    """The number of tokens that a token of a sequence attends to, a mean over layers with
+    attention: half of the tokens, because of the causal mask, or the tokens in its window.
+    """
     window = min(spec.window, length)
     inside = window - window**2 / (2 * length) if length else 0.0
     share = len(spec.windowed_layers) / spec.attention_layers
@@ -437,7 +586,8 @@ def attended(spec: ModelSpec, length: float) -> float:
 
 def active_elements(spec: ModelSpec) -> tuple[float, float]:
     """(dense, experts): numbers of elements in all matrices that one token is multiplied by."""
-    return _active_elements(replace(spec, rope_scaling=None))  # a dict is not hashable, and the result does not depend on it
+    # a dict is not hashable, and the result does not depend on it
+    return _active_elements(replace(spec, rope_scaling=None))
 
 
 @functools.lru_cache(maxsize=64)
@@ -473,4 +623,6 @@ def missing_folder(key: str, path: str) -> Iterable[str]:
 def did_you_mean(path: Path) -> str:
     names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names)
-    return f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""
+    return (
+        f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""
+    )

@@ -1,6 +1,8 @@
-"""The experts that a router chose, packed into bytes that travel with a rollout (for rollout routing replay).
+"""The experts that a router chose, packed into bytes that travel with a rollout (for rollout
+routing replay).
 
-See Ma et al. 2025, Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers, arXiv 2510.11370.
+See Ma et al. 2025, Stabilizing MoE Reinforcement Learning by Aligning Training and Inference
+Routers, arXiv 2510.11370.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from megarl.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class RoutingFormat:
-    """Expert ids [positions, layers with experts, experts per token], one byte each, or two if there are more than 256 experts.
+    """Expert ids [positions, layers with experts, experts per token], one byte each, or two if
+    there are more than 256 experts.
 
-    Position i of a sequence is the input of its token i. The last token of a response is never an input, so it has no ids.
+    Position i of a sequence is the input of its token i. The last token of a response is never an
+    input, so it has no ids.
     """
 
     layers: int  # layers of the decoder
@@ -26,7 +30,9 @@ class RoutingFormat:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> RoutingFormat:
-        return cls(spec.num_layers, spec.first_dense_layers, spec.experts_per_token, spec.num_experts)
+        return cls(
+            spec.num_layers, spec.first_dense_layers, spec.experts_per_token, spec.num_experts
+        )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -52,14 +58,22 @@ class RoutingFormat:
         return np.frombuffer(packed, self.dtype).reshape(-1, *self.shape)
 
     def from_engine(self, answered: bytes) -> bytes:
-        """Packs SGLang's answer: int32 [positions, layers, experts per token]. It includes dense layers, whose ids are meaningless.
+        """Packs SGLang's answer: int32 [positions, layers, experts per token].
+
+        It includes dense layers, whose ids are meaningless.
 
         Raises ValueError if they are not ids of `top_k` experts in each layer.
         """
-        ids = np.frombuffer(answered, "<i4").reshape(-1, self.layers, self.top_k)[:, self.dense_layers :]
+        ids = np.frombuffer(answered, "<i4").reshape(-1, self.layers, self.top_k)[
+            :, self.dense_layers :
+        ]
         if ids.size and not (ids.min() >= 0 and ids.max() < self.num_experts):
-            raise ValueError(f"expert ids from {ids.min()} to {ids.max()}, of {self.num_experts} experts")
+            raise ValueError(
+                f"expert ids from {ids.min()} to {ids.max()}, of {self.num_experts} experts"
+            )
         if self.top_k > 1 and (ids[..., 0] == ids[..., 1]).any():
             layer = int((ids[..., 0] == ids[..., 1]).any(axis=0).argmax()) + self.dense_layers
-            raise ValueError(f"the same expert twice for a token in layer {layer}: it was not recorded")
+            raise ValueError(
+                f"the same expert twice for a token in layer {layer}: it was not recorded"
+            )
         return self.pack(ids)

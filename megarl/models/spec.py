@@ -6,16 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-LM, SCALAR = "lm", "scalar"
-SILU, GELU_TANH = "silu", "gelu_tanh"
-CLAMPED_SWIGLU = "clamped_swiglu"  # gate * sigmoid(1.702 gate) * (up + 1), gate and up within `activation_limit` (gpt-oss)
+LM = "lm"
+SCALAR = "scalar"
+SILU = "silu"
+GELU_TANH = "gelu_tanh"
+# gate * sigmoid(1.702 gate) * (up + 1), gate and up within `activation_limit` (gpt-oss)
+CLAMPED_SWIGLU = "clamped_swiglu"
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The shape of a model. From `qkv_bias` on, the default of a field means that the family does not have the feature."""
+    """The shape of a model.
 
-    family: str  # the module with its tensors: "llama" in megarl.models, the full name for a user's own module
+    From `qkv_bias` on, the default of a field means that the family does not have the feature.
+    """
+
+    # the module with its tensors: "llama" in megarl.models, the full name for a user's own module
+    family: str
     num_layers: int
     hidden_size: int
     intermediate_size: int  # of dense layers; 0 if every layer has experts
@@ -28,7 +35,9 @@ class ModelSpec:
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: Mapping[str, Any] | None = None
-    head: str = LM  # what the last layer maps hidden states to: LM, the vocabulary; SCALAR, one number (reward models, critics)
+    # what the last layer maps hidden states to: LM, the vocabulary; SCALAR, one number (reward
+    # models, critics)
+    head: str = LM
 
     qkv_bias: bool = False
     linear_bias: bool = False  # of the output projection, the router and the experts
@@ -44,9 +53,12 @@ class ModelSpec:
     attention_scale: float | None = None  # factor of queries times keys; None: 1 / sqrt(head_dim)
     window: int = 0  # tokens that a token attends to in windowed layers, itself included
     windowed_layers: tuple[int, ...] = ()
-    windowed_rope_theta: float = 0.0  # of windowed layers, whose rotary embeddings are then never scaled; 0.0: as in other layers
-    partial_rotary_factor: float = 1.0  # share of each head's dims that are rotated, from the first on
-    gated_attention: bool = False  # outputs are multiplied by a sigmoid; q_proj has its rows after those of each head
+    # of windowed layers, whose rotary embeddings are then never scaled; 0.0: as in other layers
+    windowed_rope_theta: float = 0.0
+    # share of each head's dims that are rotated, from the first on
+    partial_rotary_factor: float = 1.0
+    # outputs are multiplied by a sigmoid; q_proj has its rows after those of each head
+    gated_attention: bool = False
 
     num_experts: int = 0
     experts_per_token: int = 0
@@ -70,9 +82,11 @@ class ModelSpec:
     linear_conv_width: int = 0  # tokens that the convolution before it covers, including the newest
     linear_by_kind: bool = False  # checkpoints have projections kind by kind; otherwise by key head
 
-    vision_tower: bool = False  # checkpoints have a vision tower; only the language model is trained and served
+    # checkpoints have a vision tower; only the language model is trained and served
+    vision_tower: bool = False
 
-    # multi-head latent attention (DeepSeek-V2, section 2.1); head_dim is then qk_nope_head_dim + qk_rope_head_dim
+    # multi-head latent attention (DeepSeek-V2, section 2.1); head_dim is then qk_nope_head_dim +
+    # qk_rope_head_dim
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
     qk_nope_head_dim: int = 0
@@ -84,7 +98,8 @@ class ModelSpec:
 
     # Whether files stack the experts of a layer in one tensor. No shape depends on it.
     stacked_experts: bool = field(default=False, compare=False)
-    # The token whose embedding gets no gradient from lookups (nn.Embedding's padding_idx). No shape depends on it.
+    # The token whose embedding gets no gradient from lookups (nn.Embedding's padding_idx). No shape
+    # depends on it.
     padding_token: int | None = field(default=None, compare=False)
 
     def with_scalar_head(self) -> ModelSpec:
@@ -93,13 +108,20 @@ class ModelSpec:
 
     def cut(self, layers: int) -> ModelSpec:
         """The same decoder with only its first `layers` layers."""
-        linear, windowed = (tuple(layer for layer in each if layer < layers) for each in (self.linear_layers, self.windowed_layers))
+        linear, windowed = (
+            tuple(layer for layer in each if layer < layers)
+            for each in (self.linear_layers, self.windowed_layers)
+        )
         return replace(self, num_layers=layers, linear_layers=linear, windowed_layers=windowed)
 
     @property
     def period(self) -> int:
-        """The number of layers after which the kinds of layers repeat, apart from leading dense layers."""
-        return next((layer + 1 for layer in range(self.num_layers) if layer not in self.linear_layers), 1)
+        """The number of layers after which the kinds of layers repeat, apart from leading dense
+        layers.
+        """
+        return next(
+            (layer + 1 for layer in range(self.num_layers) if layer not in self.linear_layers), 1
+        )
 
     @property
     def attention_layers(self) -> int:

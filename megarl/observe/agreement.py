@@ -1,12 +1,15 @@
-"""Agreement meters: how far the trainer's policy pi is from the sampling policy mu, and whether that drifts.
+"""Agreement meters: how far the trainer's policy pi is from the sampling policy mu, and whether
+that drifts.
 
-With d = log pi - log mu of a token, the meters are: the mean, 99th percentile and maximum of |d|; the estimates k1 and k3 of KL(mu || pi);
-the effective sample size (sum w)^2 / (N sum w^2) of the ratios w = pi/mu; and a histogram of d. Each covers all tokens, or the tokens of
-one age. The age is the number of weight versions between sampling a token and training on it. At age 0 the weights are the same, so the
-difference comes from the computation alone.
+With d = log pi - log mu of a token, the meters are: the mean, 99th percentile and maximum of |d|;
+the estimates k1 and k3 of KL(mu || pi); the effective sample size (sum w)^2 / (N sum w^2) of the
+ratios w = pi/mu; and a histogram of d. Each covers all tokens, or the tokens of one age. The age is
+the number of weight versions between sampling a token and training on it. At age 0 the weights are
+the same, so the difference comes from the computation alone.
 
-All meters are computed from sums over tokens (`Totals`), so they do not depend on how tokens are spread over ranks and microbatches. The
-percentile is read from narrow bins, with an error within 1.5 %.
+All meters are computed from sums over tokens (`Totals`), so they do not depend on how tokens are
+spread over ranks and microbatches. The percentile is read from narrow bins, with an error within
+1.5 %.
 """
 
 from __future__ import annotations
@@ -27,48 +30,68 @@ if TYPE_CHECKING:
 
 # How much a probe's log-probs may differ between trainer and generator under the same weights.
 #
-# The limit is on the mean over a probe's tokens. Rounding keeps it far below the limit (docs/benchmarks.md). A stale or corrupt tensor, or
-# engines that compute something else, raise it far above. Single tokens are not limited: even in a healthy run, a token whose router is
-# nearly tied may go to another expert and differ by 0.1 to 0.3. The largest difference is reported too.
+# The limit is on the mean over a probe's tokens. Rounding keeps it far below the limit
+# (docs/benchmarks.md). A stale or corrupt tensor, or engines that compute something else, raise it
+# far above. Single tokens are not limited: even in a healthy run, a token whose router is nearly
+# tied may go to another expert and differ by 0.1 to 0.3. The largest difference is reported too.
 
 
-DIFFERENCE, LARGEST, LIMIT = "logprob/abs_diff_mean", "logprob/abs_diff_max", "logprob/limit"
+DIFFERENCE = "logprob/abs_diff_mean"
+LARGEST = "logprob/abs_diff_max"
+LIMIT = "logprob/limit"
 BY_DTYPE = {"float32": 1e-3, "bfloat16": 0.05, "fp8": 0.15}
 OWN_ROUTING = 2  # factor on the limit if trainer and generator choose experts independently
 FAR = 10  # the run ends at this multiple of the limit
 
 
 def probe_limit(plan: RunPlan, group: str | None = None) -> float:
-    """observe.probe_limit, or the default for the precision of the trainer and of the engines (of `group`, or else the least precise)."""
+    """observe.probe_limit, or the default for the precision of the trainer and of the engines (of
+    `group`, or else the least precise).
+    """
     config = plan.config
     if config.observe.probe_limit is not None:
         return config.observe.probe_limit
     engines = [shape for name, shape in config.generator.shapes.items() if group in (None, name)]
     limit = max(BY_DTYPE["fp8" if shape.quantization else config.model.dtype] for shape in engines)
-    return limit * (OWN_ROUTING if plan.spec.num_experts and not config.trainer.routing_replay else 1)
+    return limit * (
+        OWN_ROUTING if plan.spec.num_experts and not config.trainer.routing_replay else 1
+    )
 
 
 def too_far(difference: float, limit: float) -> str | None:
     """If this mean difference is too large, the reason why the run must stop; otherwise None."""
     if math.isfinite(difference) and difference <= FAR * limit:
         return None
-    found = f"differ by {difference:.3g} on average" if math.isfinite(difference) else "are not all finite"
+    found = (
+        f"differ by {difference:.3g} on average"
+        if math.isfinite(difference)
+        else "are not all finite"
+    )
     return (
-        f"the log-probs of trainer and generator under the same weights {found}, more than {FAR} times observe.probe_limit={limit:g}: "
-        "they do not compute the same model. If weights.audit is on, the engines have the weights that were sent, so look at the rest: "
-        "generator.server_args, config.json and spec of model.path (rotary embedding, scaling, dtype), and with a mixture of experts "
+        f"the log-probs of trainer and generator under the same weights {found}, more than {FAR} "
+        f"times observe.probe_limit={limit:g}: "
+        "they do not compute the same model. If weights.audit is on, the engines have the weights "
+        "that were sent, so look at the rest: "
+        "generator.server_args, config.json and spec of model.path (rotary embedding, scaling, "
+        "dtype), and with a mixture of experts "
         "trainer.routing_replay. If such a difference is to be expected, set observe.probe_limit"
     )
 
 
 def describe_differences(rows: Sequence[Mapping[str, float]]) -> str:
     """The probes over the limit, in words; empty if there are none."""
-    over = [row for row in rows if DIFFERENCE in row and LIMIT in row and row[DIFFERENCE] > row[LIMIT]]
+    over = [
+        row for row in rows if DIFFERENCE in row and LIMIT in row and row[DIFFERENCE] > row[LIMIT]
+    ]
     if not over:
         return ""
-    most, limit = max(row[DIFFERENCE] for row in over), over[-1][LIMIT]
+    most = max(row[DIFFERENCE] for row in over)
+    limit = over[-1][LIMIT]
     probes = "a probe" if len(over) == 1 else f"{len(over)} probes"
-    return f"log-probs of trainer and generator differ by {most:.2g} in {probes}, over observe.probe_limit={limit:g}"
+    return (
+        f"log-probs of trainer and generator differ by {most:.2g} in {probes}, over "
+        f"observe.probe_limit={limit:g}"
+    )
 
 
 YOUNGEST = (0, 1, 2, 3, 5, 9, 17)  # least age of each class of tokens
@@ -78,9 +101,11 @@ PER_DECADE = 80
 EDGES = 10.0 ** (np.arange(9 * PER_DECADE + 1) / PER_DECADE - 7)  # of |d|: from 1e-7 to 100
 BINS = len(EDGES) + 1  # a bin below the first edge and one above the last
 COARSE = PER_DECADE // 2  # a written histogram merges this many bins into one
-HISTOGRAM_EDGES = np.concatenate([-EDGES[::-COARSE], [0.0], EDGES[::COARSE]])  # edges in d between the 40 counts of a written histogram
+# edges in d between the 40 counts of a written histogram
+HISTOGRAM_EDGES = np.concatenate([-EDGES[::-COARSE], [0.0], EDGES[::COARSE]])
 
-EQUAL_TOKENS, EQUAL_WEIGHTS = f"agreement/{AGES[0]}/tokens", f"agreement/{AGES[0]}/abs_diff_mean"
+EQUAL_TOKENS = f"agreement/{AGES[0]}/tokens"
+EQUAL_WEIGHTS = f"agreement/{AGES[0]}/abs_diff_mean"
 RECENT = 10  # a warning uses the median of this many last steps
 WARM_UP = 10  # steps left out of the earlier median
 FEWEST_TOKENS = 32  # steps with fewer tokens are ignored
@@ -99,18 +124,34 @@ class Totals:
     sequences: np.ndarray  # [3] number of sequences, sum and sum of squares of their ratios
 
     def metrics(self) -> dict[str, float]:
-        """The meters of all tokens, and of each class of ages that has tokens; empty without tokens."""
-        found = _of("agreement", self.sums.sum(axis=0), self.bins.sum(axis=(0, 1)), float(self.largest.max()))
+        """The meters of all tokens, and of each class of ages that has tokens; empty without
+        tokens.
+        """
+        found = _of(
+            "agreement",
+            self.sums.sum(axis=0),
+            self.bins.sum(axis=(0, 1)),
+            float(self.largest.max()),
+        )
         if found:
             found["agreement/ess_sequences"] = _effective(*self.sequences.tolist())
-        for name, sums, bins, largest in zip(AGES, self.sums, self.bins, self.largest.tolist(), strict=True):
+        for name, sums, bins, largest in zip(
+            AGES, self.sums, self.bins, self.largest.tolist(), strict=True
+        ):
             found |= _of(f"agreement/{name}", sums, bins.sum(axis=0), largest)
         return found
 
     def histograms(self) -> dict[str, Histogram]:
         """The histograms of log-ratios, under the same names."""
-        rows = {"agreement": self.bins.sum(axis=0), **{f"agreement/{name}": bins for name, bins in zip(AGES, self.bins, strict=True)}}
-        return {f"{name}/histogram": Histogram(HISTOGRAM_EDGES.tolist(), _histogram(bins)) for name, bins in rows.items() if bins.any()}
+        rows = {
+            "agreement": self.bins.sum(axis=0),
+            **{f"agreement/{name}": bins for name, bins in zip(AGES, self.bins, strict=True)},
+        }
+        return {
+            f"{name}/histogram": Histogram(HISTOGRAM_EDGES.tolist(), _histogram(bins))
+            for name, bins in rows.items()
+            if bins.any()
+        }
 
 
 def _of(name: str, sums: np.ndarray, bins: np.ndarray, largest: float) -> dict[str, float]:
@@ -134,11 +175,14 @@ def _effective(count: float, total: float, squares: float) -> float:
 
 
 def _percentile(bins: np.ndarray, share: float, largest: float) -> float:
-    """The least value that at least `share` of the values do not exceed, rounded to the logarithmic middle of its bin."""
+    """The least value that at least `share` of the values do not exceed, rounded to the logarithmic
+    middle of its bin.
+    """
     place = int((np.cumsum(bins) >= share * bins.sum() - 1e-6).argmax())
     if place == BINS - 1:
         return largest
-    low, high = EDGES[max(place - 1, 0)], EDGES[place]
+    low = EDGES[max(place - 1, 0)]
+    high = EDGES[place]
     return min(math.sqrt(low * high), largest)
 
 
@@ -151,31 +195,46 @@ def _histogram(bins: np.ndarray) -> list[int]:
 def describe_agreement(rows: Sequence[Row]) -> str:
     """The warnings of the meters, in words; empty if there are none. Each has one of these reasons:
 
-    - Under equal weights, the median difference of the last steps is over the probe's limit. Only steps count whose tokens all have age 0:
-      all steps without asynchrony, and at least the first with it. In other steps, the context of a token of age 0 may have keys and values
-      of older weights.
-    - That median, or the difference in the probes, is several times its value after the first steps, and not negligible beside the limit.
+    - Under equal weights, the median difference of the last steps is over the probe's limit. Only
+      steps count whose tokens all have age 0: all steps without asynchrony, and at least the first
+      with it. In other steps, the context of a token of age 0 may have keys and values of older
+      weights.
+    - That median, or the difference in the probes, is several times its value after the first
+      steps, and not negligible beside the limit.
     - The effective sample size is small: the samples are too old for the size of the updates.
     """
-    equal = [row for row in rows if LIMIT in row and FEWEST_TOKENS <= row.get("agreement/tokens", 0) == row.get(EQUAL_TOKENS)]
+    equal = [
+        row
+        for row in rows
+        if LIMIT in row and FEWEST_TOKENS <= row.get("agreement/tokens", 0) == row.get(EQUAL_TOKENS)
+    ]
     for key, series, what in (
         (EQUAL_WEIGHTS, equal, "tokens sampled by the weights that they are trained on"),
         (DIFFERENCE, [row for row in rows if DIFFERENCE in row and LIMIT in row], "probes"),
     ):
         if not series:
             continue
-        now, limit = _median(series[-RECENT:], key), series[-1][LIMIT]
-        told = f"log-probs of trainer and generator differ by {now:.2g} on {what} (median of the last {len(series[-RECENT:])})"
-        if key == EQUAL_WEIGHTS and not now <= limit:  # describe_differences reports single probes over the limit
+        now = _median(series[-RECENT:], key)
+        limit = series[-1][LIMIT]
+        told = (
+            f"log-probs of trainer and generator differ by {now:.2g} on {what} (median of the "
+            f"last {len(series[-RECENT:])})"
+        )
+        # describe_differences reports single probes over the limit
+        if key == EQUAL_WEIGHTS and not now <= limit:
             return f"{told}, over observe.probe_limit={limit:g}: they do not compute the same"
         warm = [row for row in series if row["step"] >= WARM_UP]
-        if len(warm) >= 2 * RECENT and not now <= max(DRIFT * (was := _median(warm[:RECENT], key)), DRIFT_FLOOR * limit):
+        if len(warm) >= 2 * RECENT and not now <= max(
+            DRIFT * (was := _median(warm[:RECENT], key)), DRIFT_FLOOR * limit
+        ):
             return f"{told}; it was {was:.2g} after the first steps: they drift apart"
     sizes = [row for row in rows if row.get("agreement/tokens", 0) >= FEWEST_TOKENS][-RECENT:]
     if len(sizes) == RECENT and not (size := _median(sizes, "agreement/ess")) >= LEAST_ESS:
         return (
-            f"the ratios pi/mu are very uneven: the effective sample size is {size:.0%} (median of the last {RECENT} steps). "
-            "The samples are too old, or trainer and generator disagree; see agreement/age_… in metrics.jsonl"
+            f"the ratios pi/mu are very uneven: the effective sample size is {size:.0%} (median "
+            f"of the last {RECENT} steps). "
+            "The samples are too old, or trainer and generator disagree; see agreement/age_… in "
+            "metrics.jsonl"
         )
     return ""
 
@@ -199,7 +258,10 @@ def advisories(rows: Sequence[Row]) -> list[str]:
 
 
 def equal_rewards(rows: Sequence[Row]) -> str:
-    """Advice if rewards are equal, so that there is no gradient. Mostly the reward is wrong, or the task too hard or too easy."""
+    """Advice if rewards are equal, so that there is no gradient.
+
+    Mostly the reward is wrong, or the task too hard or too easy.
+    """
     steps = 0
     for row in reversed(rows):
         if row.get("zero_advantage_fraction") != 1:
@@ -208,44 +270,83 @@ def equal_rewards(rows: Sequence[Row]) -> str:
     if steps < EQUAL_STEPS:
         return ""
     if failed := describe_failed(rows[-steps:], FAILED_SHARE):
-        return f"nothing has been learned for {steps} steps, since {failed}: rollouts/ marks them and says why"
+        return (
+            f"nothing has been learned for {steps} steps, since {failed}: rollouts/ marks them "
+            "and says why"
+        )
     same = rows[-1].get("reward/std") == 0
-    reward, most = rows[-1]["reward/mean"], max(row.get("reward/max", row["reward/mean"]) for row in rows)
+    reward = rows[-1]["reward/mean"]
+    most = max(row.get("reward/max", row["reward/mean"]) for row in rows)
     if same and reward == most and reward > min(row["reward/mean"] for row in rows):
-        return f"all rewards have been equal for {steps} steps, and the highest of the run ({reward:g}): nothing is left to learn"
-    what = f"all rewards have been equal ({rows[-1]['reward/mean']:g})" if same else "the rewards of each prompt have been equal"
-    return f"{what} for {steps} steps, so nothing is learned: look into rollouts/ whether answers or reward are wrong"
+        return (
+            f"all rewards have been equal for {steps} steps, and the highest of the run "
+            f"({reward:g}): nothing is left to learn"
+        )
+    what = (
+        f"all rewards have been equal ({rows[-1]['reward/mean']:g})"
+        if same
+        else "the rewards of each prompt have been equal"
+    )
+    return (
+        f"{what} for {steps} steps, so nothing is learned: look into rollouts/ whether answers "
+        "or reward are wrong"
+    )
 
 
 def failures(rows: Sequence[Row]) -> str:
-    """Advice if many episodes or scores fail: then the program or the reward is wrong, not the policy."""
+    """Advice if many episodes or scores fail: then the program or the reward is wrong, not the
+    policy.
+    """
     recent = rows[-EQUAL_STEPS:]
     failed = "" if equal_rewards(rows) else describe_failed(recent, FAILED_SHARE)
-    return f"{failed} in the last {len(recent)} steps: rollouts/ marks them and says why" if failed else ""
+    return (
+        f"{failed} in the last {len(recent)} steps: rollouts/ marks them and says why"
+        if failed
+        else ""
+    )
 
 
 def scoring_binds(rows: Sequence[Row]) -> str:
-    """Advice if rollouts wait longer for scores than for engines, and the trainer waits for rollouts. More engines would not help then."""
+    """Advice if rollouts wait longer for scores than for engines, and the trainer waits for
+    rollouts. More engines would not help then.
+    """
     recent = rows[-EQUAL_STEPS:]
     if len(recent) < EQUAL_STEPS or not all("time/reward_s" in row for row in recent):
         return ""
     names = ("step", "trainer_wait", "generate", "reward")
-    step, wait, generate, reward = (median(row[f"time/{name}_s"] for row in recent) for name in names)
+    step, wait, generate, reward = (
+        median(row[f"time/{name}_s"] for row in recent) for name in names
+    )
     if not (reward > generate and reward > BINDS * step and wait > BINDS * step):
         return ""
     return (
-        f"scoring limits the speed: rollouts waited {reward:.3g} s of a step of {step:.3g} s for scores, generation took {generate:.3g} s "
-        f"(medians of the last {len(recent)}). Raise reward.workers, or give the scorer more capacity (an async function's service, a "
+        f"scoring limits the speed: rollouts waited {reward:.3g} s of a step of {step:.3g} s for "
+        f"scores, generation took {generate:.3g} s "
+        f"(medians of the last {len(recent)}). Raise reward.workers, or give the scorer more "
+        "capacity (an async function's service, a "
         "role's engines)"
     )
 
 
 def describe_failed(rows: Sequence[Row], least: float) -> str:
-    """Says so if a share of at least `least` of the episodes failed, or else of the scores; otherwise empty."""
-    shares = {key: fmean(row.get(key, 0.0) for row in rows) for key in (FAILED_EPISODES, FAILED_FRACTION)} if rows else {}
+    """Says so if a share of at least `least` of the episodes failed, or else of the scores;
+    otherwise empty.
+    """
+    shares = (
+        {
+            key: fmean(row.get(key, 0.0) for row in rows)
+            for key in (FAILED_EPISODES, FAILED_FRACTION)
+        }
+        if rows
+        else {}
+    )
     if shares.get(FAILED_EPISODES, 0.0) >= least:
         return describe_failed_episodes(rows)
-    return f"{shares[FAILED_FRACTION]:.0%} of the scores failed" if shares.get(FAILED_FRACTION, 0.0) >= least else ""
+    return (
+        f"{shares[FAILED_FRACTION]:.0%} of the scores failed"
+        if shares.get(FAILED_FRACTION, 0.0) >= least
+        else ""
+    )
 
 
 RULES = (equal_rewards, failures, scoring_binds, describe_differences, describe_agreement)

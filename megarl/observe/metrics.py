@@ -1,4 +1,7 @@
-"""metrics.jsonl has one line per step, a JSON object. Trackers follow the file (megarl.observe.tracking)."""
+"""metrics.jsonl has one line per step, a JSON object.
+
+Trackers follow the file (megarl.observe.tracking).
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,8 @@ class Histogram(NamedTuple):
 class MetricsWriter:
     """Appends rows to `run_dir`/metrics.jsonl. Only one process of a run may have a writer.
 
-    A resumed run passes the first step it will write as `resume_step`. Lines of that step and later ones are cut off, and so is an
-    incomplete line.
+    A resumed run passes the first step it will write as `resume_step`. Lines of that step and later
+    ones are cut off, and so is an incomplete line.
     """
 
     def __init__(self, run_dir: Path | str, resume_step: int = 0):
@@ -36,7 +39,8 @@ class MetricsWriter:
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / METRICS_FILE
         cut_from(path, resume_step)
-        self._file = open(path, "ab", buffering=0)  # unbuffered: a line is one write, so readers see it whole
+        # unbuffered: a line is one write, so readers see it whole
+        self._file = open(path, "ab", buffering=0)
 
     def write(
         self,
@@ -52,10 +56,16 @@ class MetricsWriter:
         known = {key: value for key, value in values.items() if value is not None}
         for key, sample in distributions.items():
             known |= quantiles(key, sample)
-        self._file.write(_line(step, {**known, **{key: histogram.counts for key, histogram in histograms.items()}}))
+        self._file.write(
+            _line(
+                step, {**known, **{key: histogram.counts for key, histogram in histograms.items()}}
+            )
+        )
 
     def sync(self) -> None:
-        """Makes the lines survive a power failure; call it before a checkpoint that counts their steps as done."""
+        """Makes the lines survive a power failure; call it before a checkpoint that counts their
+        steps as done.
+        """
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -66,16 +76,28 @@ def quantiles(key: str, sample: Sequence[float]) -> dict[str, float]:
     """`key`/min, p10, p50, p90 and max of a sample; empty for an empty one."""
     if not len(sample):
         return {}
-    return dict(zip((f"{key}/{name}" for name in QUANTILES), np.quantile(sample, list(QUANTILES.values())).tolist(), strict=True))
+    return dict(
+        zip(
+            (f"{key}/{name}" for name in QUANTILES),
+            np.quantile(sample, list(QUANTILES.values())).tolist(),
+            strict=True,
+        )
+    )
 
 
 def change_rows(run_dir: Path | str, rows: Mapping[int, Row]) -> None:
     """Replaces rows by `rows` (step -> row). No other process may write to the file."""
     path = Path(run_dir) / METRICS_FILE
-    data, begin, changed = path.read_bytes(), 0, []
+    data = path.read_bytes()
+    begin = 0
+    changed = []
     for end, row in parse_lines(data):
         new = rows.get(row["step"]) if row is not None else None
-        changed.append(data[begin:end] if new is None else _line(new["step"], {key: new[key] for key in new if key != "step"}))
+        changed.append(
+            data[begin:end]
+            if new is None
+            else _line(new["step"], {key: new[key] for key in new if key != "step"})
+        )
         begin = end
     write_whole(path, b"".join([*changed, data[begin:]]).decode(errors="replace"))
 
@@ -90,8 +112,9 @@ def _finite_or_none(value: Any) -> Any:
 
 
 def cut_from(path: Path, step: int) -> None:
-    """Truncates a metrics file before the first line of `step` or later, and before an incomplete last line. Keeps a last line that lacks
-    only its newline."""
+    """Truncates a metrics file before the first line of `step` or later, and before an incomplete
+    last line. Keeps a last line that lacks only its newline.
+    """
     if not path.exists():
         return
     data = path.read_bytes()
@@ -104,7 +127,10 @@ def cut_from(path: Path, step: int) -> None:
 
 
 def kept_bytes(data: bytes, step: int) -> int:
-    """The number of bytes that `cut_from` keeps. It is one more than the file has if the last line lacks only its newline."""
+    """The number of bytes that `cut_from` keeps.
+
+    It is one more than the file has if the last line lacks only its newline.
+    """
     keep = 0
     for end, row in parse_lines(data if data.endswith(b"\n") else data + b"\n"):
         if row is None:
@@ -116,8 +142,12 @@ def kept_bytes(data: bytes, step: int) -> int:
 
 
 def parse_lines(data: bytes, offset: int = 0) -> Iterator[tuple[int, Row | None]]:
-    """(offset of its end, row) of each whole line. The row of a damaged line is None. Text after the last newline is incomplete."""
-    for line in data.split(b"\n")[:-1]:  # splits only at newlines: a damaged line may contain a carriage return
+    """(offset of its end, row) of each whole line.
+
+    The row of a damaged line is None. Text after the last newline is incomplete.
+    """
+    # splits only at newlines: a damaged line may contain a carriage return
+    for line in data.split(b"\n")[:-1]:
         offset += len(line) + 1
         yield offset, parse_row(line)
 
@@ -133,8 +163,10 @@ def parse_row(line: bytes) -> Row | None:
 
 
 def read_metrics(path: Path | str) -> list[Row]:
-    """The rows of the whole lines of a metrics.jsonl; empty if there is no file. Values that were not finite become NaN. Damaged lines are
-    left out: see `damaged_lines`."""
+    """The rows of the whole lines of a metrics.jsonl; empty if there is no file.
+
+    Values that were not finite become NaN. Damaged lines are left out: see `damaged_lines`.
+    """
     return [row for _, row in _lines(Path(path)) if row is not None]
 
 
@@ -152,7 +184,11 @@ def check_lines(path: Path | str, step: int) -> str:
 
 def lost_lines(path: Path | str, steps: Sequence[int]) -> str:
     """A sentence about the missing `steps`, at least one, in ascending order."""
-    which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+    which = (
+        f"step {steps[0]}"
+        if len(steps) == 1
+        else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+    )
     return f"{path}: the record of {which} was torn or lost"
 
 
@@ -165,7 +201,8 @@ class MetricsTail:
 
     def __init__(self, path: Path):
         self.path = path
-        self._lines: list[tuple[int, bool]] = []  # offset of the line's end, and whether the line is in `rows`
+        # offset of the line's end, and whether the line is in `rows`
+        self._lines: list[tuple[int, bool]] = []
         self.rows: list[Row] = []  # the rows of all undamaged lines
 
     def poll(self) -> int:

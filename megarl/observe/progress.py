@@ -1,4 +1,6 @@
-"""The live display of a run: its last steps, its progress, and what every process is doing or waiting for."""
+"""The live display of a run: its last steps, its progress, and what every process is doing or
+waiting for.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,25 @@ def _one(key: str, form: str) -> Callable[[Row], str]:
 
 
 def _number(key: str, digits: int) -> Callable[[Row], str]:
-    """A cell of at most six characters for numbers up to 99,999. Larger numbers have fewer digits."""
+    """A cell of at most six characters for numbers up to 99,999.
+
+    Larger numbers have fewer digits.
+    """
 
     def cell(row: Row) -> str:
         if key not in row:
             return ""
         size = abs(row[key])
-        return format(row[key], f".{digits}f" if size < 10 else ".2f" if size < 100 else ".1f" if size < 1000 else ".0f")
+        return format(
+            row[key],
+            f".{digits}f"
+            if size < 10
+            else ".2f"
+            if size < 100
+            else ".1f"
+            if size < 1000
+            else ".0f",
+        )
 
     return cell
 
@@ -57,16 +71,22 @@ def _number(key: str, digits: int) -> Callable[[Row], str]:
 def _staleness(row: Row) -> str:
     if "staleness/mean" not in row:
         return ""
-    mean, most = row["staleness/mean"], row["staleness/max"]
+    mean = row["staleness/mean"]
+    most = row["staleness/max"]
     return f"{mean:.{1 if most < 100 else 0}f}/{most:.0f}"
 
 
 def _loss(row: Row) -> str:
     size = abs(row.get("loss", 0.0))
-    return format(row["loss"], "+.4f" if size < 10 else "+.3f" if size < 100 else "+.3g") if "loss" in row else ""
+    return (
+        format(row["loss"], "+.4f" if size < 10 else "+.3f" if size < 100 else "+.3g")
+        if "loss" in row
+        else ""
+    )
 
 
-# Heading -> (key, cell). A column is shown only if the row has its key. All columns together fit LINE.
+# Heading -> (key, cell). A column is shown only if the row has its key. All columns together fit
+# LINE.
 COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "step": ("step", _one("step", "d")),
     "reward": ("reward/mean", _number("reward/mean", 3)),
@@ -89,23 +109,29 @@ def columns_of(row: Row) -> list[str]:
 
 
 class Progress:
-    """Shows the progress of `run_dir`. It is used in the process that starts the run's other processes. Create it before they start, and
-    call `poll` a few times a second.
+    """Shows the progress of `run_dir`.
+
+    It is used in the process that starts the run's other processes. Create it before they start,
+    and call `poll` a few times a second.
 
     On a terminal it keeps one table up to date. Elsewhere it prints a line per step.
     """
 
     def __init__(self, run_dir: Path | str, total_steps: int, console: Console | None = None):
-        self.run_dir, self.total_steps = Path(run_dir), total_steps
-        self.console = console or Console(force_terminal=sys.stdout.isatty(), force_jupyter=False)  # in a notebook too, it prints lines
+        self.run_dir = Path(run_dir)
+        self.total_steps = total_steps
+        # in a notebook too, it prints lines
+        self.console = console or Console(force_terminal=sys.stdout.isatty(), force_jupyter=False)
         self._tail = MetricsTail(self.run_dir / METRICS_FILE)
         self._tail.poll()  # takes in the steps before this start
         self._started = self._refreshed = self._heard = time.monotonic()
         self._arrivals: deque[float] = deque(maxlen=ETA_STEPS + 1)
-        self._printed, self._headings = 0, list[str]()
+        self._printed = 0
+        self._headings = list[str]()
         self._engines: float | None = None  # engines that served at the last printed row
         self._advised: set[Callable[[Sequence[Row]], str]] = set()
-        self._failures, self._failed = FailuresTail(self.run_dir, from_end=True), set[tuple[str, str]]()
+        self._failures = FailuresTail(self.run_dir, from_end=True)
+        self._failed = set[tuple[str, str]]()
         self._live: Live | None = None
         if self.console.is_terminal:
             self._live = Live(console=self.console, auto_refresh=False)
@@ -131,7 +157,10 @@ class Progress:
             elif (name := (failure.part, failure.kind)) not in self._failed:
                 self._failed.add(name)
                 what = "an episode" if of_episode(failure) else "scoring"
-                self._line(f"! prompt {failure.ordinal}: {what} failed ({told(failure)}): {one_line(failure.reason)}")
+                self._line(
+                    f"! prompt {failure.ordinal}: {what} failed ({told(failure)}): "
+                    f"{one_line(failure.reason)}"
+                )
 
     def warn(self, text: str) -> None:
         """Prints a warning that no metric shows."""
@@ -161,11 +190,19 @@ class Progress:
             for failed in failure_lines(shown, self._failures, f" in the last {len(shown)} steps"):
                 parts.insert(1, Text(failed, style="yellow"))
             parts += [Text(line, style="dim") for line in filter(None, [source_line(shown[-1])])]
-            parts += [Text(line, style="dim") for line in held_out_lines(self._tail.rows)[-HELD_OUT_SHOWN:]]
-            parts += [Text(f"! {text}", style="bold yellow") for text in advisories(self._tail.rows)]
+            parts += [
+                Text(line, style="dim")
+                for line in held_out_lines(self._tail.rows)[-HELD_OUT_SHOWN:]
+            ]
+            parts += [
+                Text(f"! {text}", style="bold yellow") for text in advisories(self._tail.rows)
+            ]
         parts += _status_lines(statuses) or [Text("starting the processes", style="dim")]
         if not _serves(statuses):
-            parts += [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in _starting(self.run_dir)[:PROCESSES_SHOWN]]
+            parts += [
+                Text(line, style="dim", no_wrap=True, overflow="ellipsis")
+                for line in _starting(self.run_dir)[:PROCESSES_SHOWN]
+            ]
         return Group(*parts)
 
     def _table(self, rows: list[Row]) -> Table:
@@ -175,7 +212,10 @@ class Progress:
         for heading in headings:
             table.add_column(heading, justify="right", no_wrap=True)
         for row in rows:
-            table.add_row(*(COLUMNS[heading][1](row) for heading in headings), style="bold" if row is rows[-1] else "dim")
+            table.add_row(
+                *(COLUMNS[heading][1](row) for heading in headings),
+                style="bold" if row is rows[-1] else "dim",
+            )
         return table
 
     def _bar(self) -> Table:
@@ -205,21 +245,30 @@ class Progress:
         if "reward/mean" not in row and row["step"] % WARM_START_EVERY and not last:
             return
         headings = columns_of(row)
-        if self._printed % HEADER_EVERY == 0 or headings != self._headings:  # headings may change: a critic's first steps have no loss
-            self._headings, self._printed = headings, 0
+        # headings may change: a critic's first steps have no loss
+        if self._printed % HEADER_EVERY == 0 or headings != self._headings:
+            self._headings = headings
+            self._printed = 0
             self._line(" ".join(f"{heading:>{_width(heading)}}" for heading in headings))
         self._printed += 1
-        engines, self._engines = self._engines, row.get("engines/serving", self._engines)
+        engines = self._engines
+        self._engines = row.get("engines/serving", self._engines)
         if engines is not None and engines != self._engines:
-            self._line(f"  {self._engines:.0f} engines serve from step {row['step']} on, {engines:.0f} before")
-        self._line(" ".join(f"{COLUMNS[heading][1](row):>{_width(heading)}}" for heading in headings))
+            self._line(
+                f"  {self._engines:.0f} engines serve from step {row['step']} on, {engines:.0f} before"
+            )
+        self._line(
+            " ".join(f"{COLUMNS[heading][1](row):>{_width(heading)}}" for heading in headings)
+        )
         for failed in failure_lines([row], self._failures):
             self._line(f"  step {row['step']}: {failed}")
         for line in (*held_out_lines([row]), *missed_lines([row])):
             self._line(f"  {line}")
 
     def _print_advisories(self) -> None:
-        """Prints each kind of advice when it begins to hold, but not again when only its numbers change."""
+        """Prints each kind of advice when it begins to hold, but not again when only its numbers
+        change.
+        """
         found = {rule: text for rule in RULES if (text := rule(self._tail.rows))}
         for rule in found.keys() - self._advised:
             self._line(f"! {found[rule]}")
@@ -231,10 +280,14 @@ class Progress:
 
 
 class Doings:
-    """Prints on stderr every half minute what each process is doing, for commands without steps. Call `poll` a few times a second."""
+    """Prints on stderr every half minute what each process is doing, for commands without steps.
+
+    Call `poll` a few times a second.
+    """
 
     def __init__(self, run_dir: Path):
-        self._run_dir, self._told = run_dir, time.monotonic()
+        self._run_dir = run_dir
+        self._told = time.monotonic()
 
     def poll(self) -> None:
         if time.monotonic() - self._told >= SILENCE_S:
@@ -261,63 +314,102 @@ def _starting(run_dir: Path) -> list[str]:
     """The last line of each engine's log: what it loads or compiles, and how much is left."""
     found = []
     for log in sorted((run_dir / "logs").glob("*.log")):
-        if not log.name.startswith(("trainer.", "generator.", "evaluator.", "reward.", "tracker.")) and log.stat().st_size:
+        if (
+            not log.name.startswith(("trainer.", "generator.", "evaluator.", "reward.", "tracker."))
+            and log.stat().st_size
+        ):
             with open(log, "rb") as file:
                 file.seek(max(0, log.stat().st_size - PRINTED_BYTES))
-                lines = escape(re.sub(r"[\r\n]+", "\n", file.read().decode(errors="replace"))).splitlines()
+                lines = escape(
+                    re.sub(r"[\r\n]+", "\n", file.read().decode(errors="replace"))
+                ).splitlines()
             said = [line.strip() for line in lines if line.strip() and "warn" not in line.lower()]
             found.append(f"{log.stem}: starting: {said[-1] if said else ''}")
     return found
 
 
 def failure_lines(rows: Sequence[Row], failures: FailuresTail, when: str = "") -> list[str]:
-    """Lines about the episodes and scores that failed in `rows`, with the reason of the last failure; none if nothing failed."""
+    """Lines about the episodes and scores that failed in `rows`, with the reason of the last
+    failure; none if nothing failed.
+    """
     told = [(describe_failed_episodes(rows), True), (describe_failures(rows), False)]
     return [f"{text}{when}{failures.reason(episodes)}" for text, episodes in told if text]
 
 
 def source_line(row: Row) -> str:
-    """A line with the prompts and mean reward of each source, and the prompts that the curriculum left out; empty without either."""
-    names = [key.removeprefix("source/").removesuffix("/prompts") for key in row if key.startswith("source/") and key.endswith("/prompts")]
+    """A line with the prompts and mean reward of each source, and the prompts that the curriculum
+    left out; empty without either.
+    """
+    names = [
+        key.removeprefix("source/").removesuffix("/prompts")
+        for key in row
+        if key.startswith("source/") and key.endswith("/prompts")
+    ]
     rewards = {name: row[key] for name in names if (key := f"source/{name}/reward") in row}
-    parts = [f"{escape(n)} {row[f'source/{n}/prompts']:.0f}" + (f" (reward {rewards[n]:.3f})" if n in rewards else "") for n in names]
+    parts = [
+        f"{escape(n)} {row[f'source/{n}/prompts']:.0f}"
+        + (f" (reward {rewards[n]:.3f})" if n in rewards else "")
+        for n in names
+    ]
     parts += [f"{row['prompts/rested']:.0f} at rest"] if row.get("prompts/rested") else []
     line = f"prompts, step {row['step']}: {', '.join(parts)}" if parts else ""
     return line if len(line) <= LINE else line[: LINE - 1] + "…"
 
 
 def held_out_lines(rows: Sequence[Row]) -> list[str]:
-    """One line per row that has held-out scores: pass@1 (with several samples also pass@k) and mean reward of each set."""
-    return [f"held-out, version {row[VERSION_KEY]:.0f}: {', '.join(_scores(row))}" for row in rows if VERSION_KEY in row]
+    """One line per row that has held-out scores: pass@1 (with several samples also pass@k) and mean
+    reward of each set.
+    """
+    return [
+        f"held-out, version {row[VERSION_KEY]:.0f}: {', '.join(_scores(row))}"
+        for row in rows
+        if VERSION_KEY in row
+    ]
 
 
 def missed_lines(rows: Sequence[Row]) -> list[str]:
     """One line per row in which the number of missed evaluations has changed."""
-    found = [(row, [f"{row[f'eval/{what}']:.0f} {what}" for what in MISSED if f"eval/{what}" in row]) for row in rows]
-    return [f"evaluations by step {row['step']}: {', '.join(counts)}" for row, counts in found if counts]
+    found = [
+        (row, [f"{row[f'eval/{what}']:.0f} {what}" for what in MISSED if f"eval/{what}" in row])
+        for row in rows
+    ]
+    return [
+        f"evaluations by step {row['step']}: {', '.join(counts)}" for row, counts in found if counts
+    ]
 
 
 def _scores(row: Row) -> Iterator[str]:
     for key in row:
         set_name, _, score = key.rpartition("/")
         if set_name.startswith("eval") and score.startswith("pass@"):
-            yield f"{set_name.removeprefix('eval').removeprefix('/')} {score} {row[key]:.3f}".lstrip()
+            yield (
+                f"{set_name.removeprefix('eval').removeprefix('/')} {score} {row[key]:.3f}"
+            ).lstrip()
         elif set_name.startswith("eval") and key.endswith("/reward/mean"):
             yield f"reward {row[key]:.3f}"
 
 
 def _serves(statuses: Sequence[Status]) -> bool:
-    """Whether the generator has found the engines and now reports on them. Also true without engines."""
+    """Whether the generator has found the engines and now reports on them.
+
+    Also true without engines.
+    """
     names = {status.name.rpartition(".")[0] for status in statuses}
     return not names & {"generator", "evaluate"} or bool(names & {"engine", "evaluation"})
 
 
 def _status_lines(statuses: Sequence[Status]) -> list[RenderableType]:
-    """A line for each process. If a role has many, those with the oldest status are shown, since a stuck process is among them."""
+    """A line for each process.
+
+    If a role has many, those with the oldest status are shown, since a stuck process is among them.
+    """
     lines: list[RenderableType] = []
     for role, members in groupby(statuses, key=lambda status: status.name.rpartition(".")[0]):
         every = list(members)
-        oldest = {status.name for status in sorted(every, key=lambda status: status.since_s)[:PROCESSES_SHOWN]}
+        oldest = {
+            status.name
+            for status in sorted(every, key=lambda status: status.since_s)[:PROCESSES_SHOWN]
+        }
         lines += [_status_line(status) for status in every if status.name in oldest]
         if hidden := len(every) - len(oldest):
             lines.append(Text(f"{role:<14}… and {hidden} more, whose lines are newer", style="dim"))
@@ -328,4 +420,6 @@ def _status_line(status: Status) -> Text:
     waiting = status.text.startswith("waiting ")
     line = Text(no_wrap=True, overflow="ellipsis")
     line.append(f"{status.name:<14}", style="cyan")
-    return line.append(status.text, style="yellow" if waiting else "").append(f"  {status.age_s:.0f} s", style="dim")
+    return line.append(status.text, style="yellow" if waiting else "").append(
+        f"  {status.age_s:.0f} s", style="dim"
+    )

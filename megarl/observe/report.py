@@ -10,18 +10,28 @@ from pathlib import Path
 
 import numpy as np
 
-from megarl.evaluation.scores import Evaluation, as_metrics, complete_metrics, damaged_results, read_results, sampling_text, sets
+from megarl.evaluation.scores import (
+    Evaluation,
+    as_metrics,
+    complete_metrics,
+    damaged_results,
+    read_results,
+    sampling_text,
+    sets,
+)
 from megarl.observe.agreement import AGES, DIFFERENCE, HISTOGRAM_EDGES, LIMIT, advisories
 from megarl.observe.metrics import METRICS_FILE, Row, damaged_lines, read_metrics
 from megarl.observe.samples import FailuresTail
 from megarl.observe.status import merge_traces
 from megarl.rewards.score import describe_failed_episodes, describe_failures
 
-# report.png shows reward per step and on held-out prompts, response length and entropy, and how the time was spent.
+# report.png shows reward per step and on held-out prompts, response length and entropy, and how the
+# time was spent.
 
 
 SMOOTH_STEPS = 10  # trailing window of the moving mean
-# (key, label, colour): the trainer's times are stacked upwards from the axis, the generator's downwards.
+# (key, label, colour): the trainer's times are stacked upwards from the axis, the generator's
+# downwards.
 TRAINER = [
     ("time/train_s", "training", "#2b5c8a"),
     ("time/sync_s", "weight sync", "#e07b39"),
@@ -34,7 +44,8 @@ GENERATOR = [
 ]
 HELD_OUT_COLOURS = ("#b5423c", "#8a4f9d", "#c98a1b", "#3c7d8a")
 LEGEND_ROOM = 1.3  # height of the axis / height of what it shows
-HEADROOM = 1.25  # height of the axis / 97th percentile: a slow first step must not flatten all others
+# height of the axis / 97th percentile: a slow first step must not flatten all others
+HEADROOM = 1.25
 
 
 def plot(run_dir: Path | str) -> Path:
@@ -46,7 +57,9 @@ def plot(run_dir: Path | str) -> Path:
     rows = read_metrics(run_dir / METRICS_FILE)
     figure = Figure(figsize=(9, 9), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    reward_axes, length_axes, time_axes = figure.subplots(3, 1, sharex=True, height_ratios=[1, 0.7, 1.15])
+    reward_axes, length_axes, time_axes = figure.subplots(
+        3, 1, sharex=True, height_ratios=[1, 0.7, 1.15]
+    )
     _plot_reward(reward_axes, rows)
     _plot_held_out(reward_axes, read_results(run_dir))
     _plot_responses(length_axes, rows)
@@ -72,7 +85,9 @@ def series(rows: list[Row], key: str) -> np.ndarray:
 
 def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
     """[steps] means over trailing windows; NaN values do not count."""
-    return np.array([_nanmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)])
+    return np.array(
+        [_nanmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
+    )
 
 
 def _nanmean(values: np.ndarray) -> float:
@@ -81,9 +96,24 @@ def _nanmean(values: np.ndarray) -> float:
 
 
 def _plot_reward(axes, rows: list[Row]) -> None:
-    steps, reward = series(rows, "step"), series(rows, "reward/mean")
-    axes.plot(steps, reward, color="#9db8d2", linewidth=1, marker="o", markersize=2.5, label="mean of the step")
-    axes.plot(steps, moving_mean(reward, SMOOTH_STEPS), color="#2b5c8a", linewidth=2.2, label=f"mean of the last {SMOOTH_STEPS} steps")
+    steps = series(rows, "step")
+    reward = series(rows, "reward/mean")
+    axes.plot(
+        steps,
+        reward,
+        color="#9db8d2",
+        linewidth=1,
+        marker="o",
+        markersize=2.5,
+        label="mean of the step",
+    )
+    axes.plot(
+        steps,
+        moving_mean(reward, SMOOTH_STEPS),
+        color="#2b5c8a",
+        linewidth=2.2,
+        label=f"mean of the last {SMOOTH_STEPS} steps",
+    )
     axes.set_title("Reward", loc="left", fontweight="bold")
     axes.set_ylabel("mean reward")
     if np.nanmin(reward, initial=0.0) >= 0 and np.nanmax(reward, initial=0.0) <= 1:
@@ -91,35 +121,65 @@ def _plot_reward(axes, rows: list[Row]) -> None:
 
 
 def _plot_held_out(axes, evaluations: list[Evaluation]) -> None:
-    """Draws pass@1 or the mean reward of each held-out set. Version v is drawn at step v - 1, which has made it."""
+    """Draws pass@1 or the mean reward of each held-out set.
+
+    Version v is drawn at step v - 1, which has made it.
+    """
     points: dict[str, list[tuple[int, float]]] = {}
     for evaluation in evaluations:
         found = as_metrics(evaluation)
         for key, value in found.items():
-            if key.endswith("pass@1") or (key.endswith("/reward/mean") and key.replace("reward/mean", "pass@1") not in found):
-                points.setdefault(key.removeprefix("eval/").replace("/", " "), []).append((evaluation["version"], value))
+            if key.endswith("pass@1") or (
+                key.endswith("/reward/mean") and key.replace("reward/mean", "pass@1") not in found
+            ):
+                points.setdefault(key.removeprefix("eval/").replace("/", " "), []).append(
+                    (evaluation["version"], value)
+                )
     for (name, found), colour in zip(points.items(), cycle(HELD_OUT_COLOURS)):
-        axes.plot(*zip(*found), color=colour, linewidth=1.2, linestyle="--", marker="D", markersize=5, label=f"held-out {name}")
+        axes.plot(
+            *zip(*found),
+            color=colour,
+            linewidth=1.2,
+            linestyle="--",
+            marker="D",
+            markersize=5,
+            label=f"held-out {name}",
+        )
 
 
 def _plot_responses(axes, rows: list[Row]) -> None:
-    """Draws response length with the middle 80 % as a band. Entropy, and the divergence from teachers, have a second axis."""
-    steps, length = series(rows, "step"), series(rows, "response_tokens/mean")
-    low, high = series(rows, "response_tokens/p10"), series(rows, "response_tokens/p90")
-    axes.fill_between(steps, low, high, color="#4f9d69", alpha=0.18, linewidth=0, label="10 % to 90 %")
+    """Draws response length with the middle 80 % as a band.
+
+    Entropy, and the divergence from teachers, have a second axis.
+    """
+    steps = series(rows, "step")
+    length = series(rows, "response_tokens/mean")
+    low = series(rows, "response_tokens/p10")
+    high = series(rows, "response_tokens/p90")
+    axes.fill_between(
+        steps, low, high, color="#4f9d69", alpha=0.18, linewidth=0, label="10 % to 90 %"
+    )
     axes.plot(steps, length, color="#4f9d69", linewidth=1.6, label="mean length")
     axes.set_title("Responses", loc="left", fontweight="bold")
     axes.set_ylabel("tokens")
     axes.set_ylim(0, LEGEND_ROOM * max(1.0, np.nanmax([*length, *high, 0.0])))
-    entropy, entropy_axes = series(rows, "entropy/mean"), axes.twinx()
+    entropy = series(rows, "entropy/mean")
+    entropy_axes = axes.twinx()
     entropy_axes.plot(steps, entropy, color="#8a4f9d", linewidth=1.3, label="entropy")
     divergence = series(rows, "distill/kl")
     if np.isfinite(divergence).any():
-        entropy_axes.plot(steps, divergence, color="#b5423c", linewidth=1.3, label="divergence from teachers")
+        entropy_axes.plot(
+            steps, divergence, color="#b5423c", linewidth=1.3, label="divergence from teachers"
+        )
     entropy_axes.set_ylabel("nats per token", color="#8a4f9d")
     entropy_axes.set_ylim(0, LEGEND_ROOM * max(1e-3, np.nanmax([*entropy, *divergence, 0.0])))
     entropy_axes.spines[["top", "left"]].set_visible(False)
-    handles, labels = (left + right for left, right in zip(axes.get_legend_handles_labels(), entropy_axes.get_legend_handles_labels()))
+    handles, labels = (
+        left + right
+        for left, right in zip(
+            axes.get_legend_handles_labels(), entropy_axes.get_legend_handles_labels()
+        )
+    )
     axes.legend(handles, labels, loc="upper right", ncols=3, frameon=False)
 
 
@@ -136,10 +196,18 @@ def _plot_times(axes, rows: list[Row]) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
     axes.set_xlabel("step")
     axes.margins(x=0.01)
-    axes.legend(*_unique_legend(axes), loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=5, frameon=False)
+    axes.legend(
+        *_unique_legend(axes),
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.16),
+        ncols=5,
+        frameon=False,
+    )
 
 
-def _stack(axes, steps: np.ndarray, rows: list[Row], parts: list[tuple[str, str, str]], sign: int) -> np.ndarray:
+def _stack(
+    axes, steps: np.ndarray, rows: list[Row], parts: list[tuple[str, str, str]], sign: int
+) -> np.ndarray:
     """Draws one side's bars; returns their heights, [steps] seconds."""
     base = np.zeros(len(rows))
     for key, label, colour in parts:
@@ -155,11 +223,18 @@ def _unique_legend(axes) -> tuple[list, list[str]]:
     return list(unique.values()), list(unique)
 
 
-# agreement.png shows the agreement meters over a run's steps, by the age of tokens, and the ratios of its first and last steps.
+# agreement.png shows the agreement meters over a run's steps, by the age of tokens, and the ratios
+# of its first and last steps.
 
 
 RATIO_STEPS = 20  # first and last steps whose ratios are shown
-AGE_COLOURS: dict[str, str] = dict(zip(AGES, ("#1b3a5c", "#2b5c8a", "#4f9d69", "#c98a1b", "#e07b39", "#b5423c", "#8a4f9d"), strict=True))
+AGE_COLOURS: dict[str, str] = dict(
+    zip(
+        AGES,
+        ("#1b3a5c", "#2b5c8a", "#4f9d69", "#c98a1b", "#e07b39", "#b5423c", "#8a4f9d"),
+        strict=True,
+    )
+)
 
 
 def plot_agreement(run_dir: Path) -> Path:
@@ -185,15 +260,37 @@ def plot_agreement(run_dir: Path) -> Path:
 
 def _plot_differences(axes, rows: list[Row]) -> None:
     steps = series(rows, "step")
-    axes.plot(steps, series(rows, "agreement/abs_diff_max"), ".", color="#cfd4da", markersize=2.5, label="all tokens, maximum")
-    axes.plot(steps, series(rows, "agreement/abs_diff_p99"), ".", color="#9aa3ad", markersize=2.5, label="all tokens, 99th percentile")
+    axes.plot(
+        steps,
+        series(rows, "agreement/abs_diff_max"),
+        ".",
+        color="#cfd4da",
+        markersize=2.5,
+        label="all tokens, maximum",
+    )
+    axes.plot(
+        steps,
+        series(rows, "agreement/abs_diff_p99"),
+        ".",
+        color="#9aa3ad",
+        markersize=2.5,
+        label="all tokens, 99th percentile",
+    )
     for age in _present(rows):
         values = moving_mean(series(rows, f"agreement/{age}/abs_diff_mean"), SMOOTH_STEPS)
-        axes.plot(steps, values, color=AGE_COLOURS[age], linewidth=1.6, label=f"{_words(age)}, mean")
-    axes.plot(steps, series(rows, DIFFERENCE), "D", color="#1d1f21", markersize=3, label="probe, mean")
-    axes.plot(steps, series(rows, LIMIT), "--", color="#b5423c", linewidth=1, label="observe.probe_limit")
+        axes.plot(
+            steps, values, color=AGE_COLOURS[age], linewidth=1.6, label=f"{_words(age)}, mean"
+        )
+    axes.plot(
+        steps, series(rows, DIFFERENCE), "D", color="#1d1f21", markersize=3, label="probe, mean"
+    )
+    axes.plot(
+        steps, series(rows, LIMIT), "--", color="#b5423c", linewidth=1, label="observe.probe_limit"
+    )
     axes.set_yscale("log")
-    axes.set_title("Log-prob difference of trainer and sampling policy", loc="left", fontweight="bold")
+    axes.set_title(
+        "Log-prob difference of trainer and sampling policy", loc="left", fontweight="bold"
+    )
     axes.set_ylabel("|log π - log μ|")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=4, frameon=False, fontsize=8)
 
@@ -209,12 +306,28 @@ def _plot_sizes(axes, rows: list[Row]) -> None:
 
 
 def _plot_ratios(axes, rows: list[Row]) -> None:
-    """Draws the ratios. On the axis of log-ratios all bins have the same width: half a power of ten."""
+    """Draws the ratios.
+
+    On the axis of log-ratios all bins have the same width: half a power of ten.
+    """
     edges = HISTOGRAM_EDGES
-    for part, colour, name in ((rows[:RATIO_STEPS], "#9db8d2", "first"), (rows[-RATIO_STEPS:], "#2b5c8a", "last")):
+    for part, colour, name in (
+        (rows[:RATIO_STEPS], "#9db8d2", "first"),
+        (rows[-RATIO_STEPS:], "#2b5c8a", "last"),
+    ):
         counts = np.sum([row["agreement/histogram"] for row in part], axis=0)
-        axes.stairs(counts / counts.sum(), np.arange(len(edges) + 2), color=colour, linewidth=1.8, label=f"{name} {len(part)} steps")
-    ticks = [place for place, edge in enumerate(edges) if edge == 0 or (abs(edge) > 2e-7 and round(math.log10(abs(edge)), 6) % 2 == 1)]
+        axes.stairs(
+            counts / counts.sum(),
+            np.arange(len(edges) + 2),
+            color=colour,
+            linewidth=1.8,
+            label=f"{name} {len(part)} steps",
+        )
+    ticks = [
+        place
+        for place, edge in enumerate(edges)
+        if edge == 0 or (abs(edge) > 2e-7 and round(math.log10(abs(edge)), 6) % 2 == 1)
+    ]
     axes.set_xticks([place + 1 for place in ticks], [f"{edges[place]:g}" for place in ticks])
     axes.set_title("Ratios π/μ of tokens", loc="left", fontweight="bold")
     axes.set_xlabel("log π - log μ")
@@ -244,9 +357,12 @@ SPLIT = {
 
 
 def finish_report(run_dir: Path | str) -> str:
-    """Writes report.png, agreement.png and trace.json to `run_dir`. Returns the summary and the paths of these and other files.
+    """Writes report.png, agreement.png and trace.json to `run_dir`.
 
-    The evaluation of version 0 counts as made before the first step, and the evaluation of the last version as made after the last step.
+    Returns the summary and the paths of these and other files.
+
+    The evaluation of version 0 counts as made before the first step, and the evaluation of the last
+    version as made after the last step.
     """
     run_dir = Path(run_dir)
     complete_metrics(run_dir)
@@ -261,13 +377,26 @@ def finish_report(run_dir: Path | str) -> str:
     page = [("a page of all this", f"megarl report {run_dir}")]
     left_out = [("left out, as damaged", str(path)) for path in damaged_results(run_dir)]
     if lines := damaged_lines(run_dir / METRICS_FILE):
-        where = f"{run_dir / METRICS_FILE}: line{'s' * (len(lines) > 1)} {', '.join(map(str, lines[:LINES_NAMED]))}"
-        left_out.append(("left out, as damaged", where + (f" and {more} more" if (more := len(lines) - LINES_NAMED) > 0 else "")))
-    return summary + _table([(what, str(path)) for what, path in files if path.exists()] + page + left_out)
+        where = (
+            f"{run_dir / METRICS_FILE}: line{'s' * (len(lines) > 1)} "
+            f"{', '.join(map(str, lines[:LINES_NAMED]))}"
+        )
+        left_out.append(
+            (
+                "left out, as damaged",
+                where + (f" and {more} more" if (more := len(lines) - LINES_NAMED) > 0 else ""),
+            )
+        )
+    return summary + _table(
+        [(what, str(path)) for what, path in files if path.exists()] + page + left_out
+    )
 
 
 def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
-    """A summary of the run in about a dozen lines. `evaluations`: in the order of their versions."""
+    """A summary of the run in about a dozen lines.
+
+    `evaluations`: in the order of their versions.
+    """
     run_dir = Path(run_dir)
     rows = read_metrics(run_dir / METRICS_FILE)
     if not rows:
@@ -276,30 +405,48 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
     failures = FailuresTail(run_dir)
     failures.poll()
     if failed := describe_failed_episodes(rows):
-        lines.append(("episodes", f"{failed}{failures.reason(episodes=True)}; rollouts/ marks them"))
+        lines.append(
+            ("episodes", f"{failed}{failures.reason(episodes=True)}; rollouts/ marks them")
+        )
     if failed := describe_failures(rows):
         lines.append(("scores", f"{failed}{failures.reason(episodes=False)}; rollouts/ marks them"))
     unanswered = sum(_values(rows, "prompts/unanswered"))
     if unanswered:
-        lines.append(("prompts unanswered", f"{unanswered:.0f}, dropped since a program sampled nothing"))
+        lines.append(
+            ("prompts unanswered", f"{unanswered:.0f}, dropped since a program sampled nothing")
+        )
     if (dropped := _values(rows, "prompts/dropped")) and (sum(dropped) or not unanswered):
         lines.append(("prompts dropped", _dropped(rows)))
     lines += _held_out(evaluations, int(rows[-1]["step"]) + 1)
     turns = _values(rows, "turns/mean")
     if turns and max(turns) > 1:
         lines.append(("turns", _turns(rows)))
-    staleness, speed = _values(rows, "staleness/max"), _values(rows, "samples_per_s")
+    staleness = _values(rows, "staleness/max")
+    speed = _values(rows, "samples_per_s")
     if staleness:
-        lines.append(("staleness", f"{_mean(rows, 'staleness/mean'):.2f} steps on average, {max(staleness):.0f} at most"))
+        lines.append(
+            (
+                "staleness",
+                f"{_mean(rows, 'staleness/mean'):.2f} steps on average, {max(staleness):.0f} at most",
+            )
+        )
     differences = _values(rows, "logprob/abs_diff_mean")
     if differences:
         own = _values(rows, "logprob/abs_diff_mean_own_routing")
         without = f"; at most {max(own):.1e} without routing replay" if own else ""
-        found = f"at most {max(differences):.1e} between trainer and generator, {len(differences)} probes{without}"
+        found = (
+            f"at most {max(differences):.1e} between trainer and generator, "
+            f"{len(differences)} probes{without}"
+        )
         lines.append(("log-prob difference", found))
     if sizes := _values(rows, "agreement/ess"):
         difference = _ends(rows, "agreement/abs_diff_mean", "mean log-prob difference")
-        lines.append(("trained on", f"{difference}; effective sample size {statistics.median(sizes):.2%} (median)"))
+        lines.append(
+            (
+                "trained on",
+                f"{difference}; effective sample size {statistics.median(sizes):.2%} (median)",
+            )
+        )
     if _values(rows, "entropy/mean"):
         lines.append(("entropy", _ends(rows, "entropy/mean", "nats a token")))
     lengths = _values(rows, "response_tokens/mean")
@@ -307,23 +454,48 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
         lines.append(("response length", _ends(rows, "response_tokens/mean", "tokens")))
     audits = _values(rows, "sync/audit_ok")
     if audits:
-        lines.append(("weight audits", f"{sum(map(bool, audits))} of {len(audits)} equal bit for bit"))
+        lines.append(
+            ("weight audits", f"{sum(map(bool, audits))} of {len(audits)} equal bit for bit")
+        )
     if speed:
-        lines.append(("speed", f"{statistics.median(speed):.0f} samples/s, {_median(rows, 'tokens_per_s'):.0f} tokens/s"))
-    lines.append(("a step takes", f"{_median(rows, 'time/step_s'):.3f} s; of it, or beside it:" if _values(rows, "time/step_s") else ""))
-    lines += [(f"  {name}", f"{_median(rows, key):.3f} s") for name, key in SPLIT.items() if _values(rows, key)]
+        lines.append(
+            (
+                "speed",
+                f"{statistics.median(speed):.0f} samples/s, {_median(rows, 'tokens_per_s'):.0f} "
+                "tokens/s",
+            )
+        )
+    lines.append(
+        (
+            "a step takes",
+            f"{_median(rows, 'time/step_s'):.3f} s; of it, or beside it:"
+            if _values(rows, "time/step_s")
+            else "",
+        )
+    )
+    lines += [
+        (f"  {name}", f"{_median(rows, key):.3f} s")
+        for name, key in SPLIT.items()
+        if _values(rows, key)
+    ]
     lines += [("note", text) for text in advisories(rows)]
     return f"\n{run_dir}: {len(rows)} steps (speed and times are medians)\n" + _table(lines)
 
 
 def _reward(rows: list[Row]) -> str:
     count = min(ENDS, len(rows))
-    first, last = _mean(rows[:count], "reward/mean"), _mean(rows[-count:], "reward/mean")
-    return f"{first:.3f} in the first {count} steps, {last:.3f} in the last {count} ({last - first:+.3f})"
+    first = _mean(rows[:count], "reward/mean")
+    last = _mean(rows[-count:], "reward/mean")
+    return (
+        f"{first:.3f} in the first {count} steps, {last:.3f} in the last {count} "
+        f"({last - first:+.3f})"
+    )
 
 
 def _dropped(rows: list[Row]) -> str:
-    dropped, right, wrong = (sum(_values(rows, f"prompts/dropped{kind}")) for kind in ("", "_right", "_wrong"))
+    dropped, right, wrong = (
+        sum(_values(rows, f"prompts/dropped{kind}")) for kind in ("", "_right", "_wrong")
+    )
     trained = _mean(rows[-min(ENDS, len(rows)) :], "reward/trained_mean")
     text = f"{dropped:.0f}, {right:.0f} all right and {wrong:.0f} all wrong"
     return f"{text}; without them the reward was {trained:.3f} in the last {min(ENDS, len(rows))} steps"
@@ -331,25 +503,33 @@ def _dropped(rows: list[Row]) -> str:
 
 def _ends(rows: list[Row], key: str, unit: str) -> str:
     count = min(ENDS, len(rows))
-    return f"{_mean(rows[:count], key):.3g} {unit} in the first {count} steps, {_mean(rows[-count:], key):.3g} in the last {count}"
+    return (
+        f"{_mean(rows[:count], key):.3g} {unit} in the first {count} steps, "
+        f"{_mean(rows[-count:], key):.3g} in the last {count}"
+    )
 
 
 def _turns(rows: list[Row]) -> str:
     count = min(ENDS, len(rows))
-    first, last = _mean(rows[:count], "turns/mean"), _mean(rows[-count:], "turns/mean")
+    first = _mean(rows[:count], "turns/mean")
+    last = _mean(rows[-count:], "turns/mean")
     share = _mean(rows[-count:], "environment_tokens/fraction")
     end = f"{last:.2f} in the last {count}, where the environment wrote {share:.0%} of the tokens"
     return f"{first:.2f} a sample in the first {count} steps, {end}"
 
 
 def _held_out(evaluations: Sequence[Evaluation], steps: int) -> list[tuple[str, str]]:
-    """For each held-out set, before the first step and at the end: pass@1, pass@k for the largest k, and mean reward if it says more."""
+    """For each held-out set, before the first step and at the end: pass@1, pass@k for the largest
+    k, and mean reward if it says more.
+    """
     lines = []
     for name, last in sets(evaluations[-1]).items() if evaluations else ():
         first = sets(evaluations[0]).get(name, {}) if evaluations[0]["version"] == 0 else {}
         version = evaluations[-1]["version"]
         when = "after" if version in (0, steps) else f"after {version} steps"
-        for score in dict.fromkeys(["pass@1", *[key for key in last if key.startswith("pass@")][-1:], "reward/mean"]):
+        for score in dict.fromkeys(
+            ["pass@1", *[key for key in last if key.startswith("pass@")][-1:], "reward/mean"]
+        ):
             if score in last and (score != "reward/mean" or last[score] != last.get("pass@1")):
                 before = f"{first[score]:.3f}" if score in first else "not measured"
                 after = f"{last[score]:.3f}" if version else "not measured"

@@ -1,4 +1,6 @@
-"""Writes sampled rollouts as readable text files, in which no text can control the terminal that shows it."""
+"""Writes sampled rollouts as readable text files, in which no text can control the terminal that
+shows it.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,32 @@ import msgspec
 import numpy as np
 
 from megarl.base.files import write_whole
-from megarl.base.rollout_types import WARNING, Failure, GroupSummary, GroupTexts, Ordinal, SampleSummary, any_unanswered
+from megarl.base.rollout_types import (
+    WARNING,
+    Failure,
+    GroupSummary,
+    GroupTexts,
+    Ordinal,
+    SampleSummary,
+    any_unanswered,
+)
 from megarl.observe.metrics import Row, cut_from, lost_lines, read_metrics
 from megarl.rewards.score import of_episode, told
 
-ORDINALS_FILE, SAMPLES_FILE, FAILURES_FILE = "ordinals.jsonl", "samples.jsonl", "failures.jsonl"
+ORDINALS_FILE = "ordinals.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+FAILURES_FILE = "failures.jsonl"
 FAILURES_S = 5.0  # least time between two written failures of one kind
 _STEP = re.compile(rb'\{"step": ?(\d+)')
-# Controls, format characters (bidirectional overrides among them), surrogates, private use, line and paragraph separators.
+# Controls, format characters (bidirectional overrides among them), surrogates, private use, line
+# and paragraph separators.
 UNSAFE_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
 def escape(text: str) -> str:
-    r"""`text` with unprintable characters as \x1b, \u202e, …; newlines stay, backslashes are doubled."""
+    r"""`text` with unprintable characters as \x1b, \u202e, …; newlines stay, backslashes are
+    doubled.
+    """
     return "".join(_escape_character(character) for character in text)
 
 
@@ -48,33 +63,61 @@ def _quoted(text: str, bar: str = "|") -> str:
 
 def _quoted_turns(text: str, environment_spans: Sequence[tuple[int, int]]) -> str:
     """The text with | before the policy's lines and > before the environment's."""
-    parts, end = [], 0
+    parts = []
+    end = 0
     for start, stop in environment_spans:
         parts += [_quoted(text[end:start]), _quoted(text[start:stop], ">")]
         end = stop
     return "\n".join([*parts, _quoted(text[end:])])
 
 
-def format_sample(number: int, sample: SampleSummary, text: str, environment_spans: Sequence[tuple[int, int]] = ()) -> str:
-    """A sample as text: reward, why scoring failed if it did, the oldest and newest weight version of its tokens, and its text."""
-    versions = f"versions {sample.min_version} to {sample.max_version}" if sample.policy_versions else "no version"
+def format_sample(
+    number: int, sample: SampleSummary, text: str, environment_spans: Sequence[tuple[int, int]] = ()
+) -> str:
+    """A sample as text: reward, why scoring failed if it did, the oldest and newest weight version
+    of its tokens, and its text.
+    """
+    versions = (
+        f"versions {sample.min_version} to {sample.max_version}"
+        if sample.policy_versions
+        else "no version"
+    )
     failed = f" (failed: {', '.join(map(told, sample.failures))})" if sample.failures else ""
-    head = f"response {number}: reward {sample.reward:g}{failed}, {versions}, {sample.tokens} tokens"
+    head = (
+        f"response {number}: reward {sample.reward:g}{failed}, {versions}, {sample.tokens} tokens"
+    )
     head += f", finish reason {sample.finish_reason}"
     if sample.environment_tokens:
-        head += f", {sample.turns} turns, {sample.environment_tokens} tokens by the environment (behind >)"
+        head += (
+            f", {sample.turns} turns, {sample.environment_tokens} tokens by the environment "
+            "(behind >)"
+        )
     if sample.reward_parts:
-        head += "".join(f", {escape(name)} {value:g}" for name, value in sample.reward_parts.items())
+        head += "".join(
+            f", {escape(name)} {value:g}" for name, value in sample.reward_parts.items()
+        )
     reason = "".join(_quoted(failure.reason, "!") + "\n" for failure in sample.failures)
     return f"{head}\n{reason}{_quoted_turns(text, environment_spans)}\n"
 
 
 def format_group(group: GroupSummary, texts: GroupTexts, dropped: bool = False) -> str:
     same = "its samples all have the same reward in training"
-    why = f", dropped: {'an episode has sampled nothing' if any_unanswered(group.samples) else same}" if dropped else ""
-    head = f"prompt {group.ordinal}{why}\n{_quoted(texts.prompt)}\n\nreference answer\n{_quoted(texts.answer)}\n"
+    why = (
+        f", dropped: {'an episode has sampled nothing' if any_unanswered(group.samples) else same}"
+        if dropped
+        else ""
+    )
+    head = (
+        f"prompt {group.ordinal}{why}\n{_quoted(texts.prompt)}\n\nreference "
+        f"answer\n{_quoted(texts.answer)}\n"
+    )
     pairs = zip(group.samples, texts.samples, strict=True)
-    return "\n".join([head, *(format_sample(number, sample, *text) for number, (sample, text) in enumerate(pairs))])
+    return "\n".join(
+        [
+            head,
+            *(format_sample(number, sample, *text) for number, (sample, text) in enumerate(pairs)),
+        ]
+    )
 
 
 def write_rollouts(
@@ -84,11 +127,14 @@ def write_rollouts(
     dropped: Iterable[tuple[GroupSummary, GroupTexts]] = (),
     dropped_prompts: int = 0,
 ) -> Path | None:
-    """Writes groups of a step to `run_dir`/rollouts/step_<step>.txt and returns that path; None if there are none.
+    """Writes groups of a step to `run_dir`/rollouts/step_<step>.txt and returns that path; None if
+    there are none.
 
     `dropped`: some of the `dropped_prompts` groups that were dropped for the step.
     """
-    formatted = [format_group(*group) for group in groups] + [format_group(*group, dropped=True) for group in dropped]
+    formatted = [format_group(*group) for group in groups] + [
+        format_group(*group, dropped=True) for group in dropped
+    ]
     if not formatted:
         return None
     folder = Path(run_dir) / "rollouts"
@@ -113,7 +159,9 @@ class _Lines:
             self._file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
     def sync(self) -> None:
-        """Makes the lines survive a power failure; call it before a checkpoint that counts their steps as done."""
+        """Makes the lines survive a power failure; call it before a checkpoint that counts their
+        steps as done.
+        """
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -121,9 +169,11 @@ class _Lines:
 
 
 class SamplesWriter(_Lines):
-    """`run_dir`/rollouts/samples.jsonl: the groups that write_rollouts shows to people, for programs; docs/run_dir.md has the keys.
+    """`run_dir`/rollouts/samples.jsonl: the groups that write_rollouts shows to people, for
+    programs; docs/run_dir.md has the keys.
 
-    A resumed run passes its first step as `resume_step`: lines of that step and later ones are cut off, here and in tokens.<rank>.jsonl.
+    A resumed run passes its first step as `resume_step`: lines of that step and later ones are cut
+    off, here and in tokens.<rank>.jsonl.
     """
 
     def __init__(self, run_dir: Path | str, resume_step: int = 0):
@@ -132,7 +182,9 @@ class SamplesWriter(_Lines):
                 _cut(path, resume_step)
         super().__init__(run_dir, SAMPLES_FILE)
 
-    def write(self, step: int, groups: Iterable[tuple[GroupSummary, GroupTexts]], dropped: bool = False) -> None:
+    def write(
+        self, step: int, groups: Iterable[tuple[GroupSummary, GroupTexts]], dropped: bool = False
+    ) -> None:
         self.append(*({"step": step, **_group(*group), "dropped": dropped} for group in groups))
 
 
@@ -146,7 +198,10 @@ def _group(group: GroupSummary, texts: GroupTexts) -> dict[str, Any]:
             {
                 "reward": sample.reward,
                 "parts": sample.reward_parts,
-                "failed": [{"kind": failure.kind, "part": failure.part, "reason": failure.reason} for failure in sample.failures],
+                "failed": [
+                    {"kind": failure.kind, "part": failure.part, "reason": failure.reason}
+                    for failure in sample.failures
+                ],
                 "finish_reason": sample.finish_reason,
                 "tokens": sample.tokens,
                 "turns": sample.turns,
@@ -171,16 +226,18 @@ def _cut(path: Path, step: int) -> None:
 
 
 class FailuresWriter(_Lines):
-    """`run_dir`/rollouts/failures.jsonl: failures of scores and episodes as they happen, long before their step ends; and warnings.
+    """`run_dir`/rollouts/failures.jsonl: failures of scores and episodes as they happen, long
+    before their step ends; and warnings.
 
-    The first failure of each kind is written at once. Later ones are written at most every FAILURES_S, and the last one always: the file is
-    for news and is not a complete record.
+    The first failure of each kind is written at once. Later ones are written at most every
+    FAILURES_S, and the last one always: the file is for news and is not a complete record.
     """
 
     def __init__(self, run_dir: Path | str):
         super().__init__(run_dir, FAILURES_FILE)
         self._written_s: dict[tuple[str, str], float] = {}
-        self._held: dict[tuple[str, str], dict[str, Any]] = {}  # the newest failure of each kind, if it is not yet written
+        # the newest failure of each kind, if it is not yet written
+        self._held: dict[tuple[str, str], dict[str, Any]] = {}
         self._lock = threading.Lock()
 
     def tell(self, failure: Failure, ordinal: Ordinal) -> None:
@@ -192,7 +249,11 @@ class FailuresWriter(_Lines):
                 timer = threading.Timer(waits_s, self._release, [name])
                 timer.daemon = True
                 timer.start()
-            self._held[name] = {"time_s": time.time(), "ordinal": ordinal, **msgspec.structs.asdict(failure)}
+            self._held[name] = {
+                "time_s": time.time(),
+                "ordinal": ordinal,
+                **msgspec.structs.asdict(failure),
+            }
         if waits_s <= 0:
             self._release(name)
 
@@ -216,7 +277,10 @@ class Told(Failure, frozen=True, kw_only=True):
 
 
 class FailuresTail:
-    """Follows failures.jsonl. `last` has the newest failure of an episode (True) and of a score (False)."""
+    """Follows failures.jsonl.
+
+    `last` has the newest failure of an episode (True) and of a score (False).
+    """
 
     def __init__(self, run_dir: Path | str, from_end: bool = False):
         """`from_end`: ignore the lines that are already there."""
@@ -240,7 +304,9 @@ class FailuresTail:
         return found
 
     def reason(self, episodes: bool) -> str:
-        """The reason of the last failure, to be put after the number of failures; empty if nothing has failed."""
+        """The reason of the last failure, to be put after the number of failures; empty if nothing
+        has failed.
+        """
         told = self.last.get(episodes)
         return f"; the last: {one_line(told.reason)}" if told else ""
 
@@ -265,24 +331,39 @@ class TokenNumbers(Protocol):
 
 
 class TokensWriter(_Lines):
-    """`run_dir`/rollouts/tokens.<rank>.jsonl: per-token numbers of the samples in samples.jsonl that a trainer rank has trained on.
+    """`run_dir`/rollouts/tokens.<rank>.jsonl: per-token numbers of the samples in samples.jsonl
+    that a trainer rank has trained on.
 
-    `piece` gives the text of a token. The first line that has a token also has its text."""
+    `piece` gives the text of a token. The first line that has a token also has its text.
+    """
 
     def __init__(self, run_dir: Path | str, rank: int, piece: Callable[[int], str]):
         super().__init__(run_dir, f"tokens.{rank}.jsonl")
-        self._piece, self._known = piece, set[int]()
+        self._piece = piece
+        self._known = set[int]()
 
     def write(self, step: int, ordinal: Ordinal, sample: int, row: TokenNumbers) -> None:
         ids: list[int] = row.ids.tolist()
         new = sorted(set(ids) - self._known)
         self._known.update(new)
-        numbers = {"diff": row.logprobs - row.mu_logprobs, "mu": row.mu_logprobs, "advantage": row.advantages}
-        line = {"step": step, "ordinal": ordinal, "sample": sample, "ids": ids, "positions": _runs(row.positions)}
+        numbers = {
+            "diff": row.logprobs - row.mu_logprobs,
+            "mu": row.mu_logprobs,
+            "advantage": row.advantages,
+        }
+        line = {
+            "step": step,
+            "ordinal": ordinal,
+            "sample": sample,
+            "ids": ids,
+            "positions": _runs(row.positions),
+        }
         line |= {name: _rounded(values) for name, values in numbers.items()}
         if len(set(line["advantage"])) == 1:
             line["advantage"] = line["advantage"][0]
-        self.append(line | ({"pieces": {str(number): self._piece(number) for number in new}} if new else {}))
+        self.append(
+            line | ({"pieces": {str(number): self._piece(number) for number in new}} if new else {})
+        )
 
 
 def _runs(positions: np.ndarray) -> list[list[int]]:
@@ -301,8 +382,10 @@ def _rounded(values: np.ndarray) -> list[float]:
 
 
 class OrdinalsWriter(_Lines):
-    """`run_dir`/rollouts/ordinals.jsonl: for each step, the prompts it was trained on and those dropped for it. They allow to check that
-    each prompt is used exactly once. A resumed run passes its first step as `resume_step`, as above."""
+    """`run_dir`/rollouts/ordinals.jsonl: for each step, the prompts it was trained on and those
+    dropped for it. They allow to check that each prompt is used exactly once. A resumed run passes
+    its first step as `resume_step`, as above.
+    """
 
     def __init__(self, run_dir: Path | str, resume_step: int = 0):
         cut_from(Path(run_dir) / "rollouts" / ORDINALS_FILE, resume_step)
@@ -316,12 +399,17 @@ def _line(step: int, ordinals: Sequence[Ordinal], dropped: Sequence[Ordinal]) ->
     return {"step": step, "ordinals": ordinals} | ({"dropped": dropped} if dropped else {})
 
 
-def recover_ordinals(run_dir: Path | str, step: int, trained: Set[Ordinal], dropped: Set[Ordinal] = frozenset()) -> str:
-    """Restores a line that ordinals.jsonl lacks. `trained`, `dropped`: all prompts that were trained on in the steps before `step`, and
-    dropped for them.
+def recover_ordinals(
+    run_dir: Path | str, step: int, trained: Set[Ordinal], dropped: Set[Ordinal] = frozenset()
+) -> str:
+    """Restores a line that ordinals.jsonl lacks.
 
-    Returns a sentence about it; empty if no line is missing. If several lines are missing they cannot be restored, since it is unknown
-    which prompts belong to which step. The sentence then says so.
+    `trained`, `dropped`: all prompts that were trained on in the steps before `step`, and dropped
+    for them.
+
+    Returns a sentence about it; empty if no line is missing. If several lines are missing they
+    cannot be restored, since it is unknown which prompts belong to which step. The sentence then
+    says so.
     """
     path = Path(run_dir) / "rollouts" / ORDINALS_FILE
     cut_from(path, step)
@@ -331,9 +419,16 @@ def recover_ordinals(run_dir: Path | str, step: int, trained: Set[Ordinal], drop
         return ""
     lost = lost_lines(path, missing)
     if len(missing) > 1:
-        return f"{lost}; it is no longer known which of these steps trained on which prompts (the checkpoint knows the prompts)"
-    known = {ordinal for row in rows.values() for ordinal in [*row["ordinals"], *row.get("dropped", ())]}
+        return (
+            f"{lost}; it is no longer known which of these steps trained on which prompts (the "
+            "checkpoint knows the prompts)"
+        )
+    known = {
+        ordinal for row in rows.values() for ordinal in [*row["ordinals"], *row.get("dropped", ())]
+    }
     rows[missing[0]] = _line(missing[0], sorted(trained - known), sorted(dropped - known))
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, "".join(msgspec.json.encode(rows[number]).decode() + "\n" for number in sorted(rows)))
+    write_whole(
+        path, "".join(msgspec.json.encode(rows[number]).decode() + "\n" for number in sorted(rows))
+    )
     return f"{lost}; it has been restored from the checkpoint's ledger"

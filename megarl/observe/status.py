@@ -36,10 +36,11 @@ class Status:
 
 
 class StatusBoard:
-    """This process's line: `run_dir`/status/<name>, one record of 256 bytes that is overwritten in place.
+    """This process's line: `run_dir`/status/<name>, one record of 256 bytes that is overwritten in
+    place.
 
-    The record is text: sequence number, time, line, and their checksum. A reader that finds a wrong checksum has read during a write, and
-    reads again.
+    The record is text: sequence number, time, line, and their checksum. A reader that finds a wrong
+    checksum has read during a write, and reads again.
     """
 
     def __init__(self, run_dir: Path | str, name: str):
@@ -63,7 +64,11 @@ class StatusBoard:
     def waiting(self, for_whom: str, for_what: str) -> Iterator[None]:
         """Publishes the wait while the body runs, then the previous line again."""
         before = self.text
-        self.set(f"waiting for {for_what}" if for_whom in for_what else f"waiting for {for_what} from {for_whom}")
+        self.set(
+            f"waiting for {for_what}"
+            if for_whom in for_what
+            else f"waiting for {for_what} from {for_whom}"
+        )
         try:
             yield
         finally:
@@ -83,17 +88,26 @@ _of_work: StatusBoard | None = None
 
 
 @contextlib.contextmanager
-def work(what: str, total: float, *, line: str = "", show: Callable[[float], str] = "{:.0f}".format) -> Iterator[Callable[[float], None]]:
-    """Publishes the progress of long work, and the remaining time. Call the function that this yields with each amount that is done.
+def work(
+    what: str, total: float, *, line: str = "", show: Callable[[float], str] = "{:.0f}".format
+) -> Iterator[Callable[[float], None]]:
+    """Publishes the progress of long work, and the remaining time.
 
-    The progress is on this process's line, which returns to its earlier text at the end. Work that runs beside other work has its own line,
-    `line`.<rank>, which is removed at the end. Without a board in this process, nothing is published.
+    Call the function that this yields with each amount that is done.
+
+    The progress is on this process's line, which returns to its earlier text at the end. Work that
+    runs beside other work has its own line, `line`.<rank>, which is removed at the end. Without a
+    board in this process, nothing is published.
     """
     board = _of_work
     if board is None or not total:
         yield lambda amount: None
         return
-    beside = StatusBoard(board.folder.parent, f"{line}.{board.name.rpartition('.')[2]}") if line else None
+    beside = (
+        StatusBoard(board.folder.parent, f"{line}.{board.name.rpartition('.')[2]}")
+        if line
+        else None
+    )
     said, before, began, done = beside or board, board.text, time.monotonic(), 0.0
     next_s = began + WORK_EVERY_S
 
@@ -145,7 +159,8 @@ def duration(seconds: float) -> str:
 def _encode(sequence: int, since_s: float, text: str) -> bytes:
     head = f"{sequence:012d} {since_s:017.6f} ".encode()
     room = RECORD_BYTES - len(head) - _CHECKSUM_BYTES
-    line = " ".join(text.split()).encode(errors="replace")[:room].decode(errors="ignore").encode()  # no half characters
+    # no half characters
+    line = " ".join(text.split()).encode(errors="replace")[:room].decode(errors="ignore").encode()
     content = head + line.ljust(room)
     return content + _checksum(content)
 
@@ -192,7 +207,8 @@ def _by_rank(path: Path) -> tuple[str, int]:
     return role, int(rank) if rank.isdigit() else 0
 
 
-# Traces of a run for Perfetto (ui.perfetto.dev). Each process writes its spans; they are merged into trace.json.
+# Traces of a run for Perfetto (ui.perfetto.dev). Each process writes its spans; they are merged
+# into trace.json.
 #
 # Format: Chrome trace events, complete events ("ph": "X"), times in microseconds.
 
@@ -201,28 +217,41 @@ TRACE_FOLDER = "trace"
 
 
 class TraceWriter:
-    """One process's spans in `run_dir`/trace/<process_name>.jsonl, one event per line, appended when a span ends."""
+    """One process's spans in `run_dir`/trace/<process_name>.jsonl, one event per line, appended
+    when a span ends.
+    """
 
     def __init__(self, run_dir: Path | str, process_name: str):
         folder = Path(run_dir) / TRACE_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         self._file = open(folder / f"{process_name}.jsonl", "ab", buffering=0)
         self._lock = threading.Lock()
-        # Spans are timed by the monotonic clock and placed by the wall clock, which processes and hosts share.
+        # Spans are timed by the monotonic clock and placed by the wall clock, which processes and
+        # hosts share.
         self._epoch_ns = time.time_ns() - time.perf_counter_ns()
 
     @contextlib.contextmanager
     def span(self, name: str, track: str = "main", **arguments: Any) -> Iterator[dict[str, Any]]:
-        """Times the block, which may add to the yielded arguments. Spans of one track must nest; concurrent spans need separate tracks."""
+        """Times the block, which may add to the yielded arguments.
+
+        Spans of one track must nest; concurrent spans need separate tracks.
+        """
         began = time.perf_counter()
         try:
             yield arguments
         finally:
             self.add(name, began, time.perf_counter(), track, **arguments)
 
-    def add(self, name: str, began: float, ended: float, track: str = "main", **arguments: Any) -> None:
+    def add(
+        self, name: str, began: float, ended: float, track: str = "main", **arguments: Any
+    ) -> None:
         """Adds a finished span. `began` and `ended` are values of time.perf_counter."""
-        event = {"name": name, "track": track, "ts": self._epoch_ns / 1e3 + began * 1e6, "dur": (ended - began) * 1e6}
+        event = {
+            "name": name,
+            "track": track,
+            "ts": self._epoch_ns / 1e3 + began * 1e6,
+            "dur": (ended - began) * 1e6,
+        }
         event |= {"args": arguments} if arguments else {}
         with self._lock:
             self._file.write(json.dumps(event).encode() + b"\n")
@@ -237,24 +266,41 @@ class TraceWriter:
 
 
 def merge_traces(run_dir: Path | str) -> Path:
-    """Writes `run_dir`/trace.json, with a group of tracks per process. Also works after a crash: damaged lines are left out."""
+    """Writes `run_dir`/trace.json, with a group of tracks per process.
+
+    Also works after a crash: damaged lines are left out.
+    """
     run_dir = Path(run_dir)
     events: list[dict[str, Any]] = []
     for number, path in enumerate(sorted((run_dir / TRACE_FOLDER).glob("*.jsonl")), start=1):
         events += _process_events(number, path)
     target = run_dir / "trace.json"
-    target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+    target.write_text(
+        json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8"
+    )
     return target
 
 
 def _process_events(number: int, path: Path) -> list[dict[str, Any]]:
-    """The events of one process. `number` replaces its pid, since pids on different hosts may be equal."""
-    spans = [span for line in path.read_bytes().splitlines(keepends=True) if (span := _parse(line)) is not None]
-    threads = {track: thread for thread, track in enumerate(dict.fromkeys(span["track"] for span in spans), start=1)}
+    """The events of one process.
+
+    `number` replaces its pid, since pids on different hosts may be equal.
+    """
+    spans = [
+        span
+        for line in path.read_bytes().splitlines(keepends=True)
+        if (span := _parse(line)) is not None
+    ]
+    threads = {
+        track: thread
+        for thread, track in enumerate(dict.fromkeys(span["track"] for span in spans), start=1)
+    }
     events = [_name("process_name", number, 0, path.stem)]
     events += [_name("thread_name", number, thread, track) for track, thread in threads.items()]
     for span in spans:
-        events.append({"ph": "X", "cat": "megarl", "pid": number, "tid": threads[span.pop("track")], **span})
+        events.append(
+            {"ph": "X", "cat": "megarl", "pid": number, "tid": threads[span.pop("track")], **span}
+        )
     return events
 
 

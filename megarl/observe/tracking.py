@@ -1,9 +1,11 @@
-"""Feeds a tracker from metrics.jsonl, in a process of its own: `python -P -m megarl.observe.tracking` (launch/tracking.py starts it).
+"""Feeds a tracker from metrics.jsonl, in a process of its own: `python -P -m
+megarl.observe.tracking` (launch/tracking.py starts it).
 
-The file is both the record and the queue: no step waits for a tracker, and rows that a tracker could not take wait in the file.
-trackers/NAME.json says which rows a tracker has. When a run resumes, the tracker continues its own run with the rows that it lacks.
-Trackers cannot remove a step. So if the run goes back to a step that the tracker already has, or if the tracker's process was killed, the
-tracker gets a new run with all rows from step 0.
+The file is both the record and the queue: no step waits for a tracker, and rows that a tracker
+could not take wait in the file. trackers/NAME.json says which rows a tracker has. When a run
+resumes, the tracker continues its own run with the rows that it lacks. Trackers cannot remove a
+step. So if the run goes back to a step that the tracker already has, or if the tracker's process
+was killed, the tracker gets a new run with all rows from step 0.
 """
 
 from __future__ import annotations
@@ -29,15 +31,34 @@ from typing import Any
 from megarl.base.files import write_whole
 from megarl.base.processes import FOR_LAUNCHER
 from megarl.config.dialect import read_yaml
-from megarl.observe.metrics import METRICS_FILE, Row, kept_bytes, parse_lines, parse_row, read_metrics
+from megarl.observe.metrics import (
+    METRICS_FILE,
+    Row,
+    kept_bytes,
+    parse_lines,
+    parse_row,
+    read_metrics,
+)
 from megarl.observe.samples import SAMPLES_FILE
 from megarl.trackers.trackers import Beginning, Tracker, open_tracker
 
 POLL_S = 0.5
 SAMPLES_EVERY = 10  # steps between uploads of samples
-MOST_SAMPLES, MOST_CHARS = 32, 4000  # most samples of a step; most characters of a text
-SAMPLE_COLUMNS = ("step", "prompt number", "prompt", "response", "reference", "reward", "tokens", "finish_reason", "failed")
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # pauses after a failure
+MOST_SAMPLES = 32
+MOST_CHARS = 4000  # most samples of a step; most characters of a text
+SAMPLE_COLUMNS = (
+    "step",
+    "prompt number",
+    "prompt",
+    "response",
+    "reference",
+    "reward",
+    "tokens",
+    "finish_reason",
+    "failed",
+)
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0  # pauses after a failure
 
 
 @dataclass
@@ -94,9 +115,13 @@ class NewRows:
     """All rows of a metrics file that another process writes, without its `stale` end."""
 
     def __init__(self, path: Path, stale: Stale):
-        self._path, self._stale, self._offset = path, stale, stale.offset
+        self._path = path
+        self._stale = stale
+        self._offset = stale.offset
         data = path.read_bytes() if path.exists() else b""
-        self.rows: list[Row] = [row for end, row in parse_lines(data + b"\n") if row is not None and end <= self._offset]
+        self.rows: list[Row] = [
+            row for end, row in parse_lines(data + b"\n") if row is not None and end <= self._offset
+        ]
         self._waits = stale.length > 0
 
     def poll(self) -> None:
@@ -114,25 +139,36 @@ class NewRows:
         self.rows += [row for _, row in new if row is not None]
 
 
-def follow(name: str, beginning: Beginning, rows: NewRows, first: int, ended: Callable[[float], bool]) -> None:
-    """Sends rows until `ended(seconds)`, which waits for at most `seconds`, says that no more will come."""
-    folder, tracked = beginning.folder, Tracked.load(beginning.folder, name)
+def follow(
+    name: str, beginning: Beginning, rows: NewRows, first: int, ended: Callable[[float], bool]
+) -> None:
+    """Sends rows until `ended(seconds)`, which waits for at most `seconds`, says that no more will
+    come.
+    """
+    folder = beginning.folder
+    tracked = Tracked.load(beginning.folder, name)
     goes_on = tracked.closed and bool(tracked.run) and tracked.next_step <= first
     if not goes_on:
-        tracked.run, tracked.next_step = "", 0
+        tracked.run = ""
+        tracked.next_step = 0
     tracked = Tracked(tracked.run, tracked.next_step)
     tracked.save(folder, name)
     tracker: Tracker | None = None
-    sent, samples = sum(row["step"] < tracked.next_step for row in rows.rows), StepSamples(folder)
-    pause_s, over = POLL_S, False
+    sent = sum(row["step"] < tracked.next_step for row in rows.rows)
+    samples = StepSamples(folder)
+    pause_s = POLL_S
+    over = False
     while True:
         over = over or ended(pause_s)
         rows.poll()
         try:
-            tracker = tracker or open_tracker(name, Beginning(**{**vars(beginning), "run": tracked.run}))
+            tracker = tracker or open_tracker(
+                name, Beginning(**{**vars(beginning), "run": tracked.run})
+            )
             tracked.run = tracker.run
             while sent < len(rows.rows):
-                _send_samples(tracker, samples, rows.rows[sent - 1] if sent else None)  # samples of a step are written after its row
+                # samples of a step are written after its row
+                _send_samples(tracker, samples, rows.rows[sent - 1] if sent else None)
                 send(tracker, rows.rows[sent])
                 sent += 1
             if over:
@@ -141,7 +177,8 @@ def follow(name: str, beginning: Beginning, rows: NewRows, first: int, ended: Ca
                 tracker.close()
                 break
             pause_s = POLL_S
-        except Exception as error:  # whatever a tracker raises, the run goes on, and sending is tried again
+        except Exception as error:
+            # whatever a tracker raises, the run goes on, and sending is tried again
             traceback.print_exc()
             tracked.failures += 1
             tracked.problem = tracked.problem or f"{type(error).__name__}: {error}".splitlines()[0]
@@ -156,16 +193,28 @@ def follow(name: str, beginning: Beginning, rows: NewRows, first: int, ended: Ca
 
 def send(tracker: Tracker, row: Row) -> None:
     """Sends a row without values that are not finite, since they have no place in a curve."""
-    values = {key: float(value) for key, value in row.items() if key != "step" and not isinstance(value, list)}
+    values = {
+        key: float(value)
+        for key, value in row.items()
+        if key != "step" and not isinstance(value, list)
+    }
     histograms = {key: value for key, value in row.items() if isinstance(value, list)}
-    tracker.log(row["step"], {key: value for key, value in values.items() if math.isfinite(value)}, histograms)
+    tracker.log(
+        row["step"],
+        {key: value for key, value in values.items() if math.isfinite(value)},
+        histograms,
+    )
 
 
 class StepSamples:
-    """Reads the samples of single steps from rollouts/samples.jsonl. Ask for steps in ascending order."""
+    """Reads the samples of single steps from rollouts/samples.jsonl.
+
+    Ask for steps in ascending order.
+    """
 
     def __init__(self, folder: Path):
-        self._path, self._offset = folder / "rollouts" / SAMPLES_FILE, 0
+        self._path = folder / "rollouts" / SAMPLES_FILE
+        self._offset = 0
 
     def of(self, step: int) -> list[list[Any]]:
         """At most MOST_SAMPLES rows of SAMPLE_COLUMNS."""
@@ -180,7 +229,8 @@ class StepSamples:
                     break
                 self._offset += len(line)
                 if group is not None and group["step"] == step:
-                    with contextlib.suppress(KeyError, TypeError):  # a damaged line that is still JSON
+                    # a damaged line that is still JSON
+                    with contextlib.suppress(KeyError, TypeError):
                         found += [_sample_row(group, sample) for sample in group["samples"]]
         return found[:MOST_SAMPLES]
 
@@ -188,22 +238,44 @@ class StepSamples:
 def _sample_row(group: Row, sample: dict[str, Any]) -> list[Any]:
     failed = "; ".join(f"{each['kind']}: {each['reason']}" for each in sample.get("failed", ()))
     texts = [text[:MOST_CHARS] for text in (group["prompt"], sample["text"], group["answer"])]
-    return [group["step"], group["ordinal"], *texts, sample["reward"], sample["tokens"], sample["finish_reason"], failed]
+    return [
+        group["step"],
+        group["ordinal"],
+        *texts,
+        sample["reward"],
+        sample["tokens"],
+        sample["finish_reason"],
+        failed,
+    ]
 
 
 def _send_samples(tracker: Tracker, samples: StepSamples, row: Row | None) -> None:
-    """Sends the samples of every SAMPLES_EVERY-th step, if the tracker can show samples. `row`: the last row that it has."""
+    """Sends the samples of every SAMPLES_EVERY-th step, if the tracker can show samples.
+
+    `row`: the last row that it has.
+    """
     keep = getattr(tracker, "samples", None)
-    if keep is not None and row is not None and row["step"] % SAMPLES_EVERY == 0 and (found := samples.of(row["step"])):
+    if (
+        keep is not None
+        and row is not None
+        and row["step"] % SAMPLES_EVERY == 0
+        and (found := samples.of(row["step"]))
+    ):
         keep(row["step"], SAMPLE_COLUMNS, found)
 
 
 def _complete(tracker: Tracker, rows: NewRows, folder: Path) -> None:
-    """Sends scores that were added to rows after they were sent (`complete_metrics` in megarl.evaluation.scores)."""
+    """Sends scores that were added to rows after they were sent (`complete_metrics` in
+    megarl.evaluation.scores).
+    """
     now = {row["step"]: row for row in read_metrics(folder / METRICS_FILE)}
     for number, before in enumerate(rows.rows):
         after = now.get(before["step"], before)
-        if new := {key: value for key, value in after.items() if key.startswith("eval/") and value != before.get(key)}:
+        if new := {
+            key: value
+            for key, value in after.items()
+            if key.startswith("eval/") and value != before.get(key)
+        }:
             send(tracker, {"step": after["step"], **new})
             rows.rows[number] = after
 
@@ -222,11 +294,13 @@ def main() -> None:
     parser.add_argument("--tags", type=json.loads, default=[])
     parser.add_argument("--deadline", type=float, default=60.0)
     arguments = parser.parse_args()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *FOR_LAUNCHER):  # these are for the launcher; this process ends after it
+    # these are for the launcher; this process ends after it
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *FOR_LAUNCHER):
         signal.signal(number, signal.SIG_IGN)
     lock = open(_path(arguments.folder, arguments.name).with_suffix(".lock"), "a", encoding="utf-8")
     with contextlib.suppress(OSError):  # the file system has no locks
-        fcntl.lockf(lock, fcntl.LOCK_EX)  # waits for the tracker of a killed launch, which may still be finishing
+        # waits for the tracker of a killed launch, which may still be finishing
+        fcntl.lockf(lock, fcntl.LOCK_EX)
     rows = NewRows(arguments.folder / METRICS_FILE, Stale(**arguments.stale))
 
     def ended(seconds: float) -> bool:
@@ -237,7 +311,14 @@ def main() -> None:
 
     config = read_yaml(arguments.config.read_text(encoding="utf-8"))
     title = arguments.title or str(arguments.folder)
-    beginning = Beginning(arguments.folder, arguments.project, title, config, entity=arguments.entity, tags=arguments.tags)
+    beginning = Beginning(
+        arguments.folder,
+        arguments.project,
+        title,
+        config,
+        entity=arguments.entity,
+        tags=arguments.tags,
+    )
     follow(arguments.name, beginning, rows, arguments.first, ended)
     sys.stdout.flush()
     os._exit(0)  # exit handlers of a library must not delay the end of the run

@@ -1,4 +1,7 @@
-"""The plan of a run: its topologies and layouts, or all that is wrong with its settings. `megarl.plan(config)` is megarl.api.plan."""
+"""The plan of a run: its topologies and layouts, or all that is wrong with its settings.
+
+`megarl.plan(config)` is megarl.api.plan.
+"""
 
 import sys
 

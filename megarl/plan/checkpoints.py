@@ -1,4 +1,7 @@
-"""Finds, names and removes the checkpoints of a run. Needs no torch, since the launcher uses it too."""
+"""Finds, names and removes the checkpoints of a run.
+
+Needs no torch, since the launcher uses it too.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ from megarl.data import contents
 from megarl.data.rows import held_out
 from megarl.rewards.score import parts_in_evaluation
 
-STATE = "state.json"  # file in a checkpoint with the step after which it was saved, among other values
+# file in a checkpoint with the step after which it was saved, among other values
+STATE = "state.json"
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -42,29 +46,45 @@ def export_path(run_dir: Path | str, step: int) -> Path:
 def complete_checkpoints(run_dir: Path | str) -> list[tuple[int, Path]]:
     """(step, folder) of every complete checkpoint, oldest first.
 
-    A checkpoint gets its name by a rename after its last byte is written, so a folder with this name is complete. Folders with the content
-    of another step are left out: see `check_names`.
+    A checkpoint gets its name by a rename after its last byte is written, so a folder with this
+    name is complete. Folders with the content of another step are left out: see `check_names`.
     """
-    return sorted((step, path) for step, path in _named_checkpoints(run_dir) if _saved_step(path) in (step, None))
+    return sorted(
+        (step, path)
+        for step, path in _named_checkpoints(run_dir)
+        if _saved_step(path) in (step, None)
+    )
 
 
 def check_names(run_dir: Path | str) -> Iterable[str]:
-    """Problems with checkpoints that were copied or renamed, so that their names differ from the steps after which they were saved. A run
-    that resumes from one would count steps that it never made, and train on prompts twice."""
+    """Problems with checkpoints that were copied or renamed, so that their names differ from the
+    steps after which they were saved. A run that resumes from one would count steps that it never
+    made, and train on prompts twice.
+    """
     found = complete_checkpoints(run_dir)
     for step, path in sorted(_named_checkpoints(run_dir)):
         if (saved := _saved_step(path)) not in (step, None):
             then = f"{found[-1][1].name} is the newest then" if found else "there is no other"
-            yield f"{path}: was saved after step {saved}, not {step} ({STATE}), so it was copied or renamed. Move this folder away: {then}"
+            yield (
+                f"{path}: was saved after step {saved}, not {step} ({STATE}), so it was copied "
+                f"or renamed. Move this folder away: {then}"
+            )
 
 
 def _named_checkpoints(run_dir: Path | str) -> Iterator[tuple[int, Path]]:
     folder = Path(run_dir) / "checkpoints"
-    return ((int(match[1]), path) for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name)))
+    return (
+        (int(match[1]), path)
+        for path in folder.glob("step_*")
+        if (match := _NAME.fullmatch(path.name))
+    )
 
 
 def _saved_step(path: Path) -> int | None:
-    """The step after which a checkpoint was saved. None if it cannot be read: later reads will report the damage."""
+    """The step after which a checkpoint was saved.
+
+    None if it cannot be read: later reads will report the damage.
+    """
     try:
         return int(json.loads((path / STATE).read_bytes())["state"]["step"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -72,19 +92,27 @@ def _saved_step(path: Path) -> int | None:
 
 
 def exported_steps(run_dir: Path | str) -> set[int]:
-    return {int(match[1]) for path in (Path(run_dir) / "hf").glob("step_*") if (match := _NAME.fullmatch(path.name))}
+    return {
+        int(match[1])
+        for path in (Path(run_dir) / "hf").glob("step_*")
+        if (match := _NAME.fullmatch(path.name))
+    }
 
 
 def remove_leftovers(run_dir: Path | str) -> None:
-    """Removes half-written and half-removed checkpoints and exports of dead processes. Call it while no process of the run is running."""
+    """Removes half-written and half-removed checkpoints and exports of dead processes.
+
+    Call it while no process of the run is running.
+    """
     for folder, ending in itertools.product(("checkpoints", "hf"), ("partial", "removing", "old")):
         for path in Path(run_dir).glob(f"{folder}/step_*.{ending}"):
             shutil.rmtree(path)
 
 
 def make_room(run_dir: Path | str, spared: Collection[int] = ()) -> None:
-    """If the disk has no room for another checkpoint of the newest one's size, removes old checkpoints. Keeps the newest, and those of the
-    steps `spared`."""
+    """If the disk has no room for another checkpoint of the newest one's size, removes old
+    checkpoints. Keeps the newest, and those of the steps `spared`.
+    """
     complete = complete_checkpoints(run_dir)
     if not complete:
         return
@@ -93,13 +121,19 @@ def make_room(run_dir: Path | str, spared: Collection[int] = ()) -> None:
     for path in (path for step, path in complete[:-1] if step not in spared):
         if (free_bytes := shutil.disk_usage(newest).free) >= needed_bytes:
             return
-        print(f"{free_bytes} bytes are free for a checkpoint of {needed_bytes}: {path} is removed first", flush=True)
+        print(
+            f"{free_bytes} bytes are free for a checkpoint of {needed_bytes}: {path} is removed first",
+            flush=True,
+        )
         remove_whole(path)
 
 
 def prune_checkpoints(run_dir: Path | str, keep: int, spared: Collection[int] = ()) -> None:
-    """Removes all checkpoints but the newest `keep` and those of the steps `spared`. If one cannot be removed (on NFS, an open file leaves
-    a remnant), prints that; the next launch tries again."""
+    """Removes all checkpoints but the newest `keep` and those of the steps `spared`.
+
+    If one cannot be removed (on NFS, an open file leaves a remnant), prints that; the next launch
+    tries again.
+    """
     found = complete_checkpoints(run_dir)
     for step, path in found[: max(0, len(found) - keep)]:
         if step not in spared:
@@ -117,11 +151,13 @@ def remove_whole(path: Path) -> None:
         print(f"{path} could not be removed: {error}", flush=True)
 
 
-# The index of a checkpoint folder, which distinguishes complete files from damaged ones. Needs no torch, since the launcher uses it too.
+# The index of a checkpoint folder, which distinguishes complete files from damaged ones. Needs no
+# torch, since the launcher uses it too.
 #
-# `index.msgpack` is written last. It lists every other file with its size. For small files it has a digest. For files with tensors it has
-# the place of each box, and the box's share in its tensor's hash (kernels/audit.py). It begins with a digest of its own content. So every
-# byte of a checkpoint is covered.
+# `index.msgpack` is written last. It lists every other file with its size. For small files it has a
+# digest. For files with tensors it has the place of each box, and the box's share in its tensor's
+# hash (kernels/audit.py). It begins with a digest of its own content. So every byte of a checkpoint
+# is covered.
 
 
 INDEX_FILE = "index.msgpack"
@@ -131,8 +167,10 @@ _DIGEST_BYTES = 32
 
 
 class CheckpointError(RunError):
-    """A checkpoint is damaged or missing. The message names the checkpoint and the file, and says what to do. `problem`: its middle
-    part."""
+    """A checkpoint is damaged or missing.
+
+    The message names the checkpoint and the file, and says what to do. `problem`: its middle part.
+    """
 
     def __init__(self, message: str, problem: str = ""):
         super().__init__(message)
@@ -140,16 +178,25 @@ class CheckpointError(RunError):
 
 
 def unusable(folder: Path | str, problem: str) -> CheckpointError:
-    """The error about a checkpoint. A critic's folder inside a checkpoint must not be moved away alone, so the error names the outer
-    one."""
+    """The error about a checkpoint.
+
+    A critic's folder inside a checkpoint must not be moved away alone, so the error names the outer
+    one.
+    """
     folder = Path(folder)
     if folder.name == CRITIC:
-        folder, problem = folder.parent, f"in {CRITIC}/: {problem}"
-    return CheckpointError(f"checkpoint {folder} cannot be used: {problem}. Move it away to use the one before it", problem)
+        folder = folder.parent
+        problem = f"in {CRITIC}/: {problem}"
+    return CheckpointError(
+        f"checkpoint {folder} cannot be used: {problem}. Move it away to use the one before it",
+        problem,
+    )
 
 
 class StoredBox(msgspec.Struct, frozen=True, array_like=True):
-    """The elements of a tensor's box (`start`, `shape`), stored row by row at `offset` in file number `file`."""
+    """The elements of a tensor's box (`start`, `shape`), stored row by row at `offset` in file
+    number `file`.
+    """
 
     file: int
     offset: int
@@ -189,7 +236,8 @@ class Index(msgspec.Struct, frozen=True):
     dtype: str  # of the model that was trained
     files: list[StoredFile]
     tensors: dict[str, StoredTensor]
-    live: dict[str, int]  # name with the kind `live` -> hash of the logical tensor in the model's own dtype
+    # name with the kind `live` -> hash of the logical tensor in the model's own dtype
+    live: dict[str, int]
 
     def write(self, folder: Path) -> None:
         body = msgspec.msgpack.encode(self)
@@ -200,22 +248,35 @@ class Index(msgspec.Struct, frozen=True):
         """Reads the index of `folder`. Raises CheckpointError if it is missing or damaged."""
         path = Path(folder) / INDEX_FILE
         if not path.exists():
-            there = "it was written by an earlier version of MegaRL" if (path.parent / ".metadata").exists() else "it is not complete"
+            there = (
+                "it was written by an earlier version of MegaRL"
+                if (path.parent / ".metadata").exists()
+                else "it is not complete"
+            )
             raise unusable(folder, f"{there}: {INDEX_FILE} is missing")
         content = _content(path, folder)
-        found, body = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        found = content[:_DIGEST_BYTES]
+        body = content[_DIGEST_BYTES:]
         if digest(body) != found:
             raise unusable(folder, f"{INDEX_FILE} is damaged")
         if (written := msgspec.msgpack.decode(body, type=_Head).format) != FORMAT:
-            raise unusable(folder, f"{INDEX_FILE} has format {written}; this version of MegaRL reads format {FORMAT}")
+            raise unusable(
+                folder,
+                f"{INDEX_FILE} has format {written}; this version of MegaRL reads format {FORMAT}",
+            )
         return msgspec.msgpack.decode(body, type=cls)
 
     def check(self, folder: Path | str, files: Iterable[StoredFile] | None = None) -> None:
-        """Checks that `files` (by default all) exist with the right sizes, and that small ones have the right contents.
+        """Checks that `files` (by default all) exist with the right sizes, and that small ones have
+        the right contents.
 
         Raises CheckpointError that names a wrong file.
         """
-        problems = [problem for file in (self.files if files is None else files) if (problem := _problem(Path(folder), file))]
+        problems = [
+            problem
+            for file in (self.files if files is None else files)
+            if (problem := _problem(Path(folder), file))
+        ]
         if problems:
             raise unusable(folder, "; ".join(problems))
 
@@ -230,7 +291,10 @@ class Index(msgspec.Struct, frozen=True):
 
 def check_checkpoint_files(folder: Path | str) -> None:
     """Makes all checks that do not read tensors. Raises CheckpointError."""
-    for part in (Path(folder), *(path.parent for path in Path(folder).glob(f"{CRITIC}/{INDEX_FILE}"))):
+    for part in (
+        Path(folder),
+        *(path.parent for path in Path(folder).glob(f"{CRITIC}/{INDEX_FILE}")),
+    ):
         Index.read(part).check(part)
 
 
@@ -247,7 +311,10 @@ def listed_file(folder: Path, name: str) -> StoredFile:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Writes a file, and returns when its content is on disk. The file's name is durable only after the folder is synchronised too."""
+    """Writes a file, and returns when its content is on disk.
+
+    The file's name is durable only after the folder is synchronised too.
+    """
     with open(path, "wb") as file:
         file.write(content)
         file.flush()
@@ -285,33 +352,49 @@ def _content(path: Path, folder: Path | str) -> bytes:
 
 def scores_to_choose_by(config: RunConfig) -> list[str]:
     """The keys in metrics.jsonl of held-out scores that are better when higher."""
-    graded = any(part.role is not None for part in parts_in_evaluation(config))  # if so, no answer counts as right or wrong
+    # if so, no answer counts as right or wrong
+    graded = any(part.role is not None for part in parts_in_evaluation(config))
     keys: list[str] = []
     for name, _, _, suite in held_out(config):
         samples = (suite.samples if suite else None) or config.eval.samples
-        right = [] if graded else ["pass@1", *([f"pass@{samples}", f"avg@{samples}"] if samples > 1 else [])]
+        right = (
+            []
+            if graded
+            else ["pass@1", *([f"pass@{samples}", f"avg@{samples}"] if samples > 1 else [])]
+        )
         keys += ["/".join(("eval", *name.split(), score)) for score in (*right, "reward/mean")]
     return keys
 
 
 def check_best(config: RunConfig) -> Iterable[str]:
-    """Problems with checkpoint.keep_best. A version can only be kept if it is both evaluated and saved."""
-    key, keys = config.checkpoint.keep_best, scores_to_choose_by(config)
+    """Problems with checkpoint.keep_best.
+
+    A version can only be kept if it is both evaluated and saved.
+    """
+    key = config.checkpoint.keep_best
+    keys = scores_to_choose_by(config)
     if key is None:
         return
     if key not in keys:
         yield f"checkpoint.keep_best={key}: must be " + (
-            f"one of {', '.join(keys)}{did_you_mean(alike(key, keys))}" if keys else "null without a held-out set"
+            f"one of {', '.join(keys)}{did_you_mean(alike(key, keys))}"
+            if keys
+            else "null without a held-out set"
         )
-    every, saved = config.eval.every, config.checkpoint.every
+    every = config.eval.every
+    saved = config.checkpoint.every
     if every == 0 or saved == 0 or every % saved:
-        yield f"checkpoint.keep_best={key}: needs eval.every={every} to be a multiple of checkpoint.every={saved}, and neither to be 0"
+        yield (
+            f"checkpoint.keep_best={key}: needs eval.every={every} to be a multiple of "
+            f"checkpoint.every={saved}, and neither to be 0"
+        )
 
 
 # Checks that a run with checkpoints can be resumed with this config, and lists changed settings.
 
 
-# Checkpoints, the order of prompts and the meaning of the reward depend on these settings. Parallel sizes may change.
+# Checkpoints, the order of prompts and the meaning of the reward depend on these settings. Parallel
+# sizes may change.
 FIXED_KEYS = (
     "model.path",
     "model.tokenizer",
@@ -353,8 +436,13 @@ _SCORING_KEYS = (
         )
     ),
 )
-# With data.bad_rows=drop, these settings also decide which rows are left out, and so the order of the others.
-_ROOM_KEYS = ("rollout.max_tokens", "generator.kv_cache_tokens", "generator.groups.NAME.kv_cache_tokens")
+# With data.bad_rows=drop, these settings also decide which rows are left out, and so the order of
+# the others.
+_ROOM_KEYS = (
+    "rollout.max_tokens",
+    "generator.kv_cache_tokens",
+    "generator.groups.NAME.kv_cache_tokens",
+)
 
 
 def check_resume(config: RunConfig) -> Iterable[str]:
@@ -363,24 +451,34 @@ def check_resume(config: RunConfig) -> Iterable[str]:
     try:
         before = _earlier(config)
     except ConfigError as error:
-        yield f"run_dir={config.run_dir}: its config.yaml cannot be read ({error.problems[0]}); use another run_dir"
+        yield (
+            f"run_dir={config.run_dir}: its config.yaml cannot be read ({error.problems[0]}); "
+            "use another run_dir"
+        )
         return
     fixed = {*FIXED_KEYS, *(_ROOM_KEYS if config.data.bad_rows == DROP else ())}
     if (Path(config.run_dir) / contents.FILE).is_file():
         fixed -= {*contents.KEYS}  # the launcher compares what they lead to
     yield from _begun_otherwise(before, config, fixed)
     if not config.checkpoint.accept_changed_data:
-        yield from _begun_otherwise(before, config, _SCORING_KEYS, f", or set {contents.ACCEPT}=true")
+        yield from _begun_otherwise(
+            before, config, _SCORING_KEYS, f", or set {contents.ACCEPT}=true"
+        )
 
 
 def check_exported(config: RunConfig) -> Iterable[str]:
-    """Problems if an export would lack the layer for multi-token prediction though its checkpoint has it."""
+    """Problems if an export would lack the layer for multi-token prediction though its checkpoint
+    has it.
+    """
     yield from check_names(config.run_dir)
-    with contextlib.suppress(ConfigError):  # a checkpoint can be exported without the run's settings
+    # a checkpoint can be exported without the run's settings
+    with contextlib.suppress(ConfigError):
         yield from _begun_otherwise(_earlier(config), config, ("trainer.mtp",))
 
 
-def _begun_otherwise(before: Mapping[str, Any], config: RunConfig, fixed: Collection[str], more: str = "") -> Iterable[str]:
+def _begun_otherwise(
+    before: Mapping[str, Any], config: RunConfig, fixed: Collection[str], more: str = ""
+) -> Iterable[str]:
     for key, value in differences(before, config).items():
         if general(key) in fixed:
             now = yaml_text(value_at(config, key))
@@ -393,18 +491,24 @@ def changes(config: RunConfig) -> list[str]:
     if not _settings_before(config).is_file():
         return [f"it is not known which, since {_settings_before(config)} is gone"]
     return [
-        f"{key}={yaml_text(value_at(config, key))}, was {yaml_text(value)}" for key, value in differences(_earlier(config), config).items()
+        f"{key}={yaml_text(value_at(config, key))}, was {yaml_text(value)}"
+        for key, value in differences(_earlier(config), config).items()
     ]
 
 
 def differences(before: Mapping[str, Any], now: RunConfig) -> dict[str, Any]:
-    """Setting -> its value in `before`, for all settings that have changed. The value is None for settings under new names."""
+    """Setting -> its value in `before`, for all settings that have changed.
+
+    The value is None for settings under new names.
+    """
     keys = dict.fromkeys((*before, *keys_of(now))) if before else ()
     return {key: before.get(key) for key in keys if before.get(key) != value_at(now, key)}
 
 
 def _earlier(config: RunConfig) -> Mapping[str, Any]:
-    """The earlier settings of the run in `config.run_dir`; empty if there is no checkpoint to resume from. Raises ConfigError."""
+    """The earlier settings of the run in `config.run_dir`; empty if there is no checkpoint to
+    resume from. Raises ConfigError.
+    """
     written = _settings_before(config)
     if not written.is_file() or not complete_checkpoints(config.run_dir):
         return {}
@@ -413,7 +517,9 @@ def _earlier(config: RunConfig) -> Mapping[str, Any]:
 
 
 def value_before(config: RunConfig, key: str) -> Any:
-    """A setting of the run in `config.run_dir`; None if no run has left a checkpoint there, or its settings cannot be read."""
+    """A setting of the run in `config.run_dir`; None if no run has left a checkpoint there, or its
+    settings cannot be read.
+    """
     with contextlib.suppress(ConfigError):
         return _earlier(config).get(key)
     return None

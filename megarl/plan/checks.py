@@ -38,7 +38,12 @@ from megarl.plan.topologies import generator_topology, gpus_per_node, trainer_to
 from megarl.plan.vendor_settings import check_megatron_settings, check_server_args
 from megarl.plan.weights import Weights, check_begun_warm_start, check_warm_start
 from megarl.reshard.forwarding import ENGINES
-from megarl.reshard.layout import QUANTISATIONS, generator_parameters, stage_of_layer, trainer_parameters
+from megarl.reshard.layout import (
+    QUANTISATIONS,
+    generator_parameters,
+    stage_of_layer,
+    trainer_parameters,
+)
 from megarl.rewards import score
 from megarl.rewards.score import parts_of
 from megarl.roles.plan import check_reward, check_roles, pairwise
@@ -46,15 +51,23 @@ from megarl.speculative.plan import check_draft_model, check_speculative
 from megarl.speculative.settings import NONE
 from megarl.teachers.plan import check_distillation
 
-# Checks of engine groups (`generator.groups`): each group is checked as if the run had no other engines.
+# Checks of engine groups (`generator.groups`): each group is checked as if the run had no other
+# engines.
 
 
 GROUP_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 
 
-def problems_by_group(config: RunConfig, checks: Iterable[Callable[[RunConfig], Iterable[str]]]) -> list[str]:
-    """The problems that `checks` find in each group, without duplicates, named by the keys to change. WHOLE_CHECKS get the whole config."""
-    shapes = {name: (config.generator.groups.get(name), shape) for name, shape in config.generator.shapes.items()}
+def problems_by_group(
+    config: RunConfig, checks: Iterable[Callable[[RunConfig], Iterable[str]]]
+) -> list[str]:
+    """The problems that `checks` find in each group, without duplicates, named by the keys to
+    change. WHOLE_CHECKS get the whole config.
+    """
+    shapes = {
+        name: (config.generator.groups.get(name), shape)
+        for name, shape in config.generator.shapes.items()
+    }
     if config.eval.engines and "" not in shapes:
         shapes[""] = None, replace(config.generator, groups={})  # of the engines that only evaluate
     alone = [(name, own, replace(config, generator=shape)) for name, (own, shape) in shapes.items()]
@@ -69,48 +82,79 @@ def _in_keys_of(name: str, own: GroupConfig | None, problem: str) -> str:
     """`problem`, with generator's keys replaced by those of the group that sets them."""
     given = [each.name for each in fields(own) if getattr(own, each.name)] if own else []
     own_key = f"generator.groups.{name}."
-    return re.sub(rf"\bgenerator\.({'|'.join(given)})\b", lambda found: own_key + found[1], problem) if given else problem
+    return (
+        re.sub(rf"\bgenerator\.({'|'.join(given)})\b", lambda found: own_key + found[1], problem)
+        if given
+        else problem
+    )
 
 
 def check_groups(config: RunConfig) -> Iterable[str]:
-    """Problems between groups. Since fp8 values and amax are kept per tensor, all quantised groups must have the same format."""
-    groups = config.generator.shapes if any(group is not None for group in config.generator.groups.values()) else {}
+    """Problems between groups.
+
+    Since fp8 values and amax are kept per tensor, all quantised groups must have the same format.
+    """
+    groups = (
+        config.generator.shapes
+        if any(group is not None for group in config.generator.groups.values())
+        else {}
+    )
     for name in groups:
         if not GROUP_NAME.fullmatch(name):
             yield f"generator.groups.{name or repr(name)}: its name must be letters, digits, - and _"
-    if (ranks := sum(shape.engines * shape.tp for shape in groups.values())) > MAX_RANKS and len(groups) > 1:
+    if (ranks := sum(shape.engines * shape.tp for shape in groups.values())) > MAX_RANKS and len(
+        groups
+    ) > 1:
         yield f"generator.groups: {ranks} ranks; at most {MAX_RANKS} can be planned"
     if groups and config.weights.relay == ENGINES:
         yield f"weights.relay={ENGINES}: must be auto or off with generator.groups"
     formats = {shape.quantization: name for name, shape in groups.items() if shape.quantization}
     if len(formats) > 1:
-        listed = " and ".join(f"generator.groups.{name}.quantization={format}" for format, name in formats.items())
+        listed = " and ".join(
+            f"generator.groups.{name}.quantization={format}" for format, name in formats.items()
+        )
         yield f"{listed}: must be one format; other groups may have {UNQUANTISED}"
 
 
 def check_sharing(config: RunConfig) -> Iterable[str]:
     if config.cluster.share_gpus and config.weights.transport == "nccl":
         why = "NCCL refuses two ranks of a communicator on one GPU"
-        yield f"weights.transport=nccl: must be auto, cuda_ipc, mooncake or gloo with cluster.share_gpus=true: {why}"
+        yield (
+            "weights.transport=nccl: must be auto, cuda_ipc, mooncake or gloo with "
+            f"cluster.share_gpus=true: {why}"
+        )
 
 
 def check_deterministic(config: RunConfig) -> Iterable[str]:
-    """Problems with `deterministic`: what makes the last bits of a response depend on other requests, or on which engine answers."""
+    """Problems with `deterministic`: what makes the last bits of a response depend on other
+    requests, or on which engine answers.
+    """
     if not config.deterministic:
         return
     if len(config.generator.shapes) > 1:
-        yield "deterministic=true: must be false with several generator.groups: chance decides which answers, and each rounds otherwise"
+        yield (
+            "deterministic=true: must be false with several generator.groups: chance decides "
+            "which answers, and each rounds otherwise"
+        )
     if config.generator.speculative.algorithm != NONE:
-        yield "deterministic=true: must be false with generator.speculative: how many tokens a pass computes changes their last bits"
+        yield (
+            "deterministic=true: must be false with generator.speculative: how many tokens a "
+            "pass computes changes their last bits"
+        )
     if config.lora.rank:
-        yield "deterministic=true: must be false with lora.rank: how many requests an adapter multiplies at once changes their last bits"
+        yield (
+            "deterministic=true: must be false with lora.rank: how many requests an adapter "
+            "multiplies at once changes their last bits"
+        )
 
 
-# Checks for runs with fp8 engines: SGLang's blocks must fit the sizes, and settings must not contradict the format.
+# Checks for runs with fp8 engines: SGLang's blocks must fit the sizes, and settings must not
+# contradict the format.
 
 
 BLOCK = 128  # rows and columns of fp8_block
-_KEEP_BLOCKS = {  # argument of SGLang: (its default on Blackwell, a value that keeps blocks unchanged)
+# argument of SGLang: (its default on Blackwell, a value that keeps blocks unchanged)
+_KEEP_BLOCKS = {
     "fp8_gemm_runner_backend": ("auto", ("flashinfer_trtllm", "triton")),
     "moe_runner_backend": ("triton", ("triton",)),
 }
@@ -121,43 +165,74 @@ def check_format_arguments(config: RunConfig) -> Iterable[str]:
     quantization = config.generator.quantization
     for name in _DECIDED if quantization else ():
         if name in config.generator.server_args:
-            yield f"generator.server_args.{name}: must be left out with generator.quantization={quantization}, which decides it"
+            yield (
+                f"generator.server_args.{name}: must be left out with "
+                f"generator.quantization={quantization}, which decides it"
+            )
 
 
 def check_ampere(config: RunConfig) -> Iterable[str]:
     if config.cluster.gpu == "A100" and config.generator.quantization is not None:
-        yield f"generator.quantization={config.generator.quantization}: must be null with cluster.gpu=A100, which has no fp8"
+        yield (
+            f"generator.quantization={config.generator.quantization}: must be null with "
+            "cluster.gpu=A100, which has no fp8"
+        )
 
 
 BLACKWELL = ("B200", "B300", "GB200", "GB300")
 
 
 def check_blackwell_blocks(config: RunConfig) -> Iterable[str]:
-    return repacked_blocks(config, f"cluster.gpu={config.cluster.gpu}") if config.cluster.gpu in BLACKWELL else ()
+    return (
+        repacked_blocks(config, f"cluster.gpu={config.cluster.gpu}")
+        if config.cluster.gpu in BLACKWELL
+        else ()
+    )
 
 
 def repacked_blocks(config: RunConfig, where: str) -> Iterable[str]:
-    """Refuses DeepGEMM on GPUs of compute capability 10, `where`. There SGLang (0.5.23) quantises weights again after loading, with scales
-    that are powers of two, and packs these (requant_block_scale_ue8m0_for_deepgemm). Direct writes do neither."""
-    for name, (chosen, kept) in _KEEP_BLOCKS.items() if config.generator.quantization == "fp8_block" else ():
+    """Refuses DeepGEMM on GPUs of compute capability 10, `where`.
+
+    There SGLang (0.5.23) quantises weights again after loading, with scales that are powers of two,
+    and packs these (requant_block_scale_ue8m0_for_deepgemm). Direct writes do neither.
+    """
+    for name, (chosen, kept) in (
+        _KEEP_BLOCKS.items() if config.generator.quantization == "fp8_block" else ()
+    ):
         if (backend := config.generator.server_args.get(name, chosen)) not in kept:
             needed = f"generator.server_args.{name} of {' or '.join(kept)}"
-            yield f"generator.quantization=fp8_block: with {where} needs {needed}; it is {backend}, which repacks the scales"
+            yield (
+                f"generator.quantization=fp8_block: with {where} needs {needed}; it is "
+                f"{backend}, which repacks the scales"
+            )
 
 
 def check_dtype_of_gpus(config: RunConfig) -> Iterable[str]:
     """As generator.server refuses it on the GPUs themselves."""
-    if config.cluster.gpu != "cpu" and config.model.dtype == "float32" and "attention_backend" not in config.generator.server_args:
-        yield f"model.dtype=float32: must be bfloat16 for engines on {config.cluster.gpu}: SGLang's kernels there compute in 16 bits"
+    if (
+        config.cluster.gpu != "cpu"
+        and config.model.dtype == "float32"
+        and "attention_backend" not in config.generator.server_args
+    ):
+        yield (
+            f"model.dtype=float32: must be bfloat16 for engines on {config.cluster.gpu}: "
+            "SGLang's kernels there compute in 16 bits"
+        )
 
 
 def check_whole_nodes(config: RunConfig) -> Iterable[str]:
     """As the launcher refuses it when it places the engines (launch/nodes.py)."""
-    slots, sizes = gpus_per_node(config), {"generator": config.generator.tp}
+    slots = gpus_per_node(config)
+    sizes = {"generator": config.generator.tp}
     sizes |= {f"roles.{name}": role.tp for name, role in config.roles.items() if role is not None}
-    for section, tp in sizes.items() if config.cluster.gpu != "cpu" or config.launch.ranks_per_node else ():
+    for section, tp in (
+        sizes.items() if config.cluster.gpu != "cpu" or config.launch.ranks_per_node else ()
+    ):
         if tp > slots and tp % slots:
-            yield f"{section}.tp={tp}: an engine larger than a node must fill whole nodes of {slots} slots"
+            yield (
+                f"{section}.tp={tp}: an engine larger than a node must fill whole nodes of "
+                f"{slots} slots"
+            )
 
 
 def check_evaluated_format(config: RunConfig) -> Iterable[str]:
@@ -166,44 +241,77 @@ def check_evaluated_format(config: RunConfig) -> Iterable[str]:
         quantization = f"generator.quantization={config.generator.quantization}"
         yield f"{quantization}: must be null for megarl eval, which serves the checkpoint as it is"
     if config.generator.server_args.get("load_format") == "dummy":
-        yield "generator.server_args.load_format=dummy: must be left out for megarl eval: no update would write the weights"
+        yield (
+            "generator.server_args.load_format=dummy: must be left out for megarl eval: no "
+            "update would write the weights"
+        )
 
 
 def check_format(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """Refuses formats other than blocks for three kinds of models. SGLang derives tensors of latent attention from kv_b_proj, and does not
-    expect it to be transposed. Its GLM-4.5 (models/glm4_moe.py) reads the block size from the format of fp8 shared experts. Gated delta
-    nets have a small projection that is not quantised; only the format of blocks can express that."""
+    """Refuses formats other than blocks for three kinds of models.
+
+    SGLang derives tensors of latent attention from kv_b_proj, and does not expect it to be
+    transposed. Its GLM-4.5 (models/glm4_moe.py) reads the block size from the format of fp8 shared
+    experts. Gated delta nets have a small projection that is not quantised; only the format of
+    blocks can express that.
+    """
     quantization = config.generator.quantization
-    if (spec.kv_lora_rank or spec.linear_layers or spec.family == "glm4_moe") and quantization not in (None, "fp8_block"):
-        yield f"generator.quantization={quantization}: must be null or fp8_block for a {spec.family} model"
+    if (
+        spec.kv_lora_rank or spec.linear_layers or spec.family == "glm4_moe"
+    ) and quantization not in (None, "fp8_block"):
+        yield (
+            f"generator.quantization={quantization}: must be null or fp8_block for a "
+            f"{spec.family} model"
+        )
 
 
-# Checks settings against the model. Each check yields problems: the key, its value, what is allowed.
+# Checks settings against the model. Each check yields problems: the key, its value, what is
+# allowed.
 
 
 ModelCheck = Callable[[RunConfig, ModelSpec], Iterable[str]]
 
 
 def check_experts(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    sizes = {"trainer.ep": config.trainer.ep, "trainer.etp": config.trainer.etp, "generator.ep": config.generator.ep}
+    sizes = {
+        "trainer.ep": config.trainer.ep,
+        "trainer.etp": config.trainer.etp,
+        "generator.ep": config.generator.ep,
+    }
     if not spec.num_experts:
-        yield from (f"{key}={value}: must be 1: a {spec.family} model has no experts" for key, value in sizes.items() if value > 1)
+        yield from (
+            f"{key}={value}: must be 1: a {spec.family} model has no experts"
+            for key, value in sizes.items()
+            if value > 1
+        )
 
 
 def check_expert_biases(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """Refuses etp for experts with biases, as Megatron does (transformer_config.py:2280): each rank with a part would add the bias."""
+    """Refuses etp for experts with biases, as Megatron does (transformer_config.py:2280): each rank
+    with a part would add the bias.
+    """
     if spec.num_experts and spec.linear_bias and config.trainer.etp > 1:
-        yield f"trainer.etp={config.trainer.etp}: must be 1: the experts of a {spec.family} model have biases"
+        yield (
+            f"trainer.etp={config.trainer.etp}: must be 1: the experts of a {spec.family} model "
+            "have biases"
+        )
 
 
 def check_shared_experts(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """On a CPU, SGLang pads the rows of each shared expert separately. The layouts here do not support that for several of them."""
-    rows, tp = spec.expert_intermediate_size, config.generator.tp
+    """On a CPU, SGLang pads the rows of each shared expert separately.
+
+    The layouts here do not support that for several of them.
+    """
+    rows = spec.expert_intermediate_size
+    tp = config.generator.tp
     shared = spec.shared_intermediate_size // rows if rows else 0
     if config.cluster.gpu == "cpu" and shared > 1 and rows % (SGLANG_CPU_PADDING * tp):
         fit = [n for n in range(1, tp) if tp % n == 0 and rows % (SGLANG_CPU_PADDING * n) == 0]
         advice = f"generator.tp={fit[-1]} would do" if fit else "they cannot serve it"
-        needed = f"must be a multiple of {SGLANG_CPU_PADDING} * generator.tp={tp} on CPUs, or its {shared} shared experts are padded"
+        needed = (
+            f"must be a multiple of {SGLANG_CPU_PADDING} * generator.tp={tp} on CPUs, or its "
+            f"{shared} shared experts are padded"
+        )
         yield f"model.path={config.model.path}: the {rows} ffn rows of an expert {needed}; {advice}"
 
 
@@ -213,29 +321,48 @@ def check_routing_replay(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 
 
 def check_expert_sequences(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """Requires sequence parallelism, as Megatron does: otherwise every tensor rank would send the same tokens to the experts."""
+    """Requires sequence parallelism, as Megatron does: otherwise every tensor rank would send the
+    same tokens to the experts.
+    """
     if spec.num_experts and config.trainer.tp > 1 and not config.trainer.sequence_parallel:
-        yield f"trainer.sequence_parallel=false: must be true for a model with experts at trainer.tp={config.trainer.tp}"
+        yield (
+            "trainer.sequence_parallel=false: must be true for a model with experts at "
+            f"trainer.tp={config.trainer.tp}"
+        )
 
 
 def check_sizes(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """Refuses sizes that the layouts cannot cut. CPU engines could pad, but GPU engines do not, so the rules for GPUs hold for both."""
+    """Refuses sizes that the layouts cannot cut.
+
+    CPU engines could pad, but GPU engines do not, so the rules for GPUs hold for both.
+    """
     t, g = trainer_topology(config.trainer), generator_topology(config.generator)
     yield from problems_of(
         lambda: trainer_parameters(spec, t, "local" if config.cluster.gpu == "cpu" else "te"),
-        lambda: generator_parameters(spec, g, "cuda", QUANTISATIONS.get(config.generator.quantization or "")),
+        lambda: generator_parameters(
+            spec, g, "cuda", QUANTISATIONS.get(config.generator.quantization or "")
+        ),
         lambda: stage_of_layer(spec.num_layers, t),
     )
     if spec.linear_key_heads % (t.tp * t.cp):
         heads = f"the model's {spec.linear_key_heads} key heads of gated delta nets"
-        yield f"trainer.tp={t.tp} * trainer.cp={t.cp}: must divide {heads}, which context parallelism shares out too"
+        yield (
+            f"trainer.tp={t.tp} * trainer.cp={t.cp}: must divide {heads}, which context "
+            "parallelism shares out too"
+        )
     if t.tp > spec.num_kv_heads and t.tp % spec.num_kv_heads == 0 and not spec.kv_lora_rank:
         yield f"trainer.tp={t.tp}: must be at most the model's {spec.num_kv_heads} key-value heads"
     if g.tp > spec.num_kv_heads and spec.qk_norm_of_all_heads:
         norm = "SGLang shards the norm of all keys, but repeats the heads"
-        yield f"generator.tp={g.tp}: must be at most the model's {spec.num_kv_heads} key-value heads: {norm}"
+        yield (
+            f"generator.tp={g.tp}: must be at most the model's {spec.num_kv_heads} key-value "
+            f"heads: {norm}"
+        )
     if g.dp_attention > config.generator.max_concurrency:
-        yield f"generator.max_concurrency={config.generator.max_concurrency}: must be at least generator.dp_attention={g.dp_attention}"
+        yield (
+            f"generator.max_concurrency={config.generator.max_concurrency}: must be at least "
+            f"generator.dp_attention={g.dp_attention}"
+        )
 
 
 def check_rope(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
@@ -243,18 +370,31 @@ def check_rope(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     of_family = {"gpt_oss": ("yarn",)}.get(spec.family, ("default", "linear", "llama3"))
     allowed = ("default", "yarn") if spec.kv_lora_rank else of_family
     if spec.rope_type not in allowed:
-        yield f"model.path={config.model.path}: its rope_scaling of type {spec.rope_type} must be one of {', '.join(allowed)}"
+        yield (
+            f"model.path={config.model.path}: its rope_scaling of type {spec.rope_type} must be "
+            f"one of {', '.join(allowed)}"
+        )
 
 
 def check_sinks(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """Refuses backends that do not support sinks as needed: in Transformer Engine (attention/dot_product_attention/utils.py:746) and
-    SGLang."""
+    """Refuses backends that do not support sinks as needed: in Transformer Engine
+    (attention/dot_product_attention/utils.py:746) and SGLang.
+    """
     if not spec.sinks or config.cluster.gpu == "cpu":
         return
     if config.trainer.cp > 1 and config.trainer.megatron.get("cp_comm_type") != "a2a":
-        yield f"trainer.megatron.cp_comm_type: must be a2a with trainer.cp={config.trainer.cp}: a {spec.family} model has sinks"
-    if config.cluster.gpu == "B200" and config.generator.server_args.get("attention_backend") in (None, "trtllm_mha"):
-        yield "generator.server_args.attention_backend: must be triton: trtllm_mha keeps sinks in float32 (models/gpt_oss.py:428)"
+        yield (
+            f"trainer.megatron.cp_comm_type: must be a2a with trainer.cp={config.trainer.cp}: a "
+            f"{spec.family} model has sinks"
+        )
+    if config.cluster.gpu == "B200" and config.generator.server_args.get("attention_backend") in (
+        None,
+        "trtllm_mha",
+    ):
+        yield (
+            "generator.server_args.attention_backend: must be triton: trtllm_mha keeps sinks in "
+            "float32 (models/gpt_oss.py:428)"
+        )
 
 
 def check_router(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
@@ -262,10 +402,16 @@ def check_router(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 
 
 def _router_problems(spec: ModelSpec) -> Iterable[str]:
-    """Problems with routers that Megatron cannot train, or that it computes differently from Hugging Face and SGLang."""
+    """Problems with routers that Megatron cannot train, or that it computes differently from
+    Hugging Face and SGLang.
+    """
     if spec.topk_groups < spec.num_expert_groups and spec.experts_per_token != 2 * spec.topk_groups:
-        # Megatron scores a group by num_experts_per_tok // topk_group of its experts, Hugging Face and SGLang by two.
-        yield f"num_experts_per_tok = {spec.experts_per_token} must be twice topk_group = {spec.topk_groups}"
+        # Megatron scores a group by num_experts_per_tok // topk_group of its experts, Hugging Face
+        # and SGLang by two.
+        yield (
+            f"num_experts_per_tok = {spec.experts_per_token} must be twice topk_group = "
+            f"{spec.topk_groups}"
+        )
     if spec.score_function == "sigmoid" and not spec.norm_topk_prob:
         yield "norm_topk_prob must be true for a router of sigmoid scores"
     if spec.num_experts and spec.experts_per_token == 1 and spec.norm_topk_prob:
@@ -273,11 +419,16 @@ def _router_problems(spec: ModelSpec) -> Iterable[str]:
 
 
 def check_lengths(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """Requires room for a response and at least one prompt token. The prompts are checked with the data."""
+    """Requires room for a response and at least one prompt token.
+
+    The prompts are checked with the data.
+    """
     room = {"the model's context of": spec.max_position_embeddings}
     train_room = {"trainer.max_tokens_per_microbatch =": config.trainer.max_tokens_per_microbatch}
     if config.generator.kv_cache_tokens is not None:
-        key = "generator.kv_cache_tokens" + " / generator.dp_attention" * (config.generator.dp_attention > 1)
+        key = "generator.kv_cache_tokens" + " / generator.dp_attention" * (
+            config.generator.dp_attention > 1
+        )
         room[f"{key} ="] = config.generator.kv_cache_tokens // max(1, config.generator.dp_attention)
     for key, length, limits in (
         ("rollout.max_tokens", config.rollout.max_tokens, room | train_room),
@@ -285,21 +436,34 @@ def check_lengths(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     ):
         for name, limit in limits.items():
             if length >= limit:
-                yield f"{key}={length}: must be less than {name} {limit}, prompt and response together"
+                yield (
+                    f"{key}={length}: must be less than {name} {limit}, prompt and response "
+                    "together"
+                )
 
 
-# SGLang keeps MXFP4 in its own forms (quantization/mxfp4.py:1046), which updates cannot write. With these arguments, an engine of such a
-# checkpoint has its weights in the model's dtype, and serves after the first update.
+# SGLang keeps MXFP4 in its own forms (quantization/mxfp4.py:1046), which updates cannot write. With
+# these arguments, an engine of such a checkpoint has its weights in the model's dtype, and serves
+# after the first update.
 DEQUANTISED = {"json_model_override_args": '{"quantization_config": null}', "load_format": "dummy"}
 
 
 def check_fp8_checkpoint(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     """Refuses quantised checkpoints whose format engines would keep, while updates have another."""
     path = Path(config.model.path, "config.json")
-    quantised = json.loads(path.read_text(encoding="utf-8")).get("quantization_config") if path.is_file() else None
+    quantised = (
+        json.loads(path.read_text(encoding="utf-8")).get("quantization_config")
+        if path.is_file()
+        else None
+    )
     if quantised and quantised.get("quant_method") == "mxfp4":
-        if any(config.generator.server_args.get(name) != value for name, value in DEQUANTISED.items()):
-            yield f"generator.server_args: must have {yaml_text(DEQUANTISED)}, since model.path={config.model.path} is in MXFP4"
+        if any(
+            config.generator.server_args.get(name) != value for name, value in DEQUANTISED.items()
+        ):
+            yield (
+                f"generator.server_args: must have {yaml_text(DEQUANTISED)}, since "
+                f"model.path={config.model.path} is in MXFP4"
+            )
     elif quantised and config.generator.quantization is None:
         way_out = "if its tensors are not, remove quantization_config from its config.json"
         quantised_path = f"model.path={config.model.path} is quantised (quantization_config)"
@@ -309,10 +473,16 @@ def check_fp8_checkpoint(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 def check_vision_tower(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     """Exports copy the vision tower from the checkpoint, and engines are told to leave it out."""
     if spec.vision_tower and config.model.random_init and not Weights(config.model.path).are_there:
-        yield "model.random_init=true: must be false for a model with a vision tower: exports have that of the checkpoint in model.path"
+        yield (
+            "model.random_init=true: must be false for a model with a vision tower: exports "
+            "have that of the checkpoint in model.path"
+        )
     if spec.vision_tower and "json_model_override_args" in config.generator.server_args:
         told = "by which engines are told to serve the language model alone"
-        yield f"generator.server_args.json_model_override_args: must be left out for a model with a vision tower, {told}"
+        yield (
+            "generator.server_args.json_model_override_args: must be left out for a model with "
+            f"a vision tower, {told}"
+        )
 
 
 MODEL_CHECKS: tuple[ModelCheck, ...] = (
@@ -339,18 +509,27 @@ RUN_MODEL_CHECKS: tuple[ModelCheck, ...] = (
 
 SUITE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 MAX_RANKS = 100_000
-TAKEN_NAMES = ("reward", "response_tokens", "version", "ci95")  # metrics such as eval/reward/mean are data.eval's
+# metrics such as eval/reward/mean are data.eval's
+TAKEN_NAMES = ("reward", "response_tokens", "version", "ci95")
 
 ConfigCheck = Callable[[RunConfig], Iterable[str]]
 
 
 def check_ranks(config: RunConfig) -> Iterable[str]:
-    """Refuses huge numbers of ranks, which must be typing errors. Their layouts would fill the memory."""
-    trainer, generator = config.trainer, config.generator
-    for section, axes in (("trainer", {axis: getattr(trainer, axis) for axis in ("tp", "pp", "cp", "dp")}),
-                          ("generator", {axis: getattr(generator, axis) for axis in ("engines", "tp")})):  # fmt: skip
+    """Refuses huge numbers of ranks, which must be typing errors.
+
+    Their layouts would fill the memory.
+    """
+    trainer = config.trainer
+    generator = config.generator
+    for section, axes in (
+        ("trainer", {axis: getattr(trainer, axis) for axis in ("tp", "pp", "cp", "dp")}),
+        ("generator", {axis: getattr(generator, axis) for axis in ("engines", "tp")}),
+    ):
         if (ranks := math.prod(axes.values())) > MAX_RANKS:
-            product = " * ".join(f"{section}.{axis}={size}" for axis, size in axes.items() if size > 1)
+            product = " * ".join(
+                f"{section}.{axis}={size}" for axis, size in axes.items() if size > 1
+            )
             yield f"{product}: {ranks} ranks; at most {MAX_RANKS} can be planned"
 
 
@@ -361,9 +540,14 @@ def check_virtual_stages(config: RunConfig) -> Iterable[str]:
 
 def check_offload(config: RunConfig) -> Iterable[str]:
     if config.trainer.optimizer.offload and config.trainer.zero != 1:
-        yield "trainer.optimizer.offload=true: needs trainer.zero=1, Megatron's distributed optimizer"
+        yield (
+            "trainer.optimizer.offload=true: needs trainer.zero=1, Megatron's distributed optimizer"
+        )
     if config.trainer.optimizer.offload and config.model.dtype != "bfloat16":
-        yield f"trainer.optimizer.offload=true: needs model.dtype=bfloat16; it is {config.model.dtype}"
+        yield (
+            "trainer.optimizer.offload=true: needs model.dtype=bfloat16; it is "
+            f"{config.model.dtype}"
+        )
 
 
 def check_sequence_parallel(config: RunConfig) -> Iterable[str]:
@@ -372,11 +556,23 @@ def check_sequence_parallel(config: RunConfig) -> Iterable[str]:
 
 
 def check_batch(config: RunConfig) -> Iterable[str]:
-    rollout, dp, cuts = config.rollout, config.trainer.dp, config.trainer.minibatches
-    if rollout.n < 2 and not recipes.has_critic(config.algorithm) and recipes.needs_reward(config.algorithm):
-        yield f"rollout.n={rollout.n}: must be at least 2: {config.algorithm.name} compares a prompt's samples"
+    rollout = config.rollout
+    dp = config.trainer.dp
+    cuts = config.trainer.minibatches
+    if (
+        rollout.n < 2
+        and not recipes.has_critic(config.algorithm)
+        and recipes.needs_reward(config.algorithm)
+    ):
+        yield (
+            f"rollout.n={rollout.n}: must be at least 2: {config.algorithm.name} compares a "
+            "prompt's samples"
+        )
     if rollout.prompts_per_step % cuts:
-        yield f"trainer.minibatches={cuts}: must divide rollout.prompts_per_step={rollout.prompts_per_step}"
+        yield (
+            f"trainer.minibatches={cuts}: must divide "
+            f"rollout.prompts_per_step={rollout.prompts_per_step}"
+        )
     elif (sequences := rollout.prompts_per_step * rollout.n // cuts) < dp:
         product = f"rollout.prompts_per_step={rollout.prompts_per_step} * rollout.n={rollout.n}"
         product += f" / trainer.minibatches={cuts}" if cuts > 1 else ""
@@ -387,9 +583,15 @@ def check_partial_rollout(config: RunConfig) -> Iterable[str]:
     """Refuses a chunk size that no response can reach."""
     tokens = config.async_.chunk_tokens
     if config.async_.partial_rollout != "resume" and tokens is not None:
-        yield f"async.chunk_tokens={tokens}: only async.partial_rollout=resume cuts responses; it is {config.async_.partial_rollout}"
+        yield (
+            f"async.chunk_tokens={tokens}: only async.partial_rollout=resume cuts responses; it "
+            f"is {config.async_.partial_rollout}"
+        )
     elif tokens is not None and tokens >= config.rollout.max_tokens:
-        yield f"async.chunk_tokens={tokens}: must be below rollout.max_tokens={config.rollout.max_tokens}, or nothing is ever cut"
+        yield (
+            f"async.chunk_tokens={tokens}: must be below "
+            f"rollout.max_tokens={config.rollout.max_tokens}, or nothing is ever cut"
+        )
 
 
 def check_algorithm(config: RunConfig) -> Iterable[str]:
@@ -397,33 +599,58 @@ def check_algorithm(config: RunConfig) -> Iterable[str]:
 
 
 def check_dynamic_sampling(config: RunConfig) -> Iterable[str]:
-    batches, unless_set = config.rollout.max_num_gen_batches, RolloutConfig().max_num_gen_batches
+    batches = config.rollout.max_num_gen_batches
+    unless_set = RolloutConfig().max_num_gen_batches
     if not config.rollout.dynamic_sampling and batches != unless_set:
         shown = "null" if batches is None else batches
-        yield f"rollout.max_num_gen_batches={shown}: must be left out ({unless_set}) without rollout.dynamic_sampling"
+        yield (
+            f"rollout.max_num_gen_batches={shown}: must be left out ({unless_set}) without "
+            "rollout.dynamic_sampling"
+        )
     if config.rollout.dynamic_sampling and config.rollout.n < 2:
-        yield f"rollout.dynamic_sampling=true: with rollout.n={config.rollout.n} all samples of a prompt have the same reward"
+        yield (
+            f"rollout.dynamic_sampling=true: with rollout.n={config.rollout.n} all samples of a "
+            "prompt have the same reward"
+        )
     if config.rollout.dynamic_sampling and recipes.recipe_of(config.algorithm).advantage == "best":
         name = config.algorithm.name
-        yield f"rollout.dynamic_sampling=true: {name} trains on the best sample of every prompt, also where all have the same reward"
+        yield (
+            f"rollout.dynamic_sampling=true: {name} trains on the best sample of every prompt, "
+            "also where all have the same reward"
+        )
 
 
 def check_program(config: RunConfig) -> Iterable[str]:
-    """Programs make episodes with branches. (rollouts/environments/loading.py checks their arguments.)"""
+    """Programs make episodes with branches.
+
+    (rollouts/environments/loading.py checks their arguments.)
+    """
     name = config.rollout.name
     if name not in BY_CALLS:
         return
     if setting := recipes.needs_one_sequence(config.algorithm):
-        yield f"{setting}: needs episodes of one sequence; those of rollout.name={name} may have branches (docs/agents.md)"
+        yield (
+            f"{setting}: needs episodes of one sequence; those of rollout.name={name} may have "
+            "branches (docs/agents.md)"
+        )
     if names := [part.setting for part in parts_of(config.reward) if pairwise(config, part)]:
-        yield f"{names[0]}: compares responses; episodes of rollout.name={name} may have several (docs/agents.md)"
+        yield (
+            f"{names[0]}: compares responses; episodes of rollout.name={name} may have several "
+            "(docs/agents.md)"
+        )
     if name in OF_HUBS and (config.reward.parts or config.reward.name != RewardConfig().name):
-        yield f"{parts_of(config.reward)[0].setting}: must be left out with rollout.name={name}: the environment has a reward of its own"
-    args, most_s = config.rollout.args, config.timeouts.samples_s
-    attempts, deadline_s = args.get("retries", 2) + 1 if isinstance(args.get("retries", 2), int) else 1, args.get("deadline_s", 600.0)
+        yield (
+            f"{parts_of(config.reward)[0].setting}: must be left out with rollout.name={name}: "
+            "the environment has a reward of its own"
+        )
+    args = config.rollout.args
+    most_s = config.timeouts.samples_s
+    attempts = args.get("retries", 2) + 1 if isinstance(args.get("retries", 2), int) else 1
+    deadline_s = args.get("deadline_s", 600.0)
     if isinstance(deadline_s, (int, float)) and deadline_s * attempts >= most_s:
         yield (
-            f"rollout.args.deadline_s={deadline_s:g}: {attempts} attempts (rollout.args.retries) must take less than "
+            f"rollout.args.deadline_s={deadline_s:g}: {attempts} attempts (rollout.args.retries) "
+            "must take less than "
             f"timeouts.samples_s={most_s:g}"
         )
 
@@ -435,9 +662,15 @@ def check_mixtures(config: RunConfig) -> Iterable[str]:
 def check_curriculum(config: RunConfig) -> Iterable[str]:
     band = config.data.curriculum
     if band and band.min_pass_rate >= band.max_pass_rate:
-        yield f"data.curriculum.min_pass_rate={band.min_pass_rate:g}: must be below max_pass_rate={band.max_pass_rate:g}"
+        yield (
+            f"data.curriculum.min_pass_rate={band.min_pass_rate:g}: must be below "
+            f"max_pass_rate={band.max_pass_rate:g}"
+        )
     if band and not recipes.needs_reward(config.algorithm):
-        yield f"data.curriculum: needs rewards; algorithm.name={config.algorithm.name} learns from none"
+        yield (
+            f"data.curriculum: needs rewards; algorithm.name={config.algorithm.name} learns "
+            "from none"
+        )
 
 
 def check_shaping(config: RunConfig) -> Iterable[str]:
@@ -449,22 +682,44 @@ def check_eval(config: RunConfig) -> Iterable[str]:
         yield f"eval.every={config.eval.every}: needs a held-out set: set data.eval.source"
     yield from _idle_filters(config)
     if config.eval.samples > 1 and config.eval.temperature == 0:
-        yield f"eval.samples={config.eval.samples}: with eval.temperature=0 all samples of a prompt are the same; set eval.temperature"
+        yield (
+            f"eval.samples={config.eval.samples}: with eval.temperature=0 all samples of a "
+            "prompt are the same; set eval.temperature"
+        )
     for name, suite in config.eval.suites.items():
         if suite and suite.source == OWN_PLACE and suite.benchmark is None:
-            yield f"eval.suites.{name}.source: must be set, or eval.suites.{name}.benchmark to one of {', '.join(GRADERS)}"
+            yield (
+                f"eval.suites.{name}.source: must be set, or eval.suites.{name}.benchmark to "
+                f"one of {', '.join(GRADERS)}"
+            )
         if not SUITE_NAME.fullmatch(name) or name in TAKEN_NAMES:
-            yield f"eval.suites.{name}: its name must be letters, digits, - and _, and none of {', '.join(TAKEN_NAMES)}"
+            yield (
+                f"eval.suites.{name}: its name must be letters, digits, - and _, and none of "
+                f"{', '.join(TAKEN_NAMES)}"
+            )
         elif suite and _repeats(suite, config):
-            samples = f"eval.suites.{name}.samples={suite.samples}" if suite.samples else f"eval.samples={config.eval.samples}"
-            yield f"{samples}: at temperature 0 they are all the same; set eval.suites.{name}.temperature"
+            samples = (
+                f"eval.suites.{name}.samples={suite.samples}"
+                if suite.samples
+                else f"eval.samples={config.eval.samples}"
+            )
+            yield (
+                f"{samples}: at temperature 0 they are all the same; set "
+                f"eval.suites.{name}.temperature"
+            )
         if suite and suite.benchmark != LIVECODEBENCH:
             dates = {"since": suite.since, "until": suite.until}
-            yield from (f"eval.suites.{name}.{key}={date}: only benchmark={LIVECODEBENCH} has dates" for key, date in dates.items() if date)
+            yield from (
+                f"eval.suites.{name}.{key}={date}: only benchmark={LIVECODEBENCH} has dates"
+                for key, date in dates.items()
+                if date
+            )
 
 
 def _repeats(suite: SuiteConfig, config: RunConfig) -> bool:
-    """Whether a set is sampled greedily more than once. eval.samples with eval.temperature has its own message."""
+    """Whether a set is sampled greedily more than once. eval.samples with eval.temperature has its
+    own message.
+    """
     samples = suite.samples or config.eval.samples
     greedy = held_out_sampling(config, suite).temperature == 0
     return samples > 1 and greedy and not (suite.samples is None and suite.temperature is None)
@@ -472,25 +727,38 @@ def _repeats(suite: SuiteConfig, config: RunConfig) -> bool:
 
 def _idle_filters(config: RunConfig) -> Iterable[str]:
     """Filters of an evaluation that is greedy, so that they change nothing."""
-    suites = [(f"eval.suites.{name}", suite, [suite]) for name, suite in config.eval.suites.items() if suite]
+    suites = [
+        (f"eval.suites.{name}", suite, [suite])
+        for name, suite in config.eval.suites.items()
+        if suite
+    ]
     everything = [suite for *_, suite in held_out(config)] or [None]
     for key, section, sets in (("eval", config.eval, everything), *suites):
         if any(held_out_sampling(config, suite).temperature for suite in sets):
             continue
         for name, off in (("top_p", 1), ("top_k", -1), ("min_p", 0)):
             if (value := getattr(section, name)) not in (None, off):
-                yield f"{key}.{name}={value:g}: needs a {key}.temperature above 0: the likeliest token is taken now"
+                yield (
+                    f"{key}.{name}={value:g}: needs a {key}.temperature above 0: the likeliest "
+                    "token is taken now"
+                )
 
 
 def check_eval_engines(config: RunConfig) -> Iterable[str]:
-    engines, transport = config.eval.engines, config.weights.transport
+    engines = config.eval.engines
+    transport = config.weights.transport
     if not engines:
         return
     if not held_out(config):
         yield f"eval.engines={engines}: needs a held-out set: set data.eval.source"
     if transport in ("gloo", "nccl"):
-        why = "whose process groups cannot change: the loss of one of these engines would end the run"
-        yield f"weights.transport={transport}: with eval.engines={engines} it must be neither gloo nor nccl, {why}"
+        why = (
+            "whose process groups cannot change: the loss of one of these engines would end the run"
+        )
+        yield (
+            f"weights.transport={transport}: with eval.engines={engines} it must be neither "
+            f"gloo nor nccl, {why}"
+        )
 
 
 def check_sft_command(config: RunConfig) -> Iterable[str]:
@@ -499,7 +767,10 @@ def check_sft_command(config: RunConfig) -> Iterable[str]:
     if config.sft.steps < 1:
         yield f"sft.steps={config.sft.steps}: must be at least 1 for megarl sft"
     if config.sft.batch_size < config.trainer.dp:
-        yield f"sft.batch_size={config.sft.batch_size}: must be at least trainer.dp={config.trainer.dp}"
+        yield (
+            f"sft.batch_size={config.sft.batch_size}: must be at least "
+            f"trainer.dp={config.trainer.dp}"
+        )
     if (Path(config.sft.output) / "config.json").exists():  # it exists: there is nothing to do
         yield from check_warm_start(config)
     else:
@@ -510,13 +781,25 @@ def check_sft_command(config: RunConfig) -> Iterable[str]:
 def check_reward_model_command(config: RunConfig) -> Iterable[str]:
     settings = config.reward_model
     if settings.data is None:
-        yield "reward_model.data=null: megarl reward-model needs pairs of responses: set reward_model.data.source"
+        yield (
+            "reward_model.data=null: megarl reward-model needs pairs of responses: set "
+            "reward_model.data.source"
+        )
     if (sequences := 2 * settings.batch_size) < config.trainer.dp:
-        yield f"reward_model.batch_size={settings.batch_size}: its {sequences} sequences must be at least trainer.dp={config.trainer.dp}"
+        yield (
+            f"reward_model.batch_size={settings.batch_size}: its {sequences} sequences must be "
+            f"at least trainer.dp={config.trainer.dp}"
+        )
     if settings.every and settings.eval is None:
-        yield f"reward_model.every={settings.every}: needs held-out pairs: set reward_model.eval.source"
+        yield (
+            f"reward_model.every={settings.every}: needs held-out pairs: set "
+            "reward_model.eval.source"
+        )
     if config.trainer.routing_replay:
-        yield "trainer.routing_replay=true: must be false for megarl reward-model: its pairs were not sampled from a router"
+        yield (
+            "trainer.routing_replay=true: must be false for megarl reward-model: its pairs were "
+            "not sampled from a router"
+        )
     yield from new_folder_problems("reward_model.output=", settings.output)
 
 
@@ -525,7 +808,9 @@ def check_run_dir(config: RunConfig) -> Iterable[str]:
 
 
 def check_run_dir_here(config: RunConfig) -> Iterable[str]:
-    """Like `check_run_dir`, unless run_dir is on a disk that this machine lacks, since a dry run may be for other machines."""
+    """Like `check_run_dir`, unless run_dir is on a disk that this machine lacks, since a dry run
+    may be for other machines.
+    """
     top = Path(config.run_dir).absolute().parents[-2:-1]
     return check_run_dir(config) if not top or top[0].exists() else ()
 
@@ -569,7 +854,12 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_distillation,
 )
 PLANNING_COMMANDS = ("plan", "reshard")
-_TRAIN_CHECKS: tuple[ConfigCheck, ...] = (check_ampere, check_blackwell_blocks, check_resume, check_draft_model)
+_TRAIN_CHECKS: tuple[ConfigCheck, ...] = (
+    check_ampere,
+    check_blackwell_blocks,
+    check_resume,
+    check_draft_model,
+)
 COMMAND_CHECKS: dict[str, tuple[ConfigCheck, ...]] = {
     "sft": (check_run_dir, check_sft_command),
     "reward-model": (check_run_dir, check_reward_model_command),
@@ -585,6 +875,13 @@ def with_model(check: ModelCheck, spec: ModelSpec) -> ConfigCheck:
 
 
 def refused_by_train(config: RunConfig, spec: ModelSpec) -> list[str]:
-    """What megarl train would refuse before it starts anything, on the machines that are planned for. A plan reports it and goes on."""
-    checks = (*_TRAIN_CHECKS, check_dtype_of_gpus, check_whole_nodes, *(with_model(check, spec) for check in RUN_MODEL_CHECKS))
+    """What megarl train would refuse before it starts anything, on the machines that are planned
+    for. A plan reports it and goes on.
+    """
+    checks = (
+        *_TRAIN_CHECKS,
+        check_dtype_of_gpus,
+        check_whole_nodes,
+        *(with_model(check, spec) for check in RUN_MODEL_CHECKS),
+    )
     return problems_by_group(config, checks)

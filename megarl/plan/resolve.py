@@ -35,13 +35,18 @@ from megarl.roles.settings import REFERENCE
 from megarl.speculative.settings import NEXTN
 from megarl.teachers.plan import FrozenRole, check_served_teachers, find_frozen
 
-DATED = ("train", "dry-run", "sft", "reward-model", "eval", "export")  # commands that render prompts, or go on to one that does
-OWN_SIZES = {"sft": "sft", "reward-model": "reward_model"}  # command -> the section that may set its own parallel sizes
+# commands that render prompts, or go on to one that does
+DATED = ("train", "dry-run", "sft", "reward-model", "eval", "export")
+# command -> the section that may set its own parallel sizes
+OWN_SIZES = {"sft": "sft", "reward-model": "reward_model"}
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Everything about a run that follows from its config alone. The launcher chooses hosts and ports."""
+    """Everything about a run that follows from its config alone.
+
+    The launcher chooses hosts and ports.
+    """
 
     config: RunConfig
     spec: ModelSpec
@@ -49,7 +54,8 @@ class RunPlan:
     steps: int  # of the whole run; each has one batch and makes one version of the weights
     sequences_per_step: int  # prompts_per_step * n
     weights: Weights  # the weights that the command begins with
-    critic: ModelSpec | None = None  # shape of the critic's first checkpoint, which may have another head; None: no critic
+    # shape of the critic's first checkpoint, which may have another head; None: no critic
+    critic: ModelSpec | None = None
     served: tuple[ServedRole, ...] = ()  # the frozen models on engines of their own
     frozen: tuple[FrozenRole, ...] = ()  # the frozen models on the trainer's ranks
 
@@ -64,12 +70,17 @@ class RunPlan:
 
     @property
     def adapters(self) -> AdapterPlan | None:
-        """Low-rank adapters (LoRA) that are trained in the place of the policy's weights; None: the weights are trained."""
+        """Low-rank adapters (LoRA) that are trained in the place of the policy's weights; None: the
+        weights are trained.
+        """
         return AdapterPlan.of(self.config, self.spec)
 
     @property
     def sent_adapters(self) -> AdapterPlan | None:
-        """The adapters, if updates carry them alone. None: updates carry all weights, with adapters merged into them if there are any."""
+        """The adapters, if updates carry them alone.
+
+        None: updates carry all weights, with adapters merged into them if there are any.
+        """
         adapters = self.adapters
         return adapters if adapters is not None and adapters.are_sent_alone() else None
 
@@ -98,10 +109,13 @@ class RunPlan:
 
 
 def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
-    """Checks `config` as a whole and derives the plan from it. Nothing is started, nothing is written.
+    """Checks `config` as a whole and derives the plan from it.
 
-    `command` ("train", "sft", "eval", …) adds the checks for this command. "dry-run" adds those of "train", but weights that megarl sft
-    will make may be missing. Raises ConfigError with all problems.
+    Nothing is started, nothing is written.
+
+    `command` ("train", "sft", "eval", …) adds the checks for this command. "dry-run" adds those of
+    "train", but weights that megarl sft will make may be missing. Raises ConfigError with all
+    problems.
     """
     given = config
     if command in DATED:
@@ -117,7 +131,9 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     try:
         spec = find_spec(config)
     except ConfigError as error:
-        raise ConfigError(of_rollouts + _in_keys_of(command, config, problems) + error.problems) from error
+        raise ConfigError(
+            of_rollouts + _in_keys_of(command, config, problems) + error.problems
+        ) from error
     model_checks = MODEL_CHECKS + (() if command in PLANNING_COMMANDS else RUN_MODEL_CHECKS)
     problems += problems_by_group(config, [with_model(check, spec) for check in model_checks])
     problems = [
@@ -126,24 +142,38 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
         *missing_weights(config, command),
         *check_first_adapters(config, command),
     ]
-    problems += problems_of(lambda: check_critic(config, spec, command), lambda: find_frozen(config, spec, command))
-    problems += problems_of(lambda: check_served_teachers(config, find_served(config, command), spec))
+    problems += problems_of(
+        lambda: check_critic(config, spec, command), lambda: find_frozen(config, spec, command)
+    )
+    problems += problems_of(
+        lambda: check_served_teachers(config, find_served(config, command), spec)
+    )
     if spec.head == SCALAR and command not in (None, "reward-model"):
-        problems.append(f"model.path={config.model.path}: is a reward model or critic ({CLASSIFICATION}), which generates no text")
+        problems.append(
+            f"model.path={config.model.path}: is a reward model or critic ({CLASSIFICATION}), "
+            "which generates no text"
+        )
     if spec.vision_tower and command == "reward-model":
-        told = "must have no vision tower for megarl reward-model: what it writes would keep the name of a model that generates text"
+        told = (
+            "must have no vision tower for megarl reward-model: what it writes would keep the "
+            "name of a model that generates text"
+        )
         problems.append(f"model.path={config.model.path}: {told}")
-    if command == "dry-run" and not find_weights(config, command).are_there:  # the dry run will tell the user to run megarl sft first
+    # the dry run will tell the user to run megarl sft first
+    if command == "dry-run" and not find_weights(config, command).are_there:
         of_sizes = problems_by_group(with_own_sizes(config, "sft"), [with_model(check_sizes, spec)])
         of_warm_start = _in_keys_of("sft", config, of_sizes)
-        problems += [problem for problem in of_warm_start if problem not in problems]  # the generator's sizes are the same
+        # the generator's sizes are the same
+        problems += [problem for problem in of_warm_start if problem not in problems]
     if problems:
         raise ConfigError(problems)
     return _planned(config, spec, command)
 
 
 def checked_before(config: RunConfig, command: str | None) -> RunPlan:
-    """The plan of a config that `resolve` has accepted in another process, and that already has the command's own sizes."""
+    """The plan of a config that `resolve` has accepted in another process, and that already has the
+    command's own sizes.
+    """
     return _planned(config, find_spec(config), command)
 
 
@@ -162,21 +192,30 @@ def _planned(config: RunConfig, spec: ModelSpec, command: str | None) -> RunPlan
 
 
 def with_own_sizes(config: RunConfig, section: str) -> RunConfig:
-    """The config with the parallel sizes of `section` as the trainer's. They may differ, since its command exports to HF format.
+    """The config with the parallel sizes of `section` as the trainer's.
 
-    If the section sets any size, the command has only those sizes. If it sets none, the command has the trainer's.
+    They may differ, since its command exports to HF format.
+
+    If the section sets any size, the command has only those sizes. If it sets none, the command has
+    the trainer's.
     """
     if not (own := _own_sizes(config, section)):
         return config
     sizes = dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp", "dp"), 1) | own
     plain = {"first_stage_layers": None, "last_stage_layers": None}
     sequence_parallel = config.trainer.sequence_parallel and sizes["tp"] > 1
-    return replace(config, trainer=replace(config.trainer, **sizes, **plain, sequence_parallel=sequence_parallel))
+    return replace(
+        config,
+        trainer=replace(config.trainer, **sizes, **plain, sequence_parallel=sequence_parallel),
+    )
 
 
 def _own_sizes(config: RunConfig, section: str) -> dict[str, int]:
     axes = ("tp", "pp", "dp")
-    found = {"sft": [getattr(config.sft, axis) for axis in axes], "reward_model": [getattr(config.reward_model, axis) for axis in axes]}
+    found = {
+        "sft": [getattr(config.sft, axis) for axis in axes],
+        "reward_model": [getattr(config.reward_model, axis) for axis in axes],
+    }
     return {axis: size for axis, size in zip(axes, found[section], strict=True) if size is not None}
 
 
@@ -189,12 +228,16 @@ def _in_keys_of(command: str | None, config: RunConfig, problems: list[str]) -> 
 
 
 def find_spec(config: RunConfig) -> ModelSpec:
-    """The model's shape, from `model.path`, or from `model.spec` if the checkpoint is not on this machine.
+    """The model's shape, from `model.path`, or from `model.spec` if the checkpoint is not on this
+    machine.
 
     Raises ConfigError if a folder is missing, a config.json cannot be used, or the two disagree.
     """
     model = config.model
-    problems = [*missing_folder("model.path", model.path), *(missing_folder("model.tokenizer", model.tokenizer) if model.tokenizer else ())]
+    problems = [
+        *missing_folder("model.path", model.path),
+        *(missing_folder("model.tokenizer", model.tokenizer) if model.tokenizer else ()),
+    ]
     if model.spec is not None and not Path(model.spec).exists():
         problems.append(f"model.spec={model.spec}: no such file{did_you_mean(Path(model.spec))}")
     if model.path == config.sft.output and problems:
@@ -208,9 +251,19 @@ def find_spec(config: RunConfig) -> ModelSpec:
     if model.spec is None:
         return replace(_load_checkpoint_spec(model.path, model.family, mtp), mtp_drafts=drafts)
     spec = load_spec(model.spec, "model.spec", model.family, mtp)
-    if Path(model.path).is_dir() and (at_hand := load_spec(model.path, own_family=model.family, mtp=mtp)) != spec:
-        differing = ", ".join(f"{name} {value!r}" for name, value in vars(spec).items() if value != getattr(at_hand, name))
-        raise ConfigError(f"model.spec={model.spec}: must agree with model.path={model.path}; it differs in {differing}")
+    if (
+        Path(model.path).is_dir()
+        and (at_hand := load_spec(model.path, own_family=model.family, mtp=mtp)) != spec
+    ):
+        differing = ", ".join(
+            f"{name} {value!r}"
+            for name, value in vars(spec).items()
+            if value != getattr(at_hand, name)
+        )
+        raise ConfigError(
+            f"model.spec={model.spec}: must agree with model.path={model.path}; it differs in "
+            f"{differing}"
+        )
     return replace(spec, mtp_drafts=drafts)
 
 
@@ -220,7 +273,12 @@ def _load_checkpoint_spec(path: str, own_family: str | None, mtp: bool) -> Model
     except ConfigError as error:
         if Path(path).is_dir():
             raise
-        raise ConfigError([f"{problem}; to plan without the checkpoint, set model.spec" for problem in error.problems]) from error
+        raise ConfigError(
+            [
+                f"{problem}; to plan without the checkpoint, set model.spec"
+                for problem in error.problems
+            ]
+        ) from error
 
 
 def _is_of_a_run(path: Path) -> str:
@@ -229,7 +287,14 @@ def _is_of_a_run(path: Path) -> str:
         return ""
     step = re.fullmatch(r"step_0*(\d+)", path.name)
     if step and path.parent.name == "checkpoints":
-        return f"is a checkpoint, not a model; first: megarl export CONFIG run_dir={path.parent.parent} --step {step[1]} --output FOLDER"
+        return (
+            "is a checkpoint, not a model; first: megarl export CONFIG "
+            f"run_dir={path.parent.parent} --step {step[1]} --output FOLDER"
+        )
     run = path.parent if path.name == "checkpoints" else path
     first = f"megarl export CONFIG run_dir={run} --output FOLDER"
-    return f"holds a run's checkpoints, no model; first: {first}" if any(run.glob("checkpoints/step_*")) else ""
+    return (
+        f"holds a run's checkpoints, no model; first: {first}"
+        if any(run.glob("checkpoints/step_*"))
+        else ""
+    )

@@ -12,7 +12,10 @@ from megarl.reshard.layout import Layout, generator_layout, side_by_side
 
 
 def trainer_topology(trainer: TrainerConfig) -> TrainerTopology:
-    return TrainerTopology(**{name: getattr(trainer, name) for name in TrainerTopology.__dataclass_fields__})  # fields are keys
+    # fields are keys
+    return TrainerTopology(
+        **{name: getattr(trainer, name) for name in TrainerTopology.__dataclass_fields__}
+    )
 
 
 def generator_topology(generator: GeneratorConfig) -> GeneratorTopology:
@@ -24,7 +27,9 @@ GPUS_PER_NODE = 8
 
 
 def gpus_per_node(config: RunConfig) -> int:
-    """GPUs of a node that is not there to be asked: launch.ranks_per_node, or else as many as most servers have."""
+    """GPUs of a node that is not there to be asked: launch.ranks_per_node, or else as many as most
+    servers have.
+    """
     return config.launch.ranks_per_node or GPUS_PER_NODE
 
 
@@ -46,32 +51,59 @@ class EngineGroup:
         return f"generator.groups.{self.name}" if self.name else "generator"
 
     def dtype(self, model_dtype: str) -> str:
-        """The dtype of activations and of unquantised weights. With fp8 weights SGLang computes only in 16 bits."""
+        """The dtype of activations and of unquantised weights.
+
+        With fp8 weights SGLang computes only in 16 bits.
+        """
         return model_dtype if self.settings.quantization is None else "bfloat16"
 
 
 def engine_groups(generator: GeneratorConfig) -> tuple[EngineGroup, ...]:
     found: list[EngineGroup] = []
     for name, settings in generator.shapes.items():
-        found.append(EngineGroup(name, settings, found[-1].first + found[-1].settings.engines if found else 0))
+        found.append(
+            EngineGroup(
+                name, settings, found[-1].first + found[-1].settings.engines if found else 0
+            )
+        )
     return tuple(found)
 
 
-def engines_layout(spec: ModelSpec, groups: Sequence[EngineGroup], model_dtype: str, device: str, engines: Sequence[int] = ()) -> Layout:
-    """The layout of the engines, whose ranks are numbered group by group. `engines`: the number of engines of each group; empty: all.
-    `device`: see `generator_layout`."""
+def engines_layout(
+    spec: ModelSpec,
+    groups: Sequence[EngineGroup],
+    model_dtype: str,
+    device: str,
+    engines: Sequence[int] = (),
+) -> Layout:
+    """The layout of the engines, whose ranks are numbered group by group. `engines`: the number of
+    engines of each group; empty: all. `device`: see `generator_layout`.
+    """
     counts = engines or [group.settings.engines for group in groups]
-    return side_by_side([
-        generator_layout(spec, replace(g.topology, engines=count), g.dtype(model_dtype), device, g.settings.quantization)
-        for g, count in zip(groups, counts, strict=True)
-        if count
-    ])  # fmt: skip
+    return side_by_side(
+        [
+            generator_layout(
+                spec,
+                replace(g.topology, engines=count),
+                g.dtype(model_dtype),
+                device,
+                g.settings.quantization,
+            )
+            for g, count in zip(groups, counts, strict=True)
+            if count
+        ]
+    )
 
 
 def at_once(groups: Sequence[EngineGroup], engines: Sequence[int] = ()) -> int:
-    """The number of requests that the engines run together. `engines`: the number of engines of each group; empty: all."""
+    """The number of requests that the engines run together.
+
+    `engines`: the number of engines of each group; empty: all.
+    """
     counts = engines or [group.settings.engines for group in groups]
-    return sum(count * group.settings.max_concurrency for count, group in zip(counts, groups, strict=True))
+    return sum(
+        count * group.settings.max_concurrency for count, group in zip(counts, groups, strict=True)
+    )
 
 
 def generator_ranks(groups: Sequence[EngineGroup]) -> int:
@@ -82,16 +114,29 @@ def generator_ranks(groups: Sequence[EngineGroup]) -> int:
 
 
 def with_one_gpu_shared(config: RunConfig, gpus_here: Callable[[], int]) -> RunConfig:
-    """The config with cluster.share_gpus=true if it is null and a run of one trainer rank and one engine rank has one GPU."""
-    ranks = trainer_topology(config.trainer).world_size, generator_ranks(engine_groups(config.generator))
-    if config.cluster.share_gpus is not None or config.cluster.gpu == "cpu" or ranks != (1, 1) or gpus_here() != 1:
+    """The config with cluster.share_gpus=true if it is null and a run of one trainer rank and one
+    engine rank has one GPU.
+    """
+    ranks = (
+        trainer_topology(config.trainer).world_size,
+        generator_ranks(engine_groups(config.generator)),
+    )
+    if (
+        config.cluster.share_gpus is not None
+        or config.cluster.gpu == "cpu"
+        or ranks != (1, 1)
+        or gpus_here() != 1
+    ):
         return config
     return replace(config, cluster=replace(config.cluster, share_gpus=True))
 
 
 def gpus_of_run(config: RunConfig) -> int:
     """The GPUs of the trainer and the policy's engines together."""
-    ranks = trainer_topology(config.trainer).world_size, generator_ranks(engine_groups(config.generator))
+    ranks = (
+        trainer_topology(config.trainer).world_size,
+        generator_ranks(engine_groups(config.generator)),
+    )
     return max(ranks) if config.cluster.share_gpus else sum(ranks)
 
 
@@ -101,6 +146,10 @@ def gpus_of_run(config: RunConfig) -> int:
 def run_ahead(config: AsyncConfig) -> int | None:
     """The number of steps that the generator may be ahead of the trainer; None: no limit.
 
-    It is the capacity, or `max_staleness` if that is less: a prompt begun further ahead would be too old when it is used.
+    It is the capacity, or `max_staleness` if that is less: a prompt begun further ahead would be
+    too old when it is used.
     """
-    return min([bound for bound in (config.capacity, config.max_staleness) if bound is not None], default=None)
+    return min(
+        [bound for bound in (config.capacity, config.max_staleness) if bound is not None],
+        default=None,
+    )

@@ -1,4 +1,6 @@
-"""Checks the settings for Megatron and SGLang before anything starts, by reading the sources of these packages."""
+"""Checks the settings for Megatron and SGLang before anything starts, by reading the sources of
+these packages.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from megarl.config.keys import yaml_text
 from megarl.config.limits import alike, did_you_mean
 from megarl.config.schema import RunConfig
 
-# Reads the arguments of installed packages from their source, and checks values for them before anything starts.
+# Reads the arguments of installed packages from their source, and checks values for them before
+# anything starts.
 #
 # Importing SGLang takes ten seconds, and Megatron two. Reading their source takes 0.05 s.
 
@@ -30,7 +33,11 @@ _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "tex
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument. If its annotation uses the package's own names, the type is Any. If its choices do, they are None."""
+    """One argument.
+
+    If its annotation uses the package's own names, the type is Any. If its choices do, they are
+    None.
+    """
 
     type: Any
     annotation: str
@@ -41,13 +48,21 @@ class Argument:
 def package_folder(name: str) -> Path | None:
     """The folder of a package; None if it is not installed, as on a machine that only plans."""
     found = importlib.util.find_spec(name)
-    return Path(next(iter(found.submodule_search_locations))) if found and found.submodule_search_locations else None
+    return (
+        Path(next(iter(found.submodule_search_locations)))
+        if found and found.submodule_search_locations
+        else None
+    )
 
 
 def fields_of(block: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
     """(name, annotation) of the public fields of a dataclass."""
     for field in block.body:
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and not field.target.id.startswith("_"):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and not field.target.id.startswith("_")
+        ):
             yield field.target.id, field.annotation
 
 
@@ -68,7 +83,11 @@ def misfits(argument: Argument, value: Any) -> Iterator[str]:
     except TypeError:
         return  # only the package's own code can check this type
     if argument.choices is not None and value is not None:
-        wrong = [str(choice) for choice in (value if isinstance(value, list) else [value]) if choice not in argument.choices]
+        wrong = [
+            str(choice)
+            for choice in (value if isinstance(value, list) else [value])
+            if choice not in argument.choices
+        ]
         if wrong:
             known = sorted(map(str, argument.choices))
             yield f"must be one of {', '.join(known)}{did_you_mean(alike(wrong[0], known))}"
@@ -93,11 +112,17 @@ def _type_name(type_: Any) -> str:
 
 
 def _literals(type_: Any) -> tuple[tuple[Any, ...], bool]:
-    """(the values of a Literal, or of an optional one; whether it is optional); no values for other types."""
+    """(the values of a Literal, or of an optional one; whether it is optional); no values for other
+    types.
+    """
     if typing.get_origin(type_) is typing.Literal:
         return typing.get_args(type_), False
     parts = [part for part in typing.get_args(type_) if part is not type(None)]
-    if typing.get_origin(type_) is typing.Union and len(parts) == 1 and typing.get_origin(parts[0]) is typing.Literal:
+    if (
+        typing.get_origin(type_) is typing.Union
+        and len(parts) == 1
+        and typing.get_origin(parts[0]) is typing.Literal
+    ):
         return typing.get_args(parts[0]), True
     return (), False
 
@@ -107,17 +132,24 @@ def mapping_of(names: Mapping[str, Argument]) -> dict[str, str]:
     return {alias: name for name, argument in names.items() for alias in (name, *argument.aliases)}
 
 
-# Reads the fields of Megatron's configuration classes from the source of the installed megatron-core.
+# Reads the fields of Megatron's configuration classes from the source of the installed
+# megatron-core.
 
 
 CLASSES = {  # key of the run's config -> the classes with its fields
-    "trainer.megatron": (("model_parallel_config.py", "ModelParallelConfig"), ("transformer/transformer_config.py", "TransformerConfig")),
-    "trainer.ddp": (("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),),
+    "trainer.megatron": (
+        ("model_parallel_config.py", "ModelParallelConfig"),
+        ("transformer/transformer_config.py", "TransformerConfig"),
+    ),
+    "trainer.ddp": (
+        ("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),
+    ),
     "trainer.optimizer.megatron": (("optimizer/optimizer_config.py", "OptimizerConfig"),),
 }
 
 
-ATTENTION_BACKENDS = ("flash", "fused", "unfused", "local", "auto")  # the names of megatron.core.transformer.enums.AttnBackend
+# the names of megatron.core.transformer.enums.AttnBackend
+ATTENTION_BACKENDS = ("flash", "fused", "unfused", "local", "auto")
 
 
 def megatron_version() -> str:
@@ -139,10 +171,15 @@ def megatron_arguments(key: str) -> Mapping[str, Argument]:
 
 def _megatron_argument(hint: ast.expr) -> Argument:
     annotation = ast.unparse(hint)
-    return Argument(str, annotation, ATTENTION_BACKENDS) if annotation == "AttnBackend" else Argument(as_type(hint), annotation)
+    return (
+        Argument(str, annotation, ATTENTION_BACKENDS)
+        if annotation == "AttnBackend"
+        else Argument(as_type(hint), annotation)
+    )
 
 
-# Checks `trainer.megatron`, `trainer.ddp` and `trainer.optimizer.megatron`: fields of Megatron's classes, passed on as they are.
+# Checks `trainer.megatron`, `trainer.ddp` and `trainer.optimizer.megatron`: fields of Megatron's
+# classes, passed on as they are.
 
 
 _SHAPE = "model.path, whose config.json decides it"
@@ -150,10 +187,14 @@ _STAGES = "trainer.pp and trainer.vpp"
 MEGATRON_BY_KEY = {
     "trainer.megatron": {
         **dict.fromkeys(
-            "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization layernorm_epsilon "
-            "gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm multi_latent_attention num_moe_experts moe_ffn_hidden_size "
-            "moe_layer_freq moe_router_topk moe_router_pre_softmax moe_router_score_function moe_router_topk_scaling_factor "
-            "moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias moe_shared_expert_intermediate_size "
+            "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups "
+            "kv_channels normalization layernorm_epsilon "
+            "gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm multi_latent_attention "
+            "num_moe_experts moe_ffn_hidden_size "
+            "moe_layer_freq moe_router_topk moe_router_pre_softmax moe_router_score_function "
+            "moe_router_topk_scaling_factor "
+            "moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias "
+            "moe_shared_expert_intermediate_size "
             "softmax_scale rotary_interleaved layernorm_zero_centered_gamma".split(),
             _SHAPE,
         ),
@@ -169,7 +210,15 @@ MEGATRON_BY_KEY = {
         "account_for_embedding_in_pipeline_split": "trainer.first_stage_layers",
         "account_for_loss_in_pipeline_split": "trainer.last_stage_layers",
         **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16"), "model.dtype"),
-        **dict.fromkeys(("overlap_p2p_comm", "batch_p2p_comm", "variable_seq_lengths", "deallocate_pipeline_outputs"), _STAGES),
+        **dict.fromkeys(
+            (
+                "overlap_p2p_comm",
+                "batch_p2p_comm",
+                "variable_seq_lengths",
+                "deallocate_pipeline_outputs",
+            ),
+            _STAGES,
+        ),
         "moe_enable_routing_replay": "trainer.routing_replay",
     },
     "trainer.ddp": {"use_distributed_optimizer": "trainer.zero"},
@@ -183,7 +232,12 @@ MEGATRON_BY_KEY = {
         **dict.fromkeys(("bf16", "params_dtype"), "model.dtype"),
         "use_distributed_optimizer": "trainer.zero",
         **dict.fromkeys(
-            ("optimizer_cpu_offload", "optimizer_offload_fraction", "use_precision_aware_optimizer"), "trainer.optimizer.offload"
+            (
+                "optimizer_cpu_offload",
+                "optimizer_offload_fraction",
+                "use_precision_aware_optimizer",
+            ),
+            "trainer.optimizer.offload",
         ),
     },
 }
@@ -192,61 +246,106 @@ _DROPS = "training and generation would compute with different experts"
 _LAYOUT = "weights are read where the layout has them, and this would put them elsewhere"
 _OTHER_MODEL = "the engines do not compute it"
 _LOSS_SCALING = "float16 is not trained in: model.dtype is float32 or bfloat16"
-_MASTERS = "checkpoints hold float32 master weights and moments, and compare them with the model's weights"
+_MASTERS = (
+    "checkpoints hold float32 master weights and moments, and compare them with the model's weights"
+)
 MEGATRON_REFUSED = {
     "trainer.megatron": {
-        **dict.fromkeys(("hidden_dropout", "attention_dropout"), "the trainer's log-probs would differ from those of the engines"),
-        **dict.fromkeys(("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type", "mtp_num_layers"), _LOSS),
         **dict.fromkeys(
-            "moe_expert_capacity_factor moe_expert_rank_capacity_factor moe_token_dropping moe_input_jitter_eps "
+            ("hidden_dropout", "attention_dropout"),
+            "the trainer's log-probs would differ from those of the engines",
+        ),
+        **dict.fromkeys(
+            (
+                "moe_aux_loss_coeff",
+                "moe_z_loss_coeff",
+                "moe_router_load_balancing_type",
+                "mtp_num_layers",
+            ),
+            _LOSS,
+        ),
+        **dict.fromkeys(
+            "moe_expert_capacity_factor moe_expert_rank_capacity_factor moe_token_dropping "
+            "moe_input_jitter_eps "
             "moe_router_force_load_balancing moe_router_force_biased".split(),
             _DROPS,
         ),
         **dict.fromkeys(
             "gtp_weight_remat_size expert_gtp_weight_remat_size tensor_parallel_num_weight_shards "
-            "expert_tensor_parallel_num_weight_shards moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size "
+            "expert_tensor_parallel_num_weight_shards moe_mlp_glu_interleave_size "
+            "moe_shared_expert_glu_interleave_size "
             "moe_single_grouped_weight moe_single_grouped_bias".split(),
             _LAYOUT,
         ),
         **dict.fromkeys(
-            "window_size experimental_attention_variant qk_l2_norm attention_output_gate no_rope_freq softmax_type glu_linear_offset "
-            "activation_func_clamp_value moe_apply_probs_on_input moe_latent_size moe_shared_expert_gate mrope_section "
+            "window_size experimental_attention_variant qk_l2_norm attention_output_gate "
+            "no_rope_freq softmax_type glu_linear_offset "
+            "activation_func_clamp_value moe_apply_probs_on_input moe_latent_size "
+            "moe_shared_expert_gate mrope_section "
             "linear_attention_freq heterogeneous_block_specs use_mup".split(),
             _OTHER_MODEL,
         ),
         **dict.fromkeys(("fp16", "grad_scale_func"), _LOSS_SCALING),
-        **dict.fromkeys(("qk_clip", "moe_router_bias_update_rate"), "weights would change outside the optimizer"),
-        **dict.fromkeys(("fp8_param", "fp4_param"), "weights are read for the engines as model.dtype has them"),
+        **dict.fromkeys(
+            ("qk_clip", "moe_router_bias_update_rate"), "weights would change outside the optimizer"
+        ),
+        **dict.fromkeys(
+            ("fp8_param", "fp4_param"), "weights are read for the engines as model.dtype has them"
+        ),
         "calculate_per_token_loss": "the trainer divides the loss itself",
         "finalize_model_grads_func": "the trainer sets it",
         "use_cpu_initialization": "the trainer sets it",
-        "perform_initialization": "weights come from a checkpoint, but Megatron's initialisation marks how parameters are split",
+        "perform_initialization": "weights come from a checkpoint, but Megatron's initialisation "
+        "marks how parameters are split",
     },
     "trainer.ddp": {
         **dict.fromkeys(
-            ("use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy"), "weights are read whole after each step"
+            ("use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy"),
+            "weights are read whole after each step",
         ),
-        "overlap_param_gather": "weights are read whole for the engines after each step, so a gather has nothing to hide behind",
+        "overlap_param_gather": "weights are read whole for the engines after each step, so a "
+        "gather has nothing to hide behind",
         "average_in_collective": "gradients are sums; the loss is divided by its denominator once",
         "grad_reduce_in_fp32": "gradients are reduced in float32",
         "num_distributed_optimizer_instances": _MASTERS,
     },
     "trainer.optimizer.megatron": {
         "decoupled_weight_decay": "the optimizer is AdamW",
-        **dict.fromkeys(("decoupled_lr", "decoupled_min_lr"), "all parameters have the same learning rate"),
+        **dict.fromkeys(
+            ("decoupled_lr", "decoupled_min_lr"), "all parameters have the same learning rate"
+        ),
         **dict.fromkeys(("optimizer", "main_params_dtype"), _MASTERS),
         "use_layer_wise_distributed_optimizer": _MASTERS,
-        **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "store_param_remainders"), _MASTERS),
-        **dict.fromkeys(("fp16", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), _LOSS_SCALING),
-        **dict.fromkeys(("overlap_param_gather", "overlap_param_gather_with_optimizer_step"), "weights are read whole after each step"),
+        **dict.fromkeys(
+            ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "store_param_remainders"),
+            _MASTERS,
+        ),
+        **dict.fromkeys(
+            (
+                "fp16",
+                "loss_scale",
+                "initial_loss_scale",
+                "min_loss_scale",
+                "loss_scale_window",
+                "hysteresis",
+            ),
+            _LOSS_SCALING,
+        ),
+        **dict.fromkeys(
+            ("overlap_param_gather", "overlap_param_gather_with_optimizer_step"),
+            "weights are read whole after each step",
+        ),
     },
 }
 AT_LEAST = {("trainer.ddp", "bucket_size"): 1}  # otherwise each parameter would be its own bucket
-_NOT_TEXT = ("Callable", "RecipeConfig", "dtype", "PipelineParallelLayerLayout")  # types that no YAML value has
+# types that no YAML value has
+_NOT_TEXT = ("Callable", "RecipeConfig", "dtype", "PipelineParallelLayerLayout")
 
 
 def check_megatron_settings(config: RunConfig) -> Iterable[str]:
-    """Refuses fields that Megatron lacks, that other keys decide, or that would break an assumption of the run."""
+    """Refuses fields that Megatron lacks, that other keys decide, or that would break an assumption
+    of the run.
+    """
     trainer = config.trainer
     for key, table, settings in (
         ("trainer.megatron", "trainer.megatron", trainer.megatron),
@@ -258,7 +357,10 @@ def check_megatron_settings(config: RunConfig) -> Iterable[str]:
             for problem in _problems(table, str(name), value, known):
                 yield f"{key}.{name}={yaml_text(value)}: {problem}"
     if trainer.recompute and "recompute_granularity" in trainer.megatron:
-        yield "trainer.megatron.recompute_granularity: must be left out with trainer.recompute=true, which recomputes everything"
+        yield (
+            "trainer.megatron.recompute_granularity: must be left out with "
+            "trainer.recompute=true, which recomputes everything"
+        )
 
 
 def _problems(key: str, name: str, value: Any, known: Mapping[str, Any]) -> Iterator[str]:
@@ -268,7 +370,11 @@ def _problems(key: str, name: str, value: Any, known: Mapping[str, Any]) -> Iter
         yield f"must be left out; {MEGATRON_REFUSED[key][name]}"
     elif known and name not in known:
         near = nearest(name, known)
-        meant = f"did you mean {MEGATRON_BY_KEY[key].get(near, near)}?" if near else f"it is no field of {CLASSES[key][-1][1]}"
+        meant = (
+            f"did you mean {MEGATRON_BY_KEY[key].get(near, near)}?"
+            if near
+            else f"it is no field of {CLASSES[key][-1][1]}"
+        )
         yield f"unknown to megatron-core {megatron_version()}; {meant}"
     elif known and any(part in known[name].annotation for part in _NOT_TEXT):
         yield f"must be left out; it is a {known[name].annotation}, which a config cannot state"
@@ -281,7 +387,8 @@ def _problems(key: str, name: str, value: Any, known: Mapping[str, Any]) -> Iter
 # Reads the arguments of the installed SGLang from its source.
 
 
-DECLARED_IN = "srt/arg_groups/fields"  # one class for each namespace of sglang.srt.server_args.ServerArgs
+# one class for each namespace of sglang.srt.server_args.ServerArgs
+DECLARED_IN = "srt/arg_groups/fields"
 CHOICES_IN = "srt/arg_groups/choices.py"
 
 
@@ -296,7 +403,11 @@ def sglang_arguments() -> Mapping[str, Argument]:
     if root is None:
         return {}
     names = dict(_assigned(root / CHOICES_IN)) if (root / CHOICES_IN).is_file() else {}
-    return {name: argument for file in sorted((root / DECLARED_IN).glob("*.py")) for name, argument in _declared(file, names)}
+    return {
+        name: argument
+        for file in sorted((root / DECLARED_IN).glob("*.py"))
+        for name, argument in _declared(file, names)
+    }
 
 
 def _assigned(file: Path) -> Iterator[tuple[str, Any]]:
@@ -313,14 +424,33 @@ def _declared(file: Path, names: Mapping[str, Any]) -> Iterator[tuple[str, Argum
     for block in ast.parse(file.read_text(encoding="utf-8")).body:
         for name, hint in fields_of(block) if isinstance(block, ast.ClassDef) else ():
             details = None
-            if isinstance(hint, ast.Subscript) and ast.unparse(hint.value) == "A" and isinstance(hint.slice, ast.Tuple):
+            if (
+                isinstance(hint, ast.Subscript)
+                and ast.unparse(hint.value) == "A"
+                and isinstance(hint.slice, ast.Tuple)
+            ):
                 hint, details = hint.slice.elts[:2]
-            stated = {word.arg: word.value for word in details.keywords} if isinstance(details, ast.Call) else {}
+            stated = (
+                {word.arg: word.value for word in details.keywords}
+                if isinstance(details, ast.Call)
+                else {}
+            )
             choices = _literal(stated.get("choices"), names)
             aliases = _literal(stated.get("aliases"), names) or ()
             cli_name = _literal(stated.get("cli_name"), names)
-            flags = [flag.lstrip("-").replace("-", "_") for flag in (*aliases, *([cli_name] if cli_name else ()))]
-            yield name, Argument(as_type(hint), ast.unparse(hint), None if choices is None else tuple(choices), tuple(flags))
+            flags = [
+                flag.lstrip("-").replace("-", "_")
+                for flag in (*aliases, *([cli_name] if cli_name else ()))
+            ]
+            yield (
+                name,
+                Argument(
+                    as_type(hint),
+                    ast.unparse(hint),
+                    None if choices is None else tuple(choices),
+                    tuple(flags),
+                ),
+            )
 
 
 def _literal(node: ast.expr | None, names: Mapping[str, Any]) -> Any:
@@ -333,7 +463,8 @@ def _literal(node: ast.expr | None, names: Mapping[str, Any]) -> Any:
         return None
 
 
-# Checks `generator.server_args` against the arguments of SGLang, and against what other keys or the run itself decide.
+# Checks `generator.server_args` against the arguments of SGLang, and against what other keys or the
+# run itself decide.
 
 
 SGLANG_BY_KEY = {
@@ -396,11 +527,14 @@ SGLANG_REFUSED = {
     "speculative_eagle_topk": _ROW,
     "speculative_ngram_min_bfs_breadth": _ROW,
     "speculative_ngram_max_bfs_breadth": _ROW,
-    "speculative_token_map": "the draft model would keep its own copy of the output layer, which no update writes",
+    "speculative_token_map": "the draft model would keep its own copy of the output layer, which "
+    "no update writes",
     "speculative_draft_model_quantization": "the draft model has the format of the engine",
     "speculative_draft_load_format": "the launcher decides where the draft model's weights come from",
-    "speculative_accept_threshold_single": "tokens would be kept that the policy would not have sampled",
-    "speculative_accept_threshold_acc": "tokens would be kept that the policy would not have sampled",
+    "speculative_accept_threshold_single": "tokens would be kept that the policy would not have "
+    "sampled",
+    "speculative_accept_threshold_acc": "tokens would be kept that the policy would not have "
+    "sampled",
     "enable_multi_layer_eagle": "one layer for multi-token prediction is known",
     "pp_size": _NO_LAYOUT,
     "moe_dense_tp_size": _NO_LAYOUT,
@@ -413,11 +547,13 @@ SGLANG_REFUSED = {
     "enable_amd_monokernel": _COPIES,
     "cpu_offload_gb": "weights are written in place, and this would move them",
     "offload_group_size": "weights are written in place, and this would move them",
-    "lora_paths": "engines serve the adapter that is trained (lora.rank), and the trainer does not score what another adds",
+    "lora_paths": "engines serve the adapter that is trained (lora.rank), and the trainer does "
+    "not score what another adds",
     "is_embedding": "the launcher decides what engines answer",
     "disaggregation_mode": "each engine must prefill and decode",
     "delete_ckpt_after_loading": "it removes the weights that engines are started again with",
-    "sampling_backend": "each sample has a seed, which only SGLang's sampler in PyTorch takes with top_p, top_k or min_p",
+    "sampling_backend": "each sample has a seed, which only SGLang's sampler in PyTorch takes "
+    "with top_p, top_k or min_p",
     "use_ray": "the launcher starts an engine's processes",
     "smg_grpc_mode": _NO_KEYS,
     "grpc_mode": _NO_KEYS,
@@ -426,16 +562,37 @@ SGLANG_REFUSED = {
     "ssl_certfile": _NO_KEYS,
 }
 # No update writes to the weights of a frozen model, so its engines may keep them in any form.
-FROZEN = ("tp", "tp_size", "ep_size", "max_total_tokens", "max_running_requests", "mem_fraction_static")
-REFUSED_FROZEN = ("is_embedding", "disaggregation_mode", "delete_ckpt_after_loading", "use_ray", "smg_grpc_mode", "grpc_mode", "grpc_port",
-                  "ssl_keyfile", "ssl_certfile")  # fmt: skip
-MOE_RUNNERS = ("triton", "deep_gemm")  # FlashInfer's stores up before gate, in a tensor of the same shape; others repack the experts
+FROZEN = (
+    "tp",
+    "tp_size",
+    "ep_size",
+    "max_total_tokens",
+    "max_running_requests",
+    "mem_fraction_static",
+)
+REFUSED_FROZEN = (
+    "is_embedding",
+    "disaggregation_mode",
+    "delete_ckpt_after_loading",
+    "use_ray",
+    "smg_grpc_mode",
+    "grpc_mode",
+    "grpc_port",
+    "ssl_keyfile",
+    "ssl_certfile",
+)
+# FlashInfer's stores up before gate, in a tensor of the same shape; others repack the experts
+MOE_RUNNERS = ("triton", "deep_gemm")
 
 
 def check_server_args(config: RunConfig) -> Iterable[str]:
-    """Checks the arguments of the policy's engines and of the roles' engines. Refuses arguments that SGLang does not know or that other
-    keys decide. Refuses arguments that the run must set itself, to keep strangers out and to know mu, the behaviour policy. Refuses
-    arguments that make SGLang compute with other weights than were written, since the audit would not see that."""
+    """Checks the arguments of the policy's engines and of the roles' engines.
+
+    Refuses arguments that SGLang does not know or that other keys decide. Refuses arguments that
+    the run must set itself, to keep strangers out and to know mu, the behaviour policy. Refuses
+    arguments that make SGLang compute with other weights than were written, since the audit would
+    not see that.
+    """
     yield from _check("generator", config.generator.server_args, SGLANG_BY_KEY, _refused)
     for name, role in config.roles.items():
         if role is not None:
@@ -445,16 +602,28 @@ def check_server_args(config: RunConfig) -> Iterable[str]:
                 for argument, of_generator in SGLANG_BY_KEY.items()
                 if argument in FROZEN
             }
-            by_key |= {"model_path": f"{key}.path", "tokenizer_path": f"{key}.path", "dtype": "model.dtype", "random_seed": "seed"}
+            by_key |= {
+                "model_path": f"{key}.path",
+                "tokenizer_path": f"{key}.path",
+                "dtype": "model.dtype",
+                "random_seed": "seed",
+            }
             yield from _check(
                 key,
                 role.server_args,
                 by_key,
-                lambda name, _: f"must be left out; {SGLANG_REFUSED[name]}" if name in REFUSED_FROZEN else None,
+                lambda name, _: (
+                    f"must be left out; {SGLANG_REFUSED[name]}" if name in REFUSED_FROZEN else None
+                ),
             )
 
 
-def _check(section: str, given: Mapping[str, Any], by_key: Mapping[str, str], refused: Callable[[str, Any], str | None]) -> Iterable[str]:
+def _check(
+    section: str,
+    given: Mapping[str, Any],
+    by_key: Mapping[str, str],
+    refused: Callable[[str, Any], str | None],
+) -> Iterable[str]:
     known = sglang_arguments() if given else {}
     for name, value in given.items():
         shown = f"{section}.server_args.{name}={yaml_text(value)}"
@@ -465,7 +634,9 @@ def _check(section: str, given: Mapping[str, Any], by_key: Mapping[str, str], re
         elif (reason := refused(name, value)) is not None:
             yield f"{shown}: {reason}"
         elif known and name not in known:
-            yield f"{shown}: unknown to SGLang {sglang_version()}; {_meant(str(name), known, by_key)}"
+            yield (
+                f"{shown}: unknown to SGLang {sglang_version()}; {_meant(str(name), known, by_key)}"
+            )
         elif name in known:
             yield from (f"{shown}: {problem}" for problem in misfits(known[name], value))
 
@@ -473,13 +644,19 @@ def _check(section: str, given: Mapping[str, Any], by_key: Mapping[str, str], re
 def _refused(name: str, value: Any) -> str | None:
     if name in SGLANG_REFUSED:
         return f"must be left out; {SGLANG_REFUSED[name]}"
-    if name in ("moe_runner_backend", "speculative_moe_runner_backend") and value not in MOE_RUNNERS:
+    if (
+        name in ("moe_runner_backend", "speculative_moe_runner_backend")
+        and value not in MOE_RUNNERS
+    ):
         return f"must be {' or '.join(MOE_RUNNERS)}, which compute with experts as they are written"
     return None
 
 
 def _meant(name: str, known: Mapping[str, Argument], by_key: Mapping[str, str]) -> str:
-    """Suggests the name that was meant. Flags are written with dashes, and some have several names."""
+    """Suggests the name that was meant.
+
+    Flags are written with dashes, and some have several names.
+    """
     plain = name.lstrip("-").replace("-", "_").lower()
     of_flag = mapping_of(known)
     near = plain if plain in of_flag else nearest(plain, of_flag)

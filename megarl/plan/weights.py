@@ -1,7 +1,9 @@
-"""Finds the weights that a command begins with: those of model.path, or the warm start that megarl sft made from them.
+"""Finds the weights that a command begins with: those of model.path, or the warm start that megarl
+sft made from them.
 
-A finished warm start of the same model.path is used, since a user who runs `megarl sft` before `megarl train` wants that. The folder itself
-records what it was made from, since sft.output may belong to another run. A run keeps the weights it began with as its reference model
+A finished warm start of the same model.path is used, since a user who runs `megarl sft` before
+`megarl train` wants that. The folder itself records what it was made from, since sft.output may
+belong to another run. A run keeps the weights it began with as its reference model
 (algorithm.kl_coef, algorithm.beta), even if another warm start is made meanwhile.
 """
 
@@ -43,7 +45,10 @@ class Weights:
 
     @property
     def are_there(self) -> bool:
-        """Whether the weights are on this machine. A hub name counts as present: the hub is asked when the weights are read."""
+        """Whether the weights are on this machine.
+
+        A hub name counts as present: the hub is asked when the weights are read.
+        """
         return holds_weights(self.path) or (not self.warm_start and not Path(self.path).is_dir())
 
     @property
@@ -54,20 +59,34 @@ class Weights:
     def __str__(self) -> str:
         if self.checkpoint:
             return f"the checkpoint {self.checkpoint}"
-        where = f"the warm start in sft.output={self.path}" if self.warm_start else f"model.path={self.path}"
+        where = (
+            f"the warm start in sft.output={self.path}"
+            if self.warm_start
+            else f"model.path={self.path}"
+        )
         return f"{where}; {self.remark}" if self.remark else where
 
 
 def with_date(config: RunConfig, command: str | None) -> RunConfig:
-    """The config with the date for chat templates, of the policy and of roles: the date that is set, else the one with which the job in
-    run_dir began, else today's."""
-    date = config.model.chat_template.date or _first_date(config, command) or datetime.date.today().isoformat()
+    """The config with the date for chat templates, of the policy and of roles: the date that is
+    set, else the one with which the job in run_dir began, else today's.
+    """
+    date = (
+        config.model.chat_template.date
+        or _first_date(config, command)
+        or datetime.date.today().isoformat()
+    )
 
     def dated[C: (ModelConfig, RoleConfig)](of: C) -> C:
-        return replace(of, chat_template=replace(of.chat_template, date=of.chat_template.date or date))
+        return replace(
+            of, chat_template=replace(of.chat_template, date=of.chat_template.date or date)
+        )
 
     with_template = (REWARD_MODEL, JUDGE)
-    roles = {name: dated(role) if role and role_of(name, role) in with_template else role for name, role in config.roles.items()}
+    roles = {
+        name: dated(role) if role and role_of(name, role) in with_template else role
+        for name, role in config.roles.items()
+    }
     return replace(config, model=dated(config.model), roles=roles)
 
 
@@ -85,41 +104,65 @@ def find_weights(config: RunConfig, command: str | None) -> Weights:
     model = Weights(config.model.path)
     if command == WARM:
         return Weights(config.model.path, are_gone=True)
-    if command == "sft" or (command == "export" and not config.lora.rank):  # these do not use the result of megarl sft
+    # these do not use the result of megarl sft
+    if command == "sft" or (command == "export" and not config.lora.rank):
         return model
     if command not in ("train", "dry-run", "export") or not complete_checkpoints(config.run_dir):
         return _chosen(config)
     begun = read_begun_with(config) or _chosen(config)
-    return begun if begun.are_there or needs_first_weights(config) else Weights(config.model.path, are_gone=True)
+    return (
+        begun
+        if begun.are_there or needs_first_weights(config)
+        else Weights(config.model.path, are_gone=True)
+    )
 
 
 def of_the_run(config: RunConfig) -> bool:
-    """Whether `run_dir` has checkpoints of a run that began from this `model.path`. Without the run's settings they count as its own."""
+    """Whether `run_dir` has checkpoints of a run that began from this `model.path`.
+
+    Without the run's settings they count as its own.
+    """
     before = value_before(config, "model.path")
-    return bool(complete_checkpoints(config.run_dir)) and (before is None or _same_folder(before, config.model.path))
+    return bool(complete_checkpoints(config.run_dir)) and (
+        before is None or _same_folder(before, config.model.path)
+    )
 
 
 def scores_checkpoint(config: RunConfig, step: int | None, best: bool) -> bool:
-    """Whether megarl eval, asked for a `step` or the `best` checkpoint, scores a checkpoint of the run, which it first exports."""
+    """Whether megarl eval, asked for a `step` or the `best` checkpoint, scores a checkpoint of the
+    run, which it first exports.
+    """
     if step is not None:
         return step != 0
     return best or of_the_run(config)
 
 
 def _chosen(config: RunConfig) -> Weights:
-    path, output = config.model.path, config.sft.output
+    path = config.model.path
+    output = config.sft.output
     if not Weights(path).are_there:
         return Weights(output, warm_start=True)
     if path == output:
         return Weights(path)
     if not holds_weights(output):
-        none = f"sft.steps={config.sft.steps}, but there is no warm start in sft.output={output}: megarl sft makes it"
+        none = (
+            f"sft.steps={config.sft.steps}, but there is no warm start in sft.output={output}: "
+            "megarl sft makes it"
+        )
         return Weights(path, remark=none if config.sft.steps else "")
     made_by = read_warm_start(output)
     if made_by is None:
-        return Weights(path, remark=f"sft.output={output} is not used: it has no {WARM_START}, which megarl sft writes beside its weights")
+        return Weights(
+            path,
+            remark=f"sft.output={output} is not used: it has no {WARM_START}, which megarl sft "
+            "writes beside its weights",
+        )
     if not _same_folder(made_by["model.path"], path):
-        return Weights(path, remark=f"the warm start in sft.output={output} is not used: it was made from {made_by['model.path']}")
+        return Weights(
+            path,
+            remark=f"the warm start in sft.output={output} is not used: it was made from "
+            f"{made_by['model.path']}",
+        )
     return Weights(output, warm_start=True, remark=f"megarl sft made it from model.path={path}")
 
 
@@ -127,7 +170,11 @@ def missing_weights(config: RunConfig, command: str | None) -> Iterable[str]:
     """Yields a problem if `command` needs weights that are missing."""
     weights = find_weights(config, command)
     of_adapters = command == "export" and config.lora.rank
-    if weights.are_there or weights.are_gone or (command not in ("sft", "reward-model", "train", "eval", "dry-run") and not of_adapters):
+    if (
+        weights.are_there
+        or weights.are_gone
+        or (command not in ("sft", "reward-model", "train", "eval", "dry-run") and not of_adapters)
+    ):
         return
     none = f"model.path={config.model.path}: holds no weights (*.safetensors)"
     if not config.model.random_init and (convert := convert_hint(Path(config.model.path))):
@@ -137,16 +184,29 @@ def missing_weights(config: RunConfig, command: str | None) -> Iterable[str]:
         if not config.model.random_init:
             yield f"{none}; set model.random_init=true to start from random ones"
     elif command != "eval" and complete_checkpoints(config.run_dir):
-        yield f"{why_first_weights(config)} what the run began with, but {weights.path} holds no weights any more"
-    elif not (command == "dry-run" and config.model.random_init and config.sft.steps > 0):  # megarl sft will make the weights first
+        yield (
+            f"{why_first_weights(config)} what the run began with, but {weights.path} holds no "
+            "weights any more"
+        )
+    elif not (command == "dry-run" and config.model.random_init and config.sft.steps > 0):
+        # megarl sft will make the weights first
         yield f"{none}, and neither does sft.output={config.sft.output}: run megarl sft first"
 
 
-OTHER_FORMATS = ("pytorch_model*.bin", "consolidated*.pt*", "*.gguf", "model*.ckpt", "tf_model*.h5", "flax_model*.msgpack")
+OTHER_FORMATS = (
+    "pytorch_model*.bin",
+    "consolidated*.pt*",
+    "*.gguf",
+    "model*.ckpt",
+    "tf_model*.h5",
+    "flax_model*.msgpack",
+)
 
 
 def convert_hint(folder: Path) -> str:
-    """What to do if a checkpoint's weights are in another format than safetensors; empty if there are none in another."""
+    """What to do if a checkpoint's weights are in another format than safetensors; empty if there
+    are none in another.
+    """
     others = sorted(path.name for pattern in OTHER_FORMATS for path in folder.glob(pattern))
     if not others:
         return ""
@@ -159,7 +219,9 @@ def convert_hint(folder: Path) -> str:
 
 def needs_reference(config: RunConfig) -> bool:
     """Whether a run needs a reference model, which is the weights that it began with."""
-    own = any(settings and role_of(name, settings) == REFERENCE for name, settings in config.roles.items())
+    own = any(
+        settings and role_of(name, settings) == REFERENCE for name, settings in config.roles.items()
+    )
     return recipes.needs_reference(config.algorithm) is not None and not own
 
 
@@ -188,19 +250,35 @@ def warm_start_record(config: RunConfig) -> str:
     """The content of WARM_START: every setting that the weights of `megarl sft` depend on."""
     data = "sft.data." if config.sft.data else "data.train."
     adapted = config.lora.rank if config.sft.adapters else None
-    of_sft = ("model.", "sft.optimizer.", data, "sft.steps", "sft.batch_size", "seed", *(["lora."] if adapted else []))
+    of_sft = (
+        "model.",
+        "sft.optimizer.",
+        data,
+        "sft.steps",
+        "sft.batch_size",
+        "seed",
+        *(["lora."] if adapted else []),
+    )
     if config.sft.eval:
         of_sft += ("sft.eval.", "sft.every", "sft.keep")
-    record = {key: value_at(config, key) for key in keys_of(config) if key.startswith(of_sft) and key != "model.spec"}
+    record = {
+        key: value_at(config, key)
+        for key in keys_of(config)
+        if key.startswith(of_sft) and key != "model.spec"
+    }
     return json.dumps(record | {"lora.rank": adapted}, indent=2)
 
 
 def check_warm_start(config: RunConfig) -> Iterable[str]:
     """Problems if the finished warm start in `sft.output` is not the one that `config` describes."""
-    output, made_by = config.sft.output, read_warm_start(config.sft.output)
+    output = config.sft.output
+    made_by = read_warm_start(config.sft.output)
     instead = "remove it to train it anew, or name another folder"
     if made_by is None and holds_weights(config.model.path):
-        yield f"sft.output={output}: is there already, and was not made by megarl sft (it has no {WARM_START}); {instead}"
+        yield (
+            f"sft.output={output}: is there already, and was not made by megarl sft (it has no "
+            f"{WARM_START}); {instead}"
+        )
     for key, now, then in _differences(made_by, config, Path(output)) if made_by else ():
         yield f"{key}={now}: the warm start in sft.output={output} was made with {then}; {instead}"
 
@@ -209,13 +287,23 @@ def check_begun_warm_start(config: RunConfig) -> Iterable[str]:
     """Problems with resuming an interrupted warm start, if there is one."""
     yield from check_names(Path(config.run_dir) / "sft")
     for _, folder in complete_checkpoints(Path(config.run_dir) / "sft")[-1:]:
-        for key, now, then in _differences(read_warm_start(str(folder)) or {}, config, Path(config.run_dir) / "sft"):
-            yield f"{key}={now}: the warm start that was interrupted had {then}; keep that, or remove {folder.parent} to begin anew"
+        for key, now, then in _differences(
+            read_warm_start(str(folder)) or {}, config, Path(config.run_dir) / "sft"
+        ):
+            yield (
+                f"{key}={now}: the warm start that was interrupted had {then}; keep that, or "
+                f"remove {folder.parent} to begin anew"
+            )
 
 
-def _differences(made_by: Mapping[str, Any], config: RunConfig, folder: Path) -> Iterable[tuple[str, str, str]]:
-    """(key, value now, value then) of the settings that a warm start depends on. If `folder` has the contents that it learned from, these
-    are compared instead of where they are (compare_contents)."""
+def _differences(
+    made_by: Mapping[str, Any], config: RunConfig, folder: Path
+) -> Iterable[tuple[str, str, str]]:
+    """(key, value now, value then) of the settings that a warm start depends on.
+
+    If `folder` has the contents that it learned from, these are compared instead of where they are
+    (compare_contents).
+    """
     compared = (_DATE, *(contents.KEYS if (folder / contents.FILE).is_file() else ()))
     for key, now in json.loads(warm_start_record(config)).items():
         then = made_by.get(key)
@@ -225,7 +313,10 @@ def _differences(made_by: Mapping[str, Any], config: RunConfig, folder: Path) ->
 
 
 def read_warm_start(output: str) -> Mapping[str, Any] | None:
-    """The settings that made the warm start at `output`; None if megarl sft made none there. Raises ConfigError if unreadable."""
+    """The settings that made the warm start at `output`; None if megarl sft made none there.
+
+    Raises ConfigError if unreadable.
+    """
     return _read(Path(output) / WARM_START, "model.path")
 
 
@@ -236,11 +327,16 @@ def begin_with(config: RunConfig, weights: Weights, fingerprint: str) -> None:
 
 
 def read_begun_with(config: RunConfig) -> Weights | None:
-    """The weights the run began with; None if an earlier version of MegaRL began it. Raises ConfigError if the record is unreadable."""
+    """The weights the run began with; None if an earlier version of MegaRL began it.
+
+    Raises ConfigError if the record is unreadable.
+    """
     begun = _read(Path(config.run_dir) / BEGUN_WITH, "path")
     if begun is None:
         return None
-    return Weights(begun["path"], begun.get("warm_start", False), fingerprint=begun.get("fingerprint", ""))
+    return Weights(
+        begun["path"], begun.get("warm_start", False), fingerprint=begun.get("fingerprint", "")
+    )
 
 
 def _read(path: Path, needed: str) -> dict[str, Any] | None:
@@ -251,7 +347,9 @@ def _read(path: Path, needed: str) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: is damaged ({error}); remove it, and the run decides by its other files") from error
+        raise ConfigError(
+            f"{path}: is damaged ({error}); remove it, and the run decides by its other files"
+        ) from error
     return values
 
 

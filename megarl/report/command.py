@@ -24,15 +24,30 @@ from megarl.config.errors import ConfigError
 from megarl.observe.metrics import METRICS_FILE
 from megarl.report.reading import RunReader
 
-# The report page: one HTML file that needs no other. It has the run's data compressed, and shows it only as text nodes.
+# The report page: one HTML file that needs no other. It has the run's data compressed, and shows it
+# only as text nodes.
 #
-# The page's security policy allows only its own script, and no requests, except those of a served page to its server.
+# The page's security policy allows only its own script, and no requests, except those of a served
+# page to its server.
 
 
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = (
     "uPlot.iife.min.js",
-    *(f"{name}.js" for name in ("store", "charts", "timeline", "times", "weights", "samples", "sample", "summary", "main")),
+    *(
+        f"{name}.js"
+        for name in (
+            "store",
+            "charts",
+            "timeline",
+            "times",
+            "weights",
+            "samples",
+            "sample",
+            "summary",
+            "main",
+        )
+    ),
 )
 STYLES = ("uPlot.min.css", "page.css")
 
@@ -64,13 +79,22 @@ PAGE = """<!doctype html>
 """
 
 
-def page(found: Sequence[Mapping[str, Any]], made: str, live: Mapping[str, Any] | None = None) -> str:
-    """The page. `found`: the result of RunReader.read for each run. `made`: the time. `live`: how a served page asks for updates."""
+def page(
+    found: Sequence[Mapping[str, Any]], made: str, live: Mapping[str, Any] | None = None
+) -> str:
+    """The page.
+
+    `found`: the result of RunReader.read for each run. `made`: the time. `live`: how a served page
+    asks for updates.
+    """
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert "</script" not in script
     connect = "'self'" if live else "'none'"
-    policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; connect-src {connect}"
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+        f"img-src data:; connect-src {connect}"
+    )
     names = [each["name"] for each in found]
     return PAGE.format(
         policy=policy,
@@ -80,7 +104,10 @@ def page(found: Sequence[Mapping[str, Any]], made: str, live: Mapping[str, Any] 
         sources=html.escape(", ".join(str(each["path"]) for each in found)),
         style="\n".join((ASSETS / name).read_text(encoding="utf-8") for name in STYLES),
         live=json.dumps(live).replace("<", "\\u003c"),
-        runs="\n".join(f'<script type="text/plain" class="run">{packed(_without_chunks(each))}</script>' for each in found),
+        runs="\n".join(
+            f'<script type="text/plain" class="run">{packed(_without_chunks(each))}</script>'
+            for each in found
+        ),
         script=script,
         chunks="\n".join(
             f'<script type="text/plain" id="chunk-{run}-{number}">{chunk}</script>'
@@ -91,15 +118,26 @@ def page(found: Sequence[Mapping[str, Any]], made: str, live: Mapping[str, Any] 
 
 
 def packed(value: Any) -> str:
-    return base64.b64encode(gzip.compress(json.dumps(value, allow_nan=False, separators=(",", ":")).encode(), 6, mtime=0)).decode()
+    return base64.b64encode(
+        gzip.compress(
+            json.dumps(value, allow_nan=False, separators=(",", ":")).encode(), 6, mtime=0
+        )
+    ).decode()
 
 
 def _without_chunks(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The result without chunks of samples. The page has each chunk as a separate element, and unpacks it when it is looked at."""
-    return {**found, "samples": {**found["samples"], "chunks": [0] * len(found["samples"]["chunks"])}}
+    """The result without chunks of samples.
+
+    The page has each chunk as a separate element, and unpacks it when it is looked at.
+    """
+    return {
+        **found,
+        "samples": {**found["samples"], "chunks": [0] * len(found["samples"]["chunks"])},
+    }
 
 
-# `megarl report --serve` serves the page over HTTP to this machine only. Open pages ask for what is new in the runs.
+# `megarl report --serve` serves the page over HTTP to this machine only. Open pages ask for what is
+# new in the runs.
 
 
 PAGES = 8  # pages that are kept up to date at a time; one more makes the oldest reload
@@ -111,10 +149,14 @@ class ReportServer(http.server.ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, run_dirs: Sequence[Path], text_bytes: int, port: int, now: Callable[[], str]):
+    def __init__(
+        self, run_dirs: Sequence[Path], text_bytes: int, port: int, now: Callable[[], str]
+    ):
         super().__init__(("127.0.0.1", port), _Handler)
         self.token = secrets.token_urlsafe(24)
-        self._run_dirs, self._text_bytes, self._now = run_dirs, text_bytes, now
+        self._run_dirs = run_dirs
+        self._text_bytes = text_bytes
+        self._now = now
         self._pages: OrderedDict[str, _Page] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -123,7 +165,8 @@ class ReportServer(http.server.ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/?token={self.token}"
 
     def open(self) -> str:
-        opened, name = _Page([RunReader(path, self._text_bytes) for path in self._run_dirs]), secrets.token_hex(8)
+        opened = _Page([RunReader(path, self._text_bytes) for path in self._run_dirs])
+        name = secrets.token_hex(8)
         found = opened.read()
         with self._lock:
             self._pages[name] = opened
@@ -140,7 +183,9 @@ class ReportServer(http.server.ThreadingHTTPServer):
 
 class _Page:
     def __init__(self, readers: Sequence[RunReader]):
-        self._readers, self._answers, self._lock = readers, 0, threading.Lock()
+        self._readers = readers
+        self._answers = 0
+        self._lock = threading.Lock()
 
     def read(self) -> list[dict[str, Any]]:
         return [reader.read(follow=True) for reader in self._readers]
@@ -161,22 +206,37 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         asked = urlsplit(self.path)
         query = {key: values[0] for key, values in parse_qs(asked.query).items()}
         hosts = [f"{name}:{self.server.server_port}" for name in ("127.0.0.1", "localhost")]
-        if self.headers.get("Host") not in hosts:  # another name that somebody has pointed at this machine
+        # another name that somebody has pointed at this machine
+        if self.headers.get("Host") not in hosts:
             self._answer(403, "text/plain", "the page is served as " + " or ".join(hosts))
-        elif not secrets.compare_digest(query.get("token", "").encode(), self.server.token.encode()):
-            self._answer(403, "text/plain", "the token is missing or wrong: take the address that megarl report has printed")
+        elif not secrets.compare_digest(
+            query.get("token", "").encode(), self.server.token.encode()
+        ):
+            self._answer(
+                403,
+                "text/plain",
+                "the token is missing or wrong: take the address that megarl report has printed",
+            )
         elif asked.path == "/":
             self._answer(200, "text/html; charset=utf-8", self.server.open())
         elif asked.path == "/new" and query.get("number", "").isdecimal():
             found = self.server.new(query.get("page", ""), int(query["number"]))
-            self._answer(409 if found is None else 200, "application/json", json.dumps(found, allow_nan=False))
+            self._answer(
+                409 if found is None else 200,
+                "application/json",
+                json.dumps(found, allow_nan=False),
+            )
         else:
             self._answer(404, "text/plain", "there is nothing here")
 
     def _answer(self, status: int, kind: str, text: str) -> None:
         data = text.encode()
         self.send_response(status)
-        for name, value in (("Content-Type", kind), ("Content-Length", str(len(data))), ("Cache-Control", "no-store")):
+        for name, value in (
+            ("Content-Type", kind),
+            ("Content-Length", str(len(data))),
+            ("Cache-Control", "no-store"),
+        ):
             self.send_header(name, value)
         self.send_header("X-Content-Type-Options", "nosniff")
         self.end_headers()
@@ -186,7 +246,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Logs nothing, since addresses contain the token."""
 
 
-DESCRIPTION = "make one HTML page of runs: curves, times, weight updates, samples; --serve follows a run that is going on"
+DESCRIPTION = (
+    "make one HTML page of runs: curves, times, weight updates, samples; --serve "
+    "follows a run that is going on"
+)
 EXAMPLES = [
     "megarl report runs/quickstart",
     "megarl report runs/q0 runs/q1 --output compared.html",
@@ -196,12 +259,29 @@ PAGE_FILE = "report.html"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="a run's folder; several are drawn over each other")
-    parser.add_argument("--output", metavar="FILE", help=f"page to write, .html; default: {PAGE_FILE} in the (first) run's folder")
     parser.add_argument(
-        "--serve", action="store_true", help="serve the page on this machine alone, at an address with a token, until Ctrl-C"
+        "run_dirs",
+        metavar="RUN_DIR",
+        nargs="+",
+        help="a run's folder; several are drawn over each other",
     )
-    parser.add_argument("--port", metavar="N", type=int, default=0, help="with --serve: the port; default: a free one")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help=f"page to write, .html; default: {PAGE_FILE} in the (first) run's folder",
+    )
+    parser.add_argument(
+        "--serve",
+        action="store_true",
+        help="serve the page on this machine alone, at an address with a token, until Ctrl-C",
+    )
+    parser.add_argument(
+        "--port",
+        metavar="N",
+        type=int,
+        default=0,
+        help="with --serve: the port; default: a free one",
+    )
     parser.add_argument(
         "--text-mib",
         metavar="N",
@@ -212,11 +292,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError for a folder that is not a run's, and for an output that cannot be written."""
+    """Raises ConfigError for a folder that is not a run's, and for an output that cannot be
+    written.
+    """
     folders = [Path(folder) for folder in arguments.run_dirs]
     problems = [*_not_runs(folders)]
     if arguments.serve and arguments.output:
-        problems.append("--output: a page that is served is not written; leave one of --output and --serve out")
+        problems.append(
+            "--output: a page that is served is not written; leave one of --output and --serve out"
+        )
     if not arguments.serve and arguments.port:
         problems.append(f"--port {arguments.port}: needs --serve")
     if not 0 <= arguments.port <= 65535:
@@ -237,9 +321,14 @@ def run(arguments: argparse.Namespace) -> None:
 TEXT_MIB = 64  # default limit for the samples' texts
 
 
-def write_report(run_dirs: Sequence[Path], output: str | Path | None = None, text_bytes: int = TEXT_MIB << 20) -> Path:
-    """Writes the page of the runs, and prints its size. By default it is PAGE_FILE in the first run's folder. Returns its path. Raises
-    ConfigError, as `run` does."""
+def write_report(
+    run_dirs: Sequence[Path], output: str | Path | None = None, text_bytes: int = TEXT_MIB << 20
+) -> Path:
+    """Writes the page of the runs, and prints its size.
+
+    By default it is PAGE_FILE in the first run's folder. Returns its path. Raises ConfigError, as
+    `run` does.
+    """
     if problems := [*_not_runs(run_dirs)] or [*_unwritable(run_dirs, output)]:
         raise ConfigError(problems)
     page_path = Path(output or run_dirs[0] / PAGE_FILE)
@@ -269,7 +358,10 @@ def _serve(folders: list[Path], text_bytes: int, port: int) -> None:
         raise ConfigError(f"--port {port}: {error.strerror}") from error
     with server:
         tunnel = f"-L {server.server_port}:127.0.0.1:{server.server_port}"
-        print(f"{server.url}\nOnly this machine can open it (over ssh: {tunnel}); Ctrl-C ends it.", flush=True)
+        print(
+            f"{server.url}\nOnly this machine can open it (over ssh: {tunnel}); Ctrl-C ends it.",
+            flush=True,
+        )
         server.serve_forever()
 
 

@@ -1,7 +1,8 @@
-"""Reads the files of a run for the page: columns of metrics, spans of the trace, an index of samples, and the samples in chunks.
+"""Reads the files of a run for the page: columns of metrics, spans of the trace, an index of
+samples, and the samples in chunks.
 
-A reader can be asked again while the run goes on, and then returns what is new. It uses only whole lines. Damaged lines are left out and
-counted.
+A reader can be asked again while the run goes on, and then returns what is new. It uses only whole
+lines. Damaged lines are left out and counted.
 """
 
 from __future__ import annotations
@@ -32,14 +33,29 @@ from megarl.observe.status import TRACE_FOLDER
 from megarl.rewards.score import FAILED_EPISODES, FAILED_FRACTION
 from megarl.rewards.score import told as failure_told
 
-# The samples of a run: an index with a row for each, and texts in compressed chunks, which the page unpacks when they are looked at.
+# The samples of a run: an index with a row for each, and texts in compressed chunks, which the page
+# unpacks when they are looked at.
 
 
 SETTLED_S = 10.0  # time after which every rank has written its part of a step
 CHUNK_BYTES = 400_000  # size of a chunk's JSON before compression
 EXCERPT_CHARS = 60  # characters of a response shown in the table
 COMPRESSED = 0.3  # approximate size of compressed texts relative to the files
-COLUMNS = ("step", "ordinal", "sample", "reward", "tokens", "age", "spread", "finish", "failed", "dropped", "begins", "chunk", "place")
+COLUMNS = (
+    "step",
+    "ordinal",
+    "sample",
+    "reward",
+    "tokens",
+    "age",
+    "spread",
+    "finish",
+    "failed",
+    "dropped",
+    "begins",
+    "chunk",
+    "place",
+)
 
 
 class Lines(Protocol):
@@ -85,12 +101,15 @@ class _Tokens(msgspec.Struct):
     pieces: dict[int, str] = {}
 
 
-_group, _tokens, _encode = msgspec.json.Decoder(_Group).decode, msgspec.json.Decoder(_Tokens).decode, msgspec.json.Encoder().encode
+_group = msgspec.json.Decoder(_Group).decode
+_tokens = msgspec.json.Decoder(_Tokens).decode
+_encode = msgspec.json.Encoder().encode
 
 
 class Samples:
     def __init__(self, run_dir: Path, tail: Callable[[Path], Lines], text_bytes: int):
-        self._folder, self._tail = run_dir / "rollouts", tail
+        self._folder = run_dir / "rollouts"
+        self._tail = tail
         self._groups = tail(self._folder / SAMPLES_FILE)
         self._ranks: dict[str, _OfRank] = {}
         self._held: list[_Group] = []
@@ -104,8 +123,11 @@ class Samples:
         return [self._groups, *(rank.tail for rank in self._ranks.values())]
 
     def read(self, follow: bool) -> dict[str, Any]:
-        """The new samples. `index`: their columns; `chunks`: their texts, gzipped JSON in base64; `every`: k if only
-        one step in k has texts."""
+        """The new samples.
+
+        `index`: their columns; `chunks`: their texts, gzipped JSON in base64; `every`: k if only
+        one step in k has texts.
+        """
         for path in sorted(self._folder.glob("tokens.*.jsonl")):
             self._ranks.setdefault(path.name, _OfRank(self._tail(path)))
         columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
@@ -118,14 +140,16 @@ class Samples:
                 full.append(_encode(group))
             if sum(map(len, full)) > CHUNK_BYTES:
                 chunks.append(_chunk(full))
-                full, self._chunks = [], self._chunks + 1
+                full = []
+                self._chunks = self._chunks + 1
         if full:
             chunks.append(_chunk(full))
             self._chunks += 1
         return {"index": columns, "chunks": chunks, "every": self.every}
 
     def _new(self, follow: bool) -> Iterator[_Group]:
-        groups, self._held = self._held, []
+        groups = self._held
+        self._held = []
         newest = groups[-1].step if groups else -1
         for line in self._groups.lines():
             try:
@@ -144,9 +168,13 @@ class Samples:
             yield from self._with_numbers(groups)
 
     def _settled(self) -> bool:
-        """Whether the newest lines are so old that all ranks have written theirs: the run waits, or has ended."""
+        """Whether the newest lines are so old that all ranks have written theirs: the run waits, or
+        has ended.
+        """
         files = [self._groups.path, *(rank.tail.path for rank in self._ranks.values())]
-        return all(time.time() - path.stat().st_mtime > SETTLED_S for path in files if path.exists())
+        return all(
+            time.time() - path.stat().st_mtime > SETTLED_S for path in files if path.exists()
+        )
 
     def _with_numbers(self, groups: list[_Group]) -> Iterator[_Group]:
         """The groups of one step, with the per-token numbers that ranks have written."""
@@ -162,10 +190,30 @@ class Samples:
         rewards = [sample.reward for sample in group.samples if sample.reward is not None]
         spread = statistics.pstdev(rewards) if rewards else None
         for number, sample in enumerate(group.samples):
-            age = group.step - min(version for version, _ in sample.versions) if sample.versions else None
+            age = (
+                group.step - min(version for version, _ in sample.versions)
+                if sample.versions
+                else None
+            )
             chunk = self._chunks if place >= 0 else -1
-            row = (group.step, group.ordinal, number, sample.reward, sample.tokens, age, spread, sample.finish_reason)
-            row = (*row, int(bool(sample.failed)), int(group.dropped), " ".join(sample.text[:EXCERPT_CHARS].split()), chunk, place)
+            row = (
+                group.step,
+                group.ordinal,
+                number,
+                sample.reward,
+                sample.tokens,
+                age,
+                spread,
+                sample.finish_reason,
+            )
+            row = (
+                *row,
+                int(bool(sample.failed)),
+                int(group.dropped),
+                " ".join(sample.text[:EXCERPT_CHARS].split()),
+                chunk,
+                place,
+            )
             for name, value in zip(COLUMNS, row, strict=True):
                 columns[name].append(value)
 
@@ -187,7 +235,12 @@ class _OfRank:
                 break
             if line.step == step:
                 pieces = [self._pieces.get(number, f"<{number}>") for number in line.ids]
-                numbers = {"positions": line.positions, "diff": line.diff, "mu": line.mu, "advantage": line.advantage}
+                numbers = {
+                    "positions": line.positions,
+                    "diff": line.diff,
+                    "mu": line.mu,
+                    "advantage": line.advantage,
+                }
                 found[line.ordinal, line.sample] = {"pieces": pieces, **numbers}
         return found
 
@@ -203,8 +256,15 @@ class _OfRank:
                 except (msgspec.MsgspecError, UnicodeDecodeError):
                     self.tail.damaged += 1
                     continue
-                rows = [tokens.diff, tokens.mu, *([tokens.advantage] if isinstance(tokens.advantage, list) else [])]
-                if {len(tokens.ids)} != {sum(count for _, count in tokens.positions), *map(len, rows)}:
+                rows = [
+                    tokens.diff,
+                    tokens.mu,
+                    *([tokens.advantage] if isinstance(tokens.advantage, list) else []),
+                ]
+                if {len(tokens.ids)} != {
+                    sum(count for _, count in tokens.positions),
+                    *map(len, rows),
+                }:
                     self.tail.damaged += 1
                     continue
                 self._pieces |= tokens.pieces
@@ -216,7 +276,8 @@ def _chunk(groups: list[bytes]) -> str:
     return base64.b64encode(gzip.compress(b"[" + b",".join(groups) + b"]", 6, mtime=0)).decode()
 
 
-# The page's advice on a run, in addition to `observe.agreement.advisories`. Each piece of advice names the numbers behind it.
+# The page's advice on a run, in addition to `observe.agreement.advisories`. Each piece of advice
+# names the numbers behind it.
 
 
 RECENT = 20  # steps that advice is based on
@@ -231,31 +292,47 @@ FEWEST_TOKENS = 10_000  # tokens that an engine's peers must have made
 
 
 def advice(
-    rows: Sequence[Row], settings: Mapping[str, Any], engine_tokens: Mapping[int, int], group_of: Mapping[int, int] = {}
+    rows: Sequence[Row],
+    settings: Mapping[str, Any],
+    engine_tokens: Mapping[int, int],
+    group_of: Mapping[int, int] = {},
 ) -> list[str]:
     recent = rows[-RECENT:]
     if len(recent) < FEWEST:
         return []
-    alike: dict[int, dict[int, int]] = defaultdict(dict)  # an engine is compared with engines of its own group
+    # an engine is compared with engines of its own group
+    alike: dict[int, dict[int, int]] = defaultdict(dict)
     for index, tokens in engine_tokens.items():
         alike[group_of.get(index, 0)][index] = tokens
-    rules = (_waits(recent, settings), _truncated(recent), _no_signal(recent), _queue(rows), *map(_slow_engine, alike.values()))
+    rules = (
+        _waits(recent, settings),
+        _truncated(recent),
+        _no_signal(recent),
+        _queue(rows),
+        *map(_slow_engine, alike.values()),
+    )
     return [text for text in rules if text]
 
 
 def _waits(rows: Sequence[Row], settings: Mapping[str, Any]) -> str:
-    step, trainer, generator = (_median(rows, f"time/{name}_s") for name in ("step", "trainer_wait", "generator_wait"))
+    step, trainer, generator = (
+        _median(rows, f"time/{name}_s") for name in ("step", "trainer_wait", "generator_wait")
+    )
     if not step > 0 or settings.get("async.capacity") == 0:  # a synchronous run must wait
         return ""
     if trainer > WAITS * step and trainer > generator and not scoring_binds(rows):
         return (
-            f"the trainer waits {trainer / step:.0%} of a step ({trainer:.3g} of {step:.3g} s, median of the last {len(rows)}): "
-            "generation is the slower side; use more engines, shorter responses, or a larger async.capacity if times vary"
+            f"the trainer waits {trainer / step:.0%} of a step ({trainer:.3g} of {step:.3g} s, "
+            f"median of the last {len(rows)}): "
+            "generation is the slower side; use more engines, shorter responses, or a larger "
+            "async.capacity if times vary"
         )
     if generator > WAITS * step and generator > trainer:
         return (
-            f"the engines wait {generator / step:.0%} of a step for weights ({generator:.3g} of {step:.3g} s, median of the last "
-            f"{len(rows)}): training is the slower side; use fewer engines, more trainer ranks, or a larger async.capacity"
+            f"the engines wait {generator / step:.0%} of a step for weights ({generator:.3g} of "
+            f"{step:.3g} s, median of the last "
+            f"{len(rows)}): training is the slower side; use fewer engines, more trainer ranks, "
+            "or a larger async.capacity"
         )
     return ""
 
@@ -264,7 +341,8 @@ def _truncated(rows: Sequence[Row]) -> str:
     share = _median(rows, "truncated_fraction")
     most = "rollout.max_tokens"
     return (
-        f"{share:.0%} of the responses end at {most} (median of the last {len(rows)} steps): their rewards say little"
+        f"{share:.0%} of the responses end at {most} (median of the last {len(rows)} steps): "
+        "their rewards say little"
         if share > TRUNCATED
         else ""
     )
@@ -280,7 +358,8 @@ def _no_signal(rows: Sequence[Row]) -> str:
         return ""
     why = "hard" if height <= 1 - SOLVED else "easy or too hard"
     return (
-        f"in {share:.0%} of the groups all rewards are equal (median of the last {len(rows)} steps), so they teach nothing: the prompts "
+        f"in {share:.0%} of the groups all rewards are equal (median of the last {len(rows)} "
+        "steps), so they teach nothing: the prompts "
         f"are too {why}; rollout.dynamic_sampling replaces them"
     )
 
@@ -288,10 +367,15 @@ def _no_signal(rows: Sequence[Row]) -> str:
 def _queue(rows: Sequence[Row]) -> str:
     if len(rows) < 2 * RECENT:
         return ""
-    before, now = (_median(part, "prompts/buffered") for part in (rows[-2 * RECENT : -RECENT], rows[-RECENT:]))
+    before, now = (
+        _median(part, "prompts/buffered") for part in (rows[-2 * RECENT : -RECENT], rows[-RECENT:])
+    )
     if not (now > GROWTH * before and now > 1):
         return ""
-    return f"the queue of finished groups grows: {now:.0f} wait, {before:.0f} waited {RECENT} steps ago; samples grow older than needed"
+    return (
+        f"the queue of finished groups grows: {now:.0f} wait, {before:.0f} waited {RECENT} "
+        "steps ago; samples grow older than needed"
+    )
 
 
 def _slow_engine(tokens: Mapping[int, int]) -> str:
@@ -302,17 +386,25 @@ def _slow_engine(tokens: Mapping[int, int]) -> str:
     if usual < FEWEST_TOKENS or not slow:
         return ""
     shares = ", ".join(f"engine {index} {tokens[index] / usual:.0%}" for index in slow[:5])
-    return f"some engines made far fewer tokens than the median engine, in per cent of its tokens: {shares}"
+    return (
+        "some engines made far fewer tokens than the median engine, in per cent of its "
+        f"tokens: {shares}"
+    )
 
 
 def _median(rows: Sequence[Row], key: str) -> float:
-    values = [row[key] for row in rows if isinstance(row.get(key), int | float) and math.isfinite(row[key])]
+    values = [
+        row[key]
+        for row in rows
+        if isinstance(row.get(key), int | float) and math.isfinite(row[key])
+    ]
     return median(values) if values else math.nan
 
 
 LAST_STEPS = 5  # the page shows a failure's reason if something failed in this many steps
 MOST_RANKS = 64  # trainer ranks whose trace is read
-CHECKED_BYTES = 64  # bytes before the reading position that show whether a resumed run has cut the file
+# bytes before the reading position that show whether a resumed run has cut the file
+CHECKED_BYTES = 64
 NOT_FINITE = "n"  # stands for NaN and infinities, which JSON lacks
 
 KINDS = {
@@ -365,8 +457,11 @@ class Tail:
     """The whole lines of a file, as they are written."""
 
     def __init__(self, path: Path):
-        self.path, self.damaged, self.unfinished = path, 0, False
-        self._end, self._last = 0, b""
+        self.path = path
+        self.damaged = 0
+        self.unfinished = False
+        self._end = 0
+        self._last = b""
 
     def lines(self) -> Iterator[bytes]:
         if not self.path.is_file():
@@ -400,10 +495,14 @@ class Tail:
 
 
 class RunReader:
-    """`text_bytes`: approximate limit for the samples' texts. Beyond it, whole steps are left without texts."""
+    """`text_bytes`: approximate limit for the samples' texts.
+
+    Beyond it, whole steps are left without texts.
+    """
 
     def __init__(self, run_dir: Path, text_bytes: int):
-        self.run_dir, self._text_bytes = run_dir, text_bytes
+        self.run_dir = run_dir
+        self._text_bytes = text_bytes
         self._begin()
 
     def _begin(self) -> None:
@@ -425,22 +524,30 @@ class RunReader:
     @property
     def _name(self) -> str:
         """The name of the run. It marks a run that megarl plan has simulated."""
-        return self.run_dir.resolve().name + " (simulated)" * (self.run_dir / SIMULATED_FILE).exists()
+        return (
+            self.run_dir.resolve().name + " (simulated)" * (self.run_dir / SIMULATED_FILE).exists()
+        )
 
     def read(self, follow: bool = False) -> dict[str, Any]:
-        """Everything that is new since the last call. The first call returns everything, with `afresh`. So does a call after a resumed run
-        has cut a file. With `follow`, the newest step's samples are kept back until all ranks must have written theirs: when the next
-        step's samples are there, or nothing was written for a while."""
+        """Everything that is new since the last call.
+
+        The first call returns everything, with `afresh`. So does a call after a resumed run has cut
+        a file. With `follow`, the newest step's samples are kept back until all ranks must have
+        written theirs: when the next step's samples are there, or nothing was written for a while.
+        """
         afresh = not self._metrics._end and not self._traces
         try:
             found = self._read(follow)
         except FileChanged:
             self._begin()
-            found, afresh = self._read(follow), True
+            found = self._read(follow)
+            afresh = True
         return {"name": self._name, "path": str(self.run_dir), "afresh": afresh, **found}
 
     def _read(self, follow: bool) -> dict[str, Any]:
-        columns, trace, samples = self._columns(), self._spans(), self._samples.read(follow)
+        columns = self._columns()
+        trace = self._spans()
+        samples = self._samples.read(follow)
         told = advisories(self._rows) if self._rows else []
         tails = [self._metrics, *self._traces.values(), *self._samples.tails]
         return {
@@ -448,11 +555,19 @@ class RunReader:
             **columns,
             **trace,
             "samples": samples,
-            "advisories": [*told, *self._reasons(), *advice(self._rows, self._settings, self._peers, self._group_of)],
+            "advisories": [
+                *told,
+                *self._reasons(),
+                *advice(self._rows, self._settings, self._peers, self._group_of),
+            ],
             "expected": self._expected,
-            "engine_tokens": [self._engine_tokens[index] for index in range(max(self._engine_tokens, default=-1) + 1)],
+            "engine_tokens": [
+                self._engine_tokens[index]
+                for index in range(max(self._engine_tokens, default=-1) + 1)
+            ],
             "skipped": {
-                str(tail.path.relative_to(self.run_dir)): tail.damaged + (tail.unfinished and not follow)
+                str(tail.path.relative_to(self.run_dir)): tail.damaged
+                + (tail.unfinished and not follow)
                 for tail in tails
                 if tail.damaged or (tail.unfinished and not follow)
             },
@@ -463,26 +578,42 @@ class RunReader:
         """The newest failures, if anything has failed in the last steps."""
         self._failures.poll()
         found = []
-        for episodes, key, what in ((True, FAILED_EPISODES, "episode"), (False, FAILED_FRACTION, "score")):
-            if (last := self._failures.last.get(episodes)) and any(row.get(key) for row in self._rows[-LAST_STEPS:]):
-                found.append(f"the last {what} that failed, of prompt {last.ordinal} ({failure_told(last)}): {one_line(last.reason)}")
+        for episodes, key, what in (
+            (True, FAILED_EPISODES, "episode"),
+            (False, FAILED_FRACTION, "score"),
+        ):
+            if (last := self._failures.last.get(episodes)) and any(
+                row.get(key) for row in self._rows[-LAST_STEPS:]
+            ):
+                found.append(
+                    f"the last {what} that failed, of prompt {last.ordinal} "
+                    f"({failure_told(last)}): {one_line(last.reason)}"
+                )
         return found
 
     def _columns(self) -> dict[str, Any]:
         rows: list[Row] = []
         for row in self._metrics.objects():
-            step, last = row.get("step"), (rows or self._rows or [{"step": -math.inf}])[-1]["step"]
+            step = row.get("step")
+            last = (rows or self._rows or [{"step": -math.inf}])[-1]["step"]
             if not isinstance(step, int) or isinstance(step, bool):
                 self._metrics.damaged += 1
             elif step <= last:
                 self._out_of_order += 1
             else:
                 rows.append(
-                    {key: math.nan if value is None else value for key, value in row.items() if isinstance(value, int | float | None)}
+                    {
+                        key: math.nan if value is None else value
+                        for key, value in row.items()
+                        if isinstance(value, int | float | None)
+                    }
                 )
         self._rows += rows
         keys = dict.fromkeys(key for row in rows for key in row if key != "step")
-        return {"steps": [row["step"] for row in rows], "metrics": {key: [_number(row.get(key)) for row in rows] for key in keys}}
+        return {
+            "steps": [row["step"] for row in rows],
+            "metrics": {key: [_number(row.get(key)) for row in rows] for key in keys},
+        }
 
     def _spans(self) -> dict[str, Any]:
         folder = self.run_dir / TRACE_FOLDER
@@ -492,7 +623,9 @@ class RunReader:
             if name not in trainers[MOST_RANKS:]:
                 self._traces.setdefault(name, Tail(folder / f"{name}.jsonl"))
         lanes: dict[str, list[list[Any]]] = {}
-        marks, pairs, pauses = [], {}, []
+        marks = []
+        pairs = {}
+        pauses = []
         for process, tail in self._traces.items():
             for line in tail.lines():
                 try:
@@ -502,9 +635,14 @@ class RunReader:
                     tail.damaged += 1
                     continue
                 self._epoch_us = event.ts if self._epoch_us is None else self._epoch_us
-                at_s, dur_s = (event.ts - self._epoch_us) / 1e6, event.dur / 1e6
-                name, track, told = event.name, event.track, event.args
-                kind = next((kind for prefix, kind in KINDS.items() if name.startswith(prefix)), None)
+                at_s = (event.ts - self._epoch_us) / 1e6
+                dur_s = event.dur / 1e6
+                name = event.name
+                track = event.track
+                told = event.args
+                kind = next(
+                    (kind for prefix, kind in KINDS.items() if name.startswith(prefix)), None
+                )
                 number = int(found[0]) if (found := NUMBER.search(name)) else None
                 if name == "weights map":
                     pairs[process] = told.get("to", [])
@@ -514,10 +652,25 @@ class RunReader:
                         self._lost.discard(track)
                     elif name in ENGINE_MARKS:
                         self._lost.add(track)
-                    marks.append({**told, "at": at_s, "who": track if track != "main" else process, "what": name})
+                    marks.append(
+                        {
+                            **told,
+                            "at": at_s,
+                            "who": track if track != "main" else process,
+                            "what": name,
+                        }
+                    )
                 elif kind is not None:
-                    lane = process if track == "main" else track if track != "weights" else f"{process} weights"
-                    lanes.setdefault(lane, []).append([kind, round(at_s, 6), round(dur_s, 6), number])
+                    lane = (
+                        process
+                        if track == "main"
+                        else track
+                        if track != "weights"
+                        else f"{process} weights"
+                    )
+                    lanes.setdefault(lane, []).append(
+                        [kind, round(at_s, 6), round(dur_s, 6), number]
+                    )
                     self._count(kind, track, number, told)
                     if kind == "pause":
                         pauses.append({**told, "version": number, "at": at_s, "pause_s": dur_s})
@@ -526,7 +679,8 @@ class RunReader:
         return {
             "epoch_s": self._epoch_us and self._epoch_us / 1e6,
             "lanes": {
-                name: sorted(spans, key=lambda span: span[1]) for name, spans in sorted(lanes.items(), key=lambda lane: _by_rank(lane[0]))
+                name: sorted(spans, key=lambda span: span[1])
+                for name, spans in sorted(lanes.items(), key=lambda lane: _by_rank(lane[0]))
             },
             "marks": sorted(marks, key=lambda mark: mark["at"]),
             "pauses": pauses,
@@ -554,23 +708,51 @@ def _settings(run_dir: Path) -> dict[str, Any]:
     """The settings that the page mentions; empty without a readable config.yaml."""
     try:
         config = OmegaConf.load(run_dir / "config.yaml")
-        keys = ("model.path", "algorithm.name", "async.capacity", "async.max_staleness", "rollout.prompts_per_step", "rollout.n")
-        keys += ("rollout.max_tokens", "generator.engines", "trainer.optimizer.lr", "max_steps", "seed", "observe.rollouts_per_step")
+        keys = (
+            "model.path",
+            "algorithm.name",
+            "async.capacity",
+            "async.max_staleness",
+            "rollout.prompts_per_step",
+            "rollout.n",
+        )
+        keys += (
+            "rollout.max_tokens",
+            "generator.engines",
+            "trainer.optimizer.lr",
+            "max_steps",
+            "seed",
+            "observe.rollouts_per_step",
+        )
         found = {key: OmegaConf.select(config, key) for key in keys}
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException, AttributeError):
         return {}
-    return {key: value if isinstance(value, str) else _number(value) for key, value in found.items()}
+    return {
+        key: value if isinstance(value, str) else _number(value) for key, value in found.items()
+    }
 
 
 def _number(value: Any) -> float | int | str | None:
     if not isinstance(value, bool | int | float):
         return None
-    return (int(value) if isinstance(value, bool) else value) if abs(value) <= sys.float_info.max else NOT_FINITE
+    return (
+        (int(value) if isinstance(value, bool) else value)
+        if abs(value) <= sys.float_info.max
+        else NOT_FINITE
+    )
 
 
 def _by_rank(name: str) -> tuple[str, int, str]:
-    """The order of tracks: trainers, generators, engines, engines that only evaluate, the rest; ranks by number."""
+    """The order of tracks: trainers, generators, engines, engines that only evaluate, the rest;
+    ranks by number.
+    """
     role, _, rest = name.partition(".")
     number = NUMBER.match(rest)
-    order = {"launcher": "0", "trainer": "1", "generator": "2", "engine": "3", "eval_engine": "4"}.get(role, f"5{role}")
+    order = {
+        "launcher": "0",
+        "trainer": "1",
+        "generator": "2",
+        "engine": "3",
+        "eval_engine": "4",
+    }.get(role, f"5{role}")
     return order, int(number[0]) if number else 0, rest

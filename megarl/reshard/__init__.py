@@ -1,4 +1,7 @@
-"""The map of a weight update from trainer to engines. `megarl.reshard(config)` is megarl.api.reshard."""
+"""The map of a weight update from trainer to engines.
+
+`megarl.reshard(config)` is megarl.api.reshard.
+"""
 
 import sys
 

@@ -1,9 +1,12 @@
-"""Deltas: the changes in a copy's values since they were last sent, in the form that takes the fewest bytes.
+"""Deltas: the changes in a copy's values since they were last sent, in the form that takes the
+fewest bytes.
 
-An element counts as changed if any of its bits has changed. The *body* of a delta is one row of bytes. Four numbers determine its parts:
-the kind, the elements of the copy, the changed elements, and the *entries* (changed elements, or runs of them). There are four parts, each
-padded to a multiple of 8 bytes: the number of entries in each block of 65,536 elements (4 bytes), the values, the position of each entry in
-its block (2 bytes), and the length of each run (2 bytes). A run never extends beyond its block.
+An element counts as changed if any of its bits has changed. The *body* of a delta is one row of
+bytes. Four numbers determine its parts: the kind, the elements of the copy, the changed elements,
+and the *entries* (changed elements, or runs of them). There are four parts, each padded to a
+multiple of 8 bytes: the number of entries in each block of 65,536 elements (4 bytes), the values,
+the position of each entry in its block (2 bytes), and the length of each run (2 bytes). A run never
+extends beyond its block.
 """
 
 from __future__ import annotations
@@ -19,14 +22,23 @@ if TYPE_CHECKING:
     import torch
 
 NOTHING, PAIRS, RUNS, WHOLE = range(4)  # kinds
-BLOCK_BYTES, PLACE_BYTES = 4, 2  # for the number of entries of a block; for a position in it, or the length of a run
+BLOCK_BYTES = 4
+# for the number of entries of a block; for a position in it, or the length of a run
+PLACE_BYTES = 2
 BLOCK = 1 << 16  # elements, as in kernels.changes (which imports torch)
 ALIGNMENT = 8
-MOST_OF_FULL = 0.5  # of the full update's bytes: finding and spreading a larger delta costs more than it saves (docs/transports.md)
-INBOX_SHARE = 1 / 8  # room for a delta by Mooncake, as a share of the full bytes: enough if 6 % (bf16) or 4 % (fp8) of the elements change
+# of the full update's bytes: finding and spreading a larger delta costs more than it saves
+# (docs/transports.md)
+MOST_OF_FULL = 0.5
+# room for a delta by Mooncake, as a share of the full bytes: enough if 6 % (bf16) or 4 % (fp8) of
+# the elements change
+INBOX_SHARE = 1 / 8
 PIECE = 1 << 26  # elements that are copied at a time from host memory to the comparing GPU
-AT_ONCE_BYTES = 1 << 29  # bytes compared before the host reads the results; quantised values are kept until then
-HEADER_BYTES, ROW_BYTES = 16, 12  # of a blob. Header: version and length; row: kind, entries and changed elements of a copy
+# bytes compared before the host reads the results; quantised values are kept until then
+AT_ONCE_BYTES = 1 << 29
+HEADER_BYTES = 16
+# of a blob. Header: version and length; row: kind, entries and changed elements of a copy
+ROW_BYTES = 12
 
 
 @dataclass(frozen=True)
@@ -43,12 +55,19 @@ class Delta:
 Changes = Sequence[tuple[Copy, Delta]]  # from one rank to another, in the order of the map
 
 
-def parts(kind: int, elements: int, entries: int, changed: int, item_bytes: int) -> tuple[int, int, int, int]:
+def parts(
+    kind: int, elements: int, entries: int, changed: int, item_bytes: int
+) -> tuple[int, int, int, int]:
     """The bytes of the four parts of a body."""
     values = item_bytes * (elements if kind == WHOLE else changed)
     if kind in (NOTHING, WHOLE):
         return 0, values, 0, 0
-    return BLOCK_BYTES * -(-elements // BLOCK), values, PLACE_BYTES * entries, PLACE_BYTES * entries * (kind == RUNS)
+    return (
+        BLOCK_BYTES * -(-elements // BLOCK),
+        values,
+        PLACE_BYTES * entries,
+        PLACE_BYTES * entries * (kind == RUNS),
+    )
 
 
 def body_bytes(kind: int, elements: int, entries: int, changed: int, item_bytes: int) -> int:
@@ -60,12 +79,19 @@ def best_kind(elements: int, changed: int, runs: int, item_bytes: int) -> int:
     if not changed:
         return NOTHING
     entries = {WHOLE: 0, PAIRS: changed, RUNS: runs}
-    return min(entries, key=lambda kind: body_bytes(kind, elements, entries[kind], changed, item_bytes))
+    return min(
+        entries, key=lambda kind: body_bytes(kind, elements, entries[kind], changed, item_bytes)
+    )
 
 
-def find_deltas(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], at_once_bytes: int = AT_ONCE_BYTES) -> Iterator[Delta]:
-    """For each pair, the values to write over `old` to make it `new`. Both: [n] integers (kernels.changes.bits_of), contiguous; all `new`
-    are on one device. For every `at_once_bytes`, the host waits for a GPU twice: to learn the numbers of changes, and of runs."""
+def find_deltas(
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], at_once_bytes: int = AT_ONCE_BYTES
+) -> Iterator[Delta]:
+    """For each pair, the values to write over `old` to make it `new`.
+
+    Both: [n] integers (kernels.changes.bits_of), contiguous; all `new` are on one device. For every
+    `at_once_bytes`, the host waits for a GPU twice: to learn the numbers of changes, and of runs.
+    """
     import torch
 
     from megarl import kernels
@@ -86,12 +112,16 @@ def totals(begins: Sequence[torch.Tensor]) -> list[int]:
     return torch.stack([of_runs.sum() for of_runs in begins]).tolist()
 
 
-def _at_once(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], most_bytes: int) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    some, size = [], 0
+def _at_once(
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], most_bytes: int
+) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    some = []
+    size = 0
     for new, old in pairs:
         if some and size + new.nbytes > most_bytes:
             yield some
-            some, size = [], 0
+            some = []
+            size = 0
         some.append((new, old))
         size += new.nbytes
     if some:
@@ -99,7 +129,10 @@ def _at_once(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], most_bytes: int
 
 
 def _pieces(new: torch.Tensor, old: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pieces of both tensors on the device of `new`. There is one piece, unless `old` must be copied to that device."""
+    """Pieces of both tensors on the device of `new`.
+
+    There is one piece, unless `old` must be copied to that device.
+    """
     if new.device == old.device:
         yield new, old
         return
@@ -107,9 +140,12 @@ def _pieces(new: torch.Tensor, old: torch.Tensor) -> Iterator[tuple[torch.Tensor
         yield now, was.to(now.device, non_blocking=True)
 
 
-def _delta(new: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, begins: torch.Tensor, runs: int) -> Delta:
-    """`counts` and `offsets`: the positions of the changes (kernels.changes.Places); `begins`: which changes begin one of the `runs`
-    runs."""
+def _delta(
+    new: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, begins: torch.Tensor, runs: int
+) -> Delta:
+    """`counts` and `offsets`: the positions of the changes (kernels.changes.Places); `begins`:
+    which changes begin one of the `runs` runs.
+    """
     import torch
 
     from megarl.kernels.changes import positions_of
@@ -126,17 +162,27 @@ def _delta(new: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, begin
     # (torch.nonzero and torch.bincount would make the host wait for a GPU.)
     first = torch.searchsorted(begins.cumsum(0), torch.arange(1, runs + 1, device=new.device))
     lengths = torch.diff(first, append=first.new_full((1,), changed))
-    of_block = torch.diff(torch.searchsorted(first, counts.cumsum(0)), prepend=first.new_zeros(1)).to(torch.int32)
-    return Delta(kind, runs, changed, _joined([of_block, values, offsets[first], (lengths - 1).to(torch.int16)]))
+    of_block = torch.diff(
+        torch.searchsorted(first, counts.cumsum(0)), prepend=first.new_zeros(1)
+    ).to(torch.int32)
+    return Delta(
+        kind,
+        runs,
+        changed,
+        _joined([of_block, values, offsets[first], (lengths - 1).to(torch.int16)]),
+    )
 
 
 def spread(delta: Delta, target: torch.Tensor) -> None:
-    """Writes the changed values to their positions in `target`: the copy's destination box, with any strides, on the body's device."""
+    """Writes the changed values to their positions in `target`: the copy's destination box, with
+    any strides, on the body's device.
+    """
     import torch
 
     from megarl.kernels.changes import bits_of, positions_of, put, put_at
 
-    if delta.kind == NOTHING or target.is_meta:  # (memory of a process that has ended is on the meta device)
+    # (memory of a process that has ended is on the meta device)
+    if delta.kind == NOTHING or target.is_meta:
         return
     bits = bits_of(target)
     sizes = parts(delta.kind, bits.numel(), delta.entries, delta.changed, bits.element_size())
@@ -151,12 +197,18 @@ def spread(delta: Delta, target: torch.Tensor) -> None:
         return
     longs = (lengths.view(torch.int16).long() & 0xFFFF) + 1
     begins = longs.cumsum(0) - longs  # start of each run among the changed elements
-    positions = torch.repeat_interleave(positions_of(*places) - begins, longs, output_size=delta.changed)
+    positions = torch.repeat_interleave(
+        positions_of(*places) - begins, longs, output_size=delta.changed
+    )
     put_at(bits, positions + torch.arange(delta.changed, device=positions.device), values)
 
 
 def blob_bytes(deltas: Sequence[Delta]) -> int:
-    return HEADER_BYTES + _filled_up(ROW_BYTES * len(deltas)) + sum(len(delta.body) for delta in deltas)
+    return (
+        HEADER_BYTES
+        + _filled_up(ROW_BYTES * len(deltas))
+        + sum(len(delta.body) for delta in deltas)
+    )
 
 
 def make_blob(deltas: Sequence[Delta], version: int) -> torch.Tensor:
@@ -164,35 +216,57 @@ def make_blob(deltas: Sequence[Delta], version: int) -> torch.Tensor:
     import torch
 
     rows = [number for delta in deltas for number in (delta.kind, delta.entries, delta.changed)]
-    head = _joined([torch.tensor([version, blob_bytes(deltas)]), torch.tensor(rows, dtype=torch.int32)])
-    return torch.cat([head.to(deltas[0].body.device), *(delta.body for delta in deltas if len(delta.body))])
+    head = _joined(
+        [torch.tensor([version, blob_bytes(deltas)]), torch.tensor(rows, dtype=torch.int32)]
+    )
+    return torch.cat(
+        [head.to(deltas[0].body.device), *(delta.body for delta in deltas if len(delta.body))]
+    )
 
 
-def spread_blob(blob: torch.Tensor, version: int, targets: Sequence[torch.Tensor], source: str) -> None:
-    """Writes the changes in a blob to the boxes of its copies. Raises RuntimeError if `blob`, from `source`, is not of `version`."""
+def spread_blob(
+    blob: torch.Tensor, version: int, targets: Sequence[torch.Tensor], source: str
+) -> None:
+    """Writes the changes in a blob to the boxes of its copies.
+
+    Raises RuntimeError if `blob`, from `source`, is not of `version`.
+    """
     import torch
 
     table_bytes = _filled_up(ROW_BYTES * len(targets))
     head = blob[: HEADER_BYTES + table_bytes].cpu()
     found, length = head[:HEADER_BYTES].view(torch.int64).tolist()
-    rows = head[HEADER_BYTES : HEADER_BYTES + ROW_BYTES * len(targets)].view(torch.int32).view(-1, 3).tolist()
+    rows = (
+        head[HEADER_BYTES : HEADER_BYTES + ROW_BYTES * len(targets)]
+        .view(torch.int32)
+        .view(-1, 3)
+        .tolist()
+    )
     sizes = [
-        body_bytes(kind, target.numel(), entries, changed, target.element_size()) for (kind, entries, changed), target in zip(rows, targets)
+        body_bytes(kind, target.numel(), entries, changed, target.element_size())
+        for (kind, entries, changed), target in zip(rows, targets)
     ]
     if found != version or length != len(head) + sum(sizes) or length > len(blob):
-        raise RuntimeError(f"the changes from {source} are those of version {found}, {length} bytes, not of version {version}")
+        raise RuntimeError(
+            f"the changes from {source} are those of version {found}, {length} bytes, not of "
+            f"version {version}"
+        )
     bodies = blob[len(head) : length].to(targets[0].device, non_blocking=True).split(sizes)
     for (kind, entries, changed), body, target in zip(rows, bodies, targets):
         spread(Delta(kind, entries, changed, body), target)
 
 
 def delta_share(map: ReshardMap, changed: float) -> float:
-    """The bytes of a delta relative to the full update, if a random share `changed` of the elements has changed; at most 1."""
+    """The bytes of a delta relative to the full update, if a random share `changed` of the elements
+    has changed; at most 1.
+    """
     full = delta = 0.0
     for kind in map.destination.kinds:
         item = ITEM_BYTES[kind.shards[0].dtype]
         full += kind.bytes
-        delta += kind.bytes * min(1.0, (changed * (item + PLACE_BYTES) + BLOCK_BYTES / BLOCK) / item)
+        delta += kind.bytes * min(
+            1.0, (changed * (item + PLACE_BYTES) + BLOCK_BYTES / BLOCK) / item
+        )
     return delta / full
 
 
@@ -202,7 +276,8 @@ def _begins(counts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 
     begins = torch.ones(len(offsets) + 1, dtype=torch.bool, device=offsets.device)
     begins[1:-1] = offsets[1:] != offsets[:-1] + 1
-    # The first change of each block. For a block without changes it is the first of the next block, or one past the last.
+    # The first change of each block. For a block without changes it is the first of the next block,
+    # or one past the last.
     return begins.index_fill_(0, counts.cumsum(0) - counts, True)[:-1]
 
 

@@ -19,12 +19,15 @@ from megarl.reshard.template import IDENTITY, QUANTISE, SCALE, ZEROS, Holder, st
 if TYPE_CHECKING:
     import torch
 
-# Finds the senders that have parts of a cut tile of a quantised tensor, and which ranks need its amax.
+# Finds the senders that have parts of a cut tile of a quantised tensor, and which ranks need its
+# amax.
 #
-# Parts belong to source tensors, independently of the copies that are made of them. Every data-parallel replica computes its amax by
-# itself, among the ranks that together have one whole model. So it does not matter which replica sends what.
+# Parts belong to source tensors, independently of the copies that are made of them. Every
+# data-parallel replica computes its amax by itself, among the ranks that together have one whole
+# model. So it does not matter which replica sends what.
 #     parts = amax_parts(map, rank)                                 once
-#     table = AmaxTable.measure(parts, own tensors)                 each update, before the first copy
+#     table = AmaxTable.measure(parts, own tensors)                 each update, before the first
+#     copy
 #     … exchange `table.entries` with `peers(parts)` …              by the transport's own means
 #     table.merge(entries)                                          the entries of each peer
 #     payload(copy, source, table)
@@ -44,23 +47,34 @@ class AmaxPart:
 
 
 def amax_parts(map: ReshardMap, rank: int) -> list[AmaxPart]:
-    """The parts that source rank `rank` must measure, in forward order. Empty if no copy on any rank cuts a tile."""
+    """The parts that source rank `rank` must measure, in forward order.
+
+    Empty if no copy on any rank cuts a tile.
+    """
     return [part for _, part in sorted(_parts(map, rank), key=lambda entry: entry[0])]
 
 
 def peers(parts: list[AmaxPart]) -> tuple[int, ...]:
-    """The ranks to exchange with. The relation is mutual: every rank in a group has all others as peers."""
+    """The ranks to exchange with.
+
+    The relation is mutual: every rank in a group has all others as peers.
+    """
     return tuple(sorted({peer for part in parts for peer in part.peers}))
 
 
 def _parts(map: ReshardMap, rank: int) -> Iterator[tuple[tuple, AmaxPart]]:
     stripes = stripes_of(map.source)
-    coordinates = {(k, s): (stage, e) for k, kind in enumerate(map.source.kinds) for stage, s, e in kind.coordinates(rank)}
+    coordinates = {
+        (k, s): (stage, e)
+        for k, kind in enumerate(map.source.kinds)
+        for stage, s, e in kind.coordinates(rank)
+    }
     for number, kind in enumerate(map.destination.kinds):
         if kind.rule is None:
             continue
         cut = _cut_regions(map, number, kind.rule)
-        groups: dict[str, list[tuple[str, Box, Holder]]] = defaultdict(list)  # namespace of tiles -> (logical, box, holder)
+        # namespace of tiles -> (logical, box, holder)
+        groups: dict[str, list[tuple[str, Box, Holder]]] = defaultdict(list)
         for name, regions in cut.items():
             space = tile_space(kind, name)
             for logical, holders in stripes[name, kind.layers].items():
@@ -70,8 +84,12 @@ def _parts(map: ReshardMap, rank: int) -> Iterator[tuple[tuple, AmaxPart]]:
             for _, logical, holder in shares:
                 if (holder.kind, holder.shard) in coordinates:
                     stage, replica = coordinates[holder.kind, holder.shard]
-                    others = [o for _, other, o in shares if _share_a_tile(kind.rule, logical, other)]
-                    yield from _of_layers(map, kind, number, space, logical, holder, others, stage, replica)
+                    others = [
+                        o for _, other, o in shares if _share_a_tile(kind.rule, logical, other)
+                    ]
+                    yield from _of_layers(
+                        map, kind, number, space, logical, holder, others, stage, replica
+                    )
 
 
 def _cut_regions(map: ReshardMap, number: int, rule: Rule) -> dict[str, list[Box]]:
@@ -87,7 +105,8 @@ def _cut_regions(map: ReshardMap, number: int, rule: Rule) -> dict[str, list[Box
 
 def _grown(rule: Rule, logical: Box) -> Box:
     """Grows the box to whole tiles, possibly beyond the tensor."""
-    start, shape = list(logical.start), list(logical.shape)
+    start = list(logical.start)
+    shape = list(logical.shape)
     for dim, size in ((-2, rule.rows), (-1, rule.cols)):
         if size is None:
             start[dim], shape[dim] = 0, 1 << 40
@@ -102,27 +121,49 @@ def _share_a_tile(rule: Rule, a: Box, b: Box) -> bool:
 
 
 def _of_layers(
-    map: ReshardMap, kind: Kind, number: int, space: str, logical: Box, holder: Holder, others: list[Holder], stage: int, replica: int
+    map: ReshardMap,
+    kind: Kind,
+    number: int,
+    space: str,
+    logical: Box,
+    holder: Holder,
+    others: list[Holder],
+    stage: int,
+    replica: int,
 ) -> Iterator[tuple[tuple, AmaxPart]]:
     origin = map.source.kinds[holder.kind]
     tensor = origin.shards[holder.shard]
-    rule, held, first = kind.rule, holder.held_box, (logical.start[-2], logical.start[-1])
+    rule = kind.rule
+    held = holder.held_box
+    first = (logical.start[-2], logical.start[-1])
     assert rule is not None
     tiles = rule.tiles(logical)
     for instance in np.flatnonzero(origin.stages == stage).tolist():
         layer = str(origin.first_layer + instance)
-        ranks = {_rank(map, other, instance, replica) for other in others} - {_rank(map, holder, instance, replica)}
+        ranks = {_rank(map, other, instance, replica) for other in others} - {
+            _rank(map, holder, instance, replica)
+        }
         names = space.replace(LAYER_FIELD, layer), origin.name_of(instance)
         where = map.destination.depth(kind, instance), number, names[0], logical.start
         if len(logical.start) == 2:
-            yield where, AmaxPart(names[0], rule, names[1], held, first, tiles, tuple(sorted(ranks)))
+            yield (
+                where,
+                AmaxPart(names[0], rule, names[1], held, first, tiles, tuple(sorted(ranks))),
+            )
             continue
         for e in range(logical.shape[0]):
             expert = str(logical.start[0] + e)
             stacked = EXPERT_FIELD not in tensor.name
-            box = Box((held.start[0] + e,) + held.start[1:], (1,) + held.shape[1:]) if stacked else held.drop()
+            box = (
+                Box((held.start[0] + e,) + held.start[1:], (1,) + held.shape[1:])
+                if stacked
+                else held.drop()
+            )
             of, source_name = (name.replace(EXPERT_FIELD, expert) for name in names)
-            yield where, AmaxPart(of, rule, source_name, box, first, tiles.drop(), tuple(sorted(ranks)))
+            yield (
+                where,
+                AmaxPart(of, rule, source_name, box, first, tiles.drop(), tuple(sorted(ranks))),
+            )
 
 
 def _rank(map: ReshardMap, holder: Holder, instance: int, replica: int) -> int:
@@ -135,7 +176,10 @@ Entry = tuple[str, Box, "torch.Tensor"]  # (Quantisation.tiles_of, which tiles, 
 
 
 class AmaxTable:
-    """The amax of tiles that copies cut. `entries`: this rank's own, which must be sent to its peers."""
+    """The amax of tiles that copies cut.
+
+    `entries`: this rank's own, which must be sent to its peers.
+    """
 
     def __init__(self, entries: Iterable[Entry] = ()):
         self.entries = list(entries)
@@ -144,13 +188,18 @@ class AmaxTable:
 
     @classmethod
     def measure(cls, parts: Iterable[AmaxPart], tensors: Mapping[str, torch.Tensor]) -> AmaxTable:
-        """Measures this rank's `tensors`, which are whole local tensors of the layout. Raises RuntimeError on NaN or infinity."""
+        """Measures this rank's `tensors`, which are whole local tensors of the layout.
+
+        Raises RuntimeError on NaN or infinity.
+        """
         from megarl import kernels
 
         entries = []
         for part in parts:
             values = tensors[part.source_tensor][part.source_box.slices()]
-            amax = kernels.tile_amax(values.reshape(values.shape[-2:]), *part.origin, part.rule, part.tiles_of)
+            amax = kernels.tile_amax(
+                values.reshape(values.shape[-2:]), *part.origin, part.rule, part.tiles_of
+            )
             entries.append((part.tiles_of, part.tiles, amax))
         return cls(entries)
 
@@ -168,30 +217,51 @@ class AmaxTable:
 
 
 class Payloads:
-    """`payload` for many updates. Views of values that are sent unchanged are kept as long as the parameter's memory stays the same."""
+    """`payload` for many updates.
+
+    Views of values that are sent unchanged are kept as long as the parameter's memory stays the
+    same.
+    """
 
     def __init__(self) -> None:
         self._sources: Mapping[str, torch.Tensor] = {}
         self._places: dict[str, tuple] = {}  # parameter -> its memory when its views were made
         self._views: dict[str, dict[tuple, torch.Tensor]] = {}  # parameter -> box -> view
-        self._measured: dict[tuple[str, Box], torch.Tensor] = {}  # of this update: (parameter, box) -> amax, for codes and for scales
+        # of this update: (parameter, box) -> amax, for codes and for scales
+        self._measured: dict[tuple[str, Box], torch.Tensor] = {}
 
     def begin(self, sources: Mapping[str, torch.Tensor]) -> None:
-        """Begins an update. A view keeps its memory alive, so that no other parameter can get the same address."""
-        places = {name: (values.data_ptr(), values.shape, values.stride(), values.dtype) for name, values in sources.items()}
-        self._views = {name: views for name, views in self._views.items() if places.get(name) == self._places[name]}
-        self._sources, self._places, self._measured = sources, places, {}
+        """Begins an update.
+
+        A view keeps its memory alive, so that no other parameter can get the same address.
+        """
+        places = {
+            name: (values.data_ptr(), values.shape, values.stride(), values.dtype)
+            for name, values in sources.items()
+        }
+        self._views = {
+            name: views
+            for name, views in self._views.items()
+            if places.get(name) == self._places[name]
+        }
+        self._sources = sources
+        self._places = places
+        self._measured = {}
 
     def of(self, copy: Copy, amax: AmaxTable | None = None) -> torch.Tensor:
         if copy.source_tensor is None or copy.source_box is None:
-            return payload(copy, None, amax).to(next(iter(self._sources.values())).device)  # since a GPU stream copies only from GPU memory
+            # since a GPU stream copies only from GPU memory
+            return payload(copy, None, amax).to(next(iter(self._sources.values())).device)
         views = self._views.setdefault(copy.source_tensor, {})
         key = copy.source_box.start, copy.destination_box.shape, copy.transform
         if (known := views.get(key)) is not None:
             return known
         source = self._sources[copy.source_tensor].detach()
         values = payload(copy, source, amax, self._measured)
-        if copy.transform == IDENTITY and values.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
+        if (
+            copy.transform == IDENTITY
+            and values.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+        ):
             views[key] = values
         return values
 
@@ -202,10 +272,12 @@ def payload(
     amax: AmaxTable | None = None,
     measured: dict[tuple[str, Box], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The values for the copy's destination box, in its shape and dtype. If possible, they are a view of the source.
+    """The values for the copy's destination box, in its shape and dtype.
 
-    `amax` is needed if `copy.quantisation.cut`. `measured` caches the amax of boxes that cut no tile. Raises ValueError if `amax` or the
-    source tensor is missing.
+    If possible, they are a view of the source.
+
+    `amax` is needed if `copy.quantisation.cut`. `measured` caches the amax of boxes that cut no
+    tile. Raises ValueError if `amax` or the source tensor is missing.
     """
     import torch
 
@@ -213,22 +285,32 @@ def payload(
     if copy.transform == ZEROS:
         return torch.zeros(copy.destination_box.shape, dtype=dtype)
     if source_tensor is None or copy.source_box is None:
-        raise ValueError(f"{copy.destination_tensor}: a copy of transform {copy.transform!r} needs its source tensor")
+        raise ValueError(
+            f"{copy.destination_tensor}: a copy of transform {copy.transform!r} needs its source tensor"
+        )
     values = source_tensor[copy.source_box.slices()]
     if copy.transform in (QUANTISE, SCALE):
-        return _quantised(copy, values.reshape(values.shape[-2:]), amax, {} if measured is None else measured).reshape(
-            copy.destination_box.shape
-        )
+        return _quantised(
+            copy, values.reshape(values.shape[-2:]), amax, {} if measured is None else measured
+        ).reshape(copy.destination_box.shape)
     return values.to(dtype).reshape(copy.destination_box.shape)
 
 
-def _quantised(copy: Copy, values: torch.Tensor, amax: AmaxTable | None, measured: dict[tuple[str, Box], torch.Tensor]) -> torch.Tensor:
+def _quantised(
+    copy: Copy,
+    values: torch.Tensor,
+    amax: AmaxTable | None,
+    measured: dict[tuple[str, Box], torch.Tensor],
+) -> torch.Tensor:
     from megarl import kernels
     from megarl.kernels.quantise import scales_of
 
     how = copy.quantisation
     if how is None or (how.cut and amax is None):
-        raise ValueError(f"{copy.destination_tensor}: a copy of transform {copy.transform!r} that cuts tiles needs their amax")
+        raise ValueError(
+            f"{copy.destination_tensor}: a copy of transform {copy.transform!r} that cuts tiles "
+            "needs their amax"
+        )
     row, col = how.origin
     if how.cut and amax is not None:
         found = amax.amax(how.tiles_of, how.rule.tiles(Box((row, col), tuple(values.shape))))
@@ -238,4 +320,8 @@ def _quantised(copy: Copy, values: torch.Tensor, amax: AmaxTable | None, measure
         if (found := measured.get(key)) is None:
             found = measured[key] = kernels.tile_amax(values, row, col, how.rule, how.tiles_of)
     scales = scales_of(found, how.rule)
-    return scales if copy.transform == SCALE else kernels.quantise_with(values, row, col, scales, how.rule)
+    return (
+        scales
+        if copy.transform == SCALE
+        else kernels.quantise_with(values, row, col, scales, how.rule)
+    )

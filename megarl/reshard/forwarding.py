@@ -1,11 +1,14 @@
-"""Forwarding: the trainer writes a shard only to some of its replicas. These *leaders* pass it on to the others.
+"""Forwarding: the trainer writes a shard only to some of its replicas.
+
+These *leaders* pass it on to the others.
 
     forwarding = inside_hosts(generator_layout(…), ranks_per_host=8)
     map = ReshardMap.build(trainer, forwarding.leaders)     the trainer's part; proven and scheduled like any map
     forwarding.prove()                                      proves that relays cover the rest
     forwarding.relays                                       the part of generator ranks, which pass on complete tensors
 
-A table for each kind has the leaders of each *turn*. Instances (layers) take different turns, so that all ranks share the load.
+A table for each kind has the leaders of each *turn*. Instances (layers) take different turns, so
+that all ranks share the load.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ from megarl.reshard.template import ZEROS, Row
 
 
 class Relay(Struct, frozen=True):
-    """Sends a whole tensor, once it is complete on `source_rank`, to the same tensor on `destination_rank`."""
+    """Sends a whole tensor, once it is complete on `source_rank`, to the same tensor on
+    `destination_rank`.
+    """
 
     source_rank: int
     destination_rank: int
@@ -41,10 +46,12 @@ class Relay(Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class Forwarding:
-    """`leaders` is the layout of the ranks that receive from the trainer. Relays fill the rest of `layout`.
+    """`leaders` is the layout of the ranks that receive from the trainer.
 
-    Rank `leader_of[k][turn, shard, replica]` passes on to rank `layout.kinds[k].ranks[0, shard, replica]`, or is the same rank. Instance i
-    of a kind has the turn `leaders.kinds[k].stages[i]`.
+    Relays fill the rest of `layout`.
+
+    Rank `leader_of[k][turn, shard, replica]` passes on to rank `layout.kinds[k].ranks[0, shard,
+    replica]`, or is the same rank. Instance i of a kind has the turn `leaders.kinds[k].stages[i]`.
     """
 
     layout: Layout
@@ -53,7 +60,10 @@ class Forwarding:
 
     @classmethod
     def of(cls, layout: Layout, leader_of: tuple[np.ndarray, ...]) -> Forwarding:
-        """Derives `leaders` from `leader_of`. Raises ValueError if turns have different numbers of leaders."""
+        """Derives `leaders` from `leader_of`.
+
+        Raises ValueError if turns have different numbers of leaders.
+        """
         kinds = tuple([_leading(kind, table) for kind, table in zip(layout.kinds, leader_of)])
         return cls(layout, replace(layout, kinds=kinds), leader_of)
 
@@ -63,19 +73,33 @@ class Forwarding:
         found: list[Relay] = []
         for kind, leading, leader_of in zip(self.layout.kinds, self.leaders.kinds, self.leader_of):
             for instance in range(kind.instances) if leading is not kind else ():
-                depth, leaders = self.layout.depth(kind, instance), leader_of[leading.stages[instance]]
+                depth = self.layout.depth(kind, instance)
+                leaders = leader_of[leading.stages[instance]]
                 for shard, replica in np.argwhere(leaders != kind.ranks[0]).tolist():
                     ends = int(leaders[shard, replica]), int(kind.ranks[0, shard, replica])
                     for tensor in kind.tensors(shard, instance):
-                        found.append(Relay(*ends, tensor.name, depth, math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]))
+                        found.append(
+                            Relay(
+                                *ends,
+                                tensor.name,
+                                depth,
+                                math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype],
+                            )
+                        )
         return sorted(found, key=lambda relay: relay.depth)
 
     def rank_bytes(self) -> tuple[np.ndarray, np.ndarray]:
-        """The bytes that each generator rank sends in relays, and the bytes that each receives in relays."""
+        """The bytes that each generator rank sends in relays, and the bytes that each receives in
+        relays.
+        """
         given, taken = np.zeros((2, self.layout.world_size), dtype=np.int64)
         for kind, leading, leader_of in zip(self.layout.kinds, self.leaders.kinds, self.leader_of):
-            sizes = np.array([math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in kind.shards])
-            for turn, instances in enumerate(np.bincount(leading.stages).tolist() if leading is not kind else ()):
+            sizes = np.array(
+                [math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in kind.shards]
+            )
+            for turn, instances in enumerate(
+                np.bincount(leading.stages).tolist() if leading is not kind else ()
+            ):
                 passed = leader_of[turn] != kind.ranks[0]
                 moved = (instances * sizes[:, None] * passed)[passed]
                 np.add.at(given, leader_of[turn][passed], moved)
@@ -83,26 +107,43 @@ class Forwarding:
         return given, taken
 
     def prove(self) -> None:
-        """Proves that each rank of a shard is served once. Either the trainer writes to it, or it gets the shard from a rank to which the
-        trainer writes. Raises ProofError otherwise. (The map's own proof covers the trainer's writes.)"""
+        """Proves that each rank of a shard is served once.
+
+        Either the trainer writes to it, or it gets the shard from a rank to which the trainer
+        writes. Raises ProofError otherwise. (The map's own proof covers the trainer's writes.)
+        """
         for kind, leading, leader_of in zip(self.layout.kinds, self.leaders.kinds, self.leader_of):
             if leading is kind:
                 continue
             for turn in range(len(leader_of)):
-                for ranks, leaders, written in zip(kind.ranks[0], leader_of[turn], leading.ranks[turn]):
+                for ranks, leaders, written in zip(
+                    kind.ranks[0], leader_of[turn], leading.ranks[turn]
+                ):
                     direct = np.sort(ranks[leaders == ranks])
-                    if len(set(ranks.tolist())) < len(ranks) or not np.array_equal(direct, np.sort(written)):
-                        raise ProofError(f"{kind.name}: of ranks {ranks.tolist()} the trainer writes to {written.tolist()}")
+                    if len(set(ranks.tolist())) < len(ranks) or not np.array_equal(
+                        direct, np.sort(written)
+                    ):
+                        raise ProofError(
+                            f"{kind.name}: of ranks {ranks.tolist()} the trainer writes to "
+                            f"{written.tolist()}"
+                        )
                     if not np.isin(leaders, written).all():
-                        raise ProofError(f"{kind.name}: of {leaders.tolist()} some pass it on without having it from the trainer")
+                        raise ProofError(
+                            f"{kind.name}: of {leaders.tolist()} some pass it on without having "
+                            "it from the trainer"
+                        )
 
 
 def inside_hosts(layout: Layout, ranks_per_host: int) -> Forwarding:
-    """Makes one replica on each host the leader, so that every byte crosses the network once per host.
+    """Makes one replica on each host the leader, so that every byte crosses the network once per
+    host.
 
     Raises ValueError if replicas are spread unevenly over the hosts.
     """
-    return Forwarding.of(layout, tuple([_by_host(kind, number, ranks_per_host) for number, kind in enumerate(layout.kinds)]))
+    return Forwarding.of(
+        layout,
+        tuple([_by_host(kind, number, ranks_per_host) for number, kind in enumerate(layout.kinds)]),
+    )
 
 
 def _leading(kind: Kind, leader_of: np.ndarray) -> Kind:
@@ -111,19 +152,25 @@ def _leading(kind: Kind, leader_of: np.ndarray) -> Kind:
     if turns == 1 and np.array_equal(leader_of[0], kind.ranks[0]):
         return kind
     ranks = [[sorted(set(of_shard)) for of_shard in of_turn] for of_turn in leader_of.tolist()]
-    return replace(kind, stages=(kind.first_layer + np.arange(kind.instances)) % turns, ranks=np.array(ranks))
+    return replace(
+        kind, stages=(kind.first_layer + np.arange(kind.instances)) % turns, ranks=np.array(ranks)
+    )
 
 
 def _by_host(kind: Kind, number: int, ranks_per_host: int) -> np.ndarray:
     groups = list(_groups(kind, ranks_per_host))  # [shard][host] ranks of the replicas
     turns = max(len(group) for of_shard in groups for group in of_shard)
     if kind.ranks.shape[0] != 1 or len({len(of_shard) for of_shard in groups}) != 1:
-        raise ValueError(f"{kind.name}: hosts of {ranks_per_host} ranks do not hold equally many replicas")
+        raise ValueError(
+            f"{kind.name}: hosts of {ranks_per_host} ranks do not hold equally many replicas"
+        )
     offset = number if kind.scales_of is None else kind.scales_of  # scales follow their weights
     leader_of = np.empty((turns, *kind.ranks.shape[1:]), dtype=kind.ranks.dtype)
     for turn in range(turns):
         for shard, of_shard in enumerate(groups):
-            leads = {rank: group[(turn + offset) % len(group)] for group in of_shard for rank in group}
+            leads = {
+                rank: group[(turn + offset) % len(group)] for group in of_shard for rank in group
+            }
             leader_of[turn, shard] = [leads[rank] for rank in kind.ranks[0, shard].tolist()]
     return leader_of
 
@@ -138,19 +185,25 @@ def _groups(kind: Kind, ranks_per_host: int) -> Iterator[list[list[int]]]:
 
 # Relays between engines, for a trainer with few ranks or unequal stages.
 #
-# At first, only trainer ranks have a shard, and would send it once to each engine. With many engines the trainer ranks' links are the
-# bottleneck; with pipeline stages, the links of the fullest stage. But engines that have received a tensor can send it too. As in van de
-# Geijn's broadcast (scatter, then all-gather), the trainer writes every layer to some of the engines, which pass it on. Different layers
-# have different leaders. Their number is chosen so that the two phases of the update, writing and passing on, take the least time together.
+# At first, only trainer ranks have a shard, and would send it once to each engine. With many
+# engines the trainer ranks' links are the bottleneck; with pipeline stages, the links of the
+# fullest stage. But engines that have received a tensor can send it too. As in van de Geijn's
+# broadcast (scatter, then all-gather), the trainer writes every layer to some of the engines, which
+# pass it on. Different layers have different leaders. Their number is chosen so that the two phases
+# of the update, writing and passing on, take the least time together.
 
 
 PLACES = (FIRST, LAYER, LAST)
 MOST_CANDIDATES = 64  # how many numbers of engines are tried
-RELAY_COST = 1.25  # of a relayed byte, relative to one from the trainer. Relays wait for all bytes from the trainer. Chosen, not measured.
+# of a relayed byte, relative to one from the trainer. Relays wait for all bytes from the trainer.
+# Chosen, not measured.
+RELAY_COST = 1.25
 
 
 def between_engines(map: ReshardMap, tp: int) -> Forwarding:
-    """The relays for `map`, which covers all engines, of `tp` ranks each. There are none if they would save no time.
+    """The relays for `map`, which covers all engines, of `tp` ranks each.
+
+    There are none if they would save no time.
 
     Pure: equal on all ranks.
     """
@@ -158,16 +211,21 @@ def between_engines(map: ReshardMap, tp: int) -> Forwarding:
 
 
 def passed_on(layout: Layout, tp: int, of_ends: int, of_layers: int) -> Forwarding:
-    """The forwarding in which the trainer writes each layer to `of_layers` engines, and other tensors to `of_ends` engines."""
+    """The forwarding in which the trainer writes each layer to `of_layers` engines, and other
+    tensors to `of_ends` engines.
+    """
     engines = layout.world_size // tp
     leader_of: list[np.ndarray] = []
     begins: list[int] = []
     passed = 0
     for kind in layout.kinds:
         followers = engines - (of_layers if kind.place == LAYER else of_ends)
-        begins.append(passed if kind.scales_of is None else begins[kind.scales_of])  # scales follow their weights
+        # scales follow their weights
+        begins.append(passed if kind.scales_of is None else begins[kind.scales_of])
         passed += followers if kind.scales_of is None else 0
-        leader_of.append(_by_engine(kind, tp, engines, followers, begins[-1]) if followers else kind.ranks)
+        leader_of.append(
+            _by_engine(kind, tp, engines, followers, begins[-1]) if followers else kind.ranks
+        )
     return Forwarding.of(layout, tuple(leader_of))
 
 
@@ -175,34 +233,51 @@ def written_directly(map: ReshardMap, engines: int) -> tuple[int, int]:
     """Chooses `of_ends` and `of_layers` of `passed_on` so that the update takes the least time."""
     sent, held = _bytes_by_place(map)
     first, layer, last = range(len(PLACES))
-    numbers = np.array(sorted(set(np.linspace(1, engines, min(engines, MOST_CANDIDATES)).round().astype(int).tolist())))
-    of_ends, of_layers = numbers[:, None], numbers[None, :]
-    written = (of_ends[..., None] * (sent[first] + sent[last]) + of_layers[..., None] * sent[layer]).max(axis=2) / engines
-    by_ends = -(-(engines - of_ends) // of_ends) * (held[first] + held[last])  # each is a single tensor, so one rank sends all of it
+    numbers = np.array(
+        sorted(
+            set(np.linspace(1, engines, min(engines, MOST_CANDIDATES)).round().astype(int).tolist())
+        )
+    )
+    of_ends = numbers[:, None]
+    of_layers = numbers[None, :]
+    written = (
+        of_ends[..., None] * (sent[first] + sent[last]) + of_layers[..., None] * sent[layer]
+    ).max(axis=2) / engines
+    # each is a single tensor, so one rank sends all of it
+    by_ends = -(-(engines - of_ends) // of_ends) * (held[first] + held[last])
     by_layers = _turns(map, engines, of_layers) * held[layer]
     cost = written + RELAY_COST * (by_ends + by_layers)
-    best = np.argwhere(cost <= cost.min() * (1 + 1e-9))[-1]  # among equals, the one with the fewest relays
+    # among equals, the one with the fewest relays
+    best = np.argwhere(cost <= cost.min() * (1 + 1e-9))[-1]
     return int(numbers[best[0]]), int(numbers[best[1]])
 
 
 def _turns(map: ReshardMap, engines: int, of_layers: np.ndarray) -> np.ndarray:
-    """The layer bytes that the busiest engine passes on, relative to the layer bytes that it has. Engines take turns, layer by layer. If
-    there are more engines than layers, some lead one layer and others none."""
-    layers = max((kind.instances for kind in map.destination.kinds if kind.place == LAYER), default=1)
+    """The layer bytes that the busiest engine passes on, relative to the layer bytes that it has.
+
+    Engines take turns, layer by layer. If there are more engines than layers, some lead one layer
+    and others none.
+    """
+    layers = max(
+        (kind.instances for kind in map.destination.kinds if kind.place == LAYER), default=1
+    )
     led = -(-layers * of_layers // engines)  # layers that the busiest engine leads
     return led * -(-(engines - of_layers) // of_layers) / layers
 
 
 def _bytes_by_place(map: ReshardMap) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes that trainer ranks send to all engines, [places, ranks that differ], and bytes of the fullest generator rank, [places].
+    """Bytes that trainer ranks send to all engines, [places, ranks that differ], and bytes of the
+    fullest generator rank, [places].
 
-    Assumes that all holders of a box send it equally often, which is nearly true of the schedule. Padding is left out, since any rank can
-    send zeros.
+    Assumes that all holders of a box send it equally often, which is nearly true of the schedule.
+    Padding is left out, since any rank can send zeros.
     """
     sent = np.zeros((len(PLACES), map.source.world_size))
     held = np.zeros((len(PLACES), map.destination.world_size))
     for kind in map.destination.kinds:
-        sizes = np.array([math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in kind.shards])
+        sizes = np.array(
+            [math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in kind.shards]
+        )
         np.add.at(held[PLACES.index(kind.place)], kind.ranks[0], kind.instances * sizes[:, None])
     for row in map.rows:
         target = map.destination.kinds[row.kind]
@@ -216,8 +291,10 @@ def _bytes_by_place(map: ReshardMap) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _by_engine(kind: Kind, tp: int, engines: int, followers: int, begin: int) -> np.ndarray:
-    """The leader of every replica, [turns, shards, replicas]. Each leading engine passes tensors on to the `followers` engines before
-    it."""
+    """The leader of every replica, [turns, shards, replicas].
+
+    Each leading engine passes tensors on to the `followers` engines before it.
+    """
     turns = min(engines, kind.instances)
     engine = kind.ranks[0] // tp
     start = (begin + followers * np.arange(turns))[:, None, None] % engines
@@ -226,38 +303,58 @@ def _by_engine(kind: Kind, tp: int, engines: int, followers: int, begin: int) ->
     return kind.ranks[0] + np.where(place < followers, leads - engine, 0) * tp
 
 
-# Splits a reshard map into the part that the trainer writes and the part that engines pass on (`weights.relay`).
+# Splits a reshard map into the part that the trainer writes and the part that engines pass on
+# (`weights.relay`).
 
 
-AUTO, ENGINES = "auto", "engines"  # weights.relay
-INSIDE_HOSTS, BETWEEN_ENGINES = "inside_hosts", "between_engines"
+AUTO = "auto"
+ENGINES = "engines"  # weights.relay
+INSIDE_HOSTS = "inside_hosts"
+BETWEEN_ENGINES = "between_engines"
 
 
 class RelayRule(NamedTuple):
-    """The rule for which ranks pass tensors on. `ranks`: the generator ranks of a host (inside hosts) or of an engine (between engines)."""
+    """The rule for which ranks pass tensors on.
+
+    `ranks`: the generator ranks of a host (inside hosts) or of an engine (between engines).
+    """
 
     how: str  # INSIDE_HOSTS | BETWEEN_ENGINES
     ranks: int
 
 
 def relayed(map: ReshardMap, rule: RelayRule) -> tuple[ReshardMap, Forwarding]:
-    """The part of `map` that the trainer writes, and the relays, which are proven to be the rest. Pure: equal on all ranks.
+    """The part of `map` that the trainer writes, and the relays, which are proven to be the rest.
 
-    Between engines, there are relays only if they relieve the busiest rank. Raises ValueError if replicas are spread unevenly over the
-    hosts.
+    Pure: equal on all ranks.
+
+    Between engines, there are relays only if they relieve the busiest rank. Raises ValueError if
+    replicas are spread unevenly over the hosts.
     """
     begin = time.perf_counter()
     by_host = rule.how == INSIDE_HOSTS
-    forwarding = inside_hosts(map.destination, rule.ranks) if by_host else between_engines(map, rule.ranks)
-    if not by_host and busiest_bytes(replace(map, destination=forwarding.leaders), forwarding) >= busiest_bytes(map, None):
-        forwarding = passed_on(map.destination, rule.ranks, *[map.destination.world_size // rule.ranks] * 2)  # no relays
+    forwarding = (
+        inside_hosts(map.destination, rule.ranks) if by_host else between_engines(map, rule.ranks)
+    )
+    if not by_host and busiest_bytes(
+        replace(map, destination=forwarding.leaders), forwarding
+    ) >= busiest_bytes(map, None):
+        # no relays
+        forwarding = passed_on(
+            map.destination, rule.ranks, *[map.destination.world_size // rule.ranks] * 2
+        )
     forwarding.prove()
-    return replace(map, destination=forwarding.leaders, build_s=map.build_s + time.perf_counter() - begin), forwarding
+    return replace(
+        map, destination=forwarding.leaders, build_s=map.build_s + time.perf_counter() - begin
+    ), forwarding
 
 
 def foreseen(map: ReshardMap, relay: str, tp: int) -> tuple[ReshardMap, Forwarding | None]:
-    """The part of the result of `relayed` that is known before a run. `relay`: weights.relay; `tp`: the ranks of an engine. Relays inside
-    hosts are not included, since they depend on where engines will run."""
+    """The part of the result of `relayed` that is known before a run.
+
+    `relay`: weights.relay; `tp`: the ranks of an engine. Relays inside hosts are not included,
+    since they depend on where engines will run.
+    """
     return relayed(map, RelayRule(BETWEEN_ENGINES, tp)) if relay == ENGINES else (map, None)
 
 
@@ -278,52 +375,78 @@ def summary(map: ReshardMap, forwarding: Forwarding | None) -> Summary:
 
 
 def busiest_bytes(map: ReshardMap, forwarding: Forwarding | None) -> int:
-    """The most bytes that a rank sends or receives while the trainer writes, plus the most while engines pass on."""
+    """The most bytes that a rank sends or receives while the trainer writes, plus the most while
+    engines pass on.
+    """
     written = max(int(side.max()) for side in map.rank_bytes())
-    return written if forwarding is None else written + max(int(side.max()) for side in forwarding.rank_bytes())
+    return (
+        written
+        if forwarding is None
+        else written + max(int(side.max()) for side in forwarding.rank_bytes())
+    )
 
 
 def delta_bytes(map: ReshardMap, forwarding: Forwarding | None, changed: float) -> float:
-    """Like `busiest_bytes`, for an update that carries only the changes in a share `changed` of the elements. Engines pass on whole
-    tensors. A delta that is too large becomes a full update."""
-    share, full = delta_share(map, changed), busiest_bytes(map, forwarding)
+    """Like `busiest_bytes`, for an update that carries only the changes in a share `changed` of the
+    elements. Engines pass on whole tensors. A delta that is too large becomes a full update.
+    """
+    share = delta_share(map, changed)
+    full = busiest_bytes(map, forwarding)
     written = busiest_bytes(map, None)
     return full if share > MOST_OF_FULL else full - written * (1 - share)
 
 
-# The tensors that each source rank of a reshard map writes to each destination rank, as arrays: a large model has a million triples.
+# The tensors that each source rank of a reshard map writes to each destination rank, as arrays: a
+# large model has a million triples.
 #
-# Both ends of an update number the tensors of a rank by sorted name, so that hashes and offsets travel without names.
+# Both ends of an update number the tensors of a rank by sorted name, so that hashes and offsets
+# travel without names.
 
 
-_Span = tuple[int, int, int]  # (destination kind, first, end): range of experts if each has its own tensor; otherwise 0, 0
+# (destination kind, first, end): range of experts if each has its own tensor; otherwise 0, 0
+_Span = tuple[int, int, int]
 
 
 class SentTensors:
-    """The tensors that destination ranks get by `map`, and those that they get from each other by `relays`.
+    """The tensors that destination ranks get by `map`, and those that they get from each other by
+    `relays`.
 
-    A *place* is one tensor of one destination rank. Places are numbered rank by rank, and within a rank by name. A *sending* is a source
-    rank that writes to a place. Sendings are numbered source by source, and within a source by place.
+    A *place* is one tensor of one destination rank. Places are numbered rank by rank, and within a
+    rank by name. A *sending* is a source rank that writes to a place. Sendings are numbered source
+    by source, and within a source by place.
     """
 
     def __init__(self, map: ReshardMap, relays: Sequence[Relay] = ()):
         self.map = map
-        ranks, numbers = map.destination.world_size, _numbers(map)
+        ranks = map.destination.world_size
+        numbers = _numbers(map)
         self.names = sorted({name for names in numbers.values() for name in names.ravel().tolist()})
         number = {name: i for i, name in enumerate(self.names)}
         count = len(self.names)
-        numbered = {span: np.vectorize(number.__getitem__)(names) for span, names in numbers.items()}
+        numbered = {
+            span: np.vectorize(number.__getitem__)(names) for span, names in numbers.items()
+        }
         triples = _distinct(np.concatenate(_triples(map, numbered, count)))
         sources, pairs = np.divmod(triples, ranks * count)
         led, taken = (
-            np.array([rank * count + number[relay.tensor] for rank, relay in zip(of, relays)], dtype=np.int64)
-            for of in ([relay.source_rank for relay in relays], [relay.destination_rank for relay in relays])
+            np.array(
+                [rank * count + number[relay.tensor] for rank, relay in zip(of, relays)],
+                dtype=np.int64,
+            )
+            for of in (
+                [relay.source_rank for relay in relays],
+                [relay.destination_rank for relay in relays],
+            )
         )
-        self._pairs = _distinct(np.concatenate([pairs, taken]))  # destination rank and name of each place, as one number
-        self.sendings = np.searchsorted(sources, np.arange(map.source.world_size + 1))  # first sending of each source rank
-        self.places = np.searchsorted(self._pairs, np.arange(ranks + 1) * count)  # first place of each destination rank
+        # destination rank and name of each place, as one number
+        self._pairs = _distinct(np.concatenate([pairs, taken]))
+        # first sending of each source rank
+        self.sendings = np.searchsorted(sources, np.arange(map.source.world_size + 1))
+        # first place of each destination rank
+        self.places = np.searchsorted(self._pairs, np.arange(ranks + 1) * count)
         self.place_of = np.searchsorted(self._pairs, pairs)  # place of each sending
-        self.relayed = np.searchsorted(self._pairs, led), np.searchsorted(self._pairs, taken)  # places of leaders and of followers
+        # places of leaders and of followers
+        self.relayed = np.searchsorted(self._pairs, led), np.searchsorted(self._pairs, taken)
 
     def name(self, place: int) -> tuple[int, str]:
         """The destination rank and the tensor name of a place."""
@@ -358,23 +481,31 @@ def _numbers(map: ReshardMap) -> dict[_Span, np.ndarray]:
     """The names of a span's tensors, [instances, experts or 1]."""
     found = {}
     for span in {_span(map, row) for row in map.rows}:
-        kind, experts = map.destination.kinds[span[0]], range(*span[1:])
+        kind = map.destination.kinds[span[0]]
+        experts = range(*span[1:])
         names = [kind.name_of(i) for i in range(kind.instances)]
-        found[span] = np.array([[name.replace(EXPERT_FIELD, str(e)) for e in experts] or [name] for name in names], dtype=object)
+        found[span] = np.array(
+            [[name.replace(EXPERT_FIELD, str(e)) for e in experts] or [name] for name in names],
+            dtype=object,
+        )
     return found
 
 
 def _triples(map: ReshardMap, numbers: dict[_Span, np.ndarray], count: int) -> list[np.ndarray]:
-    """source * destination ranks + destination, times `count`, plus the number of the name, for all rows. Rows with the same senders are
-    computed once."""
+    """source * destination ranks + destination, times `count`, plus the number of the name, for all
+    rows. Rows with the same senders are computed once.
+    """
     ends: dict[tuple, np.ndarray] = {}  # [instances, replicas]
     found: dict[tuple, np.ndarray] = {}
     for row in map.rows:
-        route, span = map.turns.alike(row), _span(map, row)
+        route = map.turns.alike(row)
+        span = _span(map, row)
         if (route, span) in found:
             continue
         if route not in ends:
             served = map.turns.assignment(row)
-            ends[route] = (served.senders.astype(np.int64) * map.destination.world_size + served.receivers)[served.class_of]
+            ends[route] = (
+                served.senders.astype(np.int64) * map.destination.world_size + served.receivers
+            )[served.class_of]
         found[route, span] = (ends[route][:, None, :] * count + numbers[span][:, :, None]).ravel()
     return list(found.values())

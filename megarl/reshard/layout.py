@@ -1,4 +1,6 @@
-"""The three layouts of the weights: of the HF checkpoint, of the Megatron trainer, and of the SGLang generator."""
+"""The three layouts of the weights: of the HF checkpoint, of the Megatron trainer, and of the
+SGLang generator.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from functools import cached_property
 import msgspec
 import numpy as np
 
-from megarl.base.geometry import DP_ATTENTION_FAMILIES, Box, GeneratorTopology, TrainerTopology, whole_box
+from megarl.base.geometry import (
+    DP_ATTENTION_FAMILIES,
+    Box,
+    GeneratorTopology,
+    TrainerTopology,
+    whole_box,
+)
 from megarl.config.errors import ConfigError
 from megarl.kernels.quantise_rules import BLOCK, CHANNEL, TENSOR, Rule
 from megarl.models.parameters import (
@@ -28,25 +36,35 @@ from megarl.models.parameters import (
     Part,
     whole,
 )
-from megarl.models.registry import fused_tensors, logical_tensors, megatron_parameters, quantised_parameters, sglang_parameters
+from megarl.models.registry import (
+    fused_tensors,
+    logical_tensors,
+    megatron_parameters,
+    quantised_parameters,
+    sglang_parameters,
+)
 from megarl.models.spec import ModelSpec
 
 # A layout says which rank has which elements of which logical tensor, and under which local name.
 #
-# A layout is kept factorised. A `Kind` is one parameter. It defines once what each of its shards has, with a table of the ranks that have
-# each shard on each pipeline stage. Layers, experts and replicas are expanded only when the tensors of a rank are needed. In the definition
-# of a shard, experts are a leading dim of both boxes, whether the engine stacks them or not.
+# A layout is kept factorised. A `Kind` is one parameter. It defines once what each of its shards
+# has, with a table of the ranks that have each shard on each pipeline stage. Layers, experts and
+# replicas are expanded only when the tensors of a rank are needed. In the definition of a shard,
+# experts are a leading dim of both boxes, whether the engine stacks them or not.
 
 
-Coordinates = dict[tuple[int, int], list[tuple[int, int]]]  # (kind, shard) -> (stage, replica) of everything that a rank has
+# (kind, shard) -> (stage, replica) of everything that a rank has
+Coordinates = dict[tuple[int, int], list[tuple[int, int]]]
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """`local`, a box of the local tensor, has the elements of `logical`, a box of the logical tensor. Both have the same shape.
+    """`local`, a box of the local tensor, has the elements of `logical`, a box of the logical
+    tensor. Both have the same shape.
 
-    If an engine stacks experts, `local` belongs to one expert, and `logical` has a leading dim of 1 for it.
+    If an engine stacks experts, `local` belongs to one expert, and `logical` has a leading dim of 1
+    for it.
     """
 
     local: Box
@@ -56,14 +74,19 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """A tensor in a rank's memory. Elements that no piece covers are padding, which must be zero."""
+    """A tensor in a rank's memory.
+
+    Elements that no piece covers are padding, which must be zero.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     pieces: tuple[Piece, ...]
-    engine_shape: tuple[int, ...] | None = None  # if the engine has the same memory in another shape: transposed, or a scalar
-    experts: tuple[int, int] | None = None  # first and end of the shard's experts, in an expert kind
+    # if the engine has the same memory in another shape: transposed, or a scalar
+    engine_shape: tuple[int, ...] | None = None
+    # first and end of the shard's experts, in an expert kind
+    experts: tuple[int, int] | None = None
     transposed: bool = False  # in files of a checkpoint, rows and columns are exchanged
 
     @property
@@ -71,23 +94,39 @@ class LocalTensor:
         return whole_box(self.shape).transpose().shape if self.transposed else self.shape
 
     def expand(self, layer: int | None) -> tuple[LocalTensor, ...]:
-        """The tensors that this template stands for in one layer, with names resolved. Experts that are not stacked have one tensor
-        each."""
+        """The tensors that this template stands for in one layer, with names resolved.
+
+        Experts that are not stacked have one tensor each.
+        """
         if layer is None:
             return (self,)
         number = str(layer)
-        pieces = tuple([Piece(p.local, p.logical_name.replace(LAYER_FIELD, number), p.logical) for p in self.pieces])
-        tensor = replace(self, name=self.name.replace(LAYER_FIELD, number), pieces=pieces, experts=None)
+        pieces = tuple(
+            [
+                Piece(p.local, p.logical_name.replace(LAYER_FIELD, number), p.logical)
+                for p in self.pieces
+            ]
+        )
+        tensor = replace(
+            self, name=self.name.replace(LAYER_FIELD, number), pieces=pieces, experts=None
+        )
         if self.experts is None:
             return (tensor,)
-        apart = [(e, expert, piece) for piece in pieces for e, expert, piece in _of_each_expert(piece)]
+        apart = [
+            (e, expert, piece) for piece in pieces for e, expert, piece in _of_each_expert(piece)
+        ]
         if EXPERT_FIELD not in self.name:  # stacked
             return (replace(tensor, pieces=tuple(piece for _, _, piece in apart)),)
         own: dict[int, list[Piece]] = {expert: [] for expert in range(*self.experts)}
         for _, expert, piece in apart:
             own[expert].append(Piece(piece.local.drop(), piece.logical_name, piece.logical.drop()))
         return tuple(
-            replace(tensor, name=tensor.name.replace(EXPERT_FIELD, str(expert)), shape=self.shape[1:], pieces=tuple(own[expert]))
+            replace(
+                tensor,
+                name=tensor.name.replace(EXPERT_FIELD, str(expert)),
+                shape=self.shape[1:],
+                pieces=tuple(own[expert]),
+            )
             for expert in own
         )
 
@@ -95,10 +134,15 @@ class LocalTensor:
 def _of_each_expert(piece: Piece) -> Iterator[tuple[int, int, Piece]]:
     """Yields (local expert, global expert, its piece)."""
     for i in range(piece.local.shape[0]):
-        e, expert = piece.local.start[0] + i, piece.logical.start[0] + i
+        e = piece.local.start[0] + i
+        expert = piece.logical.start[0] + i
         local = Box((e,) + piece.local.start[1:], (1,) + piece.local.shape[1:])
         logical = Box((0,) + piece.logical.start[1:], (1,) + piece.logical.shape[1:])
-        yield e, expert, Piece(local, piece.logical_name.replace(EXPERT_FIELD, str(expert)), logical)
+        yield (
+            e,
+            expert,
+            Piece(local, piece.logical_name.replace(EXPERT_FIELD, str(expert)), logical),
+        )
 
 
 class LayoutError(RuntimeError):
@@ -109,8 +153,9 @@ class LayoutError(RuntimeError):
 class Kind:
     """One parameter of a layout.
 
-    For place LAYER, instance i is the tensor of layer `first_layer + i`; other places have one instance (i = 0). It is on stage
-    `stages[i]`, where replica e of its shard s is on rank `ranks[stages[i], s, e]`.
+    For place LAYER, instance i is the tensor of layer `first_layer + i`; other places have one
+    instance (i = 0). It is on stage `stages[i]`, where replica e of its shard s is on rank
+    `ranks[stages[i], s, e]`.
     """
 
     name: str
@@ -119,7 +164,8 @@ class Kind:
     stages: np.ndarray  # [instances]
     ranks: np.ndarray  # [stages, S, replicas]
     first_layer: int = 0
-    rule: Rule | None = None  # of quantisation; if set, the shards are e4m3, and kind number `scales` has their scales
+    # of quantisation; if set, the shards are e4m3, and kind number `scales` has their scales
+    rule: Rule | None = None
     scales: int | None = None
     scales_of: int | None = None  # for scales: number of the kind of their weights
     group: int = 0  # in a layout made by `side_by_side`: number of the original layout
@@ -140,7 +186,9 @@ class Kind:
 
     @property
     def layers(self) -> Layers | None:
-        return (self.first_layer, self.first_layer + self.instances) if self.place == LAYER else None
+        return (
+            (self.first_layer, self.first_layer + self.instances) if self.place == LAYER else None
+        )
 
     def layer(self, instance: int) -> int | None:
         return self.first_layer + instance if self.place == LAYER else None
@@ -160,10 +208,15 @@ class Kind:
 
     def bare(self, shard: int, stage: int) -> list[LocalTensor]:
         """The tensors of a shard on a stage, without their pieces."""
-        held, names = self.shards[shard], [self.name_of(i) for i in np.flatnonzero(self.stages == stage).tolist()]
+        held = self.shards[shard]
+        names = [self.name_of(i) for i in np.flatnonzero(self.stages == stage).tolist()]
         shape = held.shape
         if held.experts is not None and EXPERT_FIELD in self.name:
-            names = [name.replace(EXPERT_FIELD, str(expert)) for name in names for expert in range(*held.experts)]
+            names = [
+                name.replace(EXPERT_FIELD, str(expert))
+                for name in names
+                for expert in range(*held.experts)
+            ]
             shape = shape[1:]
         return [LocalTensor(name, shape, held.dtype, (), held.engine_shape) for name in names]
 
@@ -174,7 +227,9 @@ class Kind:
             return ()
         per_shard = self.ranks.shape[2]
         per_stage = self.ranks.shape[1] * per_shard
-        return tuple((i // per_stage, i % per_stage // per_shard, i % per_shard) for i in found.tolist())
+        return tuple(
+            (i // per_stage, i % per_stage // per_shard, i % per_shard) for i in found.tolist()
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +241,9 @@ class Layout:
     kinds: tuple[Kind, ...]
 
     def tensors(self, rank: int) -> tuple[LocalTensor, ...]:
-        """The local tensors of `rank` in forward order: of the first stage, layer by layer, of the last stage."""
+        """The local tensors of `rank` in forward order: of the first stage, layer by layer, of the
+        last stage.
+        """
         return tuple(tensor for _, _, tensor in self._in_order(rank))
 
     def _in_order(self, rank: int) -> list[tuple[int, int, LocalTensor]]:
@@ -197,11 +254,16 @@ class Layout:
         for order, kind in enumerate(self.kinds):
             for stage, shard, _ in kind.coordinates(rank):
                 instances = np.flatnonzero(kind.stages == stage).tolist()
-                found += [(self.depth(kind, i), order, tensor) for i in instances for tensor in kind.tensors(shard, i)]
+                found += [
+                    (self.depth(kind, i), order, tensor)
+                    for i in instances
+                    for tensor in kind.tensors(shard, i)
+                ]
         return sorted(found, key=lambda entry: entry[:2])
 
     def coordinates(self, rank: int) -> Coordinates:
-        of_mesh: dict[int, tuple[tuple[int, int, int], ...]] = {}  # kinds of one mesh share its table of ranks
+        # kinds of one mesh share its table of ranks
+        of_mesh: dict[int, tuple[tuple[int, int, int], ...]] = {}
         found: Coordinates = {}
         for k, kind in enumerate(self.kinds):
             mesh = id(kind.ranks)
@@ -212,10 +274,21 @@ class Layout:
         return found
 
     def shapes(self, rank: int) -> tuple[LocalTensor, ...]:
-        """The local tensors of `rank` sorted by name, without their pieces. Ranks with equal tensors share the objects."""
-        held = tuple((k, self._alike[k][shard], tuple(stage for stage, _ in at)) for (k, shard), at in self.coordinates(rank).items())
+        """The local tensors of `rank` sorted by name, without their pieces.
+
+        Ranks with equal tensors share the objects.
+        """
+        held = tuple(
+            (k, self._alike[k][shard], tuple(stage for stage, _ in at))
+            for (k, shard), at in self.coordinates(rank).items()
+        )
         if held not in self._shapes:
-            found = [bare for k, shard, stages in held for stage in stages for bare in self.kinds[k].bare(shard, stage)]
+            found = [
+                bare
+                for k, shard, stages in held
+                for stage in stages
+                for bare in self.kinds[k].bare(shard, stage)
+            ]
             self._shapes[held] = tuple(sorted(found, key=lambda tensor: tensor.name))
         return self._shapes[held]
 
@@ -230,16 +303,22 @@ class Layout:
         return [[shards.index(shard) for shard in shards] for shards in stated]
 
     def owned_pieces(self, rank: int) -> Iterator[tuple[LocalTensor, Piece]]:
-        """The pieces that `rank` owns. Over all ranks, every element of every logical tensor is owned exactly once.
+        """The pieces that `rank` owns.
 
-        The owner is the first replica among those with the same elements. A tensor with two names (a tied embedding on the first and the
-        last stage) is owned under the first name. If several shards have the same elements, the first shard is the owner.
+        Over all ranks, every element of every logical tensor is owned exactly once.
+
+        The owner is the first replica among those with the same elements. A tensor with two names
+        (a tied embedding on the first and the last stage) is owned under the first name. If several
+        shards have the same elements, the first shard is the owner.
         """
-        return ((tensor, piece) for tensor, piece, replica, _ in self.shared_pieces(rank) if not replica)
+        return (
+            (tensor, piece) for tensor, piece, replica, _ in self.shared_pieces(rank) if not replica
+        )
 
     def shared_pieces(self, rank: int) -> Iterator[tuple[LocalTensor, Piece, int, int]]:
-        """(tensor, piece, replica, replicas) of the pieces that `rank` owns together with its replicas: like `owned_pieces`, but for every
-        replica."""
+        """(tensor, piece, replica, replicas) of the pieces that `rank` owns together with its
+        replicas: like `owned_pieces`, but for every replica.
+        """
         owner: dict[tuple[str, Layers | None], str] = {}
         for kind in self.kinds:
             for shard in kind.shards:
@@ -247,23 +326,33 @@ class Layout:
                     owner.setdefault((piece.logical_name, kind.layers), kind.name)
         for kind in self.kinds:
             for stage, shard, replica in kind.coordinates(rank):
-                before = {(p.logical_name, p.logical) for s in range(shard) for p in kind.shards[s].pieces}
+                before = {
+                    (p.logical_name, p.logical) for s in range(shard) for p in kind.shards[s].pieces
+                }
                 wanted = [
                     p
                     for p in kind.shards[shard].pieces
-                    if owner[p.logical_name, kind.layers] == kind.name and (p.logical_name, p.logical) not in before
+                    if owner[p.logical_name, kind.layers] == kind.name
+                    and (p.logical_name, p.logical) not in before
                 ]
                 own = replace(kind.shards[shard], pieces=tuple(wanted))
                 for instance in np.flatnonzero(kind.stages == stage).tolist():
                     for tensor in own.expand(kind.layer(instance)):
-                        yield from ((tensor, piece, replica, kind.replicas) for piece in tensor.pieces)
+                        yield from (
+                            (tensor, piece, replica, kind.replicas) for piece in tensor.pieces
+                        )
 
     @cached_property
     def num_layers(self) -> int:
-        return max((kind.first_layer + kind.instances for kind in self.kinds if kind.place == LAYER), default=0)
+        return max(
+            (kind.first_layer + kind.instances for kind in self.kinds if kind.place == LAYER),
+            default=0,
+        )
 
     def depth(self, kind: Kind, instance: int) -> int:
-        """The position in the forward pass: 0 for tensors of the first stage, 1 + layer for layers, then those of the last stage."""
+        """The position in the forward pass: 0 for tensors of the first stage, 1 + layer for layers,
+        then those of the last stage.
+        """
         if kind.place == LAYER:
             return 1 + kind.first_layer + instance
         return 0 if kind.place == FIRST else 1 + self.num_layers
@@ -271,33 +360,50 @@ class Layout:
 
 # The quantised parameters of an engine and the tensors of their scales.
 #
-# Tiles are defined on the logical tensor, as in a quantised checkpoint, independently of how either side cuts it:
+# Tiles are defined on the logical tensor, as in a quantised checkpoint, independently of how either
+# side cuts it:
 #
 #     fp8_block    <weight>_scale_inv  a scale for each 128x128 block of a logical tensor
-#     fp8_channel  <weight>_scale      a scale for each row of a logical tensor, even if an engine's rank holds only part of the row
-#     fp8_tensor   <weight>_scale      one scale for everything that an engine fuses into one parameter (for experts: one per expert)
+#     fp8_channel  <weight>_scale      a scale for each row of a logical tensor, even if an engine's
+#     rank holds only part of the row
+#     fp8_tensor   <weight>_scale      one scale for everything that an engine fuses into one
+#     parameter (for experts: one per expert)
 #
-# After loading, SGLang keeps the weights of the last two formats transposed (only dense layers): the same memory with other strides.
+# After loading, SGLang keeps the weights of the last two formats transposed (only dense layers):
+# the same memory with other strides.
 
 
-SCALE_DTYPE, QUANTISED_DTYPE = "float32", "float8_e4m3fn"
+SCALE_DTYPE = "float32"
+QUANTISED_DTYPE = "float8_e4m3fn"
 
 
-def with_scales(kinds: Sequence[Kind], names: Sequence[str], rule: Rule, logical: Mapping[str, LogicalTensor]) -> list[Kind]:
-    """The `kinds`, after quantising those called `names` by `rule`. Each of these is followed by the kind of its scales.
+def with_scales(
+    kinds: Sequence[Kind], names: Sequence[str], rule: Rule, logical: Mapping[str, LogicalTensor]
+) -> list[Kind]:
+    """The `kinds`, after quantising those called `names` by `rule`.
 
-    Raises ConfigError if a padded tensor would be quantised. `generator_parameters` has already checked that no cut goes through a block.
+    Each of these is followed by the kind of its scales.
+
+    Raises ConfigError if a padded tensor would be quantised. `generator_parameters` has already
+    checked that no cut goes through a block.
     """
     known = {kind.name for kind in kinds}
     if missing := [name for name in names if name not in known]:
-        raise ConfigError(f"quantised parameters that the layout does not have: {', '.join(missing)}")
+        raise ConfigError(
+            f"quantised parameters that the layout does not have: {', '.join(missing)}"
+        )
     result: list[Kind] = []
     for kind in kinds:
         if kind.name not in names:
             result.append(kind)
             continue
         scales = tuple(_scales(tensor, rule, logical) for tensor in kind.shards)
-        own = replace(kind, shards=tuple(_quantised(tensor, rule) for tensor in kind.shards), rule=rule, scales=len(result) + 1)
+        own = replace(
+            kind,
+            shards=tuple(_quantised(tensor, rule) for tensor in kind.shards),
+            rule=rule,
+            scales=len(result) + 1,
+        )
         result += [own, replace(kind, name=scales[0].name, shards=scales, scales_of=len(result))]
     return result
 
@@ -313,7 +419,8 @@ def engine_view(tensor: LocalTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
+    strides = []
+    step = 1
     for extent in reversed(shape):
         strides.append(step)
         step *= extent
@@ -334,13 +441,21 @@ def of_whole_tensor(rule: Rule) -> bool:
 
 def _quantised(tensor: LocalTensor, rule: Rule) -> LocalTensor:
     transposed = not is_block(rule) and len(tensor.shape) == 2
-    return replace(tensor, dtype=QUANTISED_DTYPE, engine_shape=tensor.shape[::-1] if transposed else None)
+    return replace(
+        tensor, dtype=QUANTISED_DTYPE, engine_shape=tensor.shape[::-1] if transposed else None
+    )
 
 
 def _scales(tensor: LocalTensor, rule: Rule, logical: Mapping[str, LogicalTensor]) -> LocalTensor:
     name = scale_name(tensor.name, rule)
-    if sum(piece.local.numel for piece in tensor.pieces) != Box((0,) * len(tensor.shape), tensor.shape).numel:
-        raise ConfigError(f"generator.quantization: {tensor.name} of shape {tensor.shape} is padded; padded tensors are not quantised")
+    if (
+        sum(piece.local.numel for piece in tensor.pieces)
+        != Box((0,) * len(tensor.shape), tensor.shape).numel
+    ):
+        raise ConfigError(
+            f"generator.quantization: {tensor.name} of shape {tensor.shape} is padded; padded "
+            "tensors are not quantised"
+        )
     shape = rule.scale_shape(tensor.shape)
     if of_whole_tensor(rule):
         engine_shape = tensor.shape[:1] if tensor.experts else ()
@@ -349,10 +464,13 @@ def _scales(tensor: LocalTensor, rule: Rule, logical: Mapping[str, LogicalTensor
         logical_box = Box(first.logical.start[:-2] + (0, 0), shape)
         piece = Piece(local, scale_name(first.logical_name, rule), logical_box)
         return LocalTensor(name, shape, SCALE_DTYPE, (piece,), engine_shape, experts=tensor.experts)
-    pieces, tile_row = [], 0
+    pieces = []
+    tile_row = 0
     by_rows = len({piece.local.start[-1] for piece in tensor.pieces}) == 1
     for piece in tensor.pieces:
-        assert not is_block(rule) or rule.whole_tiles(piece.logical, logical[piece.logical_name].shape), tensor.name
+        assert not is_block(rule) or rule.whole_tiles(
+            piece.logical, logical[piece.logical_name].shape
+        ), tensor.name
         tiles = rule.tiles(piece.logical)
         assert by_rows  # no engine fuses parts along columns
         local = Box((0,) * (len(tiles.start) - 2) + (tile_row, 0), tiles.shape)
@@ -362,36 +480,57 @@ def _scales(tensor: LocalTensor, rule: Rule, logical: Mapping[str, LogicalTensor
     return LocalTensor(name, shape, SCALE_DTYPE, tuple(pieces), experts=tensor.experts)
 
 
-# The parameters of both sides, if the parallel sizes fit the model. All rules about which size divides what are here, each once.
+# The parameters of both sides, if the parallel sizes fit the model. All rules about which size
+# divides what are here, each once.
 #
-# Problems name the key, its value, and what it must divide. A ConfigError has all problems of one side.
+# Problems name the key, its value, and what it must divide. A ConfigError has all problems of one
+# side.
 
 
 Cut = tuple[str, int]  # the key with its value, and the number of shards
 
 
-def trainer_parameters(spec: ModelSpec, topology: TrainerTopology, layer_spec: str = "local") -> Sequence[Parameter]:
+def trainer_parameters(
+    spec: ModelSpec, topology: TrainerTopology, layer_spec: str = "local"
+) -> Sequence[Parameter]:
     """Megatron's parameters. Raises ConfigError if the topology does not divide the model."""
-    t, problems = topology, []
+    t = topology
+    problems = []
     if spec.num_experts:
         ranks = t.tp * t.cp * t.dp
         if ranks % (t.ep * t.etp):
             product = f"trainer.ep={t.ep} * trainer.etp={t.etp}"
-            problems.append(f"{product}: must divide trainer.tp * trainer.cp * trainer.dp = {ranks}, the ranks of a stage")
+            problems.append(
+                f"{product}: must divide trainer.tp * trainer.cp * trainer.dp = {ranks}, the "
+                "ranks of a stage"
+            )
         problems += _indivisible((f"trainer.ep={t.ep}", t.ep), {"experts": spec.num_experts})
     parameters = megatron_parameters(spec, t, layer_spec)
-    problems += _uneven(parameters, {DENSE: (f"trainer.tp={t.tp}", t.tp), EXPERT: (f"trainer.etp={t.etp}", t.etp)})
+    problems += _uneven(
+        parameters, {DENSE: (f"trainer.tp={t.tp}", t.tp), EXPERT: (f"trainer.etp={t.etp}", t.etp)}
+    )
     if problems:
         raise ConfigError(problems)
     return parameters
 
 
-def generator_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str, rule: Rule | None = None) -> Sequence[Parameter]:
-    """SGLang's parameters of one engine, quantised by `rule`. Raises ConfigError if SGLang could not start."""
-    t, problems = topology, []
-    tp, ep, replicas = f"generator.tp={t.tp}", f"generator.ep={t.ep}", f"generator.dp_attention={t.dp_attention}"
+def generator_parameters(
+    spec: ModelSpec, topology: GeneratorTopology, device: str, rule: Rule | None = None
+) -> Sequence[Parameter]:
+    """SGLang's parameters of one engine, quantised by `rule`.
+
+    Raises ConfigError if SGLang could not start.
+    """
+    t = topology
+    problems = []
+    tp = f"generator.tp={t.tp}"
+    ep = f"generator.ep={t.ep}"
+    replicas = f"generator.dp_attention={t.dp_attention}"
     if t.dp_attention > 1 and spec.family not in DP_ATTENTION_FAMILIES:
-        problems.append(f"{replicas}: must be 1 for a {spec.family} model; others are for {', '.join(DP_ATTENTION_FAMILIES)}")
+        problems.append(
+            f"{replicas}: must be 1 for a {spec.family} model; others are for "
+            f"{', '.join(DP_ATTENTION_FAMILIES)}"
+        )
     elif t.tp % t.dp_attention:
         problems.append(f"{replicas}: must divide {tp}")
     if spec.num_experts:
@@ -402,7 +541,10 @@ def generator_parameters(spec: ModelSpec, topology: GeneratorTopology, device: s
     parameters = sglang_parameters(spec, t, device)
     attention = f"{tp} / {replicas}" if t.dp_attention > 1 else tp
     expert = f"{tp} / {ep}" if t.ep > 1 else tp
-    problems = _uneven(parameters, {DENSE: (tp, t.tp), ATTENTION: (attention, t.attention_tp), EXPERT: (expert, t.tp // t.ep)})
+    problems = _uneven(
+        parameters,
+        {DENSE: (tp, t.tp), ATTENTION: (attention, t.attention_tp), EXPERT: (expert, t.tp // t.ep)},
+    )
     if rule is not None and rule.rows and rule.cols and not problems:
         problems = _cut_blocks(spec, t, parameters, rule.rows, rule.cols)
     if problems:
@@ -424,62 +566,124 @@ def _indivisible(cut: Cut, units: Mapping[str, int]) -> list[str]:
     return [f"{key}: must divide the model's {' and '.join(uneven)}"] if uneven else []
 
 
-def _cut_blocks(spec: ModelSpec, topology: GeneratorTopology, parameters: Sequence[Parameter], rows: int, cols: int) -> list[str]:
-    """Problems with fused or cut tensors that do not consist of whole blocks. As in SGLang's Fp8LinearMethod.validate_block_quant_shapes
-    and Fp8MoEMethod."""
-    t, problems, names = topology, [], quantised_parameters(spec)
+def _cut_blocks(
+    spec: ModelSpec,
+    topology: GeneratorTopology,
+    parameters: Sequence[Parameter],
+    rows: int,
+    cols: int,
+) -> list[str]:
+    """Problems with fused or cut tensors that do not consist of whole blocks.
+
+    As in SGLang's Fp8LinearMethod.validate_block_quant_shapes and Fp8MoEMethod.
+    """
+    t = topology
+    problems = []
+    names = quantised_parameters(spec)
     logical = {tensor.name: tensor for tensor in logical_tensors(spec)}
     quantised = [parameter for parameter in parameters if parameter.name in names]
-    if fused := [text for parameter in quantised for text in _unevenly_fused(parameter, logical, rows)]:
-        must = f"at any generator.tp SGLang fuses rows that must be multiples of {rows}, and are {', '.join(fused)}"
+    if fused := [
+        text for parameter in quantised for text in _unevenly_fused(parameter, logical, rows)
+    ]:
+        must = (
+            f"at any generator.tp SGLang fuses rows that must be multiples of {rows}, and are "
+            f"{', '.join(fused)}"
+        )
         problems.append(f"generator.quantization=fp8_block: must be null for this model: {must}")
-    if cut := [text for parameter in quantised for text in _unevenly_cut(parameter, logical, (rows, cols), t)]:
+    if cut := [
+        text
+        for parameter in quantised
+        for text in _unevenly_cut(parameter, logical, (rows, cols), t)
+    ]:
         sizes = f"generator.tp={t.tp}" + (f", generator.ep={t.ep}" if spec.num_experts else "")
         sizes += f", generator.dp_attention={t.dp_attention}" if t.dp_attention > 1 else ""
         blocks = f"multiples of {rows}" if rows == cols else f"whole blocks of {rows} by {cols}"
-        problems.append(f"generator.quantization=fp8_block: with {sizes} a rank must hold {blocks}; it holds {', '.join(cut)}")
+        problems.append(
+            f"generator.quantization=fp8_block: with {sizes} a rank must hold {blocks}; it holds "
+            f"{', '.join(cut)}"
+        )
     return problems
 
 
-def _unevenly_fused(parameter: Parameter, logical: Mapping[str, LogicalTensor], block: int) -> Iterator[str]:
-    """Finds parts whose last block would overlap the next part, in a tensor that every rank has whole."""
+def _unevenly_fused(
+    parameter: Parameter, logical: Mapping[str, LogicalTensor], block: int
+) -> Iterator[str]:
+    """Finds parts whose last block would overlap the next part, in a tensor that every rank has
+    whole.
+    """
     for part in parameter.parts[:-1] if parameter.dim is None else ():
         if (rows := logical[part.logical_name].shape[0]) % block:
             yield f"{rows} of {part.logical_name.replace(LAYER_FIELD, '*')}"
 
 
 def _unevenly_cut(
-    parameter: Parameter, logical: Mapping[str, LogicalTensor], blocks: tuple[int, int], topology: GeneratorTopology
+    parameter: Parameter,
+    logical: Mapping[str, LogicalTensor],
+    blocks: tuple[int, int],
+    topology: GeneratorTopology,
 ) -> Iterator[str]:
     if parameter.dim is None:  # whole on every rank: SGLang rounds up
         return
-    shards = {DENSE: topology.tp, ATTENTION: topology.attention_tp, EXPERT: topology.tp // topology.ep}[parameter.mesh]
+    shards = {
+        DENSE: topology.tp,
+        ATTENTION: topology.attention_tp,
+        EXPERT: topology.tp // topology.ep,
+    }[parameter.mesh]
     fused = len(parameter.parts) > 1 or parameter.of_expert
-    block, what = blocks[parameter.dim], ("rows", "columns")[parameter.dim]
+    block = blocks[parameter.dim]
+    what = ("rows", "columns")[parameter.dim]
     for part in parameter.parts:
-        held = _extent(part, logical[part.logical_name].shape[parameter.dim]) * part.replicas // shards
+        held = (
+            _extent(part, logical[part.logical_name].shape[parameter.dim]) * part.replicas // shards
+        )
         if (fused or shards > 1) and held % block:
-            yield f"{held} {what} of {part.logical_name.replace(LAYER_FIELD, '*').replace(EXPERT_FIELD, '*')}"
+            yield (
+                f"{held} {what} of "
+                f"{part.logical_name.replace(LAYER_FIELD, '*').replace(EXPERT_FIELD, '*')}"
+            )
 
 
-# The part of a parameter in one shard, cut by tensor and expert parallelism, and the boxes of a run of its elements.
+# The part of a parameter in one shard, cut by tensor and expert parallelism, and the boxes of a run
+# of its elements.
 
 
-def local_tensor(parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: int, cut: tuple[int, int], dtype: str) -> LocalTensor:
-    """Shard number `shard` of `cut` = (expert shards, shards of each tensor). Shards are contiguous chunks; the second index is faster."""
+def local_tensor(
+    parameter: Parameter,
+    logical: Mapping[str, LogicalTensor],
+    shard: int,
+    cut: tuple[int, int],
+    dtype: str,
+) -> LocalTensor:
+    """Shard number `shard` of `cut` = (expert shards, shards of each tensor).
+
+    Shards are contiguous chunks; the second index is faster.
+    """
     expert_shard, tensor_shard = divmod(shard, cut[1])
-    tensor = _whole(parameter, logical, dtype) if parameter.dim is None else _chunk(parameter, logical, tensor_shard, cut[1], dtype)
+    tensor = (
+        _whole(parameter, logical, dtype)
+        if parameter.dim is None
+        else _chunk(parameter, logical, tensor_shard, cut[1], dtype)
+    )
     if not parameter.of_expert:
         return tensor
     count = logical[parameter.parts[0].logical_name].experts // cut[0]
-    pieces = tuple(Piece(_stack(p.local, 0, count), p.logical_name, _stack(p.logical, expert_shard * count, count)) for p in tensor.pieces)
+    pieces = tuple(
+        Piece(
+            _stack(p.local, 0, count),
+            p.logical_name,
+            _stack(p.logical, expert_shard * count, count),
+        )
+        for p in tensor.pieces
+    )
     experts = expert_shard * count, (expert_shard + 1) * count
     return replace(tensor, shape=(count,) + tensor.shape, pieces=pieces, experts=experts)
 
 
 def flat_boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[Box]:
-    """Splits elements `first` to `end` of the flattened tensor into boxes. In two dims there are at most three boxes: two cut rows, and the
-    rows between them."""
+    """Splits elements `first` to `end` of the flattened tensor into boxes.
+
+    In two dims there are at most three boxes: two cut rows, and the rows between them.
+    """
     if first >= end:
         return
     if len(shape) <= 1:
@@ -487,10 +691,15 @@ def flat_boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[Box]:
         return
     size = math.prod(shape[1:])
     if first // size == (end - 1) // size:
-        row, begin = first // size, first // size * size
-        yield from (Box((row,) + box.start, (1,) + box.shape) for box in flat_boxes(shape[1:], first - begin, end - begin))
+        row = first // size
+        begin = first // size * size
+        yield from (
+            Box((row,) + box.start, (1,) + box.shape)
+            for box in flat_boxes(shape[1:], first - begin, end - begin)
+        )
         return
-    head, tail = -(-first // size), end // size
+    head = -(-first // size)
+    tail = end // size
     yield from flat_boxes(shape, first, min(head * size, end))
     if head < tail:
         yield Box((head,) + (0,) * (len(shape) - 1), (tail - head,) + shape[1:])
@@ -500,27 +709,46 @@ def flat_boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[Box]:
 def _whole(parameter: Parameter, logical: Mapping[str, LogicalTensor], dtype: str) -> LocalTensor:
     """The whole parameter, with its parts one below the other."""
     shapes = [logical[part.logical_name].shape for part in parameter.parts]
-    pieces, row = [], 0
+    pieces = []
+    row = 0
     for part, shape in zip(parameter.parts, shapes):
         local = Box((row,) + (0,) * (len(shape) - 1), shape)
         pieces.append(Piece(local, part.logical_name, whole_box(shape)))
         row += shape[0]
-    return LocalTensor(parameter.name, (row,) + shapes[0][1:], dtype, tuple(pieces), transposed=parameter.transposed)
+    return LocalTensor(
+        parameter.name,
+        (row,) + shapes[0][1:],
+        dtype,
+        tuple(pieces),
+        transposed=parameter.transposed,
+    )
 
 
-def _chunk(parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: int, shards: int, dtype: str) -> LocalTensor:
-    """Chunk `shard` of `shards` contiguous chunks of the parameter's groups (see models.parameters)."""
-    dim, groups = parameter.dim, parameter.groups
+def _chunk(
+    parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: int, shards: int, dtype: str
+) -> LocalTensor:
+    """Chunk `shard` of `shards` contiguous chunks of the parameter's groups (see
+    models.parameters).
+    """
+    dim = parameter.dim
+    groups = parameter.groups
     assert dim is not None
     tensors = [logical[part.logical_name] for part in parameter.parts]
     extents = [_extent(part, tensor.shape[dim]) for part, tensor in zip(parameter.parts, tensors)]
     # extent of one group's slice of each part
-    slices = [(part.padded or extent) * part.replicas // groups for part, extent in zip(parameter.parts, extents)]
+    slices = [
+        (part.padded or extent) * part.replicas // groups
+        for part, extent in zip(parameter.parts, extents)
+    ]
     period = sum(slices)
     extent, rest = divmod(period * groups, shards)
     if rest:
-        raise ConfigError(f"{parameter.name}: {period * groups} rows or columns cannot be cut into {shards} equal shards")
-    begin, end = shard * extent, (shard + 1) * extent
+        raise ConfigError(
+            f"{parameter.name}: {period * groups} rows or columns cannot be cut into {shards} "
+            "equal shards"
+        )
+    begin = shard * extent
+    end = (shard + 1) * extent
     pieces = []
     for group in range(begin // period, -(-end // period)):
         offset = group * period
@@ -531,14 +759,25 @@ def _chunk(parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: in
             at = offset + skipped - begin
             for first, length in _places(part, start + skipped, count):
                 last = pieces[-1] if pieces and pieces[-1].logical_name == tensor.name else None
-                if last and last.local.end[dim] == at and last.logical.end[dim] == first:  # adjacent runs are one piece
+                # adjacent runs are one piece
+                if last and last.local.end[dim] == at and last.logical.end[dim] == first:
                     pieces.pop()
-                    at, first, length = last.local.start[dim], last.logical.start[dim], last.logical.shape[dim] + length
-                pieces.append(Piece(_cut(tensor.shape, dim, at, length), tensor.name, _cut(tensor.shape, dim, first, length)))
+                    at = last.local.start[dim]
+                    first = last.logical.start[dim]
+                    length = last.logical.shape[dim] + length
+                pieces.append(
+                    Piece(
+                        _cut(tensor.shape, dim, at, length),
+                        tensor.name,
+                        _cut(tensor.shape, dim, first, length),
+                    )
+                )
                 at += length
             offset += size
     shape = tensors[0].shape
-    return LocalTensor(parameter.name, shape[:dim] + (extent,) + shape[dim + 1 :], dtype, tuple(pieces))
+    return LocalTensor(
+        parameter.name, shape[:dim] + (extent,) + shape[dim + 1 :], dtype, tuple(pieces)
+    )
 
 
 def _extent(part: Part, whole: int) -> int:
@@ -547,7 +786,9 @@ def _extent(part: Part, whole: int) -> int:
 
 
 def _places(part: Part, first: int, count: int) -> Iterator[tuple[int, int]]:
-    """For `count` elements of the part from `first` on: (first, count) in the logical tensor of each contiguous piece."""
+    """For `count` elements of the part from `first` on: (first, count) in the logical tensor of
+    each contiguous piece.
+    """
     if part.run is not None:
         yield from part.run.places(first, count)
     elif count > 0:
@@ -564,9 +805,21 @@ def _cut(shape: tuple[int, ...], dim: int, start: int, count: int) -> Box:
 
 
 __all__ = [
-    "Kind", "Layout", "LocalTensor", "Piece", "Stored", "generator_layout", "generator_layout_of", "hf_layout", "hf_layout_of",
-    "stage_of_layer", "stored", "together", "trainer_layout", "trainer_layout_of",
-]  # fmt: skip
+    "Kind",
+    "Layout",
+    "LocalTensor",
+    "Piece",
+    "Stored",
+    "generator_layout",
+    "generator_layout_of",
+    "hf_layout",
+    "hf_layout_of",
+    "stage_of_layer",
+    "stored",
+    "together",
+    "trainer_layout",
+    "trainer_layout_of",
+]
 
 LAYER_SPECS = ("local", "te")
 DEVICES = ("cpu", "cuda")
@@ -574,39 +827,83 @@ QUANTISATIONS = {"fp8_block": BLOCK, "fp8_channel": CHANNEL, "fp8_tensor": TENSO
 
 
 def hf_layout(spec: ModelSpec, dtype: str, fused: bool = False) -> Layout:
-    """The layout of an HF checkpoint: one rank that holds every logical tensor under its own name. If `fused`, it holds the tensors of the
-    checkpoint's files, each of which may contain several logical tensors (`stored`)."""
-    joined = {part.logical_name: parameter for parameter in fused_tensors(spec) for part in parameter.parts} if fused else {}
+    """The layout of an HF checkpoint: one rank that holds every logical tensor under its own name.
+
+    If `fused`, it holds the tensors of the checkpoint's files, each of which may contain several
+    logical tensors (`stored`).
+    """
+    joined = (
+        {
+            part.logical_name: parameter
+            for parameter in fused_tensors(spec)
+            for part in parameter.parts
+        }
+        if fused
+        else {}
+    )
     return hf_layout_of(logical_tensors(spec), spec, dtype, joined)
 
 
-def hf_layout_of(logical: Sequence[LogicalTensor], spec: ModelSpec, dtype: str, joined: Mapping[str, Parameter] = {}) -> Layout:
-    """One rank that holds each of these tensors of the model's layers under its own name, or as a part of a `joined` tensor."""
+def hf_layout_of(
+    logical: Sequence[LogicalTensor],
+    spec: ModelSpec,
+    dtype: str,
+    joined: Mapping[str, Parameter] = {},
+) -> Layout:
+    """One rank that holds each of these tensors of the model's layers under its own name, or as a
+    part of a `joined` tensor.
+    """
     held = ((joined.get(t.name) or whole(t.name, t.place, t.name), t) for t in logical)
     parameters = [replace(parameter, layers=t.layers, dtype=t.dtype) for parameter, t in held]
     parameters = list(dict.fromkeys(parameters))
     ranks = np.zeros((1, 1, 1), dtype=np.int64)
     stages = np.zeros(spec.num_layers + spec.mtp_layers, dtype=np.int64)
-    return Layout("hf", 1, tuple(_kinds("hf", spec, parameters, logical, dtype, stages, {DENSE: ranks, EXPERT: ranks}, (1, 1))))
+    return Layout(
+        "hf",
+        1,
+        tuple(
+            _kinds(
+                "hf",
+                spec,
+                parameters,
+                logical,
+                dtype,
+                stages,
+                {DENSE: ranks, EXPERT: ranks},
+                (1, 1),
+            )
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The place of a logical tensor in a checkpoint's files: box `box` of tensor `name`, before it is transposed."""
+    """The place of a logical tensor in a checkpoint's files: box `box` of tensor `name`, before it
+    is transposed.
+    """
 
     name: str
     box: Box
     transposed: bool
 
     def place(self, logical: Box) -> Box:
-        """The box in tensor `name`, untransposed, of a box of the logical tensor. Files may stack the tensors of experts."""
+        """The box in tensor `name`, untransposed, of a box of the logical tensor.
+
+        Files may stack the tensors of experts.
+        """
         stacked = len(self.box.shape) - len(logical.shape)
-        return Box((0,) * stacked + logical.start, (1,) * stacked + logical.shape).move(whole_box(self.box.shape), self.box)
+        return Box((0,) * stacked + logical.start, (1,) * stacked + logical.shape).move(
+            whole_box(self.box.shape), self.box
+        )
 
 
 def stored(tensors: Iterable[LocalTensor]) -> dict[str, Stored]:
     """Logical name -> place."""
-    return {piece.logical_name: Stored(tensor.name, piece.local, tensor.transposed) for tensor in tensors for piece in tensor.pieces}
+    return {
+        piece.logical_name: Stored(tensor.name, piece.local, tensor.transposed)
+        for tensor in tensors
+        for piece in tensor.pieces
+    }
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -616,30 +913,56 @@ def parameter_count(spec: ModelSpec) -> int:
 
 def elements(checkpoint: Layout) -> int:
     """The number of elements of a layout that has each tensor once."""
-    return sum(kind.instances * int(np.prod(shard.shape, dtype=np.int64)) for kind in checkpoint.kinds for shard in kind.shards)
+    return sum(
+        kind.instances * int(np.prod(shard.shape, dtype=np.int64))
+        for kind in checkpoint.kinds
+        for shard in kind.shards
+    )
 
 
-def trainer_layout(spec: ModelSpec, topology: TrainerTopology, dtype: str, layer_spec: str = "local") -> Layout:
-    """The tensors of every trainer rank under Megatron's names, with global layer and expert numbers. DP and CP ranks are replicas.
+def trainer_layout(
+    spec: ModelSpec, topology: TrainerTopology, dtype: str, layer_spec: str = "local"
+) -> Layout:
+    """The tensors of every trainer rank under Megatron's names, with global layer and expert
+    numbers. DP and CP ranks are replicas.
 
-    layer_spec: "local" | "te", the layer spec in use. Raises ConfigError if the topology does not divide the model.
+    layer_spec: "local" | "te", the layer spec in use. Raises ConfigError if the topology does not
+    divide the model.
     """
     if layer_spec not in LAYER_SPECS:
         raise ConfigError(f"layer_spec = {layer_spec!r} is not one of {', '.join(LAYER_SPECS)}")
-    return trainer_layout_of(trainer_parameters(spec, topology, layer_spec), logical_tensors(spec), spec, topology, dtype)
+    return trainer_layout_of(
+        trainer_parameters(spec, topology, layer_spec), logical_tensors(spec), spec, topology, dtype
+    )
 
 
 def trainer_layout_of(
-    parameters: Sequence[Parameter], logical: Sequence[LogicalTensor], spec: ModelSpec, topology: TrainerTopology, dtype: str
+    parameters: Sequence[Parameter],
+    logical: Sequence[LogicalTensor],
+    spec: ModelSpec,
+    topology: TrainerTopology,
+    dtype: str,
 ) -> Layout:
-    """Like `trainer_layout`, for these parameters of the model's layers, which hold the `logical` tensors."""
+    """Like `trainer_layout`, for these parameters of the model's layers, which hold the `logical`
+    tensors.
+    """
     t = topology
-    dense = np.arange(t.world_size).reshape(t.pp, t.dp * t.cp, t.tp).transpose(0, 2, 1)  # [pp, tp, replicas]
+    # [pp, tp, replicas]
+    dense = np.arange(t.world_size).reshape(t.pp, t.dp * t.cp, t.tp).transpose(0, 2, 1)
     expert = dense
     if spec.num_experts:
         expert = np.arange(t.world_size).reshape(t.pp, t.expert_dp, t.ep * t.etp).transpose(0, 2, 1)
     stages = np.array(stage_of_layer(spec.num_layers, t) + (t.pp - 1,) * spec.mtp_layers)
-    kinds = _kinds("trainer", spec, parameters, logical, dtype, stages, {DENSE: dense, EXPERT: expert}, (t.ep, t.etp))
+    kinds = _kinds(
+        "trainer",
+        spec,
+        parameters,
+        logical,
+        dtype,
+        stages,
+        {DENSE: dense, EXPERT: expert},
+        (t.ep, t.etp),
+    )
     return Layout("trainer", t.world_size, tuple(kinds))
 
 
@@ -652,28 +975,55 @@ def generator_layout(
 ) -> Layout:
     """The tensors of every generator rank under SGLang's names. Each engine is one replica.
 
-    device: "cuda" | "cpu". They differ only if tp does not divide heads, ffn or vocabulary: CPU engines pad, GPU engines replicate kv
-    heads. quantization: None, "fp8_block", "fp8_channel", "fp8_tensor", or a rule with other blocks. Unless it is None, the family's
-    `quantised_parameters` are e4m3, each with a tensor of scales. Raises ConfigError if SGLang could not start.
+    device: "cuda" | "cpu". They differ only if tp does not divide heads, ffn or vocabulary: CPU
+    engines pad, GPU engines replicate kv heads. quantization: None, "fp8_block", "fp8_channel",
+    "fp8_tensor", or a rule with other blocks. Unless it is None, the family's
+    `quantised_parameters` are e4m3, each with a tensor of scales. Raises ConfigError if SGLang
+    could not start.
     """
     if device not in DEVICES:
         raise ConfigError(f"device = {device!r} is not one of {', '.join(DEVICES)}")
     if isinstance(quantization, str) and quantization not in QUANTISATIONS:
-        raise ConfigError(f"generator.quantization = {quantization!r} is not one of {', '.join(QUANTISATIONS)}")
+        raise ConfigError(
+            f"generator.quantization = {quantization!r} is not one of {', '.join(QUANTISATIONS)}"
+        )
     rule = QUANTISATIONS[quantization] if isinstance(quantization, str) else quantization
     logical = logical_tensors(spec)
-    found = generator_layout_of(generator_parameters(spec, topology, device, rule), logical, spec, topology, dtype)
+    found = generator_layout_of(
+        generator_parameters(spec, topology, device, rule), logical, spec, topology, dtype
+    )
     if rule is None:
         return found
-    return replace(found, kinds=tuple(with_scales(list(found.kinds), quantised_parameters(spec), rule, _by_name(logical))))
+    return replace(
+        found,
+        kinds=tuple(
+            with_scales(list(found.kinds), quantised_parameters(spec), rule, _by_name(logical))
+        ),
+    )
 
 
 def generator_layout_of(
-    parameters: Sequence[Parameter], logical: Sequence[LogicalTensor], spec: ModelSpec, topology: GeneratorTopology, dtype: str
+    parameters: Sequence[Parameter],
+    logical: Sequence[LogicalTensor],
+    spec: ModelSpec,
+    topology: GeneratorTopology,
+    dtype: str,
 ) -> Layout:
-    """Like `generator_layout`, for these parameters of the engine, which hold the `logical` tensors."""
-    stages, meshes = np.zeros(spec.num_layers + spec.mtp_layers, dtype=np.int64), _generator_meshes(topology)
-    kinds = _kinds("generator", spec, parameters, logical, dtype, stages, meshes, (topology.ep, topology.tp // topology.ep))
+    """Like `generator_layout`, for these parameters of the engine, which hold the `logical`
+    tensors.
+    """
+    stages = np.zeros(spec.num_layers + spec.mtp_layers, dtype=np.int64)
+    meshes = _generator_meshes(topology)
+    kinds = _kinds(
+        "generator",
+        spec,
+        parameters,
+        logical,
+        dtype,
+        stages,
+        meshes,
+        (topology.ep, topology.tp // topology.ep),
+    )
     return Layout("generator", topology.world_size, tuple(kinds))
 
 
@@ -684,17 +1034,32 @@ def together(one: Layout, other: Layout) -> Layout:
 
 
 def side_by_side(layouts: Sequence[Layout]) -> Layout:
-    """The tensors of all layouts. Each layout has its own ranks, which follow the ranks of the previous layout."""
+    """The tensors of all layouts.
+
+    Each layout has its own ranks, which follow the ranks of the previous layout.
+    """
     if len(layouts) == 1:
         return layouts[0]
     kinds: list[Kind] = []
     first = 0
     for group, layout in enumerate(layouts):
-        meshes = {id(kind.ranks): kind.ranks + first for kind in layout.kinds}  # kinds that shared a table still share one
+        # kinds that shared a table still share one
+        meshes = {id(kind.ranks): kind.ranks + first for kind in layout.kinds}
         before = len(kinds)
         for kind in layout.kinds:
-            scales, scales_of = (None if number is None else number + before for number in (kind.scales, kind.scales_of))
-            kinds.append(replace(kind, ranks=meshes[id(kind.ranks)], scales=scales, scales_of=scales_of, group=group))
+            scales, scales_of = (
+                None if number is None else number + before
+                for number in (kind.scales, kind.scales_of)
+            )
+            kinds.append(
+                replace(
+                    kind,
+                    ranks=meshes[id(kind.ranks)],
+                    scales=scales,
+                    scales_of=scales_of,
+                    group=group,
+                )
+            )
         first += layout.world_size
     return Layout(layouts[0].name, first, tuple(kinds))
 
@@ -702,43 +1067,74 @@ def side_by_side(layouts: Sequence[Layout]) -> Layout:
 def _generator_meshes(topology: GeneratorTopology) -> dict[str, np.ndarray]:
     ranks = np.arange(topology.world_size).reshape(topology.engines, topology.tp).T[None]
     attention = np.arange(topology.world_size).reshape(-1, topology.attention_tp).T[None]
-    return {DENSE: ranks, EXPERT: ranks, ATTENTION: ranks if topology.dp_attention == 1 else attention}
+    return {
+        DENSE: ranks,
+        EXPERT: ranks,
+        ATTENTION: ranks if topology.dp_attention == 1 else attention,
+    }
 
 
 def stage_of_layer(num_layers: int, topology: TrainerTopology) -> tuple[int, ...]:
     """The pipeline stage of each layer, [num_layers], like Megatron's get_transformer_layer_offset.
 
-    Every stage has vpp chunks of equal size. They go round the stages: first chunks of all stages, then second chunks, … The layers that
-    the first and the last stage do not claim are shared evenly. Raises ConfigError if the numbers do not fit.
+    Every stage has vpp chunks of equal size. They go round the stages: first chunks of all stages,
+    then second chunks, … The layers that the first and the last stage do not claim are shared
+    evenly. Raises ConfigError if the numbers do not fit.
     """
     t = topology
-    told = {stage: n for stage, n in ((0, t.first_stage_layers), (t.pp - 1, t.last_stage_layers)) if n is not None}
-    keys = {"trainer.first_stage_layers": t.first_stage_layers, "trainer.last_stage_layers": t.last_stage_layers}
+    told = {
+        stage: n
+        for stage, n in ((0, t.first_stage_layers), (t.pp - 1, t.last_stage_layers))
+        if n is not None
+    }
+    keys = {
+        "trainer.first_stage_layers": t.first_stage_layers,
+        "trainer.last_stage_layers": t.last_stage_layers,
+    }
     said = ", ".join(f"{key}={n}" for key, n in keys.items() if n is not None)
     sizes = f"trainer.pp={t.pp}" + (f" * trainer.vpp={t.vpp}" if t.vpp > 1 else "")
-    others, rest = t.pp - len(told), num_layers - sum(told.values())
+    others = t.pp - len(told)
+    rest = num_layers - sum(told.values())
     shared = rest // others if others else 0
     if not told and num_layers % (t.pp * t.vpp):
         raise ConfigError(f"{sizes}: must divide the model's {num_layers} layers")
     if told and t.pp == 1:
         raise ConfigError(f"{said}: needs trainer.pp of at least 2; it is 1")
-    if told and not others and t.vpp > 1:  # get_transformer_layer_offset divides by the number of other stages
-        raise ConfigError(f"{said}: with {sizes} there must be a stage between the first and the last")
+    # get_transformer_layer_offset divides by the number of other stages
+    if told and not others and t.vpp > 1:
+        raise ConfigError(
+            f"{said}: with {sizes} there must be a stage between the first and the last"
+        )
     if told and not others and rest:
-        raise ConfigError(f"{said}: must be the model's {num_layers} layers together, because {sizes} has no other stages")
+        raise ConfigError(
+            f"{said}: must be the model's {num_layers} layers together, because {sizes} has no "
+            "other stages"
+        )
     if rest < others:
-        raise ConfigError(f"{said}: must leave at least one of the model's {num_layers} layers to each other stage of {sizes}")
+        raise ConfigError(
+            f"{said}: must leave at least one of the model's {num_layers} layers to each other "
+            f"stage of {sizes}"
+        )
     if rest != shared * others or any(n % t.vpp for n in (*told.values(), shared)):
         left = f"{rest} of {num_layers} are left{_ends_that_fit(num_layers, t.pp, t.vpp)}"
-        raise ConfigError(f"{said}: must leave layers that the other {others} of {sizes} stages can share evenly; {left}")
+        raise ConfigError(
+            f"{said}: must leave layers that the other {others} of {sizes} stages can share "
+            f"evenly; {left}"
+        )
     chunk = [told.get(stage, shared) // t.vpp for stage in range(t.pp)]
     return tuple(stage for _ in range(t.vpp) for stage in range(t.pp) for _ in range(chunk[stage]))
 
 
 def _ends_that_fit(layers: int, pp: int, vpp: int) -> str:
-    """A hint for the message: the equal sizes of first and last stage that are nearest to an even share."""
+    """A hint for the message: the equal sizes of first and last stage that are nearest to an even
+    share.
+    """
     others = (pp - 2) * vpp
-    sizes = [n for n in range(vpp, layers // 2, vpp) if others and (layers - 2 * n) % others == 0 and layers - 2 * n >= others]
+    sizes = [
+        n
+        for n in range(vpp, layers // 2, vpp)
+        if others and (layers - 2 * n) % others == 0 and layers - 2 * n >= others
+    ]
     best = min(sizes, key=lambda n: abs(n - layers / pp), default=None)
     return "" if best is None else f"; first and last of {best} each would do"
 
@@ -749,12 +1145,16 @@ def _kinds(
     parameters: Sequence[Parameter],
     tensors: Sequence[LogicalTensor],  # held by the parameters
     dtype: str,
-    stages: np.ndarray,  # [num_layers] stages of layers, followed by those of layers for multi-token prediction
-    meshes: dict[str, np.ndarray],  # [stages, shards, replicas]; data-parallel attention has its own
+    # [num_layers] stages of layers, followed by those of layers for multi-token prediction
+    stages: np.ndarray,
+    # [stages, shards, replicas]; data-parallel attention has its own
+    meshes: dict[str, np.ndarray],
     expert_shards: tuple[int, int],  # ep, etp
 ) -> list[Kind]:
     if dtype not in ITEM_BYTES:
-        raise ConfigError(f"dtype = {dtype!r} of the {name} layout is not one of {', '.join(ITEM_BYTES)}")
+        raise ConfigError(
+            f"dtype = {dtype!r} of the {name} layout is not one of {', '.join(ITEM_BYTES)}"
+        )
     logical = _by_name(tensors)
     ends = {FIRST: np.zeros(1, dtype=np.int64), LAST: np.full(1, meshes[DENSE].shape[0] - 1)}
     spans: dict[Layers, np.ndarray] = {}  # shared by kinds with the same layers
@@ -767,10 +1167,28 @@ def _kinds(
         cut = expert_shards if parameter.of_expert else (1, ranks.shape[1])
         shards: list[LocalTensor] = []
         for shard in range(ranks.shape[1]):
-            same = parameter.dim is None and shard and not parameter.of_expert  # built once, since all shards are the same
-            shards.append(shards[0] if same else local_tensor(parameter, logical, shard, cut, parameter.dtype or dtype))
-        of_place = spans.setdefault((first, end), stages[first:end]) if parameter.place == LAYER else ends[parameter.place]
-        kinds.append(Kind(parameter.name, parameter.place, tuple(shards), of_place, ranks, first if parameter.place == LAYER else 0))
+            # built once, since all shards are the same
+            same = parameter.dim is None and shard and not parameter.of_expert
+            shards.append(
+                shards[0]
+                if same
+                else local_tensor(parameter, logical, shard, cut, parameter.dtype or dtype)
+            )
+        of_place = (
+            spans.setdefault((first, end), stages[first:end])
+            if parameter.place == LAYER
+            else ends[parameter.place]
+        )
+        kinds.append(
+            Kind(
+                parameter.name,
+                parameter.place,
+                tuple(shards),
+                of_place,
+                ranks,
+                first if parameter.place == LAYER else 0,
+            )
+        )
     return kinds
 
 

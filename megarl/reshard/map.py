@@ -15,7 +15,14 @@ from msgspec import Struct
 from megarl.base.geometry import Box
 from megarl.kernels.quantise_rules import Rule
 from megarl.models.parameters import EXPERT_FIELD, LAYER_FIELD
-from megarl.reshard.layout import ITEM_BYTES, Coordinates, Kind, Layout, LocalTensor, of_whole_tensor
+from megarl.reshard.layout import (
+    ITEM_BYTES,
+    Coordinates,
+    Kind,
+    Layout,
+    LocalTensor,
+    of_whole_tensor,
+)
 from megarl.reshard.template import ZEROS, Holder, Row, coalesce, join
 from megarl.reshard.turns import Turns
 
@@ -23,20 +30,26 @@ from megarl.reshard.turns import Turns
 
 
 class Quantisation(Struct, frozen=True, gc=False):
-    """How a copy's weights are quantised: the tensor that defines the tiles, and where the copy's source box begins in it."""
+    """How a copy's weights are quantised: the tensor that defines the tiles, and where the copy's
+    source box begins in it.
+    """
 
     rule: Rule
     tiles_of: str  # the logical tensor, or the parameter if one scale covers all of it
     origin: tuple[int, int]  # row and column of the first element in the logical tensor
-    cut: bool  # whether a tile extends beyond this copy: its amax then comes from an AmaxTable (reshard/execute.py)
+    # whether a tile extends beyond this copy: its amax then comes from an AmaxTable
+    # (reshard/execute.py)
+    cut: bool
 
 
 class Copy(Struct, frozen=True, gc=False):
-    """Copies `source_box` of a tensor on `source_rank` to `destination_box`, of the same shape, on `destination_rank`.
+    """Copies `source_box` of a tensor on `source_rank` to `destination_box`, of the same shape, on
+    `destination_rank`.
 
-    transform: "identity"; "cast" (the sender converts to `dtype` first); "zeros" (padding, which has a sender but no source tensor);
-    "quantise" (bf16 to e4m3 by `quantisation`); "scale" (float32 scales of the tiles in the source box, so the shapes differ).
-    A stacked tensor has a leading dim for experts, of size 1 in the box. The other side may lack this dim.
+    transform: "identity"; "cast" (the sender converts to `dtype` first); "zeros" (padding, which
+    has a sender but no source tensor); "quantise" (bf16 to e4m3 by `quantisation`); "scale"
+    (float32 scales of the tiles in the source box, so the shapes differ). A stacked tensor has a
+    leading dim for experts, of size 1 in the box. The other side may lack this dim.
     """
 
     source_rank: int
@@ -47,7 +60,8 @@ class Copy(Struct, frozen=True, gc=False):
     destination_box: Box
     transform: str
     dtype: str  # of the destination, and of the values sent
-    depth: int  # position of the destination tensor in the forward pass: 0, then 1 + layer, then num_layers + 1
+    # position of the destination tensor in the forward pass: 0, then 1 + layer, then num_layers + 1
+    depth: int
     quantisation: Quantisation | None = None
 
     @property
@@ -55,18 +69,24 @@ class Copy(Struct, frozen=True, gc=False):
         return self.destination_box.numel * ITEM_BYTES[self.dtype]
 
 
-# Writes out the part of one rank in a reshard map: expands template rows to copies, layer by layer and expert by expert.
+# Writes out the part of one rank in a reshard map: expands template rows to copies, layer by layer
+# and expert by expert.
 #
-# It must be fast, since a rank waits for it at start-up. Senders and receivers are computed once for all rows that share them. Names are
-# made once per kind and layer. Copies are put into the right lists instead of being sorted.
+# It must be fast, since a rank waits for it at start-up. Senders and receivers are computed once
+# for all rows that share them. Names are made once per kind and layer. Copies are put into the
+# right lists instead of being sorted.
 
 
-ListFor = Callable[[int, int, int], list[Copy]]  # depth, sender, receiver -> the list for such copies
-_Served = list[tuple[int, int, int, int]]  # (instance, index into row.holders, sender, receiver), sorted by instance
+# depth, sender, receiver -> the list for such copies
+ListFor = Callable[[int, int, int], list[Copy]]
+# (instance, index into row.holders, sender, receiver), sorted by instance
+_Served = list[tuple[int, int, int, int]]
 
 
 def sent(turns: Turns, rank: int, rows: tuple[Row, ...]) -> list[Copy]:
-    """The copies that source rank `rank` sends, in forward order: by depth, then in the order of rows."""
+    """The copies that source rank `rank` sends, in forward order: by depth, then in the order of
+    rows.
+    """
     depths = _depths(turns)
     put_sent(turns, rank, rows, lambda depth, sender, receiver: depths[depth])
     return list(chain.from_iterable(depths))
@@ -80,9 +100,15 @@ def received(turns: Turns, rank: int, rows: tuple[Row, ...]) -> list[Copy]:
 
 
 def put_sent(turns: Turns, rank: int, rows: tuple[Row, ...], list_for: ListFor) -> None:
-    """Appends the copies that source rank `rank` sends to the lists that `list_for` returns, each in the order of rows."""
+    """Appends the copies that source rank `rank` sends to the lists that `list_for` returns, each
+    in the order of rows.
+    """
     coordinates = turns.source.coordinates(rank)
-    own = [row for row in rows if any((holder.kind, holder.shard) in coordinates for holder in row.holders)]
+    own = [
+        row
+        for row in rows
+        if any((holder.kind, holder.shard) in coordinates for holder in row.holders)
+    ]
     _write(turns, own, list_for, lambda row: _given(turns, rank, coordinates, row))
 
 
@@ -104,13 +130,23 @@ def _depths(turns: Turns) -> list[list[Copy]]:
 
 def _given(turns: Turns, rank: int, coordinates: Coordinates, row: Row) -> _Served:
     only = row.holders[0] if len(row.holders) == 1 else None
-    assignment = turns.assignment(row, stages=None if only is None else [stage for stage, _ in coordinates[only.kind, only.shard]])
+    assignment = turns.assignment(
+        row,
+        stages=None if only is None else [stage for stage, _ in coordinates[only.kind, only.shard]],
+    )
     of_class: dict[int, list[tuple[int, int]]] = {}
     own = np.nonzero(assignment.senders == rank)  # class, replica
-    for c, holder, receiver in zip(own[0].tolist(), assignment.holders[own].tolist(), assignment.receivers[own].tolist()):
+    for c, holder, receiver in zip(
+        own[0].tolist(), assignment.holders[own].tolist(), assignment.receivers[own].tolist()
+    ):
         of_class.setdefault(c, []).append((holder, receiver))
     classes = assignment.class_of.tolist()
-    return [(i, h, rank, receiver) for i, c in enumerate(classes) if c in of_class for h, receiver in of_class[c]]
+    return [
+        (i, h, rank, receiver)
+        for i, c in enumerate(classes)
+        if c in of_class
+        for h, receiver in of_class[c]
+    ]
 
 
 def _taken(turns: Turns, rank: int, coordinates: Coordinates, row: Row) -> _Served:
@@ -119,7 +155,8 @@ def _taken(turns: Turns, rank: int, coordinates: Coordinates, row: Row) -> _Serv
         assignment = turns.assignment(row, replica)
         here = np.flatnonzero(turns.destination.kinds[row.kind].stages == stage)
         classes = assignment.class_of[here]
-        senders, holders = assignment.senders[classes, 0].tolist(), assignment.holders[classes, 0].tolist()
+        senders = assignment.senders[classes, 0].tolist()
+        holders = assignment.holders[classes, 0].tolist()
         served += [(i, h, s, rank) for i, h, s in zip(here.tolist(), holders, senders)]
     return served
 
@@ -129,7 +166,9 @@ class _Share:
     """A rank's part in all rows that have the same senders and receivers."""
 
     layers: list[str]  # of each instance in which it has a part
-    copies: list[tuple]  # (index into `layers`, index into row.holders, sender, receiver, depth, append method of its list)
+    # (index into `layers`, index into row.holders, sender, receiver, depth, append method of its
+    # list)
+    copies: list[tuple]
     _names: dict[str, list[str]] = field(default_factory=dict)  # template -> names
     _hows: dict[tuple, list[Quantisation]] = field(default_factory=dict)
 
@@ -137,19 +176,32 @@ class _Share:
         """The names of all instances; a single one if the template has no layer."""
         if template not in self._names:
             before, layered, after = template.partition(LAYER_FIELD)
-            self._names[template] = [f"{before}{layer}{after}" for layer in self.layers] if layered else [before] * len(self.layers)
+            self._names[template] = (
+                [f"{before}{layer}{after}" for layer in self.layers]
+                if layered
+                else [before] * len(self.layers)
+            )
         return self._names[template]
 
-    def hows(self, rule: Rule, template: str, origin: tuple[int, int], cut: bool) -> list[Quantisation]:
+    def hows(
+        self, rule: Rule, template: str, origin: tuple[int, int], cut: bool
+    ) -> list[Quantisation]:
         """The quantisation of each instance."""
         asked = template, origin, cut
         if asked not in self._hows:  # weights and their scales share it
-            self._hows[asked] = [Quantisation(rule, name, origin, cut) for name in self.names(template)]
+            self._hows[asked] = [
+                Quantisation(rule, name, origin, cut) for name in self.names(template)
+            ]
         return self._hows[asked]
 
 
-def _write(turns: Turns, rows: list[Row], list_for: ListFor, served: Callable[[Row], _Served]) -> None:
-    """Writes out `rows`. `served` returns the rank's part in a row. Rows with the same senders and receivers share it."""
+def _write(
+    turns: Turns, rows: list[Row], list_for: ListFor, served: Callable[[Row], _Served]
+) -> None:
+    """Writes out `rows`.
+
+    `served` returns the rank's part in a row. Rows with the same senders and receivers share it.
+    """
     shares: dict[tuple, _Share] = {}
     for row in rows:
         kind = turns.destination.kinds[row.kind]
@@ -157,29 +209,40 @@ def _write(turns: Turns, rows: list[Row], list_for: ListFor, served: Callable[[R
         if alike not in shares:
             shares[alike] = _share(*alike[:2], list_for, served(row))
         if shares[alike].copies:
-            (_add_experts if row.transform != ZEROS and of_experts(turns.destination, row) else _add)(turns, row, shares[alike])
+            (
+                _add_experts
+                if row.transform != ZEROS and of_experts(turns.destination, row)
+                else _add
+            )(turns, row, shares[alike])
 
 
 def _share(first_depth: int, first_layer: int, list_for: ListFor, served: _Served) -> _Share:
     layers: list[str] = []
     copies = []
-    instance, depth = None, first_depth
+    instance = None
+    depth = first_depth
     for i, h, s, r in served:
         if i != instance:
             layers.append(str(first_layer + i))
-            instance, depth = i, first_depth + i
+            instance = i
+            depth = first_depth + i
         copies.append((len(layers) - 1, h, s, r, depth, list_for(depth, s, r).append))
     return _Share(layers, copies)
 
 
 def _add(turns: Turns, row: Row, share: _Share) -> None:
-    target, transform, box = turns.destination.kinds[row.kind], row.transform, row.box
-    dtype, names = target.shards[row.shard].dtype, share.names(target.name)
+    target = turns.destination.kinds[row.kind]
+    transform = row.transform
+    box = row.box
+    dtype = target.shards[row.shard].dtype
+    names = share.names(target.name)
     if transform == ZEROS:
         for n, _, s, r, depth, put in share.copies:
             put(Copy(s, None, None, r, names[n], box, transform, dtype, depth))
         return
-    origins = [(share.names(turns.source.kinds[holder.kind].name), holder.box) for holder in row.holders]
+    origins = [
+        (share.names(turns.source.kinds[holder.kind].name), holder.box) for holder in row.holders
+    ]
     hows = _hows(turns, row, share)
     for n, h, s, r, depth, put in share.copies:
         source_names, here = origins[h]
@@ -187,13 +250,17 @@ def _add(turns: Turns, row: Row, share: _Share) -> None:
 
 
 def _add_experts(turns: Turns, row: Row, share: _Share) -> None:
-    target, hows = turns.destination.kinds[row.kind], _hows(turns, row, share)
-    dtype, names = target.shards[row.shard].dtype, share.names(target.name)
+    target = turns.destination.kinds[row.kind]
+    hows = _hows(turns, row, share)
+    dtype = target.shards[row.shard].dtype
+    names = share.names(target.name)
     made: dict[tuple[int, int], list] = {}  # shared by all replicas
     for n, h, s, r, depth, put in share.copies:
         if (n, h) not in made:
             source_name = share.names(turns.source.kinds[row.holders[h].kind].name)[n]
-            made[n, h] = list(_of_each_expert(turns, row, row.holders[h], source_name, names[n], hows[n]))
+            made[n, h] = list(
+                _of_each_expert(turns, row, row.holders[h], source_name, names[n], hows[n])
+            )
         for source_name, here, name, box, how in made[n, h]:
             put(Copy(s, source_name, here, r, name, box, row.transform, dtype, depth, how))
 
@@ -210,16 +277,31 @@ def _hows(turns: Turns, row: Row, share: _Share) -> Sequence[Quantisation | None
 def _of_each_expert(
     turns: Turns, row: Row, held: Holder, source_name: str, name: str, how: Quantisation | None
 ) -> Iterator[tuple[str, Box, str, Box, Quantisation | None]]:
-    """Yields (source tensor, its box, destination tensor, its box, how) for the row's experts at one layer."""
-    here, there = turns.source.kinds[held.kind].shards[held.shard], turns.destination.kinds[row.kind].shards[row.shard]
+    """Yields (source tensor, its box, destination tensor, its box, how) for the row's experts at
+    one layer.
+    """
+    here = turns.source.kinds[held.kind].shards[held.shard]
+    there = turns.destination.kinds[row.kind].shards[row.shard]
     assert held.box is not None
     for e in range(row.box.shape[0]):
         source_expert, source_box = _one_expert(here, held.box, e)
         expert, box = _one_expert(there, row.box, e)
         assert source_expert == expert
         number = str(expert)
-        own = None if how is None else Quantisation(how.rule, how.tiles_of.replace(EXPERT_FIELD, number), how.origin, how.cut)
-        yield source_name.replace(EXPERT_FIELD, number), source_box, name.replace(EXPERT_FIELD, number), box, own
+        own = (
+            None
+            if how is None
+            else Quantisation(
+                how.rule, how.tiles_of.replace(EXPERT_FIELD, number), how.origin, how.cut
+            )
+        )
+        yield (
+            source_name.replace(EXPERT_FIELD, number),
+            source_box,
+            name.replace(EXPERT_FIELD, number),
+            box,
+            own,
+        )
 
 
 def tile_space(weights: Kind, logical_name: str) -> str:
@@ -259,9 +341,12 @@ class Summary:
 
 @dataclass(frozen=True, eq=False)
 class ReshardMap:
-    """The frozen copies from `source` to `destination`, kept as template rows. `copies_from` and `copies_to` write out a rank's part.
+    """The frozen copies from `source` to `destination`, kept as template rows.
 
-    A *write*, the unit of sending, is one copy, or several copies that are contiguous on both sides.
+    `copies_from` and `copies_to` write out a rank's part.
+
+    A *write*, the unit of sending, is one copy, or several copies that are contiguous on both
+    sides.
     """
 
     source: Layout
@@ -271,13 +356,19 @@ class ReshardMap:
 
     @classmethod
     def build(cls, source: Layout, destination: Layout) -> ReshardMap:
-        """Builds the map by pure arithmetic, so it is equal on every rank. Raises ValueError if the layouts do not fit together."""
+        """Builds the map by pure arithmetic, so it is equal on every rank.
+
+        Raises ValueError if the layouts do not fit together.
+        """
         begin = time.perf_counter()
         rows = join(source, destination)
         return cls(source, destination, rows, time.perf_counter() - begin)
 
     def __str__(self) -> str:
-        sides = f"{self.source.name} {self.source.world_size} -> {self.destination.name} {self.destination.world_size}"
+        sides = (
+            f"{self.source.name} {self.source.world_size} -> {self.destination.name} "
+            f"{self.destination.world_size}"
+        )
         return f"ReshardMap({sides} ranks, plan {self.plan_hash[:16]})"
 
     def copies_from(self, rank: int) -> list[Copy]:
@@ -302,19 +393,35 @@ class ReshardMap:
 
     @cached_property
     def plan_hash(self) -> str:
-        """A hash of the map's copies, senders, names, shapes and dtypes. It is equal on every rank of a run, and only for equal maps."""
+        """A hash of the map's copies, senders, names, shapes and dtypes.
+
+        It is equal on every rank of a run, and only for equal maps.
+        """
         digest = hashlib.blake2b(b"megarl reshard map 3", digest_size=16)
         digest.update(repr(self.rows).encode())
         for layout in (self.source, self.destination):
             digest.update(f"{layout.name} {layout.world_size}".encode())
             for kind in layout.kinds:
                 shards = [(tensor.shape, tensor.dtype) for tensor in kind.shards]
-                digest.update(repr((kind.name, kind.place, kind.first_layer, kind.rule, shards, kind.stages.tolist())).encode())
+                digest.update(
+                    repr(
+                        (
+                            kind.name,
+                            kind.place,
+                            kind.first_layer,
+                            kind.rule,
+                            shards,
+                            kind.stages.tolist(),
+                        )
+                    ).encode()
+                )
                 digest.update(kind.ranks.astype(np.int64).tobytes())
         return digest.hexdigest()
 
     def routes(self) -> list[tuple[Row, int]]:
-        """One row for each set of rows with the same senders at all instances and replicas, with the bytes of the set in one instance."""
+        """One row for each set of rows with the same senders at all instances and replicas, with
+        the bytes of the set in one instance.
+        """
         per_route: dict[tuple, tuple[Row, int]] = {}
         for row in self.rows:
             route = self.turns.alike(row)
@@ -327,13 +434,16 @@ class ReshardMap:
         received = np.zeros(self.destination.world_size, dtype=np.int64)
         for row, size in self.routes():
             assignment = self.turns.assignment(row)
-            copies = np.repeat(size * assignment.sizes, assignment.senders.shape[1])  # bytes by class and replica
+            # bytes by class and replica
+            copies = np.repeat(size * assignment.sizes, assignment.senders.shape[1])
             np.add.at(sent, assignment.senders.ravel(), copies)
             np.add.at(received, assignment.receivers.ravel(), copies)
         return sent, received
 
     def peers(self) -> np.ndarray:
-        """Whether a source rank sends anything to a destination rank, [source ranks, destination ranks]."""
+        """Whether a source rank sends anything to a destination rank, [source ranks, destination
+        ranks].
+        """
         found = np.zeros((self.source.world_size, self.destination.world_size), dtype=bool)
         for row, _ in self.routes():
             assignment = self.turns.assignment(row)
@@ -343,7 +453,9 @@ class ReshardMap:
     @property
     def counts(self) -> tuple[int, int]:
         """The numbers of copies and of writes."""
-        return sum(self.times(row) for row in self.rows), sum(self.times(row) for row in self.write_rows)
+        return sum(self.times(row) for row in self.rows), sum(
+            self.times(row) for row in self.write_rows
+        )
 
     def summary(self) -> Summary:
         (sent, received), (copies, writes) = self.rank_bytes(), self.counts
@@ -377,7 +489,9 @@ class ReshardMap:
 
 def count_tensors(layout: Layout) -> int:
     """The number of tensors over all ranks."""
-    return sum(kind.instances * kind.replicas * sum(map(_count, kind.shards)) for kind in layout.kinds)
+    return sum(
+        kind.instances * kind.replicas * sum(map(_count, kind.shards)) for kind in layout.kinds
+    )
 
 
 def _count(tensor: LocalTensor) -> int:

@@ -15,7 +15,9 @@ MOST_CELLS = 512  # most cells along a side of the matrix; with more ranks, seve
 
 
 def traffic(map: ReshardMap) -> np.ndarray:
-    """The bytes from sender to receiver, [senders, receivers]; runs of ranks are summed if a side has more than MOST_CELLS."""
+    """The bytes from sender to receiver, [senders, receivers]; runs of ranks are summed if a side
+    has more than MOST_CELLS.
+    """
     per = [-(-layout.world_size // MOST_CELLS) for layout in (map.source, map.destination)]
     shape = [-(-layout.world_size // n) for layout, n in zip((map.source, map.destination), per)]
     matrix = np.zeros(shape[0] * shape[1], dtype=np.int64)
@@ -27,24 +29,32 @@ def traffic(map: ReshardMap) -> np.ndarray:
 
 
 def draw(map: ReshardMap, path: str, title: str, forwarding: Forwarding | None = None) -> None:
-    """Writes `path`, an .svg or .png: the matrix in the middle, each sender's bytes on its left, each receiver's above it.
+    """Writes `path`, an .svg or .png: the matrix in the middle, each sender's bytes on its left,
+    each receiver's above it.
 
     The matrix shows what the trainer sends. The title tells how much engines pass on.
     """
     gib = 2.0**-30
     sent, received = (total * gib for total in map.rank_bytes())
-    figure = Figure(figsize=(10, 9), layout="constrained")  # without pyplot, whose state may be a notebook's
-    axes = figure.subplots(2, 2, width_ratios=(1, 4), height_ratios=(1, 4), sharex="col", sharey="row")
+    # without pyplot, whose state may be a notebook's
+    figure = Figure(figsize=(10, 9), layout="constrained")
+    axes = figure.subplots(
+        2, 2, width_ratios=(1, 4), height_ratios=(1, 4), sharex="col", sharey="row"
+    )
     (corner, above), (left, main) = axes
     passed_on = forwarding.rank_bytes()[0].sum() * gib if forwarding is not None else 0.0
     more = f", and {passed_on:,.0f} GiB from engine to engine" if passed_on else ""
     figure.suptitle(f"{title}: {sent.sum():,.0f} GiB{more}", fontsize=11)
     corner.axis("off")
     legend = "red: mean\ndashed: the least\nthat the stages\nallow the busiest"
-    corner.text(0, 0.5, legend, color="tab:red", va="center", fontsize=9, transform=corner.transAxes)
+    corner.text(
+        0, 0.5, legend, color="tab:red", va="center", fontsize=9, transform=corner.transAxes
+    )
     extent = (-0.5, len(received) - 0.5, len(sent) - 0.5, -0.5)
     shown = np.ma.masked_equal(traffic(map) * gib, 0)
-    image = main.imshow(shown, aspect="auto", extent=extent, interpolation="nearest", cmap="viridis")
+    image = main.imshow(
+        shown, aspect="auto", extent=extent, interpolation="nearest", cmap="viridis"
+    )
     main.set_xlabel("receiver: generator rank")
     _bars(above, received, by_row=False)
     above.set_ylabel(f"GiB received\nmax/mean {received.max() / received.mean():.3f}")

@@ -1,9 +1,11 @@
-"""Proves that a reshard map writes every destination element exactly once, from a place that holds that element.
+"""Proves that a reshard map writes every destination element exactly once, from a place that holds
+that element.
 
-The proof does not rely on how the map was built. The two layouts define the elements that every tensor must have. The proof checks the
-extents, disjointness and total volume of the written boxes. It checks that each box and its source have the same logical elements, and that
-every sender has the tensor that it sends. For quantised tensors, it checks that each scale is made from the weights of its own tile. Copies
-that quantise only part of a tile must be marked so.
+The proof does not rely on how the map was built. The two layouts define the elements that every
+tensor must have. The proof checks the extents, disjointness and total volume of the written boxes.
+It checks that each box and its source have the same logical elements, and that every sender has the
+tensor that it sends. For quantised tensors, it checks that each scale is made from the weights of
+its own tile. Copies that quantise only part of a tile must be marked so.
 """
 
 from __future__ import annotations
@@ -29,14 +31,22 @@ class ProofError(RuntimeError):
 
 
 def check_senders(map: ReshardMap, row: Row) -> None:
-    """Checks that every instance and replica has one sender, which has the sending shard of that instance, and the right receiver.
+    """Checks that every instance and replica has one sender, which has the sending shard of that
+    instance, and the right receiver.
 
     First checks that the instances of a class are on the same stages, then goes class by class.
     """
-    target, assignment = map.destination.kinds[row.kind], map.turns.assignment(row)
+    target = map.destination.kinds[row.kind]
+    assignment = map.turns.assignment(row)
     coordinates = len(assignment.first), target.replicas
-    if len(assignment.class_of) != target.instances or not assignment.holders.shape == assignment.senders.shape == coordinates:
-        raise ProofError(f"{target.name}: senders of shape {assignment.senders.shape} for {target.instances} instances")
+    if (
+        len(assignment.class_of) != target.instances
+        or not assignment.holders.shape == assignment.senders.shape == coordinates
+    ):
+        raise ProofError(
+            f"{target.name}: senders of shape {assignment.senders.shape} for {target.instances} "
+            "instances"
+        )
     alike = assignment.first[assignment.class_of]
     _check_same_stages(target, alike)
     wrong = assignment.receivers != target.ranks[target.stages[assignment.first], row.shard]
@@ -46,7 +56,9 @@ def check_senders(map: ReshardMap, row: Row) -> None:
         _check_same_stages(origin, alike)
         here = assignment.holders == h
         seated = np.zeros((coordinates[0], map.source.world_size), dtype=bool)
-        np.put_along_axis(seated, origin.ranks[origin.stages[assignment.first], holder.shard], True, axis=1)
+        np.put_along_axis(
+            seated, origin.ranks[origin.stages[assignment.first], holder.shard], True, axis=1
+        )
         known |= here
         wrong |= here & ~np.take_along_axis(seated, assignment.senders, axis=1)
     if (wrong | ~known).any():
@@ -85,7 +97,8 @@ class _Write:
 
 
 def prove_exactly_once(map: ReshardMap) -> None:
-    """Checks template rows and joined write rows per shard, then senders and receivers of all layers and replicas.
+    """Checks template rows and joined write rows per shard, then senders and receivers of all
+    layers and replicas.
 
     Raises ProofError that names tensor and rank.
     """
@@ -96,7 +109,8 @@ def prove_exactly_once(map: ReshardMap) -> None:
     checked: set[tuple] = set()
     for row in map.rows:
         target = map.destination.kinds[row.kind]
-        coordinates = row.route, id(target.stages), id(target.ranks)  # the same for scales and their weights
+        # the same for scales and their weights
+        coordinates = row.route, id(target.stages), id(target.ranks)
         if coordinates not in checked:
             checked.add(coordinates)
             check_senders(map, row)
@@ -106,32 +120,63 @@ def _check_rows(map: ReshardMap, rows: Sequence[Row]) -> None:
     of_shard: dict[tuple[int, int], list[Row]] = defaultdict(list)
     for row in rows:
         of_shard[row.kind, row.shard].append(row)
-    extents = _extents(tensor for kind in map.source.kinds for tensor in kind.shards) if _quantises(map) else {}
+    extents = (
+        _extents(tensor for kind in map.source.kinds for tensor in kind.shards)
+        if _quantises(map)
+        else {}
+    )
     for k, kind in enumerate(map.destination.kinds):
         for t, tensor in enumerate(kind.shards):
-            where = f"{kind.name_of(0)} on {map.destination.name} rank {kind.ranks[kind.stages[0], t, 0]}"
+            where = (
+                f"{kind.name_of(0)} on {map.destination.name} rank "
+                f"{kind.ranks[kind.stages[0], t, 0]}"
+            )
             own = of_shard.pop((k, t), [])
             _check_cover(where, tensor.shape, [row.box for row in own])
             for row in own:
                 for holder in row.holders:
                     origin = map.source.kinds[holder.kind]
                     held = None if row.transform == ZEROS else origin.shards[holder.shard]
-                    weights = kind if kind.scales_of is None else map.destination.kinds[kind.scales_of]
-                    checked = _Write(where, row.transform, tensor, row.box, held, holder.box, weights.rule, row.cut, extents)
+                    weights = (
+                        kind if kind.scales_of is None else map.destination.kinds[kind.scales_of]
+                    )
+                    checked = _Write(
+                        where,
+                        row.transform,
+                        tensor,
+                        row.box,
+                        held,
+                        holder.box,
+                        weights.rule,
+                        row.cut,
+                        extents,
+                    )
                     found = _check_content(checked)
                     told = row.logical_name, row.logical
-                    if row.logical is not None and (found is None or (found.logical_name, found.logical) != told):
-                        raise ProofError(f"{where}: quantises {found}, but counts tiles of {row.logical_name} {row.logical}")
+                    if row.logical is not None and (
+                        found is None or (found.logical_name, found.logical) != told
+                    ):
+                        raise ProofError(
+                            f"{where}: quantises {found}, but counts tiles of {row.logical_name} "
+                            f"{row.logical}"
+                        )
                     if held is not None and origin.layers != kind.layers:
-                        raise ProofError(f"{where}: layers {kind.layers} come from {origin.name}, which is there for {origin.layers}")
+                        raise ProofError(
+                            f"{where}: layers {kind.layers} come from {origin.name}, which is "
+                            f"there for {origin.layers}"
+                        )
     for k, t in of_shard:
         raise ProofError(f"destination kind {k}, shard {t}: written, but not in the layout")
 
 
 def _check_cover(where: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
-    """Checks that boxes lie inside the tensor, are disjoint, and add up to its volume: so they cover every element exactly once."""
+    """Checks that boxes lie inside the tensor, are disjoint, and add up to its volume: so they
+    cover every element exactly once.
+    """
     for box in boxes:
-        if len(box.shape) != len(shape) or any(a < 0 or n < 1 or a + n > m for a, n, m in zip(box.start, box.shape, shape)):
+        if len(box.shape) != len(shape) or any(
+            a < 0 or n < 1 or a + n > m for a, n, m in zip(box.start, box.shape, shape)
+        ):
             raise ProofError(f"{where}: {box} is not inside shape {shape}")
     clash = _overlap(boxes)
     if clash is not None:
@@ -142,7 +187,10 @@ def _check_cover(where: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> No
 
 
 def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes with a common element, or None. Sweeps the dim with the most cuts, so that few boxes are open at a time."""
+    """Two boxes with a common element, or None.
+
+    Sweeps the dim with the most cuts, so that few boxes are open at a time.
+    """
     if len(boxes) < 2:
         return None
     sweep = max(range(len(boxes[0].start)), key=lambda d: len({box.start[d] for box in boxes}))
@@ -157,12 +205,21 @@ def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 def _check_content(write: _Write) -> Piece | None:
-    """Checks that the box of the destination tensor receives its own logical elements from `origin` of the tensor `held`, or zeros.
+    """Checks that the box of the destination tensor receives its own logical elements from `origin`
+    of the tensor `held`, or zeros.
 
     For quantised weights and for scales, returns the weights that they are made from.
     """
-    where, tensor, box, held, origin = write.where, write.tensor, write.box, write.held, write.origin
-    wanted = [(piece, common) for piece in tensor.pieces if (common := piece.local.intersect(box)) is not None]
+    where = write.where
+    tensor = write.tensor
+    box = write.box
+    held = write.held
+    origin = write.origin
+    wanted = [
+        (piece, common)
+        for piece in tensor.pieces
+        if (common := piece.local.intersect(box)) is not None
+    ]
     if write.transform == ZEROS:
         if wanted:
             raise ProofError(f"{where}: zeros in {box} overwrite {wanted[0][0].logical_name}")
@@ -170,54 +227,96 @@ def _check_content(write: _Write) -> Piece | None:
     if held is None or origin is None or (origin.shape != box.shape and write.transform != SCALE):
         raise ProofError(f"{where}: {box} comes from {origin}")
     if any(a < 0 or a + n > m for a, n, m in zip(origin.start, origin.shape, held.shape)):
-        raise ProofError(f"{where}: source {origin} is not inside {held.name} of shape {held.shape}")
+        raise ProofError(
+            f"{where}: source {origin} is not inside {held.name} of shape {held.shape}"
+        )
     if write.transform == SCALE:
         return _check_scales(write, wanted)
-    needed = QUANTISE if write.rule is not None else IDENTITY if held.dtype == tensor.dtype else CAST
+    needed = (
+        QUANTISE if write.rule is not None else IDENTITY if held.dtype == tensor.dtype else CAST
+    )
     if write.transform != needed:
         raise ProofError(f"{where}: {write.transform} from {held.dtype} to {tensor.dtype}")
     if sum(common.numel for _, common in wanted) != box.numel:
-        raise ProofError(f"{where}: {box} from {held.name} also covers padding, which must hold zeros")
+        raise ProofError(
+            f"{where}: {box} from {held.name} also covers padding, which must hold zeros"
+        )
     for piece, common in wanted:
-        _check_same_elements(where, held, common.move(box, origin), piece.logical_name, common.move(piece.local, piece.logical))
+        _check_same_elements(
+            where,
+            held,
+            common.move(box, origin),
+            piece.logical_name,
+            common.move(piece.local, piece.logical),
+        )
     if write.transform != QUANTISE:
         return None
     if len(wanted) != 1:
         raise ProofError(f"{where}: {box} is quantised across {len(wanted)} pieces")
     piece, common = wanted[0]
     quantised = Piece(common, piece.logical_name, common.move(piece.local, piece.logical))
-    beside = {other.logical_name for other in tensor.pieces if other.local.start[:-2] == piece.local.start[:-2]}
+    beside = {
+        other.logical_name
+        for other in tensor.pieces
+        if other.local.start[:-2] == piece.local.start[:-2]
+    }
     _check_told(write, quantised, len(beside) > 1)
     return quantised
 
 
 def _check_scales(write: _Write, wanted: list[tuple[Piece, Box]]) -> Piece:
-    """Checks that the scales in the box belong to the tiles of the weights in `origin`, each written by the row where its tile begins."""
-    where, held, origin, rule = write.where, write.held, write.origin, write.rule
+    """Checks that the scales in the box belong to the tiles of the weights in `origin`, each
+    written by the row where its tile begins.
+    """
+    where = write.where
+    held = write.held
+    origin = write.origin
+    rule = write.rule
     assert held is not None and origin is not None and rule is not None
-    sources = [(piece, common) for piece in held.pieces if (common := piece.local.intersect(origin)) is not None]
+    sources = [
+        (piece, common)
+        for piece in held.pieces
+        if (common := piece.local.intersect(origin)) is not None
+    ]
     if len(sources) != 1 or sources[0][1] != origin or len(wanted) != 1:
-        raise ProofError(f"{where}: scales in {write.box} are made from {len(sources)} pieces of {held.name}")
+        raise ProofError(
+            f"{where}: scales in {write.box} are made from {len(sources)} pieces of {held.name}"
+        )
     (source, _), (piece, common) = sources[0], wanted[0]
     made = Piece(origin, source.logical_name, origin.move(source.local, source.logical))
-    tiles, needed = rule.tiles(made.logical), common.move(piece.local, piece.logical)
-    if common != write.box or scale_name(made.logical_name, rule) != piece.logical_name or tiles != needed:
-        raise ProofError(f"{where}: needs {piece.logical_name} {needed}, but is made from {made.logical_name} {made.logical}")
+    tiles = rule.tiles(made.logical)
+    needed = common.move(piece.local, piece.logical)
+    if (
+        common != write.box
+        or scale_name(made.logical_name, rule) != piece.logical_name
+        or tiles != needed
+    ):
+        raise ProofError(
+            f"{where}: needs {piece.logical_name} {needed}, but is made from {made.logical_name} "
+            f"{made.logical}"
+        )
     _check_told(write, made, False)
     return made
 
 
 def _check_told(write: _Write, made: Piece, fused: bool) -> None:
     """Checks that a box with only part of a tile is marked as cut."""
-    rule, extents = write.rule, write.extents[made.logical_name]
+    rule = write.rule
+    extents = write.extents[made.logical_name]
     assert rule is not None
     whole = rule.whole_tiles(made.logical, extents) and not (fused and of_whole_tensor(rule))
     if not whole and not write.cut:
-        raise ProofError(f"{write.where}: {made.logical_name} {made.logical} cuts tiles, but is not marked as cut")
+        raise ProofError(
+            f"{write.where}: {made.logical_name} {made.logical} cuts tiles, but is not marked as cut"
+        )
 
 
-def _check_same_elements(where: str, held: LocalTensor, local: Box, logical_name: str, logical: Box) -> None:
-    """Checks that `local` of the source tensor has exactly the elements `logical` of the logical tensor."""
+def _check_same_elements(
+    where: str, held: LocalTensor, local: Box, logical_name: str, logical: Box
+) -> None:
+    """Checks that `local` of the source tensor has exactly the elements `logical` of the logical
+    tensor.
+    """
     covered = 0
     for piece in held.pieces:
         common = piece.local.intersect(local)
@@ -226,33 +325,51 @@ def _check_same_elements(where: str, held: LocalTensor, local: Box, logical_name
         found = common.move(piece.local, piece.logical)
         expected = common.move(local, logical)
         if piece.logical_name != logical_name or found != expected:
-            raise ProofError(f"{where}: needs {expected} of {logical_name}, but {held.name} has {found} of {piece.logical_name} there")
+            raise ProofError(
+                f"{where}: needs {expected} of {logical_name}, but {held.name} has {found} of "
+                f"{piece.logical_name} there"
+            )
         covered += common.numel
     if covered != local.numel:
         raise ProofError(f"{where}: {local} of {held.name} is partly padding")
 
 
 def _check_coordinates(layout: Layout) -> None:
-    """Checks that ranks exist, that no rank has two shards or replicas of one instance, and that pieces of a tensor do not overlap."""
+    """Checks that ranks exist, that no rank has two shards or replicas of one instance, and that
+    pieces of a tensor do not overlap.
+    """
     _check_names(layout)
     for kind in layout.kinds:
         for stage in set(kind.stages.tolist()):
             ranks = kind.ranks[stage].ravel().tolist()
             if min(ranks) < 0 or max(ranks) >= layout.world_size or len(set(ranks)) != len(ranks):
-                raise ProofError(f"{layout.name}: ranks of {kind.name} on stage {stage} are not distinct ranks")
+                raise ProofError(
+                    f"{layout.name}: ranks of {kind.name} on stage {stage} are not distinct ranks"
+                )
         for shard, tensor in enumerate(kind.shards):
             if (clash := _overlap([piece.local for piece in tensor.pieces])) is not None:
-                raise ProofError(f"{layout.name}: pieces {clash} of {kind.name}, shard {shard}, overlap")
+                raise ProofError(
+                    f"{layout.name}: pieces {clash} of {kind.name}, shard {shard}, overlap"
+                )
 
 
 def _check_names(layout: Layout) -> None:
-    """Checks that no rank has two tensors of one name. Kinds of different engine groups share names, but no ranks."""
+    """Checks that no rank has two tensors of one name.
+
+    Kinds of different engine groups share names, but no ranks.
+    """
     namesakes: dict[str, list[Kind]] = defaultdict(list)
     for kind in layout.kinds:
         namesakes[kind.name].append(kind)
-    for one, other in (pair for alike in namesakes.values() for pair in itertools.combinations(alike, 2)):
-        (first, end), (other_first, other_end) = ((each.first_layer, each.first_layer + each.instances) for each in (one, other))
-        if max(first, other_first) < min(end, other_end) and len(np.intersect1d(one.ranks, other.ranks)):
+    for one, other in (
+        pair for alike in namesakes.values() for pair in itertools.combinations(alike, 2)
+    ):
+        (first, end), (other_first, other_end) = (
+            (each.first_layer, each.first_layer + each.instances) for each in (one, other)
+        )
+        if max(first, other_first) < min(end, other_end) and len(
+            np.intersect1d(one.ranks, other.ranks)
+        ):
             raise ProofError(f"{layout.name}: two kinds have one name")
 
 

@@ -1,4 +1,6 @@
-"""Reports a reshard map: its numbers as one JSON object, one rank's part as text, all copies as JSON lines."""
+"""Reports a reshard map: its numbers as one JSON object, one rank's part as text, all copies as
+JSON lines.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,34 @@ from megarl.reshard.forwarding import Forwarding, busiest_bytes, delta_bytes, su
 from megarl.reshard.layout import ITEM_BYTES, Kind
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import prove_exactly_once
-from megarl.reshard.schedule import SHORTEST_RUN_BYTES, batches_from, batches_to, lands, messages, run_bytes
+from megarl.reshard.schedule import (
+    SHORTEST_RUN_BYTES,
+    batches_from,
+    batches_to,
+    lands,
+    messages,
+    run_bytes,
+)
 from megarl.reshard.template import QUANTISE, SCALE, ZEROS, Row
 
-# How evenly senders can share the work at best, given the trainer's pipeline stages, under any schedule.
+# How evenly senders can share the work at best, given the trainer's pipeline stages, under any
+# schedule.
 #
-# Only a rank with an element can send it. So the bytes that only one stage has, divided by its ranks, are a lower bound on the
-# busiest sender.
+# Only a rank with an element can send it. So the bytes that only one stage has, divided by its
+# ranks, are a lower bound on the busiest sender.
 
 
 def sender_bound(map: ReshardMap) -> float:
-    """A lower bound on the busiest sender's bytes, as a multiple of the mean sender's. Zeros for padding do not count."""
-    sizes: dict[tuple, int] = defaultdict(int)  # kinds of the holders, whose ranks may send -> bytes of one instance and replica
+    """A lower bound on the busiest sender's bytes, as a multiple of the mean sender's.
+
+    Zeros for padding do not count.
+    """
+    # kinds of the holders, whose ranks may send -> bytes of one instance and replica
+    sizes: dict[tuple, int] = defaultdict(int)
     total = 0
     for row in map.rows:
-        target, held = map.destination.kinds[row.kind], tuple(sorted({holder.kind for holder in row.holders}))
+        target = map.destination.kinds[row.kind]
+        held = tuple(sorted({holder.kind for holder in row.holders}))
         size = map.row_bytes(row) * target.replicas
         total += size * target.instances
         if row.transform != ZEROS:
@@ -42,7 +57,9 @@ def sender_bound(map: ReshardMap) -> float:
     for held, size in sizes.items():
         kinds = [map.source.kinds[kind] for kind in held]
         for stages, instances in Counter(zip(*[kind.stages.tolist() for kind in kinds])).items():
-            ranks = frozenset().union(*[kind.ranks[stage].ravel().tolist() for kind, stage in zip(kinds, stages)])
+            ranks = frozenset().union(
+                *[kind.ranks[stage].ravel().tolist() for kind, stage in zip(kinds, stages)]
+            )
             only[ranks] += size * instances
     mean = total / map.source.world_size
     return max(1.0, *[size / len(ranks) / mean for ranks, size in only.items()])
@@ -61,12 +78,20 @@ run       bytes that are contiguous in the receiver's memory; messages: what one
           runs below {SHORTEST_RUN_BYTES >> 10} KiB travel packed, as one message a write, and the receiver spreads them"""
 
 
-def render(map: ReshardMap, link_bytes_per_s: float, forwarding: Forwarding | None = None, changed: float = 0.01) -> str:
-    """One line per destination parameter, totals over all ranks, how evenly ranks share them, and an explanation of the terms.
+def render(
+    map: ReshardMap,
+    link_bytes_per_s: float,
+    forwarding: Forwarding | None = None,
+    changed: float = 0.01,
+) -> str:
+    """One line per destination parameter, totals over all ranks, how evenly ranks share them, and
+    an explanation of the terms.
 
-    The lines show what the trainer writes. A sum after them shows what engines pass on (`forwarding`).
+    The lines show what the trainer writes. A sum after them shows what engines pass on
+    (`forwarding`).
     """
-    rows: dict[int, tuple[list[Row], list[Row]]] = defaultdict(lambda: ([], []))  # kind -> its rows, its joined rows
+    # kind -> its rows, its joined rows
+    rows: dict[int, tuple[list[Row], list[Row]]] = defaultdict(lambda: ([], []))
     for n, found in enumerate((map.rows, map.write_rows)):
         for row in found:
             rows[row.kind][n].append(row)
@@ -81,9 +106,25 @@ def render(map: ReshardMap, link_bytes_per_s: float, forwarding: Forwarding | No
     lines = [header, *(line for section in sections.values() for line in section), total]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     rule = "  ".join("-" * width for width in widths)
-    body = [text for title, section in sections.items() for text in (title, *(_aligned(line, widths) for line in section))]
+    body = [
+        text
+        for title, section in sections.items()
+        for text in (title, *(_aligned(line, widths) for line in section))
+    ]
     facts = [f"{key:<9} {text}" for key, text in _facts(map, forwarding, link_bytes_per_s, changed)]
-    return "\n".join([_aligned(header, widths), rule, *body, rule, _aligned(total, widths), "", _LEGEND, "", *facts])
+    return "\n".join(
+        [
+            _aligned(header, widths),
+            rule,
+            *body,
+            rule,
+            _aligned(total, widths),
+            "",
+            _LEGEND,
+            "",
+            *facts,
+        ]
+    )
 
 
 def _when(kind: Kind) -> str:
@@ -94,39 +135,76 @@ def _when(kind: Kind) -> str:
 
 
 def _line(map: ReshardMap, kind: Kind, rows: list[Row], joined: list[Row]) -> Line:
-    sources = [map.source.kinds[s] for s in sorted({holder.kind for row in rows for holder in row.holders if row.transform != ZEROS})]
-    names, shards = "; ".join(_short(s.name) for s in sources), "; ".join(dict.fromkeys(_shards(s) for s in sources))
+    sources = [
+        map.source.kinds[s]
+        for s in sorted(
+            {holder.kind for row in rows for holder in row.holders if row.transform != ZEROS}
+        )
+    ]
+    names = "; ".join(_short(s.name) for s in sources)
+    shards = "; ".join(dict.fromkeys(_shards(s) for s in sources))
     if kind.scales_of is not None:
-        names, shards = "(scales of the above)", ""
+        names = "(scales of the above)"
+        shards = ""
     own = _shards(kind) + (" with zeros" if any(row.transform == ZEROS for row in rows) else "")
     shards += ", tiles cut" if kind.scales_of is None and any(row.cut for row in rows) else ""
     copies, writes = (sum(map.times(row) for row in found) for found in (rows, joined))
     moved = kind.instances * kind.replicas * sum(map.row_bytes(row) for row in rows)
-    numbers = f"{copies:,}", f"{writes:,}", _run(map, joined), f"{sum_messages(map, joined):,}", size(moved)
+    numbers = (
+        f"{copies:,}",
+        f"{writes:,}",
+        _run(map, joined),
+        f"{sum_messages(map, joined):,}",
+        size(moved),
+    )
     return _short(kind.name), own, names, shards, *numbers
 
 
-def _facts(map: ReshardMap, forwarding: Forwarding | None, link_bytes_per_s: float, changed: float) -> Iterator[tuple[str, str]]:
+def _facts(
+    map: ReshardMap, forwarding: Forwarding | None, link_bytes_per_s: float, changed: float
+) -> Iterator[tuple[str, str]]:
     (sent, received), found = map.rank_bytes(), summary(map, forwarding)
     forced = f", of which the sizes of the trainer's stages force {sender_bound(map):.4f}"
     yield "senders", f"{_shared(sent)}: max/mean {found.sender_max_over_mean:.4f}{forced}"
     yield "receivers", f"{_shared(received)}: max/mean {received.max() / received.mean():.4f}"
     count = sum_messages(map, map.write_rows)
-    yield "messages", f"{count / len(sent):,.0f} a sender and {count / len(received):,.0f} a receiver on average"
+    yield (
+        "messages",
+        f"{count / len(sent):,.0f} a sender and {count / len(received):,.0f} a receiver on average",
+    )
     if forwarding is not None:
         most = forwarding.rank_bytes()[0].max()
-        yield "relays", f"{size(found.relayed_bytes)} more go from engine to engine, {size(most)} from the busiest rank"
+        yield (
+            "relays",
+            f"{size(found.relayed_bytes)} more go from engine to engine, {size(most)} from the "
+            "busiest rank",
+        )
         yield "", f"receivers in all: max/mean {found.receiver_max_over_mean:.4f}"
     busiest = busiest_bytes(map, forwarding)
-    yield "predicted", f"{busiest / link_bytes_per_s:.3g} s for the busiest ranks' {size(busiest)} at {link_bytes_per_s / 1e9:g} GB/s"
+    yield (
+        "predicted",
+        f"{busiest / link_bytes_per_s:.3g} s for the busiest ranks' {size(busiest)} at "
+        f"{link_bytes_per_s / 1e9:g} GB/s",
+    )
     delta = delta_bytes(map, forwarding, changed)
-    yield "", f"{delta / link_bytes_per_s:.3g} s for {size(delta)} if {changed:.3g} of the elements have changed (weights.delta=auto)"
-    yield "bytes", f"{found.bytes / found.bytes_minimum:.4f} times the least possible, every destination byte once"
+    yield (
+        "",
+        f"{delta / link_bytes_per_s:.3g} s for {size(delta)} if {changed:.3g} of the elements "
+        "have changed (weights.delta=auto)",
+    )
+    yield (
+        "bytes",
+        f"{found.bytes / found.bytes_minimum:.4f} times the least possible, every destination "
+        "byte once",
+    )
     yield "plan", map.plan_hash
 
 
 def _shared(of_ranks: np.ndarray) -> str:
-    return f"{len(of_ranks)}, {size(of_ranks.mean())} each on average, {size(of_ranks.max())} the busiest"
+    return (
+        f"{len(of_ranks)}, {size(of_ranks.mean())} each on average, {size(of_ranks.max())} the "
+        "busiest"
+    )
 
 
 def sum_messages(map: ReshardMap, joined: Sequence[Row]) -> int:
@@ -136,13 +214,16 @@ def sum_messages(map: ReshardMap, joined: Sequence[Row]) -> int:
 
 def _run(map: ReshardMap, joined: list[Row]) -> str:
     """The shortest contiguous run, such as `27 MiB` or `2 KiB packed`."""
-    run, packed = min((run_bytes(*memory), lands(*memory)) for memory in (_in_memory(map, row) for row in joined))
+    run, packed = min(
+        (run_bytes(*memory), lands(*memory)) for memory in (_in_memory(map, row) for row in joined)
+    )
     return size(run) + (" packed" if packed else "")
 
 
 def _in_memory(map: ReshardMap, row: Row) -> tuple[Box, tuple[int, ...], int]:
     """(a written box of the row, shape of its tensor, bytes of an element)."""
-    tensor, box = map.destination.kinds[row.kind].shards[row.shard], row.box
+    tensor = map.destination.kinds[row.kind].shards[row.shard]
+    box = row.box
     if tensor.experts is not None and row.transform != ZEROS:  # each expert is written separately
         box = Box(box.start, (1, *box.shape[1:]))
     return box, tensor.shape, ITEM_BYTES[tensor.dtype]
@@ -157,12 +238,18 @@ def _short(name: str) -> str:
 def _shards(kind: Kind) -> str:
     """The shards, such as `8 x 18x64 bf16`, with the shape of the first one."""
     tensor = kind.shards[0]
-    return f"{len(kind.shards)} x {'x'.join(map(str, tensor.shape))} {_SHORT.get(tensor.dtype, tensor.dtype)}"
+    return (
+        f"{len(kind.shards)} x {'x'.join(map(str, tensor.shape))} "
+        f"{_SHORT.get(tensor.dtype, tensor.dtype)}"
+    )
 
 
 def _aligned(cells: Line, widths: list[int]) -> str:
     """Aligns a line: four columns of text, then numbers."""
-    return "  ".join(cell.ljust(width) if i < 4 else cell.rjust(width) for i, (cell, width) in enumerate(zip(cells, widths))).rstrip()
+    return "  ".join(
+        cell.ljust(width) if i < 4 else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(cells, widths))
+    ).rstrip()
 
 
 def size(count: float) -> str:
@@ -178,15 +265,18 @@ LINK_BYTES_PER_S = 50e9  # one 400 Gb/s NIC per rank
 
 
 def to_json(
-    map: ReshardMap, forwarding: Forwarding | None = None, link_bytes_per_s: float = LINK_BYTES_PER_S, changed: float = 0.01
+    map: ReshardMap,
+    forwarding: Forwarding | None = None,
+    link_bytes_per_s: float = LINK_BYTES_PER_S,
+    changed: float = 0.01,
 ) -> dict[str, Any]:
     """The summary numbers of a map and its relays. Proves the map first.
 
-    `build_s`: time for planning and proof. `predicted_s`: the bytes that the busiest rank sends or receives (`busiest_bytes`), divided by
-    `link_bytes_per_s`, without latency or quantisation. `delta_predicted_s`: the same for an update that carries only the changes in a
-    share `changed` of the elements (`delta_bytes`). `sender_bound`: the least `sender_max_over_mean` that the sizes of the trainer's stages
-    allow.
-    `messages`: see `schedule.messages`.
+    `build_s`: time for planning and proof. `predicted_s`: the bytes that the busiest rank sends or
+    receives (`busiest_bytes`), divided by `link_bytes_per_s`, without latency or quantisation.
+    `delta_predicted_s`: the same for an update that carries only the changes in a share `changed`
+    of the elements (`delta_bytes`). `sender_bound`: the least `sender_max_over_mean` that the sizes
+    of the trainer's stages allow. `messages`: see `schedule.messages`.
 
     Raises ProofError if the map does not write every destination byte exactly once.
     """
@@ -207,16 +297,22 @@ def to_json(
 
 
 def copies_of(map: ReshardMap, rank: str) -> list[Copy]:
-    """The copies that a rank such as "trainer:17" sends, or "generator:3" receives. Raises ConfigError for other texts."""
+    """The copies that a rank such as "trainer:17" sends, or "generator:3" receives.
+
+    Raises ConfigError for other texts.
+    """
     sends, number = _parsed(map, rank)
     return map.copies_from(number) if sends else map.copies_to(number)
 
 
 def own_part_s(map: ReshardMap, rank: str) -> float:
-    """Measures how long a rank takes to write out its own part: all writes, in the batches of a run. The time starts when the map is built
-    and proven. Returns the median of several measurements, in seconds. Raises ConfigError, as `copies_of` does."""
+    """Measures how long a rank takes to write out its own part: all writes, in the batches of a
+    run. The time starts when the map is built and proven. Returns the median of several
+    measurements, in seconds. Raises ConfigError, as `copies_of` does.
+    """
     sends, number = _parsed(map, rank)
-    batches, times = batches_from if sends else batches_to, []
+    batches = batches_from if sends else batches_to
+    times = []
     for _ in range(5):
         fresh = dataclasses.replace(map)  # a copy without cached parts
         prove_exactly_once(fresh)
@@ -234,7 +330,9 @@ def _parsed(map: ReshardMap, rank: str) -> tuple[bool, int]:
     if side not in layouts or not number.isdecimal():
         raise ConfigError(f"--rank {rank}: must be trainer:N or generator:N")
     if int(number) >= layouts[side].world_size:
-        raise ConfigError(f"--rank {rank}: the {side} has ranks 0 to {layouts[side].world_size - 1}")
+        raise ConfigError(
+            f"--rank {rank}: the {side} has ranks 0 to {layouts[side].world_size - 1}"
+        )
     return side == "trainer", int(number)
 
 
@@ -242,20 +340,38 @@ def render_copies(rank: str, copies: list[Copy], part_s: float) -> Iterator[str]
     """One line per copy, then their sum and the time that the rank takes to write them out."""
     sends = rank.startswith("trainer")
     for copy in copies:
-        peer = f"to generator {copy.destination_rank}" if sends else f"from trainer {copy.source_rank}"
-        origin = "zeros" if copy.source_tensor is None else f"{copy.source_tensor} {_indices(copy.source_box)}"
+        peer = (
+            f"to generator {copy.destination_rank}" if sends else f"from trainer {copy.source_rank}"
+        )
+        origin = (
+            "zeros"
+            if copy.source_tensor is None
+            else f"{copy.source_tensor} {_indices(copy.source_box)}"
+        )
         transform = "" if copy.transform in ("identity", ZEROS) else f" {copy.transform}"
         if copy.quantisation is not None and copy.quantisation.cut:
             transform += " (tiles cut)"
-        yield f"{peer}: {copy.destination_tensor} {_indices(copy.destination_box)} <- {origin}{transform}, {size(copy.bytes)}"
+        yield (
+            f"{peer}: {copy.destination_tensor} {_indices(copy.destination_box)} <- "
+            f"{origin}{transform}, {size(copy.bytes)}"
+        )
     peers = {copy.destination_rank if sends else copy.source_rank for copy in copies}
     total = size(sum(copy.bytes for copy in copies))
-    yield f"{rank}: {len(copies):,} copies, {len(peers)} peers, {total}, planned in {part_s * 1e3:.1f} ms"
+    yield (
+        f"{rank}: {len(copies):,} copies, {len(peers)} peers, {total}, planned in "
+        f"{part_s * 1e3:.1f} ms"
+    )
 
 
 def dump_lines(map: ReshardMap) -> Iterator[str]:
-    """The whole map as JSON lines: one for the map itself, then one per copy, sender by sender in forward order."""
-    head = {"plan_hash": map.plan_hash, "trainer_ranks": map.source.world_size, "generator_ranks": map.destination.world_size}
+    """The whole map as JSON lines: one for the map itself, then one per copy, sender by sender in
+    forward order.
+    """
+    head = {
+        "plan_hash": map.plan_hash,
+        "trainer_ranks": map.source.world_size,
+        "generator_ranks": map.destination.world_size,
+    }
     yield json.dumps(head)
     for rank in range(map.source.world_size):
         for copy in map.copies_from(rank):
@@ -278,7 +394,12 @@ def copy_fields(copy: Copy) -> dict[str, Any]:
     }
     if copy.transform in (QUANTISE, SCALE) and copy.quantisation is not None:
         how = copy.quantisation
-        fields["quantisation"] = {"rule": how.rule.name, "tiles_of": how.tiles_of, "origin": how.origin, "cut": how.cut}
+        fields["quantisation"] = {
+            "rule": how.rule.name,
+            "tiles_of": how.tiles_of,
+            "origin": how.origin,
+            "cut": how.cut,
+        }
     return fields
 
 

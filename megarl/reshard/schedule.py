@@ -1,8 +1,9 @@
 """The schedule of a reshard map: batches per pair of ranks, wave by wave through the layers.
 
-A *wave* is a run of consecutive tensors of the forward pass, the same on every rank. A *batch* has the joined writes from one rank to
-another in one wave. Every rank computes only its own batches, and both ends of a batch get the same result. Layers go in forward order.
-Within a wave, each sender starts with a different receiver.
+A *wave* is a run of consecutive tensors of the forward pass, the same on every rank. A *batch* has
+the joined writes from one rank to another in one wave. Every rank computes only its own batches,
+and both ends of a batch get the same result. Layers go in forward order. Within a wave, each sender
+starts with a different receiver.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from megarl.reshard.layout import ITEM_BYTES, Kind
 from megarl.reshard.map import Copy, ReshardMap, put_received, put_sent, received
 from megarl.reshard.template import ZEROS, Row
 
-# The shortest contiguous run of destination memory that is worth its own message. Measured with Mooncake over TCP (docs/benchmarks.md):
-# rows of 64 KiB take twice as long one by one as packed and spread. Rows of 128 KiB take equally long either way, and longer rows are
-# faster one by one.
+# The shortest contiguous run of destination memory that is worth its own message. Measured with
+# Mooncake over TCP (docs/benchmarks.md): rows of 64 KiB take twice as long one by one as packed and
+# spread. Rows of 128 KiB take equally long either way, and longer rows are faster one by one.
 SHORTEST_RUN_BYTES = 128 << 10
-DEFAULT_WAVE_BYTES = 64 << 20  # large enough for gloo and RDMA to reach their rate, small enough to stream layers
+# large enough for gloo and RDMA to reach their rate, small enough to stream layers
+DEFAULT_WAVE_BYTES = 64 << 20
 
 _Writes = dict[tuple[int, int], list[Copy]]  # (depth, peer) -> writes
 
@@ -55,10 +57,12 @@ def run_bytes(box: Box, shape: Sequence[int], item_bytes: int) -> int:
 
 
 def lands(box: Box, shape: Sequence[int], item_bytes: int) -> bool:
-    """Whether a box of a destination tensor lands: it is sent packed, as one contiguous piece that the receiver spreads.
+    """Whether a box of a destination tensor lands: it is sent packed, as one contiguous piece that
+    the receiver spreads.
 
-    Both sides use the same rule. A box lands if it would otherwise be several messages of less than SHORTEST_RUN_BYTES. All other boxes are
-    written directly to their places, with one message per contiguous run.
+    Both sides use the same rule. A box lands if it would otherwise be several messages of less than
+    SHORTEST_RUN_BYTES. All other boxes are written directly to their places, with one message per
+    contiguous run.
     """
     run = run_bytes(box, shape, item_bytes)
     return run < SHORTEST_RUN_BYTES and run < box.numel * item_bytes
@@ -69,41 +73,63 @@ def landing_rows(map: ReshardMap) -> tuple[Row, ...]:
 
 
 def landings(map: ReshardMap, rank: int, rows: tuple[Row, ...] | None = None) -> list[Copy]:
-    """The copies to destination rank `rank` whose boxes land. `rows`: the map's `landing_rows`, if a caller asks for many ranks."""
+    """The copies to destination rank `rank` whose boxes land.
+
+    `rows`: the map's `landing_rows`, if a caller asks for many ranks.
+    """
     return received(map.turns, rank, landing_rows(map) if rows is None else rows)
 
 
 def _lands(kind: Kind, row: Row) -> bool:
-    """Whether the copies of a row land. Either all do or none, since copies of an expert kind differ only in the expert."""
-    tensor, box = kind.shards[row.shard], row.box
+    """Whether the copies of a row land.
+
+    Either all do or none, since copies of an expert kind differ only in the expert.
+    """
+    tensor = kind.shards[row.shard]
+    box = row.box
     shape = tensor.shape
     if tensor.experts is not None and row.transform != ZEROS:
         apart = EXPERT_FIELD in kind.name
-        shape, box = (shape[1:], box.drop()) if apart else (shape, Box(box.start, (1, *box.shape[1:])))
+        shape, box = (
+            (shape[1:], box.drop()) if apart else (shape, Box(box.start, (1, *box.shape[1:])))
+        )
     return lands(box, shape, ITEM_BYTES[tensor.dtype])
 
 
 def messages(box: Box, shape: Sequence[int], item_bytes: int) -> int:
-    """The number of messages of a one-sided transport for a box: one if it lands, otherwise one per contiguous run."""
-    return 1 if lands(box, shape, item_bytes) else box.numel * item_bytes // run_bytes(box, shape, item_bytes)
+    """The number of messages of a one-sided transport for a box: one if it lands, otherwise one per
+    contiguous run.
+    """
+    return (
+        1
+        if lands(box, shape, item_bytes)
+        else box.numel * item_bytes // run_bytes(box, shape, item_bytes)
+    )
 
 
 def depth_bytes(map: ReshardMap) -> list[int]:
     """The most bytes that a receiver gets at each depth (see Copy.depth)."""
     layout = map.destination
-    sizes = np.zeros((1 + max(kind.group for kind in layout.kinds), layout.num_layers + 2), dtype=np.int64)
+    sizes = np.zeros(
+        (1 + max(kind.group for kind in layout.kinds), layout.num_layers + 2), dtype=np.int64
+    )
     for kind in layout.kinds:
         first = layout.depth(kind, 0)
-        sizes[kind.group, first : first + (kind.instances if kind.place == LAYER else 1)] += _bytes_of_the_largest(kind)
+        sizes[kind.group, first : first + (kind.instances if kind.place == LAYER else 1)] += (
+            _bytes_of_the_largest(kind)
+        )
     return sizes.max(axis=0).tolist()
 
 
 def waves(map: ReshardMap, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[int, ...]:
     """The wave of each depth. Depths share a wave until a receiver gets `wave_bytes` in it."""
-    result, wave, filled = [], 0, 0
+    result = []
+    wave = 0
+    filled = 0
     for size in depth_bytes(map):
         if filled and filled + size > wave_bytes:
-            wave, filled = wave + 1, 0
+            wave = wave + 1
+            filled = 0
         result.append(wave)
         filled += size
     return tuple(result)
@@ -113,12 +139,18 @@ def _bytes_of_the_largest(kind: Kind) -> int:
     return max([math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in kind.shards])
 
 
-def batches_from(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[Batch, ...]:
+def batches_from(
+    map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES
+) -> tuple[Batch, ...]:
     """The batches that source rank `rank` sends, in sending order."""
     writes: _Writes = defaultdict(list)
-    put_sent(map.turns, rank, map.write_rows, lambda depth, sender, receiver: writes[depth, receiver])
+    put_sent(
+        map.turns, rank, map.write_rows, lambda depth, sender, receiver: writes[depth, receiver]
+    )
     receivers = map.destination.world_size
-    return _batches(writes, waves(map, wave_bytes), rank * receivers // map.source.world_size, receivers)
+    return _batches(
+        writes, waves(map, wave_bytes), rank * receivers // map.source.world_size, receivers
+    )
 
 
 def scheduled_writes(map: ReshardMap, rank: int) -> list[Copy]:
@@ -126,16 +158,25 @@ def scheduled_writes(map: ReshardMap, rank: int) -> list[Copy]:
     return [write for batch in batches_from(map, rank) for write in batch.writes]
 
 
-def batches_to(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[Batch, ...]:
+def batches_to(
+    map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES
+) -> tuple[Batch, ...]:
     """The batches that destination rank `rank` receives, wave by wave."""
     writes: _Writes = defaultdict(list)
-    put_received(map.turns, rank, map.write_rows, lambda depth, sender, receiver: writes[depth, sender])
+    put_received(
+        map.turns, rank, map.write_rows, lambda depth, sender, receiver: writes[depth, sender]
+    )
     return _batches(writes, waves(map, wave_bytes), 0, map.source.world_size)
 
 
 def _batches(writes: _Writes, wave_of: Sequence[int], first: int, peers: int) -> tuple[Batch, ...]:
-    """The batches wave by wave. Within a wave they go around the `peers` from peer `first` on. Each batch goes depth by depth."""
-    ordered = sorted([(wave_of[depth], (peer - first) % peers, depth, peer) for depth, peer in writes])
+    """The batches wave by wave.
+
+    Within a wave they go around the `peers` from peer `first` on. Each batch goes depth by depth.
+    """
+    ordered = sorted(
+        [(wave_of[depth], (peer - first) % peers, depth, peer) for depth, peer in writes]
+    )
     batches = []
     for (wave, _), parts in groupby(ordered, key=itemgetter(0, 1)):
         own = tuple(chain.from_iterable([writes[depth, peer] for _, _, depth, peer in parts]))

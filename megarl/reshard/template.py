@@ -15,14 +15,21 @@ from megarl.kernels.quantise_rules import Rule
 from megarl.models.parameters import Layers
 from megarl.reshard.layout import Kind, Layout, Piece, of_whole_tensor
 
-IDENTITY, CAST, ZEROS, QUANTISE, SCALE = "identity", "cast", "zeros", "quantise", "scale"
+IDENTITY = "identity"
+CAST = "cast"
+ZEROS = "zeros"
+QUANTISE = "quantise"
+SCALE = "scale"
 
 LogicalKey = tuple[str, Layers | None]
 Stripes = dict[LogicalKey, dict[Box, list["Holder"]]]
 
 
 class Holder(Struct, frozen=True, gc=False):
-    """A shard of a source kind that has the elements, in `box`. `box` is None for zeros, where only the sender matters."""
+    """A shard of a source kind that has the elements, in `box`.
+
+    `box` is None for zeros, where only the sender matters.
+    """
 
     kind: int  # index into source.kinds
     shard: int
@@ -36,11 +43,13 @@ class Holder(Struct, frozen=True, gc=False):
 
 
 class Row(Struct, frozen=True, gc=False):
-    """States that `box` of shard `shard` of destination kind `kind` comes from any one of `holders`.
+    """States that `box` of shard `shard` of destination kind `kind` comes from any one of
+    `holders`.
 
-    `fan` is the number of destination shards that the sending shard feeds with this kind; `index` is this shard's place among them. For a
-    quantised kind, `logical` is the box in the logical tensor, which defines the tiles. `cut`: a tile extends beyond it, so that its amax
-    needs other ranks. A row of scales has the box of the weights that the scales are made from.
+    `fan` is the number of destination shards that the sending shard feeds with this kind; `index`
+    is this shard's place among them. For a quantised kind, `logical` is the box in the logical
+    tensor, which defines the tiles. `cut`: a tile extends beyond it, so that its amax needs other
+    ranks. A row of scales has the box of the weights that the scales are made from.
     """
 
     kind: int  # index into destination.kinds
@@ -69,7 +78,13 @@ class Row(Struct, frozen=True, gc=False):
     @property
     def route(self) -> tuple:
         """A key. Rows with equal routes have the same senders and receivers."""
-        return self.weights, self.shard, tuple([(h.kind, h.shard) for h in self.holders]), self.fan, self.index
+        return (
+            self.weights,
+            self.shard,
+            tuple([(h.kind, h.shard) for h in self.holders]),
+            self.fan,
+            self.index,
+        )
 
 
 def stripes_of(source: Layout) -> Stripes:
@@ -78,19 +93,29 @@ def stripes_of(source: Layout) -> Stripes:
     for k, kind in enumerate(source.kinds):
         for s, tensor in enumerate(kind.shards):
             for piece in tensor.pieces:
-                stripes[piece.logical_name, kind.layers][piece.logical].append(Holder(k, s, piece.local))
+                stripes[piece.logical_name, kind.layers][piece.logical].append(
+                    Holder(k, s, piece.local)
+                )
     return stripes
 
 
 class SortedStripes:
-    """The stripes of one logical tensor, sorted so that the stripes within a box are found without a search of all stripes."""
+    """The stripes of one logical tensor, sorted so that the stripes within a box are found without
+    a search of all stripes.
+    """
 
     def __init__(self, boxes: dict[Box, list[Holder]]):
         self.sorted = sorted(boxes.items(), key=lambda entry: entry[0].start)
         first = self.sorted[0][0]
         others = [box for box, _ in self.sorted]
         dims = range(len(first.start))
-        cut = [d for d in dims if any(box.start[d] != first.start[d] or box.shape[d] != first.shape[d] for box in others)]
+        cut = [
+            d
+            for d in dims
+            if any(
+                box.start[d] != first.start[d] or box.shape[d] != first.shape[d] for box in others
+            )
+        ]
         self.dim = cut[0] if cut else 0
         self.starts = [box.start[self.dim] for box in others] if cut else [0]
         self.ends = [box.start[self.dim] + box.shape[self.dim] for box in others] if cut else [1]
@@ -101,7 +126,11 @@ class SortedStripes:
         candidates = self.sorted
         if self.ordered:
             start = box.start[self.dim]
-            candidates = candidates[bisect_right(self.ends, start) : bisect_left(self.starts, start + box.shape[self.dim])]
+            candidates = candidates[
+                bisect_right(self.ends, start) : bisect_left(
+                    self.starts, start + box.shape[self.dim]
+                )
+            ]
         for logical, holders in candidates:
             common = logical.intersect(box)
             if common is not None:
@@ -118,11 +147,14 @@ def with_cuts(kind: Kind, found: list[Row]) -> list[Row]:
     extents: dict[str, Box] = {}
     for row in found:
         known = extents.get(row.logical_name)
-        extents[row.logical_name] = row.logical_box if known is None else _hull(known, row.logical_box)
+        extents[row.logical_name] = (
+            row.logical_box if known is None else _hull(known, row.logical_box)
+        )
     fused = len({piece.logical_name for tensor in kind.shards for piece in tensor.pieces}) > 1
     return [
         replace(row, cut=True)
-        if (of_whole_tensor(rule) and fused) or not rule.whole_tiles(row.logical_box, extents[row.logical_name].end)
+        if (of_whole_tensor(rule) and fused)
+        or not rule.whole_tiles(row.logical_box, extents[row.logical_name].end)
         else row
         for row in found
     ]
@@ -134,7 +166,10 @@ def _hull(a: Box, b: Box) -> Box:
 
 
 def scale_rows(destination: Layout, kind: Kind, found: list[Row]) -> list[Row]:
-    """The rows of scales. Each scale is written by the row that writes the first element of its tile on that shard."""
+    """The rows of scales.
+
+    Each scale is written by the row that writes the first element of its tile on that shard.
+    """
     assert kind.rule is not None and kind.scales is not None
     scales = destination.kinds[kind.scales]
     rows = []
@@ -145,16 +180,35 @@ def scale_rows(destination: Layout, kind: Kind, found: list[Row]) -> list[Row]:
         if owned is None:
             continue
         made, tiles = owned
-        held = tuple([Holder(h.kind, h.shard, made.move(row.logical_box, h.held_box)) for h in row.holders])
+        held = tuple(
+            [Holder(h.kind, h.shard, made.move(row.logical_box, h.held_box)) for h in row.holders]
+        )
         piece = scales.shards[row.shard].pieces[0 if of_whole_tensor(kind.rule) else number]
         box = tiles.move(piece.logical, piece.local)
-        rows.append(Row(kind.scales, row.shard, box, held, SCALE, 1, 0, row.logical_name, made, row.cut, row.kind))
+        rows.append(
+            Row(
+                kind.scales,
+                row.shard,
+                box,
+                held,
+                SCALE,
+                1,
+                0,
+                row.logical_name,
+                made,
+                row.cut,
+                row.kind,
+            )
+        )
     return rows
 
 
 def _owned(rule: Rule, piece: Piece, number: int, logical: Box) -> tuple[Box, Box] | None:
-    """(the part of `logical` in tiles whose scale this row writes, those tiles); None if it writes no scale."""
-    start, shape = list(logical.start), list(logical.shape)
+    """(the part of `logical` in tiles whose scale this row writes, those tiles); None if it writes
+    no scale.
+    """
+    start = list(logical.start)
+    shape = list(logical.shape)
     if of_whole_tensor(rule) and number:
         return None
     for dim, size in ((-2, rule.rows), (-1, rule.cols)):
@@ -172,16 +226,20 @@ def _owned(rule: Rule, piece: Piece, number: int, logical: Box) -> tuple[Box, Bo
 
 # Builds the template of a reshard map: the join of two layouts, per parameter and pair of shards.
 #
-# A row states that one box of shard t of a destination kind comes from one box of shard s of a source kind. It holds for every layer and
-# for every replica on both sides. So the number of rows depends only on tensor and expert parallelism. Which replica sends to which is
-# computed (`turns.Turns.assignment`) only when a rank's own list, or a total, is needed.
+# A row states that one box of shard t of a destination kind comes from one box of shard s of a
+# source kind. It holds for every layer and for every replica on both sides. So the number of rows
+# depends only on tensor and expert parallelism. Which replica sends to which is computed
+# (`turns.Turns.assignment`) only when a rank's own list, or a total, is needed.
 
 
 __all__ = ["CAST", "IDENTITY", "QUANTISE", "SCALE", "ZEROS", "Holder", "Row", "coalesce", "join"]
 
 
 def join(source: Layout, destination: Layout) -> tuple[Row, ...]:
-    """All rows between two layouts. Raises ValueError if the source lacks a logical tensor, or the layouts disagree on layers."""
+    """All rows between two layouts.
+
+    Raises ValueError if the source lacks a logical tensor, or the layouts disagree on layers.
+    """
     stripes = {key: SortedStripes(boxes) for key, boxes in stripes_of(source).items()}
     rows: list[Row] = []
     for k, kind in enumerate(destination.kinds):
@@ -195,13 +253,27 @@ def join(source: Layout, destination: Layout) -> tuple[Row, ...]:
                     raise ValueError(_lacking(source, destination, kind, piece))
                 for logical, holders, common in stripes[key].within(piece.logical):
                     chosen = _nearest(holders, t, len(kind.shards))
-                    moved = tuple([Holder(h.kind, h.shard, common.move(logical, h.held_box)) for h in chosen])
+                    moved = tuple(
+                        [Holder(h.kind, h.shard, common.move(logical, h.held_box)) for h in chosen]
+                    )
                     box = common.move(piece.logical, piece.local)
                     if kind.rule is None:
                         dtype = source.kinds[chosen[0].kind].shards[chosen[0].shard].dtype
-                        found.append(Row(k, t, box, moved, IDENTITY if dtype == tensor.dtype else CAST))
+                        found.append(
+                            Row(k, t, box, moved, IDENTITY if dtype == tensor.dtype else CAST)
+                        )
                     else:
-                        found.append(Row(k, t, box, moved, QUANTISE, logical_name=piece.logical_name, logical=common))
+                        found.append(
+                            Row(
+                                k,
+                                t,
+                                box,
+                                moved,
+                                QUANTISE,
+                                logical_name=piece.logical_name,
+                                logical=common,
+                            )
+                        )
         if kind.rule is not None:
             found = with_cuts(kind, found)
         rows += found + _padding(source, kind, k, found)
@@ -232,7 +304,9 @@ def coalesce(rows: Iterable[Row]) -> tuple[Row, ...]:
 
 
 def _nearest(holders: list[Holder], shard: int, shards: int) -> list[Holder]:
-    """Among shards with the same elements, picks for each kind those that face destination shard `shard` of `shards`."""
+    """Among shards with the same elements, picks for each kind those that face destination shard
+    `shard` of `shards`.
+    """
     if len(holders) == 1:
         return holders
     by_kind: dict[int, list[Holder]] = defaultdict(list)
@@ -240,15 +314,23 @@ def _nearest(holders: list[Holder], shard: int, shards: int) -> list[Holder]:
         by_kind[holder.kind].append(holder)
     chosen = []
     for group in by_kind.values():
-        begin, end = shard * len(group) // shards, (shard + 1) * len(group) // shards
+        begin = shard * len(group) // shards
+        end = (shard + 1) * len(group) // shards
         chosen += group[begin : max(end, begin + 1)]
     return chosen
 
 
 def _lacking(source: Layout, destination: Layout, kind: Kind, piece: Piece) -> str:
-    others = [other for other in source.kinds if any(p.logical_name == piece.logical_name for p in other.shards[0].pieces)]
+    others = [
+        other
+        for other in source.kinds
+        if any(p.logical_name == piece.logical_name for p in other.shards[0].pieces)
+    ]
     if not others:
-        return f"{destination.name} tensor {kind.name} holds {piece.logical_name}, which {source.name} does not"
+        return (
+            f"{destination.name} tensor {kind.name} holds {piece.logical_name}, which "
+            f"{source.name} does not"
+        )
     ranges = ", ".join(_span(other) for other in others)
     return f"{piece.logical_name}: {source.name} has {ranges}, {destination.name} {_span(kind)}"
 
@@ -258,7 +340,10 @@ def _span(kind: Kind) -> str:
 
 
 def _padding(source: Layout, kind: Kind, k: int, found: list[Row]) -> list[Row]:
-    """Rows of zeros for elements that no piece covers. They have the same sender as the largest row of their shard."""
+    """Rows of zeros for elements that no piece covers.
+
+    They have the same sender as the largest row of their shard.
+    """
     rows = []
     for t, tensor in enumerate(kind.shards):
         if sum([piece.local.numel for piece in tensor.pieces]) == math.prod(tensor.shape):
@@ -271,8 +356,15 @@ def _padding(source: Layout, kind: Kind, k: int, found: list[Row]) -> list[Row]:
             holders = max(own, key=lambda row: row.box.numel).holders
         else:  # all padding: the facing source shard sends it
             first = found[0].holders[0]
-            holders = (Holder(first.kind, t * len(source.kinds[first.kind].shards) // len(kind.shards), None),)
-        rows += [Row(k, t, box, tuple(Holder(h.kind, h.shard, None) for h in holders), ZEROS) for box in empty]
+            holders = (
+                Holder(
+                    first.kind, t * len(source.kinds[first.kind].shards) // len(kind.shards), None
+                ),
+            )
+        rows += [
+            Row(k, t, box, tuple(Holder(h.kind, h.shard, None) for h in holders), ZEROS)
+            for box in empty
+        ]
     return rows
 
 
@@ -281,17 +373,22 @@ def _with_fan(rows: list[Row]) -> tuple[Row, ...]:
     keys = [(row.weights, row.holders[0].kind, row.holders[0].shard) for row in rows]
     for row, key in zip(rows, keys):
         fed[key].add(row.shard)
-    order = {key: {shard: i for i, shard in enumerate(sorted(shards))} for key, shards in fed.items()}
+    order = {
+        key: {shard: i for i, shard in enumerate(sorted(shards))} for key, shards in fed.items()
+    }
     result = []
     for row, key in zip(rows, keys):
         peers = order[key]
-        result.append(replace(row, fan=len(peers), index=peers[row.shard]) if len(peers) > 1 else row)
+        result.append(
+            replace(row, fan=len(peers), index=peers[row.shard]) if len(peers) > 1 else row
+        )
     return tuple(result)
 
 
 def _joined(a: Row, b: Row) -> Row | None:
     target = a.box.join(b.box)
-    if target is None or a.logical_name != b.logical_name or a.cut != b.cut:  # only cut rows take part in the exchange of amax
+    # only cut rows take part in the exchange of amax
+    if target is None or a.logical_name != b.logical_name or a.cut != b.cut:
         return None
     dim, box = target
     logical = a.logical

@@ -1,7 +1,9 @@
-"""Decides which replica sends. Replicas of a source shard take turns, in orders that every rank computes for itself.
+"""Decides which replica sends.
 
-Instances (layers) with the same senders and receivers form a *class*. Senders are found per class, so the cost grows with pipeline stages
-and receivers, not with layers.
+Replicas of a source shard take turns, in orders that every rank computes for itself.
+
+Instances (layers) with the same senders and receivers form a *class*. Senders are found per class,
+so the cost grows with pipeline stages and receivers, not with layers.
 """
 
 from __future__ import annotations
@@ -16,29 +18,38 @@ from megarl.models.parameters import LAYER
 from megarl.reshard.layout import ITEM_BYTES, Kind, Layout
 from megarl.reshard.template import Row
 
-# Decides the order in which replicas take the turns of a parameter, so that all replicas of a stage send equally many bytes.
+# Decides the order in which replicas take the turns of a parameter, so that all replicas of a stage
+# send equally many bytes.
 #
-# The n layers of a parameter on a stage, each for R receivers, make n * R *turns*, which the C replicas of the sending shard share. If C
-# divides R, they go round robin. Otherwise parameters are placed in order of decreasing turn size, each turn with the replica that has the
-# least load so far. Single turns come first, until loads are even to within one turn, then round robin. So an order is a short table for
-# any number of layers and receivers, and every rank computes the same table.
+# The n layers of a parameter on a stage, each for R receivers, make n * R *turns*, which the C
+# replicas of the sending shard share. If C divides R, they go round robin. Otherwise parameters are
+# placed in order of decreasing turn size, each turn with the replica that has the least load so
+# far. Single turns come first, until loads are even to within one turn, then round robin. So an
+# order is a short table for any number of layers and receivers, and every rank computes the same
+# table.
 
 
 MOST_AHEAD = 64  # most single turns of one replica before the round robin
 
-_Key = tuple[int, int, int, int]  # (destination kind (of the weights), source kind, source shard, Row.index)
+# (destination kind (of the weights), source kind, source shard, Row.index)
+_Key = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class Orders:
-    """For each stage of the sending kind: turn t goes to candidate `table[t]` if t < ahead, then round robin to the rest of `table`."""
+    """For each stage of the sending kind: turn t goes to candidate `table[t]` if t < ahead, then
+    round robin to the rest of `table`.
+    """
 
     table: np.ndarray  # [stages, most ahead + candidates]
     ahead: np.ndarray  # [stages]
     candidates: int
 
     def place(self, stage: np.ndarray, turn: np.ndarray) -> np.ndarray:
-        """The column of the table for a turn. Turns with equal columns are followed by equal turns."""
+        """The column of the table for a turn.
+
+        Turns with equal columns are followed by equal turns.
+        """
         ahead = self.ahead[stage]
         return np.where(turn < ahead, turn, ahead + (turn - ahead) % self.candidates)
 
@@ -47,11 +58,14 @@ class Ordering:
     """The orders of the rows of one map."""
 
     def __init__(self, source: Layout, destination: Layout, rows: Iterable[Row]):
-        self._source, self._destination = source, destination
+        self._source = source
+        self._destination = destination
         self._sizes: dict[_Key, int] = {}  # bytes per turn
         self._fans: dict[_Key, int] = {}
-        self._charged = np.zeros(source.world_size, dtype=np.int64)  # [rank] bytes of tensors that several shards have: a tied embedding
-        self._found: dict[tuple[int, int], dict[_Key, Orders]] = {}  # (mesh, shard) -> the orders of what it sends
+        # [rank] bytes of tensors that several shards have: a tied embedding
+        self._charged = np.zeros(source.world_size, dtype=np.int64)
+        # (mesh, shard) -> the orders of what it sends
+        self._found: dict[tuple[int, int], dict[_Key, Orders]] = {}
         for row in rows:
             size = row.box.numel * ITEM_BYTES[destination.kinds[row.kind].shards[row.shard].dtype]
             if len(row.holders) == 1:
@@ -60,7 +74,11 @@ class Ordering:
             elif source.kinds[row.holders[0].kind].place != LAYER:
                 _, ranks = candidates(source, row, np.zeros(1, dtype=np.int64))
                 turns = np.arange(destination.kinds[row.kind].replicas)
-                np.add.at(self._charged, ranks[0, round_robin(row, ranks.shape[1])[turns % ranks.shape[1]]], size)
+                np.add.at(
+                    self._charged,
+                    ranks[0, round_robin(row, ranks.shape[1])[turns % ranks.shape[1]]],
+                    size,
+                )
 
     @cached_property
     def _charges(self) -> bool:
@@ -68,11 +86,13 @@ class Ordering:
 
     def group(self, row: Row) -> _Key | None:
         """The key of the row's order; None for round robin."""
-        kind, shard = self._source.kinds[row.holders[0].kind], row.holders[0].shard
+        kind = self._source.kinds[row.holders[0].kind]
+        shard = row.holders[0].shard
         return None if len(row.holders) > 1 or self._is_even(kind, shard, row.kind) else _key(row)
 
     def of(self, row: Row) -> Orders:
-        kind, shard = self._source.kinds[row.holders[0].kind], row.holders[0].shard
+        kind = self._source.kinds[row.holders[0].kind]
+        shard = row.holders[0].shard
         count = sum(self._source.kinds[holder.kind].replicas for holder in row.holders)
         if self.group(row) is None:
             table = np.broadcast_to(round_robin(row, count), (kind.ranks.shape[0], count))
@@ -88,12 +108,21 @@ class Ordering:
         return not (self._charges and self._charged[kind.ranks[:, shard]].any())
 
     def _place(self, mesh: np.ndarray, shard: int) -> dict[_Key, Orders]:
-        """The orders of everything that the replicas of one source shard send together. mesh: [stages, shards, replicas]."""
-        keys = [key for key in self._sizes if key[2] == shard and self._source.kinds[key[1]].ranks is mesh]
+        """The orders of everything that the replicas of one source shard send together. mesh:
+        [stages, shards, replicas].
+        """
+        keys = [
+            key
+            for key in self._sizes
+            if key[2] == shard and self._source.kinds[key[1]].ranks is mesh
+        ]
         keys.sort(key=lambda key: (-self._sizes[key], key))
         ranks = mesh[:, shard]  # [stages, C]
-        counts = np.stack([np.bincount(self._source.kinds[key[1]].stages, minlength=len(ranks)) for key in keys])
-        turns = counts * np.array([[self._destination.kinds[key[0]].replicas] for key in keys])  # [items, stages]
+        counts = np.stack(
+            [np.bincount(self._source.kinds[key[1]].stages, minlength=len(ranks)) for key in keys]
+        )
+        # [items, stages]
+        turns = counts * np.array([[self._destination.kinds[key[0]].replicas] for key in keys])
         known: dict[tuple, list[np.ndarray]] = {}  # tables, shared by stages that send the same
         of_stages = []
         for own, charged in zip(turns.T.tolist(), self._charged[ranks].tolist()):
@@ -103,12 +132,17 @@ class Ordering:
             of_stages.append(known[alike])
         return {key: _padded(tables, ranks.shape[1]) for key, tables in zip(keys, zip(*of_stages))}
 
-    def _tables(self, keys: list[_Key], turns: tuple[int, ...], charged: tuple[int, ...]) -> list[np.ndarray]:
-        loads, c, tables = np.array(charged), len(charged), []
+    def _tables(
+        self, keys: list[_Key], turns: tuple[int, ...], charged: tuple[int, ...]
+    ) -> list[np.ndarray]:
+        loads = np.array(charged)
+        c = len(charged)
+        tables = []
         for key, count in zip(keys, turns):
             first = key[3] * c // self._fans[key]
             tables.append(least_loaded_first(loads, self._sizes[key], count, first))
-            cycle, rest = tables[-1][len(tables[-1]) - c :], count - (len(tables[-1]) - c)
+            cycle = tables[-1][len(tables[-1]) - c :]
+            rest = count - (len(tables[-1]) - c)
             served = np.bincount(tables[-1][: len(tables[-1]) - c], minlength=c) + rest // c
             served[cycle[: rest % c]] += 1
             loads = loads + served * self._sizes[key]
@@ -116,7 +150,9 @@ class Ordering:
 
 
 def least_loaded_first(loads: np.ndarray, size: int, turns: int, first: int) -> np.ndarray:
-    """The replicas that take single turns of `size` until loads [C] are even to within one turn, then all C once. Ties: from `first` on."""
+    """The replicas that take single turns of `size` until loads [C] are even to within one turn,
+    then all C once. Ties: from `first` on.
+    """
     c = len(loads)
     behind = np.minimum((loads.max() - loads) // size, min(turns, MOST_AHEAD))
     replica = np.repeat(np.arange(c), behind)
@@ -127,13 +163,18 @@ def least_loaded_first(loads: np.ndarray, size: int, turns: int, first: int) -> 
 
 
 def round_robin(row: Row, count: int) -> np.ndarray:
-    """[count]. In one turn, the shards that a sender feeds are spaced evenly over the candidates, so that a few turns use all of them."""
+    """[count].
+
+    In one turn, the shards that a sender feeds are spaced evenly over the candidates, so that a few
+    turns use all of them.
+    """
     return (np.arange(count) + row.index * count // row.fan) % count
 
 
 def candidates(source: Layout, row: Row, instances: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """All candidates to send a row: index into row.holders [C] and source rank [instances, C]."""
-    holder_of, ranks_of = [], []
+    holder_of = []
+    ranks_of = []
     for h, holder in enumerate(row.holders):
         kind = source.kinds[holder.kind]
         ranks = kind.ranks[kind.stages[instances], holder.shard]
@@ -162,7 +203,9 @@ def _padded(tables: Sequence[np.ndarray], count: int) -> Orders:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Senders and receivers of a row: instance i is served as class `class_of[i]`, whose first instance is `first[class_of[i]]`."""
+    """Senders and receivers of a row: instance i is served as class `class_of[i]`, whose first
+    instance is `first[class_of[i]]`.
+    """
 
     class_of: np.ndarray  # [instances]; -1 if not requested
     first: np.ndarray  # [classes]
@@ -185,44 +228,74 @@ class Turns:
     rows: tuple[Row, ...]
     _classes: dict[tuple, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
 
-    def assignment(self, row: Row, replica: int | None = None, stages: list[int] | None = None) -> Assignment:
-        """Senders and receivers of `row`, for all destination replicas or one, and all instances or those on `stages` of its first
-        holder."""
-        target, held = self.destination.kinds[row.kind], row.holders[0].kind
+    def assignment(
+        self, row: Row, replica: int | None = None, stages: list[int] | None = None
+    ) -> Assignment:
+        """Senders and receivers of `row`, for all destination replicas or one, and all instances or
+        those on `stages` of its first holder.
+        """
+        target = self.destination.kinds[row.kind]
+        held = row.holders[0].kind
         orders = self._ordering.of(row)
         class_of, first = self._classes_of(row, orders)
         if stages is not None:
-            asked = np.array([stage in stages for stage in self.source.kinds[held].stages[first].tolist()])
-            class_of, first = np.where(asked, asked.cumsum() - 1, -1)[class_of], first[asked]
+            asked = np.array(
+                [stage in stages for stage in self.source.kinds[held].stages[first].tolist()]
+            )
+            class_of = np.where(asked, asked.cumsum() - 1, -1)[class_of]
+            first = first[asked]
         chosen = np.arange(target.replicas) if replica is None else np.array([replica])
         receivers = target.ranks[target.stages[first], row.shard][:, chosen]
         turn = (self._ordinals[held][first] * target.replicas)[:, None] + chosen
         stage = self.source.kinds[held].stages[first][:, None]
         picked = orders.table[stage, orders.place(stage, turn)]
         holder_of, ranks_of = candidates(self.source, row, first)
-        return Assignment(class_of, first, holder_of[picked], ranks_of[np.arange(len(first))[:, None], picked], receivers)
+        return Assignment(
+            class_of,
+            first,
+            holder_of[picked],
+            ranks_of[np.arange(len(first))[:, None], picked],
+            receivers,
+        )
 
     def alike(self, row: Row) -> tuple:
         """A key. Rows with equal keys have the same senders for every instance and replica."""
-        target, places = self.destination.kinds[row.kind], []
+        target = self.destination.kinds[row.kind]
+        places = []
         for holder in row.holders:
             kind = self.source.kinds[holder.kind]
             places.append((id(kind.stages), id(kind.ranks), holder.shard))
-        return self._ordering.group(row), id(target.stages), id(target.ranks), row.shard, tuple(places), row.fan, row.index
+        return (
+            self._ordering.group(row),
+            id(target.stages),
+            id(target.ranks),
+            row.shard,
+            tuple(places),
+            row.fan,
+            row.index,
+        )
 
     def _classes_of(self, row: Row, orders: Orders) -> tuple[np.ndarray, np.ndarray]:
-        """(class of each instance, first instance of each class). Instances of a class have the same stages and positions of turns."""
+        """(class of each instance, first instance of each class).
+
+        Instances of a class have the same stages and positions of turns.
+        """
         target = self.destination.kinds[row.kind]
         held = tuple([holder.kind for holder in row.holders])
         key = held, id(target.stages), target.replicas, orders.ahead.tobytes()
         if key not in self._classes:
             kinds = [self.source.kinds[k] for k in held]
             place = orders.place(kinds[0].stages, self._ordinals[held[0]] * target.replicas)
-            columns = [array.tolist() for array in (place, target.stages, *[kind.stages for kind in kinds])]
+            columns = [
+                array.tolist() for array in (place, target.stages, *[kind.stages for kind in kinds])
+            ]
             number: dict[tuple, int] = {}
             class_of = [number.setdefault(alike, len(number)) for alike in zip(*columns)]
             first = {c: i for i, c in reversed(list(enumerate(class_of)))}
-            self._classes[key] = np.array(class_of), np.array([first[c] for c in range(len(number))])
+            self._classes[key] = (
+                np.array(class_of),
+                np.array([first[c] for c in range(len(number))]),
+            )
         return self._classes[key]
 
     @cached_property

@@ -1,4 +1,7 @@
-"""Decides whether two answers are mathematically equal. In this order: limits, plain numbers, structure, values."""
+"""Decides whether two answers are mathematically equal.
+
+In this order: limits, plain numbers, structure, values.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,11 @@ from typing import Any, NamedTuple
 
 from megarl.rewards.extract import DENIED, UPRIGHT, odd_character
 
-# Limits on an answer's text, checked before it is parsed, and on the size of its value, checked before it is evaluated.
+# Limits on an answer's text, checked before it is parsed, and on the size of its value, checked
+# before it is evaluated.
 #
-# Model output is hostile input. These limits refuse known bombs cheaply. All other bombs meet the worker process's limits on time and
-# memory (megarl.rewards.worker).
+# Model output is hostile input. These limits refuse known bombs cheaply. All other bombs meet the
+# worker process's limits on time and memory (megarl.rewards.worker).
 
 
 MAX_NESTING = 12
@@ -41,7 +45,9 @@ class Refused(Exception):
 
 
 def check_characters(answer: str) -> None:
-    """Raises Refused for control, format (zero-width, bidirectional), private and unassigned characters. Blanks are allowed."""
+    """Raises Refused for control, format (zero-width, bidirectional), private and unassigned
+    characters. Blanks are allowed.
+    """
     if character := odd_character(answer):
         raise Refused(f"character U+{ord(character):04X}")
 
@@ -70,8 +76,9 @@ def check_text(answer: str) -> None:
 
 
 def check_value(expression: Any) -> float:
-    """Upper bound of the bits of any value in the evaluation of `expression` (SymPy, parsed, unevaluated). Raises Refused above the
-    limit."""
+    """Upper bound of the bits of any value in the evaluation of `expression` (SymPy, parsed,
+    unevaluated). Raises Refused above the limit.
+    """
     name = type(expression).__name__
     if name in ("Integral", "Derivative", "Sum", "Product", "Limit"):
         raise Refused(f"a {name.lower()}")
@@ -82,12 +89,24 @@ def check_value(expression: Any) -> float:
     elif name in ("factorial", "factorial2", "subfactorial", "binomial", "gamma"):
         if any(check_value(argument) > math.log2(MAX_FACTORIAL) for argument in expression.args):
             raise Refused(f"a factorial of more than {MAX_FACTORIAL}")
-        largest = max((2 ** check_value(argument) for argument in expression.args if not argument.is_Integer), default=0.0)
-        largest = max([largest, *(float(abs(argument)) for argument in expression.args if argument.is_Integer)])
+        largest = max(
+            (2 ** check_value(argument) for argument in expression.args if not argument.is_Integer),
+            default=0.0,
+        )
+        largest = max(
+            [
+                largest,
+                *(float(abs(argument)) for argument in expression.args if argument.is_Integer),
+            ]
+        )
         bits = math.lgamma(largest + 2) / math.log(2)
     else:
         children = [check_value(argument) for argument in getattr(expression, "args", ())]
-        together = sum if getattr(expression, "is_Mul", False) or getattr(expression, "is_Add", False) else max
+        together = (
+            sum
+            if getattr(expression, "is_Mul", False) or getattr(expression, "is_Add", False)
+            else max
+        )
         bits = together(children) if children else 0.0
     if bits > MAX_VALUE_BITS:
         raise Refused(f"a value of more than {MAX_VALUE_BITS} bits")
@@ -95,9 +114,11 @@ def check_value(expression: Any) -> float:
 
 
 def _power_bits(base: Any, exponent: Any) -> float:
-    base_bits, exponent_bits = check_value(base), check_value(exponent)
+    base_bits = check_value(base)
+    exponent_bits = check_value(exponent)
     largest_exponent = 2.0 ** min(exponent_bits, 64.0)
-    if exponent.is_number and not exponent.is_Rational:  # the bound of a sum of roots is far too large
+    # the bound of a sum of roots is far too large
+    if exponent.is_number and not exponent.is_Rational:
         size = abs(exponent.evalf(15))
         largest_exponent = min(largest_exponent, float(size)) if size.is_Float else largest_exponent
     if base.is_Add and base.free_symbols and largest_exponent > MAX_EXPANSION:
@@ -105,12 +126,16 @@ def _power_bits(base: Any, exponent: Any) -> float:
     return max(base_bits, 1.0) * largest_exponent
 
 
-# Exact arithmetic on plain numbers: integers, decimals, quotients, mixed numbers, repeating decimals.
+# Exact arithmetic on plain numbers: integers, decimals, quotients, mixed numbers, repeating
+# decimals.
 
 
-SAME_DECIMALS = Fraction(1_000_001, 10**12)  # tolerance if one is a decimal: 1e-6 plus rounding; relative below 1
+# tolerance if one is a decimal: 1e-6 plus rounding; relative below 1
+SAME_DECIMALS = Fraction(1_000_001, 10**12)
 
-_PLAIN = re.compile(r"([+-]?)(\d{1,3}(?:,\d{3})+|\d+)?(\.\d+)?(?:/(\d+)|[eE]([+-]?\d{1,3}))?", re.ASCII)
+_PLAIN = re.compile(
+    r"([+-]?)(\d{1,3}(?:,\d{3})+|\d+)?(\.\d+)?(?:/(\d+)|[eE]([+-]?\d{1,3}))?", re.ASCII
+)
 _REPEATING = re.compile(r"(-?)(\d*)\.(\d*)\\(?:overline|bar|dot)\{?(\d+)\}?", re.ASCII)
 _MIXED = re.compile(r"(-?)(\d+)\s+(\d+)/(\d+)", re.ASCII)
 
@@ -121,29 +146,44 @@ class PlainNumber(NamedTuple):
 
 
 def plain_number(text: str) -> PlainNumber | None:
-    """A plain number, with or without thousands separators, as an exact rational; None for anything else."""
+    """A plain number, with or without thousands separators, as an exact rational; None for anything
+    else.
+    """
     if len(text) > MAX_DIGITS:
         return None
     if repeating := _REPEATING.fullmatch(text):
         return PlainNumber(_repeating(*repeating.groups()), False)
     if mixed := _MIXED.fullmatch(text):
         sign, whole, over, under = mixed.groups()
-        return PlainNumber((int(whole) + Fraction(int(over), int(under))) * (-1 if sign else 1), False) if int(under) else None
+        return (
+            PlainNumber((int(whole) + Fraction(int(over), int(under))) * (-1 if sign else 1), False)
+            if int(under)
+            else None
+        )
     match = _PLAIN.fullmatch(text)
     if match is None or (match[2] is None and match[3] is None):
         return None
     sign, whole, decimals, divisor, exponent = match.groups()
     if divisor is not None and (decimals is not None or int(divisor) == 0):
         return None
-    value = Fraction((whole or "0").replace(",", "") + (decimals or "")) / int(divisor or 1) * Fraction(10) ** int(exponent or 0)
+    value = (
+        Fraction((whole or "0").replace(",", "") + (decimals or ""))
+        / int(divisor or 1)
+        * Fraction(10) ** int(exponent or 0)
+    )
     return PlainNumber(-value if sign == "-" else value, decimals is not None)
 
 
 def plain_equal(a: PlainNumber | None, b: PlainNumber | None) -> bool | None:
-    """Whether both are equal: exactly, or to the sixth decimal place if one is a decimal. None if one is not a plain number."""
+    """Whether both are equal: exactly, or to the sixth decimal place if one is a decimal.
+
+    None if one is not a plain number.
+    """
     if a is None or b is None:
         return None
-    return a.value == b.value or ((a.is_decimal or b.is_decimal) and _near(a.value, b.value, SAME_DECIMALS))
+    return a.value == b.value or (
+        (a.is_decimal or b.is_decimal) and _near(a.value, b.value, SAME_DECIMALS)
+    )
 
 
 def _near(a: Fraction, b: Fraction, tolerance: Fraction) -> bool:
@@ -152,15 +192,19 @@ def _near(a: Fraction, b: Fraction, tolerance: Fraction) -> bool:
 
 def _repeating(sign: str, whole: str, fixed: str, repeated: str) -> Fraction:
     scale = 10 ** len(fixed)
-    value = Fraction(int((whole or "0") + fixed), scale) + Fraction(int(repeated), scale * (10 ** len(repeated) - 1))
+    value = Fraction(int((whole or "0") + fixed), scale) + Fraction(
+        int(repeated), scale * (10 ** len(repeated) - 1)
+    )
     return -value if sign else value
 
 
-# Puts multiplication signs between factors that stand side by side in LaTeX, since math-verify's grammar needs them.
+# Puts multiplication signs between factors that stand side by side in LaTeX, since math-verify's
+# grammar needs them.
 #
-# The grammar reads a whole number and what follows it as a mixed number: (3)(4) as 7, e^{0}(4) as 5. It reads 0.5 after a fraction as 0
-# and .5. So a sign is inserted wherever one factor ends and another begins; a factor is a number, group, fraction, power or binomial
-# coefficient. The exception is a number before a fraction that the grammar rightly reads as a mixed number.
+# The grammar reads a whole number and what follows it as a mixed number: (3)(4) as 7, e^{0}(4) as
+# 5. It reads 0.5 after a fraction as 0 and .5. So a sign is inserted wherever one factor ends and
+# another begins; a factor is a number, group, fraction, power or binomial coefficient. The
+# exception is a number before a fraction that the grammar rightly reads as a mixed number.
 
 
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d+(?:\.\d+)?|\.\d+|\s+|.", re.DOTALL)
@@ -200,7 +244,14 @@ def with_signs(text: str) -> str:
             if level.wanted == 0 and level.ended:
                 written.append(_SIGN)
             written.append(token)
-            levels.append(_Level(_CLOSING[token], len(written), level.wanted > 0 and not is_option, last="option" if is_option else ""))
+            levels.append(
+                _Level(
+                    _CLOSING[token],
+                    len(written),
+                    level.wanted > 0 and not is_option,
+                    last="option" if is_option else "",
+                )
+            )
         elif token == level.closing:
             content = "".join(written[level.start :]).strip()
             levels.pop()
@@ -218,7 +269,8 @@ def _number(token: str, level: _Level, written: list[str]) -> None:
     else:
         if level.ended and level.last != "number":
             written.append(_SIGN)
-        level.ended, level.last = True, "number"
+        level.ended = True
+        level.last = "number"
     written.append(token)
 
 
@@ -231,38 +283,63 @@ def _closed(inner: _Level, content: str, level: _Level) -> None:
     elif inner.closing != ")" and level.last.startswith("\\"):  # \text{…}, \begin{pmatrix}
         level.ended = False
     elif not level.wanted:  # otherwise it is the degree of a root, and the argument follows
-        level.ended, level.last = True, "group"
+        level.ended = True
+        level.last = "group"
 
 
 def _other(token: str, level: _Level, written: list[str]) -> None:
-    if level.wanted and token.startswith("\\") and token not in (*_FRACTIONS, *_BINOMIALS, "\\sqrt"):  # 90^\circ
+    # 90^\circ
+    if (
+        level.wanted
+        and token.startswith("\\")
+        and token not in (*_FRACTIONS, *_BINOMIALS, "\\sqrt")
+    ):
         level.wanted -= 1
         level.ended = level.is_operand and not level.wanted
     elif token in _FRACTIONS or token in _BINOMIALS:
         if level.ended and (token in _BINOMIALS or level.last != "number"):
             written.append(_SIGN)
-        level.wanted, level.is_operand, level.ended, level.last = 2, True, False, "fraction"
+        level.wanted = 2
+        level.is_operand = True
+        level.ended = False
+        level.last = "fraction"
     elif token == "\\sqrt":
-        level.wanted, level.is_operand, level.ended, level.last = 1, True, False, "root"
+        level.wanted = 1
+        level.is_operand = True
+        level.ended = False
+        level.last = "root"
     elif token == "^":  # \sin^2(x) and f^{-1}(x) are functions of x
-        level.wanted, level.is_operand, level.ended, level.last = 1, level.ended or level.last == "e", False, "power"
+        level.wanted = 1
+        level.is_operand = level.ended or level.last == "e"
+        level.ended = False
+        level.last = "power"
     elif token == "_":
-        level.wanted, level.is_operand, level.ended, level.last = 1, False, False, "index"
+        level.wanted = 1
+        level.is_operand = False
+        level.ended = False
+        level.last = "index"
     elif token == "!":
         level.last = "factorial"
     elif token == "\\pi":
-        level.ended, level.last = True, "name"
+        level.ended = True
+        level.last = "name"
     elif token.startswith("\\") and token[1:].isalpha() and token not in _PRODUCT_OPERATORS:
-        level.wanted, level.is_operand, level.ended, level.last = 0, False, False, token
+        level.wanted = 0
+        level.is_operand = False
+        level.ended = False
+        level.last = token
     else:
-        level.wanted, level.ended, level.last = 0, False, token
+        level.wanted = 0
+        level.ended = False
+        level.last = token
     written.append(token)
 
 
 # Reads an answer's text into its structure: lists, intervals, unions, chains of relations.
 #
-# math-verify's LaTeX grammar (0.9.0; latex2sympy2_extended 1.11.0) parses the expressions and matrices in it. Where the grammar would
-# misread a text, `_checked` refuses it or `_rewritten` changes it.
+# math-verify's LaTeX grammar (0.9.0; latex2sympy2_extended 1.11.0) parses the expressions and
+# matrices in it. Where the grammar would misread a text, `_checked` refuses it or `_rewritten`
+# changes it.
 
 
 FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
@@ -270,23 +347,32 @@ _MAX_PARTS = 32
 _NOTHING = 1e-20  # a smaller number counts as 0 in 0^0
 _TEXT = UPRIGHT + r"\s*"
 _IN_TEXT = re.compile(_TEXT + r"\{([^{}]*)\}")
-_WORD = re.compile(rf"\(?(?:{_TEXT}\{{\s*\(?([A-Za-z][A-Za-z '-]*)\)?\.?\s*\}}|([A-Za-z][A-Za-z '-]*))\)?\.?")
-_DIFFERENCE = re.compile(r"[A-Za-z](?:-[A-Za-z])+|[A-Za-z]{1,4}(?: +- *[A-Za-z]{1,4})+")  # of variables or products, not a word
+_WORD = re.compile(
+    rf"\(?(?:{_TEXT}\{{\s*\(?([A-Za-z][A-Za-z '-]*)\)?\.?\s*\}}|([A-Za-z][A-Za-z '-]*))\)?\.?"
+)
+# of variables or products, not a word
+_DIFFERENCE = re.compile(r"[A-Za-z](?:-[A-Za-z])+|[A-Za-z]{1,4}(?: +- *[A-Za-z]{1,4})+")
 _SHORT_WORDS = frozenset("yes no none both even odd east west true zero left up down".split())
 _LONGEST_PRODUCT = 4  # most letters of a product without a command: xyz, but not east
 _FUNCTION_IN_FONT = re.compile(
-    _TEXT + r"\{\s*(ln|log|exp|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|arccot|sinh|cosh|tanh|coth"
+    _TEXT
+    + r"\{\s*(ln|log|exp|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|arccot|sinh|cosh|tanh|coth"
     r"|gcd|lcm|min|max|tg|ctg|cotg|arctg|arcctg|arccotg|lg|sh|ch|th|cth)\s*\}"
 )
 _OTHER_NAMES = {"tg": "tan", "ctg": "cot", "cotg": "cot", "arctg": "arctan", "arcctg": "arccot",
-                "arccotg": "arccot", "cosec": "csc", "lg": "log_{10}", "sh": "sinh", "ch": "cosh", "th": "tanh", "cth": "coth"}  # fmt: skip
-_OTHER_NAME = re.compile(rf"(?:\\({'|'.join(_OTHER_NAMES)})|(?<![A-Za-z\\])(arctg|(?:arc)?co?tg))(?![A-Za-z])")
+                "arccotg": "arccot", "cosec": "csc", "lg": "log_{10}", "sh": "sinh", "ch": "cosh",
+                "th": "tanh", "cth": "coth"}  # fmt: skip
+_OTHER_NAME = re.compile(
+    rf"(?:\\({'|'.join(_OTHER_NAMES)})|(?<![A-Za-z\\])(arctg|(?:arc)?co?tg))(?![A-Za-z])"
+)
 _CONSTANT_IN_FONT = re.compile(_TEXT + r"\{\s*([ei]|\\pi)\s*\}")
 # An upright letter may be a unit or a variable.
 _UPRIGHT_LETTER = re.compile(_TEXT + r"\{\s*([A-Za-z])\s*\}")
 # \frac 1 2, \frac{1} x, \binom 5 2: each argument may be one character.
 _ARGUMENT = r"\s*([0-9A-Za-z]|\\pi(?![A-Za-z]))"
-_FIRST_ARGUMENT = re.compile(rf"(\\(?:[cdt]?frac|[dt]?binom|vec|hat|tilde)(?![A-Za-z])|\\sqrt\s*\[[^\[\]]*\]){_ARGUMENT}")
+_FIRST_ARGUMENT = re.compile(
+    rf"(\\(?:[cdt]?frac|[dt]?binom|vec|hat|tilde)(?![A-Za-z])|\\sqrt\s*\[[^\[\]]*\]){_ARGUMENT}"
+)
 _SECOND_ARGUMENT = re.compile(rf"(\\(?:[cdt]?frac|[dt]?binom)\s*\{{[^{{}}]*\}}){_ARGUMENT}")
 # 1,234 and 5: in a list with blanks, a comma between digits is no separator.
 _IS_LIST = re.compile(r",\s|;|\b(?:and|or)\b")
@@ -296,16 +382,22 @@ _ALL_REALS = (r"\mathbb{R}", r"\mathbb R", "\\R", "ℝ")
 _DEGREES = r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree|°)"
 _RELATION = r"\\(?:leq?|geq?|lt|gt|neq?|approx|leqslant|geqslant)(?![A-Za-z])|[≤≥≠≈]|!=|<=|>=|[<>=]"
 _JOIN = r"[,;]|\\text\s*\{\s*(?:and|or)\s*\}|\\(?:quad|qquad)(?![A-Za-z])|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
-_RELATIONS = {"le": "<=", "leq": "<=", "leqslant": "<=", "ge": ">=", "geq": ">=", "geqslant": ">=", "lt": "<", "gt": ">", "ne": "!=",
+_RELATIONS = {"le": "<=", "leq": "<=", "leqslant": "<=", "ge": ">=", "geq": ">=", "geqslant": ">=",
+    "lt": "<", "gt": ">", "ne": "!=",
               "neq": "!=", "approx": "~", "≤": "<=", "≥": ">=", "≠": "!=", "≈": "~"}  # fmt: skip
-_SYMBOLS = {r"\varnothing": r"\emptyset ", "π": r"\pi ", "∞": r"\infty ", "×": r"\times ", "·": r"\cdot ", "÷": "/", "∪": r"\cup ",
-            "∈": r"\in ", "−": "-", "–": "-", "±": r"\pm ", "∅": r"\emptyset ", "²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}"}  # fmt: skip
+_SYMBOLS = {r"\varnothing": r"\emptyset ", "π": r"\pi ", "∞": r"\infty ", "×": r"\times ",
+    "·": r"\cdot ", "÷": "/", "∪": r"\cup ",
+            "∈": r"\in ", "−": "-", "–": "-", "±": r"\pm ", "∅": r"\emptyset ", "²": "^{2}",
+            "³": "^{3}", "½": r"\frac{1}{2}"}  # fmt: skip
 _TIMES = re.compile(r"(?<=\d) x (?=\d)", re.ASCII)  # 9 x 2 = 18
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[A-Za-z]))")
 
 
 class Items(NamedTuple):
-    """Items in brackets: a point, an interval or, in braces, a set. Without brackets (opening ""), a list with commas."""
+    """Items in brackets: a point, an interval or, in braces, a set.
+
+    Without brackets (opening ""), a list with commas.
+    """
 
     opening: str
     closing: str
@@ -333,7 +425,10 @@ def read_reference(text: str) -> Any:
 
 
 def read(text: str, checked: bool) -> Any:
-    """The structure of an answer; None if it cannot be read. `checked`: raises Refused outside the limits, for a model's answer."""
+    """The structure of an answer; None if it cannot be read.
+
+    `checked`: raises Refused outside the limits, for a model's answer.
+    """
     for symbol, command in _SYMBOLS.items():
         text = text.replace(symbol, command)
     text = _TIMES.sub(r" \\times ", text)
@@ -348,7 +443,9 @@ def read(text: str, checked: bool) -> Any:
     if _IS_LIST.search(text):
         text = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
     text = _LAST_SIDE.sub(lambda side: "=" + side[1].replace(",", ""), text)
-    return _structure(text.replace("**", "^").replace("\\$", "").replace("$", "").replace("\n", " "), checked)
+    return _structure(
+        text.replace("**", "^").replace("\\$", "").replace("$", "").replace("\n", " "), checked
+    )
 
 
 def _structure(text: str, checked: bool) -> Any:
@@ -358,7 +455,9 @@ def _structure(text: str, checked: bool) -> Any:
 
         return Items("(", ")", [-infinity, infinity])
     is_word = (word := word_of(text)) and not _DIFFERENCE.fullmatch(text)
-    if is_word and (text.startswith("\\") or len(text) > _LONGEST_PRODUCT or " " in text or word in _SHORT_WORDS):
+    if is_word and (
+        text.startswith("\\") or len(text) > _LONGEST_PRODUCT or " " in text or word in _SHORT_WORDS
+    ):
         return Word(word)
 
     def parts(pieces: Sequence[str]) -> list[Any]:
@@ -371,13 +470,18 @@ def _structure(text: str, checked: bool) -> Any:
         pieces, joins = _split(text, _JOIN)
     if len(pieces) > 1 and plain_number(text) is None:
         found = parts([piece for piece in pieces if piece.strip()])
-        ranges = all(map(_is_range, found)) and any(part.opening + part.closing != "()" or _is_interval(part) for part in found)
-        if all("or" in join for join in joins) and ranges:  # x < 2 or x > 3, but not (2, 3) or (3, 2)
+        ranges = all(map(_is_range, found)) and any(
+            part.opening + part.closing != "()" or _is_interval(part) for part in found
+        )
+        # x < 2 or x > 3, but not (2, 3) or (3, 2)
+        if all("or" in join for join in joins) and ranges:
             return Union(found)
         return Items("", "", found)
     sides, operators = _split(text, _RELATION)
     if operators:
-        return _chain(Chain(parts(sides), [_RELATIONS.get(o.removeprefix("\\"), o) for o in operators]))
+        return _chain(
+            Chain(parts(sides), [_RELATIONS.get(o.removeprefix("\\"), o) for o in operators])
+        )
     members, _ = _split(text, r"\\in(?![A-Za-z])")
     if len(members) == 2:
         return _structure(members[1], checked)
@@ -402,7 +506,11 @@ def word_of(text: str) -> str:
 
 
 def _is_range(structure: Any) -> bool:
-    return isinstance(structure, Items) and len(structure.items) == 2 and structure.opening in ("(", "[")
+    return (
+        isinstance(structure, Items)
+        and len(structure.items) == 2
+        and structure.opening in ("(", "[")
+    )
 
 
 def _chain(chain: Chain) -> Any:
@@ -410,15 +518,19 @@ def _chain(chain: Chain) -> Any:
     if all(operator in FLIPPED for operator in chain.operators):
         sides, operators = chain
         if operators[0] in (">", ">="):
-            sides, operators = sides[::-1], [FLIPPED[operator] for operator in operators[::-1]]
+            sides = sides[::-1]
+            operators = [FLIPPED[operator] for operator in operators[::-1]]
         if len({operator[0] for operator in operators}) == 1:
             from sympy import oo as infinity  # imported only here, since it takes half a second
 
             if _expressions(*sides) and any((-side).is_Symbol for side in sides):  # -1 < -x
-                sides, operators = [-side for side in reversed(sides)], operators[::-1]
+                sides = [-side for side in reversed(sides)]
+                operators = operators[::-1]
             names = [is_name(side) for side in sides]
             if names == [False, True, False] and not (symbols(sides[0]) or symbols(sides[2])):
-                return Items("(["[operators[0] == "<="], ")]"[operators[1] == "<="], [sides[0], sides[2]])
+                return Items(
+                    "(["[operators[0] == "<="], ")]"[operators[1] == "<="], [sides[0], sides[2]]
+                )
             if names == [True, False] and not symbols(sides[1]):
                 return Items("(", ")]"[operators[0] == "<="], [-infinity, sides[1]])
             if names == [False, True] and not symbols(sides[0]):
@@ -428,8 +540,15 @@ def _chain(chain: Chain) -> Any:
 
 
 def _split(text: str, pattern: str) -> tuple[list[str], list[str]]:
-    """Splits `text` at the matches of `pattern` outside all brackets. Returns the pieces and the matches."""
-    pieces, found, depth, start, position = [], [], 0, 0, 0
+    """Splits `text` at the matches of `pattern` outside all brackets.
+
+    Returns the pieces and the matches.
+    """
+    pieces = []
+    found = []
+    depth = 0
+    start = 0
+    position = 0
     separator = re.compile(pattern)
     while position < len(text):
         match = separator.match(text, position) if depth == 0 else None
@@ -446,9 +565,13 @@ def _split(text: str, pattern: str) -> tuple[list[str], list[str]]:
 def _bracketed(text: str) -> tuple[str, str, str] | None:
     """Opening, content and closing, if one pair of brackets encloses the text."""
     if text.startswith("\\{") and text.endswith("\\}"):
-        opening, content, closing = "{", text[2:-2], "}"
+        opening = "{"
+        content = text[2:-2]
+        closing = "}"
     elif text[:1] in ("(", "[") and text[-1:] in (")", "]"):
-        opening, content, closing = text[0], text[1:-1], text[-1]
+        opening = text[0]
+        content = text[1:-1]
+        closing = text[-1]
     else:
         return None
     depth = 0
@@ -460,7 +583,10 @@ def _bracketed(text: str) -> tuple[str, str, str] | None:
 
 
 def _checked(text: str) -> None:
-    """Raises Refused for texts that the grammar misreads. It omits boxes and texts in products, and reads numbers side by side as a sum."""
+    """Raises Refused for texts that the grammar misreads.
+
+    It omits boxes and texts in products, and reads numbers side by side as a sum.
+    """
     if "\\boxed" in text or "\\fbox" in text:
         raise Refused("a box inside the answer")
     if any(re.search(r"\d", inside) for inside in _IN_TEXT.findall(text)):
@@ -472,7 +598,9 @@ def _checked(text: str) -> None:
 
 
 def _rewritten(text: str) -> str:
-    """The text in a form that the grammar reads rightly: signs in products, braces in 10^-2, radians for degrees in sin etc."""
+    """The text in a form that the grammar reads rightly: signs in products, braces in 10^-2,
+    radians for degrees in sin etc.
+    """
     text = with_signs(re.sub(r"\^\s*-\s*(\d+|[A-Za-z](?![A-Za-z]))", r"^{-\1}", text))
     if re.search(r"sin|cos|tan|cot|sec|csc", text):
         text = re.sub(rf"(\d+(?:\.\d+)?)\s*{_DEGREES}", r"(\1\\cdot\\pi/180)", text)
@@ -492,7 +620,12 @@ def _expression(text: str, checked: bool) -> Any:
 
     latex = f"${_rewritten(text)}$"
     no_timeout: Any = None  # documented to accept None, but not annotated so
-    found = math_verify.parse(latex, [math_verify.LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=no_timeout)
+    found = math_verify.parse(
+        latex,
+        [math_verify.LatexExtractionConfig()],
+        fallback_mode="no_fallback",
+        parsing_timeout=no_timeout,
+    )
     if not found:
         return None
     if checked:
@@ -505,11 +638,15 @@ def _expression(text: str, checked: bool) -> Any:
 
 
 def _check_powers(expression: Any) -> None:
-    """Raises Refused for 0^0, which SymPy evaluates to 1. check_value has bounded everything that is evaluated here."""
+    """Raises Refused for 0^0, which SymPy evaluates to 1. check_value has bounded everything that
+    is evaluated here.
+    """
     from sympy import Pow
 
     for power in getattr(expression, "atoms", lambda _: ())(Pow):
-        if not power.free_symbols and all(abs(argument.evalf(30)) < _NOTHING for argument in reversed(power.args)):
+        if not power.free_symbols and all(
+            abs(argument.evalf(30)) < _NOTHING for argument in reversed(power.args)
+        ):
             raise Refused("zero to the power of zero")
 
 
@@ -521,26 +658,42 @@ def is_name(structure: Any) -> bool:
     """Whether it is a variable, a function of variables, or a point of variables."""
     if isinstance(structure, Items):
         return all(map(is_name, structure.items))
-    return bool(getattr(structure, "is_Symbol", False)) or is_function(structure) or _is_measure(structure)
+    return (
+        bool(getattr(structure, "is_Symbol", False))
+        or is_function(structure)
+        or _is_measure(structure)
+    )
 
 
 def _is_measure(structure: Any) -> bool:
-    """Whether it is a product or ratio of names alone, as of lengths in a figure: AB, |AB|, \\frac{NO}{BO}, S_{ABC}:S."""
-    if not (getattr(structure, "is_Mul", False) or getattr(structure, "is_Pow", False) or type(structure).__name__ == "Abs"):
+    """Whether it is a product or ratio of names alone, as of lengths in a figure: AB, |AB|,
+    \\frac{NO}{BO}, S_{ABC}:S.
+    """
+    if not (
+        getattr(structure, "is_Mul", False)
+        or getattr(structure, "is_Pow", False)
+        or type(structure).__name__ == "Abs"
+    ):
         return False
-    return all(part.is_Symbol or part == -1 for part in structure.atoms()) and not getattr(-structure, "is_Symbol", False)
+    return all(part.is_Symbol or part == -1 for part in structure.atoms()) and not getattr(
+        -structure, "is_Symbol", False
+    )
 
 
 def symbols(structure: Any) -> set[str]:
     if isinstance(structure, (Items, Union, Chain)):
-        return set().union(*map(symbols, structure[-1] if isinstance(structure, Items) else structure[0]))
+        return set().union(
+            *map(symbols, structure[-1] if isinstance(structure, Items) else structure[0])
+        )
     return {symbol.name for symbol in getattr(structure, "free_symbols", ())}
 
 
-# Values of two expressions with 60 digits. Expressions with variables are evaluated at fixed points.
+# Values of two expressions with 60 digits. Expressions with variables are evaluated at fixed
+# points.
 
 
-LEAST_POINTS = 3  # two expressions with variables must both have a value at this many points to be compared
+# two expressions with variables must both have a value at this many points to be compared
+LEAST_POINTS = 3
 _DIGITS = 60
 _SAME = Fraction(1, 10**45)  # tolerance for exact values: relative, below 1 absolute
 _POINTS = 6
@@ -551,7 +704,9 @@ Value = tuple[Fraction, Fraction]
 
 
 def values_of(a: Any, b: Any) -> list[tuple[Value, Value]]:
-    """Values of two expressions, at fixed points if they have variables. Leaves out points at which neither has a value.
+    """Values of two expressions, at fixed points if they have variables.
+
+    Leaves out points at which neither has a value.
 
     Empty if only one of them has a value at some point.
     """
@@ -559,7 +714,8 @@ def values_of(a: Any, b: Any) -> list[tuple[Value, Value]]:
     found = []
     for point in range(_POINTS if names else 1):
         where = {name: _coordinate(point, number) for number, name in enumerate(names)}
-        x, y = _value(a, where), _value(b, where)
+        x = _value(a, where)
+        y = _value(b, where)
         if x is None and y is None:
             continue
         if x is None or y is None:
@@ -569,8 +725,11 @@ def values_of(a: Any, b: Any) -> list[tuple[Value, Value]]:
 
 
 def equal_values(a: Value, b: Value, decimals: bool) -> bool:
-    """Whether exact values are equal up to rounding (absolute below 1), or decimals up to the sixth place (relative below 1)."""
-    distance, size = size_of((a[0] - b[0], a[1] - b[1])), max(size_of(a), size_of(b))
+    """Whether exact values are equal up to rounding (absolute below 1), or decimals up to the sixth
+    place (relative below 1).
+    """
+    distance = size_of((a[0] - b[0], a[1] - b[1]))
+    size = max(size_of(a), size_of(b))
     return distance <= (SAME_DECIMALS * min(1, size) if decimals else _SAME * max(1, size))
 
 
@@ -583,8 +742,12 @@ def times(a: Value, b: Value) -> Value:
 
 
 def _coordinate(point: int, number: int) -> Fraction:
-    """The coordinate of variable `number` at `point`: an unsystematic rational of either sign, between 0.3 and 2.7 in absolute value."""
-    size = Fraction(300 + (7919 * (point + 1) + 104729 * (number + 1) * (point + 2)) % 2400, 1000) + Fraction(1, 1009 + 2 * number)
+    """The coordinate of variable `number` at `point`: an unsystematic rational of either sign,
+    between 0.3 and 2.7 in absolute value.
+    """
+    size = Fraction(
+        300 + (7919 * (point + 1) + 104729 * (number + 1) * (point + 2)) % 2400, 1000
+    ) + Fraction(1, 1009 + 2 * number)
     return size if (point + number) % 2 == 0 else -size
 
 
@@ -592,8 +755,12 @@ def _value(expression: Any, where: dict[str, Fraction]) -> Value | None:
     """The value, or None if it is not finite."""
     import sympy
 
-    at = {symbol: sympy.Rational(where[symbol.name].numerator, where[symbol.name].denominator) for symbol in expression.free_symbols}
-    if any(power.exp.free_symbols for power in expression.atoms(sympy.Pow)):  # SymPy would factor the radicands, for seconds
+    at = {
+        symbol: sympy.Rational(where[symbol.name].numerator, where[symbol.name].denominator)
+        for symbol in expression.free_symbols
+    }
+    # SymPy would factor the radicands, for seconds
+    if any(power.exp.free_symbols for power in expression.atoms(sympy.Pow)):
         at = {symbol: sympy.Float(value, 2 * _DIGITS) for symbol, value in at.items()}
     parts = expression.subs(at).doit().evalf(_DIGITS).as_real_imag()
     if not all(part.is_Float or part.is_Rational for part in parts):
@@ -606,29 +773,40 @@ def _fraction(number: Any) -> Fraction | None:
     if number.is_Rational:
         return Fraction(int(number.p), int(number.q))
     sign, mantissa, exponent, bits = number._mpf_
-    if (not mantissa and exponent) or abs(exponent) + bits > _MAX_BITS:  # infinite, not a number, or too large
+    # infinite, not a number, or too large
+    if (not mantissa and exponent) or abs(exponent) + bits > _MAX_BITS:
         return None
     return Fraction(int(-mantissa if sign else mantissa)) * Fraction(2) ** int(exponent)
 
 
 # Decides whether two answers are mathematically equal.
 #
-# Both are read into structures, whose expressions are compared by value. The verdict depends on the two texts alone and takes bounded time.
+# Both are read into structures, whose expressions are compared by value. The verdict depends on the
+# two texts alone and takes bounded time.
 #
-# math-verify's own `verify` (0.9.0) is not used, for three reasons. It takes the right side of "=" as the answer and drops the left
-# ("7 = 5" is 5). It calls 2^{\infty} equal to some numbers; these differ between processes, since SymPy's simplification depends on the
-# order of hashes. It rounds decimals to 6 places whatever their size (0.0000001 equals 0.0000002).
+# math-verify's own `verify` (0.9.0) is not used, for three reasons. It takes the right side of "="
+# as the answer and drops the left ("7 = 5" is 5). It calls 2^{\infty} equal to some numbers; these
+# differ between processes, since SymPy's simplification depends on the order of hashes. It rounds
+# decimals to 6 places whatever their size (0.0000001 equals 0.0000002).
 
 
-_NUMERAL = re.compile(r"([0-9A-Z]+)_(?:\{(\d{1,2})\}|(\d{1,2}))", re.ASCII)  # a number in another base: 1010_2
-_BASES = {name: str(base) for base, name in enumerate("two three four five six seven eight nine ten eleven twelve".split(), 2)}
+# a number in another base: 1010_2
+_NUMERAL = re.compile(r"([0-9A-Z]+)_(?:\{(\d{1,2})\}|(\d{1,2}))", re.ASCII)
+_BASES = {
+    name: str(base)
+    for base, name in enumerate(
+        "two three four five six seven eight nine ten eleven twelve".split(), 2
+    )
+}
 _BASES |= {"sixteen": "16"}
 _BASE_IN_WORDS = re.compile(r"_\s*\{?\s*\\text\w*\s*\{\s*(?:base\s+)?([a-z]+|\d{1,2})\s*\}\s*\}?")
 _MODULO = re.compile(r"\s*(?:\\p?mod|\\bmod|\(\\?mod)(?![a-z]).*")
 _CHOICE_WITH_TEXT = re.compile(
-    r"(?:\\text\w*\s*\{\s*\(?([A-J])\)?[.:]?\s*\}|\(([A-J])\))(?:\\?[ ,;:~]|\\quad)+(?!(?:or|and)\b|[\\({]*[A-J]\b).+"
+    r"(?:\\text\w*\s*\{\s*\(?([A-J])\)?[.:]?\s*\}|\(([A-J])\))(?:\\?[ "
+    r",;:~]|\\quad)+(?!(?:or|and)\b|[\\({]*[A-J]\b).+"
 )
-_MEASURED = re.compile(  # AB = 5, \angle ABC = 60, [ABC] = 12: the grammar reads the names of points as products
+# AB = 5, \angle ABC = 60, [ABC] = 12: the grammar reads the names of points as products
+_MEASURED = re.compile(
     r"\A(?:m?\s*\\(?:measured)?angle\s*|\\overline\s*\{|[|\[])?[A-Z]{2,4}[|\]}]?\s*=\s*(?=[^=]+\Z)"
 )
 _DECIMAL = re.compile(r"-?(?:0[.,]\d{3}|\d+[.,](?:\d{1,2}|\d{4,}))", re.ASCII)
@@ -636,14 +814,18 @@ _ABOUT = Fraction(1, 100)  # relative difference that \approx allows
 
 
 def equal(reference: str, candidate: str) -> bool:
-    """Whether two cleaned answers are mathematically equal. Raises Refused if the candidate is outside the limits, or if it is infinite and
-    the reference is finite."""
+    """Whether two cleaned answers are mathematically equal.
+
+    Raises Refused if the candidate is outside the limits, or if it is infinite and the reference is
+    finite.
+    """
     if candidate == reference:
         return True
     word = word_of(reference)
     if word and word == (word_of(candidate) or word_of(_CHOICE_WITH_TEXT.sub(r"\1\2", candidate))):
         return True
-    if DENIED.search(candidate) and not DENIED.search(reference):  # \text{not } 5, which the grammar reads as a product
+    # \text{not } 5, which the grammar reads as a product
+    if DENIED.search(candidate) and not DENIED.search(reference):
         return False
     if "=" not in reference:
         candidate = _MEASURED.sub("", candidate)
@@ -655,7 +837,8 @@ def equal(reference: str, candidate: str) -> bool:
     gold, found = _without_base(gold, found)
     # 1,5 and 1.5, but not 1,234 and 1.234; 1,5 and 5,1 are lists
     if _DECIMAL.fullmatch(gold) and _DECIMAL.fullmatch(found) and ("," in gold) != ("," in found):
-        gold, found = gold.replace(",", "."), found.replace(",", ".")
+        gold = gold.replace(",", ".")
+        found = found.replace(",", ".")
     decided = plain_equal(plain_number(gold), plain_number(found))
     if decided is not None:
         return decided
@@ -676,22 +859,36 @@ def _percent(answer: str) -> tuple[str, bool]:
 
 
 def _without_base(gold: str, found: str) -> tuple[str, str]:
-    """Both answers without the base of a numeral (1010_2). A candidate without a base has the reference's, which the question has fixed. A
-    reference without a base is decimal. Raises Refused if the bases differ."""
-    gold, found = (_BASE_IN_WORDS.sub(lambda base: f"_{{{_BASES.get(base[1], base[1])}}}", text) for text in (gold, found))
+    """Both answers without the base of a numeral (1010_2).
+
+    A candidate without a base has the reference's, which the question has fixed. A reference
+    without a base is decimal. Raises Refused if the bases differ.
+    """
+    gold, found = (
+        _BASE_IN_WORDS.sub(lambda base: f"_{{{_BASES.get(base[1], base[1])}}}", text)
+        for text in (gold, found)
+    )
     numerals = [_NUMERAL.fullmatch(text) for text in (gold, found)]
     base, stated = (int(numeral[2] or numeral[3]) if numeral else 10 for numeral in numerals)
     if numerals[1] and base != stated:
-        if numerals[0] or not 2 <= stated <= 36 or any(int(digit, 36) >= stated for digit in numerals[1][1]):
+        if (
+            numerals[0]
+            or not 2 <= stated <= 36
+            or any(int(digit, 36) >= stated for digit in numerals[1][1])
+        ):
             raise Refused("another base")
         return gold, str(int(numerals[1][1][:MAX_DIGITS], stated))
-    gold, found = (numeral[1] if numeral else text for numeral, text in zip(numerals, (gold, found)))
+    gold, found = (
+        numeral[1] if numeral else text for numeral, text in zip(numerals, (gold, found))
+    )
     return gold, found
 
 
 def _hundredth(gold: str, found: str, gold_percent: bool) -> tuple[str, str]:
     """Both answers, with the one in percent divided by a hundred."""
-    return (rf"\frac{{{gold}}}{{100}}", found) if gold_percent else (gold, rf"\frac{{{found}}}{{100}}")
+    return (
+        (rf"\frac{{{gold}}}{{100}}", found) if gold_percent else (gold, rf"\frac{{{found}}}{{100}}")
+    )
 
 
 def _same(gold: Any, found: Any) -> bool:
@@ -703,18 +900,28 @@ def _same(gold: Any, found: Any) -> bool:
     if isinstance(found, Chain) or isinstance(gold, Chain):
         return _same_chains(gold, found)
     if isinstance(gold, Union) or isinstance(found, Union):
-        return isinstance(gold, Union) and isinstance(found, Union) and _matched(gold.parts, found.parts)
+        return (
+            isinstance(gold, Union)
+            and isinstance(found, Union)
+            and _matched(gold.parts, found.parts)
+        )
     if isinstance(gold, Items) or isinstance(found, Items):
         return _same_sequences(gold, found)
     return _same_objects(gold, found)
 
 
 def _same_sequences(gold: Any, found: Any) -> bool:
-    gold, found = _as_sequence(gold), _as_sequence(found)
+    gold = _as_sequence(gold)
+    found = _as_sequence(found)
     if "{" in (gold.opening, found.opening) or gold.opening == found.opening == "":
-        return gold.opening in ("{", "") and found.opening in ("{", "") and _matched(gold.items, found.items)
+        return (
+            gold.opening in ("{", "")
+            and found.opening in ("{", "")
+            and _matched(gold.items, found.items)
+        )
     brackets = {gold.opening + gold.closing, found.opening + found.closing}
-    point = brackets == {"()", ""} and not _is_interval(gold)  # 2,5 may be the point (2,5), but not an interval
+    # 2,5 may be the point (2,5), but not an interval
+    point = brackets == {"()", ""} and not _is_interval(gold)
     if len(brackets) > 1 and not point and not (gold.opening == "" and brackets == {"", "[]"}):
         return False
     return len(gold.items) == len(found.items) and all(map(_same, gold.items, found.items))
@@ -735,7 +942,11 @@ def _as_sequence(structure: Any) -> Items:
 
 def _matched(golds: Sequence[Any], founds: Sequence[Any]) -> bool:
     """Whether the items match one to one, in any order. A point may be named twice."""
-    left = [found for number, found in enumerate(founds) if not (isinstance(found, Items) and found in founds[:number])]
+    left = [
+        found
+        for number, found in enumerate(founds)
+        if not (isinstance(found, Items) and found in founds[:number])
+    ]
     if len(golds) != len(left):
         return False
     for gold in golds:
@@ -751,35 +962,57 @@ def _same_chains(gold: Any, found: Any) -> bool:
         return gold.operators == ["="] and is_name(gold.sides[0]) and _same(gold.sides[1], found)
     if not isinstance(gold, Chain):
         return _leads_to(gold, found)
-    if gold.operators == found.operators and len(gold.sides) == len(found.sides) and all(map(_same, gold.sides, found.sides)):
+    if (
+        gold.operators == found.operators
+        and len(gold.sides) == len(found.sides)
+        and all(map(_same, gold.sides, found.sides))
+    ):
         return True
     flipped = [FLIPPED.get(operator, operator) for operator in reversed(found.operators)]
-    if gold.operators == flipped and len(gold.sides) == len(found.sides) and all(map(_same, gold.sides, reversed(found.sides))):
+    if (
+        gold.operators == flipped
+        and len(gold.sides) == len(found.sides)
+        and all(map(_same, gold.sides, reversed(found.sides)))
+    ):
         return True
     return gold.operators == found.operators == ["="] and _same_equations(gold.sides, found.sides)
 
 
 def _leads_to(gold: Any, found: Chain) -> bool:
-    """Whether a chain of equations ends in the answer `gold`, and every side before it names the answer or has its value. The chain may go
-    on with an approximation (1/3 ≈ 0.333)."""
-    if len(found.sides) > 1 and found.operators[-1] == "~" and not _same(gold, found.sides[-1]) and _about(gold, found.sides[-1]):
+    """Whether a chain of equations ends in the answer `gold`, and every side before it names the
+    answer or has its value. The chain may go on with an approximation (1/3 ≈ 0.333).
+    """
+    if (
+        len(found.sides) > 1
+        and found.operators[-1] == "~"
+        and not _same(gold, found.sides[-1])
+        and _about(gold, found.sides[-1])
+    ):
         found = Chain(found.sides[:-1], found.operators[:-1])
-    if any(operator not in ("=", "~") for operator in found.operators) or not _same(gold, found.sides[-1]):
+    if any(operator not in ("=", "~") for operator in found.operators) or not _same(
+        gold, found.sides[-1]
+    ):
         return False
     for side, operator in zip(found.sides, found.operators):
-        if not (_is_name_of(side, gold) or _same(gold, side) or (operator == "~" and _about(gold, side))):
+        if not (
+            _is_name_of(side, gold) or _same(gold, side) or (operator == "~" and _about(gold, side))
+        ):
             return False
     return True
 
 
 def _is_name_of(name: Any, structure: Any) -> bool:
     """Whether `name` may stand for `structure`: f(x) may be x + 1, but x may not."""
-    return (is_name(name) or _joins_names(name)) and (is_function(name) or not symbols(name) & symbols(structure))
+    return (is_name(name) or _joins_names(name)) and (
+        is_function(name) or not symbols(name) & symbols(structure)
+    )
 
 
 def _joins_names(structure: Any) -> bool:
-    """Whether it is a sum of variables or a function of some, as in m + n = 371 and \\sin x = 1. (2x is neither: 2x = 6 does not state
-    6.)"""
+    """Whether it is a sum of variables or a function of some, as in m + n = 371 and \\sin x = 1.
+
+    (2x is neither: 2x = 6 does not state 6.)
+    """
     if getattr(structure, "is_Add", False):
         return all(argument.is_Symbol for argument in structure.args)
     return bool(getattr(structure, "is_Function", False) and structure.free_symbols)
@@ -789,7 +1022,11 @@ def _same_equations(gold: Sequence[Any], found: Sequence[Any]) -> bool:
     """Whether one equation is the other times a constant."""
     if not _expressions(*gold, *found):
         return False
-    values = [(x, y) for x, y in values_of(gold[0] - gold[1], found[0] - found[1]) if size_of(x) and size_of(y)]
+    values = [
+        (x, y)
+        for x, y in values_of(gold[0] - gold[1], found[0] - found[1])
+        if size_of(x) and size_of(y)
+    ]
     if len(values) < LEAST_POINTS:
         return False
     (first, second), *rest = values
@@ -805,11 +1042,16 @@ def _expressions(*structures: Any) -> bool:
 def _about(gold: Any, found: Any) -> bool:
     if not _expressions(gold, found) or symbols(gold) or symbols(found):
         return False
-    return all(size_of((a[0] - b[0], a[1] - b[1])) <= _ABOUT * size_of(a) for a, b in values_of(gold, found))
+    return all(
+        size_of((a[0] - b[0], a[1] - b[1])) <= _ABOUT * size_of(a)
+        for a, b in values_of(gold, found)
+    )
 
 
 def _same_objects(gold: Any, found: Any) -> bool:
-    """Compares expressions by value, matrices by element, and other objects of the grammar (ℝ, ∅) by identity."""
+    """Compares expressions by value, matrices by element, and other objects of the grammar (ℝ, ∅)
+    by identity.
+    """
     if getattr(gold, "is_Matrix", False) or getattr(found, "is_Matrix", False):
         both = getattr(gold, "is_Matrix", False) and getattr(found, "is_Matrix", False)
         return both and gold.shape == found.shape and all(map(_same, gold, found))

@@ -1,4 +1,7 @@
-"""Rewards programs that pass tests. They run in a sandbox (megarl.sandbox), which gets only the inputs of the tests."""
+"""Rewards programs that pass tests.
+
+They run in a sandbox (megarl.sandbox), which gets only the inputs of the tests.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,14 @@ from megarl.rewards.score import Part, Score, ScoreRequest
 from megarl.sandbox import tested
 from megarl.sandbox.jail import BWRAP, PYTHON, Ended, Jail
 
-# Reads the tests of a programming problem in the formats of common data sets, and compares results with the expected ones.
+# Reads the tests of a programming problem in the formats of common data sets, and compares results
+# with the expected ones.
 
 
 MOST_BYTES = 1 << 29  # most bytes of a problem's tests, unpacked
 MOST_OUTPUT_BYTES = 1 << 26  # most bytes of a problem's results
-_OF_TEXTS = ("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")  # the operations of a pickle that push a text
+# the operations of a pickle that push a text
+_OF_TEXTS = ("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")
 _BESIDE_TEXTS = ("PROTO", "FRAME", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "STOP")
 
 
@@ -36,7 +41,10 @@ class Cases(NamedTuple):
     function: str | None  # None: the program reads standard input
 
     def passed(self, test: int, result: str) -> bool:
-        """Whether `result` is right for `test`. Args: result: what the program printed, or JSON of what the function returned."""
+        """Whether `result` is right for `test`.
+
+        Args: result: what the program printed, or JSON of what the function returned.
+        """
         if self.function is None:
             return same_output(result, self.outputs[test])
         try:
@@ -46,18 +54,30 @@ class Cases(NamedTuple):
 
 
 def cases_of(answer: str) -> Cases:
-    """Reads tests. Formats: JSON of LiveCodeBench's columns; {"inputs", "outputs", "fn_name"} as in APPS, TACO and verl's rows; or a list
-    of {"input", "output"}. Raises ValueError."""
+    """Reads tests.
+
+    Formats: JSON of LiveCodeBench's columns; {"inputs", "outputs", "fn_name"} as in APPS, TACO and
+    verl's rows; or a list of {"input", "output"}. Raises ValueError.
+    """
     found = _json(answer, "the tests")
     if isinstance(found, dict) and "public_test_cases" in found:
-        public, private = (_cases(found.get(f"{kind}_test_cases"), f"{kind}_test_cases") for kind in ("public", "private"))
+        public, private = (
+            _cases(found.get(f"{kind}_test_cases"), f"{kind}_test_cases")
+            for kind in ("public", "private")
+        )
         metadata = _json(found.get("metadata") or "{}", "metadata")
         named = metadata.get("func_name") if isinstance(metadata, dict) else None
         found = {**_apart([*public, *private]), "fn_name": named}
     elif isinstance(found, list):
         found = _apart(found)
-    inputs, outputs = (found.get(key) if isinstance(found, dict) else None for key in ("inputs", "outputs"))
-    if not isinstance(inputs, list) or not isinstance(outputs, list) or not 0 < len(inputs) == len(outputs):
+    inputs, outputs = (
+        found.get(key) if isinstance(found, dict) else None for key in ("inputs", "outputs")
+    )
+    if (
+        not isinstance(inputs, list)
+        or not isinstance(outputs, list)
+        or not 0 < len(inputs) == len(outputs)
+    ):
         either = "an object with inputs and outputs, two lists of one length"
         raise ValueError(f"tests must be {either}, or a list of objects with input and output")
     if sum(map(size_bytes, outputs)) > MOST_OUTPUT_BYTES:
@@ -69,7 +89,11 @@ def cases_of(answer: str) -> Cases:
         if not all(isinstance(text, str) for text in [*inputs, *outputs]):
             raise ValueError("inputs and outputs of a program must be texts")
         return Cases(inputs, outputs, None)
-    return Cases([_arguments(given) for given in inputs], [_results(given, wanted) for given, wanted in zip(inputs, outputs)], function)
+    return Cases(
+        [_arguments(given) for given in inputs],
+        [_results(given, wanted) for given, wanted in zip(inputs, outputs)],
+        function,
+    )
 
 
 def size_bytes(output: Any) -> int:
@@ -78,14 +102,21 @@ def size_bytes(output: Any) -> int:
 
 def _arguments(given: Any) -> list[Any]:
     """The arguments of a function's call: one line of JSON for each, or a list of them."""
-    found = [_json(line, "an input") for line in given.split("\n")] if isinstance(given, str) else given
+    found = (
+        [_json(line, "an input") for line in given.split("\n")] if isinstance(given, str) else given
+    )
     if not isinstance(found, list):
-        raise ValueError(f"an input of a function must be lines of JSON, or a list of arguments, not {found!r}")
+        raise ValueError(
+            f"an input of a function must be lines of JSON, or a list of arguments, not {found!r}"
+        )
     return found
 
 
 def _results(given: Any, wanted: Any) -> list[Any]:
-    """The results that count as right. If arguments are a list, APPS may wrap a function's result in a list or not."""
+    """The results that count as right.
+
+    If arguments are a list, APPS may wrap a function's result in a list or not.
+    """
     if isinstance(given, str):
         return [_json(wanted, "an output") if isinstance(wanted, str) else wanted]
     return [wanted, *(wanted if isinstance(wanted, list) and len(wanted) == 1 else [])]
@@ -94,11 +125,16 @@ def _results(given: Any, wanted: Any) -> list[Any]:
 def _apart(cases: Sequence[Any]) -> dict[str, list[Any]]:
     if not all(isinstance(case, dict) and {"input", "output"} <= case.keys() for case in cases):
         raise ValueError("each test must be an object with input and output")
-    return {"inputs": [case["input"] for case in cases], "outputs": [case["output"] for case in cases]}
+    return {
+        "inputs": [case["input"] for case in cases],
+        "outputs": [case["output"] for case in cases],
+    }
 
 
 def _cases(text: Any, column: str) -> list[Any]:
-    """A list of tests from JSON, or from JSON that was pickled, compressed by zlib and encoded in base 64."""
+    """A list of tests from JSON, or from JSON that was pickled, compressed by zlib and encoded in
+    base 64.
+    """
     if not isinstance(text, str):
         raise ValueError(f"{column} must be text")
     if not text.lstrip().startswith(("[", "{")):
@@ -110,7 +146,10 @@ def _cases(text: Any, column: str) -> list[Any]:
 
 
 def unpacked(text: str, column: str, most_bytes: int = MOST_BYTES) -> str:
-    """The text that `text` holds in base 64, compressed and pickled. Raises ValueError for any other content or more than `most_bytes`."""
+    """The text that `text` holds in base 64, compressed and pickled.
+
+    Raises ValueError for any other content or more than `most_bytes`.
+    """
     try:
         unpacking = zlib.decompressobj()
         data = unpacking.decompress(base64.b64decode(text, validate=True), most_bytes)
@@ -118,11 +157,16 @@ def unpacked(text: str, column: str, most_bytes: int = MOST_BYTES) -> str:
             raise ValueError(f"cut short, or more than {most_bytes} bytes")
         return _pickled_text(data)
     except (zlib.error, ValueError) as error:
-        raise ValueError(f"{column}: neither JSON nor a text that is pickled, compressed and in base 64 ({error})") from error
+        raise ValueError(
+            f"{column}: neither JSON nor a text that is pickled, compressed and in base 64 "
+            f"({error})"
+        ) from error
 
 
 def _pickled_text(data: bytes) -> str:
-    """Reads the pickle without unpickling: that could call any function and allocate any amount of memory. Raises ValueError."""
+    """Reads the pickle without unpickling: that could call any function and allocate any amount of
+    memory. Raises ValueError.
+    """
     found: list[str] = []
     for operation, value, _ in pickletools.genops(data):
         if operation.name in _OF_TEXTS:
@@ -142,17 +186,24 @@ def _json(text: Any, what: str) -> Any:
 
 
 def same_output(printed: str, wanted: str) -> bool:
-    """Compares as LiveCodeBench does: line by line without surrounding blanks, as texts or else as decimal numbers."""
-    found, expected = ([line.strip() for line in text.strip().split("\n")] for text in (printed, wanted))
+    """Compares as LiveCodeBench does: line by line without surrounding blanks, as texts or else as
+    decimal numbers.
+    """
+    found, expected = (
+        [line.strip() for line in text.strip().split("\n")] for text in (printed, wanted)
+    )
     return len(found) == len(expected) and all(map(_same_line, found, expected))
 
 
 def _same_line(found: str, wanted: str) -> bool:
     if found == wanted:
         return True
-    ours, theirs = found.split(), wanted.split()
+    ours = found.split()
+    theirs = wanted.split()
     try:
-        return len(ours) == len(theirs) and all(Decimal(a) == Decimal(b) for a, b in zip(ours, theirs))
+        return len(ours) == len(theirs) and all(
+            Decimal(a) == Decimal(b) for a, b in zip(ours, theirs)
+        )
     except ArithmeticError:  # not a number, or a NaN that signals
         return False
 
@@ -166,28 +217,37 @@ _PROBE = "a = int(input())\nprint(a + len(input().split()))"
 
 
 def check_sandbox(setting: str) -> None:
-    """Raises ConfigError if bubblewrap is missing, which hides the host's files, and so the tests' results, from programs."""
+    """Raises ConfigError if bubblewrap is missing, which hides the host's files, and so the tests'
+    results, from programs.
+    """
     if shutil.which(BWRAP) is None:
-        raise ConfigError(f"{setting}: programs run in bubblewrap, which is not installed: {BWRAP} is not in PATH")
+        raise ConfigError(
+            f"{setting}: programs run in bubblewrap, which is not installed: {BWRAP} is not in PATH"
+        )
 
 
 def program_in(text: str) -> str:
-    """The text between the last two lines with a code fence, as in LiveCodeBench; empty if there are fewer than two."""
+    """The text between the last two lines with a code fence, as in LiveCodeBench; empty if there
+    are fewer than two.
+    """
     lines = text.split("\n")
     fences = [number for number, line in enumerate(lines) if "```" in line]
     return "\n".join(lines[fences[-2] + 1 : fences[-1]]) if len(fences) > 1 else ""
 
 
 class CodeReward:
-    """Scores 1 if the program in a response passes all tests of the reference (see cases_of), else 0. `workers_of(config)` programs run at
-    a time. Parts of the score: `tests`, the share of tests that passed before the first one without a result; and whether the program is
-    missing (`no_program`), `crashed`, was too `slow`, or printed too much (`long`).
+    """Scores 1 if the program in a response passes all tests of the reference (see cases_of), else
+    0. `workers_of(config)` programs run at a time. Parts of the score: `tests`, the share of tests
+    that passed before the first one without a result; and whether the program is missing
+    (`no_program`), `crashed`, was too `slow`, or printed too much (`long`).
 
-    Scoring counts as failed only if an empty program cannot run either. Use as `async with`, in one event loop.
+    Scoring counts as failed only if an empty program cannot run either. Use as `async with`, in one
+    event loop.
     """
 
     def __init__(self, config: RewardConfig, part: Part):
-        self._part, self._code = part, config.code
+        self._part = part
+        self._code = config.code
         self._places = asyncio.Semaphore(workers_of(config))
         self._jail = Jail(
             BWRAP,
@@ -206,7 +266,10 @@ class CodeReward:
             ended = await self._run(_PROBE, tests)
             found = _score(ended, tests)
             if found is None or found.reward != reward:
-                raise RunError(f"{self._part.setting}: the sandbox does not run programs: {ended.why or 'no result'}; {ended.errors}")
+                raise RunError(
+                    f"{self._part.setting}: the sandbox does not run programs: "
+                    f"{ended.why or 'no result'}; {ended.errors}"
+                )
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -221,9 +284,12 @@ class CodeReward:
             tests = await asyncio.to_thread(cases_of, request.answer)
             if found := await self._scored(program, tests):
                 return found
-            ended = await self._run("", tests)  # a program may delete its own report; does an empty one give a report?
+            # a program may delete its own report; does an empty one give a report?
+            ended = await self._run("", tests)
             if not ended.output:
-                why = f"the sandbox does not run programs: {ended.why or 'no result'}; {ended.errors}"
+                why = (
+                    f"the sandbox does not run programs: {ended.why or 'no result'}; {ended.errors}"
+                )
                 return self._part.failed("exit", why, request)
             return await self._scored(program, tests) or Score(0.0, _parts("crashed", 0.0))
 
@@ -240,18 +306,28 @@ class CodeReward:
             "most_bytes": most_bytes(tests),
         }
         environment = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        # A program may stop the process that tests it, so the time limit of a test is also enforced from outside.
-        lines, line_s = len(tests.inputs) + 1, self._code.test_timeout_s + _GRACE_S
-        return await self._jail.run([PYTHON, "-I", str(_INSIDE)], json.dumps(task), environment, None, lines, line_s)
+        # A program may stop the process that tests it, so the time limit of a test is also enforced
+        # from outside.
+        lines = len(tests.inputs) + 1
+        line_s = self._code.test_timeout_s + _GRACE_S
+        return await self._jail.run(
+            [PYTHON, "-I", str(_INSIDE)], json.dumps(task), environment, None, lines, line_s
+        )
 
 
 def _score(ended: Ended, tests: Cases) -> Score | None:
-    """The score; None without a report. A program can overwrite the report, but gains nothing: only right results pass."""
+    """The score; None without a report.
+
+    A program can overwrite the report, but gains nothing: only right results pass.
+    """
     if not ended.output:
         return None
-    _, *lines = ended.output.split("\n", len(tests.inputs) + 1)  # one line for each test, then an empty one
+    # one line for each test, then an empty one
+    _, *lines = ended.output.split("\n", len(tests.inputs) + 1)
     most = _JSON_GROWTH * most_bytes(tests)
-    count, passed, why = len(tests.inputs), 0, "slow" if ended.kind == "deadline" else "crashed"
+    count = len(tests.inputs)
+    passed = 0
+    why = "slow" if ended.kind == "deadline" else "crashed"
     for test in range(count):
         line = lines[test] if test < len(lines) else ""
         status, result = _told(line) if len(line) <= most else ("", "")
@@ -274,9 +350,18 @@ def _told(line: str) -> tuple[str, str]:
         found = json.loads(line)
     except (ValueError, RecursionError):
         return "", ""
-    right = isinstance(found, list) and len(found) == 2 and all(isinstance(each, str) for each in found)
-    return (found[0], found[1]) if right and found[0] in ("done", "crashed", "slow", "long") else ("", "")
+    right = (
+        isinstance(found, list) and len(found) == 2 and all(isinstance(each, str) for each in found)
+    )
+    return (
+        (found[0], found[1])
+        if right and found[0] in ("done", "crashed", "slow", "long")
+        else ("", "")
+    )
 
 
 def _parts(why: str, tests: float) -> dict[str, float]:
-    return {"tests": tests, **{name: float(name == why) for name in ("no_program", "crashed", "slow", "long")}}
+    return {
+        "tests": tests,
+        **{name: float(name == why) for name in ("no_program", "crashed", "slow", "long")},
+    }

@@ -25,7 +25,9 @@ _PHRASE = re.compile(
     r"|(?:\A|\n)[#*_ ]{0,8}(?:final\s)?answer[*_ ]{0,4}(?=\n)",  # a heading
     re.IGNORECASE,
 )
-_JSON_VALUE = re.compile(r"\s*(?:\"((?:[^\"\\]|\\.)*)\"|'((?:[^'\\]|\\.)*)'|(\[[^\[\]]*\]|[^\"',}\]\s]+))\s*[,}]")
+_JSON_VALUE = re.compile(
+    r"\s*(?:\"((?:[^\"\\]|\\.)*)\"|'((?:[^'\\]|\\.)*)'|(\[[^\[\]]*\]|[^\"',}\]\s]+))\s*[,}]"
+)
 # Tags around an answer. Those of WEAK count only if no other answer follows: <output> may be a
 # program's, <response> may enclose the explanation too.
 _WEAK = ("output", "response", "result", "final", "value")
@@ -56,7 +58,9 @@ _THINKING_ENDS = re.compile(
     rf"|<\|channel\|>final{_HARMONY}|to=user<\|message\|>",
     re.IGNORECASE,
 )
-_THINKING = re.compile(rf"(?P<begin>{THINKING_BEGINS.pattern})|{_THINKING_ENDS.pattern}", re.IGNORECASE)
+_THINKING = re.compile(
+    rf"(?P<begin>{THINKING_BEGINS.pattern})|{_THINKING_ENDS.pattern}", re.IGNORECASE
+)
 # Tokens of which only several together are a mark.
 _PARTS_OF_MARKS = (
     "<|channel|>", "<|constrain|>", "<|message|>", "<|channel>", "<channel|>",
@@ -68,7 +72,9 @@ _NAMED_BEFORE = re.compile(r"\b(?:and|or|with|the|a|an|my|write|by|before|after|
 _NAMED_BEHIND = re.compile(r" (?:tag|mark|block|token|section|element|delimiter|marker)s?\b")
 _BEFORE_AMID = re.compile(r"[\w,`\"'(] ?\Z")
 _BEHIND_AMID = re.compile(r"[`\"'),.;:]| [a-z]")
-_END_OF_TURN = re.compile(r"(?:\s*(?:<\|(?:im_end|im_start|endoftext|end_of_text|eot_id|end|return)\|>\w{0,16}|</s>))+\s*\Z")
+_END_OF_TURN = re.compile(
+    r"(?:\s*(?:<\|(?:im_end|im_start|endoftext|end_of_text|eot_id|end|return)\|>\w{0,16}|</s>))+\s*\Z"
+)
 _INVISIBLE = "\u00ad\u200b\u200c\u200d\u2060\ufeff"
 _WITHOUT_INVISIBLE = dict.fromkeys(map(ord, _INVISIBLE))
 _MANY_BLANKS = re.compile(rf"[\s{_INVISIBLE}]{{64,}}+")
@@ -79,22 +85,38 @@ _NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?\\?%?"
 _RUNNING_NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+(?:\.\d+)?", re.ASCII)
 _MATH_WORDS = r"(?!(?:pi|sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|and|or)\b)"
 _NUMBER_WITH_UNIT = re.compile(
-    rf"(-?{_NUMBER})\s+({_MATH_WORDS}[A-Za-z]{{2,}}[A-Za-z .]*(?:/[A-Za-z]+)?)(?:\^\{{?[23]\}}?|[\u00b2\u00b3])?", re.ASCII
+    rf"(-?{_NUMBER})\s+({_MATH_WORDS}[A-Za-z]{{2,}}[A-Za-z "
+    rf".]*(?:/[A-Za-z]+)?)(?:\^\{{?[23]\}}?|[\u00b2\u00b3])?",
+    re.ASCII,
 )
 _SENTENCE = re.compile(r"\b(?:is|are|was|were|or|and)\b")  # words that mark a sentence, not a unit
 _FEW_WORDS = re.compile(r"[A-Za-z][a-z'-]*(?: [A-Za-z][a-z'-]*){0,2}")
-# A free-standing number: in a sentence, after "=" or a currency sign, but not part of an expression, a list or a name.
+# A free-standing number: in a sentence, after "=" or a currency sign, but not part of an
+# expression, a list or a name.
 _START = r"(?:^|(?<=[=\s*_\"'`\u3001-\u9fff\uac00-\ud7af\uff0c\uff1a])|(?<=[A-Za-z]:))(?:\\?[$€£]|\\\(|\$\$)?"
 _END = r"(?=(?:[a-z]{1,3}[²³])?(?:\\?[$€£]|\\\)|\*\*|[.,;:?\"'`°])*(?:\s|$))"
 _FREE_NUMBER = re.compile(rf"{_START}(-?{_NUMBER}){_END}", re.ASCII)
-_BEFORE_IT = re.compile(r"(?:[-+*/^×·÷(\[{<>≤≥]|\\[A-Za-z]+|\d\s*[,;]|\b(?:or|and)|(?:^|\s)\d[\d.,]*)\s*\Z")
+_BEFORE_IT = re.compile(
+    r"(?:[-+*/^×·÷(\[{<>≤≥]|\\[A-Za-z]+|\d\s*[,;]|\b(?:or|and)|(?:^|\s)\d[\d.,]*)\s*\Z"
+)
 _BEHIND_IT = re.compile(r"\s*(?:[-+*/^×·÷=<>≤≥]|\\(?!\)|\]|%|\$)|\d)")
 _BOLD = re.compile(r"(?<!\w)\*\*([^*]+)\*\*(?!\w)")
 _PROSE = re.compile(rf"(?<![\\A-Za-z]){_MATH_WORDS}[^\W\d_]{{2,}}")
 _CLOSING = ("$$", "\\]", "```", "*", "__")
-_BEHIND_PHRASE = re.compile(r"[:*_ \t]*(?:(?:[\s*_$:>`]|\\\[|\\\()*\n)?[:*_> \t]*")  # "The answer is" may end its line
-_WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("__", "__"), ("`", "`"))
-_THOUSANDS = re.compile(r"(?<=\d)(?:,?\\!\s?|\\[,;: ]|\s?\{,\s?\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+# "The answer is" may end its line
+_BEHIND_PHRASE = re.compile(r"[:*_ \t]*(?:(?:[\s*_$:>`]|\\\[|\\\()*\n)?[:*_> \t]*")
+_WRAPPERS = (
+    ("$$", "$$"),
+    ("$", "$"),
+    ("\\(", "\\)"),
+    ("\\[", "\\]"),
+    ("**", "**"),
+    ("__", "__"),
+    ("`", "`"),
+)
+_THOUSANDS = re.compile(
+    r"(?<=\d)(?:,?\\!\s?|\\[,;: ]|\s?\{,\s?\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))"
+)
 _DECIMAL_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _WITH_BLANKS = re.compile(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
 # Fonts of words, which may be units, and fonts of variables. Sizes, styles and colors say nothing.
@@ -112,15 +134,19 @@ _LOOK = re.compile(
     re.ASCII,
 )
 _MAY_TAKE_ARGUMENT = re.compile(r"[\^_})A-Za-z]\Z")
-_DIGITS_UPRIGHT = re.compile(rf"(?<![\^_}})A-Za-z]){UPRIGHT}\s*\{{(\s*-?\d[\d.,/]*\s*)\}}", re.ASCII)
+_DIGITS_UPRIGHT = re.compile(
+    rf"(?<![\^_}})A-Za-z]){UPRIGHT}\s*\{{(\s*-?\d[\d.,/]*\s*)\}}", re.ASCII
+)
 _OLD_UPRIGHT = re.compile(
     r"(?<![\^_\]}A-Za-z])\{\s*\\(?:rm|rmfamily|upshape)(?![A-Za-z])\s*([A-Za-z]+)\s*\}"  # {\rm cm}
     r"|\\(?:rm|rmfamily|upshape|mathup|hbox)(?![A-Za-z])\s*([A-Za-z]+|\{?)"
 )
 _UPRIGHT_LETTER = re.compile(rf"({UPRIGHT})(?![A-Za-z])\s*([A-Za-z0-9])")
-_FONT = re.compile(rf"(?:(?:{UPRIGHT}|\\(?:underline|emph|boxed|fbox))\s*)?\{{")  # removed if around the whole answer
+# removed if around the whole answer
+_FONT = re.compile(rf"(?:(?:{UPRIGHT}|\\(?:underline|emph|boxed|fbox))\s*)?\{{")
 _SQUARE = re.compile(
-    r"(?<!\s)(?:\s|~|\\[ ,;:!]|\\q?quad)*(?:\\(?:square|blacksquare|Box|qed|checkmark)|[\u2705\u2713\u2714\u25a0\u25a1])\Z"
+    r"(?<!\s)(?:\s|~|\\[ "
+    r",;:!]|\\q?quad)*(?:\\(?:square|blacksquare|Box|qed|checkmark)|[\u2705\u2713\u2714\u25a0\u25a1])\Z"
 )
 _SPAN = re.compile(  # inline math
     r"(?<!\\)\$\$?(?=\S)((?:[^$\\]|\\.)*?)(?<=\S)(?<!\\)\$\$?(?!\d)|\\\((.*?)\\\)|\\\[(.*?)\\\]|\$ (\\[^$]*) \$"
@@ -128,13 +154,18 @@ _SPAN = re.compile(  # inline math
 _BETWEEN_SPANS = re.compile(r"\s*(?:,|;|(?:,\s*)?(?:and|or))\s*")
 _VALUE = re.compile(rf"{_SPAN.pattern}|(?<![\w^{{_.])-?\d+(?:[.,/]\d+)*")
 # Of sentences behind "Answer:".
-_JUDGES = re.compile(r"\W{0,8}(?:yes|no|not|none|neither|true|false|unknown|nope|wrong|incorrect|let|suppose)\b", re.IGNORECASE)
+_JUDGES = re.compile(
+    r"\W{0,8}(?:yes|no|not|none|neither|true|false|unknown|nope|wrong|incorrect|let|suppose)\b",
+    re.IGNORECASE,
+)
 _INTRODUCTION = re.compile(
     r"\A\W{0,8}(?:if|when|after|before|for|with|of|in|at|on|since|because|given|as)\b[^,]{0,200},\s+",
     re.IGNORECASE,
 )
 _VERB = re.compile(r"\b(?:is|are|was|were|equals|makes|totals|(?:comes?|amounts?) to)\b|=")
-_JOINS = re.compile(r"\b(?:and|or)\b(?!\s+\\?[-$\d])|\b(?:but|while|whereas|so|then|not)\b", re.IGNORECASE)
+_JOINS = re.compile(
+    r"\b(?:and|or)\b(?!\s+\\?[-$\d])|\b(?:but|while|whereas|so|then|not)\b", re.IGNORECASE
+)
 _PARTS = re.compile(r"[,;](?!\d)(?![^$]*\$(?:[^$]*\$[^$]*\$)*[^$]*\Z)")  # outside formulas
 _BEHIND_SPAN = re.compile(r"[^\d$\\=<>^]*")  # a unit, a remark
 _STATED = re.compile(r"(?:\b(?:is|are|be|equals?|to)\s+|=\s*|:\s+)(?=\S)")
@@ -143,8 +174,12 @@ _LEADING = re.compile(  # "16, not 14", "14 (fourteen)": the part before the rem
     r"(?!\s*(?:or|and|\d|[-+$\\(]))(?=\s*[A-Za-z])"
 )
 _OPTION = re.compile(r"\A(?:option|choice)\s+(?=\(?[A-J]\b)", re.IGNORECASE)
-_CLAUSE = re.compile(r"=|(?<!\d)[,;:.!?]|[,;:.!?](?!\d)|\b(?:but|so|hence|thus|therefore|then|rather|which|it's)\b", re.IGNORECASE)
-# "I think it's not 72", "at least 72", "less than 72": a clause that denies or bounds a value does not state one.
+_CLAUSE = re.compile(
+    r"=|(?<!\d)[,;:.!?]|[,;:.!?](?!\d)|\b(?:but|so|hence|thus|therefore|then|rather|which|it's)\b",
+    re.IGNORECASE,
+)
+# "I think it's not 72", "at least 72", "less than 72": a clause that denies or bounds a value does
+# not state one.
 DENIED = re.compile(
     r"\b(?:not|never|neither|nor|cannot|no\s+longer|isn|aren|wasn|doubt|unlikely|impossible|wrong|incorrect|false"
     r"|at\s+(?:least|most)|than|fewer|up\s+to|exceeds?|either|whether|if|unless|without"
@@ -157,23 +192,35 @@ _REJECTED = re.compile(
 _DOUBTED = re.compile(
     r"(?:\b(?:doubt|unlikely|impossible|false|wrong|incorrect|deny|denies)|\b(?:not|never)\s+(?:believe|think|sure|true|certain|say|the\s+case)"
     r"|n['\u2019]t\s+(?:believe|think|sure|true|certain|say|know))\b(?:(?!\b(?:but|so|hence|thus|therefore)\b)[^.;])*\Z"
-    r"|\b(?:if|whether)\s+(?:(?:the|my|your|final|correct|right)\s+)*\Z",  # "I cannot determine if the answer is 18"
+    # "I cannot determine if the answer is 18"
+    r"|\b(?:if|whether)\s+(?:(?:the|my|your|final|correct|right)\s+)*\Z",
     re.IGNORECASE,
 )
 _APART = re.compile(
-    r"\b(?:by|of|over|plus|minus|times|from|than|divided|if|when|where|for|mod|modulo|until|since|because|as)\s*\Z", re.IGNORECASE
+    r"\b(?:by|of|over|plus|minus|times|from|than|divided|if|when|where|for|mod|modulo|until|since|because|as)\s*\Z",
+    re.IGNORECASE,
 )
-_NUMBER_OF_DEGREES = re.compile(rf"\A(-?{_NUMBER})\s*(?:\^\s*\\circ|\^\s*\{{\s*\\circ\s*\}}|\\degree|°|\u00ba)\Z")
+_NUMBER_OF_DEGREES = re.compile(
+    rf"\A(-?{_NUMBER})\s*(?:\^\s*\\circ|\^\s*\{{\s*\\circ\s*\}}|\\degree|°|\u00ba)\Z"
+)
 _PRODUCT_WITH_BOX = re.compile(r"[\s$(\[\\]*-?\d[\d\s.,*/^+-]*\Z")
 
 
 def plain(text: str) -> str:
-    """The text in the characters that the graders know: composed (NFC), without invisible ones, and full-width and mathematical letters and
-    digits as plain ones. Commands that were escaped twice have one backslash. LaTeX has few fonts."""
+    """The text in the characters that the graders know: composed (NFC), without invisible ones, and
+    full-width and mathematical letters and digits as plain ones. Commands that were escaped twice
+    have one backslash. LaTeX has few fonts.
+    """
     if not text.isascii():
         composed = unicodedata.normalize("NFC", text).translate(_WITHOUT_INVISIBLE)
-        text = "".join(unicodedata.normalize("NFKC", c) if "\uff01" <= c <= "\uff5e" or c >= "\U0001d400" else c for c in composed)
-    text = re.sub(r"[\b\f](?=[a-z])", lambda lost: {"\b": "\\b", "\f": "\\f"}[lost[0]], text)  # \\boxed, \\frac read as JSON or Python
+        text = "".join(
+            unicodedata.normalize("NFKC", c)
+            if "\uff01" <= c <= "\uff5e" or c >= "\U0001d400"
+            else c
+            for c in composed
+        )
+    # \\boxed, \\frac read as JSON or Python
+    text = re.sub(r"[\b\f](?=[a-z])", lambda lost: {"\b": "\\b", "\f": "\\f"}[lost[0]], text)
     return _without_looks(_DOUBLED.sub(r"\\", text))
 
 
@@ -186,7 +233,9 @@ def _without_looks(text: str) -> str:
 
 
 def _without_look(look: re.Match[str]) -> str:
-    """What a font, size or color applies to: 12 of \\mathbf{12}, in braces where it may be an argument."""
+    """What a font, size or color applies to: 12 of \\mathbf{12}, in braces where it may be an
+    argument.
+    """
     before = look.string[max(0, look.start() - 1) : look.start()]
     content = look[1] or ""
     if not _MAY_TAKE_ARGUMENT.match(before):
@@ -206,10 +255,14 @@ def _new_upright(font: re.Match[str]) -> str:
 
 
 def odd_character(text: str) -> str | None:
-    """The first control, format (bidirectional), private or unassigned character that is no blank; None if there is none."""
+    """The first control, format (bidirectional), private or unassigned character that is no blank;
+    None if there is none.
+    """
     if text.isascii() and text.isprintable():
         return None
-    return next((c for c in text if unicodedata.category(c).startswith("C") and c not in " \t\r\n"), None)
+    return next(
+        (c for c in text if unicodedata.category(c).startswith("C") and c not in " \t\r\n"), None
+    )
 
 
 def after_thinking(text: str) -> str:
@@ -235,7 +288,9 @@ def after_thinking(text: str) -> str:
 
 
 def _real_marks(marks: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-    """The marks in a text, without those that it names: "`<think>`", "in <think> tags", "with </think>"."""
+    """The marks in a text, without those that it names: "`<think>`", "in <think> tags", "with
+    </think>".
+    """
     for mark in marks.finditer(text):
         before = text[max(0, mark.start() - 16) : mark.start()]
         behind = text[mark.end() : mark.end() + 16]
@@ -252,7 +307,9 @@ def _is_amid_sentence(mark: re.Match[str]) -> bool:
 
 
 def thinking_in(prompt: str) -> str:
-    """The mark that begins thinking, if the prompt ends with it, as chat templates of thinking models do; else empty."""
+    """The mark that begins thinking, if the prompt ends with it, as chat templates of thinking
+    models do; else empty.
+    """
     begin = re.search(rf"(?:{THINKING_BEGINS.pattern})\s*\Z", prompt[-256:], re.IGNORECASE)
     return begin[0] if begin else ""
 
@@ -264,26 +321,34 @@ def is_of_mark(token: str) -> bool:
 
 
 _ASKED = re.compile(
-    r"(<([A-Za-z][\w-]*)>)[^<>]{0,80}(</\2>)|(\[([A-Z]+)\])[^\[\]]{0,80}(\[/\5\])|(\"\w*(?:answer|result|solution)\w*\"\s*:)", re.IGNORECASE
+    r"(<([A-Za-z][\w-]*)>)[^<>]{0,80}(</\2>)|(\[([A-Z]+)\])[^\[\]]{0,80}(\[/\5\])|(\"\w*(?:answer|result|solution)\w*\"\s*:)",
+    re.IGNORECASE,
 )
 
 
 def asked_forms(prompt: str) -> list[tuple[str, str]]:
-    """What stands before and behind an answer in each form for which the prompt may ask: tags other than of thinking, a key of JSON."""
+    """What stands before and behind an answer in each form for which the prompt may ask: tags other
+    than of thinking, a key of JSON.
+    """
     asked = [match for match in _ASKED.finditer(prompt) if not THINKING_BEGINS.match(match[0])]
-    return [(f'{{{match[7]} "', '"}') if match[7] else (match[1] or match[4], match[3] or match[6]) for match in asked]
+    return [
+        (f'{{{match[7]} "', '"}') if match[7] else (match[1] or match[4], match[3] or match[6])
+        for match in asked
+    ]
 
 
 def final_part(text: str) -> str:
-    """The part of a response in which its final answer must stand: after the thinking, and among the last MAX_TEXT_CHARS characters, where
-    a run of many blanks counts as one."""
+    """The part of a response in which its final answer must stand: after the thinking, and among
+    the last MAX_TEXT_CHARS characters, where a run of many blanks counts as one.
+    """
     end = _MANY_BLANKS.sub(lambda blanks: "\n" if "\n" in blanks[0] else " ", after_thinking(text))
     turn = _END_OF_TURN.search(end, max(0, len(end) - MAX_ANSWER_CHARS))
     return plain(end[: turn.start() if turn else None][-MAX_TEXT_CHARS:])
 
 
 def answers(text: str, is_marked: bool = False) -> list[str]:
-    """What the final answer of a text may be, cleaned: what it marks, else its last line, or the number or expression that line states.
+    """What the final answer of a text may be, cleaned: what it marks, else its last line, or the
+    number or expression that line states.
 
     Of a sentence that is marked (`is_marked`: as a whole), only `_values_of`.
     """
@@ -304,10 +369,12 @@ def answers(text: str, is_marked: bool = False) -> list[str]:
 
 
 def _values_of(sentence: str) -> list[str]:
-    """The whole of what stands at the mark of an answer, such as "Answer:", and the value that it states as a sentence.
+    """The whole of what stands at the mark of an answer, such as "Answer:", and the value that it
+    states as a sentence.
 
-    That is its first value if only a remark follows ("12, see page 34"), its only value ("She left 3 hours ago"), or the one behind its
-    only verb if it ends there ("20% of 45 is 9"). A sentence with several statements or with "yes" or "no" states none.
+    That is its first value if only a remark follows ("12, see page 34"), its only value ("She left
+    3 hours ago"), or the one behind its only verb if it ends there ("20% of 45 is 9"). A sentence
+    with several statements or with "yes" or "no" states none.
     """
     whole = _without_remark(sentence)
     if not _PROSE.search(whole) or _JUDGES.match(sentence):
@@ -337,8 +404,9 @@ def _values_in(sentence: str) -> list[re.Match[str]]:
 
 
 def marked_answer(text: str) -> str | None:
-    """The answer that the text marks, cleaned: between its last tags, such as <answer>, else in its last \\boxed{}, else after its last
-    "####" (GSM8K), else after its last "answer is", "Answer:" or "answer" as a key of JSON.
+    """The answer that the text marks, cleaned: between its last tags, such as <answer>, else in its
+    last \\boxed{}, else after its last "####" (GSM8K), else after its last "answer is", "Answer:"
+    or "answer" as a key of JSON.
 
     None if it marks none; empty if the marked answer is empty, too long or never closed.
     """
@@ -356,7 +424,9 @@ def marked_answer(text: str) -> str | None:
 
 
 def _whole_sentence(text: str) -> str:
-    """The sentence after "Answer:", as in "Answer: The total is 34."; empty if another mark counts, such as "The answer is"."""
+    """The sentence after "Answer:", as in "Answer: The total is 34."; empty if another mark counts,
+    such as "The answer is".
+    """
     phrase = _last_phrase(text)
     if not phrase or phrase[0].endswith("is") or "####" in text or boxed_answers(text):
         return ""
@@ -364,7 +434,10 @@ def _whole_sentence(text: str) -> str:
 
 
 def _last_phrase(text: str) -> re.Match[str] | None:
-    """The last "answer is" or its like. A key such as "result" counts only in an object behind which no digit follows."""
+    """The last "answer is" or its like.
+
+    A key such as "result" counts only in an object behind which no digit follows.
+    """
     weak_counts = not re.search(r"\d", text[text.rfind("}") + 1 :])
     phrases = [phrase for phrase in _PHRASE.finditer(text) if weak_counts or not phrase["weak"]]
     return phrases[-1] if phrases else None
@@ -399,7 +472,9 @@ def _answers_again(text: str) -> bool:
 
 
 def _sentence(text: str) -> str | None:
-    """What follows the last "answer is" or its like, up to the end of the sentence or line; empty if that is in doubt."""
+    """What follows the last "answer is" or its like, up to the end of the sentence or line; empty
+    if that is in doubt.
+    """
     phrase = _last_phrase(text)
     if phrase is None:
         return None
@@ -422,31 +497,45 @@ def last_line(text: str) -> str:
 
 
 def _without_closing(text: str) -> str:
-    """The text without closing delimiters at its end. (A search from the left would take quadratic time.)"""
-    while shorter := next((text[: -len(mark)].rstrip() for mark in _CLOSING if text.endswith(mark)), ""):
+    """The text without closing delimiters at its end.
+
+    (A search from the left would take quadratic time.)
+    """
+    while shorter := next(
+        (text[: -len(mark)].rstrip() for mark in _CLOSING if text.endswith(mark)), ""
+    ):
         text = shorter
     return text
 
 
 def last_number(text: str) -> str:
-    """The last number of the last line, if the line is prose. Commas between groups of three digits are thousands separators.
+    """The last number of the last line, if the line is prose.
 
-    Empty if the number is part of an expression or a list, like the 5 in 2^5, (3, 5), 1e5 and \\frac{1}{5}.
+    Commas between groups of three digits are thousands separators.
+
+    Empty if the number is part of an expression or a list, like the 5 in 2^5, (3, 5), 1e5 and
+    \\frac{1}{5}.
     """
     line = _BOLD.sub(r"\1", last_line(text))
     if not _PROSE.search(line):
         return ""
     for match in reversed(list(_FREE_NUMBER.finditer(line))):
-        if _BEFORE_IT.search(line, 0, match.start()) or _BEHIND_IT.match(line, match.end()) or _denies(line, match.start(), match.end()):
+        if (
+            _BEFORE_IT.search(line, 0, match.start())
+            or _BEHIND_IT.match(line, match.end())
+            or _denies(line, match.start(), match.end())
+        ):
             return ""
         return match[1]
     return ""
 
 
 def last_expression(text: str) -> str:
-    """The expression that the last line states, cleaned, if the line is prose: "The value is $2\\sqrt3$.", "**Vertex: (-3, 4)**".
+    """The expression that the last line states, cleaned, if the line is prose: "The value is
+    $2\\sqrt3$.", "**Vertex: (-3, 4)**".
 
-    Several in a row, as in "$3$ or $-3$", are a list. Empty if anything but a remark follows, or if the clause denies it.
+    Several in a row, as in "$3$ or $-3$", are a list. Empty if anything but a remark follows, or if
+    the clause denies it.
     """
     line = _BOLD.sub(r"\1", last_line(text)).strip("* ")
     if not _PROSE.search(line):
@@ -454,13 +543,23 @@ def last_expression(text: str) -> str:
     spans = list(_SPAN.finditer(line))
     if spans:
         first = last = len(spans) - 1
-        while first and _BETWEEN_SPANS.fullmatch(line, spans[first - 1].end(), spans[first].start()):
+        while first and _BETWEEN_SPANS.fullmatch(
+            line, spans[first - 1].end(), spans[first].start()
+        ):
             first -= 1
-        start, end = spans[first].start(), spans[last].end()
+        start = spans[first].start()
+        end = spans[last].end()
         behind = _BEHIND_SPAN.fullmatch(line, end)
-        if not behind or _APART.search(line, 0, start) or _BEFORE_IT.search(line, 0, start) or _denies(line, start, end):
+        if (
+            not behind
+            or _APART.search(line, 0, start)
+            or _BEFORE_IT.search(line, 0, start)
+            or _denies(line, start, end)
+        ):
             return ""
-        return clean(", ".join(clean("".join(filter(None, span.groups()))) for span in spans[first:]))
+        return clean(
+            ", ".join(clean("".join(filter(None, span.groups()))) for span in spans[first:])
+        )
     stated = list(_STATED.finditer(line))
     if not stated or _denies(line, stated[-1].end(), len(line)):
         return ""
@@ -472,51 +571,90 @@ def _denies(line: str, start: int, end: int) -> bool:
     """Whether the clause around a value in a sentence denies or bounds it."""
     before = [mark.end() for mark in _CLAUSE.finditer(line, 0, start)]
     after = _CLAUSE.search(line, end)
-    if DENIED.search(line, before[-1] if before else 0, start) or DENIED.search(line, end, after.start() if after else len(line)):
+    if DENIED.search(line, before[-1] if before else 0, start) or DENIED.search(
+        line, end, after.start() if after else len(line)
+    ):
         return True
     return bool(_REJECTED.search(line, end))
 
 
 def _without_remark(answer: str) -> str:
-    """What follows "the answer is", cleaned, without a remark such as ", not 14" or "(fourteen)" behind it."""
+    """What follows "the answer is", cleaned, without a remark such as ", not 14" or "(fourteen)"
+    behind it.
+    """
     answer = _OPTION.sub("", _BOLD.sub(r"\1", answer))
     leading = _LEADING.match(answer)
-    if leading and not (_REJECTED.search(answer, leading.end()) or re.search(r"\bor\b", answer[leading.end() :])):
+    if leading and not (
+        _REJECTED.search(answer, leading.end()) or re.search(r"\bor\b", answer[leading.end() :])
+    ):
         return clean(leading["number"])
     span = _SPAN.match(answer)
-    if span and not _REJECTED.search(answer, span.end()) and re.match(r"\s*[,;(]\s*(?!or\b|and\b)[A-Za-z]{2}", answer[span.end() :]):
+    if (
+        span
+        and not _REJECTED.search(answer, span.end())
+        and re.match(r"\s*[,;(]\s*(?!or\b|and\b)[A-Za-z]{2}", answer[span.end() :])
+    ):
         return clean("".join(filter(None, span.groups())))
     return clean(answer)
 
 
 def last_running_number(text: str) -> str:
-    """The last number of the last line, which is a list such as "7,7,6,7,2": every comma separates. Empty if there is none."""
+    """The last number of the last line, which is a list such as "7,7,6,7,2": every comma separates.
+
+    Empty if there is none.
+    """
     return _last_match(_RUNNING_NUMBER, text)
 
 
 def clean(answer: str) -> str:
-    """The answer without surrounding blanks, math delimiters, bold marks, final full stop, and a lone number's unit."""
+    """The answer without surrounding blanks, math delimiters, bold marks, final full stop, and a
+    lone number's unit.
+    """
     if len(answer) > MAX_ANSWER_CHARS:
         return ""
     before = None
     while answer != before:
         before = answer
-        answer = answer.strip().removesuffix(".").removesuffix("\u3002").removesuffix("**").removeprefix("**").strip("` \t\r\n")
+        answer = (
+            answer.strip()
+            .removesuffix(".")
+            .removesuffix("\u3002")
+            .removesuffix("**")
+            .removeprefix("**")
+            .strip("` \t\r\n")
+        )
         for opening, closing in _WRAPPERS:
-            if len(answer) >= len(opening + closing) and answer.startswith(opening) and answer.endswith(closing):
+            if (
+                len(answer) >= len(opening + closing)
+                and answer.startswith(opening)
+                and answer.endswith(closing)
+            ):
                 answer = answer[len(opening) : -len(closing)]
     answer = _unwrapped(_SQUARE.sub("", answer))
-    answer = answer.removeprefix("=").lstrip().removeprefix("\\$").removeprefix("$").replace("\N{MINUS SIGN}", "-").removesuffix(",")
+    answer = (
+        answer.removeprefix("=")
+        .lstrip()
+        .removeprefix("\\$")
+        .removeprefix("$")
+        .replace("\N{MINUS SIGN}", "-")
+        .removesuffix(",")
+    )
     answer = _DECIMAL_COMMA.sub(".", _THOUSANDS.sub("", answer))
     answer = _NUMBER_OF_DEGREES.sub(r"\1", answer)
     if _WITH_BLANKS.fullmatch(answer):
         return answer.replace(" ", "")
     with_unit = _NUMBER_WITH_UNIT.fullmatch(answer)
-    return with_unit[1] if with_unit and not (_SENTENCE.search(with_unit[2]) or DENIED.search(with_unit[2])) else answer
+    return (
+        with_unit[1]
+        if with_unit and not (_SENTENCE.search(with_unit[2]) or DENIED.search(with_unit[2]))
+        else answer
+    )
 
 
 def _unwrapped(answer: str) -> str:
-    """The content of braces that enclose all of the answer, or of a font that does and holds more than words."""
+    """The content of braces that enclose all of the answer, or of a font that does and holds more
+    than words.
+    """
     font = _FONT.match(answer)
     if font is None or not answer.endswith("}"):
         return answer
@@ -531,12 +669,16 @@ def _unwrapped(answer: str) -> str:
 
 
 def boxed_answers(text: str) -> list[str]:
-    """The content of the last box, cleaned. Contents of earlier boxes come before it if "and", "or" or a comma joins them to it. Empty list
-    without a box; a box that is empty or never closed has an empty content."""
+    """The content of the last box, cleaned.
+
+    Contents of earlier boxes come before it if "and", "or" or a comma joins them to it. Empty list
+    without a box; a box that is empty or never closed has an empty content.
+    """
     last = _last_box(text)
     if last < 0:
         return []
-    found, start = [clean(_boxed(text, last))], last
+    found = [clean(_boxed(text, last))]
+    start = last
     before = [box.start() for box in _BOX.finditer(text, max(0, last - MAX_ANSWER_CHARS), last)]
     for box in reversed(before[-_MAX_BOXES:]):
         content = _boxed(text, box)
@@ -545,7 +687,8 @@ def boxed_answers(text: str) -> list[str]:
         end = opening.end() + len(content) + 2
         if not content or not (end == start or _BETWEEN_BOXES.fullmatch(text, end, start)):
             break
-        found, start = [clean(content), *found], box
+        found = [clean(content), *found]
+        start = box
     return found
 
 
@@ -560,7 +703,9 @@ def _last_box(text: str) -> int:
     if last < 0 or not _BOX.match(text, last):  # not a box, or another command such as \\boxedfoo
         return -1
     around = _BOX.finditer(text, max(0, last - MAX_ANSWER_CHARS), last)
-    return next((box.start() for box in around if box.end() + len(_boxed(text, box.start())) > last), last)
+    return next(
+        (box.start() for box in around if box.end() + len(_boxed(text, box.start())) > last), last
+    )
 
 
 def _line(text: str, start: int) -> str:
@@ -569,7 +714,9 @@ def _line(text: str, start: int) -> str:
 
 
 def _boxed(text: str, start: int) -> str:
-    """The content of the box at `start`; empty if the box is a factor of a product or not closed within the allowed length."""
+    """The content of the box at `start`; empty if the box is a factor of a product or not closed
+    within the allowed length.
+    """
     line = text[max(0, start - MAX_ANSWER_CHARS) : start].rsplit("\n", 1)[-1]
     box = _BOX.match(text, start)
     assert box is not None
@@ -600,9 +747,11 @@ def _last_match(pattern: re.Pattern[str], text: str) -> str:
 
 
 _LETTER = r"\(?([A-J])(?![A-Za-z0-9'])"
-_HEDGED = r"\)?\s*(?:,|/|&|or\b|and\b)\s*\(?(?-i:[A-HJ]|I(?!\s+[a-z]))(?![A-Za-z])"  # more letters follow: then no letter is chosen
+# more letters follow: then no letter is chosen
+_HEDGED = r"\)?\s*(?:,|/|&|or\b|and\b)\s*\(?(?-i:[A-HJ]|I(?!\s+[a-z]))(?![A-Za-z])"
 _SAID = re.compile(
-    rf"answer(?:\s{{1,8}}is)?\s{{0,8}}:?[\s*_$]{{0,16}}(?:\\boxed\{{)?(?:\\text(?:bf)?\{{)?\s{{0,8}}{_LETTER}(?!{_HEDGED})", re.IGNORECASE
+    rf"answer(?:\s{{1,8}}is)?\s{{0,8}}:?[\s*_$]{{0,16}}(?:\\boxed\{{)?(?:\\text(?:bf)?\{{)?\s{{0,8}}{_LETTER}(?!{_HEDGED})",
+    re.IGNORECASE,
 )
 _PRONOUN = re.compile(r"\s+[a-z]")
 _BOXED = re.compile(rf"(?:\\text(?:bf)?\{{)?\s*{_LETTER}\s*\)?[.:]?\s*\}}?")
@@ -611,10 +760,11 @@ _CHOICE_WITHIN = 4096  # the choice must be among this many last characters
 
 
 def chosen_letter(text: str) -> str:
-    """The letter that a response chooses: the whole last line, else the marked answer, else the last letter after "answer is" or "Answer:".
-    Empty if there is none.
+    """The letter that a response chooses: the whole last line, else the marked answer, else the
+    last letter after "answer is" or "Answer:". Empty if there is none.
 
-    MMLU-Pro's own extraction is laxer: the first "answer is", then any capital letter that stands alone (such as "I"), then a random one.
+    MMLU-Pro's own extraction is laxer: the first "answer is", then any capital letter that stands
+    alone (such as "I"), then a random one.
     """
     end = text[-_CHOICE_WITHIN:]
     enclosed = _enclosed(end)

@@ -1,4 +1,6 @@
-"""IFEval (arXiv:2311.07911): grades whether a response follows its prompt's instructions, by the authors' code in lm-eval."""
+"""IFEval (arXiv:2311.07911): grades whether a response follows its prompt's instructions, by the
+authors' code in lm-eval.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,15 @@ class _Graders(NamedTuple):
 
 
 def check_installed(setting: str) -> None:
-    """Raises ConfigError that names missing packages and the command that installs them. Args: setting: the "key=value" that needs them."""
+    """Raises ConfigError that names missing packages and the command that installs them.
+
+    Args: setting: the "key=value" that needs them.
+    """
     if absent := [name for name in _PACKAGES if find_spec(name) is None]:
-        raise ConfigError(f"{setting}: needs the packages of the extra ifeval ({', '.join(absent)} not found): pip install -e '.[ifeval]'")
+        raise ConfigError(
+            f"{setting}: needs the packages of the extra ifeval ({', '.join(absent)} not found): "
+            "pip install -e '.[ifeval]'"
+        )
     import nltk
 
     try:
@@ -36,16 +44,25 @@ def check_installed(setting: str) -> None:
     except LookupError as error:
         where = "NLTK_DATA names another folder than nltk's own"
         command = "python -m nltk.downloader punkt_tab"
-        raise ConfigError(f"{setting}: needs nltk's data punkt_tab, which splits sentences: {command} ({where})") from error
+        raise ConfigError(
+            f"{setting}: needs nltk's data punkt_tab, which splits sentences: {command} ({where})"
+        ) from error
 
 
 @cache
 def _graders() -> _Graders:
-    """lm-eval's folder for IFEval, imported without the packages around it. Those would load datasets, pandas and more, which the graders
-    do not use, for five seconds and most of a worker's memory. Seeds the language detection, which is random by default."""
+    """lm-eval's folder for IFEval, imported without the packages around it.
+
+    Those would load datasets, pandas and more, which the graders do not use, for five seconds and
+    most of a worker's memory. Seeds the language detection, which is random by default.
+    """
     check_installed(f"reward.name={NAME}")
     (root,) = find_spec("lm_eval").submodule_search_locations  # type: ignore[union-attr, misc]
-    hollow = {name: folder for name, folder in (("lm_eval", root), ("lm_eval.tasks", f"{root}/tasks")) if name not in sys.modules}
+    hollow = {
+        name: folder
+        for name, folder in (("lm_eval", root), ("lm_eval.tasks", f"{root}/tasks"))
+        if name not in sys.modules
+    }
     for name, folder in hollow.items():
         sys.modules[name] = ModuleType(name)
         sys.modules[name].__path__ = [folder]
@@ -62,17 +79,34 @@ def _graders() -> _Graders:
 
 
 def reference(answer: str) -> str:
-    """Checks the instructions of a row. Returns JSON of an object with instruction_id_list and kwargs. Drops nulls, which rows from the hub
-    have for the arguments of all other instructions. Raises ValueError."""
+    """Checks the instructions of a row.
+
+    Returns JSON of an object with instruction_id_list and kwargs. Drops nulls, which rows from the
+    hub have for the arguments of all other instructions. Raises ValueError.
+    """
     found = json.loads(answer)
-    names, given = (found.get(key) if isinstance(found, dict) else None for key in ("instruction_id_list", "kwargs"))
-    if not isinstance(names, list) or not isinstance(given, list) or not 0 < len(names) == len(given):
-        raise ValueError("must be an object with instruction_id_list and kwargs, two lists of one length")
-    return json.dumps({"instruction_id_list": names, "kwargs": [_arguments(*each) for each in zip(names, given)]})
+    names, given = (
+        found.get(key) if isinstance(found, dict) else None
+        for key in ("instruction_id_list", "kwargs")
+    )
+    if (
+        not isinstance(names, list)
+        or not isinstance(given, list)
+        or not 0 < len(names) == len(given)
+    ):
+        raise ValueError(
+            "must be an object with instruction_id_list and kwargs, two lists of one length"
+        )
+    return json.dumps(
+        {"instruction_id_list": names, "kwargs": [_arguments(*each) for each in zip(names, given)]}
+    )
 
 
 def _arguments(name: Any, given: Any) -> dict[str, Any]:
-    """The checked arguments of an instruction. All must be given, since the library would choose missing ones at random."""
+    """The checked arguments of an instruction.
+
+    All must be given, since the library would choose missing ones at random.
+    """
     known = _graders().instructions
     if name not in known:
         raise ValueError(f"{name!r} is none of the {len(known)} instructions: {', '.join(known)}")
@@ -82,7 +116,11 @@ def _arguments(name: Any, given: Any) -> dict[str, Any]:
     instruction = known[name](name)
     wanted = instruction.get_instruction_args_keys()
     if set(own) != set(wanted) or not all(own.values()):
-        takes = f"needs {', '.join(wanted)}, none of them 0 or empty," if wanted else "takes no arguments,"
+        takes = (
+            f"needs {', '.join(wanted)}, none of them 0 or empty,"
+            if wanted
+            else "takes no arguments,"
+        )
         raise ValueError(f"{name} {takes} not {own}")
     try:
         instruction.build_description(**own)
@@ -102,17 +140,22 @@ def instructions(answer: str) -> int:
 
 
 def ifeval_reward(text: str, answer: str) -> dict[str, float]:
-    """1 if the response follows all instructions of `answer` (see `reference`) strictly, else 0. Also gives MEASURES: whether all are
-    followed, and which share of them, both strictly and loosely (ignoring the first line, the last line, or asterisks).
+    """1 if the response follows all instructions of `answer` (see `reference`) strictly, else 0.
 
-    Two of the data set's 541 rows ask for a "letter" that is not one (# and !). For those the authors' code chooses a letter at random;
-    here it is always the same one.
+    Also gives MEASURES: whether all are followed, and which share of them, both strictly and
+    loosely (ignoring the first line, the last line, or asterisks).
+
+    Two of the data set's 541 rows ask for a "letter" that is not one (# and !). For those the
+    authors' code chooses a letter at random; here it is always the same one.
     """
-    measures, row = _graders().measures, json.loads(answer)
+    measures = _graders().measures
+    row = json.loads(answer)
     example = measures.InputExample(key=0, prompt="", **row)
     found = {}
     for level in ("strict", "loose"):
         random.seed(answer)
-        followed = getattr(measures, f"test_instruction_following_{level}")(example, text).follow_instruction_list
+        followed = getattr(measures, f"test_instruction_following_{level}")(
+            example, text
+        ).follow_instruction_list
         found |= {f"prompt_{level}": float(all(followed)), f"instruction_{level}": fmean(followed)}
     return {"score": found["prompt_strict"], **found}

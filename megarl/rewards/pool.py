@@ -24,24 +24,31 @@ from megarl.sandbox.pool import CallFailed, WorkerPool
 from megarl.sandbox.process import own_line
 
 OF_VERIFIERS = ("response", "answer")
-CORES_OF_A_WORKER, MOST_WORKERS = 4, 32  # used if reward.workers is null
+CORES_OF_A_WORKER = 4
+MOST_WORKERS = 32  # used if reward.workers is null
 _TIMEOUT_TOLD = " (reward.timeout_s)"
 _PASSED = ("HOME", "NLTK_DATA")  # where nltk finds its data
 
 
 def workers_of(config: RewardConfig) -> int:
-    """How many responses are scored at a time. By default it leaves most of this host's cores to engines and generator."""
+    """How many responses are scored at a time.
+
+    By default it leaves most of this host's cores to engines and generator.
+    """
     return config.workers or min(MOST_WORKERS, max(1, usable_cores() // CORES_OF_A_WORKER))
 
 
 class RewardPool(WorkerPool):
-    """Scores responses in `workers_of(config)` processes. The scorer is one of VERIFIERS, or the user's function `package.module:name`,
-    which gets the fields `parameters` (see rewards.score.parameters_of).
+    """Scores responses in `workers_of(config)` processes.
 
-    A call fails if it raises ValueError, takes longer than `config.timeout_s`, runs out of memory, or has ended two workers. The response
-    then scores `config.failed_score`, and its Score records the failure. Any other exception is a mistake in the function and is raised,
-    since a run must not learn from it. Output of the function goes to `log_folder`/reward.<number>.log. Use as `async with`, in one event
-    loop.
+    The scorer is one of VERIFIERS, or the user's function `package.module:name`, which gets the
+    fields `parameters` (see rewards.score.parameters_of).
+
+    A call fails if it raises ValueError, takes longer than `config.timeout_s`, runs out of memory,
+    or has ended two workers. The response then scores `config.failed_score`, and its Score records
+    the failure. Any other exception is a mistake in the function and is raised, since a run must
+    not learn from it. Output of the function goes to `log_folder`/reward.<number>.log. Use as
+    `async with`, in one event loop.
     """
 
     def __init__(
@@ -52,7 +59,8 @@ class RewardPool(WorkerPool):
         part: Part | None = None,
     ):
         """`part`: the part of the reward to score; by default `config.name` is the whole reward."""
-        self._part, self._parameters = part or single(config), parameters
+        self._part = part or single(config)
+        self._parameters = parameters
         name = self._part.name
         self._of_final_part = name in VERIFIERS and name != ifeval.NAME
         self._most_chars = MAX_TEXT_CHARS if name in VERIFIERS else math.inf
@@ -60,8 +68,13 @@ class RewardPool(WorkerPool):
         arguments = [name, ",".join(parameters)]
         limits = (workers_of(config), config.timeout_s, config.memory_mib)
         memory = f"reward.memory_mib={config.memory_mib}"
-        self._limits_told = {"timeout": _TIMEOUT_TOLD, "memory": f" ({memory})", "exit": f"; {memory} may be too little"}
-        own = name not in VERIFIERS  # the launcher has already imported it, so reading files and keys is no new risk here
+        self._limits_told = {
+            "timeout": _TIMEOUT_TOLD,
+            "memory": f" ({memory})",
+            "exit": f"; {memory} may be too little",
+        }
+        # the launcher has already imported it, so reading files and keys is no new risk here
+        own = name not in VERIFIERS
         logged = f"reward:{self._part.part}" if self._part.part else "reward"
         super().__init__(
             logged,
@@ -82,16 +95,24 @@ class RewardPool(WorkerPool):
         await self.close()
 
     async def score(self, request: ScoreRequest) -> Score:
-        """Raises RunError if no worker can be started, RewardMistake if the user's function makes a mistake."""
+        """Raises RunError if no worker can be started, RewardMistake if the user's function makes a
+        mistake.
+        """
         given = request
         if self._of_final_part:
-            given = msgspec.structs.replace(request, response=final_part(thinking_in(request.prompt) + request.response))
+            given = msgspec.structs.replace(
+                request, response=final_part(thinking_in(request.prompt) + request.response)
+            )
         if len(given.response) > self._most_chars:
-            return self._part.failed("error", f"the response has more than {MAX_TEXT_CHARS} characters", request)
+            return self._part.failed(
+                "error", f"the response has more than {MAX_TEXT_CHARS} characters", request
+            )
         try:
             reply = await self.call(*arguments_of(given, self._parameters))
         except CallFailed as error:
-            return self._part.failed(error.kind, f"{error}{self._limits_told.get(error.kind, '')}", request)
+            return self._part.failed(
+                error.kind, f"{error}{self._limits_told.get(error.kind, '')}", request
+            )
         if isinstance(reply, str):
             raise RewardMistake(self._part, reply, request)
         return msgspec.convert(reply, Score)
@@ -103,19 +124,24 @@ class RewardMistake(RunError):
     def __init__(self, part: Part, told: str, request: ScoreRequest):
         self.told = f"{part.setting}: {told}"
         text = excerpt(request.response)
-        super().__init__(f"{self.told}\nIt was given the response {text!a}; its output is in the run's logs/reward.*.log")
+        super().__init__(
+            f"{self.told}\nIt was given the response {text!a}; its output is in the run's "
+            "logs/reward.*.log"
+        )
 
 
 # Rewards by the user's own async function, which may await a judge.
 
 
 BLOCKED_S = 0.2  # seconds in which nothing else in the event loop got a turn
-WINDOW_S, OFTEN_S = 5.0, 1.0  # blocking for OFTEN_S within WINDOW_S counts too, in many short turns
+WINDOW_S = 5.0
+OFTEN_S = 1.0  # blocking for OFTEN_S within WINDOW_S counts too, in many short turns
 
 
 class RewardInLoop:
-    """Calls the function in the event loop, for all responses at once, each for at most `config.timeout_s`. If the function blocks the
-    loop, `warn` reports it. The next report follows once it has blocked the loop for twice as long.
+    """Calls the function in the event loop, for all responses at once, each for at most
+    `config.timeout_s`. If the function blocks the loop, `warn` reports it. The next report follows
+    once it has blocked the loop for twice as long.
 
     Failures and mistakes are handled as in RewardPool, but there is no memory limit.
     """
@@ -129,10 +155,16 @@ class RewardInLoop:
         warn: Callable[[str], None] = lambda text: None,
         now_s: Callable[[], float] = time.monotonic,
     ):
-        self._timeout_s, self._function, self._parameters = config.timeout_s, function, parameters
-        self._part, self._warn, self._now_s = part or single(config), warn, now_s
-        self._blocked_s, self._often_s = BLOCKED_S, OFTEN_S  # thresholds of the next warning
-        self._window_began_s, self._held_s = -math.inf, 0.0
+        self._timeout_s = config.timeout_s
+        self._function = function
+        self._parameters = parameters
+        self._part = part or single(config)
+        self._warn = warn
+        self._now_s = now_s
+        self._blocked_s = BLOCKED_S
+        self._often_s = OFTEN_S  # thresholds of the next warning
+        self._window_began_s = -math.inf
+        self._held_s = 0.0
 
     async def score(self, request: ScoreRequest) -> Score:
         """Raises RewardMistake."""
@@ -145,7 +177,9 @@ class RewardInLoop:
             return self._part.failed("error", str(error), request)
         except TimeoutError as error:
             if deadline.expired():
-                return self._part.failed("timeout", f"it took longer than {self._timeout_s:g} s{_TIMEOUT_TOLD}", request)
+                return self._part.failed(
+                    "timeout", f"it took longer than {self._timeout_s:g} s{_TIMEOUT_TOLD}", request
+                )
             raise RewardMistake(self._part, own_line(error), request) from error
         except Exception as error:
             raise RewardMistake(self._part, own_line(error), request) from error
@@ -161,7 +195,8 @@ class RewardInLoop:
         if turn_s >= BLOCKED_S:
             return
         if (now_s := self._now_s()) - self._window_began_s > WINDOW_S:
-            self._window_began_s, self._held_s = now_s - turn_s, 0.0
+            self._window_began_s = now_s - turn_s
+            self._held_s = 0.0
         self._held_s += turn_s
         if self._held_s >= self._often_s:
             self._often_s = 2 * self._held_s
@@ -169,20 +204,31 @@ class RewardInLoop:
 
     def _tell(self, held: str) -> None:
         self._warn(
-            f"{self._part.setting}: the async function blocked the generator's event loop for {held}. Meanwhile no other response is "
-            "scored and no engine gets a request. Await whatever takes time, or make it a plain function, which runs in worker processes "
+            f"{self._part.setting}: the async function blocked the generator's event loop for "
+            f"{held}. Meanwhile no other response is "
+            "scored and no engine gets a request. Await whatever takes time, or make it a plain "
+            "function, which runs in worker processes "
             "(reward.workers)"
         )
 
 
 class _Timed:
-    """Awaits `work`, and reports how long each of its turns in the event loop took. Tasks that it awaits do not count."""
+    """Awaits `work`, and reports how long each of its turns in the event loop took.
 
-    def __init__(self, work: Awaitable[Any], now_s: Callable[[], float], note: Callable[[float], None]):
-        self._work, self._now_s, self._note = work, now_s, note
+    Tasks that it awaits do not count.
+    """
+
+    def __init__(
+        self, work: Awaitable[Any], now_s: Callable[[], float], note: Callable[[float], None]
+    ):
+        self._work = work
+        self._now_s = now_s
+        self._note = note
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        work, sent, raised = self._work.__await__(), None, None
+        work = self._work.__await__()
+        sent = None
+        raised = None
         while True:
             began = self._now_s()
             try:

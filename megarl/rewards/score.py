@@ -30,7 +30,10 @@ _SHOWN.maxstring = _SHOWN.maxother = 200
 
 
 class ScoreRequest(msgspec.Struct, frozen=True):
-    """A response and all that is known about it. A user's own function gets the fields that its parameters name."""
+    """A response and all that is known about it.
+
+    A user's own function gets the fields that its parameters name.
+    """
 
     response: str  # the policy's text in its last turn; also called `text`
     answer: str  # the reference answer
@@ -38,7 +41,8 @@ class ScoreRequest(msgspec.Struct, frozen=True):
     row: dict[str, Any] = {}  # the prompt's whole row of the data set
     prompt_token_ids: list[int] = []
     token_ids: Sequence[int] = ()  # of the whole response: all turns, including end-of-text
-    version: int = -1  # newest weight version among its tokens, which is the number of steps done by then
+    # newest weight version among its tokens, which is the number of steps done by then
+    version: int = -1
     sample_index: int = 0  # the sample's number within its prompt, from 0
     truncated: bool = False  # whether the response was cut at the maximum length
     source: str = ""  # name of the prompt's source in data.train.sources or eval.suites
@@ -48,14 +52,18 @@ _FIELDS = {"text": "response", **{name: name for name in ScoreRequest.__struct_f
 # The arguments of verl's reward functions, for rows in verl's format.
 _OF_VERL: dict[str, Callable[[ScoreRequest], Any]] = {
     "solution_str": lambda request: request.response,
-    "ground_truth": lambda request: _inner(request.row, "reward_model", "ground_truth", request.answer),
+    "ground_truth": lambda request: _inner(
+        request.row, "reward_model", "ground_truth", request.answer
+    ),
     "data_source": lambda request: request.row.get("data_source", request.source),
     "extra_info": lambda request: request.row.get("extra_info"),
 }
 _OF_TRL = {"prompts": "prompt", "completions": "response", "completion_ids": "token_ids"}
 _FROM_TRL = (
-    "it has TRL's parameters, lists of all responses of a batch; here a function scores one response, and returns one number. prompts[i] "
-    "is prompt, completions[i] is response, completion_ids[i] is token_ids, a column is row[its name]. This calls it: def reward({takes}): "
+    "it has TRL's parameters, lists of all responses of a batch; here a function scores one "
+    "response, and returns one number. prompts[i] "
+    "is prompt, completions[i] is response, completion_ids[i] is token_ids, a column is row[its "
+    "name]. This calls it: def reward({takes}): "
     "return {name}({given})[0]"
 )
 
@@ -69,24 +77,37 @@ class Score(msgspec.Struct, frozen=True):
 
 
 def parameters_of(function: Callable[..., Any], setting: str) -> list[str]:
-    """The fields that the parameters of `function` name, in its order; all fields if it takes **kwargs. Args: setting: its "key=value".
+    """The fields that the parameters of `function` name, in its order; all fields if it takes
+    **kwargs. Args: setting: its "key=value".
 
-    A parameter that names no field keeps its default, as does one that functools.partial has bound. Raises ConfigError if it has none, or
-    if a field cannot be passed by name.
+    A parameter that names no field keeps its default, as does one that functools.partial has bound.
+    Raises ConfigError if it has none, or if a field cannot be passed by name.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError as error:  # some functions written in C
-        raise ConfigError(f"{setting}: its parameters are unknown ({error}); wrap it in a function with named parameters") from error
+        raise ConfigError(
+            f"{setting}: its parameters are unknown ({error}); wrap it in a function with named "
+            "parameters"
+        ) from error
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if {"prompts", "completions"} & {p.name for p in by_name}:
         raise ConfigError(f"{setting}: {_from_trl(function)}")
     bound = function.keywords if isinstance(function, functools.partial) else {}
-    names = [p.name for p in by_name if p.name not in bound and (p.name in _FIELDS or p.name in _OF_VERL)]
+    names = [
+        p.name for p in by_name if p.name not in bound and (p.name in _FIELDS or p.name in _OF_VERL)
+    ]
     unknown = [p.name for p in by_name if p.name not in names and p.default is p.empty]
-    problems = [f"{setting}: its parameter {name} has no default and is none of {', '.join(_FIELDS)}{_near(name)}" for name in unknown]
+    problems = [
+        f"{setting}: its parameter {name} has no default and is none of "
+        f"{', '.join(_FIELDS)}{_near(name)}"
+        for name in unknown
+    ]
     unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
-    problems += [f"{setting}: its parameter {shown} must be one that can be passed by name" for shown in unnamed]
+    problems += [
+        f"{setting}: its parameter {shown} must be one that can be passed by name"
+        for shown in unnamed
+    ]
     if problems:
         raise ConfigError(problems)
     rest: list[str] = []
@@ -96,39 +117,61 @@ def parameters_of(function: Callable[..., Any], setting: str) -> list[str]:
 
 
 def _from_trl(function: Callable[..., Any]) -> str:
-    """An error message for a reward function written for TRL: it shows a function that calls it for one response."""
+    """An error message for a reward function written for TRL: it shows a function that calls it for
+    one response.
+    """
     parameters = inspect.signature(function).parameters.values()
     known = [p.name for p in parameters if p.name in _OF_TRL]
-    columns = [p.name for p in parameters if p.name not in _OF_TRL and p.kind is not p.VAR_KEYWORD and p.default is p.empty]
+    columns = [
+        p.name
+        for p in parameters
+        if p.name not in _OF_TRL and p.kind is not p.VAR_KEYWORD and p.default is p.empty
+    ]
     rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
     given = [f"{name}=[{_OF_TRL[name]}]" for name in known]
-    given += ["**{key: [value] for key, value in row.items()}"] if rest else [f"{name}=[row[{name!r}]]" for name in columns]
+    given += (
+        ["**{key: [value] for key, value in row.items()}"]
+        if rest
+        else [f"{name}=[row[{name!r}]]" for name in columns]
+    )
     takes = [*(_OF_TRL[name] for name in known), *["row"] * bool(rest or columns)]
-    return _FROM_TRL.format(takes=", ".join(takes), name=getattr(function, "__name__", "it"), given=", ".join(given))
+    return _FROM_TRL.format(
+        takes=", ".join(takes), name=getattr(function, "__name__", "it"), given=", ".join(given)
+    )
 
 
 def arguments_of(request: ScoreRequest, parameters: Sequence[str]) -> list[Any]:
     """The values of the fields `parameters`, with arrays as lists."""
-    values = [_OF_VERL[name](request) if name in _OF_VERL else getattr(request, _FIELDS[name]) for name in parameters]
+    values = [
+        _OF_VERL[name](request) if name in _OF_VERL else getattr(request, _FIELDS[name])
+        for name in parameters
+    ]
     return [value.tolist() if isinstance(value, array) else value for value in values]
 
 
 def score_of(found: Any) -> Score:
-    """The Score that a function's result stands for: a number, or a dict or dataclass of numbers with one named "score". Raises TypeError
-    for anything else."""
+    """The Score that a function's result stands for: a number, or a dict or dataclass of numbers
+    with one named "score". Raises TypeError for anything else.
+    """
     if dataclasses.is_dataclass(found) and not isinstance(found, type):
         found = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
     if not isinstance(found, dict):
         return Score(_number(found, "a number, or a dict with a score and its parts"))
     if SCORE not in found:
         raise TypeError(f"it must give a dict with the key {SCORE!r}, not {_shown(found)}")
-    parts = {str(name): _number(value, f"a number as {name!r}") for name, value in found.items() if name != SCORE}
+    parts = {
+        str(name): _number(value, f"a number as {name!r}")
+        for name, value in found.items()
+        if name != SCORE
+    }
     return Score(_number(found[SCORE], f"a number as {SCORE!r}"), parts)
 
 
 def _number(value: Any, wanted: str) -> float:
     """Accepts booleans and scalars of NumPy and torch, but no text, not even "1"."""
-    scalar = value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+    scalar = (
+        value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+    )
     if not isinstance(scalar, numbers.Real):
         raise TypeError(f"it must give {wanted}, not {_shown(value)}")
     try:
@@ -136,7 +179,9 @@ def _number(value: Any, wanted: str) -> float:
     except OverflowError:
         number = math.inf
     if not abs(number) <= MAX_REWARD:
-        raise TypeError(f"it must give {wanted}, finite and at most {MAX_REWARD:g} in size, not {_shown(value)}")
+        raise TypeError(
+            f"it must give {wanted}, finite and at most {MAX_REWARD:g} in size, not {_shown(value)}"
+        )
     return number
 
 
@@ -144,7 +189,11 @@ def _shown(value: Any) -> str:
     try:
         return _SHOWN.repr(value)
     except ValueError:  # Python refuses to write integers with very many digits
-        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"one of {type(value).__name__}"
+        return (
+            f"an integer of {value.bit_length()} bits"
+            if isinstance(value, int)
+            else f"one of {type(value).__name__}"
+        )
 
 
 def _inner(row: dict[str, Any], column: str, field: str, otherwise: Any) -> Any:
@@ -166,7 +215,10 @@ _EXAMPLE_CHARS = 200
 
 @dataclass(frozen=True)
 class Part:
-    """One score of a response. `part` is its name in reward.parts; empty if it is the whole reward."""
+    """One score of a response.
+
+    `part` is its name in reward.parts; empty if it is the whole reward.
+    """
 
     name: str  # as reward.name
     failed_score: float
@@ -185,7 +237,10 @@ class Part:
 
     def failed(self, kind: str, reason: str, request: ScoreRequest) -> Score:
         """The substitute score of a response that could not be scored."""
-        return Score(self.failed_score, failures=[Failure(kind, reason, excerpt(request.response), self.part)])
+        return Score(
+            self.failed_score,
+            failures=[Failure(kind, reason, excerpt(request.response), self.part)],
+        )
 
 
 def single(config: RewardConfig) -> Part:
@@ -209,9 +264,18 @@ def parts_of(config: RewardConfig) -> list[Part]:
 
 
 def parts_in_evaluation(config: RunConfig, suite: str = "") -> list[Part]:
-    """The parts of the score of held-out responses. A benchmark has its own grader; all other suites share one reward."""
+    """The parts of the score of held-out responses.
+
+    A benchmark has its own grader; all other suites share one reward.
+    """
     if (own := config.eval.suites.get(suite)) and own.benchmark:
-        return [Part(GRADERS[own.benchmark], 0.0, key=f"eval.suites.{suite}.benchmark={own.benchmark}, graded by reward.name")]
+        return [
+            Part(
+                GRADERS[own.benchmark],
+                0.0,
+                key=f"eval.suites.{suite}.benchmark={own.benchmark}, graded by reward.name",
+            )
+        ]
     if config.eval.reward is None:
         return parts_of(config.reward)
     return [Part(config.eval.reward, config.reward.failed_score, key="eval.reward")]
@@ -232,23 +296,38 @@ class WeightedSum:
 
     async def score(self, request: ScoreRequest) -> Score:
         scores = await asyncio.gather(*(score(request) for _, score in self.parts))
-        return weighted_sum([(part, score) for (part, _), score in zip(self.parts, scores, strict=True)])
+        return weighted_sum(
+            [(part, score) for (part, _), score in zip(self.parts, scores, strict=True)]
+        )
 
 
 def weighted_sum(scored: Sequence[tuple[Part, Score]]) -> Score:
-    """The weighted sum of the parts' scores. A part without a name is the whole reward; other parts prefix their own parts with their
-    name."""
+    """The weighted sum of the parts' scores.
+
+    A part without a name is the whole reward; other parts prefix their own parts with their name.
+    """
     named = {part.part: score.reward for part, score in scored if part.part}
-    inner = {f"{part.part}/{name}".lstrip("/"): value for part, score in scored for name, value in score.parts.items()}
+    inner = {
+        f"{part.part}/{name}".lstrip("/"): value
+        for part, score in scored
+        for name, value in score.parts.items()
+    }
     failures = [failure for _, score in scored for failure in score.failures]
-    return Score(bounded(sum(part.weight * score.reward for part, score in scored), named), named | inner, failures)
+    return Score(
+        bounded(sum(part.weight * score.reward for part, score in scored), named),
+        named | inner,
+        failures,
+    )
 
 
 def bounded(reward: float, parts: Mapping[str, float]) -> float:
     """The weighted sum of `parts`. Raises RunError if it is larger than a reward may be."""
     if abs(reward) > MAX_REWARD:
         scores = ", ".join(f"{name} {score:g}" for name, score in parts.items())
-        raise RunError(f"reward.parts: the weighted sum of {scores} is {reward:g}, more than {MAX_REWARD:g} in size: lower the weights")
+        raise RunError(
+            f"reward.parts: the weighted sum of {scores} is {reward:g}, more than {MAX_REWARD:g} "
+            "in size: lower the weights"
+        )
     return reward
 
 
@@ -257,16 +336,26 @@ def excerpt(response: str) -> str:
     return response if len(response) <= _EXAMPLE_CHARS else response[:_EXAMPLE_CHARS] + "…"
 
 
-# Length penalties, which only training subtracts. Evaluations and the metric reward/mean use scores without penalties.
+# Length penalties, which only training subtracts. Evaluations and the metric reward/mean use scores
+# without penalties.
 
 
 def trained_score(score: float, tokens: int, finish_reason: str, config: RunConfig) -> float:
-    """The reward that training uses instead of `score`. A response that was cut loses `reward.unfinished_penalty`, or gets
-    `reward.unfinished_score`, even if that is more than its score. Each of the last `reward.overlong_tokens` tokens below the length limit
-    costs the same, in all `reward.overlong_penalty` (DAPO, arXiv:2503.14476, equation 13)."""
+    """The reward that training uses instead of `score`.
+
+    A response that was cut loses `reward.unfinished_penalty`, or gets `reward.unfinished_score`,
+    even if that is more than its score. Each of the last `reward.overlong_tokens` tokens below the
+    length limit costs the same, in all `reward.overlong_penalty` (DAPO, arXiv:2503.14476, equation
+    13).
+    """
     reward = config.reward
-    if finish_reason == "length":  # exactly the fixed score: rounding would prefer one cut response to another
-        score = score - reward.unfinished_penalty if reward.unfinished_score is None else reward.unfinished_score
+    # exactly the fixed score: rounding would prefer one cut response to another
+    if finish_reason == "length":
+        score = (
+            score - reward.unfinished_penalty
+            if reward.unfinished_score is None
+            else reward.unfinished_score
+        )
     if not reward.overlong_tokens:
         return score
     beyond = tokens - (config.rollout.max_tokens - reward.overlong_tokens)
@@ -274,8 +363,14 @@ def trained_score(score: float, tokens: int, finish_reason: str, config: RunConf
 
 
 def trained_reward(branches: Sequence[SampleSummary], config: RunConfig) -> float:
-    """`trained_score` of an episode. All its branches have the same reward; the branch with the largest penalty counts."""
-    return min(trained_score(sample.reward, sample.tokens, sample.finish_reason, config) for sample in branches)
+    """`trained_score` of an episode.
+
+    All its branches have the same reward; the branch with the largest penalty counts.
+    """
+    return min(
+        trained_score(sample.reward, sample.tokens, sample.finish_reason, config)
+        for sample in branches
+    )
 
 
 def has_signal(samples: Sequence[SampleSummary], config: RunConfig) -> bool:
@@ -286,13 +381,21 @@ def has_signal(samples: Sequence[SampleSummary], config: RunConfig) -> bool:
 def shapes(config: RunConfig) -> bool:
     """Whether any length penalty is set."""
     reward = config.reward
-    return reward.unfinished_penalty > 0 or reward.unfinished_score is not None or reward.overlong_tokens > 0
+    return (
+        reward.unfinished_penalty > 0
+        or reward.unfinished_score is not None
+        or reward.overlong_tokens > 0
+    )
 
 
 def problems(config: RunConfig) -> Iterable[str]:
-    reward, longest = config.reward, config.rollout.max_tokens
+    reward = config.reward
+    longest = config.rollout.max_tokens
     if reward.overlong_tokens > longest:
-        yield f"reward.overlong_tokens={reward.overlong_tokens}: must be at most rollout.max_tokens={longest}"
+        yield (
+            f"reward.overlong_tokens={reward.overlong_tokens}: must be at most "
+            f"rollout.max_tokens={longest}"
+        )
     if reward.unfinished_score is not None and reward.unfinished_penalty:
         taken = f"reward.unfinished_penalty={reward.unfinished_penalty:g}"
         yield f"reward.unfinished_score={reward.unfinished_score:g}: must be null with {taken}"
@@ -301,17 +404,28 @@ def problems(config: RunConfig) -> Iterable[str]:
 # Counts failed scores and failed episodes by kind, and tells when there are too many.
 
 
-METRICS = {"timeout": "reward/timeouts", "error": "reward/errors", "memory": "reward/out_of_memory", "exit": "reward/exits"}
-FAILED_FRACTION, FAILED_EPISODES = "reward/failed_fraction", "rollout/failed_fraction"
-_FAILED_KIND = "rollout/failed_"  # prefix of the key for the share of episodes that failed in one way
+METRICS = {
+    "timeout": "reward/timeouts",
+    "error": "reward/errors",
+    "memory": "reward/out_of_memory",
+    "exit": "reward/exits",
+}
+FAILED_FRACTION = "reward/failed_fraction"
+FAILED_EPISODES = "rollout/failed_fraction"
+# prefix of the key for the share of episodes that failed in one way
+_FAILED_KIND = "rollout/failed_"
 
 Scored = Sample | SampleSummary
 
 
 def failure_metrics(samples: Sequence[Scored]) -> dict[str, float]:
-    """The number of samples whose scoring failed, by kind and by part of the reward, and the share of such samples."""
+    """The number of samples whose scoring failed, by kind and by part of the reward, and the share
+    of such samples.
+    """
     failures = [failure for sample in samples for failure in sample.failures if _of_score(failure)]
-    kinds, parts = (Counter(getattr(failure, name) for failure in failures) for name in ("kind", "part"))
+    kinds, parts = (
+        Counter(getattr(failure, name) for failure in failures) for name in ("kind", "part")
+    )
     by_kind: dict[str, float] = {key: kinds[kind] for kind, key in METRICS.items()}
     by_part = {f"reward/{part}/failed": count for part, count in parts.items() if part}
     failed = sum(any(map(_of_score, sample.failures)) for sample in samples)
@@ -320,8 +434,13 @@ def failure_metrics(samples: Sequence[Scored]) -> dict[str, float]:
 
 def teacher_failures(samples: Sequence[Scored]) -> dict[str, float]:
     """For each teacher on engines, how many of the samples it has failed to judge."""
-    failures = [failure for sample in samples for failure in sample.failures if _of_teacher(failure)]
-    return {f"distill/{part.removeprefix(ROLE)}/failed": count for part, count in Counter(failure.part for failure in failures).items()}
+    failures = [
+        failure for sample in samples for failure in sample.failures if _of_teacher(failure)
+    ]
+    return {
+        f"distill/{part.removeprefix(ROLE)}/failed": count
+        for part, count in Counter(failure.part for failure in failures).items()
+    }
 
 
 def _of_teacher(failure: Failure) -> bool:
@@ -339,40 +458,67 @@ def _of_score(failure: Failure) -> bool:
 
 def failed_episodes(samples: Sequence[Scored]) -> list[Failure]:
     """The failure of each episode that failed. A branch is not an episode of its own."""
-    return [failure for sample in samples for failure in list(filter(of_episode, sample.failures))[:1]]
+    return [
+        failure for sample in samples for failure in list(filter(of_episode, sample.failures))[:1]
+    ]
 
 
 def episode_metrics(samples: Sequence[Scored]) -> dict[str, float]:
     """The share of the episodes that failed."""
-    return {FAILED_EPISODES: len(failed_episodes(samples)) / max(1, sum(not sample.branch for sample in samples))}
+    return {
+        FAILED_EPISODES: len(failed_episodes(samples))
+        / max(1, sum(not sample.branch for sample in samples))
+    }
 
 
 def too_many_failed_episodes(config: RolloutConfig, samples: Sequence[Scored]) -> str | None:
-    """If more than `rollout.max_failed_fraction` of the episodes failed, the reason why the run must stop: kinds, limit and an example.
+    """If more than `rollout.max_failed_fraction` of the episodes failed, the reason why the run
+    must stop: kinds, limit and an example.
 
-    Episodes that sampled nothing do not count here: nothing is learned from them, and rollout.args.max_unanswered limits them.
+    Episodes that sampled nothing do not count here: nothing is learned from them, and
+    rollout.args.max_unanswered limits them.
     """
     failures = [failure for failure in failed_episodes(samples) if failure.kind != UNANSWERED]
     episodes = sum(not sample.branch for sample in samples)
     if len(failures) <= config.max_failed_fraction * episodes:
         return None
-    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(failure.kind for failure in failures).items())
-    share = f"{len(failures)} of {episodes} episodes failed ({kinds}), more than rollout.max_failed_fraction={config.max_failed_fraction:g}"
+    kinds = ", ".join(
+        f"{count} {kind}" for kind, count in Counter(failure.kind for failure in failures).items()
+    )
+    share = (
+        f"{len(failures)} of {episodes} episodes failed ({kinds}), more than "
+        f"rollout.max_failed_fraction={config.max_failed_fraction:g}"
+    )
     return f"rollout.name={config.name}: {share}; for example {failures[-1].reason!a}"
 
 
 def too_many_failures(
-    config: RewardConfig, samples: Sequence[Scored], parts: Sequence[Part] | None = None, teachers: Iterable[str] = ()
+    config: RewardConfig,
+    samples: Sequence[Scored],
+    parts: Sequence[Part] | None = None,
+    teachers: Iterable[str] = (),
 ) -> str | None:
-    """The reason why the run must stop, if more than `reward.max_failed_fraction` of the scores failed, of one part's scores, or of a
-    teacher's answers. It has kinds, the limit and an example. `parts`: the parts of the reward, by default those of training."""
-    asked = [(part.part, part.setting) for part in parts or parts_of(config)] + [(f"{ROLE}{name}", f"{ROLE}{name}") for name in teachers]
+    """The reason why the run must stop, if more than `reward.max_failed_fraction` of the scores
+    failed, of one part's scores, or of a teacher's answers. It has kinds, the limit and an example.
+    `parts`: the parts of the reward, by default those of training.
+    """
+    asked = [(part.part, part.setting) for part in parts or parts_of(config)] + [
+        (f"{ROLE}{name}", f"{ROLE}{name}") for name in teachers
+    ]
     for name, setting in asked:
-        failures = [failure for sample in samples for failure in sample.failures if failure.part == name]
+        failures = [
+            failure for sample in samples for failure in sample.failures if failure.part == name
+        ]
         if len(failures) > config.max_failed_fraction * len(samples):
-            share = f"of {len(samples)} samples {_described(Counter(METRICS[failure.kind] for failure in failures))}"
+            share = (
+                f"of {len(samples)} samples "
+                f"{_described(Counter(METRICS[failure.kind] for failure in failures))}"
+            )
             limit = f"more than reward.max_failed_fraction={config.max_failed_fraction:g}"
-            return f"{setting}: {share}, {limit}; for example {failures[0].text!a}: {failures[0].reason}"
+            return (
+                f"{setting}: {share}, {limit}; for example {failures[0].text!a}: "
+                f"{failures[0].reason}"
+            )
     return None
 
 
@@ -382,18 +528,35 @@ def describe_failures(rows: Sequence[Mapping[str, float]]) -> str:
 
 
 def describe_failed_episodes(rows: Sequence[Mapping[str, float]]) -> str:
-    """The share of failed episodes in rows of metrics, in total and by kind, in words; empty if none failed."""
+    """The share of failed episodes in rows of metrics, in total and by kind, in words; empty if
+    none failed.
+    """
     if not any(row.get(FAILED_EPISODES) for row in rows):
         return ""
-    kinds = dict.fromkeys(key for row in rows for key in row if key.startswith(_FAILED_KIND) and key != FAILED_EPISODES)
-    shares = {key.removeprefix(_FAILED_KIND): fmean(row.get(key, 0.0) for row in rows) for key in kinds}
-    told = ", ".join(f"{share:.3g}% {kind}" for kind, share in ((kind, 100 * share) for kind, share in shares.items()) if share)
+    kinds = dict.fromkeys(
+        key
+        for row in rows
+        for key in row
+        if key.startswith(_FAILED_KIND) and key != FAILED_EPISODES
+    )
+    shares = {
+        key.removeprefix(_FAILED_KIND): fmean(row.get(key, 0.0) for row in rows) for key in kinds
+    }
+    told = ", ".join(
+        f"{share:.3g}% {kind}"
+        for kind, share in ((kind, 100 * share) for kind, share in shares.items())
+        if share
+    )
     share = 100 * fmean(row.get(FAILED_EPISODES, 0.0) for row in rows)
     return f"{share:.3g}% of the episodes failed{f' ({told})' if told else ''}"
 
 
 def _described(counts: Mapping[str, float]) -> str:
-    told = ", ".join(f"{counts[key]:g} {key.partition('/')[2].replace('_', ' ')}" for key in METRICS.values() if counts.get(key))
+    told = ", ".join(
+        f"{counts[key]:g} {key.partition('/')[2].replace('_', ' ')}"
+        for key in METRICS.values()
+        if counts.get(key)
+    )
     return f"{sum(counts.values()):g} scores failed: {told}" if told else ""
 
 
@@ -403,6 +566,9 @@ def told(failure: Failure) -> str:
 
 
 def short(reason: str, errors: str = "") -> str:
-    """Why an episode failed, for Failure.reason. Ends with the last line of `errors`, its program's standard error."""
+    """Why an episode failed, for Failure.reason.
+
+    Ends with the last line of `errors`, its program's standard error.
+    """
     last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "")
     return excerpt(f"{reason}: {last}" if last else reason)

@@ -1,7 +1,8 @@
 """Rule-based rewards: 1.0 for a right answer, 0.0 for any other.
 
-Runs only in the worker processes of megarl.rewards.pool, which limit its time and memory. Answers reach SymPy only through
-math-verify's LaTeX grammar, never through `sympify` or `parse_expr`, which evaluate Python.
+Runs only in the worker processes of megarl.rewards.pool, which limit its time and memory. Answers
+reach SymPy only through math-verify's LaTeX grammar, never through `sympify` or `parse_expr`, which
+evaluate Python.
 """
 
 from __future__ import annotations
@@ -31,26 +32,34 @@ from megarl.rewards.ifeval import ifeval_reward
 def math_reward(text: str, answer: str) -> float:
     """Whether the final answer of `text` equals `answer` mathematically (megarl.rewards.answers).
 
-    The final answer is the one that the text marks after its thinking (<answer>, \\boxed{}, "####", "answer is"), else its last line or
-    last number.
+    The final answer is the one that the text marks after its thinking (<answer>, \\boxed{}, "####",
+    "answer is"), else its last line or last number.
     """
     text = final_part(text)
     reference = clean(plain(answer))
     boxes = boxed_answers(text)
-    if len(boxes) > 1 and all(_equal_or_refused(reference, box) for box in boxes):  # \boxed{\frac12} or \boxed{0.5}
+    # \boxed{\frac12} or \boxed{0.5}
+    if len(boxes) > 1 and all(_equal_or_refused(reference, box) for box in boxes):
         return 1.0
     return float(any(_equal_or_refused(reference, candidate) for candidate in answers(text)))
 
 
 def last_number_reward(text: str, answer: str) -> float:
-    """Whether the last number of a list, such as the running totals "7,7,6,7,2", equals `answer`. Every comma separates."""
+    """Whether the last number of a list, such as the running totals "7,7,6,7,2", equals `answer`.
+
+    Every comma separates.
+    """
     text = final_part(text)
     marked = marked_answer(text)
     line = last_line(text) if marked is None else marked
-    return float(not odd_character(line) and _equal_or_refused(clean(plain(answer)), last_running_number(line)))
+    return float(
+        not odd_character(line)
+        and _equal_or_refused(clean(plain(answer)), last_running_number(line))
+    )
 
 
-VERIFIERS: dict[str, Callable[[str, str], Any]] = {  # each returns a number, or a dict with "score", as a user's own function does
+# each returns a number, or a dict with "score", as a user's own function does
+VERIFIERS: dict[str, Callable[[str, str], Any]] = {
     "math": math_reward,
     "last_number": last_number_reward,
     "choice": choice_reward,
@@ -78,12 +87,19 @@ def _final_answer(text: str) -> str:
     return next(iter(boxed_answers(text)[-1:] or answers(text)), "")
 
 
-ANSWERS: dict[str, Callable[[str], str]] = {"math": _final_answer, "last_number": last_running_number, "choice": chosen_letter}
+ANSWERS: dict[str, Callable[[str], str]] = {
+    "math": _final_answer,
+    "last_number": last_running_number,
+    "choice": chosen_letter,
+}
 
 
 def vote(grader: str, text: str, right: bool) -> Vote:
-    """The answer that a response votes for. All right answers are one vote, however they are written. Wrong answers are the same vote if
-    their numbers or their texts are equal."""
+    """The answer that a response votes for.
+
+    All right answers are one vote, however they are written. Wrong answers are the same vote if
+    their numbers or their texts are equal.
+    """
     if right:
         return True
     answer = ANSWERS[grader](final_part(text))

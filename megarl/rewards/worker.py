@@ -28,7 +28,8 @@ _INSTRUCTIONS = {
     "length_constraints:number_words": {"num_words": 9, "relation": "at least"},
 }
 _FOLLOWED = "This is the FIRST of two sentences, and it is English. This is the other one."
-# Right answers. They make SymPy do its late imports before the clock runs and side effects are forbidden.
+# Right answers. They make SymPy do its late imports before the clock runs and side effects are
+# forbidden.
 _WARM_UP = {
     "math": [
         ("\\boxed{x^2+2x+1}", "(x+1)^2"),
@@ -38,13 +39,44 @@ _WARM_UP = {
     ],
     "last_number": [("1,2", "2.0")],
     "choice": [("the answer is (B)", "B")],
-    "ifeval": [(_FOLLOWED, json.dumps({"instruction_id_list": list(_INSTRUCTIONS), "kwargs": list(_INSTRUCTIONS.values())}))],
+    "ifeval": [
+        (
+            _FOLLOWED,
+            json.dumps(
+                {"instruction_id_list": list(_INSTRUCTIONS), "kwargs": list(_INSTRUCTIONS.values())}
+            ),
+        )
+    ],
 }
-# SymPy evaluates these expressions to make numbers from text. latex2sympy does so for everything its grammar reads as a number.
-_NUMBER_SOURCE = re.compile(rb"from sympy import \*|[-+]?\s*(?:Integer|Float)\s*\(\s*'?[\d.]+(?:[eE][-+]?\d+)?'?\s*\)")
-_OUT_OF_MEMORY = re.compile(r"allocate memory|failed to map segment|bad_alloc")  # as the loader, the system and torch say it
-_FORBIDDEN_EVENTS = ("os.", "subprocess.", "socket.", "shutil.", "ctypes.", "pty.", "tempfile.", "urllib.", "sqlite3.", "signal.", "gc.")
-_HARMLESS_EVENTS = ("os.listdir", "os.scandir", "os.walk", "ctypes.get_errno", "ctypes.set_errno", "ctypes.cdata")  # by Python's imports
+# SymPy evaluates these expressions to make numbers from text. latex2sympy does so for everything
+# its grammar reads as a number.
+_NUMBER_SOURCE = re.compile(
+    rb"from sympy import \*|[-+]?\s*(?:Integer|Float)\s*\(\s*'?[\d.]+(?:[eE][-+]?\d+)?'?\s*\)"
+)
+# as the loader, the system and torch say it
+_OUT_OF_MEMORY = re.compile(r"allocate memory|failed to map segment|bad_alloc")
+_FORBIDDEN_EVENTS = (
+    "os.",
+    "subprocess.",
+    "socket.",
+    "shutil.",
+    "ctypes.",
+    "pty.",
+    "tempfile.",
+    "urllib.",
+    "sqlite3.",
+    "signal.",
+    "gc.",
+)
+# by Python's imports
+_HARMLESS_EVENTS = (
+    "os.listdir",
+    "os.scandir",
+    "os.walk",
+    "ctypes.get_errno",
+    "ctypes.set_errno",
+    "ctypes.cdata",
+)
 
 
 def main(verifier: str, parameters: str, memory_mib: str, timeout_s: str, parent: str) -> None:
@@ -61,15 +93,20 @@ def main(verifier: str, parameters: str, memory_mib: str, timeout_s: str, parent
     verify = VERIFIERS[verifier]
     for text, answer in _WARM_UP[verifier]:
         if score_of(verify(text, answer)).reward != 1.0:
-            raise RuntimeError(f"verifier {verifier} does not find {text!r} right for the answer {answer!r}")
+            raise RuntimeError(
+                f"verifier {verifier} does not find {text!r} right for the answer {answer!r}"
+            )
     process.limit_resources(memory_mib, files_writable=False)
     _forbid_side_effects()
     process.serve(lambda text, answer: score(verify, text, answer), timeout_s)
 
 
 def own_function(path: str, parameters: Sequence[str]) -> Callable[..., dict[str, Any] | str]:
-    """Wraps the user's function. The result takes the values of `parameters`, and returns a Score, or the description of a mistake in the
-    function as text. It raises ValueError, which is not a mistake."""
+    """Wraps the user's function.
+
+    The result takes the values of `parameters`, and returns a Score, or the description of a
+    mistake in the function as text. It raises ValueError, which is not a mistake.
+    """
     function = attribute(path)
 
     def reward(*values: Any) -> dict[str, Any] | str:
@@ -91,7 +128,10 @@ def own_function(path: str, parameters: Sequence[str]) -> Callable[..., dict[str
 
 
 def score(verify: Callable[[str, str], Any], text: str, answer: str) -> dict[str, Any]:
-    """The verifier's score. Raises ValueError if the verifier fails on this text, and MemoryError."""
+    """The verifier's score.
+
+    Raises ValueError if the verifier fails on this text, and MemoryError.
+    """
     try:
         return msgspec.to_builtins(score_of(verify(text, answer)))
     except MemoryError:
@@ -101,19 +141,27 @@ def score(verify: Callable[[str, str], Any], text: str, answer: str) -> dict[str
 
 
 def _forbid_side_effects() -> None:
-    """Forbids to start processes, connect, delete or write files, and evaluate Python, except SymPy's numbers from text.
+    """Forbids to start processes, connect, delete or write files, and evaluate Python, except
+    SymPy's numbers from text.
 
-    This is the second line of defence. The first is that no answer is passed to anything that evaluates Python.
+    This is the second line of defence. The first is that no answer is passed to anything that
+    evaluates Python.
     """
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event == "compile":
             source = args[0]
-            in_sympy_parser = sys._getframe(1).f_globals.get("__name__", "").startswith("sympy.parsing")
-            if in_sympy_parser and not (isinstance(source, bytes) and _NUMBER_SOURCE.fullmatch(source)):
+            in_sympy_parser = (
+                sys._getframe(1).f_globals.get("__name__", "").startswith("sympy.parsing")
+            )
+            if in_sympy_parser and not (
+                isinstance(source, bytes) and _NUMBER_SOURCE.fullmatch(source)
+            ):
                 raise PermissionError("evaluating Python from text is not allowed here")
         elif event == "open":
-            if (isinstance(args[1], str) and not args[1].startswith("r")) or args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            if (isinstance(args[1], str) and not args[1].startswith("r")) or args[2] & (
+                os.O_WRONLY | os.O_RDWR | os.O_CREAT
+            ):
                 raise PermissionError("writing files is not allowed here")
         elif event.startswith(_FORBIDDEN_EVENTS) and event not in _HARMLESS_EVENTS:
             raise PermissionError(f"{event} is not allowed here")

@@ -25,34 +25,51 @@ from megarl.trainer.hf_files import header
 Scorer = RewardModel | Judge
 
 
-async def open_served(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExitStack, elastic: bool = False) -> dict[str, Fleet]:
-    """Opens the engines of each role, and returns when they take requests. `resources` closes the clients. `elastic` fleets may lose
-    engines."""
+async def open_served(
+    plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExitStack, elastic: bool = False
+) -> dict[str, Fleet]:
+    """Opens the engines of each role, and returns when they take requests.
+
+    `resources` closes the clients. `elastic` fleets may lose engines.
+    """
     fleets: dict[str, Fleet] = {}
     for role in plan.served:
         keys = rendezvous.engine_key, rendezvous.engine_admin_key
-        clients = [EngineClient(url, *keys, role.settings.timeout_s) for url in rendezvous.engine_urls(role.name)]
+        clients = [
+            EngineClient(url, *keys, role.settings.timeout_s)
+            for url in rendezvous.engine_urls(role.name)
+        ]
         fleets[role.name] = Fleet(clients, elastic=elastic, frozen=True, name=role.name)
         resources.push_async_callback(fleets[role.name].close)
     timeout_s = plan.config.generator.startup_timeout_s
-    await asyncio.gather(*(engine.wait_ready(timeout_s) for fleet in fleets.values() for engine in fleet.engines))
+    await asyncio.gather(
+        *(engine.wait_ready(timeout_s) for fleet in fleets.values() for engine in fleet.engines)
+    )
     return fleets
 
 
 def open_scorers(plan: RunPlan, fleets: dict[str, Fleet], policy: Tokenizer) -> dict[str, Scorer]:
     """The scorer of each role. Raises ConfigError."""
-    return {role.name: _scorer(role, fleets[role.name], policy, plan.config.seed) for role in plan.served if role.role != TEACHER}
+    return {
+        role.name: _scorer(role, fleets[role.name], policy, plan.config.seed)
+        for role in plan.served
+        if role.role != TEACHER
+    }
 
 
 def open_teachers(plan: RunPlan, fleets: dict[str, Fleet]) -> Teachers | None:
     """The teachers on engines; None if there are none."""
     form = teacher_format(plan.config)
-    found = [Teacher(role, fleets[role.name], form.top_k) for role in plan.served if role.role == TEACHER]
+    found = [
+        Teacher(role, fleets[role.name], form.top_k) for role in plan.served if role.role == TEACHER
+    ]
     return Teachers(found, form) if found else None
 
 
 def _scorer(role: ServedRole, fleet: Fleet, policy: Tokenizer, seed: int) -> Scorer:
-    return RewardModel(role, fleet, policy) if role.role == REWARD_MODEL else Judge(role, fleet, seed)
+    return (
+        RewardModel(role, fleet, policy) if role.role == REWARD_MODEL else Judge(role, fleet, seed)
+    )
 
 
 def check_served(role: ServedRole, policy: Tokenizer) -> None:
@@ -66,11 +83,15 @@ def check_served(role: ServedRole, policy: Tokenizer) -> None:
 
 
 def check_role_weights(role: ServedRole) -> None:
-    """Raises ConfigError if a local checkpoint has no weights or damaged files. SGLang would notice only when it starts."""
+    """Raises ConfigError if a local checkpoint has no weights or damaged files.
+
+    SGLang would notice only when it starts.
+    """
     folder = Path(role.settings.path)
     if not folder.is_dir():
         return
-    key, files = f"roles.{role.name}.path={folder}", sorted(folder.glob("*.safetensors"))
+    key = f"roles.{role.name}.path={folder}"
+    files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"{key}: holds no weights (*.safetensors){convert_hint(folder)}")
     if problems := problems_of(*(partial(header, file) for file in files)):

@@ -1,4 +1,6 @@
-"""The models beside the policy: checks their settings, and finds the shapes of the models on engines."""
+"""The models beside the policy: checks their settings, and finds the shapes of the models on
+engines.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +34,37 @@ from megarl.roles.settings import (
 )
 
 NAME = re.compile(r"[A-Za-z0-9][\w-]*")
-_PROCESSES = "trainer generator engine reward tool sft evaluate export hub evaluator evaluation eval_engine"
+_PROCESSES = (
+    "trainer generator engine reward tool sft evaluate export hub evaluator evaluation eval_engine"
+)
 TAKEN = tuple(_PROCESSES.split())  # names that other processes have
 TAKEN_PARTS = ("penalty",)  # the metric reward/penalty/mean is the length penalty
 # The reward models that SGLang has: a linear map to one score, or Qwen2.5-Math-RM's two layers.
 TWO_LAYERS = "Qwen2ForRewardModel"
 SERVED = (*(f"{family}{CLASSIFICATION}" for family in ("Llama", "Qwen2", "Qwen3")), TWO_LAYERS)
 BEFORE = ("sft", "reward-model", "export")  # commands that need no models beside the policy
-_OF_ENGINES = ("engines", "tp", "ep", "max_concurrency", "kv_cache_tokens", "mem_fraction", "server_args", "timeout_s")
-_OF_JUDGE = ("chat", "mode", "verdict", "verdict_scores", "verdict_range", "temperature", "max_tokens", "opponents")
-_KEYS = {  # role -> its keys besides role, path and on; a role on engines also has the engines' settings
+_OF_ENGINES = (
+    "engines",
+    "tp",
+    "ep",
+    "max_concurrency",
+    "kv_cache_tokens",
+    "mem_fraction",
+    "server_args",
+    "timeout_s",
+)
+_OF_JUDGE = (
+    "chat",
+    "mode",
+    "verdict",
+    "verdict_scores",
+    "verdict_range",
+    "temperature",
+    "max_tokens",
+    "opponents",
+)
+# role -> its keys besides role, path and on; a role on engines also has the engines' settings
+_KEYS = {
     CRITIC: (),
     REWARD_MODEL: ("template", "chat_template"),
     JUDGE: ("template", "chat_template", *_OF_JUDGE),
@@ -71,32 +94,57 @@ def roles_of(config: RunConfig) -> dict[str, RoleConfig]:
 def pairwise(config: RunConfig, part: Part) -> bool:
     """Whether the part compares the responses to a prompt, rather than scoring each by itself."""
     settings = config.roles.get(part.role or "")
-    return settings is not None and role_of(part.role or "", settings) == JUDGE and settings.mode == PAIRWISE
+    return (
+        settings is not None
+        and role_of(part.role or "", settings) == JUDGE
+        and settings.mode == PAIRWISE
+    )
 
 
 def pairs(count: int, opponents: int | None) -> list[tuple[int, int]]:
-    """Pairs of responses, each once: all pairs, or each response with the next `opponents` responses in a circle."""
+    """Pairs of responses, each once: all pairs, or each response with the next `opponents`
+    responses in a circle.
+    """
     furthest = count // 2 if opponents is None else min(opponents, count // 2)
-    return sorted({(min(i, j), max(i, j)) for i in range(count) for step in range(1, furthest + 1) for j in [(i + step) % count] if i != j})
+    return sorted(
+        {
+            (min(i, j), max(i, j))
+            for i in range(count)
+            for step in range(1, furthest + 1)
+            for j in [(i + step) % count]
+            if i != j
+        }
+    )
 
 
 def check_roles(config: RunConfig) -> Iterator[str]:
     used = {part.role for part in (*parts_of(config.reward), *parts_in_evaluation(config))}
     for name, settings in roles_of(config).items():
-        key, role = f"roles.{name}", role_of(name, settings)
+        key = f"roles.{name}"
+        role = role_of(name, settings)
         if not NAME.fullmatch(name) or name in TAKEN:
-            yield f"{key}: its name must be letters, digits, - and _, and none of {', '.join(TAKEN)}"
+            yield (
+                f"{key}: its name must be letters, digits, - and _, and none of {', '.join(TAKEN)}"
+            )
         elif role not in PLACES:
-            yield f"{key}.role=null: must be one of {', '.join(PLACES)}; only a role that is called so needs none"
+            yield (
+                f"{key}.role=null: must be one of {', '.join(PLACES)}; only a role that is "
+                "called so needs none"
+            )
         elif settings.on not in (None, *PLACES[role]):
             yield f"{key}.on={settings.on}: a {role} must be on {' or '.join(PLACES[role])}"
         else:
             yield from _foreign_keys(key, settings, role, place_of(name, settings) == ENGINES)
             yield from _CHECKS[role](config, key, settings)
             if role in (REWARD_MODEL, JUDGE) and name not in used:
-                yield f"{key}: nothing uses it; name it in reward.name, reward.parts or eval.reward, or set {key}=null"
+                yield (
+                    f"{key}: nothing uses it; name it in reward.name, reward.parts or "
+                    f"eval.reward, or set {key}=null"
+                )
     for role in (CRITIC, REFERENCE):
-        of_role = [name for name, settings in roles_of(config).items() if role_of(name, settings) == role]
+        of_role = [
+            name for name, settings in roles_of(config).items() if role_of(name, settings) == role
+        ]
         if len(of_role) > 1:
             yield f"roles.{of_role[1]}: a run has one {role}, and roles.{of_role[0]} is one"
 
@@ -108,7 +156,9 @@ def _foreign_keys(key: str, settings: RoleConfig, role: str, on_engines: bool) -
     for name in (field.name for field in fields(settings)):
         value = getattr(settings, name)
         if name not in allowed and value != getattr(default, name):
-            where = " on the trainer's ranks" if name in _OF_ENGINES and ENGINES in PLACES[role] else ""
+            where = (
+                " on the trainer's ranks" if name in _OF_ENGINES and ENGINES in PLACES[role] else ""
+            )
             yield f"{key}.{name}={yaml_text(value)}: a {role}{where} has no such setting"
 
 
@@ -127,23 +177,43 @@ def _check_judge(config: RunConfig, key: str, settings: RoleConfig) -> Iterator[
     if settings.template is None:
         yield f"{key}.template=null: must be set: what the judge reads"
     else:
-        yield from _check_fields(key, settings.template, *(("{response_a}", "{response_b}") if compares else ("{response}",)))
+        yield from _check_fields(
+            key,
+            settings.template,
+            *(("{response_a}", "{response_b}") if compares else ("{response}",)),
+        )
     if settings.verdict is None:
         yield f"{key}.verdict=null: must be set: a regular expression with one group"
     else:
         yield from _check_pattern(key, settings.verdict)
     for word, score in settings.verdict_scores.items():
-        if isinstance(score, bool) or not isinstance(score, int | float) or not abs(score) <= MAX_REWARD:
-            yield f"{key}.verdict_scores.{word}={yaml_text(score)}: must be a number of at most {MAX_REWARD:g} in size"
+        if (
+            isinstance(score, bool)
+            or not isinstance(score, int | float)
+            or not abs(score) <= MAX_REWARD
+        ):
+            yield (
+                f"{key}.verdict_scores.{word}={yaml_text(score)}: must be a number of at most "
+                f"{MAX_REWARD:g} in size"
+            )
         elif compares and not 0 <= score <= 1:
-            yield f"{key}.verdict_scores.{word}={score}: must be in [0, 1] for {key}.mode=pairwise: what {{response_a}} wins"
+            yield (
+                f"{key}.verdict_scores.{word}={score}: must be in [0, 1] for "
+                f"{key}.mode=pairwise: what {{response_a}} wins"
+            )
     low, high = settings.verdict_range
     if not low < high:
-        yield f"{key}.verdict_range={yaml_text(settings.verdict_range)}: the first number must be below the second"
+        yield (
+            f"{key}.verdict_range={yaml_text(settings.verdict_range)}: the first number must be "
+            "below the second"
+        )
     if settings.opponents is not None and not compares:
         yield f"{key}.opponents={settings.opponents}: needs {key}.mode=pairwise"
     if compares and config.rollout.n < 2:
-        yield f"rollout.n={config.rollout.n}: must be at least 2: {key} compares the responses to a prompt"
+        yield (
+            f"rollout.n={config.rollout.n}: must be at least 2: {key} compares the responses to "
+            "a prompt"
+        )
 
 
 def _check_fields(key: str, template: str, *needed: str) -> Iterator[str]:
@@ -153,8 +223,13 @@ def _check_fields(key: str, template: str, *needed: str) -> Iterator[str]:
         return
     fields = ("{prompt}", "{answer}", *needed)
     for name in dict.fromkeys(re.findall(r"\{\w+\}", template)):
-        if name not in fields and (near := difflib.get_close_matches(name.lower(), fields, n=1, cutoff=0.8)):
-            yield f"{key}.template={template!r}: {name} is none of its fields; did you mean {near[0]}?"
+        if name not in fields and (
+            near := difflib.get_close_matches(name.lower(), fields, n=1, cutoff=0.8)
+        ):
+            yield (
+                f"{key}.template={template!r}: {name} is none of its fields; did you mean "
+                f"{near[0]}?"
+            )
 
 
 def _check_pattern(key: str, pattern: str) -> Iterator[str]:
@@ -164,7 +239,10 @@ def _check_pattern(key: str, pattern: str) -> Iterator[str]:
         yield f"{key}.verdict={pattern}: is not a regular expression: {error}"
         return
     if groups != 1:
-        yield f"{key}.verdict={pattern}: must have one group, not {groups}; (?:…) groups without counting"
+        yield (
+            f"{key}.verdict={pattern}: must have one group, not {groups}; (?:…) groups without "
+            "counting"
+        )
 
 
 def _check_teacher(config: RunConfig, key: str, settings: RoleConfig) -> Iterator[str]:
@@ -189,7 +267,10 @@ def check_reward(config: RunConfig) -> Iterator[str]:
     """Problems with reward parts that nothing scores, or that have an invalid name."""
     for name in (name for name, part in config.reward.parts.items() if part is not None):
         if not NAME.fullmatch(name) or name in TAKEN_PARTS:
-            yield f"reward.parts.{name}: its name must be letters, digits, - and _, and none of {', '.join(TAKEN_PARTS)}"
+            yield (
+                f"reward.parts.{name}: its name must be letters, digits, - and _, and none of "
+                f"{', '.join(TAKEN_PARTS)}"
+            )
     evaluated = parts_in_evaluation(config) if held_out(config) else []
     for part in dict.fromkeys((*parts_of(config.reward), *evaluated)):
         settings = config.roles.get(part.role or "")
@@ -203,38 +284,63 @@ def check_reward(config: RunConfig) -> Iterator[str]:
         elif (role := role_of(part.role, settings)) not in (REWARD_MODEL, JUDGE):
             yield f"{part.setting}: must be a {REWARD_MODEL} or a {JUDGE}; it is a {role}"
         elif part in evaluated and pairwise(config, part):
-            yield f"{part.setting}: compares the responses to a prompt, which says nothing of held-out ones; set eval.reward to another"
+            yield (
+                f"{part.setting}: compares the responses to a prompt, which says nothing of "
+                "held-out ones; set eval.reward to another"
+            )
 
 
 def _check_unscored(config: RunConfig, part: Part, in_evaluation: bool) -> Iterator[str]:
     if part.part or part.key == "eval.reward":
         yield f"{part.setting}: must score something"
     elif recipes.needs_reward(config.algorithm):
-        yield f"{part.setting}: {config.algorithm.name} learns from rewards; algorithm.name=distill learns from teachers alone"
+        yield (
+            f"{part.setting}: {config.algorithm.name} learns from rewards; "
+            "algorithm.name=distill learns from teachers alone"
+        )
     elif in_evaluation:
         yield f"{part.setting}: scores no held-out responses either; set eval.reward"
 
 
 def find_served(config: RunConfig, command: str | None) -> tuple[ServedRole, ...]:
-    """The models on engines, if the command needs any. A checkpoint that megarl sft or reward-model will make from model.path counts as
-    present until the run starts. Raises ConfigError with all problems of the checkpoints."""
-    found, problems = [], []
-    needed = {part.role for part in parts_in_evaluation(config)} if command == "eval" else config.roles.keys()
+    """The models on engines, if the command needs any.
+
+    A checkpoint that megarl sft or reward-model will make from model.path counts as present until
+    the run starts. Raises ConfigError with all problems of the checkpoints.
+    """
+    found = []
+    problems = []
+    needed = (
+        {part.role for part in parts_in_evaluation(config)}
+        if command == "eval"
+        else config.roles.keys()
+    )
     for name, settings in roles_of(config).items() if command not in BEFORE else ():
-        if name not in needed or role_of(name, settings) not in PLACES or place_of(name, settings) != ENGINES:
+        if (
+            name not in needed
+            or role_of(name, settings) not in PLACES
+            or place_of(name, settings) != ENGINES
+        ):
             continue
         key = f"roles.{name}.path"
-        missing, maker = list(missing_folder(key, settings.path)), makers(config).get(settings.path)
+        missing = list(missing_folder(key, settings.path))
+        maker = makers(config).get(settings.path)
         if missing and command is None:
             continue
         if missing and (maker is None or command in ("train", "eval")):
-            problems += [f"{problem}; megarl {maker} writes it" if maker else problem for problem in missing]
+            problems += [
+                f"{problem}; megarl {maker} writes it" if maker else problem for problem in missing
+            ]
             continue
         try:
-            role, made = role_of(name, settings), maker if missing else None
+            role = role_of(name, settings)
+            made = maker if missing else None
             spec = to_be(config, made, settings) if made else _spec(settings, role, key)
             problems += _misfits(config, name, settings, spec)
-            problems += [f"{key}={settings.path}: {problem}" for problem in (_made_otherwise(made, spec, role) if made else ())]
+            problems += [
+                f"{key}={settings.path}: {problem}"
+                for problem in (_made_otherwise(made, spec, role) if made else ())
+            ]
             found.append(ServedRole(name, settings, spec, config.model.dtype))
         except ConfigError as error:
             problems += error.problems
@@ -251,7 +357,10 @@ def makers(config: RunConfig) -> dict[str, str]:
 
 def to_be(config: RunConfig, maker: str, settings: RoleConfig) -> ModelSpec:
     """The shape of the model that the command `maker` will make."""
-    spec = load_spec(flat(settings.sft).get("model.path") or config.model.spec or config.model.path, own_family=config.model.family)
+    spec = load_spec(
+        flat(settings.sft).get("model.path") or config.model.spec or config.model.path,
+        own_family=config.model.family,
+    )
     return spec.with_scalar_head() if maker == "reward-model" else spec
 
 
@@ -265,7 +374,10 @@ def _made_otherwise(maker: str, spec: ModelSpec, role: str) -> Iterable[str]:
 
 
 def _misplaced(architecture: str, role: str) -> str:
-    """Why a model of this architecture cannot have this role; empty if it can. To be put after the architecture's name."""
+    """Why a model of this architecture cannot have this role; empty if it can.
+
+    To be put after the architecture's name.
+    """
     if role == REWARD_MODEL:
         return "" if architecture in SERVED else f"; SGLang's reward models are {', '.join(SERVED)}"
     scores = architecture.endswith(CLASSIFICATION) or architecture == TWO_LAYERS
@@ -283,21 +395,34 @@ def _spec(settings: RoleConfig, role: str, key: str) -> ModelSpec:
     if why := _misplaced(architecture, role):
         raise ConfigError(f"{key}={settings.path}: is a {architecture}{why}")
     if architecture == TWO_LAYERS:
-        return load_spec(values | {"architectures": [f"Qwen2{CLASSIFICATION}"], "num_labels": 1}, key)
+        return load_spec(
+            values | {"architectures": [f"Qwen2{CLASSIFICATION}"], "num_labels": 1}, key
+        )
     return load_spec(settings.path, key)
 
 
 def _misfits(config: RunConfig, name: str, settings: RoleConfig, spec: ModelSpec) -> Iterable[str]:
-    key, context = f"roles.{name}", min(spec.max_position_embeddings, settings.kv_cache_tokens or spec.max_position_embeddings)
+    key = f"roles.{name}"
+    context = min(
+        spec.max_position_embeddings, settings.kv_cache_tokens or spec.max_position_embeddings
+    )
     if spec.num_attention_heads % settings.tp or settings.tp % min(settings.tp, spec.num_kv_heads):
-        heads = f"{spec.num_attention_heads} attention heads and {spec.num_kv_heads} key-value heads"
+        heads = (
+            f"{spec.num_attention_heads} attention heads and {spec.num_kv_heads} key-value heads"
+        )
         yield f"{key}.tp={settings.tp}: must divide the model's {heads}"
     if settings.ep > 1 and not spec.num_experts:
         yield f"{key}.ep={settings.ep}: must be 1: a {spec.family} model has no experts"
     elif settings.tp % settings.ep:
         yield f"{key}.ep={settings.ep}: must divide {key}.tp={settings.tp}"
     if role_of(name, settings) == JUDGE and settings.max_tokens >= context:
-        yield f"{key}.max_tokens={settings.max_tokens}: must be less than its context of {context} (that of the model, or kv_cache_tokens)"
+        yield (
+            f"{key}.max_tokens={settings.max_tokens}: must be less than its context of "
+            f"{context} (that of the model, or kv_cache_tokens)"
+        )
     if role_of(name, settings) != JUDGE and config.rollout.max_tokens >= context:
         longest = f"rollout.max_tokens={config.rollout.max_tokens}"
-        yield f"{longest}: must be less than the context of {key}, {context}, prompt and response together"
+        yield (
+            f"{longest}: must be less than the context of {key}, {context}, prompt and response "
+            "together"
+        )

@@ -21,25 +21,39 @@ Encode = Callable[[ScoreRequest], list[int]]
 
 
 class RewardModel:
-    """A failed score is one that is not finite or has an absolute value above MAX_REWARD. A request that an engine refuses, or does not
-    answer in time, is a failure too. A request to a lost engine goes to another engine, or waits until one is back."""
+    """A failed score is one that is not finite or has an absolute value above MAX_REWARD.
+
+    A request that an engine refuses, or does not answer in time, is a failure too. A request to a
+    lost engine goes to another engine, or waits until one is back.
+    """
 
     def __init__(self, role: ServedRole, fleet: Fleet, policy: Tokenizer):
         """`policy`: the policy's tokenizer. Raises ConfigError."""
         settings = role.settings
-        self._key, self._fleet, self._spec = f"roles.{role.name}", fleet, role.spec
-        self._room = min(role.spec.max_position_embeddings, settings.kv_cache_tokens or role.spec.max_position_embeddings)
+        self._key = f"roles.{role.name}"
+        self._fleet = fleet
+        self._spec = role.spec
+        self._room = min(
+            role.spec.max_position_embeddings,
+            settings.kv_cache_tokens or role.spec.max_position_embeddings,
+        )
         self._places = asyncio.Semaphore(settings.engines * settings.max_concurrency)
         self._encode = reading(role, policy)
 
     async def score(self, part: Part, request: ScoreRequest) -> Score:
-        ids = await asyncio.to_thread(self._encode, request)  # in a thread, since the response may be long
+        # in a thread, since the response may be long
+        ids = await asyncio.to_thread(self._encode, request)
         if not ids:
             raise RunError(
-                f"{part.setting}: it was given no tokens; a rollout's own ScoreRequest needs token_ids, or set {self._key}.template"
+                f"{part.setting}: it was given no tokens; a rollout's own ScoreRequest needs "
+                f"token_ids, or set {self._key}.template"
             )
         if len(ids) >= self._room or max(ids) >= self._spec.vocab_size:
-            fault = f"{len(ids)} tokens, for a context of {self._room}" if len(ids) >= self._room else f"token {max(ids)} is not its own"
+            fault = (
+                f"{len(ids)} tokens, for a context of {self._room}"
+                if len(ids) >= self._room
+                else f"token {max(ids)} is not its own"
+            )
             return part.failed("error", f"{self._key}: {fault}", request)
         try:
             async with self._places:
@@ -47,24 +61,36 @@ class RewardModel:
         except EngineUnreachable:
             raise
         except (EngineError, TimeoutError) as error:
-            return part.failed("timeout" if isinstance(error, TimeoutError) else "error", str(error), request)
+            return part.failed(
+                "timeout" if isinstance(error, TimeoutError) else "error", str(error), request
+            )
         if not math.isfinite(score) or abs(score) > MAX_REWARD:
-            return part.failed("error", f"{self._key} gave the score {score:g}; at most {MAX_REWARD:g} in size is allowed", request)
+            return part.failed(
+                "error",
+                f"{self._key} gave the score {score:g}; at most {MAX_REWARD:g} in size is allowed",
+                request,
+            )
         return Score(score)
 
 
 def reading(role: ServedRole, policy: Tokenizer) -> Encode:
     """How a response becomes the model's input. Raises ConfigError."""
-    settings, key = role.settings, f"roles.{role.name}"
+    settings = role.settings
+    key = f"roles.{role.name}"
     own = tokenizer_of(settings.path, f"{key}.path", settings.chat_template)
     if settings.template is None:
         if not policy.same_ids(own):
             problem = (
-                f"{key}.template=null: must be set: the tokens of {settings.path} are not those of the policy's tokenizer {policy.source}"
+                f"{key}.template=null: must be set: the tokens of {settings.path} are not "
+                f"those of the policy's tokenizer {policy.source}"
             )
             raise ConfigError(f"{problem}, so it has to read text")
         return lambda request: [*request.prompt_token_ids, *request.token_ids]
     chats = settings.template == CHAT
-    text = chat_text(own, f"{key}.template", "{prompt}", "{response}") if chats else settings.template
+    text = (
+        chat_text(own, f"{key}.template", "{prompt}", "{response}") if chats else settings.template
+    )
     template = Template(own, text, ("prompt", "response", "answer"), chats)
-    return lambda request: template.encode(prompt=request.prompt, response=request.response, answer=request.answer)
+    return lambda request: template.encode(
+        prompt=request.prompt, response=request.response, answer=request.answer
+    )

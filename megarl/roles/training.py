@@ -1,4 +1,6 @@
-"""`megarl reward-model`: trains a reward model on pairs of responses, with the trainer of the RL run."""
+"""`megarl reward-model`: trains a reward model on pairs of responses, with the trainer of the RL
+run.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,19 @@ from megarl.plan.resolve import RunPlan
 from megarl.trainer.distributed import init_distributed, shutdown_distributed
 from megarl.trainer.step import MegatronTrainer
 
-# Reward models learn from pairs of responses, one preferred (Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155, (1)).
+# Reward models learn from pairs of responses, one preferred (Bradley and Terry 1952; Ouyang et al.
+# 2022, arXiv:2203.02155, (1)).
 #
 #     loss = mean over pairs of -log sigmoid(d),  d = score(chosen) - score(rejected) - margin
 #
-# The responses of a pair may be in different microbatches and on different ranks. So all scores are computed before the optimizer step. The
-# step then uses a sum of scores with constant weights, which are the derivatives of the loss. Its gradient is that of the loss.
+# The responses of a pair may be in different microbatches and on different ranks. So all scores are
+# computed before the optimizer step. The step then uses a sum of scores with constant weights,
+# which are the derivatives of the loss. Its gradient is that of the loss.
 
 
 class PairLoss(NamedTuple):
-    weights: Tensor  # [B, 2]: the derivatives of the summed loss by the scores of chosen and rejected
+    # [B, 2]: the derivatives of the summed loss by the scores of chosen and rejected
+    weights: Tensor
     metrics: dict[str, float]  # means over the pairs
 
 
@@ -50,23 +55,33 @@ def bradley_terry(scores: Tensor, margins: Tensor) -> PairLoss:
         "score/chosen": chosen.mean(),
         "score/rejected": rejected.mean(),
     }
-    return PairLoss(torch.stack([slope, -slope], dim=1), {name: value.item() for name, value in metrics.items()})
+    return PairLoss(
+        torch.stack([slope, -slope], dim=1), {name: value.item() for name, value in metrics.items()}
+    )
 
 
 def to_score(token_ids: list[int], weight: float = math.nan) -> TrainSequence:
-    """A sequence for scoring. It has one additional token, the only one in the loss: the value at its position is the sequence's score.
-    `weight`: of the score in `weighted_values`."""
+    """A sequence for scoring.
+
+    It has one additional token, the only one in the loss: the value at its position is the
+    sequence's score. `weight`: of the score in `weighted_values`.
+    """
     length = len(token_ids) + 1
     mask = np.arange(length) == length - 1
     return TrainSequence(
-        np.array([*token_ids, 0], np.int32), mask, np.zeros(length, np.float32), np.where(mask, weight, 0.0).astype(np.float32)
+        np.array([*token_ids, 0], np.int32),
+        mask,
+        np.zeros(length, np.float32),
+        np.where(mask, weight, 0.0).astype(np.float32),
     )
 
 
 def weighted_values(values: Tensor, microbatch: Microbatch) -> LossOutput:
     """The sum of the values [t], weighted by the tokens' advantages."""
     mask = microbatch.loss_mask
-    return LossOutput((torch.where(mask, microbatch.advantages, 0.0) * values).sum(), {"tokens": mask.sum()})
+    return LossOutput(
+        (torch.where(mask, microbatch.advantages, 0.0) * values).sum(), {"tokens": mask.sum()}
+    )
 
 
 # The training itself.
@@ -77,8 +92,14 @@ BEFORE = "before/"  # metrics of the held-out pairs before the first step
 
 
 def run_reward_model_rank(plan: RunPlan, rank: int) -> None:
-    """One trainer rank. Rank 0 writes `run_dir`/reward_model/metrics.jsonl; all ranks together export to `reward_model.output`."""
-    config, settings, run_dir = plan.config, plan.config.reward_model, Path(plan.config.run_dir) / FOLDER
+    """One trainer rank.
+
+    Rank 0 writes `run_dir`/reward_model/metrics.jsonl; all ranks together export to
+    `reward_model.output`.
+    """
+    config = plan.config
+    settings = plan.config.reward_model
+    run_dir = Path(plan.config.run_dir) / FOLDER
     status = StatusBoard(run_dir, f"reward_model.{rank}").for_work()
     status.set("reading the pairs")
     pairs = load_pairs(config, settings.data, f"{FOLDER}.data", plan.spec)
@@ -102,13 +123,28 @@ def run_reward_model_rank(plan: RunPlan, rank: int) -> None:
     started = time.monotonic()
     for step in range(steps):
         status.set(f"step {step}")
-        before = {f"{BEFORE}{name}": value for name, value in scorer.evaluate(held_out).items()} if step == 0 else {}
+        before = (
+            {f"{BEFORE}{name}": value for name, value in scorer.evaluate(held_out).items()}
+            if step == 0
+            else {}
+        )
         values = scorer.train(batch_of(config, pairs, step))
         due = step == steps - 1 or (settings.every and (step + 1) % settings.every == 0)
-        values |= before | ({f"eval/{name}": value for name, value in scorer.evaluate(held_out).items()} if due else {})
+        values |= before | (
+            {f"eval/{name}": value for name, value in scorer.evaluate(held_out).items()}
+            if due
+            else {}
+        )
         if metrics is not None:
             wall_s = time.monotonic() - started
-            metrics.write(step, {"wall_s": wall_s, **values, "samples_per_s": 2 * (step + 1) * settings.batch_size / wall_s})
+            metrics.write(
+                step,
+                {
+                    "wall_s": wall_s,
+                    **values,
+                    "samples_per_s": 2 * (step + 1) * settings.batch_size / wall_s,
+                },
+            )
     status.set("exporting")
     trainer.export_hf(settings.output, config.model.path)
     if metrics is not None:
@@ -117,39 +153,65 @@ def run_reward_model_rank(plan: RunPlan, rank: int) -> None:
 
 
 def begin(trainer: MegatronTrainer, plan: RunPlan) -> None:
-    """Loads the weights that a run would begin with, and adds a new head unless they are a reward model's."""
+    """Loads the weights that a run would begin with, and adds a new head unless they are a reward
+    model's.
+    """
     config = plan.config
     if not plan.weights.are_there:  # the plan has checked that they may be random
         trainer.init_random(config.seed)
     else:
         new_head = "zeros" if config.reward_model.head == "zeros" else "random"
-        trainer.load_hf(plan.weights_path, None if plan.spec.head == trainer.spec.head else new_head)
+        trainer.load_hf(
+            plan.weights_path, None if plan.spec.head == trainer.spec.head else new_head
+        )
 
 
 class PairScorer:
     def __init__(self, trainer: MegatronTrainer, plan: RunPlan):
-        self._trainer, self._size = trainer, plan.config.reward_model.batch_size
-        self._tokenizer, self._context_tokens = load_tokenizer(plan.config.model), plan.spec.max_position_embeddings
+        self._trainer = trainer
+        self._size = plan.config.reward_model.batch_size
+        self._tokenizer = load_tokenizer(plan.config.model)
+        self._context_tokens = plan.spec.max_position_embeddings
 
     def train(self, pairs: Sequence[Pair]) -> dict[str, float]:
         """Makes one optimizer step. Returns metrics of the weights before it."""
         tokens, scores, margins = self._score(pairs)
         found = bradley_terry(scores, margins)
-        weighted = [to_score(ids, weight) for ids, weight in zip(tokens, found.weights.flatten().tolist(), strict=True)]
+        weighted = [
+            to_score(ids, weight)
+            for ids, weight in zip(tokens, found.weights.flatten().tolist(), strict=True)
+        ]
         result = self._trainer.train_step(weighted, weighted_values, float(len(pairs)))
         result.check_tokens(len(tokens))
-        return {**found.metrics, "grad_norm": result.grad_norm, "learning_rate": result.learning_rate}
+        return {
+            **found.metrics,
+            "grad_norm": result.grad_norm,
+            "learning_rate": result.learning_rate,
+        }
 
     def evaluate(self, pairs: Sequence[Pair]) -> dict[str, float]:
         """Empty without pairs."""
         each = list(map(pairs.__getitem__, range(len(pairs))))  # a synthetic dataset has no slices
         parts = [each[first : first + self._size] for first in range(0, len(each), self._size)]
         found = [(len(part), bradley_terry(*self._score(part)[1:]).metrics) for part in parts]
-        return {name: fmean((each[name] for _, each in found), [count for count, _ in found]) for name in found[0][1]} if found else {}
+        return (
+            {
+                name: fmean((each[name] for _, each in found), [count for count, _ in found])
+                for name in found[0][1]
+            }
+            if found
+            else {}
+        )
 
     def _score(self, pairs: Sequence[Pair]) -> tuple[list[list[int]], Tensor, Tensor]:
         """(token ids, alternately of chosen and rejected; scores [B, 2]; margins [B])."""
-        tokens = [ids for pair in pairs for ids in pair_tokens(pair, self._tokenizer, self._context_tokens)]
-        scores = [float(row[-1]) for row in self._trainer.token_values([to_score(ids) for ids in tokens])]
+        tokens = [
+            ids
+            for pair in pairs
+            for ids in pair_tokens(pair, self._tokenizer, self._context_tokens)
+        ]
+        scores = [
+            float(row[-1]) for row in self._trainer.token_values([to_score(ids) for ids in tokens])
+        ]
         margins = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
         return tokens, torch.tensor(scores, dtype=torch.float64).view(-1, 2), margins

@@ -1,4 +1,6 @@
-"""Decides which finished groups make up the batch of a step. This is the receiving end of the rollouts channel."""
+"""Decides which finished groups make up the batch of a step. This is the receiving end of the
+rollouts channel.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,12 @@ from megarl.base.rollout_types import Ordinal, Version
 from megarl.data.order import Mixture
 from megarl.messaging.messages import GroupReady
 
-# The ledger records the state of every prompt of a run: trained on, dropped, rested, finished but not yet trained on, or none of these.
+# The ledger records the state of every prompt of a run: trained on, dropped, rested, finished but
+# not yet trained on, or none of these.
 #
-# Each checkpoint holds the ledger and the weights of the same step. After a resume, the prompts that the ledger lacks are generated, some
-# of them again. So the ledger is all that a run must save to train on, drop or rest each prompt exactly once.
+# Each checkpoint holds the ledger and the weights of the same step. After a resume, the prompts
+# that the ledger lacks are generated, some of them again. So the ledger is all that a run must save
+# to train on, drop or rest each prompt exactly once.
 
 
 LEDGER_FILE = "ledger.msgpack"
@@ -24,18 +28,22 @@ LEDGER_FILE = "ledger.msgpack"
 
 class Ledger(msgspec.Struct, frozen=True):
     consumed_below: Ordinal = 0  # every prompt below this has been trained on, dropped or rested
-    consumed_beyond: list[Ordinal] = []  # further prompts that have been trained on, dropped or rested
+    # further prompts that have been trained on, dropped or rested
+    consumed_beyond: list[Ordinal] = []
     groups: list[GroupReady] = []  # finished, but not yet trained on
     dropped: list[Ordinal] = []  # all dropped prompts of the run
     untold: list[GroupReady] = []  # dropped groups that no batch has reported yet
     rested: list[Ordinal] = []  # all prompts of the run that the curriculum has left out
-    outside: list[Ordinal] = []  # all prompts of the run whose pass rate was outside the curriculum's band
+    # all prompts of the run whose pass rate was outside the curriculum's band
+    outside: list[Ordinal] = []
     rejected: list[Ordinal] = []  # finished, found too old, and not yet trained on or dropped
     rested_untold: int = 0  # number of rested prompts that no batch has reported yet
 
     def trained(self) -> set[Ordinal]:
         """All prompts that have been trained on."""
-        return {*range(self.consumed_below), *self.consumed_beyond}.difference(self.dropped, self.rested)
+        return {*range(self.consumed_below), *self.consumed_beyond}.difference(
+            self.dropped, self.rested
+        )
 
     def told(self) -> set[Ordinal]:
         """The dropped prompts that batches have reported."""
@@ -46,7 +54,10 @@ class Ledger(msgspec.Struct, frozen=True):
 
     @classmethod
     def load(cls, checkpoint: Path | str) -> Ledger:
-        """Loads the ledger of a checkpoint folder. Raises RuntimeError if it is missing or cannot be read."""
+        """Loads the ledger of a checkpoint folder.
+
+        Raises RuntimeError if it is missing or cannot be read.
+        """
         path = Path(checkpoint) / LEDGER_FILE
         try:
             return msgspec.msgpack.decode(path.read_bytes(), type=cls)
@@ -55,8 +66,10 @@ class Ledger(msgspec.Struct, frozen=True):
 
 
 class Consumed:
-    """The set of ordinals that have been trained on, dropped or rested. It takes little memory, since ordinals are added nearly in
-    order."""
+    """The set of ordinals that have been trained on, dropped or rested.
+
+    It takes little memory, since ordinals are added nearly in order.
+    """
 
     def __init__(self, below: Ordinal = 0, beyond: Sequence[Ordinal] = ()):
         self.below = below
@@ -73,25 +86,32 @@ class Consumed:
 
 
 class RolloutBuffer:
-    """Makes batches from finished groups, and rejects groups that are too old. Never waits: the caller reports which groups began and
-    finished.
+    """Makes batches from finished groups, and rejects groups that are too old.
 
-    The batch of step s consists of `prompts_per_step` finished groups, chosen when the trainer asks for it. Each source contributes as many
-    groups as `mixture` assigns to it among prompts s * prompts_per_step to (s + 1) * prompts_per_step - 1. Within a source, the groups with
-    the lowest ordinals come first. The age of a group is s minus the oldest weight version among its tokens.
+    Never waits: the caller reports which groups began and finished.
 
-    With `max_staleness` m, a finished group older than m is rejected (`reject`): it is discarded and generated again. A group of age m or
-    more is due, finished or not: if it is not used now, it will be too old at the next step. Due groups go first, and a batch waits for a
-    due group that is still being generated (`take` returns None). So short rollouts cannot keep long ones out of the batch, and a rollout
-    is not discarded merely for being long. If more groups of a source are due than fit into a batch, the next step rejects the rest.
+    The batch of step s consists of `prompts_per_step` finished groups, chosen when the trainer asks
+    for it. Each source contributes as many groups as `mixture` assigns to it among prompts s *
+    prompts_per_step to (s + 1) * prompts_per_step - 1. Within a source, the groups with the lowest
+    ordinals come first. The age of a group is s minus the oldest weight version among its tokens.
 
-    Every batch fills up. While the trainer waits for a batch, its version does not change. Groups that begin from then on have age 0, so
-    they are neither rejected nor due. Every group that the batch waits for is already being generated. So the batch is full after finitely
-    many rollouts, whatever was rejected before.
+    With `max_staleness` m, a finished group older than m is rejected (`reject`): it is discarded
+    and generated again. A group of age m or more is due, finished or not: if it is not used now, it
+    will be too old at the next step. Due groups go first, and a batch waits for a due group that is
+    still being generated (`take` returns None). So short rollouts cannot keep long ones out of the
+    batch, and a rollout is not discarded merely for being long. If more groups of a source are due
+    than fit into a batch, the next step rejects the rest.
 
-    A group that the generator has dropped (`GroupReady.dropped`) is done: it is neither in a batch nor generated again. `report_dropped`
-    returns it once a prompt with a higher ordinal has been trained on, so that each step reports the prompts dropped between its own. Every
-    dropped group is reported: the last prompt of a run is never a dropped one, since another prompt would follow it.
+    Every batch fills up. While the trainer waits for a batch, its version does not change. Groups
+    that begin from then on have age 0, so they are neither rejected nor due. Every group that the
+    batch waits for is already being generated. So the batch is full after finitely many rollouts,
+    whatever was rejected before.
+
+    A group that the generator has dropped (`GroupReady.dropped`) is done: it is neither in a batch
+    nor generated again. `report_dropped` returns it once a prompt with a higher ordinal has been
+    trained on, so that each step reports the prompts dropped between its own. Every dropped group
+    is reported: the last prompt of a run is never a dropped one, since another prompt would follow
+    it.
 
     Each event takes time for its own group only: a heap keeps the order, and nothing is scanned.
     """
@@ -104,9 +124,13 @@ class RolloutBuffer:
         judge: Callable[[GroupReady], GroupReady] = lambda group: group,
         mixture: Mixture | None = None,
     ):
-        """`judge`: the rule by which the generator drops groups. It is applied again to the ledger's groups, since settings may have
-        changed."""
-        self._prompts_per_step, self._max_staleness, self._mixture = prompts_per_step, max_staleness, mixture or Mixture()
+        """`judge`: the rule by which the generator drops groups.
+
+        It is applied again to the ledger's groups, since settings may have changed.
+        """
+        self._prompts_per_step = prompts_per_step
+        self._max_staleness = max_staleness
+        self._mixture = mixture or Mixture()
         self._consumed = Consumed(ledger.consumed_below, ledger.consumed_beyond)
         self._running: dict[Ordinal, Version] = {}
         self._running_by_version: dict[Version, set[Ordinal]] = defaultdict(set)
@@ -114,12 +138,17 @@ class RolloutBuffer:
         self._finished_by_version: dict[Version, set[Ordinal]] = defaultdict(set)
         sources = len(self._mixture.names)
         self._finished_of = [0] * sources
-        self._order: list[list[Ordinal]] = [[] for _ in range(sources)]  # heaps; some ordinals may be removed
+        # heaps; some ordinals may be removed
+        self._order: list[list[Ordinal]] = [[] for _ in range(sources)]
         self._rejected: set[Ordinal] = set()  # ordinals that have not begun again
-        self._ever_rejected = set(ledger.rejected)  # ordinals that have not been trained on or dropped
-        self._dropped, self._rested, self._outside = list(ledger.dropped), list(ledger.rested), list(ledger.outside)
+        # ordinals that have not been trained on or dropped
+        self._ever_rejected = set(ledger.rejected)
+        self._dropped = list(ledger.dropped)
+        self._rested = list(ledger.rested)
+        self._outside = list(ledger.outside)
         self._rested_since = ledger.rested_untold  # rested prompts since the last batch
-        self._untold = [(group.ordinal, group) for group in ledger.untold]  # heap of dropped groups that no batch has reported
+        # heap of dropped groups that no batch has reported
+        self._untold = [(group.ordinal, group) for group in ledger.untold]
         heapq.heapify(self._untold)
         self._highest: Ordinal = max(ledger.trained(), default=-1)
         self._dropped_since = 0  # dropped groups since the last batch
@@ -130,7 +159,9 @@ class RolloutBuffer:
         """Notes that the rollouts of `ordinals` have begun under `version`."""
         for ordinal in ordinals:
             if ordinal in self._consumed or ordinal in self._finished or ordinal in self._running:
-                raise RuntimeError(f"prompt {ordinal} was begun a second time; it is {self._state(ordinal)}")
+                raise RuntimeError(
+                    f"prompt {ordinal} was begun a second time; it is {self._state(ordinal)}"
+                )
             self._rejected.discard(ordinal)
             self._running[ordinal] = version
             self._running_by_version[version].add(ordinal)
@@ -138,9 +169,13 @@ class RolloutBuffer:
     def finish(self, group: GroupReady) -> None:
         version = self._running.pop(group.ordinal, None)
         if version is None:
-            raise RuntimeError(f"prompt {group.ordinal} came without having been begun; it is {self._state(group.ordinal)}")
+            raise RuntimeError(
+                f"prompt {group.ordinal} came without having been begun; it is "
+                f"{self._state(group.ordinal)}"
+            )
         _discard(self._running_by_version, version, group.ordinal)
-        if group.outside and group.ordinal not in self._ever_rejected:  # only a prompt's first scores count (data/order.py)
+        # only a prompt's first scores count (data/order.py)
+        if group.outside and group.ordinal not in self._ever_rejected:
             self._outside.append(group.ordinal)
         self._take_in(group)
 
@@ -153,15 +188,23 @@ class RolloutBuffer:
 
     def take_rested(self) -> int:
         """How many prompts have rested since the last call."""
-        rested, self._rested_since = self._rested_since, 0
+        rested = self._rested_since
+        self._rested_since = 0
         return rested
 
     def reject(self, step: int) -> list[Ordinal]:
-        """Discards the finished groups that are too old for the batch of `step`. Returns their ordinals, which must be generated again."""
+        """Discards the finished groups that are too old for the batch of `step`.
+
+        Returns their ordinals, which must be generated again.
+        """
         if self._max_staleness is None:
             return []
-        stale = [version for version in self._finished_by_version if version < step - self._max_staleness]
-        rejected = sorted(ordinal for version in stale for ordinal in self._finished_by_version.pop(version))
+        stale = [
+            version for version in self._finished_by_version if version < step - self._max_staleness
+        ]
+        rejected = sorted(
+            ordinal for version in stale for ordinal in self._finished_by_version.pop(version)
+        )
         for ordinal in rejected:
             self._remove(ordinal)
         self._rejected.update(rejected)
@@ -173,12 +216,20 @@ class RolloutBuffer:
         return all(found >= wanted for found, wanted in zip(self._finished_of, self._wanted(step)))
 
     def take(self, step: int) -> list[GroupReady] | None:
-        """The batch of `step`, sorted by ordinal, or None while it is not complete. Call `reject` first."""
+        """The batch of `step`, sorted by ordinal, or None while it is not complete.
+
+        Call `reject` first.
+        """
         if not self.full(step):
             return None
         wanted = self._wanted(step)
-        due, due_in_flight = (self._due(by_version, step) for by_version in (self._finished_by_version, self._running_by_version))
-        if any(len(have) < most and coming for have, most, coming in zip(due, wanted, due_in_flight)):
+        due, due_in_flight = (
+            self._due(by_version, step)
+            for by_version in (self._finished_by_version, self._running_by_version)
+        )
+        if any(
+            len(have) < most and coming for have, most, coming in zip(due, wanted, due_in_flight)
+        ):
             return None
         chosen: set[Ordinal] = set()
         for source, most in enumerate(wanted):
@@ -188,19 +239,23 @@ class RolloutBuffer:
                 if ordinal in self._finished:
                     own.add(ordinal)
             chosen |= own
-        self._highest, self._dropped_since = max(self._highest, *chosen), 0
+        self._highest = max(self._highest, *chosen)
+        self._dropped_since = 0
         return [self._consume(ordinal) for ordinal in sorted(chosen)]
 
     def report_dropped(self) -> list[GroupReady]:
-        """The dropped groups with ordinals below the highest prompt that was trained on, sorted by ordinal. Returns each group once."""
+        """The dropped groups with ordinals below the highest prompt that was trained on, sorted by
+        ordinal. Returns each group once.
+        """
         found = []
         while self._untold and self._untold[0][0] < self._highest:
             found.append(heapq.heappop(self._untold)[1])
         return found
 
     def give_up(self, step: int, most: int | None) -> list[GroupReady]:
-        """If at least `most` prompts were generated for the batch of `step` and did not fill it, the dropped groups that no batch has
-        reported; otherwise none."""
+        """If at least `most` prompts were generated for the batch of `step` and did not fill it,
+        the dropped groups that no batch has reported; otherwise none.
+        """
         generated = len(self._finished) + self._dropped_since
         if most is None or not self._dropped_since or self.full(step) or generated < most:
             return []
@@ -209,31 +264,54 @@ class RolloutBuffer:
     def ledger(self) -> Ledger:
         """The ledger for a checkpoint taken now."""
         groups, untold = (
-            [msgspec.structs.replace(group, started_s=0.0, ended_s=0.0, idle_s=0.0, scoring_s=(0.0, 0.0)) for group in some]
+            [
+                msgspec.structs.replace(
+                    group, started_s=0.0, ended_s=0.0, idle_s=0.0, scoring_s=(0.0, 0.0)
+                )
+                for group in some
+            ]
             for some in (self._finished.values(), (group for _, group in self._untold))
         )
         consumed = self._consumed.below, sorted(self._consumed.beyond)
-        rested, outside, rejected = (sorted(some) for some in (self._rested, self._outside, self._ever_rejected))
-        return Ledger(*consumed, groups, sorted(self._dropped), untold, rested, outside, rejected, self._rested_since)
+        rested, outside, rejected = (
+            sorted(some) for some in (self._rested, self._outside, self._ever_rejected)
+        )
+        return Ledger(
+            *consumed,
+            groups,
+            sorted(self._dropped),
+            untold,
+            rested,
+            outside,
+            rejected,
+            self._rested_since,
+        )
 
     @property
     def finished(self) -> int:
         return len(self._finished)
 
     def __str__(self) -> str:
-        parts = [f"{len(self._finished)} of {self._prompts_per_step} groups finished", f"{len(self._running)} in flight"]
+        parts = [
+            f"{len(self._finished)} of {self._prompts_per_step} groups finished",
+            f"{len(self._running)} in flight",
+        ]
         if self._dropped_since:
             parts[0] += f", and {self._dropped_since} dropped"
         if self._running:
             ordinal = min(self._running, key=lambda ordinal: (self._running[ordinal], ordinal))
-            parts[1] += f", the oldest being prompt {ordinal}, begun under version {self._running[ordinal]}"
+            parts[1] += (
+                f", the oldest being prompt {ordinal}, begun under version {self._running[ordinal]}"
+            )
         if self._rejected:
             parts.append(f"{len(self._rejected)} rejected and not begun again")
         return "; ".join(parts)
 
     def _wanted(self, step: int) -> list[int]:
         """How many groups of each source the batch of `step` has."""
-        return self._mixture.counts(step * self._prompts_per_step, (step + 1) * self._prompts_per_step)
+        return self._mixture.counts(
+            step * self._prompts_per_step, (step + 1) * self._prompts_per_step
+        )
 
     def _due(self, by_version: dict[Version, set[Ordinal]], step: int) -> list[list[Ordinal]]:
         """[source][…] the ordinals that would be too old for the step after `step`."""
@@ -272,8 +350,19 @@ class RolloutBuffer:
         return self._finished.pop(ordinal)
 
     def _state(self, ordinal: Ordinal) -> str:
-        done = "dropped" if ordinal in self._dropped else "left out to rest" if ordinal in self._rested else "trained on"
-        states = {done: self._consumed, "finished": self._finished, "in flight": self._running, "rejected": self._rejected}
+        done = (
+            "dropped"
+            if ordinal in self._dropped
+            else "left out to rest"
+            if ordinal in self._rested
+            else "trained on"
+        )
+        states = {
+            done: self._consumed,
+            "finished": self._finished,
+            "in flight": self._running,
+            "rejected": self._rejected,
+        }
         return next((state for state, ordinals in states.items() if ordinal in ordinals), "unknown")
 
 

@@ -1,4 +1,5 @@
-"""The rollouts channel: brings finished groups from the generator to the trainer, and batches of them to every trainer rank.
+"""The rollouts channel: brings finished groups from the generator to the trainer, and batches of
+them to every trainer rank.
 
     generator                                   trainer rank 0
     begins where the ledger ends       ←        GenerateFrom(first, skip, …), once
@@ -7,8 +8,8 @@
     GroupReady(group)                  →        buffers it, or counts it as dropped; makes a batch when asked for one
     generates them again               ←        Regenerate(ordinals) of groups found too old
 
-The sending end decides how far the generator may run ahead, when it begins prompts (`admission`). The receiving end decides which groups
-are used, and when (`buffer`).
+The sending end decides how far the generator may run ahead, when it begins prompts (`admission`).
+The receiving end decides which groups are used, and when (`buffer`).
 """
 
 from __future__ import annotations
@@ -42,23 +43,34 @@ from megarl.config.schema import RunConfig
 from megarl.data.order import outside_band
 from megarl.messaging.link import LOOK_UP_S, Hub, Peer
 from megarl.messaging.members import members_only
-from megarl.messaging.messages import GenerateFrom, GroupReady, GroupsStarted, Message, PromptsRested, Regenerate, WeightsWanted
+from megarl.messaging.messages import (
+    GenerateFrom,
+    GroupReady,
+    GroupsStarted,
+    Message,
+    PromptsRested,
+    Regenerate,
+    WeightsWanted,
+)
 from megarl.messaging.process_groups import StopRequest
 from megarl.observe.status import StatusBoard, TraceWriter
 from megarl.rewards.score import has_signal
 from megarl.rollouts.buffer import RolloutBuffer
 
-# How groups travel from generator to trainer: their numbers are bytes, which are cut and joined but never parsed on the way.
+# How groups travel from generator to trainer: their numbers are bytes, which are cut and joined but
+# never parsed on the way.
 #
-# A group travels as a summary, its texts, and pieces of bytes. The first piece has the prompt's token ids. Each sample's piece has its
-# token ids, log-probs, sizes of kept sets, teachers' numbers, policy mask (if the environment has written tokens), routing and kept sets.
-# The summary gives the length of each. A data-parallel rank's share of a batch is the pieces of its samples, end to end. The prompt of a
-# group comes before the group's first sample. The length of each piece is a multiple of 4 bytes, so that every number of a share is
-# aligned.
+# A group travels as a summary, its texts, and pieces of bytes. The first piece has the prompt's
+# token ids. Each sample's piece has its token ids, log-probs, sizes of kept sets, teachers'
+# numbers, policy mask (if the environment has written tokens), routing and kept sets. The summary
+# gives the length of each. A data-parallel rank's share of a batch is the pieces of its samples,
+# end to end. The prompt of a group comes before the group's first sample. The length of each piece
+# is a multiple of 4 bytes, so that every number of a share is aligned.
 
 
 _ALIGNED = 4
-_ANSWER_CHARS = 10_000  # how much of a reference answer is kept for display: the tests of a program may have megabytes
+# how much of a reference answer is kept for display: the tests of a program may have megabytes
+_ANSWER_CHARS = 10_000
 _decode_summary = msgspec.msgpack.Decoder(GroupSummary).decode
 _decode_texts = msgspec.msgpack.Decoder(GroupTexts).decode
 _encode = msgspec.msgpack.Encoder().encode
@@ -72,7 +84,9 @@ def pack(
     idle_s: float = 0.0,
     scoring_s: tuple[float, float] = (0.0, 0.0),
 ) -> GroupReady:
-    """Packs `group`, which began under weight version `begun`. That is its oldest version if it has no tokens.
+    """Packs `group`, which began under weight version `begun`.
+
+    That is its oldest version if it has no tokens.
 
     Raises: ValueError if a sample's arrays differ in length.
     """
@@ -80,14 +94,19 @@ def pack(
     prompt = group.prompt
     return GroupReady(
         ordinal=prompt.ordinal,
-        oldest=min((sample.min_version for sample in samples if sample.policy_versions), default=begun),
+        oldest=min(
+            (sample.min_version for sample in samples if sample.policy_versions), default=begun
+        ),
         started_s=started_s,
         ended_s=ended_s,
         idle_s=idle_s,
         scoring_s=scoring_s,
         summary=msgspec.Raw(_encode(GroupSummary(prompt.ordinal, len(prompt.token_ids), samples))),
         texts=msgspec.Raw(_encode(_texts(group))),
-        pieces=[memoryview(typed(prompt.token_ids, "i").tobytes()), *map(_piece, group.samples, samples)],
+        pieces=[
+            memoryview(typed(prompt.token_ids, "i").tobytes()),
+            *map(_piece, group.samples, samples),
+        ],
     )
 
 
@@ -95,7 +114,9 @@ def _texts(group: Group) -> GroupTexts:
     answer = group.prompt.answer
     if len(answer) > _ANSWER_CHARS:
         answer = f"{answer[:_ANSWER_CHARS]}… ({len(answer)} characters)"
-    return GroupTexts(group.prompt.text, answer, [(each.text, each.environment_spans) for each in group.samples])
+    return GroupTexts(
+        group.prompt.text, answer, [(each.text, each.environment_spans) for each in group.samples]
+    )
 
 
 def summary_of(group: GroupReady) -> GroupSummary:
@@ -103,14 +124,22 @@ def summary_of(group: GroupReady) -> GroupSummary:
 
 
 def judged(group: GroupReady, config: RunConfig) -> GroupReady:
-    """The group with its verdict for the curriculum. A dropped group loses its numbers, and nothing else."""
-    curriculum, dynamic = config.data.curriculum, config.rollout.dynamic_sampling
+    """The group with its verdict for the curriculum.
+
+    A dropped group loses its numbers, and nothing else.
+    """
+    curriculum = config.data.curriculum
+    dynamic = config.rollout.dynamic_sampling
     samples = summary_of(group).samples
     if any_unanswered(samples):
         return msgspec.structs.replace(group, dropped=True, pieces=[])
-    outside = curriculum is not None and outside_band([sample.reward for sample in samples if not sample.branch], curriculum)
+    outside = curriculum is not None and outside_band(
+        [sample.reward for sample in samples if not sample.branch], curriculum
+    )
     dropped = dynamic and not has_signal(samples, config)
-    return msgspec.structs.replace(group, outside=outside, dropped=dropped, pieces=[] if dropped else group.pieces)
+    return msgspec.structs.replace(
+        group, outside=outside, dropped=dropped, pieces=[] if dropped else group.pieces
+    )
 
 
 def texts_of(raw: msgspec.Raw) -> GroupTexts:
@@ -119,21 +148,41 @@ def texts_of(raw: msgspec.Raw) -> GroupTexts:
 
 def _piece(sample: Sample, summary: SampleSummary) -> memoryview:
     mask = sample.policy_mask if summary.environment_tokens else b""
-    sizes, records = (sample.kept.sizes, sample.kept.records) if summary.kept and sample.kept else (b"", b"")
+    sizes, records = (
+        (sample.kept.sizes, sample.kept.records) if summary.kept and sample.kept else (b"", b"")
+    )
     rest = len(mask) + len(sample.routing) + len(records)
-    piece = b"".join([sample.token_ids, sample.logprobs, sizes, sample.teachers, mask, sample.routing, records, bytes(-rest % _ALIGNED)])
+    piece = b"".join(
+        [
+            sample.token_ids,
+            sample.logprobs,
+            sizes,
+            sample.teachers,
+            mask,
+            sample.routing,
+            records,
+            bytes(-rest % _ALIGNED),
+        ]
+    )
     if len(piece) != _piece_bytes(summary):
         raise ValueError(f"{len(sample.token_ids)} tokens, but {len(sample.logprobs)} log-probs")
     return memoryview(piece)
 
 
 def _piece_bytes(sample: SampleSummary) -> int:
-    rest = sample.routing_bytes + (sample.tokens if sample.environment_tokens else 0) + (sample.kept.bytes if sample.kept else 0)
+    rest = (
+        sample.routing_bytes
+        + (sample.tokens if sample.environment_tokens else 0)
+        + (sample.kept.bytes if sample.kept else 0)
+    )
     return 8 * sample.tokens + sample.teacher_bytes + rest + -rest % _ALIGNED
 
 
 def join(groups: Sequence[GroupReady], sizes: Sequence[int], places: Sequence[int]) -> bytearray:
-    """The share with the samples at `places` of the batch, in this order. `sizes`: the number of samples of each group."""
+    """The share with the samples at `places` of the batch, in this order.
+
+    `sizes`: the number of samples of each group.
+    """
     pieces = (groups[group].pieces[piece] for group, piece in _walk(sizes, places))
     return bytearray().join(pieces)
 
@@ -146,18 +195,27 @@ def share_bytes(groups: Sequence[GroupSummary], places: Sequence[int]) -> int:
     )
 
 
-def split(groups: Sequence[GroupSummary], places: Sequence[int], share: np.ndarray) -> dict[int, SampleNumbers]:
-    """The numbers of the samples in `share` (uint8), by their places in the batch. They are views of its memory."""
+def split(
+    groups: Sequence[GroupSummary], places: Sequence[int], share: np.ndarray
+) -> dict[int, SampleNumbers]:
+    """The numbers of the samples in `share` (uint8), by their places in the batch.
+
+    They are views of its memory.
+    """
     found: dict[int, SampleNumbers] = {}
-    at, prompt, place = 0, np.empty(0, np.int32), iter(places)
+    at = 0
+    prompt = np.empty(0, np.int32)
+    place = iter(places)
     for group, piece in _walk([len(group.samples) for group in groups], places):
         if not piece:
             size = 4 * groups[group].prompt_tokens
             prompt = share[at : at + size].view(np.int32)
         else:
             sample = groups[group].samples[piece - 1]
-            size, numbers = _piece_bytes(sample), share[at:]
-            logprobs, sizes = 4 * sample.tokens, 8 * sample.tokens
+            size = _piece_bytes(sample)
+            numbers = share[at:]
+            logprobs = 4 * sample.tokens
+            sizes = 8 * sample.tokens
             teachers = sizes + (4 * sample.tokens if sample.kept else 0)
             mask = teachers + sample.teacher_bytes
             routing = mask + (sample.tokens if sample.environment_tokens else 0)
@@ -169,7 +227,11 @@ def split(groups: Sequence[GroupSummary], places: Sequence[int], share: np.ndarr
                 numbers[logprobs:sizes].view(np.float32),
                 numbers[mask:routing].view(np.bool_) if routing > mask else None,
                 numbers[routing:records].tobytes(),
-                KeptSets(sample.kept.vocab_size, numbers[sizes:teachers].tobytes(), numbers[records:end].tobytes())
+                KeptSets(
+                    sample.kept.vocab_size,
+                    numbers[sizes:teachers].tobytes(),
+                    numbers[records:end].tobytes(),
+                )
                 if sample.kept
                 else None,
                 numbers[teachers:mask].tobytes(),
@@ -180,8 +242,13 @@ def split(groups: Sequence[GroupSummary], places: Sequence[int], share: np.ndarr
 
 
 def _walk(sizes: Sequence[int], places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields (group, piece) for each piece of a share, in order. Piece 0 of a group is its prompt."""
-    group, first, told = 0, 0, -1
+    """Yields (group, piece) for each piece of a share, in order.
+
+    Piece 0 of a group is its prompt.
+    """
+    group = 0
+    first = 0
+    told = -1
     for place in places:
         while place >= first + sizes[group]:
             first += sizes[group]
@@ -192,7 +259,9 @@ def _walk(sizes: Sequence[int], places: Sequence[int]) -> Iterator[tuple[int, in
         yield group, place - first + 1
 
 
-LATER_S = 600.0  # rank 0 may come to a batch this much later than the other ranks, since it also reports the step before
+# rank 0 may come to a batch this much later than the other ranks, since it also reports the step
+# before
+LATER_S = 600.0
 
 
 class BatchExecutor(Protocol):
@@ -209,7 +278,10 @@ class BatchExecutor(Protocol):
         ...
 
     def assign(self, batch: Batch) -> list[list[int]]:
-        """[dp][…] the places in `batch.samples` of the samples that each replica trains on. All ranks return the same."""
+        """[dp][…] the places in `batch.samples` of the samples that each replica trains on.
+
+        All ranks return the same.
+        """
         ...
 
     def put_batch(self, batch: Batch, waited_s: float) -> None: ...
@@ -218,13 +290,21 @@ class BatchExecutor(Protocol):
 
 
 class RolloutsSender:
-    """The generator's end. The rollout stream sends each group as soon as it finishes, independently of the controller's loop."""
+    """The generator's end.
+
+    The rollout stream sends each group as soon as it finishes, independently of the controller's
+    loop.
+    """
 
     def __init__(self, link: Hub):
         self.link = link
 
     async def first(self, timeout_s: float) -> GenerateFrom:
-        return (await self.link.arrival(GenerateFrom, timeout_s, "trainer.0 to say which prompts are to be generated"))[1]
+        return (
+            await self.link.arrival(
+                GenerateFrom, timeout_s, "trainer.0 to say which prompts are to be generated"
+            )
+        )[1]
 
     async def rejected(self) -> list[Ordinal]:
         """Waits for the next rejection, without a deadline."""
@@ -294,25 +374,35 @@ class Inlet(Protocol):
 
 
 class Intake:
-    """Rank 0's decisions, none of which wait. It puts everything that has arrived into the buffer, which makes up the batches.
+    """Rank 0's decisions, none of which wait.
 
-    The constructor tells the generator which prompts to generate. `max_generated`: if this many prompts did not fill a batch, the batch is
-    empty and names the dropped prompts.
+    It puts everything that has arrived into the buffer, which makes up the batches.
+
+    The constructor tells the generator which prompts to generate. `max_generated`: if this many
+    prompts did not fill a batch, the batch is empty and names the dropped prompts.
     """
 
     def __init__(self, link: Inlet, buffer: RolloutBuffer, max_generated: int | None = None):
-        self._link, self.buffer, self._max_generated = link, buffer, max_generated
+        self._link = link
+        self.buffer = buffer
+        self._max_generated = max_generated
         self._rejected = 0  # groups rejected since the last batch
-        self._full_since: float | None = None  # when the buffer first had enough groups for the awaited batch
+        # when the buffer first had enough groups for the awaited batch
+        self._full_since: float | None = None
         self._idle_s = 0.0  # the generator's idle time up to the last batch
         ledger = buffer.ledger()
         held = sorted([*ledger.consumed_beyond, *(group.ordinal for group in ledger.groups)])
         unused = sorted([*ledger.dropped, *ledger.rested])
-        link.send(GenerateFrom(ledger.consumed_below, held, unused, ledger.outside, ledger.rejected))
+        link.send(
+            GenerateFrom(ledger.consumed_below, held, unused, ledger.outside, ledger.rejected)
+        )
 
-    def look(self, step: int, now_s: float) -> tuple[_Header, list[GroupReady], list[GroupReady]] | None:
-        """The header of the batch of `step`, its groups, and the dropped groups; None if it is not complete. Rejects groups that are too
-        old."""
+    def look(
+        self, step: int, now_s: float
+    ) -> tuple[_Header, list[GroupReady], list[GroupReady]] | None:
+        """The header of the batch of `step`, its groups, and the dropped groups; None if it is not
+        complete. Rejects groups that are too old.
+        """
         self.take_in()
         if stale := self.buffer.reject(step):
             self._link.send(Regenerate(stale))
@@ -326,9 +416,11 @@ class Intake:
         return None
 
     def take_in(self) -> None:
-        """Puts everything that has arrived into the buffer, in an order that keeps causes before effects, since messages go on arriving.
-        A group is announced before it finishes, so finished groups are collected before announcements. A prompt rests because of groups
-        that have finished, so rested prompts are collected before finished groups."""
+        """Puts everything that has arrived into the buffer, in an order that keeps causes before
+        effects, since messages go on arriving. A group is announced before it finishes, so finished
+        groups are collected before announcements. A prompt rests because of groups that have
+        finished, so rested prompts are collected before finished groups.
+        """
         for rested in self._link.drain(PromptsRested):
             self.buffer.rest(rested.ordinals)
         ready = self._link.drain(GroupReady)
@@ -341,30 +433,51 @@ class Intake:
         self, step: int, groups: list[GroupReady], dropped: list[GroupReady], now_s: float
     ) -> tuple[_Header, list[GroupReady], list[GroupReady]]:
         timed = [group for group in groups if group.ended_s > 0]
-        took_s = max(group.ended_s for group in timed) - min(group.started_s for group in timed) if timed else 0.0
-        reward_s = max(group.scoring_s[1] for group in timed) - min(group.scoring_s[0] for group in timed) if timed else 0.0
+        took_s = (
+            max(group.ended_s for group in timed) - min(group.started_s for group in timed)
+            if timed
+            else 0.0
+        )
+        reward_s = (
+            max(group.scoring_s[1] for group in timed) - min(group.scoring_s[0] for group in timed)
+            if timed
+            else 0.0
+        )
         rollout_s = sum(group.ended_s - group.started_s for group in timed) / max(1, len(timed))
         idle_s = max([self._idle_s, *(group.idle_s for group in timed)])
-        waited_s, self._idle_s = idle_s - self._idle_s, idle_s
+        waited_s = idle_s - self._idle_s
+        self._idle_s = idle_s
         due_wait_s = 0.0 if self._full_since is None else now_s - self._full_since
-        rejected, self._rejected, self._full_since = self._rejected, 0, None
+        rejected = self._rejected
+        self._rejected = 0
+        self._full_since = None
         summaries, of_dropped = ([group.summary for group in some] for some in (groups, dropped))
         counts = due_wait_s, rejected, self.buffer.finished, of_dropped, self.buffer.take_rested()
-        return _Header(step, summaries, max(0.0, took_s - reward_s), waited_s, *counts, reward_s, rollout_s), groups, dropped
+        return (
+            _Header(
+                step, summaries, max(0.0, took_s - reward_s), waited_s, *counts, reward_s, rollout_s
+            ),
+            groups,
+            dropped,
+        )
 
 
 class RolloutsReceiver:
     """The end at every trainer rank. `buffer` is None except on rank 0.
 
-    Rank 0 broadcasts the summaries of a batch: lengths, scores, versions. From these all ranks compute the same advantages, denominators
-    and microbatches, and so the same assignment of samples to data-parallel ranks (`assign`). For each data-parallel rank, rank 0 sends the
-    numbers of its samples to the first of the ranks that share them, which passes them on. Nobody parses the numbers on the way. Meanwhile
-    a thread receives the groups of later steps, so the next batch may already be in memory when it is asked for.
+    Rank 0 broadcasts the summaries of a batch: lengths, scores, versions. From these all ranks
+    compute the same advantages, denominators and microbatches, and so the same assignment of
+    samples to data-parallel ranks (`assign`). For each data-parallel rank, rank 0 sends the numbers
+    of its samples to the first of the ranks that share them, which passes them on. Nobody parses
+    the numbers on the way. Meanwhile a thread receives the groups of later steps, so the next batch
+    may already be in memory when it is asked for.
 
-    While rank 0 waits for rollouts, the other ranks wait for a batch's size, longer than any other collective may take. So batches have
-    process groups of their own. These use gloo, so that no GPU spins during the wait.
+    While rank 0 waits for rollouts, the other ranks wait for a batch's size, longer than any other
+    collective may take. So batches have process groups of their own. These use gloo, so that no GPU
+    spins during the wait.
 
-    When the run must stop, rank 0 broadcasts that there is no batch, so that all ranks stop after the same step.
+    When the run must stop, rank 0 broadcasts that there is no batch, so that all ranks stop after
+    the same step.
     """
 
     def __init__(
@@ -377,7 +490,8 @@ class RolloutsReceiver:
         max_generated: int | None = None,
     ):
         self.link = link
-        self._timeout_s, self._stop = timeout_s, stop or StopRequest()
+        self._timeout_s = timeout_s
+        self._stop = stop or StopRequest()
         self._resend = resend  # sends the weights again, for an engine that has been restarted
         self._groups: _Groups | None = None  # None until the first batch is asked for
         self._intake: Intake | None = None
@@ -386,9 +500,12 @@ class RolloutsReceiver:
             self._intake = Intake(link, buffer, max_generated)
 
     def recv(self, executor: BatchExecutor) -> None:
-        """Gives the executor the batch of `executor.curr_step`, and how many seconds it waited. The wait excludes the time for sending
-        weights again, which `WeightsSender.send` reports."""
-        waited_s, began = 0.0, time.monotonic()
+        """Gives the executor the batch of `executor.curr_step`, and how many seconds it waited.
+
+        The wait excludes the time for sending weights again, which `WeightsSender.send` reports.
+        """
+        waited_s = 0.0
+        began = time.monotonic()
         while isinstance(agreed := self._agreed(executor), _Resend):
             waited_s += time.monotonic() - began
             self._resend(executor)
@@ -400,9 +517,12 @@ class RolloutsReceiver:
 
     def _agreed(self, executor: BatchExecutor) -> Batch | _Resend | None:
         """What rank 0 has broadcast. A batch has the numbers of this rank's samples. Collective."""
-        if self._groups is None:  # longer than rank 0's own deadline, whose message says what rank 0 waits for
+        # longer than rank 0's own deadline, whose message says what rank 0 waits for
+        if self._groups is None:
             self._groups = _Groups(executor.rank, executor.replicas, self._timeout_s + LATER_S)
-        groups, dropped, body = [], [], b""
+        groups = []
+        dropped = []
+        body = b""
         if executor.rank == 0:
             found = self._next_batch(executor)
             header, groups, dropped = found if isinstance(found, tuple) else (found, [], [])
@@ -417,7 +537,9 @@ class RolloutsReceiver:
         shares = executor.assign(batch)
         sizes = [len(group.samples) for group in batch.groups]
         own = shares[self._groups.dp]
-        share = self._groups.scatter([partial(join, groups, sizes, each) for each in shares], share_bytes(batch.groups, own))
+        share = self._groups.scatter(
+            [partial(join, groups, sizes, each) for each in shares], share_bytes(batch.groups, own)
+        )
         return msgspec.structs.replace(batch, numbers=split(batch.groups, own, share))
 
     def ledger(self) -> bytes:
@@ -431,38 +553,59 @@ class RolloutsReceiver:
         assert self._intake is not None, "only rank 0 has a buffer"
         return self._intake
 
-    def _next_batch(self, executor: BatchExecutor) -> tuple[_Header, list[GroupReady], list[GroupReady]] | _Resend | None:
-        """Waits for the batch of this step. Returns its header, its groups and the dropped groups, or None when the run must stop."""
-        step, intake = executor.curr_step, self._rank_0_intake
-        deadline, awaited = time.monotonic() + self._timeout_s, f"batch {step} from generator.0"
-        with executor.status.waiting("generator.0", awaited), executor.trace.span(f"wait for batch {step}"):
+    def _next_batch(
+        self, executor: BatchExecutor
+    ) -> tuple[_Header, list[GroupReady], list[GroupReady]] | _Resend | None:
+        """Waits for the batch of this step. Returns its header, its groups and the dropped groups,
+        or None when the run must stop.
+        """
+        step = executor.curr_step
+        intake = self._rank_0_intake
+        deadline = time.monotonic() + self._timeout_s
+        awaited = f"batch {step} from generator.0"
+        with (
+            executor.status.waiting("generator.0", awaited),
+            executor.trace.span(f"wait for batch {step}"),
+        ):
             while True:
                 if self._stop.asked:
                     return None
                 wanted = self.link.poll(WeightsWanted)
-                if wanted is not None and wanted[1].version == step:  # otherwise the ranks have sent a newer version meanwhile
+                # otherwise the ranks have sent a newer version meanwhile
+                if wanted is not None and wanted[1].version == step:
                     return _Resend()
                 if (found := intake.look(step, time.monotonic())) is not None:
                     return found
                 left_s = deadline - time.monotonic()
                 if not self.link.wait(min(left_s, LOOK_UP_S)) and left_s <= 0:
-                    raise TimeoutError(f"trainer.0 waited {self._timeout_s:.0f} s for {awaited}; {intake.buffer}")
+                    raise TimeoutError(
+                        f"trainer.0 waited {self._timeout_s:.0f} s for {awaited}; {intake.buffer}"
+                    )
 
 
 class _Groups:
-    """The gloo process groups for batches. Collective: all ranks construct them together. `replicas`: see BatchExecutor."""
+    """The gloo process groups for batches.
+
+    Collective: all ranks construct them together. `replicas`: see BatchExecutor.
+    """
 
     def __init__(self, rank: int, replicas: list[list[int]], timeout_s: float):
         self.dp = next(dp for dp, ranks in enumerate(replicas) if rank in ranks)
-        self._rank, self._heads = rank, [min(ranks) for ranks in replicas]
+        self._rank = rank
+        self._heads = [min(ranks) for ranks in replicas]
         self._timeout = timedelta(seconds=timeout_s)
         with members_only():
             self.all = self._group(None)
             self._of_heads = self._group(self._heads)
-            self._of_replicas = [self._group(ranks) if len(ranks) > 1 else None for ranks in replicas][self.dp]
+            self._of_replicas = [
+                self._group(ranks) if len(ranks) > 1 else None for ranks in replicas
+            ][self.dp]
 
     def _group(self, ranks: list[int] | None) -> dist.ProcessGroup | None:
-        """The process group of `ranks`; None stands for all ranks. Returns None if this rank is not a member."""
+        """The process group of `ranks`; None stands for all ranks.
+
+        Returns None if this rank is not a member.
+        """
         group = dist.new_group(ranks, backend="gloo", timeout=self._timeout, group_desc="batches")
         return group if isinstance(group, dist.ProcessGroup) else None
 
@@ -470,17 +613,28 @@ class _Groups:
         """Returns rank 0's bytes on every rank."""
         size = torch.tensor([len(body)])
         dist.broadcast(size, src=0, group=self.all)
-        whole = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(int(size), dtype=torch.uint8)
+        whole = (
+            torch.frombuffer(bytearray(body), dtype=torch.uint8)
+            if body
+            else torch.empty(int(size), dtype=torch.uint8)
+        )
         dist.broadcast(whole, src=0, group=self.all)
         return whole.numpy().tobytes()
 
     def scatter(self, shares: list[Callable[[], bytearray]], size: int) -> np.ndarray:
-        """Returns this rank's share, of `size` bytes. Rank 0 builds each share only when it sends it."""
+        """Returns this rank's share, of `size` bytes.
+
+        Rank 0 builds each share only when it sends it.
+        """
         own = torch.empty(size, dtype=torch.uint8)
         if self._rank == 0:
             for dp, head in enumerate(self._heads):
                 share = shares[dp]()
-                data = torch.frombuffer(share, dtype=torch.uint8) if share else torch.empty(0, dtype=torch.uint8)
+                data = (
+                    torch.frombuffer(share, dtype=torch.uint8)
+                    if share
+                    else torch.empty(0, dtype=torch.uint8)
+                )
                 if head == 0:
                     own = data
                 else:

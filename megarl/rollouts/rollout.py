@@ -1,4 +1,6 @@
-"""Sets up the rollout that rollout.name sets, with the run's engines, verifier and tools, and checks the samples it returns."""
+"""Sets up the rollout that rollout.name sets, with the run's engines, verifier and tools, and
+checks the samples it returns.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from megarl.base.rollout_types import WARNING, Failure, Group, Ordinal, Prompt, Sample, any_unanswered
+from megarl.base.rollout_types import (
+    WARNING,
+    Failure,
+    Group,
+    Ordinal,
+    Prompt,
+    Sample,
+    any_unanswered,
+)
 from megarl.config.limits import is_async
 from megarl.config.schema import UNSCORED, RunConfig
 from megarl.data.rows import stops_on_text
@@ -46,7 +56,8 @@ from megarl.rollouts.environments import base, loading
 from megarl.rollouts.environments.loading import ToolProcesses
 from megarl.teachers.engines import Teachers
 
-# Opens what scores a run's responses: verifiers, the user's functions, models of `roles`. Measures how long rollouts wait for scores.
+# Opens what scores a run's responses: verifiers, the user's functions, models of `roles`. Measures
+# how long rollouts wait for scores.
 
 
 ScoreOne = Callable[[ScoreRequest], Awaitable[Score]]
@@ -54,7 +65,10 @@ ScoreOne = Callable[[ScoreRequest], Awaitable[Score]]
 
 @dataclass(frozen=True)
 class Scoring:
-    """`one` scores a response as soon as it is finished. The parts in `comparing` need all responses to a prompt."""
+    """`one` scores a response as soon as it is finished.
+
+    The parts in `comparing` need all responses to a prompt.
+    """
 
     one: ScoreOne
     comparing: Sequence[tuple[Part, Judge]] = ()
@@ -62,11 +76,21 @@ class Scoring:
     async def compare(self, prompt: Prompt, samples: list[Sample]) -> list[Sample]:
         """The samples with the scores of `comparing` added to their rewards."""
         texts = [sample.text for sample in samples]
-        found = await asyncio.gather(*(judge.compare(part, prompt.text, prompt.answer, texts) for part, judge in self.comparing))
-        return [self._add(sample, [scores[index] for scores in found]) for index, sample in enumerate(samples)]
+        found = await asyncio.gather(
+            *(
+                judge.compare(part, prompt.text, prompt.answer, texts)
+                for part, judge in self.comparing
+            )
+        )
+        return [
+            self._add(sample, [scores[index] for scores in found])
+            for index, sample in enumerate(samples)
+        ]
 
     def _add(self, sample: Sample, scores: Sequence[Score]) -> Sample:
-        more = weighted_sum([(part, score) for (part, _), score in zip(self.comparing, scores, strict=True)])
+        more = weighted_sum(
+            [(part, score) for (part, _), score in zip(self.comparing, scores, strict=True)]
+        )
         parts = sample.reward_parts | more.parts
         return replace(
             sample,
@@ -77,11 +101,16 @@ class Scoring:
 
 
 class ScoringClock:
-    """Measures how long rollouts have waited for scores while they decoded nothing. It integrates, over time, the share of the rollouts in
-    flight that do nothing but wait for a score. While all of them do, it runs as fast as the wall clock."""
+    """Measures how long rollouts have waited for scores while they decoded nothing.
+
+    It integrates, over time, the share of the rollouts in flight that do nothing but wait for a
+    score. While all of them do, it runs as fast as the wall clock.
+    """
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic):
-        self._now_s, self._waited_s, self._since = now_s, 0.0, now_s()
+        self._now_s = now_s
+        self._waited_s = 0.0
+        self._since = now_s()
         self._rollouts = self._waiting = 0
 
     def waited_s(self) -> float:
@@ -91,17 +120,23 @@ class ScoringClock:
         return self._waited_s
 
     def count(self, rollouts: int = 0, waiting: int = 0) -> None:
-        """Adds to the numbers of rollouts in flight (`rollouts`) and of waiting rollouts (`waiting`)."""
+        """Adds to the numbers of rollouts in flight (`rollouts`) and of waiting rollouts
+        (`waiting`).
+        """
         self.waited_s()
         self._rollouts += rollouts
         self._waiting += waiting
 
 
 class RolloutClock:
-    """Tells `clock` whether one rollout waits: some of its responses are being scored and none is being decoded."""
+    """Tells `clock` whether one rollout waits: some of its responses are being scored and none is
+    being decoded.
+    """
 
     def __init__(self, clock: ScoringClock):
-        self._clock, self._decoding, self._scoring = clock, 0, 0
+        self._clock = clock
+        self._decoding = 0
+        self._scoring = 0
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -146,12 +181,22 @@ async def open_scoring(
     logs: Path,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Scoring:
-    """`scorers`: the scorers of roles on engines. `resources` ends the worker processes, which log to the folder `logs`."""
+    """`scorers`: the scorers of roles on engines.
+
+    `resources` ends the worker processes, which log to the folder `logs`.
+    """
     logs.mkdir(parents=True, exist_ok=True)
-    comparing = [(part, scorer) for part in parts if pairwise(config, part) and isinstance(scorer := scorers[part.role or ""], Judge)]
+    comparing = [
+        (part, scorer)
+        for part in parts
+        if pairwise(config, part) and isinstance(scorer := scorers[part.role or ""], Judge)
+    ]
     alone = [part for part in parts if not pairwise(config, part)]
-    opened = [(part, await open_part(config, part, scorers, resources, logs, warn)) for part in alone]
-    whole = next((score for part, score in opened if not part.part), None)  # without reward.parts, one score is the whole reward
+    opened = [
+        (part, await open_part(config, part, scorers, resources, logs, warn)) for part in alone
+    ]
+    # without reward.parts, one score is the whole reward
+    whole = next((score for part, score in opened if not part.part), None)
     return Scoring(whole or WeightedSum(opened).score, comparing)
 
 
@@ -203,8 +248,10 @@ class CheckedRollout:
     context: base.RolloutContext
     timeout_s: float
     vocab_size: int
-    replays_mask: bool = False  # whether samples need the kept sets that their tokens were drawn from
-    compare: Compare | None = None  # adds to rewards the scores of a prompt's samples against each other
+    # whether samples need the kept sets that their tokens were drawn from
+    replays_mask: bool = False
+    # adds to rewards the scores of a prompt's samples against each other
+    compare: Compare | None = None
     judge: Compare | None = None  # adds the teachers' log-probs to the samples
     clock: ScoringClock = field(default_factory=ScoringClock)
     tell: Tell = _untold  # called at once with each failure
@@ -212,16 +259,25 @@ class CheckedRollout:
     async def __call__(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
         """`sampling.seed` is the run's. From it, the prompt gets a seed of its own.
 
-        Raises: TimeoutError past the deadline, RuntimeError for malformed samples, and whatever the rollout raises."""
+        Raises: TimeoutError past the deadline, RuntimeError for malformed samples, and whatever the
+        rollout raises.
+        """
         where = f"rollout {self.name}, prompt {prompt.ordinal}"
-        deadline, clock = asyncio.timeout(self.timeout_s), RolloutClock(self.clock)
+        deadline = asyncio.timeout(self.timeout_s)
+        clock = RolloutClock(self.clock)
         if sampling.seed is not None:
             sampling = replace(sampling, seed=seed_of(sampling.seed, prompt.ordinal))
         try:
             async with deadline:
                 with clock.running():
-                    found = await self.rollout(self._watched(clock, prompt.ordinal, sampling.seed), prompt, sampling, n)
-                    prompt, samples = (found.prompt, found.samples) if isinstance(found, Group) else (prompt, found)
+                    found = await self.rollout(
+                        self._watched(clock, prompt.ordinal, sampling.seed), prompt, sampling, n
+                    )
+                    prompt, samples = (
+                        (found.prompt, found.samples)
+                        if isinstance(found, Group)
+                        else (prompt, found)
+                    )
                     for add in (self.compare, self.judge):
                         if add is not None and not any_unanswered(samples):
                             self._check(samples, n, sampling, where)
@@ -230,7 +286,9 @@ class CheckedRollout:
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            raise TimeoutError(f"{where}: not finished within timeouts.samples_s={self.timeout_s:g}") from error
+            raise TimeoutError(
+                f"{where}: not finished within timeouts.samples_s={self.timeout_s:g}"
+            ) from error
         except Exception as error:
             error.add_note(f"in {where}")
             raise
@@ -239,9 +297,15 @@ class CheckedRollout:
             self.tell(failure, prompt.ordinal)
         return Group(prompt=replace(prompt, row={}), samples=samples)
 
-    def _watched(self, clock: RolloutClock, ordinal: Ordinal, seed: int | None) -> base.RolloutContext:
-        """The context of one call. It counts decoding and scoring on `clock`, and reports failed scores to `tell`. Requests with the
-        prompt's `seed`, or without any, get seeds of their own: a rollout need not know about seeds."""
+    def _watched(
+        self, clock: RolloutClock, ordinal: Ordinal, seed: int | None
+    ) -> base.RolloutContext:
+        """The context of one call.
+
+        It counts decoding and scoring on `clock`, and reports failed scores to `tell`. Requests
+        with the prompt's `seed`, or without any, get seeds of their own: a rollout need not know
+        about seeds.
+        """
         seeds = None if seed is None else Seeds(seed)
 
         async def generate(prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
@@ -260,44 +324,77 @@ class CheckedRollout:
         return dataclasses.replace(self.context, generate=generate, score=score)
 
     def _check(self, samples: list[Sample], n: int, sampling: Sampling, where: str) -> None:
-        if problems := base.sample_problems(samples, n, sampling.max_tokens, self.vocab_size, self.replays_mask and sampling.truncated):
+        if problems := base.sample_problems(
+            samples,
+            n,
+            sampling.max_tokens,
+            self.vocab_size,
+            self.replays_mask and sampling.truncated,
+        ):
             raise RuntimeError(f"{where}: {'; '.join(problems)}")
 
 
-async def open_fleet(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExitStack, elastic: bool = False, name: str = POLICY) -> Fleet:
-    """Opens clients of all engines of `name`, and waits until each takes requests. `resources` closes them. An `elastic` fleet can lose
-    engines."""
+async def open_fleet(
+    plan: RunPlan,
+    rendezvous: Rendezvous,
+    resources: AsyncExitStack,
+    elastic: bool = False,
+    name: str = POLICY,
+) -> Fleet:
+    """Opens clients of all engines of `name`, and waits until each takes requests.
+
+    `resources` closes them. An `elastic` fleet can lose engines.
+    """
     config = plan.config
     engines = [engine_client(plan, rendezvous, url) for url in rendezvous.engine_urls(name)]
     chunk_tokens = config.async_.chunk_tokens or max(1, config.rollout.max_tokens // 4)
     mode = config.async_.partial_rollout
     decode = load_tokenizer(config.model).decode_all if stops_on_text(config) else None
     groups = fleet_groups(plan)
-    fleet = Fleet(engines, mode, chunk_tokens if mode == "resume" else None, elastic, decode, name=name, groups=groups)
+    fleet = Fleet(
+        engines,
+        mode,
+        chunk_tokens if mode == "resume" else None,
+        elastic,
+        decode,
+        name=name,
+        groups=groups,
+    )
     resources.push_async_callback(fleet.close)
-    await asyncio.gather(*(engine.wait_ready(config.generator.startup_timeout_s) for engine in engines))
+    await asyncio.gather(
+        *(engine.wait_ready(config.generator.startup_timeout_s) for engine in engines)
+    )
     return fleet
 
 
 def fleet_groups(plan: RunPlan) -> list[FleetGroup]:
-    return [FleetGroup(group.name, group.settings.engines, group.settings.max_concurrency) for group in plan.groups]
+    return [
+        FleetGroup(group.name, group.settings.engines, group.settings.max_concurrency)
+        for group in plan.groups
+    ]
 
 
 def engine_client(plan: RunPlan, rendezvous: Rendezvous, url: str) -> EngineClient:
     """The client of one engine of the policy. Construct it inside the event loop."""
-    config, keys = plan.config, (rendezvous.engine_key, rendezvous.engine_admin_key)
+    config = plan.config
+    keys = (rendezvous.engine_key, rendezvous.engine_admin_key)
     routing = RoutingFormat.of(plan.spec) if config.trainer.routing_replay else None
     kept_of = plan.spec.vocab_size if config.rollout.replays_mask else None
-    return EngineClient(url, *keys, config.timeouts.request_s, routing, kept_of, plan.sent_adapters is not None)
+    return EngineClient(
+        url, *keys, config.timeouts.request_s, routing, kept_of, plan.sent_adapters is not None
+    )
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The rollouts of training prompts, scored by `reward`, and of held-out prompts, which eval.reward may score in another way."""
+    """The rollouts of training prompts, scored by `reward`, and of held-out prompts, which
+    eval.reward may score in another way.
+    """
 
     training: Rollout
     held_out: Rollout
-    clock: ScoringClock = field(default_factory=ScoringClock)  # how long rollouts of `training` have waited for scores
+    # how long rollouts of `training` have waited for scores
+    clock: ScoringClock = field(default_factory=ScoringClock)
 
 
 async def open_rollouts(
@@ -312,8 +409,12 @@ async def open_rollouts(
     logs: Path | None = None,
     tell: Tell = _untold,
 ) -> Rollouts:
-    """The rollouts of a run, with their reward workers and tool processes. `resources` ends these processes. They log to the folder `logs`;
-    None: the run's folder. `scorers`, `teachers`: the roles on engines. Without `training`, opens only what held-out prompts need."""
+    """The rollouts of a run, with their reward workers and tool processes.
+
+    `resources` ends these processes. They log to the folder `logs`; None: the run's folder.
+    `scorers`, `teachers`: the roles on engines. Without `training`, opens only what held-out
+    prompts need.
+    """
     config = plan.config
     rollout = loading.load_rollout(config, tokenizer)
     logs = logs or Path(config.run_dir) / "logs"
@@ -322,27 +423,53 @@ async def open_rollouts(
     tools = ToolProcesses(config.rollout, logs)
     resources.push_async_callback(tools.close)
 
-    graded = {name: parts_in_evaluation(config, name) for name, suite in config.eval.suites.items() if suite and suite.benchmark}
+    graded = {
+        name: parts_in_evaluation(config, name)
+        for name, suite in config.eval.suites.items()
+        if suite and suite.benchmark
+    }
 
     def warn(text: str) -> None:
         tell(Failure(WARNING, text), -1)
 
-    async def scored_by(parts: Sequence[Part], logs: Path, graded: Mapping[str, list[Part]] = {}) -> CheckedRollout:
+    async def scored_by(
+        parts: Sequence[Part], logs: Path, graded: Mapping[str, list[Part]] = {}
+    ) -> CheckedRollout:
         scoring = await open_scoring(config, parts, scorers, resources, logs, warn)
-        own = {name: (await open_scoring(config, grader, scorers, resources, logs / name)).one for name, grader in graded.items()}
+        own = {
+            name: (await open_scoring(config, grader, scorers, resources, logs / name)).one
+            for name, grader in graded.items()
+        }
 
         async def score(request: ScoreRequest) -> Score:
             return await own.get(request.source, scoring.one)(request)
 
-        context = base.RolloutContext(tokenizer, fleet.generate, score if own else scoring.one, tools.run, config.rollout.tool_timeout_s)
+        context = base.RolloutContext(
+            tokenizer,
+            fleet.generate,
+            score if own else scoring.one,
+            tools.run,
+            config.rollout.tool_timeout_s,
+        )
         limits = config.timeouts.samples_s, plan.spec.vocab_size, config.rollout.replays_mask
-        return CheckedRollout(config.rollout.name, rollout, context, *limits, scoring.compare if scoring.comparing else None, tell=tell)
+        return CheckedRollout(
+            config.rollout.name,
+            rollout,
+            context,
+            *limits,
+            scoring.compare if scoring.comparing else None,
+            tell=tell,
+        )
 
     same = config.eval.reward is None and not graded
     trained = await scored_by(parts_of(config.reward), logs) if training or same else None
-    held_out = trained if same else await scored_by(parts_in_evaluation(config), logs / "eval", graded)
+    held_out = (
+        trained if same else await scored_by(parts_in_evaluation(config), logs / "eval", graded)
+    )
     assert held_out is not None
-    trained = dataclasses.replace(trained or held_out, judge=teachers.judged if teachers else None, clock=ScoringClock())
+    trained = dataclasses.replace(
+        trained or held_out, judge=teachers.judged if teachers else None, clock=ScoringClock()
+    )
     return Rollouts(trained, held_out, trained.clock)
 
 

@@ -16,13 +16,17 @@ from megarl.rollouts.channel import RolloutsSender, pack
 
 
 class Admission:
-    """Decides without ever waiting. The prompts of each source begin in the order of their ordinals, rejected ones first.
+    """Decides without ever waiting.
 
-    Depth bound: a run has one place for each prompt that it trains on, and `mixture` assigns each place to a source. With c = `run_ahead`,
-    place j (j = 0, 1, …) may be taken under weights of version v if j < (v + c + 1) * prompts_per_step. So the prompts of step s begin
-    under version s - c or newer: c = 0 is the synchronous loop, 1 is LlamaRL's one step behind, K a bounded queue. A dropped prompt leaves
-    its place to the next prompt of its source, which may begin at once. So does a prompt that `curriculum` rests before it has begun. The
-    run has `end` places, however many prompts it takes to fill them.
+    The prompts of each source begin in the order of their ordinals, rejected ones first.
+
+    Depth bound: a run has one place for each prompt that it trains on, and `mixture` assigns each
+    place to a source. With c = `run_ahead`, place j (j = 0, 1, …) may be taken under weights of
+    version v if j < (v + c + 1) * prompts_per_step. So the prompts of step s begin under version s
+    - c or newer: c = 0 is the synchronous loop, 1 is LlamaRL's one step behind, K a bounded queue.
+    A dropped prompt leaves its place to the next prompt of its source, which may begin at once. So
+    does a prompt that `curriculum` rests before it has begun. The run has `end` places, however
+    many prompts it takes to fill them.
     """
 
     def __init__(
@@ -34,20 +38,28 @@ class Admission:
         mixture: Mixture | None = None,
         curriculum: Curriculum | None = None,
     ):
-        self._prompts_per_step, self._run_ahead, self._end = prompts_per_step, run_ahead, end
+        self._prompts_per_step = prompts_per_step
+        self._run_ahead = run_ahead
+        self._end = end
         self.max_in_flight = max_in_flight  # it may change at any time
-        self._mixture, self.curriculum = mixture or Mixture(), curriculum
+        self._mixture = mixture or Mixture()
+        self.curriculum = curriculum
         sources = len(self._mixture.names)
-        self._again: list[list[Ordinal]] = [[] for _ in range(sources)]  # [source] heaps of prompts to generate again
+        # [source] heaps of prompts to generate again
+        self._again: list[list[Ordinal]] = [[] for _ in range(sources)]
         self._draws = [0] * sources  # [source] its next prompt
         self._taken = [0] * sources  # [source] places that it has taken
         self._skip: Collection[Ordinal] = ()
         self._rested: list[Ordinal] = []
         self.in_flight = 0
 
-    def generate_from(self, first: Ordinal, skip: Iterable[Ordinal], dropped: Collection[Ordinal] = ()) -> None:
-        """Generates every ordinal from `first` on, except those in `skip`, until the run has all prompts that it trains on. `dropped`: the
-        ordinals in `skip` or below `first` that were dropped or have rested."""
+    def generate_from(
+        self, first: Ordinal, skip: Iterable[Ordinal], dropped: Collection[Ordinal] = ()
+    ) -> None:
+        """Generates every ordinal from `first` on, except those in `skip`, until the run has all
+        prompts that it trains on. `dropped`: the ordinals in `skip` or below `first` that were
+        dropped or have rested.
+        """
         self._skip = frozenset(skip)
         self._draws = self._mixture.counts(0, first)
         self._taken = list(self._draws)
@@ -75,9 +87,15 @@ class Admission:
         return not self.exhausted and not self._deep_enough(version)
 
     def begin(self, version: Version) -> list[Ordinal]:
-        """Returns the prompts that may begin now, under weights `version`, and counts them as begun."""
+        """Returns the prompts that may begin now, under weights `version`, and counts them as
+        begun.
+        """
         begun = []
-        while self.in_flight < self.max_in_flight and not self.exhausted and self._deep_enough(version):
+        while (
+            self.in_flight < self.max_in_flight
+            and not self.exhausted
+            and self._deep_enough(version)
+        ):
             source = self._mixture.source(self._place())
             ordinal = self._pop(source)
             if ordinal is None:
@@ -89,7 +107,8 @@ class Admission:
 
     def take_rested(self) -> list[Ordinal]:
         """The prompts that the curriculum has rested before they began. Returns each once."""
-        rested, self._rested = self._rested, []
+        rested = self._rested
+        self._rested = []
         return rested
 
     def finish(self) -> None:
@@ -114,10 +133,17 @@ class Admission:
     def _deep_enough(self, version: Version) -> bool:
         if version < 0:  # the engines do not have weights of the run yet
             return False
-        return self._run_ahead is None or self._place() < (version + self._run_ahead + 1) * self._prompts_per_step
+        return (
+            self._run_ahead is None
+            or self._place() < (version + self._run_ahead + 1) * self._prompts_per_step
+        )
 
     def _pop(self, source: int) -> Ordinal | None:
-        """The source's next prompt. None while its row is still being generated for an earlier epoch, which decides whether it rests."""
+        """The source's next prompt.
+
+        None while its row is still being generated for an earlier epoch, which decides whether it
+        rests.
+        """
         if self._again[source]:
             return heapq.heappop(self._again[source])
         while True:
@@ -134,12 +160,14 @@ class Admission:
 
 
 class RolloutStream:
-    """Begins a prompt whenever `admission` allows it, under the weights that the engines serve then.
+    """Begins a prompt whenever `admission` allows it, under the weights that the engines serve
+    then.
 
-    It waits for a free place in flight, and for weights that are new enough (`put_version`). It sends groups in the order in which they
-    finish; `sent` counts them. Further prompts replace those that `judge` drops. Idle time is the integral of the share of idle places. A
-    place in flight is idle while it needs newer weights to begin a prompt, or while an update keeps prompts from beginning or engines from
-    running.
+    It waits for a free place in flight, and for weights that are new enough (`put_version`). It
+    sends groups in the order in which they finish; `sent` counts them. Further prompts replace
+    those that `judge` drops. Idle time is the integral of the share of idle places. A place in
+    flight is idle while it needs newer weights to begin a prompt, or while an update keeps prompts
+    from beginning or engines from running.
     """
 
     def __init__(
@@ -154,12 +182,19 @@ class RolloutStream:
         now_s: Callable[[], float] = time.monotonic,
     ):
         """`scoring_s`: returns how long rollouts have waited for scores so far (see ScoringClock)."""
-        self.admission, self._roll_out, self._channel, self._judge = admission, roll_out, channel, judge
-        self._background, self._pulse, self._scoring_s, self._now_s = background, pulse, scoring_s, now_s
+        self.admission = admission
+        self._roll_out = roll_out
+        self._channel = channel
+        self._judge = judge
+        self._background = background
+        self._pulse = pulse
+        self._scoring_s = scoring_s
+        self._now_s = now_s
         self.version: Version = -1
         self.sent = 0
         self._idle_s = 0.0
-        self._idle_share, self._idle_since = 0.0, now_s()
+        self._idle_share = 0.0
+        self._idle_since = now_s()
         self._held = self._still = False
 
     async def run(self, timeout_s: float) -> None:
@@ -177,7 +212,9 @@ class RolloutStream:
 
     def put_version(self, version: Version) -> None:
         """To be called when the engines begin to serve `version`."""
-        self.version, self._held, self._still = version, False, False
+        self.version = version
+        self._held = False
+        self._still = False
         self._pulse.beat()
 
     def put_places(self, max_in_flight: int) -> None:
@@ -192,13 +229,19 @@ class RolloutStream:
         await self._pulse.until(lambda: self.admission.in_flight == 0)
 
     def stand_still(self) -> None:
-        """To be called when the engines are paused. They count as paused until the next `put_version`."""
+        """To be called when the engines are paused.
+
+        They count as paused until the next `put_version`.
+        """
         self._still = True
         self._pulse.beat()
 
     @property
     def finished(self) -> int:
-        """How many prompts of the run have finished. Includes those before a resume, excludes rejected and dropped ones."""
+        """How many prompts of the run have finished.
+
+        Includes those before a resume, excludes rejected and dropped ones.
+        """
         return self.admission.begun - self.admission.in_flight
 
     @property
@@ -208,7 +251,10 @@ class RolloutStream:
 
     def __str__(self) -> str:
         why = ", held back until the trainer sends newer weights" if self.held_back else ""
-        return f"{self.sent} groups sent, {self.admission.in_flight} in flight, under version {self.version}{why}"
+        return (
+            f"{self.sent} groups sent, {self.admission.in_flight} in flight, under version "
+            f"{self.version}{why}"
+        )
 
     def _begin(self) -> None:
         ordinals = [] if self._held else self.admission.begin(self.version)
@@ -220,10 +266,14 @@ class RolloutStream:
             self._background.start(self._one(ordinal), f"rollout of prompt {ordinal}")
 
     async def _one(self, ordinal: Ordinal) -> None:
-        version, started, scoring_s = self.version, self._now_s(), self._scoring_s()
+        version = self.version
+        started = self._now_s()
+        scoring_s = self._scoring_s()
         group = await self._roll_out(ordinal)
         ended = self._now_s()
-        ready = self._judge(pack(group, version, started, ended, self._idle_s, (scoring_s, self._scoring_s())))
+        ready = self._judge(
+            pack(group, version, started, ended, self._idle_s, (scoring_s, self._scoring_s()))
+        )
         self._channel.finished(ready)
         if self.admission.curriculum:
             self.admission.curriculum.finish(ordinal, ready.outside)
@@ -241,16 +291,26 @@ class RolloutStream:
 
     def _state(self) -> tuple[int, ...]:
         """Everything that decides whether a prompt may begin and how many places are idle."""
-        return self.admission.in_flight, self.admission.begun, self.admission.max_in_flight, self.version, self._held, self._still
+        return (
+            self.admission.in_flight,
+            self.admission.begun,
+            self.admission.max_in_flight,
+            self.version,
+            self._held,
+            self._still,
+        )
 
     def _note_idleness(self) -> None:
         now = self._now_s()
         self._idle_s += self._idle_share * (now - self._idle_since)
-        self._idle_share, self._idle_since = self._share_idle(), now
+        self._idle_share = self._share_idle()
+        self._idle_since = now
 
     def _share_idle(self) -> float:
         """The share of the places in flight that wait for weights."""
         if self._still:
             return 1.0
-        waits = (self._held and not self.admission.exhausted) or self.admission.held_back(self.version)
+        waits = (self._held and not self.admission.exhausted) or self.admission.held_back(
+            self.version
+        )
         return self.admission.empty_share if waits else 0.0

@@ -1,5 +1,7 @@
-"""Runs a user's program for an episode, with limits on time, memory and files. With bubblewrap, the program has neither the network nor the
-host's files."""
+"""Runs a user's program for an episode, with limits on time, memory and files.
+
+With bubblewrap, the program has neither the network nor the host's files.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,13 @@ import psutil
 from megarl.config.errors import ConfigError
 from megarl.sandbox import inside
 
-AUTO, BWRAP, NAMESPACE, LIMITS = "auto", "bwrap", "namespace", "limits"
+AUTO = "auto"
+BWRAP = "bwrap"
+NAMESPACE = "namespace"
+LIMITS = "limits"
 _INSIDE = Path(inside.__file__)
-PYTHON = os.path.abspath(sys.executable)  # not a relative path, which may lead through folders that bwrap does not show
+# not a relative path, which may lead through folders that bwrap does not show
+PYTHON = os.path.abspath(sys.executable)
 _INNER = (PYTHON, "-I", "-S", str(_INSIDE))
 _SOCKET = "/run/endpoint.sock"
 _PORT = 8000  # inside a sandbox, where nothing else listens
@@ -36,7 +42,8 @@ _LOOK_S = 0.5
 _TAIL_BYTES = 4096
 _MOST_FILES = 1024
 _MOST_PROCESSES = 256
-_MOST_CHANNELS = 2048  # sockets, pipes and terminals: for each, up to 0.4 MiB of kernel memory count for no process
+# sockets, pipes and terminals: for each, up to 0.4 MiB of kernel memory count for no process
+_MOST_CHANNELS = 2048
 _MOST_THREADS = 4096
 _INODE_BYTES = 1024  # memory of a file in memory, besides its contents
 _THREAD_BYTES = 32 << 10  # kernel memory of a thread, such as its stack
@@ -47,11 +54,23 @@ _PIECE = 1 << 18
 _MOST_LEFT = 16  # number of pieces, more than a pipe holds
 _GRACE_S = 0.1
 _ENDS_S = 5.0
-# Read-only in a bwrap. In /proc/sys, the host's root could write the kernel's settings; one of them names a program that the kernel runs on
-# the host. The other two are bwrap's own file systems, in memory without a limit.
+# Read-only in a bwrap. In /proc/sys, the host's root could write the kernel's settings; one of them
+# names a program that the kernel runs on the host. The other two are bwrap's own file systems, in
+# memory without a limit.
 _READ_ONLY = ("/proc", "/dev", "/")
 _HIDDEN = ("/proc/keys", "/proc/key-users")
-_NEEDED = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl", "/etc/localtime", "/etc/passwd")
+_NEEDED = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/etc/alternatives",
+    "/etc/ssl",
+    "/etc/localtime",
+    "/etc/passwd",
+)
 
 
 class Ended(NamedTuple):
@@ -64,12 +83,17 @@ class Ended(NamedTuple):
 
 
 class _Printed:
-    """The end of a program's output. It is read from a pipe, since the size of a file that a program has open cannot be bounded."""
+    """The end of a program's output.
+
+    It is read from a pipe, since the size of a file that a program has open cannot be bounded.
+    """
 
     def __init__(self, most_bytes: int, running: _Running):
         self._reading, self.writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.set_blocking(self.writing, True)
-        self._most_bytes, self._running, self._pieces = most_bytes, running, bytearray()
+        self._most_bytes = most_bytes
+        self._running = running
+        self._pieces = bytearray()
         asyncio.get_running_loop().add_reader(self._reading, self._read)
 
     def _read(self) -> bool:
@@ -88,7 +112,10 @@ class _Printed:
         return True
 
     def close(self) -> str:
-        """Reads the rest of the output, once the program has ended. Processes that have left its session may still run."""
+        """Reads the rest of the output, once the program has ended.
+
+        Processes that have left its session may still run.
+        """
         for _ in range(_MOST_LEFT):
             if not self._read():
                 break
@@ -101,8 +128,13 @@ class _Running:
     """A running program. If it must be killed, `wrong` is the reason, and `ended` is set."""
 
     def __init__(self, most_bytes: int, lines: int | None, line_s: float | None):
-        self.wrong, self.late, self.ended = "", False, asyncio.Event()
-        self._left_bytes, self._most_bytes, self._lines, self.line_s = most_bytes, most_bytes, lines, line_s
+        self.wrong = ""
+        self.late = False
+        self.ended = asyncio.Event()
+        self._left_bytes = most_bytes
+        self._most_bytes = most_bytes
+        self._lines = lines
+        self.line_s = line_s
         self._timer: asyncio.TimerHandle | None = None
 
     def end(self, wrong: str) -> None:
@@ -123,7 +155,10 @@ class _Running:
         self._timer = asyncio.get_running_loop().call_later(self.line_s, self._warn)
 
     def _warn(self) -> None:
-        """Called at the deadline of a line. First lets the event loop read pending output, in case it was blocked."""
+        """Called at the deadline of a line.
+
+        First lets the event loop read pending output, in case it was blocked.
+        """
         self._timer = asyncio.get_running_loop().call_later(_GRACE_S, self._expire)
 
     def _expire(self) -> None:
@@ -137,24 +172,35 @@ class _Running:
 
 @dataclass
 class Jail:
-    """A sandbox. The program starts in `folder`, which it can read. In a bwrap it can read only programs and libraries of the host besides,
-    and writes to its own /tmp and /dev/shm in memory. In a namespace it can read the host's files, and writes to /dev/shm and a new folder,
-    its TMPDIR, both in memory. With LIMITS it writes to such a folder and wherever its user can."""
+    """A sandbox.
 
-    kind: str  # BWRAP | NAMESPACE: reads the host's files, no network | LIMITS: files and network as its user has them
-    memory_mib: int  # of all its processes together, checked every half second; also the limit of each process
+    The program starts in `folder`, which it can read. In a bwrap it can read only programs and
+    libraries of the host besides, and writes to its own /tmp and /dev/shm in memory. In a namespace
+    it can read the host's files, and writes to /dev/shm and a new folder, its TMPDIR, both in
+    memory. With LIMITS it writes to such a folder and wherever its user can.
+    """
+
+    # BWRAP | NAMESPACE: reads the host's files, no network | LIMITS: files and network as its user
+    # has them
+    kind: str
+    # of all its processes together, checked every half second; also the limit of each process
+    memory_mib: int
     file_mib: int  # of each file; also of TMPDIR and of /dev/shm as a whole, if they are in memory
     deadline_s: float
     folder: Path | None = None
     paths: Sequence[Path] = ()  # further readable paths
     output_bytes: int = 1 << 20
     printed_bytes: int = 16 << 20  # most output on both streams together; more ends it
-    _watched: dict[int, _Running] = field(default_factory=dict)  # id of the first process -> the running program
+    # id of the first process -> the running program
+    _watched: dict[int, _Running] = field(default_factory=dict)
     _watch: asyncio.Task[None] | None = None
 
     @property
     def networked(self) -> bool:
-        """Whether programs have the host's network. Otherwise they can reach only the socket of their run."""
+        """Whether programs have the host's network.
+
+        Otherwise they can reach only the socket of their run.
+        """
         return self.kind == LIMITS
 
     def base_url(self, port: int) -> str:
@@ -170,17 +216,31 @@ class Jail:
         lines: int | None = None,
         line_s: float | None = None,
     ) -> Ended:
-        """Runs a program. `given`: its standard input. Kills all its processes at the end, whatever happens. It also ends when it has
-        printed `lines` lines, or when one line takes longer than `line_s`."""
-        self._watch = self._watch or asyncio.create_task(self._keep_watch(), name="watch over agents' memory")
+        """Runs a program.
+
+        `given`: its standard input. Kills all its processes at the end, whatever happens. It also
+        ends when it has printed `lines` lines, or when one line takes longer than `line_s`.
+        """
+        self._watch = self._watch or asyncio.create_task(
+            self._keep_watch(), name="watch over agents' memory"
+        )
         if self._watch.done():
-            self._watch.result()  # raises the error of the watch, without which memory is not limited
+            # raises the error of the watch, without which memory is not limited
+            self._watch.result()
         running = _Running(self.printed_bytes, lines, line_s)
         own = tempfile.mkdtemp(prefix="megarl-agent-")
         outputs = [_Printed(self.output_bytes, running), _Printed(_TAIL_BYTES, running)]
         texts: list[str] = []
         try:
-            kind, why = await self._run(command, given.encode(), self._variables(own, environment), socket, own, running, outputs)
+            kind, why = await self._run(
+                command,
+                given.encode(),
+                self._variables(own, environment),
+                socket,
+                own,
+                running,
+                outputs,
+            )
         finally:
             running.stop_clock()
             texts = [output.close() for output in outputs]
@@ -238,7 +298,8 @@ class Jail:
                 task.cancel()
             try:
                 if self.kind == LIMITS and not waits.done():
-                    process.terminate()  # its first process then kills all others, even those that start meanwhile
+                    # its first process then kills all others, even those that start meanwhile
+                    process.terminate()
                     await asyncio.wait({waits}, timeout=_ENDS_S)
             finally:
                 if not waits.done() or process.returncode:
@@ -250,9 +311,12 @@ class Jail:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
 
-    def _command(self, command: Sequence[str], socket: Path | None, own: str, filter_: int) -> list[str]:
+    def _command(
+        self, command: Sequence[str], socket: Path | None, own: str, filter_: int
+    ) -> list[str]:
         limits = {
-            "RLIMIT_DATA": self.memory_mib << 20,  # not RLIMIT_AS, since runtimes such as Node reserve gigabytes of addresses
+            # not RLIMIT_AS, since runtimes such as Node reserve gigabytes of addresses
+            "RLIMIT_DATA": self.memory_mib << 20,
             "RLIMIT_FSIZE": self.file_mib << 20,
             "RLIMIT_CPU": int(self.deadline_s) + 1,
             "RLIMIT_NOFILE": _MOST_FILES,
@@ -264,16 +328,31 @@ class Jail:
         if self.kind != BWRAP:
             return inner
         bind = [*map(Path, _NEEDED), Path(sys.prefix), Path(sys.base_prefix), _INSIDE, *self.paths]
-        there = dict.fromkeys(str(path) for path in [*bind, *([self.folder] if self.folder else [])] if path.exists())
+        there = dict.fromkeys(
+            str(path) for path in [*bind, *([self.folder] if self.folder else [])] if path.exists()
+        )
         size_bytes = str(self.file_mib << 20)
         return [
-            *(BWRAP, "--unshare-all", *_no_more_users(), "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
+            *(
+                BWRAP,
+                "--unshare-all",
+                *_no_more_users(),
+                "--die-with-parent",
+                "--new-session",
+                "--cap-drop",
+                "ALL",
+            ),
             *(("--seccomp", str(filter_)) if inside.system_call_filter() else ()),
             *("--proc", "/proc", "--dev", "/dev", "--size", size_bytes, "--tmpfs", "/dev/shm"),
             *("--size", size_bytes, "--tmpfs", "/tmp", "--dir", _WORK),
             *(word for path in there for word in ("--ro-bind", path, path)),
             *(("--bind", str(socket), _SOCKET) if socket else ()),
-            *(word for path in _HIDDEN if os.path.exists(path) for word in ("--ro-bind", "/dev/null", path)),
+            *(
+                word
+                for path in _HIDDEN
+                if os.path.exists(path)
+                for word in ("--ro-bind", "/dev/null", path)
+            ),
             *(word for path in _READ_ONLY for word in ("--remount-ro", path)),
             *("--chdir", str(self.folder or _WORK), "--"),
             *inner,
@@ -289,7 +368,9 @@ class Jail:
                 if (running := self._watched.get(pid)) is None:
                     continue
                 if used.memory_bytes > self.memory_mib << 20:
-                    running.end(f"its processes had more than memory_mib={self.memory_mib} together")
+                    running.end(
+                        f"its processes had more than memory_mib={self.memory_mib} together"
+                    )
                 elif used.processes > _MOST_PROCESSES:
                     running.end(f"it had more than {_MOST_PROCESSES} processes")
                 elif used.threads > _MOST_THREADS:
@@ -297,11 +378,16 @@ class Jail:
                 elif len(used.channels) > _MOST_CHANNELS:
                     running.end(f"it had more than {_MOST_CHANNELS} sockets, pipes and terminals")
                 elif used.hidden:
-                    running.end("one of its processes hides what it has: its program's file cannot be read")
+                    running.end(
+                        "one of its processes hides what it has: its program's file cannot be read"
+                    )
 
     def _kill(self, pid: int) -> None:
-        """Kills the whole program. In a sandbox with its own processes these are the descendants of the first process. Otherwise these are
-        its session, and its processes that have left the session."""
+        """Kills the whole program.
+
+        In a sandbox with its own processes these are the descendants of the first process.
+        Otherwise these are its session, and its processes that have left the session.
+        """
         for process in descendants(pid) if self.kind == LIMITS else ():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -310,28 +396,45 @@ class Jail:
 
 
 def unbounded(kind: str) -> str:
-    """What a program can still do in this kind of sandbox on this machine, as a warning for the user."""
+    """What a program can still do in this kind of sandbox on this machine, as a warning for the
+    user.
+    """
     kept = (
-        "memory_mib does not count buffers of its pipes and Unix sockets, file locks, watched events, and shared memory that no process "
+        "memory_mib does not count buffers of its pipes and Unix sockets, file locks, watched "
+        "events, and shared memory that no process "
         "maps any more; its processes may keep every core busy, each for deadline_s of CPU time"
     )
-    hosts = "it has the host's network, and files and processes as your user has them (as root without its capabilities)"
+    hosts = (
+        "it has the host's network, and files and processes as your user has them (as root "
+        "without its capabilities)"
+    )
     found = {
         BWRAP: [kept],
-        NAMESPACE: [kept, "it reads the host's files as your user does, and can write to named pipes"],
-        LIMITS: [kept, hosts, "it can fill /dev/shm and disks", "if it ends the process that watches it, it can go on"],
+        NAMESPACE: [
+            kept,
+            "it reads the host's files as your user does, and can write to named pipes",
+        ],
+        LIMITS: [
+            kept,
+            hosts,
+            "it can fill /dev/shm and disks",
+            "if it ends the process that watches it, it can go on",
+        ],
     }[kind]
     if not inside.system_call_filter():
         machine = platform.machine()
         found.append(
-            f"its system calls are not filtered on {machine}: System V IPC, io_uring, keyrings and files without names are open to it"
+            f"its system calls are not filtered on {machine}: System V IPC, io_uring, keyrings "
+            "and files without names are open to it"
         )
     return "; ".join(found)
 
 
 def kind_for(asked: str) -> str:
-    """The kind of sandbox to use: `asked`, or for AUTO the best on this machine. Raises ConfigError if programs cannot run in the kind that
-    is asked for."""
+    """The kind of sandbox to use: `asked`, or for AUTO the best on this machine.
+
+    Raises ConfigError if programs cannot run in the kind that is asked for.
+    """
     if asked in (AUTO, BWRAP) and shutil.which(BWRAP) is not None:
         return BWRAP
     if asked == BWRAP:
@@ -349,8 +452,10 @@ def kind_for(asked: str) -> str:
     if tried.returncode:
         without = "and bubblewrap is not installed: install it, or" if asked == AUTO else "so"
         raise ConfigError(
-            f"sandbox={asked}: the kernel allows no namespaces of a program's own ({tried.stderr.strip().splitlines()[-1]}), {without} set "
-            "sandbox=limits, which bounds time, memory and file sizes, but leaves programs the host's network and files"
+            f"sandbox={asked}: the kernel allows no namespaces of a program's own "
+            f"({tried.stderr.strip().splitlines()[-1]}), {without} set "
+            "sandbox=limits, which bounds time, memory and file sizes, but leaves programs the "
+            "host's network and files"
         )
     return NAMESPACE
 
@@ -374,7 +479,8 @@ def _filter_file() -> Iterator[int]:
 
 async def _feed(writing: int, given: bytes) -> None:
     """Writes a program's standard input, as far as the program reads it, and closes it."""
-    loop, left = asyncio.get_running_loop(), memoryview(given)
+    loop = asyncio.get_running_loop()
+    left = memoryview(given)
     os.set_blocking(writing, False)
     try:
         while left:
@@ -397,9 +503,12 @@ async def _feed(writing: int, given: bytes) -> None:
 
 @cache
 def _no_more_users() -> tuple[str, ...]:
-    """bubblewrap's arguments that keep a program from creating namespaces, in which it could mount memory without a limit. bubblewrap has
-    them from 0.8 on."""
-    offered = subprocess.run([BWRAP, "--help"], capture_output=True, check=False, encoding="utf-8", errors="replace").stdout
+    """bubblewrap's arguments that keep a program from creating namespaces, in which it could mount
+    memory without a limit. bubblewrap has them from 0.8 on.
+    """
+    offered = subprocess.run(
+        [BWRAP, "--help"], capture_output=True, check=False, encoding="utf-8", errors="replace"
+    ).stdout
     return ("--unshare-user", "--disable-userns") if "--disable-userns" in offered else ()
 
 
@@ -413,12 +522,16 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 @dataclass
 class _Used:
-    """The resources of several processes together. Shared memory counts once per process, a file in memory only once."""
+    """The resources of several processes together.
+
+    Shared memory counts once per process, a file in memory only once.
+    """
 
     processes: int = 0
     threads: int = 0
     own_bytes: int = 0
-    files: dict[object, int] = field(default_factory=dict)  # file -> its bytes in memory that are counted nowhere else
+    # file -> its bytes in memory that are counted nowhere else
+    files: dict[object, int] = field(default_factory=dict)
     channels: set[str] = field(default_factory=set)  # sockets, pipes and terminals
     hidden: bool = False  # whether a process hides its files and mappings
 
@@ -427,13 +540,20 @@ class _Used:
         return self.own_bytes + sum(self.files.values())
 
     def add(self, pid: int, may_hide: bool) -> None:
-        """Adds a process, including the kernel's memory for it: page tables, mappings, stacks of threads."""
+        """Adds a process, including the kernel's memory for it: page tables, mappings, stacks of
+        threads.
+        """
         self.processes += 1
         found: dict[object, int] = {}
         try:
-            lines = Path(f"/proc/{pid}/status").read_text(errors="replace", encoding="utf-8").splitlines()
+            lines = (
+                Path(f"/proc/{pid}/status")
+                .read_text(errors="replace", encoding="utf-8")
+                .splitlines()
+            )
             status = {name: value for name, _, value in (line.partition(":") for line in lines)}
-            threads, kib = int(status["Threads"]), sum(int(status.get(name, "0").split()[0]) for name in _OF_STATUS)
+            threads = int(status["Threads"])
+            kib = sum(int(status.get(name, "0").split()[0]) for name in _OF_STATUS)
             self.threads += threads
             self.own_bytes += (kib << 10) + threads * _THREAD_BYTES
             self.own_bytes += _memory_files(pid, found, self.channels) * _MAPPING_BYTES
@@ -451,20 +571,24 @@ def _used_by(pids: list[int]) -> dict[int, _Used]:
         children.setdefault(process.info["ppid"], []).append(process.info["pid"])
     found = {}
     for pid in pids:
-        used, waiting = _Used(), [pid]
+        used = _Used()
+        waiting = [pid]
         while waiting:
             parent = waiting.pop()
             for child in children.get(parent, ()):
-                used.add(child, may_hide=parent == pid)  # the direct child is the sandbox's own process
+                # the direct child is the sandbox's own process
+                used.add(child, may_hide=parent == pid)
                 waiting.append(child)
         found[pid] = used
     return found
 
 
 def _memory_files(pid: int, found: dict[object, int], channels: set[str]) -> int:
-    """Adds to `found` the bytes of its files that are in memory and counted nowhere else, each file once: files from memfd_create,
-    anonymous shared mappings, the overhead of files in memory, and unread data in its own network. Adds its sockets, pipes and terminals to
-    `channels`. Returns its number of mappings. Raises OSError or PermissionError if they cannot be seen."""
+    """Adds to `found` the bytes of its files that are in memory and counted nowhere else, each file
+    once: files from memfd_create, anonymous shared mappings, the overhead of files in memory, and
+    unread data in its own network. Adds its sockets, pipes and terminals to `channels`. Returns its
+    number of mappings. Raises OSError or PermissionError if they cannot be seen.
+    """
     for entry in os.scandir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):
             target = os.readlink(entry.path)
@@ -475,7 +599,8 @@ def _memory_files(pid: int, found: dict[object, int], channels: set[str]) -> int
                 channels.add(target)
             elif target.endswith("/ptmx"):  # all terminals have the same name
                 channels.add(f"{pid} {entry.name}")
-    shared, mappings = list[list[str]](), 0
+    shared = list[list[str]]()
+    mappings = 0
     with open(f"/proc/{pid}/maps", errors="replace", encoding="utf-8") as maps:
         for line in maps:
             mappings += 1
@@ -492,20 +617,30 @@ def _memory_files(pid: int, found: dict[object, int], channels: set[str]) -> int
                 found["files", there.st_dev] = (system.f_files - system.f_ffree) * _INODE_BYTES
     network = os.stat(f"/proc/{pid}/ns/net").st_ino
     if network != os.stat("/proc/self/ns/net").st_ino:
-        found["network", network] = sum(_waiting_bytes(Path(f"/proc/{pid}/net/{name}")) for name in ("tcp", "tcp6", "udp", "udp6"))
+        found["network", network] = sum(
+            _waiting_bytes(Path(f"/proc/{pid}/net/{name}"))
+            for name in ("tcp", "tcp6", "udp", "udp6")
+        )
     return mappings
 
 
 def _waiting_bytes(sockets: Path) -> int:
-    """The bytes that were sent but not read, from the kernel's table of sockets (proc_net_tcp.rst). 0 if there is no such table."""
+    """The bytes that were sent but not read, from the kernel's table of sockets (proc_net_tcp.rst).
+    0 if there is no such table.
+    """
     if not sockets.exists():
         return 0
-    queues = [line.split()[4].split(":") for line in sockets.read_text(encoding="utf-8").splitlines()[1:]]
+    queues = [
+        line.split()[4].split(":") for line in sockets.read_text(encoding="utf-8").splitlines()[1:]
+    ]
     return sum(int(sent, 16) + int(received, 16) for sent, received in queues)
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether the process has no memory any more. A process cannot be inspected during exec, so this waits for a moment."""
+    """Whether the process has no memory any more.
+
+    A process cannot be inspected during exec, so this waits for a moment.
+    """
     time.sleep(_LOOK_AGAIN_S)
     with contextlib.suppress(OSError):
         os.scandir(f"/proc/{pid}/fd").close()
@@ -516,8 +651,15 @@ def _has_ended(pid: int) -> bool:
 
 
 def _remove(folder: str) -> None:
-    """Removes a folder. A program may have nested folders too deeply for Python, or removed permissions from them."""
+    """Removes a folder.
+
+    A program may have nested folders too deeply for Python, or removed permissions from them.
+    """
     try:
         os.rmdir(folder)  # most folders are empty
     except OSError:
-        subprocess.run(["sh", "-c", 'chmod -R u+rwx "$1"; rm -rf "$1"', "sh", folder], capture_output=True, check=False)
+        subprocess.run(
+            ["sh", "-c", 'chmod -R u+rwx "$1"; rm -rf "$1"', "sh", folder],
+            capture_output=True,
+            check=False,
+        )

@@ -1,4 +1,7 @@
-"""Calls one function in worker processes, for an asyncio program. If a call crashes its process, other calls still get their results."""
+"""Calls one function in worker processes, for an asyncio program.
+
+If a call crashes its process, other calls still get their results.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,18 @@ _GRACE_S = 0.1
 _KILLED_S = 2.0
 _MAX_FAILED_STARTS = 3
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
-_WORKER = "import sys; sys.path.extend(sys.argv[1].split(':')); from {module} import main; main(*sys.argv[2:])"
+_WORKER = (
+    "import sys; sys.path.extend(sys.argv[1].split(':')); from {module} import main; "
+    "main(*sys.argv[2:])"
+)
 
 
 class CallFailed(Exception):
-    """A call has no result. `kind` says why: the function raised an "error", took too long ("timeout"), ran out of "memory", or ended its
-    worker ("exit")."""
+    """A call has no result.
+
+    `kind` says why: the function raised an "error", took too long ("timeout"), ran out of "memory",
+    or ended its worker ("exit").
+    """
 
     def __init__(self, kind: str, reason: str):
         super().__init__(reason)
@@ -56,19 +65,22 @@ class _Worker:
     def kill(self) -> None:
         self.writer.close()
         self.process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in a system call; do not wait for it
+        # it hangs in a system call; do not wait for it
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_KILLED_S)
 
 
 class WorkerPool:
-    """Runs the main function of `module` in `workers` processes, each under a limit on memory beyond its imports and a time limit per
-    call.
+    """Runs the main function of `module` in `workers` processes, each under a limit on memory
+    beyond its imports and a time limit per call.
 
-    `main(*arguments, memory_mib, timeout_s, parent)` serves requests with megarl.sandbox.process.serve; all its arguments are strings.
-    A call that takes longer than `timeout_s` fails, and its worker is replaced. A call that has ended two workers fails too. Every other
-    call is answered, whatever happens to a worker. If no worker can be started, pending and later calls raise RunError, which names the
-    pool by `name`. Output and tracebacks of the functions go to `log_folder`/<name>.<number>.log, one file per worker, or to standard
-    error. Call `open` and `close` in one event loop.
+    `main(*arguments, memory_mib, timeout_s, parent)` serves requests with
+    megarl.sandbox.process.serve; all its arguments are strings. A call that takes longer than
+    `timeout_s` fails, and its worker is replaced. A call that has ended two workers fails too.
+    Every other call is answered, whatever happens to a worker. If no worker can be started, pending
+    and later calls raise RunError, which names the pool by `name`. Output and tracebacks of the
+    functions go to `log_folder`/<name>.<number>.log, one file per worker, or to standard error.
+    Call `open` and `close` in one event loop.
     """
 
     def __init__(
@@ -84,14 +96,27 @@ class WorkerPool:
         as_here: bool = False,
         passed: Sequence[str] = (),
     ):
-        """`paths`: folders to import from, besides this package's. `as_here`: workers have this process's working directory and
-        environment. Otherwise they have the root directory, and only PATH and the variables in `passed`."""
+        """`paths`: folders to import from, besides this package's.
+
+        `as_here`: workers have this process's working directory and environment. Otherwise they
+        have the root directory, and only PATH and the variables in `passed`.
+        """
         self.name = name
         self.timed_out = 0  # calls that took too long
         self.replaced = 0  # workers lost for any reason
         code = _WORKER.format(module=module)
         limits = (str(memory_mib), str(timeout_s), str(os.getpid()))
-        self._command = [sys.executable, "-s", "-P", "-u", "-c", code, ":".join([_PACKAGE_PARENT, *paths]), *arguments, *limits]
+        self._command = [
+            sys.executable,
+            "-s",
+            "-P",
+            "-u",
+            "-c",
+            code,
+            ":".join([_PACKAGE_PARENT, *paths]),
+            *arguments,
+            *limits,
+        ]
         self._timeout_s = timeout_s
         self._workers = workers
         self._log_folder = log_folder
@@ -103,7 +128,10 @@ class WorkerPool:
         self._failure: RuntimeError | None = None
 
     def open(self) -> None:
-        self._tasks = [asyncio.create_task(self._serve(i), name=f"{self.name} worker {i}") for i in range(self._workers)]
+        self._tasks = [
+            asyncio.create_task(self._serve(i), name=f"{self.name} worker {i}")
+            for i in range(self._workers)
+        ]
 
     async def close(self) -> None:
         """Ends the workers. Pending calls raise RuntimeError."""
@@ -113,7 +141,10 @@ class WorkerPool:
         self._fail(RuntimeError(f"the {self.name} pool is closed"))
 
     async def call(self, *arguments: Any) -> Any:
-        """The function's result; arguments and result are JSON. Raises CallFailed; RunError if no worker can be started."""
+        """The function's result; arguments and result are JSON.
+
+        Raises CallFailed; RunError if no worker can be started.
+        """
         if self._failure is not None:
             raise self._failure
         line = json.dumps(arguments, default=msgspec.to_builtins).encode() + b"\n"
@@ -124,10 +155,16 @@ class WorkerPool:
 
     def log(self, number: int) -> Path | None:
         """The file with the output of worker slot `number`."""
-        return self._log_folder / f"{self.name.replace(':', '.')}.{number}.log" if self._log_folder else None
+        return (
+            self._log_folder / f"{self.name.replace(':', '.')}.{number}.log"
+            if self._log_folder
+            else None
+        )
 
     async def _serve(self, number: int) -> None:
-        """Serves one worker slot: starts a process, gives it waiting requests, replaces it when it is lost."""
+        """Serves one worker slot: starts a process, gives it waiting requests, replaces it when it
+        is lost.
+        """
         worker: _Worker | None = None
         try:
             while True:
@@ -139,7 +176,8 @@ class WorkerPool:
                     worker.kill()
                     worker = None
                     self.replaced += 1
-        except Exception as error:  # nobody awaits this task while the pool is in use, so the error must go to the callers
+        except Exception as error:
+            # nobody awaits this task while the pool is in use, so the error must go to the callers
             self._fail(RuntimeError(f"{self.name} worker failed: {error!r}"))
             raise
         finally:
@@ -155,7 +193,10 @@ class WorkerPool:
         return deque(self._waiting.popleft() for _ in range(share))
 
     async def _run(self, worker: _Worker, batch: deque[_Request]) -> bool:
-        """Answers the batch in order. Returns False if the worker is lost. Unanswered requests are then put back at the front."""
+        """Answers the batch in order.
+
+        Returns False if the worker is lost. Unanswered requests are then put back at the front.
+        """
         worker.writer.write(b"".join(request.line for request in batch))
         try:
             while batch:
@@ -171,7 +212,9 @@ class WorkerPool:
                 self._arrived.set()
 
     async def _reply(self, worker: _Worker) -> bytes | None:
-        """The next line; empty or incomplete if the worker died; None if it took too long and was killed."""
+        """The next line; empty or incomplete if the worker died; None if it took too long and was
+        killed.
+        """
         loop = asyncio.get_running_loop()
         expired = False
 
@@ -194,18 +237,29 @@ class WorkerPool:
         return None if expired else reply
 
     def _blame(self, batch: deque[_Request], worker: _Worker, timed_out: bool) -> None:
-        """Blames the first request of the batch, which the worker was busy with. It fails if it timed out or has ended its second
-        worker."""
+        """Blames the first request of the batch, which the worker was busy with.
+
+        It fails if it timed out or has ended its second worker.
+        """
         worker.kill()
         status = worker.process.returncode
         timed_out = timed_out or status == -signal.SIGXCPU
         batch[0].lost_workers += 1
         self.timed_out += timed_out
         if timed_out:
-            _answer(batch.popleft(), {"error": f"it took longer than {self._timeout_s:g} s", "kind": "timeout"})
+            _answer(
+                batch.popleft(),
+                {"error": f"it took longer than {self._timeout_s:g} s", "kind": "timeout"},
+            )
         elif batch[0].lost_workers > 1:
-            how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-            _answer(batch.popleft(), {"error": f"it brought its process down ({how})", "kind": "exit"})
+            how = (
+                f"killed by {signal.Signals(-status).name}"
+                if status < 0
+                else f"exit status {status}"
+            )
+            _answer(
+                batch.popleft(), {"error": f"it brought its process down ({how})", "kind": "exit"}
+            )
 
     async def _start(self, number: int) -> _Worker | None:
         """A worker that is ready; None once starting has failed for good."""
@@ -234,16 +288,21 @@ class WorkerPool:
         log = self.log(number)
         with theirs, open(log, "ab") if log else contextlib.nullcontext() as printed:
             reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_REPLY_BYTES + 1)
-            # No await from here until the process is known: a cancellation at that moment would leave it behind.
-            # PYTHONHASHSEED is fixed, so that results do not depend on the order of sets in each worker.
+            # No await from here until the process is known: a cancellation at that moment would
+            # leave it behind. PYTHONHASHSEED is fixed, so that results do not depend on the order
+            # of sets in each worker.
             passed = {name: os.environ[name] for name in self._passed if name in os.environ}
-            # Each library would start a thread for every core in each worker; threads reserve memory.
+            # Each library would start a thread for every core in each worker; threads reserve
+            # memory.
             inherited = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", **passed}
             if self._as_here:
                 inherited = {"OMP_NUM_THREADS": "1", **os.environ}
-            environment, folder = {**inherited, "PYTHONHASHSEED": "0"}, None if self._as_here else "/"
+            environment = {**inherited, "PYTHONHASHSEED": "0"}
+            folder = None if self._as_here else "/"
             end = theirs.fileno()
-            process = subprocess.Popen(self._command, stdin=end, stdout=end, stderr=printed, env=environment, cwd=folder)
+            process = subprocess.Popen(
+                self._command, stdin=end, stdout=end, stderr=printed, env=environment, cwd=folder
+            )
         return _Worker(process, reader, writer)
 
     def _fail(self, error: RuntimeError) -> None:

@@ -1,7 +1,9 @@
-"""Shared code of a WorkerPool's processes: they end with their parent, keep within limits, and answer in order.
+"""Shared code of a WorkerPool's processes: they end with their parent, keep within limits, and
+answer in order.
 
-Requests come on standard input, each a line with a JSON array of arguments; replies go to standard output, each a line with a JSON
-object, {"result": …} or {"error": "why there is none", "kind": CallFailed.kind}.
+Requests come on standard input, each a line with a JSON array of arguments; replies go to standard
+output, each a line with a JSON object, {"result": …} or {"error": "why there is none", "kind":
+CallFailed.kind}.
 """
 
 from __future__ import annotations
@@ -23,15 +25,24 @@ from megarl.config.limits import attribute
 
 
 _MOST_CHARS = 500  # limit of the exception's message, which may quote what a model wrote
-_NOT_THEIRS = (str(Path(__file__).resolve().parents[1]), *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_NOT_THEIRS = (
+    str(Path(__file__).resolve().parents[1]),
+    *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
+)
 
 
 def own_line(error: BaseException) -> str:
     """The innermost line outside libraries (file, line, function, statement), then the exception."""
     frames = traceback.extract_tb(error.__traceback__)
-    frame = next((frame for frame in reversed(frames) if not frame.filename.startswith((*_NOT_THEIRS, "<"))), frames[-1])
+    frame = next(
+        (frame for frame in reversed(frames) if not frame.filename.startswith((*_NOT_THEIRS, "<"))),
+        frames[-1],
+    )
     message = str(error)[:_MOST_CHARS]
-    return f"{frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}\n{type(error).__name__}: {message}"
+    return (
+        f"{frame.filename}, line {frame.lineno}, in {frame.name}: "
+        f"{frame.line}\n{type(error).__name__}: {message}"
+    )
 
 
 _MAX_OPEN_FILES = 64
@@ -39,13 +50,20 @@ MAX_REPLY_BYTES = 1 << 20  # most bytes of a reply, without the newline
 
 
 def prepare(parent: str) -> None:
-    """Makes this process end with `parent`, and ignore interrupts, which are meant for the parent. Call it first."""
+    """Makes this process end with `parent`, and ignore interrupts, which are meant for the parent.
+
+    Call it first.
+    """
     end_with_parent(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def limit_resources(memory_mib: str, files_writable: bool) -> None:
-    """Sets the limits. Memory is limited to `memory_mib` beyond what the process has now: torch alone reserves 3 GiB of addresses."""
+    """Sets the limits.
+
+    Memory is limited to `memory_mib` beyond what the process has now: torch alone reserves 3 GiB of
+    addresses.
+    """
     reserved_pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
     limit_bytes = (int(memory_mib) << 20) + reserved_pages * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
@@ -56,7 +74,10 @@ def limit_resources(memory_mib: str, files_writable: bool) -> None:
 
 
 def serve(function: Callable[..., Any], timeout_s: str) -> None:
-    """Answers until standard input closes. After running out of memory the process ends, to be replaced by a fresh one."""
+    """Answers until standard input closes.
+
+    After running out of memory the process ends, to be replaced by a fresh one.
+    """
     requests, write = _own_ends()
     _write(write, "ready")
     for line in requests:
@@ -72,15 +93,22 @@ def serve(function: Callable[..., Any], timeout_s: str) -> None:
 
 
 def _own_ends() -> tuple[BinaryIO, int]:
-    """Standard input and output, reserved for requests and replies. The function and its children get others, so they cannot interfere."""
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
+    """Standard input and output, reserved for requests and replies.
+
+    The function and its children get others, so they cannot interfere.
+    """
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     return requests, replies
 
 
 def reply(function: Callable[..., Any], arguments: list[Any]) -> str:
-    """The reply to a call. A ValueError is a result; other exceptions are mistakes, which are printed on standard error."""
+    """The reply to a call.
+
+    A ValueError is a result; other exceptions are mistakes, which are printed on standard error.
+    """
     try:
         return json.dumps({"result": function(*arguments)})
     except ValueError as error:
@@ -103,13 +131,17 @@ def _write(file: int, line: str) -> None:
 
 
 def _limit_cpu(timeout_s: float) -> None:
-    """Limits CPU time until the next request. Unlike the pool's deadline, which counts wall time, this holds even without the pool."""
+    """Limits CPU time until the next request.
+
+    Unlike the pool's deadline, which counts wall time, this holds even without the pool.
+    """
     usage = resource.getrusage(resource.RUSAGE_SELF)
     allowed_s = int(usage.ru_utime + usage.ru_stime + timeout_s) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (allowed_s, resource.RLIM_INFINITY))
 
 
-# A process that calls any function `package.module:name`. It imports the function before limits and deadlines apply.
+# A process that calls any function `package.module:name`. It imports the function before limits and
+# deadlines apply.
 
 
 def main(path: str, memory_mib: str, timeout_s: str, parent: str) -> None:

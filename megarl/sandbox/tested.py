@@ -1,9 +1,12 @@
-"""Runs a program on the inputs of tests, inside the sandbox, with a process for each. It imports only the standard library.
+"""Runs a program on the inputs of tests, inside the sandbox, with a process for each.
 
-Standard input: a JSON object with `code`, `function` (null: the program reads standard input), `inputs`, `test_timeout_s`, `timeout_s` and
-`most_bytes` (of all results together). Standard output: the line "ready", then a line for each test, up to the first without a result. A
-line is a JSON list: the outcome ("done", "crashed", "slow", "long"), and the program's output or the function's value as JSON. The right
-results are not known here, so a program cannot find them.
+It imports only the standard library.
+
+Standard input: a JSON object with `code`, `function` (null: the program reads standard input),
+`inputs`, `test_timeout_s`, `timeout_s` and `most_bytes` (of all results together). Standard output:
+the line "ready", then a line for each test, up to the first without a result. A line is a JSON
+list: the outcome ("done", "crashed", "slow", "long"), and the program's output or the function's
+value as JSON. The right results are not known here, so a program cannot find them.
 """
 
 import atexit
@@ -21,23 +24,31 @@ from typing import Any
 
 # LiveCodeBench imports these before every program (lcb_runner/evaluation/testing_util.py).
 _MODULES = (
-    "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json builtins typing"
+    "string re datetime collections heapq bisect copy math random statistics itertools functools "
+    "operator io sys json builtins typing"
 ).split()
 _PIECE = 1 << 16
 
 
 def main() -> None:
     task = json.load(sys.stdin)
-    sys.modules["__main__"] = program = types.ModuleType("__main__")  # pickle, for example, looks here for the program's definitions
+    # pickle, for example, looks here for the program's definitions
+    sys.modules["__main__"] = program = types.ModuleType("__main__")
     space = program.__dict__
     exec("\n".join(f"from {name} import *" for name in _MODULES), space)
-    exec("\n".join(f"import {name}" for name in _MODULES if name not in ("typing", "builtins")), space)
+    exec(
+        "\n".join(f"import {name}" for name in _MODULES if name not in ("typing", "builtins")),
+        space,
+    )
     sys.setrecursionlimit(50_000)
     sys.set_int_max_str_digits(50_000)
     _tell("ready")
-    end, room = time.monotonic() + task["timeout_s"], task["most_bytes"]
+    end = time.monotonic() + task["timeout_s"]
+    room = task["most_bytes"]
     for given in task["inputs"]:
-        ended, found = _run(task, given, space, min(end, time.monotonic() + task["test_timeout_s"]), room)
+        ended, found = _run(
+            task, given, space, min(end, time.monotonic() + task["test_timeout_s"]), room
+        )
         _tell(json.dumps([ended, found.decode(errors="replace")], ensure_ascii=False))
         room -= len(found)
         if ended != "done":
@@ -72,7 +83,11 @@ def _run(task: dict, given: Any, space: dict, end: float, room: int) -> "tuple[s
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         os.close(reading)
         os.close(gone)
-    return ("crashed", b"") if ended == "done" and status else (ended, found if ended == "done" else b"")
+    return (
+        ("crashed", b"")
+        if ended == "done" and status
+        else (ended, found if ended == "done" else b"")
+    )
 
 
 def _read(reading: int, gone: int, end: float, room: int) -> "tuple[str, bytes]":
@@ -104,19 +119,30 @@ def _be_the_test(task: dict, given: Any, space: dict, source: int, writing: int)
         nowhere = os.open(os.devnull, os.O_RDWR)
         called = task["function"] is not None
         result = os.dup(writing)
-        for place, what in ((0, nowhere if called else source), (1, nowhere if called else writing), (2, nowhere)):
+        for place, what in (
+            (0, nowhere if called else source),
+            (1, nowhere if called else writing),
+            (2, nowhere),
+        ):
             os.dup2(what, place)
         os.dup2(result, 3)
         os.closerange(4 if called else 3, 256)
         sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="replace", closefd=False)
-        sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="replace", closefd=False)
+        sys.stdout = sys.__stdout__ = open(
+            1, "w", encoding="utf-8", errors="replace", closefd=False
+        )
         sys.stderr = sys.__stderr__ = open(2, "w", closefd=False, encoding="utf-8")
-        space |= {"stdin": sys.stdin, "stdout": sys.stdout, "stderr": sys.stderr}  # the names that `from sys import *` gives
+        # the names that `from sys import *` gives
+        space |= {"stdin": sys.stdin, "stdout": sys.stdout, "stderr": sys.stderr}
         try:
             exec(compile(task["code"], "<program>", "exec"), space)
             if called:
                 owner = space["Solution"]() if "Solution" in space else None
-                function = getattr(owner, task["function"]) if owner is not None else space[task["function"]]
+                function = (
+                    getattr(owner, task["function"])
+                    if owner is not None
+                    else space[task["function"]]
+                )
                 found = json.dumps(_plain(function(*given), True)).encode()
                 with open(3, "wb", closefd=False) as file:
                     file.write(found)
@@ -130,7 +156,9 @@ def _be_the_test(task: dict, given: Any, space: dict, source: int, writing: int)
 
 
 def _finish() -> None:
-    """Does what the interpreter does at its end: waits for threads, calls exit handlers, and flushes output."""
+    """Does what the interpreter does at its end: waits for threads, calls exit handlers, and
+    flushes output.
+    """
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
@@ -142,7 +170,10 @@ def _finish() -> None:
 
 
 def _plain(value: Any, outermost: bool = False) -> Any:
-    """A value that JSON represents exactly. A tuple is allowed only as the whole result. Raises TypeError."""
+    """A value that JSON represents exactly.
+
+    A tuple is allowed only as the whole result. Raises TypeError.
+    """
     if value is None or isinstance(value, (bool, float)):
         return value
     if isinstance(value, str):

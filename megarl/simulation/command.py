@@ -1,4 +1,6 @@
-"""`megarl plan --simulate`: runs a config in virtual time, once or for all values of a sweep, and names what limits its speed."""
+"""`megarl plan --simulate`: runs a config in virtual time, once or for all values of a sweep, and
+names what limits its speed.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,11 @@ Configure = Callable[[Sequence[str]], RunPlan]  # the plan of the config with fu
 
 @dataclass(frozen=True)
 class Summary:
-    """The result of a simulated run. Shares of the trainer and of waits leave out the first steps; the engines' share covers the whole
-    time, with restarts."""
+    """The result of a simulated run.
+
+    Shares of the trainer and of waits leave out the first steps; the engines' share covers the
+    whole time, with restarts.
+    """
 
     step_p50_s: float
     step_p95_s: float
@@ -56,7 +61,8 @@ class Summary:
     staleness: dict[str, float]  # age -> share of the tokens
     rejected: int  # rejected groups
     discarded: float  # share of sampled tokens that are not trained on
-    length_bias: float  # mean length of the first half's responses, relative to the first as many prompts, minus 1
+    # mean length of the first half's responses, relative to the first as many prompts, minus 1
+    length_bias: float
     retracted: int  # requests retracted for lack of KV cache
     engine_failures: int
     trainer_failures: int
@@ -68,9 +74,13 @@ class Summary:
 def summary(plan: RunPlan, totals: Totals) -> Summary:
     rows = totals.rows[min(WARM_UP, len(totals.rows) // 5) :]
     took = sum(row["time/step_s"] for row in rows)
-    share = {name: sum(row[f"time/{name}_s"] for row in rows) / took for name in ("trainer_wait", "weights_wait", "generator_wait")}
+    share = {
+        name: sum(row[f"time/{name}_s"] for row in rows) / took
+        for name in ("trainer_wait", "weights_wait", "generator_wait")
+    }
     steps = [row["time/step_s"] for row in rows]
-    trained, half = sum(int(each.sum()) for each in totals.lengths), max(1, len(totals.lengths) // 2)
+    trained = sum(int(each.sum()) for each in totals.lengths)
+    half = max(1, len(totals.lengths) // 2)
     first = np.concatenate(totals.lengths[:half]).mean()
     ages = totals.ages
     return Summary(
@@ -97,17 +107,27 @@ def summary(plan: RunPlan, totals: Totals) -> Summary:
 
 
 def run(
-    configure: Configure, *, sweep: Sequence[str] = (), source: str | None = None, output: str | None = None, as_json: bool = False
+    configure: Configure,
+    *,
+    sweep: Sequence[str] = (),
+    source: str | None = None,
+    output: str | None = None,
+    as_json: bool = False,
 ) -> None:
-    """Prints the result of a simulated run, or a table with a row for each combination of swept values.
+    """Prints the result of a simulated run, or a table with a row for each combination of swept
+    values.
 
-    `sweep`: key=value,value,… each. `source`: the folder of a run whose measured times replace the planner's. `output`: a folder for the
-    simulated run, which `megarl report` opens. Raises ConfigError, RunError.
+    `sweep`: key=value,value,… each. `source`: the folder of a run whose measured times replace the
+    planner's. `output`: a folder for the simulated run, which `megarl report` opens. Raises
+    ConfigError, RunError.
     """
     combinations = _combinations(sweep)
     if output and sweep:
-        raise ConfigError(f"--output {output}: must be left out with --sweep: it is for one simulated run")
-    plans = [configure(overrides) for overrides in combinations]  # checks all of them before the first begins
+        raise ConfigError(
+            f"--output {output}: must be left out with --sweep: it is for one simulated run"
+        )
+    # checks all of them before the first begins
+    plans = [configure(overrides) for overrides in combinations]
     _check(plans)
     found = []
     gc.freeze()  # garbage collections then skip objects from imports
@@ -117,7 +137,10 @@ def run(
         if sweep:
             print(f"{' '.join(overrides)}: {time.monotonic() - began:.0f} s", file=sys.stderr)
     if as_json:
-        each = [{"settings": list(overrides), **asdict(one)} for overrides, one in zip(combinations, found)]
+        each = [
+            {"settings": list(overrides), **asdict(one)}
+            for overrides, one in zip(combinations, found)
+        ]
         print(json.dumps(each if sweep else each[0]))
     elif sweep:
         print(*table(combinations, found), sep="\n")
@@ -141,7 +164,9 @@ def _one(plan: RunPlan, source: str | None, output: str | None) -> Summary:
             writer = MetricsWriter(output)
             files.callback(writer.close)
             for row in totals.rows:
-                writer.write(row["step"], {key: value for key, value in row.items() if key != "step"})
+                writer.write(
+                    row["step"], {key: value for key, value in row.items() if key != "step"}
+                )
     return summary(simulated(plan), totals)
 
 
@@ -162,7 +187,10 @@ def _check(plans: Sequence[RunPlan]) -> None:
         check_longest(plan.config, plan.spec)
         if over := estimate(plan.config, plan.spec).overfull:
             side, gib = next(iter(over.items()))
-            raise ConfigError(f"the {side} is {gib:.1f} GiB per GPU too large, so it is not simulated; megarl plan proposes what fits")
+            raise ConfigError(
+                f"the {side} is {gib:.1f} GiB per GPU too large, so it is not simulated; megarl "
+                "plan proposes what fits"
+            )
 
 
 def _written(plan: RunPlan, folder: Path, files: ExitStack) -> Tell:
@@ -173,11 +201,15 @@ def _written(plan: RunPlan, folder: Path, files: ExitStack) -> Tell:
         raise ConfigError(f"--output {folder}: {error.strerror}") from error
     write_whole(folder / SIMULATED_FILE, json.dumps({"simulated": True}))
     write_whole(folder / "config.yaml", dump_config(plan.config))
-    writers = {name: TraceWriter(folder, name) for name in ("launcher.0", "trainer.0", "generator.0")}
+    writers = {
+        name: TraceWriter(folder, name) for name in ("launcher.0", "trainer.0", "generator.0")
+    }
     for writer in writers.values():
         files.callback(writer.close)
 
-    def told(process: str, what: str, began_s: float, ended_s: float, track: str = "main", **more: Any) -> None:
+    def told(
+        process: str, what: str, began_s: float, ended_s: float, track: str = "main", **more: Any
+    ) -> None:
         writers[process].add(what, began_s, ended_s, track, **more)
 
     return told
@@ -190,7 +222,9 @@ def _combinations(sweep: Sequence[str]) -> list[list[str]]:
         key, equals, values = each.partition("=")
         if not equals or not all(values.split(",")):
             raise ConfigError(f"--sweep {each}: must be KEY=VALUE,VALUE,…")
-        if any(key == axis[0].partition("=")[0] for axis in axes) or len(set(values.split(","))) < len(values.split(",")):
+        if any(key == axis[0].partition("=")[0] for axis in axes) or len(
+            set(values.split(","))
+        ) < len(values.split(",")):
             raise ConfigError(f"--sweep {each}: must give a key, and each of its values, only once")
         axes.append([f"{key}={value}" for value in values.split(",")])
     return [list(overrides) for overrides in itertools.product(*axes)]
@@ -200,24 +234,45 @@ def render(plan: RunPlan, found: Summary) -> list[str]:
     means = ""
     if plan.config.plan.simulation.lengths in (EXPONENTIAL, LOGNORMAL):
         means = f"; from means alone {estimate(plan.config, plan.spec).step_s:.4g} s"
-    by_age = ", ".join(f"{age}: {share:.0%}" for age, share in found.staleness.items() if share >= 0.005)
-    waits = f"for batches {found.waits_for_batch:.0%}, for engines to take weights {found.waits_for_engines:.0%}"
+    by_age = ", ".join(
+        f"{age}: {share:.0%}" for age, share in found.staleness.items() if share >= 0.005
+    )
+    waits = (
+        f"for batches {found.waits_for_batch:.0%}, for engines to take weights "
+        f"{found.waits_for_engines:.0%}"
+    )
     lines = [
-        f"simulated  {found.steps} steps, {found.hours:.1f} hours, by the run's own scheduler in virtual time",
+        f"simulated  {found.steps} steps, {found.hours:.1f} hours, by the run's own scheduler in "
+        "virtual time",
         f"a step     {found.step_p50_s:.4g} s (median), {found.step_p95_s:.4g} s (95 %){means}",
-        f"tokens     {found.tokens_per_s:,.0f} trained on a second; {found.discarded:.1%} of those sampled are not trained on",
+        f"tokens     {found.tokens_per_s:,.0f} trained on a second; {found.discarded:.1%} of "
+        "those sampled are not trained on",
         f"busy       trainer {found.trainer_busy:.0%}, engines {found.engines_busy:.0%}",
-        f"waits      the trainer {waits}; places in flight for weights {found.waits_for_weights:.0%}",
+        f"waits      the trainer {waits}; places in flight for weights "
+        f"{found.waits_for_weights:.0%}",
         f"staleness  of tokens, in versions: {by_age}; {found.rejected} groups rejected",
-        f"lengths    responses that the first half of the steps trains on are {found.length_bias:+.1%} longer than the policy's",
+        "lengths    responses that the first half of the steps trains on are "
+        f"{found.length_bias:+.1%} longer than the policy's",
     ]
     if found.retracted:
-        lines.append(f"KV cache   {found.retracted} requests gave their place to others, and were prefilled again")
+        lines.append(
+            f"KV cache   {found.retracted} requests gave their place to others, and were "
+            "prefilled again"
+        )
     if found.engine_failures or found.trainer_failures:
         lost = f"{found.engine_failures} engines and {found.trainer_failures} trainer ranks failed"
-        lines.append(f"failures   {lost}; {found.goodput:.1%} of the time was neither undone nor spent on restarts")
-    lines += [f"refused    by megarl train: {problem}" for problem in refused_by_train(plan.config, plan.spec)]
-    if left_out := [*not_counted(plan.config), *(f"scores of {role.name} (set plan.simulation.score_s)" for role in plan.served)]:
+        lines.append(
+            f"failures   {lost}; {found.goodput:.1%} of the time was neither undone nor spent on "
+            "restarts"
+        )
+    lines += [
+        f"refused    by megarl train: {problem}"
+        for problem in refused_by_train(plan.config, plan.spec)
+    ]
+    if left_out := [
+        *not_counted(plan.config),
+        *(f"scores of {role.name} (set plan.simulation.score_s)" for role in plan.served),
+    ]:
         lines.append(f"not counted: {', '.join(left_out)}")
     return [*lines, f"advice     {advice(plan, found)}"]
 
@@ -226,27 +281,60 @@ def advice(plan: RunPlan, found: Summary) -> str:
     """One sentence on what to change first, with its reason."""
     if found.goodput < 0.9:
         lost = f"failures cost {1 - found.goodput:.0%} of the time"
-        return f"restart faster, or write checkpoints more often, while writing one takes less than the steps between them: {lost}"
+        return (
+            "restart faster, or write checkpoints more often, while writing one takes less "
+            f"than the steps between them: {lost}"
+        )
     if found.waits_for_batch > 0.1 and found.waits_for_weights > 0.1:
-        both = f"the trainer {found.waits_for_batch:.0%} of the time for batches, the engines {found.waits_for_weights:.0%} for weights"
-        return f"raise {_depth(plan.config)} or use another async.partial_rollout: both sides wait, {both}"
+        both = (
+            f"the trainer {found.waits_for_batch:.0%} of the time for batches, the engines "
+            f"{found.waits_for_weights:.0%} for weights"
+        )
+        return (
+            f"raise {_depth(plan.config)} or use another async.partial_rollout: both sides "
+            f"wait, {both}"
+        )
     if found.waits_for_engines > 0.1:
-        return f"use async.partial_rollout=in_flight: the trainer waits {found.waits_for_engines:.0%} of the time for rollouts to finish"
+        return (
+            "use async.partial_rollout=in_flight: the trainer waits "
+            f"{found.waits_for_engines:.0%} of the time for rollouts to finish"
+        )
     could_run = _could_run(plan)
-    if found.waits_for_batch > 0.1 and found.requests < ROOM * could_run and plan.config.async_.capacity != 0:
-        why = f"the trainer waits {found.waits_for_batch:.0%} of the time for batches, and an engine runs {found.requests:.0f} requests"
-        return f"raise async.max_in_flight and {_depth(plan.config)}: {why} at a time, of {could_run:.0f} that it could"
+    if (
+        found.waits_for_batch > 0.1
+        and found.requests < ROOM * could_run
+        and plan.config.async_.capacity != 0
+    ):
+        why = (
+            f"the trainer waits {found.waits_for_batch:.0%} of the time for batches, and an "
+            f"engine runs {found.requests:.0f} requests"
+        )
+        return (
+            f"raise async.max_in_flight and {_depth(plan.config)}: {why} at a time, of "
+            f"{could_run:.0f} that it could"
+        )
     if found.waits_for_batch > 0.1:
-        return f"give the engines more GPUs: the trainer waits {found.waits_for_batch:.0%} of the time for batches"
+        return (
+            f"give the engines more GPUs: the trainer waits {found.waits_for_batch:.0%} of the "
+            "time for batches"
+        )
     if found.waits_for_weights > 0.1:
-        return f"give the trainer more GPUs: places in flight wait {found.waits_for_weights:.0%} of the time for newer weights"
+        return (
+            f"give the trainer more GPUs: places in flight wait {found.waits_for_weights:.0%} "
+            "of the time for newer weights"
+        )
     return "leave it: neither side waits a tenth of the time"
 
 
 def _depth(config: RunConfig) -> str:
     """The setting that bounds how far rollouts run ahead."""
-    capacity, staleness = config.async_.capacity, config.async_.max_staleness
-    return "async.max_staleness" if staleness is not None and (capacity is None or staleness <= capacity) else "async.capacity"
+    capacity = config.async_.capacity
+    staleness = config.async_.max_staleness
+    return (
+        "async.max_staleness"
+        if staleness is not None and (capacity is None or staleness <= capacity)
+        else "async.capacity"
+    )
 
 
 def _could_run(plan: RunPlan) -> float:
@@ -258,7 +346,10 @@ def _could_run(plan: RunPlan) -> float:
 
 def _room(plan: RunPlan, generator: GeneratorConfig) -> float:
     assert generator.kv_cache_tokens is not None  # with_kv_caches
-    return min(generator.max_concurrency, generator.kv_cache_tokens / Workload.of(plan.config).tokens_per_sequence)
+    return min(
+        generator.max_concurrency,
+        generator.kv_cache_tokens / Workload.of(plan.config).tokens_per_sequence,
+    )
 
 
 COLUMNS: Mapping[str, Callable[[Summary], str]] = {
@@ -285,12 +376,34 @@ def mean_age(found: Summary) -> float:
 def table(combinations: Sequence[Sequence[str]], found: Sequence[Summary]) -> list[str]:
     """A row for each combination, and a line that says which one to choose."""
     rows: list[list[Any]] = [["settings", *COLUMNS]]
-    rows += [[" ".join(overrides), *(show(one) for show in COLUMNS.values())] for overrides, one in zip(combinations, found)]
+    rows += [
+        [" ".join(overrides), *(show(one) for show in COLUMNS.values())]
+        for overrides, one in zip(combinations, found)
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(zip(row, widths)))
-             for row in rows]  # fmt: skip
+    lines = [
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths))
+        )
+        for row in rows
+    ]
     fastest = max(found, key=lambda one: one.tokens_per_s)
-    close = [index for index, one in enumerate(found) if one.tokens_per_s >= (1 - CLOSE) * fastest.tokens_per_s]
-    best = min(close, key=lambda index: (round(mean_age(found[index]), 2), -found[index].tokens_per_s))
-    why = "is the fastest" if len(close) == 1 else f"has the freshest tokens of the {len(close)} that are within {CLOSE:.0%} of the fastest"
-    return [*(line.rstrip() for line in lines), f"take {' '.join(combinations[best])}: it {why} ({found[best].tokens_per_s:,.0f} tokens/s)"]
+    close = [
+        index
+        for index, one in enumerate(found)
+        if one.tokens_per_s >= (1 - CLOSE) * fastest.tokens_per_s
+    ]
+    best = min(
+        close, key=lambda index: (round(mean_age(found[index]), 2), -found[index].tokens_per_s)
+    )
+    why = (
+        "is the fastest"
+        if len(close) == 1
+        else f"has the freshest tokens of the {len(close)} that are within {CLOSE:.0%} of the "
+        "fastest"
+    )
+    return [
+        *(line.rstrip() for line in lines),
+        f"take {' '.join(combinations[best])}: it {why} ({found[best].tokens_per_s:,.0f} tokens/s)",
+    ]

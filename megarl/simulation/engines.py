@@ -1,4 +1,6 @@
-"""Simulated engines: continuous batching, a KV cache, prefill and retraction, at the speed of the planner's cost model."""
+"""Simulated engines: continuous batching, a KV cache, prefill and retraction, at the speed of the
+planner's cost model.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,18 @@ from megarl.base.rollout_types import Version
 from megarl.generator.client import EngineUnreachable
 from megarl.generator.completions import ABORT, Completion, Sampling
 
-# SGLang (0.5.23) admits a request if the KV cache has room for it and for a share of the tokens that each running request may still sample,
-# at most CLIPPED each (managers/schedule_policy.py:784). The share falls from MOST to LEAST within DECAY_STEPS. A retraction resets it to
-# the share sampled so far plus RETRACT_STEPS tokens for each request (scheduler_components/new_token_ratio_tracker.py).
-CLIPPED, MOST, LEAST, DECAY_STEPS, RETRACT_STEPS = 4096, 0.7, 0.098, 600, 20
-REFRESH = 0.05  # the time of a decoding step is computed again when contexts have grown by this share
+# SGLang (0.5.23) admits a request if the KV cache has room for it and for a share of the tokens
+# that each running request may still sample, at most CLIPPED each
+# (managers/schedule_policy.py:784). The share falls from MOST to LEAST within DECAY_STEPS. A
+# retraction resets it to the share sampled so far plus RETRACT_STEPS tokens for each request
+# (scheduler_components/new_token_ratio_tracker.py).
+CLIPPED = 4096
+MOST = 0.7
+LEAST = 0.098
+DECAY_STEPS = 600
+RETRACT_STEPS = 20
+# the time of a decoding step is computed again when contexts have grown by this share
+REFRESH = 0.05
 _EPSILON = 1e-6  # of a token
 
 
@@ -27,7 +36,8 @@ _EPSILON = 1e-6  # of a token
 class Speed:
     """How fast one engine is."""
 
-    decode_s: Callable[[int, float], float]  # (running requests, mean tokens of context) -> seconds per token
+    # (running requests, mean tokens of context) -> seconds per token
+    decode_s: Callable[[int, float], float]
     prefill_s: Callable[[float, float], float]  # (tokens, tokens of a sequence) -> seconds
     cache_tokens: float
     most_running: int
@@ -35,7 +45,10 @@ class Speed:
 
 @dataclass(eq=False)
 class Work:
-    """The remaining work for one prompt, in units, on any engine. `totals`: the lengths of its unfinished responses, in order."""
+    """The remaining work for one prompt, in units, on any engine.
+
+    `totals`: the lengths of its unfinished responses, in order.
+    """
 
     prompt: int
     totals: list[int]
@@ -76,29 +89,40 @@ class _Request:
         return self.began + self.most
 
     def settle(self, clock: float, version: Version) -> int:
-        """Notes the tokens that a running request has sampled by now. Returns how many are new; the new ones are of `version`."""
+        """Notes the tokens that a running request has sampled by now.
+
+        Returns how many are new; the new ones are of `version`.
+        """
         new = max(0, min(self.most, int(clock - self.began + _EPSILON)) - len(self.versions))
         self.versions.extend([version] * new)
         return new
 
 
 class SimulatedEngine:
-    """Has the interface of an EngineClient, in the event loop's time. All lengths are in units of `unit` tokens.
+    """Has the interface of an EngineClient, in the event loop's time.
 
-    The clock of an engine counts the tokens that an endless request would have sampled. It stops while the engine is paused, prefills, or
-    has nothing to do. The token ids of a prompt are its key in `work`. The id of a sampled token is the version that sampled it: keys and
-    values of another version are not reused.
+    All lengths are in units of `unit` tokens.
+
+    The clock of an engine counts the tokens that an endless request would have sampled. It stops
+    while the engine is paused, prefills, or has nothing to do. The token ids of a prompt are its
+    key in `work`. The id of a sampled token is the version that sampled it: keys and values of
+    another version are not reused.
     """
 
     def __init__(self, url: str, speed: Speed, unit: int, work: dict[int, Work]):
-        self.url, self.speed, self._unit, self._work = url, speed, unit, work
+        self.url = url
+        self.speed = speed
+        self._unit = unit
+        self._work = work
         self.version: Version = -1
         self.busy_s = 0.0  # time spent decoding or prefilling
         self.running_s = 0.0  # the same, summed over running requests
         self.retracted = 0  # requests retracted for lack of KV cache
         self.prefilled = self.sampled = 0  # units
-        self.could_sample = 0.0  # upper bound of `sampled`: units for which running requests had time
-        self._clock = self._at = self._free_at = 0.0  # _at: time of the last reading of the clock; _free_at: end of prefill
+        # upper bound of `sampled`: units for which running requests had time
+        self.could_sample = 0.0
+        # _at: time of the last reading of the clock; _free_at: end of prefill
+        self._clock = self._at = self._free_at = 0.0
         self._base = 0.0  # sum over running requests of their units minus the clock
         self._running: list[tuple[float, int, _Request]] = []  # heap by the end of requests
         self._waiting: deque[_Request] = deque()
@@ -112,15 +136,25 @@ class SimulatedEngine:
         self._room = speed.cache_tokens / unit
 
     async def complete(
-        self, inputs: Sequence[list[int]], samplings: Sequence[Sampling], version: Version | None = None
+        self,
+        inputs: Sequence[list[int]],
+        samplings: Sequence[Sampling],
+        version: Version | None = None,
     ) -> list[Completion]:
-        """One completion of each input; all are of one prompt. Returns when the last one has ended. Raises EngineUnreachable."""
+        """One completion of each input; all are of one prompt.
+
+        Returns when the last one has ended. Raises EngineUnreachable.
+        """
         self._check_up()
-        work, asked = self._work[inputs[0][0]], _Asked(asyncio.get_running_loop().create_future(), len(inputs))
-        requests, rests = [], []
+        work = self._work[inputs[0][0]]
+        asked = _Asked(asyncio.get_running_loop().create_future(), len(inputs))
+        requests = []
+        rests = []
         for tokens, total, sampling in zip(inputs, work.totals, samplings, strict=True):
             sampled = len(tokens) - work.prompt
-            uncached = work.unread + (sampled - tokens[work.prompt :].count(self.version) if sampled else 0)
+            uncached = work.unread + (
+                sampled - tokens[work.prompt :].count(self.version) if sampled else 0
+            )
             work.unread = 0
             rests.append(total - sampled)
             most = min(total - sampled, sampling.max_tokens)
@@ -128,9 +162,13 @@ class SimulatedEngine:
         self._waiting.extend(requests)
         self._change_soon()
         await asked.done
-        ended = [not request.aborted and rest <= request.most for request, rest in zip(requests, rests)]
+        ended = [
+            not request.aborted and rest <= request.most for request, rest in zip(requests, rests)
+        ]
         found = [
-            self._completion(request, ("length" if total == work.limit else "stop") if end else "length")
+            self._completion(
+                request, ("length" if total == work.limit else "stop") if end else "length"
+            )
             for request, total, end in zip(requests, work.totals, ended)
         ]
         work.totals = [total for total, end in zip(work.totals, ended) if not end]
@@ -156,15 +194,22 @@ class SimulatedEngine:
             self._set_timer()
 
     def resume(self, version: Version, recompute: bool) -> None:
-        """Continues under `version`. With `recompute`, first prefills all running sequences again."""
+        """Continues under `version`.
+
+        With `recompute`, first prefills all running sequences again.
+        """
         self._at = self._now()
-        self.version, self._paused = version, False
+        self.version = version
+        self._paused = False
         if recompute and self._running:
             self._prefill(self._held, self._held / len(self._running))
         self._change_soon()
 
     def slow_down(self, times: float) -> None:
-        """From now on, its work takes `times` as long as alone on its GPU. A prefill that has begun keeps its end."""
+        """From now on, its work takes `times` as long as alone on its GPU.
+
+        A prefill that has begun keeps its end.
+        """
         self._advance()
         self._slowness = times
         self._set_timer()
@@ -180,7 +225,9 @@ class SimulatedEngine:
         for request in self._all():
             request.asked.end(EngineUnreachable(self.url, error))
         self._clear()
-        self._paused, self._free_at, self.version = False, 0.0, -1
+        self._paused = False
+        self._free_at = 0.0
+        self.version = -1
         self._down_until = self._now() + restart_s
 
     @property
@@ -212,8 +259,13 @@ class SimulatedEngine:
         return [*(request for _, _, request in self._running), *self._waiting]
 
     def _settle(self) -> None:
-        """Settles all running requests. A waiting request has sampled nothing since it was last settled."""
-        self.sampled += sum(request.settle(self._clock, self.version) for _, _, request in self._running)
+        """Settles all running requests.
+
+        A waiting request has sampled nothing since it was last settled.
+        """
+        self.sampled += sum(
+            request.settle(self._clock, self.version) for _, _, request in self._running
+        )
 
     def _clear(self) -> None:
         self._running.clear()
@@ -229,7 +281,9 @@ class SimulatedEngine:
             self.running_s += len(self._running) * (now - self._at)
             units = max(0.0, now - max(self._at, self._free_at)) / self._step_s
             self._clock += units
-            self._ratio = max(LEAST, self._ratio - units * self._unit * (MOST - LEAST) / DECAY_STEPS)
+            self._ratio = max(
+                LEAST, self._ratio - units * self._unit * (MOST - LEAST) / DECAY_STEPS
+            )
             self.could_sample += units * len(self._running)
         self._at = now
 
@@ -259,8 +313,14 @@ class SimulatedEngine:
             self._ratio = MOST
         while self._waiting and len(self._running) < self.speed.most_running:
             request = self._waiting[0]
-            clipped = min(request.limit, CLIPPED / self._unit)  # running requests have the same limit, and have used some of it
-            needed = self._held + request.tokens + len(request.versions) + self._ratio * clipped * (len(self._running) + 1)
+            # running requests have the same limit, and have used some of it
+            clipped = min(request.limit, CLIPPED / self._unit)
+            needed = (
+                self._held
+                + request.tokens
+                + len(request.versions)
+                + self._ratio * clipped * (len(self._running) + 1)
+            )
             if self._running and needed > self._room:
                 return
             self._waiting.popleft()
@@ -281,7 +341,10 @@ class SimulatedEngine:
         self._waiting.appendleft(request)
         self.retracted += 1
         requests = [request, *(other for _, _, other in self._running)]
-        sampled = sum(self._clock - each.began for each in requests) + len(requests) * RETRACT_STEPS / self._unit
+        sampled = (
+            sum(self._clock - each.began for each in requests)
+            + len(requests) * RETRACT_STEPS / self._unit
+        )
         self._ratio = min(1.0, sampled / sum(each.limit for each in requests))
 
     def _prefill(self, tokens: float, length: float) -> None:
@@ -298,14 +361,22 @@ class SimulatedEngine:
             return
         running = len(self._running)
         context = self._held / running
-        self._step_s = self._slowness * self._unit * self.speed.decode_s(running, max(1.0, context) * self._unit)
+        self._step_s = (
+            self._slowness
+            * self._unit
+            * self.speed.decode_s(running, max(1.0, context) * self._unit)
+        )
         steps = min(self._running[0][0] - self._clock, max(1.0, REFRESH * context))
         if running > 1:
             steps = min(steps, max(1.0, (self._room - self._held) / running))
         when = max(self._now(), self._free_at) + max(0.0, steps) * self._step_s
-        self._timer = asyncio.get_running_loop().call_at(max(when, math.nextafter(self._at, math.inf)), self._change)
+        self._timer = asyncio.get_running_loop().call_at(
+            max(when, math.nextafter(self._at, math.inf)), self._change
+        )
 
     @staticmethod
     def _completion(request: _Request, reason: str) -> Completion:
         logprobs = array("f", bytes(4 * len(request.versions)))
-        return Completion(request.versions, logprobs, request.versions, ABORT if request.aborted else reason)
+        return Completion(
+            request.versions, logprobs, request.versions, ABORT if request.aborted else reason
+        )

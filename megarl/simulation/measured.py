@@ -22,58 +22,125 @@ from megarl.simulation.engines import Speed
 from megarl.simulation.run import Models, simulate
 
 FEWEST = 8  # least number of steps for a fit
-FIT_STEPS, TRIALS, CLOSE, FAR, LEAST = 24, 8, 0.02, 0.25, 1e-4  # the fit of the engines' speed
+FIT_STEPS = 24
+TRIALS = 8
+CLOSE = 0.02
+FAR = 0.25
+LEAST = 1e-4  # the fit of the engines' speed
 NEEDED = ("time/step_s", "time/rollout_s", "tokens_per_s", "samples_per_s")  # these must be above 0
-WAITS = ("time/sync_s", "time/sync_pause_s", "time/trainer_wait_s", "time/weights_wait_s", "time/save_s")  # these must be at least 0
+# these must be at least 0
+WAITS = (
+    "time/sync_s",
+    "time/sync_pause_s",
+    "time/trainer_wait_s",
+    "time/weights_wait_s",
+    "time/save_s",
+)
 # Settings that the measured times depend on.
 SIZES = (
-    "model.path", "model.dtype", "cluster.gpu", "algorithm.name", "rollout.prompts_per_step", "rollout.n", "rollout.max_tokens",
-    "trainer.dp", "trainer.tp", "trainer.pp", "trainer.vpp", "trainer.cp", "trainer.ep", "trainer.etp", "trainer.zero", "trainer.recompute",
-    "trainer.minibatches", "trainer.epochs", "generator.engines", "generator.tp", "generator.ep", "generator.quantization",
+    "model.path",
+    "model.dtype",
+    "cluster.gpu",
+    "algorithm.name",
+    "rollout.prompts_per_step",
+    "rollout.n",
+    "rollout.max_tokens",
+    "trainer.dp",
+    "trainer.tp",
+    "trainer.pp",
+    "trainer.vpp",
+    "trainer.cp",
+    "trainer.ep",
+    "trainer.etp",
+    "trainer.zero",
+    "trainer.recompute",
+    "trainer.minibatches",
+    "trainer.epochs",
+    "generator.engines",
+    "generator.tp",
+    "generator.ep",
+    "generator.quantization",
     "generator.max_concurrency",
-)  # fmt: skip
+)
 
 
 def measured(plan: RunPlan, unit: int, run: Path) -> Models:
-    """The planner's models, scaled to a run's metrics. A step's training time becomes a line over its tokens; the update and the engines'
-    speed are set to medians. Raises ConfigError if the run has other sizes, or too few steps."""
+    """The planner's models, scaled to a run's metrics.
+
+    A step's training time becomes a line over its tokens; the update and the engines' speed are set
+    to medians. Raises ConfigError if the run has other sizes, or too few steps.
+    """
     _check_sizes(plan, run)
     rows = read_metrics(run / METRICS_FILE)
     rows = [row for row in rows[len(rows) // 5 :] if _sound(row)]
     if len(rows) < FEWEST:
-        raise ConfigError(f"--from {run}: has {len(rows)} steps with all times, after the first fifth; at least {FEWEST} are needed")
+        raise ConfigError(
+            f"--from {run}: has {len(rows)} steps with all times, after the first fifth; at least "
+            f"{FEWEST} are needed"
+        )
     models = Models.of(plan, unit)
     samples = plan.sequences_per_step
     beside = plan.config.checkpoint.beside
-    fixed_s, token_s = _line([_tokens(row, samples) for row in rows], [_rest_s(row) + beside * row["time/save_s"] for row in rows])
-    write_s, pause_s = (float(np.median([row[name] for row in rows])) for name in ("time/sync_s", "time/sync_pause_s"))
+    fixed_s, token_s = _line(
+        [_tokens(row, samples) for row in rows],
+        [_rest_s(row) + beside * row["time/save_s"] for row in rows],
+    )
+    write_s, pause_s = (
+        float(np.median([row[name] for row in rows]))
+        for name in ("time/sync_s", "time/sync_pause_s")
+    )
 
     def train_s(batch: Batch) -> float:
         return fixed_s + token_s * unit * sum(sample.tokens for sample in batch.samples)
 
-    control_s, checkpoint_s = max(0.0, pause_s - write_s), _checkpoint_s(run)
+    control_s = max(0.0, pause_s - write_s)
+    checkpoint_s = _checkpoint_s(run)
     # With resume, an update always waits for the ends of chunks. The simulation does the same.
-    grant_s = 0.0 if plan.config.async_.partial_rollout == "resume" else min(row["time/weights_wait_s"] for row in rows)
-    models = replace(models, train_s=train_s, write_s=write_s, control_s=control_s, grant_s=grant_s, checkpoint_s=checkpoint_s)
+    grant_s = (
+        0.0
+        if plan.config.async_.partial_rollout == "resume"
+        else min(row["time/weights_wait_s"] for row in rows)
+    )
+    models = replace(
+        models,
+        train_s=train_s,
+        write_s=write_s,
+        control_s=control_s,
+        grant_s=grant_s,
+        checkpoint_s=checkpoint_s,
+    )
     return _as_fast(run, plan, models, float(np.median([row["time/rollout_s"] for row in rows])))
 
 
 def _check_sizes(plan: RunPlan, run: Path) -> None:
     before = load_config(run / "config.yaml")
     if any(plan.config.generator.groups.values()) or any(before.generator.groups.values()):
-        raise ConfigError(f"--from {run}: generator.groups must be empty in both: a run's times do not tell how fast each group was")
+        raise ConfigError(
+            f"--from {run}: generator.groups must be empty in both: a run's times do not tell how "
+            "fast each group was"
+        )
     if others := [key for key in SIZES if value_at(before, key) != value_at(plan.config, key)]:
         said = ", ".join(f"{key}={yaml_text(value_at(before, key))}" for key in others)
         raise ConfigError(f"--from {run}: its sizes differ: {said}; plan with the same sizes")
 
 
 def _sound(row: Row) -> bool:
-    known = all(isinstance(row.get(name), int | float) and math.isfinite(row[name]) for name in (*NEEDED, *WAITS))
-    return known and min(row[name] for name in NEEDED) > 0 and min(row[name] for name in WAITS) >= 0 and _rest_s(row) > 0
+    known = all(
+        isinstance(row.get(name), int | float) and math.isfinite(row[name])
+        for name in (*NEEDED, *WAITS)
+    )
+    return (
+        known
+        and min(row[name] for name in NEEDED) > 0
+        and min(row[name] for name in WAITS) >= 0
+        and _rest_s(row) > 0
+    )
 
 
 def _checkpoint_s(run: Path) -> float | None:
-    """Time from the beginning of a checkpoint to its completion, from the trace; None without checkpoints."""
+    """Time from the beginning of a checkpoint to its completion, from the trace; None without
+    checkpoints.
+    """
     file = run / TRACE_FOLDER / "trainer.0.jsonl"
     began_us: dict[str, float] = {}
     took_s: list[float] = []
@@ -82,7 +149,9 @@ def _checkpoint_s(run: Path) -> float | None:
             span = msgspec.json.decode(line, type=_Span)
             if found := re.fullmatch(r"checkpoint (\d+)", span.name):
                 began_us[found[1]] = span.ts
-            elif (found := re.fullmatch(r"complete step_0*(\d+)", span.name)) and found[1] in began_us:
+            elif (found := re.fullmatch(r"complete step_0*(\d+)", span.name)) and found[
+                1
+            ] in began_us:
                 took_s.append((span.ts + span.dur - began_us.pop(found[1])) / 1e6)
     return float(np.median(took_s)) if took_s else None
 
@@ -99,24 +168,36 @@ def _tokens(row: Row, samples: int) -> float:
 
 
 def _rest_s(row: Row) -> float:
-    """Time of a step without its waits, update and checkpoint: training, and everything that overlaps with nothing."""
+    """Time of a step without its waits, update and checkpoint: training, and everything that
+    overlaps with nothing.
+    """
     return row["time/step_s"] - row["time/trainer_wait_s"] - row["time/sync_s"] - row["time/save_s"]
 
 
 def _line(tokens: list[float], seconds: list[float]) -> tuple[float, float]:
     """(seconds per step, seconds per token), neither below 0, by least squares."""
-    x, y = np.array(tokens), np.array(seconds)
+    x = np.array(tokens)
+    y = np.array(seconds)
     slope = float(np.cov(x, y, bias=True)[0, 1] / x.var()) if x.var() > 0 else 0.0
     slope = min(max(0.0, slope), float(y.mean() / x.mean()))
     return float(y.mean() - slope * x.mean()), slope
 
 
 def _as_fast(run: Path, plan: RunPlan, models: Models, rollout_s: float) -> Models:
-    """The models with decoding scaled so that the rollout of a prompt takes `rollout_s`. Prefill stays as the planner has it. The scale is
-    found by trial, since the time of a rollout also depends on waits."""
-    settings = replace(plan.config.plan.simulation, steps=min(FIT_STEPS, plan.config.max_steps), gpu_mtbf_h=None)
-    trial = replace(plan, config=replace(plan.config, plan=replace(plan.config.plan, simulation=settings)))
-    scale, found, took_s = 1.0, models, 0.0
+    """The models with decoding scaled so that the rollout of a prompt takes `rollout_s`.
+
+    Prefill stays as the planner has it. The scale is found by trial, since the time of a rollout
+    also depends on waits.
+    """
+    settings = replace(
+        plan.config.plan.simulation, steps=min(FIT_STEPS, plan.config.max_steps), gpu_mtbf_h=None
+    )
+    trial = replace(
+        plan, config=replace(plan.config, plan=replace(plan.config.plan, simulation=settings))
+    )
+    scale = 1.0
+    found = models
+    took_s = 0.0
     for _ in range(TRIALS):
         found = replace(models, speed=_scaled(models.speed, scale))
         rows = simulate(trial, lambda plan, unit: found).rows
@@ -125,9 +206,14 @@ def _as_fast(run: Path, plan: RunPlan, models: Models, rollout_s: float) -> Mode
             break
         scale = max(LEAST, scale * rollout_s / took_s)
     if abs(took_s / rollout_s - 1) > FAR:
-        raise ConfigError(f"--from {run}: at no speed of engines do rollouts take {rollout_s:.3g} s; simulated ones take {took_s:.3g} s")
+        raise ConfigError(
+            f"--from {run}: at no speed of engines do rollouts take {rollout_s:.3g} s; simulated "
+            f"ones take {took_s:.3g} s"
+        )
     return found
 
 
 def _scaled(speed: Speed, scale: float) -> Speed:
-    return replace(speed, decode_s=lambda running, context: scale * speed.decode_s(running, context))
+    return replace(
+        speed, decode_s=lambda running, context: scale * speed.decode_s(running, context)
+    )

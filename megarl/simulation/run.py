@@ -1,4 +1,6 @@
-"""One simulated run: the generator's own executor, stream and fleet, a trainer's loop, weight updates, failures and restarts."""
+"""One simulated run: the generator's own executor, stream and fleet, a trainer's loop, weight
+updates, failures and restarts.
+"""
 
 from __future__ import annotations
 
@@ -56,24 +58,38 @@ class Models:
     speed: Speed
     train_s: Callable[[Batch], float]  # of a step, including everything that overlaps with nothing
     write_s: float  # of an update, while the trainer waits
-    control_s: float  # of an update's messages and calls, in addition to write_s, while engines are paused
+    # of an update's messages and calls, in addition to write_s, while engines are paused
+    control_s: float
     grant_s: float = 0.0  # from the trainer's request until idle engines are paused
     checkpoint_s: float | None = None  # to write a checkpoint; None: plan.simulation.checkpoint_s
-    of_groups: Mapping[str, Speed] = field(default_factory=dict)  # group -> speed, if engines differ; used instead of `speed`
+    # group -> speed, if engines differ; used instead of `speed`
+    of_groups: Mapping[str, Speed] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: RunPlan, unit: int) -> Models:
         """The models from the planner. Batches have lengths in units of `unit` tokens."""
         found = estimate(plan.config, plan.spec)
         whole_s = found.sync_s if plan.config.weights.delta == "off" else found.delta_sync_s
-        config, cluster = plan.config, Cluster.of(plan.config)
+        config = plan.config
+        cluster = Cluster.of(plan.config)
         shared = config.model.dtype, cluster, constants_of(cluster.gpu.name)
         groups = engine_groups(with_kv_caches(config, plan.spec).generator)
-        engines = {each.name: partial(GenerateModel, plan.spec, each.settings, *shared) for each in groups}
-        speeds = {name: speed_of(engine(accept_length=config.plan.accept_length)) for name, engine in engines.items()}
+        engines = {
+            each.name: partial(GenerateModel, plan.spec, each.settings, *shared) for each in groups
+        }
+        speeds = {
+            name: speed_of(engine(accept_length=config.plan.accept_length))
+            for name, engine in engines.items()
+        }
         train_s = partial(_train_s, plan, unit, found.glue_s)
         of_groups = speeds if len(speeds) > 1 else {}
-        return cls(next(iter(speeds.values())), train_s, whole_s - found.control_s, found.control_s, of_groups=of_groups)
+        return cls(
+            next(iter(speeds.values())),
+            train_s,
+            whole_s - found.control_s,
+            found.control_s,
+            of_groups=of_groups,
+        )
 
 
 def speed_of(model: GenerateModel) -> Speed:
@@ -81,7 +97,9 @@ def speed_of(model: GenerateModel) -> Speed:
     def of(running: int, bucket: int) -> float:
         return model.decode_step(running, math.exp(bucket / 50)).total
 
-    tokens = model.generator.kv_cache_tokens or kv_room(model.spec, model.generator, model.dtype, model.cluster.gpu)
+    tokens = model.generator.kv_cache_tokens or kv_room(
+        model.spec, model.generator, model.dtype, model.cluster.gpu
+    )
     return Speed(
         lambda running, context: of(running, round(50 * math.log(context))),  # contexts to 1 %
         model.prefilled_s,
@@ -108,13 +126,17 @@ class KnownLengths(Workload):
     def of_batch(cls, batch: Batch, unit: int) -> KnownLengths:
         lengths = unit * np.array([sample.tokens for sample in batch.samples], dtype=np.float64)
         prompt = unit * float(np.mean([group.prompt_tokens for group in batch.groups]))
-        mean, longest, squares = (float(value) for value in (lengths.mean(), lengths.max(), np.mean(lengths**2)))
+        mean, longest, squares = (
+            float(value) for value in (lengths.mean(), lengths.max(), np.mean(lengths**2))
+        )
         return cls(len(lengths), len(batch.groups), prompt, mean, longest, squares)
 
 
 def _train_s(plan: RunPlan, unit: int, glue_s: float, batch: Batch) -> float:
-    config, cluster = plan.config, Cluster.of(plan.config)
-    constants, work = constants_of(cluster.gpu.name), KnownLengths.of_batch(batch, unit)
+    config = plan.config
+    cluster = Cluster.of(plan.config)
+    constants = constants_of(cluster.gpu.name)
+    work = KnownLengths.of_batch(batch, unit)
     return training_time(config, plan.spec, config.trainer, cluster, constants, work).total + glue_s
 
 
@@ -123,13 +145,15 @@ class Totals:
     """Totals of a whole run over all its attempts."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)  # as in metrics.jsonl
-    ages_of_steps: list[Counter[int]] = field(default_factory=list)  # for each step: age in versions -> tokens trained on
+    # for each step: age in versions -> tokens trained on
+    ages_of_steps: list[Counter[int]] = field(default_factory=list)
     lengths: list[np.ndarray] = field(default_factory=list)  # of each step's samples, in tokens
     ordinals: list[list[Ordinal]] = field(default_factory=list)  # of each step's prompts
     busy_s: float = 0.0  # summed over all engines
     running_s: float = 0.0  # the same, summed over running requests
     sampled: int = 0  # tokens
-    expected_length: float = 1.0  # mean length of responses to the first prompts, as many as the first half of the steps has
+    # mean length of responses to the first prompts, as many as the first half of the steps has
+    expected_length: float = 1.0
     retracted: int = 0
     lost_s: float = 0.0  # time of work that failures undid, and of restarts
     engine_failures: int = 0
@@ -148,9 +172,13 @@ class Totals:
 
 @dataclass(frozen=True)
 class Failures:
-    """The failures recorded in a real run, with their times. They replace plan.simulation.gpu_mtbf_h."""
+    """The failures recorded in a real run, with their times.
 
-    engines: tuple[tuple[float, int, float], ...] = ()  # (at_s, engine, seconds until it serves again)
+    They replace plan.simulation.gpu_mtbf_h.
+    """
+
+    # (at_s, engine, seconds until it serves again)
+    engines: tuple[tuple[float, int, float], ...] = ()
     trainer: tuple[tuple[float, float], ...] = ()  # (at_s, seconds until the run goes on)
 
 
@@ -177,22 +205,36 @@ class _Prompts:
 
 @dataclass
 class SimulatedGenerator(GeneratorExecutor):
-    """The generator's executor with simulated engines, environments and scores. Each of its tokens is a unit of several."""
+    """The generator's executor with simulated engines, environments and scores.
+
+    Each of its tokens is a unit of several.
+    """
 
     models: Models = field(kw_only=True)
     lengths: Draw = field(kw_only=True)
     unit: int = field(kw_only=True)
 
     def open(self) -> None:
-        config, mode = self.plan.config, self.plan.config.async_.partial_rollout
+        config = self.plan.config
+        mode = self.plan.config.async_.partial_rollout
         self.settings = config.plan.simulation
         self.prompts: Any = _Prompts(config, math.ceil(config.plan.mean_prompt_tokens / self.unit))
         self.held_out = []
         self.sampling = Sampling(self._units(config.rollout.max_tokens))
         self.work: dict[int, Work] = {}
-        speeds = [self.models.of_groups.get(self.plan.group_of(index).name, self.models.speed) for index in range(self.plan.engines)]
-        self.engines = [SimulatedEngine(f"simulated.{i}", speed, self.unit, self.work) for i, speed in enumerate(speeds)]
-        chunk = self._units(config.async_.chunk_tokens or max(1, config.rollout.max_tokens // 4)) if mode == "resume" else None
+        speeds = [
+            self.models.of_groups.get(self.plan.group_of(index).name, self.models.speed)
+            for index in range(self.plan.engines)
+        ]
+        self.engines = [
+            SimulatedEngine(f"simulated.{i}", speed, self.unit, self.work)
+            for i, speed in enumerate(speeds)
+        ]
+        chunk = (
+            self._units(config.async_.chunk_tokens or max(1, config.rollout.max_tokens // 4))
+            if mode == "resume"
+            else None
+        )
         clients: list[Any] = list(self.engines)
         self.fleet = Fleet(clients, mode, chunk, elastic=True, groups=fleet_groups(self.plan))
         self.clock = ScoringClock(self.loop.time)
@@ -213,37 +255,60 @@ class SimulatedGenerator(GeneratorExecutor):
         with clock.running():
             if self.settings.turns == 1:
                 with clock.decoding():
-                    done = await self._response(prompt.ordinal, prompt.token_ids, sampling, drawn, len(prompt.token_ids))
+                    done = await self._response(
+                        prompt.ordinal, prompt.token_ids, sampling, drawn, len(prompt.token_ids)
+                    )
                 samples = [(each.token_ids, each.finish_reason) for each in done]
             else:
-                episodes = (self._episode(prompt, sampling, prompt.ordinal * n + index, total, clock) for index, total in enumerate(drawn))
+                episodes = (
+                    self._episode(prompt, sampling, prompt.ordinal * n + index, total, clock)
+                    for index, total in enumerate(drawn)
+                )
                 samples = await asyncio.gather(*episodes)
             if self.settings.score_s:
                 with clock.scoring():
-                    await asyncio.sleep(self._rng(prompt.ordinal, 1).exponential(self.settings.score_s, n).max())
-        share = self.plan.config.plan.dropped_share if self.plan.config.rollout.dynamic_sampling else None
+                    await asyncio.sleep(
+                        self._rng(prompt.ordinal, 1).exponential(self.settings.score_s, n).max()
+                    )
+        share = (
+            self.plan.config.plan.dropped_share
+            if self.plan.config.rollout.dynamic_sampling
+            else None
+        )
         dropped = bool(share) and self._rng(prompt.ordinal, 2).random() < share
         rewards = [float(not dropped and index % 2) for index in range(n)]
         # A token's id is the version that sampled it.
-        return Group(prompt, [
-            Sample(tokens, array("f", bytes(4 * len(tokens))), tokens, "", reward, reason)
-            for (tokens, reason), reward in zip(samples, rewards)
-        ])  # fmt: skip
+        return Group(
+            prompt,
+            [
+                Sample(tokens, array("f", bytes(4 * len(tokens))), tokens, "", reward, reason)
+                for (tokens, reason), reward in zip(samples, rewards)
+            ],
+        )
 
     def _rng(self, number: int, purpose: int) -> np.random.Generator:
         return np.random.default_rng((self.plan.config.seed, number, purpose))
 
-    async def _response(self, key: int, tokens: list[int], sampling: Sampling, totals: list[int], unread: int) -> list[Completion]:
+    async def _response(
+        self, key: int, tokens: list[int], sampling: Sampling, totals: list[int], unread: int
+    ) -> list[Completion]:
         self.work[key] = Work(len(tokens), totals, unread, sampling.max_tokens)
         try:
             return await self.fleet.generate(tokens, sampling, len(totals))
         finally:
             del self.work[key]
 
-    async def _episode(self, prompt: Prompt, sampling: Sampling, key: int, total: int, clock: RolloutClock) -> tuple[array[int], str]:
-        """A response of several turns. Earlier turns are prefilled again only if the weights have changed."""
+    async def _episode(
+        self, prompt: Prompt, sampling: Sampling, key: int, total: int, clock: RolloutClock
+    ) -> tuple[array[int], str]:
+        """A response of several turns.
+
+        Earlier turns are prefilled again only if the weights have changed.
+        """
         rng = self._rng(key, 3)
-        tokens, sampled, reason = [key] * len(prompt.token_ids), array("i"), "stop"
+        tokens = [key] * len(prompt.token_ids)
+        sampled = array("i")
+        reason = "stop"
         read_under: Version | None = None
         for turn in range(turns := min(self.settings.turns, total)):
             part = total * (turn + 1) // turns - total * turn // turns
@@ -252,7 +317,8 @@ class SimulatedGenerator(GeneratorExecutor):
             read_under = self.fleet.version
             with clock.decoding():
                 [done] = await self._response(key, tokens, own, [part], unread)
-            tokens, sampled = [*tokens, *done.token_ids], sampled + done.token_ids
+            tokens = [*tokens, *done.token_ids]
+            sampled = sampled + done.token_ids
             if turn + 1 < turns:
                 await asyncio.sleep(rng.exponential(self.settings.tool_s))
         return sampled, "length" if total == sampling.max_tokens else reason
@@ -276,25 +342,38 @@ class Attempt:
     failures: Failures | None
 
     def __post_init__(self) -> None:
-        config, wire = self.plan.config, Wire()
+        config = self.plan.config
+        wire = Wire()
         nobody: Any = None  # an executor needs a launcher's addresses, which do not exist here
         link: Any = wire.generator  # takes the place of a Hub
         self.generator = SimulatedGenerator(
-            self.plan, nobody, RolloutsSender(link), loop=self.loop, models=self.models, lengths=self.lengths, unit=self.unit
+            self.plan,
+            nobody,
+            RolloutsSender(link),
+            loop=self.loop,
+            models=self.models,
+            lengths=self.lengths,
+            unit=self.unit,
         )
         self.generator.open()
-        self.fleet, self.engines = self.generator.fleet, self.generator.engines
+        self.fleet = self.generator.fleet
+        self.engines = self.generator.engines
         buffer = RolloutBuffer(
-            config.rollout.prompts_per_step, config.async_.max_staleness, self.ledger, partial(judged, config=config),
+            config.rollout.prompts_per_step,
+            config.async_.max_staleness,
+            self.ledger,
+            partial(judged, config=config),
             train_mixture(config),
-        )  # fmt: skip
-        self.intake, self.wire = Intake(wire.trainer, buffer), wire
+        )
+        self.intake = Intake(wire.trainer, buffer)
+        self.wire = wire
         self.saved = self.start, self.ledger  # the last complete checkpoint
         self.trained = {ordinal for ordinals in self.totals.ordinals for ordinal in ordinals}
         self._finishing: asyncio.Task[None] | None = None
         self._writing: asyncio.Task[tuple[int, Ledger]] | None = None
         self._pause_s = self._save_s = 0.0
-        self._failed_at: dict[int, float] = {}  # engine -> time of its failure, while it does not serve again
+        # engine -> time of its failure, while it does not serve again
+        self._failed_at: dict[int, float] = {}
 
     def run(self) -> None:
         """Raises Interrupted, Stuck, Broken."""
@@ -316,12 +395,16 @@ class Attempt:
                 self.totals.running_s += engine.running_s
                 self.totals.retracted += engine.retracted
                 if engine.sampled > engine.could_sample + 1:
-                    raise Broken(f"{engine.url} has sampled {engine.sampled} units, and had the time for {engine.could_sample:.1f}")
+                    raise Broken(
+                        f"{engine.url} has sampled {engine.sampled} units, and had the time for "
+                        f"{engine.could_sample:.1f}"
+                    )
             self.totals.sampled += self.fleet.tokens.total() * self.unit
 
     async def _train(self) -> None:
         config = self.plan.config
-        sync, ended = await self._update(self.start), self.loop.time()
+        sync = await self._update(self.start)
+        ended = self.loop.time()
         for step in range(self.start, config.max_steps):
             asked = self.loop.time()
             batch = await self._batch(step)
@@ -341,39 +424,52 @@ class Attempt:
         await self._settled()
 
     async def _compute(self, alone_s: float) -> None:
-        """Trains for as long as it takes alone. On shared GPUs it takes turns with engines while they work, so both need twice the time."""
+        """Trains for as long as it takes alone.
+
+        On shared GPUs it takes turns with engines while they work, so both need twice the time.
+        """
         if not self.plan.config.cluster.share_gpus:
             await asyncio.sleep(alone_s)
             return
         for engine in self.engines:
             engine.slow_down(2.0)
         for _ in range(TURNS):
-            await asyncio.sleep(alone_s / TURNS * (2 if any(engine.works for engine in self.engines) else 1))
+            await asyncio.sleep(
+                alone_s / TURNS * (2 if any(engine.works for engine in self.engines) else 1)
+            )
         for engine in self.engines:
             engine.slow_down(1.0)
 
     async def _batch(self, step: int) -> Batch:
-        timeout_s, trainer = self.plan.config.timeouts.rollouts_s, self.wire.trainer
+        timeout_s = self.plan.config.timeouts.rollouts_s
+        trainer = self.wire.trainer
         try:
             async with asyncio.timeout(timeout_s):
                 while (found := self.intake.look(step, self.loop.time())) is None:
                     seen = trainer.count
-                    await trainer.arrived.until(lambda: trainer.count != seen or bool(self.fleet.returned))
+                    await trainer.arrived.until(
+                        lambda: trainer.count != seen or bool(self.fleet.returned)
+                    )
                     if self.fleet.returned:
                         await self._join(step)
         except TimeoutError:
-            raise Stuck(f"trainer.0 waited {timeout_s:.0f} s for batch {step}; {self.intake.buffer}") from None
+            raise Stuck(
+                f"trainer.0 waited {timeout_s:.0f} s for batch {step}; {self.intake.buffer}"
+            ) from None
         return batch_of(found[0])
 
     async def _update(self, version: Version) -> SyncReport:
-        """Like a real update: engines pause as async.partial_rollout says, the trainer writes and goes on, then the engines go on."""
+        """Like a real update: engines pause as async.partial_rollout says, the trainer writes and
+        goes on, then the engines go on.
+        """
         await self._settled()
         asked = self.loop.time()
         await asyncio.sleep(self.models.grant_s)
         if self.fleet.version is not None:
             await self.generator.hold()
         await self.fleet.pulse.until(lambda: bool(self.fleet.members))
-        granted, members = self.loop.time(), self.fleet.members
+        granted = self.loop.time()
+        members = self.fleet.members
         for index in members:
             self.engines[index].pause()
         await asyncio.sleep(self.models.write_s)
@@ -392,14 +488,18 @@ class Attempt:
         self._serve(version, members)
         self.generator.release(version)
         self._pause_s = self.loop.time() - granted
-        self.told("generator.0", f"pause for weights {version}", granted, self.loop.time(), "weights")
+        self.told(
+            "generator.0", f"pause for weights {version}", granted, self.loop.time(), "weights"
+        )
 
     def _serve(self, version: Version, members: list[int]) -> None:
         up = []
         for index in members:
             engine = self.engines[index]
             if engine.up:
-                engine.resume(version, recompute=self.plan.config.async_.partial_rollout == "retract")
+                engine.resume(
+                    version, recompute=self.plan.config.async_.partial_rollout == "retract"
+                )
                 up.append(index)
             else:
                 self.fleet.lose(EngineUnreachable(engine.url, f"engine {engine.url} has failed"))
@@ -425,22 +525,29 @@ class Attempt:
             await self.fleet.pulse.until(lambda: not self.fleet.returned)
 
     async def _save(self, step: int) -> None:
-        """Like a real run (executors.saving): one checkpoint is written at a time, and counts from the end of a step on."""
-        config, began = self.plan.config.checkpoint, self.loop.time()
+        """Like a real run (executors.saving): one checkpoint is written at a time, and counts from
+        the end of a step on.
+        """
+        config = self.plan.config.checkpoint
+        began = self.loop.time()
         if self._writing is not None and self._writing.done():
-            self.saved, self._writing = self._writing.result(), None
+            self.saved = self._writing.result()
+            self._writing = None
         if config.every and step % config.every == 0:
             if self._writing is not None:
                 self.saved = await self._writing
             self.intake.take_in()
             self._writing = asyncio.ensure_future(self._written(step, self.intake.buffer.ledger()))
             if not config.beside:
-                self.saved, self._writing = await self._writing, None
+                self.saved = await self._writing
+                self._writing = None
         self._save_s = self.loop.time() - began
 
     async def _written(self, step: int, ledger: Ledger) -> tuple[int, Ledger]:
         own_s = self.models.checkpoint_s
-        await asyncio.sleep(self.plan.config.plan.simulation.checkpoint_s if own_s is None else own_s)
+        await asyncio.sleep(
+            self.plan.config.plan.simulation.checkpoint_s if own_s is None else own_s
+        )
         return step, ledger
 
     async def _lose_engines(self) -> None:
@@ -449,12 +556,16 @@ class Attempt:
                 self.totals.engine_failures += 1
                 self.engines[index].fail(down_s)
                 now = self._failed_at[index] = self.loop.time()
-                self.told("generator.0", "lost", now, now, f"engine.{index}", why="simulated failure")
+                self.told(
+                    "generator.0", "lost", now, now, f"engine.{index}", why="simulated failure"
+                )
 
     async def _engine_failures(self) -> AsyncIterator[tuple[int, float]]:
         """Yields (engine, seconds until it serves again) when each failure happens."""
         settings = self.plan.config.plan.simulation
-        sizes = np.array([group.settings.tp for group in self.plan.groups for _ in range(group.settings.engines)])
+        sizes = np.array(
+            [group.settings.tp for group in self.plan.groups for _ in range(group.settings.engines)]
+        )
         if self.failures is not None:
             for at_s, index, down_s in self.failures.engines:
                 if at_s >= self.loop.time():
@@ -464,41 +575,68 @@ class Attempt:
         while settings.gpu_mtbf_h is not None:
             await asyncio.sleep(self.rng.exponential(settings.gpu_mtbf_h * HOUR_S / sizes.sum()))
             alike = len(set(sizes)) == 1
-            engine = self.rng.integers(len(sizes)) if alike else self.rng.choice(len(sizes), p=sizes / sizes.sum())
+            engine = (
+                self.rng.integers(len(sizes))
+                if alike
+                else self.rng.choice(len(sizes), p=sizes / sizes.sum())
+            )
             yield int(engine), settings.engine_restart_s
 
     async def _lose_trainer(self) -> None:
-        settings, now = self.plan.config.plan.simulation, self.loop.time()
+        settings = self.plan.config.plan.simulation
+        now = self.loop.time()
         if self.failures is not None:
             for at_s, restart_s in self.failures.trainer:
                 if at_s > now:
                     await asyncio.sleep(at_s - now)
                     raise Interrupted(restart_s)
         elif settings.gpu_mtbf_h is not None:
-            await asyncio.sleep(self.rng.exponential(settings.gpu_mtbf_h * HOUR_S / self.plan.trainer_topology.world_size))
+            await asyncio.sleep(
+                self.rng.exponential(
+                    settings.gpu_mtbf_h * HOUR_S / self.plan.trainer_topology.world_size
+                )
+            )
             raise Interrupted(settings.restart_s)
 
     def _check(self, batch: Batch, step: int) -> None:
         """Checks the guarantees of a run: nothing is lost, repeated or too old. Raises Broken."""
         config = self.plan.config
         ordinals = [group.ordinal for group in batch.groups]
-        if len(ordinals) != config.rollout.prompts_per_step or any(len(group.samples) != config.rollout.n for group in batch.groups):
+        if len(ordinals) != config.rollout.prompts_per_step or any(
+            len(group.samples) != config.rollout.n for group in batch.groups
+        ):
             raise Broken(f"step {step}: a batch of {len(ordinals)} groups")
-        if again := sorted(self.trained.intersection(ordinals)) or sorted(each for each, n in Counter(ordinals).items() if n > 1):
+        if again := sorted(self.trained.intersection(ordinals)) or sorted(
+            each for each, n in Counter(ordinals).items() if n > 1
+        ):
             raise Broken(f"step {step}: prompt {again[0]} is trained on a second time")
         self.trained.update(ordinals)
         self.totals.ordinals.append(ordinals)
         versions = [version for sample in batch.samples for version, _ in sample.policy_versions]
-        oldest, most = min(versions), config.async_.max_staleness
+        oldest = min(versions)
+        most = config.async_.max_staleness
         if max(versions) > step or (most is not None and oldest < step - most):
-            raise Broken(f"step {step}: has tokens of versions {oldest} to {max(versions)}; async.max_staleness={most}")
-        admission, ahead = self.generator.stream.admission, run_ahead(config.async_)
+            raise Broken(
+                f"step {step}: has tokens of versions {oldest} to {max(versions)}; "
+                f"async.max_staleness={most}"
+            )
+        admission = self.generator.stream.admission
+        ahead = run_ahead(config.async_)
         version = max(self.start, self.generator.version)
-        if ahead is not None and admission.begun > (version + ahead + 1) * config.rollout.prompts_per_step:
-            raise Broken(f"step {step}: {admission.begun} prompts have begun under version {version}")
+        if (
+            ahead is not None
+            and admission.begun > (version + ahead + 1) * config.rollout.prompts_per_step
+        ):
+            raise Broken(
+                f"step {step}: {admission.begun} prompts have begun under version {version}"
+            )
 
-    def _note(self, batch: Batch, step_s: float, train_s: float, batch_wait_s: float, sync: SyncReport) -> None:
-        totals, samples, step = self.totals, batch.samples, batch.step
+    def _note(
+        self, batch: Batch, step_s: float, train_s: float, batch_wait_s: float, sync: SyncReport
+    ) -> None:
+        totals = self.totals
+        samples = batch.samples
+        step = batch.step
         lengths = self.unit * np.array([sample.tokens for sample in samples])
         ages: Counter[int] = Counter()
         for sample in samples:
@@ -506,29 +644,35 @@ class Attempt:
                 ages[step - version] += tokens * self.unit
         totals.ages_of_steps.append(ages)
         totals.lengths.append(lengths)
-        totals.rows.append({
-            "step": step,
-            "wall_s": self.loop.time(),
-            **step_times(batch, step_s, train_s, batch_wait_s, sync.wait_s, sync.sync_s, self._pause_s),
-            "time/save_s": self._save_s,
-            "tokens_per_s": float(lengths.sum()) / step_s,
-            "samples_per_s": len(samples) / step_s,
-            "response_tokens/mean": float(lengths.mean()),
-            **quantiles("response_tokens", lengths.tolist()),
-            "truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
-            "staleness/mean": sum(age * tokens for age, tokens in ages.items()) / ages.total(),
-            "staleness/max": float(max(ages)),
-            "staleness/rejected": batch.rejected,
-            "prompts/buffered": batch.buffered,
-            "prompts/dropped": len(batch.dropped),
-            "prompts/first": batch.groups[0].ordinal,
-            "prompts/last": batch.groups[-1].ordinal,
-            "weights/version": step + 1,
-            "weights/engines": len(self.fleet.serving),
-        })  # fmt: skip
+        totals.rows.append(
+            {
+                "step": step,
+                "wall_s": self.loop.time(),
+                **step_times(
+                    batch, step_s, train_s, batch_wait_s, sync.wait_s, sync.sync_s, self._pause_s
+                ),
+                "time/save_s": self._save_s,
+                "tokens_per_s": float(lengths.sum()) / step_s,
+                "samples_per_s": len(samples) / step_s,
+                "response_tokens/mean": float(lengths.mean()),
+                **quantiles("response_tokens", lengths.tolist()),
+                "truncated_fraction": sum(sample.finish_reason == "length" for sample in samples)
+                / len(samples),
+                "staleness/mean": sum(age * tokens for age, tokens in ages.items()) / ages.total(),
+                "staleness/max": float(max(ages)),
+                "staleness/rejected": batch.rejected,
+                "prompts/buffered": batch.buffered,
+                "prompts/dropped": len(batch.dropped),
+                "prompts/first": batch.groups[0].ordinal,
+                "prompts/last": batch.groups[-1].ordinal,
+                "weights/version": step + 1,
+                "weights/engines": len(self.fleet.serving),
+            }
+        )
 
 
-Tell = Callable[..., None]  # (process, what, began_s, ended_s, track, **more): an activity of a process, or an event
+# (process, what, began_s, ended_s, track, **more): an activity of a process, or an event
+Tell = Callable[..., None]
 Follow = Callable[[int, int], None]  # (steps done, steps in all)
 
 
@@ -544,35 +688,67 @@ def simulate(
     follow: Follow = unseen,
     failures: Failures | None = None,
 ) -> Totals:
-    """Simulates the run. `models`: called with the plan and the tokens of a unit. `lengths` and `failures`: None stands for what
-    plan.simulation says.
+    """Simulates the run.
 
-    Raises Stuck or Broken if the run's own code deadlocks or breaks a guarantee."""
+    `models`: called with the plan and the tokens of a unit. `lengths` and `failures`: None stands
+    for what plan.simulation says.
+
+    Raises Stuck or Broken if the run's own code deadlocks or breaks a guarantee.
+    """
     plan = simulated(plan)
-    config, settings = plan.config, plan.config.plan.simulation
-    lengths = lengths or Lengths.of(Workload.of(config), settings, config.rollout.prompts_per_step, config.seed)
+    config = plan.config
+    settings = plan.config.plan.simulation
+    lengths = lengths or Lengths.of(
+        Workload.of(config), settings, config.rollout.prompts_per_step, config.seed
+    )
     unit = unit_of(config, lengths)
     found = models(plan, unit)
-    loop, totals, start, ledger, in_vain = VirtualLoop(), Totals(), 0, Ledger(), 0
+    loop = VirtualLoop()
+    totals = Totals()
+    start = 0
+    ledger = Ledger()
+    in_vain = 0
     rng = np.random.default_rng((config.seed, 4))
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.closing(loop):  # hides the fleet's messages about engines
+    # hides the fleet's messages about engines
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.closing(loop):
         while True:
-            attempt, began_s = Attempt(plan, found, lengths, unit, loop, totals, start, ledger, rng, told, follow, failures), loop.time()
+            attempt = Attempt(
+                plan, found, lengths, unit, loop, totals, start, ledger, rng, told, follow, failures
+            )
+            began_s = loop.time()
             try:
                 attempt.run()
                 break
             except Interrupted as interrupted:
                 in_vain = in_vain + 1 if attempt.saved[0] == start else 0
                 if in_vain == IN_VAIN:
-                    raise Stuck(f"{in_vain} restarts in a row got no further than the checkpoint of step {start}") from None
+                    raise Stuck(
+                        f"{in_vain} restarts in a row got no further than the checkpoint of step "
+                        f"{start}"
+                    ) from None
                 start, ledger = attempt.saved
                 totals.trainer_failures += 1
                 for kept in (totals.rows, totals.lengths, totals.ages_of_steps, totals.ordinals):
                     del kept[start:]
-                totals.lost_s += loop.time() - max(began_s, totals.kept_until_s) + interrupted.restart_s
-                told("launcher.0", "end", loop.time(), loop.time(), how="simulated failure of a trainer rank")
+                totals.lost_s += (
+                    loop.time() - max(began_s, totals.kept_until_s) + interrupted.restart_s
+                )
+                told(
+                    "launcher.0",
+                    "end",
+                    loop.time(),
+                    loop.time(),
+                    how="simulated failure of a trainer rank",
+                )
                 loop.run_until_complete(asyncio.sleep(interrupted.restart_s))
-                told("launcher.0", "start", loop.time(), loop.time(), step=start, max_steps=config.max_steps)
+                told(
+                    "launcher.0",
+                    "start",
+                    loop.time(),
+                    loop.time(),
+                    step=start,
+                    max_steps=config.max_steps,
+                )
     totals.end_s = loop.time()
     totals.expected_length = _mean_length(lengths, config, unit)
     _check_all(plan, attempt)
@@ -580,10 +756,26 @@ def simulate(
 
 
 def unit_of(config: RunConfig, lengths: Draw) -> int:
-    """The tokens in a unit. It is small enough that a turn of a mean response has 16 units, and a prompt or a chunk of a response 4."""
-    rollout, plan = config.rollout, config.plan
-    mean = float(np.mean([np.minimum(lengths(ordinal, rollout.n), lengths.longest).mean() for ordinal in range(32)]))
-    finest = [rollout.max_tokens / UNITS, mean / plan.simulation.turns / 16, plan.mean_prompt_tokens / 4]
+    """The tokens in a unit.
+
+    It is small enough that a turn of a mean response has 16 units, and a prompt or a chunk of a
+    response 4.
+    """
+    rollout = config.rollout
+    plan = config.plan
+    mean = float(
+        np.mean(
+            [
+                np.minimum(lengths(ordinal, rollout.n), lengths.longest).mean()
+                for ordinal in range(32)
+            ]
+        )
+    )
+    finest = [
+        rollout.max_tokens / UNITS,
+        mean / plan.simulation.turns / 16,
+        plan.mean_prompt_tokens / 4,
+    ]
     if config.async_.partial_rollout == "resume" and config.async_.chunk_tokens:
         finest.append(config.async_.chunk_tokens / 4)
     return max(1, int(min(finest)))
@@ -597,7 +789,9 @@ def in_units(lengths: Draw, ordinal: Ordinal, n: int, unit: int) -> np.ndarray:
 
 def _mean_length(lengths: Draw, config: RunConfig, unit: int) -> float:
     prompts = range(max(1, config.max_steps // 2) * config.rollout.prompts_per_step)
-    return unit * float(np.mean([in_units(lengths, ordinal, config.rollout.n, unit).mean() for ordinal in prompts]))
+    return unit * float(
+        np.mean([in_units(lengths, ordinal, config.rollout.n, unit).mean() for ordinal in prompts])
+    )
 
 
 def simulated(plan: RunPlan) -> RunPlan:
@@ -611,7 +805,8 @@ def simulated(plan: RunPlan) -> RunPlan:
 def _check_all(plan: RunPlan, attempt: Attempt) -> None:
     """Checks that every prompt of the run was trained on or dropped exactly once. Raises Broken."""
     attempt.intake.take_in()
-    ledger, wanted = attempt.intake.buffer.ledger(), plan.config.max_steps * plan.config.rollout.prompts_per_step
+    ledger = attempt.intake.buffer.ledger()
+    wanted = plan.config.max_steps * plan.config.rollout.prompts_per_step
     done = len(ledger.trained())
     if done != wanted or len(attempt.trained) != wanted or ledger.groups or ledger.consumed_beyond:
         raise Broken(f"{done} prompts were trained on, of {wanted}; {len(ledger.groups)} are left")

@@ -1,4 +1,6 @@
-"""The clock and the transport of a simulated run: an event loop in virtual time, and a link within one process."""
+"""The clock and the transport of a simulated run: an event loop in virtual time, and a link within
+one process.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ class Stuck(RuntimeError):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop whose time jumps to the next timer when nothing else is left to do.
 
-    Coroutines that wait by `asyncio.sleep`, timeouts, events and futures run as in real time, but without waiting. The loop waits for no
-    file, thread or process. `run_until_complete` raises Stuck when no timer is left either.
+    Coroutines that wait by `asyncio.sleep`, timeouts, events and futures run as in real time, but
+    without waiting. The loop waits for no file, thread or process. `run_until_complete` raises
+    Stuck when no timer is left either.
     """
 
     def __init__(self) -> None:
@@ -52,8 +55,10 @@ class Wire:
     """Both ends of the link between generator and trainer. Messages arrive at once."""
 
     def __init__(self) -> None:
-        self.generator, self.trainer = GeneratorEnd(), TrainerEnd()
-        self.generator.other, self.trainer.other = self.trainer, self.generator
+        self.generator = GeneratorEnd()
+        self.trainer = TrainerEnd()
+        self.generator.other = self.trainer
+        self.trainer.other = self.generator
 
 
 class _End:
@@ -81,7 +86,9 @@ class GeneratorEnd(_End):
     def send(self, peer: str, message: Any) -> None:
         self.other.put(message)
 
-    async def arrival(self, kind: type[Any], timeout_s: float | None, awaited: str) -> tuple[str, Any]:
+    async def arrival(
+        self, kind: type[Any], timeout_s: float | None, awaited: str
+    ) -> tuple[str, Any]:
         """Raises TimeoutError."""
         try:
             async with asyncio.timeout(timeout_s):

@@ -1,4 +1,6 @@
-"""Speculative decoding (`generator.speculative`): checks of its settings, SGLang's arguments, and the share of drafts that engines keep."""
+"""Speculative decoding (`generator.speculative`): checks of its settings, SGLang's arguments, and
+the share of drafts that engines keep.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from megarl.models.registry import missing_folder
 from megarl.models.spec import ModelSpec
 from megarl.speculative.settings import EAGLE, EAGLE3, NEXTN, NGRAM, NONE
 
-_NAMES = {NGRAM: "NGRAM", NEXTN: "EAGLE", EAGLE: "EAGLE", EAGLE3: "EAGLE3"}  # SGLang's NEXTN is a name of EAGLE's
+# SGLang's NEXTN is a name of EAGLE's
+_NAMES = {NGRAM: "NGRAM", NEXTN: "EAGLE", EAGLE: "EAGLE", EAGLE3: "EAGLE3"}
 ACCEPTED = "speculative/accept_rate"
 FALLEN = 0.8  # share of the first acceptance; below it, the draft model counts as stale
 
@@ -23,36 +26,68 @@ def check_speculative(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     own = config.generator.speculative
     key = f"generator.speculative.algorithm={own.algorithm}"
     if (own.path is not None) != (own.algorithm in (EAGLE, EAGLE3)):
-        yield f"generator.speculative.path={own.path or 'null'}: must be set for eagle and eagle3 alone; {key}"
+        yield (
+            f"generator.speculative.path={own.path or 'null'}: must be set for eagle and eagle3 "
+            f"alone; {key}"
+        )
     if not own.drafts:
         return
     if own.path is not None and Path(own.path) == Path(config.model.path):
-        yield f"generator.speculative.path={own.path}: must be another model than model.path, whose own layer {NEXTN} drafts with; {key}"
+        yield (
+            f"generator.speculative.path={own.path}: must be another model than model.path, "
+            f"whose own layer {NEXTN} drafts with; {key}"
+        )
     if own.algorithm in (EAGLE, EAGLE3) and config.generator.quantization is not None:
         quantization = f"generator.quantization={config.generator.quantization}"
-        yield f"{key}: must be {NONE}, {NGRAM} or {NEXTN} with {quantization}: SGLang would give the draft model that format too"
+        yield (
+            f"{key}: must be {NONE}, {NGRAM} or {NEXTN} with {quantization}: SGLang would give "
+            "the draft model that format too"
+        )
     if own.steps >= config.rollout.max_tokens:
-        yield f"generator.speculative.steps={own.steps}: must be less than rollout.max_tokens={config.rollout.max_tokens}"
+        yield (
+            f"generator.speculative.steps={own.steps}: must be less than "
+            f"rollout.max_tokens={config.rollout.max_tokens}"
+        )
     if (length := config.plan.accept_length or 0) > own.steps + 1:
-        yield f"plan.accept_length={length:g}: must be at most {own.steps + 1}, generator.speculative.steps and the token that is sampled"
+        yield (
+            f"plan.accept_length={length:g}: must be at most {own.steps + 1}, "
+            "generator.speculative.steps and the token that is sampled"
+        )
     if own.algorithm == NEXTN and config.trainer.mtp == IGNORE:
         yield f"{key}: needs trainer.mtp to be keep or train, so that engines get the layer that drafts"
     evaluated = any(sampling.truncated for sampling in held_out_samplings(config))
     if config.rollout.truncated or evaluated:  # srt/speculative/spec_sampling_mask.py:27
-        yield f"{key}: must be none with top_p, top_k or min_p of rollout or eval: SGLang does not say which tokens it has kept"
+        yield (
+            f"{key}: must be none with top_p, top_k or min_p of rollout or eval: SGLang does "
+            "not say which tokens it has kept"
+        )
     if config.cluster.gpu == "cpu" and spec.linear_layers:
-        yield f"{key}: must be none for a {spec.family} model on CPUs, whose gated delta nets cannot take back rejected drafts there"
+        yield (
+            f"{key}: must be none for a {spec.family} model on CPUs, whose gated delta nets "
+            "cannot take back rejected drafts there"
+        )
     if config.lora.rank:
-        yield f"{key}: must be none with lora.rank={config.lora.rank}: no draft is made with adapters"
-    if config.trainer.routing_replay and own.algorithm == NGRAM:  # srt/speculative/ngram_worker.py:544 returns none
-        yield f"{key}: must not be ngram with trainer.routing_replay: SGLang does not say which experts it chose"
-    if config.generator.dp_attention > 1 and own.algorithm == NGRAM:  # srt/arg_groups/speculative_hook.py:1368
-        yield f"{key}: must not be ngram with generator.dp_attention={config.generator.dp_attention}: SGLang refuses it"
+        yield (
+            f"{key}: must be none with lora.rank={config.lora.rank}: no draft is made with adapters"
+        )
+    # srt/speculative/ngram_worker.py:544 returns none
+    if config.trainer.routing_replay and own.algorithm == NGRAM:
+        yield (
+            f"{key}: must not be ngram with trainer.routing_replay: SGLang does not say which "
+            "experts it chose"
+        )
+    # srt/arg_groups/speculative_hook.py:1368
+    if config.generator.dp_attention > 1 and own.algorithm == NGRAM:
+        yield (
+            f"{key}: must not be ngram with "
+            f"generator.dp_attention={config.generator.dp_attention}: SGLang refuses it"
+        )
 
 
 def check_draft_model(config: RunConfig) -> Iterable[str]:
     """Problems if the draft model's folder is missing or incomplete."""
-    key, path = "generator.speculative.path", config.generator.speculative.path
+    key = "generator.speculative.path"
+    path = config.generator.speculative.path
     if path is None:
         return
     yield from (missing := list(missing_folder(key, path)))
@@ -61,21 +96,34 @@ def check_draft_model(config: RunConfig) -> Iterable[str]:
 
 
 def arguments(config: RunConfig) -> dict[str, Any]:
-    """The arguments of SGLang's server. A draft is a single chain of tokens: from a tree, the engine might accept tokens that were not
-    sampled."""
+    """The arguments of SGLang's server.
+
+    A draft is a single chain of tokens: from a tree, the engine might accept tokens that were not
+    sampled.
+    """
     own = config.generator.speculative
     if not own.drafts:
         return {}
-    found = {"speculative_algorithm": _NAMES[own.algorithm], "speculative_num_draft_tokens": own.steps + 1}
+    found = {
+        "speculative_algorithm": _NAMES[own.algorithm],
+        "speculative_num_draft_tokens": own.steps + 1,
+    }
     if own.algorithm == NGRAM:
         return found | {"speculative_ngram_max_bfs_breadth": 1}
     found |= {"speculative_num_steps": own.steps, "speculative_eagle_topk": 1}
-    # Without its own load format, the draft model would start with random weights like the engine, and no update would write it.
-    return found | ({"speculative_draft_model_path": own.path, "speculative_draft_load_format": "auto"} if own.path else {})
+    # Without its own load format, the draft model would start with random weights like the engine,
+    # and no update would write it.
+    return found | (
+        {"speculative_draft_model_path": own.path, "speculative_draft_load_format": "auto"}
+        if own.path
+        else {}
+    )
 
 
 def never_trained(config: RunConfig) -> str:
-    """The description of a draft model that does not change while the policy learns; otherwise empty."""
+    """The description of a draft model that does not change while the policy learns; otherwise
+    empty.
+    """
     own = config.generator.speculative.algorithm
     if own == NEXTN and config.trainer.mtp != TRAIN:
         return f"the layer for multi-token prediction (trainer.mtp={config.trainer.mtp})"
@@ -84,17 +132,26 @@ def never_trained(config: RunConfig) -> str:
 
 @dataclass
 class Acceptance:
-    """Follows the acceptance over a run. `stale`: the description of a draft model that is not trained; otherwise empty."""
+    """Follows the acceptance over a run.
+
+    `stale`: the description of a draft model that is not trained; otherwise empty.
+    """
 
     stale: str = ""
     first: float = 0.0
     told: bool = False
 
     def metrics(self, version: int, drafted: int, accepted: int, verified: int) -> dict[str, float]:
-        """The metrics of the tokens since the previous version. `drafted`: their drafts; `accepted`: the drafts that engines kept;
-        `verified`: the passes that verified drafts. Raises RunError if more were kept than drafted."""
+        """The metrics of the tokens since the previous version.
+
+        `drafted`: their drafts; `accepted`: the drafts that engines kept; `verified`: the passes
+        that verified drafts. Raises RunError if more were kept than drafted.
+        """
         if accepted > drafted:
-            raise RunError(f"weights version {version}: engines say that they kept {accepted} of {drafted} drafted tokens")
+            raise RunError(
+                f"weights version {version}: engines say that they kept {accepted} of {drafted} "
+                "drafted tokens"
+            )
         if not verified:
             return {}
         rate = accepted / max(1, drafted)
@@ -108,6 +165,8 @@ class Acceptance:
             return ""
         self.told = True
         return (
-            f"weights version {version}: engines keep {rate:.0%} of what is drafted, at first {self.first:.0%}: {self.stale} "
-            "stays as it was, and the policy has moved on. Log-probs are not affected; rollouts take longer"
+            f"weights version {version}: engines keep {rate:.0%} of what is drafted, at first "
+            f"{self.first:.0%}: {self.stale} "
+            "stays as it was, and the policy has moved on. Log-probs are not affected; rollouts "
+            "take longer"
         )

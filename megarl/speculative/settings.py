@@ -6,7 +6,11 @@ from dataclasses import dataclass
 
 from megarl.config.limits import INPUT, at_least, one_of, setting
 
-NONE, NGRAM, NEXTN, EAGLE, EAGLE3 = "none", "ngram", "nextn", "eagle", "eagle3"
+NONE = "none"
+NGRAM = "ngram"
+NEXTN = "nextn"
+EAGLE = "eagle"
+EAGLE3 = "eagle3"
 
 
 @dataclass
@@ -15,12 +19,19 @@ class SpeculativeConfig:
 
     algorithm: str = setting(
         NONE,
-        "what drafts tokens. ngram: what followed the same tokens before; nextn: the model's layer for multi-token prediction "
+        "what drafts tokens. ngram: what followed the same tokens before; nextn: the model's "
+        "layer for multi-token prediction "
         "(trainer.mtp), which updates write; eagle, eagle3: the model in `path`, which no update writes",
         one_of(NONE, NGRAM, NEXTN, EAGLE, EAGLE3),
     )
-    path: str | None = setting(None, "folder or hub name of the draft model of eagle and eagle3", path=INPUT)
-    steps: int = setting(3, "tokens that are drafted one after another; the model then verifies them in one pass", at_least(1))
+    path: str | None = setting(
+        None, "folder or hub name of the draft model of eagle and eagle3", path=INPUT
+    )
+    steps: int = setting(
+        3,
+        "tokens that are drafted one after another; the model then verifies them in one pass",
+        at_least(1),
+    )
 
     @property
     def drafts(self) -> bool:

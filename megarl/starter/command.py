@@ -1,4 +1,7 @@
-"""`megarl init`: writes a folder with a first run. It trains as it is. The lines that users change for their own runs are marked."""
+"""`megarl init`: writes a folder with a first run.
+
+It trains as it is. The lines that users change for their own runs are marked.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from megarl.base.files import folder_problems
 from megarl.config.errors import ConfigError
 from megarl.data.synthetic import Chain
 
-DESCRIPTION = "write a folder for a first run: a commented run.yaml, a reward function, some rows and a small model"
+DESCRIPTION = (
+    "write a folder for a first run: a commented run.yaml, a reward function, some rows "
+    "and a small model"
+)
 EXAMPLES = ["megarl init first"]
 FILES = Path(__file__).parent / "files"
 ROWS = {"train": 2000, "eval": 128}
@@ -28,18 +34,33 @@ Then change the lines marked OWN in {run}: your model, your data, your reward (d
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="FOLDER", help="where to write; existing files are never changed")
+    parser.add_argument(
+        "folder", metavar="FOLDER", help="where to write; existing files are never changed"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Writes the folder. Raises ConfigError before anything is written, if a file already exists or the folder cannot be written to."""
+    """Writes the folder.
+
+    Raises ConfigError before anything is written, if a file already exists or the folder cannot be
+    written to.
+    """
     folder = Path(arguments.folder)
-    found = (path for path in sorted(FILES.rglob("*.*")) if "__" not in str(path.relative_to(FILES)))  # no __init__.py, no __pycache__
+    # no __init__.py, no __pycache__
+    found = (
+        path for path in sorted(FILES.rglob("*.*")) if "__" not in str(path.relative_to(FILES))
+    )
     texts = {str(path.relative_to(FILES)): path.read_text(encoding="utf-8") for path in found}
-    texts |= {f"{split}.jsonl": "".join(f"{json.dumps(row)}\n" for row in rows(split)) for split in ROWS}
+    texts |= {
+        f"{split}.jsonl": "".join(f"{json.dumps(row)}\n" for row in rows(split)) for split in ROWS
+    }
     problems = list(folder_problems("FOLDER ", arguments.folder))
-    problems += [f"{folder / name}: is there already, and is not overwritten; remove it, or name another folder" for name in texts
-                 if not problems and (folder / name).exists()]  # fmt: skip
+    problems += [
+        f"{folder / name}: is there already, and is not overwritten; remove it, or name "
+        "another folder"
+        for name in texts
+        if not problems and (folder / name).exists()
+    ]
     if problems:
         raise ConfigError(problems)
     for name, text in texts.items():
@@ -47,14 +68,21 @@ def run(arguments: argparse.Namespace) -> None:
         with open(folder / name, "x", encoding="utf-8") as file:
             file.write(text)
     told = [f"{split}.jsonl ({count} rows)" for split, count in ROWS.items()]
-    listed = ", ".join(["run.yaml", "graders.py", *told, "model/ (0.8 million parameters, no weights yet)"])
-    paths = {name: shlex.quote(str(folder / path)) for name, path in (("run", "run.yaml"), ("run_dir", "runs/first"))}
+    listed = ", ".join(
+        ["run.yaml", "graders.py", *told, "model/ (0.8 million parameters, no weights yet)"]
+    )
+    paths = {
+        name: shlex.quote(str(folder / path))
+        for name, path in (("run", "run.yaml"), ("run_dir", "runs/first"))
+    }
     print(FIRST_STEPS.format(folder=folder, listed=listed, **paths))
 
 
 def rows(split: str) -> Iterator[dict[str, str]]:
     """Expressions of the synthetic task `chain`, with all running totals as the answer."""
-    noisy, right = Chain(split, seed=0), Chain(split, seed=0, clamp_probability=0.0)
+    noisy = Chain(split, seed=0)
+    right = Chain(split, seed=0, clamp_probability=0.0)
     for index in range(ROWS[split]):
-        answer, demonstration = str(right[index].demonstration), str(noisy[index].demonstration)
+        answer = str(right[index].demonstration)
+        demonstration = str(noisy[index].demonstration)
         yield {"prompt": right[index].prompt, "answer": answer, "demonstration": demonstration}

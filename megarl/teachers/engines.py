@@ -18,12 +18,20 @@ from megarl.roles.plan import ServedRole
 
 
 class Teacher:
-    """One teacher. A request to a lost engine goes to another engine, or waits until one is back."""
+    """One teacher.
+
+    A request to a lost engine goes to another engine, or waits until one is back.
+    """
 
     def __init__(self, role: ServedRole, fleet: Fleet, top_k: int):
         settings = role.settings
-        self._name, self._fleet, self._top_k = role.name, fleet, top_k
-        self._room = min(role.spec.max_position_embeddings, settings.kv_cache_tokens or role.spec.max_position_embeddings)
+        self._name = role.name
+        self._fleet = fleet
+        self._top_k = top_k
+        self._room = min(
+            role.spec.max_position_embeddings,
+            settings.kv_cache_tokens or role.spec.max_position_embeddings,
+        )
         self._places = asyncio.Semaphore(settings.engines * settings.max_concurrency)
 
     async def judge(self, prompt: Prompt, sample: Sample) -> TeacherScores | Failure:
@@ -31,22 +39,33 @@ class Teacher:
             return self._failed("error", f"{length} tokens, for a context of {self._room}", sample)
         try:
             async with self._places:
-                return await self._fleet.ask(lambda engine: engine.judge(prompt.token_ids, sample.token_ids.tolist(), self._top_k))
+                return await self._fleet.ask(
+                    lambda engine: engine.judge(
+                        prompt.token_ids, sample.token_ids.tolist(), self._top_k
+                    )
+                )
         except EngineUnreachable:
             raise
         except (EngineError, TimeoutError) as error:
-            return self._failed("timeout" if isinstance(error, TimeoutError) else "error", str(error), sample)
+            return self._failed(
+                "timeout" if isinstance(error, TimeoutError) else "error", str(error), sample
+            )
 
     def _failed(self, kind: str, reason: str, sample: Sample) -> Failure:
-        return Failure(kind, f"{ROLE}{self._name}: {reason}", excerpt(sample.text), f"{ROLE}{self._name}")
+        return Failure(
+            kind, f"{ROLE}{self._name}: {reason}", excerpt(sample.text), f"{ROLE}{self._name}"
+        )
 
 
 class Teachers:
-    """Sends each finished response once to each teacher. If a teacher fails, the sample is left out of its distillation and records the
-    failure."""
+    """Sends each finished response once to each teacher.
+
+    If a teacher fails, the sample is left out of its distillation and records the failure.
+    """
 
     def __init__(self, teachers: Sequence[Teacher], form: TeacherFormat):
-        self._teachers, self._form = teachers, form
+        self._teachers = teachers
+        self._form = form
 
     async def judged(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Sample]:
         return list(await asyncio.gather(*(self._judged(prompt, sample) for sample in samples)))
@@ -54,7 +73,9 @@ class Teachers:
     async def _judged(self, prompt: Prompt, sample: Sample) -> Sample:
         told = await asyncio.gather(*(teacher.judge(prompt, sample) for teacher in self._teachers))
         failures = [one for one in told if isinstance(one, Failure)]
-        packed = self._form.pack([None if isinstance(one, Failure) else one for one in told], len(sample.token_ids))
+        packed = self._form.pack(
+            [None if isinstance(one, Failure) else one for one in told], len(sample.token_ids)
+        )
         return replace(sample, teachers=packed, failures=sample.failures + failures)
 
 

@@ -1,4 +1,6 @@
-"""Teachers and references among the roles: checks that they fit the run, and finds the shapes of those on the trainer's ranks."""
+"""Teachers and references among the roles: checks that they fit the run, and finds the shapes of
+those on the trainer's ranks.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +33,27 @@ class FrozenRole:
 
 def teachers_of(config: RunConfig) -> dict[str, float]:
     """The weights of all teachers, in the order of the config."""
-    return {name: settings.weight for name, settings in roles_of(config).items() if role_of(name, settings) == TEACHER}
+    return {
+        name: settings.weight
+        for name, settings in roles_of(config).items()
+        if role_of(name, settings) == TEACHER
+    }
 
 
 def teacher_format(config: RunConfig) -> TeacherFormat:
     """The format of the log-probs that teachers on engines add to each response."""
-    served = [name for name, settings in roles_of(config).items() if name in teachers_of(config) and place_of(name, settings) == ENGINES]
+    served = [
+        name
+        for name, settings in roles_of(config).items()
+        if name in teachers_of(config) and place_of(name, settings) == ENGINES
+    ]
     return TeacherFormat(len(served), config.algorithm.distill.likeliest)
 
 
 def check_distillation(config: RunConfig) -> Iterator[str]:
-    distill, teachers, algorithm = config.algorithm.distill, teachers_of(config), config.algorithm
+    distill = config.algorithm.distill
+    teachers = teachers_of(config)
+    algorithm = config.algorithm
     if not teachers:
         if algorithm.name == "distill":
             yield "algorithm.name=distill: needs a teacher: set roles.teacher.path"
@@ -49,46 +61,95 @@ def check_distillation(config: RunConfig) -> Iterator[str]:
             yield "algorithm.distill: needs a teacher: set roles.teacher.path"
         return
     if distill.top_k is not None and distill.over != TOP_K:
-        yield f"algorithm.distill.top_k={distill.top_k}: must be null: only algorithm.distill.over=top_k has it"
+        yield (
+            f"algorithm.distill.top_k={distill.top_k}: must be null: only "
+            "algorithm.distill.over=top_k has it"
+        )
     for name, settings in roles_of(config).items():
         if name not in teachers:
             continue
         place = place_of(name, settings)
         if (needed := PLACE_OF.get(distill.over, place)) != place:
             gives = (
-                "SGLang gives only the likeliest tokens" if place == ENGINES else "the whole vocabulary is known there: set over=vocabulary"
+                "SGLang gives only the likeliest tokens"
+                if place == ENGINES
+                else "the whole vocabulary is known there: set over=vocabulary"
             )
-            yield f"algorithm.distill.over={distill.over}: needs roles.{name}.on={needed}; it is on {place}, and {gives}"
+            yield (
+                f"algorithm.distill.over={distill.over}: needs roles.{name}.on={needed}; it is "
+                f"on {place}, and {gives}"
+            )
         if place == ENGINES and config.rollout.temperature != 1:
             what = "SGLang gives log-probs of its input at temperature 1 only"
-            yield f"rollout.temperature={config.rollout.temperature}: must be 1 with roles.{name} on engines: {what}"
+            yield (
+                f"rollout.temperature={config.rollout.temperature}: must be 1 with roles.{name} "
+                f"on engines: {what}"
+            )
     if config.rollout.truncated:
-        yield "rollout.top_p, top_k, min_p: must be off with a teacher, because the policy is compared with its whole distribution"
+        yield (
+            "rollout.top_p, top_k, min_p: must be off with a teacher, because the policy is "
+            "compared with its whole distribution"
+        )
     if recipes.recipe_of(algorithm).beta is not None:
-        yield f"algorithm.name={algorithm.name}: is a loss of several responses, to which no teacher can be added"
+        yield (
+            f"algorithm.name={algorithm.name}: is a loss of several responses, to which no "
+            "teacher can be added"
+        )
     if config.rollout.dynamic_sampling and not recipes.needs_reward(algorithm):
-        yield "rollout.dynamic_sampling=true: must be false with algorithm.name=distill, which learns from every prompt"
+        yield (
+            "rollout.dynamic_sampling=true: must be false with algorithm.name=distill, which "
+            "learns from every prompt"
+        )
 
 
-def find_frozen(config: RunConfig, policy: ModelSpec, command: str | None) -> tuple[FrozenRole, ...]:
-    """The teachers and the reference on the trainer's ranks. A checkpoint that a command will make counts as present until the run starts.
-    For commands before a run, any other missing checkpoint is left out. Raises ConfigError with all problems."""
-    found, problems = [], []
+def find_frozen(
+    config: RunConfig, policy: ModelSpec, command: str | None
+) -> tuple[FrozenRole, ...]:
+    """The teachers and the reference on the trainer's ranks.
+
+    A checkpoint that a command will make counts as present until the run starts. For commands
+    before a run, any other missing checkpoint is left out. Raises ConfigError with all problems.
+    """
+    found = []
+    problems = []
     for name, settings in roles_of(config).items() if command not in (*BEFORE, "eval") else ():
-        role, key = role_of(name, settings), f"roles.{name}.path"
+        role = role_of(name, settings)
+        key = f"roles.{name}.path"
         if role not in (TEACHER, REFERENCE) or place_of(name, settings) != TRAINER:
             continue
-        missing, maker = list(missing_folder(key, settings.path)), makers(config).get(settings.path)
+        missing = list(missing_folder(key, settings.path))
+        maker = makers(config).get(settings.path)
         if missing and (maker is None or command == "train"):
             if command is not None:
-                problems += [f"{problem}; megarl {maker} writes it" if maker else problem for problem in missing]
+                problems += [
+                    f"{problem}; megarl {maker} writes it" if maker else problem
+                    for problem in missing
+                ]
             continue
         try:
-            spec = to_be(config, maker, settings) if missing and maker else load_spec(settings.path, key, config.model.family)
-            own = ["is a reward model or critic, which gives no probabilities"] if spec.head != LM else []
+            spec = (
+                to_be(config, maker, settings)
+                if missing and maker
+                else load_spec(settings.path, key, config.model.family)
+            )
+            own = (
+                ["is a reward model or critic, which gives no probabilities"]
+                if spec.head != LM
+                else []
+            )
             own += misfits(config, spec, policy)
-            if spec.vocab_size != policy.vocab_size and role == TEACHER and config.algorithm.distill.over != SAMPLED:
-                own.append(_other_size(spec, f"must be the policy's, {policy.vocab_size}, for algorithm.distill.over=vocabulary"))
+            if (
+                spec.vocab_size != policy.vocab_size
+                and role == TEACHER
+                and config.algorithm.distill.over != SAMPLED
+            ):
+                own.append(
+                    _other_size(
+                        spec,
+                        f"must be the policy's, {policy.vocab_size}, for "
+                        "algorithm.distill.over=vocabulary",
+                    )
+                )
             problems += [f"{key}={settings.path}: {problem}" for problem in own]
             found.append(FrozenRole(name, role, settings.path, spec))
         except ConfigError as error:
@@ -98,15 +159,25 @@ def find_frozen(config: RunConfig, policy: ModelSpec, command: str | None) -> tu
     return tuple(found)
 
 
-def check_served_teachers(config: RunConfig, served: tuple[ServedRole, ...], policy: ModelSpec) -> None:
-    """Raises ConfigError if a teacher on engines lacks some of the policy's tokens, or has fewer tokens than distill.top_k."""
-    problems, likeliest = [], config.algorithm.distill.likeliest
+def check_served_teachers(
+    config: RunConfig, served: tuple[ServedRole, ...], policy: ModelSpec
+) -> None:
+    """Raises ConfigError if a teacher on engines lacks some of the policy's tokens, or has fewer
+    tokens than distill.top_k.
+    """
+    problems = []
+    likeliest = config.algorithm.distill.likeliest
     for role in (each for each in served if each.role == TEACHER):
         if (size := role.spec.vocab_size) < policy.vocab_size:
             told = f"must be at least the policy's, {policy.vocab_size}"
-            problems.append(f"roles.{role.name}.path={role.settings.path}: {_other_size(role.spec, told)}")
+            problems.append(
+                f"roles.{role.name}.path={role.settings.path}: {_other_size(role.spec, told)}"
+            )
         elif likeliest > size:  # such a request would end the engine
-            problems.append(f"algorithm.distill.top_k={likeliest}: must be at most the size of roles.{role.name}'s vocabulary, {size}")
+            problems.append(
+                f"algorithm.distill.top_k={likeliest}: must be at most the size of "
+                f"roles.{role.name}'s vocabulary, {size}"
+            )
     if problems:
         raise ConfigError(problems)
 

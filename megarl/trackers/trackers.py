@@ -1,8 +1,10 @@
-"""Experiment trackers, each through its own library (observe.trackers). They get the contents of metrics.jsonl: see
-`megarl.observe.tracking`.
+"""Experiment trackers, each through its own library (observe.trackers).
 
-A library is imported when its tracker is opened. It keeps its files in the run's folder, unless its own environment variables name another
-place (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_DIR and so on).
+They get the contents of metrics.jsonl: see `megarl.observe.tracking`.
+
+A library is imported when its tracker is opened. It keeps its files in the run's folder, unless its
+own environment variables name another place (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_DIR and so
+on).
 """
 
 from __future__ import annotations
@@ -27,7 +29,13 @@ import numpy as np
 from megarl.config.errors import ConfigError
 from megarl.observe.agreement import HISTOGRAM_EDGES
 
-_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny", "swanlab": "swanlab", "trackio": "trackio"}
+_PACKAGES = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow-skinny",
+    "swanlab": "swanlab",
+    "trackio": "trackio",
+}
 
 
 @dataclass(frozen=True)
@@ -46,35 +54,54 @@ class Beginning:
 class Tracker(Protocol):
     run: str  # id with which to continue the run
 
-    def log(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[int]]) -> None:
-        """Adds values to a step: to a new step, or, when all rows have been sent, scores to an earlier one (W&B then takes only those of
-        the last step)."""
+    def log(
+        self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[int]]
+    ) -> None:
+        """Adds values to a step: to a new step, or, when all rows have been sent, scores to an
+        earlier one (W&B then takes only those of the last step).
+        """
         ...
 
     def close(self) -> None: ...
 
-    # A tracker that can show texts also has samples(step, columns, rows), for the step of its last log.
+    # A tracker that can show texts also has samples(step, columns, rows), for the step of its last
+    # log.
 
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raises ConfigError for trackers whose packages are not installed."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        command = shlex.join([sys.executable, "-m", "pip", "install", *(part for name in missing for part in _requirements(name))])
+        command = shlex.join(
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                *(part for name in missing for part in _requirements(name)),
+            ]
+        )
         raise ConfigError(
-            f"observe.trackers=[{', '.join(names)}]: {' and '.join(missing)} cannot be imported here; install with: {command}"
+            f"observe.trackers=[{', '.join(names)}]: {' and '.join(missing)} cannot be imported "
+            f"here; install with: {command}"
         )
 
 
 def _requirements(name: str) -> list[str]:
     """The requirements of this package's extra `name`."""
     found = [line.partition(";") for line in importlib.metadata.requires("megarl") or ()]
-    wanted = [requirement.strip() for requirement, _, marker in found if re.search(rf"extra == ['\"]{name}['\"]", marker)]
+    wanted = [
+        requirement.strip()
+        for requirement, _, marker in found
+        if re.search(rf"extra == ['\"]{name}['\"]", marker)
+    ]
     return wanted or [_PACKAGES[name]]
 
 
 def _library(name: str) -> Any:
-    """Imports a library by name, since an import statement would have types only if the extra is installed."""
+    """Imports a library by name, since an import statement would have types only if the extra is
+    installed.
+    """
     return importlib.import_module(name)
 
 
@@ -86,21 +113,32 @@ class _TensorBoard:
     """Writes event files to tb/, without torch. A new run replaces older files."""
 
     def __init__(self, beginning: Beginning):
-        event, summary = (_library(f"tensorboard.compat.proto.{name}_pb2") for name in ("event", "summary"))
+        event, summary = (
+            _library(f"tensorboard.compat.proto.{name}_pb2") for name in ("event", "summary")
+        )
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         folder = beginning.folder / "tb"
         if not beginning.run:
             for old in folder.glob("events.out.tfevents.*"):
                 old.unlink()
-        self.run, self._event, self._summary, self._writer = "tb", event.Event, summary.Summary, EventFileWriter(str(folder))
+        self.run = "tb"
+        self._event = event.Event
+        self._summary = summary.Summary
+        self._writer = EventFileWriter(str(folder))
 
-    def log(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[int]]) -> None:
+    def log(
+        self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[int]]
+    ) -> None:
         found = [self._summary.Value(tag=key, simple_value=value) for key, value in values.items()]
         for key, counts in histograms.items():
             if len(counts) == len(HISTOGRAM_EDGES) + 1:
-                found.append(self._summary.Value(tag=key, histo=_histogram(HISTOGRAM_EDGES, counts)))
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=found)))
+                found.append(
+                    self._summary.Value(tag=key, histo=_histogram(HISTOGRAM_EDGES, counts))
+                )
+        self._writer.add_event(
+            self._event(wall_time=time.time(), step=step, summary=self._summary(value=found))
+        )
         self._writer.flush()
 
     def close(self) -> None:
@@ -108,9 +146,13 @@ class _TensorBoard:
 
 
 def _histogram(edges: np.ndarray, counts: Sequence[int]) -> Any:
-    """A histogram in TensorBoard's form. `counts` [n + 1]: values below, between and above [n] edges. Values count as the middles of their
-    bins, values beyond the edges as the nearest edge."""
-    limits, weights = np.array([edges[0], *edges, edges[-1]]), np.array(counts, dtype=np.float64)
+    """A histogram in TensorBoard's form.
+
+    `counts` [n + 1]: values below, between and above [n] edges. Values count as the middles of
+    their bins, values beyond the edges as the nearest edge.
+    """
+    limits = np.array([edges[0], *edges, edges[-1]])
+    weights = np.array(counts, dtype=np.float64)
     middles = (limits[1:] + limits[:-1]) / 2
     return _library("tensorboard.compat.proto.histogram_pb2").HistogramProto(
         min=edges[0],
@@ -146,41 +188,69 @@ class _Wandb:
             settings=wandb.Settings(console="off"),
         )
 
-    def log(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[int]]) -> None:
+    def log(
+        self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[int]]
+    ) -> None:
         self._run.log(dict(values), step=step)
 
     def samples(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        self._run.log({"samples": self._table(columns=list(columns), data=[list(row) for row in rows])}, step=step)
+        self._run.log(
+            {"samples": self._table(columns=list(columns), data=[list(row) for row in rows])},
+            step=step,
+        )
 
     def close(self) -> None:
         self._run.finish()
 
 
 class _Mlflow:
-    """MLflow. Without MLFLOW_TRACKING_URI it stores runs in mlflow.db. It allows no @ in a key, so pass@1 becomes pass_at_1."""
+    """MLflow.
+
+    Without MLFLOW_TRACKING_URI it stores runs in mlflow.db. It allows no @ in a key, so pass@1
+    becomes pass_at_1.
+    """
 
     _PARAMS = 100  # most parameters in one call
     _OTHER = re.compile(r"[^\w.\- :/]")
 
     def __init__(self, beginning: Beginning):
-        client, entities = _library("mlflow").MlflowClient, _library("mlflow.entities")
+        client = _library("mlflow").MlflowClient
+        entities = _library("mlflow.entities")
         local = f"sqlite:///{(beginning.folder / 'mlflow.db').resolve()}"
-        self._client, self._metric, self._when = client(os.environ.get("MLFLOW_TRACKING_URI") or local), entities.Metric, (-1, 0)
+        self._client = client(os.environ.get("MLFLOW_TRACKING_URI") or local)
+        self._metric = entities.Metric
+        self._when = (-1, 0)
         if beginning.run:
             self.run = beginning.run
             self._client.update_run(self.run, "RUNNING")
             return
         known = self._client.get_experiment_by_name(beginning.project)
-        experiment = known.experiment_id if known else self._client.create_experiment(beginning.project)
-        self.run = self._client.create_run(experiment, run_name=beginning.name, tags=dict.fromkeys(beginning.tags, "")).info.run_id
-        params = [entities.Param(self._OTHER.sub("_", key), text[:6000]) for key, text in _flat(beginning.config)]
+        experiment = (
+            known.experiment_id if known else self._client.create_experiment(beginning.project)
+        )
+        self.run = self._client.create_run(
+            experiment, run_name=beginning.name, tags=dict.fromkeys(beginning.tags, "")
+        ).info.run_id
+        params = [
+            entities.Param(self._OTHER.sub("_", key), text[:6000])
+            for key, text in _flat(beginning.config)
+        ]
         for first in range(0, len(params), self._PARAMS):
             self._client.log_batch(self.run, params=params[first : first + self._PARAMS])
 
-    def log(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[int]]) -> None:
+    def log(
+        self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[int]]
+    ) -> None:
         if self._when[0] != step:
-            self._when = step, int(time.time() * 1000)  # the same time if a step is sent again, which then changes nothing
-        self._client.log_batch(self.run, metrics=[self._metric(self.key(key), value, self._when[1], step) for key, value in values.items()])
+            # the same time if a step is sent again, which then changes nothing
+            self._when = step, int(time.time() * 1000)
+        self._client.log_batch(
+            self.run,
+            metrics=[
+                self._metric(self.key(key), value, self._when[1], step)
+                for key, value in values.items()
+            ],
+        )
 
     def close(self) -> None:
         self._client.set_terminated(self.run)
@@ -209,10 +279,15 @@ class _Swanlab:
             resume="allow",
             log_dir=str(beginning.folder / "swanlog"),
             config=dict(beginning.config),
-            settings=swanlab.Settings.model_validate({"interactive": False, "probe": {"monitor": False}}),  # no curves of the host's load
+            # no curves of the host's load
+            settings=swanlab.Settings.model_validate(
+                {"interactive": False, "probe": {"monitor": False}}
+            ),
         )
 
-    def log(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[int]]) -> None:
+    def log(
+        self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[int]]
+    ) -> None:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
@@ -223,11 +298,15 @@ class _Trackio:
     """Trackio. Without TRACKIO_DIR and without a server of its own it stores runs in trackio/."""
 
     def __init__(self, beginning: Beginning):
-        if not any(name in os.environ for name in ("TRACKIO_DIR", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")):
-            os.environ["TRACKIO_DIR"] = str(beginning.folder / "trackio")  # trackio reads it when it is imported
+        if not any(
+            name in os.environ for name in ("TRACKIO_DIR", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
+        ):
+            # trackio reads it when it is imported
+            os.environ["TRACKIO_DIR"] = str(beginning.folder / "trackio")
         trackio = _library("trackio")
 
-        self.run = beginning.run or f"{beginning.name} {secrets.token_hex(4)}"  # trackio finds runs by their names
+        # trackio finds runs by their names
+        self.run = beginning.run or f"{beginning.name} {secrets.token_hex(4)}"
         self._run = trackio.init(
             project=beginning.project,
             name=self.run,
@@ -239,7 +318,9 @@ class _Trackio:
             auto_log_cpu=False,
         )
 
-    def log(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[int]]) -> None:
+    def log(
+        self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[int]]
+    ) -> None:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
@@ -254,4 +335,10 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
             yield f"{prefix}{name}", str(value)
 
 
-_KINDS: dict[str, type] = {"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _Mlflow, "swanlab": _Swanlab, "trackio": _Trackio}
+_KINDS: dict[str, type] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _Wandb,
+    "mlflow": _Mlflow,
+    "swanlab": _Swanlab,
+    "trackio": _Trackio,
+}

@@ -1,13 +1,18 @@
-"""Saves and loads checkpoints in pieces of the trainer's layout. A checkpoint saved under one topology loads under any other.
+"""Saves and loads checkpoints in pieces of the trainer's layout.
 
-A checkpoint is a folder. For every logical tensor of the model it has the fp32 master weights and both of Adam's moments, cut into the
-boxes of the ranks. Each rank writes its own boxes (`rank_00003.bin`), without communication and without padding. `state.json` has the
-position of the schedule and the caller's state; `index.msgpack` lists the place of everything. The folder is written under a provisional
-name during the next steps. It is renamed when all ranks are done and everything is on disk.
+A checkpoint saved under one topology loads under any other.
 
-Three checks must pass before a checkpoint counts as saved, and again before a loaded one is used. The hash of every box is the same on disk
-and in memory. The model's weights are the rounded master weights. All ranks with the same elements agree, by the hash of every logical
-tensor, which does not depend on how it is cut.
+A checkpoint is a folder. For every logical tensor of the model it has the fp32 master weights and
+both of Adam's moments, cut into the boxes of the ranks. Each rank writes its own boxes
+(`rank_00003.bin`), without communication and without padding. `state.json` has the position of the
+schedule and the caller's state; `index.msgpack` lists the place of everything. The folder is
+written under a provisional name during the next steps. It is renamed when all ranks are done and
+everything is on disk.
+
+Three checks must pass before a checkpoint counts as saved, and again before a loaded one is used.
+The hash of every box is the same on disk and in memory. The model's weights are the rounded master
+weights. All ranks with the same elements agree, by the hash of every logical tensor, which does not
+depend on how it is cut.
 """
 
 from __future__ import annotations
@@ -51,14 +56,16 @@ from megarl.trainer.model import parameters_by_name
 from megarl.trainer.optimizer import optimizer_shards, set_steps_made, steps_made
 from megarl.trainer.step import MegatronTrainer
 
-# Writes and reads the tensors of a checkpoint: each rank writes a file with its own boxes, and reads the boxes it needs from all files.
+# Writes and reads the tensors of a checkpoint: each rank writes a file with its own boxes, and
+# reads the boxes it needs from all files.
 #
-# Nothing is gathered. Each box is written separately, then read back and hashed before it counts as written. A box that is loaded is hashed
-# before it is used.
+# Nothing is gathered. Each box is written separately, then read back and hashed before it counts as
+# written. A box that is loaded is hashed before it is used.
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
-Written = tuple[StoredFile, dict[str, StoredTensor]]  # a rank's file, and the places of tensors in it
+# a rank's file, and the places of tensors in it
+Written = tuple[StoredFile, dict[str, StoredTensor]]
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -82,23 +89,41 @@ class HeldBox:
 
 
 def write_boxes(path: Path, file: int, held: Iterable[HeldBox]) -> Written:
-    """Writes the boxes to `path`, file number `file` of the index. Returns (the file's entry, the tensors in it).
+    """Writes the boxes to `path`, file number `file` of the index.
+
+    Returns (the file's entry, the tensors in it).
 
     Raises OSError if the file cannot be written, or does not contain what was written.
     """
     stored: dict[str, StoredTensor] = {}
     with open(path, "w+b") as out:
-        for part in counted([*held], "writing the checkpoint", lambda part: part.values.nbytes, line="saving", show=mib):
-            tensor = stored.setdefault(part.name, StoredTensor(_NAMES[part.values.dtype], part.shape, []))
-            tensor.boxes.append(StoredBox(file, out.tell(), part.box.start, part.box.shape, part.share))
-            out.write(part.values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        for part in counted(
+            [*held],
+            "writing the checkpoint",
+            lambda part: part.values.nbytes,
+            line="saving",
+            show=mib,
+        ):
+            tensor = stored.setdefault(
+                part.name, StoredTensor(_NAMES[part.values.dtype], part.shape, [])
+            )
+            tensor.boxes.append(
+                StoredBox(file, out.tell(), part.box.start, part.box.shape, part.share)
+            )
+            out.write(
+                part.values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            )
         size_bytes = out.tell()
         out.flush()
         os.fsync(out.fileno())
-        os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that it is read back from the disk
+        # so that it is read back from the disk
+        os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     for name, tensor in stored.items():
         for box in tensor.boxes:
-            if hash_slice(_read_box(path, tensor, box), Box(box.start, box.shape), tensor.shape) != box.share:
+            if (
+                hash_slice(_read_box(path, tensor, box), Box(box.start, box.shape), tensor.shape)
+                != box.share
+            ):
                 raise OSError(f"{path.name} does not hold what was written to it: {name} differs")
     return StoredFile(path.name, size_bytes), stored
 
@@ -108,26 +133,40 @@ def merged(parts: Iterable[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for part in parts:
         for name, tensor in part.items():
-            found.setdefault(name, StoredTensor(tensor.dtype, tensor.shape, [])).boxes.extend(tensor.boxes)
+            found.setdefault(name, StoredTensor(tensor.dtype, tensor.shape, [])).boxes.extend(
+                tensor.boxes
+            )
     return found
 
 
 def read_boxes(folder: Path, index: Index, wanted: Iterable[HeldBox]) -> None:
-    """Fills the values of the `wanted` boxes. Raises CheckpointError if the checkpoint lacks any of their elements, or is damaged."""
+    """Fills the values of the `wanted` boxes.
+
+    Raises CheckpointError if the checkpoint lacks any of their elements, or is damaged.
+    """
     by_name: dict[str, list[HeldBox]] = defaultdict(list)
     for part in wanted:
         by_name[part.name].append(part)
     for name, parts in counted(
-        [*by_name.items()], "reading the checkpoint", lambda of: sum(part.values.nbytes for part in of[1]), show=mib
+        [*by_name.items()],
+        "reading the checkpoint",
+        lambda of: sum(part.values.nbytes for part in of[1]),
+        show=mib,
     ):
         tensor = index.tensors.get(name)
         if tensor is None or tensor.shape != parts[0].shape:
             there = "no such tensor" if tensor is None else f"it with shape {tensor.shape}"
-            raise unusable(folder, f"{name} of shape {parts[0].shape} is wanted, but it has {there}: it belongs to another model")
+            raise unusable(
+                folder,
+                f"{name} of shape {parts[0].shape} is wanted, but it has {there}: it belongs to "
+                "another model",
+            )
         missing = sum(part.box.numel for part in parts)
         for stored in tensor.boxes:
             box = Box(stored.start, stored.shape)
-            common = [(part, both) for part in parts if (both := part.box.intersect(box)) is not None]
+            common = [
+                (part, both) for part in parts if (both := part.box.intersect(box)) is not None
+            ]
             if not common:
                 continue
             values = read_box(folder, index, name, stored)
@@ -140,14 +179,17 @@ def read_boxes(folder: Path, index: Index, wanted: Iterable[HeldBox]) -> None:
 
 def read_box(folder: Path, index: Index, name: str, stored: StoredBox) -> torch.Tensor:
     """Reads one box. Raises CheckpointError if its bytes are not those that were written."""
-    file, tensor = index.files[stored.file], index.tensors[name]
+    file = index.files[stored.file]
+    tensor = index.tensors[name]
     index.check(folder, [file])
     try:
         values = _read_box(folder / file.name, tensor, stored)
     except OSError as error:
         raise unusable(folder, f"{file.name} cannot be read: {error}") from error
     if hash_slice(values, Box(stored.start, stored.shape), tensor.shape) != stored.share:
-        raise unusable(folder, f"{file.name} is damaged: its bytes of {name} are not those that were written")
+        raise unusable(
+            folder, f"{file.name} is damaged: its bytes of {name} are not those that were written"
+        )
     return values
 
 
@@ -158,7 +200,9 @@ def tensor_file(rank: int) -> str:
 
 def _read_box(path: Path, tensor: StoredTensor, stored: StoredBox) -> torch.Tensor:
     dtype = DTYPES[tensor.dtype]
-    values = np.fromfile(path, np.uint8, math.prod(stored.shape) * dtype.itemsize, offset=stored.offset)
+    values = np.fromfile(
+        path, np.uint8, math.prod(stored.shape) * dtype.itemsize, offset=stored.offset
+    )
     return torch.from_numpy(values).view(dtype).view(stored.shape)
 
 
@@ -167,14 +211,19 @@ def _inside(box: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(s - o, s - o + n) for s, o, n in zip(box.start, outer.start, box.shape))
 
 
-# The state that checkpoints keep, as trainer ranks have it: boxes of logical tensors, without padding.
+# The state that checkpoints keep, as trainer ranks have it: boxes of logical tensors, without
+# padding.
 #
-# A tensor of a checkpoint is named KIND/LOGICAL TENSOR: `master/model.norm.weight`, float32. LIVE is the model's own copy, with which
-# training and generation compute: the master weight rounded to the model's dtype. It is hashed but not saved. A frozen model has only this
-# copy, so a checkpoint of adapters has only the hashes of their model.
+# A tensor of a checkpoint is named KIND/LOGICAL TENSOR: `master/model.norm.weight`, float32. LIVE
+# is the model's own copy, with which training and generation compute: the master weight rounded to
+# the model's dtype. It is hashed but not saved. A frozen model has only this copy, so a checkpoint
+# of adapters has only the hashes of their model.
 
 
-MASTER, EXP_AVG, EXP_AVG_SQ, LIVE = "master", "exp_avg", "exp_avg_sq", "live"
+MASTER = "master"
+EXP_AVG = "exp_avg"
+EXP_AVG_SQ = "exp_avg_sq"
+LIVE = "live"
 SAVED = (MASTER, EXP_AVG, EXP_AVG_SQ)
 RUN = 1 << 26  # elements of a parameter that are written or read at a time: 256 MiB of host memory
 
@@ -193,84 +242,139 @@ class Run:
 
 
 def runs(trainer: MegatronTrainer) -> dict[str, Run]:
-    """Name in the layout -> run of this rank. Tensors for which its optimizers have nothing are left out."""
+    """Name in the layout -> run of this rank.
+
+    Tensors for which its optimizers have nothing are left out.
+    """
     parameters = parameters_by_name(trainer.chunks)
     names = {parameter: name for name, parameter in parameters.items()}
     found = {}
     for shard in optimizer_shards(trainer.optimizer):
-        values = {MASTER: shard.master, EXP_AVG: shard.exp_avg, EXP_AVG_SQ: shard.exp_avg_sq, LIVE: shard.live}
-        found[names[shard.parameter]] = Run(shard.first, values, is_share=trainer.topology.zero == 1)
+        values = {
+            MASTER: shard.master,
+            EXP_AVG: shard.exp_avg,
+            EXP_AVG_SQ: shard.exp_avg_sq,
+            LIVE: shard.live,
+        }
+        found[names[shard.parameter]] = Run(
+            shard.first, values, is_share=trainer.topology.zero == 1
+        )
     for name, parameter in parameters.items():
         if not parameter.requires_grad:  # a router's bias, or a frozen weight
             flat = parameter.detach().view(-1)
-            found[name] = Run(0, {LIVE: flat} if trainer.frozen else {MASTER: flat, LIVE: flat}, is_share=False)
+            found[name] = Run(
+                0, {LIVE: flat} if trainer.frozen else {MASTER: flat, LIVE: flat}, is_share=False
+            )
     return found
 
 
 def shared_boxes(trainer: MegatronTrainer, kinds: Iterable[str]) -> Iterator[HeldBox]:
-    """The boxes that this rank saves. Over all ranks, every element is saved once; replicas with the same elements share them equally."""
-    shapes, held = logical_shapes(trainer), runs(trainer)
+    """The boxes that this rank saves.
+
+    Over all ranks, every element is saved once; replicas with the same elements share them equally.
+    """
+    shapes = logical_shapes(trainer)
+    held = runs(trainer)
     for layout in layouts(trainer):
         for tensor, piece, replica, replicas in layout.shared_pieces(dist.get_rank()):
             if run := held.get(tensor.name):
-                part = (run.first, run.end) if run.is_share else (run.end * replica // replicas, run.end * (replica + 1) // replicas)
+                part = (
+                    (run.first, run.end)
+                    if run.is_share
+                    else (run.end * replica // replicas, run.end * (replica + 1) // replicas)
+                )
                 yield from _boxes(run, *part, tensor, piece, shapes[piece.logical_name], kinds)
 
 
 def held_boxes(trainer: MegatronTrainer) -> Iterator[HeldBox]:
     """All boxes in this rank's optimizers."""
-    shapes, held = logical_shapes(trainer), runs(trainer)
+    shapes = logical_shapes(trainer)
+    held = runs(trainer)
     for tensor in trainer.saved_layout.tensors(dist.get_rank()):
         if run := held.get(tensor.name):
             for piece in tensor.pieces:
-                yield from _boxes(run, run.first, run.end, tensor, piece, shapes[piece.logical_name], SAVED)
+                yield from _boxes(
+                    run, run.first, run.end, tensor, piece, shapes[piece.logical_name], SAVED
+                )
 
 
 def live_boxes(trainer: MegatronTrainer) -> Iterator[HeldBox]:
     """All weights of the model on this rank, by whole pieces, as the weights channel reads them."""
-    shapes, parameters = logical_shapes(trainer), trainer.local_parameters()
-    for tensor in (tensor for layout in layouts(trainer) for tensor in layout.tensors(dist.get_rank())):
+    shapes = logical_shapes(trainer)
+    parameters = trainer.local_parameters()
+    for tensor in (
+        tensor for layout in layouts(trainer) for tensor in layout.tensors(dist.get_rank())
+    ):
         for piece in tensor.pieces:
             values = parameters[tensor.name][piece.local.slices()]
-            yield HeldBox(f"{LIVE}/{piece.logical_name}", shapes[piece.logical_name], piece.logical, values)
+            yield HeldBox(
+                f"{LIVE}/{piece.logical_name}", shapes[piece.logical_name], piece.logical, values
+            )
 
 
 def layouts(trainer: MegatronTrainer) -> tuple[Layout, ...]:
-    """The layouts of all tensors of the trainer: the model, and if it is frozen, what is trained beside it."""
+    """The layouts of all tensors of the trainer: the model, and if it is frozen, what is trained
+    beside it.
+    """
     return (trainer.layout, trainer.saved_layout) if trainer.frozen else (trainer.layout,)
 
 
 def logical_shapes(trainer: MegatronTrainer) -> dict[str, tuple[int, ...]]:
-    return trainer.saved_shapes() | ({tensor.name: tensor.shape for tensor in hf_layout(trainer.spec, "float32").tensors(0)})
+    return trainer.saved_shapes() | (
+        {tensor.name: tensor.shape for tensor in hf_layout(trainer.spec, "float32").tensors(0)}
+    )
 
 
 def totals(trainer: MegatronTrainer, held: Iterable[HeldBox]) -> dict[str, tuple[int, int]]:
-    """Tensor -> (elements, hash), summed over all ranks. Elements that k ranks have count k times. Collective."""
+    """Tensor -> (elements, hash), summed over all ranks.
+
+    Elements that k ranks have count k times. Collective.
+    """
     names = [f"{kind}/{name}" for kind in (*SAVED, LIVE) for name in logical_shapes(trainer)]
-    sums, hashes = {name: [0, 0, 0] for name in names}, Hashes()
+    sums = {name: [0, 0, 0] for name in names}
+    hashes = Hashes()
     for part in held:
         sums[part.name][0] += part.box.numel
         hashes.add(part.name, part.values, part.box, part.shape)
     for name, share in hashes.totals().items():
-        sums[name][1:] = share & 0xFFFFFFFF, share >> 32  # in halves, whose sums over ranks do not overflow
+        # in halves, whose sums over ranks do not overflow
+        sums[name][1:] = share & 0xFFFFFFFF, share >> 32
     total = torch.tensor(list(sums.values()), dtype=torch.int64, device=trainer.device)
     dist.all_reduce(total)
-    return {name: (row[0], (row[1] + (row[2] << 32)) % 2**64) for name, row in zip(names, total.tolist()) if row[0]}
+    return {
+        name: (row[0], (row[1] + (row[2] << 32)) % 2**64)
+        for name, row in zip(names, total.tolist())
+        if row[0]
+    }
 
 
 def _boxes(
-    run: Run, first: int, end: int, tensor: LocalTensor, piece: Piece, shape: tuple[int, ...], kinds: Iterable[str]
+    run: Run,
+    first: int,
+    end: int,
+    tensor: LocalTensor,
+    piece: Piece,
+    shape: tuple[int, ...],
+    kinds: Iterable[str],
 ) -> Iterator[HeldBox]:
-    """The boxes of a logical tensor of shape `shape` in `piece` and in elements `first` to `end` of the flattened `tensor`."""
+    """The boxes of a logical tensor of shape `shape` in `piece` and in elements `first` to `end` of
+    the flattened `tensor`.
+    """
     for begin in range(first, end, RUN):
         for box in flat_boxes(tensor.shape, begin, min(begin + RUN, end)):
             if (common := piece.local.intersect(box)) is None:
                 continue
-            offset, inside = _position(box, tensor.shape) - run.first, common.move(box, whole_box(box.shape)).slices()
+            offset = _position(box, tensor.shape) - run.first
+            inside = common.move(box, whole_box(box.shape)).slices()
             for kind in kinds:
                 if (values := run.values.get(kind)) is not None:
                     of_box = values[offset : offset + box.numel].view(box.shape)
-                    yield HeldBox(f"{kind}/{piece.logical_name}", shape, common.move(piece.local, piece.logical), of_box[inside])
+                    yield HeldBox(
+                        f"{kind}/{piece.logical_name}",
+                        shape,
+                        common.move(piece.local, piece.logical),
+                        of_box[inside],
+                    )
 
 
 def _position(box: Box, shape: tuple[int, ...]) -> int:
@@ -283,11 +387,16 @@ def _position(box: Box, shape: tuple[int, ...]) -> int:
 
 def random_boxes() -> Iterator[HeldBox]:
     """The states of this rank's random generators, as byte tensors that only this rank has."""
-    states = {"torch": torch.get_rng_state(), **{f"tracker/{name}": s for name, s in _tracker().get_states().items()}}
+    states = {
+        "torch": torch.get_rng_state(),
+        **{f"tracker/{name}": s for name, s in _tracker().get_states().items()},
+    }
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     for name, state in states.items():
-        yield HeldBox(random_prefix() + name, tuple(state.shape), whole_box(tuple(state.shape)), state)
+        yield HeldBox(
+            random_prefix() + name, tuple(state.shape), whole_box(tuple(state.shape)), state
+        )
 
 
 def set_random(states: dict[str, torch.Tensor]) -> None:
@@ -329,13 +438,15 @@ def begin(
     beside: bool,
     critic: MegatronTrainer | None = None,
 ) -> Writing[list[Written]]:
-    """Begins to save weights, optimizer, random generators, schedule, the caller's JSON-able `state`, and `files` of rank 0. `critic`, a
-    trainer on the same ranks, becomes its own checkpoint in the folder CRITIC; the outer index has the hash of its index.
+    """Begins to save weights, optimizer, random generators, schedule, the caller's JSON-able
+    `state`, and `files` of rank 0. `critic`, a trainer on the same ranks, becomes its own
+    checkpoint in the folder CRITIC; the outer index has the hash of its index.
 
-    With `beside`, this rank's boxes are copied to host memory and written from there while training goes on. The checkpoint exists when
-    `finish` of the result has returned. `finish` raises WriteError, which names `path` and the bytes, if they cannot be written or differ
-    from memory; then nothing is left at `path`. Raises RuntimeError before writing if the state is not consistent, as it must be between
-    two steps.
+    With `beside`, this rank's boxes are copied to host memory and written from there while training
+    goes on. The checkpoint exists when `finish` of the result has returned. `finish` raises
+    WriteError, which names `path` and the bytes, if they cannot be written or differ from memory;
+    then nothing is left at `path`. Raises RuntimeError before writing if the state is not
+    consistent, as it must be between two steps.
     """
     parts = [_Part(critic, CRITIC, {}, {}, beside)] if critic is not None else []
     parts.append(_Part(trainer, "", state, files, beside))
@@ -347,24 +458,47 @@ def begin(
             vouched.append(f"{part.name}/{INDEX_FILE}")
 
     size_bytes = sum(_size_bytes(part.trainer) for part in parts)
-    return Writing(path, lambda folder: [part.write(folder) for part in parts], conclude, beside=beside, size_bytes=size_bytes)
+    return Writing(
+        path,
+        lambda folder: [part.write(folder) for part in parts],
+        conclude,
+        beside=beside,
+        size_bytes=size_bytes,
+    )
 
 
 class _Part:
     """One trainer's part of a checkpoint, in its folder `name`."""
 
-    def __init__(self, trainer: MegatronTrainer, name: str, state: dict[str, Any], files: Mapping[str, bytes], beside: bool):
-        self.trainer, self.name, self._files = trainer, name, files
+    def __init__(
+        self,
+        trainer: MegatronTrainer,
+        name: str,
+        state: dict[str, Any],
+        files: Mapping[str, bytes],
+        beside: bool,
+    ):
+        self.trainer = trainer
+        self.name = name
+        self._files = files
         together(lambda: _check_between_steps(trainer))
         self._totals = _totals(trainer)
-        self._live = {name: total for name, (_, total) in totals(trainer, shared_boxes(trainer, [LIVE])).items()}
-        place = {"topology": dataclasses.asdict(trainer.topology), "position": trainer.learning_rate.position, "base": trainer.base}
+        self._live = {
+            name: total
+            for name, (_, total) in totals(trainer, shared_boxes(trainer, [LIVE])).items()
+        }
+        place = {
+            "topology": dataclasses.asdict(trainer.topology),
+            "position": trainer.learning_rate.position,
+            "base": trainer.base,
+        }
         self._state = json.dumps({**place, "state": state}).encode()
         boxes = [*shared_boxes(trainer, SAVED), *random_boxes()]
         self._boxes = [box.copied() for box in boxes] if beside else boxes
 
     def write(self, folder: Path) -> Written:
-        rank, own = dist.get_rank(), folder / self.name
+        rank = dist.get_rank()
+        own = folder / self.name
         own.mkdir(exist_ok=True)
         return write_boxes(own / tensor_file(rank), rank, self._boxes)
 
@@ -376,10 +510,19 @@ class _Part:
 
     def _write_index(self, folder: Path, parts: list[Written], vouched: list[str]) -> None:
         own = folder / self.name
-        small = [small_file(own, name, content) for name, content in {STATE: self._state, **self._files}.items()]
+        small = [
+            small_file(own, name, content)
+            for name, content in {STATE: self._state, **self._files}.items()
+        ]
         small += [listed_file(folder, name) for name in vouched]
         tensors = merged(stored for _, stored in parts)
-        index = Index(FORMAT, str(self.trainer.dtype), [*(file for file, _ in parts), *small], tensors, self._live)
+        index = Index(
+            FORMAT,
+            str(self.trainer.dtype),
+            [*(file for file, _ in parts), *small],
+            tensors,
+            self._live,
+        )
         if problem := _difference(self.trainer, self._totals, index):
             raise RuntimeError(problem)
         index.write(own)
@@ -387,7 +530,10 @@ class _Part:
 
 
 def load_critic(critic: MegatronTrainer, path: str | Path) -> None:
-    """Restores the critic from the checkpoint at `path`. Raises CheckpointError as `load` does, also if there is no critic."""
+    """Restores the critic from the checkpoint at `path`.
+
+    Raises CheckpointError as `load` does, also if there is no critic.
+    """
 
     def look() -> None:
         if not (Path(path) / CRITIC).is_dir():
@@ -400,10 +546,13 @@ def load_critic(critic: MegatronTrainer, path: str | Path) -> None:
 def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:
     """Restores a checkpoint under any topology, and returns the caller's state.
 
-    Raises CheckpointError, on every rank, if the checkpoint at `path` is missing, incomplete or damaged.
+    Raises CheckpointError, on every rank, if the checkpoint at `path` is missing, incomplete or
+    damaged.
     """
     folder = Path(path)
-    index, saved = together(lambda: _read(trainer, folder), failures=(OSError, CheckpointError), raises=CheckpointError)
+    index, saved = together(
+        lambda: _read(trainer, folder), failures=(OSError, CheckpointError), raises=CheckpointError
+    )
     for shard in optimizer_shards(trainer.optimizer):
         shard.live.copy_(shard.master)
     if trainer.topology.zero == 1:
@@ -411,7 +560,10 @@ def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:
             chunk.start_param_sync(force_sync=True)
     if problem := _difference(trainer, _totals(trainer), index):
         if trainer.frozen and problem.startswith(f"{LIVE}/"):
-            now = f"the run has {'others there now' if trainer.base == saved['base'] else trainer.base}"
+            now = (
+                "the run has "
+                f"{'others there now' if trainer.base == saved['base'] else trainer.base}"
+            )
             problem += f". Its adapters belong to the weights that were in {saved['base']}; {now}"
         raise unusable(folder, f"once loaded, it is not what was saved: {problem}")
     set_steps_made(trainer.optimizer, saved["position"])
@@ -420,12 +572,17 @@ def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:
 
 
 def _read(trainer: MegatronTrainer, folder: Path) -> tuple[Index, dict[str, Any]]:
-    """Fills this rank's master weights, moments and untrained tensors; padding is zero. Returns (index, content of state.json)."""
+    """Fills this rank's master weights, moments and untrained tensors; padding is zero.
+
+    Returns (index, content of state.json).
+    """
     index = Index.read(folder)
     index.check(folder, index.files[dist.get_rank() :: dist.get_world_size()])
     saved = json.loads(index.content(folder, STATE))
     if index.dtype != str(trainer.dtype):
-        raise unusable(folder, f"the model was trained in {index.dtype}, and is now {trainer.dtype}")
+        raise unusable(
+            folder, f"the model was trained in {index.dtype}, and is now {trainer.dtype}"
+        )
     for parameter in parameters_by_name(trainer.chunks).values():
         if parameter.requires_grad or not trainer.frozen:  # a frozen model is already loaded
             parameter.data.zero_()
@@ -433,44 +590,71 @@ def _read(trainer: MegatronTrainer, folder: Path) -> tuple[Index, dict[str, Any]
         for kind in run.values.keys() & SAVED:
             run.values[kind].zero_()
     read_boxes(folder, index, held_boxes(trainer))
-    # Random states belong to ranks. Under another topology they fit no rank, so the generators keep their initial seeds.
+    # Random states belong to ranks. Under another topology they fit no rank, so the generators keep
+    # their initial seeds.
     if saved["topology"] == dataclasses.asdict(trainer.topology):
-        own = {name: tensor.boxes[0] for name, tensor in index.tensors.items() if name.startswith(random_prefix())}
+        own = {
+            name: tensor.boxes[0]
+            for name, tensor in index.tensors.items()
+            if name.startswith(random_prefix())
+        }
         set_random({name: read_box(folder, index, name, box) for name, box in own.items()})
     return index, saved
 
 
 def _check_between_steps(trainer: MegatronTrainer) -> None:
-    """Raises RuntimeError if the model differs from its rounded master weights, or if optimizer and schedule have made different steps."""
+    """Raises RuntimeError if the model differs from its rounded master weights, or if optimizer and
+    schedule have made different steps.
+    """
     names = {parameter: name for name, parameter in parameters_by_name(trainer.chunks).items()}
     for shard in optimizer_shards(trainer.optimizer):
         bits = BITS[shard.live.element_size()]
-        if not torch.equal(shard.live.view(bits), shard.master.to(shard.live.dtype).to(shard.live.device).view(bits)):
-            raise RuntimeError(f"nothing is saved: {names[shard.parameter]} is not the optimizer's master weight, rounded")
-    steps, position = steps_made(trainer.optimizer), trainer.learning_rate.position
+        if not torch.equal(
+            shard.live.view(bits),
+            shard.master.to(shard.live.dtype).to(shard.live.device).view(bits),
+        ):
+            raise RuntimeError(
+                f"nothing is saved: {names[shard.parameter]} is not the optimizer's master "
+                "weight, rounded"
+            )
+    steps = steps_made(trainer.optimizer)
+    position = trainer.learning_rate.position
     if steps - {position}:
-        raise RuntimeError(f"nothing is saved: the optimizer has made {sorted(steps)} steps, the schedule {position}")
+        raise RuntimeError(
+            f"nothing is saved: the optimizer has made {sorted(steps)} steps, the schedule "
+            f"{position}"
+        )
 
 
 def _totals(trainer: MegatronTrainer) -> dict[str, tuple[int, int]]:
-    """Tensor -> (elements, hash) over all ranks, including the model's own weights, by whole pieces. Collective."""
+    """Tensor -> (elements, hash) over all ranks, including the model's own weights, by whole
+    pieces. Collective.
+    """
     return totals(trainer, [*held_boxes(trainer), *live_boxes(trainer)])
 
 
-def _difference(trainer: MegatronTrainer, totals: dict[str, tuple[int, int]], index: Index) -> str | None:
+def _difference(
+    trainer: MegatronTrainer, totals: dict[str, tuple[int, int]], index: Index
+) -> str | None:
     """A problem if the ranks' `totals` are not a whole multiple of the index's; None if they are."""
     shapes = logical_shapes(trainer)
     for name, (count, total) in totals.items():
-        tensor, of_model = index.tensors.get(name), torch.Size(shapes[name.partition("/")[2]]).numel()
+        tensor = index.tensors.get(name)
+        of_model = torch.Size(shapes[name.partition("/")[2]]).numel()
         copies, rest = divmod(count, of_model)
         saved = index.live.get(name) if tensor is None else tensor.hash
         if rest or (tensor is not None and tensor.elements != of_model):
             return f"elements of {name} are missing or duplicated"
         if saved is None or total != copies * saved % 2**64:
-            return f"{name} differs between what is held and what is stored, or among the ranks that share it"
+            return (
+                f"{name} differs between what is held and what is stored, or among the ranks "
+                "that share it"
+            )
     return None
 
 
 def _size_bytes(trainer: MegatronTrainer) -> int:
     """The bytes of the tensors, over all ranks."""
-    return len(SAVED) * 4 * sum(torch.Size(shape).numel() for shape in trainer.saved_shapes().values())
+    return (
+        len(SAVED) * 4 * sum(torch.Size(shape).numel() for shape in trainer.saved_shapes().values())
+    )

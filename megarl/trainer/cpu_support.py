@@ -1,8 +1,10 @@
 """Runs megatron-core 0.19.2 on CPU over gloo. Does nothing if CUDA is present.
 
-`install()` must run before anything else of megatron.core is imported. It changes only Megatron's own modules: the name `torch` in each of
-them becomes a thin proxy (`_CpuTorch`) that stands in for CUDA devices and allocators. The exceptions are `torch.Tensor.cuda` and
-`torch.nn.Module.cuda`, which return the object itself, and `torch.Tensor.type` while one of the functions in `_CHECK_TYPE_NAMES` runs.
+`install()` must run before anything else of megatron.core is imported. It changes only Megatron's
+own modules: the name `torch` in each of them becomes a thin proxy (`_CpuTorch`) that stands in for
+CUDA devices and allocators. The exceptions are `torch.Tensor.cuda` and `torch.nn.Module.cuda`,
+which return the object itself, and `torch.Tensor.type` while one of the functions in
+`_CHECK_TYPE_NAMES` runs.
 """
 
 from __future__ import annotations
@@ -24,23 +26,31 @@ import torch.nn.functional as F
 
 from megarl.kernels import gated_delta_rule
 
-# Which of Megatron's layer specs a trainer on this kind of machine uses. Does not import Megatron, since the generator also calls it.
+# Which of Megatron's layer specs a trainer on this kind of machine uses. Does not import Megatron,
+# since the generator also calls it.
 
 
 def layer_spec() -> str:
-    """ "te" (Transformer Engine) or "local", as trainer_layout calls them: they keep the norms under different names."""
+    """ "te" (Transformer Engine) or "local", as trainer_layout calls them: they keep the norms under
+    different names.
+    """
     fused = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
     return "te" if fused else "local"
 
 
-# Two collectives that gloo refuses if ranks have different numbers of rows, as with an expert's tokens under etp > 1.
+# Two collectives that gloo refuses if ranks have different numbers of rows, as with an expert's
+# tokens under etp > 1.
 
 
 def gather_uneven(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Replaces megatron.core.tensor_parallel.mappings._gather_along_first_dim: pads all parts to the length of the longest."""
+    """Replaces megatron.core.tensor_parallel.mappings._gather_along_first_dim: pads all parts to
+    the length of the longest.
+    """
 
     @functools.wraps(original)
-    def wrapper(x: torch.Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *args: Any) -> torch.Tensor:
+    def wrapper(
+        x: torch.Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *args: Any
+    ) -> torch.Tensor:
         if sizes is None or group.size() == 1:
             return original(x, group, sizes, *args)
         padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, max(sizes) - x.size(0)))
@@ -52,10 +62,14 @@ def gather_uneven(original: Callable[..., torch.Tensor]) -> Callable[..., torch.
 
 
 def reduce_scatter_uneven(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Replaces megatron.core.tensor_parallel.mappings._reduce_scatter_along_first_dim: sums everything, and takes this rank's part."""
+    """Replaces megatron.core.tensor_parallel.mappings._reduce_scatter_along_first_dim: sums
+    everything, and takes this rank's part.
+    """
 
     @functools.wraps(original)
-    def wrapper(x: torch.Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *args: Any) -> torch.Tensor:
+    def wrapper(
+        x: torch.Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *args: Any
+    ) -> torch.Tensor:
         if sizes is None or group.size() == 1:
             return original(x, group, sizes, *args)
         total = x.clone()
@@ -65,11 +79,17 @@ def reduce_scatter_uneven(original: Callable[..., torch.Tensor]) -> Callable[...
     return wrapper
 
 
-# Replacements for the functions of Flash Linear Attention, with kernels for GPUs, that Megatron's gated delta nets call.
+# Replacements for the functions of Flash Linear Attention, with kernels for GPUs, that Megatron's
+# gated delta nets call.
 
 
 def causal_conv1d(
-    x: torch.Tensor, weight: torch.Tensor, bias: None, activation: str, cu_seqlens: torch.Tensor, **_: Any
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: None,
+    activation: str,
+    cu_seqlens: torch.Tensor,
+    **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """x [1, t, c] and weight [c, w] -> [1, t, c]."""
     assert bias is None and activation == "silu"
@@ -77,10 +97,19 @@ def causal_conv1d(
 
 
 def chunk_gated_delta_rule(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, g: torch.Tensor, beta: torch.Tensor, cu_seqlens: torch.Tensor, **_: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """q and k [1, t, h, dk], v [1, t, h, dv], g and beta [1, t, h] -> [1, t, h, dv]."""
-    outputs, _states = gated_delta_rule.gated_delta_rule(q[0], k[0], v[0], g[0], beta[0], cu_seqlens.tolist())
+    outputs, _states = gated_delta_rule.gated_delta_rule(
+        q[0], k[0], v[0], g[0], beta[0], cu_seqlens.tolist()
+    )
     return outputs[None], None
 
 
@@ -124,7 +153,19 @@ _CHECK_TYPE_NAMES = (
     ("optimizer.optimizer", "Float16OptimizerWithFloat16Params", "__init__"),
 )
 
-_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "rand", "randn", "as_tensor")
+_FACTORIES = (
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "empty_like",
+    "zeros_like",
+    "rand",
+    "randn",
+    "as_tensor",
+)
 
 
 class _NullStream:
@@ -236,10 +277,13 @@ def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
 def _no_compilation() -> Iterator[None]:
     """Keeps functions uncompiled that Megatron decorates with torch.compile at import.
 
-    Otherwise they would call a C++ compiler in the middle of the first step. Even the decorator costs seconds of imports.
+    Otherwise they would call a C++ compiler in the middle of the first step. Even the decorator
+    costs seconds of imports.
     """
     original = torch.compile
-    torch.compile = lambda model=None, **kwargs: model if model is not None else lambda function: function
+    torch.compile = lambda model=None, **kwargs: (
+        model if model is not None else lambda function: function
+    )
     try:
         yield
     finally:
@@ -254,8 +298,12 @@ def _patch_type_checks() -> None:
     _replace_everywhere(original, _with_cuda_type_names(original))
 
 
-def _host_copies(optimizer: Any, offload_fraction: float) -> tuple[list[dict], list[dict], dict, dict, dict]:
-    """HybridDeviceOptimizer._get_sub_optimizer_param_groups where the CPU takes the place of the GPU, for offload_fraction=1."""
+def _host_copies(
+    optimizer: Any, offload_fraction: float
+) -> tuple[list[dict], list[dict], dict, dict, dict]:
+    """HybridDeviceOptimizer._get_sub_optimizer_param_groups where the CPU takes the place of the
+    GPU, for offload_fraction=1.
+    """
     assert offload_fraction == 1
     groups: list[dict] = []
     copies: dict[torch.Tensor, torch.Tensor] = {}
@@ -263,12 +311,18 @@ def _host_copies(optimizer: Any, offload_fraction: float) -> tuple[list[dict], l
         masters = [parameter.detach().clone().float() for parameter in group["params"]]
         copies |= zip(group["params"], masters)
         groups += [{**group, "params": masters}] if masters else []
-    rounded = {parameter: master for parameter, master in copies.items() if parameter.dtype != torch.float32}
+    rounded = {
+        parameter: master
+        for parameter, master in copies.items()
+        if parameter.dtype != torch.float32
+    }
     return groups, [], copies, {master: parameter for parameter, master in copies.items()}, rounded
 
 
 def _patch_offloading() -> None:
-    owner = sys.modules["megatron.core.optimizer.cpu_offloading.hybrid_optimizer"].HybridDeviceOptimizer
+    owner = sys.modules[
+        "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
+    ].HybridDeviceOptimizer
     owner._get_sub_optimizer_param_groups = _host_copies
 
 
@@ -276,30 +330,42 @@ def _patch_experts() -> None:
     """Fixes places in Megatron's mixture of experts that fail without CUDA tensors or NCCL."""
     original = _module("megatron.core.transformer.moe.moe_utils").maybe_move_tensor_to_cpu
 
-    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor  # the original converts only CUDA tensors
+    def maybe_move_tensor_to_cpu(
+        tensor: Any, as_numpy: bool = False, record_stream: bool = False
+    ) -> Any:
+        # the original converts only CUDA tensors
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     _replace_everywhere(original, maybe_move_tensor_to_cpu)
     mappings = _module("megatron.core.tensor_parallel.mappings")
     mappings._gather_along_first_dim = gather_uneven(mappings._gather_along_first_dim)
-    mappings._reduce_scatter_along_first_dim = reduce_scatter_uneven(mappings._reduce_scatter_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = reduce_scatter_uneven(
+        mappings._reduce_scatter_along_first_dim
+    )
 
 
 def _patch_gated_delta_nets() -> None:
     """Replaces Flash Linear Attention by the functions above, which support packed sequences."""
-    common, gdn = (_module(f"megatron.core.ssm.gated_delta_net.{name}") for name in ("common", "gdn"))
-    common.HAVE_FLA, common.l2norm = True, gated_delta_rule.l2norm
-    gdn.causal_conv1d, gdn.chunk_gated_delta_rule = causal_conv1d, chunk_gated_delta_rule
+    common, gdn = (
+        _module(f"megatron.core.ssm.gated_delta_net.{name}") for name in ("common", "gdn")
+    )
+    common.HAVE_FLA = True
+    common.l2norm = gated_delta_rule.l2norm
+    gdn.causal_conv1d = causal_conv1d
+    gdn.chunk_gated_delta_rule = chunk_gated_delta_rule
 
 
-# Megatron rotates packed sequences one after the other, in every layer. Many short sequences then take longer to rotate than to attend.
+# Megatron rotates packed sequences one after the other, in every layer. Many short sequences then
+# take longer to rotate than to attend.
 
 
 @functools.lru_cache(maxsize=64)
 def rotary_positions(boundaries: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
-    """[t / cp_size] int64: the place within its sequence of each token of a packed row, as context rank `cp_rank` holds them.
+    """[t / cp_size] int64: the place within its sequence of each token of a packed row, as context
+    rank `cp_rank` holds them.
 
-    Sequences begin and end at `boundaries`. A rank has chunks `cp_rank` and `2 * cp_size - 1 - cp_rank` of each (rope_utils.py:149).
+    Sequences begin and end at `boundaries`. A rank has chunks `cp_rank` and `2 * cp_size - 1 -
+    cp_rank` of each (rope_utils.py:149).
     """
     lengths = torch.tensor(boundaries).diff()
     places = torch.arange(boundaries[-1]) - torch.tensor(boundaries[:-1]).repeat_interleave(lengths)
@@ -317,7 +383,8 @@ def rotate_packed(
     cp_group: dist.ProcessGroup,
     **settings: Any,
 ) -> torch.Tensor:
-    """Replaces megatron.core.models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd: the same values in one call.
+    """Replaces megatron.core.models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd: the
+    same values in one call.
 
     t [t, h, d], rotated by freqs [length of the longest sequence, 1, 1, d] -> [t, h, d].
     """
@@ -343,13 +410,21 @@ def _replace_everywhere(original: Callable[..., Any], replacement: Callable[...,
 
 
 def _patch_random() -> None:
-    """Makes the random tracker and activation recomputation save the state of the CPU generator instead of a GPU's."""
+    """Makes the random tracker and activation recomputation save the state of the CPU generator
+    instead of a GPU's.
+    """
     random = _module("megatron.core.tensor_parallel.random")
-    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
+        torch.get_rng_state()
+    )
+    random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(
+        new_state
+    )
 
     class CpuRngStatesTracker(random.CudaRNGStatesTracker):
-        """The original also restores the CPU generator's state, which here would undo the effect of `fork`."""
+        """The original also restores the CPU generator's state, which here would undo the effect of
+        `fork`.
+        """
 
         @contextlib.contextmanager
         def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
@@ -365,33 +440,47 @@ def _patch_random() -> None:
 
 
 def _module(name: str) -> Any:
-    """A module of Megatron to patch. It has type Any, since its new attributes are unknown to type checkers."""
+    """A module of Megatron to patch.
+
+    It has type Any, since its new attributes are unknown to type checkers.
+    """
     return sys.modules[name]
 
 
 def _megatron_modules() -> list[types.ModuleType]:
-    return [m for name, m in list(sys.modules.items()) if name.startswith("megatron.core") and m is not None]
+    return [
+        m
+        for name, m in list(sys.modules.items())
+        if name.startswith("megatron.core") and m is not None
+    ]
 
 
 def installed() -> bool:
     """Whether Megatron can run here: CUDA is present, or `install()` has been called."""
     utils = sys.modules.get("megatron.core.utils")
-    return torch.cuda.is_available() or (utils is not None and isinstance(utils.__dict__.get("torch"), _CpuTorch))
+    return torch.cuda.is_available() or (
+        utils is not None and isinstance(utils.__dict__.get("torch"), _CpuTorch)
+    )
 
 
 def install() -> None:
-    """Makes megatron.core run on this machine's CPU; call it before importing megatron.core. Repeated calls do nothing.
+    """Makes megatron.core run on this machine's CPU; call it before importing megatron.core.
 
-    Raises RuntimeError if parts of megatron.core that compile functions at import were imported before.
+    Repeated calls do nothing.
+
+    Raises RuntimeError if parts of megatron.core that compile functions at import were imported
+    before.
     """
     if installed():
         return
     if "megatron.core.tensor_parallel" in sys.modules:
         raise RuntimeError("cpu_support.install() must be called before megatron.core is imported")
-    # Megatron reads this variable to warn about the order of kernels on GPUs, which does not matter here.
+    # Megatron reads this variable to warn about the order of kernels on GPUs, which does not matter
+    # here.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with _no_compilation(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")  # these are for CUDA only, so their absence is fine
+        # these are for CUDA only, so their absence is fine
+        warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")
         for name in _MODULES:
             importlib.import_module(f"megatron.core.{name}")
     sys.modules["megatron.core.jit"].disable_jit_fuser()  # type: ignore[attr-defined]  # for later imports

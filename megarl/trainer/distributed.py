@@ -1,6 +1,7 @@
 """Sets up torch.distributed for one trainer rank, from torchrun's environment variables.
 
-MegaRL adds one variable: MEGARL_TRAINER_STORE is a file through which ranks on a single host meet, instead of MASTER_ADDR:MASTER_PORT.
+MegaRL adds one variable: MEGARL_TRAINER_STORE is a file through which ranks on a single host meet,
+instead of MASTER_ADDR:MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from megarl.messaging.process_groups import listening_store
 
 
 def init_distributed(timeout_s: float) -> torch.device:
-    """Joins the trainer's process group (NCCL with CUDA, gloo without) and returns this rank's device.
+    """Joins the trainer's process group (NCCL with CUDA, gloo without) and returns this rank's
+    device.
 
     `timeout_s` bounds the wait for the other ranks, and every later collective. Raises on expiry.
     """
@@ -32,16 +34,25 @@ def init_distributed(timeout_s: float) -> torch.device:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)  # ranks share the cores
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     with groups_closed():
-        store, timeout = _store(rank, world_size, timeout_s), datetime.timedelta(seconds=timeout_s)
-        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        store = _store(rank, world_size, timeout_s)
+        timeout = datetime.timedelta(seconds=timeout_s)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
     return device
 
 
 def groups_closed() -> contextlib.AbstractContextManager[None]:
-    """The context for a block that makes process groups: `members_only`, unless a group may use NCCL. NCCL connects later, and keeps
-    strangers out by a number that cannot be guessed."""
+    """The context for a block that makes process groups: `members_only`, unless a group may use
+    NCCL. NCCL connects later, and keeps strangers out by a number that cannot be guessed.
+    """
     return contextlib.nullcontext() if torch.cuda.is_available() else members_only()
 
 
@@ -52,30 +63,44 @@ def _store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
         store: dist.Store = dist.FileStore(path, world_size)
         store.set_timeout(timeout)
         return store
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     if rank == 0:
         return listening_store(host, port, timeout_s)
     return dist.TCPStore(host, port, is_master=False, timeout=timeout)
 
 
 def shutdown_distributed() -> None:
-    """Makes all ranks leave together, since a rank that leaves early would look like a lost peer to the others."""
+    """Makes all ranks leave together, since a rank that leaves early would look like a lost peer to
+    the others.
+    """
     dist.barrier()
     dist.destroy_process_group()
 
 
-# Explains collectives that a peer never joined. gloo reports how long it waited; this adds who waited for whom, and in which call.
+# Explains collectives that a peer never joined. gloo reports how long it waited; this adds who
+# waited for whom, and in which call.
 #
-# (NCCL's watchdog ends the process itself. The launcher then reports what every other process was doing: launch.process_report.)
+# (NCCL's watchdog ends the process itself. The launcher then reports what every other process was
+# doing: launch.process_report.)
 
 
 _EXPIRED = re.compile(r"Timed out waiting (\d+)ms for \w+ operation to complete")
-_FROM_ONE = {"broadcast": "src", "recv": "src", "irecv": "src", "send": "dst", "isend": "dst", "scatter": "src"}
+_FROM_ONE = {
+    "broadcast": "src",
+    "recv": "src",
+    "irecv": "src",
+    "send": "dst",
+    "isend": "dst",
+    "scatter": "src",
+}
 
 
 @contextlib.contextmanager
 def naming_peers(role: str, rank: int) -> Iterator[None]:
-    """Replaces the error that gloo raises when a collective's deadline expires, even inside other errors, with a TimeoutError."""
+    """Replaces the error that gloo raises when a collective's deadline expires, even inside other
+    errors, with a TimeoutError.
+    """
     try:
         yield
     except TimeoutError:  # already names the peers, as for weights that a transport could not send
@@ -84,11 +109,15 @@ def naming_peers(role: str, rank: int) -> Iterator[None]:
         if (found := _expired(error)) is None:
             raise
         late, waited_s = found
-        raise TimeoutError(f"{role}.{rank} waited {waited_s:.0f} s for {_awaited(late, role)}") from error
+        raise TimeoutError(
+            f"{role}.{rank} waited {waited_s:.0f} s for {_awaited(late, role)}"
+        ) from error
 
 
 def _expired(error: BaseException) -> tuple[BaseException, float] | None:
-    """If `error` is, or was caused by, an expired deadline of gloo: that error, and the deadline in seconds."""
+    """If `error` is, or was caused by, an expired deadline of gloo: that error, and the deadline in
+    seconds.
+    """
     seen: list[BaseException] = []
     within = [error]
     while within:
@@ -104,25 +133,39 @@ def _expired(error: BaseException) -> tuple[BaseException, float] | None:
 
 
 def _awaited(late: BaseException, role: str) -> str:
-    """Whom the rank waited for, and in which call. It is read from the torch.distributed call in the traceback."""
+    """Whom the rank waited for, and in which call.
+
+    It is read from the torch.distributed call in the traceback.
+    """
     frames = [frame for frame, _ in traceback.walk_tb(late.__traceback__)]
     for frame in reversed(frames):
-        if frame.f_globals.get("__name__") == distributed_c10d.__name__ and "group" in frame.f_locals:
-            return f"{_names(frame, role)} in {frame.f_code.co_name} of {_description(frame)}, {_called_from(frames)}"
+        if (
+            frame.f_globals.get("__name__") == distributed_c10d.__name__
+            and "group" in frame.f_locals
+        ):
+            return (
+                f"{_names(frame, role)} in {frame.f_code.co_name} of {_description(frame)}, "
+                f"{_called_from(frames)}"
+            )
     return f"another rank of the trainer, {_called_from(frames)}"
 
 
 def _names(frame: FrameType, role: str) -> str:
-    ranks, own = dist.get_process_group_ranks(frame.f_locals["group"]), dist.get_rank()
+    ranks = dist.get_process_group_ranks(frame.f_locals["group"])
+    own = dist.get_rank()
     one = frame.f_locals.get(_FROM_ONE.get(frame.f_code.co_name, ""))
-    awaited = [one] if isinstance(one, int) and one != own else [rank for rank in ranks if rank != own]
+    awaited = (
+        [one] if isinstance(one, int) and one != own else [rank for rank in ranks if rank != own]
+    )
     return " or ".join(f"{role}.{rank}" for rank in awaited)
 
 
 def _description(frame: FrameType) -> str:
     group = frame.f_locals["group"] or dist.group.WORLD
     assert group is not None  # a collective of it has just failed
-    return group.group_desc if group.group_desc not in ("", "default_pg", "undefined") else "all ranks"
+    return (
+        group.group_desc if group.group_desc not in ("", "default_pg", "undefined") else "all ranks"
+    )
 
 
 def _called_from(frames: list[FrameType]) -> str:
@@ -136,5 +179,9 @@ def _called_from(frames: list[FrameType]) -> str:
 
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`values` on `device`. The host does not wait: it copies them to pinned memory, from which the GPU copies them in stream order."""
+    """`values` on `device`.
+
+    The host does not wait: it copies them to pinned memory, from which the GPU copies them in
+    stream order.
+    """
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

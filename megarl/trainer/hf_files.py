@@ -22,15 +22,28 @@ from megarl.reshard.layout import LocalTensor, hf_layout
 INDEX = "model.safetensors.index.json"
 VISION = "model.visual."  # prefix of a vision tower's tensors
 READ_DTYPES = ("F32", "BF16", "F16")
-FP8, BLOCK, SCALE = "F8_E4M3", 128, "_scale_inv"  # weights in blocks of 128x128, each with a scale, as in DeepSeek-V3 and Kimi K2
-# MXFP4, as in gpt-oss: instead of an (untransposed) tensor of experts, files have a tensor of codes and a tensor of scales (e8m0), one for
-# each block of columns. A byte of codes has two values.
-FP4, FP4_BLOCK, FP4_CODES, FP4_SCALES = "U8", 32, "_blocks", "_scales"
-FP4_VALUES = [sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+FP8 = "F8_E4M3"
+BLOCK = 128
+# weights in blocks of 128x128, each with a scale, as in DeepSeek-V3 and Kimi K2
+SCALE = "_scale_inv"
+# MXFP4, as in gpt-oss: instead of an (untransposed) tensor of experts, files have a tensor of codes
+# and a tensor of scales (e8m0), one for each block of columns. A byte of codes has two values.
+FP4 = "U8"
+FP4_BLOCK = 32
+FP4_CODES = "_blocks"
+FP4_SCALES = "_scales"
+FP4_VALUES = [
+    sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+]
 EXPONENTS = {  # all bits set: NaN or infinity
-    "F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), FP8: ("u1", 0x7F), FP4: ("u1", 0xFF),
-}  # fmt: skip
-SAMPLES, SAMPLE_BYTES = 32, 64 << 10
+    "F32": ("<u4", 0x7F800000),
+    "BF16": ("<u2", 0x7F80),
+    "F16": ("<u2", 0x7C00),
+    FP8: ("u1", 0x7F),
+    FP4: ("u1", 0xFF),
+}
+SAMPLES = 32
+SAMPLE_BYTES = 64 << 10
 _CHUNK_BYTES = 64 << 20
 _LONGEST_HEADER_BYTES = 100 << 20  # the format's own limit
 
@@ -41,7 +54,9 @@ def tensor_files(folder: Path) -> dict[str, str]:
         try:
             return dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{folder / INDEX}: is not an index of safetensors files: {error!r}") from error
+            raise ConfigError(
+                f"{folder / INDEX}: is not an index of safetensors files: {error!r}"
+            ) from error
     file = folder / "model.safetensors"
     if not file.exists():
         raise ConfigError(f"{folder}: holds neither model.safetensors nor {INDEX}")
@@ -49,17 +64,25 @@ def tensor_files(folder: Path) -> dict[str, str]:
 
 
 def filed(spec: ModelSpec, files: Collection[str]) -> tuple[LocalTensor, ...]:
-    """The tensors of the model as the files have them. Qwen3.5 is published with the experts of a layer stacked or separate, and
-    config.json does not say which."""
+    """The tensors of the model as the files have them.
+
+    Qwen3.5 is published with the experts of a layer stacked or separate, and config.json does not
+    say which.
+    """
     other = replace(spec, stacked_experts=not spec.stacked_experts)
     ways = [spec] if fused_tensors(other) == fused_tensors(spec) else [spec, other]
     found = [hf_layout(way, "float32", fused=True).tensors(0) for way in ways]
     return min(found, key=lambda tensors: sum(tensor.name not in files for tensor in tensors))
 
 
-def check_checkpoint(spec: ModelSpec, folder: Path, without: Collection[str] = ()) -> dict[str, str]:
-    """Checks all tensors of the model, except `without`, and returns `tensor_files`. Raises ConfigError that names every tensor that is
-    missing, quantised, or of another shape than in config.json, and every damaged file."""
+def check_checkpoint(
+    spec: ModelSpec, folder: Path, without: Collection[str] = ()
+) -> dict[str, str]:
+    """Checks all tensors of the model, except `without`, and returns `tensor_files`.
+
+    Raises ConfigError that names every tensor that is missing, quantised, or of another shape than
+    in config.json, and every damaged file.
+    """
     files = tensor_files(folder)
     if problems := list(_problems(spec, folder, files, without)):
         raise ConfigError(problems)
@@ -67,33 +90,54 @@ def check_checkpoint(spec: ModelSpec, folder: Path, without: Collection[str] = (
 
 
 def check_config(spec: ModelSpec, folder: Path) -> None:
-    """Raises ConfigError if the config.json beside the weights cannot be read, or describes another model than `spec`. An engine builds its
-    model from that file, while the run is planned for `spec`."""
+    """Raises ConfigError if the config.json beside the weights cannot be read, or describes another
+    model than `spec`. An engine builds its model from that file, while the run is planned for
+    `spec`.
+    """
     config = folder / "config.json"
-    there = load_spec(folder, own_family=spec.family if is_own(spec) else None, mtp=spec.mtp_layers > 0)
+    there = load_spec(
+        folder, own_family=spec.family if is_own(spec) else None, mtp=spec.mtp_layers > 0
+    )
     there = replace(there, mtp_drafts=spec.mtp_drafts)  # a checkpoint does not say this
-    named = [(field.name, getattr(there, field.name), getattr(spec, field.name)) for field in fields(spec) if field.compare]
-    differing = [f"{name} {value!r}, not {wanted!r}" for name, value, wanted in named if value != wanted]
+    named = [
+        (field.name, getattr(there, field.name), getattr(spec, field.name))
+        for field in fields(spec)
+        if field.compare
+    ]
+    differing = [
+        f"{name} {value!r}, not {wanted!r}" for name, value, wanted in named if value != wanted
+    ]
     if differing:
-        raise ConfigError(f"{config}: is of another model than the run's: it has {', '.join(differing)}")
+        raise ConfigError(
+            f"{config}: is of another model than the run's: it has {', '.join(differing)}"
+        )
     if not isinstance(json.loads(config.read_text(encoding="utf-8")).get("model_type"), str):
         raise ConfigError(f"{config}: model_type is missing")
 
 
 def check_finite(spec: ModelSpec, folder: Path) -> None:
-    """Raises ConfigError that names every tensor of the model with a NaN or an infinity, and its file. Reads all weights."""
-    problems, files = [], check_checkpoint(spec, folder)
+    """Raises ConfigError that names every tensor of the model with a NaN or an infinity, and its
+    file. Reads all weights.
+    """
+    problems = []
+    files = check_checkpoint(spec, folder)
     headers = {file: header(folder / file) for file in set(files.values())}
     names = sorted(tensor.name for tensor in filed(spec, files))
     names = [name if name in files else name + FP4_SCALES for name in names]
-    for name in [*names, *(name + SCALE for name in names if headers[files[name]][name]["dtype"] == FP8)]:
-        path, entry = folder / files[name], headers[files[name]][name]
+    for name in [
+        *names,
+        *(name + SCALE for name in names if headers[files[name]][name]["dtype"] == FP8),
+    ]:
+        path = folder / files[name]
+        entry = headers[files[name]][name]
         word, exponent = EXPONENTS[entry["dtype"]]
         with open(path, "rb") as opened:
             begin = 8 + int.from_bytes(opened.read(8), "little")
         first, end = (begin + offset for offset in entry["data_offsets"])
         for at in range(first, end, _CHUNK_BYTES):
-            words = np.fromfile(path, word, min(_CHUNK_BYTES, end - at) // np.dtype(word).itemsize, offset=at)
+            words = np.fromfile(
+                path, word, min(_CHUNK_BYTES, end - at) // np.dtype(word).itemsize, offset=at
+            )
             if ((words & exponent) == exponent).any():
                 problems.append(not_finite(path, name))
                 break
@@ -102,12 +146,17 @@ def check_finite(spec: ModelSpec, folder: Path) -> None:
 
 
 def not_finite(file: Path, tensor: str) -> str:
-    return f"{file}: tensor {tensor} holds values that are not finite (NaN or infinity): no model can be trained or served with them"
+    return (
+        f"{file}: tensor {tensor} holds values that are not finite (NaN or infinity): no model "
+        "can be trained or served with them"
+    )
 
 
 def fingerprint(folder: Path) -> str:
-    """A fingerprint of the weights in `folder`: equal for equal files in any place, and different for other weights. It covers the files'
-    sizes and SAMPLES pieces of each file, which any training changes. To hash terabytes in full would take as long as loading them."""
+    """A fingerprint of the weights in `folder`: equal for equal files in any place, and different
+    for other weights. It covers the files' sizes and SAMPLES pieces of each file, which any
+    training changes. To hash terabytes in full would take as long as loading them.
+    """
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
@@ -120,7 +169,9 @@ def fingerprint(folder: Path) -> str:
 
 
 def _absent_layer(spec: ModelSpec, files: Collection[str]) -> set[str]:
-    """The tensors of the layer for multi-token prediction, if all are absent, as in exports of runs that ignored the layer."""
+    """The tensors of the layer for multi-token prediction, if all are absent, as in exports of runs
+    that ignored the layer.
+    """
     if not spec.mtp_layers:
         return set()
     alone = {tensor.name for tensor in filed(replace(spec, mtp_layers=0, mtp_drafts=False), files)}
@@ -128,9 +179,13 @@ def _absent_layer(spec: ModelSpec, files: Collection[str]) -> set[str]:
     return own if own.isdisjoint(files) else set()
 
 
-def _problems(spec: ModelSpec, folder: Path, files: dict[str, str], without: Collection[str]) -> Iterator[str]:
+def _problems(
+    spec: ModelSpec, folder: Path, files: dict[str, str], without: Collection[str]
+) -> Iterator[str]:
     if absent := _absent_layer(spec, files):
-        told = f"{len(absent)} tensors, such as {min(absent)}, are missing; trainer.mtp must be ignore"
+        told = (
+            f"{len(absent)} tensors, such as {min(absent)}, are missing; trainer.mtp must be ignore"
+        )
         yield f"{folder}: has no layer for multi-token prediction: {told}"
     without = {*without, *absent}
     expected: dict[str, tuple[int, ...]] = {}
@@ -138,7 +193,10 @@ def _problems(spec: ModelSpec, folder: Path, files: dict[str, str], without: Col
     for tensor in filed(spec, files):
         if tensor.transposed and tensor.name + FP4_CODES in files:
             blocks = (*tensor.shape[:-1], -(-tensor.shape[-1] // FP4_BLOCK))
-            own = {tensor.name + FP4_CODES: (*blocks, FP4_BLOCK // 2), tensor.name + FP4_SCALES: blocks}
+            own = {
+                tensor.name + FP4_CODES: (*blocks, FP4_BLOCK // 2),
+                tensor.name + FP4_SCALES: blocks,
+            }
             expected |= own
             in_fp4 |= own.keys()
         elif tensor.name not in without:
@@ -150,7 +208,9 @@ def _problems(spec: ModelSpec, folder: Path, files: dict[str, str], without: Col
             headers[file] = header(folder / file)
         except ConfigError as error:
             yield from error.problems
-    entries = {name: headers[file][name] for name, file in files.items() if name in headers.get(file, {})}
+    entries = {
+        name: headers[file][name] for name, file in files.items() if name in headers.get(file, {})
+    }
     for name, shape in expected.items():
         if name not in files or files[name] not in headers:
             continue
@@ -159,13 +219,19 @@ def _problems(spec: ModelSpec, folder: Path, files: dict[str, str], without: Col
             yield f"{folder}: tensor {name} is missing in {files[name]}, where {INDEX} has it"
             continue
         if tuple(entry["shape"]) != shape:
-            yield f"{folder}: tensor {name} has shape {tuple(entry['shape'])}, config.json says {shape}"
+            yield (
+                f"{folder}: tensor {name} has shape {tuple(entry['shape'])}, config.json says "
+                f"{shape}"
+            )
         if entry["dtype"] == FP4 and name in in_fp4:
             continue
         if entry["dtype"] == FP8 and len(shape) == 2:
             yield from _scale_problems(folder, entries, name, shape)
         elif entry["dtype"] not in READ_DTYPES:  # the scales of such a tensor would be ignored
-            yield f"{folder}: tensor {name} is in {entry['dtype']}; can be read: {', '.join(READ_DTYPES)}, and matrices in {FP8}"
+            yield (
+                f"{folder}: tensor {name} is in {entry['dtype']}; can be read: "
+                f"{', '.join(READ_DTYPES)}, and matrices in {FP8}"
+            )
     yield from _unread(spec, folder, files, entries, {*expected, *without})
 
 
@@ -173,40 +239,66 @@ _NAMED = 5  # at most so many names are in one message
 
 
 def _unread(
-    spec: ModelSpec, folder: Path, files: dict[str, str], entries: Mapping[str, dict[str, Any]], read: Collection[str]
+    spec: ModelSpec,
+    folder: Path,
+    files: dict[str, str],
+    entries: Mapping[str, dict[str, Any]],
+    read: Collection[str],
 ) -> Iterator[str]:
-    """Problems with tensors that are in the files but not in the model, so that another model was saved. `read`: the tensors that are
-    read, without scales."""
+    """Problems with tensors that are in the files but not in the model, so that another model was
+    saved. `read`: the tensors that are read, without scales.
+    """
     idle = _idle_shapes(spec, entries)
     prefixes = (*getattr(family(spec), UNUSED, ()), *([VISION] if spec.vision_tower else []))
     unread = []
     for name, entry in entries.items():
         shape = tuple(entry["shape"])
         of_weight = name.removesuffix(SCALE)
-        is_scale = of_weight != name and entries.get(of_weight, {}).get("dtype") == FP8 and (of_weight in read or of_weight in idle)
+        is_scale = (
+            of_weight != name
+            and entries.get(of_weight, {}).get("dtype") == FP8
+            and (of_weight in read or of_weight in idle)
+        )
         is_empty = 0 in shape  # it says nothing
-        if not (name in read or idle.get(name) == shape or is_scale or is_empty or name.startswith(prefixes)):
+        if not (
+            name in read
+            or idle.get(name) == shape
+            or is_scale
+            or is_empty
+            or name.startswith(prefixes)
+        ):
             unread.append(name)
     if HEAD in unread and spec.tie_word_embeddings:
         unread.remove(HEAD)
         if not _same_values(folder, files, HEAD, _embedding(files)):
             yield (
-                f"{folder}: tie_word_embeddings = true in config.json, but {HEAD} has other values than the embedding. Set it to false, to "
+                f"{folder}: tie_word_embeddings = true in config.json, but {HEAD} has other "
+                "values than the embedding. Set it to false, to "
                 f"use {HEAD}, or remove {HEAD} from the files"
             )
     if unread:
-        listed = ", ".join(unread[:_NAMED]) + ("" if len(unread) <= _NAMED else f" and {len(unread) - _NAMED} more")
-        yield f"{folder}: the model of config.json has no {listed}. Correct config.json, or remove the tensors from the files"
+        listed = ", ".join(unread[:_NAMED]) + (
+            "" if len(unread) <= _NAMED else f" and {len(unread) - _NAMED} more"
+        )
+        yield (
+            f"{folder}: the model of config.json has no {listed}. Correct config.json, or "
+            "remove the tensors from the files"
+        )
 
 
-_ROTARY = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # older versions of Transformers saved this buffer
+# older versions of Transformers saved this buffer
+_ROTARY = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
 def _idle_shapes(spec: ModelSpec, names: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Tensors in the files without which the model computes the same, and the shapes that they then have: buffers of rotary embeddings, the
-    output layer of a model that has a scalar head now, and the layer for multi-token prediction if it is ignored."""
+    """Tensors in the files without which the model computes the same, and the shapes that they then
+    have: buffers of rotary embeddings, the output layer of a model that has a scalar head now, and
+    the layer for multi-token prediction if it is ignored.
+    """
     rotated_dims = spec.qk_rope_head_dim or int(spec.head_dim * spec.partial_rotary_factor)
-    shapes: dict[str, tuple[int, ...]] = {name: (rotated_dims // 2,) for name in names if _ROTARY.fullmatch(name)}
+    shapes: dict[str, tuple[int, ...]] = {
+        name: (rotated_dims // 2,) for name in names if _ROTARY.fullmatch(name)
+    }
     if spec.head == SCALAR:
         shapes[HEAD] = (spec.vocab_size, spec.hidden_size)
     prediction: multi_token.Prediction | None = getattr(family(spec), multi_token.PREDICTION, None)
@@ -216,7 +308,9 @@ def _idle_shapes(spec: ModelSpec, names: Collection[str]) -> dict[str, tuple[int
     around = {name.replace("{layer}", str(spec.num_layers)) for name in prediction.names}
     if around <= set(names):  # otherwise it is one more decoder layer
         shapes |= {tensor.name: tensor.file_shape for tensor in filed(extended, names)}
-        shapes |= dict.fromkeys(multi_token.copies(extended, family(spec)), (spec.vocab_size, spec.hidden_size))
+        shapes |= dict.fromkeys(
+            multi_token.copies(extended, family(spec)), (spec.vocab_size, spec.hidden_size)
+        )
     return shapes
 
 
@@ -229,13 +323,18 @@ def _same_values(folder: Path, files: dict[str, str], first: str, second: str) -
     if second not in files:
         return False
     entries = [header(folder / files[name])[name] for name in (first, second)]
-    if entries[0]["shape"] != entries[1]["shape"] or any(entry["dtype"] not in READ_DTYPES for entry in entries):
+    if entries[0]["shape"] != entries[1]["shape"] or any(
+        entry["dtype"] not in READ_DTYPES for entry in entries
+    ):
         return False
     first_words, second_words = (_words(folder / files[name], name) for name in (first, second))
     elements = _CHUNK_BYTES // 4
     for at in range(0, len(first_words), elements):
         chunk = slice(at, at + elements)
-        values = [_floats(words[chunk], entry["dtype"]) for words, entry in zip((first_words, second_words), entries)]
+        values = [
+            _floats(words[chunk], entry["dtype"])
+            for words, entry in zip((first_words, second_words), entries)
+        ]
         if not np.array_equal(*values, equal_nan=True):
             return False
     return True
@@ -255,7 +354,9 @@ def _floats(words: np.ndarray, dtype: str) -> np.ndarray:
     return (words.astype("<u4") << 16).view("<f4") if dtype == "BF16" else words.astype("<f4")
 
 
-def _scale_problems(folder: Path, entries: Mapping[str, dict[str, Any]], name: str, shape: tuple[int, ...]) -> Iterator[str]:
+def _scale_problems(
+    folder: Path, entries: Mapping[str, dict[str, Any]], name: str, shape: tuple[int, ...]
+) -> Iterator[str]:
     """Problems with the block scales of an fp8 weight, without which it would have other values."""
     scale = name + SCALE
     blocks = [-(-size // BLOCK) for size in shape]
@@ -265,11 +366,17 @@ def _scale_problems(folder: Path, entries: Mapping[str, dict[str, Any]], name: s
     entry = entries[scale]
     if entry["dtype"] != "F32" or entry["shape"] != blocks:
         found = f"{entry['dtype']} of shape {tuple(entry['shape'])}"
-        yield f"{folder}: tensor {scale} is {found}; must be F32 of shape {tuple(blocks)}: a scale for each {BLOCK}x{BLOCK} block"
+        yield (
+            f"{folder}: tensor {scale} is {found}; must be F32 of shape {tuple(blocks)}: a "
+            f"scale for each {BLOCK}x{BLOCK} block"
+        )
 
 
 def header(path: Path) -> dict[str, Any]:
-    """Tensor name -> dtype, shape, data_offsets. Format: 8 bytes header length, JSON header, data. Raises ConfigError."""
+    """Tensor name -> dtype, shape, data_offsets.
+
+    Format: 8 bytes header length, JSON header, data. Raises ConfigError.
+    """
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -277,7 +384,9 @@ def header(path: Path) -> dict[str, Any]:
         tensors.pop("__metadata__", None)
         end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
         if path.stat().st_size != 8 + length + end:
-            raise ValueError(f"it has {path.stat().st_size} bytes, its header says {8 + length + end}")
+            raise ValueError(
+                f"it has {path.stat().st_size} bytes, its header says {8 + length + end}"
+            )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: is not a complete safetensors file: {error}") from error
     return tensors

@@ -1,8 +1,11 @@
-"""Imports and exports HF checkpoints by the pieces of the trainer's layout. No rank ever has more than its own part in memory.
+"""Imports and exports HF checkpoints by the pieces of the trainer's layout.
+
+No rank ever has more than its own part in memory.
 
 Import: every rank reads its own boxes from the safetensors files.
-Export: every rank writes its boxes at their offsets with pwrite, each element by one rank; then rank 0 writes the headers. (Memory mapping
-would not work: on NFS, two hosts that map the same page of a file overwrite each other's half.)
+Export: every rank writes its boxes at their offsets with pwrite, each element by one rank; then
+rank 0 writes the headers. (Memory mapping would not work: on NFS, two hosts that map the same page
+of a file overwrite each other's half.)
 """
 
 from __future__ import annotations
@@ -34,8 +37,28 @@ from megarl.models.spec import SCALAR, ModelSpec
 from megarl.models.vocabulary import SCORE
 from megarl.observe.status import counted, mib
 from megarl.plan.weights import WARM_START
-from megarl.reshard.layout import ITEM_BYTES, Layout, LocalTensor, Piece, Stored, contiguous_strides, hf_layout, stored
-from megarl.trainer.hf_files import BLOCK, FP4_BLOCK, FP4_CODES, FP4_SCALES, FP4_VALUES, INDEX, SCALE, check_checkpoint, filed, not_finite
+from megarl.reshard.layout import (
+    ITEM_BYTES,
+    Layout,
+    LocalTensor,
+    Piece,
+    Stored,
+    contiguous_strides,
+    hf_layout,
+    stored,
+)
+from megarl.trainer.hf_files import (
+    BLOCK,
+    FP4_BLOCK,
+    FP4_CODES,
+    FP4_SCALES,
+    FP4_VALUES,
+    INDEX,
+    SCALE,
+    check_checkpoint,
+    filed,
+    not_finite,
+)
 from megarl.trainer.vision_tower import carry_through
 
 # Folders that appear complete or not at all, written by all ranks together on a shared file system.
@@ -46,7 +69,10 @@ class WriteError(RunError):
 
 
 class RanksFailed(RunError):
-    """Some ranks failed at a common task. The message names them and the reasons, and is the same on every rank."""
+    """Some ranks failed at a common task.
+
+    The message names them and the reasons, and is the same on every rank.
+    """
 
 
 def together[T](
@@ -54,8 +80,9 @@ def together[T](
     failures: tuple[type[Exception], ...] = (OSError, RuntimeError),
     raises: type[RuntimeError] = RanksFailed,
 ) -> T:
-    """Runs `action` on every rank, and returns this rank's result. Collective. `action` must not be collective, since it may fail on one
-    rank alone.
+    """Runs `action` on every rank, and returns this rank's result.
+
+    Collective. `action` must not be collective, since it may fail on one rank alone.
 
     Raises `raises` on every rank if one of `failures` occurred on any rank.
     """
@@ -71,17 +98,23 @@ def together[T](
     if not problems:
         return results[0]
     alike = len(problems) == 1 and None not in told
-    raise raises("; ".join(text if alike else f"rank {rank}: {text}" for text, rank in reversed(problems.items()))) from failure
+    raise raises(
+        "; ".join(
+            text if alike else f"rank {rank}: {text}" for text, rank in reversed(problems.items())
+        )
+    ) from failure
 
 
 class Writing[T]:
     """A folder that all ranks write together. It is at `path`, complete, when `finish` returns.
 
-    Each rank calls `write` with the folder's provisional name. With `beside`, `write` runs in a separate thread while the caller continues,
-    so it must not communicate. `finish` calls `conclude` on all ranks with the folder and the result of `write`.
+    Each rank calls `write` with the folder's provisional name. With `beside`, `write` runs in a
+    separate thread while the caller continues, so it must not communicate. `finish` calls
+    `conclude` on all ranks with the folder and the result of `write`.
 
-    A run that dies meanwhile leaves at most a .partial folder, which the next attempt replaces. It never changes the folder at `path`. An
-    existing folder at `path` is replaced by two renames. The constructor, `written` and `finish` are collective.
+    A run that dies meanwhile leaves at most a .partial folder, which the next attempt replaces. It
+    never changes the folder at `path`. An existing folder at `path` is replaced by two renames. The
+    constructor, `written` and `finish` are collective.
     """
 
     def __init__(
@@ -93,10 +126,15 @@ class Writing[T]:
         beside: bool,
         size_bytes: int | None = None,
     ):
-        """`size_bytes`, the size of everything to be written, is for messages. Raises WriteError if the folder cannot be made."""
+        """`size_bytes`, the size of everything to be written, is for messages.
+
+        Raises WriteError if the folder cannot be made.
+        """
         self.path = Path(path)
         self._partial = self.path.with_name(self.path.name + ".partial")
-        self._write, self._conclude, self._size_bytes = write, conclude, size_bytes
+        self._write = write
+        self._conclude = conclude
+        self._size_bytes = size_bytes
         self._result: list[T] = []  # one result, or none if it failed
         self._failure: BaseException | None = None
         try:
@@ -105,7 +143,9 @@ class Writing[T]:
             raise WriteError(f"{self.path} could not be written: {error}") from error
         self._free_bytes = shutil.disk_usage(self._partial).free
         # A daemon thread: a run that fails does not wait for a folder that will never be complete.
-        self._thread = threading.Thread(target=self._run, name=f"writes {self.path.name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"writes {self.path.name}", daemon=True
+        )
         if beside:
             self._thread.start()
         else:
@@ -120,8 +160,9 @@ class Writing[T]:
     def finish(self) -> None:
         """Returns when the folder is complete and on disk.
 
-        Raises WriteError if any rank's `write` or `conclude` raised OSError or RuntimeError (a full disk), after removing the partial
-        folder. Steps of `conclude` that may fail on single ranks must run in `together`; otherwise the other ranks would wait for them.
+        Raises WriteError if any rank's `write` or `conclude` raised OSError or RuntimeError (a full
+        disk), after removing the partial folder. Steps of `conclude` that may fail on single ranks
+        must run in `together`; otherwise the other ranks would wait for them.
         """
         if self._thread.ident is not None:
             self._thread.join()
@@ -131,11 +172,14 @@ class Writing[T]:
             dist.barrier()
             together(self._rename)
         except BaseException as error:
-            shutil.rmtree(self._partial, ignore_errors=True)  # it must never count as complete, and its space may be needed
+            # it must never count as complete, and its space may be needed
+            shutil.rmtree(self._partial, ignore_errors=True)
             if isinstance(error, (OSError, RanksFailed)):
                 size = f"of {self._size_bytes} bytes " if self._size_bytes is not None else ""
                 free = f"{self._free_bytes} bytes were free there before"
-                raise WriteError(f"{self.path} {size}could not be written; {free}: {error}") from error
+                raise WriteError(
+                    f"{self.path} {size}could not be written; {free}: {error}"
+                ) from error
             raise
 
     def _make_partial(self) -> None:
@@ -171,123 +215,215 @@ NewHead = Literal["zeros", "random"]
 INIT_STD = 0.02
 MAX_FILE_BYTES = 5 * 2**30
 SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
-# Files of a model folder that an export does not copy: weights in any format, their indices, and what a folder of Git or the hub has.
+# Files of a model folder that an export does not copy: weights in any format, their indices, and
+# what a folder of Git or the hub has.
 LEFT_OUT = (
-    "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx*", "*.h5", "*.msgpack", "*.npz", "*.index.json", "*.lock",
-    WARM_START, contents.FILE, ".git*", ".cache", ".huggingface", "original", "*.partial",
-)  # fmt: skip
+    "*.safetensors",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.gguf",
+    "*.onnx*",
+    "*.h5",
+    "*.msgpack",
+    "*.npz",
+    "*.index.json",
+    "*.lock",
+    WARM_START,
+    contents.FILE,
+    ".git*",
+    ".cache",
+    ".huggingface",
+    "original",
+    "*.partial",
+)
 MAX_COPIED_BYTES = 100 * 2**20  # larger files are not configuration
 
 
 def load_hf(
-    spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tensor], path: str, new_head: NewHead | None = None, seed: int = 0
+    spec: ModelSpec,
+    layout: Layout,
+    parameters: Mapping[str, torch.Tensor],
+    path: str,
+    new_head: NewHead | None = None,
+    seed: int = 0,
 ) -> None:
-    """Fills this rank's parameters from the checkpoint folder (or hub name) `path`; vocabulary padding becomes zero.
+    """Fills this rank's parameters from the checkpoint folder (or hub name) `path`; vocabulary
+    padding becomes zero.
 
-    `new_head`: the checkpoint has no scalar head. The new head is zeros, or random with variance 1 / (hidden size + 1) by `seed` (Stiennon
-    et al. 2020, arXiv:2009.01325, appendix B.1).
+    `new_head`: the checkpoint has no scalar head. The new head is zeros, or random with variance 1
+    / (hidden size + 1) by `seed` (Stiennon et al. 2020, arXiv:2009.01325, appendix B.1).
 
-    Every rank checks all tensors of the model, even those it does not hold, so that all ranks raise the same ConfigError
-    (`check_checkpoint`). A rank that reads a value which is not finite also raises ConfigError, with the names of file and tensor. So does
-    a rank that reads a different value where the layer for multi-token prediction must have a copy.
+    Every rank checks all tensors of the model, even those it does not hold, so that all ranks raise
+    the same ConfigError (`check_checkpoint`). A rank that reads a value which is not finite also
+    raises ConfigError, with the names of file and tensor. So does a rank that reads a different
+    value where the layer for multi-token prediction must have a copy.
     """
-    from safetensors import safe_open  # a compiled package that only this needs: a trainer with random weights runs without it
+    # a compiled package that only this needs: a trainer with random weights runs without it
+    from safetensors import safe_open
 
     folder = _local_folder(path, ["*.safetensors", INDEX])
     files = check_checkpoint(spec, folder, without=(SCORE,) if new_head else ())
     places = stored(filed(spec, files))
-    held = {places[piece.logical_name].name for tensor in layout.tensors(dist.get_rank()) for piece in tensor.pieces}
-    copies = {of: name for name, of in multi_token.copies(spec, family(spec)).items() if name in files}
+    held = {
+        places[piece.logical_name].name
+        for tensor in layout.tensors(dist.get_rank())
+        for piece in tensor.pieces
+    }
+    copies = {
+        of: name for name, of in multi_token.copies(spec, family(spec)).items() if name in files
+    }
     held |= {copies[name] for name in held if name in copies}
     held |= {name + suffix for name in held for suffix in (SCALE, FP4_CODES, FP4_SCALES)}
-    opened = {file: safe_open(folder / file, framework="pt") for file in sorted({files[name] for name in held if name in files})}
+    opened = {
+        file: safe_open(folder / file, framework="pt")
+        for file in sorted({files[name] for name in held if name in files})
+    }
 
     def read(name: str, box: Box) -> torch.Tensor:
         return opened[files[name]].get_slice(name)[box.slices()]
 
     def values_of(stored: Stored, box: Box) -> torch.Tensor:
         if stored.name + FP4_CODES in files:  # tensors in this format are not transposed
-            return _of_fp4(box, *(partial(read, stored.name + suffix) for suffix in (FP4_CODES, FP4_SCALES)))
+            return _of_fp4(
+                box, *(partial(read, stored.name + suffix) for suffix in (FP4_CODES, FP4_SCALES))
+            )
         if stored.transposed:
             return read(stored.name, box.transpose()).transpose(-1, -2)
         values = read(stored.name, box)
-        return _dequantised(values, box, partial(read, stored.name + SCALE)) if values.dtype == torch.float8_e4m3fn else values
+        return (
+            _dequantised(values, box, partial(read, stored.name + SCALE))
+            if values.dtype == torch.float8_e4m3fn
+            else values
+        )
 
     for tensor in counted(
-        layout.tensors(dist.get_rank()), "loading weights", lambda each: local_parameter(parameters, each).nbytes, show=mib
+        layout.tensors(dist.get_rank()),
+        "loading weights",
+        lambda each: local_parameter(parameters, each).nbytes,
+        show=mib,
     ):
         parameter = local_parameter(parameters, tensor)
         parameter.zero_()
         for piece in tensor.pieces:
             if new_head and piece.logical_name == SCORE:
                 if new_head == "random":
-                    parameter.copy_(_random_rows(piece, spec.hidden_size, seed) / INIT_STD / math.sqrt(spec.hidden_size + 1))
+                    parameter.copy_(
+                        _random_rows(piece, spec.hidden_size, seed)
+                        / INIT_STD
+                        / math.sqrt(spec.hidden_size + 1)
+                    )
                 continue
-            place, local = places[piece.logical_name], parameter[piece.local.slices()]
+            place = places[piece.logical_name]
+            local = parameter[piece.local.slices()]
             local.copy_(values_of(place, place.place(piece.logical)).view(local.shape))
             if not local.isfinite().all():
                 name = place.name if place.name in files else place.name + FP4_SCALES
                 raise ConfigError(not_finite(folder / files[name], name))
             if copy := copies.get(piece.logical_name):
                 there = values_of(replace(place, name=copy), place.place(piece.logical))
-                if there.shape != piece.logical.shape or not torch.equal(there.to(local.dtype).view(local.shape), local):
-                    raise ConfigError(multi_token.other_copy(folder / files[copy], copy, piece.logical_name))
+                if there.shape != piece.logical.shape or not torch.equal(
+                    there.to(local.dtype).view(local.shape), local
+                ):
+                    raise ConfigError(
+                        multi_token.other_copy(folder / files[copy], copy, piece.logical_name)
+                    )
 
 
-def _dequantised(codes: torch.Tensor, box: Box, scales: Callable[[Box], torch.Tensor]) -> torch.Tensor:
-    """float32 values of a box of an fp8 weight. `scales` reads a box of block scales. As in DeepSeek-V3's own conversion, the product is
-    computed in float32."""
+def _dequantised(
+    codes: torch.Tensor, box: Box, scales: Callable[[Box], torch.Tensor]
+) -> torch.Tensor:
+    """float32 values of a box of an fp8 weight.
+
+    `scales` reads a box of block scales. As in DeepSeek-V3's own conversion, the product is
+    computed in float32.
+    """
     first = tuple(start // BLOCK for start in box.start)
-    blocks = scales(Box(first, tuple(-(-end // BLOCK) - start for start, end in zip(first, box.end))))
+    blocks = scales(
+        Box(first, tuple(-(-end // BLOCK) - start for start, end in zip(first, box.end)))
+    )
     for dim, (start, size) in enumerate(zip(box.start, box.shape)):
         blocks = blocks.repeat_interleave(BLOCK, dim).narrow(dim, start % BLOCK, size)
     return codes.float() * blocks
 
 
-def _of_fp4(box: Box, codes: Callable[[Box], torch.Tensor], scales: Callable[[Box], torch.Tensor]) -> torch.Tensor:
-    """float32 values of a box [1, rows, columns] of an MXFP4 weight. `codes` reads blocks of FP4_BLOCK / 2 bytes; each byte has two values,
-    the first in its lower half. `scales` reads a power of two for each block."""
-    first, end = box.start[-1] // FP4_BLOCK, -(-box.end[-1] // FP4_BLOCK)
+def _of_fp4(
+    box: Box, codes: Callable[[Box], torch.Tensor], scales: Callable[[Box], torch.Tensor]
+) -> torch.Tensor:
+    """float32 values of a box [1, rows, columns] of an MXFP4 weight.
+
+    `codes` reads blocks of FP4_BLOCK / 2 bytes; each byte has two values, the first in its lower
+    half. `scales` reads a power of two for each block.
+    """
+    first = box.start[-1] // FP4_BLOCK
+    end = -(-box.end[-1] // FP4_BLOCK)
     blocks = Box(box.start[:-1] + (first,), box.shape[:-1] + (end - first,))
     bytes_ = codes(Box(blocks.start + (0,), blocks.shape + (FP4_BLOCK // 2,)))
     values = torch.tensor(FP4_VALUES)[torch.stack([bytes_ & 15, bytes_ >> 4], -1).int()].flatten(-2)
     exponents = scales(blocks).int() - 127
-    values = torch.ldexp(values, exponents[..., None].where(exponents[..., None] < 128, torch.inf)).flatten(-2)
+    values = torch.ldexp(
+        values, exponents[..., None].where(exponents[..., None] < 128, torch.inf)
+    ).flatten(-2)
     return values.narrow(-1, box.start[-1] % FP4_BLOCK, box.shape[-1])
 
 
-def init_random(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tensor], seed: int) -> None:
-    """Initialises matrices from a normal distribution with standard deviation 0.02, norms to the identity, and biases, sinks and logarithms
-    of decays to zero. Every row of every HF tensor has its own random stream. So the result does not depend on the layout, and a rank draws
-    only its own rows."""
+def init_random(
+    spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tensor], seed: int
+) -> None:
+    """Initialises matrices from a normal distribution with standard deviation 0.02, norms to the
+    identity, and biases, sinks and logarithms of decays to zero. Every row of every HF tensor has
+    its own random stream. So the result does not depend on the layout, and a rank draws only its
+    own rows.
+    """
     shapes = {t.name: t.shape for t in hf_layout(spec, "float32").tensors(0)}
     for tensor in layout.tensors(dist.get_rank()):
         parameter = local_parameter(parameters, tensor)
         parameter.zero_()
         for piece in tensor.pieces:
-            local, name = parameter[piece.local.slices()], piece.logical_name
+            local = parameter[piece.local.slices()]
+            name = piece.logical_name
             if local.dim() == 1:
                 centred = spec.zero_centred_norms and "norm" in name and "linear_attn" not in name
                 local.fill_(0.0 if centred or name.endswith(("bias", "sinks", "A_log")) else 1.0)
             else:
-                local.copy_(_random_rows(_as_matrix(piece), math.prod(shapes[name][1:]), seed).view(local.shape))
+                local.copy_(
+                    _random_rows(_as_matrix(piece), math.prod(shapes[name][1:]), seed).view(
+                        local.shape
+                    )
+                )
 
 
 def _as_matrix(piece: Piece) -> Piece:
-    """The same piece, of the tensor as a matrix. A tensor of more dims (the weight of a convolution) must be cut only by rows."""
+    """The same piece, of the tensor as a matrix.
+
+    A tensor of more dims (the weight of a convolution) must be cut only by rows.
+    """
     first, *_ = piece.logical.start
     count, *others = piece.logical.shape
-    return piece if len(others) == 1 else Piece(piece.local, piece.logical_name, Box((first, 0), (count, math.prod(others))))
+    return (
+        piece
+        if len(others) == 1
+        else Piece(piece.local, piece.logical_name, Box((first, 0), (count, math.prod(others))))
+    )
 
 
 def _random_rows(piece: Piece, columns: int, seed: int) -> torch.Tensor:
-    return drawn_rows(piece, columns, seed, lambda row, generator: row.normal_(std=INIT_STD, generator=generator))
+    return drawn_rows(
+        piece, columns, seed, lambda row, generator: row.normal_(std=INIT_STD, generator=generator)
+    )
 
 
-def drawn_rows(piece: Piece, columns: int, seed: int, draw: Callable[[torch.Tensor, torch.Generator], object]) -> torch.Tensor:
-    """The piece's part of a random matrix with `columns` columns. `draw` fills each row from its own random stream."""
+def drawn_rows(
+    piece: Piece, columns: int, seed: int, draw: Callable[[torch.Tensor, torch.Generator], object]
+) -> torch.Tensor:
+    """The piece's part of a random matrix with `columns` columns.
+
+    `draw` fills each row from its own random stream.
+    """
     generator = torch.Generator()
-    first, count = piece.logical.start[0], piece.logical.shape[0]
+    first = piece.logical.start[0]
+    count = piece.logical.shape[0]
     rows = torch.empty(count, columns)
     for i in range(count):
         digest = hashlib.sha256(f"{seed}/{piece.logical_name}/{first + i}".encode()).digest()
@@ -306,21 +442,30 @@ def export_hf(
     files: Mapping[str, str] = {},
     beside: bool = False,
 ) -> Writing[None]:
-    """Begins to write folder `path`: safetensors files of at most `max_file_bytes` (or one tensor), an index if there are several, the
-    configuration and tokenizer files of `hf_config_dir`, and `files` (name -> text). The folder exists when `finish` of the result has
-    returned. With `beside`, this rank's part of the weights is copied to host memory and written while training goes on."""
+    """Begins to write folder `path`: safetensors files of at most `max_file_bytes` (or one tensor),
+    an index if there are several, the configuration and tokenizer files of `hf_config_dir`, and
+    `files` (name -> text). The folder exists when `finish` of the result has returned. With
+    `beside`, this rank's part of the weights is copied to host memory and written while training
+    goes on.
+    """
     dtype = layout.kinds[0].shards[0].dtype
-    tensors, repeated = hf_layout(spec, dtype, fused=True).tensors(0), multi_token.copies(spec, family(spec))
+    tensors = hf_layout(spec, dtype, fused=True).tensors(0)
+    repeated = multi_token.copies(spec, family(spec))
     by_name = {tensor.name: tensor for tensor in tensors}
     copies = [replace(by_name[of], name=name, pieces=()) for name, of in repeated.items()]
-    plan = replace(file_plan([*tensors, *copies], max_file_bytes, indexed=spec.vision_tower), repeated=repeated)
+    plan = replace(
+        file_plan([*tensors, *copies], max_file_bytes, indexed=spec.vision_tower), repeated=repeated
+    )
 
     def complete(folder: Path) -> None:
         source = _local_folder(hf_config_dir, None, [] if spec.vision_tower else LEFT_OUT)
         carried = carry_through(spec, source, folder)
         if plan.indexed:
             sizes = {"total_size": sum(p.nbytes for p in plan.places.values())}
-            index = {"metadata": sizes, "weight_map": {n: p.file for n, p in plan.places.items()} | carried}
+            index = {
+                "metadata": sizes,
+                "weight_map": {n: p.file for n, p in plan.places.items()} | carried,
+            }
             (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
         _copy_configuration(source, folder, dtype, spec.head == SCALAR, mtp=spec.mtp_layers > 0)
         for name, text in files.items():
@@ -337,11 +482,16 @@ def write_tensors(
     complete: Callable[[Path], None],
     beside: bool,
 ) -> Writing[None]:
-    """Begins to write the tensors of `plan` to folder `path`. `complete` adds the other files, on rank 0."""
+    """Begins to write the tensors of `plan` to folder `path`.
+
+    `complete` adds the other files, on rank 0.
+    """
     pieces = [
         placed
         for tensor, piece in layout.owned_pieces(dist.get_rank())
-        for placed in plan.places_of(piece, local_parameter(parameters, tensor)[piece.local.slices()].detach())
+        for placed in plan.places_of(
+            piece, local_parameter(parameters, tensor)[piece.local.slices()].detach()
+        )
     ]
     if beside:
         pieces = [(place, box, values.to("cpu", copy=True)) for place, box, values in pieces]
@@ -352,7 +502,8 @@ def write_tensors(
                 _write_headers(folder, plan.headers)
                 complete(folder)
 
-        together(on_one_rank, failures=(OSError, RuntimeError, ValueError))  # ValueError: `hf_config_dir` is gone, or not JSON
+        # ValueError: `hf_config_dir` is gone, or not JSON
+        together(on_one_rank, failures=(OSError, RuntimeError, ValueError))
 
     return Writing(path, lambda folder: _write_pieces(folder, pieces), conclude, beside=beside)
 
@@ -368,7 +519,9 @@ def _write_headers(folder: Path, headers: Mapping[str, bytes]) -> None:
 def _write_pieces(folder: Path, pieces: Sequence[tuple[_Place, Box, torch.Tensor]]) -> None:
     files: dict[str, int] = {}
     try:
-        for place, box, values in counted(pieces, "exporting weights", lambda piece: piece[2].nbytes, line="saving", show=mib):
+        for place, box, values in counted(
+            pieces, "exporting weights", lambda piece: piece[2].nbytes, line="saving", show=mib
+        ):
             if place.file not in files:
                 files[place.file] = os.open(folder / place.file, os.O_WRONLY | os.O_CREAT, 0o666)
             _write_box(files[place.file], place, box, values)
@@ -397,15 +550,24 @@ class FilePlan:
     headers: dict[str, bytes]  # file -> its header
     stored: dict[str, Stored]  # logical name -> where files have it
     indexed: bool = False  # whether the folder has an index of its files
-    repeated: Mapping[str, str] = field(default_factory=dict)  # tensors that repeat others: name -> logical tensor
+    # tensors that repeat others: name -> logical tensor
+    repeated: Mapping[str, str] = field(default_factory=dict)
 
-    def places_of(self, piece: Piece, values: torch.Tensor) -> Iterator[tuple[_Place, Box, torch.Tensor]]:
-        """Yields the tensors in files that have the piece, the box in each, and its `values` in the form of the file."""
+    def places_of(
+        self, piece: Piece, values: torch.Tensor
+    ) -> Iterator[tuple[_Place, Box, torch.Tensor]]:
+        """Yields the tensors in files that have the piece, the box in each, and its `values` in the
+        form of the file.
+        """
         stored = self.stored[piece.logical_name]
         box = stored.place(piece.logical)
         if stored.transposed:
-            box, values = box.transpose(), values.transpose(-1, -2)
-        for name in (stored.name, *(name for name, of in self.repeated.items() if of == piece.logical_name)):
+            box = box.transpose()
+            values = values.transpose(-1, -2)
+        for name in (
+            stored.name,
+            *(name for name, of in self.repeated.items() if of == piece.logical_name),
+        ):
             yield self.places[name], box, values
 
 
@@ -413,11 +575,15 @@ def file_plan(
     tensors: Sequence[LocalTensor],
     max_file_bytes: float,
     stem: str = "model",
-    shown: Callable[[LocalTensor], tuple[str, tuple[int, ...]]] = lambda tensor: (tensor.name, tensor.file_shape),
+    shown: Callable[[LocalTensor], tuple[str, tuple[int, ...]]] = lambda tensor: (
+        tensor.name,
+        tensor.file_shape,
+    ),
     indexed: bool = False,
 ) -> FilePlan:
-    """`stem`: prefix of the files' names; `shown`: gives a tensor's name and shape in files; `indexed`: write an index even for one
-    file."""
+    """`stem`: prefix of the files' names; `shown`: gives a tensor's name and shape in files;
+    `indexed`: write an index even for one file.
+    """
     groups: list[list[LocalTensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -427,22 +593,36 @@ def file_plan(
             size = 0
         groups[-1].append(tensor)
         size += nbytes
-    places, headers, indexed = {}, {}, indexed or len(groups) > 1
+    places = {}
+    headers = {}
+    indexed = indexed or len(groups) > 1
     for number, group in enumerate(groups, start=1):
-        file = f"{stem}.safetensors" if not indexed else f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors"
+        file = (
+            f"{stem}.safetensors"
+            if not indexed
+            else f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors"
+        )
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
-        for tensor in sorted(group, key=lambda tensor: -ITEM_BYTES[tensor.dtype]):  # so that wide elements are aligned
+        # so that wide elements are aligned
+        for tensor in sorted(group, key=lambda tensor: -ITEM_BYTES[tensor.dtype]):
             nbytes = _bytes(tensor)
             offsets = [offset, offset + nbytes]
             name, shape = shown(tensor)
-            entries[name] = {"dtype": SAFETENSORS_DTYPES[tensor.dtype], "shape": shape, "data_offsets": offsets}
+            entries[name] = {
+                "dtype": SAFETENSORS_DTYPES[tensor.dtype],
+                "shape": shape,
+                "data_offsets": offsets,
+            }
             places[tensor.name] = _Place(file, offset, nbytes, tensor.file_shape)
             offset += nbytes
         text = json.dumps(entries).encode()
         text += b" " * (-len(text) % 8)
         headers[file] = len(text).to_bytes(8, "little") + text
-    places = {name: replace(place, offset=place.offset + len(headers[place.file])) for name, place in places.items()}
+    places = {
+        name: replace(place, offset=place.offset + len(headers[place.file]))
+        for name, place in places.items()
+    }
     return FilePlan(places, headers, stored(tensors), indexed)
 
 
@@ -451,28 +631,39 @@ def _bytes(tensor: LocalTensor) -> int:
 
 
 def _write_box(fd: int, place: _Place, box: Box, values: torch.Tensor) -> None:
-    """Writes `values` as the elements `box` of the tensor at `place`, with one write for each contiguous run of elements."""
+    """Writes `values` as the elements `box` of the tensor at `place`, with one write for each
+    contiguous run of elements.
+    """
     data = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
     item_bytes = place.nbytes // math.prod(place.shape)
     strides = [stride * item_bytes for stride in contiguous_strides(place.shape)]
-    cut = max((dim for dim in range(len(box.shape)) if box.shape[dim] != place.shape[dim]), default=0)  # dims after it are whole
+    # dims after it are whole
+    cut = max(
+        (dim for dim in range(len(box.shape)) if box.shape[dim] != place.shape[dim]), default=0
+    )
     run = math.prod(box.shape[cut:]) * item_bytes
     first = place.offset + sum(start * stride for start, stride in zip(box.start, strides))
     for number, index in enumerate(np.ndindex(box.shape[:cut])):
-        _pwrite(fd, data[number * run : (number + 1) * run], first + sum(i * stride for i, stride in zip(index, strides)))
+        _pwrite(
+            fd,
+            data[number * run : (number + 1) * run],
+            first + sum(i * stride for i, stride in zip(index, strides)),
+        )
 
 
 def _pwrite(fd: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(fd, data, offset)
-        data, offset = data[written:], offset + written
+        data = data[written:]
+        offset = offset + written
 
 
 def _copy_configuration(source: Path, folder: Path, dtype: str, scores: bool, mtp: bool) -> None:
-    """Copies all files but weights, so that what config.json and the tokenizer's files point to is there: code, templates.
+    """Copies all files but weights, so that what config.json and the tokenizer's files point to is
+    there: code, templates.
 
-    `scores`: whether the model has a scalar head. The model in `source` may have another head. `mtp`: whether the export has the layer for
-    multi-token prediction.
+    `scores`: whether the model has a scalar head. The model in `source` may have another head.
+    `mtp`: whether the export has the layer for multi-token prediction.
     """
     for file in sorted(source.rglob("*")):
         name = file.relative_to(source)
@@ -481,8 +672,10 @@ def _copy_configuration(source: Path, folder: Path, dtype: str, scores: bool, mt
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, folder / name)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config.pop("quantization_config", None)  # from an fp8 checkpoint; the written weights are not quantised
-    for part in (config, config.get("text_config", config)):  # the language model beside a vision tower
+    # from an fp8 checkpoint; the written weights are not quantised
+    config.pop("quantization_config", None)
+    # the language model beside a vision tower
+    for part in (config, config.get("text_config", config)):
         part.pop("torch_dtype", None)  # its name before transformers 5
         part["dtype"] = dtype
         for key in multi_token.COUNTS:
@@ -493,22 +686,31 @@ def _copy_configuration(source: Path, folder: Path, dtype: str, scores: bool, mt
         config |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         ends = config.get("eos_token_id")
         if config.get("pad_token_id") in (ends if isinstance(ends, list) else [ends]):
-            config["pad_token_id"] = None  # Hugging Face reads the score at the last token that is not padding: it would skip the end
+            # Hugging Face reads the score at the last token that is not padding: it would skip the
+            # end
+            config["pad_token_id"] = None
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def local_parameter(parameters: Mapping[str, torch.Tensor], tensor: LocalTensor) -> torch.Tensor:
     parameter = parameters[tensor.name]
-    assert tuple(parameter.shape) == tensor.shape, f"{tensor.name}: layout says {tensor.shape}, Megatron has {tuple(parameter.shape)}"
+    assert tuple(parameter.shape) == tensor.shape, (
+        f"{tensor.name}: layout says {tensor.shape}, Megatron has {tuple(parameter.shape)}"
+    )
     return parameter
 
 
 def _local_folder(path: str, patterns: list[str] | None, left_out: Sequence[str] = ()) -> Path:
     if Path(path).is_dir():
         return Path(path)
-    from huggingface_hub import snapshot_download  # imported only for hub names, since local models need no network
+    # imported only for hub names, since local models need no network
+    from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, allow_patterns=patterns, ignore_patterns=list(left_out)))
+        return Path(
+            snapshot_download(path, allow_patterns=patterns, ignore_patterns=list(left_out))
+        )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={path}: neither a folder nor reachable on the hub: {error}") from error
+        raise ConfigError(
+            f"model.path={path}: neither a folder nor reachable on the hub: {error}"
+        ) from error

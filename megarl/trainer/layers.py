@@ -35,12 +35,15 @@ from megarl.trainer.distributed import sent
 from megarl.trainer.microbatch import MicroBatch
 from megarl.trainer.parallel import context_group, tensor_group
 
-# Context parallelism: every sequence is cut into 2n chunks, and rank r of n has chunks r and 2n - 1 - r.
+# Context parallelism: every sequence is cut into 2n chunks, and rank r of n has chunks r and 2n - 1
+# - r.
 #
-# So each rank has early positions, which attend to few tokens, and late ones. Under a causal mask, all ranks have the same work. This is
-# the order of Megatron and Transformer Engine for packed sequences (thd_get_partitioned_indices), which their rotary embeddings follow.
+# So each rank has early positions, which attend to few tokens, and late ones. Under a causal mask,
+# all ranks have the same work. This is the order of Megatron and Transformer Engine for packed
+# sequences (thd_get_partitioned_indices), which their rotary embeddings follow.
 #
-# `boundaries`: where sequences begin and end in the whole row, from the MicrobatchPlan. All are multiples of 2n.
+# `boundaries`: where sequences begin and end in the whole row, from the MicrobatchPlan. All are
+# multiples of 2n.
 
 
 def held_positions(boundaries: Sequence[int], ranks: int, rank: int) -> torch.Tensor:
@@ -58,25 +61,35 @@ def all_positions(boundaries: Sequence[int], ranks: int) -> torch.Tensor:
 
 def cut(x: torch.Tensor, boundaries: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's part, [t / n, ...], of x [t, ...]."""
-    return x if group.size() == 1 else x[sent(held_positions(boundaries, group.size(), group.rank()), x.device)]
+    return (
+        x
+        if group.size() == 1
+        else x[sent(held_positions(boundaries, group.size(), group.rank()), x.device)]
+    )
 
 
-def join(x: torch.Tensor, boundaries: Sequence[int], group: dist.ProcessGroup, summed: bool = False) -> torch.Tensor:
+def join(
+    x: torch.Tensor, boundaries: Sequence[int], group: dist.ProcessGroup, summed: bool = False
+) -> torch.Tensor:
     """Joins every rank's part x [t / n, ...] to [t, ...] on all ranks; differentiable.
 
-    If all ranks compute the same function of the result, its gradient is the same on all, and each rank takes its own part. If each rank
-    computes a different function, pass `summed`: then the ranks' gradients are summed.
+    If all ranks compute the same function of the result, its gradient is the same on all, and each
+    rank takes its own part. If each rank computes a different function, pass `summed`: then the
+    ranks' gradients are summed.
     """
     if group.size() == 1:
         return x
     parts = _Gather.apply(x, group, summed)
-    return torch.empty_like(parts).index_copy(0, sent(all_positions(boundaries, group.size()), x.device), parts)
+    return torch.empty_like(parts).index_copy(
+        0, sent(all_positions(boundaries, group.size()), x.device), parts
+    )
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, summed: bool) -> torch.Tensor:
-        ctx.group, ctx.summed = group, summed
+        ctx.group = group
+        ctx.summed = summed
         out = x.new_empty((group.size() * x.size(0), *x.shape[1:]))
         dist.all_gather_into_tensor(out, x.contiguous(), group=group)
         return out
@@ -95,21 +108,28 @@ class _Gather(torch.autograd.Function):
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's own parameters, and a copy of them on the host, since reading `cu_seqlens_q` would wait for a GPU. (Transformer Engine
-    gets only the fields of the parent.)"""
+    """Megatron's own parameters, and a copy of them on the host, since reading `cu_seqlens_q` would
+    wait for a GPU. (Transformer Engine gets only the fields of the parent.)
+    """
 
     boundaries: tuple[int, ...] = ()
-    runs: tuple[tuple[int, int], ...] = ()  # (number, length) of adjacent sequences with equal lengths
+    # (number, length) of adjacent sequences with equal lengths
+    runs: tuple[tuple[int, int], ...] = ()
 
 
 def packed_sequences(microbatch: MicroBatch, cp: int) -> PackedSequences:
     lengths = microbatch.plan.lengths
-    # Without Transformer Engine, only Megatron's rotary embedding reads them, on the host. On a GPU it would wait twice in every layer.
-    boundaries = microbatch.boundaries if layer_spec() == "te" else torch.tensor(microbatch.plan.boundaries, dtype=torch.int32)
-    # (The greatest length must be exact. If a table of rotary angles is as long as the whole row, Megatron assumes that it continues from
-    # sequence to sequence.)
-    # If Transformer Engine cuts sequences, it needs padded boundaries. Here they are the same, since padding is part of sequences. Without
-    # them, it would compare boundaries, and wait for the GPU, in every layer.
+    # Without Transformer Engine, only Megatron's rotary embedding reads them, on the host. On a GPU
+    # it would wait twice in every layer.
+    boundaries = (
+        microbatch.boundaries
+        if layer_spec() == "te"
+        else torch.tensor(microbatch.plan.boundaries, dtype=torch.int32)
+    )
+    # (The greatest length must be exact. If a table of rotary angles is as long as the whole row,
+    # Megatron assumes that it continues from sequence to sequence.) If Transformer Engine cuts
+    # sequences, it needs padded boundaries. Here they are the same, since padding is part of
+    # sequences. Without them, it would compare boundaries, and wait for the GPU, in every layer.
     padded = boundaries if cp > 1 else None
     return PackedSequences(
         qkv_format="thd",
@@ -125,7 +145,8 @@ def packed_sequences(microbatch: MicroBatch, cp: int) -> PackedSequences:
     )
 
 
-# The head of reward models and critics: a linear map from hidden states to one number, computed in float32.
+# The head of reward models and critics: a linear map from hidden states to one number, computed in
+# float32.
 #
 # Every tensor rank has the whole head, and applies it to its own positions.
 
@@ -136,39 +157,55 @@ class ScalarHead(torch.nn.Module):
     def __init__(self, config: TransformerConfig):
         super().__init__()
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
-        # finalize_model_grads reads it: each tensor rank saw only its part of the sequence, so gradients are summed.
+        self.weight = torch.nn.Parameter(
+            torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device)
+        )
+        # finalize_model_grads reads it: each tensor rank saw only its part of the sequence, so
+        # gradients are summed.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(
-        self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, None]:
         """[s, b, 1] float32 from hidden states [s, b, h]."""
         return F.linear(hidden.float(), self.weight.float()), None
 
 
-def token_values(outputs: torch.Tensor, microbatch: MicroBatch, *, sequence_parallel: bool) -> torch.Tensor:
+def token_values(
+    outputs: torch.Tensor, microbatch: MicroBatch, *, sequence_parallel: bool
+) -> torch.Tensor:
     """[t] float32: the head's output at each position, 0 where `microbatch.loss_mask` is not set.
 
-    outputs: [t / cp, 1], or [t / cp / tp, 1] if the sequence is also split over tensor ranks. The results are the same on all tensor and
-    context ranks, and differentiable if all of them compute the same loss from it.
+    outputs: [t / cp, 1], or [t / cp / tp, 1] if the sequence is also split over tensor ranks. The
+    results are the same on all tensor and context ranks, and differentiable if all of them compute
+    the same loss from it.
     """
     if sequence_parallel:
-        outputs = gather_from_sequence_parallel_region(outputs, tensor_parallel_output_grad=False, group=tensor_group())
+        outputs = gather_from_sequence_parallel_region(
+            outputs, tensor_parallel_output_grad=False, group=tensor_group()
+        )
     values = join(outputs[:, 0], microbatch.plan.boundaries, context_group())
     return torch.where(microbatch.loss_mask, values, 0.0)
 
 
-# Rollout routing replay (Ma et al. 2025, arXiv 2510.11370): tokens go to the same experts as when they were generated.
+# Rollout routing replay (Ma et al. 2025, arXiv 2510.11370): tokens go to the same experts as when
+# they were generated.
 #
-# Only the choice is replayed. The weights of the chosen experts come from this trainer's own scores, so that gradients reach the router. If
-# a choice is unknown (for padding, or at the end of a sequence that an environment wrote), the router makes its own.
+# Only the choice is replayed. The weights of the chosen experts come from this trainer's own
+# scores, so that gradients reach the router. If a choice is unknown (for padding, or at the end of
+# a sequence that an environment wrote), the router makes its own.
 
 
 class LayerReplay(RouterReplay):
-    """Replays the choices of one router. It replaces Megatron's own RouterReplay, which needs a recorded choice for every token.
+    """Replays the choices of one router.
 
-    If activations are recomputed, the backward passes of several microbatches ask again, in the order of their forward passes.
+    It replaces Megatron's own RouterReplay, which needs a recorded choice for every token.
+
+    If activations are recomputed, the backward passes of several microbatches ask again, in the
+    order of their forward passes.
     """
 
     def __init__(self) -> None:
@@ -179,7 +216,10 @@ class LayerReplay(RouterReplay):
         self.replaced: torch.Tensor | int = 0  # replayed choices that differ from the router's own
 
     def put(self, ids: torch.Tensor, recomputed: bool) -> None:
-        """Sets ids [tokens, experts per token] for the next forward pass, -1 if unknown. With `recomputed`, also for its backward pass."""
+        """Sets ids [tokens, experts per token] for the next forward pass, -1 if unknown.
+
+        With `recomputed`, also for its backward pass.
+        """
         self._ids = ids
         if recomputed:
             self._again.append(ids)
@@ -192,34 +232,52 @@ class LayerReplay(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores of the chosen experts, their ids), both [tokens, experts per token], from scores [tokens, experts]."""
+        """(scores of the chosen experts, their ids), both [tokens, experts per token], from scores
+        [tokens, experts].
+        """
         assert default_compute_topk is not None and self._ids is not None
         with torch.no_grad():
-            _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        again = torch.is_grad_enabled() and bool(self._again)  # a forward pass that will be recomputed runs without gradients
+            _, own = default_compute_topk(
+                scores, topk, num_groups=num_groups, group_topk=group_topk
+            )
+        # a forward pass that will be recomputed runs without gradients
+        again = torch.is_grad_enabled() and bool(self._again)
         recorded = (self._again.popleft() if again else self._ids).long()
         known = recorded[:, :1] >= 0
         chosen = torch.where(known, recorded, own)
         if not again:
             self.replayed = self.replayed + known.sum()
-            self.replaced = self.replaced + (chosen.sort(dim=1)[0] != own.sort(dim=1)[0]).any(dim=1).sum()
+            self.replaced = (
+                self.replaced + (chosen.sort(dim=1)[0] != own.sort(dim=1)[0]).any(dim=1).sum()
+            )
         return scores.gather(1, chosen), chosen
 
 
 class RoutingReplay:
     """The replay for all routers of this rank."""
 
-    def __init__(self, format: RoutingFormat, chunks: Sequence[torch.nn.Module], sequence_parallel: bool, recompute: bool):
+    def __init__(
+        self,
+        format: RoutingFormat,
+        chunks: Sequence[torch.nn.Module],
+        sequence_parallel: bool,
+        recompute: bool,
+    ):
         """`chunks` are the model's virtual stages."""
         self.format = format
-        self._sequence_parallel, self._recompute = sequence_parallel, recompute
-        self._routers: dict[torch.nn.Module, dict[int, LayerReplay]] = {chunk: {} for chunk in chunks}
+        self._sequence_parallel = sequence_parallel
+        self._recompute = recompute
+        self._routers: dict[torch.nn.Module, dict[int, LayerReplay]] = {
+            chunk: {} for chunk in chunks
+        }
         for chunk, layers in self._routers.items():
             for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
                 if router.is_mtp_layer:  # engines do not run this layer on sampled tokens
                     continue
                 assert router.layer_number is not None
-                layers[router.layer_number - 1 - format.dense_layers] = router.router_replay = LayerReplay()
+                layers[router.layer_number - 1 - format.dense_layers] = router.router_replay = (
+                    LayerReplay()
+                )
 
     def reset(self) -> None:
         """Resets the counters."""
@@ -227,9 +285,11 @@ class RoutingReplay:
             replay.replayed = replay.replaced = 0
 
     def put(self, chunk: torch.nn.Module, routing: torch.Tensor, boundaries: Sequence[int]) -> None:
-        """Sets the experts for the next forward pass of `chunk`: [t, layers with experts, experts per token], -1 where unknown.
+        """Sets the experts for the next forward pass of `chunk`: [t, layers with experts, experts
+        per token], -1 where unknown.
 
-        Each router gets the tokens of this rank in Megatron's order: this rank's part under context and sequence parallelism.
+        Each router gets the tokens of this rank in Megatron's order: this rank's part under context
+        and sequence parallelism.
         """
         mine = cut(routing, boundaries, context_group())
         if self._sequence_parallel:
@@ -239,56 +299,80 @@ class RoutingReplay:
             replay.put(mine[:, layer], self._recompute and torch.is_grad_enabled())
 
     def metrics(self, positions: int, device: torch.device) -> dict[str, float]:
-        """The metrics since `reset`, over all ranks, after `positions` positions went through the model. Each position and layer has one
-        choice of experts. The metrics are the share of choices that were replayed, and the share of these that differ from the trainer's
-        own router.
+        """The metrics since `reset`, over all ranks, after `positions` positions went through the
+        model. Each position and layer has one choice of experts. The metrics are the share of
+        choices that were replayed, and the share of these that differ from the trainer's own
+        router.
 
         Collective: the same on every rank.
         """
-        totals = [sum(replay.replayed for replay in self._replays()), sum(replay.replaced for replay in self._replays())]
-        counts = torch.stack([torch.as_tensor(total, dtype=torch.float64, device=device) for total in totals])
+        totals = [
+            sum(replay.replayed for replay in self._replays()),
+            sum(replay.replaced for replay in self._replays()),
+        ]
+        counts = torch.stack(
+            [torch.as_tensor(total, dtype=torch.float64, device=device) for total in totals]
+        )
         dist.all_reduce(counts)
         replayed, replaced = counts.tolist()
         choices = positions * self.format.shape[0]
-        return {"router/replayed_fraction": replayed / max(1, choices), "router/replaced_fraction": replaced / max(1.0, replayed)}
+        return {
+            "router/replayed_fraction": replayed / max(1, choices),
+            "router/replaced_fraction": replaced / max(1.0, replayed),
+        }
 
     def _replays(self) -> list[LayerReplay]:
         return [replay for layers in self._routers.values() for replay in layers.values()]
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS normalisation over the last dimension; unlike Megatron's WrappedTorchNorm it allows sequence parallelism and zero-centred
-    weights."""
+    """RMS normalisation over the last dimension; unlike Megatron's WrappedTorchNorm it allows
+    sequence parallelism and zero-centred weights.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__()
-        self.eps, self.zero_centred = eps, config.layernorm_zero_centered_gamma
+        self.eps = eps
+        self.zero_centred = config.layernorm_zero_centered_gamma
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        # finalize_model_grads reads it: each tensor rank saw only its part of the sequence, so gradients are summed.
+        self.weight = torch.nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=device)
+        )
+        # finalize_model_grads reads it: each tensor rank saw only its part of the sequence, so
+        # gradients are summed.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.zero_centred:
-            return F.rms_norm(x.float(), (x.size(-1),), 1.0 + self.weight.float(), self.eps).type_as(x)
+            return F.rms_norm(
+                x.float(), (x.size(-1),), 1.0 + self.weight.float(), self.eps
+            ).type_as(x)
         return F.rms_norm(x, (x.size(-1),), self.weight, self.eps)
 
 
 class DeltaNet(GatedDeltaNet):
-    """Megatron's gated delta net, with decays as Hugging Face and engines compute them. Megatron would round the exponential to bf16."""
+    """Megatron's gated delta net, with decays as Hugging Face and engines compute them.
+
+    Megatron would round the exponential to bf16.
+    """
 
     def _compute_g_and_beta(
-        self, A_log_local_cp: torch.Tensor, dt_bias_local_cp: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor
+        self,
+        A_log_local_cp: torch.Tensor,
+        dt_bias_local_cp: torch.Tensor,
+        alpha: torch.Tensor,
+        beta: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         decay = A_log_local_cp.float().exp() * F.softplus(alpha.float() + dt_bias_local_cp.float())
         return -decay, beta.sigmoid()
 
 
 class NormOfEachHead(RMSNorm):
-    """RMS normalisation of the output of each head of a gated delta net, never zero-centred (Qwen3-Next).
+    """RMS normalisation of the output of each head of a gated delta net, never zero-centred
+    (Qwen3-Next).
 
-    All heads share one weight. Its gradient is summed over the tensor ranks here, since Megatron (finalize_model_grads) does so only with
-    sequence parallelism.
+    All heads share one weight. Its gradient is summed over the tensor ranks here, since Megatron
+    (finalize_model_grads) does so only with sequence parallelism.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
@@ -305,28 +389,42 @@ class NormOfEachHead(RMSNorm):
 class NormOfAllHeads(torch.nn.Module):
     """RMS normalisation of queries or keys over all heads of all tensor ranks together.
 
-    Every rank has the weights of all heads, but gradients only for its own heads. Megatron sums these gradients over the ranks
-    (finalize_model_grads).
+    Every rank has the weights of all heads, but gradients only for its own heads. Megatron sums
+    these gradients over the ranks (finalize_model_grads).
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, heads: int):
         """`hidden_size`: of a head; `heads`: of all tensor ranks."""
         super().__init__()
-        self.eps, self.width, self.group = eps, heads * hidden_size, tensor_group()
+        self.eps = eps
+        self.width = heads * hidden_size
+        self.group = tensor_group()
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(torch.ones(self.width, dtype=config.params_dtype, device=device))
+        self.weight = torch.nn.Parameter(
+            torch.ones(self.width, dtype=config.params_dtype, device=device)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., heads / tp, d]."""
         values = x.flatten(-2).float()
-        squares = reduce_from_tensor_model_parallel_region(values.square().sum(-1, keepdim=True), group=self.group)
-        squares = copy_to_tensor_model_parallel_region(squares, group=self.group)  # its gradient comes from the heads of all ranks
+        squares = reduce_from_tensor_model_parallel_region(
+            values.square().sum(-1, keepdim=True), group=self.group
+        )
+        # its gradient comes from the heads of all ranks
+        squares = copy_to_tensor_model_parallel_region(squares, group=self.group)
         weight = self.weight.chunk(self.group.size())[self.group.rank()]
-        return (weight * (values * torch.rsqrt(squares / self.width + self.eps))).to(x.dtype).view_as(x)
+        return (
+            (weight * (values * torch.rsqrt(squares / self.width + self.eps)))
+            .to(x.dtype)
+            .view_as(x)
+        )
 
 
 class NormedResidual(torch.nn.Module):
-    """Norms the output of attention or an MLP, and adds it to the residual stream. Stands in for Megatron's bias-dropout-add."""
+    """Norms the output of attention or an MLP, and adds it to the residual stream.
+
+    Stands in for Megatron's bias-dropout-add.
+    """
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -335,17 +433,25 @@ class NormedResidual(torch.nn.Module):
     def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
         return self._add
 
-    def _add(self, output: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, dropout: float) -> torch.Tensor:
+    def _add(
+        self,
+        output: tuple[torch.Tensor, torch.Tensor | None],
+        residual: torch.Tensor,
+        dropout: float,
+    ) -> torch.Tensor:
         """All tensors are [s, b, h], or this rank's part of s."""
         made, bias = output
         assert bias is None and dropout == 0.0
-        # Megatron enables gradients for this, even if it has disabled them for the layer (for scoring, or to recompute it later).
+        # Megatron enables gradients for this, even if it has disabled them for the layer (for
+        # scoring, or to recompute it later).
         with torch.set_grad_enabled(made.requires_grad):
             return residual + self.norm(made)
 
 
 class PairedRows(ColumnParallelLinear):
-    """The first layer of an expert whose gate and up rows alternate. Its output has the gates first, as Megatron's MLP expects them.
+    """The first layer of an expert whose gate and up rows alternate.
+
+    Its output has the gates first, as Megatron's MLP expects them.
 
     Transformer Engine's grouped layers do this themselves (`moe_mlp_glu_interleave_size`).
     """
@@ -361,12 +467,15 @@ def _gates_first(x: torch.Tensor) -> torch.Tensor:
 
 
 class OwnOutput(RowParallelLinear):
-    """The second layer of an expert with a bias. Megatron's MLP adds the bias in place, which PyTorch refuses for a view as output."""
+    """The second layer of an expert with a bias.
+
+    Megatron's MLP adds the bias in place, which PyTorch refuses for a view as output.
+    """
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
-        # Megatron would sum its gradient over tensor ranks. But these ranks have other experts, or have already summed it as data-parallel
-        # ranks.
+        # Megatron would sum its gradient over tensor ranks. But these ranks have other experts, or
+        # have already summed it as data-parallel ranks.
         self.bias.sequence_parallel = False  # type: ignore[union-attr]
 
     def forward(self, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -375,10 +484,12 @@ class OwnOutput(RowParallelLinear):
 
 
 class CausalAttention(MegatronModule):
-    """Causal attention of packed sequences, separate for each, with PyTorch's fused kernel. Replaces DotProductAttention.
+    """Causal attention of packed sequences, separate for each, with PyTorch's fused kernel.
 
-    Adjacent sequences of equal length are one call, so that many short ones cost little. Under context parallelism, every rank gathers all
-    keys and values, and masks by position.
+    Replaces DotProductAttention.
+
+    Adjacent sequences of equal length are one call, so that many short ones cost little. Under
+    context parallelism, every rank gathers all keys and values, and masks by position.
     """
 
     def __init__(
@@ -397,15 +508,24 @@ class CausalAttention(MegatronModule):
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
         self.cp_group = context_group()
         self.softmax_scale = softmax_scale
-        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq or 1, layer_number)
-        self.reach = config.window_size[0] if windowed and config.window_size else None  # number of earlier tokens that a token sees
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq or 1, layer_number
+        )
+        # number of earlier tokens that a token sees
+        self.reach = config.window_size[0] if windowed and config.window_size else None
         self.softmax_offset = None
         if config.softmax_type == "learnable":
             device = None if config.use_cpu_initialization else torch.cuda.current_device()
-            sinks = torch.zeros(config.num_attention_heads // tensor_group().size(), dtype=config.params_dtype, device=device)
+            sinks = torch.zeros(
+                config.num_attention_heads // tensor_group().size(),
+                dtype=config.params_dtype,
+                device=device,
+            )
             self.softmax_offset = torch.nn.Parameter(sinks)
             self.softmax_scale = softmax_scale or config.kv_channels**-0.5  # type: ignore[operator]
-            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+            set_tensor_model_parallel_attributes(
+                self.softmax_offset, is_parallel=True, dim=0, stride=1
+            )
 
     def forward(
         self,
@@ -419,53 +539,93 @@ class CausalAttention(MegatronModule):
     ) -> torch.Tensor:
         """query [t / cp, heads, d], key and value [t / cp, kv_heads, d] -> [t / cp, heads * d]."""
         assert attention_mask is None and attention_bias is None and packed_seq_params is not None
-        group, runs = self.cp_group, packed_seq_params.runs
-        ranks, grouped = group.size(), query.size(1) != key.size(1)
-        key, value = (join(x, packed_seq_params.boundaries, group, summed=True) for x in (key, value))
+        group = self.cp_group
+        runs = packed_seq_params.runs
+        ranks = group.size()
+        grouped = query.size(1) != key.size(1)
+        key, value = (
+            join(x, packed_seq_params.boundaries, group, summed=True) for x in (key, value)
+        )
         queries = query.split([count * length // ranks for count, length in runs])
         keys, values = (x.split([count * length for count, length in runs]) for x in (key, value))
         outs = []
         for (count, length), parts in zip(runs, zip(queries, keys, values)):
             mask = self._mask(length, query.device)
-            q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in parts)  # [count, heads, length, d]
+            # [count, heads, length, d]
+            q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in parts)
             if self.softmax_offset is not None:
                 q, k, v, mask = self._with_sinks(q, k, v, mask)
             out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=self.softmax_scale,
+                enable_gqa=grouped,
             )
-            outs.append(out[..., -length // ranks :, : value.size(-1)].transpose(1, 2).flatten(2).flatten(0, 1))
+            outs.append(
+                out[..., -length // ranks :, : value.size(-1)]
+                .transpose(1, 2)
+                .flatten(2)
+                .flatten(0, 1)
+            )
         return torch.cat(outs)
 
     def _with_sinks(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Adds a token with value zero before all others. An additional dim of its key gives each head its sink as the score."""
+        """Adds a token with value zero before all others.
+
+        An additional dim of its key gives each head its sink as the score.
+        """
         assert self.softmax_offset is not None and self.softmax_scale is not None
-        scores = (self.softmax_offset / self.softmax_scale).view(1, -1, 1, 1).expand(len(q), -1, q.size(2), 1)
-        q, k, v = torch.cat([q, scores.to(q.dtype)], -1), F.pad(k, (0, 1, 1, 0)), F.pad(v, (0, 1, 1, 0))
+        scores = (
+            (self.softmax_offset / self.softmax_scale)
+            .view(1, -1, 1, 1)
+            .expand(len(q), -1, q.size(2), 1)
+        )
+        q = torch.cat([q, scores.to(q.dtype)], -1)
+        k = F.pad(k, (0, 1, 1, 0))
+        v = F.pad(v, (0, 1, 1, 0))
         k[:, :, 0, -1] = 1.0
-        return (F.pad(q, (0, 0, 1, 0)), k, v, None) if mask is None else (q, k, v, F.pad(mask, (1, 0), value=True))
+        return (
+            (F.pad(q, (0, 0, 1, 0)), k, v, None)
+            if mask is None
+            else (q, k, v, F.pad(mask, (1, 0), value=True))
+        )
 
     def _mask(self, length: int, device: torch.device) -> torch.Tensor | None:
-        """[length / cp, length] for this rank's positions of a sequence; None if it is the plain causal mask of all positions."""
+        """[length / cp, length] for this rank's positions of a sequence; None if it is the plain
+        causal mask of all positions.
+        """
         ranks = self.cp_group.size()
         reach = length if self.reach is None else self.reach
         if ranks == 1 and reach >= length - 1:
             return None
-        mine = held_positions((0, length), ranks, self.cp_group.rank()) if ranks > 1 else torch.arange(length)
+        mine = (
+            held_positions((0, length), ranks, self.cp_group.rank())
+            if ranks > 1
+            else torch.arange(length)
+        )
         back = sent(mine, device)[:, None] - torch.arange(length, device=device)
         return (back >= 0) & (back <= reach)
 
 
 class LatentAttention(CausalAttention):
-    """Causal attention whose keys end in a part shared by all heads of all tensor ranks (DeepSeek-V2, section 2.1.3).
+    """Causal attention whose keys end in a part shared by all heads of all tensor ranks
+    (DeepSeek-V2, section 2.1.3).
 
-    In Megatron's local spec (0.19.2), every rank has that whole part, but computes its gradient only from the rank's own heads.
+    In Megatron's local spec (0.19.2), every rank has that whole part, but computes its gradient
+    only from the rank's own heads.
     """
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         """query and key [t / cp, heads, d], value [t / cp, heads, v] -> [t / cp, heads * v]."""
         assert isinstance(self.config, MLATransformerConfig)
         own, shared = key.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
-        shared = copy_to_tensor_model_parallel_region(shared)  # its gradient is summed over the tensor ranks
+        # its gradient is summed over the tensor ranks
+        shared = copy_to_tensor_model_parallel_region(shared)
         return super().forward(query, torch.cat([own, shared], dim=-1), value, *args, **kwargs)

@@ -1,4 +1,6 @@
-"""Log-probabilities and entropy from hidden states, for the positions of a microbatch that count in the loss."""
+"""Log-probabilities and entropy from hidden states, for the positions of a microbatch that count in
+the loss.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 
 from megarl.kernels import linear_logprobs
 from megarl.trainer import layers
@@ -20,7 +25,9 @@ class Rows(NamedTuple):
 
     rows: (
         torch.Tensor
-    )  # [N, h] hidden states, whole on each tensor rank; every tensor rank computes the gradient from its part of the vocabulary
+        # [N, h] hidden states, whole on each tensor rank; every tensor rank computes the gradient
+        # from its part of the vocabulary
+    )
     positions: np.ndarray  # [N] in the microbatch
     chosen: torch.Tensor  # [N] their indices among the rows on this rank
     held: int
@@ -28,7 +35,9 @@ class Rows(NamedTuple):
 
 def scored_rows(hidden: torch.Tensor, microbatch: MicroBatch, sequence_parallel: bool) -> Rows:
     """hidden: [t / cp, h], or [t / cp / tp, h] if the sequence is also split over tensor ranks."""
-    tensor, ranks, scored = tensor_group(), context_group(), microbatch.scored
+    tensor = tensor_group()
+    ranks = context_group()
+    scored = microbatch.scored
     held = np.arange(len(scored))
     if ranks.size() > 1:
         held = layers.held_positions(microbatch.plan.boundaries, ranks.size(), ranks.rank()).numpy()
@@ -42,36 +51,58 @@ def scored_rows(hidden: torch.Tensor, microbatch: MicroBatch, sequence_parallel:
 
 
 def spread(values: torch.Tensor, rows: Rows, microbatch: MicroBatch) -> torch.Tensor:
-    """[t, ...] from values [N, ...], 0 elsewhere. The same on all context ranks, and differentiable if all compute the same loss from
-    it."""
+    """[t, ...] from values [N, ...], 0 elsewhere.
+
+    The same on all context ranks, and differentiable if all compute the same loss from it.
+    """
     whole = values.new_zeros((rows.held, *values.shape[1:])).index_copy(0, rows.chosen, values)
     return layers.join(whole, microbatch.plan.boundaries, context_group())
 
 
 def token_logprobs(
-    rows: Rows, weight: torch.Tensor, microbatch: MicroBatch, vocab_size: int, *, temperature: float, chunk_tokens: int
+    rows: Rows,
+    weight: torch.Tensor,
+    microbatch: MicroBatch,
+    vocab_size: int,
+    *,
+    temperature: float,
+    chunk_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[t] and [t] float32: the log-prob of each position's target, and the entropy of its distribution in nats; 0 if not
-    `microbatch.scored`. Both are over `microbatch.kept` if that is known.
+    """[t] and [t] float32: the log-prob of each position's target, and the entropy of its
+    distribution in nats; 0 if not `microbatch.scored`. Both are over `microbatch.kept` if that is
+    known.
 
     weight: [padded vocabulary / tp, h].
 
-    The results are the same on all tensor and context ranks, and differentiable if all of them compute the same loss. The gradient of
-    `weight` is added to its main_grad, if Megatron's DDP has given it one.
+    The results are the same on all tensor and context ranks, and differentiable if all of them
+    compute the same loss. The gradient of `weight` is added to its main_grad, if Megatron's DDP has
+    given it one.
     """
     targets = microbatch.targets[sent(torch.from_numpy(rows.positions), rows.rows.device)]
     kept = microbatch.kept.of(rows.positions, rows.rows.device) if microbatch.kept else None
     total = main_grad(weight)
-    values = linear_logprobs(rows.rows, weight, targets, tensor_group(), vocab_size, temperature, chunk_tokens, total, kept)
+    values = linear_logprobs(
+        rows.rows,
+        weight,
+        targets,
+        tensor_group(),
+        vocab_size,
+        temperature,
+        chunk_tokens,
+        total,
+        kept,
+    )
     logprobs, entropy = spread(torch.stack(values, dim=1), rows, microbatch).unbind(dim=1)
     return logprobs, entropy
 
 
 def main_grad(weight: torch.Tensor) -> torch.Tensor | None:
-    """The tensor to which the weight's gradient is added. DDP is notified as by Megatron's own layers with gradient_accumulation_fusion.
+    """The tensor to which the weight's gradient is added.
 
-    DDP then ignores the gradient from autograd, which is zeros. If the weight is also the embedding of this rank (zero_out_wgrad), DDP adds
-    that gradient, since it includes the embedding's.
+    DDP is notified as by Megatron's own layers with gradient_accumulation_fusion.
+
+    DDP then ignores the gradient from autograd, which is zeros. If the weight is also the embedding
+    of this rank (zero_out_wgrad), DDP adds that gradient, since it includes the embedding's.
     """
     total: torch.Tensor | None = getattr(weight, "main_grad", None)
     if total is None or total.dtype != torch.float32 or not torch.is_grad_enabled():

@@ -1,12 +1,15 @@
-"""Distributes sequences over data-parallel ranks, and packs them into microbatches, in which sequences follow each other in one row.
+"""Distributes sequences over data-parallel ranks, and packs them into microbatches, in which
+sequences follow each other in one row.
 
-A sequence of n tokens has n - 1 positions. Position i reads token i and predicts token i + 1, so the last token is only predicted. So a
-sequence of one token has no position and is ignored. All per-position values of a microbatch are about the predicted token.
+A sequence of n tokens has n - 1 positions. Position i reads token i and predicts token i + 1, so
+the last token is only predicted. So a sequence of one token has no position and is ignored. All
+per-position values of a microbatch are about the predicted token.
 
-With sequence or context parallelism, there is also padding (`Alignment`). It is masked and follows the end of a sequence, where causal
-attention hides it from all positions that count.
+With sequence or context parallelism, there is also padding (`Alignment`). It is masked and follows
+the end of a sequence, where causal attention hides it from all positions that count.
 
-`plan_microbatches` computes only with numbers and gives the same result on every rank. `build` makes the tensors of one microbatch.
+`plan_microbatches` computes only with numbers and gives the same result on every rank. `build`
+makes the tensors of one microbatch.
 """
 
 from __future__ import annotations
@@ -32,20 +35,28 @@ class Alignment:
     """Numbers of positions are padded to multiples of these numbers."""
 
     sequence: int = 1  # for each sequence: context parallelism cuts it into 2 cp chunks
-    microbatch: int = 1  # for the microbatch: sequence parallelism cuts each context rank's part into tp. A multiple of `sequence`
+    # for the microbatch: sequence parallelism cuts each context rank's part into tp. A multiple of
+    # `sequence`
+    microbatch: int = 1
 
     @classmethod
     def of(cls, topology: TrainerTopology, sequence_parallel: bool) -> Alignment:
         sequence = 2 * topology.cp if topology.cp > 1 else 1
-        return cls(sequence, math.lcm(sequence, topology.cp * (topology.tp if sequence_parallel else 1)))
+        return cls(
+            sequence, math.lcm(sequence, topology.cp * (topology.tp if sequence_parallel else 1))
+        )
 
 
 @dataclass(frozen=True)
 class MicrobatchPlan:
-    """One microbatch: its sequences, longest first, and their beginnings and ends. Without sequences, it is only padding."""
+    """One microbatch: its sequences, longest first, and their beginnings and ends.
+
+    Without sequences, it is only padding.
+    """
 
     indices: tuple[int, ...]
-    boundaries: tuple[int, ...]  # from 0 to the number of positions; padding belongs to the sequence before it
+    # from 0 to the number of positions; padding belongs to the sequence before it
+    boundaries: tuple[int, ...]
 
     @property
     def positions(self) -> int:
@@ -58,14 +69,18 @@ class MicrobatchPlan:
 
 @dataclass(frozen=True)
 class KeptRows:
-    """For each position, the set of tokens from which its predicted token was drawn. On the host."""
+    """For each position, the set of tokens from which its predicted token was drawn.
+
+    On the host.
+    """
 
     sizes: np.ndarray  # [t] int64, 0 where nothing is predicted or the environment wrote the token
     ids: np.ndarray  # [sum of sizes] int32, position by position
 
     def of(self, positions: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The sizes, on the host, and ids of these positions, as linear_logprobs expects them."""
-        sizes, begins = self.sizes[positions], (np.cumsum(self.sizes) - self.sizes)[positions]
+        sizes = self.sizes[positions]
+        begins = (np.cumsum(self.sizes) - self.sizes)[positions]
         places = np.arange(sizes.sum()) + np.repeat(begins - (np.cumsum(sizes) - sizes), sizes)
         return torch.from_numpy(sizes), sent(torch.from_numpy(self.ids[places]), device)
 
@@ -78,15 +93,18 @@ class MicroBatch:
     targets: torch.Tensor  # [t] int64, the token that each position predicts; 0 on padding
     boundaries: torch.Tensor  # [sequences + 1] int32, as in `plan`
     loss_mask: torch.Tensor  # [t] bool, False on padding
-    scored: np.ndarray  # [t] bool: loss_mask on the host. Log-probs are computed only for these positions
+    # [t] bool: loss_mask on the host. Log-probs are computed only for these positions
+    scored: np.ndarray
     mu_logprobs: torch.Tensor  # [t] float32, 0 where masked
     advantages: torch.Tensor  # [t] float32, 0 where masked
     reference_logprobs: torch.Tensor | None  # [t] float32, if passed to train_step
     proximal_logprobs: torch.Tensor | None  # the same
     old_values: torch.Tensor | None  # the same
     returns: torch.Tensor | None  # the same
-    ages: torch.Tensor | None  # [t] int32, weight versions since each predicted token was sampled, if passed to train_step
-    routing: torch.Tensor | None  # [t, layers with experts, experts per token] int16, -1 where unknown; None: not replayed
+    # [t] int32, weight versions since each predicted token was sampled, if passed to train_step
+    ages: torch.Tensor | None
+    # [t, layers with experts, experts per token] int16, -1 where unknown; None: not replayed
+    routing: torch.Tensor | None
     kept: KeptRows | None  # None: log-probs are over the whole vocabulary
     plan: MicrobatchPlan
     entropy: torch.Tensor | None = None  # [t] float32 with its gradient, once outputs are computed
@@ -101,16 +119,20 @@ def plan_microbatches(
     squares: float = 0.0,
     count_multiple: int = 1,
 ) -> list[list[MicrobatchPlan]]:
-    """The microbatches of every data-parallel rank: [dp][n], where n is a multiple of `count_multiple`, positive and the same for all
-    ranks.
+    """The microbatches of every data-parallel rank: [dp][n], where n is a multiple of
+    `count_multiple`, positive and the same for all ranks.
 
-    A sequence of p positions costs p + squares p^2, where the second term is for attention. Sequences go, longest first, to the rank with
-    the least cost so far, and there to the cheapest microbatch that has room. A microbatch has at most `max_tokens` positions, or a single
-    sequence that is longer. There are as many microbatches as first-fit decreasing needs on the fullest rank. Every rank has this number,
-    because Megatron's pipeline schedules need the same number everywhere (with virtual stages, a multiple of the stages). Microbatches that
-    get no sequence are padding. Deterministic.
+    A sequence of p positions costs p + squares p^2, where the second term is for attention.
+    Sequences go, longest first, to the rank with the least cost so far, and there to the cheapest
+    microbatch that has room. A microbatch has at most `max_tokens` positions, or a single sequence
+    that is longer. There are as many microbatches as first-fit decreasing needs on the fullest
+    rank. Every rank has this number, because Megatron's pipeline schedules need the same number
+    everywhere (with virtual stages, a multiple of the stages). Microbatches that get no sequence
+    are padding. Deterministic.
     """
-    sizes = [math.ceil((length - 1) / alignment.sequence) * alignment.sequence for length in lengths]
+    sizes = [
+        math.ceil((length - 1) / alignment.sequence) * alignment.sequence for length in lengths
+    ]
     costs = [size + squares * size * size for size in sizes]
     capacity = max(1, max_tokens // alignment.microbatch) * alignment.microbatch
     shares: list[list[int]] = [[] for _ in range(dp)]
@@ -130,8 +152,10 @@ def plan_microbatches(
 
 
 def _first_fit(order: Sequence[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Puts each sequence into the first microbatch that has room. `order` has decreasing sizes. A sequence larger than `capacity` is
-    alone."""
+    """Puts each sequence into the first microbatch that has room.
+
+    `order` has decreasing sizes. A sequence larger than `capacity` is alone.
+    """
     packed: list[list[int]] = []
     room = np.full(len(order), capacity)
     for index in order:
@@ -143,10 +167,15 @@ def _first_fit(order: Sequence[int], sizes: Sequence[int], capacity: int) -> lis
     return packed
 
 
-def _even(order: Sequence[int], sizes: Sequence[int], costs: Sequence[float], capacity: int, count: int) -> list[list[int]] | None:
-    """Puts each sequence into the cheapest of `count` microbatches that has room; None if there is no room for one."""
+def _even(
+    order: Sequence[int], sizes: Sequence[int], costs: Sequence[float], capacity: int, count: int
+) -> list[list[int]] | None:
+    """Puts each sequence into the cheapest of `count` microbatches that has room; None if there is
+    no room for one.
+    """
     packed: list[list[int]] = [[] for _ in range(count)]
-    room, loads = np.full(count, capacity), np.zeros(count)
+    room = np.full(count, capacity)
+    loads = np.zeros(count)
     for index in order:
         place = int(np.where(room >= min(sizes[index], capacity), loads, np.inf).argmin())
         if room[place] < min(sizes[index], capacity):
@@ -174,10 +203,15 @@ def build(
     ages: Sequence[np.ndarray] | None = None,
     routing: RoutingFormat | None = None,
 ) -> MicroBatch:
-    """The tensors of one microbatch, on `device`. `routing`: the format of the sequences' routing, if it is to be replayed."""
+    """The tensors of one microbatch, on `device`.
+
+    `routing`: the format of the sequences' routing, if it is to be replayed.
+    """
     held = {index: _held(sequences[index]) for index in plan.indices}
 
-    def laid(values: Callable[[int], np.ndarray], dtype: type, part: slice = slice(1, None)) -> torch.Tensor:
+    def laid(
+        values: Callable[[int], np.ndarray], dtype: type, part: slice = slice(1, None)
+    ) -> torch.Tensor:
         return sent(torch.from_numpy(lay(plan, values, dtype, part=part)), device)
 
     def given(rows: Sequence[np.ndarray] | None) -> torch.Tensor | None:
@@ -204,9 +238,15 @@ def build(
 
 
 def lay(
-    plan: MicrobatchPlan, values: Callable[[int], np.ndarray], dtype: type, shape: tuple[int, ...] = (), part: slice = slice(1, None)
+    plan: MicrobatchPlan,
+    values: Callable[[int], np.ndarray],
+    dtype: type,
+    shape: tuple[int, ...] = (),
+    part: slice = slice(1, None),
 ) -> np.ndarray:
-    """[t, *shape]: the `values` of the tokens in `part` of each sequence, by default the predicted tokens; 0 on padding."""
+    """[t, *shape]: the `values` of the tokens in `part` of each sequence, by default the predicted
+    tokens; 0 on padding.
+    """
     row = np.zeros((plan.positions, *shape), dtype)
     for start, index in zip(plan.boundaries, plan.indices):
         here = values(index)[part]
@@ -216,33 +256,49 @@ def lay(
 
 def _held(sequence: TrainSequence | Elsewhere) -> TrainSequence:
     if isinstance(sequence, Elsewhere):
-        raise RuntimeError(f"a sequence of {len(sequence)} tokens is in this rank's plan, but another data-parallel rank has its numbers")
+        raise RuntimeError(
+            f"a sequence of {len(sequence)} tokens is in this rank's plan, but another "
+            "data-parallel rank has its numbers"
+        )
     return sequence
 
 
-def _routing(plan: MicrobatchPlan, held: Mapping[int, TrainSequence], routing: RoutingFormat) -> torch.Tensor:
+def _routing(
+    plan: MicrobatchPlan, held: Mapping[int, TrainSequence], routing: RoutingFormat
+) -> torch.Tensor:
     ids = np.full((plan.positions, *routing.shape), -1, np.int16)
     for start, index in zip(plan.boundaries, plan.indices):
-        known, tokens = routing.unpack(held[index].routing), len(held[index])
+        known = routing.unpack(held[index].routing)
+        tokens = len(held[index])
         if len(known) >= tokens:
-            raise ValueError(f"experts of {len(known)} positions in a sequence of {tokens} tokens, the last of which has none")
+            raise ValueError(
+                f"experts of {len(known)} positions in a sequence of {tokens} tokens, the last of "
+                "which has none"
+            )
         ids[start : start + len(known)] = known
     return torch.from_numpy(ids)
 
 
-def _kept(plan: MicrobatchPlan, held: Mapping[int, TrainSequence], scored: np.ndarray) -> KeptRows | None:
+def _kept(
+    plan: MicrobatchPlan, held: Mapping[int, TrainSequence], scored: np.ndarray
+) -> KeptRows | None:
     if all(sequence.kept is None for sequence in held.values()):
         return None
-    sizes, ids = np.zeros(plan.positions, np.int64), []
+    sizes = np.zeros(plan.positions, np.int64)
+    ids = []
     for start, index in zip(plan.boundaries, plan.indices):
-        sequence, kept = held[index], held[index].kept
+        sequence = held[index]
+        kept = held[index].kept
         if kept is not None:
             of_tokens = kept.checked_ids(sequence.token_ids[len(sequence) - len(kept) :])
             counts = np.concatenate([np.zeros(len(sequence) - len(kept), np.int64), kept.counts])
             sizes[start : start + len(counts) - 1] = counts[1:]
             ids.append(of_tokens[counts[0] :])
     if missing := int((scored & (sizes == 0)).sum()):
-        raise ValueError(f"{missing} of {int(scored.sum())} tokens of the loss lack the sets they were drawn from (rollout.replay_mask)")
+        raise ValueError(
+            f"{missing} of {int(scored.sum())} tokens of the loss lack the sets they were drawn "
+            "from (rollout.replay_mask)"
+        )
     return KeptRows(sizes, np.concatenate(ids))
 
 
@@ -250,12 +306,17 @@ def _kept(plan: MicrobatchPlan, held: Mapping[int, TrainSequence], scored: np.nd
 
 
 def predicting(microbatch: MicroBatch) -> MicroBatch:
-    """The targets of the layer: each position gets the token that the next position predicts. The end of a sequence has none."""
+    """The targets of the layer: each position gets the token that the next position predicts.
+
+    The end of a sequence has none.
+    """
     ends = np.array(microbatch.plan.boundaries[1:]) - 1
     scored = np.append(microbatch.scored[1:], False)
     scored[ends] = False
     mask = torch.from_numpy(scored).to(microbatch.loss_mask.device, non_blocking=True)
-    return replace(microbatch, targets=microbatch.targets.roll(-1), loss_mask=mask, scored=scored, kept=None)
+    return replace(
+        microbatch, targets=microbatch.targets.roll(-1), loss_mask=mask, scored=scored, kept=None
+    )
 
 
 def predicted_tokens(sequences: Iterable[TrainSequence]) -> int:

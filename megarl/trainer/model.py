@@ -1,4 +1,6 @@
-"""Builds Megatron's GPTModel from a model's shape and this rank's position on the trainer's mesh, one for each virtual pipeline stage."""
+"""Builds Megatron's GPTModel from a model's shape and this rank's position on the trainer's mesh,
+one for each virtual pipeline stage.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,18 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import HAVE_FLA, GatedDeltaNet, GatedDeltaNetSubmodules
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -69,43 +78,82 @@ from megarl.trainer.layers import (
     token_values,
 )
 from megarl.trainer.logprobs import scored_rows, token_logprobs
-from megarl.trainer.microbatch import Alignment, MicroBatch, MicrobatchPlan, build, plan_microbatches
+from megarl.trainer.microbatch import (
+    Alignment,
+    MicroBatch,
+    MicrobatchPlan,
+    build,
+    plan_microbatches,
+)
 from megarl.trainer.multi_token import MultiToken
 from megarl.trainer.parallel import PlannedShapes, context_group, data_group
 
-# Refuses models that the trainer cannot build on this machine. megarl.plan refuses those that it cannot build anywhere.
+# Refuses models that the trainer cannot build on this machine. megarl.plan refuses those that it
+# cannot build anywhere.
 
 
-NEED_TRANSFORMER_ENGINE = ("fp8", "fp4", "tp_comm_overlap", "cpu_offloading", "attention_backend", "use_te_activation_func")
+NEED_TRANSFORMER_ENGINE = (
+    "fp8",
+    "fp4",
+    "tp_comm_overlap",
+    "cpu_offloading",
+    "attention_backend",
+    "use_te_activation_func",
+)
 RECOMPUTED_BY_TRANSFORMER_ENGINE = ("layernorm", "moe_act", "mla_up_proj")
 
 
 def check_transformer_engine(spec: ModelSpec, trainer: TrainerConfig) -> None:
-    """Raises ConfigError for settings that need Transformer Engine if it is not used, since they would be ignored silently. On GPUs,
-    experts and latent attention need it too, because Megatron's modules for them use names that do not exist without it. (On CPUs,
-    cpu_support fixes that.)"""
-    if layer_spec() != "te" and (asked := [name for name in NEED_TRANSFORMER_ENGINE if trainer.megatron.get(name)]):
-        raise ConfigError(f"trainer.megatron.{asked[0]}={trainer.megatron[asked[0]]}: needs GPUs with Transformer Engine")
-    modules = [name for name in trainer.megatron.get("recompute_modules") or () if name in RECOMPUTED_BY_TRANSFORMER_ENGINE]
-    if layer_spec() != "te" and modules:
-        raise ConfigError(f"trainer.megatron.recompute_modules: {', '.join(modules)} needs GPUs with Transformer Engine")
-    if torch.cuda.is_available() and spec.linear_layers and not HAVE_FLA:
-        raise ConfigError(f"model.path: a {spec.family} model needs flash-linear-attention on GPUs, which is not installed")
-    if torch.cuda.is_available() and layer_spec() != "te" and (spec.num_experts or spec.kv_lora_rank):
+    """Raises ConfigError for settings that need Transformer Engine if it is not used, since they
+    would be ignored silently. On GPUs, experts and latent attention need it too, because Megatron's
+    modules for them use names that do not exist without it. (On CPUs, cpu_support fixes that.)
+    """
+    if layer_spec() != "te" and (
+        asked := [name for name in NEED_TRANSFORMER_ENGINE if trainer.megatron.get(name)]
+    ):
         raise ConfigError(
-            f"model.path: a {spec.family} model needs Transformer Engine on GPUs, which is not installed: see docs/cluster.md"
+            f"trainer.megatron.{asked[0]}={trainer.megatron[asked[0]]}: needs GPUs with "
+            "Transformer Engine"
+        )
+    modules = [
+        name
+        for name in trainer.megatron.get("recompute_modules") or ()
+        if name in RECOMPUTED_BY_TRANSFORMER_ENGINE
+    ]
+    if layer_spec() != "te" and modules:
+        raise ConfigError(
+            f"trainer.megatron.recompute_modules: {', '.join(modules)} needs GPUs with "
+            "Transformer Engine"
+        )
+    if torch.cuda.is_available() and spec.linear_layers and not HAVE_FLA:
+        raise ConfigError(
+            f"model.path: a {spec.family} model needs flash-linear-attention on GPUs, which is "
+            "not installed"
+        )
+    if (
+        torch.cuda.is_available()
+        and layer_spec() != "te"
+        and (spec.num_experts or spec.kv_lora_rank)
+    ):
+        raise ConfigError(
+            f"model.path: a {spec.family} model needs Transformer Engine on GPUs, which is not "
+            "installed: see docs/cluster.md"
         )
 
 
 @contextlib.contextmanager
 def passed_on(key: str, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Names `key` if Megatron fails to build with the fields that the key sets, for example because software is missing."""
+    """Names `key` if Megatron fails to build with the fields that the key sets, for example because
+    software is missing.
+    """
     try:
         yield
     except (AssertionError, ImportError, RuntimeError, ValueError) as error:
         if not settings or isinstance(error, (ConfigError, torch.OutOfMemoryError)):
             raise
-        raise ConfigError(f"{key}={yaml_text(settings)}: Megatron refuses it: {str(error) or repr(error)}") from error
+        raise ConfigError(
+            f"{key}={yaml_text(settings)}: Megatron refuses it: {str(error) or repr(error)}"
+        ) from error
 
 
 # Ends the run when Megatron warns of corrupt data. Megatron itself would continue.
@@ -121,8 +169,11 @@ class _Refuse(logging.Handler):
 
 
 def refuse_corruption() -> None:
-    """Turns every warning of Megatron about corruption into an error with its text. It is a RuntimeError if the warning is logged, and the
-    Warning itself if `warnings` issues it. Repeated calls do nothing."""
+    """Turns every warning of Megatron about corruption into an error with its text.
+
+    It is a RuntimeError if the warning is logged, and the Warning itself if `warnings` issues it.
+    Repeated calls do nothing.
+    """
     logger = logging.getLogger("megatron")
     if not any(isinstance(handler, _Refuse) for handler in logger.handlers):
         logger.addHandler(_Refuse(logging.WARNING))
@@ -130,7 +181,11 @@ def refuse_corruption() -> None:
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-ACTIVATIONS = {SILU: F.silu, GELU_TANH: partial(F.gelu, approximate="tanh"), CLAMPED_SWIGLU: quick_gelu}
+ACTIVATIONS = {
+    SILU: F.silu,
+    GELU_TANH: partial(F.gelu, approximate="tanh"),
+    CLAMPED_SWIGLU: quick_gelu,
+}
 YARN_KEYS = {  # MLATransformerConfig's → those of config.json
     "rotary_scaling_factor": "factor",
     "original_max_position_embeddings": "original_max_position_embeddings",
@@ -141,8 +196,13 @@ YARN_KEYS = {  # MLATransformerConfig's → those of config.json
 }
 
 
-def transformer_config(spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, trainer: TrainerConfig) -> TransformerConfig:
-    """Megatron's configuration of the decoder. It requests fused CUDA kernels only if CUDA is present."""
+def transformer_config(
+    spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, trainer: TrainerConfig
+) -> TransformerConfig:
+    """Megatron's configuration of the decoder.
+
+    It requests fused CUDA kernels only if CUDA is present.
+    """
     chosen = _chosen(spec, topology, dtype, trainer) | trainer.megatron
     if "attention_backend" in chosen:
         chosen["attention_backend"] = AttnBackend[chosen["attention_backend"]]
@@ -153,9 +213,16 @@ def transformer_config(spec: ModelSpec, topology: TrainerTopology, dtype: torch.
     return config
 
 
-def _chosen(spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, trainer: TrainerConfig) -> dict[str, Any]:
-    cuda, fused = torch.cuda.is_available(), layer_spec() == "te"
-    recompute_all: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+def _chosen(
+    spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, trainer: TrainerConfig
+) -> dict[str, Any]:
+    cuda = torch.cuda.is_available()
+    fused = layer_spec() == "te"
+    recompute_all: dict[str, Any] = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
     return dict(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -180,8 +247,9 @@ def _chosen(spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, trai
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not cuda,
-        # Weights always come from a checkpoint or from hf_io.init_random, which does not depend on the topology. But Megatron's own
-        # initialisation must run, because it marks parameters as split over tensor ranks.
+        # Weights always come from a checkpoint or from hf_io.init_random, which does not depend on
+        # the topology. But Megatron's own initialisation must run, because it marks parameters as
+        # split over tensor ranks.
         init_method=torch.nn.init.zeros_,
         output_layer_init_method=torch.nn.init.zeros_,
         gradient_accumulation_fusion=False,
@@ -189,11 +257,17 @@ def _chosen(spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, trai
         persist_layer_norm=fused,
         bias_activation_fusion=cuda and spec.activation == SILU,
         bias_dropout_fusion=cuda and not spec.linear_bias,  # transformer/moe/experts.py:206
-        apply_rope_fusion=fused and not spec.kv_lora_rank and spec.rope_type != "yarn",  # rope_utils.py:320 ignores mscale
+        # rope_utils.py:320 ignores mscale
+        apply_rope_fusion=fused and not spec.kv_lora_rank and spec.rope_type != "yarn",
         attention_softmax_in_fp32=True,
         softmax_scale=spec.attention_scale,
-        window_size=(spec.window - 1, 0) if spec.windowed_layers else None,  # number of tokens before and after
-        window_attn_skip_freq=[int(layer in spec.windowed_layers) for layer in range(spec.num_layers)] if spec.windowed_layers else None,
+        # number of tokens before and after
+        window_size=(spec.window - 1, 0) if spec.windowed_layers else None,
+        window_attn_skip_freq=[
+            int(layer in spec.windowed_layers) for layer in range(spec.num_layers)
+        ]
+        if spec.windowed_layers
+        else None,
         # Gradients are plain sums; the denominator is part of the loss (see step.py).
         calculate_per_token_loss=True,
         **(recompute_all if trainer.recompute else {}),
@@ -215,36 +289,50 @@ def _parallel_settings(topology: TrainerTopology, trainer: TrainerConfig) -> dic
         num_layers_in_last_pipeline_stage=topology.last_stage_layers,
         context_parallel_size=topology.cp,
         sequence_parallel=trainer.sequence_parallel and topology.tp > 1,
-        # Microbatches have different shapes. Virtual stages send each other the shapes; other stages know them (PlannedShapes).
+        # Microbatches have different shapes. Virtual stages send each other the shapes; other
+        # stages know them (PlannedShapes).
         variable_seq_lengths=topology.vpp > 1,
-        moe_token_dispatcher_type="alltoall",  # the default is refused with variable lengths, with or without experts
-        # Of the two ways to communicate between virtual stages, the batched one gives wrong gradients on gloo.
+        # the default is refused with variable lengths, with or without experts
+        moe_token_dispatcher_type="alltoall",
+        # Of the two ways to communicate between virtual stages, the batched one gives wrong
+        # gradients on gloo.
         overlap_p2p_comm=topology.vpp > 1,
         batch_p2p_comm=topology.vpp == 1,
-        batch_p2p_sync=False,  # with True the host waits for the GPU after each message, for the sake of old versions of PyTorch
+        # with True the host waits for the GPU after each message, for the sake of old versions of
+        # PyTorch
+        batch_p2p_sync=False,
         # On gloo a send may still be reading the tensor when its storage is freed.
         deallocate_pipeline_outputs=torch.cuda.is_available(),
     )
 
 
 def _expert_settings(spec: ModelSpec, topology: TrainerTopology) -> dict[str, Any]:
-    """The settings of experts. No loss is added to the algorithm's: no load balancing, no z-loss. No token is dropped."""
+    """The settings of experts.
+
+    No loss is added to the algorithm's: no load balancing, no z-loss. No token is dropped.
+    """
     limited = spec.topk_groups < spec.num_expert_groups
     return {
         "num_moe_experts": spec.num_experts,
         "moe_ffn_hidden_size": spec.expert_intermediate_size,
         "moe_router_topk": spec.experts_per_token,
         "moe_router_score_function": spec.score_function,
-        "moe_router_pre_softmax": not spec.norm_topk_prob,  # softmax over all experts, or else over the chosen ones
+        # softmax over all experts, or else over the chosen ones
+        "moe_router_pre_softmax": not spec.norm_topk_prob,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": layer_spec() == "te",
-        "moe_mlp_glu_interleave_size": 1 if spec.linear_bias and layer_spec() == "te" else None,  # see models/paired_experts.py
+        # see models/paired_experts.py
+        "moe_mlp_glu_interleave_size": 1 if spec.linear_bias and layer_spec() == "te" else None,
         "expert_model_parallel_size": topology.ep,
         "expert_tensor_parallel_size": topology.etp,
         # (A list, even of ones, would change how checkpoints name layers.)
-        "moe_layer_freq": [int(layer >= spec.first_dense_layers) for layer in range(spec.num_layers)] if spec.first_dense_layers else 1,
+        "moe_layer_freq": [
+            int(layer >= spec.first_dense_layers) for layer in range(spec.num_layers)
+        ]
+        if spec.first_dense_layers
+        else 1,
         "moe_shared_expert_intermediate_size": spec.shared_intermediate_size or None,
         "moe_shared_expert_gate": spec.shared_expert_gate,
         "moe_router_num_groups": spec.num_expert_groups if limited else None,
@@ -260,7 +348,9 @@ def _linear_settings(spec: ModelSpec) -> dict[str, Any]:
     """The settings of gated delta nets."""
     return dict(
         experimental_attention_variant="gated_delta_net",
-        linear_attention_freq=[int(layer in spec.linear_layers) for layer in range(spec.num_layers)],
+        linear_attention_freq=[
+            int(layer in spec.linear_layers) for layer in range(spec.num_layers)
+        ],
         linear_conv_kernel_dim=spec.linear_conv_width,
         linear_key_head_dim=spec.linear_key_dim,
         linear_value_head_dim=spec.linear_value_dim,
@@ -285,41 +375,63 @@ def _latent_settings(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _yarn_settings(spec: ModelSpec) -> dict[str, Any]:
-    """Fields that GPTModel's own YaRN reads from the configuration, although its class does not declare them."""
+    """Fields that GPTModel's own YaRN reads from the configuration, although its class does not
+    declare them.
+    """
     if spec.rope_type != "yarn" or spec.kv_lora_rank:
         return {}
-    scaling = {f"yarn_{name}": (spec.rope_scaling or {}).get(key) for name, key in YARN_KEYS.items()}
+    scaling = {
+        f"yarn_{name}": (spec.rope_scaling or {}).get(key) for name, key in YARN_KEYS.items()
+    }
     return scaling | {"yarn_correction_range_round_to_int": False}
 
 
-def build_chunks(spec: ModelSpec, topology: TrainerTopology, config: TransformerConfig, mtp_trained: bool = False) -> list[GPTModel]:
-    """This rank's part of the model (its pipeline stage and tensor slice), without weights: one chunk for each virtual stage."""
-    return [_build_chunk(spec, config, stage if topology.vpp > 1 else None, mtp_trained) for stage in range(topology.vpp)]
+def build_chunks(
+    spec: ModelSpec, topology: TrainerTopology, config: TransformerConfig, mtp_trained: bool = False
+) -> list[GPTModel]:
+    """This rank's part of the model (its pipeline stage and tensor slice), without weights: one
+    chunk for each virtual stage.
+    """
+    return [
+        _build_chunk(spec, config, stage if topology.vpp > 1 else None, mtp_trained)
+        for stage in range(topology.vpp)
+    ]
 
 
-def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None, mtp_trained: bool) -> GPTModel:
-    scaling, layers_of_chunk = dict(spec.rope_scaling or {}), _layer_spec(spec, config, stage)
+def _build_chunk(
+    spec: ModelSpec, config: TransformerConfig, stage: int | None, mtp_trained: bool
+) -> GPTModel:
+    scaling = dict(spec.rope_scaling or {})
+    layers_of_chunk = _layer_spec(spec, config, stage)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=cast(ModuleSpec, layers_of_chunk),  # it accepts both, but its annotation has only one
+        # it accepts both, but its annotation has only one
+        transformer_layer_spec=cast(ModuleSpec, layers_of_chunk),
         vocab_size=padded_vocab_size(spec.vocab_size, config.tensor_model_parallel_size),
         max_sequence_length=spec.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         parallel_output=True,
         share_embeddings_and_output_weights=spec.tie_word_embeddings,
-        position_embedding_type="yarn" if spec.rope_type == "yarn" and not spec.kv_lora_rank else "rope",
+        position_embedding_type="yarn"
+        if spec.rope_type == "yarn" and not spec.kv_lora_rank
+        else "rope",
         rotary_base=spec.rope_theta,  # type: ignore[arg-type]
         rotary_percent=spec.partial_rotary_factor,
-        seq_len_interpolation_factor=float(scaling["factor"]) if spec.rope_type == "linear" else None,
+        seq_len_interpolation_factor=float(scaling["factor"])
+        if spec.rope_type == "linear"
+        else None,
         vp_stage=stage,
     )
     if spec.sinks and layer_spec() == "te":
         _prepare_sinks(model, config)
     if model.pre_process and spec.padding_token is not None:
-        model.embedding.word_embeddings.register_forward_hook(partial(_without_padding, spec.padding_token))
+        model.embedding.word_embeddings.register_forward_hook(
+            partial(_without_padding, spec.padding_token)
+        )
     if model.pre_process and spec.embedding_scale != 1.0:
-        scale = torch.tensor(spec.embedding_scale, dtype=config.params_dtype).item()  # rounded as by Hugging Face
+        # rounded as by Hugging Face
+        scale = torch.tensor(spec.embedding_scale, dtype=config.params_dtype).item()
         model.embedding.register_forward_hook(partial(_scaled, scale))
     if spec.windowed_rope_theta:
         _give_windows_their_rope(spec, model)
@@ -336,10 +448,15 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None, 
     if model.post_process and spec.head == SCALAR:
         model.output_layer = ScalarHead(config)  # type: ignore[assignment]
     elif model.post_process:
-        # Log-probs are computed from hidden states (logprobs.py). But the layer is still called, so that DDP's hooks run.
+        # Log-probs are computed from hidden states (logprobs.py). But the layer is still called, so
+        # that DDP's hooks run.
         model.output_layer.forward = _hidden_states  # type: ignore[method-assign]
     if model.post_process and spec.mtp_layers:
-        alike = layers_of_chunk if isinstance(layers_of_chunk, ModuleSpec) else (layers_of_chunk.layer_specs or [])[-1]
+        alike = (
+            layers_of_chunk
+            if isinstance(layers_of_chunk, ModuleSpec)
+            else (layers_of_chunk.layer_specs or [])[-1]
+        )
         model.mtp_layer = multi_token.build_layer(config, alike, stage, mtp_trained)
     return model if not torch.cuda.is_available() else model.cuda()
 
@@ -352,26 +469,39 @@ def _prepare_sinks(model: GPTModel, config: TransformerConfig) -> None:
             set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)
 
 
-def _without_padding(token: int, embedding: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-    """Stops the gradient of the padding `token`'s embedding, like padding_idx of nn.Embedding. `inputs`: the ids [b, s]. `output`: [b, s,
-    h], or under sequence parallelism this rank's part of [s, b, h]."""
+def _without_padding(
+    token: int, embedding: Any, inputs: tuple[Any, ...], output: torch.Tensor
+) -> torch.Tensor:
+    """Stops the gradient of the padding `token`'s embedding, like padding_idx of nn.Embedding.
+
+    `inputs`: the ids [b, s]. `output`: [b, s, h], or under sequence parallelism this rank's part of
+    [s, b, h].
+    """
     ids = inputs[0]
     if embedding.reduce_scatter_embeddings:
         ids = ids.t().chunk(embedding.tp_group.size())[embedding.tp_group.rank()]
     return torch.where((ids == token)[..., None], output.detach(), output)
 
 
-def _scaled(scale: float, embedding: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+def _scaled(
+    scale: float, embedding: Any, inputs: tuple[Any, ...], output: torch.Tensor
+) -> torch.Tensor:
     return output * scale
 
 
 def _give_windows_their_rope(spec: ModelSpec, model: GPTModel) -> None:
     """Gives layers with a window their own rotary embedding, since GPTModel has one for all layers."""
     on_cpu = model.config.use_cpu_initialization
-    rope = RotaryEmbedding(spec.head_dim, 1.0, rotary_base=spec.windowed_rope_theta, use_cpu_initialization=on_cpu)  # type: ignore[arg-type]
+    rope = RotaryEmbedding(
+        spec.head_dim, 1.0, rotary_base=spec.windowed_rope_theta, use_cpu_initialization=on_cpu
+    )  # type: ignore[arg-type]
 
-    def give(attention: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-        return arguments, named | {"rotary_pos_emb": rope(len(named["rotary_pos_emb"]), packed_seq=True)}
+    def give(
+        attention: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        return arguments, named | {
+            "rotary_pos_emb": rope(len(named["rotary_pos_emb"]), packed_seq=True)
+        }
 
     layers: Any = model.decoder.layers
     for layer in layers:
@@ -379,23 +509,41 @@ def _give_windows_their_rope(spec: ModelSpec, model: GPTModel) -> None:
             layer.self_attention.register_forward_pre_hook(give, with_kwargs=True)
 
 
-def _hidden_states(hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Any, None]:
-    """Replaces the product of the output layer, so that GPTModel returns the hidden states, [b, s, h]."""
+def _hidden_states(
+    hidden: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    runtime_gather_output: bool | None = None,
+) -> tuple[Any, None]:
+    """Replaces the product of the output layer, so that GPTModel returns the hidden states, [b, s,
+    h].
+    """
     return hidden, None
 
 
 def output_weight(chunk: GPTModel) -> torch.nn.Parameter:
-    """The weight of the output layer, [padded vocabulary / tp, h], of the chunk that ends the model."""
-    weight: Any = chunk.shared_embedding_or_output_weight() if chunk.share_embeddings_and_output_weights else chunk.output_layer.weight
+    """The weight of the output layer, [padded vocabulary / tp, h], of the chunk that ends the
+    model.
+    """
+    weight: Any = (
+        chunk.shared_embedding_or_output_weight()
+        if chunk.share_embeddings_and_output_weights
+        else chunk.output_layer.weight
+    )
     return weight
 
 
 def parameters_by_name(chunks: list[GPTModel]) -> dict[str, torch.Tensor]:
-    """This rank's parameters, and the routers' biases, which are not trained. Numbers of layers and experts are those of the whole model,
-    not of the chunk or the rank."""
+    """This rank's parameters, and the routers' biases, which are not trained.
+
+    Numbers of layers and experts are those of the whole model, not of the chunk or the rank.
+    """
     named: dict[str, torch.Tensor] = {}
     for chunk in chunks:
-        biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias"))
+        biases = (
+            (name, buffer)
+            for name, buffer in chunk.named_buffers()
+            if name.endswith(".router.expert_bias")
+        )
         for name, parameter in (*chunk.named_parameters(), *biases):
             found = _LAYER.match(name)
             if found:
@@ -403,14 +551,18 @@ def parameters_by_name(chunks: list[GPTModel]) -> dict[str, torch.Tensor]:
                 name = f"decoder.layers.{layer.layer_number - 1}.{_global_expert(found[2], layer)}"
             elif name.startswith(_OF_MTP):
                 of_layer: Any = chunk.mtp_layer
-                name = _OF_MTP + _global_expert(name.removeprefix(_OF_MTP), of_layer.mtp_model_layer)
+                name = _OF_MTP + _global_expert(
+                    name.removeprefix(_OF_MTP), of_layer.mtp_model_layer
+                )
             named[name] = parameter
     return named
 
 
 _OF_MTP = "mtp_layer.mtp_model_layer."
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
-_EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias|adapter\.[ab])))(\d+)(.*)")
+_EXPERT = re.compile(
+    r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias|adapter\.[ab])))(\d+)(.*)"
+)
 
 
 def _global_expert(name: str, layer: Any) -> str:
@@ -419,60 +571,96 @@ def _global_expert(name: str, layer: Any) -> str:
     return f"{found[1]}{layer.mlp.local_expert_indices[int(found[2])]}{found[3]}" if found else name
 
 
-def _layer_spec(spec: ModelSpec, config: TransformerConfig, stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:
+def _layer_spec(
+    spec: ModelSpec, config: TransformerConfig, stage: int | None
+) -> ModuleSpec | TransformerBlockSubmodules:
     if layer_spec() == "te":
         if spec.linear_layers:
-            block = get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=stage)
+            block = get_transformer_block_with_experimental_attention_variant_spec(
+                config, vp_stage=stage
+            )
             for layer in block.layer_specs or ():
                 _adapt_gated_delta_net(layer)
             return block
         if spec.first_dense_layers:
             return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
-        own = {"num_experts": spec.num_experts or None, "moe_grouped_gemm": config.moe_grouped_gemm, "qk_layernorm": config.qk_layernorm}
-        layer = get_gpt_layer_with_transformer_engine_spec(**own, multi_latent_attention=spec.kv_lora_rank > 0)
+        own = {
+            "num_experts": spec.num_experts or None,
+            "moe_grouped_gemm": config.moe_grouped_gemm,
+            "qk_layernorm": config.qk_layernorm,
+        }
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            **own, multi_latent_attention=spec.kv_lora_rank > 0
+        )
         _place_norms(spec, config, layer.submodules)
         return layer
-    first, count = get_transformer_layer_offset(config, vp_stage=stage), get_num_layers_to_build(config, vp_stage=stage)
-    dense, sparse = (_local_layer_spec(spec, config, experts) for experts in (None, spec.num_experts or None))
-    layers = [dense if layer < spec.first_dense_layers else sparse for layer in range(first, first + count)]
+    first = get_transformer_layer_offset(config, vp_stage=stage)
+    count = get_num_layers_to_build(config, vp_stage=stage)
+    dense, sparse = (
+        _local_layer_spec(spec, config, experts) for experts in (None, spec.num_experts or None)
+    )
+    layers = [
+        dense if layer < spec.first_dense_layers else sparse
+        for layer in range(first, first + count)
+    ]
     if spec.linear_layers:
         linear = _with_gated_delta_net(sparse)
-        layers = [linear if layer in spec.linear_layers else sparse for layer in range(first, first + count)]
+        layers = [
+            linear if layer in spec.linear_layers else sparse
+            for layer in range(first, first + count)
+        ]
     norm: Any = RMSNorm  # a class, as in Megatron's own specs; the annotation has a module
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _local_layer_spec(spec: ModelSpec, config: TransformerConfig, experts: int | None) -> ModuleSpec:
+def _local_layer_spec(
+    spec: ModelSpec, config: TransformerConfig, experts: int | None
+) -> ModuleSpec:
     """The spec of a layer of Megatron's own modules, with the norms and the attention of `layers`."""
     latent = spec.kv_lora_rank > 0
     layer = get_gpt_layer_local_spec(
-        experts, config.moe_grouped_gemm, config.qk_layernorm, multi_latent_attention=latent, normalization="RMSNorm"
+        experts,
+        config.moe_grouped_gemm,
+        config.qk_layernorm,
+        multi_latent_attention=latent,
+        normalization="RMSNorm",
     )
     submodules: Any = layer.submodules  # its annotation is any object
     submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
     attention = submodules.self_attention.submodules
     attention.core_attention = LatentAttention if latent else CausalAttention
-    for norm in ("q_layernorm", "kv_layernorm" if latent else "k_layernorm") if config.qk_layernorm else ():
+    for norm in (
+        ("q_layernorm", "kv_layernorm" if latent else "k_layernorm") if config.qk_layernorm else ()
+    ):
         setattr(attention, norm, RMSNorm)
     if experts and spec.linear_bias:
         of_experts = submodules.mlp.keywords["submodules"].experts.keywords["submodules"]
-        of_experts.linear_fc1, of_experts.linear_fc2 = PairedRows, OwnOutput
+        of_experts.linear_fc1 = PairedRows
+        of_experts.linear_fc2 = OwnOutput
     _place_norms(spec, config, submodules)
     return layer
 
 
 def _with_gated_delta_net(layer: ModuleSpec) -> ModuleSpec:
     """The local spec of a layer, with a gated delta net instead of attention."""
-    parts = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=NormOfEachHead, out_proj=RowParallelLinear)
-    submodules: Any = replace(cast(Any, layer.submodules), self_attention=ModuleSpec(DeltaNet, submodules=parts))
+    parts = GatedDeltaNetSubmodules(
+        in_proj=ColumnParallelLinear, out_norm=NormOfEachHead, out_proj=RowParallelLinear
+    )
+    submodules: Any = replace(
+        cast(Any, layer.submodules), self_attention=ModuleSpec(DeltaNet, submodules=parts)
+    )
     return replace(layer, submodules=submodules)
 
 
 def _adapt_gated_delta_net(layer: Any) -> None:
-    """Adapts Megatron's own spec, which is for Transformer Engine. Its norm would be zero-centred like the others."""
+    """Adapts Megatron's own spec, which is for Transformer Engine.
+
+    Its norm would be zero-centred like the others.
+    """
     attention = layer.submodules.self_attention
     if attention.module is GatedDeltaNet:
-        attention.module, attention.submodules.out_norm = DeltaNet, NormOfEachHead
+        attention.module = DeltaNet
+        attention.submodules.out_norm = NormOfEachHead
 
 
 def _place_norms(spec: ModelSpec, config: TransformerConfig, layer: Any) -> None:
@@ -485,46 +673,75 @@ def _place_norms(spec: ModelSpec, config: TransformerConfig, layer: Any) -> None
         layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
     if spec.norms_after:
         layer.self_attn_bda = layer.mlp_bda = ModuleSpec(NormedResidual, params={"config": config})
-    if not spec.norms_before and layer_spec() == "te":  # its linear layers would normalise their input
+    # its linear layers would normalise their input
+    if not spec.norms_before and layer_spec() == "te":
         provider: Any = gpt_layer_specs.TESpecProvider  # None without Transformer Engine
-        attention.linear_qkv = layer.mlp.keywords["submodules"].linear_fc1 = provider().column_parallel_linear()
+        attention.linear_qkv = layer.mlp.keywords["submodules"].linear_fc1 = (
+            provider().column_parallel_linear()
+        )
 
 
-# A model on the trainer's ranks: its forward passes, the outputs computed from hidden states, and its weights as checkpoints.
-# MegatronTrainer (step.py) adds gradients and an optimizer. Without these, a model is frozen: a teacher, or a reference of another shape.
+# A model on the trainer's ranks: its forward passes, the outputs computed from hidden states, and
+# its weights as checkpoints. MegatronTrainer (step.py) adds gradients and an optimizer. Without
+# these, a model is frozen: a teacher, or a reference of another shape.
 
 
 class MegatronModel:
-    """One rank's part of a model. Every method is collective: all ranks call it with the same arguments.
+    """One rank's part of a model.
 
-    torch.distributed must be initialised with `topology.world_size` ranks. Without CUDA, cpu_support.install() must have been called before
-    this module is imported. Weights are zero until a call of load_hf.
+    Every method is collective: all ranks call it with the same arguments.
+
+    torch.distributed must be initialised with `topology.world_size` ranks. Without CUDA,
+    cpu_support.install() must have been called before this module is imported. Weights are zero
+    until a call of load_hf.
     """
 
-    def __init__(self, spec: ModelSpec, topology: TrainerTopology, trainer: TrainerConfig, dtype: str, seed: int, *, timeout_s: float):
-        """`timeout_s` limits each time that one rank waits for another, in all of Megatron's groups.
+    def __init__(
+        self,
+        spec: ModelSpec,
+        topology: TrainerTopology,
+        trainer: TrainerConfig,
+        dtype: str,
+        seed: int,
+        *,
+        timeout_s: float,
+    ):
+        """`timeout_s` limits each time that one rank waits for another, in all of Megatron's
+        groups.
 
-        Raises ConfigError for what cannot be built here, and RuntimeError for a wrong number of processes.
+        Raises ConfigError for what cannot be built here, and RuntimeError for a wrong number of
+        processes.
         """
         if not cpu_support.installed():
-            raise RuntimeError("no CUDA here: call megarl.trainer.cpu_support.install() before importing the trainer")
+            raise RuntimeError(
+                "no CUDA here: call megarl.trainer.cpu_support.install() before importing the "
+                "trainer"
+            )
         refuse_corruption()
         check_transformer_engine(spec, trainer)
         if dist.get_world_size() != topology.world_size:
-            raise RuntimeError(f"the trainer's topology has {topology.world_size} ranks, torch.distributed has {dist.get_world_size()}")
+            raise RuntimeError(
+                f"the trainer's topology has {topology.world_size} ranks, torch.distributed has "
+                f"{dist.get_world_size()}"
+            )
         self.spec = spec
         self.layout = trainer_layout(spec, topology, dtype, layer_spec())
         self.topology = topology
         self.coordinate = topology.coordinate(dist.get_rank())
         self.seed = seed
         self.dtype = DTYPES[dtype]
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
         self.max_tokens = trainer.max_tokens_per_microbatch
         self.logprob_chunk_tokens = trainer.logprob_chunk_tokens
         self.alignment = Alignment.of(topology, trainer.sequence_parallel)
         self.flops = flops = flops_per_token(spec, 0)  # without attention, which is in `squares`
-        # Attention's part of the cost of a sequence (see plan_microbatches). A second model on these ranks must use the first model's
-        # value, since each rank has the sequences that the first model assigns to it.
+        # Attention's part of the cost of a sequence (see plan_microbatches). A second model on
+        # these ranks must use the first model's value, since each rank has the sequences that the
+        # first model assigns to it.
         self.squares = (flops_per_token(spec, 1) - flops) / flops
         parallel.initialize(topology, seed, timeout_s)
         self.config = transformer_config(spec, topology, self.dtype, trainer)
@@ -533,7 +750,8 @@ class MegatronModel:
         with passed_on("trainer.megatron", trainer.megatron):
             self.chunks = self._build_chunks()
         self.mtp = self._find_mtp() if self.mtp_trained and self.chunks[-1].post_process else None
-        self.modules: list[torch.nn.Module] = [*self.chunks]  # modules that Megatron's schedules run
+        # modules that Megatron's schedules run
+        self.modules: list[torch.nn.Module] = [*self.chunks]
         self.routing: RoutingFormat | None = None
         self.replay: RoutingReplay | None = None
 
@@ -541,29 +759,42 @@ class MegatronModel:
         return build_chunks(self.spec, self.topology, self.config, self.mtp_trained)
 
     def _find_mtp(self) -> MultiToken:
-        return MultiToken(self.spec, self.config, self.chunks[-1], padded_vocab_size(self.spec.vocab_size, self.topology.tp))
+        return MultiToken(
+            self.spec,
+            self.config,
+            self.chunks[-1],
+            padded_vocab_size(self.spec.vocab_size, self.topology.tp),
+        )
 
     # -- scoring
 
-    def token_logprobs(self, sequences: Sequence[TrainSequence | Elsewhere], temperature: float = 1.0) -> list[np.ndarray]:
-        """The log-prob of every token of `loss_mask` given the tokens before it, one array per sequence, with 0 for other tokens. The same
-        on every rank."""
+    def token_logprobs(
+        self, sequences: Sequence[TrainSequence | Elsewhere], temperature: float = 1.0
+    ) -> list[np.ndarray]:
+        """The log-prob of every token of `loss_mask` given the tokens before it, one array per
+        sequence, with 0 for other tokens. The same on every rank.
+        """
         assert self.spec.head == LM
         return self._scored(sequences, temperature)
 
     def token_values(self, sequences: Sequence[TrainSequence | Elsewhere]) -> list[np.ndarray]:
-        """The scalar head's value for the tokens before each token of `loss_mask`, one array per sequence, with 0 for other tokens. The
-        same on every rank."""
+        """The scalar head's value for the tokens before each token of `loss_mask`, one array per
+        sequence, with 0 for other tokens. The same on every rank.
+        """
         assert self.spec.head == SCALAR
         return self._scored(sequences, temperature=1.0)
 
-    def _scored(self, sequences: Sequence[TrainSequence | Elsewhere], temperature: float) -> list[np.ndarray]:
+    def _scored(
+        self, sequences: Sequence[TrainSequence | Elsewhere], temperature: float
+    ) -> list[np.ndarray]:
         plan = self._plan(sequences)
         with torch.no_grad():
             scored = self._run(
                 plan,
                 partial(build, sequences=sequences, device=self.device, routing=self.routing),
-                lambda microbatch, hidden, non_loss_data: self._outputs(hidden, microbatch, temperature)[0],
+                lambda microbatch, hidden, non_loss_data: self._outputs(
+                    hidden, microbatch, temperature
+                )[0],
                 forward_only=True,
             )
         lengths = [len(s) for s in sequences]
@@ -579,15 +810,21 @@ class MegatronModel:
             dist.all_reduce(flat)
         return [part.numpy() for part in flat.cpu().split(lengths)]
 
-    def scored_hidden(self, sequences: Sequence[TrainSequence | Elsewhere]) -> dict[tuple[int, ...], torch.Tensor]:
-        """The hidden states [N, h] that predict the tokens of `loss_mask`, in host memory on the last pipeline stage. Keys: the sequences
-        of each microbatch. Each context rank has those of its positions."""
+    def scored_hidden(
+        self, sequences: Sequence[TrainSequence | Elsewhere]
+    ) -> dict[tuple[int, ...], torch.Tensor]:
+        """The hidden states [N, h] that predict the tokens of `loss_mask`, in host memory on the
+        last pipeline stage. Keys: the sequences of each microbatch. Each context rank has those of
+        its positions.
+        """
         plan = self._plan(sequences)
         with torch.no_grad():
             rows = self._run(
                 plan,
                 partial(build, sequences=sequences, device=self.device, routing=self.routing),
-                lambda microbatch, hidden, non_loss_data: scored_rows(hidden[0], microbatch, self.sequence_parallel).rows.cpu(),
+                lambda microbatch, hidden, non_loss_data: scored_rows(
+                    hidden[0], microbatch, self.sequence_parallel
+                ).rows.cpu(),
                 forward_only=True,
             )
         return dict(zip((microbatch.indices for microbatch in plan), rows)) if rows else {}
@@ -595,8 +832,14 @@ class MegatronModel:
     # -- shared by training and scoring
 
     def shares(self, sequences: Sequence[TrainSequence | Elsewhere]) -> list[list[int]]:
-        """[dp][…] the sequences that each data-parallel rank needs. It may be given all others as Elsewhere."""
-        return [[index for microbatch in plan for index in microbatch.indices] for plan in self._plans(sequences)]
+        """[dp][…] the sequences that each data-parallel rank needs.
+
+        It may be given all others as Elsewhere.
+        """
+        return [
+            [index for microbatch in plan for index in microbatch.indices]
+            for plan in self._plans(sequences)
+        ]
 
     def summed(self, values: Sequence[float]) -> list[float]:
         """The sums over the data-parallel ranks, each of which has its own values."""
@@ -608,10 +851,15 @@ class MegatronModel:
         return self._plans(sequences)[self.coordinate.dp]
 
     def _plans(self, sequences: Sequence[TrainSequence | Elsewhere]) -> list[list[MicrobatchPlan]]:
-        lengths, stages = [len(s) for s in sequences], self.topology.pp if self.topology.vpp > 1 else 1
-        return plan_microbatches(lengths, self.topology.dp, self.max_tokens, self.alignment, self.squares, stages)
+        lengths = [len(s) for s in sequences]
+        stages = self.topology.pp if self.topology.vpp > 1 else 1
+        return plan_microbatches(
+            lengths, self.topology.dp, self.max_tokens, self.alignment, self.squares, stages
+        )
 
-    def _outputs(self, hidden: torch.Tensor, microbatch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def _outputs(
+        self, hidden: torch.Tensor, microbatch: MicroBatch, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The values from which the loss is computed, and the entropies."""
         if self.spec.head == SCALAR:
             values = token_values(hidden[0], microbatch, sequence_parallel=self.sequence_parallel)
@@ -626,15 +874,24 @@ class MegatronModel:
         )
 
     def _run(
-        self, plan: list[MicrobatchPlan], make: Callable[[MicrobatchPlan], MicroBatch], head: Callable[..., Any], *, forward_only: bool
+        self,
+        plan: list[MicrobatchPlan],
+        make: Callable[[MicrobatchPlan], MicroBatch],
+        head: Callable[..., Any],
+        *,
+        forward_only: bool,
     ) -> list[Any]:
-        """Runs Megatron's schedule over the microbatches. Returns the results of `head` on the last stage.
+        """Runs Megatron's schedule over the microbatches.
 
-        `head(microbatch, hidden)` gets hidden states [1, t / cp, h], or [1, t / cp / tp, h] under sequence parallelism. With a scalar head,
-        which GPTModel has applied, h is 1.
+        Returns the results of `head` on the last stage.
+
+        `head(microbatch, hidden)` gets hidden states [1, t / cp, h], or [1, t / cp / tp, h] under
+        sequence parallelism. With a scalar head, which GPTModel has applied, h is 1.
         """
 
-        def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+        def forward_step(
+            batches: Iterator[MicroBatch], model: torch.nn.Module
+        ) -> tuple[torch.Tensor, Callable[..., Any]]:
             microbatch = next(batches)
             inputs = layers.cut(microbatch.inputs, microbatch.plan.boundaries, context_group())
             if self.replay is not None:
@@ -642,16 +899,22 @@ class MegatronModel:
                 self.replay.put(model, microbatch.routing, microbatch.plan.boundaries)
             # No ids or mask: the boundaries of the sequences imply rotary positions and causality.
             packed = packed_sequences(microbatch, self.topology.cp)
-            return model(inputs[None], None, None, packed_seq_params=packed), partial(head, microbatch)
+            return model(inputs[None], None, None, packed_seq_params=packed), partial(
+                head, microbatch
+            )
 
         known: dict[str, Any] = {}
         if self.topology.pp > 1 and self.topology.vpp == 1:
             split = self.topology.cp * (self.topology.tp if self.sequence_parallel else 1)
             communicator = PlannedShapes(self.config, plan, split)
-            known = {"p2p_communicator": communicator, "pg_collection": ProcessGroupCollection.use_mpu_process_groups()}
+            known = {
+                "p2p_communicator": communicator,
+                "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
+            }
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=[map(make, plan) for _ in self.modules],  # chunks of a rank are at different microbatches
+            # chunks of a rank are at different microbatches
+            data_iterator=[map(make, plan) for _ in self.modules],
             model=[*self.modules],
             num_microbatches=len(plan),
             # Not used, although the schedule multiplies them.
@@ -668,22 +931,42 @@ class MegatronModel:
         return (parameter for chunk in self.chunks for parameter in chunk.parameters())
 
     def local_parameters(self) -> dict[str, torch.Tensor]:
-        """This rank's live parameters, which are the tensors of `layout`, by Megatron's names with global layer numbers."""
+        """This rank's live parameters, which are the tensors of `layout`, by Megatron's names with
+        global layer numbers.
+        """
         return {name: parameter.data for name, parameter in parameters_by_name(self.chunks).items()}
 
     sent_parameters = merged_parameters = local_parameters  # as engines and exports get them
 
     def load_hf(self, path: str, new_head: hf_io.NewHead | None = None) -> None:
-        """Loads the weights of an HF checkpoint folder. Raises ConfigError for missing tensors and wrong shapes.
+        """Loads the weights of an HF checkpoint folder.
 
-        `new_head`: initial values of the scalar head if the checkpoint has none; None: it has one."""
+        Raises ConfigError for missing tensors and wrong shapes.
+
+        `new_head`: initial values of the scalar head if the checkpoint has none; None: it has one.
+        """
         hf_io.load_hf(self.spec, self.layout, self.local_parameters(), path, new_head, self.seed)
 
     def export_hf(self, path: str, hf_config_dir: str, files: Mapping[str, str] = {}) -> None:
-        """Writes the weights as an HF checkpoint folder, with `files` (name → text). Configuration and tokenizer files come from
-        `hf_config_dir`."""
+        """Writes the weights as an HF checkpoint folder, with `files` (name → text).
+
+        Configuration and tokenizer files come from `hf_config_dir`.
+        """
         self.begin_export(path, hf_config_dir, files, beside=False).finish()
 
-    def begin_export(self, path: str, hf_config_dir: str, files: Mapping[str, str] = {}, *, beside: bool) -> Writing[None]:
-        """Like `export_hf`, but complete once `finish` of the result has returned. `beside`: whether training goes on meanwhile."""
-        return hf_io.export_hf(self.spec, self.layout, self.merged_parameters(), path, hf_config_dir, files=files, beside=beside)
+    def begin_export(
+        self, path: str, hf_config_dir: str, files: Mapping[str, str] = {}, *, beside: bool
+    ) -> Writing[None]:
+        """Like `export_hf`, but complete once `finish` of the result has returned.
+
+        `beside`: whether training goes on meanwhile.
+        """
+        return hf_io.export_hf(
+            self.spec,
+            self.layout,
+            self.merged_parameters(),
+            path,
+            hf_config_dir,
+            files=files,
+            beside=beside,
+        )

@@ -1,8 +1,10 @@
-"""The layer for multi-token prediction on the last pipeline stage, and its training in addition to the policy's (models/multi_token.py).
+"""The layer for multi-token prediction on the last pipeline stage, and its training in addition to
+the policy's (models/multi_token.py).
 
-It learns the tokens of the loss by their log-probs, each from the hidden states two tokens before. Its gradient ends at this layer, does
-not reach hidden states, embedding and output layer, and is clipped separately. So the policy's steps are the same with and without it. A
-factor for its loss would have no effect, since Adam's steps do not depend on it.
+It learns the tokens of the loss by their log-probs, each from the hidden states two tokens before.
+Its gradient ends at this layer, does not reach hidden states, embedding and output layer, and is
+clipped separately. So the policy's steps are the same with and without it. A factor for its loss
+would have no effect, since Adam's steps do not depend on it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ from megarl.trainer.parallel import context_group, pipeline_group
 OWN_NORM = "mtp"  # Megatron clips gradients of such parameters by their own norm (optimizer.py:152)
 
 
-def build_layer(config: TransformerConfig, decoder_layer: ModuleSpec, stage: int | None, trained: bool) -> MultiTokenPredictionLayer:
+def build_layer(
+    config: TransformerConfig, decoder_layer: ModuleSpec, stage: int | None, trained: bool
+) -> MultiTokenPredictionLayer:
     """The layer, without weights, around a decoder layer with the spec `decoder_layer`."""
     own = copy.copy(config)
     own.mtp_num_layers = 1  # without it the layer has no decoder layer
@@ -42,10 +46,14 @@ def build_layer(config: TransformerConfig, decoder_layer: ModuleSpec, stage: int
         specified = get_mtp_layer_spec(decoder_layer, use_transformer_engine=True)
     else:
         norm: Any = RMSNorm  # a class, as in model.py
-        parts = MultiTokenPredictionLayerSubmodules(norm, norm, norm, eh_proj=ColumnParallelLinear, mtp_model_layer=decoder_layer)
+        parts = MultiTokenPredictionLayerSubmodules(
+            norm, norm, norm, eh_proj=ColumnParallelLinear, mtp_model_layer=decoder_layer
+        )
         specified = ModuleSpec(MultiTokenPredictionLayer, submodules=parts)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    layer: Any = build_module(specified, config=own, layer_number=1, vp_stage=stage, pg_collection=groups)
+    layer: Any = build_module(
+        specified, config=own, layer_number=1, vp_stage=stage, pg_collection=groups
+    )
     for parameter in layer.parameters():
         parameter.requires_grad_(trained)
         parameter.grad_norm_group = OWN_NORM
@@ -55,17 +63,29 @@ def build_layer(config: TransformerConfig, decoder_layer: ModuleSpec, stage: int
 class MultiToken:
     """The layer of the chunk that ends the model."""
 
-    def __init__(self, spec: ModelSpec, config: TransformerConfig, chunk: GPTModel, vocab_rows: int):
-        self.spec, self.config, self.chunk = spec, config, chunk
-        layer: Any = chunk.mtp_layer  # (Megatron's schedules would look into `mtp`, a block of its own)
+    def __init__(
+        self, spec: ModelSpec, config: TransformerConfig, chunk: GPTModel, vocab_rows: int
+    ):
+        self.spec = spec
+        self.config = config
+        self.chunk = chunk
+        # (Megatron's schedules would look into `mtp`, a block of its own)
+        layer: Any = chunk.mtp_layer
         self.layer: MultiTokenPredictionLayer = layer
-        self.embedding: Any = chunk.embedding if chunk.pre_process else _frozen_embedding(config, vocab_rows)
+        self.embedding: Any = (
+            chunk.embedding if chunk.pre_process else _frozen_embedding(config, vocab_rows)
+        )
 
     def hidden(self, microbatch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """The layer's hidden states. They have the shape of the model's, `hidden`: [1, t / cp, h], or [1, t / cp / tp, h] under sequence
-        parallelism."""
+        """The layer's hidden states.
+
+        They have the shape of the model's, `hidden`: [1, t / cp, h], or [1, t / cp / tp, h] under
+        sequence parallelism.
+        """
         packed = packed_sequences(microbatch, self.config.context_parallel_size)
-        following = layers.cut(microbatch.targets, microbatch.plan.boundaries, context_group())[None]
+        following = layers.cut(microbatch.targets, microbatch.plan.boundaries, context_group())[
+            None
+        ]
         made = self.layer.forward_single_position(
             hidden_states=hidden.detach().transpose(0, 1).contiguous(),
             next_token_ids=following,
@@ -90,12 +110,19 @@ class MultiToken:
 
 
 def _frozen_embedding(config: TransformerConfig, rows: int) -> LanguageModelEmbedding:
-    embedding = LanguageModelEmbedding(config, rows, max_sequence_length=0, position_embedding_type="rope")
-    return embedding.requires_grad_(False).to("cpu" if config.use_cpu_initialization else torch.cuda.current_device())
+    embedding = LanguageModelEmbedding(
+        config, rows, max_sequence_length=0, position_embedding_type="rope"
+    )
+    return embedding.requires_grad_(False).to(
+        "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+    )
 
 
 def bring_embedding(first: GPTModel, head: MultiToken | None) -> None:
-    """Gives the embedding of the `first` chunk to the last pipeline stage, which has `head`. All stages call it."""
+    """Gives the embedding of the `first` chunk to the last pipeline stage, which has `head`.
+
+    All stages call it.
+    """
     group = pipeline_group()
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:

@@ -21,15 +21,27 @@ from megarl.config.schema import AdamConfig, OptimizerConfig
 SCHEDULES = ("constant", "cosine", "linear")
 
 
-# Megatron's settings for trainer.optimizer.offload. With main weights in the optimizer, the GPU has no fp32 copy of the weights.
-OFFLOAD = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
+# Megatron's settings for trainer.optimizer.offload. With main weights in the optimizer, the GPU has
+# no fp32 copy of the weights.
+OFFLOAD = {
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 1.0,
+    "use_precision_aware_optimizer": True,
+}
 
 
 def build_optimizer(
-    config: AdamConfig, trainer: OptimizerConfig, chunks: list[DistributedDataParallel], dtype: torch.dtype, zero: int
+    config: AdamConfig,
+    trainer: OptimizerConfig,
+    chunks: list[DistributedDataParallel],
+    dtype: torch.dtype,
+    zero: int,
 ) -> ChainedOptimizer:
-    """AdamW on fp32 master weights. With zero=1, its state is split over data-parallel ranks. `trainer`: trainer.optimizer, whose `offload`
-    and `megatron` apply to every optimizer."""
+    """AdamW on fp32 master weights.
+
+    With zero=1, its state is split over data-parallel ranks. `trainer`: trainer.optimizer, whose
+    `offload` and `megatron` apply to every optimizer.
+    """
     offload = OFFLOAD if trainer.offload else {}
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -40,7 +52,8 @@ def build_optimizer(
             adam_beta2=config.betas[1],
             adam_eps=config.eps,
             weight_decay=config.weight_decay,
-            # The norm is always reported, but Megatron computes it only with clipping. So without clipping the bound is infinite.
+            # The norm is always reported, but Megatron computes it only with clipping. So without
+            # clipping the bound is infinite.
             clip_grad=config.clip_grad or math.inf,
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
@@ -57,11 +70,12 @@ def build_optimizer(
 
 
 def _allocate_state(part: MegatronOptimizer) -> None:
-    """Allocates both moments of all parameters of the part. PyTorch's AdamW does so only in its first step, which comes after a checkpoint
-    is loaded.
+    """Allocates both moments of all parameters of the part.
 
-    Without Transformer Engine, AdamW then updates in one kernel. Otherwise it would need additional memory of the parameters' size on
-    GPUs, and nine times as long on CPUs.
+    PyTorch's AdamW does so only in its first step, which comes after a checkpoint is loaded.
+
+    Without Transformer Engine, AdamW then updates in one kernel. Otherwise it would need additional
+    memory of the parameters' size on GPUs, and nine times as long on CPUs.
     """
     if part.optimizer is None:  # this rank has no parameters of this mesh
         return
@@ -80,13 +94,19 @@ def _allocate_on_host(optimizer: HybridDeviceOptimizer) -> None:
     for adam in optimizer.sub_optimizers:
         for group in adam.param_groups:
             for master in group["params"]:
-                moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+                moments = {
+                    "exp_avg": torch.zeros_like(master),
+                    "exp_avg_sq": torch.zeros_like(master),
+                }
                 adam.state[master] = {"step": torch.zeros((), dtype=torch.float32), **moments}
     optimizer._sync_sub_optimizers_state_to_hdo()
 
 
 def reload_masters(optimizer: ChainedOptimizer) -> None:
-    """Sets the master weights to the model's weights. Megatron's own function leaves out parameters in fp32 that are offloaded."""
+    """Sets the master weights to the model's weights.
+
+    Megatron's own function leaves out parameters in fp32 that are offloaded.
+    """
     optimizer.reload_model_params()
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, HybridDeviceOptimizer):
@@ -100,7 +120,9 @@ class OptimizerShard:
 
     parameter: torch.nn.Parameter
     first: int
-    master: torch.Tensor  # [end - first] float32, perhaps on the host; the parameter itself if the model is float32 and zero=0
+    # [end - first] float32, perhaps on the host; the parameter itself if the model is float32 and
+    # zero=0
+    master: torch.Tensor
     exp_avg: torch.Tensor  # [end - first] float32
     exp_avg_sq: torch.Tensor  # [end - first] float32
 
@@ -115,27 +137,47 @@ class OptimizerShard:
 
 
 def optimizer_shards(optimizer: ChainedOptimizer) -> Iterator[OptimizerShard]:
-    """All shards of this rank's optimizers (one optimizer, or one for the dense mesh and one for experts); possibly none."""
+    """All shards of this rank's optimizers (one optimizer, or one for the dense mesh and one for
+    experts); possibly none.
+    """
     for part in optimizer.chained_optimizers:
         for parameter, first, of_optimizer in _masters(part):
-            state, master = part.optimizer.state[of_optimizer], of_optimizer
+            state = part.optimizer.state[of_optimizer]
+            master = of_optimizer
             if isinstance(part.optimizer, HybridDeviceOptimizer):
                 master = part.optimizer.param_to_inner_param[of_optimizer]
-            yield OptimizerShard(parameter, first, *(t.detach().view(-1) for t in (master, state["exp_avg"], state["exp_avg_sq"])))
+            yield OptimizerShard(
+                parameter,
+                first,
+                *(t.detach().view(-1) for t in (master, state["exp_avg"], state["exp_avg_sq"])),
+            )
 
 
 def _masters(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, torch.Tensor]]:
-    """Yields (parameter, index of its first element here, master weights, or the weights themselves if their masters are on the host)."""
+    """Yields (parameter, index of its first element here, master weights, or the weights themselves
+    if their masters are on the host).
+    """
     if part.optimizer is None:
         return
     groups = part.optimizer.param_groups
     if isinstance(part, DistributedOptimizer):
         for parameter, (group, place) in part.model_param_group_index_map.items():
-            yield parameter, part._get_model_param_range_map(parameter)["param"].start, groups[group]["params"][place]
+            yield (
+                parameter,
+                part._get_model_param_range_map(parameter)["param"].start,
+                groups[group]["params"][place],
+            )
     elif isinstance(part, Float16OptimizerWithFloat16Params):
-        for parameters, masters in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
-            yield from ((parameter, 0, master) for parameter, master in zip(parameters, masters, strict=True))
-        yield from ((parameter, 0, parameter) for group in part.fp32_from_fp32_groups for parameter in group)
+        for parameters, masters in zip(
+            part.float16_groups, part.fp32_from_float16_groups, strict=True
+        ):
+            yield from (
+                (parameter, 0, master)
+                for parameter, master in zip(parameters, masters, strict=True)
+            )
+        yield from (
+            (parameter, 0, parameter) for group in part.fp32_from_fp32_groups for parameter in group
+        )
     else:
         yield from ((parameter, 0, parameter) for group in groups for parameter in group["params"])
 
@@ -143,9 +185,21 @@ def _masters(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int,
 def steps_made(optimizer: ChainedOptimizer) -> set[int]:
     """The number of steps by Adam's own count: one element, or none if this rank has no parameters."""
     adams = [*_adams(optimizer)]
-    ours = {int(state["step"]) for adam in adams if isinstance(adam, torch.optim.AdamW) for state in adam.state.values()}
-    groups = [group for adam in adams if not isinstance(adam, torch.optim.AdamW) for group in adam.param_groups if group["params"]]
-    return ours | {int(group.get("step", 0)) for group in groups}  # Transformer Engine counts for each group
+    ours = {
+        int(state["step"])
+        for adam in adams
+        if isinstance(adam, torch.optim.AdamW)
+        for state in adam.state.values()
+    }
+    groups = [
+        group
+        for adam in adams
+        if not isinstance(adam, torch.optim.AdamW)
+        for group in adam.param_groups
+        if group["params"]
+    ]
+    # Transformer Engine counts for each group
+    return ours | {int(group.get("step", 0)) for group in groups}
 
 
 def _adams(optimizer: ChainedOptimizer) -> Iterator[torch.optim.Optimizer]:
@@ -167,14 +221,19 @@ def set_steps_made(optimizer: ChainedOptimizer, steps: int) -> None:
 
 
 class LearningRate:
-    """Warm-up, then constant, cosine or linear, with Megatron's scheduler. Step k = 1, 2, … has the rate of scheduler position k.
+    """Warm-up, then constant, cosine or linear, with Megatron's scheduler.
 
-    A run that is not longer than its warm-up ends during it. Raises ConfigError for an unknown schedule.
+    Step k = 1, 2, … has the rate of scheduler position k.
+
+    A run that is not longer than its warm-up ends during it. Raises ConfigError for an unknown
+    schedule.
     """
 
     def __init__(self, config: AdamConfig, optimizer: MegatronOptimizer, total_steps: int):
         if config.schedule not in SCHEDULES:
-            raise ConfigError(f"optimizer.schedule={config.schedule}: allowed are {', '.join(SCHEDULES)}")
+            raise ConfigError(
+                f"optimizer.schedule={config.schedule}: allowed are {', '.join(SCHEDULES)}"
+            )
         self.optimizer = optimizer
         min_lr = config.lr * config.min_lr_ratio if config.schedule != "constant" else 0.0
         for group in optimizer.param_groups:  # each group has the bounds with which it was made
@@ -199,7 +258,9 @@ class LearningRate:
         return self.scheduler.num_steps
 
     def advance(self) -> float:
-        """Sets and returns the rate of the next optimizer step. Call it before the step, so that the first step counts for the warm-up."""
+        """Sets and returns the rate of the next optimizer step. Call it before the step, so that
+        the first step counts for the warm-up.
+        """
         self.scheduler.step(1)
         return self.scheduler.get_lr(self.optimizer.param_groups[0])
 

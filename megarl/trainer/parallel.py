@@ -21,7 +21,8 @@ from megarl.base.geometry import TrainerTopology
 from megarl.trainer.distributed import groups_closed
 from megarl.trainer.microbatch import MicrobatchPlan
 
-# Megatron's process groups, with types that can be used: the annotations of its own getters also allow None or a number.
+# Megatron's process groups, with types that can be used: the annotations of its own getters also
+# allow None or a number.
 
 
 def tensor_group() -> dist.ProcessGroup:
@@ -49,14 +50,16 @@ def _made(group: Any) -> dist.ProcessGroup:
     return group
 
 
-_made_for: list[Any] = []  # the topology of this process's groups, and the group that contains all of them
+# the topology of this process's groups, and the group that contains all of them
+_made_for: list[Any] = []
 
 
 def initialize(topology: TrainerTopology, seed: int, timeout_s: float) -> None:
-    """Makes Megatron's process groups, in its default order of axes (that of TrainerTopology), and seeds its generators.
+    """Makes Megatron's process groups, in its default order of axes (that of TrainerTopology), and
+    seeds its generators.
 
-    `timeout_s` limits every collective of these groups. A second model of the same topology shares the groups of the first, since Megatron
-    keeps them as globals of the process.
+    `timeout_s` limits every collective of these groups. A second model of the same topology shares
+    the groups of the first, since Megatron keeps them as globals of the process.
     """
     if parallel_state.model_parallel_is_initialized():
         if _made_for == [topology, dist.group.WORLD]:
@@ -73,31 +76,48 @@ def initialize(topology: TrainerTopology, seed: int, timeout_s: float) -> None:
             create_gloo_process_groups=True,
             distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]
         )
-    for group in distributed_c10d._world.pg_map:  # Megatron sets no timeout for the gloo group of experts' replicas
+    # Megatron sets no timeout for the gloo group of experts' replicas
+    for group in distributed_c10d._world.pg_map:
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     model_parallel_cuda_manual_seed(seed)
     _made_for[:] = [topology, dist.group.WORLD]
 
 
 def data_parallel(
-    config: TransformerConfig, topology: TrainerTopology, settings: Mapping[str, Any], chunks: Sequence[torch.nn.Module]
+    config: TransformerConfig,
+    topology: TrainerTopology,
+    settings: Mapping[str, Any],
+    chunks: Sequence[torch.nn.Module],
 ) -> list[DistributedDataParallel]:
-    """The model's chunks with buffers for gradients. These are reduced in float32, on GPUs already during the last microbatch's backward
-    pass. `settings`: other fields of DistributedDataParallelConfig."""
+    """The model's chunks with buffers for gradients.
+
+    These are reduced in float32, on GPUs already during the last microbatch's backward pass.
+    `settings`: other fields of DistributedDataParallelConfig.
+    """
     overlap = torch.cuda.is_available() and topology.dp * topology.cp > 1
-    chosen = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": topology.zero == 1, "overlap_grad_reduce": overlap, **settings}
+    chosen = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": topology.zero == 1,
+        "overlap_grad_reduce": overlap,
+        **settings,
+    }
     if chosen["use_distributed_optimizer"]:
         _give_up_zeros(chunks)
-    of_chunks = [DistributedDataParallel(config, DistributedDataParallelConfig(**chosen), chunk) for chunk in chunks]
+    of_chunks = [
+        DistributedDataParallel(config, DistributedDataParallelConfig(**chosen), chunk)
+        for chunk in chunks
+    ]
     if chosen["overlap_grad_reduce"]:  # no reduction before the last microbatch
         config.no_sync_func = partial(_no_reduction, of_chunks)
     return of_chunks
 
 
 def _give_up_zeros(chunks: Sequence[torch.nn.Module]) -> None:
-    """Frees the memory of trained matrices that are zero, as all are until weights are loaded. With the distributed optimizer, DDP first
-    makes a buffer and then moves every trained parameter into it. Weights would then be in memory twice, in addition to all
-    gradients."""
+    """Frees the memory of trained matrices that are zero, as all are until weights are loaded.
+
+    With the distributed optimizer, DDP first makes a buffer and then moves every trained parameter
+    into it. Weights would then be in memory twice, in addition to all gradients.
+    """
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         if parameter.requires_grad and parameter.dim() > 1 and not parameter.any():
             parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
@@ -114,11 +134,14 @@ def _no_reduction(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
 def global_sums(outputs: list[dict[str, torch.Tensor]], dp: int, pp: int) -> dict[str, float]:
     """The sums over all microbatches of all ranks, the same on every rank.
 
-    outputs: scalars of each microbatch of this rank; empty except on the last pipeline stage, which alone knows the names.
+    outputs: scalars of each microbatch of this rank; empty except on the last pipeline stage, which
+    alone knows the names.
     """
     sums: dict[str, float] = {}
     if outputs:
-        total = torch.stack([torch.stack([value.double() for value in output.values()]) for output in outputs]).sum(dim=0)
+        total = torch.stack(
+            [torch.stack([value.double() for value in output.values()]) for output in outputs]
+        ).sum(dim=0)
         if dp > 1:
             dist.all_reduce(total, group=data_group())
         sums = dict(zip(outputs[0], total.tolist(), strict=True))
@@ -136,14 +159,17 @@ Tensors = Any  # as in P2PCommunicator: a list with one tensor
 
 
 class PlannedShapes(P2PCommunicator):
-    """The shapes for one run of Megatron's schedule without virtual stages, which receives microbatches in their order in both directions.
-    Megatron itself has one shape for all, or lets stages tell each other the shapes of every message, for which the host waits twice."""
+    """The shapes for one run of Megatron's schedule without virtual stages, which receives
+    microbatches in their order in both directions. Megatron itself has one shape for all, or lets
+    stages tell each other the shapes of every message, for which the host waits twice.
+    """
 
     def __init__(self, config: TransformerConfig, plan: Sequence[MicrobatchPlan], split: int):
         """`split`: the number of ranks over which the positions of a microbatch are split."""
         super().__init__(pipeline_group(), config)
         shapes = [[(microbatch.positions // split, 1, config.hidden_size)] for microbatch in plan]
-        self._forward, self._backward = iter(shapes), iter(shapes)
+        self._forward = iter(shapes)
+        self._backward = iter(shapes)
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Tensors:
         return super().recv_forward(next(self._forward), is_first_stage)
@@ -151,8 +177,16 @@ class PlannedShapes(P2PCommunicator):
     def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Tensors:
         return super().recv_backward(next(self._backward), is_last_stage)
 
-    def send_forward_recv_backward(self, output_tensors: Tensors, tensor_shapes: Any, is_last_stage: bool) -> Tensors:
-        return super().send_forward_recv_backward(output_tensors, next(self._backward), is_last_stage)
+    def send_forward_recv_backward(
+        self, output_tensors: Tensors, tensor_shapes: Any, is_last_stage: bool
+    ) -> Tensors:
+        return super().send_forward_recv_backward(
+            output_tensors, next(self._backward), is_last_stage
+        )
 
-    def send_backward_recv_forward(self, input_tensor_grads: Tensors, tensor_shapes: Any, is_first_stage: bool) -> Tensors:
-        return super().send_backward_recv_forward(input_tensor_grads, next(self._forward), is_first_stage)
+    def send_backward_recv_forward(
+        self, input_tensor_grads: Tensors, tensor_shapes: Any, is_first_stage: bool
+    ) -> Tensors:
+        return super().send_backward_recv_forward(
+            input_tensor_grads, next(self._forward), is_first_stage
+        )

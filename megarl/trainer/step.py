@@ -1,10 +1,13 @@
-"""The trainer: one optimizer step, and log-probs of given tokens, on Megatron's model, schedules and optimizer.
+"""The trainer: one optimizer step, and log-probs of given tokens, on Megatron's model, schedules
+and optimizer.
 
-Scaling of the gradient. A loss function returns a sum over tokens. The trainer divides it by `denominator` before the backward pass.
-Afterwards gradients are only summed, over microbatches and over data-parallel ranks. Three of Megatron's factors are turned off.
-calculate_per_token_loss=True turns off the division by the number of microbatches, and makes the reduction over ranks a sum. A 3-tuple
-returned to the schedule turns off the factor cp. There is no division by the token count, since finalize_model_grads gets none. So for any
-topology and any microbatches, the result is the gradient of sum(loss) / denominator over the global batch.
+Scaling of the gradient. A loss function returns a sum over tokens. The trainer divides it by
+`denominator` before the backward pass. Afterwards gradients are only summed, over microbatches and
+over data-parallel ranks. Three of Megatron's factors are turned off. calculate_per_token_loss=True
+turns off the division by the number of microbatches, and makes the reduction over ranks a sum. A
+3-tuple returned to the schedule turns off the factor cp. There is no division by the token count,
+since finalize_model_grads gets none. So for any topology and any microbatches, the result is the
+gradient of sum(loss) / denominator over the global batch.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ from megarl.trainer.microbatch import MicroBatch, build, predicted_tokens, predi
 from megarl.trainer.model import MegatronModel, output_weight, passed_on
 from megarl.trainer.optimizer import LearningRate, build_optimizer, reload_masters
 
-# Sums over the tokens of an optimizer step, from which the metrics of agreement are computed (observe/agreement.py).
+# Sums over the tokens of an optimizer step, from which the metrics of agreement are computed
+# (observe/agreement.py).
 
 
 _MOST = 300.0  # bound of a log-ratio whose exponential is squared, so that float64 holds the square
@@ -67,7 +71,8 @@ class Tally:
         mask = microbatch.loss_mask
         age = torch.where(mask, torch.bucketize(microbatch.ages, self._ages, right=True), len(AGES))
         d = torch.where(mask, logprobs.double() - microbatch.mu_logprobs.double(), 0.0)
-        size, bounded = d.abs(), d.clamp(max=_MOST)
+        size = d.abs()
+        bounded = d.clamp(max=_MOST)
         ratio = bounded.exp()
         columns = [torch.ones_like(d), size, d, ratio, ratio.square(), torch.expm1(bounded) - d]
         self._sums.index_add_(0, age, torch.stack(columns, dim=1))
@@ -75,30 +80,46 @@ class Tally:
         self._bins.index_add_(0, place, columns[TOKENS])
         self._largest.scatter_reduce_(0, age, size, "amax")
         some = segment_sums(mask.double(), microbatch.boundaries) > 0
-        whole = torch.where(some, segment_sums(d, microbatch.boundaries).clamp(max=_MOST).exp(), 0.0)
+        whole = torch.where(
+            some, segment_sums(d, microbatch.boundaries).clamp(max=_MOST).exp(), 0.0
+        )
         self._sequences += torch.stack([some.sum(), whole.sum(), whole.square().sum()])
 
     def totals(self, counts: bool) -> Totals:
-        """The sums over all ranks with true `counts`, which together have seen each token once. Collective. The result is the same on every
-        rank."""
+        """The sums over all ranks with true `counts`, which together have seen each token once.
+
+        Collective. The result is the same on every rank.
+        """
         rows = len(AGES)
         largest = self._largest[:rows]
-        flat = torch.cat([self._sums[:rows].flatten(), self._bins[: 2 * rows * BINS], self._sequences])
+        flat = torch.cat(
+            [self._sums[:rows].flatten(), self._bins[: 2 * rows * BINS], self._sequences]
+        )
         if not counts:
-            largest, flat = torch.zeros_like(largest), torch.zeros_like(flat)
+            largest = torch.zeros_like(largest)
+            flat = torch.zeros_like(flat)
         if dist.get_world_size() > 1:
             dist.all_reduce(flat)
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        sums, bins, sequences = (part.numpy() for part in flat.cpu().split([6 * rows, 2 * rows * BINS, 3]))
-        return Totals(sums.reshape(rows, 6), bins.reshape(rows, 2, BINS), largest.cpu().numpy(), sequences)
+        sums, bins, sequences = (
+            part.numpy() for part in flat.cpu().split([6 * rows, 2 * rows * BINS, 3])
+        )
+        return Totals(
+            sums.reshape(rows, 6), bins.reshape(rows, 2, BINS), largest.cpu().numpy(), sequences
+        )
 
 
 LossFn = Callable[[torch.Tensor, MicroBatch], LossOutput]
-"""(outputs [t] float32, microbatch) -> LossOutput, with sums instead of means, and the same keys in `sums` all through a step. The outputs
-are the log-probs of the tokens of `loss_mask`. With a scalar head, they are the head's values for the tokens before each of these."""
+"""(outputs [t] float32, microbatch) -> LossOutput, with sums instead of means, and the same keys in
+`sums` all through a step. The outputs are the log-probs of the tokens of `loss_mask`. With a scalar
+head, they are the head's values for the tokens before each of these.
+"""
 
 # Keys of a step's sums, besides those of the loss function.
-ENTROPY, ENTROPY_TOKENS, POSITIONS, MTP = "entropy", "entropy tokens", "positions", "mtp"
+ENTROPY = "entropy"
+ENTROPY_TOKENS = "entropy tokens"
+POSITIONS = "positions"
+MTP = "mtp"
 
 
 class TokenRow(NamedTuple):
@@ -120,24 +141,38 @@ class StepResult:
     sums: dict[str, float]  # the loss function's sums over the global batch
     sequences: int
     tokens: int  # number of tokens of `loss_mask` in the loss
-    entropy: float  # mean over the tokens of `loss_mask`, in nats, before the step; NaN without tokens or with a scalar head
+    # mean over the tokens of `loss_mask`, in nats, before the step; NaN without tokens or with a
+    # scalar head
+    entropy: float
     learning_rate: float
     padded: int  # positions that the model computed besides those of the sequences (microbatch.py)
     routing: dict[str, float]  # metrics of routing replay; empty without it
-    flops: float = 0.0  # of forward and backward passes over the sequences, from the model's shape; without recomputation
-    mtp_loss: float = math.nan  # mean over the tokens that the layer for multi-token prediction predicts; NaN: not trained
-    agreement: Totals | None = None  # of the policy before the step with the behaviour policy, if the tokens' ages were given
-    kept: dict[int, TokenRow] = field(default_factory=dict)  # only this rank's, for the sequences in `keep`
+    # of forward and backward passes over the sequences, from the model's shape; without
+    # recomputation
+    flops: float = 0.0
+    # mean over the tokens that the layer for multi-token prediction predicts; NaN: not trained
+    mtp_loss: float = math.nan
+    # of the policy before the step with the behaviour policy, if the tokens' ages were given
+    agreement: Totals | None = None
+    # only this rank's, for the sequences in `keep`
+    kept: dict[int, TokenRow] = field(default_factory=dict)
 
     def check_tokens(self, expected: int) -> None:
-        """Raises RunError if the loss was not computed from `expected` tokens: a sequence was left out, trained on twice, or cut."""
+        """Raises RunError if the loss was not computed from `expected` tokens: a sequence was left
+        out, trained on twice, or cut.
+        """
         if self.tokens != expected:
-            raise RunError(f"the step was made of {self.tokens} tokens, but its samples have {expected}; its weights are not used")
+            raise RunError(
+                f"the step was made of {self.tokens} tokens, but its samples have {expected}; its "
+                "weights are not used"
+            )
 
 
 class MegatronTrainer(MegatronModel):
-    """One rank's part of the trainer: a model with gradients and an optimizer. Weights are zero until a call of load_hf, init_random or
-    checkpoint.load."""
+    """One rank's part of the trainer: a model with gradients and an optimizer.
+
+    Weights are zero until a call of load_hf, init_random or checkpoint.load.
+    """
 
     def __init__(
         self,
@@ -151,21 +186,32 @@ class MegatronTrainer(MegatronModel):
         timeout_s: float,
         optimizer: AdamConfig | None = None,
     ):
-        """`optimizer` replaces trainer.optimizer, except for trainer.optimizer.megatron, which applies to every optimizer."""
+        """`optimizer` replaces trainer.optimizer, except for trainer.optimizer.megatron, which
+        applies to every optimizer.
+        """
         super().__init__(spec, topology, trainer, dtype, seed, timeout_s=timeout_s)
         self.saved_layout = self.layout  # the layout of checkpoints
-        self.frozen = False  # whether the model is frozen, and something beside it is trained (`LoraTrainer`)
+        # whether the model is frozen, and something beside it is trained (`LoraTrainer`)
+        self.frozen = False
         self.base: str | None = None  # the checkpoint that a frozen model comes from
         config = self.config
-        config.finalize_model_grads_func = lambda model, num_tokens, **kwargs: finalize_model_grads(model, None, **kwargs)
+        config.finalize_model_grads_func = lambda model, num_tokens, **kwargs: finalize_model_grads(
+            model, None, **kwargs
+        )
         with passed_on("trainer.ddp", trainer.ddp):
             self.ddp = parallel.data_parallel(config, topology, trainer.ddp, self.chunks)
         self.modules = [*self.ddp]
         self.routing = RoutingFormat.of(spec) if trainer.routing_replay else None
-        self.replay = RoutingReplay(self.routing, self.ddp, config.sequence_parallel, trainer.recompute) if self.routing else None
+        self.replay = (
+            RoutingReplay(self.routing, self.ddp, config.sequence_parallel, trainer.recompute)
+            if self.routing
+            else None
+        )
         settings = optimizer or trainer.optimizer
         with passed_on("trainer.optimizer.megatron", trainer.optimizer.megatron):
-            self.optimizer = build_optimizer(settings, trainer.optimizer, self.ddp, self.dtype, topology.zero)
+            self.optimizer = build_optimizer(
+                settings, trainer.optimizer, self.ddp, self.dtype, topology.zero
+            )
         self.learning_rate = LearningRate(settings, self.optimizer, total_steps)
         self._reference: list[torch.Tensor] | MegatronModel | None = None
 
@@ -188,11 +234,12 @@ class MegatronTrainer(MegatronModel):
     ) -> StepResult:
         """Makes one optimizer step on the gradient of sum(loss) / denominator.
 
-        `temperature`: that of the behaviour policy. `reference_logprobs`, `proximal_logprobs`, `old_values`, `returns` and `ages`, one
-        array per sequence, become MicroBatch's fields of these names, as do the outputs of `teachers`. With `ages`, the result has the
-        agreement with the behaviour policy. `keep`: sequences for which the result has the TokenRow, on one of the ranks that train on
-        them. Without sequences, the gradient is zero, and the optimizer still makes a step.
-        Raises RuntimeError if the gradient is not finite.
+        `temperature`: that of the behaviour policy. `reference_logprobs`, `proximal_logprobs`,
+        `old_values`, `returns` and `ages`, one array per sequence, become MicroBatch's fields of
+        these names, as do the outputs of `teachers`. With `ages`, the result has the agreement with
+        the behaviour policy. `keep`: sequences for which the result has the TokenRow, on one of the
+        ranks that train on them. Without sequences, the gradient is zero, and the optimizer still
+        makes a step. Raises RuntimeError if the gradient is not finite.
         """
         assert denominator > 0
         for chunk in self.ddp:
@@ -204,7 +251,8 @@ class MegatronTrainer(MegatronModel):
         given |= {"old_values": old_values, "returns": returns, "ages": ages}
         mtp_tokens = self._begin_mtp(sequences) if self.mtp_trained else 0.0
         tally = None if ages is None else Tally(self.device)
-        here = self.coordinate.tp == self.coordinate.cp == 0  # other tensor and context ranks have seen the same tokens
+        # other tensor and context ranks have seen the same tokens
+        here = self.coordinate.tp == self.coordinate.cp == 0
         kept: dict[int, torch.Tensor] = {}
         watch = partial(_keep, keep if here else (), kept)
         outputs = self._run(
@@ -218,7 +266,10 @@ class MegatronTrainer(MegatronModel):
         assert grad_norm is not None  # it is None only with loss scaling, which bf16 does not need
         grad_norm = float(grad_norm)
         if not math.isfinite(grad_norm):
-            raise RuntimeError(f"the gradient of step {self.learning_rate.position} is not finite (norm {grad_norm})")
+            raise RuntimeError(
+                f"the gradient of step {self.learning_rate.position} is not finite (norm "
+                f"{grad_norm})"
+            )
         sums = parallel.global_sums(outputs, self.topology.dp, self.topology.pp)
         mean_loss = sums.pop("loss") / denominator
         tokens = int(sums.pop(ENTROPY_TOKENS))
@@ -230,10 +281,14 @@ class MegatronTrainer(MegatronModel):
         agreement = None if tally is None else tally.totals(here)
         counts = sums, len(sequences), tokens, entropy, learning_rate, padded, routing
         flops = self._flops([len(s) for s in sequences])
-        return StepResult(mean_loss, grad_norm, *counts, flops, mtp_loss, agreement, _token_rows(kept, sequences))
+        return StepResult(
+            mean_loss, grad_norm, *counts, flops, mtp_loss, agreement, _token_rows(kept, sequences)
+        )
 
     def _flops(self, lengths: Sequence[int]) -> float:
-        """A backward pass costs twice a forward pass, less the gradients of frozen matrices, which are not computed."""
+        """A backward pass costs twice a forward pass, less the gradients of frozen matrices, which
+        are not computed.
+        """
         passes = 2 if self.frozen else 3
         return self.flops * sum(length * (passes + 3 * self.squares * length) for length in lengths)
 
@@ -256,8 +311,13 @@ class MegatronTrainer(MegatronModel):
         if teachers:
             microbatch = self._taught(hidden, microbatch, temperature, teachers)
         out = loss(outputs, dataclasses.replace(microbatch, entropy=entropy))
-        computed = hidden.size(1) * self.topology.cp * (self.topology.tp if self.sequence_parallel else 1)
-        counted = {ENTROPY_TOKENS: microbatch.loss_mask.sum(), POSITIONS: torch.full((), computed, device=self.device)}
+        computed = (
+            hidden.size(1) * self.topology.cp * (self.topology.tp if self.sequence_parallel else 1)
+        )
+        counted = {
+            ENTROPY_TOKENS: microbatch.loss_mask.sum(),
+            POSITIONS: torch.full((), computed, device=self.device),
+        }
         sums = {"loss": out.loss.detach(), ENTROPY: entropy.detach().sum(), **counted, **out.sums}
         # Megatron would divide by this token count; see the head of this file.
         total = out.loss / denominator
@@ -267,12 +327,24 @@ class MegatronTrainer(MegatronModel):
         return total, torch.zeros((), dtype=torch.int, device=self.device), sums
 
     def _begin_mtp(self, sequences: Sequence[TrainSequence | Elsewhere]) -> float:
-        """Prepares the layer for multi-token prediction for a step. Returns the number of tokens that it predicts, but at least 1."""
+        """Prepares the layer for multi-token prediction for a step. Returns the number of tokens
+        that it predicts, but at least 1.
+        """
         multi_token.bring_embedding(self.chunks[0], self.mtp)
-        own = [cast(TrainSequence, sequences[index]) for microbatch in self._plan(sequences) for index in microbatch.indices]
+        own = [
+            cast(TrainSequence, sequences[index])
+            for microbatch in self._plan(sequences)
+            for index in microbatch.indices
+        ]
         return max(1.0, *self.summed([predicted_tokens(own)]))
 
-    def _mtp_loss(self, mtp: multi_token.MultiToken, hidden: torch.Tensor, microbatch: MicroBatch, temperature: float) -> torch.Tensor:
+    def _mtp_loss(
+        self,
+        mtp: multi_token.MultiToken,
+        hidden: torch.Tensor,
+        microbatch: MicroBatch,
+        temperature: float,
+    ) -> torch.Tensor:
         """A sum over tokens."""
         predicted = predicting(microbatch)
         logprobs, _ = token_logprobs(
@@ -285,7 +357,13 @@ class MegatronTrainer(MegatronModel):
         )
         return -logprobs.sum()
 
-    def _taught(self, hidden: torch.Tensor, microbatch: MicroBatch, temperature: float, teachers: Sequence[TeacherOfStep]) -> MicroBatch:
+    def _taught(
+        self,
+        hidden: torch.Tensor,
+        microbatch: MicroBatch,
+        temperature: float,
+        teachers: Sequence[TeacherOfStep],
+    ) -> MicroBatch:
         divergence = partial(
             token_divergence,
             rows=scored_rows(hidden[0], microbatch, self.sequence_parallel),
@@ -295,12 +373,17 @@ class MegatronTrainer(MegatronModel):
             temperature=temperature,
             chunk_tokens=self.logprob_chunk_tokens,
         )
-        return dataclasses.replace(microbatch, teachers=tuple(teacher(microbatch, divergence) for teacher in teachers))
+        return dataclasses.replace(
+            microbatch, teachers=tuple(teacher(microbatch, divergence) for teacher in teachers)
+        )
 
     # -- the reference model
 
     def token_logprobs(
-        self, sequences: Sequence[TrainSequence | Elsewhere], temperature: float = 1.0, model: Literal["policy", "reference"] = "policy"
+        self,
+        sequences: Sequence[TrainSequence | Elsewhere],
+        temperature: float = 1.0,
+        model: Literal["policy", "reference"] = "policy",
     ) -> list[np.ndarray]:
         """Like MegatronModel's method, under the policy or the reference, as `model` says."""
         if model == "policy":
@@ -311,7 +394,9 @@ class MegatronTrainer(MegatronModel):
             return super().token_logprobs(sequences, temperature)
 
     def hold_reference(self, model: MegatronModel | None = None) -> None:
-        """Keeps `model`, or else a frozen copy of the current weights, as the reference of the KL penalty."""
+        """Keeps `model`, or else a frozen copy of the current weights, as the reference of the KL
+        penalty.
+        """
         self._reference = model or [p.detach().clone() for p in self._parameters()]
 
     @contextlib.contextmanager
@@ -339,23 +424,35 @@ class MegatronTrainer(MegatronModel):
         reload_masters(self.optimizer)
 
     def load_hf(self, path: str, new_head: hf_io.NewHead | None = None) -> None:
-        """Loads the weights of an HF checkpoint folder. Raises ConfigError for missing tensors and wrong shapes.
+        """Loads the weights of an HF checkpoint folder.
 
-        `new_head`: initial values of the scalar head if the checkpoint has none; None: it has one."""
+        Raises ConfigError for missing tensors and wrong shapes.
+
+        `new_head`: initial values of the scalar head if the checkpoint has none; None: it has one.
+        """
         super().load_hf(path, new_head)
         reload_masters(self.optimizer)
 
 
-def _keep(wanted: Collection[int], kept: dict[int, torch.Tensor], microbatch: MicroBatch, logprobs: torch.Tensor) -> None:
-    """Keeps in `kept` the log-probs of the `wanted` sequences of a microbatch. They stay on the device: to read them here would make the
-    host wait for the GPU."""
+def _keep(
+    wanted: Collection[int],
+    kept: dict[int, torch.Tensor],
+    microbatch: MicroBatch,
+    logprobs: torch.Tensor,
+) -> None:
+    """Keeps in `kept` the log-probs of the `wanted` sequences of a microbatch.
+
+    They stay on the device: to read them here would make the host wait for the GPU.
+    """
     plan = microbatch.plan
     for index, begin, end in zip(plan.indices, plan.boundaries, plan.boundaries[1:]):
         if index in wanted:
             kept[index] = logprobs.detach()[begin:end]
 
 
-def _token_rows(kept: Mapping[int, torch.Tensor], sequences: Sequence[TrainSequence | Elsewhere]) -> dict[int, TokenRow]:
+def _token_rows(
+    kept: Mapping[int, torch.Tensor], sequences: Sequence[TrainSequence | Elsewhere]
+) -> dict[int, TokenRow]:
     """The TokenRow of each of these sequences. `kept`: the log-probs of their positions."""
     if not kept:
         return {}
@@ -365,7 +462,15 @@ def _token_rows(kept: Mapping[int, torch.Tensor], sequences: Sequence[TrainSeque
         sequence = sequences[index]
         assert isinstance(sequence, TrainSequence)
         positions = np.flatnonzero(np.asarray(sequence.loss_mask)[1:])
-        given = (sequence.token_ids, np.int64), (sequence.mu_logprobs, np.float32), (sequence.advantages, np.float32)
-        ids, mu_logprobs, advantages = (np.asarray(row, dtype)[positions + 1] for row, dtype in given)
-        found[index] = TokenRow(ids, positions + 1, logprobs.numpy()[positions], mu_logprobs, advantages)
+        given = (
+            (sequence.token_ids, np.int64),
+            (sequence.mu_logprobs, np.float32),
+            (sequence.advantages, np.float32),
+        )
+        ids, mu_logprobs, advantages = (
+            np.asarray(row, dtype)[positions + 1] for row, dtype in given
+        )
+        found[index] = TokenRow(
+            ids, positions + 1, logprobs.numpy()[positions], mu_logprobs, advantages
+        )
     return found

@@ -1,4 +1,7 @@
-"""The vision tower of a checkpoint. It is neither trained nor served: an export copies its tensors byte for byte."""
+"""The vision tower of a checkpoint.
+
+It is neither trained nor served: an export copies its tensors byte for byte.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,26 @@ FILE = "model-vision.safetensors"
 
 
 def carry_through(spec: ModelSpec, source: Path, folder: Path) -> dict[str, str]:
-    """Copies the tower of the checkpoint `source`, if it has one, to a separate file in `folder`. Returns tensor name -> file name.
+    """Copies the tower of the checkpoint `source`, if it has one, to a separate file in `folder`.
+
+    Returns tensor name -> file name.
 
     Raises ConfigError if a file of `source` is damaged.
     """
-    places = {name: source / file for name, file in tensor_files(source).items() if name.startswith(VISION)} if spec.vision_tower else {}
+    places = (
+        {
+            name: source / file
+            for name, file in tensor_files(source).items()
+            if name.startswith(VISION)
+        }
+        if spec.vision_tower
+        else {}
+    )
     if not places:
         return {}
     headers = {path: header(path) for path in set(places.values())}
-    entries, offset = {}, 0
+    entries = {}
+    offset = 0
     for name, path in places.items():
         begin, end = headers[path][name]["data_offsets"]
         entries[name] = headers[path][name] | {"data_offsets": [offset, offset + end - begin]}

@@ -1,4 +1,6 @@
-"""The audit compares hashes of the engines' memory with hashes of the values that trainer ranks sent, and with earlier hashes."""
+"""The audit compares hashes of the engines' memory with hashes of the values that trainer ranks
+sent, and with earlier hashes.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +22,46 @@ class AuditError(RunError):
 
 
 def check_unchanged(changes: Sequence[Changes], urls: Sequence[str]) -> None:
-    """Raises AuditError if memory has changed. `changes`: for each generator rank; `urls`: the engines' addresses."""
+    """Raises AuditError if memory has changed.
+
+    `changes`: for each generator rank; `urls`: the engines' addresses.
+    """
     per_engine = len(changes) // len(urls)
     lines = [
-        f"{name} on generator rank {rank} of engine {urls[rank // per_engine]} has changed since {_when(each.since)}"
+        f"{name} on generator rank {rank} of engine {urls[rank // per_engine]} has changed since "
+        f"{_when(each.since)}"
         for rank, each in enumerate(changes)
         for name in each.tensors
     ]
     if lines:
-        raise AuditError("weight audit failed: something other than an update has written to an engine's memory:\n" + "\n".join(lines))
+        raise AuditError(
+            "weight audit failed: something other than an update has written to an engine's "
+            "memory:\n" + "\n".join(lines)
+        )
 
 
 def check_proven(ranks_of: Mapping[Held, Sequence[int]], strict: bool) -> None:
-    """Prints which memory may be a copy of old weights. With `strict`, raises AuditError if a model has such memory. (Outside a model it
-    may be the working memory of kernels.) `ranks_of`: all memory, with the generator ranks that have it."""
-    unproven = [(held, ranks) for held, ranks in ranks_of.items() if held.kind in (UNPROVEN, UNPROVEN_OUTSIDE)]
+    """Prints which memory may be a copy of old weights.
+
+    With `strict`, raises AuditError if a model has such memory. (Outside a model it may be the
+    working memory of kernels.) `ranks_of`: all memory, with the generator ranks that have it.
+    """
+    unproven = [
+        (held, ranks)
+        for held, ranks in ranks_of.items()
+        if held.kind in (UNPROVEN, UNPROVEN_OUTSIDE)
+    ]
     if not unproven:
         return
-    told = "engines hold memory that updates neither write nor renew; if it depends on weights, it is out of date:"
+    told = (
+        "engines hold memory that updates neither write nor renew; if it depends on weights, "
+        "it is out of date:"
+    )
     for held, ranks in unproven:
-        told += f"\n{held.name} {list(held.shape)} {held.dtype} ({held.detail}) on generator rank {', '.join(map(str, ranks))}"
+        told += (
+            f"\n{held.name} {list(held.shape)} {held.dtype} ({held.detail}) on generator rank "
+            f"{', '.join(map(str, ranks))}"
+        )
     if strict and any(held.kind == UNPROVEN for held, _ in unproven):
         raise AuditError(f"weights.audit={STRICT}: {told}\nweights.audit=on continues with it")
     print(f"warning: {told}", flush=True)
@@ -55,20 +77,36 @@ def packed(hashes: Mapping[str, int]) -> bytes:
 
 
 def packed_shares(shares: Mapping[int, Mapping[str, int]]) -> bytes:
-    """The shares of one sender (generator rank -> name -> share) as they are sent: the number of distinct values (uint32), these values
-    (uint64), and the index of each share among them. Replicas have equal shares, so this takes at most a third of the bytes."""
-    return pack_shares(np.frombuffer(b"".join(packed(shares[rank]) for rank in sorted(shares)), dtype=np.uint64))
+    """The shares of one sender (generator rank -> name -> share) as they are sent: the number of
+    distinct values (uint32), these values (uint64), and the index of each share among them.
+    Replicas have equal shares, so this takes at most a third of the bytes.
+    """
+    return pack_shares(
+        np.frombuffer(b"".join(packed(shares[rank]) for rank in sorted(shares)), dtype=np.uint64)
+    )
 
 
 def pack_shares(each: np.ndarray) -> bytes:
     distinct, which = np.unique(each, return_inverse=True)
-    return len(distinct).to_bytes(4, "little") + distinct.tobytes() + which.astype(_index_type(len(distinct))).tobytes()
+    return (
+        len(distinct).to_bytes(4, "little")
+        + distinct.tobytes()
+        + which.astype(_index_type(len(distinct))).tobytes()
+    )
 
 
 def _read_shares(shares: bytes) -> np.ndarray:
     count = int.from_bytes(shares[:4], "little")
-    distinct = np.frombuffer(shares, dtype=np.uint64, count=count, offset=4) if count else np.zeros(0, np.uint64)
-    return distinct[np.frombuffer(shares, dtype=_index_type(count), offset=4 + distinct.nbytes)] if count else distinct
+    distinct = (
+        np.frombuffer(shares, dtype=np.uint64, count=count, offset=4)
+        if count
+        else np.zeros(0, np.uint64)
+    )
+    return (
+        distinct[np.frombuffer(shares, dtype=_index_type(count), offset=4 + distinct.nbytes)]
+        if count
+        else distinct
+    )
 
 
 def _index_type(count: int) -> type[np.unsignedinteger]:
@@ -76,17 +114,24 @@ def _index_type(count: int) -> type[np.unsignedinteger]:
 
 
 def digest_of(hashes: bytes) -> bytes:
-    """The digest of a rank's hashes (`packed`). The hashes themselves are requested only if it differs from the expected one."""
+    """The digest of a rank's hashes (`packed`).
+
+    The hashes themselves are requested only if it differs from the expected one.
+    """
     return hashlib.blake2b(hashes, digest_size=16).digest()
 
 
 def expected(shares: Sequence[bytes], tensors: SentTensors) -> np.ndarray:
-    """The expected hash of each place (SentTensors), uint64: the sum of the trainer ranks' `shares` (`packed_shares`) modulo 2^64. A
-    relayed tensor must equal what was sent to its leader. Raises AuditError if shares are missing."""
+    """The expected hash of each place (SentTensors), uint64: the sum of the trainer ranks' `shares`
+    (`packed_shares`) modulo 2^64. A relayed tensor must equal what was sent to its leader. Raises
+    AuditError if shares are missing.
+    """
     sums = np.zeros(tensors.places[-1], dtype=np.uint64)
     for rank, of_sender in enumerate(shares):
         sums[tensors.sent_by(rank)] += _checked(
-            _read_shares(of_sender), len(tensors.sent_by(rank)), f"trainer rank {rank} has sent hashes of"
+            _read_shares(of_sender),
+            len(tensors.sent_by(rank)),
+            f"trainer rank {rank} has sent hashes of",
         )
     leading, relayed = tensors.relayed
     sums[relayed] = sums[leading]
@@ -94,35 +139,57 @@ def expected(shares: Sequence[bytes], tensors: SentTensors) -> np.ndarray:
 
 
 def differing(digests: Sequence[bytes | None], sums: np.ndarray, tensors: SentTensors) -> list[int]:
-    """The generator ranks whose hashes are not as `expected`, judged by their digests (None: the rank is lost)."""
+    """The generator ranks whose hashes are not as `expected`, judged by their digests (None: the
+    rank is lost).
+    """
     of_ranks = zip(digests, pairwise(tensors.places.tolist()), strict=True)
-    return [rank for rank, (digest, (a, b)) in enumerate(of_ranks) if digest is not None and digest != digest_of(sums[a:b].tobytes())]
+    return [
+        rank
+        for rank, (digest, (a, b)) in enumerate(of_ranks)
+        if digest is not None and digest != digest_of(sums[a:b].tobytes())
+    ]
 
 
-def compare(found: Sequence[bytes | None], shares: Sequence[bytes], tensors: SentTensors, relays: Collection[Relay] = ()) -> None:
-    """Compares what generator ranks have `found` (`packed`; None: not asked) with `expected`. `tensors`: of the map and its relays. Raises
-    AuditError that names tensors and ranks."""
+def compare(
+    found: Sequence[bytes | None],
+    shares: Sequence[bytes],
+    tensors: SentTensors,
+    relays: Collection[Relay] = (),
+) -> None:
+    """Compares what generator ranks have `found` (`packed`; None: not asked) with `expected`.
+
+    `tensors`: of the map and its relays. Raises AuditError that names tensors and ranks.
+    """
     sent = expected(shares, tensors)
     held = sent.copy()
     for rank, hashes in enumerate(found):
         places = slice(*tensors.places[rank : rank + 2])
         if hashes is not None:
             count = places.stop - places.start
-            held[places] = _checked(np.frombuffer(hashes, dtype=np.uint64), count, f"generator rank {rank} has hashed")
+            held[places] = _checked(
+                np.frombuffer(hashes, dtype=np.uint64), count, f"generator rank {rank} has hashed"
+            )
     if wrong := [tensors.name(place) for place in np.flatnonzero(held != sent).tolist()]:
         leaders = {(relay.destination_rank, relay.tensor): relay.source_rank for relay in relays}
-        lines = [f"{name} on generator rank {rank} is not what {_sent(tensors.map, rank, name, leaders)}" for rank, name in wrong]
+        lines = [
+            f"{name} on generator rank {rank} is not what {_sent(tensors.map, rank, name, leaders)}"
+            for rank, name in wrong
+        ]
         raise AuditError("weight audit failed:\n" + "\n".join(lines))
 
 
 def _checked(hashes: np.ndarray, count: int, who: str) -> np.ndarray:
     if len(hashes) != count:
-        raise AuditError(f"weight audit failed: {who} {len(hashes)} tensors, the reshard map has {count}")
+        raise AuditError(
+            f"weight audit failed: {who} {len(hashes)} tensors, the reshard map has {count}"
+        )
     return hashes
 
 
 def _sent(map: ReshardMap, rank: int, name: str, leaders: Mapping[tuple[int, str], int]) -> str:
-    """A text that names the trainer ranks that should have written a tensor, and the generator rank that passed it on."""
+    """A text that names the trainer ranks that should have written a tensor, and the generator rank
+    that passed it on.
+    """
     leader = leaders.get((rank, name), rank)
     ranks = {copy.source_rank for copy in map.writes_to(leader) if copy.destination_tensor == name}
     by_relay = "" if leader == rank else f", passed on by generator rank {leader}"

@@ -1,4 +1,7 @@
-"""The commands that the generator sends to its engines' workers, and their answers. Typed MessagePack both ways."""
+"""The commands that the generator sends to its engines' workers, and their answers.
+
+Typed MessagePack both ways.
+"""
 
 from __future__ import annotations
 
@@ -13,48 +16,67 @@ class _Command(msgspec.Struct, frozen=True, tag=True):
 
 
 class Connect(_Command, frozen=True):
-    """The first command: where to send answers. The worker of TP rank r is generator rank `first_rank` + r. Answer: its Host."""
+    """The first command: where to send answers.
+
+    The worker of TP rank r is generator rank `first_rank` + r. Answer: its Host.
+    """
 
     first_rank: int
     reply_address: str  # of the run's hub
-    connection: str  # suffix of the workers' names at the hub, unique, so that answers of lost engines are ignored
+    # suffix of the workers' names at the hub, unique, so that answers of lost engines are ignored
+    connection: str
     key_file: str  # file of the hub's RunKey, which only this user can read
 
 
 class Describe(_Command, frozen=True):
-    """Answer: every live parameter in the engine's form; None if the digest of their forms is `known[generator rank]`."""
+    """Answer: every live parameter in the engine's form; None if the digest of their forms is
+    `known[generator rank]`.
+    """
 
     known: dict[int, bytes] = {}
 
 
 class Arrange(_Command, frozen=True):
-    """Gives parameters another shape over the same memory for all later commands: generator rank -> name -> shape. The engine keeps some
-    quantised weights transposed, and some scales in other shapes than the reshard map."""
+    """Gives parameters another shape over the same memory for all later commands: generator rank ->
+    name -> shape. The engine keeps some quantised weights transposed, and some scales in other
+    shapes than the reshard map.
+    """
 
     shapes: dict[int, dict[str, tuple[int, ...]]]
 
 
 class Open(_Command, frozen=True):
-    """Opens the parameters to one transport. Answer: a Packed endpoint, or None from a rank without an offer."""
+    """Opens the parameters to one transport.
+
+    Answer: a Packed endpoint, or None from a rank without an offer.
+    """
 
     kind: str  # kind of transport
     memory: str  # import path of its end in the worker
-    offers: dict[int, Offer]  # generator rank -> offer, of one engine only, since a large run has too many to send them all to everyone
+    # generator rank -> offer, of one engine only, since a large run has too many to send them all
+    # to everyone
+    offers: dict[int, Offer]
     known: dict[int, bytes] = {}  # generator rank -> digest of forms that need not be sent back
 
 
 class Spread(_Command, frozen=True):
-    """Copies boxes from landing memory into their parameters. Other boxes may still be written meanwhile.
+    """Copies boxes from landing memory into their parameters.
 
-    With `changes_to`, landing memory has the complete changes that lead to that version (weights.delta)."""
+    Other boxes may still be written meanwhile.
+
+    With `changes_to`, landing memory has the complete changes that lead to that version
+    (weights.delta).
+    """
 
     changes_to: int = -1
     adapters: bool = False  # only boxes of adapters
 
 
 class Receive(_Command, frozen=True):
-    """Receives all messages of one update, directly into live parameters. With `changes_to`, receives the changes that lead to that
-    version."""
+    """Receives all messages of one update, directly into live parameters.
+
+    With `changes_to`, receives the changes that lead to that version.
+    """
 
     changes_to: int = -1
     adapters: bool = False  # the update has only adapters
@@ -69,26 +91,38 @@ class MeetNeighbours(_Command, frozen=True):
 
 
 class PassOn(_Command, frozen=True):
-    """Passes on the tensors that this rank leads, once all of them are written. Answered when they have arrived: list[int], the
-    generator ranks that could not be reached."""
+    """Passes on the tensors that this rank leads, once all of them are written.
+
+    Answered when they have arrived: list[int], the generator ranks that could not be reached.
+    """
 
     adapters: bool = False  # only tensors of adapters
 
 
 class Watch(_Command, frozen=True):
-    """Hashes the tensors that no update writes, to be compared in every audit. Also rehearses the post-load work of an update, which
-    creates some of them. Does nothing when repeated. Answer: Watched."""
+    """Hashes the tensors that no update writes, to be compared in every audit.
+
+    Also rehearses the post-load work of an update, which creates some of them. Does nothing when
+    repeated. Answer: Watched.
+    """
 
 
 class Inventory(_Command, frozen=True):
-    """Sent after Watch. Answer: list[Held], all memory of a worker; empty from ranks that are not asked."""
+    """Sent after Watch.
+
+    Answer: list[Held], all memory of a worker; empty from ranks that are not asked.
+    """
 
     ranks: list[int]
 
 
 class Recall(_Command, frozen=True):
-    """Sent before parameters are written. Answer: Changes, the parameters that have changed since the last audit. Empty if there was no
-    audit since the last Recall. If no update will follow, `unwritten` also asks for the tensors that no update writes."""
+    """Sent before parameters are written.
+
+    Answer: Changes, the parameters that have changed since the last audit. Empty if there was no
+    audit since the last Recall. If no update will follow, `unwritten` also asks for the tensors
+    that no update writes.
+    """
 
     unwritten: bool = False
 
@@ -104,21 +138,41 @@ class Hashes(_Command, frozen=True):
 
 
 class End(_Command, frozen=True):
-    """Ends the processes of an engine whose weights are half-written, so that it is restarted. It has no answer."""
+    """Ends the processes of an engine whose weights are half-written, so that it is restarted.
+
+    It has no answer.
+    """
 
 
 Command = (
-    Connect | Describe | Arrange | Open | Receive | Spread | MeetNeighbours | PassOn | Watch | Inventory | Recall | Audit | Hashes | End
+    Connect
+    | Describe
+    | Arrange
+    | Open
+    | Receive
+    | Spread
+    | MeetNeighbours
+    | PassOn
+    | Watch
+    | Inventory
+    | Recall
+    | Audit
+    | Hashes
+    | End
 )
 
 
 WRITTEN = "written"  # written by each update, and compared with what was sent
 DERIVED = "derived"  # derived again from the weights after each update
-CONSTANT = "constant"  # unchanged since before the first weight was loaded; each audit compares its hash
+# unchanged since before the first weight was loaded; each audit compares its hash
+CONSTANT = "constant"
 WORKING = "working"  # made by forward passes, so not watched
-UNPROVEN = "unproven"  # made while weights were loaded and not again by updates: perhaps a copy of old weights
-OUTSIDE = "outside"  # not reachable from the model, so not watched; unchanged since before the first weight was loaded
-UNPROVEN_OUTSIDE = "unproven outside"  # not reachable from the model; made or changed while weights were loaded
+# made while weights were loaded and not again by updates: perhaps a copy of old weights
+UNPROVEN = "unproven"
+# not reachable from the model, so not watched; unchanged since before the first weight was loaded
+OUTSIDE = "outside"
+# not reachable from the model; made or changed while weights were loaded
+UNPROVEN_OUTSIDE = "unproven outside"
 KINDS = (WRITTEN, DERIVED, CONSTANT, WORKING, UNPROVEN, OUTSIDE, UNPROVEN_OUTSIDE)
 
 
@@ -134,7 +188,10 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Watched(msgspec.Struct, frozen=True):
-    """How much memory a worker computes with that no update writes. Workers with equal digests have equal inventories."""
+    """How much memory a worker computes with that no update writes.
+
+    Workers with equal digests have equal inventories.
+    """
 
     digest: bytes  # digest of the inventory
     tensors: int
@@ -149,7 +206,9 @@ class Changes(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """The state of a worker's memory: the audit hashes of live parameters, and the changes among the tensors that no update writes."""
+    """The state of a worker's memory: the audit hashes of live parameters, and the changes among
+    the tensors that no update writes.
+    """
 
     digest: bytes = b""  # digest of the answer to Hashes
     changes: Changes = Changes([], -1)

@@ -1,4 +1,7 @@
-"""Decides what updates contain. Trainer and generator each compute this, and must get the same result."""
+"""Decides what updates contain.
+
+Trainer and generator each compute this, and must get the same result.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ class Strategy(NamedTuple):
     takes: type[DeltaUpdate]  # at the generator, for an update with less than all weights
 
 
-WEIGHTS, CHANGES, ADAPTERS = "all weights", "changed weights", "adapters"
+WEIGHTS = "all weights"
+CHANGES = "changed weights"
+ADAPTERS = "adapters"
 STRATEGIES = {
     WEIGHTS: Strategy(FullUpdates, DeltaUpdate),
     CHANGES: Strategy(DeltaUpdates, DeltaUpdate),
@@ -38,21 +43,33 @@ def strategy_of(plan: RunPlan) -> Strategy:
 
 
 def sent_layout(plan: RunPlan, base: Layout, layer_spec: str) -> Layout:
-    """The trainer's layout of the tensors in an update: the model's tensors, and the adapters' if they are sent unmerged."""
+    """The trainer's layout of the tensors in an update: the model's tensors, and the adapters' if
+    they are sent unmerged.
+    """
     if (adapters := plan.sent_adapters) is None:
         return base
-    return together(base, adapters.lora.trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec))
+    return together(
+        base,
+        adapters.lora.trainer_layout(
+            plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec
+        ),
+    )
 
 
 def weights_map(plan: RunPlan, source: Layout, engines: Sequence[int] = ()) -> ReshardMap:
-    """The reshard map from the trainer's layout `source` to all engines of the run. `engines`: another number of engines for each group.
-    Ranks are numbered group by group."""
-    device, dtype = "cuda" if torch.cuda.is_available() else "cpu", plan.config.model.dtype
+    """The reshard map from the trainer's layout `source` to all engines of the run.
+
+    `engines`: another number of engines for each group. Ranks are numbered group by group.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = plan.config.model.dtype
     destination = engines_layout(plan.spec, plan.groups, dtype, device, engines)
     if (adapters := plan.sent_adapters) is not None:
         (group,) = plan.groups  # adapters are sent only if all engines are in one group
         topology = replace(group.topology, engines=destination.world_size // group.topology.tp)
-        destination = together(destination, adapters.lora.pool_layout(plan.spec, topology, group.dtype(dtype), device))
+        destination = together(
+            destination, adapters.lora.pool_layout(plan.spec, topology, group.dtype(dtype), device)
+        )
     return ReshardMap.build(source, destination)
 
 

@@ -1,4 +1,6 @@
-"""A process that has only the parameters of an engine, to test or time direct writes without SGLang."""
+"""A process that has only the parameters of an engine, to test or time direct writes without
+SGLang.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,18 @@ from megarl.weight_sync.transports.choice import transport_class
 
 
 class Neighbour:
-    """A handle to that process, which is generator rank 0, for the process that writes. A context manager: leaving it ends the process."""
+    """A handle to that process, which is generator rank 0, for the process that writes.
+
+    A context manager: leaving it ends the process.
+    """
 
     def __init__(self, device: str, layout: Layout, timeout_s: float):
         context = multiprocessing.get_context("spawn")
         self._timeout_s = timeout_s
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, os.getpid(), device, layout), daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(theirs, os.getpid(), device, layout), daemon=True
+        )
         self._process.start()
         theirs.close()
 
@@ -37,14 +44,23 @@ class Neighbour:
             self._pipe.send((what, arguments))
 
     def answer(self) -> Any:
-        """The method's result. Raises TimeoutError, or RuntimeError with the error of the other process."""
+        """The method's result.
+
+        Raises TimeoutError, or RuntimeError with the error of the other process.
+        """
         if not self._pipe.poll(self._timeout_s):
-            raise TimeoutError(f"the engine's process did not answer {self._asked!r} within {self._timeout_s:.0f} s")
+            raise TimeoutError(
+                f"the engine's process did not answer {self._asked!r} within "
+                f"{self._timeout_s:.0f} s"
+            )
         try:
             done, answer = self._pipe.recv()
         except (EOFError, OSError) as error:
             self._process.join(1.0)
-            raise RuntimeError(f"the engine's process ended at {self._asked!r}, with status {self._process.exitcode}") from error
+            raise RuntimeError(
+                f"the engine's process ended at {self._asked!r}, with status "
+                f"{self._process.exitcode}"
+            ) from error
         if not done:
             raise RuntimeError(f"the engine's process failed at {self._asked!r}:\n{answer}")
         return answer
@@ -67,17 +83,27 @@ class Held:
     def __init__(self, device: str, layout: Layout):
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
-        made = {t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype), device=device) for t in layout.tensors(0)}
-        self.parameters: dict[str, Any] = {name: torch.nn.Parameter(values, requires_grad=False) for name, values in made.items()}
+        made = {
+            t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype), device=device)
+            for t in layout.tensors(0)
+        }
+        self.parameters: dict[str, Any] = {
+            name: torch.nn.Parameter(values, requires_grad=False) for name, values in made.items()
+        }
         self.memory: Memory
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {name: parameter.data for name, parameter in self.parameters.items()}
 
     def open(self, kind: str, offer: Offer = Offer(), address: str = "") -> str:
-        """Opens the parameters to one kind of transport instead of the previous one. Returns the encoded Endpoint."""
+        """Opens the parameters to one kind of transport instead of the previous one.
+
+        Returns the encoded Endpoint.
+        """
         self.memory = transport_class(kind).memory()
-        return self.memory.open(Live(0, kind, Host(), address, self.parameters, self.tensors), offer).encode()
+        return self.memory.open(
+            Live(0, kind, Host(), address, self.parameters, self.tensors), offer
+        ).encode()
 
     def receive(self) -> None:
         self.memory.receive(self.tensors())

@@ -1,8 +1,10 @@
-"""Chooses the transport of each pair of ranks, and opens the engines' memory accordingly, before the first update.
+"""Chooses the transport of each pair of ranks, and opens the engines' memory accordingly, before
+the first update.
 
-Engines may *pass on* a part of the weights (`weights.relay`, reshard.forwarding). Trainer ranks then write only to the leaders, whose
-workers pass on tensors once everything is written. By default there are relays on a host with several engines, if the trainer runs
-elsewhere. Then every byte crosses the network once per host. Engines on different hosts relay only if the config asks for it.
+Engines may *pass on* a part of the weights (`weights.relay`, reshard.forwarding). Trainer ranks
+then write only to the leaders, whose workers pass on tensors once everything is written. By default
+there are relays on a host with several engines, if the trainer runs elsewhere. Then every byte
+crosses the network once per host. Engines on different hosts relay only if the config asks for it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,16 @@ import torch.distributed as dist
 from megarl.config.errors import ConfigError
 from megarl.config.schema import WeightsConfig
 from megarl.messaging.host import Host
-from megarl.reshard.forwarding import AUTO, BETWEEN_ENGINES, ENGINES, INSIDE_HOSTS, Relay, RelayRule, SentTensors, relayed
+from megarl.reshard.forwarding import (
+    AUTO,
+    BETWEEN_ENGINES,
+    ENGINES,
+    INSIDE_HOSTS,
+    Relay,
+    RelayRule,
+    SentTensors,
+    relayed,
+)
 from megarl.reshard.map import ReshardMap
 from megarl.weight_sync import commands
 from megarl.weight_sync.commands import MeetNeighbours, Open
@@ -64,7 +75,10 @@ class Opened:
     @cached_property
     def lands(self) -> bool:
         """Whether some boxes are written to landing memory first."""
-        return any(transport_class(each.endpoint.kind).lands_at(each.endpoint) for each in self.endpoints.packed)
+        return any(
+            transport_class(each.endpoint.kind).lands_at(each.endpoint)
+            for each in self.endpoints.packed
+        )
 
     @property
     def lands_changes(self) -> bool:
@@ -72,9 +86,12 @@ class Opened:
         return any(transport_class(kind).lands for kind in self.kinds)
 
     def endpoints_of(self, trainer: int) -> bytes:
-        """The endpoints that a trainer rank needs (decoded by base.decode_endpoints). These are the endpoints of the ranks that it writes
-        to, with only the tensors that it writes, and one endpoint of each process group that it belongs to. (At 405B all endpoints are 100
-        MB, which would go to each of 512 ranks.)"""
+        """The endpoints that a trainer rank needs (decoded by base.decode_endpoints).
+
+        These are the endpoints of the ranks that it writes to, with only the tensors that it
+        writes, and one endpoint of each process group that it belongs to. (At 405B all endpoints
+        are 100 MB, which would go to each of 512 ranks.)
+        """
         places = self.tensors.sent_by(trainer)
         ranks = np.searchsorted(self.tensors.places, places, side="right") - 1
         begins = np.flatnonzero(np.diff(ranks, prepend=-1)).tolist()  # first place of each rank
@@ -106,7 +123,11 @@ class Opened:
     @cached_property
     def _groups(self) -> dict[tuple[str, str], int]:
         """The first endpoint of each process group."""
-        return {self._group(at): at for at in reversed(range(len(self.endpoints.packed))) if self.endpoints.packed[at].endpoint.members}
+        return {
+            self._group(at): at
+            for at in reversed(range(len(self.endpoints.packed)))
+            if self.endpoints.packed[at].endpoint.members
+        }
 
     def _group(self, at: int) -> tuple[str, str]:
         endpoint = self.endpoints.packed[at].endpoint
@@ -114,19 +135,34 @@ class Opened:
 
 
 async def open_engines(
-    workers: Workers, weights: WeightsConfig, map: ReshardMap, trainers: Sequence[Host], engines: Sequence[Host]
+    workers: Workers,
+    weights: WeightsConfig,
+    map: ReshardMap,
+    trainers: Sequence[Host],
+    engines: Sequence[Host],
 ) -> Opened:
-    """Opens the memory of all engines. `trainers` and `engines`: the hosts of all ranks. Needs an open update session.
+    """Opens the memory of all engines.
 
-    Raises ConfigError for a transport that cannot work between two of the hosts, before anything is opened.
+    `trainers` and `engines`: the hosts of all ranks. Needs an open update session.
+
+    Raises ConfigError for a transport that cannot work between two of the hosts, before anything is
+    opened.
     """
     pairs = transport_pairs(weights.transport, trainers, engines)
     whole = map
-    rule, map, relays = passing_on(weights.relay, pairs, engines, whole, workers.tp[0])  # engines relay only if all are alike
+    # engines relay only if all are alike
+    rule, map, relays = passing_on(weights.relay, pairs, engines, whole, workers.tp[0])
     passed_on = sum(relay.bytes for relay in relays)
-    print(f"weights go by {describe_pairs(pairs)}; {passed_on} bytes an update are passed on by engines", flush=True)
-    ways, forms = relay_ways(relays, engines), arranged_forms(whole.destination, workers.count)
-    endpoints = await _open_in_all_ways(workers, pairs, map, [*trainers, *engines], ways, weights.delta != "off", forms)
+    print(
+        f"weights go by {describe_pairs(pairs)}; {passed_on} bytes an update are passed on by "
+        "engines",
+        flush=True,
+    )
+    ways = relay_ways(relays, engines)
+    forms = arranged_forms(whole.destination, workers.count)
+    endpoints = await _open_in_all_ways(
+        workers, pairs, map, [*trainers, *engines], ways, weights.delta != "off", forms
+    )
     if relays:
         await _meet(workers, relays, endpoints)
     return Opened(map, endpoints, rule, relays)
@@ -141,15 +177,23 @@ async def _open_in_all_ways(
     deltas: bool,
     forms: Sequence[list[Form]],
 ) -> Endpoints:
-    """Opens every generator rank to each transport by which trainer ranks write to it or other engines pass on tensors."""
+    """Opens every generator rank to each transport by which trainer ranks write to it or other
+    engines pass on tensors.
+    """
     asked = {*pairs.kinds} | relayed.keys()
     digests = {id(own): digest_of(own) for own in {id(own): own for own in forms}.values()}
     known = {rank: digests[id(own)] for rank, own in enumerate(forms)}
     packed: list[Packed] = []
     for kind in (kind for kind in (*TABLE, *sorted(asked - TABLE.keys())) if kind in asked):
         of_rank = enumerate(pairs.trainers(kind))
-        writers = {rank: trainers for rank, trainers in of_rank if trainers or rank in relayed.get(kind, ())}
-        packed += await _open_memory(workers, kind, Opening(map, writers, hosts, *_of(workers), deltas), known)
+        writers = {
+            rank: trainers
+            for rank, trainers in of_rank
+            if trainers or rank in relayed.get(kind, ())
+        }
+        packed += await _open_memory(
+            workers, kind, Opening(map, writers, hosts, *_of(workers), deltas), known
+        )
     return Endpoints(packed, {digests[id(own)]: own for own in forms})
 
 
@@ -165,23 +209,36 @@ async def open_memory(
     hosts: Sequence[Host] = (),
     deltas: bool = False,
 ) -> list[Endpoint]:
-    """Makes the live parameters writable by one kind of transport. Returns the endpoint of every generator rank in `writers`.
+    """Makes the live parameters writable by one kind of transport.
 
-    `writers`: generator rank -> trainer ranks that will write to it by this transport (None: all to all). `hosts`: of all ranks (empty:
-    this host). `deltas`: whether updates may come as changes. Needs an open update session.
+    Returns the endpoint of every generator rank in `writers`.
+
+    `writers`: generator rank -> trainer ranks that will write to it by this transport (None: all to
+    all). `hosts`: of all ranks (empty: this host). `deltas`: whether updates may come as changes.
+    Needs an open update session.
     """
     if writers is None:
-        writers = {rank: range(map.source.world_size) if map else () for rank in range(workers.count)}
+        writers = {
+            rank: range(map.source.world_size) if map else () for rank in range(workers.count)
+        }
     opening = Opening(map, writers, hosts or [this_host()], *_of(workers), deltas)
     return list(Endpoints(await _open_memory(workers, kind, opening, {}), {}))
 
 
-async def _open_memory(workers: Workers, kind: str, opening: Opening, known: Mapping[int, bytes]) -> list[Packed]:
+async def _open_memory(
+    workers: Workers, kind: str, opening: Opening, known: Mapping[int, bytes]
+) -> list[Packed]:
     """`known`: generator rank -> digest of the expected forms, which need not be sent back."""
     transport = transport_class(kind)
-    offers, memory = transport.offers(opening), f"{transport.memory.__module__}:{transport.memory.__qualname__}"
+    offers = transport.offers(opening)
+    memory = f"{transport.memory.__module__}:{transport.memory.__qualname__}"
     of_engines = [
-        Open(kind, memory, {rank: offers[rank] for rank in ranks if rank in offers}, {rank: known[rank] for rank in ranks if rank in known})
+        Open(
+            kind,
+            memory,
+            {rank: offers[rank] for rank in ranks if rank in offers},
+            {rank: known[rank] for rank in ranks if rank in known},
+        )
         for ranks in workers.ranks
     ]
     opened = [_decode_opened(payload) for payload in await workers.run(of_engines)]
@@ -191,11 +248,12 @@ async def _open_memory(workers: Workers, kind: str, opening: Opening, known: Map
 def passing_on(
     relay: str, pairs: Pairs, engines: Sequence[Host], map: ReshardMap, tp: int
 ) -> tuple[RelayRule | None, ReshardMap, list[Relay]]:
-    """Returns the relay rule (None: no relays), the part of `map` that trainer ranks write, and the relays.
+    """Returns the relay rule (None: no relays), the part of `map` that trainer ranks write, and the
+    relays.
 
-    `relay`: weights.relay; `pairs`: the transports from trainer ranks; `tp`: the ranks of an engine. With `auto` there are relays on two
-    conditions: every host has several replicas of a shard, equally many on each, and every trainer rank reaches all replicas over the
-    network.
+    `relay`: weights.relay; `pairs`: the transports from trainer ranks; `tp`: the ranks of an
+    engine. With `auto` there are relays on two conditions: every host has several replicas of a
+    shard, equally many on each, and every trainer rank reaches all replicas over the network.
     """
     rule = None
     if relay == ENGINES:
@@ -203,7 +261,8 @@ def passing_on(
     elif relay == AUTO and (per_host := _ranks_per_host(pairs, engines)):
         rule = RelayRule(INSIDE_HOSTS, per_host)
     if rule is not None:
-        with contextlib.suppress(ValueError):  # raised if replicas are spread unevenly over the hosts
+        # raised if replicas are spread unevenly over the hosts
+        with contextlib.suppress(ValueError):
             written, forwarding = relayed(map, rule)
             if forwarding.relays:
                 return rule, written, forwarding.relays
@@ -211,20 +270,36 @@ def passing_on(
 
 
 def relay_ways(relays: Sequence[Relay], engines: Sequence[Host]) -> Ways:
-    """The transports of relays. Raises ConfigError if there is no one-sided transport between two engines on different hosts."""
+    """The transports of relays.
+
+    Raises ConfigError if there is no one-sided transport between two engines on different hosts.
+    """
     ways: Ways = defaultdict(set)
-    for source, destination in sorted({(relay.source_rank, relay.destination_rank) for relay in relays}):
+    for source, destination in sorted(
+        {(relay.source_rank, relay.destination_rank) for relay in relays}
+    ):
         kind = transport_between(AUTO, engines[source], engines[destination])
         if not transport_class(kind).one_sided:
-            ranks = f"{source} on {engines[source].name} to generator rank {destination} on {engines[destination].name}"
-            raise ConfigError(f"weights.relay={ENGINES}: passing on from generator rank {ranks} needs Mooncake on both hosts")
+            ranks = (
+                f"{source} on {engines[source].name} to generator rank {destination} on "
+                f"{engines[destination].name}"
+            )
+            raise ConfigError(
+                f"weights.relay={ENGINES}: passing on from generator rank {ranks} needs Mooncake "
+                "on both hosts"
+            )
         ways[kind].add(destination)
     return ways
 
 
 def _ranks_per_host(pairs: Pairs, engines: Sequence[Host]) -> int:
-    """The number of generator ranks on each host; 0 if it differs between hosts, or if a trainer rank shares a host with engines."""
-    runs = [len(list(ranks)) for _, ranks in itertools.groupby(engines, key=lambda host: (host.memory, host.network))]
+    """The number of generator ranks on each host; 0 if it differs between hosts, or if a trainer
+    rank shares a host with engines.
+    """
+    runs = [
+        len(list(ranks))
+        for _, ranks in itertools.groupby(engines, key=lambda host: (host.memory, host.network))
+    ]
     hosts = len({(host.memory, host.network) for host in engines})
     even = len(runs) == hosts and all(run == runs[0] for run in runs[:-1]) and runs[-1] <= runs[0]
     near = any(transport_class(kind).same_host for kind in pairs.kinds)
@@ -232,7 +307,10 @@ def _ranks_per_host(pairs: Pairs, engines: Sequence[Host]) -> int:
 
 
 async def _meet(workers: Workers, relays: Sequence[Relay], endpoints: Endpoints) -> None:
-    """Connects each worker to the workers that it passes tensors on to. Each engine gets only its own part of the endpoints."""
+    """Connects each worker to the workers that it passes tensors on to.
+
+    Each engine gets only its own part of the endpoints.
+    """
     of_rank: dict[int, list[Relay]] = {rank: [] for rank in range(workers.count)}
     for relay in relays:
         of_rank[relay.source_rank].append(relay)
@@ -245,6 +323,10 @@ async def _meet(workers: Workers, relays: Sequence[Relay], endpoints: Endpoints)
         passed_on: dict[int, set[str]] = defaultdict(set)  # receiving rank -> tensors
         for relay in itertools.chain.from_iterable(own.values()):
             passed_on[relay.destination_rank].add(relay.tensor)
-        wanted = [(place, endpoints.numbers(place, names)) for rank, names in passed_on.items() for place in at[rank]]
+        wanted = [
+            (place, endpoints.numbers(place, names))
+            for rank, names in passed_on.items()
+            for place in at[rank]
+        ]
         commands.append(MeetNeighbours(endpoints.towards(wanted), own, workers.timeout_s))
     await workers.run(commands)

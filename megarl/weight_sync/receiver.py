@@ -51,18 +51,25 @@ class Offered:
 
 
 class Offers:
-    """Collects the offers of the ranks `trainers`. Once a rank has offered a version, the others must follow within `timeout_s`."""
+    """Collects the offers of the ranks `trainers`.
+
+    Once a rank has offered a version, the others must follow within `timeout_s`.
+    """
 
     def __init__(self, link: Hub, trainers: Sequence[str], timeout_s: float):
-        self._link, self._trainers, self._timeout_s = link, trainers, timeout_s
+        self._link = link
+        self._trainers = trainers
+        self._timeout_s = timeout_s
         self._open: dict[Version, dict[str, WeightsOffer]] = {}  # version -> rank -> its offer
         self._pending: Counter[str] = Counter()  # rank -> number of its open offers
 
     async def next(self, serving: Version, again: bool = False) -> Offered:
-        """Waits for the next version that every rank has offered. With `again`, that can only be `serving`, for engines that have come
-        back.
+        """Waits for the next version that every rank has offered.
 
-        The first offer has no deadline here, since its users have one. Raises TimeoutError that names missing ranks.
+        With `again`, that can only be `serving`, for engines that have come back.
+
+        The first offer has no deadline here, since its users have one. Raises TimeoutError that
+        names missing ranks.
         """
 
         def awaited() -> str:
@@ -74,7 +81,9 @@ class Offers:
                     del self._open[version]
                     self._pending -= Counter(offers.keys())
                     return Offered(version, list(offers.values()))
-            timeout_s = self._timeout_s if self._open and len(self._pending) < len(self._trainers) else None
+            timeout_s = (
+                self._timeout_s if self._open and len(self._pending) < len(self._trainers) else None
+            )
             for sender, offer in await self._link.arrivals(WeightsOffer, timeout_s, awaited):
                 of_version = self._open.setdefault(offer.version, {})
                 self._pending[sender] += sender not in of_version
@@ -129,14 +138,17 @@ class ServingExecutor(ServedExecutor, Protocol):
 class WeightsReceiver:
     """The generator's end, in its only process.
 
-    A background task (`serve`) takes every version as soon as all trainer ranks have offered it, even while the executor does other work.
-    The executor decides what an update does to running requests (`hold`, `release`).
+    A background task (`serve`) takes every version as soon as all trainer ranks have offered it,
+    even while the executor does other work. The executor decides what an update does to running
+    requests (`hold`, `release`).
 
-    The engines may be `async.capacity` versions behind when the generator begins a batch (megarl.plan.topologies).
+    The engines may be `async.capacity` versions behind when the generator begins a batch
+    (megarl.plan.topologies).
     """
 
     def __init__(self, plan: RunPlan, source: Layout, link: Hub, key_file: str):
-        self._plan, self._link = plan, link
+        self._plan = plan
+        self._link = link
         self._run_ahead = run_ahead(plan.config.async_)
         self.settled: Version = -1  # the newest version whose probe and evaluation are also done
         self._sessions = EngineSessions(plan, source, link, key_file)
@@ -152,13 +164,18 @@ class WeightsReceiver:
             self.await_version(executor, executor.curr_step - self._run_ahead)
 
     def await_version(self, executor: ServingExecutor, oldest: Version) -> None:
-        """Waits until the engines have `oldest` or a newer version, and its probe and evaluation are done."""
+        """Waits until the engines have `oldest` or a newer version, and its probe and evaluation
+        are done.
+        """
         awaited = f"weights version {oldest} from {', '.join(self._trainers)}"
         with executor.status.waiting("trainer", awaited):
             executor.wait_until(lambda: self.settled >= oldest, awaited)
 
     async def serve(self, executor: ServingExecutor) -> None:
-        """Takes every version up to the run's last. Also brings the served version into engines that come back."""
+        """Takes every version up to the run's last.
+
+        Also brings the served version into engines that come back.
+        """
         executor.start(self._invite(executor), "invitation of engines that came back")
         executor.start(self._answer(executor), "last look at the engines of a run that stops")
         while executor.version < self._plan.config.max_steps:
@@ -192,7 +209,10 @@ class WeightsReceiver:
         await executor.evaluate()
 
     async def take(self, executor: ServingExecutor) -> None:
-        """Waits for the next new version and brings it into the engines. Until it comes, serves offers for engines that have come back."""
+        """Waits for the next new version and brings it into the engines.
+
+        Until it comes, serves offers for engines that have come back.
+        """
         while (offered := await self._offers.next(executor.version)).version == executor.version:
             await self._join(executor, offered.version)
         version = offered.version
@@ -200,20 +220,34 @@ class WeightsReceiver:
         with executor.trace.span(f"take weights {version}", track="weights"):
             await executor.hold()
             taken = await self._update(executor, offered)
-            executor.trace.add(f"pause for weights {version}", *taken.pause, track="weights", **self._told_of(taken))
+            executor.trace.add(
+                f"pause for weights {version}",
+                *taken.pause,
+                track="weights",
+                **self._told_of(taken),
+            )
         executor.release(version)
         compared = self._plan.config.weights.delta != "off"
-        await self._applied(executor.fleet, version, taken, changed_fraction(offered.offers) if compared else None)
+        await self._applied(
+            executor.fleet, version, taken, changed_fraction(offered.offers) if compared else None
+        )
 
     async def look_again(self, executor: ServedExecutor) -> None:
-        """The last audit of a run, with weights.audit=strict, since no further update will find changes in the engines. Raises
-        AuditError."""
+        """The last audit of a run, with weights.audit=strict, since no further update will find
+        changes in the engines. Raises AuditError.
+        """
         if self._plan.config.weights.audit != STRICT:
             return
         self._busy = True
-        with executor.trace.span(f"look again at weights {executor.version}", track="weights") as told:
+        with executor.trace.span(
+            f"look again at weights {executor.version}", track="weights"
+        ) as told:
             told["engines"] = await self._sessions.look_again(executor.fleet, executor.version)
-        print(f"engines {told['engines']} hold what the audit of version {executor.version} found in them", flush=True)
+        print(
+            f"engines {told['engines']} hold what the audit of version {executor.version} found "
+            "in them",
+            flush=True,
+        )
         self._over(executor.fleet)
 
     async def _answer(self, executor: ServedExecutor) -> None:
@@ -231,30 +265,54 @@ class WeightsReceiver:
 
     async def _join(self, executor: ServingExecutor, version: Version) -> None:
         """Brings `version` into engines that have come back, while the other engines serve it."""
-        fleet, self._busy = executor.fleet, True
-        with executor.trace.span(f"weights {version} for engines {sorted(fleet.returned)}", track="weights"):
+        fleet = executor.fleet
+        self._busy = True
+        with executor.trace.span(
+            f"weights {version} for engines {sorted(fleet.returned)}", track="weights"
+        ):
             session = await self._sessions.open(fleet, self._hosts, version, version, joining=True)
             if session is None:  # lost once more
                 await self._tell(WeightsGrant(version, engines=()))
                 self._over(fleet)
             else:
                 taken = await self._write(fleet, session)
-                executor.trace.add(f"pause for weights {version} again", *taken.pause, "weights", **self._told_of(taken))
+                executor.trace.add(
+                    f"pause for weights {version} again",
+                    *taken.pause,
+                    "weights",
+                    **self._told_of(taken),
+                )
                 await self._applied(fleet, version, taken)
 
-    async def _applied(self, fleet: Fleet, version: Version, taken: Taken, changed: float | None = None) -> None:
+    async def _applied(
+        self, fleet: Fleet, version: Version, taken: Taken, changed: float | None = None
+    ) -> None:
         began, ended = taken.pause
-        cost = self._plan.config.weights.audited, ended - began, taken.bytes_written, len(fleet.serving), changed
+        cost = (
+            self._plan.config.weights.audited,
+            ended - began,
+            taken.bytes_written,
+            len(fleet.serving),
+            changed,
+        )
         by_group = fleet.by_name(fleet.counts(fleet.serving)), fleet.by_name(fleet.sampled)
-        await self._tell(WeightsApplied(version, *cost, *by_group, fleet.take_drafts(), taken.high_water_bytes))
+        await self._tell(
+            WeightsApplied(version, *cost, *by_group, fleet.take_drafts(), taken.high_water_bytes)
+        )
         self._over(fleet)
 
     def _told_of(self, taken: Taken) -> dict[str, Any]:
         """Values for the trace. A failed audit has already raised an error."""
-        return {"bytes": taken.bytes_written, "audited": self._plan.config.weights.audited, "engines": taken.engines}
+        return {
+            "bytes": taken.bytes_written,
+            "audited": self._plan.config.weights.audited,
+            "engines": taken.engines,
+        }
 
     def _over(self, fleet: Fleet) -> None:
-        self._busy, self._updates, fleet.updating = False, self._updates + 1, set()
+        self._busy = False
+        self._updates = self._updates + 1
+        fleet.updating = set()
         fleet.pulse.beat()
 
     @property
@@ -263,11 +321,16 @@ class WeightsReceiver:
         return self._sessions.fixed
 
     async def _invite(self, executor: ServingExecutor) -> None:
-        """Asks for the served weights when an engine has come back. Trainer ranks that are not waiting for a batch will soon send newer
-        weights; the engine then takes part in that update instead."""
+        """Asks for the served weights when an engine has come back.
+
+        Trainer ranks that are not waiting for a batch will soon send newer weights; the engine then
+        takes part in that update instead.
+        """
         fleet = executor.fleet
         while True:
-            await fleet.pulse.until(lambda: bool(fleet.returned) and not self._busy and executor.version >= 0)
+            await fleet.pulse.until(
+                lambda: bool(fleet.returned) and not self._busy and executor.version >= 0
+            )
             before = self._updates
             self._link.send("trainer.0", WeightsWanted(executor.version))
             await fleet.pulse.until(lambda: self._updates != before or not fleet.returned)
@@ -277,17 +340,28 @@ class WeightsReceiver:
 
     async def _update(self, executor: ServingExecutor, offered: Offered) -> Taken:
         """Brings a new version into all engines that are alive."""
-        fleet, serving = executor.fleet, executor.version
+        fleet = executor.fleet
+        serving = executor.version
         if not self._hosts:
             self._hosts = await self._meet_trainers()
         while (
-            session := await self._sessions.open(fleet, self._hosts, serving, offered.version, delta=worth_it(offered.offers, serving))
+            session := await self._sessions.open(
+                fleet,
+                self._hosts,
+                serving,
+                offered.version,
+                delta=worth_it(offered.offers, serving),
+            )
         ) is None:
-            await fleet.pulse.until(lambda: bool(fleet.members))  # no deadline here: the watch over lost engines has one
+            # no deadline here: the watch over lost engines has one
+            await fleet.pulse.until(lambda: bool(fleet.members))
         return await self._write(fleet, session)
 
     async def _write(self, fleet: Fleet, session: Session) -> Taken:
-        """Does an update from the grant until the engines continue. Afterwards all members serve, except those lost meanwhile."""
+        """Does an update from the grant until the engines continue.
+
+        Afterwards all members serve, except those lost meanwhile.
+        """
         try:
             bytes_written = await self._take_writes(session)
             pause = await session.update.close()
@@ -301,15 +375,22 @@ class WeightsReceiver:
 
     async def _take_writes(self, session: Session) -> int:
         """Lets all trainer ranks write, and audits the result. Returns the bytes written."""
-        opened, update, grant = session.opened, session.update, session.grant
+        opened = session.opened
+        update = session.update
+        grant = session.grant
         if self._plan.config.weights.audit == STRICT:
             await update.recall()
         if session.opens:
-            of_rank = (msgspec.structs.replace(grant, endpoints=opened.endpoints_of(rank)) for rank in range(len(self._trainers)))
+            of_rank = (
+                msgspec.structs.replace(grant, endpoints=opened.endpoints_of(rank))
+                for rank in range(len(self._trainers))
+            )
             await self._link.send_each(zip(self._trainers, of_rank))
         else:
             await self._tell(grant)
-        writes = Writes(self._link, self._trainers, grant.version, self._plan.config.timeouts.weights_s)
+        writes = Writes(
+            self._link, self._trainers, grant.version, self._plan.config.timeouts.weights_s
+        )
         await update.take(opened, writes)
         if opened.relays:
             await update.pass_on(opened.relays)
@@ -318,22 +399,34 @@ class WeightsReceiver:
         return writes.bytes_written
 
     async def _meet_trainers(self) -> list[Host]:
-        """Checks that both ends have computed the same map, before the first byte is written. Returns the hosts of the trainer ranks."""
+        """Checks that both ends have computed the same map, before the first byte is written.
+
+        Returns the hosts of the trainer ranks.
+        """
         hosts: dict[str, Host] = {}
-        differing, missing = [], set(self._trainers)
+        differing = []
+        missing = set(self._trainers)
 
         def awaited() -> str:
-            return f"the reshard map of {', '.join(name for name in self._trainers if name in missing)}"
+            return (
+                "the reshard map of "
+                f"{', '.join(name for name in self._trainers if name in missing)}"
+            )
 
         while missing:
-            for sender, hello in await self._link.arrivals(Hello, self._plan.config.timeouts.rendezvous_s, awaited):
+            for sender, hello in await self._link.arrivals(
+                Hello, self._plan.config.timeouts.rendezvous_s, awaited
+            ):
                 missing.discard(sender)
                 hosts[sender] = hello.host
                 if hello.plan_hash != self._sessions.map.plan_hash:
                     differing.append(f"{sender} computed {hello.plan_hash}")
         if differing:
             ours = f"{self._link.name} computed {self._sessions.map.plan_hash}"
-            raise RuntimeError(f"the reshard maps differ: {', '.join(sorted(differing))}; {ours}: do their layouts agree?")
+            raise RuntimeError(
+                f"the reshard maps differ: {', '.join(sorted(differing))}; {ours}: do their "
+                "layouts agree?"
+            )
         return [hosts[name] for name in self._trainers]
 
 

@@ -1,4 +1,5 @@
-"""The weights channel, sending end: each trainer rank writes its share of every update directly into the engines (DDMA).
+"""The weights channel, sending end: each trainer rank writes its share of every update directly
+into the engines (DDMA).
 
 One update, seen from both ends (LlamaRL, section 5.2):
 
@@ -8,13 +9,15 @@ One update, seen from both ends (LlamaRL, section 5.2):
     WeightsWritten(version, shares)    →        audits the memory, ends the update, lets the engines go on
     goes on training                   ←        WeightsApplied(version), read when the step is reported
 
-`content.STRATEGIES` lists the classes that define the content of an update and prepare it before the offer.
+`content.STRATEGIES` lists the classes that define the content of an update and prepare it before
+the offer.
 
-Boxes that go through landing memory (Mooncake) are written first. A WeightsWritten with `more` announces that the rest follows, so that the
-workers spread the landed boxes meanwhile.
+Boxes that go through landing memory (Mooncake) are written first. A WeightsWritten with `more`
+announces that the rest follows, so that the workers spread the landed boxes meanwhile.
 
-No rank gathers a tensor, and no rank sends for another. The reshard map says which rank writes which box to which place. Trainer ranks that
-share a quantisation tile exchange its amax before they offer.
+No rank gathers a tensor, and no rank sends for another. The reshard map says which rank writes
+which box to which place. Trainer ranks that share a quantisation tile exchange its amax before they
+offer.
 """
 
 from __future__ import annotations
@@ -31,7 +34,15 @@ from megarl.base.rollout_types import Version
 from megarl.config.errors import RunError
 from megarl.config.schema import STRICT
 from megarl.messaging.link import Peer
-from megarl.messaging.messages import Hello, LookAgain, LookedAgain, ProbeReady, WeightsApplied, WeightsGrant, WeightsWritten
+from megarl.messaging.messages import (
+    Hello,
+    LookAgain,
+    LookedAgain,
+    ProbeReady,
+    WeightsApplied,
+    WeightsGrant,
+    WeightsWritten,
+)
 from megarl.messaging.process_groups import StopRequest
 from megarl.messaging.rendezvous import GENERATOR
 from megarl.observe.status import StatusBoard, TraceWriter
@@ -49,7 +60,9 @@ M = TypeVar("M", WeightsGrant, ProbeReady)
 
 @dataclass
 class SyncReport:
-    """The cost of one weight update to a trainer rank, including repeats for engines that have come back."""
+    """The cost of one weight update to a trainer rank, including repeats for engines that have come
+    back.
+    """
 
     wait_s: float = 0.0  # until the generator granted it
     sync_s: float = 0.0  # from the grant until everything was written
@@ -75,13 +88,18 @@ class WeightsExecutor(Protocol):
 
     def get_model(self) -> Mapping[str, torch.Tensor]: ...
 
-    def put_sync(self, report: SyncReport, applied: Callable[[], WeightsApplied | None]) -> None: ...
+    def put_sync(
+        self, report: SyncReport, applied: Callable[[], WeightsApplied | None]
+    ) -> None: ...
 
     def compare_probe(self, probe: ProbeReady) -> None: ...
 
 
 class WeightsSender:
-    """The trainer's end. Construct it on every trainer rank. All ranks call `send` once per version."""
+    """The trainer's end.
+
+    Construct it on every trainer rank. All ranks call `send` once per version.
+    """
 
     receiver = GENERATOR
     of = ""  # in the trace, the purpose of the engines
@@ -89,23 +107,29 @@ class WeightsSender:
     def __init__(self, plan: RunPlan, link: Peer, stop: StopRequest | None = None):
         config = plan.config
         self._stop = stop or StopRequest()
-        self._plan, self._link = plan, link
+        self._plan = plan
+        self._link = link
         self._timeout_s = config.timeouts.weights_s
         self._probe_every = config.observe.probe_every
-        self._engines = tuple(group.settings.engines for group in plan.groups)  # number of engines of each group in the map
+        # number of engines of each group in the map
+        self._engines = tuple(group.settings.engines for group in plan.groups)
         self._updates: FullUpdates | None = None  # set from the first offer on
         self._report = SyncReport()  # report of the newest version
-        self._unconfirmed: Version | None = None  # the newest written version, until the generator confirms it
+        # the newest written version, until the generator confirms it
+        self._unconfirmed: Version | None = None
         self._applied: WeightsApplied | None = None  # the newest confirmation
         self._offered = self._written = -1  # the newest offered and written versions
 
     def send(self, executor: WeightsExecutor, again: bool = False) -> None:
-        """Offers the executor's weights, waits for the grant, and writes. Gives the executor a SyncReport, unless the run stops.
+        """Offers the executor's weights, waits for the grant, and writes.
 
-        `again` repeats a version for an engine that has come back, and adds the cost to that version's report.
+        Gives the executor a SyncReport, unless the run stops.
 
-        The grant has the deadline of a batch, since with `async.partial_rollout=block` the grant waits for rollouts to finish. The first
-        grant also waits for the engines to start.
+        `again` repeats a version for an engine that has come back, and adds the cost to that
+        version's report.
+
+        The grant has the deadline of a batch, since with `async.partial_rollout=block` the grant
+        waits for rollouts to finish. The first grant also waits for the engines to start.
         """
         version = executor.version
         self._report = report = self._report if again else SyncReport()
@@ -120,9 +144,15 @@ class WeightsSender:
                 if probe is not None:
                     executor.compare_probe(probe)
 
-    def _bring(self, executor: WeightsExecutor, report: SyncReport, again: bool = False) -> WeightsGrant | None:
-        """Offers the weights, and writes them if they are wanted. Returns the grant; None if the run stops before it comes."""
-        version, grant_s = executor.version, self._plan.config.timeouts.rollouts_s
+    def _bring(
+        self, executor: WeightsExecutor, report: SyncReport, again: bool = False
+    ) -> WeightsGrant | None:
+        """Offers the weights, and writes them if they are wanted.
+
+        Returns the grant; None if the run stops before it comes.
+        """
+        version = executor.version
+        grant_s = self._plan.config.timeouts.rollouts_s
         if self._updates is None:
             grant_s += self._plan.config.generator.startup_timeout_s
             self._updates = self._prepare(executor)
@@ -132,25 +162,42 @@ class WeightsSender:
         self._link.send(offer)
         grant = self._send_granted(executor, self._updates, report, grant_s)
         if grant is not None and not grant.is_empty:
-            self._unconfirmed, self._applied, self._written = version, None, version
+            self._unconfirmed = version
+            self._applied = None
+            self._written = version
         return grant
 
     def _base(self) -> Version:
-        """The version that all engines hold; -1 if there is none, or if the run stops before the generator confirms it."""
+        """The version that all engines hold; -1 if there is none, or if the run stops before the
+        generator confirms it.
+        """
         if self._unconfirmed is not None and self._await_applied(self._unconfirmed) is None:
             return -1
         return -1 if self._applied is None else self._applied.version
 
-    def _send_granted(self, executor: WeightsExecutor, updates: FullUpdates, report: SyncReport, timeout_s: float) -> WeightsGrant | None:
-        """Waits for the grant, and writes unless there is nothing to write to. Returns the grant; None if the run stops first."""
-        version, began = executor.version, time.monotonic()
+    def _send_granted(
+        self, executor: WeightsExecutor, updates: FullUpdates, report: SyncReport, timeout_s: float
+    ) -> WeightsGrant | None:
+        """Waits for the grant, and writes unless there is nothing to write to.
+
+        Returns the grant; None if the run stops first.
+        """
+        version = executor.version
+        began = time.monotonic()
         with executor.trace.span(f"wait for {self.of}engines to take weights {version}"):
-            grant = self._unless_stopped(executor, WeightsGrant, timeout_s, f"{self.receiver} to take weights version {version}")
+            grant = self._unless_stopped(
+                executor,
+                WeightsGrant,
+                timeout_s,
+                f"{self.receiver} to take weights version {version}",
+            )
         if grant is None:
             return None
         if grant.version != version:
             wrong = f"{self.receiver} granted version {grant.version}"
-            raise RuntimeError(f"trainer.{executor.rank} offered weights version {version}, {wrong}")
+            raise RuntimeError(
+                f"trainer.{executor.rank} offered weights version {version}, {wrong}"
+            )
         granted = time.monotonic()
         report.wait_s += granted - began
         if grant.is_empty:
@@ -158,14 +205,19 @@ class WeightsSender:
         with executor.trace.span(f"write {self.of}weights {version}") as noted:
             try:
                 noted["bytes"] = self._write(executor, updates, grant)
-            except Exception as error:  # tells the generator at once, so that it need not wait until its deadline
+            except Exception as error:
+                # tells the generator at once, so that it need not wait until its deadline
                 self._link.send(WeightsWritten(version, 0, 0.0, error=str(error) or repr(error)))
                 raise
         report.sync_s += time.monotonic() - granted
         return grant
 
-    def _unless_stopped(self, executor: WeightsExecutor, kind: type[M], timeout_s: float, awaited: str) -> M | None:
-        """A message that the receiver sends to every rank, or None on every rank if the run must stop. Collective."""
+    def _unless_stopped(
+        self, executor: WeightsExecutor, kind: type[M], timeout_s: float, awaited: str
+    ) -> M | None:
+        """A message that the receiver sends to every rank, or None on every rank if the run must
+        stop. Collective.
+        """
         with executor.status.waiting(self.receiver, awaited):
             found = self._link.receive_unless(self._stop_asked, kind, timeout_s, awaited)
         if self._stop.agree(found is None, executor.device):
@@ -177,25 +229,37 @@ class WeightsSender:
         return self._stop.asked
 
     def _await_applied(self, version: Version) -> WeightsApplied | None:
-        """The receiver's confirmation that the engines serve `version`; None if the run must stop before it comes."""
+        """The receiver's confirmation that the engines serve `version`; None if the run must stop
+        before it comes.
+        """
         while self._applied is None or self._applied.version != version:
             awaited = f"{self.receiver} to apply weights version {version}"
-            found = self._link.receive_unless(self._stop_asked, WeightsApplied, self._timeout_s, awaited)
+            found = self._link.receive_unless(
+                self._stop_asked, WeightsApplied, self._timeout_s, awaited
+            )
             if found is None:
                 return None
             applied = found[1]
             if applied.version > version:
-                raise RuntimeError(f"weights version {version} was written last, {self.receiver} applied version {applied.version}")
+                raise RuntimeError(
+                    f"weights version {version} was written last, {self.receiver} applied version "
+                    f"{applied.version}"
+                )
             self._applied = applied
         self._unconfirmed = None
         return self._applied
 
     def _prepare(self, executor: WeightsExecutor) -> FullUpdates:
-        """Before any write: computes the map from the two layouts, proves it, and sends its hash and this rank's host to the generator."""
+        """Before any write: computes the map from the two layouts, proves it, and sends its hash
+        and this rank's host to the generator.
+        """
         config = self._plan.config
         self._whole = weights_map(self._plan, executor.layout)  # includes what engines pass on
-        host, may_lose = this_host(), config.generator.on_failure != "fail"
-        transport = PairwiseTransport(config.weights.transport, host, executor.rank, self._timeout_s, may_lose)
+        host = this_host()
+        may_lose = config.generator.on_failure != "fail"
+        transport = PairwiseTransport(
+            config.weights.transport, host, executor.rank, self._timeout_s, may_lose
+        )
         updates = strategy_of(self._plan).sends(transport, self._whole, executor.rank, config)
         check_held(executor.get_model(), self._whole.source, executor.rank)
         self._link.send(Hello(self._whole.plan_hash, host))
@@ -205,57 +269,103 @@ class WeightsSender:
         """Writes the update. Returns the number of bytes."""
         if grant.plan_hash:
             self._connect(executor, updates, grant)
-        size_bytes, started = 0, time.monotonic()
+        size_bytes = 0
+        started = time.monotonic()
         for sent, shares in updates.write(grant, executor.get_model()):
-            write_s, more = time.monotonic() - started, shares is None
+            write_s = time.monotonic() - started
+            more = shares is None
             unwritten = sorted(updates.transport.unwritten)
-            self._link.send(WeightsWritten(grant.version, sent.bytes, write_s, packed_shares(shares or {}), unwritten=unwritten, more=more))
-            size_bytes, started = size_bytes + sent.bytes, time.monotonic()
+            self._link.send(
+                WeightsWritten(
+                    grant.version,
+                    sent.bytes,
+                    write_s,
+                    packed_shares(shares or {}),
+                    unwritten=unwritten,
+                    more=more,
+                )
+            )
+            size_bytes = size_bytes + sent.bytes
+            started = time.monotonic()
         return size_bytes
 
-    def _connect(self, executor: WeightsExecutor, updates: FullUpdates, grant: WeightsGrant) -> None:
+    def _connect(
+        self, executor: WeightsExecutor, updates: FullUpdates, grant: WeightsGrant
+    ) -> None:
         """Connects to the engines that take part from now on."""
         if grant.engines != self._engines:
-            self._whole, self._engines = weights_map(self._plan, executor.layout, grant.engines), grant.engines
-        map = self._whole if grant.relay is None else relayed(self._whole, RelayRule(*grant.relay))[0]
+            self._whole = weights_map(self._plan, executor.layout, grant.engines)
+            self._engines = grant.engines
+        map = (
+            self._whole if grant.relay is None else relayed(self._whole, RelayRule(*grant.relay))[0]
+        )
         if map.plan_hash != grant.plan_hash:
-            raise RuntimeError(f"trainer.{executor.rank} computed map {map.plan_hash} for these engines, {self.receiver} {grant.plan_hash}")
+            raise RuntimeError(
+                f"trainer.{executor.rank} computed map {map.plan_hash} for these engines, "
+                f"{self.receiver} {grant.plan_hash}"
+            )
         updates.connect(map, decode_endpoints(grant.endpoints), executor.get_model())
         executor.trace.mark(f"{self.of}weights map", to=updates.bytes_by_receiver())
 
     def close(self) -> None:
-        """Waits until the last weights are in use, since the generator would count a rank that leaves early as lost."""
+        """Waits until the last weights are in use, since the generator would count a rank that
+        leaves early as lost.
+        """
         if self._unconfirmed is not None:  # a run that stops does not wait
             self._await_applied(self._unconfirmed)
-        # (An unanswered offer keeps the engines paused.) After the last version, the generator compares without being asked.
-        if self._stop.asked and self._link.name == "trainer.0" and -1 < self._offered == self._written < self._plan.config.max_steps:
+        # (An unanswered offer keeps the engines paused.) After the last version, the generator
+        # compares without being asked.
+        if (
+            self._stop.asked
+            and self._link.name == "trainer.0"
+            and -1 < self._offered == self._written < self._plan.config.max_steps
+        ):
             self._look_again()
         if self._updates is not None:
             self._updates.transport.close()
 
     def _look_again(self) -> None:
-        """The last audit when the run stops, since no further update will find changes in the engines. Raises RunError if memory has
-        changed."""
+        """The last audit when the run stops, since no further update will find changes in the
+        engines. Raises RunError if memory has changed.
+        """
         config = self._plan.config
         left_s = config.checkpoint.on_termination_s - (time.monotonic() - self._stop.since)
         if config.weights.audit != STRICT or left_s <= 0:
             return
         self._link.send(LookAgain())
         try:
-            _, found = self._link.receive(LookedAgain, min(left_s / 2, self._timeout_s), f"{self.receiver} to look at the engines again")
+            _, found = self._link.receive(
+                LookedAgain,
+                min(left_s / 2, self._timeout_s),
+                f"{self.receiver} to look at the engines again",
+            )
         except TimeoutError as error:
             found = LookedAgain(obstacle=str(error))
         if found.obstacle:
-            print(f"the engines' memory was not compared with the last audit again: {found.obstacle}", flush=True)
+            print(
+                f"the engines' memory was not compared with the last audit again: {found.obstacle}",
+                flush=True,
+            )
         if found.problem:
             raise RunError(found.problem)
 
 
 def check_held(parameters: Mapping[str, torch.Tensor], layout: Layout, rank: int) -> None:
-    """Raises LayoutError that names every tensor in which a trainer rank's live parameters differ from the map's layout."""
-    found = {name: (tuple(values.shape), str(values.dtype).removeprefix("torch.")) for name, values in parameters.items()}
+    """Raises LayoutError that names every tensor in which a trainer rank's live parameters differ
+    from the map's layout.
+    """
+    found = {
+        name: (tuple(values.shape), str(values.dtype).removeprefix("torch."))
+        for name, values in parameters.items()
+    }
     planned = {tensor.name: (tensor.shape, tensor.dtype) for tensor in layout.tensors(rank)}
-    wrong = sorted(name for name in found.keys() | planned.keys() if found.get(name) != planned.get(name))
+    wrong = sorted(
+        name for name in found.keys() | planned.keys() if found.get(name) != planned.get(name)
+    )
     if wrong:
-        lines = [f"trainer rank {rank}, {name}: shape, dtype {found.get(name)}, in the layout {planned.get(name)}" for name in wrong]
+        lines = [
+            f"trainer rank {rank}, {name}: shape, dtype {found.get(name)}, in the layout "
+            f"{planned.get(name)}"
+            for name in wrong
+        ]
         raise LayoutError("the trainer's weights are not laid out as planned:\n" + "\n".join(lines))

@@ -1,4 +1,7 @@
-"""Update sessions with the live engines. Their memory stays open until a different set of engines takes part."""
+"""Update sessions with the live engines.
+
+Their memory stays open until a different set of engines takes part.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +46,15 @@ class Session:
 
 
 class EngineSessions:
-    """`source` is the trainer's layout. The engines' workers answer over `link`, with the key in `key_file`."""
+    """`source` is the trainer's layout.
+
+    The engines' workers answer over `link`, with the key in `key_file`.
+    """
 
     def __init__(self, plan: RunPlan, source: Layout, link: Hub, key_file: str):
-        self._plan, self._link, self._key_file = plan, link, key_file
+        self._plan = plan
+        self._link = link
+        self._key_file = key_file
         self.map = weights_map(plan, source)  # to all engines
         self._of_less = strategy_of(plan).takes  # the class of updates with less than all weights
         self._workers: Workers | None = None
@@ -54,16 +62,24 @@ class EngineSessions:
         self._members: list[int] = []  # the engines whose memory is open
 
     async def open(
-        self, fleet: Fleet, trainers: Sequence[Host], serving: Version, version: Version, joining: bool = False, delta: bool = False
+        self,
+        fleet: Fleet,
+        trainers: Sequence[Host],
+        serving: Version,
+        version: Version,
+        joining: bool = False,
+        delta: bool = False,
     ) -> Session | None:
-        """Opens a session to write `version` into all members of the fleet, or with `joining` only into those that have come back. None if
-        there are none.
+        """Opens a session to write `version` into all members of the fleet, or with `joining` only
+        into those that have come back. None if there are none.
 
-        `serving`: the current version in the engines (-1: none of the run's). `trainers`: the hosts of the trainer ranks. `delta`: the
-        trainer ranks may write only changes since `serving`, or only adapters. They can do so if no engine's memory must be opened again,
-        since all engines then have that version.
+        `serving`: the current version in the engines (-1: none of the run's). `trainers`: the hosts
+        of the trainer ranks. `delta`: the trainer ranks may write only changes since `serving`, or
+        only adapters. They can do so if no engine's memory must be opened again, since all engines
+        then have that version.
 
-        An engine that turns out to be lost is left out. Any other error is raised, and the engines are no longer used.
+        An engine that turns out to be lost is left out. Any other error is raised, and the engines
+        are no longer used.
         """
         while True:
             if serving >= 0:
@@ -72,14 +88,18 @@ class EngineSessions:
             members = fleet.in_order(fleet.returned) if joining else fleet.members
             if not members:
                 return None
-            known = members == self._members and not fleet.returned  # an engine that has come back is a new process
+            # an engine that has come back is a new process
+            known = members == self._members and not fleet.returned
             if not known:
                 self._workers = self._workers_of(members, fleet)
             workers = self._workers
             assert workers is not None
-            workers.may_lose, fleet.updating = False, set(members)
+            workers.may_lose = False
+            fleet.updating = set(members)
             kind = self._of_less if delta and known else WeightUpdate
-            session = kind(workers, version, in_place=self._plan.config.async_.partial_rollout == "in_flight")
+            session = kind(
+                workers, version, in_place=self._plan.config.async_.partial_rollout == "in_flight"
+            )
             try:
                 await session.open(serving=serving if known or self._opened is None else None)
                 if not known:
@@ -98,12 +118,14 @@ class EngineSessions:
                 workers.may_lose = fleet.elastic and opened.one_sided
                 grant = WeightsGrant(version, engines=fleet.counts(members), delta=delta)
                 if not known:
-                    grant = WeightsGrant(version, b"", fleet.counts(members), opened.relay, opened.map.plan_hash)
+                    grant = WeightsGrant(
+                        version, b"", fleet.counts(members), opened.relay, opened.map.plan_hash
+                    )
                 return Session(members, session, opened, grant, opens=not known)
 
     async def look_again(self, fleet: Fleet, version: Version) -> list[int]:
-        """Compares the memory of all engines that serve `version` with the findings of the last audit. Returns these engines, without those
-        lost meanwhile. Raises AuditError.
+        """Compares the memory of all engines that serve `version` with the findings of the last
+        audit. Returns these engines, without those lost meanwhile. Raises AuditError.
 
         Connects to all of them anew, since those that came back were opened in separate sessions.
         """
@@ -120,19 +142,28 @@ class EngineSessions:
                 fleet.lose(error)
         return [index for index in members if index in fleet.serving]
 
-    async def _try_joining(self, fleet: Fleet, joining: Sequence[int], trainers: Sequence[Host]) -> None:
-        """Tests joining engines before the other engines are paused for them. They must reach the hub, have the planned layout, and open
-        their memory by a transport that lets engines come and go. Engines that fail must leave; the run goes on."""
+    async def _try_joining(
+        self, fleet: Fleet, joining: Sequence[int], trainers: Sequence[Host]
+    ) -> None:
+        """Tests joining engines before the other engines are paused for them.
+
+        They must reach the hub, have the planned layout, and open their memory by a transport that
+        lets engines come and go. Engines that fail must leave; the run goes on.
+        """
         if not joining:
             return
-        weights, workers = self._plan.config.weights, self._workers_for(joining, fleet)
-        trial, fleet.updating = WeightUpdate(workers, -1), set(joining)
+        weights = self._plan.config.weights
+        workers = self._workers_for(joining, fleet)
+        trial = WeightUpdate(workers, -1)
+        fleet.updating = set(joining)
         try:
             await trial.open(serving=-1)
             counts = fleet.counts(joining)
             map = weights_map(self._plan, self.map.source, counts)
             hosts = await self._check(workers, map, counts)
-            if refusal := self.fixed or _two_sided(transport_pairs(weights.transport, trainers, hosts).kinds):
+            if refusal := self.fixed or _two_sided(
+                transport_pairs(weights.transport, trainers, hosts).kinds
+            ):
                 raise ConfigError(refusal)
             await open_engines(workers, weights, map, trainers, hosts)
         except (RuntimeError, TimeoutError, ConfigError) as error:
@@ -145,7 +176,9 @@ class EngineSessions:
             elif isinstance(error, EngineUnreachable):
                 fleet.lose(error)
             else:
-                await fleet.leave(joining[0], f"it cannot join: {error}", self._plan.config.timeouts.weights_s)
+                await fleet.leave(
+                    joining[0], f"it cannot join: {error}", self._plan.config.timeouts.weights_s
+                )
         else:
             await trial.cancel()
             fleet.updating = set()
@@ -156,10 +189,16 @@ class EngineSessions:
         return "" if self._opened is None else _two_sided(self._opened.kinds)
 
     def _workers_of(self, members: list[int], fleet: Fleet) -> Workers:
-        """The workers of `members`. Raises RuntimeError if the transports in use cannot be opened again for a different set of engines."""
+        """The workers of `members`.
+
+        Raises RuntimeError if the transports in use cannot be opened again for a different set of
+        engines.
+        """
         if self.fixed:
             lost = "; ".join(fleet.lost.values()) or "an engine has come back"
-            raise RuntimeError(f"{self.fixed}, so the run cannot go on with engines {members} alone: {lost}")
+            raise RuntimeError(
+                f"{self.fixed}, so the run cannot go on with engines {members} alone: {lost}"
+            )
         return self._workers_for(members, fleet)
 
     def _workers_for(self, members: Sequence[int], fleet: Fleet) -> Workers:
@@ -170,10 +209,18 @@ class EngineSessions:
 
     def _topologies(self, engines: Sequence[int]) -> list[GeneratorTopology]:
         """The topology of each engine, in order. `engines`: the number of engines of each group."""
-        return [group.topology for group, count in zip(self._plan.groups, engines, strict=True) for _ in range(count)]
+        return [
+            group.topology
+            for group, count in zip(self._plan.groups, engines, strict=True)
+            for _ in range(count)
+        ]
 
-    async def _connect(self, workers: Workers, trainers: Sequence[Host], engines: tuple[int, ...]) -> Opened:
-        """Compares the live engines with the map's destination layout, then opens their parameters for writing."""
+    async def _connect(
+        self, workers: Workers, trainers: Sequence[Host], engines: tuple[int, ...]
+    ) -> Opened:
+        """Compares the live engines with the map's destination layout, then opens their parameters
+        for writing.
+        """
         every = tuple(group.settings.engines for group in self._plan.groups)
         map = self.map if engines == every else weights_map(self._plan, self.map.source, engines)
         hosts = await self._check(workers, map, engines)
@@ -185,7 +232,10 @@ class EngineSessions:
         return await open_engines(workers, self._plan.config.weights, map, trainers, hosts)
 
     async def _check(self, workers: Workers, map: ReshardMap, engines: Sequence[int]) -> list[Host]:
-        """Connects the workers, and compares the live engines with the map's destination. Returns the hosts of the generator ranks."""
+        """Connects the workers, and compares the live engines with the map's destination.
+
+        Returns the hosts of the generator ranks.
+        """
         await check_parallelism(workers, self._topologies(engines))
         hosts = await connect(workers, self._key_file)
         await settle_layout(workers, map.destination)
@@ -193,9 +243,13 @@ class EngineSessions:
 
 
 async def notice_restarts(fleet: Fleet, timeout_s: float) -> None:
-    """Counts an engine as lost if it was restarted while it had no requests, since it no longer has the run's weights."""
+    """Counts an engine as lost if it was restarted while it had no requests, since it no longer has
+    the run's weights.
+    """
     asked = [fleet.engines[index] for index in sorted(fleet.serving)] if fleet.elastic else []
-    answers = await asyncio.gather(*(engine.version(timeout_s) for engine in asked), return_exceptions=True)
+    answers = await asyncio.gather(
+        *(engine.version(timeout_s) for engine in asked), return_exceptions=True
+    )
     for engine, answer in zip(asked, answers):
         if isinstance(answer, EngineUnreachable):
             fleet.lose(answer)
@@ -206,6 +260,8 @@ async def notice_restarts(fleet: Fleet, timeout_s: float) -> None:
 
 
 def _two_sided(kinds: Iterable[str]) -> str:
-    """A text that names the transports among `kinds` whose set of engines cannot change; empty if there are none."""
+    """A text that names the transports among `kinds` whose set of engines cannot change; empty if
+    there are none.
+    """
     ways = sorted({kind for kind in kinds if not transport_class(kind).one_sided})
     return f"weights go by {', '.join(ways)}, whose process groups cannot change" if ways else ""

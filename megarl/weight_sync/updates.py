@@ -1,6 +1,8 @@
-"""One update of the engines' weights, at the generator: engines pause, are written to, are audited, and continue.
+"""One update of the engines' weights, at the generator: engines pause, are written to, are audited,
+and continue.
 
-There is one class for each content: all weights (`WeightUpdate`) or changes (`DeltaUpdate`). `content.STRATEGIES` lists them all.
+There is one class for each content: all weights (`WeightUpdate`) or changes (`DeltaUpdate`).
+`content.STRATEGIES` lists them all.
 """
 
 from __future__ import annotations
@@ -29,13 +31,16 @@ from megarl.weight_sync.workers import Workers
 # In order:
 #
 # update = WeightUpdate(workers, version)
-# await update.open(serving)         # checks the version they hold → pause → SGLang's update session
-# await update.recall()              # weights.audit=strict: nothing has changed since the last audit; raises AuditError
+# await update.open(serving)         # checks the version they hold → pause → SGLang's update
+# session
+# await update.recall()              # weights.audit=strict: nothing has changed since the last
+# audit; raises AuditError
 # await update.take(opened, writes)  # while the trainer ranks write
 # await update.pass_on(relays)       # engines write to engines
 # await update.audit(shares, map)    # raises AuditError
 # await update.close()               # end of session → version → prefix cache emptied → resume
-# await update.abandon(reason)       # instead, if anything failed: engines never generate with half-written weights
+# await update.abandon(reason)       # instead, if anything failed: engines never generate with
+# half-written weights
 
 
 ENDED_S = 10.0  # time for an engine to end after it was asked to; later its launcher must end it
@@ -43,7 +48,8 @@ ENDED_S = 10.0  # time for an engine to end after it was asked to; later its lau
 _decode_found = msgspec.msgpack.Decoder(commands.Found).decode
 _decode_changes = msgspec.msgpack.Decoder(commands.Changes).decode
 
-Pause = tuple[float, float]  # times when the first engine stopped and the last one continued, by time.perf_counter
+# times when the first engine stopped and the last one continued, by time.perf_counter
+Pause = tuple[float, float]
 
 
 class VersionError(RuntimeError):
@@ -54,34 +60,57 @@ class VersionError(RuntimeError):
 
 
 class Writes:
-    """Collects the WeightsWritten messages of one version. A rank sends one for each part; only the last has no `more`.
+    """Collects the WeightsWritten messages of one version.
 
-    `parts` lists (rank's name, message)."""
+    A rank sends one for each part; only the last has no `more`.
+
+    `parts` lists (rank's name, message).
+    """
 
     def __init__(self, link: Hub, trainers: Sequence[str], version: Version, timeout_s: float):
-        self._link, self._trainers, self._timeout_s = link, trainers, timeout_s
+        self._link = link
+        self._trainers = trainers
+        self._timeout_s = timeout_s
         self._version = version
-        self._unheard, self._unfinished = set(trainers), set(trainers)  # ranks that have reported nothing, or not everything
+        self._unheard = set(trainers)
+        self._unfinished = set(trainers)  # ranks that have reported nothing, or not everything
         self.parts: list[tuple[str, WeightsWritten]] = []
 
     async def landed(self) -> None:
-        """Returns once each rank has written its first part, so that all landing boxes are written. Raises as `done` does."""
+        """Returns once each rank has written its first part, so that all landing boxes are written.
+
+        Raises as `done` does.
+        """
         await self._until_none_of(self._unheard)
 
     async def done(self) -> None:
-        """Returns once all is written. Raises RuntimeError if a rank failed or wrote another version, and TimeoutError if one is late."""
+        """Returns once all is written.
+
+        Raises RuntimeError if a rank failed or wrote another version, and TimeoutError if one is
+        late.
+        """
         await self._until_none_of(self._unfinished)
 
     async def _until_none_of(self, missing: set[str]) -> None:
         def awaited() -> str:
-            return f"{', '.join(name for name in self._trainers if name in missing)} to write weights version {self._version}"
+            return (
+                f"{', '.join(name for name in self._trainers if name in missing)} to write "
+                f"weights version {self._version}"
+            )
 
         while missing:
-            for sender, message in await self._link.arrivals(WeightsWritten, self._timeout_s, awaited):
+            for sender, message in await self._link.arrivals(
+                WeightsWritten, self._timeout_s, awaited
+            ):
                 if sender not in self._unfinished or message.version != self._version:
-                    raise RuntimeError(f"{self._link.name} waited for {awaited()}, but {sender} has written version {message.version}")
+                    raise RuntimeError(
+                        f"{self._link.name} waited for {awaited()}, but {sender} has written "
+                        f"version {message.version}"
+                    )
                 if message.error:
-                    raise RuntimeError(f"{sender} could not write weights version {self._version}: {message.error}")
+                    raise RuntimeError(
+                        f"{sender} could not write weights version {self._version}: {message.error}"
+                    )
                 self._unheard.discard(sender)
                 if not message.more:
                     self._unfinished.discard(sender)
@@ -95,7 +124,11 @@ class Writes:
     @property
     def unwritten(self) -> dict[int, str]:
         """Generator ranks to which some trainer rank could not write → the reason."""
-        return {rank: f"{sender} could not write" for sender, message in self.parts for rank in message.unwritten}
+        return {
+            rank: f"{sender} could not write"
+            for sender, message in self.parts
+            for rank in message.unwritten
+        }
 
     def shares(self) -> list[bytes]:
         """Each trainer rank's share of the hashes. Call it when the update is done."""
@@ -105,8 +138,11 @@ class Writes:
 
 @dataclass
 class WeightUpdate:
-    """One update of all engines with all weights. Running requests are retracted, and their KV is recomputed under the new weights, unless
-    `in_place` lets them keep it."""
+    """One update of all engines with all weights.
+
+    Running requests are retracted, and their KV is recomputed under the new weights, unless
+    `in_place` lets them keep it.
+    """
 
     workers: Workers
     version: Version  # the version that is written
@@ -118,8 +154,9 @@ class WeightUpdate:
     async def open(self, serving: Version | None = None) -> None:
         """Pauses the engines at a token boundary and opens SGLang's update session.
 
-        `serving`: the version that they must have now (-1: none of the run's yet; None: not checked). Raises VersionError if an engine has
-        another. Such an engine is a new process, and its memory is not mapped.
+        `serving`: the version that they must have now (-1: none of the run's yet; None: not
+        checked). Raises VersionError if an engine has another. Such an engine is a new process, and
+        its memory is not mapped.
         """
         if serving is not None:
             await self._check_versions(serving, "was it restarted since the last update?")
@@ -128,20 +165,23 @@ class WeightUpdate:
         stopped: list[float] = []
 
         async def begin(engine: EngineClient) -> None:
-            await engine.begin_update(self.workers.timeout_s)  # it answers once its running step has ended
+            # it answers once its running step has ended
+            await engine.begin_update(self.workers.timeout_s)
             stopped.append(time.perf_counter())
 
         await self._each(begin)
         self._began = min(stopped, default=time.perf_counter())
 
     async def take(self, opened: Opened, writes: Writes) -> None:
-        """Waits, after the grant, until the engines to which the trainer ranks write have received everything. Gives up engines that lack a
-        part. Raises as `Writes.done` does."""
+        """Waits, after the grant, until the engines to which the trainer ranks write have received
+        everything. Gives up engines that lack a part. Raises as `Writes.done` does.
+        """
         if not opened.one_sided:
             await self.receive()
         if opened.lands:
             await writes.landed()
-            await asyncio.gather(self.spread(), writes.done())  # landed boxes are spread while the rest is written
+            # landed boxes are spread while the rest is written
+            await asyncio.gather(self.spread(), writes.done())
         else:
             await writes.done()
         await self.give_up(writes.unwritten)
@@ -151,71 +191,116 @@ class WeightUpdate:
         await self.workers.run_all(Receive())
 
     async def spread(self) -> None:
-        """Only for Mooncake, once all landing boxes are written: the workers copy them to the parameters."""
+        """Only for Mooncake, once all landing boxes are written: the workers copy them to the
+        parameters.
+        """
         await self.workers.run_all(Spread())
 
     async def pass_on(self, relays: Collection[Relay]) -> None:
-        """If there are relays, makes the leaders pass on tensors, once the leaders have received everything (after `receive` and
-        `spread`)."""
+        """If there are relays, makes the leaders pass on tensors, once the leaders have received
+        everything (after `receive` and `spread`).
+        """
         leading = {self.workers.place_of(relay.source_rank) for relay in relays}
         places = range(len(self.workers.engines))
-        payloads = await self.workers.run([self.passing_on if place in leading else None for place in places])
-        lost = {rank for rank, payload in enumerate(payloads) if not payload and self.workers.place_of(rank) in leading}
+        payloads = await self.workers.run(
+            [self.passing_on if place in leading else None for place in places]
+        )
+        lost = {
+            rank
+            for rank, payload in enumerate(payloads)
+            if not payload and self.workers.place_of(rank) in leading
+        }
         by_lost = [relay for relay in relays if relay.source_rank in lost]
-        left_out = {r.destination_rank: f"generator rank {r.source_rank} was lost before it passed weights on" for r in by_lost}
+        left_out = {
+            r.destination_rank: f"generator rank {r.source_rank} was lost before it passed "
+            "weights on"
+            for r in by_lost
+        }
         for rank, payload in enumerate(payloads):
-            for other in msgspec.msgpack.decode(payload, type=commands.Unwritten) if payload else ():
+            for other in (
+                msgspec.msgpack.decode(payload, type=commands.Unwritten) if payload else ()
+            ):
                 left_out[other] = f"generator rank {rank} could not pass weights on"
         await self.give_up(left_out)
 
     async def give_up(self, left_out: Mapping[int, str]) -> None:
-        """Continues without the engines of these generator ranks, which lack a part of the weights, for the reasons in `left_out`. Ends
-        those that still answer, so that they are started again. Raises EngineUnreachable if no engine may be lost."""
+        """Continues without the engines of these generator ranks, which lack a part of the weights,
+        for the reasons in `left_out`. Ends those that still answer, so that they are started again.
+        Raises EngineUnreachable if no engine may be lost.
+        """
         places = {self.workers.place_of(rank): why for rank, why in left_out.items()}
         missed = {place: why for place, why in places.items() if place not in self.workers.lost}
         engines = {place: self.workers.engines[place] for place in missed}
-        losses = {place: EngineUnreachable(engine.url, f"{missed[place]} to engine {engine.url}") for place, engine in engines.items()}
+        losses = {
+            place: EngineUnreachable(engine.url, f"{missed[place]} to engine {engine.url}")
+            for place, engine in engines.items()
+        }
         self.workers.go_on_without(losses)
         for loss in losses.values():
             print(f"an engine lacks a part of the weights, and is ended: {loss}", flush=True)
-        await asyncio.gather(*(self._end(engine, self.workers.tp[place]) for place, engine in engines.items()))
+        await asyncio.gather(
+            *(self._end(engine, self.workers.tp[place]) for place, engine in engines.items())
+        )
 
     async def _end(self, engine: EngineClient, tp: int) -> None:
         with contextlib.suppress(EngineError, TimeoutError):  # it ends before it answers
             await engine.command(commands.encode(End()), tp, ENDED_S)
 
-    async def audit(self, shares: Sequence[bytes], tensors: SentTensors, relays: Collection[Relay] = ()) -> None:
-        """Compares the hashes of the live parameters with the trainer ranks' shares (audit.packed_shares). Checks that tensors which no
-        update writes are unchanged. Raises AuditError with the names of tensors and ranks."""
+    async def audit(
+        self, shares: Sequence[bytes], tensors: SentTensors, relays: Collection[Relay] = ()
+    ) -> None:
+        """Compares the hashes of the live parameters with the trainer ranks' shares
+        (audit.packed_shares). Checks that tensors which no update writes are unchanged. Raises
+        AuditError with the names of tensors and ranks.
+        """
         payloads = await self.workers.run_all(Audit(self.version))
         found = [_decode_found(payload) if payload else commands.Found() for payload in payloads]
         self.high_water_bytes = max(each.high_water_bytes for each in found)
-        check_unchanged([each.changes for each in found], [engine.url for engine in self.workers.engines])
+        check_unchanged(
+            [each.changes for each in found], [engine.url for engine in self.workers.engines]
+        )
         digests = [each.digest if payload else None for each, payload in zip(found, payloads)]
         if wrong := differing(digests, expected(shares, tensors), tensors):
             compare(await self._hashes(wrong), shares, tensors, relays)
-            raise AuditError(f"weight audit failed: the memory of generator rank {', '.join(map(str, wrong))} changes while it is hashed")
+            raise AuditError(
+                f"weight audit failed: the memory of generator rank {', '.join(map(str, wrong))} "
+                "changes while it is hashed"
+            )
 
     async def _hashes(self, ranks: Collection[int]) -> list[bytes | None]:
         """The hashes of these ranks; None for others."""
-        per_engine = [[rank for rank in of_engine if rank in ranks] for of_engine in self.workers.ranks]
-        payloads = await self.workers.run([commands.Hashes() if asked else None for asked in per_engine])
-        return [msgspec.msgpack.decode(payload, type=bytes) if rank in ranks else None for rank, payload in enumerate(payloads)]
+        per_engine = [
+            [rank for rank in of_engine if rank in ranks] for of_engine in self.workers.ranks
+        ]
+        payloads = await self.workers.run(
+            [commands.Hashes() if asked else None for asked in per_engine]
+        )
+        return [
+            msgspec.msgpack.decode(payload, type=bytes) if rank in ranks else None
+            for rank, payload in enumerate(payloads)
+        ]
 
     async def recall(self, unwritten: bool = False) -> None:
-        """Call it before the first write. Raises AuditError, with the names of tensors and ranks, if parameters have changed since the last
-        audit, or if other tensors have and `unwritten` is true."""
+        """Call it before the first write.
+
+        Raises AuditError, with the names of tensors and ranks, if parameters have changed since the
+        last audit, or if other tensors have and `unwritten` is true.
+        """
         payloads = await self.workers.run_all(Recall(unwritten))
-        changes = [_decode_changes(payload) if payload else commands.Changes([], -1) for payload in payloads]
+        changes = [
+            _decode_changes(payload) if payload else commands.Changes([], -1)
+            for payload in payloads
+        ]
         check_unchanged(changes, [engine.url for engine in self.workers.engines])
 
     async def close(self) -> Pause:
-        """Ends the session, which runs SGLang's post-load work, empties the prefix cache of older weights' keys and values, and resumes as
-        `version`. Returns the pause.
+        """Ends the session, which runs SGLang's post-load work, empties the prefix cache of older
+        weights' keys and values, and resumes as `version`. Returns the pause.
 
-        With `in_place`, keys and values are kept, since running requests still use them. Other requests do not, because the version is a
-        part of a request's cache key (`EngineClient.complete`). Raises VersionError if an engine does not report `version`, and then
-        resumes none.
+        With `in_place`, keys and values are kept, since running requests still use them. Other
+        requests do not, because the version is a part of a request's cache key
+        (`EngineClient.complete`). Raises VersionError if an engine does not report `version`, and
+        then resumes none.
         """
         await self._each(lambda engine: engine.end_update(self.workers.timeout_s))
         await self._each(lambda engine: engine.set_version(self.version, self.workers.timeout_s))
@@ -226,21 +311,36 @@ class WeightUpdate:
         return self._began, time.perf_counter()
 
     async def look_again(self) -> None:
-        """Call it instead of writing. Raises AuditError if anything has changed since the last audit. Otherwise the engines continue."""
+        """Call it instead of writing.
+
+        Raises AuditError if anything has changed since the last audit. Otherwise the engines
+        continue.
+        """
         await self.recall(unwritten=True)
         await self._each(lambda engine: engine.end_update(self.workers.timeout_s))
         await self._each(lambda engine: engine.resume(self.workers.timeout_s))
 
     async def cancel(self) -> None:
-        """Call it before anything is granted. Ends the sessions that have begun; weights stay unchanged and engines paused."""
+        """Call it before anything is granted.
+
+        Ends the sessions that have begun; weights stay unchanged and engines paused.
+        """
         called = (engine.end_update(self.workers.timeout_s) for engine in self.workers.engines)
         for outcome in await asyncio.gather(*called, return_exceptions=True):
-            if isinstance(outcome, BaseException) and not isinstance(outcome, EngineError):  # it had begun no session, or is lost
+            # it had begun no session, or is lost
+            if isinstance(outcome, BaseException) and not isinstance(outcome, EngineError):
                 raise outcome
 
     async def abandon(self, reason: str) -> None:
-        """Leaves the engines as they are, most of them paused. Their clients refuse all requests, running and new."""
-        await self._each(lambda engine: engine.condemn(f"its weights may be old or half-written, since an update failed: {reason}"))
+        """Leaves the engines as they are, most of them paused.
+
+        Their clients refuse all requests, running and new.
+        """
+        await self._each(
+            lambda engine: engine.condemn(
+                f"its weights may be old or half-written, since an update failed: {reason}"
+            )
+        )
 
     async def _check_versions(self, version: Version, why: str) -> None:
         found: dict[EngineClient, Version] = {}
@@ -249,7 +349,11 @@ class WeightUpdate:
             found[engine] = await engine.version(self.workers.timeout_s)
 
         await self._each(ask)
-        wrong = [f"engine {engine.url} holds weights version {v}" for engine, v in found.items() if v != version]
+        wrong = [
+            f"engine {engine.url} holds weights version {v}"
+            for engine, v in found.items()
+            if v != version
+        ]
         if wrong:
             raise VersionError(f"{'; '.join(wrong)}, not {version}: {why}")
 

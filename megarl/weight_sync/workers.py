@@ -1,7 +1,8 @@
 """Sends commands to all workers of the engines. Their answers come back over the run's hub.
 
-Commands need an open update session, because SGLang passes none to its workers outside one. Before the first write of a run, call
-`connect`, then `settle_layout`, which compares the live parameters with the layout from which the reshard map was built.
+Commands need an open update session, because SGLang passes none to its workers outside one. Before
+the first write of a run, call `connect`, then `settle_layout`, which compares the live parameters
+with the layout from which the reshard map was built.
 """
 
 from __future__ import annotations
@@ -40,10 +41,12 @@ class Workers:
     tp: Sequence[int]  # size of each engine
     hub: Hub  # answers come here
     timeout_s: float  # limit of one command
-    stores: list[dist.Store] = field(default_factory=list)  # where the process groups of transports meet
+    # where the process groups of transports meet
+    stores: list[dist.Store] = field(default_factory=list)
     may_lose: bool = False  # whether commands go on without an engine that becomes unreachable
     lost: dict[int, EngineUnreachable] = field(default_factory=dict)  # index in `engines` -> error
-    connection: str = field(default_factory=lambda: secrets.token_hex(4))  # suffix of the workers' names
+    # suffix of the workers' names
+    connection: str = field(default_factory=lambda: secrets.token_hex(4))
 
     @property
     def count(self) -> int:
@@ -65,43 +68,73 @@ class Workers:
         return bisect.bisect_right(self.ranks, rank, key=lambda ranks: ranks.start) - 1
 
     async def run(self, per_engine: Sequence[Command | None]) -> list[bytes]:
-        """Sends one command, or none, to each engine. Returns the payloads of the answers by generator rank; they are empty for engines
-        that got no command or are lost.
+        """Sends one command, or none, to each engine.
 
-        Raises RuntimeError with the worker's traceback if one failed, TimeoutError if one did not answer, and EngineUnreachable.
+        Returns the payloads of the answers by generator rank; they are empty for engines that got
+        no command or are lost.
+
+        Raises RuntimeError with the worker's traceback if one failed, TimeoutError if one did not
+        answer, and EngineUnreachable.
         """
-        commanded = {engine: command for engine, command in zip(self.engines, per_engine) if command is not None}
-        name = "".join({type(command).__name__ for command in commanded.values()})  # all are of one kind
+        commanded = {
+            engine: command
+            for engine, command in zip(self.engines, per_engine)
+            if command is not None
+        }
+        # all are of one kind
+        name = "".join({type(command).__name__ for command in commanded.values()})
         encoded: dict[int, bytes] = {}  # by id, since many commands are the same object
 
         tp_of = dict(zip(self.engines, self.tp))
 
         async def send(engine: EngineClient) -> None:
             if (command := commanded.get(engine)) is not None:
-                body = encoded.get(id(command)) or encoded.setdefault(id(command), commands.encode(command))
+                body = encoded.get(id(command)) or encoded.setdefault(
+                    id(command), commands.encode(command)
+                )
                 await engine.command(body, tp_of[engine], self.timeout_s)
 
         unreachable = await self.each(send)
         gone = self.lost.keys() | unreachable.keys()
-        sent = [ranks for place, ranks in enumerate(self.ranks) if place not in gone and self.engines[place] in commanded]
+        sent = [
+            ranks
+            for place, ranks in enumerate(self.ranks)
+            if place not in gone and self.engines[place] in commanded
+        ]
         missing = {rank for ranks in sent for rank in ranks}
         payloads: dict[int, bytes] = {}
         while missing:
-            answers = await self.hub.arrivals(WorkerReply, self.timeout_s, lambda: f"the answer of {_ranks(missing)} to {name}")
+            answers = await self.hub.arrivals(
+                WorkerReply, self.timeout_s, lambda: f"the answer of {_ranks(missing)} to {name}"
+            )
             for sender, reply in answers:
-                if not sender.endswith(self.connection) or reply.command != name or reply.generator_rank not in missing:
+                if (
+                    not sender.endswith(self.connection)
+                    or reply.command != name
+                    or reply.generator_rank not in missing
+                ):
                     continue  # its engine was lost after it had answered
                 if reply.error:
-                    raise RuntimeError(f"generator rank {reply.generator_rank} failed at {reply.command}:\n{reply.error}")
+                    raise RuntimeError(
+                        f"generator rank {reply.generator_rank} failed at "
+                        f"{reply.command}:\n{reply.error}"
+                    )
                 missing.discard(reply.generator_rank)
                 payloads[reply.generator_rank] = reply.payload
         self.go_on_without(unreachable)
         return [payloads.get(rank, b"") for rank in range(self.count)]
 
-    async def each(self, call: Callable[[EngineClient], Awaitable[None]]) -> dict[int, EngineUnreachable]:
-        """Calls all engines except lost ones, and waits for all. Returns those that could not be reached. Raises any other error."""
+    async def each(
+        self, call: Callable[[EngineClient], Awaitable[None]]
+    ) -> dict[int, EngineUnreachable]:
+        """Calls all engines except lost ones, and waits for all.
+
+        Returns those that could not be reached. Raises any other error.
+        """
         places = [place for place in range(len(self.engines)) if place not in self.lost]
-        outcomes = await asyncio.gather(*(call(self.engines[place]) for place in places), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *(call(self.engines[place]) for place in places), return_exceptions=True
+        )
         unreachable: dict[int, EngineUnreachable] = {}
         for place, outcome in zip(places, outcomes):
             if isinstance(outcome, EngineUnreachable):
@@ -128,19 +161,33 @@ ENOUGH = 0.95  # of the planned KV cache: SGLang rounds to pages
 
 
 async def check_parallelism(workers: Workers, planned: Sequence[GeneratorTopology]) -> None:
-    """Raises LayoutError that names every engine whose parallel sizes are not `planned`. Call it before `connect`, which relies on these
-    sizes. Prints which engines have smaller KV caches than they were told."""
-    found = await asyncio.gather(*(engine.parallelism(workers.timeout_s) for engine in workers.engines))
+    """Raises LayoutError that names every engine whose parallel sizes are not `planned`.
+
+    Call it before `connect`, which relies on these sizes. Prints which engines have smaller KV
+    caches than they were told.
+    """
+    found = await asyncio.gather(
+        *(engine.parallelism(workers.timeout_s) for engine in workers.engines)
+    )
     wrong: dict[str, list[str]] = {}  # sizes that the map is for -> engines that differ
     for engine, sizes, wanted in zip(workers.engines, found, planned, strict=True):
-        runs, wants = _sizes(sizes.tp_size, sizes.ep_size, sizes.attn_dp_size), _sizes(wanted.tp, wanted.ep, wanted.dp_attention)
+        runs = _sizes(sizes.tp_size, sizes.ep_size, sizes.attn_dp_size)
+        wants = _sizes(wanted.tp, wanted.ep, wanted.dp_attention)
         if runs != wants:
             wrong.setdefault(wants, []).append(f"engine {engine.url} runs with {runs}")
         if 0 < sizes.max_total_num_tokens < ENOUGH * (sizes.max_total_tokens or 0):
-            has = f"has a KV cache of {sizes.max_total_num_tokens:,} tokens, not of the planned {sizes.max_total_tokens:,}"
+            has = (
+                f"has a KV cache of {sizes.max_total_num_tokens:,} tokens, not of the planned "
+                f"{sizes.max_total_tokens:,}"
+            )
             print(f"engine {engine.url} {has}: something else holds memory of its GPU", flush=True)
     if wrong:
-        raise LayoutError("; ".join(f"{'; '.join(engines)}, the reshard map is for {wants}" for wants, engines in wrong.items()))
+        raise LayoutError(
+            "; ".join(
+                f"{'; '.join(engines)}, the reshard map is for {wants}"
+                for wants, engines in wrong.items()
+            )
+        )
 
 
 def _sizes(tp: int, ep: int, dp_attention: int) -> str:
@@ -148,9 +195,14 @@ def _sizes(tp: int, ep: int, dp_attention: int) -> str:
 
 
 async def connect(workers: Workers, key_file: str) -> list[Host]:
-    """Connects the workers to the hub, once, before anything else. Returns the host of each generator rank."""
+    """Connects the workers to the hub, once, before anything else.
+
+    Returns the host of each generator rank.
+    """
     first_ranks = [ranks.start for ranks in workers.ranks]
-    payloads = await workers.run([Connect(rank, workers.hub.address, workers.connection, key_file) for rank in first_ranks])
+    payloads = await workers.run(
+        [Connect(rank, workers.hub.address, workers.connection, key_file) for rank in first_ranks]
+    )
     return [msgspec.msgpack.decode(payload, type=Host) for payload in payloads]
 
 
@@ -159,33 +211,65 @@ async def describe(workers: Workers) -> list[list[RemoteTensor]]:
     return [description or [] for description in await _described(workers, {})]
 
 
-async def _described(workers: Workers, known: Mapping[int, bytes]) -> list[list[RemoteTensor] | None]:
-    told = [Describe({rank: known[rank] for rank in ranks if rank in known}) for ranks in workers.ranks]
-    return [msgspec.msgpack.decode(payload, type=commands.Description) for payload in await workers.run(told)]
+async def _described(
+    workers: Workers, known: Mapping[int, bytes]
+) -> list[list[RemoteTensor] | None]:
+    told = [
+        Describe({rank: known[rank] for rank in ranks if rank in known}) for ranks in workers.ranks
+    ]
+    return [
+        msgspec.msgpack.decode(payload, type=commands.Description)
+        for payload in await workers.run(told)
+    ]
 
 
 async def settle_layout(workers: Workers, layout: Layout) -> None:
-    """Checks the live engines against the layout, and makes their workers use its shapes. Raises LayoutError.
+    """Checks the live engines against the layout, and makes their workers use its shapes.
 
-    Each worker gets the digest of the expected layout, and describes itself only if it differs, since a large run has a million tensors."""
+    Raises LayoutError.
+
+    Each worker gets the digest of the expected layout, and describes itself only if it differs,
+    since a large run has a million tensors.
+    """
     tensors = [layout.shapes(rank) for rank in range(workers.count)]
     shown = {id(own): digest_of(_forms(own, engine_view)) for own in _distinct(tensors)}
     found = await _described(workers, {rank: shown[id(own)] for rank, own in enumerate(tensors)})
     check_layout(found, layout)
-    shapes = {id(own): {t.name: t.shape for t in own if t.engine_shape is not None} for own in _distinct(tensors)}
+    shapes = {
+        id(own): {t.name: t.shape for t in own if t.engine_shape is not None}
+        for own in _distinct(tensors)
+    }
     if any(shapes.values()):
-        await workers.run([Arrange({rank: shapes[id(tensors[rank])] for rank in ranks}) for ranks in workers.ranks])
+        await workers.run(
+            [
+                Arrange({rank: shapes[id(tensors[rank])] for rank in ranks})
+                for ranks in workers.ranks
+            ]
+        )
 
 
 def arranged_forms(layout: Layout, count: int) -> list[list[Form]]:
-    """The tensors of the first `count` ranks once the layout is settled. Replicas share the list."""
+    """The tensors of the first `count` ranks once the layout is settled.
+
+    Replicas share the list.
+    """
     tensors = [layout.shapes(rank) for rank in range(count)]
-    forms = {id(own): _forms(own, lambda tensor: (tensor.shape, contiguous_strides(tensor.shape))) for own in _distinct(tensors)}
+    forms = {
+        id(own): _forms(own, lambda tensor: (tensor.shape, contiguous_strides(tensor.shape)))
+        for own in _distinct(tensors)
+    }
     return [forms[id(own)] for own in tensors]
 
 
-def _forms(tensors: Sequence[LocalTensor], view: Callable[[LocalTensor], tuple[tuple[int, ...], tuple[int, ...]]]) -> list[Form]:
-    return [Form(tensor.name, shape, tensor.dtype, strides) for tensor in tensors for shape, strides in [view(tensor)]]
+def _forms(
+    tensors: Sequence[LocalTensor],
+    view: Callable[[LocalTensor], tuple[tuple[int, ...], tuple[int, ...]]],
+) -> list[Form]:
+    return [
+        Form(tensor.name, shape, tensor.dtype, strides)
+        for tensor in tensors
+        for shape, strides in [view(tensor)]
+    ]
 
 
 def _distinct(tensors: Sequence[Sequence[LocalTensor]]) -> Iterable[Sequence[LocalTensor]]:
@@ -193,34 +277,58 @@ def _distinct(tensors: Sequence[Sequence[LocalTensor]]) -> Iterable[Sequence[Loc
 
 
 async def watch(workers: Workers, strict: bool, file: Path | None = None) -> None:
-    """Makes the workers hash the tensors that they compute with but no update writes. Prints how much memory there is of each kind, and
-    writes a list of all of it to `file`, one object a line. Also prints which memory is unproven; with `strict`, raises AuditError
-    instead."""
-    watched = [msgspec.msgpack.decode(payload, type=commands.Watched) for payload in await workers.run_all(commands.Watch())]
+    """Makes the workers hash the tensors that they compute with but no update writes.
+
+    Prints how much memory there is of each kind, and writes a list of all of it to `file`, one
+    object a line. Also prints which memory is unproven; with `strict`, raises AuditError instead.
+    """
+    watched = [
+        msgspec.msgpack.decode(payload, type=commands.Watched)
+        for payload in await workers.run_all(commands.Watch())
+    ]
     alike: dict[bytes, list[int]] = {}  # digest -> ranks; of replicas, only one is asked
     for rank, each in enumerate(watched):
         alike.setdefault(each.digest, []).append(rank)
     asked = {ranks[0]: ranks for ranks in alike.values()}
-    payloads = await workers.run([commands.Inventory([rank for rank in ranks if rank in asked]) for ranks in workers.ranks])
-    inventories = {rank: msgspec.msgpack.decode(payloads[rank], type=list[commands.Held]) for rank in asked}
+    payloads = await workers.run(
+        [commands.Inventory([rank for rank in ranks if rank in asked]) for ranks in workers.ranks]
+    )
+    inventories = {
+        rank: msgspec.msgpack.decode(payloads[rank], type=list[commands.Held]) for rank in asked
+    }
     ranks_of: dict[commands.Held, list[int]] = {}
     for rank, inventory in inventories.items():
         for held in inventory:
             ranks_of.setdefault(held, []).extend(asked[rank])
     if file is not None:
-        lines = [msgspec.json.encode(msgspec.structs.asdict(held) | {"ranks": sorted(ranks)}).decode() for held, ranks in ranks_of.items()]
+        lines = [
+            msgspec.json.encode(msgspec.structs.asdict(held) | {"ranks": sorted(ranks)}).decode()
+            for held, ranks in ranks_of.items()
+        ]
         write_whole(file, "".join(f"{line}\n" for line in lines))
     most = max(watched, key=lambda each: each.tensor_bytes)
-    kinds = {kind: [held for held in inventories[alike[most.digest][0]] if held.kind == kind] for kind in commands.KINDS}
-    parts = [f"{len(of)} {kind} ({sum(held.bytes for held in of)} bytes)" for kind, of in kinds.items() if of]
+    kinds = {
+        kind: [held for held in inventories[alike[most.digest][0]] if held.kind == kind]
+        for kind in commands.KINDS
+    }
+    parts = [
+        f"{len(of)} {kind} ({sum(held.bytes for held in of)} bytes)"
+        for kind, of in kinds.items()
+        if of
+    ]
     checked = f"{commands.WRITTEN}, {commands.DERIVED} or {commands.CONSTANT}"
-    print(f"memory of a generator rank, in tensors: {', '.join(parts)}; every audit checks what is {checked}", flush=True)
+    print(
+        f"memory of a generator rank, in tensors: {', '.join(parts)}; every audit checks what is "
+        f"{checked}",
+        flush=True,
+    )
     check_proven(ranks_of, strict)
 
 
 def check_layout(live: Sequence[Sequence[RemoteTensor] | None], layout: Layout) -> None:
-    """Raises LayoutError with the names of all tensors that differ between the engines and the map's layout. `live`: None means as
-    planned."""
+    """Raises LayoutError with the names of all tensors that differ between the engines and the
+    map's layout. `live`: None means as planned.
+    """
     problems = []
     for rank, tensors in enumerate(live):
         if tensors is None:
@@ -232,9 +340,16 @@ def check_layout(live: Sequence[Sequence[RemoteTensor] | None], layout: Layout) 
         for name in found.keys() - planned.keys():
             problems.append(f"generator rank {rank} has {name}, which the layout does not know")
         for name in planned.keys() & found.keys():
-            want, have = planned[name], found[name]
-            wanted, had = (*engine_view(want), want.dtype), (have.shape, have.strides, have.dtype)
+            want = planned[name]
+            have = found[name]
+            wanted = (*engine_view(want), want.dtype)
+            had = (have.shape, have.strides, have.dtype)
             if wanted != had:
-                problems.append(f"generator rank {rank}, {name}: shape, strides, dtype {had}, in the layout {wanted}")
+                problems.append(
+                    f"generator rank {rank}, {name}: shape, strides, dtype {had}, in the layout "
+                    f"{wanted}"
+                )
     if problems:
-        raise LayoutError("the engines' weights are not laid out as planned:\n" + "\n".join(sorted(problems)))
+        raise LayoutError(
+            "the engines' weights are not laid out as planned:\n" + "\n".join(sorted(problems))
+        )

@@ -1,4 +1,6 @@
-"""Scenarios of the trainer ranks in test_trainer_ppo.py: batches of several optimizer steps for a policy and its critic."""
+"""Scenarios of the trainer ranks in test_trainer_ppo.py: batches of several optimizer steps for a
+policy and its critic.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,23 @@ from megarl.models.registry import load_spec
 
 
 def scenario_ppo(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Trains on the batches, exports both models after each, and saves after the second. `resumed`: continues from that checkpoint."""
+    """Trains on the batches, exports both models after each, and saves after the second.
+
+    `resumed`: continues from that checkpoint.
+    """
     from megarl.trainer import checkpoint
 
-    batches, config = torch.load(scenario["batches"], weights_only=False), load_config(scenario["config"], scenario["overrides"])
-    total, of_critic = len(batches) * config.trainer.optimizer_steps, load_spec(scenario["critic"])
+    batches = torch.load(scenario["batches"], weights_only=False)
+    config = load_config(scenario["config"], scenario["overrides"])
+    total = len(batches) * config.trainer.optimizer_steps
+    of_critic = load_spec(scenario["critic"])
     policy = make(scenario, OptimizerConfig(**scenario["optimizer"]), total)
-    critic = make(scenario, OptimizerConfig(**scenario["critic_optimizer"]), total, spec=of_critic.with_scalar_head())
+    critic = make(
+        scenario,
+        OptimizerConfig(**scenario["critic_optimizer"]),
+        total,
+        spec=of_critic.with_scalar_head(),
+    )
     critic.squares = policy.squares
     steps = ActorCriticSteps(policy, make_algorithm(config.algorithm), config, critic=critic)
     name = scenario["name"].removesuffix(".resumed")
@@ -39,9 +51,14 @@ def scenario_ppo(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     told = []
     for batch in batches[2:] if resumed else batches:
         own = steps.assign(replace(batch, numbers={}))[policy.coordinate.dp]
-        results = steps.train(replace(batch, numbers={place: batch.numbers[place] for place in own}))
+        results = steps.train(
+            replace(batch, numbers={place: batch.numbers[place] for place in own})
+        )
         for which, trainer in (("policy", policy), ("critic", critic)):
-            trainer.export_hf(str(out / f"{scenario['name']}.{batch.step}.{which}"), scenario["model" if which == "policy" else "critic"])
+            trainer.export_hf(
+                str(out / f"{scenario['name']}.{batch.step}.{which}"),
+                scenario["model" if which == "policy" else "critic"],
+            )
         each = [(result.grad_norm, result.learning_rate) for result in results]
         told.append((each, dict(steps.value_metrics()), step_metrics(results, steps.algorithm)))
         if batch.step == 1 and not resumed:

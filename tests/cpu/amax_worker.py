@@ -1,4 +1,5 @@
-"""One trainer rank of test_amax_exchange.py: quantises its part of a random model into tensors of its own, and saves their bits.
+"""One trainer rank of test_amax_exchange.py: quantises its part of a random model into tensors of
+its own, and saves their bits.
 
 amax_worker.py '<JSON of a Job>' RANK
 """
@@ -21,7 +22,8 @@ from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.weight_sync.writing import AmaxExchange
 
-SPEC = ModelSpec("llama", 2, 192, 384, 4, 2, 64, 100, 64, False, 1e-6, 1e4)  # at tp 2: 64 rows of k and v, 192 of gate and up
+# at tp 2: 64 rows of k and v, 192 of gate and up
+SPEC = ModelSpec("llama", 2, 192, 384, 4, 2, 64, 100, 64, False, 1e-6, 1e4)
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -36,7 +38,13 @@ class Job(msgspec.Struct, frozen=True):
 def work(rank: int, job: Job) -> None:
     topology = TrainerTopology(tp=2, dp=job.dp)
     limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{job.port}", timeout=limit, rank=rank, world_size=topology.world_size)
+    dist.init_process_group(
+        "gloo",
+        f"tcp://127.0.0.1:{job.port}",
+        timeout=limit,
+        rank=rank,
+        world_size=topology.world_size,
+    )
     generator = generator_layout(SPEC, GeneratorTopology(), "bfloat16", "cpu", job.quantization)
     map = ReshardMap.build(trainer_layout(SPEC, topology, "float32"), generator)
     exchange = AmaxExchange(map, rank, job.timeout_s)
@@ -44,10 +52,15 @@ def work(rank: int, job: Job) -> None:
         time.sleep(60)
     tensors = megatron(SPEC, full_tensors(SPEC, torch.float32), topology, rank, fill=7.0)
     table = exchange.table(tensors)
-    written = {t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in generator.tensors(0)}
+    written = {
+        t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in generator.tensors(0)
+    }
     for copy in map.writes_from(rank):
         apply_copy(copy, tensors.get(copy.source_tensor), written[copy.destination_tensor], table)
-    torch.save({name: values.view(torch.uint8) for name, values in written.items()}, f"{job.folder}/{rank}.pt")
+    torch.save(
+        {name: values.view(torch.uint8) for name, values in written.items()},
+        f"{job.folder}/{rank}.pt",
+    )
     dist.barrier()
     dist.destroy_process_group()
 

@@ -18,4 +18,10 @@ def batch_of(groups: Sequence[Group], step: int = 0, **more: Any) -> Batch:
     places = range(sum(sizes))
     numbers = split(summaries, places, np.frombuffer(join(packed, sizes, places), np.uint8))
     texts = [group.texts for group in packed]
-    return Batch(step, summaries, **{"generate_s": 0.0, "generator_wait_s": 0.0, **more}, numbers=numbers, texts=texts)
+    return Batch(
+        step,
+        summaries,
+        **{"generate_s": 0.0, "generator_wait_s": 0.0, **more},
+        numbers=numbers,
+        texts=texts,
+    )

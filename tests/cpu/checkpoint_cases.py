@@ -15,9 +15,12 @@ from megarl.models.registry import load_spec
 from megarl.reshard.layout import trainer_layout
 
 ARCHITECTURES = {
-    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
-    "mixtral": "MixtralForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM", "glm4_moe": "Glm4MoeForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }  # fmt: skip
 MOST_RANKS = 8
 DTYPES = ("float32", "bfloat16")
@@ -40,12 +43,16 @@ POWERS = {
     "vocab_size": 512,
 }
 DENSE_FIRST = {"num_hidden_layers": 4, "first_k_dense_replace": 2}
-# (name, family, settings, dtype, layouts). These failed in Megatron's own format. The first two were saved wrong, because a tied embedding
-# is a padded bucket of its own. In the last two, a pipeline stage without experts could not be saved, or not be loaded.
+# (name, family, settings, dtype, layouts). These failed in Megatron's own format. The first two
+# were saved wrong, because a tied embedding is a padded bucket of its own. In the last two, a
+# pipeline stage without experts could not be saved, or not be loaded.
 KNOWN: list[tuple[str, str, dict[str, Any], str, list[dict[str, int]]]] = [
-    ("tied_odd_width", "qwen2", TIED, "float32", [{"tp": 2, "pp": 2}, {"dp": 3}, {"tp": 2, "dp": 2}, {"pp": 2, "dp": 3}]),
-    ("tied_dp3", "qwen2", POWERS, "bfloat16", [{"pp": 2, "dp": 3}, {}, {"pp": 2, "dp": 3}, {"tp": 2, "pp": 2, "zero": 0}]),
-    ("no_experts_zero1", "deepseek_v3", DENSE_FIRST, "float32", [{"pp": 2, "dp": 2, "first_stage_layers": 1}, {}, {"dp": 3}]),
+    ("tied_odd_width", "qwen2", TIED, "float32",
+    [{"tp": 2, "pp": 2}, {"dp": 3}, {"tp": 2, "dp": 2}, {"pp": 2, "dp": 3}]),
+    ("tied_dp3", "qwen2", POWERS, "bfloat16",
+    [{"pp": 2, "dp": 3}, {}, {"pp": 2, "dp": 3}, {"tp": 2, "pp": 2, "zero": 0}]),
+    ("no_experts_zero1", "deepseek_v3", DENSE_FIRST, "float32",
+    [{"pp": 2, "dp": 2, "first_stage_layers": 1}, {}, {"dp": 3}]),
     ("no_experts_zero0", "deepseek_v3", DENSE_FIRST, "bfloat16", [
         {"pp": 2, "dp": 2, "ep": 2, "zero": 0, "first_stage_layers": 1}, {"pp": 2, "dp": 2},
     ]),
@@ -53,42 +60,72 @@ KNOWN: list[tuple[str, str, dict[str, Any], str, list[dict[str, int]]]] = [
 
 
 def known_chains(folder: Path) -> list[Chain]:
-    return [_chain(folder, name, _model(family, settings), dtype, layouts) for name, family, settings, dtype, layouts in KNOWN]
+    return [
+        _chain(folder, name, _model(family, settings), dtype, layouts)
+        for name, family, settings, dtype, layouts in KNOWN
+    ]
 
 
 def random_chains(folder: Path, seed: int, count: int, layouts: int) -> list[Chain]:
     """`count` models of all families in turn, each with several different layouts."""
-    random, families = Random(seed), list(trainer_cases.MODELS)
-    return [_random_chain(folder, f"random_{seed}_{i}", random, families[i % len(families)], layouts) for i in range(count)]
+    random = Random(seed)
+    families = list(trainer_cases.MODELS)
+    return [
+        _random_chain(folder, f"random_{seed}_{i}", random, families[i % len(families)], layouts)
+        for i in range(count)
+    ]
 
 
 def _random_chain(folder: Path, name: str, random: Random, family: str, count: int) -> Chain:
-    """A random model and layouts. Sizes are no powers of two, so that few divide the alignment of Megatron's buckets."""
+    """A random model and layouts.
+
+    Sizes are no powers of two, so that few divide the alignment of Megatron's buckets.
+    """
     heads, groups = random.choice([(2, 1), (4, 2), (6, 2), (4, 4), (8, 4), (14, 2)])
     if family == "deepseek_v3":
         groups = heads
     settings = {
-        "num_attention_heads": heads, "num_key_value_heads": groups, "hidden_size": heads * random.choice([4, 6, 8, 10]),
-        "num_hidden_layers": random.randint(2, 6), "vocab_size": random.randint(40, 700), "tie_word_embeddings": random.random() < 0.5,
+        "num_attention_heads": heads, "num_key_value_heads": groups,
+        "hidden_size": heads * random.choice([4, 6, 8, 10]),
+        "num_hidden_layers": random.randint(2, 6), "vocab_size": random.randint(40, 700),
+        "tie_word_embeddings": random.random() < 0.5,
     }  # fmt: skip
     layered = family in ("deepseek_v3", "glm4_moe", "glm4_moe_air")  # the first layers are dense
-    key = "moe_intermediate_size" if layered or family in ("qwen3_moe", "qwen3_next", "qwen3_5_moe") else "intermediate_size"
+    key = (
+        "moe_intermediate_size"
+        if layered or family in ("qwen3_moe", "qwen3_next", "qwen3_5_moe")
+        else "intermediate_size"
+    )
     settings[key] = 4 * random.randint(3, 20)
     if layered:
-        settings["first_k_dense_replace"] = max(1, random.randint(0, settings["num_hidden_layers"] - 1))
-    config, dtype = _model(family, settings), random.choice(DTYPES)
+        settings["first_k_dense_replace"] = max(
+            1, random.randint(0, settings["num_hidden_layers"] - 1)
+        )
+    config = _model(family, settings)
+    dtype = random.choice(DTYPES)
     spec = load_spec(config)
     found: list[dict[str, int]] = []
     while len(found) < count:
         layout = _layout(random, spec.num_layers, spec.num_experts)
         topology = TrainerTopology(**layout)
-        if topology.world_size <= MOST_RANKS and layout not in found and _supported(spec, topology, dtype):
+        if (
+            topology.world_size <= MOST_RANKS
+            and layout not in found
+            and _supported(spec, topology, dtype)
+        ):
             found.append(layout)
     return _chain(folder, name, config, dtype, found)
 
 
 def _layout(random: Random, layers: int, experts: int) -> dict[str, int]:
-    axes = {"tp": [1, 1, 2, 4], "pp": [1, 2, 3, 4], "vpp": [1, 1, 2], "cp": [1, 1, 2], "dp": [1, 2, 3, 4, 5, 6, 7], "zero": [1, 1, 0]}
+    axes = {
+        "tp": [1, 1, 2, 4],
+        "pp": [1, 2, 3, 4],
+        "vpp": [1, 1, 2],
+        "cp": [1, 1, 2],
+        "dp": [1, 2, 3, 4, 5, 6, 7],
+        "zero": [1, 1, 0],
+    }
     axes |= {"ep": [1, 2, 4], "etp": [1, 2]} if experts else {}
     layout = {axis: random.choice(sizes) for axis, sizes in axes.items()}
     if layout["pp"] > 1 and random.random() < 0.3:
@@ -97,7 +134,9 @@ def _layout(random: Random, layers: int, experts: int) -> dict[str, int]:
 
 
 def _supported(spec: Any, topology: TrainerTopology, dtype: str) -> bool:
-    if (topology.vpp > 1 and topology.pp == 1) or (spec.num_kv_heads % topology.tp and not spec.kv_lora_rank):
+    if (topology.vpp > 1 and topology.pp == 1) or (
+        spec.num_kv_heads % topology.tp and not spec.kv_lora_rank
+    ):
         return False
     if spec.linear_key_heads % (topology.tp * topology.cp):
         return False
@@ -118,7 +157,9 @@ def _model(family: str, settings: dict[str, Any]) -> dict[str, Any]:
     return {**config, "architectures": [ARCHITECTURES[config["model_type"]]], **settings}
 
 
-def _chain(folder: Path, name: str, config: dict[str, Any], dtype: str, layouts: list[dict[str, int]]) -> Chain:
+def _chain(
+    folder: Path, name: str, config: dict[str, Any], dtype: str, layouts: list[dict[str, int]]
+) -> Chain:
     model = folder / f"{name}.json"
     model.write_text(json.dumps(config))
     return {"name": name, "model": str(model), "dtype": dtype, "layouts": layouts}

@@ -1,13 +1,17 @@
-"""The ranks of a real gloo trainer: they hold known values, save and load checkpoints, and compare every element.
+"""The ranks of a real gloo trainer: they hold known values, save and load checkpoints, and compare
+every element.
 
     checkpoint_worker.py CHAINS_JSON OUT_DIR
 
-A chain is a model and a list of layouts. Under the first layout, every element of every logical tensor and of both moments gets a value
-that depends only on its place; then all is saved. Under each other layout it is loaded, compared, and saved again for the next. This file
-has index arithmetic of its own to find each element in the buffers of model and optimizer: by Megatron's buckets, and by the pieces of the
-layout. The ranks of each layout are forked from a process that has imported everything.
+A chain is a model and a list of layouts. Under the first layout, every element of every logical
+tensor and of both moments gets a value that depends only on its place; then all is saved. Under
+each other layout it is loaded, compared, and saved again for the next. This file has index
+arithmetic of its own to find each element in the buffers of model and optimizer: by Megatron's
+buckets, and by the pieces of the layout. The ranks of each layout are forked from a process that
+has imported everything.
 
-Prints a JSON line for each layout: {"chain", "layout", "failures": [text of each rank that failed]}.
+Prints a JSON line for each layout: {"chain", "layout", "failures": [text of each rank that
+failed]}.
 """
 
 from __future__ import annotations
@@ -37,7 +41,10 @@ DEADLINE_S = 60
 
 
 def value(kind: int, ids: torch.Tensor) -> torch.Tensor:
-    """A different float32 for each element of `ids`, the elements' numbers in the whole model. Padding has number -1 and value 0."""
+    """A different float32 for each element of `ids`, the elements' numbers in the whole model.
+
+    Padding has number -1 and value 0.
+    """
     bits = (ids * 3 + kind + 1) * 0x9E3779B97F4A7C1
     bits = (bits ^ (bits >> 29)) * 0x3F58476D1CE4E5B
     noise = ((bits >> 20) & 0xFFFFFF).double() / 2**24 + 2**-26
@@ -46,7 +53,8 @@ def value(kind: int, ids: torch.Tensor) -> torch.Tensor:
 
 def ids_by_name(trainer: Any) -> dict[str, torch.Tensor]:
     """For each local parameter: the number of each of its elements in the whole model."""
-    begins, begin = {}, 0
+    begins = {}
+    begin = 0
     for tensor in hf_layout(trainer.spec, "float32").tensors(0):
         begins[tensor.name] = (begin, tensor.shape)
         begin += torch.Size(tensor.shape).numel()
@@ -61,15 +69,20 @@ def ids_by_name(trainer: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def optimizer_states(trainer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int, torch.Tensor, dict[str, torch.Tensor]]]:
-    """(parameter, first and end of the flattened elements, their master weights, Adam's state) for all that this rank's optimizers hold."""
+def optimizer_states(
+    trainer: Any,
+) -> Iterator[tuple[torch.nn.Parameter, int, int, torch.Tensor, dict[str, torch.Tensor]]]:
+    """(parameter, first and end of the flattened elements, their master weights, Adam's state) for
+    all that this rank's optimizers hold.
+    """
     for part in trainer.optimizer.chained_optimizers:
         adam = part.optimizer
         if adam is None:
             continue
         masters = [master for group in adam.param_groups for master in group["params"]]
         if trainer.topology.zero == 1:
-            size, rank = part.data_parallel_group.size(), part.data_parallel_group.rank()
+            size = part.data_parallel_group.size()
+            rank = part.data_parallel_group.rank()
             held = []
             for buffer in part.buffers:
                 for parameter, (start, end, number) in buffer.param_index_map.items():
@@ -85,7 +98,11 @@ def optimizer_states(trainer: Any) -> Iterator[tuple[torch.nn.Parameter, int, in
                 master = adam.param_groups[group]["params"][place]
                 yield parameter, first, end, master, adam.state[master]
         else:
-            owners = {id(p.main_param) if hasattr(p, "main_param") else id(p): p for chunk in trainer.ddp for p in chunk.parameters()}
+            owners = {
+                id(p.main_param) if hasattr(p, "main_param") else id(p): p
+                for chunk in trainer.ddp
+                for p in chunk.parameters()
+            }
             for master in masters:
                 yield owners[id(master)], 0, master.numel(), master, adam.state[master]
 
@@ -118,7 +135,14 @@ def make(chain: dict[str, Any], layout: dict[str, Any]) -> Any:
     settings = TrainerConfig(sequence_parallel=topology.tp > 1)
     adam = OptimizerConfig(lr=1e-3)
     return MegatronTrainer(
-        load_spec(chain["model"]), topology, settings, chain["dtype"], seed=1, total_steps=10, optimizer=adam, timeout_s=DEADLINE_S
+        load_spec(chain["model"]),
+        topology,
+        settings,
+        chain["dtype"],
+        seed=1,
+        total_steps=10,
+        optimizer=adam,
+        timeout_s=DEADLINE_S,
     )
 
 
@@ -131,10 +155,17 @@ def put(trainer: Any) -> None:
 
 
 def compare(trainer: Any) -> None:
-    """Raises AssertionError if an element, a moment or a step differs. Compares again after Megatron has copied the master weights to the
-    model, as at the end of a step."""
+    """Raises AssertionError if an element, a moment or a step differs.
+
+    Compares again after Megatron has copied the master weights to the model, as at the end of a
+    step.
+    """
     for again in ("", ", after the master weights were copied to the model"):
-        wrong = [f"{what}: {int((tensor != values).sum())} elements" for what, tensor, values in held(trainer) if not equal(tensor, values)]
+        wrong = [
+            f"{what}: {int((tensor != values).sum())} elements"
+            for what, tensor, values in held(trainer)
+            if not equal(tensor, values)
+        ]
         assert not wrong, f"{len(wrong)} tensors differ{again}: {wrong[:8]}"
         for part in trainer.optimizer.chained_optimizers:
             if hasattr(part, "_copy_main_params_to_model_params") and part.optimizer is not None:
@@ -164,7 +195,10 @@ def run(chain: dict[str, Any], number: int, out: Path) -> None:
 
 
 def fork(rank: int, world_size: int, chain: dict[str, Any], number: int, out: Path) -> int:
-    """Forks a rank and returns its process id. A rank that fails writes the text to OUT/failure.RANK."""
+    """Forks a rank and returns its process id.
+
+    A rank that fails writes the text to OUT/failure.RANK.
+    """
     if child := os.fork():
         return child
     status = 1
@@ -175,7 +209,9 @@ def fork(rank: int, world_size: int, chain: dict[str, Any], number: int, out: Pa
         torch.set_num_threads(1)
         timeout = datetime.timedelta(seconds=DEADLINE_S)
         store = dist.FileStore(str(out / f"rendezvous.{number}"), world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
         run(chain, number, out)
         dist.barrier()
         status = 0
@@ -188,7 +224,8 @@ def fork(rank: int, world_size: int, chain: dict[str, Any], number: int, out: Pa
 
 
 def main() -> None:
-    chains, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    chains = json.loads(Path(sys.argv[1]).read_text())
+    out = Path(sys.argv[2])
     cpu_support.install()
     import torch._dynamo  # noqa: F401  which the first optimizer would import
 
@@ -199,11 +236,20 @@ def main() -> None:
         folder = out / chain["name"]
         folder.mkdir()
         for number, layout in enumerate(chain["layouts"]):
-            ranks = [fork(rank, size, chain, number, folder) for size in [TrainerTopology(**layout).world_size] for rank in range(size)]
+            ranks = [
+                fork(rank, size, chain, number, folder)
+                for size in [TrainerTopology(**layout).world_size]
+                for rank in range(size)
+            ]
             statuses = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
             failures = [file.read_text() for file in sorted(folder.glob("failure.*"))]
-            failures += [f"a rank ended with status {status}" for status in statuses if status not in (0, 1)]
-            print(json.dumps({"chain": chain["name"], "layout": number, "failures": failures}), flush=True)
+            failures += [
+                f"a rank ended with status {status}" for status in statuses if status not in (0, 1)
+            ]
+            print(
+                json.dumps({"chain": chain["name"], "layout": number, "failures": failures}),
+                flush=True,
+            )
             if failures:
                 break
             shutil.rmtree(folder / f"{number - 1}", ignore_errors=True)

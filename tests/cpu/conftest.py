@@ -1,5 +1,7 @@
-"""What test_weights_matrix.py and test_weights_fp8.py share: the trainer ranks, and the results. These are printed as a table at the end of
-the tests; --matrix-report writes them as a document."""
+"""What test_weights_matrix.py and test_weights_fp8.py share: the trainer ranks, and the results.
+
+These are printed as a table at the end of the tests; --matrix-report writes them as a document.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Cell:
     passed: bool
 
     def __str__(self) -> str:
-        return (str(len(self.transports)) if self.transports else "equal") if self.passed else "FAILED"
+        return (
+            (str(len(self.transports)) if self.transports else "equal") if self.passed else "FAILED"
+        )
 
 
 @pytest.fixture(scope="session")
@@ -53,10 +57,16 @@ def trainers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainers]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--matrix-report", type=Path, help="where to write what came of the weights matrix, as Markdown")
+    parser.addoption(
+        "--matrix-report",
+        type=Path,
+        help="where to write what came of the weights matrix, as Markdown",
+    )
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     cells = list(_cells(terminalreporter))
     if not cells:
         return
@@ -80,9 +90,15 @@ def table(cells: list[Cell]) -> list[str]:
     columns = list(dict.fromkeys(cell.column for cell in cells))
     of = {(cell.row, cell.column): str(cell) for cell in cells}
     rows = [["engine", *columns]]
-    rows += [[row, *(of.get((row, column), "") for column in columns)] for row in dict.fromkeys(cell.row for cell in cells)]
+    rows += [
+        [row, *(of.get((row, column), "") for column in columns)]
+        for row in dict.fromkeys(cell.row for cell in cells)
+    ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["| " + " | ".join(text.ljust(width) for text, width in zip(row, widths)) + " |" for row in rows]
+    lines = [
+        "| " + " | ".join(text.ljust(width) for text, width in zip(row, widths)) + " |"
+        for row in rows
+    ]
     return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
 
 
@@ -90,7 +106,10 @@ def counts(cells: list[Cell]) -> str:
     updates = sum(len(cell.transports) for cell in cells if cell.passed)
     failed = sum(not cell.passed for cell in cells)
     engines = len({cell.row for cell in cells})
-    return f"{updates} updates of {engines} engines equal to the last bit; {failed} of {len(cells)} cells failed."
+    return (
+        f"{updates} updates of {engines} engines equal to the last bit; {failed} of "
+        f"{len(cells)} cells failed."
+    )
 
 
 def document(cells: list[Cell]) -> str:

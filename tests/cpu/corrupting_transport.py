@@ -11,7 +11,9 @@ TENSOR = "model.layers.1.mlp.gate_up_proj.weight"
 
 
 class CorruptingTransport(SharedMemoryTransport):
-    """Flips the lowest bit of one element of TENSOR that trainer rank 1 writes, in the second update."""
+    """Flips the lowest bit of one element of TENSOR that trainer rank 1 writes, in the second
+    update.
+    """
 
     def __init__(self, rank: int, timeout_s: float):
         super().__init__(rank, timeout_s)

@@ -28,13 +28,16 @@ class DeltaTrainer(Trainer):
                 values.mul_(0.02)  # like a new model's
         self.masters = {name: values.float() for name, values in self.model.items()}
         self.adam = torch.optim.AdamW(self.masters.values(), lr=lr, weight_decay=0.01)
-        self.deltas, self.payloads, self.version = Deltas(WeightsConfig(delta="auto", delta_refresh=1000)), Payloads(), 0
+        self.deltas = Deltas(WeightsConfig(delta="auto", delta_refresh=1000))
+        self.payloads = Payloads()
+        self.version = 0
 
     def connect(self, setting: str, host: Host, endpoints: bytes, rule: RelayRule | None) -> None:
         if rule is not None:
             self.copies = scheduled_writes(relayed(self.map, rule)[0], self.rank)
         decoded = decode_endpoints(endpoints)
-        self.shapes, self.parts = shapes_of(decoded), landing_first(self.copies, decoded)
+        self.shapes = shapes_of(decoded)
+        self.parts = landing_first(self.copies, decoded)
         self.transport = PairwiseTransport(setting, host, self.rank, TIMEOUT_S)
         self.transport.connect(decoded)
 
@@ -49,8 +52,14 @@ class DeltaTrainer(Trainer):
     def find(self) -> tuple[int, int, int] | None:
         """(bytes of the delta, bytes of the changed elements, bytes of all elements)"""
         self.payloads.begin(self.model)
-        self.found = self.deltas.find(self.version - 1, self.copies, self.shapes, True, AmaxTable(), self.payloads)
-        return (sum(self.found.sizes.values()), self.found.changed_bytes, self.found.full_bytes) if self.found else None
+        self.found = self.deltas.find(
+            self.version - 1, self.copies, self.shapes, True, AmaxTable(), self.payloads
+        )
+        return (
+            (sum(self.found.sizes.values()), self.found.changed_bytes, self.found.full_bytes)
+            if self.found
+            else None
+        )
 
     def write_changes(self) -> dict[int, dict[str, int]]:
         self.deltas.begin_write()
@@ -65,4 +74,12 @@ class DeltaTrainer(Trainer):
         return [each.shares for each in sent]
 
     def write_part(self, part: int) -> Sent:
-        return send(self.transport, self.parts[part], self.model, self.shapes, True, AmaxTable(), self.payloads)
+        return send(
+            self.transport,
+            self.parts[part],
+            self.model,
+            self.shapes,
+            True,
+            AmaxTable(),
+            self.payloads,
+        )

@@ -1,5 +1,6 @@
-"""Scenarios of the trainer ranks in test_trainer_distill.py: batches of several steps with teachers, and a reference model of another
-shape."""
+"""Scenarios of the trainer ranks in test_trainer_distill.py: batches of several steps with
+teachers, and a reference model of another shape.
+"""
 
 from __future__ import annotations
 
@@ -24,28 +25,56 @@ def frozen(scenario: dict[str, Any], path: str, policy: Any) -> Any:
     from megarl.trainer.model import MegatronModel
 
     settings = TrainerConfig(**{"logprob_chunk_tokens": 16, **scenario.get("trainer", {})})
-    model = MegatronModel(load_spec(path), TrainerTopology(**scenario["topology"]), settings, "float32", 1, timeout_s=60)
+    model = MegatronModel(
+        load_spec(path),
+        TrainerTopology(**scenario["topology"]),
+        settings,
+        "float32",
+        1,
+        timeout_s=60,
+    )
     model.squares = policy.squares
     model.load_hf(path)
     return model
 
 
 def scenario_distill(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Trains on the batches, each rank only with its own samples, and exports the weights after each batch."""
-    batches, config = torch.load(scenario["batches"], weights_only=False), load_config(scenario["config"], scenario["overrides"])
-    trainer = make(scenario, OptimizerConfig(**scenario["optimizer"]), total_steps=len(batches) * config.trainer.optimizer_steps)
+    """Trains on the batches, each rank only with its own samples, and exports the weights after
+    each batch.
+    """
+    batches = torch.load(scenario["batches"], weights_only=False)
+    config = load_config(scenario["config"], scenario["overrides"])
+    trainer = make(
+        scenario,
+        OptimizerConfig(**scenario["optimizer"]),
+        total_steps=len(batches) * config.trainer.optimizer_steps,
+    )
     trainer.load_hf(scenario["model"])
-    models = {name: frozen(scenario, role.path, trainer) for name, role in config.roles.items() if role.on == "trainer"}
+    models = {
+        name: frozen(scenario, role.path, trainer)
+        for name, role in config.roles.items()
+        if role.on == "trainer"
+    }
     before = [parameter.clone() for model in models.values() for parameter in model._parameters()]
     algorithm = make_algorithm(config.algorithm, teachers_of(config))
-    steps, told = BatchSteps(trainer, algorithm, config, teachers=Teachers(config, models)), []
+    steps = BatchSteps(trainer, algorithm, config, teachers=Teachers(config, models))
+    told = []
     for batch in batches:
         own = steps.assign(replace(batch, numbers={}))[trainer.coordinate.dp]
-        results = steps.train(replace(batch, numbers={place: batch.numbers[place] for place in own}))
+        results = steps.train(
+            replace(batch, numbers={place: batch.numbers[place] for place in own})
+        )
         trainer.export_hf(str(out / f"{scenario['name']}.{batch.step}.hf"), scenario["model"])
-        told.append(([(result.loss, result.grad_norm) for result in results], step_metrics(results, algorithm)))
+        told.append(
+            (
+                [(result.loss, result.grad_norm) for result in results],
+                step_metrics(results, algorithm),
+            )
+        )
     after = [parameter for model in models.values() for parameter in model._parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "a teacher has changed"
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), (
+        "a teacher has changed"
+    )
     return {"told": told}
 
 
@@ -54,4 +83,7 @@ def scenario_other_reference(scenario: dict[str, Any], out: Path) -> dict[str, A
     trainer.load_hf(scenario["model"])
     batch = sequences(trainer.spec.vocab_size)
     trainer.hold_reference(frozen(scenario, scenario["reference"], trainer))
-    return {"reference": scored(trainer, batch, temperature=0.7, model="reference"), "policy": scored(trainer, batch, temperature=0.7)}
+    return {
+        "reference": scored(trainer, batch, temperature=0.7, model="reference"),
+        "policy": scored(trainer, batch, temperature=0.7),
+    }

@@ -1,4 +1,6 @@
-"""A live engine for tests of faults, which is restored after each test; and checks around an update."""
+"""A live engine for tests of faults, which is restored after each test; and checks around an
+update.
+"""
 
 from __future__ import annotations
 
@@ -56,16 +58,32 @@ class Site:
     def key(self) -> RunKey:
         return RunKey.load(self.key_file)
 
-    def job(self, hub: Hub, transport: str = SHARED_MEMORY, versions: tuple[Version, ...] = (0,), **changes: Any) -> Job:
+    def job(
+        self,
+        hub: Hub,
+        transport: str = SHARED_MEMORY,
+        versions: tuple[Version, ...] = (0,),
+        **changes: Any,
+    ) -> Job:
         syncs = [Sync(version, transport, hub.address) for version in versions]
-        settings = dict(model=str(self.checkpoint), dtype=DTYPE, trainer=TRAINER, tp=TP, ep=1, key_file=str(self.key_file), port=0)
+        settings = dict(
+            model=str(self.checkpoint),
+            dtype=DTYPE,
+            trainer=TRAINER,
+            tp=TP,
+            ep=1,
+            key_file=str(self.key_file),
+            port=0,
+        )
         return Job(**{**settings, **changes}, syncs=syncs, folder=str(self.folder))
 
     def start(self) -> None:
         """Starts another engine in place of the previous one, with the same port, keys and client."""
         log = self.folder / f"engine.{time.monotonic():.0f}.log"
         begin = contextlib.contextmanager(start_engine)
-        engine = self.stack.enter_context(begin(self.checkpoint, DTYPE, TP, log, instead_of=self.generator.engine))
+        engine = self.stack.enter_context(
+            begin(self.checkpoint, DTYPE, TP, log, instead_of=self.generator.engine)
+        )
         self.generator.engine = engine
         self.generator.run(self.generator.client.wait_ready(180, log, engine.died))
         self.generator.live = []
@@ -108,7 +126,10 @@ async def _client(generator: Generator) -> EngineClient:
 
 @contextlib.contextmanager
 def threads(*ranks: Future, hub: Hub) -> Iterator[None]:
-    """Runs trainer ranks as threads. Ranks that still wait when the test is over get a message that ends them."""
+    """Runs trainer ranks as threads.
+
+    Ranks that still wait when the test is over get a message that ends them.
+    """
     try:
         yield
     finally:
@@ -122,7 +143,9 @@ def threads(*ranks: Future, hub: Hub) -> Iterator[None]:
 
 def take(site: Site, job: Job, hub: Hub, generator: Generator | None = None) -> None:
     """Does the receiving end's part of the job's first update."""
-    (generator or site.generator).take(receiver(job.plan(job.syncs[0].transport), hub, job.key_file))
+    (generator or site.generator).take(
+        receiver(job.plan(job.syncs[0].transport), hub, job.key_file)
+    )
 
 
 @contextlib.contextmanager
@@ -133,7 +156,8 @@ def beside(generator: Generator) -> Iterator[list[asyncio.Task]]:
     async def hold() -> None:
         requests.append(asyncio.create_task(generator.client.generate(PROMPT, LONG, version=-1)))
         await asyncio.sleep(0.01)
-        await generator.client.generate(PROMPT, SHORT, version=-1)  # queued after that request, and sampled together with it
+        # queued after that request, and sampled together with it
+        await generator.client.generate(PROMPT, SHORT, version=-1)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generator, "hold", hold)
@@ -142,7 +166,9 @@ def beside(generator: Generator) -> Iterator[list[asyncio.Task]]:
 
 @contextlib.contextmanager
 def unusable_after(site: Site, paused: bool = True) -> Iterator[None]:
-    """Around an update that fails: the next request is refused, and no client can make the engine continue."""
+    """Around an update that fails: the next request is refused, and no client can make the engine
+    continue.
+    """
     generator = site.generator
     yield
     with pytest.raises(EngineError, match="must not be used any more"):

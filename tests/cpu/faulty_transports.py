@@ -1,6 +1,7 @@
 """Transports that fail in mid-transfer, as with a dying process, a faulty NIC or a racing writer.
 
-Each is a real transport with a hook before each write. Select one with `weights.transport`: faulty_transports:Hooked….
+Each is a real transport with a hook before each write. Select one with `weights.transport`:
+faulty_transports:Hooked….
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from megarl.weight_sync.transports.shared_memory import SharedMemoryTransport
 
 FIRST_WRITES = 5  # of a rank, before the fault
 
-Before = Callable[[int, int, Copy, torch.Tensor], torch.Tensor]  # (trainer rank, its writes so far, copy, values) → values
+# (trainer rank, its writes so far, copy, values) → values
+Before = Callable[[int, int, Copy, torch.Tensor], torch.Tensor]
 
 before_write: Before | None = None  # of this process; tests set it
 
@@ -61,10 +63,15 @@ class _Hooked:
         super().write(copy, values)
 
     def write_changes(self, rank: int, changes: Changes, version: int) -> None:
-        """Calls `before_write` once, as write -1, with the delta's bytes as values. The box is FLIPPED's if that has changed, and else
-        another changed one. With shared memory, the boxes before it are already written."""
+        """Calls `before_write` once, as write -1, with the delta's bytes as values.
+
+        The box is FLIPPED's if that has changed, and else another changed one. With shared memory,
+        the boxes before it are already written.
+        """
         found = [place for place, (_, delta) in enumerate(changes) if delta.changed]
-        at = next((place for place in found if changes[place][0].destination_tensor == FLIPPED), found[-1])
+        at = next(
+            (place for place in found if changes[place][0].destination_tensor == FLIPPED), found[-1]
+        )
         if isinstance(self, SharedMemoryTransport):
             super().write_changes(rank, changes[:at], version)
         copy, delta = changes[at]
@@ -87,5 +94,9 @@ class HookedMooncake(_Hooked, MooncakeTransport):
 
 HOOKED = {
     kind: f"faulty_transports:{found.__name__}"
-    for kind, found in ((SHARED_MEMORY, HookedSharedMemory), (GLOO, HookedGloo), (MOONCAKE, HookedMooncake))
+    for kind, found in (
+        (SHARED_MEMORY, HookedSharedMemory),
+        (GLOO, HookedGloo),
+        (MOONCAKE, HookedMooncake),
+    )
 }

@@ -12,13 +12,20 @@ from megarl.generator.completions import Sampling
 from megarl.rollouts.environments.base import RolloutContext
 from megarl.rollouts.environments.single_turn import single_turn
 
-GATE = "GATED_ROLLOUTS_GATE"  # environment variable with a file's path; while the file exists, no held-out prompt is answered
+# environment variable with a file's path; while the file exists, no held-out prompt is answered
+GATE = "GATED_ROLLOUTS_GATE"
 DEADLINE_S = 200
 
 
-async def held_out_waits(context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Sample]:
-    """Held-out prompts wait while the gate is closed. Training prompts are slow, so that the run lasts long enough for the test."""
-    gate, deadline = Path(os.environ[GATE]), time.monotonic() + DEADLINE_S
+async def held_out_waits(
+    context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int
+) -> list[Sample]:
+    """Held-out prompts wait while the gate is closed.
+
+    Training prompts are slow, so that the run lasts long enough for the test.
+    """
+    gate = Path(os.environ[GATE])
+    deadline = time.monotonic() + DEADLINE_S
     if sampling.temperature > 0:
         await asyncio.sleep(0.5)
     while sampling.temperature == 0 and gate.exists():

@@ -1,7 +1,9 @@
-"""A trainer rank that only holds weights: the real sending end of the weights channel, with shards of an HF checkpoint.
+"""A trainer rank that only holds weights: the real sending end of the weights channel, with shards
+of an HF checkpoint.
 
-It serves to test faults of the transfer, for which the weights' origin does not matter. It runs as a thread of the test, or as a process
-that can be killed: `held_weights.py RANK JOB [FAULT]`, where FAULT is a function of faulty_transports.
+It serves to test faults of the transfer, for which the weights' origin does not matter. It runs as
+a thread of the test, or as a process that can be killed: `held_weights.py RANK JOB [FAULT]`, where
+FAULT is a function of faulty_transports.
 """
 
 from __future__ import annotations
@@ -51,21 +53,31 @@ def hold(rank: int, job: Job, stack: contextlib.ExitStack) -> HeldWeights:
     plan = job.plan()
     layout = trainer_layout(plan.spec, plan.trainer_topology, job.dtype)
     dtype = getattr(torch, job.dtype)
-    logical = {name: values.to(dtype) for name, values in load_file(Path(job.model) / "model.safetensors").items()}
+    logical = {
+        name: values.to(dtype)
+        for name, values in load_file(Path(job.model) / "model.safetensors").items()
+    }
     status = stack.enter_context(contextlib.closing(StatusBoard(job.folder, f"trainer.{rank}")))
-    trace = stack.enter_context(contextlib.closing(TraceWriter(Path(job.folder), f"trainer.{rank}")))
+    trace = stack.enter_context(
+        contextlib.closing(TraceWriter(Path(job.folder), f"trainer.{rank}"))
+    )
     return HeldWeights(layout, shards(logical, layout, rank), rank, status, trace)
 
 
 def send(rank: int, job: Job, go: Event) -> None:
-    """Sends the job's updates, over one channel if they name one hub. All but the first wait for `go`."""
+    """Sends the job's updates, over one channel if they name one hub.
+
+    All but the first wait for `go`.
+    """
     with contextlib.ExitStack() as stack:
         held = hold(rank, job, stack)
         key = RunKey.load(Path(job.key_file))
         senders: dict[str, WeightsSender] = {}
         for sync in job.syncs:
             if sync.hub not in senders:
-                link = stack.enter_context(contextlib.closing(Peer(f"trainer.{rank}", key, sync.hub)))
+                link = stack.enter_context(
+                    contextlib.closing(Peer(f"trainer.{rank}", key, sync.hub))
+                )
                 senders[sync.hub] = WeightsSender(job.plan(sync.transport), link)
             if held.version != sync.version:
                 assert go.wait(2 * DEADLINE_S)  # meanwhile an engine may have to start
@@ -78,9 +90,13 @@ def send(rank: int, job: Job, go: Event) -> None:
 
 
 def change(held: HeldWeights, share: float) -> None:
-    """Makes the next version: flips the lowest bit in a part of the elements, the same on all ranks that hold them."""
+    """Makes the next version: flips the lowest bit in a part of the elements, the same on all ranks
+    that hold them.
+    """
     for name, values in held.parameters.items():
-        generator = torch.Generator().manual_seed(held.version + (sum(map(ord, name)) if "norm" in name else 1000 * held.rank))
+        generator = torch.Generator().manual_seed(
+            held.version + (sum(map(ord, name)) if "norm" in name else 1000 * held.rank)
+        )
         bits = values.view({2: torch.int16, 4: torch.int32}[values.element_size()])
         bits ^= (torch.rand(values.shape, generator=generator) < share).to(bits.dtype)
 

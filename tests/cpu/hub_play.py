@@ -19,7 +19,13 @@ from megarl.rollouts.rollout import CheckedRollout
 ROOT = Path(__file__).parents[2]
 TOKENIZER = tokenizer_of(str(ROOT / "configs/models/tiny-agent"), "model.path")
 FOLDER = str(Path(__file__).with_name("hub_folder"))
-FAILED = ["failed_environment", "failed_deadline", "failed_reward", "failed_worker", "failed_unanswered"]
+FAILED = [
+    "failed_environment",
+    "failed_deadline",
+    "failed_reward",
+    "failed_worker",
+    "failed_unanswered",
+]
 
 
 class Saying:
@@ -40,8 +46,10 @@ class Played:
     """A rollout in an event loop of its own. When it is closed, its process must have ended."""
 
     def __init__(self, make: Callable[[], HubRollout]):
-        self._runner, self._make = asyncio.Runner(), make
-        self._others = set(psutil.Process().children(recursive=True))  # such as zombies of earlier tests
+        self._runner = asyncio.Runner()
+        self._make = make
+        # such as zombies of earlier tests
+        self._others = set(psutil.Process().children(recursive=True))
 
     def __enter__(self) -> Played:
         self.rollout = self._make()
@@ -51,10 +59,13 @@ class Played:
         self._runner.run(self.rollout.close())
         self._runner.close()
         left = set(psutil.Process().children(recursive=True)) - self._others
-        _, alive = psutil.wait_procs(left, timeout=5.0)  # orphans become children of the tests (conftest.py), so they are reaped here
+        # orphans become children of the tests (conftest.py), so they are reaped here
+        _, alive = psutil.wait_procs(left, timeout=5.0)
         assert not alive, "what a worker has started has outlived its rollout"
 
-    def __call__(self, generate: Any, row: dict[str, Any], n: int = 1, max_tokens: int = 200) -> Group:
+    def __call__(
+        self, generate: Any, row: dict[str, Any], n: int = 1, max_tokens: int = 200
+    ) -> Group:
         context = RolloutContext(TOKENIZER, generate, None, None, 5.0)  # type: ignore[arg-type]
         sampling = Sampling(max_tokens, stop_token_ids=TOKENIZER.eos_ids)
         checked = CheckedRollout("hub", self.rollout, context, 300.0, 112)

@@ -1,5 +1,7 @@
-"""The Triton kernels against their references. test_kernels.py runs it with TRITON_INTERPRET=1. Shapes are small, because the interpreter
-is slow."""
+"""The Triton kernels against their references. test_kernels.py runs it with TRITON_INTERPRET=1.
+
+Shapes are small, because the interpreter is slow.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ RULE = block_rule(8, 16)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
-@pytest.mark.parametrize("count", [1, changes_triton.PIECE, changes.BLOCK + changes_triton.PIECE + 7])
+@pytest.mark.parametrize(
+    "count", [1, changes_triton.PIECE, changes.BLOCK + changes_triton.PIECE + 7]
+)
 @pytest.mark.parametrize("share", [0.0, 0.01, 1.0])
 def test_changes(dtype, count, share):
     generator = torch.Generator().manual_seed(count)
@@ -53,13 +57,18 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 def check_whole(x: torch.Tensor, rule: Rule) -> None:
     scales = quantise.scales_of(quantise_triton.tile_amax(x, 0, 0, rule, "x"), rule)
     wanted = quantise.quantise(x, rule, "x")
-    assert equal(quantise_triton.quantise_with(x, 0, 0, scales, rule), wanted[0]) and equal(scales, wanted[1])
+    assert equal(quantise_triton.quantise_with(x, 0, 0, scales, rule), wanted[0]) and equal(
+        scales, wanted[1]
+    )
 
 
 def test_every_bf16_number_in_tiles_of_its_own_size():
-    """All 2^16 patterns except NaN and infinity, sorted by size, so that each tile has its own scale."""
+    """All 2^16 patterns except NaN and infinity, sorted by size, so that each tile has its own
+    scale.
+    """
     every = torch.arange(0x7F80, dtype=torch.int16)
-    x = torch.stack([every, every | -0x8000]).T.reshape(-1, 1020)  # few large tiles, since the interpreter takes time for each
+    # few large tiles, since the interpreter takes time for each
+    x = torch.stack([every, every | -0x8000]).T.reshape(-1, 1020)
     check_whole(x.contiguous().view(torch.bfloat16), block_rule(1, 1024))
 
 
@@ -68,13 +77,18 @@ def test_every_tie_between_two_codes():
     x = torch.tensor([*reference.E4M3, *middles, 1e-3, 448.0, 0.0]).view(2, 128)
     check_whole(x.bfloat16(), BLOCK)
     codes = quantise_triton.quantise_with(-x, 0, 0, torch.ones(1, 1), BLOCK)
-    assert codes.view(torch.uint8).numpy().tolist() == reference.e4m3_codes(-x.double().numpy()).tolist()
+    assert (
+        codes.view(torch.uint8).numpy().tolist()
+        == reference.e4m3_codes(-x.double().numpy()).tolist()
+    )
 
 
 @pytest.mark.parametrize("spread", [0.0, 3.0, 40.0])
 def test_random_tiles_with_zeros_subnormals_and_huge_numbers(spread):
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(40, 70, generator=generator) * torch.exp2(spread * torch.randn(40, 1, generator=generator)).clamp(2.0**-126, 2.0**100)
+    x = torch.randn(40, 70, generator=generator) * torch.exp2(
+        spread * torch.randn(40, 1, generator=generator)
+    ).clamp(2.0**-126, 2.0**100)
     x[:8, :16], x[9, 20], x[17, 33] = 0, 1e-39, torch.finfo(torch.bfloat16).max
     check_whole(x.bfloat16(), RULE)
     check_whole(x, RULE)
@@ -85,32 +99,45 @@ def test_experts():
     check_whole(torch.randn(2, 20, 33, generator=torch.Generator().manual_seed(2)).bfloat16(), RULE)
 
 
-@pytest.mark.parametrize("box", [Box((0, 0), (40, 70)), Box((3, 5), (30, 60)), Box((11, 17), (2, 3)), Box((8, 16), (9, 54))])
+@pytest.mark.parametrize(
+    "box",
+    [Box((0, 0), (40, 70)), Box((3, 5), (30, 60)), Box((11, 17), (2, 3)), Box((8, 16), (9, 54))],
+)
 def test_cut_tiles_in_two_passes(box):
     x = torch.randn(40, 70, generator=torch.Generator().manual_seed(3)).bfloat16()
     whole = quantise.quantise(x, RULE, "x")
     part = x[box.slices()]
     amax = quantise_triton.tile_amax(part, *box.start, RULE, "x")
     assert equal(amax, quantise.tile_amax(part, *box.start, RULE, "x"))
-    codes = quantise_triton.quantise_with(part, *box.start, whole[1][RULE.tiles(box).slices()], RULE)
+    codes = quantise_triton.quantise_with(
+        part, *box.start, whole[1][RULE.tiles(box).slices()], RULE
+    )
     assert equal(codes, whole[0][box.slices()])
 
 
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("transform", [QUANTISE, SCALE])
 def test_a_copy_of_a_map_that_quantises(transform, cut, monkeypatch):
-    """Sends from a GPU equal sends from a CPU. The scales of cut tiles are strided views of the whole tensor's scales."""
+    """Sends from a GPU equal sends from a CPU.
+
+    The scales of cut tiles are strided views of the whole tensor's scales.
+    """
     x = torch.randn(40, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
     box = Box((11, 16), (29, 48)) if cut else Box((8, 16), (32, 48))
-    table = AmaxTable([("w", RULE.tiles(Box((0, 0), (40, 64))), quantise.tile_amax(x, 0, 0, RULE, "w"))])
+    table = AmaxTable(
+        [("w", RULE.tiles(Box((0, 0), (40, 64))), quantise.tile_amax(x, 0, 0, RULE, "w"))]
+    )
     how = Quantisation(RULE, "w", box.start, cut)
     of, dtype = (box, "float8_e4m3fn") if transform == QUANTISE else (RULE.tiles(box), "float32")
     copy = Copy(0, "w", box, 1, "w", of, transform, dtype, 0, how)
     wanted = payload(copy, x, table)
     asked = []
-    monkeypatch.setattr(kernels, "_quantise", lambda values, rule: asked.append(rule) or quantise_triton)
+    monkeypatch.setattr(
+        kernels, "_quantise", lambda values, rule: asked.append(rule) or quantise_triton
+    )
     assert equal(payload(copy, x, table), wanted)
-    assert bool(asked) == (transform == QUANTISE or not cut)  # scales of cut tiles follow from their amax
+    # scales of cut tiles follow from their amax
+    assert bool(asked) == (transform == QUANTISE or not cut)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf"), -float("inf")])
@@ -131,9 +158,24 @@ def test_hash_of_strided_boxes(dtype, monkeypatch):
     monkeypatch.setattr(audit_triton, "STEPS", 2)
     monkeypatch.setattr(audit_triton, "BLOCK_ROWS", 8)
     monkeypatch.setattr(audit_triton, "BLOCK_COLS", 32)
-    x = torch.randint(0, 256, (50, 60 * dtype.itemsize), dtype=torch.uint8, generator=torch.Generator().manual_seed(4)).view(dtype)
-    for box in (Box((0, 0), (50, 60)), Box((7, 9), (21, 37)), Box((49, 0), (1, 60)), Box((3, 3), (5, 1))):
-        for values in (x[box.slices()], x[box.slices()].clone(), x.clone()[box.slices()].t().contiguous().t()):
+    x = torch.randint(
+        0,
+        256,
+        (50, 60 * dtype.itemsize),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(4),
+    ).view(dtype)
+    for box in (
+        Box((0, 0), (50, 60)),
+        Box((7, 9), (21, 37)),
+        Box((49, 0), (1, 60)),
+        Box((3, 3), (5, 1)),
+    ):
+        for values in (
+            x[box.slices()],
+            x[box.slices()].clone(),
+            x.clone()[box.slices()].t().contiguous().t(),
+        ):
             assert audit_triton.hash_box(values, *box.start) == audit.hash_box(values, *box.start)
     assert audit_triton.hash_box(x[:0], 5, 5) == 0
     assert audit_triton.hash_box(x[:9], 2**20, 7) == audit.hash_box(x[:9], 2**20, 7)
@@ -142,7 +184,9 @@ def test_hash_of_strided_boxes(dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("first", "real"), [(0, 64), (20, 37), (60, 1)])
 def test_logprobs_and_entropy_of_a_slice(first, real, dtype, monkeypatch):
-    """Rows of several blocks with a partial last one, columns of padding, and targets on other ranks."""
+    """Rows of several blocks with a partial last one, columns of padding, and targets on other
+    ranks.
+    """
     monkeypatch.setattr(chunked_logprobs_triton, "FORWARD_BLOCK", 8)
     monkeypatch.setattr(chunked_logprobs_triton, "BACKWARD_BLOCK", 4)
     generator = torch.Generator().manual_seed(5)
@@ -161,10 +205,17 @@ def test_logprobs_and_entropy_of_a_slice(first, real, dtype, monkeypatch):
     found = chunked_logprobs_triton.local_forward(padded, local_targets, real, 1.3)
     part = exact.detach()[:, columns]
     local = torch.log_softmax(part, -1)
-    at_target = torch.where(local_targets >= 0, exact.detach().gather(-1, targets[:, None])[:, 0], 0.0)
+    at_target = torch.where(
+        local_targets >= 0, exact.detach().gather(-1, targets[:, None])[:, 0], 0.0
+    )
     wanted = torch.stack([part.logsumexp(-1), -(local.exp() * local).sum(-1), at_target])
     torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=2e-6)
-    torch.testing.assert_close(found, chunked_logprobs.local_forward(padded.clone(), local_targets, real, 1.3), rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(
+        found,
+        chunked_logprobs.local_forward(padded.clone(), local_targets, real, 1.3),
+        rtol=1e-6,
+        atol=2e-6,
+    )
 
     log_z = exact.detach().logsumexp(-1).float()
     for of_entropy in (None, (entropy_grad, entropy.detach().float())):
@@ -172,12 +223,22 @@ def test_logprobs_and_entropy_of_a_slice(first, real, dtype, monkeypatch):
         gradient = chunked_logprobs_triton.local_backward(padded.clone(), *arguments)
         assert gradient.dtype == dtype and not gradient[:, real:].any()
         rounding = 1e-5 if dtype == torch.float32 else 2**-8
-        torch.testing.assert_close(gradient, chunked_logprobs.local_backward(padded.clone(), *arguments), rtol=rounding, atol=1e-6)
-    torch.testing.assert_close(gradient[:, :real].double(), exact.grad[:, columns] / 1.3, rtol=rounding, atol=2e-6)
+        torch.testing.assert_close(
+            gradient,
+            chunked_logprobs.local_backward(padded.clone(), *arguments),
+            rtol=rounding,
+            atol=1e-6,
+        )
+    torch.testing.assert_close(
+        gradient[:, :real].double(), exact.grad[:, columns] / 1.3, rtol=rounding, atol=2e-6
+    )
 
 
 def test_logprobs_over_sets(monkeypatch):
-    """The whole function gives the same with the kernels as with the references. A row without columns on a rank adds nothing."""
+    """The whole function gives the same with the kernels as with the references.
+
+    A row without columns on a rank adds nothing.
+    """
     generator = torch.Generator().manual_seed(6)
     hidden, weight = torch.randn(7, 5, generator=generator), torch.randn(24, 5, generator=generator)
     sizes = torch.tensor([1, 19, 2, 3, 5, 2, 9])

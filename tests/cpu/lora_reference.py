@@ -1,5 +1,8 @@
-"""The reference for adapters: plain PyTorch on Hugging Face's model in float64. Every nn.Linear is wrapped. Transformers stacks a layer's
-experts in one parameter, so they get their adapters by a parametrization."""
+"""The reference for adapters: plain PyTorch on Hugging Face's model in float64.
+
+Every nn.Linear is wrapped. Transformers stacks a layer's experts in one parameter, so they get
+their adapters by a parametrization.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ PREFIX = "base_model.model."
 class PlainLora(nn.Module):
     def __init__(self, base: nn.Linear, a: nn.Parameter, b: nn.Parameter, scale: float):
         super().__init__()
-        self.base, self.a, self.b, self.scale = base, a, b, scale
+        self.base = base
+        self.a = a
+        self.b = b
+        self.scale = scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base(x) + self.scale * F.linear(F.linear(x, self.a), self.b)
@@ -33,19 +39,27 @@ class PlainLora(nn.Module):
 class OfExperts(nn.Module):
     """W[e] + scale * B[e] A[e] of every expert; for gate and up, one below the other."""
 
-    def __init__(self, pairs: list[list[tuple[nn.Parameter, nn.Parameter] | None]], rows: int, scale: float):
+    def __init__(
+        self, pairs: list[list[tuple[nn.Parameter, nn.Parameter] | None]], rows: int, scale: float
+    ):
         super().__init__()
-        self.pairs, self.rows, self.scale = pairs, rows, scale
+        self.pairs = pairs
+        self.rows = rows
+        self.scale = scale
 
     def forward(self, weights: torch.Tensor) -> torch.Tensor:
         zeros = weights.new_zeros(self.rows, weights.size(2))
-        deltas = [torch.cat([zeros if pair is None else pair[1] @ pair[0] for pair in parts]) for parts in self.pairs]
+        deltas = [
+            torch.cat([zeros if pair is None else pair[1] @ pair[0] for pair in parts])
+            for parts in self.pairs
+        ]
         return weights + self.scale * torch.stack(deltas)
 
 
 def random_factors(model: PreTrainedModel, rank: int, targets: list[str], shared: bool) -> Factors:
     """Random A and B of every target, by their names."""
-    generator, found = torch.Generator().manual_seed(11), {}
+    generator = torch.Generator().manual_seed(11)
+    found = {}
 
     def pair(stem: str, out: int, into: int, outer: str = "") -> None:
         """Random A and B. `outer`: the factor that the experts share."""
@@ -58,7 +72,8 @@ def random_factors(model: PreTrainedModel, rank: int, targets: list[str], shared
         if isinstance(module, nn.Linear) and _wanted(name, targets):
             pair(name, module.out_features, module.in_features)
         if name.endswith("mlp.experts"):
-            rows, hidden = module.gate_up_proj.size(1) // 2, module.gate_up_proj.size(2)
+            rows = module.gate_up_proj.size(1) // 2
+            hidden = module.gate_up_proj.size(2)
             for expert in range(len(module.gate_up_proj)):
                 for part, shape, outer in (
                     ("gate_proj", (rows, hidden), "A"),
@@ -85,7 +100,10 @@ def adapt(model: PreTrainedModel, factors: Factors, scale: float) -> None:
     model.requires_grad_(False)
 
     def pair(stem: str) -> tuple[Any, Any] | None:
-        found = [factors.get(f"{stem}.lora_{x}.weight", factors.get(f"{_of_all(stem)}.lora_{x}.weight")) for x in "AB"]
+        found = [
+            factors.get(f"{stem}.lora_{x}.weight", factors.get(f"{_of_all(stem)}.lora_{x}.weight"))
+            for x in "AB"
+        ]
         return None if found[0] is None else (found[0], found[1])
 
     for name, module in list(model.named_modules()):
@@ -94,25 +112,42 @@ def adapt(model: PreTrainedModel, factors: Factors, scale: float) -> None:
             setattr(
                 model.get_submodule(owner),
                 last,
-                PlainLora(module, factors[f"{name}.lora_A.weight"], factors[f"{name}.lora_B.weight"], scale),
+                PlainLora(
+                    module,
+                    factors[f"{name}.lora_A.weight"],
+                    factors[f"{name}.lora_B.weight"],
+                    scale,
+                ),
             )
         if name.endswith("mlp.experts"):
             experts = range(len(module.gate_up_proj))
-            for of, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            for of, parts in (
+                ("gate_up_proj", ("gate_proj", "up_proj")),
+                ("down_proj", ("down_proj",)),
+            ):
                 pairs = [[pair(f"{name}.{expert}.{part}") for part in parts] for expert in experts]
                 rows = getattr(module, of).size(1) // len(parts)
                 parametrize.register_parametrization(module, of, OfExperts(pairs, rows, scale))
 
 
-def lora_reference(folder: Path, lora: dict[str, Any], adapter: Path, weights: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Gradients and log-probs at random adapters, and three steps of AdamW from there. The adapters are written to `adapter` in PEFT's
-    format. `weights`: the precision to which weights and adapters are rounded first."""
+def lora_reference(
+    folder: Path, lora: dict[str, Any], adapter: Path, weights: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    """Gradients and log-probs at random adapters, and three steps of AdamW from there.
+
+    The adapters are written to `adapter` in PEFT's format. `weights`: the precision to which
+    weights and adapters are rounded first.
+    """
     model = load_float64(folder, weights)
     base = [[0.0, *row] for row in _logprobs(model)]
-    rank, scale, targets = lora["rank"], lora["alpha"] / lora["rank"], lora.get("targets", ["all"])
+    rank = lora["rank"]
+    scale = lora["alpha"] / lora["rank"]
+    targets = lora.get("targets", ["all"])
     factors = random_factors(model, rank, targets, lora.get("experts") == "shared")
     write_peft(adapter, factors, lora)
-    factors = {name: nn.Parameter(values.detach().to(weights).double()) for name, values in factors.items()}
+    factors = {
+        name: nn.Parameter(values.detach().to(weights).double()) for name, values in factors.items()
+    }
     adapt(model, factors, scale)
     batch = sequences(model.config.vocab_size)
     loss, logprobs = hf_loss(model, batch, TEMPERATURE)
@@ -123,7 +158,9 @@ def lora_reference(folder: Path, lora: dict[str, Any], adapter: Path, weights: t
         "base": base,
         "grads": {name: values.grad.clone() for name, values in factors.items()},
     }
-    adam = torch.optim.AdamW(factors.values(), lr=1e-2, betas=(0.9, 0.95), eps=1e-2, weight_decay=0.01)
+    adam = torch.optim.AdamW(
+        factors.values(), lr=1e-2, betas=(0.9, 0.95), eps=1e-2, weight_decay=0.01
+    )
     for seed in (1, 2, 3):
         adam.zero_grad()
         hf_loss(model, sequences(model.config.vocab_size, seed=seed), TEMPERATURE)[0].backward()
@@ -144,10 +181,21 @@ def _logprobs(model: PreTrainedModel) -> list[list[float]]:
 def write_peft(folder: Path, factors: Factors, lora: dict[str, Any]) -> None:
     folder.mkdir()
     modules = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in factors})
-    settings = {"peft_type": "LORA", "r": lora["rank"], "lora_alpha": lora["alpha"], "target_modules": modules, "bias": "none"}
+    settings = {
+        "peft_type": "LORA",
+        "r": lora["rank"],
+        "lora_alpha": lora["alpha"],
+        "target_modules": modules,
+        "bias": "none",
+    }
     (folder / "adapter_config.json").write_text(json.dumps(settings))
-    outer = {name: ".experts." in name and not re.search(r"\.experts\.\d", name) for name in factors}
+    outer = {
+        name: ".experts." in name and not re.search(r"\.experts\.\d", name) for name in factors
+    }
     tensors = {
-        PREFIX + name: (values.detach()[None] if outer[name] else values.detach()).float().contiguous() for name, values in factors.items()
+        PREFIX + name: (values.detach()[None] if outer[name] else values.detach())
+        .float()
+        .contiguous()
+        for name, values in factors.items()
     }
     save_file(tensors, folder / "adapter_model.safetensors")

@@ -1,4 +1,7 @@
-"""Scenarios of the real trainers in test_trainer_lora.py. A function `scenario_…` runs on every rank, and its result is saved."""
+"""Scenarios of the real trainers in test_trainer_lora.py.
+
+A function `scenario_…` runs on every rank, and its result is saved.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from trainer_rig import DENOMINATOR, TEMPERATURE, all_logprobs, make, one_step, plain_adam, poison_padding, sequences, weighted_nll
+from trainer_rig import (
+    DENOMINATOR,
+    TEMPERATURE,
+    all_logprobs,
+    make,
+    one_step,
+    plain_adam,
+    poison_padding,
+    sequences,
+    weighted_nll,
+)
 
 from megarl.base.geometry import TrainerTopology
 from megarl.config.schema import OptimizerConfig
@@ -22,17 +35,26 @@ ADAM = OptimizerConfig(lr=1e-2, clip_grad=0.0, weight_decay=0.01, eps=1e-2)
 def held(trainer: Any) -> dict[str, torch.Tensor]:
     """This rank's parts of the adapters."""
     parameters = trainer.local_parameters()
-    return {tensor.name: parameters[tensor.name].clone() for tensor in trainer.saved_layout.tensors(dist.get_rank())}
+    return {
+        tensor.name: parameters[tensor.name].clone()
+        for tensor in trainer.saved_layout.tensors(dist.get_rank())
+    }
 
 
 def steps(trainer: Any, *seeds: int) -> None:
     for seed in seeds:
-        trainer.train_step(sequences(trainer.spec.vocab_size, seed=seed), weighted_nll, DENOMINATOR, temperature=TEMPERATURE)
+        trainer.train_step(
+            sequences(trainer.spec.vocab_size, seed=seed),
+            weighted_nll,
+            DENOMINATOR,
+            temperature=TEMPERATURE,
+        )
 
 
 def scenario_lora(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """A step that moves nothing, in one and in several microbatches; log-probs with and without adapters; exports; three steps of AdamW;
-    the adapters afterwards."""
+    """A step that moves nothing, in one and in several microbatches; log-probs with and without
+    adapters; exports; three steps of AdamW; the adapters afterwards.
+    """
     from megarl.trainer.optimizer import optimizer_shards
 
     trainer = make(scenario, plain_adam(lr=0.0))
@@ -56,13 +78,34 @@ def scenario_lora(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     after = trainer.local_parameters()
     found["moved"] = [name for name in before if not torch.equal(before[name], after[name])]
     found["adapters"] = held(trainer)
-    scaled = {name for name in after if (".experts." in name and name.rpartition(".")[2][0] == "b") or name.endswith(".shared_adapter.b")}
-    served, scale = trainer.served_parameters(), scenario["lora"]["alpha"] / scenario["lora"]["rank"]
-    found["served"] = [name for name in after if not torch.equal(served[name], after[name] * (scale if name in scaled else 1))]
-    frozen = [parameter for chunk in trainer.chunks for parameter in chunk.parameters() if not parameter.requires_grad]
-    found["gradients of frozen"] = [tuple(p.shape) for p in frozen if p.grad is not None or hasattr(p, "main_grad")]
+    scaled = {
+        name
+        for name in after
+        if (".experts." in name and name.rpartition(".")[2][0] == "b")
+        or name.endswith(".shared_adapter.b")
+    }
+    served = trainer.served_parameters()
+    scale = scenario["lora"]["alpha"] / scenario["lora"]["rank"]
+    found["served"] = [
+        name
+        for name in after
+        if not torch.equal(served[name], after[name] * (scale if name in scaled else 1))
+    ]
+    frozen = [
+        parameter
+        for chunk in trainer.chunks
+        for parameter in chunk.parameters()
+        if not parameter.requires_grad
+    ]
+    found["gradients of frozen"] = [
+        tuple(p.shape) for p in frozen if p.grad is not None or hasattr(p, "main_grad")
+    ]
     found["optimized"] = sum(shard.master.numel() for shard in optimizer_shards(trainer.optimizer))
-    found["buffers"] = sum(buffer.numel for chunk in trainer.ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
+    found["buffers"] = sum(
+        buffer.numel
+        for chunk in trainer.ddp
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    )
     return found
 
 
@@ -105,7 +148,9 @@ def scenario_lora_dropout(scenario: dict[str, Any], out: Path) -> dict[str, Any]
         trainer = make(scenario, plain_adam(lr=0.0))
         trainer.load_hf(scenario["model"])
         found[name] = one_step(trainer, sequences(trainer.spec.vocab_size))
-        found["logprobs"] = all_logprobs(trainer, sequences(trainer.spec.vocab_size), temperature=TEMPERATURE)
+        found["logprobs"] = all_logprobs(
+            trainer, sequences(trainer.spec.vocab_size), temperature=TEMPERATURE
+        )
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
         model_parallel_cuda_manual_seed(1, force_reset_rng=True)
@@ -117,7 +162,8 @@ class Normed(torch.nn.Module):
 
     def __init__(self, rows: int, columns: int):
         super().__init__()
-        self.weight, self.layer_norm_weight = torch.nn.Parameter(torch.randn(rows, columns)), torch.nn.Parameter(torch.rand(columns))
+        self.weight = torch.nn.Parameter(torch.randn(rows, columns))
+        self.layer_norm_weight = torch.nn.Parameter(torch.rand(columns))
         self.return_layernorm_output = False
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -127,16 +173,22 @@ class Normed(torch.nn.Module):
 
 
 class Grouped(torch.nn.Module):
-    """Behaves like its grouped linear layer: one weight for each expert, whose tokens are contiguous."""
+    """Behaves like its grouped linear layer: one weight for each expert, whose tokens are
+    contiguous.
+    """
 
     def __init__(self, count: int, rows: int, columns: int):
         super().__init__()
         self.num_gemms = count
         for number in range(count):
-            self.register_parameter(f"weight{number}", torch.nn.Parameter(torch.randn(rows, columns)))
+            self.register_parameter(
+                f"weight{number}", torch.nn.Parameter(torch.randn(rows, columns))
+            )
 
     def forward(self, x: torch.Tensor, tokens: list[int]) -> Any:
-        return torch.cat([part @ getattr(self, f"weight{n}").t() for n, part in enumerate(x.split(tokens))]), None
+        return torch.cat(
+            [part @ getattr(self, f"weight{n}").t() for n, part in enumerate(x.split(tokens))]
+        ), None
 
 
 class Plain(Grouped):
@@ -149,23 +201,35 @@ class Plain(Grouped):
 
 
 def scenario_lora_te(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Adapters on layers with Transformer Engine's names and forward passes. Returns each layer's output with adapters and with merged
-    weights; the names and shapes of the parameters, and those of the layout."""
+    """Adapters on layers with Transformer Engine's names and forward passes.
+
+    Returns each layer's output with adapters and with merged weights; the names and shapes of the
+    parameters, and those of the layout.
+    """
     from megarl.lora.trainer import Switch, attach
     from megarl.trainer.model import parameters_by_name
 
     make(scenario, plain_adam(lr=0.0))  # for the process groups
-    spec, lora, topology = load_spec(scenario["model"]), Lora.of(LoraConfig(**scenario["lora"])), TrainerTopology()
+    spec = load_spec(scenario["model"])
+    lora = Lora.of(LoraConfig(**scenario["lora"]))
+    topology = TrainerTopology()
     assert lora is not None
     torch.manual_seed(0)
-    hidden, rows, heads = spec.hidden_size, spec.expert_intermediate_size, spec.num_attention_heads * spec.head_dim
+    hidden = spec.hidden_size
+    rows = spec.expert_intermediate_size
+    heads = spec.num_attention_heads * spec.head_dim
     layers = []
     for number in range(spec.num_layers):
         layer: Any = torch.nn.Module()
-        layer.layer_number, layer.self_attention, layer.mlp = number + 1, torch.nn.Module(), torch.nn.Module()
-        layer.self_attention.linear_qkv = Normed(heads + 2 * spec.num_kv_heads * spec.head_dim, hidden)
+        layer.layer_number = number + 1
+        layer.self_attention = torch.nn.Module()
+        layer.mlp = torch.nn.Module()
+        layer.self_attention.linear_qkv = Normed(
+            heads + 2 * spec.num_kv_heads * spec.head_dim, hidden
+        )
         layer.self_attention.linear_proj = Plain(hidden, heads)
-        layer.mlp.experts, layer.mlp.local_expert_indices = torch.nn.Module(), [*range(spec.num_experts)]
+        layer.mlp.experts = torch.nn.Module()
+        layer.mlp.local_expert_indices = [*range(spec.num_experts)]
         layer.mlp.experts.linear_fc1 = Grouped(spec.num_experts, 2 * rows, hidden)
         layer.mlp.experts.linear_fc2 = Grouped(spec.num_experts, hidden, rows)
         layers.append(layer)
@@ -173,12 +237,15 @@ def scenario_lora_te(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     chunk.decoder = torch.nn.Module()
     chunk.decoder.layers = torch.nn.ModuleList(layers)
     switch = Switch(0.0)
-    adapters = attach([chunk], trainer_adapters(spec, topology, "te", lora), lora.scale, switch, False)
+    adapters = attach(
+        [chunk], trainer_adapters(spec, topology, "te", lora), lora.scale, switch, False
+    )
     named = parameters_by_name([chunk])
     trained = {name: p for name, p in named.items() if p.requires_grad}
     for parameter in trained.values():
         torch.nn.init.normal_(parameter)
-    tokens, pairs = [2, 0, 3, 1], []
+    tokens = [2, 0, 3, 1]
+    pairs = []
     for module, arguments in (
         (layers[1].self_attention.linear_qkv, (torch.randn(5, 1, hidden),)),
         (layers[1].self_attention.linear_proj, (torch.randn(5, 1, heads),)),
@@ -193,5 +260,12 @@ def scenario_lora_te(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
                 adapter, place = adapters[weight]
                 weight.add_(adapter.delta(place))
             pairs.append((got, module(*arguments), plain))
-    layout = {tensor.name: tensor.shape for tensor in lora.trainer_layout(spec, topology, "float32", "te").tensors(0)}
-    return {"pairs": pairs, "held": {name: tuple(p.shape) for name, p in trained.items()}, "layout": layout}
+    layout = {
+        tensor.name: tensor.shape
+        for tensor in lora.trainer_layout(spec, topology, "float32", "te").tensors(0)
+    }
+    return {
+        "pairs": pairs,
+        "held": {name: tuple(p.shape) for name, p in trained.items()},
+        "layout": layout,
+    }

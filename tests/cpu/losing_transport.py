@@ -1,4 +1,6 @@
-"""A transport that loses a write from the second update on, as a broken link between two GPUs would."""
+"""A transport that loses a write from the second update on, as a broken link between two GPUs
+would.
+"""
 
 from __future__ import annotations
 

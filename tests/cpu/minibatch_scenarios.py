@@ -1,5 +1,6 @@
-"""Scenarios of the trainer ranks in test_trainer_minibatches.py: batches of several optimizer steps, each rank only with its own
-samples."""
+"""Scenarios of the trainer ranks in test_trainer_minibatches.py: batches of several optimizer
+steps, each rank only with its own samples.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +18,32 @@ from megarl.executors.batch_steps import BatchSteps, kept_rows, step_metrics
 
 
 def scenario_several_steps(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Trains on the batches, exports the weights after each, and saves after the second. `resumed`: continues from that checkpoint."""
+    """Trains on the batches, exports the weights after each, and saves after the second.
+
+    `resumed`: continues from that checkpoint.
+    """
     from megarl.trainer import checkpoint
 
-    batches, config = torch.load(scenario["batches"], weights_only=False), load_config(scenario["config"], scenario["overrides"])
-    trainer = make(scenario, OptimizerConfig(**scenario["optimizer"]), total_steps=len(batches) * config.trainer.optimizer_steps)
+    batches = torch.load(scenario["batches"], weights_only=False)
+    config = load_config(scenario["config"], scenario["overrides"])
+    trainer = make(
+        scenario,
+        OptimizerConfig(**scenario["optimizer"]),
+        total_steps=len(batches) * config.trainer.optimizer_steps,
+    )
     steps = BatchSteps(trainer, make_algorithm(config.algorithm), config)
     saved = out / f"{scenario['name'].removesuffix('.resumed')}.checkpoint"
     trainer.load_hf(scenario["model"])
     trainer.hold_reference()
     if resumed := scenario["name"].endswith(".resumed"):
         checkpoint.load(trainer, saved)
-    told, held = [], []
+    told = []
+    held = []
     for batch in batches[2:] if resumed else batches:
         own = steps.assign(replace(batch, numbers={}))[trainer.coordinate.dp]
-        results = steps.train(replace(batch, numbers={place: batch.numbers[place] for place in own}))
+        results = steps.train(
+            replace(batch, numbers={place: batch.numbers[place] for place in own})
+        )
         trainer.export_hf(str(out / f"{scenario['name']}.{batch.step}.hf"), scenario["model"])
         each = [(result.loss, result.grad_norm, result.learning_rate) for result in results]
         told.append((each, step_metrics(results, steps.algorithm)))
@@ -42,26 +54,44 @@ def scenario_several_steps(scenario: dict[str, Any], out: Path) -> dict[str, Any
 
 
 def scenario_one_optimizer_step(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """One optimizer step with the proximal policy scored before it, and one without, in which the loss uses the policy itself."""
-    batches, config = torch.load(scenario["batches"], weights_only=False), load_config(scenario["config"], scenario["overrides"])
+    """One optimizer step with the proximal policy scored before it, and one without, in which the
+    loss uses the policy itself.
+    """
+    batches = torch.load(scenario["batches"], weights_only=False)
+    config = load_config(scenario["config"], scenario["overrides"])
     trainer = make(scenario, plain_adam(lr=0.0))
     trainer.load_hf(scenario["model"])
-    steps, temperature = BatchSteps(trainer, make_algorithm(config.algorithm), config), config.rollout.temperature
+    steps = BatchSteps(trainer, make_algorithm(config.algorithm), config)
+    temperature = config.rollout.temperature
     sequences, (whole,) = steps._cut(batches[0])
-    chosen, found = [sequences[place] for place in whole.places], []
+    chosen = [sequences[place] for place in whole.places]
+    found = []
     for proximal in (trainer.token_logprobs(chosen, temperature=temperature), None):
-        result = trainer.train_step(chosen, steps.algorithm.loss, whole.denominator, temperature=temperature, proximal_logprobs=proximal)
+        result = trainer.train_step(
+            chosen,
+            steps.algorithm.loss,
+            whole.denominator,
+            temperature=temperature,
+            proximal_logprobs=proximal,
+        )
         found.append({"loss": result.loss, "sums": result.sums, "grads": gradients(trainer)})
     return {"scored": found[0], "left_out": found[1]}
 
 
 def scenario_meters(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     """The meters of a batch's optimizer steps, each rank only with its own samples."""
-    batch, config = torch.load(scenario["batch"], weights_only=False), load_config(scenario["config"], scenario["overrides"])
+    batch = torch.load(scenario["batch"], weights_only=False)
+    config = load_config(scenario["config"], scenario["overrides"])
     trainer = make(scenario, plain_adam(lr=1e-2))
     trainer.load_hf(scenario["model"])
     steps = BatchSteps(trainer, make_algorithm(config.algorithm), config)
     own = steps.assign(replace(batch, numbers={}))[trainer.coordinate.dp]
     results = steps.train(replace(batch, numbers={place: batch.numbers[place] for place in own}))
-    histograms = {name: histogram.counts for name, histogram in results[0].agreement.histograms().items()}
-    return {"metrics": step_metrics(results, steps.algorithm), "histograms": histograms, "kept": kept_rows(results)}
+    histograms = {
+        name: histogram.counts for name, histogram in results[0].agreement.histograms().items()
+    }
+    return {
+        "metrics": step_metrics(results, steps.algorithm),
+        "histograms": histograms,
+        "kept": kept_rows(results),
+    }

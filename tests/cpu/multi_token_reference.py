@@ -1,5 +1,7 @@
-"""The reference for the multi-token prediction layer: DeepSeek-V3's equations 21 to 25 (arXiv 2412.19437) in float64, with Hugging Face's
-decoder layer, one sequence at a time. Hugging Face's models leave out the layer."""
+"""The reference for the multi-token prediction layer: DeepSeek-V3's equations 21 to 25 (arXiv
+2412.19437) in float64, with Hugging Face's decoder layer, one sequence at a time. Hugging Face's
+models leave out the layer.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +21,40 @@ LAYERS = 4  # of the models of trainer_cases; the model in folder "whole" has on
 
 def save_with_layer(name: str, folder: Path) -> Path:
     """Saves a model with random weights whose last layer is for multi-token prediction."""
-    kinds = {"layer_types": ["linear_attention", "full_attention"] * 2 + ["full_attention"]} if name == "qwen3_next" else {}
+    kinds = (
+        {"layer_types": ["linear_attention", "full_attention"] * 2 + ["full_attention"]}
+        if name == "qwen3_next"
+        else {}
+    )
     trainer_cases.save_model(name, folder / "whole", num_hidden_layers=LAYERS + 1, **kinds)
     return take_last_layer(name, folder)
 
 
 @cache
 def layer_reference(name: str, folder: Path) -> dict[str, Any]:
-    """The layer's loss at the trainer's temperature, and its gradients by the names in the checkpoint `folder`."""
+    """The layer's loss at the trainer's temperature, and its gradients by the names in the
+    checkpoint `folder`.
+    """
     whole = load_float64(folder.parent / "whole")
-    own = {key: value.double().requires_grad_() for key, value in load_file(folder.parent / "own.safetensors").items()}
+    own = {
+        key: value.double().requires_grad_()
+        for key, value in load_file(folder.parent / "own.safetensors").items()
+    }
     norm_e, norm_h, projection, norm = (own[key] for key in own_names(name, LAYERS))
-    layer, model = whole.model.layers[LAYERS], whole.model
+    layer = whole.model.layers[LAYERS]
+    model = whole.model
     model.layers = model.layers[:LAYERS]
-    centred, eps = float(name == "qwen3_next"), whole.config.rms_norm_eps
+    centred = float(name == "qwen3_next")
+    eps = whole.config.rms_norm_eps
 
     def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (centred + weight)
 
-    total, count = torch.zeros((), dtype=torch.float64), 0
+    total = torch.zeros((), dtype=torch.float64)
+    count = 0
     for sequence in sequences(whole.config.vocab_size):
-        tokens, mask = tokens_of(sequence), torch.tensor(sequence.loss_mask, dtype=torch.bool)[2:]
+        tokens = tokens_of(sequence)
+        mask = torch.tensor(sequence.loss_mask, dtype=torch.bool)[2:]
         if tokens.size(1) < 3:
             continue
         with torch.no_grad():
@@ -47,8 +62,15 @@ def layer_reference(name: str, folder: Path) -> dict[str, Any]:
             e = model.embed_tokens(tokens[:, 1:-1])  # of t_(i + 1)
         x = torch.cat([rms(e, norm_e), rms(h, norm_h)], -1) @ projection.T
         positions = torch.arange(x.size(1))[None]
-        causal = torch.full((x.size(1), x.size(1)), -torch.inf, dtype=torch.float64).triu(1)[None, None]
-        x = layer(x, position_embeddings=model.rotary_emb(x, positions), attention_mask=causal, position_ids=positions)
+        causal = torch.full((x.size(1), x.size(1)), -torch.inf, dtype=torch.float64).triu(1)[
+            None, None
+        ]
+        x = layer(
+            x,
+            position_embeddings=model.rotary_emb(x, positions),
+            attention_mask=causal,
+            position_ids=positions,
+        )
         x = rms(x[0] if isinstance(x, tuple) else x, norm)
         logprobs = (x @ whole.lm_head.weight.detach().T / TEMPERATURE).log_softmax(-1)
         total = total - logprobs[0].gather(-1, tokens[0, 2:, None])[mask].sum()
@@ -57,7 +79,10 @@ def layer_reference(name: str, folder: Path) -> dict[str, Any]:
     loss.backward()
     before = f"model.layers.{LAYERS}."
     grads = {before + key: parameter.grad for key, parameter in layer.named_parameters()}
-    return {"loss": loss.item(), "grads": {**apart(grads, before, name), **{key: value.grad for key, value in own.items()}}}
+    return {
+        "loss": loss.item(),
+        "grads": {**apart(grads, before, name), **{key: value.grad for key, value in own.items()}},
+    }
 
 
 def apart(grads: dict[str, torch.Tensor], before: str, name: str) -> dict[str, torch.Tensor]:
@@ -68,6 +93,16 @@ def apart(grads: dict[str, torch.Tensor], before: str, name: str) -> dict[str, t
             found[key] = grad
             continue
         for expert, rows in enumerate(grad):
-            parts = zip(("gate_proj", "up_proj"), rows.chunk(2)) if "gate_up" in key else [("down_proj", rows)]
-            found |= {f"{before}mlp.experts.{expert}.{part}.weight": values for part, values in parts}
-    return {key.replace(before, "mtp.layers.0.") if name == "qwen3_next" else key: grad for key, grad in found.items() if grad is not None}
+            parts = (
+                zip(("gate_proj", "up_proj"), rows.chunk(2))
+                if "gate_up" in key
+                else [("down_proj", rows)]
+            )
+            found |= {
+                f"{before}mlp.experts.{expert}.{part}.weight": values for part, values in parts
+            }
+    return {
+        key.replace(before, "mtp.layers.0.") if name == "qwen3_next" else key: grad
+        for key, grad in found.items()
+        if grad is not None
+    }

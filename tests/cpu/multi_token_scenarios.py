@@ -1,4 +1,7 @@
-"""Scenarios of the real trainers in test_trainer_multi_token.py. A function `scenario_…` runs on every rank, and its result is saved."""
+"""Scenarios of the real trainers in test_trainer_multi_token.py.
+
+A function `scenario_…` runs on every rank, and its result is saved.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from megarl.models.registry import load_spec
 
 def of_mode(scenario: dict[str, Any], mode: str, **optimizer: Any) -> Any:
     spec = load_spec(scenario["model"], mtp=mode != "ignore")
-    settings = {**scenario.get("trainer", {}), "mtp": mode, "max_tokens_per_microbatch": 48}  # several microbatches
+    # several microbatches
+    settings = {**scenario.get("trainer", {}), "mtp": mode, "max_tokens_per_microbatch": 48}
     adam = plain_adam(lr=0.0)
     for key, value in optimizer.items():
         setattr(adam, key, value)
@@ -22,7 +26,9 @@ def of_mode(scenario: dict[str, Any], mode: str, **optimizer: Any) -> Any:
 
 
 def scenario_multi_token(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Export, gradients, and weights after three clipped steps, with the layer ignored, kept and trained."""
+    """Export, gradients, and weights after three clipped steps, with the layer ignored, kept and
+    trained.
+    """
     found: dict[str, Any] = {}
     for mode in ("ignore", "keep", "train"):
         trainer = of_mode(scenario, mode)
@@ -33,7 +39,9 @@ def scenario_multi_token(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
         found[mode] = {"step": one_step(trainer, batch), "none": one_step(trainer, [])}
         trainer = of_mode(scenario, mode, lr=1e-2, clip_grad=0.5)
         found[mode]["steps"] = [vars(one_step_of(trainer, batch)) for _ in range(3)]
-        found[mode]["after"] = {name: values.clone() for name, values in trainer.local_parameters().items()}
+        found[mode]["after"] = {
+            name: values.clone() for name, values in trainer.local_parameters().items()
+        }
         found[mode]["logprobs"] = all_logprobs(trainer, batch)
     return found
 

@@ -1,12 +1,15 @@
-"""Forks the tests' processes from one that has already imported everything. (The import of SGLang alone takes a core ten seconds.)
+"""Forks the tests' processes from one that has already imported everything.
+
+(The import of SGLang alone takes a core ten seconds.)
 
         nursery.py SOCKET PRELOAD…      Nursery starts this; a PRELOAD is a module to import, or module:function to call
 
-Every process runs one function in a fork of its own, with its own environment, arguments and output. All processes end with the nursery,
-and the nursery ends with the tests.
+Every process runs one function in a fork of its own, with its own environment, arguments and
+output. All processes end with the nursery, and the nursery ends with the tests.
 
-Whole runs are forks too (`Run`): the launcher is a fork of the nursery, and its workers and engines are forks of the launcher. They have
-the same parents, sessions, output, environment and names as separate programs, so that signals have the same effect.
+Whole runs are forks too (`Run`): the launcher is a fork of the nursery, and its workers and engines
+are forks of the launcher. They have the same parents, sessions, output, environment and names as
+separate programs, so that signals have the same effect.
 """
 
 from __future__ import annotations
@@ -40,25 +43,40 @@ from megarl.launch.worker import die_with_parent
 PARENT = "(the nursery)"
 STARTED_S = 400  # for the first process
 LARGEST = 1 << 17  # bytes of a request, mostly the environment
-SCRIPTS = ("trainer_worker", "checkpoint_worker", "weights_worker")  # the tests' trainer ranks, in this folder
-FORKED = ("megarl", "megarl.launch.worker", "megarl.generator.server", *SCRIPTS)  # the modules that `Run` runs in forks
+# the tests' trainer ranks, in this folder
+SCRIPTS = ("trainer_worker", "checkpoint_worker", "weights_worker")
+# the modules that `Run` runs in forks
+FORKED = ("megarl", "megarl.launch.worker", "megarl.generator.server", *SCRIPTS)
 ENGINE = "megarl.generator.server"
 MODULE = [sys.executable, "-P", "-m"]  # how a command that runs a module begins
 
 
 class Nursery:
-    """Starts with the first requested process, in that one's environment plus `own`. `preload`: see above."""
+    """Starts with the first requested process, in that one's environment plus `own`.
+
+    `preload`: see above.
+    """
 
     def __init__(self, *preload: str, **own: str):
-        self._preload, self._own = preload, own
+        self._preload = preload
+        self._own = own
         self._connection: socket.socket | None = None
 
-    def start(self, function: str, argv: Sequence[str], env: Mapping[str, str], output: IO[bytes]) -> psutil.Process:
-        """Runs `module:function` in a child of the nursery. `env` is added to our environment; PARENT in it is the nursery's process id."""
-        return psutil.Process(self.ask([function, list(argv), {**os.environ, **env}], [output.fileno()]))
+    def start(
+        self, function: str, argv: Sequence[str], env: Mapping[str, str], output: IO[bytes]
+    ) -> psutil.Process:
+        """Runs `module:function` in a child of the nursery.
+
+        `env` is added to our environment; PARENT in it is the nursery's process id.
+        """
+        return psutil.Process(
+            self.ask([function, list(argv), {**os.environ, **env}], [output.fileno()])
+        )
 
     def ask(self, request: list[Any], descriptors: list[int]) -> int:
-        """Requests a process, with the arguments of `_become` or of `_run_module`, and returns its id."""
+        """Requests a process, with the arguments of `_become` or of `_run_module`, and returns its
+        id.
+        """
         if self._connection is None:
             self._open(request[2])
         socket.send_fds(self._connection, [json.dumps(request).encode()], descriptors)
@@ -71,39 +89,89 @@ class Nursery:
         self._connection.settimeout(STARTED_S)
         argv = [sys.executable, __file__, str(theirs.fileno()), *self._preload]
         with theirs:
-            self._process = subprocess.Popen(argv, env=environment | self._own, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                argv,
+                env=environment | self._own,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
 
 
 class _Forking(subprocess.Popen):
-    """Runs `python -P -m NAME …` as a fork if NAME is among FORKED. Any other command runs as with subprocess.Popen."""
+    """Runs `python -P -m NAME …` as a fork if NAME is among FORKED.
+
+    Any other command runs as with subprocess.Popen.
+    """
 
     def _execute_child(
-        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *rest: Any
+        self,
+        args: Any,
+        executable: Any,
+        preexec_fn: Any,
+        close_fds: Any,
+        pass_fds: Any,
+        cwd: Any,
+        env: Any,
+        *rest: Any,
     ) -> None:
         if not isinstance(args, list) or args[:3] != MODULE or args[3] not in FORKED:
-            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)  # type: ignore[misc]
+            super()._execute_child(
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
+            )  # type: ignore[misc]
             return
-        pipes, new_session = rest[3:9], rest[14]
-        streams = [given if given != -1 else usual for usual, given in enumerate((pipes[0], pipes[3], pipes[5]))]
-        self.pid = self._fork(args[3:], dict(os.environ if env is None else env), streams, str(cwd or os.getcwd()), new_session)
+        pipes = rest[3:9]
+        new_session = rest[14]
+        streams = [
+            given if given != -1 else usual
+            for usual, given in enumerate((pipes[0], pipes[3], pipes[5]))
+        ]
+        self.pid = self._fork(
+            args[3:],
+            dict(os.environ if env is None else env),
+            streams,
+            str(cwd or os.getcwd()),
+            new_session,
+        )
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
-    def _fork(self, argv: list[str], environment: dict[str, str], streams: list[int], cwd: str, new_session: bool) -> int:
+    def _fork(
+        self,
+        argv: list[str],
+        environment: dict[str, str],
+        streams: list[int],
+        cwd: str,
+        new_session: bool,
+    ) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Python 3.12 warns of a fork beside threads, on the stderr that tests read. The threads here are idle pools of libraries.
-        warnings.filterwarnings("ignore", message=r"This process \(pid=\d+\) is multi-threaded", category=DeprecationWarning)
+        # Python 3.12 warns of a fork beside threads, on the stderr that tests read. The threads
+        # here are idle pools of libraries.
+        warnings.filterwarnings(
+            "ignore",
+            message=r"This process \(pid=\d+\) is multi-threaded",
+            category=DeprecationWarning,
+        )
         if (child := os.fork()) == 0:
             _run_module(argv, environment, streams, cwd, new_session)
         return child
 
 
 class Run(_Forking):
-    """Like subprocess.Popen for a command `python -P -m NAME …` with NAME among FORKED. The process is a fork of a nursery that has
-    imported all parts of a run. Its parent is this process, which must adopt orphans (conftest.py)."""
+    """Like subprocess.Popen for a command `python -P -m NAME …` with NAME among FORKED.
 
-    def _fork(self, argv: list[str], environment: dict[str, str], streams: list[int], cwd: str, new_session: bool) -> int:
+    The process is a fork of a nursery that has imported all parts of a run. Its parent is this
+    process, which must adopt orphans (conftest.py).
+    """
+
+    def _fork(
+        self,
+        argv: list[str],
+        environment: dict[str, str],
+        streams: list[int],
+        cwd: str,
+        new_session: bool,
+    ) -> int:
         child = _RUNS.ask([argv, os.getpid(), environment, cwd, new_session], streams)
         while psutil.Process(child).ppid() != os.getpid():  # wait until its first parent has ended
             time.sleep(0.001)
@@ -123,16 +191,26 @@ _RUNS = Nursery("setproctitle:getproctitle", "nursery:import_run")
 
 
 def import_run() -> None:
-    """Imports all that trainers, generators and engines of a run on CPUs import, in an engine's environment."""
+    """Imports all that trainers, generators and engines of a run on CPUs import, in an engine's
+    environment.
+    """
     from megarl.trainer import cpu_support as of_trainer
 
     of_trainer.install()
     from megarl.generator import cpu_support as of_engine
     from megarl.generator.server import EngineKeys, EngineSettings, server_command
 
-    settings = EngineSettings("", "float32", 0, context_length=1, max_running_requests=1, tp=1, device="cpu")
+    settings = EngineSettings(
+        "", "float32", 0, context_length=1, max_running_requests=1, tp=1, device="cpu"
+    )
     _, environment = server_command(settings, EngineKeys.generate())
-    os.environ.update({name: value for name, value in environment.items() if name.startswith(("SGLANG_USE", "SGLANG_EXTERNAL", "OMP_"))})
+    os.environ.update(
+        {
+            name: value
+            for name, value in environment.items()
+            if name.startswith(("SGLANG_USE", "SGLANG_EXTERNAL", "OMP_"))
+        }
+    )
     of_engine.install()
     for module in IMPORTED:
         importlib.import_module(module)
@@ -174,7 +252,8 @@ def main(connection: socket.socket, preload: list[str]) -> None:
         if not data:
             os._exit(0)
         request = json.loads(data)
-        parent, child = os.getpid(), os.fork()
+        parent = os.getpid()
+        child = os.fork()
         if child == 0 and isinstance(request[0], list):
             _orphan(connection, request, descriptors)
         elif child == 0:
@@ -198,24 +277,32 @@ def _orphan(connection: socket.socket, request: list[Any], descriptors: list[int
     _run_module(argv, environment, descriptors, cwd, new_session)
 
 
-def _become(parent: int, function: str, argv: list[str], environment: dict[str, str], output: int) -> None:
+def _become(
+    parent: int, function: str, argv: list[str], environment: dict[str, str], output: int
+) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
     os.environ.clear()
-    os.environ.update({name: str(parent) if value == PARENT else value for name, value in environment.items()})
+    os.environ.update(
+        {name: str(parent) if value == PARENT else value for name, value in environment.items()}
+    )
     sys.argv = [function, *argv]
     _end(_named(function))
 
 
-def _run_module(argv: list[str], environment: dict[str, str], streams: list[int], cwd: str, new_session: bool) -> None:
+def _run_module(
+    argv: list[str], environment: dict[str, str], streams: list[int], cwd: str, new_session: bool
+) -> None:
     """Runs `python -P -m argv` here, in a fork, and ends this process with its status."""
     _look_new(argv, environment, streams, cwd, new_session)
     _end(lambda: runpy.run_module(argv[0], run_name="__main__", alter_sys=True))
 
 
-def _look_new(argv: list[str], environment: dict[str, str], streams: list[int], cwd: str, new_session: bool) -> None:
+def _look_new(
+    argv: list[str], environment: dict[str, str], streams: list[int], cwd: str, new_session: bool
+) -> None:
     """Makes this fork look like a new interpreter, except for the imported modules."""
     import setproctitle
 
@@ -235,9 +322,13 @@ def _look_new(argv: list[str], environment: dict[str, str], streams: list[int], 
     sys.path[:] = [*filter(None, environment.get("PYTHONPATH", "").split(":")), *_SITE]
     sys.argv = list(argv)
     if argv[0] != ENGINE:
-        sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "_CpuFinder"]
+        sys.meta_path[:] = [
+            finder for finder in sys.meta_path if type(finder).__name__ != "_CpuFinder"
+        ]
     setproctitle.setproctitle(" ".join([*MODULE, *argv]))
-    warnings.filterwarnings("ignore", message=".*found in sys.modules after import of package", category=RuntimeWarning)
+    warnings.filterwarnings(
+        "ignore", message=".*found in sys.modules after import of package", category=RuntimeWarning
+    )
     tempfile.tempdir = None
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # what the parent will remove
     util._finalizer_registry.clear()  # type: ignore[attr-defined]
@@ -250,14 +341,18 @@ _SITE = [each for each in sys.path if each.startswith((sys.prefix, sys.base_pref
 
 
 def _take_streams(streams: list[int]) -> None:
-    """Makes `streams` the descriptors 0 to 2 and Python's standard files, and closes all other descriptors."""
+    """Makes `streams` the descriptors 0 to 2 and Python's standard files, and closes all other
+    descriptors.
+    """
     copies = [os.dup(each) for each in streams]
     for number, each in enumerate(copies):
         os.dup2(each, number)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     sys.stdin = open(0, closefd=False)
     sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = open(
+        2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False
+    )  # type: ignore[misc]
 
 
 def _end(run: Callable[[], Any]) -> None:

@@ -1,4 +1,5 @@
-"""Trainer ranks and engine workers as bare processes: the real transports, commands and worker-side code, without Megatron and SGLang.
+"""Trainer ranks and engine workers as bare processes: the real transports, commands and worker-side
+code, without Megatron and SGLang.
 
 The test declares the host of each process, so that one machine can play several hosts.
 """
@@ -26,7 +27,8 @@ from megarl.weight_sync.transports.choice import PairwiseTransport
 from megarl.weight_sync.writing import send, shapes_of
 
 SPEC = ModelSpec("llama", 3, 64, 192, 16, 4, 2, 500, 64, False, 1e-6, 1e4)
-TRAINERS, ENGINES = 2, 3
+TRAINERS = 2
+ENGINES = 3
 TIMEOUT_S = 60.0
 
 
@@ -39,14 +41,26 @@ class Case(NamedTuple):
 
 
 STAGES = TrainerTopology(pp=TRAINERS)  # no tile is cut, so no amax is exchanged
-WIDE = {"num_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_kv_heads": 4, "head_dim": 128}
+WIDE = {
+    "num_layers": 2,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_kv_heads": 4,
+    "head_dim": 128,
+}
 MOE = {"num_experts": 4, "experts_per_token": 2, "expert_intermediate_size": 256}
 CASES = {
     "plain": Case(SPEC, "float32", "bfloat16"),
     "float32": Case(SPEC, "float32", "float32"),
     "bfloat16": Case(SPEC, "bfloat16", "bfloat16"),
     "fp8_block": Case(replace(SPEC, **WIDE), "bfloat16", "bfloat16", "fp8_block", STAGES),
-    "fp8_channel-experts": Case(replace(SPEC, **WIDE, **MOE, family="qwen3_moe"), "bfloat16", "bfloat16", "fp8_channel", STAGES),
+    "fp8_channel-experts": Case(
+        replace(SPEC, **WIDE, **MOE, family="qwen3_moe"),
+        "bfloat16",
+        "bfloat16",
+        "fp8_channel",
+        STAGES,
+    ),
 }
 
 
@@ -73,7 +87,9 @@ def shards(layout: Layout, rank: int, seed: int) -> dict[str, torch.Tensor]:
             ends[piece.logical_name] = tuple(map(max, ends[piece.logical_name], piece.logical.end))
     model = {}
     for name, shape in ends.items():
-        model[name] = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(map(ord, name))))
+        model[name] = torch.randn(
+            shape, generator=torch.Generator().manual_seed(seed + sum(map(ord, name)))
+        )
     result = {}
     for tensor in layout.tensors(rank):
         values = torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype))
@@ -98,7 +114,8 @@ class Trainer:
         map = plain_map()
         if rule is not None:
             map, _ = relayed(map, rule)
-        self.map, self.layout = map, map.source
+        self.map = map
+        self.layout = map.source
         decoded = decode_endpoints(endpoints)
         self.shapes = shapes_of(decoded)
         self.transport = PairwiseTransport(setting, host, self.rank, TIMEOUT_S)
@@ -107,7 +124,9 @@ class Trainer:
     def write(self, seed: int) -> tuple[Counter[int], dict[int, dict[str, int]]]:
         """Writes one update. Returns the bytes by generator rank, and the shares."""
         writes = scheduled_writes(self.map, self.rank)
-        sent = send(self.transport, writes, shards(self.layout, self.rank, seed), self.shapes, audit=True)
+        sent = send(
+            self.transport, writes, shards(self.layout, self.rank, seed), self.shapes, audit=True
+        )
         by_rank: Counter[int] = Counter()
         for write in writes:
             by_rank[write.destination_rank] += write.bytes
@@ -136,7 +155,8 @@ class EngineWorker:
 
         torch.set_num_threads(1)
         self.host = Host()
-        self.worker, self.model = Worker(lambda: 0, lambda: self.host), Model(rank, case)
+        self.worker = Worker(lambda: 0, lambda: self.host)
+        self.model = Model(rank, case)
 
     def move_to(self, host: Host) -> None:
         self.host = host
@@ -158,14 +178,18 @@ class PipedEngine:
     url = "engine://piped"
 
     def __init__(self, process: RemoteObject):
-        self.process, self.commands = process, 0
+        self.process = process
+        self.commands = 0
 
     async def command(self, encoded: bytes, tp: int, timeout_s: float) -> None:
         self.process.start("command", encoded)
         self.commands += 1
 
     def settle(self) -> None:
-        """Reads the pipe's answers to the commands. The commands' own answers came through the hub."""
+        """Reads the pipe's answers to the commands.
+
+        The commands' own answers came through the hub.
+        """
         while self.commands:
             self.process.result()
             self.commands -= 1

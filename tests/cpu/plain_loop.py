@@ -1,9 +1,10 @@
-"""A synchronous loop with MegaRL's parts but without its runtime: sample, score, train, load the weights from disk, and again.
+"""A synchronous loop with MegaRL's parts but without its runtime: sample, score, train, load the
+weights from disk, and again.
 
     plain_loop.py CONFIG OUT_DIR [key=value …]
 
-One process trains; one engine samples, a prompt at a time. Writes OUT_DIR/steps.jsonl, with the responses, losses and gradient norms of
-each step, and the last weights to OUT_DIR/hf.
+One process trains; one engine samples, a prompt at a time. Writes OUT_DIR/steps.jsonl, with the
+responses, losses and gradient norms of each step, and the last weights to OUT_DIR/hf.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from megarl.trainer import cpu_support
 
 async def main(config_path: str, out: Path, overrides: list[str]) -> None:
     plan = resolve(load_config(config_path, overrides), "train")
-    config, tokenizer = plan.config, load_tokenizer(plan.config.model)
+    config = plan.config
+    tokenizer = load_tokenizer(plan.config.model)
     prompts = train_prompts(config, tokenizer, plan.spec)
     trainer, batch_steps = make_trainer(plan)
     [port] = free_ports(1)
@@ -69,9 +71,20 @@ async def main(config_path: str, out: Path, overrides: list[str]) -> None:
                 seed = Seeds(seed_of(config.seed, ordinal)).next(prompt.token_ids)
                 sampling = replace(sampling, seed=seed)
                 completions = await engine.generate(prompt.token_ids, sampling, config.rollout.n)
-                groups.append(Group(prompt, [sample(prompt, each, tokenizer, step) for each in completions]))
+                groups.append(
+                    Group(prompt, [sample(prompt, each, tokenizer, step) for each in completions])
+                )
             [result] = batch_steps.train(batch_of(groups, step))
-            steps.write(json.dumps({"loss": result.loss, "grad_norm": result.grad_norm, "groups": described(groups)}) + "\n")
+            steps.write(
+                json.dumps(
+                    {
+                        "loss": result.loss,
+                        "grad_norm": result.grad_norm,
+                        "groups": described(groups),
+                    }
+                )
+                + "\n"
+            )
         steps.close()
         trainer.export_hf(out / "hf", config.model.path)
     finally:

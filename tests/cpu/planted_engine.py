@@ -1,5 +1,8 @@
-"""An engine whose model has tensors that no update writes. A hook of SGLang's plugin registry plants them when the weights are loaded. The
-process begins here (`start_engine(entry=MAIN)`), so that its workers have the hook too."""
+"""An engine whose model has tensors that no update writes.
+
+A hook of SGLang's plugin registry plants them when the weights are loaded. The process begins here
+(`start_engine(entry=MAIN)`), so that its workers have the hook too.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,16 @@ class Hidden(torch.nn.Module):
 def main() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register("sglang.srt.models.llama.LlamaForCausalLM.load_weights", plant, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.models.llama.LlamaForCausalLM.load_weights", plant, HookType.AFTER
+    )
     server.main()
 
 
 def plant(result: Any, model: Any, *_: Any) -> None:
-    """After the weights are loaded, plants copies of one tensor, as repacking makes them, and one that post-load work makes each time."""
+    """After the weights are loaded, plants copies of one tensor, as repacking makes them, and one
+    that post-load work makes each time.
+    """
     layer = model.model.layers[0].mlp.down_proj
     weight = layer.weight.detach()
     layer.register_buffer("packed", weight * 2, persistent=False)

@@ -1,7 +1,8 @@
-"""Changes a tensor in a live engine's memory while it serves, as a stray kernel, a faulty chip or another program might.
+"""Changes a tensor in a live engine's memory while it serves, as a stray kernel, a faulty chip or
+another program might.
 
-Every engine of the tests has `arm` as a further custom weight loader. Within a session it starts a thread in each worker. Later, when no
-session is open, that thread works unnoticed.
+Every engine of the tests has `arm` as a further custom weight loader. Within a session it starts a
+thread in each worker. Later, when no session is open, that thread works unnoticed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from megarl.generator.client import content_of, tensor_payload
 from megarl.weight_sync.engine import watch
 
 LOADER = "pokes.arm"
-FLIP, REPLACE = "flip", "replace"  # flip a bit in place; replace the tensor by a copy with a flipped bit
+FLIP = "flip"
+REPLACE = "replace"  # flip a bit in place; replace the tensor by a copy with a flipped bit
 
 
 class Poke(msgspec.Struct, frozen=True):
@@ -44,7 +46,10 @@ def _wait_and_do(model: torch.nn.Module, poke: Poke) -> None:
     trigger = Path(poke.trigger)
     while not trigger.exists():
         time.sleep(0.005)
-    tensors = {**dict(model.named_parameters()), **{name: values for name, values, _ in watch._tensors(model)}}
+    tensors = {
+        **dict(model.named_parameters()),
+        **{name: values for name, values, _ in watch._tensors(model)},
+    }
     values = tensors[poke.name].detach()
     if poke.how == REPLACE:
         module, _, own = poke.name.rpartition(".")
@@ -55,11 +60,17 @@ def _wait_and_do(model: torch.nn.Module, poke: Poke) -> None:
     trigger.unlink()
 
 
-def poke(generator: Any, folder: Path, name: str, rank: int = 0, how: str = FLIP, at: int = 5) -> None:
+def poke(
+    generator: Any, folder: Path, name: str, rank: int = 0, how: str = FLIP, at: int = 5
+) -> None:
     """Changes the tensor before it returns. A second call restores a flipped bit."""
     trigger = folder / "poke"
     payload = tensor_payload(msgspec.json.encode(Poke(name, rank, how, at, str(trigger))))
-    body = {"serialized_named_tensors": [payload] * generator.engine.tp, "load_format": LOADER, "flush_cache": False}
+    body = {
+        "serialized_named_tensors": [payload] * generator.engine.tp,
+        "load_format": LOADER,
+        "flush_cache": False,
+    }
     client = generator.client
     generator.run(client.begin_update(DEADLINE_S))
     generator.run(client.call("/update_weights_from_tensor", body, DEADLINE_S))

@@ -21,10 +21,14 @@ def make_scores(folder: Path, architecture: str, scale: float = 1.0) -> Path:
     family = architecture.partition("For")[0].lower()
     make_checkpoint(folder / "causal", 3, torch.float32, tied=False, family=family, vocab_size=64)
     torch.manual_seed(5)
-    model = AutoModelForSequenceClassification.from_pretrained(folder / "causal", num_labels=1, dtype=torch.float32)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        folder / "causal", num_labels=1, dtype=torch.float32
+    )
     if architecture == "Qwen2ForRewardModel":
         size = model.config.hidden_size
-        model.score = torch.nn.Sequential(torch.nn.Linear(size, size), torch.nn.ReLU(), torch.nn.Linear(size, 1))
+        model.score = torch.nn.Sequential(
+            torch.nn.Linear(size, size), torch.nn.ReLU(), torch.nn.Linear(size, 1)
+        )
     for parameter in model.score.parameters():
         parameter.data.uniform_(-scale, scale)
     model.save_pretrained(folder)
@@ -45,14 +49,29 @@ def hf_score(folder: Path, ids: list[int]) -> float:
 
 def served_scores(folder: Path, sequences: Sequence[Sequence[int]], log: Path) -> list[float]:
     """Scores by an engine that is started for them, in float32."""
-    with contextlib.contextmanager(start_engine)(folder, "float32", 1, log, classifies=True) as engine:
-        authorised, deadline = {"Authorization": f"Bearer {engine.keys.api}"}, time.monotonic() + 120
+    with contextlib.contextmanager(start_engine)(
+        folder, "float32", 1, log, classifies=True
+    ) as engine:
+        authorised = {"Authorization": f"Bearer {engine.keys.api}"}
+        deadline = time.monotonic() + 120
         while True:
             try:
-                requests.get(f"{engine.url}/health_generate", headers=authorised, timeout=60).raise_for_status()
+                requests.get(
+                    f"{engine.url}/health_generate", headers=authorised, timeout=60
+                ).raise_for_status()
                 break
             except requests.RequestException:
-                assert engine.died() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+                assert engine.died() is None and time.monotonic() < deadline, log.read_text()[
+                    -4000:
+                ]
                 time.sleep(0.2)
-        asked = (requests.post(f"{engine.url}/encode", json={"input_ids": list(ids)}, headers=authorised, timeout=60) for ids in sequences)
+        asked = (
+            requests.post(
+                f"{engine.url}/encode",
+                json={"input_ids": list(ids)},
+                headers=authorised,
+                timeout=60,
+            )
+            for ids in sequences
+        )
         return [answer.json()["embedding"][0] for answer in asked]

@@ -1,4 +1,7 @@
-"""Checkpoints and exports of real trainers, intact and damaged. A function `scenario_…` runs on every rank, and its result is saved."""
+"""Checkpoints and exports of real trainers, intact and damaged.
+
+A function `scenario_…` runs on every rank, and its result is saved.
+"""
 
 from __future__ import annotations
 
@@ -44,20 +47,31 @@ def scenario_killed_while_saving(scenario: dict[str, Any], out: Path) -> dict[st
 
 
 def scenario_saved_beside(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Saves and exports the same state twice: once during further steps, and once without. Then a save that rank 1 cannot write, and one
-    more."""
+    """Saves and exports the same state twice: once during further steps, and once without.
+
+    Then a save that rank 1 cannot write, and one more.
+    """
     from megarl.trainer import checkpoint
     from megarl.trainer.checkpoint import SAVED, runs
 
     def state() -> dict[str, torch.Tensor]:
-        return {f"{name} {kind}": run.values[kind].clone() for name, run in runs(trainer).items() for kind in SAVED}
+        return {
+            f"{name} {kind}": run.values[kind].clone()
+            for name, run in runs(trainer).items()
+            for kind in SAVED
+        }
 
     trainer = make(scenario, plain_adam(lr=1e-2))
     trainer.load_hf(scenario["model"])
     batch = sequences(trainer.spec.vocab_size)
     one_step(trainer, batch)
     held = state()
-    checkpoint.save(trainer, out / "alone", {"step": 1}, {"ledger.msgpack": b"of prompts"} if dist.get_rank() == 0 else {})
+    checkpoint.save(
+        trainer,
+        out / "alone",
+        {"step": 1},
+        {"ledger.msgpack": b"of prompts"} if dist.get_rank() == 0 else {},
+    )
     trainer.export_hf(str(out / "alone.hf"), scenario["model"])
     files = {"ledger.msgpack": b"of prompts"} if dist.get_rank() == 0 else {}
     saving = checkpoint.begin(trainer, out / "beside", {"step": 1}, files, beside=True)
@@ -75,21 +89,40 @@ def scenario_saved_beside(scenario: dict[str, Any], out: Path) -> dict[str, Any]
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, most))
-    failing, message = checkpoint.begin(trainer, out / "failing", {"step": 1}, beside=True), ""
+    failing = checkpoint.begin(trainer, out / "failing", {"step": 1}, beside=True)
+    message = ""
     try:
         failing.finish()
     except RuntimeError as error:
         message = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     checkpoint.begin(trainer, out / "after", {"step": 1}, beside=True).finish()
-    left = [name for name in ("after", "alone", "beside", "beside.hf", "alone.hf", "failing", "failing.partial") if (out / name).exists()]
+    left = [
+        name
+        for name in (
+            "after",
+            "alone",
+            "beside",
+            "beside.hf",
+            "alone.hf",
+            "failing",
+            "failing.partial",
+        )
+        if (out / name).exists()
+    ]
     found = {"there_before_finish": before_finish, "moved": moved, "message": message, "left": left}
-    return {**found, "loaded": {n: v.tolist() for n, v in loaded.items()}, "held": {n: v.tolist() for n, v in held.items()}}
+    return {
+        **found,
+        "loaded": {n: v.tolist() for n, v in loaded.items()},
+        "held": {n: v.tolist() for n, v in held.items()},
+    }
 
 
 def scenario_saving(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Exports every second step and saves every third. Export 2 is delayed until checkpoint 3 could be complete. Then failures of rank
-    0."""
+    """Exports every second step and saves every third.
+
+    Export 2 is delayed until checkpoint 3 could be complete. Then failures of rank 0.
+    """
     from megarl.config.load import load_config
     from megarl.executors.saving import Saving
     from megarl.observe.status import TraceWriter
@@ -97,12 +130,24 @@ def scenario_saving(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     from megarl.trainer import checkpoint
     from megarl.trainer.hf_io import Writing
 
-    trainer, run_dir, held_back = make(scenario, plain_adam(lr=1e-2)), out / "run", threading.Event()
+    trainer, run_dir, held_back = (
+        make(scenario, plain_adam(lr=1e-2)),
+        out / "run",
+        threading.Event(),
+    )
     trainer.load_hf(scenario["model"])
     keys = [f"run_dir={run_dir}", "max_steps=4", "checkpoint.every=3", "checkpoint.hf_every=2"]
-    saving = Saving(load_config(scenario["config"], keys), trainer, TraceWriter(run_dir, f"trainer.{dist.get_rank()}"), saved=0)
-    trainer.begin_export = lambda path, _, *, beside: Writing(path, lambda folder: held_back.wait() and None, beside=beside)
-    export_path(run_dir, 2).mkdir(parents=True, exist_ok=True)  # a leftover of a run that died before its checkpoint of step 2
+    saving = Saving(
+        load_config(scenario["config"], keys),
+        trainer,
+        TraceWriter(run_dir, f"trainer.{dist.get_rank()}"),
+        saved=0,
+    )
+    trainer.begin_export = lambda path, _, *, beside: Writing(
+        path, lambda folder: held_back.wait() and None, beside=beside
+    )
+    # a leftover of a run that died before its checkpoint of step 2
+    export_path(run_dir, 2).mkdir(parents=True, exist_ok=True)
     dist.barrier()
     saving.after_step(2, dict, last=False)
     found: dict[str, Any] = {"old_export": export_path(run_dir, 2).exists()}
@@ -115,11 +160,18 @@ def scenario_saving(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
     threading.Thread(target=release).start()
     saving.after_step(4, dict, last=True)
-    found["there"] = [path(run_dir, step).exists() for path, step in ((export_path, 2), (checkpoint_path, 3), (checkpoint_path, 4))]
+    found["there"] = [
+        path(run_dir, step).exists()
+        for path, step in ((export_path, 2), (checkpoint_path, 3), (checkpoint_path, 4))
+    ]
     del trainer.begin_export
     (out / "file").touch()
-    failing = {"no_folder": lambda: checkpoint.begin(trainer, out / "file" / "step", {}, beside=True)}
-    failing["no_configuration"] = lambda: trainer.export_hf(str(out / "hf"), scenario["model"] + ".gone")
+    failing = {
+        "no_folder": lambda: checkpoint.begin(trainer, out / "file" / "step", {}, beside=True)
+    }
+    failing["no_configuration"] = lambda: trainer.export_hf(
+        str(out / "hf"), scenario["model"] + ".gone"
+    )
     for name, fail in failing.items():
         try:
             fail()
@@ -129,7 +181,11 @@ def scenario_saving(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def scenario_full_disk(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Saves step 1. Then no file of rank 1 may grow beyond 64 KiB: saving step 2 and an export fail. Step 1 is loaded again."""
+    """Saves step 1.
+
+    Then no file of rank 1 may grow beyond 64 KiB: saving step 2 and an export fail. Step 1 is
+    loaded again.
+    """
     from megarl.plan.checkpoints import checkpoint_path
     from megarl.trainer import checkpoint
 
@@ -142,7 +198,8 @@ def scenario_full_disk(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     one_step(trainer, probe)
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, most))  # a write beyond it fails as on a full disk, with another error number
+        # a write beyond it fails as on a full disk, with another error number
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, most))
     message = exported = ""
     try:
         checkpoint.save(trainer, str(checkpoint_path(root, 2)), {"step": 2})
@@ -156,17 +213,31 @@ def scenario_full_disk(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     dist.barrier()
     left = sorted(path.name for path in checkpoint_path(root, 2).parent.iterdir())
     checkpoint.load(trainer, str(checkpoint_path(root, 1)))
-    return {"message": message, "exported": exported, "left": left, "before": before, "after": all_logprobs(trainer, probe)}
+    return {
+        "message": message,
+        "exported": exported,
+        "left": left,
+        "before": before,
+        "after": all_logprobs(trainer, probe),
+    }
 
 
 def scenario_damaged(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """The messages when a checkpoint with a damaged file is loaded, by file and damage. Without damage it loads."""
+    """The messages when a checkpoint with a damaged file is loaded, by file and damage.
+
+    Without damage it loads.
+    """
     from megarl.trainer import checkpoint
 
     trainer = make(scenario, plain_adam(lr=1e-2))
     trainer.load_hf(scenario["model"])
     folder = Path(scenario["checkpoint"])
-    checkpoint.save(trainer, folder, {"step": 1}, {"ledger.msgpack": b"of prompts"} if dist.get_rank() == 0 else {})
+    checkpoint.save(
+        trainer,
+        folder,
+        {"step": 1},
+        {"ledger.msgpack": b"of prompts"} if dist.get_rank() == 0 else {},
+    )
     said = {}
     for file in sorted(folder.iterdir()):
         content = file.read_bytes()
@@ -184,11 +255,17 @@ def scenario_damaged(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
             if dist.get_rank() == 0:
                 file.write_bytes(content)
     dist.barrier()
-    return {"said": said, "of_copy": said_of_copy(trainer, folder), "whole": checkpoint.load(trainer, folder)}
+    return {
+        "said": said,
+        "of_copy": said_of_copy(trainer, folder),
+        "whole": checkpoint.load(trainer, folder),
+    }
 
 
 def said_of_copy(trainer: Any, folder: Path) -> str:
-    """The message of an export from a copy of the checkpoint at `folder` in which one bit of a tensor is flipped."""
+    """The message of an export from a copy of the checkpoint at `folder` in which one bit of a
+    tensor is flipped.
+    """
     from megarl.config.errors import RunError
     from megarl.executors.policy import load_checkpoint
 
@@ -209,7 +286,12 @@ def said_of_copy(trainer: Any, folder: Path) -> str:
 
 def damages(content: bytes) -> dict[str, Any]:
     """Ways to damage a file. None: the file is deleted."""
-    found: dict[str, Any] = {"missing": None, "empty": b"", "cut short": content[:-1], "longer": content + b"\0"}
+    found: dict[str, Any] = {
+        "missing": None,
+        "empty": b"",
+        "cut short": content[:-1],
+        "longer": content + b"\0",
+    }
     for place in sorted({0, len(content) // 3, len(content) // 2, len(content) - 1}):
         flipped = bytearray(content)
         flipped[place] ^= 1 << place % 8
@@ -218,7 +300,9 @@ def damages(content: bytes) -> dict[str, Any]:
 
 
 def scenario_ranks_differ(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """The messages of saves of a wrong state: one element differs on rank 1, by kind of state and tensor."""
+    """The messages of saves of a wrong state: one element differs on rank 1, by kind of state and
+    tensor.
+    """
     from megarl.trainer import checkpoint
     from megarl.trainer.checkpoint import runs
 
@@ -267,12 +351,18 @@ def scenario_disk_that_lies(scenario: dict[str, Any], out: Path) -> dict[str, An
 
 
 def scenario_vendor_warns(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """The result with Megatron's own checkpoint format, which loses elements of a tied embedding, and warns."""
+    """The result with Megatron's own checkpoint format, which loses elements of a tied embedding,
+    and warns.
+    """
     from megatron.core import parallel_state
 
     trainer = make(scenario, plain_adam(lr=1e-2))
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False, "dp_cp_group": group}
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "singleton_local_shards": False,
+        "dp_cp_group": group,
+    }
     model = {"model": trainer.chunks[0].sharded_state_dict(metadata=metadata)}
     try:
         trainer.optimizer.sharded_state_dict(model, metadata=metadata)
@@ -282,23 +372,43 @@ def scenario_vendor_warns(scenario: dict[str, Any], out: Path) -> dict[str, Any]
 
 
 def scenario_offloaded(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Trains, saves, trains on, loads, and trains again. Returns norms of the gradients, and the state after each part."""
+    """Trains, saves, trains on, loads, and trains again.
+
+    Returns norms of the gradients, and the state after each part.
+    """
     from megarl.config.schema import OptimizerConfig
     from megarl.trainer import checkpoint
     from megarl.trainer.checkpoint import SAVED, runs
 
     def state() -> dict[str, list[float]]:
-        return {f"{name} {kind}": run.values[kind].tolist() for name, run in runs(trainer).items() for kind in SAVED if kind in run.values}
+        return {
+            f"{name} {kind}": run.values[kind].tolist()
+            for name, run in runs(trainer).items()
+            for kind in SAVED
+            if kind in run.values
+        }
 
     own = OptimizerConfig(offload=scenario["offload"])
     trainer = make(scenario | {"trainer": {"optimizer": own}}, plain_adam(lr=1e-2))
     trainer.load_hf(scenario["model"])
-    batch, folder = sequences(trainer.spec.vocab_size), out / f"{scenario['name']}.checkpoint"
+    batch = sequences(trainer.spec.vocab_size)
+    folder = out / f"{scenario['name']}.checkpoint"
     norms = [one_step(trainer, batch)["grad_norm"] for _ in range(2)]
     checkpoint.save(trainer, folder, {"step": 2})
     norms += [one_step(trainer, batch)["grad_norm"]]
     ended = state()
     checkpoint.load(trainer, folder)
     loaded = [one_step(trainer, batch)["grad_norm"]]
-    on = {str(adam.__class__.__name__) for part in trainer.optimizer.chained_optimizers for adam in [part.optimizer]}
-    return {"norms": norms, "ended": ended, "again": state(), "loaded": loaded, "optimizers": on, "folder": str(folder)}
+    on = {
+        str(adam.__class__.__name__)
+        for part in trainer.optimizer.chained_optimizers
+        for adam in [part.optimizer]
+    }
+    return {
+        "norms": norms,
+        "ended": ended,
+        "again": state(),
+        "loaded": loaded,
+        "optimizers": on,
+        "folder": str(folder),
+    }

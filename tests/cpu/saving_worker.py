@@ -2,9 +2,10 @@
 
     saving_worker.py MODEL RUN_DIR KILLS SEED
 
-Each life is a process that is forked after all imports. It loads and checks the newest checkpoint, and makes step after step. Each step
-begins a checkpoint before the next step. STEPS in RUN_DIR gets a line for each step: {"step", "digest" of all master weights and moments}.
-Prints a JSON line for each life: {"began": step it loaded, or 0, "steps": steps it made, "failure"}.
+Each life is a process that is forked after all imports. It loads and checks the newest checkpoint,
+and makes step after step. Each step begins a checkpoint before the next step. STEPS in RUN_DIR gets
+a line for each step: {"step", "digest" of all master weights and moments}. Prints a JSON line for
+each life: {"began": step it loaded, or 0, "steps": steps it made, "failure"}.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ import torch
 import torch.distributed as dist
 from trainer_rig import make, one_step, plain_adam, sequences
 
-from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints, prune_checkpoints, remove_leftovers
+from megarl.plan.checkpoints import (
+    checkpoint_path,
+    complete_checkpoints,
+    prune_checkpoints,
+    remove_leftovers,
+)
 from megarl.trainer import cpu_support
 
 STEPS = "steps.jsonl"
@@ -39,7 +45,9 @@ def digest(trainer: Any) -> str:
     found = hashlib.sha256()
     for name, run in sorted(runs(trainer).items()):
         for kind in SAVED:
-            found.update(f"{name} {kind}".encode() + run.values[kind].detach().contiguous().numpy().tobytes())
+            found.update(
+                f"{name} {kind}".encode() + run.values[kind].detach().contiguous().numpy().tobytes()
+            )
     return found.hexdigest()
 
 
@@ -48,7 +56,9 @@ def known_digests(run_dir: Path) -> dict[int, str]:
     found: dict[int, str] = {}
     for line in (run_dir / STEPS).read_text().splitlines() if (run_dir / STEPS).exists() else ():
         entry = json.loads(line)
-        assert found.setdefault(entry["step"], entry["digest"]) == entry["digest"], f"step {entry['step']} was repeated differently"
+        assert found.setdefault(entry["step"], entry["digest"]) == entry["digest"], (
+            f"step {entry['step']} was repeated differently"
+        )
     return found
 
 
@@ -60,7 +70,9 @@ def live(model: str, run_dir: Path) -> None:
     if there := complete_checkpoints(run_dir):
         step, newest = there[-1]
         assert checkpoint.load(trainer, newest) == {"step": step}
-        assert digest(trainer) == known_digests(run_dir)[step], f"checkpoint {step} is not what was held then"
+        assert digest(trainer) == known_digests(run_dir)[step], (
+            f"checkpoint {step} is not what was held then"
+        )
     else:
         trainer.load_hf(model)
     (run_dir / READY).touch()
@@ -73,7 +85,13 @@ def live(model: str, run_dir: Path) -> None:
         if saving is not None:
             saving.finish()
             prune_checkpoints(run_dir, keep=2)
-        saving = checkpoint.begin(trainer, checkpoint_path(run_dir, step), {"step": step}, {"ledger.msgpack": b"%d" % step}, beside=True)
+        saving = checkpoint.begin(
+            trainer,
+            checkpoint_path(run_dir, step),
+            {"step": step},
+            {"ledger.msgpack": b"%d" % step},
+            beside=True,
+        )
 
 
 def fork(model: str, run_dir: Path) -> int:
@@ -91,21 +109,32 @@ def fork(model: str, run_dir: Path) -> int:
 
 
 def wait_for(run_dir: Path, steps: float, deadline: float) -> None:
-    """Waits until a ready child has made that many steps, however long one takes. A fraction is a share of the last step's time."""
+    """Waits until a ready child has made that many steps, however long one takes.
+
+    A fraction is a share of the last step's time.
+    """
 
     def made() -> int:
         path = run_dir / STEPS
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
-    began, before = time.monotonic(), made()
-    while made() < before + int(steps) and not (run_dir / "failure").exists() and time.monotonic() < deadline:
+    began = time.monotonic()
+    before = made()
+    while (
+        made() < before + int(steps)
+        and not (run_dir / "failure").exists()
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.005)
     step_s = (time.monotonic() - began) / int(steps) if steps >= 1 else 0.2
     time.sleep((steps - int(steps)) * step_s)
 
 
 def main() -> None:
-    model, run_dir, kills, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    model = sys.argv[1]
+    run_dir = Path(sys.argv[2])
+    kills = int(sys.argv[3])
+    seed = int(sys.argv[4])
     cpu_support.install()
     import megarl.trainer.checkpoint
     import megarl.trainer.step  # noqa: F401  takes seconds, and so once for all
@@ -115,14 +144,28 @@ def main() -> None:
         (run_dir / READY).unlink(missing_ok=True)
         remove_leftovers(run_dir)
         began = max((step for step, _ in complete_checkpoints(run_dir)), default=0)
-        child, deadline = fork(model, run_dir), time.monotonic() + DEADLINE_S
-        while not (run_dir / READY).exists() and not (run_dir / "failure").exists() and time.monotonic() < deadline:
+        child = fork(model, run_dir)
+        deadline = time.monotonic() + DEADLINE_S
+        while (
+            not (run_dir / READY).exists()
+            and not (run_dir / "failure").exists()
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
         wait_for(run_dir, moments.uniform(0, MOST_STEPS), deadline)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         failure = (run_dir / "failure").read_text() if (run_dir / "failure").exists() else ""
-        print(json.dumps({"began": began, "steps": max(known_digests(run_dir), default=0), "failure": failure}), flush=True)
+        print(
+            json.dumps(
+                {
+                    "began": began,
+                    "steps": max(known_digests(run_dir), default=0),
+                    "failure": failure,
+                }
+            ),
+            flush=True,
+        )
         if failure:
             break
 

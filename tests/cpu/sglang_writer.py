@@ -1,4 +1,6 @@
-"""One trainer rank as a process: holds its shards of an HF checkpoint, cut by the trainer layout, and writes them to the engine."""
+"""One trainer rank as a process: holds its shards of an HF checkpoint, cut by the trainer layout,
+and writes them to the engine.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def shards(logical: dict[str, torch.Tensor], layout, rank: int) -> dict[str, tor
 def reshard_map(model: str | Path, dtype: str, topology: dict[str, int], tp: int) -> ReshardMap:
     spec = load_spec(model)
     source = trainer_layout(spec, TrainerTopology(**topology), dtype)
-    return ReshardMap.build(source, generator_layout(spec, GeneratorTopology(tp=tp), dtype, device="cpu"))
+    return ReshardMap.build(
+        source, generator_layout(spec, GeneratorTopology(tp=tp), dtype, device="cpu")
+    )
 
 
 def main(job: dict) -> None:

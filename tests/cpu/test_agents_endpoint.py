@@ -1,4 +1,6 @@
-"""Agents with the official packages, as processes in the sandbox, against the real endpoint with a fake policy."""
+"""Agents with the official packages, as processes in the sandbox, against the real endpoint with a
+fake policy.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,18 @@ def can(kind: str) -> bool:
         return False
 
 
-KINDS = [pytest.param(kind, marks=pytest.mark.skipif(not can(kind), reason=f"no {kind} here")) for kind in ("bwrap", "namespace", "limits")]
+KINDS = [
+    pytest.param(kind, marks=pytest.mark.skipif(not can(kind), reason=f"no {kind} here"))
+    for kind in ("bwrap", "namespace", "limits")
+]
 pytestmark = pytest.mark.timeout(900)
 
 
 class Calculating:
-    """A fake of generate: calls the tool for the user's task, then copies the result. One id a character."""
+    """A fake of generate: calls the tool for the user's task, then copies the result.
+
+    One id a character.
+    """
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
@@ -58,9 +66,16 @@ class Calculating:
         if "<tool>" in result:
             said = result.rpartition("<tool>")[2].removesuffix("<assistant>")
         else:
-            said = '<tool_call>{"name": "calculate", "arguments": {"expression": "' + task + '"}}</tool_call>'
+            said = (
+                '<tool_call>{"name": "calculate", "arguments": {"expression": "'
+                + task
+                + '"}}</tool_call>'
+            )
         ids = [TOKENIZER.backend.get_vocab()[letter] for letter in said] + [EOS]
-        return [Completion(ids, [-0.25] * len(ids), [len(self.asked)] * len(ids), "stop") for _ in range(n)]
+        return [
+            Completion(ids, [-0.25] * len(ids), [len(self.asked)] * len(ids), "stop")
+            for _ in range(n)
+        ]
 
 
 def roll_out_all(codes: list[str], played: list[Group]) -> None:
@@ -68,7 +83,15 @@ def roll_out_all(codes: list[str], played: list[Group]) -> None:
 
     async def run() -> None:
         command = [sys.executable, "-c", SCRIPT + "exec(sys.argv[1])", "{prompt}"]
-        rollout = Program(TOKENIZER, command=command, sandbox="limits", deadline_s=240.0, retries=0, max_unanswered=0.02, reward="message")
+        rollout = Program(
+            TOKENIZER,
+            command=command,
+            sandbox="limits",
+            deadline_s=240.0,
+            retries=0,
+            max_unanswered=0.02,
+            reward="message",
+        )
         context = RolloutContext(TOKENIZER, Calculating(), anything_goes, None, 5.0)  # type: ignore[arg-type]
         try:
             for number, code in enumerate(codes):
@@ -105,15 +128,31 @@ def test_an_agent_of_an_official_package_as_it_is(package: str, kind: str):
     pytest.importorskip(package)
     policy = Calculating()
     command = [sys.executable, f"with_{package}.py", "{prompt}"]
-    group = roll_out(policy, n=2, command=command, folder=str(ROOT / "configs/agents"), sandbox=kind)
-    assert [sample.reward for sample in group.samples] == [1.0, 1.0], [sample.text for sample in group.samples]
+    group = roll_out(
+        policy, n=2, command=command, folder=str(ROOT / "configs/agents"), sandbox=kind
+    )
+    assert [sample.reward for sample in group.samples] == [1.0, 1.0], [
+        sample.text for sample in group.samples
+    ]
     for sample in group.samples:
-        assert sample.text.endswith("</tool_call><eos><tool>42<assistant>42<eos>") and sample.summary().turns == 2
-        assert sample.metrics["calls"] == 2 and sample.metrics["branches"] == 1 and not sample.metrics["rewritten"]
-    assert TOKENIZER.decode_all(group.prompt.token_ids) == "<bos><tools>calculate<user>6*7=<assistant>"
+        assert (
+            sample.text.endswith("</tool_call><eos><tool>42<assistant>42<eos>")
+            and sample.summary().turns == 2
+        )
+        assert (
+            sample.metrics["calls"] == 2
+            and sample.metrics["branches"] == 1
+            and not sample.metrics["rewritten"]
+        )
+    assert (
+        TOKENIZER.decode_all(group.prompt.token_ids) == "<bos><tools>calculate<user>6*7=<assistant>"
+    )
     second = next(ids for ids in policy.asked if len(ids) > len(group.prompt.token_ids))
     [sample, *_] = group.samples
-    assert second == [*group.prompt.token_ids, *sample.token_ids[: len(second) - len(group.prompt.token_ids)]], "ids as they were sampled"
+    assert second == [
+        *group.prompt.token_ids,
+        *sample.token_ids[: len(second) - len(group.prompt.token_ids)],
+    ], "ids as they were sampled"
 
 
 SCRIPT = """
@@ -134,49 +173,85 @@ def script(code: str) -> list[str]:
 
 
 def test_the_program_says_its_reward_and_metrics():
-    code = "task = json.loads(sys.stdin.readline()); call(); call(n=2)\nprint(json.dumps({'reward': 0.5, 'own': len(task['answer'])}))"
+    code = (
+        "task = json.loads(sys.stdin.readline()); call(); "
+        "call(n=2)\nprint(json.dumps({'reward': 0.5, 'own': len(task['answer'])}))"
+    )
     group = roll_out(Calculating(), command=script(code), reward="program")
     [branches] = episodes(group.samples)
-    assert [sample.reward for sample in branches] == [0.5] * 3, "two calls of the same messages, one of them with two choices"
+    assert [sample.reward for sample in branches] == [0.5] * 3, (
+        "two calls of the same messages, one of them with two choices"
+    )
     assert branches[0].metrics["own"] == 2.0 and branches[0].metrics["branches"] == 3.0
 
 
 def test_a_program_goes_on_from_a_response():
-    code = "one = json.loads(call('/responses', input='6*7='))\ncall('/responses', input='8', previous_response_id=one['id'])\nprint(1)"
+    code = (
+        "one = json.loads(call('/responses', input='6*7='))\ncall('/responses', input='8', "
+        "previous_response_id=one['id'])\nprint(1)"
+    )
     [sample] = roll_out(Calculating(), command=script(code), reward="program").samples
-    assert sample.metrics["calls"] == 2 and sample.metrics["branches"] == 1 and sample.summary().turns == 2 and sample.reward == 1.0
+    assert (
+        sample.metrics["calls"] == 2
+        and sample.metrics["branches"] == 1
+        and sample.summary().turns == 2
+        and sample.reward == 1.0
+    )
 
 
 def test_the_policys_last_message_is_scored():
-    assert roll_out(Calculating(), command=script("call(); print('nothing')"), reward="message").samples[0].reward == 0.0
+    assert (
+        roll_out(Calculating(), command=script("call(); print('nothing')"), reward="message")
+        .samples[0]
+        .reward
+        == 0.0
+    )
 
 
 @pytest.mark.parametrize(
     ("code", "arguments", "kind"),
     [
         ("call(); sys.exit(3)", {}, "exit"),
-        pytest.param("call(); import time; time.sleep(60)", {"deadline_s": 15.0}, "deadline", marks=pytest.mark.long),
-        ("call(); x = b'1' * (1 << 30)", {"memory_mib": 256}, "exit"),  # more than one process may have
+        pytest.param(
+            "call(); import time; time.sleep(60)",
+            {"deadline_s": 15.0},
+            "deadline",
+            marks=pytest.mark.long,
+        ),
+        # more than one process may have
+        ("call(); x = b'1' * (1 << 30)", {"memory_mib": 256}, "exit"),
         ("call(); print('no number')", {"reward": "program"}, "reward"),
     ],
 )
-def test_a_program_that_fails_has_the_reward_that_was_asked_for(code: str, arguments: dict[str, Any], kind: str):
+def test_a_program_that_fails_has_the_reward_that_was_asked_for(
+    code: str, arguments: dict[str, Any], kind: str
+):
     [sample] = roll_out(Calculating(), command=script(code), on_crash=-0.5, **arguments).samples
     assert sample.reward == -0.5 and sample.metrics[f"failed_{kind}"] == 1.0
-    assert sum(sample.metrics[f"failed_{each}"] for each in ("exit", "deadline", "limits", "reward")) == 1.0
-    assert [(failure.kind, failure.part) for failure in sample.failures] == [(kind, "rollout.program")] and sample.failures[0].reason
+    assert (
+        sum(sample.metrics[f"failed_{each}"] for each in ("exit", "deadline", "limits", "reward"))
+        == 1.0
+    )
+    assert [(failure.kind, failure.part) for failure in sample.failures] == [
+        (kind, "rollout.program")
+    ] and sample.failures[0].reason
 
 
 def test_a_program_that_never_calls_ends_the_run_with_its_errors():
     told = (
-        r"sampled nothing .* for 1 of the last 1 prompts, more than rollout.args.max_unanswered=0 .* exit status 1(.|\n)*ZeroDivisionError"
+        r"sampled nothing .* for 1 of the last 1 prompts, more than "
+        r"rollout.args.max_unanswered=0 .* exit status 1(.|\n)*ZeroDivisionError"
     )
     with pytest.raises(RuntimeError, match=told):
         roll_out(Calculating(), command=script("1 / 0"), retries=1, max_unanswered=0.0)
 
 
 def test_a_program_that_is_not_there_ends_the_run_at_once():
-    with pytest.raises(RunError, match=r'rollout.args.command=\["./nowhere"\]: ended with exit status 127: .*: ./nowhere: .*No such file'):
+    with pytest.raises(
+        RunError,
+        match=r'rollout.args.command=\["./nowhere"\]: ended with exit status 127: .*: ./nowhere: '
+        r".*No such file",
+    ):
         roll_out(Calculating(), command=["./nowhere"], max_unanswered=1.0)
     code = "call(); sys.exit(127)"  # the policy may have caused this
     assert roll_out(Calculating(), command=script(code)).samples[0].metrics["failed_exit"] == 1.0
@@ -189,44 +264,89 @@ TOO_LONG = "print(call(messages=[{'role': 'user', 'content': 'a' * 300}]))"
     ("code", "word", "prompt", "starts", "told"),
     [
         ("1 / 0", "", "6*7=", 2, "no call of it was answered: exit status 1"),
-        (TOO_LONG, "", "6*7=", 1, "no call of it was answered: its last call was refused: the maximum context length is exceeded"),
-        ("call()", "{prompt}", "x" * (128 << 10), 0, "too long for {prompt} in rollout.args.command: 131072 bytes"),
+        (
+            TOO_LONG,
+            "",
+            "6*7=",
+            1,
+            "no call of it was answered: its last call was refused: the maximum context length is "
+            "exceeded",
+        ),
+        (
+            "call()",
+            "{prompt}",
+            "x" * (128 << 10),
+            0,
+            "too long for {prompt} in rollout.args.command: 131072 bytes",
+        ),
         ("call()", "{prompt}", "6*7=\0", 0, "has the character NUL"),
     ],
 )
 def test_an_episode_without_an_answered_call_is_counted_and_its_prompt_dropped(
-    code: str, word: str, prompt: str, starts: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    code: str,
+    word: str,
+    prompt: str,
+    starts: int,
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
     code = f"open({str(tmp_path / 'starts')!r}, 'a').write('x')\n{code}"
-    group = roll_out(Calculating(), command=[*script(code), word], retries=1, on_crash=-0.5, prompt=prompt)
+    group = roll_out(
+        Calculating(), command=[*script(code), word], retries=1, on_crash=-0.5, prompt=prompt
+    )
     [sample] = group.samples
-    assert (sample.reward, sample.finish_reason, len(sample.token_ids), sample.metrics["failed_unanswered"]) == (-0.5, "unanswered", 0, 1.0)
-    assert (tmp_path / "starts").exists() == bool(starts) and (not starts or (tmp_path / "starts").stat().st_size == starts)
+    assert (
+        sample.reward,
+        sample.finish_reason,
+        len(sample.token_ids),
+        sample.metrics["failed_unanswered"],
+    ) == (-0.5, "unanswered", 0, 1.0)
+    assert (tmp_path / "starts").exists() == bool(starts) and (
+        not starts or (tmp_path / "starts").stat().st_size == starts
+    )
     assert told in capsys.readouterr().out
     dropped = judged(pack(group), RunConfig())
     assert dropped.dropped and not dropped.pieces
 
 
 def test_the_longest_word_that_linux_takes_is_given():
-    group = roll_out(Calculating(), command=[*script("call()"), "{prompt}"], prompt="x" * ((128 << 10) - 1))
+    group = roll_out(
+        Calculating(), command=[*script("call()"), "{prompt}"], prompt="x" * ((128 << 10) - 1)
+    )
     assert group.samples[0].finish_reason == "stop"
 
 
-def test_an_unanswered_episode_drops_its_whole_group_and_what_the_others_sampled_is_shown(tmp_path: Path):
+def test_an_unanswered_episode_drops_its_whole_group_and_what_the_others_sampled_is_shown(
+    tmp_path: Path,
+):
     code = f"import os\ntry: os.mkdir({str(tmp_path / 'first')!r})\nexcept OSError: call()"
     group = roll_out(Calculating(), n=2, command=script(code), retries=0)
     assert sorted(sample.finish_reason for sample in group.samples) == ["stop", "unanswered"]
     assert judged(pack(group), RunConfig()).dropped
     batch = batch_of([group])
     told = dropped_metrics(replace(batch, groups=[], dropped=batch.groups))
-    assert told == {"prompts/unanswered": 1, "prompts/dropped": 0, "prompts/dropped_right": 0, "prompts/dropped_wrong": 0}
+    assert told == {
+        "prompts/unanswered": 1,
+        "prompts/dropped": 0,
+        "prompts/dropped_right": 0,
+        "prompts/dropped_wrong": 0,
+    }
 
 
 def test_the_run_ends_if_more_than_a_share_of_recent_prompts_is_unanswered():
     played: list[Group] = []
-    with pytest.raises(RuntimeError, match=r"for 3 of the last 4 prompts, more than rollout.args.max_unanswered=0.02 of 100; for example"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"for 3 of the last 4 prompts, more than rollout.args.max_unanswered=0.02 of 100; "
+        r"for example",
+    ):
         roll_out_all(["", "call()", "", "", ""], played)
-    assert [group.samples[0].finish_reason for group in played] == ["unanswered", "stop", "unanswered"]
+    assert [group.samples[0].finish_reason for group in played] == [
+        "unanswered",
+        "stop",
+        "unanswered",
+    ]
 
 
 def test_an_engine_that_fails_ends_the_run():
@@ -244,7 +364,10 @@ def test_an_engine_that_fails_ends_the_run():
         ("response_format={'type': 'json_object'}", "no format can be forced"),
         ("messages=[]", "the last message must not be"),
         ("messages=[{'content': 'a'}]", "does not have the required form"),
-        ("messages=[{'role': 'user', 'content': [{'type': 'image_url'}]}]", "only text is supported"),
+        (
+            "messages=[{'role': 'user', 'content': [{'type': 'image_url'}]}]",
+            "only text is supported",
+        ),
         ("messages=[{'role': 'user', 'content': 'a' * 300}]", "context_length_exceeded"),
     ],
 )
@@ -254,14 +377,18 @@ def test_what_cannot_be_honoured_is_refused_in_words(body: str, told: str):
 
 
 def test_a_key_is_that_of_one_episode():
-    code = "call(); os.environ['OPENAI_API_KEY'] = 'sk-other'; print(json.dumps({'reward': float(call().startswith('401'))}))"
+    code = (
+        "call(); os.environ['OPENAI_API_KEY'] = 'sk-other'; print(json.dumps({'reward': "
+        "float(call().startswith('401'))}))"
+    )
     assert roll_out(Calculating(), command=script(code), reward="program").samples[0].reward == 1.0
 
 
 def test_a_call_that_the_program_gives_up_is_sampled_anew():
     """The abandoned call leaves nothing behind; only the next call's answer counts."""
     slow = Calculating()
-    first, cancelled = asyncio.Event(), []
+    first = asyncio.Event()
+    cancelled = []
 
     async def generate(prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
         if not first.is_set():
@@ -308,13 +435,22 @@ print(json.dumps({{"reward": reached}}))
 """
     with socket.create_server(("127.0.0.1", 0)) as server:
         code = code.replace("PORT", str(server.getsockname()[1]))
-        [sample] = roll_out(Calculating(), command=script(code), reward="program", sandbox=kind).samples
-    assert sample.reward == (0.0 if kind == "bwrap" else 1.0), "a namespace leaves it the files that the user can read"
+        [sample] = roll_out(
+            Calculating(), command=script(code), reward="program", sandbox=kind
+        ).samples
+    assert sample.reward == (0.0 if kind == "bwrap" else 1.0), (
+        "a namespace leaves it the files that the user can read"
+    )
 
 
 def test_memory_of_all_processes_together_is_bounded():
-    eater = "x = bytearray(150 << 20); x[::4096] = b'1' * len(x[::4096]); import time; time.sleep(60)"
-    code = f"call()\nimport subprocess, time\nfor _ in range(4): subprocess.Popen([sys.executable, '-c', {eater!r}])\ntime.sleep(60)"
+    eater = (
+        "x = bytearray(150 << 20); x[::4096] = b'1' * len(x[::4096]); import time; time.sleep(60)"
+    )
+    code = (
+        "call()\nimport subprocess, time\nfor _ in range(4): "
+        f"subprocess.Popen([sys.executable, '-c', {eater!r}])\ntime.sleep(60)"
+    )
     [sample] = roll_out(Calculating(), command=script(code), memory_mib=300, on_crash=-1.0).samples
     assert sample.reward == -1.0 and sample.metrics["failed_limits"] == 1.0
 
@@ -322,6 +458,8 @@ def test_memory_of_all_processes_together_is_bounded():
 def test_mistakes_in_the_arguments_are_told_together():
     with pytest.raises(ConfigError) as error:
         Program(TOKENIZER, command=["x"], folder="/nowhere", on_crash=float("nan"))
-    assert "rollout.args.folder=/nowhere: there is no such path" in str(error.value) and "rollout.args.on_crash=nan" in str(error.value)
+    assert "rollout.args.folder=/nowhere: there is no such path" in str(
+        error.value
+    ) and "rollout.args.on_crash=nan" in str(error.value)
     with pytest.raises(ConfigError, match="did you mean qwen25"):
         Program(TOKENIZER, command=["x"], tool_parser="qwen2", sandbox="limits")

@@ -1,4 +1,6 @@
-"""Requests that unmodified agents send with the official packages, in one process with the real endpoint. The policy is a fake."""
+"""Requests that unmodified agents send with the official packages, in one process with the real
+endpoint. The policy is a fake.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from megarl.generator.completions import Completion, Sampling
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
 pytestmark = pytest.mark.timeout(900)
-TOOL = {"type": "function", "function": {"name": "calculate", "parameters": {"type": "object", "properties": {}}, "strict": True}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calculate",
+        "parameters": {"type": "object", "properties": {}},
+        "strict": True,
+    },
+}
 
 
 class WithoutTools:
@@ -36,10 +45,13 @@ CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "6*7"}}</to
 
 
 class Saying:
-    """A fake of generate: says given texts, one id a character, up to the first stop string or the end-of-text."""
+    """A fake of generate: says given texts, one id a character, up to the first stop string or the
+    end-of-text.
+    """
 
     def __init__(self, *texts: str):
-        self.texts, self.asked = list(texts), []
+        self.texts = list(texts)
+        self.asked = []
 
     async def __call__(self, prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
         self.asked.append(TOKENIZER.decode_all(prompt_ids))
@@ -47,10 +59,17 @@ class Saying:
         for _ in range(n):
             text = self.texts.pop(0)
             ends = [at + len(string) for string in sampling.stop if (at := text.find(string)) >= 0]
-            ids = [TOKENIZER.backend.get_vocab()[letter] for letter in text[: min(ends, default=len(text))]]
+            ids = [
+                TOKENIZER.backend.get_vocab()[letter]
+                for letter in text[: min(ends, default=len(text))]
+            ]
             ids = (ids if ends else [*ids, EOS])[: sampling.max_tokens]
             logprobs = [-0.25 * (number + 1) for number in range(len(ids))]
-            found.append(Completion(ids, logprobs, [0] * len(ids), "stop" if ends or ids[-1] == EOS else "length"))
+            found.append(
+                Completion(
+                    ids, logprobs, [0] * len(ids), "stop" if ends or ids[-1] == EOS else "length"
+                )
+            )
         return found
 
 
@@ -73,16 +92,30 @@ def talk(policy: Saying, agent: Callable[[Any, Any], Coroutine[Any, Any, None]])
 @pytest.mark.parametrize("stop", ["Ob", ["Q", "Ob"]])
 def test_stop_of_openai(stop: Any):
     async def agent(client: Any, _: Any) -> None:
-        one = (await client.chat.completions.create(model="x", messages=[USER], stop=stop)).choices[0]
+        one = (await client.chat.completions.create(model="x", messages=[USER], stop=stop)).choices[
+            0
+        ]
         assert (one.message.content, one.finish_reason) == ("think", "stop")
-        messages = [USER, one.message.model_dump(exclude_none=True), {"role": "user", "content": "7"}]
-        stream = await client.chat.completions.create(model="x", messages=messages, stop=stop, stream=True)
+        messages = [
+            USER,
+            one.message.model_dump(exclude_none=True),
+            {"role": "user", "content": "7"},
+        ]
+        stream = await client.chat.completions.create(
+            model="x", messages=messages, stop=stop, stream=True
+        )
         parts = [chunk.choices[0] async for chunk in stream]
-        assert "".join(part.delta.content or "" for part in parts) == "b" and parts[-1].finish_reason == "stop"
+        assert (
+            "".join(part.delta.content or "" for part in parts) == "b"
+            and parts[-1].finish_reason == "stop"
+        )
 
     policy = Saying("thinkObserve", "bOb")
     episode = talk(policy, agent)
-    assert policy.asked[1] == "<bos><user>6*7=<assistant>thinkOb<eos><user>7<assistant>" and not episode.counts["rewritten"]
+    assert (
+        policy.asked[1] == "<bos><user>6*7=<assistant>thinkOb<eos><user>7<assistant>"
+        and not episode.counts["rewritten"]
+    )
     assert len(episode.tree.leaves()) == 1
 
 
@@ -90,13 +123,29 @@ def test_stop_sequences_of_anthropic():
     async def agent(_: Any, client: Any) -> None:
         asked = {"model": "x", "max_tokens": 50, "stop_sequences": ["Q", "Ob"]}
         one = await client.messages.create(messages=[USER], **asked)
-        assert (one.content[0].text, one.stop_reason, one.stop_sequence) == ("think", "stop_sequence", "Ob")
-        messages = [USER, {"role": "assistant", "content": one.content[0].text}, {"role": "user", "content": "7"}]
+        assert (one.content[0].text, one.stop_reason, one.stop_sequence) == (
+            "think",
+            "stop_sequence",
+            "Ob",
+        )
+        messages = [
+            USER,
+            {"role": "assistant", "content": one.content[0].text},
+            {"role": "user", "content": "7"},
+        ]
         async with client.messages.stream(messages=messages, **asked) as stream:
             two = await stream.get_final_message()
-        assert (two.content[0].text, two.stop_reason, two.stop_sequence) == ("b", "stop_sequence", "Q")
+        assert (two.content[0].text, two.stop_reason, two.stop_sequence) == (
+            "b",
+            "stop_sequence",
+            "Q",
+        )
         three = await client.messages.create(messages=[USER], **asked)
-        assert (three.content[0].text, three.stop_reason, three.stop_sequence) == ("c", "end_turn", None)
+        assert (three.content[0].text, three.stop_reason, three.stop_sequence) == (
+            "c",
+            "end_turn",
+            None,
+        )
 
     episode = talk(Saying("thinkObserve", "bQ", "c"), agent)
     assert len(episode.tree.leaves()) == 2
@@ -110,9 +159,16 @@ def test_logprobs_are_those_that_were_sampled():
             ("a", -0.25, [97], []),
             ("<", -0.5, [60], []),
         ]
-        parts = [chunk.choices[0] async for chunk in await client.chat.completions.create(**asked, stream=True)]
-        assert [each.token for part in parts if part.logprobs for each in part.logprobs.content] == ["b"]
-        assert (await client.chat.completions.create(model="x", messages=[USER])).choices[0].logprobs is None
+        parts = [
+            chunk.choices[0]
+            async for chunk in await client.chat.completions.create(**asked, stream=True)
+        ]
+        assert [
+            each.token for part in parts if part.logprobs for each in part.logprobs.content
+        ] == ["b"]
+        assert (await client.chat.completions.create(model="x", messages=[USER])).choices[
+            0
+        ].logprobs is None
 
     talk(Saying("a<", "b", "c"), agent)
 
@@ -148,20 +204,49 @@ def test_fields_that_ask_for_nothing_else_are_taken():
             "top_p": 0.5,
             "user": "u",
             "verbosity": "low",
-            "extra_body": {"repetition_penalty": 1.0, "top_k": 20, "min_p": 0, "chat_template_kwargs": {}, "min_tokens": 0},
+            "extra_body": {
+                "repetition_penalty": 1.0,
+                "top_k": 20,
+                "min_p": 0,
+                "chat_template_kwargs": {},
+                "min_tokens": 0,
+            },
         }
         messages = [
             {"role": "developer", "content": [{"type": "text", "text": "s"}], "name": "d"},
-            {"role": "user", "content": [{"type": "text", "text": "6*"}, {"type": "text", "text": "7="}], "name": "u"},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "6*"}, {"type": "text", "text": "7="}],
+                "name": "u",
+            },
         ]
-        stream = await client.chat.completions.create(model="x", messages=messages, stream=True, **harmless)
+        stream = await client.chat.completions.create(
+            model="x", messages=messages, stream=True, **harmless
+        )
         chunks = [chunk async for chunk in stream]
-        assert chunks[-1].usage.completion_tokens == len(CALL) + 1 and chunks[-2].choices[0].finish_reason == "tool_calls"
+        assert (
+            chunks[-1].usage.completion_tokens == len(CALL) + 1
+            and chunks[-2].choices[0].finish_reason == "tool_calls"
+        )
         [call] = chunks[0].choices[0].delta.tool_calls
-        said = {"role": "assistant", "name": "solver", "content": None, "refusal": None, "audio": None, "function_call": None}
+        said = {
+            "role": "assistant",
+            "name": "solver",
+            "content": None,
+            "refusal": None,
+            "audio": None,
+            "function_call": None,
+        }
         said["tool_calls"] = [call.model_dump(exclude={"index"})]
-        result = {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "42"}], "name": "calculate"}
-        two = await client.chat.completions.create(model="x", messages=[*messages, said, result], **{**harmless, "stream_options": None})
+        result = {
+            "role": "tool",
+            "tool_call_id": call.id,
+            "content": [{"type": "text", "text": "42"}],
+            "name": "calculate",
+        }
+        two = await client.chat.completions.create(
+            model="x", messages=[*messages, said, result], **{**harmless, "stream_options": None}
+        )
         assert two.choices[0].message.content == "42"
         of_anthropic = {
             "metadata": {"user_id": "u"},
@@ -170,23 +255,40 @@ def test_fields_that_ask_for_nothing_else_are_taken():
             "stop_sequences": [],
             "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
             "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
-            "extra_body": {"output_config": {"effort": "low"}, "mcp_servers": [], "temperature": 0.3, "top_k": 5, "top_p": 0.9},
+            "extra_body": {
+                "output_config": {"effort": "low"},
+                "mcp_servers": [],
+                "temperature": 0.3,
+                "top_k": 5,
+                "top_p": 0.9,
+            },
         }
-        three = await other.messages.create(model="x", max_tokens=50, messages=[USER], **of_anthropic)
+        three = await other.messages.create(
+            model="x", max_tokens=50, messages=[USER], **of_anthropic
+        )
         assert three.content[0].text == "3"
 
     policy = Saying(CALL, "42", "3")
     episode = talk(policy, agent)
-    assert policy.asked[1].endswith(f"{CALL}<eos><tool>42<assistant>") and policy.asked[2] == "<bos><system>s<user>6*7=<assistant>"
-    assert not episode.counts["rewritten"] and len(episode.tree.leaves()) == 2, "an assistant's name is the agent's label"
+    assert (
+        policy.asked[1].endswith(f"{CALL}<eos><tool>42<assistant>")
+        and policy.asked[2] == "<bos><system>s<user>6*7=<assistant>"
+    )
+    assert not episode.counts["rewritten"] and len(episode.tree.leaves()) == 2, (
+        "an assistant's name is the agent's label"
+    )
 
 
 def test_no_tools_are_shown_where_none_may_be_called():
     async def agent(client: Any, other: Any) -> None:
-        one = await client.chat.completions.create(model="x", messages=[USER], tools=[TOOL], tool_choice="none")
+        one = await client.chat.completions.create(
+            model="x", messages=[USER], tools=[TOOL], tool_choice="none"
+        )
         assert one.choices[0].message.content == CALL and one.choices[0].finish_reason == "stop"
         tool = {"name": "calculate", "input_schema": {"type": "object"}}
-        two = await other.messages.create(model="x", max_tokens=5, messages=[USER], tools=[tool], tool_choice={"type": "none"})
+        two = await other.messages.create(
+            model="x", max_tokens=5, messages=[USER], tools=[tool], tool_choice={"type": "none"}
+        )
         assert two.stop_reason == "end_turn"
 
     policy = Saying(CALL, "a")
@@ -194,19 +296,37 @@ def test_no_tools_are_shown_where_none_may_be_called():
     assert policy.asked == ["<bos><user>6*7=<assistant>"] * 2
 
 
-FORCED = "training uses the policy's log-probs, and this would need tokens from another distribution"
+FORCED = (
+    "training uses the policy's log-probs, and this would need tokens from another distribution"
+)
 DRAWN = "the run's rollout settings say how tokens are drawn"
 FUNCTION = {"type": "function", "function": {"name": "calculate"}}
 REFUSED = [
-    (OPENAI, "tool_choice", "required", f"tool_choice=required: must be auto or none: no call can be forced upon the policy: {FORCED}"),
+    (
+        OPENAI,
+        "tool_choice",
+        "required",
+        "tool_choice=required: must be auto or none: no call can be forced upon the policy: "
+        f"{FORCED}",
+    ),
     (OPENAI, "tool_choice", FUNCTION, FORCED),
-    (OPENAI, "response_format", {"type": "json_schema"}, f"response_format.type=json_schema: no format can be forced: {FORCED}"),
+    (
+        OPENAI,
+        "response_format",
+        {"type": "json_schema"},
+        f"response_format.type=json_schema: no format can be forced: {FORCED}",
+    ),
     (OPENAI, "guided_json", {}, f"guided_json={{}}: cannot be set: {FORCED}"),
     (OPENAI, "presence_penalty", 0.5, f"presence_penalty=0.5: must be 0: {DRAWN}"),
     (OPENAI, "frequency_penalty", -1, DRAWN),
     (OPENAI, "repetition_penalty", 1.1, "repetition_penalty=1.1: must be 1"),
     (OPENAI, "logit_bias", {"5": 100}, DRAWN),
-    (OPENAI, "chat_template_kwargs", {"tools": []}, "chat_template_kwargs: tools is set for every conversation"),
+    (
+        OPENAI,
+        "chat_template_kwargs",
+        {"tools": []},
+        "chat_template_kwargs: tools is set for every conversation",
+    ),
     (OPENAI, "top_logprobs", 5, "only the log-probs of sampled tokens are known"),
     (OPENAI, "functions", [{"name": "f"}], "use tools instead"),
     (OPENAI, "modalities", ["text", "audio"], "modalities=['text', 'audio']: must be ['text']"),
@@ -215,25 +335,80 @@ REFUSED = [
     (OPENAI, "stop", 5, "does not have the required form"),
     (OPENAI, "stop", ["x"] * 33, "stop: 33 texts; with those of rollout.stop, there can be 32"),
     (RESPONSES, "tool_choice", "required", FORCED),
-    (RESPONSES, "tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": []}, "no call can be forced upon the policy"),
-    (RESPONSES, "text", {"format": {"type": "json_schema"}}, f"text.format.type=json_schema: no format can be forced: {FORCED}"),
+    (
+        RESPONSES,
+        "tool_choice",
+        {"type": "allowed_tools", "mode": "auto", "tools": []},
+        "no call can be forced upon the policy",
+    ),
+    (
+        RESPONSES,
+        "text",
+        {"format": {"type": "json_schema"}},
+        f"text.format.type=json_schema: no format can be forced: {FORCED}",
+    ),
     (RESPONSES, "response_format", {"type": "json_object"}, FORCED),
     (RESPONSES, "logit_bias", {"5": 100}, DRAWN),
     (RESPONSES, "presence_penalty", 0.5, DRAWN),
     (RESPONSES, "top_logprobs", 5, "only the log-probs of sampled tokens are known"),
     (RESPONSES, "stop", ["x"] * 33, "stop: 33 texts; with those of rollout.stop, there can be 32"),
-    (RESPONSES, "background", True, "background=True: must be False: an answer is sampled while its call waits"),
-    (RESPONSES, "conversation", "conv_1", "conversation=conv_1: cannot be set: use previous_response_id to go on from an answer"),
+    (
+        RESPONSES,
+        "background",
+        True,
+        "background=True: must be False: an answer is sampled while its call waits",
+    ),
+    (
+        RESPONSES,
+        "conversation",
+        "conv_1",
+        "conversation=conv_1: cannot be set: use previous_response_id to go on from an answer",
+    ),
     (RESPONSES, "prompt", {"id": "pmpt_1"}, "prompt templates are not supported"),
-    (RESPONSES, "truncation", "auto", "truncation=auto: must be disabled: the policy is trained on the conversation as it was sent"),
-    (RESPONSES, "context_management", [{"type": "compaction"}], "the policy is trained on the conversation as it was sent"),
-    *(
-        (RESPONSES, "tools", [{"type": kind, "name": "x"}], f"tools: of type {kind}: only functions are supported")
-        for kind in ("web_search", "file_search", "computer_use_preview", "code_interpreter", "mcp", "custom", "local_shell", "namespace")
+    (
+        RESPONSES,
+        "truncation",
+        "auto",
+        "truncation=auto: must be disabled: the policy is trained on the conversation as it was sent",
+    ),
+    (
+        RESPONSES,
+        "context_management",
+        [{"type": "compaction"}],
+        "the policy is trained on the conversation as it was sent",
     ),
     *(
-        (RESPONSES, "input", [{"type": kind}], f"an item of type {kind}: only message, function_call")
-        for kind in ("custom_tool_call", "mcp_call", "web_search_call", "local_shell_call", "compaction")
+        (
+            RESPONSES,
+            "tools",
+            [{"type": kind, "name": "x"}],
+            f"tools: of type {kind}: only functions are supported",
+        )
+        for kind in (
+            "web_search",
+            "file_search",
+            "computer_use_preview",
+            "code_interpreter",
+            "mcp",
+            "custom",
+            "local_shell",
+            "namespace",
+        )
+    ),
+    *(
+        (
+            RESPONSES,
+            "input",
+            [{"type": kind}],
+            f"an item of type {kind}: only message, function_call",
+        )
+        for kind in (
+            "custom_tool_call",
+            "mcp_call",
+            "web_search_call",
+            "local_shell_call",
+            "compaction",
+        )
     ),
     (
         RESPONSES,
@@ -242,7 +417,12 @@ REFUSED = [
         "the policy's messages contain its reasoning",
     ),
     (ANTHROPIC, "stop_sequences", [7], "stop_sequences=[7]: must be texts"),
-    (ANTHROPIC, "tool_choice", {"type": "any"}, "tool_choice.type=any: must be auto or none: no call can be forced upon the policy"),
+    (
+        ANTHROPIC,
+        "tool_choice",
+        {"type": "any"},
+        "tool_choice.type=any: must be auto or none: no call can be forced upon the policy",
+    ),
     (ANTHROPIC, "output_config", {"format": {"type": "json_schema"}}, FORCED),
     (ANTHROPIC, "mcp_servers", [{"name": "x"}], "the endpoint calls no tools"),
 ]
@@ -254,7 +434,12 @@ def test_what_would_change_what_is_sampled_is_refused_with_the_reason() -> None:
     async def run() -> None:
         async with served(policy) as (client, _, [to]):
             for path, name, value, told in REFUSED:
-                status, found = await post(client, to, path, {"messages": [USER], "input": "6*7=", "max_tokens": 5, name: value})
+                status, found = await post(
+                    client,
+                    to,
+                    path,
+                    {"messages": [USER], "input": "6*7=", "max_tokens": 5, name: value},
+                )
                 assert status == 400 and told in found["error"]["message"], (name, value, found)
 
     asyncio.run(run())
@@ -266,24 +451,44 @@ def test_what_would_change_what_is_sampled_is_refused_with_the_reason() -> None:
     [
         (openai_chat, "openai.types.chat.completion_create_params", "CompletionCreateParamsBase"),
         (openai_chat, "sglang.srt.entrypoints.openai.protocol", "ChatCompletionRequest"),
-        (openai_responses, "openai.types.responses.response_create_params", "ResponseCreateParamsBase"),
+        (
+            openai_responses,
+            "openai.types.responses.response_create_params",
+            "ResponseCreateParamsBase",
+        ),
         (openai_responses, "sglang.srt.entrypoints.openai.protocol", "ResponsesRequest"),
-        (anthropic_messages, "anthropic.types.beta.message_create_params", "MessageCreateParamsBase"),
+        (
+            anthropic_messages,
+            "anthropic.types.beta.message_create_params",
+            "MessageCreateParamsBase",
+        ),
     ],
 )
-def test_each_known_field_is_honoured_ignored_or_refused(form: ModuleType, module: str, name: str) -> None:
+def test_each_known_field_is_honoured_ignored_or_refused(
+    form: ModuleType, module: str, name: str
+) -> None:
     """The installed packages say which fields there are. Private ones are not part of a request."""
     refused = set(getattr(form, "_NEUTRAL", openai_chat.NEUTRAL))
-    known = {field for field in vars(importlib.import_module(module))[name].__annotations__ if not field.startswith("_")}
+    known = {
+        field
+        for field in vars(importlib.import_module(module))[name].__annotations__
+        if not field.startswith("_")
+    }
     assert known - form.HONOURED - form.IGNORED - refused == set()
-    for one, other in itertools.combinations((form.HONOURED, form.IGNORED, refused - form.HONOURED), 2):
+    for one, other in itertools.combinations(
+        (form.HONOURED, form.IGNORED, refused - form.HONOURED), 2
+    ):
         assert one & other == set()
 
 
 @pytest.mark.parametrize("path", [OPENAI, RESPONSES, ANTHROPIC])
 def test_tools_that_the_template_leaves_out_are_refused(path: str) -> None:
     """With a template that has no place for tools, the policy would answer as if there were none."""
-    tools = {OPENAI: TOOL, RESPONSES: {"type": "function", **TOOL["function"]}, ANTHROPIC: {"name": "calculate", "input_schema": {}}}
+    tools = {
+        OPENAI: TOOL,
+        RESPONSES: {"type": "function", **TOOL["function"]},
+        ANTHROPIC: {"name": "calculate", "input_schema": {}},
+    }
 
     async def run() -> None:
         policy = Saying("42")
@@ -291,7 +496,10 @@ def test_tools_that_the_template_leaves_out_are_refused(path: str) -> None:
             episode.template = WITHOUT_TOOLS
             body = {"messages": [USER], "input": "6*7=", "max_tokens": 5}
             status, told = await post(client, to, path, {**body, "tools": [tools[path]]})
-            assert (status, "leaves out the tool 'calculate'" in told["error"]["message"]) == (400, True), told
+            assert (status, "leaves out the tool 'calculate'" in told["error"]["message"]) == (
+                400,
+                True,
+            ), told
             assert not policy.asked
             assert (await post(client, to, path, body))[0] == 200
 

@@ -33,16 +33,22 @@ from megarl.sandbox import jail
 
 TEMPLATE = load_chat_template(TOKENIZER, "model.path=tiny-agent")
 USER = {"role": "user", "content": "6*7="}
-OPENAI, RESPONSES, ANTHROPIC = "chat/completions", "responses", "messages"
+OPENAI = "chat/completions"
+RESPONSES = "responses"
+ANTHROPIC = "messages"
 pytestmark = pytest.mark.timeout(900)
 
 
 @contextlib.asynccontextmanager
-async def served(generate: Any, count: int = 1, **more: Any) -> AsyncIterator[tuple[aiohttp.ClientSession, list[Episode], list[Served]]]:
+async def served(
+    generate: Any, count: int = 1, **more: Any
+) -> AsyncIterator[tuple[aiohttp.ClientSession, list[Episode], list[Served]]]:
     """An endpoint with the given number of episodes."""
     opened = Endpoint()
     await opened.open()
-    episodes = [Episode(generate, TOKENIZER, TEMPLATE, OwnParser(), SAMPLING, **more) for _ in range(count)]
+    episodes = [
+        Episode(generate, TOKENIZER, TEMPLATE, OwnParser(), SAMPLING, **more) for _ in range(count)
+    ]
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(opened.close)
         yield (
@@ -52,10 +58,14 @@ async def served(generate: Any, count: int = 1, **more: Any) -> AsyncIterator[tu
         )
 
 
-async def post(client: aiohttp.ClientSession, to: Served, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+async def post(
+    client: aiohttp.ClientSession, to: Served, path: str, body: Any, **headers: str
+) -> tuple[int, Any]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     url = f"http://127.0.0.1:{to.port}/v1/{path}"
-    async with client.post(url, data=data, headers={"Authorization": f"Bearer {to.key}", **headers}) as answer:
+    async with client.post(
+        url, data=data, headers={"Authorization": f"Bearer {to.key}", **headers}
+    ) as answer:
         return answer.status, await answer.json()
 
 
@@ -64,7 +74,10 @@ def deep(levels: int) -> bytes:
 
 
 def call(arguments: Any) -> dict[str, Any]:
-    return {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "x", "arguments": arguments}}]}
+    return {
+        "role": "assistant",
+        "tool_calls": [{"id": "1", "function": {"name": "x", "arguments": arguments}}],
+    }
 
 
 def said_call(arguments: str) -> dict[str, Any]:
@@ -84,9 +97,24 @@ BAD: list[tuple[str, Any, int, str]] = [
     (OPENAI, {"messages": [USER], "max_tokens": -1}, 400, "max_tokens=-1: must be a whole number"),
     (OPENAI, {"messages": [USER], "max_tokens": "9"}, 400, "max_tokens=9: must be a whole number"),
     (OPENAI, {"messages": [{"role": "root", "content": "x"}]}, 400, "role=root: must be"),
-    (OPENAI, {"messages": [{"role": ["user"], "content": "x"}]}, 400, "does not have the required form"),
-    (OPENAI, {"messages": [{"role": "user", "content": {"a": 1}}]}, 400, "does not have the required form"),
-    (OPENAI, {"messages": [USER], "tools": [{"type": "function", "function": {"name": ["x"]}}]}, 400, "tools: of type"),
+    (
+        OPENAI,
+        {"messages": [{"role": ["user"], "content": "x"}]},
+        400,
+        "does not have the required form",
+    ),
+    (
+        OPENAI,
+        {"messages": [{"role": "user", "content": {"a": 1}}]},
+        400,
+        "does not have the required form",
+    ),
+    (
+        OPENAI,
+        {"messages": [USER], "tools": [{"type": "function", "function": {"name": ["x"]}}]},
+        400,
+        "tools: of type",
+    ),
     (OPENAI, {"messages": [USER, call("[" * 50_000), USER]}, 400, "cannot be rendered"),
     (OPENAI, {"messages": [USER, call(r'{"a": "\ud800"}'), USER]}, 400, "cannot be rendered"),
     (RESPONSES, b"[]", 400, "does not have the required form"),
@@ -95,13 +123,43 @@ BAD: list[tuple[str, Any, int, str]] = [
     (RESPONSES, {"input": 5}, 400, "does not have the required form"),
     (RESPONSES, {"input": {"role": "user"}}, 400, "does not have the required form"),
     (RESPONSES, {"input": []}, 400, "the last message must not be"),
-    (RESPONSES, {"input": [USER, {"role": "assistant", "content": "x"}]}, 400, "the last message must not be"),
+    (
+        RESPONSES,
+        {"input": [USER, {"role": "assistant", "content": "x"}]},
+        400,
+        "the last message must not be",
+    ),
     (RESPONSES, {"input": [{"content": "x"}]}, 400, "does not have the required form"),
-    (RESPONSES, {"input": [{"role": "tool", "content": "x"}]}, 400, "role=tool: must be developer, system, user, assistant"),
-    (RESPONSES, {"input": [{"role": ["user"], "content": "x"}]}, 400, "does not have the required form"),
-    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "content of type input_image"),
-    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text", "text": [7]}]}]}, 400, "does not have the required form"),
-    (RESPONSES, {"input": [USER, {"type": "function_call_output", "call_id": ["x"], "output": "x"}]}, 400, "call_id must be a string"),
+    (
+        RESPONSES,
+        {"input": [{"role": "tool", "content": "x"}]},
+        400,
+        "role=tool: must be developer, system, user, assistant",
+    ),
+    (
+        RESPONSES,
+        {"input": [{"role": ["user"], "content": "x"}]},
+        400,
+        "does not have the required form",
+    ),
+    (
+        RESPONSES,
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        400,
+        "content of type input_image",
+    ),
+    (
+        RESPONSES,
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": [7]}]}]},
+        400,
+        "does not have the required form",
+    ),
+    (
+        RESPONSES,
+        {"input": [USER, {"type": "function_call_output", "call_id": ["x"], "output": "x"}]},
+        400,
+        "call_id must be a string",
+    ),
     (
         RESPONSES,
         {"input": [USER, {"type": "function_call_output", "call_id": "x", "output": {"a": 1}}]},
@@ -116,20 +174,75 @@ BAD: list[tuple[str, Any, int, str]] = [
     ),
     (RESPONSES, {"input": [USER, said_call("[" * 50_000), USER]}, 400, "cannot be rendered"),
     (RESPONSES, {"input": [USER, said_call(r'{"a": "\ud800"}'), USER]}, 400, "cannot be rendered"),
-    (RESPONSES, {"input": [{"type": "item_reference", "id": "msg_1"}]}, 400, "an item of type item_reference: only message, function_call"),
+    (
+        RESPONSES,
+        {"input": [{"type": "item_reference", "id": "msg_1"}]},
+        400,
+        "an item of type item_reference: only message, function_call",
+    ),
     (RESPONSES, {"input": "x", "instructions": ["x"]}, 400, "instructions must be a string"),
-    (RESPONSES, {"input": "x", "previous_response_id": ["x"]}, 400, "previous_response_id must be a string"),
-    (RESPONSES, {"input": "x", "previous_response_id": "x" * 1000}, 404, f"id '{'x' * 100}' not found"),
-    (RESPONSES, {"input": "x", "max_output_tokens": 1.5}, 400, "max_output_tokens=1.5: must be a whole number"),
-    (RESPONSES, {"input": "x", "tools": [{"type": "function", "name": ["x"]}]}, 400, "name must be a string"),
-    (RESPONSES, {"input": "x", "tools": [{"type": "function", "function": {"name": "x"}}]}, 400, "does not have the required form"),
+    (
+        RESPONSES,
+        {"input": "x", "previous_response_id": ["x"]},
+        400,
+        "previous_response_id must be a string",
+    ),
+    (
+        RESPONSES,
+        {"input": "x", "previous_response_id": "x" * 1000},
+        404,
+        f"id '{'x' * 100}' not found",
+    ),
+    (
+        RESPONSES,
+        {"input": "x", "max_output_tokens": 1.5},
+        400,
+        "max_output_tokens=1.5: must be a whole number",
+    ),
+    (
+        RESPONSES,
+        {"input": "x", "tools": [{"type": "function", "name": ["x"]}]},
+        400,
+        "name must be a string",
+    ),
+    (
+        RESPONSES,
+        {"input": "x", "tools": [{"type": "function", "function": {"name": "x"}}]},
+        400,
+        "does not have the required form",
+    ),
     (RESPONSES, {"input": "x", "include": 5}, 400, "does not have the required form"),
     (RESPONSES, {"input": "x", "text": "json"}, 400, "does not have the required form"),
-    (ANTHROPIC, {"messages": [USER], "max_tokens": 1.5}, 400, "max_tokens=1.5: must be a whole number"),
-    (ANTHROPIC, {"messages": [{"role": "system", "content": "x"}]}, 400, "role=system: must be user or assistant"),
-    (ANTHROPIC, {"messages": [USER], "tools": [{"name": ["x"], "input_schema": {}}]}, 400, "only tools of your own"),
-    (ANTHROPIC, {"messages": [USER], "tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "only tools of your own"),
-    (f"{ANTHROPIC}/count_tokens", {"messages": [{"role": "user", "content": [7]}]}, 400, "does not have the required form"),
+    (
+        ANTHROPIC,
+        {"messages": [USER], "max_tokens": 1.5},
+        400,
+        "max_tokens=1.5: must be a whole number",
+    ),
+    (
+        ANTHROPIC,
+        {"messages": [{"role": "system", "content": "x"}]},
+        400,
+        "role=system: must be user or assistant",
+    ),
+    (
+        ANTHROPIC,
+        {"messages": [USER], "tools": [{"name": ["x"], "input_schema": {}}]},
+        400,
+        "only tools of your own",
+    ),
+    (
+        ANTHROPIC,
+        {"messages": [USER], "tools": [{"type": "bash_20250124", "name": "bash"}]},
+        400,
+        "only tools of your own",
+    ),
+    (
+        f"{ANTHROPIC}/count_tokens",
+        {"messages": [{"role": "user", "content": [7]}]},
+        400,
+        "does not have the required form",
+    ),
     ("embeddings", {}, 404, "there is POST /v1/chat/completions"),
 ]
 
@@ -141,9 +254,17 @@ def test_what_is_wrong_with_a_request_is_its_answer() -> None:
         async with served(policy) as (client, [episode], [to]):
             for path, body, status, told in BAD:
                 found = await post(client, to, path, body)
-                assert found[0] == status and told in found[1]["error"]["message"], (path, body if len(str(body)) < 200 else "", found)
-            assert not policy.asked and not episode.tree.turns and not to.failed.done(), "nothing of it has reached the policy"
-            assert (await post(client, to, OPENAI, {"messages": [USER]}))[0] == 200, "and the next call is answered"
+                assert found[0] == status and told in found[1]["error"]["message"], (
+                    path,
+                    body if len(str(body)) < 200 else "",
+                    found,
+                )
+            assert not policy.asked and not episode.tree.turns and not to.failed.done(), (
+                "nothing of it has reached the policy"
+            )
+            assert (await post(client, to, OPENAI, {"messages": [USER]}))[0] == 200, (
+                "and the next call is answered"
+            )
 
     asyncio.run(agent())
 
@@ -156,11 +277,37 @@ input_text output_text tool_use tool_result function_call function_call_output m
 def mutated(value: Any, noise: random.Random) -> Any:
     """The value with some of its parts replaced."""
     if noise.random() < 0.03:
-        return noise.choice([None, True, -1, 0.5, "", "\0", "<eos>", [], {}, [[]], [None], {"type": "text"}, noise.choice(NAMES)])
+        return noise.choice(
+            [
+                None,
+                True,
+                -1,
+                0.5,
+                "",
+                "\0",
+                "<eos>",
+                [],
+                {},
+                [[]],
+                [None],
+                {"type": "text"},
+                noise.choice(NAMES),
+            ]
+        )
     if isinstance(value, dict):
-        kept = {name: mutated(inner, noise) for name, inner in value.items() if noise.random() > 0.02}
-        return kept | ({noise.choice(NAMES): mutated(noise.choice(NAMES), noise)} if noise.random() < 0.1 else {})
-    return [mutated(inner, noise) for inner in value for _ in range(noise.choice([1] * 19 + [2]))] if isinstance(value, list) else value
+        kept = {
+            name: mutated(inner, noise) for name, inner in value.items() if noise.random() > 0.02
+        }
+        return kept | (
+            {noise.choice(NAMES): mutated(noise.choice(NAMES), noise)}
+            if noise.random() < 0.1
+            else {}
+        )
+    return (
+        [mutated(inner, noise) for inner in value for _ in range(noise.choice([1] * 19 + [2]))]
+        if isinstance(value, list)
+        else value
+    )
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
@@ -168,21 +315,29 @@ CALLED = {"name": "x", "arguments": '{"a": "b"}'}
 USED = {"type": "tool_use", "id": "1", "name": "x", "input": {"a": "b"}}
 WELL_FORMED: list[tuple[str, dict[str, Any]]] = [
     (OPENAI, {
-        "messages": [USER, {"role": "assistant", "content": "a", "tool_calls": [{"id": "1", "type": "function", "function": CALLED}]},
-                     {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "b"}]}],
+        "messages": [USER, {"role": "assistant", "content": "a",
+        "tool_calls": [{"id": "1", "type": "function", "function": CALLED}]},
+                     {"role": "tool", "tool_call_id": "1",
+                     "content": [{"type": "text", "text": "b"}]}],
         "tools": [{"type": "function", "function": {"name": "x", "parameters": SCHEMA}}],
-        "stop": ["Q"], "n": 1, "max_tokens": 5, "logprobs": True, "stream_options": {"include_usage": True}, "tool_choice": "auto",
+        "stop": ["Q"], "n": 1, "max_tokens": 5, "logprobs": True,
+        "stream_options": {"include_usage": True}, "tool_choice": "auto",
     }),
     (RESPONSES, {
-        "input": [USER, {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]}, {"type": "reasoning"},
-                  {"type": "function_call", "call_id": "1", **CALLED}, {"type": "function_call_output", "call_id": "1", "output": "b"},
+        "input": [USER, {"type": "message", "role": "assistant",
+        "content": [{"type": "output_text", "text": "a"}]}, {"type": "reasoning"},
+                  {"type": "function_call", "call_id": "1", **CALLED},
+                  {"type": "function_call_output", "call_id": "1", "output": "b"},
                   {"role": "user", "content": [{"type": "input_text", "text": "c"}]}],
-        "tools": [{"type": "function", "name": "x", "parameters": SCHEMA}], "instructions": "s", "previous_response_id": None,
-        "stop": ["Q"], "max_output_tokens": 5, "include": ["message.output_text.logprobs"], "text": {"format": {"type": "text"}},
+        "tools": [{"type": "function", "name": "x", "parameters": SCHEMA}], "instructions": "s",
+        "previous_response_id": None,
+        "stop": ["Q"], "max_output_tokens": 5, "include": ["message.output_text.logprobs"],
+        "text": {"format": {"type": "text"}},
     }),
     (ANTHROPIC, {
         "messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "a"}, USED]},
-                     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "b"}]}],
+                     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1",
+                     "content": "b"}]}],
         "tools": [{"name": "x", "input_schema": SCHEMA}], "tool_choice": {"type": "auto"},
         "system": "s", "stop_sequences": ["Q"], "max_tokens": 5,
     }),
@@ -190,7 +345,9 @@ WELL_FORMED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), WELL_FORMED, ids=[path for path, _ in WELL_FORMED])
-def test_whatever_is_wrong_with_a_request_it_is_answered_or_refused(path: str, body: dict[str, Any]) -> None:
+def test_whatever_is_wrong_with_a_request_it_is_answered_or_refused(
+    path: str, body: dict[str, Any]
+) -> None:
     async def generate(prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
         return [Completion([5, EOS], [-1.0] * 2, [0] * 2, "stop") for _ in range(n)]
 
@@ -200,9 +357,19 @@ def test_whatever_is_wrong_with_a_request_it_is_answered_or_refused(path: str, b
             found: Counter[int] = Counter()
             for seed in range(1500):
                 changed = mutated(body, random.Random(seed))
-                status, told = await post(client, to, path, {**changed, "stream": False} if isinstance(changed, dict) else changed)
+                status, told = await post(
+                    client,
+                    to,
+                    path,
+                    {**changed, "stream": False} if isinstance(changed, dict) else changed,
+                )
                 assert not to.failed.done(), (seed, changed, to.failed.exception())
-                assert status == 200 or (status in (400, 404) and told["error"]["message"]), (seed, changed, status, told)
+                assert status == 200 or (status in (400, 404) and told["error"]["message"]), (
+                    seed,
+                    changed,
+                    status,
+                    told,
+                )
                 found[status] += 1
             assert found[200] > 100 and found[400] > 100, found
 
@@ -214,7 +381,9 @@ def test_compressed_bodies_are_bounded_as_they_unfold() -> None:
         async with served(Calculating()) as (client, _, [to]):
             bomb = gzip.compress(bytes(64 << 20))
             assert (await post(client, to, OPENAI, bomb, **{"Content-Encoding": "gzip"}))[0] == 413
-            status, told = await post(client, to, OPENAI, b"no gzip", **{"Content-Encoding": "gzip"})
+            status, told = await post(
+                client, to, OPENAI, b"no gzip", **{"Content-Encoding": "gzip"}
+            )
             assert status == 400 and told["error"]["message"]
 
     asyncio.run(agent())
@@ -225,14 +394,18 @@ def test_the_key_of_another_episode_opens_that_one_alone_and_ends_with_it() -> N
         policy = Calculating()
         async with served(policy, 2) as (client, [first, second], [one, other]):
             assert (await post(client, one._replace(key="sk-wrong"), OPENAI, TOO_LONG))[0] == 401
-            assert (await post(client, one._replace(key=other.key), OPENAI, {"messages": [USER]}))[0] == 200
+            assert (await post(client, one._replace(key=other.key), OPENAI, {"messages": [USER]}))[
+                0
+            ] == 200
             assert not first.tree.turns and len(second.tree.turns) == 1
         again = Endpoint()
         await again.open()
         async with again.serving(first, None) as ended:
             pass
         async with aiohttp.ClientSession() as client, again.serving(second, None) as to:
-            assert (await post(client, to._replace(key=ended.key), OPENAI, {"messages": [USER]}))[0] == 401
+            assert (await post(client, to._replace(key=ended.key), OPENAI, {"messages": [USER]}))[
+                0
+            ] == 401
         await again.close()
 
     asyncio.run(agent())
@@ -241,7 +414,10 @@ def test_the_key_of_another_episode_opens_that_one_alone_and_ends_with_it() -> N
 async def open_call(to: Served) -> asyncio.StreamWriter:
     """A connection that has sent the head of a call with the key, but not yet its body."""
     _, writer = await asyncio.open_connection("127.0.0.1", to.port)
-    writer.write(f"POST /v1/{OPENAI} HTTP/1.1\r\nHost: x\r\nx-api-key: {to.key}\r\nContent-Length: 2\r\n\r\n".encode())
+    writer.write(
+        f"POST /v1/{OPENAI} HTTP/1.1\r\nHost: x\r\nx-api-key: {to.key}\r\nContent-Length: "
+        "2\r\n\r\n".encode()
+    )
     return writer
 
 
@@ -261,7 +437,10 @@ def test_many_connections_of_an_episode_wait_and_are_in_nobodys_way() -> None:
 
 
 def test_connections_without_the_key_are_in_nobodys_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some connections say nothing, some ask without the key. The oldest of them are closed for new ones."""
+    """Some connections say nothing, some ask without the key.
+
+    The oldest of them are closed for new ones.
+    """
 
     async def agent() -> None:
         async with served(Calculating()) as (client, _, [to]):
@@ -278,7 +457,10 @@ def test_connections_without_the_key_are_in_nobodys_way(monkeypatch: pytest.Monk
     asyncio.run(agent())
 
 
-@pytest.mark.parametrize("body", [b"{", {"messages": [{"role": "user", "content": "a" * 300}]}, {"messages": [USER], "n": 500}])
+@pytest.mark.parametrize(
+    "body",
+    [b"{", {"messages": [{"role": "user", "content": "a" * 300}]}, {"messages": [USER], "n": 500}],
+)
 def test_an_episode_whose_calls_are_refused_without_end_is_ended(body: Any) -> None:
     async def agent() -> None:
         policy = Calculating()
@@ -297,7 +479,9 @@ def test_an_episode_whose_calls_are_refused_without_end_is_ended(body: Any) -> N
 
 def test_a_program_whose_calls_are_refused_without_end_is_ended() -> None:
     code = "call()\nwhile True: call(messages=[])"
-    [sample] = roll_out(Calculating(), command=script(code), reward="program", on_crash=-1.0, max_calls=9).samples
+    [sample] = roll_out(
+        Calculating(), command=script(code), reward="program", on_crash=-1.0, max_calls=9
+    ).samples
     assert sample.reward == -1.0 and sample.metrics["failed_limits"] == 1.0
 
 
@@ -323,7 +507,8 @@ class Watched:
     """A chat template or tokenizer that records which threads use it, and for what."""
 
     def __init__(self, real: Any):
-        self._real, self.seen = real, list[tuple[int, Any]]()
+        self._real = real
+        self.seen = list[tuple[int, Any]]()
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._real, name)
@@ -339,15 +524,21 @@ class Watched:
 
 def test_what_has_no_room_is_not_tokenised_and_all_else_in_a_thread() -> None:
     async def agent() -> None:
-        template, tokenizer = Watched(TEMPLATE), Watched(TOKENIZER)
+        template = Watched(TEMPLATE)
+        tokenizer = Watched(TOKENIZER)
         episode = Episode(Calculating(), tokenizer, template, OwnParser(), SAMPLING)  # type: ignore[arg-type]
         await episode.complete([USER])
         encoded = len(tokenizer.seen)
-        for messages, told in (([{**USER, "content": "a" * 250_000}], r"2500\d\d characters"), ([USER] * 5000, "5000 messages")):
+        for messages, told in (
+            ([{**USER, "content": "a" * 250_000}], r"2500\d\d characters"),
+            ([USER] * 5000, "5000 messages"),
+        ):
             with pytest.raises(Refused, match=f"the maximum context length is exceeded: {told}"):
                 await episode.complete(messages)
         assert len(tokenizer.seen) == encoded
-        used = {thread for thread, _ in template.seen} | {thread for thread, what in tokenizer.seen if isinstance(what, str)}
+        used = {thread for thread, _ in template.seen} | {
+            thread for thread, what in tokenizer.seen if isinstance(what, str)
+        }
         assert used and threading.get_ident() not in used
 
     asyncio.run(agent())
@@ -355,7 +546,11 @@ def test_what_has_no_room_is_not_tokenised_and_all_else_in_a_thread() -> None:
 
 def test_calls_of_an_episode_are_read_one_after_the_other_also_those_that_are_given_up() -> None:
     async def agent() -> None:
-        episode, go, running = Episode(Calculating(), TOKENIZER, TEMPLATE, OwnParser(), SAMPLING), threading.Event(), list[int]()
+        episode, go, running = (
+            Episode(Calculating(), TOKENIZER, TEMPLATE, OwnParser(), SAMPLING),
+            threading.Event(),
+            list[int](),
+        )
 
         def read() -> None:
             running.append(1)
@@ -383,13 +578,18 @@ def cpu_s(function: Any) -> float:
     return time.process_time() - begin
 
 
-@pytest.mark.parametrize("text", ["<tool_call>", '<tool_call>{"name":', "<tool_call>{}</tool_call>", "<tool_call></tool_call"])
+@pytest.mark.parametrize(
+    "text",
+    ["<tool_call>", '<tool_call>{"name":', "<tool_call>{}</tool_call>", "<tool_call></tool_call"],
+)
 def test_looking_for_calls_takes_linear_time(text: str) -> None:
     """16,000 unclosed marks once took 18 s of CPU."""
     assert cpu_s(lambda: json_calls(text * 16_000, TOOLS)) < 1.0
 
 
-def test_a_text_that_a_parser_reads_for_too_long_stays_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_a_parser_reads_for_too_long_stays_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A parser that catches every exception has a regular expression that would take years."""
 
     def parse() -> Any:
@@ -428,8 +628,13 @@ def test_parsers_of_sglang_find_calls_and_give_up_beside_the_event_loop() -> Non
 def test_the_calls_of_an_episode_are_bounded_those_in_flight_among_them() -> None:
     async def agent() -> None:
         async with served(Calculating(), max_calls=5) as (client, [episode], [to]):
-            found = await asyncio.gather(*(post(client, to, OPENAI, {"messages": [USER], "n": 2}) for _ in range(4)))
-            assert sorted(status for status, _ in found) == [200, 200, 400, 400] and len(episode.tree.turns) == 4
+            found = await asyncio.gather(
+                *(post(client, to, OPENAI, {"messages": [USER], "n": 2}) for _ in range(4))
+            )
+            assert (
+                sorted(status for status, _ in found) == [200, 200, 400, 400]
+                and len(episode.tree.turns) == 4
+            )
             [told, _] = [body["error"]["message"] for status, body in found if status == 400]
             assert told == "rollout.args.max_calls=5 is the most that an episode may sample"
 
@@ -442,16 +647,24 @@ def test_an_agent_that_hangs_up_while_it_is_answered_ends_nothing() -> None:
             body = json.dumps({"messages": [USER], "stream": True}).encode()
             for pause_s in (0.0, 0.005, 0.01, 0.011, 0.012, 0.02):
                 _, writer = await asyncio.open_connection("127.0.0.1", to.port)
-                head = f"POST /v1/{OPENAI} HTTP/1.1\r\nHost: x\r\nx-api-key: {to.key}\r\nContent-Length: {len(body)}\r\n\r\n"
+                head = (
+                    f"POST /v1/{OPENAI} HTTP/1.1\r\nHost: x\r\nx-api-key: "
+                    f"{to.key}\r\nContent-Length: {len(body)}\r\n\r\n"
+                )
                 writer.write(head.encode() + body)
                 await asyncio.sleep(pause_s)
                 writer.transport.abort()
-            assert (await post(client, to, OPENAI, {"messages": [USER]}))[0] == 200 and not to.failed.done()
+            assert (await post(client, to, OPENAI, {"messages": [USER]}))[
+                0
+            ] == 200 and not to.failed.done()
 
     asyncio.run(agent())
 
 
-@pytest.mark.parametrize("arguments", ["[" * 20_000, '{"a": NaN}', '{"a": 1e999}', r'{"a": "\ud800"}', '{"a": 1', "[1]", '"x"'])
+@pytest.mark.parametrize(
+    "arguments",
+    ["[" * 20_000, '{"a": NaN}', '{"a": 1e999}', r'{"a": "\ud800"}', '{"a": 1', "[1]", '"x"'],
+)
 @pytest.mark.parametrize("parser", ["json", "qwen25"])
 def test_what_is_nearly_a_call_stays_text(parser: str, arguments: str) -> None:
     text = '<tool_call>\n{"name": "x", "arguments": ' + arguments + "}\n</tool_call>"
@@ -468,11 +681,17 @@ def test_what_is_nearly_a_call_stays_text(parser: str, arguments: str) -> None:
         ("print(json.dumps({'reward': 1, 'a/b c': 0}))", "reward"),
         ("print('{\"reward\": NaN}')", "reward"),
         ("print('x' * (20 << 20), flush=True)\nimport time; time.sleep(60)", "limits"),
-        ("import subprocess, time\nrunning = [subprocess.Popen(['sleep', '60']) for _ in range(270)]\ntime.sleep(60)", "limits"),
+        (
+            "import subprocess, time\nrunning = [subprocess.Popen(['sleep', '60']) for _ in "
+            "range(270)]\ntime.sleep(60)",
+            "limits",
+        ),
     ],
 )
 def test_what_a_program_prints_and_starts_is_bounded(code: str, kind: str) -> None:
-    [sample] = roll_out(Calculating(), command=script(f"call()\n{code}"), reward="program", on_crash=-1.0).samples
+    [sample] = roll_out(
+        Calculating(), command=script(f"call()\n{code}"), reward="program", on_crash=-1.0
+    ).samples
     assert sample.reward == -1.0 and sample.metrics[f"failed_{kind}"] == 1.0
 
 
@@ -482,8 +701,16 @@ def test_the_last_line_of_much_output_is_the_reward() -> None:
 
 
 def test_a_program_whose_calls_are_all_refused_ends_the_run_with_the_reason() -> None:
-    with pytest.raises(RuntimeError, match=r"sampled nothing .* its last call was refused: the maximum context length is exceeded"):
-        roll_out(Calculating(), command=script("print(call(messages=[{'role': 'user', 'content': 'a' * 300}]))"), max_unanswered=0.0)
+    with pytest.raises(
+        RuntimeError,
+        match=r"sampled nothing .* its last call was refused: the maximum context length is "
+        r"exceeded",
+    ):
+        roll_out(
+            Calculating(),
+            command=script("print(call(messages=[{'role': 'user', 'content': 'a' * 300}]))"),
+            max_unanswered=0.0,
+        )
 
 
 RAW = f"""
@@ -514,7 +741,9 @@ def test_programs_run_at_once() -> None:
 
     sandbox = next(kind for kind in ("bwrap", "namespace", "limits") if can(kind))
     command = [sys.executable, "-I", "-S", "-c", RAW]
-    group = roll_out(generate, n=count, command=command, reward="program", sandbox=sandbox, deadline_s=390.0)
+    group = roll_out(
+        generate, n=count, command=command, reward="program", sandbox=sandbox, deadline_s=390.0
+    )
     assert [sample.reward for sample in group.samples] == [1.0] * count
 
 
@@ -543,9 +772,18 @@ def test_no_program_runs_after_the_watch_over_memory_has_failed(monkeypatch) -> 
 
 
 async def call_and_close(to: Served, body: dict[str, Any], reads: int, *headers: str) -> bytes:
-    """Sends a call, reads at most `reads` bytes of its answer, and closes the connection. With 0 it reads all."""
+    """Sends a call, reads at most `reads` bytes of its answer, and closes the connection.
+
+    With 0 it reads all.
+    """
     text = json.dumps(body).encode()
-    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {to.key}", f"Content-Length: {len(text)}", *headers]
+    lines = [
+        "POST /v1/chat/completions HTTP/1.1",
+        "Host: x",
+        f"Authorization: Bearer {to.key}",
+        f"Content-Length: {len(text)}",
+        *headers,
+    ]
 
     def talk() -> bytes:
         with socket.create_connection(("127.0.0.1", to.port), timeout=30) as connection:
@@ -560,7 +798,9 @@ async def call_and_close(to: Served, body: dict[str, Any], reads: int, *headers:
 @pytest.mark.parametrize("header", ["Connection: close", "Connection: keep-alive"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_nobody_read_is_no_sample(stream: bool, header: str) -> None:
-    """The agent reads one byte and asks again; one of two parallel calls is dropped; an answer that was read stays."""
+    """The agent reads one byte and asks again; one of two parallel calls is dropped; an answer that
+    was read stays.
+    """
 
     async def agent() -> None:
         async with served(Calculating()) as (_, [episode], [to]):
@@ -570,7 +810,10 @@ def test_an_answer_that_nobody_read_is_no_sample(stream: bool, header: str) -> N
             await call_and_close(to, asked, 1, header)
             await until(lambda: episode.refused == 1)
             assert len(episode.tree.turns) == 1
-            await asyncio.gather(call_and_close(to, asked, 1, header), call_and_close(to, asked, 0, "Connection: close"))
+            await asyncio.gather(
+                call_and_close(to, asked, 1, header),
+                call_and_close(to, asked, 0, "Connection: close"),
+            )
             await until(lambda: episode.refused == 2)
             assert len(episode.tree.leaves()) == 2
             assert episode.last_content and episode.last_refusal == "its answer was not read"

@@ -1,4 +1,7 @@
-"""OpenAI's Responses API, with its official package, in one process with the real endpoint. The policy is a fake."""
+"""OpenAI's Responses API, with its official package, in one process with the real endpoint.
+
+The policy is a fake.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,13 @@ from megarl.rewards.score import Score
 openai = pytest.importorskip("openai")
 pydantic = pytest.importorskip("pydantic")
 pytestmark = pytest.mark.timeout(900)
-TOOL = {"type": "function", "name": "calculate", "description": "integer arithmetic", "parameters": {"type": "object"}, "strict": True}
+TOOL = {
+    "type": "function",
+    "name": "calculate",
+    "description": "integer arithmetic",
+    "parameters": {"type": "object"},
+    "strict": True,
+}
 ASKED = {"model": "x", "tools": [TOOL]}
 BEGIN = "<bos><tools>calculate<user>6*7=<assistant>"
 
@@ -33,55 +42,109 @@ def learned(tree: Tree) -> list[str]:
     samples = tree.samples(1, TOKENIZER.decode_all, Score(1.0), {})
     masks = [sample.policy_mask or [1] * len(sample.token_ids) for sample in samples]
     return [
-        "".join(TOKENIZER.piece(number) for number, mine in zip(sample.token_ids, mask, strict=True) if mine)
+        "".join(
+            TOKENIZER.piece(number)
+            for number, mine in zip(sample.token_ids, mask, strict=True)
+            if mine
+        )
         for sample, mask in zip(samples, masks, strict=True)
     ]
 
 
 def test_one_turn_has_all_that_the_package_says_of_an_answer():
     async def agent(client: Any, _: Any) -> None:
-        raw = await client.responses.with_raw_response.create(model="x", instructions="s", input="6*7=", metadata={"a": "b"})
-        openai.types.responses.Response.model_validate(json.loads(raw.content))  # the client does not check it
+        raw = await client.responses.with_raw_response.create(
+            model="x", instructions="s", input="6*7=", metadata={"a": "b"}
+        )
+        # the client does not check it
+        openai.types.responses.Response.model_validate(json.loads(raw.content))
         one = raw.parse()
-        assert (one.output_text, one.status, one.error, one.incomplete_details) == ("42", "completed", None, None)
-        assert (one.usage.input_tokens, one.usage.output_tokens, one.usage.total_tokens) == (9, 3, 12)
+        assert (one.output_text, one.status, one.error, one.incomplete_details) == (
+            "42",
+            "completed",
+            None,
+            None,
+        )
+        assert (one.usage.input_tokens, one.usage.output_tokens, one.usage.total_tokens) == (
+            9,
+            3,
+            12,
+        )
         [message] = one.output
-        assert (message.type, message.role, message.status, len(message.content)) == ("message", "assistant", "completed", 1)
-        messages = [{"role": "developer", "content": "s"}, {"role": "user", "content": [{"type": "input_text", "text": "6*7="}]}]
+        assert (message.type, message.role, message.status, len(message.content)) == (
+            "message",
+            "assistant",
+            "completed",
+            1,
+        )
+        messages = [
+            {"role": "developer", "content": "s"},
+            {"role": "user", "content": [{"type": "input_text", "text": "6*7="}]},
+        ]
         two = await client.responses.create(model="x", input=messages, max_output_tokens=2)
-        assert (two.output_text, two.status, two.incomplete_details.reason) == ("12", "incomplete", "max_output_tokens")
+        assert (two.output_text, two.status, two.incomplete_details.reason) == (
+            "12",
+            "incomplete",
+            "max_output_tokens",
+        )
         assert two.output[0].status == "incomplete" and one.id != two.id
 
     policy = Saying("42", "12345")
     talk(policy, agent)
-    assert policy.asked == ["<bos><system>s<user>6*7=<assistant>"] * 2, "instructions are what the developer says"
+    assert policy.asked == ["<bos><system>s<user>6*7=<assistant>"] * 2, (
+        "instructions are what the developer says"
+    )
 
 
-@pytest.mark.parametrize("order", ["grouped", "each with its result", "calls first", "as plain items", "with reasoning"])
+@pytest.mark.parametrize(
+    "order", ["grouped", "each with its result", "calls first", "as plain items", "with reasoning"]
+)
 @pytest.mark.parametrize("says", ["so ", ""])
 def test_a_text_and_parallel_calls_come_back_as_one_turn(says: str, order: str):
     async def agent(client: Any, _: Any) -> None:
         one = await client.responses.create(**ASKED, input="6*7=")
-        assert one.output_text == says.strip() and [item.type for item in one.output[-2:]] == ["function_call"] * 2
+        assert (
+            one.output_text == says.strip()
+            and [item.type for item in one.output[-2:]] == ["function_call"] * 2
+        )
         *text, first, second = one.output
-        assert json.loads(second.arguments) == {"expression": "6*7"} and first.call_id != second.call_id
+        assert (
+            json.loads(second.arguments) == {"expression": "6*7"}
+            and first.call_id != second.call_id
+        )
         items: dict[str, list[Any]] = {
             "grouped": [*text, first, second, result(first), result(second)],
             "each with its result": [*text, first, result(first), second, result(second)],
             "calls first": [first, second, *text, result(first), result(second)],
-            "with reasoning": [{"type": "reasoning", "id": "rs", "summary": [], "encrypted_content": "x"}, *text, first, second],
-            "as plain items": [{"role": "assistant", "content": item.content[0].text} for item in text],
+            "with reasoning": [
+                {"type": "reasoning", "id": "rs", "summary": [], "encrypted_content": "x"},
+                *text,
+                first,
+                second,
+            ],
+            "as plain items": [
+                {"role": "assistant", "content": item.content[0].text} for item in text
+            ],
         }
         items["with reasoning"] += [result(first), result(second)]
-        calls = [item.model_dump(include={"type", "call_id", "name", "arguments"}) for item in (first, second)]
-        items["as plain items"] += [*calls, result(first, [{"type": "input_text", "text": "42"}]), result(second)]
+        calls = [
+            item.model_dump(include={"type", "call_id", "name", "arguments"})
+            for item in (first, second)
+        ]
+        items["as plain items"] += [
+            *calls,
+            result(first, [{"type": "input_text", "text": "42"}]),
+            result(second),
+        ]
         two = await client.responses.create(**ASKED, input=[USER, *items[order]])
         assert two.output_text == "it is 42"
 
     policy = Saying(f"{says}{CALL}{CALL}", "it is 42")
     episode = talk(policy, agent)
     assert policy.asked[1] == f"{BEGIN}{says}{CALL}{CALL}<eos><tool>42<tool>42<assistant>"
-    assert not episode.counts["rewritten"] and learned(episode.tree) == [f"{says}{CALL}{CALL}<eos>it is 42<eos>"]
+    assert not episode.counts["rewritten"] and learned(episode.tree) == [
+        f"{says}{CALL}{CALL}<eos>it is 42<eos>"
+    ]
 
 
 def test_letters_for_private_use_are_no_names_of_special_tokens():
@@ -104,11 +167,25 @@ def test_calls_of_two_turns_stay_two_turns():
 
     episode = talk(policy := Saying(CALL, CALL, "42"), agent)
     assert policy.asked[2] == f"{BEGIN}{CALL}<eos><tool>42<assistant>{CALL}<eos><tool>42<assistant>"
-    assert not episode.counts["rewritten"] and learned(episode.tree) == [f"{CALL}<eos>{CALL}<eos>42<eos>"]
+    assert not episode.counts["rewritten"] and learned(episode.tree) == [
+        f"{CALL}<eos>{CALL}<eos>42<eos>"
+    ]
 
 
-MESSAGE = ["output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done", "output_item.done"]
-FUNCTION = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
+MESSAGE = [
+    "output_item.added",
+    "content_part.added",
+    "output_text.delta",
+    "output_text.done",
+    "content_part.done",
+    "output_item.done",
+]
+FUNCTION = [
+    "output_item.added",
+    "function_call_arguments.delta",
+    "function_call_arguments.done",
+    "output_item.done",
+]
 
 
 @pytest.mark.parametrize(
@@ -121,18 +198,33 @@ FUNCTION = ["output_item.added", "function_call_arguments.delta", "function_call
         ("42", 1, [*MESSAGE, "incomplete"]),
     ],
 )
-def test_a_stream_has_the_events_that_the_package_knows(text: str, most: int | None, kinds: list[str]):
+def test_a_stream_has_the_events_that_the_package_knows(
+    text: str, most: int | None, kinds: list[str]
+):
     known = pydantic.TypeAdapter(openai.types.responses.ResponseStreamEvent)
 
     async def agent(client: Any, _: Any) -> None:
-        stream = await client.responses.create(**ASKED, input="6*7=", stream=True, max_output_tokens=most, include=[])
+        stream = await client.responses.create(
+            **ASKED, input="6*7=", stream=True, max_output_tokens=most, include=[]
+        )
         events = [known.validate_python(event.to_dict()) async for event in stream]
-        assert [event.type for event in events] == [f"response.{kind}" for kind in ["created", "in_progress", *kinds]]
+        assert [event.type for event in events] == [
+            f"response.{kind}" for kind in ["created", "in_progress", *kinds]
+        ]
         assert [event.sequence_number for event in events] == [*range(len(events))]
-        whole, deltas = events[-1].response, [event.delta for event in events if event.type.endswith(".delta")]
-        said = [item.arguments if item.type == "function_call" else item.content[0].text for item in whole.output]
-        assert deltas == said and [event.item for event in events if event.type.endswith("item.done")] == whole.output
-        assert [event.response.id for event in events[:2]] == [whole.id] * 2 and whole.usage.output_tokens > 0
+        whole = events[-1].response
+        deltas = [event.delta for event in events if event.type.endswith(".delta")]
+        said = [
+            item.arguments if item.type == "function_call" else item.content[0].text
+            for item in whole.output
+        ]
+        assert (
+            deltas == said
+            and [event.item for event in events if event.type.endswith("item.done")] == whole.output
+        )
+        assert [event.response.id for event in events[:2]] == [
+            whole.id
+        ] * 2 and whole.usage.output_tokens > 0
 
     talk(Saying(text), agent)
 
@@ -142,32 +234,52 @@ def test_the_packages_own_stream_helper_goes_on_by_tools():
         async with client.responses.stream(**ASKED, input="6*7=") as stream:
             one = await stream.get_final_response()
         [call] = one.output
-        async with client.responses.stream(**ASKED, input=[result(call)], previous_response_id=one.id) as stream:
-            snapshots = [event.snapshot async for event in stream if event.type == "response.output_text.delta"]
+        async with client.responses.stream(
+            **ASKED, input=[result(call)], previous_response_id=one.id
+        ) as stream:
+            snapshots = [
+                event.snapshot
+                async for event in stream
+                if event.type == "response.output_text.delta"
+            ]
             two = await stream.get_final_response()
         assert snapshots == ["42"] == [two.output_text] and two.previous_response_id == one.id
 
     episode = talk(policy := Saying(CALL, "42"), agent)
-    assert policy.asked[1] == f"{BEGIN}{CALL}<eos><tool>42<assistant>" and learned(episode.tree) == [f"{CALL}<eos>42<eos>"]
+    assert policy.asked[1] == f"{BEGIN}{CALL}<eos><tool>42<assistant>" and learned(
+        episode.tree
+    ) == [f"{CALL}<eos>42<eos>"]
 
 
 def test_conversations_go_on_from_a_response_and_branch():
     async def agent(client: Any, _: Any) -> None:
         one = await client.responses.create(**ASKED, instructions="s", input="6*7=")
         for text in ("a", "b"):  # the second one is another branch
-            two = await client.responses.create(**ASKED, instructions="s", input=text, previous_response_id=one.id)
+            two = await client.responses.create(
+                **ASKED, instructions="s", input=text, previous_response_id=one.id
+            )
         other = {"role": "user", "content": "c"}
-        await client.responses.create(**ASKED, instructions="s", input=[other], previous_response_id=two.id)
+        await client.responses.create(
+            **ASKED, instructions="s", input=[other], previous_response_id=two.id
+        )
         sent_whole = [USER, *one.output, {"role": "user", "content": "b"}, *two.output, other]
         await client.responses.create(**ASKED, instructions="s", input=sent_whole)
         await client.responses.create(**ASKED, input=[other], previous_response_id=two.id)
 
     episode = talk(policy := Saying("1", "2", "3", "4", "5", "6"), agent)
     begin = "<bos><tools>calculate<system>s<user>6*7=<assistant>1<eos>"
-    told = [f"{begin}<user>{text}<assistant>" for text in ("a", "b", "b<assistant>3<eos><user>c", "b<assistant>3<eos><user>c")]
+    told = [
+        f"{begin}<user>{text}<assistant>"
+        for text in ("a", "b", "b<assistant>3<eos><user>c", "b<assistant>3<eos><user>c")
+    ]
     assert policy.asked[1:5] == told, "by its id and as a whole"
-    assert policy.asked[5] == told[3].replace("<system>s", ""), "instructions do not carry over, as OpenAI has it"
-    assert learned(episode.tree) == ["1<eos>2<eos>", "3<eos>4<eos>", "5<eos>", "6<eos>"] and episode.counts["rewritten"] == 1
+    assert policy.asked[5] == told[3].replace("<system>s", ""), (
+        "instructions do not carry over, as OpenAI has it"
+    )
+    assert (
+        learned(episode.tree) == ["1<eos>2<eos>", "3<eos>4<eos>", "5<eos>", "6<eos>"]
+        and episode.counts["rewritten"] == 1
+    )
 
 
 def test_a_response_that_is_not_kept_is_not_found(monkeypatch: pytest.MonkeyPatch):
@@ -176,16 +288,22 @@ def test_a_response_that_is_not_kept_is_not_found(monkeypatch: pytest.MonkeyPatc
     async def agent(client: Any, _: Any) -> None:
         async def goes_on(name: str) -> bool:
             try:
-                await client.responses.create(model="x", input="a", previous_response_id=name, store=False)
+                await client.responses.create(
+                    model="x", input="a", previous_response_id=name, store=False
+                )
             except openai.NotFoundError as error:
                 assert error.code == "previous_response_not_found" and name in error.message
                 return False
             return True
 
         assert not await goes_on("resp_unknown")
-        assert not await goes_on((await client.responses.create(model="x", input="a", store=False)).id)
+        assert not await goes_on(
+            (await client.responses.create(model="x", input="a", store=False)).id
+        )
         kept = [(await client.responses.create(model="x", input="a")).id for _ in range(12)]
-        assert not await goes_on(kept[0]) and await goes_on(kept[-1]), "the oldest ones are forgotten"
+        assert not await goes_on(kept[0]) and await goes_on(kept[-1]), (
+            "the oldest ones are forgotten"
+        )
 
     talk(Saying(*"abcdefghijklmno"), agent)
 
@@ -194,7 +312,11 @@ def test_the_answers_of_another_episode_are_not_found():
     async def run() -> None:
         async with served(Saying("1", "2"), 2) as (client, _, [one, other]):
             _, answer = await post(client, one, RESPONSES, {"input": "a"})
-            assert (await post(client, other, RESPONSES, {"input": "a", "previous_response_id": answer["id"]}))[0] == 404
+            assert (
+                await post(
+                    client, other, RESPONSES, {"input": "a", "previous_response_id": answer["id"]}
+                )
+            )[0] == 404
 
     asyncio.run(run())
 
@@ -202,25 +324,44 @@ def test_the_answers_of_another_episode_are_not_found():
 @pytest.mark.parametrize("by_id", [True, False])
 def test_a_turn_that_was_stopped_goes_on_from_what_was_sampled(by_id: bool):
     async def agent(client: Any, _: Any) -> None:
-        one = await client.responses.create(model="x", input="6*7=", extra_body={"stop": ["Q", "Ob"]})
+        one = await client.responses.create(
+            model="x", input="6*7=", extra_body={"stop": ["Q", "Ob"]}
+        )
         assert (one.output_text, one.status) == ("think", "completed")
         more = {"role": "user", "content": "7"}
-        sent = {"input": [more], "previous_response_id": one.id} if by_id else {"input": [USER, *one.output, more]}
+        sent = (
+            {"input": [more], "previous_response_id": one.id}
+            if by_id
+            else {"input": [USER, *one.output, more]}
+        )
         assert (await client.responses.create(model="x", **sent)).output_text == "b"
 
     episode = talk(policy := Saying("thinkObserve", "b"), agent)
-    assert policy.asked[1] == "<bos><user>6*7=<assistant>thinkOb<eos><user>7<assistant>" and learned(episode.tree) == ["thinkObb<eos>"]
+    assert policy.asked[
+        1
+    ] == "<bos><user>6*7=<assistant>thinkOb<eos><user>7<assistant>" and learned(episode.tree) == [
+        "thinkObb<eos>"
+    ]
 
 
 def test_logprobs_are_those_that_were_sampled():
     async def agent(client: Any, _: Any) -> None:
-        asked = {"model": "x", "input": "6*7=", "include": ["message.output_text.logprobs", "reasoning.encrypted_content"]}
+        asked = {
+            "model": "x",
+            "input": "6*7=",
+            "include": ["message.output_text.logprobs", "reasoning.encrypted_content"],
+        }
         one = (await client.responses.create(**asked)).output[0].content[0]
-        assert [(each.token, each.logprob, each.bytes) for each in one.logprobs] == [("a", -0.25, [97]), ("<", -0.5, [60])]
+        assert [(each.token, each.logprob, each.bytes) for each in one.logprobs] == [
+            ("a", -0.25, [97]),
+            ("<", -0.5, [60]),
+        ]
         events = [event async for event in await client.responses.create(**asked, stream=True)]
         [delta] = [event for event in events if event.type == "response.output_text.delta"]
         assert [(each.token, each.logprob) for each in delta.logprobs] == [("b", -0.25)]
-        assert (await client.responses.create(model="x", input="6*7=")).output[0].content[0].logprobs == []
+        assert (await client.responses.create(model="x", input="6*7=")).output[0].content[
+            0
+        ].logprobs == []
 
     talk(Saying("a<", "b", "c"), agent)
 
@@ -247,10 +388,18 @@ def test_fields_that_ask_for_nothing_else_are_taken():
             "top_p": 0.5,
             "truncation": "disabled",
             "user": "u",
-            "extra_body": {"client_metadata": {}, "repetition_penalty": 1.0, "stop": None, "conversation": None, "prompt": None},
+            "extra_body": {
+                "client_metadata": {},
+                "repetition_penalty": 1.0,
+                "stop": None,
+                "conversation": None,
+                "prompt": None,
+            },
         }
         one = await client.responses.create(**ASKED, input="6*7=", **harmless)
-        assert one.output_text == CALL and one.status == "completed", "no tools are shown where none may be called"
+        assert one.output_text == CALL and one.status == "completed", (
+            "no tools are shown where none may be called"
+        )
 
     policy = Saying(CALL)
     talk(policy, agent)
@@ -265,7 +414,10 @@ def test_calls_at_the_same_time_are_branches():
     async def run() -> None:
         async with served(generate) as (client, [episode], [to]):
             _, one = await post(client, to, RESPONSES, {"input": "a"})
-            asked = [post(client, to, RESPONSES, {"input": text, "previous_response_id": one["id"]}) for text in "bcd"]
+            asked = [
+                post(client, to, RESPONSES, {"input": text, "previous_response_id": one["id"]})
+                for text in "bcd"
+            ]
             assert [status for status, _ in await asyncio.gather(*asked)] == [200] * 3
             assert learned(episode.tree) == ["1<eos>2<eos>", "3<eos>", "4<eos>"]
 

@@ -1,5 +1,6 @@
-"""Quantised tiles that are cut across trainer ranks equal, bit for bit, the quantised whole tensors; an error names a silent rank. Ranks
-are real gloo processes."""
+"""Quantised tiles that are cut across trainer ranks equal, bit for bit, the quantised whole
+tensors; an error names a silent rank. Ranks are real gloo processes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ def start(job: Job) -> list[subprocess.Popen]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": unit}
     ranks = range(TrainerTopology(tp=2, dp=job.dp).world_size)
     argv = [sys.executable, str(WORKER), msgspec.json.encode(job).decode()]
-    return [subprocess.Popen([*argv, str(rank)], env=env, stderr=subprocess.PIPE, text=True) for rank in ranks]
+    return [
+        subprocess.Popen([*argv, str(rank)], env=env, stderr=subprocess.PIPE, text=True)
+        for rank in ranks
+    ]
 
 
 def errors_of(processes: list[subprocess.Popen], timeout_s: float = 90) -> list[str]:
@@ -39,27 +43,45 @@ def errors_of(processes: list[subprocess.Popen], timeout_s: float = 90) -> list[
 
 
 @pytest.mark.parametrize(
-    "quantization, dp", [("fp8_block", 2), *(pytest.param(name, 1, marks=pytest.mark.long) for name in ("fp8_channel", "fp8_tensor"))]
+    "quantization, dp",
+    [
+        ("fp8_block", 2),
+        *(pytest.param(name, 1, marks=pytest.mark.long) for name in ("fp8_channel", "fp8_tensor")),
+    ],
 )
-def test_cut_tiles_equal_quantising_the_gathered_tensors(quantization: str, dp: int, tmp_path: Path):
+def test_cut_tiles_equal_quantising_the_gathered_tensors(
+    quantization: str, dp: int, tmp_path: Path
+):
     processes = start(Job(free_port(), quantization, dp, str(tmp_path)))
     errors = errors_of(processes)
     assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(errors)
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(len(processes))]
-    [expected] = Quantised(reshard_reference.full_tensors(SPEC, torch.float32), quantization).in_engine(SPEC, 1, 1)
+    [expected] = Quantised(
+        reshard_reference.full_tensors(SPEC, torch.float32), quantization
+    ).in_engine(SPEC, 1, 1)
     assert parts[0].keys() == expected.keys()
     for name, wanted in expected.items():
-        together = torch.stack([part[name] for part in parts]).sum(0).to(torch.uint8)  # one rank writes each byte, once
-        in_memory_order = wanted.t() if wanted.dtype == torch.uint8 and not wanted.is_contiguous() else wanted
-        assert torch.equal(together.flatten(), in_memory_order.contiguous().view(-1).view(torch.uint8)), name
+        # one rank writes each byte, once
+        together = torch.stack([part[name] for part in parts]).sum(0).to(torch.uint8)
+        in_memory_order = (
+            wanted.t() if wanted.dtype == torch.uint8 and not wanted.is_contiguous() else wanted
+        )
+        assert torch.equal(
+            together.flatten(), in_memory_order.contiguous().view(-1).view(torch.uint8)
+        ), name
 
 
 def test_a_silent_rank_is_named_at_the_deadline(tmp_path: Path):
-    processes = start(Job(free_port(), "fp8_channel", 1, str(tmp_path), timeout_s=3.0, silent_rank=1))
+    processes = start(
+        Job(free_port(), "fp8_channel", 1, str(tmp_path), timeout_s=3.0, silent_rank=1)
+    )
     try:
         _, errors = processes[0].communicate(timeout=60)
     finally:
         for process in processes:
             process.kill()
             process.wait(10)
-    assert "TimeoutError: trainer rank 0: amax of cut tiles from trainer rank 1: not through within 3 s" in errors
+    assert (
+        "TimeoutError: trainer rank 0: amax of cut tiles from trainer rank 1: not through within 3 s"
+        in errors
+    )

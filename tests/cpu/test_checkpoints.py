@@ -1,7 +1,8 @@
-"""Checkpoints that are saved under one layout and loaded under another: every element of weights and moments is compared. Damaged ones are
-refused.
+"""Checkpoints that are saved under one layout and loaded under another: every element of weights
+and moments is compared. Damaged ones are refused.
 
-The tests have real gloo ranks and real Megatron optimizers. checkpoint_worker.py and trainer_worker.py say how they compare.
+The tests have real gloo ranks and real Megatron optimizers. checkpoint_worker.py and
+trainer_worker.py say how they compare.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ def run_chains(out: Path, chains: list[Chain]) -> dict[tuple[str, int], list[str
     """The failures under each (chain, layout). A chain ends at its first failure."""
     plan = out / "chains.json"
     plan.write_text(json.dumps(chains))
-    ranks = Run(**script("checkpoint_worker", str(plan), str(out)), start_new_session=True, stdout=subprocess.PIPE, text=True)
+    ranks = Run(
+        **script("checkpoint_worker", str(plan), str(out)),
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         said, _ = ranks.communicate(timeout=CHAIN_DEADLINE_S * len(chains))
     finally:
@@ -41,25 +47,33 @@ def run_chains(out: Path, chains: list[Chain]) -> dict[tuple[str, int], list[str
 
 def assert_equal_under_all_layouts(out: Path, chains: list[Chain]) -> None:
     found = run_chains(out, chains)
-    wanted = {(chain["name"], number) for chain in chains for number in range(len(chain["layouts"]))}
+    wanted = {
+        (chain["name"], number) for chain in chains for number in range(len(chain["layouts"]))
+    }
     assert {case: failures for case, failures in found.items() if failures} == {}
     assert set(found) == wanted
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seldom", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_every_tensor_and_moment_is_the_same_under_other_layouts(seldom: bool, tmp_path: Path) -> None:
+def test_every_tensor_and_moment_is_the_same_under_other_layouts(
+    seldom: bool, tmp_path: Path
+) -> None:
     """Layouts that were once wrong, one for each cause first; and random ones."""
     known = {chain["name"]: chain for chain in known_chains(tmp_path)}
     soon = [known.pop(name) for name in ("tied_odd_width", "no_experts_zero0")]
-    chains = [*known.values(), *random_chains(tmp_path, seed=0, count=1, layouts=4)] if seldom else soon
+    chains = (
+        [*known.values(), *random_chains(tmp_path, seed=0, count=1, layouts=4)] if seldom else soon
+    )
     assert_equal_under_all_layouts(tmp_path, chains)
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(1, 7))
-def test_every_tensor_and_moment_is_the_same_under_51_pairs_of_random_layouts(tmp_path: Path, seed: int) -> None:
+def test_every_tensor_and_moment_is_the_same_under_51_pairs_of_random_layouts(
+    tmp_path: Path, seed: int
+) -> None:
     assert_equal_under_all_layouts(tmp_path, random_chains(tmp_path, seed, count=17, layouts=4))
 
 
@@ -72,46 +86,78 @@ def harmed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     checkpoint = out / "step_000001"
 
     def scenario(run: str, **more: Any) -> dict[str, Any]:
-        return {"run": run, "name": run, "model": str(model), "topology": {"tp": 2}, "checkpoint": str(checkpoint)} | more
+        return {
+            "run": run,
+            "name": run,
+            "model": str(model),
+            "topology": {"tp": 2},
+            "checkpoint": str(checkpoint),
+        } | more
 
     kinds = [["live"], ["master", "live"], ["exp_avg"], ["exp_avg_sq"]]
-    differing = [{"name": f"ranks_differ.{axis}", "topology": dict(zero=0, **{axis: 2}), "dtype": "bfloat16"} for axis in ("tp", "dp")]
+    differing = [
+        {"name": f"ranks_differ.{axis}", "topology": dict(zero=0, **{axis: 2}), "dtype": "bfloat16"}
+        for axis in ("tp", "dp")
+    ]
     spawn(2, out, [
-        scenario("damaged"), scenario("disk_that_lies"), scenario("vendor_warns", model=tied, topology={"pp": 2}),
+        scenario("damaged"), scenario("disk_that_lies"),
+        scenario("vendor_warns", model=tied, topology={"pp": 2}),
         *(scenario("ranks_differ", kinds=kinds, **settings) for settings in differing),
     ])  # fmt: skip
     return out, checkpoint
 
 
-def test_a_damaged_file_is_named_by_every_rank_and_nothing_is_made_of_it(harmed: tuple[Path, Path]) -> None:
+def test_a_damaged_file_is_named_by_every_rank_and_nothing_is_made_of_it(
+    harmed: tuple[Path, Path],
+) -> None:
     runs, checkpoint = harmed
     for rank in saved(runs, "damaged"):
         assert rank["whole"] == {"step": 1}
         assert {file for file, _ in rank["said"]} == FILES
         for (file, damage), said in rank["said"].items():
             assert said.startswith("CheckpointError: "), (file, damage)
-            assert f"checkpoint {checkpoint} cannot be used: " in said and said.endswith("Move it away to use the one before it")
+            assert f"checkpoint {checkpoint} cannot be used: " in said and said.endswith(
+                "Move it away to use the one before it"
+            )
             assert f"{file} is " in said, (damage, said)
             assert "\n" not in said
 
 
-def test_an_export_names_the_checkpoint_that_is_damaged_and_not_its_own_copy(harmed: tuple[Path, Path]) -> None:
+def test_an_export_names_the_checkpoint_that_is_damaged_and_not_its_own_copy(
+    harmed: tuple[Path, Path],
+) -> None:
     runs, checkpoint = harmed
     for rank in saved(runs, "damaged"):
-        assert f"checkpoint {checkpoint} cannot be used: rank_00001.bin is damaged" in rank["of_copy"]
-        assert "exporting" not in rank["of_copy"] and rank["of_copy"].endswith("Move it away to use the one before it")
+        assert (
+            f"checkpoint {checkpoint} cannot be used: rank_00001.bin is damaged" in rank["of_copy"]
+        )
+        assert "exporting" not in rank["of_copy"] and rank["of_copy"].endswith(
+            "Move it away to use the one before it"
+        )
 
 
 @pytest.mark.parametrize("axis", ["tp", "dp"])
-def test_ranks_that_hold_other_values_of_what_they_share_save_nothing(harmed: tuple[Path, Path], axis: str) -> None:
+def test_ranks_that_hold_other_values_of_what_they_share_save_nothing(
+    harmed: tuple[Path, Path], axis: str
+) -> None:
     runs, _ = harmed
     for rank in saved(runs, f"ranks_differ.{axis}"):
         assert rank["left"] == []
         said = rank["said"]
-        assert "rank 1: nothing is saved: decoder.final_layernorm.weight is not the optimizer's master weight, rounded" in said["live"]
-        for kinds, tensor in (("master+live", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+        assert (
+            "rank 1: nothing is saved: decoder.final_layernorm.weight is not the optimizer's "
+            "master weight, rounded" in said["live"]
+        )
+        for kinds, tensor in (
+            ("master+live", "master"),
+            ("exp_avg", "exp_avg"),
+            ("exp_avg_sq", "exp_avg_sq"),
+        ):
             assert said[kinds].startswith("WriteError: "), said[kinds]
-            assert f"{tensor}/model.norm.weight differs between what is held and what is stored" in said[kinds]
+            assert (
+                f"{tensor}/model.norm.weight differs between what is held and what is stored"
+                in said[kinds]
+            )
 
 
 def test_a_disk_that_keeps_other_bytes_than_were_written_is_told(harmed: tuple[Path, Path]) -> None:
@@ -124,4 +170,6 @@ def test_a_disk_that_keeps_other_bytes_than_were_written_is_told(harmed: tuple[P
 def test_a_warning_of_megatron_about_corruption_is_an_error(harmed: tuple[Path, Path]) -> None:
     runs, _ = harmed
     said = {rank["said"] for rank in saved(runs, "vendor_warns")}
-    assert any("warns of corruption: " in text and "can lead to data corruption" in text for text in said), said
+    assert any(
+        "warns of corruption: " in text and "can lead to data corruption" in text for text in said
+    ), said

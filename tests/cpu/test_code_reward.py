@@ -20,15 +20,25 @@ from megarl.data.rows import BENCHMARKS
 from megarl.rewards.code import CodeReward
 from megarl.rewards.score import Score, ScoreRequest, single
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")]
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed"),
+]
 SUM = row([("1 2\n", "3\n"), ("4 5\n", "9\n"), ("7 0\n", "7\n")])
 GOOD = "print(sum(map(int, input().split())))"
 
 
-def scored(asked: Sequence[tuple[dict, str]], test_timeout_s: float = 6.0, timeout_s: float = 60.0) -> list[Score]:
+def scored(
+    asked: Sequence[tuple[dict, str]], test_timeout_s: float = 6.0, timeout_s: float = 60.0
+) -> list[Score]:
     config = RewardConfig(name="code", workers=3)
-    config.code.test_timeout_s, config.code.timeout_s, config.code.memory_mib = test_timeout_s, timeout_s, 512
-    requests = [ScoreRequest(text, json.dumps(BENCHMARKS["livecodebench"].asked(record)[1])) for record, text in asked]
+    config.code.test_timeout_s = test_timeout_s
+    config.code.timeout_s = timeout_s
+    config.code.memory_mib = 512
+    requests = [
+        ScoreRequest(text, json.dumps(BENCHMARKS["livecodebench"].asked(record)[1]))
+        for record, text in asked
+    ]
 
     async def run() -> list[Score]:
         async with CodeReward(config, single(config)) as reward:
@@ -41,14 +51,20 @@ def scored(asked: Sequence[tuple[dict, str]], test_timeout_s: float = 6.0, timeo
 def test_programs_are_told_right_from_wrong(count: int) -> None:
     made = pairs()[:count]
     found = scored([(record, text) for record, text, _ in made])
-    wrong = [(text, right, score) for (_, text, right), score in zip(made, found, strict=True) if score.reward != right]
+    wrong = [
+        (text, right, score)
+        for (_, text, right), score in zip(made, found, strict=True)
+        if score.reward != right
+    ]
     assert len(made) == count and sum(right for *_, right in made) == count / 2
     assert not wrong and not any(score.failures for score in found)
 
 
 ADDED = "a, b = map(int, input().split())\n"
-AS_PROGRAMS = [  # right programs that leave work to the interpreter's exit, or depend on being the main module
-    "import atexit, io, sys\nsys.stdout = io.StringIO()\natexit.register(lambda: sys.__stdout__.write(sys.stdout.getvalue()))\n"
+# right programs that leave work to the interpreter's exit, or depend on being the main module
+AS_PROGRAMS = [
+    "import atexit, io, sys\nsys.stdout = io.StringIO()\natexit.register(lambda: "
+    "sys.__stdout__.write(sys.stdout.getvalue()))\n"
     f"{ADDED}print(a + b)",
     f"import atexit, os\n{ADDED}atexit.register(lambda: os.write(1, b'%d' % (a + b)))",
     f"import sys\n{ADDED}sys.__stdout__.write(str(a + b))",
@@ -57,7 +73,8 @@ AS_PROGRAMS = [  # right programs that leave work to the interpreter's exit, or 
     f"import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.detach())\n{ADDED}print(a + b)",
     f"import pickle\nclass A: pass\npickle.dumps(A())\n{ADDED}print(a + b)",
     f"import typing\nclass A:\n x: 'A'\ntyping.get_type_hints(A)\n{ADDED}print(a + b)",
-    f"import multiprocessing\n{ADDED}def f(x): return x\nwith multiprocessing.Pool(2) as pool: print(sum(pool.map(f, [a, b])))",
+    f"import multiprocessing\n{ADDED}def f(x): return x\nwith multiprocessing.Pool(2) as pool: "
+    "print(sum(pool.map(f, [a, b])))",
 ]
 
 
@@ -74,12 +91,14 @@ for number in range(12):
 print(3)
 """
 OF_THE_HOST = {  # what a program must not be able to do; it prints 3 if it can
-    "kernel settings": "name = '/proc/sys/vm/swappiness'\nvalue = open(name).read()\nopen(name, 'w').write(value)\nprint(3)",
+    "kernel settings": "name = '/proc/sys/vm/swappiness'\nvalue = open(name).read()\nopen(name, "
+    "'w').write(value)\nprint(3)",
     "fill /": FILL.replace("{}", "", 1),
     "fill /dev": FILL.replace("{}", "/dev"),
     "fill /dev/shm": FILL.replace("{}", "/dev/shm"),
     "fill /tmp": FILL.replace("{}", "/tmp"),
-    "fill files that are memory": "import os, time\nfor _ in range(12):\n file = os.memfd_create('a')\n"
+    "fill files that are memory": "import os, time\nfor _ in range(12):\n file = "
+    "os.memfd_create('a')\n"
     " for _ in range(100): os.write(file, b'x' * (1 << 20))\ntime.sleep(2)\nprint(3)",
 }
 
@@ -101,19 +120,31 @@ os.kill(os.getppid(), 9)
 """
 
 
-@pytest.mark.parametrize(("start", "block", "times"), [("b''", r"b'\n'", 200), ("b'['", "b'[],'", 60)], ids=["lines", "lists"])
+@pytest.mark.parametrize(
+    ("start", "block", "times"),
+    [("b''", r"b'\n'", 200), ("b'['", "b'[],'", 60)],
+    ids=["lines", "lists"],
+)
 def test_forged_results_cost_little(start: str, block: str, times: int) -> None:
-    """Results that would become gigabytes of lists, and delay all other work of the comparing process."""
+    """Results that would become gigabytes of lists, and delay all other work of the comparing
+    process.
+    """
     forged = FORGED.replace("START", start).replace("BLOCK", block).replace("TIMES", str(times))
 
     async def run() -> tuple[Score, float]:
         config = RewardConfig(name="code")
         async with CodeReward(config, single(config)) as reward:
-            scoring = asyncio.create_task(reward.score(ScoreRequest(fenced(forged), json.dumps([{"input": "1 2", "output": "3"}]))))
-            held_up, last = 0.0, time.thread_time()
+            scoring = asyncio.create_task(
+                reward.score(
+                    ScoreRequest(fenced(forged), json.dumps([{"input": "1 2", "output": "3"}]))
+                )
+            )
+            held_up = 0.0
+            last = time.thread_time()
             while not scoring.done():
                 await asyncio.sleep(0.01)
-                held_up, last = max(held_up, time.thread_time() - last), time.thread_time()
+                held_up = max(held_up, time.thread_time() - last)
+                last = time.thread_time()
             return await scoring, held_up
 
     score, held_up_s = asyncio.run(run())
@@ -129,7 +160,8 @@ HOSTILE = {
     "a = 'x' * (1 << 34)": "crashed",
     "raise ValueError": "crashed",
     "import os\nprint(3)\nos.kill(os.getppid(), 9)": "crashed",
-    "import os\nos.write(os.open(f'/proc/{os.getppid()}/fd/1', 1), b'[\"done\", \"3\"]\\n' * 3)\nprint(0)": "",
+    "import os\nos.write(os.open(f'/proc/{os.getppid()}/fd/1', 1), b'[\"done\", \"3\"]\\n' * "
+    "3)\nprint(0)": "",
     "import os\nos.truncate(f'/proc/{os.getppid()}/fd/1', 0)\nos.kill(os.getppid(), 9)": "crashed",
     "import os\nos.kill(-1, 9)": "crashed",
     "import os, signal, time\nos.kill(os.getppid(), signal.SIGSTOP)\ntime.sleep(1e6)": "slow",
@@ -142,31 +174,58 @@ HOSTILE = {
 
 
 def test_hostile_programs_neither_pass_nor_hang_nor_end_the_run() -> None:
-    """Some programs forge results, or remove all records of them. A good program is scored beside them."""
-    found = scored([*((SUM, fenced(program)) for program in HOSTILE), (SUM, fenced(GOOD)), (SUM, GOOD), (SUM, "")], 2.0, 20.0)
+    """Some programs forge results, or remove all records of them.
+
+    A good program is scored beside them.
+    """
+    found = scored(
+        [
+            *((SUM, fenced(program)) for program in HOSTILE),
+            (SUM, fenced(GOOD)),
+            (SUM, GOOD),
+            (SUM, ""),
+        ],
+        2.0,
+        20.0,
+    )
     *bad, good, bare, empty = found
     assert [score.reward for score in bad] == [0.0] * len(HOSTILE)
-    why = [next((name for name, value in score.parts.items() if value and name != "tests"), "") for score in bad]
+    why = [
+        next((name for name, value in score.parts.items() if value and name != "tests"), "")
+        for score in bad
+    ]
     assert why == list(HOSTILE.values())
     assert not any(score.failures for score in found)
     assert good.reward == 1.0 and good.parts["tests"] == 1.0
     assert bare.parts["no_program"] == empty.parts["no_program"] == 1.0 and bare.reward == 0.0
 
 
-STOPS = "import os, signal, time\nos.kill(os.getppid(), signal.SIGSTOP)\nfile = os.open(f'/proc/{os.getppid()}/fd/1', 1)\nwhile True:\n"
+STOPS = (
+    "import os, signal, time\nos.kill(os.getppid(), signal.SIGSTOP)\nfile = "
+    "os.open(f'/proc/{os.getppid()}/fd/1', 1)\nwhile True:\n"
+)
 
 
-@pytest.mark.parametrize(("said", "why"), [("' '", "slow"), pytest.param(r"'\n'", "crashed", marks=pytest.mark.long)])
-def test_a_program_that_stops_the_process_that_tests_it_holds_a_worker_for_the_time_of_a_test(said: str, why: str) -> None:
+@pytest.mark.parametrize(
+    ("said", "why"), [("' '", "slow"), pytest.param(r"'\n'", "crashed", marks=pytest.mark.long)]
+)
+def test_a_program_that_stops_the_process_that_tests_it_holds_a_worker_for_the_time_of_a_test(
+    said: str, why: str
+) -> None:
     """And not for the time of all tests, here an hour, whatever it writes in that process's place."""
     hostile = f"{STOPS} os.write(file, {said}.encode())\n time.sleep(0.5)"
     [score] = scored([(row([("1 2\n", "3\n")]), fenced(hostile))], 0.5, 3600.0)
     assert score.reward == 0.0 and score.parts[why] == 1.0
 
 
-def test_a_sandbox_that_runs_nothing_is_a_failed_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, broken = shutil.which("bwrap"), tmp_path / "broken"
-    (tmp_path / "bwrap").write_text(f'#!/bin/sh\n[ -e {broken} ] && {{ echo "no room" >&2; exit 1; }}\nexec {real} "$@"\n')
+def test_a_sandbox_that_runs_nothing_is_a_failed_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = shutil.which("bwrap")
+    broken = tmp_path / "broken"
+    (tmp_path / "bwrap").write_text(
+        f'#!/bin/sh\n[ -e {broken} ] && {{ echo "no room" >&2; exit 1; }}\nexec {real} "$@"\n'
+    )
     (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     config = RewardConfig(name="code")
@@ -174,10 +233,14 @@ def test_a_sandbox_that_runs_nothing_is_a_failed_score(tmp_path: Path, monkeypat
     async def run() -> Score:
         async with CodeReward(config, single(config)) as reward:
             broken.touch()
-            return await reward.score(ScoreRequest(fenced(GOOD), json.dumps([{"input": "1 2", "output": "3"}])))
+            return await reward.score(
+                ScoreRequest(fenced(GOOD), json.dumps([{"input": "1 2", "output": "3"}]))
+            )
 
     score = asyncio.run(run())
-    assert score.reward == 0.0 and len(score.failures) == 1 and "no room" in score.failures[0].reason
+    assert (
+        score.reward == 0.0 and len(score.failures) == 1 and "no room" in score.failures[0].reason
+    )
 
 
 RELATIVE = """
@@ -201,8 +264,10 @@ def test_a_python_that_is_started_by_a_relative_path_runs_programs(tmp_path: Pat
 def test_what_a_function_returns_must_be_plain() -> None:
     called = row([("1\n[2]", "[1, 2]")], "f")
     bodies = {
-        "return [a, *b]": 1.0, "return (a, *b)": 1.0, "print('noise'); return [a, *b]": 1.0, "return [True, 2.0]": 1.0,
-        "return [[a], b]": 0.0, "return {1: 2}": 0.0, "return type('E', (), {'__eq__': lambda s, o: True})()": 0.0, "exit(0)": 0.0,
+        "return [a, *b]": 1.0, "return (a, *b)": 1.0, "print('noise'); return [a, *b]": 1.0,
+        "return [True, 2.0]": 1.0,
+        "return [[a], b]": 0.0, "return {1: 2}": 0.0, "return type('E', (), {'__eq__': lambda s, "
+                                                      "o: True})()": 0.0, "exit(0)": 0.0,
     }  # fmt: skip
     found = scored([(called, fenced(f"def f(a, b):\n    {body}")) for body in bodies])
     assert [score.reward for score in found] == list(bodies.values())

@@ -1,4 +1,6 @@
-"""Each value of a config.json is that of Transformers' own class for the file, or the file is refused."""
+"""Each value of a config.json is that of Transformers' own class for the file, or the file is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from megarl.models import auto_config, load_spec
 from megarl.models.registry import architectures, check_as_transformers, differences
 
 SIZES = {
-    "architectures", "hidden_size", "intermediate_size", "max_position_embeddings", "model_type", "num_attention_heads",
+    "architectures", "hidden_size", "intermediate_size", "max_position_embeddings", "model_type",
+    "num_attention_heads",
     "num_hidden_layers", "rope_parameters", "text_config", "vocab_size",
 }  # fmt: skip
 # Of these, SGLang has another default, or none.
@@ -27,13 +30,28 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 ROPES: dict[str, dict[str, Any]] = {
     "theta beside": {"rope_theta": 700.0},
     "theta inside rope_scaling": {"rope_scaling": {"rope_type": "default", "rope_theta": 700.0}},
-    "theta inside and beside": {"rope_scaling": {"rope_type": "default", "rope_theta": 700.0}, "rope_theta": 900.0},
+    "theta inside and beside": {
+        "rope_scaling": {"rope_type": "default", "rope_theta": 700.0},
+        "rope_theta": 900.0,
+    },
     "none": {},
-    "rope_scaling before rope_parameters": {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default", "rope_theta": 900.0}},
+    "rope_scaling before rope_parameters": {
+        "rope_scaling": LINEAR,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 900.0},
+    },
     "linear, in the old form": {"rope_scaling": LINEAR},
     "llama3 without its length": {"rope_scaling": LLAMA3, "rope_theta": 700.0},
-    "yarn in rope_scaling": {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default", "rope_theta": 900.0}},
-    "factor inside": {"rope_parameters": {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5}},
+    "yarn in rope_scaling": {
+        "rope_scaling": YARN,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 900.0},
+    },
+    "factor inside": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 700.0,
+            "partial_rotary_factor": 0.5,
+        }
+    },
     "factor beside": {"rope_theta": 700.0, "partial_rotary_factor": 0.5},
 }
 
@@ -42,11 +60,19 @@ def saved(family: str) -> dict[str, Any]:
     """The config.json that Transformers writes for a small model of the family."""
     config = MODELS[family]
     values = json.loads(config.to_json_string(use_diff=False))
-    names = [name for name in architectures() if type(config).__name__.removesuffix("Config").removesuffix("Text") == name.split("For")[0]]
+    names = [
+        name
+        for name in architectures()
+        if type(config).__name__.removesuffix("Config").removesuffix("Text") == name.split("For")[0]
+    ]
     values["architectures"] = [sorted(names)[-1] if "text_config" in values else sorted(names)[0]]
     inner = values.get("text_config", values)
     if "linear_num_key_heads" in inner:  # SGLang needs them there
-        inner |= {"full_attention_interval": 2, "partial_rotary_factor": 0.25, "rope_theta": inner["rope_parameters"]["rope_theta"]}
+        inner |= {
+            "full_attention_interval": 2,
+            "partial_rotary_factor": 0.25,
+            "rope_theta": inner["rope_parameters"]["rope_theta"],
+        }
     return values
 
 
@@ -67,12 +93,19 @@ def test_an_absent_key_is_the_default_of_transformers(family: str) -> None:
     whole = saved(family)
     assert compared(whole) == "equal"
     class_name = auto_config.read(json.loads(json.dumps(whole)))[auto_config.CLASS]
-    assert class_name.removesuffix("Config").removesuffix("Text") == whole["architectures"][0].partition("For")[0]
+    assert (
+        class_name.removesuffix("Config").removesuffix("Text")
+        == whole["architectures"][0].partition("For")[0]
+    )
     inner = whole.get("text_config", whole)
     for key in sorted(inner.keys() - SIZES):
         without = {name: value for name, value in inner.items() if name != key}
         result = compared(whole | {"text_config": without} if "text_config" in whole else without)
-        assert result == "equal" or (key in OF_ENGINES and result.startswith("refused")) or "is not a multiple of" in result, (key, result)
+        assert (
+            result == "equal"
+            or (key in OF_ENGINES and result.startswith("refused"))
+            or "is not a multiple of" in result
+        ), (key, result)
 
 
 @pytest.mark.parametrize("form", ROPES)
@@ -80,13 +113,21 @@ def test_an_absent_key_is_the_default_of_transformers(family: str) -> None:
 def test_rotary_embeddings_are_read_as_by_transformers(family: str, form: str) -> None:
     whole = saved(family)
     inner = whole.get("text_config", whole)
-    bare = {key: value for key, value in inner.items() if key not in ("rope_parameters", "rope_theta", "partial_rotary_factor")}
+    bare = {
+        key: value
+        for key, value in inner.items()
+        if key not in ("rope_parameters", "rope_theta", "partial_rotary_factor")
+    }
     changed = bare | ROPES[form]
     result = compared(whole | {"text_config": changed} if "text_config" in whole else changed)
     assert result == "equal" or result.startswith("refused"), result
 
 
-@pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("configs/models/*/config.json")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "path",
+    sorted(Path(__file__).parents[2].glob("configs/models/*/config.json")),
+    ids=lambda path: path.parent.name,
+)
 def test_shipped_configurations_are_read_as_by_transformers(path: Path) -> None:
     values = json.loads(path.read_text(encoding="utf-8"))
     if values["model_type"] not in CONFIG_MAPPING:
@@ -101,45 +142,71 @@ WINDOWED = ("mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
 
 @pytest.mark.parametrize("family", WINDOWED)
 def test_only_windows_below_the_context_are_refused(family: str) -> None:
-    """The context of these models is 256. Without the key, Transformers' window of Mistral is 4096."""
+    """The context of these models is 256.
+
+    Without the key, Transformers' window of Mistral is 4096.
+    """
     values = saved(family) | {"use_sliding_window": True, "max_window_layers": 0}
     values.pop("layer_types", None)
     for window in (256, 257, None):
         assert compared(values | {"sliding_window": window}) == "equal", window
-    below = "refused: config: sliding_window = 255 is not supported, only null and windows of at least max_position_embeddings = 256 are"
+    below = (
+        "refused: config: sliding_window = 255 is not supported, only null and windows of at "
+        "least max_position_embeddings = 256 are"
+    )
     assert compared(values | {"sliding_window": 255}) == below
     del values["sliding_window"]
     assert compared(values) == "equal"
     long = compared(values | {"max_position_embeddings": 8192})
-    assert long == "equal" or "sliding_window = 4096, the default of Transformers for an absent key, is not supported" in long
+    assert (
+        long == "equal"
+        or "sliding_window = 4096, the default of Transformers for an absent key, is not supported"
+        in long
+    )
     assert (long == "equal") == (family in ("mixtral", "phi3"))
 
 
 @pytest.mark.parametrize("window_layers", [3, 4])
 def test_windows_of_qwen_begin_at_max_window_layers(window_layers: int) -> None:
-    values = saved("qwen2") | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": window_layers}
+    values = saved("qwen2") | {
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "max_window_layers": window_layers,
+    }
     del values["layer_types"]
     assert (compared(values) == "equal") == (window_layers == 4)
 
 
-def test_model_type_of_another_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_type_of_another_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))  # the cache is empty
     values = saved("qwen2") | {"model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
-    with pytest.raises(ConfigError, match="model_type = 'llama' is of Llama, not of Qwen2ForCausalLM"):
+    with pytest.raises(
+        ConfigError, match="model_type = 'llama' is of Llama, not of Qwen2ForCausalLM"
+    ):
         check_as_transformers(str(tmp_path), load_spec(tmp_path))
-    values |= {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1, "tie_word_embeddings": False}
+    values |= {
+        "architectures": ["LlamaForSequenceClassification"],
+        "num_labels": 1,
+        "tie_word_embeddings": False,
+    }
     (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
     check_as_transformers(str(tmp_path), load_spec(tmp_path))
 
 
-def test_a_value_that_transformers_reads_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_that_transformers_reads_otherwise_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     values = saved("untied")
     (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
     monkeypatch.setenv("HOME", str(tmp_path))  # the cache is empty
     spec = load_spec(tmp_path)
     check_as_transformers(str(tmp_path), spec)
-    with pytest.raises(ConfigError, match=r"transformers reads other values: MegaRL has rope_theta 11.0, not"):
+    with pytest.raises(
+        ConfigError, match=r"transformers reads other values: MegaRL has rope_theta 11.0, not"
+    ):
         check_as_transformers(str(tmp_path), dataclasses.replace(spec, rope_theta=11.0))
     values["num_hidden_layers"] = "two"
     (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")

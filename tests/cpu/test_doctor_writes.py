@@ -1,4 +1,7 @@
-"""`megarl doctor`'s test write, by every transport that two processes on CPUs can use. On GPUs the same code runs with other devices."""
+"""`megarl doctor`'s test write, by every transport that two processes on CPUs can use.
+
+On GPUs the same code runs with other devices.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +41,17 @@ def test_what_is_written_arrives(kind: str, map: ReshardMap, neighbour: Neighbou
 
 
 def test_a_write_that_brings_something_else_fails(map: ReshardMap, neighbour: Neighbour) -> None:
-    with pytest.raises(AuditError, match=r"model\.norm\.weight on generator rank 0 is not what trainer rank 0 sent"):
+    with pytest.raises(
+        AuditError, match=r"model\.norm\.weight on generator rank 0 is not what trainer rank 0 sent"
+    ):
         write("losing_transport:LosingTransport", "cpu", map, neighbour)
 
 
 def test_a_step_that_fails_there_is_told_here(neighbour: Neighbour) -> None:
-    with pytest.raises(RuntimeError, match="the engine's process failed at 'open':(.|\\n)*weights.transport=nowhere"):
+    with pytest.raises(
+        RuntimeError,
+        match="the engine's process failed at 'open':(.|\\n)*weights.transport=nowhere",
+    ):
         neighbour.ask("open", "nowhere")
 
 
@@ -51,13 +59,19 @@ def test_a_process_that_is_gone_is_told(map: ReshardMap) -> None:
     with Neighbour("cpu", map.destination, TIMEOUT_S) as process:
         process._process.kill()
         process._process.join(TIMEOUT_S)
-        with pytest.raises(RuntimeError, match="the engine's process ended at 'hashes', with status -9"):
+        with pytest.raises(
+            RuntimeError, match="the engine's process ended at 'hashes', with status -9"
+        ):
             process.ask("hashes")
 
 
 def test_each_gpu_writes_to_the_next() -> None:
     assert ring(["cuda:0"]) == [("cuda:0", "cuda:0")]
-    assert ring(["cuda:0", "cuda:1", "cuda:2"]) == [("cuda:0", "cuda:1"), ("cuda:1", "cuda:2"), ("cuda:2", "cuda:0")]
+    assert ring(["cuda:0", "cuda:1", "cuda:2"]) == [
+        ("cuda:0", "cuda:1"),
+        ("cuda:1", "cuda:2"),
+        ("cuda:2", "cuda:0"),
+    ]
 
 
 @pytest.mark.parametrize(("gpu", "size_bytes"), [(True, 1 << 30), (False, 16 << 20)])

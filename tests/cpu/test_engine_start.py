@@ -1,4 +1,7 @@
-"""A real engine that loses a process before it is ready ends at once, and says why. Engines need no space in /dev/shm."""
+"""A real engine that loses a process before it is ready ends at once, and says why.
+
+Engines need no space in /dev/shm.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec
 from megarl.messaging.rendezvous import free_ports
 
 pytestmark = pytest.mark.timeout(900)
-STARTED_S, ENDED_S = 120, 20
+STARTED_S = 120
+ENDED_S = 20
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +37,20 @@ def model(tmp_path_factory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("start") / "model", 1, torch.float32, tied=False)
 
 
-def engine(model: Path, before: Sequence[str] = (), **sizes: int) -> tuple[ProcessSpec, str, EngineKeys]:
+def engine(
+    model: Path, before: Sequence[str] = (), **sizes: int
+) -> tuple[ProcessSpec, str, EngineKeys]:
     """(process, URL, keys) of an engine. `before`: a command that becomes the engine."""
     (port,), keys = free_ports(1), EngineKeys.generate()
-    settings = EngineSettings(str(model), "float32", port, context_length=96, max_running_requests=4, device="cpu", **sizes)
+    settings = EngineSettings(
+        str(model),
+        "float32",
+        port,
+        context_length=96,
+        max_running_requests=4,
+        device="cpu",
+        **sizes,
+    )
     argv, environment = server_command(settings, keys)
     return ProcessSpec("engine.0", [*before, *argv], environment), f"http://127.0.0.1:{port}", keys
 
@@ -52,7 +66,9 @@ def schedulers(group: ProcessGroup) -> list[psutil.Process]:
 def failure(group: ProcessGroup, within_s: float) -> ProcessFailed:
     deadline = time.monotonic() + within_s
     while (found := group.failure("engine.0")) is None:
-        assert time.monotonic() < deadline, f"the engine has not ended: {group.log_path('engine.0').read_text()[-2000:]}"
+        assert time.monotonic() < deadline, (
+            f"the engine has not ended: {group.log_path('engine.0').read_text()[-2000:]}"
+        )
         time.sleep(0.05)
     return found
 
@@ -62,36 +78,58 @@ def failure(group: ProcessGroup, within_s: float) -> ProcessFailed:
 def test_an_engine_whose_scheduler_is_killed_before_it_is_ready_ends(model, tmp_path, replicas):
     """With replicas of attention, schedulers are children of an intermediate process."""
     if replicas > 1:
-        model = make_checkpoint(tmp_path / "model", 1, torch.float32, tied=False, family="qwen3_moe")
+        model = make_checkpoint(
+            tmp_path / "model", 1, torch.float32, tied=False, family="qwen3_moe"
+        )
     with ProcessGroup(tmp_path) as group:
         spec, _, _ = engine(model, tp=replicas, dp_attention=replicas)
         group.start(spec)
         deadline = time.monotonic() + STARTED_S
         seen: list[psutil.Process] = []
-        while not (lasting := [each for each in schedulers(group) if each in seen]):  # the others are still becoming schedulers
+        # the others are still becoming schedulers
+        while not (lasting := [each for each in schedulers(group) if each in seen]):
             assert time.monotonic() < deadline
             seen = schedulers(group)
             time.sleep(10 * LOOK_S if seen else 0.01)  # until the engine knows it
         killed = lasting[0]
-        processes = {child.pid for child in psutil.Process(group._children["engine.0"].pid).children(recursive=True)}
+        processes = {
+            child.pid
+            for child in psutil.Process(group._children["engine.0"].pid).children(recursive=True)
+        }
         killed.kill()
         ended = failure(group, ENDED_S)
         said = group.log_path("engine.0").read_text()
-    # SGLang may kill the engine before the engine ends with its child's status. The status is printed in either case.
-    endings = ("engine.0 exited with status 137: one of its processes was killed by SIGKILL", "engine.0 was killed by SIGKILL")
+    # SGLang may kill the engine before the engine ends with its child's status. The status is
+    # printed in either case.
+    endings = (
+        "engine.0 exited with status 137: one of its processes was killed by SIGKILL",
+        "engine.0 was killed by SIGKILL",
+    )
     assert ended.how in endings and ended.signalled
-    # SGLang may kill the intermediate process before it names the scheduler, and the engine before it names either.
-    named = {int(pid) for pid in re.findall(r"process (\d+) of this engine was killed by SIGKILL", said)}
+    # SGLang may kill the intermediate process before it names the scheduler, and the engine before
+    # it names either.
+    named = {
+        int(pid) for pid in re.findall(r"process (\d+) of this engine was killed by SIGKILL", said)
+    }
     assert named <= ({killed.pid} if replicas == 1 else processes)
     assert named or ended.how == endings[1]
 
 
 @pytest.mark.long
-@pytest.mark.skipif(os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"]).returncode != 0, reason="mounts take root")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"]).returncode != 0,
+    reason="mounts take root",
+)
 def test_an_engine_starts_where_dev_shm_is_full(model, tmp_path):
-    """Its processes share anonymous memory, or files in a folder of the launch. (An engine that lacks memory there ends by SIGBUS, and the
-    message tells the free space in /dev/shm: tests/unit/test_deaths.py.)"""
-    full = 'mount -t tmpfs -o size=64k none /dev/shm && head -c 64k /dev/zero > /dev/shm/full; exec "$@"'
+    """Its processes share anonymous memory, or files in a folder of the launch.
+
+    (An engine that lacks memory there ends by SIGBUS, and the message tells the free space in
+    /dev/shm: tests/unit/test_deaths.py.)
+    """
+    full = (
+        "mount -t tmpfs -o size=64k none /dev/shm && head -c 64k /dev/zero > /dev/shm/full; "
+        'exec "$@"'
+    )
     spec, url, keys = engine(model, ["unshare", "-m", "sh", "-c", full, "sh"])
 
     async def ready(group: ProcessGroup) -> None:
@@ -109,10 +147,22 @@ def test_an_engine_starts_where_dev_shm_is_full(model, tmp_path):
 def test_doctor_has_an_engine_compile_without_weights_or_a_run(tmp_path):
     """The compiled code stays in a folder of this host; nothing else is left behind."""
     kept = tmp_path / "compiled"
-    done = run(["doctor", "--warm", "configs/quickstart.yaml", f"launch.compile_cache={kept}", f"run_dir={tmp_path / 'run'}"])
+    done = run(
+        [
+            "doctor",
+            "--warm",
+            "configs/quickstart.yaml",
+            f"launch.compile_cache={kept}",
+            f"run_dir={tmp_path / 'run'}",
+        ]
+    )
     assert done.returncode == 0, done.stderr
     assert (
-        "all that a run on CPUs needs is there" in done.stdout and "an engine of generator.tp=1 has compiled and answered in" in done.stdout
+        "all that a run on CPUs needs is there" in done.stdout
+        and "an engine of generator.tp=1 has compiled and answered in" in done.stdout
     )
     assert "write by shared_memory" in done.stdout and "every byte as it was sent" in done.stdout
-    assert not (tmp_path / "run").exists() and [path.name for path in kept.glob("*")] in ([], [socket.gethostname()])
+    assert not (tmp_path / "run").exists() and [path.name for path in kept.glob("*")] in (
+        [],
+        [socket.gethostname()],
+    )

@@ -1,4 +1,6 @@
-"""Restarts of engines, which small processes play; and a run's stop, with processes that play trainer ranks."""
+"""Restarts of engines, which small processes play; and a run's stop, with processes that play
+trainer ranks.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,13 @@ def until(condition, poll=lambda: None, seconds=60):
 
 
 def kept(
-    group: ProcessGroup, policy: str, max_restarts: int = 2, health_s: float = 1.0, code=SERVER, env=None, spare: bool = False
+    group: ProcessGroup,
+    policy: str,
+    max_restarts: int = 2,
+    health_s: float = 1.0,
+    code=SERVER,
+    env=None,
+    spare: bool = False,
 ) -> EngineKeeper:
     (port,) = free_ports(1)
     keeper = EngineKeeper(group, policy, max_restarts, health_s, startup_s=30)
@@ -84,36 +92,52 @@ def test_a_killed_engine_is_started_again_on_its_port_so_often_and_no_more(tmp_p
         until(lambda: keeper._engines["engine.0"].answered, keeper.poll)
         child(group).kill()
         until(lambda: starts(group) == 2 and keeper._engines["engine.0"].answered, keeper.poll)
-        assert "engine.0 was killed by SIGKILL; started again (1 of generator.max_restarts=1)" in capsys.readouterr().out
+        assert (
+            "engine.0 was killed by SIGKILL; started again (1 of generator.max_restarts=1)"
+            in capsys.readouterr().out
+        )
         assert psutil.Process(child(group).pid).environ()[RESTARTS] == "1", "its seed depends on it"
         group.check(among=group.names - keeper.names)
         child(group).kill()
-        with pytest.raises(ProcessFailed, match="(?s)engine.0 was killed by SIGKILL; the end of .*engine starts"):
+        with pytest.raises(
+            ProcessFailed, match="(?s)engine.0 was killed by SIGKILL; the end of .*engine starts"
+        ):
             until(lambda: False, keeper.poll, seconds=20)
 
 
 def test_the_run_goes_on_without_one_that_training_does_not_need(tmp_path, capsys):
-    """An engine has used up its restarts: the run continues without it. An engine that never answered ends the run."""
+    """An engine has used up its restarts: the run continues without it.
+
+    An engine that never answered ends the run.
+    """
     with ProcessGroup(tmp_path) as group:
         keeper = kept(group, "restart", max_restarts=0, spare=True)
         until(lambda: keeper._engines["engine.0"].answered, keeper.poll)
         child(group).kill()
         until(lambda: not group.names, keeper.poll)
-        assert "engine.0 is dropped after generator.max_restarts=0; the run goes on without it" in capsys.readouterr().out
+        assert (
+            "engine.0 is dropped after generator.max_restarts=0; the run goes on without it"
+            in capsys.readouterr().out
+        )
         keeper = kept(group, "restart", max_restarts=0, spare=True, code="raise SystemExit(1)")
         with pytest.raises(ProcessFailed, match="engine.0 exited with status 1"):
             until(lambda: False, keeper.poll, seconds=20)
 
 
 def test_an_engine_that_has_served_and_ends_of_itself_is_started_again(tmp_path, capsys):
-    """So ends an engine whose scheduler crashed, or that was told to end because it lacks a part of the weights."""
+    """So ends an engine whose scheduler crashed, or that was told to end because it lacks a part of
+    the weights.
+    """
     leaving = "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(1))\n"
     with ProcessGroup(tmp_path) as group:
         keeper = kept(group, "restart", code=leaving + SERVER)
         until(lambda: keeper._engines["engine.0"].answered, keeper.poll)
         child(group).terminate()
         until(lambda: starts(group) == 2 and keeper._engines["engine.0"].answered, keeper.poll)
-        assert "engine.0 exited with status 1; started again (1 of generator.max_restarts=2)" in capsys.readouterr().out
+        assert (
+            "engine.0 exited with status 1; started again (1 of generator.max_restarts=2)"
+            in capsys.readouterr().out
+        )
 
 
 def test_an_engine_that_answers_nothing_is_ended_and_started_again(tmp_path, capsys):
@@ -127,11 +151,20 @@ def test_an_engine_that_answers_nothing_is_ended_and_started_again(tmp_path, cap
 
 @pytest.mark.long
 def test_an_engine_at_a_long_command_of_an_update_is_let_finish(tmp_path, capsys):
-    """Its scheduler gives no answer for twice health_s, but sends heartbeats. A stopped scheduler sends none. In a run health_s is at least
-    5 s."""
-    ask, beats = tmp_path / "ask", tmp_path / "beats"
+    """Its scheduler gives no answer for twice health_s, but sends heartbeats.
+
+    A stopped scheduler sends none. In a run health_s is at least 5 s.
+    """
+    ask = tmp_path / "ask"
+    beats = tmp_path / "beats"
     with ProcessGroup(tmp_path) as group:
-        keeper = kept(group, "restart", health_s=4.0, code=BUSY.replace("ASK", str(ask)), env={BEATS: str(beats)})
+        keeper = kept(
+            group,
+            "restart",
+            health_s=4.0,
+            code=BUSY.replace("ASK", str(ask)),
+            env={BEATS: str(beats)},
+        )
         engine = keeper._engines["engine.0"]
         until(lambda: engine.answered, keeper.poll)
         ask.touch()
@@ -160,7 +193,9 @@ def test_under_fail_an_engine_ends_the_run_like_any_other_process(tmp_path):
         assert keeper.names == set()
 
 
-def stopping(folder, group: ProcessGroup, node: int = 0, nodes: int = 1, deadline_s: float = 30.0) -> StopOrder:
+def stopping(
+    folder, group: ProcessGroup, node: int = 0, nodes: int = 1, deadline_s: float = 30.0
+) -> StopOrder:
     meeting = Meeting(folder / "meeting", Node(node, nodes, "launch"), timeout_s=10, silence_s=10)
     return StopOrder(meeting, group, deadline_s)
 
@@ -186,13 +221,17 @@ def test_a_stop_waits_for_the_trainer_ranks_alone(tmp_path):
 def test_a_stop_reaches_the_launchers_of_other_nodes_and_has_a_deadline(tmp_path):
     with ProcessGroup(tmp_path / "here") as here, ProcessGroup(tmp_path / "there") as there:
         start_worker(there, "trainer.1", "goes on")
-        ours, theirs = stopping(tmp_path, here, 0, 2), stopping(tmp_path, there, 1, 2, deadline_s=0.5)
+        ours = stopping(tmp_path, here, 0, 2)
+        theirs = stopping(tmp_path, there, 1, 2, deadline_s=0.5)
         ours.arm(set())
         theirs.arm({"trainer.1"})
         theirs.poll()
         assert not theirs.given
         assert ours.order()
-        with pytest.raises(Stopped, match="trainer.1 did not finish and save within checkpoint.on_termination_s=0.5"):
+        with pytest.raises(
+            Stopped,
+            match="trainer.1 did not finish and save within checkpoint.on_termination_s=0.5",
+        ):
             until(lambda: False, theirs.poll, seconds=20)
         assert theirs.given
 
@@ -218,7 +257,9 @@ with termination_as_exit(), ProcessGroup(Path(sys.argv[2])) as group:
 def test_a_launcher_that_was_stopped_says_so_and_does_not_take_its_engines_for_dead(tmp_path):
     """An engine counts as dead after 1 s of silence."""
     argv = [sys.executable, "-c", LAUNCHER, str(Path(__file__).parent), str(tmp_path)]
-    launcher = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    launcher = subprocess.Popen(
+        argv, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    )
     try:
         until(lambda: launcher.stdout.readline() == "answered 1\n")
         launcher.send_signal(signal.SIGSTOP)
@@ -232,13 +273,19 @@ def test_a_launcher_that_was_stopped_says_so_and_does_not_take_its_engines_for_d
     assert all(line == "answered 1\n" or "stood still" in line for line in lines), lines
 
 
-def test_an_engine_that_ends_of_itself_before_it_has_ever_answered_ends_the_run_at_once(tmp_path, capsys):
+def test_an_engine_that_ends_of_itself_before_it_has_ever_answered_ends_the_run_at_once(
+    tmp_path, capsys
+):
     """It would end again. An engine that was killed is started again."""
     with ProcessGroup(tmp_path) as group:
         keeper = EngineKeeper(group, "restart", max_restarts=3, health_s=10, startup_s=30)
-        spec = ProcessSpec("engine.0", [sys.executable, "-S", "-c", "raise SystemExit('no such model')"])
+        spec = ProcessSpec(
+            "engine.0", [sys.executable, "-S", "-c", "raise SystemExit('no such model')"]
+        )
         group.start(spec)
         keeper.keep(spec, "127.0.0.1", 1, "key")
-        with pytest.raises(ProcessFailed, match="(?s)engine.0 exited with status 1; the end of .*no such model"):
+        with pytest.raises(
+            ProcessFailed, match="(?s)engine.0 exited with status 1; the end of .*no such model"
+        ):
             until(lambda: False, keeper.poll, seconds=20)
     assert "started again" not in capsys.readouterr().out

@@ -22,7 +22,10 @@ from megarl.rollouts.environments.base import RolloutContext
 from megarl.rollouts.environments.tool_calls import ToolCalls
 from megarl.rollouts.rollout import CheckedRollout
 
-GROUPS, N, RUNNING = 64, 4, 64  # N samples of each group at once; RUNNING of them decode together, as start_engine sets it
+GROUPS = 64
+N = 4
+# N samples of each group at once; RUNNING of them decode together, as start_engine sets it
+RUNNING = 64
 MAX_TOKENS = 48
 
 
@@ -41,7 +44,9 @@ class Watched(ToolCalls):
 
     watch: Watch
 
-    async def _sample(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, index: int) -> Sample:
+    async def _sample(
+        self, context: RolloutContext, prompt: Prompt, sampling: Sampling, index: int
+    ) -> Sample:
         sample = await super()._sample(context, prompt, sampling, index)
         self.watch.finished.append(prompt.ordinal)
         if len(self.watch.finished) == GROUPS * N - 1:
@@ -50,7 +55,9 @@ class Watched(ToolCalls):
 
 
 async def hold_up_the_first(argument: str) -> str:
-    """An async tool that answers at once, except its first call: that waits in one sample of 256 until all others are done."""
+    """An async tool that answers at once, except its first call: that waits in one sample of 256
+    until all others are done.
+    """
     watch = Watched.watch
     if not watch.held:
         watch.held.append(len(watch.finished))
@@ -92,11 +99,22 @@ async def roll_out(engine: Any, model: Path) -> tuple[Watch, list[list[Sample]]]
 
     context = RolloutContext(tokenizer, generate, score, no_worker, tool_timeout_s=120)
     tool = f"{__name__}:hold_up_the_first"
-    rollout = Watched(tokenizer, tool=tool, call_open="<", call_close=">", result="={result};", max_calls=3, max_result_tokens=8)
+    rollout = Watched(
+        tokenizer,
+        tool=tool,
+        call_open="<",
+        call_close=">",
+        result="={result};",
+        max_calls=3,
+        max_result_tokens=8,
+    )
     checked = CheckedRollout("tool_calls", rollout, context, timeout_s=150, vocab_size=500)
     sampling = Sampling(MAX_TOKENS, stop_token_ids=tokenizer.eos_ids)
     texts = [f"{i}*{i + 1}=" for i in range(GROUPS)]
-    prompts = [Prompt(ordinal=i, token_ids=tokenizer.encode_prompt(text), text=text, answer="7") for i, text in enumerate(texts)]
+    prompts = [
+        Prompt(ordinal=i, token_ids=tokenizer.encode_prompt(text), text=text, answer="7")
+        for i, text in enumerate(texts)
+    ]
     try:
         await client.wait_ready(120, engine.log, engine.died)
         groups = await asyncio.gather(*(checked(prompt, sampling, N) for prompt in prompts))
@@ -115,14 +133,20 @@ def test_256_samples_run_at_once_each_at_its_own_pace(engine: Any, model: Path) 
     running = [int(count) for count in re.findall(r"#running-req: (\d+)", engine.log.read_text())]
     assert max(running) == RUNNING, "the engine was full"
     [finished_before] = watch.held
-    assert finished_before < GROUPS * N - 1, "others were still to finish when the slow call began, and they did"
+    assert finished_before < GROUPS * N - 1, (
+        "others were still to finish when the slow call began, and they did"
+    )
 
     several = [(prompt, sample) for prompt, sample in samples if sample.summary().turns > 1]
     assert len(several) > GROUPS and max(sample.summary().turns for _, sample in several) > 2
     reference = hf_model(model, torch.float32)
     for prompt, sample in several[:24]:
-        expected = hf_logprobs(reference, [*prompt.token_ids, *sample.token_ids])[len(prompt.token_ids) - 1 :]
+        expected = hf_logprobs(reference, [*prompt.token_ids, *sample.token_ids])[
+            len(prompt.token_ids) - 1 :
+        ]
         expected = expected.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
         mine = torch.tensor(sample.policy_mask, dtype=torch.bool)
-        assert (torch.tensor(sample.logprobs) - expected)[mine].abs().max() < 1e-5, "each turn continued just the tokens before it"
+        assert (torch.tensor(sample.logprobs) - expected)[mine].abs().max() < 1e-5, (
+            "each turn continued just the tokens before it"
+        )
         assert not torch.tensor(sample.logprobs)[~mine].any()

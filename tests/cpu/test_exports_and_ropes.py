@@ -1,5 +1,5 @@
-"""Exports after a step of training, loaded by Transformers: log-probs in float64 against the trainer's, for every family and each form of
-rotary embeddings that the family accepts.
+"""Exports after a step of training, loaded by Transformers: log-probs in float64 against the
+trainer's, for every family and each form of rotary embeddings that the family accepts.
 
 `pytest -s` prints the largest difference of each.
 """
@@ -42,7 +42,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "yarn without rounding": YARN_EXACT,
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
     "longrope": {
-        "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 16,
+        "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 16,
     },
     "half of each head": {"rope_type": "default", "partial_rotary_factor": 0.5},
 }  # fmt: skip
@@ -53,9 +54,15 @@ def with_form(values: dict[str, Any], form: str) -> dict[str, Any]:
     if not FORMS[form]:
         return values
     inner = values.get("text_config", values)
-    sections = {key: value for key, value in (inner.get("rope_parameters") or {}).items() if key.startswith("mrope_")}
+    sections = {
+        key: value
+        for key, value in (inner.get("rope_parameters") or {}).items()
+        if key.startswith("mrope_")
+    }
     rope = FORMS[form] | {"rope_theta": 700.0} | sections
-    changed = {key: value for key, value in inner.items() if key not in KEYS} | {"rope_parameters": rope}
+    changed = {key: value for key, value in inner.items() if key not in KEYS} | {
+        "rope_parameters": rope
+    }
     if "linear_num_key_heads" in inner:  # SGLang reads it there
         changed["rope_theta"] = 700.0
     return values | {"text_config": changed} if "text_config" in values else changed
@@ -76,17 +83,25 @@ ACCEPTED = [(family, form) for family in MODELS for form in FORMS if not refusal
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[tuple[str, str], tuple[Path, Path]]:
+def folders(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[tuple[str, str], tuple[Path, Path]]:
     """The folder of each chosen model, and of its export after a step."""
     root = tmp_path_factory.mktemp("ropes")
-    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    items = [
+        item
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path
+    ]
     params = [item.callspec.params for item in items if hasattr(item, "callspec")]
     chosen = {(str(case["family"]), str(case["form"])) for case in params}
     made: dict[tuple[str, str], tuple[Path, Path]] = {}
     for number, (family, form) in enumerate(sorted(chosen)):
         folder = root / str(number)
         save_model(family, folder)
-        (folder / "config.json").write_text(json.dumps(with_form(saved(family), form)), encoding="utf-8")
+        (folder / "config.json").write_text(
+            json.dumps(with_form(saved(family), form)), encoding="utf-8"
+        )
         for file in TOKENIZER.glob("tokenizer*.json"):
             shutil.copy(file, folder)
         made[family, form] = (folder, root / f"exported.{number}.hf")
@@ -94,7 +109,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
         1,
         root,
         [
-            {"run": "exported", "name": f"exported.{number}", "model": str(folder), "topology": {}, "lengths": LENGTHS}
+            {
+                "run": "exported",
+                "name": f"exported.{number}",
+                "model": str(folder),
+                "topology": {},
+                "lengths": LENGTHS,
+            }
             for number, (folder, _) in enumerate(made.values())
         ],
     )
@@ -102,7 +123,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 
 
 @pytest.mark.parametrize(("family", "form"), ACCEPTED)
-def test_trained_export_has_the_log_probs_of_the_trainer(folders: dict[tuple[str, str], tuple[Path, Path]], family: str, form: str) -> None:
+def test_trained_export_has_the_log_probs_of_the_trainer(
+    folders: dict[tuple[str, str], tuple[Path, Path]], family: str, form: str
+) -> None:
     source, exported = folders[family, form]
     (rank,) = results_of(exported.parent, exported.stem)
     model = load_float64(exported)
@@ -115,11 +138,18 @@ def test_trained_export_has_the_log_probs_of_the_trainer(folders: dict[tuple[str
     assert difference < TOLERANCE
     assert change > 1e-3, "the step changed the weights"
     text = "What is 12 + 30? The result is 42."
-    assert AutoTokenizer.from_pretrained(exported)(text).input_ids == AutoTokenizer.from_pretrained(source)(text).input_ids
+    assert (
+        AutoTokenizer.from_pretrained(exported)(text).input_ids
+        == AutoTokenizer.from_pretrained(source)(text).input_ids
+    )
 
 
 def distance(rows: list[list[float]], others: list[list[float]]) -> float:
-    return max(abs(a - b) for row, other in zip(rows, others, strict=True) for a, b in zip(row, other, strict=True))
+    return max(
+        abs(a - b)
+        for row, other in zip(rows, others, strict=True)
+        for a, b in zip(row, other, strict=True)
+    )
 
 
 def test_each_form_is_accepted_by_a_family_or_refused_with_its_name() -> None:

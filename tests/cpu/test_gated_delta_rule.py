@@ -1,4 +1,6 @@
-"""The gated delta rule in chunks, against the rule token by token and against Hugging Face's; packed sequences against single ones."""
+"""The gated delta rule in chunks, against the rule token by token and against Hugging Face's;
+packed sequences against single ones.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from megarl.kernels.gated_delta_rule import causal_conv, gated_delta_rule, gated
 
 LENGTHS = (3, 70, 1, 128, 64)
 BOUNDARIES = (0, *accumulate(LENGTHS))
-HEADS, KEY, VALUE = 3, 8, 5
+HEADS = 3
+KEY = 8
+VALUE = 5
 
 
 @pytest.fixture
@@ -25,25 +29,39 @@ def values() -> list[torch.Tensor]:
 
     t = BOUNDARIES[-1]
     q, k = (l2norm(random(t, HEADS, KEY)) for _ in "qk")
-    made = [q, k, random(t, HEADS, VALUE), -random(t, HEADS).exp(), random(t, HEADS).sigmoid(), random(len(LENGTHS), HEADS, KEY, VALUE)]
+    made = [
+        q,
+        k,
+        random(t, HEADS, VALUE),
+        -random(t, HEADS).exp(),
+        random(t, HEADS).sigmoid(),
+        random(len(LENGTHS), HEADS, KEY, VALUE),
+    ]
     return [each.requires_grad_() for each in made]
 
 
 def test_chunks_of_packed_sequences_are_the_rule_token_by_token(values: list[torch.Tensor]) -> None:
     """Compares outputs, states and gradients in float64."""
-    outs, ends = [], []
+    outs = []
+    ends = []
     for number, (start, end) in enumerate(pairwise(BOUNDARIES)):
         state = values[-1][number : number + 1]
         for token in range(start, end):
             out, state = gated_delta_step(*(each[token : token + 1] for each in values[:-1]), state)
             outs.append(out)
         ends.append(state)
-    expected, found = (torch.cat(outs), torch.cat(ends)), gated_delta_rule(*values[:-1], BOUNDARIES, values[-1])
+    expected = (torch.cat(outs), torch.cat(ends))
+    found = gated_delta_rule(*values[:-1], BOUNDARIES, values[-1])
     for ours, theirs in zip(found, expected):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
     generator = torch.Generator().manual_seed(1)
-    weights = [torch.randn(each.shape, generator=generator, dtype=torch.float64) for each in expected]
-    gradients = [torch.autograd.grad(sum((w * x).sum() for w, x in zip(weights, each)), values) for each in (found, expected)]
+    weights = [
+        torch.randn(each.shape, generator=generator, dtype=torch.float64) for each in expected
+    ]
+    gradients = [
+        torch.autograd.grad(sum((w * x).sum() for w, x in zip(weights, each)), values)
+        for each in (found, expected)
+    ]
     for ours, theirs in zip(*gradients):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
@@ -60,13 +78,22 @@ def test_it_is_hugging_faces_rule(values: list[torch.Tensor]) -> None:
     for number, (start, end) in enumerate(pairwise(BOUNDARIES)):
         own = (each[None, start:end] for each in (q, k, v))
         theirs, _ = torch_chunk_gated_delta_rule(
-            *own, g=g[None, start:end], beta=beta[None, start:end], initial_state=states[number : number + 1]
+            *own,
+            g=g[None, start:end],
+            beta=beta[None, start:end],
+            initial_state=states[number : number + 1],
         )
         torch.testing.assert_close(found[start:end], theirs[0], rtol=0, atol=5e-6)
 
 
 def test_the_convolution_of_packed_sequences_is_that_of_each() -> None:
     generator = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(BOUNDARIES[-1], 6, generator=generator), torch.randn(6, 4, generator=generator)
-    each = [F.conv1d(part.T[None], weight[:, None], padding=3, groups=6)[0, :, : len(part)].T for part in x.split(LENGTHS)]
-    torch.testing.assert_close(causal_conv(x, weight, BOUNDARIES), torch.cat(each), rtol=0, atol=1e-5)
+    x = torch.randn(BOUNDARIES[-1], 6, generator=generator)
+    weight = torch.randn(6, 4, generator=generator)
+    each = [
+        F.conv1d(part.T[None], weight[:, None], padding=3, groups=6)[0, :, : len(part)].T
+        for part in x.split(LENGTHS)
+    ]
+    torch.testing.assert_close(
+        causal_conv(x, weight, BOUNDARIES), torch.cat(each), rtol=0, atol=1e-5
+    )

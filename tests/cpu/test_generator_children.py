@@ -1,4 +1,7 @@
-"""An engine ends together with the processes that it started. Real processes play scheduler and controller."""
+"""An engine ends together with the processes that it started.
+
+Real processes play scheduler and controller.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ import psutil
 import pytest
 from loops import has_ended
 
-# Like an engine: a process that waits for ever for a process that it forked, or that this one forked.
+# Like an engine: a process that waits for ever for a process that it forked, or that this one
+# forked.
 ENGINE = """
 import multiprocessing, os, sys, time
 from megarl.generator.hooks import GRACE_S, Children
@@ -42,9 +46,16 @@ with _ending_at_the_end(children):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("between, then", [("scheduler", "waits"), ("scheduler", "raises"), ("controller", "waits")])
+@pytest.mark.parametrize(
+    "between, then", [("scheduler", "waits"), ("scheduler", "raises"), ("controller", "waits")]
+)
 def test_one_that_is_killed_ends_them_all_and_is_named(between, then):
-    engine = subprocess.Popen([sys.executable, "-c", ENGINE, between, then], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    engine = subprocess.Popen(
+        [sys.executable, "-c", ENGINE, between, then],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     pid = int(engine.stdout.readline().split()[1])
     family = psutil.Process(engine.pid).children(recursive=True)
     os.kill(pid, signal.SIGKILL)
@@ -58,5 +69,10 @@ def test_one_that_is_killed_ends_them_all_and_is_named(between, then):
 def test_whatever_an_engine_ends_by_it_ends_though_what_it_has_started_goes_on():
     """Python itself would wait for the started process."""
     code = ENGINE.replace("process.join()", "raise SystemExit('enough')")
-    engine = subprocess.run([sys.executable, "-c", code, "scheduler", "raises"], capture_output=True, text=True, timeout=30)
+    engine = subprocess.run(
+        [sys.executable, "-c", code, "scheduler", "raises"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
     assert engine.returncode == 1 and engine.stderr.startswith("enough\n")

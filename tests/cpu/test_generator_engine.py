@@ -1,4 +1,6 @@
-"""One real SGLang engine (TP1, fp32, untied) against Hugging Face's model, before and after its weights are replaced."""
+"""One real SGLang engine (TP1, fp32, untied) against Hugging Face's model, before and after its
+weights are replaced.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ import aiohttp
 import psutil
 import pytest
 import torch
-from sglang_engine import CONTEXT, hf_logprobs, hf_model, make_checkpoint, shares_of, start_engine, write_as_trainer
+from sglang_engine import (
+    CONTEXT,
+    hf_logprobs,
+    hf_model,
+    make_checkpoint,
+    shares_of,
+    start_engine,
+    write_as_trainer,
+)
 from sglang_writer import reshard_map
 
 from megarl.data.prompts import KEPT_BACK
@@ -45,7 +55,9 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(checkpoints, tmp_path_factory):
-    yield from start_engine(checkpoints[0], "float32", 1, tmp_path_factory.mktemp("engine") / "engine.0.log")
+    yield from start_engine(
+        checkpoints[0], "float32", 1, tmp_path_factory.mktemp("engine") / "engine.0.log"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +87,19 @@ def with_client(engine, body):
 
 async def under_way(client: EngineClient) -> asyncio.Task[list[Completion]]:
     """A long request that has begun to sample."""
-    running = asyncio.create_task(client.generate(PROMPTS[0], Sampling(max_tokens=80, ignore_eos=True), 32))
+    running = asyncio.create_task(
+        client.generate(PROMPTS[0], Sampling(max_tokens=80, ignore_eos=True), 32)
+    )
     await asyncio.sleep(0.01)
     await client.generate(PROMPTS[1], Sampling(max_tokens=2, ignore_eos=True))  # queued after it
     return running
 
 
 def test_greedy_tokens_and_logprobs_equal_hf(engine, checkpoints):
-    completions = with_client(engine, lambda client: asyncio.gather(*(client.generate(prompt, GREEDY) for prompt in PROMPTS)))
+    completions = with_client(
+        engine,
+        lambda client: asyncio.gather(*(client.generate(prompt, GREEDY) for prompt in PROMPTS)),
+    )
     model = hf_model(checkpoints[0], torch.float32)
     for prompt, [completion] in zip(PROMPTS, completions):
         tokens = [*prompt, *completion.token_ids]
@@ -99,23 +116,41 @@ def test_a_response_fills_the_context_but_for_what_sglang_keeps_back(engine):
     async def longest(client, left_over):
         tokens = CONTEXT - len(PROMPTS[0]) - left_over
         fleet = Fleet([client], "resume", chunk_tokens=tokens - 1)
-        return len((await fleet.generate(PROMPTS[0], Sampling(max_tokens=tokens, ignore_eos=True), 1))[0].token_ids) == tokens
+        return (
+            len(
+                (await fleet.generate(PROMPTS[0], Sampling(max_tokens=tokens, ignore_eos=True), 1))[
+                    0
+                ].token_ids
+            )
+            == tokens
+        )
 
     assert with_client(engine, lambda client: longest(client, KEPT_BACK))
     with pytest.raises(EngineError, match="exceeds the maximum allowed length"):
         with_client(engine, lambda client: longest(client, KEPT_BACK - 1))
 
 
-@pytest.mark.parametrize("temperature, top_p, top_k", [(1.0, 1.0, -1), (0.6, 1.0, -1), (1.4, 0.7, -1), (0.8, 1.0, 9), (1.2, 0.8, 20)])
-def test_logprobs_are_those_of_the_distribution_sampled_from(engine, checkpoints, temperature, top_p, top_k):
-    sampling = Sampling(max_tokens=10, temperature=temperature, top_p=top_p, top_k=top_k, ignore_eos=True)
+@pytest.mark.parametrize(
+    "temperature, top_p, top_k",
+    [(1.0, 1.0, -1), (0.6, 1.0, -1), (1.4, 0.7, -1), (0.8, 1.0, 9), (1.2, 0.8, 20)],
+)
+def test_logprobs_are_those_of_the_distribution_sampled_from(
+    engine, checkpoints, temperature, top_p, top_k
+):
+    sampling = Sampling(
+        max_tokens=10, temperature=temperature, top_p=top_p, top_k=top_k, ignore_eos=True
+    )
     completions = with_client(engine, lambda client: client.generate(PROMPTS[2], sampling, 8))
-    assert len({tuple(completion.token_ids) for completion in completions}) > 4  # independent samples
+    # independent samples
+    assert len({tuple(completion.token_ids) for completion in completions}) > 4
     model = hf_model(checkpoints[0], torch.float32)
     for completion in completions:
-        logprobs = hf_logprobs(model, [*PROMPTS[2], *completion.token_ids], temperature)[len(PROMPTS[2]) - 1 :]
+        logprobs = hf_logprobs(model, [*PROMPTS[2], *completion.token_ids], temperature)[
+            len(PROMPTS[2]) - 1 :
+        ]
         probabilities, order = logprobs.exp().sort(-1, descending=True)
-        kept = probabilities.cumsum(-1) - probabilities <= top_p  # the nucleus: the likeliest candidates until top_p is passed
+        # the nucleus: the likeliest candidates until top_p is passed
+        kept = probabilities.cumsum(-1) - probabilities <= top_p
         if top_k > 0:
             kept[:, top_k:] = False
         kept = torch.zeros_like(kept).scatter(-1, order, kept)
@@ -138,21 +173,33 @@ def test_score_equals_hf(engine, checkpoints):
     scores = with_client(engine, lambda client: client.score(sequences))
     model = hf_model(checkpoints[0], torch.float32)
     for sequence, values in zip(sequences, scores):
-        expected = hf_logprobs(model, sequence).gather(-1, torch.tensor(sequence[1:])[:, None])[:, 0]
+        expected = hf_logprobs(model, sequence).gather(-1, torch.tensor(sequence[1:])[:, None])[
+            :, 0
+        ]
         assert (torch.tensor(values) - expected).abs().max() < 3e-6
 
 
 def test_requests_without_the_right_key_are_refused(engine):
     async def statuses(client: EngineClient) -> dict:
         body = {"input_ids": PROMPTS[0], "sampling_params": {"max_new_tokens": 1}}
-        paths = {"/generate": body, "/begin_weight_update": {}, "/pause_generation": {}, "/update_weights_from_disk": {"model_path": "x"}}
-        paths |= {"/update_weights_from_tensor": {"serialized_named_tensors": []}, "/flush_cache": {}}
+        paths = {
+            "/generate": body,
+            "/begin_weight_update": {},
+            "/pause_generation": {},
+            "/update_weights_from_disk": {"model_path": "x"},
+        }
+        paths |= {
+            "/update_weights_from_tensor": {"serialized_named_tensors": []},
+            "/flush_cache": {},
+        }
         found = {}
         async with aiohttp.ClientSession() as session:
             for path, content in paths.items():
                 for key in (None, "guess", engine.keys.api):
                     headers = {"Authorization": f"Bearer {key}"} if key else {}
-                    async with session.post(engine.url + path, json=content, headers=headers) as response:
+                    async with session.post(
+                        engine.url + path, json=content, headers=headers
+                    ) as response:
                         found[path, key] = response.status
         return found
 
@@ -171,14 +218,18 @@ def test_keys_show_neither_in_process_titles_nor_in_the_log_nor_to_users(engine)
 
     async def server_info(client: EngineClient) -> str:
         headers = {"Authorization": f"Bearer {engine.keys.api}"}
-        async with aiohttp.ClientSession(headers=headers) as session, session.get(f"{engine.url}/server_info") as response:
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.get(f"{engine.url}/server_info") as response,
+        ):
             return await response.text()
 
     assert engine.keys.admin not in with_client(engine, server_info)
 
 
 def test_server_listens_on_loopback_only(engine):
-    connections = engine.processes()[0].net_connections("inet")  # its workers also hold torch's rendezvous store, which binds to all
+    # its workers also hold torch's rendezvous store, which binds to all
+    connections = engine.processes()[0].net_connections("inet")
     listening = {connection.laddr for connection in connections if connection.status == "LISTEN"}
     assert int(engine.url.rpartition(":")[2]) in {port for _, port in listening}
     assert {address for address, _ in listening} == {"127.0.0.1"}
@@ -201,9 +252,12 @@ def test_a_paused_engine_leaves_the_cores_to_others_and_goes_on_with_its_request
 
 
 def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, checkpoints, hub):
-    """One engine and two trainer processes: layout check, direct writes, audit, prefix cache, corruption, worker errors."""
+    """One engine and two trainer processes: layout check, direct writes, audit, prefix cache,
+    corruption, worker errors.
+    """
     map = reshard_map(checkpoints[1], "float32", TRAINER, 1)
-    new, prompt = hf_model(checkpoints[1], torch.float32), PROMPTS[4]
+    new = hf_model(checkpoints[1], torch.float32)
+    prompt = PROMPTS[4]
 
     def difference_to_hf(completion) -> float:
         logprobs = hf_logprobs(new, [*prompt, *completion.token_ids])[len(prompt) - 1 :]
@@ -219,22 +273,28 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
         check_layout(live, map.destination)
         with pytest.raises(LayoutError, match="rank 0, model.layers.0.self_attn.qkv_proj.weight"):
             check_layout(live, reshard_map(checkpoints[1], "bfloat16", TRAINER, 1).destination)
-        endpoints = [endpoint.encode() for endpoint in await open_memory(workers, "shared_memory", map)]
+        endpoints = [
+            endpoint.encode() for endpoint in await open_memory(workers, "shared_memory", map)
+        ]
         await client.end_update(60)
         [unchanged] = await client.generate(PROMPTS[0], GREEDY)
         assert unchanged.versions[0] == -1
 
-        # The weights are written, but the prefix cache is kept: the engine's answer is wrong, so the cache matters here.
+        # The weights are written, but the prefix cache is kept: the engine's answer is wrong, so
+        # the cache matters here.
         update = WeightUpdate(workers, 7)
         await update.open()
-        shares = shares_of(write_as_trainer("shared_memory", checkpoints[1], "float32", TRAINER, 1, endpoints))
+        shares = shares_of(
+            write_as_trainer("shared_memory", checkpoints[1], "float32", TRAINER, 1, endpoints)
+        )
         await update.audit(shares, SentTensors(map))
         await client.end_update(60)
         await client.resume(60)
         [stale] = await client.generate(prompt, GREEDY)
         assert difference_to_hf(stale) > 1e-3
 
-        # A whole update with requests in flight: none is lost, and each token tells the weights that sampled it.
+        # A whole update with requests in flight: none is lost, and each token tells the weights
+        # that sampled it.
         running = await under_way(client)
         update = WeightUpdate(workers, 7)
         await update.open()
@@ -246,11 +306,15 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
         assert fresh.versions.tolist() == [7] * 12
         for completion in await running:
             assert len(completion.token_ids) == 80
-            assert completion.versions.tolist() == sorted(completion.versions) and set(completion.versions) == {-1, 7}
+            assert completion.versions.tolist() == sorted(completion.versions) and set(
+                completion.versions
+            ) == {-1, 7}
 
         # One flipped element, in the write of a user's own transport.
         await (update := WeightUpdate(workers, 8)).open()
-        writers = write_as_trainer("sglang_writer:OneFlippedElement", checkpoints[1], "float32", TRAINER, 1, endpoints)
+        writers = write_as_trainer(
+            "sglang_writer:OneFlippedElement", checkpoints[1], "float32", TRAINER, 1, endpoints
+        )
         corrupt = shares_of(writers)
         with pytest.raises(AuditError) as failure:
             await update.audit(corrupt, SentTensors(map))
@@ -258,13 +322,18 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
             "model.layers.1.mlp.down_proj.weight on generator rank 0 is not what trainer rank 0, 1 sent"
         ]
 
-        # A command that fails in the worker returns an error with the reason, and the engine continues.
-        with pytest.raises(RuntimeError, match="(?s)generator rank 0 failed at Arrange.*KeyError: 0"):
+        # A command that fails in the worker returns an error with the reason, and the engine
+        # continues.
+        with pytest.raises(
+            RuntimeError, match="(?s)generator rank 0 failed at Arrange.*KeyError: 0"
+        ):
             await workers.run_all(Arrange(shapes={}))
         with pytest.raises(EngineError, match="session is already open"):
             await client.begin_update(60)
         await update.close()
-        assert [completion.versions[0] for completion in await client.generate(prompt, GREEDY, 2)] == [8, 8]
+        assert [
+            completion.versions[0] for completion in await client.generate(prompt, GREEDY, 2)
+        ] == [8, 8]
 
     with_client(engine, body)
 
@@ -273,7 +342,9 @@ def test_deadline_names_the_engine():
     async def body() -> None:
         client = EngineClient("http://127.0.0.1:9", "a", "b")
         try:
-            with pytest.raises(TimeoutError, match=r"http://127.0.0.1:9 was not ready after 0 s; the end of"):
+            with pytest.raises(
+                TimeoutError, match=r"http://127.0.0.1:9 was not ready after 0 s; the end of"
+            ):
                 await client.wait_ready(0.2, Path(__file__))
             with pytest.raises(RuntimeError, match="http://127.0.0.1:9 exited with 3"):
                 await client.wait_ready(5, failed=lambda: "exited with 3")
@@ -295,8 +366,12 @@ time.sleep(60)
 
 
 def test_engine_ends_with_its_launcher(checkpoints):
-    command = server_command(EngineSettings(str(checkpoints[0]), "float32", 1, 64, 8), EngineKeys("a", "b"))
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, json.dumps(command)], stdout=subprocess.PIPE, text=True)
+    command = server_command(
+        EngineSettings(str(checkpoints[0]), "float32", 1, 64, 8), EngineKeys("a", "b")
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, json.dumps(command)], stdout=subprocess.PIPE, text=True
+    )
     server = psutil.Process(int(launcher.stdout.readline()))
     time.sleep(2)
     assert server.is_running()
@@ -320,4 +395,7 @@ def test_engine_ends_as_a_whole_when_one_of_its_processes_is_killed(engine):
     engine.process.wait(15)
     assert psutil.wait_procs(processes[1:], timeout=10)[1] == []
     told = engine.log.read_text()
-    assert f"process {scheduler.pid} of this engine was killed by SIGKILL" in told or "scheduler_0" in told, "ours, or SGLang's watchdog"
+    assert (
+        f"process {scheduler.pid} of this engine was killed by SIGKILL" in told
+        or "scheduler_0" in told
+    ), "ours, or SGLang's watchdog"

@@ -1,6 +1,9 @@
-"""`make gpu-kit` and `make gpu` on a machine without a GPU. The kit's Python has PyTorch, Triton and NumPy, and nothing else of this
-environment; for a whole run also Transformers and common packages. All parts of the kit run, at toy sizes: kernels in Triton's interpreter,
-the trainer over gloo, and writes through shared memory instead of CUDA IPC."""
+"""`make gpu-kit` and `make gpu` on a machine without a GPU.
+
+The kit's Python has PyTorch, Triton and NumPy, and nothing else of this environment; for a whole
+run also Transformers and common packages. All parts of the kit run, at toy sizes: kernels in
+Triton's interpreter, the trainer over gloo, and writes through shared memory instead of CUDA IPC.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,22 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ".".join(map(str, sys.version_info[:2]))
 
 
-def run(*command: str | Path, cwd: Path = ROOT, timeout_s: float = 280, **environment: str) -> subprocess.CompletedProcess[str]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MAKE", "MFLAGS"))}
+def run(
+    *command: str | Path, cwd: Path = ROOT, timeout_s: float = 280, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "MAKE", "MFLAGS"))
+    }
     return subprocess.run(
-        [*map(str, command)], cwd=cwd, env=inherited | environment, capture_output=True, text=True, timeout=timeout_s, check=False
+        [*map(str, command)],
+        cwd=cwd,
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
     )
 
 
@@ -43,8 +58,10 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # What an engine imports and the kit does not have.
 COMMON = set(
-    "aiohttp cloudpickle httpx jinja2 msgpack ninja numba numpy pandas pillow prometheus-client psutil pyarrow regex requests rich "
-    "safetensors scipy sentencepiece setuptools tensorboard tiktoken tokenizers torch tqdm transformers triton uvloop xxhash".split()
+    "aiohttp cloudpickle httpx jinja2 msgpack ninja numba numpy pandas pillow prometheus-client "
+    "psutil pyarrow regex requests rich "
+    "safetensors scipy sentencepiece setuptools tensorboard tiktoken tokenizers torch tqdm "
+    "transformers triton uvloop xxhash".split()
 )
 
 
@@ -56,14 +73,19 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def linked(folder: Path, names: set[str]) -> Path:
     for distribution in closure(names):
-        for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
+        for top in {
+            file.parts[0]
+            for file in distribution.files or ()
+            if file.parts[0] not in ("..", "__pycache__")
+        }:
             if not (folder / top).exists():
                 (folder / top).symlink_to(Path(str(distribution.locate_file(top))))
     return folder
 
 
 def closure(names: set[str]) -> Iterator[importlib.metadata.Distribution]:
-    left, seen = sorted(names), set()
+    left = sorted(names)
+    seen = set()
     while left:
         name = left.pop()
         if name in seen:
@@ -82,18 +104,39 @@ def test_the_kit_has_pieces_of_at_most_60_mib(kit):
     for piece in ("wheels", "engine"):
         assert sum(path.stat().st_size for path in (kit / piece).iterdir()) < 60 << 20
     wheels = sorted(path.name.split("-")[0] for path in (kit / "wheels").iterdir())
-    assert wheels == ["einops", "megarl", "megatron_core", "msgspec", "omegaconf", "packaging", "pyyaml"]
+    assert wheels == [
+        "einops",
+        "megarl",
+        "megatron_core",
+        "msgspec",
+        "omegaconf",
+        "packaging",
+        "pyyaml",
+    ]
     assert {path.name for path in kit.iterdir()} == {"wheels", "engine", "run.py", "commit"}
     assert any(path.name.startswith("sglang-") for path in (kit / "engine").iterdir())
 
 
-PARTS = ["trainer-1B", *(pytest.param(part, marks=pytest.mark.long) for part in ("kernels", "writes", "writes-fp8"))]
+PARTS = [
+    "trainer-1B",
+    *(pytest.param(part, marks=pytest.mark.long) for part in ("kernels", "writes", "writes-fp8")),
+]
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_the_kit_needs_nothing_else(part, kit, bare, tmp_path):
     python = sys._base_executable  # type: ignore[attr-defined]  # it does not see this environment's packages
-    found = run(python, kit / "run.py", "--rehearse", "--parts", part, "--output", tmp_path / "out", cwd=tmp_path, PYTHONPATH=str(bare))
+    found = run(
+        python,
+        kit / "run.py",
+        "--rehearse",
+        "--parts",
+        part,
+        "--output",
+        tmp_path / "out",
+        cwd=tmp_path,
+        PYTHONPATH=str(bare),
+    )
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
     report = json.loads((tmp_path / "out" / "gpu.json").read_text())
     assert report["parts"][part]["status"] == "ok" and report["parts"][part]["rows"]
@@ -106,9 +149,22 @@ def test_the_kit_needs_nothing_else(part, kit, bare, tmp_path):
 def test_the_kit_runs_engine_and_trainer_on_a_common_machine(kit, machine, tmp_path):
     python = sys._base_executable  # type: ignore[attr-defined]
     parts = "environment,loop"
-    found = run(python, kit / "run.py", "--rehearse", "--parts", parts, "--output", tmp_path, timeout_s=580, PYTHONPATH=str(machine))
+    found = run(
+        python,
+        kit / "run.py",
+        "--rehearse",
+        "--parts",
+        parts,
+        "--output",
+        tmp_path,
+        timeout_s=580,
+        PYTHONPATH=str(machine),
+    )
     assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
-    rows = {row["what"]: row for row in json.loads((tmp_path / "gpu.json").read_text())["parts"]["loop"]["rows"]}
+    rows = {
+        row["what"]: row
+        for row in json.loads((tmp_path / "gpu.json").read_text())["parts"]["loop"]["rows"]
+    }
     assert rows["steps done"]["measured"] == rows["steps done"]["planned"]
     assert rows["updates whose audit is equal"]["measured"] > 0
     assert rows["engine killed after step"]["measured"] > 0
@@ -118,10 +174,18 @@ def test_the_kit_runs_engine_and_trainer_on_a_common_machine(kit, machine, tmp_p
 def test_without_a_gpu_it_says_what_is_missing(kit, bare, tmp_path):
     made = run("make", "gpu")
     assert made.returncode == 2
-    assert re.search(r"make gpu lacks:\n- (PyTorch .* is built without CUDA|no NVIDIA GPU can be used here|torch cannot)", made.stderr)
+    assert re.search(
+        r"make gpu lacks:\n- (PyTorch .* is built without CUDA|no NVIDIA GPU can be used "
+        r"here|torch cannot)",
+        made.stderr,
+    )
     python = sys._base_executable  # type: ignore[attr-defined]
     of_kit = run(python, kit / "run.py", cwd=tmp_path, PYTHONPATH=str(bare))
-    assert of_kit.returncode == 2 and "make gpu lacks" in of_kit.stderr and "Traceback" not in of_kit.stderr
+    assert (
+        of_kit.returncode == 2
+        and "make gpu lacks" in of_kit.stderr
+        and "Traceback" not in of_kit.stderr
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -129,7 +193,8 @@ def test_a_part_that_fails_is_shown_and_the_others_go_on(monkeypatch, tmp_path, 
     from megarl.bench.gpu import __main__ as program
 
     monkeypatch.setattr(program, "REHEARSED_SLOWER", 1)
-    sleeps = program.Part("Late", "megarl.bench.gpu.kernels:run", 0.3)  # even its imports take longer
+    # even its imports take longer
+    sleeps = program.Part("Late", "megarl.bench.gpu.kernels:run", 0.3)
     broken = program.Part("Broken", "megarl.bench.gpu.nowhere:run", 60)
     monkeypatch.setattr(program, "PARTS", {"late": sleeps, "broken": broken})
     monkeypatch.setattr(sys, "argv", ["megarl.bench.gpu", "--rehearse", "--output", str(tmp_path)])

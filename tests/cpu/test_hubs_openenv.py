@@ -1,4 +1,6 @@
-"""Environments of OpenEnv, with the package's own servers and client in an interpreter of their own. The policy is a fake."""
+"""Environments of OpenEnv, with the package's own servers and client in an interpreter of their
+own. The policy is a fake.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,20 @@ THERE = os.environ.get("MEGARL_OPENENV_PYTHON", str(ROOT / "envs/openenv/bin/pyt
 TEXT = {"text_field": "text"}
 pytestmark = [
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not Path(THERE).exists(), reason="no interpreter with openenv (docs/agents.md)"),
+    pytest.mark.skipif(
+        not Path(THERE).exists(), reason="no interpreter with openenv (docs/agents.md)"
+    ),
 ]
 
 
 def opened(**arguments: Any) -> Played:
-    settings = {"python": THERE, "server": "boards:app", "folder": FOLDER, "deadline_s": 120.0, **arguments}
+    settings = {
+        "python": THERE,
+        "server": "boards:app",
+        "folder": FOLDER,
+        "deadline_s": 120.0,
+        **arguments,
+    }
     return Played(lambda: OpenEnv(TOKENIZER, **settings))
 
 
@@ -56,18 +66,34 @@ def test_a_policy_that_calls_the_tools_of_the_environment(products: Played):
     """Seed 3 of the environment asks for 343*706, which is 242158."""
     said = [call("calculate", {"expression": "343*706"}), call("answer", {"number": "242158"})]
     policy = Saying(*said)
-    [sample] = products(policy, {"prompt": [{"role": "system", "content": "be right"}], "reset": {"seed": 3}}).samples
-    start = "<bos><tools>calculate,answer,picture,fields,own<system>be right<user>343*706=<assistant>"
+    [sample] = products(
+        policy, {"prompt": [{"role": "system", "content": "be right"}], "reset": {"seed": 3}}
+    ).samples
+    start = (
+        "<bos><tools>calculate,answer,picture,fields,own<system>be right<user>343*706=<assistant>"
+    )
     assert policy.asked == [start, f"{start}{said[0]}<eos><tool>242158<assistant>"]
-    assert sample.text == f"{said[0]}<eos><tool>242158<assistant>{said[1]}<eos>" and sample.reward == 1.0
-    written = len(TOKENIZER.encode_text("242158")) + 2  # the environment's text, between two tokens of the template
+    assert (
+        sample.text == f"{said[0]}<eos><tool>242158<assistant>{said[1]}<eos>"
+        and sample.reward == 1.0
+    )
+    # the environment's text, between two tokens of the template
+    written = len(TOKENIZER.encode_text("242158")) + 2
     assert list(sample.policy_mask).count(False) == written
-    assert (sample.metrics["env_steps"], sample.metrics["env_ended"], sample.metrics["env_refused"]) == (2, 1, 0)
+    assert (
+        sample.metrics["env_steps"],
+        sample.metrics["env_ended"],
+        sample.metrics["env_refused"],
+    ) == (2, 1, 0)
     assert not any(map(sample.metrics.get, FAILED))
 
 
 def test_what_a_tool_refuses_is_told_to_the_policy_and_counted(products: Played):
-    said = [call("calculate", {"x": 1}), call("calculate", {"expression": "1/0"}), call("solve", {})]
+    said = [
+        call("calculate", {"x": 1}),
+        call("calculate", {"expression": "1/0"}),
+        call("solve", {}),
+    ]
     policy = Saying(*said)
     [sample] = products(policy, {"prompt": "", "reset": {"seed": 3}}, max_tokens=2000).samples
     told = policy.asked[-1].split("<tool>")[1:]
@@ -75,23 +101,39 @@ def test_what_a_tool_refuses_is_told_to_the_policy_and_counted(products: Played)
         "error: 2 validation errors for call[calc",
         "error: Error calling tool 'calculate': n",
     ]
-    assert sample.reward == 0.0 and sample.metrics["env_refused"] == 2 and sample.metrics["env_ended"] == 0
+    assert (
+        sample.reward == 0.0
+        and sample.metrics["env_refused"] == 2
+        and sample.metrics["env_ended"] == 0
+    )
 
 
-@pytest.mark.parametrize("tool, shown", [("picture", "[image]"), ("fields", '{"number": 7}'), ("own", "not that way")])
+@pytest.mark.parametrize(
+    "tool, shown", [("picture", "[image]"), ("fields", '{"number": 7}'), ("own", "not that way")]
+)
 def test_what_a_tool_says_that_is_no_text(products: Played, tool: str, shown: str):
     policy = Saying(call(tool, {}), "enough")
     [sample] = products(policy, {"prompt": "", "reset": {"seed": 3}}, max_tokens=2000).samples
-    assert f"<eos><tool>{shown}<assistant>" in policy.asked[1] and not any(map(sample.metrics.get, FAILED))
+    assert f"<eos><tool>{shown}<assistant>" in policy.asked[1] and not any(
+        map(sample.metrics.get, FAILED)
+    )
 
 
 def test_a_prompt_whose_contents_are_parts(boards: Played):
     policy = Saying("ab")
-    boards(policy, {"prompt": [{"role": "user", "content": [{"type": "text", "text": "move"}]}], "reset": {"seed": 5}})
+    boards(
+        policy,
+        {
+            "prompt": [{"role": "user", "content": [{"type": "text", "text": "move"}]}],
+            "reset": {"seed": 5},
+        },
+    )
     assert policy.asked[0] == "<bos><user>move\nseed 5<assistant>"
 
 
-def test_a_start_that_is_too_large_for_a_request_has_no_room_and_is_tried_once(boards: Played, capfd: pytest.CaptureFixture[str]):
+def test_a_start_that_is_too_large_for_a_request_has_no_room_and_is_tried_once(
+    boards: Played, capfd: pytest.CaptureFixture[str]
+):
     [sample] = boards(Saying("ab"), {"reset": {"kind": "large"}}).samples
     assert sample.finish_reason == UNANSWERED and sample.metrics["out_of_room"] == 1
     assert "its last call was refused: the request has more than" in capfd.readouterr().out
@@ -101,25 +143,45 @@ def test_a_policy_whose_texts_are_actions(boards: Played):
     policy = Saying("ab", "cd", "ef")
     [sample] = boards(policy, {"prompt": "move", "reset": {"seed": 5}}).samples
     assert policy.asked[0] == "<bos><user>move\nseed 5<assistant>"
-    assert policy.asked[2] == "<bos><user>move\nseed 5<assistant>ab<eos><user>ba<assistant>cd<eos><user>dc<assistant>"
-    assert sample.reward == 0.25 + 0.5 + 0.75 and sample.metrics["env_steps"] == 3 and sample.metrics["env_ended"] == 1
+    assert (
+        policy.asked[2]
+        == "<bos><user>move\nseed 5<assistant>ab<eos><user>ba<assistant>cd<eos><user>dc<assistant>"
+    )
+    assert (
+        sample.reward == 0.25 + 0.5 + 0.75
+        and sample.metrics["env_steps"] == 3
+        and sample.metrics["env_ended"] == 1
+    )
 
 
 @pytest.mark.long
 def test_the_reward_of_the_last_step_after_the_most_turns():
     with opened(reward="last", max_turns=2, **TEXT) as played:
         [sample] = played(Saying("ab"), {"reset": {}}).samples
-    assert sample.reward == 0.5 and sample.metrics["env_steps"] == 2 and sample.metrics["env_ended"] == 0
+    assert (
+        sample.reward == 0.5
+        and sample.metrics["env_steps"] == 2
+        and sample.metrics["env_ended"] == 0
+    )
 
 
 @pytest.mark.long
 def test_actions_of_an_environment_without_tools_are_calls_of_one_tool():
-    policy = Saying(call("step", {"text": "ab", "times": 2}), call("step", {"texts": "ab"}), "enough")
+    policy = Saying(
+        call("step", {"text": "ab", "times": 2}), call("step", {"texts": "ab"}), "enough"
+    )
     with opened() as played:
         [sample] = played(policy, {"reset": {}}).samples
     assert policy.asked[0].startswith("<bos><tools>step<user>seed None<assistant>")
-    assert "<tool>baba<assistant>" in policy.asked[1] and "<tool>error: the action does not have the form of one" in policy.asked[2]
-    assert (sample.reward, sample.metrics["env_steps"], sample.metrics["env_refused"]) == (0.25, 1, 1)
+    assert (
+        "<tool>baba<assistant>" in policy.asked[1]
+        and "<tool>error: the action does not have the form of one" in policy.asked[2]
+    )
+    assert (sample.reward, sample.metrics["env_steps"], sample.metrics["env_refused"]) == (
+        0.25,
+        1,
+        1,
+    )
 
 
 def check_failure(played: Played, kind: str, counted: str) -> None:
@@ -128,7 +190,9 @@ def check_failure(played: Played, kind: str, counted: str) -> None:
     assert [name for name in FAILED if sample.metrics[name]] == [counted]
 
 
-def test_an_episode_that_fails_is_counted_and_has_the_reward_of_a_crash(capfd: pytest.CaptureFixture[str]):
+def test_an_episode_that_fails_is_counted_and_has_the_reward_of_a_crash(
+    capfd: pytest.CaptureFixture[str],
+):
     with opened(on_crash=-0.5, retries=0, **TEXT) as played:
         check_failure(played, "raises", "failed_environment")
         assert "the board is broken" in capfd.readouterr().out
@@ -142,7 +206,9 @@ def test_an_episode_that_fails_is_counted_and_has_the_reward_of_a_crash(capfd: p
 
 @pytest.mark.long
 @pytest.mark.parametrize("server", ["boards:threads", "boards:app"])
-def test_an_episode_that_takes_too_long_has_the_reward_of_a_crash(server: str, capfd: pytest.CaptureFixture[str]):
+def test_an_episode_that_takes_too_long_has_the_reward_of_a_crash(
+    server: str, capfd: pytest.CaptureFixture[str]
+):
     """Also if it blocks the whole server."""
     with opened(server=server, on_crash=-0.5, deadline_s=10.0, **TEXT) as played:
         check_failure(played, "late", "failed_deadline")
@@ -166,14 +232,20 @@ def test_fields_that_no_observation_has_are_told(capfd: pytest.CaptureFixture[st
 
 def test_an_episode_ends_where_the_conversation_has_no_room(boards: Played):
     [sample] = boards(Saying("ab" * 20), {"reset": {}}, max_tokens=90).samples
-    assert sample.reward == 0.25 and sample.metrics["out_of_room"] == 1 and not any(map(sample.metrics.get, FAILED))
+    assert (
+        sample.reward == 0.25
+        and sample.metrics["out_of_room"] == 1
+        and not any(map(sample.metrics.get, FAILED))
+    )
 
 
 @pytest.mark.long
 def test_a_server_that_is_full_is_asked_again():
     with opened(server="boards:narrow", **TEXT) as played:
         samples = played(Saying("ab"), {"reset": {}}, n=5).samples
-    assert [sample.reward for sample in samples] == [1.5] * 5 and not any(sample.metrics["other_starts"] for sample in samples)
+    assert [sample.reward for sample in samples] == [1.5] * 5 and not any(
+        sample.metrics["other_starts"] for sample in samples
+    )
 
 
 def test_steps_without_a_reward_are_counted_and_so_is_one_that_is_not_a_number(boards: Played):
@@ -189,7 +261,10 @@ def test_episodes_of_a_row_that_do_not_begin_alike_are_counted(boards: Played):
 
 @pytest.fixture
 def urls() -> list[str]:
-    with closing(socket.create_server(("127.0.0.1", 0))) as one, closing(socket.create_server(("127.0.0.1", 0))) as other:
+    with (
+        closing(socket.create_server(("127.0.0.1", 0))) as one,
+        closing(socket.create_server(("127.0.0.1", 0))) as other,
+    ):
         return [f"http://127.0.0.1:{each.getsockname()[1]}" for each in (one, other)]
 
 
@@ -215,12 +290,23 @@ def test_servers_that_run_already_share_the_episodes(urls: list[str], servers: l
 
 
 def serve_at(url: str) -> subprocess.Popen[bytes]:
-    command = [THERE, "-m", "uvicorn", "boards:narrow", "--port", url.rpartition(":")[2], "--log-level", "warning"]
+    command = [
+        THERE,
+        "-m",
+        "uvicorn",
+        "boards:narrow",
+        "--port",
+        url.rpartition(":")[2],
+        "--log-level",
+        "warning",
+    ]
     return subprocess.Popen(command, cwd=FOLDER)
 
 
 @pytest.mark.long
-def test_episodes_go_to_the_servers_that_are_left_and_wait_for_one_that_comes_back(urls: list[str], servers: list[Any]):
+def test_episodes_go_to_the_servers_that_are_left_and_wait_for_one_that_comes_back(
+    urls: list[str], servers: list[Any]
+):
     with opened(server=urls, folder=None, retries=0, **TEXT) as played:
         played(Saying("ab"), {"reset": {}})
         servers[0].kill()
@@ -235,13 +321,18 @@ def test_episodes_go_to_the_servers_that_are_left_and_wait_for_one_that_comes_ba
 
 
 @pytest.mark.long
-def test_a_server_that_stays_away_fails_the_episode_with_the_reason(urls: list[str], servers: list[Any], capfd: pytest.CaptureFixture[str]):
+def test_a_server_that_stays_away_fails_the_episode_with_the_reason(
+    urls: list[str], servers: list[Any], capfd: pytest.CaptureFixture[str]
+):
     with opened(server=urls[0], retries=0, deadline_s=4.0, **TEXT) as played:
         played(Saying("ab"), {"reset": {}})
         servers[0].kill()
         servers[0].wait()
         [sample] = played(Saying("ab"), {"reset": {}}).samples
-    assert sample.finish_reason == UNANSWERED and "ConnectionError: Failed to connect" in capfd.readouterr().out
+    assert (
+        sample.finish_reason == UNANSWERED
+        and "ConnectionError: Failed to connect" in capfd.readouterr().out
+    )
 
 
 HOLDS = """
@@ -261,7 +352,9 @@ with GenericEnvClient(base_url=sys.argv[1]).sync() as session:
 
 
 @pytest.mark.long
-def test_a_server_that_is_full_at_the_start_is_asked_again_for_its_tools(urls: list[str], servers: list[Any]):
+def test_a_server_that_is_full_at_the_start_is_asked_again_for_its_tools(
+    urls: list[str], servers: list[Any]
+):
     """Another client has its only session, and leaves after a while."""
     with subprocess.Popen([THERE, "-c", HOLDS, urls[0]], stdout=subprocess.PIPE) as holds:
         assert holds.stdout is not None and holds.stdout.readline() == b"holds\n"
@@ -272,20 +365,38 @@ def test_a_server_that_is_full_at_the_start_is_asked_again_for_its_tools(urls: l
 
 
 def test_rows_of_a_server_without_tasks_are_refused_with_the_reason():
-    arguments = {"server": "products:app", "python": THERE, "folder": FOLDER, "rows": {"train": "train"}}
-    with pytest.raises(ConfigError, match="products/num_tasks did not answer as OpenEnv's servers do: .*501 Not Implemented"):
+    arguments = {
+        "server": "products:app",
+        "python": THERE,
+        "folder": FOLDER,
+        "rows": {"train": "train"},
+    }
+    with pytest.raises(
+        ConfigError,
+        match="products/num_tasks did not answer as OpenEnv's servers do: .*501 Not Implemented",
+    ):
         write_rows(arguments, {"train": Path(os.devnull)})
 
 
 def test_rows_are_seeds_or_tasks(boards: Played, tmp_path: Path):
     files = {split: tmp_path / f"{split}.jsonl" for split in ("train", "eval")}
-    arguments = {"server": "boards:app", "python": THERE, "folder": FOLDER, "system_prompt": "s", "instructions": "i"}
+    arguments = {
+        "server": "boards:app",
+        "python": THERE,
+        "folder": FOLDER,
+        "system_prompt": "s",
+        "instructions": "i",
+    }
     write_rows({**arguments, "rows": {"train": 3, "eval": 2}}, files)
     prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "i"}]
-    assert read(files["train"]) == [{"prompt": prompt, "reset": {"seed": seed}} for seed in (0, 1, 2)]
+    assert read(files["train"]) == [
+        {"prompt": prompt, "reset": {"seed": seed}} for seed in (0, 1, 2)
+    ]
     assert read(files["eval"]) == [{"prompt": prompt, "reset": {"seed": seed}} for seed in (3, 4)]
     write_rows({**arguments, "rows": {"train": "train", "eval": "test"}}, files)
-    assert [row["reset"] for row in read(files["eval"])] == [{"split": "test", "index": index} for index in (0, 1)]
+    assert [row["reset"] for row in read(files["eval"])] == [
+        {"split": "test", "index": index} for index in (0, 1)
+    ]
     policy = Saying("ab")
     boards(policy, read(files["eval"])[1])
     assert policy.asked[0] == "<bos><system>s<user>i\ntest 1<assistant>"
@@ -314,30 +425,55 @@ def read(file: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "arguments, told",
     [
-        ({"server": "no_such:app"}, "rollout.args.server=no_such:app, with .*: its module no_such is not installed there"),
+        (
+            {"server": "no_such:app"},
+            "rollout.args.server=no_such:app, with .*: its module no_such is not installed there",
+        ),
         ({"server": "boards"}, "boards must be a URL .*, or module:app"),
         ({"server": "localhost:8000"}, "localhost:8000 must be a URL .*, or module:app"),
         ({"server": "http://"}, "http:// must be a URL .*, or module:app"),
         ({"server": []}, "must name a server"),
         ({"python": sys.executable}, "the package openenv is not installed there"),
-        ({"python": "no-such-python"}, "rollout.args.python=no-such-python: there is no such program"),
+        (
+            {"python": "no-such-python"},
+            "rollout.args.python=no-such-python: there is no such program",
+        ),
         ({"on_crash": float("inf")}, "rollout.args.on_crash=inf: must be a finite number"),
     ],
 )
 def test_what_is_not_there_is_refused_before_anything_starts(arguments: dict[str, Any], told: str):
     with pytest.raises(ConfigError, match=told):
-        OpenEnv(TOKENIZER, **{"python": THERE, "server": "boards:app", "folder": FOLDER, **arguments})
+        OpenEnv(
+            TOKENIZER, **{"python": THERE, "server": "boards:app", "folder": FOLDER, **arguments}
+        )
 
 
 @pytest.mark.parametrize(
     "arguments, told",
     [
         ({"text_field": "move"}, "text_field=move: an action has text, times"),
-        pytest.param({"text_field": "times"}, "text_field=times: an action needs text too", marks=pytest.mark.long),
-        pytest.param({"server": "boards:nothing"}, "boards:nothing cannot be loaded: AttributeError", marks=pytest.mark.long),
-        pytest.param({"server": "http://127.0.0.1:9", "start_s": 15.0}, "http://127.0.0.1:9/health: ConnectError", marks=pytest.mark.long),
+        pytest.param(
+            {"text_field": "times"},
+            "text_field=times: an action needs text too",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {"server": "boards:nothing"},
+            "boards:nothing cannot be loaded: AttributeError",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {"server": "http://127.0.0.1:9", "start_s": 15.0},
+            "http://127.0.0.1:9/health: ConnectError",
+            marks=pytest.mark.long,
+        ),
     ],
 )
-def test_a_server_that_cannot_be_used_ends_the_run_with_the_reason(arguments: dict[str, Any], told: str):
-    with opened(**arguments, retries=0) as played, pytest.raises(RuntimeError, match=f"(?s)could not be started.*{told}"):
+def test_a_server_that_cannot_be_used_ends_the_run_with_the_reason(
+    arguments: dict[str, Any], told: str
+):
+    with (
+        opened(**arguments, retries=0) as played,
+        pytest.raises(RuntimeError, match=f"(?s)could not be started.*{told}"),
+    ):
         played(Saying("ab"), {"reset": {}})

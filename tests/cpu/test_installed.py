@@ -1,5 +1,6 @@
-"""The installed SGLang and transformers: MegaRL's statements about them, made without an import, are true; and a user's process can import
-transformers."""
+"""The installed SGLang and transformers: MegaRL's statements about them, made without an import,
+are true; and a user's process can import transformers.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +26,28 @@ def print_server_args() -> None:
     print(*(field.name for field in msgspec.structs.fields(ServerArgs)))
 
 
-def test_the_arguments_that_are_read_off_its_source_are_those_that_sglang_takes(tmp_path: Path) -> None:
+def test_the_arguments_that_are_read_off_its_source_are_those_that_sglang_takes(
+    tmp_path: Path,
+) -> None:
     with open(tmp_path / "names", "wb") as output:
         process = ENGINES.start("test_installed:print_server_args", [], {}, output)
     assert psutil.wait_procs([process], timeout=120)[1] == []
     there = (tmp_path / "names").read_text().split()
-    assert set(vendor_settings.sglang_arguments()) == {name for name in there if not name.startswith("_")}
-    ours = {*vendor_settings.SGLANG_BY_KEY, *vendor_settings.KEPT, *vendor_settings.SGLANG_REFUSED} - {"tp"}  # another name of tp_size
+    assert set(vendor_settings.sglang_arguments()) == {
+        name for name in there if not name.startswith("_")
+    }
+    # another name of tp_size
+    ours = {
+        *vendor_settings.SGLANG_BY_KEY,
+        *vendor_settings.KEPT,
+        *vendor_settings.SGLANG_REFUSED,
+    } - {"tp"}
     assert ours <= set(there)
-    untyped = [name for name, argument in vendor_settings.sglang_arguments().items() if argument.type is Any]
+    untyped = [
+        name
+        for name, argument in vendor_settings.sglang_arguments().items()
+        if argument.type is Any
+    ]
     assert len(untyped) < 5, untyped
 
 
@@ -49,9 +63,20 @@ print(*model(ids).logits.shape)
 
 
 def test_transformers_can_load_a_model_in_this_environment(tmp_path: Path) -> None:
-    """In a user's process, without MegaRL's replacements for missing packages. It failed while torchvision's wheel for CUDA was
-    installed."""
-    result = subprocess.run([sys.executable, "-c", TO_HF_AND_BACK, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, f"{result.stderr}\nIs .venv older than requirements/cpu.txt? make setup"
-    tokens, vocabulary = 5, json.loads((tmp_path / "config.json").read_text())["vocab_size"]
+    """In a user's process, without MegaRL's replacements for missing packages.
+
+    It failed while torchvision's wheel for CUDA was installed.
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", TO_HF_AND_BACK, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, (
+        f"{result.stderr}\nIs .venv older than requirements/cpu.txt? make setup"
+    )
+    tokens = 5
+    vocabulary = json.loads((tmp_path / "config.json").read_text())["vocab_size"]
     assert result.stdout == f"1 {tokens} {vocabulary}\n"

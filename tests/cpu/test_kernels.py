@@ -1,4 +1,6 @@
-"""megarl.kernels on a CPU: the torch references; the kernels, interpreted (kernels_interpreted.py) and compiled (kernels_compiled.py)."""
+"""megarl.kernels on a CPU: the torch references; the kernels, interpreted (kernels_interpreted.py)
+and compiled (kernels_compiled.py).
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,43 @@ HERE = Path(__file__).parent
 DEADLINE_S = 900
 
 
-@pytest.mark.parametrize(("file", "interpret"), [("kernels_interpreted.py", "1"), ("kernels_compiled.py", "0")])
+@pytest.mark.parametrize(
+    ("file", "interpret"), [("kernels_interpreted.py", "1"), ("kernels_compiled.py", "0")]
+)
 def test_kernels(file, interpret, tmp_path):
     """In a process of its own, because Triton reads TRITON_INTERPRET at its first import."""
-    environment = dict(os.environ, TRITON_INTERPRET=interpret, TRITON_CACHE_DIR=str(tmp_path), OMP_NUM_THREADS="1")
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, cwd=HERE.parents[1])
+    environment = dict(
+        os.environ, TRITON_INTERPRET=interpret, TRITON_CACHE_DIR=str(tmp_path), OMP_NUM_THREADS="1"
+    )
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(HERE / file),
+    ]
+    result = subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        cwd=HERE.parents[1],
+    )
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
 
 
 def test_the_kernels_division_is_exact_for_every_bf16_number_and_scale():
-    """Checks its formula in exact fractions. A power of two changes no significand, so one binade of each stands for all."""
-    scales = [torch.tensor(1 + m / 128) / torch.tensor(448.0) for m in range(128)] + [torch.tensor(1e-4) / torch.tensor(448.0)]
+    """Checks its formula in exact fractions.
+
+    A power of two changes no significand, so one binade of each stands for all.
+    """
+    scales = [torch.tensor(1 + m / 128) / torch.tensor(448.0) for m in range(128)] + [
+        torch.tensor(1e-4) / torch.tensor(448.0)
+    ]
     for scale in {Fraction(math.frexp(scale.item())[0]) for scale in scales}:
         reciprocal = float32(1 / scale)
         for m in range(128):
@@ -42,10 +69,13 @@ def test_the_kernels_division_is_exact_for_every_bf16_number_and_scale():
 
 
 def float32(x: Fraction) -> Fraction:
-    """The nearest multiple of the unit in the last place (24 bits), ties to even, by `round` of a fraction."""
+    """The nearest multiple of the unit in the last place (24 bits), ties to even, by `round` of a
+    fraction.
+    """
     if not x:
         return x
-    exponent = math.frexp(float(abs(x)))[1]  # of a float64: it may be one too large just below a power of two
+    # of a float64: it may be one too large just below a power of two
+    exponent = math.frexp(float(abs(x)))[1]
     if abs(x) < Fraction(2) ** (exponent - 1):
         exponent -= 1
     unit = Fraction(2) ** (exponent - 24)
@@ -65,20 +95,29 @@ def test_no_triton_without_a_cuda_tensor():
     subprocess.run([sys.executable, "-P", "-c", program], check=True, timeout=60)
 
 
-VOCAB, PADDED, HIDDEN, ROWS = 19, 24, 7, 11
+VOCAB = 19
+PADDED = 24
+HIDDEN = 7
+ROWS = 11
 
 
-def random_sets(targets: torch.Tensor, generator: torch.Generator) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Random sets that contain the targets: in `linear_logprobs`'s form, with unordered ids, and as truth values. The first two are the
-    smallest and the largest possible."""
+def random_sets(
+    targets: torch.Tensor, generator: torch.Generator
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Random sets that contain the targets: in `linear_logprobs`'s form, with unordered ids, and as
+    truth values. The first two are the smallest and the largest possible.
+    """
     inside = torch.rand(len(targets), VOCAB, generator=generator) < 0.3
     inside[0], inside[1] = False, True
     inside.scatter_(1, targets[:, None], True)
-    sets = [row.nonzero()[:, 0][torch.randperm(int(row.sum()), generator=generator)] for row in inside]
+    sets = [
+        row.nonzero()[:, 0][torch.randperm(int(row.sum()), generator=generator)] for row in inside
+    ]
     return (inside.sum(dim=1), torch.cat(sets).int()), inside
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8])  # at 4, the last rank holds one real token and five of padding; at 8, only padding
+# at 4, the last rank holds one real token and five of padding; at 8, only padding
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("entropy_weight", [0.0, 0.3])
 @pytest.mark.parametrize("chunk", [4, 100])
@@ -86,23 +125,35 @@ def random_sets(targets: torch.Tensor, generator: torch.Generator) -> tuple[tupl
 def test_logprobs_entropy_and_gradients_equal_float64(size, dtype, entropy_weight, chunk, part):
     """`part`: the softmax of each row is over a set of its own, of which some ranks hold nothing."""
     generator = torch.Generator().manual_seed(2)
-    hidden, weight = (torch.randn(rows, HIDDEN, generator=generator).to(dtype) for rows in (ROWS, PADDED))
+    hidden, weight = (
+        torch.randn(rows, HIDDEN, generator=generator).to(dtype) for rows in (ROWS, PADDED)
+    )
     hidden *= 3
     targets = torch.randint(0, VOCAB, (ROWS,), generator=generator)
     weights = torch.randn(ROWS, generator=generator)
     exact = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
     logits = exact[0] @ exact[1].T
     if dtype == torch.bfloat16:  # the CPU rounds them; the gradient passes through the rounding
-        rounded = [torch.cat([rows @ part.T for part in weight.chunk(size)], 1) for rows in hidden.split(chunk)]
+        rounded = [
+            torch.cat([rows @ part.T for part in weight.chunk(size)], 1)
+            for rows in hidden.split(chunk)
+        ]
         logits = logits + (torch.cat(rounded).double() - logits).detach()
-    kept, inside = random_sets(targets, generator) if part else (None, torch.ones(ROWS, VOCAB, dtype=torch.bool))
+    kept, inside = (
+        random_sets(targets, generator)
+        if part
+        else (None, torch.ones(ROWS, VOCAB, dtype=torch.bool))
+    )
     log_p = torch.log_softmax((logits[:, :VOCAB] / 0.7).masked_fill(~inside, -torch.inf), -1)
     wanted = log_p.gather(-1, targets[:, None])[:, 0]
     wanted_entropy = -(log_p.exp() * log_p.masked_fill(~inside, 0.0)).sum(-1)
     ((wanted + entropy_weight * wanted_entropy) * weights).sum().backward()
 
     def on_rank(group):
-        mine = hidden.clone().requires_grad_(), weight.chunk(size)[group.rank()].clone().requires_grad_()
+        mine = (
+            hidden.clone().requires_grad_(),
+            weight.chunk(size)[group.rank()].clone().requires_grad_(),
+        )
         found, entropy = linear_logprobs(*mine, targets, group, VOCAB, 0.7, chunk, None, kept)
         ((found + entropy_weight * entropy if entropy_weight else found) * weights).sum().backward()
         main_grad = torch.ones(mine[1].shape)
@@ -120,16 +171,27 @@ def test_logprobs_entropy_and_gradients_equal_float64(size, dtype, entropy_weigh
     hidden_grad = sum(gradient.double() for _, _, gradient, _, _ in results)
     weight_grad, main_grad = (torch.cat([result[i] for result in results]) for i in (3, 4))
     assert weight_grad.dtype == dtype and not weight_grad[VOCAB:].any()
-    for found, want in ((hidden_grad, exact[0].grad), (weight_grad, exact[1].grad), (main_grad, exact[1].grad)):
+    for found, want in (
+        (hidden_grad, exact[0].grad),
+        (weight_grad, exact[1].grad),
+        (main_grad, exact[1].grad),
+    ):
         rounding = 1e-5 if dtype == torch.float32 else 2**-7
-        torch.testing.assert_close(found.double(), want, rtol=rounding, atol=rounding * want.abs().max().item())
+        torch.testing.assert_close(
+            found.double(), want, rtol=rounding, atol=rounding * want.abs().max().item()
+        )
 
 
 def test_no_row_has_no_logprob_and_a_zero_gradient():
-    hidden, weight = torch.zeros(0, HIDDEN, requires_grad=True), torch.ones(PADDED, HIDDEN, requires_grad=True)
+    hidden, weight = (
+        torch.zeros(0, HIDDEN, requires_grad=True),
+        torch.ones(PADDED, HIDDEN, requires_grad=True),
+    )
 
     def on_rank(group):
-        found, entropy = linear_logprobs(hidden, weight, torch.zeros(0, dtype=torch.int64), group, VOCAB)
+        found, entropy = linear_logprobs(
+            hidden, weight, torch.zeros(0, dtype=torch.int64), group, VOCAB
+        )
         assert found.shape == entropy.shape == (0,)
         found.sum().backward()
 
@@ -139,14 +201,23 @@ def test_no_row_has_no_logprob_and_a_zero_gradient():
 
 def test_memory_is_that_of_a_chunk():
     """Neither forward nor backward makes a tensor of rows times vocabulary."""
-    rows, vocab, chunk = 96, 4096, 8
-    hidden, weight = torch.randn(rows, HIDDEN, requires_grad=True), torch.randn(vocab, HIDDEN, requires_grad=True)
+    rows = 96
+    vocab = 4096
+    chunk = 8
+    hidden, weight = (
+        torch.randn(rows, HIDDEN, requires_grad=True),
+        torch.randn(vocab, HIDDEN, requires_grad=True),
+    )
     largest = []
 
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             out = function(*args, **(kwargs or {}))
-            largest.extend(x.numel() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor))
+            largest.extend(
+                x.numel()
+                for x in torch.utils._pytree.tree_leaves(out)
+                if isinstance(x, torch.Tensor)
+            )
             return out
 
     def on_rank(group):

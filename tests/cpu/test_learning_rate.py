@@ -10,7 +10,10 @@ import pytest
 from megarl.config.schema import OptimizerConfig
 from megarl.trainer.optimizer import LearningRate
 
-PEAK, WARMUP, TOTAL, FLOOR = 2e-3, 4, 20, 0.25
+PEAK = 2e-3
+WARMUP = 4
+TOTAL = 20
+FLOOR = 0.25
 AFTER = {  # share of the peak, by the share of the steps after warm-up that are done
     "constant": lambda done: 1.0,
     "linear": lambda done: 1 - (1 - FLOOR) * done,

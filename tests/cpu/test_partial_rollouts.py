@@ -1,8 +1,10 @@
-"""The effect of weight updates on running requests (`async.partial_rollout`), on one real SGLang engine for all modes.
+"""The effect of weight updates on running requests (`async.partial_rollout`), on one real SGLang
+engine for all modes.
 
-Two sets of weights take turns: even versions are A, and odd versions are B. The tests write them into the engine's memory between the real
-steps of an update, while long requests run through the real fleet. `make matrix` does the same with an engine that has two replicas of
-attention, which share the requests.
+Two sets of weights take turns: even versions are A, and odd versions are B. The tests write them
+into the engine's memory between the real steps of an update, while long requests run through the
+real fleet. `make matrix` does the same with an engine that has two replicas of attention, which
+share the requests.
 """
 
 from __future__ import annotations
@@ -13,7 +15,16 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from sglang_engine import CONTEXT, VOCABULARY, hf_experts, hf_logprobs, hf_model, make_checkpoint, sampled_by, start_engine
+from sglang_engine import (
+    CONTEXT,
+    VOCABULARY,
+    hf_experts,
+    hf_logprobs,
+    hf_model,
+    make_checkpoint,
+    sampled_by,
+    start_engine,
+)
 from weights_rig import mapped
 
 from megarl.generator.client import EngineClient
@@ -43,7 +54,9 @@ Place = tuple[int, str]  # TP rank, name
 
 @dataclass
 class Rig:
-    """One engine, its memory, and both sets of weights, in the engine's form and as Hugging Face's model."""
+    """One engine, its memory, and both sets of weights, in the engine's form and as Hugging Face's
+    model.
+    """
 
     client: EngineClient
     workers: Workers
@@ -59,7 +72,10 @@ class Rig:
         return fleet
 
     async def update(self, fleet: Fleet, mode: str, key: int | None = None) -> None:
-        """Updates to the next version, as the weights channel does. `key`: a version for the fleet that may be wrong, to see the effect."""
+        """Updates to the next version, as the weights channel does.
+
+        `key`: a version for the fleet that may be wrong, to see the effect.
+        """
         await asyncio.wait_for(fleet.hold(DEADLINE_S), DEADLINE_S)
         session = WeightUpdate(self.workers, self.version + 1, in_place=mode == "in_flight")
         await session.open()
@@ -74,21 +90,36 @@ class Rig:
         while self.version % 2 != version % 2:
             await self.update(self.fleet("block"), "block")
 
-    async def scores(self, prompt: list[int], completions: list[Completion], version: int) -> list[list[float]]:
-        """Log-probs of the completions' tokens, computed anew by the engine under the weights of `version`, without a cache."""
+    async def scores(
+        self, prompt: list[int], completions: list[Completion], version: int
+    ) -> list[list[float]]:
+        """Log-probs of the completions' tokens, computed anew by the engine under the weights of
+        `version`, without a cache.
+        """
         await self.set_version(version)
-        scored = await self.client.score([[*prompt, *completion.token_ids] for completion in completions])
+        scored = await self.client.score(
+            [[*prompt, *completion.token_ids] for completion in completions]
+        )
         return [row[len(prompt) - 1 :] for row in scored]
 
 
 @pytest.fixture(scope="module", params=["TP1", pytest.param("TP2xDPA2", marks=pytest.mark.matrix)])
 def rig(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("partial")
-    checkpoints = [make_checkpoint(folder / name, seed, torch.float32, False, "qwen3_moe") for name, seed in (("A", 1), ("B", 2))]
+    checkpoints = [
+        make_checkpoint(folder / name, seed, torch.float32, False, "qwen3_moe")
+        for name, seed in (("A", 1), ("B", 2))
+    ]
     key = RunKey.generate()
     key.save(folder / "key")
     sizes = ENGINES[request.param]
-    engines = start_engine(checkpoints[0], "float32", log=folder / "engine.log", enable_return_routed_experts=True, **sizes)
+    engines = start_engine(
+        checkpoints[0],
+        "float32",
+        log=folder / "engine.log",
+        enable_return_routed_experts=True,
+        **sizes,
+    )
     hub = Hub("generator.0", key)
     with asyncio.Runner() as runner:
         try:
@@ -109,14 +140,27 @@ async def open_rig(engine, hub: Hub, key_file: str, checkpoints) -> Rig:
     await connect(workers, key_file)
     endpoints = await open_memory(workers, SHARED_MEMORY, map=None)
     await client.end_update(DEADLINE_S)
-    memory = {(rank, name): values for rank, tensors in enumerate(mapped(endpoints)) for name, values in tensors.items()}
+    memory = {
+        (rank, name): values
+        for rank, tensors in enumerate(mapped(endpoints))
+        for name, values in tensors.items()
+    }
     weights = [{place: values.clone() for place, values in memory.items()}]
     await client.call("/update_weights_from_disk", {"model_path": str(checkpoints[1])}, DEADLINE_S)
-    await client.begin_update(DEADLINE_S)  # a barrier, because SGLang answers a load as soon as rank 0 is done
+    # a barrier, because SGLang answers a load as soon as rank 0 is done
+    await client.begin_update(DEADLINE_S)
     await client.end_update(DEADLINE_S)
     weights.append({place: values.clone() for place, values in memory.items()})
     assert not any(torch.equal(weights[0][place], weights[1][place]) for place in memory)
-    rig = Rig(client, workers, memory, engine.routing, weights, [hf_model(folder, torch.float32) for folder in checkpoints], version=1)
+    rig = Rig(
+        client,
+        workers,
+        memory,
+        engine.routing,
+        weights,
+        [hf_model(folder, torch.float32) for folder in checkpoints],
+        version=1,
+    )
     await rig.set_version(0)
     return rig
 
@@ -125,7 +169,8 @@ async def started(fleet: Fleet, n: int, sampling: Sampling = LONG) -> list[async
     """Long requests on all prompts, each after its first few tokens."""
     running = [asyncio.create_task(fleet.generate(prompt, sampling, n)) for prompt in PROMPTS]
     await asyncio.sleep(0.01)
-    await fleet.engines[0].generate(PROMPTS[0], SHORT)  # queued after them, and sampled together with them
+    # queued after them, and sampled together with them
+    await fleet.engines[0].generate(PROMPTS[0], SHORT)
     return running
 
 
@@ -144,7 +189,12 @@ def test_every_token_has_the_version_and_the_log_prob_of_the_weights_that_sample
         await rig.update(fleet, mode)
         groups = await asyncio.wait_for(asyncio.gather(*running), DEADLINE_S)
         for completion in itertools.chain(*groups):
-            assert len(completion.token_ids) == len(completion.logprobs) == len(completion.versions) == LONG.max_tokens
+            assert (
+                len(completion.token_ids)
+                == len(completion.logprobs)
+                == len(completion.versions)
+                == LONG.max_tokens
+            )
             assert completion.finish_reason == "length"
             versions = completion.versions
             assert versions.tolist() == sorted(versions)
@@ -163,32 +213,54 @@ def test_every_token_has_the_version_and_the_log_prob_of_the_weights_that_sample
         return check_in_place(rig, groups)
     check_experts(rig, groups, mode)
     for prompt, completions in zip(PROMPTS, groups):
-        for version in sorted(set(itertools.chain(*(completion.versions for completion in completions)))):
+        for version in sorted(
+            set(itertools.chain(*(completion.versions for completion in completions)))
+        ):
             scored = runner.run(rig.scores(prompt, completions, version))
             for completion, fresh in zip(completions, scored):
                 at = [i for i, each in enumerate(completion.versions) if each == version]
-                assert difference([completion.logprobs[i] for i in at], [fresh[i] for i in at]) < TOLERANCE
+                assert (
+                    difference([completion.logprobs[i] for i in at], [fresh[i] for i in at])
+                    < TOLERANCE
+                )
 
 
 def check_experts(rig: Rig, groups: list[list[Completion]], mode: str) -> None:
-    """The experts are the choice of the weights that sampled the next token; after a request's keys and values were computed anew, the
-    choice of the new weights. (A few may differ: if two experts' scores are equal up to rounding, either may be chosen.)"""
+    """The experts are the choice of the weights that sampled the next token; after a request's keys
+    and values were computed anew, the choice of the new weights. (A few may differ: if two experts'
+    scores are equal up to rounding, either may be chosen.)
+    """
     same = other = total = 0
-    for prompt, completion in ((prompt, completion) for prompt, group in zip(PROMPTS, groups) for completion in group):
-        tokens, versions = [*prompt, *completion.token_ids], completion.versions
-        found = torch.from_numpy(rig.routing.unpack(completion.routing).astype("int64")).sort(dim=-1)[0]
+    for prompt, completion in (
+        (prompt, completion) for prompt, group in zip(PROMPTS, groups) for completion in group
+    ):
+        tokens = [*prompt, *completion.token_ids]
+        versions = completion.versions
+        found = torch.from_numpy(rig.routing.unpack(completion.routing).astype("int64")).sort(
+            dim=-1
+        )[0]
         assert len(found) == len(tokens) - 1
-        by = [versions[max(0, at + 1 - len(prompt))] if mode != "retract" else versions[-1] for at in range(len(found))]
+        by = [
+            versions[max(0, at + 1 - len(prompt))] if mode != "retract" else versions[-1]
+            for at in range(len(found))
+        ]
         choices = [hf_experts(model, tokens) for model in rig.models]
-        same += sum(torch.equal(ids, choices[version % 2][at]) for at, (ids, version) in enumerate(zip(found, by)))
-        other += sum(torch.equal(ids, choices[1 - version % 2][at]) for at, (ids, version) in enumerate(zip(found, by)))
+        same += sum(
+            torch.equal(ids, choices[version % 2][at])
+            for at, (ids, version) in enumerate(zip(found, by))
+        )
+        other += sum(
+            torch.equal(ids, choices[1 - version % 2][at])
+            for at, (ids, version) in enumerate(zip(found, by))
+        )
         total += len(found)
     assert same > 0.995 * total > total / 2 > other, (same, other, total)
 
 
 def check_in_place(rig: Rig, groups: list[list[Completion]]) -> None:
-    """Tokens sampled after the update attend to keys and values of the old weights: the policy is the new weights with the old cache.
-    Hugging Face's model computes the same."""
+    """Tokens sampled after the update attend to keys and values of the old weights: the policy is
+    the new weights with the old cache. Hugging Face's model computes the same.
+    """
     for prompt, completions in zip(PROMPTS, groups):
         for completion in completions:
             before, after = sorted(set(completion.versions))
@@ -198,13 +270,18 @@ def check_in_place(rig: Rig, groups: list[list[Completion]]) -> None:
             assert completion.versions.tolist() == [after if each else before for each in by]
             forgotten = hf_logprobs(new, [*prompt, *completion.token_ids])[len(prompt) - 1 :]
             forgotten = forgotten.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-            assert difference(completion.logprobs, forgotten.tolist()) > 0.01, "the old cache makes a difference that this test can see"
+            assert difference(completion.logprobs, forgotten.tolist()) > 0.01, (
+                "the old cache makes a difference that this test can see"
+            )
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_token_has_the_set_it_was_drawn_from(rig, mode):
-    """The set is a nucleus: the likeliest tokens under the weights that sampled the token. The log-prob is over that set. (New weights that
-    continue with old keys and values are not compared.)"""
+    """The set is a nucleus: the likeliest tokens under the weights that sampled the token.
+
+    The log-prob is over that set. (New weights that continue with old keys and values are not
+    compared.)
+    """
     runner, rig = rig
 
     async def body() -> list[list[Completion]]:
@@ -215,19 +292,29 @@ def test_every_token_has_the_set_it_was_drawn_from(rig, mode):
 
     for prompt, completions in zip(PROMPTS, runner.run(body())):
         for completion in completions:
-            tokens, kept = torch.tensor(completion.token_ids), completion.kept
-            assert len(kept) == len(tokens) == NUCLEUS.max_tokens and len(set(completion.versions)) == (
-                1 if mode in ("block", "abort") else 2
+            tokens = torch.tensor(completion.token_ids)
+            kept = completion.kept
+            assert len(kept) == len(tokens) == NUCLEUS.max_tokens and len(
+                set(completion.versions)
+            ) == (1 if mode in ("block", "abort") else 2)
+            sizes = torch.tensor(kept.counts)
+            inside = torch.zeros(len(tokens), VOCABULARY, dtype=torch.bool)
+            inside[torch.arange(len(sizes)).repeat_interleave(sizes), torch.tensor(kept.ids())] = (
+                True
             )
-            sizes, inside = torch.tensor(kept.counts), torch.zeros(len(tokens), VOCABULARY, dtype=torch.bool)
-            inside[torch.arange(len(sizes)).repeat_interleave(sizes), torch.tensor(kept.ids())] = True
             assert inside[torch.arange(len(tokens)), tokens].all()
             if mode == "in_flight":
                 continue
-            both = [hf_logprobs(model, [*prompt, *completion.token_ids])[len(prompt) - 1 :] for model in rig.models]
+            both = [
+                hf_logprobs(model, [*prompt, *completion.token_ids])[len(prompt) - 1 :]
+                for model in rig.models
+            ]
             by = torch.tensor(completion.versions) % 2
             ours = torch.where(by[:, None] == 0, *both)
-            assert (ours.masked_fill(~inside, 0).amin(-1) > ours.masked_fill(inside, -99).amax(-1) - TOLERANCE).all()
+            assert (
+                ours.masked_fill(~inside, 0).amin(-1)
+                > ours.masked_fill(inside, -99).amax(-1) - TOLERANCE
+            ).all()
             mass = ours.masked_fill(~inside, -torch.inf).logsumexp(-1)
             assert (mass.exp() > NUCLEUS.top_p - TOLERANCE).all() and (mass.exp() < 0.9).all()
             wanted = ours.gather(-1, tokens[:, None])[:, 0] - mass
@@ -235,11 +322,14 @@ def test_every_token_has_the_set_it_was_drawn_from(rig, mode):
 
 
 async def shared_prefix(rig: Rig, mode: str, key: int | None = None) -> float:
-    """The largest log-prob difference between a request after an update, whose prefix older weights have cached, and a new computation."""
+    """The largest log-prob difference between a request after an update, whose prefix older weights
+    have cached, and a new computation.
+    """
     fleet = rig.fleet(mode)
     prompt = (PROMPTS[3] * 4)[:40]
     running = [asyncio.create_task(fleet.generate(PROMPTS[0], LONG, 1))]
-    await fleet.generate(prompt, SHORT, 2)  # leaves the prefix in the cache, or in each cache if replicas of attention have their own
+    # leaves the prefix in the cache, or in each cache if replicas of attention have their own
+    await fleet.generate(prompt, SHORT, 2)
     await rig.update(fleet, mode, key)
     [completion] = await fleet.generate(prompt, SHORT, 1)
     await asyncio.gather(*running)
@@ -255,7 +345,9 @@ def test_new_requests_never_use_what_older_weights_have_cached(rig, mode):
 
 
 def test_the_version_is_what_keeps_the_cache_apart(rig):
-    """Without the version the test above fails: requests that run through the update keep the cache from being emptied."""
+    """Without the version the test above fails: requests that run through the update keep the cache
+    from being emptied.
+    """
     runner, rig = rig
     assert runner.run(shared_prefix(rig, "in_flight", key=rig.version)) > 0.01
 

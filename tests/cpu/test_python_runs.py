@@ -1,4 +1,6 @@
-"""Runs the cells of docs/python.md as a notebook does: inside a running event loop, in a folder that is no checkout."""
+"""Runs the cells of docs/python.md as a notebook does: inside a running event loop, in a folder
+that is no checkout.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from run_tools import rows
 
 from megarl.plan.checkpoints import complete_checkpoints
 
-SHORT = ["max_steps=2", "sft.steps=2", "rollout.prompts_per_step=4", "rollout.n=2", "eval.limit=8", "checkpoint.every=0"]
+SHORT = [
+    "max_steps=2",
+    "sft.steps=2",
+    "rollout.prompts_per_step=4",
+    "rollout.n=2",
+    "eval.limit=8",
+    "checkpoint.every=0",
+]
 GROWS = "# … run.metrics grows"
 NOTEBOOK = """
 import asyncio, sys
@@ -37,16 +46,32 @@ def test_the_cells_of_the_document_run_in_a_notebook(tmp_path: Path) -> None:
     assert '"max_steps=40"' in begin and GROWS in thread
     begin = begin.replace('"max_steps=40"', ", ".join(map(repr, SHORT)))
     thread = thread.replace('"max_steps=80"', '"max_steps=100000"')
-    thread = thread.replace(GROWS, "import time\nwhile len(run.metrics) < 4:\n    time.sleep(0.2)") + "training.join()\n"
+    thread = (
+        thread.replace(GROWS, "import time\nwhile len(run.metrics) < 4:\n    time.sleep(0.2)")
+        + "training.join()\n"
+    )
     cells = []
     for number, cell in enumerate((begin, train, thread)):
         cells.append(tmp_path / f"cell_{number}.py")
         cells[-1].write_text(cell)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", NOTEBOOK, *cells], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", NOTEBOOK, *cells],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     run_dir = tmp_path / "runs/notebook"
-    assert "runs/notebook: 2 steps" in done.stdout and (run_dir / "exported/model.safetensors").exists()
+    assert (
+        "runs/notebook: 2 steps" in done.stdout
+        and (run_dir / "exported/model.safetensors").exists()
+    )
     assert f"name: {tmp_path}/graders.py:share_right" in (run_dir / "config.yaml").read_text()
     steps = len(rows(run_dir))
-    assert steps >= 4 and complete_checkpoints(run_dir)[-1][0] == steps and f"stopped at step {steps}" in done.stdout
+    assert (
+        steps >= 4
+        and complete_checkpoints(run_dir)[-1][0] == steps
+        and f"stopped at step {steps}" in done.stdout
+    )

@@ -1,4 +1,6 @@
-"""`megarl reward-model`, called like a user does, against a plain loop over Hugging Face's model in float64."""
+"""`megarl reward-model`, called like a user does, against a plain loop over Hugging Face's model in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,19 @@ from tokenizers import Tokenizer
 
 from megarl.data.order import permute
 
-PAIRS, BATCH, STEPS, LR, EPS = 10, 4, 6, 1e-3, 1e-4
+PAIRS = 10
+BATCH = 4
+STEPS = 6
+LR = 1e-3
+EPS = 1e-4
 TOLERANCE = 3e-5
 
 
 def pairs() -> list[dict[str, Any]]:
-    made = [{"prompt": f"{n}+{7 * n % 10}=", "chosen": f"{n},{8 * n % 10}", "rejected": f"{n},5,{n}"} for n in range(PAIRS)]
+    made = [
+        {"prompt": f"{n}+{7 * n % 10}=", "chosen": f"{n},{8 * n % 10}", "rejected": f"{n},5,{n}"}
+        for n in range(PAIRS)
+    ]
     return [row | {"by": 0.3 * (n % 3)} for n, row in enumerate(made)]
 
 
@@ -29,7 +38,9 @@ def scores_checkpoint(folder: Path, causal: Path) -> Path:
     from transformers import AutoModelForSequenceClassification
 
     torch.manual_seed(1)
-    model = AutoModelForSequenceClassification.from_pretrained(causal, num_labels=1, dtype=torch.float32)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        causal, num_labels=1, dtype=torch.float32
+    )
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((causal / name).read_bytes())
@@ -42,12 +53,22 @@ def causal(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plain_loop(model: Any, seed: int) -> dict[str, Any]:
-    """Trains on the pairs in the command's order, one sequence at a time. Returns losses, weights, and the accuracies before and after."""
-    tokenizer, data = Tokenizer.from_file(str(ROOT / "configs/models/tiny-llama/tokenizer.json")), pairs()
+    """Trains on the pairs in the command's order, one sequence at a time.
+
+    Returns losses, weights, and the accuracies before and after.
+    """
+    tokenizer, data = (
+        Tokenizer.from_file(str(ROOT / "configs/models/tiny-llama/tokenizer.json")),
+        pairs(),
+    )
 
     def score(prompt: str, response: str) -> torch.Tensor:
         ids = tokenizer.encode(prompt).ids
-        ids = [*(ids[:-1] if ids[-1] == 2 else ids), *tokenizer.encode(response, add_special_tokens=False).ids, 2]
+        ids = [
+            *(ids[:-1] if ids[-1] == 2 else ids),
+            *tokenizer.encode(response, add_special_tokens=False).ids,
+            2,
+        ]
         return model(torch.tensor([ids])).logits[0, 0]
 
     def difference(row: dict[str, Any]) -> torch.Tensor:
@@ -57,11 +78,16 @@ def plain_loop(model: Any, seed: int) -> dict[str, Any]:
         with torch.no_grad():
             return sum(difference(row).item() > 0 for row in data) / PAIRS
 
-    before, losses = accuracy(), []
-    adam = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0)
+    before = accuracy()
+    losses = []
+    adam = torch.optim.AdamW(
+        model.parameters(), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0
+    )
     for step in range(STEPS):
         drawn = [divmod(ordinal, PAIRS) for ordinal in range(step * BATCH, (step + 1) * BATCH)]
-        batch = [data[permute(place, PAIRS, f"reward_model/{seed}/{epoch}")] for epoch, place in drawn]
+        batch = [
+            data[permute(place, PAIRS, f"reward_model/{seed}/{epoch}")] for epoch, place in drawn
+        ]
         loss = -sum(F.logsigmoid(difference(row) - row["by"]) for row in batch) / BATCH
         adam.zero_grad()
         loss.backward()
@@ -79,7 +105,11 @@ def assert_served_alike(folder: Path, model: Any, log: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head", "sizes"), [pytest.param("own", "reward_model.dp=2", marks=pytest.mark.long), ("zeros", "reward_model.tp=2")]
+    ("head", "sizes"),
+    [
+        pytest.param("own", "reward_model.dp=2", marks=pytest.mark.long),
+        ("zeros", "reward_model.tp=2"),
+    ],
 )
 def test_a_run_equals_a_plain_loop(head: str, sizes: str, causal: Path, tmp_path: Path) -> None:
     """Compares losses, accuracies and weights. Transformers loads the export as a reward model."""
@@ -88,40 +118,67 @@ def test_a_run_equals_a_plain_loop(head: str, sizes: str, causal: Path, tmp_path
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs()))
     path = scores_checkpoint(tmp_path / "scores", causal) if head == "own" else causal
     done = run([
-        "reward-model", "configs/examples/reward_model.yaml", f"model.path={path}", "model.random_init=false", f"run_dir={tmp_path}/run",
-        "seed=3", f"reward_model.data.source={tmp_path}/pairs.jsonl", f"reward_model.eval.source={tmp_path}/pairs.jsonl",
+        "reward-model", "configs/examples/reward_model.yaml", f"model.path={path}",
+        "model.random_init=false", f"run_dir={tmp_path}/run",
+        "seed=3", f"reward_model.data.source={tmp_path}/pairs.jsonl",
+        f"reward_model.eval.source={tmp_path}/pairs.jsonl",
         "reward_model.eval.split=train", "reward_model.data.margin_key=by",
-        "reward_model.dp=null", sizes, "reward_model.head=zeros", f"reward_model.steps={STEPS}", f"reward_model.batch_size={BATCH}",
+        "reward_model.dp=null", sizes, "reward_model.head=zeros", f"reward_model.steps={STEPS}",
+        f"reward_model.batch_size={BATCH}",
         "reward_model.every=4",
-        f"reward_model.optimizer.lr={LR}", f"reward_model.optimizer.eps={EPS}", "reward_model.optimizer.weight_decay=0",
+        f"reward_model.optimizer.lr={LR}", f"reward_model.optimizer.eps={EPS}",
+        "reward_model.optimizer.weight_decay=0",
         "reward_model.optimizer.warmup_steps=0", "reward_model.optimizer.schedule=constant",
     ])  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32).double()
+    model = AutoModelForSequenceClassification.from_pretrained(
+        path, num_labels=1, dtype=torch.float32
+    ).double()
     if head == "zeros":
         torch.nn.init.zeros_(model.score.weight)
-    expected, told = plain_loop(model, seed=3), rows(tmp_path / "run/reward_model")
+    expected = plain_loop(model, seed=3)
+    told = rows(tmp_path / "run/reward_model")
     assert [row["loss"] for row in told] == pytest.approx(expected["losses"], abs=TOLERANCE)
     assert told[0]["before/accuracy"] == pytest.approx(expected["before"])
     assert [row["step"] for row in told if "eval/accuracy" in row] == [3, STEPS - 1]
-    assert told[-1]["eval/accuracy"] == pytest.approx(expected["after"]) and told[-1]["learning_rate"] == LR
-    assert f"{expected['before']:.3f} (loss" in done.stdout and f"{expected['after']:.3f} (loss" in done.stdout
-    found = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/reward_model/hf", dtype=torch.float32)
+    assert (
+        told[-1]["eval/accuracy"] == pytest.approx(expected["after"])
+        and told[-1]["learning_rate"] == LR
+    )
+    assert (
+        f"{expected['before']:.3f} (loss" in done.stdout
+        and f"{expected['after']:.3f} (loss" in done.stdout
+    )
+    found = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "run/reward_model/hf", dtype=torch.float32
+    )
     assert found.config.num_labels == 1
     if head == "own":
-        assert_served_alike(tmp_path / "run/reward_model/hf", found.double(), tmp_path / "engine.log")
+        assert_served_alike(
+            tmp_path / "run/reward_model/hf", found.double(), tmp_path / "engine.log"
+        )
     for name, weights in expected["weights"].items():
         torch.testing.assert_close(
-            found.state_dict()[name].double(), weights, rtol=0, atol=TOLERANCE, msg=lambda m, name=name: f"{name}: {m}"
+            found.state_dict()[name].double(),
+            weights,
+            rtol=0,
+            atol=TOLERANCE,
+            msg=lambda m, name=name: f"{name}: {m}",
         )
 
 
 def test_bad_pairs_are_one_message_before_anything_starts(causal: Path, tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=", "chosen": "2"}\n')
     done = run([
-        "reward-model", "configs/examples/reward_model.yaml", f"model.path={causal}", f"run_dir={tmp_path}/run",
+        "reward-model", "configs/examples/reward_model.yaml", f"model.path={causal}",
+        f"run_dir={tmp_path}/run",
         f"reward_model.data.source={tmp_path}/pairs.jsonl",
     ])  # fmt: skip
-    missing = "no column 'rejected' (reward_model.data.rejected_key); its columns are 'prompt', 'chosen'"
-    assert (done.returncode, done.stdout) == (2, "") and done.stderr == f"megarl: {tmp_path}/pairs.jsonl, line 1: {missing}\n"
+    missing = (
+        "no column 'rejected' (reward_model.data.rejected_key); its columns are 'prompt', 'chosen'"
+    )
+    assert (done.returncode, done.stdout) == (
+        2,
+        "",
+    ) and done.stderr == f"megarl: {tmp_path}/pairs.jsonl, line 1: {missing}\n"
     assert not (tmp_path / "run/reward_model/hf").exists()

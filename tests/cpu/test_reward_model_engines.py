@@ -27,17 +27,27 @@ HIGH = 1e7
 
 
 def scorer(folder: Path, fleet: Fleet, **settings: object) -> RewardModel:
-    config = RunConfig(roles={"judge": RoleConfig(role="reward_model", path=str(folder), kv_cache_tokens=CONTEXT, **settings)})
-    config.rollout.max_tokens, config.model.dtype = 16, "float32"
+    config = RunConfig(
+        roles={
+            "judge": RoleConfig(
+                role="reward_model", path=str(folder), kv_cache_tokens=CONTEXT, **settings
+            )
+        }
+    )
+    config.rollout.max_tokens = 16
+    config.model.dtype = "float32"
     [role] = find_served(config, "train")
-    return RewardModel(role, fleet, tokenizer_of(str(ROOT / "configs/models/tiny-llama"), "model.path"))
+    return RewardModel(
+        role, fleet, tokenizer_of(str(ROOT / "configs/models/tiny-llama"), "model.path")
+    )
 
 
 def requests() -> list[ScoreRequest]:
     """Several requests share a prompt, so that the prefix cache is used."""
     texts = ["7", "7,7,6", "7,7,6,7,2", "<eos>"]
     return [
-        ScoreRequest(text, "2", "7+0+9+1+5=", {}, [1, 11, 14, 4, 18], [*range(4, 4 + length), 2]) for length, text in enumerate(texts, 1)
+        ScoreRequest(text, "2", "7+0+9+1+5=", {}, [1, 11, 14, 4, 18], [*range(4, 4 + length), 2])
+        for length, text in enumerate(texts, 1)
     ]
 
 
@@ -45,7 +55,10 @@ def requests() -> list[ScoreRequest]:
     ("architecture", "tp"),
     [
         (SERVED[0], 1),
-        *(pytest.param(architecture, tp, marks=pytest.mark.long) for architecture, tp in [*((a, 1) for a in SERVED[1:]), (SERVED[1], 2)]),
+        *(
+            pytest.param(architecture, tp, marks=pytest.mark.long)
+            for architecture, tp in [*((a, 1) for a in SERVED[1:]), (SERVED[1], 2)]
+        ),
     ],
 )
 def test_scores_are_hugging_faces(architecture: str, tp: int, tmp_path: Path) -> None:
@@ -54,31 +67,53 @@ def test_scores_are_hugging_faces(architecture: str, tp: int, tmp_path: Path) ->
     async def check(engine) -> None:
         fleet = Fleet([engine.client()], frozen=True, name="judge")
         await fleet.engines[0].wait_ready(120, engine.log, engine.died)
-        model, asked = scorer(folder, fleet), requests()
+        model = scorer(folder, fleet)
+        asked = requests()
         found = await asyncio.gather(*(model.score(PART, request) for request in asked * 3))
-        expected = [hf_score(folder, [*request.prompt_token_ids, *request.token_ids]) for request in asked]
+        expected = [
+            hf_score(folder, [*request.prompt_token_ids, *request.token_ids]) for request in asked
+        ]
         assert [score.reward for score in found] == pytest.approx(expected * 3, abs=TOLERANCE)
-        assert len({round(value, 3) for value in expected}) == len(expected) and not any(score.failures for score in found)
+        assert len({round(value, 3) for value in expected}) == len(expected) and not any(
+            score.failures for score in found
+        )
 
-        own = scorer(folder, fleet, template="<bos>{prompt}\n{response}<eos>")  # the template's special tokens count, the response's do not
+        # the template's special tokens count, the response's do not
+        own = scorer(folder, fleet, template="<bos>{prompt}\n{response}<eos>")
         found = [(await own.score(PART, request)).reward for request in asked]
         tokenizer = tokenizer_of(str(folder), "path")
-        ids = [[1, *tokenizer.encode_text(f"{request.prompt}\n{request.response}"), 2] for request in asked]
-        assert ids[-1].count(2) == 1 and found == pytest.approx([hf_score(folder, each) for each in ids], abs=TOLERANCE)
+        ids = [
+            [1, *tokenizer.encode_text(f"{request.prompt}\n{request.response}"), 2]
+            for request in asked
+        ]
+        assert ids[-1].count(2) == 1 and found == pytest.approx(
+            [hf_score(folder, each) for each in ids], abs=TOLERANCE
+        )
 
         long = ScoreRequest("x", "", prompt_token_ids=[4] * CONTEXT, token_ids=[2])
         strange = ScoreRequest("x", "", prompt_token_ids=[4], token_ids=[64])
-        for request, reason in ((long, f"{CONTEXT + 1} tokens, for a context of {CONTEXT}"), (strange, "token 64 is not its own")):
+        for request, reason in (
+            (long, f"{CONTEXT + 1} tokens, for a context of {CONTEXT}"),
+            (strange, "token 64 is not its own"),
+        ):
             score = await model.score(PART, request)
-            assert (score.reward, score.failures[0].part, score.failures[0].reason) == (-1.0, "liked", f"roles.judge: {reason}")
+            assert (score.reward, score.failures[0].part, score.failures[0].reason) == (
+                -1.0,
+                "liked",
+                f"roles.judge: {reason}",
+            )
         await fleet.close()
 
-    with contextlib.contextmanager(start_engine)(folder, "float32", tp, tmp_path / "log", classifies=True) as engine:
+    with contextlib.contextmanager(start_engine)(
+        folder, "float32", tp, tmp_path / "log", classifies=True
+    ) as engine:
         asyncio.run(check(engine))
 
 
 def test_what_is_no_score_fails_and_an_engine_that_is_lost_does_not(tmp_path: Path) -> None:
-    """Scores that are too large; an engine that refuses; an engine that dies during a request, which another one then takes over."""
+    """Scores that are too large; an engine that refuses; an engine that dies during a request,
+    which another one then takes over.
+    """
     folder = make_scores(tmp_path / "scores", "LlamaForSequenceClassification", scale=HIGH)
 
     async def check(engine, again) -> None:
@@ -99,7 +134,11 @@ def test_what_is_no_score_fails_and_an_engine_that_is_lost_does_not(tmp_path: Pa
             await fleet.engines[0].wait_ready(120, back.log, back.died)
             assert await fleet.engines[0].fresh()
             fleet.come_back(0)
-            assert (await waits).failures == score.failures and fleet.serving == {0} and not fleet.returned
+            assert (
+                (await waits).failures == score.failures
+                and fleet.serving == {0}
+                and not fleet.returned
+            )
             refused = dataclasses.replace(PART, failed_score=-2.0)
             fleet.engines[0]._user = {"Authorization": "Bearer nobody"}
             score = await model.score(refused, request)
@@ -108,7 +147,14 @@ def test_what_is_no_score_fails_and_an_engine_that_is_lost_does_not(tmp_path: Pa
 
     start = contextlib.contextmanager(start_engine)
     with start(folder, "float32", 1, tmp_path / "log", classifies=True) as engine:
-        asyncio.run(check(engine, lambda: start(folder, "float32", 1, tmp_path / "again", instead_of=engine, classifies=True)))
+        asyncio.run(
+            check(
+                engine,
+                lambda: start(
+                    folder, "float32", 1, tmp_path / "again", instead_of=engine, classifies=True
+                ),
+            )
+        )
 
 
 def test_nobody_writes_to_a_frozen_engine(tmp_path: Path) -> None:
@@ -120,9 +166,15 @@ def test_nobody_writes_to_a_frozen_engine(tmp_path: Path) -> None:
         async with aiohttp.ClientSession() as session:
             for key in (None, engine.keys.api):
                 headers = {"Authorization": f"Bearer {key}"} if key else {}
-                async with session.post(f"{engine.url}/update_weights_from_disk", json={"model_path": "x"}, headers=headers) as answer:
+                async with session.post(
+                    f"{engine.url}/update_weights_from_disk",
+                    json={"model_path": "x"},
+                    headers=headers,
+                ) as answer:
                     assert answer.status == 401
         await client.close()
 
-    with contextlib.contextmanager(start_engine)(folder, "float32", 1, tmp_path / "log", classifies=True) as engine:
+    with contextlib.contextmanager(start_engine)(
+        folder, "float32", 1, tmp_path / "log", classifies=True
+    ) as engine:
         asyncio.run(check(engine))

@@ -1,4 +1,6 @@
-"""A user's own reward functions, in worker processes and in the event loop: their arguments and their failures."""
+"""A user's own reward functions, in worker processes and in the event loop: their arguments and
+their failures.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ def graders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "graders.py").write_text(GRADERS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "graders", raising=False)  # other tests have modules of this name
+    # other tests have modules of this name
+    monkeypatch.delitem(sys.modules, "graders", raising=False)
     return tmp_path
 
 
@@ -64,8 +67,10 @@ def test_a_function_of_the_users_own(graders: Path):
     async def test() -> None:
         async with RewardPool("graders:letters", log_folder=graders) as pool:
             for text, score in {
-                "banana": Score(1.5), "": Score(0.0), "true": Score(1.0), "numpy": Score(0.5), "numpy true": Score(1.0),
-                "array": Score(2.0), "dict": Score(3.0, {"format": 1.0}), "dataclass": Score(0.25, {"length": 9.0}),
+                "banana": Score(1.5), "": Score(0.0), "true": Score(1.0), "numpy": Score(0.5),
+                "numpy true": Score(1.0),
+                "array": Score(2.0), "dict": Score(3.0, {"format": 1.0}),
+                "dataclass": Score(0.25, {"length": 9.0}),
             }.items():  # fmt: skip
                 assert await pool.score(ScoreRequest(text, "a")) == score, text
             assert await pool.rate("a" * 400_000, "a") == 200_000
@@ -75,18 +80,35 @@ def test_a_function_of_the_users_own(graders: Path):
 
 
 def test_failures_say_what_they_are(graders: Path):
-    """Each failure scores as the settings say. In the second case each failure also costs a worker."""
+    """Each failure scores as the settings say.
+
+    In the second case each failure also costs a worker.
+    """
 
     async def test() -> None:
-        async with RewardPool("graders:letters", timeout_s=5.0, failed_score=-1.0, log_folder=graders) as pool:
+        async with RewardPool(
+            "graders:letters", timeout_s=5.0, failed_score=-1.0, log_folder=graders
+        ) as pool:
             for text, kind, reason in [
                 ("bad", "error", "invalid literal for int() with base 10: 'x'"),
                 ("slow", "timeout", "it took longer than 5 s (reward.timeout_s)"),
                 ("memory", "memory", "it ran out of memory (reward.memory_mib=1024)"),
-                ("exit", "exit", "it brought its process down (exit status 3); reward.memory_mib=1024 may be too little"),
-                ("quit", "exit", "it brought its process down (exit status 1); reward.memory_mib=1024 may be too little"),
+                (
+                    "exit",
+                    "exit",
+                    "it brought its process down (exit status 3); reward.memory_mib=1024 may be "
+                    "too little",
+                ),
+                (
+                    "quit",
+                    "exit",
+                    "it brought its process down (exit status 1); reward.memory_mib=1024 may be "
+                    "too little",
+                ),
             ]:
-                assert await pool.score(ScoreRequest(text, "a")) == Score(-1.0, failures=[Failure(kind, reason, text)])
+                assert await pool.score(ScoreRequest(text, "a")) == Score(
+                    -1.0, failures=[Failure(kind, reason, text)]
+                )
             assert await pool.rate("aa", "a") == 1.0
 
     run(test)
@@ -115,11 +137,17 @@ def test_mistakes_are_told_by_the_users_own_line(graders: Path, kind: str):
 
     async def test() -> None:
         async with RewardPool("graders:letters") as pool:
-            judge = pool if kind == "processes" else RewardInLoop(RewardConfig(name="graders:letters"), in_loop, ["text", "answer"])
+            judge = (
+                pool
+                if kind == "processes"
+                else RewardInLoop(RewardConfig(name="graders:letters"), in_loop, ["text", "answer"])
+            )
             for text, mistake in MISTAKES.items():
                 with pytest.raises(RunError) as error:
                     await judge.score(ScoreRequest(text, "a"))
-                assert str(error.value).startswith("reward.name=graders:letters: ") and mistake in str(error.value)
+                assert str(error.value).startswith(
+                    "reward.name=graders:letters: "
+                ) and mistake in str(error.value)
                 assert f"It was given the response '{text}'" in str(error.value)
             assert (await judge.score(ScoreRequest("aa", "a"))).reward == 1.0
             assert (await judge.score(ScoreRequest("bad", "a"))).failures[0].kind == "error"
@@ -133,10 +161,25 @@ def test_a_function_is_given_what_it_asks_for(graders: Path):
     from graders import everything
 
     request = ScoreRequest(
-        "seven", "7", "3+4=", {"difficulty": 2, "when": date(2026, 1, 31)}, [5, 6], [8, 9, 10], version=4, sample_index=1, truncated=True
+        "seven",
+        "7",
+        "3+4=",
+        {"difficulty": 2, "when": date(2026, 1, 31)},
+        [5, 6],
+        [8, 9, 10],
+        version=4,
+        sample_index=1,
+        truncated=True,
     )
     parameters = parameters_of(everything, "reward.name=graders:everything")
-    parts = {"sample": 1.0, "ids": 3.0, "prompt": 5.0, "truncated": 1.0, "version": 4.0, "when": 10.0}
+    parts = {
+        "sample": 1.0,
+        "ids": 3.0,
+        "prompt": 5.0,
+        "truncated": 1.0,
+        "version": 4.0,
+        "when": 10.0,
+    }
 
     async def test() -> None:
         async with rewards.RewardPool(RewardConfig(name="graders:everything"), parameters) as pool:
@@ -158,14 +201,18 @@ def test_an_async_function_judges_all_at_once():
 
     async def test() -> None:
         verifier = RewardInLoop(RewardConfig(name="x:judge", timeout_s=2.0), judge, ["response"])
-        scores = await asyncio.gather(*(verifier.score(ScoreRequest(text, "")) for text in ["late", *["four"] * 99]))
+        scores = await asyncio.gather(
+            *(verifier.score(ScoreRequest(text, "")) for text in ["late", *["four"] * 99])
+        )
         late = Failure("timeout", "it took longer than 2 s (reward.timeout_s)", "late")
         assert scores == [Score(0.0, failures=[late]), *[Score(1.0)] * 99]
 
     run(test)
 
 
-def test_a_function_of_ones_own_finds_its_files_and_keys_where_the_launcher_found_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_function_of_ones_own_finds_its_files_and_keys_where_the_launcher_found_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JUDGE_KEY", "0.25")
     (tmp_path / "rubric.txt").write_text("0.5")
@@ -175,7 +222,9 @@ def test_a_function_of_ones_own_finds_its_files_and_keys_where_the_launcher_foun
     )
 
     async def score() -> Score:
-        async with rewards.RewardPool(RewardConfig(name="own_rubric:graded"), ["text", "answer"], tmp_path) as pool:
+        async with rewards.RewardPool(
+            RewardConfig(name="own_rubric:graded"), ["text", "answer"], tmp_path
+        ) as pool:
             return await asyncio.wait_for(pool.score(ScoreRequest("a", "a")), DEADLINE_S)
 
     assert asyncio.run(score()) == Score(0.75)

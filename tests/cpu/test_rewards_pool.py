@@ -56,9 +56,16 @@ SLOW = "slow"  # for reward_functions:patient
 
 
 def pids(parent: int) -> list[int]:
-    """The reward workers among a process's children, found through the system and not through the pool."""
+    """The reward workers among a process's children, found through the system and not through the
+    pool.
+    """
     found = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in found if parent_of(pid) == parent and b"megarl.rewards.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [
+        pid
+        for pid in found
+        if parent_of(pid) == parent
+        and b"megarl.rewards.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
 
 def parent_of(pid: int) -> int:
@@ -81,9 +88,15 @@ def test_attacks_score_zero_and_the_pool_works_on(tmp_path: Path):
     async def test() -> None:
         async with RewardPool("math", workers=1, timeout_s=4.0, memory_mib=512) as pool:
             attacks = [text.replace("{pwned}", str(pwned)) for text in ATTACKS]
-            scores = await asyncio.gather(*(pool.rate(t, "1") for t in attacks), *(pool.rate(t, a) for t, a in RIGHT))
+            scores = await asyncio.gather(
+                *(pool.rate(t, "1") for t in attacks), *(pool.rate(t, a) for t, a in RIGHT)
+            )
             assert scores[: len(attacks)] == [0.0] * len(attacks)
-            assert [pair for pair, score in zip(RIGHT, scores[len(attacks) :], strict=True) if score != 1.0] == []
+            assert [
+                pair
+                for pair, score in zip(RIGHT, scores[len(attacks) :], strict=True)
+                if score != 1.0
+            ] == []
             (pid,) = pids(os.getpid())
             assert int(status(pid, "VmRSS").split()[0]) < 150 * 1024
             assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
@@ -94,7 +107,9 @@ def test_attacks_score_zero_and_the_pool_works_on(tmp_path: Path):
 
 def test_a_function_without_parameters_is_called_without_any():
     async def test() -> None:
-        async with rewards.RewardPool(RewardConfig(name="reward_functions:unasked", workers=1), []) as pool:
+        async with rewards.RewardPool(
+            RewardConfig(name="reward_functions:unasked", workers=1), []
+        ) as pool:
             assert await pool.score(ScoreRequest("1", "1")) == Score(0.25)
 
     run(test)
@@ -133,7 +148,8 @@ def test_killed_workers_lose_no_request():
             for _ in range(2):  # a slot gives up after three failed starts
                 requests = [asyncio.create_task(pool.rate(f"0,{i}", "7")) for i in range(300)]
                 await asyncio.sleep(0)
-                for pid in pids(os.getpid()):  # some are still starting, some are in the middle of a batch
+                # some are still starting, some are in the middle of a batch
+                for pid in pids(os.getpid()):
                     os.kill(pid, signal.SIGKILL)
                 assert await asyncio.gather(*requests) == [float(i == 7) for i in range(300)]
             assert pool.replaced >= 1
@@ -195,7 +211,12 @@ def test_workers_die_with_their_parent():
             await busy
         asyncio.run(main())
     """)
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parent,
+    )
     try:
         assert parent.stdout.readline() == "serving\n"
         (worker,) = pids(parent.pid)
@@ -233,5 +254,9 @@ def test_the_worker_forbids_what_no_answer_needs():
             else:
                 print("allowed", False)
     """)
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S)
-    assert out.stdout.split().count("True") == 7 and "False" not in out.stdout, out.stdout + out.stderr
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert out.stdout.split().count("True") == 7 and "False" not in out.stdout, (
+        out.stdout + out.stderr
+    )

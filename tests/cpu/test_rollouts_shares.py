@@ -1,4 +1,7 @@
-"""Four trainer ranks in processes of their own, two at each data-parallel place. Every rank gets exactly the samples it trains on."""
+"""Four trainer ranks in processes of their own, two at each data-parallel place.
+
+Every rank gets exactly the samples it trains on.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,26 @@ from megarl.rollouts.buffer import Ledger, RolloutBuffer
 from megarl.rollouts.channel import RolloutsReceiver, pack
 
 REPLICAS = [[0, 2], [1, 3]]
-PER_STEP, STEPS, TIMEOUT_S = 3, 3, 60
+PER_STEP = 3
+STEPS = 3
+TIMEOUT_S = 60
 
 
 def group(ordinal: int) -> Group:
     """Two samples; one has experts and a token of the environment."""
-    plain = Sample([ordinal, 2, 3], [-0.25 * (ordinal + 1), -0.5, -1.0], [0] * 3, "plain", 1.0, "stop")
-    turns = Sample([ordinal, 5], [-0.75, 0.0], [0, 0], "turns", 0.0, "stop", [True, False], routing=bytes([ordinal] * 3))
+    plain = Sample(
+        [ordinal, 2, 3], [-0.25 * (ordinal + 1), -0.5, -1.0], [0] * 3, "plain", 1.0, "stop"
+    )
+    turns = Sample(
+        [ordinal, 5],
+        [-0.75, 0.0],
+        [0, 0],
+        "turns",
+        0.0,
+        "stop",
+        [True, False],
+        routing=bytes([ordinal] * 3),
+    )
     return Group(Prompt(ordinal, list(range(ordinal + 1)), "prompt", "answer"), [plain, turns])
 
 
@@ -49,7 +65,10 @@ class Rank:
     replicas = REPLICAS
 
     def __init__(self, rank: int):
-        self.rank, self.curr_step, self.status, self.trace = rank, 0, self, self
+        self.rank = rank
+        self.curr_step = 0
+        self.status = self
+        self.trace = self
 
     @contextlib.contextmanager
     def waiting(self, *_: Any):
@@ -69,11 +88,23 @@ class Rank:
 
 
 def work(pipe: Connection, rank: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4, timeout=timedelta(seconds=TIMEOUT_S))
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, 4),
+        rank=rank,
+        world_size=4,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
     executor: Any = Rank(rank)
     link: Any = NoLink()
-    held = Ledger(groups=[pack(group(ordinal), started_s=1.0, ended_s=2.0) for ordinal in range(PER_STEP * STEPS)])
-    receiver = RolloutsReceiver(link, TIMEOUT_S, RolloutBuffer(PER_STEP, None, held) if rank == 0 else None)
+    held = Ledger(
+        groups=[
+            pack(group(ordinal), started_s=1.0, ended_s=2.0) for ordinal in range(PER_STEP * STEPS)
+        ]
+    )
+    receiver = RolloutsReceiver(
+        link, TIMEOUT_S, RolloutBuffer(PER_STEP, None, held) if rank == 0 else None
+    )
     for _ in range(STEPS):
         receiver.recv(executor)
         batch = executor.batch
@@ -88,10 +119,14 @@ def work(pipe: Connection, rank: int, store: str) -> None:
 
 
 def test_each_rank_has_its_share_and_no_more(tmp_path):
-    context, pipes, processes = multiprocessing.get_context("spawn"), [], []
+    context = multiprocessing.get_context("spawn")
+    pipes = []
+    processes = []
     for rank in range(4):
         ours, theirs = context.Pipe()
-        processes.append(context.Process(target=work, args=(theirs, rank, f"{tmp_path}/store"), daemon=True))
+        processes.append(
+            context.Process(target=work, args=(theirs, rank, f"{tmp_path}/store"), daemon=True)
+        )
         processes[-1].start()
         theirs.close()
         pipes.append(ours)
@@ -104,7 +139,9 @@ def test_each_rank_has_its_share_and_no_more(tmp_path):
             assert [(each.ordinal, each.prompt_tokens) for each in groups] == [
                 (each.prompt.ordinal, each.prompt.ordinal + 1) for each in made
             ]
-            assert [[sample.tokens for sample in each.samples] for each in groups] == [[3, 2]] * PER_STEP
+            assert [[sample.tokens for sample in each.samples] for each in groups] == [
+                [3, 2]
+            ] * PER_STEP
             assert texts == (PER_STEP if rank == 0 else 0)
             [mine] = [share for ranks, share in zip(REPLICAS, assigned(step)) if rank in ranks]
             assert numbers == {

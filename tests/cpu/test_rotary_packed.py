@@ -1,4 +1,6 @@
-"""Packed sequences rotated in one call have the values of sequences rotated one by one, to the last bit."""
+"""Packed sequences rotated in one call have the values of sequences rotated one by one, to the last
+bit.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +42,29 @@ def compare(cp_size: int, cp_rank: int) -> None:
     boundaries = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0)
 
     def one_by_one(t: torch.Tensor) -> torch.Tensor:
-        """A sequence is cut into 2 * cp_size chunks; a rank has one from the front and one from the back."""
+        """A sequence is cut into 2 * cp_size chunks; a rank has one from the front and one from the
+        back.
+        """
         parts = []
         for part, length in zip(t.split([length // cp_size for length in LENGTHS]), LENGTHS):
             chunks = frequencies[:length].chunk(2 * cp_size)
-            of_rank = torch.cat([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]]) if cp_size > 1 else frequencies[:length]
-            parts.append(rope_utils._apply_rotary_pos_emb_bshd(part.unsqueeze(1), of_rank, mscale=1.25).squeeze(1))
+            of_rank = (
+                torch.cat([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]])
+                if cp_size > 1
+                else frequencies[:length]
+            )
+            parts.append(
+                rope_utils._apply_rotary_pos_emb_bshd(
+                    part.unsqueeze(1), of_rank, mscale=1.25
+                ).squeeze(1)
+            )
         return torch.cat(parts)
 
     def together(t: torch.Tensor) -> torch.Tensor:
         group = Group(cp_size, cp_rank)
-        return rope_utils._apply_rotary_pos_emb_thd(t, boundaries, frequencies, mscale=1.25, cp_group=group)
+        return rope_utils._apply_rotary_pos_emb_thd(
+            t, boundaries, frequencies, mscale=1.25, cp_group=group
+        )
 
     assert rope_utils._apply_rotary_pos_emb_thd is cpu_support.rotate_packed
     t = torch.randn(sum(LENGTHS) // cp_size, 3, 8, requires_grad=True)

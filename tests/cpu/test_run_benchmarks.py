@@ -17,31 +17,56 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    folder = make_model(tmp_path_factory.mktemp("bytes") / "model", vocab_size=320, max_position_embeddings=4096)
+    folder = make_model(
+        tmp_path_factory.mktemp("bytes") / "model", vocab_size=320, max_position_embeddings=4096
+    )
     names = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, [], unk_token="<unk>"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = Tokenizer(
+        models.BPE({name: number for number, name in enumerate(names)}, [], unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(names[:3])
     tokenizer.save(str(folder / "tokenizer.json"))
-    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    special = {
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
-    config = json.loads((folder / "config.json").read_text()) | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+    config = json.loads((folder / "config.json").read_text()) | {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 def evaluated(model: Path, folder: Path, rows: list[dict], *settings: str) -> dict[str, Any]:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    fixed = ["data.eval=null", "eval.samples=2", "eval.temperature=1.0", "eval.max_tokens=24", "generator.kv_cache_tokens=8192"]
-    own = [f"model.path={model}", f"run_dir={folder / 'run'}", f"eval.suites.own.source={folder / 'rows.jsonl'}"]
+    fixed = [
+        "data.eval=null",
+        "eval.samples=2",
+        "eval.temperature=1.0",
+        "eval.max_tokens=24",
+        "generator.kv_cache_tokens=8192",
+    ]
+    own = [
+        f"model.path={model}",
+        f"run_dir={folder / 'run'}",
+        f"eval.suites.own.source={folder / 'rows.jsonl'}",
+    ]
     done = run(["eval", "configs/quickstart.yaml", *own, *fixed, *settings, "--json"])
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)["suites"]["own"]
 
 
 def test_ifeval(model: Path, tmp_path: Path) -> None:
-    """Random bytes have fewer than 300 words, and are not in capital letters: the first prompt's answer is always right, the others'
-    never."""
+    """Random bytes have fewer than 300 words, and are not in capital letters: the first prompt's
+    answer is always right, the others' never.
+    """
     pytest.importorskip("lm_eval", reason="the extra ifeval is not installed")
     from instructed import record, sentence_data
 
@@ -52,9 +77,18 @@ def test_ifeval(model: Path, tmp_path: Path) -> None:
     both = record(*few)
     both["instruction_id_list"] += [many[0], many[0]]
     both["kwargs"] += record(*many)["kwargs"] * 2
-    found = evaluated(model, tmp_path, [record(*few), record(*many), both], "eval.suites.own.benchmark=ifeval")
-    assert (found["prompts"], found["samples"], found["correct"], found["reward/failed_fraction"]) == (3, 6, 2, 0.0)
-    assert found["prompt_strict"] == found["pass@1"] == found["prompt_loose"] == pytest.approx(1 / 3)
+    found = evaluated(
+        model, tmp_path, [record(*few), record(*many), both], "eval.suites.own.benchmark=ifeval"
+    )
+    assert (
+        found["prompts"],
+        found["samples"],
+        found["correct"],
+        found["reward/failed_fraction"],
+    ) == (3, 6, 2, 0.0)
+    assert (
+        found["prompt_strict"] == found["pass@1"] == found["prompt_loose"] == pytest.approx(1 / 3)
+    )
     assert found["instruction_strict"] == found["instruction_loose"] == pytest.approx(2 / 5)
     assert found["ci95/instruction_strict/low"] < 2 / 5 < found["ci95/instruction_strict/high"]
 
@@ -65,7 +99,22 @@ def test_livecodebench(model: Path, tmp_path: Path) -> None:
 
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
-    rows = [row([("1\n", "2\n"), ("2\n", "4\n")]), row([("1", "2")], "f"), row([("1\n", "2\n")], date="2020-01-01T00:00:00")]
-    found = evaluated(model, tmp_path, rows, "eval.suites.own.benchmark=livecodebench", "eval.suites.own.since=2024-01-01")
-    assert (found["prompts"], found["samples"], found["correct"], found["reward/failed_fraction"]) == (2, 4, 0, 0.0)
+    rows = [
+        row([("1\n", "2\n"), ("2\n", "4\n")]),
+        row([("1", "2")], "f"),
+        row([("1\n", "2\n")], date="2020-01-01T00:00:00"),
+    ]
+    found = evaluated(
+        model,
+        tmp_path,
+        rows,
+        "eval.suites.own.benchmark=livecodebench",
+        "eval.suites.own.since=2024-01-01",
+    )
+    assert (
+        found["prompts"],
+        found["samples"],
+        found["correct"],
+        found["reward/failed_fraction"],
+    ) == (2, 4, 0, 0.0)
     assert found["pass@1"] == found["pass@2"] == 0.0 < found["ci95/pass@2/high"]

@@ -15,21 +15,42 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def test_the_best_is_kept_across_a_resume_exported_and_evaluated(tmp_path: Path) -> None:
-    """At this learning rate weights change, but no answers do. So all scores are equal, and the earliest is the best."""
-    model, run_dir = make_model(tmp_path / "model"), tmp_path / "run"
-    settings = ["checkpoint.keep=1", "checkpoint.keep_best=eval/pass@1", "eval.every=2", "trainer.optimizer.lr=1.0e-7"]
-    arguments = ["configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *settings]
+    """At this learning rate weights change, but no answers do.
+
+    So all scores are equal, and the earliest is the best.
+    """
+    model = make_model(tmp_path / "model")
+    run_dir = tmp_path / "run"
+    settings = [
+        "checkpoint.keep=1",
+        "checkpoint.keep_best=eval/pass@1",
+        "eval.every=2",
+        "trainer.optimizer.lr=1.0e-7",
+    ]
+    arguments = [
+        "configs/quickstart.yaml",
+        f"model.path={model}",
+        f"run_dir={run_dir}",
+        *OVERRIDES,
+        *settings,
+    ]
     for steps in (4, 6):
         done = run(["train", *arguments, f"max_steps={steps}"])
         assert done.returncode == 0, done.stdout + done.stderr
         assert [step for step, _ in complete_checkpoints(run_dir)] == [2, steps]
         score = read_results(run_dir)[-1]["pass@1"]
-        assert f"  best checkpoint         step 2, eval/pass@1 {score:.3f} (--best of megarl export and megarl eval)\n" in done.stdout
+        assert (
+            f"  best checkpoint         step 2, eval/pass@1 {score:.3f} (--best of megarl export "
+            "and megarl eval)\n" in done.stdout
+        )
     evaluated = run(["eval", *arguments, "--best", "--json"])
     assert evaluated.returncode == 0, evaluated.stderr
     result = json.loads(evaluated.stdout)
     assert (result["weights"], result["pass@1"]) == (f"{run_dir}/checkpoints/step_000002", score)
-    best = f"Weights: the checkpoint {run_dir}/checkpoints/step_000002, the best by eval/pass@1: {score:.3f}\n"
+    best = (
+        f"Weights: the checkpoint {run_dir}/checkpoints/step_000002, the best by eval/pass@1: "
+        f"{score:.3f}\n"
+    )
     assert best in evaluated.stderr
     exported = run(["export", *arguments, "--best", "--output", str(tmp_path / "exported")])
     assert exported.returncode == 0 and best in exported.stdout, exported.stderr

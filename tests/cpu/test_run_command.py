@@ -10,23 +10,43 @@ from run_tools import kill, rows, run, start, wait_until
 from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints
 
 pytestmark = pytest.mark.timeout(900)
-STEPS, EVERY = 40, 10
+STEPS = 40
+EVERY = 10
 
 
 @pytest.mark.long
 def test_a_warm_start_that_was_killed_goes_on_and_then_the_training_begins(tmp_path: Path) -> None:
     """A warm start in two parts makes the same weights, to the last bit, as an uninterrupted one."""
-    folder, log = tmp_path / "first", tmp_path / "log"
+    folder = tmp_path / "first"
+    log = tmp_path / "log"
     assert run(["init", str(folder)]).returncode == 0
-    (folder / "held_out.jsonl").write_text("".join((folder / "eval.jsonl").read_text().splitlines(keepends=True)[:32]))
-    held_out = f"sft.eval={{source: {folder}/held_out.jsonl, prompt_key: prompt, demonstration_key: demonstration}}"
-    settings = [held_out, f"sft.steps={STEPS}", f"sft.save_every={EVERY}", "sft.every=4", "sft.batch_size=32"]
-    settings += ["max_steps=2", "rollout.prompts_per_step=4", "rollout.n=2", "eval.limit=8", "observe.trackers=[]"]
+    (folder / "held_out.jsonl").write_text(
+        "".join((folder / "eval.jsonl").read_text().splitlines(keepends=True)[:32])
+    )
+    held_out = (
+        f"sft.eval={{source: {folder}/held_out.jsonl, prompt_key: prompt, "
+        f"demonstration_key: demonstration}}"
+    )
+    settings = [
+        held_out,
+        f"sft.steps={STEPS}",
+        f"sft.save_every={EVERY}",
+        "sft.every=4",
+        "sft.batch_size=32",
+    ]
+    settings += [
+        "max_steps=2",
+        "rollout.prompts_per_step=4",
+        "rollout.n=2",
+        "eval.limit=8",
+        "observe.trackers=[]",
+    ]
 
     def arguments(command: str, run_dir: Path, *more: str) -> list[str]:
         return [command, f"{folder}/run.yaml", f"run_dir={run_dir}", *settings, *more]
 
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole = tmp_path / "whole"
+    broken = tmp_path / "broken"
     done = run(arguments("sft", whole))
     assert done.returncode == 0, done.stderr
     process = start(arguments("run", broken), log)
@@ -38,14 +58,28 @@ def test_a_warm_start_that_was_killed_goes_on_and_then_the_training_begins(tmp_p
     assert 0 < step < STEPS and not (broken / "sft/hf").exists()
 
     other = run(arguments("run", broken, "sft.batch_size=16"))
-    had = f"sft.batch_size=16: the warm start that was interrupted had 32; keep that, or remove {saved.parent} to begin anew"
+    had = (
+        "sft.batch_size=16: the warm start that was interrupted had 32; keep that, or remove "
+        f"{saved.parent} to begin anew"
+    )
     assert other.returncode == 2 and had in other.stderr
     again = run(arguments("run", broken))
     assert again.returncode == 0, again.stdout + again.stderr
-    assert f"Weights: the checkpoint {saved}\n" in again.stdout and f"Supervised weights are in {broken}/sft/hf\n" in again.stdout
-    assert f"Weights: the warm start in sft.output={broken}/sft/hf" in again.stdout and f"{broken}: 2 steps" in again.stdout
-    losses = [[(row["step"], row["loss"], row.get("eval/loss")) for row in rows(each / "sft")] for each in (whole, broken)]
+    assert (
+        f"Weights: the checkpoint {saved}\n" in again.stdout
+        and f"Supervised weights are in {broken}/sft/hf\n" in again.stdout
+    )
+    assert (
+        f"Weights: the warm start in sft.output={broken}/sft/hf" in again.stdout
+        and f"{broken}: 2 steps" in again.stdout
+    )
+    losses = [
+        [(row["step"], row["loss"], row.get("eval/loss")) for row in rows(each / "sft")]
+        for each in (whole, broken)
+    ]
     assert losses[0] == losses[1] and len(losses[0]) == STEPS
-    assert (whole / "sft/hf/model.safetensors").read_bytes() == (broken / "sft/hf/model.safetensors").read_bytes()
+    assert (whole / "sft/hf/model.safetensors").read_bytes() == (
+        broken / "sft/hf/model.safetensors"
+    ).read_bytes()
     assert complete_checkpoints(broken / "sft") == complete_checkpoints(whole / "sft") == []
     assert f"{broken} is complete: 2 of 2 steps" in run(arguments("run", broken)).stdout

@@ -1,5 +1,8 @@
-"""Whole runs with teachers. The first has its teacher on engines, one of which dies, and no reward. The second has it on the trainer's
-ranks, and a reward, and is resumed."""
+"""Whole runs with teachers.
+
+The first has its teacher on engines, one of which dies, and no reward. The second has it on the
+trainer's ranks, and a reward, and is resumed.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,21 @@ STEPS = 6
 
 def test_a_run_without_a_reward_survives_the_death_of_its_teachers_engine(tmp_path: Path) -> None:
     """Responses are cut and continue under newer weights. No prompt has an answer."""
-    model, run_dir, log, data = make_model(tmp_path / "model"), tmp_path / "run", tmp_path / "log", tmp_path / "train.jsonl"
+    model = make_model(tmp_path / "model")
+    run_dir = tmp_path / "run"
+    log = tmp_path / "log"
+    data = tmp_path / "train.jsonl"
     teacher = make_model(tmp_path / "teacher", hidden_size=64, initializer_range=0.3)
-    data.write_text("".join(json.dumps({"question": f"{i % 10}+1="}) + "\n" for i in range(8 * STEPS)))
+    data.write_text(
+        "".join(json.dumps({"question": f"{i % 10}+1="}) + "\n" for i in range(8 * STEPS))
+    )
     settings = [
-        "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, f"max_steps={STEPS}", "trainer.tp=1",
-        f"data.train.source={data}", "data.train.prompt_key=question", "data.eval=null", "rollout.prompts_per_step=8", "rollout.n=1",
-        f"roles.teacher.path={teacher}", "roles.teacher.kv_cache_tokens=4096", "algorithm.name=distill", "reward.name=none",
+        "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES,
+        f"max_steps={STEPS}", "trainer.tp=1",
+        f"data.train.source={data}", "data.train.prompt_key=question", "data.eval=null",
+        "rollout.prompts_per_step=8", "rollout.n=1",
+        f"roles.teacher.path={teacher}", "roles.teacher.kv_cache_tokens=4096",
+        "algorithm.name=distill", "reward.name=none",
         "algorithm.distill.over=top_k", "algorithm.distill.top_k=8", "async.partial_rollout=resume",
     ]  # fmt: skip
     process = start(["train", *settings], log)
@@ -40,33 +51,55 @@ def test_a_run_without_a_reward_survives_the_death_of_its_teachers_engine(tmp_pa
     assert "teacher 0 is lost, 0 are left" in driver and "teacher 0 serves again" in driver
     assert f"Role teacher: {teacher}, frozen, on 1 engine TP1\n" in log.read_text()
     table = rows(run_dir)
-    assert len(table) == STEPS and all(row["sync/audit_ok"] and row["grad_norm"] > 0 for row in table)
-    assert all("zero_advantage_fraction" not in row for row in table), "or the run is told that equal rewards teach nothing"
+    assert len(table) == STEPS and all(
+        row["sync/audit_ok"] and row["grad_norm"] > 0 for row in table
+    )
+    assert all("zero_advantage_fraction" not in row for row in table), (
+        "or the run is told that equal rewards teach nothing"
+    )
     assert all(row["reward/mean"] == 0 and "distill/teacher/failed" not in row for row in table)
     assert all(row["distill/kl"] == row["distill/teacher/kl"] > 0 for row in table)
 
 
 def test_a_resumed_run_has_its_teachers_and_its_reference(tmp_path: Path) -> None:
-    """A teacher of another size over the whole vocabulary, beside a reward; and a reference model of another size than the policy."""
-    model, run_dir, log = make_model(tmp_path / "model"), tmp_path / "run", tmp_path / "log"
+    """A teacher of another size over the whole vocabulary, beside a reward; and a reference model
+    of another size than the policy.
+    """
+    model = make_model(tmp_path / "model")
+    run_dir = tmp_path / "run"
+    log = tmp_path / "log"
     other = make_model(tmp_path / "other", hidden_size=64, initializer_range=0.3)
     settings = [
-        "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, f"max_steps={STEPS}", "data.eval=null",
-        f"roles.teacher.path={other}", "roles.teacher.on=trainer", "algorithm.distill.over=vocabulary", "algorithm.distill.coef=0.5",
+        "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES,
+        f"max_steps={STEPS}", "data.eval=null",
+        f"roles.teacher.path={other}", "roles.teacher.on=trainer",
+        "algorithm.distill.over=vocabulary", "algorithm.distill.coef=0.5",
         f"roles.reference.path={other}", "algorithm.kl_coef=0.1", "rollout.temperature=0.8",
     ]  # fmt: skip
     process = start(["train", *settings], log)
     try:
-        wait_until(lambda: len(complete_checkpoints(run_dir)) >= 1, process, "first checkpoint", timeout_s=240)
+        wait_until(
+            lambda: len(complete_checkpoints(run_dir)) >= 1,
+            process,
+            "first checkpoint",
+            timeout_s=240,
+        )
     finally:
         kill(process)
     again = run(["train", *settings])
     assert again.returncode == 0, again.stdout + again.stderr
-    assert f"Role teacher: {other}, frozen, on the trainer's ranks\n" in log.read_text() and "Reference model: what" not in again.stdout
+    assert (
+        f"Role teacher: {other}, frozen, on the trainer's ranks\n" in log.read_text()
+        and "Reference model: what" not in again.stdout
+    )
     table = rows(run_dir)
     assert [row["step"] for row in table] == list(range(STEPS))
     for row in table:
-        assert row["distill/teacher/kl"] > 0 and math.isfinite(row["kl/mean"]) and row["kl/mean"] > 0.01, "from the first step on"
+        assert (
+            row["distill/teacher/kl"] > 0
+            and math.isfinite(row["kl/mean"])
+            and row["kl/mean"] > 0.01
+        ), "from the first step on"
         assert row["sync/audit_ok"]
     planned = run(["plan", *settings])
     assert planned.returncode == 0 and " frozen " in planned.stdout, planned.stdout + planned.stderr

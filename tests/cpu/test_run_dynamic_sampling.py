@@ -1,4 +1,6 @@
-"""Whole runs with rollout.dynamic_sampling, killed at random moments and continued with other settings of asynchrony."""
+"""Whole runs with rollout.dynamic_sampling, killed at random moments and continued with other
+settings of asynchrony.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,29 @@ from run_tools import OVERRIDES, PROMPTS, SAMPLES, kill, make_model, rows, run, 
 pytestmark = pytest.mark.timeout(900)
 
 STEPS = 40
-STARTS = (  # the settings of each start, and the largest staleness they allow, including samples from an earlier start
+# the settings of each start, and the largest staleness they allow, including samples from an
+# earlier start
+STARTS = (
     (("async.capacity=0", "async.partial_rollout=block"), 0),
     (("async.capacity=1", "async.partial_rollout=in_flight", "async.max_in_flight=7"), None),
-    (("async.capacity=null", "async.max_staleness=2", "async.partial_rollout=resume", "async.chunk_tokens=3"), 2),
-    (("async.capacity=4", "async.max_staleness=1", "async.partial_rollout=retract", "async.max_in_flight=12"), 1),
+    (
+        (
+            "async.capacity=null",
+            "async.max_staleness=2",
+            "async.partial_rollout=resume",
+            "async.chunk_tokens=3",
+        ),
+        2,
+    ),
+    (
+        (
+            "async.capacity=4",
+            "async.max_staleness=1",
+            "async.partial_rollout=retract",
+            "async.max_in_flight=12",
+        ),
+        1,
+    ),
     (("async.capacity=1", "async.partial_rollout=abort"), None),
 )
 
@@ -32,23 +52,49 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
-    own = [f"max_steps={STEPS}", "rollout.dynamic_sampling=true", "observe.rollouts_per_step=1000", "data.eval=null"]
-    return ["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *own, *more]
+    own = [
+        f"max_steps={STEPS}",
+        "rollout.dynamic_sampling=true",
+        "observe.rollouts_per_step=1000",
+        "data.eval=null",
+    ]
+    return [
+        "train",
+        "configs/quickstart.yaml",
+        f"model.path={model}",
+        f"run_dir={run_dir}",
+        *OVERRIDES,
+        *own,
+        *more,
+    ]
 
 
-def shown_rewards(run_dir: Path, step: int) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
-    """By prompt, the rewards of a step's trained and dropped samples, from the files for people in rollouts/."""
+def shown_rewards(
+    run_dir: Path, step: int
+) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
+    """By prompt, the rewards of a step's trained and dropped samples, from the files for people in
+    rollouts/.
+    """
     found: tuple[dict[int, list[float]], dict[int, list[float]]] = {}, {}
     for group in (run_dir / f"rollouts/step_{step:06d}.txt").read_text().split("=" * 80)[1:]:
         prompt, dropped = re.findall(r"^prompt (\d+)(, dropped)?", group, re.MULTILINE)[0]
-        found[bool(dropped)][int(prompt)] = [float(reward) for reward in re.findall(r"^response \d: reward (\S+),", group, re.MULTILINE)]
+        found[bool(dropped)][int(prompt)] = [
+            float(reward)
+            for reward in re.findall(r"^response \d: reward (\S+),", group, re.MULTILINE)
+        ]
     return found
 
 
 @pytest.mark.long
-def test_each_prompt_is_trained_on_or_dropped_once_whenever_the_run_is_killed(model: Path, tmp_path: Path) -> None:
-    """Random weights answer at random. The reward depends on the text (reward_functions.by_chance), but is the same for all samples of a
-    third of the prompts. Every start continues from the previous start's last checkpoint, with other settings."""
+def test_each_prompt_is_trained_on_or_dropped_once_whenever_the_run_is_killed(
+    model: Path, tmp_path: Path
+) -> None:
+    """Random weights answer at random.
+
+    The reward depends on the text (reward_functions.by_chance), but is the same for all samples of
+    a third of the prompts. Every start continues from the previous start's last checkpoint, with
+    other settings.
+    """
     run_dir, chance = tmp_path / "run", random.Random(0)
     more = ("reward.name=reward_functions:by_chance", "checkpoint.every=1")
     for number, (settings, most) in enumerate(STARTS):
@@ -56,7 +102,12 @@ def test_each_prompt_is_trained_on_or_dropped_once_whenever_the_run_is_killed(mo
         process = start(arguments(model, run_dir, *settings, *more), tmp_path / f"log.{number}")
         try:
             if number < len(STARTS) - 1:
-                wait_until(lambda: len(rows(run_dir)) >= before + 3, process, "third step more", timeout_s=240)
+                wait_until(
+                    lambda: len(rows(run_dir)) >= before + 3,
+                    process,
+                    "third step more",
+                    timeout_s=240,
+                )
                 time.sleep(chance.random())
             else:
                 assert process.wait(timeout=240) == 0, (tmp_path / f"log.{number}").read_text()
@@ -65,32 +116,55 @@ def test_each_prompt_is_trained_on_or_dropped_once_whenever_the_run_is_killed(mo
         if most is not None:
             assert max(row["staleness/max"] for row in rows(run_dir)[before:]) <= most
 
-    lines = [json.loads(line) for line in (run_dir / "rollouts/ordinals.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(STEPS)) and [len(line["ordinals"]) for line in lines] == [PROMPTS] * STEPS
+    lines = [
+        json.loads(line) for line in (run_dir / "rollouts/ordinals.jsonl").read_text().splitlines()
+    ]
+    assert [line["step"] for line in lines] == list(range(STEPS)) and [
+        len(line["ordinals"]) for line in lines
+    ] == [PROMPTS] * STEPS
     trained, dropped = ([line.get(key, []) for line in lines] for key in ("ordinals", "dropped"))
     found = Counter(chain(*trained, *dropped))
-    assert found == Counter(range(found.total())) and sum(map(len, dropped)) > STEPS, "each once, and many dropped"
+    assert found == Counter(range(found.total())) and sum(map(len, dropped)) > STEPS, (
+        "each once, and many dropped"
+    )
     for step, row in enumerate(rows(run_dir)):
         of_trained, of_dropped = shown_rewards(run_dir, step)
         assert (sorted(of_trained), sorted(of_dropped)) == (trained[step], dropped[step])
-        assert all(len(rewards) == SAMPLES for rewards in chain(of_trained.values(), of_dropped.values()))
-        assert all(len(set(rewards)) > 1 for rewards in of_trained.values()), "no group without signal is trained on"
+        assert all(
+            len(rewards) == SAMPLES for rewards in chain(of_trained.values(), of_dropped.values())
+        )
+        assert all(len(set(rewards)) > 1 for rewards in of_trained.values()), (
+            "no group without signal is trained on"
+        )
         assert all(len(set(rewards)) == 1 for rewards in of_dropped.values())
         assert row["prompts/dropped"] == len(of_dropped) and row["zero_advantage_fraction"] == 0
         assert row["samples/trained"] == PROMPTS * SAMPLES
-        assert row["reward/mean"] == pytest.approx(fmean(chain(*of_trained.values(), *of_dropped.values())))
+        assert row["reward/mean"] == pytest.approx(
+            fmean(chain(*of_trained.values(), *of_dropped.values()))
+        )
         assert row["reward/trained_mean"] == pytest.approx(fmean(chain(*of_trained.values())))
 
 
-def test_a_run_that_learns_nothing_from_ten_times_its_prompts_ends_and_says_so(model: Path, tmp_path: Path) -> None:
+def test_a_run_that_learns_nothing_from_ten_times_its_prompts_ends_and_says_so(
+    model: Path, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
-    ended = run(arguments(model, run_dir, "reward.name=reward_functions:constant", "rollout.max_num_gen_batches=2"))
+    ended = run(
+        arguments(
+            model, run_dir, "reward.name=reward_functions:constant", "rollout.max_num_gen_batches=2"
+        )
+    )
     assert ended.returncode == 1
     # A prompt in flight may arrive before the run ends.
     message = (
-        r"at least 2 times rollout.prompts_per_step=4 prompts were generated for it, and too few are left for a batch: in (\d+) of them "
+        r"at least 2 times rollout.prompts_per_step=4 prompts were generated for it, and "
+        r"too few are left for a batch: in (\d+) of them "
     )
-    told = re.search(message + r"all samples had the same reward \(mean reward 0.500; 0 all right, \1 all wrong\)", ended.stderr)
+    told = re.search(
+        message
+        + r"all samples had the same reward \(mean reward 0.500; 0 all right, \1 all wrong\)",
+        ended.stderr,
+    )
     assert told and int(told[1]) >= 8, ended.stderr
     assert "Traceback" not in ended.stderr
     assert (run_dir / "rollouts/step_000000.txt").read_text().count(", dropped: ") == int(told[1])

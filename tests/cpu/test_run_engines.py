@@ -10,7 +10,17 @@ from pathlib import Path
 
 import psutil
 import pytest
-from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, start, title, wait_until
+from run_tools import (
+    OVERRIDES,
+    PROMPTS,
+    descendants,
+    kill,
+    make_model,
+    rows,
+    start,
+    title,
+    wait_until,
+)
 from waiting_transport import ASK, FOLDER, REACHED, settings
 
 from megarl.generator.seeds import seed_of
@@ -25,11 +35,18 @@ def engine(process, number: int) -> psutil.Process:
     """The engine's process, recognised by its random seed. The run's seed is 0."""
     seed = seed_of(0, f"engine.{number}", 0, bits=31)
     lines = {child: title(child) for child in descendants(process)}
-    return next(child for child, line in lines.items() if "megarl.generator.server" in line and f'"random_seed": {seed}' in line)
+    return next(
+        child
+        for child, line in lines.items()
+        if "megarl.generator.server" in line and f'"random_seed": {seed}' in line
+    )
 
 
 def kill_in_the_middle_of_an_update(process, run_dir: Path, folder: Path) -> None:
-    """Kills engine 0 in an update after two steps. `folder`: where the waiting transport has its files."""
+    """Kills engine 0 in an update after two steps.
+
+    `folder`: where the waiting transport has its files.
+    """
     wait_until(lambda: len(rows(run_dir)) >= 2, process, "second step", DEADLINE_S)
     (folder / ASK).touch()
     wait_until((folder / REACHED).exists, process, "an update in its middle")
@@ -46,19 +63,39 @@ CASES = [
 
 
 @pytest.mark.parametrize("transport, hangs", CASES)
-def test_engines_that_die_or_hang_are_replaced_and_serve_again(transport, hangs, tmp_path, monkeypatch):
-    """Of two engines the first is killed in the middle of an update; then the second is made to hang. Each comes back with the current
-    weights. At the end a trainer rank hangs too: the first SIGTERM waits for it, and a second one ends the run at once.
+def test_engines_that_die_or_hang_are_replaced_and_serve_again(
+    transport, hangs, tmp_path, monkeypatch
+):
+    """Of two engines the first is killed in the middle of an update; then the second is made to
+    hang. Each comes back with the current weights. At the end a trainer rank hangs too: the first
+    SIGTERM waits for it, and a second one ends the run at once.
 
     Rollouts are slow, so that an engine can start while the run lasts.
     """
-    run_dir, log = tmp_path / "run", tmp_path / "log"
-    more = ["generator.engines=2", "generator.health_s=15", "max_steps=100000", "checkpoint.every=0", "observe.probe_every=0"]
+    run_dir = tmp_path / "run"
+    log = tmp_path / "log"
+    more = [
+        "generator.engines=2",
+        "generator.health_s=15",
+        "max_steps=100000",
+        "checkpoint.every=0",
+        "observe.probe_every=0",
+    ]
     more += ["async.capacity=2", "async.partial_rollout=in_flight", "eval.limit=1"]
     more += ["rollout.name=slow_rollouts:after_a_second", *settings(transport), "weights.relay=off"]
     monkeypatch.setenv(FOLDER, str(tmp_path))
     model = make_model(tmp_path / "model")
-    process = start(["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *more], log)
+    process = start(
+        [
+            "train",
+            "configs/quickstart.yaml",
+            f"model.path={model}",
+            f"run_dir={run_dir}",
+            *OVERRIDES,
+            *more,
+        ],
+        log,
+    )
     driver_log = run_dir / "logs/generator.0.log"
 
     def said(text: str) -> bool:
@@ -66,12 +103,23 @@ def test_engines_that_die_or_hang_are_replaced_and_serve_again(transport, hangs,
 
     try:
         kill_in_the_middle_of_an_update(process, run_dir, tmp_path)
-        wait_until(lambda: said("engine 0 is lost, 1 are left"), process, "notice of the loss", DEADLINE_S)
-        wait_until(lambda: said("engines [0] serve version"), process, "return of engine 0", DEADLINE_S)
+        wait_until(
+            lambda: said("engine 0 is lost, 1 are left"), process, "notice of the loss", DEADLINE_S
+        )
+        wait_until(
+            lambda: said("engines [0] serve version"), process, "return of engine 0", DEADLINE_S
+        )
         if hangs:
             engine(process, 1).suspend()
-            wait_until(lambda: said("engine 1 is lost, 1 are left"), process, "notice of the hang", DEADLINE_S)
-            wait_until(lambda: said("engines [1] serve version"), process, "return of engine 1", DEADLINE_S)
+            wait_until(
+                lambda: said("engine 1 is lost, 1 are left"),
+                process,
+                "notice of the hang",
+                DEADLINE_S,
+            )
+            wait_until(
+                lambda: said("engines [1] serve version"), process, "return of engine 1", DEADLINE_S
+            )
         done = len(rows(run_dir))
         wait_until(lambda: len(rows(run_dir)) >= done + 4, process, "steps with both", DEADLINE_S)
         next(child for child in descendants(process) if "trainer 1" in title(child)).suspend()
@@ -91,39 +139,74 @@ def test_engines_that_die_or_hang_are_replaced_and_serve_again(transport, hangs,
     assert all(row["sync/audit_ok"] for row in table if "sync/audit_ok" in row)
     assert [row["step"] for row in table] == list(range(len(table)))
     parts = ("time/train_s", "time/trainer_wait_s", "time/sync_s")
-    assert all(sum(row[part] for part in parts) <= row["time/step_s"] for row in table), "also where weights were sent again"
+    assert all(sum(row[part] for part in parts) <= row["time/step_s"] for row in table), (
+        "also where weights were sent again"
+    )
     assert exactly_once(run_dir, len(table))
 
 
 @WITH_MOONCAKE
 def test_an_engine_that_was_to_pass_weights_on_takes_others_with_it(tmp_path, monkeypatch):
-    """Over Mooncake, the engines of one host pass weights on to each other by default. The engine that waits for the dead one's part is
-    ended, and comes back too."""
-    run_dir, log = tmp_path / "run", tmp_path / "log"
-    more = ["generator.engines=2", "max_steps=100000", "checkpoint.every=0", "observe.probe_every=0", "eval.limit=1"]
+    """Over Mooncake, the engines of one host pass weights on to each other by default.
+
+    The engine that waits for the dead one's part is ended, and comes back too.
+    """
+    run_dir = tmp_path / "run"
+    log = tmp_path / "log"
+    more = [
+        "generator.engines=2",
+        "max_steps=100000",
+        "checkpoint.every=0",
+        "observe.probe_every=0",
+        "eval.limit=1",
+    ]
     more += ["async.partial_rollout=in_flight", *settings("WaitingMooncake")]
     monkeypatch.setenv(FOLDER, str(tmp_path))
     model = make_model(tmp_path / "model")
-    process = start(["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *more], log)
+    process = start(
+        [
+            "train",
+            "configs/quickstart.yaml",
+            f"model.path={model}",
+            f"run_dir={run_dir}",
+            *OVERRIDES,
+            *more,
+        ],
+        log,
+    )
     driver_log = run_dir / "logs/generator.0.log"
     try:
         kill_in_the_middle_of_an_update(process, run_dir, tmp_path)
         for number in range(2):
             lost = f"engine {number} is lost"
-            wait_until(lambda: lost in driver_log.read_text(), process, f"notice that {lost}", DEADLINE_S)
+            wait_until(
+                lambda: lost in driver_log.read_text(), process, f"notice that {lost}", DEADLINE_S
+            )
         done = len(rows(run_dir))
         wait_until(lambda: len(rows(run_dir)) >= done + 4, process, "steps with both", DEADLINE_S)
     finally:
         kill(process)
-    text, output = driver_log.read_text(), log.read_text()
-    assert "was lost before it passed weights on to engine" in text and " bytes an update are passed on by engines" in text
-    assert "engine.0 was killed by SIGKILL; started again" in output and re.search("engine.1 .*; started again", output)
+    text = driver_log.read_text()
+    output = log.read_text()
+    assert (
+        "was lost before it passed weights on to engine" in text
+        and " bytes an update are passed on by engines" in text
+    )
+    assert "engine.0 was killed by SIGKILL; started again" in output and re.search(
+        "engine.1 .*; started again", output
+    )
     assert all(row["sync/audit_ok"] for row in rows(run_dir) if "sync/audit_ok" in row)
 
 
 def exactly_once(run_dir: Path, steps: int) -> bool:
-    """Without rejections, every prompt up to the last trained one was trained on, except those still in flight."""
-    lines = [json.loads(line) for line in (run_dir / "rollouts/ordinals.jsonl").read_text().splitlines()]
+    """Without rejections, every prompt up to the last trained one was trained on, except those
+    still in flight.
+    """
+    lines = [
+        json.loads(line) for line in (run_dir / "rollouts/ordinals.jsonl").read_text().splitlines()
+    ]
     trained = list(itertools.chain(*(line["ordinals"] for line in lines)))
     in_flight = 3 * PROMPTS
-    return len(trained) == len(set(trained)) == steps * PROMPTS and set(range(len(trained) - in_flight)) <= set(trained)
+    return len(trained) == len(set(trained)) == steps * PROMPTS and set(
+        range(len(trained) - in_flight)
+    ) <= set(trained)

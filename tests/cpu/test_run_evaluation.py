@@ -1,4 +1,7 @@
-"""Whole runs with an engine that only evaluates. It evaluates during training, with the right weights, and does not delay it."""
+"""Whole runs with an engine that only evaluates.
+
+It evaluates during training, with the right weights, and does not delay it.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,14 @@ from megarl.plan.checkpoints import complete_checkpoints
 
 pytestmark = pytest.mark.timeout(900)
 DEADLINE_S = 240
-SETTINGS = ["eval.engines=1", "eval.every=2", "rollout.name=gated_rollouts:held_out_waits", "observe.probe_every=0"]
-SCORED = ["eval.limit=64", "eval.reward=reward_functions:by_chance"]  # scores differ if responses do
+SETTINGS = [
+    "eval.engines=1",
+    "eval.every=2",
+    "rollout.name=gated_rollouts:held_out_waits",
+    "observe.probe_every=0",
+]
+# scores differ if responses do
+SCORED = ["eval.limit=64", "eval.reward=reward_functions:by_chance"]
 
 
 def evaluated(run_dir: Path) -> dict[int, dict]:
@@ -27,30 +36,46 @@ def evaluated(run_dir: Path) -> dict[int, dict]:
 
 
 def begin(tmp_path: Path, log: str, *more: str) -> tuple[subprocess.Popen, Path]:
-    run_dir, model = tmp_path / "run", tmp_path / "model"
+    run_dir = tmp_path / "run"
+    model = tmp_path / "model"
     if not model.exists():
         make_model(model)
-    arguments = ["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *SETTINGS, *more]
+    arguments = [
+        "train",
+        "configs/quickstart.yaml",
+        f"model.path={model}",
+        f"run_dir={run_dir}",
+        *OVERRIDES,
+        *SETTINGS,
+        *more,
+    ]
     return start(arguments, tmp_path / log), run_dir
 
 
 def end(process: subprocess.Popen, run_dir: Path, *logs: Path) -> None:
     if process.poll() is None:
         kill(process)
-    print(*(path.read_text() for path in (*logs, run_dir / "logs/evaluator.0.log") if path.exists()))
+    print(
+        *(path.read_text() for path in (*logs, run_dir / "logs/evaluator.0.log") if path.exists())
+    )
 
 
 def audits(run_dir: Path) -> dict[int, bool]:
     """By version: whether the evaluating engine's memory was as sent."""
     events = map(json.loads, (run_dir / "trace/evaluator.0.jsonl").read_text().splitlines())
-    return {int(e["name"].split()[-1]): e["args"]["audited"] for e in events if e["name"].startswith("evaluation weights")}
+    return {
+        int(e["name"].split()[-1]): e["args"]["audited"]
+        for e in events
+        if e["name"].startswith("evaluation weights")
+    }
 
 
 @pytest.mark.long
 def test_every_version_is_evaluated_with_its_own_weights(tmp_path, monkeypatch):
     """The scores equal those of `megarl eval` on the same version's export."""
     monkeypatch.setenv(GATE, str(tmp_path / "no gate"))
-    learning = ("reward.name=reward_functions:by_chance", "trainer.optimizer.lr=0.0001")  # the task's own reward could be 0 for all samples
+    # the task's own reward could be 0 for all samples
+    learning = ("reward.name=reward_functions:by_chance", "trainer.optimizer.lr=0.0001")
     process, run_dir = begin(tmp_path, "log", *SCORED, *learning, "checkpoint.hf_every=2")
     try:
         assert process.wait(DEADLINE_S) == 0
@@ -69,7 +94,16 @@ def test_every_version_is_evaluated_with_its_own_weights(tmp_path, monkeypatch):
     assert len({str(scores) for scores in of_versions.values()}) == 4, of_versions
     for version in (2, 6):
         export = run_dir / f"hf/step_{version:06d}"
-        scored = run(["eval", "configs/quickstart.yaml", f"model.path={export}", f"run_dir={tmp_path / 'eval'}", *SCORED, "--json"])
+        scored = run(
+            [
+                "eval",
+                "configs/quickstart.yaml",
+                f"model.path={export}",
+                f"run_dir={tmp_path / 'eval'}",
+                *SCORED,
+                "--json",
+            ]
+        )
         assert scored.returncode == 0, scored.stderr
         assert [json.loads(scored.stdout)[key] for key in alike] == of_versions[version]
 
@@ -87,14 +121,18 @@ def test_training_waits_for_no_evaluation_but_the_last(tmp_path, monkeypatch):
 
     try:
         wait_until(waits, process, "end of the last step", DEADLINE_S)
-        assert read_journal(run_dir)[0] == (BEGUN, "") and not evaluated(run_dir), "the first evaluation is still under way"
+        assert read_journal(run_dir)[0] == (BEGUN, "") and not evaluated(run_dir), (
+            "the first evaluation is still under way"
+        )
         assert len(rows(run_dir)) == 6 and complete_checkpoints(run_dir)[-1][0] == 6
         gate.unlink()
         assert process.wait(DEADLINE_S) == 0
     finally:
         end(process, run_dir, tmp_path / "log")
     assert evaluated(run_dir).keys() == {0, 6}
-    assert missed(run_dir) == dict.fromkeys((2, 4), ("skipped", "version 0 was still being evaluated"))
+    assert missed(run_dir) == dict.fromkeys(
+        (2, 4), ("skipped", "version 0 was still being evaluated")
+    )
     last = {key: value for row in rows(run_dir) for key, value in row.items()}
     assert last["eval/skipped"] == 2 and last["eval/version"] == 6 and last["step"] == 5
     assert "evaluations by step" in (tmp_path / "log").read_text()
@@ -102,7 +140,9 @@ def test_training_waits_for_no_evaluation_but_the_last(tmp_path, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.parametrize("engines", [0, 1])
-def test_a_run_that_dies_while_its_last_version_is_evaluated_makes_up_for_it(engines: int, tmp_path, monkeypatch):
+def test_a_run_that_dies_while_its_last_version_is_evaluated_makes_up_for_it(
+    engines: int, tmp_path, monkeypatch
+):
     """All steps are made and saved. The same command then evaluates the last weights, and ends."""
     monkeypatch.setenv(GATE, str(gate := tmp_path / "gate"))
     more = [f"eval.engines={engines}", "eval.every=0", *SCORED]
@@ -110,7 +150,14 @@ def test_a_run_that_dies_while_its_last_version_is_evaluated_makes_up_for_it(eng
     try:
         wait_until(lambda: 0 in evaluated(run_dir), process, "first scores", DEADLINE_S)
         gate.touch()
-        wait_until(lambda: complete_checkpoints(run_dir)[-1:] and complete_checkpoints(run_dir)[-1][0] == 6, process, "the end", DEADLINE_S)
+        wait_until(
+            lambda: (
+                complete_checkpoints(run_dir)[-1:] and complete_checkpoints(run_dir)[-1][0] == 6
+            ),
+            process,
+            "the end",
+            DEADLINE_S,
+        )
         kill(process)
         before = rows(run_dir)
         assert evaluated(run_dir).keys() == {0} and len(before) == 6
@@ -119,43 +166,78 @@ def test_a_run_that_dies_while_its_last_version_is_evaluated_makes_up_for_it(eng
         assert process.wait(DEADLINE_S) == 0
     finally:
         end(process, run_dir, tmp_path / "log", tmp_path / "again")
-    assert "The run ended before version 6, its last, was evaluated: this is done now" in (tmp_path / "again").read_text()
+    assert (
+        "The run ended before version 6, its last, was evaluated: this is done now"
+        in (tmp_path / "again").read_text()
+    )
     assert evaluated(run_dir).keys() == {0, 6} and not missed(run_dir)
     table = rows(run_dir)
     assert [row["step"] for row in table] == [*range(6)] and table[-1]["eval/version"] == 6
     assert [row["loss"] for row in table] == [row["loss"] for row in before]
     assert run(
-        ["train", "configs/quickstart.yaml", f"model.path={tmp_path / 'model'}", f"run_dir={run_dir}", *OVERRIDES, *SETTINGS, *more]
+        [
+            "train",
+            "configs/quickstart.yaml",
+            f"model.path={tmp_path / 'model'}",
+            f"run_dir={run_dir}",
+            *OVERRIDES,
+            *SETTINGS,
+            *more,
+        ]
     ).stdout.startswith(f"{run_dir} is complete")
 
 
 @pytest.mark.matrix
 def test_an_engine_that_dies_and_a_run_that_dies_cost_the_evaluation_alone(tmp_path, monkeypatch):
-    """First the engine dies during an evaluation, and is started again. Then the whole run dies during another evaluation."""
+    """First the engine dies during an evaluation, and is started again.
+
+    Then the whole run dies during another evaluation.
+    """
     monkeypatch.setenv(GATE, str(gate := tmp_path / "gate"))
     more = ["checkpoint.keep_best=eval/reward/mean", "checkpoint.keep=1"]
     process, run_dir = begin(tmp_path, "log", *more, "max_steps=100000")
 
     def being_evaluated(after: int) -> int | None:
-        begun = [v for v, (what, _) in read_journal(run_dir).items() if what == BEGUN and v > after and v not in evaluated(run_dir)]
+        begun = [
+            v
+            for v, (what, _) in read_journal(run_dir).items()
+            if what == BEGUN and v > after and v not in evaluated(run_dir)
+        ]
         return begun[0] if begun else None
 
     def held_up() -> int:
         """Closes the gate, and returns the version whose evaluation waits there."""
         newest = max(read_journal(run_dir))
         gate.touch()
-        wait_until(lambda: being_evaluated(newest) is not None, process, "an evaluation that is held up", DEADLINE_S)
+        wait_until(
+            lambda: being_evaluated(newest) is not None,
+            process,
+            "an evaluation that is held up",
+            DEADLINE_S,
+        )
         return being_evaluated(newest) or 0
 
     try:
         wait_until(lambda: 0 in evaluated(run_dir), process, "first scores", DEADLINE_S)
         of_dead_engine = held_up()
         engine(process, run_dir).kill()
-        wait_until(lambda: of_dead_engine in missed(run_dir), process, "notice of the loss", DEADLINE_S)
+        wait_until(
+            lambda: of_dead_engine in missed(run_dir), process, "notice of the loss", DEADLINE_S
+        )
         gate.unlink()
-        wait_until(lambda: max(evaluated(run_dir)) > of_dead_engine, process, "scores by the new engine", DEADLINE_S)
+        wait_until(
+            lambda: max(evaluated(run_dir)) > of_dead_engine,
+            process,
+            "scores by the new engine",
+            DEADLINE_S,
+        )
         of_dead_run = held_up()
-        wait_until(lambda: complete_checkpoints(run_dir)[-1][0] > of_dead_run + 2, process, "a later checkpoint", DEADLINE_S)
+        wait_until(
+            lambda: complete_checkpoints(run_dir)[-1][0] > of_dead_run + 2,
+            process,
+            "a later checkpoint",
+            DEADLINE_S,
+        )
         saved = [step for step, _ in complete_checkpoints(run_dir)]
         assert of_dead_run in saved, "its score may be the best"
         kill(process)
@@ -166,15 +248,26 @@ def test_an_engine_that_dies_and_a_run_that_dies_cost_the_evaluation_alone(tmp_p
     finally:
         end(process, run_dir, tmp_path / "log", tmp_path / "resumed")
     lost = missed(run_dir)
-    assert lost[of_dead_engine][0] == "failed" and lost[of_dead_run] == ("lost", "the run ended meanwhile")
+    assert lost[of_dead_engine][0] == "failed" and lost[of_dead_run] == (
+        "lost",
+        "the run ended meanwhile",
+    )
     assert f"the evaluation of version {of_dead_run} is lost" in (tmp_path / "resumed").read_text()
-    assert {of_dead_engine, of_dead_run}.isdisjoint(evaluated(run_dir)) and {resumed, resumed + 4} <= evaluated(run_dir).keys()
+    assert {of_dead_engine, of_dead_run}.isdisjoint(evaluated(run_dir)) and {
+        resumed,
+        resumed + 4,
+    } <= evaluated(run_dir).keys()
     due = set(range(0, resumed + 5, 2))
     assert evaluated(run_dir).keys() | lost.keys() == due and all(audits(run_dir).values())
     table = rows(run_dir)
-    assert [row["step"] for row in table] == list(range(resumed + 4)) and all(row["engines/serving"] == 1 for row in table)
+    assert [row["step"] for row in table] == list(range(resumed + 4)) and all(
+        row["engines/serving"] == 1 for row in table
+    )
     last = {key: value for row in table for key, value in row.items()}
-    assert last["eval/failed"] == sum(what == "failed" for what, _ in lost.values()) and last["eval/lost"] == 1
+    assert (
+        last["eval/failed"] == sum(what == "failed" for what, _ in lost.values())
+        and last["eval/lost"] == 1
+    )
 
 
 def engine(process: subprocess.Popen, run_dir: Path) -> psutil.Process:
@@ -182,4 +275,8 @@ def engine(process: subprocess.Popen, run_dir: Path) -> psutil.Process:
     (file,) = run_dir.glob(".launch/train/*/rendezvous.json")
     port = json.loads(file.read_text())["engines"]["eval_engine"][0]["port"]
     lines = {child: title(child) for child in descendants(process)}
-    return next(child for child, line in lines.items() if "megarl.generator.server" in line and f'"port": {port}' in line)
+    return next(
+        child
+        for child, line in lines.items()
+        if "megarl.generator.server" in line and f'"port": {port}' in line
+    )

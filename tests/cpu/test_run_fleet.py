@@ -24,13 +24,36 @@ def engines(run_dir: Path) -> dict[int, dict]:
 
 
 def test_engines_join_and_leave_a_run(tmp_path):
-    """The run begins with one engine and gains two. It loses one by command and one with its launcher. It gains another, and loses it to
-    SIGTERM."""
-    run_dir, log = tmp_path / "run", tmp_path / "log"
-    more = ["max_steps=100000", "checkpoint.every=0", "observe.probe_every=2", "eval.limit=1", "timeouts.silence_s=8"]
-    more += ["async.capacity=1", "async.partial_rollout=in_flight", "rollout.name=slow_rollouts:after_a_second"]
+    """The run begins with one engine and gains two.
+
+    It loses one by command and one with its launcher. It gains another, and loses it to SIGTERM.
+    """
+    run_dir = tmp_path / "run"
+    log = tmp_path / "log"
+    more = [
+        "max_steps=100000",
+        "checkpoint.every=0",
+        "observe.probe_every=2",
+        "eval.limit=1",
+        "timeouts.silence_s=8",
+    ]
+    more += [
+        "async.capacity=1",
+        "async.partial_rollout=in_flight",
+        "rollout.name=slow_rollouts:after_a_second",
+    ]
     model = make_model(tmp_path / "model")
-    process = start(["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *more], log)
+    process = start(
+        [
+            "train",
+            "configs/quickstart.yaml",
+            f"model.path={model}",
+            f"run_dir={run_dir}",
+            *OVERRIDES,
+            *more,
+        ],
+        log,
+    )
     driver_log = run_dir / "logs/generator.0.log"
     joined: dict[int, subprocess.Popen] = {}
 
@@ -41,62 +64,106 @@ def test_engines_join_and_leave_a_run(tmp_path):
         return lambda: text in by.read_text()
 
     def steps(count: int = 3) -> int:
-        """Waits for that many more steps. Returns the number of engines that served after the last one."""
+        """Waits for that many more steps.
+
+        Returns the number of engines that served after the last one.
+        """
         done = len(rows(run_dir))
-        wait_until(lambda: len(rows(run_dir)) >= done + count, process, f"{count} steps", DEADLINE_S)
+        wait_until(
+            lambda: len(rows(run_dir)) >= done + count, process, f"{count} steps", DEADLINE_S
+        )
         return rows(run_dir)[-1]["engines/serving"]
 
     try:
         wait_until(lambda: len(rows(run_dir)) >= 2, process, "second step", DEADLINE_S)
         assert steps(1) == 1
         refused = run(["engines", "remove", str(run_dir), "0"])
-        assert refused.returncode == 2 and refused.stderr == "megarl: one engine at least must go on serving, and engine 0 would be gone\n"
+        assert (
+            refused.returncode == 2
+            and refused.stderr
+            == "megarl: one engine at least must go on serving, and engine 0 would be gone\n"
+        )
         for number in (1, 2):
             add(number)
-            wait_until(said(f"engine {number} at", driver_log), process, f"engine {number}", DEADLINE_S)
+            wait_until(
+                said(f"engine {number} at", driver_log), process, f"engine {number}", DEADLINE_S
+            )
         for number in (1, 2):
-            wait_until(said(f"engine {number} serves", tmp_path / f"add.{number}"), process, f"engine {number}", DEADLINE_S)
+            wait_until(
+                said(f"engine {number} serves", tmp_path / f"add.{number}"),
+                process,
+                f"engine {number}",
+                DEADLINE_S,
+            )
         assert steps() == 3
         assert [engine["serving"] for engine in engines(run_dir).values()] == [True] * 3
 
         removed = run(["engines", "remove", str(run_dir), "1"])
-        assert (removed.returncode, removed.stdout) == (0, "engine 1 has left: by command\n"), removed.stderr
+        assert (removed.returncode, removed.stdout) == (0, "engine 1 has left: by command\n"), (
+            removed.stderr
+        )
         assert joined[1].wait(60) == 0, "its launcher ends with it"
         assert steps() == 2
         kill(joined[2])
         wait_until(said("engine 2 is lost, 1 are left"), process, "loss of engine 2", DEADLINE_S)
         assert steps() == 1
-        wait_until(said("engine 2 has left, 1 serve: its launcher has given no sign of life for 8 s"), process, "its end", DEADLINE_S)
+        wait_until(
+            said("engine 2 has left, 1 serve: its launcher has given no sign of life for 8 s"),
+            process,
+            "its end",
+            DEADLINE_S,
+        )
 
         for number in (3, 4):
             add(number)
-            wait_until(said(f"engine {number} at", driver_log), process, f"engine {number}", DEADLINE_S)
+            wait_until(
+                said(f"engine {number} at", driver_log), process, f"engine {number}", DEADLINE_S
+            )
         for number in (3, 4):
-            wait_until(said(f"engine {number} serves", tmp_path / f"add.{number}"), process, f"engine {number}", DEADLINE_S)
+            wait_until(
+                said(f"engine {number} serves", tmp_path / f"add.{number}"),
+                process,
+                f"engine {number}",
+                DEADLINE_S,
+            )
         joined[3].send_signal(signal.SIGTERM)
         assert joined[3].wait(60) == 0, (tmp_path / "add.3").read_text()
         assert "engine 3 has left: its launcher ends" in (tmp_path / "add.3").read_text()
         removed = run(["engines", "remove", str(run_dir), "0"])
         assert removed.returncode == 0, "also one that the run itself has started"
-        wait_until(said("engine.0 has left the run, and is ended", log), process, "end of engine 0", DEADLINE_S)
+        wait_until(
+            said("engine.0 has left the run, and is ended", log),
+            process,
+            "end of engine 0",
+            DEADLINE_S,
+        )
         assert steps() == 1
         assert not any("megarl.generator.server" in title(child) for child in descendants(process))
 
         process.terminate()
         assert process.wait(120) == 143
-        assert joined[4].wait(60) == 0 and f"the run in {run_dir} has ended" in (tmp_path / "add.4").read_text()
+        assert (
+            joined[4].wait(60) == 0
+            and f"the run in {run_dir} has ended" in (tmp_path / "add.4").read_text()
+        )
         late = run(["engines", "add", str(run_dir)])
         assert late.returncode == 2 and "no run is under way there" in late.stderr
     finally:
         for each in (process, *joined.values()):
             if each.poll() is None:
                 kill(each)
-        print(driver_log.read_text(), log.read_text(), *((tmp_path / f"add.{number}").read_text() for number in joined))
+        print(
+            driver_log.read_text(),
+            log.read_text(),
+            *((tmp_path / f"add.{number}").read_text() for number in joined),
+        )
     table = rows(run_dir)
     assert all(row["sync/audit_ok"] for row in table if "sync/audit_ok" in row)
     assert [row["step"] for row in table] == list(range(len(table)))
     assert exactly_once(run_dir, len(table))
-    assert {path.name for path in (run_dir / "logs").glob("engine.*")} == {f"engine.{number}.log" for number in range(5)}
+    assert {path.name for path in (run_dir / "logs").glob("engine.*")} == {
+        f"engine.{number}.log" for number in range(5)
+    }
 
 
 ADAPTERS = {  # settings, and the largest difference of log-probs between trainer and engines
@@ -108,24 +175,47 @@ ADAPTERS = {  # settings, and the largest difference of log-probs between traine
 
 @pytest.mark.parametrize(("more", "most"), ADAPTERS.values(), ids=ADAPTERS)
 def test_adapters_reach_an_engine_that_joins(more, most, tmp_path):
-    """A new engine first gets everything, as the first engine did. Afterwards both get only adapters."""
-    run_dir, log = tmp_path / "run", tmp_path / "log"
-    settings = ["max_steps=100000", "checkpoint.every=0", "observe.probe_every=1", "eval.limit=1", "lora.rank=4"]
-    settings += ["trainer.optimizer.lr=1e-2", "rollout.name=slow_rollouts:after_a_second", "reward.name=reward_functions:by_chance", *more]
+    """A new engine first gets everything, as the first engine did.
+
+    Afterwards both get only adapters.
+    """
+    run_dir = tmp_path / "run"
+    log = tmp_path / "log"
+    settings = [
+        "max_steps=100000",
+        "checkpoint.every=0",
+        "observe.probe_every=1",
+        "eval.limit=1",
+        "lora.rank=4",
+    ]
+    settings += [
+        "trainer.optimizer.lr=1e-2",
+        "rollout.name=slow_rollouts:after_a_second",
+        "reward.name=reward_functions:by_chance",
+        *more,
+    ]
     model = make_model(tmp_path / "model", head_dim=64)  # fp8 blocks need it
-    process = start(["train", "configs/examples/lora.yaml", f"model.path={model}", "model.random_init=false", f"run_dir={run_dir}",
+    process = start(["train", "configs/examples/lora.yaml", f"model.path={model}",
+        "model.random_init=false", f"run_dir={run_dir}",
                      *OVERRIDES, *settings], log)  # fmt: skip
     joining = None
 
     def steps(count: int) -> list[dict]:
         done = len(rows(run_dir))
-        wait_until(lambda: len(rows(run_dir)) >= done + count, process, f"{count} steps", DEADLINE_S)
+        wait_until(
+            lambda: len(rows(run_dir)) >= done + count, process, f"{count} steps", DEADLINE_S
+        )
         return rows(run_dir)[done:]
 
     try:
         wait_until(lambda: len(rows(run_dir)) >= 3, process, "third step", DEADLINE_S)
         joining = start(["engines", "add", str(run_dir), "1"], tmp_path / "add")
-        wait_until(lambda: "engine 1 serves" in (tmp_path / "add").read_text(), process, "the engine that joins", DEADLINE_S)
+        wait_until(
+            lambda: "engine 1 serves" in (tmp_path / "add").read_text(),
+            process,
+            "the engine that joins",
+            DEADLINE_S,
+        )
         last = steps(3)
         process.terminate()
         assert process.wait(120) == 143 and joining.wait(60) == 0
@@ -139,11 +229,18 @@ def test_adapters_reach_an_engine_that_joins(more, most, tmp_path):
     assert last[-1]["engines/serving"] == 2
     everything = table[0]["sync/bytes"]
     assert 0 < last[-1]["sync/bytes"] < everything, "to two engines"
-    assert 0 < max(row["logprob/abs_diff_mean"] for row in table if "logprob/abs_diff_mean" in row) < most
+    assert (
+        0
+        < max(row["logprob/abs_diff_mean"] for row in table if "logprob/abs_diff_mean" in row)
+        < most
+    )
     assert exactly_once(run_dir, len(table))
 
 
 def test_where_no_run_is_nothing_joins(tmp_path):
     for what in (["add", str(tmp_path)], ["remove", str(tmp_path), "1"], ["list", str(tmp_path)]):
         done = run(["engines", *what])
-        assert (done.returncode, done.stderr) == (2, f"megarl: {tmp_path}: megarl train has never run there\n")
+        assert (done.returncode, done.stderr) == (
+            2,
+            f"megarl: {tmp_path}: megarl train has never run there\n",
+        )

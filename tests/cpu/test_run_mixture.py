@@ -1,5 +1,6 @@
-"""A whole run on several sources with a curriculum, killed at random moments and continued with other settings of asynchrony. And a warm
-start on conversations, with held-out ones."""
+"""A whole run on several sources with a curriculum, killed at random moments and continued with
+other settings of asynchrony. And a warm start on conversations, with held-out ones.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from megarl.rollouts.buffer import Ledger
 
 pytestmark = pytest.mark.timeout(900)
 
-STEPS, PER_STEP = 14, 6
+STEPS = 14
+PER_STEP = 6
 STARTS = (
     ("async.capacity=0", "async.partial_rollout=block"),
     ("async.capacity=2", "async.partial_rollout=in_flight", "async.max_in_flight=9"),
@@ -42,12 +44,19 @@ def write(path: Path, *rows: object) -> Path:
 
 
 @pytest.mark.long
-def test_each_step_has_its_share_of_each_source_and_what_rests_follows_from_its_scores(model: Path, tmp_path: Path) -> None:
-    """Random weights answer at random. The reward depends on the text, but is the same for all samples of a third of the prompts, which are
-    so too easy or too hard (reward_functions.by_chance)."""
+def test_each_step_has_its_share_of_each_source_and_what_rests_follows_from_its_scores(
+    model: Path, tmp_path: Path
+) -> None:
+    """Random weights answer at random.
+
+    The reward depends on the text, but is the same for all samples of a third of the prompts, which
+    are so too easy or too hard (reward_functions.by_chance).
+    """
     run_dir, chance = tmp_path / "run", random.Random(0)
     verl = [{"prompt": f"{n}*3=", "reward_model": {"ground_truth": str(3 * n)}} for n in range(7)]
-    few = write(tmp_path / "few.jsonl", *({"question": f"{n}+2=", "answer": n + 2} for n in range(5)))
+    few = write(
+        tmp_path / "few.jsonl", *({"question": f"{n}+2=", "answer": n + 2} for n in range(5))
+    )
     own = [
         "data.train.source=sources",
         f"data.train.sources.few.source={few}",
@@ -65,11 +74,24 @@ def test_each_step_has_its_share_of_each_source_and_what_rests_follows_from_its_
     ]
     for number, settings in enumerate(STARTS):
         before = len(rows(run_dir))
-        arguments = ["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *own, *settings]
+        arguments = [
+            "train",
+            "configs/quickstart.yaml",
+            f"model.path={model}",
+            f"run_dir={run_dir}",
+            *OVERRIDES,
+            *own,
+            *settings,
+        ]
         process = start(arguments, tmp_path / f"log.{number}")
         try:
             if number < len(STARTS) - 1:
-                wait_until(lambda: len(rows(run_dir)) >= before + 4, process, "fourth step more", timeout_s=280)
+                wait_until(
+                    lambda: len(rows(run_dir)) >= before + 4,
+                    process,
+                    "fourth step more",
+                    timeout_s=280,
+                )
                 time.sleep(chance.random())
             else:
                 assert process.wait(timeout=280) == 0, (tmp_path / f"log.{number}").read_text()
@@ -78,65 +100,119 @@ def test_each_step_has_its_share_of_each_source_and_what_rests_follows_from_its_
 
     config = load_config(run_dir / "config.yaml")
     mixture = train_mixture(config)
-    sources = load_sources(config, config.data.train, "data.train", mixture, "whole", "prompts", tokens=lambda row: 0)
-    lines = [json.loads(line)["ordinals"] for line in (run_dir / "rollouts/ordinals.jsonl").read_text().splitlines()]
+    sources = load_sources(
+        config, config.data.train, "data.train", mixture, "whole", "prompts", tokens=lambda row: 0
+    )
+    lines = [
+        json.loads(line)["ordinals"]
+        for line in (run_dir / "rollouts/ordinals.jsonl").read_text().splitlines()
+    ]
     assert len(lines) == STEPS and mixture.counts(0, 18) == [6, 4, 8]
     for step, (ordinals, row) in enumerate(zip(lines, rows(run_dir), strict=True)):
         found = Counter(mixture.names[mixture.source(ordinal)] for ordinal in ordinals)
         wanted = dict(zip(mixture.names, mixture.counts(step * PER_STEP, (step + 1) * PER_STEP)))
         assert found == wanted and found["few"] == 2
         assert {name: row[f"source/{name}/prompts"] for name in wanted} == wanted
-        assert {name: round(row[f"reward/is_{name}/mean"] * PER_STEP) for name in wanted} == wanted, "what the reward function was told"
+        assert {
+            name: round(row[f"reward/is_{name}/mean"] * PER_STEP) for name in wanted
+        } == wanted, "what the reward function was told"
 
     ledger = Ledger.load(complete_checkpoints(run_dir)[-1][1])
-    trained, rested = set(chain(*lines)), set(ledger.rested)
-    assert len(trained) == STEPS * PER_STEP and not trained & rested and not ledger.groups, "nothing is repeated, nothing left over"
+    trained = set(chain(*lines))
+    rested = set(ledger.rested)
+    assert len(trained) == STEPS * PER_STEP and not trained & rested and not ledger.groups, (
+        "nothing is repeated, nothing left over"
+    )
     assert trained | rested == {*range(ledger.consumed_below), *ledger.consumed_beyond}
-    assert sum(row["prompts/rested"] for row in rows(run_dir)) + ledger.rested_untold == len(rested), "each is reported once"
+    assert sum(row["prompts/rested"] for row in rows(run_dir)) + ledger.rested_untold == len(
+        rested
+    ), "each is reported once"
     for source in range(3):
-        draws = sorted(mixture.draw(ordinal) for ordinal in trained | rested if mixture.source(ordinal) == source)
+        draws = sorted(
+            mixture.draw(ordinal)
+            for ordinal in trained | rested
+            if mixture.source(ordinal) == source
+        )
         assert draws == list(range(len(draws))), "nothing is left out"
 
     rewards = {
-        int(prompt): [float(reward) for reward in re.findall(r"^response \d: reward (\S+),", group, re.MULTILINE)]
+        int(prompt): [
+            float(reward)
+            for reward in re.findall(r"^response \d: reward (\S+),", group, re.MULTILINE)
+        ]
         for path in (run_dir / "rollouts").glob("step_*.txt")
         for group in path.read_text().split("=" * 80)[1:]
-        for prompt in re.findall(r"^prompt (\d+)", group)[:1] or re.findall(r"^prompt (\d+)", group, re.MULTILINE)[:1]
+        for prompt in re.findall(r"^prompt (\d+)", group)[:1]
+        or re.findall(r"^prompt (\d+)", group, re.MULTILINE)[:1]
     }
     assert rewards.keys() == trained and {*map(len, rewards.values())} == {SAMPLES}
     assert config.data.curriculum is not None
-    outside = {ordinal for ordinal, scores in rewards.items() if outside_band(scores, config.data.curriculum)}
+    outside = {
+        ordinal
+        for ordinal, scores in rewards.items()
+        if outside_band(scores, config.data.curriculum)
+    }
     assert outside == set(ledger.outside)
     places = {sources.place(ordinal) for ordinal in outside}
     for ordinal in trained | rested:
         source, epoch, row = sources.place(ordinal)
-        assert (ordinal in rested) == any((source, earlier, row) in places for earlier in (epoch - 1, epoch - 2))
-    assert len(rested) > STEPS // 2, "too few have rested to show anything"  # their number depends on when the run was killed
+        assert (ordinal in rested) == any(
+            (source, earlier, row) in places for earlier in (epoch - 1, epoch - 2)
+        )
+    # their number depends on when the run was killed
+    assert len(rested) > STEPS // 2, "too few have rested to show anything"
     again = [ordinal for ordinal in outside if sources.place(ordinal).epoch >= 3]
     assert again, "and some have come again, only to rest once more"
 
 
-TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}{% "
+    "if add_generation_prompt %}a:{% endif %}"
+)
 
 
-def test_a_warm_start_on_conversations_keeps_the_weights_of_the_lowest_held_out_loss(tmp_path: Path) -> None:
-    """At this learning rate the held-out loss rises again, because the held-out conversations have other answers than the training ones."""
+def test_a_warm_start_on_conversations_keeps_the_weights_of_the_lowest_held_out_loss(
+    tmp_path: Path,
+) -> None:
+    """At this learning rate the held-out loss rises again, because the held-out conversations have
+    other answers than the training ones.
+    """
     shutil.copytree("configs/models/tiny-llama", tmp_path / "model")
     (tmp_path / "model/chat_template.jinja").write_text(TEMPLATE)
 
     def talk(n: int, shift: int) -> dict[str, object]:
-        turns = (("user", f"{n}+1?"), ("assistant", str((n + 1) % 10)), ("user", f"{n}+2?"), ("assistant", str((n + 2 + shift) % 10)))
+        turns = (
+            ("user", f"{n}+1?"),
+            ("assistant", str((n + 1) % 10)),
+            ("user", f"{n}+2?"),
+            ("assistant", str((n + 2 + shift) % 10)),
+        )
         return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
     learned = write(tmp_path / "learned.jsonl", *(talk(n, 0) for n in range(10)))
     held_out = write(tmp_path / "held_out.jsonl", *(talk(n, 5) for n in range(10)))
     run_dir = tmp_path / "run"
-    sft = {"steps": 30, "batch_size": 10, "every": 2, "optimizer.lr": 0.01, "data.source": learned, "eval.source": held_out}
+    sft = {
+        "steps": 30,
+        "batch_size": 10,
+        "every": 2,
+        "optimizer.lr": 0.01,
+        "data.source": learned,
+        "eval.source": held_out,
+    }
     settings = [f"sft.{key}={value}" for key, value in sft.items()]
-    base = ["configs/quickstart.yaml", f"model.path={tmp_path}/model", f"run_dir={run_dir}", "observe.trackers=[]", *settings]
+    base = [
+        "configs/quickstart.yaml",
+        f"model.path={tmp_path}/model",
+        f"run_dir={run_dir}",
+        "observe.trackers=[]",
+        *settings,
+    ]
     ended = run(["sft", *base])
     assert ended.returncode == 0, ended.stderr
-    measured = {row["step"]: row["eval/loss"] for row in rows(run_dir / "sft") if "eval/loss" in row}
+    measured = {
+        row["step"]: row["eval/loss"] for row in rows(run_dir / "sft") if "eval/loss" in row
+    }
     assert [*measured] == [*range(1, 30, 2)] and "before/eval/loss" in rows(run_dir / "sft")[0]
     best = min(measured, key=lambda step: measured[step])
     assert 1 < best < 29 and measured[29] > measured[best] + 0.1, measured
@@ -145,16 +221,28 @@ def test_a_warm_start_on_conversations_keeps_the_weights_of_the_lowest_held_out_
 
 
 def held_out_loss(model: Path, held_out: Path) -> float:
-    """The held-out loss by transformers: the mean over the assistants' tokens, which follow "a:" up to <eos>."""
+    """The held-out loss by transformers: the mean over the assistants' tokens, which follow "a:" up
+    to <eos>.
+    """
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model, local_files_only=True)
-    policy, losses = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), []
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    losses = []
     for line in held_out.read_text().splitlines():
-        ids = tokenizer(tokenizer.apply_chat_template(json.loads(line)["messages"], tokenize=False), add_special_tokens=False)["input_ids"]
+        ids = tokenizer(
+            tokenizer.apply_chat_template(json.loads(line)["messages"], tokenize=False),
+            add_special_tokens=False,
+        )["input_ids"]
         with torch.no_grad():
             logprobs = policy(torch.tensor([ids])).logits[0].log_softmax(-1)
-        turns = [at for at in range(2, len(ids)) if tokenizer.convert_ids_to_tokens(ids[at - 2 : at]) == ["a", ":"]]
-        losses += [-logprobs[at - 1, ids[at]].item() for first in turns for at in (first, first + 1)]
+        turns = [
+            at
+            for at in range(2, len(ids))
+            if tokenizer.convert_ids_to_tokens(ids[at - 2 : at]) == ["a", ":"]
+        ]
+        losses += [
+            -logprobs[at - 1, ids[at]].item() for first in turns for at in (first, first + 1)
+        ]
     return sum(losses) / len(losses)

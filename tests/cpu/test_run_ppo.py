@@ -1,4 +1,6 @@
-"""A whole run of a policy and its critic: first a reward model is trained; then PPO is killed and resumed."""
+"""A whole run of a policy and its critic: first a reward model is trained; then PPO is killed and
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -16,39 +18,70 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.mark.long
 def test_a_killed_run_goes_on_with_its_critic(tmp_path: Path) -> None:
-    """The critic begins with the reward model of the same configuration. For two steps only the critic learns."""
-    model, run_dir, log = make_model(tmp_path / "model"), tmp_path / "run", tmp_path / "log"
+    """The critic begins with the reward model of the same configuration.
+
+    For two steps only the critic learns.
+    """
+    model = make_model(tmp_path / "model")
+    run_dir = tmp_path / "run"
+    log = tmp_path / "log"
     settings = [
-        "configs/examples/ppo.yaml", f"model.path={model}", "model.random_init=false", f"run_dir={run_dir}", *OVERRIDES,
-        "roles.critic.path=${reward_model.output}", "critic.warmup_steps=2", "rollout.n=2", "max_steps=8",
-        "algorithm.kl=reward", "algorithm.kl_coef=0.05", "reward_model.steps=2", "reward_model.batch_size=4",
+        "configs/examples/ppo.yaml", f"model.path={model}", "model.random_init=false",
+        f"run_dir={run_dir}", *OVERRIDES,
+        "roles.critic.path=${reward_model.output}", "critic.warmup_steps=2", "rollout.n=2",
+        "max_steps=8",
+        "algorithm.kl=reward", "algorithm.kl_coef=0.05", "reward_model.steps=2",
+        "reward_model.batch_size=4",
         "reward_model.data.source=synthetic:chain",
     ]  # fmt: skip
     done = run(["reward-model", *settings])
     assert done.returncode == 0, done.stderr
     process = start(["train", *settings], log)
     try:
-        wait_until(lambda: any(step >= 4 for step, _ in complete_checkpoints(run_dir)), process, "fourth step's checkpoint", timeout_s=240)
+        wait_until(
+            lambda: any(step >= 4 for step, _ in complete_checkpoints(run_dir)),
+            process,
+            "fourth step's checkpoint",
+            timeout_s=240,
+        )
     finally:
         kill(process)
     _, checkpoint = complete_checkpoints(run_dir)[-1]
     assert (checkpoint / "critic/index.msgpack").exists()
     again = run(["train", *settings])
     assert again.returncode == 0, again.stdout + again.stderr
-    assert f"Critic: roles.critic.path={run_dir}/reward_model/hf, a reward model, 2 steps before the policy\n" in log.read_text()
+    assert (
+        f"Critic: roles.critic.path={run_dir}/reward_model/hf, a reward model, 2 steps before the "
+        "policy\n" in log.read_text()
+    )
     assert f"Weights: the checkpoint {checkpoint}" in again.stdout
     table = rows(run_dir)
     assert [row["step"] for row in table] == list(range(8))
     for row in table:
-        assert {"value/loss", "value/explained_variance", "value/clipped_fraction", "returns"} <= row.keys()
-        assert (row["optimizer_steps"], "loss" not in row) == ((0, True) if row["step"] < 2 else (4, False))
+        assert {
+            "value/loss",
+            "value/explained_variance",
+            "value/clipped_fraction",
+            "returns",
+        } <= row.keys()
+        assert (row["optimizer_steps"], "loss" not in row) == (
+            (0, True) if row["step"] < 2 else (4, False)
+        )
         assert "zero_advantage_fraction" not in row and row["sync/audit_ok"]
-        assert ("agreement/histogram" in row) == ("agreement/age_1/ess" in row) == (row["step"] >= 2), "the policy's first optimizer step"
-    lines = [json.loads(line) for line in (run_dir / "rollouts/ordinals.jsonl").read_text().splitlines()]
-    assert sorted(itertools.chain(*(line["ordinals"] for line in lines))) == list(range(8 * PROMPTS))
+        assert (
+            ("agreement/histogram" in row) == ("agreement/age_1/ess" in row) == (row["step"] >= 2)
+        ), "the policy's first optimizer step"
+    lines = [
+        json.loads(line) for line in (run_dir / "rollouts/ordinals.jsonl").read_text().splitlines()
+    ]
+    assert sorted(itertools.chain(*(line["ordinals"] for line in lines))) == list(
+        range(8 * PROMPTS)
+    )
     exported = run(["export", *settings, "--output", str(tmp_path / "policy")])
     assert exported.returncode == 0, exported.stderr
-    assert json.loads((tmp_path / "policy/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert json.loads((tmp_path / "policy/config.json").read_text())["architectures"] == [
+        "LlamaForCausalLM"
+    ]
     damaged = complete_checkpoints(run_dir)[-1][1] / "critic/state.json"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     refused = run(["train", *settings, "max_steps=9"])

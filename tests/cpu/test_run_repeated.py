@@ -32,7 +32,8 @@ VARIANTS = {  # family of the model, and settings
     "engine of two ranks": ("llama", ["generator.tp=2"]),
     "mixture of experts": ("qwen3_moe", []),
 }
-SMALL_BATCHES = ["generator.engines=2", "generator.max_concurrency=3"]  # so that requests meet others by chance
+# so that requests meet others by chance
+SMALL_BATCHES = ["generator.engines=2", "generator.max_concurrency=3"]
 
 
 @pytest.fixture(scope="module")
@@ -46,23 +47,56 @@ def first(model, tmp_path_factory) -> Path:
 
 
 def train(model: Path, run_dir: Path, *more: str) -> Path:
-    done = run(["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *REPEATED, *more])
+    done = run(
+        [
+            "train",
+            "configs/quickstart.yaml",
+            f"model.path={model}",
+            f"run_dir={run_dir}",
+            *REPEATED,
+            *more,
+        ]
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return run_dir
 
 
 def numbers(run_dir: Path) -> list[dict]:
     """The metrics of each step, without times."""
-    timed = ("time/", "eval/seconds", "samples_per_s", "tokens_per_s", "wall_s", "sync/", "flops", "memory/", "mfu", "engines/")
-    return [{key: value for key, value in row.items() if not key.startswith(timed) and not key.endswith("_s")} for row in rows(run_dir)]
+    timed = (
+        "time/",
+        "eval/seconds",
+        "samples_per_s",
+        "tokens_per_s",
+        "wall_s",
+        "sync/",
+        "flops",
+        "memory/",
+        "mfu",
+        "engines/",
+    )
+    return [
+        {
+            key: value
+            for key, value in row.items()
+            if not key.startswith(timed) and not key.endswith("_s")
+        }
+        for row in rows(run_dir)
+    ]
 
 
 def samples(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "rollouts/samples.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (run_dir / "rollouts/samples.jsonl").read_text().splitlines()
+    ]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def exported(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -71,14 +105,18 @@ def exported(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(tensor, other[name]) for name, tensor in one.items()
+    )
 
 
 def test_run_is_repeated_bit_for_bit(model, first, tmp_path) -> None:
     second = train(model, tmp_path / "run", *SMALL_BATCHES)
     assert len(samples(first)) == 24 and samples(second) == samples(first)
     assert numbers(second) == numbers(first)
-    assert same(exported(second), exported(first)) and not same(exported(first), weights(model)), "the weights have moved"
+    assert same(exported(second), exported(first)) and not same(exported(first), weights(model)), (
+        "the weights have moved"
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -86,7 +124,9 @@ def test_run_is_repeated_in_other_shapes(variant: str, tmp_path: Path) -> None:
     family, settings = VARIANTS[variant]
     model = make_model(tmp_path / "model", family)
     first = train(model, tmp_path / "first", *settings, "max_steps=4")
-    second = train(model, tmp_path / "second", *settings, "max_steps=4", "generator.max_concurrency=3")
+    second = train(
+        model, tmp_path / "second", *settings, "max_steps=4", "generator.max_concurrency=3"
+    )
     assert len(samples(first)) == 16 and samples(second) == samples(first)
     assert numbers(second) == numbers(first)
 
@@ -100,11 +140,26 @@ def test_resumed_run_equals_unbroken_one(model, first, tmp_path) -> None:
 
 
 def test_run_equals_plain_synchronous_loop(model, first, tmp_path) -> None:
-    script = [sys.executable, str(Path(__file__).with_name("plain_loop.py")), "configs/quickstart.yaml", str(tmp_path)]
-    plain = subprocess.run([*script, f"model.path={model}", *REPEATED], env=environment(), capture_output=True, text=True, timeout=300)
+    script = [
+        sys.executable,
+        str(Path(__file__).with_name("plain_loop.py")),
+        "configs/quickstart.yaml",
+        str(tmp_path),
+    ]
+    plain = subprocess.run(
+        [*script, f"model.path={model}", *REPEATED],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert plain.returncode == 0, plain.stdout + plain.stderr
     steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     groups = [group for step in steps for group in step["groups"]]
-    assert groups == [[[each["text"], each["reward"]] for each in group["samples"]] for group in samples(first)]
-    assert [(step["loss"], step["grad_norm"]) for step in steps] == [(row["loss"], row["grad_norm"]) for row in rows(first)]
+    assert groups == [
+        [[each["text"], each["reward"]] for each in group["samples"]] for group in samples(first)
+    ]
+    assert [(step["loss"], step["grad_norm"]) for step in steps] == [
+        (row["loss"], row["grad_norm"]) for row in rows(first)
+    ]
     assert same(weights(tmp_path / "hf"), exported(first))

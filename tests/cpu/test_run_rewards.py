@@ -1,4 +1,6 @@
-"""Real runs with a user's own reward functions: each step's report, and the end of a run whose scores fail."""
+"""Real runs with a user's own reward functions: each step's report, and the end of a run whose
+scores fail.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
-    return ["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, "trainer.tp=1", *more]
+    return [
+        "train",
+        "configs/quickstart.yaml",
+        f"model.path={model}",
+        f"run_dir={run_dir}",
+        *OVERRIDES,
+        "trainer.tp=1",
+        *more,
+    ]
 
 
-def test_failures_are_counted_and_marked_and_end_a_run_that_has_too_many(model: Path, tmp_path: Path) -> None:
-    """Step 3 is the first with samples of version 2. The algorithm is online DPO, and a prompt's worst response is the failed one."""
-    run_dir, data = tmp_path / "run", tmp_path / "train.jsonl"
-    data.write_text("".join(json.dumps({"question": f"{i}+1=", "answer": str(i + 1), "level": i % 2}) + "\n" for i in range(8)))
+def test_failures_are_counted_and_marked_and_end_a_run_that_has_too_many(
+    model: Path, tmp_path: Path
+) -> None:
+    """Step 3 is the first with samples of version 2.
+
+    The algorithm is online DPO, and a prompt's worst response is the failed one.
+    """
+    run_dir = tmp_path / "run"
+    data = tmp_path / "train.jsonl"
+    data.write_text(
+        "".join(
+            json.dumps({"question": f"{i}+1=", "answer": str(i + 1), "level": i % 2}) + "\n"
+            for i in range(8)
+        )
+    )
     more = [
         f"data.train.source={data}",
         "data.eval=null",
@@ -34,23 +55,45 @@ def test_failures_are_counted_and_marked_and_end_a_run_that_has_too_many(model: 
     ]
     done = run(arguments(model, run_dir, *more))
     assert done.returncode == 1 and "step 3: " in done.stderr, done.stderr
-    expected = "step 3: reward.name=reward_functions:by_level: of 16 samples 16 scores failed: 16 errors, more than"
+    expected = (
+        "step 3: reward.name=reward_functions:by_level: of 16 samples 16 scores failed: 16 "
+        "errors, more than"
+    )
     told = done.stderr[done.stderr.index(expected) :]
-    assert "reward.max_failed_fraction=0.5; for example" in told and ": no\nnumber at level" in told and "Traceback" not in done.stderr
+    assert (
+        "reward.max_failed_fraction=0.5; for example" in told
+        and ": no\nnumber at level" in told
+        and "Traceback" not in done.stderr
+    )
     table = rows(run_dir)
     assert [row["reward/errors"] for row in table] == [PROMPTS] * 3
-    assert all(row["reward/failed_fraction"] == 1 / SAMPLES and row["reward/timeouts"] == 0 for row in table)
-    assert all(row["pairs/fraction"] == 1 and row["samples/trained"] == 2 * PROMPTS for row in table), "of each prompt best and worst"
-    assert table[0]["loss"] == pytest.approx(math.log(2), abs=1e-5) and table[0]["pairs/margin"] == pytest.approx(0, abs=1e-5)
+    assert all(
+        row["reward/failed_fraction"] == 1 / SAMPLES and row["reward/timeouts"] == 0
+        for row in table
+    )
+    assert all(
+        row["pairs/fraction"] == 1 and row["samples/trained"] == 2 * PROMPTS for row in table
+    ), "of each prompt best and worst"
+    assert table[0]["loss"] == pytest.approx(math.log(2), abs=1e-5) and table[0][
+        "pairs/margin"
+    ] == pytest.approx(0, abs=1e-5)
     assert table[2]["pairs/margin"] != 0 and all(row["sync/audit_ok"] for row in table)
-    assert all(row["reward/level/mean"] in (0, 0.25, 0.5, 0.75, 1) and 1 <= row["reward/tokens/mean"] <= 16 for row in table)
+    assert all(
+        row["reward/level/mean"] in (0, 0.25, 0.5, 0.75, 1) and 1 <= row["reward/tokens/mean"] <= 16
+        for row in table
+    )
     shown = " ".join(done.stdout.split())
-    assert shown.count(": scoring failed (error): no number at level") == 1, "at once, and the first alone"
+    assert shown.count(": scoring failed (error): no number at level") == 1, (
+        "at once, and the first alone"
+    )
     assert "step 1: 4 scores failed: 4 errors; the last: no number at level" in shown
     assert all(row["time/reward_s"] > 0 and row["rollout/failed_fraction"] == 0 for row in table)
     assert f"The step's samples are in {run_dir}/rollouts/step_000003.txt" in told
     text = (run_dir / "rollouts/step_000000.txt").read_text()
-    assert text.count("reward -0.5 (failed: error), versions 0 to 0") == PROMPTS and "\n  ! no\n  ! number at level" in text
+    assert (
+        text.count("reward -0.5 (failed: error), versions 0 to 0") == PROMPTS
+        and "\n  ! no\n  ! number at level" in text
+    )
     assert "scored one of level 1\n" in (run_dir / "logs/reward.0.log").read_text()
 
 
@@ -59,8 +102,17 @@ def test_a_function_that_raises_ends_the_run_by_its_own_line(model: Path, tmp_pa
     done = run(arguments(model, tmp_path / "run", "reward.name=reward_functions:broken"))
     assert done.returncode == 1
     first, second = done.stderr.splitlines()[:2]
-    assert first.startswith("megarl: reward.name=reward_functions:broken: ") and first.endswith(": return grades[answer]")
+    assert first.startswith("megarl: reward.name=reward_functions:broken: ") and first.endswith(
+        ": return grades[answer]"
+    )
     lines = (Path(__file__).parent / "reward_functions.py").read_text().splitlines()
-    number = next(number for number, line in enumerate(lines, start=1) if "return grades[answer]" in line)
-    assert f"reward_functions.py, line {number}, in broken" in first and second.startswith("KeyError: ")
-    assert "Traceback" not in done.stderr and "Traceback" in (tmp_path / "run/logs/reward.0.log").read_text()
+    number = next(
+        number for number, line in enumerate(lines, start=1) if "return grades[answer]" in line
+    )
+    assert f"reward_functions.py, line {number}, in broken" in first and second.startswith(
+        "KeyError: "
+    )
+    assert (
+        "Traceback" not in done.stderr
+        and "Traceback" in (tmp_path / "run/logs/reward.0.log").read_text()
+    )

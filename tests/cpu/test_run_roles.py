@@ -1,4 +1,6 @@
-"""A run whose reward combines a rule, a reward model and two judges; the reward model's engine dies. And an evaluation by one of them."""
+"""A run whose reward combines a rule, a reward model and two judges; the reward model's engine
+dies. And an evaluation by one of them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,18 @@ import psutil
 import pytest
 import torch
 from reward_models import hf_score, make_scores
-from run_tools import OVERRIDES, PROMPTS, SAMPLES, descendants, make_model, rows, run, start, title, wait_until
+from run_tools import (
+    OVERRIDES,
+    PROMPTS,
+    SAMPLES,
+    descendants,
+    make_model,
+    rows,
+    run,
+    start,
+    title,
+    wait_until,
+)
 from sglang_engine import hf_model
 
 from megarl.config.load import load_config
@@ -25,7 +38,10 @@ from megarl.roles.plan import find_served
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 STEPS = 6
-SAMPLE = re.compile(r"^response (\d+): reward (\S+)( \(failed: .*?\))?, versions .* finish reason \w+(.*)$", re.MULTILINE)
+SAMPLE = re.compile(
+    r"^response (\d+): reward (\S+)( \(failed: .*?\))?, versions .* finish reason \w+(.*)$",
+    re.MULTILINE,
+)
 WEIGHTS = {"rule": 1.0, "liked": 0.5, "verdict": 2.0, "best": -1.0}
 FAILED = {"verdict": 7.0, "best": 9.0}
 
@@ -44,23 +60,37 @@ class HuggingFace:
             if ids[-1] in sampling.stop_token_ids:
                 break
         own = ids[len(prompt_ids) :]
-        return [Completion(array("i", own), array("f", [0.0] * len(own)), array("i", [0] * len(own)), "stop")]
+        return [
+            Completion(
+                array("i", own), array("f", [0.0] * len(own)), array("i", [0] * len(own)), "stop"
+            )
+        ]
 
 
 def settings(model: Path, scores: Path, judge: Path, run_dir: Path) -> list[str]:
-    small = [f"roles.{name}.{key}" for name in ("rm", "judge", "rival") for key in ("max_concurrency=64", "kv_cache_tokens=4096")]
+    small = [
+        f"roles.{name}.{key}"
+        for name in ("rm", "judge", "rival")
+        for key in ("max_concurrency=64", "kv_cache_tokens=4096")
+    ]
     parts = [f"reward.parts.{name}.weight={weight}" for name, weight in WEIGHTS.items()]
     parts += [f"reward.parts.{name}.failed_score={score}" for name, score in FAILED.items()]
     return [
-        f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, f"max_steps={STEPS}", "trainer.tp=1", "data.eval=null", *small, *parts,
-        "reward.parts.rule.name=reward_functions:told", "reward.parts.liked.name=roles.rm", "reward.parts.verdict.name=roles.judge",
+        f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, f"max_steps={STEPS}",
+        "trainer.tp=1", "data.eval=null", *small, *parts,
+        "reward.parts.rule.name=reward_functions:told", "reward.parts.liked.name=roles.rm",
+        "reward.parts.verdict.name=roles.judge",
         "reward.parts.best.name=roles.rival", "reward.max_failed_fraction=1",
         "roles.rm.role=reward_model", f"roles.rm.path={scores}",
-        f"roles.judge.path={judge}", "roles.judge.chat=false", "roles.judge.template={prompt}{response}?", "roles.judge.max_tokens=6",
+        f"roles.judge.path={judge}", "roles.judge.chat=false",
+        "roles.judge.template={prompt}{response}?", "roles.judge.max_tokens=6",
         "roles.judge.verdict=([0-9])", "roles.judge.verdict_range=[0,9]",
-        "roles.rival.role=judge", "roles.rival.mode=pairwise", f"roles.rival.path={judge}", "roles.rival.chat=false",
-        "roles.rival.template={response_a}?{response_b}!", "roles.rival.max_tokens=4", "roles.rival.verdict=(.)",
-        "roles.rival.verdict_scores={'1': 1, '2': 0, a: 1, b: 0, c: 0.5, d: 0.25, e: 0.75}", "roles.rival.opponents=1",
+        "roles.rival.role=judge", "roles.rival.mode=pairwise", f"roles.rival.path={judge}",
+        "roles.rival.chat=false",
+        "roles.rival.template={response_a}?{response_b}!", "roles.rival.max_tokens=4",
+        "roles.rival.verdict=(.)",
+        "roles.rival.verdict_scores={'1': 1, '2': 0, a: 1, b: 0, c: 0.5, d: 0.25, e: 0.75}",
+        "roles.rival.opponents=1",
     ]  # fmt: skip
 
 
@@ -71,9 +101,14 @@ def written(run_dir: Path) -> dict[int, dict[str, list[tuple[float, str, dict[st
         prompts = found[int(path.stem[5:])] = {}
         for block in re.split(r"^prompt \d+$", path.read_text(), flags=re.MULTILINE)[1:]:
             prompt = block.split("\n", 2)[1].removeprefix("  | ")
-            parts = [dict(part.rsplit(" ", 1) for part in match[4].split(", ")[1:]) for match in SAMPLE.finditer(block)]
+            parts = [
+                dict(part.rsplit(" ", 1) for part in match[4].split(", ")[1:])
+                for match in SAMPLE.finditer(block)
+            ]
             heads = [(float(match[2]), match[3] or "") for match in SAMPLE.finditer(block)]
-            prompts[prompt] = [(*head, {k: float(v) for k, v in each.items()}) for head, each in zip(heads, parts)]
+            prompts[prompt] = [
+                (*head, {k: float(v) for k, v in each.items()}) for head, each in zip(heads, parts)
+            ]
     return found
 
 
@@ -84,10 +119,14 @@ def told(run_dir: Path) -> dict[str, list[ScoreRequest]]:
         prompt, index, response, prompt_ids, ids = json.loads(line)
         assert index not in found[prompt]
         found[prompt][index] = ScoreRequest(response, "", prompt, {}, prompt_ids, ids)
-    return {prompt: [samples[index] for index in range(SAMPLES)] for prompt, samples in found.items()}
+    return {
+        prompt: [samples[index] for index in range(SAMPLES)] for prompt, samples in found.items()
+    }
 
 
-def expected(config_path: Path, scores: Path, judge: Path, samples: list[ScoreRequest]) -> dict[str, list[float | None]]:
+def expected(
+    config_path: Path, scores: Path, judge: Path, samples: list[ScoreRequest]
+) -> dict[str, list[float | None]]:
     """The scores of a prompt's samples by part; None if a part gives none."""
     roles = {role.name: role for role in find_served(load_config(config_path), "train")}
     judges = {name: Judge(roles[name], HuggingFace(judge)) for name in ("judge", "rival")}  # type: ignore[arg-type]
@@ -101,25 +140,44 @@ def expected(config_path: Path, scores: Path, judge: Path, samples: list[ScoreRe
     verdicts, best = asyncio.run(ask())
     return {
         "rule": [float(len(sample.token_ids) % 2) for sample in samples],
-        "liked": [hf_score(scores, [*sample.prompt_token_ids, *sample.token_ids]) for sample in samples],
+        "liked": [
+            hf_score(scores, [*sample.prompt_token_ids, *sample.token_ids]) for sample in samples
+        ],
         "verdict": [None if score.failures else score.reward for score in verdicts],
         "best": [None if score.failures else score.reward for score in best],
     }
 
 
 def test_the_reward_is_the_sum_of_what_rules_and_models_say(tmp_path: Path) -> None:
-    run_dir, log, data = tmp_path / "run", tmp_path / "log", tmp_path / "train.jsonl"
+    run_dir = tmp_path / "run"
+    log = tmp_path / "log"
+    data = tmp_path / "train.jsonl"
     model = make_model(tmp_path / "model")
     scores = make_scores(tmp_path / "scores", "Qwen3ForSequenceClassification")
     judge = make_model(tmp_path / "judge", initializer_range=0.3)
-    data.write_text("".join(json.dumps({"question": f"{i}+1=", "answer": "1"}) + "\n" for i in range(PROMPTS * STEPS)))
-    process = start(["train", "configs/quickstart.yaml", f"data.train.source={data}", *settings(model, scores, judge, run_dir)], log)
+    data.write_text(
+        "".join(
+            json.dumps({"question": f"{i}+1=", "answer": "1"}) + "\n"
+            for i in range(PROMPTS * STEPS)
+        )
+    )
+    process = start(
+        [
+            "train",
+            "configs/quickstart.yaml",
+            f"data.train.source={data}",
+            *settings(model, scores, judge, run_dir),
+        ],
+        log,
+    )
     wait_until(lambda: len(rows(run_dir)) >= 1, process, "first step", 240)
     serves = [child for child in descendants(process) if str(scores) in title(child)]
     psutil.Process(min(child.pid for child in serves)).kill()
     assert process.wait(400) == 0, log.read_text()[-4000:]
 
-    driver, steps, requests = (run_dir / "logs/generator.0.log").read_text(), written(run_dir), told(run_dir)
+    driver = (run_dir / "logs/generator.0.log").read_text()
+    steps = written(run_dir)
+    requests = told(run_dir)
     assert "rm 0 is lost, 0 are left" in driver and "rm 0 serves again" in driver
     assert "rm.0 was killed" in log.read_text() and "started again (1 of" in log.read_text()
     table = rows(run_dir)
@@ -132,25 +190,39 @@ def test_the_reward_is_the_sum_of_what_rules_and_models_say(tmp_path: Path) -> N
             right = expected(run_dir / "config.yaml", scores, judge, requests[prompt])
             for index, (reward, failed, parts) in enumerate(samples):
                 values = {name: right[name][index] for name in WEIGHTS}
-                assert {name for name in WEIGHTS if f" of {name}" in failed} == {name for name, value in values.items() if value is None}
-                values = {name: FAILED[name] if value is None else value for name, value in values.items()}
+                assert {name for name in WEIGHTS if f" of {name}" in failed} == {
+                    name for name, value in values.items() if value is None
+                }
+                values = {
+                    name: FAILED[name] if value is None else value for name, value in values.items()
+                }
                 assert {name: parts[name] for name in WEIGHTS} == pytest.approx(values, abs=1e-4)
-                assert reward == pytest.approx(sum(WEIGHTS[name] * value for name, value in values.items()), abs=1e-3)
+                assert reward == pytest.approx(
+                    sum(WEIGHTS[name] * value for name, value in values.items()), abs=1e-3
+                )
                 for name in WEIGHTS:
                     sums[name].append(values[name])
                     sums[f"{name} failed"].append(right[name][index] is None)
         means = {name: fmean(sums[name]) for name in WEIGHTS}
-        assert row["reward/mean"] == pytest.approx(sum(WEIGHTS[name] * means[name] for name in WEIGHTS), abs=1e-3)
+        assert row["reward/mean"] == pytest.approx(
+            sum(WEIGHTS[name] * means[name] for name in WEIGHTS), abs=1e-3
+        )
         for name in WEIGHTS:
             assert row[f"reward/{name}/mean"] == pytest.approx(means[name], abs=1e-4)
             assert row.get(f"reward/{name}/failed", 0) == sum(sums[f"{name} failed"])
         assert row["reward/errors"] == sum(sum(sums[f"{name} failed"]) for name in WEIGHTS)
-    assert 0 < sum(row.get("reward/verdict/failed", 0) for row in table) < PROMPTS * SAMPLES * STEPS, "both happen"
+    assert (
+        0 < sum(row.get("reward/verdict/failed", 0) for row in table) < PROMPTS * SAMPLES * STEPS
+    ), "both happen"
 
     done = run([
-        "eval", "configs/quickstart.yaml", *settings(model, scores, judge, run_dir), "data.eval.source=synthetic:chain", "eval.limit=8",
-        "eval.reward=roles.rm", "reward.name=math", *(f"reward.parts.{name}=null" for name in WEIGHTS),
+        "eval", "configs/quickstart.yaml", *settings(model, scores, judge, run_dir),
+        "data.eval.source=synthetic:chain", "eval.limit=8",
+        "eval.reward=roles.rm", "reward.name=math",
+        *(f"reward.parts.{name}=null" for name in WEIGHTS),
         "roles.judge=null", "roles.rival=null", "--json",
     ])  # fmt: skip
     result = json.loads(done.stdout)
-    assert result["samples"] == 8 and "pass@1" not in result and result["reward/mean"] != 0, "scores of a model are not right or wrong"
+    assert result["samples"] == 8 and "pass@1" not in result and result["reward/mean"] != 0, (
+        "scores of a model are not right or wrong"
+    )

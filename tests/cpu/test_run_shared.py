@@ -1,4 +1,6 @@
-"""A whole run whose trainer rank and engine share a slot (cluster.share_gpus): it loses each of them, and goes on with sides apart."""
+"""A whole run whose trainer rank and engine share a slot (cluster.share_gpus): it loses each of
+them, and goes on with sides apart.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,39 @@ DEADLINE_S = 240
 
 
 def test_shared_run_survives_its_engine_and_ends_with_its_trainer(tmp_path):
-    """The engine is started after the trainer has taken its peak, and started again beside it. The run then resumes with sides apart."""
-    run_dir, log = tmp_path / "run", tmp_path / "log"
+    """The engine is started after the trainer has taken its peak, and started again beside it.
+
+    The run then resumes with sides apart.
+    """
+    run_dir = tmp_path / "run"
+    log = tmp_path / "log"
     model = make_model(tmp_path / "model")
-    common = ["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, "trainer.tp=1", "eval.limit=1"]
+    common = [
+        "train",
+        "configs/quickstart.yaml",
+        f"model.path={model}",
+        f"run_dir={run_dir}",
+        *OVERRIDES,
+        "trainer.tp=1",
+        "eval.limit=1",
+    ]
     process = start([*common, "max_steps=100000", "cluster.share_gpus=true"], log)
     try:
         wait_until(lambda: len(rows(run_dir)) >= 2, process, "second step", DEADLINE_S)
-        next(child for child in descendants(process) if "megarl.generator.server" in title(child)).kill()
+        next(
+            child for child in descendants(process) if "megarl.generator.server" in title(child)
+        ).kill()
         driver_log = run_dir / "logs/generator.0.log"
-        wait_until(lambda: "engines [0] serve version" in driver_log.read_text(), process, "return of the engine", DEADLINE_S)
+        wait_until(
+            lambda: "engines [0] serve version" in driver_log.read_text(),
+            process,
+            "return of the engine",
+            DEADLINE_S,
+        )
         done = len(rows(run_dir))
-        wait_until(lambda: len(rows(run_dir)) >= done + 4, process, "steps with the new engine", DEADLINE_S)
+        wait_until(
+            lambda: len(rows(run_dir)) >= done + 4, process, "steps with the new engine", DEADLINE_S
+        )
         next(child for child in descendants(process) if "trainer 0" in title(child)).kill()
         process.wait(timeout=60)
     finally:
@@ -34,7 +57,10 @@ def test_shared_run_survives_its_engine_and_ends_with_its_trainer(tmp_path):
     assert process.returncode == 1 and "trainer.0 was killed by SIGKILL" in output, output
     assert "Shared GPUs: trainer and engines are on the same GPUs (cluster.share_gpus)" in output
     table = rows(run_dir)
-    assert all(row["sync/audit_ok"] and row["memory/trainer_gib"] > 0.1 and row["memory/engine_gib"] > 0.1 for row in table)
+    assert all(
+        row["sync/audit_ok"] and row["memory/trainer_gib"] > 0.1 and row["memory/engine_gib"] > 0.1
+        for row in table
+    )
     last, _ = complete_checkpoints(run_dir)[-1]
     process = start([*common, f"max_steps={last + 2}", "cluster.share_gpus=false"], log)
     try:
@@ -42,6 +68,12 @@ def test_shared_run_survives_its_engine_and_ends_with_its_trainer(tmp_path):
     finally:
         kill(process)
     output = log.read_text()
-    assert process.returncode == 0 and "Changed: cluster.share_gpus=false, was true" in output, output
+    assert process.returncode == 0 and "Changed: cluster.share_gpus=false, was true" in output, (
+        output
+    )
     assert [row["step"] for row in rows(run_dir)] == list(range(last + 2))
-    assert re.search(r"most memory of a rank +trainer \d\.\d\d GiB, planned \d\.\d\d; engine \d\.\d\d GiB, planned \d\.\d\d", output)
+    assert re.search(
+        r"most memory of a rank +trainer \d\.\d\d GiB, planned \d\.\d\d; engine \d\.\d\d GiB, "
+        r"planned \d\.\d\d",
+        output,
+    )

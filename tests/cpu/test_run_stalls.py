@@ -1,5 +1,7 @@
-"""Whole runs in which one process is stopped for good. A process that waits for it says so at its deadline, and the run names the stopped
-one."""
+"""Whole runs in which one process is stopped for good.
+
+A process that waits for it says so at its deadline, and the run names the stopped one.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from run_tools import OVERRIDES, descendants, kill, make_model, rows, start, tit
 
 pytestmark = pytest.mark.timeout(900)
 WAIT_S = 20
-WAITED = r"(trainer\.[01]|generator\.0) waited \d+ s for "  # which deadline comes first depends on the moment
+# which deadline comes first depends on the moment
+WAITED = r"(trainer\.[01]|generator\.0) waited \d+ s for "
 STOPPED = r"; it is stopped \(SIGSTOP, or a debugger\)   <- not waiting"
 
 
@@ -21,16 +24,21 @@ def model(tmp_path_factory):
 
 
 def of(process, *words: str) -> psutil.Process:
-    return next(child for child in descendants(process) if all(word in title(child) for word in words))
+    return next(
+        child for child in descendants(process) if all(word in title(child) for word in words)
+    )
 
 
 CASES = [
-    pytest.param(("launch.worker", "trainer 1"), WAITED, r"trainer\.1: .*" + STOPPED, id="a trainer rank"),
+    pytest.param(("launch.worker", "trainer 1"), WAITED, r"trainer\.1: .*" + STOPPED,
+    id="a trainer rank"),
     pytest.param(
-        ("launch.worker", "generator 0"), WAITED, r"generator\.0: .*" + STOPPED, id="the generator", marks=pytest.mark.matrix,
+        ("launch.worker", "generator 0"), WAITED, r"generator\.0: .*" + STOPPED, id="the generator",
+        marks=pytest.mark.matrix,
     ),
     pytest.param(
-        ("sglang::scheduler",), r"engine\.0 has answered nothing for \d+ s; it is ended", r"engine\.0 was killed by SIGKILL",
+        ("sglang::scheduler",), r"engine\.0 has answered nothing for \d+ s; it is ended",
+        r"engine\.0 was killed by SIGKILL",
         id="a scheduler", marks=pytest.mark.matrix,
     ),
 ]  # fmt: skip
@@ -39,14 +47,32 @@ CASES = [
 @pytest.mark.long
 @pytest.mark.parametrize("which, said, named", CASES)
 def test_a_process_that_is_stopped_is_found_and_named(model, tmp_path, which, said, named):
-    run_dir, log = tmp_path / "run", tmp_path / "log"
+    run_dir = tmp_path / "run"
+    log = tmp_path / "log"
     limits = [f"timeouts.collective_s={WAIT_S}", f"generator.health_s={WAIT_S}"]
-    if "scheduler" in which[0]:  # the engine's own deadline comes before those of the waiting processes
+    # the engine's own deadline comes before those of the waiting processes
+    if "scheduler" in which[0]:
         limits += [f"timeouts.rollouts_s={4 * WAIT_S}", f"timeouts.weights_s={4 * WAIT_S}"]
     else:
         limits += [f"timeouts.rollouts_s={WAIT_S}", "timeouts.weights_s=15"]
-    more = [*limits, "generator.max_restarts=0", "max_steps=100000", "checkpoint.every=0", "eval.limit=1"]
-    process = start(["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *more], log)
+    more = [
+        *limits,
+        "generator.max_restarts=0",
+        "max_steps=100000",
+        "checkpoint.every=0",
+        "eval.limit=1",
+    ]
+    process = start(
+        [
+            "train",
+            "configs/quickstart.yaml",
+            f"model.path={model}",
+            f"run_dir={run_dir}",
+            *OVERRIDES,
+            *more,
+        ],
+        log,
+    )
     try:
         wait_until(lambda: len(rows(run_dir)) >= 2, process, "second step", timeout_s=300)
         of(process, *which).suspend()

@@ -8,7 +8,17 @@ import signal
 from pathlib import Path
 
 import pytest
-from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, run, start, wait_until
+from run_tools import (
+    OVERRIDES,
+    PROMPTS,
+    descendants,
+    kill,
+    make_model,
+    rows,
+    run,
+    start,
+    wait_until,
+)
 from waiting_transport import ASK, FOLDER, REACHED, settings
 
 from megarl.plan.checkpoints import complete_checkpoints
@@ -22,24 +32,48 @@ def model(tmp_path_factory):
 
 
 def trained(run_dir: Path) -> list[int]:
-    lines = [json.loads(line) for line in (run_dir / "rollouts/ordinals.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (run_dir / "rollouts/ordinals.jsonl").read_text().splitlines()
+    ]
     return sorted(itertools.chain(*(line["ordinals"] for line in lines)))
 
 
 def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
-    return ["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, "checkpoint.every=0", *more]
+    return [
+        "train",
+        "configs/quickstart.yaml",
+        f"model.path={model}",
+        f"run_dir={run_dir}",
+        *OVERRIDES,
+        "checkpoint.every=0",
+        *more,
+    ]
 
 
 @pytest.mark.long
-def test_sigterm_and_ctrl_c_save_the_running_step_and_the_same_command_goes_on(model, tmp_path, monkeypatch):
-    """Trainer TP2, with checkpoints only at the end. All processes get the signal, as in a Slurm step, while the engine has half of an
-    update. The resumed run first sends the engine all weights. It does not need its initial weights, a warm start of a model that has
-    weights itself. (tests/unit/test_rollouts_channel.py tests a signal during a wait for samples, and test_run_engines.py a second
-    signal.)"""
-    run_dir, log, streaming = tmp_path / "run", tmp_path / "log", [*settings(), "async.partial_rollout=in_flight"]
+def test_sigterm_and_ctrl_c_save_the_running_step_and_the_same_command_goes_on(
+    model, tmp_path, monkeypatch
+):
+    """Trainer TP2, with checkpoints only at the end.
+
+    All processes get the signal, as in a Slurm step, while the engine has half of an update. The
+    resumed run first sends the engine all weights. It does not need its initial weights, a warm
+    start of a model that has weights itself. (tests/unit/test_rollouts_channel.py tests a signal
+    during a wait for samples, and test_run_engines.py a second signal.)
+    """
+    run_dir, log, streaming = (
+        tmp_path / "run",
+        tmp_path / "log",
+        [*settings(), "async.partial_rollout=in_flight"],
+    )
     monkeypatch.setenv(FOLDER, str(tmp_path))
     warm_start = run_dir / "sft/hf"
-    assert run(["sft", *arguments(model, run_dir, "sft.steps=1", "model.random_init=false")[1:]]).returncode == 0
+    assert (
+        run(
+            ["sft", *arguments(model, run_dir, "sft.steps=1", "model.random_init=false")[1:]]
+        ).returncode
+        == 0
+    )
     process = start(arguments(model, run_dir, *streaming, "max_steps=100000"), log)
     try:
         wait_until(lambda: len(rows(run_dir)) >= 2, process, "second step", timeout_s=240)
@@ -51,29 +85,50 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_same_command_goes_on(m
         process.wait(timeout=150)
     finally:
         kill(process)
-    output, steps = log.read_text(), len(rows(run_dir))
+    output = log.read_text()
+    steps = len(rows(run_dir))
     assert process.returncode == 143, output
     assert f"stopped at step {steps} by SIGTERM; the same command goes on from there\n" in output
     assert [step for step, _ in complete_checkpoints(run_dir)] == [steps]
-    assert f"Weights: the warm start in sft.output={warm_start}; megarl sft made it from model.path={model}\n" in output
+    assert (
+        f"Weights: the warm start in sft.output={warm_start}; megarl sft made it from "
+        f"model.path={model}\n" in output
+    )
     for folder in (model, warm_start):
         (folder / "model.safetensors").unlink()
-    again = start(arguments(model, run_dir, *streaming, "max_steps=100000", "rollout.temperature=0.9"), log)
+    again = start(
+        arguments(model, run_dir, *streaming, "max_steps=100000", "rollout.temperature=0.9"), log
+    )
     try:
-        wait_until(lambda: len(rows(run_dir)) >= steps + 2, again, "second step after it", timeout_s=240)
-        again.send_signal(signal.SIGINT)  # Ctrl-C reaches only the launcher: its children have sessions of their own
+        wait_until(
+            lambda: len(rows(run_dir)) >= steps + 2, again, "second step after it", timeout_s=240
+        )
+        # Ctrl-C reaches only the launcher: its children have sessions of their own
+        again.send_signal(signal.SIGINT)
         again.wait(timeout=150)
     finally:
         kill(again)
-    output, before, steps = log.read_text(), steps, len(rows(run_dir))
+    output = log.read_text()
+    before = steps
+    steps = len(rows(run_dir))
     assert again.returncode == 130, output
-    assert f"Weights: the checkpoint {run_dir}/checkpoints/step_{before:06d}\nChanged: rollout.temperature=0.9, was 1.0\n" in output
+    assert (
+        f"Weights: the checkpoint {run_dir}/checkpoints/step_{before:06d}\nChanged: "
+        "rollout.temperature=0.9, was 1.0\n" in output
+    )
     assert "\nCtrl-C: the running step is finished and saved, within 120 s" in output
     assert f"\nstopped at step {steps} by Ctrl-C; the same command goes on from there\n" in output
     assert complete_checkpoints(run_dir)[-1][0] == steps
     assert all((run_dir / name).stat().st_size > 0 for name in ("report.png", "trace.json"))
-    probes = [row["logprob/abs_diff_mean"] for row in rows(run_dir)[before:] if "logprob/abs_diff_mean" in row]
-    assert probes and max(probes) < 1e-4, "the engine, which began with made-up weights, computes as the trainer does"
-    *confirmed, last = rows(run_dir)[before:]  # the run may stop before the engine confirms the update at the beginning of the last step
+    probes = [
+        row["logprob/abs_diff_mean"]
+        for row in rows(run_dir)[before:]
+        if "logprob/abs_diff_mean" in row
+    ]
+    assert probes and max(probes) < 1e-4, (
+        "the engine, which began with made-up weights, computes as the trainer does"
+    )
+    # the run may stop before the engine confirms the update at the beginning of the last step
+    *confirmed, last = rows(run_dir)[before:]
     assert all(row["sync/audit_ok"] for row in confirmed) and last.get("sync/audit_ok", True)
     assert trained(run_dir) == list(range(steps * PROMPTS))

@@ -27,7 +27,13 @@ pytestmark = [
 
 def as_stranger(job: dict) -> dict:
     argv = [sys.executable, str(Path(__file__).with_name("stranger.py"))]
-    done = subprocess.run(argv, input=json.dumps({**job, "user": STRANGER}), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        argv,
+        input=json.dumps({**job, "user": STRANGER}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -41,31 +47,65 @@ def open_folder() -> Iterator[Path]:
 
 
 def test_another_user_reaches_nothing(open_folder, monkeypatch):
-    """A trainer of two ranks, and an engine with data-parallel attention, whose processes communicate over TCP."""
-    run_dir, log, temporary = open_folder / "run", open_folder / "log", open_folder / "tmp"
+    """A trainer of two ranks, and an engine with data-parallel attention, whose processes
+    communicate over TCP.
+    """
+    run_dir = open_folder / "run"
+    log = open_folder / "log"
+    temporary = open_folder / "tmp"
     temporary.mkdir()
     temporary.chmod(0o1777)
     monkeypatch.setenv("TMPDIR", str(temporary))
-    shape = ["trainer.tp=2", "trainer.sequence_parallel=true", "generator.tp=2", "generator.ep=2", "generator.dp_attention=2"]
+    shape = [
+        "trainer.tp=2",
+        "trainer.sequence_parallel=true",
+        "generator.tp=2",
+        "generator.ep=2",
+        "generator.dp_attention=2",
+    ]
     model = make_model(open_folder / "model", "qwen3_moe")
     more = ["max_steps=100000", "checkpoint.every=0", "eval.limit=4", *shape]
-    run = start(["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *more], log)
+    run = start(
+        [
+            "train",
+            "configs/quickstart.yaml",
+            f"model.path={model}",
+            f"run_dir={run_dir}",
+            *OVERRIDES,
+            *more,
+        ],
+        log,
+    )
     try:
         wait_until(lambda: len(rows(run_dir)) >= 1, run, "first step", 240)
         processes = [psutil.Process(run.pid), *descendants(run)]
         [scratch] = temporary.glob("megarl-*")
-        listeners = {each.laddr for process in processes for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+        listeners = {
+            each.laddr
+            for process in processes
+            for each in process.net_connections("tcp")
+            if each.status == psutil.CONN_LISTEN
+        }
         assert {address.ip for address in listeners} == {"127.0.0.1"}, listeners
         keys = secrets_of(run_dir)
-        assert not any(key in title(each) for each in processes for key in keys), "every user sees command lines"
+        assert not any(key in title(each) for each in processes for key in keys), (
+            "every user sees command lines"
+        )
         memory = {each: each.memory_info().rss for each in processes}
         marker = open_folder / "marks"
         marker.mkdir()
         marker.chmod(0o777)
         own = files_of(run_dir, scratch, processes)
-        assert len(own) > 50 and not [path for path in own if path.startswith("/dev/shm")], "what lies there would outlive the run"
+        assert len(own) > 50 and not [path for path in own if path.startswith("/dev/shm")], (
+            "what lies there would outlive the run"
+        )
         found = as_stranger(
-            {"ports": [each.port for each in listeners], "marker": str(marker / "mark"), "files": own, "sockets": sockets_of(processes)}
+            {
+                "ports": [each.port for each in listeners],
+                "marker": str(marker / "mark"),
+                "files": own,
+                "sockets": sockets_of(processes),
+            }
         )
 
         assert found["user"] == STRANGER
@@ -73,12 +113,18 @@ def test_another_user_reaches_nothing(open_folder, monkeypatch):
         through = [port for port in found["ports"] if port["open"]]
         refusing = [port for port in through if port["zmq"] == "CURVE" or port["http"] == "401"]
         silent = [port for port in through if not (port["zmq"] or port["http"] or port["store"])]
-        assert len(refusing) + len(silent) == len(through), [port for port in through if port not in refusing]
+        assert len(refusing) + len(silent) == len(through), [
+            port for port in through if port not in refusing
+        ]
         assert {port["port"] for port in silent} <= handshakes_of(run_dir), silent
         assert list(marker.iterdir()) == [], "something that it sent was unpickled"
         steps = len(rows(run_dir))
         wait_until(lambda: len(rows(run_dir)) > steps + 1, run, "a step after that", 120)
-        grown = {each.pid: each.memory_info().rss - before for each, before in memory.items() if each.is_running()}
+        grown = {
+            each.pid: each.memory_info().rss - before
+            for each, before in memory.items()
+            if each.is_running()
+        }
         assert grown.keys() == {each.pid for each in memory}, "all of them live"
         assert max(grown.values()) < GROWTH_BYTES, grown
         run.send_signal(signal.SIGTERM)
@@ -88,36 +134,61 @@ def test_another_user_reaches_nothing(open_folder, monkeypatch):
             run.kill()
             run.wait()
     assert not scratch.exists()
-    texts = [log.read_text(), *(path.read_text(errors="replace") for path in (run_dir / "logs").iterdir())]
+    texts = [
+        log.read_text(),
+        *(path.read_text(errors="replace") for path in (run_dir / "logs").iterdir()),
+    ]
     assert not any(key in text for text in texts for key in keys), "a key in a log"
 
 
 def secrets_of(run_dir: Path) -> list[str]:
     [folder] = (run_dir / ".launch" / "train").glob("local")
-    rendezvous, message_key = (json.loads((folder / name).read_text()) for name in ("rendezvous.json", "message_key.json"))
+    rendezvous, message_key = (
+        json.loads((folder / name).read_text()) for name in ("rendezvous.json", "message_key.json")
+    )
     return [rendezvous["engine_key"], rendezvous["engine_admin_key"], *message_key.values()]
 
 
 def handshakes_of(run_dir: Path) -> set[int]:
-    """The port at which SGLang tells an engine's other nodes its ports (DP_ATTENTION_HANDSHAKE_PORT_DELTA). Without other nodes it closes
-    the port at once. Processes that were forked before still listen there, but accept nothing."""
+    """The port at which SGLang tells an engine's other nodes its ports
+    (DP_ATTENTION_HANDSHAKE_PORT_DELTA). Without other nodes it closes the port at once. Processes
+    that were forked before still listen there, but accept nothing.
+    """
     [path] = (run_dir / ".launch" / "train").glob("local/rendezvous.json")
-    return {port + 13 for port in [engine["port"] for engine in json.loads(path.read_text())["engines"]["engine"]]}
+    return {
+        port + 13
+        for port in [engine["port"] for engine in json.loads(path.read_text())["engines"]["engine"]]
+    }
 
 
 def files_of(run_dir: Path, scratch: Path, processes: list[psutil.Process]) -> list[str]:
-    """All files of the run's folder, all files of its processes in /tmp and /dev/shm, and their files in /proc."""
+    """All files of the run's folder, all files of its processes in /tmp and /dev/shm, and their
+    files in /proc.
+    """
     found = [str(path) for folder in (run_dir, scratch) for path in [folder, *folder.rglob("*")]]
     for process in processes:
-        mapped = {entry.path for entry in process.memory_maps()} | {file.path for file in process.open_files()}
-        found += [path for path in mapped if path.startswith(("/dev/shm/", f"{scratch}/")) and os.path.exists(path)]
-        found += [f"/proc/{process.pid}/{name}" for name in ("environ", "mem", "maps", "fd", "auxv", "stack")]
+        mapped = {entry.path for entry in process.memory_maps()} | {
+            file.path for file in process.open_files()
+        }
+        found += [
+            path
+            for path in mapped
+            if path.startswith(("/dev/shm/", f"{scratch}/")) and os.path.exists(path)
+        ]
+        found += [
+            f"/proc/{process.pid}/{name}"
+            for name in ("environ", "mem", "maps", "fd", "auxv", "stack")
+        ]
     return sorted(set(found))
 
 
 def sockets_of(processes: list[psutil.Process]) -> list[str]:
     """Paths of Unix sockets. The names of sockets without a path begin with a zero byte."""
-    inodes = {os.stat(f"/proc/{each.pid}/fd/{name}").st_ino for each in processes for name in os.listdir(f"/proc/{each.pid}/fd")}
+    inodes = {
+        os.stat(f"/proc/{each.pid}/fd/{name}").st_ino
+        for each in processes
+        for name in os.listdir(f"/proc/{each.pid}/fd")
+    }
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     names = [line[7] for line in lines if len(line) > 7 and int(line[6]) in inodes]
     return ["\0" + name[1:] if name.startswith("@") else name for name in names]

@@ -1,5 +1,6 @@
-"""The off-policy study in small, with a learned reward: two runs of few steps, and their reward model in all programs that compute with
-it."""
+"""The off-policy study in small, with a learned reward: two runs of few steps, and their reward
+model in all programs that compute with it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 CONFIG = "configs/offpolicy/gold.yaml"
 HELD_OUT = 64
 SHORT = [
-    "sft.steps=30", "reward_model.steps=12", "reward_model.batch_size=16", "reward_model.optimizer.warmup_steps=2",
+    "sft.steps=30", "reward_model.steps=12", "reward_model.batch_size=16",
+    "reward_model.optimizer.warmup_steps=2",
     "reward_model.data.size=128", f"eval.limit={HELD_OUT}", f"reward_model.eval.size={HELD_OUT}",
 ]  # fmt: skip
 TOLERANCE = 2e-5
@@ -52,36 +54,60 @@ def test_runs_are_measured_beside_their_warm_start(study) -> None:
     for cell, each in zip(CELLS, found):
         first, *_, last = each["curve"]
         assert (first["updates"], first["kl"], last["updates"]) == (0, 0.0, 4) and last["kl"] > 0
-        assert all(-2 <= point["score"] <= 1 and 0 <= point["win_rate"] <= 1 and point["perplexity"] > 1 for point in each["curve"])
-        assert each["reward"] == pytest.approx(first["proxy"], abs=1.0)  # the engine's mean over other posts, and transformers' here
+        assert all(
+            -2 <= point["score"] <= 1 and 0 <= point["win_rate"] <= 1 and point["perplexity"] > 1
+            for point in each["curve"]
+        )
+        # the engine's mean over other posts, and transformers' here
+        assert each["reward"] == pytest.approx(first["proxy"], abs=1.0)
         assert not (made.folder(cell) / "hf").exists()
     assert found[0]["curve"][0] == found[1]["curve"][0]  # one warm start, measured twice
     text = render({"parts": {"losses": found}, "reward_models": models})
     assert "| online_dpo |" in text and "| ppo |" in text and "| medium | 0 |" in text
-    assert made.prepare(CELLS) == models and [made.result(cell) for cell in CELLS] == found  # no run is repeated
+    # no run is repeated
+    assert made.prepare(CELLS) == models and [made.result(cell) for cell in CELLS] == found
 
 
 def test_the_reward_model_is_plain_pytorchs(study) -> None:
-    """From the same warm start and on the same pairs, it is as good on held-out pairs, with nearly the same weights."""
+    """From the same warm start and on the same pairs, it is as good on held-out pairs, with nearly
+    the same weights.
+    """
     made, [facts] = study
     config = load_config(CONFIG, made.common(CELLS[0]))
     expected = plain.train(config, made.initial(CELLS[0])).state_dict()
     found = plain.load(made.reward_model(CELLS[0])).state_dict()
     assert facts["accuracy"] == pytest.approx(facts["accuracy_plain"], abs=1 / HELD_OUT)
     for name, weights in expected.items():
-        torch.testing.assert_close(found[name], weights, rtol=0, atol=1e-3, msg=lambda message, name=name: f"{name}: {message}")
+        torch.testing.assert_close(
+            found[name],
+            weights,
+            rtol=0,
+            atol=1e-3,
+            msg=lambda message, name=name: f"{name}: {message}",
+        )
 
 
 @torch.no_grad()
-def test_megatron_transformers_and_sglang_give_held_out_pairs_the_same_scores(study, tmp_path: Path) -> None:
+def test_megatron_transformers_and_sglang_give_held_out_pairs_the_same_scores(
+    study, tmp_path: Path
+) -> None:
     made, _ = study
-    config, folder = load_config(CONFIG, made.common(CELLS[0])), made.reward_model(CELLS[0])
+    config = load_config(CONFIG, made.common(CELLS[0]))
+    folder = made.reward_model(CELLS[0])
     tokenizer = load_tokenizer(config.model)
-    pairs = load_pairs(config, evaluated_pairs(config.reward_model), "reward_model.eval", find_spec(config))
-    chosen, rejected = zip(*(pair_tokens(pairs[place], tokenizer, 512) for place in range(len(pairs))))
+    pairs = load_pairs(
+        config, evaluated_pairs(config.reward_model), "reward_model.eval", find_spec(config)
+    )
+    chosen, rejected = zip(
+        *(pair_tokens(pairs[place], tokenizer, 512) for place in range(len(pairs)))
+    )
     scores = plain.scores(plain.load(folder), [*chosen, *rejected])
     megatrons = read_metrics(Path(f"{folder}.run") / "reward_model" / METRICS_FILE)[-1]
     means = {"chosen": scores[:HELD_OUT].mean().item(), "rejected": scores[HELD_OUT:].mean().item()}
-    assert {name: megatrons[f"eval/score/{name}"] for name in means} == pytest.approx(means, abs=TOLERANCE)
-    assert served_scores(folder, [*chosen, *rejected], tmp_path / "engine.log") == pytest.approx(scores.tolist(), abs=TOLERANCE)
+    assert {name: megatrons[f"eval/score/{name}"] for name in means} == pytest.approx(
+        means, abs=TOLERANCE
+    )
+    assert served_scores(folder, [*chosen, *rejected], tmp_path / "engine.log") == pytest.approx(
+        scores.tolist(), abs=TOLERANCE
+    )
     assert scores.std() > 0.05

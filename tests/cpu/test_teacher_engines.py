@@ -1,4 +1,6 @@
-"""Teachers on real engines: their log-probs of responses against Hugging Face's model in float64, and failures."""
+"""Teachers on real engines: their log-probs of responses against Hugging Face's model in float64,
+and failures.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,12 @@ def hf_distribution(folder: Path, sample: Sample) -> torch.Tensor:
     """[T, vocabulary] at temperature 1, in float64."""
     ids = [*PROMPT.token_ids, *sample.token_ids]
     with torch.no_grad():
-        return hf_model(folder, torch.float32).double()(torch.tensor([ids])).logits[0, len(PROMPT.token_ids) - 1 : -1].log_softmax(-1)
+        return (
+            hf_model(folder, torch.float32)
+            .double()(torch.tensor([ids]))
+            .logits[0, len(PROMPT.token_ids) - 1 : -1]
+            .log_softmax(-1)
+        )
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
@@ -49,23 +56,31 @@ def test_log_probs_are_hugging_faces(tp: int, tmp_path: Path) -> None:
         await client.wait_ready(120, engine.log, engine.died)
 
         def teacher(top_k: int) -> Teacher:
-            config = RunConfig(roles={"teacher": RoleConfig(path=str(folder), kv_cache_tokens=CONTEXT)})
-            config.rollout.max_tokens, config.model.dtype = 16, "float32"
+            config = RunConfig(
+                roles={"teacher": RoleConfig(path=str(folder), kv_cache_tokens=CONTEXT)}
+            )
+            config.rollout.max_tokens = 16
+            config.model.dtype = "float32"
             return Teacher(find_served(config, "train")[0], fleet, top_k)
 
         for top_k in (0, 1, 20, VOCABULARY):
             form = TeacherFormat(1, top_k)
             # Twice: the second time, prompt and response are in the prefix cache.
-            for judged in [await Teachers([teacher(top_k)], form).judged(PROMPT, RESPONSES) for _ in range(2)]:
+            for judged in [
+                await Teachers([teacher(top_k)], form).judged(PROMPT, RESPONSES) for _ in range(2)
+            ]:
                 for sample, before in zip(judged, RESPONSES, strict=True):
                     assert not sample.failures and sample.token_ids == before.token_ids
                     [told] = form.unpack(sample.teachers, len(sample.token_ids))
-                    log_q, found = hf_distribution(folder, sample), torch.from_numpy(told.logprobs.copy()).double()
+                    log_q = hf_distribution(folder, sample)
+                    found = torch.from_numpy(told.logprobs.copy()).double()
                     if not top_k:
                         want = log_q.gather(-1, torch.tensor(sample.token_ids)[:, None])
                     else:
                         assert all(len(set(row)) == top_k for row in told.ids.tolist())
-                        torch.testing.assert_close(found, log_q.topk(top_k).values, rtol=0, atol=TOLERANCE)
+                        torch.testing.assert_close(
+                            found, log_q.topk(top_k).values, rtol=0, atol=TOLERANCE
+                        )
                         want = log_q.gather(-1, torch.from_numpy(told.ids.copy()).long())
                     torch.testing.assert_close(found, want, rtol=0, atol=TOLERANCE)
 
@@ -74,10 +89,16 @@ def test_log_probs_are_hugging_faces(tp: int, tmp_path: Path) -> None:
         [sample] = await Teachers(both, TeacherFormat(2, 3)).judged(PROMPT, [too_long])
         assert [failure.part for failure in sample.failures] == ["roles.teacher"] * 2
         assert f"{CONTEXT + 7} tokens, for a context of {CONTEXT}" in sample.failures[0].reason
-        assert all(np.isnan(told.logprobs).all() for told in TeacherFormat(2, 3).unpack(sample.teachers, CONTEXT))
-        with pytest.raises(EngineError, match="longer than the model's context"):  # SGLang's own message
+        assert all(
+            np.isnan(told.logprobs).all()
+            for told in TeacherFormat(2, 3).unpack(sample.teachers, CONTEXT)
+        )
+        # SGLang's own message
+        with pytest.raises(EngineError, match="longer than the model's context"):
             await client.judge(PROMPT.token_ids, too_long.token_ids.tolist(), 0)
         await fleet.close()
 
-    with contextlib.contextmanager(start_engine)(folder, "float32", tp, tmp_path / "engine.log", frozen=True) as engine:
+    with contextlib.contextmanager(start_engine)(
+        folder, "float32", tp, tmp_path / "engine.log", frozen=True
+    ) as engine:
         asyncio.run(check(engine))

@@ -1,5 +1,7 @@
-"""Every tracker with its own library, against metrics.jsonl. The values are read back from the library's local store, also after
-resumes."""
+"""Every tracker with its own library, against metrics.jsonl.
+
+The values are read back from the library's local store, also after resumes.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,16 @@ WAIT_S = 240.0  # the import of one library may take a minute on a busy machine
 
 def config_of(name: str) -> RunConfig:
     config = RunConfig(model=ModelConfig(path="none"))
-    config.observe.trackers, config.timeouts.trackers_s = [name], WAIT_S
+    config.observe.trackers = [name]
+    config.timeouts.trackers_s = WAIT_S
     return config
 
 
 def launch(folder: Path, name: str, first: int, steps: range, mark: float) -> list[str]:
-    """A start of a run that writes `steps`. The trainer opens its file after the tracker has started."""
+    """A start of a run that writes `steps`.
+
+    The trainer opens its file after the tracker has started.
+    """
     told: list[str] = []
     config_path = folder / "settings.yaml"
     folder.mkdir(exist_ok=True)
@@ -42,7 +48,13 @@ def launch(folder: Path, name: str, first: int, steps: range, mark: float) -> li
     trackers.start(config_path, first)
     writer = MetricsWriter(folder, resume_step=first)
     for step in steps:
-        values = {"loss": mark + step / 4, "pass@1": 0.5, "sync/audit_ok": True, "grad_norm": float("nan"), "reward/mean": step}
+        values = {
+            "loss": mark + step / 4,
+            "pass@1": 0.5,
+            "sync/audit_ok": True,
+            "grad_norm": float("nan"),
+            "reward/mean": step,
+        }
         writer.write(step, values, {"response_tokens": [1.0, 2.0]})
     writer.close()
     trackers.close()
@@ -51,12 +63,23 @@ def launch(folder: Path, name: str, first: int, steps: range, mark: float) -> li
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "name", ["tensorboard", *(pytest.param(each, marks=pytest.mark.long) for each in ("wandb", "mlflow", "swanlab", "trackio"))]
+    "name",
+    [
+        "tensorboard",
+        *(
+            pytest.param(each, marks=pytest.mark.long)
+            for each in ("wandb", "mlflow", "swanlab", "trackio")
+        ),
+    ],
 )
-def test_curves_are_those_of_metrics_jsonl_after_every_resume(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curves_are_those_of_metrics_jsonl_after_every_resume(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
-    for variable in [key for key in os.environ if key.startswith(("WANDB_", "MLFLOW_", "SWANLAB_", "TRACKIO_"))]:
+    for variable in [
+        key for key in os.environ if key.startswith(("WANDB_", "MLFLOW_", "SWANLAB_", "TRACKIO_"))
+    ]:
         monkeypatch.delenv(variable)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))  # without anyone's credentials
     (tmp_path / "home").mkdir()
@@ -70,12 +93,17 @@ def test_curves_are_those_of_metrics_jsonl_after_every_resume(name: str, tmp_pat
     assert launch(folder, name, 0, range(4), mark=0.0) == []
     assert curves() == curves_of(folder, name)
     run = Tracked.load(folder, name).run
-    write_result(folder, 6, {"pass@1": 0.75, "suites": {"hard": {"pass@1": 0.25}}})  # the last weights' evaluation goes into the last row
+    # the last weights' evaluation goes into the last row
+    write_result(folder, 6, {"pass@1": 0.75, "suites": {"hard": {"pass@1": 0.25}}})
     assert launch(folder, name, 4, range(4, 6), mark=0.0) == []
     assert curves_of(folder)["eval/hard/pass@1"] == [(5, 0.25)]
     assert (Tracked.load(folder, name).run, curves()) == (run, curves_of(folder, name))
-    assert launch(folder, name, 3, range(3, 8), mark=100.0) == []  # resumed from a checkpoint: steps 3 to 5 are repeated
-    assert curves() == curves_of(folder, name) and curves_of(folder)["loss"][2:4] == [(2, 0.5), (3, 100.75)]
+    # resumed from a checkpoint: steps 3 to 5 are repeated
+    assert launch(folder, name, 3, range(3, 8), mark=100.0) == []
+    assert curves() == curves_of(folder, name) and curves_of(folder)["loss"][2:4] == [
+        (2, 0.5),
+        (3, 100.75),
+    ]
 
 
 def test_a_killed_tracker_is_told_of_once_and_made_anew(tmp_path: Path) -> None:
@@ -148,30 +176,61 @@ class FakeWandb:
     def finish(self) -> None: ...
 
 
-def test_wandb_is_told_whose_run_it_is_and_what_the_policy_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_is_told_whose_run_it_is_and_what_the_policy_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wandb = FakeWandb()
     monkeypatch.setattr("megarl.trackers.trackers._library", lambda name: wandb)
-    writer, samples = MetricsWriter(tmp_path), SamplesWriter(tmp_path)
+    writer = MetricsWriter(tmp_path)
+    samples = SamplesWriter(tmp_path)
     for step in range(12):
         writer.write(step, {"loss": 1.0})
         failures = [Failure("exit", "status 1", part="rollout.program")] * (step == 10)
         sample = Sample([1, 2], [0.0, 0.0], [0, 0], f"said {step}", 0.5, "stop", failures=failures)
-        group = GroupSummary(step, 1, [sample.summary()]), GroupTexts("a prompt", "4", [(sample.text, [])])
+        group = (
+            GroupSummary(step, 1, [sample.summary()]),
+            GroupTexts("a prompt", "4", [(sample.text, [])]),
+        )
         samples.write(step, [group])
         samples.write(step, [group], dropped=True)
     beginning = Beginning(tmp_path, "p", "mine", {}, entity="us", tags=["a", "b"])
-    follow("wandb", beginning, NewRows(tmp_path / METRICS_FILE, Stale(0, 0, "")), 0, lambda seconds: True)
-    given = {key: wandb.opened[key] for key in ("project", "name", "group", "entity", "tags", "mode")}
-    assert given == {"project": "p", "name": "mine", "group": "mine", "entity": "us", "tags": ["a", "b"], "mode": "offline"}
+    follow(
+        "wandb",
+        beginning,
+        NewRows(tmp_path / METRICS_FILE, Stale(0, 0, "")),
+        0,
+        lambda seconds: True,
+    )
+    given = {
+        key: wandb.opened[key] for key in ("project", "name", "group", "entity", "tags", "mode")
+    }
+    assert given == {
+        "project": "p",
+        "name": "mine",
+        "group": "mine",
+        "entity": "us",
+        "tags": ["a", "b"],
+        "mode": "offline",
+    }
     steps = [step for step, _ in wandb.logged]
-    assert steps == sorted(steps), "a library that has gone on to the next step takes nothing more of this one"
+    assert steps == sorted(steps), (
+        "a library that has gone on to the next step takes nothing more of this one"
+    )
     tables = {step: values["samples"] for step, values in wandb.logged if "samples" in values}
-    assert [[row["response"] for row in table] for table in tables.values()] == [["said 0"] * 2, ["said 10"] * 2]
-    assert tables[10][0]["failed"] == "exit: status 1" and tables[10][0]["reward"] == 0.5 and tables[0][0]["failed"] == ""
+    assert [[row["response"] for row in table] for table in tables.values()] == [
+        ["said 0"] * 2,
+        ["said 10"] * 2,
+    ]
+    assert (
+        tables[10][0]["failed"] == "exit: status 1"
+        and tables[10][0]["reward"] == 0.5
+        and tables[0][0]["failed"] == ""
+    )
 
 
 def test_what_rows_get_at_the_end_is_added_to_their_steps(tmp_path: Path) -> None:
-    rows, calls = NewRows(tmp_path / METRICS_FILE, Stale.of(tmp_path / METRICS_FILE, 0)), []
+    rows = NewRows(tmp_path / METRICS_FILE, Stale.of(tmp_path / METRICS_FILE, 0))
+    calls = []
     writer = MetricsWriter(tmp_path)
 
     def ended(_: float) -> bool:
@@ -187,10 +246,15 @@ def test_what_rows_get_at_the_end_is_added_to_their_steps(tmp_path: Path) -> Non
     follow("tensorboard", Beginning(tmp_path, "project", "name", {}), rows, 0, ended)
     writer.close()
     assert calls == [0, 1, 2, 2]
-    assert read_tensorboard(tmp_path, "") == {"loss": [(1, 0.5), (2, 0.5)], "eval/version": [(1, 1.0), (2, 2.0)]}
+    assert read_tensorboard(tmp_path, "") == {
+        "loss": [(1, 0.5), (2, 0.5)],
+        "eval/version": [(1, 1.0), (2, 2.0)],
+    }
 
 
-def test_rows_of_an_earlier_start_do_not_count_until_the_trainer_has_cut_them(tmp_path: Path) -> None:
+def test_rows_of_an_earlier_start_do_not_count_until_the_trainer_has_cut_them(
+    tmp_path: Path,
+) -> None:
     launch_rows = [(step, mark) for step, mark in ((0, 0.0), (1, 0.0), (2, 0.0))]
     writer = MetricsWriter(tmp_path)
     for step, mark in launch_rows:
@@ -204,14 +268,25 @@ def test_rows_of_an_earlier_start_do_not_count_until_the_trainer_has_cut_them(tm
         writer.write(step, {"loss": 9.0})
     writer.close()
     rows.poll()
-    assert [(row["step"], row["loss"]) for row in rows.rows] == [(0, 0.0), (1, 9.0), (2, 9.0), (3, 9.0)]
+    assert [(row["step"], row["loss"]) for row in rows.rows] == [
+        (0, 0.0),
+        (1, 9.0),
+        (2, 9.0),
+        (3, 9.0),
+    ]
 
 
-def test_a_missing_package_is_refused_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_refused_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     check_trackers(["tensorboard"])
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name)
+    )
     with pytest.raises(
-        ConfigError, match=r"observe.trackers=\[tensorboard, wandb\]: wandb cannot be imported here; .* -m pip install .*wandb"
+        ConfigError,
+        match=r"observe.trackers=\[tensorboard, wandb\]: wandb cannot be imported here; .* -m pip "
+        r"install .*wandb",
     ):
         check_trackers(["tensorboard", "wandb"])

@@ -1,6 +1,7 @@
 """The Megatron trainer in real gloo processes against Hugging Face's model in float64.
 
-All scenarios of one world size run in one spawn (trainer_worker.py). The tests only compare the files that the ranks saved.
+All scenarios of one world size run in one spawn (trainer_worker.py). The tests only compare the
+files that the ranks saved.
 """
 
 from __future__ import annotations
@@ -14,18 +15,43 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_cases import CASES, CHECKPOINTS, LAYOUTS, LOADS, MODELS, REPLAYED, TESTED, VOCAB, cases, save_model
+from trainer_cases import (
+    CASES,
+    CHECKPOINTS,
+    LAYOUTS,
+    LOADS,
+    MODELS,
+    REPLAYED,
+    TESTED,
+    VOCAB,
+    cases,
+    save_model,
+)
 from trainer_processes import saved, spawn
-from trainer_reference import LOGPROBS, assert_same_gradients, hf_gradients, hf_loss, reference, replayed_reference
+from trainer_reference import (
+    LOGPROBS,
+    assert_same_gradients,
+    hf_gradients,
+    hf_loss,
+    reference,
+    replayed_reference,
+)
 from trainer_rig import LENGTHS, sequences
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # after trainer_reference, so that CUDA is not needed
+
+# after trainer_reference, so that CUDA is not needed
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from megarl.base.geometry import TrainerTopology
 from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints
 from megarl.trainer.hf_files import tensor_files
 
-pytestmark = pytest.mark.timeout(2400)  # the first test waits for all scenarios: in make test-all about two hundred
-BF16: list[tuple[str, dict[str, int]]] = [("untied", {"tp": 2}), ("mixtral", {"dp": 2, "ep": 2}), ("gpt_oss", {"dp": 2, "ep": 2})]
+# the first test waits for all scenarios: in make test-all about two hundred
+pytestmark = pytest.mark.timeout(2400)
+BF16: list[tuple[str, dict[str, int]]] = [
+    ("untied", {"tp": 2}),
+    ("mixtral", {"dp": 2, "ep": 2}),
+    ("gpt_oss", {"dp": 2, "ep": 2}),
+]
 ADAM: dict[str, Any] = {
     "lr": 1e-2,
     "betas": (0.9, 0.95),
@@ -36,11 +62,16 @@ ADAM: dict[str, Any] = {
     "min_lr_ratio": 0.1,
     "clip_grad": 0.5,
 }
-OTHER = ADAM | {"lr": 3e-3, "betas": (0.8, 0.97), "eps": 1e-3}  # other settings than the checkpoints'
+# other settings than the checkpoints'
+OTHER = ADAM | {"lr": 3e-3, "betas": (0.8, 0.97), "eps": 1e-3}
 
 
 SETTINGS = {  # fields of Megatron's classes, none at its default
-    "megatron": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"], "moe_deepep_num_sms": 24},
+    "megatron": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn"],
+        "moe_deepep_num_sms": 24,
+    },
     "ddp": {"overlap_grad_reduce": True, "bucket_size": 5000, "check_for_nan_in_grad": True},
     "optimizer": {"log_num_zeros_in_grad": True},
 }
@@ -55,45 +86,92 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """The folder with all files of the ranks. Models are trained under the layouts of the selected tests."""
+def runs(
+    models: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+) -> Path:
+    """The folder with all files of the ranks.
+
+    Models are trained under the layouts of the selected tests.
+    """
     out = tmp_path_factory.mktemp("runs")
-    of_module = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    of_module = [
+        item
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path
+    ]
     chosen = [item.callspec.params for item in of_module if hasattr(item, "callspec")]
     asked = {(params.get("model", params.get("name")), params.get("layout")) for params in chosen}
 
-    saves = {name: layout for name, (_, layout, _) in CHECKPOINTS.items() if name == "zero1" or name in {other for other, _ in asked}}
+    saves = {
+        name: layout
+        for name, (_, layout, _) in CHECKPOINTS.items()
+        if name == "zero1" or name in {other for other, _ in asked}
+    }
 
     def of_case(model: str, layout: str) -> dict[str, Any]:
         _, topology, settings = LAYOUTS[layout]
         settings = settings | {"routing_replay": (model, layout) in REPLAYED}
-        return {"run": "gradients", "name": f"{model}.{layout}", "model": str(models[model]), "topology": topology, "trainer": settings}
+        return {
+            "run": "gradients",
+            "name": f"{model}.{layout}",
+            "model": str(models[model]),
+            "topology": topology,
+            "trainer": settings,
+        }
 
     def gradients(world: int) -> list[dict[str, Any]]:
-        return [of_case(*case.values) for case in CASES if case.values in asked and LAYOUTS[case.values[1]][0] == world]
+        return [
+            of_case(*case.values)
+            for case in CASES
+            if case.values in asked and LAYOUTS[case.values[1]][0] == world
+        ]
 
     def checkpoint(run: str, name: str, layout: str) -> dict[str, Any]:
         _, topology, settings = LAYOUTS[layout]
         model = str(models[CHECKPOINTS[name][0]])
-        of_layout = {"model": model, "topology": topology, "trainer": settings, "checkpoint": str(out / f"checkpoint.{name}")}
-        return dict(run=run, name=f"{run}.{name}" + (f".{layout}" if run == "load" else ""), **of_layout)
+        of_layout = {
+            "model": model,
+            "topology": topology,
+            "trainer": settings,
+            "checkpoint": str(out / f"checkpoint.{name}"),
+        }
+        return dict(
+            run=run, name=f"{run}.{name}" + (f".{layout}" if run == "load" else ""), **of_layout
+        )
 
     def loads(world: int) -> list[dict[str, Any]]:
-        return [checkpoint("load", *case.values) for case in LOADS if case.values in asked and LAYOUTS[case.values[1]][0] == world]
+        return [
+            checkpoint("load", *case.values)
+            for case in LOADS
+            if case.values in asked and LAYOUTS[case.values[1]][0] == world
+        ]
 
     untied = str(models["untied"])
     torch.save(LOGPROBS, out / "logprob_inputs.pt")
 
     def logprobs(world: int) -> dict[str, Any]:
-        return {"run": "logprobs", "name": f"logprobs.{world}", "inputs": str(out / "logprob_inputs.pt")}
+        return {
+            "run": "logprobs",
+            "name": f"logprobs.{world}",
+            "inputs": str(out / "logprob_inputs.pt"),
+        }
 
     def train(name: str, **topology: int) -> dict[str, Any]:
-        return {"run": "train", "name": f"train.{name}", "model": untied, "topology": topology, "optimizer": ADAM}
+        return {
+            "run": "train",
+            "name": f"train.{name}",
+            "model": untied,
+            "topology": topology,
+            "optimizer": ADAM,
+        }
 
     spawn(2, out, [
         *gradients(2),
         *(
-            {"run": "gradients", "name": f"bf16.{model}", "model": str(models[model]), "topology": topology, "dtype": "bfloat16"}
+            {"run": "gradients", "name": f"bf16.{model}", "model": str(models[model]),
+            "topology": topology, "dtype": "bfloat16"}
             for model, topology in BF16 if (model, None) in asked
         ),
         *(checkpoint("save", name, layout) for name, layout in saves.items()), *loads(2),
@@ -105,18 +183,22 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, requ
         *loads(1), logprobs(1),
         checkpoint("other_settings", "zero1", "single") | {"optimizer": OTHER},
         {"run": "settings_on_gpus", "name": "settings_on_gpus", "model": untied},
-        {"run": "megatron_settings", "name": "megatron_settings", "model": untied, "topology": {}, "optimizer": SETTINGS["optimizer"],
+        {"run": "megatron_settings", "name": "megatron_settings", "model": untied, "topology": {},
+        "optimizer": SETTINGS["optimizer"],
          "trainer": {"megatron": SETTINGS["megatron"], "ddp": SETTINGS["ddp"]}},
         {"run": "init", "name": "init.single", "model": untied, "topology": {}, "seed": 3},
         {"run": "init", "name": "init.other_seed", "model": untied, "topology": {}, "seed": 4},
-        {"run": "killed_while_saving", "name": "killed", "model": untied, "topology": {}, "run_dir": str(out)},
+        {"run": "killed_while_saving", "name": "killed", "model": untied, "topology": {},
+        "run_dir": str(out)},
     ], expected_status=-signal.SIGKILL)  # fmt: skip
     spawn(4, out, [*gradients(4), *loads(4), logprobs(4)])
     return out
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
-def test_logits_and_logprobs_equal_hf(models: dict[str, Path], runs: Path, model: str, layout: str) -> None:
+def test_logits_and_logprobs_equal_hf(
+    models: dict[str, Path], runs: Path, model: str, layout: str
+) -> None:
     expected = reference(models[model])
     ranks = saved(runs, f"{model}.{layout}")
     seen = [r["logits"] for r in ranks if r["logits"] is not None]
@@ -128,17 +210,28 @@ def test_logits_and_logprobs_equal_hf(models: dict[str, Path], runs: Path, model
         assert [len(row) for row in rank["logprobs"]] == [len(row) for row in expected["logprobs"]]
         for row, want in zip(rank["logprobs"], expected["logprobs"]):
             assert row == pytest.approx(want, abs=1e-5)
-        for row, masked, sequence in zip(rank["logprobs"], rank["masked_logprobs"], sequences(VOCAB)):
-            assert masked == pytest.approx([x if m else 0.0 for x, m in zip(row, sequence.loss_mask)], abs=1e-5)
+        for row, masked, sequence in zip(
+            rank["logprobs"], rank["masked_logprobs"], sequences(VOCAB)
+        ):
+            assert masked == pytest.approx(
+                [x if m else 0.0 for x, m in zip(row, sequence.loss_mask)], abs=1e-5
+            )
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 @pytest.mark.parametrize("which", ["all", "dropped", "microbatches"])
-def test_gradients_equal_autograd_of_the_formula(models: dict[str, Path], runs: Path, model: str, layout: str, which: str) -> None:
-    """`dropped`: without the sequences of zero advantage, but with the same denominator. `microbatches`: several, of different shapes."""
+def test_gradients_equal_autograd_of_the_formula(
+    models: dict[str, Path], runs: Path, model: str, layout: str, which: str
+) -> None:
+    """`dropped`: without the sequences of zero advantage, but with the same denominator.
+
+    `microbatches`: several, of different shapes.
+    """
     expected = reference(models[model])
     steps = [rank[which] for rank in saved(runs, f"{model}.{layout}")]
-    found = hf_gradients(models[model], TrainerTopology(**LAYOUTS[layout][1]), [step["grads"] for step in steps])
+    found = hf_gradients(
+        models[model], TrainerTopology(**LAYOUTS[layout][1]), [step["grads"] for step in steps]
+    )
     assert_same_gradients(found, expected["grads"])
     norm = math.sqrt(sum((grad**2).sum().item() for grad in expected["grads"].values()))
     for step in steps:
@@ -152,36 +245,69 @@ def test_gradients_equal_autograd_of_the_formula(models: dict[str, Path], runs: 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_only_what_is_cut_is_padded(runs: Path, model: str, layout: str) -> None:
-    """The trainer counts its model's input tokens. Context parallelism pads each sequence to 2 cp equal chunks. Sequence parallelism pads
-    each microbatch, here of at most 11 tokens, to equal parts. A rank without sequences computes the smallest batch that can be cut."""
+    """The trainer counts its model's input tokens.
+
+    Context parallelism pads each sequence to 2 cp equal chunks. Sequence parallelism pads each
+    microbatch, here of at most 11 tokens, to equal parts. A rank without sequences computes the
+    smallest batch that can be cut.
+    """
     _, sizes, settings = LAYOUTS[layout]
     topology = TrainerTopology(**sizes)
     parts = topology.tp if settings.get("sequence_parallel") else 1
     for rank in saved(runs, f"{model}.{layout}"):
         if topology.cp == parts == 1:
-            assert rank["all"]["padded"] == rank["dropped"]["padded"] == rank["microbatches"]["padded"] == 0
+            assert (
+                rank["all"]["padded"]
+                == rank["dropped"]["padded"]
+                == rank["microbatches"]["padded"]
+                == 0
+            )
             assert rank["none"]["padded"] == topology.dp * (topology.pp if topology.vpp > 1 else 1)
         chunks = 2 * topology.cp if topology.cp > 1 else 1
         in_sequences = sum(-(length - 1) % chunks for length in LENGTHS)
-        assert in_sequences <= rank["all"]["padded"] <= in_sequences + topology.dp * topology.cp * parts
-        assert in_sequences <= rank["microbatches"]["padded"] <= in_sequences + 11 * topology.cp * parts
+        assert (
+            in_sequences
+            <= rank["all"]["padded"]
+            <= in_sequences + topology.dp * topology.cp * parts
+        )
+        assert (
+            in_sequences
+            <= rank["microbatches"]["padded"]
+            <= in_sequences + 11 * topology.cp * parts
+        )
 
 
 @pytest.mark.parametrize(("model", "layout"), cases(TESTED, REPLAYED))
 def test_replayed_experts_give_the_log_probs_and_gradients_of_these_experts(
     models: dict[str, Path], runs: Path, model: str, layout: str
 ) -> None:
-    """In several microbatches. The router's own choice holds if a sequence has no ids, and after the replay."""
-    expected, ranks = replayed_reference(models[model]), saved(runs, f"{model}.{layout}")
-    assert expected["routing"]["router/replaced_fraction"] > 0.5, "other experts than the model's own"
+    """In several microbatches.
+
+    The router's own choice holds if a sequence has no ids, and after the replay.
+    """
+    expected = replayed_reference(models[model])
+    ranks = saved(runs, f"{model}.{layout}")
+    assert expected["routing"]["router/replaced_fraction"] > 0.5, (
+        "other experts than the model's own"
+    )
     for rank in ranks:
-        for scored, wanted in (("replayed_logprobs", expected), ("afterwards", reference(models[model]))):
+        for scored, wanted in (
+            ("replayed_logprobs", expected),
+            ("afterwards", reference(models[model])),
+        ):
             for row, want in zip(rank[scored], wanted["logprobs"], strict=True):
                 assert row == pytest.approx(want, abs=1e-5)
-        assert rank["all"]["routing"] == {"router/replayed_fraction": 0.0, "router/replaced_fraction": 0.0}
+        assert rank["all"]["routing"] == {
+            "router/replayed_fraction": 0.0,
+            "router/replaced_fraction": 0.0,
+        }
         assert rank["replayed"]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert rank["replayed"]["routing"] == pytest.approx(expected["routing"])
-    found = hf_gradients(models[model], TrainerTopology(**LAYOUTS[layout][1]), [rank["replayed"]["grads"] for rank in ranks])
+    found = hf_gradients(
+        models[model],
+        TrainerTopology(**LAYOUTS[layout][1]),
+        [rank["replayed"]["grads"] for rank in ranks],
+    )
     assert_same_gradients(found, expected["grads"])
 
 
@@ -194,7 +320,9 @@ def test_a_step_without_sequences_has_zero_gradient(runs: Path, model: str, layo
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
-def test_export_reloads_bit_equal(models: dict[str, Path], runs: Path, model: str, layout: str) -> None:
+def test_export_reloads_bit_equal(
+    models: dict[str, Path], runs: Path, model: str, layout: str
+) -> None:
     want = AutoModelForCausalLM.from_pretrained(models[model], dtype=torch.float32)
     got = AutoModelForCausalLM.from_pretrained(runs / f"{model}.{layout}.hf", dtype=torch.float32)
     assert want.config.to_dict().keys() == got.config.to_dict().keys()
@@ -203,11 +331,16 @@ def test_export_reloads_bit_equal(models: dict[str, Path], runs: Path, model: st
 
 
 @pytest.mark.parametrize(("model", "layout"), cases({"qwen3_5_moe": TESTED["qwen3_5_moe"]}))
-def test_a_vision_tower_is_in_the_export_as_it_was(models: dict[str, Path], runs: Path, model: str, layout: str) -> None:
+def test_a_vision_tower_is_in_the_export_as_it_was(
+    models: dict[str, Path], runs: Path, model: str, layout: str
+) -> None:
     """Hugging Face finds all tensors of the whole model in the export, and no others."""
-    source, exported = models[model], runs / f"{model}.{layout}.hf"
+    source = models[model]
+    exported = runs / f"{model}.{layout}.hf"
     want = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32)
-    got, found = AutoModelForImageTextToText.from_pretrained(exported, dtype=torch.float32, output_loading_info=True)
+    got, found = AutoModelForImageTextToText.from_pretrained(
+        exported, dtype=torch.float32, output_loading_info=True
+    )
     assert not any(found.values()), found
     for name, tensor in want.state_dict().items():
         assert torch.equal(got.state_dict()[name], tensor), name
@@ -220,12 +353,17 @@ def test_bf16(models: dict[str, Path], runs: Path, model: str, topology: dict[st
     want = AutoModelForCausalLM.from_pretrained(models[model], dtype=torch.bfloat16)
     got = AutoModelForCausalLM.from_pretrained(runs / f"bf16.{model}.hf", dtype="auto")
     for name, tensor in want.state_dict().items():
-        assert got.state_dict()[name].dtype == torch.bfloat16 and torch.equal(got.state_dict()[name], tensor), name
+        assert got.state_dict()[name].dtype == torch.bfloat16 and torch.equal(
+            got.state_dict()[name], tensor
+        ), name
     ranks = [rank["all"]["grads"] for rank in saved(runs, f"bf16.{model}")]
     found = hf_gradients(models[model], TrainerTopology(**topology), ranks)
     expected = reference(models[model], torch.bfloat16)["grads"]
-    error = math.sqrt(sum(((found[name] - grad) ** 2).sum().item() for name, grad in expected.items()))
-    # A rounded score may choose another expert, which moves the gradient more than rounding itself: by 0.10 for gpt-oss in HF's own bf16.
+    error = math.sqrt(
+        sum(((found[name] - grad) ** 2).sum().item() for name, grad in expected.items())
+    )
+    # A rounded score may choose another expert, which moves the gradient more than rounding itself:
+    # by 0.10 for gpt-oss in HF's own bf16.
     tolerance = 0.15 if model in ("mixtral", "gpt_oss") else 0.05
     assert error <= tolerance * math.sqrt(sum((grad**2).sum().item() for grad in expected.values()))
 
@@ -238,10 +376,18 @@ def test_reference_model_stays_where_it_was_held(runs: Path) -> None:
 
 @pytest.mark.parametrize(("name", "layout"), LOADS)
 def test_checkpoint_continues_under_another_topology(runs: Path, name: str, layout: str) -> None:
-    """After two steps under one topology, the third step and a step of momentum alone equal the uninterrupted run's."""
+    """After two steps under one topology, the third step and a step of momentum alone equal the
+    uninterrupted run's.
+    """
     base = saved(runs, f"save.{name}")[0]
-    weights = {k: AutoModelForCausalLM.from_pretrained(runs / f"save.{name}.{k}.hf", dtype=torch.float32).state_dict() for k in (3, 4)}
-    assert any(not torch.equal(weights[3][key], weights[4][key]) for key in weights[3])  # momentum alone moves weights
+    weights = {
+        k: AutoModelForCausalLM.from_pretrained(
+            runs / f"save.{name}.{k}.hf", dtype=torch.float32
+        ).state_dict()
+        for k in (3, 4)
+    }
+    # momentum alone moves weights
+    assert any(not torch.equal(weights[3][key], weights[4][key]) for key in weights[3])
     for number, rank in enumerate(saved(runs, f"load.{name}.{layout}")):
         assert rank["state"] == {"prompts": 17}
         assert rank["position"] == base["position"] == 4
@@ -251,13 +397,19 @@ def test_checkpoint_continues_under_another_topology(runs: Path, name: str, layo
         if layout == CHECKPOINTS[name][1]:
             assert torch.equal(rank["random"], saved(runs, f"save.{name}")[number]["random"])
     for step in (3, 4):
-        got = AutoModelForCausalLM.from_pretrained(runs / f"load.{name}.{layout}.{step}.hf", dtype=torch.float32).state_dict()
+        got = AutoModelForCausalLM.from_pretrained(
+            runs / f"load.{name}.{layout}.{step}.hf", dtype=torch.float32
+        ).state_dict()
         for key, tensor in weights[step].items():
-            torch.testing.assert_close(got[key], tensor, rtol=0, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+            torch.testing.assert_close(
+                got[key], tensor, rtol=0, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}"
+            )
 
 
 def test_a_run_goes_on_with_the_optimizer_that_its_configuration_says(runs: Path) -> None:
-    """And not with the checkpoint's: another, constant rate, and other betas, epsilon and weight decay."""
+    """And not with the checkpoint's: another, constant rate, and other betas, epsilon and weight
+    decay.
+    """
     ((decayed, norms),) = [rank["groups"] for rank in saved(runs, "other_settings.zero1")]
     for group in (decayed, norms):
         assert (group["betas"], group["eps"]) == (OTHER["betas"], OTHER["eps"])
@@ -267,12 +419,18 @@ def test_a_run_goes_on_with_the_optimizer_that_its_configuration_says(runs: Path
 
 
 def test_random_weights_depend_on_the_seed_alone(runs: Path) -> None:
-    one, two, other = (AutoModelForCausalLM.from_pretrained(runs / f"init.{n}.hf").state_dict() for n in ("single", "tp2", "other_seed"))
+    one, two, other = (
+        AutoModelForCausalLM.from_pretrained(runs / f"init.{n}.hf").state_dict()
+        for n in ("single", "tp2", "other_seed")
+    )
     for name, tensor in one.items():
         assert torch.equal(tensor, two[name]), name
         if tensor.dim() == 2:
             assert not torch.equal(tensor, other[name]), name
-            assert tensor.std().item() == pytest.approx(0.02, rel=0.1) and abs(tensor.mean().item()) < 0.002
+            assert (
+                tensor.std().item() == pytest.approx(0.02, rel=0.1)
+                and abs(tensor.mean().item()) < 0.002
+            )
         else:
             assert (tensor == 1).all()
 
@@ -289,41 +447,74 @@ def test_a_killed_save_leaves_the_previous_checkpoint(runs: Path) -> None:
     assert complete_checkpoints(runs) == [(1, checkpoint_path(runs, 1))]
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint_and_nothing_half_written(models: dict[str, Path], tmp_path: Path) -> None:
-    """Only rank 1 cannot write. Both ranks learn of it, and rank 0 knows why. The test has processes of its own, because a limit on file
-    sizes applies to a whole process."""
+def test_a_full_disk_leaves_the_previous_checkpoint_and_nothing_half_written(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Only rank 1 cannot write.
+
+    Both ranks learn of it, and rank 0 knows why. The test has processes of its own, because a limit
+    on file sizes applies to a whole process.
+    """
     run_dir = tmp_path / "run"
     spawn(
         2,
         tmp_path,
-        [{"run": "full_disk", "name": "full_disk", "model": str(models["untied"]), "topology": {"tp": 2}, "run_dir": str(run_dir)}],
+        [
+            {
+                "run": "full_disk",
+                "name": "full_disk",
+                "model": str(models["untied"]),
+                "topology": {"tp": 2},
+                "run_dir": str(run_dir),
+            }
+        ],
     )
     ranks = saved(tmp_path, "full_disk")
     for rank in ranks:
-        assert f"{checkpoint_path(run_dir, 2)} of " in rank["message"] and "bytes could not be written" in rank["message"]
+        assert (
+            f"{checkpoint_path(run_dir, 2)} of " in rank["message"]
+            and "bytes could not be written" in rank["message"]
+        )
         assert rank["left"] == [checkpoint_path(run_dir, 1).name]
         assert rank["after"] == rank["before"], "what is left loads, and is the step before"
         assert "rank 1: [Errno 27] File too large" in rank["message"]
-        assert f"{tmp_path / 'export'} could not be written; " in rank["exported"] and "rank 1: [Errno 27]" in rank["exported"]
+        assert (
+            f"{tmp_path / 'export'} could not be written; " in rank["exported"]
+            and "rank 1: [Errno 27]" in rank["exported"]
+        )
         assert not (tmp_path / "export").exists() and not (tmp_path / "export.partial").exists()
 
 
 @pytest.mark.parametrize("layout", ["tp2", "dp2"])
 def test_training_equals_torch_adamw(models: dict[str, Path], runs: Path, layout: str) -> None:
-    """Four steps with warm-up, cosine schedule, clipping and weight decay, against PyTorch's AdamW in float64."""
-    model = AutoModelForCausalLM.from_pretrained(models["untied"], attn_implementation="eager", experts_implementation="eager").double()
+    """Four steps with warm-up, cosine schedule, clipping and weight decay, against PyTorch's AdamW
+    in float64.
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        models["untied"], attn_implementation="eager", experts_implementation="eager"
+    ).double()
     decayed = [p for p in model.parameters() if p.dim() > 1]
     norms = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": decayed, "weight_decay": ADAM["weight_decay"]}, {"params": norms, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": ADAM["weight_decay"]},
+        {"params": norms, "weight_decay": 0.0},
+    ]
     adam = torch.optim.AdamW(groups, betas=ADAM["betas"], eps=ADAM["eps"])
-    rates, grad_norms = [], []
+    rates = []
+    grad_norms = []
     for seed in range(4):
         adam.zero_grad()
         hf_loss(model, sequences(VOCAB, seed=seed), temperature=1.0)[0].backward()
-        grad_norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM["clip_grad"]).item())
-        step, warmup, floor = seed + 1, ADAM["warmup_steps"], ADAM["min_lr_ratio"]
+        grad_norms.append(
+            torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM["clip_grad"]).item()
+        )
+        step = seed + 1
+        warmup = ADAM["warmup_steps"]
+        floor = ADAM["min_lr_ratio"]
         cosine = 0.5 * (1 + math.cos(math.pi * (step - warmup) / (4 - warmup)))
-        rates.append(ADAM["lr"] * (step / warmup if step <= warmup else floor + (1 - floor) * cosine))
+        rates.append(
+            ADAM["lr"] * (step / warmup if step <= warmup else floor + (1 - floor) * cosine)
+        )
         for group in adam.param_groups:
             group["lr"] = rates[-1]
         adam.step()
@@ -331,40 +522,63 @@ def test_training_equals_torch_adamw(models: dict[str, Path], runs: Path, layout
         assert rank["rates"] == pytest.approx(rates)
         assert rank["grad_norms"] == pytest.approx(grad_norms, rel=1e-4)
         assert max(grad_norms) > ADAM["clip_grad"]
-    got = AutoModelForCausalLM.from_pretrained(runs / f"train.{layout}.hf", dtype=torch.float32).state_dict()
+    got = AutoModelForCausalLM.from_pretrained(
+        runs / f"train.{layout}.hf", dtype=torch.float32
+    ).state_dict()
     for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(got[name].double(), tensor, rtol=0, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            got[name].double(), tensor, rtol=0, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_linear_logprobs(runs: Path, world_size: int) -> None:
-    """Values and gradients against log_softmax in float64. Padded columns hold huge logits; they must neither count nor get a gradient."""
+    """Values and gradients against log_softmax in float64.
+
+    Padded columns hold huge logits; they must neither count nor get a gradient.
+    """
     ranks = saved(runs, f"logprobs.{world_size}")
     assert len(ranks) == world_size
     for name, (logits, targets, vocab_size, temperature) in LOGPROBS.items():
         whole = logits.double().requires_grad_()
-        expected = (whole[..., :vocab_size] / temperature).log_softmax(dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        expected = (
+            (whole[..., :vocab_size] / temperature)
+            .log_softmax(dim=-1)
+            .gather(-1, targets.unsqueeze(-1))
+            .squeeze(-1)
+        )
         (expected * torch.arange(1.0, targets.numel() + 1)).sum().backward()
         half = logits.dtype == torch.bfloat16
         grad = torch.stack([rank[name][1] for rank in ranks]).sum(dim=0)
         assert grad.dtype == logits.dtype
-        torch.testing.assert_close(grad.double(), whole.grad, rtol=1e-2 if half else 1e-5, atol=1e-2 if half else 2e-6)
+        torch.testing.assert_close(
+            grad.double(), whole.grad, rtol=1e-2 if half else 1e-5, atol=1e-2 if half else 2e-6
+        )
         assert (grad[..., vocab_size:] == 0).all()
         for rank in ranks:
             assert rank[name][0].dtype == torch.float32
-            torch.testing.assert_close(rank[name][0].double(), expected.detach(), rtol=1e-6, atol=5e-6)
+            torch.testing.assert_close(
+                rank[name][0].double(), expected.detach(), rtol=1e-6, atol=5e-6
+            )
 
 
 def test_on_gpus_the_storage_of_what_was_sent_is_freed(runs: Path) -> None:
     """Megatron waits for the sends, with one stage a rank and with several."""
     ((settings),) = saved(runs, "settings_on_gpus")
-    kept = {vpp: (s["overlap_p2p_comm"], s["deallocate_pipeline_outputs"]) for vpp, s in settings.items()}
+    kept = {
+        vpp: (s["overlap_p2p_comm"], s["deallocate_pipeline_outputs"])
+        for vpp, s in settings.items()
+    }
     assert kept == {1: (False, True), 2: (True, True)}
-    assert all(s["bias_activation_fusion"] and not s["use_cpu_initialization"] for s in settings.values()), "made for GPUs"
+    assert all(
+        s["bias_activation_fusion"] and not s["use_cpu_initialization"] for s in settings.values()
+    ), "made for GPUs"
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_padding_tokens_embedding_gets_the_gradient_that_nn_embedding_gives_it(sequence_parallel: bool) -> None:
+def test_a_padding_tokens_embedding_gets_the_gradient_that_nn_embedding_gives_it(
+    sequence_parallel: bool,
+) -> None:
     """It gets none, even if each of two ranks has a part of the looked-up rows [s / 2, b, h]."""
     from megarl.trainer import cpu_support as trainer_support
 
@@ -374,7 +588,10 @@ def test_a_padding_tokens_embedding_gets_the_gradient_that_nn_embedding_gives_it
 
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 5, (2, 8), generator=generator)
-    weights, wanted = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((5, 3), (2, 8, 3)))
+    weights, wanted = (
+        torch.randn(*shape, dtype=torch.float64, generator=generator)
+        for shape in ((5, 3), (2, 8, 3))
+    )
     reference = torch.nn.Embedding(5, 3, padding_idx=2, dtype=torch.float64)
     reference.weight.data.copy_(weights)
     (reference(ids) * wanted).sum().backward()
@@ -382,7 +599,10 @@ def test_a_padding_tokens_embedding_gets_the_gradient_that_nn_embedding_gives_it
     for rank in range(2 if sequence_parallel else 1):
         group = SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
         embedding = SimpleNamespace(reduce_scatter_embeddings=sequence_parallel, tp_group=group)
-        rows, own = (each.transpose(0, 1).chunk(2)[rank] if sequence_parallel else each for each in (weights[ids], wanted))
+        rows, own = (
+            each.transpose(0, 1).chunk(2)[rank] if sequence_parallel else each
+            for each in (weights[ids], wanted)
+        )
         (_without_padding(2, embedding, (ids,), rows) * own).sum().backward()
     assert (ids == 2).any() and reference.weight.grad is not None
     torch.testing.assert_close(weights.grad, reference.weight.grad, rtol=0, atol=1e-12)

@@ -1,4 +1,6 @@
-"""Mini-batches and epochs on real gloo ranks, against a plain PyTorch loop with Hugging Face's model in float64."""
+"""Mini-batches and epochs on real gloo ranks, against a plain PyTorch loop with Hugging Face's
+model in float64.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +14,64 @@ from batches import batch_of
 from trainer_cases import VOCAB, save_model
 from trainer_processes import saved, spawn
 from trainer_reference import load_float64
-from transformers import AutoModelForCausalLM, PreTrainedModel  # after trainer_reference, which makes it importable without CUDA
+
+# after trainer_reference, which makes it importable without CUDA
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megarl.algorithms.batches import cut
 from megarl.base.rollout_types import Batch, Group, Prompt, Sample
 from megarl.config.errors import RunError
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
-GROUPS, MINIBATCHES, EPOCHS, SEED, TEMPERATURE = 4, 2, 2, 5, 0.7
-# Adam's eps is as large as the gradients' elements, so that a step on a gradient near zero does not amplify float32's rounding.
+GROUPS = 4
+MINIBATCHES = 2
+EPOCHS = 2
+SEED = 5
+TEMPERATURE = 0.7
+# Adam's eps is as large as the gradients' elements, so that a step on a gradient near zero does not
+# amplify float32's rounding.
 ADAM: dict[str, Any] = {
-    "lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1, "warmup_steps": 3, "schedule": "cosine", "clip_grad": 0.5,
+    "lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1, "warmup_steps": 3,
+    "schedule": "cosine", "clip_grad": 0.5,
 }  # fmt: skip
-CAP, BETA, BONUS = 2.0, 0.5, 0.05
+CAP = 2.0
+BETA = 0.5
+BONUS = 0.05
 ALGORITHMS = {
     "behavior": ["algorithm.name=aipo", "algorithm.rho=1.5"],
-    "proximal": ["algorithm.name=aipo", "algorithm.rho=1.5", "algorithm.ratio=proximal", "algorithm.kl_coef=0.1"],
-    "decoupled": ["algorithm.name=grpo", "algorithm.ratio=decoupled", f"algorithm.behavior_cap={CAP}"],
-    "proximal_rloo": ["algorithm.name=proximal_rloo", "algorithm.ratio=proximal", "algorithm.kl=reward", f"algorithm.kl_coef={BETA}"],
-    "entropy": ["algorithm.name=aipo", "algorithm.rho=1.5", f"algorithm.entropy_coefficient={BONUS}", "algorithm.mask_truncated=true"],
+    "proximal": [
+        "algorithm.name=aipo",
+        "algorithm.rho=1.5",
+        "algorithm.ratio=proximal",
+        "algorithm.kl_coef=0.1",
+    ],
+    "decoupled": [
+        "algorithm.name=grpo",
+        "algorithm.ratio=decoupled",
+        f"algorithm.behavior_cap={CAP}",
+    ],
+    "proximal_rloo": [
+        "algorithm.name=proximal_rloo",
+        "algorithm.ratio=proximal",
+        "algorithm.kl=reward",
+        f"algorithm.kl_coef={BETA}",
+    ],
+    "entropy": [
+        "algorithm.name=aipo",
+        "algorithm.rho=1.5",
+        f"algorithm.entropy_coefficient={BONUS}",
+        "algorithm.mask_truncated=true",
+    ],
     "online_dpo": ["algorithm.name=online_dpo", f"algorithm.beta={BETA}"],
 }
-PENALISED = ("proximal", "proximal_rloo")  # with the KL divergence, which also acts if advantages are 0
+# with the KL divergence, which also acts if advantages are 0
+PENALISED = ("proximal", "proximal_rloo")
 LAYOUTS = {"dp2": {"dp": 2}, "tp2": {"tp": 2}}
-# A loss sees only its own rank's samples, not the layout. So two of the losses suffice to test the sums over ranks.
+# A loss sees only its own rank's samples, not the layout. So two of the losses suffice to test the
+# sums over ranks.
 CASES = [
-    ("behavior", "dp2"), ("behavior", "tp2"), ("proximal", "tp2"), ("decoupled", "dp2"), ("proximal_rloo", "dp2"), ("proximal_rloo", "tp2"),
+    ("behavior", "dp2"), ("behavior", "tp2"), ("proximal", "tp2"), ("decoupled", "dp2"),
+    ("proximal_rloo", "dp2"), ("proximal_rloo", "tp2"),
     ("entropy", "dp2"), ("online_dpo", "tp2"),
 ]  # fmt: skip
 RESUMED = [("behavior", "dp2"), ("proximal", "tp2"), ("decoupled", "dp2"), ("online_dpo", "tp2")]
@@ -52,27 +86,44 @@ def logprobs_of(model: PreTrainedModel, prompt: Any, tokens: Any) -> torch.Tenso
 
 def entropies_of(model: PreTrainedModel, prompt: Any, tokens: Any) -> torch.Tensor:
     """[T]: entropies over the whole vocabulary at the response's tokens."""
-    scores = (model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1] / TEMPERATURE).log_softmax(dim=-1)
+    scores = (
+        model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+    ).log_softmax(dim=-1)
     return -(scores.exp() * scores).sum(dim=-1)
 
 
 def random_batches(model: PreTrainedModel) -> list[Batch]:
-    """Batches sampled from nearly the model's distribution; some responses were cut at their limit. In the second batch all groups except
-    one have equal rewards, so one mini-batch trains nothing."""
-    generator, batches = torch.Generator().manual_seed(1), []
+    """Batches sampled from nearly the model's distribution; some responses were cut at their limit.
+
+    In the second batch all groups except one have equal rewards, so one mini-batch trains nothing.
+    """
+    generator = torch.Generator().manual_seed(1)
+    batches = []
     for step in range(3):
         groups = []
         for ordinal in range(GROUPS):
             prompt = torch.randint(VOCAB, (2 + ordinal % 2,), generator=generator).tolist()
-            rewards, samples = ([1.0, 1.0, 1.0] if step == 1 and ordinal else [1.0, 0.5, -0.5]), []
+            rewards = [1.0, 1.0, 1.0] if step == 1 and ordinal else [1.0, 0.5, -0.5]
+            samples = []
             for number, reward in enumerate(rewards):
-                tokens = torch.randint(VOCAB, (2 + (3 * ordinal + 5 * number + step) % 9,), generator=generator).tolist()
+                tokens = torch.randint(
+                    VOCAB, (2 + (3 * ordinal + 5 * number + step) % 9,), generator=generator
+                ).tolist()
                 with torch.no_grad():
-                    mu = logprobs_of(model, prompt, tokens) + 0.6 * torch.randn(len(tokens), generator=generator)
-                mask = [bool(number) or place % 3 < 2 for place in range(len(tokens))]  # the first response has an environment's tokens
+                    mu = logprobs_of(model, prompt, tokens) + 0.6 * torch.randn(
+                        len(tokens), generator=generator
+                    )
+                # the first response has an environment's tokens
+                mask = [bool(number) or place % 3 < 2 for place in range(len(tokens))]
                 samples.append(
                     Sample(
-                        tokens, mu.float().numpy(), [0] * len(tokens), "", reward, "length" if number == 1 and ordinal % 2 else "stop", mask
+                        tokens,
+                        mu.float().numpy(),
+                        [0] * len(tokens),
+                        "",
+                        reward,
+                        "length" if number == 1 and ordinal % 2 else "stop",
+                        mask,
                     )
                 )
             groups.append(Group(Prompt(GROUPS * step + ordinal, prompt, "", ""), samples))
@@ -80,66 +131,129 @@ def random_batches(model: PreTrainedModel) -> list[Batch]:
     return batches
 
 
-def objective(ratio: str, now: torch.Tensor, prox: torch.Tensor, mu: torch.Tensor, first: torch.Tensor, advantage: float) -> torch.Tensor:
-    """[T]: each token's objective, to be maximised, as published. `first`: the log-probs under the first weights."""
+def objective(
+    ratio: str,
+    now: torch.Tensor,
+    prox: torch.Tensor,
+    mu: torch.Tensor,
+    first: torch.Tensor,
+    advantage: float,
+) -> torch.Tensor:
+    """[T]: each token's objective, to be maximised, as published.
+
+    `first`: the log-probs under the first weights.
+    """
     if ratio != "decoupled":  # AIPO
         weight = (now - (prox if ratio == "proximal" else mu)).exp().clamp(max=1.5).detach()
         penalty = 0.0 if ratio != "proximal" else 0.1 * weight * (now - first).square() / 2
         return weight * advantage * now - penalty
-    r, lag = (now - prox).exp(), (prox - mu).exp()
+    r = (now - prox).exp()
+    lag = (prox - mu).exp()
     clipped = torch.minimum(r * advantage, r.clamp(0.8, 1.2) * advantage)
     return lag * (lag <= CAP) * (clipped if advantage > 0 else clipped.clamp(min=3 * advantage))
 
 
-def of_responses(name: str, rewards: list[float], now: torch.Tensor, prox: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+def of_responses(
+    name: str, rewards: list[float], now: torch.Tensor, prox: torch.Tensor, first: torch.Tensor
+) -> torch.Tensor:
     """A prompt's loss, as published, from the log-probs [n] of its whole responses."""
     if name == "online_dpo":
         gap = (now - first)[0] - (now - first)[2]  # between best and worst
         return -torch.log(torch.sigmoid(BETA * gap)) if len(set(rewards)) > 1 else 0 * gap
-    r, of_each = (now - prox).exp(), torch.tensor(rewards, dtype=torch.float64) - BETA * (prox - first)
+    r = (now - prox).exp()
+    of_each = torch.tensor(rewards, dtype=torch.float64) - BETA * (prox - first)
     a = (3 * of_each - of_each.sum()) / 2  # minus the mean of the two others
     return -torch.minimum(r * a, r.clamp(0.8, 1.2) * a).mean()
 
 
-def plain_loop(folder: Path, batches: list[Batch], ratio: str) -> list[tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]]:
-    """For each batch: (loss, gradient norm, learning rate) of each optimizer step, and the weights after the last one."""
-    model, start, found, position = load_float64(folder), load_float64(folder), [], 0
-    groups = [{"params": [p for p in model.parameters() if p.dim() > 1]}, {"params": [p for p in model.parameters() if p.dim() == 1]}]
+def plain_loop(
+    folder: Path, batches: list[Batch], ratio: str
+) -> list[tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]]:
+    """For each batch: (loss, gradient norm, learning rate) of each optimizer step, and the weights
+    after the last one.
+    """
+    model = load_float64(folder)
+    start = load_float64(folder)
+    found = []
+    position = 0
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1]},
+        {"params": [p for p in model.parameters() if p.dim() == 1]},
+    ]
     for group, decay in zip(groups, (ADAM["weight_decay"], 0.0)):
         group["weight_decay"] = decay
-    adam, total, warmup = torch.optim.AdamW(groups, betas=ADAM["betas"], eps=ADAM["eps"]), 12, ADAM["warmup_steps"]
+    adam = torch.optim.AdamW(groups, betas=ADAM["betas"], eps=ADAM["eps"])
+    total = 12
+    warmup = ADAM["warmup_steps"]
     for batch in batches:
-        told, numbers, n = [], batch.numbers, 3
+        told = []
+        numbers = batch.numbers
+        n = 3
         mine = {
-            place: torch.tensor(s.policy_mask if s.policy_mask is not None else [True] * len(s.token_ids)) for place, s in numbers.items()
+            place: torch.tensor(
+                s.policy_mask if s.policy_mask is not None else [True] * len(s.token_ids)
+            )
+            for place, s in numbers.items()
         }
         mu = {place: torch.tensor(s.logprobs, dtype=torch.float64) for place, s in numbers.items()}
         with torch.no_grad():
-            prox = {place: logprobs_of(model, s.prompt_ids, s.token_ids) for place, s in numbers.items()}
-            first = {place: logprobs_of(start, s.prompt_ids, s.token_ids) for place, s in numbers.items()}
-        rewards = torch.tensor([sample.reward for sample in batch.samples], dtype=torch.float64).view(GROUPS, n)
+            prox = {
+                place: logprobs_of(model, s.prompt_ids, s.token_ids) for place, s in numbers.items()
+            }
+            first = {
+                place: logprobs_of(start, s.prompt_ids, s.token_ids) for place, s in numbers.items()
+            }
+        rewards = torch.tensor(
+            [sample.reward for sample in batch.samples], dtype=torch.float64
+        ).view(GROUPS, n)
         advantages = rewards - rewards.mean(dim=1, keepdim=True)
         if ratio == "decoupled":
             advantages = advantages / (rewards.std(dim=1, keepdim=True) + 1e-6)
         for chosen in cut(GROUPS, MINIBATCHES, EPOCHS, SEED, batch.step):
-            loss, tokens = torch.zeros((), dtype=torch.float64), 0
+            loss = torch.zeros((), dtype=torch.float64)
+            tokens = 0
             for place in (n * group + i for group in chosen for i in range(n)):
                 if ratio == "entropy" and batch.samples[place].finish_reason == "length":
                     continue
                 now = logprobs_of(model, numbers[place].prompt_ids, numbers[place].token_ids)
-                terms = objective(ratio, now, prox[place], mu[place], first[place], advantages.flatten()[place].item())[mine[place]]
+                terms = objective(
+                    ratio,
+                    now,
+                    prox[place],
+                    mu[place],
+                    first[place],
+                    advantages.flatten()[place].item(),
+                )[mine[place]]
                 if ratio == "entropy":
-                    terms = terms + BONUS * entropies_of(model, numbers[place].prompt_ids, numbers[place].token_ids)[mine[place]]
+                    terms = (
+                        terms
+                        + BONUS
+                        * entropies_of(model, numbers[place].prompt_ids, numbers[place].token_ids)[
+                            mine[place]
+                        ]
+                    )
                 loss = loss - (terms.mean() if ratio == "decoupled" else terms.sum())
                 tokens += int(mine[place].sum())
             loss = loss / (n * len(chosen) if ratio == "decoupled" else tokens)
             if ratio in ("online_dpo", "proximal_rloo"):
                 loss = torch.zeros((), dtype=torch.float64)
                 for places in ([n * group + i for i in range(n)] for group in chosen):
-                    now = [logprobs_of(model, numbers[place].prompt_ids, numbers[place].token_ids) for place in places]
-                    scores = (now, [prox[place] for place in places], [first[place] for place in places])
-                    sums = [torch.stack([row[mine[place]].sum() for place, row in zip(places, rows)]) for rows in scores]
-                    loss = loss + of_responses(ratio, [batch.samples[place].reward for place in places], *sums) / len(chosen)
+                    now = [
+                        logprobs_of(model, numbers[place].prompt_ids, numbers[place].token_ids)
+                        for place in places
+                    ]
+                    scores = (
+                        now,
+                        [prox[place] for place in places],
+                        [first[place] for place in places],
+                    )
+                    sums = [
+                        torch.stack([row[mine[place]].sum() for place, row in zip(places, rows)])
+                        for rows in scores
+                    ]
+                    loss = loss + of_responses(
+                        ratio, [batch.samples[place].reward for place in places], *sums
+                    ) / len(chosen)
             adam.zero_grad()
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM["clip_grad"]).item()
@@ -161,20 +275,42 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (out / "hf").mkdir()
     save_model("untied", out / "hf")
     torch.save(random_batches(load_float64(out / "hf")), out / "batches.pt")
-    of_all = {"model": str(out / "hf"), "batches": str(out / "batches.pt"), "config": str(CONFIG), "optimizer": ADAM}
-    common = [f"rollout.prompts_per_step={GROUPS}", "rollout.n=3", f"rollout.temperature={TEMPERATURE}", f"seed={SEED}"]
+    of_all = {
+        "model": str(out / "hf"),
+        "batches": str(out / "batches.pt"),
+        "config": str(CONFIG),
+        "optimizer": ADAM,
+    }
+    common = [
+        f"rollout.prompts_per_step={GROUPS}",
+        "rollout.n=3",
+        f"rollout.temperature={TEMPERATURE}",
+        f"seed={SEED}",
+    ]
     several = [*common, f"trainer.minibatches={MINIBATCHES}", f"trainer.epochs={EPOCHS}"]
     small = {"max_tokens_per_microbatch": 24}
 
     def scenario(run: str, name: str, layout: str, overrides: list[str]) -> dict[str, Any]:
-        return {"run": run, "name": name, "topology": LAYOUTS[layout], "trainer": small, "overrides": overrides, **of_all}
+        return {
+            "run": run,
+            "name": name,
+            "topology": LAYOUTS[layout],
+            "trainer": small,
+            "overrides": overrides,
+            **of_all,
+        }
 
     cases = [
-        scenario("several_steps", f"{ratio}.{layout}{suffix}", layout, [*several, *ALGORITHMS[ratio]])
+        scenario(
+            "several_steps", f"{ratio}.{layout}{suffix}", layout, [*several, *ALGORITHMS[ratio]]
+        )
         for suffix, made in (("", CASES), (".resumed", RESUMED))
         for ratio, layout in made
     ]
-    alone = [scenario("one_optimizer_step", f"one.{layout}", layout, [*common, *ALGORITHMS["decoupled"]]) for layout in LAYOUTS]
+    alone = [
+        scenario("one_optimizer_step", f"one.{layout}", layout, [*common, *ALGORITHMS["decoupled"]])
+        for layout in LAYOUTS
+    ]
     spawn(2, out, [*cases, *alone])
     return out
 
@@ -185,36 +321,61 @@ def batches(runs: Path) -> list[Batch]:
 
 
 @pytest.mark.parametrize(("ratio", "layout"), CASES)
-def test_batches_of_several_steps_equal_a_plain_loop(runs: Path, batches: list[Batch], ratio: str, layout: str) -> None:
-    """Compares losses, gradient norms and learning rates of every optimizer step, and the weights after every batch."""
+def test_batches_of_several_steps_equal_a_plain_loop(
+    runs: Path, batches: list[Batch], ratio: str, layout: str
+) -> None:
+    """Compares losses, gradient norms and learning rates of every optimizer step, and the weights
+    after every batch.
+    """
     ranks = saved(runs, f"{ratio}.{layout}")
     assert len(ranks) == 2
-    rel = 1e-3 if ratio == "proximal_rloo" else 1e-4  # the ratio of a whole response multiplies the errors of up to ten tokens
+    # the ratio of a whole response multiplies the errors of up to ten tokens
+    rel = 1e-3 if ratio == "proximal_rloo" else 1e-4
     for step, (expected, weights) in enumerate(plain_loop(runs / "hf", batches, ratio)):
         assert max(norm for _, norm, _ in expected) > ADAM["clip_grad"]
         for rank in ranks:
             each, metrics = rank["told"][step]
             for found, want in zip(each, expected, strict=True):
-                assert found == pytest.approx(want, rel=rel, abs=rel / 100)  # terms of about 1 may cancel
+                # terms of about 1 may cancel
+                assert found == pytest.approx(want, rel=rel, abs=rel / 100)
             assert metrics["optimizer_steps"] == 4 and metrics["optimizer_steps/empty"] == (
                 EPOCHS if step == 1 and ratio not in (*PENALISED, "entropy") else 0
             )
-            assert ("kl/mean" in metrics) == (ratio in (*PENALISED, "online_dpo")), "which have a reference"
-            assert metrics.get("pairs/fraction") == ((0.25 if step == 1 else 1.0) if ratio == "online_dpo" else None)
+            assert ("kl/mean" in metrics) == (ratio in (*PENALISED, "online_dpo")), (
+                "which have a reference"
+            )
+            assert metrics.get("pairs/fraction") == (
+                (0.25 if step == 1 else 1.0) if ratio == "online_dpo" else None
+            )
             if ratio == "decoupled":
-                assert 0 < metrics["behavior_ratio/capped_fraction"] < 0.5 and 0 < metrics["is_ratio/clipped_fraction"] < 0.9
-        got = AutoModelForCausalLM.from_pretrained(runs / f"{ratio}.{layout}.{step}.hf", dtype=torch.float32).state_dict()
+                assert (
+                    0 < metrics["behavior_ratio/capped_fraction"] < 0.5
+                    and 0 < metrics["is_ratio/clipped_fraction"] < 0.9
+                )
+        got = AutoModelForCausalLM.from_pretrained(
+            runs / f"{ratio}.{layout}.{step}.hf", dtype=torch.float32
+        ).state_dict()
         for name, tensor in weights.items():
-            torch.testing.assert_close(got[name].double(), tensor, rtol=0, atol=2e-5, msg=lambda m, name=name: f"{step} {name}: {m}")
+            torch.testing.assert_close(
+                got[name].double(),
+                tensor,
+                rtol=0,
+                atol=2e-5,
+                msg=lambda m, name=name: f"{step} {name}: {m}",
+            )
 
 
 @pytest.mark.parametrize(("ratio", "layout"), RESUMED)
 def test_a_resumed_run_equals_the_uninterrupted_one(runs: Path, ratio: str, layout: str) -> None:
     """Bit for bit."""
-    for whole, resumed in zip(saved(runs, f"{ratio}.{layout}"), saved(runs, f"{ratio}.{layout}.resumed"), strict=True):
+    for whole, resumed in zip(
+        saved(runs, f"{ratio}.{layout}"), saved(runs, f"{ratio}.{layout}.resumed"), strict=True
+    ):
         assert resumed["told"] == whole["told"][2:] and resumed["held"] == whole["held"][2:]
     files = [runs / f"{ratio}.{layout}{suffix}.2.hf" for suffix in ("", ".resumed")]
-    one, other = ({path.name: path.read_bytes() for path in folder.glob("*.safetensors")} for folder in files)
+    one, other = (
+        {path.name: path.read_bytes() for path in folder.glob("*.safetensors")} for folder in files
+    )
     assert one and one == other
 
 
@@ -223,25 +384,44 @@ def test_ranks_held_no_more_than_they_trained_on(runs: Path) -> None:
     for ours, theirs in zip(first["held"], second["held"], strict=True):
         assert ours and theirs and ours != theirs
     assert set(first["held"][0]) | set(second["held"][0]) == set(range(3 * GROUPS))
-    assert set(first["held"][1]) | set(second["held"][1]) == {0, 1, 2}, "only one group has unequal rewards"
+    assert set(first["held"][1]) | set(second["held"][1]) == {0, 1, 2}, (
+        "only one group has unequal rewards"
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_with_one_optimizer_step_the_proximal_policy_need_not_be_scored(runs: Path, layout: str) -> None:
+def test_with_one_optimizer_step_the_proximal_policy_need_not_be_scored(
+    runs: Path, layout: str
+) -> None:
     for rank in saved(runs, f"one.{layout}"):
-        scored, left_out = rank["scored"], rank["left_out"]
+        scored = rank["scored"]
+        left_out = rank["left_out"]
         assert scored["loss"] == pytest.approx(left_out["loss"], rel=1e-6)
         assert scored["sums"] == pytest.approx(left_out["sums"], rel=1e-6)
         assert scored["sums"]["behavior_ratio_capped"] > 0
         for name, grad in scored["grads"].items():
-            torch.testing.assert_close(grad, left_out["grads"][name], rtol=1e-5, atol=1e-7, equal_nan=True)
+            torch.testing.assert_close(
+                grad, left_out["grads"][name], rtol=1e-5, atol=1e-7, equal_nan=True
+            )
 
 
 def test_a_step_that_was_not_made_of_its_samples_tokens_is_refused() -> None:
     """Every optimizer step of these tests checks that the count itself is right."""
     from megarl.trainer.step import StepResult
 
-    result = StepResult(loss=0.0, grad_norm=0.0, sums={}, sequences=2, tokens=36, entropy=0.0, learning_rate=0.0, padded=0, routing={})
+    result = StepResult(
+        loss=0.0,
+        grad_norm=0.0,
+        sums={},
+        sequences=2,
+        tokens=36,
+        entropy=0.0,
+        learning_rate=0.0,
+        padded=0,
+        routing={},
+    )
     result.check_tokens(36)
-    with pytest.raises(RunError, match="made of 36 tokens, but its samples have 37; its weights are not used"):
+    with pytest.raises(
+        RunError, match="made of 36 tokens, but its samples have 37; its weights are not used"
+    ):
         result.check_tokens(37)

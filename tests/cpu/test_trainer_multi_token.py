@@ -1,4 +1,6 @@
-"""The multi-token prediction layer in real trainers: its loss and gradients, the policy without it, and its checkpoints."""
+"""The multi-token prediction layer in real trainers: its loss and gradients, the policy without it,
+and its checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ from megarl.models.registry import load_spec
 
 pytestmark = pytest.mark.long
 
-TESTED = {"glm4_moe": "single pp2 tp2_ep2 cp2_ep2 pp2_vpp2_ep2", "deepseek_v3": "tp2_ep2", "qwen3_next": "tp2_ep2"}
+TESTED = {
+    "glm4_moe": "single pp2 tp2_ep2 cp2_ep2 pp2_vpp2_ep2",
+    "deepseek_v3": "tp2_ep2",
+    "qwen3_next": "tp2_ep2",
+}
 CASES = [(model, layout) for model, layouts in TESTED.items() for layout in layouts.split()]
 
 
@@ -36,10 +42,22 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
     def of_case(model: str, layout: str, run: str = "multi_token", **own: Any) -> dict[str, Any]:
         _, topology, settings = LAYOUTS[layout]
         name = own.pop("name", f"{model}.{layout}")
-        return {"run": run, "name": name, "model": str(models[model]), "topology": topology, "trainer": settings, **own}
+        return {
+            "run": run,
+            "name": name,
+            "model": str(models[model]),
+            "topology": topology,
+            "trainer": settings,
+            **own,
+        }
 
     def checkpoint(name: str, layout: str, mode: str, load: bool, dtype: str) -> dict[str, Any]:
-        own = {"mode": mode, "load": load, "dtype": dtype, "checkpoint": str(out / f"checkpoint.{mode}")}
+        own = {
+            "mode": mode,
+            "load": load,
+            "dtype": dtype,
+            "checkpoint": str(out / f"checkpoint.{mode}"),
+        }
         return of_case("glm4_moe", layout, "multi_token_checkpoint", name=f"{name}.{mode}", **own)
 
     modes = (("keep", "bfloat16"), ("train", "float32"))
@@ -52,32 +70,57 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
-def test_loss_and_gradients_equal_the_equations(models: dict[str, Path], runs: Path, model: str, layout: str) -> None:
-    expected, spec = layer_reference(model, models[model]), load_spec(models[model], mtp=True)
+def test_loss_and_gradients_equal_the_equations(
+    models: dict[str, Path], runs: Path, model: str, layout: str
+) -> None:
+    expected = layer_reference(model, models[model])
+    spec = load_spec(models[model], mtp=True)
     ranks = saved(runs, f"{model}.{layout}")
     for rank in ranks:
         assert rank["train"]["step"]["mtp_loss"] == pytest.approx(expected["loss"], rel=2e-6)
     topology = TrainerTopology(**LAYOUTS[layout][1])
-    found = hf_gradients(models[model], topology, [rank["train"]["step"]["grads"] for rank in ranks], spec)
+    found = hf_gradients(
+        models[model], topology, [rank["train"]["step"]["grads"] for rank in ranks], spec
+    )
     assert_same_gradients({name: found[name] for name in expected["grads"]}, expected["grads"])
     policy = {tensor for tensor in found if tensor not in expected["grads"]}
-    assert policy == hf_gradients(models[model], topology, [rank["ignore"]["step"]["grads"] for rank in ranks]).keys()
+    assert (
+        policy
+        == hf_gradients(
+            models[model], topology, [rank["ignore"]["step"]["grads"] for rank in ranks]
+        ).keys()
+    )
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_the_policy_is_the_same_without_it(runs: Path, model: str, layout: str) -> None:
-    """Gradients, and weights after three clipped steps, are equal bit for bit. They would differ if the norms included the layer's
-    gradients. If replicas share the optimizer state, the layer moves the cuts between their shares, and with them the order in which norms
-    are summed."""
+    """Gradients, and weights after three clipped steps, are equal bit for bit.
+
+    They would differ if the norms included the layer's gradients. If replicas share the optimizer
+    state, the layer moves the cuts between their shares, and with them the order in which norms are
+    summed.
+    """
     for rank in saved(runs, f"{model}.{layout}"):
         without = rank["ignore"]
         shared = any(grad.isnan().any() for grad in without["step"]["grads"].values())
         for mode in ("keep", "train"):
-            assert all(same(rank[mode]["step"]["grads"][name], grad) for name, grad in without["step"]["grads"].items())
+            assert all(
+                same(rank[mode]["step"]["grads"][name], grad)
+                for name, grad in without["step"]["grads"].items()
+            )
             close = {"rtol": 1e-5, "atol": 1e-6} if shared else {"rtol": 0, "atol": 0}
-            torch.testing.assert_close({name: rank[mode]["after"][name] for name in without["after"]}, without["after"], **close)
-            torch.testing.assert_close(*([*chain(*each["logprobs"])] for each in (rank[mode], without)), **close)
-            torch.testing.assert_close(*([step["grad_norm"] for step in each["steps"]] for each in (rank[mode], without)), **close)
+            torch.testing.assert_close(
+                {name: rank[mode]["after"][name] for name in without["after"]},
+                without["after"],
+                **close,
+            )
+            torch.testing.assert_close(
+                *([*chain(*each["logprobs"])] for each in (rank[mode], without)), **close
+            )
+            torch.testing.assert_close(
+                *([step["grad_norm"] for step in each["steps"]] for each in (rank[mode], without)),
+                **close,
+            )
         losses = [step["mtp_loss"] for step in rank["train"]["steps"]]
         assert losses == sorted(losses, reverse=True) and losses[2] < losses[0]
 
@@ -90,18 +133,26 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 @pytest.mark.parametrize("mode", ["keep", "train"])
-def test_exported_as_it_was_loaded(models: dict[str, Path], runs: Path, model: str, layout: str, mode: str) -> None:
+def test_exported_as_it_was_loaded(
+    models: dict[str, Path], runs: Path, model: str, layout: str, mode: str
+) -> None:
     given = load_file(models[model] / "model.safetensors")
     written = load_file(runs / f"{model}.{layout}.{mode}.hf" / "model.safetensors")
-    assert written.keys() == given.keys() and all(torch.equal(written[name], values) for name, values in given.items())
+    assert written.keys() == given.keys() and all(
+        torch.equal(written[name], values) for name, values in given.items()
+    )
     config = json.loads((runs / f"{model}.{layout}.{mode}.hf" / "config.json").read_text())
     assert config.get("num_nextn_predict_layers") == (None if model == "qwen3_next" else 1)
 
 
 @pytest.mark.parametrize("mode", ["keep", "train"])
 def test_checkpoints_have_it(models: dict[str, Path], runs: Path, mode: str) -> None:
-    """Saved under ep2 and loaded under pp2: the weights are the same, and the third step too, up to rounding."""
-    first, then = (load_file(runs / f"{name}.{mode}.hf" / "model.safetensors") for name in ("save", "load"))
+    """Saved under ep2 and loaded under pp2: the weights are the same, and the third step too, up to
+    rounding.
+    """
+    first, then = (
+        load_file(runs / f"{name}.{mode}.hf" / "model.safetensors") for name in ("save", "load")
+    )
     assert first.keys() == then.keys() == load_file(models["glm4_moe"] / "model.safetensors").keys()
     assert all(torch.equal(first[name], then[name]) for name in first)
     if mode == "train":
@@ -111,8 +162,11 @@ def test_checkpoints_have_it(models: dict[str, Path], runs: Path, mode: str) -> 
 
 @pytest.mark.parametrize("model", TESTED)
 def test_transformers_passes_over_it(models: dict[str, Path], runs: Path, model: str) -> None:
-    """Transformers misses no tensors. (For GLM-4.5 it knows the layer's number only in the published sizes, and otherwise names the
-    tensors.)"""
+    """Transformers misses no tensors.
+
+    (For GLM-4.5 it knows the layer's number only in the published sizes, and otherwise names the
+    tensors.)
+    """
     from transformers import AutoModelForCausalLM
 
     folder = runs / f"{model}.{TESTED[model].split()[0]}.train.hf"

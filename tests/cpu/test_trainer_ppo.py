@@ -1,4 +1,6 @@
-"""PPO with a critic on real gloo ranks, against a plain PyTorch loop with Hugging Face's models in float64."""
+"""PPO with a critic on real gloo ranks, against a plain PyTorch loop with Hugging Face's models in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,32 @@ from megarl.plan.checkpoints import CheckpointError, check_checkpoint_files
 pytestmark = pytest.mark.long
 
 ADAM: dict[str, Any] = {
-    "lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1, "warmup_steps": 3, "schedule": "cosine", "clip_grad": 0.5,
+    "lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1, "warmup_steps": 3,
+    "schedule": "cosine", "clip_grad": 0.5,
 }  # fmt: skip
-OF_CRITIC = ADAM | {"lr": 5e-3, "weight_decay": 0.0, "warmup_steps": 0, "schedule": "constant", "clip_grad": 1.0}
-MINIBATCHES, EPOCHS, BETA, STEPS = 2, 2, 0.3, 12
+OF_CRITIC = ADAM | {
+    "lr": 5e-3,
+    "weight_decay": 0.0,
+    "warmup_steps": 0,
+    "schedule": "constant",
+    "clip_grad": 1.0,
+}
+MINIBATCHES = 2
+EPOCHS = 2
+BETA = 0.3
+STEPS = 12
 SETTINGS = {  # name: overrides, (gamma, lambda, whiten, value_clip, warm-up)
     "shaped": (
-        ["algorithm.ratio=proximal", "algorithm.kl=reward", f"algorithm.kl_coef={BETA}", "algorithm.gamma=0.9", "algorithm.gae_lambda=0.8",
+        ["algorithm.ratio=proximal", "algorithm.kl=reward", f"algorithm.kl_coef={BETA}",
+        "algorithm.gamma=0.9", "algorithm.gae_lambda=0.8",
          "critic.value_clip=0.05", "critic.warmup_steps=1"],
         (0.9, 0.8, True, 0.05, 1),
     ),
-    "plain": (["algorithm.gae_lambda=1.0", "algorithm.whiten=false", "critic.value_clip=null"], (1.0, 1.0, False, None, 0)),
+    "plain": (["algorithm.gae_lambda=1.0", "algorithm.whiten=false", "critic.value_clip=null"],
+    (1.0, 1.0, False, None, 0)),
 }  # fmt: skip
-CRITICS = {"shaped": "qwen3", "plain": "untied"}  # a reward model of another shape; the policy's own checkpoint with a new head
+# a reward model of another shape; the policy's own checkpoint with a new head
+CRITICS = {"shaped": "qwen3", "plain": "untied"}
 LAYOUTS = {"dp2": {"dp": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "cp2": {"cp": 2}}
 CASES = [("shaped", layout) for layout in LAYOUTS] + [("plain", "dp2")]
 RESUMED = [("shaped", "dp2"), ("shaped", "pp2")]
@@ -43,7 +58,9 @@ RESUMED = [("shaped", "dp2"), ("shaped", "pp2")]
 
 def load_critic(folder: Path) -> PreTrainedModel:
     how = {"attn_implementation": "eager", "num_labels": 1}
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, **how).double()
+    model = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32, **how
+    ).double()
     if not folder.name.startswith("scores"):
         torch.nn.init.zeros_(model.score.weight)
     return model
@@ -52,11 +69,16 @@ def load_critic(folder: Path) -> PreTrainedModel:
 def values_of(model: PreTrainedModel, sample: Any) -> torch.Tensor:
     """[T]: the values before each token of the response."""
     ids = torch.tensor([*sample.prompt_ids, *sample.token_ids])
-    return model.score(model.model(ids[None]).last_hidden_state)[0, len(sample.prompt_ids) - 1 : -1, 0]
+    return model.score(model.model(ids[None]).last_hidden_state)[
+        0, len(sample.prompt_ids) - 1 : -1, 0
+    ]
 
 
 def adam(model: PreTrainedModel, settings: dict[str, Any]) -> torch.optim.AdamW:
-    groups = [{"params": [p for p in model.parameters() if p.dim() > 1]}, {"params": [p for p in model.parameters() if p.dim() == 1]}]
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1]},
+        {"params": [p for p in model.parameters() if p.dim() == 1]},
+    ]
     for group, decay in zip(groups, (settings["weight_decay"], 0.0)):
         group["weight_decay"] = decay
     return torch.optim.AdamW(groups, betas=settings["betas"], eps=settings["eps"])
@@ -70,7 +92,13 @@ def rate(settings: dict[str, Any], position: int) -> float:
     return settings["lr"] * (position / warmup if position <= warmup else 0.1 + 0.9 * cosine)
 
 
-def make_step(model: PreTrainedModel, optimizer: torch.optim.AdamW, settings: dict[str, Any], loss: torch.Tensor, position: int) -> float:
+def make_step(
+    model: PreTrainedModel,
+    optimizer: torch.optim.AdamW,
+    settings: dict[str, Any],
+    loss: torch.Tensor,
+    position: int,
+) -> float:
     optimizer.zero_grad()
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip_grad"]).item()
@@ -80,19 +108,43 @@ def make_step(model: PreTrainedModel, optimizer: torch.optim.AdamW, settings: di
     return norm
 
 
-def plain_loop(policy_folder: Path, critic_folder: Path, batches: list[Batch], name: str) -> list[dict[str, Any]]:
-    """All written out. For each batch: the policy's gradient norms, the critic's losses and explained variance, and the weights after
-    it."""
+def plain_loop(
+    policy_folder: Path, critic_folder: Path, batches: list[Batch], name: str
+) -> list[dict[str, Any]]:
+    """All written out.
+
+    For each batch: the policy's gradient norms, the critic's losses and explained variance, and the
+    weights after it.
+    """
     gamma, lam, whiten, clip, warm_up = SETTINGS[name][1]
-    policy, start, critic = load_float64(policy_folder), load_float64(policy_folder), load_critic(critic_folder)
-    of_policy, of_critic, found, position, critic_position = adam(policy, ADAM), adam(critic, OF_CRITIC), [], 0, 0
+    policy = load_float64(policy_folder)
+    start = load_float64(policy_folder)
+    critic = load_critic(critic_folder)
+    of_policy = adam(policy, ADAM)
+    of_critic = adam(critic, OF_CRITIC)
+    found = []
+    position = 0
+    critic_position = 0
     for batch in batches:
-        numbers, advantages, returns = batch.numbers, {}, {}
-        mine = {p: torch.tensor(s.policy_mask if s.policy_mask is not None else [True] * len(s.token_ids)) for p, s in numbers.items()}
+        numbers = batch.numbers
+        advantages = {}
+        returns = {}
+        mine = {
+            p: torch.tensor(
+                s.policy_mask if s.policy_mask is not None else [True] * len(s.token_ids)
+            )
+            for p, s in numbers.items()
+        }
         with torch.no_grad():
             old = {p: values_of(critic, s)[mine[p]] for p, s in numbers.items()}
-            prox = {p: logprobs_of(policy, s.prompt_ids, s.token_ids)[mine[p]] for p, s in numbers.items()}
-            first = {p: logprobs_of(start, s.prompt_ids, s.token_ids)[mine[p]] for p, s in numbers.items()}
+            prox = {
+                p: logprobs_of(policy, s.prompt_ids, s.token_ids)[mine[p]]
+                for p, s in numbers.items()
+            }
+            first = {
+                p: logprobs_of(start, s.prompt_ids, s.token_ids)[mine[p]]
+                for p, s in numbers.items()
+            }
         mu = {p: torch.tensor(s.logprobs, dtype=torch.float64)[mine[p]] for p, s in numbers.items()}
         for p, sample in enumerate(batch.samples):
             length = len(old[p])
@@ -100,13 +152,26 @@ def plain_loop(policy_folder: Path, critic_folder: Path, batches: list[Batch], n
             if name == "shaped":
                 reward -= BETA * (prox[p] - first[p])
             reward[-1] += sample.reward
-            delta = [reward[t] + gamma * (old[p][t + 1] if t + 1 < length else 0.0) - old[p][t] for t in range(length)]
-            advantages[p] = torch.stack([sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, length)) for t in range(length)])
+            delta = [
+                reward[t] + gamma * (old[p][t + 1] if t + 1 < length else 0.0) - old[p][t]
+                for t in range(length)
+            ]
+            advantages[p] = torch.stack(
+                [
+                    sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, length))
+                    for t in range(length)
+                ]
+            )
             returns[p] = advantages[p] + old[p]
-        every, wanted, were = (torch.cat([rows[p] for p in numbers]) for rows in (advantages, returns, old))
+        every, wanted, were = (
+            torch.cat([rows[p] for p in numbers]) for rows in (advantages, returns, old)
+        )
         explained = 1 - (wanted - were).var(correction=0) / wanted.var(correction=0)
         if whiten:
-            advantages = {p: (a - every.mean()) / (every.var(correction=0) + 1e-8).sqrt() for p, a in advantages.items()}
+            advantages = {
+                p: (a - every.mean()) / (every.var(correction=0) + 1e-8).sqrt()
+                for p, a in advantages.items()
+            }
         told: dict[str, Any] = {
             "norms": [],
             "value/loss": [],
@@ -120,20 +185,35 @@ def plain_loop(policy_folder: Path, critic_folder: Path, batches: list[Batch], n
                 loss = torch.zeros((), dtype=torch.float64)
                 for p in places:
                     r = (
-                        logprobs_of(policy, numbers[p].prompt_ids, numbers[p].token_ids)[mine[p]] - (prox if name == "shaped" else mu)[p]
+                        logprobs_of(policy, numbers[p].prompt_ids, numbers[p].token_ids)[mine[p]]
+                        - (prox if name == "shaped" else mu)[p]
                     ).exp()
-                    loss = loss - torch.minimum(r * advantages[p], r.clamp(0.8, 1.2) * advantages[p]).sum() / tokens
+                    loss = (
+                        loss
+                        - torch.minimum(r * advantages[p], r.clamp(0.8, 1.2) * advantages[p]).sum()
+                        / tokens
+                    )
                 position += 1
-                told["norms"].append((make_step(policy, of_policy, ADAM, loss, position), rate(ADAM, position)))
+                told["norms"].append(
+                    (make_step(policy, of_policy, ADAM, loss, position), rate(ADAM, position))
+                )
             loss = torch.zeros((), dtype=torch.float64)
             for p in places:
                 v = values_of(critic, numbers[p])[mine[p]]
                 near = v if clip is None else old[p] + (v - old[p]).clamp(-clip, clip)
-                loss = loss + torch.maximum((v - returns[p]) ** 2, (near - returns[p]) ** 2).sum() / 2 / tokens
+                loss = (
+                    loss
+                    + torch.maximum((v - returns[p]) ** 2, (near - returns[p]) ** 2).sum()
+                    / 2
+                    / tokens
+                )
             critic_position += 1
             make_step(critic, of_critic, OF_CRITIC, loss, critic_position)
             told["value/loss"].append(loss.item())
-        weights = {which: {k: v.clone() for k, v in m.state_dict().items()} for which, m in (("policy", policy), ("critic", critic))}
+        weights = {
+            which: {k: v.clone() for k, v in m.state_dict().items()}
+            for which, m in (("policy", policy), ("critic", critic))
+        }
         found.append(told | {"weights": weights})
     return found
 
@@ -144,17 +224,33 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model("untied", out / "untied")
     save_model("qwen3", out / "scores_qwen3", scores=True)
     torch.save(random_batches(load_float64(out / "untied")), out / "batches.pt")
-    common = [f"rollout.prompts_per_step={GROUPS}", "rollout.n=3", f"rollout.temperature={TEMPERATURE}", f"seed={SEED}"]
-    common += [f"trainer.minibatches={MINIBATCHES}", f"trainer.epochs={EPOCHS}", "algorithm.name=ppo"]
+    common = [
+        f"rollout.prompts_per_step={GROUPS}",
+        "rollout.n=3",
+        f"rollout.temperature={TEMPERATURE}",
+        f"seed={SEED}",
+    ]
+    common += [
+        f"trainer.minibatches={MINIBATCHES}",
+        f"trainer.epochs={EPOCHS}",
+        "algorithm.name=ppo",
+    ]
 
     def scenario(name: str, layout: str, suffix: str = "") -> dict[str, Any]:
         return {
-            "run": "ppo", "name": f"{name}.{layout}{suffix}", "model": str(out / "untied"), "critic": str(critic_of(out, name)),
-            "batches": str(out / "batches.pt"), "config": str(CONFIG), "optimizer": ADAM, "critic_optimizer": OF_CRITIC,
-            "topology": LAYOUTS[layout], "trainer": {"max_tokens_per_microbatch": 24}, "overrides": [*common, *SETTINGS[name][0]],
+            "run": "ppo", "name": f"{name}.{layout}{suffix}", "model": str(out / "untied"),
+            "critic": str(critic_of(out, name)),
+            "batches": str(out / "batches.pt"), "config": str(CONFIG), "optimizer": ADAM,
+            "critic_optimizer": OF_CRITIC,
+            "topology": LAYOUTS[layout], "trainer": {"max_tokens_per_microbatch": 24},
+            "overrides": [*common, *SETTINGS[name][0]],
         }  # fmt: skip
 
-    spawn(2, out, [scenario(*case) for case in CASES] + [scenario(*case, ".resumed") for case in RESUMED])
+    spawn(
+        2,
+        out,
+        [scenario(*case) for case in CASES] + [scenario(*case, ".resumed") for case in RESUMED],
+    )
     return out
 
 
@@ -164,7 +260,12 @@ def critic_of(runs: Path, name: str) -> Path:
 
 @cache
 def expected(runs: Path, name: str) -> list[dict[str, Any]]:
-    return plain_loop(runs / "untied", critic_of(runs, name), torch.load(runs / "batches.pt", weights_only=False), name)
+    return plain_loop(
+        runs / "untied",
+        critic_of(runs, name),
+        torch.load(runs / "batches.pt", weights_only=False),
+        name,
+    )
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
@@ -179,16 +280,24 @@ def test_policy_and_critic_equal_a_plain_loop(runs: Path, name: str, layout: str
             for found, norms in zip(each, want["norms"], strict=True):
                 assert found == pytest.approx(norms, rel=1e-4, abs=1e-6)
             assert values["value/loss"] == pytest.approx(np.mean(want["value/loss"]), rel=1e-4)
-            assert values["value/explained_variance"] == pytest.approx(want["value/explained_variance"], abs=1e-4)
+            assert values["value/explained_variance"] == pytest.approx(
+                want["value/explained_variance"], abs=1e-4
+            )
             assert values["returns"] == pytest.approx(want["returns"], abs=1e-5)
             assert metrics["optimizer_steps"] == len(want["norms"])
             clipped += values["value/clipped_fraction"]
         kinds = {"policy": AutoModelForCausalLM, "critic": AutoModelForSequenceClassification}
         for which, kind in kinds.items():
-            got = kind.from_pretrained(runs / f"{name}.{layout}.{step}.{which}", dtype=torch.float32).state_dict()
+            got = kind.from_pretrained(
+                runs / f"{name}.{layout}.{step}.{which}", dtype=torch.float32
+            ).state_dict()
             for key, tensor in want["weights"][which].items():
                 torch.testing.assert_close(
-                    got[key].double(), tensor, rtol=0, atol=2e-5, msg=lambda m, key=key: f"{step} {which} {key}: {m}"
+                    got[key].double(),
+                    tensor,
+                    rtol=0,
+                    atol=2e-5,
+                    msg=lambda m, key=key: f"{step} {which} {key}: {m}",
                 )
     assert (clipped > 0) == (name == "shaped")
 
@@ -196,11 +305,16 @@ def test_policy_and_critic_equal_a_plain_loop(runs: Path, name: str, layout: str
 @pytest.mark.parametrize(("name", "layout"), RESUMED)
 def test_a_resumed_run_equals_the_uninterrupted_one(runs: Path, name: str, layout: str) -> None:
     """Bit for bit, for both models."""
-    for whole, resumed in zip(saved(runs, f"{name}.{layout}"), saved(runs, f"{name}.{layout}.resumed"), strict=True):
+    for whole, resumed in zip(
+        saved(runs, f"{name}.{layout}"), saved(runs, f"{name}.{layout}.resumed"), strict=True
+    ):
         assert resumed["told"] == whole["told"][2:]
     for which in ("policy", "critic"):
         one, other = (
-            {path.name: path.read_bytes() for path in (runs / f"{name}.{layout}{suffix}.2.{which}").glob("*.safetensors")}
+            {
+                path.name: path.read_bytes()
+                for path in (runs / f"{name}.{layout}{suffix}.2.{which}").glob("*.safetensors")
+            }
             for suffix in ("", ".resumed")
         )
         assert one and one == other
@@ -211,10 +325,16 @@ def test_every_byte_of_the_critic_is_accounted_for(runs: Path, tmp_path: Path) -
     import shutil
 
     checkpoint = runs / "shaped.dp2.checkpoint"
-    assert {path.name for path in (checkpoint / "critic").iterdir()} == {"index.msgpack", "state.json", "rank_00000.bin", "rank_00001.bin"}
+    assert {path.name for path in (checkpoint / "critic").iterdir()} == {
+        "index.msgpack",
+        "state.json",
+        "rank_00000.bin",
+        "rank_00001.bin",
+    }
     check_checkpoint_files(checkpoint)
     for number, (file, said) in enumerate(
-        [("critic/index.msgpack", "critic/index.msgpack is damaged"), ("critic/rank_00001.bin", "in critic/: rank_00001.bin is damaged"),
+        [("critic/index.msgpack", "critic/index.msgpack is damaged"),
+        ("critic/rank_00001.bin", "in critic/: rank_00001.bin is damaged"),
          ("critic/state.json", "in critic/: state.json is damaged")]
     ):  # fmt: skip
         damaged = tmp_path / str(number)

@@ -1,4 +1,6 @@
-"""Models with a scalar head (reward models, critics) in the Megatron trainer, against Hugging Face's model in float64."""
+"""Models with a scalar head (reward models, critics) in the Megatron trainer, against Hugging
+Face's model in float64.
+"""
 
 from __future__ import annotations
 
@@ -49,16 +51,33 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
     out = tmp_path_factory.mktemp("runs")
 
     def of_layout(layout: str, run: str, name: str, **more: Any) -> dict[str, Any]:
-        return {"run": run, "name": name, "topology": LAYOUTS[layout][1], "trainer": LAYOUTS[layout][2], **more}
+        return {
+            "run": run,
+            "name": name,
+            "topology": LAYOUTS[layout][1],
+            "trainer": LAYOUTS[layout][2],
+            **more,
+        }
 
     for world in (1, 2, 4):
-        scenarios = [of_layout(layout, "values", f"{model}.{layout}", model=str(models[model])) for model, layout in CASES
+        scenarios = [of_layout(layout, "values", f"{model}.{layout}",
+            model=str(models[model])) for model, layout in CASES
                      if LAYOUTS[layout][0] == world]  # fmt: skip
         if world == 2:
             both = {"policy": str(models["policy"]), "critic": str(models["tied"])}
-            scenarios += [of_layout(layout, "policy_and_critic", f"twins.{layout}", **both) for layout in TWINS]
+            scenarios += [
+                of_layout(layout, "policy_and_critic", f"twins.{layout}", **both)
+                for layout in TWINS
+            ]
         if world < 4:
-            scenarios.append(of_layout("tp2" if world == 2 else "single", "new_head", f"new.{world}", model=str(models["policy"])))
+            scenarios.append(
+                of_layout(
+                    "tp2" if world == 2 else "single",
+                    "new_head",
+                    f"new.{world}",
+                    model=str(models["policy"]),
+                )
+            )
         spawn(world, out, scenarios)
     return out
 
@@ -67,12 +86,19 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
 def reference(folder: Path) -> dict[str, Any]:
     """Values, and loss and gradients by autograd of the written-out sum, one sequence at a time."""
     how = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, **how).double()
-    values, loss, batch = [], torch.zeros((), dtype=torch.float64), sequences(model.config.vocab_size)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32, **how
+    ).double()
+    values = []
+    loss = torch.zeros((), dtype=torch.float64)
+    batch = sequences(model.config.vocab_size)
     for sequence, wanted in zip(batch, targets_of(batch)):
         outputs = model.score(model.model(tokens_of(sequence)).last_hidden_state)[0, :-1, 0]
-        mask, target = torch.tensor(sequence.loss_mask[1:]), torch.from_numpy(wanted[1:]).double()
-        loss = loss + ((outputs - target).square() * (1 + target.square()))[mask].sum() / DENOMINATOR
+        mask = torch.tensor(sequence.loss_mask[1:])
+        target = torch.from_numpy(wanted[1:]).double()
+        loss = (
+            loss + ((outputs - target).square() * (1 + target.square()))[mask].sum() / DENOMINATOR
+        )
         values.append(np.concatenate([[0.0], torch.where(mask, outputs, 0.0).detach().numpy()]))
     loss.backward()
     named = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -80,8 +106,11 @@ def reference(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
-def test_values_and_gradients_equal_hf(models: dict[str, Path], runs: Path, model: str, layout: str) -> None:
-    expected, ranks = reference(models[model]), saved(runs, f"{model}.{layout}")
+def test_values_and_gradients_equal_hf(
+    models: dict[str, Path], runs: Path, model: str, layout: str
+) -> None:
+    expected = reference(models[model])
+    ranks = saved(runs, f"{model}.{layout}")
     assert len(ranks) == LAYOUTS[layout][0]
     norm = math.sqrt(sum((grad**2).sum().item() for grad in expected["grads"].values()))
     for rank in ranks:
@@ -90,11 +119,17 @@ def test_values_and_gradients_equal_hf(models: dict[str, Path], runs: Path, mode
         for which in ("all", "microbatches"):
             assert rank[which]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
             assert rank[which]["grad_norm"] == pytest.approx(norm, rel=1e-5)
-            assert rank[which]["sums"]["values"] == pytest.approx(sum(row.sum() for row in expected["values"]), rel=1e-4, abs=1e-4)
+            assert rank[which]["sums"]["values"] == pytest.approx(
+                sum(row.sum() for row in expected["values"]), rel=1e-4, abs=1e-4
+            )
             assert math.isnan(rank[which]["entropy"])
         assert rank["none"]["loss"] == rank["none"]["grad_norm"] == 0.0
     for which in ("all", "microbatches"):
-        found = hf_gradients(models[model], TrainerTopology(**LAYOUTS[layout][1]), [rank[which]["grads"] for rank in ranks])
+        found = hf_gradients(
+            models[model],
+            TrainerTopology(**LAYOUTS[layout][1]),
+            [rank[which]["grads"] for rank in ranks],
+        )
         assert_same_gradients(found, expected["grads"])
 
 
@@ -112,27 +147,53 @@ def test_export_is_a_sequence_classification_that_gives_the_same_scores(
 
 
 @pytest.mark.parametrize("head", ["zeros", "random"])
-def test_a_causal_models_checkpoint_gets_a_new_head(models: dict[str, Path], runs: Path, head: str) -> None:
-    """The head depends only on the seed. All else is from the checkpoint, which has tied embeddings. The export loads as a model with a
-    scalar head."""
-    source = AutoModelForCausalLM.from_pretrained(models["policy"], dtype=torch.float32).state_dict()
-    found = [AutoModelForSequenceClassification.from_pretrained(runs / f"new.{n}.{head}.hf", dtype=torch.float32) for n in (1, 2)]
+def test_a_causal_models_checkpoint_gets_a_new_head(
+    models: dict[str, Path], runs: Path, head: str
+) -> None:
+    """The head depends only on the seed.
+
+    All else is from the checkpoint, which has tied embeddings. The export loads as a model with a
+    scalar head.
+    """
+    source = AutoModelForCausalLM.from_pretrained(
+        models["policy"], dtype=torch.float32
+    ).state_dict()
+    found = [
+        AutoModelForSequenceClassification.from_pretrained(
+            runs / f"new.{n}.{head}.hf", dtype=torch.float32
+        )
+        for n in (1, 2)
+    ]
     assert all(model.config.num_labels == 1 for model in found)
     one, two = (model.state_dict() for model in found)
     assert all(torch.equal(one[name], two[name]) for name in one)
-    assert all(torch.equal(one[name], source[name]) for name in source if name in one) and one.keys() - source.keys() == {"score.weight"}
+    assert all(
+        torch.equal(one[name], source[name]) for name in source if name in one
+    ) and one.keys() - source.keys() == {"score.weight"}
     hidden = MODELS["tied"].hidden_size
     spread = one["score.weight"].std().item() * math.sqrt(hidden + 1)
-    assert one["score.weight"].shape == (1, hidden) and (spread == 0 if head == "zeros" else 0.6 < spread < 1.4)
+    assert one["score.weight"].shape == (1, hidden) and (
+        spread == 0 if head == "zeros" else 0.6 < spread < 1.4
+    )
 
 
 @pytest.mark.parametrize("layout", TWINS)
-def test_policy_and_critic_in_one_process_do_not_disturb_each_other(models: dict[str, Path], runs: Path, layout: str) -> None:
-    """Losses and last outputs equal those of each model alone. The critic continues from its own checkpoint."""
+def test_policy_and_critic_in_one_process_do_not_disturb_each_other(
+    models: dict[str, Path], runs: Path, layout: str
+) -> None:
+    """Losses and last outputs equal those of each model alone.
+
+    The critic continues from its own checkpoint.
+    """
     for rank in saved(runs, f"twins.{layout}"):
-        assert rank["together"]["scalar"][0][0] == pytest.approx(reference(models["tied"])["loss"], rel=1e-5)
+        assert rank["together"]["scalar"][0][0] == pytest.approx(
+            reference(models["tied"])["loss"], rel=1e-5
+        )
         for head, (losses, outputs) in rank["together"].items():
             assert len(set(losses)) == 3 and losses == rank["alone"][head][0]
-            assert all(np.array_equal(one, other) for one, other in zip(outputs, rank["alone"][head][1], strict=True))
+            assert all(
+                np.array_equal(one, other)
+                for one, other in zip(outputs, rank["alone"][head][1], strict=True)
+            )
         assert rank["state"] == {"step": 3}
         assert rank["resumed"] == pytest.approx(rank["after"], rel=1e-5)

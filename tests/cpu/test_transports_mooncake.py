@@ -1,4 +1,6 @@
-"""Mooncake's transfer engine over TCP between two ends in one process: boxes arrive at the right place, and nothing else changes."""
+"""Mooncake's transfer engine over TCP between two ends in one process: boxes arrive at the right
+place, and nothing else changes.
+"""
 
 from __future__ import annotations
 
@@ -22,30 +24,43 @@ except ConfigError as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
 LONG = SHORTEST_RUN_BYTES // 4  # elements of the shortest row that gets a write of its own
-ROWS = 2 * mooncake.HALF_BYTES // (4 * 2 * LONG) + 3  # more than both halves of the staging buffer can hold
+# more than both halves of the staging buffer can hold
+ROWS = 2 * mooncake.HALF_BYTES // (4 * 2 * LONG) + 3
 
 
 class Receiver:
-    """Memory of 'generator rank' 0: `wide` [ROWS, 2 * LONG] f32, `thin` [40, 30] bf16, and a landing buffer for one box of thin."""
+    """Memory of 'generator rank' 0: `wide` [ROWS, 2 * LONG] f32, `thin` [40, 30] bf16, and a
+    landing buffer for one box of thin.
+    """
 
     def __init__(self) -> None:
         self.wide = torch.full((ROWS, 2 * LONG), -1.0)
         self.thin = torch.full((40, 30), -1.0, dtype=torch.bfloat16)
         self.landing = torch.zeros(40 * 10, dtype=torch.bfloat16)
         self.engine = mooncake.open_engine("127.0.0.1", "tcp")
-        blocks = [(tensor.data_ptr(), tensor.nbytes) for tensor in (self.wide, self.thin, self.landing)]
+        blocks = [
+            (tensor.data_ptr(), tensor.nbytes) for tensor in (self.wide, self.thin, self.landing)
+        ]
         mooncake.register(self.engine, blocks)
         base = min(address for address, _ in blocks)
         tensors = [
-            RemoteTensor("wide", tuple(self.wide.shape), "float32", self.wide.stride(), blocks[0][0] - base),
-            RemoteTensor("thin", tuple(self.thin.shape), "bfloat16", self.thin.stride(), blocks[1][0] - base),
+            RemoteTensor(
+                "wide", tuple(self.wide.shape), "float32", self.wide.stride(), blocks[0][0] - base
+            ),
+            RemoteTensor(
+                "thin", tuple(self.thin.shape), "bfloat16", self.thin.stride(), blocks[1][0] - base
+            ),
         ]
         landings = [Landing("thin", (0, 20), blocks[2][0] - base)]
         address = mooncake.address_of("127.0.0.1", self.engine, "tcp", base)
-        self.endpoint = Endpoint(0, MOONCAKE, address, sum(size for _, size in blocks), tensors, landings)
+        self.endpoint = Endpoint(
+            0, MOONCAKE, address, sum(size for _, size in blocks), tensors, landings
+        )
 
 
-def copy(source: str | None, source_box: Box | None, target: str, box: Box, transform: str, dtype: str) -> Copy:
+def copy(
+    source: str | None, source_box: Box | None, target: str, box: Box, transform: str, dtype: str
+) -> Copy:
     return Copy(0, source, source_box, 0, target, box, transform, dtype, 0)
 
 
@@ -53,17 +68,22 @@ def test_boxes_arrive_in_place_over_several_updates():
     receiver = Receiver()
     transport = mooncake.MooncakeTransport(0, 20)
     transport.connect([Endpoint.decode(receiver.endpoint.encode())])
-    left, whole = Box((1, 0), (ROWS - 2, LONG)), Box((0, 0), (ROWS - 2, LONG))
+    left = Box((1, 0), (ROWS - 2, LONG))
+    whole = Box((0, 0), (ROWS - 2, LONG))
     copies = [
-        copy("x", whole, "wide", left, "identity", "float32"),  # rows of the shortest run, half of each row
+        # rows of the shortest run, half of each row
+        copy("x", whole, "wide", left, "identity", "float32"),
         copy("y", Box((0, 0), (7, 30)), "thin", Box((3, 0), (7, 30)), "cast", "bfloat16"),
-        copy(None, None, "thin", Box((10, 0), (2, 20)), "zeros", "bfloat16"),  # short rows without a landing buffer
-        copy("y", Box((0, 0), (40, 10)), "thin", Box((0, 20), (40, 10)), "cast", "bfloat16"),  # uses the landing buffer
+        # short rows without a landing buffer
+        copy(None, None, "thin", Box((10, 0), (2, 20)), "zeros", "bfloat16"),
+        # uses the landing buffer
+        copy("y", Box((0, 0), (40, 10)), "thin", Box((0, 20), (40, 10)), "cast", "bfloat16"),
     ]
     for seed in (1, 2):
         torch.manual_seed(seed)
         sources = {"x": torch.randn(ROWS, 2 * LONG), "y": torch.randn(40, 30)}
-        wide, thin = torch.full_like(receiver.wide, -1), torch.full_like(receiver.thin, -1)
+        wide = torch.full_like(receiver.wide, -1)
+        thin = torch.full_like(receiver.thin, -1)
         wide[1 : ROWS - 1, :LONG] = sources["x"][: ROWS - 2, :LONG]
         thin[3:10] = sources["y"][:7].bfloat16()
         thin[10:12, :20] = 0
@@ -80,9 +100,14 @@ def test_a_dead_engine_is_an_error_with_both_ranks_within_the_deadline():
     transport.connect([receiver.endpoint])
     receiver.engine = None  # ends it
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match="trainer rank 3 could not write to generator rank 0 at 127.0.0.1"):
+    with pytest.raises(
+        RuntimeError, match="trainer rank 3 could not write to generator rank 0 at 127.0.0.1"
+    ):
         for _ in range(2):
-            transport.write(copy(None, None, "wide", Box((0, 0), (1, 2 * LONG)), "zeros", "float32"), torch.zeros(1, 2 * LONG))
+            transport.write(
+                copy(None, None, "wide", Box((0, 0), (1, 2 * LONG)), "zeros", "float32"),
+                torch.zeros(1, 2 * LONG),
+            )
             transport.fence()
     assert time.monotonic() - began < 40
     transport.close()
@@ -99,8 +124,22 @@ def test_what_the_sending_thread_dies_of_is_told_at_the_fence():
     transport.connect([receiver.endpoint])
     transport.prepare([values := torch.zeros(1, 2 * LONG)])
     transport._engine = BrokenEngine()
-    transport.write(copy("x", Box((0, 0), (1, 2 * LONG)), "wide", Box((0, 0), (1, 2 * LONG)), "identity", "float32"), values)
-    with pytest.raises(RuntimeError, match="3 could not write to generator rank 0 at .* by Mooncake: ValueError..no such segment: 127"):
+    transport.write(
+        copy(
+            "x",
+            Box((0, 0), (1, 2 * LONG)),
+            "wide",
+            Box((0, 0), (1, 2 * LONG)),
+            "identity",
+            "float32",
+        ),
+        values,
+    )
+    with pytest.raises(
+        RuntimeError,
+        match="3 could not write to generator rank 0 at .* by Mooncake: ValueError..no such "
+        "segment: 127",
+    ):
         transport.fence()
     transport.close()
 

@@ -1,4 +1,5 @@
-"""Several transports in one update, chosen for each pair of ranks, and relays inside a host: bytes, audits, and network traffic.
+"""Several transports in one update, chosen for each pair of ranks, and relays inside a host: bytes,
+audits, and network traffic.
 
 Processes and transports are real; the tests declare each rank's host (pair_processes.py).
 """
@@ -14,7 +15,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pair_processes import ENGINES, TIMEOUT_S, TRAINERS, EngineWorker, PipedEngine, Trainer, bits, plain_map, shards
+from pair_processes import (
+    ENGINES,
+    TIMEOUT_S,
+    TRAINERS,
+    EngineWorker,
+    PipedEngine,
+    Trainer,
+    bits,
+    plain_map,
+    shards,
+)
 from remote_object import RemoteObject
 
 from megarl.config.errors import ConfigError
@@ -32,7 +43,8 @@ from megarl.weight_sync.workers import Workers, connect
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[tuple[list[RemoteObject], list[RemoteObject]]]:
-    trainers, engines = [], []
+    trainers = []
+    engines = []
     try:
         trainers += [RemoteObject(Trainer, rank) for rank in range(TRAINERS)]
         engines += [RemoteObject(EngineWorker, rank) for rank in range(ENGINES)]
@@ -43,12 +55,25 @@ def processes() -> Iterator[tuple[list[RemoteObject], list[RemoteObject]]]:
 
 
 class Run:
-    """One set of hosts, and the updates of WeightsReceiver and WeightsSender between them, from the first on."""
+    """One set of hosts, and the updates of WeightsReceiver and WeightsSender between them, from the
+    first on.
+    """
 
-    def __init__(self, processes, folder: Path, weights: WeightsConfig, trainers: list[Host], engines: list[Host], map=None):
+    def __init__(
+        self,
+        processes,
+        folder: Path,
+        weights: WeightsConfig,
+        trainers: list[Host],
+        engines: list[Host],
+        map=None,
+    ):
         self.map = map or plain_map()
         self.trainers, self.engines = processes
-        self.weights, self.trainer_hosts, self.engine_hosts, self.folder = weights, trainers, engines, folder
+        self.weights = weights
+        self.trainer_hosts = trainers
+        self.engine_hosts = engines
+        self.folder = folder
         key = RunKey.generate()
         key.save(folder / "key")
         self.hub = Hub("generator.0", key)
@@ -67,24 +92,41 @@ class Run:
             process.call("move_to", host)
         hosts = self.do(connect(self.workers, str(self.folder / "key")))
         assert hosts == self.engine_hosts
-        self.opened = self.do(open_engines(self.workers, self.weights, self.map, self.trainer_hosts, hosts))
+        self.opened = self.do(
+            open_engines(self.workers, self.weights, self.map, self.trainer_hosts, hosts)
+        )
         self.connecting = list(self.trainers)
         for rank, (process, host) in enumerate(zip(self.trainers, self.trainer_hosts)):
-            process.start("connect", self.weights.transport, host, self.opened.endpoints_of(rank), self.opened.relay)
+            process.start(
+                "connect",
+                self.weights.transport,
+                host,
+                self.opened.endpoints_of(rank),
+                self.opened.relay,
+            )
         return self.opened
 
     def update(self, seed: int) -> list[Counter[int]]:
-        """Makes an update, audits it, and compares it with the model. Returns the bytes sent by each trainer rank, by generator rank."""
+        """Makes an update, audits it, and compares it with the model.
+
+        Returns the bytes sent by each trainer rank, by generator rank.
+        """
         for process in self.engines:
             process.call("scramble")
         session = WeightUpdate(self.workers, version=0)
         by_rank, shares = zip(*self.write(seed, session))
-        self.do(session.audit([packed_shares(each) for each in shares], self.opened.tensors, self.opened.relays))
+        self.do(
+            session.audit(
+                [packed_shares(each) for each in shares], self.opened.tensors, self.opened.relays
+            )
+        )
         for rank, process in enumerate(self.engines):
             memory = process.call("memory")
             expected = shards(plain_map().destination, rank, seed)
             assert memory.keys() == expected.keys()
-            assert [name for name in memory if not np.array_equal(memory[name], bits(expected[name]))] == []
+            assert [
+                name for name in memory if not np.array_equal(memory[name], bits(expected[name]))
+            ] == []
         return list(by_rank)
 
     def write(self, seed: int, session: WeightUpdate) -> list[Any]:
@@ -131,64 +173,112 @@ def networks() -> list[Any]:
 
 @pytest.mark.parametrize("network", networks())
 def test_each_pair_has_its_own_transport(processes, tmp_path, network):
-    a, b = host("a", network), host("b", network)
+    a = host("a", network)
+    b = host("b", network)
     with run(processes, tmp_path, WeightsConfig(), [a, b], [a, b, b]) as both:
         assert both.opened.kinds == {SHARED_MEMORY, network} and not both.opened.relays
         for seed in (1, 2):
             by_rank = both.update(seed)
-        assert all(by_rank[trainer][engine] > 0 for trainer in range(TRAINERS) for engine in range(ENGINES))
+        assert all(
+            by_rank[trainer][engine] > 0 for trainer in range(TRAINERS) for engine in range(ENGINES)
+        )
 
 
 @pytest.mark.parametrize("network", networks())
 def test_engines_of_one_host_pass_on_what_came_over_the_network_once(processes, tmp_path, network):
-    a, b = host("a", network), host("b", network)
+    a = host("a", network)
+    b = host("b", network)
     with run(processes, tmp_path, WeightsConfig(), [a, a], [b, b, b]) as far:
-        assert far.opened.kinds == {network, SHARED_MEMORY} and far.opened.relay == RelayRule("inside_hosts", ENGINES)
-        of_one_engine = sum(values.nbytes for values in shards(plain_map().destination, 0, 1).values())
+        assert far.opened.kinds == {network, SHARED_MEMORY} and far.opened.relay == RelayRule(
+            "inside_hosts", ENGINES
+        )
+        of_one_engine = sum(
+            values.nbytes for values in shards(plain_map().destination, 0, 1).values()
+        )
         for seed in (1, 2):
             by_rank = far.update(seed)
             assert sum(sum(sent.values()) for sent in by_rank) == of_one_engine
-        assert {relay.source_rank for relay in far.opened.relays} == {0, 1, 2}  # all relays share the load
+        # all relays share the load
+        assert {relay.source_rank for relay in far.opened.relays} == {0, 1, 2}
 
 
 @pytest.mark.skipif(not mooncake.imports(), reason="Mooncake does not import")
 @pytest.mark.parametrize("network", [GLOO, MOONCAKE])
 def test_engines_of_any_hosts_pass_on_to_each_other(processes, tmp_path, network):
     """With Mooncake between hosts and shared memory inside one, however the trainer writes."""
-    a, b, c = host("a", MOONCAKE), host("b", MOONCAKE), host("c", MOONCAKE)
-    with run(processes, tmp_path, WeightsConfig(transport=network, relay="engines"), [a, a], [b, b, c]) as far:
-        assert far.opened.kinds == {network, MOONCAKE, SHARED_MEMORY} and far.opened.relay == RelayRule("between_engines", 1)
-        whole = sum(write.bytes for rank in range(TRAINERS) for write in plain_map().writes_from(rank))
+    a = host("a", MOONCAKE)
+    b = host("b", MOONCAKE)
+    c = host("c", MOONCAKE)
+    with run(
+        processes, tmp_path, WeightsConfig(transport=network, relay="engines"), [a, a], [b, b, c]
+    ) as far:
+        assert far.opened.kinds == {
+            network,
+            MOONCAKE,
+            SHARED_MEMORY,
+        } and far.opened.relay == RelayRule("between_engines", 1)
+        whole = sum(
+            write.bytes for rank in range(TRAINERS) for write in plain_map().writes_from(rank)
+        )
         for seed in (1, 2):
             by_rank = far.update(seed)
-            assert sum(sum(sent.values()) for sent in by_rank) + sum(relay.bytes for relay in far.opened.relays) == whole
-        assert {relay.source_rank for relay in far.opened.relays} == {relay.destination_rank for relay in far.opened.relays} == {0, 1, 2}
+            assert (
+                sum(sum(sent.values()) for sent in by_rank)
+                + sum(relay.bytes for relay in far.opened.relays)
+                == whole
+            )
+        assert (
+            {relay.source_rank for relay in far.opened.relays}
+            == {relay.destination_rank for relay in far.opened.relays}
+            == {0, 1, 2}
+        )
 
 
 def test_relays_can_be_turned_off(processes, tmp_path):
-    a, b = host("a", GLOO), host("b", GLOO)
+    a = host("a", GLOO)
+    b = host("b", GLOO)
     with run(processes, tmp_path, WeightsConfig(relay="off"), [a, a], [b, b, b]) as far:
         assert not far.opened.relays
-        of_one_engine = sum(values.nbytes for values in shards(plain_map().destination, 0, 1).values())
+        of_one_engine = sum(
+            values.nbytes for values in shards(plain_map().destination, 0, 1).values()
+        )
         assert sum(sum(sent.values()) for sent in far.update(1)) == ENGINES * of_one_engine
 
 
 def test_a_transport_that_cannot_work_is_refused_before_anything_is_opened(processes, tmp_path):
-    a, b = host("a", GLOO), host("b", GLOO)
-    refused = r"weights.transport=shared_memory: trainer rank 0 on a and generator rank 1 on b share no memory.*between them work gloo"
+    a = host("a", GLOO)
+    b = host("b", GLOO)
+    refused = (
+        r"weights.transport=shared_memory: trainer rank 0 on a and generator rank 1 on b "
+        r"share no memory.*between them work gloo"
+    )
     config = WeightsConfig(transport="shared_memory")
-    with pytest.raises(ConfigError, match=refused), run(processes, tmp_path, config, [a, a], [a, b, b]):
+    with (
+        pytest.raises(ConfigError, match=refused),
+        run(processes, tmp_path, config, [a, a], [a, b, b]),
+    ):
         pass
 
 
 def test_a_relay_that_brings_something_else_is_found(processes, tmp_path):
     written, forwarding = relayed(plain_map(), RelayRule("inside_hosts", ENGINES))
-    tensors, relay = SentTensors(written, forwarding.relays), next(r for r in forwarding.relays if r.tensor == "model.norm.weight")
+    tensors = SentTensors(written, forwarding.relays)
+    relay = next(r for r in forwarding.relays if r.tensor == "model.norm.weight")
     places = range(tensors.places[-1])
-    shares = [pack_shares(np.zeros(len(tensors.sent_by(rank)), np.uint64)) for rank in range(TRAINERS)]
-    found = [{name: 0 for rank, name in map(tensors.name, places) if rank == engine} for engine in range(ENGINES)]
+    shares = [
+        pack_shares(np.zeros(len(tensors.sent_by(rank)), np.uint64)) for rank in range(TRAINERS)
+    ]
+    found = [
+        {name: 0 for rank, name in map(tensors.name, places) if rank == engine}
+        for engine in range(ENGINES)
+    ]
     compare([packed(each) for each in found], shares, tensors, forwarding.relays)
     found[relay.destination_rank]["model.norm.weight"] = 8
-    wrong = f"model.norm.weight on generator rank {relay.destination_rank} is not what trainer rank . sent"
-    with pytest.raises(AuditError, match=f"failed:\n{wrong}, passed on by generator rank {relay.source_rank}$"):
+    wrong = (
+        f"model.norm.weight on generator rank {relay.destination_rank} is not what trainer "
+        "rank . sent"
+    )
+    with pytest.raises(
+        AuditError, match=f"failed:\n{wrong}, passed on by generator rank {relay.source_rank}$"
+    ):
         compare([packed(each) for each in found], shares, tensors, forwarding.relays)

@@ -1,4 +1,6 @@
-"""lora.sync=adapter on live engines: their pool holds the trainer's adapters, their weights stay, and they score like the merged model."""
+"""lora.sync=adapter on live engines: their pool holds the trainer's adapters, their weights stay,
+and they score like the merged model.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,24 @@ import pytest
 import torch
 from adapter_reference import expected_on
 from safetensors.torch import load_file
-from sglang_engine import free_port, hf_difference, hf_logprobs, hf_model, hf_rounding, make_checkpoint
+from sglang_engine import (
+    free_port,
+    hf_difference,
+    hf_logprobs,
+    hf_model,
+    hf_rounding,
+    make_checkpoint,
+)
 from test_weights_matrix import LAYOUTS, TRANSPORTS, key_file  # noqa: F401  a fixture
-from weights_rig import SEQUENCES, Generator, Parameters, Trainers, open_generator, receiver, unequal
+from weights_rig import (
+    SEQUENCES,
+    Generator,
+    Parameters,
+    Trainers,
+    open_generator,
+    receiver,
+    unequal,
+)
 from weights_worker import Job, Sync
 
 from megarl.base.geometry import GeneratorTopology
@@ -45,7 +62,8 @@ EXPERTS = "qwen3_moe-EP2"
 EACH = 3  # updates by each transport
 EXPORTS = list(range(EACH * len(TRANSPORTS)))
 MANY = 50  # updates
-PROMPT, LONG = [1, 40, 77, 210], 80  # tokens
+PROMPT = [1, 40, 77, 210]
+LONG = 80  # tokens
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -59,23 +77,32 @@ class Served:
     lora: LoraConfig
     generator: Generator
 
-    def job(self, folder: Path, key_file: Path, layout: str, syncs: list[Sync], **more: Any) -> Job:  # noqa: F811
+    def job(self, folder: Path, key_file: Path, layout: str, syncs: list[Sync], **more: Any) -> Job:
         family, tp, ep, _ = ENGINES[self.name]
         sizes = LAYOUTS[layout]
         sequence_parallel = "moe" in family and sizes.get("tp", 1) > 1  # required with experts
         return Job(
-            model=str(self.checkpoint), dtype="float32", trainer={**sizes, "sequence_parallel": sequence_parallel}, tp=tp, ep=ep,
-            syncs=syncs, key_file=str(key_file), port=free_port(), folder=str(folder), lora=vars(self.lora), **more,
+            model=str(self.checkpoint), dtype="float32",
+            trainer={**sizes, "sequence_parallel": sequence_parallel}, tp=tp, ep=ep,
+            syncs=syncs, key_file=str(key_file), port=free_port(), folder=str(folder),
+            lora=vars(self.lora), **more,
         )  # fmt: skip
 
     def weights(self) -> Parameters:
         """All that updates of adapters leave unchanged."""
-        return [{name: values for name, values in tensors.items() if not is_adapter(name)} for tensors in self.generator.memory()]
+        return [
+            {name: values for name, values in tensors.items() if not is_adapter(name)}
+            for tensors in self.generator.memory()
+        ]
 
     def check_scores(self, folder: Path, version: int) -> None:
-        """Compares log-probs with Hugging Face's on the exported weights, which include the adapters."""
+        """Compares log-probs with Hugging Face's on the exported weights, which include the
+        adapters.
+        """
         merged = folder / f"export{version}"
-        assert hf_difference(SEQUENCES, self.generator.score(SEQUENCES), merged) < hf_rounding(SEQUENCES, merged, "float32")
+        assert hf_difference(SEQUENCES, self.generator.score(SEQUENCES), merged) < hf_rounding(
+            SEQUENCES, merged, "float32"
+        )
 
     def check_weights(self, base: Parameters) -> None:
         """Checks that the weights are unchanged."""
@@ -86,12 +113,17 @@ class Served:
         full = load_file(folder / f"adapter{version}" / TENSORS_FILE)
         full = {name.removeprefix("base_model.model."): values for name, values in full.items()}
         _, tp, ep, _ = ENGINES[self.name]
-        spec, sizes = load_spec(self.checkpoint), GeneratorTopology(tp=tp, ep=ep)
+        spec = load_spec(self.checkpoint)
+        sizes = GeneratorTopology(tp=tp, ep=ep)
         for rank, tensors in enumerate(self.generator.memory()):
-            of_layers = [expected_on(rank, full, sizes, layer, spec.num_experts) for layer in range(LAYERS)]
+            of_layers = [
+                expected_on(rank, full, sizes, layer, spec.num_experts) for layer in range(LAYERS)
+            ]
             wanted = {name: values for of_layer in of_layers for name, values in of_layer.items()}
             assert {name for name in tensors if is_adapter(name)} == wanted.keys()
-            assert all(torch.equal(tensors[name], wanted[name].to(tensors[name].dtype)) for name in wanted)
+            assert all(
+                torch.equal(tensors[name], wanted[name].to(tensors[name].dtype)) for name in wanted
+            )
 
     def check(self, folder: Path, version: int) -> None:
         self.check_pool(folder, version)
@@ -107,11 +139,16 @@ def empty_on(checkpoint: Path, config: LoraConfig, folder: Path) -> ServedAdapte
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def served(request, tmp_path_factory, key_file) -> Iterator[Served]:  # noqa: F811
+def served(request, tmp_path_factory, key_file) -> Iterator[Served]:
     family, tp, ep, targets = ENGINES[request.param]
-    folder, config = tmp_path_factory.mktemp(request.param), LoraConfig(rank=4, alpha=8.0, targets=targets)
-    checkpoint = make_checkpoint(folder / "model", 1, torch.float32, False, family, num_hidden_layers=LAYERS)
-    with open_generator(checkpoint, "float32", tp, ep, folder, adapter=empty_on(checkpoint, config, folder)) as generator:
+    folder = tmp_path_factory.mktemp(request.param)
+    config = LoraConfig(rank=4, alpha=8.0, targets=targets)
+    checkpoint = make_checkpoint(
+        folder / "model", 1, torch.float32, False, family, num_hidden_layers=LAYERS
+    )
+    with open_generator(
+        checkpoint, "float32", tp, ep, folder, adapter=empty_on(checkpoint, config, folder)
+    ) as generator:
         generator.map_memory(key_file)
         yield Served(request.param, checkpoint, config, generator)
 
@@ -129,20 +166,29 @@ class Channel:
 
 
 @pytest.fixture
-def begin(served: Served, trainers: Trainers, key_file: Path, tmp_path: Path) -> Callable[..., AbstractContextManager]:  # noqa: F811
+def begin(
+    served: Served, trainers: Trainers, key_file: Path, tmp_path: Path
+) -> Callable[..., AbstractContextManager]:
     return partial(channels, served, trainers, key_file, tmp_path)
 
 
 @contextlib.contextmanager
 def channels(
-    served: Served, trainers: Trainers, key_file: Path, folder: Path,  # noqa: F811
+    served: Served, trainers: Trainers, key_file: Path, folder: Path,
     layout: str, each: int, kinds: tuple[str, ...] = TRANSPORTS[:1], **more: Any,
 ) -> Iterator[list[Channel]]:  # fmt: skip
     """Trainer ranks that send version after version: `each` versions by every transport in turn."""
     with trainers.kept(), contextlib.ExitStack() as stack:
-        hubs = [stack.enter_context(contextlib.closing(Hub("generator.0", RunKey.load(key_file)))) for _ in kinds]
+        hubs = [
+            stack.enter_context(contextlib.closing(Hub("generator.0", RunKey.load(key_file))))
+            for _ in kinds
+        ]
         places = [(kind, hub, at) for at, (kind, hub) in enumerate(zip(kinds, hubs))]
-        syncs = [Sync(each * at + version, kind, hub.address) for kind, hub, at in places for version in range(each)]
+        syncs = [
+            Sync(each * at + version, kind, hub.address)
+            for kind, hub, at in places
+            for version in range(each)
+        ]
         job = served.job(folder, key_file, layout, syncs, **more)
         trainers.begin(job)
         served.generator.set_version(-1)
@@ -150,7 +196,8 @@ def channels(
 
 
 def _channel(generator: Generator, job: Job, kind: str, hub: Hub) -> Channel:
-    granted, send = [], hub._send
+    granted = []
+    send = hub._send
 
     def note(peer: str, body: bytes) -> None:
         message = decode(body)
@@ -171,7 +218,8 @@ def test_adapters_alone_reach_the_pool(layout: str, served: Served, begin, tmp_p
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("served", ["llama-TP1"], indirect=True)  # the first of ENGINES, so that no other engine is started
+# the first of ENGINES, so that no other engine is started
+@pytest.mark.parametrize("served", ["llama-TP1"], indirect=True)
 def test_adapters_alone_reach_one_engine(served: Served, begin, tmp_path: Path) -> None:
     """The part that `make test` runs."""
     with begin("TP2", EACH, exports=EXPORTS[:EACH]) as ways:
@@ -204,11 +252,16 @@ def test_many_updates_leave_the_weights_as_they_are(served: Served, begin, tmp_p
 
 
 def test_requests_run_through_an_update(served: Served, begin, tmp_path: Path) -> None:
-    """Each token has the version that sampled it, and its log-prob under that version's merged weights."""
-    generator, client = served.generator, served.generator.client
+    """Each token has the version that sampled it, and its log-prob under that version's merged
+    weights.
+    """
+    generator = served.generator
+    client = served.generator.client
 
     async def ask(tokens: int) -> list[Completion]:
-        return await client.complete([PROMPT], [Sampling(max_tokens=tokens, ignore_eos=True)], generator.version)
+        return await client.complete(
+            [PROMPT], [Sampling(max_tokens=tokens, ignore_eos=True)], generator.version
+        )
 
     async def ask_until(taken: asyncio.Event) -> list[Completion]:
         found = []
@@ -233,12 +286,17 @@ def test_requests_run_through_an_update(served: Served, begin, tmp_path: Path) -
     for completion in completions:
         tokens = [*PROMPT, *completion.token_ids]
         by_version = [hf_logprobs(model, tokens) for model in models]
-        for place, (token, version, logprob) in enumerate(zip(completion.token_ids, completion.versions, completion.logprobs), len(PROMPT)):
+        for place, (token, version, logprob) in enumerate(
+            zip(completion.token_ids, completion.versions, completion.logprobs), len(PROMPT)
+        ):
             assert abs(by_version[version][place - 1, token].item() - logprob) < 1e-4
 
 
-def test_an_engine_that_comes_back_gets_the_weights_too(served: Served, begin, tmp_path: Path) -> None:
-    generator, client = served.generator, served.generator.client
+def test_an_engine_that_comes_back_gets_the_weights_too(
+    served: Served, begin, tmp_path: Path
+) -> None:
+    generator = served.generator
+    client = served.generator.client
     generator.fleet = Fleet([client], elastic=True)
     with begin("TP1", 5, exports=[4]) as (channel,):
         channel.take()
@@ -251,22 +309,35 @@ def test_an_engine_that_comes_back_gets_the_weights_too(served: Served, begin, t
     served.check(tmp_path, 4)
 
 
-def test_weights_that_change_between_updates_are_noticed(served: Served, begin, trainers: Trainers) -> None:
-    """Also without weights.audit=strict. This is the last test of an engine, because it leaves the engine paused."""
+def test_weights_that_change_between_updates_are_noticed(
+    served: Served, begin, trainers: Trainers
+) -> None:
+    """Also without weights.audit=strict.
+
+    This is the last test of an engine, because it leaves the engine paused.
+    """
     with begin("TP1", 2) as (channel,):
         channel.take()
         served.generator.live[0]["model.layers.1.self_attn.o_proj.weight"][0, 0] += 1
-        with pytest.raises(AuditError, match="model.layers.1.self_attn.o_proj.weight on generator rank 0"):
+        with pytest.raises(
+            AuditError, match="model.layers.1.self_attn.o_proj.weight on generator rank 0"
+        ):
             channel.take()
     trainers.restart()  # they wait for an answer
 
 
 @pytest.mark.parametrize("experts", ["own", "shared"])
-def test_adapters_of_experts_are_merged_on_cpus(experts: str, trainers: Trainers, key_file: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_adapters_of_experts_are_merged_on_cpus(
+    experts: str, trainers: Trainers, key_file: Path, tmp_path: Path
+) -> None:
     family, tp, ep, _ = ENGINES[EXPERTS]
-    checkpoint = make_checkpoint(tmp_path / "model", 1, torch.float32, False, family, num_hidden_layers=LAYERS)
+    checkpoint = make_checkpoint(
+        tmp_path / "model", 1, torch.float32, False, family, num_hidden_layers=LAYERS
+    )
     with open_generator(checkpoint, "float32", tp, ep, tmp_path) as generator:
-        served = Served(EXPERTS, checkpoint, LoraConfig(rank=4, alpha=8.0, experts=experts), generator)
+        served = Served(
+            EXPERTS, checkpoint, LoraConfig(rank=4, alpha=8.0, experts=experts), generator
+        )
         with channels(served, trainers, key_file, tmp_path, "EP2", 2, exports=[0, 1]) as (channel,):
             for version in range(2):
                 channel.take()

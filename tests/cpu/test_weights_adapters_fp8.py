@@ -1,4 +1,6 @@
-"""lora.sync=adapter with frozen weights in fp8: codes and scales stay, and an engine scores like the dequantised weights with adapters."""
+"""lora.sync=adapter with frozen weights in fp8: codes and scales stay, and an engine scores like
+the dequantised weights with adapters.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,15 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 def with_adapters(dequantised: Path, adapter: Path, scale: float, folder: Path) -> Path:
     """Writes a checkpoint of W + scale * B A."""
     shutil.copytree(dequantised, folder)
-    weights, factors = load_file(dequantised / "model.safetensors"), load_file(adapter / TENSORS_FILE)
+    weights = load_file(dequantised / "model.safetensors")
+    factors = load_file(adapter / TENSORS_FILE)
     weights = {name: values.float() for name, values in weights.items()}
     for name, a in factors.items():
         if name.endswith(".lora_A.weight"):
             merged = name.removeprefix("base_model.model.").replace(".lora_A", "")
-            weights[merged] += scale * factors[name.replace(".lora_A", ".lora_B")].float() @ a.float()
+            weights[merged] += (
+                scale * factors[name.replace(".lora_A", ".lora_B")].float() @ a.float()
+            )
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -41,22 +46,41 @@ class ServedInFp8(Served):
     dequantised: Path  # the frozen weights' values in the engine, in bf16
 
     def check_scores(self, folder: Path, version: int) -> None:
-        adapter, scale = folder / f"adapter{version}", self.lora.alpha / self.lora.rank
+        adapter = folder / f"adapter{version}"
+        scale = self.lora.alpha / self.lora.rank
         merged = with_adapters(self.dequantised, adapter, scale, folder / f"merged{version}")
         found = self.generator.score(SEQUENCES)
         assert hf_difference(SEQUENCES, found, merged) < hf_rounding(SEQUENCES, merged, "bfloat16")
-        assert version == 0 or hf_difference(SEQUENCES, found, self.dequantised) > hf_rounding(SEQUENCES, merged, "bfloat16")
+        assert version == 0 or hf_difference(SEQUENCES, found, self.dequantised) > hf_rounding(
+            SEQUENCES, merged, "bfloat16"
+        )
 
 
 @pytest.mark.parametrize("quantization", ["fp8_block", "fp8_channel", "fp8_tensor"])
-def test_adapters_beside_weights_in_fp8(quantization: str, trainers: Trainers, key_file: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_adapters_beside_weights_in_fp8(
+    quantization: str, trainers: Trainers, key_file: Path, tmp_path: Path
+) -> None:
     config = LoraConfig(rank=4, alpha=8.0, targets=["all"])
-    checkpoint = make_checkpoint(tmp_path / "model", 1, torch.float32, False, "llama", num_hidden_layers=LAYERS, **SHAPE)
+    checkpoint = make_checkpoint(
+        tmp_path / "model", 1, torch.float32, False, "llama", num_hidden_layers=LAYERS, **SHAPE
+    )
     shutil.copytree(checkpoint, tmp_path / "config", ignore=shutil.ignore_patterns("*.safetensors"))
-    dequantised = Quantised.load(checkpoint, quantization).save_dequantised(checkpoint, tmp_path / "dequantised")
+    dequantised = Quantised.load(checkpoint, quantization).save_dequantised(
+        checkpoint, tmp_path / "dequantised"
+    )
     how = dict(adapter=empty_on(checkpoint, config, tmp_path), **server_arguments(quantization))
     with open_generator(tmp_path / "config", "bfloat16", 2, 1, tmp_path, **how) as generator:
         generator.map_memory(key_file)
         served = ServedInFp8("llama-TP2", checkpoint, config, generator, dequantised)
-        with channels(served, trainers, key_file, tmp_path, "TP2", EACH, TRANSPORTS, exports=EXPORTS, quantization=quantization) as ways:
+        with channels(
+            served,
+            trainers,
+            key_file,
+            tmp_path,
+            "TP2",
+            EACH,
+            TRANSPORTS,
+            exports=EXPORTS,
+            quantization=quantization,
+        ) as ways:
             check_ways(ways, served, tmp_path)

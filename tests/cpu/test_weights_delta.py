@@ -1,6 +1,8 @@
-"""Deltas over many optimizer steps, by all transports at once: the engines' memory equals a full update bit for bit.
+"""Deltas over many optimizer steps, by all transports at once: the engines' memory equals a full
+update bit for bit.
 
-Trainer ranks and engine workers are bare processes with the real transports and commands (delta_processes.py).
+Trainer ranks and engine workers are bare processes with the real transports and commands
+(delta_processes.py).
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
 from megarl.weight_sync.updates import DeltaUpdate, WeightUpdate
 from megarl.weight_sync.writing import Sent, shares_of
 
-LR = {"float32": 5e-11, "bfloat16": 1e-6, "fp8_block": 1e-6, "fp8_channel-experts": 1e-6}  # in float32, small enough that some bits stay
+# in float32, small enough that some bits stay
+LR = {"float32": 5e-11, "bfloat16": 1e-6, "fp8_block": 1e-6, "fp8_channel-experts": 1e-6}
 CHECKED_EVERY = 20  # steps; hashes are compared after each
 
 
@@ -43,15 +46,24 @@ class DeltaRun(Run):
             self.do(session.spread())
         if self.opened.relays:
             self.do(session.pass_on(self.opened.relays))
-        whole = [shares_of([Sent(0, part) for part in (parts if full else [parts])]) for parts in shares]
-        self.do(session.audit([packed_shares(each) for each in whole], self.opened.tensors, self.opened.relays))
+        whole = [
+            shares_of([Sent(0, part) for part in (parts if full else [parts])]) for parts in shares
+        ]
+        self.do(
+            session.audit(
+                [packed_shares(each) for each in whole], self.opened.tensors, self.opened.relays
+            )
+        )
 
     def memory(self) -> list[dict[str, np.ndarray]]:
         return [process.call("memory") for process in self.engines]
 
 
-NEAR, FAR, POOR = host("a", MOONCAKE if mooncake.imports() else GLOO), host("b", MOONCAKE), host("c", GLOO)
-ALL_WAYS = [NEAR, FAR, POOR]  # one engine on the trainer's host, one behind Mooncake, and one behind gloo
+NEAR = host("a", MOONCAKE if mooncake.imports() else GLOO)
+FAR = host("b", MOONCAKE)
+POOR = host("c", GLOO)
+# one engine on the trainer's host, one behind Mooncake, and one behind gloo
+ALL_WAYS = [NEAR, FAR, POOR]
 
 
 @contextlib.contextmanager
@@ -59,12 +71,15 @@ def run(case: str, folder: Any, engines: list[Host] = ALL_WAYS) -> Iterator[Delt
     processes: tuple[list[RemoteObject], list[RemoteObject]] = [], []
     with contextlib.ExitStack() as stack:
         for kind, count, found, arguments in (
-            (DeltaTrainer, TRAINERS, processes[0], (case, LR[case])), (EngineWorker, ENGINES, processes[1], (case,))
+            (DeltaTrainer, TRAINERS, processes[0], (case, LR[case])),
+            (EngineWorker, ENGINES, processes[1], (case,))
         ):  # fmt: skip
             for rank in range(count):
                 found.append(RemoteObject(kind, rank, *arguments))
                 stack.callback(found[-1].kill)
-        run = DeltaRun(processes, folder, WeightsConfig(delta="auto"), [NEAR] * TRAINERS, engines, map_of(case))
+        run = DeltaRun(
+            processes, folder, WeightsConfig(delta="auto"), [NEAR] * TRAINERS, engines, map_of(case)
+        )
         stack.callback(run.hub.close)
         run.open()
         yield run
@@ -78,7 +93,9 @@ def run(case: str, folder: Any, engines: list[Host] = ALL_WAYS) -> Iterator[Delt
 )
 def test_the_engines_hold_what_a_full_update_writes(case, steps, tmp_path):
     with run(case, tmp_path) as far:
-        assert far.opened.kinds == {SHARED_MEMORY, GLOO} | ({MOONCAKE} if mooncake.imports() else set())
+        assert far.opened.kinds == {SHARED_MEMORY, GLOO} | (
+            {MOONCAKE} if mooncake.imports() else set()
+        )
         changed = []
         far.update(0, full=True, keeps=True)
         for version in range(1, steps + 1):
@@ -93,8 +110,15 @@ def test_the_engines_hold_what_a_full_update_writes(case, steps, tmp_path):
                     process.call("scramble")
                 far.update(version, full=True)
                 for one, other in zip(by_delta, far.memory(), strict=True):
-                    assert one.keys() == other.keys() and [name for name in one if not np.array_equal(one[name], other[name])] == []
-        print(f"{case}, lr {LR[case]:g}: {steps} steps, changed bytes {min(changed):.3%} to {max(changed):.3%}")
+                    assert (
+                        one.keys() == other.keys()
+                        and [name for name in one if not np.array_equal(one[name], other[name])]
+                        == []
+                    )
+        print(
+            f"{case}, lr {LR[case]:g}: {steps} steps, changed bytes {min(changed):.3%} to "
+            f"{max(changed):.3%}"
+        )
         assert 0 < max(changed) < 0.5
 
 

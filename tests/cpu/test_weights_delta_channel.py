@@ -1,8 +1,10 @@
-"""Deltas through the whole weights channel into a live engine, with the default strict audit. Tests check when changes are sent and when
-everything is, and that a delta which breaks off is detected.
+"""Deltas through the whole weights channel into a live engine, with the default strict audit.
 
-There is one engine at TP2. Trainer ranks are the real sending ends with held weights, as in test_weights_faults.py, which shares the
-fixtures.
+Tests check when changes are sent and when everything is, and that a delta which breaks off is
+detected.
+
+There is one engine at TP2. Trainer ranks are the real sending ends with held weights, as in
+test_weights_faults.py, which shares the fixtures.
 """
 
 from __future__ import annotations
@@ -37,9 +39,10 @@ SHARE = 0.02  # this share of the elements changes between versions (weights_wor
 
 
 @pytest.fixture
-def granted(hub, monkeypatch) -> list[str]:  # noqa: F811
+def granted(hub, monkeypatch) -> list[str]:
     """What trainer rank 0 may send: "d" changes, "F" everything."""
-    found, send = [], hub._send
+    found = []
+    send = hub._send
 
     def note(peer: str, body: bytes) -> None:
         message = decode(body)
@@ -52,11 +55,13 @@ def granted(hub, monkeypatch) -> list[str]:  # noqa: F811
 
 
 @pytest.fixture(autouse=True)
-def forgotten(site: Site) -> None:  # noqa: F811
-    """Makes the engine's workers forget what the previous test left, since `site` has overwritten it."""
+def forgotten(site: Site) -> None:
+    """Makes the engine's workers forget what the previous test left, since `site` has overwritten
+    it.
+    """
 
     async def forget() -> None:
-        with contextlib.closing(Hub("generator.0", site.key)) as hub:  # noqa: F811
+        with contextlib.closing(Hub("generator.0", site.key)) as hub:
             workers = Workers([site.generator.client], [site.generator.engine.tp], hub, DEADLINE_S)
             await site.generator.client.begin_update(DEADLINE_S)
             await connect(workers, str(site.key_file))
@@ -66,15 +71,19 @@ def forgotten(site: Site) -> None:  # noqa: F811
     site.generator.run(forget())
 
 
-def begin(site: Site, hub, kind: str, versions: int, **changes: Any):  # noqa: F811
-    job = site.job(hub, kind, versions=tuple(range(versions)), audit="strict", changing=SHARE, **changes)
+def begin(site: Site, hub, kind: str, versions: int, **changes: Any):
+    job = site.job(
+        hub, kind, versions=tuple(range(versions)), audit="strict", changing=SHARE, **changes
+    )
     go = Event()
     go.set()
-    return receiver(job.plan(kind), hub, job.key_file), [as_thread(rank, job, go) for rank in range(2)]
+    return receiver(job.plan(kind), hub, job.key_file), [
+        as_thread(rank, job, go) for rank in range(2)
+    ]
 
 
 @pytest.mark.parametrize("kind", REST_IN_LONG)
-def test_the_memory_is_that_of_full_updates(site, hub, granted, kind):  # noqa: F811
+def test_the_memory_is_that_of_full_updates(site, hub, granted, kind):
     ends, ranks = begin(site, hub, kind, 5)
     with threads(*ranks, hub=hub):
         for _ in range(5):
@@ -87,7 +96,8 @@ def test_the_memory_is_that_of_full_updates(site, hub, granted, kind):  # noqa: 
     site.generator.scramble()
     with contextlib.closing(Hub("generator.0", site.key)) as other:
         last = site.job(other, SHARED_MEMORY, versions=(0, 4), changing=SHARE, delta="off")
-        full, go = receiver(last.plan(), other, last.key_file), Event()
+        full = receiver(last.plan(), other, last.key_file)
+        go = Event()
         site.generator.set_version(-1)
         go.set()
         with threads(*(as_thread(rank, last, go) for rank in range(2)), hub=other):
@@ -97,8 +107,9 @@ def test_the_memory_is_that_of_full_updates(site, hub, granted, kind):  # noqa: 
     assert unequal(by_delta, site.generator.memory()) == []
 
 
-def test_an_engine_that_comes_back_gets_everything_and_then_changes(site, hub, granted):  # noqa: F811
-    generator, client = site.generator, site.generator.client
+def test_an_engine_that_comes_back_gets_everything_and_then_changes(site, hub, granted):
+    generator = site.generator
+    client = site.generator.client
     generator.fleet = Fleet([client], elastic=True)
     ends, ranks = begin(site, hub, SHARED_MEMORY, 5)
     with threads(*ranks, hub=hub):
@@ -112,14 +123,17 @@ def test_an_engine_that_comes_back_gets_everything_and_then_changes(site, hub, g
 
 
 @pytest.mark.parametrize("kind", REST_IN_LONG)
-def test_a_flipped_bit_of_what_has_changed(site, hub, granted, kind, monkeypatch):  # noqa: F811
+def test_a_flipped_bit_of_what_has_changed(site, hub, granted, kind, monkeypatch):
     ends, ranks = begin(site, hub, HOOKED[kind], 2)
     with threads(*ranks, hub=hub):
         site.generator.take(ends)
         monkeypatch.setattr(faulty_transports, "before_write", faulty_transports.flip_one_bit)
         with (
             unusable_after(site),
-            pytest.raises(AuditError, match=re.escape(faulty_transports.FLIPPED) + " on generator rank 1 is not what"),
+            pytest.raises(
+                AuditError,
+                match=re.escape(faulty_transports.FLIPPED) + " on generator rank 1 is not what",
+            ),
         ):
             site.generator.take(ends)
     assert granted == ["F", "d"]
@@ -127,15 +141,20 @@ def test_a_flipped_bit_of_what_has_changed(site, hub, granted, kind, monkeypatch
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_trainer_rank_dies_in_the_middle_of_a_delta(site, hub, granted, kind):  # noqa: F811
+def test_a_trainer_rank_dies_in_the_middle_of_a_delta(site, hub, granted, kind):
     """A half-written engine does not generate: it stays paused, and requests are refused."""
     settings = dict(versions=(0, 1), audit="strict", changing=SHARE, weights_s=WRITE_S)
     job = site.job(hub, HOOKED[kind], **settings)
-    ends, go = receiver(job.plan(job.syncs[0].transport), hub, job.key_file), Event()
+    ends = receiver(job.plan(job.syncs[0].transport), hub, job.key_file)
+    go = Event()
     go.set()
     dying = as_process(1, job, "die_in_a_delta")
     assert hub.wait(DEADLINE_S)
-    expected = r"weights from trainer rank 1" if kind == GLOO else "waited 8 s for trainer.1 to write weights version 1"
+    expected = (
+        r"weights from trainer rank 1"
+        if kind == GLOO
+        else "waited 8 s for trainer.1 to write weights version 1"
+    )
     with threads(as_thread(0, job, go), hub=hub):
         site.generator.take(ends)
         with unusable_after(site), pytest.raises((RuntimeError, TimeoutError), match=expected):
@@ -143,7 +162,7 @@ def test_a_trainer_rank_dies_in_the_middle_of_a_delta(site, hub, granted, kind):
     assert dying.wait(10) == -signal.SIGKILL and granted == ["F", "d"]
 
 
-def test_an_engine_worker_dies_in_the_middle_of_a_delta(site, hub, granted, monkeypatch):  # noqa: F811
+def test_an_engine_worker_dies_in_the_middle_of_a_delta(site, hub, granted, monkeypatch):
     processes = site.generator.engine.processes()
     ends, ranks = begin(site, hub, HOOKED[SHARED_MEMORY], 2, weights_s=30.0)
 

@@ -1,11 +1,12 @@
 """Megatron to SGLang in fp8, for every way in which trainers cut tensors.
 
-After an optimizer step, codes and scales of every live parameter equal a reference bit for bit: the exported HF checkpoint, quantised
-tensor by tensor by independent code (fp8_reference.py).
+After an optimizer step, codes and scales of every live parameter equal a reference bit for bit: the
+exported HF checkpoint, quantised tensor by tensor by independent code (fp8_reference.py).
 
-Trainer ranks, engines and weights channels are real; the engines start in the format without weights. Noise fills the memory before each
-update. Log-probs are compared bit for bit with those of an engine that loaded the reference's checkpoint with SGLang's own loader, and with
-HF on the dequantised weights.
+Trainer ranks, engines and weights channels are real; the engines start in the format without
+weights. Noise fills the memory before each update. Log-probs are compared bit for bit with those of
+an engine that loaded the reference's checkpoint with SGLang's own loader, and with HF on the
+dequantised weights.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ import pytest
 import torch
 from fp8_reference import Quantised
 from sglang_engine import free_port, hf_difference, hf_rounding, make_checkpoint
-from weights_rig import SEQUENCES, Generator, OneAtATime, Parameters, open_generator, receiver, unequal
+from weights_rig import (
+    SEQUENCES,
+    Generator,
+    OneAtATime,
+    Parameters,
+    open_generator,
+    receiver,
+    unequal,
+)
 from weights_worker import DEADLINE_S, Job, Sync
 
 from megarl.base.geometry import GeneratorTopology
@@ -41,19 +50,28 @@ try:
 except ConfigError:  # test_transports_mooncake.py is skipped with the reason
     TRANSPORTS = (SHARED_MEMORY, GLOO)
 
-SHAPE = {"hidden_size": 192, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+SHAPE = {
+    "hidden_size": 192,
+    "intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
 OF_FAMILY = {
-    "qwen2": {"hidden_size": 512},  # its head width is hidden_size / num_attention_heads, not head_dim
+    # its head width is hidden_size / num_attention_heads, not head_dim
+    "qwen2": {"hidden_size": 512},
     "qwen3_moe": {"moe_intermediate_size": 256},
     "mixtral": {"hidden_size": 512},
     "glm4_moe": {"moe_intermediate_size": 256},
     "qwen3_next": {  # the queries of a head and its keys share blocks
-        "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+        "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256,
+            "linear_num_key_heads": 4, "linear_num_value_heads": 8,
         "linear_key_head_dim": 64, "linear_value_head_dim": 64,
     },
     "deepseek_v3": {
         "num_attention_heads": 4, "head_dim": 64, "q_lora_rank": 128, "kv_lora_rank": 128,
-        "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "moe_intermediate_size": 256,
+        "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
+        "moe_intermediate_size": 256,
     },
 }  # fmt: skip
 OF_FAMILY["qwen3_5_moe"] = OF_FAMILY["qwen3_next"]
@@ -81,7 +99,9 @@ class Setting:
 
     def __str__(self) -> str:
         sizes = {"TP": self.tp, "EP": self.ep, "DPA": self.dp_attention}
-        return f"{self.family}-{self.quantization}-" + "x".join(f"{name}{size}" for name, size in sizes.items() if name == "TP" or size > 1)
+        return f"{self.family}-{self.quantization}-" + "x".join(
+            f"{name}{size}" for name, size in sizes.items() if name == "TP" or size > 1
+        )
 
     @property
     def layouts(self) -> list[str]:
@@ -93,7 +113,8 @@ class Setting:
         return {**sizes, "sequence_parallel": self.family in OF_EXPERTS and sizes.get("tp", 1) > 1}
 
 
-# SGLang's Llama loader looks for `weight_scale_inv` under another name, and leaves the scales unchanged: only direct writes reach them.
+# SGLang's Llama loader looks for `weight_scale_inv` under another name, and leaves the scales
+# unchanged: only direct writes reach them.
 NOT_LOADED = {("llama", "fp8_block")}
 SAMPLE = {
     Setting("llama", "fp8_block", 1): ("TP4", "DP2-zero1"),
@@ -110,7 +131,8 @@ SETTINGS = [
     Setting("llama", "fp8_tensor", 2),
     Setting("qwen3_moe", "fp8_tensor", 2, 2),
     Setting("mixtral", "fp8_block", 2),
-    Setting("glm4_moe", "fp8_block", 2, 2, "bfloat16"),  # its router is float32 in engines, not rounded to bf16 like others
+    # its router is float32 in engines, not rounded to bf16 like others
+    Setting("glm4_moe", "fp8_block", 2, 2, "bfloat16"),
     Setting("qwen3_next", "fp8_block", 2, 2, "bfloat16"),  # its decays are float32 too
     Setting("qwen3_5_moe", "fp8_block", 2, 2, "bfloat16"),
     Setting("deepseek_v3", "fp8_block", 2, 2),
@@ -135,7 +157,8 @@ def key_file(tmp_path_factory) -> Path:
     return path
 
 
-Result = tuple[Parameters, list[list[float]]]  # the engine's parameters, and the log-probs of SEQUENCES
+# the engine's parameters, and the log-probs of SEQUENCES
+Result = tuple[Parameters, list[list[float]]]
 
 
 @dataclass
@@ -148,11 +171,18 @@ class Synced:
 def open_synced(setting: Setting, folder: Path, key_file: Path) -> Iterator[Synced]:
     folder = folder / str(setting)
     shape = SHAPE | OF_FAMILY.get(setting.family, {})
-    checkpoint = make_checkpoint(folder / "model", 1, getattr(torch, setting.dtype), False, setting.family, **shape)
+    checkpoint = make_checkpoint(
+        folder / "model", 1, getattr(torch, setting.dtype), False, setting.family, **shape
+    )
     # The engine gets a folder without weights.
     shutil.copytree(checkpoint, folder / "config", ignore=shutil.ignore_patterns("*.safetensors"))
-    how = dict(dp_attention=setting.dp_attention, **server_arguments(setting.quantization, load_spec(checkpoint).vision_tower))
-    with open_generator(folder / "config", "bfloat16", setting.tp, setting.ep, folder, **how) as generator:
+    how = dict(
+        dp_attention=setting.dp_attention,
+        **server_arguments(setting.quantization, load_spec(checkpoint).vision_tower),
+    )
+    with open_generator(
+        folder / "config", "bfloat16", setting.tp, setting.ep, folder, **how
+    ) as generator:
         generator.map_memory(key_file)
         yield Synced(checkpoint, generator)
 
@@ -161,7 +191,9 @@ def open_synced(setting: Setting, folder: Path, key_file: Path) -> Iterator[Sync
 def engines(trainers, key_file, tmp_path_factory) -> Iterator[OneAtATime[Setting, Synced]]:
     """Started after `trainers`, so that all start together."""
     folder = tmp_path_factory.mktemp("engines")
-    with contextlib.closing(OneAtATime(lambda setting: open_synced(setting, folder, key_file))) as engines:
+    with contextlib.closing(
+        OneAtATime(lambda setting: open_synced(setting, folder, key_file))
+    ) as engines:
         yield engines
 
 
@@ -169,14 +201,31 @@ def test_an_engine_that_quantises_another_set_is_refused_by_name(engines, key_fi
     """Here one list is shorter."""
     synced = engines.of(SETTINGS[0])
     listed = llama.quantised_parameters
-    monkeypatch.setattr(llama, "quantised_parameters", lambda spec: [name for name in listed(spec) if "down_proj" not in name])
-    layout = generator_layout(load_spec(synced.checkpoint), GeneratorTopology(), "bfloat16", "cpu", SETTINGS[0].quantization)
+    monkeypatch.setattr(
+        llama,
+        "quantised_parameters",
+        lambda spec: [name for name in listed(spec) if "down_proj" not in name],
+    )
+    layout = generator_layout(
+        load_spec(synced.checkpoint),
+        GeneratorTopology(),
+        "bfloat16",
+        "cpu",
+        SETTINGS[0].quantization,
+    )
     with pytest.raises(LayoutError) as error:
         synced.generator.run(settle(synced.generator, key_file, layout))
-    live, planned = (f"((192, 256), (256, 1), '{dtype}')" for dtype in ("float8_e4m3fn", "bfloat16"))
+    live, planned = (
+        f"((192, 256), (256, 1), '{dtype}')" for dtype in ("float8_e4m3fn", "bfloat16")
+    )
     name = "model.layers.0.mlp.down_proj.weight"
-    assert f"generator rank 0, {name}: shape, strides, dtype {live}, in the layout {planned}" in str(error.value)
-    assert f"generator rank 0 has {name}_scale_inv, which the layout does not know" in str(error.value)
+    assert (
+        f"generator rank 0, {name}: shape, strides, dtype {live}, in the layout {planned}"
+        in str(error.value)
+    )
+    assert f"generator rank 0 has {name}_scale_inv, which the layout does not know" in str(
+        error.value
+    )
 
 
 async def settle(generator: Generator, key_file: Path, layout: Layout) -> None:
@@ -198,7 +247,10 @@ def test_engine_holds_the_export_as_the_reference_quantises_it(
     record_property("matrix", (str(setting), layout, TRANSPORTS))
     synced = engines.of(setting)
     with contextlib.ExitStack() as stack:
-        hubs = [stack.enter_context(contextlib.closing(Hub("generator.0", RunKey.load(key_file)))) for _ in kinds]
+        hubs = [
+            stack.enter_context(contextlib.closing(Hub("generator.0", RunKey.load(key_file))))
+            for _ in kinds
+        ]
         job = Job(
             model=str(synced.checkpoint),
             dtype=setting.dtype,
@@ -218,15 +270,23 @@ def test_engine_holds_the_export_as_the_reference_quantises_it(
 
     for folder, updated in ((synced.checkpoint, results[:1]), (job.export, results[1:])):
         reference = Quantised.load(folder, setting.quantization)
-        expected = reference.in_engine(load_spec(folder), setting.tp, setting.ep, setting.dp_attention)
+        expected = reference.in_engine(
+            load_spec(folder), setting.tp, setting.ep, setting.dp_attention
+        )
         for parameters, logprobs in updated:
             assert unequal(parameters, expected) == []
             assert logprobs == updated[0][1]
     dequantised = reference.save_dequantised(job.export, tmp_path / "dequantised")
     rounding = hf_rounding(SEQUENCES, dequantised, "bfloat16")
-    assert hf_difference(SEQUENCES, logprobs, dequantised) < rounding < hf_difference(SEQUENCES, logprobs, synced.checkpoint)
+    assert (
+        hf_difference(SEQUENCES, logprobs, dequantised)
+        < rounding
+        < hf_difference(SEQUENCES, logprobs, synced.checkpoint)
+    )
     if layout == setting.layouts[-1] and (setting.family, setting.quantization) not in NOT_LOADED:
-        compare_with_fresh_engine(setting, reference.save(job.export, tmp_path / "fp8"), key_file, tmp_path, results[-1])
+        compare_with_fresh_engine(
+            setting, reference.save(job.export, tmp_path / "fp8"), key_file, tmp_path, results[-1]
+        )
 
 
 def receive(generator: Generator, job: Job, sync: Sync, hub: Hub) -> Result:
@@ -237,9 +297,13 @@ def receive(generator: Generator, job: Job, sync: Sync, hub: Hub) -> Result:
     return generator.memory(), generator.score(SEQUENCES)
 
 
-def compare_with_fresh_engine(setting: Setting, checkpoint: Path, key_file: Path, folder: Path, result: Result) -> None:
+def compare_with_fresh_engine(
+    setting: Setting, checkpoint: Path, key_file: Path, folder: Path, result: Result
+) -> None:
     """Compares with an engine that SGLang's own loader has filled."""
-    with open_generator(checkpoint, "bfloat16", setting.tp, setting.ep, folder, dp_attention=setting.dp_attention) as fresh:
+    with open_generator(
+        checkpoint, "bfloat16", setting.tp, setting.ep, folder, dp_attention=setting.dp_attention
+    ) as fresh:
         logprobs = fresh.score(SEQUENCES)
         fresh.map_memory(key_file)
         assert unequal(fresh.memory(), result[0]) == []

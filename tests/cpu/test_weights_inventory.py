@@ -1,4 +1,6 @@
-"""The inventory of an engine's memory at the start of a run: every tensor is written, made again, constant, or listed as none of these."""
+"""The inventory of an engine's memory at the start of a run: every tensor is written, made again,
+constant, or listed as none of these.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,15 @@ from megarl.weight_sync.audit import AuditError
 from megarl.weight_sync.workers import Workers, connect, watch
 
 DOWN = "model.layers.0.mlp.down_proj"
-SHARED = "model.layers.0.mlp.activation_quant.quant_method"  # of DOWN; SGLang 0.5.23 also gives it to the module before DOWN
+# of DOWN; SGLang 0.5.23 also gives it to the module before DOWN
+SHARED = "model.layers.0.mlp.activation_quant.quant_method"
 UNPROVEN = [f"{DOWN}.packed", f"{SHARED}.scales['orders'][0]", f"{DOWN}.repacked"]
 CASES = [
     ("deepseek_v3", "fp8_block"),
-    *(pytest.param(*case, marks=pytest.mark.long) for case in (("qwen3_moe", "fp8_tensor"), ("qwen2", None))),
+    *(
+        pytest.param(*case, marks=pytest.mark.long)
+        for case in (("qwen3_moe", "fp8_tensor"), ("qwen2", None))
+    ),
 ]
 ELSEWHERE = ["outside the model, 0", "outside the model, 1"]
 
@@ -37,7 +43,9 @@ def key_file(tmp_path) -> Path:
     return tmp_path / "key"
 
 
-def in_session(generator: Generator, key_file: Path, body: Callable[[Workers], Coroutine[Any, Any, None]]) -> None:
+def in_session(
+    generator: Generator, key_file: Path, body: Callable[[Workers], Coroutine[Any, Any, None]]
+) -> None:
     async def run() -> None:
         with contextlib.closing(Hub("generator.0", RunKey.load(key_file))) as hub:
             workers = Workers([generator.client], [generator.engine.tp], hub, DEADLINE_S)
@@ -62,16 +70,23 @@ def test_planted_tensors_are_refused_by_name_or_named(tmp_path, key_file, capsys
     async def strict(workers: Workers) -> None:
         with pytest.raises(AuditError) as refusal:
             await watch(workers, strict=True)
-        told = [line.partition(" [64, 192] float32 (")[0] for line in str(refusal.value).splitlines()[1:-1]]
+        told = [
+            line.partition(" [64, 192] float32 (")[0]
+            for line in str(refusal.value).splitlines()[1:-1]
+        ]
         assert sorted(told) == sorted(UNPROVEN + ELSEWHERE)
 
     async def named(workers: Workers) -> None:
         await watch(workers, strict=False, file=file)
 
-    with open_generator(checkpoint, "float32", 1, 1, tmp_path / "engine", entry=planted_engine.MAIN) as generator:
+    with open_generator(
+        checkpoint, "float32", 1, 1, tmp_path / "engine", entry=planted_engine.MAIN
+    ) as generator:
         in_session(generator, key_file, strict)
         in_session(generator, key_file, named)
-    assert "3 unproven (147456 bytes), 2 unproven outside (98304 bytes)" in (printed := capsys.readouterr().out)
+    assert "3 unproven (147456 bytes), 2 unproven outside (98304 bytes)" in (
+        printed := capsys.readouterr().out
+    )
     assert all(name in printed for name in UNPROVEN + ELSEWHERE)
     kinds = {entry["name"]: entry["kind"] for entry in listed(file)}
     assert {name for name, kind in kinds.items() if kind == "unproven"} == set(UNPROVEN)
@@ -83,17 +98,31 @@ def test_planted_tensors_are_refused_by_name_or_named(tmp_path, key_file, capsys
 @pytest.mark.parametrize("family, quantization", CASES)
 def test_an_engine_without_them_has_nothing_unproven(family, quantization, tmp_path, key_file):
     """Latent attention makes w_kc and w_vc again from kv_b_proj."""
-    checkpoint = make_checkpoint(tmp_path / "model", 1, torch.float32, False, family, **SHAPE | OF_FAMILY.get(family, {}))
+    checkpoint = make_checkpoint(
+        tmp_path / "model", 1, torch.float32, False, family, **SHAPE | OF_FAMILY.get(family, {})
+    )
     file = tmp_path / "memory.jsonl"
 
     async def strict(workers: Workers) -> None:
         await watch(workers, strict=True, file=file)
 
-    with open_generator(checkpoint, "bfloat16", 1, 1, tmp_path / "engine", **server_arguments(quantization)) as generator:
+    with open_generator(
+        checkpoint, "bfloat16", 1, 1, tmp_path / "engine", **server_arguments(quantization)
+    ) as generator:
         in_session(generator, key_file, strict)
     found = list(listed(file))
     kinds = {entry["name"]: entry["kind"] for entry in found}
-    assert {"written", "constant"} <= set(kinds.values()) and not any("unproven" in kind for kind in kinds.values())
+    assert {"written", "constant"} <= set(kinds.values()) and not any(
+        "unproven" in kind for kind in kinds.values()
+    )
     if family == "deepseek_v3":
-        assert all(kinds[f"model.layers.{i}.self_attn.{made}"] == "derived" for i in (0, 1) for made in ("w_kc", "w_vc"))
-    assert all(entry["ranks"] == [0] and entry["bytes"] > 0 for entry in found if entry["kind"] != "working")
+        assert all(
+            kinds[f"model.layers.{i}.self_attn.{made}"] == "derived"
+            for i in (0, 1)
+            for made in ("w_kc", "w_vc")
+        )
+    assert all(
+        entry["ranks"] == [0] and entry["bytes"] > 0
+        for entry in found
+        if entry["kind"] != "working"
+    )

@@ -1,14 +1,16 @@
 """Megatron to SGLang: every trainer layout to every engine by every transport.
 
-After an optimizer step, the trainer exports an HF checkpoint. Every live parameter must equal, bit for bit, what SGLang itself loads from
-this checkpoint, and the engine must compute the same log-probs.
+After an optimizer step, the trainer exports an HF checkpoint. Every live parameter must equal, bit
+for bit, what SGLang itself loads from this checkpoint, and the engine must compute the same
+log-probs.
 
-Trainer ranks over gloo (weights_worker.py), engines and weights channels are real. Noise fills the engine's memory before each update and
-each load, so that a missing write shows.
+Trainer ranks over gloo (weights_worker.py), engines and weights channels are real. Noise fills the
+engine's memory before each update and each load, so that a missing write shows.
 
-Log-probs are of whole sequences, scored one by one, and compared bit for bit. There are three comparisons. Version 0, which only the
-trainer has written since the noise, is compared with the engine's start from the same checkpoint. Version 1 is compared with the engine
-after its own load of the export. With `make matrix`, it is also compared with another engine that starts from an export.
+Log-probs are of whole sequences, scored one by one, and compared bit for bit. There are three
+comparisons. Version 0, which only the trainer has written since the noise, is compared with the
+engine's start from the same checkpoint. Version 1 is compared with the engine after its own load of
+the export. With `make matrix`, it is also compared with another engine that starts from an export.
 """
 
 from __future__ import annotations
@@ -23,7 +25,17 @@ import pytest
 import torch
 from multi_token_checkpoint import NAMES, take_last_layer
 from sglang_engine import free_port, hf_difference, hf_rounding, make_checkpoint
-from weights_rig import SEQUENCES, Generator, OneAtATime, Parameters, Trainers, names, open_generator, receiver, unequal
+from weights_rig import (
+    SEQUENCES,
+    Generator,
+    OneAtATime,
+    Parameters,
+    Trainers,
+    names,
+    open_generator,
+    receiver,
+    unequal,
+)
 from weights_worker import Job, Sync
 
 from megarl.base.geometry import DP_ATTENTION_FAMILIES
@@ -41,9 +53,18 @@ try:
 except ConfigError:  # test_transports_mooncake.py is skipped with the reason
     TRANSPORTS = (SHARED_MEMORY, GLOO)
 
-OF_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe")
+OF_EXPERTS = (
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3_5_moe",
+)
 DENSE = ("gemma3", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_5")
-FAMILIES = {family: family in ("gemma3", "qwen2", "qwen3_5") for family in (*DENSE, *OF_EXPERTS)}  # → tied embeddings
+# → tied embeddings
+FAMILIES = {family: family in ("gemma3", "qwen2", "qwen3_5") for family in (*DENSE, *OF_EXPERTS)}
 DTYPES = ("float32", "bfloat16")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP1": {},
@@ -77,12 +98,19 @@ class Setting:
     @property
     def name(self) -> str:
         sizes = {"TP": self.tp, "EP": self.ep, "DPA": self.dp_attention}
-        return "x".join(f"{name}{size}" for name, size in sizes.items() if name == "TP" or size > 1) + "-drafting" * self.drafts
+        return (
+            "x".join(f"{name}{size}" for name, size in sizes.items() if name == "TP" or size > 1)
+            + "-drafting" * self.drafts
+        )
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Further arguments of SGLang."""
-        drafts = GeneratorConfig(speculative=SpeculativeConfig(**SPECULATIVE)) if self.drafts else GeneratorConfig()
+        drafts = (
+            GeneratorConfig(speculative=SpeculativeConfig(**SPECULATIVE))
+            if self.drafts
+            else GeneratorConfig()
+        )
         return arguments(RunConfig(generator=drafts))
 
     @property
@@ -93,7 +121,11 @@ class Setting:
         """The trainer's sizes. Experts with tensor parallelism need sequence parallelism."""
         sizes = LAYOUTS[layout]
         own = {"mtp": "train"} if self.drafts else {}
-        return {**sizes, **own, "sequence_parallel": self.family in OF_EXPERTS and sizes.get("tp", 1) > 1}
+        return {
+            **sizes,
+            **own,
+            "sequence_parallel": self.family in OF_EXPERTS and sizes.get("tp", 1) > 1,
+        }
 
 
 SETTINGS = [
@@ -103,11 +135,16 @@ SETTINGS = [
     for tp, ep in ((1, 1), (2, 1), (2, 2))
     if ep == 1 or family in OF_EXPERTS
 ]
-SETTINGS += [Setting(family, "float32", *sizes) for family in DP_ATTENTION_FAMILIES for sizes in ((2, 1, 2), (2, 2, 2))]
+SETTINGS += [
+    Setting(family, "float32", *sizes)
+    for family in DP_ATTENTION_FAMILIES
+    for sizes in ((2, 1, 2), (2, 2, 2))
+]
 SETTINGS += [Setting(family, "float32", 2, ep, drafts=True) for family in NAMES for ep in (1, 2)]
 SETTINGS += [Setting(family, "bfloat16", 1, drafts=True) for family in NAMES]
 SPECULATIVE = {"algorithm": "nextn", "steps": 2}
-SAMPLE = {  # tests that are not marked `long`: each kind of engine, and trainers that cut on different axes
+# tests that are not marked `long`: each kind of engine, and trainers that cut on different axes
+SAMPLE = {
     Setting("llama", "float32", 1): ("TP2xPP2",),
     Setting("qwen2", "bfloat16", 2): ("VPP2",),
     Setting("qwen3_moe", "float32", 2, 2): ("EP2", "TP2xEP2"),
@@ -145,21 +182,29 @@ class Synced:
     generator: Generator
     started_with: Parameters
     started_logprobs: list[list[float]]
-    last: tuple[Path, Parameters, list[list[float]]] | None = None  # the newest export, and the results of its update
+    # the newest export, and the results of its update
+    last: tuple[Path, Parameters, list[list[float]]] | None = None
 
 
 @contextlib.contextmanager
 def open_synced(setting: Setting, folder: Path, key_file: Path) -> Iterator[Synced]:
-    folder, dtype = folder / str(setting), getattr(torch, setting.dtype)
+    folder = folder / str(setting)
+    dtype = getattr(torch, setting.dtype)
     own = 1, dtype, FAMILIES[setting.family], setting.family
     if setting.drafts:
-        kinds = {"layer_types": ["linear_attention", "full_attention"] * 2 + ["full_attention"]} if setting.family == "qwen3_next" else {}
+        kinds = (
+            {"layer_types": ["linear_attention", "full_attention"] * 2 + ["full_attention"]}
+            if setting.family == "qwen3_next"
+            else {}
+        )
         make_checkpoint(folder / "whole", *own, num_hidden_layers=5, **kinds)
         checkpoint = take_last_layer(setting.family, folder)
     else:
         checkpoint = make_checkpoint(folder / "model", *own, num_hidden_layers=4)
     sizes = setting.dtype, setting.tp, setting.ep, folder
-    with open_generator(checkpoint, *sizes, dp_attention=setting.dp_attention, **setting.arguments) as generator:
+    with open_generator(
+        checkpoint, *sizes, dp_attention=setting.dp_attention, **setting.arguments
+    ) as generator:
         logprobs = generator.score(SEQUENCES)
         generator.map_memory(key_file)
         yield Synced(setting, checkpoint, generator, generator.memory(), logprobs)
@@ -169,12 +214,16 @@ def open_synced(setting: Setting, folder: Path, key_file: Path) -> Iterator[Sync
 def engines(trainers, key_file, tmp_path_factory) -> Iterator[OneAtATime[Setting, Synced]]:
     """Started after `trainers`, so that all start together."""
     folder = tmp_path_factory.mktemp("engines")
-    with contextlib.closing(OneAtATime(lambda setting: open_synced(setting, folder, key_file))) as engines:
+    with contextlib.closing(
+        OneAtATime(lambda setting: open_synced(setting, folder, key_file))
+    ) as engines:
         yield engines
 
 
 @pytest.mark.parametrize("setting, layout", CASES)
-def test_engine_is_as_if_it_had_loaded_the_export(setting, layout, engines, trainers, key_file, tmp_path, record_property):
+def test_engine_is_as_if_it_had_loaded_the_export(
+    setting, layout, engines, trainers, key_file, tmp_path, record_property
+):
     record_property("matrix", (str(setting), layout, () if layout == FRESH else TRANSPORTS))
     synced = engines.of(setting)
     if layout == FRESH:
@@ -183,12 +232,17 @@ def test_engine_is_as_if_it_had_loaded_the_export(setting, layout, engines, trai
         compare(synced, *updated(synced, layout, trainers, key_file, tmp_path))
 
 
-def updated(synced: Synced, layout: str, trainers: Trainers, key_file: Path, folder: Path) -> tuple[Job, list[Result]]:
+def updated(
+    synced: Synced, layout: str, trainers: Trainers, key_file: Path, folder: Path
+) -> tuple[Job, list[Result]]:
     """Version 0 by one transport; then an optimizer step; then version 1 by each transport in turn."""
     turn = synced.setting.layouts.index(layout)
     kinds = [(0, TRANSPORTS[turn % len(TRANSPORTS)]), *((1, kind) for kind in TRANSPORTS)]
     with contextlib.ExitStack() as stack:
-        hubs = [stack.enter_context(contextlib.closing(Hub("generator.0", RunKey.load(key_file)))) for _ in kinds]
+        hubs = [
+            stack.enter_context(contextlib.closing(Hub("generator.0", RunKey.load(key_file))))
+            for _ in kinds
+        ]
         job = Job(
             model=str(synced.checkpoint),
             dtype=synced.setting.dtype,
@@ -204,7 +258,9 @@ def updated(synced: Synced, layout: str, trainers: Trainers, key_file: Path, fol
         )
         stack.enter_context(trainers.kept())
         trainers.begin(job)
-        return job, [receive(synced.generator, job, sync, hub) for sync, hub in zip(job.syncs, hubs)]
+        return job, [
+            receive(synced.generator, job, sync, hub) for sync, hub in zip(job.syncs, hubs)
+        ]
 
 
 def receive(generator: Generator, job: Job, sync: Sync, hub: Hub) -> Result:
@@ -220,10 +276,16 @@ def compare(synced: Synced, job: Job, results: list[Result]) -> None:
     generator.scramble()
     noise = generator.memory()
     generator.load(job.export)
-    loaded, logprobs = generator.memory(), generator.score(SEQUENCES)
+    loaded = generator.memory()
+    logprobs = generator.score(SEQUENCES)
     assert unequal(noise, loaded) == names(loaded)
-    zeros = [(rank, name) for rank, name in names(loaded) if not loaded[rank][name].any()]  # only another rank has this bias (gpt-oss)
-    trained = [each for each in names(loaded) if not each[1].endswith("e_score_correction_bias") and each not in zeros]
+    # only another rank has this bias (gpt-oss)
+    zeros = [(rank, name) for rank, name in names(loaded) if not loaded[rank][name].any()]
+    trained = [
+        each
+        for each in names(loaded)
+        if not each[1].endswith("e_score_correction_bias") and each not in zeros
+    ]
     assert unequal(loaded, synced.started_with) == trained  # the step changed every parameter
 
     assert unequal(initial[0], synced.started_with) == []
@@ -232,7 +294,11 @@ def compare(synced: Synced, job: Job, results: list[Result]) -> None:
         assert unequal(parameters, loaded) == [], sync.transport
         assert scored == logprobs, sync.transport
     rounding = hf_rounding(SEQUENCES, job.export, job.dtype)
-    assert hf_difference(SEQUENCES, logprobs, job.export) < rounding < hf_difference(SEQUENCES, logprobs, synced.checkpoint)
+    assert (
+        hf_difference(SEQUENCES, logprobs, job.export)
+        < rounding
+        < hf_difference(SEQUENCES, logprobs, synced.checkpoint)
+    )
     synced.last = (job.export, *after[-1])
 
 
@@ -241,7 +307,9 @@ def compare_with_fresh(synced: Synced, key_file: Path, folder: Path) -> None:
     assert synced.last is not None, "no case before this one has passed"
     setting, (export, parameters, logprobs) = synced.setting, synced.last
     sizes = setting.dtype, setting.tp, setting.ep, folder
-    with open_generator(export, *sizes, dp_attention=setting.dp_attention, **setting.arguments) as fresh:
+    with open_generator(
+        export, *sizes, dp_attention=setting.dp_attention, **setting.arguments
+    ) as fresh:
         assert fresh.score(SEQUENCES) == logprobs
         fresh.map_memory(key_file)
         assert unequal(fresh.memory(), parameters) == []

@@ -1,7 +1,9 @@
-"""Between two updates, something else writes to a live engine's memory: the run ends, and the message names tensor and rank.
+"""Between two updates, something else writes to a live engine's memory: the run ends, and the
+message names tensor and rank.
 
-The tensors here are a scale, a router's bias, and a tensor that post-load work made from a parameter. The engine is in fp8, a mixture of
-experts with latent attention. test_weights_faults.py has parameters and rotary caches.
+The tensors here are a scale, a router's bias, and a tensor that post-load work made from a
+parameter. The engine is in fp8, a mixture of experts with latent attention. test_weights_faults.py
+has parameters and rotary caches.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from megarl.messaging.link import Hub, RunKey
 from megarl.messaging.messages import WeightsApplied, WeightsGrant
 from megarl.weight_sync.audit import AuditError
 
-FAMILY, QUANTIZATION = "deepseek_v3", "fp8_block"
+FAMILY = "deepseek_v3"
+QUANTIZATION = "fp8_block"
 CHANGES = {  # tensor, weights.audit
     "a scale": ("model.layers.1.self_attn.o_proj.weight_scale_inv", "strict"),
     "a router's bias": ("model.layers.1.mlp.gate.e_score_correction_bias", "strict"),
@@ -67,8 +70,10 @@ class Site:
                 end = receiver(job.plan("shared_memory"), hub, job.key_file)
                 self.generator.take(end)
             except AuditError:
-                for message in (WeightsGrant(99), WeightsApplied(99, True, 0.0, 0)):  # one of these messages ends the trainer's wait
-                    with contextlib.suppress(RuntimeError):  # the first message may already have ended it
+                # one of these messages ends the trainer's wait
+                for message in (WeightsGrant(99), WeightsApplied(99, True, 0.0, 0)):
+                    # the first message may already have ended it
+                    with contextlib.suppress(RuntimeError):
                         hub.send("trainer.0", message)
                 assert sent.exception(DEADLINE_S) is not None
                 raise
@@ -90,23 +95,38 @@ class Site:
 def site(tmp_path_factory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("memory")
     RunKey.generate().save(folder / "key")
-    checkpoint = make_checkpoint(folder / "model", 1, torch.float32, False, FAMILY, **SHAPE | OF_FAMILY[FAMILY])
+    checkpoint = make_checkpoint(
+        folder / "model", 1, torch.float32, False, FAMILY, **SHAPE | OF_FAMILY[FAMILY]
+    )
     shutil.copytree(checkpoint, folder / "config", ignore=shutil.ignore_patterns("*.safetensors"))
-    with open_generator(folder / "config", "bfloat16", 1, 1, folder, **server_arguments(QUANTIZATION)) as generator:
+    with open_generator(
+        folder / "config", "bfloat16", 1, 1, folder, **server_arguments(QUANTIZATION)
+    ) as generator:
         yield Site(folder, checkpoint, generator, folder / "key")
 
 
 def test_a_change_after_the_last_update_is_told_before_the_run_ends(site):
-    """No later update would detect it. First comes an end without a change, after which the engine serves."""
+    """No later update would detect it.
+
+    First comes an end without a change, after which the engine serves.
+    """
     generator = site.generator
     version = generator.version + 1
     site.update(version, "strict", after=lambda: None)
     generator.score([[1, 2, 3]])
-    for name, again in [(CHANGES["a scale"][0], True), (CHANGES["what post-load work made of a parameter"][0], False)]:
+    for name, again in [
+        (CHANGES["a scale"][0], True),
+        (CHANGES["what post-load work made of a parameter"][0], False),
+    ]:
         version += 1
         with pytest.raises(AuditError) as failure:
-            site.update(version, "strict", after=lambda name=name: poke(generator, site.folder, name))
-        told = f"{name} on generator rank 0 of engine {generator.client.url} has changed since the audit of version {version}"
+            site.update(
+                version, "strict", after=lambda name=name: poke(generator, site.folder, name)
+            )
+        told = (
+            f"{name} on generator rank 0 of engine {generator.client.url} has changed since "
+            f"the audit of version {version}"
+        )
         assert str(failure.value).splitlines()[1:] == [told]
         generator.run(site.reopen())  # this repeats the post-load work
         if again:
@@ -121,7 +141,10 @@ def test_a_change_is_told(site, name, audit):
     poke(generator, site.folder, name)
     with pytest.raises(AuditError) as failure:
         site.update(version + 1, audit)
-    told = f"{name} on generator rank 0 of engine {generator.client.url} has changed since the audit of version {version}"
+    told = (
+        f"{name} on generator rank 0 of engine {generator.client.url} has changed since the "
+        f"audit of version {version}"
+    )
     assert str(failure.value).splitlines()[1:] == [told]
     generator.run(site.reopen())
     poke(generator, site.folder, name)  # restores it

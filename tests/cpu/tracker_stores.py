@@ -1,4 +1,6 @@
-"""Reads a run's curves from each tracker's own local store, and the expected curves from metrics.jsonl."""
+"""Reads a run's curves from each tracker's own local store, and the expected curves from
+metrics.jsonl.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ Curves = dict[str, list[tuple[int, float]]]
 
 
 def curves_of(folder: Path, name: str = "tensorboard") -> Curves:
-    """The curves in metrics.jsonl, in the form expected from the tracker `name`. TensorBoard keeps float32."""
+    """The curves in metrics.jsonl, in the form expected from the tracker `name`.
+
+    TensorBoard keeps float32.
+    """
     kept = np.float32 if name == "tensorboard" else float
     found: Curves = {}
     for row in read_metrics(folder / METRICS_FILE):
@@ -31,7 +36,10 @@ def read_tensorboard(folder: Path, run: str) -> Curves:
     if not (folder / "tb").exists():
         return {}
     board = EventAccumulator(str(folder / "tb"), size_guidance={"scalars": 0}).Reload()
-    return {key: [(event.step, event.value) for event in board.Scalars(key)] for key in board.Tags()["scalars"]}
+    return {
+        key: [(event.step, event.value) for event in board.Scalars(key)]
+        for key in board.Tags()["scalars"]
+    }
 
 
 def read_wandb(folder: Path, run: str) -> Curves:
@@ -42,8 +50,15 @@ def read_wandb(folder: Path, run: str) -> Curves:
         for data in log_records(path):
             record = Record.FromString(data)
             if record.WhichOneof("record_type") == "history":
-                items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-                add(found, record.history.step.num, {key: value for key, value in items.items() if not key.startswith("_")})
+                items = {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                    for item in record.history.item
+                }
+                add(
+                    found,
+                    record.history.step.num,
+                    {key: value for key, value in items.items() if not key.startswith("_")},
+                )
     return found
 
 
@@ -53,7 +68,12 @@ def read_mlflow(folder: Path, run: str) -> Curves:
     client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
     assert client.get_run(run).data.params["model.path"] == "none"
     keys = {key.replace("_at_", "@"): key for key in client.get_run(run).data.metrics}
-    return {key: sorted((metric.step, metric.value) for metric in client.get_metric_history(run, theirs)) for key, theirs in keys.items()}
+    return {
+        key: sorted(
+            (metric.step, metric.value) for metric in client.get_metric_history(run, theirs)
+        )
+        for key, theirs in keys.items()
+    }
 
 
 def read_swanlab(folder: Path, run: str) -> Curves:
@@ -73,7 +93,9 @@ def read_trackio(folder: Path, run: str) -> Curves:
 
     (path,) = folder.glob("trackio/*.db")
     found: Curves = {}
-    for step, values in sqlite3.connect(path).execute("SELECT step, metrics FROM metrics WHERE run_name = ? ORDER BY id", (run,)):
+    for step, values in sqlite3.connect(path).execute(
+        "SELECT step, metrics FROM metrics WHERE run_name = ? ORDER BY id", (run,)
+    ):
         add(found, step, json.loads(values))
     return found
 
@@ -84,8 +106,12 @@ def add(found: Curves, step: int, values: dict[str, float]) -> None:
 
 
 def log_records(path: Path) -> Iterator[bytes]:
-    """The records of a log in LevelDB's format: blocks of 32 KiB; records with checksum, length, type (full, first, middle, last)."""
-    data, at, whole = path.read_bytes(), 7, b""
+    """The records of a log in LevelDB's format: blocks of 32 KiB; records with checksum, length,
+    type (full, first, middle, last).
+    """
+    data = path.read_bytes()
+    at = 7
+    whole = b""
     while at + 7 <= len(data):
         if (left := 32768 - at % 32768) < 7:
             at += left
@@ -99,5 +125,6 @@ def log_records(path: Path) -> Iterator[bytes]:
 
 
 READERS = {
-    "tensorboard": read_tensorboard, "wandb": read_wandb, "mlflow": read_mlflow, "swanlab": read_swanlab, "trackio": read_trackio
+    "tensorboard": read_tensorboard, "wandb": read_wandb, "mlflow": read_mlflow,
+    "swanlab": read_swanlab, "trackio": read_trackio
 }  # fmt: skip

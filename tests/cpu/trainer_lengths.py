@@ -1,5 +1,7 @@
-"""A property test of the trainer over the lengths of sequences. It runs in the trainer's ranks, against Hugging Face's model in float64,
-one sequence at a time."""
+"""A property test of the trainer over the lengths of sequences.
+
+It runs in the trainer's ranks, against Hugging Face's model in float64, one sequence at a time.
+"""
 
 from __future__ import annotations
 
@@ -17,46 +19,68 @@ from megarl.base.rollout_types import TrainSequence
 
 
 def any_lengths(scenario: dict[str, Any]) -> dict[str, float]:
-    """Batches of any lengths with microbatches of any size, or batches of `lengths` only. Returns the worst errors, which are the same on
-    all ranks. "gradient" is in units of its bound: 1e-6 relative, or twice the float32 error of Hugging Face's own model, if that is larger
-    (1.6e-6 for some batches of DeepSeek-V3)."""
+    """Batches of any lengths with microbatches of any size, or batches of `lengths` only.
+
+    Returns the worst errors, which are the same on all ranks. "gradient" is in units of its bound:
+    1e-6 relative, or twice the float32 error of Hugging Face's own model, if that is larger (1.6e-6
+    for some batches of DeepSeek-V3).
+    """
     trainer, model = make(scenario, plain_adam(lr=0.0)), load_float64(Path(scenario["model"]))
     rounded = load_float64(Path(scenario["model"])).float()
     trainer.load_hf(scenario["model"])
     worst = {"loss": 0.0, "logprobs": 0.0, "gradient": 0.0}
 
     def check(lengths: list[int], max_tokens: int, seed: int) -> None:
-        batch, trainer.max_tokens = sequences(trainer.spec.vocab_size, lengths, seed), max_tokens
+        batch = sequences(trainer.spec.vocab_size, lengths, seed)
+        trainer.max_tokens = max_tokens
         loss, logprobs = backward(model, batch)
         backward(rounded, batch)
-        named = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+        named = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in model.named_parameters()
+        }
         expected = checkpoint_tensors(Path(scenario["model"]), named)
         found = one_step(trainer, batch)
         squares = torch.zeros(2, dtype=torch.float64)
         for tensor in (t for t in trainer.layout.tensors(dist.get_rank()) if is_trained(t.name)):
             for piece in tensor.pieces:
-                want, grad = (
-                    expected[piece.logical_name][piece.logical.slices()],
-                    found["grads"][tensor.name][piece.local.slices()].double(),
-                )
+                want = expected[piece.logical_name][piece.logical.slices()]
+                grad = found["grads"][tensor.name][piece.local.slices()].double()
                 held = ~grad.isnan()  # otherwise another rank has the sum
-                squares += torch.stack([(grad - want)[held].square().sum(), want[held].square().sum()])
+                squares += torch.stack(
+                    [(grad - want)[held].square().sum(), want[held].square().sum()]
+                )
         dist.all_reduce(squares)
         scored = all_logprobs(trainer, batch, temperature=TEMPERATURE)
         errors = {
             "loss": abs(found["loss"] - loss.item()) / max(1.0, abs(loss.item())),
-            "logprobs": max(abs(a - b) for ours, theirs in zip(scored, logprobs, strict=True) for a, b in zip(ours, theirs, strict=True)),
-            "gradient": (squares[0] / squares[1].clamp(min=1e-12)).sqrt().item() / max(1e-6, 2 * difference(rounded, model)),
+            "logprobs": max(
+                abs(a - b)
+                for ours, theirs in zip(scored, logprobs, strict=True)
+                for a, b in zip(ours, theirs, strict=True)
+            ),
+            "gradient": (squares[0] / squares[1].clamp(min=1e-12)).sqrt().item()
+            / max(1e-6, 2 * difference(rounded, model)),
         }
         for kind, error in errors.items():
             worst[kind] = max(worst[kind], error)
-        assert errors["loss"] < 1e-6 and errors["logprobs"] < 1e-5 and errors["gradient"] < 1, (errors, lengths)
+        assert errors["loss"] < 1e-6 and errors["logprobs"] < 1e-5 and errors["gradient"] < 1, (
+            errors,
+            lengths,
+        )
 
     if "lengths" in scenario:
         check(scenario["lengths"], scenario["max_tokens"], 0)
         return worst
-    drawn = given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(1, 100), st.integers(0, 99))(check)
-    settings(max_examples=scenario["examples"], deadline=None, derandomize=True, database=None)(drawn)()  # all ranks draw the same
+    drawn = given(
+        st.lists(st.integers(1, 40), min_size=1, max_size=9),
+        st.integers(1, 100),
+        st.integers(0, 99),
+    )(check)
+    # all ranks draw the same
+    settings(max_examples=scenario["examples"], deadline=None, derandomize=True, database=None)(
+        drawn
+    )()
     return worst
 
 
@@ -72,7 +96,9 @@ def backward(model: Any, batch: list[TrainSequence]) -> tuple[torch.Tensor, list
 def difference(rounded: Any, model: Any) -> float:
     """The difference of two models' gradients, relative to the second's."""
     squares = [0.0, 0.0]
-    for (_, ours), (_, exact) in zip(rounded.named_parameters(), model.named_parameters(), strict=True):
+    for (_, ours), (_, exact) in zip(
+        rounded.named_parameters(), model.named_parameters(), strict=True
+    ):
         if exact.grad is not None and ours.grad is not None:
             squares[0] += (ours.grad.double() - exact.grad).square().sum().item()
             squares[1] += exact.grad.square().sum().item()

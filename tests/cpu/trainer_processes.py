@@ -13,14 +13,23 @@ from typing import Any
 import torch
 from nursery import Run, script
 
-START_S, SCENARIO_S = 200, 10  # generous, since a busy machine takes four seconds a scenario
+START_S = 200
+SCENARIO_S = 10  # generous, since a busy machine takes four seconds a scenario
 
 
-def spawn(world_size: int, out: Path, scenarios: list[dict[str, Any]], expected_status: int = 0) -> None:
+def spawn(
+    world_size: int, out: Path, scenarios: list[dict[str, Any]], expected_status: int = 0
+) -> None:
     plan = out / f"scenarios.{world_size}.json"
     plan.write_text(json.dumps(scenarios))
     ranks = Run(
-        **script("trainer_worker", str(world_size), str(out / f"rendezvous.{world_size}"), str(plan), str(out)),
+        **script(
+            "trainer_worker",
+            str(world_size),
+            str(out / f"rendezvous.{world_size}"),
+            str(plan),
+            str(out),
+        ),
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -34,7 +43,9 @@ def spawn(world_size: int, out: Path, scenarios: list[dict[str, Any]], expected_
         ranks.wait()
     assert ranks.returncode == 0, said
     for rank, status in enumerate(json.loads(said.splitlines()[-1])):
-        assert status == expected_status, (out / f"world{world_size}.{rank}.log").read_text()[-4000:]
+        assert status == expected_status, (out / f"world{world_size}.{rank}.log").read_text()[
+            -4000:
+        ]
 
 
 def saved(runs: Path, name: str) -> list[dict[str, Any]]:

@@ -26,8 +26,11 @@ LENGTHS = (3, 10, 17, 5, 12, 19, 7, 14, 21, 1, 2)
 
 
 def sequences(vocab: int, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[TrainSequence]:
-    """Random sequences. Every third one has zero advantage. Some have an environment's tokens in the middle, masked and with garbage
-    values."""
+    """Random sequences.
+
+    Every third one has zero advantage. Some have an environment's tokens in the middle, masked and
+    with garbage values.
+    """
     generator = torch.Generator().manual_seed(seed)
     made = []
     for i, length in enumerate(lengths):
@@ -50,40 +53,64 @@ def scored(trainer: Any, batch: list[TrainSequence], **how: Any) -> list[list[fl
 
 
 def forced(batch: list[TrainSequence], routing: RoutingFormat) -> list[TrainSequence]:
-    """The sequences with random experts: at all positions, in every fourth sequence only in the first half, in every fifth at none."""
-    random, made = np.random.default_rng(3), []
+    """The sequences with random experts: at all positions, in every fourth sequence only in the
+    first half, in every fifth at none.
+    """
+    random = np.random.default_rng(3)
+    made = []
     for i, sequence in enumerate(batch):
         positions = len(sequence.token_ids) - 1
         known = 0 if i % 5 == 4 else positions // 2 if i % 4 == 3 else positions
-        ids = random.random((known, routing.shape[0], routing.num_experts)).argsort(axis=-1)[..., : routing.top_k]
+        ids = random.random((known, routing.shape[0], routing.num_experts)).argsort(axis=-1)[
+            ..., : routing.top_k
+        ]
         made.append(msgspec.structs.replace(sequence, routing=routing.pack(ids)))
     return made
 
 
 def drawn_from_sets(batch: list[TrainSequence], vocab: int) -> list[TrainSequence]:
-    """The sequences with a random set for each token of the loss: of one token, of all, or of any size between."""
-    random, made = np.random.default_rng(4), []
+    """The sequences with a random set for each token of the loss: of one token, of all, or of any
+    size between.
+    """
+    random = np.random.default_rng(4)
+    made = []
     for sequence in batch:
         rows = [
-            np.union1d(np.flatnonzero(random.random(vocab) < random.choice([0, 0.1, 0.5, 1])), token) if mine else np.empty(0)
+            np.union1d(
+                np.flatnonzero(random.random(vocab) < random.choice([0, 0.1, 0.5, 1])), token
+            )
+            if mine
+            else np.empty(0)
             for token, mine in zip(sequence.token_ids, sequence.loss_mask)
         ]
-        sizes, ids = np.array([len(row) for row in rows], np.int32), np.concatenate(rows).astype(np.int32)
-        made.append(msgspec.structs.replace(sequence, kept=KeptSets.of(vocab, sequence.token_ids, sizes, ids)))
+        sizes = np.array([len(row) for row in rows], np.int32)
+        ids = np.concatenate(rows).astype(np.int32)
+        made.append(
+            msgspec.structs.replace(
+                sequence, kept=KeptSets.of(vocab, sequence.token_ids, sizes, ids)
+            )
+        )
     return made
 
 
 def weighted_nll(logprobs: torch.Tensor, microbatch: Any) -> LossOutput:
     assert logprobs.dtype == torch.float32
     loss = -(microbatch.advantages * logprobs)[microbatch.loss_mask].sum()
-    return LossOutput(loss, {"tokens": microbatch.loss_mask.sum(), "weights": microbatch.advantages.sum()})
+    return LossOutput(
+        loss, {"tokens": microbatch.loss_mask.sum(), "weights": microbatch.advantages.sum()}
+    )
 
 
 def plain_adam(lr: float) -> OptimizerConfig:
     return OptimizerConfig(lr=lr, clip_grad=0.0, weight_decay=0.01, eps=1e-4)
 
 
-def make(scenario: dict[str, Any], optimizer: OptimizerConfig, total_steps: int = 10, spec: ModelSpec | None = None) -> Any:
+def make(
+    scenario: dict[str, Any],
+    optimizer: OptimizerConfig,
+    total_steps: int = 10,
+    spec: ModelSpec | None = None,
+) -> Any:
     from megarl.lora.trainer import LoraTrainer
     from megarl.trainer.step import MegatronTrainer
 
@@ -92,7 +119,8 @@ def make(scenario: dict[str, Any], optimizer: OptimizerConfig, total_steps: int 
     return make_trainer(
         spec or load_spec(scenario["model"]),
         TrainerTopology(**scenario["topology"]),
-        TrainerConfig(**{"logprob_chunk_tokens": 16, **scenario.get("trainer", {})}),  # several chunks of a microbatch
+        # several chunks of a microbatch
+        TrainerConfig(**{"logprob_chunk_tokens": 16, **scenario.get("trainer", {})}),
         scenario.get("dtype", "float32"),
         seed=1,
         total_steps=total_steps,
@@ -110,20 +138,30 @@ def poison_padding(trainer: Any) -> None:
 
 
 def gradients(trainer: Any) -> dict[str, torch.Tensor]:
-    """main_grad of every local parameter. With the distributed optimizer, it is NaN if another rank has the sum."""
+    """main_grad of every local parameter.
+
+    With the distributed optimizer, it is NaN if another rank has the sum.
+    """
     found = {}
     from megarl.trainer.model import parameters_by_name
 
-    t, here = trainer.topology, trainer.coordinate
+    t = trainer.topology
+    here = trainer.coordinate
     dense = (here.dp * t.cp + here.cp, t.dp * t.cp)
-    expert = (dist.get_rank() // (t.etp * t.ep) % t.expert_dp, t.expert_dp) if trainer.spec.num_experts else dense
+    expert = (
+        (dist.get_rank() // (t.etp * t.ep) % t.expert_dp, t.expert_dp)
+        if trainer.spec.num_experts
+        else dense
+    )
     buffers = [(b, dense) for chunk in trainer.ddp for b in chunk.buffers]
     buffers += [(b, expert) for chunk in trainer.ddp for b in chunk.expert_parallel_buffers]
     for name, parameter in parameters_by_name(trainer.chunks).items():
         if not parameter.requires_grad:  # a router's bias
             continue
         grad = parameter.main_grad.detach().float().clone()
-        ((buffer, (rank, size)),) = [entry for entry in buffers if parameter in entry[0].param_index_map]
+        ((buffer, (rank, size)),) = [
+            entry for entry in buffers if parameter in entry[0].param_index_map
+        ]
         if t.zero == 1 and size > 1:
             start, end, number = buffer.param_index_map[parameter]
             bucket = buffer.buckets[number]
@@ -135,9 +173,14 @@ def gradients(trainer: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def all_logprobs(trainer: Any, batch: list[TrainSequence], model: Any = "policy", temperature: float = 1.0) -> list[list[float]]:
+def all_logprobs(
+    trainer: Any, batch: list[TrainSequence], model: Any = "policy", temperature: float = 1.0
+) -> list[list[float]]:
     """Log-probs of all tokens, not only of the loss's."""
-    whole = [msgspec.structs.replace(s, loss_mask=[False] + [True] * (len(s.token_ids) - 1)) for s in batch]
+    whole = [
+        msgspec.structs.replace(s, loss_mask=[False] + [True] * (len(s.token_ids) - 1))
+        for s in batch
+    ]
     return scored(trainer, whole, model=model, temperature=temperature)
 
 
@@ -148,22 +191,44 @@ def one_step(trainer: Any, chosen: list[TrainSequence]) -> dict[str, Any]:
 
 
 def logits(trainer: Any, chosen: list[TrainSequence]) -> Any:
-    """[1, t, vocab] of one sequence on the last stage, gathered over the tensor-parallel ranks; None on other stages."""
+    """[1, t, vocab] of one sequence on the last stage, gathered over the tensor-parallel ranks;
+    None on other stages.
+    """
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, gather_from_tensor_model_parallel_region
+    from megatron.core.tensor_parallel import (
+        gather_from_sequence_parallel_region,
+        gather_from_tensor_model_parallel_region,
+    )
 
     from megarl.trainer import layers
     from megarl.trainer.microbatch import build, plan_microbatches
     from megarl.trainer.model import output_weight
 
     stages = trainer.topology.pp if trainer.topology.vpp > 1 else 1
-    (plan,) = plan_microbatches([len(chosen[0].token_ids)], 1, 1000, trainer.alignment, count_multiple=stages)
+    (plan,) = plan_microbatches(
+        [len(chosen[0].token_ids)], 1, 1000, trainer.alignment, count_multiple=stages
+    )
 
     def head(microbatch: Any, hidden: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
-        whole = gather_from_sequence_parallel_region(hidden[0]) if trainer.sequence_parallel else hidden[0]
+        whole = (
+            gather_from_sequence_parallel_region(hidden[0])
+            if trainer.sequence_parallel
+            else hidden[0]
+        )
         z = gather_from_tensor_model_parallel_region(whole @ output_weight(trainer.chunks[-1]).T)
-        return layers.join(z, microbatch.plan.boundaries, parallel_state.get_context_parallel_group())[None]
+        return layers.join(
+            z, microbatch.plan.boundaries, parallel_state.get_context_parallel_group()
+        )[None]
 
     with torch.no_grad():
-        results = trainer._run(plan, lambda p: build(p, chosen, trainer.device, routing=trainer.routing), head, forward_only=True)
-    return results[0][:, : len(chosen[0].token_ids) - 1, : trainer.spec.vocab_size] if results else None
+        results = trainer._run(
+            plan,
+            lambda p: build(p, chosen, trainer.device, routing=trainer.routing),
+            head,
+            forward_only=True,
+        )
+    return (
+        results[0][:, : len(chosen[0].token_ids) - 1, : trainer.spec.vocab_size]
+        if results
+        else None
+    )

@@ -1,5 +1,7 @@
-"""Scenarios of the real trainers in test_trainer.py and related files. A function `scenario_…` runs on every rank, and its result is
-saved."""
+"""Scenarios of the real trainers in test_trainer.py and related files.
+
+A function `scenario_…` runs on every rank, and its result is saved.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def scenario_exported(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     trainer.load_hf(scenario["model"])
     one_step(trainer, sequences(trainer.spec.vocab_size))
     trainer.export_hf(str(out / (scenario["name"] + ".hf")), scenario["model"])
-    return {"logprobs": all_logprobs(trainer, sequences(trainer.spec.vocab_size, scenario["lengths"]))}
+    return {
+        "logprobs": all_logprobs(trainer, sequences(trainer.spec.vocab_size, scenario["lengths"]))
+    }
 
 
 def scenario_lengths(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -86,7 +90,11 @@ def scenario_save(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
         one_step(trainer, sequences(vocab, seed=seed))
     checkpoint.save(trainer, scenario["checkpoint"], {"prompts": 17})
     after = all_logprobs(trainer, probe)
-    found = {"start": start, "reference": all_logprobs(trainer, probe, model="reference"), "after": after}
+    found = {
+        "start": start,
+        "reference": all_logprobs(trainer, probe, model="reference"),
+        "after": after,
+    }
     found["still"] = all_logprobs(trainer, probe)
     found |= continue_from(trainer, scenario, out)
     return found
@@ -107,12 +115,25 @@ def scenario_other_settings(scenario: dict[str, Any], out: Path) -> dict[str, An
     trainer = make(scenario, OptimizerConfig(**scenario["optimizer"]))
     checkpoint.load(trainer, scenario["checkpoint"])
     one_step(trainer, sequences(trainer.spec.vocab_size))
-    return {"groups": [{k: v for k, v in group.items() if k != "params"} for group in trainer.optimizer.param_groups]}
+    return {
+        "groups": [
+            {k: v for k, v in group.items() if k != "params"}
+            for group in trainer.optimizer.param_groups
+        ]
+    }
 
 
 def continue_from(trainer: Any, scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """The third step, then one without sequences (only momentum). Returns the weights after each."""
-    result = trainer.train_step(sequences(trainer.spec.vocab_size, seed=3), weighted_nll, DENOMINATOR, temperature=TEMPERATURE)
+    """The third step, then one without sequences (only momentum).
+
+    Returns the weights after each.
+    """
+    result = trainer.train_step(
+        sequences(trainer.spec.vocab_size, seed=3),
+        weighted_nll,
+        DENOMINATOR,
+        temperature=TEMPERATURE,
+    )
     trainer.export_hf(str(out / (scenario["name"] + ".3.hf")), scenario["model"])
     idle = trainer.train_step([], weighted_nll, DENOMINATOR)
     trainer.export_hf(str(out / (scenario["name"] + ".4.hf")), scenario["model"])
@@ -129,7 +150,14 @@ def scenario_init(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     trainer = make(scenario, plain_adam(lr=0.0))
     trainer.init_random(scenario["seed"])
     folder = str(out / (scenario["name"] + ".hf"))
-    hf_io.export_hf(trainer.spec, trainer.layout, trainer.local_parameters(), folder, scenario["model"], max_file_bytes=20_000).finish()
+    hf_io.export_hf(
+        trainer.spec,
+        trainer.layout,
+        trainer.local_parameters(),
+        folder,
+        scenario["model"],
+        max_file_bytes=20_000,
+    ).finish()
     return {}
 
 
@@ -137,21 +165,34 @@ def scenario_train(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     """Four steps with warm-up, cosine schedule, clipping and weight decay."""
     trainer = make(scenario, OptimizerConfig(**scenario["optimizer"]), total_steps=4)
     trainer.load_hf(scenario["model"])
-    results = [trainer.train_step(sequences(trainer.spec.vocab_size, seed=seed), weighted_nll, DENOMINATOR) for seed in range(4)]
+    results = [
+        trainer.train_step(sequences(trainer.spec.vocab_size, seed=seed), weighted_nll, DENOMINATOR)
+        for seed in range(4)
+    ]
     trainer.export_hf(str(out / (scenario["name"] + ".hf")), scenario["model"])
-    return {"rates": [r.learning_rate for r in results], "grad_norms": [r.grad_norm for r in results]}
+    return {
+        "rates": [r.learning_rate for r in results],
+        "grad_norms": [r.grad_norm for r in results],
+    }
 
 
 def scenario_logprobs(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """linear_logprobs and its gradient. The hidden states are the logits, because this rank's output layer is its slice of the unit
-    matrix."""
+    """linear_logprobs and its gradient.
+
+    The hidden states are the logits, because this rank's output layer is its slice of the unit
+    matrix.
+    """
     from megarl.kernels import linear_logprobs
 
     found = {}
     for name, (given, targets, vocab_size, temperature) in torch.load(scenario["inputs"]).items():
         hidden = given.clone().requires_grad_()
-        weight = torch.eye(given.size(1), dtype=given.dtype).chunk(dist.get_world_size())[dist.get_rank()]
-        logprobs, _ = linear_logprobs(hidden, weight, targets, dist.group.WORLD, vocab_size, temperature, chunk_tokens=4)
+        weight = torch.eye(given.size(1), dtype=given.dtype).chunk(dist.get_world_size())[
+            dist.get_rank()
+        ]
+        logprobs, _ = linear_logprobs(
+            hidden, weight, targets, dist.group.WORLD, vocab_size, temperature, chunk_tokens=4
+        )
         (logprobs * torch.arange(1.0, targets.numel() + 1)).sum().backward()
         found[name] = (logprobs.detach(), hidden.grad)
     return found
@@ -165,13 +206,19 @@ def scenario_drawn(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     trainer.hold_reference()
     trainer.max_tokens = 48
     drawn = drawn_from_sets(sequences(trainer.spec.vocab_size), trainer.spec.vocab_size)
-    logprobs = {model: scored(trainer, drawn, model=model, temperature=TEMPERATURE) for model in ("policy", "reference")}
+    logprobs = {
+        model: scored(trainer, drawn, model=model, temperature=TEMPERATURE)
+        for model in ("policy", "reference")
+    }
     return {"step": one_step(trainer, drawn), "logprobs": logprobs}
 
 
 def scenario_ratios(scenario: dict[str, Any], out: Path) -> list[list[list[float]]]:
-    """Log-probs of an engine's samples, over the sets from which they were drawn and over the whole vocabulary."""
-    trainer, drawn = make(scenario, plain_adam(lr=0.0)), pickle.loads(Path(scenario["sequences"]).read_bytes())
+    """Log-probs of an engine's samples, over the sets from which they were drawn and over the whole
+    vocabulary.
+    """
+    trainer = make(scenario, plain_adam(lr=0.0))
+    drawn = pickle.loads(Path(scenario["sequences"]).read_bytes())
     trainer.load_hf(scenario["model"])
     trainer.max_tokens = 200
     whole = [msgspec.structs.replace(each, kept=None) for each in drawn]
@@ -179,21 +226,28 @@ def scenario_ratios(scenario: dict[str, Any], out: Path) -> list[list[list[float
 
 
 def scenario_parts(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Log-probs of an engine's samples: with the trainer's experts, with the engine's experts, and with the engine's expert weights too.
-    Also the share of replaced choices, and the mean difference of the weights that both sides gave the same experts."""
+    """Log-probs of an engine's samples: with the trainer's experts, with the engine's experts, and
+    with the engine's expert weights too. Also the share of replaced choices, and the mean
+    difference of the weights that both sides gave the same experts.
+    """
     from megatron.core.transformer.moe.router import TopKRouter
 
-    trainer, given = make(scenario, plain_adam(lr=0.0)), pickle.loads(Path(scenario["sequences"]).read_bytes())
+    trainer = make(scenario, plain_adam(lr=0.0))
+    given = pickle.loads(Path(scenario["sequences"]).read_bytes())
     trainer.load_hf(scenario["model"])
     now: dict[str, Any] = {}
     differences: list[torch.Tensor] = []
 
-    def weights(router: Any, _: Any, output: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def weights(
+        router: Any, _: Any, output: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         if not now:
             return None
         probs, chosen = output
         layer = router.layer_number - 1
-        ids, theirs = (torch.from_numpy(now[name][: len(probs), layer]) for name in ("ids", "weights"))
+        ids, theirs = (
+            torch.from_numpy(now[name][: len(probs), layer]) for name in ("ids", "weights")
+        )
         assert (chosen.gather(1, ids)).all()
         differences.append((probs.gather(1, ids) - theirs).abs().flatten())
         replayed = torch.zeros_like(probs).scatter(1, ids, theirs.to(probs.dtype))
@@ -203,16 +257,26 @@ def scenario_parts(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
         if isinstance(module, TopKRouter):
             module.register_forward_hook(weights)
     sequences = [sequence for sequence, _ in given]
-    own = scored(trainer, [msgspec.structs.replace(sequence, routing=b"") for sequence in sequences])
+    own = scored(
+        trainer, [msgspec.structs.replace(sequence, routing=b"") for sequence in sequences]
+    )
     trainer.replay.reset()
     found: dict[str, Any] = {"own": own, "ids": [], "ids and weights": []}
     for name, replayed in (("ids", False), ("ids and weights", True)):
         for sequence, of_engine in given:
-            now |= {"ids": trainer.routing.unpack(sequence.routing).astype("int64"), "weights": of_engine, "replayed": replayed}
+            now |= {
+                "ids": trainer.routing.unpack(sequence.routing).astype("int64"),
+                "weights": of_engine,
+                "replayed": replayed,
+            }
             found[name] += scored(trainer, [sequence])
         if not replayed:
             positions = sum(len(sequence) - 1 for sequence in sequences)
-            found |= {"replaced": trainer.replay.metrics(positions, trainer.device)["router/replaced_fraction"]}
+            found |= {
+                "replaced": trainer.replay.metrics(positions, trainer.device)[
+                    "router/replaced_fraction"
+                ]
+            }
             found |= {"weights": torch.cat(differences).mean().item()}
     return found
 
@@ -222,22 +286,40 @@ def scenario_settings_on_gpus(scenario: dict[str, Any], out: Path) -> dict[str, 
     from megarl.trainer.model import transformer_config
 
     torch.cuda.is_available = lambda: True
-    spec, topologies = load_spec(scenario["model"]), {vpp: TrainerTopology(pp=2, vpp=vpp) for vpp in (1, 2)}
+    spec = load_spec(scenario["model"])
+    topologies = {vpp: TrainerTopology(pp=2, vpp=vpp) for vpp in (1, 2)}
     return {
-        vpp: vars(transformer_config(spec, topology, torch.bfloat16, TrainerConfig(recompute=True))) for vpp, topology in topologies.items()
+        vpp: vars(transformer_config(spec, topology, torch.bfloat16, TrainerConfig(recompute=True)))
+        for vpp, topology in topologies.items()
     }
 
 
 def scenario_megatron_settings(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """The values of `trainer.megatron`, `trainer.ddp` and `trainer.optimizer.megatron` in Megatron's own objects."""
+    """The values of `trainer.megatron`, `trainer.ddp` and `trainer.optimizer.megatron` in
+    Megatron's own objects.
+    """
     from megarl.trainer.model import transformer_config
 
     optimizer = OptimizerConfig(megatron=scenario["optimizer"])
-    trainer = make({**scenario, "trainer": {**scenario["trainer"], "optimizer": optimizer}}, optimizer)
+    trainer = make(
+        {**scenario, "trainer": {**scenario["trainer"], "optimizer": optimizer}}, optimizer
+    )
     trainer.load_hf(scenario["model"])
     one_step(trainer, sequences(trainer.spec.vocab_size))
-    flash = transformer_config(trainer.spec, trainer.topology, trainer.dtype, TrainerConfig(megatron={"attention_backend": "flash"}))
-    held = trainer.ddp[0].config, trainer.ddp[0].ddp_config, trainer.optimizer.chained_optimizers[0].config
+    flash = transformer_config(
+        trainer.spec,
+        trainer.topology,
+        trainer.dtype,
+        TrainerConfig(megatron={"attention_backend": "flash"}),
+    )
+    held = (
+        trainer.ddp[0].config,
+        trainer.ddp[0].ddp_config,
+        trainer.optimizer.chained_optimizers[0].config,
+    )
     wanted = (scenario["trainer"]["megatron"], scenario["trainer"]["ddp"], scenario["optimizer"])
-    found = [{name: getattr(each, name) for name in names} for each, names in zip(held, wanted, strict=True)]
+    found = [
+        {name: getattr(each, name) for name in names}
+        for each, names in zip(held, wanted, strict=True)
+    ]
     return {"held": found, "backend": flash.attention_backend.name}

@@ -1,10 +1,12 @@
-"""The ranks of a real gloo trainer, for test_trainer.py: they run a list of scenarios and save the results.
+"""The ranks of a real gloo trainer, for test_trainer.py: they run a list of scenarios and save the
+results.
 
     trainer_worker.py WORLD_SIZE RENDEZVOUS_FILE SCENARIOS_JSON OUT_DIR
 
-Scenarios run one after another, up to the first failure. Each has ranks of its own, which are forked after all imports: a gloo group polls
-a hundred times a second as long as its process lives. Ranks write to OUT_DIR/world<size>.<rank>.log. The result of a scenario function is
-saved as OUT_DIR/<scenario name>.<rank>.pt.
+Scenarios run one after another, up to the first failure. Each has ranks of its own, which are
+forked after all imports: a gloo group polls a hundred times a second as long as its process lives.
+Ranks write to OUT_DIR/world<size>.<rank>.log. The result of a scenario function is saved as
+OUT_DIR/<scenario name>.<rank>.pt.
 """
 
 from __future__ import annotations
@@ -44,14 +46,20 @@ SCENARIOS = (
 
 
 def main() -> None:
-    world_size, rendezvous, scenarios, out = int(sys.argv[1]), sys.argv[2], json.loads(Path(sys.argv[3]).read_text()), Path(sys.argv[4])
+    world_size = int(sys.argv[1])
+    rendezvous = sys.argv[2]
+    scenarios = json.loads(Path(sys.argv[3]).read_text())
+    out = Path(sys.argv[4])
     cpu_support.install()
     import torch._dynamo  # noqa: F401  which the first optimizer would import
 
     import megarl.trainer.step  # noqa: F401  takes seconds, and so once for all
 
     for number, scenario in enumerate(scenarios):
-        ranks = [start(rank, world_size, f"{rendezvous}.{number}", scenario, out) for rank in range(world_size)]
+        ranks = [
+            start(rank, world_size, f"{rendezvous}.{number}", scenario, out)
+            for rank in range(world_size)
+        ]
         statuses = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
         if any(statuses):
             break
@@ -80,9 +88,17 @@ def run(rank: int, world_size: int, rendezvous: str, scenario: dict[str, Any], o
     began = time.monotonic()
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=60),
     )
-    (do,) = [found for module in SCENARIOS if (found := getattr(module, "scenario_" + scenario["run"], None))]
+    (do,) = [
+        found
+        for module in SCENARIOS
+        if (found := getattr(module, "scenario_" + scenario["run"], None))
+    ]
     found = do(scenario, out)
     torch.save(found, out / f"{scenario['name']}.{rank}.pt")
     print(f"{scenario['name']} {time.monotonic() - began:.2f} s", flush=True)

@@ -1,7 +1,9 @@
-"""A trainer rank of test_process_report.py: waiting_rank.py RANK WORLD_SIZE STORE RUN_DIR HOW, over gloo, with a status line.
+"""A trainer rank of test_process_report.py: waiting_rank.py RANK WORLD_SIZE STORE RUN_DIR HOW, over
+gloo, with a status line.
 
-All ranks meet twice. Before the second time rank 2 stops (HOW=stopped), or is busy with other work (HOW=busy).
-Rank 0 ends when it loses rank 1, but slowly."""
+All ranks meet twice. Before the second time rank 2 stops (HOW=stopped), or is busy with other work
+(HOW=busy). Rank 0 ends when it loses rank 1, but slowly.
+"""
 
 import atexit
 import datetime
@@ -30,7 +32,9 @@ def main(rank: int, size: int, store: str, run_dir: str, how: str) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     status = StatusBoard(run_dir, f"trainer.{rank}")
     deadline = datetime.timedelta(seconds=3)
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=deadline)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=deadline
+    )
     group = dist.new_group(range(size), timeout=deadline, group_desc="TENSOR_MODEL_PARALLEL_GROUP")
     dist.barrier()
     status.set("step 7")

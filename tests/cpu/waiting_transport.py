@@ -12,8 +12,10 @@ from megarl.reshard.map import Copy
 from megarl.weight_sync.transports.mooncake import MooncakeTransport
 from megarl.weight_sync.transports.shared_memory import SharedMemoryTransport
 
-FOLDER = "WAITING_TRANSPORT_FOLDER"  # environment variable with the folder of the files ASK and REACHED
-ASK, REACHED = "ask", "reached"
+# environment variable with the folder of the files ASK and REACHED
+FOLDER = "WAITING_TRANSPORT_FOLDER"
+ASK = "ask"
+REACHED = "reached"
 SECOND_LAYER = 2  # depth
 DEADLINE_S = 60
 
@@ -23,8 +25,9 @@ def settings(transport: str = "WaitingTransport") -> list[str]:
 
 
 def wait_if_asked(rank: int, copy: Copy) -> None:
-    """While the file ASK exists: before trainer rank 0 writes the second layer, it makes the file REACHED, and waits until ASK is
-    deleted."""
+    """While the file ASK exists: before trainer rank 0 writes the second layer, it makes the file
+    REACHED, and waits until ASK is deleted.
+    """
     ask = Path(os.environ[FOLDER], ASK)
     if rank == 0 and copy.depth == SECOND_LAYER and ask.exists():
         ask.with_name(REACHED).touch()

@@ -1,4 +1,6 @@
-"""Shared by the tests of weight updates: trainer ranks that wait for jobs, and the part of the generator that the channel needs."""
+"""Shared by the tests of weight updates: trainer ranks that wait for jobs, and the part of the
+generator that the channel needs.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ from megarl.weight_sync.transports.shared_memory import view_at
 from megarl.weight_sync.workers import Workers, connect
 
 RANKS = 4  # of the largest trainer
-SEQUENCES = [[1] + [3 + (37 * i + 11 * j) % 400 for j in range(n)] for i, n in enumerate((7, 12, 30))]  # to score
+# to score
+SEQUENCES = [
+    [1] + [3 + (37 * i + 11 * j) % 400 for j in range(n)] for i, n in enumerate((7, 12, 30))
+]
 
 
 Parameters = list[dict[str, torch.Tensor]]  # by generator rank and name
@@ -51,7 +56,12 @@ class Trainers:
 
     def _start(self, rank: int, log: Path) -> subprocess.Popen:
         with open(log, "wb") as output:
-            return Run(**script("weights_worker", str(rank)), stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT)
+            return Run(
+                **script("weights_worker", str(rank)),
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
 
     def begin(self, job: Job) -> None:
         for process in self.processes[: job.plan().trainer_topology.world_size]:
@@ -60,7 +70,9 @@ class Trainers:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Around a job: if it fails, its processes may be anywhere in it, so the next job gets new ones."""
+        """Around a job: if it fails, its processes may be anywhere in it, so the next job gets new
+        ones.
+        """
         try:
             yield
         except BaseException as error:
@@ -85,7 +97,9 @@ class Trainers:
 
     def errors(self) -> str:
         texts = {log.name: log.read_text(errors="replace") for log in self._logs}
-        return "\n".join(f"{name}:\n{text[-3000:]}" for name, text in texts.items() if "Traceback" in text)
+        return "\n".join(
+            f"{name}:\n{text[-3000:]}" for name, text in texts.items() if "Traceback" in text
+        )
 
 
 @contextlib.contextmanager
@@ -117,7 +131,8 @@ class Generator:
         self.use(self.client)
 
     def use(self, client: EngineClient) -> None:
-        self.client, self.fleet = client, Fleet([client])
+        self.client = client
+        self.fleet = Fleet([client])
 
     def get_model(self) -> Fleet:
         return self.fleet
@@ -160,7 +175,10 @@ class Generator:
         self.live = mapped(self.run(share()))
 
     def load(self, checkpoint: Path) -> None:
-        """Loads weights SGLang's own way. SGLang refuses it while it still has a request that it has just answered."""
+        """Loads weights SGLang's own way.
+
+        SGLang refuses it while it still has a request that it has just answered.
+        """
 
         async def load() -> None:
             deadline = time.monotonic() + DEADLINE_S
@@ -174,15 +192,21 @@ class Generator:
                     if time.monotonic() > deadline:
                         raise
                     await asyncio.sleep(0.1)
-            await self.client.call("/update_weights_from_disk", {"model_path": str(checkpoint)}, DEADLINE_S)
-            await self.client.begin_update(DEADLINE_S)  # a barrier, because SGLang answers a load as soon as rank 0 is done
+            await self.client.call(
+                "/update_weights_from_disk", {"model_path": str(checkpoint)}, DEADLINE_S
+            )
+            # a barrier, because SGLang answers a load as soon as rank 0 is done
+            await self.client.begin_update(DEADLINE_S)
             await self.client.end_update(DEADLINE_S)
             await self.client.flush(DEADLINE_S)
 
         self.run(load())
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Log-probs of each token except the first. Requests run one after the other, so that timing has no effect."""
+        """Log-probs of each token except the first.
+
+        Requests run one after the other, so that timing has no effect.
+        """
 
         async def score() -> list[list[float]]:
             return [(await self.client.score([sequence]))[0] for sequence in sequences]
@@ -191,11 +215,17 @@ class Generator:
 
 
 @contextlib.contextmanager
-def open_generator(model: Path, dtype: str, tp: int, ep: int, folder: Path, **extra: Any) -> Iterator[Generator]:
+def open_generator(
+    model: Path, dtype: str, tp: int, ep: int, folder: Path, **extra: Any
+) -> Iterator[Generator]:
     """A live engine that takes requests."""
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        engine = stack.enter_context(contextlib.contextmanager(start_engine)(model, dtype, tp, folder / "engine.log", ep, **extra))
+        engine = stack.enter_context(
+            contextlib.contextmanager(start_engine)(
+                model, dtype, tp, folder / "engine.log", ep, **extra
+            )
+        )
         runner = stack.enter_context(asyncio.Runner())
         status = stack.enter_context(contextlib.closing(StatusBoard(folder, "generator.0")))
         trace = stack.enter_context(contextlib.closing(TraceWriter(folder, "generator.0")))
@@ -208,11 +238,13 @@ def open_generator(model: Path, dtype: str, tp: int, ep: int, folder: Path, **ex
 class OneAtATime[K, V]:
     """Opens something by key, and keeps it until another key is requested.
 
-    For tests with further parameters besides the key: pytest would set up a fixture with parameters again for each of them.
+    For tests with further parameters besides the key: pytest would set up a fixture with parameters
+    again for each of them.
     """
 
     def __init__(self, open: Callable[[K], AbstractContextManager[V]]):
-        self._open, self._stack = open, contextlib.ExitStack()
+        self._open = open
+        self._stack = contextlib.ExitStack()
         self._kept: tuple[K, V] | None = None
 
     def of(self, key: K) -> V:
@@ -238,8 +270,14 @@ def receiver(plan: RunPlan, hub: Hub, key_file: str | Path) -> WeightsReceiver:
 
 def mapped(endpoints: list[Endpoint]) -> Parameters:
     """The engine's memory, through the test's own mapping."""
-    storages = [torch.UntypedStorage.from_file(e.address, shared=True, nbytes=e.size_bytes) for e in endpoints]
-    return [{t.name: view_at(storage, t) for t in endpoint.tensors} for storage, endpoint in zip(storages, endpoints)]
+    storages = [
+        torch.UntypedStorage.from_file(e.address, shared=True, nbytes=e.size_bytes)
+        for e in endpoints
+    ]
+    return [
+        {t.name: view_at(storage, t) for t in endpoint.tensors}
+        for storage, endpoint in zip(storages, endpoints)
+    ]
 
 
 def names(parameters: Parameters) -> list[tuple[int, str]]:
@@ -250,7 +288,11 @@ def names(parameters: Parameters) -> list[tuple[int, str]]:
 def unequal(a: Parameters, b: Parameters) -> list[tuple[int, str]]:
     """(generator rank, name) of all tensors that differ in any bit."""
     assert sorted(names(a)) == sorted(names(b))
-    return [(rank, name) for rank, name in names(a) if not torch.equal(bits(a[rank][name]), bits(b[rank][name]))]
+    return [
+        (rank, name)
+        for rank, name in names(a)
+        if not torch.equal(bits(a[rank][name]), bits(b[rank][name]))
+    ]
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,10 @@
-"""One trainer rank of the tests of weight updates: the real executor and weights channels, one job after another in one process.
+"""One trainer rank of the tests of weight updates: the real executor and weights channels, one job
+after another in one process.
 
     weights_worker.py RANK        reads jobs as JSON, one a line, from standard input, and ends with it
 
-A job loads an HF checkpoint, and then makes one update after another, each over its own transport and channel. Before the first update to
-version 1 come an optimizer step and an export.
+A job loads an HF checkpoint, and then makes one update after another, each over its own transport
+and channel. Before the first update to version 1 come an optimizer step and an export.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Job(msgspec.Struct, frozen=True):
     audit: str = "on"  # not strict: most tests fill the engine's memory with noise
     changing: float = 0.0  # share of the held weights' elements that changes between versions
     lora: dict[str, Any] = {}  # LoraConfig's
-    exports: list[int] | None = None  # versions to export, each to a folder of its own; None: all, to `export`
+    # versions to export, each to a folder of its own; None: all, to `export`
+    exports: list[int] | None = None
     delta: str = ""  # weights.delta; "": auto if something is `changing`
     speculative: dict[str, Any] = {}  # SpeculativeConfig's
 
@@ -92,9 +94,17 @@ class Job(msgspec.Struct, frozen=True):
             ),
             rollout=RolloutConfig(max_tokens=32),
             lora=LoraConfig(**self.lora),
-            weights=WeightsConfig(transport=transport, audit=self.audit, delta=self.delta or ("auto" if self.changing else "off")),
+            weights=WeightsConfig(
+                transport=transport,
+                audit=self.audit,
+                delta=self.delta or ("auto" if self.changing else "off"),
+            ),
             observe=ObserveConfig(probe_every=0, rollouts_per_step=0),
-            timeouts=TimeoutConfig(**dict.fromkeys(WAITS, DEADLINE_S), collective_s=DEADLINE_S + 1, weights_s=self.weights_s),
+            timeouts=TimeoutConfig(
+                **dict.fromkeys(WAITS, DEADLINE_S),
+                collective_s=DEADLINE_S + 1,
+                weights_s=self.weights_s,
+            ),
             run_dir=self.folder,
         )
         return resolve(config)
@@ -108,12 +118,19 @@ def batch(groups: int = 4, samples: int = 2) -> Batch:
         tokens = [(310 * group + 170 * index + 77 * t) % 500 for t in range(length)]
         return Sample(tokens, [-6.0] * length, [0] * length, "", float(index), "length")
 
-    prompts = [Prompt(g, [(130 * g + 57 * t) % 500 for t in range(2 + g)], "", "") for g in range(groups)]
-    return batch_of([Group(prompt, [sample(g, i) for i in range(samples)]) for g, prompt in enumerate(prompts)])
+    prompts = [
+        Prompt(g, [(130 * g + 57 * t) % 500 for t in range(2 + g)], "", "") for g in range(groups)
+    ]
+    return batch_of(
+        [Group(prompt, [sample(g, i) for i in range(samples)]) for g, prompt in enumerate(prompts)]
+    )
 
 
 def rendezvous(job: Job) -> Rendezvous:
-    """The part of a rendezvous that a trainer rank needs. There is no launcher, and another process has the engine."""
+    """The part of a rendezvous that a trainer rank needs.
+
+    There is no launcher, and another process has the engine.
+    """
     return Rendezvous(
         hub_host="",
         hub_port=0,
@@ -134,7 +151,12 @@ def work(rank: int, job: Job) -> None:
     from megarl.weight_sync.sender import WeightsSender
 
     plan = job.plan()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(plan.trainer_topology.world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port))
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(plan.trainer_topology.world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(job.port),
+    )
     key = RunKey.load(Path(job.key_file))
     executor = TrainerExecutor(plan, rank, rendezvous(job))
     executor.init()
@@ -160,15 +182,22 @@ def work(rank: int, job: Job) -> None:
 
 
 def check_deadlines(plan: RunPlan) -> None:
-    """Checks the deadline of every process group of this rank: an exchange of amax has an update's, all others the trainer's."""
+    """Checks the deadline of every process group of this rank: an exchange of amax has an update's,
+    all others the trainer's.
+    """
     timeouts = plan.config.timeouts
     allowed = {"amax": timeouts.weights_s}
     found = {}
     for group in dist.distributed_c10d._world.pg_map:
         backend = group._get_backend(torch.device("cpu"))
         found[group.group_desc, group.group_name] = backend.options._timeout.total_seconds()
-    wrong = {name: s for name, s in found.items() if s != allowed.get(name[0], timeouts.collective_s)}
-    assert len(found) > 10 and not wrong, f"of {len(found)} groups these do not have timeouts.collective_s={timeouts.collective_s}: {wrong}"
+    wrong = {
+        name: s for name, s in found.items() if s != allowed.get(name[0], timeouts.collective_s)
+    }
+    assert len(found) > 10 and not wrong, (
+        f"of {len(found)} groups these do not have timeouts.collective_s={timeouts.collective_s}: "
+        f"{wrong}"
+    )
 
 
 def main(rank: int) -> None:
@@ -185,8 +214,9 @@ def main(rank: int) -> None:
 
 
 def in_a_child_of_its_own(rank: int, job: Job) -> int:
-    """Runs in a child process, and returns its exit status: Megatron's groups outlive their destruction, and every gloo group polls a
-    hundred times a second."""
+    """Runs in a child process, and returns its exit status: Megatron's groups outlive their
+    destruction, and every gloo group polls a hundred times a second.
+    """
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -1,7 +1,10 @@
-"""Makes reward_corpus.jsonl: pairs of a reference and a response, right or wrong, of many kinds. Run it again only to add to it.
+"""Makes reward_corpus.jsonl: pairs of a reference and a response, right or wrong, of many kinds.
 
-Each pair is right or wrong by construction, in exact arithmetic of Python's integers and fractions. Neither the verifier nor math-verify
-nor SymPy decides it. A wrong pair is a right one with another value, order, bracket or sign that changes its meaning.
+Run it again only to add to it.
+
+Each pair is right or wrong by construction, in exact arithmetic of Python's integers and fractions.
+Neither the verifier nor math-verify nor SymPy decides it. A wrong pair is a right one with another
+value, order, bracket or sign that changes its meaning.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ CORPUS = Path(__file__).with_name("reward_corpus.jsonl")
 KINDS: dict[str, Callable[[random.Random], Iterator[Pair]]] = {}
 
 
-def kind(function: Callable[[random.Random], Iterator[Pair]]) -> Callable[[random.Random], Iterator[Pair]]:
+def kind(
+    function: Callable[[random.Random], Iterator[Pair]],
+) -> Callable[[random.Random], Iterator[Pair]]:
     KINDS[function.__name__] = function
     return function
 
@@ -28,7 +33,9 @@ def boxed(text: object) -> str:
 
 
 def frac(value: Fraction, command: str = "frac") -> str:
-    return ("-" if value < 0 else "") + rf"\{command}{{{abs(value.numerator)}}}{{{value.denominator}}}"
+    return (
+        "-" if value < 0 else ""
+    ) + rf"\{command}{{{abs(value.numerator)}}}{{{value.denominator}}}"
 
 
 def proper(rng: random.Random) -> Fraction:
@@ -56,7 +63,12 @@ def integers(rng):
 def thousands(rng):
     for _ in range(15):
         n = rng.randint(1000, 9_999_999)
-        for written in (f"{n:,}", f"{n:,}".replace(",", r"\,"), f"{n:,}".replace(",", "{,}"), rf"\${n:,}"):
+        for written in (
+            f"{n:,}",
+            f"{n:,}".replace(",", r"\,"),
+            f"{n:,}".replace(",", "{,}"),
+            rf"\${n:,}",
+        ):
             yield str(n), boxed(written), True
         yield str(n), boxed(f"{n:,}"[:-1]), False
         yield str(n), boxed(f"{n * 10:,}"), False
@@ -79,7 +91,8 @@ def decimals(rng):
 @kind
 def fractions(rng):
     for _ in range(25):
-        value, k = proper(rng), rng.randint(2, 7)
+        value = proper(rng)
+        k = rng.randint(2, 7)
         sign = "-" if value < 0 else ""
         unreduced = rf"{sign}\frac{{{abs(value.numerator) * k}}}{{{value.denominator * k}}}"
         for written in (frac(value, "dfrac"), unreduced, f"{value.numerator}/{value.denominator}"):
@@ -92,12 +105,17 @@ def fractions(rng):
 @kind
 def mixed_numbers(rng):
     for _ in range(15):
-        whole, part = rng.randint(1, 9), abs(proper(rng)) % 1
+        whole = rng.randint(1, 9)
+        part = abs(proper(rng)) % 1
         value = whole + part
         yield frac(value), boxed(whole) + " ", False
         yield frac(value), boxed(f"{whole}{frac(part)}"), True
         yield frac(value), boxed(f"{whole} {part.numerator}/{part.denominator}"), True
-        yield frac(value), boxed(frac(whole * part)) if (whole * part).denominator > 1 else boxed(0), False
+        yield (
+            frac(value),
+            boxed(frac(whole * part)) if (whole * part).denominator > 1 else boxed(0),
+            False,
+        )
 
 
 @kind
@@ -113,7 +131,8 @@ def percentages(rng):
 @kind
 def powers(rng):
     for _ in range(20):
-        base, exponent = rng.randint(2, 9), rng.randint(2, 6)
+        base = rng.randint(2, 9)
+        exponent = rng.randint(2, 6)
         value = base**exponent
         yield str(value), boxed(rf"{base}^{{{exponent}}}"), True
         yield rf"{base}^{{{exponent}}}", boxed(value), True
@@ -125,7 +144,8 @@ def powers(rng):
 @kind
 def roots(rng):
     for _ in range(20):
-        k, n = rng.randint(2, 9), rng.choice([2, 3, 5, 6, 7, 10, 11])
+        k = rng.randint(2, 9)
+        n = rng.choice([2, 3, 5, 6, 7, 10, 11])
         yield rf"{k}\sqrt{{{n}}}", boxed(rf"\sqrt{{{k * k * n}}}"), True
         yield rf"\frac{{\sqrt{{{n}}}}}{{{n}}}", boxed(rf"\frac{{1}}{{\sqrt{{{n}}}}}"), True
         yield rf"{k}\sqrt{{{n}}}", boxed(rf"\sqrt{{{k * n}}}"), False
@@ -149,9 +169,12 @@ def factorials_and_binomials(rng):
 @kind
 def polynomials(rng):
     for _ in range(20):
-        a, b, c = rng.randint(1, 5), rng.choice([-4, -3, -1, 2, 3, 5]), rng.choice([-7, -2, 1, 4, 6])
+        a = rng.randint(1, 5)
+        b = rng.choice([-4, -3, -1, 2, 3, 5])
+        c = rng.choice([-7, -2, 1, 4, 6])
         product = f"({a}x{b:+d})(x{c:+d})"
-        middle, last = a * c + b, b * c
+        middle = a * c + b
+        last = b * c
         expanded = f"{a}x^2{middle:+d}x{last:+d}"
         yield expanded, boxed(product), True
         yield expanded, boxed(f"{last}{middle:+d}x+{a}x^2"), True
@@ -177,7 +200,8 @@ def intervals(rng):
     for _ in range(15):
         a = rng.randint(-20, 20)
         b = a + rng.randint(1, 20)
-        opening, closing = rng.choice("(["), rng.choice(")]")
+        opening = rng.choice("([")
+        closing = rng.choice(")]")
         flipped = {"(": "[", "[": "("}[opening]
         reference = f"{opening}{a},{b}{closing}"
         yield reference, boxed(rf"\left{opening}{a}, {b}\right{closing}"), True
@@ -250,7 +274,8 @@ def sets_and_lists(rng):
 @kind
 def equations(rng):
     for _ in range(15):
-        a, b = rng.randint(2, 9), rng.choice([-5, -1, 3, 8])
+        a = rng.randint(2, 9)
+        b = rng.choice([-5, -1, 3, 8])
         yield f"y={a}x{b:+d}", boxed(f"y = {b}{a:+d}x"), True
         yield f"y={a}x{b:+d}", boxed(f"{a}x-y{b:+d}=0"), True
         yield f"x={a}", boxed(str(a)), True
@@ -301,14 +326,23 @@ def matrices(rng):
         yield reference, boxed(rf"\begin{{bmatrix}} {a} & {b} \\ {c} & {d} \end{{bmatrix}}"), True
         yield reference, boxed(rf"\begin{{pmatrix}} {a} & {c} \\ {b} & {d} \end{{pmatrix}}"), False
         yield reference, boxed(rf"\begin{{pmatrix}} {a} & {b} \end{{pmatrix}}"), False
-        yield rf"\begin{{pmatrix}}{a}\\{b}\end{{pmatrix}}", boxed(rf"\begin{{pmatrix}}{a}\\{b}\end{{pmatrix}}"), True
-        yield rf"\begin{{pmatrix}}{a}\\{b}\end{{pmatrix}}", boxed(rf"\begin{{pmatrix}}{b}\\{a}\end{{pmatrix}}"), False
+        yield (
+            rf"\begin{{pmatrix}}{a}\\{b}\end{{pmatrix}}",
+            boxed(rf"\begin{{pmatrix}}{a}\\{b}\end{{pmatrix}}"),
+            True,
+        )
+        yield (
+            rf"\begin{{pmatrix}}{a}\\{b}\end{{pmatrix}}",
+            boxed(rf"\begin{{pmatrix}}{b}\\{a}\end{{pmatrix}}"),
+            False,
+        )
 
 
 @kind
 def complex_numbers(rng):
     for _ in range(15):
-        a, b = rng.choice([-7, -2, 3, 4]), rng.choice([-5, 2, 6, 9])
+        a = rng.choice([-7, -2, 3, 4])
+        b = rng.choice([-5, 2, 6, 9])
         yield f"{a}{b:+d}i", boxed(f"{b}i{a:+d}"), True
         yield f"{a * a - b * b}{2 * a * b:+d}i", boxed(f"({a}{b:+d}i)^2"), True
         yield f"{a}{b:+d}i", boxed(f"{a}{-b:+d}i"), False
@@ -318,8 +352,10 @@ def complex_numbers(rng):
 
 @kind
 def trigonometry(rng):
-    exact = {("sin", 30): "1/2", ("cos", 60): "1/2", ("tan", 45): "1", ("sin", 45): r"\frac{\sqrt{2}}{2}",
-             ("cos", 30): r"\frac{\sqrt{3}}{2}", ("sin", 90): "1", ("cos", 180): "-1", ("tan", 60): r"\sqrt{3}"}  # fmt: skip
+    exact = {("sin", 30): "1/2", ("cos", 60): "1/2", ("tan", 45): "1",
+        ("sin", 45): r"\frac{\sqrt{2}}{2}",
+             ("cos", 30): r"\frac{\sqrt{3}}{2}", ("sin", 90): "1", ("cos", 180): "-1",
+             ("tan", 60): r"\sqrt{3}"}  # fmt: skip
     for (name, degrees), value in exact.items():
         turn = Fraction(degrees, 180)
         radians = rf"\frac{{{turn.numerator}\pi}}{{{turn.denominator}}}"
@@ -375,7 +411,14 @@ def words_and_choices(rng):
 @kind
 def units(rng):
     for n in rng.sample(range(2, 500), 12):
-        for written in (rf"{n}^\circ", f"{n}°", rf"{n}\text{{ cm}}", rf"\${n}", f"{n} apples", rf"{n}\,\text{{m}}^2"):
+        for written in (
+            rf"{n}^\circ",
+            f"{n}°",
+            rf"{n}\text{{ cm}}",
+            rf"\${n}",
+            f"{n} apples",
+            rf"{n}\,\text{{m}}^2",
+        ):
             yield str(n), boxed(written), True
         yield rf"{n}^\circ", boxed(str(n)), True
         yield str(n), f"#### {n} dollars", True
@@ -385,9 +428,13 @@ def units(rng):
 
 @kind
 def marked_in_prose(rng):
-    forms = ["The answer is **{}**", "**Answer: {}**", "**The answer is {}.**", "The answer is\n\n{}", "The answer is ${}$.", "Answer: {}",
-             "**Answer:** {}", "So the final answer is: {}. I hope it is correct.", "\\boxed {}", "First \\boxed{{1}}, then \\boxed{{{}}}",
-             "The answer is\n$$\n{}\n$$", "#### {}", "Final answer: `{}`", "The answer is {} dollars."]  # fmt: skip
+    forms = ["The answer is **{}**", "**Answer: {}**", "**The answer is {}.**", "The answer "
+                                                                                "is\n\n{}",
+                                                                                    "The answer is ${}$.", "Answer: {}",
+             "**Answer:** {}", "So the final answer is: {}. I hope it is correct.", "\\boxed {}",
+             "First \\boxed{{1}}, then \\boxed{{{}}}",
+             "The answer is\n$$\n{}\n$$", "#### {}", "Final answer: `{}`", "The answer is {} "
+                                                                           "dollars."]  # fmt: skip
     for form in forms:
         for n in rng.sample(range(12, 900), 3):
             yield str(n), form.format(n), True
@@ -397,8 +444,10 @@ def marked_in_prose(rng):
 
 @kind
 def unmarked(rng):
-    forms = ["{}", "$$\n{}\n$$", "\\[\n{}\n\\]", "So we get {}.", "It costs ${}", "Thus x = {}.", "The total is **{}**.", "**{}**", "= {}",
-             "He pays {} dollars.", "Adding 3 and 4 and the rest makes {}", "6 * 7 is not it, but {}", "The result: {}"]  # fmt: skip
+    forms = ["{}", "$$\n{}\n$$", "\\[\n{}\n\\]", "So we get {}.", "It costs ${}", "Thus x = {}.",
+        "The total is **{}**.", "**{}**", "= {}",
+             "He pays {} dollars.", "Adding 3 and 4 and the rest makes {}",
+             "6 * 7 is not it, but {}", "The result: {}"]  # fmt: skip
     for form in forms:
         for n in rng.sample(range(12, 900), 4):
             yield str(n), form.format(n), True
@@ -407,8 +456,10 @@ def unmarked(rng):
 
 @kind
 def parts_of_what_is_unmarked(rng):
-    forms = ["2^{}", "(3,{})", "1e{}", "\\frac{{1}}{{{}}}", "2 + {}", "2*{}", "3/{}", "x^{}", "\\sqrt {}", "sqrt({})", "{}x", "{}!",
-             "x > {}", "x_{}", "[1, {})", "3, {}", "3 {}", "12:{}", "{}/7", "{}^2", "\\log_2 {}", "|x-{}|", "3.{}", "-{}", "{}e2",
+    forms = ["2^{}", "(3,{})", "1e{}", "\\frac{{1}}{{{}}}", "2 + {}", "2*{}", "3/{}", "x^{}",
+        "\\sqrt {}", "sqrt({})", "{}x", "{}!",
+             "x > {}", "x_{}", "[1, {})", "3, {}", "3 {}", "12:{}", "{}/7", "{}^2", "\\log_2 {}",
+             "|x-{}|", "3.{}", "-{}", "{}e2",
              "2-{}"]  # fmt: skip
     for form in forms:
         for n in (5, 7, 31):
@@ -419,7 +470,8 @@ def parts_of_what_is_unmarked(rng):
 @kind
 def repeating_decimals(rng):
     for _ in range(12):
-        digits, whole = rng.choice(["3", "6", "27", "142857", "09"]), rng.randint(0, 9)
+        digits = rng.choice(["3", "6", "27", "142857", "09"])
+        whole = rng.randint(0, 9)
         value = whole + Fraction(int(digits), 10 ** len(digits) - 1)
         yield frac(value), boxed(rf"{whole}.\overline{{{digits}}}"), True
         yield rf"{whole}.\overline{{{digits}}}", boxed(frac(value)), True
@@ -430,7 +482,8 @@ def repeating_decimals(rng):
 @kind
 def scientific(rng):
     for _ in range(15):
-        mantissa, exponent = rng.randint(11, 99), rng.randint(3, 8)
+        mantissa = rng.randint(11, 99)
+        exponent = rng.randint(3, 8)
         value = mantissa * 10 ** (exponent - 1)
         yield str(value), boxed(rf"{mantissa / 10}\times 10^{{{exponent}}}"), True
         yield str(value), boxed(f"{mantissa / 10}e{exponent}"), True
@@ -491,8 +544,10 @@ def nearly_equal(rng):
 
 @kind
 def nothing_of_use(rng):
-    for response in ["", " ", "\\boxed{}", "\\boxed{", "#### ", "The answer is", "I do not know.", "?", "$$", "\\boxed{?}",
-                     "\\boxed{\\text{}}", "\\boxed{\\boxed{}}", "...", "\\boxed{=}", "\\boxed{,}", "\\boxed{()}",
+    for response in ["", " ", "\\boxed{}", "\\boxed{", "#### ", "The answer is", "I do not know.",
+        "?", "$$", "\\boxed{?}",
+                     "\\boxed{\\text{}}", "\\boxed{\\boxed{}}", "...", "\\boxed{=}", "\\boxed{,}",
+                     "\\boxed{()}",
                      "\\boxed{\\frac{}{}}", "answer:"]:  # fmt: skip
         for reference in ("5", "x", "(1,2)"):
             yield reference, response, False
@@ -522,10 +577,12 @@ def fonts(rng):
 
 @kind
 def closing_prose(rng):
-    forms = ["The value is ${}$.", "**The probability is ${}$**", "Hence the area is ${}$ square units.", r"Therefore it is \({}\).",
+    forms = ["The value is ${}$.", "**The probability is ${}$**",
+        "Hence the area is ${}$ square units.", r"Therefore it is \({}\).",
              "So the result is ${}$, as required."]  # fmt: skip
     for form in forms:
-        value, k = proper(rng), rng.choice([2, 3, 5, 7])
+        value = proper(rng)
+        k = rng.choice([2, 3, 5, 7])
         wrong = frac(1 / value) if abs(value) != 1 else "7"
         yield frac(value), "Some steps.\n" + form.format(frac(value)), True
         yield frac(value), "Some steps.\n" + form.format(wrong), False
@@ -537,9 +594,12 @@ def closing_prose(rng):
 
 @kind
 def denied(rng):
-    forms = ["I think it's not {}", "It can't be {}.", "It isn't {}.", "The answer is not {}.", "I doubt that the answer is {}.",
+    forms = ["I think it's not {}", "It can't be {}.", "It isn't {}.", "The answer is not {}.",
+        "I doubt that the answer is {}.",
              "At least {}.",
-             "There are fewer than {}.", "It is either {} or 7.", "{} is too large.", "{} is not the answer", r"\boxed{{\text{{not }} {}}}",
+             "There are fewer than {}.", "It is either {} or 7.", "{} is too large.", "{} is not "
+                                                                                      "the answer",
+                                                                                          r"\boxed{{\text{{not }} {}}}",
              "That would be {}, which is wrong.", "The value is neither 7 nor {}."]  # fmt: skip
     for form in forms:
         for n in (0, *rng.sample(range(12, 900), 2)):
@@ -580,7 +640,16 @@ def bases(rng):
 
 @kind
 def zero_to_the_zero(rng):
-    for form in ("0^0", "0^{0}", "(1-1)^0", "0.0^{0}", r"(2-\sqrt{4})^{0}", r"(\sin 0)^{0}", "0^{3-3}", "1+0^0-1"):
+    for form in (
+        "0^0",
+        "0^{0}",
+        "(1-1)^0",
+        "0.0^{0}",
+        r"(2-\sqrt{4})^{0}",
+        r"(\sin 0)^{0}",
+        "0^{3-3}",
+        "1+0^0-1",
+    ):
         yield "1", boxed(form), False
         yield "0", boxed(form), False
     for form in ("5^0", "x^0", r"\pi^0", "(-3)^0", "0!"):
@@ -602,8 +671,13 @@ def corpus() -> list[dict[str, object]]:
     for name, function in KINDS.items():
         for pair in function(random.Random(name)):
             kind_of.setdefault(pair, name)
-    return [{"kind": name, "reference": pair[0], "response": pair[1], "right": pair[2]} for pair, name in kind_of.items()]
+    return [
+        {"kind": name, "reference": pair[0], "response": pair[1], "right": pair[2]}
+        for pair, name in kind_of.items()
+    ]
 
 
 if __name__ == "__main__":
-    CORPUS.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in corpus()), encoding="utf-8")
+    CORPUS.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in corpus()), encoding="utf-8"
+    )

@@ -1,11 +1,17 @@
-"""The checks of `make gpu`: the Triton kernels on a GPU, at real sizes. The tests in tests/cpu run them in Triton's interpreter."""
+"""The checks of `make gpu`: the Triton kernels on a GPU, at real sizes.
+
+The tests in tests/cpu run them in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def test_kernels():

@@ -1,4 +1,7 @@
-"""Transports between GPU processes: CUDA IPC on one GPU and between two, NCCL between two. Tests on the CPU cover the rest of the code."""
+"""Transports between GPU processes: CUDA IPC on one GPU and between two, NCCL between two.
+
+Tests on the CPU cover the rest of the code.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,39 @@ from megarl.weight_sync.transports.cuda_ipc import CudaIpcTransport, CudaMemory
 from megarl.weight_sync.transports.nccl import NcclMemory, NcclTransport
 from megarl.weight_sync.writing import send, shapes_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 TIMEOUT_S = 60.0
 MEMBERS = Members(trainers=(0,), generators=(0,), waves=(0, 0, 1))
 COPIES = [
-    Copy(0, "x", Box((0, 8), (512, 256)), 0, "wide", Box((100, 0), (512, 256)), "identity", "bfloat16", 0),  # rows with two strides
-    Copy(0, "x", Box((600, 0), (3, 1024)), 0, "whole", Box((0, 0), (3, 1024)), "identity", "bfloat16", 0),  # contiguous on both sides
+    # rows with two strides
+    Copy(
+        0,
+        "x",
+        Box((0, 8), (512, 256)),
+        0,
+        "wide",
+        Box((100, 0), (512, 256)),
+        "identity",
+        "bfloat16",
+        0,
+    ),
+    # contiguous on both sides
+    Copy(
+        0,
+        "x",
+        Box((600, 0), (3, 1024)),
+        0,
+        "whole",
+        Box((0, 0), (3, 1024)),
+        "identity",
+        "bfloat16",
+        0,
+    ),
     Copy(0, "y", Box((0,), (4097,)), 0, "cast", Box((1,), (4097,)), "cast", "bfloat16", 1),
     Copy(0, None, None, 0, "wide", Box((0, 0), (100, 512)), "zeros", "bfloat16", 2),
 ]
@@ -33,7 +61,8 @@ COPIES = [
 
 def sources(seed: int, device: str) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    x, y = torch.randn(1024, 1024, generator=generator), torch.randn(4097, generator=generator)
+    x = torch.randn(1024, 1024, generator=generator)
+    y = torch.randn(4097, generator=generator)
     return {"x": x.bfloat16().to(device), "y": y.to(device)}
 
 
@@ -62,7 +91,10 @@ class Engine:
         return cuda_ipc.export(self._live("cuda_ipc"), CudaMemory()).encode()
 
     def endpoint(self, address: str) -> str:
-        incoming = [Incoming(0, copy.destination_tensor, copy.destination_box, MEMBERS.waves[copy.depth]) for copy in COPIES]
+        incoming = [
+            Incoming(0, copy.destination_tensor, copy.destination_box, MEMBERS.waves[copy.depth])
+            for copy in COPIES
+        ]
         self.receiver = NcclMemory()
         offer = Offer(address=address, members=MEMBERS, incoming=incoming, timeout_s=TIMEOUT_S)
         return self.receiver.open(self._live(NCCL), offer).encode()
@@ -74,7 +106,9 @@ class Engine:
         self.receiver.receive(self.parameters)
 
     def memory(self) -> dict[str, Any]:
-        return {name: values.cpu().view(torch.uint8).numpy() for name, values in self.parameters.items()}
+        return {
+            name: values.cpu().view(torch.uint8).numpy() for name, values in self.parameters.items()
+        }
 
 
 class Trainer:
@@ -93,7 +127,8 @@ class Trainer:
 
 @pytest.fixture(params=[0, pytest.param(1, marks=two_gpus)], ids=["one GPU", "two GPUs"])
 def pair(request):
-    engine, trainer = RemoteObject(Engine, request.param), RemoteObject(Trainer, 0)
+    engine = RemoteObject(Engine, request.param)
+    trainer = RemoteObject(Trainer, 0)
     try:
         yield engine, trainer
     finally:
@@ -122,7 +157,8 @@ def test_cuda_ipc_writes_in_place(pair):
 @two_gpus
 def test_nccl_receives_in_place():
     _store, address = open_store("127.0.0.1")
-    engine, trainer = RemoteObject(Engine, 1), RemoteObject(Trainer, 0)
+    engine = RemoteObject(Engine, 1)
+    trainer = RemoteObject(Trainer, 0)
     try:
         text = engine.call("endpoint", address)
         trainer.start("connect", NCCL, text)

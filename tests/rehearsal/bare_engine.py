@@ -1,10 +1,10 @@
-"""Runs an SGLang engine on its path for GPUs, without its compiled kernels and without a GPU, and compares its log-probs with
-Transformers'.
+"""Runs an SGLang engine on its path for GPUs, without its compiled kernels and without a GPU, and
+compares its log-probs with Transformers'.
 
     python tests/rehearsal/bare_engine.py [SERVER_ARGUMENT=VALUE …]
 
-It needs PyTorch's CUDA build, and with Triton 3.6 NumPy before 2.4, for the interpreter. The numbers are real (cuda_on_cpu.py); the speed
-means nothing.
+It needs PyTorch's CUDA build, and with Triton 3.6 NumPy before 2.4, for the interpreter. The
+numbers are real (cuda_on_cpu.py); the speed means nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from megarl.generator.torch_kernels import TORCH_KERNELS
 
 PROMPTS = [[1, 5, 6, 7], [1, 9], [1, 12, 13, 4, 8, 9, 10]]
 TOKENS = 12
-START_S, ANSWER_S = 900.0, 600.0
+START_S = 900.0
+ANSWER_S = 600.0
 FOLDER = Path(__file__).parent
 
 
@@ -46,7 +47,10 @@ def main(arguments: list[str]) -> int:
             engine = torch.tensor([entry[0] for entry in shown])
             apart = (engine - logprobs(model, prompt, ids)).abs()
             largest = max(largest, float(apart.max()))
-            print(f"prompt of {len(prompt)}, {len(ids)} tokens: log-probs differ by {apart.mean():.2g}, at most {apart.max():.2g}")
+            print(
+                f"prompt of {len(prompt)}, {len(ids)} tokens: log-probs differ by "
+                f"{apart.mean():.2g}, at most {apart.max():.2g}"
+            )
     return int(not largest < 0.1)
 
 
@@ -65,17 +69,28 @@ def engine_answers(model: Path, server_args: dict[str, Any], log: Path) -> list[
         log_level="warning",
     )
     os.environ[TORCH_KERNELS] = "1"
-    argv, environment = server_command(settings, keys, {"cuda_graph_bs_decode": [4], "skip_server_warmup": True, **server_args})
+    argv, environment = server_command(
+        settings, keys, {"cuda_graph_bs_decode": [4], "skip_server_warmup": True, **server_args}
+    )
     path = os.pathsep.join(filter(None, (str(FOLDER / "on_cpu"), os.environ.get("PYTHONPATH"))))
-    environment |= {"PYTHONPATH": path, "TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    environment |= {
+        "PYTHONPATH": path,
+        "TRITON_INTERPRET": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     began = time.monotonic()
     with open(log, "wb") as output:
-        process = subprocess.Popen(argv, env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            argv, env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT
+        )
     try:
         while not ready(port, keys):
             time.sleep(1)
             if process.poll() is not None or time.monotonic() - began > START_S:
-                raise RuntimeError(f"the engine did not start:\n{log.read_text(errors='replace')[-6000:]}")
+                raise RuntimeError(
+                    f"the engine did not start:\n{log.read_text(errors='replace')[-6000:]}"
+                )
         print(f"the engine answers after {time.monotonic() - began:.0f} s")
         sampling = {"max_new_tokens": TOKENS, "temperature": 1.0, "ignore_eos": True}
         request = {"input_ids": PROMPTS, "sampling_params": sampling, "return_logprob": True}

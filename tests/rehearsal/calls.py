@@ -1,10 +1,13 @@
-"""Checks MegaRL's calls into vendor packages, including the calls on GPUs, against the packages' sources. These are parsed, not imported.
+"""Checks MegaRL's calls into vendor packages, including the calls on GPUs, against the packages'
+sources. These are parsed, not imported.
 
     python tests/rehearsal/calls.py [SITE_PACKAGES]
 
-A call is checked if its function was imported by name, or is an attribute of a module that was imported. The check is that the name exists,
-and that its parameters take the arguments. Methods of objects are not checked, because their classes are unknown without running the code.
-PyTorch can be imported without a GPU, so calls of torch.cuda and torch.distributed are checked against the functions themselves.
+A call is checked if its function was imported by name, or is an attribute of a module that was
+imported. The check is that the name exists, and that its parameters take the arguments. Methods of
+objects are not checked, because their classes are unknown without running the code. PyTorch can be
+imported without a GPU, so calls of torch.cuda and torch.distributed are checked against the
+functions themselves.
 """
 
 from __future__ import annotations
@@ -34,7 +37,10 @@ class Sources:
 
     def path(self, module: str) -> Path | None:
         place = self.folder / module.replace(".", "/")
-        return next((path for path in (place / "__init__.py", place.with_suffix(".py")) if path.is_file()), None)
+        return next(
+            (path for path in (place / "__init__.py", place.with_suffix(".py")) if path.is_file()),
+            None,
+        )
 
     def _module(self, module: str) -> ast.Module | None:
         path = self.path(module)
@@ -48,23 +54,37 @@ class Sources:
         return any(place.parent.glob(f"{place.name}*.so"))
 
     def _find(self, module: str, name: str) -> Any:
-        """The definition of `name` in `module`; or a statement, or "module", if the name is that; None if there is no such name."""
-        tree, found = self.module(module), None
+        """The definition of `name` in `module`; or a statement, or "module", if the name is that;
+        None if there is no such name.
+        """
+        tree = self.module(module)
+        found = None
         if self.is_module(f"{module}.{name}"):
             found = "module"
         for node in reversed(_top(tree)) if tree else ():
             if isinstance(node, Definition) and node.name == name:
                 found = node
-            elif isinstance(node, ast.ImportFrom) and (alias := next((a for a in node.names if (a.asname or a.name) == name), None)):
+            elif isinstance(node, ast.ImportFrom) and (
+                alias := next((a for a in node.names if (a.asname or a.name) == name), None)
+            ):
                 origin = _absolute(module, node, self.path(module))
                 if origin.split(".")[0] not in VENDORS or (origin, alias.name) == (module, name):
                     return found or node
                 return self.find(origin, alias.name) or (node if self.is_compiled(origin) else None)
-            elif isinstance(node, ast.ImportFrom) and any(a.name == "*" for a in node.names) and found is None:
+            elif (
+                isinstance(node, ast.ImportFrom)
+                and any(a.name == "*" for a in node.names)
+                and found is None
+            ):
                 found = self.find(_absolute(module, node, self.path(module)), name)
             elif isinstance(node, (ast.Assign, ast.AnnAssign)) and found is None:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                names = [leaf.id for target in targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name)]
+                names = [
+                    leaf.id
+                    for target in targets
+                    for leaf in ast.walk(target)
+                    if isinstance(leaf, ast.Name)
+                ]
                 found = node if name in names else None
         return found
 
@@ -76,9 +96,13 @@ def _top(tree: ast.Module) -> list[ast.stmt]:
     while left:
         node = left.pop()
         found.append(node)
-        for part in ("body", "orelse", "finalbody") if isinstance(node, (ast.If, ast.Try, ast.With)) else ():
+        for part in (
+            ("body", "orelse", "finalbody") if isinstance(node, (ast.If, ast.Try, ast.With)) else ()
+        ):
             left += getattr(node, part, [])
-        left += [statement for handler in getattr(node, "handlers", []) for statement in handler.body]
+        left += [
+            statement for handler in getattr(node, "handlers", []) for statement in handler.body
+        ]
     return found
 
 
@@ -91,19 +115,35 @@ def _absolute(module: str, node: ast.ImportFrom, path: Path | None) -> str:
 
 
 def signature(sources: Sources, module: str, found: Any) -> inspect.Signature | None:
-    """The signature of a function, or of a class by its own __init__ or fields. None if the source does not tell it."""
+    """The signature of a function, or of a class by its own __init__ or fields.
+
+    None if the source does not tell it.
+    """
     if isinstance(found, ast.ClassDef):
-        init = next((node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None)
+        init = next(
+            (
+                node
+                for node in found.body
+                if isinstance(node, ast.FunctionDef) and node.name == "__init__"
+            ),
+            None,
+        )
         if init is None:
             return _fields(found)
         return _of_function(init, skip=1)
     if isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef)):
         if copied := [
-            each.args[0] for each in found.decorator_list if isinstance(each, ast.Call) and ast.unparse(each.func) == "copy_signature"
+            each.args[0]
+            for each in found.decorator_list
+            if isinstance(each, ast.Call) and ast.unparse(each.func) == "copy_signature"
         ]:
             return signature(sources, module, sources.find(module, ast.unparse(copied[0])))
         kept = ("torch.no_grad", "jit_fuser", "internal_api", "nvtx", "lru_cache", "overload")
-        changed = [ast.unparse(each) for each in found.decorator_list if not any(name in ast.unparse(each) for name in kept)]
+        changed = [
+            ast.unparse(each)
+            for each in found.decorator_list
+            if not any(name in ast.unparse(each) for name in kept)
+        ]
         return None if changed else _of_function(found)
     return None
 
@@ -112,7 +152,11 @@ def _fields(found: ast.ClassDef) -> inspect.Signature | None:
     """The fields of a dataclass without bases."""
     if found.bases or not any("dataclass" in ast.unparse(each) for each in found.decorator_list):
         return None
-    fields = [node for node in found.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    fields = [
+        node
+        for node in found.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    ]
     parameters = [(field.target.id, field.value is not None) for field in fields]  # type: ignore[union-attr]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     required = [inspect.Parameter(name, kind) for name, given in parameters if not given]
@@ -121,28 +165,48 @@ def _fields(found: ast.ClassDef) -> inspect.Signature | None:
 
 
 def _of_function(node: ast.FunctionDef | ast.AsyncFunctionDef, skip: int = 0) -> inspect.Signature:
-    arguments, parameters = node.args, []
+    arguments = node.args
+    parameters = []
     positional = [*arguments.posonlyargs, *arguments.args]
     required = len(positional) - len(arguments.defaults)
     for place, argument in enumerate(positional):
-        kind = inspect.Parameter.POSITIONAL_ONLY if argument in arguments.posonlyargs else inspect.Parameter.POSITIONAL_OR_KEYWORD
-        parameters.append(inspect.Parameter(argument.arg, kind, default=inspect.Parameter.empty if place < required else None))
+        kind = (
+            inspect.Parameter.POSITIONAL_ONLY
+            if argument in arguments.posonlyargs
+            else inspect.Parameter.POSITIONAL_OR_KEYWORD
+        )
+        parameters.append(
+            inspect.Parameter(
+                argument.arg, kind, default=inspect.Parameter.empty if place < required else None
+            )
+        )
     parameters = parameters[skip:]
     if arguments.vararg:
         parameters.append(inspect.Parameter(arguments.vararg.arg, inspect.Parameter.VAR_POSITIONAL))
     for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults):
         empty = inspect.Parameter.empty if default is None else None
-        parameters.append(inspect.Parameter(argument.arg, inspect.Parameter.KEYWORD_ONLY, default=empty))
+        parameters.append(
+            inspect.Parameter(argument.arg, inspect.Parameter.KEYWORD_ONLY, default=empty)
+        )
     if arguments.kwarg:
         parameters.append(inspect.Parameter(arguments.kwarg.arg, inspect.Parameter.VAR_KEYWORD))
     return inspect.Signature(parameters)
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[str, str, str | None, int]]:
-    """What a file of MegaRL imports from vendors: (name here, module, name there or None for the module itself, line)."""
+    """What a file of MegaRL imports from vendors: (name here, module, name there or None for the
+    module itself, line).
+    """
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] in VENDORS:
-            yield from ((alias.asname or alias.name, node.module or "", alias.name, node.lineno) for alias in node.names)
+        if (
+            isinstance(node, ast.ImportFrom)
+            and not node.level
+            and (node.module or "").split(".")[0] in VENDORS
+        ):
+            yield from (
+                (alias.asname or alias.name, node.module or "", alias.name, node.lineno)
+                for alias in node.names
+            )
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] in VENDORS and (alias.asname or "." not in alias.name):
@@ -151,7 +215,10 @@ def imports(tree: ast.Module) -> Iterator[tuple[str, str, str | None, int]]:
 
 def check(sources: Sources, path: Path) -> tuple[int, list[str]]:
     """(checked calls, problems) of one file."""
-    tree, known, told, checked = ast.parse(path.read_text()), {}, [], 0
+    tree = ast.parse(path.read_text())
+    known = {}
+    told = []
+    checked = 0
     here = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
     for name, module, there, line in imports(tree):
         if there is None:
@@ -164,7 +231,9 @@ def check(sources: Sources, path: Path) -> tuple[int, list[str]]:
         if not sources.is_module(module) and not sources.is_compiled(module):
             told.append(f"{here}:{line}: there is no {module}")
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        function, module, found = call.func, "", None
+        function = call.func
+        module = ""
+        found = None
         if isinstance(function, ast.Name) and function.id in known:
             module, found = known[function.id]
         elif (
@@ -195,17 +264,22 @@ def misfit(takes: inspect.Signature, call: ast.Call) -> str:
     return ""
 
 
-OF_TORCH = ("torch.cuda.", "torch.distributed.", "torch.multiprocessing.")  # PyTorch's calls of NCCL and of CUDA's runtime
+# PyTorch's calls of NCCL and of CUDA's runtime
+OF_TORCH = ("torch.cuda.", "torch.distributed.", "torch.multiprocessing.")
 
 
 def check_torch(path: Path) -> tuple[int, list[str]]:
     """Like `check`, for calls by dotted names of PyTorch's modules."""
     import torch
 
-    tree, told, checked = ast.parse(path.read_text()), [], 0
+    tree = ast.parse(path.read_text())
+    told = []
+    checked = 0
     here = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
     modules = {
-        a.asname or a.name.split(".")[0]: a.name if a.asname else "torch" for a in _imported(tree) if a.name.split(".")[0] == "torch"
+        a.asname or a.name.split(".")[0]: a.name if a.asname else "torch"
+        for a in _imported(tree)
+        if a.name.split(".")[0] == "torch"
     }
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         first, _, rest = ast.unparse(call.func).partition(".")
@@ -230,22 +304,36 @@ def check_torch(path: Path) -> tuple[int, list[str]]:
 
 
 def _imported(tree: ast.Module) -> list[ast.alias]:
-    return [alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    return [
+        alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
+    ]
 
 
 def check_all(folder: Path) -> tuple[int, list[str]]:
-    sources, total, told = Sources(folder), 0, []
-    for path in sorted([*(ROOT / "megarl").rglob("*.py"), *(ROOT / "kernels").glob("*.py"), *(ROOT / "launch").glob("*.py")]):
+    sources = Sources(folder)
+    total = 0
+    told = []
+    for path in sorted(
+        [
+            *(ROOT / "megarl").rglob("*.py"),
+            *(ROOT / "kernels").glob("*.py"),
+            *(ROOT / "launch").glob("*.py"),
+        ]
+    ):
         if any(vendor in path.read_text() for vendor in VENDORS):
             count, problems = check(sources, path)
-            total, told = total + count, told + problems
+            total = total + count
+            told = told + problems
         if "torch" in path.read_text():
             count, problems = check_torch(path)
-            total, told = total + count, told + problems
+            total = total + count
+            told = told + problems
     return total, told
 
 
 if __name__ == "__main__":
-    count, problems = check_all(Path(sys.argv[1] if len(sys.argv) > 1 else sysconfig.get_path("purelib")))
+    count, problems = check_all(
+        Path(sys.argv[1] if len(sys.argv) > 1 else sysconfig.get_path("purelib"))
+    )
     print(*problems, f"{count} calls checked, {len(problems)} do not fit", sep="\n")
     sys.exit(int(bool(problems)))

@@ -1,9 +1,11 @@
-"""Compiles MegaRL's Triton kernels for Hopper and Blackwell, without a GPU, at the shapes of real runs.
+"""Compiles MegaRL's Triton kernels for Hopper and Blackwell, without a GPU, at the shapes of real
+runs.
 
     python tests/rehearsal/compile_kernels.py [--all]
 
-prints a line for each kernel: registers and spilled bytes a thread, bytes of shared memory a block, and the widest load and store of global
-memory in bytes a thread. Exit status 1 if a number is beyond its limit. Without `--all`, only the kernels that a run launches most.
+prints a line for each kernel: registers and spilled bytes a thread, bytes of shared memory a block,
+and the widest load and store of global memory in bytes a thread. Exit status 1 if a number is
+beyond its limit. Without `--all`, only the kernels that a run launches most.
 """
 
 from __future__ import annotations
@@ -46,16 +48,33 @@ class Compiled:
 
 
 def launches() -> Iterator[Launch]:
-    from megarl.kernels import audit, audit_triton, changes_triton, chunked_logprobs_triton, quantise_triton
+    from megarl.kernels import (
+        audit,
+        audit_triton,
+        changes_triton,
+        chunked_logprobs_triton,
+        quantise_triton,
+    )
 
     scoring = {"logits": "*fp32", "targets": "*i64", "temperature": "fp32"}
     sizes = {"real": "i32", "row_stride": "i32", "width": "i32", "tokens": "i32"}
     # Each rank's share of the vocabularies of Llama 3.1, Qwen3 and DeepSeek-V3 is divisible by 16.
-    forward = scoring | {"partial": "*fp32", "tokens": sizes["tokens"], "real": sizes["real"], "row_stride": sizes["row_stride"]}
-    forward_kernel, backward_kernel = chunked_logprobs_triton._forward_kernel, chunked_logprobs_triton._backward_kernel
+    forward = scoring | {
+        "partial": "*fp32",
+        "tokens": sizes["tokens"],
+        "real": sizes["real"],
+        "row_stride": sizes["row_stride"],
+    }
+    forward_kernel = chunked_logprobs_triton._forward_kernel
+    backward_kernel = chunked_logprobs_triton._backward_kernel
     yield Launch("log-probs", forward_kernel, forward, {"BLOCK": 4096})
     yield Launch(
-        "log-probs, odd vocabulary", forward_kernel, forward, {"BLOCK": 4096}, frozenset({"real", "row_stride", "tokens"}), wide=False
+        "log-probs, odd vocabulary",
+        forward_kernel,
+        forward,
+        {"BLOCK": 4096},
+        frozenset({"real", "row_stride", "tokens"}),
+        wide=False,
     )
     rows = dict.fromkeys(("log_z", "grad", "entropy_grad", "entropy"), "*fp32")
     backward = scoring | rows | {"real": "i32", "width": "i32", "row_stride": "i32"}
@@ -64,32 +83,97 @@ def launches() -> Iterator[Launch]:
             constants = {"ENTROPY": entropy, "BF16": bf16, "BLOCK": 2048}
             name = f"log-probs' gradient, {kind}{', entropy' if entropy else ''}"
             yield Launch(name, backward_kernel, backward | {"gradient": type_}, constants)
-    strides = dict.fromkeys(("rows", "cols", "top", "left", "value_lead", "value_row", "scale_lead", "scale_row", "tiles_across"), "i32")
+    strides = dict.fromkeys(
+        (
+            "rows",
+            "cols",
+            "top",
+            "left",
+            "value_lead",
+            "value_row",
+            "scale_lead",
+            "scale_row",
+            "tiles_across",
+        ),
+        "i32",
+    )
     quantise = {"values": "*i16", "codes": "*u8", "scales": "*fp32"} | strides
-    tile = {"value_col": 1, "scale_col": 1, "TILE_ROWS": 128, "TILE_COLS": 128, "PARTS": 1, "INTERPRETED": False}
+    tile = {
+        "value_col": 1,
+        "scale_col": 1,
+        "TILE_ROWS": 128,
+        "TILE_COLS": 128,
+        "PARTS": 1,
+        "INTERPRETED": False,
+    }
     ragged = frozenset(strides)
     for name, amax in (("quantise", False), ("amax", True)):
         types = quantise | ({"codes": "*i16"} if amax else {})
         of_scales = frozenset({"scale_lead", "scale_row", "tiles_across"})
-        yield Launch(f"{name}, whole tiles", quantise_triton._tile_kernel, types, tile | {"AMAX": amax}, of_scales)
-        yield Launch(f"{name}, experts", quantise_triton._tile_kernel, types | {"value_lead": "i64"}, tile | {"AMAX": amax}, of_scales)
+        yield Launch(
+            f"{name}, whole tiles",
+            quantise_triton._tile_kernel,
+            types,
+            tile | {"AMAX": amax},
+            of_scales,
+        )
+        yield Launch(
+            f"{name}, experts",
+            quantise_triton._tile_kernel,
+            types | {"value_lead": "i64"},
+            tile | {"AMAX": amax},
+            of_scales,
+        )
         parts = {"AMAX": amax, "PARTS": 1 if amax else quantise_triton.PARTS}
-        yield Launch(f"{name}, ragged", quantise_triton._tile_kernel, types, tile | parts, ragged, wide=False)
+        yield Launch(
+            f"{name}, ragged", quantise_triton._tile_kernel, types, tile | parts, ragged, wide=False
+        )
     box = dict.fromkeys(("rows", "cols", "lead", "row_stride", "strips"), "i32")
     hashed = {"row_weights": "*i64", "word_weights": "*i64", "partial": "*i64"} | box
-    blocks = {"STEPS": audit_triton.STEPS, "BLOCK_ROWS": audit_triton.BLOCK_ROWS, "BLOCK_COLS": audit_triton.BLOCK_COLS}
-    for name, type_, per_word in (("words", "*u64", 1), ("fp32", "*u32", 2), ("bf16", "*u16", 4), ("fp8", "*u8", 8)):
+    blocks = {
+        "STEPS": audit_triton.STEPS,
+        "BLOCK_ROWS": audit_triton.BLOCK_ROWS,
+        "BLOCK_COLS": audit_triton.BLOCK_COLS,
+    }
+    for name, type_, per_word in (
+        ("words", "*u64", 1),
+        ("fp32", "*u32", 2),
+        ("bf16", "*u16", 4),
+        ("fp8", "*u8", 8),
+    ):
         constants = {"col_stride": 1, "PER_WORD": per_word, "MIX_SHIFT": audit.MIX_SHIFT} | blocks
         for odd in (False, True):
             loose = frozenset({"strips", *(("rows", "cols", "lead", "row_stride") if odd else ())})
             label = f"hash, {name}{', odd rows' if odd else ''}"
-            yield Launch(label, audit_triton._hash_kernel, hashed | {"values": type_}, constants, loose, wide=not odd)
+            yield Launch(
+                label,
+                audit_triton._hash_kernel,
+                hashed | {"values": type_},
+                constants,
+                loose,
+                wide=not odd,
+            )
     for name, type_ in (("fp8", "*u8"), ("bf16", "*i16"), ("fp32", "*i32")):
         for writes in (False, True):
-            types = {"new": type_, "old": type_, "counts": "*i32", "ends": "*i64" if writes else "*i32"}
+            types = {
+                "new": type_,
+                "old": type_,
+                "counts": "*i32",
+                "ends": "*i64" if writes else "*i32",
+            }
             types |= {"offsets": "*i16" if writes else "*i32", "elements": "i32"}
-            constants = {"PIECE": changes_triton.PIECE, "BLOCK": changes_triton.BLOCK, "WRITES": writes}
-            yield Launch(f"changes, {name}{', written' if writes else ''}", changes_triton._changes_kernel, types, constants, warps=4)
+            constants = {
+                "PIECE": changes_triton.PIECE,
+                "BLOCK": changes_triton.BLOCK,
+                "WRITES": writes,
+            }
+            yield Launch(
+                f"changes, {name}{', written' if writes else ''}",
+                changes_triton._changes_kernel,
+                types,
+                constants,
+                warps=4,
+            )
 
 
 def compiled(launch: Launch, target: int) -> Compiled:
@@ -98,16 +182,25 @@ def compiled(launch: Launch, target: int) -> Compiled:
     from triton.compiler import ASTSource
 
     names = launch.kernel.arg_names
-    signature = {name: "constexpr" if name in launch.constants else launch.types[name] for name in names}
-    divisible = [name for name in names if name in launch.types and name not in launch.ragged and launch.types[name] != "fp32"]
+    signature = {
+        name: "constexpr" if name in launch.constants else launch.types[name] for name in names
+    }
+    divisible = [
+        name
+        for name in names
+        if name in launch.types and name not in launch.ragged and launch.types[name] != "fp32"
+    ]
     source = ASTSource(
         launch.kernel,
         signature=signature,
         constexprs={(names.index(name),): value for name, value in launch.constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in divisible},
     )
-    found = triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": launch.warps})
-    ptx, metadata = found.asm["ptx"], found.metadata
+    found = triton.compile(
+        source, target=GPUTarget("cuda", target, 32), options={"num_warps": launch.warps}
+    )
+    ptx = found.asm["ptx"]
+    metadata = found.metadata
     usage = resources(found.asm["cubin"])
     return Compiled(
         registers=usage["REG"],
@@ -119,14 +212,19 @@ def compiled(launch: Launch, target: int) -> Compiled:
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """The kernel's resources by cuobjdump, which comes with Triton. A thread has local memory only for spilled registers."""
+    """The kernel's resources by cuobjdump, which comes with Triton.
+
+    A thread has local memory only for spilled registers.
+    """
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     return {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", said)}
 
 
@@ -147,13 +245,19 @@ def problems(launch: Launch, found: Compiled) -> list[str]:
 
 def main() -> int:
     failed = 0
-    print(f"{'kernel':34s} {'sm':>4s} {'registers':>9s} {'spilled':>7s} {'shared':>7s} {'load':>5s} {'store':>5s}")
+    print(
+        f"{'kernel':34s} {'sm':>4s} {'registers':>9s} {'spilled':>7s} {'shared':>7s} {'load':>5s} "
+        f"{'store':>5s}"
+    )
     for launch in launches():
         for target in TARGETS:
             found = compiled(launch, target)
             told = problems(launch, found)
             failed += bool(told)
-            numbers = f"{found.registers:9d} {found.spilled_bytes:7d} {found.shared_bytes:7d} {found.load_bytes:5d} {found.store_bytes:5d}"
+            numbers = (
+                f"{found.registers:9d} {found.spilled_bytes:7d} {found.shared_bytes:7d} "
+                f"{found.load_bytes:5d} {found.store_bytes:5d}"
+            )
             print(f"{launch.name:34s} {target:4d} {numbers} {'; '.join(told)}", flush=True)
     return int(failed > 0)
 

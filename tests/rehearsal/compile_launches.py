@@ -38,8 +38,16 @@ def compiled(launch: dict[str, Any]) -> int:
         kernel = kernel.fn
     kinds = {name: launch["arguments"][name] for name in kernel.arg_names}
     signature = {name: kind for name, (kind, _) in kinds.items()}
-    constants = {(place,): _constant(value) for place, (kind, value) in enumerate(kinds.values()) if kind == "constexpr"}
-    divisible = {(place,): [["tt.divisibility", 16]] for place, (kind, value) in enumerate(kinds.values()) if kind != "constexpr" and value}
+    constants = {
+        (place,): _constant(value)
+        for place, (kind, value) in enumerate(kinds.values())
+        if kind == "constexpr"
+    }
+    divisible = {
+        (place,): [["tt.divisibility", 16]]
+        for place, (kind, value) in enumerate(kinds.values())
+        if kind != "constexpr" and value
+    }
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=divisible)
     found = triton.compile(source, target=GPUTarget("cuda", TARGET, 32), options=launch["options"])
     return len(found.asm["cubin"])
@@ -49,7 +57,10 @@ def _constant(value: Any) -> Any:
     """A dtype of Triton, as JSON has it, or any other constant."""
     import triton.language as tl
 
-    named = {str(each): each for each in (tl.bfloat16, tl.float16, tl.float32, tl.float8e4nv, tl.int32, tl.int64)}
+    named = {
+        str(each): each
+        for each in (tl.bfloat16, tl.float16, tl.float32, tl.float8e4nv, tl.int32, tl.int64)
+    }
     return named.get(value, value) if isinstance(value, str) else value
 
 

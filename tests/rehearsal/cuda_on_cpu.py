@@ -1,8 +1,10 @@
-"""Makes PyTorch's CUDA build compute on the CPU where a program asks for the GPU, so that a program's path for GPUs runs with real numbers.
+"""Makes PyTorch's CUDA build compute on the CPU where a program asks for the GPU, so that a
+program's path for GPUs runs with real numbers.
 
-Tensors are on the CPU whatever device was asked for. Triton's kernels run in its interpreter (TRITON_INTERPRET=1). A captured CUDA graph is
-the function that was captured, which SGLang hands over; a replay calls it again. What only a GPU has is left out: streams, asynchronous
-copies, compiled code.
+Tensors are on the CPU whatever device was asked for. Triton's kernels run in its interpreter
+(TRITON_INTERPRET=1). A captured CUDA graph is the function that was captured, which SGLang hands
+over; a replay calls it again. What only a GPU has is left out: streams, asynchronous copies,
+compiled code.
 """
 
 from __future__ import annotations
@@ -27,9 +29,20 @@ CPU = torch.device("cpu")
 # What waits for the GPU, and so may not be in a captured graph.
 WAITS = {
     getattr(torch.Tensor, name)
-    for name in ("item", "tolist", "numpy", "cpu", "nonzero", "masked_select", "__bool__", "__int__", "__index__")
+    for name in (
+        "item",
+        "tolist",
+        "numpy",
+        "cpu",
+        "nonzero",
+        "masked_select",
+        "__bool__",
+        "__int__",
+        "__index__",
+    )
 }
-LAUNCHES = "MEGARL_LAUNCHES"  # environment variable: the file that gets a line of JSON for each kind of launch of a Triton kernel
+# environment variable: the file that gets a line of JSON for each kind of launch of a Triton kernel
+LAUNCHES = "MEGARL_LAUNCHES"
 
 
 def install() -> None:
@@ -78,14 +91,21 @@ def _moved(value: Any) -> Any:
 
 
 class _OnCpu(TorchFunctionMode):
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is torch.device:
             return function(*args, **(kwargs or {}))
         if function in WAITS and torch.cuda.is_current_stream_capturing():
             caller = sys._getframe(1).f_code
             if "/triton/" not in caller.co_filename:
-                raise RuntimeError(f"{function.__name__} in {caller.co_filename}:{caller.co_name} waits for the GPU in a captured graph")
-        kwargs = {name: _moved(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
+                raise RuntimeError(
+                    f"{function.__name__} in {caller.co_filename}:{caller.co_name} waits for the "
+                    "GPU in a captured graph"
+                )
+        kwargs = {
+            name: _moved(value) for name, value in (kwargs or {}).items() if name != "pin_memory"
+        }
         if isinstance(kwargs.get("device"), int):
             kwargs["device"] = CPU
         if function is torch.mm and (dtype := kwargs.pop("out_dtype", None)):  # only CUDA has it
@@ -111,7 +131,9 @@ class Graph:
 
 
 def _copy(values: Any, places: Any) -> None:
-    """Copies all tensors of one structure into those of another, as a replay writes into the memory of the capture."""
+    """Copies all tensors of one structure into those of another, as a replay writes into the memory
+    of the capture.
+    """
     if isinstance(places, torch.Tensor):
         places.copy_(values)
     elif isinstance(places, (list, tuple)):
@@ -134,8 +156,17 @@ def capturing(cuda_graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
         torch.cuda.is_current_stream_capturing = lambda: False
 
 
-def capture_one(original: Callable[..., None], backend: Any, key: Any, forward: Callable[[], Any], *args: Any, **named: Any) -> None:
-    """Runs around the capture of one of SGLang's graphs, and gives the graph the function that it captures."""
+def capture_one(
+    original: Callable[..., None],
+    backend: Any,
+    key: Any,
+    forward: Callable[[], Any],
+    *args: Any,
+    **named: Any,
+) -> None:
+    """Runs around the capture of one of SGLang's graphs, and gives the graph the function that it
+    captures.
+    """
     original(backend, key, forward, *args, **named)
     graph = backend._graphs[key]
     graph.captured = forward
@@ -148,7 +179,9 @@ def _meet_by_gloo() -> None:
     def by_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
         def make(*args: Any, **named: Any) -> Any:
             named = {
-                name: "gloo" if name == "backend" else value for name, value in named.items() if name not in ("device_id", "pg_options")
+                name: "gloo" if name == "backend" else value
+                for name, value in named.items()
+                if name not in ("device_id", "pg_options")
             }
             return original(*args, **named)
 
@@ -165,7 +198,10 @@ def _know_triton(gpu: types.SimpleNamespace) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    shown = {"max_shared_mem": gpu.shared_memory_per_block_optin, "multiprocessor_count": gpu.multi_processor_count}
+    shown = {
+        "max_shared_mem": gpu.shared_memory_per_block_optin,
+        "multiprocessor_count": gpu.multi_processor_count,
+    }
     driver.set_active(
         types.SimpleNamespace(
             get_current_target=lambda: GPUTarget("cuda", 10 * gpu.major + gpu.minor, gpu.warp_size),
@@ -195,26 +231,43 @@ def note_launches(path: Path) -> None:
     InterpretedFunction.run = run  # type: ignore[method-assign]
 
 
-def described(function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-    """The kernel, its options, and of each argument [type or constexpr, the constant or whether 16 divides it]."""
+def described(
+    function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
+) -> dict[str, Any]:
+    """The kernel, its options, and of each argument [type or constexpr, the constant or whether 16
+    divides it].
+    """
     options = {name: value for name, value in named.items() if name in ("num_warps", "num_stages")}
     parameters = inspect.signature(function).parameters
-    bound = inspect.signature(function).bind(*args, **{name: value for name, value in named.items() if name in parameters})
+    bound = inspect.signature(function).bind(
+        *args, **{name: value for name, value in named.items() if name in parameters}
+    )
     bound.apply_defaults()
     kinds: dict[str, tuple[str, Any]] = {}
     for name, value in bound.arguments.items():
         constant = "constexpr" in str(parameters[name].annotation)
         if isinstance(value, torch.Tensor):
-            kinds[name] = ("*" + TRITON_TYPES.get(value.dtype, "fp8e4nv"), value.data_ptr() % 16 == 0)
+            kinds[name] = (
+                "*" + TRITON_TYPES.get(value.dtype, "fp8e4nv"),
+                value.data_ptr() % 16 == 0,
+            )
         elif constant or value is None or (isinstance(value, int) and value == 1):
-            kinds[name] = ("constexpr", str(value) if isinstance(value, torch.dtype) else getattr(value, "value", value))
+            kinds[name] = (
+                "constexpr",
+                str(value) if isinstance(value, torch.dtype) else getattr(value, "value", value),
+            )
         elif isinstance(value, bool):
             kinds[name] = ("u1", False)
         elif isinstance(value, int):
             kinds[name] = ("i32" if abs(value) < 1 << 31 else "i64", value % 16 == 0)
         else:
             kinds[name] = ("fp32", False)
-    return {"module": function.__module__, "kernel": function.__name__, "options": options, "arguments": kinds}
+    return {
+        "module": function.__module__,
+        "kernel": function.__name__,
+        "options": options,
+        "arguments": kinds,
+    }
 
 
 def register_hooks() -> None:
@@ -225,5 +278,8 @@ def register_hooks() -> None:
 
     graphs = "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend"
     HookRegistry.register(f"{graphs}.capture_one", capture_one, HookType.AROUND)
-    # The sampler asks where a tensor is, and would take the hash of a library for CPUs that is not there.
-    HookRegistry.register("sglang.srt.layers.sampler.multinomial_with_seed", seeds.drawn, HookType.REPLACE)
+    # The sampler asks where a tensor is, and would take the hash of a library for CPUs that is not
+    # there.
+    HookRegistry.register(
+        "sglang.srt.layers.sampler.multinomial_with_seed", seeds.drawn, HookType.REPLACE
+    )

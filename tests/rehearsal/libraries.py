@@ -1,9 +1,10 @@
-"""The system libraries that vendor packages link, besides glibc and the C++ runtime, by `readelf -d` over an environment.
+"""The system libraries that vendor packages link, besides glibc and the C++ runtime, by `readelf
+-d` over an environment.
 
     python tests/rehearsal/libraries.py [SITE-PACKAGES]
 
-Prints a row for each system library: its package of Debian 12, and the Python packages that need it. Exit status 1 if a library is not
-listed here, or there are none. Needs readelf.
+Prints a row for each system library: its package of Debian 12, and the Python packages that need
+it. Exit status 1 if a library is not listed here, or there are none. Needs readelf.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-GLIBC_AND_CXX = "libc libm libmvec libdl libpthread librt libutil libresolv ld-linux-x86-64 libgcc_s libstdc++"
+GLIBC_AND_CXX = (
+    "libc libm libmvec libdl libpthread librt libutil libresolv ld-linux-x86-64 libgcc_s libstdc++"
+)
 ALWAYS = tuple(f"{name}.so." for name in GLIBC_AND_CXX.split())
 SYSTEM = {  # library → where it comes from
     "libcuda.so.1": "NVIDIA's driver",
@@ -27,7 +30,15 @@ SYSTEM = {  # library → where it comes from
     "libz.so.1": "zlib1g",
 }
 UNUSED = {  # files that MegaRL never loads → how the names of the libraries that they need begin
-    "NVSHMEM's other transports": ("libfabric.", "libmpi.", "liboshmem.", "libpmix.", "librdmacm.", "libucp.", "libucs."),
+    "NVSHMEM's other transports": (
+        "libfabric.",
+        "libmpi.",
+        "liboshmem.",
+        "libpmix.",
+        "librdmacm.",
+        "libucp.",
+        "libucs.",
+    ),
     "videos": ("libav", "libsw", "libheif."),
     "torch_memory_saver for CUDA 12": ("libcudart.so.12",),
     "other pools of Numba's threads": ("libgomp.", "libtbb."),
@@ -38,8 +49,11 @@ def main(folder: Path) -> int:
     if shutil.which("readelf") is None:
         print("there is no readelf: install binutils", file=sys.stderr)
         return 2
-    needed, provided = defaultdict(set), set()
-    files = [str(path) for path in folder.rglob("*.so*") if path.is_file() and not path.is_symlink()]
+    needed = defaultdict(set)
+    provided = set()
+    files = [
+        str(path) for path in folder.rglob("*.so*") if path.is_file() and not path.is_symlink()
+    ]
     provided |= {path.name for path in folder.rglob("*.so*")}
     for path, name, library in entries(files):
         if name == "SONAME":
@@ -48,9 +62,14 @@ def main(folder: Path) -> int:
             needed[library].add(Path(path).relative_to(folder).parts[0].split(".")[0])
     failed = 0
     unused = tuple(beginning for beginnings in UNUSED.values() for beginning in beginnings)
-    for library in sorted(library for library in needed.keys() - provided if not library.startswith(unused)):
+    for library in sorted(
+        library for library in needed.keys() - provided if not library.startswith(unused)
+    ):
         failed |= library not in SYSTEM
-        print(f"{library:24s} {SYSTEM.get(library, 'not listed'):20s} {', '.join(sorted(needed[library]))}")
+        print(
+            f"{library:24s} {SYSTEM.get(library, 'not listed'):20s} "
+            f"{', '.join(sorted(needed[library]))}"
+        )
     print(f"{len(files)} libraries in {folder}")
     return int(failed or not files)
 
@@ -59,7 +78,8 @@ def entries(files: list[str]) -> Iterator[tuple[str, str, str]]:
     """(file, "NEEDED" or "SONAME", the library)."""
     for begin in range(0, len(files), 500):
         some = files[begin : begin + 500]
-        said = subprocess.run(["readelf", "-dW", *some], capture_output=True, text=True).stdout  # some are texts, not libraries
+        # some are texts, not libraries
+        said = subprocess.run(["readelf", "-dW", *some], capture_output=True, text=True).stdout
         path = some[0]
         for line in said.splitlines():
             if line.startswith("File: "):
@@ -70,4 +90,6 @@ def entries(files: list[str]) -> Iterator[tuple[str, str, str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else sysconfig.get_path("purelib")).resolve()))
+    sys.exit(
+        main(Path(sys.argv[1] if len(sys.argv) > 1 else sysconfig.get_path("purelib")).resolve())
+    )

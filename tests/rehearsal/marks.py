@@ -1,11 +1,13 @@
-"""Checks, with Transformer Engine's layers, which elements count in the gradient norm, and over which ranks each gradient is summed.
+"""Checks, with Transformer Engine's layers, which elements count in the gradient norm, and over
+which ranks each gradient is summed.
 
     python tests/rehearsal/marks.py [--plant NAME] [CASE…]
 
-Megatron marks parameters for both (`tensor_model_parallel`, `allreduce`, `sequence_parallel`). This program builds every rank of a small
-trainer on a pretended GPU. The trainer's layout says which elements each rank holds. By that layout every element must count once, and a
-gradient must be summed over all ranks that hold the same elements and have seen other tokens. Prints a line for each case; exit status 1 if
-a case is wrong.
+Megatron marks parameters for both (`tensor_model_parallel`, `allreduce`, `sequence_parallel`). This
+program builds every rank of a small trainer on a pretended GPU. The trainer's layout says which
+elements each rank holds. By that layout every element must count once, and a gradient must be
+summed over all ranks that hold the same elements and have seen other tokens. Prints a line for each
+case; exit status 1 if a case is wrong.
 """
 
 from __future__ import annotations
@@ -22,20 +24,29 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pretended_cuda
 
 TINY: dict[str, Any] = dict(
-    num_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_kv_heads=2, head_dim=16, vocab_size=200,
+    num_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_kv_heads=2,
+    head_dim=16, vocab_size=200,
     max_position_embeddings=256, tie_word_embeddings=False, rms_norm_eps=1e-6, rope_theta=1e4,
 )  # fmt: skip
 EXPERTS: dict[str, Any] = TINY | dict(
-    family="qwen3_moe", qk_norm=True, num_experts=4, experts_per_token=2, expert_intermediate_size=32, intermediate_size=0
+    family="qwen3_moe",
+    qk_norm=True,
+    num_experts=4,
+    experts_per_token=2,
+    expert_intermediate_size=32,
+    intermediate_size=0,
 )
 DENSE: dict[str, Any] = TINY | dict(family="qwen3", qk_norm=True)
 BIASED: dict[str, Any] = TINY | dict(family="qwen2", qkv_bias=True)
 LATENT: dict[str, Any] = TINY | dict(
-    family="deepseek_v3", num_kv_heads=4, num_experts=4, experts_per_token=2, expert_intermediate_size=32, shared_intermediate_size=32,
-    first_dense_layers=1, score_function="sigmoid", router_bias=True, q_lora_rank=16, kv_lora_rank=12, qk_nope_head_dim=8,
+    family="deepseek_v3", num_kv_heads=4, num_experts=4, experts_per_token=2,
+    expert_intermediate_size=32, shared_intermediate_size=32,
+    first_dense_layers=1, score_function="sigmoid", router_bias=True, q_lora_rank=16,
+    kv_lora_rank=12, qk_nope_head_dim=8,
     qk_rope_head_dim=8, v_head_dim=16,
 )  # fmt: skip
-# name → (the model, TrainerTopology's sizes); sequence parallel if tp > 1, unless a case says otherwise
+# name → (the model, TrainerTopology's sizes); sequence parallel if tp > 1, unless a case says
+# otherwise
 CASES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "dense tp2": (DENSE, dict(tp=2, dp=2)),
     "dense tp2 whole sequences": (DENSE, dict(tp=2)),
@@ -57,7 +68,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--plant", metavar="NAME", help="a fault of planted.py")
     options = parser.parse_args(arguments)
@@ -87,10 +100,14 @@ def wrong(name: str, model: dict[str, Any], sizes: dict[str, int]) -> Iterator[s
     from megarl.models.spec import ModelSpec
     from megarl.reshard.layout import hf_layout
 
-    spec, topology = ModelSpec(**model), TrainerTopology(**sizes)
+    spec = ModelSpec(**model)
+    topology = TrainerTopology(**sizes)
     sequence_parallel = topology.tp > 1 and "whole sequences" not in name
     ranks = [Rank(spec, topology, rank, sequence_parallel) for rank in range(topology.world_size)]
-    counted = {tensor.name: np.zeros(tensor.shape, np.int8) for tensor in hf_layout(spec, "bfloat16").tensors(0)}
+    counted = {
+        tensor.name: np.zeros(tensor.shape, np.int8)
+        for tensor in hf_layout(spec, "bfloat16").tensors(0)
+    }
     trained: set[str] = set()
     for rank in ranks:
         for tensor in rank.tensors:
@@ -99,12 +116,21 @@ def wrong(name: str, model: dict[str, Any], sizes: dict[str, int]) -> Iterator[s
                 continue
             for piece in tensor.pieces:
                 trained.add(piece.logical_name)
-                counted[piece.logical_name][piece.logical.slices()] += flat.reshape(tensor.shape)[piece.local.slices()]
+                counted[piece.logical_name][piece.logical.slices()] += flat.reshape(tensor.shape)[
+                    piece.local.slices()
+                ]
     for tensor_name in sorted(trained):
         times = sorted({*counted[tensor_name].ravel().tolist()})
         if times != [1]:
             yield f"{tensor_name} counts {' or '.join(map(str, times))} times in the norm"
-    if untrained := {tensor_name for tensor_name in counted if not tensor_name.endswith("e_score_correction_bias")} - trained:
+    if (
+        untrained := {
+            tensor_name
+            for tensor_name in counted
+            if not tensor_name.endswith("e_score_correction_bias")
+        }
+        - trained
+    ):
         yield f"no rank trains {', '.join(sorted(untrained))}"
     yield from _wrong_sums(ranks, sequence_parallel)
 
@@ -122,16 +148,28 @@ class Rank:
 
         if dist.is_initialized():
             dist.destroy_process_group()
-        dist.init_process_group("fake", rank=rank, world_size=topology.world_size, store=FakeStore())
-        settings = TrainerConfig(tp=topology.tp, sequence_parallel=sequence_parallel, ddp={"overlap_grad_reduce": False})
-        trainer = MegatronTrainer(spec, topology, settings, "bfloat16", 0, total_steps=1, timeout_s=60)
-        self.coordinate, self.tensors = trainer.coordinate, trainer.layout.tensors(rank)
-        self.names = {parameter: name for name, parameter in parameters_by_name(trainer.chunks).items()}
+        dist.init_process_group(
+            "fake", rank=rank, world_size=topology.world_size, store=FakeStore()
+        )
+        settings = TrainerConfig(
+            tp=topology.tp, sequence_parallel=sequence_parallel, ddp={"overlap_grad_reduce": False}
+        )
+        trainer = MegatronTrainer(
+            spec, topology, settings, "bfloat16", 0, total_steps=1, timeout_s=60
+        )
+        self.coordinate = trainer.coordinate
+        self.tensors = trainer.layout.tensors(rank)
+        self.names = {
+            parameter: name for name, parameter in parameters_by_name(trainer.chunks).items()
+        }
         self.counts, self.sums = self._counts(trainer), self._sums(trainer)
 
     def _counts(self, trainer: Any) -> dict[str, Any]:
-        """How often each element of a flattened parameter counts in the norm. Without the distributed optimizer every replica of the model
-        computes the same norm, so rank 0's is checked."""
+        """How often each element of a flattened parameter counts in the norm.
+
+        Without the distributed optimizer every replica of the model computes the same norm, so rank
+        0's is checked.
+        """
         import numpy as np
         import torch
         import torch.distributed as dist
@@ -143,15 +181,21 @@ class Rank:
             masters = [*_masters(part)]
             for _, _, master in masters:
                 master.grad = torch.empty_like(master)
-            taken = {id(gradient) for gradient in part.get_grads_for_grad_norm()} if masters else set()
+            taken = (
+                {id(gradient) for gradient in part.get_grads_for_grad_norm()} if masters else set()
+            )
             seen = 0 in dist.get_process_group_ranks(part.get_grad_stats_parallel_group())
             for parameter, begin, master in masters:
-                flat = counts.setdefault(self.names[parameter], np.zeros(parameter.numel(), np.int8))
+                flat = counts.setdefault(
+                    self.names[parameter], np.zeros(parameter.numel(), np.int8)
+                )
                 flat[begin : begin + master.numel()] += id(master.grad) in taken and seen
         return counts
 
     def _sums(self, trainer: Any) -> dict[str, tuple[list[int], bool]]:
-        """For each parameter: the ranks of its gradient buffer, and whether Megatron also sums it over the tensor-parallel ranks."""
+        """For each parameter: the ranks of its gradient buffer, and whether Megatron also sums it
+        over the tensor-parallel ranks.
+        """
         import torch.distributed as dist
 
         megatron = sys.modules["megatron.core.distributed.finalize_model_grads"]
@@ -165,7 +209,10 @@ class Rank:
         trainer.config.finalize_model_grads_func(trainer.ddp, None)
         megatron._flatten_dense_tensors = flatten
         return {
-            self.names[parameter]: (dist.get_process_group_ranks(buffer.data_parallel_group), _place(parameter.main_grad) in summed)
+            self.names[parameter]: (
+                dist.get_process_group_ranks(buffer.data_parallel_group),
+                _place(parameter.main_grad) in summed,
+            )
             for chunk in trainer.ddp
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
             for parameter in buffer.params
@@ -177,9 +224,12 @@ def _place(gradient: Any) -> tuple[int, int]:
 
 
 def _wrong_sums(ranks: list[Rank], sequence_parallel: bool) -> Iterator[str]:
-    """Gradients that are summed over the wrong ranks. Ranks that hold the same elements have seen other tokens. But without sequence
-    parallelism, tensor-parallel ranks have seen the same tokens. Between them only the norms of heads are summed, since each rank has other
-    heads."""
+    """Gradients that are summed over the wrong ranks.
+
+    Ranks that hold the same elements have seen other tokens. But without sequence parallelism,
+    tensor-parallel ranks have seen the same tokens. Between them only the norms of heads are
+    summed, since each rank has other heads.
+    """
     holders: dict[Any, list[int]] = defaultdict(list)
     tensor_ranks: dict[Any, list[int]] = defaultdict(list)
     for number, rank in enumerate(ranks):
@@ -191,11 +241,16 @@ def _wrong_sums(ranks: list[Rank], sequence_parallel: bool) -> Iterator[str]:
             _, besides = rank.sums[tensor.name]
             others = tensor_ranks[replace(rank.coordinate, tp=0)] if besides else [number]
             found = sorted(n for other in others for n in ranks[other].sums[tensor.name][0])
-            apart = sequence_parallel or tensor.name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
+            apart = sequence_parallel or tensor.name.endswith(
+                ("q_layernorm.weight", "k_layernorm.weight")
+            )
             alike = holders[tensor.name, tensor.pieces]
             expected = [n for n in alike if apart or ranks[n].coordinate.tp == rank.coordinate.tp]
             if found != expected:
-                yield f"the gradient of {tensor.name} on rank {number} is summed over ranks {found}, not {expected}"
+                yield (
+                    f"the gradient of {tensor.name} on rank {number} is summed over ranks "
+                    f"{found}, not {expected}"
+                )
 
 
 if __name__ == "__main__":

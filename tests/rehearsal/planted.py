@@ -53,7 +53,9 @@ def marks_of_experts() -> None:
     """Megatron leaves the marks of experts' weights as Transformer Engine sets them."""
     from megatron.core.extensions import transformer_engine
 
-    transformer_engine._set_expert_parameter_attributes = lambda module, parallel_mode, use_expert_pgs: None
+    transformer_engine._set_expert_parameter_attributes = (
+        lambda module, parallel_mode, use_expert_pgs: None
+    )
 
 
 def marks_of_whole_weights() -> None:

@@ -1,7 +1,10 @@
-"""Pretends to PyTorch's CUDA build that this machine has GPUs. Records what a program allocates and copies there, and what it waits for.
+"""Pretends to PyTorch's CUDA build that this machine has GPUs.
 
-A tensor on a GPU is a fake one: it has a shape, a dtype and a device, but no values. FakeTensorMode refuses operations on tensors of
-different devices. A collective moves nothing, and a Triton kernel is not launched. Code that reads a GPU's values gets zeros or ones.
+Records what a program allocates and copies there, and what it waits for.
+
+A tensor on a GPU is a fake one: it has a shape, a dtype and a device, but no values. FakeTensorMode
+refuses operations on tensors of different devices. A collective moves nothing, and a Triton kernel
+is not launched. Code that reads a GPU's values gets zeros or ones.
 """
 
 from __future__ import annotations
@@ -32,26 +35,52 @@ LIBRARY = "libcuda.so.1"
 GIB = 2**30
 KNOWN = 4096  # tensors of integers keep their values up to this many elements
 TRITON_TYPES = {
-    torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8", torch.int16: "i16",
-    torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8", torch.uint16: "u16", torch.uint32: "u32", torch.uint64: "u64",
+    torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16",
+    torch.int8: "i8", torch.int16: "i16",
+    torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8", torch.uint16: "u16",
+    torch.uint32: "u32", torch.uint64: "u64",
     torch.bool: "i1",
 }  # fmt: skip
-H100, B200 = ("NVIDIA H100 80GB HBM3", (9, 0), 132, 80), ("NVIDIA B200", (10, 0), 148, 180)
+H100 = ("NVIDIA H100 80GB HBM3", (9, 0), 132, 80)
+B200 = ("NVIDIA B200", (10, 0), 148, 180)
 # Reading these waits for the GPU.
-_DATA_DEPENDENT = ("aten::nonzero", "aten::masked_select", "aten::unique_dim", "aten::_unique2", "aten::unique_consecutive", "aten::equal")
+_DATA_DEPENDENT = (
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::unique_dim",
+    "aten::_unique2",
+    "aten::unique_consecutive",
+    "aten::equal",
+)
 _OURS = {f"{ROOT}/megarl/": "megarl/", f"{ROOT}/kernels/": "kernels/"}
 _VENDORS = ("megatron/core/", "transformer_engine/")
 
 
 def preload() -> None:
-    """Restarts this program with the pretended driver. Raises FileNotFoundError without a C compiler."""
+    """Restarts this program with the pretended driver.
+
+    Raises FileNotFoundError without a C compiler.
+    """
     if LIBRARY in os.environ.get("LD_PRELOAD", ""):
         return
     folder = Path(tempfile.mkdtemp())
     source = Path(__file__).with_suffix(".c")
-    subprocess.run([os.environ.get("CC", "cc"), "-shared", "-fPIC", f"-Wl,-soname,{LIBRARY}", "-o", folder / LIBRARY, source], check=True)
+    subprocess.run(
+        [
+            os.environ.get("CC", "cc"),
+            "-shared",
+            "-fPIC",
+            f"-Wl,-soname,{LIBRARY}",
+            "-o",
+            folder / LIBRARY,
+            source,
+        ],
+        check=True,
+    )
     os.execve(
-        sys.executable, [sys.executable, *sys.argv], os.environ | {"LD_PRELOAD": str(folder / LIBRARY), "MEGARL_REHEARSAL": str(folder)}
+        sys.executable,
+        [sys.executable, *sys.argv],
+        os.environ | {"LD_PRELOAD": str(folder / LIBRARY), "MEGARL_REHEARSAL": str(folder)},
     )
 
 
@@ -83,19 +112,36 @@ class Record:
 
     def take(self) -> Counter[Event]:
         """The events since the last call. Resets the peak."""
-        events, self.events, self.peak_bytes = self.events, Counter(), self.held_bytes
+        events = self.events
+        self.events = Counter()
+        self.peak_bytes = self.held_bytes
         return events
 
 
 def where() -> tuple[str, str, str]:
-    """Returns file:function of MegaRL's innermost frame; file:function of the innermost frame of MegaRL or a vendor; file:line of the
-    first."""
-    frame, inner = sys._getframe(1), ""
+    """Returns file:function of MegaRL's innermost frame; file:function of the innermost frame of
+    MegaRL or a vendor; file:line of the first.
+    """
+    frame = sys._getframe(1)
+    inner = ""
     while frame is not None:
         file = frame.f_code.co_filename
-        name = next((short + file.removeprefix(root) for root, short in _OURS.items() if file.startswith(root)), "")
+        name = next(
+            (
+                short + file.removeprefix(root)
+                for root, short in _OURS.items()
+                if file.startswith(root)
+            ),
+            "",
+        )
         name = "" if name == "megarl/trainer/distributed.py" else name
-        vendors = "" if name else next((vendor + file.split(vendor, 1)[1] for vendor in _VENDORS if vendor in file), "")
+        vendors = (
+            ""
+            if name
+            else next(
+                (vendor + file.split(vendor, 1)[1] for vendor in _VENDORS if vendor in file), ""
+            )
+        )
         inner = inner or (f"{name or vendors}:{frame.f_code.co_name}" if name or vendors else "")
         if name:
             return f"{name}:{frame.f_code.co_name}", inner, f"{name}:{frame.f_lineno}"
@@ -105,7 +151,11 @@ def where() -> tuple[str, str, str]:
 
 class _Stream:
     def __init__(self, record: Record, *args: Any, **kwargs: Any):
-        self.record, self.cuda_stream, self.stream_id, self.device_index, self.device_type = record, 0, 0, 0, 1
+        self.record = record
+        self.cuda_stream = 0
+        self.stream_id = 0
+        self.device_index = 0
+        self.device_type = 1
         self.device = torch.device("cuda", 0)
 
     def synchronize(self) -> None:
@@ -153,8 +203,13 @@ class _Work:
         return True
 
 
-def replace_cuda(record: Record, gpu: tuple[str, tuple[int, int], int, int], devices: int) -> types.SimpleNamespace:
-    """Replaces what torch.cuda says about devices, and its streams and events. Returns the properties of a device."""
+def replace_cuda(
+    record: Record, gpu: tuple[str, tuple[int, int], int, int], devices: int
+) -> types.SimpleNamespace:
+    """Replaces what torch.cuda says about devices, and its streams and events.
+
+    Returns the properties of a device.
+    """
     name, capability, multiprocessors, gib = gpu
 
     class Stream(_Stream):
@@ -167,8 +222,10 @@ def replace_cuda(record: Record, gpu: tuple[str, tuple[int, int], int, int], dev
 
     stream, generators = Stream(), tuple(torch.Generator() for _ in range(devices))
     properties = types.SimpleNamespace(
-        name=name, major=capability[0], minor=capability[1], total_memory=gib * GIB, multi_processor_count=multiprocessors,
-        max_threads_per_multi_processor=2048, warp_size=32, gcnArchName="", uuid="GPU-0", L2_cache_size=50 << 20,
+        name=name, major=capability[0], minor=capability[1], total_memory=gib * GIB,
+        multi_processor_count=multiprocessors,
+        max_threads_per_multi_processor=2048, warp_size=32, gcnArchName="", uuid="GPU-0",
+        L2_cache_size=50 << 20,
         shared_memory_per_block_optin=232448, regs_per_multiprocessor=65536, is_integrated=False,
     )  # fmt: skip
     replaced = dict(
@@ -208,12 +265,18 @@ def replace_cuda(record: Record, gpu: tuple[str, tuple[int, int], int, int], dev
     )
     for attribute, value in replaced.items():
         setattr(torch.cuda, attribute, value)
-    torch.cuda.random.get_rng_state, torch.cuda.random.set_rng_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+    torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
+    torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
     return properties
 
 
-def pretend(record: Record, gpu: tuple[str, tuple[int, int], int, int] = H100, devices: int = 8) -> None:
-    """Changes torch.cuda, torch.distributed and Triton of this process for good. `preload` must have started it."""
+def pretend(
+    record: Record, gpu: tuple[str, tuple[int, int], int, int] = H100, devices: int = 8
+) -> None:
+    """Changes torch.cuda, torch.distributed and Triton of this process for good.
+
+    `preload` must have started it.
+    """
     torch._C._ensureCUDADeviceGuardSet()
     ctypes.CDLL(LIBRARY).pretend_devices(devices)
     properties = replace_cuda(record, gpu, devices)
@@ -222,7 +285,11 @@ def pretend(record: Record, gpu: tuple[str, tuple[int, int], int, int] = H100, d
         if self.device.type == "cuda":
             record.note("tolist")
         known = getattr(self, "known", None)
-        return np.zeros(tuple(self.shape), _numpy_dtype(self.dtype)).tolist() if known is None else known.tolist()
+        return (
+            np.zeros(tuple(self.shape), _numpy_dtype(self.dtype)).tolist()
+            if known is None
+            else known.tolist()
+        )
 
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
     FakeTensor.tolist = tolist  # type: ignore[method-assign]
@@ -234,7 +301,10 @@ def pretend(record: Record, gpu: tuple[str, tuple[int, int], int, int] = H100, d
 def _to_gpu(module: torch.nn.Module, *args: Any) -> torch.nn.Module:
     """nn.Module.cuda, which cannot exchange fake tensors."""
     for part in module.modules():
-        for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+        for name, tensor in (
+            *part.named_parameters(recurse=False),
+            *part.named_buffers(recurse=False),
+        ):
             if tensor.device.type != "cuda":
                 moved = tensor.detach().to("cuda")
                 if isinstance(tensor, torch.nn.Parameter):
@@ -245,10 +315,20 @@ def _to_gpu(module: torch.nn.Module, *args: Any) -> torch.nn.Module:
 
 
 def _pretend_collectives(record: Record) -> None:
-    """Makes every process group a fake one, whose collectives return at once. Collectives of objects return this rank's own."""
+    """Makes every process group a fake one, whose collectives return at once.
+
+    Collectives of objects return this rank's own.
+    """
     original = dist.new_group
 
-    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, group_desc: Any = None, **kwargs: Any) -> Any:
+    def new_group(
+        ranks: Any = None,
+        timeout: Any = None,
+        backend: Any = None,
+        *args: Any,
+        group_desc: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         return original(ranks=ranks, backend="fake", group_desc=group_desc)
 
     def all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None:
@@ -268,10 +348,19 @@ def _pretend_collectives(record: Record) -> None:
     def nothing(*args: Any, **kwargs: Any) -> _Work:
         return _Work()
 
-    replaced = dict(new_group=new_group, all_gather_object=all_gather_object, broadcast_object_list=broadcast_object_list, barrier=barrier)
-    coalesced = dict(_coalescing_manager=coalescing, batch_isend_irecv=lambda ops: [_Work() for _ in ops])
-    moving = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "all_gather", "reduce",
-              "_all_gather_base", "_reduce_scatter_base", "isend", "irecv", "send", "recv", "scatter", "gather")  # fmt: skip
+    replaced = dict(
+        new_group=new_group,
+        all_gather_object=all_gather_object,
+        broadcast_object_list=broadcast_object_list,
+        barrier=barrier,
+    )
+    coalesced = dict(
+        _coalescing_manager=coalescing, batch_isend_irecv=lambda ops: [_Work() for _ in ops]
+    )
+    moving = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single",
+        "broadcast", "all_gather", "reduce",
+              "_all_gather_base", "_reduce_scatter_base", "isend", "irecv", "send", "recv",
+              "scatter", "gather")  # fmt: skip
     replaced |= coalesced | {name: _checked(name, nothing) for name in moving}
     for module in (dist, dist.distributed_c10d):
         for name, value in replaced.items():
@@ -284,20 +373,28 @@ def _checked(name: str, nothing: Callable[..., _Work]) -> Callable[..., _Work]:
     def collective(*args: Any, **kwargs: Any) -> _Work:
         for tensor in _tensors((args, [*kwargs.values()])):
             if tensor.device.type != "cuda":
-                raise RuntimeError(f"{name} of a tensor {tuple(tensor.shape)} on {tensor.device}: NCCL knows GPUs alone")
+                raise RuntimeError(
+                    f"{name} of a tensor {tuple(tensor.shape)} on {tensor.device}: NCCL knows "
+                    "GPUs alone"
+                )
         return nothing()
 
     return collective
 
 
 def _pretend_triton(record: Record, gpu: Any) -> None:
-    """Makes a launch bind its arguments, check that every tensor is on a GPU, and note what the kernel would be compiled for."""
+    """Makes a launch bind its arguments, check that every tensor is on a GPU, and note what the
+    kernel would be compiled for.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
-    shown = {"max_shared_mem": gpu.shared_memory_per_block_optin, "multiprocessor_count": gpu.multi_processor_count}
+    shown = {
+        "max_shared_mem": gpu.shared_memory_per_block_optin,
+        "multiprocessor_count": gpu.multi_processor_count,
+    }
     driver.set_active(
         types.SimpleNamespace(
             get_current_target=lambda: GPUTarget("cuda", 10 * gpu.major + gpu.minor, gpu.warp_size),
@@ -313,20 +410,30 @@ def _pretend_triton(record: Record, gpu: Any) -> None:
     Autotuner.run = first  # type: ignore[method-assign]
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
-        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "num_ctas") if name in kwargs}
+        options = {
+            name: kwargs.pop(name)
+            for name in ("num_warps", "num_stages", "num_ctas")
+            if name in kwargs
+        }
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         for name, value in bound.arguments.items():
             if isinstance(value, torch.Tensor) and value.device.type != "cuda":
-                raise RuntimeError(f"kernel {self.__name__}: {name} {tuple(value.shape)} is on {value.device}")
-        record.launches[self, tuple(_specialisation(self, bound.arguments)), tuple(options.items())] += 1
+                raise RuntimeError(
+                    f"kernel {self.__name__}: {name} {tuple(value.shape)} is on {value.device}"
+                )
+        record.launches[
+            self, tuple(_specialisation(self, bound.arguments)), tuple(options.items())
+        ] += 1
 
     JITFunction.run = run  # type: ignore[method-assign]
 
 
 def _specialisation(kernel: Any, arguments: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """(name, type or "constexpr", the constant or whether it is divisible by 16) of each argument, as in Triton's launcher. PyTorch's
-    allocations begin at multiples of 512 bytes, so a view's alignment follows from its offset in the storage."""
+    """(name, type or "constexpr", the constant or whether it is divisible by 16) of each argument,
+    as in Triton's launcher. PyTorch's allocations begin at multiples of 512 bytes, so a view's
+    alignment follows from its offset in the storage.
+    """
     for parameter in kernel.params:
         value = arguments[parameter.name]
         if parameter.is_constexpr or value is None:
@@ -340,7 +447,11 @@ def _specialisation(kernel: Any, arguments: Mapping[str, Any]) -> Iterator[tuple
             if value == 1:
                 yield parameter.name, "constexpr", 1
             else:
-                yield parameter.name, "i32" if -(1 << 31) <= value < 1 << 31 else "i64", value % 16 == 0
+                yield (
+                    parameter.name,
+                    "i32" if -(1 << 31) <= value < 1 << 31 else "i64",
+                    value % 16 == 0,
+                )
         else:
             yield parameter.name, "fp32", False
 
@@ -354,21 +465,33 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 class _Functions(TorchFunctionMode):
-    """Handles what FakeTensorMode cannot: tensors made from Python's numbers, values that the host reads, pinned memory."""
+    """Handles what FakeTensorMode cannot: tensors made from Python's numbers, values that the host
+    reads, pinned memory.
+    """
 
     def __init__(self, record: Record):
         super().__init__()
         self.record = record
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         device = kwargs.get("device")
         if isinstance(device, int) and not isinstance(device, bool):
             device = kwargs["device"] = torch.device("cuda", device)
-        sends = device is not None and torch.device(device).type == "cuda" and function in (torch.tensor, torch.as_tensor)
+        sends = (
+            device is not None
+            and torch.device(device).type == "cuda"
+            and function in (torch.tensor, torch.as_tensor)
+        )
         if sends and not isinstance(args[0], torch.Tensor):
             self.record.note("blocking copy to the GPU")
-            kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
+            kwargs = {
+                name: value
+                for name, value in kwargs.items()
+                if name not in ("device", "pin_memory")
+            }
             made = torch.tensor(*args, **kwargs)
             return torch.empty(made.shape, dtype=made.dtype, device=device)
         if function is torch.Tensor.numpy and isinstance(args[0], FakeTensor):
@@ -386,7 +509,9 @@ def _is_of_host(args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether no GPU tensor takes part. Then the operation is a real one."""
     device = kwargs.get("device")
     on_gpu = device is not None and torch.device(device).type != "cpu"
-    return not on_gpu and not any(isinstance(tensor, FakeTensor) for tensor in _tensors((args, [*kwargs.values()])))
+    return not on_gpu and not any(
+        isinstance(tensor, FakeTensor) for tensor in _tensors((args, [*kwargs.values()]))
+    )
 
 
 class _Operations(TorchDispatchMode):
@@ -394,10 +519,13 @@ class _Operations(TorchDispatchMode):
 
     def __init__(self, record: Record):
         super().__init__()
-        self.record, self.sizes = record, dict[int, int]()
+        self.record = record
+        self.sizes = dict[int, int]()
         self.pinned: set[int] = set()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = function._schema.name
         if name == "aten::_local_scalar_dense":
@@ -416,8 +544,13 @@ class _Operations(TorchDispatchMode):
         if name in ("aten::pin_memory", "aten::_pin_memory"):
             with unset_fake_temporarily():
                 return self._pinned(args[0].clone())
-        filled = name == "aten::index_put_" and args[2].numel() == 1  # then PyTorch fills by the mask, without a wait
-        if name in ("aten::index", "aten::index_put_", "aten::_unsafe_index") and args[0].device.type == "cuda" and not filled:
+        # then PyTorch fills by the mask, without a wait
+        filled = name == "aten::index_put_" and args[2].numel() == 1
+        if (
+            name in ("aten::index", "aten::index_put_", "aten::_unsafe_index")
+            and args[0].device.type == "cuda"
+            and not filled
+        ):
             for index in args[1]:
                 if index is not None and index.device.type == "cpu" and index.dim():
                     self.record.note("blocking copy to the GPU")
@@ -425,12 +558,21 @@ class _Operations(TorchDispatchMode):
                     self.record.note("boolean index")
         if name == "aten::_to_copy" and kwargs.get("device") is not None:
             self._copy(args[0], torch.device(kwargs["device"]), kwargs.get("non_blocking", False))
-        if name == "aten::copy_" and (args[1].dim() or args[1].device.type == "cuda"):  # a number from the host is filled in without a copy
-            self._copy(args[1], args[0].device, args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        # a number from the host is filled in without a copy
+        if name == "aten::copy_" and (args[1].dim() or args[1].device.type == "cuda"):
+            self._copy(
+                args[1],
+                args[0].device,
+                args[2] if len(args) > 2 else kwargs.get("non_blocking", False),
+            )
         pins = kwargs.get("pin_memory")
         if pins:
             kwargs = kwargs | {"pin_memory": False}
-        if name == "aten::_to_copy" and not isinstance(args[0], FakeTensor) and torch.device(kwargs.get("device") or "cpu").type != "cpu":
+        if (
+            name == "aten::_to_copy"
+            and not isinstance(args[0], FakeTensor)
+            and torch.device(kwargs.get("device") or "cpu").type != "cpu"
+        ):
             out = torch.empty_like(args[0], dtype=kwargs.get("dtype"), device=kwargs["device"])
             if args[0].numel() <= KNOWN and not args[0].is_floating_point():
                 with unset_fake_temporarily():
@@ -449,23 +591,39 @@ class _Operations(TorchDispatchMode):
         return out
 
     def _know(self, function: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> None:
-        """Keeps the values of small integer tensors from the host, such as the boundaries of sequences, and of tensors made from them,
-        because Megatron splits by them."""
+        """Keeps the values of small integer tensors from the host, such as the boundaries of
+        sequences, and of tensors made from them, because Megatron splits by them.
+        """
         tensors = [*_tensors((args, [*kwargs.values()]))]
         if function._schema.is_mutable:
             for tensor in tensors:
                 tensor.__dict__.pop("known", None)
-        elif isinstance(out, FakeTensor) and tensors and all(hasattr(tensor, "known") for tensor in tensors):
-            host = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
+        elif (
+            isinstance(out, FakeTensor)
+            and tensors
+            and all(hasattr(tensor, "known") for tensor in tensors)
+        ):
+            host = {
+                name: torch.device("cpu") if name == "device" else value
+                for name, value in kwargs.items()
+            }
             with unset_fake_temporarily():
-                out.known = function(*(arg.known if isinstance(arg, FakeTensor) else arg for arg in args), **host)
+                out.known = function(
+                    *(arg.known if isinstance(arg, FakeTensor) else arg for arg in args), **host
+                )
 
     def _copy(self, source: torch.Tensor, device: torch.device, asynchronous: bool) -> None:
         if source.device.type == "cuda" and device.type == "cpu":
-            self.record.note("copy to the host" if not asynchronous else "asynchronous copy to the host")
+            self.record.note(
+                "copy to the host" if not asynchronous else "asynchronous copy to the host"
+            )
         if source.device.type == "cpu" and device.type == "cuda":
             pinned = source.untyped_storage()._cdata in self.pinned
-            self.record.note("asynchronous copy to the GPU" if pinned and asynchronous else "blocking copy to the GPU")
+            self.record.note(
+                "asynchronous copy to the GPU"
+                if pinned and asynchronous
+                else "blocking copy to the GPU"
+            )
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -482,7 +640,8 @@ class _Operations(TorchDispatchMode):
         record = self.record
         record.held_bytes += size
         if record.held_bytes > record.peak_bytes:
-            record.peak_bytes, record.peak_at = record.held_bytes, where()[1]
+            record.peak_bytes = record.held_bytes
+            record.peak_at = where()[1]
         weakref.finalize(storage, self._free, key)
 
     def _free(self, key: int) -> None:
@@ -492,6 +651,7 @@ class _Operations(TorchDispatchMode):
 @contextlib.contextmanager
 def rehearsing(record: Record) -> Iterator[None]:
     """In this context all GPU tensors are fake, and so are tensors made from them."""
-    fake, operations = FakeTensorMode(allow_non_fake_inputs=True), _Operations(record)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    operations = _Operations(record)
     with torch.autograd.set_multithreading_enabled(False), _Functions(record), fake, operations:
         yield

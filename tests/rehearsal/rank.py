@@ -1,9 +1,11 @@
-"""One rank of a run's trainer on a pretended GPU: it is built, scores a batch, makes optimizer steps, and returns its weights and state.
+"""One rank of a run's trainer on a pretended GPU: it is built, scores a batch, makes optimizer
+steps, and returns its weights and state.
 
     python tests/rehearsal/rank.py CONFIG [--rank N] [--layers N] [--json FILE] [dotted.key=value …]
 
-With `--layers` a pipeline stage keeps only that many of its layers. Exit status 1 if something is wrong, such as a tensor on the wrong
-device; or if the rank, with all layers, takes over 5 % more memory than planned.
+With `--layers` a pipeline stage keeps only that many of its layers. Exit status 1 if something is
+wrong, such as a tensor on the wrong device; or if the rank, with all layers, takes over 5 % more
+memory than planned.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", default=[])
     parser.add_argument("--rank", type=int, default=0)
@@ -42,7 +46,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--plant", metavar="NAME", help="a fault of planted.py")
     options = parser.parse_intermixed_args(arguments)
     if shutil.which(compiler := os.environ.get("CC", "cc")) is None:
-        parser.error(f"there is no C compiler {compiler}, which makes the driver that is pretended: install gcc, or set CC")
+        parser.error(
+            f"there is no C compiler {compiler}, which makes the driver that is pretended: "
+            "install gcc, or set CC"
+        )
     pretended_cuda.preload()
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -59,7 +66,9 @@ def main(arguments: list[str]) -> int:
     import te_extension
 
     te_extension.install()
-    dist.init_process_group("fake", rank=rank, world_size=plan.trainer_topology.world_size, store=FakeStore())
+    dist.init_process_group(
+        "fake", rank=rank, world_size=plan.trainer_topology.world_size, store=FakeStore()
+    )
     with pretended_cuda.rehearsing(record):
         try:
             if options.plant:
@@ -69,7 +78,9 @@ def main(arguments: list[str]) -> int:
             report = rehearse(plan, record, options.microbatches)
         except Exception:
             traceback.print_exc()
-            print(f"rank {rank} of {options.config}: {innermost(sys.exc_info()[2])}", file=sys.stderr)
+            print(
+                f"rank {rank} of {options.config}: {innermost(sys.exc_info()[2])}", file=sys.stderr
+            )
             return 1
     report |= {"config": options.config, "rank": rank, "ranks": plan.trainer_topology.world_size}
     if not options.layers:
@@ -83,19 +94,35 @@ def main(arguments: list[str]) -> int:
 
 
 def overruns(report: dict[str, Any]) -> list[str]:
-    """The parts, or the step, that take over 5 % more memory than planned. The runtime's own memory is left out."""
-    planned = report["plan"] | {"a step": sum(size for name, size in report["plan"].items() if name != "runtime")}
+    """The parts, or the step, that take over 5 % more memory than planned.
+
+    The runtime's own memory is left out.
+    """
+    planned = report["plan"] | {
+        "a step": sum(size for name, size in report["plan"].items() if name != "runtime")
+    }
     found = report["parts"] | {"a step": report["phases"]["step"]["peak_gib"]}
-    return [f"{name} takes {size:.2f} GiB, planned {planned[name]:.2f}" for name, size in found.items() if size > 1.05 * planned[name]]
+    return [
+        f"{name} takes {size:.2f} GiB, planned {planned[name]:.2f}"
+        for name, size in found.items()
+        if size > 1.05 * planned[name]
+    ]
 
 
 def with_layers(plan: RunPlan, layers: int) -> RunPlan:
-    spec, topology = plan.spec, plan.trainer_topology
+    spec = plan.spec
+    topology = plan.trainer_topology
     dense = min(spec.first_dense_layers, layers)
-    spec = dataclasses.replace(spec, num_layers=layers * topology.pp * topology.vpp, first_dense_layers=dense)
+    spec = dataclasses.replace(
+        spec, num_layers=layers * topology.pp * topology.vpp, first_dense_layers=dense
+    )
     even = {"first_stage_layers": None, "last_stage_layers": None}
-    config = dataclasses.replace(plan.config, trainer=dataclasses.replace(plan.config.trainer, **even))
-    return dataclasses.replace(plan, spec=spec, trainer_topology=dataclasses.replace(topology, **even), config=config)
+    config = dataclasses.replace(
+        plan.config, trainer=dataclasses.replace(plan.config.trainer, **even)
+    )
+    return dataclasses.replace(
+        plan, spec=spec, trainer_topology=dataclasses.replace(topology, **even), config=config
+    )
 
 
 def innermost(trace: Any) -> str:
@@ -105,7 +132,11 @@ def innermost(trace: Any) -> str:
         for frame in traceback.extract_tb(trace)
         if frame.filename.startswith(f"{ROOT}/megarl/") or f"{ROOT}/kernels/" in frame.filename
     ]
-    return f"{frames[-1].filename.removeprefix(f'{ROOT}/')}:{frames[-1].lineno}" if frames else "outside MegaRL"
+    return (
+        f"{frames[-1].filename.removeprefix(f'{ROOT}/')}:{frames[-1].lineno}"
+        if frames
+        else "outside MegaRL"
+    )
 
 
 def rehearse(plan: RunPlan, record: Record, microbatches: int) -> dict[str, Any]:
@@ -121,11 +152,14 @@ def rehearse(plan: RunPlan, record: Record, microbatches: int) -> dict[str, Any]
     @contextlib.contextmanager
     def phase(name: str, count: int = 1) -> Iterator[None]:
         record.take()
-        before, started = record.held_bytes, time.monotonic()
+        before = record.held_bytes
+        started = time.monotonic()
         yield
         phases[name] = {
-            "peak_gib": record.peak_bytes / GIB, "peak_at": record.peak_at, "held_gib": record.held_bytes / GIB,
-            "before_gib": before / GIB, "s": time.monotonic() - started, "microbatches": count, "events": table(record.take()),
+            "peak_gib": record.peak_bytes / GIB, "peak_at": record.peak_at,
+            "held_gib": record.held_bytes / GIB,
+            "before_gib": before / GIB, "s": time.monotonic() - started, "microbatches": count,
+            "events": table(record.take()),
         }  # fmt: skip
 
     config = plan.config
@@ -149,11 +183,17 @@ def rehearse(plan: RunPlan, record: Record, microbatches: int) -> dict[str, Any]
     with phase("hash the state"):
         checkpoint.totals(trainer, checkpoint.live_boxes(trainer))
     weigh_update(plan, trainer, phase)
-    return {"phases": phases, "parts": {name: size / GIB for name, size in parts.items()}, "plan": planned(plan, trainer)}
+    return {
+        "phases": phases,
+        "parts": {name: size / GIB for name, size in parts.items()},
+        "plan": planned(plan, trainer),
+    }
 
 
 def weigh_update(plan: RunPlan, trainer: MegatronTrainer, phase: Any) -> None:
-    """A full weight update and a delta update: amax, payloads and their hashes for the audit, the kept copy, the changes."""
+    """A full weight update and a delta update: amax, payloads and their hashes for the audit, the
+    kept copy, the changes.
+    """
     from megarl.reshard.execute import AmaxTable, Payloads, amax_parts
     from megarl.reshard.schedule import scheduled_writes
     from megarl.trainer.cpu_support import layer_spec
@@ -161,10 +201,16 @@ def weigh_update(plan: RunPlan, trainer: MegatronTrainer, phase: Any) -> None:
     from megarl.weight_sync.writing import Deltas, send, send_changes
 
     map = weights_map(plan, sent_layout(plan, trainer.layout, layer_spec()))
-    rank, deltas, payloads = trainer.topology.rank(trainer.coordinate), Deltas(plan.config.weights), Payloads()
-    copies, model = scheduled_writes(map, rank), trainer.sent_parameters()
+    rank = trainer.topology.rank(trainer.coordinate)
+    deltas = Deltas(plan.config.weights)
+    payloads = Payloads()
+    copies = scheduled_writes(map, rank)
+    model = trainer.sent_parameters()
     ranks = {copy.destination_rank for copy in copies}
-    shapes = {rank: {tensor.name: tensor.shape for tensor in map.destination.tensors(rank)} for rank in ranks}
+    shapes = {
+        rank: {tensor.name: tensor.shape for tensor in map.destination.tensors(rank)}
+        for rank in ranks
+    }
     with phase("amax"):
         amax = AmaxTable.measure(amax_parts(map, rank), model)
     with phase("update"):
@@ -188,7 +234,9 @@ class Discard:
     def prepare(self, sources: Iterable[Any]) -> None: ...
 
     def write(self, copy: Any, values: Any) -> None:
-        assert values.device.type == "cuda", f"{copy.destination_tensor}: a GPU sends from its own memory alone"
+        assert values.device.type == "cuda", (
+            f"{copy.destination_tensor}: a GPU sends from its own memory alone"
+        )
 
     def write_changes(self, rank: int, changes: Any, version: int) -> None: ...
 
@@ -201,15 +249,26 @@ def made_batch(plan: RunPlan, microbatches: int) -> Any:
 
     from megarl.base.rollout_types import Batch, GroupSummary, SampleNumbers, SampleSummary
 
-    rng, config = np.random.default_rng(0), plan.config
-    prompt, longest = config.plan.prompt_tokens, config.trainer.max_tokens_per_microbatch
-    left, groups, numbers = plan.trainer_topology.dp * microbatches * longest * 0.93, [], {}
+    rng = np.random.default_rng(0)
+    config = plan.config
+    prompt = config.plan.prompt_tokens
+    longest = config.trainer.max_tokens_per_microbatch
+    left = plan.trainer_topology.dp * microbatches * longest * 0.93
+    groups = []
+    numbers = {}
     while left > 0:
         samples = []
         for place in range(config.rollout.n):
-            length = int(np.clip(rng.exponential(config.plan.response_tokens), 8, min(config.rollout.max_tokens, longest - prompt)))
+            length = int(
+                np.clip(
+                    rng.exponential(config.plan.response_tokens),
+                    8,
+                    min(config.rollout.max_tokens, longest - prompt),
+                )
+            )
             numbers[len(numbers)] = SampleNumbers(
-                rng.integers(0, plan.spec.vocab_size, prompt, np.int32), rng.integers(0, plan.spec.vocab_size, length, np.int32),
+                rng.integers(0, plan.spec.vocab_size, prompt, np.int32),
+                rng.integers(0, plan.spec.vocab_size, length, np.int32),
                 np.zeros(length, np.float32), None, b"", None,
             )  # fmt: skip
             samples.append(SampleSummary(length, [(0, length)], 1, float(place % 2), "stop"))
@@ -222,15 +281,32 @@ def held(trainer: MegatronTrainer) -> dict[str, int]:
     """The bytes of the rank's weights, gradients and optimizer, over distinct storages."""
 
     def total(tensors: Iterable[Any], without: set[int] = frozenset()) -> tuple[int, set[int]]:
-        found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.device.type == "cuda"}
+        found = {
+            t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+            for t in tensors
+            if t.device.type == "cuda"
+        }
         return sum(size for key, size in found.items() if key not in without), {*found}
 
     weights, keys = total(p.data for chunk in trainer.chunks for p in chunk.parameters())
-    buffers = [buffer for chunk in trainer.ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    buffers = [
+        buffer
+        for chunk in trainer.ddp
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
     gradients, _ = total(buffer.grad_data for buffer in buffers)
-    adams = [part.optimizer for part in trainer.optimizer.chained_optimizers if part.optimizer is not None]
+    adams = [
+        part.optimizer
+        for part in trainer.optimizer.chained_optimizers
+        if part.optimizer is not None
+    ]
     masters = [p for adam in adams for group in adam.param_groups for p in group["params"]]
-    moments = [adam.state[p][name] for adam in adams for p in adam.state for name in ("exp_avg", "exp_avg_sq")]
+    moments = [
+        adam.state[p][name]
+        for adam in adams
+        for p in adam.state
+        for name in ("exp_avg", "exp_avg_sq")
+    ]
     optimizer, _ = total([*masters, *moments], keys)
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
 
@@ -241,21 +317,26 @@ def planned(plan: RunPlan, trainer: MegatronTrainer) -> dict[str, float]:
     from megarl.estimate.memory import stage_memory
     from megarl.lora.estimate import beside
 
-    config, gpu = plan.config, GPUS[plan.config.cluster.gpu]
+    config = plan.config
+    gpu = GPUS[plan.config.cluster.gpu]
     trained = beside(config, plan.spec, config.trainer, gpu.device)
-    memory = stage_memory(plan.spec, config.trainer, config.model.dtype, gpu, beside=trained)[trainer.coordinate.pp]
+    memory = stage_memory(plan.spec, config.trainer, config.model.dtype, gpu, beside=trained)[
+        trainer.coordinate.pp
+    ]
     return {name: size / GIB for name, size in vars(memory).items()}
 
 
 def shared(plan: RunPlan, report: dict[str, Any]) -> dict[str, float]:
-    """GiB of both sides on a GPU that they share: the rehearsed peak of the trainer beside the planned engine, and all as planned. Empty if
-    the sides are apart."""
+    """GiB of both sides on a GPU that they share: the rehearsed peak of the trainer beside the
+    planned engine, and all as planned. Empty if the sides are apart.
+    """
     from megarl.estimate.estimate import estimate
 
     if not plan.config.cluster.share_gpus:
         return {}
     found = estimate(plan.config, plan.spec)
-    peak, runtime = report["phases"]["step"]["peak_gib"], found.trainer.runtime / GIB
+    peak = report["phases"]["step"]["peak_gib"]
+    runtime = found.trainer.runtime / GIB
     engine = found.generator.total / GIB
     return {
         "rehearsed": peak + runtime + engine,
@@ -275,7 +356,10 @@ def tell_sums() -> None:
 
 
 def tell_routing() -> None:
-    """Gives the numbers of tokens of each expert and for each rank, which the host reads. Here every expert has the same number."""
+    """Gives the numbers of tokens of each expert and for each rank, which the host reads.
+
+    Here every expert has the same number.
+    """
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     read = MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize
@@ -286,7 +370,8 @@ def tell_routing() -> None:
 
         found = read(self, point, tokens_per_expert)
         if point == self.cuda_dtoh_point:
-            tokens, local = int(self.num_out_tokens), self.num_local_experts
+            tokens = int(self.num_out_tokens)
+            local = self.num_local_experts
             sent = _even(tokens, self.ep_size * local).reshape(self.ep_size, local)
             if self.ep_size > 1 or self.tp_size > 1:
                 self.input_splits = self.output_splits = sent.sum(axis=1)
@@ -301,12 +386,15 @@ def tell_routing() -> None:
 
 
 def tell_changes() -> None:
-    """Gives the number of changed elements of a tensor and of their contiguous runs, which the host reads. Here one element in 4,096 has
-    changed: alone in some tensors, and in every second tensor eight side by side."""
+    """Gives the number of changed elements of a tensor and of their contiguous runs, which the host
+    reads. Here one element in 4,096 has changed: alone in some tensors, and in every second tensor
+    eight side by side.
+    """
     from megarl.kernels import changes_triton
     from megarl.reshard import deltas
 
-    read_changed, read_runs = changes_triton.totals_of, deltas.totals
+    read_changed = changes_triton.totals_of
+    read_runs = deltas.totals
 
     def changed(counts: Any) -> list[int]:
         read_changed(counts)
@@ -314,9 +402,13 @@ def tell_changes() -> None:
 
     def runs(begins: Any) -> list[int]:
         read_runs(begins)
-        return [len(of_tensor) if place % 2 else -(-len(of_tensor) // 8) for place, of_tensor in enumerate(begins)]
+        return [
+            len(of_tensor) if place % 2 else -(-len(of_tensor) // 8)
+            for place, of_tensor in enumerate(begins)
+        ]
 
-    changes_triton.totals_of, deltas.totals = changed, runs
+    changes_triton.totals_of = changed
+    deltas.totals = runs
 
 
 def _even(total: int, parts: int) -> Any:
@@ -339,13 +431,19 @@ def show(report: dict[str, Any]) -> None:
     print(f"{report['config']}, rank {report['rank']} of {report['ranks']}")
     for name, size in report["parts"].items():
         print(f"  {name:12s} {size:7.2f} GiB, planned {report['plan'][name]:7.2f}")
-    print(f"  planned      {json.dumps({name: round(size, 2) for name, size in report['plan'].items() if size})}")
+    print(
+        "  planned      "
+        f"{json.dumps({name: round(size, 2) for name, size in report['plan'].items() if size})}"
+    )
     if both := report.get("shared"):
         sides = f"{both['rehearsed']:.2f} GiB of {both['gpu']:g}, planned {both['planned']:.2f}"
         print(f"  both sides on one GPU, the engine's {both['engine']:.2f} as planned: {sides}")
     for name, phase in report["phases"].items():
         peak = f"at most {phase['peak_gib']:.2f} (in {phase['peak_at']})"
-        print(f"  {name}: {phase['s']:.1f} s, {phase['microbatches']} microbatches; holds {phase['held_gib']:.2f} GiB, {peak}")
+        print(
+            f"  {name}: {phase['s']:.1f} s, {phase['microbatches']} microbatches; holds "
+            f"{phase['held_gib']:.2f} GiB, {peak}"
+        )
         for event in phase["events"]:
             inner = "" if event["inner"] == event["ours"] else f" → {event['inner']}"
             print(f"    {event['count']:5d} {event['kind']:30s} {' '.join(event['lines'])}{inner}")

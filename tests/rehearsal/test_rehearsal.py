@@ -1,4 +1,6 @@
-"""`make rehearse` in small: one layer of each kind of rank on a pretended GPU, each in a process of its own; and the kernels, compiled."""
+"""`make rehearse` in small: one layer of each kind of rank on a pretended GPU, each in a process of
+its own; and the kernels, compiled.
+"""
 
 from __future__ import annotations
 
@@ -22,28 +24,34 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 DEADLINE_S = 400
 needs = pytest.mark.skipif(
-    not torch.version.cuda or not shutil.which("cc") or not (ROOT / "envs/rehearsal/transformer_engine").is_dir(),
-    reason="needs a CUDA build of PyTorch, a C compiler, and what make rehearse installs in envs/rehearsal",
+    not torch.version.cuda
+    or not shutil.which("cc")
+    or not (ROOT / "envs/rehearsal/transformer_engine").is_dir(),
+    reason="needs a CUDA build of PyTorch, a C compiler, and what make rehearse installs in "
+    "envs/rehearsal",
 )
 DEEPSEEK = [
-    "model.path=deepseek-ai/DeepSeek-V3", "model.spec=configs/models/deepseek-v3/config.json", "trainer.tp=2", "trainer.pp=4",
-    "trainer.dp=8", "trainer.ep=16", "trainer.first_stage_layers=15", "trainer.last_stage_layers=14",
+    "model.path=deepseek-ai/DeepSeek-V3", "model.spec=configs/models/deepseek-v3/config.json",
+    "trainer.tp=2", "trainer.pp=4",
+    "trainer.dp=8", "trainer.ep=16", "trainer.first_stage_layers=15",
+    "trainer.last_stage_layers=14",
 ]  # fmt: skip
 NO_WAIT = ("asynchronous copy to the GPU", "asynchronous copy to the host")
 
 DISPATCH = "megatron/core/transformer/moe/token_dispatcher.py"
 ROPE = "megatron/core/models/common/embeddings/rope_utils.py:_apply_rotary_pos_emb_thd"
 
-# The waits of a step of one layer, and its copies without pinned memory, by kind and innermost function of MegaRL, Megatron or Transformer
-# Engine. Only the last stage has sums and rows. A dense model's microbatches wait for nothing: the host reads the GPU when the step is
-# over.
+# The waits of a step of one layer, and its copies without pinned memory, by kind and innermost
+# function of MegaRL, Megatron or Transformer Engine. Only the last stage has sums and rows. A dense
+# model's microbatches wait for nothing: the host reads the GPU when the step is over.
 OF_A_STEP = {
     ("copy to the host", "megarl/trainer/step.py:totals"): 2,
     ("copy to the host", "megarl/trainer/step.py:_token_rows"): 1,
     ("item", "megarl/trainer/step.py:train_step"): 1,
     ("tolist", "megarl/trainer/parallel.py:global_sums"): 1,
 }
-# Stages know the shapes of each other's messages, and the host waits for none. The first stage receives the last one's sums.
+# Stages know the shapes of each other's messages, and the host waits for none. The first stage
+# receives the last one's sums.
 OF_A_FIRST_STAGE = {
     ("copy to the host", "megarl/trainer/step.py:totals"): 2,
     ("item", "megarl/trainer/step.py:train_step"): 1,
@@ -52,14 +60,22 @@ OF_A_FIRST_STAGE = {
 OF_A_LAST_STAGE = OF_A_FIRST_STAGE | {("tolist", "megarl/trainer/parallel.py:global_sums"): 1}
 # A layer of experts reads how many tokens each rank gets: twice a microbatch if it is recomputed.
 OF_EXPERTS = {("event.synchronize", f"{DISPATCH}:_maybe_dtoh_and_synchronize"): 4}
-# A layer of latent attention: its rotary embedding reads the boundaries of sequences twice for queries and twice for keys.
+# A layer of latent attention: its rotary embedding reads the boundaries of sequences twice for
+# queries and twice for keys.
 OF_LATENT_ATTENTION = {("item", ROPE): 8, ("tolist", ROPE): 8}
-# A layer of gpt-oss, three microbatches: the experts' reads; and YaRN's rotary embedding, which is not fused, reads the boundaries of
-# sequences.
-OF_GPT_OSS = {("item", ROPE): 12, ("tolist", ROPE): 12, ("event.synchronize", f"{DISPATCH}:_maybe_dtoh_and_synchronize"): 6}
-# Three gated delta nets and an attention, two microbatches: the experts' reads; and in each delta net Megatron compares and reads the
-# boundaries.
-DELTA_NET, BOUNDARIES = (f"megatron/core/ssm/gated_delta_net/{name}" for name in ("gdn.py:forward", "common.py:_resolve_cu_seqlens"))
+# A layer of gpt-oss, three microbatches: the experts' reads; and YaRN's rotary embedding, which is
+# not fused, reads the boundaries of sequences.
+OF_GPT_OSS = {
+    ("item", ROPE): 12,
+    ("tolist", ROPE): 12,
+    ("event.synchronize", f"{DISPATCH}:_maybe_dtoh_and_synchronize"): 6,
+}
+# Three gated delta nets and an attention, two microbatches: the experts' reads; and in each delta
+# net Megatron compares and reads the boundaries.
+DELTA_NET, BOUNDARIES = (
+    f"megatron/core/ssm/gated_delta_net/{name}"
+    for name in ("gdn.py:forward", "common.py:_resolve_cu_seqlens")
+)
 OF_DELTA_NETS = {
     ("blocking copy to the GPU", DELTA_NET): 4, ("equal", DELTA_NET): 12, ("tolist", DELTA_NET): 4,
     ("copy to the host", BOUNDARIES): 24, ("item", BOUNDARIES): 24,
@@ -83,10 +99,23 @@ def rehearse(tmp_path: Path, config: str, *arguments: str) -> dict[str, Any]:
 
 def run(tmp_path: Path, config: str, *arguments: str) -> tuple[dict[str, Any] | None, str]:
     report = tmp_path / "report.json"
-    command = [sys.executable, str(HERE / "rank.py"), f"configs/{config}.yaml", "--layers", "1", "--json", str(report), *arguments]
+    command = [
+        sys.executable,
+        str(HERE / "rank.py"),
+        f"configs/{config}.yaml",
+        "--layers",
+        "1",
+        "--json",
+        str(report),
+        *arguments,
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=ROOT, env=environment)
-    return json.loads(report.read_text()) if ended.returncode == 0 else None, ended.stdout + ended.stderr
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=ROOT, env=environment
+    )
+    return json.loads(
+        report.read_text()
+    ) if ended.returncode == 0 else None, ended.stdout + ended.stderr
 
 
 def waits(report: dict[str, Any], phase: str) -> dict[tuple[str, str], int]:
@@ -98,7 +127,9 @@ def waits(report: dict[str, Any], phase: str) -> dict[tuple[str, str], int]:
 
 
 def check_memory(report: dict[str, Any]) -> None:
-    """Each part is within 5 % of the plan, and building takes no more memory than the rank holds afterwards."""
+    """Each part is within 5 % of the plan, and building takes no more memory than the rank holds
+    afterwards.
+    """
     for part, size in report["parts"].items():
         assert size == pytest.approx(report["plan"][part], rel=0.05), part
     build = report["phases"]["build"]
@@ -121,7 +152,8 @@ def test_a_dense_rank_waits_for_its_gpu_only_when_a_step_is_over(config, tmp_pat
 def test_what_finding_changes_waits_for_does_not_grow_with_the_tensors(shadow, tmp_path):
     report = rehearse(tmp_path, "8b_aipo", "weights.delta=auto", f"weights.delta_shadow={shadow}")
     assert waits(report, "changes") == OF_CHANGES
-    of_host = {("copy to the host", "megarl/reshard/deltas.py:moved_to"): 15}  # once for each tensor of a rank, when engines continue
+    # once for each tensor of a rank, when engines continue
+    of_host = {("copy to the host", "megarl/reshard/deltas.py:moved_to"): 15}
     assert waits(report, "send changes") == (of_host if shadow == "host" else {})
 
 
@@ -133,7 +165,11 @@ def test_what_finding_changes_waits_for_does_not_grow_with_the_tensors(shadow, t
         ("qwen3_30b_a3b_aipo", [], OF_A_STEP | OF_EXPERTS),
         ("405b_aipo", ["--rank=0"], OF_A_FIRST_STAGE),
         ("405b_aipo", ["--rank=-1"], OF_A_LAST_STAGE),
-        ("qwen3_235b_a22b_aipo", ["--rank=-1", *DEEPSEEK], OF_A_LAST_STAGE | OF_EXPERTS | OF_LATENT_ATTENTION),
+        (
+            "qwen3_235b_a22b_aipo",
+            ["--rank=-1", *DEEPSEEK],
+            OF_A_LAST_STAGE | OF_EXPERTS | OF_LATENT_ATTENTION,
+        ),
         ("gpt_oss_120b_aipo", [], OF_A_FIRST_STAGE | OF_GPT_OSS),
         ("qwen3_next_80b_a3b_aipo", ["--layers=4"], OF_A_FIRST_STAGE | OF_DELTA_NETS),
     ],
@@ -150,7 +186,11 @@ def test_what_a_step_of_other_ranks_waits_for(config, arguments, expected, tmp_p
 @pytest.mark.parametrize(
     ("fault", "told", "line"),
     [
-        ("tensor_of_the_host", "found at least two devices, cuda:0 and cpu", "megarl/algorithms/losses.py:"),
+        (
+            "tensor_of_the_host",
+            "found at least two devices, cuda:0 and cpu",
+            "megarl/algorithms/losses.py:",
+        ),
         ("wrong_keyword", "unexpected keyword argument 'boundaries'", "megarl/trainer/model.py:"),
     ],
 )
@@ -178,9 +218,21 @@ def test_every_element_counts_once_in_the_norm_and_every_gradient_is_summed_over
 @pytest.mark.parametrize(
     ("fault", "case", "told"),
     [
-        ("marks_of_experts", "experts tp2 dp2 ep2", "model.layers.0.mlp.experts.2.up_proj.weight counts 0 times in the norm"),
-        ("marks_of_experts", "experts tp2", "linear_fc1.weight0 on rank 0 is summed over ranks [0], not [0, 1]"),
-        ("marks_of_whole_weights", "latent tp2", "model.layers.0.self_attn.q_a_proj.weight counts 2 times in the norm"),
+        (
+            "marks_of_experts",
+            "experts tp2 dp2 ep2",
+            "model.layers.0.mlp.experts.2.up_proj.weight counts 0 times in the norm",
+        ),
+        (
+            "marks_of_experts",
+            "experts tp2",
+            "linear_fc1.weight0 on rank 0 is summed over ranks [0], not [0, 1]",
+        ),
+        (
+            "marks_of_whole_weights",
+            "latent tp2",
+            "model.layers.0.self_attn.q_a_proj.weight counts 2 times in the norm",
+        ),
     ],
 )
 def test_marks_that_are_wrong_are_found(fault, case, told):
@@ -191,7 +243,14 @@ def test_marks_that_are_wrong_are_found(fault, case, told):
 def marks(*arguments: str) -> list[str]:
     """The cases that are wrong."""
     command = [sys.executable, "-W", "ignore", str(HERE / "marks.py"), *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    ended = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     lines = ended.stdout.splitlines()
     wrong = [line for line in lines if not line.endswith(": ok")]
     assert lines and ended.returncode == bool(wrong), ended.stderr[-6000:]
@@ -203,7 +262,12 @@ def marks(*arguments: str) -> list[str]:
 def test_kernels_neither_spill_nor_load_a_few_bytes_at_a_time(tmp_path):
     command = [sys.executable, str(HERE / "compile_kernels.py")]
     ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=ROOT, env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        cwd=ROOT,
+        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)},
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
@@ -217,7 +281,10 @@ def test_more_memory_than_planned_is_told():
     assert rank.overruns(report) == []
     report["phases"]["step"]["peak_gib"] = 6.4
     report["parts"]["weights"] = 2.2
-    assert rank.overruns(report) == ["weights takes 2.20 GiB, planned 2.00", "a step takes 6.40 GiB, planned 6.00"]
+    assert rank.overruns(report) == [
+        "weights takes 2.20 GiB, planned 2.00",
+        "a step takes 6.40 GiB, planned 6.00",
+    ]
 
 
 def test_calls_fit_what_the_vendors_have_installed():
@@ -234,7 +301,8 @@ def test_calls_that_do_not_fit_are_told(tmp_path):
         "model_parallel_cuda_manual_seed(1, sed=2)\n"
         "parallel_state.no_such_group()\n"
         "model_parallel_cuda_manual_seed(1)\n"
-        "from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec\n"
+        "from megatron.core.models.gpt.gpt_layer_specs import "
+        "get_gpt_layer_with_transformer_engine_spec\n"
         "get_gpt_layer_with_transformer_engine_spec(num_expert=8)\n"  # another function's signature
     )
     count, problems = calls.check(calls.Sources(Path(sysconfig.get_path("purelib"))), wrong)
@@ -243,7 +311,8 @@ def test_calls_that_do_not_fit_are_told(tmp_path):
         "megatron.core.tensor_parallel has no no_such",
         "model_parallel_cuda_manual_seed: got an unexpected keyword argument 'sed'",
         "megatron.core.parallel_state has no no_such_group",
-        "get_gpt_layer_with_transformer_engine_spec: got an unexpected keyword argument 'num_expert'",
+        "get_gpt_layer_with_transformer_engine_spec: got an unexpected keyword argument "
+        "'num_expert'",
     ]
 
 

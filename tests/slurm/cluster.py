@@ -1,4 +1,5 @@
-"""A real Slurm cluster of several nodes on this host: one slurmctld, one slurmd per node, no authentication. For tests.
+"""A real Slurm cluster of several nodes on this host: one slurmctld, one slurmd per node, no
+authentication. For tests.
 
 with Cluster(folder, nodes=4) as cluster:
     cluster.run(["sbatch", "job.sh"])
@@ -66,10 +67,14 @@ def _which(program: str) -> str | None:
 
 
 class Cluster:
-    """Nodes n1, n2, …, all on this host, with its network and file system. Slurm takes each to have 2 CPUs."""
+    """Nodes n1, n2, …, all on this host, with its network and file system.
+
+    Slurm takes each to have 2 CPUs.
+    """
 
     def __init__(self, folder: Path, nodes: int = 4):
-        self.folder, self.count = Path(folder), nodes
+        self.folder = Path(folder)
+        self.count = nodes
         self._daemons: dict[str, subprocess.Popen] = {}
 
     def __enter__(self) -> Cluster:
@@ -77,11 +82,17 @@ class Cluster:
         controller_port, *ports = free_ports(1 + self.count)
         host = socket.gethostname().split(".")[0]
         lines = [
-            f"NodeName=n{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=1000 State=UNKNOWN"
+            f"NodeName=n{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 "
+            "RealMemory=1000 State=UNKNOWN"
             for n, port in enumerate(ports, 1)
         ]
         text = CONF.format(
-            host=host, controller_port=controller_port, user="root", folder=self.folder, nodes="\n".join(lines), count=self.count
+            host=host,
+            controller_port=controller_port,
+            user="root",
+            folder=self.folder,
+            nodes="\n".join(lines),
+            count=self.count,
         )
         (self.folder / "slurm.conf").write_text(text)
         self._start("slurmctld", ["slurmctld", "-D"])
@@ -101,18 +112,30 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
-        return {**clean, "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
+        clean = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("SLURM_", "SBATCH_"))
+        }
+        return {
+            **clean,
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin",
+        }
 
     def run(self, argv: list[str], timeout_s: float = 60, **options) -> subprocess.CompletedProcess:
-        return subprocess.run(argv, env=self.environment, capture_output=True, text=True, timeout=timeout_s, **options)
+        return subprocess.run(
+            argv, env=self.environment, capture_output=True, text=True, timeout=timeout_s, **options
+        )
 
     def start_node(self, name: str) -> None:
         (self.folder / f"spool.{name}").mkdir(exist_ok=True)
         self._start(name, ["slurmd", "-D", "-N", name])
 
     def kill_node(self, name: str) -> None:
-        """As if the node lost power: its daemon, its steps and all their processes are killed at once, and report nothing."""
+        """As if the node lost power: its daemon, its steps and all their processes are killed at
+        once, and report nothing.
+        """
         self._daemons.pop(name).kill()
         self._kill([*self._steps(name), *self.tasks(name)])
 
@@ -137,19 +160,32 @@ class Cluster:
         return found
 
     def _runs_here(self, process: psutil.Process, node: str | None = None) -> bool:
-        """Whether this cluster started the process: Slurm puts the names of cluster and node into its environment."""
+        """Whether this cluster started the process: Slurm puts the names of cluster and node into
+        its environment.
+        """
         try:
             found = process.environ()
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             return False
-        mine = found.get("SLURM_CONF") == str(self.folder / "slurm.conf") and "SLURMD_NODENAME" in found
+        mine = (
+            found.get("SLURM_CONF") == str(self.folder / "slurm.conf")
+            and "SLURMD_NODENAME" in found
+        )
         return mine and node in (None, found["SLURMD_NODENAME"])
 
     def _steps(self, node: str) -> list[psutil.Process]:
         """The daemons of the node's steps, recognised by the log that they hold open."""
         log = str(self.folder / f"slurmd.{node}.log")
-        steps = [process for process in psutil.process_iter(["name", "open_files"]) if process.info["name"] == "slurmstepd"]
-        return [step for step in steps if any(file.path == log for file in step.info["open_files"] or ())]
+        steps = [
+            process
+            for process in psutil.process_iter(["name", "open_files"])
+            if process.info["name"] == "slurmstepd"
+        ]
+        return [
+            step
+            for step in steps
+            if any(file.path == log for file in step.info["open_files"] or ())
+        ]
 
     def _kill(self, processes: Iterable[psutil.Process]) -> None:
         for process in processes:
@@ -163,10 +199,18 @@ class Cluster:
             if sum(line.endswith(" idle") for line in states) == self.count:
                 return
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the Slurm cluster was not up after {START_S} s: {states}\n{self._log()}")
+                raise TimeoutError(
+                    f"the Slurm cluster was not up after {START_S} s: {states}\n{self._log()}"
+                )
             time.sleep(0.3)
 
-    def submit(self, script: Path | str, *arguments: str, options: tuple[str, ...] = (), cwd: Path | None = None) -> int:
+    def submit(
+        self,
+        script: Path | str,
+        *arguments: str,
+        options: tuple[str, ...] = (),
+        cwd: Path | None = None,
+    ) -> int:
         """Submits a job and returns its id."""
         done = self.run(["sbatch", "--parsable", *options, str(script), *arguments], cwd=cwd)
         assert done.returncode == 0, done.stderr
@@ -185,15 +229,27 @@ class Cluster:
         deadline = time.monotonic() + timeout_s
         while (state := self.state(job)) not in states:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"job {job} is {state} after {timeout_s:.0f} s, not {' or '.join(states)}\n{self._log()}")
+                raise TimeoutError(
+                    f"job {job} is {state} after {timeout_s:.0f} s, not "
+                    f"{' or '.join(states)}\n{self._log()}"
+                )
             time.sleep(0.3)
         return state
 
     def _start(self, name: str, argv: list[str]) -> None:
         with open(self.folder / f"{name}.out", "wb") as log:
-            argv = ["setpriv", "--pdeathsig", "KILL", _which(argv[0]) or argv[0], *argv[1:]]  # the daemon ends even if the test is killed
-            self._daemons[name] = subprocess.Popen(argv, env=self.environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            # the daemon ends even if the test is killed
+            argv = ["setpriv", "--pdeathsig", "KILL", _which(argv[0]) or argv[0], *argv[1:]]
+            self._daemons[name] = subprocess.Popen(
+                argv,
+                env=self.environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def _log(self) -> str:
         path = self.folder / "slurmctld.log"
-        return "\n".join(path.read_text(errors="replace").splitlines()[-20:]) if path.exists() else ""
+        return (
+            "\n".join(path.read_text(errors="replace").splitlines()[-20:]) if path.exists() else ""
+        )

@@ -1,4 +1,6 @@
-"""The job scripts on a real Slurm cluster of four nodes on this host, with real trainers and engines."""
+"""The job scripts on a real Slurm cluster of four nodes on this host, with real trainers and
+engines.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,15 @@ from megarl.plan.checkpoints import complete_checkpoints
 pytestmark = [
     pytest.mark.slurm,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(bool(clusters.missing()), reason=f"no Slurm cluster can be started here: {clusters.missing()}"),
+    pytest.mark.skipif(
+        bool(clusters.missing()),
+        reason=f"no Slurm cluster can be started here: {clusters.missing()}",
+    ),
 ]
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
 START_S = 240  # until a run trains; engines start first
-TWO_COMPONENTS = "--nodes=2 : --nodes=2 --ntasks-per-node=1"  # a heterogeneous job: trainer ranks on one part, engines on the other
+# a heterogeneous job: trainer ranks on one part, engines on the other
+TWO_COMPONENTS = "--nodes=2 : --nodes=2 --ntasks-per-node=1"
 LAUNCHER = """\
 #!/bin/bash
 case "$*" in *--dry-run*) exit ;; esac
@@ -42,15 +48,24 @@ def cluster(tmp_path_factory):
 
 
 def submit(cluster: Cluster, log: Path, *overrides: str, options: str = "") -> int:
-    """As in docs/cluster.md: `sbatch slurm/quickstart.sbatch` in the checkout, followed by overrides."""
-    return cluster.submit("slurm/quickstart.sbatch", *overrides, options=("--output", str(log), *options.split()), cwd=ROOT)
+    """As in docs/cluster.md: `sbatch slurm/quickstart.sbatch` in the checkout, followed by
+    overrides.
+    """
+    return cluster.submit(
+        "slurm/quickstart.sbatch",
+        *overrides,
+        options=("--output", str(log), *options.split()),
+        cwd=ROOT,
+    )
 
 
 def test_a_typo_in_an_override_ends_the_job_before_anything_starts(cluster, tmp_path):
     job = submit(cluster, tmp_path / "log", "trainer.tpp=2", f"run_dir={tmp_path / 'run'}")
     assert cluster.wait(job, ENDED, 60) == "FAILED"
     assert cluster.exit_code(job) == "2:0"
-    assert (tmp_path / "log").read_text() == "megarl: trainer.tpp=2: unknown key; did you mean trainer.tp?\n"
+    assert (
+        tmp_path / "log"
+    ).read_text() == "megarl: trainer.tpp=2: unknown key; did you mean trainer.tp?\n"
     assert not (tmp_path / "run").exists()
 
 
@@ -58,7 +73,12 @@ def submit_own(cluster: Cluster, tmp_path: Path, *overrides: str, options: str) 
     """`sbatch OPTIONS slurm/run.sbatch my.yaml key=value …`, as in README.md."""
     own = tmp_path / "my.yaml"
     shutil.copy(ROOT / "configs/quickstart.yaml", own)
-    settings = (f"run_dir={tmp_path / 'run'}", f"sft.output={make_model(tmp_path / 'hf')}", *OVERRIDES, *overrides)
+    settings = (
+        f"run_dir={tmp_path / 'run'}",
+        f"sft.output={make_model(tmp_path / 'hf')}",
+        *OVERRIDES,
+        *overrides,
+    )
     options = ("--output", str(tmp_path / "log"), *options.split())
     return cluster.submit("slurm/run.sbatch", str(own), *settings, options=options, cwd=ROOT)
 
@@ -68,17 +88,21 @@ def submit_own(cluster: Cluster, tmp_path: Path, *overrides: str, options: str) 
     [
         (
             ["cluster.gpu=H100", "model.dtype=bfloat16"],
-            "cluster.gpu=H100: this job has no GPUs: ask for them (sbatch --gpus-per-node=N), or set cluster.gpu=cpu",
+            "cluster.gpu=H100: this job has no GPUs: ask for them (sbatch --gpus-per-node=N), or "
+            "set cluster.gpu=cpu",
         ),
         (
             ["launch.ranks_per_node=1", "trainer.tp=2"],
-            "2 trainer ranks and 1 engines of generator.tp=1 need 3 nodes of 1 slots; the allocation has 2: "
+            "2 trainer ranks and 1 engines of generator.tp=1 need 3 nodes of 1 slots; the "
+            "allocation has 2: "
             "ask for more (sbatch --nodes=3), share GPUs (cluster.share_gpus=true), or reduce the sizes",
         ),
     ],
     ids=["gpus", "nodes"],
 )
-def test_a_job_too_small_for_its_run_says_what_it_needs(settings: list[str], message: str, cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_too_small_for_its_run_says_what_it_needs(
+    settings: list[str], message: str, cluster: Cluster, tmp_path: Path
+) -> None:
     job = submit_own(cluster, tmp_path, "generator.engines=1", *settings, options="--nodes=2")
     assert cluster.wait(job, ENDED, 240) == "FAILED"
     log = (tmp_path / "log").read_text()
@@ -90,38 +114,65 @@ def test_a_job_too_small_for_its_run_says_what_it_needs(settings: list[str], mes
 @pytest.mark.long
 def test_a_run_of_ones_own_trains_on_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
     """On two of three nodes, since it has two ranks."""
-    job = submit_own(cluster, tmp_path, "trainer.tp=1", "generator.engines=1", "launch.ranks_per_node=1", options="--nodes=3")
+    job = submit_own(
+        cluster,
+        tmp_path,
+        "trainer.tp=1",
+        "generator.engines=1",
+        "launch.ranks_per_node=1",
+        options="--nodes=3",
+    )
     assert cluster.wait(job, ENDED, START_S) == "COMPLETED", (tmp_path / "log").read_text()
     assert "1 of 3 nodes have nothing to do: the run needs 2\n" in (tmp_path / "log").read_text()
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(6))
 
 
-@pytest.mark.parametrize("nodes", [pytest.param("--nodes=4", marks=pytest.mark.long), TWO_COMPONENTS], ids=["plain", "heterogeneous"])
+@pytest.mark.parametrize(
+    "nodes",
+    [pytest.param("--nodes=4", marks=pytest.mark.long), TWO_COMPONENTS],
+    ids=["plain", "heterogeneous"],
+)
 def test_a_job_whose_time_is_up_stops_its_launchers_and_goes_on_later(nodes, cluster, tmp_path):
-    """Tests only the job script. tests/cpu/test_run_stopping.py tests that a launcher saves on SIGTERM."""
-    checkout, log = tmp_path / "checkout", tmp_path / "log"
+    """Tests only the job script. tests/cpu/test_run_stopping.py tests that a launcher saves on
+    SIGTERM.
+    """
+    checkout = tmp_path / "checkout"
+    log = tmp_path / "log"
     (checkout / ".venv/bin").mkdir(parents=True)
     (checkout / "slurm").symlink_to(ROOT / "slurm")
     (checkout / ".venv/bin/megarl").write_text(LAUNCHER)
     (checkout / ".venv/bin/megarl").chmod(0o755)
-    job = cluster.submit(ROOT / "slurm/quickstart.sbatch", options=("--output", str(log), *nodes.split()), cwd=checkout)
+    job = cluster.submit(
+        ROOT / "slurm/quickstart.sbatch",
+        options=("--output", str(log), *nodes.split()),
+        cwd=checkout,
+    )
     wait_until(lambda: log.exists() and log.read_text().count("started") == 4, "four launchers", 60)
-    cluster.run(["scancel", "--batch", "--signal=USR1", str(job)])  # Slurm sends this before the time limit
+    # Slurm sends this before the time limit
+    cluster.run(["scancel", "--batch", "--signal=USR1", str(job)])
     assert cluster.wait(job, ENDED, 60) == "COMPLETED", log.read_text()
     lines = log.read_text().splitlines()
     for node in ("n1", "n2", "n3", "n4"):
         assert lines.count(f"stopped sft on {node}") == 1
-        assert lines.count(f"finished sft on {node}") == lines.count(f"finished train on {node}") == 1
+        assert (
+            lines.count(f"finished sft on {node}") == lines.count(f"finished train on {node}") == 1
+        )
 
 
 @pytest.mark.long
 def test_the_quickstarts_job_outlives_the_loss_of_a_node(cluster, tmp_path):
     """In a fresh folder, so the first job makes the warm start; the requeued job finds it."""
-    run_dir, log = tmp_path / "run", tmp_path / "log"
-    sizes = ["trainer.tp=2", "generator.engines=1", "generator.tp=2"]  # a rank on every node, so the engine spans two
+    run_dir = tmp_path / "run"
+    log = tmp_path / "log"
+    # a rank on every node, so the engine spans two
+    sizes = ["trainer.tp=2", "generator.engines=1", "generator.tp=2"]
     overrides = [f"run_dir={run_dir}", "sft.steps=2", *OVERRIDES, *sizes]
     job = submit(cluster, log, *overrides, "checkpoint.every=1", "timeouts.silence_s=6")
-    wait_until(lambda: len(rows(run_dir)) >= 2 and complete_checkpoints(run_dir), "the second step and a checkpoint", START_S)
+    wait_until(
+        lambda: len(rows(run_dir)) >= 2 and complete_checkpoints(run_dir),
+        "the second step and a checkpoint",
+        START_S,
+    )
     assert len(list((run_dir / ".launch/train").glob("slurm.*/node.*.json"))) == 4
     cluster.kill_node("n4")
     cluster.wait(job, ("PENDING",), 90)  # Slurm has requeued it
@@ -132,8 +183,14 @@ def test_the_quickstarts_job_outlives_the_loss_of_a_node(cluster, tmp_path):
     assert all(row["sync/audit_ok"] for row in after)
     said = log.read_text()
     assert "6 steps from the start" in said and "6 steps from the checkpoint of step" in said
-    assert f"Supervised weights are in {run_dir}/sft/hf" in said and f"{run_dir}/sft/hf is there already: nothing to do" in said
-    assert {path.name for path in (run_dir / "logs").glob("engine*")} == {"engine.0.log", "engine.0.1.log"}
+    assert (
+        f"Supervised weights are in {run_dir}/sft/hf" in said
+        and f"{run_dir}/sft/hf is there already: nothing to do" in said
+    )
+    assert {path.name for path in (run_dir / "logs").glob("engine*")} == {
+        "engine.0.log",
+        "engine.0.1.log",
+    }
 
 
 @pytest.mark.long
@@ -141,7 +198,11 @@ def test_scancel_of_a_heterogeneous_job_leaves_nothing_behind(cluster, tmp_path)
     warm_start = make_model(tmp_path / "hf")  # as if another run had made it
     overrides = [f"run_dir={tmp_path / 'run'}", f"sft.output={warm_start}", *OVERRIDES]
     job = submit(cluster, tmp_path / "log", *overrides, options=TWO_COMPONENTS)
-    wait_until(lambda: sum("megarl.generator.server" in command for command in cluster.commands()) >= 2, "two engines", 90)
+    wait_until(
+        lambda: sum("megarl.generator.server" in command for command in cluster.commands()) >= 2,
+        "two engines",
+        90,
+    )
     cluster.run(["scancel", str(job)])
     assert cluster.wait(job, ENDED, 60) == "CANCELLED"
     wait_until(lambda: not cluster.tasks(), "the end of all processes", 40)
@@ -149,11 +210,22 @@ def test_scancel_of_a_heterogeneous_job_leaves_nothing_behind(cluster, tmp_path)
 
 @pytest.mark.long
 def test_a_second_job_adds_engines_to_a_run_and_takes_them_away(cluster, tmp_path):
-    """Two more engines join, on two nodes. One leaves by command, and the other's node loses power. The job is requeued, and they join
-    again."""
-    run_dir, log, joins = tmp_path / "run", tmp_path / "log", tmp_path / "joins"
+    """Two more engines join, on two nodes.
+
+    One leaves by command, and the other's node loses power. The job is requeued, and they join
+    again.
+    """
+    run_dir = tmp_path / "run"
+    log = tmp_path / "log"
+    joins = tmp_path / "joins"
     made = make_model(tmp_path / "hf")
-    sizes = ["trainer.tp=1", "generator.engines=1", "max_steps=100000", "checkpoint.every=0", "timeouts.silence_s=10"]
+    sizes = [
+        "trainer.tp=1",
+        "generator.engines=1",
+        "max_steps=100000",
+        "checkpoint.every=0",
+        "timeouts.silence_s=10",
+    ]
     more = ["async.partial_rollout=in_flight", "eval.limit=1", "observe.probe_every=0"]
     overrides = [f"run_dir={run_dir}", f"sft.output={made}", *OVERRIDES, *sizes, *more]
     driver_log = run_dir / "logs/generator.0.log"
@@ -164,7 +236,9 @@ def test_a_second_job_adds_engines_to_a_run_and_takes_them_away(cluster, tmp_pat
             return [row for row in rows(run_dir)[done:] if row.get("engines/serving") == engines]
 
         done = len(rows(run_dir))
-        wait_until(lambda: len(of_phase()) >= count, f"{count} steps with {engines} engines", START_S)
+        wait_until(
+            lambda: len(of_phase()) >= count, f"{count} steps with {engines} engines", START_S
+        )
         phases[phase] = of_phase()
 
     def said(text: str) -> Callable[[], bool]:
@@ -174,20 +248,34 @@ def test_a_second_job_adds_engines_to_a_run_and_takes_them_away(cluster, tmp_pat
     wait_until(lambda: len(rows(run_dir)) >= 4, "the fourth step", START_S)
     steps("one engine", 1)
     second = cluster.submit(
-        "slurm/engines.sbatch", f"run_dir={run_dir}", options=("--output", str(joins), "--nodes=2", "--exclusive"), cwd=ROOT
+        "slurm/engines.sbatch",
+        f"run_dir={run_dir}",
+        options=("--output", str(joins), "--nodes=2", "--exclusive"),
+        cwd=ROOT,
     )
     wait_until(said("engine 2 at"), "two engines that start", START_S)
     steps("three engines", 3)
-    assert cluster.run([".venv/bin/megarl", "engines", "remove", str(run_dir), "1"], cwd=ROOT).stdout == "engine 1 has left: by command\n"
+    assert (
+        cluster.run([".venv/bin/megarl", "engines", "remove", str(run_dir), "1"], cwd=ROOT).stdout
+        == "engine 1 has left: by command\n"
+    )
     steps("two engines", 2)
-    (node,) = {task["SLURMD_NODENAME"] for task in cluster.environments() if task.get(BEATS, "").endswith("/engine.2.beats")}
+    (node,) = {
+        task["SLURMD_NODENAME"]
+        for task in cluster.environments()
+        if task.get(BEATS, "").endswith("/engine.2.beats")
+    }
     cluster.kill_node(node)
     steps("one again", 1)
     wait_until(said("engine 2 has left"), "notice that it will not come back", START_S)
     wait_until(lambda: cluster.state(second) == "PENDING", "the second job in the queue again", 90)
     cluster.start_node(node)
     steps("three again", 3)
-    listed = json.loads(cluster.run([".venv/bin/megarl", "engines", "list", str(run_dir), "--json"], cwd=ROOT).stdout)["engines"]
+    listed = json.loads(
+        cluster.run(
+            [".venv/bin/megarl", "engines", "list", str(run_dir), "--json"], cwd=ROOT
+        ).stdout
+    )["engines"]
     assert [engine["number"] for engine in listed if engine["serving"]] == [0, 3, 4], listed
     cluster.run(["scancel", str(job)])
     assert cluster.wait(job, ENDED, 90) == "CANCELLED", log.read_text()
@@ -197,11 +285,18 @@ def test_a_second_job_adds_engines_to_a_run_and_takes_them_away(cluster, tmp_pat
     assert [row["step"] for row in after] == list(range(len(after)))
     assert all(row["sync/audit_ok"] for row in after if "sync/audit_ok" in row)
     trained = [
-        ordinal for line in (run_dir / "rollouts/ordinals.jsonl").read_text().splitlines() for ordinal in json.loads(line)["ordinals"]
+        ordinal
+        for line in (run_dir / "rollouts/ordinals.jsonl").read_text().splitlines()
+        for ordinal in json.loads(line)["ordinals"]
     ]
-    assert len(trained) == len(set(trained)) == len(after) * PROMPTS and set(range(len(trained) - 6 * PROMPTS)) <= set(trained)
+    assert len(trained) == len(set(trained)) == len(after) * PROMPTS and set(
+        range(len(trained) - 6 * PROMPTS)
+    ) <= set(trained)
     for phase, table in phases.items():
-        print(f"{phase:<14} {len(table):>3} steps, median {statistics.median(row['time/step_s'] for row in table):.2f} s")
+        print(
+            f"{phase:<14} {len(table):>3} steps, median "
+            f"{statistics.median(row['time/step_s'] for row in table):.2f} s"
+        )
 
 
 def wait_until(holds: Callable[[], bool], what: str, timeout_s: float) -> None:

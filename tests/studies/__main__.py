@@ -13,13 +13,15 @@ from megarl.config.errors import ConfigError
 from megarl.launch.watch import termination_as_exit
 
 MEANINGS = {
-    "faults": "harm a run in many ways (engines, ranks, disks, strangers): which faults it survives, which end it, what is lost",
+    "faults": "harm a run in many ways (engines, ranks, disks, strangers): which faults it "
+    "survives, which end it, what is lost",
     "staleness": "reward by capacity, staleness bound and seed: 24 runs of CONFIG",
     "simulated": "the scheduler in virtual time against the same in real time: steps, waits, ages",
     "published": "published runs, simulated: their steps against the published ones",
     "mutations": "break the code in one place at a time: which tests see it",
     "peer": "seconds of a step beside TRL's GRPO, on CONFIG's weights, prompts and sizes, in turns",
-    "offpolicy": "how losses bear old data: runs of CONFIG over losses, mini-batches, lags, sizes and seeds",
+    "offpolicy": "how losses bear old data: runs of CONFIG over losses, mini-batches, lags, sizes "
+    "and seeds",
 }
 
 
@@ -32,43 +34,120 @@ def parse(argv: list[str]) -> argparse.Namespace:
     by_name = {}
     for name, meaning in MEANINGS.items():
         by_name[name] = study = studies.add_parser(name, help=meaning, description=meaning)
-        study.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+        study.add_argument(
+            "--json", action="store_true", help="print one JSON object, and nothing else, on stdout"
+        )
         if name not in WITHOUT_CONFIG:
             study.add_argument("config", metavar="CONFIG", help="YAML file of the runs")
-            study.add_argument("overrides", metavar="dotted.key=value", nargs="*", default=[], help="overrides a setting of all runs")
+            study.add_argument(
+                "overrides",
+                metavar="dotted.key=value",
+                nargs="*",
+                default=[],
+                help="overrides a setting of all runs",
+            )
         if name in ("staleness", "offpolicy"):
-            study.add_argument("--seeds", metavar="N", type=int, default=3, help="runs of each setting; default: 3")
+            study.add_argument(
+                "--seeds", metavar="N", type=int, default=3, help="runs of each setting; default: 3"
+            )
     faults, staleness, simulated, _, mutations, peer, offpolicy = by_name.values()
-    mutations.add_argument("--only", metavar="PART", action="append", default=[], help="those with this in their name; repeatable")
-    simulated.add_argument("--steps", metavar="N", type=int, default=16, help="steps of each cell; default: 16")
-    simulated.add_argument("--step-s", metavar="S", type=float, default=1.0, help="seconds of the longer phase; default: 1")
-    simulated.add_argument("--lanes", metavar="N", type=int, default=4, help="cells side by side; default: 4")
-    simulated.add_argument("--runs", metavar="FOLDER", nargs="+", default=[], help="folders of runs that are simulated in place of cells")
-    kills = "make CONFIG's run in FOLDER, kill engines and a trainer rank meanwhile, and simulate it"
-    simulated.add_argument("--kills", metavar=("CONFIG", "FOLDER"), nargs="+", default=[], help=kills)
+    mutations.add_argument(
+        "--only",
+        metavar="PART",
+        action="append",
+        default=[],
+        help="those with this in their name; repeatable",
+    )
+    simulated.add_argument(
+        "--steps", metavar="N", type=int, default=16, help="steps of each cell; default: 16"
+    )
+    simulated.add_argument(
+        "--step-s",
+        metavar="S",
+        type=float,
+        default=1.0,
+        help="seconds of the longer phase; default: 1",
+    )
+    simulated.add_argument(
+        "--lanes", metavar="N", type=int, default=4, help="cells side by side; default: 4"
+    )
+    simulated.add_argument(
+        "--runs",
+        metavar="FOLDER",
+        nargs="+",
+        default=[],
+        help="folders of runs that are simulated in place of cells",
+    )
+    kills = (
+        "make CONFIG's run in FOLDER, kill engines and a trainer rank meanwhile, and simulate it"
+    )
+    simulated.add_argument(
+        "--kills", metavar=("CONFIG", "FOLDER"), nargs="+", default=[], help=kills
+    )
     peer.add_argument("--python", metavar="FILE", required=True, help="a Python that has TRL")
-    peer.add_argument("--steps", metavar="N", type=int, default=40, help="steps of each run; default: 40")
-    peer.add_argument("--pairs", metavar="N", type=int, default=3, help="runs of each side; default: 3")
-    peer.add_argument("--runs", metavar="DIR", type=Path, required=True, help="a new folder for runs and logs")
-    faults.add_argument("--faults", metavar="N", type=int, default=50, help="number of faults; default: 50, which takes about 25 minutes")
-    faults.add_argument("--seed", metavar="N", type=int, default=0, help="decides which, when and where; default: 0")
+    peer.add_argument(
+        "--steps", metavar="N", type=int, default=40, help="steps of each run; default: 40"
+    )
+    peer.add_argument(
+        "--pairs", metavar="N", type=int, default=3, help="runs of each side; default: 3"
+    )
+    peer.add_argument(
+        "--runs", metavar="DIR", type=Path, required=True, help="a new folder for runs and logs"
+    )
+    faults.add_argument(
+        "--faults",
+        metavar="N",
+        type=int,
+        default=50,
+        help="number of faults; default: 50, which takes about 25 minutes",
+    )
+    faults.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="decides which, when and where; default: 0"
+    )
     faults.add_argument("--kinds", metavar="KIND,…", default="", help="only these; default: all")
-    faults.add_argument("--minutes", metavar="M", type=float, default=60, help="begin no fault after so long; default: 60")
-    kept = "a new folder in which the run and its logs are kept; default: kept only when something is wrong"
+    faults.add_argument(
+        "--minutes",
+        metavar="M",
+        type=float,
+        default=60,
+        help="begin no fault after so long; default: 60",
+    )
+    kept = (
+        "a new folder in which the run and its logs are kept; default: kept only when "
+        "something is wrong"
+    )
     faults.add_argument("--keep", metavar="DIR", help=kept)
-    staleness.add_argument("--runs", metavar="DIR", default="runs/staleness", help="folder of the runs; complete runs are not repeated")
-    parts = "losses, lags, policies, epochs, samples, asynchrony, reward_models (where a model rewards); default: all"
+    staleness.add_argument(
+        "--runs",
+        metavar="DIR",
+        default="runs/staleness",
+        help="folder of the runs; complete runs are not repeated",
+    )
+    parts = (
+        "losses, lags, policies, epochs, samples, asynchrony, reward_models (where a model "
+        "rewards); default: all"
+    )
     offpolicy.add_argument("--parts", metavar="PART,…", default="", help=parts)
     lanes = "runs side by side; their times mean something only with 1, the default"
     offpolicy.add_argument("--lanes", metavar="N", type=int, default=1, help=lanes)
-    kept = "folder of the runs; complete runs are not repeated; default: runs/offpolicy/ and the name of CONFIG"
+    kept = (
+        "folder of the runs; complete runs are not repeated; default: runs/offpolicy/ and the "
+        "name of CONFIG"
+    )
     offpolicy.add_argument("--runs", metavar="DIR", type=Path, help=kept)
-    offpolicy.add_argument("--picture", metavar="FILE", help="draw score against divergence: .svg or .png")
+    offpolicy.add_argument(
+        "--picture", metavar="FILE", help="draw score against divergence: .svg or .png"
+    )
     arguments, rest = parser.parse_known_args(argv)
-    if unknown := [argument for argument in rest if argument.startswith("-") or arguments.what in WITHOUT_CONFIG]:
+    if unknown := [
+        argument
+        for argument in rest
+        if argument.startswith("-") or arguments.what in WITHOUT_CONFIG
+    ]:
         by_name[arguments.what].error(f"unknown argument: {' '.join(unknown)}")
     if rest:
-        arguments.overrides += rest  # argparse takes positional arguments only up to the first option
+        # argparse takes positional arguments only up to the first option
+        arguments.overrides += rest
     return arguments
 
 
@@ -77,13 +156,27 @@ def _faults(arguments: argparse.Namespace) -> None:
 
     if arguments.keep and (problems := list(new_folder_problems("--keep ", arguments.keep))):
         raise ConfigError(problems)
-    run(arguments.faults, arguments.seed, _listed(arguments.kinds), arguments.minutes, arguments.json, arguments.keep)
+    run(
+        arguments.faults,
+        arguments.seed,
+        _listed(arguments.kinds),
+        arguments.minutes,
+        arguments.json,
+        arguments.keep,
+    )
 
 
 def _simulated(arguments: argparse.Namespace) -> None:
     from simulated import run
 
-    run(arguments.steps, arguments.step_s, arguments.lanes, arguments.runs, arguments.kills, arguments.json)
+    run(
+        arguments.steps,
+        arguments.step_s,
+        arguments.lanes,
+        arguments.runs,
+        arguments.kills,
+        arguments.json,
+    )
 
 
 def _published(arguments: argparse.Namespace) -> None:
@@ -101,7 +194,9 @@ def _mutations(arguments: argparse.Namespace) -> None:
 def _staleness(arguments: argparse.Namespace) -> None:
     from staleness import run
 
-    run(arguments.config, arguments.overrides, Path(arguments.runs), arguments.seeds, arguments.json)
+    run(
+        arguments.config, arguments.overrides, Path(arguments.runs), arguments.seeds, arguments.json
+    )
 
 
 def _peer(arguments: argparse.Namespace) -> None:
@@ -125,10 +220,23 @@ def _peer(arguments: argparse.Namespace) -> None:
 def _offpolicy(arguments: argparse.Namespace) -> None:
     from offpolicy import run
 
-    if arguments.picture and (problems := list(file_problems("--picture", arguments.picture, (".svg", ".png")))):
+    if arguments.picture and (
+        problems := list(file_problems("--picture", arguments.picture, (".svg", ".png")))
+    ):
         raise ConfigError(problems)
-    chosen = _listed(arguments.parts), arguments.seeds, arguments.lanes, arguments.json, arguments.picture
-    run(arguments.config, arguments.overrides, arguments.runs or Path("runs/offpolicy", Path(arguments.config).stem), *chosen)
+    chosen = (
+        _listed(arguments.parts),
+        arguments.seeds,
+        arguments.lanes,
+        arguments.json,
+        arguments.picture,
+    )
+    run(
+        arguments.config,
+        arguments.overrides,
+        arguments.runs or Path("runs/offpolicy", Path(arguments.config).stem),
+        *chosen,
+    )
 
 
 def _listed(text: str) -> list[str]:
@@ -147,7 +255,10 @@ RUN: dict[str, Callable[[argparse.Namespace], None]] = {
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit status, as `megarl` does. On SIGTERM the study ends the processes that it started."""
+    """Returns the exit status, as `megarl` does.
+
+    On SIGTERM the study ends the processes that it started.
+    """
     arguments = parse(argv)
 
     def study() -> None:

@@ -1,4 +1,6 @@
-"""The faults of `python tests/studies faults`: for each, what the run must say, and how it must recover or end."""
+"""The faults of `python tests/studies faults`: for each, what the run must say, and how it must
+recover or end.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,12 @@ from megarl.rollouts.environments.base import RolloutContext, ToolError
 from megarl.rollouts.environments.single_turn import single_turn
 from megarl.weight_sync.transports.shared_memory import SharedMemoryTransport
 
-# A transport and a rollout for the run of `python tests/studies faults`. They fail when an order tells them to (fault_orders).
+# A transport and a rollout for the run of `python tests/studies faults`. They fail when an order
+# tells them to (fault_orders).
 
 
-FLIPPED = "model.layers.1.mlp.gate_up_proj.weight"  # the transport carries out orders before it writes this tensor
+# the transport carries out orders before it writes this tensor
+FLIPPED = "model.layers.1.mlp.gate_up_proj.weight"
 REWARD_S = 1.0  # slows steps down, so that restarting engines get processor time
 
 
@@ -61,7 +65,9 @@ def _the_peer() -> Peer:
 
 
 class FaultyTransport(SharedMemoryTransport):
-    """On orders, in the middle of a write, it flips a bit, kills an engine or its own rank, or sends an unknown message."""
+    """On orders, in the middle of a write, it flips a bit, kills an engine or its own rank, or
+    sends an unknown message.
+    """
 
     def write(self, copy: Copy, values: torch.Tensor) -> None:
         folder = os.environ[ORDERS]
@@ -80,8 +86,12 @@ class FaultyTransport(SharedMemoryTransport):
         super().write(copy, values)
 
 
-async def rollout(context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int, *, orders: str) -> list[Sample]:
-    """Runs a tool that an order can make fail, then single_turn: a failing tool does not lose the prompt."""
+async def rollout(
+    context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int, *, orders: str
+) -> list[Sample]:
+    """Runs a tool that an order can make fail, then single_turn: a failing tool does not lose the
+    prompt.
+    """
     try:
         await context.run_in_worker(ordered_tool, orders)
     except ToolError as error:
@@ -90,14 +100,17 @@ async def rollout(context: RolloutContext, prompt: Prompt, sampling: Sampling, n
     return await single_turn(context, prompt, sampling, n)
 
 
-# Small file systems that a campaign can fill: one for its run's shared memory, one for its run directory.
+# Small file systems that a campaign can fill: one for its run's shared memory, one for its run
+# directory.
 #
-# They are mounted in a mount namespace of this process and its children. No other process sees them, and they vanish when the last of these
-# processes ends. Only root may mount them. Without root, the campaign leaves out the kinds of faults that need them, and says so.
+# They are mounted in a mount namespace of this process and its children. No other process sees
+# them, and they vanish when the last of these processes ends. Only root may mount them. Without
+# root, the campaign leaves out the kinds of faults that need them, and says so.
 
 
 SHARED_MEMORY = Path("/dev/shm")
-SHARED_MEMORY_BYTES, RUN_DIR_BYTES = 256 << 20, 512 << 20
+SHARED_MEMORY_BYTES = 256 << 20
+RUN_DIR_BYTES = 512 << 20
 _CLONE_NEWNS = 0x00020000  # sched.h
 _FILLER = "filler"
 
@@ -110,29 +123,45 @@ def small_file_systems(run_dir: Path) -> bool:
     run_dir.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     for where, size in ((SHARED_MEMORY, SHARED_MEMORY_BYTES), (run_dir, RUN_DIR_BYTES)):
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=1777", "tmpfs", str(where)], check=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size},mode=1777", "tmpfs", str(where)],
+            check=True,
+        )
     return True
 
 
 def fill(file_system: Path, left_bytes: int = 0) -> None:
-    """Fills the file system until `left_bytes` remain. It can be called again after space was freed."""
+    """Fills the file system until `left_bytes` remain.
+
+    It can be called again after space was freed.
+    """
     free = os.statvfs(file_system)
-    with open(file_system / _FILLER, "ab") as file, contextlib.suppress(OSError):  # another process took the space first
-        os.posix_fallocate(file.fileno(), file.tell(), max(1, free.f_bavail * free.f_frsize - left_bytes))
+    # another process took the space first
+    with open(file_system / _FILLER, "ab") as file, contextlib.suppress(OSError):
+        os.posix_fallocate(
+            file.fileno(), file.tell(), max(1, free.f_bavail * free.f_frsize - left_bytes)
+        )
 
 
 def empty(file_system: Path) -> None:
     (file_system / _FILLER).unlink(missing_ok=True)
 
 
-# The run that `python tests/studies faults` harms: one run directory, continued by one launcher after another.
+# The run that `python tests/studies faults` harms: one run directory, continued by one launcher
+# after another.
 
 
-ENGINES, PROMPTS, SAMPLES, CHECKPOINT_EVERY = 2, 4, 4, 3
+ENGINES = 2
+PROMPTS = 4
+SAMPLES = 4
+CHECKPOINT_EVERY = 3
 RUN_DIR = "run"  # in the campaign's folder
 ENDLESS = 10**6  # steps
-HEALTH_S, BATCH_S, TOOL_S = 10, 180, 2
-STARTED_S, ENDED_S = 240, 30  # deadlines: for the first steps, and for the last process of an ended run
+HEALTH_S = 10
+BATCH_S = 180
+TOOL_S = 2
+STARTED_S = 240
+ENDED_S = 30  # deadlines: for the first steps, and for the last process of an ended run
 NOISE = r"\.{40,}\n"  # from the tool that prints for ever
 CONFIG = Path(__file__).resolve().parents[2] / "configs/quickstart.yaml"
 
@@ -162,30 +191,49 @@ class FaultRun:
     _heard: str = ""  # the text since the last mark
 
     def __post_init__(self) -> None:
-        self.run_dir, self.orders = self.folder / RUN_DIR, self.folder / "orders"
+        self.run_dir = self.folder / RUN_DIR
+        self.orders = self.folder / "orders"
         self.orders.mkdir(parents=True, exist_ok=True)
 
     def start(self, max_steps: int = ENDLESS) -> None:
         """Starts or resumes the run; returns at once."""
         settings = {
-            "model.path": self.model, "run_dir": self.run_dir, "max_steps": max_steps, "checkpoint.every": CHECKPOINT_EVERY,
-            "rollout.prompts_per_step": PROMPTS, "rollout.n": SAMPLES, "rollout.name": "fault_kinds:rollout",
-            "rollout.args.orders": self.orders, "rollout.tool_timeout_s": TOOL_S, "reward.timeout_s": TOOL_S,
-            "generator.engines": ENGINES, "generator.health_s": HEALTH_S, "generator.max_restarts": ENDLESS,
-            "weights.transport": "fault_kinds:FaultyTransport", "async.capacity": 2, "async.partial_rollout": "in_flight",
-            "timeouts.rollouts_s": BATCH_S, "eval.every": 0, "eval.limit": 8, "observe.probe_every": 0, "observe.trackers": "[]",
+            "model.path": self.model, "run_dir": self.run_dir, "max_steps": max_steps,
+            "checkpoint.every": CHECKPOINT_EVERY,
+            "rollout.prompts_per_step": PROMPTS, "rollout.n": SAMPLES,
+            "rollout.name": "fault_kinds:rollout",
+            "rollout.args.orders": self.orders, "rollout.tool_timeout_s": TOOL_S,
+            "reward.timeout_s": TOOL_S,
+            "generator.engines": ENGINES, "generator.health_s": HEALTH_S,
+            "generator.max_restarts": ENDLESS,
+            "weights.transport": "fault_kinds:FaultyTransport", "async.capacity": 2,
+            "async.partial_rollout": "in_flight",
+            "timeouts.rollouts_s": BATCH_S, "eval.every": 0, "eval.limit": 8,
+            "observe.probe_every": 0, "observe.trackers": "[]",
             "observe.rollouts_per_step": 0, "trainer.optimizer.schedule": "constant",
         }  # fmt: skip
-        command = [sys.executable, "-P", "-m", "megarl", "train", str(CONFIG), *(f"{key}={value}" for key, value in settings.items())]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "megarl",
+            "train",
+            str(CONFIG),
+            *(f"{key}={value}" for key, value in settings.items()),
+        ]
         for left in self.orders.iterdir():
             left.unlink()
-        self.launches, self.seen, self._read, self._heard = self.launches + 1, set(), {}, ""
+        self.launches = self.launches + 1
+        self.seen = set()
+        self._read = {}
+        self._heard = ""
         with open(self.output, "wb") as file:
             self.started = subprocess.Popen(
                 command,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {ORDERS: str(self.orders), "PYTHONPATH": str(Path(__file__).parent)},
+                env=os.environ
+                | {ORDERS: str(self.orders), "PYTHONPATH": str(Path(__file__).parent)},
                 start_new_session=True,
             )
 
@@ -252,14 +300,22 @@ class FaultRun:
         return self.engines(index)[0]
 
     def engines(self, index: int) -> list[psutil.Process]:
-        """The engine's server process, if there is one, recognised by the file of its workers' heartbeats."""
+        """The engine's server process, if there is one, recognised by the file of its workers'
+        heartbeats.
+        """
         found = []
         for process in self.processes("megarl.generator.server"):
             with contextlib.suppress(psutil.Error):
-                found += [process] if process.environ().get(BEATS, "").endswith(f"/engine.{index}.beats") else []
+                found += (
+                    [process]
+                    if process.environ().get(BEATS, "").endswith(f"/engine.{index}.beats")
+                    else []
+                )
         return found
 
-    def wait_until(self, holds: Callable[[], bool], what: str, timeout_s: float, every_s: float = 0.25) -> None:
+    def wait_until(
+        self, holds: Callable[[], bool], what: str, timeout_s: float, every_s: float = 0.25
+    ) -> None:
         """Raises Hang past the deadline, Ended when the run ends first."""
         deadline = time.monotonic() + timeout_s
         while not holds():
@@ -267,9 +323,15 @@ class FaultRun:
             if self.launcher.poll() is not None:
                 if holds():
                     return
-                raise Ended(f"the run ended with {self.launcher.returncode} before {what}; its last words:\n{tail(self.output)}")
+                raise Ended(
+                    f"the run ended with {self.launcher.returncode} before {what}; its last "
+                    f"words:\n{tail(self.output)}"
+                )
             if time.monotonic() > deadline:
-                raise Hang(f"no {what} within {timeout_s:.0f} s; its last words:\n{tail(self.output, 6)}\n{tail(self.driver_log, 6)}")
+                raise Hang(
+                    f"no {what} within {timeout_s:.0f} s; its last "
+                    f"words:\n{tail(self.output, 6)}\n{tail(self.driver_log, 6)}"
+                )
             time.sleep(every_s)
 
     def wait_steps(self, more: int, timeout_s: float = STARTED_S) -> None:
@@ -282,13 +344,17 @@ class FaultRun:
         while self.launcher.poll() is None:
             self.descendants()
             if time.monotonic() > deadline:
-                raise Hang(f"the run did not end within {timeout_s:.0f} s; its last words:\n{tail(self.output, 12)}")
+                raise Hang(
+                    f"the run did not end within {timeout_s:.0f} s; its last "
+                    f"words:\n{tail(self.output, 12)}"
+                )
             time.sleep(0.1)
         return self.launcher.returncode
 
     def orphans(self) -> int:
         """Kills the processes that the ended run left behind, and returns their number."""
-        deadline, alive = time.monotonic() + ENDED_S, [process for process in self.seen if _runs(process)]
+        deadline = time.monotonic() + ENDED_S
+        alive = [process for process in self.seen if _runs(process)]
         while alive and time.monotonic() < deadline:
             time.sleep(0.1)
             alive = [process for process in alive if _runs(process)]
@@ -314,7 +380,9 @@ class FaultRun:
         path = self.run_dir / "rollouts/ordinals.jsonl"
         text = path.read_text() if path.exists() else ""
         lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-        assert [line["step"] for line in lines] == list(range(len(lines))), f"{path}: steps are missing or repeated"
+        assert [line["step"] for line in lines] == list(range(len(lines))), (
+            f"{path}: steps are missing or repeated"
+        )
         return [line["ordinals"] for line in lines]
 
     def repeated(self) -> list[int]:
@@ -328,8 +396,9 @@ class FaultRun:
         return sorted(set(range(self.steps * PROMPTS)) - trained)
 
     def ledger_problems(self) -> int:
-        """The number of ordinals that differ between the newest checkpoint's ledger and the record of training. Call it only while nothing
-        runs."""
+        """The number of ordinals that differ between the newest checkpoint's ledger and the record
+        of training. Call it only while nothing runs.
+        """
         found = complete_checkpoints(self.run_dir)
         if not found:
             return 0
@@ -352,22 +421,35 @@ def _runs(process: psutil.Process) -> bool:
 def carried_out(run: FaultRun, name: str, text: str = "") -> None:
     """Gives an order and waits until a process has taken it."""
     order(run.orders, name, text)
-    run.wait_until(lambda: not (run.orders / name).exists(), f"process that carries out {name}", STARTED_S, every_s=0.05)
+    run.wait_until(
+        lambda: not (run.orders / name).exists(),
+        f"process that carries out {name}",
+        STARTED_S,
+        every_s=0.05,
+    )
 
 
 def tail(path: Path, lines: int = 20) -> str:
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else f"({path}: nothing)"
+    return (
+        "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+        if path.exists()
+        else f"({path}: nothing)"
+    )
 
 
 # Faults of an engine's memory: bits that it computes with are flipped from outside while it serves.
 
 
-WEIGHTS = "memfd:megarl-weights"  # the file that holds an engine's parameters (megarl/weight_sync/transports/shared_memory.py)
+# the file that holds an engine's parameters (megarl/weight_sync/transports/shared_memory.py)
+WEIGHTS = "memfd:megarl-weights"
 POSITION = 3  # the row of the rotary cache that is searched for
 
 
 def parameter_changed(run: FaultRun, random: Random) -> dict[str, str]:
-    """Flips a bit in the first half of the parameters' file. (The end of the file is unused padding.)"""
+    """Flips a bit in the first half of the parameters' file.
+
+    (The end of the file is unused padding.)
+    """
     process = _worker(run.engine(random.randrange(ENGINES)))
     start, end = next(_regions(process, WEIGHTS))
     _flip(process, start + random.randrange((end - start) // 2) // 4 * 4)
@@ -377,7 +459,11 @@ def parameter_changed(run: FaultRun, random: Random) -> dict[str, str]:
 def rotary_changed(run: FaultRun, random: Random) -> dict[str, str]:
     process = _worker(run.engine(random.randrange(ENGINES)))
     row = _rotary_row(load_spec(run.model))
-    found = [address for region in _regions(process, "") for address in _occurrences(process, *region, row)]
+    found = [
+        address
+        for region in _regions(process, "")
+        for address in _occurrences(process, *region, row)
+    ]
     if not found:
         raise RuntimeError("the engine's rotary cache was not found in its memory")
     for address in found:  # flips all, since one may be a freed copy
@@ -386,8 +472,13 @@ def rotary_changed(run: FaultRun, random: Random) -> dict[str, str]:
 
 
 def _rotary_row(model: ModelSpec) -> bytes:
-    """The beginning of row POSITION: cos(position / theta^(2i/d)), computed in float32 as SGLang does."""
-    frequencies = 1.0 / (model.rope_theta ** (torch.arange(0, model.head_dim, 2, dtype=torch.float32) / model.head_dim))
+    """The beginning of row POSITION: cos(position / theta^(2i/d)), computed in float32 as SGLang
+    does.
+    """
+    frequencies = 1.0 / (
+        model.rope_theta
+        ** (torch.arange(0, model.head_dim, 2, dtype=torch.float32) / model.head_dim)
+    )
     row = (torch.arange(POSITION + 1, dtype=torch.float32)[:, None] * frequencies)[POSITION].cos()
     return struct.pack(f"{len(row)}f", *row.tolist())
 
@@ -398,11 +489,15 @@ def _worker(engine: psutil.Process) -> psutil.Process:
 
 
 def _regions(process: psutil.Process, name: str) -> Iterator[tuple[int, int]]:
-    """First and last addresses of writable mappings of files whose name contains `name`. If `name` is empty: of anonymous memory and the
-    heap."""
+    """First and last addresses of writable mappings of files whose name contains `name`.
+
+    If `name` is empty: of anonymous memory and the heap.
+    """
     for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
         addresses, permissions, _, _, _, *path = line.split(maxsplit=5)
-        if permissions.startswith("rw") and ((name in path[0]) if name and path else not name and (not path or path[0] == "[heap]")):
+        if permissions.startswith("rw") and (
+            (name in path[0]) if name and path else not name and (not path or path[0] == "[heap]")
+        ):
             first, last = addresses.split("-")
             yield int(first, 16), int(last, 16)
 
@@ -410,7 +505,8 @@ def _regions(process: psutil.Process, name: str) -> Iterator[tuple[int, int]]:
 def _occurrences(process: psutil.Process, start: int, end: int, pattern: bytes) -> Iterator[int]:
     with open(f"/proc/{process.pid}/mem", "rb") as memory, contextlib.suppress(OSError):
         memory.seek(start)
-        content, at = memory.read(end - start), -1
+        content = memory.read(end - start)
+        at = -1
         while (at := content.find(pattern, at + 1)) >= 0:
             yield start + at
 
@@ -424,14 +520,17 @@ def _flip(process: psutil.Process, address: int) -> None:
         memory.write(bytes([byte ^ 4]))
 
 
-# Faults at the ports of a run: strangers, undecodable messages, and a port that another process has taken.
+# Faults at the ports of a run: strangers, undecodable messages, and a port that another process has
+# taken.
 
 
 NEW_PEER = "trainer.7"
 
 
 def stranger_at_the_hub(run: FaultRun, random: Random) -> dict[str, str]:
-    """Sends to every port of the generator: noise, ZeroMQ without a key, and a well-formed message under another run's key."""
+    """Sends to every port of the generator: noise, ZeroMQ without a key, and a well-formed message
+    under another run's key.
+    """
     for port in _listening(run.generator()):
         with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
             connection.sendall(random.randbytes(4096))
@@ -447,8 +546,14 @@ def stranger_at_the_hub(run: FaultRun, random: Random) -> dict[str, str]:
 
 
 def stranger_at_an_engine(run: FaultRun, random: Random) -> dict[str, str]:
-    """Sends requests without a key: one generates, one would change the weights, and one has a body that is not JSON."""
-    requests = {"/generate": b'{"text": "x"}', "/update_weights_from_disk": b'{"model_path": "x"}', "/pause_generation": b"{"}
+    """Sends requests without a key: one generates, one would change the weights, and one has a body
+    that is not JSON.
+    """
+    requests = {
+        "/generate": b'{"text": "x"}',
+        "/update_weights_from_disk": b'{"model_path": "x"}',
+        "/pause_generation": b"{",
+    }
     for port in _listening(run.engine(random.randrange(ENGINES))):
         for path, body in requests.items():
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
@@ -465,7 +570,9 @@ def stranger_at_an_engine(run: FaultRun, random: Random) -> dict[str, str]:
 
 
 def undecodable_from_a_new_peer(run: FaultRun, random: Random) -> dict[str, str]:
-    """A new peer with the run's key sends an unknown message, as another version of the program would."""
+    """A new peer with the run's key sends an unknown message, as another version of the program
+    would.
+    """
     (found,) = (run.run_dir / ".launch/train").glob("*/rendezvous.json")
     rendezvous = Rendezvous.load(found.parent)
     peer = Peer(NEW_PEER, rendezvous.key, rendezvous.hub_address)
@@ -498,13 +605,19 @@ def port_stolen(run: FaultRun, random: Random) -> dict[str, str]:
         return False
 
     run.wait_until(taken, f"port {port}", STARTED_S, every_s=0.001)
-    run.wait_until(lambda: run.said(f"port {port}, .* has been taken by process {os.getpid()}"), f"word of port {port}", STARTED_S)
+    run.wait_until(
+        lambda: run.said(f"port {port}, .* has been taken by process {os.getpid()}"),
+        f"word of port {port}",
+        STARTED_S,
+    )
     thief.close()
     return {"engine": str(index)}
 
 
 def _listening(process: psutil.Process) -> list[int]:
-    return sorted({c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN})
+    return sorted(
+        {c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    )
 
 
 # Faults of processes: they are killed, stopped, or stopped for a while.
@@ -585,7 +698,12 @@ def launcher_killed(run: FaultRun, random: Random) -> dict[str, str]:
 def killed_while_saving(run: FaultRun, random: Random) -> dict[str, str]:
     """Kills the launcher when the first file of a checkpoint exists."""
     checkpoints = run.run_dir / "checkpoints"
-    run.wait_until(lambda: any(checkpoints.glob("*.partial/*")), "checkpoint being written", STARTED_S, every_s=0.002)
+    run.wait_until(
+        lambda: any(checkpoints.glob("*.partial/*")),
+        "checkpoint being written",
+        STARTED_S,
+        every_s=0.002,
+    )
     run.launcher.kill()
     return {}
 
@@ -605,7 +723,12 @@ def killed_before_ready(run: FaultRun, random: Random) -> dict[str, str]:
     index = random.randrange(ENGINES)
     before = run.engine(index)
     before.kill()
-    run.wait_until(lambda: _started_again(run, index, before), f"scheduler of engine {index}", STARTED_S, every_s=0.05)
+    run.wait_until(
+        lambda: _started_again(run, index, before),
+        f"scheduler of engine {index}",
+        STARTED_S,
+        every_s=0.05,
+    )
     time.sleep(random.uniform(0.5, 3.0))
     random.choice(_schedulers(run.engine(index))).kill()
     return {"engine": str(index)}
@@ -617,7 +740,9 @@ def _started_again(run: FaultRun, index: int, before: psutil.Process) -> bool:
 
 
 def paused(role: str) -> Inject:
-    """Stops a process for PAUSE_S: longer than an engine's allowed silence, and shorter than all other deadlines of the run."""
+    """Stops a process for PAUSE_S: longer than an engine's allowed silence, and shorter than all
+    other deadlines of the run.
+    """
 
     def inject(run: FaultRun, random: Random) -> dict[str, str]:
         index = random.randrange(ENGINES)
@@ -645,23 +770,33 @@ def _with_children(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _schedulers(engine: psutil.Process) -> list[psutil.Process]:
-    return [child for child in engine.children(recursive=True) if "resource_tracker" not in " ".join(child.cmdline())]
+    return [
+        child
+        for child in engine.children(recursive=True)
+        if "resource_tracker" not in " ".join(child.cmdline())
+    ]
 
 
 # Faults of storage: full file systems, and damaged checkpoints.
 
 
-LEFT_BYTES = 1 << 20  # remains on a full disk: enough for logs and metrics, too little for a checkpoint
+# remains on a full disk: enough for logs and metrics, too little for a checkpoint
+LEFT_BYTES = 1 << 20
 
 
 def full_disk(run: FaultRun, random: Random) -> dict[str, str]:
-    """Keeps trainer rank 1 from writing files of more than 1 MiB, so it cannot write its part of a checkpoint."""
+    """Keeps trainer rank 1 from writing files of more than 1 MiB, so it cannot write its part of a
+    checkpoint.
+    """
     psutil.Process(run.trainer(1).pid).rlimit(psutil.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     return {}
 
 
 def disk_filled(run: FaultRun, random: Random) -> dict[str, str]:
-    """Fills the disk and keeps it full. Otherwise a run would continue in the space that it frees when it deletes older checkpoints."""
+    """Fills the disk and keeps it full.
+
+    Otherwise a run would continue in the space that it frees when it deletes older checkpoints.
+    """
     deadline = time.monotonic() + STARTED_S
     while run.launcher.poll() is None and time.monotonic() < deadline:
         run.descendants()
@@ -675,7 +810,9 @@ def disk_emptied(run: FaultRun) -> None:
 
 
 def shared_memory_filled_before_the_start(run: FaultRun, random: Random) -> dict[str, str]:
-    """A run on CPUs is not affected: its processes share anonymous memory, or files in a folder of the launch."""
+    """A run on CPUs is not affected: its processes share anonymous memory, or files in a folder of
+    the launch.
+    """
     run.launcher.terminate()
     run.exit_status(STARTED_S)
     fill(SHARED_MEMORY)
@@ -686,11 +823,15 @@ def shared_memory_filled_before_the_start(run: FaultRun, random: Random) -> dict
 
 
 def shared_memory_filled(run: FaultRun, random: Random) -> dict[str, str]:
-    """Running processes already have their memory, but an engine that dies cannot be started again until there is room."""
+    """Running processes already have their memory, but an engine that dies cannot be started again
+    until there is room.
+    """
     index = random.randrange(ENGINES)
     fill(SHARED_MEMORY)
     run.engine(index).kill()
-    run.wait_until(lambda: run.said(str(SHARED_MEMORY)), "word of the full shared memory", STARTED_S)
+    run.wait_until(
+        lambda: run.said(str(SHARED_MEMORY)), "word of the full shared memory", STARTED_S
+    )
     shared_memory_emptied(run)
     return {"engine": str(index)}
 
@@ -700,8 +841,9 @@ def shared_memory_emptied(run: FaultRun) -> None:
 
 
 def checkpoint_file(files: str, harm: Callable[[Path, Random], None]) -> Inject:
-    """Stops the run, damages a file of its newest checkpoint that matches `files`, and starts the run again. Each time it takes another
-    file."""
+    """Stops the run, damages a file of its newest checkpoint that matches `files`, and starts the
+    run again. Each time it takes another file.
+    """
 
     def inject(run: FaultRun, random: Random) -> dict[str, str]:
         run.launcher.terminate()
@@ -737,20 +879,31 @@ def whole_again(run: FaultRun) -> None:
         shutil.move(run.folder / "whole", (run.folder / "damaged").read_text())
 
 
-FAILED, STOPPED, KILLED, REFUSED = 1, 128 + signal.SIGTERM, -signal.SIGKILL, 2  # exit statuses of the launcher
+FAILED = 1
+STOPPED = 128 + signal.SIGTERM
+KILLED = -signal.SIGKILL
+REFUSED = 2  # exit statuses of the launcher
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault. `notice` and `recovered` match what launcher or driver print; `inject` returns the values of their {words}."""
+    """A kind of fault.
+
+    `notice` and `recovered` match what launcher or driver print; `inject` returns the values of
+    their {words}.
+    """
 
     inject: Inject
     notice: str = ""  # the message that names the cause; empty if none is expected
     recovered: str = ""  # after this message the run counts as recovered
     ends: int | None = None  # the exit status with which the run must end; None if it must continue
-    weight: int = 1  # how often it is drawn after its first time; low if an engine or the run must restart, which takes long
-    mend: Callable[[FaultRun], None] = lambda run: None  # undoes the damage before the run is started again
-    root: bool = False  # it needs root: it mounts file systems, or writes to other processes' memory
+    # how often it is drawn after its first time; low if an engine or the run must restart, which
+    # takes long
+    weight: int = 1
+    # undoes the damage before the run is started again
+    mend: Callable[[FaultRun], None] = lambda run: None
+    # it needs root: it mounts file systems, or writes to other processes' memory
+    root: bool = False
 
 
 def tool(what: str) -> Inject:
@@ -766,13 +919,18 @@ def bit_flipped(run: FaultRun, random: Random) -> dict[str, str]:
     return {}
 
 
-_LOST, _BACK = r"engine {engine} is lost", r"engines \[[\d, ]*{engine}[\d, ]*\] serve version"
+_LOST = r"engine {engine} is lost"
+_BACK = r"engines \[[\d, ]*{engine}[\d, ]*\] serve version"
 _SILENT = r"engine\.{engine} has answered nothing for"
 _NO_MESSAGE = r"was sent something by trainer\.\d that is not a message of this run"
 _NOT_WRITTEN = r"checkpoints/step_\d+ of \d+ bytes could not be written; \d+ bytes were free"
-_NOT_AS_SENT = r"weight audit failed:\s+\S+ on generator rank \d is not what trainer rank"  # the memory changed during an update
-_REWRITTEN = r"something other than an update has written to an engine's memory:\s+\S+ on generator rank \d"
-_DAMAGED, _DAMAGED_TENSORS = r"{folder}: {file} is damaged", r"{folder} cannot be used: {file} is damaged"
+# the memory changed during an update
+_NOT_AS_SENT = r"weight audit failed:\s+\S+ on generator rank \d is not what trainer rank"
+_REWRITTEN = (
+    r"something other than an update has written to an engine's memory:\s+\S+ on generator rank \d"
+)
+_DAMAGED = r"{folder}: {file} is damaged"
+_DAMAGED_TENSORS = r"{folder} cannot be used: {file} is damaged"
 _RANK_KILLED = r"trainer\.{rank} was killed by SIGKILL"
 
 KINDS: dict[str, Kind] = {
@@ -785,21 +943,40 @@ KINDS: dict[str, Kind] = {
     "stranger at an engine": Kind(stranger_at_an_engine, weight=8),
     "reward worker killed": Kind(reward_worker_killed, weight=8),
     "reward worker hangs": Kind(reward_worker_stopped, weight=8),
-    "tool crashes": Kind(tool("crash twice"), "the tool failed: it brought its process down", weight=8),
+    "tool crashes": Kind(
+        tool("crash twice"), "the tool failed: it brought its process down", weight=8
+    ),
     "tool hangs": Kind(tool("hang"), "the tool failed: it took longer than", weight=8),
     "tool prints for ever": Kind(tool("print"), "the tool failed: it took longer than", weight=8),
-    "tool answers too much": Kind(tool("answer too much"), r"the tool failed: more than \d+ bytes of result", weight=8),
+    "tool answers too much": Kind(
+        tool("answer too much"), r"the tool failed: more than \d+ bytes of result", weight=8
+    ),
     "trainer rank killed": Kind(trainer_killed, _RANK_KILLED, ends=FAILED, weight=2),
-    "trainer rank killed in a transfer": Kind(trainer_killed_in_transfer, r"trainer\.[01] was killed by SIGKILL", ends=FAILED),
-    "generator killed": Kind(generator_killed, r"generator\.0 was killed by SIGKILL", ends=FAILED, weight=1),
-    "generator hangs": Kind(generator_stopped, r"waited \d+ s for .*generator\.0", ends=FAILED, weight=0),
+    "trainer rank killed in a transfer": Kind(
+        trainer_killed_in_transfer, r"trainer\.[01] was killed by SIGKILL", ends=FAILED
+    ),
+    "generator killed": Kind(
+        generator_killed, r"generator\.0 was killed by SIGKILL", ends=FAILED, weight=1
+    ),
+    "generator hangs": Kind(
+        generator_stopped, r"waited \d+ s for .*generator\.0", ends=FAILED, weight=0
+    ),
     "launcher killed": Kind(launcher_killed, ends=KILLED, weight=2),
     "launcher killed while saving": Kind(killed_while_saving, ends=KILLED, weight=1),
-    "SIGTERM": Kind(sigterm, r"stopped at step \d+ by SIGTERM; the same command goes on from there", ends=STOPPED, weight=2),
+    "SIGTERM": Kind(
+        sigterm,
+        r"stopped at step \d+ by SIGTERM; the same command goes on from there",
+        ends=STOPPED,
+        weight=2,
+    ),
     "full disk while saving": Kind(full_disk, _NOT_WRITTEN, ends=FAILED, weight=1),
     "bit flipped in a transfer": Kind(bit_flipped, re.escape(FLIPPED), ends=FAILED, weight=1),
-    "undecodable message of a trainer rank": Kind(undecodable_from_a_trainer, _NO_MESSAGE, ends=FAILED),
-    "undecodable message of a new peer": Kind(undecodable_from_a_new_peer, _NO_MESSAGE, ends=FAILED),
+    "undecodable message of a trainer rank": Kind(
+        undecodable_from_a_trainer, _NO_MESSAGE, ends=FAILED
+    ),
+    "undecodable message of a new peer": Kind(
+        undecodable_from_a_new_peer, _NO_MESSAGE, ends=FAILED
+    ),
     "engine's port stolen": Kind(port_stolen, recovered=_BACK),
     "engine's scheduler killed before ready": Kind(killed_before_ready, _LOST, _BACK),
     "trainer rank stops for 20 s": Kind(paused("trainer rank"), weight=2),
@@ -809,16 +986,32 @@ KINDS: dict[str, Kind] = {
     "engine stops for 20 s": Kind(paused("engine"), _SILENT, _BACK),
     "engine's scheduler stops for 20 s": Kind(paused("scheduler"), _SILENT, _BACK),
     "disk full": Kind(disk_filled, _NOT_WRITTEN, ends=FAILED, mend=disk_emptied, root=True),
-    "shared memory full at the start": Kind(shared_memory_filled_before_the_start, mend=shared_memory_emptied, root=True),
-    "shared memory full": Kind(shared_memory_filled, "/dev/shm", _BACK, mend=shared_memory_emptied, root=True),
-    "engine's parameter changed in memory": Kind(parameter_changed, f"{_REWRITTEN}|{_NOT_AS_SENT}", ends=FAILED, root=True),
-    "engine's rotary cache changed in memory": Kind(rotary_changed, _REWRITTEN, ends=FAILED, root=True),
-    "checkpoint truncated": Kind(checkpoint_file("*", cut_short), _DAMAGED, ends=REFUSED, mend=whole_again, weight=2),
+    "shared memory full at the start": Kind(
+        shared_memory_filled_before_the_start, mend=shared_memory_emptied, root=True
+    ),
+    "shared memory full": Kind(
+        shared_memory_filled, "/dev/shm", _BACK, mend=shared_memory_emptied, root=True
+    ),
+    "engine's parameter changed in memory": Kind(
+        parameter_changed, f"{_REWRITTEN}|{_NOT_AS_SENT}", ends=FAILED, root=True
+    ),
+    "engine's rotary cache changed in memory": Kind(
+        rotary_changed, _REWRITTEN, ends=FAILED, root=True
+    ),
+    "checkpoint truncated": Kind(
+        checkpoint_file("*", cut_short), _DAMAGED, ends=REFUSED, mend=whole_again, weight=2
+    ),
     "checkpoint's file removed": Kind(
-        checkpoint_file("*", remove), r"{folder}: .*{file} is missing", ends=REFUSED, mend=whole_again, weight=2
+        checkpoint_file("*", remove),
+        r"{folder}: .*{file} is missing",
+        ends=REFUSED,
+        mend=whole_again,
+        weight=2,
     ),
     "bit flipped in a checkpoint's small files": Kind(
         checkpoint_file("[!r]*", flip_bit), _DAMAGED, ends=REFUSED, mend=whole_again, weight=2
     ),
-    "bit flipped in a checkpoint's tensors": Kind(checkpoint_file("rank_*.bin", flip_bit), _DAMAGED_TENSORS, ends=FAILED, mend=whole_again),
+    "bit flipped in a checkpoint's tensors": Kind(
+        checkpoint_file("rank_*.bin", flip_bit), _DAMAGED_TENSORS, ends=FAILED, mend=whole_again
+    ),
 }

@@ -1,8 +1,9 @@
-"""Orders with which `python tests/studies faults` makes parts of its run fail, and a tool that obeys them.
+"""Orders with which `python tests/studies faults` makes parts of its run fail, and a tool that
+obeys them.
 
-An order is a file in one folder. The process that renames it away carries it out, so it is carried out once. Trainer ranks get the folder
-from an environment variable, and the rollout from an argument. This module imports little, because tools start often and have a memory
-limit.
+An order is a file in one folder. The process that renames it away carries it out, so it is carried
+out once. Trainer ranks get the folder from an environment variable, and the rollout from an
+argument. This module imports little, because tools start often and have a memory limit.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ import time
 from pathlib import Path
 
 ORDERS = "MEGARL_FAULT_ORDERS"  # the folder
-FLIP, KILL_ENGINE, DIE, GARBLE, TOOL = "flip_a_bit", "kill_an_engine", "die", "garble", "tool"
+FLIP = "flip_a_bit"
+KILL_ENGINE = "kill_an_engine"
+DIE = "die"
+GARBLE = "garble"
+TOOL = "tool"
 
 
 def order(folder: Path, name: str, text: str = "") -> None:
@@ -22,8 +27,12 @@ def order(folder: Path, name: str, text: str = "") -> None:
 
 
 def taken(folder: str | Path, name: str) -> str | None:
-    """Takes an order and returns its text. Returns None if there is no such order, or another process has taken it."""
-    path, mine = Path(folder, name), Path(folder, f"{name}.taken.{os.getpid()}")
+    """Takes an order and returns its text.
+
+    Returns None if there is no such order, or another process has taken it.
+    """
+    path = Path(folder, name)
+    mine = Path(folder, f"{name}.taken.{os.getpid()}")
     if not path.exists():
         return None
     try:
@@ -36,7 +45,10 @@ def taken(folder: str | Path, name: str) -> str | None:
 
 
 def ordered_tool(orders: str) -> str:
-    """Runs in a worker process. An order can make it crash, hang, print for ever or answer too much."""
+    """Runs in a worker process.
+
+    An order can make it crash, hang, print for ever or answer too much.
+    """
     wrong = taken(orders, TOOL)
     if wrong == "crash":
         os._exit(3)

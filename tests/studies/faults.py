@@ -1,13 +1,16 @@
-"""`python tests/studies faults`: a campaign of faults against one real run with a trainer at TP2, two SGLang engines and a tiny Llama.
+"""`python tests/studies faults`: a campaign of faults against one real run with a trainer at TP2,
+two SGLang engines and a tiny Llama.
 
 Faults come at random times, each after the previous one is over. The outcomes are:
 
-- *survived*: the run names the cause (if a message is expected), recovers (a lost engine serves again), and makes steps;
-- *ended cleanly*: the run ends with the expected exit status and message, leaves no process behind, and continues when it is started again;
+- *survived*: the run names the cause (if a message is expected), recovers (a lost engine serves
+  again), and makes steps;
+- *ended cleanly*: the run ends with the expected exit status and message, leaves no process behind,
+  and continues when it is started again;
 - otherwise a hang, or failed.
 
-Each time the run ends, the prompts that it trained on are compared with the checkpoints' ledger. At the end of the campaign every prompt
-must have been trained on exactly once.
+Each time the run ends, the prompts that it trained on are compared with the checkpoints' ledger. At
+the end of the campaign every prompt must have been trained on exactly once.
 """
 
 from __future__ import annotations
@@ -23,13 +26,27 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
-from fault_kinds import CONFIG, KINDS, PROMPTS, RUN_DIR, STARTED_S, Ended, FaultRun, Hang, Kind, small_file_systems
+from fault_kinds import (
+    CONFIG,
+    KINDS,
+    PROMPTS,
+    RUN_DIR,
+    STARTED_S,
+    Ended,
+    FaultRun,
+    Hang,
+    Kind,
+    small_file_systems,
+)
 
 from megarl.base.cores import usable_cores
 from megarl.config.errors import ConfigError
 
 LONGEST_WAIT_S = 2.0  # between recovery and the next fault
-SURVIVED, ENDED, HANG, FAILED = "survived", "ended cleanly", "hang", "failed"
+SURVIVED = "survived"
+ENDED = "ended cleanly"
+HANG = "hang"
+FAILED = "failed"
 COLUMNS = ("injected", SURVIVED, ENDED, HANG, FAILED, "orphans", "lost", "repeated")
 
 
@@ -41,11 +58,14 @@ class Fault:
     problem: str = ""  # why it counts as a hang or as failed
     orphans: int = 0  # processes left behind
     lost: int = 0  # prompts that were never trained on
-    repeated: int = 0  # prompts that were trained on more than once, or on which ledger and record differ
+    # prompts that were trained on more than once, or on which ledger and record differ
+    repeated: int = 0
     seconds: float = 0.0
 
 
-def run(faults: int, seed: int, kinds: Sequence[str], minutes: float, as_json: bool, keep: str | None) -> None:
+def run(
+    faults: int, seed: int, kinds: Sequence[str], minutes: float, as_json: bool, keep: str | None
+) -> None:
     """Prints a table, or one JSON object. No fault begins after `minutes`.
 
     Raises ConfigError; SystemExit(1) when a fault was neither survived nor ended cleanly.
@@ -56,7 +76,8 @@ def run(faults: int, seed: int, kinds: Sequence[str], minutes: float, as_json: b
         raise ConfigError(f"--minutes {minutes:g}: must be above 0")
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise ConfigError(f"--kinds {unknown[0]}: there is {', '.join(KINDS)}")
-    folder, started = Path(keep or tempfile.mkdtemp(prefix="megarl-faults-")), time.monotonic()
+    folder = Path(keep or tempfile.mkdtemp(prefix="megarl-faults-"))
+    started = time.monotonic()
     possible = here(list(kinds) or list(KINDS), small_file_systems(folder / RUN_DIR))
     done = list(campaign(folder, plan(faults, seed, possible), seed, started + 60 * minutes))
     facts = {
@@ -70,7 +91,11 @@ def run(faults: int, seed: int, kinds: Sequence[str], minutes: float, as_json: b
     if any(fault.problem or fault.orphans or fault.lost or fault.repeated for fault in done):
         if os.path.ismount(folder / RUN_DIR):  # only this process's mount namespace has the folder
             shutil.copytree(folder / RUN_DIR, folder / "left", ignore_dangling_symlinks=True)
-        print(f"megarl: not every fault was survived or ended cleanly; the run and its logs are in {folder}", file=sys.stderr)
+        print(
+            "megarl: not every fault was survived or ended cleanly; the run and its logs are in "
+            f"{folder}",
+            file=sys.stderr,
+        )
         raise SystemExit(1)
     if keep is None:
         shutil.rmtree(folder, ignore_errors=os.path.ismount(folder / RUN_DIR))
@@ -87,7 +112,10 @@ def here(kinds: list[str], mounted: bool) -> list[str]:
 
 
 def plan(faults: int, seed: int, kinds: list[str]) -> list[str]:
-    """Draws `faults` kinds: each kind once, as far as they suffice, then by weight. The result is shuffled."""
+    """Draws `faults` kinds: each kind once, as far as they suffice, then by weight.
+
+    The result is shuffled.
+    """
     random = Random(seed)
     chosen = random.sample(kinds, min(faults, len(kinds)))
     weights = [max(KINDS[kind].weight, len(kinds) == 1) for kind in kinds]
@@ -97,8 +125,11 @@ def plan(faults: int, seed: int, kinds: list[str]) -> list[str]:
 
 
 def campaign(folder: Path, kinds: Sequence[str], seed: int, until: float) -> Iterator[Fault]:
-    """Carries out the faults that can begin before `until` on the monotonic clock, and reports each on stderr."""
-    random, faults = Random(seed), []
+    """Carries out the faults that can begin before `until` on the monotonic clock, and reports each
+    on stderr.
+    """
+    random = Random(seed)
+    faults = []
     run = FaultRun(folder, make_model(folder / "model", seed))
     try:
         run.start()
@@ -108,7 +139,10 @@ def campaign(folder: Path, kinds: Sequence[str], seed: int, until: float) -> Ite
                 break
             time.sleep(random.uniform(0, LONGEST_WAIT_S))
             faults.append(fault := carry_out(run, kind, random))
-            told = f"{number + 1}/{len(kinds)} {kind}, step {fault.step}: {fault.outcome}, {fault.seconds:.0f} s"
+            told = (
+                f"{number + 1}/{len(kinds)} {kind}, step {fault.step}: {fault.outcome}, "
+                f"{fault.seconds:.0f} s"
+            )
             print(f"{told}\n{fault.problem}".rstrip(), file=sys.stderr, flush=True)
         finish(run, faults)
     finally:
@@ -117,8 +151,13 @@ def campaign(folder: Path, kinds: Sequence[str], seed: int, until: float) -> Ite
 
 
 def carry_out(run: FaultRun, name: str, random: Random) -> Fault:
-    """Carries out one fault and waits until the run has recovered. A run that hangs or fails is started again."""
-    kind, fault, started = KINDS[name], Fault(name, run.steps), time.monotonic()
+    """Carries out one fault and waits until the run has recovered.
+
+    A run that hangs or fails is started again.
+    """
+    kind = KINDS[name]
+    fault = Fault(name, run.steps)
+    started = time.monotonic()
     repeated = len(run.repeated())
     run.mark()
     try:
@@ -131,7 +170,8 @@ def carry_out(run: FaultRun, name: str, random: Random) -> Fault:
             go_on(run, fault, kind)
             fault.outcome = ENDED
     except (Hang, Ended) as error:
-        fault.outcome, fault.problem = HANG if isinstance(error, Hang) else FAILED, str(error)
+        fault.outcome = HANG if isinstance(error, Hang) else FAILED
+        fault.problem = str(error)
         run.kill()
         fault.orphans += run.orphans()
         go_on(run, fault, kind)
@@ -150,11 +190,17 @@ def survive(run: FaultRun, notice: str, recovered: str) -> None:
 
 
 def end(run: FaultRun, fault: Fault, notice: str, status: int) -> None:
-    """Waits for the run's end. Raises Hang; Ended if exit status or message are not the expected ones."""
+    """Waits for the run's end.
+
+    Raises Hang; Ended if exit status or message are not the expected ones.
+    """
     found = run.exit_status(STARTED_S)
     fault.orphans += run.orphans()
     if found != status or not run.said(notice):
-        raise Ended(f"it ended with {found}, not {status}, or did not say {notice!r}:\n{run.output.read_text(errors='replace')[-3000:]}")
+        raise Ended(
+            f"it ended with {found}, not {status}, or did not say "
+            f"{notice!r}:\n{run.output.read_text(errors='replace')[-3000:]}"
+        )
 
 
 def go_on(run: FaultRun, fault: Fault, kind: Kind) -> None:
@@ -166,12 +212,18 @@ def go_on(run: FaultRun, fault: Fault, kind: Kind) -> None:
 
 
 def finish(run: FaultRun, faults: list[Fault]) -> None:
-    """Lets the run finish. A prompt that was never trained on counts as lost by the fault during which it was due."""
+    """Lets the run finish.
+
+    A prompt that was never trained on counts as lost by the fault during which it was due.
+    """
     run.launcher.terminate()
     run.exit_status(STARTED_S)
     run.start(max_steps=run.steps + 2)
     if (status := run.exit_status(STARTED_S)) != 0:
-        raise RuntimeError(f"the last part of the run ended with {status}:\n{run.output.read_text(errors='replace')[-3000:]}")
+        raise RuntimeError(
+            "the last part of the run ended with "
+            f"{status}:\n{run.output.read_text(errors='replace')[-3000:]}"
+        )
     faults[-1].orphans += run.orphans()
     for ordinal in run.missing():
         before = [fault for fault in faults if fault.step <= ordinal // PROMPTS]
@@ -198,8 +250,14 @@ def table(faults: Sequence[Fault]) -> dict[str, dict[str, int]]:
     for kind in KINDS:
         of_kind = [fault for fault in faults if fault.kind == kind]
         if of_kind:
-            outcomes = {outcome: sum(fault.outcome == outcome for fault in of_kind) for outcome in (SURVIVED, ENDED, HANG, FAILED)}
-            sums = {column: sum(getattr(fault, column) for fault in of_kind) for column in ("orphans", "lost", "repeated")}
+            outcomes = {
+                outcome: sum(fault.outcome == outcome for fault in of_kind)
+                for outcome in (SURVIVED, ENDED, HANG, FAILED)
+            }
+            sums = {
+                column: sum(getattr(fault, column) for fault in of_kind)
+                for column in ("orphans", "lost", "repeated")
+            }
             rows[kind] = {"injected": len(of_kind), **outcomes, **sums}
     return rows
 
@@ -210,5 +268,11 @@ def render(facts: dict) -> str:
     width = max(map(len, [*rows, "all"]))
     lines = ["  ".join(["fault".ljust(width), *COLUMNS])]
     for kind, row in [*rows.items(), ("all", total)]:
-        lines.append("  ".join([kind.ljust(width), *(str(row[column]).rjust(len(column)) for column in COLUMNS)]))
-    return "\n".join([*lines, f"seed {facts['seed']}, {facts['seconds'] / 60:.0f} minutes, {facts['hardware']}"])
+        lines.append(
+            "  ".join(
+                [kind.ljust(width), *(str(row[column]).rjust(len(column)) for column in COLUMNS)]
+            )
+        )
+    return "\n".join(
+        [*lines, f"seed {facts['seed']}, {facts['seconds'] / 60:.0f} minutes, {facts['hardware']}"]
+    )

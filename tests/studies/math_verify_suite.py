@@ -1,7 +1,9 @@
-"""`python tests/studies/math_verify_suite.py FOLDER`: the verifier on the pairs of Math-Verify's own tests.
+"""`python tests/studies/math_verify_suite.py FOLDER`: the verifier on the pairs of Math-Verify's
+own tests.
 
-FOLDER is `tests` of its sources, as `pip download --no-deps --no-binary :all: math-verify==0.9.0` gets them. Nothing of it is run, except
-the literals of its parameters. A pair is (reference, response, whether it is right); references are read as those of a data set.
+FOLDER is `tests` of its sources, as `pip download --no-deps --no-binary :all: math-verify==0.9.0`
+gets them. Nothing of it is run, except the literals of its parameters. A pair is (reference,
+response, whether it is right); references are read as those of a data set.
 """
 
 from __future__ import annotations
@@ -47,7 +49,11 @@ def _of_parameters(name: str, parametrize: ast.Call) -> Iterator[Pair]:
 def _literal(node: ast.expr) -> str | int:
     """A literal. The one f-string formats the root of 17 or braces."""
     if isinstance(node, ast.JoinedStr):
-        return f"{math.sqrt(17):.15f}" if "math" in ast.unparse(node) else "".join(ast.literal_eval(part) for part in node.values)
+        return (
+            f"{math.sqrt(17):.15f}"
+            if "math" in ast.unparse(node)
+            else "".join(ast.literal_eval(part) for part in node.values)
+        )
     return ast.literal_eval(node)
 
 
@@ -60,7 +66,10 @@ def main(folder: Path) -> None:
         good = count - sum(pair.right == right for pair in mistaken)
         print(f"{what}: {good} of {count}, {100 * good / count:.1f} %")
     for pair in mistaken:
-        print(f"{pair.where} ({'right' if pair.right else 'wrong'}): {pair.reference[-80:]!r} | {pair.response[-80:]!r}")
+        print(
+            f"{pair.where} ({'right' if pair.right else 'wrong'}): {pair.reference[-80:]!r} | "
+            f"{pair.response[-80:]!r}"
+        )
 
 
 def _score(pair: Pair) -> bool:

@@ -1,6 +1,8 @@
-"""`python tests/studies mutations`: breaks the code in one place at a time, and shows which tests fail.
+"""`python tests/studies mutations`: breaks the code in one place at a time, and shows which tests
+fail.
 
-Each mutation is made in a copy of this checkout, where its tests passed before. A mutation that no test notices shows a gap.
+Each mutation is made in a copy of this checkout, where its tests passed before. A mutation that no
+test notices shows a gap.
 """
 
 from __future__ import annotations
@@ -36,32 +38,39 @@ class Mutation:
 MUTATIONS = [
     Mutation(
         "common elements of two boxes are one too few",
-        "megarl/base/geometry.py", "            shape.append(extent)\n", "            shape.append(max(extent - 1, 1))\n",
+        "megarl/base/geometry.py", "            shape.append(extent)\n", "            "
+                                                                         "shape.append(max(extent "
+                                                                         "- 1, 1))\n",
         ("unit/test_reshard_map.py", "unit/test_reshard_proof.py"),
     ),
     Mutation(
         "AIPO's weight has no upper bound",
-        "megarl/algorithms/losses.py", "Weights(log_ratio.clamp(low, high).exp(),", "Weights(log_ratio.clamp(low).exp(),",
+        "megarl/algorithms/losses.py", "Weights(log_ratio.clamp(low, high).exp(),",
+        "Weights(log_ratio.clamp(low).exp(),",
         ("unit/test_algorithms.py",),
     ),
     Mutation(
         "the ledger forgets what was trained on",
-        "megarl/rollouts/buffer.py", "        self._consumed.add(ordinal)\n        self._ever_rejected", "        self._ever_rejected",
+        "megarl/rollouts/buffer.py", "        self._consumed.add(ordinal)\n        "
+                                     "self._ever_rejected", "        self._ever_rejected",
         ("unit/test_buffer.py", "unit/test_buffer_schedules.py"),
     ),
     Mutation(
         "groups one version too old are trained on",
-        "megarl/rollouts/buffer.py", "if version < step - self._max_staleness]", "if version < step - self._max_staleness - 1]",
+        "megarl/rollouts/buffer.py", "if version < step - self._max_staleness]", "if version < "
+                                                                                 "step - self._max_staleness - 1]",
         ("unit/test_buffer.py", "unit/test_buffer_schedules.py"),
     ),
     Mutation(
         "the audit leaves out the last rank",
-        "megarl/weight_sync/audit.py", "enumerate(of_ranks) if digest", "enumerate(list(of_ranks)[:-1]) if digest",
+        "megarl/weight_sync/audit.py", "enumerate(of_ranks) if digest",
+        "enumerate(list(of_ranks)[:-1]) if digest",
         ("unit/test_generator_protocol.py",),
     ),
     Mutation(
         "a changed element of a delta is lost where its bits differ by one",
-        "megarl/kernels/changes.py", "torch.nonzero(new != old)", "torch.nonzero((new - old).abs() > 1)",
+        "megarl/kernels/changes.py", "torch.nonzero(new != old)", "torch.nonzero((new - "
+                                                                  "old).abs() > 1)",
         ("unit/test_deltas.py",),
     ),
     Mutation(
@@ -71,18 +80,22 @@ MUTATIONS = [
     ),
     Mutation(
         "anybody may connect to a run",
-        "megarl/messaging/link.py", "        return key == self._accepted  #", "        return True  #",
+        "megarl/messaging/link.py", "        return key == self._accepted  #", "        return "
+                                                                               "True  #",
         ("unit/test_link.py",),
     ),
     Mutation(
         "targets are the inputs, not the tokens after them",
         "megarl/trainer/microbatch.py",
-        "targets=laid(lambda i: held[i].token_ids, np.int64),", "targets=laid(lambda i: held[i].token_ids, np.int64, slice(-1)),",
+        "targets=laid(lambda i: held[i].token_ids, np.int64),", "targets=laid(lambda i: "
+                                                                "held[i].token_ids, np.int64, "
+                                                                "slice(-1)),",
         ("unit/test_microbatch.py", "unit/test_packing.py"),
     ),
     Mutation(
         "a message of an update that was not asked for is taken",
-        "megarl/weight_sync/updates.py", "not in self._unfinished or message.version != self._version:", "not in self._unfinished:",
+        "megarl/weight_sync/updates.py", "not in self._unfinished or message.version != "
+                                         "self._version:", "not in self._unfinished:",
         ("unit/test_writes.py",),
     ),
     Mutation(
@@ -106,14 +119,23 @@ class Seen:
 
 
 def run(names: Sequence[str], as_json: bool) -> None:
-    """Prints a table, or one JSON object. Raises ConfigError; RuntimeError if no test noticed a mutation."""
+    """Prints a table, or one JSON object.
+
+    Raises ConfigError; RuntimeError if no test noticed a mutation.
+    """
     if unknown := [name for name in names if not any(name in each.name for each in MUTATIONS)]:
-        raise ConfigError(f"--only {unknown[0]}: is part of none of: {'; '.join(each.name for each in MUTATIONS)}")
+        raise ConfigError(
+            f"--only {unknown[0]}: is part of none of: {'; '.join(each.name for each in MUTATIONS)}"
+        )
     chosen = [each for each in MUTATIONS if not names or any(name in each.name for name in names)]
     found = []
     for seen in study(chosen):
         found.append(seen)
-        print(f"{len(found)}/{len(chosen)} {seen.mutation}: {', '.join(seen.by) or 'NOT SEEN'}", file=sys.stderr, flush=True)
+        print(
+            f"{len(found)}/{len(chosen)} {seen.mutation}: {', '.join(seen.by) or 'NOT SEEN'}",
+            file=sys.stderr,
+            flush=True,
+        )
     print(json.dumps([asdict(each) for each in found]) if as_json else render(found))
     if missed := [each.mutation for each in found if not each.by]:
         raise RuntimeError(f"no test saw: {'; '.join(missed)}")
@@ -124,14 +146,20 @@ def study(mutations: Sequence[Mutation]) -> Iterator[Seen]:
         copy = Path(folder)
         for name in COPIED:
             if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(
+                    ROOT / name,
+                    copy / name,
+                    symlinks=True,
+                    ignore=shutil.ignore_patterns("__pycache__"),
+                )
             else:
                 shutil.copy2(ROOT / name, copy / name)
         every = sorted({name for mutation in mutations for name in mutation.tests})
         if wrong := failures(every, copy):
             raise RuntimeError(f"tests fail though nothing is broken: {', '.join(wrong)}")
         for mutation in mutations:
-            file, began = copy / mutation.file, time.monotonic()
+            file = copy / mutation.file
+            began = time.monotonic()
             text = file.read_text()
             file.write_text(broken(mutation, text))
             yield Seen(mutation.name, failures(mutation.tests, copy), time.monotonic() - began)
@@ -141,20 +169,42 @@ def study(mutations: Sequence[Mutation]) -> Iterator[Seen]:
 def broken(mutation: Mutation, text: str) -> str:
     """`text` with the mutation. Raises RuntimeError unless the text to replace occurs once."""
     if (count := text.count(mutation.now)) != 1:
-        raise RuntimeError(f"{mutation.file} has {mutation.now.strip()!r} {count} times, must have it once")
+        raise RuntimeError(
+            f"{mutation.file} has {mutation.now.strip()!r} {count} times, must have it once"
+        )
     return text.replace(mutation.now, mutation.broken)
 
 
 def failures(tests: Sequence[str], copy: Path) -> list[str]:
-    """The tests of these files that fail, at most three. Raises RuntimeError if pytest cannot run them."""
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "--maxfail=3", "-p", "no:cacheprovider", *(f"tests/{name}" for name in tests)]
+    """The tests of these files that fail, at most three.
+
+    Raises RuntimeError if pytest cannot run them.
+    """
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest",
+        "-q",
+        "--maxfail=3",
+        "-p",
+        "no:cacheprovider",
+        *(f"tests/{name}" for name in tests),
+    ]
     environment = os.environ | {"PYTHONPATH": str(copy)}
-    ended = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TESTS_S)
+    ended = subprocess.run(
+        command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TESTS_S
+    )
     if ended.returncode not in (0, 1):
-        raise RuntimeError(f"pytest ended with {ended.returncode}:\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}")
+        raise RuntimeError(
+            f"pytest ended with {ended.returncode}:\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}"
+        )
     return re.findall(r"^FAILED tests/\S+::(\w+)", ended.stdout, re.MULTILINE)
 
 
 def render(found: Sequence[Seen]) -> str:
-    rows = [f"| {each.mutation} | {', '.join(dict.fromkeys(each.by)) or '**no test**'} |" for each in found]
+    rows = [
+        f"| {each.mutation} | {', '.join(dict.fromkeys(each.by)) or '**no test**'} |"
+        for each in found
+    ]
     return "\n".join(["| broken | seen by |", "|---|---|", *rows])

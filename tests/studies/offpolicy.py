@@ -1,8 +1,11 @@
-"""`python tests/studies offpolicy CONFIG`: how well losses cope with data from older weights. It makes real runs of many kinds.
+"""`python tests/studies offpolicy CONFIG`: how well losses cope with data from older weights.
 
-Every run is a `megarl train` with the shipped program. Runs with the same seed and size begin from the same warm start. Each run's result
-is kept in result.json in its folder, and its weights are removed. The same command continues an interrupted study: it keeps complete runs,
-continues interrupted ones, and repeats failed ones.
+It makes real runs of many kinds.
+
+Every run is a `megarl train` with the shipped program. Runs with the same seed and size begin from
+the same warm start. Each run's result is kept in result.json in its folder, and its weights are
+removed. The same command continues an interrupted study: it keeps complete runs, continues
+interrupted ones, and repeats failed ones.
 """
 
 from __future__ import annotations
@@ -32,25 +35,44 @@ from megarl.config.load import load_config
 from megarl.config.schema import RunConfig
 from megarl.data.tokenizer import Tokenizer
 from megarl.observe.metrics import METRICS_FILE, read_metrics
-from megarl.rewards.score import ScoreRequest, arguments_of, parameters_of, parts_in_evaluation, score_of
+from megarl.rewards.score import (
+    ScoreRequest,
+    arguments_of,
+    parameters_of,
+    parts_in_evaluation,
+    score_of,
+)
 from megarl.rewards.verify import VERIFIERS
 from megarl.roles.plan import roles_of
 from megarl.roles.settings import REWARD_MODEL, role_of
 
-# The runs of `python tests/studies offpolicy`. Their settings vary what Noukhovitch et al. (arXiv:2410.18252) and LlamaRL vary.
+# The runs of `python tests/studies offpolicy`. Their settings vary what Noukhovitch et al.
+# (arXiv:2410.18252) and LlamaRL vary.
 #
-# All runs of a part have the same number of samples and of optimizer steps. A run with N mini-batches samples N of them at once from one
-# version of the weights. Then it makes N optimizer steps, so the weights of its last step are N - 1 updates newer than its data (section
-# 3.1 there).
+# All runs of a part have the same number of samples and of optimizer steps. A run with N
+# mini-batches samples N of them at once from one version of the weights. Then it makes N optimizer
+# steps, so the weights of its last step are N - 1 updates newer than its data (section 3.1 there).
 
 
 UPDATES = 96  # optimizer steps on new samples; a multiple of every number of mini-batches
 SAMPLES_PER_UPDATE = 128
 MINIBATCHES = (1, 2, 4, 8, 16)
 SIZES = {  # of policies, as keys of a Llama's config.json; None: the shipped model's
-    "small": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "small": {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
     "medium": None,
-    "large": {"hidden_size": 192, "intermediate_size": 576, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2},
+    "large": {
+        "hidden_size": 192,
+        "intermediate_size": 576,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+    },
 }
 LOSSES: Mapping[str, Sequence[str]] = {  # settings of each besides its name
     "ppo": ("algorithm.ratio=proximal", "critic.warmup_steps=0", "critic.optimizer.lr=1e-3"),
@@ -61,7 +83,8 @@ LOSSES: Mapping[str, Sequence[str]] = {  # settings of each besides its name
     "best_of_n": (),
     "aipo": (),
 }
-# With a reward model the KL divergence is penalised, with the weights of appendix A there (online_dpo has its own, best_of_n none).
+# With a reward model the KL divergence is penalised, with the weights of appendix A there
+# (online_dpo has its own, best_of_n none).
 _PENALTY = ("algorithm.kl_coef=0.05", "algorithm.kl=reward")
 PENALTIES: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("ppo", "rloo", "proximal_rloo", "aipo", "reinforce"), _PENALTY),
@@ -73,7 +96,10 @@ OF_REWARD_MODELS = "reward_models"  # the part that needs reward models
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. The same run may be part of several comparisons: its folder depends only on its settings."""
+    """One run.
+
+    The same run may be part of several comparisons: its folder depends only on its settings.
+    """
 
     algorithm: str
     minibatches: int = 1
@@ -87,7 +113,14 @@ class Cell:
 
     @property
     def name(self) -> str:
-        parts = [self.algorithm, self.policy, f"n{self.minibatches}", f"t{self.epochs}", f"k{self.samples}", f"lag{self.capacity}"]
+        parts = [
+            self.algorithm,
+            self.policy,
+            f"n{self.minibatches}",
+            f"t{self.epochs}",
+            f"k{self.samples}",
+            f"lag{self.capacity}",
+        ]
         parts += [f"rm_{self.reward_model}"] * (self.reward_model != USUAL) + ["half"] * self.halved
         return "-".join([*parts, f"seed{self.seed}"])
 
@@ -101,8 +134,12 @@ class Cell:
         return self.updates // self.minibatches
 
     def overrides(self, learning_rate: float, penalised: bool = False) -> list[str]:
-        """The run's settings without folders and seed. PPO has a critic as baseline, so it takes one sample of each of more prompts. With K
-        samples a prompt the number of prompts stays the same (section 4.2). Args: penalised: whether the reward is a model's."""
+        """The run's settings without folders and seed.
+
+        PPO has a critic as baseline, so it takes one sample of each of more prompts. With K samples
+        a prompt the number of prompts stays the same (section 4.2). Args: penalised: whether the
+        reward is a model's.
+        """
         samples = 1 if self.algorithm == "ppo" else self.samples
         prompts = SAMPLES_PER_UPDATE if self.algorithm == "ppo" else SAMPLES_PER_UPDATE // 4
         return [
@@ -124,11 +161,19 @@ def _losses(seed: int) -> list[Cell]:
 
 
 def _policies(seed: int) -> list[Cell]:
-    return [Cell("online_dpo", minibatches, policy=size, seed=seed) for size in SIZES for minibatches in MINIBATCHES]
+    return [
+        Cell("online_dpo", minibatches, policy=size, seed=seed)
+        for size in SIZES
+        for minibatches in MINIBATCHES
+    ]
 
 
 def _reward_models(seed: int) -> list[Cell]:
-    return [Cell("online_dpo", minibatches, reward_model=size, seed=seed) for size in SIZES for minibatches in MINIBATCHES]
+    return [
+        Cell("online_dpo", minibatches, reward_model=size, seed=seed)
+        for size in SIZES
+        for minibatches in MINIBATCHES
+    ]
 
 
 def _epochs(seed: int) -> list[Cell]:
@@ -136,15 +181,26 @@ def _epochs(seed: int) -> list[Cell]:
 
 
 def _samples(seed: int) -> list[Cell]:
-    return [Cell("online_dpo", samples=2, capacity=1, seed=seed), Cell("online_dpo", samples=4, capacity=1, halved=True, seed=seed)]
+    return [
+        Cell("online_dpo", samples=2, capacity=1, seed=seed),
+        Cell("online_dpo", samples=4, capacity=1, halved=True, seed=seed),
+    ]
 
 
 def _lags(seed: int) -> list[Cell]:
-    return [Cell(name, capacity=lag, seed=seed) for name in ("aipo", "reinforce") for lag in (1, 2, 4, 8, 16)]
+    return [
+        Cell(name, capacity=lag, seed=seed)
+        for name in ("aipo", "reinforce")
+        for lag in (1, 2, 4, 8, 16)
+    ]
 
 
 def _asynchrony(seed: int) -> list[Cell]:
-    return [Cell("online_dpo", capacity=capacity, policy=size, seed=seed) for size in SIZES for capacity in (0, 1)]
+    return [
+        Cell("online_dpo", capacity=capacity, policy=size, seed=seed)
+        for size in SIZES
+        for capacity in (0, 1)
+    ]
 
 
 PARTS = {
@@ -160,8 +216,9 @@ PARTS = {
 
 # The outcome of a run: how good the policy is, and how far it has moved from its initial weights.
 #
-# Transformers measures it on a Hugging Face checkpoint, independently of the code that trained it. Responses are sampled at temperature 1.
-# The KL divergence at each position is over the whole vocabulary, so it is exact given the response.
+# Transformers measures it on a Hugging Face checkpoint, independently of the code that trained it.
+# Responses are sampled at temperature 1. The KL divergence at each position is over the whole
+# vocabulary, so it is exact given the response.
 
 
 AT_ONCE = 256
@@ -170,9 +227,13 @@ AT_ONCE = 256
 @dataclass(frozen=True)
 class Quality:
     score: float  # by the judging rule, mean over prompts
-    win_rate: float  # share of prompts whose response scores higher than the demonstration; a tie counts as half a win
-    kl: float  # KL(policy || initial) of a response in nats, the sum over its tokens; mean over prompts
-    perplexity: float  # of the initial policy on the responses' tokens: the paper's measure of divergence
+    # share of prompts whose response scores higher than the demonstration; a tie counts as half a
+    # win
+    win_rate: float
+    # KL(policy || initial) of a response in nats, the sum over its tokens; mean over prompts
+    kl: float
+    # of the initial policy on the responses' tokens: the paper's measure of divergence
+    perplexity: float
     tokens: float  # mean length of a response
     proxy: float | None  # the reward model's score, mean over prompts
 
@@ -188,7 +249,9 @@ class HeldOut:
 def judge_of(config: RunConfig) -> Callable[[str, Prompt], float]:
     """The rule that scores held-out responses. Raises ConfigError if there is none."""
     if config.data.eval is None:
-        raise ConfigError("data.eval=null: policies are judged on held-out prompts: set data.eval.source")
+        raise ConfigError(
+            "data.eval=null: policies are judged on held-out prompts: set data.eval.source"
+        )
     [part, *more] = parts_in_evaluation(config)
     if part.role is not None or more:
         raise ConfigError(f"{part.setting}: policies are judged by one rule: set eval.reward")
@@ -205,37 +268,79 @@ def judge_of(config: RunConfig) -> Callable[[str, Prompt], float]:
 
 
 @torch.no_grad()
-def measure(policy: Path, initial: Path, reward_model: Path | None, held_out: HeldOut, max_tokens: int, seed: int) -> Quality:
+def measure(
+    policy: Path,
+    initial: Path,
+    reward_model: Path | None,
+    held_out: HeldOut,
+    max_tokens: int,
+    seed: int,
+) -> Quality:
     """Samples one response to each prompt from the checkpoint in `policy`."""
     torch.manual_seed(seed)
-    own, first, proxy = _load(policy), _load(initial), reward_model and plain.load(reward_model)
-    tokenizer, texts, proxy_scores = held_out.tokenizer, list[str](), list[float]()
-    divergence, surprise, lengths = [], [], []
+    own = _load(policy)
+    first = _load(initial)
+    proxy = reward_model and plain.load(reward_model)
+    tokenizer = held_out.tokenizer
+    texts = list[str]()
+    proxy_scores = list[float]()
+    divergence = []
+    surprise = []
+    lengths = []
     for start in range(0, len(held_out.prompts), AT_ONCE):
         some = held_out.prompts[start : start + AT_ONCE]
         ids, mask = _padded([prompt.token_ids for prompt in some])
         full, counted = _sample(own, ids, mask, tokenizer.eos_ids, max_tokens)
         here = slice(ids.shape[1] - 1, -1)
         log_pi, log_first = (
-            _logits(model, full, torch.cat([mask, counted], 1))[:, here].double().log_softmax(-1) for model in (own, first)
+            _logits(model, full, torch.cat([mask, counted], 1))[:, here].double().log_softmax(-1)
+            for model in (own, first)
         )
         responses = full[:, ids.shape[1] :]
         divergence += ((log_pi.exp() * (log_pi - log_first)).sum(-1) * counted).sum(1).tolist()
         surprise += (-log_first.gather(2, responses[:, :, None])[:, :, 0] * counted).sum(1).tolist()
         lengths += counted.sum(1).tolist()
-        each = [row[:length] for row, length in zip(responses.tolist(), lengths[start:], strict=True)]
-        texts += [tokenizer.decode([token for token in row if token not in tokenizer.eos_ids]) for row in each]
+        each = [
+            row[:length] for row, length in zip(responses.tolist(), lengths[start:], strict=True)
+        ]
+        texts += [
+            tokenizer.decode([token for token in row if token not in tokenizer.eos_ids])
+            for row in each
+        ]
         if proxy:
-            proxy_scores += plain.scores(proxy, [[*prompt.token_ids, *row] for prompt, row in zip(some, each)]).tolist()
-    scores, others = ([*map(held_out.judge, each, held_out.prompts)] for each in (texts, held_out.demonstrations))
-    wins = [(score > other) + (score == other) / 2 for score, other in zip(scores, others, strict=True)]
+            proxy_scores += plain.scores(
+                proxy, [[*prompt.token_ids, *row] for prompt, row in zip(some, each)]
+            ).tolist()
+    scores, others = (
+        [*map(held_out.judge, each, held_out.prompts)] for each in (texts, held_out.demonstrations)
+    )
+    wins = [
+        (score > other) + (score == other) / 2 for score, other in zip(scores, others, strict=True)
+    ]
     perplexity = math.exp(sum(surprise) / sum(lengths))
-    return Quality(fmean(scores), fmean(wins), fmean(divergence), perplexity, fmean(lengths), fmean(proxy_scores) if proxy else None)
+    return Quality(
+        fmean(scores),
+        fmean(wins),
+        fmean(divergence),
+        perplexity,
+        fmean(lengths),
+        fmean(proxy_scores) if proxy else None,
+    )
 
 
-def _sample(model: Any, ids: torch.Tensor, mask: torch.Tensor, stop: Sequence[int], max_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[b, t] prompts and responses; [b, r] a mask of the responses' tokens up to end-of-text, which is included."""
-    sampled = dict(do_sample=True, top_k=0, max_new_tokens=max_tokens, eos_token_id=list(stop), pad_token_id=stop[0])
+def _sample(
+    model: Any, ids: torch.Tensor, mask: torch.Tensor, stop: Sequence[int], max_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[b, t] prompts and responses; [b, r] a mask of the responses' tokens up to end-of-text, which
+    is included.
+    """
+    sampled = dict(
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=max_tokens,
+        eos_token_id=list(stop),
+        pad_token_id=stop[0],
+    )
     full = model.generate(input_ids=ids, attention_mask=mask, **sampled)
     ends = torch.isin(full[:, ids.shape[1] :], torch.tensor(stop))
     return full, (ends.cumsum(1) - ends.long() == 0).long()
@@ -261,15 +366,18 @@ def _padded(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
 
 
-# Pictures of `python tests/studies offpolicy`: score against divergence, as in figures 3 to 5 of arXiv:2410.18252.
+# Pictures of `python tests/studies offpolicy`: score against divergence, as in figures 3 to 5 of
+# arXiv:2410.18252.
 
 
 COLOURS = ("#2f6fab", "#c26a2d", "#3b8f6b", "#8c5a8c", "#d9a441", "#9a9a9a", "#b03a48")
 
 
 def draw(facts: Mapping[str, Any], path: str) -> None:
-    """Writes `path`: a panel for each part. Lines are runs, and points their last weights, larger with more mini-batches or a longer
-    lag."""
+    """Writes `path`: a panel for each part.
+
+    Lines are runs, and points their last weights, larger with more mini-batches or a longer lag.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -284,16 +392,32 @@ def draw(facts: Mapping[str, Any], path: str) -> None:
 
 
 def _draw_part(panel: Any, part: str, results: Sequence[Mapping[str, Any]]) -> None:
-    by = {"policies": "policy", "asynchrony": "policy", "reward_models": "reward_model"}.get(part, "algorithm")
+    by = {"policies": "policy", "asynchrony": "policy", "reward_models": "reward_model"}.get(
+        part, "algorithm"
+    )
     for name, colour in zip(dict.fromkeys(each[by] for each in results), COLOURS):
         own = [each for each in results if each[by] == name]
         for each in own:
             panel.plot(
-                [point["kl"] for point in each["curve"]], [point["score"] for point in each["curve"]], color=colour, alpha=0.3, lw=0.8
+                [point["kl"] for point in each["curve"]],
+                [point["score"] for point in each["curve"]],
+                color=colour,
+                alpha=0.3,
+                lw=0.8,
             )
         last = [each["curve"][-1] for each in own]
-        sizes = [18 * (1 + each["minibatches"] * each["epochs"] + each["capacity"]) ** 0.7 for each in own]
-        panel.scatter([point["kl"] for point in last], [point["score"] for point in last], s=sizes, color=colour, alpha=0.6, label=name)
+        sizes = [
+            18 * (1 + each["minibatches"] * each["epochs"] + each["capacity"]) ** 0.7
+            for each in own
+        ]
+        panel.scatter(
+            [point["kl"] for point in last],
+            [point["score"] for point in last],
+            s=sizes,
+            color=colour,
+            alpha=0.6,
+            label=name,
+        )
     panel.set_xlabel("KL from the first weights, nats a response")
     panel.set_title(part, fontsize=9)
     panel.spines[["top", "right"]].set_visible(False)
@@ -304,8 +428,14 @@ def _draw_part(panel: Any, part: str, results: Sequence[Mapping[str, Any]]) -> N
 
 
 Result = Mapping[str, Any]
-NEEDED = "score of the last weights (range over seeds) at their divergence from the first in nats a response"
-LEARNED = "; in brackets the share of responses that score more than their demonstration, and the reward model's score"
+NEEDED = (
+    "score of the last weights (range over seeds) at their divergence from the first in nats "
+    "a response"
+)
+LEARNED = (
+    "; in brackets the share of responses that score more than their demonstration, and the "
+    "reward model's score"
+)
 
 
 def render(facts: Mapping[str, Any]) -> str:
@@ -316,18 +446,39 @@ def render(facts: Mapping[str, Any]) -> str:
 
 
 def _reward_model_table(models: Sequence[Result]) -> str:
-    lines = ["**Reward models:** share of held-out pairs in the right order", "", "| | seed | `megarl reward-model` | plain PyTorch |"]
-    rows = (f"| {each['size']} | {each['seed']} | {each['accuracy']:.3f} | {each['accuracy_plain']:.3f} |" for each in models)
+    lines = [
+        "**Reward models:** share of held-out pairs in the right order",
+        "",
+        "| | seed | `megarl reward-model` | plain PyTorch |",
+    ]
+    rows = (
+        f"| {each['size']} | {each['seed']} | {each['accuracy']:.3f} | "
+        f"{each['accuracy_plain']:.3f} |"
+        for each in models
+    )
     return "\n".join([*lines, "|---|---|---|---|", *rows])
 
 
-def _grid(title: str, results: Sequence[Result], row: Callable[[Result], str], column: Callable[[Result], str]) -> str:
+def _grid(
+    title: str,
+    results: Sequence[Result],
+    row: Callable[[Result], str],
+    column: Callable[[Result], str],
+) -> str:
     """A table with a cell for each pair of row and column, over seeds."""
     rows, columns = (list(dict.fromkeys(map(of, results))) for of in (row, column))
     learned = LEARNED if results[0]["curve"][-1].get("proxy") is not None else ""
-    lines = [f"**{title}** {NEEDED}{learned}", "", f"| | {' | '.join(columns)} |", "|" + "---|" * (len(columns) + 1)]
+    lines = [
+        f"**{title}** {NEEDED}{learned}",
+        "",
+        f"| | {' | '.join(columns)} |",
+        "|" + "---|" * (len(columns) + 1),
+    ]
     for name in rows:
-        cells = [_cell([each for each in results if (row(each), column(each)) == (name, other)]) for other in columns]
+        cells = [
+            _cell([each for each in results if (row(each), column(each)) == (name, other)])
+            for other in columns
+        ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -336,7 +487,8 @@ def _cell(results: Sequence[Result]) -> str:
     if not results:
         return "–"
     last = [each["curve"][-1] for each in results]
-    scores, divergence = [point["score"] for point in last], statistics.fmean(point["kl"] for point in last)
+    scores = [point["score"] for point in last]
+    divergence = statistics.fmean(point["kl"] for point in last)
     spread = f" ({min(scores):.2f}–{max(scores):.2f})" if len(scores) > 1 else ""
     found = f"{statistics.fmean(scores):.3f}{spread} at {divergence:.2f}"
     if last[0].get("proxy") is None:
@@ -345,12 +497,21 @@ def _cell(results: Sequence[Result]) -> str:
     return f"{found} [{wins:.0%}, {proxy:.2f}]"
 
 
-def _timed(title: str, results: Sequence[Result], row: Callable[[Result], str], column: Callable[[Result], str]) -> str:
+def _timed(
+    title: str,
+    results: Sequence[Result],
+    row: Callable[[Result], str],
+    column: Callable[[Result], str],
+) -> str:
     """Like _grid, with the seconds of a step."""
-    table, times = _grid(title, results, row, column), []
+    table = _grid(title, results, row, column)
+    times = []
     for name in dict.fromkeys(map(row, results)):
         by_column = {column(each): each for each in results if row(each) == name}
-        times.append(f"{name}: " + ", ".join(f"{each['step_s']:.3f} s ({other})" for other, each in by_column.items()))
+        times.append(
+            f"{name}: "
+            + ", ".join(f"{each['step_s']:.3f} s ({other})" for other, each in by_column.items())
+        )
     return f"{table}\n\nMedian seconds of a step: {'; '.join(times)}."
 
 
@@ -359,20 +520,38 @@ def _minibatches(result: Result) -> str:
 
 
 RENDER: Mapping[str, Callable[[Sequence[Result]], str]] = {
-    "losses": lambda results: _grid("Losses by mini-batches:", results, lambda each: each["algorithm"], _minibatches),
-    "lags": lambda results: _grid(
-        "With and without correction:", results, lambda each: each["algorithm"], lambda each: f"lag {each['capacity']}"
+    "losses": lambda results: _grid(
+        "Losses by mini-batches:", results, lambda each: each["algorithm"], _minibatches
     ),
-    "policies": lambda results: _grid("Sizes of policies, online_dpo:", results, lambda each: each["policy"], _minibatches),
-    "reward_models": lambda results: _grid("Sizes of reward models, online_dpo:", results, lambda each: each["reward_model"], _minibatches),
+    "lags": lambda results: _grid(
+        "With and without correction:",
+        results,
+        lambda each: each["algorithm"],
+        lambda each: f"lag {each['capacity']}",
+    ),
+    "policies": lambda results: _grid(
+        "Sizes of policies, online_dpo:", results, lambda each: each["policy"], _minibatches
+    ),
+    "reward_models": lambda results: _grid(
+        "Sizes of reward models, online_dpo:",
+        results,
+        lambda each: each["reward_model"],
+        _minibatches,
+    ),
     "epochs": lambda results: _grid(
-        "Updates a batch, online_dpo:", results, lambda each: each["algorithm"], lambda each: f"T={each['epochs']}"
+        "Updates a batch, online_dpo:",
+        results,
+        lambda each: each["algorithm"],
+        lambda each: f"T={each['epochs']}",
     ),
     "samples": lambda results: _grid(
         "Samples to a prompt, online_dpo:",
         results,
         lambda each: each["algorithm"],
-        lambda each: f"K={each['samples']}" + (", half the updates and learning rate" if each["halved"] else ""),
+        lambda each: (
+            f"K={each['samples']}"
+            + (", half the updates and learning rate" if each["halved"] else "")
+        ),
     ),
     "asynchrony": lambda results: _timed(
         "Synchronous and one step behind, online_dpo:",
@@ -394,12 +573,23 @@ class Study:
     overrides: Sequence[str]
     runs: Path
     learned: bool  # the reward is a model's, which has to be trained
-    measuring: Lock = field(default_factory=Lock)  # one run at a time: two threads must not import transformers at once
+    # one run at a time: two threads must not import transformers at once
+    measuring: Lock = field(default_factory=Lock)
 
     def common(self, cell: Cell) -> list[str]:
-        model = [] if SIZES[cell.policy] is None else [f"model.path={self.runs / 'models' / cell.policy}"]
+        model = (
+            []
+            if SIZES[cell.policy] is None
+            else [f"model.path={self.runs / 'models' / cell.policy}"]
+        )
         reward_model = [f"reward_model.output={self.reward_model(cell)}"] if self.learned else []
-        return [*self.overrides, *model, f"seed={cell.seed}", f"sft.output={self.initial(cell)}", *reward_model]
+        return [
+            *self.overrides,
+            *model,
+            f"seed={cell.seed}",
+            f"sft.output={self.initial(cell)}",
+            *reward_model,
+        ]
 
     def initial(self, cell: Cell) -> Path:
         return self.runs / "warm_starts" / f"{cell.policy}-seed{cell.seed}"
@@ -413,32 +603,53 @@ class Study:
     def of_run(self, cell: Cell) -> list[str]:
         common = self.common(cell)
         learning_rate = load_config(self.config, common).trainer.optimizer.lr
-        kept = [f"checkpoint.hf_every={max(1, cell.steps // CURVE_POINTS)}", f"run_dir={self.folder(cell)}"]
+        kept = [
+            f"checkpoint.hf_every={max(1, cell.steps // CURVE_POINTS)}",
+            f"run_dir={self.folder(cell)}",
+        ]
         return [*common, *cell.overrides(learning_rate, penalised=self.learned), *kept]
 
     def prepare(self, cells: Sequence[Cell]) -> list[dict[str, Any]]:
-        """Makes models, warm starts and reward models, and returns how good the reward models are. Wrong settings show before anything
-        starts."""
+        """Makes models, warm starts and reward models, and returns how good the reward models are.
+
+        Wrong settings show before anything starts.
+        """
 
         settings = load_config(self.config, self.overrides)
         judge_of(settings)
         check_settings(self.runs, settings)
-        judges = list({(cell.reward_model, cell.seed): _of_reward_model(cell) for cell in cells}.values()) if self.learned else []
+        judges = (
+            list(
+                {(cell.reward_model, cell.seed): _of_reward_model(cell) for cell in cells}.values()
+            )
+            if self.learned
+            else []
+        )
         for cell in (*cells, *judges):
             if (own := SIZES[cell.policy]) is not None:
                 _write_model(Path(settings.model.path), self.runs / "models" / cell.policy, own)
             load_config(self.config, self.of_run(cell))
         for cell in {(each.policy, each.seed): each for each in (*cells, *judges)}.values():
-            run_megarl("sft", self.config, [*self.common(cell), f"run_dir={self.initial(cell)}.run"], Path(f"{self.initial(cell)}.run"))
+            run_megarl(
+                "sft",
+                self.config,
+                [*self.common(cell), f"run_dir={self.initial(cell)}.run"],
+                Path(f"{self.initial(cell)}.run"),
+            )
         note_settings(self.runs, settings)
         return list(map(self._make_reward_model, judges))
 
     def _make_reward_model(self, cell: Cell) -> dict[str, Any]:
-        """Makes a reward model. Returns the share of held-out pairs that it orders rightly, and the share of a plain PyTorch run."""
+        """Makes a reward model.
+
+        Returns the share of held-out pairs that it orders rightly, and the share of a plain PyTorch
+        run.
+        """
         import plain_reward_model as plain
 
         folder = self.reward_model(cell)
-        run_dir, path = Path(f"{folder}.run"), Path(f"{folder}.run") / RESULT
+        run_dir = Path(f"{folder}.run")
+        path = Path(f"{folder}.run") / RESULT
         overrides = [*self.common(cell), f"run_dir={run_dir}"]
         if not (folder / "config.json").exists():
             run_megarl("reward-model", self.config, overrides, run_dir)
@@ -447,14 +658,19 @@ class Study:
             found = {
                 "size": cell.reward_model,
                 "seed": cell.seed,
-                "accuracy": read_metrics(run_dir / "reward_model" / METRICS_FILE)[-1]["eval/accuracy"],
+                "accuracy": read_metrics(run_dir / "reward_model" / METRICS_FILE)[-1][
+                    "eval/accuracy"
+                ],
                 "accuracy_plain": plain.accuracy(plain.train(config, self.initial(cell)), config),
             }
             write_whole(path, json.dumps(found))
         return _read(path)
 
     def result(self, cell: Cell) -> dict[str, Any]:
-        """The run's result. The run is made if it is not complete. Raises RuntimeError if it fails."""
+        """The run's result.
+
+        The run is made if it is not complete. Raises RuntimeError if it fails.
+        """
         path = self.folder(cell) / RESULT
         if not path.exists():
             print(cell.name, file=sys.stderr, flush=True)
@@ -477,7 +693,12 @@ class Study:
         assert config.data.eval is not None  # judge_of has checked it
         rows = load_rows(config.data.eval, "data.eval", config.seed, "none", config.model)
         shown = [rows[place].demonstration for place in range(len(prompts))]
-        held_out = HeldOut(prompts, [each if isinstance(each, str) else each[-1] for each in shown], tokenizer, judge_of(config))
+        held_out = HeldOut(
+            prompts,
+            [each if isinstance(each, str) else each[-1] for each in shown],
+            tokenizer,
+            judge_of(config),
+        )
         models = self.initial(cell), self.reward_model(cell) if self.learned else None
         rest = *models, held_out, config.rollout.max_tokens, cell.seed
         curve = [{"updates": 0, **asdict(measure(self.initial(cell), *rest))}]
@@ -491,24 +712,39 @@ class Study:
             "curve": curve,
             "reward": statistics.fmean(row["reward/mean"] for row in metrics[-last:]),
             "staleness_mean": statistics.fmean(row["staleness/mean"] for row in metrics),
-            "step_s": statistics.median(row["time/train_s"] + row["time/trainer_wait_s"] for row in metrics),
+            "step_s": statistics.median(
+                row["time/train_s"] + row["time/trainer_wait_s"] for row in metrics
+            ),
         }
 
 
 def run(
-    config: str, overrides: Sequence[str], runs: Path, parts: Sequence[str], seeds: int, lanes: int, as_json: bool, picture: str | None
+    config: str,
+    overrides: Sequence[str],
+    runs: Path,
+    parts: Sequence[str],
+    seeds: int,
+    lanes: int,
+    as_json: bool,
+    picture: str | None,
 ) -> None:
-    """Prints tables, or one JSON object. `lanes` runs go side by side. Raises ConfigError; RuntimeError, at the end, if runs have
-    failed."""
+    """Prints tables, or one JSON object.
+
+    `lanes` runs go side by side. Raises ConfigError; RuntimeError, at the end, if runs have failed.
+    """
     if unknown := [part for part in parts if part not in PARTS]:
         raise ConfigError(f"--parts {','.join(unknown)}: must be of {', '.join(PARTS)}")
     settings = load_config(config, overrides)
     learned = any(role_of(name, role) == REWARD_MODEL for name, role in roles_of(settings).items())
     if not learned and OF_REWARD_MODELS in parts:
-        raise ConfigError(f"--parts {OF_REWARD_MODELS}: needs a reward model in `roles`; {config} has none")
+        raise ConfigError(
+            f"--parts {OF_REWARD_MODELS}: needs a reward model in `roles`; {config} has none"
+        )
     study = Study(config, overrides, runs, learned)
     chosen = list(parts or [part for part in PARTS if learned or part != OF_REWARD_MODELS])
-    cells = {cell.name: cell for seed in range(seeds) for part in chosen for cell in PARTS[part](seed)}
+    cells = {
+        cell.name: cell for seed in range(seeds) for part in chosen for cell in PARTS[part](seed)
+    }
     reward_models = study.prepare(list(cells.values()))
     found: dict[str, dict[str, Any]] = {}
     failures: list[str] = []
@@ -519,28 +755,48 @@ def run(
         except (RuntimeError, OSError) as error:  # one failed run must not end the study
             failures.append(f"{cell.name}: {error}")
 
-    with ending_runs(), ThreadPoolExecutor(lanes) as pool, ending_runs():  # the outer one catches a second Ctrl-C while the runs end
+    # the outer one catches a second Ctrl-C while the runs end
+    with ending_runs(), ThreadPoolExecutor(lanes) as pool, ending_runs():
         list(pool.map(make, cells.values()))
-    by_part = {part: [found[cell.name] for seed in range(seeds) for cell in PARTS[part](seed) if cell.name in found] for part in chosen}
+    by_part = {
+        part: [
+            found[cell.name]
+            for seed in range(seeds)
+            for cell in PARTS[part](seed)
+            if cell.name in found
+        ]
+        for part in chosen
+    }
     given = {"config": config, "overrides": list(overrides)}
-    facts: Mapping[str, Any] = given | {"reward_models": reward_models, "parts": by_part, "failures": failures}
+    facts: Mapping[str, Any] = given | {
+        "reward_models": reward_models,
+        "parts": by_part,
+        "failures": failures,
+    }
     print(json.dumps(facts) if as_json else render(facts))
     if picture:
         draw(facts, picture)
     if failures:
-        raise RuntimeError(f"{len(failures)} runs failed; the same command tries them again\n" + "\n".join(failures))
+        raise RuntimeError(
+            f"{len(failures)} runs failed; the same command tries them again\n"
+            + "\n".join(failures)
+        )
 
 
 def _of_reward_model(cell: Cell) -> Cell:
     """The policy with which the run's reward model begins."""
-    return Cell("online_dpo", policy=cell.reward_model, reward_model=cell.reward_model, seed=cell.seed)
+    return Cell(
+        "online_dpo", policy=cell.reward_model, reward_model=cell.reward_model, seed=cell.seed
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise RuntimeError(f"{path}: is damaged ({error}); remove {path.parent} to make it again") from error
+        raise RuntimeError(
+            f"{path}: is damaged ({error}); remove {path.parent} to make it again"
+        ) from error
     return found
 
 
@@ -549,4 +805,7 @@ def _write_model(shipped: Path, folder: Path, sizes: Mapping[str, int]) -> None:
     for file in shipped.iterdir():
         if file.name != "config.json" and file.is_file():
             shutil.copyfile(file, folder / file.name)
-    write_whole(folder / "config.json", json.dumps(json.loads((shipped / "config.json").read_text()) | sizes, indent=2))
+    write_whole(
+        folder / "config.json",
+        json.dumps(json.loads((shipped / "config.json").read_text()) | sizes, indent=2),
+    )

@@ -1,4 +1,6 @@
-"""`python tests/studies peer`: the seconds of a step beside TRL's GRPO, on the same weights, prompts, sizes and cores, in turns."""
+"""`python tests/studies peer`: the seconds of a step beside TRL's GRPO, on the same weights,
+prompts, sizes and cores, in turns.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,25 @@ class Settings:
     threads: int
 
 
-def run(config_path: str, overrides: list[str], python: str, steps: int, pairs: int, runs: Path, as_json: bool) -> None:
-    """Prints the median seconds of a step of both, and their ratio in each pair of runs. Raises ConfigError, RuntimeError."""
+def run(
+    config_path: str,
+    overrides: list[str],
+    python: str,
+    steps: int,
+    pairs: int,
+    runs: Path,
+    as_json: bool,
+) -> None:
+    """Prints the median seconds of a step of both, and their ratio in each pair of runs.
+
+    Raises ConfigError, RuntimeError.
+    """
     config = load_config(config_path, overrides)
     if not Path(config.model.path, "config.json").is_file():
-        raise ConfigError(f"model.path={config.model.path}: must be a local folder with weights, which both sides load")
+        raise ConfigError(
+            f"model.path={config.model.path}: must be a local folder with weights, which both "
+            "sides load"
+        )
     settings = settings_of(config, steps)
     ratios = []
     for pair in range(pairs):
@@ -52,11 +68,18 @@ def run(config_path: str, overrides: list[str], python: str, steps: int, pairs: 
         trl_s = _trl_step_s(settings, python, folder)
         ratios.append(megarl_s / trl_s)
         if not as_json:
-            print(f"pair {pair}: MegaRL {megarl_s:.3f} s a step, TRL {trl_s:.3f} s, ratio {ratios[-1]:.2f}", flush=True)
+            print(
+                f"pair {pair}: MegaRL {megarl_s:.3f} s a step, TRL {trl_s:.3f} s, ratio "
+                f"{ratios[-1]:.2f}",
+                flush=True,
+            )
     if as_json:
         print(json.dumps({"ratios": ratios, "median": statistics.median(ratios)}))
     else:
-        print(f"MegaRL takes {statistics.median(ratios):.2f} of TRL's time ({min(ratios):.2f} to {max(ratios):.2f})")
+        print(
+            f"MegaRL takes {statistics.median(ratios):.2f} of TRL's time ({min(ratios):.2f} to "
+            f"{max(ratios):.2f})"
+        )
 
 
 def settings_of(config: RunConfig, steps: int) -> Settings:
@@ -64,7 +87,10 @@ def settings_of(config: RunConfig, steps: int) -> Settings:
     sampled = config.rollout
     return Settings(
         model=config.model.path,
-        rows=[{"prompt": row.prompt, "answer": row.answer} for row in islice(rows, steps * sampled.prompts_per_step)],
+        rows=[
+            {"prompt": row.prompt, "answer": row.answer}
+            for row in islice(rows, steps * sampled.prompts_per_step)
+        ],
         prompts_per_step=sampled.prompts_per_step,
         n=sampled.n,
         max_tokens=sampled.max_tokens,
@@ -78,7 +104,12 @@ def settings_of(config: RunConfig, steps: int) -> Settings:
 
 def _megarl_step_s(config: str, overrides: list[str], steps: int, folder: Path) -> float:
     run_dir = folder / "megarl"
-    plain = [f"max_steps={steps}", f"run_dir={run_dir}", "eval.every=0", f"checkpoint.every={steps}"]
+    plain = [
+        f"max_steps={steps}",
+        f"run_dir={run_dir}",
+        "eval.every=0",
+        f"checkpoint.every={steps}",
+    ]
     run_megarl("train", config, [*overrides, *plain], run_dir)
     rows = list(read_metrics(run_dir / METRICS_FILE))
     ends = [row["wall_s"] for row in rows[WARM_UP_STEPS - 1 :]]
@@ -90,7 +121,9 @@ def _trl_step_s(settings: Settings, python: str, folder: Path) -> float:
     taken = folder / "trl_steps.json"
     given.write_text(json.dumps(asdict(settings)), encoding="utf-8")
     with open(folder / "trl.log", "wb") as log:
-        status = subprocess.run([python, str(SCRIPT), str(given), str(taken)], stdout=log, stderr=log, timeout=LONGEST_S).returncode
+        status = subprocess.run(
+            [python, str(SCRIPT), str(given), str(taken)], stdout=log, stderr=log, timeout=LONGEST_S
+        ).returncode
     if status != 0:
         raise RuntimeError(f"TRL ended with exit status {status}; see {folder / 'trl.log'}")
     return statistics.median(json.loads(taken.read_text(encoding="utf-8"))[WARM_UP_STEPS:])

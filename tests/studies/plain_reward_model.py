@@ -1,4 +1,6 @@
-"""A reward model in plain PyTorch on one process: the reference for `megarl reward-model`, pair by pair and step by step."""
+"""A reward model in plain PyTorch on one process: the reference for `megarl reward-model`, pair by
+pair and step by step.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,10 @@ AT_ONCE = 512  # pairs that are scored at a time
 
 
 def train(config: RunConfig, initial: Path) -> Any:
-    """Trains the causal model in `initial` on the pairs of `config.reward_model`, in their order. The head begins with zeros. Returns a
-    model of transformers."""
+    """Trains the causal model in `initial` on the pairs of `config.reward_model`, in their order.
+
+    The head begins with zeros. Returns a model of transformers.
+    """
     settings = config.reward_model
     pairs = load_pairs(config, settings.data, "reward_model.data", find_spec(config))
     model = load(initial).train()
@@ -46,14 +50,21 @@ def load(folder: Path) -> Any:
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # it warns of the new head
-    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32).eval()
+    return AutoModelForSequenceClassification.from_pretrained(
+        folder, num_labels=1, dtype=torch.float32
+    ).eval()
 
 
 def _adamw(model: Any, settings: AdamConfig) -> torch.optim.AdamW:
     """Only matrices decay, as in Megatron."""
-    matrices, others = ([each for each in model.parameters() if (each.ndim > 1) == matrix] for matrix in (True, False))
+    matrices, others = (
+        [each for each in model.parameters() if (each.ndim > 1) == matrix]
+        for matrix in (True, False)
+    )
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
+    return torch.optim.AdamW(
+        groups, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
+    )
 
 
 def learning_rate(settings: AdamConfig, step: int, steps: int) -> float:
@@ -70,15 +81,21 @@ def learning_rate(settings: AdamConfig, step: int, steps: int) -> float:
 @torch.no_grad()
 def accuracy(model: Any, config: RunConfig) -> float:
     """The share of held-out pairs in the right order."""
-    pairs = load_pairs(config, evaluated_pairs(config.reward_model), "reward_model.eval", find_spec(config))
+    pairs = load_pairs(
+        config, evaluated_pairs(config.reward_model), "reward_model.eval", find_spec(config)
+    )
     each = [pairs[number] for number in range(len(pairs))]
-    right = sum(int((differences(model, config, each[at : at + AT_ONCE]) > 0).sum()) for at in range(0, len(each), AT_ONCE))
+    right = sum(
+        int((differences(model, config, each[at : at + AT_ONCE]) > 0).sum())
+        for at in range(0, len(each), AT_ONCE)
+    )
     return right / len(each)
 
 
 def differences(model: Any, config: RunConfig, pairs: Sequence[Pair]) -> torch.Tensor:
     """[B]: the chosen response's score minus the other's, minus the margin."""
-    tokenizer, context = load_tokenizer(config.model), model.config.max_position_embeddings
+    tokenizer = load_tokenizer(config.model)
+    context = model.config.max_position_embeddings
     both = [pair_tokens(pair, tokenizer, context) for pair in pairs]
     found = scores(model, [chosen for chosen, _ in both] + [rejected for _, rejected in both])
     return found[: len(pairs)] - found[len(pairs) :] - torch.tensor([pair.margin for pair in pairs])
@@ -87,7 +104,9 @@ def differences(model: Any, config: RunConfig, pairs: Sequence[Pair]) -> torch.T
 def scores(model: Any, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
     """[B]: the head's value at each sequence's last token."""
     lengths = torch.tensor(list(map(len, sequences)))
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(each) for each in sequences], batch_first=True)
+    ids = torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(each) for each in sequences], batch_first=True
+    )
     mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
     hidden = model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state
     return model.score(hidden[torch.arange(len(sequences)), lengths - 1])[:, 0]

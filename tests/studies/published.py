@@ -1,7 +1,8 @@
 """`python tests/studies published`: published asynchronous and synchronous runs, simulated.
 
-Rows of LlamaRL and NeMo-RL have the planner's times, and follow the real scheduler's rules instead of means. For Async RLHF the paper gives
-the times of both phases in turns. The simulation predicts the step with both side by side.
+Rows of LlamaRL and NeMo-RL have the planner's times, and follow the real scheduler's rules instead
+of means. For Async RLHF the paper gives the times of both phases in turns. The simulation predicts
+the step with both side by side.
 """
 
 from __future__ import annotations
@@ -15,14 +16,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megarl.base.geometry import TrainerTopology
-from megarl.config.schema import AsyncConfig, GeneratorConfig, PlanConfig, RolloutConfig, RunConfig, SimulationConfig, TimeoutConfig
+from megarl.config.schema import (
+    AsyncConfig,
+    GeneratorConfig,
+    PlanConfig,
+    RolloutConfig,
+    RunConfig,
+    SimulationConfig,
+    TimeoutConfig,
+)
 from megarl.models import load_spec
 from megarl.plan.resolve import RunPlan
 from megarl.plan.weights import Weights
 from megarl.simulation.engines import Speed
 from megarl.simulation.run import KnownLengths, Models, simulate, speed_of
 
-sys.path.append(str(Path(__file__).parents[1] / "tools"))  # pytest adds this path; `python tests/studies` does not
+# pytest adds this path; `python tests/studies` does not
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
 from planner_published import FIT, MODELS, TABLES, RlRow, Sides
 
@@ -49,19 +59,34 @@ def planned_rows() -> list[Compared]:
     found: list[Compared] = []
     for table in TABLES[:2]:
         sides = [row.sides(FIT) for row in table if isinstance(row, RlRow)]
-        of_means, of_events = [each.step_s() for each in sides], [simulated_s(each) for each in sides]
+        of_means = [each.step_s() for each in sides]
+        of_events = [simulated_s(each) for each in sides]
         for row in table:
             print(row.name, file=sys.stderr)
-        scale = [_factor(table, times) if table[0].table == "LlamaRL" else 1.0 for times in (of_means, of_events)]
+        scale = [
+            _factor(table, times) if table[0].table == "LlamaRL" else 1.0
+            for times in (of_means, of_events)
+        ]
         found += [
-            Compared(row.table, row.name, bool(index % 2), row.measured_s, scale[0] * of_means[index], scale[1] * of_events[index])
+            Compared(
+                row.table,
+                row.name,
+                bool(index % 2),
+                row.measured_s,
+                scale[0] * of_means[index],
+                scale[1] * of_events[index],
+            )
             for index, row in enumerate(table)
         ]
     return found
 
 
 def _factor(table: Sequence, times: Sequence[float]) -> float:
-    return math.exp(statistics.fmean(math.log(row.measured_s / time) for row, time in zip(table[::2], times[::2])))
+    return math.exp(
+        statistics.fmean(
+            math.log(row.measured_s / time) for row, time in zip(table[::2], times[::2])
+        )
+    )
 
 
 def simulated_s(sides: Sides) -> float:
@@ -69,7 +94,12 @@ def simulated_s(sides: Sides) -> float:
     work = sides.work
 
     def models(plan: RunPlan, unit: int) -> Models:
-        return Models(speed_of(sides.engines), lambda batch: sides.train_s(KnownLengths.of_batch(batch, unit)) + sides.rest_s, 0.0, 0.0)
+        return Models(
+            speed_of(sides.engines),
+            lambda batch: sides.train_s(KnownLengths.of_batch(batch, unit)) + sides.rest_s,
+            0.0,
+            0.0,
+        )
 
     prompts = int(work.prompts)
     config = RunConfig(
@@ -78,9 +108,15 @@ def simulated_s(sides: Sides) -> float:
             max_in_flight=prompts * max(1, sides.steps_off),
             partial_rollout="in_flight" if sides.steps_off else "block",
         ),
-        rollout=RolloutConfig(prompts_per_step=prompts, n=int(work.sequences) // prompts, max_tokens=int(work.max_response_tokens)),
+        rollout=RolloutConfig(
+            prompts_per_step=prompts,
+            n=int(work.sequences) // prompts,
+            max_tokens=int(work.max_response_tokens),
+        ),
         generator=sides.engines.generator,
-        plan=PlanConfig(int(work.prompt_tokens), int(work.response_tokens), simulation=SimulationConfig(STEPS)),
+        plan=PlanConfig(
+            int(work.prompt_tokens), int(work.response_tokens), simulation=SimulationConfig(STEPS)
+        ),
         timeouts=TimeoutConfig(rollouts_s=1e5, rendezvous_s=1e5),
         max_steps=STEPS,
     )
@@ -97,9 +133,12 @@ def mean_step_s(config: RunConfig, models, lengths=None) -> float:
     return statistics.fmean(row["time/step_s"] for row in rows)
 
 
-# Async RLHF (arXiv 2410.18252), appendices A.2 and A.4: seconds of generation and of training in turns; seconds of a step in turns, and of
-# a step with both side by side.
-ASYNC_RLHF = {"8B chat, 8 H100": (21.0, 33.0, 209 * 60 / 233, 151 * 60 / 233), "1B math, 4 L40S": (12.3, 12.8, 25.5, 15.1)}
+# Async RLHF (arXiv 2410.18252), appendices A.2 and A.4: seconds of generation and of training in
+# turns; seconds of a step in turns, and of a step with both side by side.
+ASYNC_RLHF = {
+    "8B chat, 8 H100": (21.0, 33.0, 209 * 60 / 233, 151 * 60 / 233),
+    "1B math, 4 L40S": (12.3, 12.8, 25.5, 15.1),
+}
 
 
 @dataclass(frozen=True)
@@ -115,8 +154,16 @@ class Whole:
 def measured_rows() -> list[Compared]:
     found = []
     for name, (generate_s, train_s, in_turns_s, beside_s) in ASYNC_RLHF.items():
-        for capacity, published_s, how in ((0, in_turns_s, "in turns"), (1, beside_s, "side by side")):
-            speed = Speed(lambda running, context: generate_s / Whole.longest, lambda tokens, length: 0.0, 1e9, 1024)
+        for capacity, published_s, how in (
+            (0, in_turns_s, "in turns"),
+            (1, beside_s, "side by side"),
+        ):
+            speed = Speed(
+                lambda running, context: generate_s / Whole.longest,
+                lambda tokens, length: 0.0,
+                1e9,
+                1024,
+            )
             config = RunConfig(
                 async_=AsyncConfig(capacity, partial_rollout="block"),
                 rollout=RolloutConfig(prompts_per_step=64, n=4, max_tokens=Whole.longest),
@@ -124,9 +171,13 @@ def measured_rows() -> list[Compared]:
                 plan=PlanConfig(prompt_tokens=10, response_tokens=Whole.longest),
                 max_steps=STEPS,
             )
-            time_s = mean_step_s(config, lambda plan, unit: Models(speed, lambda batch: train_s, 0.0, 0.0), Whole())
+            time_s = mean_step_s(
+                config, lambda plan, unit: Models(speed, lambda batch: train_s, 0.0, 0.0), Whole()
+            )
             planned_s = max(generate_s, train_s) if capacity else generate_s + train_s
-            found.append(Compared("Async RLHF", f"{name}, {how}", True, published_s, planned_s, time_s))
+            found.append(
+                Compared("Async RLHF", f"{name}, {how}", True, published_s, planned_s, time_s)
+            )
     return found
 
 
@@ -134,10 +185,20 @@ def render(found: Sequence[Compared]) -> list[str]:
     """Markdown."""
     lines = ["| row | use | published s | from means | simulated |", "|---|---|---|---|---|"]
     for each in found:
-        errors = (f"{time:.4g} ({time / each.published_s - 1:+.0%})" for time in (each.planned_s, each.simulated_s))
+        errors = (
+            f"{time:.4g} ({time / each.published_s - 1:+.0%})"
+            for time in (each.planned_s, each.simulated_s)
+        )
         use = "held out" if each.held_out else "fitted"
-        lines.append(f"| {each.table}, {each.row} | {use} | {each.published_s:.4g} | {' | '.join(errors)} |")
+        lines.append(
+            f"| {each.table}, {each.row} | {use} | {each.published_s:.4g} | {' | '.join(errors)} |"
+        )
     for name in ("planned_s", "simulated_s"):
-        errors = [abs(getattr(each, name) / each.published_s - 1) for each in found if each.held_out]
-        lines.append(f"{name}: median error of held-out rows {statistics.median(errors):.0%}, largest {max(errors):.0%}")
+        errors = [
+            abs(getattr(each, name) / each.published_s - 1) for each in found if each.held_out
+        ]
+        lines.append(
+            f"{name}: median error of held-out rows {statistics.median(errors):.0%}, largest "
+            f"{max(errors):.0%}"
+        )
     return lines

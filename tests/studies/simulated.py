@@ -1,11 +1,13 @@
-"""`python tests/studies simulated`: compares the scheduler in virtual time with the scheduler in real time.
+"""`python tests/studies simulated`: compares the scheduler in virtual time with the scheduler in
+real time.
 
-Cells of `megarl bench overlap` run in real time, in two processes with sockets between them. They are also simulated, with the same lengths
-and phase times. With `--runs FOLDER…`, earlier runs are simulated instead, with their lengths, times and failures. `--kills CONFIG FOLDER
-key=value…` makes such a run, and kills engines and a trainer rank during it.
+Cells of `megarl bench overlap` run in real time, in two processes with sockets between them. They
+are also simulated, with the same lengths and phase times. With `--runs FOLDER…`, earlier runs are
+simulated instead, with their lengths, times and failures. `--kills CONFIG FOLDER key=value…` makes
+such a run, and kills engines and a trainer rank during it.
 
-The comparison covers the mean step, the waits of trainer and generator, the distribution of the tokens' ages, and the time from the first
-step to the end of the last.
+The comparison covers the mean step, the waits of trainer and generator, the distribution of the
+tokens' ages, and the time from the first step to the end of the last.
 """
 
 from __future__ import annotations
@@ -37,7 +39,12 @@ from megarl.simulation.measured import measured
 from megarl.simulation.run import Failures, Models, Totals, simulate
 
 WAITS = ("trainer_wait", "generator_wait")
-KILLS = ((15, "megarl.generator.server"), (30, "megarl.generator.server"), (45, "megarl.launch.worker trainer 0"))  # (steps done, process)
+# (steps done, process)
+KILLS = (
+    (15, "megarl.generator.server"),
+    (30, "megarl.generator.server"),
+    (45, "megarl.launch.worker trainer 0"),
+)
 MOST_STARTS = 3
 
 
@@ -49,14 +56,24 @@ class Compared:
     step_error: float
     wait_error: float  # the larger error of the two waits, as a share of the step
     age_distance: float  # total variation of the tokens' ages
-    end_error: float | None = None  # error of the time from the first step to the end of the last; None for cells
+    # error of the time from the first step to the end of the last; None for cells
+    end_error: float | None = None
 
 
-def run(steps: int, step_s: float, lanes: int, folders: Sequence[str], kills: Sequence[str], as_json: bool) -> None:
+def run(
+    steps: int,
+    step_s: float,
+    lanes: int,
+    folders: Sequence[str],
+    kills: Sequence[str],
+    as_json: bool,
+) -> None:
     if kills:
         make_with_kills(kills[0], kills[1], kills[2:])
         folders = [kills[1]]
-    found = [of_run(Path(folder)) for folder in folders] if folders else of_cells(steps, step_s, lanes)
+    found = (
+        [of_run(Path(folder)) for folder in folders] if folders else of_cells(steps, step_s, lanes)
+    )
     if as_json:
         print(json.dumps([asdict(each) for each in found]))
     else:
@@ -66,7 +83,9 @@ def run(steps: int, step_s: float, lanes: int, folders: Sequence[str], kills: Se
 def of_cells(steps: int, step_s: float, lanes: int) -> list[Compared]:
     with tempfile.TemporaryDirectory() as folder:
         cells = [cell for _, cell in grid(step_s, steps, folder)]
-        real = run_cells(cells, lanes, 60 + 20 * steps * step_s, lambda cell: print(cell.name, file=sys.stderr))
+        real = run_cells(
+            cells, lanes, 60 + 20 * steps * step_s, lambda cell: print(cell.name, file=sys.stderr)
+        )
     return [compare(cell.name, rows, simulated(cell)) for cell, rows in zip(cells, real)]
 
 
@@ -75,7 +94,11 @@ def of_run(folder: Path) -> Compared:
     samples = folder / "rollouts" / "samples.jsonl"
     config = load_config(folder / "config.yaml", [f"plan.simulation.lengths={samples}"])
     events = RunReader(folder, 1).read()
-    found = simulate(resolve(config, "plan"), lambda plan, unit: measured(plan, unit, folder), failures=failures_of(events))
+    found = simulate(
+        resolve(config, "plan"),
+        lambda plan, unit: measured(plan, unit, folder),
+        failures=failures_of(events),
+    )
     by_step: dict[int, Counter[int]] = defaultdict(Counter)
     for line in samples.read_text().splitlines():
         group = json.loads(line)
@@ -83,29 +106,68 @@ def of_run(folder: Path) -> Compared:
             for version, tokens in sample["versions"]:
                 by_step[group["step"]][group["step"] - version] += tokens
     real = [{**row, "ages": by_step[row["step"]]} for row in read_metrics(folder / METRICS_FILE)]
-    trained = [(began, began + took) for kind, began, took, *_ in events["lanes"]["trainer.0"] if kind == "train"]
-    first, took_s = found.rows[0], max(trained)[1] - min(trained)[0]
+    trained = [
+        (began, began + took)
+        for kind, began, took, *_ in events["lanes"]["trainer.0"]
+        if kind == "train"
+    ]
+    first = found.rows[0]
+    took_s = max(trained)[1] - min(trained)[0]
     end_error = (found.rows[-1]["wall_s"] - first["wall_s"] + first["time/train_s"]) / took_s - 1
     return replace(compare(folder.name, real, with_ages(found)), end_error=end_error)
 
 
 def failures_of(events: dict[str, Any]) -> Failures:
-    """The failures in a run's trace. Times count from the first weight update, where the simulation begins."""
+    """The failures in a run's trace.
+
+    Times count from the first weight update, where the simulation begins.
+    """
     origin_s = _first_update_s(events, -math.inf)
-    away = {(lane, round(began, 1)): took for lane, spans in events["lanes"].items() for kind, began, took, *_ in spans if kind == "away"}
+    away = {
+        (lane, round(began, 1)): took
+        for lane, spans in events["lanes"].items()
+        for kind, began, took, *_ in spans
+        if kind == "away"
+    }
     lost = [(mark["who"], mark["at"]) for mark in events["marks"] if mark["what"] == "lost"]
-    engines = [(at - origin_s, int(who.removeprefix("engine.")), away.get((who, round(at, 1)), math.inf)) for who, at in lost]
-    ends = [mark["at"] for mark in events["marks"] if mark["what"] == "end" and mark["how"] != "finished"]
-    return Failures(tuple(sorted(engines)), tuple((at - origin_s, _first_update_s(events, at) - at) for at in ends))
+    engines = [
+        (at - origin_s, int(who.removeprefix("engine.")), away.get((who, round(at, 1)), math.inf))
+        for who, at in lost
+    ]
+    ends = [
+        mark["at"]
+        for mark in events["marks"]
+        if mark["what"] == "end" and mark["how"] != "finished"
+    ]
+    return Failures(
+        tuple(sorted(engines)),
+        tuple((at - origin_s, _first_update_s(events, at) - at) for at in ends),
+    )
 
 
 def _first_update_s(events: dict[str, Any], after_s: float) -> float:
-    return min(began for kind, began, *_ in events["lanes"]["trainer.0"] if kind == "write weights" and began >= after_s)
+    return min(
+        began
+        for kind, began, *_ in events["lanes"]["trainer.0"]
+        if kind == "write weights" and began >= after_s
+    )
 
 
 def make_with_kills(config: str, folder: str, overrides: Sequence[str]) -> None:
-    """Makes the run of `config` in `folder`. Kills each process of KILLS at its step. If that ends the run, starts it again."""
-    command = [sys.executable, "-P", "-m", "megarl", "train", config, f"run_dir={folder}", *overrides]
+    """Makes the run of `config` in `folder`.
+
+    Kills each process of KILLS at its step. If that ends the run, starts it again.
+    """
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "megarl",
+        "train",
+        config,
+        f"run_dir={folder}",
+        *overrides,
+    ]
     kills = list(KILLS)
     for _ in range(MOST_STARTS):
         run = subprocess.Popen(command, stdout=sys.stderr)
@@ -117,7 +179,9 @@ def make_with_kills(config: str, folder: str, overrides: Sequence[str]) -> None:
             return
         if run.returncode in (0, 2):  # it ended too early, or refused its settings
             break
-    raise SystemExit(f"{folder}: did not finish in {MOST_STARTS} starts, or was not killed by {kills}")
+    raise SystemExit(
+        f"{folder}: did not finish in {MOST_STARTS} starts, or was not killed by {kills}"
+    )
 
 
 def _steps(folder: Path) -> int:
@@ -136,8 +200,15 @@ def _kill(launcher: int, command: str) -> None:
 
 def compare(name: str, real: Rows, rows: Rows) -> Compared:
     (real_step, real_waits), (step, waits) = of_rows(real), of_rows(rows)
-    of_real, of_simulated = ages(real), ages(rows)
-    distance = sum(abs(of_real[age] / of_real.total() - of_simulated[age] / of_simulated.total()) for age in of_real | of_simulated) / 2
+    of_real = ages(real)
+    of_simulated = ages(rows)
+    distance = (
+        sum(
+            abs(of_real[age] / of_real.total() - of_simulated[age] / of_simulated.total())
+            for age in of_real | of_simulated
+        )
+        / 2
+    )
     wait_error = max(abs(one - other) for one, other in zip(waits, real_waits)) / real_step
     return Compared(name, real_step, step, step / real_step - 1, wait_error, distance)
 
@@ -154,7 +225,9 @@ def ages(rows: Rows) -> Counter[int]:
 
 
 def simulated(cell: Cell) -> Rows:
-    return with_ages(simulate(plan_of(cell), lambda plan, unit: models_of(cell), lengths=cell.lengths))
+    return with_ages(
+        simulate(plan_of(cell), lambda plan, unit: models_of(cell), lengths=cell.lengths)
+    )
 
 
 def with_ages(found: Totals) -> Rows:
@@ -162,18 +235,29 @@ def with_ages(found: Totals) -> Rows:
 
 
 def plan_of(cell: Cell) -> RunPlan:
-    plan, places = cell.plan(), cell.async_.max_in_flight or cell.prompts_per_step
+    plan = cell.plan()
+    places = cell.async_.max_in_flight or cell.prompts_per_step
     config = replace(
         plan.config,
-        async_=replace(cell.async_, max_in_flight=cell.engines * places),  # a cell counts the places of one engine
+        # a cell counts the places of one engine
+        async_=replace(cell.async_, max_in_flight=cell.engines * places),
         generator=GeneratorConfig(engines=cell.engines, max_concurrency=cell.slots),
-        plan=PlanConfig(prompt_tokens=16, response_tokens=cell.lengths.mean, simulation=SimulationConfig(steps=cell.steps)),
+        plan=PlanConfig(
+            prompt_tokens=16,
+            response_tokens=cell.lengths.mean,
+            simulation=SimulationConfig(steps=cell.steps),
+        ),
     )
     return replace(plan, config=config)
 
 
 def models_of(cell: Cell) -> Models:
-    speed = Speed(lambda running, context: cell.token_s, lambda tokens, length: tokens * cell.token_s / 400, 1e9, cell.slots)
+    speed = Speed(
+        lambda running, context: cell.token_s,
+        lambda tokens, length: tokens * cell.token_s / 400,
+        1e9,
+        cell.slots,
+    )
     return Models(speed, lambda batch: cell.train_s, cell.write_s, 0.0)
 
 
@@ -181,8 +265,17 @@ def render(found: Sequence[Compared]) -> list[str]:
     width = max(len(each.name) for each in found)
     lines = [f"{'cell':<{width}}  real s  simulated s   step   waits  ages   end"]
     for each in found:
-        numbers = f"{each.real_step_s:6.3f}  {each.simulated_step_s:11.3f}  {each.step_error:+5.1%}  {each.wait_error:6.1%}"
+        numbers = (
+            f"{each.real_step_s:6.3f}  {each.simulated_step_s:11.3f}  "
+            f"{each.step_error:+5.1%}  {each.wait_error:6.1%}"
+        )
         end = "" if each.end_error is None else f"  {each.end_error:+.1%}"
         lines.append(f"{each.name:<{width}}  {numbers}  {each.age_distance:.3f}{end}")
-    worst = [max(abs(getattr(each, name)) for each in found) for name in ("step_error", "wait_error", "age_distance")]
-    return [*lines, f"worst: step {worst[0]:.1%}, waits {worst[1]:.1%} of a step, ages {worst[2]:.3f}"]
+    worst = [
+        max(abs(getattr(each, name)) for each in found)
+        for name in ("step_error", "wait_error", "age_distance")
+    ]
+    return [
+        *lines,
+        f"worst: step {worst[0]:.1%}, waits {worst[1]:.1%} of a step, ages {worst[2]:.3f}",
+    ]

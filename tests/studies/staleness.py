@@ -1,14 +1,18 @@
-"""`python tests/studies staleness CONFIG`: does the reward depend on how far generation runs ahead? It makes real runs over settings and
-seeds.
+"""`python tests/studies staleness CONFIG`: does the reward depend on how far generation runs ahead?
 
-Every run is a `megarl train` with the shipped program. Runs with the same seed begin from the same warm start. The same command continues
-an interrupted table: it keeps complete runs and continues interrupted ones.
+It makes real runs over settings and seeds.
 
-With capacity 0 no sample is stale, and with capacity 1 no sample is older than 1 step, whatever the bound. So each has one row; capacity 0
-is the baseline. Runs are compared in pairs with the same seed, which share data, order and warm start. *difference* is the mean over the
-pairs, and *noise* its standard error. *at most* is |difference| + 2 noise: with three seeds a one-sided 91 % bound by Student's t. A
-setting reaches the baseline's reward within noise if *at most* does not exceed the range of the baseline's own seeds. So noise counts
-against a setting: a run that collapses increases the noise.
+Every run is a `megarl train` with the shipped program. Runs with the same seed begin from the same
+warm start. The same command continues an interrupted table: it keeps complete runs and continues
+interrupted ones.
+
+With capacity 0 no sample is stale, and with capacity 1 no sample is older than 1 step, whatever the
+bound. So each has one row; capacity 0 is the baseline. Runs are compared in pairs with the same
+seed, which share data, order and warm start. *difference* is the mean over the pairs, and *noise*
+its standard error. *at most* is |difference| + 2 noise: with three seeds a one-sided 91 % bound by
+Student's t. A setting reaches the baseline's reward within noise if *at most* does not exceed the
+range of the baseline's own seeds. So noise counts against a setting: a run that collapses increases
+the noise.
 """
 
 from __future__ import annotations
@@ -44,11 +48,17 @@ class Setting:
 
     @property
     def name(self) -> str:
-        return "-".join(override.removeprefix("async.").replace("=", "_") for override in self.overrides)
+        return "-".join(
+            override.removeprefix("async.").replace("=", "_") for override in self.overrides
+        )
 
 
 SYNCHRONOUS = Setting(0, None)
-SETTINGS = (SYNCHRONOUS, Setting(1, 1), *(Setting(capacity, bound) for capacity in (4, None) for bound in (1, 2, 8)))
+SETTINGS = (
+    SYNCHRONOUS,
+    Setting(1, 1),
+    *(Setting(capacity, bound) for capacity in (4, None) for bound in (1, 2, 8)),
+)
 
 
 @dataclass(frozen=True)
@@ -78,9 +88,13 @@ class Comparison:
 
 
 def run(config: str, overrides: Sequence[str], runs: Path, seeds: int, as_json: bool) -> None:
-    """Prints a table, or one JSON object. `runs`: the folder of all runs. Raises ConfigError; RuntimeError if a run fails."""
+    """Prints a table, or one JSON object.
+
+    `runs`: the folder of all runs. Raises ConfigError; RuntimeError if a run fails.
+    """
     jobs = [(setting, seed) for seed in range(seeds) for setting in SETTINGS]
-    plans = {job: _plan(config, overrides, runs, *job) for job in jobs}  # wrong settings show before anything starts
+    # wrong settings show before anything starts
+    plans = {job: _plan(config, overrides, runs, *job) for job in jobs}
     settings = load_config(config, overrides)
     check_settings(runs, settings)
     note_settings(runs, settings)
@@ -88,21 +102,36 @@ def run(config: str, overrides: Sequence[str], runs: Path, seeds: int, as_json: 
     for left, (job, plan) in zip(range(len(jobs), 0, -1), plans.items()):
         print(f"{plan.config.run_dir}; {left} runs to go", file=sys.stderr)
         for command in ("sft", "train"):
-            run_megarl(command, config, [*overrides, *_overrides(runs, *job)], Path(plan.config.run_dir))
+            run_megarl(
+                command, config, [*overrides, *_overrides(runs, *job)], Path(plan.config.run_dir)
+            )
         results.append(_result(*job, plan))
     rows = [asdict(result) for result in results]
     compared = [asdict(comparison) for comparison in compare(results)]
-    facts = {"config": config, "overrides": list(overrides), "last_steps": LAST, "runs": rows, "compared": compared}
+    facts = {
+        "config": config,
+        "overrides": list(overrides),
+        "last_steps": LAST,
+        "runs": rows,
+        "compared": compared,
+    }
     print(json.dumps(facts) if as_json else render(facts))
 
 
-def _plan(config: str, overrides: Sequence[str], runs: Path, setting: Setting, seed: int) -> RunPlan:
+def _plan(
+    config: str, overrides: Sequence[str], runs: Path, setting: Setting, seed: int
+) -> RunPlan:
     return resolve(load_config(config, [*overrides, *_overrides(runs, setting, seed)]), "sft")
 
 
 def _overrides(runs: Path, setting: Setting, seed: int) -> list[str]:
     seeded = runs / f"seed_{seed}"
-    return [f"seed={seed}", f"run_dir={seeded / setting.name}", f"sft.output={seeded / 'warm_start'}", *setting.overrides]
+    return [
+        f"seed={seed}",
+        f"run_dir={seeded / setting.name}",
+        f"sft.output={seeded / 'warm_start'}",
+        *setting.overrides,
+    ]
 
 
 def _result(setting: Setting, seed: int, plan: RunPlan) -> Result:
@@ -121,22 +150,35 @@ def _result(setting: Setting, seed: int, plan: RunPlan) -> Result:
 
 
 def compare(results: Sequence[Result]) -> list[Comparison]:
-    """A comparison for each setting except the baseline, in the order of `results`. Raises KeyError if a run has no baseline with its
-    seed."""
+    """A comparison for each setting except the baseline, in the order of `results`.
+
+    Raises KeyError if a run has no baseline with its seed.
+    """
     rewards: dict[Setting, dict[int, float]] = {}
     for result in results:
-        rewards.setdefault(Setting(result.capacity, result.max_staleness), {})[result.seed] = result.reward
+        rewards.setdefault(Setting(result.capacity, result.max_staleness), {})[result.seed] = (
+            result.reward
+        )
     baseline = rewards.pop(SYNCHRONOUS)
     spread = max(baseline.values()) - min(baseline.values())
-    differences = {setting: [each - baseline[seed] for seed, each in by_seed.items()] for setting, by_seed in rewards.items()}
+    differences = {
+        setting: [each - baseline[seed] for seed, each in by_seed.items()]
+        for setting, by_seed in rewards.items()
+    }
     return [_comparison(setting, each, spread) for setting, each in differences.items()]
 
 
 def _comparison(setting: Setting, differences: Sequence[float], spread: float) -> Comparison:
     mean = statistics.fmean(differences)
-    noise = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
+    noise = (
+        statistics.stdev(differences) / math.sqrt(len(differences))
+        if len(differences) > 1
+        else math.nan
+    )
     at_most = abs(mean) + 2 * noise
-    return Comparison(setting.capacity, setting.max_staleness, mean, noise, at_most, at_most <= spread)
+    return Comparison(
+        setting.capacity, setting.max_staleness, mean, noise, at_most, at_most <= spread
+    )
 
 
 def render(facts: Mapping[str, Any]) -> str:
@@ -146,21 +188,40 @@ def render(facts: Mapping[str, Any]) -> str:
         by_setting.setdefault((result["capacity"], result["max_staleness"]), []).append(result)
     compared = {(each["capacity"], each["max_staleness"]): each for each in facts["compared"]}
     lines = [
-        f"| capacity | max_staleness | reward of the last {facts['last_steps']} steps, by seed | mean | difference | noise | at most "
+        f"| capacity | max_staleness | reward of the last {facts['last_steps']} steps, by seed | "
+        "mean | difference | noise | at most "
         "| same | pass@1 | staleness mean / max | rejected |",
         "|" + "---|" * 11,
-        *(_row(capacity, bound, results, compared.get((capacity, bound))) for (capacity, bound), results in by_setting.items()),
+        *(
+            _row(capacity, bound, results, compared.get((capacity, bound)))
+            for (capacity, bound), results in by_setting.items()
+        ),
     ]
     same = sum(each["same"] for each in compared.values())
-    verdict = f"{same} of {len(compared)} settings reach the reward of the first row, within the range of its own seeds."
+    verdict = (
+        f"{same} of {len(compared)} settings reach the reward of the first row, within the "
+        "range of its own seeds."
+    )
     return "\n".join([*lines, "", verdict])
 
 
-def _row(capacity: int | None, bound: int | None, results: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | None) -> str:
-    mean = {name: statistics.fmean(result[name] for result in results) for name in ("reward", "pass_at_1", "staleness_mean", "rejected")}
+def _row(
+    capacity: int | None,
+    bound: int | None,
+    results: Sequence[Mapping[str, Any]],
+    compared: Mapping[str, Any] | None,
+) -> str:
+    mean = {
+        name: statistics.fmean(result[name] for result in results)
+        for name in ("reward", "pass_at_1", "staleness_mean", "rejected")
+    }
     judged = ["–"] * 4
     if compared is not None:
-        judged = [f"{compared['difference']:+.3f}", f"{compared['noise']:.3f}", f"{compared['at_most']:.3f}"]
+        judged = [
+            f"{compared['difference']:+.3f}",
+            f"{compared['noise']:.3f}",
+            f"{compared['at_most']:.3f}",
+        ]
         judged.append("yes" if compared["same"] else "no")
     cells = [
         "unbounded" if capacity is None else str(capacity),

@@ -1,6 +1,7 @@
 """GRPO by TRL on the prompts of another run. Needs an environment with TRL, and nothing of MegaRL.
 
-`python trl_grpo.py SETTINGS.json STEPS.json`: writes the seconds of each step. SETTINGS.json has the fields of `peer.Settings`.
+`python trl_grpo.py SETTINGS.json STEPS.json`: writes the seconds of each step. SETTINGS.json has
+the fields of `peer.Settings`.
 """
 
 from __future__ import annotations

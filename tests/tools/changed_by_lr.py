@@ -1,8 +1,10 @@
-"""The share of an engine's elements that one optimizer step changes, by learning rate: `python tests/tools/changed_by_lr.py`.
+"""The share of an engine's elements that one optimizer step changes, by learning rate: `python
+tests/tools/changed_by_lr.py`.
 
-Weights are random with standard deviation 0.02, like a new model's. AdamW (betas 0.9 and 0.95) updates float32 masters. Gradients are noise
-plus a constant part, so that updates are about as large as in training. The share is that of the last of STEPS steps: in bfloat16, and in
-fp8 by block, whose codes and scales are quantised from the bfloat16 values.
+Weights are random with standard deviation 0.02, like a new model's. AdamW (betas 0.9 and 0.95)
+updates float32 masters. Gradients are noise plus a constant part, so that updates are about as
+large as in training. The share is that of the last of STEPS steps: in bfloat16, and in fp8 by
+block, whose codes and scales are quantised from the bfloat16 values.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ def changed(shapes: list[tuple[int, int]], lr: float) -> tuple[float, float]:
         adam.step()
     after = states(masters)
     return tuple(
-        sum(int((bits_of(a) != bits_of(b)).sum()) for a, b in zip(now, was)) / sum(a.numel() for a in now)
+        sum(int((bits_of(a) != bits_of(b)).sum()) for a, b in zip(now, was))
+        / sum(a.numel() for a in now)
         for now, was in zip(after, before)
     )
 

@@ -1,7 +1,8 @@
-"""Compares colocation, where trainer and engines take turns on the same GPUs, with separate GPUs for each (docs/planner.md).
+"""Compares colocation, where trainer and engines take turns on the same GPUs, with separate GPUs
+for each (docs/planner.md).
 
-`python tests/tools/colocation.py` prints the table of that document. The times are the planner's. Where the planner has no figure, the
-assumption favours colocation: see ASSUMED.
+`python tests/tools/colocation.py` prints the table of that document. The times are the planner's.
+Where the planner has no figure, the assumption favours colocation: see ASSUMED.
 """
 
 from __future__ import annotations
@@ -17,8 +18,18 @@ from megarl.models import ModelSpec
 from megarl.plan.resolve import resolve
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs/8b_aipo.yaml"
-SETTINGS = "rollout.prompts_per_step=128 rollout.n=8 trainer.max_tokens_per_microbatch=32768 generator.kv_cache_tokens=100000".split()
-ROWS = [(512, 2048, 4), *((*lengths, gpus) for lengths in ((512, 2048), (2048, 8192), (6000, 16384)) for gpus in (8, 16, 32))]
+SETTINGS = (
+    "rollout.prompts_per_step=128 rollout.n=8 trainer.max_tokens_per_microbatch=32768 "
+    "generator.kv_cache_tokens=100000"
+).split()
+ROWS = [
+    (512, 2048, 4),
+    *(
+        (*lengths, gpus)
+        for lengths in ((512, 2048), (2048, 8192), (6000, 16384))
+        for gpus in (8, 16, 32)
+    ),
+]
 HOST_BYTES_PER_S = 50e9  # from a GPU to its host's memory, PCIe 5.0 x16
 LEFT_GIB = 4.0  # the waiting side leaves this on a GPU: CUDA context, NCCL's buffers, graphs
 
@@ -41,15 +52,30 @@ HEAD = [
 def table() -> str:
     rows: list[list[object]] = [[*HEAD], ["---"] * len(HEAD)]
     for mean, longest, gpus in ROWS:
-        plan = resolve(load_config(CONFIG, [*SETTINGS, f"plan.response_tokens={mean}", f"rollout.max_tokens={longest}"]))
+        plan = resolve(
+            load_config(
+                CONFIG, [*SETTINGS, f"plan.response_tokens={mean}", f"rollout.max_tokens={longest}"]
+            )
+        )
         found, best = search(plan.config, plan.spec, gpus)
         apart = estimate(best, plan.spec)
         training = round(found.theta * gpus)
-        # One step behind: unfinished responses lose their KV cache while the trainer has the memory, and are prefilled again.
-        on_policy, behind = (in_turn(with_partial(plan.config, mode), plan.spec, gpus) for mode in ("block", "retract"))
+        # One step behind: unfinished responses lose their KV cache while the trainer has the
+        # memory, and are prefilled again.
+        on_policy, behind = (
+            in_turn(with_partial(plan.config, mode), plan.spec, gpus)
+            for mode in ("block", "retract")
+        )
         steps = [sum(parts) + apart.glue_s for parts in (on_policy, behind)]
         parts = ", ".join(f"{part:.1f}" for part in behind)
-        cells = [f"{mean} / {longest}", gpus, f"{training} + {gpus - training}", f"{apart.step_s:.1f}", parts, *(f"{s:.1f}" for s in steps)]
+        cells = [
+            f"{mean} / {longest}",
+            gpus,
+            f"{training} + {gpus - training}",
+            f"{apart.step_s:.1f}",
+            parts,
+            *(f"{s:.1f}" for s in steps),
+        ]
         rows.append(cells)
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
 
@@ -63,10 +89,15 @@ def in_turn(config: RunConfig, spec: ModelSpec, gpus: int) -> tuple[float, float
     sides = Search(config, spec, gpus)
     left = replace(sides.cluster.gpu, memory_gib=sides.cluster.gpu.memory_gib - LEFT_GIB)
     sides.cluster = replace(sides.cluster, gpu=left)
-    trainer, generator = sides.trainer(gpus), sides.generator(gpus)
+    trainer = sides.trainer(gpus)
+    generator = sides.generator(gpus)
     assert trainer is not None and generator is not None
     held = training_memory(config, spec, turned(config, trainer.settings).trainer, left)
-    return trainer.seconds, generator.seconds, 2 * (held.weights + held.optimizer) / HOST_BYTES_PER_S
+    return (
+        trainer.seconds,
+        generator.seconds,
+        2 * (held.weights + held.optimizer) / HOST_BYTES_PER_S,
+    )
 
 
 if __name__ == "__main__":

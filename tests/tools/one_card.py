@@ -1,6 +1,8 @@
-"""The largest model that trains on one GPU, which both sides share: `python tests/tools/one_card.py` prints a table of docs/gpu.md.
+"""The largest model that trains on one GPU, which both sides share: `python
+tests/tools/one_card.py` prints a table of docs/gpu.md.
 
-By `megarl plan`, for configs/one_gpu.yaml with recomputation, microbatches of one longest response, and 32 requests at a time.
+By `megarl plan`, for configs/one_gpu.yaml with recomputation, microbatches of one longest response,
+and 32 requests at a time.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def table() -> Iterator[str]:
     yield f"| one GPU of | {' | '.join(columns)} |"
     yield f"|---|{'---|' * len(columns)}"
     for gpu, gigabytes in CARDS.items():
-        cells = [largest(gpu, tokens, overrides) for overrides in WAYS.values() for tokens in TOKENS]
+        cells = [
+            largest(gpu, tokens, overrides) for overrides in WAYS.values() for tokens in TOKENS
+        ]
         yield f"| {gigabytes} GB (`{gpu}`) | {' | '.join(cells)} |"
 
 
@@ -63,20 +67,37 @@ def largest(gpu: str, tokens: int, overrides: list[str]) -> str:
 
 def gib(gpu: str, folder: str, tokens: int, overrides: list[str]) -> float | None:
     """The GiB of both sides, or None if they do not fit."""
-    sizes = [f"cluster.gpu={gpu}", f"model.spec={CONFIGS / 'models' / folder / 'config.json'}", f"rollout.max_tokens={tokens}"]
-    sizes += [f"trainer.max_tokens_per_microbatch={tokens + PROMPT}", "generator.max_concurrency=32", f"plan.prompt_tokens={PROMPT}"]
+    sizes = [
+        f"cluster.gpu={gpu}",
+        f"model.spec={CONFIGS / 'models' / folder / 'config.json'}",
+        f"rollout.max_tokens={tokens}",
+    ]
+    sizes += [
+        f"trainer.max_tokens_per_microbatch={tokens + PROMPT}",
+        "generator.max_concurrency=32",
+        f"plan.prompt_tokens={PROMPT}",
+    ]
     try:
         plan = resolve(load_config(CONFIGS / "one_gpu.yaml", [*sizes, *overrides]), "plan")
         check_longest(plan.config, plan.spec)
         found = estimate(plan.config, plan.spec)
     except ConfigError:
         return None
-    return None if found.overfull or refused_by_train(plan.config, plan.spec) else found.fullest.gpu_total / GIB
+    return (
+        None
+        if found.overfull or refused_by_train(plan.config, plan.spec)
+        else found.fullest.gpu_total / GIB
+    )
 
 
 def parameters(folder: str) -> int:
     """The parameters of a model of MODELS."""
-    plan = resolve(load_config(CONFIGS / "one_gpu.yaml", [f"model.spec={CONFIGS / 'models' / folder / 'config.json'}"]), "plan")
+    plan = resolve(
+        load_config(
+            CONFIGS / "one_gpu.yaml", [f"model.spec={CONFIGS / 'models' / folder / 'config.json'}"]
+        ),
+        "plan",
+    )
     return parameter_count(plan.spec)
 
 

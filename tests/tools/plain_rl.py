@@ -2,12 +2,15 @@
 
     python tests/tools/plain_rl.py METHOD CONFIG [key=value …]
 
-METHOD is ppo, online_dpo, judge, best_of_n or distill; CONFIG is MegaRL's configuration of that method. Runs begin with the checkpoints
-that MegaRL's commands wrote (sft.output, reward_model.output, the path of a teacher), and have the same batches, steps and learning rates.
-MegaRL also gives the task's rows, in the order of its runs, and the verifier. All other code is here and in transformers.
+METHOD is ppo, online_dpo, judge, best_of_n or distill; CONFIG is MegaRL's configuration of that
+method. Runs begin with the checkpoints that MegaRL's commands wrote (sft.output,
+reward_model.output, the path of a teacher), and have the same batches, steps and learning rates.
+MegaRL also gives the task's rows, in the order of its runs, and the verifier. All other code is
+here and in transformers.
 
-One process samples, scores and learns in turn, so data is never stale. Sampling is at temperature 1. Prints one JSON object: the mean
-reward of the first and of the last 10 steps, and the share of right greedy answers to held-out prompts before and after.
+One process samples, scores and learns in turn, so data is never stale. Sampling is at temperature
+1. Prints one JSON object: the mean reward of the first and of the last 10 steps, and the share of
+right greedy answers to held-out prompts before and after.
 """
 
 from __future__ import annotations
@@ -26,7 +29,12 @@ import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, logging
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    logging,
+)
 
 from megarl.data.prompts import row_index
 from megarl.data.synthetic import synthetic_rows
@@ -40,7 +48,8 @@ DEFAULTS = {
     "algorithm": {"beta": 0.1, "gamma": 1.0, "gae_lambda": 0.95},
     "eval": {"limit": None},
 }
-CLIP, VALUE_CLIP = 0.2, 0.2  # of PPO
+CLIP = 0.2
+VALUE_CLIP = 0.2  # of PPO
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,8 @@ class Responses:
 
     ids: Tensor  # [B, L]
     seen: Tensor  # [B, L] 1 for a token, 0 for padding
-    written: Tensor  # [B, L - 1] 1 where the policy wrote the token ids[:, 1:], end-of-text included; else 0
+    # [B, L - 1] 1 where the policy wrote the token ids[:, 1:], end-of-text included; else 0
+    written: Tensor
 
     def __getitem__(self, places: Tensor) -> Responses:
         return Responses(*(getattr(self, field.name)[places] for field in fields(self)))
@@ -68,7 +78,9 @@ def logprobs(model: Any, responses: Responses) -> Tensor:
 
 def scores(model: Any, responses: Responses) -> Tensor:
     """[B, L]: the score of a one-score model at each token."""
-    return model.score(model.model(responses.ids, attention_mask=responses.seen).last_hidden_state)[:, :, 0]
+    return model.score(model.model(responses.ids, attention_mask=responses.seen).last_hidden_state)[
+        :, :, 0
+    ]
 
 
 def mean(terms: Tensor, written: Tensor) -> Tensor:
@@ -78,8 +90,11 @@ def mean(terms: Tensor, written: Tensor) -> Tensor:
 
 class Optimizer:
     def __init__(self, model: Any, settings: DictConfig, steps: int):
-        self.parameters, self.clip = list(model.parameters()), settings.clip_grad
-        self.adam = torch.optim.AdamW(self.parameters, settings.lr, tuple(settings.betas), weight_decay=settings.weight_decay)
+        self.parameters = list(model.parameters())
+        self.clip = settings.clip_grad
+        self.adam = torch.optim.AdamW(
+            self.parameters, settings.lr, tuple(settings.betas), weight_decay=settings.weight_decay
+        )
 
         def rate(done: int) -> float:
             if done < settings.warmup_steps:
@@ -87,7 +102,10 @@ class Optimizer:
             if settings.schedule == "constant":
                 return 1.0
             part = (done + 1 - settings.warmup_steps) / (steps - settings.warmup_steps)
-            return settings.min_lr_ratio + (1 - settings.min_lr_ratio) * (1 + math.cos(math.pi * part)) / 2
+            return (
+                settings.min_lr_ratio
+                + (1 - settings.min_lr_ratio) * (1 + math.cos(math.pi * part)) / 2
+            )
 
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.adam, rate)
 
@@ -100,10 +118,14 @@ class Optimizer:
 
 
 class Method:
-    """Learns from the rule's rewards. A method has its own `loss`, and may have its own `rewards` or `train`."""
+    """Learns from the rule's rewards.
+
+    A method has its own `loss`, and may have its own `rewards` or `train`.
+    """
 
     def __init__(self, config: DictConfig):
-        self.config, self.n = config, config.rollout.n
+        self.config = config
+        self.n = config.rollout.n
         self.tokenizer = AutoTokenizer.from_pretrained(config.sft.output)
         self.policy = AutoModelForCausalLM.from_pretrained(config.sft.output)
         self.steps = config.max_steps * config.trainer.minibatches * config.trainer.epochs
@@ -111,7 +133,12 @@ class Method:
 
     def rewards(self, responses: Responses, prompts: list[str], answers: list[str]) -> Tensor:
         """[B]"""
-        return torch.tensor([last_number_reward(text, answer) for text, answer in zip(self.texts(responses), answers)])
+        return torch.tensor(
+            [
+                last_number_reward(text, answer)
+                for text, answer in zip(self.texts(responses), answers)
+            ]
+        )
 
     def train(self, responses: Responses, rewards: Tensor) -> None:
         self.optimizer.step(self.loss(responses, rewards))
@@ -120,13 +147,19 @@ class Method:
         raise NotImplementedError
 
     @torch.no_grad()
-    def respond(self, model: Any, prompts: list[str], max_tokens: int, greedy: bool = False) -> Responses:
+    def respond(
+        self, model: Any, prompts: list[str], max_tokens: int, greedy: bool = False
+    ) -> Responses:
         asked = self.tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
         ids = model.generate(**asked, max_new_tokens=max_tokens, do_sample=not greedy, top_k=0)
         own = ids[:, asked.input_ids.shape[1] :]
         ends = (own == self.tokenizer.eos_token_id).int()
         written = (ends.cumsum(1) - ends == 0).int()  # up to the first end-of-text
-        return Responses(ids, torch.cat([asked.attention_mask, written], 1), F.pad(written, (ids.shape[1] - 1 - own.shape[1], 0)))
+        return Responses(
+            ids,
+            torch.cat([asked.attention_mask, written], 1),
+            F.pad(written, (ids.shape[1] - 1 - own.shape[1], 0)),
+        )
 
     def texts(self, responses: Responses) -> list[str]:
         ids = responses.ids[:, 1:].where(responses.written.bool(), self.tokenizer.pad_token_id)
@@ -136,22 +169,41 @@ class Method:
         """The share of right greedy answers to the held-out prompts."""
         rows = synthetic_rows(self.config.data.eval.source, "eval", self.config.seed, "data.eval")
         rows = [rows[index] for index in range(self.config.eval.limit or len(rows))]
-        responses = self.respond(self.policy, [row.prompt for row in rows], self.config.rollout.max_tokens, greedy=True)
-        return fmean(last_number_reward(text, row.answer) for text, row in zip(self.texts(responses), rows))
+        responses = self.respond(
+            self.policy, [row.prompt for row in rows], self.config.rollout.max_tokens, greedy=True
+        )
+        return fmean(
+            last_number_reward(text, row.answer) for text, row in zip(self.texts(responses), rows)
+        )
 
     def run(self) -> dict[str, float]:
-        config, found, began = self.config, [], time.perf_counter()
-        rows, size = synthetic_rows(config.data.train.source, "train", config.seed, "data.train"), config.rollout.prompts_per_step
+        config = self.config
+        found = []
+        began = time.perf_counter()
+        rows = synthetic_rows(config.data.train.source, "train", config.seed, "data.train")
+        size = config.rollout.prompts_per_step
         before = self.right()
         for step in range(config.max_steps):
-            places = [row_index(step * size + i, len(rows), f"prompts/{config.seed}", True) for i in range(size)]
+            places = [
+                row_index(step * size + i, len(rows), f"prompts/{config.seed}", True)
+                for i in range(size)
+            ]
             batch = [rows[place] for place in places for _ in range(self.n)]
-            responses = self.respond(self.policy, [row.prompt for row in batch], config.rollout.max_tokens)
-            rewards = self.rewards(responses, [row.prompt for row in batch], [row.answer for row in batch])
+            responses = self.respond(
+                self.policy, [row.prompt for row in batch], config.rollout.max_tokens
+            )
+            rewards = self.rewards(
+                responses, [row.prompt for row in batch], [row.answer for row in batch]
+            )
             self.train(responses, rewards)
             found.append(rewards.mean().item())
             print(f"step {step}: reward {found[-1]:.3f}", file=sys.stderr)
-        result = {"reward_first": fmean(found[:10]), "reward_last": fmean(found[-10:]), "right_before": before, "right_after": self.right()}
+        result = {
+            "reward_first": fmean(found[:10]),
+            "reward_last": fmean(found[-10:]),
+            "right_before": before,
+            "right_after": self.right(),
+        }
         return {**result, "seconds": time.perf_counter() - began}
 
 
@@ -164,12 +216,16 @@ class BestOfN(Method):
 
 
 class OnlineDpo(Method):
-    """DPO (arXiv:2305.18290, equation 7) on each prompt's best and worst response by a reward model's scores."""
+    """DPO (arXiv:2305.18290, equation 7) on each prompt's best and worst response by a reward
+    model's scores.
+    """
 
     def __init__(self, config: DictConfig):
         super().__init__(config)
         self.reference = copy.deepcopy(self.policy)
-        self.reward_model = AutoModelForSequenceClassification.from_pretrained(config.reward_model.output)
+        self.reward_model = AutoModelForSequenceClassification.from_pretrained(
+            config.reward_model.output
+        )
 
     @torch.no_grad()
     def rewards(self, responses: Responses, prompts: list[str], answers: list[str]) -> Tensor:
@@ -177,8 +233,11 @@ class OnlineDpo(Method):
         return scores(self.reward_model, responses).gather(1, last[:, None])[:, 0]
 
     def loss(self, responses: Responses, rewards: Tensor) -> Tensor:
-        groups, first = rewards.view(-1, self.n), self.n * torch.arange(len(rewards) // self.n)
-        pairs = responses[torch.stack([first + groups.argmax(1), first + groups.argmin(1)], 1).flatten()]
+        groups = rewards.view(-1, self.n)
+        first = self.n * torch.arange(len(rewards) // self.n)
+        pairs = responses[
+            torch.stack([first + groups.argmax(1), first + groups.argmin(1)], 1).flatten()
+        ]
         with torch.no_grad():
             reference = logprobs(self.reference, pairs)
         best, worst = (logprobs(self.policy, pairs) - reference).sum(1).view(-1, 2).unbind(1)
@@ -187,7 +246,10 @@ class OnlineDpo(Method):
 
 
 class Judge(Method):
-    """The policy gradient, with the mean reward of a prompt's responses as the baseline. A model writes a verdict, which is the reward."""
+    """The policy gradient, with the mean reward of a prompt's responses as the baseline.
+
+    A model writes a verdict, which is the reward.
+    """
 
     def __init__(self, config: DictConfig):
         super().__init__(config)
@@ -195,7 +257,10 @@ class Judge(Method):
 
     def rewards(self, responses: Responses, prompts: list[str], answers: list[str]) -> Tensor:
         asked = self.config.roles.judge
-        questions = [asked.template.format(prompt=p, response=text) for p, text in zip(prompts, self.texts(responses))]
+        questions = [
+            asked.template.format(prompt=p, response=text)
+            for p, text in zip(prompts, self.texts(responses))
+        ]
         said = self.texts(self.respond(self.judge, questions, asked.max_tokens, greedy=True))
         verdicts = [re.findall(asked.verdict, text) for text in said]
         return torch.tensor([float(found[-1]) if found else 0.0 for found in verdicts])
@@ -211,9 +276,12 @@ class Ppo(Method):
 
     def __init__(self, config: DictConfig):
         super().__init__(config)
-        self.critic = AutoModelForSequenceClassification.from_pretrained(config.sft.output, num_labels=1)
+        self.critic = AutoModelForSequenceClassification.from_pretrained(
+            config.sft.output, num_labels=1
+        )
         torch.nn.init.zeros_(self.critic.score.weight)
-        self.critic_optimizer, self.batches = Optimizer(self.critic, config.critic.optimizer, self.steps), 0
+        self.critic_optimizer = Optimizer(self.critic, config.critic.optimizer, self.steps)
+        self.batches = 0
 
     def values(self, responses: Responses) -> Tensor:
         """[B, L - 1]: the value before each token, 0 where the policy did not write."""
@@ -221,12 +289,17 @@ class Ppo(Method):
 
     def advantages(self, responses: Responses, rewards: Tensor, values: Tensor) -> Tensor:
         """[B, L - 1]"""
-        gamma, gae_lambda = self.config.algorithm.gamma, self.config.algorithm.gae_lambda
+        gamma = self.config.algorithm.gamma
+        gae_lambda = self.config.algorithm.gae_lambda
         last = (responses.written * torch.arange(values.shape[1])).argmax(1)
         of_tokens = torch.zeros_like(values).scatter(1, last[:, None], rewards[:, None])
-        found, following, advantage = torch.zeros_like(values), torch.zeros(len(values)), torch.zeros(len(values))
+        found = torch.zeros_like(values)
+        following = torch.zeros(len(values))
+        advantage = torch.zeros(len(values))
         for t in reversed(range(values.shape[1])):
-            advantage = of_tokens[:, t] + gamma * following - values[:, t] + gamma * gae_lambda * advantage
+            advantage = (
+                of_tokens[:, t] + gamma * following - values[:, t] + gamma * gae_lambda * advantage
+            )
             found[:, t] = advantage = advantage * responses.written[:, t]
             following = values[:, t]
         return found
@@ -234,29 +307,43 @@ class Ppo(Method):
     def train(self, responses: Responses, rewards: Tensor) -> None:
         written = responses.written
         with torch.no_grad():
-            old, values = logprobs(self.policy, responses), self.values(responses)
+            old = logprobs(self.policy, responses)
+            values = self.values(responses)
         advantages = self.advantages(responses, rewards, values)
-        returns, average = advantages + values, mean(advantages, written)
-        whitened = (advantages - average) / (mean((advantages - average) ** 2, written) + 1e-8).sqrt()
+        returns = advantages + values
+        average = mean(advantages, written)
+        whitened = (advantages - average) / (
+            mean((advantages - average) ** 2, written) + 1e-8
+        ).sqrt()
         for _ in range(self.config.trainer.epochs):
             for some in torch.randperm(len(rewards)).chunk(self.config.trainer.minibatches):
                 if self.batches >= self.config.critic.warmup_steps:
                     self.optimizer.step(self.loss(responses[some], whitened[some], old[some]))
-                self.critic_optimizer.step(self.value_loss(responses[some], returns[some], values[some]))
+                self.critic_optimizer.step(
+                    self.value_loss(responses[some], returns[some], values[some])
+                )
         self.batches += 1
 
     def loss(self, responses: Responses, advantages: Tensor, old: Tensor) -> Tensor:  # type: ignore[override]
         ratio = (logprobs(self.policy, responses) - old).exp()
-        return -mean(torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages), responses.written)
+        return -mean(
+            torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages),
+            responses.written,
+        )
 
     def value_loss(self, responses: Responses, returns: Tensor, old: Tensor) -> Tensor:
         values = self.values(responses)
         near = old + (values - old).clamp(-VALUE_CLIP, VALUE_CLIP)
-        return mean(torch.maximum((values - returns) ** 2, (near - returns) ** 2), responses.written) / 2
+        return (
+            mean(torch.maximum((values - returns) ** 2, (near - returns) ** 2), responses.written)
+            / 2
+        )
 
 
 class Distill(Method):
-    """On-policy distillation: the reverse KL divergence from a teacher, over the vocabulary, at each token of the policy's responses."""
+    """On-policy distillation: the reverse KL divergence from a teacher, over the vocabulary, at
+    each token of the policy's responses.
+    """
 
     def __init__(self, config: DictConfig):
         super().__init__(config)
@@ -269,7 +356,13 @@ class Distill(Method):
         return mean((own.exp() * (own - teacher)).sum(-1), responses.written)
 
 
-METHODS = {"ppo": Ppo, "online_dpo": OnlineDpo, "judge": Judge, "best_of_n": BestOfN, "distill": Distill}
+METHODS = {
+    "ppo": Ppo,
+    "online_dpo": OnlineDpo,
+    "judge": Judge,
+    "best_of_n": BestOfN,
+    "distill": Distill,
+}
 
 
 def begin(method: str, path: str, overrides: list[str]) -> Method:
@@ -281,6 +374,8 @@ def begin(method: str, path: str, overrides: list[str]) -> Method:
 
 if __name__ == "__main__":
     if len(sys.argv) < 3 or sys.argv[1] not in METHODS:
-        sys.exit(f"usage: python tests/tools/plain_rl.py {{{','.join(METHODS)}}} CONFIG [key=value …]")
+        sys.exit(
+            f"usage: python tests/tools/plain_rl.py {{{','.join(METHODS)}}} CONFIG [key=value …]"
+        )
     logging.set_verbosity_error()  # it warns of a critic's new head, which is meant
     print(json.dumps(begin(sys.argv[1], sys.argv[2], sys.argv[3:]).run()))

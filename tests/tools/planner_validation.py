@@ -1,8 +1,10 @@
-"""The planner against published rows: `python tests/tools/planner_validation.py` prints the tables of docs/planner.md.
+"""The planner against published rows: `python tests/tools/planner_validation.py` prints the tables
+of docs/planner.md.
 
-Constants are fitted on rows 1, 3, 5, … of each table; rows 2, 4, 6, … are predicted with them. `--fit` fits again and prints the constants.
-The fit is least squares on log(predicted / measured). A prior pulls every constant towards its first guess, because nine rows do not
-determine six constants.
+Constants are fitted on rows 1, 3, 5, … of each table; rows 2, 4, 6, … are predicted with them.
+`--fit` fits again and prints the constants. The fit is least squares on log(predicted / measured).
+A prior pulls every constant towards its first guess, because nine rows do not determine six
+constants.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from planner_published import ASSUMED, FIT, FITTED, TABLES, Fit, Row
 
-# First guesses, made before any row was seen, and the factor (one standard deviation) by which each may be wrong.
+# First guesses, made before any row was seen, and the factor (one standard deviation) by which each
+# may be wrong.
 GUESSES = {
     "gemm_efficiency": (0.75, 1.2),
     "expert_pass_s": (1.0e-3, 2.0),
@@ -43,30 +46,47 @@ class Result:
 
 
 def results(constants: Fit = FIT) -> list[list[Result]]:
-    """The results of all rows. LlamaRL's are scaled by one factor, the geometric mean over its fitted rows, because only ratios count."""
+    """The results of all rows.
+
+    LlamaRL's are scaled by one factor, the geometric mean over its fitted rows, because only ratios
+    count.
+    """
     found = []
     for table in TABLES:
         predicted = [row.predict_s(constants) for row in table]
         factor = _ratio_factor(table, predicted) if table[0].table == "LlamaRL" else 1.0
         held_out = [bool(i % 2) or not _is_fitted(table) for i in range(len(table))]
-        found.append([Result(row, held, factor * time) for row, held, time in zip(table, held_out, predicted)])
+        found.append(
+            [
+                Result(row, held, factor * time)
+                for row, held, time in zip(table, held_out, predicted)
+            ]
+        )
     return found
 
 
 def _is_fitted(table: Sequence[Row]) -> bool:
-    """Leaves out NeMo-RL's runs on GB200. They take longer on 128 GPUs than on 64, so a resource limits them that the planner does not
-    count."""
+    """Leaves out NeMo-RL's runs on GB200.
+
+    They take longer on 128 GPUs than on 64, so a resource limits them that the planner does not
+    count.
+    """
     return table[0].table != UNFITTED
 
 
 def fit(rounds: int = 12, start: Fit | None = None) -> Fit:
-    """Gauss-Newton in the logarithms of the constants, on the rows that are not held out. It begins at `start`, or else at the guesses."""
+    """Gauss-Newton in the logarithms of the constants, on the rows that are not held out.
+
+    It begins at `start`, or else at the guesses.
+    """
     guess = np.log([GUESSES[name][0] for name in FITTED])
     width = np.log([GUESSES[name][1] for name in FITTED])
     at = guess.copy() if start is None else np.log([getattr(start, name) for name in FITTED])
     for _ in range(rounds):
         here = _residuals(at)
-        slope = np.stack([(_residuals(at + 1e-4 * unit) - here) / 1e-4 for unit in np.eye(len(at))], axis=1)
+        slope = np.stack(
+            [(_residuals(at + 1e-4 * unit) - here) / 1e-4 for unit in np.eye(len(at))], axis=1
+        )
         left = np.concatenate([slope / math.log(ROW_FACTOR), np.diag(1 / width)])
         right = np.concatenate([here / math.log(ROW_FACTOR), (at - guess) / width])
         at = at - np.clip(np.linalg.lstsq(left, right, rcond=None)[0], -0.7, 0.7)
@@ -79,7 +99,8 @@ def _constants(logarithms: np.ndarray) -> Fit:
 
 def _residuals(logarithms: np.ndarray) -> np.ndarray:
     """log(predicted / measured) of the fitted rows."""
-    constants, found = _constants(logarithms), []
+    constants = _constants(logarithms)
+    found = []
     for table in filter(_is_fitted, TABLES):
         rows = table[::2]
         predicted = [row.predict_s(constants) for row in rows]
@@ -90,7 +111,11 @@ def _residuals(logarithms: np.ndarray) -> np.ndarray:
 
 
 def _ratio_factor(table: Sequence[Row], predicted: Sequence[float]) -> float:
-    return math.exp(statistics.fmean(math.log(row.measured_s / time) for row, time in zip(table[::2], predicted[::2])))
+    return math.exp(
+        statistics.fmean(
+            math.log(row.measured_s / time) for row, time in zip(table[::2], predicted[::2])
+        )
+    )
 
 
 def median_error(found: list[list[Result]], held_out: bool) -> float:
@@ -102,7 +127,11 @@ def median_error(found: list[list[Result]], held_out: bool) -> float:
 def misordered(table: Sequence[Result]) -> list[tuple[str, str]]:
     """Pairs of rows in which the planner predicts the wrong one to be faster."""
     pairs = [(a, b) for i, a in enumerate(table) for b in table[i + 1 :]]
-    wrong = [(a, b) for a, b in pairs if (a.row.measured_s < b.row.measured_s) != (a.predicted_s < b.predicted_s)]
+    wrong = [
+        (a, b)
+        for a, b in pairs
+        if (a.row.measured_s < b.row.measured_s) != (a.predicted_s < b.predicted_s)
+    ]
     return [(a.row.name, b.row.name) for a, b in wrong]
 
 
@@ -115,12 +144,22 @@ def render(found: list[list[Result]]) -> str:
         lines += ["| row | use | published s | predicted s | error |", "|---|---|---|---|---|"]
         for r in table:
             use = "held out" if r.held_out else "fitted"
-            lines.append(f"| {r.row.name} | {use} | {r.row.measured_s:.4g} | {r.predicted_s:.4g} | {r.error:+.0%} |")
+            lines.append(
+                f"| {r.row.name} | {use} | {r.row.measured_s:.4g} | {r.predicted_s:.4g} | "
+                f"{r.error:+.0%} |"
+            )
         wrong = misordered(table)
         pairs = "; ".join(" and ".join(pair) for pair in wrong)
         lines += ["", f"Order wrong: {pairs}." if wrong else "Order: all pairs right.", ""]
-    held, fitted = median_error(found, True), median_error(found, False)
-    return "\n".join([*lines, f"Median error without {UNFITTED}: {held:.0%} on held-out rows, {fitted:.0%} on fitted rows."])
+    held = median_error(found, True)
+    fitted = median_error(found, False)
+    return "\n".join(
+        [
+            *lines,
+            f"Median error without {UNFITTED}: {held:.0%} on held-out rows, {fitted:.0%} on "
+            "fitted rows.",
+        ]
+    )
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """How long a checkpoint delays a step, if it is written in the background and if not.
 
-`python tests/tools/saving_time.py [HIDDEN [LAYERS [FOLDER]]]` saves a model of random weights on one gloo rank on a CPU. It prints the
-median of five saves for each of the two, made in turns.
+`python tests/tools/saving_time.py [HIDDEN [LAYERS [FOLDER]]]` saves a model of random weights on
+one gloo rank on a CPU. It prints the median of five saves for each of the two, made in turns.
 """
 
 from __future__ import annotations
@@ -29,14 +29,30 @@ def main(hidden: int = 512, layers: int = 8, folder: str | None = None) -> None:
     from megarl.trainer.step import MegatronTrainer
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    spec = ModelSpec("llama", layers, hidden, 4 * hidden, hidden // 64, hidden // 64, 64, 8192, 256, False, 1e-6, 1e4)
-    trainer = MegatronTrainer(spec, TrainerTopology(), TrainerConfig(), "float32", seed=1, total_steps=1, timeout_s=60)
+    spec = ModelSpec(
+        "llama",
+        layers,
+        hidden,
+        4 * hidden,
+        hidden // 64,
+        hidden // 64,
+        64,
+        8192,
+        256,
+        False,
+        1e-6,
+        1e4,
+    )
+    trainer = MegatronTrainer(
+        spec, TrainerTopology(), TrainerConfig(), "float32", seed=1, total_steps=1, timeout_s=60
+    )
     trainer.init_random(1)
     held_s: dict[bool, list[float]] = {True: [], False: []}
     whole_s: dict[bool, list[float]] = {True: [], False: []}
     with tempfile.TemporaryDirectory(dir=folder) as root:
         for number in range(2 * SAVES):
-            beside, began = number % 2 == 0, time.perf_counter()
+            beside = number % 2 == 0
+            began = time.perf_counter()
             saving = checkpoint.begin(trainer, Path(root) / "step", {}, beside=beside)
             begun = time.perf_counter()
             while not saving.written():
@@ -46,9 +62,15 @@ def main(hidden: int = 512, layers: int = 8, folder: str | None = None) -> None:
             held_s[beside].append(begun - began + time.perf_counter() - written)
             whole_s[beside].append(time.perf_counter() - began)
     parameters = sum(p.numel() for p in trainer.local_parameters().values())
-    print(f"{parameters / 1e6:.0f} M parameters, {12 * parameters / 2**30:.2f} GiB a checkpoint, {torch.get_num_threads()} threads")
+    print(
+        f"{parameters / 1e6:.0f} M parameters, {12 * parameters / 2**30:.2f} GiB a checkpoint, "
+        f"{torch.get_num_threads()} threads"
+    )
     for beside, what in ((False, "the step waits"), (True, "beside training")):
-        print(f"{what:<16} held up {median(held_s[beside]):6.2f} s, complete after {median(whole_s[beside]):6.2f} s")
+        print(
+            f"{what:<16} held up {median(held_s[beside]):6.2f} s, complete after "
+            f"{median(whole_s[beside]):6.2f} s"
+        )
 
 
 if __name__ == "__main__":

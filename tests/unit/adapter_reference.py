@@ -19,20 +19,31 @@ def columns(tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     return tensor.chunk(ranks, dim=-1)[rank]
 
 
-def expected_on(rank: int, full: dict[str, torch.Tensor], sizes: GeneratorTopology, layer: int, experts: int) -> dict[str, torch.Tensor]:
-    """By the rules of SGLang's layers (slice_lora_a_weights, slice_lora_b_weights) and of its pool of experts."""
-    tp, found = sizes.tp, {}
+def expected_on(
+    rank: int, full: dict[str, torch.Tensor], sizes: GeneratorTopology, layer: int, experts: int
+) -> dict[str, torch.Tensor]:
+    """By the rules of SGLang's layers (slice_lora_a_weights, slice_lora_b_weights) and of its pool
+    of experts.
+    """
+    tp = sizes.tp
+    found = {}
 
     def factors(module: str, letter: str) -> torch.Tensor:
         own = f"model.layers.{layer}.{module}.lora_{letter}.weight"
-        return full[own if own in full else re.sub(r"experts\.\d+", "experts", own)]  # a factor that all experts share
+        # a factor that all experts share
+        return full[own if own in full else re.sub(r"experts\.\d+", "experts", own)]
 
     def fused(name: str, modules: list[str], at: int, of: int) -> None:
         found[f"{name}.lora_A"] = torch.cat([factors(module, "A") for module in modules])
-        found[f"{name}.lora_B"] = torch.cat([rows(factors(module, "B"), at, of) for module in modules])
+        found[f"{name}.lora_B"] = torch.cat(
+            [rows(factors(module, "B"), at, of) for module in modules]
+        )
 
     def inner(name: str, module: str, at: int, of: int) -> None:
-        found[f"{name}.lora_A"], found[f"{name}.lora_B"] = columns(factors(module, "A"), at, of), factors(module, "B")
+        found[f"{name}.lora_A"], found[f"{name}.lora_B"] = (
+            columns(factors(module, "A"), at, of),
+            factors(module, "B"),
+        )
 
     fused("self_attn.qkv_proj", [f"self_attn.{x}_proj" for x in "qkv"], rank, tp)
     inner("self_attn.o_proj", "self_attn.o_proj", rank, tp)
@@ -40,7 +51,8 @@ def expected_on(rank: int, full: dict[str, torch.Tensor], sizes: GeneratorTopolo
         fused("mlp.gate_up_proj", ["mlp.gate_proj", "mlp.up_proj"], rank, tp)
         inner("mlp.down_proj", "mlp.down_proj", rank, tp)
     elif any(".experts." in name for name in full):
-        each, moe_tp = experts // sizes.ep, tp // sizes.ep
+        each = experts // sizes.ep
+        moe_tp = tp // sizes.ep
         stacked: dict[str, list[torch.Tensor]] = {}
         for expert in range(rank // moe_tp * each, (rank // moe_tp + 1) * each):
             own = f"mlp.experts.{expert}."
@@ -48,7 +60,14 @@ def expected_on(rank: int, full: dict[str, torch.Tensor], sizes: GeneratorTopolo
             inner("w2", own + "down_proj", rank % moe_tp, moe_tp)
             for stack in ("w13", "w2"):
                 for letter in "AB":
-                    stacked.setdefault(f"mlp.experts.{stack}.lora_{letter}", []).append(found.pop(f"{stack}.lora_{letter}"))
-        shared = SHARED if f"model.layers.{layer}.mlp.experts.gate_proj.lora_A.weight" in full else ()
-        found |= {name: tensors[0] if (name in shared) else torch.stack(tensors) for name, tensors in stacked.items()}
+                    stacked.setdefault(f"mlp.experts.{stack}.lora_{letter}", []).append(
+                        found.pop(f"{stack}.lora_{letter}")
+                    )
+        shared = (
+            SHARED if f"model.layers.{layer}.mlp.experts.gate_proj.lora_A.weight" in full else ()
+        )
+        found |= {
+            name: tensors[0] if (name in shared) else torch.stack(tensors)
+            for name, tensors in stacked.items()
+        }
     return {f"model.layers.{layer}.{name}": values for name, values in found.items()}

@@ -1,8 +1,9 @@
-"""Finds the settings that a program reads: it follows the attributes of config sections through the source, by annotations and assignments.
+"""Finds the settings that a program reads: it follows the attributes of config sections through the
+source, by annotations and assignments.
 
-A section is an expression annotated with its class, `….config` (the whole configuration), or a name assigned from one of these. `getattr`
-with a computed name reads the keys that the function mentions: as text, by a constant of the module, or as the fields of a class of
-megarl.base.geometry.
+A section is an expression annotated with its class, `….config` (the whole configuration), or a name
+assigned from one of these. `getattr` with a computed name reads the keys that the function
+mentions: as text, by a constant of the module, or as the fields of a class of megarl.base.geometry.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from megarl.config.keys import _without_optional
 def _sections(cls: type) -> Iterator[type]:
     yield from (base for base in cls.__mro__ if dataclasses.is_dataclass(base))
     for hint in typing.get_type_hints(cls).values():
-        for each in (hint, *typing.get_args(hint), *(inner for arg in typing.get_args(hint) for inner in typing.get_args(arg))):
+        for each in (
+            hint,
+            *typing.get_args(hint),
+            *(inner for arg in typing.get_args(hint) for inner in typing.get_args(arg)),
+        ):
             if isinstance(each, type) and dataclasses.is_dataclass(each):
                 yield from _sections(each)
 
@@ -43,7 +48,11 @@ def _reads_of(source: str) -> Reads:
 
 def unread(key_root: type, found: Reads) -> list[str]:
     """The dotted keys of the tree under `key_root` that are not in `found`."""
-    return [key for key, cls, field in _leaves(key_root, "") if not found & {(each.__name__, field) for each in cls.__mro__}]
+    return [
+        key
+        for key, cls, field in _leaves(key_root, "")
+        if not found & {(each.__name__, field) for each in cls.__mro__}
+    ]
 
 
 def _leaves(cls: type, prefix: str) -> Iterator[tuple[str, type, str]]:
@@ -72,8 +81,16 @@ class _Module:
         """`names`: sections by variable; `own`: by attribute of self."""
         for statement in body:
             if isinstance(statement, ast.ClassDef):
-                fields = {f.target.id: c for f in statement.body if isinstance(f, ast.AnnAssign) and (c := _annotated(f.annotation))}
-                methods = [f for f in statement.body if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]
+                fields = {
+                    f.target.id: c
+                    for f in statement.body
+                    if isinstance(f, ast.AnnAssign) and (c := _annotated(f.annotation))
+                }
+                methods = [
+                    f
+                    for f in statement.body
+                    if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)
+                ]
                 for _ in range(2):  # a method may read what a later one assigns to self
                     for method in methods:
                         self._function(method, {}, fields)
@@ -82,34 +99,76 @@ class _Module:
             else:
                 self._statement(statement, names, own)
 
-    def _function(self, function: ast.FunctionDef | ast.AsyncFunctionDef, outer: dict[str, type], own: dict[str, type]) -> None:
+    def _function(
+        self,
+        function: ast.FunctionDef | ast.AsyncFunctionDef,
+        outer: dict[str, type],
+        own: dict[str, type],
+    ) -> None:
         arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
         names = outer | {a.arg: c for a in arguments if (c := _annotated(a.annotation))}
-        local = [node for node in ast.walk(function) if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
-        names |= {node.target.id: c for node in local if isinstance(node.target, ast.Name) and (c := _annotated(node.annotation))}
+        local = [
+            node
+            for node in ast.walk(function)
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        ]
+        names |= {
+            node.target.id: c
+            for node in local
+            if isinstance(node.target, ast.Name) and (c := _annotated(node.annotation))
+        }
         mentioned = self._mentioned(function)
         for node in ast.walk(function):
             if isinstance(node, ast.Assign | ast.NamedExpr):
                 self._assign(node, names, own)
         for node in ast.walk(function):
             self._read(node, names, own, mentioned)
-        self._block([node for node in ast.walk(function) if node is not function and isinstance(node, ast.FunctionDef)], names, own)
+        self._block(
+            [
+                node
+                for node in ast.walk(function)
+                if node is not function and isinstance(node, ast.FunctionDef)
+            ],
+            names,
+            own,
+        )
 
     def _mentioned(self, function: ast.AST) -> set[str]:
         """The words that may be names of settings."""
         names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
         assigned = [(s.targets[0], s.value) for s in self._tree.body if isinstance(s, ast.Assign)]
-        constants = [value for target, value in assigned if isinstance(target, ast.Name) and target.id in names]
-        texts = [node.value for root in (function, *constants) for node in ast.walk(root) if isinstance(node, ast.Constant)]
+        constants = [
+            value
+            for target, value in assigned
+            if isinstance(target, ast.Name) and target.id in names
+        ]
+        texts = [
+            node.value
+            for root in (function, *constants)
+            for node in ast.walk(root)
+            if isinstance(node, ast.Constant)
+        ]
         words = {word for text in texts if isinstance(text, str) for word in text.split()}
-        of_class = [node.value for node in ast.walk(function) if isinstance(node, ast.Attribute) and node.attr == "__dataclass_fields__"]
-        return words.union(*(getattr(geometry, cls.id).__dataclass_fields__ for cls in of_class if isinstance(cls, ast.Name)))
+        of_class = [
+            node.value
+            for node in ast.walk(function)
+            if isinstance(node, ast.Attribute) and node.attr == "__dataclass_fields__"
+        ]
+        return words.union(
+            *(
+                getattr(geometry, cls.id).__dataclass_fields__
+                for cls in of_class
+                if isinstance(cls, ast.Name)
+            )
+        )
 
     def _statement(self, statement: ast.stmt, names: dict[str, type], own: dict[str, type]) -> None:
         for node in ast.walk(statement):
             self._read(node, names, own, set())
 
-    def _assign(self, node: ast.Assign | ast.NamedExpr, names: dict[str, type], own: dict[str, type]) -> None:
+    def _assign(
+        self, node: ast.Assign | ast.NamedExpr, names: dict[str, type], own: dict[str, type]
+    ) -> None:
         target = node.target if isinstance(node, ast.NamedExpr) else node.targets[0]
         pairs = [(target, node.value)]
         if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
@@ -120,11 +179,21 @@ class _Module:
                     continue
                 if isinstance(to, ast.Name):
                     names[to.id] = cls
-                elif isinstance(to, ast.Attribute) and isinstance(to.value, ast.Name) and to.value.id == "self":
+                elif (
+                    isinstance(to, ast.Attribute)
+                    and isinstance(to.value, ast.Name)
+                    and to.value.id == "self"
+                ):
                     own[to.attr] = cls
 
-    def _read(self, node: ast.AST, names: dict[str, type], own: dict[str, type], mentioned: set[str]) -> None:
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and (cls := self._section(node.value, names, own)):
+    def _read(
+        self, node: ast.AST, names: dict[str, type], own: dict[str, type], mentioned: set[str]
+    ) -> None:
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Load)
+            and (cls := self._section(node.value, names, own))
+        ):
             self._found.add((cls.__name__, node.attr))
         elif (
             isinstance(node, ast.Call)
@@ -148,5 +217,9 @@ class _Module:
 
 
 def _annotated(annotation: ast.expr | None) -> type | None:
-    named = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)} if annotation is not None else set()
+    named = (
+        {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
+        if annotation is not None
+        else set()
+    )
     return SECTIONS.get(next(iter(named & SECTIONS.keys()), ""))

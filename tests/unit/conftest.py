@@ -19,9 +19,12 @@ def run_yaml(tmp_path: Path) -> Path:
     (model / "model.safetensors").touch()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODELS / "tiny-llama" / name, model)
-    rows, path = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
+    rows = tmp_path / "rows.jsonl"
+    path = tmp_path / "run.yaml"
     rows.write_text('{"question": "1+1=", "answer": "2"}\n')
-    path.write_text(f"model: {{path: {model}}}\ndata: {{train: {{source: {rows}}}}}\nrun_dir: {tmp_path}/run\n")
+    path.write_text(
+        f"model: {{path: {model}}}\ndata: {{train: {{source: {rows}}}}}\nrun_dir: {tmp_path}/run\n"
+    )
     return path
 
 

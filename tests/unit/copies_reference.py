@@ -16,7 +16,12 @@ from megarl.reshard.proof import ProofError, _check_content, _check_cover, _exte
 from megarl.reshard.template import ZEROS
 
 
-def apply_copy(copy: Copy, source_tensor: torch.Tensor | None, destination_tensor: torch.Tensor, amax: AmaxTable | None = None) -> None:
+def apply_copy(
+    copy: Copy,
+    source_tensor: torch.Tensor | None,
+    destination_tensor: torch.Tensor,
+    amax: AmaxTable | None = None,
+) -> None:
     """Writes the copy's box of `destination_tensor`. Both tensors are whole, as in the layouts.
 
     A cast rounds to nearest even, like `Tensor.to`. Zeros need no `source_tensor`.
@@ -29,11 +34,17 @@ def apply_copy(copy: Copy, source_tensor: torch.Tensor | None, destination_tenso
 
 
 def prove_copies(copies: Iterable[Copy], source: Layout, destination: Layout) -> None:
-    """The proof of `prove_exactly_once` on a plain list of all copies, tensor by tensor. Raises ProofError with tensor and rank."""
+    """The proof of `prove_exactly_once` on a plain list of all copies, tensor by tensor.
+
+    Raises ProofError with tensor and rank.
+    """
     by_rank: dict[int, dict[str, list[Copy]]] = defaultdict(lambda: defaultdict(list))
     for copy in copies:
         by_rank[copy.destination_rank][copy.destination_tensor].append(copy)
-    sources = [{tensor.name: tensor for tensor in source.tensors(rank)} for rank in range(source.world_size)]
+    sources = [
+        {tensor.name: tensor for tensor in source.tensors(rank)}
+        for rank in range(source.world_size)
+    ]
     extents = _extents(tensor for tensors in sources for tensor in tensors.values())
     for rank in range(destination.world_size):
         pending = by_rank.pop(rank, {})
@@ -46,15 +57,35 @@ def prove_copies(copies: Iterable[Copy], source: Layout, destination: Layout) ->
                 if copy.transform != ZEROS:
                     held = sources[copy.source_rank].get(copy.source_tensor or "")
                     if held is None:
-                        raise ProofError(f"{where}: {source.name} rank {copy.source_rank} has no {copy.source_tensor}")
+                        raise ProofError(
+                            f"{where}: {source.name} rank {copy.source_rank} has no "
+                            f"{copy.source_tensor}"
+                        )
                 how = copy.quantisation
                 rule, cut = (None, False) if how is None else (how.rule, how.cut)
-                checked = _Write(where, copy.transform, tensor, copy.destination_box, held, copy.source_box, rule, cut, extents)
+                checked = _Write(
+                    where,
+                    copy.transform,
+                    tensor,
+                    copy.destination_box,
+                    held,
+                    copy.source_box,
+                    rule,
+                    cut,
+                    extents,
+                )
                 logical = _check_content(_lifted(checked))
-                if how is not None and (logical is None or how.origin != logical.logical.start[-2:]):
-                    raise ProofError(f"{where}: tiles are counted from {how.origin}, but the weights are {logical}")
+                if how is not None and (
+                    logical is None or how.origin != logical.logical.start[-2:]
+                ):
+                    raise ProofError(
+                        f"{where}: tiles are counted from {how.origin}, but the weights are "
+                        f"{logical}"
+                    )
         for name in pending:
-            raise ProofError(f"{name} on {destination.name} rank {rank}: written, but not in the layout")
+            raise ProofError(
+                f"{name} on {destination.name} rank {rank}: written, but not in the layout"
+            )
     for rank in by_rank:
         raise ProofError(f"{destination.name} rank {rank} is written, but not in the layout")
 
@@ -67,11 +98,21 @@ def _lifted(write: _Write) -> _Write:
     held = None if write.held is None else _lift(write.held, dims)
     origin = None if write.origin is None else _lifted_box(write.origin, dims)
     extents = {name: (1,) * (dims - len(shape)) + shape for name, shape in write.extents.items()}
-    return replace(write, tensor=_lift(write.tensor, dims), box=_lifted_box(write.box, dims), held=held, origin=origin, extents=extents)
+    return replace(
+        write,
+        tensor=_lift(write.tensor, dims),
+        box=_lifted_box(write.box, dims),
+        held=held,
+        origin=origin,
+        extents=extents,
+    )
 
 
 def _lift(tensor: LocalTensor, dims: int) -> LocalTensor:
-    pieces = tuple(Piece(_lifted_box(p.local, dims), p.logical_name, _lifted_box(p.logical, dims)) for p in tensor.pieces)
+    pieces = tuple(
+        Piece(_lifted_box(p.local, dims), p.logical_name, _lifted_box(p.logical, dims))
+        for p in tensor.pieces
+    )
     return replace(tensor, shape=(1,) * (dims - len(tensor.shape)) + tensor.shape, pieces=pieces)
 
 

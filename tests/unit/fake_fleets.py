@@ -19,7 +19,8 @@ class Engine:
     url: str
     hung: bool = False
     is_fresh: bool = True
-    seen: list[tuple[int, int | None]] = field(default_factory=list)  # lengths of inputs, and versions
+    # lengths of inputs, and versions
+    seen: list[tuple[int, int | None]] = field(default_factory=list)
     closed: bool = False
     cut: asyncio.Event = field(default_factory=asyncio.Event)
     finish: asyncio.Event = field(default_factory=asyncio.Event)
@@ -33,7 +34,9 @@ class Engine:
         reason, fewer = ("length", 0) if self.finish.is_set() else ("abort", 3)
         self.cut.clear()
         counts = [sampling.max_tokens - fewer for sampling in samplings]
-        return [Completion([7] * count, [-0.5] * count, [version] * count, reason) for count in counts]
+        return [
+            Completion([7] * count, [-0.5] * count, [version] * count, reason) for count in counts
+        ]
 
     async def abort_all(self, timeout_s):
         if self.hung:

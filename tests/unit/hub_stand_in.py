@@ -1,4 +1,6 @@
-"""A stand-in for the Hugging Face hub on this host: as much of its HTTP interface as its client asks for to read public files."""
+"""A stand-in for the Hugging Face hub on this host: as much of its HTTP interface as its client
+asks for to read public files.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ COMMIT = "0123456789" * 4
 
 @contextmanager
 def hub_stand_in(folder: Path) -> Iterator[str]:
-    """Serves the repositories in `folder`: models at owner/name, data sets at datasets/owner/name. Yields its address, for HF_ENDPOINT."""
+    """Serves the repositories in `folder`: models at owner/name, data sets at datasets/owner/name.
+
+    Yields its address, for HF_ENDPOINT.
+    """
 
     class Handler(_Handler):
         root = folder
@@ -45,8 +50,15 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Facts about the paths that the body names."""
         form = urllib.parse.parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
-        repository = urllib.parse.urlsplit(self.path).path.removeprefix("/api/").partition("/paths-info")[0].removeprefix("models/")
-        self._answer([entry for entry in self._entries(repository) if entry["path"] in form.get("paths", [])])
+        repository = (
+            urllib.parse.urlsplit(self.path)
+            .path.removeprefix("/api/")
+            .partition("/paths-info")[0]
+            .removeprefix("models/")
+        )
+        self._answer(
+            [entry for entry in self._entries(repository) if entry["path"] in form.get("paths", [])]
+        )
 
     def _describe(self, path: str) -> None:
         repository = path.partition("/tree/")[0].partition("/revision/")[0]
@@ -57,19 +69,35 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             files = [{"rfilename": entry["path"]} for entry in self._entries(repository)]
             name = repository.removeprefix("datasets/")
-            self._answer({"id": name, "sha": COMMIT, "siblings": files, "private": False, "gated": False, "tags": []})
+            self._answer(
+                {
+                    "id": name,
+                    "sha": COMMIT,
+                    "siblings": files,
+                    "private": False,
+                    "gated": False,
+                    "tags": [],
+                }
+            )
 
     def _entries(self, repository: str) -> list[dict]:
         files = sorted(path for path in (self.root / repository).rglob("*") if path.is_file())
         return [
-            {"type": "file", "path": str(path.relative_to(self.root / repository)), "size": path.stat().st_size, "oid": _digest(path)}
+            {
+                "type": "file",
+                "path": str(path.relative_to(self.root / repository)),
+                "size": path.stat().st_size,
+                "oid": _digest(path),
+            }
             for path in files
         ]
 
     def _send(self, file: Path) -> None:
         if not file.is_file():
             self.send_response(HTTPStatus.NOT_FOUND)
-            known = any(parent.is_dir() for parent in list(file.parents)[: -len(self.root.parents) - 1])
+            known = any(
+                parent.is_dir() for parent in list(file.parents)[: -len(self.root.parents) - 1]
+            )
             self.send_header("X-Error-Code", "EntryNotFound" if known else "RepoNotFound")
             self.send_header("Content-Length", "0")
             self.end_headers()

@@ -15,7 +15,10 @@ async def settle() -> None:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether the process has ended. Its parent may reap it at any time, even between two checks here."""
+    """Whether the process has ended.
+
+    Its parent may reap it at any time, even between two checks here.
+    """
     try:
         return process.status() == psutil.STATUS_ZOMBIE or not process.is_running()
     except psutil.NoSuchProcess:

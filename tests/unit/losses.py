@@ -14,17 +14,28 @@ from megarl.config.schema import AlgorithmConfig
 F64 = torch.float64
 
 
-def loss_of(logprobs, mu, advantages, mask, reference=None, proximal=None, entropy=None, **settings) -> LossOutput:
-    """The loss of the algorithm with these settings (AIPO by default). All tensors are [b, s]: b sequences of s tokens, packed end to
-    end."""
-    rows = [None if each is None else each.flatten() for each in (logprobs, mu, advantages, mask, reference, proximal, entropy)]
+def loss_of(
+    logprobs, mu, advantages, mask, reference=None, proximal=None, entropy=None, **settings
+) -> LossOutput:
+    """The loss of the algorithm with these settings (AIPO by default).
+
+    All tensors are [b, s]: b sequences of s tokens, packed end to end.
+    """
+    rows = [
+        None if each is None else each.flatten()
+        for each in (logprobs, mu, advantages, mask, reference, proximal, entropy)
+    ]
     return packed_loss_of([logprobs.size(1)] * len(logprobs), *rows, **settings)
 
 
-def packed_loss_of(lengths, logprobs, mu, advantages, mask, reference=None, proximal=None, entropy=None, **settings) -> LossOutput:
+def packed_loss_of(
+    lengths, logprobs, mu, advantages, mask, reference=None, proximal=None, entropy=None, **settings
+) -> LossOutput:
     """The same for sequences of these lengths. All tensors are [sum of the lengths]."""
     boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    scored = dict(mu_logprobs=mu, reference_logprobs=reference, proximal_logprobs=proximal, entropy=entropy)
+    scored = dict(
+        mu_logprobs=mu, reference_logprobs=reference, proximal_logprobs=proximal, entropy=entropy
+    )
     tensors = dict(boundaries=boundaries, advantages=advantages, loss_mask=mask, **scored)
     return make_algorithm(AlgorithmConfig(**settings)).loss(logprobs, SimpleNamespace(**tensors))
 

@@ -1,4 +1,6 @@
-"""Made-up problems with tests, in LiveCodeBench's own form, and programs that solve them or nearly do."""
+"""Made-up problems with tests, in LiveCodeBench's own form, and programs that solve them or nearly
+do.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +13,46 @@ import zlib
 
 
 def packed(cases: object) -> str:
-    return base64.b64encode(zlib.compress(pickle.dumps(cases if isinstance(cases, str) else json.dumps(cases)))).decode()
+    return base64.b64encode(
+        zlib.compress(pickle.dumps(cases if isinstance(cases, str) else json.dumps(cases)))
+    ).decode()
 
 
-def row(cases: list[tuple[str, str]], function: str | None = None, date: str = "2024-08-03T00:00:00") -> dict:
+def row(
+    cases: list[tuple[str, str]], function: str | None = None, date: str = "2024-08-03T00:00:00"
+) -> dict:
     """The first test is public, the others are not."""
     kind = "functional" if function else "stdin"
     tests = [{"input": given, "output": wanted, "testtype": kind} for given, wanted in cases]
     return {
         "question_title": "Sum",
-        "question_content": "Print the sum.", "platform": "leetcode" if function else "atcoder", "question_id": "1",
+        "question_content": "Print the sum.", "platform": "leetcode" if function else "atcoder",
+        "question_id": "1",
         "contest_id": "abc1", "contest_date": date, "difficulty": "easy",
-        "starter_code": f"class Solution:\n    def {function}(self, a: int, b: List[int]) -> int:\n        " if function else "",
+        "starter_code": f"class Solution:\n    def {function}(self, a: int, b: List[int]) -> "
+                        "int:\n        " if function else "",
         "public_test_cases": json.dumps(tests[:1]), "private_test_cases": packed(tests[1:]),
         "metadata": json.dumps({"func_name": function} if function else {}),
     }  # fmt: skip
 
 
 def fenced(program: str) -> str:
-    return f"First an idea:\n```\nprint(0)\n```\nSo this is the program.\n```python\n{program}\n```\nI hope that it helps."
+    return (
+        "First an idea:\n```\nprint(0)\n```\nSo this is the "
+        f"program.\n```python\n{program}\n```\nI hope that it helps."
+    )
 
 
 def pairs() -> list[tuple[dict, str, bool]]:
-    """300 triples: a problem, a response, and whether it is right. Wrong programs are slightly off on at least one test."""
-    rng, made = random.Random("code/7"), []
+    """300 triples: a problem, a response, and whether it is right.
+
+    Wrong programs are slightly off on at least one test.
+    """
+    rng = random.Random("code/7")
+    made = []
     for number in range(150):
-        k, lists = rng.randint(2, 9), [[rng.randint(-99, 99) for _ in range(rng.randint(2, 6))] for _ in range(3)]
+        k = rng.randint(2, 9)
+        lists = [[rng.randint(-99, 99) for _ in range(rng.randint(2, 6))] for _ in range(3)]
         lists[1] = [100 + k, -k, *lists[1]]  # its largest element is first, and its sum is not 0
         lists[1] += [1] * (sum(lists[1]) == 0)
         record, right, wrong = (_sums, _quarters, _function)[number % 3](rng, k, lists)
@@ -52,14 +68,18 @@ def _sums(rng: random.Random, k: int, lists: list[list[int]]) -> tuple[dict, str
     ])  # fmt: skip
     right = f"{read}\nprint(sum(a) * {k})\nprint(max(a))"
     if rng.random() < 0.5:
-        right = f"def main():\n{textwrap.indent(right, '    ')}\nif __name__ == '__main__':\n    main()"
+        right = (
+            f"def main():\n{textwrap.indent(right, '    ')}\nif __name__ == '__main__':\n    main()"
+        )
     old, new = rng.choice([("max(a)", "a[-1]"), ("max(a)", "min(a)"), (f"* {k}", f"* {k + 1}")])
     cases = [(f"{len(a)}\n{' '.join(map(str, a))}\n", f"{sum(a) * k}\n{max(a)}\n") for a in lists]
     return row(cases), right, right.replace(old, new)
 
 
 def _quarters(rng: random.Random, k: int, lists: list[list[int]]) -> tuple[dict, str, str]:
-    wrong = rng.choice([f"print(a / 4, {k}, sep='\\n')", f"print(a // 4 + .3, {k})", "print('NaN 1')"])
+    wrong = rng.choice(
+        [f"print(a / 4, {k}, sep='\\n')", f"print(a // 4 + .3, {k})", "print('NaN 1')"]
+    )
     cases = [("\n".join(map(str, a[:2])), f"{a[0] / 4:.3f} {k}") for a in lists]
     return row(cases), f"a = int(input())\nprint(a / 4, {k})", f"a = int(input())\n{wrong}"
 

@@ -1,4 +1,6 @@
-"""A second implementation of fp8 quantisation, in float64 and integers, without torch arithmetic or float8 casts."""
+"""A second implementation of fp8 quantisation, in float64 and integers, without torch arithmetic or
+float8 casts.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,18 @@ import torch
 
 from megarl.kernels.quantise_rules import BLOCK, Rule
 
-# Value of each non-negative e4m3 code: 1 sign, 4 exponent (bias 7), 3 mantissa bits; 0x7F is NaN (OCP 8-bit floating point, section 5).
-E4M3 = np.array([(c & 7) * 2.0**-9 if c < 8 else (8 + (c & 7)) * 2.0 ** ((c >> 3) - 10) for c in range(127)])
+# Value of each non-negative e4m3 code: 1 sign, 4 exponent (bias 7), 3 mantissa bits; 0x7F is NaN
+# (OCP 8-bit floating point, section 5).
+E4M3 = np.array(
+    [(c & 7) * 2.0**-9 if c < 8 else (8 + (c & 7)) * 2.0 ** ((c >> 3) - 10) for c in range(127)]
+)
 _MIDDLES = (E4M3[:-1] + E4M3[1:]) / 2
 
 
 def bf16_values(x: torch.Tensor) -> np.ndarray:
-    """The float64 values of a bf16 or float32 tensor. float32 is rounded to bf16 (nearest even) by its bits."""
+    """The float64 values of a bf16 or float32 tensor. float32 is rounded to bf16 (nearest even) by
+    its bits.
+    """
     if x.dtype == torch.bfloat16:
         bits = x.contiguous().view(torch.int16).numpy().view(np.uint16).astype(np.uint64) << 16
     else:
@@ -34,8 +41,11 @@ def e4m3_codes(x: np.ndarray) -> np.ndarray:
 
 
 def float32(x: np.ndarray) -> np.ndarray:
-    """Rounds to float32, in a float64. A float64 quotient or product of float32 numbers rounds to the exact float32 one: 53 >= 2 * 24 + 2
-    bits."""
+    """Rounds to float32, in a float64.
+
+    A float64 quotient or product of float32 numbers rounds to the exact float32 one: 53 >= 2 * 24 +
+    2 bits.
+    """
     return x.astype(np.float32).astype(np.float64)
 
 

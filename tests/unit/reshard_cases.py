@@ -1,4 +1,6 @@
-"""For the reshard tests: random models and layouts, the execution of their maps on real tensors, and checks of the lists of copies."""
+"""For the reshard tests: random models and layouts, the execution of their maps on real tensors,
+and checks of the lists of copies.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from megarl.reshard.schedule import batches_from
 torch.set_num_threads(1)
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float8_e4m3fn")}
 FP8_FAMILIES = (
-    "gemma3", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "qwen3_next",
+    "gemma3", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "mixtral",
+    "deepseek_v3", "glm4_moe", "qwen3_next",
     "qwen3_5",
 )  # fmt: skip
 FAMILIES = (*FP8_FAMILIES, "gpt_oss")
@@ -34,27 +37,41 @@ Case = tuple[ModelSpec, TrainerTopology, GeneratorTopology, str]
 def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
     """`fp8`: sizes at which no engine pads or cuts a block of 4."""
     name = draw(st.sampled_from(FP8_FAMILIES if fp8 else FAMILIES))
-    latent, sparse = name == "deepseek_v3", name in ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next")
+    latent = name == "deepseek_v3"
+    sparse = name in ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next")
     sparse = sparse or (name == "qwen3_5" and draw(st.booleans()))
     tp = draw(st.sampled_from([1, 2, 4] if fp8 or latent else [1, 2, 3, 4]))
     pp, vpp = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1)]))
-    etp, ep = (draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 4]))) if sparse else (1, 1)
+    etp, ep = (
+        (draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 4]))) if sparse else (1, 1)
+    )
     cp = draw(st.integers(1, 2))
     dp = draw(st.integers(1, 2)) * (etp * ep // math.gcd(etp * ep, tp * cp))
     generator_tp = draw(st.sampled_from([1, 2, 4]))
-    generator_ep = draw(st.sampled_from([n for n in (1, 2, 4) if generator_tp % n == 0])) if sparse else 1
+    generator_ep = (
+        draw(st.sampled_from([n for n in (1, 2, 4) if generator_tp % n == 0])) if sparse else 1
+    )
     of_gpus = fp8 or latent or name == "olmo2"
-    device = "cuda" if of_gpus else draw(st.sampled_from(["cpu", "cuda"]))  # trainer and GPU engines refuse sizes that do not divide
+    # trainer and GPU engines refuse sizes that do not divide
+    device = "cuda" if of_gpus else draw(st.sampled_from(["cpu", "cuda"]))
     dp_attention = 1
     if device == "cuda" and name in DP_ATTENTION_FAMILIES:
         dp_attention = draw(st.sampled_from([n for n in (1, 2, 4) if generator_tp % n == 0]))
     kv = draw(st.sampled_from([tp, 2 * tp, 4 * tp] if device == "cpu" or tp == 3 else [1, 2, 4, 8]))
     if device == "cuda" and ((kv % generator_tp and generator_tp % kv) or (kv % tp and tp % kv)):
         kv = tp * generator_tp
-    heads = kv * draw(st.sampled_from([1, 2, 3])) * (tp * generator_tp if kv % tp or device == "cuda" else 1)
+    heads = (
+        kv
+        * draw(st.sampled_from([1, 2, 3]))
+        * (tp * generator_tp if kv % tp or device == "cuda" else 1)
+    )
     unit = 16 if fp8 else tp * (generator_tp if device == "cuda" else 1)
     first = draw(st.sampled_from([None, vpp])) if pp > 1 else None
-    last = draw(st.sampled_from([None, 2 * vpp])) if pp > 1 and (first is None or vpp == 1 or pp > 2) else None
+    last = (
+        draw(st.sampled_from([None, 2 * vpp]))
+        if pp > 1 and (first is None or vpp == 1 or pp > 2)
+        else None
+    )
     told = [n for n in (first, last) if n is not None]
     spec = ModelSpec(
         family=name,
@@ -66,32 +83,43 @@ def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
         head_dim=4 * draw(st.integers(1, 2)),
         vocab_size=draw(st.integers(2, 200)),
         max_position_embeddings=16,
-        tie_word_embeddings=draw(st.booleans()) if name in ("llama", "qwen2", "qwen3", "qwen3_5") else name == "gemma3",
+        tie_word_embeddings=draw(st.booleans())
+        if name in ("llama", "qwen2", "qwen3", "qwen3_5")
+        else name == "gemma3",
         rms_norm_eps=1e-6,
         rope_theta=1e4,
         qkv_bias=name in ("qwen2", "glm4_moe", "gpt_oss"),
         linear_bias=name == "gpt_oss",
         sinks=name == "gpt_oss",
-        qk_norm=name in ("qwen3", "qwen3_moe", "olmo2", "gemma3", *HYBRID) or (name == "glm4_moe" and draw(st.booleans())),
+        qk_norm=name in ("qwen3", "qwen3_moe", "olmo2", "gemma3", *HYBRID)
+        or (name == "glm4_moe" and draw(st.booleans())),
         qk_norm_of_all_heads=name == "olmo2",
         norms_before=name != "olmo2",
         norms_after=name in ("olmo2", "gemma3"),
     )
     if sparse:
-        spec = dataclasses.replace(spec, num_experts=4 * draw(st.integers(1, 2)), expert_intermediate_size=etp * unit)
+        spec = dataclasses.replace(
+            spec, num_experts=4 * draw(st.integers(1, 2)), expert_intermediate_size=etp * unit
+        )
     if name in ("deepseek_v3", "glm4_moe"):
         spec = dataclasses.replace(spec, shared_intermediate_size=2 * unit * tp, router_bias=True)
         spec = dataclasses.replace(spec, first_dense_layers=draw(st.integers(0, 1)))
     if name in HYBRID and sparse:
-        spec = dataclasses.replace(spec, shared_intermediate_size=unit * tp, shared_expert_gate=True)
+        spec = dataclasses.replace(
+            spec, shared_intermediate_size=unit * tp, shared_expert_gate=True
+        )
     if name in HYBRID:
-        interval, heads = draw(st.integers(2, 4)), tp * generator_tp
+        interval = draw(st.integers(2, 4))
+        heads = tp * generator_tp
         spec = dataclasses.replace(
             spec,
-            linear_layers=tuple(layer for layer in range(spec.num_layers) if (layer + 1) % interval),
+            linear_layers=tuple(
+                layer for layer in range(spec.num_layers) if (layer + 1) % interval
+            ),
             linear_key_heads=heads,
             linear_value_heads=heads * draw(st.integers(1, 2)),
-            linear_key_dim=4 if fp8 and name == "qwen3_5" else draw(st.sampled_from([2, 4])),  # each kind has whole blocks
+            # each kind has whole blocks
+            linear_key_dim=4 if fp8 and name == "qwen3_5" else draw(st.sampled_from([2, 4])),
             linear_value_dim=4,
             linear_conv_width=draw(st.integers(2, 4)),
             gated_attention=True,
@@ -100,19 +128,35 @@ def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
             stacked_experts=name == "qwen3_5" and sparse and draw(st.booleans()),
         )
     if latent:
-        spec = dataclasses.replace(spec, head_dim=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
+        spec = dataclasses.replace(
+            spec, head_dim=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4
+        )
         spec = dataclasses.replace(spec, q_lora_rank=4 * tp, kv_lora_rank=8 * tp - 4)
     if name in ("deepseek_v3", "glm4_moe", "qwen3_next") and draw(st.booleans()):
         drafts = draw(st.booleans())
-        spec = dataclasses.replace(spec, mtp_layers=1, mtp_drafts=drafts, hidden_size=spec.hidden_size * tp, tie_word_embeddings=False)
+        spec = dataclasses.replace(
+            spec,
+            mtp_layers=1,
+            mtp_drafts=drafts,
+            hidden_size=spec.hidden_size * tp,
+            tie_word_embeddings=False,
+        )
     trainer = TrainerTopology(
-        tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp, dp=dp, first_stage_layers=first, last_stage_layers=last,
+        tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp, dp=dp, first_stage_layers=first,
+        last_stage_layers=last,
     )  # fmt: skip
-    return spec, trainer, GeneratorTopology(draw(st.integers(1, 3)), generator_tp, generator_ep, dp_attention), device
+    return (
+        spec,
+        trainer,
+        GeneratorTopology(draw(st.integers(1, 3)), generator_tp, generator_ep, dp_attention),
+        device,
+    )
 
 
 def empty(layout: Layout, rank: int) -> HF:
-    return {t.name: torch.full(t.shape, float("nan")).to(DTYPES[t.dtype]) for t in layout.tensors(rank)}
+    return {
+        t.name: torch.full(t.shape, float("nan")).to(DTYPES[t.dtype]) for t in layout.tensors(rank)
+    }
 
 
 def exchanged(map: ReshardMap, sources: list[HF]) -> list[AmaxTable]:
@@ -134,7 +178,12 @@ def carry_out(map: ReshardMap, sources: list[HF], joined: bool) -> tuple[list[HF
     for rank, (tensors, table) in enumerate(zip(sources, exchanged(map, sources))):
         for copy in map.writes_from(rank) if joined else map.copies_from(rank):
             assert copy.source_rank == rank
-            apply_copy(copy, tensors.get(copy.source_tensor), result[copy.destination_rank][copy.destination_tensor], table)
+            apply_copy(
+                copy,
+                tensors.get(copy.source_tensor),
+                result[copy.destination_rank][copy.destination_tensor],
+                table,
+            )
             copies.append(copy)
     return result, copies
 
@@ -143,7 +192,9 @@ def assert_equal(found: list[HF], expected: list[HF]) -> None:
     for rank, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         assert mine.keys() == theirs.keys()
         for name in theirs:
-            assert mine[name].dtype == theirs[name].dtype and torch.equal(bits(mine[name]), bits(theirs[name])), (rank, name)
+            assert mine[name].dtype == theirs[name].dtype and torch.equal(
+                bits(mine[name]), bits(theirs[name])
+            ), (rank, name)
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:
@@ -151,19 +202,33 @@ def bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def check_lists(map: ReshardMap, copies: list[Copy], joined: bool) -> None:
-    """Checks that both ends make the same lists, that the proof accepts them, and that the summary counts them."""
+    """Checks that both ends make the same lists, that the proof accepts them, and that the summary
+    counts them.
+    """
     prove_copies(copies, map.source, map.destination)
     ranks = range(map.destination.world_size)
-    received = [c for rank in ranks for c in (map.writes_to(rank) if joined else map.copies_to(rank))]
+    received = [
+        c for rank in ranks for c in (map.writes_to(rank) if joined else map.copies_to(rank))
+    ]
     assert sorted(map_key(c) for c in received) == sorted(map_key(c) for c in copies)
     summary = map.summary()
     assert sum(c.bytes for c in copies) == summary.bytes == summary.bytes_minimum
     assert len(copies) == (summary.writes if joined else summary.copies)
     assert summary.tensors == sum(len(map.destination.tensors(rank)) for rank in ranks)
     if joined:
-        scheduled = [w for rank in range(map.source.world_size) for batch in batches_from(map, rank, 900) for w in batch.writes]
+        scheduled = [
+            w
+            for rank in range(map.source.world_size)
+            for batch in batches_from(map, rank, 900)
+            for w in batch.writes
+        ]
         assert sorted(map_key(c) for c in scheduled) == sorted(map_key(c) for c in copies)
 
 
 def map_key(copy: Copy) -> tuple:
-    return copy.source_rank, copy.destination_rank, copy.destination_tensor, copy.destination_box.start
+    return (
+        copy.source_rank,
+        copy.destination_rank,
+        copy.destination_tensor,
+        copy.destination_box.start,
+    )

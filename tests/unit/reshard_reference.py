@@ -1,6 +1,8 @@
-"""An independent reference for the reshard tests: the tensors of each side, by plain slicing of the full HF tensors.
+"""An independent reference for the reshard tests: the tensors of each side, by plain slicing of the
+full HF tensors.
 
-It uses no boxes, pieces or layouts. It lists each family's tensors by name, independently of `megarl.models`.
+It uses no boxes, pieces or layouts. It lists each family's tensors by name, independently of
+`megarl.models`.
 """
 
 from __future__ import annotations
@@ -20,8 +22,12 @@ HYBRID = ("qwen3_next", "qwen3_5")
 def expert_names(spec: ModelSpec, layer: int, expert: int) -> tuple[str, str, str]:
     """The names of gate, up and down."""
     module = "block_sparse_moe" if spec.family == "mixtral" else "mlp"
-    names = ("w1", "w3", "w2") if spec.family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-    gate, up, down = (f"model.layers.{layer}.{module}.experts.{expert}.{name}.weight" for name in names)
+    names = (
+        ("w1", "w3", "w2") if spec.family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    )
+    gate, up, down = (
+        f"model.layers.{layer}.{module}.experts.{expert}.{name}.weight" for name in names
+    )
     return gate, up, down
 
 
@@ -36,7 +42,9 @@ def layer_norms(spec: ModelSpec) -> list[str]:
         "olmo2": ("post_attention", "post_feedforward"),
         "gemma3": ("input", "pre_feedforward", "post_attention", "post_feedforward"),
     }
-    return [f"{name}_layernorm.weight" for name in names.get(spec.family, ("input", "post_attention"))]
+    return [
+        f"{name}_layernorm.weight" for name in names.get(spec.family, ("input", "post_attention"))
+    ]
 
 
 def shared_module(spec: ModelSpec) -> str:
@@ -45,7 +53,8 @@ def shared_module(spec: ModelSpec) -> str:
 
 def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """The shapes of a gated delta net's linear layers."""
-    keys, values = spec.linear_key_heads * spec.linear_key_dim, spec.linear_value_heads * spec.linear_value_dim
+    keys = spec.linear_key_heads * spec.linear_key_dim
+    values = spec.linear_value_heads * spec.linear_value_dim
     heads = spec.linear_value_heads
     rows = {"qkvz": 2 * keys + 2 * values, "ba": 2 * heads}
     if spec.family == "qwen3_5":
@@ -62,24 +71,33 @@ def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 def projections(spec: ModelSpec, hf: HF, a: str) -> list[torch.Tensor]:
     """The queries, keys, values, output gates, betas and alphas of all heads."""
-    keys, values = spec.linear_key_heads * spec.linear_key_dim, spec.linear_value_heads * spec.linear_value_dim
+    keys = spec.linear_key_heads * spec.linear_key_dim
+    values = spec.linear_value_heads * spec.linear_value_dim
     if spec.family == "qwen3_5":
         qkv, *others = (hf[f"{a}in_proj_{kind}.weight"] for kind in ("qkv", "z", "b", "a"))
         return [*qkv.split([keys, keys, values]), *others]
     each = spec.linear_value_heads // spec.linear_key_heads
-    key, value = spec.linear_key_dim, each * spec.linear_value_dim
+    key = spec.linear_key_dim
+    value = each * spec.linear_value_dim
     parts = by_kind(spec, hf[a + "in_proj_qkvz.weight"], (key, key, value, value))
     return parts + by_kind(spec, hf[a + "in_proj_ba.weight"], (each, each))
 
 
 def by_kind(spec: ModelSpec, fused: torch.Tensor, sizes: tuple[int, ...]) -> list[torch.Tensor]:
-    """Splits a tensor by kind. For each key head it has `sizes` rows of each kind; a part has one kind's rows of all heads."""
-    return [part.flatten(0, 1) for part in fused.unflatten(0, (spec.linear_key_heads, -1)).split(sizes, dim=1)]
+    """Splits a tensor by kind.
+
+    For each key head it has `sizes` rows of each kind; a part has one kind's rows of all heads.
+    """
+    return [
+        part.flatten(0, 1)
+        for part in fused.unflatten(0, (spec.linear_key_heads, -1)).split(sizes, dim=1)
+    ]
 
 
 def convolved(spec: ModelSpec, hf: HF, a: str) -> tuple[torch.Tensor, ...]:
     """The convolution's channels of queries, keys and values."""
-    keys, values = spec.linear_key_heads * spec.linear_key_dim, spec.linear_value_heads * spec.linear_value_dim
+    keys = spec.linear_key_heads * spec.linear_key_dim
+    values = spec.linear_value_heads * spec.linear_value_dim
     return hf[a + "conv1d.weight"].split([keys, keys, values])
 
 
@@ -87,7 +105,8 @@ def is_sparse(spec: ModelSpec, layer: int) -> bool:
     return spec.num_experts > 0 and layer >= spec.first_dense_layers
 
 
-# The multi-token prediction layer: the names of the tensors outside its decoder layer, in checkpoints, in Megatron and in SGLang.
+# The multi-token prediction layer: the names of the tensors outside its decoder layer, in
+# checkpoints, in Megatron and in SGLang.
 BESIDE = {
     "deepseek_v3": "enorm hnorm eh_proj shared_head.norm",
     "glm4_moe": "enorm hnorm eh_proj shared_head.norm",
@@ -104,10 +123,16 @@ def predicting(spec: ModelSpec) -> tuple[str, str]:
 
 def alone(spec: ModelSpec, hf: HF) -> tuple[ModelSpec, HF]:
     """A model with only the decoder layer, and its tensors."""
-    one = replace(spec, num_layers=1, first_dense_layers=0, linear_layers=(), mtp_layers=0, mtp_drafts=False)
+    one = replace(
+        spec, num_layers=1, first_dense_layers=0, linear_layers=(), mtp_layers=0, mtp_drafts=False
+    )
     _, layer = predicting(spec)
     ends = {name: values for name, values in hf.items() if ".layers." not in name}
-    return one, {name.replace(layer, "model.layers.0."): values for name, values in hf.items() if name.startswith(layer)} | ends
+    return one, {
+        name.replace(layer, "model.layers.0."): values
+        for name, values in hf.items()
+        if name.startswith(layer)
+    } | ends
 
 
 def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> HF:
@@ -115,16 +140,26 @@ def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> HF:
     if spec.mtp_layers:
         own, layer = predicting(spec)
         last = f"model.layers.{spec.num_layers}."
-        found = full_tensors(replace(spec, num_layers=spec.num_layers + 1, mtp_layers=0, mtp_drafts=False), dtype)
+        found = full_tensors(
+            replace(spec, num_layers=spec.num_layers + 1, mtp_layers=0, mtp_drafts=False), dtype
+        )
         hidden, generator = spec.hidden_size, torch.Generator().manual_seed(1)
-        for suffix, shape in zip(BESIDE[spec.family].split(), ((hidden,), (hidden,), (hidden, 2 * hidden), (hidden,))):
+        for suffix, shape in zip(
+            BESIDE[spec.family].split(), ((hidden,), (hidden,), (hidden, 2 * hidden), (hidden,))
+        ):
             found[f"{own}{suffix}.weight"] = torch.randn(shape, generator=generator).to(dtype)
         return {name.replace(last, layer): values for name, values in found.items()}
-    hidden, heads = spec.hidden_size, spec.num_attention_heads
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    hidden = spec.hidden_size
+    heads = spec.num_attention_heads
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (spec.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
 
     def mlp(prefix: str, rows: int) -> None:
-        shapes.update({f"{prefix}gate_proj.weight": (rows, hidden), f"{prefix}up_proj.weight": (rows, hidden)})
+        shapes.update(
+            {f"{prefix}gate_proj.weight": (rows, hidden), f"{prefix}up_proj.weight": (rows, hidden)}
+        )
         shapes[f"{prefix}down_proj.weight"] = (hidden, rows)
 
     for i in range(spec.num_layers):
@@ -132,25 +167,53 @@ def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> HF:
         a = p + "self_attn."
         shapes.update({p + name: (hidden,) for name in layer_norms(spec)})
         if i in spec.linear_layers:
-            shapes.update({f"{p}linear_attn.{name}": shape for name, shape in linear_shapes(spec).items()})
+            shapes.update(
+                {f"{p}linear_attn.{name}": shape for name, shape in linear_shapes(spec).items()}
+            )
         elif spec.kv_lora_rank:
-            shapes[a + "q_a_proj.weight"], shapes[a + "q_a_layernorm.weight"] = (spec.q_lora_rank, hidden), (spec.q_lora_rank,)
-            shapes[a + "q_b_proj.weight"] = (heads * (spec.qk_nope_head_dim + spec.qk_rope_head_dim), spec.q_lora_rank)
-            shapes[a + "kv_a_proj_with_mqa.weight"] = (spec.kv_lora_rank + spec.qk_rope_head_dim, hidden)
+            shapes[a + "q_a_proj.weight"], shapes[a + "q_a_layernorm.weight"] = (
+                (spec.q_lora_rank, hidden),
+                (spec.q_lora_rank,),
+            )
+            shapes[a + "q_b_proj.weight"] = (
+                heads * (spec.qk_nope_head_dim + spec.qk_rope_head_dim),
+                spec.q_lora_rank,
+            )
+            shapes[a + "kv_a_proj_with_mqa.weight"] = (
+                spec.kv_lora_rank + spec.qk_rope_head_dim,
+                hidden,
+            )
             shapes[a + "kv_a_layernorm.weight"] = (spec.kv_lora_rank,)
-            shapes[a + "kv_b_proj.weight"] = (heads * (spec.qk_nope_head_dim + spec.v_head_dim), spec.kv_lora_rank)
+            shapes[a + "kv_b_proj.weight"] = (
+                heads * (spec.qk_nope_head_dim + spec.v_head_dim),
+                spec.kv_lora_rank,
+            )
             shapes[a + "o_proj.weight"] = (hidden, heads * spec.v_head_dim)
         else:
-            rows = {"q": heads * spec.head_dim, "k": spec.num_kv_heads * spec.head_dim, "v": spec.num_kv_heads * spec.head_dim}
+            rows = {
+                "q": heads * spec.head_dim,
+                "k": spec.num_kv_heads * spec.head_dim,
+                "v": spec.num_kv_heads * spec.head_dim,
+            }
             for x, size in rows.items():
-                shapes[f"{a}{x}_proj.weight"] = (size * (2 if x == "q" and spec.gated_attention else 1), hidden)
+                shapes[f"{a}{x}_proj.weight"] = (
+                    size * (2 if x == "q" and spec.gated_attention else 1),
+                    hidden,
+                )
                 if spec.qkv_bias:
                     shapes[f"{a}{x}_proj.bias"] = (size,)
             shapes[a + "o_proj.weight"] = (hidden, rows["q"])
             if spec.family == "gpt_oss":
                 shapes[a + "o_proj.bias"], shapes[a + "sinks"] = (hidden,), (heads,)
             if spec.qk_norm:
-                shapes.update({f"{a}{x}_norm.weight": (rows[x] if spec.family == "olmo2" else spec.head_dim,) for x in "qk"})
+                shapes.update(
+                    {
+                        f"{a}{x}_norm.weight": (
+                            rows[x] if spec.family == "olmo2" else spec.head_dim,
+                        )
+                        for x in "qk"
+                    }
+                )
         if not is_sparse(spec, i):
             mlp(p + "mlp.", spec.intermediate_size)
             continue
@@ -163,7 +226,8 @@ def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> HF:
             shapes[p + "mlp.shared_expert_gate.weight"] = (1, hidden)
         if spec.family == "gpt_oss":
             shapes[p + "mlp.router.bias"] = (spec.num_experts,)
-            both, own = 2 * spec.expert_intermediate_size, [f"{p}mlp.experts.{e}." for e in range(spec.num_experts)]
+            both = 2 * spec.expert_intermediate_size
+            own = [f"{p}mlp.experts.{e}." for e in range(spec.num_experts)]
             for x in own:
                 shapes |= {x + "gate_up_proj": (both, hidden), x + "gate_up_proj_bias": (both,)}
                 shapes |= {x + "down_proj": (hidden, both // 2), x + "down_proj_bias": (hidden,)}
@@ -175,7 +239,9 @@ def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> HF:
     if not spec.tie_word_embeddings:
         shapes["lm_head.weight"] = (spec.vocab_size, hidden)
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()
+    }
 
 
 def in_files(spec: ModelSpec, hf: HF) -> HF:
@@ -184,14 +250,23 @@ def in_files(spec: ModelSpec, hf: HF) -> HF:
         return stacked_experts(spec, hf)
     if spec.family == "qwen3_5":
         files = gates_above(spec, hf) if spec.stacked_experts else hf
-        return {name.replace("model.", "model.language_model.") if spec.vision_tower else name: values for name, values in files.items()}
+        return {
+            name.replace("model.", "model.language_model.") if spec.vision_tower else name: values
+            for name, values in files.items()
+        }
     if spec.family != "phi3":
         return hf
-    files, fused = dict(hf), {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
+    files = dict(hf)
+    fused = {
+        "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "mlp.gate_up_proj": ("gate_proj", "up_proj"),
+    }
     for i in range(spec.num_layers):
         for name, parts in fused.items():
             module = f"model.layers.{i}.{name.partition('.')[0]}."
-            files[f"model.layers.{i}.{name}.weight"] = torch.cat([files.pop(f"{module}{part}.weight") for part in parts])
+            files[f"model.layers.{i}.{name}.weight"] = torch.cat(
+                [files.pop(f"{module}{part}.weight") for part in parts]
+            )
     return files
 
 
@@ -201,7 +276,9 @@ def stacked_experts(spec: ModelSpec, hf: HF) -> HF:
     for i in range(spec.num_layers):
         module = f"model.layers.{i}.mlp.experts."
         for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
-            files[module + name] = torch.stack([files.pop(f"{module}{e}.{name}") for e in range(spec.num_experts)])
+            files[module + name] = torch.stack(
+                [files.pop(f"{module}{e}.{name}") for e in range(spec.num_experts)]
+            )
     return files
 
 
@@ -209,9 +286,15 @@ def gates_above(spec: ModelSpec, hf: HF) -> HF:
     """The tensors with a layer's experts in one tensor for gate and up, and one for down."""
     files = dict(hf)
     for i in range(spec.num_layers):
-        each = [[files.pop(name) for name in expert_names(spec, i, e)] for e in range(spec.num_experts)]
-        files[f"model.layers.{i}.mlp.experts.gate_up_proj"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in each])
-        files[f"model.layers.{i}.mlp.experts.down_proj"] = torch.stack([down for _, _, down in each])
+        each = [
+            [files.pop(name) for name in expert_names(spec, i, e)] for e in range(spec.num_experts)
+        ]
+        files[f"model.layers.{i}.mlp.experts.gate_up_proj"] = torch.stack(
+            [torch.cat([gate, up]) for gate, up, _ in each]
+        )
+        files[f"model.layers.{i}.mlp.experts.down_proj"] = torch.stack(
+            [down for _, _, down in each]
+        )
     return files
 
 
@@ -222,12 +305,19 @@ def pad(tensor: torch.Tensor, size: int, dim: int, value: float = 0.0) -> torch.
 
 
 def layers_of_stage(spec: ModelSpec, t: TrainerTopology, stage: int) -> list[int]:
-    """In Megatron's order: first every stage's first chunk, then every stage's second, …. The sizes of first and last stage may be set."""
-    sizes = [t.first_stage_layers if s == 0 else t.last_stage_layers if s == t.pp - 1 else None for s in range(t.pp)]
+    """In Megatron's order: first every stage's first chunk, then every stage's second, ….
+
+    The sizes of first and last stage may be set.
+    """
+    sizes = [
+        t.first_stage_layers if s == 0 else t.last_stage_layers if s == t.pp - 1 else None
+        for s in range(t.pp)
+    ]
     rest = spec.num_layers - sum(size or 0 for size in sizes)
     even = rest // max(1, sizes.count(None))
     sizes = [even if size is None else size for size in sizes]
-    result, layer = [], 0
+    result = []
+    layer = 0
     for _ in range(t.vpp):
         for s in range(t.pp):
             if s == stage:
@@ -236,11 +326,17 @@ def layers_of_stage(spec: ModelSpec, t: TrainerTopology, stage: int) -> list[int
     return result
 
 
-def megatron(spec: ModelSpec, hf: HF, t: TrainerTopology, rank: int, fill: float, names: str = "local") -> HF:
-    """One rank of a trainer. Vocabulary padding holds `fill`. The order of ranks is tp, cp, dp, pp; for experts etp, ep, their replicas,
-    pp."""
+def megatron(
+    spec: ModelSpec, hf: HF, t: TrainerTopology, rank: int, fill: float, names: str = "local"
+) -> HF:
+    """One rank of a trainer.
+
+    Vocabulary padding holds `fill`. The order of ranks is tp, cp, dp, pp; for experts etp, ep,
+    their replicas, pp.
+    """
     if spec.mtp_layers:
-        local, of_stage = megatron(replace(spec, mtp_layers=0, mtp_drafts=False), hf, t, rank, fill, names), t.tp * t.cp * t.dp
+        local = megatron(replace(spec, mtp_layers=0, mtp_drafts=False), hf, t, rank, fill, names)
+        of_stage = t.tp * t.cp * t.dp
         if rank // of_stage < t.pp - 1:
             return local
         whole = replace(t, pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None)
@@ -249,10 +345,14 @@ def megatron(spec: ModelSpec, hf: HF, t: TrainerTopology, rank: int, fill: float
                 local[name.replace("decoder.layers.0.", "mtp_layer.mtp_model_layer.")] = values
         for theirs, own in zip(BESIDE[spec.family].split(), MEGATRON_BESIDE.split()):
             values = hf[f"{predicting(spec)[0]}{theirs}.weight"]
-            local[f"mtp_layer.{own}.weight"] = values.chunk(t.tp)[rank % t.tp].clone() if own == "eh_proj" else values.clone()
+            local[f"mtp_layer.{own}.weight"] = (
+                values.chunk(t.tp)[rank % t.tp].clone() if own == "eh_proj" else values.clone()
+            )
         return local
     stage, within = divmod(rank, t.tp * t.cp * t.dp)
-    tp_rank, etp_rank, ep_rank = within % t.tp, within % t.etp, within // t.etp % t.ep
+    tp_rank = within % t.tp
+    etp_rank = within % t.etp
+    ep_rank = within // t.etp % t.ep
     te = names == "te"
 
     def rows(tensor: torch.Tensor, count: int = t.tp, index: int = tp_rank) -> torch.Tensor:
@@ -265,18 +365,24 @@ def megatron(spec: ModelSpec, hf: HF, t: TrainerTopology, rank: int, fill: float
     head = hf["model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"]
     local = {}
     if stage == 0:
-        local["embedding.word_embeddings.weight"] = rows(pad(hf["model.embed_tokens.weight"], vocab, 0, fill))
+        local["embedding.word_embeddings.weight"] = rows(
+            pad(hf["model.embed_tokens.weight"], vocab, 0, fill)
+        )
     if stage == t.pp - 1:
         local["decoder.final_layernorm.weight"] = hf["model.norm.weight"].clone()
         if not spec.tie_word_embeddings or t.pp > 1:
             local["output_layer.weight"] = rows(pad(head, vocab, 0, fill))
     for i in layers_of_stage(spec, t, stage):
-        p, m = f"model.layers.{i}.", f"decoder.layers.{i}."
-        a, s = p + "self_attn.", m + "self_attention."
+        p = f"model.layers.{i}."
+        m = f"decoder.layers.{i}."
+        a = p + "self_attn."
+        s = m + "self_attention."
         linear = i in spec.linear_layers
         if linear:
             a = p + "linear_attn."
-            local[s + "in_proj.weight"] = torch.cat([rows(part) for part in projections(spec, hf, a)])
+            local[s + "in_proj.weight"] = torch.cat(
+                [rows(part) for part in projections(spec, hf, a)]
+            )
             local[s + "conv1d.weight"] = torch.cat([rows(part) for part in convolved(spec, hf, a)])
             for name in ("A_log", "dt_bias"):
                 local[s + name] = rows(hf[a + name])
@@ -289,12 +395,16 @@ def megatron(spec: ModelSpec, hf: HF, t: TrainerTopology, rank: int, fill: float
             ):
                 whole = hf[f"{a}{down}.weight"]
                 local[f"{s}linear_{x}_down_proj.weight"] = whole.clone() if te else rows(whole)
-                norm_name = f"linear_{x}_up_proj.layer_norm_weight" if te else f"{x}_layernorm.weight"
+                norm_name = (
+                    f"linear_{x}_up_proj.layer_norm_weight" if te else f"{x}_layernorm.weight"
+                )
                 local[s + norm_name] = hf[f"{a}{norm}.weight"].clone()
                 local[f"{s}linear_{x}_up_proj.weight"] = rows(hf[f"{a}{up}.weight"])
         else:
             for suffix in ("weight", "bias") if spec.qkv_bias else ("weight",):
-                q, k, v = (hf[f"{a}{x}_proj.{suffix}"].unflatten(0, (spec.num_kv_heads, -1)) for x in "qkv")
+                q, k, v = (
+                    hf[f"{a}{x}_proj.{suffix}"].unflatten(0, (spec.num_kv_heads, -1)) for x in "qkv"
+                )
                 if spec.gated_attention:  # for each head its queries, then their gate
                     heads = q.unflatten(1, (-1, 2, spec.head_dim))
                     q = torch.cat([heads[:, :, 0].flatten(1, 2), heads[:, :, 1].flatten(1, 2)], 1)
@@ -305,22 +415,39 @@ def megatron(spec: ModelSpec, hf: HF, t: TrainerTopology, rank: int, fill: float
         if not linear:
             local[s + "linear_proj.weight"] = columns(hf[a + "o_proj.weight"])
         if spec.family == "gpt_oss":
-            local[s + "linear_proj.bias"], local[s + "core_attention.softmax_offset"] = hf[a + "o_proj.bias"].clone(), rows(hf[a + "sinks"])
+            local[s + "linear_proj.bias"], local[s + "core_attention.softmax_offset"] = (
+                hf[a + "o_proj.bias"].clone(),
+                rows(hf[a + "sinks"]),
+            )
         sparse = is_sparse(spec, i)
         projection = "in_proj" if linear else "linear_qkv"
-        first = f"self_attention.{projection}.layer_norm_weight" if te and not spec.kv_lora_rank else "input_layernorm.weight"
-        second = "mlp.linear_fc1.layer_norm_weight" if te and not sparse else "pre_mlp_layernorm.weight"
+        first = (
+            f"self_attention.{projection}.layer_norm_weight"
+            if te and not spec.kv_lora_rank
+            else "input_layernorm.weight"
+        )
+        second = (
+            "mlp.linear_fc1.layer_norm_weight" if te and not sparse else "pre_mlp_layernorm.weight"
+        )
         before = [] if spec.family == "olmo2" else [first, second]
-        after = ["self_attn_bda.norm.weight", "mlp_bda.norm.weight"] if spec.family in ("olmo2", "gemma3") else []
+        after = (
+            ["self_attn_bda.norm.weight", "mlp_bda.norm.weight"]
+            if spec.family in ("olmo2", "gemma3")
+            else []
+        )
         for name, of_checkpoint in zip(before + after, layer_norms(spec), strict=True):
             local[m + name] = hf[p + of_checkpoint].clone()
-        for module in ([] if sparse else ["mlp"]) + ([shared_module(spec)] if sparse and spec.shared_intermediate_size else []):
+        for module in ([] if sparse else ["mlp"]) + (
+            [shared_module(spec)] if sparse and spec.shared_intermediate_size else []
+        ):
             gate, up, down = (hf[f"{p}{module}.{x}_proj.weight"] for x in ("gate", "up", "down"))
             own = m + ("mlp" if module == "mlp" else "mlp.shared_experts")
             local[f"{own}.linear_fc1.weight"] = torch.cat([rows(gate), rows(up)])
             local[f"{own}.linear_fc2.weight"] = columns(down)
         if spec.shared_expert_gate:
-            local[m + "mlp.shared_experts.gate_weight"] = hf[p + "mlp.shared_expert_gate.weight"].clone()
+            local[m + "mlp.shared_experts.gate_weight"] = hf[
+                p + "mlp.shared_expert_gate.weight"
+            ].clone()
         if not sparse:
             continue
         local[m + "mlp.router.weight"] = hf[router_name(spec, i)].clone()
@@ -329,12 +456,19 @@ def megatron(spec: ModelSpec, hf: HF, t: TrainerTopology, rank: int, fill: float
         per_rank = spec.num_experts // t.ep
         for e in range(ep_rank * per_rank, (ep_rank + 1) * per_rank):
             fc1, fc2 = (
-                f"{m}mlp.experts." + (f"linear_fc{n}.weight{e}" if te else f"local_experts.{e}.linear_fc{n}.weight") for n in (1, 2)
+                f"{m}mlp.experts."
+                + (f"linear_fc{n}.weight{e}" if te else f"local_experts.{e}.linear_fc{n}.weight")
+                for n in (1, 2)
             )
             if spec.family == "gpt_oss":
-                local[m + "mlp.router.bias"], own = hf[p + "mlp.router.bias"].clone(), f"{p}mlp.experts.{e}."
+                local[m + "mlp.router.bias"], own = (
+                    hf[p + "mlp.router.bias"].clone(),
+                    f"{p}mlp.experts.{e}.",
+                )
                 local[fc1] = rows(hf[own + "gate_up_proj"], t.etp, etp_rank)
-                local[fc1.replace("weight", "bias")] = rows(hf[own + "gate_up_proj_bias"], t.etp, etp_rank)
+                local[fc1.replace("weight", "bias")] = rows(
+                    hf[own + "gate_up_proj_bias"], t.etp, etp_rank
+                )
                 local[fc2] = columns(hf[own + "down_proj"], t.etp, etp_rank)
                 local[fc2.replace("weight", "bias")] = hf[own + "down_proj_bias"].clone()
                 continue
@@ -353,27 +487,37 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
         qwen = spec.family == "qwen3_next"
         for name, values in sglang(*alone(spec, hf), g, rank, device).items():
             if ".layers." in name:
-                local["draft." + (name if qwen else name.replace("model.layers.0.", "model.decoder."))] = values
+                local[
+                    "draft." + (name if qwen else name.replace("model.layers.0.", "model.decoder."))
+                ] = values
         for suffix in BESIDE[spec.family].split():
             here = "model." if not qwen or suffix == "norm" else ""
             local[f"draft.{here}{suffix}.weight"] = hf[f"{predicting(spec)[0]}{suffix}.weight"]
         return local
-    tp, vocab = g.tp, -(-spec.vocab_size // 64) * 64
+    tp = g.tp
+    vocab = -(-spec.vocab_size // 64) * 64
     attn_tp = tp // g.dp_attention  # this many consecutive ranks share attention and embedding
     attn_rank = rank % attn_tp
-    heads, kv, kv_rank, kv_parts = spec.num_attention_heads, spec.num_kv_heads, attn_rank, attn_tp
+    heads = spec.num_attention_heads
+    kv = spec.num_kv_heads
+    kv_rank = attn_rank
+    kv_parts = attn_tp
     if device == "cpu":
         if heads % tp or kv % tp:
-            heads, kv = -(-kv // tp) * tp * (heads // kv), -(-kv // tp) * tp
+            heads = -(-kv // tp) * tp * (heads // kv)
+            kv = -(-kv // tp) * tp
         if vocab % tp:
             vocab = -(-spec.vocab_size // (64 * tp)) * 64 * tp
     elif attn_tp > kv:
-        kv_rank, kv_parts = attn_rank // (attn_tp // kv), kv
+        kv_rank = attn_rank // (attn_tp // kv)
+        kv_parts = kv
 
     def rows(tensor: torch.Tensor, size: int, parts: int = tp, index: int = rank) -> torch.Tensor:
         return pad(tensor, size, 0).chunk(parts, 0)[index]
 
-    def columns(tensor: torch.Tensor, size: int, parts: int = tp, index: int = rank) -> torch.Tensor:
+    def columns(
+        tensor: torch.Tensor, size: int, parts: int = tp, index: int = rank
+    ) -> torch.Tensor:
         return pad(tensor, size, 1).chunk(parts, 1)[index]
 
     def padded(size: int) -> int:
@@ -390,28 +534,53 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
         a = p + "self_attn."
         if i in spec.linear_layers:
             a = p + "linear_attn."
-            together = {name: hf[a + name] for name in ("in_proj_qkvz.weight", "in_proj_ba.weight", "dt_bias") if a + name in hf}
-            local |= {a + name: values.chunk(attn_tp, 0)[attn_rank] for name, values in together.items()}
+            together = {
+                name: hf[a + name]
+                for name in ("in_proj_qkvz.weight", "in_proj_ba.weight", "dt_bias")
+                if a + name in hf
+            }
+            local |= {
+                a + name: values.chunk(attn_tp, 0)[attn_rank] for name, values in together.items()
+            }
             if spec.family == "qwen3_5":
                 own = [part.chunk(attn_tp, 0)[attn_rank] for part in projections(spec, hf, a)]
-                local |= {a + "in_proj_qkvz.weight": torch.cat(own[:4]), a + "in_proj_ba.weight": torch.cat(own[4:])}
+                local |= {
+                    a + "in_proj_qkvz.weight": torch.cat(own[:4]),
+                    a + "in_proj_ba.weight": torch.cat(own[4:]),
+                }
             local[a + "A_log"] = hf[a + "A_log"].chunk(attn_tp, 0)[attn_rank].float()
-            local[a + "conv1d.weight"] = torch.cat([part.chunk(attn_tp, 0)[attn_rank] for part in convolved(spec, hf, a)])
+            local[a + "conv1d.weight"] = torch.cat(
+                [part.chunk(attn_tp, 0)[attn_rank] for part in convolved(spec, hf, a)]
+            )
             local[a + "norm.weight"] = hf[a + "norm.weight"]
             local[a + "out_proj.weight"] = hf[a + "out_proj.weight"].chunk(attn_tp, 1)[attn_rank]
         elif spec.kv_lora_rank:
-            local[a + "fused_qkv_a_proj_with_mqa.weight"] = torch.cat([hf[a + "q_a_proj.weight"], hf[a + "kv_a_proj_with_mqa.weight"]])
+            local[a + "fused_qkv_a_proj_with_mqa.weight"] = torch.cat(
+                [hf[a + "q_a_proj.weight"], hf[a + "kv_a_proj_with_mqa.weight"]]
+            )
             for x in ("q_a", "kv_a"):
                 local[f"{a}{x}_layernorm.weight"] = hf[f"{a}{x}_layernorm.weight"]
             for x in ("q_b", "kv_b"):
-                local[f"{a}{x}_proj.weight"] = hf[f"{a}{x}_proj.weight"].chunk(attn_tp, 0)[attn_rank]
+                local[f"{a}{x}_proj.weight"] = hf[f"{a}{x}_proj.weight"].chunk(attn_tp, 0)[
+                    attn_rank
+                ]
             local[a + "o_proj.weight"] = hf[a + "o_proj.weight"].chunk(attn_tp, 1)[attn_rank]
         else:
             for suffix in ("weight", "bias") if spec.qkv_bias else ("weight",):
-                q = rows(hf[f"{a}q_proj.{suffix}"], heads * spec.head_dim * (2 if spec.gated_attention else 1), attn_tp, attn_rank)
-                k, v = (rows(hf[f"{a}{x}_proj.{suffix}"], kv * spec.head_dim, kv_parts, kv_rank) for x in "kv")
+                q = rows(
+                    hf[f"{a}q_proj.{suffix}"],
+                    heads * spec.head_dim * (2 if spec.gated_attention else 1),
+                    attn_tp,
+                    attn_rank,
+                )
+                k, v = (
+                    rows(hf[f"{a}{x}_proj.{suffix}"], kv * spec.head_dim, kv_parts, kv_rank)
+                    for x in "kv"
+                )
                 local[f"{a}qkv_proj.{suffix}"] = torch.cat([q, k, v])
-            local[a + "o_proj.weight"] = columns(hf[a + "o_proj.weight"], heads * spec.head_dim, attn_tp, attn_rank)
+            local[a + "o_proj.weight"] = columns(
+                hf[a + "o_proj.weight"], heads * spec.head_dim, attn_tp, attn_rank
+            )
             if spec.family == "gpt_oss":
                 local[a + "o_proj.bias"] = hf[a + "o_proj.bias"]
                 local[a + "sinks"] = rows(hf[a + "sinks"], heads, attn_tp, attn_rank)
@@ -423,42 +592,59 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
         sparse = is_sparse(spec, i)
         if spec.shared_expert_gate:
             local[p + "mlp.shared_expert_gate.weight"] = hf[p + "mlp.shared_expert_gate.weight"]
-        for module in ([] if sparse else ["mlp"]) + ([shared_module(spec)] if sparse and spec.shared_intermediate_size else []):
+        for module in ([] if sparse else ["mlp"]) + (
+            [shared_module(spec)] if sparse and spec.shared_intermediate_size else []
+        ):
             size = padded(hf[f"{p}{module}.gate_proj.weight"].shape[0])
             gate, up = (rows(hf[f"{p}{module}.{x}_proj.weight"], size) for x in ("gate", "up"))
             local[f"{p}{module}.gate_up_proj.weight"] = torch.cat([gate, up])
-            local[f"{p}{module}.down_proj.weight"] = columns(hf[f"{p}{module}.down_proj.weight"], size)
+            local[f"{p}{module}.down_proj.weight"] = columns(
+                hf[f"{p}{module}.down_proj.weight"], size
+            )
         if not sparse:
             continue
         router = hf[router_name(spec, i)]
         local[router_name(spec, i)] = router.float() if spec.family == "glm4_moe" else router
         if spec.router_bias:
-            local[p + "mlp.gate.e_score_correction_bias"] = hf[p + "mlp.gate.e_score_correction_bias"].float()
-        moe_tp, per_rank, size = tp // g.ep, spec.num_experts // g.ep, padded(spec.expert_intermediate_size)
+            local[p + "mlp.gate.e_score_correction_bias"] = hf[
+                p + "mlp.gate.e_score_correction_bias"
+            ].float()
+        moe_tp = tp // g.ep
+        per_rank = spec.num_experts // g.ep
+        size = padded(spec.expert_intermediate_size)
         if spec.family == "gpt_oss":
             here = range(rank // moe_tp * per_rank, (rank // moe_tp + 1) * per_rank)
             local |= paired_experts(p, hf, here, size, moe_tp, rank % moe_tp)
             continue
-        w13, w2 = [], []
+        w13 = []
+        w2 = []
         for e in range(rank // moe_tp * per_rank, (rank // moe_tp + 1) * per_rank):
             gate, up, down = (hf[name] for name in expert_names(spec, i, e))
             w13.append(torch.cat([rows(x, size, moe_tp, rank % moe_tp) for x in (gate, up)]))
             w2.append(columns(down, size, moe_tp, rank % moe_tp))
         module = router_name(spec, i).removesuffix("gate.weight")
-        local[module + "experts.w13_weight"], local[module + "experts.w2_weight"] = torch.stack(w13), torch.stack(w2)
+        local[module + "experts.w13_weight"], local[module + "experts.w2_weight"] = (
+            torch.stack(w13),
+            torch.stack(w2),
+        )
     if spec.family in HYBRID:  # SGLang has no module for attention itself
         return {name.replace(".self_attn.", "."): values for name, values in local.items()}
     return local
 
 
 def paired_experts(p: str, hf: HF, experts: range, rows: int, parts: int, part: int) -> HF:
-    """The experts of gpt-oss in an engine: rows of gate and up alternate, biases are float32, and only the first part has down's bias."""
+    """The experts of gpt-oss in an engine: rows of gate and up alternate, biases are float32, and
+    only the first part has down's bias.
+    """
 
     def stacked(name: str) -> torch.Tensor:
         return torch.stack([hf[f"{p}mlp.experts.{e}.{name}"] for e in experts])
 
     down_bias = stacked("down_proj_bias").float()
-    w13, w13_bias = (pad(stacked(name), 2 * rows, 1).chunk(parts, 1)[part] for name in ("gate_up_proj", "gate_up_proj_bias"))
+    w13, w13_bias = (
+        pad(stacked(name), 2 * rows, 1).chunk(parts, 1)[part]
+        for name in ("gate_up_proj", "gate_up_proj_bias")
+    )
     return {
         p + "mlp.router.bias": hf[p + "mlp.router.bias"],
         p + "mlp.experts.w13_weight": w13,

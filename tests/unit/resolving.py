@@ -13,12 +13,16 @@ from megarl.config.schema import RunConfig
 from megarl.plan.resolve import resolve
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-MODEL = CONFIGS / "models" / "llama-3.1-8b"  # 32 layers, 32 heads, 8 kv heads, ffn 14336, context 131072
+# 32 layers, 32 heads, 8 kv heads, ffn 14336, context 131072
+MODEL = CONFIGS / "models" / "llama-3.1-8b"
 
 
 def config(tmp_path: Path, *overrides: str) -> RunConfig:
     path = tmp_path / "run.yaml"
-    path.write_text(f"model: {{path: {MODEL}}}\ndata: {{train: {{source: rows.jsonl}}}}\nrun_dir: {tmp_path}/run\n")
+    path.write_text(
+        f"model: {{path: {MODEL}}}\ndata: {{train: {{source: rows.jsonl}}}}\nrun_dir: "
+        f"{tmp_path}/run\n"
+    )
     return load_config(path, list(overrides))
 
 

@@ -1,4 +1,7 @@
-"""Runs without engines, for tests of the rules that begin prompts and make batches. Rollouts take random times."""
+"""Runs without engines, for tests of the rules that begin prompts and make batches.
+
+Rollouts take random times.
+"""
 
 from __future__ import annotations
 
@@ -16,38 +19,78 @@ from megarl.rollouts.buffer import Ledger, RolloutBuffer
 from megarl.rollouts.stream import Admission
 
 
-def ready(ordinal: int, oldest: int = 0, dropped: bool = False, outside: bool = False) -> GroupReady:
-    return GroupReady(ordinal, oldest, 0.0, 0.0, 0.0, msgspec.Raw(b"\xc0"), msgspec.Raw(b"\xc0"), [], dropped, outside)
+def ready(
+    ordinal: int, oldest: int = 0, dropped: bool = False, outside: bool = False
+) -> GroupReady:
+    return GroupReady(
+        ordinal,
+        oldest,
+        0.0,
+        0.0,
+        0.0,
+        msgspec.Raw(b"\xc0"),
+        msgspec.Raw(b"\xc0"),
+        [],
+        dropped,
+        outside,
+    )
 
 
 class Simulation:
-    """A run without engines: rollouts take random times, and the trainer trains. Both ends follow the real rules. Tests kill and resume it.
+    """A run without engines: rollouts take random times, and the trainer trains.
 
-    If `mixed`, a rollout continues through an update, with tokens of older weights (in flight); otherwise an update waits for running
-    rollouts (block). An `eager` generator also begins prompts that are bound to be rejected. A finished group is dropped with the
-    probability `dropping`. Its prompt is from one of the sources of `mixture`. If these have `rows`, it is outside the curriculum's band
-    with the probability `outside`.
+    Both ends follow the real rules. Tests kill and resume it.
+
+    If `mixed`, a rollout continues through an update, with tokens of older weights (in flight);
+    otherwise an update waits for running rollouts (block). An `eager` generator also begins prompts
+    that are bound to be rejected. A finished group is dropped with the probability `dropping`. Its
+    prompt is from one of the sources of `mixture`. If these have `rows`, it is outside the
+    curriculum's band with the probability `outside`.
     """
 
     def __init__(
-        self, seed, per_step, capacity, max_staleness, in_flight, steps, mixed, eager=False, dropping=0.0,
+        self, seed, per_step, capacity, max_staleness, in_flight, steps, mixed, eager=False,
+        dropping=0.0,
         mixture=Mixture(), rows=None, rest_epochs=1, outside=0.5,
     ):  # fmt: skip
-        self.random, self.dropping = random.Random(seed), dropping
-        self.mixture, self.outside, self.rest_epochs = mixture, outside, rest_epochs
-        self.sources = Sources([range(count) for count in rows], "order", True, mixture) if rows else None
-        self.per_step, self.max_staleness, self.in_flight, self.steps, self.mixed = per_step, max_staleness, in_flight, steps, mixed
-        self.capacity = capacity if eager else run_ahead(AsyncConfig(capacity=capacity, max_staleness=max_staleness))
-        self.trained, self.dropped, self.rested, self.ages, self.rejected = [], [], [], [], 0
+        self.random = random.Random(seed)
+        self.dropping = dropping
+        self.mixture = mixture
+        self.outside = outside
+        self.rest_epochs = rest_epochs
+        self.sources = (
+            Sources([range(count) for count in rows], "order", True, mixture) if rows else None
+        )
+        self.per_step = per_step
+        self.max_staleness = max_staleness
+        self.in_flight = in_flight
+        self.steps = steps
+        self.mixed = mixed
+        self.capacity = (
+            capacity
+            if eager
+            else run_ahead(AsyncConfig(capacity=capacity, max_staleness=max_staleness))
+        )
+        self.trained = []
+        self.dropped = []
+        self.rested = []
+        self.ages = []
+        self.rejected = 0
         self.start(Ledger(), 0)
 
     def start(self, ledger: Ledger, step: int) -> None:
-        self.now, self.step, self.running = 0.0, step, []
-        self.trained, self.dropped, self.rested = self.trained[:step], self.dropped[:step], self.rested[:step]
+        self.now = 0.0
+        self.step = step
+        self.running = []
+        self.trained = self.trained[:step]
+        self.dropped = self.dropped[:step]
+        self.rested = self.rested[:step]
         self.curriculum = Curriculum(self.sources.place, self.rest_epochs) if self.sources else None
         self.buffer = RolloutBuffer(self.per_step, self.max_staleness, ledger, mixture=self.mixture)
         end = self.per_step * self.steps
-        self.admission = Admission(self.per_step, self.capacity, self.in_flight, end, self.mixture, self.curriculum)
+        self.admission = Admission(
+            self.per_step, self.capacity, self.in_flight, end, self.mixture, self.curriculum
+        )
         held = sorted([*ledger.consumed_beyond, *(g.ordinal for g in ledger.groups)])
         self.admission.generate_from(ledger.consumed_below, held, [*ledger.dropped, *ledger.rested])
         if self.curriculum:
@@ -102,9 +145,13 @@ class Simulation:
         self.ages += [self.step - group.oldest for group in batch]
         self.step += 1
         if self.random.random() < 0.5:
-            if self.mixed and self.random.random() < 0.5:  # the generator continues before the ledger is saved
+            # the generator continues before the ledger is saved
+            if self.mixed and self.random.random() < 0.5:
                 self.begin()
-            self.saved = (msgspec.msgpack.decode(self.buffer.ledger().encode(), type=Ledger), self.step)
+            self.saved = (
+                msgspec.msgpack.decode(self.buffer.ledger().encode(), type=Ledger),
+                self.step,
+            )
 
     def kill_and_resume(self) -> None:
         self.start(*self.saved)

@@ -22,7 +22,10 @@ VOCABULARY = 500
 
 
 class ScriptedPolicy:
-    """A fake policy that says given texts, turn by turn; "$" at the end stands for end-of-text. It records its requests."""
+    """A fake policy that says given texts, turn by turn; "$" at the end stands for end-of-text.
+
+    It records its requests.
+    """
 
     def __init__(self, *turns: str):
         self._turns = list(turns)
@@ -36,7 +39,9 @@ class ScriptedPolicy:
         ids = TOKENIZER.encode_text(text.removesuffix("$")) + [EOS] * text.endswith("$")
         ended = ids[-1] in sampling.stop_token_ids
         assert len(ids) <= sampling.max_tokens and not set(ids[:-1]) & set(sampling.stop_token_ids)
-        return Completion(ids, [-0.5 * version] * len(ids), [version] * len(ids), "stop" if ended else "length")
+        return Completion(
+            ids, [-0.5 * version] * len(ids), [version] * len(ids), "stop" if ended else "length"
+        )
 
     def context(self) -> RolloutContext:
         async def score(request: ScoreRequest) -> Score:
@@ -60,7 +65,9 @@ MARKS: dict[str, Any] = {"call_open": "<", "call_close": ">", "result": "{result
 
 
 def sample_of(policy: ScriptedPolicy, sampling: Sampling = SAMPLING, **arguments: Any) -> Sample:
-    [sample] = asyncio.run(ToolCalls(TOKENIZER, **{**MARKS, **arguments})(policy.context(), prompt(), sampling, 1))
+    [sample] = asyncio.run(
+        ToolCalls(TOKENIZER, **{**MARKS, **arguments})(policy.context(), prompt(), sampling, 1)
+    )
     assert sample_problems([sample], 1, sampling.max_tokens, VOCABULARY) == []
     return sample
 

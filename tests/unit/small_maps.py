@@ -13,9 +13,22 @@ TINY = ModelSpec("llama", 4, 12, 16, 8, 4, 2, 100, 64, False, 1e-6, 1e4)
 LLAMA_405B = ModelSpec("llama", 126, 16384, 53248, 128, 8, 128, 128256, 131072, False, 1e-5, 5e5)
 
 
-def tiny_map(spec=TINY, tp=2, pp=2, dp=2, cp=1, engines=2, generator_tp=4, source="float32", wire="bfloat16", norms="local") -> ReshardMap:
+def tiny_map(
+    spec=TINY,
+    tp=2,
+    pp=2,
+    dp=2,
+    cp=1,
+    engines=2,
+    generator_tp=4,
+    source="float32",
+    wire="bfloat16",
+    norms="local",
+) -> ReshardMap:
     trainer = trainer_layout(spec, TrainerTopology(tp=tp, pp=pp, dp=dp, cp=cp), source, norms)
-    return ReshardMap.build(trainer, generator_layout(spec, GeneratorTopology(engines, generator_tp), wire))
+    return ReshardMap.build(
+        trainer, generator_layout(spec, GeneratorTopology(engines, generator_tp), wire)
+    )
 
 
 def all_copies(map: ReshardMap) -> list[Copy]:

@@ -1,4 +1,6 @@
-"""Adapters in SGLang's pool: which ones it can serve, and that the map writes the same slices as SGLang's loader."""
+"""Adapters in SGLang's pool: which ones it can serve, and that the map writes the same slices as
+SGLang's loader.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +52,12 @@ def spec_of(model: str):
         ("qwen3-30b-a3b", {"dp": 2, "ep": 2, "tp": 2}, {"tp": 4, "ep": 2}, "cuda", "shared"),
     ],
 )
-def test_the_map_writes_what_the_engine_would_slice(model: str, trainer: dict, engine: dict, device: str, targets: Any) -> None:
+def test_the_map_writes_what_the_engine_would_slice(
+    model: str, trainer: dict, engine: dict, device: str, targets: Any
+) -> None:
     """Base and adapters are in one map, as in a run. Every byte is written once."""
-    spec, sizes = spec_of(model), GeneratorTopology(**engine)
+    spec = spec_of(model)
+    sizes = GeneratorTopology(**engine)
     lora = replace(ALL, shared=True) if targets == "shared" else replace(ALL, targets=targets)
     assert not unserved(spec, sizes, device, lora)
     topology = TrainerTopology(**trainer)
@@ -65,27 +70,40 @@ def test_the_map_writes_what_the_engine_would_slice(model: str, trainer: dict, e
         )
     )
     generator = torch.Generator().manual_seed(0)
-    full = {tensor.name: torch.randn(tensor.shape, generator=generator) for tensor in lora.hf_layout(spec, "float32").tensors(0)}
+    full = {
+        tensor.name: torch.randn(tensor.shape, generator=generator)
+        for tensor in lora.hf_layout(spec, "float32").tensors(0)
+    }
     held = []
     for rank in range(adapters.world_size):
         held.append({})
         for tensor in adapters.tensors(rank):
             held[rank][tensor.name] = values = torch.zeros(tensor.shape)
             for piece in tensor.pieces:
-                values[piece.local.slices()] = full[piece.logical_name][piece.logical.slices()].reshape(piece.local.shape)
+                values[piece.local.slices()] = full[piece.logical_name][
+                    piece.logical.slices()
+                ].reshape(piece.local.shape)
     map = ReshardMap.build(adapters, pool)
     for rank in range(pool.world_size):
         found = {tensor.name: torch.full(tensor.shape, torch.nan) for tensor in pool.tensors(rank)}
         assert all(is_adapter(name) for name in found)
         for copy in map.copies_to(rank):
-            apply_copy(copy, held[copy.source_rank].get(copy.source_tensor or ""), found[copy.destination_tensor])
+            apply_copy(
+                copy,
+                held[copy.source_rank].get(copy.source_tensor or ""),
+                found[copy.destination_tensor],
+            )
         wanted = {}
         for layer in range(spec.num_layers):
             wanted |= expected_on(rank % sizes.tp, full, sizes, layer, spec.num_experts)
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     shown = {tensor.name: tensor.engine_shape for tensor in pool.tensors(0) if tensor.engine_shape}
-    assert not shown or (lora.shared and shown["model.layers.1.mlp.experts.w2.lora_B"] == (1, spec.hidden_size, 4) and len(shown) == 4)
+    assert not shown or (
+        lora.shared
+        and shown["model.layers.1.mlp.experts.w2.lora_B"] == (1, spec.hidden_size, 4)
+        and len(shown) == 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,7 +117,10 @@ def test_the_map_writes_what_the_engine_would_slice(model: str, trainer: dict, e
             "cpu",
             ("q_proj",),
             {},
-            ["model.layers.*.self_attn.qkv_proj in one tensor, and lora.targets leaves out k_proj and"],
+            [
+                "model.layers.*.self_attn.qkv_proj in one tensor, and lora.targets leaves out "
+                "k_proj and"
+            ],
         ),
         ("qwen3-30b-a3b", "cpu", ATTENTION, {}, []),
         ("qwen3-30b-a3b", "cuda", ("all",), {}, []),
@@ -108,9 +129,18 @@ def test_the_map_writes_what_the_engine_would_slice(model: str, trainer: dict, e
             "cpu",
             ("all",),
             {},
-            ["kernels for adapters of model.layers.*.mlp.experts.w13 need a GPU", "experts.w2 need"],
+            [
+                "kernels for adapters of model.layers.*.mlp.experts.w13 need a GPU",
+                "experts.w2 need",
+            ],
         ),
-        ("qwen3-30b-a3b", "cuda", ("gate_proj", "up_proj"), {}, ["only on gate, up and down together"]),
+        (
+            "qwen3-30b-a3b",
+            "cuda",
+            ("gate_proj", "up_proj"),
+            {},
+            ["only on gate, up and down together"],
+        ),
         (
             "mixtral-8x7b",
             "cuda",
@@ -120,32 +150,56 @@ def test_the_map_writes_what_the_engine_would_slice(model: str, trainer: dict, e
         ),
     ],
 )
-def test_what_the_engines_cannot_serve_is_named(model: str, device: str, targets: tuple[str, ...], sizes: dict, why: list[str]) -> None:
-    found = unserved(spec_of(model), GeneratorTopology(**sizes), device, replace(ALL, targets=targets))
+def test_what_the_engines_cannot_serve_is_named(
+    model: str, device: str, targets: tuple[str, ...], sizes: dict, why: list[str]
+) -> None:
+    found = unserved(
+        spec_of(model), GeneratorTopology(**sizes), device, replace(ALL, targets=targets)
+    )
     assert len(found) == len(why) and all(part in line for part, line in zip(why, found)), found
 
 
 def test_how_a_run_sends_its_adapters(tmp_path) -> None:
     spec = load_spec(MODEL)
-    for more, alone in (([], False), (["lora.rank=8"], True), (["lora.rank=8", "lora.sync=merge"], False)):
+    for more, alone in (
+        ([], False),
+        (["lora.rank=8"], True),
+        (["lora.rank=8", "lora.sync=merge"], False),
+    ):
         assert sends_adapters(config(tmp_path, *more), spec) == alone
     delta = ["lora.rank=8", "weights.delta=auto"]
     assert not sends_adapters(config(tmp_path, *delta), spec) and resolve(config(tmp_path, *delta))
-    assert why_merged(config(tmp_path, *delta), spec) == ["weights.delta=auto looks for changes in all weights"]
+    assert why_merged(config(tmp_path, *delta), spec) == [
+        "weights.delta=auto looks for changes in all weights"
+    ]
     assert problems_of(tmp_path, *delta, "lora.sync=adapter") == [
-        "lora.sync=adapter: must be merge or auto: weights.delta=auto looks for changes in all weights"
+        "lora.sync=adapter: must be merge or auto: weights.delta=auto looks for changes in all "
+        "weights"
     ]
 
 
 def test_what_engines_should_hold_is_known_whole_when_adapters_alone_are_sent(tmp_path) -> None:
-    """The frozen weights' part comes from the full update, some of whose boxes landed. The result is as if all were sent again."""
-    run = config(tmp_path, "lora.rank=4", f"model.path={MODELS}/tiny-llama", "rollout.max_tokens=64")
+    """The frozen weights' part comes from the full update, some of whose boxes landed.
+
+    The result is as if all were sent again.
+    """
+    run = config(
+        tmp_path, "lora.rank=4", f"model.path={MODELS}/tiny-llama", "rollout.max_tokens=64"
+    )
     plan = resolve(run)
-    map = weights_map(plan, sent_layout(plan, trainer_layout(plan.spec, plan.trainer_topology, "float32"), "local"))
+    map = weights_map(
+        plan,
+        sent_layout(plan, trainer_layout(plan.spec, plan.trainer_topology, "float32"), "local"),
+    )
     model = {tensor.name: torch.randn(tensor.shape) for tensor in map.source.tensors(0)}
-    tensors = [RemoteTensor(tensor.name, tensor.shape, tensor.dtype, ()) for tensor in map.destination.tensors(0)]
+    tensors = [
+        RemoteTensor(tensor.name, tensor.shape, tensor.dtype, ())
+        for tensor in map.destination.tensors(0)
+    ]
     landings = [
-        Landing(name, copy.destination_box.start, 0) for copy in map.copies_from(0) if "gate_up" in (name := copy.destination_tensor)
+        Landing(name, copy.destination_box.start, 0)
+        for copy in map.copies_from(0)
+        if "gate_up" in (name := copy.destination_tensor)
     ]
     trace: Any = None  # no hashes are compared
     adapters, reference = (kind(Discard(), map, 0, run) for kind in (AdapterUpdates, FullUpdates))
@@ -157,11 +211,20 @@ def test_what_engines_should_hold_is_known_whole_when_adapters_alone_are_sent(tm
         reference.offer(version, -1, model, trace)
         [(whole, expected)] = reference.write(WeightsGrant(version), model)
         [(landed, unfinished), (others, shares)] = adapters.write(WeightsGrant(version), model)
-        assert unfinished is None and shares == expected and landed.bytes + others.bytes == whole.bytes and landed.bytes > 0
+        assert (
+            unfinished is None
+            and shares == expected
+            and landed.bytes + others.bytes == whole.bytes
+            and landed.bytes > 0
+        )
         for name in filter(is_adapter, model):
             model[name] = torch.randn_like(model[name])
         offer = adapters.offer(version + 1, -1, model, trace)
-        assert worth_it([offer], version) and not worth_it([offer], version + 1) and 0 < offer.delta_bytes < offer.full_bytes
+        assert (
+            worth_it([offer], version)
+            and not worth_it([offer], version + 1)
+            and 0 < offer.delta_bytes < offer.full_bytes
+        )
         [(sent, shares)] = adapters.write(WeightsGrant(version + 1, delta=True), model)
         [(_, expected)] = reference.write(WeightsGrant(version + 1), model)
         assert shares == expected and sent.bytes == offer.delta_bytes
@@ -169,12 +232,23 @@ def test_what_engines_should_hold_is_known_whole_when_adapters_alone_are_sent(tm
 
 def test_a_rank_that_sends_nothing_keeps_no_update_from_being_of_adapters_alone(tmp_path) -> None:
     sizes = ("trainer.dp=64", "rollout.prompts_per_step=64")
-    run = config(tmp_path, "lora.rank=4", f"model.path={MODELS}/tiny-llama", "rollout.max_tokens=64", *sizes)
+    run = config(
+        tmp_path, "lora.rank=4", f"model.path={MODELS}/tiny-llama", "rollout.max_tokens=64", *sizes
+    )
     plan = resolve(run)
-    map = weights_map(plan, sent_layout(plan, trainer_layout(plan.spec, plan.trainer_topology, "float32"), "local"))
+    map = weights_map(
+        plan,
+        sent_layout(plan, trainer_layout(plan.spec, plan.trainer_topology, "float32"), "local"),
+    )
     assert not list(map.copies_from(63))
     trace: Any = None
     idle = AdapterUpdates(Discard(), map, 63, run)
     assert not worth_it([idle.offer(4, -1, {}, trace)], 3)
     idle.connect(map, [], {})
-    assert worth_it([idle.offer(5, -1, {}, trace), WeightsOffer(5, 4, delta_bytes=1, changed_bytes=1, full_bytes=9)], 4)
+    assert worth_it(
+        [
+            idle.offer(5, -1, {}, trace),
+            WeightsOffer(5, 4, delta_bytes=1, changed_bytes=1, full_bytes=9),
+        ],
+        4,
+    )

@@ -1,5 +1,6 @@
-"""Episodes with several branches, in groups: an episode has one reward, one advantage and one place in the baseline, however many
-sequences."""
+"""Episodes with several branches, in groups: an episode has one reward, one advantage and one place
+in the baseline, however many sequences.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from megarl.algorithms.batches import batch_metrics, batch_rewards, minibatches,
 from megarl.algorithms.registry import make_algorithm
 from megarl.base.rollout_types import Group, Prompt, Sample, TrainSequence, episodes
 from megarl.config.errors import RunError
-from megarl.config.schema import AlgorithmConfig, RewardConfig, RolloutConfig, RunConfig, TrainerConfig
+from megarl.config.schema import (
+    AlgorithmConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from megarl.evaluation.evaluate import scores
 from megarl.executors.batch_steps import BatchSteps
 from megarl.plan.checks import check_program
@@ -27,7 +34,9 @@ from megarl.rollouts.environments.base import sample_problems
 def branches(reward: float, *lengths: int, **more: Any) -> list[Sample]:
     """The samples of an episode, with the given numbers of tokens."""
     return [
-        Sample([3] * tokens, [-0.1] * tokens, [0] * tokens, "", reward, "stop", branch=branch, **more)
+        Sample(
+            [3] * tokens, [-0.1] * tokens, [0] * tokens, "", reward, "stop", branch=branch, **more
+        )
         for branch, tokens in enumerate(lengths)
     ]
 
@@ -36,7 +45,10 @@ def group(ordinal: int, *found: list[Sample]) -> Group:
     return Group(Prompt(ordinal, [1], "", ""), [sample for each in found for sample in each])
 
 
-TWO = [group(0, branches(1.0, 2, 3), branches(0.0, 4)), group(1, branches(0.0, 1), branches(0.5, 2, 2, 2))]
+TWO = [
+    group(0, branches(1.0, 2, 3), branches(0.0, 4)),
+    group(1, branches(0.0, 1), branches(0.5, 2, 2, 2)),
+]
 
 
 def test_a_baseline_is_over_episodes_and_all_branches_have_its_advantage() -> None:
@@ -50,21 +62,36 @@ def test_a_baseline_is_over_episodes_and_all_branches_have_its_advantage() -> No
     assert told == [0.5, 0.5, -0.5, -0.25, 0.25, 0.25, 0.25]
 
 
-@pytest.mark.parametrize(("loss_mean", "divisors"), [("token", [9.0, 7.0]), ("sequence_sum", [2.0, 2.0])])
-def test_mini_batches_have_whole_groups_and_divide_by_tokens_or_episodes(loss_mean: str, divisors: list[float]) -> None:
-    batch, algorithm = batch_of(TWO), make_algorithm(AlgorithmConfig(name="aipo", loss_mean=loss_mean))
+@pytest.mark.parametrize(
+    ("loss_mean", "divisors"), [("token", [9.0, 7.0]), ("sequence_sum", [2.0, 2.0])]
+)
+def test_mini_batches_have_whole_groups_and_divide_by_tokens_or_episodes(
+    loss_mean: str, divisors: list[float]
+) -> None:
+    batch = batch_of(TWO)
+    algorithm = make_algorithm(AlgorithmConfig(name="aipo", loss_mean=loss_mean))
     found = minibatches(batch, range(7), algorithm, TrainerConfig(minibatches=2), seed=0)
-    assert sorted((each.places, each.denominator) for each in found) == [([0, 1, 2], divisors[0]), ([3, 4, 5, 6], divisors[1])]
+    assert sorted((each.places, each.denominator) for each in found) == [
+        ([0, 1, 2], divisors[0]),
+        ([3, 4, 5, 6], divisors[1]),
+    ]
 
 
 def test_metrics_and_evaluations_count_an_episode_once() -> None:
     assert batch_metrics(batch_of(TWO), 0)["reward/mean"] == 1.5 / 4
     found = scores(TWO)
-    assert found["samples"] == 4 and found["pass@2"] == 0.5 and found["pass@1"] == 0.25 and found["reward/mean"] == 1.5 / 4
+    assert (
+        found["samples"] == 4
+        and found["pass@2"] == 0.5
+        and found["pass@1"] == 0.25
+        and found["reward/mean"] == 1.5 / 4
+    )
 
 
 def test_a_penalty_is_that_of_the_worst_branch() -> None:
-    settings = RunConfig(rollout=RolloutConfig(max_tokens=8), reward=RewardConfig(overlong_tokens=4))
+    settings = RunConfig(
+        rollout=RolloutConfig(max_tokens=8), reward=RewardConfig(overlong_tokens=4)
+    )
     batch = batch_of([group(0, branches(1.0, 2, 8), branches(1.0, 3))])
     assert batch_rewards(batch, settings).tolist() == [[0.0, 1.0]]
     assert has_signal(batch.samples, settings) and not has_signal(batch.samples, RunConfig())
@@ -76,7 +103,9 @@ def test_what_needs_one_sequence_refuses_branches(name: str) -> None:
     steps = BatchSteps(SimpleNamespace(), make_algorithm(AlgorithmConfig(name="aipo")), settings)  # type: ignore[arg-type]
     with pytest.raises(RunError, match=f"algorithm.name={name}: needs episodes of one sequence"):
         steps.rewards(batch_of(TWO))
-    assert steps.rewards(batch_of([group(0, branches(1.0, 2), branches(0.0, 2))])).tolist() == [[1.0, 0.0]]
+    assert steps.rewards(batch_of([group(0, branches(1.0, 2), branches(0.0, 2))])).tolist() == [
+        [1.0, 0.0]
+    ]
 
 
 def test_samples_are_checked_by_episodes() -> None:
@@ -95,16 +124,28 @@ def test_samples_are_checked_by_episodes() -> None:
     ("overrides", "problem"),
     [
         (["algorithm.name=ppo"], "algorithm.name=ppo: needs episodes of one sequence"),
-        (["algorithm.name=aipo", "algorithm.kl_coef=0.1", "algorithm.kl=reward"], "algorithm.kl=reward: needs episodes of one sequence"),
+        (
+            ["algorithm.name=aipo", "algorithm.kl_coef=0.1", "algorithm.kl=reward"],
+            "algorithm.kl=reward: needs episodes of one sequence",
+        ),
         (
             ["timeouts.samples_s=1000"],
-            "rollout.args.deadline_s=600: 3 attempts (rollout.args.retries) must take less than timeouts.samples_s=1000",
+            "rollout.args.deadline_s=600: 3 attempts (rollout.args.retries) must take less than "
+            "timeouts.samples_s=1000",
         ),
-        (["rollout.args.deadline_s=2000", "rollout.args.retries=1"], "rollout.args.deadline_s=2000: 2 attempts"),
-        (["roles.judge.path=x", "roles.judge.mode=pairwise", "reward.name=roles.judge"], "compares responses"),
+        (
+            ["rollout.args.deadline_s=2000", "rollout.args.retries=1"],
+            "rollout.args.deadline_s=2000: 2 attempts",
+        ),
+        (
+            ["roles.judge.path=x", "roles.judge.mode=pairwise", "reward.name=roles.judge"],
+            "compares responses",
+        ),
     ],
 )
-def test_what_programs_cannot_have_is_refused(tmp_path: Path, overrides: list[str], problem: str) -> None:
+def test_what_programs_cannot_have_is_refused(
+    tmp_path: Path, overrides: list[str], problem: str
+) -> None:
     assert not list(check_program(config(tmp_path, *overrides))), "without a program"
     [found] = check_program(config(tmp_path, "rollout.name=program", *overrides))
     assert problem in found

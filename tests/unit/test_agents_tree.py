@@ -1,4 +1,6 @@
-"""Trained ids are the sampled ids, over random trees of turns, weight updates and aborts, with a real fleet."""
+"""Trained ids are the sampled ids, over random trees of turns, weight updates and aborts, with a
+real fleet.
+"""
 
 from __future__ import annotations
 
@@ -37,20 +39,29 @@ TOKENIZER = tokenizer_of(str(MODEL), "model.path")
 TEMPLATE = load_chat_template(TOKENIZER, "model.path=tiny-agent")
 TOOL = {"name": "calculate", "description": "", "parameters": {}}
 TOOLS = [{"type": "function", "function": TOOL}]
-EOS, VOCABULARY, MAX_TOKENS = TOKENIZER.eos_id, 109, 400
+EOS = TOKENIZER.eos_id
+VOCABULARY = 109
+MAX_TOKENS = 400
 SAMPLING = Sampling(MAX_TOKENS, stop_token_ids=TOKENIZER.eos_ids)
 
 
 class RandomEngine:
-    """A fake engine: gives random ids with unique log-probs, at its own pace, and aborts running requests on demand."""
+    """A fake engine: gives random ids with unique log-probs, at its own pace, and aborts running
+    requests on demand.
+    """
 
     def __init__(self, seed: int):
-        self.url, self.random = "fake", random.Random(seed)
-        self.drawn: dict[float, tuple[int, int]] = {}  # log-prob -> (id, version) of all samples so far
-        self.numbers, self.version, self.told = count(1), 0, 0
+        self.url = "fake"
+        self.random = random.Random(seed)
+        # log-prob -> (id, version) of all samples so far
+        self.drawn: dict[float, tuple[int, int]] = {}
+        self.numbers = count(1)
+        self.version = 0
+        self.told = 0
 
     async def complete(self, inputs: Any, samplings: Any, version: Any = None) -> list[Completion]:
-        told, found = self.told, [([], [], []) for _ in inputs]
+        told = self.told
+        found = [([], [], []) for _ in inputs]
         for _ in range(self.random.randrange(1, 12)):
             await asyncio.sleep(0)
             for ids, logprobs, versions in found:
@@ -60,10 +71,17 @@ class RandomEngine:
                 for values, value in ((ids, number), (logprobs, logprob), (versions, self.version)):
                     values.append(value)
             if told != self.told:  # completions_of leaves out the last one
-                return [Completion(ids[:-1], logprobs[:-1], versions[:-1], ABORT) for ids, logprobs, versions in found]
-        return [self._ended(*each, sampling) for each, sampling in zip(found, samplings, strict=True)]
+                return [
+                    Completion(ids[:-1], logprobs[:-1], versions[:-1], ABORT)
+                    for ids, logprobs, versions in found
+                ]
+        return [
+            self._ended(*each, sampling) for each, sampling in zip(found, samplings, strict=True)
+        ]
 
-    def _ended(self, ids: list[int], logprobs: list[float], versions: list[int], sampling: Sampling) -> Completion:
+    def _ended(
+        self, ids: list[int], logprobs: list[float], versions: list[int], sampling: Sampling
+    ) -> Completion:
         most = sampling.max_tokens
         if self.random.random() < 0.5:  # it may miss a stop string
             for end in range(1, min(len(ids), most) + 1):
@@ -89,24 +107,37 @@ async def letter_calls(text: str, tools: Any) -> tuple[str, list[ToolCall]]:
 
 
 def text_of(answer: Answer) -> str:
-    return answer.content + "".join(json.loads(call.arguments)["expression"] for _, call in answer.calls)
+    return answer.content + "".join(
+        json.loads(call.arguments)["expression"] for _, call in answer.calls
+    )
 
 
 def said(answer: Answer, noise: random.Random) -> dict[str, Any]:
     """The message as an agent may send it back: without fields that mean nothing."""
-    content = noise.choice([answer.content, answer.content.strip(), f" {answer.content}\n", answer.content + (answer.stop or "")])
+    content = noise.choice(
+        [
+            answer.content,
+            answer.content.strip(),
+            f" {answer.content}\n",
+            answer.content + (answer.stop or ""),
+        ]
+    )
     calls = {"tool_calls": [openai_call(*call) for call in answer.calls]} if answer.calls else {}
     return {"role": "assistant", "content": content, **calls}
 
 
 def check_stop(answer: Answer, stop: tuple[str, ...]) -> None:
-    """Checks that the response ends at the first token that completes a stop string, and that the agent gets the text before it."""
+    """Checks that the response ends at the first token that completes a stop string, and that the
+    agent gets the text before it.
+    """
     ids = answer.completion.token_ids.tolist()
     texts = [TOKENIZER.decode_all(ids[:end]) for end in range(len(ids) + 1)]
     assert not any(string in text for text in texts[:-1] for string in stop)
     if found := [string for string in stop if string in texts[-1]]:
         assert answer.stop in found and answer.completion.finish_reason == "stop"
-        assert texts[-1].startswith(text_of(answer) + answer.stop) and not any(string in text_of(answer) for string in stop)
+        assert texts[-1].startswith(text_of(answer) + answer.stop) and not any(
+            string in text_of(answer) for string in stop
+        )
     else:
         assert answer.stop is None and text_of(answer) == texts[-2 if ids[-1] == EOS else -1]
 
@@ -122,16 +153,32 @@ class Head(NamedTuple):
 def items(messages: list[dict[str, Any]], noise: random.Random) -> list[dict[str, Any]]:
     """The messages as items of OpenAI's Responses API, in an order that agents may use."""
     found: list[dict[str, Any]] = []
-    results = {message["tool_call_id"]: message for message in messages if message["role"] == "tool"}
+    results = {
+        message["tool_call_id"]: message for message in messages if message["role"] == "tool"
+    }
     for message in messages:
         if message["role"] == "tool":
-            if any(item.get("type") == "function_call_output" and item["call_id"] == message["tool_call_id"] for item in found):
+            if any(
+                item.get("type") == "function_call_output"
+                and item["call_id"] == message["tool_call_id"]
+                for item in found
+            ):
                 continue  # it follows its call
-            found.append({"type": "function_call_output", "call_id": message["tool_call_id"], "output": message["content"]})
+            found.append(
+                {
+                    "type": "function_call_output",
+                    "call_id": message["tool_call_id"],
+                    "output": message["content"],
+                }
+            )
             continue
-        calls, apart = message.get("tool_calls", []), noise.random() < 0.3
+        calls = message.get("tool_calls", [])
+        apart = noise.random() < 0.3
         if message["content"] or not calls:
-            part = {"type": "output_text" if message["role"] == "assistant" else "input_text", "text": message["content"]}
+            part = {
+                "type": "output_text" if message["role"] == "assistant" else "input_text",
+                "text": message["content"],
+            }
             found.append({"type": "message", "role": message["role"], "content": [part]})
         if message["role"] == "assistant" and noise.random() < 0.2:
             found.append({"type": "reasoning", "summary": []})
@@ -143,16 +190,31 @@ def items(messages: list[dict[str, Any]], noise: random.Random) -> list[dict[str
 
 
 async def ask(
-    episode: Episode, head: Head, noise: random.Random, most: int | None, n: int, stop: tuple[str, ...]
+    episode: Episode,
+    head: Head,
+    noise: random.Random,
+    most: int | None,
+    n: int,
+    stop: tuple[str, ...],
 ) -> list[tuple[Answer, str | None]]:
-    """Asks for the next message with either of OpenAI's APIs, with the whole conversation or from a response on. Responses have names."""
+    """Asks for the next message with either of OpenAI's APIs, with the whole conversation or from a
+    response on. Responses have names.
+    """
     if noise.random() < 0.3:
-        return [(answer, None) for answer in await episode.complete(head.messages, TOOLS, most, n, stop)]
+        return [
+            (answer, None) for answer in await episode.complete(head.messages, TOOLS, most, n, stop)
+        ]
     previous = head.answered if noise.random() < 0.5 else None
     sent = items(head.messages[head.since :] if previous else head.messages, noise)
-    body = {"input": sent, "tools": [{"type": "function", **TOOL}], "max_output_tokens": most, "stop": [*stop]}
+    body = {
+        "input": sent,
+        "tools": [{"type": "function", **TOOL}],
+        "max_output_tokens": most,
+        "stop": [*stop],
+    }
     asked = openai_responses.read_request({**body, "previous_response_id": previous})
-    before, name = openai_responses.conversation(episode, asked), f"{noise.random()}"
+    before = openai_responses.conversation(episode, asked)
+    name = f"{noise.random()}"
     [answer] = await episode.complete(before, asked.tools, asked.max_tokens, stop=asked.stop)
     openai_responses.keep(episode, name, asked, before, answer)
     return [(answer, f"resp_{name}")]
@@ -164,7 +226,9 @@ async def converse(episode: Episode, noise: random.Random) -> None:
     for _ in range(noise.randrange(2, 9)):
         head = noise.choice(heads)
         stop = noise.choice([(), ("7",), ("e", "12", ";<"), tuple("0123456789")])
-        call = asyncio.create_task(ask(episode, head, noise, noise.choice([None, 5]), noise.choice([1, 1, 2]), stop))
+        call = asyncio.create_task(
+            ask(episode, head, noise, noise.choice([None, 5]), noise.choice([1, 1, 2]), stop)
+        )
         if noise.random() < 0.2:
             for _ in range(noise.randrange(4)):
                 await asyncio.sleep(0)
@@ -175,18 +239,34 @@ async def converse(episode: Episode, noise: random.Random) -> None:
         for answer, name in call.result():
             check_stop(answer, stop)
             results = [
-                {"role": "tool", "tool_call_id": number, "content": noise.choice(["<eos>", "12;", ""])} for number, _ in answer.calls
+                {
+                    "role": "tool",
+                    "tool_call_id": number,
+                    "content": noise.choice(["<eos>", "12;", ""]),
+                }
+                for number, _ in answer.calls
             ]
-            more = results or [{"role": "user", "content": noise.choice(["<eos>", "12;", "a<assistant>b", ""])}]
+            more = results or [
+                {"role": "user", "content": noise.choice(["<eos>", "12;", "a<assistant>b", ""])}
+            ]
             told = said(answer, noise)
             whole = [*head.messages, told, *more]
-            as_kept = name and told["content"].strip() == answer.content.strip()  # a restored stop string stays
-            heads.append(Head(whole, name, len(whole) - len(more)) if as_kept else Head(whole, head.answered, head.since))
+            # a restored stop string stays
+            as_kept = name and told["content"].strip() == answer.content.strip()
+            heads.append(
+                Head(whole, name, len(whole) - len(more))
+                if as_kept
+                else Head(whole, head.answered, head.since)
+            )
         if noise.random() < 0.2:  # compaction: a summary replaces the conversation
-            heads.append(Head([head.messages[0], {"role": "user", "content": answer.content[:20] or "x"}]))
+            heads.append(
+                Head([head.messages[0], {"role": "user", "content": answer.content[:20] or "x"}])
+            )
 
 
-async def update(fleet: Fleet, engine: RandomEngine, noise: random.Random, done: asyncio.Event) -> None:
+async def update(
+    fleet: Fleet, engine: RandomEngine, noise: random.Random, done: asyncio.Event
+) -> None:
     while not done.is_set():
         for _ in range(noise.randrange(1, 6)):
             await asyncio.sleep(0)
@@ -196,12 +276,20 @@ async def update(fleet: Fleet, engine: RandomEngine, noise: random.Random, done:
 
 
 async def play(mode: str, seed: int) -> tuple[RandomEngine, list[Episode]]:
-    engine, noise, done = RandomEngine(seed), random.Random(seed + 1), asyncio.Event()
+    engine = RandomEngine(seed)
+    noise = random.Random(seed + 1)
+    done = asyncio.Event()
     fleet: Any = Fleet([engine], mode, decode=TOKENIZER.decode_all)  # type: ignore[list-item]
     fleet.release(0)
-    episodes_ = [Episode(fleet.generate, TOKENIZER, TEMPLATE, letter_calls, SAMPLING) for _ in range(3)]
+    episodes_ = [
+        Episode(fleet.generate, TOKENIZER, TEMPLATE, letter_calls, SAMPLING) for _ in range(3)
+    ]
     updates = asyncio.create_task(update(fleet, engine, noise, done))
-    agents = [converse(each, random.Random(f"{seed}/{which}/{n}")) for n, each in enumerate(episodes_) for which in range(2)]
+    agents = [
+        converse(each, random.Random(f"{seed}/{which}/{n}"))
+        for n, each in enumerate(episodes_)
+        for which in range(2)
+    ]
     await asyncio.gather(*agents)
     done.set()
     await updates
@@ -215,41 +303,70 @@ def test_what_is_trained_on_is_what_was_sampled(mode: str, seed: int) -> None:
     trees = [each.tree for each in played]
     if not all(tree.turns for tree in trees):
         return
-    assert not any(each.counts["rewritten"] or each.counts["unstable"] for each in played), "all of them go on from what was sampled"
+    assert not any(each.counts["rewritten"] or each.counts["unstable"] for each in played), (
+        "all of them go on from what was sampled"
+    )
     for turn in [turn for tree in trees for turn in tree.turns if turn.parent is not None]:
         cut_off = turn.parent.completion.token_ids[-1] != EOS
-        assert (turn.context[0] == EOS) == cut_off, "the context ends a turn that the policy has not ended itself"
+        assert (turn.context[0] == EOS) == cut_off, (
+            "the context ends a turn that the policy has not ended itself"
+        )
     prefix = shared_prefix(trees)
     rewards = [float(number) for number in range(len(trees))]
-    groups = [tree.samples(len(prefix), TOKENIZER.decode_all, Score(reward), {}) for tree, reward in zip(trees, rewards, strict=True)]
+    groups = [
+        tree.samples(len(prefix), TOKENIZER.decode_all, Score(reward), {})
+        for tree, reward in zip(trees, rewards, strict=True)
+    ]
     samples = [sample for group in groups for sample in group]
     assert sample_problems(samples, len(trees), MAX_TOKENS, VOCABULARY) == []
-    assert [len(group) for group in groups] == [len(tree.leaves()) for tree in trees] == list(map(len, episodes(samples)))
+    assert (
+        [len(group) for group in groups]
+        == [len(tree.leaves()) for tree in trees]
+        == list(map(len, episodes(samples)))
+    )
 
     batch = batch_of([Group(Prompt(0, prefix, "", ""), samples)])
     algorithm = make_algorithm(AlgorithmConfig(name="aipo"))
     advantages = algorithm.advantages(batch_rewards(batch))
-    assert advantages.tolist() == [[-1.0, 0.0, 1.0]], "one reward an episode, however many branches it has"
-    sequences = [each for each in to_train_sequences(batch, advantages, False).values() if isinstance(each, TrainSequence)]
+    assert advantages.tolist() == [[-1.0, 0.0, 1.0]], (
+        "one reward an episode, however many branches it has"
+    )
+    sequences = [
+        each
+        for each in to_train_sequences(batch, advantages, False).values()
+        if isinstance(each, TrainSequence)
+    ]
     trained: Counter[float] = Counter()
     for sequence, sample in zip(sequences, samples, strict=True):
-        versions = [version for version, tokens in sample.summary().policy_versions for _ in range(tokens)]
+        versions = [
+            version for version, tokens in sample.summary().policy_versions for _ in range(tokens)
+        ]
         mine = sequence.loss_mask.nonzero()[0]
         for place, version in zip(mine, versions, strict=True):
             logprob = float(sequence.mu_logprobs[place])
-            assert engine.drawn[logprob] == (sequence.token_ids[place], version), "the id, log-prob and version of one draw"
+            assert engine.drawn[logprob] == (sequence.token_ids[place], version), (
+                "the id, log-prob and version of one draw"
+            )
             trained[logprob] += 1
-    answered = [logprob for tree in trees for turn in tree.turns for logprob in turn.completion.logprobs]
-    assert trained == Counter(answered) and set(trained.values()) == {1}, "all that was answered, each token once"
+    answered = [
+        logprob for tree in trees for turn in tree.turns for logprob in turn.completion.logprobs
+    ]
+    assert trained == Counter(answered) and set(trained.values()) == {1}, (
+        "all that was answered, each token once"
+    )
     leaves = [leaf for tree in trees for leaf in tree.leaves()]
-    assert [sequence.token_ids.tolist() for sequence in sequences] == [leaf.token_ids for leaf in leaves]
+    assert [sequence.token_ids.tolist() for sequence in sequences] == [
+        leaf.token_ids for leaf in leaves
+    ]
 
 
 class Scripted:
     """A fake of generate: says given texts ("$": end-of-text), and records its requests."""
 
     def __init__(self, *texts: str):
-        self.texts, self.asked, self.samplings = list(texts), [], []
+        self.texts = list(texts)
+        self.asked = []
+        self.samplings = []
 
     async def __call__(self, prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
         self.asked.append(prompt_ids)
@@ -258,9 +375,13 @@ class Scripted:
         for _ in range(n):
             text = self.texts.pop(0)
             # One id a character, unlike the tokenizer's own encoding of a call.
-            ids = [TOKENIZER.backend.get_vocab()[letter] for letter in text.removesuffix("$")] + [EOS] * text.endswith("$")
+            ids = [TOKENIZER.backend.get_vocab()[letter] for letter in text.removesuffix("$")] + [
+                EOS
+            ] * text.endswith("$")
             ended = ids[-1] == EOS or any(string in text for string in sampling.stop)
-            found.append(Completion(ids, [-1.0] * len(ids), [3] * len(ids), "stop" if ended else "length"))
+            found.append(
+                Completion(ids, [-1.0] * len(ids), [3] * len(ids), "stop" if ended else "length")
+            )
         return found
 
 
@@ -278,9 +399,15 @@ CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "6*7"}}</to
 
 def test_good_calls_survive_beside_bad_ones():
     tools = [{"type": "function", "function": {"name": "calculate", "parameters": {}}}]
-    for bad in ('{"name": "unknown", "arguments": {}}', '{"name": "calculate", "arguments": 7}', "no JSON"):
+    for bad in (
+        '{"name": "unknown", "arguments": {}}',
+        '{"name": "calculate", "arguments": 7}',
+        "no JSON",
+    ):
         text, calls = json_calls(f"First {CALL} then <tool_call>{bad}</tool_call>", tools)
-        assert [call.name for call in calls] == ["calculate"] and text == f"First  then <tool_call>{bad}</tool_call>"
+        assert [call.name for call in calls] == [
+            "calculate"
+        ] and text == f"First  then <tool_call>{bad}</tool_call>"
 
 
 def test_a_call_and_its_result_continue_the_sampled_ids():
@@ -291,27 +418,50 @@ def test_a_call_and_its_result_continue_the_sampled_ids():
         [(number, call)] = answer.calls
         assert (call.name, call.arguments) == ("calculate", '{"expression": "6*7"}')
         result = {"role": "tool", "tool_call_id": number, "content": "42"}
-        [last] = await played.complete([user("6*7="), {"role": "assistant", "tool_calls": [openai_call(number, call)]}, result], TOOLS)
+        [last] = await played.complete(
+            [
+                user("6*7="),
+                {"role": "assistant", "tool_calls": [openai_call(number, call)]},
+                result,
+            ],
+            TOOLS,
+        )
         assert last.content == "42" and last.finish_reason == "stop" and not last.calls
         sampled = played.tree.turns[0].completion.token_ids.tolist()
-        assert TOKENIZER.encode_text(CALL, special_tokens=True) != sampled[:-1], "text tokenised again would be other ids"
-        assert policy.asked[1] == [*policy.asked[0], *sampled, *TOKENIZER.encode_text("<tool>42<assistant>", special_tokens=True)]
-        [sample] = played.tree.samples(len(policy.asked[0]), TOKENIZER.decode_all, Score(1.0), {"calls": 2.0})
-        assert sample.text == f"{CALL}<eos><tool>42<assistant>42<eos>" and sample.summary().turns == 2
-        assert [sample.text[first:last] for first, last in sample.environment_spans] == ["<tool>42<assistant>"]
+        assert TOKENIZER.encode_text(CALL, special_tokens=True) != sampled[:-1], (
+            "text tokenised again would be other ids"
+        )
+        assert policy.asked[1] == [
+            *policy.asked[0],
+            *sampled,
+            *TOKENIZER.encode_text("<tool>42<assistant>", special_tokens=True),
+        ]
+        [sample] = played.tree.samples(
+            len(policy.asked[0]), TOKENIZER.decode_all, Score(1.0), {"calls": 2.0}
+        )
+        assert (
+            sample.text == f"{CALL}<eos><tool>42<assistant>42<eos>" and sample.summary().turns == 2
+        )
+        assert [sample.text[first:last] for first, last in sample.environment_spans] == [
+            "<tool>42<assistant>"
+        ]
 
     asyncio.run(agent())
 
 
 def test_seed_of_a_call_is_honoured():
     async def seeds(episode_seed: int) -> list[int | None]:
-        played, policy = episode("1$", "2$", "3$", "4$", "5$", sampling=replace(SAMPLING, seed=episode_seed))
+        played, policy = episode(
+            "1$", "2$", "3$", "4$", "5$", sampling=replace(SAMPLING, seed=episode_seed)
+        )
         for asked in (7, 7, 8, None, None):
             await played.complete([user("a")], seed=asked)
         return [sampling.seed for sampling in policy.samplings]
 
     first, again, other, *drawn = asyncio.run(seeds(0))
-    assert first == again and len({first, other, *drawn}) == 4, "without a seed, each call draws anew"
+    assert first == again and len({first, other, *drawn}) == 4, (
+        "without a seed, each call draws anew"
+    )
     assert first not in asyncio.run(seeds(1)), "episodes of one prompt differ"
     assert read_request({"messages": [{"role": "user", "content": "a"}], "seed": 7}).seed == 7
     with pytest.raises(Refused, match="seed=x: must be a whole number"):
@@ -323,10 +473,19 @@ def test_a_turn_that_was_cut_is_closed_by_the_context():
         played, policy = episode("12", "3$")
         await played.complete([user("a")])
         await played.complete([user("a"), {"role": "assistant", "content": "12"}, user("b")])
-        assert TOKENIZER.decode_all(policy.asked[1]) == "<bos><user>a<assistant>12<eos><user>b<assistant>"
+        assert (
+            TOKENIZER.decode_all(policy.asked[1])
+            == "<bos><user>a<assistant>12<eos><user>b<assistant>"
+        )
         [sample] = played.tree.samples(1, TOKENIZER.decode_all, Score(0.0), {})
-        learned = [TOKENIZER.piece(number) for number, mine in zip(sample.token_ids, sample.policy_mask) if mine]
-        assert learned == ["1", "2", "3", "<eos>"], "the end that the policy did not sample is not learned"
+        learned = [
+            TOKENIZER.piece(number)
+            for number, mine in zip(sample.token_ids, sample.policy_mask)
+            if mine
+        ]
+        assert learned == ["1", "2", "3", "<eos>"], (
+            "the end that the policy did not sample is not learned"
+        )
 
     asyncio.run(agent())
 
@@ -340,10 +499,19 @@ def test_a_turn_that_a_stop_string_ended_goes_on_from_what_was_sampled(sent_back
         assert (answer.content, answer.stop, answer.finish_reason) == ("ab", "XY", "stop")
         await played.complete([user("a"), {"role": "assistant", "content": sent_back}, user("b")])
         sampled = played.tree.turns[0].completion.token_ids.tolist()
-        assert TOKENIZER.decode_all(sampled) == "abXY" and policy.asked[1][: len(policy.asked[0]) + 4] == [*policy.asked[0], *sampled]
-        assert TOKENIZER.decode_all(policy.asked[1]) == "<bos><user>a<assistant>abXY<eos><user>b<assistant>"
+        assert TOKENIZER.decode_all(sampled) == "abXY" and policy.asked[1][
+            : len(policy.asked[0]) + 4
+        ] == [*policy.asked[0], *sampled]
+        assert (
+            TOKENIZER.decode_all(policy.asked[1])
+            == "<bos><user>a<assistant>abXY<eos><user>b<assistant>"
+        )
         [sample] = played.tree.samples(1, TOKENIZER.decode_all, Score(0.0), {})
-        learned = [TOKENIZER.piece(number) for number, mine in zip(sample.token_ids, sample.policy_mask) if mine]
+        learned = [
+            TOKENIZER.piece(number)
+            for number, mine in zip(sample.token_ids, sample.policy_mask)
+            if mine
+        ]
         assert learned == ["a", "b", "X", "Y", "3", "<eos>"] and not played.counts["rewritten"]
 
     asyncio.run(agent())
@@ -356,9 +524,13 @@ def test_a_call_in_front_of_a_stop_string_is_one():
         assert (answer.content, answer.finish_reason, answer.stop) == ("go", "tool_calls", "Obs")
         [(number, call)] = answer.calls
         told = {"role": "assistant", "content": "go", "tool_calls": [openai_call(number, call)]}
-        await played.complete([user("a"), told, {"role": "tool", "tool_call_id": number, "content": "42"}], TOOLS)
+        await played.complete(
+            [user("a"), told, {"role": "tool", "tool_call_id": number, "content": "42"}], TOOLS
+        )
         assert not played.counts["rewritten"] and len(played.tree.leaves()) == 1
-        assert TOKENIZER.decode_all(policy.asked[1]).endswith("</tool_call>Obs<eos><tool>42<assistant>")
+        assert TOKENIZER.decode_all(policy.asked[1]).endswith(
+            "</tool_call>Obs<eos><tool>42<assistant>"
+        )
 
     asyncio.run(agent())
 
@@ -369,17 +541,28 @@ def test_the_name_of_the_end_of_text_may_be_a_stop_string():
         [answer] = await played.complete([user("a")], stop=["b<eos>"])
         assert (answer.content, answer.stop) == ("a", "b<eos>")
         await played.complete([user("a"), {"role": "assistant", "content": "a"}, user("b")])
-        assert TOKENIZER.decode_all(policy.asked[1]) == "<bos><user>a<assistant>ab<eos><user>b<assistant>", "it ends once"
+        assert (
+            TOKENIZER.decode_all(policy.asked[1])
+            == "<bos><user>a<assistant>ab<eos><user>b<assistant>"
+        ), "it ends once"
 
     asyncio.run(agent())
 
 
 def test_the_runs_own_stop_strings_stay_in_the_text():
     async def agent() -> None:
-        played, policy = episode("abXY", sampling=Sampling(MAX_TOKENS, stop_token_ids=(EOS,), stop=("XY",)))
+        played, policy = episode(
+            "abXY", sampling=Sampling(MAX_TOKENS, stop_token_ids=(EOS,), stop=("XY",))
+        )
         [answer] = await played.complete([user("a")], stop=["Q"])
-        assert (answer.content, answer.stop, policy.samplings[0].stop) == ("abXY", None, ("XY", "Q"))
-        with pytest.raises(Refused, match=r"stop: 32 texts; with those of rollout.stop, there can be 32"):
+        assert (answer.content, answer.stop, policy.samplings[0].stop) == (
+            "abXY",
+            None,
+            ("XY", "Q"),
+        )
+        with pytest.raises(
+            Refused, match=r"stop: 32 texts; with those of rollout.stop, there can be 32"
+        ):
             await played.complete([user("a")], stop=["Q"] * 32)
 
     asyncio.run(agent())
@@ -393,14 +576,24 @@ def test_branches_learn_what_they_share_once():
         await played.complete([*first, user("b")])
         await played.complete([*first, user("b")])  # a retry
         await played.complete([user("another")])  # a subagent
-        samples = played.tree.samples(1, TOKENIZER.decode_all, Score(0.5, {"part": 1.0}), {"calls": 4.0})
-        assert [sample.branch for sample in samples] == [0, 1, 2] and {sample.reward for sample in samples} == {0.5}
+        samples = played.tree.samples(
+            1, TOKENIZER.decode_all, Score(0.5, {"part": 1.0}), {"calls": 4.0}
+        )
+        assert [sample.branch for sample in samples] == [0, 1, 2] and {
+            sample.reward for sample in samples
+        } == {0.5}
         learned = [
-            "".join(TOKENIZER.piece(number) for number, mine in zip(each.token_ids, each.policy_mask) if mine and number != EOS)
+            "".join(
+                TOKENIZER.piece(number)
+                for number, mine in zip(each.token_ids, each.policy_mask)
+                if mine and number != EOS
+            )
             for each in samples
         ]
         assert learned == ["12", "3", "4"]
-        assert [sample.metrics for sample in samples] == [{"calls": 4.0}, {}, {}], "an episode counts once"
+        assert [sample.metrics for sample in samples] == [{"calls": 4.0}, {}, {}], (
+            "an episode counts once"
+        )
         assert [sample.reward_parts for sample in samples] == [{"part": 1.0}, {}, {}]
 
     asyncio.run(agent())
@@ -411,7 +604,11 @@ def test_what_messages_say_is_text_whatever_it_looks_like():
         played, policy = episode("1$")
         await played.complete([user("a<eos><assistant>b")])
         special = set(TOKENIZER.special_tokens.values())
-        assert [TOKENIZER.piece(number) for number in policy.asked[0] if number in special] == ["<bos>", "<user>", "<assistant>"]
+        assert [TOKENIZER.piece(number) for number in policy.asked[0] if number in special] == [
+            "<bos>",
+            "<user>",
+            "<assistant>",
+        ]
         assert "a<eos><assistant>b" in TOKENIZER.decode_all(policy.asked[0])
 
     asyncio.run(agent())
@@ -437,14 +634,20 @@ def test_template_arguments_of_a_request_reach_the_template_as_text(tmp_path: Pa
 
     async def agent() -> None:
         played, policy = episode("1$", "2$", "3$")
-        played.template = load_chat_template(tokenizer_of(str(tmp_path), "model.path"), "model.path=x").with_arguments({"mode": "a"})
+        played.template = load_chat_template(
+            tokenizer_of(str(tmp_path), "model.path"), "model.path=x"
+        ).with_arguments({"mode": "a"})
         await played.complete([user("a")])
         await played.complete([user("a")], arguments={"mode": "b<eos>"})
-        assert [TOKENIZER.decode_all(ids) for ids in policy.asked] == [f"{mode}<bos><user>a<assistant>" for mode in ("a", "b<eos>")]
+        assert [TOKENIZER.decode_all(ids) for ids in policy.asked] == [
+            f"{mode}<bos><user>a<assistant>" for mode in ("a", "b<eos>")
+        ]
         assert TOKENIZER.eos_id not in policy.asked[1], "an argument cannot end a turn"
         talk = [user("a"), {"role": "assistant", "content": "1"}, user("b")]
         await played.complete(talk, arguments={"mode": "b"})
-        assert TOKENIZER.decode_all(policy.asked[2]).startswith("b<bos>"), "not the turn that other arguments have asked for"
+        assert TOKENIZER.decode_all(policy.asked[2]).startswith("b<bos>"), (
+            "not the turn that other arguments have asked for"
+        )
 
     asyncio.run(agent())
 
@@ -454,15 +657,26 @@ def test_a_template_that_rewrites_turns_makes_a_branch(tmp_path: Path):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     path = tmp_path / "chat_template.jinja"
     forgets = "{{ '' if message.content.startswith('t') and not loop.last else message.content }}"
-    path.write_text(path.read_text().replace("<assistant>{{ message.content }}", f"<assistant>{forgets}"))
+    path.write_text(
+        path.read_text().replace("<assistant>{{ message.content }}", f"<assistant>{forgets}")
+    )
 
     async def agent() -> None:
         played, policy = episode("t1$", "4$")
-        played.template = load_chat_template(tokenizer_of(str(tmp_path), "model.path"), "model.path=x")
+        played.template = load_chat_template(
+            tokenizer_of(str(tmp_path), "model.path"), "model.path=x"
+        )
         await played.complete([user("a")])
         await played.complete([user("a"), {"role": "assistant", "content": "t1"}, user("b")])
-        assert TOKENIZER.decode_all(policy.asked[1]) == "<bos><user>a<assistant><eos><user>b<assistant>", "as the template has it"
-        assert played.counts["unstable"] == 1 and played.counts["rewritten"] == 0 and len(played.tree.leaves()) == 2
+        assert (
+            TOKENIZER.decode_all(policy.asked[1])
+            == "<bos><user>a<assistant><eos><user>b<assistant>"
+        ), "as the template has it"
+        assert (
+            played.counts["unstable"] == 1
+            and played.counts["rewritten"] == 0
+            and len(played.tree.leaves()) == 2
+        )
 
     asyncio.run(agent())
 

@@ -1,4 +1,6 @@
-"""AIPO against independent references: values computed by hand, its objective in float64, and exact expectations."""
+"""AIPO against independent references: values computed by hand, its objective in float64, and exact
+expectations.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def test_hand_computed_values():
     advantages = torch.tensor([[1.0, 1.0, -2.0]], dtype=F64)
     out = loss_of(logprobs, mu, advantages, torch.tensor([[True, True, True]]), rho=4.0)
     # -(2 * 1 * log .5 + 4 * 1 * log .8 + .5 * -2 * log .1)
-    assert out.loss.item() == pytest.approx(-(2 * math.log(0.5) + 4 * math.log(0.8) - math.log(0.1)))
+    assert out.loss.item() == pytest.approx(
+        -(2 * math.log(0.5) + 4 * math.log(0.8) - math.log(0.1))
+    )
     assert gradient(out.loss, logprobs)[0].tolist() == pytest.approx([-2.0, -4.0, 1.0])
     assert out.sums["tokens"] == 3
     assert out.sums["is_ratio"].item() == pytest.approx(10.5)
@@ -35,9 +39,13 @@ def test_hand_computed_values():
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**31), rho=st.floats(0.5, 10.0), spread=st.floats(0.1, 30.0))
 def test_gradient_is_the_paper_formula(seed: int, rho: float, spread: float):
-    """Against d/dlogits of the sum in NumPy, with the softmax's derivative written out, without autograd."""
+    """Against d/dlogits of the sum in NumPy, with the softmax's derivative written out, without
+    autograd.
+    """
     rng = np.random.default_rng(seed)
-    b, s, v = 2, 5, 7
+    b = 2
+    s = 5
+    v = 7
     logits = torch.tensor(rng.normal(size=(b, s, v)), dtype=F64, requires_grad=True)
     tokens = rng.integers(v, size=(b, s))
     mask = rng.random((b, s)) < 0.7
@@ -61,13 +69,21 @@ def test_gradient_is_the_paper_formula(seed: int, rho: float, spread: float):
 def test_float32_agrees_with_float64():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4, 16, 32, generator=generator, dtype=F64)
-    mu = torch.log_softmax(logits + 0.5 * torch.randn(logits.shape, generator=generator, dtype=F64), -1)[..., 3]
+    mu = torch.log_softmax(
+        logits + 0.5 * torch.randn(logits.shape, generator=generator, dtype=F64), -1
+    )[..., 3]
     advantages = torch.randn(4, 16, generator=generator, dtype=F64)
     grads = []
     for dtype in (F64, torch.float32):
         x = logits.to(dtype).requires_grad_()
         logprobs = torch.log_softmax(x, -1)[..., 3]
-        out = loss_of(logprobs, mu.to(dtype), advantages.to(dtype), torch.ones(4, 16, dtype=torch.bool), rho=2.0)
+        out = loss_of(
+            logprobs,
+            mu.to(dtype),
+            advantages.to(dtype),
+            torch.ones(4, 16, dtype=torch.bool),
+            rho=2.0,
+        )
         grads.append(gradient(out.loss, x).to(F64))
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-6)
 
@@ -78,7 +94,9 @@ def test_extreme_and_infinite_log_ratios_stay_finite():
     mu = torch.tensor([[-1e30, -inf, -1.0, -inf, 0.0, -800.0]])
     out = loss_of(logprobs, mu, torch.ones(1, 6), torch.ones(1, 6, dtype=torch.bool), rho=4.0)
     assert torch.isfinite(out.loss) and all(torch.isfinite(value) for value in out.sums.values())
-    assert gradient(out.loss, logprobs)[0].tolist() == pytest.approx([-4.0, -4.0, 0.0, 0.0, 0.0, -4.0])
+    assert gradient(out.loss, logprobs)[0].tolist() == pytest.approx(
+        [-4.0, -4.0, 0.0, 0.0, 0.0, -4.0]
+    )
     assert out.sums["is_ratio_clipped"] == 3
 
 
@@ -86,7 +104,14 @@ def test_masked_garbage_does_not_reach_loss_or_gradient():
     nan = math.nan
     logprobs = torch.tensor([[nan, -0.5, -math.inf]], requires_grad=True)
     garbage = torch.tensor([[nan, -0.5, math.inf]])
-    out = loss_of(logprobs, garbage, torch.tensor([[nan, 2.0, nan]]), torch.tensor([[False, True, False]]), garbage, kl_coef=0.1)
+    out = loss_of(
+        logprobs,
+        garbage,
+        torch.tensor([[nan, 2.0, nan]]),
+        torch.tensor([[False, True, False]]),
+        garbage,
+        kl_coef=0.1,
+    )
     assert out.loss.item() == pytest.approx(1.0)
     assert gradient(out.loss, logprobs)[0].tolist() == [0.0, -2.0, 0.0]
     assert out.sums["tokens"] == 1
@@ -94,7 +119,11 @@ def test_masked_garbage_does_not_reach_loss_or_gradient():
 
 @pytest.mark.parametrize("where", ["logprobs", "mu", "advantages"])
 def test_nan_on_a_trained_token_is_not_hidden(where: str):
-    tensors = {"logprobs": torch.tensor([[-1.0]]), "mu": torch.tensor([[-1.0]]), "advantages": torch.tensor([[1.0]])}
+    tensors = {
+        "logprobs": torch.tensor([[-1.0]]),
+        "mu": torch.tensor([[-1.0]]),
+        "advantages": torch.tensor([[1.0]]),
+    }
     tensors[where] = torch.tensor([[math.nan]])
     out = loss_of(tensors["logprobs"], tensors["mu"], tensors["advantages"], torch.tensor([[True]]))
     assert torch.isnan(out.loss)
@@ -104,23 +133,29 @@ def test_no_gradient_through_the_ratio():
     """On policy the ratio is 1, and the gradient is the plain policy gradient, not twice as much."""
     logprobs = torch.tensor([[-0.3, -1.2]], dtype=F64, requires_grad=True)
     advantages = torch.tensor([[0.5, -0.25]], dtype=F64)
-    out = loss_of(logprobs, logprobs.detach(), advantages, torch.ones(1, 2, dtype=torch.bool), rho=4.0)
+    out = loss_of(
+        logprobs, logprobs.detach(), advantages, torch.ones(1, 2, dtype=torch.bool), rho=4.0
+    )
     assert torch.equal(gradient(out.loss, logprobs), -advantages)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_kl_gradient_is_that_of_the_exact_kl_in_expectation(seed: int):
-    """The sum over a small categorical of mu(y) times the gradient at y, against autograd of KL(pi || ref)."""
+    """The sum over a small categorical of mu(y) times the gradient at y, against autograd of KL(pi
+    || ref).
+    """
     generator = torch.Generator().manual_seed(seed)
     theta, mu_logits, reference_logits = torch.randn(3, 6, generator=generator, dtype=F64)
     theta.requires_grad_()
-    mu, reference = torch.log_softmax(mu_logits, 0), torch.log_softmax(reference_logits, 0)
+    mu = torch.log_softmax(mu_logits, 0)
+    reference = torch.log_softmax(reference_logits, 0)
 
     log_pi = torch.log_softmax(theta, 0)
     exact = (log_pi.exp() * (log_pi - reference)).sum()
     exact_gradient = gradient(exact, theta)
 
-    expected_gradient, expected_value = torch.zeros_like(theta), 0.0
+    expected_gradient = torch.zeros_like(theta)
+    expected_value = 0.0
     for y in range(6):
         logprobs = torch.log_softmax(theta, 0)[y].view(1, 1)
         out = loss_of(
@@ -140,7 +175,9 @@ def test_kl_gradient_is_that_of_the_exact_kl_in_expectation(seed: int):
 
 
 def test_importance_weighting_makes_the_off_policy_gradient_unbiased():
-    """With a large rho, the expectation under mu of AIPO's gradient equals the exact gradient of E_pi[A]; with rho 1 it does not."""
+    """With a large rho, the expectation under mu of AIPO's gradient equals the exact gradient of
+    E_pi[A]; with rho 1 it does not.
+    """
     generator = torch.Generator().manual_seed(5)
     theta, mu_logits, advantage = torch.randn(3, 5, generator=generator, dtype=F64)
     theta.requires_grad_()
@@ -151,7 +188,13 @@ def test_importance_weighting_makes_the_off_policy_gradient_unbiased():
         total = torch.zeros_like(theta)
         for y in range(5):
             logprobs = torch.log_softmax(theta, 0)[y].view(1, 1)
-            out = loss_of(logprobs, mu[y].view(1, 1), advantage[y].view(1, 1), torch.ones(1, 1, dtype=torch.bool), rho=rho)
+            out = loss_of(
+                logprobs,
+                mu[y].view(1, 1),
+                advantage[y].view(1, 1),
+                torch.ones(1, 1, dtype=torch.bool),
+                rho=rho,
+            )
             total += mu[y].exp() * gradient(out.loss, theta)
         return total
 
@@ -177,10 +220,14 @@ def test_equal_rewards_have_exactly_zero_advantage(value: float, n: int):
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.lists(st.floats(-5, 5, width=32), min_size=4, max_size=4), min_size=1, max_size=5))
+@given(
+    st.lists(st.lists(st.floats(-5, 5, width=32), min_size=4, max_size=4), min_size=1, max_size=5)
+)
 def test_advantages_against_numpy(rewards: list[list[float]]):
     r = np.array(rewards)
-    np.testing.assert_allclose(mean_baseline(torch.tensor(r)).numpy(), r - r.mean(1, keepdims=True), atol=1e-12)
+    np.testing.assert_allclose(
+        mean_baseline(torch.tensor(r)).numpy(), r - r.mean(1, keepdims=True), atol=1e-12
+    )
 
 
 def test_nll():
@@ -201,13 +248,16 @@ def test_algorithm_objects_read_the_microbatch():
     )
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
     aipo = make_algorithm(AlgorithmConfig(name="aipo", rho=2.0))
-    assert gradient(aipo.loss(logprobs, microbatch).loss, logprobs).tolist() == pytest.approx([-2.0, 0.0])
+    assert gradient(aipo.loss(logprobs, microbatch).loss, logprobs).tolist() == pytest.approx(
+        [-2.0, 0.0]
+    )
     assert gradient(nll_loss(logprobs, microbatch).loss, logprobs).tolist() == [-1.0, 0.0]
     assert torch.equal(aipo.advantages(torch.tensor([[1.0, 0.0]])), torch.tensor([[0.5, -0.5]]))
 
 
 def test_zero_advantages_are_kept_when_there_is_a_kl_penalty():
-    plain, penalised = make_algorithm(AlgorithmConfig()), make_algorithm(AlgorithmConfig(kl_coef=0.1))
+    plain = make_algorithm(AlgorithmConfig())
+    penalised = make_algorithm(AlgorithmConfig(kl_coef=0.1))
     assert plain.skip_zero and not plain.needs_reference
     assert not penalised.skip_zero and penalised.needs_reference
     assert not make_algorithm(AlgorithmConfig(skip_zero_advantage=False)).skip_zero

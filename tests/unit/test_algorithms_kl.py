@@ -1,4 +1,6 @@
-"""The KL penalty, in the loss and in the reward, against exact divergences of a small categorical in float64."""
+"""The KL penalty, in the loss and in the reward, against exact divergences of a small categorical
+in float64.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +26,32 @@ def categoricals(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_what_the_estimators_estimate(seed: int):
     """The means of k1 and k3 are the divergence. By hand, values equal Schulman's formulas."""
     _, log_pi, log_ref = categoricals(seed)
-    pi, r = log_pi.exp(), (log_ref - log_pi).exp()
+    pi = log_pi.exp()
+    r = (log_ref - log_pi).exp()
     written = {"k1": -r.log(), "k2": r.log() ** 2 / 2, "k3": (r - 1) - r.log()}
     for name, estimator in ESTIMATORS.items():
-        torch.testing.assert_close(estimator(log_pi - log_ref), written[name], rtol=1e-10, atol=1e-14)
+        torch.testing.assert_close(
+            estimator(log_pi - log_ref), written[name], rtol=1e-10, atol=1e-14
+        )
     exact = (pi * (log_pi - log_ref)).sum()
     for name in ("k1", "k3"):
-        torch.testing.assert_close((pi * ESTIMATORS[name](log_pi - log_ref)).sum(), exact, rtol=1e-10, atol=0)
+        torch.testing.assert_close(
+            (pi * ESTIMATORS[name](log_pi - log_ref)).sum(), exact, rtol=1e-10, atol=0
+        )
     assert ESTIMATORS["k3"](torch.tensor(-900.0)).isfinite()
 
 
 @pytest.mark.parametrize("name", list(ESTIMATORS))
 def test_estimators_pull_as_their_formulas_at_any_difference(name: str):
-    """The formulas are differentiated in float64. Where k3 is bounded, it still pulls to the reference and is never infinite."""
+    """The formulas are differentiated in float64.
+
+    Where k3 is bounded, it still pulls to the reference and is never infinite.
+    """
     formulas = {"k1": lambda d: d, "k2": lambda d: d**2 / 2, "k3": lambda d: (-d).exp() - 1 + d}
-    d = torch.tensor([-900.0, -80.0, -20.1, -20.0, -19.9, -3.0, -1e-3, 1e-3, 3.0, 19.9, 20.1, 80.0, 900.0], dtype=F64)
+    d = torch.tensor(
+        [-900.0, -80.0, -20.1, -20.0, -19.9, -3.0, -1e-3, 1e-3, 3.0, 19.9, 20.1, 80.0, 900.0],
+        dtype=F64,
+    )
     d.requires_grad_()
     found, exact = (gradient(of(d).sum(), d) for of in (ESTIMATORS[name], formulas[name]))
     inside = d.detach() >= -20
@@ -46,31 +59,57 @@ def test_estimators_pull_as_their_formulas_at_any_difference(name: str):
     assert torch.equal(found.sign(), exact.sign())
     values = ESTIMATORS[name](d.detach().float())
     assert values.isfinite().all()
-    assert torch.equal(values[:6].argsort(), formulas[name](d.detach())[:6].argsort()), "farther off costs more"
+    assert torch.equal(values[:6].argsort(), formulas[name](d.detach())[:6].argsort()), (
+        "farther off costs more"
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("estimator", ["k2", "k3", None])
 def test_gradients_of_the_penalty_in_the_loss(seed: int, estimator: str | None):
-    """In the mean over the policy's tokens, k2 has the gradient of KL(pi || ref), and k3 that of KL(ref || pi). k2 is the default."""
+    """In the mean over the policy's tokens, k2 has the gradient of KL(pi || ref), and k3 that of
+    KL(ref || pi). k2 is the default.
+    """
     theta, log_pi, log_ref = categoricals(seed)
-    zero, true = torch.zeros(1, 1, dtype=F64), torch.ones(1, 1, dtype=torch.bool)
+    zero = torch.zeros(1, 1, dtype=F64)
+    true = torch.ones(1, 1, dtype=torch.bool)
     mean = torch.zeros_like(theta)
     for y in range(6):
         here = log_pi[y].view(1, 1)
-        out = loss_of(here, here.detach(), zero, true, log_ref[y].view(1, 1), kl_coef=0.3, kl_estimator=estimator)
+        out = loss_of(
+            here,
+            here.detach(),
+            zero,
+            true,
+            log_ref[y].view(1, 1),
+            kl_coef=0.3,
+            kl_estimator=estimator,
+        )
         mean += log_pi[y].exp().detach() * gradient(out.loss, theta)
-    reverse, forward = (log_pi.exp() * (log_pi - log_ref)).sum(), (log_ref.exp() * (log_ref - log_pi)).sum()
-    torch.testing.assert_close(mean, 0.3 * gradient(forward if estimator == "k3" else reverse, theta), rtol=1e-10, atol=1e-13)
+    reverse = (log_pi.exp() * (log_pi - log_ref)).sum()
+    forward = (log_ref.exp() * (log_ref - log_pi)).sum()
+    torch.testing.assert_close(
+        mean,
+        0.3 * gradient(forward if estimator == "k3" else reverse, theta),
+        rtol=1e-10,
+        atol=1e-13,
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("estimator", ["k1", "k3", None])
-def test_reinforce_on_penalised_rewards_has_the_divergences_gradient(seed: int, estimator: str | None):
-    """In the mean over responses of one token, each weighted by its penalty. With k1, the default, this is exactly grad KL(pi || ref). k3
-    is unbiased for the value too, but not for this gradient."""
+def test_reinforce_on_penalised_rewards_has_the_divergences_gradient(
+    seed: int, estimator: str | None
+):
+    """In the mean over responses of one token, each weighted by its penalty.
+
+    With k1, the default, this is exactly grad KL(pi || ref). k3 is unbiased for the value too, but
+    not for this gradient.
+    """
     theta, log_pi, log_ref = categoricals(seed)
-    algorithm = make_algorithm(AlgorithmConfig(name="rloo", kl_coef=0.3, kl="reward", kl_estimator=estimator))
+    algorithm = make_algorithm(
+        AlgorithmConfig(name="rloo", kl_coef=0.3, kl="reward", kl_estimator=estimator)
+    )
     assert algorithm.penalizes_rewards and algorithm.needs_reference and not algorithm.skip_zero
     mean = torch.zeros_like(theta)
     for y in range(6):
@@ -82,7 +121,9 @@ def test_reinforce_on_penalised_rewards_has_the_divergences_gradient(seed: int, 
 
 def test_the_penalty_of_a_response_is_summed_over_its_tokens():
     config = AlgorithmConfig(name="rloo", kl_coef=0.5, kl="reward", kl_estimator="k2")
-    found = make_algorithm(config).penalty(torch.tensor([0.0, -1.0, -2.0]), torch.tensor([0.0, -2.0, -4.0]))
+    found = make_algorithm(config).penalty(
+        torch.tensor([0.0, -1.0, -2.0]), torch.tensor([0.0, -2.0, -4.0])
+    )
     assert found == pytest.approx(0.5 * (1 + 4) / 2)
 
 
@@ -91,11 +132,18 @@ def test_a_penalty_in_the_reward_is_not_in_the_loss(name: str):
     logits, tokens, mu, advantages, mask = random_batch(0)
     logprobs = logprobs_of(logits, tokens)
     plain = loss_of(logprobs, mu, advantages, mask, name=name)
-    penalised = loss_of(logprobs, mu, advantages, mask, mu - 0.2, name=name, kl_coef=0.3, kl="reward")
+    penalised = loss_of(
+        logprobs, mu, advantages, mask, mu - 0.2, name=name, kl_coef=0.3, kl="reward"
+    )
     assert torch.equal(gradient(plain.loss, logits), gradient(penalised.loss, logits))
     assert "kl" in penalised.sums and "kl" not in plain.sums
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", None])
 def test_the_reward_takes_any_estimate(estimator: str | None):
-    assert list(problems(AlgorithmConfig(name="grpo", kl_coef=0.1, kl="reward", kl_estimator=estimator))) == []
+    assert (
+        list(
+            problems(AlgorithmConfig(name="grpo", kl_coef=0.1, kl="reward", kl_estimator=estimator))
+        )
+        == []
+    )

@@ -1,4 +1,6 @@
-"""Several optimizer steps on a batch: losses against autograd of the published objectives in float64, and refused settings."""
+"""Several optimizer steps on a batch: losses against autograd of the published objectives in
+float64, and refused settings.
+"""
 
 from __future__ import annotations
 
@@ -32,22 +34,34 @@ def lag_weight(prox: torch.Tensor, mu: torch.Tensor, cap: float) -> torch.Tensor
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 2**31), spread=st.floats(0.01, 2.0), ratio=st.sampled_from(["proximal", "decoupled"]))
+@given(
+    seed=st.integers(0, 2**31),
+    spread=st.floats(0.01, 2.0),
+    ratio=st.sampled_from(["proximal", "decoupled"]),
+)
 def test_grpo_has_the_gradient_of_ppo_and_of_areals_objective(seed: int, spread: float, ratio: str):
-    """AReaL's objective is prox/mu min(r A, clip(r) A) with r = pi/prox, differentiated only through r. PPO's has no prox/mu."""
+    """AReaL's objective is prox/mu min(r A, clip(r) A) with r = pi/prox, differentiated only
+    through r. PPO's has no prox/mu.
+    """
     logits, tokens, prox, mu, advantages, mask = proximal_batch(seed, spread)
     logprobs = logprobs_of(logits, tokens)
     factor = lag_weight(prox, mu, CAP) if ratio == "decoupled" else torch.ones_like(mu)
-    objective = rows_mean(factor * ppo_objective((logprobs - prox).exp(), advantages, 0.8, 1.2), mask).sum()
+    objective = rows_mean(
+        factor * ppo_objective((logprobs - prox).exp(), advantages, 0.8, 1.2), mask
+    ).sum()
     cap = {"behavior_cap": CAP} if ratio == "decoupled" else {}
     out = loss_of(logprobs, mu, advantages, mask, proximal=prox, name="grpo", ratio=ratio, **cap)
     torch.testing.assert_close(out.loss, -objective, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12
+    )
 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**31), spread=st.floats(0.01, 2.0))
-def test_gspo_bounds_the_responses_ratio_and_weighs_each_token_by_its_own_lag(seed: int, spread: float):
+def test_gspo_bounds_the_responses_ratio_and_weighs_each_token_by_its_own_lag(
+    seed: int, spread: float
+):
     logits, tokens, prox, mu, advantages, mask = proximal_batch(seed, spread)
     logprobs = logprobs_of(logits, tokens)
     ratio = rows_mean(logprobs - prox, mask).exp().detach()
@@ -56,22 +70,39 @@ def test_gspo_bounds_the_responses_ratio_and_weighs_each_token_by_its_own_lag(se
     objective = rows_mean(weight * advantages * logprobs, mask).sum()
     chosen = {"name": "gspo", "rho_min": 0.8, "rho": 1.2, "ratio": "decoupled", "behavior_cap": CAP}
     out = loss_of(logprobs, mu, advantages, mask, proximal=prox, **chosen)
-    torch.testing.assert_close(gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12
+    )
 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**31), spread=st.floats(0.01, 1.0))
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("above", ["drop", "truncate"])
-def test_the_lags_weight_is_a_tokens_or_a_responses_and_dropped_or_truncated(above: str, level: str, seed: int, spread: float):
+def test_the_lags_weight_is_a_tokens_or_a_responses_and_dropped_or_truncated(
+    above: str, level: str, seed: int, spread: float
+):
     logits, tokens, prox, mu, advantages, mask = proximal_batch(seed, spread)
     logprobs = logprobs_of(logits, tokens)
-    lag = ((prox - mu) * mask).sum(1, keepdim=True).expand_as(mu).exp() if level == "sequence" else (prox - mu).exp()
+    lag = (
+        ((prox - mu) * mask).sum(1, keepdim=True).expand_as(mu).exp()
+        if level == "sequence"
+        else (prox - mu).exp()
+    )
     factor = lag.clamp(max=CAP) if above == "truncate" else lag * (lag <= CAP)
-    objective = rows_mean(factor * ppo_objective((logprobs - prox).exp(), advantages, 0.8, 1.2), mask).sum()
-    chosen = {"ratio": "decoupled", "behavior_cap": CAP, "behavior_level": level, "behavior_above": above}
+    objective = rows_mean(
+        factor * ppo_objective((logprobs - prox).exp(), advantages, 0.8, 1.2), mask
+    ).sum()
+    chosen = {
+        "ratio": "decoupled",
+        "behavior_cap": CAP,
+        "behavior_level": level,
+        "behavior_above": above,
+    }
     out = loss_of(logprobs, mu, advantages, mask, proximal=prox, name="grpo", **chosen)
-    torch.testing.assert_close(gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12
+    )
     assert out.sums["behavior_ratio_capped"] == ((lag > CAP) & mask).sum()
 
 
@@ -79,27 +110,45 @@ def test_the_lags_weight_is_a_tokens_or_a_responses_and_dropped_or_truncated(abo
 @given(seed=st.integers(0, 2**31), spread=st.floats(0.01, 1.5))
 @pytest.mark.parametrize("above", ["drop", "truncate"])
 def test_icepops_published_form_drops_lags_on_either_side(above: str, seed: int, spread: float):
-    """M(prox/mu; 0.5, 5) min(r A, clip(r) A) with r = pi/prox, where M(k) is k inside the bounds and 0 outside."""
+    """M(prox/mu; 0.5, 5) min(r A, clip(r) A) with r = pi/prox, where M(k) is k inside the bounds
+    and 0 outside.
+    """
     logits, tokens, prox, mu, advantages, mask = proximal_batch(seed, spread)
-    logprobs, lag = logprobs_of(logits, tokens), (prox - mu).exp()
+    logprobs = logprobs_of(logits, tokens)
+    lag = (prox - mu).exp()
     factor = lag.clamp(0.5, 5.0) if above == "truncate" else lag * ((lag >= 0.5) & (lag <= 5.0))
-    objective = rows_mean(factor * ppo_objective((logprobs - prox).exp(), advantages, 0.8, 1.2, math.inf), mask).sum()
-    chosen = {"ratio": "decoupled", "behavior_floor": 0.5, "behavior_above": above, "dual_clip": 1e9}
+    objective = rows_mean(
+        factor * ppo_objective((logprobs - prox).exp(), advantages, 0.8, 1.2, math.inf), mask
+    ).sum()
+    chosen = {
+        "ratio": "decoupled",
+        "behavior_floor": 0.5,
+        "behavior_above": above,
+        "dual_clip": 1e9,
+    }
     out = loss_of(logprobs, mu, advantages, mask, proximal=prox, name="grpo", **chosen)
     torch.testing.assert_close(out.loss, -objective, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12
+    )
     assert out.sums["behavior_ratio_capped"] == (((lag > 5.0) | (lag < 0.5)) & mask).sum()
 
 
 def test_aipo_decoupled_by_hand():
-    """pi/prox: 2, 8, 0.5, 1; the bound reduces the second to 4. prox/mu: 2, 1, 3, 6; the last is above the cap."""
+    """pi/prox: 2, 8, 0.5, 1; the bound reduces the second to 4. prox/mu: 2, 1, 3, 6; the last is
+    above the cap.
+    """
     pi = torch.log(torch.tensor([[0.5, 0.8, 0.1, 0.6]], dtype=F64)).requires_grad_()
     prox = torch.log(torch.tensor([[0.25, 0.1, 0.2, 0.6]], dtype=F64))
     mu = prox - torch.log(torch.tensor([[2.0, 1.0, 3.0, 6.0]], dtype=F64))
     advantages = torch.tensor([[1.0, 1.0, -2.0, 1.0]], dtype=F64)
-    out = loss_of(pi, mu, advantages, torch.ones(1, 4, dtype=torch.bool), proximal=prox, ratio="decoupled")
+    out = loss_of(
+        pi, mu, advantages, torch.ones(1, 4, dtype=torch.bool), proximal=prox, ratio="decoupled"
+    )
     assert gradient(out.loss, pi)[0].tolist() == pytest.approx([-4.0, -4.0, 3.0, 0.0])
-    found = make_algorithm(AlgorithmConfig(ratio="decoupled")).metrics({name: value.item() for name, value in out.sums.items()})
+    found = make_algorithm(AlgorithmConfig(ratio="decoupled")).metrics(
+        {name: value.item() for name, value in out.sums.items()}
+    )
     assert found == pytest.approx(
         {
             "is_ratio/mean": (4 + 8 + 1.5 + 6) / 4,
@@ -118,7 +167,9 @@ def test_before_the_first_step_the_proximal_policy_is_the_policy(name: str, rati
     logprobs = logprobs_of(logits, tokens)
     reference = logprobs.detach() - 0.1
     given, left_out = (
-        loss_of(logprobs, mu, advantages, mask, reference, proximal, name=name, ratio=ratio, kl_coef=0.1)
+        loss_of(
+            logprobs, mu, advantages, mask, reference, proximal, name=name, ratio=ratio, kl_coef=0.1
+        )
         for proximal in (logprobs.detach(), None)
     )
     assert torch.equal(given.loss, left_out.loss) and given.sums == left_out.sums
@@ -130,26 +181,36 @@ def test_where_nothing_is_stale_all_ratios_say_the_same(name: str, ratio: str):
     logits, tokens, mu, advantages, mask = random_batch(4)
     logprobs = logprobs_of(logits, tokens)
     plain, other = (
-        loss_of(logprobs, mu, advantages, mask, mu - 0.1, mu, name=name, ratio=each, kl_coef=0.1) for each in ("behavior", ratio)
+        loss_of(logprobs, mu, advantages, mask, mu - 0.1, mu, name=name, ratio=each, kl_coef=0.1)
+        for each in ("behavior", ratio)
     )
     assert torch.equal(gradient(plain.loss, logits), gradient(other.loss, logits))
 
 
 @pytest.mark.parametrize("ratio", ["behavior", "proximal", "decoupled"])
 def test_the_penalty_is_corrected_by_the_same_ratio(ratio: str):
-    """The penalty is c (log pi - log ref)^2 / 2 with c = min(r, rho), times prox/mu if decoupled. Advantages are 0."""
+    """The penalty is c (log pi - log ref)^2 / 2 with c = min(r, rho), times prox/mu if decoupled.
+
+    Advantages are 0.
+    """
     logits, tokens, prox, mu, _, mask = proximal_batch(5, 0.7)
-    logprobs, reference = logprobs_of(logits, tokens), prox - 0.3
+    logprobs = logprobs_of(logits, tokens)
+    reference = prox - 0.3
     r = (logprobs.detach() - (mu if ratio == "behavior" else prox)).exp().clamp(max=1.2)
     factor = lag_weight(prox, mu, 5.0) if ratio == "decoupled" else torch.ones_like(mu)
     objective = (factor * r * (logprobs - reference).square() / 2 * mask).sum()
-    out = loss_of(logprobs, mu, torch.zeros_like(mu), mask, reference, prox, ratio=ratio, rho=1.2, kl_coef=1.0)
-    torch.testing.assert_close(gradient(out.loss, logits), gradient(objective, logits), rtol=1e-9, atol=1e-12)
+    out = loss_of(
+        logprobs, mu, torch.zeros_like(mu), mask, reference, prox, ratio=ratio, rho=1.2, kl_coef=1.0
+    )
+    torch.testing.assert_close(
+        gradient(out.loss, logits), gradient(objective, logits), rtol=1e-9, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize(("name", "ratio"), ALLOWED)
 def test_absurd_proximal_log_probs_stay_finite_and_nan_is_not_hidden(name: str, ratio: str):
-    inf, nan = math.inf, math.nan
+    inf = math.inf
+    nan = math.nan
     mask = torch.tensor([[True] * 6 + [False]])
     logprobs = torch.tensor([[-1.0, -inf, -1.0, -1.0, -inf, -1.0, nan]], requires_grad=True)
     prox = torch.tensor([[-inf, -inf, -inf, -800.0, -1.0, 0.0, nan]])
@@ -160,8 +221,19 @@ def test_absurd_proximal_log_probs_stay_finite_and_nan_is_not_hidden(name: str, 
         assert torch.isfinite(out.loss) and torch.isfinite(gradient(out.loss, logprobs)).all()
         assert all(torch.isfinite(value) for value in out.sums.values())
     if ratio != "behavior" and name != "topr":  # topr uses no ratio at a positive advantage
-        one, true = torch.tensor([[-1.0]]), torch.tensor([[True]])
-        assert torch.isnan(loss_of(one, one, torch.ones(1, 1), true, proximal=torch.tensor([[nan]]), name=name, ratio=ratio).loss)
+        one = torch.tensor([[-1.0]])
+        true = torch.tensor([[True]])
+        assert torch.isnan(
+            loss_of(
+                one,
+                one,
+                torch.ones(1, 1),
+                true,
+                proximal=torch.tensor([[nan]]),
+                name=name,
+                ratio=ratio,
+            ).loss
+        )
 
 
 @pytest.mark.parametrize(("name", "ratio"), ALLOWED)

@@ -24,9 +24,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 
 
 def random_batch(seed: int, spread: float = 0.5):
-    """logits [b, s, v], tokens, mu_logprobs, advantages (one a row), mask. Some rows have no token, some only a few."""
+    """logits [b, s, v], tokens, mu_logprobs, advantages (one a row), mask.
+
+    Some rows have no token, some only a few.
+    """
     rng = np.random.default_rng(seed)
-    b, s, v = 6, 7, 5
+    b = 6
+    s = 7
+    v = 5
     logits = torch.tensor(rng.normal(size=(b, s, v)), requires_grad=True)
     tokens = torch.tensor(rng.integers(v, size=(b, s)))
     mask = torch.tensor(rng.random((b, s)) < 0.6)
@@ -45,33 +50,58 @@ def rows_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def ppo_objective(ratio, advantages, low: float, high: float, dual_clip: float = 3.0):
-    """min(r A, clip(r) A), and at least dual_clip A if A is negative, as published. It is differentiated through the ratio."""
+    """min(r A, clip(r) A), and at least dual_clip A if A is negative, as published.
+
+    It is differentiated through the ratio.
+    """
     least = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
     return torch.where(advantages < 0, torch.maximum(least, dual_clip * advantages), least)
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**31), spread=st.floats(0.01, 3.0), low=st.floats(0.0, 0.95), high=st.floats(1.05, 2.5))
-def test_grpo_has_the_gradient_of_the_clipped_objective(seed: int, spread: float, low: float, high: float):
+@given(
+    seed=st.integers(0, 2**31),
+    spread=st.floats(0.01, 3.0),
+    low=st.floats(0.0, 0.95),
+    high=st.floats(1.05, 2.5),
+)
+def test_grpo_has_the_gradient_of_the_clipped_objective(
+    seed: int, spread: float, low: float, high: float
+):
     logits, tokens, mu, advantages, mask = random_batch(seed, spread)
     logprobs = logprobs_of(logits, tokens)
     objective = rows_mean(ppo_objective((logprobs - mu).exp(), advantages, low, high), mask).sum()
     out = loss_of(logprobs, mu, advantages, mask, name="grpo", rho_min=low, rho=high)
-    torch.testing.assert_close(out.loss, -objective, rtol=1e-9, atol=1e-12)  # `loss` is the objective, as in TRL's and verl's reports
-    torch.testing.assert_close(gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12)
+    # `loss` is the objective, as in TRL's and verl's reports
+    torch.testing.assert_close(out.loss, -objective, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12
+    )
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**31), spread=st.floats(0.01, 3.0), low=st.floats(0.0, 0.95), high=st.floats(1.05, 2.5))
-def test_gspo_has_the_gradient_of_its_sequences_objective(seed: int, spread: float, low: float, high: float):
-    """GSPO, equation 5: a response has one ratio, the geometric mean of its tokens' ratios. It has no dual clip."""
+@given(
+    seed=st.integers(0, 2**31),
+    spread=st.floats(0.01, 3.0),
+    low=st.floats(0.0, 0.95),
+    high=st.floats(1.05, 2.5),
+)
+def test_gspo_has_the_gradient_of_its_sequences_objective(
+    seed: int, spread: float, low: float, high: float
+):
+    """GSPO, equation 5: a response has one ratio, the geometric mean of its tokens' ratios.
+
+    It has no dual clip.
+    """
     logits, tokens, mu, advantages, mask = random_batch(seed, spread)
     logprobs = logprobs_of(logits, tokens)
     ratio = rows_mean(logprobs - mu, mask).exp()
     objective = ppo_objective(ratio, advantages[:, 0], low, high, math.inf)[mask.any(1)].sum()
     out = loss_of(logprobs, mu, advantages, mask, name="gspo", rho_min=low, rho=high)
     torch.testing.assert_close(out.loss, -objective, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -84,13 +114,21 @@ def test_topr_weighs_good_responses_by_one_and_bad_ones_by_their_whole_ratio(see
         weight = 1.0 if advantages[row, 0] > 0 else min(whole, 1.0)
         expected = expected - weight * advantages[row, 0] * (logprobs[row] * mask[row]).sum()
     out = loss_of(logprobs, mu, advantages, mask, name="topr")
-    torch.testing.assert_close(gradient(out.loss, logits), gradient(expected, logits), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        gradient(out.loss, logits), gradient(expected, logits), rtol=1e-9, atol=1e-12
+    )
 
 
 def test_icepop_drops_what_is_outside_its_bounds():
     ratios = torch.tensor([[0.49, 0.51, 1.0, 4.9, 5.1]], dtype=F64)
     logprobs = torch.full((1, 5), -1.0, dtype=F64, requires_grad=True)
-    out = loss_of(logprobs, -1.0 - ratios.log(), torch.ones(1, 5, dtype=F64), torch.ones(1, 5, dtype=torch.bool), name="icepop")
+    out = loss_of(
+        logprobs,
+        -1.0 - ratios.log(),
+        torch.ones(1, 5, dtype=F64),
+        torch.ones(1, 5, dtype=torch.bool),
+        name="icepop",
+    )
     assert gradient(out.loss, logprobs)[0].tolist() == pytest.approx([0.0, -0.51, -1.0, -4.9, 0.0])
     assert out.sums["is_ratio_clipped"] == 2
 
@@ -98,7 +136,8 @@ def test_icepop_drops_what_is_outside_its_bounds():
 def test_a_lower_bound_makes_cispo_of_aipo():
     ratios = torch.tensor([[0.1, 0.9, 9.0]], dtype=F64)
     logprobs = torch.full((1, 3), -1.0, dtype=F64, requires_grad=True)
-    advantages, mask = torch.tensor([[1.0, -1.0, 1.0]], dtype=F64), torch.ones(1, 3, dtype=torch.bool)
+    advantages = torch.tensor([[1.0, -1.0, 1.0]], dtype=F64)
+    mask = torch.ones(1, 3, dtype=torch.bool)
     out = loss_of(logprobs, -1.0 - ratios.log(), advantages, mask, rho_min=0.8, rho=1.3)
     assert gradient(out.loss, logprobs)[0].tolist() == pytest.approx([-0.8, 0.9, -1.3])
     assert out.sums["is_ratio_clipped"] == 2
@@ -122,8 +161,11 @@ def test_on_policy_all_are_the_plain_policy_gradient(name: str):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_no_algorithm_overflows_or_reads_masked_garbage(name: str):
-    inf, nan = math.inf, math.nan
-    logprobs = torch.tensor([[-1.0, -1.0, -inf, -inf, -700.0, 0.0, nan], [-1.0] * 7], requires_grad=True)
+    inf = math.inf
+    nan = math.nan
+    logprobs = torch.tensor(
+        [[-1.0, -1.0, -inf, -inf, -700.0, 0.0, nan], [-1.0] * 7], requires_grad=True
+    )
     mu = torch.tensor([[-1e30, -inf, -1.0, -inf, 0.0, -800.0, inf], [-1.0] * 7])
     mask = torch.ones(2, 7, dtype=torch.bool)
     mask[0, 6] = False
@@ -137,27 +179,45 @@ def test_no_algorithm_overflows_or_reads_masked_garbage(name: str):
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("where", ["logprobs", "advantages"])
 def test_no_algorithm_hides_nan(name: str, where: str):
-    tensors = {"logprobs": torch.tensor([[-1.0, -1.0]]), "mu": torch.tensor([[-1.0, -1.0]]), "advantages": torch.tensor([[1.0, 1.0]])}
+    tensors = {
+        "logprobs": torch.tensor([[-1.0, -1.0]]),
+        "mu": torch.tensor([[-1.0, -1.0]]),
+        "advantages": torch.tensor([[1.0, 1.0]]),
+    }
     tensors[where] = torch.tensor([[math.nan, math.nan]])
     assert torch.isnan(loss_of(**tensors, mask=torch.ones(1, 2, dtype=torch.bool), name=name).loss)
 
 
 def test_a_mean_over_sequences_counts_each_the_same_whatever_its_length():
-    """The gradient of the batch: the sum of the rows' token means, divided by all samples, including those left out."""
+    """The gradient of the batch: the sum of the rows' token means, divided by all samples,
+    including those left out.
+    """
     mask = torch.tensor([[True, True, True, True], [True, False, False, False]])
     logprobs = torch.full((2, 4), -1.0, dtype=F64, requires_grad=True)
-    out = loss_of(logprobs, logprobs.detach(), torch.ones(2, 4, dtype=F64), mask, loss_mean="sequence")
+    out = loss_of(
+        logprobs, logprobs.detach(), torch.ones(2, 4, dtype=F64), mask, loss_mean="sequence"
+    )
     assert gradient(out.loss, logprobs).tolist() == [[-0.25] * 4, [-1.0, 0.0, 0.0, 0.0]]
-    assert make_algorithm(AlgorithmConfig(loss_mean="sequence")).denominator(tokens=5, samples=3) == 3.0
+    assert (
+        make_algorithm(AlgorithmConfig(loss_mean="sequence")).denominator(tokens=5, samples=3)
+        == 3.0
+    )
     assert make_algorithm(AlgorithmConfig()).denominator(tokens=5, samples=3) == 5.0
 
 
 @settings(max_examples=40, deadline=None)
-@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8), seed=st.integers(0, 2**31), name=st.sampled_from(sorted(RECIPES)))
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8),
+    seed=st.integers(0, 2**31),
+    name=st.sampled_from(sorted(RECIPES)),
+)
 @pytest.mark.parametrize("loss_mean", ["token", "sequence", "sequence_sum"])
-def test_sequences_end_to_end_are_those_sequences_one_by_one(lengths: list[int], seed: int, name: str, loss_mean: str):
+def test_sequences_end_to_end_are_those_sequences_one_by_one(
+    lengths: list[int], seed: int, name: str, loss_mean: str
+):
     """Loss, gradient and sums, for any lengths."""
-    rng, t = np.random.default_rng(seed), sum(lengths)
+    rng = np.random.default_rng(seed)
+    t = sum(lengths)
     logprobs = torch.tensor(-rng.exponential(size=t), requires_grad=True)
     advantages = torch.tensor(np.repeat(rng.choice([-1.0, 0.5], size=len(lengths)), lengths))
     tensors = [
@@ -169,16 +229,27 @@ def test_sequences_end_to_end_are_those_sequences_one_by_one(lengths: list[int],
     ]
     chosen = {"name": name, "loss_mean": loss_mean, "kl_coef": 0.1}
     packed = packed_loss_of(lengths, *tensors, **chosen)
-    alone = [packed_loss_of([len(parts[0])], *parts, **chosen) for parts in zip(*(tensor.split(lengths) for tensor in tensors))]
+    alone = [
+        packed_loss_of([len(parts[0])], *parts, **chosen)
+        for parts in zip(*(tensor.split(lengths) for tensor in tensors))
+    ]
     one_by_one = torch.stack([out.loss for out in alone]).sum()
     torch.testing.assert_close(packed.loss, one_by_one, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(gradient(packed.loss, logprobs), gradient(one_by_one, logprobs), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        gradient(packed.loss, logprobs), gradient(one_by_one, logprobs), rtol=1e-12, atol=1e-12
+    )
     for key, value in packed.sums.items():
-        torch.testing.assert_close(value, torch.stack([out.sums[key] for out in alone]).sum(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            value, torch.stack([out.sums[key] for out in alone]).sum(), rtol=1e-12, atol=1e-12
+        )
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=4, max_size=4), min_size=1, max_size=5))
+@given(
+    st.lists(
+        st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=4, max_size=4), min_size=1, max_size=5
+    )
+)
 def test_other_advantages_against_numpy(rewards: list[list[float]]):
     r = np.array(rewards)
     others = (r.sum(1, keepdims=True) - r) / 3

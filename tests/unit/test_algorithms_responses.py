@@ -19,41 +19,76 @@ from megarl.config.schema import AlgorithmConfig
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**31), spread=st.floats(0.01, 1.0), low=st.floats(0.0, 0.95), high=st.floats(1.05, 2.5))
+@given(
+    seed=st.integers(0, 2**31),
+    spread=st.floats(0.01, 1.0),
+    low=st.floats(0.0, 0.95),
+    high=st.floats(1.05, 2.5),
+)
 @pytest.mark.parametrize("dual_clip", [None, 3.0])
 @pytest.mark.parametrize("ratio", ["behavior", "proximal"])
 def test_proximal_rloo_has_the_gradient_of_its_clipped_objective(
     ratio: str, dual_clip: float | None, seed: int, spread: float, low: float, high: float
 ):
-    """Equation 1 of arXiv:2410.18252, differentiated through the product of a response's token ratios."""
+    """Equation 1 of arXiv:2410.18252, differentiated through the product of a response's token
+    ratios.
+    """
     logits, tokens, old, advantages, mask = random_batch(seed, spread)
     mu = old if ratio == "behavior" else old - 0.3
     logprobs = logprobs_of(logits, tokens)
-    whole, a = ((logprobs - old) * mask).sum(1).exp(), advantages[:, 0]
+    whole = ((logprobs - old) * mask).sum(1).exp()
+    a = advantages[:, 0]
     least = torch.minimum(whole * a, whole.clamp(low, high) * a)
     objective = ppo_objective(whole, a, low, high) if dual_clip else least
     out = loss_of(
-        logprobs, mu, advantages, mask, proximal=old, name="proximal_rloo", rho_min=low, rho=high, ratio=ratio, dual_clip=dual_clip
+        logprobs,
+        mu,
+        advantages,
+        mask,
+        proximal=old,
+        name="proximal_rloo",
+        rho_min=low,
+        rho=high,
+        ratio=ratio,
+        dual_clip=dual_clip,
     )
-    torch.testing.assert_close(gradient(out.loss, logits), gradient(-objective.sum(), logits), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        gradient(out.loss, logits), gradient(-objective.sum(), logits), rtol=1e-9, atol=1e-12
+    )
 
 
 def test_rloo_is_reinforce_of_whole_responses():
-    """The loss of appendix B (k = 2): half of each response's summed log-prob, times its reward minus the other's."""
+    """The loss of appendix B (k = 2): half of each response's summed log-prob, times its reward
+    minus the other's.
+    """
     algorithm = make_algorithm(AlgorithmConfig(name="rloo"))
     rewards = torch.tensor([[3.0, 1.0], [0.5, 2.5], [1.0, 1.0]], dtype=F64)
     logits, tokens, mu, _, mask = random_batch(2)
     logprobs = logprobs_of(logits, tokens)
-    out = loss_of(logprobs, mu, algorithm.advantages(rewards).view(6, 1).expand(6, 7), mask, name="rloo")
+    out = loss_of(
+        logprobs, mu, algorithm.advantages(rewards).view(6, 1).expand(6, 7), mask, name="rloo"
+    )
     log_pi = (logprobs * mask).sum(1)
-    expected = sum(-0.5 * (log_pi[i] * (r - s) + log_pi[i + 1] * (s - r)) for i, (r, s) in zip((0, 2, 4), rewards.tolist())) / 3
+    expected = (
+        sum(
+            -0.5 * (log_pi[i] * (r - s) + log_pi[i + 1] * (s - r))
+            for i, (r, s) in zip((0, 2, 4), rewards.tolist())
+        )
+        / 3
+    )
     assert algorithm.denominator(tokens=99, samples=6) == 6
     torch.testing.assert_close(out.loss / 6, expected, rtol=1e-12, atol=0)
-    torch.testing.assert_close(gradient(out.loss / 6, logits), gradient(expected, logits), rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(
+        gradient(out.loss / 6, logits), gradient(expected, logits), rtol=1e-10, atol=1e-14
+    )
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=3, max_size=3), min_size=1, max_size=5))
+@given(
+    st.lists(
+        st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=3, max_size=3), min_size=1, max_size=5
+    )
+)
 def test_best_of_n_learns_the_first_of_the_best_alone(rewards: list[list[float]]):
     found = best(torch.tensor(rewards, dtype=F64))
     expected = np.zeros((len(rewards), 3))
@@ -67,23 +102,42 @@ def test_best_of_n_is_the_mean_over_prompts_of_the_negative_log_likelihood():
     assert algorithm.skip_zero
     logits, tokens, mu, _, mask = random_batch(3)
     logprobs = logprobs_of(logits, tokens)
-    advantages = algorithm.advantages(torch.tensor([[0.0, 1.0, 1.0], [2.0, -1.0, 0.0]], dtype=F64)).view(6, 1).expand(6, 7)
+    advantages = (
+        algorithm.advantages(torch.tensor([[0.0, 1.0, 1.0], [2.0, -1.0, 0.0]], dtype=F64))
+        .view(6, 1)
+        .expand(6, 7)
+    )
     out = loss_of(logprobs, mu, advantages, mask, name="best_of_n")
     expected = -((logprobs * mask)[1].sum() + (logprobs * mask)[3].sum()) / 2
-    torch.testing.assert_close(out.loss / algorithm.denominator(tokens=99, samples=6), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        out.loss / algorithm.denominator(tokens=99, samples=6), expected, rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "proximal_rloo"])
 def test_where_the_dual_clip_cuts_off(name: str):
     ratios = torch.tensor([[1.9], [2.1], [3.1], [50.0]], dtype=F64)
-    logprobs, true = torch.full((4, 1), -1.0, dtype=F64, requires_grad=True), torch.ones(4, 1, dtype=torch.bool)
+    logprobs, true = (
+        torch.full((4, 1), -1.0, dtype=F64, requires_grad=True),
+        torch.ones(4, 1, dtype=torch.bool),
+    )
 
     def weights(dual_clip: float | None) -> list[float]:
-        out = loss_of(logprobs, -1.0 - ratios.log(), -torch.ones(4, 1, dtype=F64), true, name=name, dual_clip=dual_clip, loss_mean="token")
+        out = loss_of(
+            logprobs,
+            -1.0 - ratios.log(),
+            -torch.ones(4, 1, dtype=F64),
+            true,
+            name=name,
+            dual_clip=dual_clip,
+            loss_mean="token",
+        )
         return gradient(out.loss, logprobs)[:, 0].tolist()
 
     assert weights(2.0) == pytest.approx([1.9, 0, 0, 0])
-    assert weights(None) == pytest.approx([1.9, 2.1, 0, 0] if name == "grpo" else [1.9, 2.1, 3.1, 50.0])
+    assert weights(None) == pytest.approx(
+        [1.9, 2.1, 0, 0] if name == "grpo" else [1.9, 2.1, 3.1, 50.0]
+    )
     assert weights(10.0) == pytest.approx([1.9, 2.1, 3.1, 0])
 
 
@@ -91,7 +145,12 @@ def test_ppos_clip_at_ratio_1_is_the_advantage_actor_critic():
     logits, tokens, _, advantages, mask = random_batch(5)
     logprobs = logprobs_of(logits, tokens)
     clipped = loss_of(logprobs, logprobs.detach(), advantages, mask, name="grpo", loss_mean="token")
-    torch.testing.assert_close(gradient(clipped.loss, logits), gradient(-(advantages * logprobs * mask).sum(), logits), rtol=0, atol=0)
+    torch.testing.assert_close(
+        gradient(clipped.loss, logits),
+        gradient(-(advantages * logprobs * mask).sum(), logits),
+        rtol=0,
+        atol=0,
+    )
 
 
 @pytest.mark.parametrize("advantage", ["mean", "leave_one_out"])
@@ -101,8 +160,12 @@ def test_on_policy_aipo_is_reinforce(advantage: str):
     of = {}
     for name in ("aipo", "reinforce"):
         chosen = {"name": name, "advantage": advantage}
-        advantages = make_algorithm(AlgorithmConfig(**chosen)).advantages(torch.tensor([[1.0, 0.0, 0.5], [2.0, 0.0, 0.0]], dtype=F64))
-        out = loss_of(logprobs, logprobs.detach(), advantages.view(6, 1).expand(6, 7), mask, **chosen)
+        advantages = make_algorithm(AlgorithmConfig(**chosen)).advantages(
+            torch.tensor([[1.0, 0.0, 0.5], [2.0, 0.0, 0.0]], dtype=F64)
+        )
+        out = loss_of(
+            logprobs, logprobs.detach(), advantages.view(6, 1).expand(6, 7), mask, **chosen
+        )
         of[name] = gradient(out.loss, logits)
     assert torch.equal(of["aipo"], of["reinforce"])
 
@@ -111,27 +174,41 @@ def test_on_policy_aipo_is_reinforce(advantage: str):
 @pytest.mark.parametrize("seed", range(3))
 def test_prompts_and_samples_may_be_permuted(name: str, seed: int):
     """The gradient of the whole batch stays the same."""
-    rng, algorithm = np.random.default_rng(seed), make_algorithm(AlgorithmConfig(name=name))
+    rng = np.random.default_rng(seed)
+    algorithm = make_algorithm(AlgorithmConfig(name=name))
     logits, tokens, mu, _, mask = random_batch(seed)
-    logprobs, rewards = logprobs_of(logits, tokens), torch.tensor(rng.permutation(6.0 + np.arange(6))).view(2, 3)
+    logprobs, rewards = (
+        logprobs_of(logits, tokens),
+        torch.tensor(rng.permutation(6.0 + np.arange(6))).view(2, 3),
+    )
     order = [int(3 * g + i) for g in rng.permutation(2) for i in rng.permutation(3)]
 
     def found(order: list[int]) -> torch.Tensor:
-        advantages = algorithm.advantages(rewards.flatten()[order].view(2, 3)).view(6, 1).expand(6, 7)
-        return gradient(loss_of(logprobs[order], mu[order], advantages, mask[order], name=name).loss, logits)
+        advantages = (
+            algorithm.advantages(rewards.flatten()[order].view(2, 3)).view(6, 1).expand(6, 7)
+        )
+        return gradient(
+            loss_of(logprobs[order], mu[order], advantages, mask[order], name=name).loss, logits
+        )
 
     torch.testing.assert_close(found(order), found(list(range(6))), rtol=1e-12, atol=1e-14)
 
 
 def test_a_ratio_without_a_bound_stays_finite():
-    logprobs, mu = torch.tensor([[-1.0, -1.0]], requires_grad=True), torch.tensor([[-1e30, -900.0]])
-    out = loss_of(logprobs, mu, -torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool), name="proximal_rloo")
+    logprobs = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    mu = torch.tensor([[-1e30, -900.0]])
+    out = loss_of(
+        logprobs, mu, -torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool), name="proximal_rloo"
+    )
     assert gradient(out.loss, logprobs)[0].tolist() == pytest.approx([math.exp(20)] * 2)
 
 
 def test_products_of_ratios_are_those_of_all_their_tokens():
-    """A token beyond the bound of a single ratio, and one that makes up for it: the product counts both."""
-    mask, boundaries = torch.ones(4, dtype=torch.bool), torch.tensor([0, 2, 4], dtype=torch.int32)
+    """A token beyond the bound of a single ratio, and one that makes up for it: the product counts
+    both.
+    """
+    mask = torch.ones(4, dtype=torch.bool)
+    boundaries = torch.tensor([0, 2, 4], dtype=torch.int32)
     lags = torch.tensor([-30.0, 25.0, -math.inf, 1.0])
     weight, beyond, _ = lag_weights(lags, mask, boundaries, 0.0, 5.0, "sequence", "truncate")
     torch.testing.assert_close(weight, torch.tensor([math.exp(-5.0)] * 2 + [0.0] * 2))
@@ -139,7 +216,10 @@ def test_products_of_ratios_are_those_of_all_their_tokens():
 
 
 def test_ratios_cut_at_the_last_bound_count_as_clipped():
-    ratios, minus = torch.tensor([19.0, 21.0]), -torch.ones(2)
-    weight, clipped_tokens, _ = clipped(ratios, minus, minus < 0, torch.tensor([0, 2]), 0.8, 1.2, dual_clip=math.inf)
+    ratios = torch.tensor([19.0, 21.0])
+    minus = -torch.ones(2)
+    weight, clipped_tokens, _ = clipped(
+        ratios, minus, minus < 0, torch.tensor([0, 2]), 0.8, 1.2, dual_clip=math.inf
+    )
     assert clipped_tokens.tolist() == [False, True]
     assert weight.tolist() == ratios.clamp(max=20).exp().tolist()

@@ -19,7 +19,9 @@ from megarl.config.schema import AlgorithmConfig, TrainerConfig
 AIPO = make_algorithm(AlgorithmConfig())
 
 
-def sample(tokens: list[int], reward: float, versions: list[int] | None = None, finish: str = "stop") -> Sample:
+def sample(
+    tokens: list[int], reward: float, versions: list[int] | None = None, finish: str = "stop"
+) -> Sample:
     return Sample(
         token_ids=tokens,
         logprobs=[-0.1 * (i + 1) for i in range(len(tokens))],
@@ -31,11 +33,18 @@ def sample(tokens: list[int], reward: float, versions: list[int] | None = None, 
 
 
 def turns(tokens: list[int], mask: list[bool], reward: float, garbage: float = 0.0) -> Sample:
-    """A sample of several turns. The environment's tokens have `garbage` as log-prob and as version."""
+    """A sample of several turns.
+
+    The environment's tokens have `garbage` as log-prob and as version.
+    """
     made = sample(tokens, reward)
-    logprobs = [logprob if mine else garbage for logprob, mine in zip(made.logprobs, mask, strict=True)]
+    logprobs = [
+        logprob if mine else garbage for logprob, mine in zip(made.logprobs, mask, strict=True)
+    ]
     versions = [0 if mine else int(garbage) for mine in mask]
-    return replace(made, logprobs=logprobs, versions=versions, policy_mask=mask, metrics={"tool_calls": 1})
+    return replace(
+        made, logprobs=logprobs, versions=versions, policy_mask=mask, metrics={"tool_calls": 1}
+    )
 
 
 def group(ordinal: int, prompt: list[int], samples: list[Sample]) -> Group:
@@ -45,7 +54,8 @@ def group(ordinal: int, prompt: list[int], samples: list[Sample]) -> Group:
 def batch() -> Batch:
     groups = [
         group(0, [1, 4, 5], [sample([6, 2], 1.0), sample([7, 8, 2], 0.0)]),
-        group(1, [1, 9], [sample([3, 2], 1.0), sample([3, 3, 3, 2], 1.0)]),  # equal rewards: zero advantage
+        # equal rewards: zero advantage
+        group(1, [1, 9], [sample([3, 2], 1.0), sample([3, 3, 3, 2], 1.0)]),
         group(2, [1], [sample([5], 0.0), sample([4, 2], 1.0)]),
     ]
     return batch_of(groups, step=3)
@@ -73,28 +83,50 @@ def test_positions_are_masked_and_aligned():
 
 def model_gradient(sequences: list[TrainSequence], divisor: float) -> torch.Tensor:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Tanh(), torch.nn.Linear(8, 10)).double()
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(10, 8), torch.nn.Tanh(), torch.nn.Linear(8, 10)
+    ).double()
     for s in sequences:
         ids = torch.from_numpy(s.token_ids).long()
         logits = model(ids[:-1])
         logprobs = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
-        mu, advantages = (torch.from_numpy(field[1:]).double() for field in (s.mu_logprobs, s.advantages))
-        mask, boundaries = torch.from_numpy(s.loss_mask[1:]), torch.tensor([0, len(logprobs)], dtype=torch.int32)
+        mu, advantages = (
+            torch.from_numpy(field[1:]).double() for field in (s.mu_logprobs, s.advantages)
+        )
+        mask = torch.from_numpy(s.loss_mask[1:])
+        boundaries = torch.tensor([0, len(logprobs)], dtype=torch.int32)
         tensors = dict(
-            boundaries=boundaries, mu_logprobs=mu, advantages=advantages, loss_mask=mask, reference_logprobs=None, proximal_logprobs=None
+            boundaries=boundaries,
+            mu_logprobs=mu,
+            advantages=advantages,
+            loss_mask=mask,
+            reference_logprobs=None,
+            proximal_logprobs=None,
         )
         microbatch = SimpleNamespace(**tensors)
         (AIPO.loss(logprobs, microbatch).loss / divisor).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-T, F = True, False
+T = True
+F = False
 
 
 def groups_of_turns(garbage: float = 0.0) -> list[Group]:
     return [
-        group(0, [1, 4, 5], [turns([6, 7, 9, 9, 2], [T, T, F, F, T], 1.0, garbage), sample([7, 8, 2], 0.0)]),
-        group(1, [1, 9], [turns([3, 8, 3, 8, 2], [T, F, T, F, T], 0.0, garbage), turns([5, 6, 4], [T, T, F], 1.0, garbage)]),
+        group(
+            0,
+            [1, 4, 5],
+            [turns([6, 7, 9, 9, 2], [T, T, F, F, T], 1.0, garbage), sample([7, 8, 2], 0.0)],
+        ),
+        group(
+            1,
+            [1, 9],
+            [
+                turns([3, 8, 3, 8, 2], [T, F, T, F, T], 0.0, garbage),
+                turns([5, 6, 4], [T, T, F], 1.0, garbage),
+            ],
+        ),
     ]
 
 
@@ -103,22 +135,28 @@ def batch_of_turns(garbage: float = 0.0) -> Batch:
 
 
 def test_the_environments_tokens_are_context_and_nothing_else():
-    """Against the written-out sum over only the policy's tokens, in float64: the gradient, and that garbage on other tokens has no
-    effect."""
+    """Against the written-out sum over only the policy's tokens, in float64: the gradient, and that
+    garbage on other tokens has no effect.
+    """
     b = batch_of_turns()
     advantages = mean_baseline(batch_rewards(b))
-    sequences, tokens = [*to_train_sequences(b, advantages, skip_zero=False).values()], denominator(b, AIPO)
+    sequences = [*to_train_sequences(b, advantages, skip_zero=False).values()]
+    tokens = denominator(b, AIPO)
     assert tokens == 3 + 3 + 3 + 2
     masks = [[F, F, F, T, T, F, F, T], [F, F, F, T, T, T], [F, F, T, F, T, F, T], [F, F, T, T, F]]
     assert [s.loss_mask.tolist() for s in sequences] == masks
 
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Tanh(), torch.nn.Linear(8, 10)).double()
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(10, 8), torch.nn.Tanh(), torch.nn.Linear(8, 10)
+    ).double()
     loss = torch.zeros((), dtype=torch.float64)
     for g, row in zip(groups_of_turns(), advantages.tolist()):
         for s, advantage in zip(g.samples, row):
             context = list(g.prompt.token_ids)
-            for token, mu, mine in zip(s.token_ids, s.logprobs, s.policy_mask or [True] * len(s.token_ids)):
+            for token, mu, mine in zip(
+                s.token_ids, s.logprobs, s.policy_mask or [True] * len(s.token_ids)
+            ):
                 if mine:
                     logprob = torch.log_softmax(model(torch.tensor(context[-1])), -1)[token]
                     loss -= torch.exp(logprob.detach() - mu).clamp(max=4.0) * advantage * logprob
@@ -127,27 +165,44 @@ def test_the_environments_tokens_are_context_and_nothing_else():
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert expected.abs().max() > 1e-3
     torch.testing.assert_close(model_gradient(sequences, tokens), expected, rtol=0, atol=1e-15)
-    assert [*to_train_sequences(batch_of_turns(garbage=-9.0), advantages, skip_zero=False).values()] == sequences
+    assert [
+        *to_train_sequences(batch_of_turns(garbage=-9.0), advantages, skip_zero=False).values()
+    ] == sequences
     for s in sequences:
-        assert all(mine or (mu == 0.0 and a == 0.0) for mine, mu, a in zip(s.loss_mask, s.mu_logprobs, s.advantages))
+        assert all(
+            mine or (mu == 0.0 and a == 0.0)
+            for mine, mu, a in zip(s.loss_mask, s.mu_logprobs, s.advantages)
+        )
 
 
 def test_metrics_of_turns():
     got = batch_metrics(batch_of_turns(), version=2)
-    assert got == batch_metrics(batch_of_turns(garbage=-9.0), version=2), "what stands on the environment's tokens changes nothing"
-    assert got["turns/mean"] == pytest.approx((2 + 1 + 3 + 1) / 4) and got["response_tokens/mean"] == 16 / 4
-    assert got["environment_tokens/fraction"] == pytest.approx(5 / 16) and got["rollout/tool_calls"] == 1.0
+    assert got == batch_metrics(batch_of_turns(garbage=-9.0), version=2), (
+        "what stands on the environment's tokens changes nothing"
+    )
+    assert (
+        got["turns/mean"] == pytest.approx((2 + 1 + 3 + 1) / 4)
+        and got["response_tokens/mean"] == 16 / 4
+    )
+    assert (
+        got["environment_tokens/fraction"] == pytest.approx(5 / 16)
+        and got["rollout/tool_calls"] == 1.0
+    )
     assert got["staleness/mean"] == got["staleness/max"] == 2
 
 
 def test_skipping_zero_advantages_leaves_the_gradient_unchanged():
     b = batch()
     advantages = mean_baseline(batch_rewards(b))
-    every, kept = ([*to_train_sequences(b, advantages, skip_zero).values()] for skip_zero in (False, True))
+    every, kept = (
+        [*to_train_sequences(b, advantages, skip_zero).values()] for skip_zero in (False, True)
+    )
     assert len(every) == 6 and len(kept) == 4
     expected = model_gradient(every, 14)
     assert expected.abs().max() > 1e-3
-    torch.testing.assert_close(model_gradient(kept, denominator(b, AIPO)), expected, rtol=0, atol=1e-15)
+    torch.testing.assert_close(
+        model_gradient(kept, denominator(b, AIPO)), expected, rtol=0, atol=1e-15
+    )
 
 
 def test_a_batch_without_signal_gives_no_sequences_but_a_denominator():
@@ -182,6 +237,9 @@ def test_metrics():
 
 
 def test_ragged_groups_are_refused():
-    groups = [group(0, [1], [sample([2], 1.0)]), group(1, [1], [sample([2], 1.0), sample([2], 0.0)])]
+    groups = [
+        group(0, [1], [sample([2], 1.0)]),
+        group(1, [1], [sample([2], 1.0), sample([2], 0.0)]),
+    ]
     with pytest.raises(ValueError, match="step 2"):
         batch_rewards(batch_of(groups, step=2))

@@ -1,4 +1,7 @@
-"""megarl bench fleet in small. Here the light members are threads, which saves the imports of two processes."""
+"""megarl bench fleet in small.
+
+Here the light members are threads, which saves the imports of two processes.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,24 @@ import pytest
 from megarl import cli
 from megarl.bench import fleet
 
-KEYS = ("trainer_ranks", "generator_ranks", "update_cpu_s", "paused_cpu_s", "opening_cpu_s", "opening_bytes", "longest_block_s")
+KEYS = (
+    "trainer_ranks",
+    "generator_ranks",
+    "update_cpu_s",
+    "paused_cpu_s",
+    "opening_cpu_s",
+    "opening_bytes",
+    "longest_block_s",
+)
 
 
 @contextlib.contextmanager
 def threads(*arguments: Any) -> Iterator[list[Connection]]:
     ends = [Pipe() for _ in range(fleet.CLIENTS)]
-    players = [threading.Thread(target=fleet._play, args=(theirs, n, *arguments)) for n, (_, theirs) in enumerate(ends)]
+    players = [
+        threading.Thread(target=fleet._play, args=(theirs, n, *arguments))
+        for n, (_, theirs) in enumerate(ends)
+    ]
     for player, (ours, _) in zip(players, ends):
         player.start()
         ours.recv()
@@ -35,19 +49,30 @@ def test_a_small_fleet_is_updated_loses_an_engine_and_misses_a_trainer_rank(monk
     monkeypatch.setattr(fleet, "_members", threads)
     monkeypatch.setattr(fleet, "STOPPED_S", 0.5)
     row = fleet.measure(16, 16, replace(fleet.LLAMA_405B, num_layers=4))
-    assert list(row)[: len(KEYS)] == list(KEYS) and (row["trainer_ranks"], row["generator_ranks"]) == (16, 16)
+    assert list(row)[: len(KEYS)] == list(KEYS) and (
+        row["trainer_ranks"],
+        row["generator_ranks"],
+    ) == (16, 16)
     assert "engine 0 is lost, 1 are left" in capsys.readouterr().out
-    assert 0 < row["paused_cpu_s"] <= row["update_cpu_s"] and 0 < row["update_bytes"] < row["opening_bytes"]
+    assert (
+        0 < row["paused_cpu_s"] <= row["update_cpu_s"]
+        and 0 < row["update_bytes"] < row["opening_bytes"]
+    )
     assert "16 + 16" in fleet.render([row, row])
 
 
 @pytest.mark.parametrize("size", ["512", "12+64", "512+", "512+0", "a+b", "8+8", "16+8", "8+16"])
 def test_sizes_that_cannot_be_are_refused(size, capsys):
     assert cli.main(["bench", "fleet", size]) == 2
-    assert f"{size}: must be TRAINERS+WORKERS, two multiples of 8, as in 512+64; at least 16 workers" in capsys.readouterr().err
+    assert (
+        f"{size}: must be TRAINERS+WORKERS, two multiples of 8, as in 512+64; at least 16 workers"
+        in capsys.readouterr().err
+    )
 
 
-@pytest.mark.parametrize(("trainers", "stages"), [(16, 2), (32, 2), (96, 6), (112, 14), (704, 2), (1000, 1), (4096, 16)])
+@pytest.mark.parametrize(
+    ("trainers", "stages"), [(16, 2), (32, 2), (96, 6), (112, 14), (704, 2), (1000, 1), (4096, 16)]
+)
 def test_stages_of_any_size_share_the_layers(trainers, stages, tmp_path):
     topology = fleet.plan_of(trainers, 16, fleet.LLAMA_405B, str(tmp_path)).trainer_topology
     assert (topology.pp, topology.pp * topology.tp * topology.dp) == (stages, trainers)

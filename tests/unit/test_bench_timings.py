@@ -38,15 +38,37 @@ def test_ratios_are_of_runs_in_the_same_round():
     assert by_name.keys() == {name for name in WAYS if not name.endswith((AUDITED, RECALLED))}
     ours = by_name["direct shared_memory"]
     assert (ours.median_s, ours.quartiles_s, ours.best_s) == (2.0, (2.0, 11.0), 2.0)
-    assert (ours.of_ceiling, ours.times_faster, ours.times_fewer_bytes, ours.audit_s, ours.recall_s) == (0.5, 3.0, 1.5, 0.5, 0.25)
+    assert (
+        ours.of_ceiling,
+        ours.times_faster,
+        ours.times_fewer_bytes,
+        ours.audit_s,
+        ours.recall_s,
+    ) == (0.5, 3.0, 1.5, 0.5, 0.25)
     delta = by_name["direct shared_memory, 1.0 % changed"]
-    assert (delta.of_ceiling, delta.times_faster, delta.times_fewer_bytes, delta.compare_s) == (None, 12.0, 30.0, 0.125)
-    assert by_name["ceiling memcpy"].of_ceiling is None and by_name["gather + bucket"].times_faster is None
+    assert (delta.of_ceiling, delta.times_faster, delta.times_fewer_bytes, delta.compare_s) == (
+        None,
+        12.0,
+        30.0,
+        0.125,
+    )
+    assert (
+        by_name["ceiling memcpy"].of_ceiling is None
+        and by_name["gather + bucket"].times_faster is None
+    )
 
 
 def test_table_and_picture(tmp_path):
     ways = [sync.asdict(timing) for timing in sync.timings(WAYS, TIMES, 100)]
-    facts = {"model": "tiny", "bytes": 100, "trainer_tp": 2, "engine_tp": 1, "hardware": "2 CPU cores", "repeats": 3, "ways": ways}
+    facts = {
+        "model": "tiny",
+        "bytes": 100,
+        "trainer_tp": 2,
+        "engine_tp": 1,
+        "hardware": "2 CPU cores",
+        "repeats": 3,
+        "ways": ways,
+    }
     row = next(line for line in sync.render(facts).splitlines() if line.startswith("direct"))
     assert row.split()[-5:] == ["50%", "3.0x", "1.5x", "500.0", "250.0"]
     for suffix in PICTURES:

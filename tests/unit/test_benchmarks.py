@@ -1,4 +1,6 @@
-"""Benchmarks: rows in the data sets' own formats, and graders on 300 right and wrong pairs in the style of each."""
+"""Benchmarks: rows in the data sets' own formats, and graders on 300 right and wrong pairs in the
+style of each.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +28,27 @@ from megarl.rewards.score import parts_in_evaluation
 from megarl.rewards.verify import VERIFIERS
 from megarl.rollouts.rollout import open_rollouts
 
-MATH = {"problem": "What is $\\frac12+\\frac12$?", "solution": "It is $\\boxed{1}$.", "answer": "1", "subject": "Prealgebra", "level": 1,
+MATH = {"problem": "What is $\\frac12+\\frac12$?", "solution": "It is $\\boxed{1}$.", "answer": "1",
+    "subject": "Prealgebra", "level": 1,
         "unique_id": "test/prealgebra/1.json"}  # fmt: skip
 OPTIONS = ["60", "61", "62", "63", "64", "65", "66", "67", "68", "69"]
 ROWS: dict[str, list[dict]] = {
     "math500": [MATH],
-    "gsm8k": [{"question": "Jo has 1,200 eggs and buys 34. How many?", "answer": "She has 1200+34=<<1200+34=1234>>1234.\n#### 1,234"}],
+    "gsm8k": [{"question": "Jo has 1,200 eggs and buys 34. How many?",
+    "answer": "She has 1200+34=<<1200+34=1234>>1234.\n#### 1,234"}],
     "aime2024": [
-        {"id": 60, "problem": "Find it.", "solution": "\\boxed{204}", "answer": "025", "url": "https://…", "year": "2024"},
+        {"id": 60, "problem": "Find it.", "solution": "\\boxed{204}", "answer": "025",
+        "url": "https://…", "year": "2024"},
         {"ID": "2024-II-4", "Problem": "Find it.", "Solution": "…", "Answer": 33},
     ],
-    "aime2025": [{"problem": "Find it.", "answer": "70", "id": "0"}, {"question": "Find it.", "answer": "588"}],
+    "aime2025": [{"problem": "Find it.", "answer": "70", "id": "0"},
+    {"question": "Find it.", "answer": "588"}],
     "mmlu_pro": [
-        {"question_id": 70, "question": "Which one?", "options": OPTIONS, "answer": "I", "answer_index": 8, "cot_content": "",
+        {"question_id": 70, "question": "Which one?", "options": OPTIONS, "answer": "I",
+        "answer_index": 8, "cot_content": "",
          "category": "business", "src": "ori_mmlu-business_ethics"},
-        {"question_id": 71, "question": "Which one?", "options": OPTIONS[:3], "answer": "C", "answer_index": 2, "category": "law"},
+        {"question_id": 71, "question": "Which one?", "options": OPTIONS[:3], "answer": "C",
+        "answer_index": 2, "category": "law"},
     ],
 }  # fmt: skip
 
@@ -60,36 +68,68 @@ def rows_of(name: str, rows: list[dict], folder: Path) -> list:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_rows_in_the_data_sets_own_format_are_asked_and_their_answers_found(name: str, tmp_path: Path) -> None:
+def test_rows_in_the_data_sets_own_format_are_asked_and_their_answers_found(
+    name: str, tmp_path: Path
+) -> None:
     found = rows_of(name, ROWS[name], tmp_path)
     assert [row.answer for row in found] == {
-        "math500": ["1"], "gsm8k": ["1,234"], "aime2024": ["025", "33"], "aime2025": ["70", "588"], "mmlu_pro": ["I", "C"]
+        "math500": ["1"], "gsm8k": ["1,234"], "aime2024": ["025", "33"], "aime2025": ["70", "588"],
+        "mmlu_pro": ["I", "C"]
     }[name]  # fmt: skip
     grade = VERIFIERS[GRADERS[name]]
     for row, record in zip(found, ROWS[name]):
         assert (record.get("problem") or record.get("Problem") or record["question"]) in row.prompt
-        said = f"So the answer is ({row.answer})." if name == "mmlu_pro" else f"So it is \\boxed{{{row.answer}}}."
-        assert grade(said, row.answer) == 1.0 and grade(said, "A" if name == "mmlu_pro" else "7") == 0.0
+        said = (
+            f"So the answer is ({row.answer})."
+            if name == "mmlu_pro"
+            else f"So it is \\boxed{{{row.answer}}}."
+        )
+        assert (
+            grade(said, row.answer) == 1.0
+            and grade(said, "A" if name == "mmlu_pro" else "7") == 0.0
+        )
     assert ("the answer is (X)" if name == "mmlu_pro" else "\\boxed{}") in found[0].prompt
     (part,) = parts_in_evaluation(config_of(name), "own")
-    assert (part.name, part.failed_score) == (GRADERS[name], 0.0) and parts_in_evaluation(config_of(name))[0].name == "math"
+    assert (part.name, part.failed_score) == (GRADERS[name], 0.0) and parts_in_evaluation(
+        config_of(name)
+    )[0].name == "math"
 
 
 def test_options_are_lettered_under_the_question(tmp_path: Path) -> None:
     prompt = rows_of("mmlu_pro", ROWS["mmlu_pro"], tmp_path)[1].prompt
-    assert "about law." in prompt and prompt.endswith("Question: Which one?\nOptions:\nA. 60\nB. 61\nC. 62")
+    assert "about law." in prompt and prompt.endswith(
+        "Question: Which one?\nOptions:\nA. 60\nB. 61\nC. 62"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "row", "problem"),
     [
-        ("math500", {"question": "?", "answer": "1"}, "must have the columns 'problem' and 'answer'; its columns are 'question', 'answer'"),
-        ("mmlu_pro", {"question": "?", "options": "60", "answer": "A"}, "field 'options' must be a list of 2 to 10 texts"),
-        ("mmlu_pro", {"question": "?", "options": ["1", "2"], "answer": "C"}, "must be one of the letters AB, not 'C'"),
-        ("mmlu_pro", {"question": "?", "options": ["1", "2"], "answer": "A", "answer_index": 1}, "they must agree"),
+        (
+            "math500",
+            {"question": "?", "answer": "1"},
+            "must have the columns 'problem' and 'answer'; its columns are 'question', 'answer'",
+        ),
+        (
+            "mmlu_pro",
+            {"question": "?", "options": "60", "answer": "A"},
+            "field 'options' must be a list of 2 to 10 texts",
+        ),
+        (
+            "mmlu_pro",
+            {"question": "?", "options": ["1", "2"], "answer": "C"},
+            "must be one of the letters AB, not 'C'",
+        ),
+        (
+            "mmlu_pro",
+            {"question": "?", "options": ["1", "2"], "answer": "A", "answer_index": 1},
+            "they must agree",
+        ),
     ],
 )
-def test_a_row_of_another_format_is_refused(name: str, row: dict, problem: str, tmp_path: Path) -> None:
+def test_a_row_of_another_format_is_refused(
+    name: str, row: dict, problem: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=problem):
         rows_of(name, [row], tmp_path)
 
@@ -100,40 +140,70 @@ def test_without_a_source_a_benchmark_is_read_from_the_hub() -> None:
     assert (dataset.source, dataset.subset, dataset.split) == ("openai/gsm8k", "main", "test")
     config = config_of("gsm8k")
     config.eval.suites = {"own": SuiteConfig()}
-    assert any("eval.suites.own.source: must be set, or eval.suites.own.benchmark" in problem for problem in check_eval(config))
+    assert any(
+        "eval.suites.own.source: must be set, or eval.suites.own.benchmark" in problem
+        for problem in check_eval(config)
+    )
 
 
 Pair = tuple[str, str, bool]  # response, reference, whether it is right
-BEFORE = ("First, we compute. 3 + 4 = 7, so x = 7.\n\n", "", "Let me think. The answer is not obvious.\n", "\\[ y = \\frac{2}{3} \\]\n")
-MARKS = ("Thus the answer is $\\boxed{{{}}}$.", "\\boxed{{{}}}", "**Answer:** $\\boxed{{{}}}$", "\\[\\boxed{{{}}}\\]\nI hope this helps.")
+BEFORE = (
+    "First, we compute. 3 + 4 = 7, so x = 7.\n\n",
+    "",
+    "Let me think. The answer is not obvious.\n",
+    "\\[ y = \\frac{2}{3} \\]\n",
+)
+MARKS = (
+    "Thus the answer is $\\boxed{{{}}}$.",
+    "\\boxed{{{}}}",
+    "**Answer:** $\\boxed{{{}}}$",
+    "\\[\\boxed{{{}}}\\]\nI hope this helps.",
+)
 
 
 def math_forms(rng: random.Random) -> tuple[str, list[str], list[str]]:
     """A reference, other forms of it, and wrong answers."""
-    a, b, c = rng.randint(2, 40), rng.randint(2, 40), rng.randint(2, 9)
+    a = rng.randint(2, 40)
+    b = rng.randint(2, 40)
+    c = rng.randint(2, 9)
     while Fraction(a, b).denominator == 1:
         b += 1
-    value, letter = Fraction(a, b), rng.choice("xtn")
-    n, d = value.numerator, value.denominator
+    value = Fraction(a, b)
+    letter = rng.choice("xtn")
+    n = value.numerator
+    d = value.denominator
     return rng.choice([
-        (str(a * 137), [f"{a * 137:,}", f"{a * 137}.0", f"x = {a * 137}"], [str(a * 137 + 1), str(-a * 137), f"{a * 137}.5"]),
-        (f"\\frac{{{n}}}{{{d}}}", [f"\\dfrac{{{n}}}{{{d}}}", f"{n}/{d}", f"\\frac{{{2 * n}}}{{{2 * d}}}"],
+        (str(a * 137), [f"{a * 137:,}", f"{a * 137}.0", f"x = {a * 137}"],
+        [str(a * 137 + 1), str(-a * 137), f"{a * 137}.5"]),
+        (f"\\frac{{{n}}}{{{d}}}", [f"\\dfrac{{{n}}}{{{d}}}", f"{n}/{d}",
+        f"\\frac{{{2 * n}}}{{{2 * d}}}"],
          [f"\\frac{{{d}}}{{{n}}}", f"-\\frac{{{n}}}{{{d}}}", f"\\frac{{{n}}}{{{d + 1}}}"]),
-        (f"{a}\\sqrt{{{c * c + 1}}}", [f"\\sqrt{{{c * c + 1}}}\\cdot {a}", f"\\sqrt{{{a * a * (c * c + 1)}}}"],
-         [f"\\sqrt{{{a * (c * c + 1)}}}", f"{a + 1}\\sqrt{{{c * c + 1}}}", f"{a}\\sqrt{{{c * c + 2}}}"]),
-        (f"\\left( {a}, \\frac{{\\pi}}{{{c}}} \\right)", [f"({a}, \\pi/{c})", f"\\left({a},\\frac{{1}}{{{c}}}\\pi\\right)"],
-         [f"(\\frac{{\\pi}}{{{c}}}, {a})", f"({a}, \\frac{{\\pi}}{{{c + 1}}})", f"[{a}, \\frac{{\\pi}}{{{c}}}]"]),
-        (f"[{-a},{b})", [f"{letter} \\in [{-a}, {b})", f"-{a} \\le {letter} < {b}"], [f"[{-a},{b}]", f"({-a},{b})", f"[{-b - 1},{a})"]),
-        (f"{a}{letter}^2 - {b}{letter} + {c}", [f"{c} - {b}{letter} + {a}{letter}^{{2}}", f"{letter}({a}{letter} - {b}) + {c}"],
-         [f"{a}{letter}^2 + {b}{letter} + {c}", f"{a}{letter}^2 - {b}{letter}", f"{a}{letter}^3 - {b}{letter} + {c}"]),
+        (f"{a}\\sqrt{{{c * c + 1}}}", [f"\\sqrt{{{c * c + 1}}}\\cdot {a}",
+        f"\\sqrt{{{a * a * (c * c + 1)}}}"],
+         [f"\\sqrt{{{a * (c * c + 1)}}}", f"{a + 1}\\sqrt{{{c * c + 1}}}",
+         f"{a}\\sqrt{{{c * c + 2}}}"]),
+        (f"\\left( {a}, \\frac{{\\pi}}{{{c}}} \\right)",
+        [f"({a}, \\pi/{c})", f"\\left({a},\\frac{{1}}{{{c}}}\\pi\\right)"],
+         [f"(\\frac{{\\pi}}{{{c}}}, {a})", f"({a}, \\frac{{\\pi}}{{{c + 1}}})",
+         f"[{a}, \\frac{{\\pi}}{{{c}}}]"]),
+        (f"[{-a},{b})", [f"{letter} \\in [{-a}, {b})", f"-{a} \\le {letter} < {b}"],
+        [f"[{-a},{b}]", f"({-a},{b})", f"[{-b - 1},{a})"]),
+        (f"{a}{letter}^2 - {b}{letter} + {c}",
+        [f"{c} - {b}{letter} + {a}{letter}^{{2}}", f"{letter}({a}{letter} - {b}) + {c}"],
+         [f"{a}{letter}^2 + {b}{letter} + {c}", f"{a}{letter}^2 - {b}{letter}", f"{a}{letter}^3 - "
+                                                                                f"{b}{letter} + {c}"]),
         (f"{a} - {b}i", [f"-{b}i + {a}", f"{a}-{b}i"], [f"{a} + {b}i", f"{b} - {a + 1}i", str(a)]),
         ("p - q", ["p-q", "-q + p", "-(q-p)"], ["q - p", "p + q", "p"]),
         (f"{a}^\\circ", [str(a), f"{a}^{{\\circ}}"], [str(a + 1), f"{a + 90}^\\circ"]),
-        (f"\\text{{{rng.choice(['Evelyn', 'Navin', 'Maren'])}}}", [], ["\\text{Olaf}", "Briana", "7"]),
-        (f"{a}, {a + b}, {a + 2 * b}", [f"{a + b},{a},{a + 2 * b}", f"\\{{{a}, {a + b}, {a + 2 * b}\\}}"],
+        (f"\\text{{{rng.choice(['Evelyn', 'Navin', 'Maren'])}}}", [],
+        ["\\text{Olaf}", "Briana", "7"]),
+        (f"{a}, {a + b}, {a + 2 * b}", [f"{a + b},{a},{a + 2 * b}", f"\\{{{a}, {a + b}, "
+                                                                    f"{a + 2 * b}\\}}"],
          [f"{a}, {a + b}", f"{a}", f"{a}, {a}, {a + b}"]),
-        (f"\\begin{{pmatrix}} {a} \\\\ {-b} \\end{{pmatrix}}", [f"\\begin{{pmatrix}}{a}\\\\-{b}\\end{{pmatrix}}"],
-         [f"\\begin{{pmatrix}} {a} \\\\ {b} \\end{{pmatrix}}", f"\\begin{{pmatrix}} {a} & {-b} \\end{{pmatrix}}"]),
+        (f"\\begin{{pmatrix}} {a} \\\\ {-b} \\end{{pmatrix}}",
+        [f"\\begin{{pmatrix}}{a}\\\\-{b}\\end{{pmatrix}}"],
+         [f"\\begin{{pmatrix}} {a} \\\\ {b} \\end{{pmatrix}}", f"\\begin{{pmatrix}} {a} & {-b} "
+                                                               f"\\end{{pmatrix}}"]),
     ])  # fmt: skip
 
 
@@ -145,7 +215,14 @@ def math_pairs(rng: random.Random) -> Iterator[Pair]:
 
 def gsm8k_pairs(rng: random.Random) -> Iterator[Pair]:
     answer = rng.choice([rng.randint(1, 300), rng.randint(1000, 2_000_000)])
-    ends = (*MARKS, "#### {}", "The answer is {}.", "So she pays {} dollars in all.", "**Final answer: {}**", "He earns ${}.")
+    ends = (
+        *MARKS,
+        "#### {}",
+        "The answer is {}.",
+        "So she pays {} dollars in all.",
+        "**Final answer: {}**",
+        "He earns ${}.",
+    )
     for right, value in ((True, answer), (False, answer + rng.choice([-1, 1, 10, answer]))):
         form = rng.choice([f"{value:,}", str(value), f"{value}.00"])
         yield rng.choice(BEFORE) + rng.choice(ends).format(form), f"{answer:,}", right
@@ -154,17 +231,28 @@ def gsm8k_pairs(rng: random.Random) -> Iterator[Pair]:
 def aime_pairs(rng: random.Random) -> Iterator[Pair]:
     answer = rng.randint(0, 999)
     for right, value in ((True, answer), (False, (answer + rng.choice([1, 10, 100, 500])) % 1000)):
-        yield rng.choice(BEFORE) + rng.choice(MARKS).format(rng.choice([str(value), f"{value:03d}"])), f"{answer:03d}", right
+        yield (
+            rng.choice(BEFORE) + rng.choice(MARKS).format(rng.choice([str(value), f"{value:03d}"])),
+            f"{answer:03d}",
+            right,
+        )
 
 
 def choice_pairs(rng: random.Random) -> Iterator[Pair]:
     answer, other = rng.sample("ABCDEFGHIJ", 2)
-    ends = ("the answer is ({}).", "The answer is {}", "Answer: {}", "**Answer: {}**", "the answer is **({})**.", "$\\boxed{{{}}}$", "({})",
-            "Therefore, the best answer is {}.", "the answer is \\boxed{{\\text{{{}}}}}.", "Answer: $\\boxed{{{}}}$", "**{}**",
+    ends = ("the answer is ({}).", "The answer is {}", "Answer: {}", "**Answer: {}**",
+        "the answer is **({})**.", "$\\boxed{{{}}}$", "({})",
+            "Therefore, the best answer is {}.", "the answer is \\boxed{{\\text{{{}}}}}.",
+            "Answer: $\\boxed{{{}}}$", "**{}**",
             "the answer is ({}). I am sure of it.", "The correct answer is: {}. 61",
             "the answer is ({}) because A and B are false.")  # fmt: skip
     thought = rng.choice(
-        ["", f"At first the answer is ({other}) to me. ", f"Option {other} is tempting, I think. ", "A cat, a dog, B-sides. "]
+        [
+            "",
+            f"At first the answer is ({other}) to me. ",
+            f"Option {other} is tempting, I think. ",
+            "A cat, a dog, B-sides. ",
+        ]
     )
     for right, letter in ((True, answer), (False, other)):
         text = thought if right else thought.replace(f"({other})", f"({answer})")
@@ -172,13 +260,15 @@ def choice_pairs(rng: random.Random) -> Iterator[Pair]:
 
 
 PAIRS: dict[str, Callable[[random.Random], Iterator[Pair]]] = {
-    "math500": math_pairs, "gsm8k": gsm8k_pairs, "aime2024": aime_pairs, "aime2025": aime_pairs, "mmlu_pro": choice_pairs
+    "math500": math_pairs, "gsm8k": gsm8k_pairs, "aime2024": aime_pairs, "aime2025": aime_pairs,
+    "mmlu_pro": choice_pairs
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_300_pairs_in_the_style_of_each(name: str) -> None:
-    rng, grade = random.Random(f"{name}/7"), VERIFIERS[GRADERS[name]]
+    rng = random.Random(f"{name}/7")
+    grade = VERIFIERS[GRADERS[name]]
     pairs = [pair for _ in range(150) for pair in PAIRS[name](rng)]
     accepted = [pair for pair in pairs if not pair[2] and grade(pair[0], pair[1])]
     refused = [pair for pair in pairs if pair[2] and not grade(pair[0], pair[1])]
@@ -193,7 +283,8 @@ def test_300_pairs_in_the_style_of_each(name: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "Answer: A, B, C, D", "The answer is A or B.", "the answer is (A) and (B)", "\\boxed{A, B}", "\\boxed{ABCDEFGHIJ}",
+        "Answer: A, B, C, D", "The answer is A or B.", "the answer is (A) and (B)", "\\boxed{A, B}",
+        "\\boxed{ABCDEFGHIJ}",
         "A B C D E F G H I J",
         "The answer is not A", "A", "the answer is (A)\nthe answer is (B)", "answer" * 900,
         "answer is " + " " * 9000 + "A!" * 9000,
@@ -203,15 +294,21 @@ def test_300_pairs_in_the_style_of_each(name: str) -> None:
     ],
 )  # fmt: skip
 def test_hostile_choices_choose_nothing_or_one_letter(text: str) -> None:
-    assert chosen_letter(text) in {"A": ("A",), "the answer is (A)\nthe answer is (B)": ("B",)}.get(text, ("",))
+    assert chosen_letter(text) in {"A": ("A",), "the answer is (A)\nthe answer is (B)": ("B",)}.get(
+        text, ("",)
+    )
 
 
 def test_each_set_is_graded_by_its_own_rule(tmp_path: Path) -> None:
-    """Real workers grade the same response to prompts of three sets. Its last number is 5, and its mathematical answer is the pair (1,
-    5)."""
+    """Real workers grade the same response to prompts of three sets.
+
+    Its last number is 5, and its mathematical answer is the pair (1, 5).
+    """
     config = config_of("gsm8k")
     config.eval.suites["other"] = SuiteConfig(source="rows.jsonl")
-    config.run_dir, config.reward.name, config.eval.reward = str(tmp_path), "none", "last_number"
+    config.run_dir = str(tmp_path)
+    config.reward.name = "none"
+    config.eval.reward = "last_number"
     plan: Any = SimpleNamespace(config=config, spec=SimpleNamespace(vocab_size=VOCABULARY))
 
     async def rewards() -> list[float]:
@@ -219,6 +316,8 @@ def test_each_set_is_graded_by_its_own_rule(tmp_path: Path) -> None:
             fleet: Any = ScriptedPolicy(*["1,5$"] * 3)
             rollouts = await open_rollouts(plan, fleet, {}, TOKENIZER, resources, training=False)
             asked = [replace(prompt(answer="5"), source=source) for source in ("own", "other", "")]
-            return [(await rollouts.held_out(each, SAMPLING, 1)).samples[0].reward for each in asked]
+            return [
+                (await rollouts.held_out(each, SAMPLING, 1)).samples[0].reward for each in asked
+            ]
 
     assert asyncio.run(rewards()) == [0.0, 1.0, 1.0]

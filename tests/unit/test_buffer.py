@@ -1,5 +1,7 @@
-"""Which prompts begin, which groups form a batch, and which are rejected, without processes. (Random schedules:
-test_buffer_schedules.py.)"""
+"""Which prompts begin, which groups form a batch, and which are rejected, without processes.
+
+(Random schedules: test_buffer_schedules.py.)
+"""
 
 from __future__ import annotations
 
@@ -72,11 +74,16 @@ def test_errors_name_the_prompt_and_what_became_of_it():
     buffer.take(0)
     with pytest.raises(RuntimeError, match="prompt 0 was begun a second time; it is trained on"):
         buffer.begin([0], 0)
-    with pytest.raises(RuntimeError, match="prompt 4 came without having been begun; it is unknown"):
+    with pytest.raises(
+        RuntimeError, match="prompt 4 came without having been begun; it is unknown"
+    ):
         buffer.finish(ready(4))
     buffer.begin([6, 3], 2)
     buffer.begin([2], 4)
-    assert str(buffer) == "0 of 1 groups finished; 3 in flight, the oldest being prompt 3, begun under version 2"
+    assert (
+        str(buffer)
+        == "0 of 1 groups finished; 3 in flight, the oldest being prompt 3, begun under version 2"
+    )
 
 
 def test_the_ledger_survives_a_file_and_says_what_is_left_to_do(tmp_path):
@@ -87,7 +94,11 @@ def test_the_ledger_survives_a_file_and_says_what_is_left_to_do(tmp_path):
     assert ordinals(buffer.take(0)) == [0, 2]
     (tmp_path / "ledger.msgpack").write_bytes(buffer.ledger().encode())
     ledger = Ledger.load(tmp_path)
-    assert (ledger.consumed_below, ledger.consumed_beyond, sorted(group.ordinal for group in ledger.groups)) == (1, [2], [3, 5])
+    assert (
+        ledger.consumed_below,
+        ledger.consumed_beyond,
+        sorted(group.ordinal for group in ledger.groups),
+    ) == (1, [2], [3, 5])
     again = RolloutBuffer(2, None, ledger)
     assert ordinals(again.take(1)) == [3, 5]
     with pytest.raises(RuntimeError, match="trained on"):
@@ -105,10 +116,22 @@ def test_a_broken_ledger_is_an_error_that_names_the_file(tmp_path):
 def test_what_is_dropped_is_done_and_reported_once_with_what_is_trained_on_around_it():
     buffer = RolloutBuffer(2, None)
     buffer.begin(range(9), 0)
-    for ordinal, dropped in ((4, True), (1, True), (0, False), (7, True), (2, True), (3, False), (5, False)):
+    for ordinal, dropped in (
+        (4, True),
+        (1, True),
+        (0, False),
+        (7, True),
+        (2, True),
+        (3, False),
+        (5, False),
+    ):
         buffer.finish(ready(ordinal, 0, dropped))
     assert str(buffer).startswith("3 of 2 groups finished, and 4 dropped; 2 in flight")
-    assert ordinals(buffer.take(0)) == [0, 3] and ordinals(buffer.report_dropped()) == [1, 2] and buffer.report_dropped() == []
+    assert (
+        ordinals(buffer.take(0)) == [0, 3]
+        and ordinals(buffer.report_dropped()) == [1, 2]
+        and buffer.report_dropped() == []
+    )
     with pytest.raises(RuntimeError, match="prompt 4 was begun a second time; it is dropped"):
         buffer.begin([4], 0)
     ledger = buffer.ledger()
@@ -133,7 +156,9 @@ def test_a_late_prompt_that_is_dropped_is_reported_by_whatever_batch_comes_next_
 
 def test_held_groups_are_judged_again_after_a_resume():
     ledger = Ledger(groups=[ready(0), ready(1)])
-    buffer = RolloutBuffer(1, None, ledger, lambda group: msgspec.structs.replace(group, dropped=group.ordinal == 0))
+    buffer = RolloutBuffer(
+        1, None, ledger, lambda group: msgspec.structs.replace(group, dropped=group.ordinal == 0)
+    )
     assert ordinals(buffer.take(0)) == [1] and ordinals(buffer.report_dropped()) == [0]
 
 
@@ -155,7 +180,8 @@ def test_it_gives_up_when_enough_were_generated_for_a_batch_and_too_few_are_left
 @settings(deadline=None)
 @given(st.permutations(range(12)))
 def test_consumed_is_a_set(order):
-    consumed, seen = Consumed(), set()
+    consumed = Consumed()
+    seen = set()
     for ordinal in order:
         consumed.add(ordinal)
         seen.add(ordinal)
@@ -163,7 +189,10 @@ def test_consumed_is_a_set(order):
     assert consumed.below == 12 and not consumed.beyond
 
 
-@pytest.mark.parametrize("capacity, staleness, bound", [(1, None, 1), (None, None, None), (4, 2, 2), (None, 3, 3), (0, 8, 0)])
+@pytest.mark.parametrize(
+    "capacity, staleness, bound",
+    [(1, None, 1), (None, None, None), (4, 2, 2), (None, 3, 3), (0, 8, 0)],
+)
 def test_nothing_begins_so_far_ahead_that_it_is_bound_to_be_rejected(capacity, staleness, bound):
     assert run_ahead(AsyncConfig(capacity=capacity, max_staleness=staleness)) == bound
 

@@ -1,4 +1,6 @@
-"""Every prompt is trained on or dropped exactly once, and none is too old, for any order of events and any kills of the run."""
+"""Every prompt is trained on or dropped exactly once, and none is too old, for any order of events
+and any kills of the run.
+"""
 
 from __future__ import annotations
 
@@ -31,22 +33,32 @@ def test_every_prompt_is_trained_on_or_dropped_once_none_too_old_whatever_happen
     seed, per_step, capacity, max_staleness, in_flight, mixed, eager, kills, dropping
 ):
     steps = 15
-    run = Simulation(seed, per_step, capacity, max_staleness, in_flight, steps, mixed, eager, dropping)
+    run = Simulation(
+        seed, per_step, capacity, max_staleness, in_flight, steps, mixed, eager, dropping
+    )
     for kill_at in sorted(kills):
         run.run(kill_at)
         run.kill_and_resume()
     run.run()
     assert [len(batch) for batch in run.trained] == [per_step] * steps
     prompts = per_step * steps + sum(map(len, run.dropped))
-    assert Counter(chain(*run.trained, *run.dropped)) == Counter(range(prompts)), "each is trained on or reported as dropped"
+    assert Counter(chain(*run.trained, *run.dropped)) == Counter(range(prompts)), (
+        "each is trained on or reported as dropped"
+    )
     assert run.dropping or prompts == per_step * steps
-    assert run.admission.exhausted and not run.running and not run.buffer.ledger().untold, "nothing is left over"
+    assert run.admission.exhausted and not run.running and not run.buffer.ledger().untold, (
+        "nothing is left over"
+    )
     if max_staleness is not None:
         assert max(run.ages) <= max_staleness
     if not mixed and run.capacity is not None:
-        assert max(run.ages) <= run.capacity, "an update that waits for rollouts bounds their age by the capacity"
+        assert max(run.ages) <= run.capacity, (
+            "an update that waits for rollouts bounds their age by the capacity"
+        )
     if run.capacity == 0:
-        in_order = [ordinal for step in zip(run.trained, run.dropped) for ordinal in sorted(chain(*step))]
+        in_order = [
+            ordinal for step in zip(run.trained, run.dropped) for ordinal in sorted(chain(*step))
+        ]
         assert in_order == list(range(prompts)), "the synchronous loop"
 
 
@@ -67,27 +79,64 @@ def test_every_prompt_is_trained_on_or_dropped_once_none_too_old_whatever_happen
     outside=st.sampled_from((0.0, 0.5, 0.9, 1.0)),
 )
 def test_mixtures_and_curricula_lose_and_repeat_nothing_and_rest_what_they_should(
-    seed, per_step, capacity, max_staleness, in_flight, mixed, eager, kills, dropping, shares, rows, rest_epochs, outside
+    seed,
+    per_step,
+    capacity,
+    max_staleness,
+    in_flight,
+    mixed,
+    eager,
+    kills,
+    dropping,
+    shares,
+    rows,
+    rest_epochs,
+    outside,
 ):
-    """Each step always has its share of each source. Which prompts rest follows only from the scores in the final ledger, for any order of
-    events and any kills of the run."""
-    steps, mixture = 15, Mixture(shares, list("abc"[: len(shares)]))
+    """Each step always has its share of each source.
+
+    Which prompts rest follows only from the scores in the final ledger, for any order of events and
+    any kills of the run.
+    """
+    steps = 15
+    mixture = Mixture(shares, list("abc"[: len(shares)]))
     rows = rows[: len(shares)]
-    run = Simulation(seed, per_step, capacity, max_staleness, in_flight, steps, mixed, eager, dropping, mixture, rows, rest_epochs, outside)
+    run = Simulation(
+        seed,
+        per_step,
+        capacity,
+        max_staleness,
+        in_flight,
+        steps,
+        mixed,
+        eager,
+        dropping,
+        mixture,
+        rows,
+        rest_epochs,
+        outside,
+    )
     for kill_at in sorted(kills):
         run.run(kill_at)
         run.kill_and_resume()
     run.run()
     for step, batch in enumerate(run.trained):
         found = Counter(mixture.source(ordinal) for ordinal in batch)
-        assert [found[source] for source in range(len(shares))] == mixture.counts(step * per_step, (step + 1) * per_step)
+        assert [found[source] for source in range(len(shares))] == mixture.counts(
+            step * per_step, (step + 1) * per_step
+        )
     ledger = run.buffer.ledger()
     assert sum(run.rested) + ledger.rested_untold == len(ledger.rested), "each is reported once"
     every = Counter(chain(*run.trained, *run.dropped, ledger.rested))
-    assert set(every.values()) == {1} and every.keys() == {*range(ledger.consumed_below), *ledger.consumed_beyond}
+    assert set(every.values()) == {1} and every.keys() == {
+        *range(ledger.consumed_below),
+        *ledger.consumed_beyond,
+    }
     assert ledger.trained() == {*chain(*run.trained)} and not ledger.groups and not ledger.untold
     for source in range(len(shares)):
-        draws = sorted(mixture.draw(ordinal) for ordinal in every if mixture.source(ordinal) == source)
+        draws = sorted(
+            mixture.draw(ordinal) for ordinal in every if mixture.source(ordinal) == source
+        )
         assert draws == list(range(len(draws))), "a source leaves nothing out"
     out = {run.sources.place(ordinal) for ordinal in ledger.outside}
     for ordinal in every:
@@ -115,7 +164,10 @@ def test_an_eager_generator_is_rejected_often_and_gets_there():
 
 
 def test_long_rollouts_are_trained_on_as_often_as_short_ones():
-    """One prompt in five takes twenty times as long. None is dropped for that, and none exceeds the limit of staleness."""
+    """One prompt in five takes twenty times as long.
+
+    None is dropped for that, and none exceeds the limit of staleness.
+    """
     run = Simulation(3, 8, None, 2, 16, 60, True)
     run.run()
     assert run.rejected == 0 and max(run.ages) == 2

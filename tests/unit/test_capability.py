@@ -1,4 +1,6 @@
-"""docs/extending.md, "A capability": the example is one folder, named in few lines of few files outside it."""
+"""docs/extending.md, "A capability": the example is one folder, named in few lines of few files
+outside it.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +60,12 @@ TRUNK = {  # file → replaced text and its replacement
     },
     "megarl/rollouts/rollout.py": {
         PROMPTS: PROMPTS + "from megarl.echo.watch import watched\n",
-        "CheckedRollout(config.rollout.name, rollout, ": "CheckedRollout(config.rollout.name, watched(rollout, config.echo), ",
+        "CheckedRollout(config.rollout.name, rollout, ": "CheckedRollout(config.rollout.name, "
+        "watched(rollout, config.echo), ",
     },
-    "tests/unit/test_import_tiers.py": {"base config lora.settings": "base config echo lora.settings"},
+    "tests/unit/test_import_tiers.py": {
+        "base config lora.settings": "base config echo lora.settings"
+    },
 }
 # The fifth file, docs/config.md, is generated.
 USE = """
@@ -86,7 +91,12 @@ print([sample.metrics for sample in samples], watched(rollout, EchoConfig()) is 
 
 def test_a_capability_is_a_folder_and_few_lines_of_the_trunk(tmp_path: Path) -> None:
     for folder in ("megarl", "kernels", "launch"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / folder,
+            tmp_path / folder,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
     (tmp_path / "megarl/echo").mkdir()
     for name, text in FOLDER.items():
         (tmp_path / "megarl/echo" / name).write_text(text)
@@ -98,7 +108,14 @@ def test_a_capability_is_a_folder_and_few_lines_of_the_trunk(tmp_path: Path) -> 
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         compile(text, file, "exec")  # importing rollout.py would take seconds
         (tmp_path / file).write_text(text)
-    ran = subprocess.run([sys.executable, "-c", USE], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", USE],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
     assert ran.stdout.splitlines() == [
         "True True",
         "echo.letters=4: must be null with rollout.max_tokens=1",

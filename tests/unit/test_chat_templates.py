@@ -1,4 +1,6 @@
-"""Chat templates: rendered as by apply_chat_template of Transformers, with the template and the arguments that the config names."""
+"""Chat templates: rendered as by apply_chat_template of Transformers, with the template and the
+arguments that the config names.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,13 @@ from megarl.data.tokenizer import load_tokenizer, tokenizer_of
 from megarl.roles.settings import ChatTemplateConfig
 
 TINY = Path(__file__).parents[2] / "configs/models/tiny-llama"
-ENDING = "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}{% endfor %}"
+ENDING = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}{% "
+    "endfor %}"
+)
 OPENED = (
-    ENDING + "{% if add_generation_prompt %}assistant: {% if enable_thinking is defined and not enable_thinking %}#{% endif %}{% endif %}"
+    ENDING + "{% if add_generation_prompt %}assistant: {% if enable_thinking is defined and not "
+    "enable_thinking %}#{% endif %}{% endif %}"
 )
 WITH_TOOLS = "tools {{ tools | tojson }} " + OPENED
 CALLING = "{% for message in messages %}{{ message.role }}{{ message.content }}"
@@ -41,18 +47,36 @@ def folder_with(path: Path, **settings: Any) -> Path:
 
 
 def template_of(folder: Path, **chosen: Any) -> ChatTemplate:
-    return load_chat_template(tokenizer_of(str(folder), "model.path", ChatTemplateConfig(**chosen)), "x=chat")
+    return load_chat_template(
+        tokenizer_of(str(folder), "model.path", ChatTemplateConfig(**chosen)), "x=chat"
+    )
 
 
 @pytest.mark.parametrize(
     ("printed", "texts"),
     [
-        ("{{ call.function.arguments | tojson }}", '{"city": "R\u00f4me", "days": [1, 2], "exact": true}'),
+        (
+            "{{ call.function.arguments | tojson }}",
+            '{"city": "R\u00f4me", "days": [1, 2], "exact": true}',
+        ),
         ("{{ call.function.arguments }}", '{"city": "R\u00f4me", "days": [1, 2], "exact": true}'),
-        ("{{ call.function.arguments ~ '' }}", '{"city": "R\u00f4me", "days": [1, 2], "exact": true}'),
-        ("{{ '' + call.function.arguments }}", '{"city": "R\u00f4me", "days": [1, 2], "exact": true}'),
-        ("{% for k, v in call.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}", "city=R\u00f4me;days=[1, 2];exact=True;"),
-        ("{% if call.function.arguments is mapping %}{{ call.function.arguments | length }}{% endif %}", "3"),
+        (
+            "{{ call.function.arguments ~ '' }}",
+            '{"city": "R\u00f4me", "days": [1, 2], "exact": true}',
+        ),
+        (
+            "{{ '' + call.function.arguments }}",
+            '{"city": "R\u00f4me", "days": [1, 2], "exact": true}',
+        ),
+        (
+            "{% for k, v in call.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}",
+            "city=R\u00f4me;days=[1, 2];exact=True;",
+        ),
+        (
+            "{% if call.function.arguments is mapping %}{{ call.function.arguments | length }}{% "
+            "endif %}",
+            "3",
+        ),
     ],
 )
 def test_arguments_of_calls_are_rendered_as_json(printed: str, texts: str, tmp_path: Path) -> None:
@@ -63,7 +87,18 @@ def test_arguments_of_calls_are_rendered_as_json(printed: str, texts: str, tmp_p
     assert rendered == f"user1+1?<eos>assistant{texts}<eos>"
     as_text = [
         *USER,
-        {**talk[1], "tool_calls": [{**call, "function": {**call["function"], "arguments": json.dumps(ARGUMENTS, ensure_ascii=False)}}]},
+        {
+            **talk[1],
+            "tool_calls": [
+                {
+                    **call,
+                    "function": {
+                        **call["function"],
+                        "arguments": json.dumps(ARGUMENTS, ensure_ascii=False),
+                    },
+                }
+            ],
+        },
     ]
     theirs = AutoTokenizer.from_pretrained(folder)
     expected = []
@@ -79,7 +114,10 @@ def test_arguments_of_calls_are_rendered_as_json(printed: str, texts: str, tmp_p
 def test_named_templates_are_chosen_as_in_transformers(place: str, tmp_path: Path) -> None:
     named = {"default": OPENED, "tool_use": WITH_TOOLS, "rag": "{{ documents }}" + OPENED}
     if place == "tokenizer_config.json":
-        folder = folder_with(tmp_path, chat_template=[{"name": name, "template": text} for name, text in named.items()])
+        folder = folder_with(
+            tmp_path,
+            chat_template=[{"name": name, "template": text} for name, text in named.items()],
+        )
     else:
         folder = folder_with(tmp_path)
         (folder / "chat_template.jinja").write_text(named.pop("default"))
@@ -88,26 +126,43 @@ def test_named_templates_are_chosen_as_in_transformers(place: str, tmp_path: Pat
             (folder / place / f"{name}.jinja").write_text(text)
     theirs = AutoTokenizer.from_pretrained(folder)
     for tools in (None, TOOLS):
-        expected = theirs.apply_chat_template(USER, tools=tools, tokenize=False, add_generation_prompt=True)
+        expected = theirs.apply_chat_template(
+            USER, tools=tools, tokenize=False, add_generation_prompt=True
+        )
         assert template_of(folder).render(USER, tools) == expected
-        expected = theirs.apply_chat_template(USER, tools=tools, tokenize=False, add_generation_prompt=True, chat_template="rag")
+        expected = theirs.apply_chat_template(
+            USER, tools=tools, tokenize=False, add_generation_prompt=True, chat_template="rag"
+        )
         assert template_of(folder, name="rag").render(USER, tools) == expected
-    with pytest.raises(ConfigError, match="^x=chat: chat_template.name=other: the templates of .* are default, "):
+    with pytest.raises(
+        ConfigError, match="^x=chat: chat_template.name=other: the templates of .* are default, "
+    ):
         template_of(folder, name="other")
 
 
 def test_arguments_of_the_config_reach_the_template(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, chat_template=OPENED)
-    model = ModelConfig(path=str(folder), chat_template=ChatTemplateConfig(arguments={"enable_thinking": False}))
+    model = ModelConfig(
+        path=str(folder), chat_template=ChatTemplateConfig(arguments={"enable_thinking": False})
+    )
     source = tmp_path / "rows.jsonl"
     source.write_text('{"question": "1+1?", "answer": "2"}\n')
-    [row] = load_rows(LearnedConfig(source=str(source), prompt_template="chat"), "data.train", 0, model=model)
+    [row] = load_rows(
+        LearnedConfig(source=str(source), prompt_template="chat"), "data.train", 0, model=model
+    )
     theirs = AutoTokenizer.from_pretrained(folder)
-    text = theirs.apply_chat_template(USER, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    text = theirs.apply_chat_template(
+        USER, tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
     assert row.prompt == text == "user: 1+1?<eos>assistant: #"
-    ids = theirs.apply_chat_template(USER, add_generation_prompt=True, enable_thinking=False).input_ids
+    ids = theirs.apply_chat_template(
+        USER, add_generation_prompt=True, enable_thinking=False
+    ).input_ids
     assert load_tokenizer(model).encode_prompt(row.prompt, row.rendered) == ids
-    with pytest.raises(ConfigError, match="^x=chat: chat_template.arguments.messages: is set for every conversation"):
+    with pytest.raises(
+        ConfigError,
+        match="^x=chat: chat_template.arguments.messages: is set for every conversation",
+    ):
         template_of(folder, arguments={"messages": []})
 
 
@@ -117,13 +172,19 @@ def test_no_bos_is_added_to_what_a_template_has_rendered(tmp_path: Path) -> None
         folder = folder_with(tmp_path / str(len(template)), chat_template=template)
         tokenizer = tokenizer_of(str(folder), "model.path")
         text = load_chat_template(tokenizer, "x=chat").render(USER)
-        ids = AutoTokenizer.from_pretrained(folder).apply_chat_template(USER, add_generation_prompt=True).input_ids
+        ids = (
+            AutoTokenizer.from_pretrained(folder)
+            .apply_chat_template(USER, add_generation_prompt=True)
+            .input_ids
+        )
         assert tokenizer.encode_prompt(text, rendered=True) == ids
 
 
 def test_a_prompt_that_writes_a_second_bos_is_refused(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(str(TINY), "model.path")
-    with pytest.raises(RowProblem, match="^the prompt begins with <bos>, which the tokenizer adds by itself"):
+    with pytest.raises(
+        RowProblem, match="^the prompt begins with <bos>, which the tokenizer adds by itself"
+    ):
         count_tokens(Row("<bos>1+1=", "", "", ""), tokenizer, 64, "")
     assert count_tokens(Row("<bos>1+1=", "", "", "", rendered=True), tokenizer, 64, "") == 5
 
@@ -139,19 +200,43 @@ def test_turns_that_end_with_no_end_of_text_get_a_remark(tmp_path: Path) -> None
         ),
     ):
         reading = Reading()
-        model = ModelConfig(path=str(folder_with(tmp_path / str(len(template)), chat_template=template)))
-        read_rows(LearnedConfig(source=str(source), prompt_template="chat"), "data.train", 0, "final", model, reading)
+        model = ModelConfig(
+            path=str(folder_with(tmp_path / str(len(template)), chat_template=template))
+        )
+        read_rows(
+            LearnedConfig(source=str(source), prompt_template="chat"),
+            "data.train",
+            0,
+            "final",
+            model,
+            reading,
+        )
         assert reading.remark.startswith(remark) and bool(reading.remark) == bool(remark)
 
 
 def test_dates_in_templates_are_compared_too(tmp_path: Path) -> None:
-    folder = folder_with(tmp_path, chat_template="{{ date_string | default(strftime_now('%d %b %Y')) }}" + OPENED)
-    assert template_of(folder, arguments={"date_string": "26 Jul 2024"}).render(USER).startswith("26 Jul 2024user: ")
+    folder = folder_with(
+        tmp_path, chat_template="{{ date_string | default(strftime_now('%d %b %Y')) }}" + OPENED
+    )
+    assert (
+        template_of(folder, arguments={"date_string": "26 Jul 2024"})
+        .render(USER)
+        .startswith("26 Jul 2024user: ")
+    )
 
 
-def test_an_error_of_the_hub_is_not_blamed_on_the_template(hub_offline: None, tmp_path: Path) -> None:
+def test_an_error_of_the_hub_is_not_blamed_on_the_template(
+    hub_offline: None, tmp_path: Path
+) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_text('{"question": "1+1?", "answer": "2"}\n')
     with pytest.raises(ConfigError) as error:
-        load_rows(LearnedConfig(source=str(source), prompt_template="chat"), "data.train", 0, model=ModelConfig(path="owner/none"))
-    assert error.value.problems == ["model.path=owner/none: it is not in the hub's cache, and HF_HUB_OFFLINE is set"]
+        load_rows(
+            LearnedConfig(source=str(source), prompt_template="chat"),
+            "data.train",
+            0,
+            model=ModelConfig(path="owner/none"),
+        )
+    assert error.value.problems == [
+        "model.path=owner/none: it is not in the hub's cache, and HF_HUB_OFFLINE is set"
+    ]

@@ -1,4 +1,6 @@
-"""The command line: exit statuses, where messages are printed, and that nothing slow is imported before the checks are done."""
+"""The command line: exit statuses, where messages are printed, and that nothing slow is imported
+before the checks are done.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ MODELS = Path(__file__).parents[2] / "configs" / "models"
 
 
 def fresh_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code), *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 MAIN_AND_IMPORTS = """
@@ -36,7 +43,11 @@ MAIN_AND_IMPORTS = """
 def test_a_missing_file_ends_with_2_before_any_heavy_import() -> None:
     done = fresh_python(MAIN_AND_IMPORTS, "train", "bad=1")
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == "megarl: bad=1: no such file; the configuration file comes before the overrides: CONFIG bad=1\n[]\n"
+    assert (
+        done.stderr
+        == "megarl: bad=1: no such file; the configuration file comes before the overrides: "
+        "CONFIG bad=1\n[]\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,7 +68,9 @@ def test_which_weights_eval_scores(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With an export and an engine that only note what they are asked for. tests/cpu/test_run.py has real ones."""
+    """With an export and an engine that only note what they are asked for. tests/cpu/test_run.py
+    has real ones.
+    """
     monkeypatch.chdir(tmp_path)
     for folder in ("model", "other"):
         shutil.copytree(MODELS / "tiny-llama", folder)
@@ -65,7 +78,8 @@ def test_which_weights_eval_scores(
     Path("run/checkpoints/step_000010").mkdir(parents=True)
     Path("rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
     Path("run.yaml").write_text(
-        "run_dir: run\nmodel: {path: model}\ndata: {train: {source: rows.jsonl}, eval: {source: rows.jsonl}}\nrollout: {max_tokens: 64}\n"
+        "run_dir: run\nmodel: {path: model}\ndata: {train: {source: rows.jsonl}, eval: {source: "
+        "rows.jsonl}}\nrollout: {max_tokens: 64}\n"
     )
     Path("run/config.yaml").write_text(dump_config(load_config("run.yaml")))
     exports = []
@@ -76,7 +90,10 @@ def test_which_weights_eval_scores(
         return f"run/checkpoints/step_{step or 10:06d}"
 
     def evaluate(plan: RunPlan, quiet: bool) -> CommandResult:
-        return CommandResult({"weights": plan.weights.scored}, f"{evaluation_text({}, plan.weights)}\n{plan.weights.scored}")
+        return CommandResult(
+            {"weights": plan.weights.scored},
+            f"{evaluation_text({}, plan.weights)}\n{plan.weights.scored}",
+        )
 
     monkeypatch.setattr("megarl.launch.commands.export", export)
     monkeypatch.setattr("megarl.launch.commands.evaluate", evaluate)
@@ -91,27 +108,42 @@ def test_which_weights_eval_scores(
 def test_overrides_follow_the_file_of_every_command() -> None:
     for command in cli.COMMANDS:
         needed = ["--output", "folder"] if command == "export" else []
-        assert cli.parse([command, "run.yaml", "seed=1", *needed, "trainer.tp=2"]).overrides == ["seed=1", "trainer.tp=2"]
+        assert cli.parse([command, "run.yaml", "seed=1", *needed, "trainer.tp=2"]).overrides == [
+            "seed=1",
+            "trainer.tp=2",
+        ]
 
 
-def test_eval_is_refused_before_it_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_is_refused_before_it_exports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("run/checkpoints/step_000010").mkdir(parents=True)
-    Path("run.yaml").write_text(f"run_dir: run\nmodel: {{path: {MODELS}/llama-3.1-8b}}\ndata: {{train: {{source: synthetic:chain}}}}\n")
+    Path("run.yaml").write_text(
+        f"run_dir: run\nmodel: {{path: {MODELS}/llama-3.1-8b}}\ndata: {{train: {{source: "
+        f"synthetic:chain}}}}\n"
+    )
     assert cli.main(["eval", "run.yaml", "generator.quantization=fp8_block"]) == 2
     told = capsys.readouterr().err
     assert "generator.quantization=fp8_block: must be null for megarl eval" in told
     assert "data.eval=null: megarl eval needs a held-out set" in told
 
 
-def test_all_mistakes_are_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Wrong keys, values, sizes, paths, rows, functions and classes, but no mistakes that only follow from others."""
-    (tmp_path / "bad.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n{"question": "1+1=",\n')
+def test_all_mistakes_are_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wrong keys, values, sizes, paths, rows, functions and classes, but no mistakes that only
+    follow from others.
+    """
+    (tmp_path / "bad.jsonl").write_text(
+        '{"question": "1+1=", "answer": "2"}\n{"question": "1+1=",\n'
+    )
     (tmp_path / "all_mistakes.py").write_text("async def reward(): ...\n")
     (tmp_path / "run.yaml").write_text(
         f"model: {{path: {MODELS}/tiny-llama, random_init: true}}\n"
         "data: {train: {source: bad.jsonl}, eval: {source: none.jsonl}}\n"
-        "reward: {name: 'all_mistakes:rewrd'}\nrollout: {name: 'nothing:here', max_tokens: 64}\nsft: {steps: 1}\n"
+        "reward: {name: 'all_mistakes:rewrd'}\nrollout: {name: 'nothing:here', max_tokens: "
+        "64}\nsft: {steps: 1}\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # the program adds the working directory
@@ -125,12 +157,14 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path, monkeypatch: pytest.Monke
             "trainer.tp=two",
             "algorithm.rho=-1.0",
             "generator.tp=7",
-            *(["model.path=" + f"{MODELS}/tiny-llama"] if command == ["train"] else []),  # a dry run may come before megarl sft
+            # a dry run may come before megarl sft
+            *(["model.path=" + f"{MODELS}/tiny-llama"] if command == ["train"] else []),
             "bad.jsonl, line 2",
             "data.eval.source=none.jsonl",
             "rollout.name=nothing:here",
             "reward.name=all_mistakes:rewrd",
-            *(["weights.transport=all_mistakes:reward"] if command != ["train"] else []),  # checking it imports torch
+            # checking it imports torch
+            *(["weights.transport=all_mistakes:reward"] if command != ["train"] else []),
         ], err
 
 
@@ -145,14 +179,28 @@ def message(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return err.splitlines()[-1].removeprefix("megarl: ")
 
 
-def test_settings_that_are_written_as_options(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for option, meant in (("--max_steps=5", "max_steps=5"), ("--max-steps", "max_steps=…"), ("--trainer.tpp=2", "trainer.tp=2")):
+def test_settings_that_are_written_as_options(
+    run_yaml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option, meant in (
+        ("--max_steps=5", "max_steps=5"),
+        ("--max-steps", "max_steps=…"),
+        ("--trainer.tpp=2", "trainer.tp=2"),
+    ):
         said = message(capsys, "train", str(run_yaml), option)
-        assert said == f"megarl train: error: unknown option: {option}; settings have no dashes: {meant}"
-    assert message(capsys, "train", str(run_yaml), "--colour=5") == "megarl train: error: unknown option: --colour=5"
+        assert (
+            said
+            == f"megarl train: error: unknown option: {option}; settings have no dashes: {meant}"
+        )
+    assert (
+        message(capsys, "train", str(run_yaml), "--colour=5")
+        == "megarl train: error: unknown option: --colour=5"
+    )
 
 
-def test_a_checkpoint_in_the_place_of_a_model(run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_in_the_place_of_a_model(
+    run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint = tmp_path / "old/checkpoints/step_00000040"
     checkpoint.mkdir(parents=True)
     first = f"first: megarl export CONFIG run_dir={tmp_path}/old"
@@ -160,9 +208,14 @@ def test_a_checkpoint_in_the_place_of_a_model(run_yaml: Path, tmp_path: Path, ca
     for path, what in (
         (checkpoint, f"is a checkpoint, not a model; {first} --step 40 --output FOLDER"),
         (tmp_path / "old", f"holds a run's checkpoints, no model; {first} --output FOLDER"),
-        (tmp_path / "old/checkpoints", f"holds a run's checkpoints, no model; {first} --output FOLDER"),
+        (
+            tmp_path / "old/checkpoints",
+            f"holds a run's checkpoints, no model; {first} --output FOLDER",
+        ),
     ):
-        assert message(capsys, "eval", *config, f"model.path={path}") == f"model.path={path}: {what}"
+        assert (
+            message(capsys, "eval", *config, f"model.path={path}") == f"model.path={path}: {what}"
+        )
 
 
 def test_launching_imports_no_torch() -> None:
@@ -185,15 +238,23 @@ def test_a_bad_config_ends_with_2_before_any_heavy_import(run_yaml: Path) -> Non
     done = fresh_python(MAIN_AND_IMPORTS, "train", str(run_yaml), "trainer.tp=3", "rollout.n=1")
     assert done.returncode == 2 and done.stdout == ""
     first, second, imported = done.stderr.splitlines()
-    assert first.startswith("megarl: rollout.n=1: must be at least 2") and second.startswith("megarl: trainer.tp=3: must divide")
+    assert first.startswith("megarl: rollout.n=1: must be at least 2") and second.startswith(
+        "megarl: trainer.tp=3: must divide"
+    )
     assert imported == "[]"
 
 
-def test_all_problems_go_to_stderr_and_none_to_stdout(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_go_to_stderr_and_none_to_stdout(
+    run_yaml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["plan", str(run_yaml), "--json", "trainer.tpp=2", "generator.tp=x"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == "megarl: trainer.tpp=2: unknown key; did you mean trainer.tp?\nmegarl: generator.tp=x: must be an integer\n"
+    assert (
+        err
+        == "megarl: trainer.tpp=2: unknown key; did you mean trainer.tp?\nmegarl: generator.tp=x: "
+        "must be an integer\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -209,7 +270,9 @@ def test_all_problems_go_to_stderr_and_none_to_stdout(run_yaml: Path, capsys: py
         (["export", "x.yaml", "--output", "d", "--step", "two"], "invalid int value: 'two'"),
     ],
 )
-def test_bad_arguments_end_with_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_end_with_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(argv)
     out, err = capsys.readouterr()
@@ -219,7 +282,11 @@ def test_bad_arguments_end_with_2(argv: list[str], message: str, capsys: pytest.
 def test_options_may_stand_anywhere() -> None:
     for argv in ("--json C a=1 b=2", "C --json a=1 b=2", "C a=1 --json b=2", "C a=1 b=2 --json"):
         arguments = cli.parse(["plan", *argv.split()])
-        assert (arguments.config, arguments.overrides, arguments.json) == ("C", ["a=1", "b=2"], True)
+        assert (arguments.config, arguments.overrides, arguments.json) == (
+            "C",
+            ["a=1", "b=2"],
+            True,
+        )
 
 
 def test_what_cannot_be_written_ends_with_2_before_anything_is_computed(
@@ -231,18 +298,29 @@ def test_what_cannot_be_written_ends_with_2_before_anything_is_computed(
     full = f"{tmp_path}/full: is there already, and is not empty; remove it, or name another"
     for command, message in (
         ("reshard C --picture map.gif", "--picture map.gif: must end in .svg or .png"),
-        (f"plan C --picture {tmp_path}/no/plan.svg", f"--picture {tmp_path}/no/plan.svg: there is no folder {tmp_path}/no"),
+        (
+            f"plan C --picture {tmp_path}/no/plan.svg",
+            f"--picture {tmp_path}/no/plan.svg: there is no folder {tmp_path}/no",
+        ),
         (f"reshard C --dump {tmp_path}", f"--dump {tmp_path}: is a folder, must be a file"),
         ("bench sync --picture sync.pdf", "--picture sync.pdf: must end in .svg or .png"),
         (f"export C --output {tmp_path}/full", f"--output {full}"),
-        (f"export C --output {tmp_path}/file/x", f"--output {tmp_path}/file/x: {tmp_path}/file is a file, must be a folder"),
+        (
+            f"export C --output {tmp_path}/file/x",
+            f"--output {tmp_path}/file/x: {tmp_path}/file is a file, must be a folder",
+        ),
         (f"sft C sft.steps=1 sft.output={tmp_path}/full", f"sft.output={full}"),
-        (f"train C run_dir={tmp_path}/file", f"run_dir={tmp_path}/file: is a file, must be a folder"),
+        (
+            f"train C run_dir={tmp_path}/file",
+            f"run_dir={tmp_path}/file: is a file, must be a folder",
+        ),
         ("export C", "the following arguments are required: --output"),
         ("export C --output new", f"run_dir={tmp_path}/run: no checkpoint; there is none at all"),
     ):
         try:
-            status = cli.main([str(run_yaml) if argument == "C" else argument for argument in command.split()])
+            status = cli.main(
+                [str(run_yaml) if argument == "C" else argument for argument in command.split()]
+            )
         except SystemExit as ended:
             status = ended.code
         out, err = capsys.readouterr()
@@ -252,10 +330,18 @@ def test_what_cannot_be_written_ends_with_2_before_anything_is_computed(
 
 @pytest.mark.parametrize(
     ("error", "status", "message"),
-    [(RuntimeError("engine.0 died"), 1, "megarl: engine.0 died\n"), (KeyboardInterrupt(), 130, "megarl: ended by Ctrl-C\n")],
+    [
+        (RuntimeError("engine.0 died"), 1, "megarl: engine.0 died\n"),
+        (KeyboardInterrupt(), 130, "megarl: ended by Ctrl-C\n"),
+    ],
 )
 def test_a_failed_and_an_interrupted_run(
-    error: BaseException, status: int, message: str, run_yaml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException,
+    status: int,
+    message: str,
+    run_yaml: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail(plan: object, arguments: object) -> None:
         raise error
@@ -276,20 +362,33 @@ def test_help_shows_commands_and_examples(capsys: pytest.CaptureFixture[str]) ->
     assert "megarl reshard configs/8b_aipo.yaml generator.tp=2 --json" in capsys.readouterr().out
 
 
-def test_a_run_dir_that_cannot_be_written_to_is_a_mistake_in_the_configuration(run_yaml: Path, capsys):
+def test_a_run_dir_that_cannot_be_written_to_is_a_mistake_in_the_configuration(
+    run_yaml: Path, capsys
+):
     (run_yaml.parent / "file").touch()
-    assert cli.main(["sft", str(run_yaml), "sft.steps=1", f"run_dir={run_yaml.parent}/file/run"]) == 2
-    assert f"run_dir={run_yaml.parent}/file/run" in (told := capsys.readouterr().err) and "is a file, must be a folder" in told
+    assert (
+        cli.main(["sft", str(run_yaml), "sft.steps=1", f"run_dir={run_yaml.parent}/file/run"]) == 2
+    )
+    assert (
+        f"run_dir={run_yaml.parent}/file/run" in (told := capsys.readouterr().err)
+        and "is a file, must be a folder" in told
+    )
 
 
 @pytest.mark.parametrize("setting", [
-    "generator.engines=99999999999", "trainer.cp=99999999999999999999", "trainer.dp=10000000", "seed=4294967296",
+    "generator.engines=99999999999", "trainer.cp=99999999999999999999", "trainer.dp=10000000",
+    "seed=4294967296",
     "max_steps=1000000000000000000000000000000", "rollout.prompts_per_step=99999999999999999999",
     "timeouts.request_s=1e300", "reward.timeout_s=2147483648",
     f"model.path={'x' * 300}", f"run_dir={'x' * 300}", f"data.train.source={'x' * 300}.jsonl",
 ])  # fmt: skip
-def test_a_value_beyond_all_reason_is_one_message(setting: str, run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No such value may end in a traceback here, or begin a run that then dies of it. NumPy's seeds, for example, have 32 bits."""
+def test_a_value_beyond_all_reason_is_one_message(
+    setting: str, run_yaml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No such value may end in a traceback here, or begin a run that then dies of it.
+
+    NumPy's seeds, for example, have 32 bits.
+    """
     assert cli.main(["train", str(run_yaml), "--dry-run", setting]) == 2
     key, _, value = setting.partition("=")
     told = capsys.readouterr().err

@@ -17,32 +17,47 @@ pytestmark = pytest.mark.usefixtures("hub_offline")  # dry runs would read the h
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 
 
-def test_a_dry_run_says_what_it_has_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_says_what_it_has_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n' * 1200)
     (tmp_path / "run.yaml").write_text(
-        f"model: {{path: {MODELS}/tiny-llama, random_init: true, dtype: float32}}\ncluster: {{gpu: cpu}}\nsft: {{steps: 1}}\n"
-        "data: {train: {source: rows.jsonl}, eval: {source: HuggingFaceH4/MATH-500}}\nrollout: {max_tokens: 64}\n"
+        f"model: {{path: {MODELS}/tiny-llama, random_init: true, dtype: float32}}\ncluster: "
+        f"{{gpu: cpu}}\nsft: {{steps: 1}}\n"
+        "data: {train: {source: rows.jsonl}, eval: {source: HuggingFaceH4/MATH-500}}\nrollout: "
+        "{max_tokens: 64}\n"
     )
     monkeypatch.chdir(tmp_path)
     assert cli.main(["train", "run.yaml", "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "data.train: 1,200 rows of rows.jsonl, all read; the first 1,000 prompts leave room for a response" in out
+    assert (
+        "data.train: 1,200 rows of rows.jsonl, all read; the first 1,000 prompts leave room for a "
+        "response" in out
+    )
     assert "data.eval: HuggingFaceH4/MATH-500, on the hub, is read when the run starts" in out
     assert "\nWeights: the warm start in sft.output=runs/default/sft/hf\n" in out
 
 
-@pytest.mark.parametrize(("gpus_here", "given", "nodes"), [(0, None, 4), (0, 4, 8), (4, None, 8), (16, None, 2)])
-def test_dry_run_and_plan_count_the_same_gpus_of_a_node(gpus_here: int, given: int | None, nodes: int, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("gpus_here", "given", "nodes"), [(0, None, 4), (0, 4, 8), (4, None, 8), (16, None, 2)]
+)
+def test_dry_run_and_plan_count_the_same_gpus_of_a_node(
+    gpus_here: int, given: int | None, nodes: int, monkeypatch
+) -> None:
     """32 ranks. Without GPUs here, as on a login node, 8 a node; else as many as are here."""
     monkeypatch.setattr(commands, "gpus", lambda: (None,) * gpus_here)
     overrides = ["trainer.dp=4", "generator.engines=16", f"launch.ranks_per_node={given or 'null'}"]
-    plan = commands.with_nodes_of_here(resolve(load_config(MODELS.parent / "8b_aipo.yaml", overrides), "plan"))
+    plan = commands.with_nodes_of_here(
+        resolve(load_config(MODELS.parent / "8b_aipo.yaml", overrides), "plan")
+    )
     assert f"launch     {nodes} nodes" in commands.render_launch(plan)
     assert Cluster.of(plan.config).gpus_per_node == 32 // nodes
 
 
 @pytest.mark.parametrize("name", ["8b_aipo", "405b_aipo", "quickstart"])
-def test_a_dry_run_predicts_one_time_for_the_update(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_predicts_one_time_for_the_update(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["train", f"configs/{name}.yaml", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     (planned,) = [line.split()[2] for line in lines if line.startswith("           weight update")]
@@ -50,27 +65,52 @@ def test_a_dry_run_predicts_one_time_for_the_update(name: str, capsys: pytest.Ca
     assert planned == predicted
 
 
-def test_the_map_that_is_shown_is_that_of_the_machines(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """If tp does not divide the heads, CPU engines add heads of zeros, and GPUs copy key-value heads."""
+def test_the_map_that_is_shown_is_that_of_the_machines(
+    run_yaml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If tp does not divide the heads, CPU engines add heads of zeros, and GPUs copy key-value
+    heads.
+    """
     rows = {}
     for gpu in ("cpu", "H100"):
         assert cli.main(["reshard", str(run_yaml), "generator.tp=16", f"cluster.gpu={gpu}"]) == 0
-        rows[gpu] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("self_attn.qkv_proj.weight")]
+        rows[gpu] = [
+            line
+            for line in capsys.readouterr().out.splitlines()
+            if line.startswith("self_attn.qkv_proj.weight")
+        ]
     assert "with zeros" in rows["cpu"][0] and "with zeros" not in rows["H100"][0]
 
 
 # The model cards say 8.03, 70.6 and 405.9 billion. Below, the bytes for 8B are computed by hand.
-@pytest.mark.parametrize(("model", "parameters"), [("8b", 8_030_261_248), ("70b", 70_553_706_496), ("405b", 405_853_388_800)])
-def test_plan_counts_the_parameters(model: str, parameters: int, run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["plan", str(run_yaml), f"model.path={MODELS}/llama-3.1-{model}", "--json"])  # 1: one GPU is too small for these models
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [("8b", 8_030_261_248), ("70b", 70_553_706_496), ("405b", 405_853_388_800)],
+)
+def test_plan_counts_the_parameters(
+    model: str, parameters: int, run_yaml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # 1: one GPU is too small for these models
+    cli.main(["plan", str(run_yaml), f"model.path={MODELS}/llama-3.1-{model}", "--json"])
     assert json.loads(capsys.readouterr().out)["parameters"] == parameters
 
 
 def test_plan_counts_bytes_per_rank(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["trainer.tp=2", "trainer.pp=2", "trainer.dp=4", "generator.engines=3", "generator.tp=4"]
+    sizes = [
+        "trainer.tp=2",
+        "trainer.pp=2",
+        "trainer.dp=4",
+        "generator.engines=3",
+        "generator.tp=4",
+    ]
     assert cli.main(["plan", str(run_yaml), *sizes, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    hidden, ffn, layers, q_rows, kv_rows, vocab = 4096, 14336, 32, 4096, 1024, 128256
+    hidden = 4096
+    ffn = 14336
+    layers = 32
+    q_rows = 4096
+    kv_rows = 1024
+    vocab = 128256
     vocab_tp2 = -(-vocab // 256) * 256  # Megatron pads to a multiple of 128 * tp
 
     def layer(tp: int) -> int:
@@ -80,88 +120,180 @@ def test_plan_counts_bytes_per_rank(run_yaml: Path, capsys: pytest.CaptureFixtur
     last = first + hidden  # output layer instead of embedding, and the final norm
     engine = layers * layer(4) + 2 * vocab // 4 * hidden + hidden
     assert (facts["trainer"]["ranks"], facts["generator"]["ranks"]) == (16, 12)
-    assert (facts["trainer"]["weight_bytes_min"], facts["trainer"]["weight_bytes_max"]) == (2 * first, 2 * last)
-    assert facts["generator"]["weight_bytes_min"] == facts["generator"]["weight_bytes_max"] == 2 * engine
+    assert (facts["trainer"]["weight_bytes_min"], facts["trainer"]["weight_bytes_max"]) == (
+        2 * first,
+        2 * last,
+    )
+    assert (
+        facts["generator"]["weight_bytes_min"]
+        == facts["generator"]["weight_bytes_max"]
+        == 2 * engine
+    )
     assert cli.main(["plan", str(run_yaml), *sizes]) == 0
     table = capsys.readouterr().out
     assert "8,030,261,248 parameters" in table and "engines 3, tp 4: 12 ranks" in table
 
 
 def test_what_adapters_alone_are_worth(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes, facts = [str(run_yaml), "trainer.tp=2", "generator.tp=2", "--json"], []
+    sizes = [str(run_yaml), "trainer.tp=2", "generator.tp=2", "--json"]
+    facts = []
     for more in ([], ["lora.rank=16"], ["lora.rank=16", "lora.targets=[q_proj]"]):
         assert cli.main(["reshard", *sizes, *more]) == 0
         facts.append(json.loads(capsys.readouterr().out))
     full, adapters, unserved = facts
-    assert "lora_predicted_s" not in full and unserved["lora_predicted_s"] is None, "SGLang keeps q, k and v in one tensor"
-    inner = [3 * 4096 + (4096 + 2 * 1024) // 2, 4096 // 2 + 4096, 2 * 4096 + 2 * 14336 // 2, 14336 // 2 + 4096]  # qkv, o, gate and up, down
+    assert "lora_predicted_s" not in full and unserved["lora_predicted_s"] is None, (
+        "SGLang keeps q, k and v in one tensor"
+    )
+    # qkv, o, gate and up, down
+    inner = [
+        3 * 4096 + (4096 + 2 * 1024) // 2,
+        4096 // 2 + 4096,
+        2 * 4096 + 2 * 14336 // 2,
+        14336 // 2 + 4096,
+    ]
     per_rank = 2 * 32 * 16 * sum(inner)
     assert adapters["lora_predicted_s"] * adapters["link_bytes_per_s"] >= per_rank
     assert adapters["lora_predicted_s"] < 0.01 * adapters["predicted_s"]
 
 
 def test_what_a_delta_is_worth(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In bf16 each changed element takes 4 bytes instead of 2. A delta has at most half of the full bytes."""
+    """In bf16 each changed element takes 4 bytes instead of 2.
+
+    A delta has at most half of the full bytes.
+    """
     facts = []
-    for more in (["--delta", "0.02"], ["--delta", "0.02", "--link", "3"], ["--delta", "0.26"], ["--delta", "0"]):
-        assert cli.main(["reshard", str(run_yaml), "trainer.tp=2", "generator.tp=2", "--json", *more]) == 0
+    for more in (
+        ["--delta", "0.02"],
+        ["--delta", "0.02", "--link", "3"],
+        ["--delta", "0.26"],
+        ["--delta", "0"],
+    ):
+        assert (
+            cli.main(["reshard", str(run_yaml), "trainer.tp=2", "generator.tp=2", "--json", *more])
+            == 0
+        )
         facts.append(json.loads(capsys.readouterr().out))
     given, slow, large, none = facts
     assert given["delta_predicted_s"] == pytest.approx(0.04 * given["predicted_s"], rel=1e-3)
-    assert slow["delta_predicted_s"] / given["delta_predicted_s"] == pytest.approx(given["link_bytes_per_s"] / 3e9)
-    assert large["delta_predicted_s"] == large["predicted_s"] and none["delta_predicted_s"] < 1e-4 * none["predicted_s"]
-    for option, value, allowed in (("--delta", "1.5", "must be at least 0 and at most 1"), ("--link", "0", "must be more than 0")):
+    assert slow["delta_predicted_s"] / given["delta_predicted_s"] == pytest.approx(
+        given["link_bytes_per_s"] / 3e9
+    )
+    assert (
+        large["delta_predicted_s"] == large["predicted_s"]
+        and none["delta_predicted_s"] < 1e-4 * none["predicted_s"]
+    )
+    for option, value, allowed in (
+        ("--delta", "1.5", "must be at least 0 and at most 1"),
+        ("--link", "0", "must be more than 0"),
+    ):
         assert cli.main(["reshard", str(run_yaml), option, value]) == 2
         assert f"{option} {value}: {allowed}" in capsys.readouterr().err
 
 
 def test_what_was_sent_last_is_counted(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each of two trainer ranks sends its half of the weights to one engine, in bf16."""
-    sizes = ["trainer.tp=2", "trainer.dp=1", "generator.engines=1", "generator.tp=1", "generator.quantization=null"]
+    sizes = [
+        "trainer.tp=2",
+        "trainer.dp=1",
+        "generator.engines=1",
+        "generator.tp=1",
+        "generator.quantization=null",
+    ]
     found = []
     for more in ([], ["weights.delta=auto"], ["weights.delta=auto", "weights.delta_shadow=device"]):
-        assert cli.main(["plan", str(run_yaml), *sizes, *more, "--json"]) == 1, "the trainer needs more memory than two GPUs have"
+        assert cli.main(["plan", str(run_yaml), *sizes, *more, "--json"]) == 1, (
+            "the trainer needs more memory than two GPUs have"
+        )
         found.append(json.loads(capsys.readouterr().out))
     off, host, device = found
     half_gib = off["generator"]["weight_bytes_max"] / 2 / 2**30
-    assert off["shadow_gib_per_node"] == off["trainer_memory_gib"]["shadow"] == host["trainer_memory_gib"]["shadow"] == 0
+    assert (
+        off["shadow_gib_per_node"]
+        == off["trainer_memory_gib"]["shadow"]
+        == host["trainer_memory_gib"]["shadow"]
+        == 0
+    )
     assert host["shadow_gib_per_node"] == pytest.approx(2 * half_gib, rel=0.01)
-    assert device["trainer_gib_per_gpu"] - off["trainer_gib_per_gpu"] == pytest.approx(half_gib, rel=0.01)
-    bytes_s = {key: off[key] - off["control_s"] for key in ("delta_sync_s", "sync_s")}  # the number of messages is the same
+    assert device["trainer_gib_per_gpu"] - off["trainer_gib_per_gpu"] == pytest.approx(
+        half_gib, rel=0.01
+    )
+    # the number of messages is the same
+    bytes_s = {key: off[key] - off["control_s"] for key in ("delta_sync_s", "sync_s")}
     assert bytes_s["delta_sync_s"] == pytest.approx(0.02 * bytes_s["sync_s"], rel=0.01)
 
 
-def test_reshard_lists_dumps_and_draws(run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["trainer.tp=2", "trainer.dp=2", "generator.engines=2", "generator.tp=4", "generator.quantization=fp8_block"]
+def test_reshard_lists_dumps_and_draws(
+    run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = [
+        "trainer.tp=2",
+        "trainer.dp=2",
+        "generator.engines=2",
+        "generator.tp=4",
+        "generator.quantization=fp8_block",
+    ]
     files = tmp_path / "map.jsonl", tmp_path / "map.svg"
-    assert cli.main(["reshard", str(run_yaml), *sizes, "--json", "--dump", str(files[0]), "--picture", str(files[1])]) == 0
+    assert (
+        cli.main(
+            [
+                "reshard",
+                str(run_yaml),
+                *sizes,
+                "--json",
+                "--dump",
+                str(files[0]),
+                "--picture",
+                str(files[1]),
+            ]
+        )
+        == 0
+    )
     facts = json.loads(capsys.readouterr().out)
     head, *copies = [json.loads(line) for line in files[0].read_text().splitlines()]
     assert head["plan_hash"] == facts["plan_hash"] and len(copies) == facts["copies"]
     assert sum(copy["bytes"] for copy in copies) == facts["bytes"]
     assert files[1].read_text().startswith("<?xml") and facts["predicted_s"] > 0
-    for rank, key, number in (("trainer:3", "source_rank", 3), ("generator:6", "destination_rank", 6)):
+    for rank, key, number in (
+        ("trainer:3", "source_rank", 3),
+        ("generator:6", "destination_rank", 6),
+    ):
         own = [copy for copy in copies if copy[key] == number]
         assert cli.main(["reshard", str(run_yaml), *sizes, "--rank", rank]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert len(lines) == len(own) + 1 and lines[-1].startswith(f"{rank}: {len(own):,} copies") and lines[-1].endswith(" ms")
-        assert any(" quantise, " in line for line in lines) and any(" scale, " in line for line in lines)
-    for rank, message in (("trainer:4", "the trainer has ranks 0 to 3"), ("engine:0", "must be trainer:N or generator:N")):
+        assert (
+            len(lines) == len(own) + 1
+            and lines[-1].startswith(f"{rank}: {len(own):,} copies")
+            and lines[-1].endswith(" ms")
+        )
+        assert any(" quantise, " in line for line in lines) and any(
+            " scale, " in line for line in lines
+        )
+    for rank, message in (
+        ("trainer:4", "the trainer has ranks 0 to 3"),
+        ("engine:0", "must be trainer:N or generator:N"),
+    ):
         assert cli.main(["reshard", str(run_yaml), *sizes, "--rank", rank]) == 2
         assert f"--rank {rank}: {message}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("config", "ranks"), [("70b_aipo", (136, 120)), ("405b_aipo", (512, 512))])
-def test_the_papers_large_runs_can_be_planned(config: str, ranks: tuple[int, int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_papers_large_runs_can_be_planned(
+    config: str, ranks: tuple[int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
     path = f"configs/{config}.yaml"
     assert cli.main(["reshard", path, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert (facts["trainer_ranks"], facts["generator_ranks"]) == ranks and facts["exactly_once"] is True
+    assert (facts["trainer_ranks"], facts["generator_ranks"]) == ranks and facts[
+        "exactly_once"
+    ] is True
     assert facts["bytes"] == facts["bytes_minimum"] and facts["receiver_max_over_mean"] == 1.0
-    assert facts["sender_max_over_mean"] < facts["sender_bound"] + 0.001  # 405B: 1.035, since the embedding is in bf16 beside fp8 layers
+    # 405B: 1.035, since the embedding is in bf16 beside fp8 layers
+    assert facts["sender_max_over_mean"] < facts["sender_bound"] + 0.001
     assert cli.main(["plan", path, "--json"]) == 0
     assert cli.main(["eval", path]) == 2
-    assert "generator.quantization=fp8_block: must be null for megarl eval" in capsys.readouterr().err
+    assert (
+        "generator.quantization=fp8_block: must be null for megarl eval" in capsys.readouterr().err
+    )
 
 
 def test_gpt_oss_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,12 +301,21 @@ def test_gpt_oss_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
     path = "configs/gpt_oss_120b_aipo.yaml"
     assert cli.main(["reshard", path, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert (facts["trainer_ranks"], facts["generator_ranks"]) == (32, 32) and facts["exactly_once"] is True
-    assert facts["bytes"] == facts["bytes_minimum"] and facts["copies"] < 200_000 and facts["sender_max_over_mean"] < 1.001
+    assert (facts["trainer_ranks"], facts["generator_ranks"]) == (32, 32) and facts[
+        "exactly_once"
+    ] is True
+    assert (
+        facts["bytes"] == facts["bytes_minimum"]
+        and facts["copies"] < 200_000
+        and facts["sender_max_over_mean"] < 1.001
+    )
     assert cli.main(["plan", path]) == 0
     assert "fits       yes" in capsys.readouterr().out
     assert cli.main(["eval", path]) == 2
-    assert "generator.server_args.load_format=dummy: must be left out for megarl eval" in capsys.readouterr().err
+    assert (
+        "generator.server_args.load_format=dummy: must be left out for megarl eval"
+        in capsys.readouterr().err
+    )
 
 
 def test_reshard_reports_the_map(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,6 @@
-"""Settings are written and read in one dialect of YAML: what is dumped, or written as an override, loads as the same value."""
+"""Settings are written and read in one dialect of YAML: what is dumped, or written as an override,
+loads as the same value.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,16 @@ from megarl.config.schema import RunConfig
 
 LOOKALIKES = """1e5 1e-3 -1e1 0x10 010 0b1 1_000 .5 5. +1e3 1:30 yes no on null ~ = << .inf NaN 2024-01-01 ??? \\??? ${seed} \\${x}
 \\\\${x} ${async.capacity} {a [b - : # & * ! | > % @ ` ' \" """.split()
-TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1) | st.sampled_from([*LOOKALIKES, " a ", "a\n\n b\n", "\x85", "\ufeff"])
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1) | st.sampled_from(
+    [*LOOKALIKES, " a ", "a\n\n b\n", "\x85", "\ufeff"]
+)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 LEAVES = TEXTS | FLOATS | st.integers(-(10**15), 10**15) | st.booleans() | st.none()
-VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3), max_leaves=5)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=5,
+)
 OF_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     str: TEXTS.filter(lambda text: text != "???"),  # the mark of a setting that must be set
     float: st.floats(1e-300, 1e300),
@@ -56,10 +64,15 @@ def test_written_yaml_reads_as_the_same_value(value: Any) -> None:
     assert "\n" not in write_line(value)
 
 
-KEYS = [  # settings that take any text or any number, a list of any texts, or a mapping of any values
+# settings that take any text or any number, a list of any texts, or a mapping of any values
+KEYS = [
     *FREE,
     *("rollout.stop", "observe.tags"),
-    *(key for key, setting in settings().items() if key.startswith("data.train.") and setting.type is str and not setting.limit),
+    *(
+        key
+        for key, setting in settings().items()
+        if key.startswith("data.train.") and setting.type is str and not setting.limit
+    ),
     *("trainer.optimizer.lr", "algorithm.kl_coef"),
 ]
 
@@ -80,13 +93,17 @@ def test_any_setting_comes_back_from_file_and_override(file: Path, data: st.Data
 
 def changed(settings_of: Any, path: list[str], value: Any) -> Any:
     name, *rest = path
-    return replace(settings_of, **{name: changed(getattr(settings_of, name), rest, value) if rest else value})
+    return replace(
+        settings_of, **{name: changed(getattr(settings_of, name), rest, value) if rest else value}
+    )
 
 
 @pytest.mark.parametrize("text", ["1e5", "010", "0x10", "1_000", "5."])
 def test_number_in_place_of_a_text_is_what_was_written(file: Path, text: str) -> None:
     own = file.with_name("own.yaml")
-    own.write_text(f"{file.read_text()}run_dir: {text}\nrollout: {{stop: [{text}]}}\n", encoding="utf-8")
+    own.write_text(
+        f"{file.read_text()}run_dir: {text}\nrollout: {{stop: [{text}]}}\n", encoding="utf-8"
+    )
     of_overrides = load_config(file, [f"run_dir={text}", f"rollout.stop=[{text}]"])
     assert [of_overrides.run_dir, *of_overrides.rollout.stop] == [text, text]
     of_file = load_config(own)
@@ -94,7 +111,9 @@ def test_number_in_place_of_a_text_is_what_was_written(file: Path, text: str) ->
 
 
 def test_quoted_texts_of_overrides_stay_texts(file: Path) -> None:
-    config: RunConfig = load_config(file, ['rollout.stop=["1e5", "???"]', 'rollout.args.a="1e-3"', "rollout.args.b=1e-3"])
+    config: RunConfig = load_config(
+        file, ['rollout.stop=["1e5", "???"]', 'rollout.args.a="1e-3"', "rollout.args.b=1e-3"]
+    )
     assert config.rollout.stop == ["1e5", "???"] and config.rollout.args == {"a": "1e-3", "b": 1e-3}
 
 

@@ -14,9 +14,11 @@ from megarl.config.keys import elsewhere_called, nearest, settings
 from megarl.config.load import load_config
 
 OWN_RUN = Path(__file__).parents[2] / "docs/own_run.md"
-# The settings of usual scripts: what they are here, and their names there. `-`: there is no such setting, and a note says why.
+# The settings of usual scripts: what they are here, and their names there. `-`: there is no such
+# setting, and a note says why.
 SCRIPTS = {
-    # examples/grpo_trainer/run_qwen3-1.7b.sh and run_qwen3-235b_megatron_96gb.sh, recipe/dapo/run_dapo_qwen2.5_32b.sh
+    # examples/grpo_trainer/run_qwen3-1.7b.sh and run_qwen3-235b_megatron_96gb.sh,
+    # recipe/dapo/run_dapo_qwen2.5_32b.sh
     "verl": """
 algorithm.name: algorithm.adv_estimator
 algorithm.kl: algorithm.use_kl_in_reward
@@ -86,7 +88,8 @@ observe.rollouts_per_step: trainer.log_val_generations
     actor_rollout_ref.rollout.max_num_batched_tokens actor_rollout_ref.rollout.max_model_len
     +reward_model.reward_kwargs.max_resp_len
 """,
-    # scripts/run-qwen3-4B.sh, and the options of its guide for dynamic sampling and partial rollouts
+    # scripts/run-qwen3-4B.sh, and the options of its guide for dynamic sampling and partial
+    # rollouts
     "slime": """
 model.path: --hf-checkpoint
 run_dir: --load --save
@@ -378,7 +381,9 @@ def test_settings_of_a_usual_script_lead_to_ours(program: str) -> None:
     assert {name: pair for name, pair in found.items() if pair != (pair[0],) * 2} == {}
 
 
-@pytest.mark.parametrize(("name", "key"), {"+trainer.total_epochs": "max_steps", "--zero-stage": "trainer.zero"}.items())
+@pytest.mark.parametrize(
+    ("name", "key"), {"+trainer.total_epochs": "max_steps", "--zero-stage": "trainer.zero"}.items()
+)
 def test_dashes_and_plus_signs_do_not_matter(name: str, key: str) -> None:
     assert nearest(name)[:1] == [key]
 
@@ -389,7 +394,9 @@ def test_the_table_names_settings_that_exist_and_none_of_ours() -> None:
         assert name not in settings() or name in ("seed", "max_steps"), name
 
 
-@pytest.mark.parametrize("name", ["foo.bar", "frobnicate", "trainer.quux", "num_workers_of_something"])
+@pytest.mark.parametrize(
+    "name", ["foo.bar", "frobnicate", "trainer.quux", "num_workers_of_something"]
+)
 def test_nothing_is_proposed_for_what_is_like_no_setting(name: str) -> None:
     assert nearest(name) == []
 
@@ -398,19 +405,31 @@ def test_messages_say_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture
     path = tmp_path / "run.yaml"
     path.write_text("model: {path: none}\n", encoding="utf-8")
     with pytest.raises(ConfigError) as error:
-        load_config(path, ["trainer.total_epochs=3", "num_generations=8", "data.max_prompt_length=512"])
+        load_config(
+            path, ["trainer.total_epochs=3", "num_generations=8", "data.max_prompt_length=512"]
+        )
     epochs, generations, prompts = str(error.value).splitlines()
-    assert "trainer.total_epochs=3: unknown key; did you mean max_steps (steps, not epochs" in epochs
+    assert (
+        "trainer.total_epochs=3: unknown key; did you mean max_steps (steps, not epochs" in epochs
+    )
     assert generations == "num_generations=8: unknown key; did you mean rollout.n?"
     assert "data.max_prompt_length=512: unknown key; prompts need no limit" in prompts
     with pytest.raises(SystemExit):
         main(["train", str(path), "--clip-ratio=0.2", "--lr=1e-6"])
     told = capsys.readouterr().err
-    assert "algorithm.rho=… (the bound of the ratio itself: 1.2 for a clip of 0.2) trainer.optimizer.lr=1e-6" in told
+    assert (
+        "algorithm.rho=… (the bound of the ratio itself: 1.2 for a clip of 0.2) "
+        "trainer.optimizer.lr=1e-6" in told
+    )
 
 
 def test_the_table_of_own_run_agrees() -> None:
-    rows = [line.split("|") for line in OWN_RUN.read_text(encoding="utf-8").partition("## Names you may know")[2].splitlines()]
+    rows = [
+        line.split("|")
+        for line in OWN_RUN.read_text(encoding="utf-8")
+        .partition("## Names you may know")[2]
+        .splitlines()
+    ]
     checked = []
     for _, here, *there in (row for row in rows if len(row) == 5):
         for name in re.findall(r"`…?([\w.-]+)`(?! /)", " ".join(there)):

@@ -1,4 +1,6 @@
-"""Loading: accepted configs, the message for every mistake, and that a dumped config loads as an equal one."""
+"""Loading: accepted configs, the message for every mistake, and that a dumped config loads as an
+equal one.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,17 @@ def problems_of(path: Path, *overrides: str) -> list[str]:
 
 
 def test_defaults_fill_in_and_interpolations_resolve(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path, MINIMAL + "run_dir: runs/x\nseed: ${async.capacity}\n"), ["async.capacity=2"])
+    config = load_config(
+        write(tmp_path, MINIMAL + "run_dir: runs/x\nseed: ${async.capacity}\n"),
+        ["async.capacity=2"],
+    )
     assert isinstance(config, RunConfig)
-    assert (config.model.path, config.sft.output, config.async_.capacity, config.seed) == ("m", "runs/x/sft/hf", 2, 2)
+    assert (config.model.path, config.sft.output, config.async_.capacity, config.seed) == (
+        "m",
+        "runs/x/sft/hf",
+        2,
+        2,
+    )
     assert config.trainer.optimizer.betas == (0.9, 0.95)
     assert config.data.eval is None and config.sft.data is None
 
@@ -48,7 +58,9 @@ def test_a_config_of_an_earlier_version_is_read_if_it_has_what_is_fixed_now(tmp_
     for key, fixed in FIXED.items():
         if "NAME" not in key:
             assert load_config(write(tmp_path), [f"{key}={json.dumps(fixed.value)}"]) == plain, key
-            assert problems_of(write(tmp_path), f"{key}=other") == [f"{key}=other: can no longer be set: {fixed.instead}"]
+            assert problems_of(write(tmp_path), f"{key}=other") == [
+                f"{key}=other: can no longer be set: {fixed.instead}"
+            ]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +80,11 @@ def test_a_config_of_an_earlier_version_is_read_if_it_has_what_is_fixed_now(tmp_
         ("weights.audit=True", "weights.audit", "on"),
         ("weights.audit=false", "weights.audit", "off"),
         ("generator.server_args={page_size: 1}", "generator.server_args", {"page_size": 1}),
-        ("generator.server_args.chunked_prefill_size=64", "generator.server_args", {"chunked_prefill_size": 64}),
+        (
+            "generator.server_args.chunked_prefill_size=64",
+            "generator.server_args",
+            {"chunked_prefill_size": 64},
+        ),
         ("rollout.name=games:higher_or_lower", "rollout.name", "games:higher_or_lower"),
         ("rollout.args.max_guesses=3", "rollout.args", {"max_guesses": 3}),
         ("trainer={tp: 2}", "trainer.tp", 2),
@@ -82,7 +98,10 @@ def test_override_values(tmp_path: Path, override: str, key: str, value: object)
     assert found == value and type(found) is type(value)
 
 
-@pytest.mark.parametrize(("written", "value"), [("on", "on"), ("off", "off"), ("true", "on"), ("false", "off"), ("strict", "strict")])
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [("on", "on"), ("off", "off"), ("true", "on"), ("false", "off"), ("strict", "strict")],
+)
 def test_yaml_takes_on_and_off_for_true_and_false(tmp_path: Path, written: str, value: str) -> None:
     config = load_config(write(tmp_path, MINIMAL + f"weights: {{audit: {written}}}\n"))
     assert config.weights.audit == value
@@ -90,9 +109,18 @@ def test_yaml_takes_on_and_off_for_true_and_false(tmp_path: Path, written: str, 
 
 
 def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path), ["data.eval.source=held_out.jsonl", "data.eval.subset=main"])
-    assert (config.data.eval.source, config.data.eval.subset, config.data.eval.split) == ("held_out.jsonl", "main", "train")
-    assert load_config(write(tmp_path), ["data.eval.source=a.jsonl", "data.eval=null"]).data.eval is None
+    config = load_config(
+        write(tmp_path), ["data.eval.source=held_out.jsonl", "data.eval.subset=main"]
+    )
+    assert (config.data.eval.source, config.data.eval.subset, config.data.eval.split) == (
+        "held_out.jsonl",
+        "main",
+        "train",
+    )
+    assert (
+        load_config(write(tmp_path), ["data.eval.source=a.jsonl", "data.eval=null"]).data.eval
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,18 +129,27 @@ def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
         ("trainer.tpp=2", "trainer.tpp=2: unknown key; did you mean trainer.tp?"),
         ("trainer.lr=1", "trainer.lr=1: unknown key; did you mean trainer.optimizer.lr?"),
         ("trainr.tp=2", "trainr.tp=2: unknown key; did you mean trainer.tp?"),
-        ("algorithm.temperature=1", "algorithm.temperature=1: unknown key; did you mean eval.temperature or rollout.temperature?"),
+        (
+            "algorithm.temperature=1",
+            "algorithm.temperature=1: unknown key; did you mean eval.temperature or "
+            "rollout.temperature?",
+        ),
         ("async_.capacity=1", "async_.capacity=1: unknown key; did you mean async.capacity?"),
         (
             "weights.color=red",
-            "weights.color=red: unknown key; its section has weights.transport, weights.relay, weights.audit, "
+            "weights.color=red: unknown key; its section has weights.transport, weights.relay, "
+            "weights.audit, "
             "weights.delta, weights.delta_refresh, weights.delta_shadow",
         ),
         ("zzz=1", "zzz=1: unknown key; docs/config.md lists every key"),
-        ("critic.head=random", "critic.head=random: can no longer be set: a new head begins with zeros"),
+        (
+            "critic.head=random",
+            "critic.head=random: can no longer be set: a new head begins with zeros",
+        ),
         (
             "sft.data.sources.a.source=x",
-            "sft.data.sources.a.source=x: can no longer be set: only data.train takes several sources, which megarl sft learns if sft.data "
+            "sft.data.sources.a.source=x: can no longer be set: only data.train takes several "
+            "sources, which megarl sft learns if sft.data "
             "is null",
         ),
         ("max_steps", "max_steps: an override must be of the form key=value, such as trainer.tp=2"),
@@ -130,11 +167,20 @@ def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
         ("trainer.recompute=maybe", "trainer.recompute=maybe: must be true or false"),
         ("trainer.recompute=2", "trainer.recompute=2: must be true or false"),
         ("trainer.optimizer.lr=fast", "trainer.optimizer.lr=fast: must be a number"),
-        ("trainer.optimizer.betas=[0.9]", "trainer.optimizer.betas=[0.9]: must be a list of two numbers"),
-        ("trainer.optimizer.betas=[0.9, 1.0]", "trainer.optimizer.betas=[0.9, 1.0]: must be in [0, 1), each"),
+        (
+            "trainer.optimizer.betas=[0.9]",
+            "trainer.optimizer.betas=[0.9]: must be a list of two numbers",
+        ),
+        (
+            "trainer.optimizer.betas=[0.9, 1.0]",
+            "trainer.optimizer.betas=[0.9, 1.0]: must be in [0, 1), each",
+        ),
         ("trainer.optimizer.lr=.nan", "trainer.optimizer.lr=nan: must be finite"),
         ("trainer.optimizer.lr=-1", "trainer.optimizer.lr=-1.0: must be at least 0"),
-        ("trainer.optimizer.schedule=sqrt", "trainer.optimizer.schedule=sqrt: must be one of constant, cosine, linear"),
+        (
+            "trainer.optimizer.schedule=sqrt",
+            "trainer.optimizer.schedule=sqrt: must be one of constant, cosine, linear",
+        ),
         ("trainer.tp=0", "trainer.tp=0: must be at least 1"),
         ("trainer.zero=3", "trainer.zero=3: must be one of 0, 1"),
         ("generator.server_args=3", "generator.server_args=3: must be a mapping"),
@@ -146,36 +192,51 @@ def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
         ),
         (
             "algorithm.name=ppoo",
-            f"algorithm.name=ppoo: must be one of {', '.join(NAMES)}, package.module:rule, ./file.py:rule; did you mean ppo?",
+            f"algorithm.name=ppoo: must be one of {', '.join(NAMES)}, package.module:rule, "
+            "./file.py:rule; did you mean ppo?",
         ),
         (
             "algorithm.name=gpro",
-            f"algorithm.name=gpro: must be one of {', '.join(NAMES)}, package.module:rule, ./file.py:rule; did you mean grpo?",
+            f"algorithm.name=gpro: must be one of {', '.join(NAMES)}, package.module:rule, "
+            "./file.py:rule; did you mean grpo?",
         ),
         (
             "cluster.gpu=h100",
-            "cluster.gpu=h100: must be one of RTX4090, L40S, A100, H100, H200, B200, B300, GB200, GB300, cpu; did you mean H100?",
+            "cluster.gpu=h100: must be one of RTX4090, L40S, A100, H100, H200, B200, B300, GB200, "
+            "GB300, cpu; did you mean H100?",
         ),
         (
             "observe.trackers=[tensorboard, wanbd]",
-            'observe.trackers=["tensorboard", "wanbd"]: must be a list of tensorboard, wandb, mlflow, swanlab, trackio, each at most once; '
+            'observe.trackers=["tensorboard", "wanbd"]: must be a list of tensorboard, wandb, '
+            "mlflow, swanlab, trackio, each at most once; "
             "did you mean wandb?",
         ),
         ("algorithm.kl_coef=-0.1", "algorithm.kl_coef=-0.1: must be at least 0"),
         (
             "reward.name=vibes",
-            "reward.name=vibes: must be one of math, last_number, choice, ifeval, code, none, package.module:function, ./file.py:function, "
+            "reward.name=vibes: must be one of math, last_number, choice, ifeval, code, none, "
+            "package.module:function, ./file.py:function, "
             "roles.NAME",
         ),
-        ("model.dtype=bf16", "model.dtype=bf16: must be one of float32, bfloat16; did you mean bfloat16?"),
+        (
+            "model.dtype=bf16",
+            "model.dtype=bf16: must be one of float32, bfloat16; did you mean bfloat16?",
+        ),
         ("rollout.temperature=0", "rollout.temperature=0.0: must be above 0"),
         ("rollout.top_p=1.5", "rollout.top_p=1.5: must be in (0, 1]"),
-        ("rollout.top_k=1", "rollout.top_k=1: must be -1, or from 2 to 4096, the most that are recorded"),
-        ("rollout.top_k=4097", "rollout.top_k=4097: must be -1, or from 2 to 4096, the most that are recorded"),
+        (
+            "rollout.top_k=1",
+            "rollout.top_k=1: must be -1, or from 2 to 4096, the most that are recorded",
+        ),
+        (
+            "rollout.top_k=4097",
+            "rollout.top_k=4097: must be -1, or from 2 to 4096, the most that are recorded",
+        ),
         ("rollout.min_p=1", "rollout.min_p=1.0: must be in [0, 1)"),
         (
             "weights.transport=pigeon",
-            "weights.transport=pigeon: must be one of auto, shared_memory, cuda_ipc, mooncake, nccl, gloo, package.module:Class, "
+            "weights.transport=pigeon: must be one of auto, shared_memory, cuda_ipc, mooncake, "
+            "nccl, gloo, package.module:Class, "
             "./file.py:Class",
         ),
         ("checkpoint.keep=0", "checkpoint.keep=0: must be at least 1"),
@@ -185,7 +246,8 @@ def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
         ("seed=${nosuch}", "seed=${nosuch}: Interpolation key 'nosuch' not found"),
         (
             "data.eval={}",
-            "data.eval.source: must be set: synthetic:<task>, a file that ends in .jsonl, .json, .csv, .tsv or .parquet (docs/data.md), or "
+            "data.eval.source: must be set: synthetic:<task>, a file that ends in .jsonl, .json, "
+            ".csv, .tsv or .parquet (docs/data.md), or "
             "a hub name",
         ),
     ],
@@ -199,7 +261,8 @@ def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
     assert problems_of(path, "genrator.tp=2", "oops") == [
         "oops: an override must be of the form key=value, such as trainer.tp=2",
         "trainer.tp=two: must be an integer",
-        "trainer.colour=red: unknown key; its section has " + ", ".join(key for key in settings() if key.startswith("trainer.")),
+        "trainer.colour=red: unknown key; its section has "
+        + ", ".join(key for key in settings() if key.startswith("trainer.")),
         "genrator.tp=2: unknown key; did you mean generator.tp?",
         f"model.path: must be set: {settings()['model.path'].meaning}",
         "rollout.n=0: must be at least 1",
@@ -207,7 +270,9 @@ def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
 
 
 def test_booleans_are_not_text_in_a_file(tmp_path: Path) -> None:
-    assert problems_of(write(tmp_path, MINIMAL + "run_dir: true\n")) == ["run_dir=true: must be a string"]
+    assert problems_of(write(tmp_path, MINIMAL + "run_dir: true\n")) == [
+        "run_dir=true: must be a string"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -230,7 +295,9 @@ def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
     assert problems_of(tmp_path / "quikstart.yaml") == [
         f"{tmp_path}/quikstart.yaml: no such file; did you mean {tmp_path}/quickstart.yaml?"
     ]
-    assert problems_of(Path("bad=1")) == ["bad=1: no such file; the configuration file comes before the overrides: CONFIG bad=1"]
+    assert problems_of(Path("bad=1")) == [
+        "bad=1: no such file; the configuration file comes before the overrides: CONFIG bad=1"
+    ]
     assert "cannot be read" in problems_of(tmp_path)[0]
 
 
@@ -250,18 +317,40 @@ def test_a_dumped_config_loads_back_equal(tmp_path: Path) -> None:
 
 
 def test_sections_under_names_of_the_users(tmp_path: Path) -> None:
-    file = write(tmp_path, MINIMAL + "eval: {suites: {algebra: {source: a.jsonl, samples: 4}, gone: {source: b.jsonl}}}\n")
-    config = load_config(file, ["eval.suites.hard.source=c.jsonl", "eval.suites.hard.temperature=0.5", "eval.suites.gone=null"])
+    file = write(
+        tmp_path,
+        MINIMAL
+        + "eval: {suites: {algebra: {source: a.jsonl, samples: 4}, gone: {source: b.jsonl}}}\n",
+    )
+    config = load_config(
+        file,
+        [
+            "eval.suites.hard.source=c.jsonl",
+            "eval.suites.hard.temperature=0.5",
+            "eval.suites.gone=null",
+        ],
+    )
     suites = config.eval.suites
-    assert (suites["algebra"].source, suites["algebra"].samples, suites["algebra"].prompt_key) == ("a.jsonl", 4, None)
-    assert (suites["hard"].source, suites["hard"].temperature, suites["gone"]) == ("c.jsonl", 0.5, None)
+    assert (suites["algebra"].source, suites["algebra"].samples, suites["algebra"].prompt_key) == (
+        "a.jsonl",
+        4,
+        None,
+    )
+    assert (suites["hard"].source, suites["hard"].temperature, suites["gone"]) == (
+        "c.jsonl",
+        0.5,
+        None,
+    )
     (tmp_path / "again.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "again.yaml") == config
     for override, problem in {
-        "eval.suites.algebra.sorce=x": "eval.suites.algebra.sorce=x: unknown key; did you mean eval.suites.NAME.source?",
+        "eval.suites.algebra.sorce=x": "eval.suites.algebra.sorce=x: unknown key; did you mean "
+        "eval.suites.NAME.source?",
         "eval.suites.algebra.samples=0": "eval.suites.algebra.samples=0: must be at least 1",
-        "eval.suites.algebra.samples=many": "eval.suites.algebra.samples=many: must be an integer or null",
-        "eval.suites.algebra=3": "eval.suites.algebra=3: is a section; set its keys, such as eval.suites.NAME.source",
+        "eval.suites.algebra.samples=many": "eval.suites.algebra.samples=many: must be an integer "
+        "or null",
+        "eval.suites.algebra=3": "eval.suites.algebra=3: is a section; set its keys, such as "
+        "eval.suites.NAME.source",
     }.items():
         assert problems_of(file, override) == [problem]
 
@@ -271,8 +360,14 @@ def test_sections_under_names_of_the_users(tmp_path: Path) -> None:
     [
         ("model:\n\tpath: x\n", ", line 2: not valid YAML: a tab where YAML allows only spaces"),
         ("seed: 1\nseed: 2\n", ", lines 1 and 2: the key seed is set twice"),
-        ("roles: {j: {verdict_scores: {1: 0,\n 1.0: 1}}}\n", ", lines 1 and 2: the key 1.0 is set twice, also as 1"),
-        ("rollout: {args: {true: 0, True: 1}}\n", ", lines 1 and 1: the key True is set twice, also as true"),
+        (
+            "roles: {j: {verdict_scores: {1: 0,\n 1.0: 1}}}\n",
+            ", lines 1 and 2: the key 1.0 is set twice, also as 1",
+        ),
+        (
+            "rollout: {args: {true: 0, True: 1}}\n",
+            ", lines 1 and 1: the key True is set twice, also as true",
+        ),
         ("rollout: {args: [{1: a, '1': b}]}\n", ", lines 1 and 1: the key 1 is set twice"),
         ("max_steps: [1\n", ", line 2: not valid YAML: did not find expected ',' or ']'"),
         ("- a\n", ": must hold a mapping of keys to values"),
@@ -286,7 +381,9 @@ def test_a_file_that_is_no_configuration(tmp_path: Path, text: str, problem: str
 
 def test_key_set_twice_in_an_override(tmp_path: Path) -> None:
     override = "roles.j.verdict_scores={1: 0, 1.0: 1}"
-    assert problems_of(write(tmp_path), override) == [f"{override}: the key 1.0 is set twice, also as 1"]
+    assert problems_of(write(tmp_path), override) == [
+        f"{override}: the key 1.0 is set twice, also as 1"
+    ]
 
 
 def test_key_set_with_dots_and_as_a_section(tmp_path: Path) -> None:

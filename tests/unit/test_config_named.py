@@ -12,10 +12,15 @@ from megarl.config.errors import ConfigError
 from megarl.config.limits import find_callable, is_async
 
 
-def test_a_module_that_ends_the_program_is_a_mistake_in_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_ends_the_program_is_a_mistake_in_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "ends_at_import.py").write_text("import sys\nsys.exit(3)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="reward.name=ends_at_import:f: importing ends_at_import failed: SystemExit: 3"):
+    with pytest.raises(
+        ConfigError,
+        match="reward.name=ends_at_import:f: importing ends_at_import failed: SystemExit: 3",
+    ):
         find_callable("ends_at_import:f", "reward.name=ends_at_import:f")
 
 

@@ -1,4 +1,6 @@
-"""Settings inside a role: separate overrides for megarl sft, mappings whose names YAML reads as other types, and the paths in messages."""
+"""Settings inside a role: separate overrides for megarl sft, mappings whose names YAML reads as
+other types, and the paths in messages.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,34 @@ from megarl.roles.opening import check_role_weights, check_served
 
 pytestmark = pytest.mark.usefixtures("hub_offline")
 DISTILLATION = "configs/examples/distillation.yaml"
-FIRST = {"model.path": "configs/models/tiny-llama", "sft.data.source": "synthetic:right_chain", "sft.steps": 600}
-GIVEN = "roles.teacher.sft={model.path: configs/models/tiny-llama, sft.data.source: 'synthetic:right_chain', sft.steps: 600}"
+FIRST = {
+    "model.path": "configs/models/tiny-llama",
+    "sft.data.source": "synthetic:right_chain",
+    "sft.steps": 600,
+}
+GIVEN = (
+    "roles.teacher.sft={model.path: configs/models/tiny-llama, sft.data.source: "
+    "'synthetic:right_chain', sft.steps: 600}"
+)
 
 
 def test_overrides_of_a_roles_warm_start_may_be_dotted_nested_or_replaced(tmp_path: Path) -> None:
     def sft(*overrides: str) -> dict:
-        return load_config(DISTILLATION, [GIVEN, *(f"roles.teacher.sft{each}" for each in overrides)]).roles["teacher"].sft
+        return (
+            load_config(DISTILLATION, [GIVEN, *(f"roles.teacher.sft{each}" for each in overrides)])
+            .roles["teacher"]
+            .sft
+        )
 
     assert sft() == FIRST
-    assert sft(".sft.steps=10", ".sft.optimizer.lr=1e-5") == FIRST | {"sft.steps": 10, "sft.optimizer.lr": 1e-5}
-    assert sft(".sft={data: {source: 'synthetic:chain'}, steps: 7}") == FIRST | {"sft.data.source": "synthetic:chain", "sft.steps": 7}
+    assert sft(".sft.steps=10", ".sft.optimizer.lr=1e-5") == FIRST | {
+        "sft.steps": 10,
+        "sft.optimizer.lr": 1e-5,
+    }
+    assert sft(".sft={data: {source: 'synthetic:chain'}, steps: 7}") == FIRST | {
+        "sft.data.source": "synthetic:chain",
+        "sft.steps": 7,
+    }
     assert sft("={sft: {steps: 3}}", ".sft.steps=4", ".data.train.prompt_template=Q: {prompt}") == {
         "sft.steps": 4,
         "data.train.prompt_template": "Q: {prompt}",
@@ -50,42 +69,84 @@ def test_each_of_them_must_be_a_setting() -> None:
     ]
 
 
-def test_the_models_of_all_roles_are_resolved_before_the_first_is_made(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_the_models_of_all_roles_are_resolved_before_the_first_is_made(
+    monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     from megarl.launch import commands
 
     made = []
-    monkeypatch.setattr(commands, "sft", lambda plan: made.append((plan.config.sft.output, plan.config.sft.steps, plan.config.data.eval)))
-    other = ["roles.other.role=teacher", "roles.other.on=trainer", "roles.other.path=there", "run_dir=runs/x", GIVEN]
+    monkeypatch.setattr(
+        commands,
+        "sft",
+        lambda plan: made.append(
+            (plan.config.sft.output, plan.config.sft.steps, plan.config.data.eval)
+        ),
+    )
+    other = [
+        "roles.other.role=teacher",
+        "roles.other.on=trainer",
+        "roles.other.path=there",
+        "run_dir=runs/x",
+        GIVEN,
+    ]
     assert cli.main(["sft", DISTILLATION, *other, "roles.other.sft={sft.tp: 3}"]) == 2
     assert "sft.tp=3" in capsys.readouterr().err and not made
-    assert cli.main(["sft", DISTILLATION, *other, "roles.other.sft={sft.steps: 5, data.eval: null}"]) == 0
-    assert [each[0] for each in made] == ["runs/x/teacher/hf", "there", "runs/x/sft/hf"] and [each[1] for each in made[:2]] == [600, 5]
+    assert (
+        cli.main(["sft", DISTILLATION, *other, "roles.other.sft={sft.steps: 5, data.eval: null}"])
+        == 0
+    )
+    assert [each[0] for each in made] == ["runs/x/teacher/hf", "there", "runs/x/sft/hf"] and [
+        each[1] for each in made[:2]
+    ] == [600, 5]
     assert [each[2] is None for each in made] == [False, True, False]
 
 
 def test_verdicts_may_be_written_as_numbers_but_not_as_yamls_truth_values(tmp_path: Path) -> None:
-    judge = [f"roles.judge.path={MODEL}", "roles.judge.template={response}", "roles.judge.verdict=([01])", "reward.name=roles.judge"]
+    judge = [
+        f"roles.judge.path={MODEL}",
+        "roles.judge.template={response}",
+        "roles.judge.verdict=([01])",
+        "reward.name=roles.judge",
+    ]
     found = config(tmp_path, *judge, "roles.judge.verdict_scores={1: 0.5, 0: 0}").roles["judge"]
     assert found is not None and found.verdict_scores == {"1": 0.5, "0": 0}
     problems = read_config(DISTILLATION, ["roles.judge.verdict_scores={yes: 1, no: 0}"]).problems
     assert problems[0] == (
-        'roles.judge.verdict_scores={"true": 1, "false": 0}: true must be in quotes to be a text; so must yes, no, on, off and null'
+        'roles.judge.verdict_scores={"true": 1, "false": 0}: true must be in quotes to be a text; '
+        "so must yes, no, on, off and null"
     )
 
 
 @pytest.mark.parametrize(
     ("name", "damage", "told"),
     [
-        ("config.json", b"{", "{folder}/config.json: cannot be read as JSON: Expecting property name enclosed in double quotes"),
+        (
+            "config.json",
+            b"{",
+            "{folder}/config.json: cannot be read as JSON: Expecting property name enclosed in "
+            "double quotes",
+        ),
         ("config.json", b"[1]", "{folder}/config.json: holds list, expected a JSON object"),
-        ("tokenizer_config.json", b"\xff", "{folder}/tokenizer_config.json: cannot be read as JSON: 'utf-8' codec can't decode byte 0xff"),
+        (
+            "tokenizer_config.json",
+            b"\xff",
+            "{folder}/tokenizer_config.json: cannot be read as JSON: 'utf-8' codec can't decode "
+            "byte 0xff",
+        ),
         ("model.safetensors", b"\x10", "roles.judge.path={folder}: {folder}/model.safetensors: "),
     ],
 )
-def test_a_damaged_checkpoint_of_a_role_is_named_before_its_engine_starts(tmp_path: Path, name: str, damage: bytes, told: str) -> None:
+def test_a_damaged_checkpoint_of_a_role_is_named_before_its_engine_starts(
+    tmp_path: Path, name: str, damage: bytes, told: str
+) -> None:
     folder = shutil.copytree("configs/models/tiny-llama", tmp_path / "judge")
     (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    judge = [f"roles.judge.path={folder}", "roles.judge.template={response}", "roles.judge.verdict=([01])", "reward.name=roles.judge"]
+    judge = [
+        f"roles.judge.path={folder}",
+        "roles.judge.template={response}",
+        "roles.judge.verdict=([01])",
+        "reward.name=roles.judge",
+    ]
     judge += ["roles.judge.chat=false", "roles.judge.max_tokens=8", "rollout.max_tokens=8"]
 
     def problems() -> list[str]:
@@ -105,6 +166,10 @@ def test_a_damaged_checkpoint_of_a_role_is_named_before_its_engine_starts(tmp_pa
 def test_a_path_that_is_a_file_or_has_no_weights_is_named_with_its_setting(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    assert problems_of(tmp_path, f"model.path={file}") == [f"model.path={file}: must be a folder, not a file"]
-    with pytest.raises(cli.ConfigError, match=f"^roles.teacher.path={MODEL}: holds neither model.safetensors nor"):
+    assert problems_of(tmp_path, f"model.path={file}") == [
+        f"model.path={file}: must be a folder, not a file"
+    ]
+    with pytest.raises(
+        cli.ConfigError, match=f"^roles.teacher.path={MODEL}: holds neither model.safetensors nor"
+    ):
         check_complete("roles.teacher.path", load_spec(str(MODEL)), Path(MODEL))

@@ -11,7 +11,12 @@ from megarl.config.schema import RunConfig
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = [ROOT / folder for folder in ("megarl", "launch", "kernels")]
-SOURCES = [path for folder in FOLDERS for path in folder.rglob("*.py") if path.parent != ROOT / "megarl/config"]
+SOURCES = [
+    path
+    for folder in FOLDERS
+    for path in folder.rglob("*.py")
+    if path.parent != ROOT / "megarl/config"
+]
 CHECKS = ("checks.py", "vendor_settings.py", "checkpoints.py", "check.py")
 
 
@@ -25,7 +30,11 @@ def test_every_setting_is_read() -> None:
 
 def test_a_run_does_more_with_every_setting_than_to_check_it() -> None:
     """A run also does more than plan with it, except for the settings of the planner."""
-    of_a_run = [path for path in SOURCES if path.name not in CHECKS and path.parent.name not in ("estimate", "simulation")]
+    of_a_run = [
+        path
+        for path in SOURCES
+        if path.name not in CHECKS and path.parent.name not in ("estimate", "simulation")
+    ]
     left = unread(RunConfig, reads(path.read_text() for path in of_a_run))
     assert {"plan.prompt_tokens", "plan.response_tokens", "plan.dropped_share"} <= set(left)
     assert all(key.startswith("plan.") for key in left)
@@ -37,8 +46,10 @@ def test_a_run_does_more_with_every_setting_than_to_check_it() -> None:
         "def f(config: RunConfig): return config.sft.steps",
         "def f(plan): return plan.config.sft.steps",
         "def f(sft: Optional[SftConfig]): return sft.steps",
-        "def f(plan):\n  config, other = plan.config, 3\n  s = config.sft if other else None\n  return s.steps",
-        "class A:\n  def g(self): return self.s.steps\n  def __init__(self, c: RunConfig): self.s = c.sft",
+        "def f(plan):\n  config, other = plan.config, 3\n  s = config.sft if other else None\n  "
+        "return s.steps",
+        "class A:\n  def g(self): return self.s.steps\n  def __init__(self, c: RunConfig): self.s "
+        "= c.sft",
         "KEYS = ('steps', 'tp')\ndef f(c: RunConfig): return [getattr(c.sft, key) for key in KEYS]",
     ],
 )

@@ -38,7 +38,10 @@ class FakeTrainer:
 
 @dataclass
 class FakeGenerator:
-    """Its groups leave while it makes them, as with the real generator. The real one takes weights at any time."""
+    """Its groups leave while it makes them, as with the real generator.
+
+    The real one takes weights at any time.
+    """
 
     wire: queue.Queue
     curr_step: int = 0
@@ -78,8 +81,10 @@ class FakeRollouts:
 
 @dataclass
 class FakeWeights:
-    """A rendezvous like the real one: the trainer waits until its version is taken. The generator takes the versions that it must, and
-    those on offer."""
+    """A rendezvous like the real one: the trainer waits until its version is taken.
+
+    The generator takes the versions that it must, and those on offer.
+    """
 
     offers: queue.Queue
     taken: queue.Queue
@@ -100,9 +105,13 @@ class FakeWeights:
 
 
 def run(run_ahead: int, steps: int, start: int = 0):
-    offers, taken, wire = queue.Queue(), queue.Queue(), queue.Queue()
-    trainer, generator = FakeTrainer(curr_step=start), FakeGenerator(wire, curr_step=start)
-    weights, initial = FakeWeights(offers, taken, run_ahead), FakeWeights(offers, taken)
+    offers = queue.Queue()
+    taken = queue.Queue()
+    wire = queue.Queue()
+    trainer = FakeTrainer(curr_step=start)
+    generator = FakeGenerator(wire, curr_step=start)
+    weights = FakeWeights(offers, taken, run_ahead)
+    initial = FakeWeights(offers, taken)
     sides = [
         Controller(trainer, incoming=[FakeRollouts(wire)], outgoing=[weights], max_steps=steps),
         Controller(generator, incoming=[weights], outgoing=[], max_steps=steps, initial=[initial]),
@@ -122,7 +131,9 @@ def trained(trainer: FakeTrainer) -> list:
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1, 4])
-def test_every_batch_is_trained_once_in_order_and_no_staler_than_the_generator_runs_ahead(run_ahead):
+def test_every_batch_is_trained_once_in_order_and_no_staler_than_the_generator_runs_ahead(
+    run_ahead,
+):
     trainer, generator = run(run_ahead, steps=12)
     assert [batch for (batch, _), _ in trained(trainer)] == list(range(12))
     assert all(0 <= version - sampled <= run_ahead for (_, sampled), version in trained(trainer))
@@ -132,7 +143,9 @@ def test_every_batch_is_trained_once_in_order_and_no_staler_than_the_generator_r
 
 def test_without_running_ahead_it_is_on_policy():
     trainer, _ = run(0, steps=5)
-    assert [(sampled, version) for (_, sampled), version in trained(trainer)] == [(s, s) for s in range(5)]
+    assert [(sampled, version) for (_, sampled), version in trained(trainer)] == [
+        (s, s) for s in range(5)
+    ]
 
 
 def test_a_resumed_run_starts_where_it_stopped():
@@ -141,7 +154,8 @@ def test_a_resumed_run_starts_where_it_stopped():
 
 
 def test_a_trainer_that_is_to_stop_saves_and_steps_no_more():
-    wire, weights = queue.Queue(), FakeWeights(queue.Queue(), queue.Queue())
+    wire = queue.Queue()
+    weights = FakeWeights(queue.Queue(), queue.Queue())
     for step in range(3):
         weights.taken.put(True)
         wire.put((step, step))

@@ -1,4 +1,6 @@
-"""The cores that a process may use: limits of cgroups, in files like the kernel's, of the kernel's scheduler, and of Slurm."""
+"""The cores that a process may use: limits of cgroups, in files like the kernel's, of the kernel's
+scheduler, and of Slurm.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ V1 = "3:cpuset:/job\n2:cpu,cpuacct:/job\n0::/\n"
         ({"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, "0::/a/b\n", 3),
         ({"a/cpu.max": "max 100000", "a/b/cpu.max": "200000 50000"}, "0::/a/b\n", 4),
         ({"cpu.max": "200000 100000"}, "0::/docker/0123\n", 2),
-        ({"cpu,cpuacct/job/cpu.cfs_quota_us": "600000", "cpu,cpuacct/job/cpu.cfs_period_us": "100000"}, V1, 6),
+        (
+            {
+                "cpu,cpuacct/job/cpu.cfs_quota_us": "600000",
+                "cpu,cpuacct/job/cpu.cfs_period_us": "100000",
+            },
+            V1,
+            6,
+        ),
         ({"cpu/job/cpu.cfs_quota_us": "600000\n", "cpu/job/cpu.cfs_period_us": "100000\n"}, V1, 6),
         ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, V1, 16),
         ({"cpuset/job/cpu.max": "100000 100000"}, V1, 16),
@@ -29,7 +38,9 @@ V1 = "3:cpuset:/job\n2:cpu,cpuacct:/job\n0::/\n"
         ({}, "0::/\n", 16),
     ],
 )
-def test_cpu_time_of_cgroups_counts_as_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict, membership: str, cores: int):
+def test_cpu_time_of_cgroups_counts_as_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict, membership: str, cores: int
+):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(16)))
     monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
     for name, text in files.items():

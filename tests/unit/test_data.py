@@ -16,7 +16,16 @@ from transformers import AutoTokenizer
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema import DatasetConfig, EvalConfig, LearnedConfig, MixedConfig, MixtureConfig, ModelConfig, RunConfig, SuiteConfig
+from megarl.config.schema import (
+    DatasetConfig,
+    EvalConfig,
+    LearnedConfig,
+    MixedConfig,
+    MixtureConfig,
+    ModelConfig,
+    RunConfig,
+    SuiteConfig,
+)
 from megarl.data.batches import sft_batches, sft_sequence
 from megarl.data.check import check_data
 from megarl.data.order import permute
@@ -48,7 +57,8 @@ def chain_config(**sft: int) -> RunConfig:
     config.data.train = MixtureConfig(source="synthetic:chain")
     config.data.eval = DatasetConfig(source="synthetic:chain", split="eval")
     config.rollout.max_tokens = 16
-    config.sft.steps, config.sft.batch_size = sft.get("steps", 3), sft.get("batch_size", 4)
+    config.sft.steps = sft.get("steps", 3)
+    config.sft.batch_size = sft.get("batch_size", 4)
     return config
 
 
@@ -89,7 +99,9 @@ def test_chain_prompts_answers_and_demonstrations():
     for i in range(0, len(rows), 400):
         row = rows[i]
         assert row.answer == right_answer(row.prompt)
-        assert re.fullmatch(r"\d(,\d){4}", row.demonstration) and row.demonstration[0] == row.prompt[0]
+        assert (
+            re.fullmatch(r"\d(,\d){4}", row.demonstration) and row.demonstration[0] == row.prompt[0]
+        )
         right += row.demonstration[-1] == row.answer
     assert 0.28 < right / len(range(0, len(rows), 400)) < 0.36
 
@@ -121,12 +133,20 @@ def test_held_out_expressions_are_in_no_other_split():
 
 def test_text_inside_a_sequence_cannot_be_a_special_token(tokenizer: Tokenizer):
     assert tokenizer.encode_text("<eos>") == [tokenizer.token_id(c) for c in "<eos>"]
-    assert tokenizer.encode_text("<eos>", special_tokens=True) == [tokenizer.eos_id] == tokenizer.encode_prompt("<eos>1")[1:2]
-    assert tokenizer.token_id("<eos>") == tokenizer.eos_id and tokenizer.token_id("12") is None is tokenizer.token_id("\u00e9")
+    assert (
+        tokenizer.encode_text("<eos>", special_tokens=True)
+        == [tokenizer.eos_id]
+        == tokenizer.encode_prompt("<eos>1")[1:2]
+    )
+    assert tokenizer.token_id("<eos>") == tokenizer.eos_id and tokenizer.token_id(
+        "12"
+    ) is None is tokenizer.token_id("\u00e9")
 
 
 def test_chain_is_deterministic_by_seed():
-    demonstrations = [[Chain("train", seed)[i].demonstration for i in range(50)] for seed in (0, 0, 1)]
+    demonstrations = [
+        [Chain("train", seed)[i].demonstration for i in range(50)] for seed in (0, 0, 1)
+    ]
     assert demonstrations[0] == demonstrations[1] != demonstrations[2]
 
 
@@ -140,7 +160,9 @@ def test_tiny_tokenizer_agrees_with_transformers_and_decodes_exactly(tokenizer: 
     assert tokenizer.encode_prompt(text)[0] == reference.bos_token_id
     assert tokenizer.encode_response(text)[-1] == reference.eos_token_id == tokenizer.eos_id
     assert tokenizer.decode(tokenizer.encode_response(text)) == text
-    assert tokenizer.encode_prompt("<bos>7", rendered=True) == tokenizer.encode_prompt("7"), "a template adds its own"
+    assert tokenizer.encode_prompt("<bos>7", rendered=True) == tokenizer.encode_prompt("7"), (
+        "a template adds its own"
+    )
     assert len(tokenizer.encode_prompt("7+0=")) == 5
 
 
@@ -151,17 +173,27 @@ def edited_tokenizer(tmp_path: Path, name: str, **changes: object) -> Tokenizer:
     return load_tokenizer(ModelConfig(path="not used", tokenizer=str(tmp_path)))
 
 
-def test_a_tokenizer_that_does_not_fit_the_model(tmp_path: Path, spec: ModelSpec, tokenizer: Tokenizer):
+def test_a_tokenizer_that_does_not_fit_the_model(
+    tmp_path: Path, spec: ModelSpec, tokenizer: Tokenizer
+):
     assert tokenizer_problems(tokenizer, spec) == []
     larger = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
     larger.add_tokens(["extra"])
     (problem,) = tokenizer_problems(Tokenizer("big", larger, None, None, (2,)), spec)
-    assert problem == "tokenizer big has ids up to 64 ('extra'), but the model's vocab_size is 64: they do not belong together"
+    assert (
+        problem
+        == "tokenizer big has ids up to 64 ('extra'), but the model's vocab_size is 64: they do "
+        "not belong together"
+    )
 
 
 def test_end_of_text_ids(tmp_path: Path, spec: ModelSpec):
     assert edited_tokenizer(tmp_path / "a", "config.json", eos_token_id=[2, 0]).eos_ids == (2, 0)
-    assert edited_tokenizer(tmp_path / "b", "tokenizer_config.json", eos_token={"__type": "AddedToken", "content": "<pad>"}).eos_ids == (
+    assert edited_tokenizer(
+        tmp_path / "b",
+        "tokenizer_config.json",
+        eos_token={"__type": "AddedToken", "content": "<pad>"},
+    ).eos_ids == (
         0,
         2,
     )
@@ -172,9 +204,15 @@ def test_end_of_text_ids(tmp_path: Path, spec: ModelSpec):
 
 
 def test_end_of_text_ids_are_the_union_of_both_files(tmp_path: Path):
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": None}), encoding="utf-8")
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": None}), encoding="utf-8"
+    )
     assert edited_tokenizer(tmp_path, "config.json", eos_token_id=5).eos_ids == (2, 5)
-    assert edited_tokenizer(tmp_path, "generation_config.json", eos_token_id=[3, 5]).eos_ids == (2, 3, 5)
+    assert edited_tokenizer(tmp_path, "generation_config.json", eos_token_id=[3, 5]).eos_ids == (
+        2,
+        3,
+        5,
+    )
 
 
 @pytest.mark.parametrize("wrong", ["<eos>", [-1, 3], 1.5, [True]])
@@ -183,7 +221,9 @@ def test_end_of_text_id_that_is_no_id_is_refused(wrong: object, tmp_path: Path):
         edited_tokenizer(tmp_path, "config.json", eos_token_id=wrong)
     shutil.copy(Path(TINY) / "config.json", tmp_path)
     (tmp_path / "generation_config.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"generation_config.json: eos_token_id=.* must be the id of a token"):
+    with pytest.raises(
+        ConfigError, match=r"generation_config.json: eos_token_id=.* must be the id of a token"
+    ):
         edited_tokenizer(tmp_path, "generation_config.json", eos_token_id=wrong)
 
 
@@ -203,7 +243,9 @@ def test_a_folder_without_tokenizer(tmp_path: Path):
 # --- prompts ---
 
 
-def test_no_prompt_repeats_within_an_epoch_and_a_resume_is_a_number(tokenizer: Tokenizer, spec: ModelSpec):
+def test_no_prompt_repeats_within_an_epoch_and_a_resume_is_a_number(
+    tokenizer: Tokenizer, spec: ModelSpec
+):
     config = chain_config()
     config.data.train.size = 40
     stream = train_prompts(config, tokenizer, spec)
@@ -221,29 +263,43 @@ def test_prompts_without_shuffling_keep_the_order_of_the_rows(tokenizer: Tokeniz
     rows = [Chain("train", 0)[i] for i in range(5)]
     stream = PromptStream(Sources([rows], "", shuffle=False), tokenizer)
     assert [stream[i].text for i in range(7)] == [rows[i % 5].prompt for i in range(7)]
-    assert stream[2].answer == rows[2].answer and stream[2].token_ids == tokenizer.encode_prompt(rows[2].prompt)
+    assert stream[2].answer == rows[2].answer and stream[2].token_ids == tokenizer.encode_prompt(
+        rows[2].prompt
+    )
 
 
 def test_held_out_sets(tokenizer: Tokenizer, spec: ModelSpec):
     config = chain_config()
     (whole,) = held_out_sets(config, tokenizer, spec)
-    assert len(whole.prompts) == 512 and (whole.name, whole.samples, whole.sampling.temperature) == ("", 1, 0.0)
+    assert len(whole.prompts) == 512 and (
+        whole.name,
+        whole.samples,
+        whole.sampling.temperature,
+    ) == ("", 1, 0.0)
     assert whole.sampling.max_tokens == config.rollout.max_tokens
     config.eval = EvalConfig(limit=8, max_tokens=7, samples=2, temperature=0.5)
     config.eval.suites = {
-        "other": SuiteConfig(source="synthetic:chain", split="eval", samples=4, temperature=1.0, max_tokens=9),
+        "other": SuiteConfig(
+            source="synthetic:chain", split="eval", samples=4, temperature=1.0, max_tokens=9
+        ),
         "plain": SuiteConfig(source="synthetic:chain", split="eval"),
         "none": None,
     }
     first, other, plain = held_out_sets(config, tokenizer, spec)
     assert [p.text for p in first.prompts] == [Chain("eval", 0)[i].prompt for i in range(8)]
-    assert [(s.name, len(s.prompts), s.samples, s.sampling.temperature, s.sampling.max_tokens) for s in (first, other, plain)] == [
+    assert [
+        (s.name, len(s.prompts), s.samples, s.sampling.temperature, s.sampling.max_tokens)
+        for s in (first, other, plain)
+    ] == [
         ("", 8, 2, 0.5, 7),
         ("other", 8, 4, 1.0, 9),
         ("plain", 8, 2, 0.5, 7),
     ]
     config.data.eval = None
-    assert [held_out.name for held_out in held_out_sets(config, tokenizer, spec)] == ["other", "plain"]
+    assert [held_out.name for held_out in held_out_sets(config, tokenizer, spec)] == [
+        "other",
+        "plain",
+    ]
 
 
 # --- supervised batches ---
@@ -255,8 +311,14 @@ def test_sft_batches_teach_the_response_and_its_end(tokenizer: Tokenizer, spec: 
     for sequence in itertools.chain(*batches):
         prompt = [t for t, learn in zip(sequence.token_ids, sequence.loss_mask) if not learn]
         response = [t for t, learn in zip(sequence.token_ids, sequence.loss_mask) if learn]
-        assert sequence.token_ids.tolist() == prompt + response and prompt[0] == 1 and response[-1] == 2
-        assert re.fullmatch(r"\d([+-]\d){4}=", tokenizer.decode(prompt)) and re.fullmatch(r"\d(,\d){4}", tokenizer.decode(response))
+        assert (
+            sequence.token_ids.tolist() == prompt + response
+            and prompt[0] == 1
+            and response[-1] == 2
+        )
+        assert re.fullmatch(r"\d([+-]\d){4}=", tokenizer.decode(prompt)) and re.fullmatch(
+            r"\d(,\d){4}", tokenizer.decode(response)
+        )
         assert len(sequence.mu_logprobs) == len(sequence.advantages) == len(sequence.token_ids)
 
 
@@ -268,18 +330,28 @@ def test_sft_batches_differ_by_seed(spec: ModelSpec):
 
 
 def test_too_long_a_demonstration_is_refused_with_its_row(tmp_path: Path, spec: ModelSpec):
-    (tmp_path / "d.jsonl").write_text(json.dumps({"question": "1+1=", "answer": "2", "how": "1" * 600}) + "\n")
+    (tmp_path / "d.jsonl").write_text(
+        json.dumps({"question": "1+1=", "answer": "2", "how": "1" * 600}) + "\n"
+    )
     config = chain_config()
     config.sft.data = LearnedConfig(source=str(tmp_path / "d.jsonl"), demonstration_key="how")
     with pytest.raises(
-        ConfigError, match=r"d.jsonl, line 1: prompt and demonstration have 606 tokens, more than the model's context of 512"
+        ConfigError,
+        match=r"d.jsonl, line 1: prompt and demonstration have 606 tokens, more than the model's "
+        r"context of 512",
     ):
         next(sft_batches(config, spec))
 
 
 def test_the_environments_part_of_a_demonstration_is_not_learned(tokenizer: Tokenizer):
-    sequence = sft_sequence(Row(prompt="2*3=", answer="6", demonstration=("<2*3>", "6;", "6"), where=""), tokenizer, 64)
-    assert sequence.token_ids.tolist() == [*tokenizer.encode_prompt("2*3="), *tokenizer.encode_text("<2*3>6;6"), tokenizer.eos_id]
+    sequence = sft_sequence(
+        Row(prompt="2*3=", answer="6", demonstration=("<2*3>", "6;", "6"), where=""), tokenizer, 64
+    )
+    assert sequence.token_ids.tolist() == [
+        *tokenizer.encode_prompt("2*3="),
+        *tokenizer.encode_text("<2*3>6;6"),
+        tokenizer.eos_id,
+    ]
     assert sequence.loss_mask.tolist() == [False] * 5 + [True] * 5 + [False] * 2 + [True] * 2
 
 
@@ -298,9 +370,15 @@ def test_product_rows_are_right_and_the_held_out_ones_apart():
         else:
             assert re.fullmatch(rf"\?[1-9]\d{{{len(row.answer) - 1}}}", row.demonstration)
     assert 0.27 < len(called) / len(rows) < 0.33
-    assert sum(row.demonstration == f"?{row.answer}" for row in rows) < 5, "guesses are hardly ever right"
+    assert sum(row.demonstration == f"?{row.answer}" for row in rows) < 5, (
+        "guesses are hardly ever right"
+    )
     held_out = {row.prompt for row in map(Product("eval", seed=0).__getitem__, range(512))}
-    assert len(train) == 810_000 - 512 and len(held_out) == 512 and not held_out & {row.prompt for row in rows}
+    assert (
+        len(train) == 810_000 - 512
+        and len(held_out) == 512
+        and not held_out & {row.prompt for row in rows}
+    )
     assert [train[i] for i in range(20)] != [Product("train", seed=1)[i] for i in range(20)]
 
 
@@ -316,8 +394,14 @@ def test_the_checks_find_nothing_in_shipped_configs(name: str, spec: ModelSpec):
 
 
 def test_check_data_reports_all_problems_together(tmp_path: Path, spec: ModelSpec):
-    (tmp_path / "a.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n' + json.dumps({"question": "1" * 500, "answer": "2"}) + "\n")
-    (tmp_path / "b.jsonl").write_text('{"question": "r\u00e9sum\u00e9", "answer": "2"}\n{"question"\n')
+    (tmp_path / "a.jsonl").write_text(
+        '{"question": "1+1=", "answer": "2"}\n'
+        + json.dumps({"question": "1" * 500, "answer": "2"})
+        + "\n"
+    )
+    (tmp_path / "b.jsonl").write_text(
+        '{"question": "r\u00e9sum\u00e9", "answer": "2"}\n{"question"\n'
+    )
     (tmp_path / "c.jsonl").write_text('{"question": "r\u00e9sum\u00e9", "answer": "2"}\n')
     config = chain_config()
     config.data.train = MixtureConfig(source=str(tmp_path / "a.jsonl"))
@@ -325,48 +409,85 @@ def test_check_data_reports_all_problems_together(tmp_path: Path, spec: ModelSpe
     with pytest.raises(ConfigError) as error:
         check_data(config, spec, "train")
     assert error.value.problems == [
-        f"{tmp_path}/a.jsonl, line 2: the prompt has 501 tokens; there is room for 490 (512 tokens of context less 16 for the response and "
+        f"{tmp_path}/a.jsonl, line 2: the prompt has 501 tokens; there is room for 490 (512 "
+        "tokens of context less 16 for the response and "
         "6 that SGLang keeps back)",
-        f"{tmp_path}/b.jsonl, line 1: the tokenizer does not know some of the characters of 'r\u00e9sum\u00e9'",
+        f"{tmp_path}/b.jsonl, line 1: the tokenizer does not know some of the characters of "
+        "'r\u00e9sum\u00e9'",
         f"{tmp_path}/b.jsonl, line 2: malformed JSON at column 12: Expecting ':' delimiter",
     ]
     config.generator.kv_cache_tokens = 400
-    with pytest.raises(ConfigError, match="room for 378 .400 tokens of generator.kv_cache_tokens less 16 for the response and 6 that"):
+    with pytest.raises(
+        ConfigError,
+        match="room for 378 .400 tokens of generator.kv_cache_tokens less 16 for the response and 6 that",
+    ):
         check_data(config, spec, "train")
     config.data.eval = DatasetConfig(source=str(tmp_path / "c.jsonl"))
-    with pytest.raises(ConfigError, match="c.jsonl, line 1: the tokenizer does not know some of the characters of 'r\u00e9sum\u00e9'"):
+    with pytest.raises(
+        ConfigError,
+        match="c.jsonl, line 1: the tokenizer does not know some of the characters of "
+        "'r\u00e9sum\u00e9'",
+    ):
         check_data(config, spec, "eval")
 
 
 def test_prompts_that_another_source_has_are_counted_once(tmp_path: Path, spec: ModelSpec):
-    for name, answers in (("a", {1: 2, 3: 4}), ("b", {1: 2, 3: 5, 7: 8}), ("held_out", {1: 2, 7: 8, 9: 0})):
-        rows = [json.dumps({"question": f"{n}+1=", "answer": str(answer)}) for n, answer in answers.items()]
+    for name, answers in (
+        ("a", {1: 2, 3: 4}),
+        ("b", {1: 2, 3: 5, 7: 8}),
+        ("held_out", {1: 2, 7: 8, 9: 0}),
+    ):
+        rows = [
+            json.dumps({"question": f"{n}+1=", "answer": str(answer)})
+            for n, answer in answers.items()
+        ]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
     config = chain_config()
-    config.data.train = MixtureConfig(sources={name: MixedConfig(source=str(tmp_path / f"{name}.jsonl")) for name in "ab"})
+    config.data.train = MixtureConfig(
+        sources={name: MixedConfig(source=str(tmp_path / f"{name}.jsonl")) for name in "ab"}
+    )
     config.data.eval = DatasetConfig(source=str(tmp_path / "held_out.jsonl"))
     a, b, held_out = check_data(config, spec, "train")
     assert (a.reading.repeated, b.reading.repeated, b.reading.otherwise) == (0, 2, 1)
     assert (held_out.reading.repeated, held_out.shared) == (0, 2)
 
 
-def test_a_run_leaves_out_the_rows_that_its_check_has_left_out(tmp_path: Path, spec: ModelSpec, tokenizer: Tokenizer):
+def test_a_run_leaves_out_the_rows_that_its_check_has_left_out(
+    tmp_path: Path, spec: ModelSpec, tokenizer: Tokenizer
+):
     rows = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(4)]
-    bad = [{"question": "1" * 600, "answer": "2"}, {"question": "", "answer": "2"}, {"question": "2+1=", "answer": None}]
+    bad = [
+        {"question": "1" * 600, "answer": "2"},
+        {"question": "", "answer": "2"},
+        {"question": "2+1=", "answer": None},
+    ]
     held_out = [{"question": "1+1=", "answer": "2"}, {"question": "7+1=", "answer": "8"}, bad[0]]
     for name, some in (("train", [*bad, *rows]), ("eval", held_out)):
         (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in some))
     config = chain_config()
-    config.data.bad_rows, config.data.shuffle = "drop", False
+    config.data.bad_rows = "drop"
+    config.data.shuffle = False
     config.data.train = MixtureConfig(source=str(tmp_path / "train.jsonl"))
     config.data.eval = DatasetConfig(source=str(tmp_path / "eval.jsonl"))
     train, evaluation = check_data(config, spec, "train")
     assert (train.dropped, train.rows, evaluation.dropped, evaluation.shared) == (3, 7, 1, 1)
-    assert "rows left out (data.bad_rows=drop): 3, of them 1: a prompt of more than 490 tokens" in str(train)
+    assert (
+        "rows left out (data.bad_rows=drop): 3, of them 1: a prompt of more than 490 tokens"
+        in str(train)
+    )
     assert "prompts that data.train has too: 1 of 2" in str(evaluation)
     stream = train_prompts(config, tokenizer, spec)
-    assert [stream[ordinal].text for ordinal in range(5)] == ["0+1=", "1+1=", "2+1=", "3+1=", "0+1="]
-    assert [prompt.text for prompt in held_out_sets(config, tokenizer, spec)[0].prompts] == ["1+1=", "7+1="]
+    assert [stream[ordinal].text for ordinal in range(5)] == [
+        "0+1=",
+        "1+1=",
+        "2+1=",
+        "3+1=",
+        "0+1=",
+    ]
+    assert [prompt.text for prompt in held_out_sets(config, tokenizer, spec)[0].prompts] == [
+        "1+1=",
+        "7+1=",
+    ]
     config.sft.data = LearnedConfig(source=str(tmp_path / "train.jsonl"))
     assert [checked.dropped for checked in check_data(config, spec, "sft")] == [3]
     assert all(len(sequence.token_ids) < 10 for sequence in next(sft_batches(config, spec)))

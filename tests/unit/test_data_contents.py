@@ -43,15 +43,30 @@ def written(folder: Path, rows: list[dict[str, str]], suffix: str) -> Path:
     return path
 
 
-def kept(folder: Path, rows: list[dict[str, str]], *overrides: str, suffix: str = ".jsonl", resumed: bool = True) -> list[str]:
+def kept(
+    folder: Path,
+    rows: list[dict[str, str]],
+    *overrides: str,
+    suffix: str = ".jsonl",
+    resumed: bool = True,
+) -> list[str]:
     """The lines of a run that begins or resumes with `rows` in a file."""
     file = folder / "run.yaml"
-    file.write_text(f"model: {{path: {folder}/model}}\ndata: {{train: {{source: {written(folder, rows, suffix)}}}}}\n")
+    file.write_text(
+        f"model: {{path: {folder}/model}}\ndata: {{train: {{source: "
+        f"{written(folder, rows, suffix)}}}}}\n"
+    )
     config = load_config(file, overrides)
     config = with_date(config, "train")
     now = contents_of(config, digests_of(check_data(config, None, "train")), rewarded=True)
     accept = config.checkpoint.accept_changed_data
-    lines = compare_contents(read_contents(folder / "run"), now, accept, "the run", "use another run_dir") if resumed else []
+    lines = (
+        compare_contents(
+            read_contents(folder / "run"), now, accept, "the run", "use another run_dir"
+        )
+        if resumed
+        else []
+    )
     now.write(folder / "run")
     return lines
 
@@ -82,12 +97,22 @@ def test_same_rows_in_arrow_resume_under_an_own_reward(run_dir: Path) -> None:
 def test_changed_rows_are_refused_with_what_changed(run_dir: Path) -> None:
     other = {"question": "7+1=", "answer": "8"}
     folder = run_dir.parent
-    assert refusal(folder, [other, *ROWS]) == "data.train: row 0 is the first that differs; 1 row more"
+    assert (
+        refusal(folder, [other, *ROWS]) == "data.train: row 0 is the first that differs; 1 row more"
+    )
     assert refusal(folder, [*ROWS, other, other]) == "data.train: 2 rows more at the end"
     assert refusal(folder, ROWS[:2]) == "data.train: 1 row fewer at the end"
-    assert refusal(folder, [ROWS[0], other, ROWS[2]]) == "data.train: row 1 is the first that differs"
-    assert refusal(folder, [ROWS[0], ROWS[2], ROWS[1]]) == "data.train: row 1 is the first that differs"
-    assert refusal(folder, ROWS, "data.train.prompt_template='Q: {prompt}'") == "data.train: row 0 is the first that differs"
+    assert (
+        refusal(folder, [ROWS[0], other, ROWS[2]]) == "data.train: row 1 is the first that differs"
+    )
+    assert (
+        refusal(folder, [ROWS[0], ROWS[2], ROWS[1]])
+        == "data.train: row 1 is the first that differs"
+    )
+    assert (
+        refusal(folder, ROWS, "data.train.prompt_template='Q: {prompt}'")
+        == "data.train: row 0 is the first that differs"
+    )
 
 
 def test_changed_rows_are_accepted_once_if_that_is_set(run_dir: Path) -> None:
@@ -127,18 +152,28 @@ def test_synthetic_task_of_another_seed_or_kind_is_refused(run_dir: Path) -> Non
     task = ["data.train.source=synthetic:chain"]
     kept(folder, ROWS, *task, resumed=False)
     assert kept(folder, ROWS, *task) == []
-    assert refusal(folder, ROWS, "data.train.source=synthetic:summary") == "data.train: row 0 is the first that differs"
+    assert (
+        refusal(folder, ROWS, "data.train.source=synthetic:summary")
+        == "data.train: row 0 is the first that differs"
+    )
     assert refusal(folder, ROWS, *task, "seed=1").startswith("data.train: row ")
 
 
-def test_changed_helper_of_own_code_is_refused(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_helper_of_own_code_is_refused(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = run_dir.parent
     monkeypatch.setattr(sys, "path", [*sys.path])
     grader = folder / "grader_with_helpers.py"
-    grader.write_text("def grade(response, answer):\n    from helpers_of_grader.sums import total\n    return total(answer)\n")
+    grader.write_text(
+        "def grade(response, answer):\n    from helpers_of_grader.sums import total\n    return "
+        "total(answer)\n"
+    )
     package = folder / "helpers_of_grader"
     package.mkdir()
-    (package / "sums.py").write_text("from . import digits\ndef total(answer):\n    return digits.ONE\n")
+    (package / "sums.py").write_text(
+        "from . import digits\ndef total(answer):\n    return digits.ONE\n"
+    )
     (package / "digits.py").write_text("import os, json, torch\nONE = 1.0\n")
     (package / "unused.py").write_text("")
     own = [f"reward.name={grader}:grade"]
@@ -146,14 +181,19 @@ def test_changed_helper_of_own_code_is_refused(run_dir: Path, monkeypatch: pytes
     (package / "unused.py").write_text("x = 1\n")
     assert kept(folder, ROWS, *own) == []
     (package / "digits.py").write_text("ONE = 2.0\n")
-    assert refusal(folder, ROWS, *own) == "reward.name: what it names differs, or a file of your own code behind it"
+    assert (
+        refusal(folder, ROWS, *own)
+        == "reward.name: what it names differs, or a file of your own code behind it"
+    )
 
 
 def test_own_code_of_a_package_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "package_of_graders"
     package.mkdir()
     (package / "__init__.py").write_text("from .inner import *\nimport numpy, megarl.cli\n")
-    (package / "inner.py").write_text("def grade(response):\n    import missing_module\n    from ...above import nothing\n")
+    (package / "inner.py").write_text(
+        "def grade(response):\n    import missing_module\n    from ...above import nothing\n"
+    )
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     files = own_code(importlib.import_module("package_of_graders"))
     assert sorted(path.name for path in files) == ["__init__.py", "inner.py"]
@@ -168,17 +208,28 @@ def test_changed_rollout_and_algorithm_are_refused(run_dir: Path) -> None:
     own.write_text("def play(): ...\ndef rule(): pass\n")
     with pytest.raises(ConfigError) as caught:
         kept(folder, ROWS, *names)
-    assert [problem.partition(":")[0] for problem in caught.value.problems] == ["algorithm.name", "rollout.name"]
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == [
+        "algorithm.name",
+        "rollout.name",
+    ]
 
 
-def test_run_keeps_its_first_date(run_dir: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_keeps_its_first_date(
+    run_dir: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a template that prints the date, as Llama 3's does."""
     folder = run_dir.parent
-    template = "{{ strftime_now('%d %b %Y') }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    template = (
+        "{{ strftime_now('%d %b %Y') }}{% for message in messages %}{{ message.content "
+        "}}{% endfor %}"
+    )
     (model / "chat_template.jinja").write_text(template)
     chat = "data.train.prompt_template=chat"
     kept(folder, ROWS, chat, "model.chat_template.date=2024-07-26", resumed=False)
     assert kept(folder, ROWS, chat, "model.chat_template.date=2024-07-26") == []
     with pytest.raises(ConfigError) as caught:
         kept(folder, ROWS, chat, "model.chat_template.date=2024-07-27")
-    assert [problem.partition(".")[0] for problem in caught.value.problems] == ["the chat template or its date differs", "data"]
+    assert [problem.partition(".")[0] for problem in caught.value.problems] == [
+        "the chat template or its date differs",
+        "data",
+    ]

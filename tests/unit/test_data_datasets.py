@@ -24,7 +24,9 @@ TINY = ROOT / "configs/models/tiny-llama"
 
 
 def write(path: Path, *lines: Any) -> str:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    path.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    )
     return str(path)
 
 
@@ -36,9 +38,14 @@ def problems(source: str, **settings: Any) -> list[str]:
 
 def test_gsm8k_shape(tmp_path: Path):
     source = write(
-        tmp_path / "a.jsonl", {"question": "2+2?", "answer": "Add.\n#### 4"}, "", {"question": "Price?", "answer": "#### $1,250", "id": 7}
+        tmp_path / "a.jsonl",
+        {"question": "2+2?", "answer": "Add.\n#### 4"},
+        "",
+        {"question": "Price?", "answer": "#### $1,250", "id": 7},
     )
-    rows = load_rows(LearnedConfig(source=source, prompt_template="Q: {prompt} {x}\nA:"), "data.train", seed=0)
+    rows = load_rows(
+        LearnedConfig(source=source, prompt_template="Q: {prompt} {x}\nA:"), "data.train", seed=0
+    )
     assert [(row.prompt, row.answer, row.demonstration) for row in rows] == [
         ("Q: 2+2? {x}\nA:", "4", "Add.\n#### 4"),
         ("Q: Price? {x}\nA:", "1,250", "#### $1,250"),
@@ -54,13 +61,25 @@ def test_math_shape_in_parquet(tmp_path: Path):
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     got = load_rows(
-        LearnedConfig(source=str(path), prompt_key="problem", answer_key="solution", demonstration_key="level"), "data.train", seed=0
+        LearnedConfig(
+            source=str(path), prompt_key="problem", answer_key="solution", demonstration_key="level"
+        ),
+        "data.train",
+        seed=0,
     )
-    assert [(row.prompt, row.answer, row.demonstration) for row in got] == [("Half?", "\\frac{1}{2}", "1"), ("Set?", "\\{1,2\\}", "2")]
+    assert [(row.prompt, row.answer, row.demonstration) for row in got] == [
+        ("Half?", "\\frac{1}{2}", "1"),
+        ("Set?", "\\{1,2\\}", "2"),
+    ]
 
 
 def test_plain_answers_and_size(tmp_path: Path):
-    source = write(tmp_path / "a.jsonl", {"question": "a", "answer": 42}, {"question": "b", "answer": "x + 1"}, "broken beyond the size")
+    source = write(
+        tmp_path / "a.jsonl",
+        {"question": "a", "answer": 42},
+        {"question": "b", "answer": "x + 1"},
+        "broken beyond the size",
+    )
     rows = load_rows(LearnedConfig(source=source, size=2), "data.train", seed=0)
     assert [row.answer for row in rows] == ["42", "x + 1"]
 
@@ -82,12 +101,14 @@ def test_every_problem_is_reported_with_its_line(tmp_path: Path):
     )
     assert problems(source) == [
         f"{source}, line 2: malformed JSON at column 14: Unterminated string starting at",
-        f"{source}, line 3: no column 'question' (data.train.prompt_key); its columns are 'qestion', 'answer'",
+        f"{source}, line 3: no column 'question' (data.train.prompt_key); its columns are "
+        "'qestion', 'answer'",
         f"{source}, line 4: field 'question' must be text, not a number",
         f"{source}, line 5: field 'answer' must be text, not null",
         f"{source}, line 6: field 'question' is empty",
         f"{source}, line 7: a row must be an object with fields, not a list",
-        f"{source}, line 8: field 'answer' has no final answer of 1 to 512 characters (\\boxed{{}}, after ####, or the whole text)",
+        f"{source}, line 8: field 'answer' has no final answer of 1 to 512 characters "
+        f"(\\boxed{{}}, after ####, or the whole text)",
         f"{source}, line 9: field 'answer' must be text, not true or false",
         f"{source}, line 10: field 'answer' must be a finite number, not nan",
         f"{source}, line 11: field 'answer' must be a finite number, not -inf",
@@ -96,13 +117,17 @@ def test_every_problem_is_reported_with_its_line(tmp_path: Path):
 
 def test_a_demonstration_may_be_turns(tmp_path: Path):
     row = {"question": "2*3=", "answer": "6"}
-    source = write(tmp_path / "turns.jsonl", {**row, "how": ["<2*3>", "6;", "6"]}, {**row, "how": "6"})
+    source = write(
+        tmp_path / "turns.jsonl", {**row, "how": ["<2*3>", "6;", "6"]}, {**row, "how": "6"}
+    )
     rows = load_rows(LearnedConfig(source=source, demonstration_key="how"), "data.train", seed=0)
     assert [row.demonstration for row in rows] == [("<2*3>", "6;", "6"), "6"]
     for turns in (["<2*3>", "6;"], [], ["6", 6, "6"], ["", "6;", "6"]):
         source = write(tmp_path / "bad.jsonl", {**row, "how": turns})
         (problem,) = problems(source, demonstration_key="how")
-        assert problem.startswith(f"{source}, line 1: field 'how' must be text, or an odd number of texts")
+        assert problem.startswith(
+            f"{source}, line 1: field 'how' must be text, or an odd number of texts"
+        )
 
 
 def test_many_problems_are_counted(tmp_path: Path):
@@ -113,8 +138,12 @@ def test_many_problems_are_counted(tmp_path: Path):
 
 def test_a_problem_of_all_rows_is_one_line_that_names_the_settings(tmp_path: Path):
     source = write(tmp_path / "bad.jsonl", *[{"problem": "1+1=", "solution": "2"}] * 25)
-    missing = "no column 'question' (data.train.prompt_key) and none 'answer' (data.train.answer_key)"
-    assert problems(source) == [f"{source}, line 1: {missing}; its columns are 'problem', 'solution' (as in 24 more rows)"]
+    missing = (
+        "no column 'question' (data.train.prompt_key) and none 'answer' (data.train.answer_key)"
+    )
+    assert problems(source) == [
+        f"{source}, line 1: {missing}; its columns are 'problem', 'solution' (as in 24 more rows)"
+    ]
 
 
 def test_of_a_large_file_the_rows_that_are_asked_for_are_kept_and_all_are_checked(tmp_path: Path):
@@ -133,24 +162,39 @@ def test_rows_are_read_from_json_and_from_separated_values(tmp_path: Path):
     write(tmp_path / "lines.json", *rows)
     (tmp_path / "a.csv").write_text('\ufeffquestion,answer\n1 + 1?,2\n"Say ""a, b""\nor c",c\n')
     (tmp_path / "a.tsv").write_text('question\tanswer\n1 + 1?\t2\n"Say ""a, b""\nor c"\tc\n')
-    for name, where in (("list.json", "row 2"), ("lines.json", "line 2"), ("a.csv", "line 4"), ("a.tsv", "line 4")):
+    for name, where in (
+        ("list.json", "row 2"),
+        ("lines.json", "line 2"),
+        ("a.csv", "line 4"),
+        ("a.tsv", "line 4"),
+    ):
         found = load_rows(LearnedConfig(source=str(tmp_path / name)), "data.train", seed=0)
-        assert [(row.prompt, row.answer) for row in found] == [(row["question"], row["answer"]) for row in rows]
+        assert [(row.prompt, row.answer) for row in found] == [
+            (row["question"], row["answer"]) for row in rows
+        ]
         assert found[1].where == f"{tmp_path / name}, {where}"
 
 
 def test_separated_values_may_have_columns_without_a_name_and_long_values(tmp_path: Path):
-    """Pandas writes such index columns, spreadsheets write cells beside the table, and data sets of programs have long tests."""
+    """Pandas writes such index columns, spreadsheets write cells beside the table, and data sets of
+    programs have long tests.
+    """
     (tmp_path / "a.csv").write_text(f",question,answer,tests,,\n0,1 + 1?,2,{'x' * 200_000},,\n")
-    [row] = load_rows(LearnedConfig(source=str(tmp_path / "a.csv")), "data.train", seed=0, answers="whole")
+    [row] = load_rows(
+        LearnedConfig(source=str(tmp_path / "a.csv")), "data.train", seed=0, answers="whole"
+    )
     assert (row.prompt, row.answer) == ("1 + 1?", "2")
-    assert set(row.record) == {"question", "answer", "tests"} and len(row.record["tests"]) == 200_000
+    assert (
+        set(row.record) == {"question", "answer", "tests"} and len(row.record["tests"]) == 200_000
+    )
 
 
 @pytest.mark.parametrize("name", ["list.json", "lines.json", "lines.jsonl"])
 def test_a_byte_order_mark_is_no_part_of_json(name: str, tmp_path: Path):
     rows = [json.dumps({"question": "1 + 1?", "answer": "2"})] * 2
-    (tmp_path / name).write_text("\ufeff" + ("[" + ",".join(rows) + "]" if name == "list.json" else "\n".join(rows)))
+    (tmp_path / name).write_text(
+        "\ufeff" + ("[" + ",".join(rows) + "]" if name == "list.json" else "\n".join(rows))
+    )
     found = load_rows(LearnedConfig(source=str(tmp_path / name)), "data.train", seed=0)
     assert [row.prompt for row in found] == ["1 + 1?"] * 2
 
@@ -159,13 +203,29 @@ def test_a_byte_order_mark_is_no_part_of_json(name: str, tmp_path: Path):
     ("name", "text", "said"),
     [
         ("a.json", '[{"question": "x"', "a.json: malformed JSON at column 18: "),
-        ("a.json", '{\n "data": []\n}', "a.json: holds one value; it must be a list of rows, or have one row on each line"),
+        (
+            "a.json",
+            '{\n "data": []\n}',
+            "a.json: holds one value; it must be a list of rows, or have one row on each line",
+        ),
         ("a.json", '{\n "data": [\n', "a.json: malformed JSON at column "),
-        ("a.json", '{"question": "x", "answer": "1"}\n{', "a.json, line 2: malformed JSON at column 2: "),
+        (
+            "a.json",
+            '{"question": "x", "answer": "1"}\n{',
+            "a.json, line 2: malformed JSON at column 2: ",
+        ),
         ("a.csv", "question,answer\nx\n", "a.csv, line 2: field 'answer' must be text, not null"),
-        ("a.csv", "question,answer\nx,1,2\n", "a.csv, line 2: it has more values than the first line has columns: 2"),
+        (
+            "a.csv",
+            "question,answer\nx,1,2\n",
+            "a.csv, line 2: it has more values than the first line has columns: 2",
+        ),
         ("a.csv", "question,question\nx,1\n", "a.csv: its first line names a column twice"),
-        ("a.csv", 'question,answer\n"x,1\n', "a.csv: cannot be read as .csv: unexpected end of data"),
+        (
+            "a.csv",
+            'question,answer\n"x,1\n',
+            "a.csv: cannot be read as .csv: unexpected end of data",
+        ),
         ("a.csv", "question,answer\n", "has no rows"),
     ],
 )
@@ -177,8 +237,20 @@ def test_what_is_wrong_with_such_a_file_is_said(name: str, text: str, said: str,
 
 def test_bad_rows_are_left_out_and_counted_where_that_is_asked_for(tmp_path: Path):
     fine = {"question": "fine", "answer": "1"}
-    bad = ['{"question": "cut', {"question": " ", "answer": "1"}, {"question": "x", "answer": None}, {"question": "y", "answer": None}]
-    source = write(tmp_path / "some.jsonl", fine, *bad, {"question": "far too long", "answer": "1"}, {**fine, "answer": "2"}, fine)
+    bad = [
+        '{"question": "cut',
+        {"question": " ", "answer": "1"},
+        {"question": "x", "answer": None},
+        {"question": "y", "answer": None},
+    ]
+    source = write(
+        tmp_path / "some.jsonl",
+        fine,
+        *bad,
+        {"question": "far too long", "answer": "1"},
+        {**fine, "answer": "2"},
+        fine,
+    )
 
     def tokens(row: Row) -> int:
         if len(row.prompt) > 10:
@@ -187,33 +259,57 @@ def test_bad_rows_are_left_out_and_counted_where_that_is_asked_for(tmp_path: Pat
 
     reading = Reading(drop=True, tokens=tokens)
     found, count = read_rows(LearnedConfig(source=source), "data.train", 0, "final", None, reading)
-    assert [row.answer for row in found] == ["1", "2", "1"] and count == 8 and reading.lengths == [4, 4, 4]
+    assert (
+        [row.answer for row in found] == ["1", "2", "1"]
+        and count == 8
+        and reading.lengths == [4, 4, 4]
+    )
     assert {kind: len(where) for kind, where in reading.dropped.items()} == {
-        "malformed JSON": 1, "field 'question' is empty": 1, "field 'answer' must be text, not null": 2, "a long prompt": 1,
+        "malformed JSON": 1, "field 'question' is empty": 1,
+        "field 'answer' must be text, not null": 2, "a long prompt": 1,
     }  # fmt: skip
     assert (reading.repeated, reading.otherwise) == (2, 1)
     assert len(problems(source)) == 3, "otherwise nothing starts"
     with pytest.raises(ConfigError, match="line 1: field 'question' is empty"):
-        read_rows(LearnedConfig(source=write(tmp_path / "none.jsonl", *bad[1:])), "data.train", 0, "final", None, Reading(drop=True))
+        read_rows(
+            LearnedConfig(source=write(tmp_path / "none.jsonl", *bad[1:])),
+            "data.train",
+            0,
+            "final",
+            None,
+            Reading(drop=True),
+        )
 
 
 def test_what_is_no_dataset(tmp_path: Path):
     empty = write(tmp_path / "empty.jsonl", "", "")
     assert problems(empty) == [f"data.train.source={empty}: has no rows"]
-    assert problems(f"{tmp_path}/none.jsonl") == [f"data.train.source={tmp_path}/none.jsonl: no such file"]
+    assert problems(f"{tmp_path}/none.jsonl") == [
+        f"data.train.source={tmp_path}/none.jsonl: no such file"
+    ]
     assert problems(write(tmp_path / "data.txt", "a,b")) == [
-        f"data.train.source={tmp_path}/data.txt: a file must end in .jsonl, .json, .csv, .tsv or .parquet"
+        f"data.train.source={tmp_path}/data.txt: a file must end in .jsonl, .json, .csv, .tsv or "
+        ".parquet"
     ]
     assert problems("nowhere/rows.json") == ["data.train.source=nowhere/rows.json: no such file"]
-    assert problems(write(tmp_path / "x.parquet", "no"))[0].startswith(f"{tmp_path}/x.parquet: not a parquet file")
-    assert problems(empty, prompt_template="no place") == ["data.train.prompt_template=no place: must contain {prompt}, or be chat"]
+    assert problems(write(tmp_path / "x.parquet", "no"))[0].startswith(
+        f"{tmp_path}/x.parquet: not a parquet file"
+    )
+    assert problems(empty, prompt_template="no place") == [
+        "data.train.prompt_template=no place: must contain {prompt}, or be chat"
+    ]
     assert problems("synthetic:chian") == [
-        "data.train.source=synthetic:chian: no such task; there is synthetic:chain, synthetic:judged_chain, synthetic:product, "
+        "data.train.source=synthetic:chian: no such task; there is synthetic:chain, "
+        "synthetic:judged_chain, synthetic:product, "
         "synthetic:product_calls, synthetic:right_chain, synthetic:summary"
     ]
-    assert problems("synthetic:chain", split="test") == ["data.train.split=test: synthetic:chain has train and eval"]
+    assert problems("synthetic:chain", split="test") == [
+        "data.train.split=test: synthetic:chain has train and eval"
+    ]
     (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xe9"}\n')
-    assert problems(f"{tmp_path}/latin.jsonl") == [f"{tmp_path}/latin.jsonl, line 1: not UTF-8 at byte 14"]
+    assert problems(f"{tmp_path}/latin.jsonl") == [
+        f"{tmp_path}/latin.jsonl, line 1: not UTF-8 at byte 14"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -221,40 +317,77 @@ def test_what_is_no_dataset(tmp_path: Path):
     [
         ("[" * 100_000, "JSON that is nested too deeply"),
         (f'{{"question": {"1" * 5000}}}', "a number with too many digits"),
-        ('{"question": "1\\ud83d1+1=", "answer": "2"}', "'\\ud83d' is half of a surrogate pair, and no character"),
+        (
+            '{"question": "1\\ud83d1+1=", "answer": "2"}',
+            "'\\ud83d' is half of a surrogate pair, and no character",
+        ),
     ],
 )
-def test_a_line_that_json_refuses_in_other_ways_is_named_too(tmp_path: Path, line: str, told: str) -> None:
+def test_a_line_that_json_refuses_in_other_ways_is_named_too(
+    tmp_path: Path, line: str, told: str
+) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "\\ud83d\\ude00", "answer": "2"}\n' + line)
     assert problems(f"{tmp_path}/rows.jsonl") == [f"{tmp_path}/rows.jsonl, line 2: {told}"]
 
 
 def test_a_margin_may_not_be_larger_than_any_float(tmp_path: Path) -> None:
-    (tmp_path / "pairs.jsonl").write_text(f'{{"prompt": "1", "chosen": "2", "rejected": "3", "m": -1{"0" * 400}}}')
+    (tmp_path / "pairs.jsonl").write_text(
+        f'{{"prompt": "1", "chosen": "2", "rejected": "3", "m": -1{"0" * 400}}}'
+    )
     with pytest.raises(ConfigError, match="line 1: field 'm' must be a finite number, not -100"):
-        read_pairs(PreferenceConfig(source=f"{tmp_path}/pairs.jsonl", margin_key="m"), "reward_model.data", 0, None)
+        read_pairs(
+            PreferenceConfig(source=f"{tmp_path}/pairs.jsonl", margin_key="m"),
+            "reward_model.data",
+            0,
+            None,
+        )
 
 
-def test_a_local_folder_is_read_as_the_hub_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """`datasets` reads a folder with the same call as a hub name, so this covers hub names without a network."""
+def test_a_local_folder_is_read_as_the_hub_would_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """`datasets` reads a folder with the same call as a hub name, so this covers hub names without
+    a network.
+    """
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "set").mkdir()
-    write(tmp_path / "set" / "train.jsonl", {"question": "a", "answer": "#### 1"}, {"question": "b", "answer": "#### 2"})
+    write(
+        tmp_path / "set" / "train.jsonl",
+        {"question": "a", "answer": "#### 1"},
+        {"question": "b", "answer": "#### 2"},
+    )
     rows = load_rows(LearnedConfig(source=str(tmp_path / "set")), "data.train", seed=0)
     assert [(row.prompt, row.answer) for row in rows] == [("a", "1"), ("b", "2")]
     assert "cannot be loaded" in problems(str(tmp_path / "set"), split="validation")[0]
 
 
 def test_shipped_word_problems():
-    rows = load_rows(LearnedConfig(source=str(ROOT / "configs/data/word_problems.jsonl")), "data.train", seed=0)
-    assert len(rows) == 20 and [row.answer for row in rows[:5]] == ["22", "210", "30", "12.50", "16"]
+    rows = load_rows(
+        LearnedConfig(source=str(ROOT / "configs/data/word_problems.jsonl")), "data.train", seed=0
+    )
+    assert len(rows) == 20 and [row.answer for row in rows[:5]] == [
+        "22",
+        "210",
+        "30",
+        "12.50",
+        "16",
+    ]
 
 
 def test_what_of_the_answer_is_read(tmp_path: Path):
-    """A user's reward function gets the whole answer, as JSON if it is not a text. Demonstrations need no answer."""
-    long, cases = "So it goes. " * 100 + "#### 4", [["1 2", "3"]]
-    source = write(tmp_path / "a.jsonl", *({"question": "q", "answer": answer, "cases": cases} for answer in (long, "#### 4")))
-    assert [row.answer for row in load_rows(LearnedConfig(source=source), "data.train", 0, "whole")] == [long, "#### 4"]
+    """A user's reward function gets the whole answer, as JSON if it is not a text.
+
+    Demonstrations need no answer.
+    """
+    long = "So it goes. " * 100 + "#### 4"
+    cases = [["1 2", "3"]]
+    source = write(
+        tmp_path / "a.jsonl",
+        *({"question": "q", "answer": answer, "cases": cases} for answer in (long, "#### 4")),
+    )
+    assert [
+        row.answer for row in load_rows(LearnedConfig(source=source), "data.train", 0, "whole")
+    ] == [long, "#### 4"]
     rows = load_rows(LearnedConfig(source=source, answer_key="cases"), "data.train", 0, "whole")
     assert [row.answer for row in rows] == ['[["1 2", "3"]]'] * 2
     plain = write(tmp_path / "sft.jsonl", {"question": "q", "text": "Once upon a time. " * 100})
@@ -265,8 +398,12 @@ def test_what_of_the_answer_is_read(tmp_path: Path):
     with pytest.raises(ConfigError, match="no column 'answer' .data.train.answer_key."):
         load_rows(LearnedConfig(source=plain), "data.train", 0, "whole")
     dates = tmp_path / "dates.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"question": "q", "answer": [datetime.date(2026, 1, 1)]}]), dates)
-    with pytest.raises(ConfigError, match="row 1: field 'answer' cannot be written as JSON: Object of type date"):
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{"question": "q", "answer": [datetime.date(2026, 1, 1)]}]), dates
+    )
+    with pytest.raises(
+        ConfigError, match="row 1: field 'answer' cannot be written as JSON: Object of type date"
+    ):
         load_rows(LearnedConfig(source=str(dates)), "data.train", 0, "whole")
 
 
@@ -293,37 +430,73 @@ def test_prompts_by_the_models_own_chat_template(place: str, tmp_path: Path):
         named = [{"name": "tool_use", "template": "?"}, {"name": "default", "template": TEMPLATE}]
         settings["chat_template"] = named if place == "by name" else TEMPLATE
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
-    conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " 1+1? "}]
-    rows = [{"prompt": turns, "reward_model": {"ground_truth": "#### 2"}} for turns in (conversation, "1+1?")]
-    columns = {"prompt_key": "prompt", "answer_key": "reward_model.ground_truth", "prompt_template": "chat"}
+    conversation = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": " 1+1? "},
+    ]
+    rows = [
+        {"prompt": turns, "reward_model": {"ground_truth": "#### 2"}}
+        for turns in (conversation, "1+1?")
+    ]
+    columns = {
+        "prompt_key": "prompt",
+        "answer_key": "reward_model.ground_truth",
+        "prompt_template": "chat",
+    }
     source = write(tmp_path / "a.jsonl", *rows)
-    found = load_rows(LearnedConfig(source=source, **columns), "data.train", 0, model=ModelConfig(path=str(model)))
+    found = load_rows(
+        LearnedConfig(source=source, **columns), "data.train", 0, model=ModelConfig(path=str(model))
+    )
     reference = AutoTokenizer.from_pretrained(model, local_files_only=True)
     both = (conversation, conversation[1:])
-    wanted = [reference.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) for turns in both]
+    wanted = [
+        reference.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        for turns in both
+    ]
     assert (
         [row.prompt for row in found]
         == wanted
-        == ["<|system|>Be brief.<eos><|user|>\n1+1?<eos><|assistant|>\n", "<|user|>\n1+1?<eos><|assistant|>\n"]
+        == [
+            "<|system|>Be brief.<eos><|user|>\n1+1?<eos><|assistant|>\n",
+            "<|user|>\n1+1?<eos><|assistant|>\n",
+        ]
     )
     assert [row.answer for row in found] == ["2", "2"]
     for turns, problem in (
-        ([{"role": "tool", "content": "x"}], "field 'prompt': the chat template refuses it: only users"),
-        ([{"role": "robot", "content": "x"}], f"field 'prompt', message 1: role 'robot' must be one of {', '.join(ROLES)}"),
+        (
+            [{"role": "tool", "content": "x"}],
+            "field 'prompt': the chat template refuses it: only users",
+        ),
+        (
+            [{"role": "robot", "content": "x"}],
+            f"field 'prompt', message 1: role 'robot' must be one of {', '.join(ROLES)}",
+        ),
         ([{"role": "user"}], "field 'prompt', message 1: content must be text"),
         (5, "field 'prompt' must be text, not a number"),
     ):
         bad = write(tmp_path / "bad.jsonl", {**rows[0], "prompt": turns})
         with pytest.raises(ConfigError) as error:
-            load_rows(LearnedConfig(source=bad, **columns), "data.train", 0, model=ModelConfig(path=str(model)))
+            load_rows(
+                LearnedConfig(source=bad, **columns),
+                "data.train",
+                0,
+                model=ModelConfig(path=str(model)),
+            )
         assert error.value.problems == [f"{bad}, line 1: {problem}"]
 
 
 def test_a_model_without_chat_template(tmp_path: Path):
     source = write(tmp_path / "a.jsonl", {"question": "a", "answer": "1"})
     with pytest.raises(ConfigError) as error:
-        load_rows(LearnedConfig(source=source, prompt_template="chat"), "data.eval", 0, model=ModelConfig(path=str(TINY)))
-    assert error.value.problems == [f"data.eval.prompt_template=chat: {TINY} has no chat template; write one with {{prompt}} in it"]
+        load_rows(
+            LearnedConfig(source=source, prompt_template="chat"),
+            "data.eval",
+            0,
+            model=ModelConfig(path=str(TINY)),
+        )
+    assert error.value.problems == [
+        f"data.eval.prompt_template=chat: {TINY} has no chat template; write one with {{prompt}} in it"
+    ]
 
 
 @pytest.mark.parametrize("source", ["/nowhere/rows", "./rows", "[a, b]", "a/b/c"])

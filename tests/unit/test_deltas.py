@@ -1,4 +1,6 @@
-"""The changed values of a copy are encoded in the form with the fewest bytes, and decoded bit for bit."""
+"""The changed values of a copy are encoded in the form with the fewest bytes, and decoded bit for
+bit.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 
 
 def noise(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)).view(dtype)
+    return torch.randint(
+        0,
+        256,
+        (count * dtype.itemsize,),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(seed),
+    ).view(dtype)
 
 
 def changed_at(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -47,8 +55,14 @@ PATTERNS = {  # elements, places
     "a scalar": (1, torch.tensor([0])),
     "all": (999, torch.arange(999)),
     "here and there": (3 * BLOCK + 5, torch.arange(0, 3 * BLOCK + 5, 97)),
-    "across the ends of blocks": (2 * BLOCK + 2, torch.tensor([0, 1, BLOCK - 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1])),
-    "long runs, one through a whole block": (4 * BLOCK, torch.cat([torch.arange(7, 900), torch.arange(BLOCK - 3, 2 * BLOCK + 9)])),
+    "across the ends of blocks": (
+        2 * BLOCK + 2,
+        torch.tensor([0, 1, BLOCK - 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1]),
+    ),
+    "long runs, one through a whole block": (
+        4 * BLOCK,
+        torch.cat([torch.arange(7, 900), torch.arange(BLOCK - 3, 2 * BLOCK + 9)]),
+    ),
     "no block but the last": (5 * BLOCK, torch.tensor([5 * BLOCK - 1])),
 }
 
@@ -62,8 +76,13 @@ def test_there_and_back(pattern, dtype):
     (delta,) = find_deltas([(bits_of(new), bits_of(old))])
     follows = (torch.diff(places) == 1) & (places[1:] % BLOCK != 0)
     runs = len(places) - int(follows.sum())
-    assert (delta.changed, delta.kind) == (len(places), best_kind(count, len(places), runs, dtype.itemsize))
-    assert len(delta.body) == body_bytes(delta.kind, count, delta.entries, delta.changed, dtype.itemsize)
+    assert (delta.changed, delta.kind) == (
+        len(places),
+        best_kind(count, len(places), runs, dtype.itemsize),
+    )
+    assert len(delta.body) == body_bytes(
+        delta.kind, count, delta.entries, delta.changed, dtype.itemsize
+    )
     spread(delta, old)
     assert torch.equal(bits_of(old), bits_of(new))
 
@@ -72,9 +91,13 @@ def test_there_and_back(pattern, dtype):
 @settings(max_examples=60, deadline=None)
 def test_any_changes_of_boxes_of_any_strides(data):
     dtype = data.draw(st.sampled_from(DTYPES))
-    rows, cols = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 40))
+    rows = data.draw(st.integers(1, 9))
+    cols = data.draw(st.integers(1, 40))
     memory = noise(2 * rows * cols, dtype)
-    box = {"whole": memory[: rows * cols].view(rows, cols), "columns": memory.view(rows, 2 * cols)[:, cols:]}
+    box = {
+        "whole": memory[: rows * cols].view(rows, cols),
+        "columns": memory.view(rows, 2 * cols)[:, cols:],
+    }
     box["turned"] = memory.view(-1)[: rows * cols].view(cols, rows).t()
     target = box[data.draw(st.sampled_from(sorted(box)))]
     places = data.draw(st.lists(st.integers(0, rows * cols - 1), unique=True))
@@ -96,7 +119,11 @@ def test_many_are_compared_as_each_alone(at_once_bytes):
     for found, pair in zip(find_deltas(iter(pairs), at_once_bytes), pairs, strict=True):
         (alone,) = find_deltas([pair])
         assert torch.equal(found.body, alone.body)
-        assert (found.kind, found.entries, found.changed) == (alone.kind, alone.entries, alone.changed)
+        assert (found.kind, found.entries, found.changed) == (
+            alone.kind,
+            alone.entries,
+            alone.changed,
+        )
 
 
 def test_nan_and_minus_zero_are_bits_like_others():
@@ -129,17 +156,27 @@ def test_the_compiled_loops_equal_the_reference(dtype, share):
 
 
 def test_the_rule_on_the_counts():
-    """In bf16 a pair takes 4 bytes, and a run 4 bytes plus 2 for each element. A block takes 4, which padding may hide."""
+    """In bf16 a pair takes 4 bytes, and a run 4 bytes plus 2 for each element.
+
+    A block takes 4, which padding may hide.
+    """
     assert best_kind(1 << 20, 0, 0, 2) == NOTHING
     assert best_kind(1 << 20, 1000, 1000, 2) == best_kind(1 << 20, 1000, 501, 2) == PAIRS
     assert best_kind(1 << 20, 1000, 490, 2) == RUNS
-    assert best_kind(1 << 20, 1 << 19, 1 << 18, 2) == WHOLE  # half of the elements, in pairs, plus the blocks
+    # half of the elements, in pairs, plus the blocks
+    assert best_kind(1 << 20, 1 << 19, 1 << 18, 2) == WHOLE
     assert best_kind(1 << 20, (1 << 19) - 100, (1 << 19) - 100, 2) == PAIRS
-    assert best_kind(1 << 20, 350_000, 350_000, 1) == WHOLE and best_kind(1 << 20, 349_000, 349_000, 1) == PAIRS
+    assert (
+        best_kind(1 << 20, 350_000, 350_000, 1) == WHOLE
+        and best_kind(1 << 20, 349_000, 349_000, 1) == PAIRS
+    )
     assert best_kind(64, 64, 1, 4) == WHOLE
     for item in (1, 2, 4):
         for changed in (1, 10, 1000):
-            sizes = {kind: body_bytes(kind, 4096, entries, changed, item) for kind, entries in ((PAIRS, changed), (RUNS, 3), (WHOLE, 0))}
+            sizes = {
+                kind: body_bytes(kind, 4096, entries, changed, item)
+                for kind, entries in ((PAIRS, changed), (RUNS, 3), (WHOLE, 0))
+            }
             assert sizes[best_kind(4096, changed, 3, item)] == min(sizes.values())
 
 
@@ -151,10 +188,13 @@ def test_a_blob_of_another_version_or_cut_short_is_refused_before_anything_is_sp
     assert len(blob) == blob_bytes(deltas)
     before = [values.clone() for values in old]
     for wrong, version in ((blob, 8), (blob[:-8], 7), (torch.zeros_like(blob), 7)):
-        with pytest.raises(RuntimeError, match=rf"the changes from trainer rank 3 .* not of version {version}"):
+        with pytest.raises(
+            RuntimeError, match=rf"the changes from trainer rank 3 .* not of version {version}"
+        ):
             spread_blob(wrong, version, old, "trainer rank 3")
     assert all(torch.equal(bits_of(a), bits_of(b)) for a, b in zip(old, before))
-    spread_blob(torch.cat([blob, torch.ones(64, dtype=torch.uint8)]), 7, old, "trainer rank 3")  # an inbox may be larger than its blob
+    # an inbox may be larger than its blob
+    spread_blob(torch.cat([blob, torch.ones(64, dtype=torch.uint8)]), 7, old, "trainer rank 3")
     assert all(torch.equal(bits_of(a), bits_of(b)) for a, b in zip(old, new))
 
 
@@ -165,7 +205,10 @@ def test_a_delta_is_granted_only_from_the_version_that_all_hold_and_where_it_sav
     assert worth_it(offers(50, 1), 4) and not worth_it(offers(51, 1), 4)
     assert not worth_it(offers(1, 1), 3) and not worth_it(offers(1, 1, base=-1), -1)
     assert not worth_it([*offers(1), WeightsOffer(5)], 4)
-    assert changed_fraction(offers(10, 30)) == 20 / 200 and changed_fraction([*offers(1), WeightsOffer(5)]) is None
+    assert (
+        changed_fraction(offers(10, 30)) == 20 / 200
+        and changed_fraction([*offers(1), WeightsOffer(5)]) is None
+    )
 
 
 @pytest.mark.parametrize("refresh, expected", [(3, "FddFddFd"), (1, "FFFFFFFF"), (50, "Fddddddd")])
@@ -185,8 +228,12 @@ def played(refresh: int, too_many: tuple[int, ...] = (), unconfirmed: tuple[int,
     """Eight updates: F is full, d a delta, D full after a comparison."""
     box = Box((0,), (64,))
     copies = [Copy(0, "x", box, rank, "y", box, "cast", "bfloat16", 0) for rank in (0, 1)]
-    deltas, payloads, source = Deltas(WeightsConfig(delta="auto", delta_refresh=refresh)), Payloads(), torch.zeros(64)
-    engine, base, story = torch.zeros(64, dtype=torch.bfloat16), -1, ""
+    deltas = Deltas(WeightsConfig(delta="auto", delta_refresh=refresh))
+    payloads = Payloads()
+    source = torch.zeros(64)
+    engine = torch.zeros(64, dtype=torch.bfloat16)
+    base = -1
+    story = ""
     for version in range(8):
         source[version] += 1
         payloads.begin({"x": source})

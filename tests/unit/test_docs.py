@@ -1,4 +1,7 @@
-"""The documents' commands and links. A test runs each command unchanged, or tests/documented.py lists it with the reason."""
+"""The documents' commands and links.
+
+A test runs each command unchanged, or tests/documented.py lists it with the reason.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,13 @@ from megarl.config.schema import AsyncConfig
 pytestmark = pytest.mark.usefixtures("hub_offline")  # dry runs would read the hub's rows
 
 COMMANDS = {command.text: command.where for command in commands()}
-HELP = [text for examples in EXAMPLES.values() for text in examples]  # the examples in megarl --help
-COMPUTING = [text for text in dict.fromkeys((*COMMANDS, *HELP)) if text not in LISTED and QUICK.fullmatch(text)]
+# the examples in megarl --help
+HELP = [text for examples in EXAMPLES.values() for text in examples]
+COMPUTING = [
+    text
+    for text in dict.fromkeys((*COMMANDS, *HELP))
+    if text not in LISTED and QUICK.fullmatch(text)
+]
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +47,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_command_is_run_or_listed_with_the_reason() -> None:
-    left = [f"{where}: {text}" for text, where in COMMANDS.items() if text not in LISTED and not QUICK.fullmatch(text)]
+    left = [
+        f"{where}: {text}"
+        for text, where in COMMANDS.items()
+        if text not in LISTED and not QUICK.fullmatch(text)
+    ]
     assert not left, f"say in tests/documented.py how these are run, or why they are not: {left}"
     assert [text for text in LISTED if text not in COMMANDS] == [], "in no document any more"
 
 
 @pytest.mark.parametrize("command", COMPUTING)
-def test_a_command_does_what_it_should_as_it_stands(command: str, folder: Path, monkeypatch, capsys) -> None:
-    """Runs megarl's own commands in this process, which saves their imports. None of them starts another process."""
+def test_a_command_does_what_it_should_as_it_stands(
+    command: str, folder: Path, monkeypatch, capsys
+) -> None:
+    """Runs megarl's own commands in this process, which saves their imports.
+
+    None of them starts another process.
+    """
     program, *arguments = shlex.split(command)
     if program == "megarl":
         monkeypatch.chdir(folder)
@@ -66,7 +83,9 @@ PRINTED = list(printed())
 
 
 @pytest.mark.parametrize("block", PRINTED, ids=lambda block: block.where)
-def test_a_printed_plan_is_what_the_command_prints_now(block: Printed, folder: Path, monkeypatch, capsys) -> None:
+def test_a_printed_plan_is_what_the_command_prints_now(
+    block: Printed, folder: Path, monkeypatch, capsys
+) -> None:
     monkeypatch.chdir(folder)
     main(shlex.split(block.command)[1:])
     stale = first_stale(block.lines, capsys.readouterr().out.splitlines())
@@ -76,14 +95,25 @@ def test_a_printed_plan_is_what_the_command_prints_now(block: Printed, folder: P
 def test_printed_plans_are_found_and_compared_line_by_line() -> None:
     assert {block.where.split(":")[0] for block in PRINTED} >= {"cluster.md"}
     output = ["a", "b", "c", "d"]
-    assert [first_stale(lines, output) for lines in (["a", "…"], ["…", "c", "d"], ["a", "…", "d"], output)] == [None] * 4
-    assert first_stale(["a", "c", "…"], output) == "c" and first_stale(["…", "d", "…", "b"], output) == "b"
+    assert [
+        first_stale(lines, output)
+        for lines in (["a", "…"], ["…", "c", "d"], ["a", "…", "d"], output)
+    ] == [None] * 4
+    assert (
+        first_stale(["a", "c", "…"], output) == "c"
+        and first_stale(["…", "d", "…", "b"], output) == "b"
+    )
     assert first_stale(["…", "c"], output) == "the end, before 'd'"
 
 
 def test_the_program_is_always_called_by_the_same_name() -> None:
     """Only README.md says, once, that the program is in .venv/bin, and how to activate it."""
-    found = [f"{path.name}: {line}" for path in DOCUMENTS for line in path.read_text().splitlines() if ".venv/bin/megarl" in line]
+    found = [
+        f"{path.name}: {line}"
+        for path in DOCUMENTS
+        for line in path.read_text().splitlines()
+        if ".venv/bin/megarl" in line
+    ]
     assert len(found) == 1 and found[0].startswith("README.md")
 
 
@@ -91,7 +121,9 @@ def test_the_readme_names_the_commands_of_ci() -> None:
     """`make test` stands beside `make quickstart`, in the README's first block of commands."""
     readme = (ROOT / "README.md").read_text()
     first = FENCE.search(readme[readme.index("```sh") :])
-    assert first is not None and {"make quickstart", "make test"} <= {command.text for command in commands_of("README.md", first[0])}
+    assert first is not None and {"make quickstart", "make test"} <= {
+        command.text for command in commands_of("README.md", first[0])
+    }
     called = re.findall(r"make [\w-]+", (ROOT / ".ci/run").read_text())
     assert called == ["make check", "make test"]
     assert all(f"`{command}`" in readme for command in called)
@@ -100,7 +132,10 @@ def test_the_readme_names_the_commands_of_ci() -> None:
 def test_the_documents_begin_with_the_default_asynchrony() -> None:
     defaults = AsyncConfig()
     text = (ROOT / "docs/asynchrony.md").read_text()
-    assert f"Begin with the defaults, `capacity: {defaults.capacity}` and `partial_rollout: {defaults.partial_rollout}`." in text
+    assert (
+        f"Begin with the defaults, `capacity: {defaults.capacity}` and `partial_rollout: "
+        f"{defaults.partial_rollout}`." in text
+    )
 
 
 def test_commands_are_found_in_blocks_and_in_prose() -> None:
@@ -126,12 +161,20 @@ megarl sft z.yaml
     ]
 
 
-def test_the_readmes_ten_lines_pass_a_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the overrides for one GPU, a node and Slurm, on a machine without GPUs and without the model. Its shape is in configs/models."""
+def test_the_readmes_ten_lines_pass_a_dry_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the overrides for one GPU, a node and Slurm, on a machine without GPUs and without the
+    model. Its shape is in configs/models.
+    """
     readme = (ROOT / "README.md").read_text()
     [settings] = snippets("../README.md", "yaml")
     assert len([line for line in settings.splitlines() if not line.startswith("#")]) == 10
-    ways = re.findall(r"^(?:megarl train|sbatch .* slurm/run.sbatch) run\.yaml(?! --dry-run)(.*)$", readme, re.MULTILINE)
+    ways = re.findall(
+        r"^(?:megarl train|sbatch .* slurm/run.sbatch) run\.yaml(?! --dry-run)(.*)$",
+        readme,
+        re.MULTILINE,
+    )
     assert len(ways) == 3
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(settings)
@@ -145,11 +188,13 @@ def test_the_readmes_ten_lines_pass_a_dry_run(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 def test_links_lead_somewhere(document: Path) -> None:
-    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", document.read_text()):
+    for target, anchor in re.findall(
+        r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", document.read_text()
+    ):
         path = document.parent / target if target else document
         assert path.exists(), f"{document.name}: {target}"
         if anchor:
             titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
-            assert anchor in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, (
-                f"{document.name}: {target}#{anchor}"
-            )
+            assert anchor in {
+                re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles
+            }, f"{document.name}: {target}#{anchor}"

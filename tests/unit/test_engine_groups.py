@@ -1,4 +1,6 @@
-"""Different engines in one run (generator.groups): their map, the engine for each request, and refused settings."""
+"""Different engines in one run (generator.groups): their map, the engine for each request, and
+refused settings.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ from megarl.weight_sync.content import weights_map
 
 pytestmark = pytest.mark.usefixtures("hub_offline")
 
-BIG = "generator.groups.big.engines=2 generator.groups.big.tp=4 generator.groups.big.quantization=fp8_block"
+BIG = (
+    "generator.groups.big.engines=2 generator.groups.big.tp=4 "
+    "generator.groups.big.quantization=fp8_block"
+)
 TWO = f"{BIG} generator.groups.small.engines=3"
 
 
@@ -46,15 +51,27 @@ def two(tmp_path: Path, *more: str) -> RunPlan:
 
 
 @settings(max_examples=8, deadline=None)
-@given(case=cases(fp8=True), data=st.data(), joined=st.booleans(), rule=st.sampled_from(sorted(RULES)))
+@given(
+    case=cases(fp8=True), data=st.data(), joined=st.booleans(), rule=st.sampled_from(sorted(RULES))
+)
 def test_each_group_gets_what_it_would_get_alone(case, data, joined, rule):
-    """Engines in float32 are compared with plain slicing. Engines in fp8 are compared with a map to them alone, which test_reshard_fp8.py
-    compares with slicing."""
+    """Engines in float32 are compared with plain slicing.
+
+    Engines in fp8 are compared with a map to them alone, which test_reshard_fp8.py compares with
+    slicing.
+    """
     spec, topology, largest, device = case
-    fewer = data.draw(st.sampled_from([n for n in (1, 2, 4) if largest.tp % n == 0 and n % largest.ep == 0]), "tp")
-    plain = dataclasses.replace(largest, tp=fewer, dp_attention=1, engines=data.draw(st.integers(1, 2), "engines"))
+    fewer = data.draw(
+        st.sampled_from([n for n in (1, 2, 4) if largest.tp % n == 0 and n % largest.ep == 0]), "tp"
+    )
+    plain = dataclasses.replace(
+        largest, tp=fewer, dp_attention=1, engines=data.draw(st.integers(1, 2), "engines")
+    )
     trainer = trainer_layout(spec, topology, "float32")
-    alone = [generator_layout(spec, plain, "float32", device), generator_layout(spec, largest, "bfloat16", device, RULES[rule])]
+    alone = [
+        generator_layout(spec, plain, "float32", device),
+        generator_layout(spec, largest, "bfloat16", device, RULES[rule]),
+    ]
     if data.draw(st.booleans(), "exchanged"):
         alone.reverse()
     map = ReshardMap.build(trainer, side_by_side(alone))
@@ -69,12 +86,21 @@ def test_each_group_gets_what_it_would_get_alone(case, data, joined, rule):
         first += layout.world_size
         assert_equal(own, carry_out(ReshardMap.build(trainer, layout), sources, joined)[0])
         if layout.world_size == plain.world_size and not any(kind.rule for kind in layout.kinds):
-            assert_equal(own, [sglang(spec, hf, plain, rank % plain.tp, device) for rank in range(plain.world_size)])
+            assert_equal(
+                own,
+                [
+                    sglang(spec, hf, plain, rank % plain.tp, device)
+                    for rank in range(plain.world_size)
+                ],
+            )
     assert first == len(found) == map.destination.world_size
 
 
 def groups_of_405b(*sizes: tuple[int, int, str | None]) -> list[Layout]:
-    return [generator_layout(LLAMA_405B, GeneratorTopology(engines, tp), "bfloat16", "cuda", fp8) for engines, tp, fp8 in sizes]
+    return [
+        generator_layout(LLAMA_405B, GeneratorTopology(engines, tp), "bfloat16", "cuda", fp8)
+        for engines, tp, fp8 in sizes
+    ]
 
 
 def test_one_schedule_shares_the_sending_over_all_groups():
@@ -82,20 +108,29 @@ def test_one_schedule_shares_the_sending_over_all_groups():
     layouts = groups_of_405b((12, 8, "fp8_block"), (5, 16, None))
     map = ReshardMap.build(trainer, side_by_side(layouts))
     prove_exactly_once(map)
-    summary, alone = map.summary(), [ReshardMap.build(trainer, layout).summary() for layout in layouts]
+    summary = map.summary()
+    alone = [ReshardMap.build(trainer, layout).summary() for layout in layouts]
     assert summary.bytes == summary.bytes_minimum == sum(each.bytes for each in alone)
     assert summary.tensors == sum(each.tensors for each in alone)
     assert summary.sender_max_over_mean < 1.25, "pipeline stages are not equally large"
-    assert depth_bytes(map) == [max(pair) for pair in zip(*(depth_bytes(ReshardMap.build(trainer, each)) for each in layouts))]
+    assert depth_bytes(map) == [
+        max(pair)
+        for pair in zip(*(depth_bytes(ReshardMap.build(trainer, each)) for each in layouts))
+    ]
 
 
 def test_the_hash_is_of_all_groups():
     trainer = trainer_layout(LLAMA_405B, TrainerTopology(tp=8, pp=7), "bfloat16")
-    plain, fp8 = (4, 8, None), (2, 8, "fp8_block")
+    plain = (4, 8, None)
+    fp8 = (2, 8, "fp8_block")
     cases = [(plain,), (plain, (2, 8, None)), ((6, 8, None),), ((2, 8, None), plain), (plain, fp8)]
-    hashes = [ReshardMap.build(trainer, side_by_side(groups_of_405b(*sizes))).plan_hash for sizes in cases]
+    hashes = [
+        ReshardMap.build(trainer, side_by_side(groups_of_405b(*sizes))).plan_hash for sizes in cases
+    ]
     assert len(set(hashes)) == len(cases)
-    assert ReshardMap.build(trainer, groups_of_405b((4, 8, None))[0]).plan_hash == hashes[0], "of one group it is as without groups"
+    assert ReshardMap.build(trainer, groups_of_405b((4, 8, None))[0]).plan_hash == hashes[0], (
+        "of one group it is as without groups"
+    )
 
 
 def test_two_tensors_of_one_name_on_one_rank_are_refused():
@@ -107,22 +142,48 @@ def test_two_tensors_of_one_name_on_one_rank_are_refused():
 
 
 def test_a_plan_has_groups(tmp_path):
-    plan = two(tmp_path, "generator.max_concurrency=64", "generator.groups.small.max_concurrency=16", "model.dtype=float32")
+    plan = two(
+        tmp_path,
+        "generator.max_concurrency=64",
+        "generator.groups.small.max_concurrency=16",
+        "model.dtype=float32",
+    )
     big, small = plan.groups
-    assert (big.name, big.first, big.topology, big.dtype("float32")) == ("big", 0, GeneratorTopology(2, 4), "bfloat16")
-    assert (small.name, small.first, small.topology, small.dtype("float32")) == ("small", 2, GeneratorTopology(3, 1), "float32")
-    assert [plan.group_of(engine).name for engine in range(plan.engines)] == ["big"] * 2 + ["small"] * 3
+    assert (big.name, big.first, big.topology, big.dtype("float32")) == (
+        "big",
+        0,
+        GeneratorTopology(2, 4),
+        "bfloat16",
+    )
+    assert (small.name, small.first, small.topology, small.dtype("float32")) == (
+        "small",
+        2,
+        GeneratorTopology(3, 1),
+        "float32",
+    )
+    assert [plan.group_of(engine).name for engine in range(plan.engines)] == ["big"] * 2 + [
+        "small"
+    ] * 3
     assert [group.settings.max_concurrency for group in plan.groups] == [64, 16]
     source = trainer_layout(plan.spec, plan.trainer_topology, "float32")
-    assert [weights_map(plan, source, counts).destination.world_size for counts in ((), (2, 3), (1, 0), (0, 2))] == [11, 11, 4, 2]
-    assert [group.topology for group in evaluation_plan(plan).groups] == [GeneratorTopology(plan.config.eval.engines, 1)]
+    assert [
+        weights_map(plan, source, counts).destination.world_size
+        for counts in ((), (2, 3), (1, 0), (0, 2))
+    ] == [11, 11, 4, 2]
+    assert [group.topology for group in evaluation_plan(plan).groups] == [
+        GeneratorTopology(plan.config.eval.engines, 1)
+    ]
     alone = plan.group_alone("big")
     assert [(group.name, group.topology) for group in alone.groups] == [("", big.topology)]
 
 
 def test_none_is_a_format_and_arguments_add_up():
     generator = GeneratorConfig(quantization="fp8_block", server_args={"a": 1, "b": 2})
-    groups = {"plain": GroupConfig(quantization="none", server_args={"b": 3}), "gone": None, "as_it_is": GroupConfig()}
+    groups = {
+        "plain": GroupConfig(quantization="none", server_args={"b": 3}),
+        "gone": None,
+        "as_it_is": GroupConfig(),
+    }
     shapes = dataclasses.replace(generator, groups=groups).shapes
     assert shapes["plain"] == GeneratorConfig(quantization=None, server_args={"a": 1, "b": 3})
     assert shapes.keys() == {"plain", "as_it_is"} and shapes["as_it_is"] == generator
@@ -133,12 +194,24 @@ def test_none_is_a_format_and_arguments_add_up():
     ("overrides", "problem"),
     [
         ("generator.groups.a.engines=0", "generator.groups.a.engines=0: must be at least 1"),
-        ("generator.groups.a.tp=3", "generator.groups.a.tp=3: must divide the model's 32 attention heads"),
-        ("generator.groups.a.engines=1 generator.tp=3", "generator.tp=3: must divide the model's 32 attention heads"),
+        (
+            "generator.groups.a.tp=3",
+            "generator.groups.a.tp=3: must divide the model's 32 attention heads",
+        ),
+        (
+            "generator.groups.a.engines=1 generator.tp=3",
+            "generator.tp=3: must divide the model's 32 attention heads",
+        ),
         ("generator.groups.a.b.tp=1", "generator.groups.a.b.tp=1: unknown key"),
         ("generator.groups.a.pp=1", "generator.groups.a.pp=1: unknown key"),
-        ("generator.groups.a.quantization=int4", "generator.groups.a.quantization=int4: must be one of none, fp8_block"),
-        ("generator.groups.a_b!.engines=1", "generator.groups.a_b!: its name must be letters, digits, - and _"),
+        (
+            "generator.groups.a.quantization=int4",
+            "generator.groups.a.quantization=int4: must be one of none, fp8_block",
+        ),
+        (
+            "generator.groups.a_b!.engines=1",
+            "generator.groups.a_b!: its name must be letters, digits, - and _",
+        ),
         ("generator.groups.a\\d.tp=3", "generator.groups.a\\d: its name must be letters"),
         ('generator.groups={"":{"tp":2}}', "generator.groups.'': its name must be letters"),
         (
@@ -147,12 +220,22 @@ def test_none_is_a_format_and_arguments_add_up():
         ),
         (
             "generator.groups.a.quantization=fp8_block generator.groups.b.quantization=fp8_channel",
-            "generator.groups.a.quantization=fp8_block and generator.groups.b.quantization=fp8_channel: must be one format",
+            "generator.groups.a.quantization=fp8_block and "
+            "generator.groups.b.quantization=fp8_channel: must be one format",
         ),
-        ("generator.groups.a.engines=1 weights.relay=engines", "weights.relay=engines: must be auto or off with generator.groups"),
-        ("generator.groups.a.server_args.tp=2", "generator.groups.a.server_args.tp=2: must be set by generator.tp"),
+        (
+            "generator.groups.a.engines=1 weights.relay=engines",
+            "weights.relay=engines: must be auto or off with generator.groups",
+        ),
+        (
+            "generator.groups.a.server_args.tp=2",
+            "generator.groups.a.server_args.tp=2: must be set by generator.tp",
+        ),
         ("generator.groups.a.server_args.no_such=2", "generator.groups.a.server_args.no_such=2: "),
-        ("generator.groups.a.engines=1 lora.rank=4 lora.sync=adapter", "lora.sync=adapter: must be merge or auto with generator.groups"),
+        (
+            "generator.groups.a.engines=1 lora.rank=4 lora.sync=adapter",
+            "lora.sync=adapter: must be merge or auto with generator.groups",
+        ),
         (
             "generator.groups.a.kv_cache_tokens=8 rollout.max_tokens=64",
             "rollout.max_tokens=64: must be less than generator.groups.a.kv_cache_tokens = 8",
@@ -160,18 +243,33 @@ def test_none_is_a_format_and_arguments_add_up():
     ],
 )
 def test_bad_groups_are_refused_by_key(overrides, problem, tmp_path):
-    assert any(found.startswith(problem) for found in problems_of(tmp_path, *overrides.split())), problems_of(tmp_path, *overrides.split())
+    assert any(found.startswith(problem) for found in problems_of(tmp_path, *overrides.split())), (
+        problems_of(tmp_path, *overrides.split())
+    )
 
 
 def test_groups_may_change_between_starts(tmp_path):
-    plan, other = two(tmp_path), two(tmp_path, "generator.groups.small.tp=2", "generator.groups.more.engines=1")
-    before = {"generator.groups.small.tp": None, "generator.groups.more.engines": None, "generator.groups.small.engines": 3}
+    plan = two(tmp_path)
+    other = two(tmp_path, "generator.groups.small.tp=2", "generator.groups.more.engines=1")
+    before = {
+        "generator.groups.small.tp": None,
+        "generator.groups.more.engines": None,
+        "generator.groups.small.engines": 3,
+    }
     changed = differences(before, other.config)
-    assert {"generator.groups.small.tp", "generator.groups.more.engines"} <= changed.keys() and plan.engines == 5
+    assert {
+        "generator.groups.small.tp",
+        "generator.groups.more.engines",
+    } <= changed.keys() and plan.engines == 5
 
 
 def test_engines_of_a_group_get_whole_nodes_where_they_need_them(tmp_path):
-    plan = two(tmp_path, "generator.groups.big.tp=16", "generator.groups.big.quantization=none", "generator.groups.small.tp=4")
+    plan = two(
+        tmp_path,
+        "generator.groups.big.tp=16",
+        "generator.groups.big.quantization=none",
+        "generator.groups.small.tp=4",
+    )
     fleets = fleets_of(plan, Job("train", tmp_path, "train", "generate"))
     placed = place(plan.trainer_topology.world_size, fleets, nodes=7, slots=8)
     assert [(part.engine, part.part, part.ranks) for node in placed for part in node.engines] == [
@@ -183,28 +281,44 @@ def test_engines_of_a_group_get_whole_nodes_where_they_need_them(tmp_path):
 def test_requests_go_to_groups_by_what_their_engines_may_run():
     async def body():
         engines = [Engine(f"http://{number}") for number in range(3)]
-        fleet = Fleet(engines, "in_flight", elastic=True, groups=[FleetGroup("big", 1, 6), FleetGroup("small", 2, 3)])
+        fleet = Fleet(
+            engines,
+            "in_flight",
+            elastic=True,
+            groups=[FleetGroup("big", 1, 6), FleetGroup("small", 2, 3)],
+        )
         fleet.release(0)
-        requests = [asyncio.create_task(fleet.generate([1], Sampling(max_tokens=4), 1)) for _ in range(24)]
+        requests = [
+            asyncio.create_task(fleet.generate([1], Sampling(max_tokens=4), 1)) for _ in range(24)
+        ]
         await settle()
         assert [len(engine.seen) for engine in engines] == [12, 6, 6]
         probe = asyncio.create_task(fleet.generate([1, 2], Sampling(max_tokens=4), 1, group=1))
         await settle()
         assert Counter(length for engine in engines[1:] for length, _ in engine.seen)[2] == 1
         joined = fleet.add(Engine("http://3"), group=0)
-        assert fleet.in_order([joined, 2, 0, 1]) == [0, 3, 1, 2] and fleet.counts([0, 1, joined]) == (2, 1)
+        assert fleet.in_order([joined, 2, 0, 1]) == [0, 3, 1, 2] and fleet.counts(
+            [0, 1, joined]
+        ) == (2, 1)
         assert fleet.sizes == (1, 2), "one that joins is not counted on yet"
         for engine in engines:
             engine.finish.set()
         await asyncio.gather(*requests, probe)
-        assert fleet.sampled == [48, 52] and fleet.by_name(fleet.sampled) == {"big": 48, "small": 52}
+        assert fleet.sampled == [48, 52] and fleet.by_name(fleet.sampled) == {
+            "big": 48,
+            "small": 52,
+        }
 
     run(body)
 
 
 def test_a_probe_of_a_group_that_is_lost_goes_to_others():
     async def body():
-        fleet = Fleet([Engine("http://0"), Engine("http://1")], elastic=True, groups=[FleetGroup("a", 1), FleetGroup("b", 1)])
+        fleet = Fleet(
+            [Engine("http://0"), Engine("http://1")],
+            elastic=True,
+            groups=[FleetGroup("a", 1), FleetGroup("b", 1)],
+        )
         fleet.serving.discard(1)
         assert fleet._among(1) == {0} and fleet._among(0) == {0} and fleet._among(None) == {0}
 
@@ -225,7 +339,9 @@ def test_a_plan_counts_each_group(mode, tmp_path):
     alone = [estimate(plan.group_alone(name).config, plan.spec) for name in ("big", "small")]
     assert [(group.engines, group.gpus) for group in found.groups] == [(2, 8), (3, 3)]
     assert [group.memory for group in found.groups] == [each.generator for each in alone]
-    assert big.share + small.share == pytest.approx(1) and found.generate.total == max(big.time.total, small.time.total)
+    assert big.share + small.share == pytest.approx(1) and found.generate.total == max(
+        big.time.total, small.time.total
+    )
     if mode == "in_flight":  # all work for the same time, so their rates add up
         assert big.time.total == pytest.approx(small.time.total, rel=0.01)
         rates = sum(1 / each.generate.total for each in alone)
@@ -239,12 +355,23 @@ def test_a_plan_counts_each_group(mode, tmp_path):
 def test_a_group_that_does_not_fit_is_named(tmp_path):
     plan = two(tmp_path, *GPUS, "generator.groups.small.kv_cache_tokens=1000000")
     found = estimate(plan.config, plan.spec)
-    assert found.overfull.keys() - {"trainer"} == {"generator.groups.small"} and found.generator is found.groups[1].memory
+    assert (
+        found.overfull.keys() - {"trainer"} == {"generator.groups.small"}
+        and found.generator is found.groups[1].memory
+    )
 
 
 def test_simulated_engines_are_of_their_groups(tmp_path):
-    more = ("async.capacity=2", "async.partial_rollout=in_flight", "trainer.dp=8", "max_steps=12", "plan.simulation.steps=12")
+    more = (
+        "async.capacity=2",
+        "async.partial_rollout=in_flight",
+        "trainer.dp=8",
+        "max_steps=12",
+        "plan.simulation.steps=12",
+    )
     plan = two(tmp_path, *GPUS, *more, "rollout.prompts_per_step=64")
-    slow = resolve(config(tmp_path, *GPUS, *more, "rollout.prompts_per_step=64", "generator.engines=3"))
+    slow = resolve(
+        config(tmp_path, *GPUS, *more, "rollout.prompts_per_step=64", "generator.engines=3")
+    )
     took = [simulate(each).end_s for each in (plan, slow)]
     assert took[0] < took[1], "the big ones come on top"

@@ -14,7 +14,8 @@ import zmq
 
 from megarl.generator import cpu_support, hooks
 
-ARRIVES_S, NEVER_S = 10, 1
+ARRIVES_S = 10
+NEVER_S = 1
 
 
 class Creates:
@@ -44,10 +45,13 @@ def context():
     context.destroy()
 
 
-def test_only_who_has_the_engines_key_gets_a_message_through(network, context, tmp_path, monkeypatch):
+def test_only_who_has_the_engines_key_gets_a_message_through(
+    network, context, tmp_path, monkeypatch
+):
     make = partial(hooks._with_key, network.get_zmq_socket)
     port, bound = hooks._bound_with_key(network.get_zmq_socket_on_host, context, zmq.PULL)
-    address, marker = f"tcp://127.0.0.1:{port}", tmp_path / "marker"
+    address = f"tcp://127.0.0.1:{port}"
+    marker = tmp_path / "marker"
     payload = pickle.dumps(Creates(marker))
 
     without = network.get_zmq_socket(context, zmq.PUSH, address, False)  # SGLang's own way
@@ -72,7 +76,11 @@ def test_an_engine_whose_sockets_would_have_no_key_does_not_start(network, monke
     with pytest.raises(RuntimeError, match="anybody could connect to them"):
         hooks.check_hooks()
     monkeypatch.setattr(network, "get_zmq_socket", partial(hooks._with_key, network.get_zmq_socket))
-    monkeypatch.setattr(network, "get_zmq_socket_on_host", partial(hooks._bound_with_key, network.get_zmq_socket_on_host))
+    monkeypatch.setattr(
+        network,
+        "get_zmq_socket_on_host",
+        partial(hooks._bound_with_key, network.get_zmq_socket_on_host),
+    )
     hooks.check_hooks()
 
 
@@ -82,4 +90,7 @@ def test_the_key_of_the_sockets_does_not_tell_the_one_it_is_made_from():
 
 
 def test_what_engines_map_lies_beside_their_sockets():
-    assert os.path.dirname(hooks._in_own_folder(lambda name: f"/dev/shm/{name}.shm", "x")) == tempfile.gettempdir()
+    assert (
+        os.path.dirname(hooks._in_own_folder(lambda name: f"/dev/shm/{name}.shm", "x"))
+        == tempfile.gettempdir()
+    )

@@ -22,19 +22,29 @@ from megarl.rollouts.rollout import CheckedRollout
 def test_a_call_is_answered_and_the_answer_is_the_environments():
     policy = ScriptedPolicy("<12*12>", "144$")
     sample = sample_of(policy)
-    assert sample.text == "<12*12>144;144" and sample.reward == 1.0 and sample.finish_reason == "stop"
+    assert (
+        sample.text == "<12*12>144;144" and sample.reward == 1.0 and sample.finish_reason == "stop"
+    )
     ids = TOKENIZER.encode_text("<12*12>144;144") + [EOS]
     assert sample.token_ids.tolist() == ids
     assert sample.policy_mask.tolist() == [True] * 7 + [False] * 4 + [True] * 4
     assert sample.logprobs.tolist() == [-0.5] * 7 + [0.0] * 4 + [-1.0] * 4
     summary = sample.summary()
-    assert summary.policy_versions == [(1, 7), (2, 4)] and (summary.min_version, summary.max_version) == (1, 2)
+    assert summary.policy_versions == [(1, 7), (2, 4)] and (
+        summary.min_version,
+        summary.max_version,
+    ) == (1, 2)
     assert sample.environment_spans == [(7, 11)] and sample.text[7:11] == "144;"
-    assert sample.metrics == {"tool_calls": 1, "tool_errors": 0} and (summary.turns, summary.policy_tokens) == (2, 11)
+    assert sample.metrics == {"tool_calls": 1, "tool_errors": 0} and (
+        summary.turns,
+        summary.policy_tokens,
+    ) == (2, 11)
     [trained] = batch_of([Group(prompt(), [sample])]).numbers.values()
     assert trained.policy_mask is not None
     arrays = (trained.token_ids, trained.logprobs, trained.policy_mask)
-    assert [each.tolist() for each in arrays] == [ids, [*sample.logprobs], [*sample.policy_mask]], "all of it reaches the trainer"
+    assert [each.tolist() for each in arrays] == [ids, [*sample.logprobs], [*sample.policy_mask]], (
+        "all of it reaches the trainer"
+    )
     (first, one), (second, two) = policy.asked
     assert first == prompt().token_ids and second == prompt().token_ids + ids[:11]
     assert (one.max_tokens, two.max_tokens) == (64, 64 - 11)
@@ -43,7 +53,12 @@ def test_a_call_is_answered_and_the_answer_is_the_environments():
 
 def test_without_a_call_there_is_one_turn_and_no_mask():
     sample = sample_of(ScriptedPolicy("144$"))
-    assert not sample.policy_mask and sample.summary().turns == 1 and sample.reward == 1.0 and sample.metrics["tool_calls"] == 0
+    assert (
+        not sample.policy_mask
+        and sample.summary().turns == 1
+        and sample.reward == 1.0
+        and sample.metrics["tool_calls"] == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +81,9 @@ def test_the_result_of_the_tool_is_not_the_policys_answer():
     """Only the last turn is scored. A sample that ends in a call has no answer."""
     assert sample_of(ScriptedPolicy("<12*12>", "$")).reward == 0.0
     ended = sample_of(ScriptedPolicy("<12*12>", "144>"), max_calls=1)
-    assert ended.reward == 0.0 and ended.text == "<12*12>144;144>" and ended.metrics["tool_calls"] == 1
+    assert (
+        ended.reward == 0.0 and ended.text == "<12*12>144;144>" and ended.metrics["tool_calls"] == 1
+    )
 
 
 def test_budgets_hold():
@@ -99,9 +116,14 @@ def test_async_tools():
 
 
 def test_a_tool_cannot_write_special_tokens_but_the_template_can():
-    sample = sample_of(ScriptedPolicy("<1>", "2$"), tool=f"{__name__}:special", result="<bos>{result}")
+    sample = sample_of(
+        ScriptedPolicy("<1>", "2$"), tool=f"{__name__}:special", result="<bos>{result}"
+    )
     environment = [token for token, mine in zip(sample.token_ids, sample.policy_mask) if not mine]
-    assert environment == [TOKENIZER.token_id("<bos>"), *map(TOKENIZER.token_id, "1<eos>")] and EOS not in environment
+    assert (
+        environment == [TOKENIZER.token_id("<bos>"), *map(TOKENIZER.token_id, "1<eos>")]
+        and EOS not in environment
+    )
 
 
 # --- single turn, and what a rollout returns ---
@@ -110,7 +132,10 @@ def test_a_tool_cannot_write_special_tokens_but_the_template_can():
 def test_single_turn_asks_once_for_all():
     policy = ScriptedPolicy("144$", "7$")
     samples = asyncio.run(single_turn(policy.context(), prompt(), SAMPLING, 2))
-    assert [(s.text, s.reward, len(s.policy_mask), s.versions[0]) for s in samples] == [("144", 1.0, 0, 1), ("7", 0.0, 0, 1)]
+    assert [(s.text, s.reward, len(s.policy_mask), s.versions[0]) for s in samples] == [
+        ("144", 1.0, 0, 1),
+        ("7", 0.0, 0, 1),
+    ]
     assert [s.reward_parts for s in samples] == [{"index": 0.0}, {"index": 1.0}]
     assert len(policy.asked) == 1
 
@@ -119,10 +144,14 @@ def test_samples_that_are_none_end_the_run_with_a_reason():
     good = asyncio.run(single_turn(ScriptedPolicy("144$").context(), prompt(), SAMPLING, 1))[0]
 
     def call(*samples: Any) -> Any:
-        async def rollout(context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> Any:
+        async def rollout(
+            context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int
+        ) -> Any:
             return list(samples)
 
-        checked = CheckedRollout("mine:rollout", rollout, ScriptedPolicy().context(), timeout_s=5, vocab_size=VOCABULARY)
+        checked = CheckedRollout(
+            "mine:rollout", rollout, ScriptedPolicy().context(), timeout_s=5, vocab_size=VOCABULARY
+        )
         return asyncio.run(checked(prompt(), SAMPLING, 1))
 
     assert call(good).samples == [good]
@@ -134,16 +163,36 @@ def test_samples_that_are_none_end_the_run_with_a_reason():
         ([replace(good, policy_mask=[False] * 4)], "none of its tokens"),
         ([replace(good, reward=float("nan"))], "reward nan"),
         ([replace(good, reward=True)], "reward True: must be a finite number"),
-        ([replace(good, reward=1e308)], "reward 1e+308: must be a finite number of absolute value at most 1e+06"),
+        (
+            [replace(good, reward=1e308)],
+            "reward 1e+308: must be a finite number of absolute value at most 1e+06",
+        ),
         ([replace(good, reward=10**400)], "reward 1000"),
-        ([replace(good, logprobs=[-0.5, float("nan"), -0.5, -0.5])], "log-prob nan: must be a finite number, at most 0"),
-        ([replace(good, logprobs=[-0.5, 0.25, -0.5, -0.5])], "log-prob 0.25: must be a finite number, at most 0"),
-        ([replace(good, logprobs=[-0.5, -0.5, -0.5, -1e300])], "log-prob -inf: must be a finite number, at most 0"),
-        ([replace(good, token_ids=[4, 4, VOCABULARY, 4])], f"token id {VOCABULARY}: the vocabulary has 0 to {VOCABULARY - 1}"),
+        (
+            [replace(good, logprobs=[-0.5, float("nan"), -0.5, -0.5])],
+            "log-prob nan: must be a finite number, at most 0",
+        ),
+        (
+            [replace(good, logprobs=[-0.5, 0.25, -0.5, -0.5])],
+            "log-prob 0.25: must be a finite number, at most 0",
+        ),
+        (
+            [replace(good, logprobs=[-0.5, -0.5, -0.5, -1e300])],
+            "log-prob -inf: must be a finite number, at most 0",
+        ),
+        (
+            [replace(good, token_ids=[4, 4, VOCABULARY, 4])],
+            f"token id {VOCABULARY}: the vocabulary has 0 to {VOCABULARY - 1}",
+        ),
         ([replace(good, token_ids=[4, -1, 4, 4])], "token id -1: the vocabulary has"),
-        ([replace(good, token_ids=[4] * 65, logprobs=[0.0] * 65, versions=[0] * 65)], "65 tokens, more than max_tokens=64"),
+        (
+            [replace(good, token_ids=[4] * 65, logprobs=[0.0] * 65, versions=[0] * 65)],
+            "65 tokens, more than max_tokens=64",
+        ),
     ]:
-        with pytest.raises(RuntimeError, match=f"rollout mine:rollout, prompt 7: .*{re.escape(reason)}"):
+        with pytest.raises(
+            RuntimeError, match=f"rollout mine:rollout, prompt 7: .*{re.escape(reason)}"
+        ):
             call(*samples)
 
 
@@ -151,8 +200,13 @@ def test_a_rollout_that_hangs_is_named():
     async def rollout(context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> Any:
         await asyncio.sleep(60)
 
-    checked = CheckedRollout("mine:rollout", rollout, ScriptedPolicy().context(), timeout_s=0.02, vocab_size=VOCABULARY)
-    with pytest.raises(TimeoutError, match="rollout mine:rollout, prompt 7: not finished within timeouts.samples_s=0.02"):
+    checked = CheckedRollout(
+        "mine:rollout", rollout, ScriptedPolicy().context(), timeout_s=0.02, vocab_size=VOCABULARY
+    )
+    with pytest.raises(
+        TimeoutError,
+        match="rollout mine:rollout, prompt 7: not finished within timeouts.samples_s=0.02",
+    ):
         asyncio.run(checked(prompt(), SAMPLING, 1))
 
 
@@ -162,15 +216,30 @@ def test_environment_text_is_never_the_policys_even_at_the_ends():
     assert not transcript.add_environment([6] * 8) and transcript.add_environment([6] * 7)
     sample = transcript.sample(1.0)
     summary = sample.summary()
-    assert summary.policy_versions == [(3, 1), (4, 1)] and summary.turns == 1 and summary.policy_tokens == 2
+    assert (
+        summary.policy_versions == [(3, 1), (4, 1)]
+        and summary.turns == 1
+        and summary.policy_tokens == 2
+    )
 
 
 def test_a_turn_may_have_a_limit_of_its_own():
-    """A turn that is cut there continues. The response counts as cut only if it has no space left."""
+    """A turn that is cut there continues.
+
+    The response counts as cut only if it has no space left.
+    """
     transcript = Transcript(prompt(), TOKENIZER, 10)
-    assert [transcript.turn(SAMPLING, max_tokens=limit).max_tokens for limit in (None, 3, 11)] == [10, 3, 10]
+    assert [transcript.turn(SAMPLING, max_tokens=limit).max_tokens for limit in (None, 3, 11)] == [
+        10,
+        3,
+        10,
+    ]
     transcript.add_policy(Completion([4, 5, 6], [-1.0] * 3, [3] * 3, "length"))
-    assert transcript.finish_reason == "stop" and not transcript.to_score.truncated and transcript.add_environment([6])
+    assert (
+        transcript.finish_reason == "stop"
+        and not transcript.to_score.truncated
+        and transcript.add_environment([6])
+    )
     assert transcript.turn(SAMPLING, max_tokens=7).max_tokens == 6
     transcript.add_policy(Completion([4] * 6, [-1.0] * 6, [3] * 6, "length"))
     assert transcript.finish_reason == "length" and transcript.to_score.truncated
@@ -178,12 +247,25 @@ def test_a_turn_may_have_a_limit_of_its_own():
 
 def test_numbers_may_be_given_in_any_form_and_nothing_else_passes_for_them():
     lists = Sample([4, 5], [-0.5, -1], [3, 3], "", 1.0, "stop", [True, False])
-    arrays = Sample(np.array([4, 5]), np.float64([-0.5, -1.0]), np.int16([3, 3]), "", 1.0, "stop", np.array([True, False]))
+    arrays = Sample(
+        np.array([4, 5]),
+        np.float64([-0.5, -1.0]),
+        np.int16([3, 3]),
+        "",
+        1.0,
+        "stop",
+        np.array([True, False]),
+    )
     assert arrays == lists and lists == replace(lists) and lists != replace(lists, versions=[3, 4])
-    assert [each.typecode for each in (lists.token_ids, lists.logprobs, lists.versions, lists.policy_mask)] == ["i", "f", "i", "b"]
+    assert [
+        each.typecode
+        for each in (lists.token_ids, lists.logprobs, lists.versions, lists.policy_mask)
+    ] == ["i", "f", "i", "b"]
     for name, values in [
-        ("token_ids", [4.0, 5]), ("token_ids", np.array([4.0, 5.0])), ("token_ids", [4, 1 << 31]), ("token_ids", np.array([4, 1 << 31])),
-        ("token_ids", np.array([[4, 5]])), ("versions", ["3", "3"]), ("logprobs", [None, -1.0]), ("logprobs", "ab"),
+        ("token_ids", [4.0, 5]), ("token_ids", np.array([4.0, 5.0])), ("token_ids", [4, 1 << 31]),
+        ("token_ids", np.array([4, 1 << 31])),
+        ("token_ids", np.array([[4, 5]])), ("versions", ["3", "3"]), ("logprobs", [None, -1.0]),
+        ("logprobs", "ab"),
         ("policy_mask", np.array([1, 0])),
     ]:  # fmt: skip
         with pytest.raises(TypeError, match=f"Sample.{name}: "):

@@ -1,4 +1,6 @@
-"""Rollouts and reward functions that a configuration names: refusals before anything starts, and their arguments."""
+"""Rollouts and reward functions that a configuration names: refusals before anything starts, and
+their arguments.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_policy import MARKS, ROOT, SAMPLING, TINY, TOKENIZER, VOCABULARY, ScriptedPolicy, prompt
+from scripted_policy import (
+    MARKS,
+    ROOT,
+    SAMPLING,
+    TINY,
+    TOKENIZER,
+    VOCABULARY,
+    ScriptedPolicy,
+    prompt,
+)
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
@@ -25,7 +36,8 @@ from megarl.rollouts.environments.tool_calls import ToolCalls
 def config(name: str, **arguments: Any) -> RunConfig:
     config = RunConfig()
     config.model.path = TINY
-    config.rollout.name, config.rollout.args = name, arguments
+    config.rollout.name = name
+    config.rollout.args = arguments
     return config
 
 
@@ -48,28 +60,64 @@ class NotCallable:
 @pytest.mark.parametrize(
     ("name", "arguments", "problem"),
     [
-        ("no_such_module_here:f", {}, "rollout.name=no_such_module_here:f: cannot be imported: No module named 'no_such_module_here'"),
-        (f"{__name__}:need_depth", {}, f"{__name__} has no function or class need_depth; did you mean needs_depth?"),
+        (
+            "no_such_module_here:f",
+            {},
+            "rollout.name=no_such_module_here:f: cannot be imported: No module named "
+            "'no_such_module_here'",
+        ),
+        (
+            f"{__name__}:need_depth",
+            {},
+            f"{__name__} has no function or class need_depth; did you mean needs_depth?",
+        ),
         (f"{__name__}:needs_depth", {}, "rollout.args.depth: must be set"),
-        (f"{__name__}:needs_depth", {"depth": "3"}, "rollout.args.depth=3: expected `int`, got `str`"),
-        (f"{__name__}:needs_depth", {"depth": 3, "dept": 1}, "rollout.args.dept=1: unknown argument; did you mean depth?"),
+        (
+            f"{__name__}:needs_depth",
+            {"depth": "3"},
+            "rollout.args.depth=3: expected `int`, got `str`",
+        ),
+        (
+            f"{__name__}:needs_depth",
+            {"depth": 3, "dept": 1},
+            "rollout.args.dept=1: unknown argument; did you mean depth?",
+        ),
         (f"{__name__}:no_annotation", {}, "its argument depth has no type annotation"),
-        (f"{__name__}:three", {}, "must take 4 positional arguments, and all others by keyword only"),
+        (
+            f"{__name__}:three",
+            {},
+            "must take 4 positional arguments, and all others by keyword only",
+        ),
         (f"{__name__}:not_async", {}, "must be an async function or a class"),
         (f"{__name__}:NotCallable", {}, "must be callable by an async __call__"),
         ("single_turn", {"x": 1}, "rollout.args.x=1: unknown argument; there is none"),
         ("tool_calls", {**MARKS, "max_calls": 0}, "rollout.args.max_calls=0: expected `int` >= 1"),
-        ("tool_calls", {**MARKS, "call_close": "</call>"}, f"rollout.args.call_close=</call>: must be one token of {TINY}"),
-        ("tool_calls", {**MARKS, "call_open": "\u00e9"}, "rollout.args.call_open=\u00e9: must be one token"),
-        ("tool_calls", {**MARKS, "result": "{}"}, "rollout.args.result={}: must contain {result} once"),
+        (
+            "tool_calls",
+            {**MARKS, "call_close": "</call>"},
+            f"rollout.args.call_close=</call>: must be one token of {TINY}",
+        ),
+        (
+            "tool_calls",
+            {**MARKS, "call_open": "\u00e9"},
+            "rollout.args.call_open=\u00e9: must be one token",
+        ),
+        (
+            "tool_calls",
+            {**MARKS, "result": "{}"},
+            "rollout.args.result={}: must contain {result} once",
+        ),
         (
             "tool_calls",
             {**MARKS, "tool": "abacus"},
-            "rollout.args.tool=abacus: must be calculator, package.module:function, ./file.py:function",
+            "rollout.args.tool=abacus: must be calculator, package.module:function, "
+            "./file.py:function",
         ),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(name: str, arguments: dict[str, Any], problem: str):
+def test_what_cannot_work_is_refused_before_anything_starts(
+    name: str, arguments: dict[str, Any], problem: str
+):
     with pytest.raises(ConfigError) as error:
         check_rollout(config(name, **arguments))
     assert any(problem in line for line in error.value.problems), error.value.problems
@@ -98,18 +146,25 @@ async def judge(prompt: str, response: str, *, row: dict[str, Any], **more: Any)
     ("name", "problem"),
     [
         ("no_such_module_here:f", "cannot be imported: No module named 'no_such_module_here'"),
-        (f"{__name__}:same_lenght", f"{__name__} has no function or class same_lenght; did you mean same_length?"),
+        (
+            f"{__name__}:same_lenght",
+            f"{__name__} has no function or class same_lenght; did you mean same_length?",
+        ),
         (f"{__name__}:NotCallable", "must be a function; see docs/extending.md"),
         (
             f"{__name__}:misspelt",
-            "its parameter anwser has no default and is none of text, response, answer, prompt, row, prompt_token_ids, token_ids, version, "
+            "its parameter anwser has no default and is none of text, response, answer, prompt, "
+            "row, prompt_token_ids, token_ids, version, "
             "sample_index, truncated, source; did you mean answer?",
         ),
         (
             f"{__name__}:of_trl",
-            "it has TRL's parameters, lists of all responses of a batch; here a function scores one response, and returns one number. "
-            "prompts[i] is prompt, completions[i] is response, completion_ids[i] is token_ids, a column is row[its name]. This calls it: "
-            "def reward(prompt, response, row): return of_trl(prompts=[prompt], completions=[response], "
+            "it has TRL's parameters, lists of all responses of a batch; here a function scores "
+            "one response, and returns one number. "
+            "prompts[i] is prompt, completions[i] is response, completion_ids[i] is token_ids, a "
+            "column is row[its name]. This calls it: "
+            "def reward(prompt, response, row): return of_trl(prompts=[prompt], "
+            "completions=[response], "
             "**{key: [value] for key, value in row.items()})[0]",
         ),
         (f"{__name__}:compute_score", ""),
@@ -150,12 +205,24 @@ def test_the_line_that_is_shown_for_a_function_of_trl_calls_it(function: Any):
         parameters_of(function, "reward.name=own.py:it")
     names = {function.__name__: function}
     exec("def reward(" + str(error.value).partition("def reward(")[2], names)
-    known = {"prompt": "1 + 1", "response": "2", "token_ids": [5, 0], "row": {"answer": "2", "level": 3}}
-    assert names["reward"](**{name: known[name] for name in inspect.signature(names["reward"]).parameters}) == 1.0
+    known = {
+        "prompt": "1 + 1",
+        "response": "2",
+        "token_ids": [5, 0],
+        "row": {"answer": "2", "level": 3},
+    }
+    assert (
+        names["reward"](
+            **{name: known[name] for name in inspect.signature(names["reward"]).parameters}
+        )
+        == 1.0
+    )
 
 
 def test_arguments_reach_the_rollout():
-    assert load_rollout(config(f"{__name__}:needs_depth", depth=3), TOKENIZER).keywords == {"depth": 3}
+    assert load_rollout(config(f"{__name__}:needs_depth", depth=3), TOKENIZER).keywords == {
+        "depth": 3
+    }
     assert isinstance(load_rollout(config("tool_calls", **MARKS), TOKENIZER), ToolCalls)
 
 
@@ -163,23 +230,40 @@ def test_arguments_reach_the_rollout():
 
 
 def test_the_documented_example_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    codes = re.findall(r"```python\n(.*?)```", (ROOT / "docs/environments.md").read_text(), re.DOTALL)
+    codes = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/environments.md").read_text(), re.DOTALL
+    )
     [code] = [code for code in codes if "higher_or_lower" in code]
     (tmp_path / "games.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     rollout = load_rollout(config("games:higher_or_lower", max_guesses=3), TOKENIZER)
-    [sample] = asyncio.run(rollout(ScriptedPolicy("5", "x", "144").context(), prompt("?"), SAMPLING, 1))
-    assert sample.text == "5 higher\nx a number!\n144" and sample.reward == 1.0 and sample.metrics == {"guesses": 3}
-    assert sample_problems([sample], 1, SAMPLING.max_tokens, VOCABULARY) == [] and sample.summary().turns == 3
-    [lost] = asyncio.run(rollout(ScriptedPolicy("145", "1", "2").context(), prompt("?"), SAMPLING, 1))
+    [sample] = asyncio.run(
+        rollout(ScriptedPolicy("5", "x", "144").context(), prompt("?"), SAMPLING, 1)
+    )
+    assert (
+        sample.text == "5 higher\nx a number!\n144"
+        and sample.reward == 1.0
+        and sample.metrics == {"guesses": 3}
+    )
+    assert (
+        sample_problems([sample], 1, SAMPLING.max_tokens, VOCABULARY) == []
+        and sample.summary().turns == 3
+    )
+    [lost] = asyncio.run(
+        rollout(ScriptedPolicy("145", "1", "2").context(), prompt("?"), SAMPLING, 1)
+    )
     assert lost.text == "145 lower\n1 higher\n2 higher\n" and lost.reward == 0.0
-    with pytest.raises(ConfigError, match="rollout.args.max_guess=3: unknown argument; did you mean max_guesses"):
+    with pytest.raises(
+        ConfigError, match="rollout.args.max_guess=3: unknown argument; did you mean max_guesses"
+    ):
         load_rollout(config("games:higher_or_lower", max_guess=3), TOKENIZER)
 
 
 def test_the_documented_run_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     text = (ROOT / "docs/own_run.md").read_text()
-    codes, [settings] = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "yaml"))
+    codes, [settings] = (
+        re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "yaml")
+    )
     (tmp_path / "graders.py").write_text("\n".join(codes))
     (tmp_path / "run.yaml").write_text(settings)
     monkeypatch.chdir(tmp_path)

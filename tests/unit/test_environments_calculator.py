@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from megarl.rollouts.environments.calculator import MAX_CHARS, MAX_NESTING, calculate
 
-Expression = tuple[str, Fraction, int]  # text, value by Fraction, binding strength: 0 sum, 1 product, 2 factor
+# text, value by Fraction, binding strength: 0 sum, 1 product, 2 factor
+Expression = tuple[str, Fraction, int]
 
 
 def parenthesised(expression: Expression, strength: int) -> str:
@@ -21,7 +22,12 @@ def parenthesised(expression: Expression, strength: int) -> str:
 def combine(left: Expression, operator: str, right: Expression) -> Expression:
     strength = int(operator in "*/")
     text = f"{parenthesised(left, strength)} {operator}{parenthesised(right, strength + 1)}"
-    value = {"+": left[1].__add__, "-": left[1].__sub__, "*": left[1].__mul__, "/": left[1].__truediv__}[operator](right[1] or Fraction(1))
+    value = {
+        "+": left[1].__add__,
+        "-": left[1].__sub__,
+        "*": left[1].__mul__,
+        "/": left[1].__truediv__,
+    }[operator](right[1] or Fraction(1))
     return text, value, strength
 
 
@@ -30,7 +36,9 @@ numbers = integers | st.decimals(0, 99, places=2).map(lambda d: (f"{d:f}", Fract
 expressions = st.recursive(
     numbers,
     lambda inner: (
-        st.tuples(inner, st.sampled_from("+-*/"), inner).filter(lambda t: t[2][1] != 0).map(lambda t: combine(*t))
+        st.tuples(inner, st.sampled_from("+-*/"), inner)
+        .filter(lambda t: t[2][1] != 0)
+        .map(lambda t: combine(*t))
         | inner.map(lambda e: (f"-{parenthesised(e, 2)}", -e[1], 2))
     ),
     max_leaves=6,
@@ -41,12 +49,22 @@ expressions = st.recursive(
 def test_equals_exact_arithmetic(expression: Expression) -> None:
     text, value, _ = expression
     result = Fraction(calculate(text))
-    assert result == value if value.denominator == 1 else abs(result - value) <= Fraction(1, 2 * 10**6)
+    assert (
+        result == value if value.denominator == 1 else abs(result - value) <= Fraction(1, 2 * 10**6)
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "result"),
-    [("347*286", "99242"), ("2-3-4", "-5"), ("12/3/2", "2"), ("2+3*4", "14"), ("--2", "2"), ("-1/3", "-0.333333"), ("-1/9000000", "0")],
+    [
+        ("347*286", "99242"),
+        ("2-3-4", "-5"),
+        ("12/3/2", "2"),
+        ("2+3*4", "14"),
+        ("--2", "2"),
+        ("-1/3", "-0.333333"),
+        ("-1/9000000", "0"),
+    ],
 )
 def test_precedence_and_form(text: str, result: str) -> None:
     assert calculate(text) == result
@@ -55,11 +73,16 @@ def test_precedence_and_form(text: str, result: str) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "not arithmetic"), ("2**3", "not arithmetic"), ("1 2", "not arithmetic"), ("1.", "not arithmetic"), ("1e5", "not arithmetic"),
-        ("\u0663+1", "not arithmetic"), ("\u00b2", "not arithmetic"), ("1\n+1", "not arithmetic"), ("__import__('os')", "not arithmetic"),
-        ("(1", "not closed"), ("1)", "not arithmetic"), ("1/0", "division by zero"), ("1/(2-2)", "division by zero"),
-        ("1" * (MAX_CHARS + 1), "more than"), ("9" * 150, "too large"), ("*".join(["999999999999"] * 12), "too large"),
-        ("(" * (MAX_NESTING + 1) + "1" + ")" * (MAX_NESTING + 1), "nested"), ("-" * MAX_CHARS, "nested"), ("(" * MAX_CHARS, "nested"),
+        ("", "not arithmetic"), ("2**3", "not arithmetic"), ("1 2", "not arithmetic"),
+        ("1.", "not arithmetic"), ("1e5", "not arithmetic"),
+        ("\u0663+1", "not arithmetic"), ("\u00b2", "not arithmetic"), ("1\n+1", "not arithmetic"),
+        ("__import__('os')", "not arithmetic"),
+        ("(1", "not closed"), ("1)", "not arithmetic"), ("1/0", "division by zero"),
+        ("1/(2-2)", "division by zero"),
+        ("1" * (MAX_CHARS + 1), "more than"), ("9" * 150, "too large"),
+        ("*".join(["999999999999"] * 12), "too large"),
+        ("(" * (MAX_NESTING + 1) + "1" + ")" * (MAX_NESTING + 1), "nested"),
+        ("-" * MAX_CHARS, "nested"), ("(" * MAX_CHARS, "nested"),
     ],
 )  # fmt: skip
 def test_whatever_is_no_arithmetic_is_refused_with_a_reason(text: str, reason: str) -> None:

@@ -1,4 +1,6 @@
-"""Engines that only evaluate: when a run has them, which versions they get, and what becomes of the other versions."""
+"""Engines that only evaluate: when a run has them, which versions they get, and what becomes of the
+other versions.
+"""
 
 from __future__ import annotations
 
@@ -57,20 +59,42 @@ def test_the_first_the_last_and_every_nth_version_are_due(tmp_path: Path) -> Non
     assert [version for version in range(11) if is_due(settings, version)] == [0, 10]
 
 
-def test_they_have_the_sizes_and_the_format_of_the_generators_and_are_written_whole(tmp_path: Path) -> None:
-    more = ["generator.tp=2", "generator.engines=3", "generator.quantization=fp8_block", "weights.delta=auto", "observe.probe_every=5"]
-    plan = resolve(config(tmp_path, HELD_OUT, "eval.engines=2", "async.partial_rollout=in_flight", *more))
+def test_they_have_the_sizes_and_the_format_of_the_generators_and_are_written_whole(
+    tmp_path: Path,
+) -> None:
+    more = [
+        "generator.tp=2",
+        "generator.engines=3",
+        "generator.quantization=fp8_block",
+        "weights.delta=auto",
+        "observe.probe_every=5",
+    ]
+    plan = resolve(
+        config(tmp_path, HELD_OUT, "eval.engines=2", "async.partial_rollout=in_flight", *more)
+    )
     own = evaluation_plan(plan)
-    assert (own.engines, own.groups[0].topology.tp) == (2, 2) and own.groups[0].dtype("float32") == plan.groups[0].dtype("float32")
+    assert (own.engines, own.groups[0].topology.tp) == (2, 2) and own.groups[0].dtype(
+        "float32"
+    ) == plan.groups[0].dtype("float32")
     assert own.config.generator.quantization == "fp8_block" and own.config.generator.engines == 2
-    assert (own.config.weights.delta, own.config.observe.probe_every, own.config.async_.partial_rollout) == ("off", 0, "block")
+    assert (
+        own.config.weights.delta,
+        own.config.observe.probe_every,
+        own.config.async_.partial_rollout,
+    ) == ("off", 0, "block")
     assert plan.engines == 3 and plan.config.weights.delta == "auto", "the run's own plan stays"
 
 
 @pytest.mark.parametrize("delta, alone", [("off", True), ("auto", False)])
-def test_adapters_reach_them_as_they_reach_the_generators(tmp_path: Path, delta: str, alone: bool) -> None:
-    """From their start, engines serve either adapters or merged weights, and evaluating engines do the same as others."""
-    plan = resolve(config(tmp_path, HELD_OUT, "eval.engines=1", "lora.rank=8", f"weights.delta={delta}"))
+def test_adapters_reach_them_as_they_reach_the_generators(
+    tmp_path: Path, delta: str, alone: bool
+) -> None:
+    """From their start, engines serve either adapters or merged weights, and evaluating engines do
+    the same as others.
+    """
+    plan = resolve(
+        config(tmp_path, HELD_OUT, "eval.engines=1", "lora.rank=8", f"weights.delta={delta}")
+    )
     own = evaluation_plan(plan)
     assert sends_adapters(plan.config, plan.spec) == sends_adapters(own.config, own.spec) == alone
 
@@ -81,7 +105,8 @@ def test_adapters_reach_them_as_they_reach_the_generators(tmp_path: Path, delta:
         (["eval.engines=1"], "eval.engines=1: needs a held-out set: set data.eval.source"),
         (
             [HELD_OUT, "eval.engines=1", "weights.transport=gloo"],
-            "weights.transport=gloo: with eval.engines=1 it must be neither gloo nor nccl, whose process groups cannot change: the loss of "
+            "weights.transport=gloo: with eval.engines=1 it must be neither gloo nor nccl, whose "
+            "process groups cannot change: the loss of "
             "one of these engines would end the run",
         ),
     ],
@@ -91,7 +116,16 @@ def test_what_they_cannot_be_is_refused(tmp_path: Path, overrides: list[str], pr
 
 
 def test_they_have_slots_of_their_own_in_a_run_alone(tmp_path: Path) -> None:
-    plan = resolve(config(tmp_path, HELD_OUT, "eval.engines=1", "generator.tp=2", "generator.engines=2", "trainer.dp=4"))
+    plan = resolve(
+        config(
+            tmp_path,
+            HELD_OUT,
+            "eval.engines=1",
+            "generator.tp=2",
+            "generator.engines=2",
+            "trainer.dp=4",
+        )
+    )
     [node] = placement(plan, Job("train", tmp_path, "trainer", "generator"), 1, 0)
     assert [(part.name, part.first_slot, part.ranks) for part in node.engines] == [
         ("engine.0", 4, 2), ("engine.1", 6, 2), ("eval_engine.0", 8, 2)
@@ -100,29 +134,53 @@ def test_they_have_slots_of_their_own_in_a_run_alone(tmp_path: Path) -> None:
     [node] = placement(plan, Job("eval", tmp_path, None, "evaluate"), 1, 0)
     assert [part.name for part in node.engines] == ["engine.0", "engine.1"]
     shown = render_launch(plan)  # nodes of 8 GPUs, as megarl plan counts them
-    assert "launch     2 nodes" in shown and "evaluation engines 0-0, 2 ranks of each on a node" in shown
+    assert (
+        "launch     2 nodes" in shown
+        and "evaluation engines 0-0, 2 ranks of each on a node" in shown
+    )
 
 
 def test_the_planner_counts_their_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config(tmp_path)
-    sizes = [str(tmp_path / "run.yaml"), HELD_OUT, "generator.tp=4", "generator.engines=2", "trainer.tp=8"]
+    sizes = [
+        str(tmp_path / "run.yaml"),
+        HELD_OUT,
+        "generator.tp=4",
+        "generator.engines=2",
+        "trainer.tp=8",
+    ]
     assert main(["plan", *sizes, "eval.engines=3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["evaluation"] == {"ranks": 12, "engines": 3}
     assert main(["plan", *sizes, "eval.engines=3"]) == 0
     assert "evaluation engines 3, tp 4: 12 ranks; as the generator's\n" in capsys.readouterr().out
     shares = {}
     for number in (0, 2):
-        assert main(["plan", *sizes, f"eval.engines={number}", "--search", "--gpus", "32", "--json"]) == 0
+        assert (
+            main(["plan", *sizes, f"eval.engines={number}", "--search", "--gpus", "32", "--json"])
+            == 0
+        )
         facts = json.loads(capsys.readouterr().out)
-        shares[number] = facts["trainer"]["ranks"] + facts["generator"]["ranks"] + facts.get("evaluation", {}).get("ranks", 0)
-    assert all(ranks <= 32 for ranks in shares.values()), f"a search leaves them their share of the budget: {shares}"
+        shares[number] = (
+            facts["trainer"]["ranks"]
+            + facts["generator"]["ranks"]
+            + facts.get("evaluation", {}).get("ranks", 0)
+        )
+    assert all(ranks <= 32 for ranks in shares.values()), (
+        f"a search leaves them their share of the budget: {shares}"
+    )
 
 
 def test_their_lanes_come_after_the_engines(tmp_path: Path) -> None:
     for process, spans in {
         "generator.0": [("generate batch 0", "main")],
-        "evaluator.0": [("evaluation weights 2", "eval_engine.0"), ("evaluate version 2", "eval_engine.0")],
-        "trainer.0": [("write evaluation weights 2", "main"), ("wait for evaluation engines to take weights 2", "main")],
+        "evaluator.0": [
+            ("evaluation weights 2", "eval_engine.0"),
+            ("evaluate version 2", "eval_engine.0"),
+        ],
+        "trainer.0": [
+            ("write evaluation weights 2", "main"),
+            ("wait for evaluation engines to take weights 2", "main"),
+        ],
     }.items():
         trace = TraceWriter(tmp_path, process)
         for name, track in spans:
@@ -130,8 +188,13 @@ def test_their_lanes_come_after_the_engines(tmp_path: Path) -> None:
         trace.close()
     found = RunReader(tmp_path, 1 << 20).read()
     assert [*found["lanes"]] == ["trainer.0", "generator.0", "eval_engine.0"]
-    assert [span[0] for span in found["lanes"]["eval_engine.0"]] == ["evaluation weights", "evaluate"]
-    assert {span[0] for span in found["lanes"]["trainer.0"]} == {"evaluation weights"}, "none of the generator's updates"
+    assert [span[0] for span in found["lanes"]["eval_engine.0"]] == [
+        "evaluation weights",
+        "evaluate",
+    ]
+    assert {span[0] for span in found["lanes"]["trainer.0"]} == {"evaluation weights"}, (
+        "none of the generator's updates"
+    )
     assert found["pauses"] == [] and found["pairs"] == {}
 
 
@@ -145,7 +208,10 @@ def test_a_journal_says_what_became_of_each_version(tmp_path: Path) -> None:
     note(tmp_path, 10, BEGUN)
     with open(tmp_path / "eval/journal.jsonl", "a") as file:
         file.write('{"version": 12, "wh')
-    assert missed(tmp_path) == {6: (SKIPPED, "version 4 was still being evaluated"), 8: (FAILED, "its engines were lost")}
+    assert missed(tmp_path) == {
+        6: (SKIPPED, "version 4 was still being evaluated"),
+        8: (FAILED, "its engines were lost"),
+    }
 
     forget_after(tmp_path, 8)
     assert read_journal(tmp_path).keys() == {0, 2, 4, 6, 8}
@@ -175,7 +241,8 @@ def test_a_run_that_has_made_its_last_step_may_still_lack_its_last_scores(tmp_pa
 
 
 def test_what_was_missed_is_counted_in_the_next_row(tmp_path: Path) -> None:
-    writer, new = MetricsWriter(tmp_path), NewEvaluations(tmp_path)
+    writer = MetricsWriter(tmp_path)
+    new = NewEvaluations(tmp_path)
     writer.write(0, {"loss": 0.0, **new.metrics()})
     note(tmp_path, 2, SKIPPED, "…")
     note(tmp_path, 4, SKIPPED, "…")
@@ -186,13 +253,25 @@ def test_what_was_missed_is_counted_in_the_next_row(tmp_path: Path) -> None:
     for _ in range(2):
         complete_metrics(tmp_path)
         rows = read_metrics(tmp_path / METRICS_FILE)
-        found = [{key: value for key, value in row.items() if key.startswith("eval/")} for row in rows]
+        found = [
+            {key: value for key, value in row.items() if key.startswith("eval/")} for row in rows
+        ]
         assert found == [{}, {"eval/skipped": 2}, {"eval/skipped": 2, "eval/failed": 1}]
-    assert missed_lines(rows) == ["evaluations by step 1: 2 skipped", "evaluations by step 2: 2 skipped, 1 failed"]
+    assert missed_lines(rows) == [
+        "evaluations by step 1: 2 skipped",
+        "evaluations by step 2: 2 skipped, 1 failed",
+    ]
 
 
-def test_the_checkpoint_of_a_version_stays_until_its_score_is_known_or_will_never_be(tmp_path: Path) -> None:
-    best = ["checkpoint.every=2", "eval.every=2", "eval.engines=1", "checkpoint.keep_best=eval/pass@1"]
+def test_the_checkpoint_of_a_version_stays_until_its_score_is_known_or_will_never_be(
+    tmp_path: Path,
+) -> None:
+    best = [
+        "checkpoint.every=2",
+        "eval.every=2",
+        "eval.engines=1",
+        "checkpoint.keep_best=eval/pass@1",
+    ]
     settings = load_config(CONFIGS / "quickstart.yaml", [f"run_dir={tmp_path}", *best])
     for step in (2, 4, 6, 8):
         checkpoint_path(tmp_path, step).mkdir(parents=True)
@@ -246,8 +325,15 @@ class Receiver(EvaluationReceiver):
 
     def __init__(self, fleet):
         timeouts = SimpleNamespace(rollouts_s=100.0, weights_s=10.0)
-        self._plan = SimpleNamespace(config=SimpleNamespace(max_steps=10, timeouts=timeouts, weights=SimpleNamespace(audited=True)))
-        self._link, self._trainers, self._hosts, self._updates = Link(), ["trainer.0"], ["here"], 0
+        self._plan = SimpleNamespace(
+            config=SimpleNamespace(
+                max_steps=10, timeouts=timeouts, weights=SimpleNamespace(audited=True)
+            )
+        )
+        self._link = Link()
+        self._trainers = ["trainer.0"]
+        self._hosts = ["here"]
+        self._updates = 0
         self.offered: asyncio.Queue[Version] = asyncio.Queue()
         self._offers = self._sessions = self
         self.fixed_ = ""
@@ -267,7 +353,11 @@ class Receiver(EvaluationReceiver):
 
     def grants(self) -> list[tuple[Version, int, bool]]:
         """(version, engines, whether to offer it again) of each refused offer."""
-        return [(grant.version, grant.engines, grant.later) for grant in self._link.told if isinstance(grant, WeightsGrant)]
+        return [
+            (grant.version, grant.engines, grant.later)
+            for grant in self._link.told
+            if isinstance(grant, WeightsGrant)
+        ]
 
 
 def receiving(body, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +366,8 @@ def receiving(body, monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def within() -> None:
         fleet, _ = fake_fleets.of(1)
-        receiver, driver = Receiver(fleet), Driver(fleet)
+        receiver = Receiver(fleet)
+        driver = Driver(fleet)
         task = asyncio.ensure_future(receiver.take_all(driver))
         try:
             await body(receiver, driver, fleet, task)
@@ -291,13 +382,17 @@ async def until(holds) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_version_that_is_due_too_early_is_skipped_and_the_last_one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_is_due_too_early_is_skipped_and_the_last_one_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def body(receiver, driver, fleet, task) -> None:
         for version in (0, 2, 4):
             receiver.offered.put_nowait(version)
         await until(lambda: len(driver.missed) == 2)
         assert driver.begun == [0] and receiver.grants() == [(2, (), False), (4, (), False)]
-        assert driver.missed == [(version, "skipped", "version 0 was still being evaluated") for version in (2, 4)]
+        assert driver.missed == [
+            (version, "skipped", "version 0 was still being evaluated") for version in (2, 4)
+        ]
         receiver.offered.put_nowait(10)
         await until(lambda: receiver.grants()[2:] == [(10, (), True)])
         receiver.offered.put_nowait(10)
@@ -308,23 +403,33 @@ def test_a_version_that_is_due_too_early_is_skipped_and_the_last_one_waits(monke
     receiving(body, monkeypatch)
 
 
-def test_a_version_fails_while_no_engine_is_there_and_the_last_one_waits_until_none_can_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_fails_while_no_engine_is_there_and_the_last_one_waits_until_none_can_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def body(receiver, driver, fleet, task) -> None:
         fleet.lose(EngineUnreachable(fleet.engines[0].url, "it died"))
         receiver.offered.put_nowait(2)
         await until(lambda: driver.missed)
-        assert driver.missed == [(2, "failed", "no engine was there: it died")] and receiver.grants() == [(2, (), False)]
+        assert driver.missed == [
+            (2, "failed", "no engine was there: it died")
+        ] and receiver.grants() == [(2, (), False)]
         receiver.offered.put_nowait(10)
         await until(lambda: receiver.grants()[1:] == [(10, (), True)])
         driver.gone = "no engine was there, and none will be"
         receiver.offered.put_nowait(10)
         await task
-        assert driver.missed[1:] == [(10, "failed", driver.gone)] and receiver.grants()[2:] == [(10, (), False)] and not driver.begun
+        assert (
+            driver.missed[1:] == [(10, "failed", driver.gone)]
+            and receiver.grants()[2:] == [(10, (), False)]
+            and not driver.begun
+        )
 
     receiving(body, monkeypatch)
 
 
-def test_an_engine_that_came_back_takes_part_unless_the_transport_is_tied_to_those_that_were_there(monkeypatch) -> None:
+def test_an_engine_that_came_back_takes_part_unless_the_transport_is_tied_to_those_that_were_there(
+    monkeypatch,
+) -> None:
     async def body(receiver, driver, fleet, task) -> None:
         fleet.lose(EngineUnreachable(fleet.engines[0].url, "it died"))
         fleet.come_back(0)

@@ -19,7 +19,9 @@ from megarl.rewards.verify import majority, majority_at, vote
 @pytest.mark.parametrize(("right", "prompts"), [(0, 30), (30, 30), (1, 7), (37, 100), (499, 500)])
 def test_with_one_sample_a_prompt_it_is_wilsons(right: int, prompts: int) -> None:
     found = binomtest(right, prompts).proportion_ci(0.95, "wilson")
-    assert interval([1.0] * right + [0.0] * (prompts - right), 1) == pytest.approx((found.low, found.high), abs=1e-12)
+    assert interval([1.0] * right + [0.0] * (prompts - right), 1) == pytest.approx(
+        (found.low, found.high), abs=1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,15 +37,25 @@ def test_with_one_sample_a_prompt_it_is_wilsons(right: int, prompts: int) -> Non
         (500, 1, 3, 1),
     ],
 )
-def test_it_covers_the_mean_of_all_prompts_there_might_be(prompts: int, samples: int, a: float, b: float) -> None:
-    """The prompts' chances of a right answer have a beta distribution, from equal for all to nearly always 0 or 1."""
-    rng, times = np.random.default_rng(5), 2000
+def test_it_covers_the_mean_of_all_prompts_there_might_be(
+    prompts: int, samples: int, a: float, b: float
+) -> None:
+    """The prompts' chances of a right answer have a beta distribution, from equal for all to nearly
+    always 0 or 1.
+    """
+    rng = np.random.default_rng(5)
+    times = 2000
     drawn = rng.binomial(samples, rng.beta(a, b, (times, prompts))) / samples
-    inside = fmean(low <= a / (a + b) <= high for low, high in (interval(list(map(float, row)), samples) for row in drawn))
+    inside = fmean(
+        low <= a / (a + b) <= high
+        for low, high in (interval(list(map(float, row)), samples) for row in drawn)
+    )
     assert 0.935 <= inside <= 0.97, inside
 
 
-@pytest.mark.parametrize("shares", [[1.0] * 16, [1.0] * 500, [0.0] * 7, [0.3, 0.7], [0.25] * 3, [0.5]])
+@pytest.mark.parametrize(
+    "shares", [[1.0] * 16, [1.0] * 500, [0.0] * 7, [0.3, 0.7], [0.25] * 3, [0.5]]
+)
 def test_it_has_the_mean_inside(shares: list[float]) -> None:
     low, high = interval(shares, 4)
     assert 0 <= low <= fmean(shares) <= high <= 1 and high - low > 0
@@ -81,13 +93,22 @@ def test_maj_at_k_is_without_bias() -> None:
     votes = [True, "7", "7", True, "8", None]
     for k in (1, 2, 3, 4, 6):
         everything = fmean(majority(order[:k]) for order in permutations(votes))
-        assert fmean(majority_at(k, order) for order in permutations(votes)) == pytest.approx(everything)
+        assert fmean(majority_at(k, order) for order in permutations(votes)) == pytest.approx(
+            everything
+        )
 
 
 def test_answers_that_say_the_same_are_one_vote() -> None:
-    assert vote("math", "\\boxed{0.50}", False) == vote("math", "so it is 1/2, that is \\boxed{\\frac12} or \\boxed{.5}", False) == "1/2"
+    assert (
+        vote("math", "\\boxed{0.50}", False)
+        == vote("math", "so it is 1/2, that is \\boxed{\\frac12} or \\boxed{.5}", False)
+        == "1/2"
+    )
     assert vote("math", "\\boxed{x + 1}", False) == vote("math", "the answer is x+1.", False)
-    assert vote("choice", "the answer is (C)", False) == "C" and vote("choice", "I do not know", False) is None
+    assert (
+        vote("choice", "the answer is (C)", False) == "C"
+        and vote("choice", "I do not know", False) is None
+    )
     assert vote("math", "\\boxed{1}", True) is True and vote("math", "", False) is None
 
 
@@ -95,10 +116,23 @@ def test_scores_of_a_set_have_majorities_and_the_ends_of_their_intervals() -> No
     def sample(text: str, reward: float) -> Sample:
         return Sample([1], [0.0], [0], text, reward, "stop")
 
-    right, seven, eight = sample("\\boxed{3}", 1.0), sample("\\boxed{7}", 0.0), sample("\\boxed{8}", 0.0)
-    groups = [Group(Prompt(i, [1], "", ""), own) for i, own in enumerate([[right, seven, right, eight], [seven, seven, right, eight]])]
+    right = sample("\\boxed{3}", 1.0)
+    seven = sample("\\boxed{7}", 0.0)
+    eight = sample("\\boxed{8}", 0.0)
+    groups = [
+        Group(Prompt(i, [1], "", ""), own)
+        for i, own in enumerate([[right, seven, right, eight], [seven, seven, right, eight]])
+    ]
     found = scores(groups, grader="math")
-    assert (found["avg@4"], found["pass@1"], found["pass@4"], found["maj@4"]) == (0.375, 0.375, 1.0, 0.5)
-    low, high = found["ci95/avg@4/low"], found["ci95/avg@4/high"]
+    assert (found["avg@4"], found["pass@1"], found["pass@4"], found["maj@4"]) == (
+        0.375,
+        0.375,
+        1.0,
+        0.5,
+    )
+    low = found["ci95/avg@4/low"]
+    high = found["ci95/avg@4/high"]
     assert (low, high) == interval([0.5, 0.25], 4) and low < 0.375 < high
-    assert not any("maj" in key for key in scores(groups)) and "pass@1" not in scores(groups, graded=True)
+    assert not any("maj" in key for key in scores(groups)) and "pass@1" not in scores(
+        groups, graded=True
+    )

@@ -19,7 +19,9 @@ from megarl.rollouts.rollout import Rollout
 
 
 def sample(reward: float, tokens: int = 1) -> Sample:
-    return Sample([1] * tokens, [0.0] * tokens, [0] * tokens, "", reward, "stop" if tokens < 3 else "length")
+    return Sample(
+        [1] * tokens, [0.0] * tokens, [0] * tokens, "", reward, "stop" if tokens < 3 else "length"
+    )
 
 
 class FakeTokenizer:
@@ -27,11 +29,15 @@ class FakeTokenizer:
 
 
 def evaluated(rollout: Rollout, held_out: HeldOutSet) -> dict[str, float]:
-    return asyncio.run(answer_all(rollout, held_out, FakeTokenizer(), at_once=8, config=RunConfig()))
+    return asyncio.run(
+        answer_all(rollout, held_out, FakeTokenizer(), at_once=8, config=RunConfig())
+    )
 
 
 def test_an_evaluation_asks_for_no_more_at_once_than_engines_have_places():
-    running, most, asked = 0, 0, []
+    running = 0
+    most = 0
+    asked = []
 
     async def rollout(prompt: Prompt, sampling: Sampling, n: int) -> Group:
         nonlocal running, most
@@ -48,11 +54,27 @@ def test_an_evaluation_asks_for_no_more_at_once_than_engines_have_places():
     result = evaluated(rollout, greedy)
     assert (most, result["correct"], result["prompts"], result["pass@1"]) == (8, 5, 10, 0.5)
     hard = evaluated(rollout, several)
-    assert (hard["pass@1"], hard["pass@2"], hard["pass@4"], hard["avg@4"]) == (0.5, 5 / 6, 1.0, 0.5) and hard["samples"] == 12
+    assert (hard["pass@1"], hard["pass@2"], hard["pass@4"], hard["avg@4"]) == (
+        0.5,
+        5 / 6,
+        1.0,
+        0.5,
+    ) and hard["samples"] == 12
     seedless = [replace(sampling, seed=None) for sampling in (asked[0], asked[-1])]
-    assert seedless == [Sampling(5, 0.0, stop_token_ids=(7,)), Sampling(9, 0.8, 0.9, stop_token_ids=(7,), stop=("\n",))]
+    assert seedless == [
+        Sampling(5, 0.0, stop_token_ids=(7,)),
+        Sampling(9, 0.8, 0.9, stop_token_ids=(7,), stop=("\n",)),
+    ]
     assert asked[0].seed != asked[-1].seed, "sets have seeds of their own"
-    assert hard["sampling"] == {"samples": 4, "max_tokens": 9, "temperature": 0.8, "top_p": 0.9, "top_k": -1, "min_p": 0.0, "stop": ["\n"]}
+    assert hard["sampling"] == {
+        "samples": 4,
+        "max_tokens": 9,
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "top_k": -1,
+        "min_p": 0.0,
+        "stop": ["\n"],
+    }
     most = 0
     evaluated(rollout, HeldOutSet("", prompts, 64, Sampling(1, 1.0)))
     assert most == 64, "one prompt at a time where its samples alone fill the engines"
@@ -69,8 +91,13 @@ def test_pass_at_k_is_the_mean_over_all_draws_of_k_samples():
 def test_scores_count_lengths_and_rewards_of_every_sample():
     groups = [Group(Prompt(0, [1], "", ""), [sample(1.0), sample(0.5, 3), sample(2.0)])]
     found = scores(groups)
-    assert found["pass@1"] == pytest.approx(2 / 3) and found["pass@3"] == 1.0 and found["correct"] == 2
-    assert (found["reward/mean"], found["response_tokens/mean"]) == (pytest.approx(3.5 / 3), pytest.approx(5 / 3))
+    assert (
+        found["pass@1"] == pytest.approx(2 / 3) and found["pass@3"] == 1.0 and found["correct"] == 2
+    )
+    assert (found["reward/mean"], found["response_tokens/mean"]) == (
+        pytest.approx(3.5 / 3),
+        pytest.approx(5 / 3),
+    )
     assert found["truncated_fraction"] == pytest.approx(1 / 3)
 
 

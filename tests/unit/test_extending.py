@@ -1,4 +1,6 @@
-"""docs/extending.md: each file of that page, alone in a folder, is accepted by its setting, and does what the page says."""
+"""docs/extending.md: each file of that page, alone in a folder, is accepted by its setting, and
+does what the page says.
+"""
 
 from __future__ import annotations
 
@@ -42,15 +44,26 @@ def folder(tmp_path, monkeypatch):
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    monkeypatch.setattr(
+        sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))]
+    )
     yield tmp_path
     for name in FILES:
         sys.modules.pop(name.removesuffix(".py"), None)
 
 
 def test_the_page_has_one_short_file_for_each():
-    assert sorted(FILES) == ["my_family.py", "my_reward.py", "my_rollout.py", "my_rule.py", "my_transport.py"]
-    lengths = {name: len([line for line in text.splitlines() if line.strip()]) for name, text in FILES.items()}
+    assert sorted(FILES) == [
+        "my_family.py",
+        "my_reward.py",
+        "my_rollout.py",
+        "my_rule.py",
+        "my_transport.py",
+    ]
+    lengths = {
+        name: len([line for line in text.splitlines() if line.strip()])
+        for name, text in FILES.items()
+    }
     assert all(length <= MOST_LINES for length in lengths.values()), lengths
 
 
@@ -81,18 +94,29 @@ def test_the_environment():
         return Score(float(request.response.startswith(request.answer)))
 
     context = RolloutContext(tokenizer, generate, score, None, 5.0)
-    [sample] = asyncio.run(find_rollout(config)(tokenizer)(context, Prompt(0, [81], "Q", "7"), Sampling(16), 1))
+    [sample] = asyncio.run(
+        find_rollout(config)(tokenizer)(context, Prompt(0, [81], "Q", "7"), Sampling(16), 1)
+    )
     assert (sample.reward, sample.metrics["tries"]) == (1.0, 2)
-    assert [chr(t) for t, policy in zip(sample.token_ids, sample.policy_mask) if not policy] == ["?"]
+    assert [chr(t) for t, policy in zip(sample.token_ids, sample.policy_mask) if not policy] == [
+        "?"
+    ]
 
 
 def test_the_algorithm():
     algorithm = make_algorithm(AlgorithmConfig(name="my_rule:soft", rho=2.0))
-    mask, boundaries = torch.tensor([True, True, False]), torch.tensor([0, 1, 3], dtype=torch.int32)
-    mu, advantages = torch.tensor([-1.0, -3.0, 0.0]), torch.tensor([1.0, -1.0, 9.0])
+    mask = torch.tensor([True, True, False])
+    boundaries = torch.tensor([0, 1, 3], dtype=torch.int32)
+    mu = torch.tensor([-1.0, -3.0, 0.0])
+    advantages = torch.tensor([1.0, -1.0, 9.0])
     logprobs = torch.tensor([-1.0, -0.5, 0.0], requires_grad=True)
     tensors = dict(
-        boundaries=boundaries, loss_mask=mask, mu_logprobs=mu, advantages=advantages, reference_logprobs=None, proximal_logprobs=None
+        boundaries=boundaries,
+        loss_mask=mask,
+        mu_logprobs=mu,
+        advantages=advantages,
+        reference_logprobs=None,
+        proximal_logprobs=None,
     )
     output = algorithm.loss(logprobs, SimpleNamespace(**tensors))
     output.loss.backward()
@@ -104,35 +128,69 @@ def test_the_algorithm():
     ("name", "problem"),
     [
         ("my_rule:hard", "my_rule has no function or class hard"),
-        ("my_reward:ends_well", r"must take \(log_ratio, advantages, mask, boundaries, rho_min, rho\)"),
+        (
+            "my_reward:ends_well",
+            r"must take \(log_ratio, advantages, mask, boundaries, rho_min, rho\)",
+        ),
         ("no_such:rule", "cannot be imported"),
         ("wrong_rules:raw", "must return megarl.algorithms.losses.Weights, not Tensor"),
-        ("wrong_rules:summed", "must return one value a token; its weight of three tokens is tensor"),
+        (
+            "wrong_rules:summed",
+            "must return one value a token; its weight of three tokens is tensor",
+        ),
         ("wrong_rules:endless", "its weight must be finite where log_ratio is -inf"),
         ("wrong_rules:raises", "fails on three tokens: ZeroDivisionError"),
     ],
 )
 def test_an_algorithm_that_is_none(name, problem, folder):
     takes = "(log_ratio, advantages, mask, boundaries, rho_min, rho)"
-    returned = {"raw": "log_ratio.exp()", "summed": "Weights(mask.sum(), mask)", "endless": "Weights(-log_ratio, mask)", "raises": "1 / 0"}
-    functions = "\n".join(f"def {function}{takes}:\n    return {result}" for function, result in returned.items())
-    (folder / "wrong_rules.py").write_text(f"from megarl.algorithms.losses import Weights\n{functions}\n")
+    returned = {
+        "raw": "log_ratio.exp()",
+        "summed": "Weights(mask.sum(), mask)",
+        "endless": "Weights(-log_ratio, mask)",
+        "raises": "1 / 0",
+    }
+    functions = "\n".join(
+        f"def {function}{takes}:\n    return {result}" for function, result in returned.items()
+    )
+    (folder / "wrong_rules.py").write_text(
+        f"from megarl.algorithms.losses import Weights\n{functions}\n"
+    )
     with pytest.raises(ConfigError, match=f"algorithm.name={name}: {problem}"):
         make_algorithm(AlgorithmConfig(name=name))
 
 
 def test_the_transport():
-    """Both ends in one process: the file takes the written values, and gives them to live parameters of any strides."""
+    """Both ends in one process: the file takes the written values, and gives them to live
+    parameters of any strides.
+    """
     name = "my_transport:FileTransport"
     found = transport_class(name)
-    assert transport_between(name, this_host(), this_host()) == name and found.lands and found.one_sided
-    parameters = {"a": torch.nn.Parameter(torch.zeros(6, 5)), "b": torch.nn.Parameter(torch.zeros(3, 4).bfloat16().t())}
+    assert (
+        transport_between(name, this_host(), this_host()) == name
+        and found.lands
+        and found.one_sided
+    )
+    parameters = {
+        "a": torch.nn.Parameter(torch.zeros(6, 5)),
+        "b": torch.nn.Parameter(torch.zeros(3, 4).bfloat16().t()),
+    }
     worker = found.memory()
-    live = Live(2, name, Host(), "", parameters, lambda: {key: each.data for key, each in parameters.items()})
+    live = Live(
+        2,
+        name,
+        Host(),
+        "",
+        parameters,
+        lambda: {key: each.data for key, each in parameters.items()},
+    )
     endpoint = Endpoint.decode(worker.open(live, Offer()).encode())
     writer = found(0, 5.0)
     writer.connect([endpoint])
-    sources = {"x": torch.arange(30.0).view(6, 5), "y": torch.linspace(-3, 3, 12).view(4, 3).bfloat16()}
+    sources = {
+        "x": torch.arange(30.0).view(6, 5),
+        "y": torch.linspace(-3, 3, 12).view(4, 3).bfloat16(),
+    }
     copies = [
         Copy(0, "x", Box((0, 0), (6, 5)), 2, "a", Box((0, 0), (6, 5)), "identity", "float32", 0),
         Copy(0, "y", Box((0, 0), (4, 3)), 2, "b", Box((0, 0), (4, 3)), "identity", "bfloat16", 0),
@@ -143,8 +201,10 @@ def test_the_transport():
 
 
 CONFIG = {
-    "architectures": ["IQuestCoderForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 160, "max_position_embeddings": 128,
+    "architectures": ["IQuestCoderForCausalLM"], "model_type": "llama", "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 160,
+    "max_position_embeddings": 128,
     "use_sliding_window": False, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 
@@ -160,14 +220,22 @@ def test_the_family():
     theirs = {name: tuple(values.shape) for name, values in model.state_dict().items()}
     assert {tensor.name: tensor.shape for tensor in hf_layout(spec, "float32").tensors(0)} == theirs
     source = trainer_layout(spec, TrainerTopology(tp=2, pp=3), "bfloat16")
-    prove_exactly_once(ReshardMap.build(source, generator_layout(spec, GeneratorTopology(2, 2, 1, 1), "bfloat16", "cpu", None)))
+    prove_exactly_once(
+        ReshardMap.build(
+            source, generator_layout(spec, GeneratorTopology(2, 2, 1, 1), "bfloat16", "cpu", None)
+        )
+    )
 
 
 @pytest.mark.parametrize(
     ("config", "module", "problem"),
     [
         ({**CONFIG, "clip_qkv": 8.0}, "my_family", "clip_qkv = 8.0 is not supported"),
-        ({**CONFIG, "architectures": ["OtherForCausalLM"]}, "my_family", "model.family=my_family is for IQuestCoderForCausalLM"),
+        (
+            {**CONFIG, "architectures": ["OtherForCausalLM"]},
+            "my_family",
+            "model.family=my_family is for IQuestCoderForCausalLM",
+        ),
         (CONFIG, "my_rule", "model.family=my_rule: the module lacks ARCHITECTURES, read_spec"),
         (CONFIG, "no_such", "model.family=no_such: cannot be imported"),
     ],
@@ -181,7 +249,8 @@ def test_reward_keeps_defaults_that_it_is_not_given() -> None:
     def near(response, answer, tolerance=0.1, *others):
         return abs(float(response) - float(answer)) <= tolerance
 
-    def compute_score(solution_str, ground_truth, method="strict", format_score=0.0, score=1.0):  # as verl's for GSM8K
+    # as verl's for GSM8K
+    def compute_score(solution_str, ground_truth, method="strict", format_score=0.0, score=1.0):
         return score if method == "strict" and solution_str == ground_truth else format_score
 
     class Length:
@@ -198,7 +267,9 @@ def test_reward_keeps_defaults_that_it_is_not_given() -> None:
         (Length(), 3.0),
     ):
         names = parameters_of(function, "reward.name=x:f")
-        assert score_of(function(**dict(zip(names, arguments_of(request, names))))) == Score(score), function
+        assert score_of(function(**dict(zip(names, arguments_of(request, names))))) == Score(
+            score
+        ), function
 
 
 def test_reward_parameter_without_value_is_refused() -> None:
@@ -220,12 +291,27 @@ def test_reward_parameter_without_value_is_refused() -> None:
 
 def test_verls_reward_functions_are_called_as_verl_does() -> None:
     def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-        return {"score": float(solution_str == ground_truth), "index": extra_info["index"]} if data_source == "mine" else 0.0
+        return (
+            {"score": float(solution_str == ground_truth), "index": extra_info["index"]}
+            if data_source == "mine"
+            else 0.0
+        )
 
     parameters = parameters_of(compute_score, "reward.name")
     assert parameters == ["data_source", "solution_str", "ground_truth", "extra_info"]
-    row = {"data_source": "mine", "reward_model": {"ground_truth": ["7"]}, "extra_info": {"index": 3}}
+    row = {
+        "data_source": "mine",
+        "reward_model": {"ground_truth": ["7"]},
+        "extra_info": {"index": 3},
+    }
     request = ScoreRequest("7", '["7"]', row=row, source="maths")
-    assert arguments_of(request, parameters) == ["mine", "7", ["7"], {"index": 3}], "the answer as it is in the row, not as JSON"
-    assert arguments_of(ScoreRequest("7", "7", source="maths"), parameters) == ["maths", "7", "7", None]
+    assert arguments_of(request, parameters) == ["mine", "7", ["7"], {"index": 3}], (
+        "the answer as it is in the row, not as JSON"
+    )
+    assert arguments_of(ScoreRequest("7", "7", source="maths"), parameters) == [
+        "maths",
+        "7",
+        "7",
+        None,
+    ]
     assert score_of(compute_score(*arguments_of(request, parameters))) == Score(0.0, {"index": 3.0})

@@ -1,4 +1,7 @@
-"""A client's view of a fleet of engines: aborts, updates, lost engines, stop strings. The engines are fakes; tests/cpu has real ones."""
+"""A client's view of a fleet of engines: aborts, updates, lost engines, stop strings.
+
+The engines are fakes; tests/cpu has real ones.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,14 @@ import pytest
 from loops import DEADLINE_S, settle
 
 from megarl.generator.client import EngineClient, EngineUnreachable
-from megarl.generator.completions import Completion, EngineError, Sampling, StopStrings, completions_of, cut
+from megarl.generator.completions import (
+    Completion,
+    EngineError,
+    Sampling,
+    StopStrings,
+    completions_of,
+    cut,
+)
 from megarl.generator.fleet import Fleet, watch_returns
 
 
@@ -21,7 +31,9 @@ class FakeEngine:
     url = "engine"
 
     def __init__(self, answer):
-        self.answer, self.versions, self.aborted = answer, [], asyncio.Event()
+        self.answer = answer
+        self.versions = []
+        self.aborted = asyncio.Event()
 
     async def complete(self, inputs, samplings, version):
         self.versions.append(version)
@@ -37,7 +49,9 @@ def tokens_of(count: int, finish_reason: str) -> Completion:
 
 def test_a_response_is_put_together_from_its_cuts():
     async def answer(inputs, samplings):
-        seen.append([(len(tokens), sampling.max_tokens) for tokens, sampling in zip(inputs, samplings)])
+        seen.append(
+            [(len(tokens), sampling.max_tokens) for tokens, sampling in zip(inputs, samplings)]
+        )
         cut = [tokens_of(sampling.max_tokens, "length") for sampling in samplings]
         return [tokens_of(1, "stop"), *cut[1:]] if len(inputs[0]) >= 9 else cut
 
@@ -53,8 +67,10 @@ def test_a_response_is_put_together_from_its_cuts():
 
 
 def test_an_update_cuts_requests_where_they_are():
-    """With `resume` they keep their tokens; with `abort` they begin again, with the same seed. A request that was still on its way is
-    aborted again."""
+    """With `resume` they keep their tokens; with `abort` they begin again, with the same seed.
+
+    A request that was still on its way is aborted again.
+    """
 
     async def answer(inputs, samplings):
         seen.append([len(tokens) for tokens in inputs])
@@ -89,19 +105,37 @@ def test_an_update_cuts_requests_where_they_are():
 def test_the_last_token_of_an_aborted_answer_is_sampled_again():
     """That token might end the response, but an engine does not check it when it aborts a request."""
     tokens = [[-0.5, token, None] for token in (5, 6, 7)]
-    meta = {"weight_version": "3", "weight_versions": [{"version": "2", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 3}]}
+    meta = {
+        "weight_version": "3",
+        "weight_versions": [
+            {"version": "2", "start": 0, "end": 1},
+            {"version": "3", "start": 1, "end": 3},
+        ],
+    }
     finish = {"finish_reason": {"type": "abort"}}
-    answers = [{"meta_info": {**meta, **finish, "output_token_logprobs": tokens}}, {"meta_info": {"weight_version": "3", **finish}}]
+    answers = [
+        {"meta_info": {**meta, **finish, "output_token_logprobs": tokens}},
+        {"meta_info": {"weight_version": "3", **finish}},
+    ]
     cut, empty = completions_of("engine", json.dumps(answers).encode(), [Sampling(8)] * 2)
     assert cut == Completion([5, 6], [-0.5, -0.5], [2, 3], "abort")
     assert empty == Completion([], [], [], "abort")
     truncated = Sampling(8, top_k=4)
-    assert completions_of("engine", json.dumps(answers[:1]).encode(), [truncated]) == [empty], "its log-probs are missing"
+    assert completions_of("engine", json.dumps(answers[:1]).encode(), [truncated]) == [empty], (
+        "its log-probs are missing"
+    )
 
 
 def test_a_log_prob_that_is_no_number_names_the_engine():
-    meta = {"weight_version": "3", "finish_reason": {"type": "stop"}, "output_token_logprobs": [[None, 5, None]]}
-    with pytest.raises(EngineError, match="engine url gave an unreadable answer: Expected `float`, got `null`.*NaN or infinite"):
+    meta = {
+        "weight_version": "3",
+        "finish_reason": {"type": "stop"},
+        "output_token_logprobs": [[None, 5, None]],
+    }
+    with pytest.raises(
+        EngineError,
+        match="engine url gave an unreadable answer: Expected `float`, got `null`.*NaN or infinite",
+    ):
         completions_of("url", json.dumps([{"meta_info": meta}]).encode(), [Sampling(8)])
 
 
@@ -135,11 +169,20 @@ def test_an_abort_that_nobody_asked_for_is_an_error():
 
 
 def test_what_a_lost_engine_had_not_finished_goes_on_at_another():
-    """The first part of each response comes from the engine that is then lost. The other engine gets that part, and gives the rest."""
+    """The first part of each response comes from the engine that is then lost.
+
+    The other engine gets that part, and gives the rest.
+    """
 
     async def run():
-        fleet = Fleet([first := FakeEngine(lost_at_the_second), second := FakeEngine(answer)], "resume", chunk_tokens=4, elastic=True)
-        first.url, second.url = "first", "second"
+        fleet = Fleet(
+            [first := FakeEngine(lost_at_the_second), second := FakeEngine(answer)],
+            "resume",
+            chunk_tokens=4,
+            elastic=True,
+        )
+        first.url = "first"
+        second.url = "second"
         fleet.release(3)
         completions = await fleet.generate([1, 2, 3], Sampling(max_tokens=10), 2)
         assert fleet.serving == {1} and fleet.lost == {0: "gone"} and fleet.members == [1]
@@ -170,8 +213,11 @@ def test_what_waited_for_an_engine_that_was_lost_meanwhile_goes_to_another():
     """By then the lost engine may run again, but without the weights."""
 
     async def run():
-        fleet = Fleet([first := FakeEngine(answer), second := FakeEngine(answer)], "in_flight", elastic=True)
-        first.url, second.url = "first", "second"
+        fleet = Fleet(
+            [first := FakeEngine(answer), second := FakeEngine(answer)], "in_flight", elastic=True
+        )
+        first.url = "first"
+        second.url = "second"
         fleet.release(0)
         await fleet.hold(1)
         request = asyncio.create_task(fleet.generate([1], Sampling(max_tokens=2), 1))
@@ -213,7 +259,9 @@ def test_requests_wait_for_an_engine_to_come_back_when_none_is_left():
 
 
 @pytest.mark.parametrize("in_an_update, comes_back", [(False, True), (True, False)])
-def test_an_engine_whose_connection_broke_comes_back_though_it_never_ended(in_an_update, comes_back, monkeypatch):
+def test_an_engine_whose_connection_broke_comes_back_though_it_never_ended(
+    in_an_update, comes_back, monkeypatch
+):
     """Except an engine that may be half-written: it must be restarted, and then lacks our weights."""
 
     async def run():
@@ -223,7 +271,9 @@ def test_an_engine_whose_connection_broke_comes_back_though_it_never_ended(in_an
         if in_an_update:
             await fleet.hold(1)
         fleet.lose(EngineUnreachable("first", "reset by peer"))
-        watching = asyncio.create_task(watch_returns(fleet, Path("logs"), restarted=True, startup_timeout_s=10))
+        watching = asyncio.create_task(
+            watch_returns(fleet, Path("logs"), restarted=True, startup_timeout_s=10)
+        )
         await settle()
         assert fleet.returned == ({0} if comes_back else set()) and fleet.serving == {1}
         watching.cancel()
@@ -240,7 +290,10 @@ def test_an_engine_whose_connection_broke_comes_back_though_it_never_ended(in_an
 
 
 def test_a_lack_of_files_is_not_taken_for_the_loss_of_an_engine():
-    """Each connection takes a file descriptor. With an elastic fleet one engine after the other would count as lost."""
+    """Each connection takes a file descriptor.
+
+    With an elastic fleet one engine after the other would count as lost.
+    """
 
     async def run():
         client = EngineClient("http://127.0.0.1:9", "key", "key")
@@ -248,7 +301,9 @@ def test_a_lack_of_files_is_not_taken_for_the_loss_of_an_engine():
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
             with pytest.raises(
-                EngineError, match="no connection to engine http://127.0.0.1:9: Too many open files; raise ulimit -n"
+                EngineError,
+                match="no connection to engine http://127.0.0.1:9: Too many open files; raise "
+                "ulimit -n",
             ) as found:
                 await client.generate([1], Sampling(max_tokens=2))
         finally:
@@ -281,7 +336,10 @@ def test_a_fleet_that_is_not_elastic_raises():
 
 
 def test_a_stop_string_ends_a_response_wherever_its_tokens_came_from():
-    """It may be spread over two requests, and an engine may have continued after it. Cut tokens lose their log-probs and experts too."""
+    """It may be spread over two requests, and an engine may have continued after it.
+
+    Cut tokens lose their log-probs and experts too.
+    """
     texts = {1: "a", 2: "\n", 3: "En", 4: "d", 5: "End"}
     strings = "\nEnd", "zz"
 
@@ -289,22 +347,36 @@ def test_a_stop_string_ends_a_response_wherever_its_tokens_came_from():
         return "".join(texts[token] for token in ids)
 
     stops = StopStrings(strings, decode)
-    assert stops.end([1, 2, 3, 4, 1]) == 4 and stops.end([2, 5]) == 2 and stops.end([1, 3, 4]) is None and stops.end([]) is None
+    assert (
+        stops.end([1, 2, 3, 4, 1]) == 4
+        and stops.end([2, 5]) == 2
+        and stops.end([1, 3, 4]) is None
+        and stops.end([]) is None
+    )
 
     async def answer(inputs, samplings):
         more = [[1, 2, 3], [4, 1, 1]][len(inputs[0]) > 2]
         routing = bytes(len(inputs[0]) + len(more) - 1)
-        return [Completion(more, [-0.5 * token for token in more], [0] * len(more), "length", routing) for _ in inputs]
+        return [
+            Completion(more, [-0.5 * token for token in more], [0] * len(more), "length", routing)
+            for _ in inputs
+        ]
 
     async def run():
         fleet = Fleet([FakeEngine(answer)], "resume", chunk_tokens=3, decode=decode)
         return await fleet.generate([7, 7], Sampling(max_tokens=9, stop=strings), 1)
 
-    assert asyncio.run(run()) == [Completion([1, 2, 3, 4], [-0.5, -1.0, -1.5, -2.0], [0] * 4, "stop", bytes(5))]
+    assert asyncio.run(run()) == [
+        Completion([1, 2, 3, 4], [-0.5, -1.0, -1.5, -2.0], [0] * 4, "stop", bytes(5))
+    ]
 
 
 def test_stop_strings_are_refused_where_engines_cannot_look_for_them():
-    with pytest.raises(ValueError, match=r"Sampling.stop=\['x'\]: engines look for stop strings only if rollout.stop or eval.stop has one"):
+    with pytest.raises(
+        ValueError,
+        match=r"Sampling.stop=\['x'\]: engines look for stop strings only if rollout.stop or "
+        r"eval.stop has one",
+    ):
         asyncio.run(Fleet([]).generate([1], Sampling(max_tokens=2, stop=("x",)), 1))
 
 

@@ -1,4 +1,7 @@
-"""The generator's answers to `megarl engines`, and engines that have left. The engines are fakes; tests/cpu has a real run."""
+"""The generator's answers to `megarl engines`, and engines that have left.
+
+The engines are fakes; tests/cpu has a real run.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ class Link:
     """Hands out calls, and records the answers."""
 
     def __init__(self):
-        self.calls, self.answers = asyncio.Queue(), asyncio.Queue()
+        self.calls = asyncio.Queue()
+        self.answers = asyncio.Queue()
 
     async def arrival(self, kind, timeout_s, awaited):
         return "engines.1", await self.calls.get()
@@ -41,14 +45,23 @@ class Link:
 def with_calls(body, tmp_path, monkeypatch, on_failure="restart", fixed="", silence_s=60.0) -> None:
     monkeypatch.setattr(generator, "engine_client", lambda plan, rendezvous, url: Engine(url))
     monkeypatch.setattr(generator, "LOOK_S", 0.01)
-    timeouts, settings = SimpleNamespace(weights_s=1.0, silence_s=silence_s), SimpleNamespace(on_failure=on_failure)
+    timeouts = SimpleNamespace(weights_s=1.0, silence_s=silence_s)
+    settings = SimpleNamespace(on_failure=on_failure)
     plan = SimpleNamespace(config=SimpleNamespace(timeouts=timeouts, generator=settings))
 
     async def within():
         fleet, _ = of(2)
         fleet.elastic = on_failure != "fail"
-        background, link = Background(), Link()
-        calls = FleetCalls(plan, SimpleNamespace(key_file=str(tmp_path / "key")), link, fleet, background, lambda: fixed)
+        background = Background()
+        link = Link()
+        calls = FleetCalls(
+            plan,
+            SimpleNamespace(key_file=str(tmp_path / "key")),
+            link,
+            fleet,
+            background,
+            lambda: fixed,
+        )
         background.start(calls.serve(), "calls")
         background.start(calls.watch(), "watch")
         await background.beside(body(fleet, link))
@@ -63,13 +76,26 @@ def test_engines_are_added_listed_and_removed_by_calls(tmp_path, monkeypatch):
         assert [engine.number for engine in joined.engines] == [2, 3]
         absent = await link.ask(FleetCall("leave", engines=[1, 4]))
         assert absent.error == "engine 4: there is none; there are 0, 1, 2, 3"
-        assert (await link.ask(FleetCall("leave", engines=[0, 1]))).error.startswith("one engine at least must go on serving")
-        assert [engine.number for engine in (await link.ask(FleetCall("leave", count=1))).engines] == [3], "the newest"
+        assert (await link.ask(FleetCall("leave", engines=[0, 1]))).error.startswith(
+            "one engine at least must go on serving"
+        )
+        assert [
+            engine.number for engine in (await link.ask(FleetCall("leave", count=1))).engines
+        ] == [3], "the newest"
         assert (await link.ask(FleetCall("leave", engines=[0]))).error == ""
-        told = {engine.number: (engine.serving, engine.gone, engine.text) for engine in (await link.ask(FleetCall("list"))).engines}
-        assert told[0] == (False, True, "has left: by command") and told[2][2] == "joins: it is starting" and told[1][0]
+        told = {
+            engine.number: (engine.serving, engine.gone, engine.text)
+            for engine in (await link.ask(FleetCall("list"))).engines
+        }
+        assert (
+            told[0] == (False, True, "has left: by command")
+            and told[2][2] == "joins: it is starting"
+            and told[1][0]
+        )
         departures = Departures(tmp_path)
-        while not {"engine.0", "engine.3.1"} <= {name for name in ("engine.0", "engine.1", "engine.3.1") if name in departures}:
+        while not {"engine.0", "engine.3.1"} <= {
+            name for name in ("engine.0", "engine.1", "engine.3.1") if name in departures
+        }:
             departures = Departures(tmp_path)
             await asyncio.sleep(0.01)
         assert "engine.1" not in departures and "trainer.0" not in departures
@@ -82,14 +108,18 @@ def test_two_calls_at_once_do_not_remove_all_engines(tmp_path, monkeypatch):
         for engine in (0, 1):
             link.calls.put_nowait(FleetCall("leave", engines=[engine]))
         answers = [await link.answers.get() for _ in range(2)]
-        assert sorted(answer.error for answer in answers) == ["", "one engine at least must go on serving, and engine 1 would be gone"]
+        assert sorted(answer.error for answer in answers) == [
+            "",
+            "one engine at least must go on serving, and engine 1 would be gone",
+        ]
         assert fleet.serving == {1}
 
     with_calls(body, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "on_failure, fixed, why", [("fail", "", "generator.on_failure=fail"), ("restart", "weights go by gloo", "by gloo")]
+    "on_failure, fixed, why",
+    [("fail", "", "generator.on_failure=fail"), ("restart", "weights go by gloo", "by gloo")],
 )
 def test_a_fleet_that_cannot_change_says_so(on_failure, fixed, why, tmp_path, monkeypatch):
     async def body(fleet, link):
@@ -100,9 +130,17 @@ def test_a_fleet_that_cannot_change_says_so(on_failure, fixed, why, tmp_path, mo
     with_calls(body, tmp_path, monkeypatch, on_failure, fixed)
 
 
-@pytest.mark.parametrize("on_failure, silence_s, why", [("restart", 0.1, "no sign of life"), ("drop", 60.0, "it was lost")])
-def test_a_lost_engine_that_nobody_starts_again_has_left(on_failure, silence_s, why, tmp_path, monkeypatch):
-    """Its launcher is silent, or drops it. But a lost engine of the run's own launcher stays lost, until the launcher ends the run."""
+@pytest.mark.parametrize(
+    "on_failure, silence_s, why",
+    [("restart", 0.1, "no sign of life"), ("drop", 60.0, "it was lost")],
+)
+def test_a_lost_engine_that_nobody_starts_again_has_left(
+    on_failure, silence_s, why, tmp_path, monkeypatch
+):
+    """Its launcher is silent, or drops it.
+
+    But a lost engine of the run's own launcher stays lost, until the launcher ends the run.
+    """
 
     async def body(fleet, link):
         await link.ask(FleetCall("join", urls=["http://a"]))
@@ -126,16 +164,25 @@ def test_launchers_end_an_engine_that_has_left_and_do_not_start_it_again(tmp_pat
         keeper._departures = Departures(tmp_path)
         assert keeper.names == {"engine.1", "engine.1.1"}
         keeper.poll()
-        assert group.names == {"engine.10"} and "engine.1.1 has left the run, and is ended" in capsys.readouterr().out
+        assert (
+            group.names == {"engine.10"}
+            and "engine.1.1 has left the run, and is ended" in capsys.readouterr().out
+        )
 
 
 def test_engines_that_joined_outlast_the_generator_of_a_run_that_is_ending(tmp_path):
-    """The run's last launcher may take longer than the generator: it saves, ends processes, and writes the summary."""
-    ending, silent = RunningRun("run", tmp_path, rendezvous=SimpleNamespace()), SimpleNamespace(drain=lambda kind: [])
+    """The run's last launcher may take longer than the generator: it saves, ends processes, and
+    writes the summary.
+    """
+    ending, silent = (
+        RunningRun("run", tmp_path, rendezvous=SimpleNamespace()),
+        SimpleNamespace(drain=lambda kind: []),
+    )
 
     def membership(leave_s: float) -> Membership:
         found = Membership(ending, silent, [1], 0.0, leave_s)
-        found._beat_at, found._heard = math.inf, time.monotonic() - 1  # it asks nothing, and hears nothing
+        found._beat_at = math.inf
+        found._heard = time.monotonic() - 1  # it asks nothing, and hears nothing
         return found
 
     with pytest.raises(RuntimeError, match="no sign of life"):

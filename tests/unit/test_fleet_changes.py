@@ -37,8 +37,14 @@ def test_an_engine_that_joins_serves_when_it_has_started_and_has_the_weights():
     async def body():
         fleet, _ = of(1)
         added = Engine("http://new", is_fresh=False)
-        assert fleet.add(added) == 1 and fleet.size == 1 and fleet.describe(1) == "joins: it is starting"
-        watching = asyncio.create_task(watch_returns(fleet, Path("logs"), restarted=False, startup_timeout_s=10))
+        assert (
+            fleet.add(added) == 1
+            and fleet.size == 1
+            and fleet.describe(1) == "joins: it is starting"
+        )
+        watching = asyncio.create_task(
+            watch_returns(fleet, Path("logs"), restarted=False, startup_timeout_s=10)
+        )
         await settle()
         assert fleet.members == [0]
         added.is_fresh = True
@@ -59,21 +65,35 @@ def test_what_an_engine_that_leaves_had_begun_goes_on_at_others_from_the_tokens_
         await settle()
         assert (first.seen, second.seen) == ([(2, 4)], [])
         await fleet.leave(0, "by command", 5)
-        assert first.closed and fleet.gone == {0: "by command"} and fleet.serving == {1} and fleet.size == 1
+        assert (
+            first.closed
+            and fleet.gone == {0: "by command"}
+            and fleet.serving == {1}
+            and fleet.size == 1
+        )
         await settle()
         assert second.seen == [(2 + 7, 4)]
         second.finish.set()
-        assert [(len(completion.token_ids), completion.finish_reason) for completion in await request] == [(10, "length")] * 2
-        assert fleet.add(Engine("http://engine-0")) == 2, "no number is used twice, though the address is"
+        assert [
+            (len(completion.token_ids), completion.finish_reason) for completion in await request
+        ] == [(10, "length")] * 2
+        assert fleet.add(Engine("http://engine-0")) == 2, (
+            "no number is used twice, though the address is"
+        )
         fleet.lose(EngineUnreachable("http://engine-0", "gone"))
         assert fleet.lost.keys() == {2} and fleet.describe(0) == "has left: by command"
 
     run(body)
 
 
-@pytest.mark.parametrize("mode, from_token", [("block", 1), ("abort", 1), ("in_flight", 8), ("resume", 8)])
+@pytest.mark.parametrize(
+    "mode, from_token", [("block", 1), ("abort", 1), ("in_flight", 8), ("resume", 8)]
+)
 def test_a_response_keeps_to_one_version_where_the_mode_says_so(mode, from_token):
-    """An engine leaves while an update holds requests. With block and abort, its tokens are of the previous version."""
+    """An engine leaves while an update holds requests.
+
+    With block and abort, its tokens are of the previous version.
+    """
 
     async def body():
         fleet, (_, second) = of(2, mode)
@@ -121,7 +141,9 @@ def test_an_engine_that_hangs_leaves_at_the_deadline_and_its_requests_begin_agai
         await settle()
         await fleet.leave(0, "by command", 0.1)
         second.finish.set()
-        assert len((await request)[0].token_ids) == 10 and second.seen == [(1, 4)] and not fleet.lost
+        assert (
+            len((await request)[0].token_ids) == 10 and second.seen == [(1, 4)] and not fleet.lost
+        )
 
     run(body)
 
@@ -129,7 +151,9 @@ def test_an_engine_that_hangs_leaves_at_the_deadline_and_its_requests_begin_agai
 def test_an_abort_by_an_engine_that_stays_is_an_error():
     async def body():
         fleet, (_, second) = of(2)
-        requests = [asyncio.create_task(fleet.generate([1], Sampling(max_tokens=10), 1)) for _ in range(2)]
+        requests = [
+            asyncio.create_task(fleet.generate([1], Sampling(max_tokens=10), 1)) for _ in range(2)
+        ]
         await settle()
         second.cut.set()
         with pytest.raises(EngineError, match="engine-1 aborted a request without being asked to"):
@@ -151,28 +175,40 @@ def test_places_for_prompts_follow_the_number_of_engines():
 
 
 def test_trainer_ranks_make_a_map_with_relays_from_the_whole_one_each_time(monkeypatch):
-    """One engine has left and another joined: their number is the same, and their memory is opened again, with or without relays."""
-    whole, rule = tiny_map(tp=1, pp=1, dp=1, engines=4, generator_tp=1), RelayRule(INSIDE_HOSTS, 2)
+    """One engine has left and another joined: their number is the same, and their memory is opened
+    again, with or without relays.
+    """
+    whole = tiny_map(tp=1, pp=1, dp=1, engines=4, generator_tp=1)
+    rule = RelayRule(INSIDE_HOSTS, 2)
     written, forwarding = relayed(whole, rule)
     assert forwarding.relays
     with pytest.raises(ValueError, match="do not hold equally many replicas"):
         relayed(written, rule)
-    plan: Any = SimpleNamespace(config=RunConfig(), groups=engine_groups(GeneratorConfig(engines=4)), spec=None)
+    plan: Any = SimpleNamespace(
+        config=RunConfig(), groups=engine_groups(GeneratorConfig(engines=4)), spec=None
+    )
     link: Any = None
     trace = SimpleNamespace(mark=lambda *_, **__: None)
     executor: Any = SimpleNamespace(rank=0, layout=whole.source, trace=trace, get_model=dict)
-    sender, transport = WeightsSender(plan, link), Discard()
+    sender = WeightsSender(plan, link)
+    transport = Discard()
     sender._whole = whole
-    updates, made = FullUpdates(transport, whole, 0, plan.config), []
+    updates = FullUpdates(transport, whole, 0, plan.config)
+    made = []
     for way, map in [(rule, written), (rule, written), (None, whole)]:
         sender._connect(executor, updates, WeightsGrant(1, b"", (4,), way, map.plan_hash))
         made.append((updates._exchange, Counter(copy.destination_rank for copy in updates.copies)))
-        assert sum(copy.bytes for copy in updates.copies) == sum(copy.bytes for copy in map.copies_from(0))
-    assert made[0] == made[1] and made[2][0] is not made[0][0]  # only a different map is proven again
+        assert sum(copy.bytes for copy in updates.copies) == sum(
+            copy.bytes for copy in map.copies_from(0)
+        )
+    # only a different map is proven again
+    assert made[0] == made[1] and made[2][0] is not made[0][0]
 
 
 def test_maps_that_follow_each_other_share_a_group_for_the_amax_of_cut_tiles(monkeypatch):
-    """A new group of all trainer ranks for every change of the fleet would exhaust file descriptors."""
+    """A new group of all trainer ranks for every change of the fleet would exhaust file
+    descriptors.
+    """
     made: list[Any] = []
 
     def new_group(**_: Any) -> Any:
@@ -180,22 +216,35 @@ def test_maps_that_follow_each_other_share_a_group_for_the_amax_of_cut_tiles(mon
         return made[-1]
 
     monkeypatch.setattr(torch.distributed, "new_group", new_group)
-    spec = ModelSpec("llama", 2, 192, 384, 4, 2, 64, 100, 64, False, 1e-6, 1e4)  # at tp 2: 64 rows of k and v
+    # at tp 2: 64 rows of k and v
+    spec = ModelSpec("llama", 2, 192, 384, 4, 2, 64, 100, 64, False, 1e-6, 1e4)
     source, transport = trainer_layout(spec, TrainerTopology(tp=2), "float32"), Discard()
 
     def map_to(engines: int) -> ReshardMap:
-        return ReshardMap.build(source, generator_layout(spec, GeneratorTopology(engines), "bfloat16", "cpu", "fp8_block"))
+        return ReshardMap.build(
+            source,
+            generator_layout(spec, GeneratorTopology(engines), "bfloat16", "cpu", "fp8_block"),
+        )
 
     updates = FullUpdates(transport, map_to(1), 0, RunConfig())
     for engines in (2, 1):
         before = updates._exchange
         updates._use(map_to(engines))
-        assert updates._exchange is not before and updates._exchange._group is made[0] and len(made) == 1
+        assert (
+            updates._exchange is not before
+            and updates._exchange._group is made[0]
+            and len(made) == 1
+        )
 
 
 @pytest.mark.parametrize("ways, left", [("mooncake", {2}), ("gloo", {1, 2, 3})])
-def test_an_engine_that_cannot_join_must_leave_and_others_join_all_the_same(ways, left, monkeypatch):
-    """First they are tried together. Engine 2 has another layout; engine 3 is lost again during the trial."""
+def test_an_engine_that_cannot_join_must_leave_and_others_join_all_the_same(
+    ways, left, monkeypatch
+):
+    """First they are tried together.
+
+    Engine 2 has another layout; engine 3 is lost again during the trial.
+    """
     lost: list[str] = []
 
     class Trial:
@@ -224,19 +273,29 @@ def test_an_engine_that_cannot_join_must_leave_and_others_join_all_the_same(ways
         for number in (1, 2, 3):
             fleet.add(Engine(f"http://{number}"))
             fleet.come_back(number)
-        weights, timeouts = SimpleNamespace(transport="auto"), SimpleNamespace(weights_s=1.0)
+        weights = SimpleNamespace(transport="auto")
+        timeouts = SimpleNamespace(weights_s=1.0)
         tried: Any = EngineSessions.__new__(EngineSessions)
-        tried._plan, tried._opened = SimpleNamespace(config=SimpleNamespace(weights=weights, timeouts=timeouts)), None
-        tried.map, tried._check = SimpleNamespace(source=None), check
+        tried._plan = SimpleNamespace(config=SimpleNamespace(weights=weights, timeouts=timeouts))
+        tried._opened = None
+        tried.map = SimpleNamespace(source=None)
+        tried._check = check
         tried._workers_for = lambda members, fleet: [fleet.engines[index] for index in members]
-        for name, fake in {"WeightUpdate": Trial, "open_engines": opened, "weights_map": lambda *_: None}.items():
+        for name, fake in {
+            "WeightUpdate": Trial,
+            "open_engines": opened,
+            "weights_map": lambda *_: None,
+        }.items():
             monkeypatch.setattr(sessions, name, fake)
         monkeypatch.setattr(sessions, "transport_pairs", lambda *_: Pairs.of([[ways]]))
         await tried._try_joining(fleet, [1, 2, 3], [])
         assert fleet.gone.keys() == left and not fleet.updating and fleet.serving == {0}
         assert "it cannot join: generator rank 0 has no lm_head" in fleet.gone[2]
         if ways == "gloo":
-            assert fleet.gone[1] == "it cannot join: weights go by gloo, whose process groups cannot change"
+            assert (
+                fleet.gone[1]
+                == "it cannot join: weights go by gloo, whose process groups cannot change"
+            )
         else:
             assert fleet.returned == {1} and fleet.lost.keys() == {3} and lost
 

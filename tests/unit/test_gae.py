@@ -19,25 +19,35 @@ from megarl.critic.losses import Gae, Moments
 
 def by_definition(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
     """The definition's double sum."""
-    length, following = len(rewards), [*values[1:], 0.0]
+    length = len(rewards)
+    following = [*values[1:], 0.0]
     deltas = [rewards[t] + gamma * following[t] - values[t] for t in range(length)]
-    return np.array([sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, length)) for t in range(length)])
+    return np.array(
+        [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, length)) for t in range(length)]
+    )
 
 
-@given(st.lists(st.integers(1, 9), max_size=6), st.floats(0, 1), st.floats(0, 1), st.integers(0, 99))
+@given(
+    st.lists(st.integers(1, 9), max_size=6), st.floats(0, 1), st.floats(0, 1), st.integers(0, 99)
+)
 @settings(max_examples=60, deadline=None)
-def test_advantages_are_the_double_sum(lengths: list[int], gamma: float, lam: float, seed: int) -> None:
+def test_advantages_are_the_double_sum(
+    lengths: list[int], gamma: float, lam: float, seed: int
+) -> None:
     random = np.random.default_rng(seed)
     rewards, values = ([random.normal(size=length) for length in lengths] for _ in range(2))
     found = Gae(gamma, lam, whiten=False).advantages(rewards, values)
     assert [len(row) for row in found] == lengths
     for row, reward, value in zip(found, rewards, values, strict=True):
-        np.testing.assert_allclose(row, by_definition(reward, value, gamma, lam), rtol=0, atol=1e-12)
+        np.testing.assert_allclose(
+            row, by_definition(reward, value, gamma, lam), rtol=0, atol=1e-12
+        )
 
 
 def test_limits_of_lambda() -> None:
     """lambda 1: the future rewards minus the value. lambda 0: only the next value counts."""
-    rewards, values = np.array([0.0, 1.0, 2.0]), np.array([0.5, -1.0, 3.0])
+    rewards = np.array([0.0, 1.0, 2.0])
+    values = np.array([0.5, -1.0, 3.0])
     [monte_carlo] = Gae(1.0, 1.0, False).advantages([rewards], [values])
     np.testing.assert_allclose(monte_carlo, [3.0 - 0.5, 3.0 + 1.0, 2.0 - 3.0])
     [one_step] = Gae(0.5, 0.0, False).advantages([rewards], [values])
@@ -49,26 +59,36 @@ def test_limits_of_lambda() -> None:
 def test_moments_add_up_over_ranks(lengths: list[int], seed: int) -> None:
     random = np.random.default_rng(seed)
     rows = [random.normal(3, 2, size=length) for length in [*lengths, 2]]
-    whole, parts = np.concatenate(rows), [Moments.of(rows[:2]), Moments.of(rows[2:])]
+    whole = np.concatenate(rows)
+    parts = [Moments.of(rows[:2]), Moments.of(rows[2:])]
     moments = Moments([a + b for a, b in zip(*parts, strict=True)])
-    np.testing.assert_allclose([moments.mean, moments.variance], [whole.mean(), whole.var()], atol=1e-9)
+    np.testing.assert_allclose(
+        [moments.mean, moments.variance], [whole.mean(), whole.var()], atol=1e-9
+    )
     white = moments.whitened(whole)
     np.testing.assert_allclose([white.mean(), white.std()], [0, 1], atol=1e-6)
 
 
 def microbatch(seed: int = 0, tokens: int = 12) -> tuple[torch.Tensor, Any]:
     generator = torch.Generator().manual_seed(seed)
-    old, returns, moved = (torch.randn(tokens, dtype=torch.float64, generator=generator) for _ in range(3))
+    old, returns, moved = (
+        torch.randn(tokens, dtype=torch.float64, generator=generator) for _ in range(3)
+    )
     mask = torch.rand(tokens, generator=generator) < 0.7
-    return (old + 0.3 * moved).requires_grad_(), SimpleNamespace(loss_mask=mask, old_values=old, returns=returns)
+    return (old + 0.3 * moved).requires_grad_(), SimpleNamespace(
+        loss_mask=mask, old_values=old, returns=returns
+    )
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
 def test_the_value_loss_is_ppos(clip: float | None) -> None:
     values, batch = microbatch()
     out = value_loss(values, batch, clip)
-    expected, clipped = 0.0, 0
-    for v, old, wanted, counts in zip(values.tolist(), batch.old_values.tolist(), batch.returns.tolist(), batch.loss_mask.tolist()):
+    expected = 0.0
+    clipped = 0
+    for v, old, wanted, counts in zip(
+        values.tolist(), batch.old_values.tolist(), batch.returns.tolist(), batch.loss_mask.tolist()
+    ):
         near = min(max(v, old - clip), old + clip) if clip else v
         expected += counts * max((v - wanted) ** 2, (near - wanted) ** 2) / 2
         clipped += counts and (near - wanted) ** 2 > (v - wanted) ** 2
@@ -84,20 +104,31 @@ def test_its_gradient_equals_finite_differences(clip: float | None) -> None:
     for place in range(len(values)):
         moved = torch.zeros_like(values)
         moved[place] = step
-        up, down = (value_loss((values + sign * moved).detach(), batch, clip).loss.item() for sign in (1, -1))
-        assert values.grad is not None and values.grad[place].item() == pytest.approx((up - down) / (2 * step), abs=1e-6)
+        up, down = (
+            value_loss((values + sign * moved).detach(), batch, clip).loss.item()
+            for sign in (1, -1)
+        )
+        assert values.grad is not None and values.grad[place].item() == pytest.approx(
+            (up - down) / (2 * step), abs=1e-6
+        )
 
 
 def test_values_that_have_not_moved_are_not_clipped() -> None:
     _, batch = microbatch()
     values = batch.old_values.clone().requires_grad_()
     value_loss(values, batch, 0.2).loss.backward()
-    torch.testing.assert_close(values.grad, torch.where(batch.loss_mask, values.detach() - batch.returns, 0.0))
+    torch.testing.assert_close(
+        values.grad, torch.where(batch.loss_mask, values.detach() - batch.returns, 0.0)
+    )
 
 
 def test_rounding_does_not_count_as_a_clipped_value() -> None:
     values, batch = microbatch(tokens=2000)
-    near = SimpleNamespace(loss_mask=batch.loss_mask, old_values=batch.old_values.float(), returns=batch.returns.float())
+    near = SimpleNamespace(
+        loss_mask=batch.loss_mask,
+        old_values=batch.old_values.float(),
+        returns=batch.returns.float(),
+    )
     assert value_loss(values.detach().float(), near, clip=100.0).sums["values_clipped"] == 0
 
 
@@ -106,9 +137,11 @@ def test_at_ratio_one_the_policys_gradient_is_that_of_advantage_actor_critic() -
     assert algorithm.gae == Gae(1.0, 0.95, whiten=True) and not algorithm.skip_zero
     generator = torch.Generator().manual_seed(1)
     logprobs = (-torch.rand(9, generator=generator)).requires_grad_()
-    advantages, mask = torch.randn(9, generator=generator), torch.tensor([True] * 7 + [False] * 2)
+    advantages = torch.randn(9, generator=generator)
+    mask = torch.tensor([True] * 7 + [False] * 2)
     batch = SimpleNamespace(
-        boundaries=torch.tensor([0, 4, 9], dtype=torch.int32), loss_mask=mask, mu_logprobs=logprobs.detach().clone(),
+        boundaries=torch.tensor([0, 4, 9], dtype=torch.int32), loss_mask=mask,
+        mu_logprobs=logprobs.detach().clone(),
         advantages=advantages, reference_logprobs=None, proximal_logprobs=None,
     )  # fmt: skip
     algorithm.loss(logprobs, batch).loss.backward()

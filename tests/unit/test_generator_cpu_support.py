@@ -1,4 +1,6 @@
-"""CPU support of the engines: batched attention against one sequence at a time in float64; replacements of imports."""
+"""CPU support of the engines: batched attention against one sequence at a time in float64;
+replacements of imports.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,28 @@ from quantise_reference import block_rule
 from megarl.generator.cpu_support import attention, fp8, moe
 from megarl.kernels.quantise import quantise
 
-HEADS, KV_HEADS, DIM, SLOTS = 6, 2, 8, 200
-KINDS = [(None, None), (4, None), (None, torch.linspace(-2, 3, HEADS)), (4, torch.linspace(3, -2, HEADS))]  # window in tokens, sinks
+HEADS = 6
+KV_HEADS = 2
+DIM = 8
+SLOTS = 200
+# window in tokens, sinks
+KINDS = [
+    (None, None),
+    (4, None),
+    (None, torch.linspace(-2, 3, HEADS)),
+    (4, torch.linspace(3, -2, HEADS)),
+]
 
 
 def setting(seed: int, totals: list[int], news: list[int]):
-    """Sequences whose tokens are in shuffled cache slots. Unused slots and table entries hold garbage."""
+    """Sequences whose tokens are in shuffled cache slots.
+
+    Unused slots and table entries hold garbage.
+    """
     generator = torch.Generator().manual_seed(seed)
-    k_cache, v_cache = (torch.randn(SLOTS, KV_HEADS, DIM, generator=generator) * 3 for _ in range(2))
+    k_cache, v_cache = (
+        torch.randn(SLOTS, KV_HEADS, DIM, generator=generator) * 3 for _ in range(2)
+    )
     req_to_token = torch.randint(0, SLOTS, (20, 64), generator=generator)
     rows = torch.randperm(20, generator=generator)[: len(totals)]
     free = torch.randperm(SLOTS, generator=generator)
@@ -31,9 +47,12 @@ def setting(seed: int, totals: list[int], news: list[int]):
     return query, k_cache, v_cache, req_to_token, rows, torch.tensor(totals), torch.tensor(news)
 
 
-def reference(query, k_cache, v_cache, req_to_token, rows, totals, news, scaling, window=None, sinks=None) -> torch.Tensor:
+def reference(
+    query, k_cache, v_cache, req_to_token, rows, totals, news, scaling, window=None, sinks=None
+) -> torch.Tensor:
     """softmax(q k / scale) v, written out token by token."""
-    outputs, first = [], 0
+    outputs = []
+    first = 0
     for row, total, new in zip(rows, totals.tolist(), news.tolist()):
         slots = req_to_token[row, :total]
         for token in range(new):
@@ -42,7 +61,9 @@ def reference(query, k_cache, v_cache, req_to_token, rows, totals, news, scaling
                 kv = head // (HEADS // KV_HEADS)
                 scores = k_cache[seen, kv].double() @ query[first + token, head].double() * scaling
                 beside = 0.0 if sinks is None else sinks[head].double().exp()
-                outputs.append(scores.exp() @ v_cache[seen, kv].double() / (scores.exp().sum() + beside))
+                outputs.append(
+                    scores.exp() @ v_cache[seen, kv].double() / (scores.exp().sum() + beside)
+                )
         first += new
     return torch.stack(outputs).view(-1, HEADS, DIM)
 
@@ -52,15 +73,36 @@ def never(*_, **__):
 
 
 @pytest.mark.parametrize("chunk", [1 << 24, 600])  # 600: chunks of one or two sequences
-@pytest.mark.parametrize("totals, news", [([5], [5]), ([9, 1, 30, 12], [9, 1, 4, 7]), ([17, 17, 3], [1, 1, 1])])
+@pytest.mark.parametrize(
+    "totals, news", [([5], [5]), ([9, 1, 30, 12], [9, 1, 4, 7]), ([17, 17, 3], [1, 1, 1])]
+)
 @pytest.mark.parametrize("window, sinks", KINDS)
 def test_extend_equals_reference(monkeypatch, totals, news, chunk, window, sinks):
     monkeypatch.setattr(attention, "_CHUNK_ELEMENTS", chunk)
     query, *cache, rows, total, new = setting(len(totals), totals, news)
     output = torch.full_like(query, float("nan"))
-    options = {"scaling": 0.3, "enable_gqa": True, "causal": True, "is_cross_attn": False, "sliding_window_size": window}
-    attention.extend(never, SimpleNamespace(sinks=sinks, tree=None), query, output, *cache, rows, total, total - new, new, **options)
-    assert (output - reference(query, *cache, rows, total, new, 0.3, window, sinks)).abs().max() < 1e-5
+    options = {
+        "scaling": 0.3,
+        "enable_gqa": True,
+        "causal": True,
+        "is_cross_attn": False,
+        "sliding_window_size": window,
+    }
+    attention.extend(
+        never,
+        SimpleNamespace(sinks=sinks, tree=None),
+        query,
+        output,
+        *cache,
+        rows,
+        total,
+        total - new,
+        new,
+        **options,
+    )
+    assert (
+        output - reference(query, *cache, rows, total, new, 0.3, window, sinks)
+    ).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("chunk", [1 << 24, 600])
@@ -69,15 +111,36 @@ def test_decode_equals_reference(monkeypatch, chunk, window, sinks):
     monkeypatch.setattr(attention, "_CHUNK_ELEMENTS", chunk)
     query, *cache, rows, total, new = setting(3, [1, 40, 7, 13, 13], [1] * 5)
     output = torch.full_like(query, float("nan"))
-    options = {"scaling": 0.3, "enable_gqa": True, "causal": False, "is_cross_attn": False, "sliding_window_size": window}
-    attention.decode(never, SimpleNamespace(sinks=sinks), query, output, *cache, rows, total, None, **options)
-    assert (output - reference(query, *cache, rows, total, new, 0.3, window, sinks)).abs().max() < 1e-5
+    options = {
+        "scaling": 0.3,
+        "enable_gqa": True,
+        "causal": False,
+        "is_cross_attn": False,
+        "sliding_window_size": window,
+    }
+    attention.decode(
+        never, SimpleNamespace(sinks=sinks), query, output, *cache, rows, total, None, **options
+    )
+    assert (
+        output - reference(query, *cache, rows, total, new, 0.3, window, sinks)
+    ).abs().max() < 1e-5
 
 
 def test_other_kinds_of_attention_are_left_to_sglang():
     query, *cache, rows, total, _new = setting(0, [4], [1])
-    options = {"scaling": 0.3, "enable_gqa": True, "causal": False, "is_cross_attn": True, "sliding_window_size": None}
-    assert attention.decode(lambda *_, **__: "loop", None, query, query, *cache, rows, total, None, **options) == "loop"
+    options = {
+        "scaling": 0.3,
+        "enable_gqa": True,
+        "causal": False,
+        "is_cross_attn": True,
+        "sliding_window_size": None,
+    }
+    assert (
+        attention.decode(
+            lambda *_, **__: "loop", None, query, query, *cache, rows, total, None, **options
+        )
+        == "loop"
+    )
 
 
 STAND_INS = """
@@ -107,7 +170,9 @@ except NotImplementedError as error:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA the stand-ins are not active")
 def test_stand_ins_import_and_raise_when_called():
-    result = subprocess.run([sys.executable, "-c", STAND_INS], capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", STAND_INS], capture_output=True, text=True, timeout=60
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == [
         "sgl_kernel.rmsnorm is a CUDA kernel; it has no CPU counterpart",
@@ -124,7 +189,9 @@ def test_importing_the_package_changes_nothing():
 
 def test_experts_of_other_ranks_add_nothing():
     generator = torch.Generator().manual_seed(4)
-    x, w13, w2 = (torch.randn(shape, generator=generator) for shape in ((5, 8), (2, 12, 8), (2, 8, 6)))
+    x, w13, w2 = (
+        torch.randn(shape, generator=generator) for shape in ((5, 8), (2, 12, 8), (2, 8, 6))
+    )
     ids = torch.tensor([[0, -1, 1], [-1, -1, -1], [1, 0, -1], [-1, 1, -1], [-1, -1, 0]])
     weights = torch.rand(ids.shape, generator=generator)
     expected = torch.zeros(5, 8, dtype=torch.float64)
@@ -133,22 +200,37 @@ def test_experts_of_other_ranks_add_nothing():
         expected[t] += weights[t, k] * (w2[ids[t, k]].double() @ (gate * torch.sigmoid(gate) * up))
     config = SimpleNamespace(activation="silu", gemm1_alpha=None)
     topk = SimpleNamespace(topk_ids=ids, topk_weights=weights)
-    assert (moe.forward(None, SimpleNamespace(w13_weight=w13, w2_weight=w2), x, topk, config) - expected).abs().max() < 1e-5
+    assert (
+        moe.forward(None, SimpleNamespace(w13_weight=w13, w2_weight=w2), x, topk, config) - expected
+    ).abs().max() < 1e-5
 
 
 def test_experts_of_gpt_oss_equal_its_formula():
-    """Rows of gate and up alternate; there are biases and a clamped activation. Some experts are on other ranks."""
-    drawn, limit = torch.Generator().manual_seed(4), 0.7
-    x, w13, w2, b13, b2 = (torch.randn(shape, generator=drawn) for shape in ((5, 8), (2, 12, 8), (2, 8, 6), (2, 12), (2, 8)))
-    ids, weights = torch.tensor([[0, 1], [1, -1], [-1, -1], [1, 0], [0, -1]]), torch.rand(5, 2, generator=drawn)
+    """Rows of gate and up alternate; there are biases and a clamped activation.
+
+    Some experts are on other ranks.
+    """
+    drawn = torch.Generator().manual_seed(4)
+    limit = 0.7
+    x, w13, w2, b13, b2 = (
+        torch.randn(shape, generator=drawn)
+        for shape in ((5, 8), (2, 12, 8), (2, 8, 6), (2, 12), (2, 8))
+    )
+    ids = torch.tensor([[0, 1], [1, -1], [-1, -1], [1, 0], [0, -1]])
+    weights = torch.rand(5, 2, generator=drawn)
     expected = torch.zeros(5, 8, dtype=torch.float64)
     for t, k in (ids >= 0).nonzero().tolist():
         both = w13[ids[t, k]].double() @ x[t].double() + b13[ids[t, k]]
-        gate, up = both[::2].clamp(max=limit), both[1::2].clamp(-limit, limit)
-        expected[t] += weights[t, k] * (w2[ids[t, k]].double() @ (gate * torch.sigmoid(1.702 * gate) * (up + 1)) + b2[ids[t, k]])
+        gate = both[::2].clamp(max=limit)
+        up = both[1::2].clamp(-limit, limit)
+        expected[t] += weights[t, k] * (
+            w2[ids[t, k]].double() @ (gate * torch.sigmoid(1.702 * gate) * (up + 1)) + b2[ids[t, k]]
+        )
     layer = SimpleNamespace(w13_weight=w13, w2_weight=w2, w13_weight_bias=b13, w2_weight_bias=b2)
     config = SimpleNamespace(activation="silu", gemm1_alpha=1.702, gemm1_clamp_limit=limit)
-    found = moe.forward(never, layer, x, SimpleNamespace(topk_ids=ids, topk_weights=weights), config)
+    found = moe.forward(
+        never, layer, x, SimpleNamespace(topk_ids=ids, topk_weights=weights), config
+    )
     assert (found - expected).abs().max() < 1e-5
 
 
@@ -160,14 +242,18 @@ def test_dequantised_weights_are_within_the_rounding_of_their_blocks():
         for j in range(0, 70, 32):
             block, original = (each[:, i : i + 16, j : j + 32].double() for each in (found, values))
             largest = original.abs().amax((1, 2), keepdim=True)
-            assert ((block - original).abs() <= original.abs() / 16 + largest / 448 / 512).all()  # 3 bits of mantissa; subnormals
+            # 3 bits of mantissa; subnormals
+            assert ((block - original).abs() <= original.abs() / 16 + largest / 448 / 512).all()
 
 
 def test_products_of_fp8_weights_are_those_of_their_values():
-    """In SGLang's forms: linear layers transposed with scales [out, 1] or [], experts [E, out, in] with scales [E, out, 1] or [E]."""
+    """In SGLang's forms: linear layers transposed with scales [out, 1] or [], experts [E, out, in]
+    with scales [E, out, 1] or [E].
+    """
     generator = torch.Generator().manual_seed(6)
     codes = torch.randn(3, 8, 5, generator=generator).to(torch.float8_e4m3fn)
-    x, bias = torch.randn(4, 5, generator=generator), torch.randn(8, generator=generator)
+    x = torch.randn(4, 5, generator=generator)
+    bias = torch.randn(8, generator=generator)
     for scale in (torch.rand(8, 1, generator=generator), torch.tensor(0.3)):
         layer = SimpleNamespace(weight=codes[0].t(), weight_scale=scale)
         expected = x.double() @ (codes[0].double() * scale.double()).t() + bias.double()

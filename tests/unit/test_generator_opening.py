@@ -1,5 +1,7 @@
-"""When weights are relayed inside the engines' hosts, and by how many ranks. (tests/cpu/test_transports_pairs.py tests relays
-themselves.)"""
+"""When weights are relayed inside the engines' hosts, and by how many ranks.
+
+(tests/cpu/test_transports_pairs.py tests relays themselves.)
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ SPEC = ModelSpec("llama", 4, 12, 16, 8, 4, 2, 100, 64, False, 1e-6, 1e4)
 def test_relays_where_a_host_holds_replicas(relay, engines, tp, hosts, kind, expected):
     generators = [Host(memory=name, network=name, name=name) for name in hosts]
     map = map_to(engines, tp)
-    rule, written, relays = passing_on(relay, Pairs.of([[kind, kind] for _ in hosts]), generators, map, tp)
+    rule, written, relays = passing_on(
+        relay, Pairs.of([[kind, kind] for _ in hosts]), generators, map, tp
+    )
     assert rule == (RelayRule("inside_hosts", expected) if expected else None)
     assert bool(relays) == (rule is not None) == (written is not map)
 
@@ -48,18 +52,29 @@ def test_no_relays_where_one_trainer_rank_is_near():
 @pytest.mark.parametrize("engines, expected", [(6, RelayRule("between_engines", 1)), (1, None)])
 def test_engines_pass_on_where_it_is_asked_for_and_shortens_the_update(engines, expected):
     hosts = [Host(memory=str(n), network=str(n)) for n in range(engines)]
-    assert passing_on("engines", Pairs.of([["mooncake"]] * engines), hosts, map_to(engines, 1), 1)[0] == expected
+    assert (
+        passing_on("engines", Pairs.of([["mooncake"]] * engines), hosts, map_to(engines, 1), 1)[0]
+        == expected
+    )
 
 
 def test_ways_between_engines():
-    near, far, without = (Host(memory=n, network=n, name=n, has=("mooncake",) * m) for n, m in (("a", 1), ("b", 1), ("c", 0)))
+    near, far, without = (
+        Host(memory=n, network=n, name=n, has=("mooncake",) * m)
+        for n, m in (("a", 1), ("b", 1), ("c", 0))
+    )
     relays = [Relay(0, 1, "norm", 0, 4), Relay(0, 2, "norm", 0, 4), Relay(2, 1, "norm", 0, 4)]
     assert relay_ways(relays, [near, near, far]) == {"shared_memory": {1}, "mooncake": {1, 2}}
-    refused = "weights.relay=engines: passing on from generator rank 0 on a to generator rank 2 on c needs Mooncake"
+    refused = (
+        "weights.relay=engines: passing on from generator rank 0 on a to generator rank 2 "
+        "on c needs Mooncake"
+    )
     with pytest.raises(ConfigError, match=refused):
         relay_ways(relays, [near, near, without])
 
 
 def map_to(engines: int, tp: int) -> ReshardMap:
     source = trainer_layout(SPEC, TrainerTopology(tp=1), "float32")
-    return ReshardMap.build(source, generator_layout(SPEC, GeneratorTopology(engines, tp), "float32"))
+    return ReshardMap.build(
+        source, generator_layout(SPEC, GeneratorTopology(engines, tp), "float32")
+    )

@@ -1,4 +1,7 @@
-"""The requests of launcher and generator process to an engine, and the comparison of audit hashes. No engine runs here."""
+"""The requests of launcher and generator process to an engine, and the comparison of audit hashes.
+
+No engine runs here.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +32,31 @@ from megarl.messaging.messages import WorkerReply
 from megarl.reshard.forwarding import Relay, SentTensors
 from megarl.reshard.layout import LayoutError, LocalTensor
 from megarl.weight_sync import commands
-from megarl.weight_sync.audit import AuditError, compare, differing, digest_of, expected, packed, packed_shares
+from megarl.weight_sync.audit import (
+    AuditError,
+    compare,
+    differing,
+    digest_of,
+    expected,
+    packed,
+    packed_shares,
+)
 from megarl.weight_sync.commands import Audit, Connect, MeetNeighbours, Open
 from megarl.weight_sync.engine.loader import Worker, as_arranged
 from megarl.weight_sync.transports.base import Incoming, Members, Offer, RemoteTensor
 from megarl.weight_sync.workers import Workers, check_layout, check_parallelism
 
 KEYS = EngineKeys("a", "b")
-SETTINGS = EngineSettings("models/x", "float32", port=1234, context_length=64, max_running_requests=8, tp=2, device="cpu", cores=(0, 1))
+SETTINGS = EngineSettings(
+    "models/x",
+    "float32",
+    port=1234,
+    context_length=64,
+    max_running_requests=8,
+    tp=2,
+    device="cpu",
+    cores=(0, 1),
+)
 
 
 def test_post_load_work_is_done_on_all_modules_and_then_the_models_own():
@@ -44,7 +64,11 @@ def test_post_load_work_is_done_on_all_modules_and_then_the_models_own():
     done: list[str] = []
     model.post_load_weights = lambda: done.append("the model's own")
     worker = Worker(lambda: 0, Host)
-    worker.finish(lambda part, device: done.extend(name for name, _ in part.named_modules()), model, torch.device("cpu"))
+    worker.finish(
+        lambda part, device: done.extend(name for name, _ in part.named_modules()),
+        model,
+        torch.device("cpu"),
+    )
     assert done == ["", "0", "1", "the model's own"]
 
 
@@ -58,10 +82,16 @@ def test_server_command_keeps_keys_out_of_argv():
 
 
 def test_server_command_prefers_the_users_server_args():
-    argv, _ = server_command(SETTINGS, EngineKeys("a", "b"), {"chunked_prefill_size": 32, "sleep_on_idle": False})
+    argv, _ = server_command(
+        SETTINGS, EngineKeys("a", "b"), {"chunked_prefill_size": 32, "sleep_on_idle": False}
+    )
     arguments = json.loads(argv[-1])
     assert arguments["chunked_prefill_size"] == 32 and arguments["sleep_on_idle"] is False
-    assert arguments["host"] == "127.0.0.1" and arguments["tp_size"] == 2 and arguments["max_total_tokens"] == 8 * 64
+    assert (
+        arguments["host"] == "127.0.0.1"
+        and arguments["tp_size"] == 2
+        and arguments["max_total_tokens"] == 8 * 64
+    )
 
 
 def test_server_command_of_replicas_of_attention():
@@ -75,11 +105,24 @@ def test_server_command_of_replicas_of_attention():
 def test_gpu_command_has_none_of_the_cpu_settings():
     settings = EngineSettings("models/x", "bfloat16", 1, 64, 8, device="cuda")
     argv, environment = server_command(settings, EngineKeys("a", "b"))
-    assert not {"attention_backend", "disable_overlap_schedule", "sleep_on_idle", "max_total_tokens"} & set(json.loads(argv[-1]))
-    assert not {"SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"} & set(environment)
+    assert not {
+        "attention_backend",
+        "disable_overlap_schedule",
+        "sleep_on_idle",
+        "max_total_tokens",
+    } & set(json.loads(argv[-1]))
+    assert not {"SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"} & set(
+        environment
+    )
     on_cpu, _ = server_command(SETTINGS, KEYS)
-    assert [json.loads(words[-1]).get("moe_runner_backend") for words in (argv, on_cpu)] == ["triton", None]
-    assert [json.loads(words[-1]).get("enable_fp32_lm_head") for words in (argv, on_cpu)] == [True, None]
+    assert [json.loads(words[-1]).get("moe_runner_backend") for words in (argv, on_cpu)] == [
+        "triton",
+        None,
+    ]
+    assert [json.loads(words[-1]).get("enable_fp32_lm_head") for words in (argv, on_cpu)] == [
+        True,
+        None,
+    ]
 
 
 def test_parameters_of_gpu_engines_lie_in_memory_that_others_can_open(monkeypatch):
@@ -87,46 +130,71 @@ def test_parameters_of_gpu_engines_lie_in_memory_that_others_can_open(monkeypatc
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True")
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     _, environment = server_command(settings, KEYS)
-    assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:512,expandable_segments:False"
-    assert "PYTORCH_ALLOC_CONF" not in environment and "PYTORCH_CUDA_ALLOC_CONF" not in server_command(SETTINGS, KEYS)[1]
+    assert (
+        environment["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:512,expandable_segments:False"
+    )
+    assert (
+        "PYTORCH_ALLOC_CONF" not in environment
+        and "PYTORCH_CUDA_ALLOC_CONF" not in server_command(SETTINGS, KEYS)[1]
+    )
 
 
 def test_no_gpu_engine_computes_in_float32(monkeypatch):
     settings = EngineSettings("models/x", "float32", 1, 64, 8)
     monkeypatch.setattr(cpu_support, "cuda_available", lambda: True)
-    with pytest.raises(ConfigError, match="model.dtype=float32: must be bfloat16 for engines on GPUs"):
+    with pytest.raises(
+        ConfigError, match="model.dtype=float32: must be bfloat16 for engines on GPUs"
+    ):
         server_command(settings, KEYS)
     assert server_command(settings, KEYS, {"attention_backend": "torch_native"})
 
 
 def test_tensor_payload_is_the_same_where_megatron_is_imported(monkeypatch):
     """Megatron replaces a function of torch, and pickle would then refer to the replacement."""
-    plain, replaced = tensor_payload(b"abc"), types.ModuleType("megatron.core.safe_globals")
+    plain = tensor_payload(b"abc")
+    replaced = types.ModuleType("megatron.core.safe_globals")
     exec("def safe_load_from_bytes(b): ...", vars(replaced))
     monkeypatch.setitem(sys.modules, replaced.__name__, replaced)
     monkeypatch.setattr(torch.storage, "_load_from_bytes", replaced.safe_load_from_bytes)
-    assert tensor_payload(b"abc") == plain and b"ctorch.storage\n_load_from_bytes\n" in base64.b64decode(plain)
+    assert tensor_payload(
+        b"abc"
+    ) == plain and b"ctorch.storage\n_load_from_bytes\n" in base64.b64decode(plain)
 
 
 def test_tensor_payload_is_plain_data_in_a_pickle():
     content = bytes(range(256)) * 3
     pickled = base64.b64decode(tensor_payload(content))
-    named = {str(argument) for opcode, argument, _ in pickletools.genops(pickled) if "GLOBAL" in opcode.name}
-    assert named == {"torch._utils _rebuild_tensor_v2", "torch.storage _load_from_bytes", "collections OrderedDict"}
+    named = {
+        str(argument)
+        for opcode, argument, _ in pickletools.genops(pickled)
+        if "GLOBAL" in opcode.name
+    }
+    assert named == {
+        "torch._utils _rebuild_tensor_v2",
+        "torch.storage _load_from_bytes",
+        "collections OrderedDict",
+    }
     assert content_of(pickle.loads(pickled)) == content
 
 
 def test_a_command_is_read_from_the_device_that_sglang_has_put_it_on():
-    """SGLang's WeightUpdater moves every tensor to the worker's GPU before it calls a loader, but NumPy reads only host memory."""
+    """SGLang's WeightUpdater moves every tensor to the worker's GPU before it calls a loader, but
+    NumPy reads only host memory.
+    """
     on_gpu = SimpleNamespace(cpu=lambda: torch.frombuffer(bytearray(b"command"), dtype=torch.uint8))
     assert content_of([("command", on_gpu)]) == b"command"
 
 
 def test_commands_survive_the_wire():
-    box, members = Box((0, 2), (3, 4)), Members((0,), (1, 2), (0, 0, 1))
+    box = Box((0, 2), (3, 4))
+    members = Members((0,), (1, 2), (0, 0, 1))
     for command in (
         Connect(2, "tcp://h:1", "new", "/k"),
-        Open("gloo", "a.b:C", {1: Offer("tcp", [("w", box)], "h:1", members, [Incoming(0, "w", box, 1)], 5.0)}),
+        Open(
+            "gloo",
+            "a.b:C",
+            {1: Offer("tcp", [("w", box)], "h:1", members, [Incoming(0, "w", box, 1)], 5.0)},
+        ),
         MeetNeighbours(b"endpoints", {1: [Relay(1, 2, "w", 3, 24)]}, 5.0),
         Audit(),
     ):
@@ -134,20 +202,36 @@ def test_commands_survive_the_wire():
 
 
 def test_compare_adds_shares_modulo_2_64_and_names_what_differs():
-    tensors, name = SentTensors(tiny_map(tp=2, pp=1, dp=2, generator_tp=1)), "model.layers.1.mlp.down_proj.weight"
-    senders = {copy.source_rank for copy in tensors.map.writes_to(1) if copy.destination_tensor == name}
+    tensors = SentTensors(tiny_map(tp=2, pp=1, dp=2, generator_tp=1))
+    name = "model.layers.1.mlp.down_proj.weight"
+    senders = {
+        copy.source_rank for copy in tensors.map.writes_to(1) if copy.destination_tensor == name
+    }
     assert len(senders) == 2
-    found = [{tensor: 0 for rank, tensor in map(tensors.name, range(tensors.places[-1])) if rank == engine} for engine in range(2)]
+    found = [
+        {
+            tensor: 0
+            for rank, tensor in map(tensors.name, range(tensors.places[-1]))
+            if rank == engine
+        }
+        for engine in range(2)
+    ]
     shares = [{rank: dict[str, int]() for rank in range(2)} for _ in range(4)]
     for source, place in ((rank, place) for rank in range(4) for place in tensors.sent_by(rank)):
         rank, tensor = tensors.name(place)
         shares[source][rank][tensor] = 2**64 - 1 - source
         found[rank][tensor] = (found[rank][tensor] + 2**64 - 1 - source) % 2**64
-    sent = [packed_shares({rank: tensors for rank, tensors in each.items() if tensors}) for each in shares]
+    sent = [
+        packed_shares({rank: tensors for rank, tensors in each.items() if tensors})
+        for each in shares
+    ]
     compare([packed(each) for each in found], sent, tensors)
     found[1][name] += 1
     who = ", ".join(map(str, sorted(senders)))
-    with pytest.raises(AuditError, match=f"failed:\n{name} on generator rank 1 is not what trainer rank {who} sent$"):
+    with pytest.raises(
+        AuditError,
+        match=f"failed:\n{name} on generator rank 1 is not what trainer rank {who} sent$",
+    ):
         compare([packed(each) for each in found], sent, tensors)
     compare([packed(found[0]), None], sent, tensors)  # a lost engine gives no hashes
     digests: list[bytes | None] = [digest_of(packed(each)) for each in found]
@@ -155,15 +239,24 @@ def test_compare_adds_shares_modulo_2_64_and_names_what_differs():
         [digests[0], None], expected(sent, tensors), tensors
     )
     del found[0][name]
-    with pytest.raises(AuditError, match=f"generator rank 0 has hashed {len(found[0])} tensors, the reshard map has {len(found[0]) + 1}"):
+    with pytest.raises(
+        AuditError,
+        match=f"generator rank 0 has hashed {len(found[0])} tensors, the reshard map has "
+        f"{len(found[0]) + 1}",
+    ):
         compare([packed(found[0]), None], sent, tensors)
     with pytest.raises(AuditError, match="trainer rank 3 has sent hashes of 0 tensors"):
         compare([None, None], [*sent[:3], b""], tensors)
 
 
 def test_layout_check_names_each_difference():
-    planned = [LocalTensor(name, (4, 2), "float32", ()) for name in ("same", "gone", "strided", "bf16")]
-    planned += [LocalTensor("transposed", (4, 2), "float32", (), (2, 4)), LocalTensor("scalar", (1, 1), "float32", (), ())]
+    planned = [
+        LocalTensor(name, (4, 2), "float32", ()) for name in ("same", "gone", "strided", "bf16")
+    ]
+    planned += [
+        LocalTensor("transposed", (4, 2), "float32", (), (2, 4)),
+        LocalTensor("scalar", (1, 1), "float32", (), ()),
+    ]
     planned += [LocalTensor("square", (3, 3), "float32", (), (3, 3))]
     live = [
         RemoteTensor("same", (4, 2), "float32", (2, 1)),
@@ -188,33 +281,63 @@ def test_layout_check_names_each_difference():
 
 def test_parameters_are_arranged_without_a_copy():
     values = torch.arange(6.0).view(2, 3)
-    for shown, shape in ((values.t(), (2, 3)), (values[0, 1], (1, 1)), (values[:, 0].clone(), (2, 1, 1)), (values, None)):
+    for shown, shape in (
+        (values.t(), (2, 3)),
+        (values[0, 1], (1, 1)),
+        (values[:, 0].clone(), (2, 1, 1)),
+        (values, None),
+    ):
         arranged = as_arranged(shown, shape)
-        assert tuple(arranged.shape) == (shape or (2, 3)) and arranged.data_ptr() == shown.data_ptr() and arranged.is_contiguous()
+        assert (
+            tuple(arranged.shape) == (shape or (2, 3))
+            and arranged.data_ptr() == shown.data_ptr()
+            and arranged.is_contiguous()
+        )
     assert torch.equal(as_arranged(values.t(), (2, 3)), values)
     with pytest.raises(RuntimeError, match="view"):
         as_arranged(values[:, :2], (4, 1))
 
 
 def test_sglang_is_told_the_format_and_loads_nothing():
-    for quantization, method in (("fp8_block", "fp8"), ("fp8_channel", "w8a8_fp8"), ("fp8_tensor", "compressed-tensors")):
-        argv, _ = server_command(dataclasses.replace(SETTINGS, quantization=quantization), EngineKeys("a", "b"))
+    for quantization, method in (
+        ("fp8_block", "fp8"),
+        ("fp8_channel", "w8a8_fp8"),
+        ("fp8_tensor", "compressed-tensors"),
+    ):
+        argv, _ = server_command(
+            dataclasses.replace(SETTINGS, quantization=quantization), EngineKeys("a", "b")
+        )
         arguments = json.loads(argv[-1])
         assert (arguments["quantization"], arguments["load_format"]) == (method, "dummy")
-        assert json.loads(arguments["json_model_override_args"])["quantization_config"]["quant_method"] == method
-        argv, _ = server_command(dataclasses.replace(SETTINGS, quantization=quantization, text_only=True), EngineKeys("a", "b"))
+        assert (
+            json.loads(arguments["json_model_override_args"])["quantization_config"]["quant_method"]
+            == method
+        )
+        argv, _ = server_command(
+            dataclasses.replace(SETTINGS, quantization=quantization, text_only=True),
+            EngineKeys("a", "b"),
+        )
         told = json.loads(json.loads(argv[-1])["json_model_override_args"])
-        assert told.pop("language_model_only") and told == json.loads(arguments["json_model_override_args"])
+        assert told.pop("language_model_only") and told == json.loads(
+            arguments["json_model_override_args"]
+        )
     argv, _ = server_command(dataclasses.replace(SETTINGS, text_only=True), EngineKeys("a", "b"))
-    assert json.loads(json.loads(argv[-1])["json_model_override_args"]) == {"language_model_only": True}
+    assert json.loads(json.loads(argv[-1])["json_model_override_args"]) == {
+        "language_model_only": True
+    }
     argv, _ = server_command(SETTINGS, EngineKeys("a", "b"))
-    assert not {"quantization", "load_format", "json_model_override_args"} & json.loads(argv[-1]).keys()
+    assert (
+        not {"quantization", "load_format", "json_model_override_args"}
+        & json.loads(argv[-1]).keys()
+    )
 
 
 def test_a_module_that_takes_seconds_to_import_is_for_its_own_family():
     disabled = "SGLANG_DISABLED_MODEL_ARCHS"
     for family, modules in (("llama", "qwen3_5"), ("qwen3_5", None), ("", None)):
-        _, environment = server_command(dataclasses.replace(SETTINGS, family=family), EngineKeys("a", "b"))
+        _, environment = server_command(
+            dataclasses.replace(SETTINGS, family=family), EngineKeys("a", "b")
+        )
         assert environment.get(disabled) == modules
 
 
@@ -235,13 +358,18 @@ def test_engines_of_other_sizes_than_planned_are_named():
 
     workers = Workers([Engine()], [2], None, timeout_s=1)
     asyncio.run(check_parallelism(workers, [GeneratorTopology(1, 2)]))
-    told = "engine http://here runs with tp=2, ep=1, dp_attention=1, the reshard map is for tp=2, ep=1, dp_attention=2"
+    told = (
+        "engine http://here runs with tp=2, ep=1, dp_attention=1, the reshard map is for tp=2, "
+        "ep=1, dp_attention=2"
+    )
     with pytest.raises(LayoutError, match=told):
         asyncio.run(check_parallelism(workers, [GeneratorTopology(1, 2, 1, 2)]))
 
 
 def test_engine_with_less_kv_cache_than_planned_is_named(capsys):
-    """SGLang takes what is free of the GPU, and only logs that it is less (kv_cache_configurator.py, _apply_token_constraints)."""
+    """SGLang takes what is free of the GPU, and only logs that it is less
+    (kv_cache_configurator.py, _apply_token_constraints).
+    """
 
     class Engine:
         url = "http://here"
@@ -250,11 +378,20 @@ def test_engine_with_less_kv_cache_than_planned_is_named(capsys):
             self.tokens = tokens
 
         async def parallelism(self, timeout_s: float) -> Parallelism:
-            return Parallelism(tp_size=1, ep_size=1, max_total_tokens=10_000, max_total_num_tokens=self.tokens)
+            return Parallelism(
+                tp_size=1, ep_size=1, max_total_tokens=10_000, max_total_num_tokens=self.tokens
+            )
 
     for tokens in (9_990, 9_000):
-        asyncio.run(check_parallelism(Workers([Engine(tokens)], [1], None, timeout_s=1), [GeneratorTopology(1, 1)]))
-    told = "engine http://here has a KV cache of 9,000 tokens, not of the planned 10,000: something else holds memory of its GPU"
+        asyncio.run(
+            check_parallelism(
+                Workers([Engine(tokens)], [1], None, timeout_s=1), [GeneratorTopology(1, 1)]
+            )
+        )
+    told = (
+        "engine http://here has a KV cache of 9,000 tokens, not of the planned 10,000: "
+        "something else holds memory of its GPU"
+    )
     assert capsys.readouterr().out.splitlines() == [told]
 
 
@@ -263,7 +400,10 @@ def test_answers_of_an_engine_that_was_lost_since_are_ignored():
 
     class Engine:
         async def command(self, encoded: bytes, tp: int, timeout_s: float) -> None:
-            for connection, payload in (("0123abcd", b"of the lost one"), (workers.connection, b"of the living")):
+            for connection, payload in (
+                ("0123abcd", b"of the lost one"),
+                (workers.connection, b"of the living"),
+            ):
                 peers.append(Peer(f"engine.0.{connection}", key, hub.address))
                 peers[-1].send(WorkerReply(0, "Describe", "", payload))
                 await asyncio.sleep(0.2)  # in this order
@@ -271,7 +411,8 @@ def test_answers_of_an_engine_that_was_lost_since_are_ignored():
     async def run() -> list[bytes]:
         return await workers.run_all(commands.Describe())
 
-    key, peers = RunKey.generate(), []
+    key = RunKey.generate()
+    peers = []
     with contextlib.closing(Hub("generator.0", key)) as hub:
         workers = Workers([Engine()], [1], hub, timeout_s=20)
         try:

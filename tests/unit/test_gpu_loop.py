@@ -28,7 +28,10 @@ def steps(count: int = 8, **changed: Any) -> list[dict[str, Any]]:
             "sync/audit_ok": True,
             "sync/bytes": 10**6,
             "tokens_per_s": 100.0,
-            **{f"time/{key}": 1.0 for key in ("step_s", "train_s", "generate_s", "sync_s", "sync_pause_s")},
+            **{
+                f"time/{key}": 1.0
+                for key in ("step_s", "train_s", "generate_s", "sync_s", "sync_pause_s")
+            },
         }
         for step in range(count)
     ]

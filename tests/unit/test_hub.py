@@ -1,5 +1,6 @@
-"""Names on the hub when the hub cannot be reached: the cache serves them, or one message comes at once. The hub's own client talks to a
-port without a server."""
+"""Names on the hub when the hub cannot be reached: the cache serves them, or one message comes at
+once. The hub's own client talks to a port without a server.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +21,35 @@ TINY = Path(__file__).parents[2] / "configs/models/tiny-llama"
 @pytest.fixture
 def offline(tmp_path: Path) -> dict[str, str]:
     (port,) = free_ports(1)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_") and "proxy" not in name.lower()}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("HF_") and "proxy" not in name.lower()
+    }
     return {**kept, "HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path / "hf")}
 
 
-def megarl(command: str, folder: Path, environment: dict[str, str], *overrides: str) -> subprocess.CompletedProcess[str]:
+def megarl(
+    command: str, folder: Path, environment: dict[str, str], *overrides: str
+) -> subprocess.CompletedProcess[str]:
     config = folder / "run.yaml"
-    config.write_text("model: {path: owner/model, dtype: float32}\ndata: {train: {source: owner/rows}}\ncluster: {gpu: cpu}\n")
-    argv = [sys.executable, "-P", "-m", "megarl", *command.split(), str(config), f"run_dir={folder / 'run'}", *overrides]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=60, env=environment, cwd=folder)
+    config.write_text(
+        "model: {path: owner/model, dtype: float32}\ndata: {train: {source: "
+        "owner/rows}}\ncluster: {gpu: cpu}\n"
+    )
+    argv = [
+        sys.executable,
+        "-P",
+        "-m",
+        "megarl",
+        *command.split(),
+        str(config),
+        f"run_dir={folder / 'run'}",
+        *overrides,
+    ]
+    return subprocess.run(
+        argv, capture_output=True, text=True, timeout=60, env=environment, cwd=folder
+    )
 
 
 def in_cache(folder: Path, environment: dict[str, str]) -> None:
@@ -38,23 +59,41 @@ def in_cache(folder: Path, environment: dict[str, str]) -> None:
     shutil.copytree(TINY, repository / "snapshots/0123")
 
 
-def test_a_model_that_is_not_in_the_cache_fails_at_once(tmp_path: Path, offline: dict[str, str]) -> None:
+def test_a_model_that_is_not_in_the_cache_fails_at_once(
+    tmp_path: Path, offline: dict[str, str]
+) -> None:
     done = megarl("plan", tmp_path, offline)
     assert (done.returncode, done.stdout) == (2, "")
-    wanted = f"config.json is not in the hub's cache, and {offline['HF_ENDPOINT']} cannot be reached ([Errno 111] Connection refused)"
-    assert done.stderr == f"megarl: model.path=owner/model: no local folder; {wanted}; to plan without the checkpoint, set model.spec\n"
+    wanted = (
+        f"config.json is not in the hub's cache, and {offline['HF_ENDPOINT']} cannot be "
+        "reached ([Errno 111] Connection refused)"
+    )
+    assert (
+        done.stderr
+        == f"megarl: model.path=owner/model: no local folder; {wanted}; to plan without the "
+        "checkpoint, set model.spec\n"
+    )
 
 
-def test_rows_that_are_not_in_the_cache_fail_at_once(tmp_path: Path, offline: dict[str, str]) -> None:
+def test_rows_that_are_not_in_the_cache_fail_at_once(
+    tmp_path: Path, offline: dict[str, str]
+) -> None:
     in_cache(tmp_path, offline)
     load = "load_rows(DatasetConfig('owner/rows'), 'data.train', 0)"
     code = f"from megarl.data.datasets import load_rows; from megarl.config.schema import *; {load}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=offline)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=offline
+    )
     assert "Retry" not in done.stderr
-    assert "data.train.source=owner/rows, split train: cannot be loaded: it is not in the cache, and http" in done.stderr.splitlines()[-1]
+    assert (
+        "data.train.source=owner/rows, split train: cannot be loaded: it is not in the cache, and http"
+        in done.stderr.splitlines()[-1]
+    )
 
 
-def test_one_that_is_in_the_cache_is_taken_from_there(tmp_path: Path, offline: dict[str, str]) -> None:
+def test_one_that_is_in_the_cache_is_taken_from_there(
+    tmp_path: Path, offline: dict[str, str]
+) -> None:
     in_cache(tmp_path, offline)
     done = megarl("plan", tmp_path, offline, "rollout.max_tokens=64")
     assert done.returncode == 0 and "llama" in done.stdout and done.stderr == ""
@@ -68,17 +107,26 @@ def test_a_dry_run_reads_what_the_hub_gives(tmp_path: Path, offline: dict[str, s
     rows.write_text('{"question": "1+2=", "answer": "3"}\n{"question": "4+5=", "answer": "9"}\n')
     with hub_stand_in(tmp_path / "hub") as address:
         environment = offline | {"HF_ENDPOINT": address}
-        done = megarl("train --dry-run", tmp_path, environment, "rollout.max_tokens=64", "reward.name=math")
+        done = megarl(
+            "train --dry-run", tmp_path, environment, "rollout.max_tokens=64", "reward.name=math"
+        )
         rows.write_text('{"question": "1+2="}\n')
         shutil.rmtree(environment["HF_HOME"])
-        wrong = ["data.train.source=owner/none", "data.eval.source=owner/rows", "data.eval.split=train"]
+        wrong = [
+            "data.train.source=owner/none",
+            "data.eval.source=owner/rows",
+            "data.eval.split=train",
+        ]
         refused = megarl("train --dry-run", tmp_path, environment, *wrong, "rollout.max_tokens=64")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith(
-        "data       data.train: 2 rows of owner/rows, all read; all prompts leave room for a response; prompts of 5 tokens"
+        "data       data.train: 2 rows of owner/rows, all read; all prompts leave room for a "
+        "response; prompts of 5 tokens"
     )
-    assert lines[1].startswith("reward     reward.name=math, 2 rows of data.train: the reference answer 1, 1;")
+    assert lines[1].startswith(
+        "reward     reward.name=math, 2 rows of data.train: the reference answer 1, 1;"
+    )
     assert lines[2] == "CPU ranks  2: 1 for the trainer, 1 for engines"
     assert refused.returncode == 2
     assert "data.train.source=owner/none, split train: cannot be loaded: " in refused.stderr
@@ -93,5 +141,10 @@ def test_a_dry_run_says_why_the_hub_was_not_read(tmp_path: Path, offline: dict[s
     assert done.returncode == 0, done.stderr
     why = f"{offline['HF_ENDPOINT']} cannot be reached ([Errno 111] Connection refused)"
     first, second = done.stdout.splitlines()[:2]
-    assert first == f"data       data.train: owner/rows, on the hub, is read when the run starts; not checked here: {why}"
-    assert "data.eval: 1 rows of rows.jsonl, all read; all prompts leave room" in second, "the cached tokenizer was used"
+    assert (
+        first == "data       data.train: owner/rows, on the hub, is read when the run starts; not "
+        f"checked here: {why}"
+    )
+    assert "data.eval: 1 rows of rows.jsonl, all read; all prompts leave room" in second, (
+        "the cached tokenizer was used"
+    )

@@ -1,8 +1,8 @@
-"""The import rules: a file imports only its own tier and lower ones; no folders import each other; only some folders import megatron or
-sglang.
+"""The import rules: a file imports only its own tier and lower ones; no folders import each other;
+only some folders import megatron or sglang.
 
-Every import counts: relative ones, ones inside functions, ones under `if TYPE_CHECKING`, and `importlib.import_module("…")` with a literal
-name.
+Every import counts: relative ones, ones inside functions, ones under `if TYPE_CHECKING`, and
+`importlib.import_module("…")` with a literal name.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"megarl": "megarl", "megarl.kernels": "kernels", "megarl.launch": "launch"}
 
-# The tiers of folders, from the lowest. A capability is one folder. Its files that the trunk calls have a lower tier than the rest of it,
-# and are listed one by one. A new folder must be added here.
+# The tiers of folders, from the lowest. A capability is one folder. Its files that the trunk calls
+# have a lower tier than the rest of it, and are listed one by one. A new folder must be added here.
 TIERS = {
     name: tier
     for tier, names in enumerate(
@@ -28,7 +28,8 @@ TIERS = {
             "generator reshard rewards lora.layout",
             "algorithms data critic.losses teachers.loss trainer.hf_files",
             "plan critic.plan lora.files lora.plan roles.plan speculative.plan teachers.plan",
-            "agents evaluation.scores lora observe roles rollouts speculative teachers trackers trainer weight_sync",
+            "agents evaluation.scores lora observe roles rollouts speculative teachers trackers "
+            "trainer weight_sync",
             "critic estimate evaluation executors lora.estimate report roles.training starter",
             "launch simulation",
             "bench",
@@ -56,7 +57,10 @@ def modules() -> dict[str, Path]:
 
 
 def imports(module: str, is_package: bool, source: str) -> Iterator[tuple[int, str]]:
-    """(line, absolute dotted name) of all imports in `source`. `from a import b` yields a.b, which also names a."""
+    """(line, absolute dotted name) of all imports in `source`.
+
+    `from a import b` yields a.b, which also names a.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -66,13 +70,20 @@ def imports(module: str, is_package: bool, source: str) -> Iterator[tuple[int, s
             stem = base + (node.module.split(".") if node.module else [])
             yield from ((node.lineno, ".".join([*stem, alias.name])) for alias in node.names)
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
+            function = (
+                node.func.attr
+                if isinstance(node.func, ast.Attribute)
+                else getattr(node.func, "id", None)
+            )
             if function in ("import_module", "__import__") and isinstance(node.args[0].value, str):
                 yield node.lineno, node.args[0].value
 
 
 def tier(name: str) -> int | None:
-    """The tier of a dotted name under megarl, by its longest prefix with a tier. None for the bare package and for other packages."""
+    """The tier of a dotted name under megarl, by its longest prefix with a tier.
+
+    None for the bare package and for other packages.
+    """
     top, _, part = name.partition(".")
     while top == "megarl" and part:
         if part in TIERS:
@@ -89,7 +100,9 @@ def violations(module: str, is_package: bool, source: str) -> list[str]:
         if own is not None and theirs is not None and theirs > own:
             found.append(f"{module}:{line} (tier {own}) imports {name} (tier {theirs})")
         if module == "megarl" and theirs is not None and not f"{name}.".startswith("megarl.api."):
-            found.append(f"{module}:{line}: the package itself imports nothing of its own but its Python entry")
+            found.append(
+                f"{module}:{line}: the package itself imports nothing of its own but its Python entry"
+            )
         homes = ONLY_IN.get(name.split(".")[0], [module])
         if not any(module == home or module.startswith(home + ".") for home in homes):
             found.append(f"{module}:{line} imports {name}, which only {' and '.join(homes)} may")
@@ -109,10 +122,23 @@ def test_few_files_import_lora() -> None:
     """Other files ask the run's plan (docs/architecture.md)."""
     found = set()
     for module, path in modules().items():
-        if any(name.startswith("megarl.lora.") for _, name in imports(module, path.name == "__init__.py", path.read_text())):
+        if any(
+            name.startswith("megarl.lora.")
+            for _, name in imports(module, path.name == "__init__.py", path.read_text())
+        ):
             found.add(module.removeprefix("megarl."))
-    trunk = {"config.schema", "plan.checks", "plan.resolve", "executors.policy", "weight_sync.content", "weight_sync.engine.hooks"}
-    assert {module for module in found if not module.startswith("lora.")} == trunk | {"estimate.command", "estimate.estimate"}
+    trunk = {
+        "config.schema",
+        "plan.checks",
+        "plan.resolve",
+        "executors.policy",
+        "weight_sync.content",
+        "weight_sync.engine.hooks",
+    }
+    assert {module for module in found if not module.startswith("lora.")} == trunk | {
+        "estimate.command",
+        "estimate.estimate",
+    }
 
 
 def circles(uses: dict[str, set[str]]) -> list[list[str]]:
@@ -125,7 +151,8 @@ def circles(uses: dict[str, set[str]]) -> list[list[str]]:
     return []
 
 
-# A kernel's reference imports the compiled form when it is called, and the compiled form imports constants and types from the reference.
+# A kernel's reference imports the compiled form when it is called, and the compiled form imports
+# constants and types from the reference.
 COMPILED = ("_numba", "_triton")
 
 
@@ -142,7 +169,9 @@ def test_no_files_import_each_other() -> None:
 
 
 def test_circles_are_found() -> None:
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}}) and not circles({"a": {"b", "c"}, "b": {"c"}})
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}}) and not circles(
+        {"a": {"b", "c"}, "b": {"c"}}
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,9 +197,21 @@ def test_the_rule_can_be_broken(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "is_package", "source"),
     [
-        ("megarl.plan", True, "from .topology import TrainerTopology\nfrom ..config.errors import ConfigError"),
-        ("megarl.plan.memory", False, "from . import topology\nfrom ..models import spec\nimport torch"),
-        ("megarl.trainer.step", False, "from megatron.core import parallel_state\nfrom megarl.reshard import map"),
+        (
+            "megarl.plan",
+            True,
+            "from .topology import TrainerTopology\nfrom ..config.errors import ConfigError",
+        ),
+        (
+            "megarl.plan.memory",
+            False,
+            "from . import topology\nfrom ..models import spec\nimport torch",
+        ),
+        (
+            "megarl.trainer.step",
+            False,
+            "from megatron.core import parallel_state\nfrom megarl.reshard import map",
+        ),
     ],
 )
 def test_the_rule_lets_lower_tiers_through(module: str, is_package: bool, source: str) -> None:

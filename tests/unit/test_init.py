@@ -1,4 +1,6 @@
-"""The files of megarl init are complete, their rows and reward are correct, and existing files stay unchanged."""
+"""The files of megarl init are complete, their rows and reward are correct, and existing files stay
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ WRITTEN = {
 def folder(tmp_path: Path, monkeypatch, capsys) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     # Another test's folder may also have a graders.py, but a process has only one module of a name.
-    monkeypatch.setattr(sys, "path", [each for each in sys.path if not Path(each, "graders.py").exists()])
+    monkeypatch.setattr(
+        sys, "path", [each for each in sys.path if not Path(each, "graders.py").exists()]
+    )
     sys.modules.pop("graders", None)
     assert main(["init", "deep/my first"]) == 0
     assert "megarl run 'deep/my first/run.yaml' " in capsys.readouterr().out
@@ -37,14 +41,21 @@ def folder(tmp_path: Path, monkeypatch, capsys) -> Iterator[Path]:
 
 
 def test_all_of_it_is_there_and_the_run_can_be_planned(folder: Path, capsys) -> None:
-    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == WRITTEN
+    assert {
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
+    } == WRITTEN
     assert main(["train", "deep/my first/run.yaml", "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert f"2,000 rows of {folder}/train.jsonl, all read" in out and "all prompts leave room" in out
+    assert (
+        f"2,000 rows of {folder}/train.jsonl, all read" in out and "all prompts leave room" in out
+    )
 
 
 def test_answers_are_the_running_totals_and_no_prompt_is_in_both_files(folder: Path) -> None:
-    rows = {name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()] for name in ("train", "eval")}
+    rows = {
+        name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "eval")
+    }
     for row in rows["train"] + rows["eval"]:
         expression = row["prompt"].removesuffix("=")
         totals = [eval(expression[:end]) % 10 for end in range(1, len(expression) + 1, 2)]
@@ -52,23 +63,35 @@ def test_answers_are_the_running_totals_and_no_prompt_is_in_both_files(folder: P
     prompts = [{row["prompt"] for row in rows[name]} for name in rows]
     assert not prompts[0] & prompts[1] and len(prompts[1]) == 128
     wrong = sum(row["demonstration"] != row["answer"] for row in rows["train"])
-    assert 0.6 < wrong / len(rows["train"]) < 0.8, "reinforcement learning would have nothing to find"
+    assert 0.6 < wrong / len(rows["train"]) < 0.8, (
+        "reinforcement learning would have nothing to find"
+    )
 
 
 def test_its_reward_is_the_share_of_right_totals(folder: Path) -> None:
     share_right = runpy.run_path(str(folder / "graders.py"))["share_right"]
     assert share_right("7,7,6,7,2", "7,7,6,7,2") == {"score": 1.0, "all_right": True}
     assert share_right(" 7,7,9\n", "7,7,6,7,2") == {"score": 0.4, "all_right": False}
-    assert share_right("7,7,6,7,2,0,0,0,0,0", "7,7,6,7,2")["score"] == 0.5, "more numbers than asked for must not pay"
+    assert share_right("7,7,6,7,2,0,0,0,0,0", "7,7,6,7,2")["score"] == 0.5, (
+        "more numbers than asked for must not pay"
+    )
     assert share_right("", "7,7,6,7,2")["score"] == 0
 
 
-def test_nothing_is_overwritten_and_then_nothing_is_written(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_nothing_is_overwritten_and_then_nothing_is_written(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
     (tmp_path / "graders.py").write_text("mine")
     monkeypatch.chdir(tmp_path)
     assert main(["init", "."]) == 2
-    assert capsys.readouterr().err == "megarl: graders.py: is there already, and is not overwritten; remove it, or name another folder\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["graders.py"] and (tmp_path / "graders.py").read_text() == "mine"
+    assert (
+        capsys.readouterr().err
+        == "megarl: graders.py: is there already, and is not overwritten; remove it, or name "
+        "another folder\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["graders.py"] and (
+        tmp_path / "graders.py"
+    ).read_text() == "mine"
     assert main(["init", "graders.py/first"]) == 2
     assert "is a file, must be a folder" in capsys.readouterr().err
 

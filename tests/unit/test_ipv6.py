@@ -1,4 +1,7 @@
-"""Processes of a run reach each other over IPv6 if hosts have no IPv4. (tests/cpu has a whole run on such hosts.)"""
+"""Processes of a run reach each other over IPv6 if hosts have no IPv4.
+
+(tests/cpu has a whole run on such hosts.)
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,15 @@ pytestmark = pytest.mark.skipif(not hosts._is_here("::1"), reason="this host has
 
 
 def test_addresses_stand_in_brackets_where_a_port_or_a_path_follows():
-    assert (in_url("::1"), with_port("fd00::7", 80), with_port("10.0.0.7", 80)) == ("[::1]", "[fd00::7]:80", "10.0.0.7:80")
+    assert (in_url("::1"), with_port("fd00::7", 80), with_port("10.0.0.7", 80)) == (
+        "[::1]",
+        "[fd00::7]:80",
+        "10.0.0.7:80",
+    )
     assert EngineAddress("fd00::7", 80, 81).url == "http://[fd00::7]:80"
     assert (
-        address_towards("[::1]:80") == address_towards("http://[::1]:80/path") == "::1" and address_towards("127.0.0.1:80") == "127.0.0.1"
+        address_towards("[::1]:80") == address_towards("http://[::1]:80/path") == "::1"
+        and address_towards("127.0.0.1:80") == "127.0.0.1"
     )
     assert is_loopback("::1") and not is_loopback("fd00::7")
 
@@ -50,7 +58,10 @@ def test_stores_and_free_ports_are_at_an_ipv6_address():
     assert connect_store(f"tcp://[::1]:{store.port}", 10).get("key") == b"value"
     kept, address = open_store("::1")
     kept.set("key", "of a file")
-    assert address.startswith("file://[::1]/") and connect_store(address, 10).get("key") == b"of a file"
+    assert (
+        address.startswith("file://[::1]/")
+        and connect_store(address, 10).get("key") == b"of a file"
+    )
 
 
 def test_a_client_asks_an_engine_at_an_ipv6_address():
@@ -77,13 +88,21 @@ def test_an_ipv6_address_is_taken_only_where_there_is_no_other(monkeypatch):
     def entry(family, address):
         return SimpleNamespace(family=family, address=address)
 
-    linked, local = entry(socket.AF_INET6, "fe80::1%ib0"), entry(socket.AF_INET6, "fd00::7")
+    linked = entry(socket.AF_INET6, "fe80::1%ib0")
+    local = entry(socket.AF_INET6, "fd00::7")
     found = {"ib0": [linked, local], "ib1": [entry(socket.AF_INET, "10.0.0.7")], "eth0": [linked]}
     monkeypatch.setattr(nodes.psutil, "net_if_addrs", lambda: found)
-    assert nodes.address_of("ib0", 2) == "fd00::7" and nodes.address_of("ib*", 2) == "10.0.0.7" and nodes.interface_with("fd00::7") == "ib0"
+    assert (
+        nodes.address_of("ib0", 2) == "fd00::7"
+        and nodes.address_of("ib*", 2) == "10.0.0.7"
+        and nodes.interface_with("fd00::7") == "ib0"
+    )
     with pytest.raises(ConfigError, match="no network interface"):
         nodes.address_of("eth0", 2)
     assert loopback() == "127.0.0.1"
     monkeypatch.setattr(hosts, "_is_here", lambda address: address == "::1")
     assert loopback() == nodes.address_of(None, 1) == "::1"
-    assert network("lo", False, "::1") == {"GLOO_SOCKET_IFNAME": "lo", "MC_USE_IPV6": "1"} and "MC_USE_IPV6" not in network(None, False)
+    assert network("lo", False, "::1") == {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MC_USE_IPV6": "1",
+    } and "MC_USE_IPV6" not in network(None, False)

@@ -29,15 +29,20 @@ def test_the_header_asks_for_the_nodes_that_the_plan_needs(script):
     (config,) = re.findall(r"megarl_job (\S+)", script.read_text())
     plan = resolve(load_config(config, []), "plan")
     assert plan.config.launch.ranks_per_node == int(directive(script, "gpus-per-node"))
-    assert nodes_needed(plan, Job("train", Path("logs"), "trainer", "generator")) == int(directive(script, "nodes"))
+    assert nodes_needed(plan, Job("train", Path("logs"), "trainer", "generator")) == int(
+        directive(script, "nodes")
+    )
 
 
 @pytest.mark.parametrize("script", GPU_SCRIPTS, ids=lambda script: script.stem)
 def test_the_last_step_and_checkpoint_have_the_time_that_slurm_gives_them(script):
-    """At these sizes the default of two minutes is too short to finish a step and save: all since the last checkpoint would be lost."""
+    """At these sizes the default of two minutes is too short to finish a step and save: all since
+    the last checkpoint would be lost.
+    """
     (config,) = re.findall(r"megarl_job (\S+)", script.read_text())
     (ahead_s,) = re.findall(r"^B:USR1@(\d+)", directive(script, "signal"))
-    assert load_config(ROOT / config, []).checkpoint.on_termination_s == int(ahead_s) - 60  # a minute to end and to requeue
+    # a minute to end and to requeue
+    assert load_config(ROOT / config, []).checkpoint.on_termination_s == int(ahead_s) - 60
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
@@ -50,7 +55,14 @@ def test_one_launcher_per_node_and_valid_shell(script):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_a_job_that_was_not_submitted_in_the_checkout_ends_at_once(script, tmp_path):
     environment = os.environ | {"SLURM_SUBMIT_DIR": str(tmp_path)}
-    done = subprocess.run(["bash", str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", str(script)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert line.endswith(f"{tmp_path}/slurm/job.sh: No such file or directory")
@@ -62,16 +74,24 @@ def test_the_quickstarts_job_checks_its_settings_where_nothing_has_run_yet(tmp_p
     srun.parent.mkdir()
     srun.write_text('#!/bin/sh\necho "$@"\n')
     srun.chmod(0o755)
-    environment = os.environ | {"PATH": f"{srun.parent}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": os.getcwd()}
+    environment = os.environ | {
+        "PATH": f"{srun.parent}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": os.getcwd(),
+    }
     script = ["bash", "slurm/quickstart.sbatch", f"run_dir={tmp_path}/run"]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    assert [re.search(r"bin/megarl (\w+) configs/quickstart.yaml ", line)[1] for line in done.stdout.splitlines()] == ["sft", "train"]
+    assert [
+        re.search(r"bin/megarl (\w+) configs/quickstart.yaml ", line)[1]
+        for line in done.stdout.splitlines()
+    ] == ["sft", "train"]
     assert not (tmp_path / "run").exists()
 
 
 def own_job(folder: Path, megarl: str) -> subprocess.CompletedProcess[str]:
-    """`sbatch slurm/run.sbatch my.yaml trainer.tp=4` in a checkout with another `megarl`, and an srun that only prints its arguments."""
+    """`sbatch slurm/run.sbatch my.yaml trainer.tp=4` in a checkout with another `megarl`, and an
+    srun that only prints its arguments.
+    """
     for path, script in ((".venv/bin/megarl", megarl), ("bin/srun", 'echo "$@"')):
         program = folder / path
         program.parent.mkdir(parents=True)
@@ -84,7 +104,9 @@ def own_job(folder: Path, megarl: str) -> subprocess.CompletedProcess[str]:
         "MEGARL_COMMANDS": "sft train",
     }
     script = ["bash", "slurm/run.sbatch", "my.yaml", "trainer.tp=4"]
-    return subprocess.run(script, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        script, cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+    )
 
 
 def test_a_job_of_ones_own_passes_on_file_and_overrides(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""An engine's answers, parsed directly into arrays, against json.loads: all numbers are equal, and only numbers are accepted."""
+"""An engine's answers, parsed directly into arrays, against json.loads: all numbers are equal, and
+only numbers are accepted.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from megarl.kernels.json_numbers import read_floats, read_id_lists, read_token_l
 
 def read(text: bytes, at: int = 0) -> tuple[list[float], list[int], int] | None:
     room = len(text) + 1
-    values, ids = np.empty(room, np.float32), np.empty(room, np.int32)
+    values = np.empty(room, np.float32)
+    ids = np.empty(room, np.int32)
     count, end = read_token_logprobs(np.frombuffer(text, np.uint8), at, values, ids)
     return (values[:count].tolist(), ids[:count].tolist(), end) if count >= 0 else None
 
@@ -40,17 +43,37 @@ written = st.one_of(
 
 
 @given(st.lists(st.tuples(written, st.integers(0, (1 << 31) - 1)), max_size=12))
-@example([("-0.0", 0), ("-1e-45", 1), ("1e400", 2), ("16777217", 3), ("0.1000000014901161138", 4), ("1.00000005960464477539", 5)])
+@example(
+    [
+        ("-0.0", 0),
+        ("-1e-45", 1),
+        ("1e400", 2),
+        ("16777217", 3),
+        ("0.1000000014901161138", 4),
+        ("1.00000005960464477539", 5),
+    ]
+)
 @settings(max_examples=500, deadline=None)
 def test_numbers_are_those_of_a_json_decoder_rounded_to_float32(entries):
-    """Each number is read exactly, or left to the decoder. Numbers as engines write them, float32 of usual size, are always read."""
+    """Each number is read exactly, or left to the decoder.
+
+    Numbers as engines write them, float32 of usual size, are always read.
+    """
     for text, token in entries:
-        found, decoded = read(f"[[{text},{token},null]]".encode()), float(text)
+        found = read(f"[[{text},{token},null]]".encode())
+        decoded = float(text)
         with np.errstate(over="ignore"):
             expected = np.float32(decoded)
         if found is not None:
-            assert found[1] == [token] and struct.pack("f", found[0][0]) == struct.pack("f", expected), text
-        elif decoded == float(expected) and 1e-20 < abs(decoded) < 1e20 and len(text.strip("-0.")) <= 18 and "e" not in text.lower():
+            assert found[1] == [token] and struct.pack("f", found[0][0]) == struct.pack(
+                "f", expected
+            ), text
+        elif (
+            decoded == float(expected)
+            and 1e-20 < abs(decoded) < 1e20
+            and len(text.strip("-0.")) <= 18
+            and "e" not in text.lower()
+        ):
             raise AssertionError(f"{text} is a float32 and was not read")
     whole = f"[{','.join(f'[{text},{token},null]' for text, token in entries)}]".encode()
     if (found := read(b"xy" + whole + b"}", 2)) is not None:
@@ -63,31 +86,49 @@ def test_numbers_are_those_of_a_json_decoder_rounded_to_float32(entries):
 @given(st.lists(float32, max_size=5), st.data())
 @settings(max_examples=500, deadline=None)
 def test_damage_is_never_read_as_something_else(logprobs, data):
-    """A list with a byte changed, removed or inserted, or with its end cut off, is read like by a decoder, or not at all."""
-    text = bytearray(json.dumps([[value, 7, None] for value in logprobs], separators=(",", ":")).encode())
+    """A list with a byte changed, removed or inserted, or with its end cut off, is read like by a
+    decoder, or not at all.
+    """
+    text = bytearray(
+        json.dumps([[value, 7, None] for value in logprobs], separators=(",", ":")).encode()
+    )
     at = data.draw(st.integers(0, len(text) - 1))
     change = data.draw(st.sampled_from(["replace", "remove", "insert", "cut"]))
     byte = data.draw(st.sampled_from(b'0123456789.,-+eE[]{}" nul\x00\xff'))
-    text[at : len(text) if change == "cut" else at + (change != "insert")] = bytes([byte] * (change in ("replace", "insert")))
+    text[at : len(text) if change == "cut" else at + (change != "insert")] = bytes(
+        [byte] * (change in ("replace", "insert"))
+    )
     found = read(bytes(text))
     if found is None:
         return
     values, ids, end = found
     decoded = json.loads(text[:end])
-    assert [token for _, token, _ in decoded] == ids and all(third is None for _, _, third in decoded)
+    assert [token for _, token, _ in decoded] == ids and all(
+        third is None for _, _, third in decoded
+    )
     assert values == [float(np.float32(value)) for value, _, _ in decoded]
 
 
-@given(st.lists(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4), max_size=5), st.sampled_from(["", ",7]", "}"]))
+@given(
+    st.lists(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4), max_size=5),
+    st.sampled_from(["", ",7]", "}"]),
+)
 def test_lists_of_ids_are_what_json_decodes(lists, after):
     text = json.dumps(lists, separators=(",", ":")).encode()
-    ids, sizes = np.zeros(len(text), np.int32), np.zeros(len(text), np.int32)
+    ids = np.zeros(len(text), np.int32)
+    sizes = np.zeros(len(text), np.int32)
     count, end = read_id_lists(np.frombuffer(text + after.encode(), np.uint8), 0, ids, sizes)
-    assert (count, end) == (len(lists), len(text)) and sizes[:count].tolist() == [len(each) for each in lists]
+    assert (count, end) == (len(lists), len(text)) and sizes[:count].tolist() == [
+        len(each) for each in lists
+    ]
     assert ids[: sizes[:count].sum()].tolist() == [token for each in lists for token in each]
 
 
-@pytest.mark.parametrize("text", "[[]] [[5,]] [[05]] [[5][6]] [[5,-1]] [[5,6 [[5] [[2147483648]] [5] [[5.0]] [[null]] [[5],[]]".split())
+@pytest.mark.parametrize(
+    "text",
+    "[[]] [[5,]] [[05]] [[5][6]] [[5,-1]] [[5,6 [[5] [[2147483648]] [5] [[5.0]] [[null]] "
+    "[[5],[]]".split(),
+)
 def test_lists_of_ids_written_otherwise_are_declined(text):
     room = np.zeros(20, np.int32)
     assert read_id_lists(np.frombuffer(text.encode(), np.uint8), 0, room, room.copy())[0] == -1
@@ -95,11 +136,13 @@ def test_lists_of_ids_written_otherwise_are_declined(text):
 
 def answer(logprobs, meta=None, text="", **more) -> bytes:
     return json.dumps([{"text": text, "output_ids": [7], "meta_info": {
-        "finish_reason": {"type": "stop"}, "weight_version": "3", "prompt_tokens": 4, "output_token_logprobs": logprobs, **(meta or {}),
+        "finish_reason": {"type": "stop"}, "weight_version": "3", "prompt_tokens": 4,
+        "output_token_logprobs": logprobs, **(meta or {}),
     }, **more}], separators=(",", ":")).encode()  # fmt: skip
 
 
-GREEDY, TRUNCATED = Sampling(8), Sampling(8, top_k=4)
+GREEDY = Sampling(8)
+TRUNCATED = Sampling(8, top_k=4)
 THREE = [[-0.25, 5, None], [-1.5, 6, None], [-0.1, 7, None]]
 COMPLETION = Completion([5, 6, 7], [-0.25, -1.5, -0.1], [3, 3, 3], "stop")
 
@@ -109,10 +152,14 @@ COMPLETION = Completion([5, 6, 7], [-0.25, -1.5, -0.1], [3, 3, 3], "stop")
     [
         answer(THREE),
         json.dumps(json.loads(answer(THREE)), indent=1).encode(),  # spaces are left to the decoder
-        answer([[-0.25, 5, "a"], [-1.5, 6, '"]]'], [-0.1, 7, None]]),  # with texts among the numbers
-        answer(THREE, text='\\","output_token_logprobs":[[-9.0,9,null]],"'),  # a model may write anything
+        # with texts among the numbers
+        answer([[-0.25, 5, "a"], [-1.5, 6, '"]]'], [-0.1, 7, None]]),
+        # a model may write anything
+        answer(THREE, text='\\","output_token_logprobs":[[-9.0,9,null]],"'),
         answer(THREE, text='"output_token_logprobs":[[-9.0,9,null]]'),
-        answer(THREE, {"output_token_logprobs_length": 3, "output_token_sampling_mask": [[5, 6]] * 3}),
+        answer(
+            THREE, {"output_token_logprobs_length": 3, "output_token_sampling_mask": [[5, 6]] * 3}
+        ),
         answer(THREE, later={"output_token_logprobs": [[-9.0, 9, None]]}),  # in an unexpected place
     ],
 )
@@ -122,11 +169,21 @@ def test_answers_are_read_however_they_are_written(body):
 
 def test_many_answers_and_truncated_distributions():
     sampling = {"output_token_sampling_logprobs": [-0.125, -0.5, 0.0]}
-    two = b"[" + answer(THREE, sampling)[1:-1] + b"," + answer([], sampling | {"output_token_sampling_logprobs": []})[1:-1] + b"]"
+    two = (
+        b"["
+        + answer(THREE, sampling)[1:-1]
+        + b","
+        + answer([], sampling | {"output_token_sampling_logprobs": []})[1:-1]
+        + b"]"
+    )
     first, second = completions_of("e", two, [TRUNCATED, TRUNCATED])
-    assert first == Completion([5, 6, 7], [-0.125, -0.5, 0.0], [3] * 3, "stop") and second == Completion([], [], [], "stop")
+    assert first == Completion(
+        [5, 6, 7], [-0.125, -0.5, 0.0], [3] * 3, "stop"
+    ) and second == Completion([], [], [], "stop")
     spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]
-    assert completions_of("e", answer(THREE, {"weight_versions": spans}), [GREEDY])[0].versions.tolist() == [3, 3, 4]
+    assert completions_of("e", answer(THREE, {"weight_versions": spans}), [GREEDY])[
+        0
+    ].versions.tolist() == [3, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +201,10 @@ def test_many_answers_and_truncated_distributions():
         (answer([[-0.5, 5, None]])[:-9], "unreadable"),
         (answer(0), "unreadable"),
         (answer(THREE, {"output_token_sampling_logprobs": 0}), "unreadable"),
-        (answer(THREE, {"weight_versions": [{"version": "3", "start": 0, "end": 2}]}), "3 tokens, 3 log-probs, 2 versions"),
+        (
+            answer(THREE, {"weight_versions": [{"version": "3", "start": 0, "end": 2}]}),
+            "3 tokens, 3 log-probs, 2 versions",
+        ),
         (answer(THREE, {"weight_version": "default"}), "unreadable"),
         (answer(THREE, {"weight_version": "99999999999"}), "unreadable"),
         (answer(THREE).replace(b'"stop"', b'"st\xffp"'), "unreadable"),

@@ -1,5 +1,6 @@
-"""What a command prints at its start, and how it ends when its folder is full or read-only: it prints the reason first, and does not wait
-in vain."""
+"""What a command prints at its start, and how it ends when its folder is full or read-only: it
+prints the reason first, and does not wait in vain.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +34,16 @@ READ_ONLY = Path("/proc/self")  # read-only even for root
 def test_a_run_that_thins_out_long_responses_says_so_at_its_start(tmp_path: Path) -> None:
     for mode in ("block", "in_flight", "retract", "resume", "abort"):
         told = sampling_lines(resolve(config(tmp_path, f"async.partial_rollout={mode}"), "plan"))
-        assert [line.partition(" starts")[0] for line in told] == ["Sampling: async.partial_rollout=abort"] * (mode == "abort")
+        assert [line.partition(" starts")[0] for line in told] == [
+            "Sampling: async.partial_rollout=abort"
+        ] * (mode == "abort")
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     assert write_problem(tmp_path) == "" and not list(tmp_path.iterdir())
-    assert write_problem(READ_ONLY) and write_problem(tmp_path / "gone") == "No such file or directory"
+    assert (
+        write_problem(READ_ONLY) and write_problem(tmp_path / "gone") == "No such file or directory"
+    )
     (tmp_path / "trainer.0.log").write_text("OSError: [Errno 28]\n")
     failure = ProcessFailed("trainer.0", 1, tmp_path / "trainer.0.log", 0)
     failure.begin("run_dir=x: cannot be written to any more: No space left on device")
@@ -73,17 +78,24 @@ def test_the_reason_is_told_once_and_before_trackers_are_waited_for(
     monkeypatch.setitem(cli.RUN, "sft", command)
     monkeypatch.setattr(cli, "_resolved", lambda arguments: plan)
     assert cli.main(["sft", "x.yaml"]) == 1
-    assert told_before_close == ["megarl: trainer.0 exited with status 1\n"] and capsys.readouterr().err == ""
+    assert (
+        told_before_close == ["megarl: trainer.0 exited with status 1\n"]
+        and capsys.readouterr().err == ""
+    )
     tell(ConfigError(["a: b", "c: d"]))
     assert capsys.readouterr().err == "megarl: a: b\nmegarl: c: d\n"
 
 
-def test_trackers_are_not_waited_for_where_their_folder_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_are_not_waited_for_where_their_folder_cannot_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The fake tracker reads for ever. The run's folder is gone, so nothing can be written."""
     monkeypatch.setattr(tracking, "HOPELESS_S", 0.2)
-    run_dir, told = tmp_path / "run", list[str]()
+    run_dir = tmp_path / "run"
+    told = list[str]()
     settings = RunConfig(model=ModelConfig(path="none"))
-    settings.observe.trackers, settings.timeouts.trackers_s = ["tensorboard"], 600.0
+    settings.observe.trackers = ["tensorboard"]
+    settings.timeouts.trackers_s = 600.0
     (tmp_path / "settings.yaml").write_text("{}")
     trackers = Trackers(settings, run_dir, told.append)
     run_dir.mkdir()
@@ -99,12 +111,18 @@ def test_trackers_are_not_waited_for_where_their_folder_cannot_be_written_to(tmp
     began = time.monotonic()
     trackers.close()
     assert time.monotonic() - began < 60 and sleeper.poll() is not None
-    assert told[0].startswith("tracker tensorboard: it had not finished 0.2 s after the run (its folder cannot be written to: No such file")
+    assert told[0].startswith(
+        "tracker tensorboard: it had not finished 0.2 s after the run (its folder cannot be "
+        "written to: No such file"
+    )
 
 
 def test_a_trace_that_cannot_be_written_does_not_hide_why_the_run_ends(tmp_path: Path) -> None:
     plan: RunPlan = resolve(config(tmp_path, "cluster.gpu=H100"), "plan")
-    with pytest.raises(RuntimeError, match="the disk is full"), launcher.traced(plan, Node(0, 1, "x"), Resume()) as trace:
+    with (
+        pytest.raises(RuntimeError, match="the disk is full"),
+        launcher.traced(plan, Node(0, 1, "x"), Resume()) as trace,
+    ):
         trace._file.close()
         trace._file = open("/dev/full", "ab", buffering=0)
         raise RuntimeError("the disk is full")

@@ -1,4 +1,6 @@
-"""A launcher writes to the trace: its start with the plan's expectations, and its end, whatever the reason."""
+"""A launcher writes to the trace: its start with the plan's expectations, and its end, whatever the
+reason.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,19 @@ def test_the_start_tells_the_plan(plan: RunPlan) -> None:
     with launcher.traced(plan, node(), Resume(step=7)):
         pass
     start, end = marks(plan)
-    assert start["args"]["step"] == 7 and start["args"]["nodes"] == 2 and end["args"] == {"how": "finished"}
-    found, told = estimate(plan.config, plan.spec), start["args"]["expected"]
-    assert told["step_s"] == found.step_s and told["binding"] == found.binding and told["gpu"] == "H100" and told["peak_flops"] == 989e12
+    assert (
+        start["args"]["step"] == 7
+        and start["args"]["nodes"] == 2
+        and end["args"] == {"how": "finished"}
+    )
+    found = estimate(plan.config, plan.spec)
+    told = start["args"]["expected"]
+    assert (
+        told["step_s"] == found.step_s
+        and told["binding"] == found.binding
+        and told["gpu"] == "H100"
+        and told["peak_flops"] == 989e12
+    )
     assert sum(told["train_parts_s"].values()) == pytest.approx(told["train_s"])
 
 
@@ -53,14 +65,18 @@ def test_the_start_tells_the_plan(plan: RunPlan) -> None:
         (Stopped(number=1), "stopped by SIGHUP"),
     ],
 )
-def test_the_end_is_told_and_the_error_goes_on(plan: RunPlan, error: BaseException, how: str) -> None:
+def test_the_end_is_told_and_the_error_goes_on(
+    plan: RunPlan, error: BaseException, how: str
+) -> None:
     with pytest.raises(type(error)), launcher.traced(plan, node(1), Resume()):
         raise error
     (end,) = marks(plan, 1)
     assert end["args"]["how"].startswith(how) and len(end["args"]["how"]) <= launcher.END_CHARACTERS
 
 
-def test_a_run_that_cannot_be_planned_starts_all_the_same(plan: RunPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_be_planned_starts_all_the_same(
+    plan: RunPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuses(*_: object) -> None:
         raise ConfigError("no such shape")
 

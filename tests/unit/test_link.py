@@ -35,7 +35,9 @@ def test_messages_arrive_typed_and_in_order_per_type(hub, key):
 
 
 def test_a_wait_past_its_deadline_names_both_sides(hub):
-    with pytest.raises(TimeoutError, match="generator.0 waited 0 s for weights version 7 from trainer.1"):
+    with pytest.raises(
+        TimeoutError, match="generator.0 waited 0 s for weights version 7 from trainer.1"
+    ):
         hub.receive(WeightsOffer, 0.05, "weights version 7 from trainer.1")
 
 
@@ -85,7 +87,9 @@ def test_key_file_is_private(tmp_path, key):
 
 
 def test_tasks_wait_side_by_side_each_for_its_own_type(hub, key):
-    """All messages are delivered: those that come during a wait for another, without any wait, and during a send."""
+    """All messages are delivered: those that come during a wait for another, without any wait, and
+    during a send.
+    """
     peer = Peer("trainer.0", key, hub.address)
 
     async def numbers(count: int) -> list[int]:
@@ -117,11 +121,15 @@ def test_tasks_wait_side_by_side_each_for_its_own_type(hub, key):
 
 
 def test_a_task_that_waits_past_its_deadline_names_both_sides(hub):
-    with pytest.raises(TimeoutError, match="generator.0 waited 0 s for weights version 7 from trainer.1"):
+    with pytest.raises(
+        TimeoutError, match="generator.0 waited 0 s for weights version 7 from trainer.1"
+    ):
         asyncio.run(hub.arrival(WeightsOffer, 0.05, "weights version 7 from trainer.1"))
 
 
-@pytest.mark.parametrize("frames", [[b"\xff\xff"], [b"\x81"], [b""], [b"a", b"b"], [encode(Hello("x")), b""]])
+@pytest.mark.parametrize(
+    "frames", [[b"\xff\xff"], [b"\x81"], [b""], [b"a", b"b"], [encode(Hello("x")), b""]]
+)
 def test_what_is_no_message_ends_every_wait_at_once_and_names_who_sent_it(hub, key, frames, capsys):
     """Also from a new peer, and without a waiting task: then only the event loop reads."""
 
@@ -134,7 +142,9 @@ def test_what_is_no_message_ends_every_wait_at_once_and_names_who_sent_it(hub, k
 
     peer = Peer("trainer.3", key, hub.address)
     said = "generator.0 was sent something by trainer.3 that is not a message of this run"
-    assert [(type(error), said in str(error)) for error in asyncio.run(main())] == [(UnknownMessage, True)] * 2
+    assert [(type(error), said in str(error)) for error in asyncio.run(main())] == [
+        (UnknownMessage, True)
+    ] * 2
     with pytest.raises(UnknownMessage, match="by trainer.3"):
         hub.receive(Hello, 60, "what came before")
     peer.close()
@@ -145,7 +155,10 @@ def test_what_is_no_message_of_the_hub_ends_a_peers_wait_at_once(hub, key):
     peer.send(Hello("here"))
     hub.receive(Hello, 5, "x")
     hub._socket.send_multipart([b"trainer.0", b"\xff"])
-    with pytest.raises(UnknownMessage, match="trainer.0 was sent something by the hub that is not a message of this run: 1 bytes in"):
+    with pytest.raises(
+        UnknownMessage,
+        match="trainer.0 was sent something by the hub that is not a message of this run: 1 bytes in",
+    ):
         peer.receive(Hello, 60, "an answer")
     peer.close()
 
@@ -156,14 +169,18 @@ def test_noise_without_the_key_is_refused_and_told_and_disturbs_nobody(hub, key,
     plain = zmq.Context.instance().socket(zmq.DEALER)
     plain.connect(hub.address)
     plain.send(b"\xff\xff")
-    friend, heard = Peer("trainer.0", key, hub.address), ""
+    friend = Peer("trainer.0", key, hub.address)
+    heard = ""
     deadline = time.monotonic() + 20
     while "2 by now" not in heard:
         friend.send(Hello("hi"))
         assert hub.receive(Hello, 5, "a friend") == ("trainer.0", Hello("hi"))
         heard += capsys.readouterr().out
         assert time.monotonic() < deadline, heard
-    assert f"generator.0 refused a connection without the run's key at {hub.address}, 1 by now\n" in heard
+    assert (
+        f"generator.0 refused a connection without the run's key at {hub.address}, 1 by now\n"
+        in heard
+    )
     for socket in (forger._socket, plain):
         socket.close(linger=0)
     friend.close()
@@ -174,7 +191,8 @@ def test_a_handshake_that_is_cut_short_is_not_called_one_without_the_key(hub, ke
     host, port = hub.address.removeprefix("tcp://").split(":")
     with create_connection((host, int(port))):
         pass
-    friend, heard = Peer("trainer.0", key, hub.address), ""
+    friend = Peer("trainer.0", key, hub.address)
+    heard = ""
     deadline = time.monotonic() + 60
     while "before its handshake was over" not in heard:
         friend.send(Hello("hi"))
@@ -186,7 +204,9 @@ def test_a_handshake_that_is_cut_short_is_not_called_one_without_the_key(hub, ke
 
 
 def test_a_rush_of_messages_lets_other_tasks_have_their_turn(hub, key):
-    peer, count, turns = Peer("trainer.0", key, hub.address), 10 * AT_ONCE, []
+    peer = Peer("trainer.0", key, hub.address)
+    count = 10 * AT_ONCE
+    turns = []
 
     async def take() -> int:
         async def look_on() -> None:
@@ -198,7 +218,8 @@ def test_a_rush_of_messages_lets_other_tasks_have_their_turn(hub, key):
             peer.send(WeightsOffer(version))
         assert hub.wait(30)
         time.sleep(0.2)  # so that many arrive at once
-        task, found = asyncio.ensure_future(look_on()), []
+        task = asyncio.ensure_future(look_on())
+        found = []
         while len(found) < count:
             batch = await hub.arrivals(WeightsOffer, 30, "offers")
             assert len(batch) <= count // 2

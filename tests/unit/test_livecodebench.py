@@ -24,9 +24,17 @@ CASES = [("1 2\n", "3\n"), ("4 5\n", "9\n"), ("7 0\n", "7\n")]
 def test_rows_are_asked_with_and_without_starter_code_and_their_tests_found(tmp_path: Path) -> None:
     functional = row([("3\n[1, 2]", "6"), ("1\n[4]", "5")], "total")
     program, function = rows_of("livecodebench", [row(CASES), functional], tmp_path)
-    assert "### Question:\nPrint the sum.\n" in program.prompt and "# YOUR CODE HERE" in program.prompt and "stdin" in program.prompt
+    assert (
+        "### Question:\nPrint the sum.\n" in program.prompt
+        and "# YOUR CODE HERE" in program.prompt
+        and "stdin" in program.prompt
+    )
     assert "def total(self" in function.prompt and "YOUR CODE" not in function.prompt
-    assert cases_of(program.answer) == ([given for given, _ in CASES], [wanted for _, wanted in CASES], None)
+    assert cases_of(program.answer) == (
+        [given for given, _ in CASES],
+        [wanted for _, wanted in CASES],
+        None,
+    )
     assert cases_of(function.answer) == ([[3, [1, 2]], [1, [4]]], [[6], [5]], "total")
 
 
@@ -34,13 +42,24 @@ def test_rows_as_apps_and_verl_have_them() -> None:
     assert cases_of(json.dumps({"inputs": ["1"], "outputs": ["2"]})) == (["1"], ["2"], None)
     assert cases_of(json.dumps([{"input": "1", "output": "2"}])) == (["1"], ["2"], None)
     called = cases_of(json.dumps({"inputs": [[[1], 2]], "outputs": [[3]], "fn_name": "f"}))
-    assert called == ([[[1], 2]], [[[3], 3]], "f") and called.passed(0, "3") and called.passed(0, "[3]") and not called.passed(0, "[[3]]")
+    assert (
+        called == ([[[1], 2]], [[[3], 3]], "f")
+        and called.passed(0, "3")
+        and called.passed(0, "[3]")
+        and not called.passed(0, "[[3]]")
+    )
 
 
 def test_dates_and_releases_choose_problems(tmp_path: Path) -> None:
-    for number, date in ((1, "2024-05-01T00:00:00"), (2, "2024-08-01T00:00:00"), (3, "2024-11-01T00:00:00")):
+    for number, date in (
+        (1, "2024-05-01T00:00:00"),
+        (2, "2024-08-01T00:00:00"),
+        (3, "2024-11-01T00:00:00"),
+    ):
         rows = [row(CASES, date=date) | {"question_content": f"number {number}"}]
-        (tmp_path / f"test{number if number > 1 else ''}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+        (tmp_path / f"test{number if number > 1 else ''}.jsonl").write_text(
+            "".join(json.dumps(each) + "\n" for each in rows)
+        )
 
     def found(**settings: str) -> list[str]:
         config = config_of("livecodebench", tmp_path, **settings)
@@ -51,13 +70,18 @@ def test_dates_and_releases_choose_problems(tmp_path: Path) -> None:
     assert found(subset="release_v3") == ["1", "2", "3"] and found(subset="v2") == ["2"]
     assert found(subset="release_v3", since="2024-08-01") == ["2", "3"]
     assert found(subset="release_v3", since="2024-08-01", until="2024-08-01") == ["2"]
-    with pytest.raises(ConfigError, match=r"has no test4.jsonl, which eval.suites.own.subset=v4 needs"):
+    with pytest.raises(
+        ConfigError, match=r"has no test4.jsonl, which eval.suites.own.subset=v4 needs"
+    ):
         found(subset="v4")
     with pytest.raises(ConfigError, match=r"has no rows since 2025-01-01 until 2025-02-01$"):
         found(subset="release_v3", since="2025-01-01", until="2025-02-01")
     [hub] = [each[2] for each in held_out(config_of("livecodebench")) if each[0]]
     assert (hub.source, hub.subset) == ("livecodebench/code_generation_lite", "release_v6")
-    assert files_of(SuiteConfig(benchmark="livecodebench", subset="release_v2")) == ["test.jsonl", "test2.jsonl"]
+    assert files_of(SuiteConfig(benchmark="livecodebench", subset="release_v2")) == [
+        "test.jsonl",
+        "test2.jsonl",
+    ]
 
 
 class Evil:
@@ -74,8 +98,10 @@ def compressed(data: bytes) -> str:
     [
         (compressed(pickle.dumps(Evil())), "something other than a text: STACK_GLOBAL"),
         (compressed(pickle.dumps([1, 2])), "something other than a text"),
-        (compressed(b"]r\xff\xff\xff\x3f."), "something other than a text: EMPTY_LIST"),  # an unpickler would allocate a billion objects
-        (compressed(b"\x80\x04\x8d" + b"\xff" * 8 + b"[]."), "neither JSON nor a text"),  # announces a text of 2^64 bytes
+        # an unpickler would allocate a billion objects
+        (compressed(b"]r\xff\xff\xff\x3f."), "something other than a text: EMPTY_LIST"),
+        # announces a text of 2^64 bytes
+        (compressed(b"\x80\x04\x8d" + b"\xff" * 8 + b"[]."), "neither JSON nor a text"),
         (compressed(b"\x80\x09."), "a pickle of 0 texts"),
         (compressed(b"no pickle"), "neither JSON nor a text"),
         ("not base 64!", "neither JSON nor a text"),
@@ -84,7 +110,9 @@ def compressed(data: bytes) -> str:
         (packed([{"input": "1"}]), "an object with input and output"),
     ],
 )
-def test_packed_tests_that_are_none_are_refused(text: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_packed_tests_that_are_none_are_refused(
+    text: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ConfigError, match=problem):
         rows_of("livecodebench", [row(CASES) | {"private_test_cases": text}], tmp_path)
     assert "run by the unpickler" not in capsys.readouterr().out
@@ -104,14 +132,19 @@ def test_what_unpacks_to_more_than_is_allowed_is_refused() -> None:
 @pytest.mark.parametrize(
     ("printed", "wanted", "same"),
     [
-        ("3\n", "3", True), ("  3  \n 4\n\n", "3\n4", True), ("3.0 4", "3 4.000", True), ("1e1", "10", True), ("3 4", "3\n4", False),
-        ("3\n\n4", "3\n4", False), ("Yes", "YES", False), ("NaN", "NaN ", True), ("NaN", "1", False), ("nan 1", "NaN 1", False),
-        ("sNaN", "1", False), ("1e999999999999999999999", "1", False), ("", "0", False), ("0.30000000000000004", "0.3", False),
+        ("3\n", "3", True), ("  3  \n 4\n\n", "3\n4", True), ("3.0 4", "3 4.000", True),
+        ("1e1", "10", True), ("3 4", "3\n4", False),
+        ("3\n\n4", "3\n4", False), ("Yes", "YES", False), ("NaN", "NaN ", True),
+        ("NaN", "1", False), ("nan 1", "NaN 1", False),
+        ("sNaN", "1", False), ("1e999999999999999999999", "1", False), ("", "0", False),
+        ("0.30000000000000004", "0.3", False),
         ("3 4", "3", False), ("50000000000000000 0", "50000000000000001 0", False),
         ("9" * 200_000, "1", False),
     ],
 )  # fmt: skip
-def test_output_is_compared_line_by_line_and_as_decimals(printed: str, wanted: str, same: bool) -> None:
+def test_output_is_compared_line_by_line_and_as_decimals(
+    printed: str, wanted: str, same: bool
+) -> None:
     assert same_output(printed, wanted) is same
 
 

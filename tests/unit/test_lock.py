@@ -26,7 +26,11 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def holder(tmp_path):
     """A process that holds the lock of `megarl sft` in tmp_path."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / ".launch/sft/lock")], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / ".launch/sft/lock")],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
@@ -36,7 +40,10 @@ def holder(tmp_path):
 def test_a_second_launch_is_refused_before_anything_starts(holder, tmp_path, capsys):
     assert main(["sft", str(ROOT / "configs/quickstart.yaml"), f"run_dir={tmp_path}"]) == 2
     told = capsys.readouterr().err
-    assert told.startswith(f"megarl: run_dir={tmp_path}: megarl sft is running there already") and len(told.splitlines()) == 1
+    assert (
+        told.startswith(f"megarl: run_dir={tmp_path}: megarl sft is running there already")
+        and len(told.splitlines()) == 1
+    )
     assert f"already, process {holder.pid} on " in told and told.endswith("; end it first\n")
     assert [path.name for path in tmp_path.iterdir()] == [".launch"]
 
@@ -52,14 +59,29 @@ def test_a_killed_holder_holds_nothing(holder, tmp_path):
 
 
 def test_a_launch_in_another_thread_is_seen_and_stays_locked(tmp_path):
-    """A record lock belongs to the process, which loses it as soon as any of its threads closes the file."""
+    """A record lock belongs to the process, which loses it as soon as any of its threads closes the
+    file.
+    """
     path = tmp_path / ".launch/sft/lock"
     with held(path, "refused"):
         assert is_held(path)
-        with pytest.raises(ConfigError, match="refused, in another thread of this program; end it first"), held(path, "refused"):
+        with (
+            pytest.raises(
+                ConfigError, match="refused, in another thread of this program; end it first"
+            ),
+            held(path, "refused"),
+        ):
             raise AssertionError("held twice")
-        code = "import sys; from pathlib import Path; from megarl.launch.meeting import is_held; print(is_held(Path(sys.argv[1])))"
-        assert subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True).stdout == "True\n"
+        code = (
+            "import sys; from pathlib import Path; from megarl.launch.meeting import is_held; "
+            "print(is_held(Path(sys.argv[1])))"
+        )
+        assert (
+            subprocess.run(
+                [sys.executable, "-c", code, path], capture_output=True, text=True
+            ).stdout
+            == "True\n"
+        )
     assert not is_held(path)
 
 

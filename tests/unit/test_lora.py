@@ -36,14 +36,17 @@ RANK8 = Lora(8, 32.0, ("all",))
 def test_what_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
     wrong = ["lora.rank=8", "lora.experts=shared", "lora.targets=[q_proj,gate,lm_head]"]
     assert problems_of(tmp_path, *wrong, "trainer.megatron.tp_comm_overlap=true") == [
-        'lora.targets=["q_proj", "gate", "lm_head"]: gate, lm_head is no linear layer of a llama model; it has q_proj, k_proj, v_proj, '
+        'lora.targets=["q_proj", "gate", "lm_head"]: gate, lm_head is no linear layer of a llama '
+        "model; it has q_proj, k_proj, v_proj, "
         "o_proj, gate_proj, up_proj, down_proj, or all",
         "lora.experts=shared: must be own: no target is of an expert",
         "trainer.megatron.tp_comm_overlap=true: must be left out with lora.rank=8",
     ]
     assert resolve(config(tmp_path, *wrong[1:])), "without a rank the section has no effect"
     assert resolve(config(tmp_path, *wrong[1:], "lora.rank=0")).config.lora.rank is None
-    with pytest.raises(ConfigError, match="lora.targets=\\[\\]: must be a list of at least one name, or all"):
+    with pytest.raises(
+        ConfigError, match="lora.targets=\\[\\]: must be a list of at least one name, or all"
+    ):
         config(tmp_path, "lora.targets=[]")
     assert config(tmp_path, "lora.targets=all").lora.targets == ["all"]
 
@@ -51,16 +54,33 @@ def test_what_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
 def test_where_a_checkpoint_fuses_what_would_be_adapted() -> None:
     [problem] = check_lora(RunConfig(lora=LoraConfig(rank=8)), load_spec(MODELS / "phi-4"))
     fused = "model.layers.*.self_attn.qkv_proj.weight and model.layers.*.mlp.gate_up_proj.weight"
-    assert problem == f"lora.rank=8: must be null: PEFT has one adapter each for {fused} of a phi3 checkpoint"
+    assert (
+        problem
+        == f"lora.rank=8: must be null: PEFT has one adapter each for {fused} of a phi3 checkpoint"
+    )
 
 
 def test_a_warm_start_of_all_weights_or_of_adapters(tmp_path: Path) -> None:
     first = ["lora.rank=8", f"lora.init={tmp_path}/adapter", "sft.steps=1"]
     (twice,) = problems_of(tmp_path, with_weights(tmp_path / "model"), *first, command="sft")
-    assert twice == f"lora.init={tmp_path}/adapter: must be null for megarl sft, since the run would begin with it once more"
-    (random,) = problems_of(tmp_path, "lora.rank=8", "model.random_init=true", "sft.steps=1", command="sft")
-    assert random == "model.random_init=true: adapters cannot make a model of random weights; set sft.adapters=false to train all of them"
-    whole = resolve(config(tmp_path, "lora.rank=8", "model.random_init=true", "sft.steps=1", "sft.adapters=false"), "sft")
+    assert (
+        twice
+        == f"lora.init={tmp_path}/adapter: must be null for megarl sft, since the run would begin "
+        "with it once more"
+    )
+    (random,) = problems_of(
+        tmp_path, "lora.rank=8", "model.random_init=true", "sft.steps=1", command="sft"
+    )
+    assert (
+        random == "model.random_init=true: adapters cannot make a model of random weights; set "
+        "sft.adapters=false to train all of them"
+    )
+    whole = resolve(
+        config(
+            tmp_path, "lora.rank=8", "model.random_init=true", "sft.steps=1", "sft.adapters=false"
+        ),
+        "sft",
+    )
     assert whole.config.lora.rank is None
 
 
@@ -74,7 +94,10 @@ def test_a_resumed_run_needs_the_weights_that_its_adapters_belong_to(tmp_path: P
         with pytest.raises(ConfigError) as refused:
             resolve(settings, command)
         gone = f"but {tmp_path}/model holds no weights any more"
-        assert f"lora.rank=8: the weights that its adapters belong to are what the run began with, {gone}" in refused.value.problems
+        assert (
+            f"lora.rank=8: the weights that its adapters belong to are what the run began with, {gone}"
+            in refused.value.problems
+        )
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -88,22 +111,42 @@ def test_a_resumed_run_needs_the_weights_that_its_adapters_belong_to(tmp_path: P
         ("deepseek-v3", {"tp": 2, "dp": 2, "ep": 2}),
     ],
 )
-def test_every_element_of_an_adapter_has_one_owner(model: str, sizes: dict[str, int], layer_spec: str, shared: bool) -> None:
+def test_every_element_of_an_adapter_has_one_owner(
+    model: str, sizes: dict[str, int], layer_spec: str, shared: bool
+) -> None:
     spec = load_spec(MODELS / model)
-    spec = replace(spec, num_layers=max(4, spec.first_dense_layers + 1), num_experts=min(spec.num_experts, 8))
+    spec = replace(
+        spec, num_layers=max(4, spec.first_dense_layers + 1), num_experts=min(spec.num_experts, 8)
+    )
     for names in (("all",), ("v_proj", "o_proj", "up_proj", "w1", "kv_b_proj")):
         lora = Lora(4, 8.0, names, shared)
-        layout, owned = lora.trainer_layout(spec, TrainerTopology(**sizes), "bfloat16", layer_spec), {}
+        layout = lora.trainer_layout(spec, TrainerTopology(**sizes), "bfloat16", layer_spec)
+        owned = {}
         for rank in range(layout.world_size):
             for _, piece in layout.owned_pieces(rank):
                 owned[piece.logical_name] = owned.get(piece.logical_name, 0) + piece.logical.numel
-        assert owned == {tensor.name: math.prod(tensor.shape) for tensor in lora.hf_layout(spec, "bfloat16").tensors(0)}
+        assert owned == {
+            tensor.name: math.prod(tensor.shape)
+            for tensor in lora.hf_layout(spec, "bfloat16").tensors(0)
+        }
 
 
 def test_adapters_of_latent_attention_and_of_shared_factors() -> None:
     spec = load_spec(MODELS / "deepseek-v3")
-    assert targets(spec) == ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    shapes = {tensor.name: (tensor.shape, tensor.experts) for tensor in lora_tensors(spec, replace(RANK8, shared=True))}
+    assert targets(spec) == (
+        "q_a_proj",
+        "q_b_proj",
+        "kv_a_proj_with_mqa",
+        "kv_b_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    shapes = {
+        tensor.name: (tensor.shape, tensor.experts)
+        for tensor in lora_tensors(spec, replace(RANK8, shared=True))
+    }
     layer = "model.layers.{layer}."
     assert shapes[layer + "self_attn.kv_a_proj_with_mqa.lora_B.weight"] == ((576, 8), 0)
     assert shapes[layer + "mlp.experts.gate_proj.lora_A.weight"] == ((8, 7168), 0)
@@ -112,40 +155,78 @@ def test_adapters_of_latent_attention_and_of_shared_factors() -> None:
     assert shapes[layer + "mlp.experts.down_proj.lora_B.weight"] == ((7168, 8), 0)
     assert shown("model.layers.3.mlp.experts.down_proj.lora_B.weight", (7168, 8))[1] == (1, 7168, 8)
     assert shown("model.layers.3.mlp.experts.7.down_proj.lora_A.weight", (8, 2048))[1] == (8, 2048)
-    assert shown("model.layers.3.mlp.shared_experts.down_proj.lora_B.weight", (7168, 8))[1] == (7168, 8)
+    assert shown("model.layers.3.mlp.shared_experts.down_proj.lora_B.weight", (7168, 8))[1] == (
+        7168,
+        8,
+    )
 
 
 def test_planning_counts_the_adapters_and_no_gradient_of_the_model(tmp_path: Path) -> None:
-    spec, trainer = load_spec(MODEL), TrainerConfig(tp=8, dp=2)
+    spec = load_spec(MODEL)
+    trainer = TrainerConfig(tp=8, dp=2)
     merges = beside(config(tmp_path, "lora.rank=8", "lora.sync=merge"), spec, trainer, "cuda")
-    found, whole = (trainer_memory(spec, trainer, "bfloat16", GPUS["H100"], reference=True, beside=each) for each in (merges, None))
+    found, whole = (
+        trainer_memory(spec, trainer, "bfloat16", GPUS["H100"], reference=True, beside=each)
+        for each in (merges, None)
+    )
     ((adapters, merged),) = adapters_held(spec, trainer, "bfloat16", RANK8)
-    inner = [3 * 4096 + (4096 + 2 * 1024) // 8, 4096 // 8 + 4096, 2 * 4096 + 2 * 14336 // 8, 14336 // 8 + 4096]  # qkv, o, gate and up, down
+    # qkv, o, gate and up, down
+    inner = [
+        3 * 4096 + (4096 + 2 * 1024) // 8,
+        4096 // 8 + 4096,
+        2 * 4096 + 2 * 14336 // 8,
+        14336 // 8 + 4096,
+    ]
     assert adapters.total == 32 * 8 * sum(inner)
     assert merged.total == pytest.approx((parameter_count(spec) - 2 * 128256 * 4096) / 8, rel=1e-3)
     assert found.gradients == 4 * adapters.total and found.optimizer == 12 * adapters.total / 2
     assert found.weights == whole.weights + 2 * (adapters.total + merged.total)
-    assert (found.reference, whole.reference) == (0, whole.weights) and found.activations == whole.activations
+    assert (found.reference, whole.reference) == (
+        0,
+        whole.weights,
+    ) and found.activations == whole.activations
 
 
 def test_a_plan_with_adapters_takes_less_time_and_memory(tmp_path: Path) -> None:
-    spec, sizes = load_spec(MODEL), ["trainer.tp=8", "trainer.dp=2"]
-    whole, found = (estimate(config(tmp_path, *sizes, *more), spec) for more in ([], ["lora.rank=8"]))
+    spec = load_spec(MODEL)
+    sizes = ["trainer.tp=8", "trainer.dp=2"]
+    whole, found = (
+        estimate(config(tmp_path, *sizes, *more), spec) for more in ([], ["lora.rank=8"])
+    )
     assert found.saving < whole.saving / 100 and found.trainer.total < whole.trainer.total
     assert 0.6 < found.train.compute / whole.train.compute < 0.75, "two products of three"
-    assert found.train.data_parallel < whole.train.data_parallel / 10 and found.generate == whole.generate
+    assert (
+        found.train.data_parallel < whole.train.data_parallel / 10
+        and found.generate == whole.generate
+    )
 
 
 def test_a_plan_with_adapters_alone_or_merged(tmp_path: Path) -> None:
-    spec, sizes = load_spec(MODEL), ["trainer.tp=8", "trainer.dp=2", "generator.tp=2"]
+    spec = load_spec(MODEL)
+    sizes = ["trainer.tp=8", "trainer.dp=2", "generator.tp=2"]
     whole, alone, merged = (
-        estimate(config(tmp_path, *sizes, *more), spec) for more in ([], ["lora.rank=8"], ["lora.rank=8", "lora.sync=merge"])
+        estimate(config(tmp_path, *sizes, *more), spec)
+        for more in ([], ["lora.rank=8"], ["lora.rank=8", "lora.sync=merge"])
     )
     ((_, copies),) = adapters_held(spec, TrainerConfig(tp=8, dp=2), "bfloat16", RANK8)
-    assert merged.trainer.weights - alone.trainer.weights == 2 * copies.total and merged.trainer.weights > whole.trainer.weights
-    inner = [3 * 4096 + (4096 + 2 * 1024) // 2, 4096 // 2 + 4096, 2 * 4096 + 2 * 14336 // 2, 14336 // 2 + 4096]
-    assert alone.generator.weights - whole.generator.weights == 2 * (2 * 32 * 8 * sum(inner)), "two slots in bf16"
-    assert merged.generator == whole.generator and merged.sync_s == whole.sync_s and alone.sync_s < whole.sync_s / 50
+    assert (
+        merged.trainer.weights - alone.trainer.weights == 2 * copies.total
+        and merged.trainer.weights > whole.trainer.weights
+    )
+    inner = [
+        3 * 4096 + (4096 + 2 * 1024) // 2,
+        4096 // 2 + 4096,
+        2 * 4096 + 2 * 14336 // 2,
+        14336 // 2 + 4096,
+    ]
+    assert alone.generator.weights - whole.generator.weights == 2 * (2 * 32 * 8 * sum(inner)), (
+        "two slots in bf16"
+    )
+    assert (
+        merged.generator == whole.generator
+        and merged.sync_s == whole.sync_s
+        and alone.sync_s < whole.sync_s / 50
+    )
 
 
 class TestAdapterFolder:
@@ -163,8 +244,14 @@ class TestAdapterFolder:
         lora = Lora.of(self.LORA)
         assert lora is not None
         folder.mkdir()
-        tensors = dict(shown(tensor.name, tensor.shape) for tensor in lora.hf_layout(self.spec(), "float32").tensors(0))
-        save_file({name: np.zeros(shape, np.float32) for name, shape in tensors.items()}, folder / "adapter_model.safetensors")
+        tensors = dict(
+            shown(tensor.name, tensor.shape)
+            for tensor in lora.hf_layout(self.spec(), "float32").tensors(0)
+        )
+        save_file(
+            {name: np.zeros(shape, np.float32) for name, shape in tensors.items()},
+            folder / "adapter_model.safetensors",
+        )
         written = adapter_settings(lora, ["down_proj", "q_proj"], "base", 0.0) | settings
         (folder / "adapter_config.json").write_text(json.dumps(written))
         return replace(self.LORA, init=str(folder))
@@ -172,13 +259,22 @@ class TestAdapterFolder:
     def problems(self, lora: LoraConfig) -> list[str]:
         with pytest.raises(ConfigError) as refused:
             check_adapter(self.spec(), lora)
-        return [problem.removeprefix(f"lora.init={lora.init}: ") for problem in refused.value.problems]
+        return [
+            problem.removeprefix(f"lora.init={lora.init}: ") for problem in refused.value.problems
+        ]
 
     def test_of_the_same_adapters(self, tmp_path: Path) -> None:
         check_adapter(self.spec(), self.write(tmp_path / "adapter"))
 
     def test_all_that_differs_is_named(self, tmp_path: Path) -> None:
-        lora = self.write(tmp_path / "adapter", r=4, use_dora=True, use_bdlora={"nblocks": 2}, bias="all", target_modules=["q_proj"])
+        lora = self.write(
+            tmp_path / "adapter",
+            r=4,
+            use_dora=True,
+            use_bdlora={"nblocks": 2},
+            bias="all",
+            target_modules=["q_proj"],
+        )
         assert self.problems(replace(lora, alpha=8.0)) == [
             "its r is 4; lora.rank=2",
             "its lora_alpha is 4; lora.alpha=8",
@@ -188,25 +284,43 @@ class TestAdapterFolder:
             'its use_bdlora is {"nblocks": 2}, which is not supported',
         ]
 
-    @pytest.mark.parametrize("begun", ["pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga"])
-    def test_one_that_has_changed_the_weights_below_it_is_refused(self, begun: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        "begun", ["pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga"]
+    )
+    def test_one_that_has_changed_the_weights_below_it_is_refused(
+        self, begun: str, tmp_path: Path
+    ) -> None:
         (problem,) = self.problems(self.write(tmp_path / "adapter", init_lora_weights=begun))
         assert problem.startswith(f"its init_lora_weights is {begun}: ")
         check_adapter(self.spec(), self.write(tmp_path / "ordinary", init_lora_weights="gaussian"))
 
     def test_tensors_that_do_not_fit_are_named(self, tmp_path: Path) -> None:
         lora = self.write(tmp_path / "adapter", r=3, target_modules=["q_proj", "o_proj"])
-        of_others, stem = self.problems(replace(lora, rank=3, targets=["o_proj", "q_proj"])), "base_model.model.model.layers.0."
+        of_others = self.problems(replace(lora, rank=3, targets=["o_proj", "q_proj"]))
+        stem = "base_model.model.model.layers.0."
         assert len(of_others) == 6
-        assert f"tensor {stem}self_attn.q_proj.lora_A.weight is F32 of shape (2, 128); it must have shape (3, 128)" in of_others
-        assert f"tensor {stem}self_attn.o_proj.lora_A.weight is missing in adapter_model.safetensors" in of_others
+        assert (
+            f"tensor {stem}self_attn.q_proj.lora_A.weight is F32 of shape (2, 128); it must have "
+            "shape (3, 128)" in of_others
+        )
+        assert (
+            f"tensor {stem}self_attn.o_proj.lora_A.weight is missing in adapter_model.safetensors"
+            in of_others
+        )
         assert f"tensor {stem}mlp.down_proj.lora_B.weight belongs to no target" in of_others
         (folder := tmp_path / "many").mkdir()
-        (folder / "adapter_model.safetensors").write_bytes((tmp_path / "adapter/adapter_model.safetensors").read_bytes())
-        (folder / "adapter_config.json").write_text(json.dumps(adapter_settings(RANK8, targets(self.spec()), None, 0.0)))
+        (folder / "adapter_model.safetensors").write_bytes(
+            (tmp_path / "adapter/adapter_model.safetensors").read_bytes()
+        )
+        (folder / "adapter_config.json").write_text(
+            json.dumps(adapter_settings(RANK8, targets(self.spec()), None, 0.0))
+        )
         of_many = self.problems(LoraConfig(rank=8, init=str(folder)))
         assert len(of_many) == 11 and of_many[-1] == "4 more tensors"
 
     def test_what_is_none(self, tmp_path: Path) -> None:
         (problem,) = self.problems(replace(self.LORA, init=str(tmp_path)))
-        assert problem.startswith("is not the folder of a PEFT adapter: ") and "adapter_config.json" in problem
+        assert (
+            problem.startswith("is not the folder of a PEFT adapter: ")
+            and "adapter_config.json" in problem
+        )

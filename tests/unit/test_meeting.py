@@ -14,8 +14,19 @@ from megarl.launch.meeting import Meeting, NodeReport, PeerFailed
 from megarl.launch.nodes import Node, address_of, interface_with, speaks, this_node
 from megarl.launch.start import network
 
-STEP = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "4", "SLURM_PROCID": "2", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1"}
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "r1", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+STEP = {
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "4",
+    "SLURM_PROCID": "2",
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "1",
+}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "r1",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "1",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +56,17 @@ def test_a_node_knows_its_place_from_srun_torchrun_or_alone():
     assert this_node(STEP) == Node(2, 4, "slurm.7.1.0")
     assert this_node(STEP | {"SLURM_RESTART_COUNT": "3"}).launch != this_node(STEP).launch
     assert this_node(TORCHRUN) == Node(1, 2, "torchrun.r1.0")
-    assert [speaks(environment) for environment in ({}, STEP, STEP | {"SLURM_PROCID": "0"}, TORCHRUN)] == [True, False, True, False]
+    assert [
+        speaks(environment) for environment in ({}, STEP, STEP | {"SLURM_PROCID": "0"}, TORCHRUN)
+    ] == [True, False, True, False]
 
 
 def test_gloo_is_told_the_interface_by_which_a_node_is_reached_and_nccl_only_what_was_asked_for():
     assert interface_with(address_of("lo", 2)) == "lo" and interface_with("192.0.2.1") is None
-    assert network("ib0", wanted=False) == {"GLOO_SOCKET_IFNAME": "ib0"} and network(None, wanted=False) == {}
+    assert (
+        network("ib0", wanted=False) == {"GLOO_SOCKET_IFNAME": "ib0"}
+        and network(None, wanted=False) == {}
+    )
     assert network("ib0", wanted=True) == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
 
 
@@ -85,7 +101,9 @@ def test_nodes_see_each_others_reports(tmp_path):
 def test_a_missing_node_is_named(tmp_path):
     first = meetings(tmp_path, count=3, timeout_s=0.3)[0]
     first.announce(report(0))
-    with pytest.raises(TimeoutError, match="node 0 waited 0 s for node 1, 2 of 3 to announce itself"):
+    with pytest.raises(
+        TimeoutError, match="node 0 waited 0 s for node 1, 2 of 3 to announce itself"
+    ):
         first.reports()
 
 
@@ -129,7 +147,9 @@ def test_the_head_listens_to_all_nodes_and_the_others_to_the_head(tmp_path, monk
 
 
 def test_signs_of_life_are_overwritten_where_they_are(tmp_path, monkeypatch):
-    """With a new file, a reader on NFS would get a stale handle, and its launcher would end the run."""
+    """With a new file, a reader on NFS would get a stale handle, and its launcher would end the
+    run.
+    """
     monkeypatch.setattr(meeting_module, "BEAT_S", 0.0)
     first, second = meetings(tmp_path, silence_s=0.5)
     second.poll()
@@ -143,7 +163,10 @@ def test_signs_of_life_are_overwritten_where_they_are(tmp_path, monkeypatch):
 
 def test_a_launch_of_a_name_that_was_used_before_is_refused(tmp_path):
     meetings(tmp_path)[1].announce(report(1))
-    with pytest.raises(ConfigError, match="launch x was used before; torchrun needs a new --rdzv-id for every launch"):
+    with pytest.raises(
+        ConfigError,
+        match="launch x was used before; torchrun needs a new --rdzv-id for every launch",
+    ):
         meetings(tmp_path)[1].announce(report(1))
 
 
@@ -155,7 +178,12 @@ def test_nodes_that_serve_wait_for_those_that_work(tmp_path):
 
 
 def test_what_differs_between_nodes_is_told_node_by_node():
-    reports = [report(0), report(1, versions={"torch": "2.12.0"}), report(2, gpus=7), report(3, problems=["the disk is full"])]
+    reports = [
+        report(0),
+        report(1, versions={"torch": "2.12.0"}),
+        report(2, gpus=7),
+        report(3, problems=["the disk is full"]),
+    ]
     assert disagreements(reports) == [
         "node 1 (h1): torch 2.12.0, but 2.13.0 on node 0 (h0)",
         "node 2 (h2): 7 GPUs, but 8 on node 0 (h0)",

@@ -1,5 +1,6 @@
-"""`trainer.megatron`, `trainer.ddp`, `trainer.optimizer.megatron`: settings that the installed Megatron's classes do not allow are
-refused."""
+"""`trainer.megatron`, `trainer.ddp`, `trainer.optimizer.megatron`: settings that the installed
+Megatron's classes do not allow are refused.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import pytest
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.plan.resolve import resolve
-from megarl.plan.vendor_settings import CLASSES, MEGATRON_BY_KEY, MEGATRON_REFUSED, megatron_arguments, megatron_version
+from megarl.plan.vendor_settings import (
+    CLASSES,
+    MEGATRON_BY_KEY,
+    MEGATRON_REFUSED,
+    megatron_arguments,
+    megatron_version,
+)
 
 CONFIG = Path(__file__).parents[2] / "configs/8b_aipo.yaml"
 
@@ -32,20 +39,42 @@ def test_every_name_in_the_tables_is_a_field(key: str) -> None:
 @pytest.mark.parametrize(
     ("setting", "wanted"),
     [
-        ("trainer.megatron.hidden_size=64", "must be set by model.path, whose config.json decides it"),
+        (
+            "trainer.megatron.hidden_size=64",
+            "must be set by model.path, whose config.json decides it",
+        ),
         ("trainer.megatron.tensor_model_parallel_size=2", "must be set by trainer.tp"),
-        ("trainer.megatron.hidden_dropout=0.1", "must be left out; the trainer's log-probs would differ from those of the engines"),
-        ("trainer.megatron.glu_linear_offset=1.0", "must be left out; the engines do not compute it"),
+        (
+            "trainer.megatron.hidden_dropout=0.1",
+            "must be left out; the trainer's log-probs would differ from those of the engines",
+        ),
+        (
+            "trainer.megatron.glu_linear_offset=1.0",
+            "must be left out; the engines do not compute it",
+        ),
         (
             "trainer.megatron.moe_mlp_glu_interleave_size=32",
-            "must be left out; weights are read where the layout has them, and this would put them elsewhere",
+            "must be left out; weights are read where the layout has them, and this would put "
+            "them elsewhere",
         ),
-        ("trainer.megatron.softmax_type=learnable", "must be left out; the engines do not compute it"),
-        ("trainer.megatron.account_for_loss_in_pipeline_split=true", "must be set by trainer.last_stage_layers"),
+        (
+            "trainer.megatron.softmax_type=learnable",
+            "must be left out; the engines do not compute it",
+        ),
+        (
+            "trainer.megatron.account_for_loss_in_pipeline_split=true",
+            "must be set by trainer.last_stage_layers",
+        ),
         ("trainer.megatron.recompute_granularity=some", "must be one of full, selective or null"),
         ("trainer.megatron.recompute_modules=core_attn", "must be Optional[List[str]]"),
-        ("trainer.megatron.attention_backend=fast", "must be one of auto, flash, fused, local, unfused; did you mean flash?"),
-        ("trainer.megatron.grad_sync_func=f", "must be left out; it is a Optional[Callable], which a config cannot state"),
+        (
+            "trainer.megatron.attention_backend=fast",
+            "must be one of auto, flash, fused, local, unfused; did you mean flash?",
+        ),
+        (
+            "trainer.megatron.grad_sync_func=f",
+            "must be left out; it is a Optional[Callable], which a config cannot state",
+        ),
         (
             "trainer.megatron.recompute_granularit=full",
             f"unknown to megatron-core {megatron_version()}; did you mean recompute_granularity?",
@@ -53,10 +82,20 @@ def test_every_name_in_the_tables_is_a_field(key: str) -> None:
         ("trainer.ddp.use_distributed_optimizer=true", "must be set by trainer.zero"),
         ("trainer.ddp.bucket_size=many", "must be an integer or null"),
         ("trainer.ddp.bucket_size=0", "must be at least 1"),
-        ("trainer.ddp.zzz=1", f"unknown to megatron-core {megatron_version()}; it is no field of DistributedDataParallelConfig"),
+        (
+            "trainer.ddp.zzz=1",
+            f"unknown to megatron-core {megatron_version()}; it is no field of "
+            "DistributedDataParallelConfig",
+        ),
         ("trainer.optimizer.megatron.lr=1", "must be set by trainer.optimizer.lr"),
-        ("trainer.optimizer.megatron.decoupled_lr=0.1", "must be left out; all parameters have the same learning rate"),
-        ("trainer.optimizer.megatron.loss_scale=2", "must be left out; float16 is not trained in: model.dtype is float32 or bfloat16"),
+        (
+            "trainer.optimizer.megatron.decoupled_lr=0.1",
+            "must be left out; all parameters have the same learning rate",
+        ),
+        (
+            "trainer.optimizer.megatron.loss_scale=2",
+            "must be left out; float16 is not trained in: model.dtype is float32 or bfloat16",
+        ),
     ],
 )
 def test_what_is_refused(setting: str, wanted: str) -> None:
@@ -64,8 +103,12 @@ def test_what_is_refused(setting: str, wanted: str) -> None:
 
 
 def test_recomputing_everything_and_a_part_exclude_each_other() -> None:
-    (problem,) = problems("trainer.recompute=true", "trainer.megatron.recompute_granularity=selective")
-    assert problem.startswith("trainer.megatron.recompute_granularity: must be left out with trainer.recompute=true")
+    (problem,) = problems(
+        "trainer.recompute=true", "trainer.megatron.recompute_granularity=selective"
+    )
+    assert problem.startswith(
+        "trainer.megatron.recompute_granularity: must be left out with trainer.recompute=true"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Strangers cannot join process groups, and cannot reach stores. The sockets are real ones of this host."""
+"""Strangers cannot join process groups, and cannot reach stores.
+
+The sockets are real ones of this host.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +23,28 @@ from megarl.messaging.process_groups import connect_store, open_store
 STRANGER = 54_321
 CONNECTS = (
     f"import encodings.idna, os, socket, sys; os.setresuid({STRANGER}, {STRANGER}, {STRANGER}); "
-    "s = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); print('connected', flush=True); sys.stdin.read()"
+    "s = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); print('connected', "
+    "flush=True); sys.stdin.read()"
 )
 
 
 def gloo_group(store: dist.Store, size: int) -> list[dist.ProcessGroupGloo]:
     with ThreadPoolExecutor(size) as pool:
-        opening = [pool.submit(dist.ProcessGroupGloo, store, rank, size, timedelta(seconds=20)) for rank in range(size)]
+        opening = [
+            pool.submit(dist.ProcessGroupGloo, store, rank, size, timedelta(seconds=20))
+            for rank in range(size)
+        ]
         return [each.result(20) for each in opening]
 
 
 def listening_ports() -> set[int]:
     import psutil
 
-    return {each.laddr.port for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+    return {
+        each.laddr.port
+        for each in psutil.Process().net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN
+    }
 
 
 def test_a_gloo_group_that_has_met_takes_no_further_connections():
@@ -61,7 +72,9 @@ def test_listeners_of_before_are_left_alone():
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root: it takes a second user")
 def test_a_stranger_who_came_before_the_group_was_closed_is_refused():
     """Gloo would accept it as the rank whose number it sends."""
-    refused = pytest.raises(RuntimeError, match=f"user {STRANGER} of this host has connected to a process group")
+    refused = pytest.raises(
+        RuntimeError, match=f"user {STRANGER} of this host has connected to a process group"
+    )
     with refused, members_only(), socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(20)
         argv = [sys.executable, "-c", CONNECTS, str(listener.getsockname()[1])]

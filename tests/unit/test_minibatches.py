@@ -1,4 +1,6 @@
-"""The mini-batches of a batch, the ranks that train on them, and the reports of several optimizer steps."""
+"""The mini-batches of a batch, the ranks that train on them, and the reports of several optimizer
+steps.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from megarl.algorithms.batches import MiniBatch, batch_rewards, cut, masked_places, minibatches, to_train_sequences
+from megarl.algorithms.batches import (
+    MiniBatch,
+    batch_rewards,
+    cut,
+    masked_places,
+    minibatches,
+    to_train_sequences,
+)
 from megarl.algorithms.registry import make_algorithm
 from megarl.base.rollout_types import Group, Prompt, Sample, TrainSequence
 from megarl.config.errors import ConfigError
@@ -30,25 +39,40 @@ AIPO = make_algorithm(AlgorithmConfig())
 
 
 def group(ordinal: int, lengths: list[int], rewards: list[float]) -> Group:
-    made = [Sample([1] * t, [-0.1] * t, [0] * t, "", reward, "stop") for t, reward in zip(lengths, rewards, strict=True)]
+    made = [
+        Sample([1] * t, [-0.1] * t, [0] * t, "", reward, "stop")
+        for t, reward in zip(lengths, rewards, strict=True)
+    ]
     return Group(Prompt(ordinal, [1, 2], "", ""), made)
 
 
 @settings(max_examples=50, deadline=None)
-@given(size=st.integers(1, 6), count=st.integers(1, 6), epochs=st.integers(1, 4), seed=st.integers(0, 99), step=st.integers(0, 99))
+@given(
+    size=st.integers(1, 6),
+    count=st.integers(1, 6),
+    epochs=st.integers(1, 4),
+    seed=st.integers(0, 99),
+    step=st.integers(0, 99),
+)
 def test_every_epoch_has_every_group_once(size: int, count: int, epochs: int, seed: int, step: int):
     found = cut(size * count, count, epochs, seed, step)
     assert [len(groups) for groups in found] == [size] * count * epochs
     for epoch in range(epochs):
-        assert sorted(chain(*found[epoch * count : (epoch + 1) * count])) == list(range(size * count))
+        assert sorted(chain(*found[epoch * count : (epoch + 1) * count])) == list(
+            range(size * count)
+        )
     assert found == cut(size * count, count, epochs, seed, step)
-    assert found[:count] == cut(size * count, count, 1, seed, step), "an epoch does not depend on how many follow"
+    assert found[:count] == cut(size * count, count, 1, seed, step), (
+        "an epoch does not depend on how many follow"
+    )
 
 
 def test_the_order_is_drawn_anew_for_each_epoch_step_and_seed():
     """And it never changes: a resumed run may be on another process, machine or version."""
     assert cut(8, 2, 2, seed=1, step=5) == [[0, 2, 3, 5], [1, 4, 6, 7], [0, 2, 4, 6], [1, 3, 5, 7]]
-    drawn = [cut(8, 2, 1, seed, step) for seed, step in ((1, 5), (1, 6), (2, 5))] + [cut(8, 2, 2, 1, 5)[2:]]
+    drawn = [cut(8, 2, 1, seed, step) for seed, step in ((1, 5), (1, 6), (2, 5))] + [
+        cut(8, 2, 2, 1, 5)[2:]
+    ]
     assert len({str(each) for each in drawn}) == 4
     assert cut(5, 1, 3, 0, 0) == [[0, 1, 2, 3, 4]] * 3, "whole batches keep their order"
 
@@ -58,32 +82,59 @@ def test_a_mini_batch_has_whole_groups_and_its_own_denominator():
     trained = {0, 1, 4, 5}  # groups 1 and 3 have equal rewards
     for loss_mean, of in (("token", lambda i: 3 + 2 * i), ("sequence", lambda i: 2)):
         algorithm = make_algorithm(AlgorithmConfig(loss_mean=loss_mean))
-        found = minibatches(batch, trained, algorithm, TrainerConfig(minibatches=2, epochs=3), seed=7)
+        found = minibatches(
+            batch, trained, algorithm, TrainerConfig(minibatches=2, epochs=3), seed=7
+        )
         assert len(found) == 6
         for each, groups in zip(found, cut(4, 2, 3, 7, 3), strict=True):
             places = [place for i in groups if i in (0, 2) for place in (2 * i, 2 * i + 1)]
-            assert each == MiniBatch(places, sum(3 + 2 * i for i in groups if i in (0, 2)), sum(map(of, groups)))
+            assert each == MiniBatch(
+                places, sum(3 + 2 * i for i in groups if i in (0, 2)), sum(map(of, groups))
+            )
 
 
-@pytest.mark.parametrize(("loss_mean", "denominators"), [("token", [5.0, 10.0]), ("sequence", [2.0, 2.0]), ("sequence_sum", [2.0, 2.0])])
-def test_truncated_samples_are_out_of_the_loss_and_its_mean_but_their_rewards_count(loss_mean: str, denominators: list[float]):
+@pytest.mark.parametrize(
+    ("loss_mean", "denominators"),
+    [("token", [5.0, 10.0]), ("sequence", [2.0, 2.0]), ("sequence_sum", [2.0, 2.0])],
+)
+def test_truncated_samples_are_out_of_the_loss_and_its_mean_but_their_rewards_count(
+    loss_mean: str, denominators: list[float]
+):
     groups = [group(0, [2, 3, 4], [1.0, 0.0, 0.0]), group(1, [5, 6, 5], [1.0, 1.0, 0.0])]
     batch = batch_of([cut_at(groups[0], 2), cut_at(groups[1], 1)], step=0)
-    algorithm = make_algorithm(AlgorithmConfig(loss_mean=loss_mean, entropy_coefficient=0.1))  # with a bonus, nothing else is left out
+    # with a bonus, nothing else is left out
+    algorithm = make_algorithm(AlgorithmConfig(loss_mean=loss_mean, entropy_coefficient=0.1))
     masked = masked_places(batch, mask_truncated=True)
     assert masked == {2, 4} and masked_places(batch, mask_truncated=False) == set()
-    sequences = to_train_sequences(batch, algorithm.advantages(batch_rewards(batch)), algorithm.skip_zero, masked)
-    largest = {place: abs(each.advantages).max() for place, each in sequences.items() if isinstance(each, TrainSequence)}
+    sequences = to_train_sequences(
+        batch, algorithm.advantages(batch_rewards(batch)), algorithm.skip_zero, masked
+    )
+    largest = {
+        place: abs(each.advantages).max()
+        for place, each in sequences.items()
+        if isinstance(each, TrainSequence)
+    }
     assert largest == pytest.approx({0: 2 / 3, 1: 1 / 3, 3: 1 / 3, 5: 2 / 3})
     found = minibatches(batch, sequences, algorithm, TrainerConfig(minibatches=2), 0, masked)
-    assert sorted((each.places, each.denominator) for each in found) == [([0, 1], denominators[0]), ([3, 5], denominators[1])]
+    assert sorted((each.places, each.denominator) for each in found) == [
+        ([0, 1], denominators[0]),
+        ([3, 5], denominators[1]),
+    ]
     everything = minibatches(batch, [], algorithm, TrainerConfig(), 0, range(6))
-    assert everything == [MiniBatch([], 0, 1.0)], "a batch of which all is masked still makes its step"
+    assert everything == [MiniBatch([], 0, 1.0)], (
+        "a batch of which all is masked still makes its step"
+    )
 
 
 def cut_at(group: Group, number: int) -> Group:
     """The batch with that sample cut at its limit."""
-    return Group(group.prompt, [replace(each, finish_reason="length") if i == number else each for i, each in enumerate(group.samples)])
+    return Group(
+        group.prompt,
+        [
+            replace(each, finish_reason="length") if i == number else each
+            for i, each in enumerate(group.samples)
+        ],
+    )
 
 
 class Shares:
@@ -92,14 +143,22 @@ class Shares:
     topology = SimpleNamespace(dp=3)
 
     def shares(self, sequences: list) -> list[list[int]]:
-        return [[i for each in plan for i in each.indices] for plan in plan_microbatches([len(s) for s in sequences], 3, 8)]
+        return [
+            [i for each in plan for i in each.indices]
+            for plan in plan_microbatches([len(s) for s in sequences], 3, 8)
+        ]
 
 
 def test_a_rank_is_assigned_what_it_trains_on_in_any_mini_batch():
     """The assignment follows from the mini-batches. Ranks without numbers find the same one."""
     trainer: Any = Shares()
-    batch = batch_of([group(i, [1 + i % 5, 2 + i % 3], [1.0, float(i % 4 > 0)]) for i in range(12)], step=9)
-    config = load_config(CONFIGS / "quickstart.yaml", ["trainer.minibatches=3", "trainer.epochs=2", "rollout.prompts_per_step=12"])
+    batch = batch_of(
+        [group(i, [1 + i % 5, 2 + i % 3], [1.0, float(i % 4 > 0)]) for i in range(12)], step=9
+    )
+    config = load_config(
+        CONFIGS / "quickstart.yaml",
+        ["trainer.minibatches=3", "trainer.epochs=2", "rollout.prompts_per_step=12"],
+    )
     steps = BatchSteps(trainer, AIPO, config)
     assigned = steps.assign(batch)
     trained = {place for i in range(0, 12, 4) for place in (2 * i, 2 * i + 1)}
@@ -116,18 +175,44 @@ def test_a_rank_is_assigned_what_it_trains_on_in_any_mini_batch():
 
 def result(**changed: Any) -> Any:
     """A StepResult, whose class would import Megatron."""
-    plain = dict(loss=1.0, grad_norm=2.0, sums={"tokens": 4.0, "is_ratio": 6.0, "is_ratio_clipped": 1.0}, sequences=2, tokens=4)
-    plain |= {"entropy": 0.5, "learning_rate": 0.1, "padded": 0, "routing": {}, "flops": 1e6, "agreement": None, "mtp_loss": math.nan}
+    plain = dict(
+        loss=1.0,
+        grad_norm=2.0,
+        sums={"tokens": 4.0, "is_ratio": 6.0, "is_ratio_clipped": 1.0},
+        sequences=2,
+        tokens=4,
+    )
+    plain |= {
+        "entropy": 0.5,
+        "learning_rate": 0.1,
+        "padded": 0,
+        "routing": {},
+        "flops": 1e6,
+        "agreement": None,
+        "mtp_loss": math.nan,
+    }
     return SimpleNamespace(**{**plain, **changed})
 
 
 def test_metrics_of_several_optimizer_steps():
-    empty = {"sums": {"tokens": 0.0, "is_ratio": 0.0, "is_ratio_clipped": 0.0}, "tokens": 0, "entropy": math.nan, "loss": 0.0}
+    empty = {
+        "sums": {"tokens": 0.0, "is_ratio": 0.0, "is_ratio_clipped": 0.0},
+        "tokens": 0,
+        "entropy": math.nan,
+        "loss": 0.0,
+    }
     first = result(**empty, grad_norm=0.0, padded=1, routing={"router/replayed_fraction": 0.0})
     sums = {"tokens": 12.0, "is_ratio": 10.0, "is_ratio_clipped": 3.0}
     others = [
         result(entropy=0.7, routing={"router/replayed_fraction": 1.0}),
-        result(sums=sums, tokens=12, loss=2.0, grad_norm=4.0, learning_rate=0.2, routing={"router/replayed_fraction": 0.5}),
+        result(
+            sums=sums,
+            tokens=12,
+            loss=2.0,
+            grad_norm=4.0,
+            learning_rate=0.2,
+            routing={"router/replayed_fraction": 0.5},
+        ),
     ]
     assert step_metrics([first, *others], AIPO) == {
         "loss": 1.0,
@@ -145,8 +230,14 @@ def test_metrics_of_several_optimizer_steps():
     }
     alone = step_metrics([first], AIPO)
     assert (alone["loss"], alone["optimizer_steps/empty"]) == (0.0, 1)
-    assert not {"entropy/mean", "is_ratio/mean"} & alone.keys(), "nothing was trained on, which is not the same as a loss that diverges"
-    assert step_metrics([], AIPO) == {"optimizer_steps": 0, "optimizer_steps/empty": 0, "tokens/padded": 0}
+    assert not {"entropy/mean", "is_ratio/mean"} & alone.keys(), (
+        "nothing was trained on, which is not the same as a loss that diverges"
+    )
+    assert step_metrics([], AIPO) == {
+        "optimizer_steps": 0,
+        "optimizer_steps/empty": 0,
+        "tokens/padded": 0,
+    }
     diverged = step_metrics([result(loss=math.nan, entropy=math.nan)], AIPO)
     assert math.isnan(diverged["loss"]) and math.isnan(diverged["entropy/mean"])
 
@@ -154,16 +245,25 @@ def test_metrics_of_several_optimizer_steps():
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (["trainer.minibatches=3"], "trainer.minibatches=3: must divide rollout.prompts_per_step=8"),
-        (["trainer.minibatches=16"], "trainer.minibatches=16: must divide rollout.prompts_per_step=8"),
+        (
+            ["trainer.minibatches=3"],
+            "trainer.minibatches=3: must divide rollout.prompts_per_step=8",
+        ),
+        (
+            ["trainer.minibatches=16"],
+            "trainer.minibatches=16: must divide rollout.prompts_per_step=8",
+        ),
         (
             ["trainer.minibatches=8", "trainer.dp=5", "trainer.tp=1"],
-            "rollout.prompts_per_step=8 * rollout.n=4 / trainer.minibatches=8: 4 sequences an optimizer step must be at least trainer.dp=5",
+            "rollout.prompts_per_step=8 * rollout.n=4 / trainer.minibatches=8: 4 sequences an "
+            "optimizer step must be at least trainer.dp=5",
         ),
     ],
 )
 def test_what_cannot_be_cut_is_refused(overrides: list[str], problem: str):
-    config = load_config(CONFIGS / "quickstart.yaml", ["rollout.prompts_per_step=8", "rollout.n=4", *overrides])
+    config = load_config(
+        CONFIGS / "quickstart.yaml", ["rollout.prompts_per_step=8", "rollout.n=4", *overrides]
+    )
     assert list(check_batch(config)) == [problem]
 
 

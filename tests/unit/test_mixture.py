@@ -1,5 +1,7 @@
-"""Mixtures of sources: counts at every prefix, quotas, refusals. (test_buffer_schedules.py checks each step, and that each prompt comes
-once.)"""
+"""Mixtures of sources: counts at every prefix, quotas, refusals.
+
+(test_buffer_schedules.py checks each step, and that each prompt comes once.)
+"""
 
 from __future__ import annotations
 
@@ -16,26 +18,46 @@ from megarl.algorithms.batches import source_metrics
 from megarl.base.rollout_types import Group, Prompt, Sample
 from megarl.config.errors import ConfigError
 from megarl.config.schema import CurriculumConfig, DatasetConfig, MixedConfig, MixtureConfig
-from megarl.data.order import LONGEST_PERIOD, Curriculum, Mixture, Place, Verdict, mixture_of, mixture_problems, outside_band
+from megarl.data.order import (
+    LONGEST_PERIOD,
+    Curriculum,
+    Mixture,
+    Place,
+    Verdict,
+    mixture_of,
+    mixture_problems,
+    outside_band,
+)
 from megarl.data.prompts import Sources
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=6))
-def test_of_every_first_ordinals_each_source_has_its_share_give_or_take_less_than_one(shares: list[int]) -> None:
-    mixture, whole = Mixture(shares, "abcdef"[: len(shares)]), sum(shares)
+def test_of_every_first_ordinals_each_source_has_its_share_give_or_take_less_than_one(
+    shares: list[int],
+) -> None:
+    mixture = Mixture(shares, "abcdef"[: len(shares)])
+    whole = sum(shares)
     found = Counter[int]()
     for ordinal in range(whole + 7):
         source = mixture.source(ordinal)
-        assert mixture.draw(ordinal) == found[source] and mixture.ordinal(source, found[source]) == ordinal
+        assert (
+            mixture.draw(ordinal) == found[source]
+            and mixture.ordinal(source, found[source]) == ordinal
+        )
         found[source] += 1
-        assert all(abs(found[each] - Fraction(share * (ordinal + 1), whole)) < 1 for each, share in enumerate(shares))
+        assert all(
+            abs(found[each] - Fraction(share * (ordinal + 1), whole)) < 1
+            for each, share in enumerate(shares)
+        )
     assert mixture.counts(0, whole) == mixture.counts(5 * whole, 6 * whole) == shares
     assert mixture.counts(3, whole + 3) == shares, "any stretch of a period's length has them"
 
 
 def mixture(per_step: int = 16, **sources: dict[str, float]) -> Mixture:
-    found = {name: MixedConfig(source=f"{name}.jsonl", **settings) for name, settings in sources.items()}  # type: ignore[arg-type]
+    found = {
+        name: MixedConfig(source=f"{name}.jsonl", **settings) for name, settings in sources.items()
+    }  # type: ignore[arg-type]
     return mixture_of(MixtureConfig(sources=found), per_step)  # type: ignore[arg-type]
 
 
@@ -51,11 +73,15 @@ def test_quotas_are_exact_in_every_step_and_weights_share_what_they_leave() -> N
     "sources, problem",
     [
         ({"a": {"quota": 6}, "b": {"quota": 9}},
-         "data.train.sources.a.quota=6 + data.train.sources.b.quota=9: together they must be rollout.prompts_per_step=16"),
+         "data.train.sources.a.quota=6 + data.train.sources.b.quota=9: together they must be "
+         "rollout.prompts_per_step=16"),
         ({"a": {"quota": 16}, "b": {"weight": 1}},
-         "data.train.sources.a.quota=16: must leave some of rollout.prompts_per_step=16 for the other sources"),
-        ({"a": {"quota": 6, "weight": 2.0}}, "data.train.sources.a.weight=2: must be null with a quota (quota=6)"),
-        ({"a": {"weight": 0.0000012345}, "b": {"weight": 1}}, "data.train.sources.NAME.weight: shares of 2469 : 2000000000 repeat "
+         "data.train.sources.a.quota=16: must leave some of rollout.prompts_per_step=16 for the "
+         "other sources"),
+        ({"a": {"quota": 6, "weight": 2.0}}, "data.train.sources.a.weight=2: must be null with a "
+                                             "quota (quota=6)"),
+        ({"a": {"weight": 0.0000012345}, "b": {"weight": 1}}, "data.train.sources.NAME.weight: "
+                                                              "shares of 2469 : 2000000000 repeat "
          f"only after 2000002469 prompts; at most {LONGEST_PERIOD}: choose rounder weights"),
     ],
 )  # fmt: skip
@@ -70,11 +96,15 @@ def test_one_source_or_several() -> None:
         return [*mixture_problems(config, 4)]
 
     a = MixedConfig(source="a.jsonl")
-    assert of(MixtureConfig()) == ["data.train.source: must be set: synthetic:<task>, a file such as rows.jsonl, or a hub name"]
+    assert of(MixtureConfig()) == [
+        "data.train.source: must be set: synthetic:<task>, a file such as rows.jsonl, or a hub name"
+    ]
     assert of(MixtureConfig(source="x", sources={"a": a})) == [
         "data.train.source=x: must be sources, or left out, beside data.train.sources"
     ]
-    assert of(MixtureConfig(sources={"a/b": a})) == ["data.train.sources.a/b: its name must be letters, digits, - and _"]
+    assert of(MixtureConfig(sources={"a/b": a})) == [
+        "data.train.sources.a/b: its name must be letters, digits, - and _"
+    ]
     assert of(MixtureConfig(source="x")) == of(MixtureConfig(sources={"a": a, "gone": None})) == []
     assert not DatasetConfig(source="x").prompt_key
 
@@ -91,12 +121,20 @@ def test_each_source_has_epochs_of_its_own() -> None:
 
 def test_metrics_of_sources_and_of_the_curriculum() -> None:
     def group(ordinal: int, *rewards: float) -> Group:
-        return Group(Prompt(ordinal, [1], "", ""), [Sample([1], [0.0], [0], "", reward, "stop") for reward in rewards])
+        return Group(
+            Prompt(ordinal, [1], "", ""),
+            [Sample([1], [0.0], [0], "", reward, "stop") for reward in rewards],
+        )
 
-    batch = replace(batch_of([group(0, 1.0, 0.0), group(2, 1.0, 1.0)]), dropped=batch_of([group(4, 0.0, 0.0)]).groups, rested=5)
+    batch = replace(
+        batch_of([group(0, 1.0, 0.0), group(2, 1.0, 1.0)]),
+        dropped=batch_of([group(4, 0.0, 0.0)]).groups,
+        rested=5,
+    )
     found = source_metrics(batch, Mixture([1, 1], ["maths", "code"]), True)
     assert found == {
-        "prompts/rested": 5, "source/maths/prompts": 2, "source/maths/dropped": 1, "source/maths/reward": 0.5, "source/code/prompts": 0,
+        "prompts/rested": 5, "source/maths/prompts": 2, "source/maths/dropped": 1,
+        "source/maths/reward": 0.5, "source/code/prompts": 0,
     }  # fmt: skip
     assert source_metrics(batch, Mixture(), False) == {}
 
@@ -108,15 +146,30 @@ def test_a_row_rests_by_its_own_scores_and_waits_for_them() -> None:
         return Curriculum(lambda ordinal: Place(0, *divmod(ordinal, 10)), rest_epochs=2)
 
     one = curriculum()
-    assert one.begin(3) is Verdict.BEGINS and one.begin(13) is Verdict.WAITS and one.begin(14) is Verdict.BEGINS
+    assert (
+        one.begin(3) is Verdict.BEGINS
+        and one.begin(13) is Verdict.WAITS
+        and one.begin(14) is Verdict.BEGINS
+    )
     one.finish(3, outside=True)
-    assert [one.begin(ordinal) for ordinal in (13, 23, 33)] == [Verdict.RESTS, Verdict.RESTS, Verdict.BEGINS]
+    assert [one.begin(ordinal) for ordinal in (13, 23, 33)] == [
+        Verdict.RESTS,
+        Verdict.RESTS,
+        Verdict.BEGINS,
+    ]
     one.finish(33, outside=False)
     assert one.begin(43) is Verdict.BEGINS
     again = curriculum()
     again.resume(outside=[3, 25], scored=[14])
-    assert [again.begin(ordinal) for ordinal in (13, 25, 35, 55)] == [Verdict.RESTS, Verdict.BEGINS, Verdict.WAITS, Verdict.WAITS]
-    assert again.begin(14) is Verdict.BEGINS and again.begin(24) is Verdict.BEGINS, "its scores are known, and were inside"
+    assert [again.begin(ordinal) for ordinal in (13, 25, 35, 55)] == [
+        Verdict.RESTS,
+        Verdict.BEGINS,
+        Verdict.WAITS,
+        Verdict.WAITS,
+    ]
+    assert again.begin(14) is Verdict.BEGINS and again.begin(24) is Verdict.BEGINS, (
+        "its scores are known, and were inside"
+    )
     again.finish(14, outside=True)
     again.finish(24, outside=False)
     assert again.begin(34) is Verdict.BEGINS, "the first scores of 14 count"
@@ -124,5 +177,7 @@ def test_a_row_rests_by_its_own_scores_and_waits_for_them() -> None:
 
 def test_the_band_of_pass_rates() -> None:
     band = CurriculumConfig(min_pass_rate=0.25, max_pass_rate=0.75, pass_reward=0.5)
-    rates = {passed: outside_band([0.5] * passed + [0.4] * (8 - passed), band) for passed in range(9)}
+    rates = {
+        passed: outside_band([0.5] * passed + [0.4] * (8 - passed), band) for passed in range(9)
+    }
     assert [passed for passed, outside in rates.items() if not outside] == [2, 3, 4, 5, 6]

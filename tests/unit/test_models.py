@@ -36,7 +36,8 @@ CONFIG = {
 }
 
 SCALING = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
 }  # fmt: skip
 
 
@@ -48,7 +49,13 @@ def test_reads_a_folder_a_file_and_a_dict_alike(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     spec = load_spec(CONFIG)
     assert load_spec(str(tmp_path)) == load_spec(tmp_path / "config.json") == spec
-    assert (spec.family, spec.num_layers, spec.head_dim, spec.rope_theta, spec.tie_word_embeddings) == ("llama", 4, 32, 500000.0, True)
+    assert (
+        spec.family,
+        spec.num_layers,
+        spec.head_dim,
+        spec.rope_theta,
+        spec.tie_word_embeddings,
+    ) == ("llama", 4, 32, 500000.0, True)
 
 
 def test_states_the_tensors_that_transformers_saves():
@@ -69,22 +76,42 @@ def test_states_the_tensors_that_transformers_saves():
     }
 
 
-@pytest.mark.parametrize("rope", [{"rope_scaling": SCALING}, {"rope_parameters": SCALING | {"rope_theta": 5e5}}])
+@pytest.mark.parametrize(
+    "rope", [{"rope_scaling": SCALING}, {"rope_parameters": SCALING | {"rope_theta": 5e5}}]
+)
 def test_rope_is_read_in_the_old_and_in_the_new_form(rope):
     spec = load_spec({**CONFIG, **rope})
     assert spec.rope_theta == 5e5 and dict(spec.rope_scaling) == SCALING
 
 
 @pytest.mark.parametrize(
-    "rotary", [{"partial_rotary_factor": 0.25}, {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.25}}, {}]
+    "rotary",
+    [
+        {"partial_rotary_factor": 0.25},
+        {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.25}},
+        {},
+    ],
 )
 def test_the_rotated_share_of_a_head_is_read_in_the_old_and_in_the_new_form(rotary):
-    config = json.loads((Path(__file__).parents[2] / "configs" / "models" / "glm-4.6" / "config.json").read_text())
-    spec = load_spec({**{key: value for key, value in config.items() if key != "partial_rotary_factor"}, **rotary})
-    assert (spec.partial_rotary_factor, spec.rope_theta, spec.rope_scaling) == (0.25 if rotary else 0.5, 1e6, None)
+    config = json.loads(
+        (Path(__file__).parents[2] / "configs" / "models" / "glm-4.6" / "config.json").read_text()
+    )
+    spec = load_spec(
+        {
+            **{key: value for key, value in config.items() if key != "partial_rotary_factor"},
+            **rotary,
+        }
+    )
+    assert (spec.partial_rotary_factor, spec.rope_theta, spec.rope_scaling) == (
+        0.25 if rotary else 0.5,
+        1e6,
+        None,
+    )
 
 
-@pytest.mark.parametrize(("stated", "token"), [(None, None), (0, 0), (63, 63), (-1, 63), (64, None), ([1, 2], None)])
+@pytest.mark.parametrize(
+    ("stated", "token"), [(None, None), (0, 0), (63, 63), (-1, 63), (64, None), ([1, 2], None)]
+)
 def test_the_token_whose_embedding_is_not_trained_is_that_of_nn_embedding(stated, token):
     """Llama 1's -1 is the last row. Two models that differ only in it have the same shape."""
     assert load_spec({**CONFIG, "pad_token_id": stated}).padding_token == token
@@ -92,7 +119,15 @@ def test_the_token_whose_embedding_is_not_trained_is_that_of_nn_embedding(stated
 
 
 @pytest.mark.parametrize(
-    "key", ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "architectures"]
+    "key",
+    [
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "vocab_size",
+        "architectures",
+    ],
 )
 def test_a_missing_key_is_named_with_its_file(tmp_path, key):
     path = tmp_path / "config.json"
@@ -105,23 +140,43 @@ def test_a_missing_key_is_named_with_its_file(tmp_path, key):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "supported: DeepseekV3ForCausalLM, .*LlamaForCausalLM, "),
         (
-            {"architectures": ["HeliumForCausalLM"], "final_logit_softcapping": 30.0, "use_cache": True},
+            {"architectures": ["GPT2LMHeadModel"]},
+            "supported: DeepseekV3ForCausalLM, .*LlamaForCausalLM, ",
+        ),
+        (
+            {
+                "architectures": ["HeliumForCausalLM"],
+                "final_logit_softcapping": 30.0,
+                "use_cache": True,
+            },
             "(it has the keys of LlamaForCausalLM, except final_logit_softcapping = 30.0)",
         ),
-        ({"attention_bias": True, "mlp_bias": True}, "attention_bias = True is not supported, only False is\nconfig: mlp_bias = True"),
+        (
+            {"attention_bias": True, "mlp_bias": True},
+            "attention_bias = True is not supported, only False is\nconfig: mlp_bias = True",
+        ),
         ({"hidden_size": "128"}, "hidden_size = '128'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
-        ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
+        (
+            {"num_key_value_heads": 3},
+            "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3",
+        ),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes'"),
-        ({"architectures": ["Phi3ForCausalLM"], "sliding_window": 63}, "sliding_window = 63 is not supported"),
-        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75 is not supported"),
+        (
+            {"architectures": ["Phi3ForCausalLM"], "sliding_window": 63},
+            "sliding_window = 63 is not supported",
+        ),
+        (
+            {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75},
+            "partial_rotary_factor = 0.75 is not supported",
+        ),
         (
             {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192},
-            "sliding_window = 4096, the default of Transformers for an absent key, is not supported, only null and windows of at least",
+            "sliding_window = 4096, the default of Transformers for an absent key, is not "
+            "supported, only null and windows of at least",
         ),
     ],
 )
@@ -143,7 +198,8 @@ def test_vocabulary_is_padded_to_a_multiple_of_128_per_shard():
     assert {case: padded_vocab_size(*case) for case in cases} == cases
 
 
-# Parameters in billions, from the model cards. DeepSeek-V3 and GLM-4.6 are without their multi-token prediction layers.
+# Parameters in billions, from the model cards. DeepSeek-V3 and GLM-4.6 are without their
+# multi-token prediction layers.
 CARDS = {
     "qwen2.5-7b": 7.615616512,
     "qwen3-8b": 8.190735360,
@@ -160,11 +216,18 @@ CARDS = {
     "gpt-oss-20b": 20.914757184,
     "gpt-oss-120b": 116.829156672,
     "qwen3-next-80b-a3b": 79.674391296,
-    "qwen3.5-397b-a17b": 396.346350336,  # without the vision tower, which the name's number includes
+    # without the vision tower, which the name's number includes
+    "qwen3.5-397b-a17b": 396.346350336,
 }
 
 
-TRUNCATED = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+TRUNCATED = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
 SIZES = {
     "gemma-3-1b": (1, 2),
     "qwen2.5-7b": (4, 4),
@@ -193,22 +256,38 @@ def test_every_family_is_resharded_at_its_real_size(model, quantization):
     experts = min(8, max(1, spec.num_experts))
     last = spec.num_layers - 1 if spec.num_layers % 2 else None
     trainer_tp, tp = SIZES.get(model, (4, 8))
-    trainer = trainer_layout(spec, TrainerTopology(tp=trainer_tp, pp=2, dp=16, ep=experts, last_stage_layers=last), "bfloat16", "te")
+    trainer = trainer_layout(
+        spec,
+        TrainerTopology(tp=trainer_tp, pp=2, dp=16, ep=experts, last_stage_layers=last),
+        "bfloat16",
+        "te",
+    )
     engine = GeneratorTopology(engines=8, tp=tp, ep=min(experts, tp))
     if quantization and spec.family == "gpt_oss":
-        with pytest.raises(ConfigError, match="generator.quantization: must be null for a gpt_oss model"):
+        with pytest.raises(
+            ConfigError, match="generator.quantization: must be null for a gpt_oss model"
+        ):
             generator_layout(spec, engine, "bfloat16", "cuda", quantization)
         return
-    map = ReshardMap.build(trainer, generator_layout(spec, engine, "bfloat16", "cuda", quantization))
+    map = ReshardMap.build(
+        trainer, generator_layout(spec, engine, "bfloat16", "cuda", quantization)
+    )
     prove_exactly_once(map)
     summary = map.summary()
     assert summary.bytes == summary.bytes_minimum and summary.receiver_max_over_mean < 1.02
-    runs = 1 + len(set(range(spec.num_layers)) - set(spec.linear_layers)) if spec.linear_layers else 1  # runs of equal layers
+    # runs of equal layers
+    runs = (
+        1 + len(set(range(spec.num_layers)) - set(spec.linear_layers)) if spec.linear_layers else 1
+    )
     assert len(map.rows) < 2000 * runs  # the map does not grow with layers, experts or replicas
 
 
 def test_a_family_that_mixes_dense_layers_in_is_refused():
-    config = json.loads((Path(__file__).parents[2] / "configs" / "models" / "qwen3-30b-a3b" / "config.json").read_text())
+    config = json.loads(
+        (
+            Path(__file__).parents[2] / "configs" / "models" / "qwen3-30b-a3b" / "config.json"
+        ).read_text()
+    )
     with pytest.raises(ConfigError, match="decoder_sparse_step = 2"):
         load_spec({**config, "decoder_sparse_step": 2})
     with pytest.raises(ConfigError, match=r"mlp_only_layers = \[0\]"):
@@ -218,27 +297,93 @@ def test_a_family_that_mixes_dense_layers_in_is_refused():
 @pytest.mark.parametrize(
     "model, change, message",
     [
-        ("mixtral-8x7b", {"head_dim": 64}, "head_dim = 64 is not hidden_size / num_attention_heads"),
-        ("mixtral-8x7b", {"rope_scaling": SCALING}, "only a rope_theta that is a whole number is supported"),
-        ("gemma-3-1b", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "rope_type = 'linear' is not supported"),
-        ("gemma-3-1b", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not supported"),
+        (
+            "mixtral-8x7b",
+            {"head_dim": 64},
+            "head_dim = 64 is not hidden_size / num_attention_heads",
+        ),
+        (
+            "mixtral-8x7b",
+            {"rope_scaling": SCALING},
+            "only a rope_theta that is a whole number is supported",
+        ),
+        (
+            "gemma-3-1b",
+            {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            "rope_type = 'linear' is not supported",
+        ),
+        (
+            "gemma-3-1b",
+            {"final_logit_softcapping": 30.0},
+            "final_logit_softcapping = 30.0 is not supported",
+        ),
         ("olmo-2-7b", {"head_dim": 64}, "head_dim = 64 is not hidden_size / num_attention_heads"),
-        ("deepseek-v3", {"rope_scaling": {"rope_type": "yarn", "factor": 40}}, "rope_scaling lacks beta_fast, "),
-        ("qwen3-8b", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported, only 1.0 is"),
-        ("qwen3-next-80b-a3b", {"layer_types": ["full_attention"] * 48}, "layer_types = .* is not supported"),
-        ("qwen3-next-80b-a3b", {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] is not supported"),
-        ("qwen3-next-80b-a3b", {"linear_num_value_heads": 24}, "linear_num_value_heads = 24 is not a multiple of linear_num"),
-        ("deepseek-v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05 is not supported, only 1e-06 is"),
-        ("gpt-oss-20b", {"rope_scaling": {"rope_type": "default"}}, "rope_type = 'default' is not supported, only 'yarn' is"),
-        ("gpt-oss-20b", {"rope_scaling": {"rope_type": "yarn", "factor": 32}}, "rope_scaling lacks beta_fast, "),
-        ("gpt-oss-20b", {"rope_scaling": TRUNCATED}, "truncate = true in rope_scaling is not supported"),
-        ("gpt-oss-20b", {"rope_scaling": TRUNCATED | {"truncate": False, "mscale": 0.7}}, "rope_scaling has mscale, which is"),
-        ("gpt-oss-20b", {"swiglu_alpha": 1.5}, "swiglu_alpha = 1.5 is not supported, only 1.702 is"),
-        ("gpt-oss-20b", {"attention_bias": False}, "attention_bias = False is not supported, only True is"),
+        (
+            "deepseek-v3",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 40}},
+            "rope_scaling lacks beta_fast, ",
+        ),
+        (
+            "qwen3-8b",
+            {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor = 0.5 is not supported, only 1.0 is",
+        ),
+        (
+            "qwen3-next-80b-a3b",
+            {"layer_types": ["full_attention"] * 48},
+            "layer_types = .* is not supported",
+        ),
+        (
+            "qwen3-next-80b-a3b",
+            {"mlp_only_layers": [0]},
+            r"mlp_only_layers = \[0\] is not supported",
+        ),
+        (
+            "qwen3-next-80b-a3b",
+            {"linear_num_value_heads": 24},
+            "linear_num_value_heads = 24 is not a multiple of linear_num",
+        ),
+        (
+            "deepseek-v3",
+            {"rms_norm_eps": 1e-5},
+            "rms_norm_eps = 1e-05 is not supported, only 1e-06 is",
+        ),
+        (
+            "gpt-oss-20b",
+            {"rope_scaling": {"rope_type": "default"}},
+            "rope_type = 'default' is not supported, only 'yarn' is",
+        ),
+        (
+            "gpt-oss-20b",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 32}},
+            "rope_scaling lacks beta_fast, ",
+        ),
+        (
+            "gpt-oss-20b",
+            {"rope_scaling": TRUNCATED},
+            "truncate = true in rope_scaling is not supported",
+        ),
+        (
+            "gpt-oss-20b",
+            {"rope_scaling": TRUNCATED | {"truncate": False, "mscale": 0.7}},
+            "rope_scaling has mscale, which is",
+        ),
+        (
+            "gpt-oss-20b",
+            {"swiglu_alpha": 1.5},
+            "swiglu_alpha = 1.5 is not supported, only 1.702 is",
+        ),
+        (
+            "gpt-oss-20b",
+            {"attention_bias": False},
+            "attention_bias = False is not supported, only True is",
+        ),
     ],
 )
 def test_what_engines_would_serve_otherwise_is_refused(model, change, message):
-    config = json.loads((Path(__file__).parents[2] / "configs" / "models" / model / "config.json").read_text())
+    config = json.loads(
+        (Path(__file__).parents[2] / "configs" / "models" / model / "config.json").read_text()
+    )
     with pytest.raises(ConfigError, match=message):
         load_spec({**config, **change})
 
@@ -247,13 +392,22 @@ def test_what_engines_would_serve_otherwise_is_refused(model, change, message):
     ("change", "message"),
     [
         ({"norm_topk_prob": False}, "norm_topk_prob = False is not supported, only True is"),
-        ({"output_gate_type": "sigmoid"}, "output_gate_type = 'sigmoid' is not supported, only 'swish' is"),
+        (
+            {"output_gate_type": "sigmoid"},
+            "output_gate_type = 'sigmoid' is not supported, only 'swish' is",
+        ),
         ({"layer_types": ["full_attention"] * 60}, "layer_types = .* is not supported"),
         ({"attn_output_gate": False}, "attn_output_gate = False is not supported, only True is"),
     ],
 )
-def test_what_the_language_model_beside_a_vision_tower_computes_otherwise_is_refused(change, message):
-    config = json.loads((Path(__file__).parents[2] / "configs" / "models" / "qwen3.5-397b-a17b" / "config.json").read_text())
+def test_what_the_language_model_beside_a_vision_tower_computes_otherwise_is_refused(
+    change, message
+):
+    config = json.loads(
+        (
+            Path(__file__).parents[2] / "configs" / "models" / "qwen3.5-397b-a17b" / "config.json"
+        ).read_text()
+    )
     with pytest.raises(ConfigError, match=message):
         load_spec({**config, "text_config": config["text_config"] | change})
 
@@ -262,60 +416,116 @@ def test_what_the_language_model_beside_a_vision_tower_computes_otherwise_is_ref
     ("change", "message"),
     [
         ({"architectures": [3]}, r"architectures = \[3\] is not a list of names"),
-        ({"architectures": "Glm4MoeForCausalLM"}, "architectures = 'Glm4MoeForCausalLM' is not a list of names"),
+        (
+            {"architectures": "Glm4MoeForCausalLM"},
+            "architectures = 'Glm4MoeForCausalLM' is not a list of names",
+        ),
         ({"rope_parameters": [1]}, r"rope_parameters = \[1\] is not a mapping"),
         ({"rope_scaling": "x"}, "rope_scaling = 'x' is not a mapping"),
-        ({"partial_rotary_factor": 2.0}, "partial_rotary_factor = 2.0 must be above 0, and at most 1"),
+        (
+            {"partial_rotary_factor": 2.0},
+            "partial_rotary_factor = 2.0 must be above 0, and at most 1",
+        ),
     ],
 )
 def test_values_of_another_kind_are_refused(change, message):
-    config = json.loads((Path(__file__).parents[2] / "configs" / "models" / "glm-4.6" / "config.json").read_text())
+    config = json.loads(
+        (Path(__file__).parents[2] / "configs" / "models" / "glm-4.6" / "config.json").read_text()
+    )
     with pytest.raises(ConfigError, match=message):
         load_spec(config | change)
 
 
 def test_a_language_model_beside_a_vision_tower_is_the_one_alone_but_for_names_in_files():
-    config = json.loads((Path(__file__).parents[2] / "configs" / "models" / "qwen3.5-397b-a17b" / "config.json").read_text())
+    config = json.loads(
+        (
+            Path(__file__).parents[2] / "configs" / "models" / "qwen3.5-397b-a17b" / "config.json"
+        ).read_text()
+    )
     beside = load_spec(config)
-    alone = load_spec(config["text_config"] | {"architectures": ["Qwen3_5MoeForCausalLM"], "output_gate_type": "swish"})
+    alone = load_spec(
+        config["text_config"]
+        | {"architectures": ["Qwen3_5MoeForCausalLM"], "output_gate_type": "swish"}
+    )
     assert alone == dataclasses.replace(beside, vision_tower=False)
-    names = [{tensor.name for tensor in hf_layout(spec.cut(4), "bfloat16", fused=True).tensors(0)} for spec in (alone, beside)]
-    assert {name.replace("model.language_model.", "model.") for name in names[1] if ".experts." not in name} < names[0]
+    names = [
+        {tensor.name for tensor in hf_layout(spec.cut(4), "bfloat16", fused=True).tensors(0)}
+        for spec in (alone, beside)
+    ]
+    assert {
+        name.replace("model.language_model.", "model.")
+        for name in names[1]
+        if ".experts." not in name
+    } < names[0]
     assert {name for name in names[1] if ".experts." in name} == {
-        f"model.language_model.layers.{layer}.mlp.experts.{kind}_proj" for layer in range(4) for kind in ("gate_up", "down")
+        f"model.language_model.layers.{layer}.mlp.experts.{kind}_proj"
+        for layer in range(4)
+        for kind in ("gate_up", "down")
     }
     tied = load_spec(config | {"tie_word_embeddings": True})
     assert tied.tie_word_embeddings and not beside.tie_word_embeddings
 
 
 def test_every_other_layer_of_gpt_oss_has_a_window_unless_config_json_says_which():
-    config = json.loads((Path(__file__).parents[2] / "configs" / "models" / "gpt-oss-20b" / "config.json").read_text())
+    config = json.loads(
+        (
+            Path(__file__).parents[2] / "configs" / "models" / "gpt-oss-20b" / "config.json"
+        ).read_text()
+    )
     spec = load_spec(config)
     assert spec == load_spec({key: value for key, value in config.items() if key != "layer_types"})
-    assert spec.windowed_layers == tuple(range(0, 24, 2)) and (spec.window, spec.activation_limit) == (128, 7.0)
+    assert spec.windowed_layers == tuple(range(0, 24, 2)) and (
+        spec.window,
+        spec.activation_limit,
+    ) == (128, 7.0)
     assert load_spec(config | {"layer_types": ["full_attention"] * 24}).windowed_layers == ()
 
 
 def test_windows_are_read_in_the_old_and_in_the_new_form():
-    old = json.loads((Path(__file__).parents[2] / "configs" / "models" / "gemma-3-1b" / "config.json").read_text())
-    new = {key: value for key, value in old.items() if not key.startswith("rope_") and key != "sliding_window_pattern"}
-    new["rope_parameters"] = {"full_attention": {"rope_theta": 1e6, "rope_type": "default"}, "sliding_attention": {"rope_theta": 1e4}}
-    new["layer_types"] = [("sliding_attention", "full_attention")[layer in (5, 11, 17, 23)] for layer in range(26)]
+    old = json.loads(
+        (
+            Path(__file__).parents[2] / "configs" / "models" / "gemma-3-1b" / "config.json"
+        ).read_text()
+    )
+    new = {
+        key: value
+        for key, value in old.items()
+        if not key.startswith("rope_") and key != "sliding_window_pattern"
+    }
+    new["rope_parameters"] = {
+        "full_attention": {"rope_theta": 1e6, "rope_type": "default"},
+        "sliding_attention": {"rope_theta": 1e4},
+    }
+    new["layer_types"] = [
+        ("sliding_attention", "full_attention")[layer in (5, 11, 17, 23)] for layer in range(26)
+    ]
     spec = load_spec(old)
     assert spec == load_spec(new) and len(spec.windowed_layers) == 22
-    assert (spec.rope_theta, spec.windowed_rope_theta, spec.window, spec.attention_scale) == (1e6, 1e4, 512, 1 / 16)
+    assert (spec.rope_theta, spec.windowed_rope_theta, spec.window, spec.attention_scale) == (
+        1e6,
+        1e4,
+        512,
+        1 / 16,
+    )
 
 
 @pytest.mark.parametrize("labels", [{"num_labels": 1}, {"id2label": {"0": "LABEL_0"}}])
 def test_a_sequence_classification_with_one_label_has_a_scalar_head(labels):
     """The head shares no weights with the embedding, whatever config.json says about tying."""
     spec = load_spec({**CONFIG, "architectures": ["LlamaForSequenceClassification"], **labels})
-    assert spec == load_spec(CONFIG).with_scalar_head() and (spec.head, spec.tie_word_embeddings) == ("scalar", False)
+    assert spec == load_spec(CONFIG).with_scalar_head() and (
+        spec.head,
+        spec.tie_word_embeddings,
+    ) == ("scalar", False)
     tensors = {t.name: t.shape for t in family(spec).logical_tensors(spec)}
     assert tensors.pop("score.weight") == (1, 128)
     tied = load_spec(CONFIG)
     assert tensors == {t.name: t.shape for t in family(tied).logical_tensors(tied)}
-    heads = [t for rank in range(4) for t in trainer_layout(spec, TrainerTopology(tp=2, pp=2), "float32").tensors(rank)]
+    heads = [
+        t
+        for rank in range(4)
+        for t in trainer_layout(spec, TrainerTopology(tp=2, pp=2), "float32").tensors(rank)
+    ]
     heads = [t.shape for t in heads if t.name == "output_layer.weight"]
     assert heads == [(1, 128), (1, 128)], "whole, on both tensor ranks of the last stage alone"
 
@@ -326,38 +536,76 @@ def test_more_than_one_label_is_refused(labels):
         load_spec({**CONFIG, "architectures": ["LlamaForSequenceClassification"], **labels})
 
 
-def test_a_module_of_sglang_that_cannot_be_imported_hides_no_other_family(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_of_sglang_that_cannot_be_imported_hides_no_other_family(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def imported(name: str) -> SimpleNamespace:
         own = name.rpartition(".")[2]
         if own == "deepseek_v2":
             raise ImportError("no such operator")
-        classes = {each: type(each, (), {}) for each in ("Gemma3ForCausalLM", "Glm4MoeForCausalLM", "Qwen3NextForCausalLM")}
+        classes = {
+            each: type(each, (), {})
+            for each in ("Gemma3ForCausalLM", "Glm4MoeForCausalLM", "Qwen3NextForCausalLM")
+        }
         return SimpleNamespace(EntryClass=type(own, (), {}), **classes)
 
     monkeypatch.setattr("importlib.import_module", imported)
-    served = runpy.run_path(str(Path(__file__).parents[2] / "megarl/generator/architectures/unchanged.py"))["EntryClass"]
-    given = ["Gemma3ForCausalLM", "Glm4MoeForCausalLM", "llama", "llama_reward", "mixtral", "olmo2", "qwen3_moe", "Qwen3NextForCausalLM"]
+    served = runpy.run_path(
+        str(Path(__file__).parents[2] / "megarl/generator/architectures/unchanged.py")
+    )["EntryClass"]
+    given = [
+        "Gemma3ForCausalLM",
+        "Glm4MoeForCausalLM",
+        "llama",
+        "llama_reward",
+        "mixtral",
+        "olmo2",
+        "qwen3_moe",
+        "Qwen3NextForCausalLM",
+    ]
     assert [each.__name__ for each in served] == given
 
 
 @pytest.mark.parametrize(
     ("model", "change"),
-    [("glm-4.6", {"first_k_dense_replace": 0}), ("deepseek-v3", {"first_k_dense_replace": 0}), ("deepseek-v3", {"n_shared_experts": 0})],
+    [
+        ("glm-4.6", {"first_k_dense_replace": 0}),
+        ("deepseek-v3", {"first_k_dense_replace": 0}),
+        ("deepseek-v3", {"n_shared_experts": 0}),
+    ],
 )
 def test_mixtures_without_dense_layers_or_shared_experts(model, change):
-    values = json.loads((Path(__file__).parents[2] / "configs/models" / model / "config.json").read_text())
+    values = json.loads(
+        (Path(__file__).parents[2] / "configs/models" / model / "config.json").read_text()
+    )
     spec = load_spec(values | change)
     assert 0 in (spec.first_dense_layers, spec.shared_intermediate_size)
 
 
 def test_a_tied_qwen3_next_is_refused():
-    values = json.loads((Path(__file__).parents[2] / "configs/models/qwen3-next-80b-a3b/config.json").read_text())
+    values = json.loads(
+        (Path(__file__).parents[2] / "configs/models/qwen3-next-80b-a3b/config.json").read_text()
+    )
     with pytest.raises(ConfigError, match="tie_word_embeddings = True is not supported"):
         load_spec(values | {"tie_word_embeddings": True})
 
 
 def test_theta_of_qwen3_next_must_stand_where_sglang_reads_it():
-    values = json.loads((Path(__file__).parents[2] / "configs/models/qwen3-next-80b-a3b/config.json").read_text())
+    values = json.loads(
+        (Path(__file__).parents[2] / "configs/models/qwen3-next-80b-a3b/config.json").read_text()
+    )
     del values["rope_theta"]
-    with pytest.raises(ConfigError, match="rope_theta = 700 must also stand beside rope_parameters: .* would take 10000"):
-        load_spec(values | {"rope_parameters": {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.25}})
+    with pytest.raises(
+        ConfigError,
+        match="rope_theta = 700 must also stand beside rope_parameters: .* would take 10000",
+    ):
+        load_spec(
+            values
+            | {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 700.0,
+                    "partial_rotary_factor": 0.25,
+                }
+            }
+        )

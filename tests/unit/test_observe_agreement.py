@@ -1,4 +1,6 @@
-"""The metrics of agreement, against their papers' formulas in float64 on the tokens themselves; and the reports of drift."""
+"""The metrics of agreement, against their papers' formulas in float64 on the tokens themselves; and
+the reports of drift.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,26 @@ import pytest
 import torch
 from meters_reference import meters
 
-from megarl.observe.agreement import AGES, DIFFERENCE, HISTOGRAM_EDGES, LIMIT, advisories, describe_agreement
+from megarl.observe.agreement import (
+    AGES,
+    DIFFERENCE,
+    HISTOGRAM_EDGES,
+    LIMIT,
+    advisories,
+    describe_agreement,
+)
 from megarl.observe.metrics import MetricsWriter, Row
 from megarl.observe.tracking import send
 from megarl.trackers.trackers import Beginning, open_tracker
 from megarl.trainer.step import Tally
 
 
-def microbatch(random: np.random.Generator, lengths: list[int], scale: float) -> tuple[torch.Tensor, Any]:
-    """(log-probs, MicroBatch) with padding, an environment's tokens, ages of every class, and garbage outside the mask."""
+def microbatch(
+    random: np.random.Generator, lengths: list[int], scale: float
+) -> tuple[torch.Tensor, Any]:
+    """(log-probs, MicroBatch) with padding, an environment's tokens, ages of every class, and
+    garbage outside the mask.
+    """
     tokens = sum(lengths)
     mask = random.random(tokens) < 0.8
     mask[: lengths[0]] = False  # no token of the first sequence counts
@@ -28,8 +41,15 @@ def microbatch(random: np.random.Generator, lengths: list[int], scale: float) ->
     of_pi = (mu + scale * random.standard_t(2, tokens)).clip(max=0).astype(np.float32)
     mu[~mask] = 3e30
     boundaries = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-    ages = torch.from_numpy(random.choice([0, 0, 0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 90], tokens).astype(np.int32))
-    given = dict(loss_mask=torch.from_numpy(mask), mu_logprobs=torch.from_numpy(mu), ages=ages, boundaries=boundaries)
+    ages = torch.from_numpy(
+        random.choice([0, 0, 0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 90], tokens).astype(np.int32)
+    )
+    given = dict(
+        loss_mask=torch.from_numpy(mask),
+        mu_logprobs=torch.from_numpy(mu),
+        ages=ages,
+        boundaries=boundaries,
+    )
     return torch.from_numpy(of_pi), SimpleNamespace(**given)
 
 
@@ -40,19 +60,28 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("scale", [1e-7, 1e-3, 0.1, 3.0])
 def test_meters_equal_their_formulas(scale: float) -> None:
-    random, tally, seen = np.random.default_rng(1), Tally(torch.device("cpu")), []
+    random = np.random.default_rng(1)
+    tally = Tally(torch.device("cpu"))
+    seen = []
     for lengths in ([4, 300, 1, 700], [5, 2, 2], [9, 1000]):
         logprobs, given = microbatch(random, lengths, scale)
         tally.add(logprobs, given)
         for start, end in zip(given.boundaries[:-1], given.boundaries[1:]):
             mine = given.loss_mask[start:end]
-            seen.append([each[start:end][mine].numpy() for each in (logprobs, given.mu_logprobs, given.ages)])
+            seen.append(
+                [
+                    each[start:end][mine].numpy()
+                    for each in (logprobs, given.mu_logprobs, given.ages)
+                ]
+            )
     totals = tally.totals(True)
     expected, histograms = meters(seen)
     found = totals.metrics()
     assert found.keys() == expected.keys() and {name.split("/")[1] for name in found} > set(AGES)
     for name, value in expected.items():
-        assert found[name] == pytest.approx(value, rel=0.015 if "p99" in name else 1e-9, abs=1e-7 if "p99" in name else 1e-300), name
+        assert found[name] == pytest.approx(
+            value, rel=0.015 if "p99" in name else 1e-9, abs=1e-7 if "p99" in name else 1e-300
+        ), name
     assert {name: histogram.counts for name, histogram in totals.histograms().items()} == histograms
 
 
@@ -60,7 +89,11 @@ def test_a_percentile_is_exact_at_the_ends_of_its_scale_and_never_above_the_maxi
     for size, wanted in ((0.0, 0.0), (2**-29, 2**-29), (5000.0, 5000.0), (0.25, 0.25)):
         tally = Tally(torch.device("cpu"))
         ones = torch.ones(3, dtype=torch.bool)
-        same = dict(loss_mask=ones, ages=torch.zeros(3, dtype=torch.int32), boundaries=torch.tensor([0, 3], dtype=torch.int32))
+        same = dict(
+            loss_mask=ones,
+            ages=torch.zeros(3, dtype=torch.int32),
+            boundaries=torch.tensor([0, 3], dtype=torch.int32),
+        )
         tally.add(torch.full((3,), -size), SimpleNamespace(mu_logprobs=torch.zeros(3), **same))
         found = tally.totals(True).metrics()
         assert found["agreement/abs_diff_p99"] == pytest.approx(wanted, rel=0.015)
@@ -68,16 +101,33 @@ def test_a_percentile_is_exact_at_the_ends_of_its_scale_and_never_above_the_maxi
 
 
 def test_a_token_impossible_for_the_trainer_is_not_hidden() -> None:
-    tally, ones = Tally(torch.device("cpu")), torch.ones(2, dtype=torch.bool)
-    given = dict(loss_mask=ones, ages=torch.tensor([0, 2]), boundaries=torch.tensor([0, 2], dtype=torch.int32))
-    tally.add(torch.tensor([-1.0, -math.inf]), SimpleNamespace(mu_logprobs=torch.tensor([-1.0, -1.0]), **given))
+    tally = Tally(torch.device("cpu"))
+    ones = torch.ones(2, dtype=torch.bool)
+    given = dict(
+        loss_mask=ones,
+        ages=torch.tensor([0, 2]),
+        boundaries=torch.tensor([0, 2], dtype=torch.int32),
+    )
+    tally.add(
+        torch.tensor([-1.0, -math.inf]),
+        SimpleNamespace(mu_logprobs=torch.tensor([-1.0, -1.0]), **given),
+    )
     found = tally.totals(True).metrics()
-    assert found["agreement/abs_diff_mean"] == found["agreement/age_2/abs_diff_max"] == found["agreement/kl_k3"] == math.inf
+    assert (
+        found["agreement/abs_diff_mean"]
+        == found["agreement/age_2/abs_diff_max"]
+        == found["agreement/kl_k3"]
+        == math.inf
+    )
     assert found["agreement/ess"] == 0.5 and found["agreement/age_0/abs_diff_mean"] == 0
 
 
 def test_without_tokens_there_are_no_meters() -> None:
-    assert Tally(torch.device("cpu")).totals(True).metrics() == Tally(torch.device("cpu")).totals(True).histograms() == {}
+    assert (
+        Tally(torch.device("cpu")).totals(True).metrics()
+        == Tally(torch.device("cpu")).totals(True).histograms()
+        == {}
+    )
 
 
 def test_histograms_are_written_and_drawn(tmp_path) -> None:
@@ -88,7 +138,10 @@ def test_histograms_are_written_and_drawn(tmp_path) -> None:
     writer.write(7, totals.metrics(), histograms=totals.histograms())
     writer.close()
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert sum(row["agreement/histogram"]) == row["agreement/tokens"] and len(row["agreement/histogram"]) == len(HISTOGRAM_EDGES) + 1
+    assert (
+        sum(row["agreement/histogram"]) == row["agreement/tokens"]
+        and len(row["agreement/histogram"]) == len(HISTOGRAM_EDGES) + 1
+    )
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = open_tracker("tensorboard", Beginning(tmp_path, project="", name="", config={}))
@@ -96,13 +149,27 @@ def test_histograms_are_written_and_drawn(tmp_path) -> None:
     board.close()
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
     (drawn,) = events.Histograms("agreement/histogram")
-    assert drawn.histogram_value.num == row["agreement/tokens"] and drawn.histogram_value.bucket == row["agreement/histogram"]
+    assert (
+        drawn.histogram_value.num == row["agreement/tokens"]
+        and drawn.histogram_value.bucket == row["agreement/histogram"]
+    )
     assert events.Scalars("agreement/ess")[0].value == pytest.approx(row["agreement/ess"])
 
 
-def rows(*differences: float, limit: float = 0.05, ess: float = 0.98, tokens: int = 400, key: str = "age_0") -> list[Row]:
+def rows(
+    *differences: float,
+    limit: float = 0.05,
+    ess: float = 0.98,
+    tokens: int = 400,
+    key: str = "age_0",
+) -> list[Row]:
     found = [
-        {"agreement/tokens": tokens, "agreement/ess": ess, f"agreement/{key}/tokens": tokens, f"agreement/{key}/abs_diff_mean": each}
+        {
+            "agreement/tokens": tokens,
+            "agreement/ess": ess,
+            f"agreement/{key}/tokens": tokens,
+            f"agreement/{key}/abs_diff_mean": each,
+        }
         for each in differences
     ]
     return [{"step": step, LIMIT: limit, **row} for step, row in enumerate(found)]
@@ -120,28 +187,46 @@ NOISE = np.random.default_rng(3).lognormal(0, 0.5, 500)
         rows(*(0.2 * NOISE), key="age_1"),  # a difference of weights
         rows(*(2e-3 * NOISE), 9.0),  # one outlier step
         rows(*(0.5 * NOISE), tokens=5),
-        [row | {"agreement/tokens": 500} for row in rows(*(0.2 * NOISE))],  # keys and values of older weights
+        # keys and values of older weights
+        [row | {"agreement/tokens": 500} for row in rows(*(0.2 * NOISE))],
         [{"step": 0, "reward/mean": 0.5}],
     ],
 )
 def test_nothing_is_told_of_an_ordinary_run(ordinary: list[Row]) -> None:
-    assert [describe_agreement(ordinary[:end]) for end in range(1, len(ordinary) + 1) if describe_agreement(ordinary[:end])] == []
+    assert [
+        describe_agreement(ordinary[:end])
+        for end in range(1, len(ordinary) + 1)
+        if describe_agreement(ordinary[:end])
+    ] == []
 
 
 def test_drift_is_told() -> None:
     drifting = rows(*(2e-3 * NOISE[:400] * np.linspace(1, 12, 400)))
     told = [step for step in range(400) if describe_agreement(drifting[: step + 1])]
-    assert told and 60 < told[0] < 300 and told[-50:] == [*range(350, 400)], "once it has begun to hold, it holds"
-    assert "it was 0.0025 after the first steps: they drift apart" in describe_agreement(drifting[:350])
-    probes = [{"step": 10 * step, LIMIT: 0.05, DIFFERENCE: 1e-3 if step < 15 else 0.02} for step in range(30)]
+    assert told and 60 < told[0] < 300 and told[-50:] == [*range(350, 400)], (
+        "once it has begun to hold, it holds"
+    )
+    assert "it was 0.0025 after the first steps: they drift apart" in describe_agreement(
+        drifting[:350]
+    )
+    probes = [
+        {"step": 10 * step, LIMIT: 0.05, DIFFERENCE: 1e-3 if step < 15 else 0.02}
+        for step in range(30)
+    ]
     assert "on probes (median of the last 10)" in describe_agreement(probes)
 
 
 def test_a_difference_over_the_limit_is_told_and_so_are_samples_that_count_little() -> None:
     assert "differ by 0.2 on tokens" in describe_agreement(rows(0.2))
-    after = [*rows(0.2), *({"step": step} for step in range(1, 300))]  # one step behind: only the first step has tokens of equal weights
+    # one step behind: only the first step has tokens of equal weights
+    after = [*rows(0.2), *({"step": step} for step in range(1, 300))]
     (told,) = advisories(after)
-    assert "(median of the last 1), over observe.probe_limit=0.05: they do not compute the same" in told
+    assert (
+        "(median of the last 1), over observe.probe_limit=0.05: they do not compute the same"
+        in told
+    )
     assert describe_agreement(rows(math.nan)) and describe_agreement(rows(math.inf))
     assert describe_agreement(rows(*(2e-3 * NOISE[:9]), ess=0.2)) == ""
-    assert "the effective sample size is 20% (median" in describe_agreement(rows(*(2e-3 * NOISE[:10]), ess=0.2))
+    assert "the effective sample size is 20% (median" in describe_agreement(
+        rows(*(2e-3 * NOISE[:10]), ess=0.2)
+    )

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.observe.metrics import MetricsTail, MetricsWriter, damaged_lines, parse_lines, read_metrics
+from megarl.observe.metrics import (
+    MetricsTail,
+    MetricsWriter,
+    damaged_lines,
+    parse_lines,
+    read_metrics,
+)
 
 
 def write_steps(run_dir: Path, steps: range, resume_step: int = 0, mark: str = "first") -> None:
@@ -22,14 +28,32 @@ def write_steps(run_dir: Path, steps: range, resume_step: int = 0, mark: str = "
 
 def test_a_line_is_strict_json_with_the_values_given(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
-    writer.write(3, {"loss": math.nan, "reward/mean": 0.25, "sync/audit_ok": True, "sync/bytes": 7, "absent": None, "grad_norm": math.inf})
-    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()  # readable while the writer is open
+    writer.write(
+        3,
+        {
+            "loss": math.nan,
+            "reward/mean": 0.25,
+            "sync/audit_ok": True,
+            "sync/bytes": 7,
+            "absent": None,
+            "grad_norm": math.inf,
+        },
+    )
+    # readable while the writer is open
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
     strict = json.loads(line, parse_constant=refuse)
-    assert strict == {"step": 3, "loss": None, "reward/mean": 0.25, "sync/audit_ok": True, "sync/bytes": 7, "grad_norm": None}
+    assert strict == {
+        "step": 3,
+        "loss": None,
+        "reward/mean": 0.25,
+        "sync/audit_ok": True,
+        "sync/bytes": 7,
+        "grad_norm": None,
+    }
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert math.isnan(row["loss"]) and row["sync/audit_ok"] is True
     writer.close()
@@ -61,10 +85,21 @@ def test_whatever_byte_a_crash_stops_at_the_file_holds_whole_steps(
     lacks_newline = cut > 0 and len(whole) == cut and all_bytes[cut : cut + 1] == b"\n"
     kept = min(survivors + lacks_newline, resume_step)
     write_steps(run_dir, range(kept, kept + 2), resume_step=resume_step)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(kept + 2))
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(
+        range(kept + 2)
+    )
 
 
-GARBAGE = (b"garbage\n", b"[1]\n", b'{"loss": 1}\n', b"\xff\x00\n", b"torn\rtorn\n", b"null\n", b"\n", b"[" * 100_000 + b"\n")
+GARBAGE = (
+    b"garbage\n",
+    b"[1]\n",
+    b'{"loss": 1}\n',
+    b"\xff\x00\n",
+    b"torn\rtorn\n",
+    b"null\n",
+    b"\n",
+    b"[" * 100_000 + b"\n",
+)
 
 
 @pytest.mark.parametrize("damage", GARBAGE)
@@ -76,7 +111,9 @@ def test_damaged_lines_are_left_out_and_known(damage: bytes, tmp_path: Path) -> 
     tail = MetricsTail(path)
     assert tail.poll() == 2
     writer = MetricsWriter(tmp_path, resume_step=2)
-    assert path.read_bytes().endswith(b'"first": 1}\n') and damaged_lines(path) == [], "what comes after the last step that is kept goes"
+    assert path.read_bytes().endswith(b'"first": 1}\n') and damaged_lines(path) == [], (
+        "what comes after the last step that is kept goes"
+    )
     writer.close()
     whole = path.read_bytes()
     path.write_bytes(whole[: whole.index(b"\n") + 1] + damage + whole[whole.index(b"\n") + 1 :])
@@ -84,7 +121,9 @@ def test_damaged_lines_are_left_out_and_known(damage: bytes, tmp_path: Path) -> 
     assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3]
     assert damaged_lines(path) == [2]
     tail = MetricsTail(path)
-    assert tail.poll() == 4 and tail.poll() == 0 and [row["step"] for row in tail.rows] == [0, 1, 2, 3]
+    assert (
+        tail.poll() == 4 and tail.poll() == 0 and [row["step"] for row in tail.rows] == [0, 1, 2, 3]
+    )
 
 
 def test_a_last_line_that_lacks_its_newline_alone_is_kept_on_resume(tmp_path: Path) -> None:
@@ -123,5 +162,6 @@ def test_distributions_are_quantiles_in_the_line(tmp_path: Path) -> None:
     writer.close()
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert row == pytest.approx({
-        "step": 0, "reward/mean": 0.5, "reward/min": 0.0, "reward/p10": 0.05, "reward/p50": 0.25, "reward/p90": 0.85, "reward/max": 1.0
+        "step": 0, "reward/mean": 0.5, "reward/min": 0.0, "reward/p10": 0.05, "reward/p50": 0.25,
+        "reward/p90": 0.85, "reward/max": 1.0
     })  # fmt: skip

@@ -1,4 +1,6 @@
-"""The limit on the log-prob difference between trainer and generator: usual values, warnings, and the end of a run."""
+"""The limit on the log-prob difference between trainer and generator: usual values, warnings, and
+the end of a run.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.config.load import load_config
-from megarl.observe.agreement import DIFFERENCE, LIMIT, advisories, describe_differences, probe_limit, too_far
+from megarl.observe.agreement import (
+    DIFFERENCE,
+    LIMIT,
+    advisories,
+    describe_differences,
+    probe_limit,
+    too_far,
+)
 
 REPLAYED = "trainer.routing_replay=true"
 
@@ -26,7 +35,10 @@ REPLAYED = "trainer.routing_replay=true"
     ],
 )
 def test_the_limit_follows_from_what_trainer_and_engines_compute_in(experts, overrides, limit):
-    plan = SimpleNamespace(config=load_config("configs/quickstart.yaml", overrides), spec=SimpleNamespace(num_experts=experts))
+    plan = SimpleNamespace(
+        config=load_config("configs/quickstart.yaml", overrides),
+        spec=SimpleNamespace(num_experts=experts),
+    )
     assert probe_limit(plan) == limit
 
 
@@ -39,7 +51,10 @@ def test_each_group_of_engines_has_the_limit_of_its_precision():
 
 def test_far_beyond_the_limit_or_not_finite_ends_the_run():
     assert too_far(0.0099, 1e-3) is None
-    assert "differ by 0.36 on average, more than 10 times observe.probe_limit=0.001: they do not" in too_far(0.36, 1e-3)
+    assert (
+        "differ by 0.36 on average, more than 10 times observe.probe_limit=0.001: they do not"
+        in too_far(0.36, 1e-3)
+    )
     for value in (math.nan, math.inf):
         assert "are not all finite" in too_far(value, 1e6)
 
@@ -47,11 +62,22 @@ def test_far_beyond_the_limit_or_not_finite_ends_the_run():
 def test_what_is_over_the_limit_is_told():
     rows = [{"step": 0}, {DIFFERENCE: 0.001, LIMIT: 0.05}, {DIFFERENCE: 0.3, LIMIT: 0.05}]
     assert describe_differences(rows[:2]) == ""
-    assert describe_differences(rows) == "log-probs of trainer and generator differ by 0.3 in a probe, over observe.probe_limit=0.05"
-    assert "differ by 0.4 in 2 probes, over" in describe_differences([*rows, {DIFFERENCE: 0.4, LIMIT: 0.05}])
+    assert (
+        describe_differences(rows)
+        == "log-probs of trainer and generator differ by 0.3 in a probe, over "
+        "observe.probe_limit=0.05"
+    )
+    assert "differ by 0.4 in 2 probes, over" in describe_differences(
+        [*rows, {DIFFERENCE: 0.4, LIMIT: 0.05}]
+    )
 
 
 def test_terminal_and_summary_tell_it():
-    assert advisories([{"step": 0, "reward/mean": 0.5, DIFFERENCE: 0.3, LIMIT: 0.05}, {"step": 1, "reward/mean": 0.5}]) == [
+    assert advisories(
+        [
+            {"step": 0, "reward/mean": 0.5, DIFFERENCE: 0.3, LIMIT: 0.05},
+            {"step": 1, "reward/mean": 0.5},
+        ]
+    ) == [
         "log-probs of trainer and generator differ by 0.3 in a probe, over observe.probe_limit=0.05"
     ]

@@ -1,4 +1,6 @@
-"""The live display: one line per step without a terminal; on a terminal, a table that shows which part waits for which."""
+"""The live display: one line per step without a terminal; on a terminal, a table that shows which
+part waits for which.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,18 @@ def test_plain_output_has_one_line_a_step_under_a_header_every_20(tmp_path: Path
     assert headers == [0, 21, 42]
     steps = [line for line in lines if line[0] != "step"]
     assert [int(line[0]) for line in steps] == list(range(45))
-    assert steps[7] == ["7", "0.070", "0.5/1", "-0.2500", "321", "0.17", "0.07", "0.021", "0.03", "0.11"]
+    assert steps[7] == [
+        "7",
+        "0.070",
+        "0.5/1",
+        "-0.2500",
+        "321",
+        "0.17",
+        "0.07",
+        "0.021",
+        "0.03",
+        "0.11",
+    ]
 
 
 def test_a_resumed_run_is_continued_not_printed_again(tmp_path: Path) -> None:
@@ -61,7 +74,13 @@ def test_a_resumed_run_is_continued_not_printed_again(tmp_path: Path) -> None:
     progress.poll()
     run_steps(tmp_path, 6, 10)
     progress.close()
-    assert [line.split()[0] for line in console.file.getvalue().splitlines()] == ["step", "6", "7", "8", "9"]
+    assert [line.split()[0] for line in console.file.getvalue().splitlines()] == [
+        "step",
+        "6",
+        "7",
+        "8",
+        "9",
+    ]
 
 
 def test_a_warm_start_prints_few_of_its_many_steps_and_the_last(tmp_path: Path) -> None:
@@ -70,7 +89,12 @@ def test_a_warm_start_prints_few_of_its_many_steps_and_the_last(tmp_path: Path) 
     run_steps(tmp_path, 0, 50, make=lambda step: {"loss": 1.0, "samples_per_s": 2.0})
     progress.close()
     lines = [line.split() for line in console.file.getvalue().splitlines()]
-    assert lines[0] == ["step", "loss", "smp/s"] and [line[0] for line in lines[1:]] == ["0", "20", "40", "49"]
+    assert lines[0] == ["step", "loss", "smp/s"] and [line[0] for line in lines[1:]] == [
+        "0",
+        "20",
+        "40",
+        "49",
+    ]
 
 
 def test_a_terminal_sees_the_last_steps_how_far_it_is_and_who_waits(tmp_path: Path) -> None:
@@ -82,7 +106,9 @@ def test_a_terminal_sees_the_last_steps_how_far_it_is_and_who_waits(tmp_path: Pa
         progress.poll()
         shown = console.file.getvalue()
     progress.close()
-    assert "30 of 40 steps" in shown and "0.290" in shown and "0.200" in shown and "0.190" not in shown
+    assert (
+        "30 of 40 steps" in shown and "0.290" in shown and "0.200" in shown and "0.190" not in shown
+    )
     assert "waiting for batch 30 from generator.0" in shown
     assert max(map(len, shown.splitlines())) <= 100
     assert "\x1b[?25h" in console.file.getvalue()  # the cursor is back
@@ -90,8 +116,25 @@ def test_a_terminal_sees_the_last_steps_how_far_it_is_and_who_waits(tmp_path: Pa
 
 def test_held_out_scores_and_advisories_are_told_once(tmp_path: Path) -> None:
     def equal(step: int) -> dict[str, float]:
-        scored = {"eval/version": step, "eval/pass@1": 0.5, "eval/reward/mean": 0.25, "eval/hard/pass@4": 0.125} if step == 4 else {}
-        return values(step) | {"reward/mean": 0.0, "reward/std": 0.0, "zero_advantage_fraction": 1.0 if 2 <= step < 9 else 0.5} | scored
+        scored = (
+            {
+                "eval/version": step,
+                "eval/pass@1": 0.5,
+                "eval/reward/mean": 0.25,
+                "eval/hard/pass@4": 0.125,
+            }
+            if step == 4
+            else {}
+        )
+        return (
+            values(step)
+            | {
+                "reward/mean": 0.0,
+                "reward/std": 0.0,
+                "zero_advantage_fraction": 1.0 if 2 <= step < 9 else 0.5,
+            }
+            | scored
+        )
 
     console = plain()
     progress = Progress(tmp_path, 20, console)
@@ -100,9 +143,14 @@ def test_held_out_scores_and_advisories_are_told_once(tmp_path: Path) -> None:
         progress.poll()
     progress.close()
     lines = console.file.getvalue().splitlines()
-    assert [line for line in lines if "held-out" in line] == ["  held-out, version 4: pass@1 0.500, reward 0.250, hard pass@4 0.125"]
+    assert [line for line in lines if "held-out" in line] == [
+        "  held-out, version 4: pass@1 0.500, reward 0.250, hard pass@4 0.125"
+    ]
     (told,) = [number for number, line in enumerate(lines) if line.startswith("!")]
-    assert "all rewards have been equal (0) for 5 steps" in lines[told] and lines[told - 1].split()[0] == "6"
+    assert (
+        "all rewards have been equal (0) for 5 steps" in lines[told]
+        and lines[told - 1].split()[0] == "6"
+    )
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
     run_steps(tmp_path, 8, 9, equal)
     progress = Progress(tmp_path, 20, console)
@@ -112,10 +160,23 @@ def test_held_out_scores_and_advisories_are_told_once(tmp_path: Path) -> None:
 
 
 def test_the_sources_of_a_mixture_and_prompts_at_rest_fit_a_line() -> None:
-    row = {"step": 3, "source/maths/prompts": 16, "source/maths/reward": 0.25, "source/chat/prompts": 0}
-    assert source_line(row | {"prompts/rested": 5}) == "prompts, step 3: maths 16 (reward 0.250), chat 0, 5 at rest"
+    row = {
+        "step": 3,
+        "source/maths/prompts": 16,
+        "source/maths/reward": 0.25,
+        "source/chat/prompts": 0,
+    }
+    assert (
+        source_line(row | {"prompts/rested": 5})
+        == "prompts, step 3: maths 16 (reward 0.250), chat 0, 5 at rest"
+    )
     assert source_line({"step": 3, "prompts/rested": 0}) == ""
-    assert len(source_line({"step": 3} | {f"source/{name}/prompts": 8 for name in "abcdefghijklmnopq"})) == 80
+    assert (
+        len(
+            source_line({"step": 3} | {f"source/{name}/prompts": 8 for name in "abcdefghijklmnopq"})
+        )
+        == 80
+    )
 
 
 def test_of_very_many_engines_the_longest_at_the_same_are_shown(tmp_path: Path) -> None:
@@ -131,17 +192,29 @@ def test_of_very_many_engines_the_longest_at_the_same_are_shown(tmp_path: Path) 
 
 def test_plain_output_fits_80_columns(tmp_path: Path) -> None:
     """With all columns, large numbers, and all other messages."""
-    long = {"prompts/dropped": 99999, "loss": -123.4567, "staleness/mean": 99.9, "staleness/max": 120, "samples_per_s": 123456.0}
+    long = {
+        "prompts/dropped": 99999,
+        "loss": -123.4567,
+        "staleness/mean": 99.9,
+        "staleness/max": 120,
+        "samples_per_s": 123456.0,
+    }
     times = {key: 98765.4 for key in values(0) if key.startswith("time/")}
     console = plain(width=200)
     progress = Progress(tmp_path, 200_000, console)
     run_steps(
-        tmp_path, 123_450, 123_460, make=lambda step: values(step) | long | times | {"zero_advantage_fraction": 1.0, "reward/std": 0.0}
+        tmp_path,
+        123_450,
+        123_460,
+        make=lambda step: (
+            values(step) | long | times | {"zero_advantage_fraction": 1.0, "reward/std": 0.0}
+        ),
     )
     StatusBoard(tmp_path, "generator.0").set("waiting for " + "a very long answer of somebody " * 6)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "engine.0.log").write_text(
-        "loading\n\x1b[31mCapturing batches (bs=8):  40%|\rCapturing batches (bs=4):  60%| 3/5 [00:12<00:08]"
+        "loading\n\x1b[31mCapturing batches (bs=8):  40%|\rCapturing batches (bs=4):  60%| 3/5 "
+        "[00:12<00:08]"
     )
     progress._heard -= 100
     progress.close()
@@ -161,7 +234,9 @@ def test_plain_output_fits_80_columns(tmp_path: Path) -> None:
         "g.wait",
     ]
     assert (
-        all(len(line.split()) == 11 for line in said.splitlines()[1:11]) and "! all rewards have been equal" in said and len(COLUMNS) == 13
+        all(len(line.split()) == 11 for line in said.splitlines()[1:11])
+        and "! all rewards have been equal" in said
+        and len(COLUMNS) == 13
     )
 
 
@@ -171,13 +246,17 @@ def test_engines_that_start_say_what_their_logs_say_last(tmp_path: Path) -> None
     board = StatusBoard(tmp_path, "generator.0")
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "engine.0.log").write_text(
-        "loading\nCapturing batches (bs=8):  40%|\rCapturing batches (bs=4):  60%| 3/5 [00:12<00:08]"
+        "loading\nCapturing batches (bs=8):  40%|\rCapturing batches (bs=4):  60%| 3/5 "
+        "[00:12<00:08]"
     )
     (tmp_path / "logs" / "trainer.0.log").write_text("not this")
     progress._heard -= 100
     progress.poll()
     said = " ".join(console.file.getvalue().split())
-    assert "engine.0: starting: Capturing batches (bs=4): 60%| 3/5 [00:12<00:08]" in said and "not this" not in said
+    assert (
+        "engine.0: starting: Capturing batches (bs=4): 60%| 3/5 [00:12<00:08]" in said
+        and "not this" not in said
+    )
     StatusBoard(tmp_path, "engine.0").set("serves weights version 0")
     progress._heard -= 100
     progress.close()
@@ -206,15 +285,31 @@ def test_long_work_says_how_far_it_is_and_what_is_left(tmp_path: Path, monkeypat
 
 
 def test_duration() -> None:
-    assert [duration(s) for s in (0, 59.9, 61, 3600, 86399)] == ["0:00", "0:59", "1:01", "1:00:00", "23:59:59"]
+    assert [duration(s) for s in (0, 59.9, 61, 3600, 86399)] == [
+        "0:00",
+        "0:59",
+        "1:01",
+        "1:00:00",
+        "23:59:59",
+    ]
 
 
 def test_steps_without_a_loss_have_headings_of_their_own(tmp_path: Path):
     """Such as steps that train only the critic."""
     console = plain()
     progress = Progress(tmp_path, 4, console)
-    run_steps(tmp_path, 0, 4, lambda step: {key: value for key, value in values(step).items() if step > 1 or key != "loss"})
+    run_steps(
+        tmp_path,
+        0,
+        4,
+        lambda step: {
+            key: value for key, value in values(step).items() if step > 1 or key != "loss"
+        },
+    )
     progress.close()
     lines = console.file.getvalue().splitlines()
     assert [line.split()[0] for line in lines] == ["step", "0", "1", "step", "2", "3"]
-    assert ["loss" in line for line in lines if "step" in line] == [False, True] and "nan" not in console.file.getvalue()
+    assert ["loss" in line for line in lines if "step" in line] == [
+        False,
+        True,
+    ] and "nan" not in console.file.getvalue()

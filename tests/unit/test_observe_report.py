@@ -24,25 +24,48 @@ from megarl.rollouts.channel import texts_of
 def write_run(run_dir: Path, steps: int) -> None:
     writer = MetricsWriter(run_dir)
     for step in range(steps):
-        values = {"reward/mean": step / 100, "loss": math.nan, "staleness/mean": 1.0, "staleness/max": 1 + (step == 3)}
-        values |= {"time/step_s": 0.2 + step / 1000, "time/train_s": 0.1, "samples_per_s": float(step), "tokens_per_s": 5.0}
+        values = {
+            "reward/mean": step / 100,
+            "loss": math.nan,
+            "staleness/mean": 1.0,
+            "staleness/max": 1 + (step == 3),
+        }
+        values |= {
+            "time/step_s": 0.2 + step / 1000,
+            "time/train_s": 0.1,
+            "samples_per_s": float(step),
+            "tokens_per_s": 5.0,
+        }
         values |= {"sync/audit_ok": None if step == 0 else step != 5}
-        writer.write(step, values | ({"logprob/abs_diff_mean": 1e-6 * (1 + step)} if step % 10 == 0 else {}))
+        writer.write(
+            step, values | ({"logprob/abs_diff_mean": 1e-6 * (1 + step)} if step % 10 == 0 else {})
+        )
     writer.close()
 
 
 def test_summary_states_what_the_metrics_hold(tmp_path: Path) -> None:
     write_run(tmp_path, 31)
-    text = " ".join(summarize(tmp_path, [{"version": 0, "pass@1": 0.125}, {"version": 31, "pass@1": 0.975}]).split())
+    text = " ".join(
+        summarize(
+            tmp_path, [{"version": 0, "pass@1": 0.125}, {"version": 31, "pass@1": 0.975}]
+        ).split()
+    )
     assert "31 steps" in text
-    assert "0.045 in the first 10 steps, 0.255 in the last 10 (+0.210)" in text  # means of 0..9 and 21..30, over 100
+    # means of 0..9 and 21..30, over 100
+    assert "0.045 in the first 10 steps, 0.255 in the last 10 (+0.210)" in text
     assert "0.125 before, 0.975 after" in text
     assert "1.00 steps on average, 2 at most" in text
     assert "at most 3.1e-05 between trainer and generator, 4 probes" in text
     assert "29 of 30 equal bit for bit" in text
-    assert "15 samples/s, 5 tokens/s" in text and "a step takes 0.215 s" in text and "training 0.100 s" in text
+    assert (
+        "15 samples/s, 5 tokens/s" in text
+        and "a step takes 0.215 s" in text
+        and "training 0.100 s" in text
+    )
     assert "turns" not in text
-    assert "not measured after" in " ".join(summarize(tmp_path, [{"version": 0, "pass@1": 0.1}]).split())
+    assert "not measured after" in " ".join(
+        summarize(tmp_path, [{"version": 0, "pass@1": 0.1}]).split()
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,15 +81,21 @@ def test_summary_states_what_the_metrics_hold(tmp_path: Path) -> None:
 def test_summary_says_when_it_was_evaluated(versions: list[int], told: str, tmp_path: Path) -> None:
     """Evaluating engines may have missed the first version, or the last."""
     write_run(tmp_path, 4)
-    text = summarize(tmp_path, [{"version": version, "pass@1": version / 100} for version in versions])
-    assert [line.split("pass@1")[1].strip() for line in text.splitlines() if "held-out" in line] == [told]
+    text = summarize(
+        tmp_path, [{"version": version, "pass@1": version / 100} for version in versions]
+    )
+    assert [
+        line.split("pass@1")[1].strip() for line in text.splitlines() if "held-out" in line
+    ] == [told]
 
 
 def test_summary_has_a_line_for_each_score_of_each_held_out_set(tmp_path: Path) -> None:
     write_run(tmp_path, 2)
     hard = {"pass@1": 0.25, "pass@2": 0.5, "pass@4": 0.75, "reward/mean": 0.25}
     first = {"version": 0, "pass@1": 0.5, "reward/mean": 0.625}
-    lines = summarize(tmp_path, [first, {**first, "version": 2, "suites": {"hard": hard}}]).splitlines()
+    lines = summarize(
+        tmp_path, [first, {**first, "version": 2, "suites": {"hard": hard}}]
+    ).splitlines()
     assert [line.split() for line in lines if "held-out" in line] == [
         ["held-out", "pass@1", "0.500", "before,", "0.500", "after"],
         ["held-out", "reward", "0.625", "before,", "0.625", "after"],
@@ -78,10 +107,20 @@ def test_summary_has_a_line_for_each_score_of_each_held_out_set(tmp_path: Path) 
 def test_turns_are_reported_where_there_are_any(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     for step in range(20):
-        writer.write(step, {"reward/mean": 0.5, "turns/mean": 1 + (step >= 10), "environment_tokens/fraction": step / 100})
+        writer.write(
+            step,
+            {
+                "reward/mean": 0.5,
+                "turns/mean": 1 + (step >= 10),
+                "environment_tokens/fraction": step / 100,
+            },
+        )
     writer.close()
     text = " ".join(summarize(tmp_path, []).split())
-    assert "turns 1.00 a sample in the first 10 steps, 2.00 in the last 10, where the environment wrote 14% of the tokens" in text
+    assert (
+        "turns 1.00 a sample in the first 10 steps, 2.00 in the last 10, where the environment "
+        "wrote 14% of the tokens" in text
+    )
 
 
 def test_summary_and_plot_of_a_run_without_steps_or_with_one(tmp_path: Path) -> None:
@@ -92,7 +131,9 @@ def test_summary_and_plot_of_a_run_without_steps_or_with_one(tmp_path: Path) -> 
     assert plot(tmp_path).read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_report_of_a_run_compares_its_first_and_last_evaluation_and_names_its_files(tmp_path: Path) -> None:
+def test_the_report_of_a_run_compares_its_first_and_last_evaluation_and_names_its_files(
+    tmp_path: Path,
+) -> None:
     write_run(tmp_path, 12)
     for version, score in ((8, 0.75), (0, 0.125), (12, 0.5), (12, 1.0)):
         write_result(tmp_path, version, {"pass@1": score})
@@ -120,19 +161,38 @@ def test_traces_of_all_processes_become_one_file_with_a_track_each(tmp_path: Pat
     with open(tmp_path / "trace" / "trainer.0.jsonl", "ab") as file:
         file.write(b'{"name": "torn')
     events = json.loads(merge_traces(tmp_path).read_text())["traceEvents"]
-    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    names = {
+        event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
+    }
     assert sorted(names.values()) == ["generator.0", "trainer.0"] and len(names) == 2
     for pid in names:
-        spans = {event["name"]: event for event in events if event["pid"] == pid and event["ph"] == "X"}
-        outer, inner, beside = spans["outer"], spans["inner"], spans["beside"]
+        spans = {
+            event["name"]: event for event in events if event["pid"] == pid and event["ph"] == "X"
+        }
+        outer = spans["outer"]
+        inner = spans["inner"]
+        beside = spans["beside"]
         assert outer["args"] == {"step": 7} and outer["tid"] == inner["tid"] != beside["tid"]
-        assert outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1  # us; floats of 1e15
+        # us; floats of 1e15
+        assert (
+            outer["ts"] <= inner["ts"]
+            and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1
+        )
         assert beside["ts"] >= outer["ts"] + outer["dur"] - 1
 
 
 def group(text: str) -> Group:
-    sample = Sample(token_ids=[1, 2], logprobs=[0.0, 0.0], versions=[3, 4], text=text, reward=0.5, finish_reason="length")
-    return Group(prompt=Prompt(ordinal=11, token_ids=[1], text="1+1=", answer="2"), samples=[sample, sample])
+    sample = Sample(
+        token_ids=[1, 2],
+        logprobs=[0.0, 0.0],
+        versions=[3, 4],
+        text=text,
+        reward=0.5,
+        finish_reason="length",
+    )
+    return Group(
+        prompt=Prompt(ordinal=11, token_ids=[1], text="1+1=", answer="2"), samples=[sample, sample]
+    )
 
 
 def shown(*groups: Group) -> list[tuple[GroupSummary, GroupTexts]]:
@@ -145,49 +205,76 @@ def test_rollouts_are_written_for_reading(tmp_path: Path) -> None:
     assert path == tmp_path / "rollouts" / "step_000012.txt"
     text = path.read_text()
     assert text.count("| two") == 2 and text.count("| drei") == 2
-    assert "prompt 11" in text and "| 1+1=" in text and "reward 0.5, versions 3 to 4, 2 tokens, finish reason length" in text
+    assert (
+        "prompt 11" in text
+        and "| 1+1=" in text
+        and "reward 0.5, versions 3 to 4, 2 tokens, finish reason length" in text
+    )
     assert write_rollouts(tmp_path, 13, []) is None and len(list(path.parent.iterdir())) == 1
 
 
 def test_turns_are_told_apart(tmp_path: Path) -> None:
     sample = Sample(
-        token_ids=[1, 2, 3], logprobs=[0.0] * 3, versions=[3, 9, 4], text="<2*3>6\n;6", reward=1, finish_reason="stop",
+        token_ids=[1, 2, 3], logprobs=[0.0] * 3, versions=[3, 9, 4], text="<2*3>6\n;6", reward=1,
+        finish_reason="stop",
         policy_mask=[True, False, True], environment_spans=[(5, 8)],
     )  # fmt: skip
     text = write_rollouts(tmp_path, 0, shown(Group(group("").prompt, [sample]))).read_text()
-    assert "versions 3 to 4, 3 tokens, finish reason stop, 2 turns, 1 tokens by the environment (behind >)" in text
+    assert (
+        "versions 3 to 4, 3 tokens, finish reason stop, 2 turns, 1 tokens by the environment "
+        "(behind >)" in text
+    )
     assert text.endswith("  | <2*3>\n  > 6\n  > ;\n  | 6\n")
 
 
 def test_model_output_cannot_act_on_the_terminal_or_forge_the_file(tmp_path: Path) -> None:
-    hostile = "ok\n\nresponse 9: reward 1\n\x1b]0;title\x07\x1b[2J\r\u202eevil\u2028\ud800\x9b31m\x00\\x1b é語"
+    hostile = (
+        "ok\n\nresponse 9: reward "
+        "1\n\x1b]0;title\x07\x1b[2J\r\u202eevil\u2028\ud800\x9b31m\x00\\x1b é語"
+    )
     [(summary, texts)] = shown(group(""))  # messages carry no surrogate, but a file must bear one
     texts = replace(texts, samples=[(hostile, [])] * 2)
     text = write_rollouts(tmp_path, 0, [(summary, texts)]).read_text()
     allowed = {"\n"}
     assert not [c for c in text if not c.isprintable() and c not in allowed]
     assert not [line for line in text.splitlines() if line.startswith("response 9")]
-    assert "\\x1b]0;title\\x07" in text and "\\u202e" in text and "\\ud800" in text and "é語" in text
+    assert (
+        "\\x1b]0;title\\x07" in text and "\\u202e" in text and "\\ud800" in text and "é語" in text
+    )
     assert escape("\\x1b") == "\\\\x1b" != escape("\x1b")  # different texts stay different
 
 
 @pytest.mark.parametrize("damage", ["torn", "gone", "garbage"])
-def test_the_record_of_a_step_that_is_torn_is_written_again_from_the_ledger(damage: str, tmp_path: Path) -> None:
+def test_the_record_of_a_step_that_is_torn_is_written_again_from_the_ledger(
+    damage: str, tmp_path: Path
+) -> None:
     writer = OrdinalsWriter(tmp_path)
     for step in range(3):
         writer.write(step, [2 * step, 2 * step + 1])
     writer.close()
-    path, ledger = tmp_path / "rollouts/ordinals.jsonl", Ledger(consumed_below=5, consumed_beyond=[5])
+    path = tmp_path / "rollouts/ordinals.jsonl"
+    ledger = Ledger(consumed_below=5, consumed_beyond=[5])
     assert recover_ordinals(tmp_path, 3, ledger.trained()) == ""
     whole = path.read_text()
     lines = whole.splitlines(keepends=True)
-    path.write_text(lines[0] + {"torn": lines[1] + lines[2][:-4], "gone": lines[1], "garbage": "garbage\n" + lines[2]}[damage])
+    path.write_text(
+        lines[0]
+        + {"torn": lines[1] + lines[2][:-4], "gone": lines[1], "garbage": "garbage\n" + lines[2]}[
+            damage
+        ]
+    )
     step = 1 if damage == "garbage" else 2
     lost = f"{path}: the record of step {step} was torn or lost"
-    assert recover_ordinals(tmp_path, 3, ledger.trained()) == f"{lost}; it has been restored from the checkpoint's ledger"
+    assert (
+        recover_ordinals(tmp_path, 3, ledger.trained())
+        == f"{lost}; it has been restored from the checkpoint's ledger"
+    )
     assert path.read_text() == whole
     path.write_text(lines[0])
-    assert "the record of 2 steps from 1 to 2 was torn or lost; it is no longer known" in recover_ordinals(tmp_path, 3, ledger.trained())
+    assert (
+        "the record of 2 steps from 1 to 2 was torn or lost; it is no longer known"
+        in recover_ordinals(tmp_path, 3, ledger.trained())
+    )
 
 
 def test_what_is_damaged_is_left_out_of_the_report_and_named(tmp_path: Path) -> None:
@@ -197,14 +284,19 @@ def test_what_is_damaged_is_left_out_of_the_report_and_named(tmp_path: Path) -> 
     damaged = tmp_path / "eval/version_000003.json"
     for content in (b"", b"{", b"[]", b'{"version": "x"}', b"\xff"):
         damaged.write_bytes(content)
-        assert [result["version"] for result in read_results(tmp_path)] == [0, 1] and damaged_results(tmp_path) == [damaged]
+        assert [result["version"] for result in read_results(tmp_path)] == [
+            0,
+            1,
+        ] and damaged_results(tmp_path) == [damaged]
     with open(tmp_path / "metrics.jsonl", "ab") as file:
         file.write(b"garbage\n")
     (tmp_path / "trace").mkdir(exist_ok=True)
     (tmp_path / "trace/trainer.0.jsonl").write_bytes(b'garbage\n[]\n{"name": "no time"}\n\xff\n')
     text = finish_report(tmp_path)
     assert "0.500 before, 0.750 after" in text and f"left out, as damaged    {damaged}" in text
-    assert f"left out, as damaged    {tmp_path}/metrics.jsonl: line 4" in text and json.loads((tmp_path / "trace.json").read_text())
+    assert f"left out, as damaged    {tmp_path}/metrics.jsonl: line 4" in text and json.loads(
+        (tmp_path / "trace.json").read_text()
+    )
 
 
 def test_ordinals_of_steps_that_are_done_again_are_cut_off(tmp_path: Path) -> None:
@@ -213,8 +305,15 @@ def test_ordinals_of_steps_that_are_done_again_are_cut_off(tmp_path: Path) -> No
         for step in range(resume_step, 4):
             writer.write(step, [mark + step, 7])
         writer.close()
-    lines = [json.loads(line) for line in (tmp_path / "rollouts/ordinals.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["ordinals"][0]) for line in lines] == [(0, 0), (1, 1), (2, 102), (3, 103)]
+    lines = [
+        json.loads(line) for line in (tmp_path / "rollouts/ordinals.jsonl").read_text().splitlines()
+    ]
+    assert [(line["step"], line["ordinals"][0]) for line in lines] == [
+        (0, 0),
+        (1, 1),
+        (2, 102),
+        (3, 103),
+    ]
 
 
 def test_agreement_is_drawn_and_summed_up_where_it_was_measured(tmp_path: Path) -> None:
@@ -222,12 +321,33 @@ def test_agreement_is_drawn_and_summed_up_where_it_was_measured(tmp_path: Path) 
     assert not plot_agreement(tmp_path / "without").exists()
     writer = MetricsWriter(tmp_path)
     for step in range(40):
-        values = {"agreement/tokens": 10, "agreement/abs_diff_mean": 0.02 if step < 20 else 0.04, "agreement/ess": 0.9}
-        values |= {"agreement/abs_diff_p99": 0.3, "agreement/abs_diff_max": 0.5, "logprob/limit": 0.05, "reward/mean": 0.5}
-        values |= {f"agreement/{age}/{meter}": 0.5 for age in ("age_0", "age_3_4") for meter in ("tokens", "abs_diff_mean", "ess")}
+        values = {
+            "agreement/tokens": 10,
+            "agreement/abs_diff_mean": 0.02 if step < 20 else 0.04,
+            "agreement/ess": 0.9,
+        }
+        values |= {
+            "agreement/abs_diff_p99": 0.3,
+            "agreement/abs_diff_max": 0.5,
+            "logprob/limit": 0.05,
+            "reward/mean": 0.5,
+        }
+        values |= {
+            f"agreement/{age}/{meter}": 0.5
+            for age in ("age_0", "age_3_4")
+            for meter in ("tokens", "abs_diff_mean", "ess")
+        }
         counts = Histogram([0.0], [0] * 38 + [4, 6] if step else [0] * 40)
-        writer.write(step, values if step != 7 else {"reward/mean": 0.5}, {}, {"agreement/histogram": counts} if step != 7 else {})
+        writer.write(
+            step,
+            values if step != 7 else {"reward/mean": 0.5},
+            {},
+            {"agreement/histogram": counts} if step != 7 else {},
+        )
     writer.close()
     assert plot_agreement(tmp_path).read_bytes().startswith(b"\x89PNG")
     text = " ".join(summarize(tmp_path, []).split())
-    assert "0.02 mean log-prob difference in the first 10 steps, 0.04 in the last 10; effective sample size 90.00% (median)" in text
+    assert (
+        "0.02 mean log-prob difference in the first 10 steps, 0.04 in the last 10; effective "
+        "sample size 90.00% (median)" in text
+    )

@@ -1,4 +1,6 @@
-"""One status line per process: it has a fixed size, is never read half-written, and is restored after a wait."""
+"""One status line per process: it has a fixed size, is never read half-written, and is restored
+after a wait.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,25 @@ def test_the_last_line_of_each_process_is_read_in_the_order_of_ranks(tmp_path: P
     for rank in (10, 2):
         StatusBoard(tmp_path, f"trainer.{rank}").set(f"training step {rank}")
     StatusBoard(tmp_path, "generator.0")
-    expected = [("generator.0", "starting"), ("trainer.2", "training step 2"), ("trainer.10", "training step 10")]
+    expected = [
+        ("generator.0", "starting"),
+        ("trainer.2", "training step 2"),
+        ("trainer.10", "training step 10"),
+    ]
     assert list(texts(tmp_path).items()) == expected
     clear_statuses(tmp_path)
     assert read_statuses(tmp_path) == []
 
 
 @pytest.mark.parametrize(
-    "record", [b"", b"x" * RECORD_BYTES, b"\xff" * RECORD_BYTES, bytes(RECORD_BYTES), b"000000000001 x" + b" 000000000001\n"]
+    "record",
+    [
+        b"",
+        b"x" * RECORD_BYTES,
+        b"\xff" * RECORD_BYTES,
+        bytes(RECORD_BYTES),
+        b"000000000001 x" + b" 000000000001\n",
+    ],
 )
 def test_a_damaged_line_is_left_out(tmp_path: Path, record: bytes) -> None:
     StatusBoard(tmp_path, "trainer.0")
@@ -55,7 +68,10 @@ def test_a_wait_says_for_whom_and_what_and_ends_also_by_an_error(tmp_path: Path)
     assert texts(tmp_path)["trainer.0"] == "training step 7"
 
 
-@pytest.mark.parametrize("text", ["", "two\nlines\tand  spaces", "é" * 300, "語" * 300, "\ud800 lone surrogate", "x" * 1000])
+@pytest.mark.parametrize(
+    "text",
+    ["", "two\nlines\tand  spaces", "é" * 300, "語" * 300, "\ud800 lone surrogate", "x" * 1000],
+)
 def test_any_text_fits_the_record(tmp_path: Path, text: str) -> None:
     before_s = time.time()
     board = StatusBoard(tmp_path, "trainer.0")
@@ -71,7 +87,8 @@ def test_any_text_fits_the_record(tmp_path: Path, text: str) -> None:
 def test_a_reader_never_sees_half_a_write(tmp_path: Path) -> None:
     writer = subprocess.Popen([sys.executable, "-c", WRITE_FAST, str(tmp_path)])
     try:
-        deadline, seen = time.monotonic() + 30, set()
+        deadline = time.monotonic() + 30
+        seen = set()
         while len(seen) < 100 and time.monotonic() < deadline:
             for status in read_statuses(tmp_path):
                 assert status.text == "starting" or len(set(status.text)) == 1, status.text
@@ -84,7 +101,8 @@ def test_a_reader_never_sees_half_a_write(tmp_path: Path) -> None:
 
 def test_no_mixture_of_two_records_passes_for_one(tmp_path: Path) -> None:
     """A reader may overtake a writer, and read the old end after the new middle."""
-    file, records = tmp_path / "status/trainer.0", []
+    file = tmp_path / "status/trainer.0"
+    records = []
     board = StatusBoard(tmp_path, "trainer.0")
     for text in ("aaaa" * 50, "bbbb" * 50):
         board.set(text)

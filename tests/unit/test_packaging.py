@@ -1,4 +1,6 @@
-"""The installed package: folders map to names, and pins agree with each other and with the installed versions."""
+"""The installed package: folders map to names, and pins agree with each other and with the
+installed versions.
+"""
 
 from __future__ import annotations
 
@@ -27,28 +29,44 @@ def lock(file: str = "cpu.txt") -> dict[str, Version]:
     pins: dict[str, Version] = {}
     for line in (ROOT / "requirements" / file).read_text().splitlines():
         if line.strip() and not line.startswith(("#", "    --hash=sha256:")):
-            name, version = line.removesuffix("\\").strip().split("==")  # a line that is not an exact pin fails here
+            # a line that is not an exact pin fails here
+            name, version = line.removesuffix("\\").strip().split("==")
             assert canonicalize_name(name) not in pins, f"{name} is pinned twice"
             pins[canonicalize_name(name)] = Version(version)
     return pins
 
 
 def test_every_folder_of_the_tree_is_a_package_and_installed() -> None:
-    folders = {path.parent for top in ("megarl", "kernels", "launch") for path in (ROOT / top).rglob("*.py")}
+    folders = {
+        path.parent
+        for top in ("megarl", "kernels", "launch")
+        for path in (ROOT / top).rglob("*.py")
+    }
     assert all((folder / "__init__.py").exists() for folder in folders)
-    found = find_packages(str(ROOT), include=PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"])
-    inside = {folder if folder.is_relative_to(ROOT / "megarl") else ROOT / "megarl" / folder.relative_to(ROOT) for folder in folders}
+    found = find_packages(
+        str(ROOT), include=PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
+    )
+    inside = {
+        folder
+        if folder.is_relative_to(ROOT / "megarl")
+        else ROOT / "megarl" / folder.relative_to(ROOT)
+        for folder in folders
+    }
     assert set(found) == {".".join(folder.relative_to(ROOT).parts) for folder in inside}
 
 
-def test_folders_outside_megarl_are_found_from_any_directory_but_not_under_their_bare_name(tmp_path: Path) -> None:
+def test_folders_outside_megarl_are_found_from_any_directory_but_not_under_their_bare_name(
+    tmp_path: Path,
+) -> None:
     code = (
         "import importlib.util, megarl.kernels, megarl.launch\n"
         "print(megarl.kernels.__file__, megarl.launch.__file__)\n"
         "spec = importlib.util.find_spec('kernels')\n"
         "print(spec.origin if spec else None)\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
     assert result.returncode == 0, result.stderr
     ours, bare = result.stdout.splitlines()
     assert ours == f"{ROOT}/megarl/kernels/__init__.py {ROOT}/megarl/launch/__init__.py"
@@ -56,8 +74,12 @@ def test_folders_outside_megarl_are_found_from_any_directory_but_not_under_their
 
 
 def test_make_matrix_hands_pytest_what_it_takes() -> None:
-    """tests/cpu defines the report's option. pytest knows it only if it takes no argument for the path of a test."""
-    (line,) = [line for line in (ROOT / "Makefile").read_text().splitlines() if "pytest -m matrix" in line]
+    """tests/cpu defines the report's option. pytest knows it only if it takes no argument for the
+    path of a test.
+    """
+    (line,) = [
+        line for line in (ROOT / "Makefile").read_text().splitlines() if "pytest -m matrix" in line
+    ]
     command = line.strip().removeprefix("@.venv/bin/pytest").removesuffix("$(ARGS)")
     pytest_help = [sys.executable, "-P", "-m", "pytest", *shlex.split(command), "--markers"]
     result = subprocess.run(pytest_help, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -68,14 +90,20 @@ def test_transformers_does_not_take_the_folder_kernels_for_the_package_of_that_n
     code = (
         "import kernels, importlib.util\n"
         "from transformers.utils import import_utils\n"
-        "print(kernels.__file__, importlib.util.find_spec('kernels.quantise'), import_utils.is_kernels_available())\n"
+        "print(kernels.__file__, importlib.util.find_spec('kernels.quantise'), "
+        "import_utils.is_kernels_available())\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert result.stdout == f"{ROOT}/kernels/__init__.py None False\n", result.stderr
 
 
 def test_entry_points_are_installed() -> None:
-    ours = {(point.group, point.name): point.value for point in metadata.distribution("megarl").entry_points}
+    ours = {
+        (point.group, point.name): point.value
+        for point in metadata.distribution("megarl").entry_points
+    }
     assert ours == {
         ("console_scripts", "megarl"): "megarl.cli:main",
         ("sglang.srt.plugins", "megarl"): "megarl.launch.plugin:activate",
@@ -83,19 +111,35 @@ def test_entry_points_are_installed() -> None:
 
 
 def test_the_lock_satisfies_every_declared_dependency() -> None:
-    project, pins = PYPROJECT["project"], lock()
+    project = PYPROJECT["project"]
+    pins = lock()
     declared = project["dependencies"] + project["optional-dependencies"]["test"]
     for requirement in map(Requirement, declared):
-        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), (
+            requirement
+        )
     for requirement in map(Requirement, declared + project["optional-dependencies"]["gpu"]):
-        assert requirement.specifier.contains(lock("gpu.txt")[canonicalize_name(requirement.name)]), requirement
+        assert requirement.specifier.contains(
+            lock("gpu.txt")[canonicalize_name(requirement.name)]
+        ), requirement
 
 
 def test_both_locks_have_the_same_versions() -> None:
-    """So the versions tested without GPUs also run on GPUs. `make lock` ensures that as far as SGLang allows."""
-    cpu, gpu = lock(), lock("gpu.txt")
-    differ = {name: (str(cpu[name]), str(gpu[name])) for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]}
-    assert not differ and cpu["mooncake-transfer-engine-non-cuda"] == gpu["mooncake-transfer-engine-cuda13"]
+    """So the versions tested without GPUs also run on GPUs.
+
+    `make lock` ensures that as far as SGLang allows.
+    """
+    cpu = lock()
+    gpu = lock("gpu.txt")
+    differ = {
+        name: (str(cpu[name]), str(gpu[name]))
+        for name in cpu.keys() & gpu.keys()
+        if cpu[name] != gpu[name]
+    }
+    assert (
+        not differ
+        and cpu["mooncake-transfer-engine-non-cuda"] == gpu["mooncake-transfer-engine-cuda13"]
+    )
 
 
 def test_stand_ins_have_the_versions_of_what_they_stand_for() -> None:
@@ -107,11 +151,20 @@ def test_stand_ins_have_the_versions_of_what_they_stand_for() -> None:
 
 
 def test_the_gpu_extra_is_for_the_cuda_of_sglang() -> None:
-    """Mooncake's wheels link one major version of libcudart. With another version they do not import, and weights would silently go over
-    NCCL. Transformer Engine has a core package for each version."""
-    (flashinfer,) = [r for r in map(Requirement, metadata.requires("sglang")) if r.name.startswith("flashinfer") and r.extras]
+    """Mooncake's wheels link one major version of libcudart.
+
+    With another version they do not import, and weights would silently go over NCCL. Transformer
+    Engine has a core package for each version.
+    """
+    (flashinfer,) = [
+        r
+        for r in map(Requirement, metadata.requires("sglang"))
+        if r.name.startswith("flashinfer") and r.extras
+    ]
     (cuda,) = flashinfer.extras  # such as cu13
-    ours = {r.name: r for r in map(Requirement, PYPROJECT["project"]["optional-dependencies"]["gpu"])}
+    ours = {
+        r.name: r for r in map(Requirement, PYPROJECT["project"]["optional-dependencies"]["gpu"])
+    }
     assert f"mooncake-transfer-engine-{cuda.replace('cu', 'cuda')}" in ours
     assert ours["transformer-engine"].extras == {"pytorch", f"core_{cuda}"}
 
@@ -120,13 +173,22 @@ def test_transformer_engine_is_of_the_last_version_that_megatron_core_asks_for()
     """Megatron-core silently imports any other version, including the newest."""
     core = Path(str(metadata.distribution("megatron-core").locate_file("megatron/core")))
     asked = re.compile(r"""is_te_min_version\(["'](\d+\.\d+)""")
-    known = max(Version(found) for file in core.rglob("*.py") for found in asked.findall(file.read_text()))
+    known = max(
+        Version(found) for file in core.rglob("*.py") for found in asked.findall(file.read_text())
+    )
     assert lock("gpu.txt")["transformer-engine"].release[:2] == known.release
 
 
 def test_flash_linear_attention_is_of_the_version_that_megatron_core_asks_for() -> None:
-    """The version is in its development extra. Without the package Megatron has no gated delta nets on GPUs."""
-    asked = next(r for r in map(Requirement, metadata.requires("megatron-core") or ()) if r.name == "flash-linear-attention")
+    """The version is in its development extra.
+
+    Without the package Megatron has no gated delta nets on GPUs.
+    """
+    asked = next(
+        r
+        for r in map(Requirement, metadata.requires("megatron-core") or ())
+        if r.name == "flash-linear-attention"
+    )
     assert asked.specifier.contains(lock("gpu.txt")[asked.name])
 
 

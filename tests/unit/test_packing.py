@@ -1,4 +1,6 @@
-"""Random groups are unchanged after they are packed, joined to shares of any samples, and split again."""
+"""Random groups are unchanged after they are packed, joined to shares of any samples, and split
+again.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,19 @@ from megarl.rollouts.channel import join, pack, share_bytes, split, summary_of, 
 
 
 def kept_sets(ids: list[int], seed: int) -> KeptSets:
-    """Sets around tokens of a vocabulary of 70, where 5 ids take less space than bits, and 7 more. Every third token has none."""
-    random, rows = np.random.default_rng(seed), []
+    """Sets around tokens of a vocabulary of 70, where 5 ids take less space than bits, and 7 more.
+
+    Every third token has none.
+    """
+    random = np.random.default_rng(seed)
+    rows = []
     for at, token in enumerate(ids):
         others = random.permutation(70)[: random.integers(0, 12)]
         rows.append(np.union1d(others, token) if at % 3 else np.empty(0))
     sizes = np.array([len(row) for row in rows], np.int32)
-    return KeptSets.of(70, np.array(ids, np.int32), sizes, np.concatenate([*rows, np.empty(0)]).astype(np.int32))
+    return KeptSets.of(
+        70, np.array(ids, np.int32), sizes, np.concatenate([*rows, np.empty(0)]).astype(np.int32)
+    )
 
 
 @st.composite
@@ -70,11 +78,23 @@ def test_a_share_has_the_numbers_of_its_samples_and_no_others(made, data):
     assert sorted(found) == places
     for place, numbers in found.items():
         prompt, sample = flat[place]
-        assert numbers.prompt_ids.tolist() == prompt.token_ids and numbers.token_ids.tolist() == sample.token_ids.tolist()
-        assert numbers.logprobs.tobytes() == sample.logprobs.tobytes() and numbers.routing == sample.routing
+        assert (
+            numbers.prompt_ids.tolist() == prompt.token_ids
+            and numbers.token_ids.tolist() == sample.token_ids.tolist()
+        )
+        assert (
+            numbers.logprobs.tobytes() == sample.logprobs.tobytes()
+            and numbers.routing == sample.routing
+        )
         assert numbers.kept == sample.kept and numbers.teachers == sample.teachers
-        mask = [True] * len(sample.token_ids) if numbers.policy_mask is None else numbers.policy_mask.tolist()
-        assert mask == ([bool(mine) for mine in sample.policy_mask] or [True] * len(sample.token_ids))
+        mask = (
+            [True] * len(sample.token_ids)
+            if numbers.policy_mask is None
+            else numbers.policy_mask.tolist()
+        )
+        assert mask == (
+            [bool(mine) for mine in sample.policy_mask] or [True] * len(sample.token_ids)
+        )
 
 
 @given(groups)
@@ -88,13 +108,21 @@ def test_a_summary_says_what_a_walk_over_the_tokens_finds(made):
         versions += mine
         assert [version for version, count in summary.policy_versions for _ in range(count)] == mine
         assert (summary.tokens, summary.policy_tokens) == (len(mask), sum(mask))
-        assert summary.turns == sum(policy and not before for before, policy in zip([False, *mask], mask))
-        assert (summary.reward, summary.metrics, summary.failures) == (sample.reward, sample.metrics, sample.failures)
+        assert summary.turns == sum(
+            policy and not before for before, policy in zip([False, *mask], mask)
+        )
+        assert (summary.reward, summary.metrics, summary.failures) == (
+            sample.reward,
+            sample.metrics,
+            sample.failures,
+        )
     assert sent.oldest == min(versions, default=7)
     assert texts_of(sent.texts).samples == [(sample.text, [(0, 1)]) for sample in made.samples]
 
 
-@pytest.mark.parametrize("wrong", [{"logprobs": [-1.0]}, {"versions": [0]}, {"policy_mask": [True]}])
+@pytest.mark.parametrize(
+    "wrong", [{"logprobs": [-1.0]}, {"versions": [0]}, {"policy_mask": [True]}]
+)
 def test_arrays_of_different_lengths_are_refused(wrong):
     sample = Sample([1, 2], [-1.0, -2.0], [0, 0], "", 0.0, "stop", [True, False])
     with pytest.raises(ValueError, match="2 token"):
@@ -103,5 +131,8 @@ def test_arrays_of_different_lengths_are_refused(wrong):
 
 def test_of_a_long_reference_only_the_beginning_travels():
     sample = Sample([1], [-1.0], [0], "", 0.0, "stop")
-    short, long = (texts_of(pack(Group(Prompt(0, [1], "", "x" * size), [sample])).texts).answer for size in (10_000, 10_001))
+    short, long = (
+        texts_of(pack(Group(Prompt(0, [1], "", "x" * size), [sample])).texts).answer
+        for size in (10_000, 10_001)
+    )
     assert short == "x" * 10_000 and long == "x" * 10_000 + "… (10001 characters)"

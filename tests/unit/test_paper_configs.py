@@ -1,4 +1,6 @@
-"""The papers' runs in configs/papers, and further rows of their tables, for which docs/papers.md gives overrides."""
+"""The papers' runs in configs/papers, and further rows of their tables, for which docs/papers.md
+gives overrides.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,26 @@ from megarl.config.load import load_config
 from megarl.roles.settings import ENGINES, place_of
 
 ROOT = Path(__file__).parents[2]
-AIPO = {"trainer.optimizer.lr": 2e-7, "rollout.prompts_per_step": 512, "rollout.n": 4, "algorithm.name": "aipo", "async.capacity": 1}
-# GPUs of trainer and of all engines, and settings, as printed in LlamaRL, section 8.1 and table 3; Asynchronous RLHF, tables 4 to 7 and 10
+AIPO = {
+    "trainer.optimizer.lr": 2e-7,
+    "rollout.prompts_per_step": 512,
+    "rollout.n": 4,
+    "algorithm.name": "aipo",
+    "async.capacity": 1,
+}
+# GPUs of trainer and of all engines, and settings, as printed in LlamaRL, section 8.1 and table 3;
+# Asynchronous RLHF, tables 4 to 7 and 10
 PAPERS = {
-    "llamarl_8b_math": (128, 128, {**AIPO, "trainer.tp": 8, "generator.tp": 1, "generator.max_concurrency": 32}),
-    "llamarl_70b_math": (136, 120, {**AIPO, "trainer.tp": 8, "generator.tp": 4, "generator.max_concurrency": 16}),
+    "llamarl_8b_math": (
+        128,
+        128,
+        {**AIPO, "trainer.tp": 8, "generator.tp": 1, "generator.max_concurrency": 32},
+    ),
+    "llamarl_70b_math": (
+        136,
+        120,
+        {**AIPO, "trainer.tp": 8, "generator.tp": 4, "generator.max_concurrency": 16},
+    ),
     "llamarl_405b_math": (512, 512, {**AIPO, "generator.tp": 8, "generator.max_concurrency": 32}),
     "async_rlhf_1b_gsm8k": (
         3,
@@ -73,21 +90,35 @@ PAPERS = {
         },
     ),
 }
-ROWS = re.findall(r"^\| `([\w.]+)` \| .* \| `(.+)` \|$", (ROOT / "docs/papers.md").read_text(), re.MULTILINE)
+ROWS = re.findall(
+    r"^\| `([\w.]+)` \| .* \| `(.+)` \|$", (ROOT / "docs/papers.md").read_text(), re.MULTILINE
+)
 
 
 @pytest.mark.parametrize(("name", "overrides"), [*((name, "") for name in PAPERS), *ROWS])
-def test_a_papers_run_loads_fits_and_can_be_started(name: str, overrides: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(ROWS) == 11 and {path.stem for path in Path("configs/papers").glob("*.yaml")} == set(PAPERS)
+def test_a_papers_run_loads_fits_and_can_be_started(
+    name: str, overrides: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert len(ROWS) == 11 and {path.stem for path in Path("configs/papers").glob("*.yaml")} == set(
+        PAPERS
+    )
     path, (trainer, generator, settings) = f"configs/papers/{name}.yaml", PAPERS[name]
     config = load_config(path, overrides.split())
-    t, g = config.trainer, config.generator
-    served = [role for role_name, role in config.roles.items() if role and place_of(role_name, role) == ENGINES]
+    t = config.trainer
+    g = config.generator
+    served = [
+        role
+        for role_name, role in config.roles.items()
+        if role and place_of(role_name, role) == ENGINES
+    ]
     gpus = t.tp * t.pp * t.dp, sum(fleet.engines * fleet.tp for fleet in (g, *served))
     if overrides:
         assert sum(gpus) == trainer + generator
     else:
-        assert (gpus, {key: value_at(config, key) for key in settings}) == ((trainer, generator), settings)
+        assert (gpus, {key: value_at(config, key) for key in settings}) == (
+            (trainer, generator),
+            settings,
+        )
     for command in (["plan", path], ["train", path, "--dry-run"])[: 1 if overrides else 2]:
         assert cli.main([*command, *overrides.split()]) == 0
         assert "\nfits       yes\n" in capsys.readouterr().out

@@ -36,7 +36,10 @@ def test_an_engine_larger_than_a_node_takes_whole_nodes():
 
 
 def test_too_few_nodes_and_odd_engines_are_refused():
-    with pytest.raises(ConfigError, match="need 3 nodes of 8 slots; the allocation has 2: ask for more .sbatch --nodes=3"):
+    with pytest.raises(
+        ConfigError,
+        match="need 3 nodes of 8 slots; the allocation has 2: ask for more .sbatch --nodes=3",
+    ):
         place(trainer_ranks=16, fleets=[EngineFleet(1, 1)], nodes=2, slots=8)
     with pytest.raises(ConfigError, match="generator.tp=12"):
         place(trainer_ranks=0, fleets=[EngineFleet(1, 12)], nodes=2, slots=8)
@@ -50,18 +53,33 @@ def test_too_few_nodes_and_odd_engines_are_refused():
     slots=st.sampled_from([1, 2, 4, 8]),
 )
 def test_every_rank_has_a_slot_of_its_own(trainer, engines, tp, frozen, slots):
-    fleets = [EngineFleet(engines, tp), *(EngineFleet(*sizes, name=f"rm{i}") for i, sizes in enumerate(frozen))]
+    fleets = [
+        EngineFleet(engines, tp),
+        *(EngineFleet(*sizes, name=f"rm{i}") for i, sizes in enumerate(frozen)),
+    ]
     ranks = sum(fleet.engines * fleet.tp for fleet in fleets)
     placed = place(trainer, fleets, nodes=trainer + 2 * ranks + 1, slots=slots)
     used = [(node.node, slot) for node in placed for slot in range(len(node.trainer_ranks))]
-    used += [(node.node, part.first_slot + i) for node in placed for part in node.engines for i in range(part.ranks)]
+    used += [
+        (node.node, part.first_slot + i)
+        for node in placed
+        for part in node.engines
+        for i in range(part.ranks)
+    ]
     assert len(used) == len(set(used)) == trainer + ranks
     assert all(slot < slots for _, slot in used)
     assert [rank for node in placed for rank in node.trainer_ranks] == list(range(trainer))
     assert sorted(engine for node in placed for engine in node.serves) == list(range(engines))
     for fleet, engine in [(each, engine) for each in fleets for engine in range(each.engines)]:
-        parts = [part for node in placed for part in node.engines if (part.fleet, part.engine) == (fleet.name, engine)]
-        assert [part.part for part in parts] == list(range(parts[0].parts)) and sum(part.ranks for part in parts) == fleet.tp
+        parts = [
+            part
+            for node in placed
+            for part in node.engines
+            if (part.fleet, part.engine) == (fleet.name, engine)
+        ]
+        assert [part.part for part in parts] == list(range(parts[0].parts)) and sum(
+            part.ranks for part in parts
+        ) == fleet.tp
 
 
 def test_slots_are_asked_for_or_gpus_or_spread():
@@ -69,5 +87,7 @@ def test_slots_are_asked_for_or_gpus_or_spread():
     assert slots_per_node(ranks=3, nodes=1, gpus=0, wanted=None) == 3
     assert slots_per_node(ranks=3, nodes=1, gpus=8, wanted=None) == 8
     assert slots_per_node(ranks=3, nodes=1, gpus=8, wanted=4) == 4
-    with pytest.raises(ConfigError, match="launch.ranks_per_node=8: must be at most the GPUs of a node, 4"):
+    with pytest.raises(
+        ConfigError, match="launch.ranks_per_node=8: must be at most the GPUs of a node, 4"
+    ):
         slots_per_node(ranks=3, nodes=1, gpus=4, wanted=8)

@@ -16,7 +16,13 @@ from megarl.algorithms.registry import make_algorithm
 from megarl.config.schema import AlgorithmConfig
 from megarl.critic.losses import Gae, Moments
 
-SETTINGS = ["max_steps=2", "rollout.prompts_per_step=4", "rollout.n=3", "eval.limit=4", "critic.warmup_steps=1"]
+SETTINGS = [
+    "max_steps=2",
+    "rollout.prompts_per_step=4",
+    "rollout.n=3",
+    "eval.limit=4",
+    "critic.warmup_steps=1",
+]
 PROMPTS = ["1+2=", "7+0+9+1+5=", "3-", "1"]  # of different lengths, so they are padded
 
 
@@ -27,18 +33,26 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     policy = make_model(root / "policy", initializer_range=0.2)
     teacher = make_model(root / "teacher", initializer_range=0.1)
     torch.manual_seed(1)
-    AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1).save_pretrained(root / "scores")
+    AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1).save_pretrained(
+        root / "scores"
+    )
     return {"policy": policy, "teacher": teacher, "scores": root / "scores"}
 
 
 def begin(name: str, models: dict[str, Path]) -> plain_rl.Method:
     example = name if name != "distill" else "distillation"
-    paths = [f"sft.output={models['policy']}", f"reward_model.output={models['scores']}", f"roles.teacher.path={models['teacher']}"]
+    paths = [
+        f"sft.output={models['policy']}",
+        f"reward_model.output={models['scores']}",
+        f"roles.teacher.path={models['teacher']}",
+    ]
     return plain_rl.begin(name, str(ROOT / f"configs/examples/{example}.yaml"), [*SETTINGS, *paths])
 
 
 def responses_of(method: plain_rl.Method) -> plain_rl.Responses:
-    return method.respond(method.policy, [prompt for prompt in PROMPTS for _ in range(method.n)], 12)
+    return method.respond(
+        method.policy, [prompt for prompt in PROMPTS for _ in range(method.n)], 12
+    )
 
 
 @pytest.mark.parametrize("name", plain_rl.METHODS)
@@ -48,7 +62,8 @@ def test_each_method_runs_and_pushes_its_loss_down(name: str, models: dict[str, 
     assert all(math.isfinite(value) for value in found.values()) and 0 <= found["right_after"] <= 1
     if name == "ppo":
         return
-    responses, rewards = responses_of(method), torch.randn(12)
+    responses = responses_of(method)
+    rewards = torch.randn(12)
     before = method.loss(responses, rewards).item()
     for group in method.optimizer.adam.param_groups:
         group["lr"] = 1e-4
@@ -56,21 +71,34 @@ def test_each_method_runs_and_pushes_its_loss_down(name: str, models: dict[str, 
     assert method.loss(responses, rewards).item() < before
 
 
-def test_a_response_counts_up_to_its_end_and_padding_changes_nothing(models: dict[str, Path]) -> None:
+def test_a_response_counts_up_to_its_end_and_padding_changes_nothing(
+    models: dict[str, Path],
+) -> None:
     method = begin("best_of_n", models)
     method.policy.double()
     torch.manual_seed(0)
-    responses, end = responses_of(method), method.tokenizer.eos_token_id
-    found, lengths = plain_rl.logprobs(method.policy, responses), []
+    responses = responses_of(method)
+    end = method.tokenizer.eos_token_id
+    found = plain_rl.logprobs(method.policy, responses)
+    lengths = []
     for row, prompt in enumerate(prompt for prompt in PROMPTS for _ in range(method.n)):
         asked = method.tokenizer(prompt).input_ids
         own = responses.ids[row, 1:][responses.written[row].bool()].tolist()
         lengths.append(len(own))
         assert end not in own[:-1] and (len(own) == 12 or own[-1] == end)
         assert responses.ids[row][responses.seen[row].bool()].tolist() == asked + own
-        alone = method.policy(torch.tensor([asked + own])).logits[0, len(asked) - 1 : -1].log_softmax(-1)
+        alone = (
+            method.policy(torch.tensor([asked + own]))
+            .logits[0, len(asked) - 1 : -1]
+            .log_softmax(-1)
+        )
         # Padding shifts positions, and transformers always computes their sines in float32.
-        torch.testing.assert_close(found[row][responses.written[row].bool()], alone[range(len(own)), own], rtol=0, atol=2e-5)
+        torch.testing.assert_close(
+            found[row][responses.written[row].bool()],
+            alone[range(len(own)), own],
+            rtol=0,
+            atol=2e-5,
+        )
     assert min(lengths) < max(lengths) == 12
 
 
@@ -79,22 +107,34 @@ def test_losses_have_the_gradients_of_megarls(name: str, models: dict[str, Path]
     method = begin(name, models)
     method.policy.double()
     torch.manual_seed(0)
-    responses, rewards = responses_of(method), torch.randint(0, 2, (12,), dtype=F64)
-    written, log_pi = responses.written.bool(), plain_rl.logprobs(method.policy, responses)
+    responses = responses_of(method)
+    rewards = torch.randint(0, 2, (12,), dtype=F64)
+    written = responses.written.bool()
+    log_pi = plain_rl.logprobs(method.policy, responses)
     old = log_pi.detach() + 0.2 * torch.randn_like(log_pi) * written
-    settings = {"name": "aipo" if name == "judge" else name, "ratio": "proximal" if name == "ppo" else "behavior"}
+    settings = {
+        "name": "aipo" if name == "judge" else name,
+        "ratio": "proximal" if name == "ppo" else "behavior",
+    }
     algorithm = make_algorithm(AlgorithmConfig(**settings))
     advantages = algorithm.advantages(rewards.view(4, 3)).reshape(12, 1).expand_as(log_pi)
     if isinstance(method, plain_rl.Ppo):
         values = torch.randn_like(log_pi) * written
-        of_tokens = [torch.zeros(int(mask.sum()), dtype=F64).index_fill(0, mask.sum() - 1, float(r)) for mask, r in zip(written, rewards)]
-        rows = Gae(1.0, 0.95, True).advantages([r.numpy() for r in of_tokens], [v[m].numpy() for v, m in zip(values, written)])
+        of_tokens = [
+            torch.zeros(int(mask.sum()), dtype=F64).index_fill(0, mask.sum() - 1, float(r))
+            for mask, r in zip(written, rewards)
+        ]
+        rows = Gae(1.0, 0.95, True).advantages(
+            [r.numpy() for r in of_tokens], [v[m].numpy() for v, m in zip(values, written)]
+        )
         own = method.advantages(responses, rewards, values)
         for row, mask, expected in zip(own, written, rows):
             torch.testing.assert_close(row[mask], torch.from_numpy(expected))
         moments = Moments(Moments.of(rows))
         own = (own - plain_rl.mean(own, written)) * written
-        advantages = torch.zeros_like(own).masked_scatter(written, torch.cat([torch.from_numpy(moments.whitened(row)) for row in rows]))
+        advantages = torch.zeros_like(own).masked_scatter(
+            written, torch.cat([torch.from_numpy(moments.whitened(row)) for row in rows])
+        )
         torch.testing.assert_close(own / (plain_rl.mean(own**2, written) + 1e-8).sqrt(), advantages)
         loss = method.loss(responses, advantages, old)
     else:
@@ -104,9 +144,13 @@ def test_losses_have_the_gradients_of_megarls(name: str, models: dict[str, Path]
             for parameter in method.reference.double().parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))
             reference = plain_rl.logprobs(method.reference, responses)
-        loss, group_loss = method.loss(responses, rewards), algorithm.group_loss
+        loss = method.loss(responses, rewards)
+        group_loss = algorithm.group_loss
         assert group_loss is not None
-        weighed = group_loss.weigh(algorithm.advantages(rewards.view(4, 3)), (log_pi.detach() - reference).sum(1).view(4, 3))
+        weighed = group_loss.weigh(
+            algorithm.advantages(rewards.view(4, 3)),
+            (log_pi.detach() - reference).sum(1).view(4, 3),
+        )
         assert weighed.loss / 4 == pytest.approx(loss.item())
         advantages = weighed.weights.reshape(12, 1).expand_as(log_pi)
     mu = old if name == "ppo" else log_pi.detach()
@@ -114,5 +158,9 @@ def test_losses_have_the_gradients_of_megarls(name: str, models: dict[str, Path]
     sum_ = packed_loss_of(written.sum(1).tolist(), *flat, proximal=mu[written], **settings).loss
     expected = sum_ / algorithm.denominator(tokens=int(written.sum()), samples=12)
     parameters = list(method.policy.parameters())
-    for ours, theirs in zip(torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters), strict=True):
+    for ours, theirs in zip(
+        torch.autograd.grad(loss, parameters),
+        torch.autograd.grad(expected, parameters),
+        strict=True,
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-12)

@@ -29,7 +29,8 @@ KEYS = [
     "speedup",
     "binding",
 ]
-# LlamaRL, table 3: GPUs, model parallel sizes of trainer and generator, engines' precision. 405B trains at 8 x 16 instead of 16 with FSDP.
+# LlamaRL, table 3: GPUs, model parallel sizes of trainer and generator, engines' precision. 405B
+# trains at 8 x 16 instead of 16 with FSDP.
 PAPER = {
     "8b_aipo_256": (256, 8, 1, None),
     "70b_aipo": (256, 8, 4, "fp8_block"),
@@ -39,7 +40,8 @@ PAPER = {
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
     """The object that is printed. The exit status tells scripts whether the plan fits."""
-    status, facts = cli.main(["plan", *arguments, "--json"]), json.loads(capsys.readouterr().out)
+    status = cli.main(["plan", *arguments, "--json"])
+    facts = json.loads(capsys.readouterr().out)
     assert status == (0 if facts["fits"] else 1)
     return facts
 
@@ -48,10 +50,15 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
 def test_every_shipped_config_fits(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     facts = plan(capsys, str(path))
     assert facts["fits"] is True and facts["too_large_gib"] == {} and facts["remedies"] == []
-    assert max(facts["trainer_gib_per_gpu"], facts["generator_gib_per_gpu"]) < 0.95 * facts["gpu_memory_gib"]
+    assert (
+        max(facts["trainer_gib_per_gpu"], facts["generator_gib_per_gpu"])
+        < 0.95 * facts["gpu_memory_gib"]
+    )
     assert list(facts)[7:17] == KEYS
     sides = facts["train_s"], facts["generate_s"]
-    assert max(sides) < facts["step_s"] and facts["speedup"] == pytest.approx(facts["sync_baseline_step_s"] / facts["step_s"])
+    assert max(sides) < facts["step_s"] and facts["speedup"] == pytest.approx(
+        facts["sync_baseline_step_s"] / facts["step_s"]
+    )
     assert sum(facts["trainer_memory_gib"].values()) == pytest.approx(facts["trainer_gib_per_gpu"])
     assert sum(facts["train_parts_s"].values()) == pytest.approx(facts["train_s"])
 
@@ -60,22 +67,36 @@ def test_every_shipped_config_fits(path: Path, capsys: pytest.CaptureFixture[str
 def test_configs_after_the_paper(name: str) -> None:
     gpus, trainer_mp, generator_tp, quantization = PAPER[name]
     config = load_config(ROOT / "configs" / f"{name}.yaml")
-    t, g = config.trainer, config.generator
+    t = config.trainer
+    g = config.generator
     assert t.tp * t.pp * t.cp * t.dp + g.engines * g.tp == gpus
     assert (t.tp * t.pp, g.tp, g.quantization) == (trainer_mp, generator_tp, quantization)
     assert config.rollout.prompts_per_step * config.rollout.n == 2048
 
 
-def test_the_table_says_what_fits_and_what_binds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert cli.main(["plan", "configs/405b_aipo.yaml", "--picture", str(tmp_path / "plan.svg")]) == 0
+def test_the_table_says_what_fits_and_what_binds(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert (
+        cli.main(["plan", "configs/405b_aipo.yaml", "--picture", str(tmp_path / "plan.svg")]) == 0
+    )
     out = capsys.readouterr().out
-    for text in ("405,853,388,800 parameters", "engines 64, tp 8: 512 ranks", "KV cache", "weight update", "binds      ", "fits       yes"):
+    for text in (
+        "405,853,388,800 parameters",
+        "engines 64, tp 8: 512 ranks",
+        "KV cache",
+        "weight update",
+        "binds      ",
+        "fits       yes",
+    ):
         assert text in out
     assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
     assert max(map(len, out.splitlines())) <= 140
 
 
-def test_what_does_not_fit_says_by_how_much_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_says_by_how_much_and_what_would(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     arguments = ["configs/70b_aipo.yaml", "trainer.tp=4", "trainer.dp=34"]
     facts = plan(capsys, *arguments)
     over = facts["trainer_gib_per_gpu"] - facts["gpu_memory_gib"]
@@ -84,13 +105,19 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(capsys: pytest.Captur
     assert cli.main(["plan", *arguments]) == 1
     out = capsys.readouterr().out
     assert f"fits       no: the trainer is {over:.1f} GiB per GPU too large" in out
-    remedy = next(line.strip() for line in out.splitlines() if line.strip().startswith("trainer.tp=8 trainer.dp=17"))
+    remedy = next(
+        line.strip()
+        for line in out.splitlines()
+        if line.strip().startswith("trainer.tp=8 trainer.dp=17")
+    )
     again = plan(capsys, *arguments, *remedy.rpartition(":")[0].split())
     assert again["fits"] is True and remedy.endswith(f"{again['trainer_gib_per_gpu']:.1f} GiB")
 
 
 @pytest.mark.parametrize("given", [[], ["trainer.epochs=2", "trainer.tp=2", "rollout.stop=[a b]"]])
-def test_a_search_prints_overrides_that_plan_the_same(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_prints_overrides_that_plan_the_same(
+    given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["configs/8b_aipo.yaml", *given, "--search", "--gpus", "16"]
     facts = plan(capsys, *arguments)
     assert facts["fits"] and set(facts["search"]) == {"settings", "theta", "balanced_theta"}
@@ -99,7 +126,9 @@ def test_a_search_prints_overrides_that_plan_the_same(given: list[str], capsys: 
     assert "search     16 GPUs" in out and "lemma B.3" in out
     overrides = shlex.split(out.splitlines()[-1])
     again = plan(capsys, *overrides)
-    assert again["step_s"] == pytest.approx(facts["step_s"]) and again["trainer"] == facts["trainer"]
+    assert (
+        again["step_s"] == pytest.approx(facts["step_s"]) and again["trainer"] == facts["trainer"]
+    )
 
 
 def test_settings_that_a_plan_does_not_know_are_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,25 +136,44 @@ def test_settings_that_a_plan_does_not_know_are_named(capsys: pytest.CaptureFixt
     known_args = "{chunked_prefill_size: 512, disable_overlap_schedule: true, kv_cache_dtype: bf16}"
     counted = ["trainer.ddp.overlap_grad_reduce=false", f"generator.server_args={known_args}"]
     known, plain = (plan(capsys, "configs/405b_aipo.yaml", *given) for given in (counted, []))
-    assert known["not_counted"] == [] and known["train_s"] > plain["train_s"] and known["generate_s"] > plain["generate_s"]
+    assert (
+        known["not_counted"] == []
+        and known["train_s"] > plain["train_s"]
+        and known["generate_s"] > plain["generate_s"]
+    )
     activations = [facts["generator_memory_gib"]["activations"] for facts in (known, plain)]
     assert activations[0] < activations[1]
     left_out = ["trainer.megatron.recompute_granularity", "generator.server_args.kv_cache_dtype"]
-    arguments = ["configs/405b_aipo.yaml", "trainer.recompute=false", f"{left_out[0]}=selective", f"{left_out[1]}=nvfp4"]
+    arguments = [
+        "configs/405b_aipo.yaml",
+        "trainer.recompute=false",
+        f"{left_out[0]}=selective",
+        f"{left_out[1]}=nvfp4",
+    ]
     assert plan(capsys, *arguments)["not_counted"] == left_out
     assert cli.main(["plan", *arguments]) == 1  # too large
     assert f"not counted: {', '.join(left_out)}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("gpu", "refused"), [("A100", "must be null with cluster.gpu=A100"), ("B200", "with cluster.gpu=B200 needs"), ("H100", "")]
+    ("gpu", "refused"),
+    [
+        ("A100", "must be null with cluster.gpu=A100"),
+        ("B200", "with cluster.gpu=B200 needs"),
+        ("H100", ""),
+    ],
 )
 def test_a_plan_says_what_training_refuses_on_these_gpus(capsys, gpu, refused):
     arguments = ["configs/8b_aipo.yaml", f"cluster.gpu={gpu}", "generator.quantization=fp8_block"]
     facts = plan(capsys, *arguments)
-    assert len(facts["refused"]) == bool(refused) and all(refused in problem for problem in facts["refused"])
+    assert len(facts["refused"]) == bool(refused) and all(
+        refused in problem for problem in facts["refused"]
+    )
     assert facts["fits"] is not bool(refused) and cli.main(["plan", *arguments]) == bool(refused)
-    assert ("refused    by megarl train: generator.quantization=fp8_block: " + refused in capsys.readouterr().out) == bool(refused)
+    assert (
+        "refused    by megarl train: generator.quantization=fp8_block: " + refused
+        in capsys.readouterr().out
+    ) == bool(refused)
 
 
 @pytest.mark.parametrize(
@@ -139,13 +187,22 @@ def test_a_plan_says_what_training_refuses_on_these_gpus(capsys, gpu, refused):
         ("8b_aipo", "generator.tp=16 generator.engines=1 launch.ranks_per_node=6"),
     ],
 )
-def test_a_plan_fits_only_if_training_accepts_it(name: str, override: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_fits_only_if_training_accepts_it(
+    name: str, override: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = [f"configs/{name}.yaml", *override.split()]
     facts = plan(capsys, *arguments)
-    assert facts["fits"] is False and facts["too_large_gib"] == {} and override.split("=")[0] in facts["refused"][0]
+    assert (
+        facts["fits"] is False
+        and facts["too_large_gib"] == {}
+        and override.split("=")[0] in facts["refused"][0]
+    )
     assert cli.main(["plan", *arguments]) == 1
     out = capsys.readouterr().out
-    assert "fits       no: into memory, but megarl train refuses" in out and f"refused    by megarl train: {facts['refused'][0]}" in out
+    assert (
+        "fits       no: into memory, but megarl train refuses" in out
+        and f"refused    by megarl train: {facts['refused'][0]}" in out
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,62 +211,111 @@ def test_a_plan_fits_only_if_training_accepts_it(name: str, override: str, capsy
         (["--gpus", "8"], "--gpus 8: needs --search"),
         (["--search", "--gpus", "1"], "--gpus 1: must be at least 2"),
         (["--picture", "plan.gif"], "must end in .svg or .png"),
-        (["rollout.max_tokens=16300"], "plan.prompt_tokens=128 it is 16428 tokens; they must be at most trainer.max_tokens_per_microbatch"),
-        (["cluster.gpu=H10"], "cluster.gpu=H10: must be one of RTX4090, L40S, A100, H100, H200, B200, B300, GB200, GB300, cpu"),
+        (
+            ["rollout.max_tokens=16300"],
+            "plan.prompt_tokens=128 it is 16428 tokens; they must be at most "
+            "trainer.max_tokens_per_microbatch",
+        ),
+        (
+            ["cluster.gpu=H10"],
+            "cluster.gpu=H10: must be one of RTX4090, L40S, A100, H100, H200, B200, B300, GB200, "
+            "GB300, cpu",
+        ),
     ],
 )
-def test_mistakes_end_with_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_end_with_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["plan", "configs/8b_aipo.yaml", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_step_overlaps_where_the_run_would(capsys: pytest.CaptureFixture[str]) -> None:
-    """Unbounded capacity is not synchronous. A bound on staleness limits how far ahead prompts are begun."""
+    """Unbounded capacity is not synchronous.
+
+    A bound on staleness limits how far ahead prompts are begun.
+    """
 
     def sums(*arguments: str) -> bool:
         facts = plan(capsys, "configs/quickstart.yaml", *arguments)
         return facts["step_s"] > facts["train_s"] + facts["generate_s"]
 
-    assert not sums("async.capacity=null") and not sums("async.capacity=null", "--search", "--gpus", "4") and not sums("async.capacity=4")
+    assert (
+        not sums("async.capacity=null")
+        and not sums("async.capacity=null", "--search", "--gpus", "4")
+        and not sums("async.capacity=4")
+    )
     assert sums("async.capacity=0") and sums("async.capacity=null", "async.max_staleness=0")
 
 
-def test_the_synchronous_baseline_scores_by_the_reference_too(capsys: pytest.CaptureFixture[str]) -> None:
-    plain, penalised = (plan(capsys, "configs/8b_aipo.yaml", f"algorithm.kl_coef={kl}") for kl in ("0", "0.1"))
-    assert penalised["train_s"] > plain["train_s"] and penalised["sync_baseline_step_s"] > plain["sync_baseline_step_s"]
+def test_the_synchronous_baseline_scores_by_the_reference_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plain, penalised = (
+        plan(capsys, "configs/8b_aipo.yaml", f"algorithm.kl_coef={kl}") for kl in ("0", "0.1")
+    )
+    assert (
+        penalised["train_s"] > plain["train_s"]
+        and penalised["sync_baseline_step_s"] > plain["sync_baseline_step_s"]
+    )
 
 
 def test_larger_gpus_hold_more_and_decode_faster(capsys: pytest.CaptureFixture[str]) -> None:
-    h100, h200, b200 = (plan(capsys, "configs/70b_aipo.yaml", f"cluster.gpu={gpu}") for gpu in ("H100", "H200", "B200"))
+    h100, h200, b200 = (
+        plan(capsys, "configs/70b_aipo.yaml", f"cluster.gpu={gpu}")
+        for gpu in ("H100", "H200", "B200")
+    )
     assert h100["generate_s"] > h200["generate_s"] > b200["generate_s"]
-    assert h100["train_s"] == pytest.approx(h200["train_s"], rel=0.05) and b200["train_s"] < 0.7 * h100["train_s"]
+    assert (
+        h100["train_s"] == pytest.approx(h200["train_s"], rel=0.05)
+        and b200["train_s"] < 0.7 * h100["train_s"]
+    )
 
 
 def test_the_setting_names_the_machines_that_are_known() -> None:
     limit = settings()["cluster.gpu"].limit
-    assert limit is not None and all(map(limit.accepts, GPUS)) and limit.text == "one of " + ", ".join(GPUS)
+    assert (
+        limit is not None
+        and all(map(limit.accepts, GPUS))
+        and limit.text == "one of " + ", ".join(GPUS)
+    )
 
 
 def test_planning_imports_no_torch() -> None:
     """Nor Megatron, SGLang or matplotlib, so that a plan comes at once."""
     script = (
-        "import sys; from megarl import cli; cli.main(['plan', 'configs/8b_aipo.yaml', '--search', '--json']); "
-        "heavy = {'torch', 'megatron', 'sglang', 'transformers', 'matplotlib', 'scipy'} & set(sys.modules); assert not heavy, heavy"
+        "import sys; from megarl import cli; cli.main(['plan', 'configs/8b_aipo.yaml', "
+        "'--search', '--json']); "
+        "heavy = {'torch', 'megatron', 'sglang', 'transformers', 'matplotlib', 'scipy'} & "
+        "set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
 
 
 @pytest.mark.parametrize("name", ["405b_aipo", "qwen3_30b_a3b_aipo", "quickstart"])
-def test_the_optimum_of_section_7_stands_beside_what_the_search_finds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_optimum_of_section_7_stands_beside_what_the_search_finds(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = f"configs/{name}.yaml"
-    plain, facts = plan(capsys, path), plan(capsys, path, "--theory")
+    plain = plan(capsys, path)
+    facts = plan(capsys, path, "--theory")
     theory = facts.pop("theory")
     assert facts == plain, "the plan is the config's own"
     assert theory["search"]["theta"] == plan(capsys, path, "--search")["search"]["theta"]
-    closed_form, synchronous = theory["closed_form"], theory["synchronous"]
-    assert theory["speedup_bound"] == pytest.approx(synchronous["step_s"] / closed_form["step_s"]) and theory["speedup_bound"] > 1
-    if name != "qwen3_30b_a3b_aipo":  # there the search splits the optimizer over replicas, which the paper does not
-        assert closed_form["step_s"] < theory["search"]["step_s"], "which knows of whole GPUs, and of communication"
+    closed_form = theory["closed_form"]
+    synchronous = theory["synchronous"]
+    assert (
+        theory["speedup_bound"] == pytest.approx(synchronous["step_s"] / closed_form["step_s"])
+        and theory["speedup_bound"] > 1
+    )
+    # there the search splits the optimizer over replicas, which the paper does not
+    if name != "qwen3_30b_a3b_aipo":
+        assert closed_form["step_s"] < theory["search"]["step_s"], (
+            "which knows of whole GPUs, and of communication"
+        )
     assert cli.main(["plan", path, "--theory"]) == 0
     out = capsys.readouterr().out
-    assert f"at least x{theory['speedup_bound']:.2f} as fast (theorem 7.5)" in out and max(map(len, out.splitlines())) <= 140
+    assert (
+        f"at least x{theory['speedup_bound']:.2f} as fast (theorem 7.5)" in out
+        and max(map(len, out.splitlines())) <= 140
+    )

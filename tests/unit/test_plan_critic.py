@@ -23,7 +23,9 @@ PPO = "algorithm.name=ppo"
 def critic(folder: Path, **changes: object) -> str:
     folder.mkdir()
     scores = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
-    (folder / "config.json").write_text(json.dumps(json.loads((MODEL / "config.json").read_text()) | scores | changes))
+    (folder / "config.json").write_text(
+        json.dumps(json.loads((MODEL / "config.json").read_text()) | scores | changes)
+    )
     return f"roles.critic.path={folder}"
 
 
@@ -32,7 +34,10 @@ def test_it_begins_with_the_policys_weights_or_its_own(tmp_path: Path) -> None:
     own = resolve(config(tmp_path, PPO))
     assert own.critic == own.spec
     smaller = resolve(config(tmp_path, PPO, critic(tmp_path / "critic", num_hidden_layers=4)))
-    assert smaller.critic is not None and (smaller.critic.head, smaller.critic.num_layers) == ("scalar", 4)
+    assert smaller.critic is not None and (smaller.critic.head, smaller.critic.num_layers) == (
+        "scalar",
+        4,
+    )
 
 
 def test_one_sample_a_prompt_is_enough(tmp_path: Path) -> None:
@@ -43,7 +48,8 @@ def test_one_sample_a_prompt_is_enough(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused_at_once(tmp_path: Path) -> None:
-    path = critic(tmp_path / "critic", vocab_size=100, max_position_embeddings=64, num_hidden_layers=3, num_attention_heads=30,
+    path = critic(tmp_path / "critic", vocab_size=100, max_position_embeddings=64,
+        num_hidden_layers=3, num_attention_heads=30,
                   num_key_value_heads=30, head_dim=128)  # fmt: skip
     assert problems_of(tmp_path, PPO, path, "trainer.pp=2", "trainer.tp=4") == [
         f"{path}: its vocabulary of 100 must have the policy's 128256 tokens",
@@ -52,7 +58,10 @@ def test_what_does_not_fit_is_refused_at_once(tmp_path: Path) -> None:
         f"{path}: trainer.pp=2: must divide the model's 3 layers",
     ]
     (problem,) = problems_of(tmp_path, PPO, f"roles.critic.path={tmp_path}/critc", command="plan")
-    assert problem == f"roles.critic.path={tmp_path}/critc: no such folder; did you mean {tmp_path}/critic?"
+    assert (
+        problem
+        == f"roles.critic.path={tmp_path}/critc: no such folder; did you mean {tmp_path}/critic?"
+    )
 
 
 def test_other_algorithms_have_none(tmp_path: Path) -> None:
@@ -60,21 +69,38 @@ def test_other_algorithms_have_none(tmp_path: Path) -> None:
         "critic.warmup_steps=3: aipo has no critic; algorithm.name=ppo has one",
         "critic.optimizer.lr=0.001: aipo has no critic; algorithm.name=ppo has one",
     ]
-    assert problems_of(tmp_path, "algorithm.gae_lambda=0.9") == ["algorithm.gae_lambda=0.9: must be null: aipo has no such setting"]
-    assert problems_of(tmp_path, PPO, "algorithm.advantage=mean") == ["algorithm.advantage=mean: must be null: ppo has its own"]
+    assert problems_of(tmp_path, "algorithm.gae_lambda=0.9") == [
+        "algorithm.gae_lambda=0.9: must be null: aipo has no such setting"
+    ]
+    assert problems_of(tmp_path, PPO, "algorithm.advantage=mean") == [
+        "algorithm.advantage=mean: must be null: ppo has its own"
+    ]
 
 
-def test_a_warm_start_and_a_reward_model_may_come_before_the_critics_checkpoint(tmp_path: Path) -> None:
-    later = [with_weights(tmp_path / "model"), PPO, "roles.critic.path=${reward_model.output}", "sft.steps=1"]
+def test_a_warm_start_and_a_reward_model_may_come_before_the_critics_checkpoint(
+    tmp_path: Path,
+) -> None:
+    later = [
+        with_weights(tmp_path / "model"),
+        PPO,
+        "roles.critic.path=${reward_model.output}",
+        "sft.steps=1",
+    ]
     assert all(resolve(config(tmp_path, *later), command) for command in ("sft", "plan", "dry-run"))
     (problem,) = problems_of(tmp_path, *later, command="train")
-    assert problem == f"roles.critic.path={tmp_path}/run/reward_model/hf: no such folder; megarl reward-model writes it"
+    assert (
+        problem == f"roles.critic.path={tmp_path}/run/reward_model/hf: no such folder; megarl "
+        "reward-model writes it"
+    )
 
 
 def test_planning_counts_it() -> None:
-    """Weights, gradients and optimizer are as large as the policy's, except for the output layer. A step takes about twice the time, plus
-    one scoring pass."""
-    spec, trainer = load_spec(MODEL), TrainerConfig(tp=8, dp=2)
+    """Weights, gradients and optimizer are as large as the policy's, except for the output layer.
+
+    A step takes about twice the time, plus one scoring pass.
+    """
+    spec = load_spec(MODEL)
+    trainer = TrainerConfig(tp=8, dp=2)
     found = trainer_memory(spec, trainer, "bfloat16", GPUS["H100"], critic=spec.with_scalar_head())
     alone = trainer_memory(spec, trainer, "bfloat16", GPUS["H100"])
     assert found.total - alone.total == found.critic and alone.critic == 0
@@ -86,8 +112,15 @@ def test_a_plan_with_a_critic_takes_longer_and_more_memory(tmp_path: Path) -> No
     sizes = ["trainer.tp=8", "trainer.dp=2", "algorithm.loss_mean=token"]
     spec = load_spec(MODEL)
     without, beside = (estimate(config(tmp_path, *sizes, *more), spec) for more in ([], [PPO]))
-    assert beside.trainer.critic > 0 == without.trainer.critic and beside.saving > 1.8 * without.saving
-    assert 1.9 < beside.train.compute / without.train.compute < 2.4 and beside.generate == without.generate
-    small = estimate(config(tmp_path, *sizes, PPO, critic(tmp_path / "critic", num_hidden_layers=4)), spec)
+    assert (
+        beside.trainer.critic > 0 == without.trainer.critic and beside.saving > 1.8 * without.saving
+    )
+    assert (
+        1.9 < beside.train.compute / without.train.compute < 2.4
+        and beside.generate == without.generate
+    )
+    small = estimate(
+        config(tmp_path, *sizes, PPO, critic(tmp_path / "critic", num_hidden_layers=4)), spec
+    )
     assert small.trainer.critic < beside.trainer.critic / 4, "4 of 32 layers, and the embedding"
     assert small.train.compute < 1.3 * without.train.compute

@@ -1,4 +1,6 @@
-"""Search and remedies: their settings are legal, fit when they are planned again, and no searched settings are faster."""
+"""Search and remedies: their settings are legal, fit when they are planned again, and no searched
+settings are faster.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,17 @@ from megarl.config.load import load_config
 from megarl.config.schema import RunConfig
 from megarl.estimate.estimate import estimate
 from megarl.estimate.hardware import GIB
-from megarl.estimate.search import Found, Search, best_baseline, even_stages, problems, remedies, search, turned, written
+from megarl.estimate.search import (
+    Found,
+    Search,
+    best_baseline,
+    even_stages,
+    problems,
+    remedies,
+    search,
+    turned,
+    written,
+)
 from megarl.models import load_spec
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -51,7 +63,8 @@ def test_what_is_found_fits_and_is_legal(name: str, gpus: int) -> None:
     assert problems(chosen, spec) == []
     then = estimate(chosen, spec)
     assert then.overfull == {}
-    t, g = chosen.trainer, chosen.generator
+    t = chosen.trainer
+    g = chosen.generator
     assert t.tp * t.pp * t.cp * t.dp + g.engines * g.tp <= gpus
     assert then.train.total == pytest.approx(found.trainer.seconds)
     assert 0 < found.theta < 1 and 0 < found.balanced_theta < 1
@@ -67,26 +80,48 @@ def test_what_is_found_fits_and_is_legal(name: str, gpus: int) -> None:
         ("8b_aipo", ("cluster.gpu=A100",), 8),
     ],
 )
-def test_what_is_found_fits_by_its_own_plan(name: str, overrides: tuple[str, ...], gpus: int) -> None:
-    """Also where one side's memory depends on the other side: with adapters, which may be merged, and with shadows on the GPU."""
+def test_what_is_found_fits_by_its_own_plan(
+    name: str, overrides: tuple[str, ...], gpus: int
+) -> None:
+    """Also where one side's memory depends on the other side: with adapters, which may be merged,
+    and with shadows on the GPU.
+    """
     config, spec = load(name, *overrides)
     _, chosen = search(config, spec, gpus)
     assert estimate(chosen, spec).overfull == {} and problems(chosen, spec) == []
 
 
-@pytest.mark.parametrize("overrides", [(), ("generator.kv_cache_tokens=20000",), ("generator.server_args.kv_cache_dtype=fp8_e4m3",)])
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("generator.kv_cache_tokens=20000",), ("generator.server_args.kv_cache_dtype=fp8_e4m3",)],
+)
 def test_memory_to_spare_is_that_of_the_proposal(overrides: tuple[str, ...]) -> None:
     config, spec = load("8b_aipo", *overrides)
     found, chosen = search(config, spec, 8)
     then = estimate(chosen, spec)
-    assert found.generator.over_gib == pytest.approx(then.groups[0].over_gib(then.cluster.gpu), abs=1e-6)
-    assert found.trainer.over_gib == pytest.approx(then.trainer.total / GIB - then.cluster.gpu.memory_gib)
+    assert found.generator.over_gib == pytest.approx(
+        then.groups[0].over_gib(then.cluster.gpu), abs=1e-6
+    )
+    assert found.trainer.over_gib == pytest.approx(
+        then.trainer.total / GIB - then.cluster.gpu.memory_gib
+    )
 
 
-@pytest.mark.parametrize("name", ["8b_aipo_256", "70b_aipo", "70b_32k_aipo", "405b_aipo", "qwen3_30b_a3b_aipo", "qwen3_235b_a22b_aipo"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "8b_aipo_256",
+        "70b_aipo",
+        "70b_32k_aipo",
+        "405b_aipo",
+        "qwen3_30b_a3b_aipo",
+        "qwen3_235b_a22b_aipo",
+    ],
+)
 def test_it_is_no_slower_than_the_config_that_ships(name: str) -> None:
     config, spec = load(name)
-    t, g = config.trainer, config.generator
+    t = config.trainer
+    g = config.generator
     shipped = estimate(config, spec)
     _, chosen = found_for(name, t.tp * t.pp * t.cp * t.dp + g.engines * g.tp)
     assert estimate(chosen, spec).step_s <= 1.02 * shipped.step_s
@@ -94,7 +129,12 @@ def test_it_is_no_slower_than_the_config_that_ships(name: str) -> None:
 
 @pytest.mark.parametrize(("capacity", "gpus"), [(1, 20), (1, 16), (0, 16), (1, 12)])
 def test_bisection_finds_what_trying_every_split_finds(capacity: int, gpus: int) -> None:
-    config, spec = load("8b_aipo", f"async.capacity={capacity}", "launch.ranks_per_node=4", "trainer.sequence_parallel=false")
+    config, spec = load(
+        "8b_aipo",
+        f"async.capacity={capacity}",
+        "launch.ranks_per_node=4",
+        "trainer.sequence_parallel=false",
+    )
     one = Search(config, spec, gpus)
     unit = 4 if gpus > 16 else 1  # whole nodes
     every = {split: one._step_s(split) for split in range(unit, gpus, unit)}
@@ -106,15 +146,23 @@ def test_sides_get_no_slower_with_more_gpus() -> None:
     """Bisection depends on this."""
     config, spec = load("70b_aipo")
     one = Search(config, spec, 256)
-    trainers = [side.seconds if (side := one.trainer(gpus)) else math.inf for gpus in range(8, 256, 8)]
-    generators = [side.seconds if (side := one.generator(gpus)) else math.inf for gpus in range(8, 256, 8)]
+    trainers = [
+        side.seconds if (side := one.trainer(gpus)) else math.inf for gpus in range(8, 256, 8)
+    ]
+    generators = [
+        side.seconds if (side := one.generator(gpus)) else math.inf for gpus in range(8, 256, 8)
+    ]
     for times in (trainers, generators):
-        assert [(a, b) for a, b in itertools.pairwise(times) if b > a * 1.02] == []  # except for sizes that do not divide
+        # except for sizes that do not divide
+        assert [(a, b) for a, b in itertools.pairwise(times) if b > a * 1.02] == []
 
 
 def test_nothing_fits_says_who_is_too_large() -> None:
     config, spec = load("405b_aipo")
-    with pytest.raises(ConfigError, match="--gpus 16: nothing fits on 16 H100; not even all of them hold the trainer"):
+    with pytest.raises(
+        ConfigError,
+        match="--gpus 16: nothing fits on 16 H100; not even all of them hold the trainer",
+    ):
         search(config, spec, 16)
     small, spec_8b = load("8b_aipo")
     with pytest.raises(ConfigError, match="each side fits alone, but not both together"):
@@ -139,7 +187,8 @@ def test_remedies_make_it_fit(name: str, overrides: tuple[str, ...]) -> None:
     found = remedies(config, spec, before)
     assert {remedy.side for remedy in found} == set(before.overfull)
     for remedy in found:
-        again, _ = load(name, *overrides, *written(remedy.settings).split())  # with exactly the printed words
+        # with exactly the printed words
+        again, _ = load(name, *overrides, *written(remedy.settings).split())
         assert again == turned(config, remedy.settings) and problems(again, spec) == []
         assert remedy.side not in estimate(again, spec).overfull, written(remedy.settings)
 
@@ -165,7 +214,11 @@ def test_uneven_stages_take_the_layers_that_are_there(layers: int, pp: int) -> N
         assert layers % pp == 0
         return
     others = (layers - first - last) // max(1, pp - 2)
-    assert first + last + others * (pp - 2) == layers and 0 < first <= max(others, last) and 0 < last <= max(others, layers - first)
+    assert (
+        first + last + others * (pp - 2) == layers
+        and 0 < first <= max(others, last)
+        and 0 < last <= max(others, layers - first)
+    )
 
 
 def test_a_search_of_the_largest_budget_is_a_matter_of_seconds() -> None:
@@ -178,4 +231,6 @@ def test_a_search_of_the_largest_budget_is_a_matter_of_seconds() -> None:
 
 def test_the_document_says_what_taking_turns_would_gain() -> None:
     text = (CONFIGS.parent / "docs/planner.md").read_text()
-    assert f"{colocation.ASSUMED}\n\n{colocation.table()}\n" in text, "put what tests/tools/colocation.py prints there"
+    assert f"{colocation.ASSUMED}\n\n{colocation.table()}\n" in text, (
+        "put what tests/tools/colocation.py prints there"
+    )

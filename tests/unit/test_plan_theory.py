@@ -1,4 +1,6 @@
-"""Section 7 of the LlamaRL paper: the closed form against brute force and against sympy, and the theorem on random problems."""
+"""Section 7 of the LlamaRL paper: the closed form against brute force and against sympy, and the
+theorem on random problems.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from hypothesis import strategies as st
 from megarl.config.load import load_config
 from megarl.estimate.hardware import GIB, Cluster
 from megarl.estimate.memory import Workload
-from megarl.estimate.theory import AffineEta, Problem, best_asynchronous, best_synchronous, problem_of
+from megarl.estimate.theory import (
+    AffineEta,
+    Problem,
+    best_asynchronous,
+    best_synchronous,
+    problem_of,
+)
 from megarl.estimate.times import GenerateModel
 from megarl.models import load_spec
 
@@ -52,14 +60,23 @@ def synchronous_s(p: Problem, b_t: float, b_g: float, m: float) -> float:
     return p.batch / p.gpus * m * (p.eta_t(b_t) + p.eta_g(b_g))
 
 
-def asynchronous_s(p: Problem, b_t: float, b_g: float, m_t: float, m_g: float, theta: float) -> float:
+def asynchronous_s(
+    p: Problem, b_t: float, b_g: float, m_t: float, m_g: float, theta: float
+) -> float:
     """Equation 3."""
     return p.batch / p.gpus * max(p.eta_t(b_t) * m_t / theta, p.eta_g(b_g) * m_g / (1 - theta))
 
 
 # 8B on H100s, in GiB and seconds, about as large as the paper's runs.
 EXAMPLE = Problem(
-    gpus=256, batch=2048, memory=80, weights=15, activation=2, kv_cache=0.3, eta_t=AffineEta(0.5, 0.2), eta_g=AffineEta(20, 0.1)
+    gpus=256,
+    batch=2048,
+    memory=80,
+    weights=15,
+    activation=2,
+    kv_cache=0.3,
+    eta_t=AffineEta(0.5, 0.2),
+    eta_g=AffineEta(20, 0.1),
 )
 
 
@@ -70,27 +87,45 @@ def test_the_closed_form_is_the_minimum_that_sympy_derives() -> None:
     assert sympy.simplify(stationary - sympy.sqrt(fixed * f / (per_sample * p))) == 0
     least = (sympy.sqrt(fixed * p) + sympy.sqrt(per_sample * f)) ** 2
     assert sympy.simplify(cost.subs(b, stationary) - least) == 0
-    assert sympy.simplify(sympy.diff(cost, b, 2)).is_positive  # one minimum, no other stationary point
+    # one minimum, no other stationary point
+    assert sympy.simplify(sympy.diff(cost, b, 2)).is_positive
     found = best_asynchronous(EXAMPLE)
     values = {fixed: 4 * 15, per_sample: 2, f: sympy.Rational(1, 2), p: sympy.Rational(1, 5)}
     assert found.b_t == pytest.approx(float(stationary.subs(values)))
-    assert found.m_t * EXAMPLE.memory * EXAMPLE.eta_t(found.b_t) == pytest.approx(float(least.subs(values)))
+    assert found.m_t * EXAMPLE.memory * EXAMPLE.eta_t(found.b_t) == pytest.approx(
+        float(least.subs(values))
+    )
 
 
 def test_the_optimum_of_problem_7_against_a_grid() -> None:
-    """All (b_t, b_g, theta) on a fine grid, with the smallest m that memory allows: no point is faster, and some point comes close."""
+    """All (b_t, b_g, theta) on a fine grid, with the smallest m that memory allows: no point is
+    faster, and some point comes close.
+    """
     batches = np.geomspace(0.1, 1e4, 400)
-    of_train = (4 * EXAMPLE.weights + EXAMPLE.activation * batches) / EXAMPLE.memory * np.array([EXAMPLE.eta_t(b) for b in batches])
-    of_generate = (EXAMPLE.weights + EXAMPLE.kv_cache * batches) / EXAMPLE.memory * np.array([EXAMPLE.eta_g(b) for b in batches])
+    of_train = (
+        (4 * EXAMPLE.weights + EXAMPLE.activation * batches)
+        / EXAMPLE.memory
+        * np.array([EXAMPLE.eta_t(b) for b in batches])
+    )
+    of_generate = (
+        (EXAMPLE.weights + EXAMPLE.kv_cache * batches)
+        / EXAMPLE.memory
+        * np.array([EXAMPLE.eta_g(b) for b in batches])
+    )
     thetas = np.linspace(0.001, 0.999, 999)
-    step = np.maximum(of_train.min() / thetas, of_generate.min() / (1 - thetas)).min() * EXAMPLE.batch / EXAMPLE.gpus
+    step = (
+        np.maximum(of_train.min() / thetas, of_generate.min() / (1 - thetas)).min()
+        * EXAMPLE.batch
+        / EXAMPLE.gpus
+    )
     best = best_asynchronous(EXAMPLE).step_s
     assert best <= step * (1 + 1e-12) and step == pytest.approx(best, rel=2e-3)
 
 
 def test_the_optimum_of_problem_6_against_a_grid() -> None:
     batches = np.geomspace(0.1, 1e4, 600)
-    b_t, b_g = batches[:, None], batches[None, :]
+    b_t = batches[:, None]
+    b_g = batches[None, :]
     m = (5 * EXAMPLE.weights + EXAMPLE.activation * b_t + EXAMPLE.kv_cache * b_g) / EXAMPLE.memory
     eta_t, eta_g = (np.array([eta(b) for b in batches]) for eta in (EXAMPLE.eta_t, EXAMPLE.eta_g))
     step = (m * (eta_t[:, None] + eta_g[None, :])).min() * EXAMPLE.batch / EXAMPLE.gpus
@@ -101,10 +136,13 @@ def test_the_optimum_of_problem_6_against_a_grid() -> None:
 @settings(max_examples=150, deadline=None)
 @given(PROBLEMS)
 def test_theorem_7_5_asynchronous_is_strictly_faster(problem: Problem) -> None:
-    asynchronous, synchronous = best_asynchronous(problem), best_synchronous(problem)
+    asynchronous = best_asynchronous(problem)
+    synchronous = best_synchronous(problem)
     assert asynchronous.step_s < synchronous.step_s
-    a, s = asynchronous, synchronous
-    # Both solutions are admissible and fill the memory (lemmas B.1, B.2), and equations 2 and 3 give the same step times.
+    a = asynchronous
+    s = synchronous
+    # Both solutions are admissible and fill the memory (lemmas B.1, B.2), and equations 2 and 3
+    # give the same step times.
     assert trainer_memory(problem, a.b_t, a.m_t) == pytest.approx(problem.memory)
     assert generator_memory(problem, a.b_g, a.m_g) == pytest.approx(problem.memory)
     both = trainer_memory(problem, s.b_t, s.m) + generator_memory(problem, s.b_g, s.m)
@@ -115,7 +153,9 @@ def test_theorem_7_5_asynchronous_is_strictly_faster(problem: Problem) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(PROBLEMS, st.floats(0.1, 10), st.floats(0.1, 10))
-def test_theorem_7_5_holds_against_any_synchronous_configuration(problem: Problem, b_t: float, b_g: float) -> None:
+def test_theorem_7_5_holds_against_any_synchronous_configuration(
+    problem: Problem, b_t: float, b_g: float
+) -> None:
     """At any batch sizes, not only at the optimum."""
     m = (5 * problem.weights + problem.activation * b_t + problem.kv_cache * b_g) / problem.memory
     assert best_asynchronous(problem).step_s < synchronous_s(problem, b_t, b_g, m)
@@ -123,19 +163,27 @@ def test_theorem_7_5_holds_against_any_synchronous_configuration(problem: Proble
 
 @settings(max_examples=100, deadline=None)
 @given(PROBLEMS, st.floats(-2, 2), st.floats(-2, 2), st.floats(0.01, 0.99))
-def test_nothing_beats_the_closed_form(problem: Problem, left: float, right: float, theta: float) -> None:
-    """Any other batch sizes within a factor e^2 of the best, and any split, with the model parallelism that memory needs."""
+def test_nothing_beats_the_closed_form(
+    problem: Problem, left: float, right: float, theta: float
+) -> None:
+    """Any other batch sizes within a factor e^2 of the best, and any split, with the model
+    parallelism that memory needs.
+    """
     best = best_asynchronous(problem)
-    b_t, b_g = best.b_t * math.exp(left), best.b_g * math.exp(right)
+    b_t = best.b_t * math.exp(left)
+    b_g = best.b_g * math.exp(right)
     m_t = (4 * problem.weights + problem.activation * b_t) / problem.memory
     m_g = (problem.weights + problem.kv_cache * b_g) / problem.memory
     assert asynchronous_s(problem, b_t, b_g, m_t, m_g, theta) >= best.step_s * (1 - 1e-9)
 
 
 def test_the_problem_of_a_run_is_made_of_what_the_planner_says() -> None:
-    """8B: 8.03e9 weights of 2 bytes; 2 * 8 heads * 128 keys and values a token in 32 layers; decoding of 64 at a time follows the line."""
+    """8B: 8.03e9 weights of 2 bytes; 2 * 8 heads * 128 keys and values a token in 32 layers;
+    decoding of 64 at a time follows the line.
+    """
     config = load_config(ROOT / "configs/8b_aipo.yaml")
-    spec, work = load_spec(ROOT / "configs/models/llama-3.1-8b"), Workload.of(config)
+    spec = load_spec(ROOT / "configs/models/llama-3.1-8b")
+    work = Workload.of(config)
     found = problem_of(config, spec, gpus=8)
     assert (found.gpus, found.batch) == (8, work.sequences)
     assert found.weights == pytest.approx(2 * 8.03e9, rel=1e-3)
@@ -144,7 +192,11 @@ def test_the_problem_of_a_run_is_made_of_what_the_planner_says() -> None:
     engines = GenerateModel(spec, config.generator, config.model.dtype, Cluster.of(config))
     step_s = engines.decode_step(64, work.prompt_tokens + work.response_tokens / 2).total
     assert 64 * found.eta_g(64) == pytest.approx(work.response_tokens * step_s, rel=0.05)
-    cut = replace(config, trainer=replace(config.trainer, minibatches=config.rollout.prompts_per_step))
+    cut = replace(
+        config, trainer=replace(config.trainer, minibatches=config.rollout.prompts_per_step)
+    )
     assert problem_of(cut, spec, gpus=8) == found, "in the paper a step has no mini-batches"
     batches = [1, 2, 4, 8, 64]
-    assert [found.eta_t(b) for b in batches] == sorted((found.eta_t(b) for b in batches), reverse=True)
+    assert [found.eta_t(b) for b in batches] == sorted(
+        (found.eta_t(b) for b in batches), reverse=True
+    )

@@ -14,7 +14,15 @@ from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
 from megarl.estimate.estimate import estimate, unfinished
 from megarl.estimate.hardware import CONSTANTS, GPUS, Cluster
 from megarl.estimate.memory import Workload, generator_weights, scoring_passes, trainer_held
-from megarl.estimate.times import CHANGED, GenerateModel, Group, TrainModel, TrainTime, balanced_sync_s, sync_s
+from megarl.estimate.times import (
+    CHANGED,
+    GenerateModel,
+    Group,
+    TrainModel,
+    TrainTime,
+    balanced_sync_s,
+    sync_s,
+)
 from megarl.models import load_spec
 from megarl.models.registry import attended, flops_per_token
 from megarl.plan.topologies import generator_topology, trainer_topology
@@ -25,45 +33,71 @@ from megarl.reshard.report import to_json
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 H100 = Cluster(GPUS["H100"])
-LLAMA_8B, LLAMA_70B, QWEN_30B = (load_spec(CONFIGS / "models" / name) for name in ("llama-3.1-8b", "llama-3.1-70b", "qwen3-30b-a3b"))
+LLAMA_8B, LLAMA_70B, QWEN_30B = (
+    load_spec(CONFIGS / "models" / name)
+    for name in ("llama-3.1-8b", "llama-3.1-70b", "qwen3-30b-a3b")
+)
 
 
 def config(name: str, *overrides: str) -> RunConfig:
     return load_config(CONFIGS / f"{name}.yaml", overrides)
 
 
-@pytest.mark.parametrize(("spec", "active"), [(LLAMA_8B, 7.50e9), (LLAMA_70B, 69.5e9), (QWEN_30B, 3.03e9)])
+@pytest.mark.parametrize(
+    ("spec", "active"), [(LLAMA_8B, 7.50e9), (LLAMA_70B, 69.5e9), (QWEN_30B, 3.03e9)]
+)
 def test_flops_of_a_token_are_two_per_active_parameter(spec: object, active: float) -> None:
-    """All parameters except the embedding. For Qwen3-30B-A3B these are the 3.3 billion active ones, minus 0.3 for the embedding."""
+    """All parameters except the embedding.
+
+    For Qwen3-30B-A3B these are the 3.3 billion active ones, minus 0.3 for the embedding.
+    """
     assert flops_per_token(spec, 0) == pytest.approx(2 * active, rel=0.01)
 
 
 def test_attention_is_half_of_a_square() -> None:
-    """Scores and values of 32 heads of 128 over 4096 positions: 4 s^2 d per head and layer, half of it masked."""
-    length, layers, heads, width = 4096, 32, 32, 128
+    """Scores and values of 32 heads of 128 over 4096 positions: 4 s^2 d per head and layer, half of
+    it masked.
+    """
+    length = 4096
+    layers = 32
+    heads = 32
+    width = 128
     whole = layers * heads * 4 * length**2 * width / 2
-    assert length * (flops_per_token(LLAMA_8B, length) - flops_per_token(LLAMA_8B, 0)) == pytest.approx(whole)
+    assert length * (
+        flops_per_token(LLAMA_8B, length) - flops_per_token(LLAMA_8B, 0)
+    ) == pytest.approx(whole)
 
 
 @pytest.mark.parametrize("length", [64, 1000])
 def test_a_token_attends_to_those_before_it_or_to_those_in_its_window(length: int) -> None:
-    """The mean is over a sequence's positions, and over gpt-oss-20b's layers: every other one has a window of 128."""
+    """The mean is over a sequence's positions, and over gpt-oss-20b's layers: every other one has a
+    window of 128.
+    """
     spec = load_spec(CONFIGS / "models/gpt-oss-20b")
     full, window = (np.minimum(np.arange(length) + 0.5, most).mean() for most in (length, 128))
     assert attended(spec, length) == pytest.approx((full + window) / 2, rel=1e-4)
     assert attended(LLAMA_8B, length) == length / 2
 
 
-def step(spec: object = LLAMA_70B, work: Workload | None = None, cluster: Cluster = H100, **sizes: object) -> TrainTime:
-    trainer = TrainerConfig(**({"tp": 8, "sequence_parallel": True, "max_tokens_per_microbatch": 8192} | sizes))
-    return TrainModel(spec, trainer, "bfloat16", cluster).seconds(work or Workload(512, 128, 512, 512, 1024))
+def step(
+    spec: object = LLAMA_70B, work: Workload | None = None, cluster: Cluster = H100, **sizes: object
+) -> TrainTime:
+    trainer = TrainerConfig(
+        **({"tp": 8, "sequence_parallel": True, "max_tokens_per_microbatch": 8192} | sizes)
+    )
+    return TrainModel(spec, trainer, "bfloat16", cluster).seconds(
+        work or Workload(512, 128, 512, 512, 1024)
+    )
 
 
 def test_a_pipeline_pays_its_bubble() -> None:
     """The bubble is (pp - 1) / microbatches of the remaining time, and less with virtual stages."""
     work = Workload(128, 32, 4096, 4096, 4096)  # 128 microbatches of one sequence
-    endless = replace(H100, gpus_per_node=64, gpu=replace(H100.gpu, nvlink_bytes_per_s=1e18))  # only the bubble counts
-    alone, piped, virtual = (step(work=work, cluster=endless, **sizes) for sizes in ({}, {"pp": 4}, {"pp": 4, "vpp": 5}))
+    # only the bubble counts
+    endless = replace(H100, gpus_per_node=64, gpu=replace(H100.gpu, nvlink_bytes_per_s=1e18))
+    alone, piped, virtual = (
+        step(work=work, cluster=endless, **sizes) for sizes in ({}, {"pp": 4}, {"pp": 4, "vpp": 5})
+    )
     rest = piped.compute + piped.tensor_parallel
     assert alone.pipeline == 0
     assert piped.pipeline == pytest.approx(3 / 128 * rest, rel=0.01)
@@ -73,23 +107,33 @@ def test_a_pipeline_pays_its_bubble() -> None:
 
 
 def test_attention_is_paid_by_the_square_of_each_length() -> None:
-    """If half of the tokens are in sequences of 1,000 and half in sequences of 9,000, they cost as much as in sequences of 5,000. For
-    40,000 tokens on one H100, a layer of 8B takes 2 * 32 * (128 + 128) * 5000 / 2 FLOPs a token forward, and 2.5 times that backward
-    (FlashAttention-2)."""
+    """If half of the tokens are in sequences of 1,000 and half in sequences of 9,000, they cost as
+    much as in sequences of 5,000. For 40,000 tokens on one H100, a layer of 8B takes 2 * 32 * (128
+    + 128) * 5000 / 2 FLOPs a token forward, and 2.5 times that backward (FlashAttention-2).
+    """
     work = Workload(64, 16, 1000, 9000, 9000)
     assert work.tokens_per_square == 10_000
     lengths = [1000] * 9 + [9000]
     assert sum(n * n for n in lengths) / sum(lengths) == 5000
-    long, short = (TrainModel(LLAMA_8B, TrainerConfig(), "bfloat16", H100)._attention_s(40_000, n) for n in (5000, 1000))
+    long, short = (
+        TrainModel(LLAMA_8B, TrainerConfig(), "bfloat16", H100)._attention_s(40_000, n)
+        for n in (5000, 1000)
+    )
     rate = 0.7816 * 989e12 / (1 + 256 / 40_000 + 256 / 512)
     assert long == 5 * short == pytest.approx(40_000 * 2 * 32 * 256 * 5000 / 2 / rate, rel=1e-3)
     flat = Workload(64, 16, 10, 9990, 9990)
     kept, again = (
-        TrainModel(LLAMA_8B, TrainerConfig(max_tokens_per_microbatch=10_000, recompute=r), "bfloat16", H100).seconds(flat).compute
+        TrainModel(
+            LLAMA_8B, TrainerConfig(max_tokens_per_microbatch=10_000, recompute=r), "bfloat16", H100
+        )
+        .seconds(flat)
+        .compute
         for r in (False, True)
     )
     one = TrainModel(LLAMA_8B, TrainerConfig(), "bfloat16", H100)
-    assert again - kept == pytest.approx(64 * 32 * (one._layer_s(10_000) + one._attention_s(10_000, 10_000)))
+    assert again - kept == pytest.approx(
+        64 * 32 * (one._layer_s(10_000) + one._attention_s(10_000, 10_000))
+    )
 
 
 def test_lengths_that_vary() -> None:
@@ -97,13 +141,19 @@ def test_lengths_that_vary() -> None:
     work = Workload(64, 16, 100, 2000 * (1 - np.exp(-4)), 8000)
     drawn = np.minimum(np.random.default_rng(0).exponential(2000, 2_000_000), 8000)
     assert work.mean_square == pytest.approx(np.mean(drawn**2), rel=5e-3)
-    assert work.tokens_per_square == pytest.approx(np.sum((100 + drawn) ** 2) / np.sum(100 + drawn), rel=5e-3)
-    assert work.decoded == pytest.approx(np.sum(drawn**2 / 2) / np.sum(drawn), rel=5e-3)  # 1 + 2 + ... + R, over all steps
+    assert work.tokens_per_square == pytest.approx(
+        np.sum((100 + drawn) ** 2) / np.sum(100 + drawn), rel=5e-3
+    )
+    # 1 + 2 + ... + R, over all steps
+    assert work.decoded == pytest.approx(np.sum(drawn**2 / 2) / np.sum(drawn), rel=5e-3)
     assert Workload(64, 16, 100, 8000, 8000).decoded == 4000
 
 
 def test_keys_and_values_go_around_while_attention_computes() -> None:
-    """8 key-value heads of 128 over tp 8 are 512 bytes a token. They take three ring steps between nodes, over one NIC."""
+    """8 key-value heads of 128 over tp 8 are 512 bytes a token.
+
+    They take three ring steps between nodes, over one NIC.
+    """
     trainer = TrainerConfig(tp=8, cp=4, sequence_parallel=True)
     model = TrainModel(LLAMA_70B, trainer, "bfloat16", H100)
     ring_s = 3 * (10e-6 + 32768 / 4 * 512 / (0.75 * 50e9))
@@ -114,50 +164,69 @@ def test_keys_and_values_go_around_while_attention_computes() -> None:
 
 
 def test_one_long_sequence_among_many_short_ones() -> None:
-    """Data parallelism does not cut a sequence, so the long one's rank works longest: 128k tokens beside 255 sequences of 1,000 on 16
-    ranks."""
-    model = TrainModel(LLAMA_8B, TrainerConfig(dp=16, max_tokens_per_microbatch=131072), "bfloat16", H100)
+    """Data parallelism does not cut a sequence, so the long one's rank works longest: 128k tokens
+    beside 255 sequences of 1,000 on 16 ranks.
+    """
+    model = TrainModel(
+        LLAMA_8B, TrainerConfig(dp=16, max_tokens_per_microbatch=131072), "bfloat16", H100
+    )
 
     class OneLong(Workload):
         straggler = 131_072 - 500  # the longest sequence of a step, only in this test
 
     work = OneLong(256, 64, 500, (255 * 500 + 130_572) / 256, 130_572)
-    square = 32 * 2 * 32 * 256 / 2 / (2 * 7.5047e9)  # attention's FLOPs per token and token of length, over all other FLOPs
+    # attention's FLOPs per token and token of length, over all other FLOPs
+    square = 32 * 2 * 32 * 256 / 2 / (2 * 7.5047e9)
     share = 256 / 16 * work.tokens_per_sequence * (1 + square * work.tokens_per_square)
-    assert model._longest_share(work) == pytest.approx(131_072 * (1 + square * 131_072) / share, rel=1e-3)
+    assert model._longest_share(work) == pytest.approx(
+        131_072 * (1 + square * 131_072) / share, rel=1e-3
+    )
     assert model._longest_share(work) > 2
     assert model._longest_share(replace(work, sequences=100 * 256)) == 1
 
 
 def test_gradients_are_reduced_behind_the_last_backward_pass() -> None:
-    """70B on tp 8, dp 4: 8.8e9 elements a rank, with one NIC each. The exposed time is what the backward pass does not cover, and at least
-    one bucket."""
-    model = TrainModel(LLAMA_70B, TrainerConfig(tp=8, dp=4, sequence_parallel=True), "bfloat16", H100)
+    """70B on tp 8, dp 4: 8.8e9 elements a rank, with one NIC each.
+
+    The exposed time is what the backward pass does not cover, and at least one bucket.
+    """
+    model = TrainModel(
+        LLAMA_70B, TrainerConfig(tp=8, dp=4, sequence_parallel=True), "bfloat16", H100
+    )
     (held,) = trainer_held(LLAMA_70B, model.trainer, "bfloat16")
     group = Group(4, 8, H100, CONSTANTS)
-    reduced, gathered = group.gather_s(4 * held.total), group.gather_s(2 * held.total)
+    reduced = group.gather_s(4 * held.total)
+    gathered = group.gather_s(2 * held.total)
     apart = replace(model, trainer=replace(model.trainer, ddp={"overlap_grad_reduce": False}))
     assert apart._data_s(held, 10.0) == pytest.approx(reduced + gathered)
     assert model._data_s(held, reduced / 4) == pytest.approx(0.75 * reduced + gathered)
     assert model._data_s(held, 10.0) == pytest.approx(40e6 / held.total * reduced + gathered)
-    plain = replace(model, trainer=replace(model.trainer, zero=0))  # an all-reduce of gradients, and no weights to gather
+    # an all-reduce of gradients, and no weights to gather
+    plain = replace(model, trainer=replace(model.trainer, zero=0))
     assert plain._data_s(held, 0.0) == pytest.approx(group.all_reduce_s(4 * held.total), rel=1e-3)
     cpu = replace(model, cluster=Cluster(GPUS["cpu"]))
-    assert cpu._data_s(held, 1e9) > replace(cpu, trainer=replace(cpu.trainer, ddp={"overlap_grad_reduce": True}))._data_s(held, 1e9)
+    assert cpu._data_s(held, 1e9) > replace(
+        cpu, trainer=replace(cpu.trainer, ddp={"overlap_grad_reduce": True})
+    )._data_s(held, 1e9)
 
 
 def test_what_costs_more() -> None:
     base = step(dp=4)
-    assert step(dp=4, recompute=True).compute == pytest.approx(base.compute * 4 / 3, rel=0.01)  # the head is not recomputed
+    # the head is not recomputed
+    assert step(dp=4, recompute=True).compute == pytest.approx(base.compute * 4 / 3, rel=0.01)
     assert step(dp=8).compute == pytest.approx(base.compute / 2, rel=0.05)
     assert step(tp=4, dp=8).tensor_parallel < base.tensor_parallel
     apart = {"overlap_grad_reduce": False}
-    assert step(dp=4, zero=0, ddp=apart).data_parallel > step(dp=4, ddp=apart).data_parallel  # 8 bytes an element against 6
+    # 8 bytes an element against 6
+    assert step(dp=4, zero=0, ddp=apart).data_parallel > step(dp=4, ddp=apart).data_parallel
     assert 100 < base.tflops < 989 * CONSTANTS.gemm_efficiency
 
 
 def test_a_batch_of_several_optimizer_steps_costs_as_much_as_they_do() -> None:
-    """Each step has its own gradients, bubble and update. A batch is scored once, however many epochs."""
+    """Each step has its own gradients, bubble and update.
+
+    A batch is scored once, however many epochs.
+    """
     work = Workload(512, 128, 512, 512, 1024)
     sizes = {"dp": 4, "pp": 2}
     quarter = step(work=replace(work, sequences=128), **sizes)
@@ -167,29 +236,63 @@ def test_a_batch_of_several_optimizer_steps_costs_as_much_as_they_do() -> None:
     assert several.tflops == pytest.approx(quarter.tflops)
 
     def scoring_s(**cut: int) -> float:
-        model = TrainModel(LLAMA_70B, TrainerConfig(tp=8, dp=4, max_tokens_per_microbatch=8192, **cut), "bfloat16", H100)
+        model = TrainModel(
+            LLAMA_70B,
+            TrainerConfig(tp=8, dp=4, max_tokens_per_microbatch=8192, **cut),
+            "bfloat16",
+            H100,
+        )
         return model.seconds(work, extra_forwards=1).compute - model.seconds(work).compute
 
-    assert scoring_s(minibatches=4, epochs=3) == pytest.approx(scoring_s(minibatches=4)) == pytest.approx(scoring_s())
+    assert (
+        scoring_s(minibatches=4, epochs=3)
+        == pytest.approx(scoring_s(minibatches=4))
+        == pytest.approx(scoring_s())
+    )
 
 
 def test_what_is_scored_beside_training() -> None:
-    """The proximal policy, unless it is the policy itself. For pairs, policy and reference, and the policy in every epoch."""
-    decoupled, several, penalised = "algorithm.ratio=decoupled", "trainer.minibatches=2", "algorithm.kl_coef=0.1"
-    passes = {(): 0, (several,): 0, (decoupled,): 0, (decoupled, several): 1, (penalised,): 1, (penalised, decoupled, several): 2}
-    in_reward, pairs = "algorithm.kl=reward", "algorithm.name=online_dpo"
-    passes |= {(penalised, in_reward): 2, (penalised, in_reward, decoupled, several): 2, (pairs,): 2, (pairs, "trainer.epochs=3"): 4}
+    """The proximal policy, unless it is the policy itself.
+
+    For pairs, policy and reference, and the policy in every epoch.
+    """
+    decoupled = "algorithm.ratio=decoupled"
+    several = "trainer.minibatches=2"
+    penalised = "algorithm.kl_coef=0.1"
+    passes = {
+        (): 0,
+        (several,): 0,
+        (decoupled,): 0,
+        (decoupled, several): 1,
+        (penalised,): 1,
+        (penalised, decoupled, several): 2,
+    }
+    in_reward = "algorithm.kl=reward"
+    pairs = "algorithm.name=online_dpo"
+    passes |= {
+        (penalised, in_reward): 2,
+        (penalised, in_reward, decoupled, several): 2,
+        (pairs,): 2,
+        (pairs, "trainer.epochs=3"): 4,
+    }
     passes |= {("algorithm.name=copg", "algorithm.beta=0"): 0}
-    assert {overrides: scoring_passes(config("8b_aipo", *overrides)) for overrides in passes} == passes
-    once, again = (estimate(config("8b_aipo", several, *more), LLAMA_8B) for more in ([], [decoupled]))
-    assert again.train.compute > once.train.compute and again.trainer == once.trainer, "it takes time, and no memory"
+    assert {
+        overrides: scoring_passes(config("8b_aipo", *overrides)) for overrides in passes
+    } == passes
+    once, again = (
+        estimate(config("8b_aipo", several, *more), LLAMA_8B) for more in ([], [decoupled])
+    )
+    assert again.train.compute > once.train.compute and again.trainer == once.trainer, (
+        "it takes time, and no memory"
+    )
 
 
 def test_experts_cost_what_they_compute_and_send() -> None:
     inside = step(QWEN_30B, tp=1, dp=16, ep=8, sequence_parallel=False)
     across = step(QWEN_30B, tp=1, dp=16, ep=16, sequence_parallel=False)
     dense = step(LLAMA_8B, tp=1, dp=16, sequence_parallel=False)
-    assert dense.expert_parallel == 0 < inside.expert_parallel < across.expert_parallel / 2  # NVLink instead of the NIC
+    # NVLink instead of the NIC
+    assert dense.expert_parallel == 0 < inside.expert_parallel < across.expert_parallel / 2
 
 
 def test_collectives_by_where_the_ranks_stand() -> None:
@@ -199,20 +302,29 @@ def test_collectives_by_where_the_ranks_stand() -> None:
     assert nodes.bytes_per_s == pytest.approx(0.75 * 400e9)  # eight NICs in parallel
     assert strided.bytes_per_s == pytest.approx(0.75 * 50e9)  # one member a node, with its own NIC
     assert node.all_reduce_s(1e9) == pytest.approx(2 * 7 / 8 * 1e9 / node.bytes_per_s, rel=0.01)
-    assert Group(1, 1, H100, CONSTANTS).all_reduce_s(1e9) == 0 == Group(1, 1, H100, CONSTANTS).all_to_all_s(1e9)
+    assert (
+        Group(1, 1, H100, CONSTANTS).all_reduce_s(1e9)
+        == 0
+        == Group(1, 1, H100, CONSTANTS).all_to_all_s(1e9)
+    )
 
 
 def test_lengths_have_the_mean_they_were_given() -> None:
     for mean, longest in ((512, 2048), (1024, 2048), (1900, 2048), (100, 4096)):
         work = Workload(64, 16, 128, mean, longest)
         at = (np.arange(20000) + 0.5) * longest / 20000
-        assert np.mean([work.survivors(t) for t in at]) * longest == pytest.approx(mean, rel=1e-3)  # E integrates the survival function
+        # E integrates the survival function
+        assert np.mean([work.survivors(t) for t in at]) * longest == pytest.approx(mean, rel=1e-3)
     assert Workload(64, 16, 128, 2048, 2048).straggler == 2048
 
 
 def simulated_steps(lengths: np.ndarray, slots: int) -> int:
-    """The decoding steps of an engine that fills a free slot at once, simulated request by request as an independent reference."""
-    waiting, running, steps = list(lengths), [], 0
+    """The decoding steps of an engine that fills a free slot at once, simulated request by request
+    as an independent reference.
+    """
+    waiting = list(lengths)
+    running = []
+    steps = 0
     while waiting or running:
         while waiting and len(running) < slots:
             running.append(waiting.pop())
@@ -224,106 +336,165 @@ def simulated_steps(lengths: np.ndarray, slots: int) -> int:
 
 @pytest.mark.parametrize(("requests", "slots"), [(32, 32), (128, 16), (128, 64), (512, 32)])
 def test_generation_against_a_simulation(requests: int, slots: int) -> None:
-    """All decoding steps take equally long, so time counts steps. The result is for the slowest of 16 engines, over many draws."""
-    engines, work = 16, Workload(16 * requests, 4 * requests, 128, 400, 2048)
+    """All decoding steps take equally long, so time counts steps.
+
+    The result is for the slowest of 16 engines, over many draws.
+    """
+    engines = 16
+    work = Workload(16 * requests, 4 * requests, 128, 400, 2048)
     flat = replace(CONSTANTS, decode_step_s=1e6, decode_layer_s=0.0)  # only the overhead counts
-    model = GenerateModel(LLAMA_8B, GeneratorConfig(engines=engines, tp=1, max_concurrency=slots), "bfloat16", H100, flat)
+    model = GenerateModel(
+        LLAMA_8B,
+        GeneratorConfig(engines=engines, tp=1, max_concurrency=slots),
+        "bfloat16",
+        H100,
+        flat,
+    )
     random = np.random.default_rng(0)
-    draws = np.minimum(random.exponential(work.scale, (12, engines, requests)), 2048).astype(int) + 1
-    simulated = np.mean([max(simulated_steps(lengths, slots) for lengths in draw) for draw in draws])
+    draws = (
+        np.minimum(random.exponential(work.scale, (12, engines, requests)), 2048).astype(int) + 1
+    )
+    simulated = np.mean(
+        [max(simulated_steps(lengths, slots) for lengths in draw) for draw in draws]
+    )
     assert model.seconds(work).total / 1e6 == pytest.approx(simulated, rel=0.12)
 
 
 @pytest.mark.parametrize("slots", [32, 8])
 def test_the_tail_works_on_what_is_left(slots: int) -> None:
-    """If only matrix products count, time is proportional to the responses' tokens, however they are spread over steps."""
+    """If only matrix products count, time is proportional to the responses' tokens, however they
+    are spread over steps.
+    """
     work = Workload(64, 16, 128, 400, 2048)
     slow = replace(CONSTANTS, decode_gemm_efficiency=1e-9)
-    model = GenerateModel(LLAMA_8B, GeneratorConfig(engines=2, max_concurrency=slots), "bfloat16", H100, slow)
+    model = GenerateModel(
+        LLAMA_8B, GeneratorConfig(engines=2, max_concurrency=slots), "bfloat16", H100, slow
+    )
     found = model.seconds(work)
     of_one_token = model.decode_step(1, 128 + 400 / 2).compute
     assert found.full + found.tail == pytest.approx(32 * 400 * of_one_token, rel=0.1)
 
 
 def test_carrying_responses_over_leaves_no_tail() -> None:
-    model = GenerateModel(LLAMA_8B, GeneratorConfig(engines=16, max_concurrency=64), "bfloat16", H100)
+    model = GenerateModel(
+        LLAMA_8B, GeneratorConfig(engines=16, max_concurrency=64), "bfloat16", H100
+    )
     work = Workload(2048, 512, 128, 512, 2048)
-    waiting, carried = model.seconds(work), model.seconds(work, carried_over=True)
+    waiting = model.seconds(work)
+    carried = model.seconds(work, carried_over=True)
     assert carried.tail == 0 < waiting.tail and carried.total < waiting.total
     assert carried.full == pytest.approx(2048 / 16 * 512 / 64 * carried.token_s)
 
 
 def test_responses_that_are_prefilled_again() -> None:
-    """Once a step, for 64 running requests, with 70B in fp8 on 8 H100, at half of 8 * 1979e12 FLOP/s."""
-    model = GenerateModel(LLAMA_70B, GeneratorConfig(tp=8, max_concurrency=64, quantization="fp8_block"), "bfloat16", H100)
+    """Once a step, for 64 running requests, with 70B in fp8 on 8 H100, at half of 8 * 1979e12
+    FLOP/s.
+    """
+    model = GenerateModel(
+        LLAMA_70B,
+        GeneratorConfig(tp=8, max_concurrency=64, quantization="fp8_block"),
+        "bfloat16",
+        H100,
+    )
     work = Workload(512, 128, 200, 1000, 1000)  # equal lengths, so on average half done: 700 tokens
-    kept, again = (model.seconds(work, carried_over=True, prefilled_again=p).prefill for p in (False, True))
+    kept, again = (
+        model.seconds(work, carried_over=True, prefilled_again=p).prefill for p in (False, True)
+    )
     flops = 2 * (parameter_count(LLAMA_70B) - 128256 * 8192) + 80 * 2 * 64 * 256 * 1400 / 2
     assert again - kept == pytest.approx(64 * 700 * flops / (8 * 1979e12 / 2), rel=1e-3)
 
 
-@pytest.mark.parametrize(("mode", "prefills"), [("block", False), ("in_flight", False), ("retract", True), ("resume", True)])
+@pytest.mark.parametrize(
+    ("mode", "prefills"),
+    [("block", False), ("in_flight", False), ("retract", True), ("resume", True)],
+)
 def test_which_partial_rollouts_prefill_again(mode: str, prefills: bool) -> None:
     assert unfinished(config("70b_32k_aipo", f"async.partial_rollout={mode}")) == {
         "carried_over": mode != "block",
         "prefilled_again": prefills,
         "ahead": 1,
     }
-    synchronous = unfinished(config("70b_32k_aipo", f"async.partial_rollout={mode}", "async.capacity=0"))
+    synchronous = unfinished(
+        config("70b_32k_aipo", f"async.partial_rollout={mode}", "async.capacity=0")
+    )
     assert not synchronous["carried_over"] and not synchronous["prefilled_again"]
 
 
 def test_engines_run_no_more_responses_than_may_be_ahead() -> None:
-    """With 512 responses a step on 8 engines, one step ahead, 64 run at once, however many an engine could run."""
-    model = GenerateModel(LLAMA_8B, GeneratorConfig(engines=8, max_concurrency=256), "bfloat16", H100)
+    """With 512 responses a step on 8 engines, one step ahead, 64 run at once, however many an
+    engine could run.
+    """
+    model = GenerateModel(
+        LLAMA_8B, GeneratorConfig(engines=8, max_concurrency=256), "bfloat16", H100
+    )
     work = Workload(512, 128, 128, 512, 2048)
-    found = [model.seconds(work, carried_over=True, ahead=ahead).concurrency for ahead in (1, 2, math.inf)]
+    found = [
+        model.seconds(work, carried_over=True, ahead=ahead).concurrency
+        for ahead in (1, 2, math.inf)
+    ]
     assert found == [64, 128, 256]
 
 
 def test_decoding_is_bound_by_memory_then_by_products() -> None:
     model = GenerateModel(LLAMA_70B, GeneratorConfig(tp=8), "bfloat16", H100)
-    few, many = model.decode_step(1, 512), model.decode_step(4096, 512)
+    few = model.decode_step(1, 512)
+    many = model.decode_step(4096, 512)
     assert few.memory > few.compute and many.compute > few.memory
     weights = (parameter_count(LLAMA_70B) - 128256 * 8192) * 2 / 8
     assert few.memory == pytest.approx(weights / (3.35e12 * CONSTANTS.hbm_efficiency), rel=0.01)
-    fp8 = GenerateModel(LLAMA_70B, GeneratorConfig(tp=8, quantization="fp8_block"), "bfloat16", H100)
+    fp8 = GenerateModel(
+        LLAMA_70B, GeneratorConfig(tp=8, quantization="fp8_block"), "bfloat16", H100
+    )
     assert fp8.decode_step(1, 512).memory == pytest.approx(few.memory / 2, rel=0.05)
 
 
 def test_a_decoding_step_samples_and_reads_the_cache() -> None:
-    """128 requests have 32,000 tokens each, and 8B keeps 131,072 bytes a token. Sampling takes 15.5 passes over 128,256 fp32 logits."""
+    """128 requests have 32,000 tokens each, and 8B keeps 131,072 bytes a token.
+
+    Sampling takes 15.5 passes over 128,256 fp32 logits.
+    """
     model = GenerateModel(LLAMA_8B, GeneratorConfig(), "bfloat16", H100)
-    short, long = model.decode_step(128, 0), model.decode_step(128, 32_000)
+    short = model.decode_step(128, 0)
+    long = model.decode_step(128, 32_000)
     assert long.memory - short.memory == pytest.approx(128 * 32_000 * 131_072 / (0.8 * 3.35e12))
-    assert long.sampling == short.sampling == pytest.approx(15.5 * 4 * 128 * 128_256 / (0.8 * 3.35e12))
+    assert (
+        long.sampling == short.sampling == pytest.approx(15.5 * 4 * 128 * 128_256 / (0.8 * 3.35e12))
+    )
     assert model.decode_step(128, 0).collectives == 0
 
 
 def test_the_scheduler_works_while_the_gpu_computes() -> None:
     model = GenerateModel(LLAMA_8B, GeneratorConfig(), "bfloat16", H100)
-    few, many = model.decode_step(8, 100), replace(model, generator=GeneratorConfig(tp=8)).decode_step(64, 100)
+    few = model.decode_step(8, 100)
+    many = replace(model, generator=GeneratorConfig(tp=8)).decode_step(64, 100)
     gpu = few.memory + few.sampling + few.launches
     assert few.host == pytest.approx(2e-3 + 8 * 20e-6) and few.total == pytest.approx(gpu)
-    assert many.total == many.host == pytest.approx(2e-3 + 64 * 20e-6)  # the scheduler limits a small model on many GPUs
+    # the scheduler limits a small model on many GPUs
+    assert many.total == many.host == pytest.approx(2e-3 + 64 * 20e-6)
     for apart in (
         replace(model, overlapped=False),
         replace(model, generator=GeneratorConfig(server_args={"disable_overlap_schedule": True})),
     ):
         assert apart.decode_step(8, 100).total == pytest.approx(gpu + few.host)
-    assert not replace(model, cluster=Cluster(GPUS["cpu"])).decode_step(8, 100).overlapped  # like the launcher's engines on CPUs
+    # like the launcher's engines on CPUs
+    assert not replace(model, cluster=Cluster(GPUS["cpu"])).decode_step(8, 100).overlapped
 
 
 def test_a_batch_of_tokens_wakes_more_experts() -> None:
     model = GenerateModel(QWEN_30B, GeneratorConfig(tp=2), "bfloat16", H100)
-    one, all_ = model.decode_step(1, 0).memory, model.decode_step(1000, 0).memory
-    assert one < all_ / 5 and all_ == pytest.approx((model.weights.streamed + model.weights.expert) / (0.8 * 3.35e12), rel=1e-3)
+    one = model.decode_step(1, 0).memory
+    all_ = model.decode_step(1000, 0).memory
+    assert one < all_ / 5 and all_ == pytest.approx(
+        (model.weights.streamed + model.weights.expert) / (0.8 * 3.35e12), rel=1e-3
+    )
 
 
 def test_too_small_a_cache_lowers_the_concurrency() -> None:
     work = Workload(1024, 256, 1000, 1000, 2000)
     roomy, tight = (
-        GenerateModel(LLAMA_8B, GeneratorConfig(max_concurrency=256, kv_cache_tokens=n), "bfloat16", H100).seconds(work)
+        GenerateModel(
+            LLAMA_8B, GeneratorConfig(max_concurrency=256, kv_cache_tokens=n), "bfloat16", H100
+        ).seconds(work)
         for n in (10**7, 64_000)
     )
     assert roomy.concurrency == 256 and tight.concurrency == 32 and tight.total > roomy.total
@@ -334,22 +505,41 @@ def test_the_update_is_that_of_the_map(name: str) -> None:
     asked = config(name)
     spec = load_spec(Path(CONFIGS.parent) / asked.model.spec)
     source = trainer_layout(spec, trainer_topology(asked.trainer), "bfloat16")
-    destination = generator_layout(spec, generator_topology(asked.generator), "bfloat16", quantization=asked.generator.quantization)
+    destination = generator_layout(
+        spec,
+        generator_topology(asked.generator),
+        "bfloat16",
+        quantization=asked.generator.quantization,
+    )
     reshard_map = ReshardMap.build(source, destination)
     found, delta = sync_s(spec, asked, H100)
-    facts = to_json(*foreseen(reshard_map, asked.weights.relay, asked.generator.tp), changed=CHANGED)
-    assert (found, delta) == pytest.approx((facts["predicted_s"], facts["delta_predicted_s"])) and delta < 0.06 * found
+    facts = to_json(
+        *foreseen(reshard_map, asked.weights.relay, asked.generator.tp), changed=CHANGED
+    )
+    assert (found, delta) == pytest.approx(
+        (facts["predicted_s"], facts["delta_predicted_s"])
+    ) and delta < 0.06 * found
     engine_bytes = reshard_map.summary().bytes / destination.world_size
-    assert found == pytest.approx(balanced_sync_s(engine_bytes, destination.world_size, source.world_size, H100), rel=0.06)
+    assert found == pytest.approx(
+        balanced_sync_s(engine_bytes, destination.world_size, source.world_size, H100), rel=0.06
+    )
 
 
 @pytest.mark.parametrize("relay, most", [("auto", 16), ("engines", 2)])
 def test_the_update_from_few_trainer_ranks_to_many_engines(relay: str, most: int) -> None:
-    sizes = "trainer.tp=8", "trainer.pp=1", "trainer.dp=1", "generator.tp=8", "generator.engines=16", "generator.quantization=null"
+    sizes = (
+        "trainer.tp=8",
+        "trainer.pp=1",
+        "trainer.dp=1",
+        "generator.tp=8",
+        "generator.engines=16",
+        "generator.quantization=null",
+    )
     asked = config("70b_aipo", *sizes, f"weights.relay={relay}")
     spec = load_spec(Path(CONFIGS.parent) / asked.model.spec)
     engine_bytes = generator_weights(spec, asked.generator, "bfloat16").total
     found, delta = sync_s(spec, asked, H100)
     assert delta < found < 1.05 * most * engine_bytes / H100.gpu.nic_bytes_per_s
     relaying = 16 if relay == "engines" else 0
-    assert found == pytest.approx(balanced_sync_s(engine_bytes, 128, 8, H100, relaying), rel=0.1)  # the embedding is one piece
+    # the embedding is one piece
+    assert found == pytest.approx(balanced_sync_s(engine_bytes, 128, 8, H100, relaying), rel=0.1)

@@ -1,4 +1,6 @@
-"""The planner against published rows: constants come only from the fitted half, and the document has the numbers measured here."""
+"""The planner against published rows: constants come only from the fitted half, and the document
+has the numbers measured here.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ def test_the_constants_are_the_fit() -> None:
 def test_held_out_rows_do_not_move_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     before = fit(rounds=1)
     spoilt = tuple(
-        tuple(replace(row, measured_s=1e6 * row.measured_s) if i % 2 else row for i, row in enumerate(table)) for table in TABLES
+        tuple(
+            replace(row, measured_s=1e6 * row.measured_s) if i % 2 else row
+            for i, row in enumerate(table)
+        )
+        for table in TABLES
     )
     monkeypatch.setattr(validation, "TABLES", spoilt)
     assert fit(rounds=1) == before
@@ -41,7 +47,9 @@ def test_held_out_rows_do_not_move_the_fit(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_fitted_rows_do_move_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    spoilt = tuple(tuple(replace(row, measured_s=2 * row.measured_s) for row in table) for table in TABLES)
+    spoilt = tuple(
+        tuple(replace(row, measured_s=2 * row.measured_s) for row in table) for table in TABLES
+    )
     before = fit(rounds=1)
     monkeypatch.setattr(validation, "TABLES", spoilt)
     assert fit(rounds=1) != before
@@ -50,7 +58,12 @@ def test_fitted_rows_do_move_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_errors_are_as_stated(found: list[list[Result]]) -> None:
     assert median_error(found, held_out=True) < 0.08
     assert median_error(found, held_out=False) < 0.14
-    of_experts = [result for table in found[1:3] for result in table if "Llama" not in result.row.name and result.held_out]
+    of_experts = [
+        result
+        for table in found[1:3]
+        for result in table
+        if "Llama" not in result.row.name and result.held_out
+    ]
     assert len(of_experts) == 10 and max(abs(result.error) for result in of_experts) < 0.3
 
 
@@ -58,15 +71,25 @@ def test_order_of_the_rows(found: list[list[Result]]) -> None:
     """All 45 + 45 + 66 pairs except three (docs/planner.md says why), and without NeMo-RL on GB200."""
     llamarl, nemo, bridge, _ = (misordered(table) for table in found)
     assert nemo == [] and bridge == [("Llama 3 70B, 64 GB200", "Qwen3-30B-A3B, 8 B300")]
-    assert sorted(llamarl) == [("70B, 8 / 8", "70B, 8 / 4 fp8"), ("8B baseline, 8 / 8", "70B, 8 / 4 fp8")]
+    assert sorted(llamarl) == [
+        ("70B, 8 / 8", "70B, 8 / 4 fp8"),
+        ("8B baseline, 8 / 8", "70B, 8 / 4 fp8"),
+    ]
 
 
 def test_within_a_model_asynchrony_and_smaller_engines_win(found: list[list[Result]]) -> None:
     predicted = {result.row.name: result.predicted_s for result in found[0]}
-    assert predicted["405B baseline, 64 / 64"] > predicted["405B, 32 / 32"] > predicted["405B, 16 / 16"] > predicted["405B, 16 / 8 fp8"]
+    assert (
+        predicted["405B baseline, 64 / 64"]
+        > predicted["405B, 32 / 32"]
+        > predicted["405B, 16 / 16"]
+        > predicted["405B, 16 / 8 fp8"]
+    )
     assert predicted["8B baseline, 8 / 8"] > predicted["8B, 8 / 8"] > predicted["8B, 8 / 1"]
     assert predicted["70B baseline, 8 / 8"] > predicted["70B, 8 / 8"]
 
 
 def test_the_document_holds_these_tables(found: list[list[Result]]) -> None:
-    assert render(found) in DOCUMENT.read_text(), "put what tests/tools/planner_validation.py prints there"
+    assert render(found) in DOCUMENT.read_text(), (
+        "put what tests/tools/planner_validation.py prints there"
+    )

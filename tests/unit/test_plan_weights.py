@@ -21,28 +21,49 @@ pytestmark = pytest.mark.usefixtures("hub_offline")
 
 def test_a_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(MODEL, tmp_path / "tiny-llama")
-    near, exact = tmp_path / "tiny-lama", tmp_path / "tiny-llama"
-    assert problems_of(tmp_path, f"model.path={near}") == [f"model.path={near}: no such folder; did you mean {exact}?"]
-    assert problems_of(tmp_path, f"model.tokenizer={near}") == [f"model.tokenizer={near}: no such folder; did you mean {exact}?"]
+    near = tmp_path / "tiny-lama"
+    exact = tmp_path / "tiny-llama"
+    assert problems_of(tmp_path, f"model.path={near}") == [
+        f"model.path={near}: no such folder; did you mean {exact}?"
+    ]
+    assert problems_of(tmp_path, f"model.tokenizer={near}") == [
+        f"model.tokenizer={near}: no such folder; did you mean {exact}?"
+    ]
     output = tmp_path / "run/sft/hf"
-    assert problems_of(tmp_path, "model.path=${sft.output}") == [f"model.path={output}: no such folder; megarl sft writes it"]
+    assert problems_of(tmp_path, "model.path=${sft.output}") == [
+        f"model.path={output}: no such folder; megarl sft writes it"
+    ]
     monkeypatch.chdir(tmp_path)  # like the configs of a checkout, used from elsewhere
     there = "weights/models/tiny-llama"
-    assert problems_of(tmp_path, f"model.path={there}") == [f"model.path={there}: no such folder in {tmp_path}"]
+    assert problems_of(tmp_path, f"model.path={there}") == [
+        f"model.path={there}: no such folder in {tmp_path}"
+    ]
     (exact / "config.json").unlink()
     assert "config.json" in problems_of(tmp_path, f"model.path={exact}")[0]
 
 
 def test_a_hub_name_is_planned_from_model_spec(tmp_path: Path) -> None:
     (message,) = problems_of(tmp_path, "model.path=some-org/some-model")
-    assert "some-org/some-model" in message and message.endswith("to plan without the checkpoint, set model.spec")
-    plan = resolve(config(tmp_path, "model.path=some-org/some-model", f"model.spec={CONFIGS}/models/llama-3.1-70b/config.json"))
+    assert "some-org/some-model" in message and message.endswith(
+        "to plan without the checkpoint, set model.spec"
+    )
+    plan = resolve(
+        config(
+            tmp_path,
+            "model.path=some-org/some-model",
+            f"model.spec={CONFIGS}/models/llama-3.1-70b/config.json",
+        )
+    )
     assert plan.spec.num_layers == 80
-    assert problems_of(tmp_path, "model.path=some-org/some-model", "model.spec=nowhere.json") == ["model.spec=nowhere.json: no such file"]
+    assert problems_of(tmp_path, "model.path=some-org/some-model", "model.spec=nowhere.json") == [
+        "model.spec=nowhere.json: no such file"
+    ]
     (tmp_path / "bare").mkdir()
     for key in ("path", "spec"):
         problem = f"model.{key}={tmp_path}/bare: the folder holds no config.json"
-        assert problems_of(tmp_path, "model.path=some-org/some-model", f"model.{key}={tmp_path}/bare") == [problem]
+        assert problems_of(
+            tmp_path, "model.path=some-org/some-model", f"model.{key}={tmp_path}/bare"
+        ) == [problem]
 
 
 def test_a_rope_that_the_trainer_does_not_know(tmp_path: Path) -> None:
@@ -55,12 +76,18 @@ def test_a_rope_that_the_trainer_does_not_know(tmp_path: Path) -> None:
 
 def test_model_spec_must_agree_with_a_checkpoint_at_hand(tmp_path: Path) -> None:
     (message,) = problems_of(tmp_path, f"model.spec={CONFIGS}/models/llama-3.1-70b")
-    assert message.startswith("model.spec=") and "num_layers 80" in message and "hidden_size 8192" in message
+    assert (
+        message.startswith("model.spec=")
+        and "num_layers 80" in message
+        and "hidden_size 8192" in message
+    )
 
 
 class TestWhereWeightsComeFrom:
     def test_from_the_model_folder_or_the_hub(self, tmp_path: Path) -> None:
-        assert resolve(config(tmp_path, with_weights(tmp_path / "model")), "train").weights_path == str(tmp_path / "model")
+        assert resolve(
+            config(tmp_path, with_weights(tmp_path / "model")), "train"
+        ).weights_path == str(tmp_path / "model")
         hub = config(tmp_path, "model.path=some-org/some-model", f"model.spec={MODEL}")
         assert resolve(hub, "train").weights_path == "some-org/some-model"
 
@@ -68,10 +95,12 @@ class TestWhereWeightsComeFrom:
         output = tmp_path / "run/sft/hf"
         for command in ("train", "eval"):
             assert problems_of(tmp_path, "data.eval.source=rows.jsonl", command=command) == [
-                f"model.path={MODEL}: holds no weights (*.safetensors), and neither does sft.output={output}: run megarl sft first"
+                f"model.path={MODEL}: holds no weights (*.safetensors), and neither does "
+                f"sft.output={output}: run megarl sft first"
             ]
         assert problems_of(tmp_path, "sft.steps=1", command="sft") == [
-            f"model.path={MODEL}: holds no weights (*.safetensors); set model.random_init=true to start from random ones"
+            f"model.path={MODEL}: holds no weights (*.safetensors); set model.random_init=true to "
+            "start from random ones"
         ]
         fresh = config(tmp_path, "sft.steps=1", "model.random_init=true")
         for command in ("sft", "export"):  # every node checks this before anything starts
@@ -84,27 +113,40 @@ class TestWhereWeightsComeFrom:
         output = tmp_path / "run/sft/hf"
         own = config(tmp_path, with_weights(tmp_path / "model"), "sft.steps=3")
         assert str(resolve(own, "train").weights) == (
-            f"model.path={tmp_path}/model; sft.steps=3, but there is no warm start in sft.output={output}: megarl sft makes it"
+            f"model.path={tmp_path}/model; sft.steps=3, but there is no warm start in "
+            f"sft.output={output}: megarl sft makes it"
         )
         with_weights(output)
         weights = resolve(own, "train").weights
-        assert weights.path == str(tmp_path / "model") and "not used: it has no warm_start.json" in weights.remark
+        assert (
+            weights.path == str(tmp_path / "model")
+            and "not used: it has no warm_start.json" in weights.remark
+        )
         (output / WARM_START).write_text(warm_start_record(own))
         for command in ("train", "eval", "dry-run"):
-            weights = resolve(dataclasses.replace(own, data=dataclasses.replace(own.data, eval=own.data.train)), command).weights
-            assert str(weights) == f"the warm start in sft.output={output}; megarl sft made it from model.path={tmp_path}/model"
+            weights = resolve(
+                dataclasses.replace(own, data=dataclasses.replace(own.data, eval=own.data.train)),
+                command,
+            ).weights
+            assert (
+                str(weights) == f"the warm start in sft.output={output}; megarl sft made it from "
+                f"model.path={tmp_path}/model"
+            )
         assert resolve(own, "sft").weights_path == str(tmp_path / "model")
         other = config(tmp_path, with_weights(tmp_path / "other"))
         assert str(resolve(other, "train").weights) == (
-            f"model.path={tmp_path}/other; the warm start in sft.output={output} is not used: it was made from {tmp_path}/model"
+            f"model.path={tmp_path}/other; the warm start in sft.output={output} is not used: it "
+            f"was made from {tmp_path}/model"
         )
 
     def test_a_warm_start_made_otherwise_is_not_taken_for_done(self, tmp_path: Path) -> None:
-        output, model = tmp_path / "run/sft/hf", with_weights(tmp_path / "model")
+        output = tmp_path / "run/sft/hf"
+        model = with_weights(tmp_path / "model")
         with_weights(output)
         instead = "remove it to train it anew, or name another folder"
         assert problems_of(tmp_path, model, "sft.steps=3", command="sft") == [
-            f"sft.output={output}: is there already, and was not made by megarl sft (it has no warm_start.json); {instead}"
+            f"sft.output={output}: is there already, and was not made by megarl sft (it has no "
+            f"warm_start.json); {instead}"
         ]
         (output / WARM_START).write_text(warm_start_record(config(tmp_path, model, "sft.steps=3")))
         assert problems_of(tmp_path, model, "sft.steps=4", "seed=1", command="sft") == [
@@ -112,9 +154,13 @@ class TestWhereWeightsComeFrom:
             f"seed=1: the warm start in sft.output={output} was made with 0; {instead}",
         ]
         resolve(config(tmp_path, model, "sft.steps=3", "trainer.tp=2", "sft.dp=2"), "sft")
-        (output / WARM_START).write_text(warm_start_record(with_date(config(tmp_path, model, "sft.steps=3"), "sft")))
+        (output / WARM_START).write_text(
+            warm_start_record(with_date(config(tmp_path, model, "sft.steps=3"), "sft"))
+        )
         elsewhere = "data.train.source=moved.jsonl"
-        assert problems_of(tmp_path, model, "sft.steps=3", elsewhere, command="sft")[0].startswith('data.train.source="moved.jsonl": the')
+        assert problems_of(tmp_path, model, "sft.steps=3", elsewhere, command="sft")[0].startswith(
+            'data.train.source="moved.jsonl": the'
+        )
         (output / contents.FILE).touch()  # so that rows are compared instead of paths
         resolve(config(tmp_path, model, "sft.steps=3", elsewhere), "sft")
         for damaged in ("", "null", "{}", '{"model.path": 3}'):
@@ -133,45 +179,75 @@ class TestResume:
     def test_what_may_not_change(self, tmp_path: Path) -> None:
         self.begin(tmp_path)
         run = tmp_path / "run"
-        assert problems_of(tmp_path, "seed=1", "data.train.source=other.jsonl", "data.shuffle=false", command="train") == [
-            f"data.train.source=other.jsonl: the run in run_dir={run} began with rows.jsonl; keep that, or use another run_dir",
-            f"data.shuffle=false: the run in run_dir={run} began with true; keep that, or use another run_dir",
+        assert problems_of(
+            tmp_path,
+            "seed=1",
+            "data.train.source=other.jsonl",
+            "data.shuffle=false",
+            command="train",
+        ) == [
+            f"data.train.source=other.jsonl: the run in run_dir={run} began with rows.jsonl; keep "
+            "that, or use another run_dir",
+            f"data.shuffle=false: the run in run_dir={run} began with true; keep that, or use "
+            "another run_dir",
             f"seed=1: the run in run_dir={run} began with 0; keep that, or use another run_dir",
         ]
-        told = f"trainer.mtp=keep: the run in run_dir={run} began with ignore; keep that, or use another run_dir"
+        told = (
+            f"trainer.mtp=keep: the run in run_dir={run} began with ignore; keep that, or use "
+            "another run_dir"
+        )
         for command in ("train", "export"):
-            assert told in problems_of(tmp_path, "trainer.mtp=keep", command=command), "checkpoints have what the setting asked for"
+            assert told in problems_of(tmp_path, "trainer.mtp=keep", command=command), (
+                "checkpoints have what the setting asked for"
+            )
         (run / "config.yaml").write_text("damaged: [")
         resolve(config(tmp_path, "seed=1"), "export")
 
     def test_what_may_change(self, tmp_path: Path) -> None:
         self.begin(tmp_path)
-        changed = config(tmp_path, "max_steps=500", "trainer.tp=2", "generator.engines=4", "async.capacity=2", "trainer.optimizer.lr=1e-5")
+        changed = config(
+            tmp_path,
+            "max_steps=500",
+            "trainer.tp=2",
+            "generator.engines=4",
+            "async.capacity=2",
+            "trainer.optimizer.lr=1e-5",
+        )
         assert resolve(changed, "train").steps == 500
         assert changes(changed) == [
-            "trainer.tp=2, was 1", "trainer.optimizer.lr=1e-05, was 1e-06", "generator.engines=4, was 1", "async.capacity=2, was 1",
+            "trainer.tp=2, was 1", "trainer.optimizer.lr=1e-05, was 1e-06",
+            "generator.engines=4, was 1", "async.capacity=2, was 1",
             "max_steps=500, was 100",
         ]  # fmt: skip
         assert changes(config(tmp_path)) == []
 
     def test_checkpoints_are_of_the_run_that_began_from_the_model(self, tmp_path: Path) -> None:
-        model, other = with_weights(tmp_path / "model"), with_weights(tmp_path / "other")
+        model = with_weights(tmp_path / "model")
+        other = with_weights(tmp_path / "other")
         assert not of_the_run(config(tmp_path, model))
         self.begin(tmp_path, model)
-        assert of_the_run(config(tmp_path, model)) and of_the_run(config(tmp_path, f"{model}/../model"))
+        assert of_the_run(config(tmp_path, model)) and of_the_run(
+            config(tmp_path, f"{model}/../model")
+        )
         assert not of_the_run(config(tmp_path, other))
         (tmp_path / "run/config.yaml").unlink()
         assert of_the_run(config(tmp_path, other))
 
     def test_a_half_written_checkpoint_is_none(self, tmp_path: Path) -> None:
         self.begin(tmp_path)
-        (tmp_path / "run/checkpoints/step_000010").rename(tmp_path / "run/checkpoints/step_000010.partial")
+        (tmp_path / "run/checkpoints/step_000010").rename(
+            tmp_path / "run/checkpoints/step_000010.partial"
+        )
         assert resolve(config(tmp_path, "seed=1"), "train").config.seed == 1
         assert changes(config(tmp_path, "seed=1")) == []
 
     def test_a_run_keeps_to_the_weights_that_it_began_with(self, tmp_path: Path) -> None:
-        """Also if a warm start is made meanwhile. If the weights are gone, the run does without, unless they are the reference model."""
-        output, model = tmp_path / "run/sft/hf", with_weights(tmp_path / "model")
+        """Also if a warm start is made meanwhile.
+
+        If the weights are gone, the run does without, unless they are the reference model.
+        """
+        output = tmp_path / "run/sft/hf"
+        model = with_weights(tmp_path / "model")
         begun = resolve(config(tmp_path, model), "train")
         (tmp_path / "run/checkpoints/step_000010").mkdir(parents=True)
         begin_with(begun.config, begun.weights, "00")
@@ -179,11 +255,18 @@ class TestResume:
         with_weights(output)
         (output / WARM_START).write_text(warm_start_record(begun.config))
         again = resolve(begun.config, "train").weights
-        assert (again.path, again.warm_start, again.fingerprint) == (str(tmp_path / "model"), False, "00")
+        assert (again.path, again.warm_start, again.fingerprint) == (
+            str(tmp_path / "model"),
+            False,
+            "00",
+        )
         (tmp_path / "model/model.safetensors").unlink()
         assert resolve(begun.config, "train").weights.are_gone
-        assert problems_of(tmp_path, f"model.path={tmp_path}/model", "algorithm.kl_coef=0.1", command="train") == [
-            f"algorithm.kl_coef=0.1: its reference model is what the run began with, but {tmp_path}/model holds no weights any more"
+        assert problems_of(
+            tmp_path, f"model.path={tmp_path}/model", "algorithm.kl_coef=0.1", command="train"
+        ) == [
+            "algorithm.kl_coef=0.1: its reference model is what the run began with, but "
+            f"{tmp_path}/model holds no weights any more"
         ]
 
     def test_only_training_over_checkpoints_is_held_to_it(self, tmp_path: Path) -> None:
@@ -193,12 +276,22 @@ class TestResume:
         resolve(config(tmp_path, "seed=1"), "train")
 
 
-@pytest.mark.parametrize(("file", "argument"), [("pytorch_model.bin", ""), ("model-q8_0.gguf", ", gguf_file='model-q8_0.gguf'")])
-def test_weights_in_another_format_name_the_way_out(tmp_path: Path, file: str, argument: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "argument"),
+    [("pytorch_model.bin", ""), ("model-q8_0.gguf", ", gguf_file='model-q8_0.gguf'")],
+)
+def test_weights_in_another_format_name_the_way_out(
+    tmp_path: Path, file: str, argument: str
+) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     shutil.copy(Path(MODEL) / "config.json", folder)
     (folder / file).write_bytes(b"")
     [problem] = problems_of(tmp_path, f"model.path={folder}", command="train")
-    assert problem.startswith(f"model.path={folder}: holds no weights (*.safetensors), but {file}: convert it")
-    assert f"from_pretrained('{folder}', dtype='auto'{argument}).save_pretrained('{folder}-safetensors')" in problem
+    assert problem.startswith(
+        f"model.path={folder}: holds no weights (*.safetensors), but {file}: convert it"
+    )
+    assert (
+        f"from_pretrained('{folder}', "
+        f"dtype='auto'{argument}).save_pretrained('{folder}-safetensors')" in problem
+    )

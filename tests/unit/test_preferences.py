@@ -24,7 +24,10 @@ from megarl.roles.training import bradley_terry, to_score, weighted_values
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs/models/tiny-llama"
-ROWS = [{"prompt": "1+2=", "chosen": "3", "rejected": "4"}, {"prompt": "2+2=", "chosen": "4", "rejected": "5"}]
+ROWS = [
+    {"prompt": "1+2=", "chosen": "3", "rejected": "4"},
+    {"prompt": "2+2=", "chosen": "4", "rejected": "5"},
+]
 
 
 def test_loss_and_weights_are_the_formulas_and_its_derivatives() -> None:
@@ -38,19 +41,32 @@ def test_loss_and_weights_are_the_formulas_and_its_derivatives() -> None:
     torch.testing.assert_close(found.weights, grad, rtol=0, atol=1e-12)
     assert found.metrics["loss"] == pytest.approx(loss.item() / 7, abs=1e-12)
     assert found.metrics["accuracy"] == (d > 0).sum().item() / 7
-    assert found.metrics["score_difference/mean"] == pytest.approx(found.metrics["score/chosen"] - found.metrics["score/rejected"])
+    assert found.metrics["score_difference/mean"] == pytest.approx(
+        found.metrics["score/chosen"] - found.metrics["score/rejected"]
+    )
 
 
 def test_far_apart_scores_have_a_finite_loss() -> None:
-    found = bradley_terry(torch.tensor([[-500.0, 500.0], [500.0, -500.0]], dtype=torch.float64), torch.zeros(2, dtype=torch.float64))
+    found = bradley_terry(
+        torch.tensor([[-500.0, 500.0], [500.0, -500.0]], dtype=torch.float64),
+        torch.zeros(2, dtype=torch.float64),
+    )
     assert found.metrics["loss"] == 500.0 and found.weights.tolist() == [[-1.0, 1.0], [0.0, 0.0]]
 
 
 def test_a_score_is_the_value_after_the_last_token() -> None:
     sequence = to_score([5, 6, 7], weight=-0.25)
-    assert sequence.token_ids[:3].tolist() == [5, 6, 7] and sequence.loss_mask.tolist() == [False, False, False, True]
+    assert sequence.token_ids[:3].tolist() == [5, 6, 7] and sequence.loss_mask.tolist() == [
+        False,
+        False,
+        False,
+        True,
+    ]
     values = torch.tensor([1.0, 2.0, 3.0])
-    microbatch = SimpleNamespace(loss_mask=torch.from_numpy(sequence.loss_mask[1:]), advantages=torch.from_numpy(sequence.advantages[1:]))
+    microbatch = SimpleNamespace(
+        loss_mask=torch.from_numpy(sequence.loss_mask[1:]),
+        advantages=torch.from_numpy(sequence.advantages[1:]),
+    )
     out = weighted_values(values, microbatch)
     assert out.loss.item() == -0.75 and out.sums["tokens"].item() == 1
 
@@ -58,7 +74,12 @@ def test_a_score_is_the_value_after_the_last_token() -> None:
 def pairs_of(folder: Path, rows: list[dict], tokenizer: str = str(TINY), **settings: str) -> list:
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return list(
-        read_pairs(PreferenceConfig(source=str(folder / "pairs.jsonl"), **settings), "reward_model.data", 0, ModelConfig(path=tokenizer))[0]
+        read_pairs(
+            PreferenceConfig(source=str(folder / "pairs.jsonl"), **settings),
+            "reward_model.data",
+            0,
+            ModelConfig(path=tokenizer),
+        )[0]
     )
 
 
@@ -69,7 +90,8 @@ def test_pairs_are_read_from_texts_and_from_messages(tmp_path: Path) -> None:
     [pair] = pairs_of(
         tmp_path,
         [{"q": "1+2", "good": messages, "bad": {"text": "4"}, "by": 2}],
-        prompt_key="q", chosen_key="good", rejected_key="bad.text", margin_key="by", prompt_template="{prompt}=",
+        prompt_key="q", chosen_key="good", rejected_key="bad.text", margin_key="by",
+        prompt_template="{prompt}=",
     )  # fmt: skip
     assert (pair.prompt, pair.chosen, pair.rejected, pair.margin) == ("1+2=", "3", "4", 2.0)
 
@@ -88,11 +110,23 @@ def test_a_prompt_may_be_what_both_responses_begin_with(tmp_path: Path) -> None:
         assert (pair.prompt, pair.chosen, pair.rejected) == expected
     model = tmp_path / "model"
     shutil.copytree(TINY, model)
-    (model / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]")
-    [pair] = pairs_of(tmp_path, [{"chosen": [asked, good], "rejected": [asked, bad]}], tokenizer=str(model))
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    )
+    [pair] = pairs_of(
+        tmp_path, [{"chosen": [asked, good], "rejected": [asked, bad]}], tokenizer=str(model)
+    )
     assert (pair.prompt, pair.chosen, pair.rejected) == ("[user]1+2=[assistant]", "3", "4")
-    for chosen, rejected in (([good], [bad]), ([asked, good, asked, good], [asked, bad]), ("3", "4"), ("3", [bad])):
-        with pytest.raises(ConfigError, match="no column 'prompt', and fields 'chosen' and 'rejected' do not begin with the same"):
+    for chosen, rejected in (
+        ([good], [bad]),
+        ([asked, good, asked, good], [asked, bad]),
+        ("3", "4"),
+        ("3", [bad]),
+    ):
+        with pytest.raises(
+            ConfigError,
+            match="no column 'prompt', and fields 'chosen' and 'rejected' do not begin with the same",
+        ):
             pairs_of(tmp_path, [{"chosen": chosen, "rejected": rejected}])
 
 
@@ -101,31 +135,49 @@ def test_a_prompt_may_be_what_both_responses_begin_with(tmp_path: Path) -> None:
     [
         ({"rejected": "3"}, "fields 'chosen' and 'rejected' are the same: nothing is preferred"),
         ({"chosen": ""}, "field 'chosen' is empty"),
-        ({"chosen": [{"role": "user", "content": "3"}]}, "field 'chosen' must be text, or a list of messages that ends with the response"),
+        (
+            {"chosen": [{"role": "user", "content": "3"}]},
+            "field 'chosen' must be text, or a list of messages that ends with the response",
+        ),
         ({"by": "much"}, "field 'by' must be a finite number, not 'much'"),
         ({"by": math.inf}, "field 'by' must be a finite number, not inf"),
     ],
 )
-def test_mistakes_in_pairs_are_named_with_their_line(tmp_path: Path, change: dict, said: str) -> None:
+def test_mistakes_in_pairs_are_named_with_their_line(
+    tmp_path: Path, change: dict, said: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         pairs_of(tmp_path, [ROWS[0] | {"by": 1}, ROWS[0] | {"by": 1} | change], margin_key="by")
     assert error.value.problems == [f"{tmp_path}/pairs.jsonl, line 2: {said}"]
 
 
 def test_missing_columns_are_named_with_their_settings(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no column 'chosen' \(reward_model.data.chosen_key\) and none 'rejected'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no column 'chosen' \(reward_model.data.chosen_key\) and none 'rejected'",
+    ):
         pairs_of(tmp_path, [{"prompt": "1+2="}])
 
 
 def test_held_out_pairs_have_the_columns_of_those_that_are_learned(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"q": "1+2=", "good": "3", "bad": "4"}) + "\n")
     columns = ["reward_model.data.prompt_key=q", "reward_model.data.chosen_key=good"]
-    config = config_of(*columns, "reward_model.data.rejected_key=bad", f"reward_model.eval.source={tmp_path}/pairs.jsonl")
-    (pair,) = load_pairs(config, evaluated_pairs(config.reward_model), "reward_model.eval", load_spec(TINY))
+    config = config_of(
+        *columns,
+        "reward_model.data.rejected_key=bad",
+        f"reward_model.eval.source={tmp_path}/pairs.jsonl",
+    )
+    (pair,) = load_pairs(
+        config, evaluated_pairs(config.reward_model), "reward_model.eval", load_spec(TINY)
+    )
     assert (pair.prompt, pair.chosen, pair.rejected) == ("1+2=", "3", "4")
     config = config_of(*columns, f"reward_model.eval.source={tmp_path}/pairs.jsonl")
-    with pytest.raises(ConfigError, match=r"no column 'rejected' \(reward_model.data.rejected_key\)"):
-        load_pairs(config, evaluated_pairs(config.reward_model), "reward_model.eval", load_spec(TINY))
+    with pytest.raises(
+        ConfigError, match=r"no column 'rejected' \(reward_model.data.rejected_key\)"
+    ):
+        load_pairs(
+            config, evaluated_pairs(config.reward_model), "reward_model.eval", load_spec(TINY)
+        )
 
 
 def config_of(*overrides: str) -> RunConfig:
@@ -134,28 +186,49 @@ def config_of(*overrides: str) -> RunConfig:
 
 def test_synthetic_pairs_have_one_right_response() -> None:
     config = config_of()
-    pairs = load_pairs(config, evaluated_pairs(config.reward_model), "reward_model.eval", load_spec(TINY))
+    pairs = load_pairs(
+        config, evaluated_pairs(config.reward_model), "reward_model.eval", load_spec(TINY)
+    )
     assert len(pairs) == 512
     for pair in map(pairs.__getitem__, range(200)):
         text = pair.prompt.removesuffix("=")
         totals = [eval(text[: 2 * n + 1]) % 10 for n in range(5)]
-        assert pair.chosen == ",".join(map(str, totals)) != pair.rejected and len(pair.rejected) == 9
-    with pytest.raises(ConfigError, match="source=synthetic:product: no such task; there is synthetic:chain, synthetic:summary"):
+        assert (
+            pair.chosen == ",".join(map(str, totals)) != pair.rejected and len(pair.rejected) == 9
+        )
+    with pytest.raises(
+        ConfigError,
+        match="source=synthetic:product: no such task; there is synthetic:chain, synthetic:summary",
+    ):
         read_pairs(PreferenceConfig(source="synthetic:product"), "reward_model.data", 0, None)
 
 
 def test_every_epoch_has_each_pair_once(tmp_path: Path) -> None:
-    pairs = pairs_of(tmp_path, [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)} for n in range(10)])
-    config = config_of("reward_model.steps=null", "reward_model.epochs=2", "reward_model.batch_size=4")
-    assert training_steps(config, len(pairs)) == 5 and training_steps(config_of("reward_model.steps=7"), 10) == 7
+    pairs = pairs_of(
+        tmp_path,
+        [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)} for n in range(10)],
+    )
+    config = config_of(
+        "reward_model.steps=null", "reward_model.epochs=2", "reward_model.batch_size=4"
+    )
+    assert (
+        training_steps(config, len(pairs)) == 5
+        and training_steps(config_of("reward_model.steps=7"), 10) == 7
+    )
     order = [pair.where for step in range(5) for pair in batch_of(config, pairs, step)]
-    assert sorted(order[:10]) == sorted(order[10:]) == sorted(pair.where for pair in pairs) and order[:10] != order[10:]
+    assert (
+        sorted(order[:10]) == sorted(order[10:]) == sorted(pair.where for pair in pairs)
+        and order[:10] != order[10:]
+    )
 
 
 def test_tokens_are_those_of_a_rollout(tmp_path: Path) -> None:
     [pair, _], tokenizer = pairs_of(tmp_path, ROWS), load_tokenizer(config_of().model)
     chosen, rejected = pair_tokens(pair, tokenizer, 100)
-    assert chosen == tokenizer.encode_prompt("1+2=") + tokenizer.encode_response("3") and chosen[-1] == tokenizer.eos_id
+    assert (
+        chosen == tokenizer.encode_prompt("1+2=") + tokenizer.encode_response("3")
+        and chosen[-1] == tokenizer.eos_id
+    )
     assert chosen[:-2] == rejected[:-2]
     with pytest.raises(ConfigError, match="more than the model's context of 6"):
         pair_tokens(pair, tokenizer, 6)
@@ -164,30 +237,46 @@ def test_tokens_are_those_of_a_rollout(tmp_path: Path) -> None:
 def test_the_command_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there/file").write_text("")
-    wrong = ["reward_model.data=null", "reward_model.eval=null", "reward_model.dp=1000", f"reward_model.output={tmp_path}/there"]
+    wrong = [
+        "reward_model.data=null",
+        "reward_model.eval=null",
+        "reward_model.dp=1000",
+        f"reward_model.output={tmp_path}/there",
+    ]
     with pytest.raises(ConfigError) as error:
         resolve(config_of(*wrong, f"run_dir={tmp_path}", "reward_model.every=3"), "reward-model")
     assert error.value.problems == [
-        "reward_model.data=null: megarl reward-model needs pairs of responses: set reward_model.data.source",
+        "reward_model.data=null: megarl reward-model needs pairs of responses: set "
+        "reward_model.data.source",
         "reward_model.batch_size=128: its 256 sequences must be at least reward_model.dp=1000",
         "reward_model.every=3: needs held-out pairs: set reward_model.eval.source",
-        f"reward_model.output={tmp_path}/there: is there already, and is not empty; remove it, or name another",
+        f"reward_model.output={tmp_path}/there: is there already, and is not empty; remove it, or "
+        "name another",
     ]
 
 
 def test_a_reward_model_is_no_policy(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     scores = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
-    (tmp_path / "model/config.json").write_text(json.dumps(json.loads((TINY / "config.json").read_text()) | scores))
+    (tmp_path / "model/config.json").write_text(
+        json.dumps(json.loads((TINY / "config.json").read_text()) | scores)
+    )
     overrides = [f"model.path={tmp_path}/model", f"model.tokenizer={TINY}", f"run_dir={tmp_path}"]
     for command in ("sft", "train", "eval", "plan"):
-        with pytest.raises(ConfigError, match=r"is a reward model or critic \(ForSequenceClassification\), which generates no text"):
+        with pytest.raises(
+            ConfigError,
+            match=r"is a reward model or critic \(ForSequenceClassification\), which generates no text",
+        ):
             resolve(config_of(*overrides), command)
     assert resolve(config_of(*overrides), "reward-model").spec.head == "scalar"
 
 
 def test_no_reward_model_is_made_beside_a_vision_tower(tmp_path: Path) -> None:
-    seeing = [f"model.path={ROOT}/configs/models/qwen3.5-397b-a17b", f"model.tokenizer={TINY}", f"run_dir={tmp_path}"]
+    seeing = [
+        f"model.path={ROOT}/configs/models/qwen3.5-397b-a17b",
+        f"model.tokenizer={TINY}",
+        f"run_dir={tmp_path}",
+    ]
     with pytest.raises(ConfigError, match="must have no vision tower for megarl reward-model"):
         resolve(config_of(*seeing), "reward-model")
 
@@ -195,6 +284,13 @@ def test_no_reward_model_is_made_beside_a_vision_tower(tmp_path: Path) -> None:
 def test_the_last_line_tells_how_held_out_pairs_are_ordered() -> None:
     assert accuracy_line('{"step": 0, "loss": 1}\n') == ""
     one = {"before/accuracy": 0.5, "before/loss": 0.7, "eval/accuracy": 0.75, "eval/loss": 0.25}
-    told = "Held-out pairs in the right order: 0.500 (loss 0.7000) before, 0.750 (loss 0.2500) after\n"
+    told = (
+        "Held-out pairs in the right order: 0.500 (loss 0.7000) before, 0.750 (loss 0.2500) after\n"
+    )
     assert accuracy_line(json.dumps(one)) == told
-    assert accuracy_line(f"{json.dumps(one | {'eval/accuracy': 0.1})}\n{json.dumps({'eval/accuracy': 0.75, 'eval/loss': 0.25})}") == told
+    assert (
+        accuracy_line(
+            f"{json.dumps(one | {'eval/accuracy': 0.1})}\n{json.dumps({'eval/accuracy': 0.75, 'eval/loss': 0.25})}"
+        )
+        == told
+    )

@@ -1,4 +1,7 @@
-"""The checks of `megarl doctor`, and of a node before a run. The texts are those of NVIDIA's driver (550 to 580)."""
+"""The checks of `megarl doctor`, and of a node before a run.
+
+The texts are those of NVIDIA's driver (550 to 580).
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,18 @@ from megarl.launch.meeting import NodeReport, scratch_folder
 
 
 def status(*links: str) -> str:
-    """nvidia-smi's NVLink status, with one GPU per text and one letter per link: + is up, - is inactive."""
+    """nvidia-smi's NVLink status, with one GPU per text and one letter per link: + is up, - is
+    inactive.
+    """
     lines = []
     for gpu, states in enumerate(links):
-        lines.append(f"GPU {gpu}: NVIDIA H100 80GB HBM3 (UUID: GPU-00000000-0000-0000-0000-00000000000{gpu})")
-        lines += [f"\t Link {link}: {'26.562 GB/s' if state == '+' else '<inactive>'}" for link, state in enumerate(states)]
+        lines.append(
+            f"GPU {gpu}: NVIDIA H100 80GB HBM3 (UUID: GPU-00000000-0000-0000-0000-00000000000{gpu})"
+        )
+        lines += [
+            f"\t Link {link}: {'26.562 GB/s' if state == '+' else '<inactive>'}"
+            for link, state in enumerate(states)
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -31,10 +41,14 @@ def test_a_gpu_with_fewer_nvlinks_than_the_others_is_named():
     assert list(doctor.dead_nvlinks(status("+" * 18, "+" * 16 + "-+", "+" * 18))) == [
         "GPU 1 has 17 NVLinks that are up, GPU 0 has 18",
     ]
-    assert list(doctor.dead_nvlinks(status("----", "++++"))) == ["GPU 0 has 0 NVLinks that are up, GPU 1 has 4"]
+    assert list(doctor.dead_nvlinks(status("----", "++++"))) == [
+        "GPU 0 has 0 NVLinks that are up, GPU 1 has 4"
+    ]
 
 
-@pytest.mark.parametrize("text", ["", status("+" * 18, "+" * 18), status("----", "----"), status("", ""), status("++++")])
+@pytest.mark.parametrize(
+    "text", ["", status("+" * 18, "+" * 18), status("----", "----"), status("", ""), status("++++")]
+)
 def test_nodes_whose_gpus_are_linked_alike_or_not_at_all_pass(text):
     assert list(doctor.dead_nvlinks(text)) == []
 
@@ -48,14 +62,26 @@ def test_an_infiniband_port_that_is_down_here_and_up_elsewhere_is_named(tmp_path
             port.mkdir(parents=True)
             (port / "state").write_text(state)
         ports = launcher.infiniband_ports(tmp_path / str(node))
-        reports.append(NodeReport(node, f"h{node}", "", gpus=8, ports={}, versions={}, problems=[], infiniband=ports))
-    assert launcher.disagreements(reports) == ["node 1 (h1): InfiniBand port mlx5_0:1 is down, but up on other nodes"]
+        reports.append(
+            NodeReport(
+                node, f"h{node}", "", gpus=8, ports={}, versions={}, problems=[], infiniband=ports
+            )
+        )
+    assert launcher.disagreements(reports) == [
+        "node 1 (h1): InfiniBand port mlx5_0:1 is down, but up on other nodes"
+    ]
 
 
-def smi(driver: str = "580.95.05", mode: str = "Default", names: tuple[str, ...] = ("NVIDIA H100 80GB HBM3",) * 2):
+def smi(
+    driver: str = "580.95.05",
+    mode: str = "Default",
+    names: tuple[str, ...] = ("NVIDIA H100 80GB HBM3",) * 2,
+):
     """nvidia-smi on a machine whose GPUs have these names."""
     rows = "".join(f"{driver}, {name}, 81559 MiB, {mode}\n" for name in names)
-    return lambda *arguments: rows if arguments[0].startswith("--query-gpu") else status(*["++"] * len(names))
+    return lambda *arguments: (
+        rows if arguments[0].startswith("--query-gpu") else status(*["++"] * len(names))
+    )
 
 
 def findings(monkeypatch, check, **shown) -> dict[str, doctor.Finding]:
@@ -67,7 +93,9 @@ def test_a_driver_that_fits_and_one_that_does_not(monkeypatch):
     assert {each.state for each in findings(monkeypatch, doctor._driver).values()} == {doctor.OK}
     old = findings(monkeypatch, doctor._driver, driver="570.124.06")["driver"]
     assert old.state == doctor.LACKS and "580 or newer" in old.remedy
-    mixed = findings(monkeypatch, doctor._driver, names=("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"))["GPUs"]
+    mixed = findings(
+        monkeypatch, doctor._driver, names=("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")
+    )["GPUs"]
     assert mixed.state == doctor.NOTE and "A100" in mixed.found and "H100" in mixed.found
     exclusive = findings(monkeypatch, doctor._driver, mode="Exclusive_Process")["compute mode"]
     assert exclusive.state == doctor.LACKS and exclusive.found == "GPU 0, 1: Exclusive_Process"
@@ -80,7 +108,11 @@ def test_a_check_that_fails_is_told_and_the_others_go_on():
         yield
 
     found = list(doctor.look([broken, doctor._python]))
-    assert found[0].state == doctor.LACKS and "no such device" in found[0].found and found[1].what == "python"
+    assert (
+        found[0].state == doctor.LACKS
+        and "no such device" in found[0].found
+        and found[1].what == "python"
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,11 +124,18 @@ def test_a_check_that_fails_is_told_and_the_others_go_on():
         ("mlx5_core", "nvidia_peermem 1 0\n", "libefa-rdmav34.so", {"libmlx5"}),
     ],
 )
-def test_network_cards_that_cannot_write_to_gpus_are_named(tmp_path, monkeypatch, driver, modules, provider, lacking):
+def test_network_cards_that_cannot_write_to_gpus_are_named(
+    tmp_path, monkeypatch, driver, modules, provider, lacking
+):
     monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: f"lib{name}.so.1")
     monkeypatch.setattr(doctor.platform, "release", lambda: "6.8.0")
-    found = {finding.what: finding for finding in doctor.look([of_network(tmp_path, monkeypatch, driver, modules, provider)])}
-    assert {what for what, each in found.items() if each.state == doctor.LACKS} - {"locked memory"} == lacking
+    found = {
+        finding.what: finding
+        for finding in doctor.look([of_network(tmp_path, monkeypatch, driver, modules, provider)])
+    }
+    assert {what for what, each in found.items() if each.state == doctor.LACKS} - {
+        "locked memory"
+    } == lacking
     assert found["InfiniBand"].found == "mlx5_0"
 
 
@@ -114,21 +153,35 @@ def of_network(folder, monkeypatch, driver: str, modules: str, provider: str):
 
 
 def test_efa_is_not_taken_for_infiniband(tmp_path, monkeypatch):
-    found = {finding.what: finding for finding in doctor.look([of_network(tmp_path, monkeypatch, "efa", "nvidia 1 0\n", "libefa.so")])}
-    assert found["InfiniBand"].state == doctor.NOTE and "weights.transport=nccl" in found["InfiniBand"].remedy
+    found = {
+        finding.what: finding
+        for finding in doctor.look(
+            [of_network(tmp_path, monkeypatch, "efa", "nvidia 1 0\n", "libefa.so")]
+        )
+    }
+    assert (
+        found["InfiniBand"].state == doctor.NOTE
+        and "weights.transport=nccl" in found["InfiniBand"].remedy
+    )
 
 
 @pytest.mark.parametrize("release, state", [("13.0", doctor.OK), ("12.8", doctor.LACKS)])
 def test_a_compiler_of_another_cuda_does_not_do(tmp_path, monkeypatch, release, state):
     (tmp_path / "bin").mkdir()
-    path = Path(program(tmp_path / "bin", f"echo 'Cuda compilation tools, release {release}, V{release}.48'"))
+    path = Path(
+        program(
+            tmp_path / "bin", f"echo 'Cuda compilation tools, release {release}, V{release}.48'"
+        )
+    )
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     path.rename(tmp_path / "bin/nvcc")
     found = next(iter(doctor.look([doctor._cuda_compilers])))
     assert (found.state, found.found) == (state, f"release {release}, {tmp_path}/bin/nvcc")
 
 
-def test_a_compiler_that_does_not_start_or_answer_is_told_and_ninja_is_looked_for(tmp_path, monkeypatch):
+def test_a_compiler_that_does_not_start_or_answer_is_told_and_ninja_is_looked_for(
+    tmp_path, monkeypatch
+):
     (tmp_path / "bin").mkdir()
     Path(program(tmp_path / "bin", "exec sleep 600")).rename(tmp_path / "bin/nvcc")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
@@ -136,15 +189,22 @@ def test_a_compiler_that_does_not_start_or_answer_is_told_and_ninja_is_looked_fo
     for of_nvcc in (b"#!/bin/sh\nexec sleep 600\n", b"#!/no/such/shell\n"):
         (tmp_path / "bin/nvcc").write_bytes(of_nvcc)
         nvcc, ninja = doctor.look([doctor._cuda_compilers])
-        assert (nvcc.state, nvcc.found) == (doctor.LACKS, f"release unknown, {tmp_path}/bin/nvcc") and "set CUDA_HOME" in nvcc.remedy
+        assert (nvcc.state, nvcc.found) == (
+            doctor.LACKS,
+            f"release unknown, {tmp_path}/bin/nvcc",
+        ) and "set CUDA_HOME" in nvcc.remedy
         assert ninja.what == "ninja"
 
 
 def test_an_installation_asks_before_it_has_any_package():
     """`make setup-gpu` checks in an empty environment."""
     command = [sys.executable, "-S", "-m", "megarl.launch.doctor"]
-    asked = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=60)
-    assert "Traceback" not in asked.stderr and "glibc" in asked.stdout and "Python.h" in asked.stdout
+    asked = subprocess.run(
+        command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=60
+    )
+    assert (
+        "Traceback" not in asked.stderr and "glibc" in asked.stdout and "Python.h" in asked.stdout
+    )
 
 
 def test_the_environments_own_nvcc_is_taken_before_that_of_path(tmp_path, monkeypatch):
@@ -166,8 +226,13 @@ def test_folders_that_cannot_be_used_are_named(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "nowhere"))
     monkeypatch.setattr(doctor.tempfile, "tempdir", None)
     found = {finding.what: finding for finding in doctor.look([doctor._room, doctor._temporary])}
-    assert found["disk for caches"].state == doctor.LACKS and "set HOME" in found["disk for caches"].remedy
-    assert found["TMPDIR"].state == doctor.NOTE and found["TMPDIR"].found.startswith(f"{tmp_path / 'nowhere'} cannot be written to, so ")
+    assert (
+        found["disk for caches"].state == doctor.LACKS
+        and "set HOME" in found["disk for caches"].remedy
+    )
+    assert found["TMPDIR"].state == doctor.NOTE and found["TMPDIR"].found.startswith(
+        f"{tmp_path / 'nowhere'} cannot be written to, so "
+    )
     assert found["temporary files"].state in (doctor.OK, doctor.NOTE)
 
 
@@ -177,12 +242,23 @@ def test_folders_that_cannot_be_used_are_named(tmp_path, monkeypatch):
         (["generator.tp=2"], "generator.tp=2: settings go with --warm CONFIG"),
         (["--warm", "nowhere.yaml"], "nowhere.yaml: no such file"),
         (["--warm", "configs/quickstart.yaml", "--json"], "--json: must be left out with --warm"),
-        (["--json", "trainer.tp=2", "--warm", "configs/quickstart.yaml", "bogus=1"], "--json: must be left out with --warm"),
-        (["--warm", "configs/8b_aipo.yaml"], "cluster.gpu=H100: there is no GPU here to compile for"),
-        (["--warm", "configs/quickstart.yaml", "generator.tp=7", "--gpu"], "generator.tp=7: must divide"),
+        (
+            ["--json", "trainer.tp=2", "--warm", "configs/quickstart.yaml", "bogus=1"],
+            "--json: must be left out with --warm",
+        ),
+        (
+            ["--warm", "configs/8b_aipo.yaml"],
+            "cluster.gpu=H100: there is no GPU here to compile for",
+        ),
+        (
+            ["--warm", "configs/quickstart.yaml", "generator.tp=7", "--gpu"],
+            "generator.tp=7: must divide",
+        ),
     ],
 )
-def test_mistakes_in_arguments_are_told_before_anything_is_looked_at(arguments, problem, monkeypatch, capsys):
+def test_mistakes_in_arguments_are_told_before_anything_is_looked_at(
+    arguments, problem, monkeypatch, capsys
+):
     monkeypatch.setattr(doctor, "gpus", tuple)
     monkeypatch.setattr(doctor, "tell", lambda *_, **__: pytest.fail("it looked"))
     assert cli.main(["doctor", *arguments]) == 2
@@ -190,10 +266,15 @@ def test_mistakes_in_arguments_are_told_before_anything_is_looked_at(arguments, 
     assert problem in err and not out
 
 
-def test_an_engine_that_needs_more_gpus_than_there_are_is_not_started_to_compile(monkeypatch, capsys):
+def test_an_engine_that_needs_more_gpus_than_there_are_is_not_started_to_compile(
+    monkeypatch, capsys
+):
     monkeypatch.setattr(doctor, "gpus", lambda: [object()] * 2)
     assert cli.main(["doctor", "--warm", "configs/8b_aipo.yaml", "generator.tp=4"]) == 2
-    assert "generator.tp=4: must be at most 2, the GPUs of this machine, to compile for cluster.gpu=H100 here" in capsys.readouterr().err
+    assert (
+        "generator.tp=4: must be at most 2, the GPUs of this machine, to compile for "
+        "cluster.gpu=H100 here" in capsys.readouterr().err
+    )
 
 
 def program(folder: Path, *lines: str) -> str:
@@ -212,10 +293,22 @@ def test_test_writes_that_fail_are_told_with_what_to_do(tmp_path, monkeypatch):
         pair | {"kind": "gloo", "chosen": False, "bytes": 1 << 30, "gb_per_s": 2.0},
     ]
     lines = [f"echo '{json.dumps(each)}'" for each in tried]
-    monkeypatch.setattr(doctor.sys, "executable", program(tmp_path, *lines, "echo CUDA error: an illegal memory access >&2", "exit 3"))
+    monkeypatch.setattr(
+        doctor.sys,
+        "executable",
+        program(tmp_path, *lines, "echo CUDA error: an illegal memory access >&2", "exit 3"),
+    )
     *found, died, between = doctor.writes(gpu=True)
-    assert [each.state for each in found] == [doctor.LACKS, doctor.NOTE, doctor.LACKS, doctor.OK] and all(each.remedy for each in found[:3])
-    assert found[0].what == "write by cuda_ipc" and found[0].found == "from cuda:0 to cuda:1: invalid device context"
+    assert [each.state for each in found] == [
+        doctor.LACKS,
+        doctor.NOTE,
+        doctor.LACKS,
+        doctor.OK,
+    ] and all(each.remedy for each in found[:3])
+    assert (
+        found[0].what == "write by cuda_ipc"
+        and found[0].found == "from cuda:0 to cuda:1: invalid device context"
+    )
     assert found[3].found == "1024 MiB from cuda:0 to cuda:1, 2.00 GB/s, every byte as it was sent"
     assert died.state == doctor.LACKS and died.found == "CUDA error: an illegal memory access"
     assert between.state == doctor.NOTE and "a second node" in between.found
@@ -231,21 +324,35 @@ def test_test_writes_that_hang_are_given_up(tmp_path, monkeypatch):
 def test_an_empty_folder_is_not_a_package(tmp_path, monkeypatch):
     (tmp_path / "hollow").mkdir()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (hollow,), (absent,), (there,) = (list(doctor._imported("torch", module)) for module in ("hollow", "nowhere_at_all", "json"))
-    assert hollow.state == absent.state == doctor.LACKS and "an empty folder" in hollow.found and "No module named" in absent.found
+    (hollow,), (absent,), (there,) = (
+        list(doctor._imported("torch", module)) for module in ("hollow", "nowhere_at_all", "json")
+    )
+    assert (
+        hollow.state == absent.state == doctor.LACKS
+        and "an empty folder" in hollow.found
+        and "No module named" in absent.found
+    )
     assert there.state == doctor.OK
 
 
 @pytest.fixture
 def gpu_node(monkeypatch):
-    """The problems that a sound node with two GPUs of this kind finds in its part of a run with these settings."""
+    """The problems that a sound node with two GPUs of this kind finds in its part of a run with
+    these settings.
+    """
     monkeypatch.setattr(doctor, "has_driver", lambda: True)
     monkeypatch.setattr(doctor, "node", lambda gpu: [])
-    monkeypatch.setattr(launcher.importlib.util, "find_spec", lambda name: SimpleNamespace(origin="/env/transformer_engine/__init__.py"))
+    monkeypatch.setattr(
+        launcher.importlib.util,
+        "find_spec",
+        lambda name: SimpleNamespace(origin="/env/transformer_engine/__init__.py"),
+    )
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
 
-    def problems(trains: bool, serves: bool, settings: str = "", gpu: str = "NVIDIA H100 80GB HBM3, 9.0") -> list[str]:
+    def problems(
+        trains: bool, serves: bool, settings: str = "", gpu: str = "NVIDIA H100 80GB HBM3, 9.0"
+    ) -> list[str]:
         monkeypatch.setattr(doctor, "nvidia_smi", lambda *_: f"{gpu}\n{gpu}\n")
         plan: Any = SimpleNamespace(config=load_config("configs/8b_aipo.yaml", settings.split()))
         return launcher.problems_here(plan, trains, serves, shared=False)
@@ -253,10 +360,14 @@ def gpu_node(monkeypatch):
     return problems
 
 
-def test_a_node_with_gpus_and_without_transformer_engine_trains_only_where_it_is_asked_to(gpu_node, monkeypatch):
+def test_a_node_with_gpus_and_without_transformer_engine_trains_only_where_it_is_asked_to(
+    gpu_node, monkeypatch
+):
     assert gpu_node(True, True) == []
     for absent in (None, SimpleNamespace(origin=None)):
-        monkeypatch.setattr(launcher.importlib.util, "find_spec", lambda name, absent=absent: absent)
+        monkeypatch.setattr(
+            launcher.importlib.util, "find_spec", lambda name, absent=absent: absent
+        )
         (problem,) = gpu_node(True, False)
         assert "trainer.local_layers=false: must be true" in problem
     assert gpu_node(False, True) == [] and gpu_node(True, False, "trainer.local_layers=true") == []
@@ -270,22 +381,36 @@ def test_trainer_ranks_whose_memory_others_open_have_no_expandable_segments(gpu_
     ):
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", value)
         found = gpu_node(True, True)
-        assert len(found) == on and all(each.startswith(f"PYTORCH_ALLOC_CONF={value}: must be without") for each in found)
+        assert len(found) == on and all(
+            each.startswith(f"PYTORCH_ALLOC_CONF={value}: must be without") for each in found
+        )
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert "weights.transport=mooncake" in gpu_node(True, False, "weights.transport=mooncake")[0]
-    assert gpu_node(True, False, "weights.transport=nccl") == [] and gpu_node(False, True) == []  # engines: generator/server.py
+    # engines: generator/server.py
+    assert gpu_node(True, False, "weights.transport=nccl") == [] and gpu_node(False, True) == []
 
 
 def test_blocks_of_fp8_on_blackwell_are_refused_by_what_the_node_has(gpu_node):
-    blocks, b200 = "generator.quantization=fp8_block", "NVIDIA B200, 10.0"
-    assert gpu_node(False, True, blocks) == [] and gpu_node(False, True, "", b200) == [] and gpu_node(True, False, blocks, b200) == []
+    blocks = "generator.quantization=fp8_block"
+    b200 = "NVIDIA B200, 10.0"
+    assert (
+        gpu_node(False, True, blocks) == []
+        and gpu_node(False, True, "", b200) == []
+        and gpu_node(True, False, blocks, b200) == []
+    )
     (problem,) = gpu_node(False, True, blocks, b200)
-    assert problem.startswith("generator.quantization=fp8_block: with NVIDIA B200 here needs generator.server_args.fp8_gemm_runner_backend")
+    assert problem.startswith(
+        "generator.quantization=fp8_block: with NVIDIA B200 here needs "
+        "generator.server_args.fp8_gemm_runner_backend"
+    )
     linear = f"{blocks} generator.server_args.fp8_gemm_runner_backend=flashinfer_trtllm"
     assert gpu_node(False, True, linear, b200) == []
-    (problem,) = gpu_node(False, True, f"{linear} generator.server_args.moe_runner_backend=deep_gemm", b200)
+    (problem,) = gpu_node(
+        False, True, f"{linear} generator.server_args.moe_runner_backend=deep_gemm", b200
+    )
     assert "needs generator.server_args.moe_runner_backend of triton; it is deep_gemm" in problem
-    assert gpu_node(False, True, blocks, "NVIDIA RTX PRO 6000, 12.0") == []  # SGLang uses CUTLASS there
+    # SGLang uses CUTLASS there
+    assert gpu_node(False, True, blocks, "NVIDIA RTX PRO 6000, 12.0") == []
 
 
 def test_each_host_keeps_what_it_compiles_in_a_folder_of_its_own(tmp_path, monkeypatch):
@@ -296,12 +421,17 @@ def test_each_host_keeps_what_it_compiles_in_a_folder_of_its_own(tmp_path, monke
     base = start.compiled_folder(str(tmp_path / "kept"), tmp_path / "scratch")
     found = start.compiling(base)
     assert found.pop("TRITON_CACHE_DIR") == str(tmp_path / "mine")
-    assert all(Path(path).parent == tmp_path / "kept/n7" for path in found.values()) and len(set(found.values())) == len(found)
+    assert all(Path(path).parent == tmp_path / "kept/n7" for path in found.values()) and len(
+        set(found.values())
+    ) == len(found)
 
 
 @pytest.mark.parametrize("home", ["file/below", "file", None])
 def test_kernels_go_to_scratch_without_a_writable_home(tmp_path, monkeypatch, home):
-    """HOME is below a file, is a file, or is not set for a user without an account. Then every cache still has a place."""
+    """HOME is below a file, is a file, or is not set for a user without an account.
+
+    Then every cache still has a place.
+    """
     for name in start._COMPILED:
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "file").write_text("")
@@ -317,10 +447,17 @@ def test_named_caches_that_cannot_be_written_are_refused(tmp_path, monkeypatch):
     for name in start._COMPILED:
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="launch.compile_cache=.*/file/a: must be a folder that can be written to: Not a directory"):
+    with pytest.raises(
+        ConfigError,
+        match="launch.compile_cache=.*/file/a: must be a folder that can be written to: Not a "
+        "directory",
+    ):
         start.compiled_folder(str(tmp_path / "file/a"), tmp_path / "scratch")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match="TORCHINDUCTOR_CACHE_DIR=.*/file: must be a folder that can be written to: File exists"):
+    with pytest.raises(
+        ConfigError,
+        match="TORCHINDUCTOR_CACHE_DIR=.*/file: must be a folder that can be written to: File exists",
+    ):
         start.compiled_folder(None, tmp_path / "scratch")
 
 
@@ -328,7 +465,12 @@ def test_a_launch_without_a_temporary_folder_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: [str(tmp_path / "missing")])
     monkeypatch.setenv("TMPDIR", "/missing")
-    with pytest.raises(ConfigError, match="TMPDIR=/missing: no folder for temporary files can be written to"), scratch_folder():
+    with (
+        pytest.raises(
+            ConfigError, match="TMPDIR=/missing: no folder for temporary files can be written to"
+        ),
+        scratch_folder(),
+    ):
         pass
 
 
@@ -338,6 +480,9 @@ def test_jobs_find_compilers_without_an_active_environment(monkeypatch):
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.delenv("CUDA_HOME", raising=False)
     found = start.compiling(Path("kept"))
-    assert found["CUDA_HOME"] == "/env/nvidia/cu13" and found["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
+    assert (
+        found["CUDA_HOME"] == "/env/nvidia/cu13"
+        and found["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
+    )
     monkeypatch.setenv("CUDA_HOME", "/usr/local/cuda")
     assert "CUDA_HOME" not in start.compiling(Path("kept"))

@@ -64,7 +64,10 @@ def test_one_that_ended_of_being_asked_for_its_stack_is_not_the_cause(tmp_path):
 
 def test_leaving_ends_descendants_too(tmp_path):
     child = "subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])"
-    code = f"import subprocess, sys, time; child = {child}; print(child.pid, flush=True); time.sleep(60)"
+    code = (
+        f"import subprocess, sys, time; child = {child}; print(child.pid, flush=True); "
+        "time.sleep(60)"
+    )
     with ProcessGroup(tmp_path) as group:
         group.start(python("engine.0", code))
         wait_for(lambda: group.log_path("engine.0").read_text().strip())
@@ -91,10 +94,14 @@ worker.main()
 @pytest.mark.parametrize(
     "error, told",
     [
-        ('RunError("step_000004 is damaged; move it away")', "step_000004 is damaged; move it away"),
+        (
+            'RunError("step_000004 is damaged; move it away")',
+            "step_000004 is damaged; move it away",
+        ),
         (
             "OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), 'rollouts/7.txt')",
-            "the disk is full ([Errno 28] No space left on device: 'rollouts/7.txt'); the complete checkpoints in run_dir can be used",
+            "the disk is full ([Errno 28] No space left on device: 'rollouts/7.txt'); the "
+            "complete checkpoints in run_dir can be used",
         ),
     ],
 )
@@ -138,7 +145,9 @@ def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-    assert [(found.name, found.read_text()) for found in tmp_path.iterdir()] == [("config.yaml", "seed: 1")]
+    assert [(found.name, found.read_text()) for found in tmp_path.iterdir()] == [
+        ("config.yaml", "seed: 1")
+    ]
 
 
 def test_processes_may_open_more_files_than_a_shell_begins_with(tmp_path):
@@ -153,19 +162,40 @@ def test_processes_may_open_more_files_than_a_shell_begins_with(tmp_path):
 
 @pytest.mark.parametrize("parent, status", [("its own", 0), ("1", 1), (None, 0)])
 def test_a_process_whose_parent_is_gone_ends(parent, status):
-    code = "import os; from megarl.launch.worker import die_with_parent as check; check(); check() if os.fork() == 0 else os.wait()"
-    env = {**os.environ, **({} if parent is None else {"MEGARL_PARENT": str(os.getpid()) if parent == "its own" else parent})}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == status and done.stderr == ("process 1, which has started this one, is gone\n" if status else "")
+    code = (
+        "import os; from megarl.launch.worker import die_with_parent as check; check(); "
+        "check() if os.fork() == 0 else os.wait()"
+    )
+    env = {
+        **os.environ,
+        **(
+            {}
+            if parent is None
+            else {"MEGARL_PARENT": str(os.getpid()) if parent == "its own" else parent}
+        ),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == status and done.stderr == (
+        "process 1, which has started this one, is gone\n" if status else ""
+    )
 
 
 def test_the_parent_may_be_the_first_process_of_a_container():
     """Its id is 1, and elsewhere 1 is the process that adopts orphans."""
     launcher = (
-        "import os, subprocess, sys; child = 'from megarl.launch.worker import die_with_parent as check; check()';"
-        "sys.exit(subprocess.run([sys.executable, '-c', child], env={**os.environ, 'MEGARL_PARENT': str(os.getpid())}).returncode)"
+        "import os, subprocess, sys; child = 'from megarl.launch.worker import die_with_parent as "
+        "check; check()';"
+        "sys.exit(subprocess.run([sys.executable, '-c', child], env={**os.environ, "
+        "'MEGARL_PARENT': str(os.getpid())}).returncode)"
     )
-    done = subprocess.run(["unshare", "--pid", "--fork", sys.executable, "-c", launcher], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["unshare", "--pid", "--fork", sys.executable, "-c", launcher],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     if "unshare" in done.stderr:
         pytest.skip(done.stderr.strip())
     assert (done.returncode, done.stderr) == (0, "")
@@ -183,7 +213,10 @@ def test_a_process_does_not_take_itself_for_one_that_torchrun_started(tmp_path, 
     }
     for name, value in {**told, "OTHER": "kept"}.items():
         monkeypatch.setenv(name, value)
-    code = "import os; print(sorted(name for name in os.environ if name in %r), os.environ['RANK'])" % [*told, "OTHER"]
+    code = (
+        "import os; print(sorted(name for name in os.environ if name in %r), os.environ['RANK'])"
+        % [*told, "OTHER"]
+    )
     with ProcessGroup(tmp_path) as group:
         group.start(ProcessSpec("trainer.0", [sys.executable, "-S", "-c", code], env={"RANK": "0"}))
         wait_for(lambda: not group.running())
@@ -192,15 +225,23 @@ def test_a_process_does_not_take_itself_for_one_that_torchrun_started(tmp_path, 
 
 def test_a_thread_that_dies_ends_its_process():
     code = (
-        "import threading, time; from megarl.launch.worker import end_with_any_thread; end_with_any_thread();"
+        "import threading, time; from megarl.launch.worker import end_with_any_thread; "
+        "end_with_any_thread();"
         "threading.Thread(target=lambda: 1 / 0, name='beats', daemon=True).start(); time.sleep(60)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
-    assert done.returncode == 1 and "Exception in thread beats" in done.stderr and "ZeroDivisionError" in done.stderr
+    assert (
+        done.returncode == 1
+        and "Exception in thread beats" in done.stderr
+        and "ZeroDivisionError" in done.stderr
+    )
 
 
 def test_who_has_taken_a_port_is_named(tmp_path):
-    listen = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); time.sleep(60)"
+    listen = (
+        "import socket, time; s = socket.create_server(('127.0.0.1', 0)); "
+        "print(s.getsockname()[1], flush=True); time.sleep(60)"
+    )
     with ProcessGroup(tmp_path / "ours") as ours, ProcessGroup(tmp_path / "theirs") as theirs:
         ports = {}
         for group, what in ((ours, "hub"), (theirs, "engine.0")):
@@ -210,16 +251,27 @@ def test_who_has_taken_a_port_is_named(tmp_path):
         lines = list(taken({**ports, "trainer": 1}, "127.0.0.1", ours.process_ids()))
         thief = theirs.process_ids()["engine.0"]
     assert len(lines) == 1
-    assert lines[0].startswith(f"port {ports['engine.0']}, chosen for engine.0 when it was free, has been taken by process {thief} (")
+    assert lines[0].startswith(
+        f"port {ports['engine.0']}, chosen for engine.0 when it was free, has been taken by "
+        f"process {thief} ("
+    )
 
 
 def test_a_node_that_only_serves_has_not_failed_when_the_work_was_done(tmp_path, monkeypatch):
-    """The node with an engine's first part sees the end first, and ends its part. Then this node's part dies."""
+    """The node with an engine's first part sees the end first, and ends its part.
+
+    Then this node's part dies.
+    """
     monkeypatch.setattr("megarl.launch.meeting.LOOK_S", 3600.0)  # only one look into the folder
-    works, serves = (Meeting(tmp_path / "meet", Node(rank, 2, "x"), timeout_s=5, silence_s=60) for rank in range(2))
+    works, serves = (
+        Meeting(tmp_path / "meet", Node(rank, 2, "x"), timeout_s=5, silence_s=60)
+        for rank in range(2)
+    )
     with ProcessGroup(tmp_path) as group:
         order = StopOrder(serves, group, deadline_s=1)
-        run = RunWatch(group, EngineKeeper(group, "fail", 0, 1.0, 1.0), serves, order, show=lambda: None)
+        run = RunWatch(
+            group, EngineKeeper(group, "fail", 0, 1.0, 1.0), serves, order, show=lambda: None
+        )
         assert not serves.all_finished([0])
         group.start(python("engine.0.1", "raise SystemExit(1)"))
         with pytest.raises(ProcessFailed, match=r"engine.0.1 exited with status 1"):

@@ -1,4 +1,6 @@
-"""`import megarl`: its functions give what the commands print, its objects read a run's files, and mistakes are ConfigErrors."""
+"""`import megarl`: its functions give what the commands print, its objects read a run's files, and
+mistakes are ConfigErrors.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,16 @@ def test_import_is_lazy_and_planning_needs_no_torch() -> None:
         assert megarl.plan(config).step_s > 0 and megarl.reshard(config).exactly_once
         assert not {"torch", "transformers", "sglang", "matplotlib", "pandas"} & sys.modules.keys()
     """
-    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("command", ["plan", "reshard"])
-def test_functions_return_what_the_commands_print(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_functions_return_what_the_commands_print(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     function = {"plan": megarl.plan, "reshard": megarl.reshard}[command]
     result = function(ROOT / "configs/8b_aipo.yaml", "trainer.tp=4")
     cli.main(
@@ -60,14 +66,21 @@ def test_functions_return_what_the_commands_print(command: str, capsys: pytest.C
     )
     printed = json.loads(capsys.readouterr().out)
     measured = {"build_s"}
-    assert {**json.loads(json.dumps(dict(result))), **dict.fromkeys(measured)} == {**printed, **dict.fromkeys(measured)}
+    assert {**json.loads(json.dumps(dict(result))), **dict.fromkeys(measured)} == {
+        **printed,
+        **dict.fromkeys(measured),
+    }
     cli.main([command, str(ROOT / "configs/8b_aipo.yaml"), "trainer.tp=4"])
     assert capsys.readouterr().out == f"{result}\n"
 
 
 def test_results_have_their_values_as_attributes_and_items() -> None:
     plan = megarl.plan(QUICKSTART)
-    assert plan.fits is plan["fits"] is True and plan.step_s == plan["step_s"] and "step_s" in dir(plan)
+    assert (
+        plan.fits is plan["fits"] is True
+        and plan.step_s == plan["step_s"]
+        and "step_s" in dir(plan)
+    )
     with pytest.raises(AttributeError, match="no value named steps_s; there are family, "):
         _ = plan.steps_s
 
@@ -75,7 +88,10 @@ def test_results_have_their_values_as_attributes_and_items() -> None:
 def test_packages_with_the_names_of_functions_can_be_called() -> None:
     """megarl.plan.resolve has been imported above, which makes megarl.plan the package."""
     for package in (megarl.plan, megarl.reshard):
-        assert isinstance(package, ModuleType) and package(QUICKSTART)["trainer_ranks" if package is megarl.reshard else "fits"]
+        assert (
+            isinstance(package, ModuleType)
+            and package(QUICKSTART)["trainer_ranks" if package is megarl.reshard else "fits"]
+        )
 
 
 def test_all_names_are_there() -> None:
@@ -93,7 +109,11 @@ def test_settings_may_be_a_file_a_mapping_or_a_loaded_config(tmp_path: Path) -> 
         "trainer": {"optimizer": {"lr": 1e-6, "betas": (0.9, 0.95)}},
     }
     loaded = megarl.load(settings, "seed=3")
-    assert (loaded.run_dir, loaded.trainer.optimizer.lr, loaded.seed) == (f"{tmp_path}/run", 1e-6, 3)
+    assert (loaded.run_dir, loaded.trainer.optimizer.lr, loaded.seed) == (
+        f"{tmp_path}/run",
+        1e-6,
+        3,
+    )
     (tmp_path / "run.yaml").write_text(dump_config(loaded))
     assert megarl.load(tmp_path / "run.yaml") == megarl.load(loaded) == loaded
     loaded.trainer.tp = 2
@@ -103,17 +123,37 @@ def test_settings_may_be_a_file_a_mapping_or_a_loaded_config(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        (3, "3: a configuration must be the path of a YAML file, a mapping, or what megarl.load returns"),
-        ({"model": {"path": object}}, "<class 'object'>: a setting must be a number, a text, true, false, null, a list or a mapping"),
-        ({"model": {"path": "x", "pth": "y"}}, "model.pth=y: unknown key; did you mean model.path?"),
+        (
+            3,
+            "3: a configuration must be the path of a YAML file, a mapping, or what megarl.load "
+            "returns",
+        ),
+        (
+            {"model": {"path": object}},
+            "<class 'object'>: a setting must be a number, a text, true, false, null, a list or a "
+            "mapping",
+        ),
+        (
+            {"model": {"path": "x", "pth": "y"}},
+            "model.pth=y: unknown key; did you mean model.path?",
+        ),
         ("none.yaml", "none.yaml: no such file"),
     ],
 )
 def test_wrong_settings_are_config_errors(settings: Any, problem: str) -> None:
-    for function in (megarl.load, megarl.plan, megarl.reshard, megarl.train, megarl.sft, megarl.evaluate):
+    for function in (
+        megarl.load,
+        megarl.plan,
+        megarl.reshard,
+        megarl.train,
+        megarl.sft,
+        megarl.evaluate,
+    ):
         with pytest.raises(megarl.ConfigError) as raised:
             function(settings)
-        assert any(line.startswith(problem) for line in raised.value.problems), raised.value.problems
+        assert any(line.startswith(problem) for line in raised.value.problems), (
+            raised.value.problems
+        )
 
 
 def test_wrong_options_are_config_errors(tmp_path: Path) -> None:
@@ -128,11 +168,16 @@ def test_wrong_options_are_config_errors(tmp_path: Path) -> None:
             call()
 
 
-def test_pictures_leave_the_backend_of_a_notebook_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_leave_the_backend_of_a_notebook_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(matplotlib.rcParams, "backend", "svg")
     megarl.plan(QUICKSTART, picture=f"{tmp_path}/plan.png")
     megarl.reshard(QUICKSTART, picture=f"{tmp_path}/map.png")
-    assert matplotlib.get_backend() == "svg" and {path.name for path in tmp_path.iterdir()} == {"plan.png", "map.png"}
+    assert matplotlib.get_backend() == "svg" and {path.name for path in tmp_path.iterdir()} == {
+        "plan.png",
+        "map.png",
+    }
 
 
 # Functions given as objects.
@@ -166,49 +211,84 @@ def imported(folder: Path, name: str, text: str) -> Any:
 
 
 def test_an_imported_function_is_named_by_its_file(trained: list[RunPlan], tmp_path: Path) -> None:
-    graders = imported(tmp_path, "graders_of_a_file", GRADERS + "import functools\nbound = functools.partial(share, answer='')\n")
-    for function, name in ((graders.share, "share"), (graders.shorter, "shorter"), (graders.bound, "bound")):
+    graders = imported(
+        tmp_path,
+        "graders_of_a_file",
+        GRADERS + "import functools\nbound = functools.partial(share, answer='')\n",
+    )
+    for function, name in (
+        (graders.share, "share"),
+        (graders.shorter, "shorter"),
+        (graders.bound, "bound"),
+    ):
         run = megarl.train(QUICKSTART, f"run_dir={tmp_path}/{name}", reward=function)
-        assert trained[-1].config.reward.name == run.config.reward.name == f"{tmp_path}/graders_of_a_file.py:{name}"
-    assert megarl.train(QUICKSTART, f"run_dir={tmp_path}/text", reward="math").config.reward.name == "math"
+        assert (
+            trained[-1].config.reward.name
+            == run.config.reward.name
+            == f"{tmp_path}/graders_of_a_file.py:{name}"
+        )
+    assert (
+        megarl.train(QUICKSTART, f"run_dir={tmp_path}/text", reward="math").config.reward.name
+        == "math"
+    )
 
 
-def test_a_function_of_a_module_that_was_loaded_again_is_found(trained: list[RunPlan], tmp_path: Path) -> None:
+def test_a_function_of_a_module_that_was_loaded_again_is_found(
+    trained: list[RunPlan], tmp_path: Path
+) -> None:
     """IPython's autoreload does that whenever the file changes."""
     graders = imported(tmp_path, "graders_loaded_again", GRADERS)
     before = graders.share
     importlib.reload(graders)
     run = megarl.train(QUICKSTART, f"run_dir={tmp_path}/run", reward=before)
-    assert before is not graders.share and run.config.reward.name == f"{tmp_path}/graders_loaded_again.py:share"
+    assert (
+        before is not graders.share
+        and run.config.reward.name == f"{tmp_path}/graders_loaded_again.py:share"
+    )
 
 
 def test_a_reward_beside_parts_is_refused(trained: list[RunPlan]) -> None:
-    with pytest.raises(megarl.ConfigError, match="reward=last_number: does not count beside reward.parts.right"):
+    with pytest.raises(
+        megarl.ConfigError, match="reward=last_number: does not count beside reward.parts.right"
+    ):
         megarl.train(QUICKSTART, "reward.parts.right.name=math", reward="last_number")
     assert trained == []
 
 
 def test_a_rollout_may_be_a_function_or_a_class(trained: list[RunPlan], tmp_path: Path) -> None:
-    games = imported(tmp_path, "games_of_a_file", "async def play(context, prompt, sampling, n): ...\n")
+    games = imported(
+        tmp_path, "games_of_a_file", "async def play(context, prompt, sampling, n): ...\n"
+    )
     run = megarl.train(QUICKSTART, f"run_dir={tmp_path}/run", rollout=games.play)
     assert run.config.rollout.name == f"{tmp_path}/games_of_a_file.py:play"
 
 
-def test_a_function_of_a_package_is_named_by_its_module(trained: list[RunPlan], tmp_path: Path) -> None:
+def test_a_function_of_a_package_is_named_by_its_module(
+    trained: list[RunPlan], tmp_path: Path
+) -> None:
     (tmp_path / "graders_namespace").mkdir()
     imported(tmp_path, "graders_pkg.__init__", "")
     for name in ("graders_pkg.inner", "graders_namespace.inner"):
         inner = imported(tmp_path, name, GRADERS)
-        assert megarl.train(QUICKSTART, f"run_dir={tmp_path}/{name}", reward=inner.share).config.reward.name == f"{name}:share"
+        assert (
+            megarl.train(
+                QUICKSTART, f"run_dir={tmp_path}/{name}", reward=inner.share
+            ).config.reward.name
+            == f"{name}:share"
+        )
 
 
-def test_a_package_that_only_this_program_finds_is_refused(trained: list[RunPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_only_this_program_finds_is_refused(
+    trained: list[RunPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     imported(tmp_path, "hidden_pkg.__init__", "")
     inner = imported(tmp_path, "hidden_pkg.inner", GRADERS)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     with pytest.raises(
-        megarl.ConfigError, match=r"reward.name=share: the run's own processes find none as package hidden_pkg, not .*install it"
+        megarl.ConfigError,
+        match=r"reward.name=share: the run's own processes find none as package hidden_pkg, not "
+        r".*install it",
     ):
         megarl.train(QUICKSTART, reward=inner.share)
 
@@ -254,7 +334,9 @@ def test_a_function_that_cannot_be_imported_is_refused(function: Any) -> None:
 
 
 def test_what_is_no_function_is_refused() -> None:
-    with pytest.raises(megarl.ConfigError, match=r"reward.name=\[\]: must be a function, or a text"):
+    with pytest.raises(
+        megarl.ConfigError, match=r"reward.name=\[\]: must be a function, or a text"
+    ):
         megarl.train(QUICKSTART, reward=[])  # pyright: ignore[reportArgumentType]
 
 
@@ -273,15 +355,24 @@ def test_coroutines_run_inside_a_running_loop() -> None:
 
 
 def test_no_command_of_the_launcher_needs_a_loop_of_its_own() -> None:
-    """asyncio.run fails in a notebook, whose loop runs already. Other processes have their own loops."""
+    """asyncio.run fails in a notebook, whose loop runs already.
+
+    Other processes have their own loops.
+    """
     launched = {"megarl/bench", "megarl/agents/hubs", "megarl/sandbox", "launch/roles.py"}
     files = [*(ROOT / "megarl").rglob("*.py"), *(ROOT / "launch").rglob("*.py")]
-    found = {str(path.relative_to(ROOT)) for path in files if "asyncio.run(" in path.read_text(encoding="utf-8")}
+    found = {
+        str(path.relative_to(ROOT))
+        for path in files
+        if "asyncio.run(" in path.read_text(encoding="utf-8")
+    }
     left = {path for path in found if not path.startswith(tuple(launched))}
     assert left == {"megarl/base/coroutines.py"}
 
 
-def test_signals_that_end_the_launcher_raise_stopped(trained: list[RunPlan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signals_that_end_the_launcher_raise_stopped(
+    trained: list[RunPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def ends(error: BaseException) -> Any:
         def train(plan: RunPlan) -> None:
             raise error
@@ -292,7 +383,9 @@ def test_signals_that_end_the_launcher_raise_stopped(trained: list[RunPlan], mon
         monkeypatch.setattr(commands, "train", ends(error))
         with pytest.raises(megarl.Stopped) as raised:
             megarl.train(QUICKSTART)
-        assert raised.value.exit_status == 143 and str(raised.value).startswith("stopped by SIGTERM")
+        assert raised.value.exit_status == 143 and str(raised.value).startswith(
+            "stopped by SIGTERM"
+        )
     monkeypatch.setattr(commands, "train", ends(Stopped(number=signal.SIGINT)))
     assert cli.main(["train", QUICKSTART]) == 130
     monkeypatch.setattr(commands, "train", ends(KeyboardInterrupt()))
@@ -315,8 +408,13 @@ def test_a_thread_leaves_the_signal_handlers_alone() -> None:
 
 
 def test_a_second_launch_of_a_program_on_several_nodes_meets_elsewhere(tmp_path: Path) -> None:
-    several, alone = Node(0, 2, "slurm.1.0.0"), Node(0, 1, "local")
-    assert [launcher.launch_folder(tmp_path, several).name for _ in range(3)] == ["slurm.1.0.0", "slurm.1.0.0.1", "slurm.1.0.0.2"]
+    several = Node(0, 2, "slurm.1.0.0")
+    alone = Node(0, 1, "local")
+    assert [launcher.launch_folder(tmp_path, several).name for _ in range(3)] == [
+        "slurm.1.0.0",
+        "slurm.1.0.0.1",
+        "slurm.1.0.0.2",
+    ]
     assert [launcher.launch_folder(tmp_path, alone).name for _ in range(2)] == ["local", "local"]
 
 
@@ -328,10 +426,19 @@ def run_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     (folder / "rollouts").mkdir(parents=True)
     (folder / "eval").mkdir()
-    rows = [{"step": 0, "reward/mean": 0.25, "loss": None}, {"step": 1, "reward/mean": 0.5, "loss": 1.0, "sync/audit_ok": True}]
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows) + '{"step": 2, "rew')
-    (folder / "rollouts/samples.jsonl").write_text('{"step": 0, "ordinal": 3, "samples": [{"reward": 1.0, "text": "7"}]}\n')
-    (folder / "rollouts/ordinals.jsonl").write_text('{"step": 0, "ordinals": [3, 4], "dropped": [5]}\n')
+    rows = [
+        {"step": 0, "reward/mean": 0.25, "loss": None},
+        {"step": 1, "reward/mean": 0.5, "loss": 1.0, "sync/audit_ok": True},
+    ]
+    (folder / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps(row)}\n" for row in rows) + '{"step": 2, "rew'
+    )
+    (folder / "rollouts/samples.jsonl").write_text(
+        '{"step": 0, "ordinal": 3, "samples": [{"reward": 1.0, "text": "7"}]}\n'
+    )
+    (folder / "rollouts/ordinals.jsonl").write_text(
+        '{"step": 0, "ordinals": [3, 4], "dropped": [5]}\n'
+    )
     (folder / "eval/version_000001.json").write_text('{"version": 1, "pass@1": 0.5}')
     (folder / "checkpoints/step_000001").mkdir(parents=True)
     (folder / "config.yaml").write_text(dump_config(megarl.load(QUICKSTART)))
@@ -353,20 +460,36 @@ def test_a_run_reads_its_files(run_dir: Path) -> None:
 def test_metrics_are_lists_without_pandas(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     columns = megarl.Run(run_dir).metrics
-    assert columns["reward/mean"] == [0.25, 0.5] and list(columns) == ["step", "reward/mean", "loss", "sync/audit_ok"]
+    assert columns["reward/mean"] == [0.25, 0.5] and list(columns) == [
+        "step",
+        "reward/mean",
+        "loss",
+        "sync/audit_ok",
+    ]
 
 
-def test_a_run_writes_the_page_of_its_report(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_writes_the_page_of_its_report(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = megarl.Run(run_dir)
-    assert run.report() == run_dir / "report.html" and run.report(tmp_path / "page.html") == tmp_path / "page.html"
-    assert "report.html: 0." in capsys.readouterr().out and (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    assert (
+        run.report() == run_dir / "report.html"
+        and run.report(tmp_path / "page.html") == tmp_path / "page.html"
+    )
+    assert "report.html: 0." in capsys.readouterr().out and (
+        tmp_path / "page.html"
+    ).read_text().startswith("<!doctype html>")
     with pytest.raises(megarl.ConfigError, match="--output .*page.txt: must end in .html"):
         run.report(tmp_path / "page.txt")
 
 
-def test_a_run_is_exported_by_the_command(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_exported_by_the_command(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
-    monkeypatch.setattr(commands, "export", lambda plan, *arguments: calls.append((plan.config.run_dir, *arguments)))
+    monkeypatch.setattr(
+        commands, "export", lambda plan, *arguments: calls.append((plan.config.run_dir, *arguments))
+    )
     monkeypatch.chdir(ROOT)
     assert megarl.Run(run_dir).export(tmp_path / "hf", best=True) == tmp_path / "hf"
     assert calls == [(str(run_dir), str(tmp_path / "hf"), None, False, True)]
@@ -376,7 +499,9 @@ def test_a_run_is_exported_by_the_command(run_dir: Path, tmp_path: Path, monkeyp
         megarl.Run(run_dir).export(tmp_path / "full")
 
 
-def test_a_run_is_stopped_through_its_launch_folder(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_stopped_through_its_launch_folder(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(megarl.ConfigError, match="megarl train has never run there"):
         megarl.Run(run_dir).stop()
     going: Any = joining.RunningRun(str(run_dir), tmp_path, None)  # pyright: ignore[reportArgumentType]
@@ -386,5 +511,8 @@ def test_a_run_is_stopped_through_its_launch_folder(run_dir: Path, tmp_path: Pat
 
 
 def test_a_folder_that_is_no_runs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(megarl.ConfigError, match="holds neither config.yaml nor metrics.jsonl: not the folder of a run"):
+    with pytest.raises(
+        megarl.ConfigError,
+        match="holds neither config.yaml nor metrics.jsonl: not the folder of a run",
+    ):
         megarl.Run(tmp_path)

@@ -1,4 +1,6 @@
-"""The fp8 rules: against a reference in float64 and integers, against SGLang's own tools, and parts against the whole."""
+"""The fp8 rules: against a reference in float64 and integers, against SGLang's own tools, and parts
+against the whole.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +44,21 @@ def equal(found: tuple[torch.Tensor, torch.Tensor], wanted: tuple[np.ndarray, np
 
 @st.composite
 def weights(draw: st.DrawFn, largest: int = 40) -> torch.Tensor:
-    """[R, C] in bf16 or float32: rows and columns of very different magnitude, zeros, subnormals and the largest numbers."""
-    rows, cols = draw(st.integers(1, largest)), draw(st.integers(1, largest))
+    """[R, C] in bf16 or float32: rows and columns of very different magnitude, zeros, subnormals
+    and the largest numbers.
+    """
+    rows = draw(st.integers(1, largest))
+    cols = draw(st.integers(1, largest))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     x = torch.randn(rows, cols, generator=generator)
     span = draw(st.sampled_from([0, 3, 60]))
     x *= torch.exp2(span * torch.randn(rows, 1, generator=generator)).clamp(2.0**-120, 2.0**100)
-    special = draw(st.sampled_from([0.0, 1e-40, 1e-39, -3e-38, 1e-4, 1e-12, 448.0, LARGEST, -LARGEST]))
-    x[torch.rand(rows, cols, generator=generator) < draw(st.sampled_from([0.0, 0.1, 1.0]))] = special
+    special = draw(
+        st.sampled_from([0.0, 1e-40, 1e-39, -3e-38, 1e-4, 1e-12, 448.0, LARGEST, -LARGEST])
+    )
+    x[torch.rand(rows, cols, generator=generator) < draw(st.sampled_from([0.0, 0.1, 1.0]))] = (
+        special
+    )
     return x.to(draw(st.sampled_from([torch.bfloat16, torch.float32])))
 
 
@@ -69,7 +78,8 @@ def test_equals_the_float64_reference_on_full_tiles(rule):
 
 def test_every_code_and_every_tie_rounds_to_even():
     middles = (reference.E4M3[:-1] + reference.E4M3[1:]) / 2
-    exact = torch.tensor(np.concatenate([reference.E4M3, middles]), dtype=torch.bfloat16)  # bf16 represents all of them
+    # bf16 represents all of them
+    exact = torch.tensor(np.concatenate([reference.E4M3, middles]), dtype=torch.bfloat16)
     x = torch.cat([exact, -exact]).unsqueeze(0)
     codes, scales = quantise(x, TENSOR, "x")
     assert scales.item() == 1.0
@@ -81,16 +91,24 @@ def test_every_code_and_every_tie_rounds_to_even():
 @given(data=st.data(), x=weights(), rule=st.sampled_from([SMALL, CHANNEL, TENSOR]))
 def test_parts_cut_anywhere_equal_gather_then_quantise(data, x, rule):
     def cuts(extent: int) -> list[tuple[int, int]]:
-        inner = sorted(data.draw(st.sets(st.integers(1, extent - 1), max_size=3))) if extent > 1 else []
+        inner = (
+            sorted(data.draw(st.sets(st.integers(1, extent - 1), max_size=3))) if extent > 1 else []
+        )
         return list(zip([0, *inner], [*inner, extent]))
 
-    boxes = [Box((r, c), (r1 - r, c1 - c)) for r, r1 in cuts(x.shape[0]) for c, c1 in cuts(x.shape[1])]
+    boxes = [
+        Box((r, c), (r1 - r, c1 - c)) for r, r1 in cuts(x.shape[0]) for c, c1 in cuts(x.shape[1])
+    ]
     parts = {box: x[box.slices()].clone() for box in boxes}
-    amax = [(rule.tiles(box), tile_amax(part, *box.start, rule, "x")) for box, part in parts.items()]
+    amax = [
+        (rule.tiles(box), tile_amax(part, *box.start, rule, "x")) for box, part in parts.items()
+    ]
     scales = scales_of(merge_amax(amax, whole_box(rule.scale_shape(tuple(x.shape)))), rule)
     codes = torch.empty(x.shape, dtype=FP8)
     for box, part in parts.items():
-        codes[box.slices()] = quantise_with(part, *box.start, scales[rule.tiles(box).slices()], rule)
+        codes[box.slices()] = quantise_with(
+            part, *box.start, scales[rule.tiles(box).slices()], rule
+        )
         if rule.whole_tiles(box, tuple(x.shape)):
             alone = quantise(part, rule, "x")
             assert torch.equal(alone[0].view(torch.uint8), codes[box.slices()].view(torch.uint8))
@@ -99,7 +117,9 @@ def test_parts_cut_anywhere_equal_gather_then_quantise(data, x, rule):
 
 
 def test_experts_are_quantised_each_by_itself():
-    x = torch.randn(3, 20, 9, generator=torch.Generator().manual_seed(2)) * torch.tensor([1.0, 1e3, 1e-3]).view(3, 1, 1)
+    x = torch.randn(3, 20, 9, generator=torch.Generator().manual_seed(2)) * torch.tensor(
+        [1.0, 1e3, 1e-3]
+    ).view(3, 1, 1)
     for rule in RULES:
         codes, scales = quantise(x, rule, "experts")
         assert tuple(scales.shape) == rule.scale_shape(tuple(x.shape))
@@ -117,9 +137,12 @@ def test_nan_and_infinity_are_refused_by_name(rule, dtype):
         x = torch.zeros(140, 260, dtype=dtype)
         x[131, 259] = bad
         tile = (131 // rule.rows if rule.rows else 0, 259 // rule.cols if rule.cols else 0)
-        with pytest.raises(RuntimeError, match=rf"layers\.3\.up: .*in tile \({tile[0]}, {tile[1]}\)"):
+        with pytest.raises(
+            RuntimeError, match=rf"layers\.3\.up: .*in tile \({tile[0]}, {tile[1]}\)"
+        ):
             quantise(x, rule, "layers.3.up")
-    with pytest.raises(RuntimeError, match="NaN or infinity"):  # a float32 number that bf16 cannot hold
+    # a float32 number that bf16 cannot hold
+    with pytest.raises(RuntimeError, match="NaN or infinity"):
         quantise(torch.tensor([[3.4e38]]), rule, "x")
 
 
@@ -134,7 +157,10 @@ def test_a_missing_part_and_scales_of_another_shape_are_refused():
 def spread(rows: int, cols: int) -> torch.Tensor:
     """bf16 rows of different magnitude."""
     generator = torch.Generator().manual_seed(5)
-    return (torch.randn(rows, cols, generator=generator) * torch.exp2(4 * torch.randn(rows, 1, generator=generator))).bfloat16()
+    return (
+        torch.randn(rows, cols, generator=generator)
+        * torch.exp2(4 * torch.randn(rows, 1, generator=generator))
+    ).bfloat16()
 
 
 def sglang_file(path: str) -> ModuleType:
@@ -153,7 +179,9 @@ def compressed(values: torch.Tensor, strategy: str) -> tuple[torch.Tensor, torch
     from compressed_tensors.quantization.utils import calculate_qparams
 
     values = values.float()  # then its scales are in float32 too
-    least, most = values.aminmax(dim=-1, keepdim=True) if strategy == "channel" else values.aminmax()
+    least, most = (
+        values.aminmax(dim=-1, keepdim=True) if strategy == "channel" else values.aminmax()
+    )
     how = QuantizationArgs(num_bits=8, type="float", strategy=strategy, symmetric=True)
     scale, zero = calculate_qparams(least, most, how)
     return theirs(values, scale, zero, how, torch.float8_e4m3fn), scale
@@ -162,7 +190,9 @@ def compressed(values: torch.Tensor, strategy: str) -> tuple[torch.Tensor, torch
 def test_block_equals_sglangs_conversion():
     convert = sglang_file("srt/layers/quantization/mxfp8_block_convert.py").bf16_to_block_fp8_128
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(300, 260, generator=generator) * torch.exp2(30 * torch.randn(300, 1, generator=generator))
+    x = torch.randn(300, 260, generator=generator) * torch.exp2(
+        30 * torch.randn(300, 1, generator=generator)
+    )
     x[:128, 128:256] = 0
     x[128:256] *= 1e-9
     wanted = convert(x.bfloat16())
@@ -179,7 +209,9 @@ def test_channel_and_tensor_equal_compressed_tensors(rule, strategy):
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("start", [(0, 0), (5, 70)])
 def test_strips_of_rows_change_nothing(rule, start, monkeypatch):
-    """A large box is quantised strip by strip. All rows at once give the same bits, also if the first strip is a cut tile."""
+    """A large box is quantised strip by strip. All rows at once give the same bits, also if the
+    first strip is a cut tile.
+    """
     x = torch.randn(2, 300, 200, generator=torch.Generator().manual_seed(7)).bfloat16()
 
     def worked_through(elements: int) -> tuple[int, torch.Tensor, torch.Tensor]:

@@ -13,7 +13,9 @@ from megarl.messaging.rendezvous import free_ports
 LOW, HIGH = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
 
 
-@pytest.mark.skipif(LOW <= 20_000, reason="this host leaves few ports outside of the ephemeral range")
+@pytest.mark.skipif(
+    LOW <= 20_000, reason="this host leaves few ports outside of the ephemeral range"
+)
 def test_ports_are_free_different_and_never_given_to_outgoing_connections():
     ports = free_ports(100)
     assert len(set(ports)) == 100
@@ -31,5 +33,7 @@ def test_taken_ports_are_passed_over_and_a_lack_of_free_ones_is_told(monkeypatch
                 each.bind(("127.0.0.1", port))
             except OSError:
                 continue  # another process has it, so it is taken too
-        with pytest.raises(RuntimeError, match="1 free ports are needed on 127.0.0.1, but there are only 0"):
+        with pytest.raises(
+            RuntimeError, match="1 free ports are needed on 127.0.0.1, but there are only 0"
+        ):
             free_ports(1)

@@ -1,4 +1,6 @@
-"""The report page in a real browser: it shows the files' values, a run's text cannot execute, and everyone can use it."""
+"""The report page in a real browser: it shows the files' values, a run's text cannot execute, and
+everyone can use it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from megarl.report.reading import RunReader
 
 pytestmark = pytest.mark.skipif(browser.find() is None, reason=browser.MISSING)
 STEPS = 60
-# A chart is drawn once the browser reports that it is near the view. That is late on a busy machine, and always late in these tests.
+# A chart is drawn once the browser reports that it is near the view. That is late on a busy
+# machine, and always late in these tests.
 LATE = """window.IntersectionObserver = class extends IntersectionObserver {
   constructor(then, options) { super((entries, self) => setTimeout(() => then(entries, self), 100), options); } };"""
 PLACE = """((key) => { const r = document.querySelector(`[data-key="${key}"] .u-over`).getBoundingClientRect();
@@ -83,8 +86,11 @@ def test_what_hovering_shows_equals_the_file(tab: browser.Browser, run: Path) ->
         for share in (0.1, 0.5, 0.93):
             tab.mouse("mouseMoved", place[0] + share * place[2], place[1] + place[3] / 2)
             said = shows(tab, f'[data-key="{key}"] .readout').split()
-            step, value = int(said[1]), float(said[-1])
-            assert step == pytest.approx(share * (STEPS - 1), abs=1) and value == pytest.approx(rows[step][key], rel=1e-8)
+            step = int(said[1])
+            value = float(said[-1])
+            assert step == pytest.approx(share * (STEPS - 1), abs=1) and value == pytest.approx(
+                rows[step][key], rel=1e-8
+            )
     assert tab.messages == []
 
 
@@ -94,35 +100,57 @@ def test_every_value_of_every_metric_reaches_the_page(tab: browser.Browser, run:
     steps, columns = json.loads(shown)
     for row in read_metrics(run / METRICS_FILE):
         place = steps.index(row["step"])
-        assert {key: column[place] for key, column in columns.items() if column[place] is not None} == {
-            key: value for key, value in row.items() if key != "step"
-        }
+        assert {
+            key: column[place] for key, column in columns.items() if column[place] is not None
+        } == {key: value for key, value in row.items() if key != "step"}
 
 
-def test_zoom_smoothing_and_several_runs_over_each_other(tab: browser.Browser, run: Path, tmp_path: Path) -> None:
+def test_zoom_smoothing_and_several_runs_over_each_other(
+    tab: browser.Browser, run: Path, tmp_path: Path
+) -> None:
     other = write_run(tmp_path / "another-run", 40, seed=1)
     tab.open(url(run, other))
     series = "[...view.charts].find((c) => c.title === 'Reward').u.series.length"
     place = place_of(tab, "reward/mean")
     tab.until("[...view.charts].filter((c) => c.u).length > 3")
-    assert tab.js(series) == 3 and tab.js("[...view.charts].find((c) => c.title === 'Reward').u.data[0].length") == STEPS
-    tab.mouse("mousePressed", place[0] + 0.25 * place[2], place[1] + 50, button="left", clickCount=1)
+    assert (
+        tab.js(series) == 3
+        and tab.js("[...view.charts].find((c) => c.title === 'Reward').u.data[0].length") == STEPS
+    )
+    tab.mouse(
+        "mousePressed", place[0] + 0.25 * place[2], place[1] + 50, button="left", clickCount=1
+    )
     tab.mouse("mouseMoved", place[0] + 0.5 * place[2], place[1] + 50, button="left", buttons=1)
-    tab.mouse("mouseReleased", place[0] + 0.5 * place[2], place[1] + 50, button="left", clickCount=1)
+    tab.mouse(
+        "mouseReleased", place[0] + 0.5 * place[2], place[1] + 50, button="left", clickCount=1
+    )
     tab.until("view.range")
     low, high = tab.js("view.range")
-    assert (low, high) == (pytest.approx(0.25 * (STEPS - 1), abs=1), pytest.approx(0.5 * (STEPS - 1), abs=1))
-    ranges = tab.js("[...view.charts].filter((c) => c.u).map((c) => [c.u.scales.x.min, c.u.scales.x.max])")
+    assert (low, high) == (
+        pytest.approx(0.25 * (STEPS - 1), abs=1),
+        pytest.approx(0.5 * (STEPS - 1), abs=1),
+    )
+    ranges = tab.js(
+        "[...view.charts].filter((c) => c.u).map((c) => [c.u.scales.x.min, c.u.scales.x.max])"
+    )
     assert len(ranges) > 3 and all(each == [low, high] for each in ranges)
     tab.js("document.querySelector('#unzoom').click()")
     assert tab.js("view.range") is None
-    tab.js("(() => { const node = document.querySelector('#smoothing'); node.value = 0.9; node.dispatchEvent(new Event('input')); })()")
+    tab.js(
+        "(() => { const node = document.querySelector('#smoothing'); node.value = 0.9; "
+        "node.dispatchEvent(new Event('input')); })()"
+    )
     assert tab.js(series) == 5
-    wanted, mean, total = [], 0.0, 0.0
+    wanted = []
+    mean = 0.0
+    total = 0.0
     for row in read_metrics(run / METRICS_FILE):
-        mean, total = 0.9 * mean + 0.1 * row["reward/mean"], 0.9 * total + 0.1
+        mean = 0.9 * mean + 0.1 * row["reward/mean"]
+        total = 0.9 * total + 0.1
         wanted.append(mean / total)
-    assert tab.js("[...view.charts].find((c) => c.title === 'Reward').u.data[2]") == pytest.approx(wanted)
+    assert tab.js("[...view.charts].find((c) => c.title === 'Reward').u.data[2]") == pytest.approx(
+        wanted
+    )
     tab.js("document.querySelectorAll('.run')[1].click()")
     assert tab.js(series) == 3 and tab.messages == []
 
@@ -132,44 +160,112 @@ def test_times_weights_and_faults_equal_the_trace(tab: browser.Browser, run: Pat
     tab.js("choose('time')")
     table = {
         cells[0]: cells[1:]
-        for cells in tab.js("[...document.querySelectorAll('.splits tbody tr')].map((r) => [...r.cells].map((c) => c.innerText))")
+        for cells in tab.js(
+            "[...document.querySelectorAll('.splits tbody tr')].map((r) => [...r.cells].map((c) "
+            "=> c.innerText))"
+        )
     }
     assert table["a step"][:2] == ["2 s", "1.9 s"] and table["training"][:2] == ["1.1 s", "1 s"]
-    assert "decoding at full concurrency" in shows(tab, "#panel-time") and "generation binds" in shows(tab, "#panel-time")
+    assert "decoding at full concurrency" in shows(
+        tab, "#panel-time"
+    ) and "generation binds" in shows(tab, "#panel-time")
     lanes = dict(tab.js("timelines[0].totals"))
-    assert lanes.keys() == {"trainer.0", "trainer.1", "generator.0", "generator.0 weights", "engine.0", "engine.1"}
-    assert lanes["trainer.1"]["train"] == pytest.approx(STEPS * 1.1) and lanes["trainer.0"]["wait for a batch"] == pytest.approx(
-        STEPS * 0.8
-    )
-    assert lanes["engine.1"]["away"] == pytest.approx(10) and lanes["engine.0"]["pause"] == pytest.approx(STEPS * 0.05)
+    assert lanes.keys() == {
+        "trainer.0",
+        "trainer.1",
+        "generator.0",
+        "generator.0 weights",
+        "engine.0",
+        "engine.1",
+    }
+    assert lanes["trainer.1"]["train"] == pytest.approx(STEPS * 1.1) and lanes["trainer.0"][
+        "wait for a batch"
+    ] == pytest.approx(STEPS * 0.8)
+    assert lanes["engine.1"]["away"] == pytest.approx(10) and lanes["engine.0"][
+        "pause"
+    ] == pytest.approx(STEPS * 0.05)
     whole = 2 * STEPS + 1
-    assert lanes["engine.0"]["serve"] + lanes["engine.0"]["pause"] == pytest.approx(whole - 2 - 0.5, abs=0.2)  # no time between two starts
+    # no time between two starts
+    assert lanes["engine.0"]["serve"] + lanes["engine.0"]["pause"] == pytest.approx(
+        whole - 2 - 0.5, abs=0.2
+    )
     faults = tab.js("[...document.querySelectorAll('.faults tbody tr')].map((r) => r.innerText)")
-    assert len(faults) == 4 and "engine.1 lost: the connection broke" in faults[0] and "trainer.1 was killed by signal 9" in faults[2]
+    assert (
+        len(faults) == 4
+        and "engine.1 lost: the connection broke" in faults[0]
+        and "trainer.1 was killed by signal 9" in faults[2]
+    )
     assert tab.js("mfu(view.runs[0])[5]") == pytest.approx(4.2e14 / (1.1 * 2 * 989e12))
     tab.js("choose('weights')")
-    updates = tab.js("[...document.querySelectorAll('.updates tbody tr')].map((r) => [...r.cells].map((c) => c.innerText))")
-    assert len(updates) == STEPS and updates[0] == [str(STEPS), "2:00", "3.07 MiB", "10 ms", "20 ms", "50 ms", "equal bit for bit", "0, 1"]
-    heat = tab.js("[...document.querySelectorAll('.heat tbody tr')].map((r) => [...r.cells].map((c) => c.innerText))")
-    assert heat == [["trainer.0", "785 KiB", "785 KiB", "1.53 MiB"], ["trainer.1", "785 KiB", "785 KiB", "1.53 MiB"]]
-    assert "of 60" in shows(tab, "#panel-weights") or tab.js("audits(view.runs[0])") == [STEPS, STEPS]
+    updates = tab.js(
+        "[...document.querySelectorAll('.updates tbody tr')].map((r) => [...r.cells].map((c) => "
+        "c.innerText))"
+    )
+    assert len(updates) == STEPS and updates[0] == [
+        str(STEPS),
+        "2:00",
+        "3.07 MiB",
+        "10 ms",
+        "20 ms",
+        "50 ms",
+        "equal bit for bit",
+        "0, 1",
+    ]
+    heat = tab.js(
+        "[...document.querySelectorAll('.heat tbody tr')].map((r) => [...r.cells].map((c) => "
+        "c.innerText))"
+    )
+    assert heat == [
+        ["trainer.0", "785 KiB", "785 KiB", "1.53 MiB"],
+        ["trainer.1", "785 KiB", "785 KiB", "1.53 MiB"],
+    ]
+    assert "of 60" in shows(tab, "#panel-weights") or tab.js("audits(view.runs[0])") == [
+        STEPS,
+        STEPS,
+    ]
     assert tab.messages == []
 
 
-def test_the_first_hour_of_a_run_is_shown_as_what_it_is(tab: browser.Browser, tmp_path: Path) -> None:
-    """The critic warms up, engines compile, the user stops the run, and there is only the first evaluation."""
-    folder, rng = write_run(tmp_path / "young-run", 30), np.random.default_rng(0)
+def test_the_first_hour_of_a_run_is_shown_as_what_it_is(
+    tab: browser.Browser, tmp_path: Path
+) -> None:
+    """The critic warms up, engines compile, the user stops the run, and there is only the first
+    evaluation.
+    """
+    folder = write_run(tmp_path / "young-run", 30)
+    rng = np.random.default_rng(0)
     writer = MetricsWriter(folder)
     for step in range(30):
-        row = {"value/loss": 0.5 / (step + 1), "value/mean": 0.1, "returns": 0.2, **metrics(step, rng)}
-        row |= {"time/step_s": 60.0 if step == 0 else 2.0 + step / 100, "rollout/failed_fraction": 0.25, "rollout/failed_exit": 0.25}
-        writer.write(step, {key: value for key, value in row.items() if step >= 3 or key not in ("loss", "grad_norm", "entropy/mean")})
+        row = {
+            "value/loss": 0.5 / (step + 1),
+            "value/mean": 0.1,
+            "returns": 0.2,
+            **metrics(step, rng),
+        }
+        row |= {
+            "time/step_s": 60.0 if step == 0 else 2.0 + step / 100,
+            "rollout/failed_fraction": 0.25,
+            "rollout/failed_exit": 0.25,
+        }
+        writer.write(
+            step,
+            {
+                key: value
+                for key, value in row.items()
+                if step >= 3 or key not in ("loss", "grad_norm", "entropy/mean")
+            },
+        )
     writer.close()
     trace = folder / "trace/launcher.0.jsonl"
     trace.write_text(trace.read_text().replace('"finished"', '"stopped by Ctrl-C"'))
     tab.open(url(folder))
     place_of(tab, "value/loss")
-    facts = dict(tab.js("[...document.querySelectorAll('.fact')].map((f) => [f.querySelector('span').innerText, f.className])"))
+    facts = dict(
+        tab.js(
+            "[...document.querySelectorAll('.fact')].map((f) => "
+            "[f.querySelector('span').innerText, f.className])"
+        )
+    )
     assert facts["faults and restarts"] == "fact" and "held-out pass@1, before training" in facts
     assert "25% of the episodes failed (25% exit) in the last 5 steps" in shows(tab, "#top")
     assert "not finite" not in tab.js("document.body.innerText")
@@ -179,19 +275,30 @@ def test_the_first_hour_of_a_run_is_shown_as_what_it_is(tab: browser.Browser, tm
     place_of(tab, "time/step_s")
     assert tab.js("[...view.charts].find((c) => c.title === 'Step time').u.scales.y.max") < 3
     assert "the first step, 60 s, is above the chart" in shows(tab, '[data-key="time/step_s"]')
-    assert tab.js("[...document.querySelectorAll('.faults td.soft')].map((c) => c.innerText)") == ["ended: stopped by Ctrl-C"]
+    assert tab.js("[...document.querySelectorAll('.faults td.soft')].map((c) => c.innerText)") == [
+        "ended: stopped by Ctrl-C"
+    ]
     tab.js("choose('samples')")
-    text = json.loads((folder / "rollouts/samples.jsonl").read_text().splitlines()[-1])["samples"][0]["text"]
+    text = json.loads((folder / "rollouts/samples.jsonl").read_text().splitlines()[-1])["samples"][
+        0
+    ]["text"]
     tab.until("document.querySelector('.line .begins')")
-    assert " ".join(text[:60].split()) in tab.js("[...document.querySelectorAll('.line .begins')].map((c) => c.textContent)")
+    assert " ".join(text[:60].split()) in tab.js(
+        "[...document.querySelectorAll('.line .begins')].map((c) => c.textContent)"
+    )
     assert tab.messages == []
 
 
-def test_an_update_that_a_resumed_run_makes_again_has_its_own_times(tab: browser.Browser, tmp_path: Path) -> None:
+def test_an_update_that_a_resumed_run_makes_again_has_its_own_times(
+    tab: browser.Browser, tmp_path: Path
+) -> None:
     """A clock that is far off hides nothing, and delays nothing."""
     folder = write_run(tmp_path / "resumed", 6)
     shift_us = 100e6
-    for name, kinds in (("trainer.0", {"write weights 6": 5.0, "wait for engines": 7.0}), ("generator.0", {"pause for weights 6": 3.0})):
+    for name, kinds in (
+        ("trainer.0", {"write weights 6": 5.0, "wait for engines": 7.0}),
+        ("generator.0", {"pause for weights 6": 3.0}),
+    ):
         path = folder / "trace" / f"{name}.jsonl"
         events = [json.loads(line) for line in path.read_text().splitlines()]
         again = [
@@ -203,14 +310,23 @@ def test_an_update_that_a_resumed_run_makes_again_has_its_own_times(tab: browser
         path.write_text("".join(json.dumps(event) + "\n" for event in [*events, *again]))
     with open(folder / "trace" / "trainer.1.jsonl", "a") as file:
         for ts in (1.0, 1e30):
-            file.write(json.dumps({"name": "train step 6", "track": "main", "ts": ts, "dur": 2e6}) + "\n")
+            file.write(
+                json.dumps({"name": "train step 6", "track": "main", "ts": ts, "dur": 2e6}) + "\n"
+            )
     tab.open(url(folder))
     tab.js("choose('weights')")
-    updates = tab.js("[...document.querySelectorAll('.updates tbody tr')].map((r) => [...r.cells].map((c) => c.innerText))")
+    updates = tab.js(
+        "[...document.querySelectorAll('.updates tbody tr')].map((r) => [...r.cells].map((c) => "
+        "c.innerText))"
+    )
     assert [each[0] for each in updates[:2]] == ["6", "6"]
-    assert [each[3:6] for each in updates[:2]] == [["70 ms", "100 ms", "150 ms"], ["10 ms", "20 ms", "50 ms"]]
+    assert [each[3:6] for each in updates[:2]] == [
+        ["70 ms", "100 ms", "150 ms"],
+        ["10 ms", "20 ms", "50 ms"],
+    ]
     tab.js("choose('time')")
-    assert dict(tab.js("timelines[0].totals"))["trainer.1"]["train"] == pytest.approx(6 * 1.1 + 2)  # a time of 1e30 leaves no span
+    # a time of 1e30 leaves no span
+    assert dict(tab.js("timelines[0].totals"))["trainer.1"]["train"] == pytest.approx(6 * 1.1 + 2)
     assert tab.messages == []
 
 
@@ -218,22 +334,36 @@ def test_samples_are_found_sorted_and_coloured(tab: browser.Browser, run: Path) 
     tab.open(url(run) + "#samples")
     index = RunReader(run, 1 << 26).read()["samples"]["index"]
     assert shows(tab, "#panel-samples p[aria-live]") == f"{STEPS * 8} of {STEPS * 8} samples"
-    tab.js("[...document.querySelectorAll('.heads button')].find((b) => b.innerText === 'length').click()")
+    tab.js(
+        "[...document.querySelectorAll('.heads button')].find((b) => b.innerText === "
+        "'length').click()"
+    )
     first = tab.js("[...document.querySelector('.rows .line').children].map((c) => c.innerText)")
     assert int(first[4]) == max(index["tokens"])
     for key, value in (("reward-0", 1), ("tokens-1", 20), ("step-0", 30)):
         tab.js(f"{FILTER}({key!r}, {value})")
-    kept = [i for i in range(len(index["step"])) if index["reward"][i] >= 1 and index["tokens"][i] <= 20 and index["step"][i] >= 30]
-    assert sorted(tab.js("table.order")) == kept and shows(tab, "#panel-samples p[aria-live]").startswith(f"{len(kept)} of ")
-    assert tab.js("document.querySelectorAll('.rows .line').length") < 80  # only lines in view exist
+    kept = [
+        i
+        for i in range(len(index["step"]))
+        if index["reward"][i] >= 1 and index["tokens"][i] <= 20 and index["step"][i] >= 30
+    ]
+    assert sorted(tab.js("table.order")) == kept and shows(
+        tab, "#panel-samples p[aria-live]"
+    ).startswith(f"{len(kept)} of ")
+    # only lines in view exist
+    assert tab.js("document.querySelectorAll('.rows .line').length") < 80
     two_turns = next(i for i in kept if index["sample"][i] == 1)
     tab.js(f"table.choose({two_turns})")
     tab.until("document.querySelectorAll('.sample .text.env').length === 1")
     line = next(
-        each for each in map(json.loads, (run / "rollouts" / "samples.jsonl").open()) if each["ordinal"] == index["ordinal"][two_turns]
+        each
+        for each in map(json.loads, (run / "rollouts" / "samples.jsonl").open())
+        if each["ordinal"] == index["ordinal"][two_turns]
     )
     sample, (start, end) = line["samples"][1], line["samples"][1]["environment"][0]
-    blocks = tab.js("[...document.querySelectorAll('.sample .text')].map((n) => [n.className, n.textContent])")
+    blocks = tab.js(
+        "[...document.querySelectorAll('.sample .text')].map((n) => [n.className, n.textContent])"
+    )
     assert [text for _, text in blocks] == [
         line["prompt"],
         line["answer"],
@@ -251,51 +381,86 @@ def test_samples_are_found_sorted_and_coloured(tab: browser.Browser, run: Path) 
         tab.js(f"document.querySelector('[data-mode=\"{mode}\"]').click()")
         assert tab.js("document.querySelectorAll('.sample .tok').length") == len(numbers["ids"])
         assert (
-            tab.js("[...document.querySelectorAll('.sample .policy')].map((n) => n.textContent).join('')")
+            tab.js(
+                "[...document.querySelectorAll('.sample .policy')].map((n) => "
+                "n.textContent).join('')"
+            )
             == sample["text"][:start] + sample["text"][end:]
         )
     tab.js("document.querySelector('[data-mode=diff]').click()")
     strongest = int(np.argmax(np.abs(numbers["diff"])))
-    tab.js(f"document.querySelectorAll('.sample .tok')[{strongest}].dispatchEvent(new PointerEvent('pointerover', {{bubbles: true}}))")
+    tab.js(
+        f"document.querySelectorAll('.sample .tok')[{strongest}].dispatchEvent(new "
+        f"PointerEvent('pointerover', {{bubbles: true}}))"
+    )
     said = tab.js("[...document.querySelectorAll('.sample .readout')].at(-1).innerText").split("\n")
     assert f"difference {numbers['diff'][strongest]:g}".split()[1][:5] in " ".join(said)
     colour = tab.js(f"document.querySelectorAll('.sample .tok')[{strongest}].style.background")
-    assert ("var(--hot)" in colour) == (numbers["diff"][strongest] > 0) and ("var(--cold)" in colour) == (numbers["diff"][strongest] < 0)
+    assert ("var(--hot)" in colour) == (numbers["diff"][strongest] > 0) and (
+        "var(--cold)" in colour
+    ) == (numbers["diff"][strongest] < 0)
     assert tab.messages == []
 
 
 def test_hostile_text_is_shown_and_does_nothing(tab: browser.Browser, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "<img src=x onerror=document.title='owned'>", 3, faults=True)
     rng = np.random.default_rng(0)
-    samples, tokens = SamplesWriter(folder), TokensWriter(folder, 0, lambda token: HOSTILE[token % len(HOSTILE)])
+    samples = SamplesWriter(folder)
+    tokens = TokensWriter(folder, 0, lambda token: HOSTILE[token % len(HOSTILE)])
     for number, text in enumerate(HOSTILE):
         each = group(number, 0, 2, rng, text=text)
         samples.write(0, [(summary(each), texts(each))])
         zeros = np.zeros(4, np.float32)
         tokens.write(
-            0, number, 0, SimpleNamespace(ids=np.arange(4), positions=np.arange(6, 10), logprobs=zeros, mu_logprobs=zeros, advantages=zeros)
+            0,
+            number,
+            0,
+            SimpleNamespace(
+                ids=np.arange(4),
+                positions=np.arange(6, 10),
+                logprobs=zeros,
+                mu_logprobs=zeros,
+                advantages=zeros,
+            ),
         )
     writer = MetricsWriter(folder, resume_step=1)
-    names = {"constructor": 1.0, "__proto__": 1.0, HOSTILE[0]: 1.0, "eval/" + HOSTILE[0] + "/pass@1": 1.0}
+    names = {
+        "constructor": 1.0,
+        "__proto__": 1.0,
+        HOSTILE[0]: 1.0,
+        "eval/" + HOSTILE[0] + "/pass@1": 1.0,
+    }
     writer.write(1, {**metrics(1, rng), **names})
     writer.close()
     trace = folder / "trace" / "launcher.0.jsonl"
-    trace.write_text(trace.read_text().replace("finished", "failed: " + json.dumps(HOSTILE[0])[1:-1]))
+    trace.write_text(
+        trace.read_text().replace("finished", "failed: " + json.dumps(HOSTILE[0])[1:-1])
+    )
     found = url(folder)
     title = tab.open(found) and tab.js("document.title")
     for name in ("learning", "right", "time", "weights", "samples"):
         tab.js(f"choose({name!r})")
     for number in range(len(HOSTILE)):
         for mode in ("text", "diff"):
-            tab.js(f"(view_.mode = {mode!r}, table.choose([...view.runs[0].index_.ordinal].lastIndexOf({number}) - 1))")
-            tab.until(f"view_.group && view_.group.ordinal === {number} && document.querySelectorAll('.sample .text').length >= 3")
+            tab.js(
+                f"(view_.mode = {mode!r}, "
+                f"table.choose([...view.runs[0].index_.ordinal].lastIndexOf({number}) - 1))"
+            )
+            tab.until(
+                f"view_.group && view_.group.ordinal === {number} && "
+                "document.querySelectorAll('.sample .text').length >= 3"
+            )
     plain = "".join(character for character in HOSTILE[0])
     tab.js(
-        "(view_.mode = 'text', table.choose([...view.runs[0].index_.ordinal.keys()].findLast((i) => view.runs[0].index_.ordinal[i] === 0)))"
+        "(view_.mode = 'text', table.choose([...view.runs[0].index_.ordinal.keys()].findLast((i) "
+        "=> view.runs[0].index_.ordinal[i] === 0)))"
     )
     tab.until("view_.group.ordinal === 0 && view_.group.answer.startsWith('</script>')")
     assert shows(tab, ".sample .text") == plain
-    tab.js("table.choose([...view.runs[0].index_.ordinal.keys()].findLast((i) => view.runs[0].index_.ordinal[i] === 1))")
+    tab.js(
+        "table.choose([...view.runs[0].index_.ordinal.keys()].findLast((i) => "
+        "view.runs[0].index_.ordinal[i] === 1))"
+    )
     tab.until("view_.group.ordinal === 1")
     shown = tab.js("document.querySelector('.sample .text').textContent")
     assert (
@@ -305,9 +470,13 @@ def test_hostile_text_is_shown_and_does_nothing(tab: browser.Browser, tmp_path: 
         and "U+0000" in shown
         and not {"\u202e", "\u200b", "\x1b", "\x00", "\u2066"} & set(shown)
     )
-    assert tab.js("document.title") == title and "owned" not in title.replace("document.title='owned'", "")
+    assert tab.js("document.title") == title and "owned" not in title.replace(
+        "document.title='owned'", ""
+    )
     assert tab.js("document.querySelectorAll('img, main style, main script, iframe').length") == 0
-    assert [request for request in tab.requests if not request.startswith(("file:", "data:"))] == [] and tab.messages == []
+    assert [
+        request for request in tab.requests if not request.startswith(("file:", "data:"))
+    ] == [] and tab.messages == []
 
 
 def test_a_page_without_a_mouse(tab: browser.Browser, run: Path) -> None:
@@ -317,7 +486,10 @@ def test_a_page_without_a_mouse(tab: browser.Browser, run: Path) -> None:
     assert tab.js("document.activeElement.id") == "tab-samples" and tab.js("view.tab") == "samples"
     tab.js("table.body.focus()")
     tab.press("ArrowDown", "ArrowDown", "End", "ArrowUp")
-    assert tab.js("table.at") == STEPS * 8 - 2 and tab.js("document.querySelectorAll('.line[aria-selected=true]').length") == 1
+    assert (
+        tab.js("table.at") == STEPS * 8 - 2
+        and tab.js("document.querySelectorAll('.line[aria-selected=true]').length") == 1
+    )
     tab.until("view_.group && document.querySelector('.sample .text')")
     tab.js("choose('learning')")
     place_of(tab, "reward/mean")
@@ -352,13 +524,26 @@ def test_a_served_page_follows_a_run_that_goes_on(tab: browser.Browser, tmp_path
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         tab.open(server.url)
-        rng, writer = np.random.default_rng(5), MetricsWriter(folder, resume_step=5)
+        rng = np.random.default_rng(5)
+        writer = MetricsWriter(folder, resume_step=5)
         for step in range(5, 9):
-            writer.write(step, metrics(step, rng) | {"source/maths/reward": 0.1 * step, "source/<b>/reward": 0.5, "prompts/rested": 3})
+            writer.write(
+                step,
+                metrics(step, rng)
+                | {
+                    "source/maths/reward": 0.1 * step,
+                    "source/<b>/reward": 0.5,
+                    "prompts/rested": 3,
+                },
+            )
         tab.until("view.runs[0].steps.length === 9")
         tab.until("[...view.charts].find((c) => c.title === 'Reward').u?.data[0].length === 9")
-        titles = tab.js("[...document.querySelectorAll('#panel-learning h3')].map((n) => n.textContent)")
-        assert titles[-2:] == ["Reward by source", "Prompts at rest"], "charts of metrics that have come since"
+        titles = tab.js(
+            "[...document.querySelectorAll('#panel-learning h3')].map((n) => n.textContent)"
+        )
+        assert titles[-2:] == ["Reward by source", "Prompts at rest"], (
+            "charts of metrics that have come since"
+        )
         shown = tab.js("[...view.charts].find((c) => c.title === 'Reward by source').keys")
         assert shown == [["source/<b>/reward", "<b>"], ["source/maths/reward", "maths"]]
         writer.close()

@@ -1,4 +1,6 @@
-"""The data of the report page: columns, spans and samples equal those of the files, in whatever state the files are."""
+"""The data of the report page: columns, spans and samples equal those of the files, in whatever
+state the files are.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +28,40 @@ TEXT_BYTES = 64 << 20
 
 
 def chunks(found: dict) -> list[list[dict]]:
-    return [json.loads(gzip.decompress(base64.b64decode(chunk))) for chunk in found["samples"]["chunks"]]
+    return [
+        json.loads(gzip.decompress(base64.b64decode(chunk))) for chunk in found["samples"]["chunks"]
+    ]
 
 
-def test_columns_are_the_rows_of_the_metrics_and_what_is_not_finite_is_told_from_what_is_absent(tmp_path: Path) -> None:
+def test_columns_are_the_rows_of_the_metrics_and_what_is_not_finite_is_told_from_what_is_absent(
+    tmp_path: Path,
+) -> None:
     write_run(tmp_path, 12)
     with open(tmp_path / METRICS_FILE, "a") as file:
-        file.write('{"step": 12, "loss": NaN, "grad_norm": Infinity, "reward/mean": null}\n{"step": 13, "sync/audit_ok": false}\n')
-    found, rows = RunReader(tmp_path, TEXT_BYTES).read(), read_metrics(tmp_path / METRICS_FILE)
+        file.write(
+            '{"step": 12, "loss": NaN, "grad_norm": Infinity, "reward/mean": null}\n{"step": 13, '
+            '"sync/audit_ok": false}\n'
+        )
+    found = RunReader(tmp_path, TEXT_BYTES).read()
+    rows = read_metrics(tmp_path / METRICS_FILE)
     assert found["steps"] == [row["step"] for row in rows]
     assert found["metrics"]["tokens_per_s"][:12] == [row["tokens_per_s"] for row in rows[:12]]
-    assert [found["metrics"][key][12] for key in ("loss", "grad_norm", "reward/mean", "entropy/mean")] == ["n", "n", "n", None]
+    assert [
+        found["metrics"][key][12] for key in ("loss", "grad_norm", "reward/mean", "entropy/mean")
+    ] == ["n", "n", "n", None]
     assert found["metrics"]["sync/audit_ok"] == [1] * 12 + [None, 0]
 
 
 @pytest.mark.parametrize(
-    "end", [b'{"step": 12, "lo', b"\xff\xfe\n", b"[1, 2]\n", b'{"step": true}\n', b'{"loss": 1}\n', b"[" * 5000 + b"\n"]
+    "end",
+    [
+        b'{"step": 12, "lo',
+        b"\xff\xfe\n",
+        b"[1, 2]\n",
+        b'{"step": true}\n',
+        b'{"loss": 1}\n',
+        b"[" * 5000 + b"\n",
+    ],
 )
 def test_a_damaged_or_half_written_line_is_left_out_and_counted(tmp_path: Path, end: bytes) -> None:
     write_run(tmp_path, 12)
@@ -56,7 +76,10 @@ def test_a_damaged_or_half_written_line_is_left_out_and_counted(tmp_path: Path, 
         with open(path, "ab") as file:
             file.write(end)
     after = RunReader(tmp_path, TEXT_BYTES).read()
-    assert after["skipped"] == {str(path.relative_to(tmp_path)): 1 for path in files} and before["skipped"] == {}
+    assert (
+        after["skipped"] == {str(path.relative_to(tmp_path)): 1 for path in files}
+        and before["skipped"] == {}
+    )
     assert {**after, "skipped": {}} == before
 
 
@@ -66,27 +89,39 @@ EVENT = {"name": "pause for weights 1", "track": "weights", "ts": 1.8e15, "dur":
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"ts": math.nan}, {"ts": 10**400}, {"dur": "5"}, {"args": None}, {"args": {"engine_tokens": 5}}, {"args": {"bytes": math.inf}},
+        {"ts": math.nan}, {"ts": 10**400}, {"dur": "5"}, {"args": None},
+        {"args": {"engine_tokens": 5}}, {"args": {"bytes": math.inf}},
         {"name": "weights map", "args": {"to": [["x", 5]]}},
     ],
 )  # fmt: skip
-def test_an_event_of_other_types_is_left_out_and_counted(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_an_event_of_other_types_is_left_out_and_counted(
+    tmp_path: Path, wrong: dict[str, Any]
+) -> None:
     write_run(tmp_path, 2)
     with open(tmp_path / "trace" / "generator.0.jsonl", "a") as file:
-        file.write(json.dumps({**EVENT, **wrong}) + "\n" + json.dumps({**EVENT, "args": {"at": "x", "pause_s": None}}) + "\n")
+        file.write(
+            json.dumps({**EVENT, **wrong})
+            + "\n"
+            + json.dumps({**EVENT, "args": {"at": "x", "pause_s": None}})
+            + "\n"
+        )
     found = RunReader(tmp_path, TEXT_BYTES).read()
     assert found["skipped"] == {"trace/generator.0.jsonl": 1}
     assert found["pauses"][-1]["pause_s"] == 5e-6 and len(page([found], "now")) > 1000
 
 
-def test_numbers_that_no_float_holds_and_settings_that_are_none_do_not_end_the_report(tmp_path: Path) -> None:
+def test_numbers_that_no_float_holds_and_settings_that_are_none_do_not_end_the_report(
+    tmp_path: Path,
+) -> None:
     write_run(tmp_path, 2)
     (tmp_path / METRICS_FILE).open("a").write(json.dumps({"step": 2, "loss": 10**400}) + "\n")
     for text in (b"seed: .nan\nmodel: {path: [1]}\nmax_steps: 7\n", b"\xff\xfe"):
         (tmp_path / "config.yaml").write_bytes(text)
         found = RunReader(tmp_path, TEXT_BYTES).read()
         assert found["metrics"]["loss"][2] == "n" and len(page([found], "now")) > 1000
-        assert found["settings"].get("max_steps") == (7 if text.isascii() else None) and not found["settings"].get("model.path")
+        assert found["settings"].get("max_steps") == (7 if text.isascii() else None) and not found[
+            "settings"
+        ].get("model.path")
 
 
 def test_a_line_in_the_middle_is_left_out_and_steps_keep_their_order(tmp_path: Path) -> None:
@@ -94,36 +129,58 @@ def test_a_line_in_the_middle_is_left_out_and_steps_keep_their_order(tmp_path: P
     lines = (tmp_path / METRICS_FILE).read_bytes().splitlines(keepends=True)
     (tmp_path / METRICS_FILE).write_bytes(b"".join([*lines[:3], b"{]\n", lines[1], *lines[3:]]))
     found = RunReader(tmp_path, TEXT_BYTES).read()
-    assert found["steps"] == list(range(6)) and found["skipped"] == {METRICS_FILE: 1} and found["out_of_order"] == 1
+    assert (
+        found["steps"] == list(range(6))
+        and found["skipped"] == {METRICS_FILE: 1}
+        and found["out_of_order"] == 1
+    )
 
 
 def test_samples_have_the_numbers_that_each_rank_wrote(tmp_path: Path) -> None:
     write_run(tmp_path, 7, groups=2, n=4, ranks=2)
     found = RunReader(tmp_path, TEXT_BYTES).read()
-    index, read = found["samples"]["index"], chunks(found)
+    index = found["samples"]["index"]
+    read = chunks(found)
     assert len(index["step"]) == 7 * 2 * 4 and set(index["step"]) == set(range(7))
     lines = {
         (rank, line["step"], line["ordinal"], line["sample"]): line
         for rank in range(2)
         for line in map(json.loads, (tmp_path / "rollouts" / f"tokens.{rank}.jsonl").open())
     }
-    groups = {line["ordinal"]: line for line in map(json.loads, (tmp_path / "rollouts" / "samples.jsonl").open())}
+    groups = {
+        line["ordinal"]: line
+        for line in map(json.loads, (tmp_path / "rollouts" / "samples.jsonl").open())
+    }
     for place in range(len(index["step"])):
         step, ordinal, number = (index[key][place] for key in ("step", "ordinal", "sample"))
         shown = read[index["chunk"][place]][index["place"][place]]
-        sample, line, wanted = shown["samples"][number], lines[number % 2, step, ordinal, number], groups[ordinal]["samples"][number]
-        assert (shown["step"], shown["ordinal"], sample["text"], sample["reward"]) == (step, ordinal, wanted["text"], wanted["reward"])
+        sample = shown["samples"][number]
+        line = lines[number % 2, step, ordinal, number]
+        wanted = groups[ordinal]["samples"][number]
+        assert (shown["step"], shown["ordinal"], sample["text"], sample["reward"]) == (
+            step,
+            ordinal,
+            wanted["text"],
+            wanted["reward"],
+        )
         assert (
             sample["numbers"]["diff"] == line["diff"]
             and sample["numbers"]["mu"] == line["mu"]
             and sample["numbers"]["positions"] == line["positions"]
         )
         assert sample["numbers"]["pieces"] == [piece(token) for token in line["ids"]]
-        assert sample["numbers"]["advantage"] == line["advantage"] == pytest.approx(sample["reward"] - 0.5)
         assert (
-            index["age"][place] == step - min(version for version, _ in wanted["versions"]) and index["tokens"][place] == wanted["tokens"]
+            sample["numbers"]["advantage"]
+            == line["advantage"]
+            == pytest.approx(sample["reward"] - 0.5)
         )
-        assert index["spread"][place] == pytest.approx(np.std([each["reward"] for each in groups[ordinal]["samples"]]))
+        assert (
+            index["age"][place] == step - min(version for version, _ in wanted["versions"])
+            and index["tokens"][place] == wanted["tokens"]
+        )
+        assert index["spread"][place] == pytest.approx(
+            np.std([each["reward"] for each in groups[ordinal]["samples"]])
+        )
         own = sum(count for _, count in wanted["versions"])
         assert len(line["ids"]) == own == wanted["tokens"] - (3 if number == 1 else 0)
 
@@ -142,25 +199,37 @@ def test_numbers_keep_four_digits_and_what_is_not_finite_becomes_null(tmp_path: 
     writer.write(1, 8, 0, row)
     first, second = map(json.loads, (tmp_path / "rollouts" / "tokens.0.jsonl").open())
     assert first["diff"] == first["advantage"] == [0, -1.235e-7, None, 98770, None]
-    assert first["pieces"] == {"3": "t3", "4": "t4", "5": "t5"} and "pieces" not in second and first["positions"] == [[0, 2], [5, 3]]
+    assert (
+        first["pieces"] == {"3": "t3", "4": "t4", "5": "t5"}
+        and "pieces" not in second
+        and first["positions"] == [[0, 2], [5, 3]]
+    )
 
 
 def test_a_resumed_run_cuts_what_it_makes_again(tmp_path: Path) -> None:
     write_run(tmp_path, 9, groups=1, n=2)
-    before = [(tmp_path / "rollouts" / name).read_bytes() for name in ("samples.jsonl", "tokens.0.jsonl", "tokens.1.jsonl")]
+    before = [
+        (tmp_path / "rollouts" / name).read_bytes()
+        for name in ("samples.jsonl", "tokens.0.jsonl", "tokens.1.jsonl")
+    ]
     with open(tmp_path / "rollouts" / "samples.jsonl", "ab") as file:
         file.write(b'{"step":9,"half')
     SamplesWriter(tmp_path, resume_step=6).close()
     for name, old in zip(("samples.jsonl", "tokens.0.jsonl", "tokens.1.jsonl"), before):
-        assert (tmp_path / "rollouts" / name).read_bytes() == b"".join(old.splitlines(keepends=True)[:6])
+        assert (tmp_path / "rollouts" / name).read_bytes() == b"".join(
+            old.splitlines(keepends=True)[:6]
+        )
 
 
 def test_of_too_many_texts_whole_steps_are_left_out_but_the_index_has_all(tmp_path: Path) -> None:
     write_run(tmp_path, 20, groups=2, n=4)
     found = RunReader(tmp_path, 20_000).read()
-    index, every = found["samples"]["index"], found["samples"]["every"]
+    index = found["samples"]["index"]
+    every = found["samples"]["every"]
     assert every > 1 and len(index["step"]) == 160
-    assert all((chunk >= 0) == (step % every == 0) for step, chunk in zip(index["step"], index["chunk"]))
+    assert all(
+        (chunk >= 0) == (step % every == 0) for step, chunk in zip(index["step"], index["chunk"])
+    )
 
 
 def test_what_is_new_is_read_once_and_a_cut_file_is_read_afresh(tmp_path: Path) -> None:
@@ -168,21 +237,34 @@ def test_what_is_new_is_read_once_and_a_cut_file_is_read_afresh(tmp_path: Path) 
     reader = RunReader(tmp_path, TEXT_BYTES)
     first = reader.read(follow=True)
     assert first["afresh"] and first["steps"] == list(range(8))
-    assert first["samples"]["index"]["step"] == [step for step in range(7) for _ in range(2)]  # some ranks may still write the last one
+    # some ranks may still write the last one
+    assert first["samples"]["index"]["step"] == [step for step in range(7) for _ in range(2)]
     empty = reader.read(follow=True)
-    assert not empty["afresh"] and not (empty["steps"] or empty["lanes"] or empty["marks"] or empty["samples"]["chunks"])
+    assert not empty["afresh"] and not (
+        empty["steps"] or empty["lanes"] or empty["marks"] or empty["samples"]["chunks"]
+    )
     writer = MetricsWriter(tmp_path, resume_step=8)
     writer.write(8, {"loss": 1.0, "new": 2.0})
     samples = SamplesWriter(tmp_path, resume_step=8)
-    samples.write(8, [(summary(each), texts(each)) for each in [group(8, 8, 2, np.random.default_rng(0))]])
+    samples.write(
+        8, [(summary(each), texts(each)) for each in [group(8, 8, 2, np.random.default_rng(0))]]
+    )
     new = reader.read(follow=True)
-    assert new["steps"] == [8] and new["metrics"]["new"] == [2.0] and new["samples"]["index"]["step"] == [7, 7]
+    assert (
+        new["steps"] == [8]
+        and new["metrics"]["new"] == [2.0]
+        and new["samples"]["index"]["step"] == [7, 7]
+    )
     writer.close()
     writer = MetricsWriter(tmp_path, resume_step=3)
     for step in range(3, 12):
         writer.write(step, {"loss": -1.0})
     again = reader.read(follow=True)
-    assert again["afresh"] and again["steps"] == list(range(12)) and again["metrics"]["loss"][3:] == [-1.0] * 9
+    assert (
+        again["afresh"]
+        and again["steps"] == list(range(12))
+        and again["metrics"]["loss"][3:] == [-1.0] * 9
+    )
 
 
 def test_a_followed_run_that_has_ended_shows_the_samples_of_its_last_step(tmp_path: Path) -> None:
@@ -192,9 +274,20 @@ def test_a_followed_run_that_has_ended_shows_the_samples_of_its_last_step(tmp_pa
     for path in (tmp_path / "rollouts").glob("*.jsonl"):
         os.utime(path, (0, time.time() - 2 * SETTLED_S))
     last = reader.read(follow=True)
-    assert last["samples"]["index"]["step"] == [3, 3] and all(group["samples"][0]["numbers"] for group in chunks(last)[0])
+    assert last["samples"]["index"]["step"] == [3, 3] and all(
+        group["samples"][0]["numbers"] for group in chunks(last)[0]
+    )
     assert reader.read(follow=True)["samples"]["index"]["step"] == []
-    assert RunReader(tmp_path, TEXT_BYTES).read(follow=True)["samples"]["index"]["step"] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert RunReader(tmp_path, TEXT_BYTES).read(follow=True)["samples"]["index"]["step"] == [
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+    ]
 
 
 def test_faults_and_the_plan_come_from_the_trace(tmp_path: Path) -> None:
@@ -207,26 +300,46 @@ def test_faults_and_the_plan_come_from_the_trace(tmp_path: Path) -> None:
         ("launcher.0", "start"),
         ("launcher.0", "end"),
     ]
-    assert found["expected"]["step_s"] == 1.9 and found["pairs"]["trainer.1"] == [[0, 803968], [1, 803968]]
-    assert [span[0] for span in found["lanes"]["engine.1"]] == ["away"] and len(found["pauses"]) == 30
+    assert found["expected"]["step_s"] == 1.9 and found["pairs"]["trainer.1"] == [
+        [0, 803968],
+        [1, 803968],
+    ]
+    assert [span[0] for span in found["lanes"]["engine.1"]] == ["away"] and len(
+        found["pauses"]
+    ) == 30
     assert found["pauses"][10]["engines"] == [0] and found["engine_tokens"] == [150_000, 49_980]
 
 
 def test_engines_are_compared_only_while_all_are_there(tmp_path: Path) -> None:
     def read(*events: tuple[str, str, float, dict]) -> list[str]:
         lines = [
-            {"name": name, "track": track, "ts": 1e6 * at, "dur": dur, "args": args} for at, (name, track, dur, args) in enumerate(events)
+            {"name": name, "track": track, "ts": 1e6 * at, "dur": dur, "args": args}
+            for at, (name, track, dur, args) in enumerate(events)
         ]
-        (tmp_path / "trace" / "generator.0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return [text for text in RunReader(tmp_path, TEXT_BYTES).read()["advisories"] if "fewer tokens" in text]
+        (tmp_path / "trace" / "generator.0.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
+        return [
+            text
+            for text in RunReader(tmp_path, TEXT_BYTES).read()["advisories"]
+            if "fewer tokens" in text
+        ]
 
     write_run(tmp_path, 20)
-    batch = lambda number, *tokens: (f"generate batch {number}", "main", 1.0, {"engine_tokens": list(tokens)})  # noqa: E731
-    lost, away = ("lost", "engine.1", 0.0, {"why": "x"}), ("away", "engine.1", 9.0, {})
+
+    def batch(number, *tokens):
+        return f"generate batch {number}", "main", 1.0, {"engine_tokens": list(tokens)}
+
+    lost = ("lost", "engine.1", 0.0, {"why": "x"})
+    away = ("away", "engine.1", 9.0, {})
     assert read(batch(0, 90_000, 20_000))[0].endswith("engine 1 22%")
     assert read(batch(0, 20_000, 20_000), lost, batch(1, 90_000, 0)) == []
-    assert read(batch(0, 20_000, 20_000), lost, batch(1, 90_000, 0), away, batch(2, 20_000, 20_000)) == []
-    assert read(lost, batch(0, 90_000, 0), batch(0, 90_000, 20_000))[0].endswith("engine 1 22%")  # another start
+    assert (
+        read(batch(0, 20_000, 20_000), lost, batch(1, 90_000, 0), away, batch(2, 20_000, 20_000))
+        == []
+    )
+    # another start
+    assert read(lost, batch(0, 90_000, 0), batch(0, 90_000, 20_000))[0].endswith("engine 1 22%")
 
 
 def test_advice_is_given_where_the_numbers_say_so_and_not_elsewhere() -> None:
@@ -238,21 +351,37 @@ def test_advice_is_given_where_the_numbers_say_so_and_not_elsewhere() -> None:
         "zero_advantage_fraction": 0.2,
         "prompts/buffered": 1,
     }
-    told = lambda more, tokens={}, settings={}: advice([{"step": step, **calm, **more} for step in range(40)], settings, tokens)  # noqa: E731
+
+    def told(more, tokens=None, settings=None):
+        steps = [{"step": step, **calm, **more} for step in range(40)]
+        return advice(steps, settings or {}, tokens or {})
+
     assert told({}) == [] and told({}, {0: 50_000, 1: 48_000}) == []
     waits = {"time/trainer_wait_s": 0.6}
-    assert "the trainer waits 60% of a step" in told(waits)[0] and told(waits, settings={"async.capacity": 0}) == []
+    assert (
+        "the trainer waits 60% of a step" in told(waits)[0]
+        and told(waits, settings={"async.capacity": 0}) == []
+    )
     assert "the engines wait 60%" in told({"time/generator_wait_s": 0.6})[0]
     assert (
         "25% of the responses" in told({"truncated_fraction": 0.25})[0]
         and "in 80% of the groups" in told({"zero_advantage_fraction": 0.8})[0]
     )
     assert "engine 1 40%" in told({}, {0: 50_000, 1: 20_000, 2: 51_000})[0]
-    some, settings = [{"step": step, **calm} for step in range(40)], {}
-    assert advice(some, settings, {0: 50_000, 1: 20_000, 2: 51_000}, {0: 0, 1: 1, 2: 0}) == [], "it is of another group"
-    assert "engine 2 40%" in advice(some, settings, {0: 50_000, 1: 20_000, 2: 20_000}, {0: 0, 1: 1, 2: 0})[0]
+    some = [{"step": step, **calm} for step in range(40)]
+    settings = {}
+    assert advice(some, settings, {0: 50_000, 1: 20_000, 2: 51_000}, {0: 0, 1: 1, 2: 0}) == [], (
+        "it is of another group"
+    )
+    assert (
+        "engine 2 40%"
+        in advice(some, settings, {0: 50_000, 1: 20_000, 2: 20_000}, {0: 0, 1: 1, 2: 0})[0]
+    )
     rows = [{"step": step, **calm, "prompts/buffered": 2 if step < 20 else 9} for step in range(40)]
-    assert advice(rows, {}, {}) == ["the queue of finished groups grows: 9 wait, 2 waited 20 steps ago; samples grow older than needed"]
+    assert advice(rows, {}, {}) == [
+        "the queue of finished groups grows: 9 wait, 2 waited 20 steps ago; samples grow older "
+        "than needed"
+    ]
     assert advice(rows[:5], {}, {}) == []
 
 
@@ -262,7 +391,10 @@ def test_mistakes_are_one_message_each(tmp_path: Path, capsys: pytest.CaptureFix
         ([str(tmp_path)], f"RUN_DIR {tmp_path}: holds no metrics.jsonl"),
         ([str(run), "--output", str(tmp_path / "a.png")], "must end in .html"),
         ([str(run), "--port", "80"], "--port 80: needs --serve"),
-        ([str(run), "--serve", "--output", "a.html"], "--output: a page that is served is not written"),
+        (
+            [str(run), "--serve", "--output", "a.html"],
+            "--output: a page that is served is not written",
+        ),
         ([str(run), "--text-mib", "0"], "--text-mib 0: must be above 0 and finite"),
         ([str(run), "--text-mib", "inf"], "--text-mib inf: must be above 0 and finite"),
     ):
@@ -287,15 +419,29 @@ def test_the_server_hears_only_who_knows_the_token_and_only_by_its_own_name(tmp_
 
         token = f"?token={server.token}"
         assert server.server_address[0] == "127.0.0.1"
-        assert [ask(path)[0] for path in ("/", "/?token=", "/?token=x", "/new", "/etc/passwd" + token, "/..%2f" + token)] == [403] * 4 + [
-            404
-        ] * 2
+        assert [
+            ask(path)[0]
+            for path in (
+                "/",
+                "/?token=",
+                "/?token=x",
+                "/new",
+                "/etc/passwd" + token,
+                "/..%2f" + token,
+            )
+        ] == [403] * 4 + [404] * 2
         assert ask("/" + token, Host="evil.example")[0] == 403
         status, text = ask("/" + token)
-        name = json.loads(text.decode().partition('id="live-data">')[2].partition("</script>")[0])["page"]
+        name = json.loads(text.decode().partition('id="live-data">')[2].partition("</script>")[0])[
+            "page"
+        ]
         assert status == 200
         status, answer = ask(f"/new{token}&page={name}&number=0")
         assert status == 200 and json.loads(answer)[0]["steps"] == []
-        assert ask(f"/new{token}&page={name}&number=0")[0] == 409 == ask(f"/new{token}&page=other&number=0")[0]
+        assert (
+            ask(f"/new{token}&page={name}&number=0")[0]
+            == 409
+            == ask(f"/new{token}&page=other&number=0")[0]
+        )
         server.shutdown()
         thread.join(30)

@@ -12,7 +12,12 @@ from megarl.kernels import audit
 from megarl.kernels.audit import MASK, hash_box, hash_slice, hash_tensor
 
 torch.set_num_threads(1)
-INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.uint8: torch.uint8}
+INTEGERS = {
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.uint8: torch.uint8,
+}
 
 
 def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -43,7 +48,8 @@ def written_out(tensor: torch.Tensor) -> int:
     return total & MASK
 
 
-@pytest.mark.parametrize("tile_words", [audit.TILE_WORDS, 8, 2])  # several rows, one row, part of a row
+# several rows, one row, part of a row
+@pytest.mark.parametrize("tile_words", [audit.TILE_WORDS, 8, 2])
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_equals_the_formula(dtype, tile_words, monkeypatch):
     monkeypatch.setattr(audit, "TILE_WORDS", tile_words)
@@ -54,10 +60,20 @@ def test_equals_the_formula(dtype, tile_words, monkeypatch):
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_the_compiled_loop_gives_the_same(dtype, monkeypatch):
     x = values(dtype, 40, 64)
-    boxes = [Box((0, 0), (40, 64)), Box((3, 8), (20, 16)), Box((39, 0), (1, 64)), Box((0, 56), (40, 8)), Box((4, 3), (7, 50))]
+    boxes = [
+        Box((0, 0), (40, 64)),
+        Box((3, 8), (20, 16)),
+        Box((39, 0), (1, 64)),
+        Box((0, 56), (40, 8)),
+        Box((4, 3), (7, 50)),
+    ]
     expected = [hash_box(x[box.slices()], *box.start) for box in boxes]
     monkeypatch.setattr(audit, "COMPILED_BYTES", 0)
-    monkeypatch.setattr(audit, "_hash_tiles", lambda bits, *_: pytest.fail("not compiled") if bits.dtype == torch.int64 else None)
+    monkeypatch.setattr(
+        audit,
+        "_hash_tiles",
+        lambda bits, *_: pytest.fail("not compiled") if bits.dtype == torch.int64 else None,
+    )
     assert [hash_box(x[box.slices()], *box.start) for box in boxes[:4]] == expected[:4]
     assert hash_box(x[boxes[4].slices()], *boxes[4].start) is None  # cut words are not for the loop
 
@@ -82,7 +98,9 @@ def test_shares_of_disjoint_boxes_add_up(shape, dtype, tile_words, data):
     x = values(dtype, *shape)
     whole = Box((0,) * len(shape), tuple(shape))
     inner_start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
-    inner = Box(inner_start, tuple(data.draw(st.integers(1, n - s)) for n, s in zip(shape, inner_start)))
+    inner = Box(
+        inner_start, tuple(data.draw(st.integers(1, n - s)) for n, s in zip(shape, inner_start))
+    )
     boxes = [inner, *whole.subtract(inner)]
     assert sum(box.numel for box in boxes) == whole.numel
     with pytest.MonkeyPatch.context() as patch:
@@ -96,11 +114,14 @@ def test_shares_of_disjoint_boxes_add_up(shape, dtype, tile_words, data):
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_every_single_bit_flip_is_seen(dtype):
     x = values(dtype, 6, 5)
-    expected, bits = hash_tensor(x), x.view(INTEGERS[dtype])
+    expected = hash_tensor(x)
+    bits = x.view(INTEGERS[dtype])
     width = 8 * x.element_size()
     for position in range(x.numel()):
         for bit in range(width):
-            mask = (1 << bit) - (1 << width if bit == width - 1 and dtype in (torch.float32, torch.bfloat16) else 0)
+            mask = (1 << bit) - (
+                1 << width if bit == width - 1 and dtype in (torch.float32, torch.bfloat16) else 0
+            )
             bits.view(-1)[position] ^= mask
             assert hash_tensor(x) != expected
             bits.view(-1)[position] ^= mask
@@ -124,7 +145,9 @@ def test_every_swap_of_elements_rows_and_columns_is_seen():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_flipped_signs_do_not_cancel(dtype):
-    """For every pair of elements of two rows, at any place in their words: also if one word loses as much as another gains."""
+    """For every pair of elements of two rows, at any place in their words: also if one word loses
+    as much as another gains.
+    """
     x = values(dtype, 2, 16)
     expected = hash_tensor(x)
     for i in range(32):
@@ -132,7 +155,10 @@ def test_flipped_signs_do_not_cancel(dtype):
             y = x.clone().view(-1)
             y[[i, j]] = -y[[i, j]]
             assert hash_tensor(y.view(2, 16)) != expected
-    assert len({hash_tensor(x), hash_tensor(-x), hash_tensor(x.roll(1, 0)), hash_tensor(x.roll(1, 1))}) == 4
+    assert (
+        len({hash_tensor(x), hash_tensor(-x), hash_tensor(x.roll(1, 0)), hash_tensor(x.roll(1, 1))})
+        == 4
+    )
     for rows in ([0], [1], [0, 1]):
         y = x.clone()
         y[rows] = -y[rows]
@@ -149,10 +175,16 @@ def test_zeros_add_nothing_and_negative_zero_is_not_zero():
 def test_shares_that_lie_on_a_device_are_read_many_at_a_time(monkeypatch):
     """Kernels leave such shares: the bits of int64, in any order and number."""
     monkeypatch.setattr(audit, "MOST_LEFT", 3)
-    x, y = values(torch.float32, 6, 10), values(torch.bfloat16, 2, 3, 4)
-    whole, hashes = whole_box(tuple(x.shape)), audit.Hashes()
+    x = values(torch.float32, 6, 10)
+    y = values(torch.bfloat16, 2, 3, 4)
+    whole = whole_box(tuple(x.shape))
+    hashes = audit.Hashes()
     hashes.add("y", y, whole_box(tuple(y.shape)), tuple(y.shape))
     parts = [Box((row, 0), (1, 10)) for row in range(6)]
     shares = [hash_slice(x[part.slices()], part, whole.shape) for part in parts]
     hashes.defer("x", (torch.tensor(share - (share >> 63 << 64)) for share in shares))
-    assert hashes.totals() == {"x": hash_tensor(x), "y": hash_tensor(y)} == audit.hash_tensors({"x": x, "y": y})
+    assert (
+        hashes.totals()
+        == {"x": hash_tensor(x), "y": hash_tensor(y)}
+        == audit.hash_tensors({"x": x, "y": y})
+    )

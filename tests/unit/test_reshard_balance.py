@@ -1,4 +1,6 @@
-"""The bytes that each rank sends: orders of turns, the bound for all schedules, and how close the map comes to it."""
+"""The bytes that each rank sends: orders of turns, the bound for all schedules, and how close the
+map comes to it.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,30 @@ from megarl.reshard.turns import Orders, least_loaded_first
 LLAMA_1B = ModelSpec("llama", 16, 2048, 8192, 32, 8, 64, 128256, 131072, True, 1e-5, 5e5)
 LLAMA_405B = ModelSpec("llama", 126, 16384, 53248, 128, 8, 128, 128256, 131072, False, 1e-5, 5e5)
 QWEN3_235B = ModelSpec(
-    "qwen3_moe", 94, 4096, 0, 64, 4, 128, 151936, 40960, False, 1e-6, 1e6, qk_norm=True, num_experts=128, expert_intermediate_size=1536
+    "qwen3_moe",
+    94,
+    4096,
+    0,
+    64,
+    4,
+    128,
+    151936,
+    40960,
+    False,
+    1e-6,
+    1e6,
+    qk_norm=True,
+    num_experts=128,
+    expert_intermediate_size=1536,
 )
 
 
-def built(spec: ModelSpec, trainer: TrainerTopology, generator: GeneratorTopology, quantization: str | None = None) -> ReshardMap:
+def built(
+    spec: ModelSpec,
+    trainer: TrainerTopology,
+    generator: GeneratorTopology,
+    quantization: str | None = None,
+) -> ReshardMap:
     target = generator_layout(spec, generator, "bfloat16", quantization=quantization)
     return ReshardMap.build(trainer_layout(spec, trainer, "bfloat16"), target)
 
@@ -39,7 +60,8 @@ def test_turns_go_to_whoever_has_least(loads: list[int], size: int, turns: int, 
     table = least_loaded_first(np.array(loads), size, turns, first % count)
     orders = Orders(table[None], np.array([len(table) - count]), count)
     assert sorted(table[len(table) - count :]) == list(range(count))
-    own, even = list(loads), list(loads)
+    own = list(loads)
+    even = list(loads)
     for turn in range(turns):
         own[table[orders.place(np.array([0]), np.array([turn]))[0]]] += size
         even[even.index(min(even))] += size
@@ -52,14 +74,21 @@ def test_turns_go_to_whoever_has_least(loads: list[int], size: int, turns: int, 
 @given(case=cases())
 def test_no_map_beats_the_bound(case: tuple) -> None:
     spec, topology, generator, device = case
-    map = ReshardMap.build(trainer_layout(spec, topology, "float32"), generator_layout(spec, generator, "bfloat16", device))
+    map = ReshardMap.build(
+        trainer_layout(spec, topology, "float32"),
+        generator_layout(spec, generator, "bfloat16", device),
+    )
     assert 1.0 <= sender_bound(map) <= map.summary().sender_max_over_mean + 1e-9
 
 
 def test_the_bound_is_that_of_the_heaviest_stage() -> None:
     """By hand, for two stages, the second with twice the layers."""
     spec = ModelSpec("llama", 3, 64, 128, 8, 8, 8, 64, 64, False, 1e-6, 1e4)
-    map = built(spec, TrainerTopology(pp=2, dp=2, first_stage_layers=1, last_stage_layers=2), GeneratorTopology(2, 1))
+    map = built(
+        spec,
+        TrainerTopology(pp=2, dp=2, first_stage_layers=1, last_stage_layers=2),
+        GeneratorTopology(2, 1),
+    )
     layer = 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64)
     ends = 2 * 64 * 64, 2 * (64 * 64 + 64)  # embedding; head and norm
     mean = (3 * layer + sum(ends)) / 2
@@ -69,10 +98,19 @@ def test_the_bound_is_that_of_the_heaviest_stage() -> None:
 @pytest.mark.parametrize(
     "spec, trainer, generator, quantization, most",
     [
-        # Replicas that do not divide the receivers. In brackets: the value with round robin instead of the order by load.
+        # Replicas that do not divide the receivers. In brackets: the value with round robin instead
+        # of the order by load.
         (LLAMA_1B, TrainerTopology(dp=8), GeneratorTopology(3, 1), None, 1.005),  # (1.354)
-        (LLAMA_405B, TrainerTopology(tp=8, pp=2, dp=32), GeneratorTopology(5, 8), None, 1.006),  # (1.008)
-        (QWEN3_235B, TrainerTopology(tp=4, pp=2, ep=8, dp=16), GeneratorTopology(3, 8, 8), "fp8_block", 1.003),  # (1.038)
+        # (1.008)
+        (LLAMA_405B, TrainerTopology(tp=8, pp=2, dp=32), GeneratorTopology(5, 8), None, 1.006),
+        # (1.038)
+        (
+            QWEN3_235B,
+            TrainerTopology(tp=4, pp=2, ep=8, dp=16),
+            GeneratorTopology(3, 8, 8),
+            "fp8_block",
+            1.003,
+        ),
     ],
 )
 def test_few_receivers_are_shared_by_load(spec, trainer, generator, quantization, most) -> None:
@@ -83,12 +121,16 @@ def test_few_receivers_are_shared_by_load(spec, trainer, generator, quantization
     "pp, dp, ends, quantization, stages, most",
     [
         (16, 4, 7, None, 1.0054, 1.0054),
-        (16, 4, 7, "fp8_block", 1.0346, 1.0356),  # the bf16 embedding is as large as 1.32 layers in fp8, so with 7 layers it exceeds 8
-        (16, 4, 6, "fp8_block", None, None),  # the number of layers does not divide over the stages between
+        # the bf16 embedding is as large as 1.32 layers in fp8, so with 7 layers it exceeds 8
+        (16, 4, 7, "fp8_block", 1.0346, 1.0356),
+        # the number of layers does not divide over the stages between
+        (16, 4, 6, "fp8_block", None, None),
         (8, 8, 15, "fp8_block", 1.0148, 1.0153),
     ],
 )
-def test_405b_comes_within_a_thousandth_of_what_its_stages_force(pp, dp, ends, quantization, stages, most) -> None:
+def test_405b_comes_within_a_thousandth_of_what_its_stages_force(
+    pp, dp, ends, quantization, stages, most
+) -> None:
     trainer = TrainerTopology(tp=8, pp=pp, dp=dp, first_stage_layers=ends, last_stage_layers=ends)
     if stages is None:
         with pytest.raises(ValueError, match="must leave layers that the other"):

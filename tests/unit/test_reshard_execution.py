@@ -1,6 +1,8 @@
-"""Random models of all families and random layouts: executing the map equals slicing the full tensors.
+"""Random models of all families and random layouts: executing the map equals slicing the full
+tensors.
 
-Tests cover trainer to generator, engine to engine, export and import. test_reshard_fp8.py covers fp8.
+Tests cover trainer to generator, engine to engine, export and import. test_reshard_fp8.py covers
+fp8.
 """
 
 from __future__ import annotations
@@ -26,23 +28,36 @@ from megarl.reshard.proof import prove_exactly_once
 
 
 @settings(max_examples=25, deadline=None)
-@given(case=cases(), wire=st.sampled_from(["float32", "bfloat16"]), joined=st.booleans(), norms=st.sampled_from(["local", "te"]))
+@given(
+    case=cases(),
+    wire=st.sampled_from(["float32", "bfloat16"]),
+    joined=st.booleans(),
+    norms=st.sampled_from(["local", "te"]),
+)
 def test_trainer_to_generator_equals_slicing_the_checkpoint(case, wire, joined, norms):
     spec, topology, generator, device = case
     trainer = trainer_layout(spec, topology, "float32", norms)
     map = ReshardMap.build(trainer, generator_layout(spec, generator, wire, device))
     prove_exactly_once(map)
     hf = full_tensors(spec, torch.float32)
-    whole = [megatron(spec, hf, topology, rank, fill=7.0, names=norms) for rank in range(topology.world_size)]
+    whole = [
+        megatron(spec, hf, topology, rank, fill=7.0, names=norms)
+        for rank in range(topology.world_size)
+    ]
     for rank, tensors in enumerate(whole):  # compares the layout itself with the reference
-        assert {t.name: t.shape for t in trainer.tensors(rank)} == {name: tuple(t.shape) for name, t in tensors.items()}
+        assert {t.name: t.shape for t in trainer.tensors(rank)} == {
+            name: tuple(t.shape) for name, t in tensors.items()
+        }
     found, copies = carry_out(map, whole, joined)
     cast = {name: tensor.to(DTYPES[wire]) for name, tensor in hf.items()}
     for name in cast:
         own = ("e_score_correction_bias", "proj_bias", "A_log")
         if name.endswith(own) or (spec.family == "glm4_moe" and name.endswith("mlp.gate.weight")):
             cast[name] = hf[name]  # always float32 in the engine
-    expected = [sglang(spec, cast, generator, rank % generator.tp, device) for rank in range(generator.world_size)]
+    expected = [
+        sglang(spec, cast, generator, rank % generator.tp, device)
+        for rank in range(generator.world_size)
+    ]
     assert_equal(found, expected)
     check_lists(map, copies, joined)
 
@@ -50,13 +65,20 @@ def test_trainer_to_generator_equals_slicing_the_checkpoint(case, wire, joined, 
 @settings(max_examples=10, deadline=None)
 @given(case=cases(fp8=True), data=st.data(), rule=st.sampled_from([None, *sorted(RULES)]))
 def test_what_engines_pass_on_fills_the_rest(case, data, rule):
-    """For any number of engines that the trainer writes to. (The other tests cover writes to all engines.)"""
+    """For any number of engines that the trainer writes to.
+
+    (The other tests cover writes to all engines.)
+    """
     spec, topology, generator, device = case
     engines = data.draw(st.integers(1, 6), "engines")
     generator = dataclasses.replace(generator, engines=engines)
-    of_ends, of_layers = (data.draw(st.integers(1, engines), name) for name in ("of_ends", "of_layers"))
+    of_ends, of_layers = (
+        data.draw(st.integers(1, engines), name) for name in ("of_ends", "of_layers")
+    )
     trainer = trainer_layout(spec, topology, "float32")
-    whole = ReshardMap.build(trainer, generator_layout(spec, generator, "float32", device, rule and RULES[rule]))
+    whole = ReshardMap.build(
+        trainer, generator_layout(spec, generator, "float32", device, rule and RULES[rule])
+    )
     forwarding = passed_on(whole.destination, generator.tp, of_ends, of_layers)
     forwarding.prove()
     map = dataclasses.replace(whole, destination=forwarding.leaders)
@@ -73,9 +95,16 @@ def test_what_engines_pass_on_fills_the_rest(case, data, rule):
     assert_equal(found, carry_out(whole, sources, True)[0])
     assert [side.tolist() for side in forwarding.rank_bytes()] == [given_bytes, taken_bytes]
     if rule is None:
-        assert_equal(found, [sglang(spec, hf, generator, rank % generator.tp, device) for rank in range(generator.world_size)])
+        assert_equal(
+            found,
+            [
+                sglang(spec, hf, generator, rank % generator.tp, device)
+                for rank in range(generator.world_size)
+            ],
+        )
     assert summary(map, forwarding) == dataclasses.replace(
-        whole.summary(), copies=map.summary().copies, writes=map.summary().writes, relayed_bytes=sum(given_bytes),
+        whole.summary(), copies=map.summary().copies, writes=map.summary().writes,
+        relayed_bytes=sum(given_bytes),
         sender_max_over_mean=map.summary().sender_max_over_mean,
     )  # fmt: skip
 
@@ -85,7 +114,8 @@ def test_what_engines_pass_on_fills_the_rest(case, data, rule):
 def test_data_parallel_attention(name: str, dp_attention: int):
     """An explicit case, because few random cases have attention that is both replicated and cut."""
     spec = dataclasses.replace(
-        ModelSpec(name, 2, 8, 16, 8, 2, 8, 150, 16, False, 1e-6, 1e4), num_experts=4, expert_intermediate_size=8,
+        ModelSpec(name, 2, 8, 16, 8, 2, 8, 150, 16, False, 1e-6, 1e4), num_experts=4,
+        expert_intermediate_size=8,
         shared_intermediate_size=8 * (name == "deepseek_v3"), router_bias=name == "deepseek_v3",
     )  # fmt: skip
     if name == "deepseek_v3":
@@ -98,11 +128,16 @@ def test_data_parallel_attention(name: str, dp_attention: int):
             "kv_lora_rank": 12,
         }
         spec = dataclasses.replace(spec, num_kv_heads=8, **latent)
-    topology, generator = TrainerTopology(tp=2, ep=2, dp=2), GeneratorTopology(2, 4, 2, dp_attention)
-    map = ReshardMap.build(trainer_layout(spec, topology, "float32"), generator_layout(spec, generator, "float32"))
+    topology = TrainerTopology(tp=2, ep=2, dp=2)
+    generator = GeneratorTopology(2, 4, 2, dp_attention)
+    map = ReshardMap.build(
+        trainer_layout(spec, topology, "float32"), generator_layout(spec, generator, "float32")
+    )
     prove_exactly_once(map)
     hf = full_tensors(spec, torch.float32)
-    found, copies = carry_out(map, [megatron(spec, hf, topology, rank, fill=7.0) for rank in range(4)], True)
+    found, copies = carry_out(
+        map, [megatron(spec, hf, topology, rank, fill=7.0) for rank in range(4)], True
+    )
     assert_equal(found, [sglang(spec, hf, generator, rank % 4, "cuda") for rank in range(8)])
     check_lists(map, copies, True)
 
@@ -111,17 +146,24 @@ def test_data_parallel_attention(name: str, dp_attention: int):
 @given(case=cases())
 def test_export_and_import_are_each_others_inverse(case):
     spec, topology, _, _ = case
-    trainer, checkpoint = trainer_layout(spec, topology, "float32"), hf_layout(spec, "float32", fused=True)
+    trainer = trainer_layout(spec, topology, "float32")
+    checkpoint = hf_layout(spec, "float32", fused=True)
     hf = full_tensors(spec, torch.float32)
     files = in_files(spec, hf)
     ranks = range(topology.world_size)
-    out, into = ReshardMap.build(trainer, checkpoint), ReshardMap.build(checkpoint, trainer)
+    out = ReshardMap.build(trainer, checkpoint)
+    into = ReshardMap.build(checkpoint, trainer)
     prove_exactly_once(out)
     prove_exactly_once(into)
-    assert_equal(carry_out(out, [megatron(spec, hf, topology, rank, fill=7.0) for rank in ranks], True)[0], [files])
+    assert_equal(
+        carry_out(out, [megatron(spec, hf, topology, rank, fill=7.0) for rank in ranks], True)[0],
+        [files],
+    )
     filled, copies = carry_out(into, [files], False)
     assert_equal(filled, [megatron(spec, hf, topology, rank, fill=0.0) for rank in ranks])
-    assert sorted(map_key(c) for rank in ranks for c in into.copies_to(rank)) == sorted(map_key(c) for c in copies)
+    assert sorted(map_key(c) for rank in ranks for c in into.copies_to(rank)) == sorted(
+        map_key(c) for c in copies
+    )
 
 
 @settings(max_examples=20, deadline=None)
@@ -150,14 +192,24 @@ def test_hashes_of_what_is_sent_add_up_to_the_hash_of_what_arrived(case, wire):
     sums: dict[tuple[int, str], int] = {}
     for copy in copies:
         shape = tuple(found[copy.destination_rank][copy.destination_tensor].shape)
-        share = hash_slice(payload(copy, sources[copy.source_rank].get(copy.source_tensor)), copy.destination_box, shape)
+        share = hash_slice(
+            payload(copy, sources[copy.source_rank].get(copy.source_tensor)),
+            copy.destination_box,
+            shape,
+        )
         key = copy.destination_rank, copy.destination_tensor
         sums[key] = (sums.get(key, 0) + share) & MASK
-    assert sums == {(rank, name): hash_tensor(t) for rank, tensors in enumerate(found) for name, t in tensors.items()}
+    assert sums == {
+        (rank, name): hash_tensor(t)
+        for rank, tensors in enumerate(found)
+        for name, t in tensors.items()
+    }
 
 
 def test_a_real_copy_without_its_source_is_an_error():
     spec = ModelSpec("llama", 1, 4, 4, 2, 2, 2, 8, 16, False, 1e-6, 1e4)
-    copy = ReshardMap.build(hf_layout(spec, "float32"), hf_layout(spec, "float32")).copies_from(0)[0]
+    copy = ReshardMap.build(hf_layout(spec, "float32"), hf_layout(spec, "float32")).copies_from(0)[
+        0
+    ]
     with pytest.raises(ValueError, match="model.embed_tokens.weight"):
         apply_copy(copy, None, torch.zeros(8, 4))

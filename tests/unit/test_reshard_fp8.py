@@ -1,4 +1,6 @@
-"""Quantising on the way equals gathering, quantising and slicing, bit for bit, for random models and layouts."""
+"""Quantising on the way equals gathering, quantising and slicing, bit for bit, for random models
+and layouts.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,18 @@ from megarl.reshard.proof import prove_exactly_once
 
 
 @settings(max_examples=15, deadline=None)
-@given(case=cases(fp8=True), rule=st.sampled_from(sorted(RULES)), joined=st.booleans(), dtype=st.sampled_from(["float32", "bfloat16"]))
+@given(
+    case=cases(fp8=True),
+    rule=st.sampled_from(sorted(RULES)),
+    joined=st.booleans(),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+)
 def test_fp8_equals_gathering_quantising_and_slicing(case, rule, joined, dtype):
     spec, topology, generator, device = case
     trainer = trainer_layout(spec, topology, dtype)
-    map = ReshardMap.build(trainer, generator_layout(spec, generator, "bfloat16", device, RULES[rule]))
+    map = ReshardMap.build(
+        trainer, generator_layout(spec, generator, "bfloat16", device, RULES[rule])
+    )
     prove_exactly_once(map)
     hf = full_tensors(spec, DTYPES[dtype])
     sources = [megatron(spec, hf, topology, rank, fill=7.0) for rank in range(topology.world_size)]
@@ -35,31 +44,41 @@ def test_fp8_equals_gathering_quantising_and_slicing(case, rule, joined, dtype):
         wanted = sglang(spec, codes, generator, rank % generator.tp, device)
         spreads = sglang(spec, scales, generator, rank % generator.tp, device)
         for tensor in map.destination.tensors(rank):
-            mine, name = found[rank][tensor.name], tensor.name
+            mine = found[rank][tensor.name]
+            name = tensor.name
             if name.endswith(("_scale", "_scale_inv")):
                 every = RULES[rule].rows, RULES[rule].cols
                 of = spreads[name.removesuffix("_scale_inv").removesuffix("_scale")]
                 theirs = of[..., :: every[0] or of.shape[-2], :: every[1] or of.shape[-1]]
                 assert mine.dtype == torch.float32 and torch.equal(mine, theirs), (rank, name)
             elif tensor.dtype == "float8_e4m3fn":
-                assert torch.equal(mine.view(torch.uint8).float(), wanted[name].float()), (rank, name)
+                assert torch.equal(mine.view(torch.uint8).float(), wanted[name].float()), (
+                    rank,
+                    name,
+                )
             else:
                 assert torch.equal(mine, wanted[name].to(mine.dtype)), (rank, name)
     check_lists(map, copies, joined)
 
 
 def quantised_checkpoint(spec: ModelSpec, hf: HF, rule: Rule) -> tuple[HF, HF]:
-    """The checkpoint with each quantised weight's codes, and one with the scale in the place of every element.
+    """The checkpoint with each quantised weight's codes, and one with the scale in the place of
+    every element.
 
-    This file has its own list of the HF tensors: the linear layers of attention, MLP and experts, as fused by SGLang.
+    This file has its own list of the HF tensors: the linear layers of attention, MLP and experts,
+    as fused by SGLang.
     """
-    codes, scales = dict(hf), dict(hf)
+    codes = dict(hf)
+    scales = dict(hf)
     for group in fused_groups(spec, hf):
         if rule.rows is None:
             both = quantise(torch.cat([hf[name].flatten() for name in group])[None], rule, group[0])
             parts = both[0].view(torch.uint8).flatten().split([hf[name].numel() for name in group])
             for name, part in zip(group, parts):
-                codes[name], scales[name] = part.view(hf[name].shape), both[1].expand(hf[name].shape)
+                codes[name], scales[name] = (
+                    part.view(hf[name].shape),
+                    both[1].expand(hf[name].shape),
+                )
             continue
         for name in group:
             code, scale = quantise(hf[name], rule, name)
@@ -78,7 +97,18 @@ def fused_groups(spec: ModelSpec, hf: HF) -> list[tuple[str, ...]]:
         ("w1", "w3"),
         ("in_proj_qkv", "in_proj_z"),
     ]
-    fused += [(name,) for name in ("o_proj", "down_proj", "q_b_proj", "kv_b_proj", "w2", "in_proj_qkvz", "out_proj")]
+    fused += [
+        (name,)
+        for name in (
+            "o_proj",
+            "down_proj",
+            "q_b_proj",
+            "kv_b_proj",
+            "w2",
+            "in_proj_qkvz",
+            "out_proj",
+        )
+    ]
     groups = []
     for name in hf:
         for group in fused:

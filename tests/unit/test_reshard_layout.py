@@ -10,7 +10,8 @@ from megarl.config.errors import ConfigError
 from megarl.models import ModelSpec, load_spec
 from megarl.reshard.layout import generator_layout, hf_layout, stage_of_layer, trainer_layout
 
-# named_parameters() of SGLang 0.5.21's TP workers on the CPU, one layer of two: hidden 128, ffn 256, 8 heads of 16.
+# named_parameters() of SGLang 0.5.21's TP workers on the CPU, one layer of two: hidden 128, ffn
+# 256, 8 heads of 16.
 SGLANG_KV4_VOCAB512_TP2 = """
 model.embed_tokens.weight (256, 128)
 model.layers.0.self_attn.qkv_proj.weight (128, 128)
@@ -22,7 +23,9 @@ model.layers.0.post_attention_layernorm.weight (128,)
 model.norm.weight (128,)
 lm_head.weight (256, 128)
 """
-SGLANG_KV1_VOCAB500_TP2 = SGLANG_KV4_VOCAB512_TP2.replace("qkv_proj.weight (128", "qkv_proj.weight (160").replace("(128, 64)", "(128, 128)")
+SGLANG_KV1_VOCAB500_TP2 = SGLANG_KV4_VOCAB512_TP2.replace(
+    "qkv_proj.weight (128", "qkv_proj.weight (160"
+).replace("(128, 64)", "(128, 128)")
 SGLANG_KV4_VOCAB512_TP1 = """
 model.embed_tokens.weight (512, 128)
 model.layers.0.self_attn.qkv_proj.weight (256, 128)
@@ -35,7 +38,8 @@ model.norm.weight (128,)
 lm_head.weight (512, 128)
 """
 
-# The same with dtypes: Qwen3-MoE with 8 experts of 64 rows, unquantised, and in blocks of 32 at tp 2; Llama per channel and per tensor.
+# The same with dtypes: Qwen3-MoE with 8 experts of 64 rows, unquantised, and in blocks of 32 at tp
+# 2; Llama per channel and per tensor.
 SGLANG_QWEN3_MOE_TP1 = """
 model.embed_tokens.weight (512, 128) float32
 model.layers.0.self_attn.qkv_proj.weight (256, 128) float32
@@ -114,26 +118,57 @@ model.norm.weight (128,) bfloat16
 lm_head.weight (512, 128) bfloat16
 """
 
-QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 256}
-QWEN3_MOE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 512, "max_position_embeddings": 2048}
-QWEN3_MOE |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 1,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+}
+QWEN3_MOE |= {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+}
+QWEN3_MOE |= {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
 
 
-def spec(kv: int = 4, vocab: int = 512, layers: int = 1, tied: bool = False, ffn: int = 256, heads: int = 8) -> ModelSpec:
+def spec(
+    kv: int = 4,
+    vocab: int = 512,
+    layers: int = 1,
+    tied: bool = False,
+    ffn: int = 256,
+    heads: int = 8,
+) -> ModelSpec:
     return ModelSpec("llama", layers, 128, ffn, heads, kv, 16, vocab, 2048, tied, 1e-6, 1e4)
 
 
 def parsed(dump: str) -> list[tuple[str, tuple[int, ...]]]:
     lines = [line.split(" ", 1) for line in dump.strip().splitlines()]
-    return [(name, tuple(int(n) for n in shape.strip("(),").split(",") if n)) for name, shape in lines]
+    return [
+        (name, tuple(int(n) for n in shape.strip("(),").split(",") if n)) for name, shape in lines
+    ]
 
 
 @pytest.mark.parametrize(
     "kv, vocab, tp, dump",
-    [(4, 512, 1, SGLANG_KV4_VOCAB512_TP1), (4, 512, 2, SGLANG_KV4_VOCAB512_TP2), (1, 500, 2, SGLANG_KV1_VOCAB500_TP2)],
+    [
+        (4, 512, 1, SGLANG_KV4_VOCAB512_TP1),
+        (4, 512, 2, SGLANG_KV4_VOCAB512_TP2),
+        (1, 500, 2, SGLANG_KV1_VOCAB500_TP2),
+    ],
 )
 def test_generator_layout_equals_a_live_engine(kv, vocab, tp, dump):
-    layout = generator_layout(spec(kv, vocab), GeneratorTopology(engines=2, tp=tp), "bfloat16", device="cpu")
+    layout = generator_layout(
+        spec(kv, vocab), GeneratorTopology(engines=2, tp=tp), "bfloat16", device="cpu"
+    )
     for rank in range(2 * tp):
         tensors = layout.tensors(rank)
         assert [(t.name, t.shape) for t in tensors] == parsed(dump)
@@ -155,9 +190,15 @@ def test_experts_and_scales_lie_as_in_a_live_engine(model, tp, quantization, dty
     of = spec() if model is None else load_spec(model)
     layout = generator_layout(of, GeneratorTopology(tp=tp), dtype, "cpu", quantization)
     live = {name: (shape, kind) for name, shape, kind in map(with_dtype, dump.strip().splitlines())}
-    planned = {t.name: (t.engine_shape if t.engine_shape is not None else t.shape, t.dtype) for t in layout.tensors(tp - 1)}
+    planned = {
+        t.name: (t.engine_shape if t.engine_shape is not None else t.shape, t.dtype)
+        for t in layout.tensors(tp - 1)
+    }
     if quantization == "fp8_channel":
-        planned = {name: (shape[::-1] if name.endswith("_scale") else shape, kind) for name, (shape, kind) in planned.items()}
+        planned = {
+            name: (shape[::-1] if name.endswith("_scale") else shape, kind)
+            for name, (shape, kind) in planned.items()
+        }
     assert planned == live
 
 
@@ -168,27 +209,44 @@ def with_dtype(line: str) -> tuple[str, tuple[int, ...], str]:
 
 
 def test_experts_stand_on_their_own_mesh():
-    """tp 4, dp 2, ep 4, etp 2 on 8 ranks. Megatron's RankGenerator(tp=2, ep=4, dp=1, order "tp-cp-ep-dp-pp") gives the tensor groups [0,
-    1], [2, 3], …, and the expert groups [0, 2, 4, 6] and [1, 3, 5, 7]."""
+    """tp 4, dp 2, ep 4, etp 2 on 8 ranks.
+
+    Megatron's RankGenerator(tp=2, ep=4, dp=1, order "tp-cp-ep-dp-pp") gives the tensor groups [0,
+    1], [2, 3], …, and the expert groups [0, 2, 4, 6] and [1, 3, 5, 7].
+    """
     moe = load_spec(QWEN3_MOE)
     layout = trainer_layout(moe, TrainerTopology(tp=4, dp=2, ep=4, etp=2), "bfloat16")
     for rank in range(8):
-        held = [t for t in layout.tensors(rank) if "local_experts" in t.name and "linear_fc2" in t.name]
+        held = [
+            t for t in layout.tensors(rank) if "local_experts" in t.name and "linear_fc2" in t.name
+        ]
         assert [t.name.split(".")[6] for t in held] == [str(rank // 2 * 2), str(rank // 2 * 2 + 1)]
-        assert {(t.shape, t.pieces[0].logical.start) for t in held} == {((128, 32), (0, rank % 2 * 32))}
+        assert {(t.shape, t.pieces[0].logical.start) for t in held} == {
+            ((128, 32), (0, rank % 2 * 32))
+        }
         attention = [t for t in layout.tensors(rank) if "linear_proj" in t.name]
         assert {t.pieces[0].logical.start for t in attention} == {(0, rank % 4 * 32)}
-    te = {t.name for t in trainer_layout(moe, TrainerTopology(ep=2, dp=2), "bfloat16", "te").tensors(1)}
-    assert "decoder.layers.0.mlp.experts.linear_fc1.weight4" in te and "decoder.layers.0.pre_mlp_layernorm.weight" in te
+    te = {
+        t.name
+        for t in trainer_layout(moe, TrainerTopology(ep=2, dp=2), "bfloat16", "te").tensors(1)
+    }
+    assert (
+        "decoder.layers.0.mlp.experts.linear_fc1.weight4" in te
+        and "decoder.layers.0.pre_mlp_layernorm.weight" in te
+    )
 
 
 def test_engines_give_each_run_of_ranks_its_experts():
     """SGLang: moe_ep_rank = tp_rank // moe_tp, moe_tp_rank = tp_rank % moe_tp (runtime_context.py)."""
-    layout = generator_layout(load_spec(QWEN3_MOE), GeneratorTopology(tp=4, ep=2), "bfloat16", "cuda")
+    layout = generator_layout(
+        load_spec(QWEN3_MOE), GeneratorTopology(tp=4, ep=2), "bfloat16", "cuda"
+    )
     for rank in range(4):
         w2 = next(t for t in layout.tensors(rank) if t.name.endswith("w2_weight"))
         assert w2.shape == (4, 128, 32)
-        names = [f"model.layers.0.mlp.experts.{4 * (rank // 2) + e}.down_proj.weight" for e in range(4)]
+        names = [
+            f"model.layers.0.mlp.experts.{4 * (rank // 2) + e}.down_proj.weight" for e in range(4)
+        ]
         assert [p.logical_name for p in w2.pieces] == names
         assert {p.logical.start for p in w2.pieces} == {(0, 0, rank % 2 * 32)}
 
@@ -199,22 +257,37 @@ def test_cpu_engines_hold_zeros_where_they_padded_heads_and_gpu_engines_the_same
     assert cpu.name.endswith("qkv_proj.weight") and cpu.pieces == ()
     gpu = generator_layout(one_kv, GeneratorTopology(tp=2), "float32", device="cuda").tensors(1)[1]
     assert gpu.shape == (64 + 16 + 16, 128)
-    found = [(p.logical_name.split(".")[-2], p.logical.start[0], p.logical.shape[0]) for p in gpu.pieces]
+    found = [
+        (p.logical_name.split(".")[-2], p.logical.start[0], p.logical.shape[0]) for p in gpu.pieces
+    ]
     assert found == [("q_proj", 64, 64), ("k_proj", 0, 16), ("v_proj", 0, 16)]
 
 
 def test_tied_output_layer_is_one_parameter_except_on_a_last_stage_of_its_own():
     tied = spec(layers=2, tied=True)
-    assert "lm_head.weight" not in {t.name for t in generator_layout(tied, GeneratorTopology(), "float32").tensors(0)}
+    assert "lm_head.weight" not in {
+        t.name for t in generator_layout(tied, GeneratorTopology(), "float32").tensors(0)
+    }
     assert "lm_head.weight" not in {t.name for t in hf_layout(tied, "float32").tensors(0)}
-    assert "output_layer.weight" not in {t.name for t in trainer_layout(tied, TrainerTopology(), "float32").tensors(0)}
+    assert "output_layer.weight" not in {
+        t.name for t in trainer_layout(tied, TrainerTopology(), "float32").tensors(0)
+    }
     last = trainer_layout(tied, TrainerTopology(pp=2), "float32").tensors(1)[-1]
-    assert last.name == "output_layer.weight" and last.pieces[0].logical_name == "model.embed_tokens.weight"
+    assert (
+        last.name == "output_layer.weight"
+        and last.pieces[0].logical_name == "model.embed_tokens.weight"
+    )
 
 
 def test_transformer_engine_keeps_the_norms_inside_the_linear_layers():
-    names = {t.name for t in trainer_layout(spec(), TrainerTopology(), "bfloat16", layer_spec="te").tensors(0)}
-    assert {"decoder.layers.0.self_attention.linear_qkv.layer_norm_weight", "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"} <= names
+    names = {
+        t.name
+        for t in trainer_layout(spec(), TrainerTopology(), "bfloat16", layer_spec="te").tensors(0)
+    }
+    assert {
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+    } <= names
     assert "decoder.layers.0.input_layernorm.weight" not in names
 
 
@@ -222,7 +295,13 @@ def test_layers_are_split_over_stages_as_megatron_does():
     assert stage_of_layer(8, TrainerTopology(pp=2)) == (0, 0, 0, 0, 1, 1, 1, 1)
     # the example in megatron's get_num_layers_to_build
     assert stage_of_layer(8, TrainerTopology(pp=2, vpp=2)) == (0, 0, 1, 1, 0, 0, 1, 1)
-    assert stage_of_layer(5, TrainerTopology(pp=3, first_stage_layers=1, last_stage_layers=1)) == (0, 1, 1, 1, 2)
+    assert stage_of_layer(5, TrainerTopology(pp=3, first_stage_layers=1, last_stage_layers=1)) == (
+        0,
+        1,
+        1,
+        1,
+        2,
+    )
     assert stage_of_layer(7, TrainerTopology(pp=3, last_stage_layers=1)) == (0, 0, 0, 1, 1, 1, 2)
     # chunks of 1, 2, 1 layers in turn: megatron's offsets of stage 1 are 0 * 4 + 1 and 1 * 4 + 1
     uneven = TrainerTopology(pp=3, vpp=2, first_stage_layers=2, last_stage_layers=2)
@@ -232,31 +311,89 @@ def test_layers_are_split_over_stages_as_megatron_does():
 @pytest.mark.parametrize(
     "build, message",
     [
-        (lambda: trainer_layout(spec(kv=3, heads=9), TrainerTopology(tp=2), "float32"), "trainer.tp=2: .* 9 attention heads"),
-        (lambda: trainer_layout(spec(ffn=255), TrainerTopology(tp=2), "float32"), "trainer.tp=2: .* 255 ffn rows"),
-        (lambda: trainer_layout(spec(kv=4, heads=12), TrainerTopology(tp=6), "float32"), "trainer.tp=6: .* 4 key-value heads"),
-        (lambda: trainer_layout(spec(layers=3), TrainerTopology(pp=2), "float32"), "trainer.pp=2: must divide the model's 3 layers"),
         (
-            lambda: trainer_layout(spec(layers=4), TrainerTopology(pp=2, first_stage_layers=4), "float32"),
-            "first_stage_layers=4: must leave at least one of the model's 4 layers to each other stage of trainer.pp=2",
+            lambda: trainer_layout(spec(kv=3, heads=9), TrainerTopology(tp=2), "float32"),
+            "trainer.tp=2: .* 9 attention heads",
         ),
         (
-            lambda: trainer_layout(spec(layers=4), TrainerTopology(pp=2, first_stage_layers=1, last_stage_layers=1), "float32"),
-            "first_stage_layers=1, trainer.last_stage_layers=1: must be the model's 4 layers together",
+            lambda: trainer_layout(spec(ffn=255), TrainerTopology(tp=2), "float32"),
+            "trainer.tp=2: .* 255 ffn rows",
         ),
-        (lambda: trainer_layout(spec(layers=4), TrainerTopology(first_stage_layers=4), "float32"), "needs trainer.pp of at least 2"),
-        (lambda: trainer_layout(spec(), TrainerTopology(), "float32", layer_spec="apex"), "layer_spec = 'apex'"),
+        (
+            lambda: trainer_layout(spec(kv=4, heads=12), TrainerTopology(tp=6), "float32"),
+            "trainer.tp=6: .* 4 key-value heads",
+        ),
+        (
+            lambda: trainer_layout(spec(layers=3), TrainerTopology(pp=2), "float32"),
+            "trainer.pp=2: must divide the model's 3 layers",
+        ),
+        (
+            lambda: trainer_layout(
+                spec(layers=4), TrainerTopology(pp=2, first_stage_layers=4), "float32"
+            ),
+            "first_stage_layers=4: must leave at least one of the model's 4 layers to each other "
+            "stage of trainer.pp=2",
+        ),
+        (
+            lambda: trainer_layout(
+                spec(layers=4),
+                TrainerTopology(pp=2, first_stage_layers=1, last_stage_layers=1),
+                "float32",
+            ),
+            "first_stage_layers=1, trainer.last_stage_layers=1: must be the model's 4 layers "
+            "together",
+        ),
+        (
+            lambda: trainer_layout(
+                spec(layers=4), TrainerTopology(first_stage_layers=4), "float32"
+            ),
+            "needs trainer.pp of at least 2",
+        ),
+        (
+            lambda: trainer_layout(spec(), TrainerTopology(), "float32", layer_spec="apex"),
+            "layer_spec = 'apex'",
+        ),
         (lambda: trainer_layout(spec(), TrainerTopology(), "int4"), "dtype = 'int4'"),
-        (lambda: generator_layout(spec(), GeneratorTopology(tp=3), "float32"), "generator.tp=3: .* 8 attention heads"),
-        (lambda: generator_layout(spec(ffn=255), GeneratorTopology(tp=2), "float32"), "generator.tp=2: .* 255 ffn rows"),
-        (lambda: generator_layout(spec(), GeneratorTopology(), "float32", device="tpu"), "device = 'tpu'"),
-        (lambda: generator_layout(spec(), GeneratorTopology(), "bfloat16", "cuda", "fp4"), "generator.quantization = 'fp4'"),
-        (lambda: generator_layout(spec(), GeneratorTopology(tp=4), "bfloat16", "cuda", "fp8_block"), "a rank must hold multiples of 128"),
-        (lambda: generator_layout(spec(kv=1), GeneratorTopology(tp=2), "bfloat16", "cpu", "fp8_channel"), "is padded"),
-        (lambda: trainer_layout(load_spec(QWEN3_MOE), TrainerTopology(ep=3, dp=3), "float32"), "trainer.ep=3: must divide .* experts"),
-        (lambda: trainer_layout(load_spec(QWEN3_MOE), TrainerTopology(ep=2), "float32"), "= 1, the ranks of a stage"),
         (
-            lambda: generator_layout(load_spec(QWEN3_MOE), GeneratorTopology(tp=4, ep=8), "float32"),
+            lambda: generator_layout(spec(), GeneratorTopology(tp=3), "float32"),
+            "generator.tp=3: .* 8 attention heads",
+        ),
+        (
+            lambda: generator_layout(spec(ffn=255), GeneratorTopology(tp=2), "float32"),
+            "generator.tp=2: .* 255 ffn rows",
+        ),
+        (
+            lambda: generator_layout(spec(), GeneratorTopology(), "float32", device="tpu"),
+            "device = 'tpu'",
+        ),
+        (
+            lambda: generator_layout(spec(), GeneratorTopology(), "bfloat16", "cuda", "fp4"),
+            "generator.quantization = 'fp4'",
+        ),
+        (
+            lambda: generator_layout(
+                spec(), GeneratorTopology(tp=4), "bfloat16", "cuda", "fp8_block"
+            ),
+            "a rank must hold multiples of 128",
+        ),
+        (
+            lambda: generator_layout(
+                spec(kv=1), GeneratorTopology(tp=2), "bfloat16", "cpu", "fp8_channel"
+            ),
+            "is padded",
+        ),
+        (
+            lambda: trainer_layout(load_spec(QWEN3_MOE), TrainerTopology(ep=3, dp=3), "float32"),
+            "trainer.ep=3: must divide .* experts",
+        ),
+        (
+            lambda: trainer_layout(load_spec(QWEN3_MOE), TrainerTopology(ep=2), "float32"),
+            "= 1, the ranks of a stage",
+        ),
+        (
+            lambda: generator_layout(
+                load_spec(QWEN3_MOE), GeneratorTopology(tp=4, ep=8), "float32"
+            ),
             "generator.ep=8: must divide gen",
         ),
     ],

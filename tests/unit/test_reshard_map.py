@@ -25,9 +25,18 @@ from megarl.reshard.template import Holder, Row, coalesce
 def test_plan_hash_is_reproducible_and_differs_with_every_input():
     changed = [{"tp": 4}, {"pp": 1}, {"dp": 3}, {"cp": 2}, {"engines": 1}, {"generator_tp": 2}]
     changed += [{"source": "bfloat16"}, {"wire": "float32"}, {"norms": "te"}]
-    fields = {"num_layers": 2, "hidden_size": 8, "intermediate_size": 32, "num_attention_heads": 16, "num_kv_heads": 8, "head_dim": 4}
+    fields = {
+        "num_layers": 2,
+        "hidden_size": 8,
+        "intermediate_size": 32,
+        "num_attention_heads": 16,
+        "num_kv_heads": 8,
+        "head_dim": 4,
+    }
     fields |= {"vocab_size": 99, "tie_word_embeddings": True}
-    changed += [{"spec": dataclasses.replace(TINY, **{name: value})} for name, value in fields.items()]
+    changed += [
+        {"spec": dataclasses.replace(TINY, **{name: value})} for name, value in fields.items()
+    ]
     maps = [tiny_map()] + [tiny_map(**change) for change in changed]
     hashes = [map.plan_hash for map in maps]
     assert len(set(hashes)) == len(hashes)
@@ -36,7 +45,9 @@ def test_plan_hash_is_reproducible_and_differs_with_every_input():
     assert dataclasses.replace(maps[0], rows=(swapped,) + maps[0].rows[1:]).plan_hash != hashes[0]
 
 
-@pytest.mark.parametrize("dp, engines, generator_tp", [(2, 2, 2), (4, 8, 2), (2, 4, 4), (4, 4, 1), (4, 1, 4), (3, 2, 2)])
+@pytest.mark.parametrize(
+    "dp, engines, generator_tp", [(2, 2, 2), (4, 8, 2), (2, 4, 4), (4, 4, 1), (4, 1, 4), (3, 2, 2)]
+)
 def test_replicas_share_the_sending_evenly(dp, engines, generator_tp):
     spec = dataclasses.replace(TINY, vocab_size=256)
     map = tiny_map(spec=spec, pp=1, dp=dp, engines=engines, generator_tp=generator_tp)
@@ -45,7 +56,8 @@ def test_replicas_share_the_sending_evenly(dp, engines, generator_tp):
         sent[copy.source_rank] += copy.bytes
     summary = map.summary()
     assert summary.sender_max_over_mean == pytest.approx(sent.max() / sent.mean())
-    # Only whole tensors are divided between ranks, and this model's two vocabulary tensors are as large as its layers.
+    # Only whole tensors are divided between ranks, and this model's two vocabulary tensors are as
+    # large as its layers.
     largest = max(copy.bytes for copy in all_copies(map))
     for tp in range(2):
         assert np.ptp(sent[tp::2]) <= largest
@@ -56,10 +68,18 @@ def test_replicas_share_the_sending_evenly(dp, engines, generator_tp):
 def test_both_copies_of_a_tied_embedding_send():
     map = tiny_map(spec=dataclasses.replace(TINY, tie_word_embeddings=True), dp=2, engines=4)
     prove_exactly_once(map)
-    embedding = [c for c in all_copies(map) if c.destination_tensor == "model.embed_tokens.weight" and c.source_tensor]
+    embedding = [
+        c
+        for c in all_copies(map)
+        if c.destination_tensor == "model.embed_tokens.weight" and c.source_tensor
+    ]
     senders = {(c.source_rank, c.source_tensor) for c in embedding}
-    assert {name for _, name in senders} == {"embedding.word_embeddings.weight", "output_layer.weight"}
-    assert {rank for rank, _ in senders} == {0, 2, 4, 6}  # tp 0 of both replicas on both stages holds all 100 real rows
+    assert {name for _, name in senders} == {
+        "embedding.word_embeddings.weight",
+        "output_layer.weight",
+    }
+    # tp 0 of both replicas on both stages holds all 100 real rows
+    assert {rank for rank, _ in senders} == {0, 2, 4, 6}
 
 
 def test_schedule_covers_every_write_once_and_both_ends_agree():
@@ -67,21 +87,39 @@ def test_schedule_covers_every_write_once_and_both_ends_agree():
     sent = [batch for rank in range(8) for batch in batches_from(map, rank, wave_bytes=600)]
     received = [batch for rank in range(8) for batch in batches_to(map, rank, wave_bytes=600)]
     assert Counter(sent) == Counter(received) and max(Counter(sent).values()) == 1
-    assert Counter(write for batch in sent for write in batch.writes) == Counter(w for rank in range(8) for w in map.writes_from(rank))
+    assert Counter(write for batch in sent for write in batch.writes) == Counter(
+        w for rank in range(8) for w in map.writes_from(rank)
+    )
     for rank in range(8):
         own = [batch for batch in sent if batch.source_rank == rank]
         assert [batch.wave for batch in own] == sorted(batch.wave for batch in own)
         assert len({(batch.wave, batch.destination_rank) for batch in own}) == len(own)
         place = {write: n for n, write in enumerate(map.writes_from(rank))}
         for batch in own:
-            assert [place[write] for write in batch.writes] == sorted(place[write] for write in batch.writes), "forward order"
+            assert [place[write] for write in batch.writes] == sorted(
+                place[write] for write in batch.writes
+            ), "forward order"
         depths = [(min(w.depth for w in b.writes), max(w.depth for w in b.writes)) for b in own]
         for (_, last), (first, _), (one, two) in zip(depths, depths[1:], itertools.pairwise(own)):
             assert one.wave == two.wave or last < first
 
 
 MIXTURE = ModelSpec(
-    "qwen3_moe", 4, 12, 16, 8, 4, 2, 100, 64, False, 1e-6, 1e4, num_experts=8, experts_per_token=2, expert_intermediate_size=8
+    "qwen3_moe",
+    4,
+    12,
+    16,
+    8,
+    4,
+    2,
+    100,
+    64,
+    False,
+    1e-6,
+    1e4,
+    num_experts=8,
+    experts_per_token=2,
+    expert_intermediate_size=8,
 )
 KINDS = {
     "dense": lambda: tiny_map(),
@@ -99,7 +137,9 @@ def test_both_ends_of_a_pair_know_the_order_of_its_messages_which_carry_no_names
     for rank in range(map.destination.world_size):
         awaited = map.writes_to(rank)
         for source, writes in enumerate(sent):
-            assert [w for w in writes if w.destination_rank == rank] == [c for c in awaited if c.source_rank == source]
+            assert [w for w in writes if w.destination_rank == rank] == [
+                c for c in awaited if c.source_rank == source
+            ]
 
 
 def test_senders_that_feed_the_same_receivers_begin_with_different_ones():
@@ -110,14 +150,26 @@ def test_senders_that_feed_the_same_receivers_begin_with_different_ones():
 
 def test_writes_join_what_continues_on_both_sides():
     map = tiny_map(tp=4, generator_tp=4, pp=1, dp=1, engines=1, source="bfloat16")
-    qkv = [w for w in map.writes_from(1) if w.destination_tensor == "model.layers.0.self_attn.qkv_proj.weight"]
+    qkv = [
+        w
+        for w in map.writes_from(1)
+        if w.destination_tensor == "model.layers.0.self_attn.qkv_proj.weight"
+    ]
     assert len(qkv) == 1 and qkv[0].source_box == Box((0, 0), (8, 12)) == qkv[0].destination_box
-    assert len([c for c in map.copies_from(1) if c.destination_tensor == qkv[0].destination_tensor]) == 3
+    assert (
+        len([c for c in map.copies_from(1) if c.destination_tensor == qkv[0].destination_tensor])
+        == 3
+    )
 
 
 def test_writes_do_not_join_what_continues_along_different_dims():
-    left, right, below = Box((0, 0), (2, 2)), Box((0, 2), (2, 2)), Box((2, 0), (2, 2))
-    rows = [Row(0, 0, left, (Holder(0, 0, left),), "identity"), Row(0, 0, right, (Holder(0, 0, below),), "identity")]
+    left = Box((0, 0), (2, 2))
+    right = Box((0, 2), (2, 2))
+    below = Box((2, 0), (2, 2))
+    rows = [
+        Row(0, 0, left, (Holder(0, 0, left),), "identity"),
+        Row(0, 0, right, (Holder(0, 0, below),), "identity"),
+    ]
     assert coalesce(rows) == tuple(rows)
     same = [rows[0], Row(0, 0, right, (Holder(0, 0, right),), "identity")]
     assert [row.box for row in coalesce(same)] == [Box((0, 0), (2, 4))]
@@ -132,7 +184,11 @@ def test_report_names_every_parameter_and_json_every_number():
     part, forwarding = relayed(tiny_map(engines=4), RelayRule("inside_hosts", 8))
     assert "relays    " in render(part, 50e9, forwarding)
     found = to_json(map)
-    assert found["copies"] == len(all_copies(map)) and found["exactly_once"] is True and found["bytes"] == found["bytes_minimum"]
+    assert (
+        found["copies"] == len(all_copies(map))
+        and found["exactly_once"] is True
+        and found["bytes"] == found["bytes_minimum"]
+    )
     assert set(found) == {
         "trainer_ranks",
         "generator_ranks",
@@ -161,7 +217,8 @@ def test_report_names_every_parameter_and_json_every_number():
     "topology, balance",
     [
         (TrainerTopology(tp=8, pp=2, dp=32), 1.0001),
-        (TrainerTopology(tp=8, pp=16, dp=4, last_stage_layers=6), 1.0887),  # only by the stages' ownership
+        # only by the stages' ownership
+        (TrainerTopology(tp=8, pp=16, dp=4, last_stage_layers=6), 1.0887),
         (TrainerTopology(tp=8, pp=16, dp=4, first_stage_layers=7, last_stage_layers=7), 1.0054),
     ],
 )

@@ -22,18 +22,27 @@ SPEC = ModelSpec("llama", 4, 12, 16, 8, 4, 2, 100, 64, False, 1e-6, 1e4)
 
 @pytest.mark.parametrize("engines, tp, per_node", [(4, 2, 4), (8, 1, 4), (3, 1, 2), (2, 2, 4)])
 def test_one_copy_per_node_and_relays_fill_every_engine(engines, tp, per_node):
-    topology, engine = TrainerTopology(tp=2, dp=2), GeneratorTopology(engines, tp)
-    trainer, generator = trainer_layout(SPEC, topology, "float32"), generator_layout(SPEC, engine, "float32")
+    topology = TrainerTopology(tp=2, dp=2)
+    engine = GeneratorTopology(engines, tp)
+    trainer = trainer_layout(SPEC, topology, "float32")
+    generator = generator_layout(SPEC, engine, "float32")
     forwarding = inside_hosts(generator, per_node)
     map = ReshardMap.build(trainer, forwarding.leaders)
     prove_exactly_once(map)
     hf = full_tensors(SPEC, torch.float32)
-    found = [{t.name: torch.full(t.shape, float("nan")) for t in generator.tensors(rank)} for rank in range(engine.world_size)]
+    found = [
+        {t.name: torch.full(t.shape, float("nan")) for t in generator.tensors(rank)}
+        for rank in range(engine.world_size)
+    ]
     over_network: dict[int, int] = defaultdict(int)
     for rank in range(topology.world_size):
         tensors = megatron(SPEC, hf, topology, rank, fill=7.0)
         for copy in map.writes_from(rank):
-            apply_copy(copy, tensors.get(copy.source_tensor), found[copy.destination_rank][copy.destination_tensor])
+            apply_copy(
+                copy,
+                tensors.get(copy.source_tensor),
+                found[copy.destination_rank][copy.destination_tensor],
+            )
             over_network[copy.destination_rank] += copy.bytes
     for rank in range(engine.world_size):
         for relay in [relay for relay in forwarding.relays if relay.source_rank == rank]:
@@ -46,7 +55,10 @@ def test_one_copy_per_node_and_relays_fill_every_engine(engines, tp, per_node):
         expected = sglang(SPEC, hf, engine, rank % tp, "cuda")
         assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     nodes = range(-(-engines * tp // per_node))
-    node_bytes = [sum(size for rank, size in over_network.items() if rank // per_node == node) for node in nodes]
+    node_bytes = [
+        sum(size for rank, size in over_network.items() if rank // per_node == node)
+        for node in nodes
+    ]
     engine_bytes = sum(t.nbytes for rank in range(tp) for t in found[rank].values())
     assert node_bytes == [engine_bytes] * len(node_bytes)
 

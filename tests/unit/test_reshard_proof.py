@@ -1,4 +1,7 @@
-"""The proof that a rank with the byte writes every destination byte once. Damaged maps are refused, with the reason."""
+"""The proof that a rank with the byte writes every destination byte once.
+
+Damaged maps are refused, with the reason.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ def shift(box: Box) -> Box:
 
 
 def is_gate(item: Copy) -> bool:
-    return item.destination_tensor == "model.layers.2.mlp.gate_up_proj.weight" and item.destination_rank == 5
+    return (
+        item.destination_tensor == "model.layers.2.mlp.gate_up_proj.weight"
+        and item.destination_rank == 5
+    )
 
 
 GATE = "model.layers.2.mlp.gate_up_proj.weight on generator rank 5"
@@ -33,14 +39,28 @@ CHANGES = {
         lambda copy: [structs.replace(copy, destination_box=shift(copy.destination_box))],
         "written twice|not inside",
     ),
-    "shifted at the source": (lambda copy: [structs.replace(copy, source_box=shift(copy.source_box))], "needs|not inside"),
-    "from another rank": (lambda copy: [structs.replace(copy, source_rank=copy.source_rank ^ 1)], "needs"),
-    "from another stage": (lambda copy: [structs.replace(copy, source_rank=0)], "trainer rank 0 has no decoder.layers.2"),
-    "from another layer": (
-        lambda copy: [structs.replace(copy, source_tensor=copy.source_tensor.replace("layers.2", "layers.3"))],
+    "shifted at the source": (
+        lambda copy: [structs.replace(copy, source_box=shift(copy.source_box))],
+        "needs|not inside",
+    ),
+    "from another rank": (
+        lambda copy: [structs.replace(copy, source_rank=copy.source_rank ^ 1)],
         "needs",
     ),
-    "not cast": (lambda copy: [structs.replace(copy, transform="identity")], "identity from float32 to bfloat16"),
+    "from another stage": (
+        lambda copy: [structs.replace(copy, source_rank=0)],
+        "trainer rank 0 has no decoder.layers.2",
+    ),
+    "from another layer": (
+        lambda copy: [
+            structs.replace(copy, source_tensor=copy.source_tensor.replace("layers.2", "layers.3"))
+        ],
+        "needs",
+    ),
+    "not cast": (
+        lambda copy: [structs.replace(copy, transform="identity")],
+        "identity from float32 to bfloat16",
+    ),
     "zeroed": (lambda copy: [structs.replace(copy, transform="zeros")], "zeros in"),
 }
 
@@ -61,21 +81,35 @@ def test_proof_refuses_a_damaged_copy_and_names_tensor_and_rank(change):
 def test_proof_refuses_copies_to_nowhere():
     map = tiny_map()
     copies = all_copies(map)
-    with pytest.raises(ProofError, match="elsewhere on generator rank 0: written, but not in the layout"):
+    with pytest.raises(
+        ProofError, match="elsewhere on generator rank 0: written, but not in the layout"
+    ):
         elsewhere = structs.replace(copies[0], destination_rank=0, destination_tensor="elsewhere")
         prove_copies(copies + [elsewhere], map.source, map.destination)
     with pytest.raises(ProofError, match="generator rank 8 is written"):
-        prove_copies(copies + [structs.replace(copies[0], destination_rank=8)], map.source, map.destination)
+        prove_copies(
+            copies + [structs.replace(copies[0], destination_rank=8)], map.source, map.destination
+        )
 
 
-@pytest.mark.parametrize("change", ["dropped", "doubled", "shifted", "source shifted", "padding dropped", "padding from a tensor"])
+@pytest.mark.parametrize(
+    "change",
+    ["dropped", "doubled", "shifted", "source shifted", "padding dropped", "padding from a tensor"],
+)
 def test_proof_of_the_template_refuses_a_damaged_row(change):
     map = tiny_map()
     prove_exactly_once(map)
     padding = change.startswith("padding")
-    at = next(i for i, row in enumerate(map.rows) if (row.transform == "zeros") == padding and row.shard == (3 if padding else 1))
+    at = next(
+        i
+        for i, row in enumerate(map.rows)
+        if (row.transform == "zeros") == padding and row.shard == (3 if padding else 1)
+    )
     row = map.rows[at]
-    moved = tuple(structs.replace(holder, box=shift(holder.box) if holder.box else row.box) for holder in row.holders)
+    moved = tuple(
+        structs.replace(holder, box=shift(holder.box) if holder.box else row.box)
+        for holder in row.holders
+    )
     damaged = {
         "dropped": [],
         "doubled": [row, row],
@@ -86,7 +120,9 @@ def test_proof_of_the_template_refuses_a_damaged_row(change):
     }[change]
     name = map.destination.kinds[row.kind].name_of(0)
     with pytest.raises(ProofError, match=f"{name} on generator rank {row.shard}"):
-        prove_exactly_once(dataclasses.replace(map, rows=map.rows[:at] + tuple(damaged) + map.rows[at + 1 :]))
+        prove_exactly_once(
+            dataclasses.replace(map, rows=map.rows[:at] + tuple(damaged) + map.rows[at + 1 :])
+        )
 
 
 def other_stage(assignment: Assignment) -> Assignment:
@@ -101,7 +137,9 @@ def other_receiver(assignment: Assignment) -> Assignment:
 
 def all_alike(assignment: Assignment) -> Assignment:
     """Takes layers of the second stage for layers of the first."""
-    fields = {name: getattr(assignment, name)[:1] for name in ("first", "holders", "senders", "receivers")}
+    fields = {
+        name: getattr(assignment, name)[:1] for name in ("first", "holders", "senders", "receivers")
+    }
     return Assignment(class_of=np.zeros_like(assignment.class_of), **fields)
 
 

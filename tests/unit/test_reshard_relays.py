@@ -20,30 +20,45 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def test_405b_in_fp8_with_relays_is_even():
-    """Embedding and output layer stay in bf16. Without relays, first and last stage send 3.5 % more than the mean."""
+    """Embedding and output layer stay in bf16.
+
+    Without relays, first and last stage send 3.5 % more than the mean.
+    """
     topology = TrainerTopology(tp=8, pp=16, dp=4, first_stage_layers=7, last_stage_layers=7)
-    generator = generator_layout(LLAMA_405B, GeneratorTopology(64, 8), "bfloat16", quantization="fp8_block")
+    generator = generator_layout(
+        LLAMA_405B, GeneratorTopology(64, 8), "bfloat16", quantization="fp8_block"
+    )
     whole = ReshardMap.build(trainer_layout(LLAMA_405B, topology, "bfloat16"), generator)
     map, forwarding = foreseen(whole, "engines", 8)
     prove_exactly_once(map)
-    found, alone = summary(map, forwarding), whole.summary()
+    found = summary(map, forwarding)
+    alone = whole.summary()
     assert alone.sender_max_over_mean == pytest.approx(1.0356, abs=1e-4)
     assert found.sender_max_over_mean < 1.001 and found.receiver_max_over_mean == 1.0
-    assert found.bytes == found.bytes_minimum == alone.bytes and found.relayed_bytes < 0.01 * found.bytes
+    assert (
+        found.bytes == found.bytes_minimum == alone.bytes
+        and found.relayed_bytes < 0.01 * found.bytes
+    )
     assert busiest_bytes(map, forwarding) < 0.98 * busiest_bytes(whole, None)
 
 
 def test_many_engines_beside_few_trainer_ranks():
-    """One node of 8 trains, and 16 nodes generate. Without relays its ranks would send all weights 16 times."""
+    """One node of 8 trains, and 16 nodes generate.
+
+    Without relays its ranks would send all weights 16 times.
+    """
     generator = generator_layout(LLAMA_405B, GeneratorTopology(16, 8), "bfloat16")
-    whole = ReshardMap.build(trainer_layout(LLAMA_405B, TrainerTopology(tp=8), "bfloat16"), generator)
+    whole = ReshardMap.build(
+        trainer_layout(LLAMA_405B, TrainerTopology(tp=8), "bfloat16"), generator
+    )
     map, forwarding = foreseen(whole, "engines", 8)
     prove_exactly_once(map)
     of_one_engine_rank = whole.rank_bytes()[1].max()
     assert busiest_bytes(whole, None) > 15.9 * of_one_engine_rank
     assert busiest_bytes(map, forwarding) < 2.1 * of_one_engine_rank
     given, taken = forwarding.rank_bytes()
-    assert max(given.max(), taken.max()) < of_one_engine_rank  # layers take turns, so no engine passes on more than it holds
+    # layers take turns, so no engine passes on more than it holds
+    assert max(given.max(), taken.max()) < of_one_engine_rank
 
 
 def test_nothing_is_passed_on_where_that_gains_nothing():
@@ -72,12 +87,15 @@ def test_a_wrong_forwarding_is_found(tamper):
 
 
 @pytest.mark.parametrize("layers, engines, tp, trainer", [
-    (2, 64, 1, TrainerTopology(tp=4, dp=8)), (8, 64, 4, TrainerTopology(tp=4, pp=2, dp=8)), (2, 32, 4, TrainerTopology(tp=4, dp=16)),
-    (8, 32, 1, TrainerTopology(dp=16)), (8, 16, 2, TrainerTopology(tp=2)), (2, 2, 1, TrainerTopology(pp=2)),
+    (2, 64, 1, TrainerTopology(tp=4, dp=8)), (8, 64, 4, TrainerTopology(tp=4, pp=2, dp=8)),
+    (2, 32, 4, TrainerTopology(tp=4, dp=16)),
+    (8, 32, 1, TrainerTopology(dp=16)), (8, 16, 2, TrainerTopology(tp=2)),
+    (2, 2, 1, TrainerTopology(pp=2)),
 ])  # fmt: skip
 def test_relays_between_engines_never_make_the_busiest_rank_busier(layers, engines, tp, trainer):
     """If there are more engines than layers, some pass on a layer and others none."""
     spec = dataclasses.replace(load_spec(CONFIGS / "models/llama-3.1-8b"), num_layers=layers)
-    source, destination = trainer_layout(spec, trainer, "bfloat16"), generator_layout(spec, GeneratorTopology(engines, tp), "bfloat16")
+    source = trainer_layout(spec, trainer, "bfloat16")
+    destination = generator_layout(spec, GeneratorTopology(engines, tp), "bfloat16")
     map = ReshardMap.build(source, destination)
     assert busiest_bytes(*foreseen(map, "engines", tp)) <= busiest_bytes(map, None)

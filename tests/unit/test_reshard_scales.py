@@ -1,4 +1,6 @@
-"""Quantised destinations: the rank that makes each scale, refusals of the proof, and the exchange of amax for cut tiles."""
+"""Quantised destinations: the rank that makes each scale, refusals of the proof, and the exchange
+of amax for cut tiles.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import ProofError, prove_exactly_once
 
 DENSE = ModelSpec("llama", 2, 12, 24, 8, 4, 4, 100, 64, False, 1e-6, 1e4)
-MOE = dataclasses.replace(DENSE, family="mixtral", intermediate_size=0, num_experts=4, expert_intermediate_size=24)
+MOE = dataclasses.replace(
+    DENSE, family="mixtral", intermediate_size=0, num_experts=4, expert_intermediate_size=24
+)
 RULE = block_rule(4, 4)
 
 
@@ -36,14 +40,31 @@ def changed(copy: Copy, **fields) -> Copy:
     return structs.replace(copy, **fields)
 
 
-DOWN, W2 = "model.layers.1.mlp.down_proj.weight", "model.layers.1.block_sparse_moe.experts.w2_weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+W2 = "model.layers.1.block_sparse_moe.experts.w2_weight"
 CHANGES = {
-    "not quantised": ("", lambda c: [changed(c, transform="cast")], "cast from bfloat16 to float8_e4m3fn"),
+    "not quantised": (
+        "",
+        lambda c: [changed(c, transform="cast")],
+        "cast from bfloat16 to float8_e4m3fn",
+    ),
     "no scales": ("_scale_inv", lambda c: [], "elements are never written"),
     "scales twice": ("_scale_inv", lambda c: [c, c], "written twice"),
-    "scales of other weights": ("_scale_inv", lambda c: [changed(c, source_box=moved(c.source_box))], "but is made from|is not inside"),
-    "scales elsewhere": ("_scale_inv", lambda c: [changed(c, destination_box=moved(c.destination_box))], "written twice|is not inside"),
-    "tiles counted wrong": ("", lambda c: [changed(c, quantisation=structs.replace(c.quantisation, origin=(1, 0)))], "counted from"),
+    "scales of other weights": (
+        "_scale_inv",
+        lambda c: [changed(c, source_box=moved(c.source_box))],
+        "but is made from|is not inside",
+    ),
+    "scales elsewhere": (
+        "_scale_inv",
+        lambda c: [changed(c, destination_box=moved(c.destination_box))],
+        "written twice|is not inside",
+    ),
+    "tiles counted wrong": (
+        "",
+        lambda c: [changed(c, quantisation=structs.replace(c.quantisation, origin=(1, 0)))],
+        "counted from",
+    ),
     "scales zeroed": ("_scale_inv", lambda c: [changed(c, transform="zeros")], "zeros in"),
 }
 
@@ -59,21 +80,49 @@ def test_proof_refuses_damaged_scales_and_names_the_tensor(spec, name, change):
     copies = all_copies(map)
     prove_copies(copies, map.source, map.destination)
     suffix, damage, message = CHANGES[change]
-    at = next(c for c in copies if c.destination_tensor == name + suffix and c.destination_rank == 1)
+    at = next(
+        c for c in copies if c.destination_tensor == name + suffix and c.destination_rank == 1
+    )
     with pytest.raises(ProofError, match=message) as error:
-        prove_copies([new for copy in copies for new in (damage(copy) if copy is at else [copy])], map.source, map.destination)
+        prove_copies(
+            [new for copy in copies for new in (damage(copy) if copy is at else [copy])],
+            map.source,
+            map.destination,
+        )
     assert f"{name}{suffix} on generator rank 1" in str(error.value)
 
 
-@pytest.mark.parametrize("change", ["scale dropped", "tiles of another tensor", "cut not told", "wrong expert", "scale of other rows"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "scale dropped",
+        "tiles of another tensor",
+        "cut not told",
+        "wrong expert",
+        "scale of other rows",
+    ],
+)
 def test_proof_of_the_template_refuses_damaged_rows(change):
-    map = fp8_map(MOE, tp=4, ep=1, etp=4, generator=GeneratorTopology(2, 1))  # 24 / 4 = 6 rows a shard: blocks of 4 are cut
+    # 24 / 4 = 6 rows a shard: blocks of 4 are cut
+    map = fp8_map(MOE, tp=4, ep=1, etp=4, generator=GeneratorTopology(2, 1))
     prove_exactly_once(map)
     scale = change.startswith("scale")
-    at = next(i for i, row in enumerate(map.rows) if row.transform == ("scale" if scale else "quantise") and row.cut)
+    at = next(
+        i
+        for i, row in enumerate(map.rows)
+        if row.transform == ("scale" if scale else "quantise") and row.cut
+    )
     row = map.rows[at]
-    further = tuple(structs.replace(h, box=Box((h.box.start[0] + 1,) + h.box.start[1:], h.box.shape)) for h in row.holders)
-    higher = tuple(structs.replace(h, box=Box(h.box.start[:1] + (h.box.start[1] + 2,) + h.box.start[2:], h.box.shape)) for h in row.holders)
+    further = tuple(
+        structs.replace(h, box=Box((h.box.start[0] + 1,) + h.box.start[1:], h.box.shape))
+        for h in row.holders
+    )
+    higher = tuple(
+        structs.replace(
+            h, box=Box(h.box.start[:1] + (h.box.start[1] + 2,) + h.box.start[2:], h.box.shape)
+        )
+        for h in row.holders
+    )
     damaged = {
         "scale dropped": [],
         "tiles of another tensor": [structs.replace(row, logical_name="elsewhere")],
@@ -82,21 +131,32 @@ def test_proof_of_the_template_refuses_damaged_rows(change):
         "scale of other rows": [structs.replace(row, holders=higher)],
     }[change]
     with pytest.raises(ProofError, match=map.destination.kinds[row.kind].name_of(0)):
-        prove_exactly_once(dataclasses.replace(map, rows=map.rows[:at] + tuple(damaged) + map.rows[at + 1 :]))
+        prove_exactly_once(
+            dataclasses.replace(map, rows=map.rows[:at] + tuple(damaged) + map.rows[at + 1 :])
+        )
 
 
 def test_uncut_tiles_need_no_exchange():
     map = fp8_map()
-    assert not any(row.cut for row in map.rows) and all(amax_parts(map, rank) == [] for rank in range(2))
+    assert not any(row.cut for row in map.rows) and all(
+        amax_parts(map, rank) == [] for rank in range(2)
+    )
 
 
 def test_ranks_of_one_replica_exchange_the_amax_of_cut_rows():
-    """With per-channel scales, both tp ranks have parts of each row of o_proj and down_proj. A row of qkv or gate_up is on one rank."""
+    """With per-channel scales, both tp ranks have parts of each row of o_proj and down_proj.
+
+    A row of qkv or gate_up is on one rank.
+    """
     map = fp8_map(rule=CHANNEL, dp=2)
     for rank in range(4):
         parts = amax_parts(map, rank)
-        assert [part.tiles_of.split(".", 3)[3] for part in parts] == ["self_attn.o_proj.weight", "mlp.down_proj.weight"] * 2
-        assert peers(parts) == (rank ^ 1,)  # tp varies fastest; the other replica (rank ^ 2) has its own exchange
+        assert [part.tiles_of.split(".", 3)[3] for part in parts] == [
+            "self_attn.o_proj.weight",
+            "mlp.down_proj.weight",
+        ] * 2
+        # tp varies fastest; the other replica (rank ^ 2) has its own exchange
+        assert peers(parts) == (rank ^ 1,)
         assert {part.origin for part in parts} == {(0, 16 * (rank % 2)), (0, 12 * (rank % 2))}
 
 

@@ -21,7 +21,10 @@ from megarl.reshard.schedule import landings, lands
 @given(case=cases(), relays=st.booleans())
 def test_arrays_have_what_the_lists_of_writes_have(case, relays):
     spec, topology, generator, device = case
-    whole = map = ReshardMap.build(trainer_layout(spec, topology, "float32"), generator_layout(spec, generator, "bfloat16", device))
+    whole = map = ReshardMap.build(
+        trainer_layout(spec, topology, "float32"),
+        generator_layout(spec, generator, "bfloat16", device),
+    )
     passed_on = []
     if relays:
         with contextlib.suppress(ValueError):
@@ -29,25 +32,42 @@ def test_arrays_have_what_the_lists_of_writes_have(case, relays):
             passed_on = forwarding.relays
     tensors = SentTensors(map, passed_on)
     for rank in range(map.source.world_size):
-        written = sorted({(write.destination_rank, write.destination_tensor) for write in map.writes_from(rank)})
+        written = sorted(
+            {(write.destination_rank, write.destination_tensor) for write in map.writes_from(rank)}
+        )
         assert [tensors.name(place) for place in tensors.sent_by(rank)] == written
     held = [tensors.name(place) for place in range(tensors.places[-1])]
-    assert held == [(rank, name) for rank in range(generator.world_size) for name in names(whole.destination, rank)]
-    assert [tuple(tensors.name(place)[0] for place in range(*ends))[:1] for ends in pairwise(tensors.places)] == [
-        (rank,) for rank in range(generator.world_size)
+    assert held == [
+        (rank, name)
+        for rank in range(generator.world_size)
+        for name in names(whole.destination, rank)
     ]
+    assert [
+        tuple(tensors.name(place)[0] for place in range(*ends))[:1]
+        for ends in pairwise(tensors.places)
+    ] == [(rank,) for rank in range(generator.world_size)]
     ends = [(tensors.name(leader), tensors.name(other)) for leader, other in zip(*tensors.relayed)]
-    assert ends == [((relay.source_rank, relay.tensor), (relay.destination_rank, relay.tensor)) for relay in passed_on]
+    assert ends == [
+        ((relay.source_rank, relay.tensor), (relay.destination_rank, relay.tensor))
+        for relay in passed_on
+    ]
 
 
 @settings(max_examples=25, deadline=None)
 @given(case=cases())
 def test_boxes_land_by_row_as_they_do_one_by_one(case):
     spec, topology, generator, device = case
-    map = ReshardMap.build(trainer_layout(spec, topology, "float32"), generator_layout(spec, generator, "bfloat16", device))
+    map = ReshardMap.build(
+        trainer_layout(spec, topology, "float32"),
+        generator_layout(spec, generator, "bfloat16", device),
+    )
     for rank in range(generator.world_size):
         shapes = {tensor.name: tensor.shape for tensor in map.destination.tensors(rank)}
-        one_by_one = [w for w in map.writes_to(rank) if lands(w.destination_box, shapes[w.destination_tensor], ITEM_BYTES[w.dtype])]
+        one_by_one = [
+            w
+            for w in map.writes_to(rank)
+            if lands(w.destination_box, shapes[w.destination_tensor], ITEM_BYTES[w.dtype])
+        ]
         assert landings(map, rank) == one_by_one
 
 
@@ -58,7 +78,9 @@ def test_shapes_are_those_of_the_tensors(case, quantization):
     layout = generator_layout(spec, generator, "bfloat16", device, quantization)
     for rank in range(generator.world_size):
         expected = [(t.name, t.shape, t.dtype, t.engine_shape) for t in layout.tensors(rank)]
-        assert [(t.name, t.shape, t.dtype, t.engine_shape) for t in layout.shapes(rank)] == sorted(expected, key=lambda each: each[0])
+        assert [(t.name, t.shape, t.dtype, t.engine_shape) for t in layout.shapes(rank)] == sorted(
+            expected, key=lambda each: each[0]
+        )
 
 
 @pytest.mark.parametrize("engines", [1, 3])

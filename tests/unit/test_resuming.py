@@ -1,4 +1,6 @@
-"""The checkpoint from which a run continues, the one that an export reads meanwhile, and free disk space."""
+"""The checkpoint from which a run continues, the one that an export reads meanwhile, and free disk
+space.
+"""
 
 from __future__ import annotations
 
@@ -44,47 +46,89 @@ def save(run_dir: Path, step: int) -> Path:
     folder = checkpoint_path(run_dir, step)
     folder.mkdir(parents=True)
     state = json.dumps({"topology": {}, "position": step, "state": {"step": step}}).encode()
-    small = {"state.json": state, LEDGER_FILE: Ledger(consumed_below=step).encode(), "tensors": f"tensors of {step}".encode()}
-    Index(FORMAT, "float32", [small_file(folder, name, content) for name, content in small.items()], {}, {}).write(folder)
+    small = {
+        "state.json": state,
+        LEDGER_FILE: Ledger(consumed_below=step).encode(),
+        "tensors": f"tensors of {step}".encode(),
+    }
+    Index(
+        FORMAT,
+        "float32",
+        [small_file(folder, name, content) for name, content in small.items()],
+        {},
+        {},
+    ).write(folder)
     return folder
 
 
-@pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b'{"topology": {}}'])
+@pytest.mark.parametrize(
+    "content", [None, b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b'{"topology": {}}']
+)
 @pytest.mark.parametrize("older", [True, False])
-def test_a_damaged_state_is_told_in_one_message_with_what_to_do(content: bytes | None, older: bool, tmp_path: Path) -> None:
+def test_a_damaged_state_is_told_in_one_message_with_what_to_do(
+    content: bytes | None, older: bool, tmp_path: Path
+) -> None:
     if older:
         save(tmp_path, 2)
     newest = save(tmp_path, 4)
     check_resume_point(tmp_path, latest_checkpoint(tmp_path))
-    (newest / "state.json").unlink() if content is None else (newest / "state.json").write_bytes(content)
+    (newest / "state.json").unlink() if content is None else (newest / "state.json").write_bytes(
+        content
+    )
     with pytest.raises(ConfigError) as raised:
         check_resume_point(tmp_path, latest_checkpoint(tmp_path))
     (problem,) = raised.value.problems
-    then = "step_000002 serves then" if older else "there is no older one, so the run begins anew then"
+    then = (
+        "step_000002 serves then" if older else "there is no older one, so the run begins anew then"
+    )
     how = "is missing" if content is None else "is damaged: it has "
-    assert problem.startswith(f"{newest}: state.json {how}") and problem.endswith(f". Move this folder away: {then}")
+    assert problem.startswith(f"{newest}: state.json {how}") and problem.endswith(
+        f". Move this folder away: {then}"
+    )
 
 
-def test_a_dry_run_looks_at_the_checkpoint_that_the_run_would_go_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_looks_at_the_checkpoint_that_the_run_would_go_on_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As far as a run does before it starts anything. It also says which parts it has not read."""
     arguments = ["train", str(CONFIGS / "quickstart.yaml"), "--dry-run", f"run_dir={tmp_path}"]
     newest = save(tmp_path, 4)
     assert cli.main(arguments) == 0
-    assert "Their hashes are not checked now; the run does that when it reads them\nWeights: " in capsys.readouterr().out
+    assert (
+        "Their hashes are not checked now; the run does that when it reads them\nWeights: "
+        in capsys.readouterr().out
+    )
     (newest / "tensors").write_bytes(b"shorter")
     assert cli.main(arguments) == 2
     assert f"{newest}: tensors is damaged: it has 7 bytes instead of " in capsys.readouterr().err
 
 
 def begun_with(folder: Path, date: str, *settings: str) -> list[str]:
-    """Writes what a run with these settings leaves that began on `date`, on one row. Returns the arguments that resume it."""
+    """Writes what a run with these settings leaves that began on `date`, on one row.
+
+    Returns the arguments that resume it.
+    """
     row = {"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
     model = shutil.copytree(CONFIGS / "models/tiny-llama", folder / "model")
-    template = "{{ strftime_now('%Y%m%d') }}+{% for message in messages %}{{ message.content }}{% endfor %}"
+    template = (
+        "{{ strftime_now('%Y%m%d') }}+{% for message in messages %}{{ message.content }}{% "
+        "endfor %}"
+    )
     (model / "chat_template.jinja").write_text(template)
-    own = [f"run_dir={folder}", f"model.path={model}", f"data.train.source={folder}/rows.jsonl", "data.train.prompt_key=messages"]
-    arguments = [str(CONFIGS / "quickstart.yaml"), *own, "data.train.answer_key=answer", "max_steps=8", *settings]
+    own = [
+        f"run_dir={folder}",
+        f"model.path={model}",
+        f"data.train.source={folder}/rows.jsonl",
+        "data.train.prompt_key=messages",
+    ]
+    arguments = [
+        str(CONFIGS / "quickstart.yaml"),
+        *own,
+        "data.train.answer_key=answer",
+        "max_steps=8",
+        *settings,
+    ]
     config = load_config(arguments[0], [*arguments[1:], f"model.chat_template.date={date}"])
     save(folder, 4)
     (folder / "config.yaml").write_text(dump_config(config))
@@ -92,12 +136,15 @@ def begun_with(folder: Path, date: str, *settings: str) -> list[str]:
     return arguments
 
 
-def test_dry_run_refuses_rows_that_train_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_refuses_rows_that_train_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = begun_with(tmp_path, "2024-07-26")
     rows = tmp_path / "rows.jsonl"
     rows.write_text(rows.read_text() * 2)
     assert cli.main(["train", *arguments, "--dry-run"]) == 2
-    [problem] = capsys.readouterr().err.splitlines()  # none about the template, though today is another day
+    # none about the template, though today is another day
+    [problem] = capsys.readouterr().err.splitlines()
     assert problem.startswith("megarl: data.train: 1 row more at the end. The run in ")
 
 
@@ -108,18 +155,28 @@ def test_resumed_run_keeps_the_date_of_its_first_day(tmp_path: Path) -> None:
     chosen = load_config(arguments[0], [*arguments[1:], "model.chat_template.date=2025-01-01"])
     assert resolve(chosen, "dry-run").config.model.chat_template.date == "2025-01-01"
     shutil.rmtree(tmp_path / "checkpoints")
-    assert resolve(config, "dry-run").config.model.chat_template.date not in (None, "2024-07-26"), "a new run"
+    assert resolve(config, "dry-run").config.model.chat_template.date not in (None, "2024-07-26"), (
+        "a new run"
+    )
 
 
 def test_scoring_settings_are_fixed_unless_accepted(tmp_path: Path) -> None:
-    arguments = begun_with(tmp_path, "2024-07-26", "rollout.name=tool_calls", "rollout.args={tool: 'operator:add'}")
+    arguments = begun_with(
+        tmp_path, "2024-07-26", "rollout.name=tool_calls", "rollout.args={tool: 'operator:add'}"
+    )
     changed = [*arguments[1:], "rollout.args={tool: 'operator:sub'}"]
     with pytest.raises(ConfigError) as raised:
         resolve(load_config(arguments[0], changed), "train")
-    [problem] = [problem for problem in raised.value.problems if problem.startswith("rollout.args=")]
-    assert problem.endswith("keep that, or use another run_dir, or set checkpoint.accept_changed_data=true")
+    [problem] = [
+        problem for problem in raised.value.problems if problem.startswith("rollout.args=")
+    ]
+    assert problem.endswith(
+        "keep that, or use another run_dir, or set checkpoint.accept_changed_data=true"
+    )
     accepted = load_config(arguments[0], [*changed, "checkpoint.accept_changed_data=true"])
-    assert not [problem for problem in check_resume(accepted) if problem.startswith("rollout.args=")]
+    assert not [
+        problem for problem in check_resume(accepted) if problem.startswith("rollout.args=")
+    ]
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\x00", b"garbage"])
@@ -133,11 +190,18 @@ def test_a_ledger_that_is_gone_or_damaged_is_told(content: bytes | None, tmp_pat
 def test_a_checkpoint_of_another_version_is_told_as_such(tmp_path: Path) -> None:
     folder = save(tmp_path, 4)
     Index(FORMAT + 1, "float32", [], {}, {}).write(folder)
-    with pytest.raises(ConfigError, match=f"{folder}: {INDEX_FILE} has format {FORMAT + 1}; this version of MegaRL reads format {FORMAT}"):
+    with pytest.raises(
+        ConfigError,
+        match=f"{folder}: {INDEX_FILE} has format {FORMAT + 1}; this version of MegaRL reads "
+        f"format {FORMAT}",
+    ):
         check_resume_point(tmp_path, latest_checkpoint(tmp_path))
     (folder / INDEX_FILE).unlink()
     (folder / ".metadata").write_bytes(b"")
-    with pytest.raises(ConfigError, match=f"{folder}: it was written by an earlier version of MegaRL: {INDEX_FILE} is missing"):
+    with pytest.raises(
+        ConfigError,
+        match=f"{folder}: it was written by an earlier version of MegaRL: {INDEX_FILE} is missing",
+    ):
         check_resume_point(tmp_path, latest_checkpoint(tmp_path))
 
 
@@ -145,38 +209,61 @@ def copied(source: Path, step: int) -> Path:
     return shutil.copytree(source, source.with_name(f"step_{step:06d}"))
 
 
-@pytest.mark.parametrize(("command", "run"), [("train", ""), ("dry-run", ""), ("export", ""), ("sft", "sft")])
-def test_a_checkpoint_that_was_copied_is_not_of_the_step_in_its_name(command: str, run: str, tmp_path: Path) -> None:
-    """A run from it would repeat prompts, and a copy of the last step would count as a complete run."""
+@pytest.mark.parametrize(
+    ("command", "run"), [("train", ""), ("dry-run", ""), ("export", ""), ("sft", "sft")]
+)
+def test_a_checkpoint_that_was_copied_is_not_of_the_step_in_its_name(
+    command: str, run: str, tmp_path: Path
+) -> None:
+    """A run from it would repeat prompts, and a copy of the last step would count as a complete
+    run.
+    """
     [source, copy] = [save(tmp_path / run, 4), copied(checkpoint_path(tmp_path / run, 4), 8)]
     assert latest_checkpoint(tmp_path / run).step == 4
     with pytest.raises(ConfigError) as raised:
-        resolve(load_config(CONFIGS / "quickstart.yaml", [f"run_dir={tmp_path}", "max_steps=8"]), command)
+        resolve(
+            load_config(CONFIGS / "quickstart.yaml", [f"run_dir={tmp_path}", "max_steps=8"]),
+            command,
+        )
     then = "so it was copied or renamed. Move this folder away: step_000004 is the newest then"
     assert f"{copy}: was saved after step 4, not 8 (state.json), {then}" in raised.value.problems
     shutil.rmtree(source)
     assert [*check_names(tmp_path / run)] == [
-        f"{copy}: was saved after step 4, not 8 (state.json), {then.partition(':')[0]}: there is no other"
+        f"{copy}: was saved after step 4, not 8 (state.json), {then.partition(':')[0]}: there is "
+        "no other"
     ]
     assert latest_checkpoint(tmp_path / run).step == 0
 
 
-def test_copies_of_checkpoints_neither_push_others_out_nor_count_as_the_best(tmp_path: Path) -> None:
-    settings = [f"run_dir={tmp_path}", "checkpoint.every=2", "eval.every=2", "checkpoint.keep_best=eval/pass@1"]
-    config = load_config(CONFIGS / "quickstart.yaml", [*settings, "data.eval.source=synthetic:chain"])
+def test_copies_of_checkpoints_neither_push_others_out_nor_count_as_the_best(
+    tmp_path: Path,
+) -> None:
+    settings = [
+        f"run_dir={tmp_path}",
+        "checkpoint.every=2",
+        "eval.every=2",
+        "checkpoint.keep_best=eval/pass@1",
+    ]
+    config = load_config(
+        CONFIGS / "quickstart.yaml", [*settings, "data.eval.source=synthetic:chain"]
+    )
     copied(save(tmp_path, 2), 8)
     for step, score in ((2, 0.5), (8, 0.75)):
         write_result(tmp_path, step, {"pass@1": score})
     assert best_checkpoint(config) == (2, 0.5)
     prune_checkpoints(tmp_path, keep=1)
-    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step_000002", "step_000008"]
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == [
+        "step_000002",
+        "step_000008",
+    ]
 
 
 def test_what_an_export_reads_outlives_the_checkpoint(tmp_path: Path) -> None:
     for step in (2, 4):
         save(tmp_path, step)
     (tmp_path / "exporting/step_000099").mkdir(parents=True)  # of a killed export
-    (tmp_path / "export/step_000002").mkdir(parents=True)  # a user's folder, from megarl export --output
+    # a user's folder, from megarl export --output
+    (tmp_path / "export/step_000002").mkdir(parents=True)
     with held_checkpoint(tmp_path, None) as held:
         assert held.step == 4 and not (tmp_path / "exporting/step_000099").exists()
         assert (tmp_path / "export/step_000002").exists()
@@ -186,11 +273,16 @@ def test_what_an_export_reads_outlives_the_checkpoint(tmp_path: Path) -> None:
         assert (Path(held.checkpoint) / "tensors").read_text() == "tensors of 4"
         check_resume_point(tmp_path, held)
     assert not Path(held.checkpoint).exists()
-    with pytest.raises(ConfigError, match="no checkpoint of step 4; there are those of steps 6"), held_checkpoint(tmp_path, 4):
+    with (
+        pytest.raises(ConfigError, match="no checkpoint of step 4; there are those of steps 6"),
+        held_checkpoint(tmp_path, 4),
+    ):
         pass
 
 
-def test_an_export_takes_the_next_checkpoint_where_one_is_removed_under_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_takes_the_next_checkpoint_where_one_is_removed_under_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, 2)
     link = os.link
 
@@ -211,7 +303,11 @@ def test_an_export_takes_the_next_checkpoint_where_one_is_removed_under_it(tmp_p
 def small_disk(folder: Path, mib: int) -> Path:
     """A small file system. Skips the test if none can be mounted."""
     folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)], capture_output=True, text=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)],
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         pytest.skip(done.stderr.strip())
     return folder
@@ -225,7 +321,9 @@ def disk(tmp_path: Path):
 
 
 def test_a_disk_that_is_too_small_is_told_before_anything_starts(disk: Path) -> None:
-    """The quickstart's model has 803,200 parameters: a checkpoint takes 9.2 MiB, and an HF checkpoint 3.1 MiB."""
+    """The quickstart's model has 803,200 parameters: a checkpoint takes 9.2 MiB, and an HF
+    checkpoint 3.1 MiB.
+    """
     run = disk / "run"
 
     def plan(*overrides: str):
@@ -234,16 +332,21 @@ def test_a_disk_that_is_too_small_is_told_before_anything_starts(disk: Path) -> 
     with pytest.raises(ConfigError) as raised:
         inputs.check_room_for_checkpoints(plan())
     (problem,) = raised.value.problems
-    assert problem.startswith(f"run_dir={run}: 3 checkpoints (checkpoint.keep=2) will take 27.6 MiB") and problem.endswith(
-        "20.0 MiB are free there"
-    )
+    assert problem.startswith(
+        f"run_dir={run}: 3 checkpoints (checkpoint.keep=2) will take 27.6 MiB"
+    ) and problem.endswith("20.0 MiB are free there")
     inputs.check_room_for_weights(plan(), "sft.output=", run / "sft/hf")
     (disk / "other").write_bytes(bytes(18 << 20))
-    with pytest.raises(ConfigError, match=r"sft.output=.*/run/sft/hf: the weights will take 3\.\d MiB, and 2\.0 MiB are free there"):
+    with pytest.raises(
+        ConfigError,
+        match=r"sft.output=.*/run/sft/hf: the weights will take 3\.\d MiB, and 2\.0 MiB are free there",
+    ):
         inputs.check_room_for_weights(plan(), "sft.output=", run / "sft/hf")
 
 
-def test_old_checkpoints_make_room_for_the_next_but_never_the_newest(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_old_checkpoints_make_room_for_the_next_but_never_the_newest(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for step in (2, 4, 6):
         (save(disk, step) / "values").write_bytes(bytes(4 << 20))
     make_room(disk)
@@ -259,10 +362,19 @@ def test_old_checkpoints_make_room_for_the_next_but_never_the_newest(disk: Path,
     assert [step for step, _ in complete_checkpoints(disk)] == [6]
 
 
-def test_the_best_checkpoint_by_a_held_out_score_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_checkpoint_by_a_held_out_score_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of equal ones the earliest stays. Checkpoints without an evaluation stay until it comes."""
-    settings = [f"run_dir={tmp_path}", "checkpoint.every=2", "eval.every=4", "checkpoint.keep_best=eval/hard/pass@1"]
-    config = load_config(CONFIGS / "quickstart.yaml", [*settings, "eval.suites.hard.source=synthetic:chain"])
+    settings = [
+        f"run_dir={tmp_path}",
+        "checkpoint.every=2",
+        "eval.every=4",
+        "checkpoint.keep_best=eval/hard/pass@1",
+    ]
+    config = load_config(
+        CONFIGS / "quickstart.yaml", [*settings, "eval.suites.hard.source=synthetic:chain"]
+    )
 
     def saved(step: int) -> list[int]:
         save(tmp_path, step)
@@ -288,7 +400,11 @@ def test_the_best_checkpoint_by_a_held_out_score_stays(tmp_path: Path, capsys: p
     damaged.write_text("{")
     with pytest.raises(ConfigError, match="--best: no checkpoint in run_dir=.* has been evaluated"):
         best_step(config)
-    with pytest.raises(ConfigError, match="--best: checkpoint.keep_best is null; .* to choose by: eval/pass@1, eval/reward/mean$"):
+    with pytest.raises(
+        ConfigError,
+        match="--best: checkpoint.keep_best is null; .* to choose by: eval/pass@1, "
+        "eval/reward/mean$",
+    ):
         best_step(load_config(CONFIGS / "quickstart.yaml", [f"run_dir={tmp_path}"]))
 
 
@@ -296,18 +412,39 @@ def test_the_best_checkpoint_by_a_held_out_score_stays(tmp_path: Path, capsys: p
     ("settings", "problem"),
     [
         (["eval.every=20"], None),
-        ([], "checkpoint.keep_best=eval/pass@1: needs eval.every=0 to be a multiple of checkpoint.every=10, and neither to be 0"),
-        (["eval.every=15"], "checkpoint.keep_best=eval/pass@1: needs eval.every=15 to be a multiple of checkpoint.every=10, and neither"),
-        (["eval.every=10", "checkpoint.every=0"], "checkpoint.keep_best=eval/pass@1: needs eval.every=10 to be a multiple of"),
+        (
+            [],
+            "checkpoint.keep_best=eval/pass@1: needs eval.every=0 to be a multiple of "
+            "checkpoint.every=10, and neither to be 0",
+        ),
+        (
+            ["eval.every=15"],
+            "checkpoint.keep_best=eval/pass@1: needs eval.every=15 to be a multiple of "
+            "checkpoint.every=10, and neither",
+        ),
+        (
+            ["eval.every=10", "checkpoint.every=0"],
+            "checkpoint.keep_best=eval/pass@1: needs eval.every=10 to be a multiple of",
+        ),
         (
             ["eval.every=10", "checkpoint.keep_best=eval/x/pass@1"],
             "checkpoint.keep_best=eval/x/pass@1: must be one of eval/pass@1, eval/rew",
         ),
-        (["eval.every=10", "eval.samples=4", "eval.temperature=1", "checkpoint.keep_best=eval/avg@4"], None),
+        (
+            [
+                "eval.every=10",
+                "eval.samples=4",
+                "eval.temperature=1",
+                "checkpoint.keep_best=eval/avg@4",
+            ],
+            None,
+        ),
     ],
 )
 def test_what_a_best_can_be_chosen_by(settings: list[str], problem: str | None) -> None:
-    config = load_config(CONFIGS / "quickstart.yaml", ["checkpoint.keep_best=eval/pass@1", *settings])
+    config = load_config(
+        CONFIGS / "quickstart.yaml", ["checkpoint.keep_best=eval/pass@1", *settings]
+    )
     with pytest.raises(ConfigError) if problem else contextlib.nullcontext() as raised:
         resolve(config)
     assert problem is None or any(told.startswith(problem) for told in raised.value.problems)
@@ -329,7 +466,10 @@ Writing(sys.argv[1], lambda folder: write_boxes(folder / "rank_00000.bin", 0, bo
 def test_a_full_shared_memory_keeps_no_checkpoint_from_being_written(tmp_path: Path) -> None:
     folder = tmp_path / "step_000002"
     done = subprocess.run(
-        ["unshare", "--mount", sys.executable, "-c", FULL_SHARED_MEMORY, folder], capture_output=True, text=True, timeout=60
+        ["unshare", "--mount", sys.executable, "-c", FULL_SHARED_MEMORY, folder],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     if "unshare:" in done.stderr or "mount:" in done.stderr:
         pytest.skip(done.stderr.strip())

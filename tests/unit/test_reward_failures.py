@@ -22,16 +22,32 @@ from megarl.rewards.score import describe_failures, failure_metrics, too_many_fa
 
 def sample(kind: str = "", reason: str = "") -> Sample:
     failures = [Failure(kind, reason, "x\u202ey")] if kind else []
-    return Sample([1], [-0.5], [3], "x\u202ey", 0.0, "stop", failures=failures, reward_parts={} if kind else {"form\u202eat": 0.5})
+    return Sample(
+        [1],
+        [-0.5],
+        [3],
+        "x\u202ey",
+        0.0,
+        "stop",
+        failures=failures,
+        reward_parts={} if kind else {"form\u202eat": 0.5},
+    )
 
 
 def test_too_many_failures_are_told_by_kind_share_and_example():
-    samples = [sample(), sample("timeout", "it took longer than 5 s"), sample("error", "no number"), sample("timeout", "late")]
+    samples = [
+        sample(),
+        sample("timeout", "it took longer than 5 s"),
+        sample("error", "no number"),
+        sample("timeout", "late"),
+    ]
     assert failure_metrics(samples) == {
-        "reward/timeouts": 2, "reward/errors": 1, "reward/out_of_memory": 0, "reward/exits": 0, "reward/failed_fraction": 0.75,
+        "reward/timeouts": 2, "reward/errors": 1, "reward/out_of_memory": 0, "reward/exits": 0,
+        "reward/failed_fraction": 0.75,
     }  # fmt: skip
     assert too_many_failures(RewardConfig(name="g:f"), samples) == (
-        "reward.name=g:f: of 4 samples 3 scores failed: 2 timeouts, 1 errors, more than reward.max_failed_fraction=0.5; "
+        "reward.name=g:f: of 4 samples 3 scores failed: 2 timeouts, 1 errors, more than "
+        "reward.max_failed_fraction=0.5; "
         "for example 'x\\u202ey': it took longer than 5 s"
     )
     assert too_many_failures(RewardConfig(max_failed_fraction=0.75), samples) is None
@@ -59,7 +75,11 @@ def test_the_live_view_and_the_summary_show_them(tmp_path: Path, terminal: bool)
     writer.close()
     progress.close()
     shown = console.file.getvalue()
-    assert ("2 scores failed: 1 timeouts, 1 exits in the last 3 steps" if terminal else "  step 1: 1 scores failed: 1 exits\n") in shown
+    assert (
+        "2 scores failed: 1 timeouts, 1 exits in the last 3 steps"
+        if terminal
+        else "  step 1: 1 scores failed: 1 exits\n"
+    ) in shown
     assert "step 0: " not in shown
     assert "2 scores failed: 1 timeouts, 1 exits; rollouts/ marks them" in summarize(tmp_path, [])
 
@@ -69,7 +89,9 @@ def test_one_with_last_words_is_the_cause_though_it_has_not_ended_yet(tmp_path: 
         return ProcessSpec(name, [sys.executable, "-S", "-c", f"import sys, time; {code}"])
 
     with ProcessGroup(tmp_path) as group:
-        group.start(process("trainer.0", f"print({LAST_WORDS + 'no scores'!r}, flush=True); time.sleep(60)"))
+        group.start(
+            process("trainer.0", f"print({LAST_WORDS + 'no scores'!r}, flush=True); time.sleep(60)")
+        )
         while "no scores" not in group.log_path("trainer.0").read_text():
             time.sleep(0.01)
         group.start(process("generator.0", "sys.exit('cannot reach trainer.0')"))
@@ -83,5 +105,8 @@ def test_last_words_take_the_place_of_the_end_of_a_log(tmp_path: Path):
     log = tmp_path / "generator.0.log"
     log.write_text(f"noise\n{LAST_WORDS}graders.py, line 7: return 1/0\nZeroDivisionError\n")
     told = str(ProcessFailed("generator.0", 1, log, ended_before=0))
-    assert told.startswith("graders.py, line 7: return 1/0\nZeroDivisionError\n") and "noise" not in told
+    assert (
+        told.startswith("graders.py, line 7: return 1/0\nZeroDivisionError\n")
+        and "noise" not in told
+    )
     assert told.endswith(f"(generator.0 exited with status 1; its log is {log})")

@@ -40,7 +40,9 @@ def test_overlong_responses_lose_what_dapo_says(tokens: int) -> None:
     for score in (0.0, 1.0):
         lost = score - trained_score(score, tokens, "stop", config(overlong_tokens=20))
         assert lost == pytest.approx(-dapo(tokens, LONGEST, 20))
-        lost = score - trained_score(score, tokens, "stop", config(overlong_tokens=20, overlong_penalty=3.0))
+        lost = score - trained_score(
+            score, tokens, "stop", config(overlong_tokens=20, overlong_penalty=3.0)
+        )
         assert lost == pytest.approx(-3 * dapo(tokens, LONGEST, 20))
 
 
@@ -57,13 +59,18 @@ def test_a_cut_response_may_have_a_fixed_score(score: float) -> None:
     assert trained_score(score, LONGEST, "length", fixed) == -1
     assert trained_score(score, LONGEST, "stop", fixed) == score
     both = config(unfinished_score=-1.0, unfinished_penalty=0.5)
-    assert [*check_shaping(both)] == ["reward.unfinished_score=-1: must be null with reward.unfinished_penalty=0.5"]
+    assert [*check_shaping(both)] == [
+        "reward.unfinished_score=-1: must be null with reward.unfinished_penalty=0.5"
+    ]
 
 
 @pytest.mark.parametrize("fixed", [-0.1, -1.0, 0.7])
 @pytest.mark.parametrize("name", ["online_dpo", "grpo", "best_of_n"])
 def test_cut_responses_with_a_fixed_score_are_exactly_equal(fixed: float, name: str) -> None:
-    """Neither their own scores nor rounding count. So there is no pair and no signal, and the first one is the best."""
+    """Neither their own scores nor rounding count.
+
+    So there is no pair and no signal, and the first one is the best.
+    """
     settings = config(unfinished_score=fixed)
     settings.algorithm.name = name
     samples = [sample(LONGEST, score, "length") for score in (0.3, 0.1 * 3, -2.3, 5.1, 1 / 3)]
@@ -80,7 +87,8 @@ def test_training_takes_them_off_and_the_reported_reward_does_not() -> None:
     """With the penalties, equal scores differ, so the group is trained on."""
     samples = [sample(10), sample(LONGEST, finish="length")]
     batch = batch_of([Group(Prompt(ordinal=0, token_ids=[1], text="", answer=""), samples)])
-    plain, shaping = config(), config(unfinished_penalty=0.5)
+    plain = config()
+    shaping = config(unfinished_penalty=0.5)
     found = {}
     for name, settings in (("plain", plain), ("shaped", shaping)):
         steps = BatchSteps(SimpleNamespace(), make_algorithm(settings.algorithm), settings)  # type: ignore[arg-type]
@@ -89,12 +97,22 @@ def test_training_takes_them_off_and_the_reported_reward_does_not() -> None:
             batch_metrics(batch, 0, steps.rewards(batch) if name == "shaped" else None),
         )
     assert found["plain"][0] == [[0.0, 0.0]] and found["shaped"][0] == [[0.25, -0.25]]
-    assert found["plain"][1]["zero_advantage_fraction"] == 1 and "reward/penalty/mean" not in found["plain"][1]
-    assert found["shaped"][1]["zero_advantage_fraction"] == 0 and found["shaped"][1]["reward/penalty/mean"] == 0.25
+    assert (
+        found["plain"][1]["zero_advantage_fraction"] == 1
+        and "reward/penalty/mean" not in found["plain"][1]
+    )
+    assert (
+        found["shaped"][1]["zero_advantage_fraction"] == 0
+        and found["shaped"][1]["reward/penalty/mean"] == 0.25
+    )
     assert found["shaped"][1]["reward/mean"] == found["plain"][1]["reward/mean"] == 1.0
-    torch.testing.assert_close(batch_rewards(batch, shaping), torch.tensor([[1.0, 0.5]], dtype=torch.float64))
+    torch.testing.assert_close(
+        batch_rewards(batch, shaping), torch.tensor([[1.0, 0.5]], dtype=torch.float64)
+    )
 
 
 def test_more_overlong_tokens_than_a_response_may_have_are_refused() -> None:
-    assert [*check_shaping(config(overlong_tokens=101))] == ["reward.overlong_tokens=101: must be at most rollout.max_tokens=100"]
+    assert [*check_shaping(config(overlong_tokens=101))] == [
+        "reward.overlong_tokens=101: must be at most rollout.max_tokens=100"
+    ]
     assert not [*check_shaping(config(overlong_tokens=100))]

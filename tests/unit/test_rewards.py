@@ -1,4 +1,6 @@
-"""The verifier: correct answers in the forms that people and models use, refused hostile answers, and the fast path against SymPy."""
+"""The verifier: correct answers in the forms that people and models use, refused hostile answers,
+and the fast path against SymPy.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from hypothesis import strategies as st
 
 from megarl.config.schema import RewardConfig
 from megarl.rewards.answers import Refused, check_characters, check_text, plain_equal, plain_number
-from megarl.rewards.extract import MAX_TEXT_CHARS, asked_forms, chosen_letter, last_number, last_running_number, marked_answer
+from megarl.rewards.extract import (
+    MAX_TEXT_CHARS,
+    asked_forms,
+    chosen_letter,
+    last_number,
+    last_running_number,
+    marked_answer,
+)
 from megarl.rewards.pool import RewardPool
 from megarl.rewards.score import Score, ScoreRequest
 from megarl.rewards.verify import VERIFIERS, last_number_reward, math_reward, vote
@@ -134,10 +143,14 @@ HOSTILE = [
 
 
 JUXTAPOSED = {
-    "(3)(4)": 12, "(3)(4)(5)": 60, "3(4)(5)": 60, "(-3)(4)": -12, "(3)4": 12, "3{4}": 12, r"2\cdot 3(4)": 24, "1-(3)(4)": -11,
-    r"(2)\left(\frac{1}{2}\right)": 1, r"\frac{3(4)}{2}": 6, r"\sqrt{(3)(12)}": 6, "2^{3(2)}": 64, r"\frac{(3)(4)}{(2)(3)}": 2,
-    r"\frac{2}{3}(3)(2)": 4, r"\frac{1}{2}0.5": 0.25, "e^{0}(4)": 4, r"\binom{5}{2}(3)": 30, r"3\binom{5}{2}": 30,
-    r"\binom{5}{2}\binom{4}{2}": 60, r"\frac{10(9)(8)}{3!}": 120, r"2\frac{1}{2}": 2.5, r"-2\frac12": -2.5, "100(1.05)^2": 110.25,
+    "(3)(4)": 12, "(3)(4)(5)": 60, "3(4)(5)": 60, "(-3)(4)": -12, "(3)4": 12, "3{4}": 12,
+    r"2\cdot 3(4)": 24, "1-(3)(4)": -11,
+    r"(2)\left(\frac{1}{2}\right)": 1, r"\frac{3(4)}{2}": 6, r"\sqrt{(3)(12)}": 6, "2^{3(2)}": 64,
+    r"\frac{(3)(4)}{(2)(3)}": 2,
+    r"\frac{2}{3}(3)(2)": 4, r"\frac{1}{2}0.5": 0.25, "e^{0}(4)": 4, r"\binom{5}{2}(3)": 30,
+    r"3\binom{5}{2}": 30,
+    r"\binom{5}{2}\binom{4}{2}": 60, r"\frac{10(9)(8)}{3!}": 120, r"2\frac{1}{2}": 2.5,
+    r"-2\frac12": -2.5, "100(1.05)^2": 110.25,
     r"\log_2(8)(2)": 6, "10^-2": 0.01,
 }  # fmt: skip
 
@@ -151,21 +164,30 @@ def test_factors_side_by_side_are_a_product(text: str):
 
 def test_the_sum_of_two_groups_is_not_their_product():
     assert math_reward(r"\boxed{(3)(4)}", "7") == 0.0
-    assert math_reward(r"\boxed{\begin{bmatrix}1&2\\3&4\end{bmatrix}}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}") == 1.0
+    assert (
+        math_reward(
+            r"\boxed{\begin{bmatrix}1&2\\3&4\end{bmatrix}}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"
+        )
+        == 1.0
+    )
     assert math_reward(r"\boxed{\sin^2(x)}", r"1-\cos^2(x)") == 1.0
 
 
 @pytest.mark.parametrize(("text", "answer"), [
-    ("a^{b}", "a^b"), (r"\left(\frac{n+1}{n}\right)^n", r"(1+\frac{1}{n})^n"), ("x^{1/n}", r"\sqrt[n]{x}"), (r"a^b a^c", "a^{b+c}"),
-    (r"\frac{10!}{3!7!}", "120"), ("1010_{2}", "1010_2"), ("1010", "1010_2"), (r"\mathbb{R}", r"(-\infty,\infty)"),
-    (r"x\in\mathbb{R}", r"\mathbb{R}"), (r"\varnothing", r"\emptyset"), ("x=1,000", "1000"), (r"2\cdot 500=1,000", "1000"), ("No", "no"),
+    ("a^{b}", "a^b"), (r"\left(\frac{n+1}{n}\right)^n", r"(1+\frac{1}{n})^n"),
+    ("x^{1/n}", r"\sqrt[n]{x}"), (r"a^b a^c", "a^{b+c}"),
+    (r"\frac{10!}{3!7!}", "120"), ("1010_{2}", "1010_2"), ("1010", "1010_2"),
+    (r"\mathbb{R}", r"(-\infty,\infty)"),
+    (r"x\in\mathbb{R}", r"\mathbb{R}"), (r"\varnothing", r"\emptyset"), ("x=1,000", "1000"),
+    (r"2\cdot 500=1,000", "1000"), ("No", "no"),
 ])  # fmt: skip
 def test_other_ways_to_write_an_answer(text: str, answer: str):
     assert math_reward(rf"\boxed{{{text}}}", answer) == 1.0
 
 
 @pytest.mark.parametrize(("text", "answer"), [
-    ("b^a", "a^b"), ("1010_3", "1010_2"), ("3_1+5", "8"), ("on", "no"), ("neve", "even"), ("%" * 400, "5"), ("5" + "%" * 400, "5"),
+    ("b^a", "a^b"), ("1010_3", "1010_2"), ("3_1+5", "8"), ("on", "no"), ("neve", "even"),
+    ("%" * 400, "5"), ("5" + "%" * 400, "5"),
     (r"\mathbb{Z}", r"(-\infty,\infty)"),
 ])  # fmt: skip
 def test_answers_that_only_look_alike(text: str, answer: str):
@@ -173,26 +195,38 @@ def test_answers_that_only_look_alike(text: str, answer: str):
 
 
 @pytest.mark.parametrize(("text", "answer"), [
-    (r"\boxed{32348}", r"32,\!348"), (r"\boxed{\textbf{113}}", "113"), (r"\boxed{\mathbf{113}}", "113"), (r"\boxed{\text{113}}", "113"),
-    (r"\boxed{{113}}", "113"), (r"The value is $2\sqrt3$.", r"2\sqrt{3}"), (r"**The probability is $\frac37$**", r"\frac{3}{7}"),
-    ("The area is 36π.", r"36\pi"), ("It is not 14 but 16.", "16"), ("The answer is 16, not 14.", "16"),
+    (r"\boxed{32348}", r"32,\!348"), (r"\boxed{\textbf{113}}", "113"),
+    (r"\boxed{\mathbf{113}}", "113"), (r"\boxed{\text{113}}", "113"),
+    (r"\boxed{{113}}", "113"), (r"The value is $2\sqrt3$.", r"2\sqrt{3}"), (r"**The probability "
+                                                                            r"is $\frac37$**",
+                                                                                r"\frac{3}{7}"),
+    ("The area is 36π.", r"36\pi"), ("It is not 14 but 16.", "16"),
+    ("The answer is 16, not 14.", "16"),
     (r"\boxed{2516_{\text{eight}}}", "2516_8"),
-    (r"\boxed{x<2 \text{ or } x>3}", r"(-\infty,2)\cup(3,\infty)"), (r"\boxed{236 \pmod{1000}}", "236"),
+    (r"\boxed{x<2 \text{ or } x>3}", r"(-\infty,2)\cup(3,\infty)"), (r"\boxed{236 "
+                                                                     r"\pmod{1000}}", "236"),
     (r"so it is \boxed{\frac12} or \boxed{.5}", "0.5"),
-    (r"Hence the length is $AB = 2\sqrt{3}$.", r"2\sqrt{3}"), (r"\boxed{\angle ABC = 60^\circ}", r"60^\circ"),
-    (r"\boxed{[ABC]=6}", "6"), ("答案是 721。", "721"), ("9 x 2 = 18", "18"), ("If n = 9, the answer is 18.", "18"),
-    (r"\boxed{f(x)=x(x^2-3)}", "f(x)=x^3-3x"), (r"\boxed{f(x)=x^2 \text{ and } f(x)=0}", "$f(x)=0, f(x)=x^2$"),
+    (r"Hence the length is $AB = 2\sqrt{3}$.", r"2\sqrt{3}"), (r"\boxed{\angle ABC = "
+                                                               r"60^\circ}", r"60^\circ"),
+    (r"\boxed{[ABC]=6}", "6"), ("答案是 721。", "721"), ("9 x 2 = 18", "18"),
+    ("If n = 9, the answer is 18.", "18"),
+    (r"\boxed{f(x)=x(x^2-3)}", "f(x)=x^3-3x"),
+    (r"\boxed{f(x)=x^2 \text{ and } f(x)=0}", "$f(x)=0, f(x)=x^2$"),
 ])  # fmt: skip
 def test_wrappers_and_closing_prose_hide_no_right_answer(text: str, answer: str):
     assert math_reward(text, answer) == 1.0
 
 
 @pytest.mark.parametrize(("text", "answer"), [
-    (r"\boxed{2,5}", "[2,5)"), (r"\boxed{-\infty,5}", r"(-\infty,5]"), (r"\boxed{0^0}", "1"), (r"\boxed{15_{16}}", "15"),
+    (r"\boxed{2,5}", "[2,5)"), (r"\boxed{-\infty,5}", r"(-\infty,5]"), (r"\boxed{0^0}", "1"),
+    (r"\boxed{15_{16}}", "15"),
     ("I think it's not 72", "72"),
-    ("The answer is not 0.", "0"), (r"\boxed{\text{not } 0}", "0"), ("At least 72.", "72"), (r"\boxed{71} or \boxed{72}", "72"),
-    ("I cannot determine if the answer is 18.", "18"), ("$AC = 6$", "5"), (r"\boxed{f(x)=x^3}", "f(x)=x^2"),
-    (r"\boxed{g(x)=x^2}", "f(x)=x^2"), (r"\boxed{3 x 4}", "34"), (r"\boxed{2:5:1}", r"\frac{2}{5}"), (r"\boxed{(32, 348)}", r"32,\!348"),
+    ("The answer is not 0.", "0"), (r"\boxed{\text{not } 0}", "0"), ("At least 72.", "72"),
+    (r"\boxed{71} or \boxed{72}", "72"),
+    ("I cannot determine if the answer is 18.", "18"), ("$AC = 6$", "5"),
+    (r"\boxed{f(x)=x^3}", "f(x)=x^2"),
+    (r"\boxed{g(x)=x^2}", "f(x)=x^2"), (r"\boxed{3 x 4}", "34"), (r"\boxed{2:5:1}", r"\frac{2}{5}"),
+    (r"\boxed{(32, 348)}", r"32,\!348"),
 ])  # fmt: skip
 def test_denied_answers_and_intervals_without_brackets_are_wrong(text: str, answer: str):
     assert math_reward(text, answer) == 0.0
@@ -217,18 +251,29 @@ def test_hostile_answers_score_zero(text: str, answer: str, tmp_path):
 
 
 MARKS = {  # @ stands for the answer
-    "box": r"So \boxed{@}.", "fbox": r"\fbox{@}", "gsm8k": "6 * 7\n#### @", "r1_zero": "<answer>@</answer>",
-    "tag_on_lines": "<answer>\n@\n</answer>\nDone.", "tag_and_box": r"<answer>It is \boxed{@}</answer>",
+    "box": r"So \boxed{@}.", "fbox": r"\fbox{@}", "gsm8k": "6 * 7\n#### @",
+        "r1_zero": "<answer>@</answer>",
+    "tag_on_lines": "<answer>\n@\n</answer>\nDone.", "tag_and_box": r"<answer>It is "
+                                                                    r"\boxed{@}</answer>",
     "tag_and_words": "<answer>The answer is @</answer>", "upper_case_tag": "<SOLUTION>@</SOLUTION>",
-    "final_tag": "<final_answer>@</final_answer>", "glm": "It is <|begin_of_box|>@<|end_of_box|>.", "block": "[ANSWER]@[/ANSWER]",
-    "bracket": "[ANSWER] @", "says": "The answer is @. I hope it is correct.", "colon": "Answer: @", "bold_colon": "**Answer:** @",
-    "colon_after_bold": "**Answer**: @", "equals": "Answer = @", "final": "Final Answer: The final answer is @.",
-    "heading": "## Final Answer\n@\n\nThat was easy.", "bold_heading": "**Final Answer**\n\n@\n\nThat was easy.",
-    "unlike_tags": "<answer>@</Answer>", "blanks_in_tags": "< answer\n>@</ answer >", "attribute": '<answer type="final">@</answer>',
-    "blank_tag": "<final answer>@</final answer>", "camel_tag": "<FinalAnswer>@</FinalAnswer>", "output": "<output>@</output>\nDone.",
-    "final_only": "<final>@</final>", "result_tag": "<result>\n@\n</result>", "response": "<response>\nThe answer is @.\n</response>",
-    "solution_marks": "<|begin_of_solution|>So \\boxed{@}.<|end_of_solution|>", "cohere": "<|START_TEXT|>@<|END_TEXT|>",
-    "kimi_k3": "<|open|>response<|sep|>@<|close|>response<|sep|><|close|>message<|sep|>", "python": "{'answer': '@'}",
+    "final_tag": "<final_answer>@</final_answer>", "glm": "It is <|begin_of_box|>@<|end_of_box|>.",
+    "block": "[ANSWER]@[/ANSWER]",
+    "bracket": "[ANSWER] @", "says": "The answer is @. I hope it is correct.", "colon": "Answer: @",
+    "bold_colon": "**Answer:** @",
+    "colon_after_bold": "**Answer**: @", "equals": "Answer = @", "final": "Final Answer: The "
+                                                                          "final answer is @.",
+    "heading": "## Final Answer\n@\n\nThat was easy.",
+    "bold_heading": "**Final Answer**\n\n@\n\nThat was easy.",
+    "unlike_tags": "<answer>@</Answer>", "blanks_in_tags": "< answer\n>@</ answer >",
+    "attribute": '<answer type="final">@</answer>',
+    "blank_tag": "<final answer>@</final answer>", "camel_tag": "<FinalAnswer>@</FinalAnswer>",
+    "output": "<output>@</output>\nDone.",
+    "final_only": "<final>@</final>", "result_tag": "<result>\n@\n</result>",
+    "response": "<response>\nThe answer is @.\n</response>",
+    "solution_marks": "<|begin_of_solution|>So \\boxed{@}.<|end_of_solution|>",
+    "cohere": "<|START_TEXT|>@<|END_TEXT|>",
+    "kimi_k3": "<|open|>response<|sep|>@<|close|>response<|sep|><|close|>message<|sep|>",
+    "python": "{'answer': '@'}",
     "json_result": '{"steps": "2 of 2", "result": "@"}', "json_final": '{"final_result": "@"}',
     "json": 'It is {"answer": "@"}', "json_lines": '{\n "answer": "@"\n}',
     "after_thinking": "<think>1 or 2?</think>\n<answer>@</answer>",
@@ -238,7 +283,14 @@ MARKS = {  # @ stands for the answer
 
 @pytest.mark.parametrize("mark", MARKS)
 def test_answer_counts_in_each_mark(mark: str):
-    answers = ("12", "13"), ("-3.5", "3.5"), (r"\frac{1}{2}", r"\frac{1}{3}"), ("1,234", "1,235"), ("(1, 2)", "(2, 1)"), ("Rome", "Bonn")
+    answers = (
+        ("12", "13"),
+        ("-3.5", "3.5"),
+        (r"\frac{1}{2}", r"\frac{1}{3}"),
+        ("1,234", "1,235"),
+        ("(1, 2)", "(2, 1)"),
+        ("Rome", "Bonn"),
+    )
     for answer, wrong in answers:
         assert math_reward(MARKS[mark].replace("@", answer), answer) == 1.0, answer
         assert math_reward(MARKS[mark].replace("@", wrong), answer) == 0.0, wrong
@@ -246,28 +298,58 @@ def test_answer_counts_in_each_mark(mark: str):
 
 def test_last_tag_counts_and_must_be_closed():
     assert math_reward("<answer>1</answer> no, <answer>2</answer>", "2") == 1.0
-    assert math_reward("<answer>1</answer> no, <answer>2", "1") == math_reward("<answer>2", "2") == 0.0
-    assert math_reward(r"\boxed{1} <answer>2</answer>", "1") == math_reward("<answer></answer> 2", "2") == 0.0
+    assert (
+        math_reward("<answer>1</answer> no, <answer>2", "1") == math_reward("<answer>2", "2") == 0.0
+    )
+    assert (
+        math_reward(r"\boxed{1} <answer>2</answer>", "1")
+        == math_reward("<answer></answer> 2", "2")
+        == 0.0
+    )
 
 
 def test_weak_marks_yield_to_an_answer_behind_them():
     for weak in "<output>1</output>", "<result>1</result>", '{"result": 1}', "{'output': '1'}":
-        assert math_reward(rf"{weak}\nSo \boxed{{2}}", "2") == math_reward(f"{weak}\nSo it is 2.", "2") == 1.0, weak
-    assert math_reward("<result>1</result> <answer>2</answer>", "2") == math_reward("<answer>2</answer> <result>1</result>", "2") == 1.0
+        assert (
+            math_reward(rf"{weak}\nSo \boxed{{2}}", "2")
+            == math_reward(f"{weak}\nSo it is 2.", "2")
+            == 1.0
+        ), weak
+    assert (
+        math_reward("<result>1</result> <answer>2</answer>", "2")
+        == math_reward("<answer>2</answer> <result>1</result>", "2")
+        == 1.0
+    )
 
 
 @pytest.mark.parametrize("blank", [" ", "\n", "\t \n", "\u200b"])
 def test_blanks_behind_an_answer_do_not_count(blank: str):
     many = blank * (MAX_TEXT_CHARS // len(blank) + 1)
-    for text in rf"\boxed{{5}}{many}", f"Answer: 5{many}", f"#### 5{many}<|im_end|>{many}", f"<answer>5{many}</answer>", f"so 5{many}":
+    for text in (
+        rf"\boxed{{5}}{many}",
+        f"Answer: 5{many}",
+        f"#### 5{many}<|im_end|>{many}",
+        f"<answer>5{many}</answer>",
+        f"so 5{many}",
+    ):
         assert math_reward(text, "5") == 1.0, text[:20]
         assert math_reward(text, "6") == 0.0, text[:20]
 
 
 def test_other_graders_read_the_marks_too():
-    for text in "<answer>B</answer>", "<answer>\n(B)\n</answer> Done.", "<|begin_of_box|>B<|end_of_box|>", '{"answer": "B"}', "#### B":
+    for text in (
+        "<answer>B</answer>",
+        "<answer>\n(B)\n</answer> Done.",
+        "<|begin_of_box|>B<|end_of_box|>",
+        '{"answer": "B"}',
+        "#### B",
+    ):
         assert chosen_letter(text) == "B", text
-    assert last_number_reward("<answer>7,7,2</answer>\nDone in 3 steps.", "2") == last_number_reward('{\n"answer": 2\n}', "2") == 1.0
+    assert (
+        last_number_reward("<answer>7,7,2</answer>\nDone in 3 steps.", "2")
+        == last_number_reward('{\n"answer": 2\n}', "2")
+        == 1.0
+    )
     assert vote("math", "<answer>7</answer>", False) == vote("math", r"\boxed{7}", False) == "7"
 
 
@@ -292,14 +374,27 @@ THINKING = [(f"<{tag}>", f"</{tag}>".replace("/|", "|/")) for tag in TAGS] + [
 
 
 @pytest.mark.parametrize(("begin", "end"), THINKING)
-@pytest.mark.parametrize(("name", "text", "answer"), [("math", r"\boxed{5}", "5"), ("last_number", "5", "5"), ("choice", "B", "B")])
+@pytest.mark.parametrize(
+    ("name", "text", "answer"),
+    [("math", r"\boxed{5}", "5"), ("last_number", "5", "5"), ("choice", "B", "B")],
+)
 def test_answer_counts_only_after_thinking(begin: str, end: str, name: str, text: str, answer: str):
     reward = VERIFIERS[name]
-    assert reward(f"{begin}Let me see. {text}", answer) == reward(f"{begin}{text}\n{end}\n", answer) == 0.0
-    assert reward(f"{begin}or 6?{end}\n{text}", answer) == reward(f"or 6?{end}\n{text}", answer) == 1.0
+    assert (
+        reward(f"{begin}Let me see. {text}", answer)
+        == reward(f"{begin}{text}\n{end}\n", answer)
+        == 0.0
+    )
+    assert (
+        reward(f"{begin}or 6?{end}\n{text}", answer) == reward(f"or 6?{end}\n{text}", answer) == 1.0
+    )
     assert asyncio.run(scored(name, text, answer, prompt=f"Q {begin}\n")) == Score(0.0)
-    assert asyncio.run(scored(name, f"6?{end}\n{text}", answer, prompt=f"Q {begin}\n")) == Score(1.0)
-    assert asyncio.run(scored(name, text, answer, prompt=f"Q {begin}\n\n{end}\n\n")) == Score(1.0), "thinking is switched off"
+    assert asyncio.run(scored(name, f"6?{end}\n{text}", answer, prompt=f"Q {begin}\n")) == Score(
+        1.0
+    )
+    assert asyncio.run(scored(name, text, answer, prompt=f"Q {begin}\n\n{end}\n\n")) == Score(
+        1.0
+    ), "thinking is switched off"
 
 
 @pytest.mark.parametrize("text", [
@@ -316,7 +411,14 @@ def test_marks_that_prose_names_hide_no_answer(text: str):
 
 
 @pytest.mark.parametrize(
-    "text", ["Sure. <think>", "Sure <think>", "<b><think>", "<think>I use <think></think> tags. ", "7?</think> <think>"]
+    "text",
+    [
+        "Sure. <think>",
+        "Sure <think>",
+        "<b><think>",
+        "<think>I use <think></think> tags. ",
+        "7?</think> <think>",
+    ],
 )
 def test_thinking_that_begins_in_a_line_and_never_ends_hides_the_answer(text: str):
     assert math_reward(rf"{text}\boxed{{12}}", "12") == 0.0
@@ -337,21 +439,30 @@ async def scored(name: str, response: str, answer: str, prompt: str = "") -> Sco
 def test_end_of_a_very_long_response_counts(name: str):
     long = "so 4 it goes\n" * (MAX_TEXT_CHARS // 6)
     assert asyncio.run(scored(name, f"{long}so it is 5", "5")) == Score(1.0)
-    assert asyncio.run(scored(name, f"<think>{long}so it is 5", "5")) == Score(0.0), "the thinking began before the part that is read"
+    assert asyncio.run(scored(name, f"<think>{long}so it is 5", "5")) == Score(0.0), (
+        "the thinking began before the part that is read"
+    )
     assert math_reward(f"\\boxed{{5}}\n{long}", "5") == 0.0
 
 
 def test_response_that_cannot_be_scored_is_a_failure():
     [failure] = asyncio.run(scored("ifeval", "a " * MAX_TEXT_CHARS, "{}")).failures
-    assert (failure.kind, failure.reason) == ("error", f"the response has more than {MAX_TEXT_CHARS} characters")
+    assert (failure.kind, failure.reason) == (
+        "error",
+        f"the response has more than {MAX_TEXT_CHARS} characters",
+    )
 
 
 @pytest.mark.parametrize(("text", "answer"), [
-    (r"1-\frac{1}{\mathrm{e}}", r"1-\frac{1}{e}"), (r"\operatorname{ln} 2", r"\ln 2"), (r"\text{e}^2", "e^2"),
+    (r"1-\frac{1}{\mathrm{e}}", r"1-\frac{1}{e}"), (r"\operatorname{ln} 2", r"\ln 2"),
+    (r"\text{e}^2", "e^2"),
     (r"\mathrm{ln}\,2", r"\ln 2"),
-    (r"\text{sin}(x)", r"\sin x"), (r"2\mathbf{x}+1", "2x+1"), (r"3+2\mathrm{i}", "3+2i"), (r"\boldsymbol{\pi}", r"\pi"),
-    ("\uff15\uff10", "50"), ("\uff0d\uff15", "-5"), ("\U0001d7d3", "5"), ("5\u200b", "5"), ("\ufeff12", "12"), ("1\u20602", "12"),
-    ("caf\u00e9", "cafe\u0301"), ("cafe\u0301", "caf\u00e9"), ("\\text{A\u0308pfel}", "\\text{\u00c4pfel}"),
+    (r"\text{sin}(x)", r"\sin x"), (r"2\mathbf{x}+1", "2x+1"), (r"3+2\mathrm{i}", "3+2i"),
+    (r"\boldsymbol{\pi}", r"\pi"),
+    ("\uff15\uff10", "50"), ("\uff0d\uff15", "-5"), ("\U0001d7d3", "5"), ("5\u200b", "5"),
+    ("\ufeff12", "12"), ("1\u20602", "12"),
+    ("caf\u00e9", "cafe\u0301"), ("cafe\u0301", "caf\u00e9"),
+    ("\\text{A\u0308pfel}", "\\text{\u00c4pfel}"),
     ("\frac{1}{3}", r"\frac{1}{3}"), (r"\\frac{1}{3}", r"\frac{1}{3}"), (r"\mathtt{x}", "x"),
     (r"\mathnormal x+1", "x+1"),
     (r"\pmb{12}", "12"), (r"\bm x+1", "x+1"), (r"2\mathrm x", "2x"),
@@ -371,7 +482,11 @@ def test_response_that_cannot_be_scored_is_a_failure():
     (r"\lg 100", "2"), ("1{,}5", "1.5"),
 ])  # fmt: skip
 def test_fonts_and_unicode_forms_change_no_answer(text: str, answer: str):
-    assert math_reward(rf"\boxed{{{text}}}", answer) == math_reward(rf"\boxed{{{answer}}}", text) == 1.0
+    assert (
+        math_reward(rf"\boxed{{{text}}}", answer)
+        == math_reward(rf"\boxed{{{answer}}}", text)
+        == 1.0
+    )
     assert math_reward(rf"\boxed{{{text}}}", "7") == 0.0
 
 
@@ -411,8 +526,11 @@ def test_comma_between_two_numbers_separates_a_list(text: str, answer: str, righ
 
 
 SENTENCES = [
-    ("Answer: The total is 34.", "34"), ("Final Answer: The largest $n$ is 34.", "34"), ("Answer: She left 3 hours ago.", "3"),
-    (r"**Answer:** The area is $2\pi$.", r"2\pi"), ("The total is 34.", "34"), (r"The matrix is $ \frac{1}{2} $.", r"\frac{1}{2}"),
+    ("Answer: The total is 34.", "34"), ("Final Answer: The largest $n$ is 34.", "34"),
+    ("Answer: She left 3 hours ago.", "3"),
+    (r"**Answer:** The area is $2\pi$.", r"2\pi"), ("The total is 34.", "34"), (r"The matrix is $ "
+                                                                                r"\frac{1}{2} $.",
+                                                                                    r"\frac{1}{2}"),
     ("It is not 10, which is 1,000.5€", "1000.5"), ("The room has 12.5m²", "12.5"),
     ("Answer: 34, see page 12", "34"), ("Answer: 34 (exercise 7, page 12)", "34"),
     ("Answer: If n = 9, the total is 34", "34"),
@@ -447,11 +565,15 @@ def test_sentence_that_states_another_answer(text: str):
 
 
 @pytest.mark.parametrize(("text", "answer", "right"), [
-    ("12 500", "12500", True), ("1250,75", "1250.75", True), ("1,234", "1.234", False), ("25 {, }000", "25000", True),
-    ("-y > -3", "y < 3", True), ("-y > -3", "y > 3", False), ("2", "|PQ|=2", True), ("3:5", "S_{1}:S_{2}=3:5", True),
-    (r"\frac{2}{3}", r"\frac{PQ}{QR}=\frac{2}{3}", True), ("6, 7", "PQ=6, QR=7", True), ("6, 8", "PQ=6, QR=7", False),
+    ("12 500", "12500", True), ("1250,75", "1250.75", True), ("1,234", "1.234", False),
+    ("25 {, }000", "25000", True),
+    ("-y > -3", "y < 3", True), ("-y > -3", "y > 3", False), ("2", "|PQ|=2", True),
+    ("3:5", "S_{1}:S_{2}=3:5", True),
+    (r"\frac{2}{3}", r"\frac{PQ}{QR}=\frac{2}{3}", True), ("6, 7", "PQ=6, QR=7", True),
+    ("6, 8", "PQ=6, QR=7", False),
     ("1", "x+z=1", False),
-    ("(4,1),(8,1)", "m=4,n=1;m=8,n=1", True), ("(4,1),(8,2)", "m=4,n=1;m=8,n=1", False), ("(3,9), (9,3)", "(9,3)or(3,9)", True),
+    ("(4,1),(8,1)", "m=4,n=1;m=8,n=1", True), ("(4,1),(8,2)", "m=4,n=1;m=8,n=1", False),
+    ("(3,9), (9,3)", "(9,3)or(3,9)", True),
     ("(1,2), (2,1), (1,2)", "(1,2),(2,1)", True), ("(1,2), (2,1), (1,3)", "(1,2),(2,1)", False),
     (r"x_1=7^{\frac{1-\sqrt{5}}{4}},\quadx_2=1", r"7^{\frac{1-\sqrt{5}}{4}}, 1", True),
 ])  # fmt: skip
@@ -460,16 +582,23 @@ def test_ways_to_write_an_answer_that_other_graders_know(text: str, answer: str,
 
 
 @pytest.mark.parametrize(("text", "right"), [
-    (r"\boxed{4}\boxed{9}", True), (r"$$\boxed{4} \quad \text{and} \quad \boxed{9}$$", True), (r"\boxed{4} cats and \boxed{9} dogs", True),
-    (r"\(a = \boxed{4} \) and \( b = \boxed{9} \)", True), (r"\boxed{4} was wrong, it is \boxed{9}", False),
+    (r"\boxed{4}\boxed{9}", True), (r"$$\boxed{4} \quad \text{and} \quad \boxed{9}$$", True),
+    (r"\boxed{4} cats and \boxed{9} dogs", True),
+    (r"\(a = \boxed{4} \) and \( b = \boxed{9} \)", True), (r"\boxed{4} was wrong, it is "
+                                                            r"\boxed{9}", False),
 ])  # fmt: skip
 def test_boxes_that_belong_together(text: str, right: bool):
     assert math_reward(text, "4, 9") == right
 
 
 def test_forms_for_which_a_prompt_asks():
-    assert asked_forms("Think in <think> </think>, then <answer> your answer </answer>.") == [("<answer>", "</answer>")]
-    assert asked_forms('As {"result": 5}, or [FINAL]...[/FINAL]') == [('{"result": "', '"}'), ("[FINAL]", "[/FINAL]")]
+    assert asked_forms("Think in <think> </think>, then <answer> your answer </answer>.") == [
+        ("<answer>", "</answer>")
+    ]
+    assert asked_forms('As {"result": 5}, or [FINAL]...[/FINAL]') == [
+        ('{"result": "', '"}'),
+        ("[FINAL]", "[/FINAL]"),
+    ]
     assert asked_forms("<question>" + "long " * 40 + "</question> a < b > c, [x]") == []
 
 
@@ -480,7 +609,8 @@ def test_running_totals_are_scored_by_their_last_number():
     assert last_number_reward("7,7,6,7,", "7") == 1.0
     assert last_number_reward("", "2") == 0.0
     assert last_number_reward("7,7,6,7,1\u200b2", "2") == 0.0
-    assert last_number_reward("1,234", "1234") == 0.0  # here every comma separates; `math` reads thousands
+    # here every comma separates; `math` reads thousands
+    assert last_number_reward("1,234", "1234") == 0.0
 
 
 def test_extraction():
@@ -488,9 +618,21 @@ def test_extraction():
     assert marked_answer("nothing marked") is None
     assert marked_answer("The answer is $\\frac{1}{2}$. I hope it is correct.") == "\\frac{1}{2}"
     assert last_number("from 1,200 to -1,234.5") == "-1,234.5"
-    assert last_number("from 3-2") == "" and last_number("2^5") == "" and last_number("the point (3, 5)") == ""
-    assert marked_answer("**The answer is 42.**") == marked_answer("The answer is\n\n**42**") == marked_answer("\\boxed 42") == "42"
-    assert marked_answer("\\boxed{7 \\boxed{5}}") == "7 \\boxed{5}" and marked_answer("7 \\boxed{5}") == ""
+    assert (
+        last_number("from 3-2") == ""
+        and last_number("2^5") == ""
+        and last_number("the point (3, 5)") == ""
+    )
+    assert (
+        marked_answer("**The answer is 42.**")
+        == marked_answer("The answer is\n\n**42**")
+        == marked_answer("\\boxed 42")
+        == "42"
+    )
+    assert (
+        marked_answer("\\boxed{7 \\boxed{5}}") == "7 \\boxed{5}"
+        and marked_answer("7 \\boxed{5}") == ""
+    )
     assert last_running_number("10-3,-4") == "-4"
 
 
@@ -536,7 +678,9 @@ def test_plain_numbers_are_decided_as_math_verify_decides_them(a: str, b: str):
     import math_verify
 
     def parse(text: str):
-        return math_verify.parse(f"${text}$", [math_verify.LatexExtractionConfig()], fallback_mode="no_fallback")
+        return math_verify.parse(
+            f"${text}$", [math_verify.LatexExtractionConfig()], fallback_mode="no_fallback"
+        )
 
     fast = plain_equal(plain_number(a), plain_number(b))
     assert fast is None or fast == math_verify.verify(parse(a), parse(b))
@@ -544,19 +688,32 @@ def test_plain_numbers_are_decided_as_math_verify_decides_them(a: str, b: str):
 
 def test_decimals_are_equal_to_the_sixth_place_and_small_ones_to_their_sixth_digit():
     for a, b, same in [
-        ("0.333333", "1/3", True), ("0.33333", "1/3", False), ("1000000.4", "1000000", False), ("0.0000001", "0.0000002", False),
-        ("0.0000001", "0", False), ("1/3", "1/4", False), ("2.\\overline{3}", "7/3", True), ("2.3", "2.\\overline{3}", False),
+        ("0.333333", "1/3", True), ("0.33333", "1/3", False), ("1000000.4", "1000000", False),
+        ("0.0000001", "0.0000002", False),
+        ("0.0000001", "0", False), ("1/3", "1/4", False), ("2.\\overline{3}", "7/3", True),
+        ("2.3", "2.\\overline{3}", False),
         ("1e5", "100,000", True), ("1e-3", "0.001", True), ("1 2/3", "5/3", True),
     ]:  # fmt: skip
         assert plain_equal(plain_number(a), plain_number(b)) is same, (a, b)
-    assert plain_number("1/0") is None and plain_number("1.5/2") is None and plain_number("") is None and plain_number("\u0661") is None
-    assert plain_number("1e9999") is None and plain_number("1 2/0") is None and plain_number("9" * 65) is None
+    assert (
+        plain_number("1/0") is None
+        and plain_number("1.5/2") is None
+        and plain_number("") is None
+        and plain_number("\u0661") is None
+    )
+    assert (
+        plain_number("1e9999") is None
+        and plain_number("1 2/0") is None
+        and plain_number("9" * 65) is None
+    )
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=60))
 def test_no_text_breaks_the_verifier(text: str):
-    """SymPy may raise any Python error (the worker scores it 0), but extraction and limits raise only Refused."""
+    """SymPy may raise any Python error (the worker scores it 0), but extraction and limits raise
+    only Refused.
+    """
     marked_answer(text), last_number(text), last_running_number(text)
     for check in (check_characters, check_text):
         with contextlib.suppress(Refused):

@@ -1,4 +1,6 @@
-"""Both ends of the rollouts channel over a real link, with trainer rank 0 as the only rank and a fake executor around it."""
+"""Both ends of the rollouts channel over a real link, with trainer rank 0 as the only rank and a
+fake executor around it.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,9 @@ def summaries(*groups: Group) -> list[GroupSummary]:
 
 @pytest.fixture(scope="module")
 def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
+    )
     yield
     dist.destroy_process_group()
 
@@ -129,7 +133,9 @@ def link():
 
 def ends(link, max_staleness=None, ledger=Ledger(), timeout_s=5.0):
     hub, peer = link
-    return RolloutsSender(hub), RolloutsReceiver(peer, timeout_s, RolloutBuffer(2, max_staleness, ledger))
+    return RolloutsSender(hub), RolloutsReceiver(
+        peer, timeout_s, RolloutBuffer(2, max_staleness, ledger)
+    )
 
 
 def until_held(receiver: RolloutsReceiver, ordinals: list[int]) -> Ledger:
@@ -158,16 +164,25 @@ def test_groups_go_out_as_they_finish_and_arrive_as_batches(alone, link):
     sender, receiver = ends(link)
     assert asyncio.run(sender.first(5)) == GenerateFrom(0, [])
     sender.begun([0, 1, 2, 3], 0)
-    for each in (ready(2, started_s=1.0, ended_s=4.0), ready(0, started_s=1.5, ended_s=3.0, idle_s=0.5), ready(3)):
+    for each in (
+        ready(2, started_s=1.0, ended_s=4.0),
+        ready(0, started_s=1.5, ended_s=3.0, idle_s=0.5),
+        ready(3),
+    ):
         sender.finished(each)
     trainer = FakeTrainer()
     until_held(receiver, [0, 2, 3])
     receiver.recv(trainer)
     [batch] = trainer.batches
-    expected = Batch(0, summaries(group(0), group(2)), 3.0, 0.5, 0.0, rejected=0, buffered=1, rollout_s=2.25)
+    expected = Batch(
+        0, summaries(group(0), group(2)), 3.0, 0.5, 0.0, rejected=0, buffered=1, rollout_s=2.25
+    )
     assert replace(batch, numbers={}, texts=[]) == expected
-    assert [texts_of(texts) for texts in batch.texts] == [GroupTexts("x", "y", [("é", []), ("é", [])])] * 2
-    assert {place: (each.prompt_ids.tolist(), each.token_ids.tolist()) for place, each in batch.numbers.items()} == {
+    assert [texts_of(texts) for texts in batch.texts] == [
+        GroupTexts("x", "y", [("é", []), ("é", [])])
+    ] * 2
+    assert {place: (each.prompt_ids.tolist(), each.token_ids.tolist()) for place,
+        each in batch.numbers.items()} == {
         0: ([1, 2], [0, 2, 3]), 2: ([1, 2], [2, 2, 3]),
     }, "the numbers of what is trained on"  # fmt: skip
     ledger = until_held(receiver, [3])
@@ -185,10 +200,14 @@ def test_ranks_may_wait_longer_for_a_batch_than_for_each_other(alone, link):
 
 
 class LinkUnderLoad:
-    """Gives at each look the messages so far. A prompt begins and finishes between the first look and the second."""
+    """Gives at each look the messages so far.
+
+    A prompt begins and finishes between the first look and the second.
+    """
 
     def __init__(self, *arrivals):
-        self._arrivals, self._inbox = list(arrivals), []
+        self._arrivals = list(arrivals)
+        self._inbox = []
 
     def drain(self, kind):
         self._inbox += self._arrivals.pop(0) if self._arrivals else []
@@ -219,7 +238,10 @@ def test_what_a_resumed_run_holds_is_used_and_not_asked_for(alone, link):
     sender.finished(ready(7, 2, started_s=8.0, ended_s=9.0))
     trainer = FakeTrainer(curr_step=2)
     receiver.recv(trainer)
-    assert trainer.batches[0].groups == summaries(group(5), group(7, 2)) and trainer.batches[0].generate_s == 1.0
+    assert (
+        trainer.batches[0].groups == summaries(group(5), group(7, 2))
+        and trainer.batches[0].generate_s == 1.0
+    )
 
 
 def test_what_is_too_old_is_sent_back_and_counted(alone, link):
@@ -230,15 +252,21 @@ def test_what_is_too_old_is_sent_back_and_counted(alone, link):
         sender.finished(ready(ordinal, 5))
     trainer = FakeTrainer(curr_step=5)
     receiver.recv(trainer)
-    assert trainer.batches[0].groups == summaries(group(2, 5), group(3, 5)) and trainer.batches[0].rejected == 2
+    assert (
+        trainer.batches[0].groups == summaries(group(2, 5), group(3, 5))
+        and trainer.batches[0].rejected == 2
+    )
     assert asyncio.run(link[0].arrival(Regenerate, 5, "rejected"))[1].ordinals == [0, 1]
 
 
-def test_what_is_dropped_comes_with_a_batch_or_in_place_of_one_and_the_generator_is_told_how_many(alone, link):
+def test_what_is_dropped_comes_with_a_batch_or_in_place_of_one_and_the_generator_is_told_how_many(
+    alone, link
+):
     hub, peer = link
     gone = [replace(ready(ordinal), dropped=True, pieces=[]) for ordinal in range(7)]
     ledger = Ledger(1, [], [], dropped=[0], untold=[gone[0]])
-    sender, receiver = RolloutsSender(hub), RolloutsReceiver(peer, 5.0, RolloutBuffer(2, None, ledger), max_generated=4)
+    sender = RolloutsSender(hub)
+    receiver = RolloutsReceiver(peer, 5.0, RolloutBuffer(2, None, ledger), max_generated=4)
     assert asyncio.run(sender.first(5)) == GenerateFrom(1, [], [0])
     sender.begun(list(range(1, 8)), 0)
     for each in (ready(1), gone[2], ready(3), gone[4], gone[5], ready(7), gone[6]):
@@ -247,8 +275,12 @@ def test_what_is_dropped_comes_with_a_batch_or_in_place_of_one_and_the_generator
     until_held(receiver, [1, 3, 7])
     receiver.recv(trainer)
     [batch] = trainer.batches
-    assert [group.ordinal for group in batch.groups] == [1, 3] and batch.dropped == summaries(group(0), group(2))
-    assert [texts_of(texts) for texts in batch.dropped_texts] == [GroupTexts("x", "y", [("é", []), ("é", [])])] * 2
+    assert [group.ordinal for group in batch.groups] == [1, 3] and batch.dropped == summaries(
+        group(0), group(2)
+    )
+    assert [texts_of(texts) for texts in batch.dropped_texts] == [
+        GroupTexts("x", "y", [("é", []), ("é", [])])
+    ] * 2
     again = [replace(ready(ordinal), dropped=True, pieces=[]) for ordinal in (8, 9, 10)]
     sender.begun([8, 9, 10], 0)
     for each in again:
@@ -257,7 +289,9 @@ def test_what_is_dropped_comes_with_a_batch_or_in_place_of_one_and_the_generator
     receiver.recv(trainer)
     given_up = trainer.batches[1]
     assert given_up.groups == given_up.texts == [] and given_up.numbers == {}
-    assert [group.ordinal for group in given_up.dropped] == [4, 5, 6, 8, 9, 10] and len(given_up.dropped_texts) == 6
+    assert [group.ordinal for group in given_up.dropped] == [4, 5, 6, 8, 9, 10] and len(
+        given_up.dropped_texts
+    ) == 6
 
 
 def test_a_deadline_names_both_sides_and_says_how_things_stand(alone, link):
@@ -282,7 +316,8 @@ def receiver_and_hub(link, **more):
 
 
 def test_a_run_that_is_to_stop_is_given_no_batch_though_it_waits_for_one(alone, link):
-    stop, trainer = StopRequest(), FakeTrainer()
+    stop = StopRequest()
+    trainer = FakeTrainer()
     _, receiver = receiver_and_hub(link, stop=stop)
     asking = threading.Timer(0.5, stop.ask)
     asking.start()
@@ -291,7 +326,9 @@ def test_a_run_that_is_to_stop_is_given_no_batch_though_it_waits_for_one(alone, 
     assert trainer.stopped and not trainer.batches
 
 
-def test_weights_that_are_wanted_again_are_sent_inside_the_wait_and_old_wishes_are_passed_over(alone, link):
+def test_weights_that_are_wanted_again_are_sent_inside_the_wait_and_old_wishes_are_passed_over(
+    alone, link
+):
     sent, stop, trainer = [], StopRequest(), FakeTrainer(curr_step=3)
 
     def resend(executor):
@@ -310,10 +347,15 @@ class Sender(EmulatedSender):
 
 
 def test_a_steps_times_count_once_what_sending_weights_again_took(alone, link):
-    """The generator grants the weights after 0.2 s, and asks for them again. Then it takes 0.3 s, and delays the batch by 0.1 s."""
+    """The generator grants the weights after 0.2 s, and asks for them again.
+
+    Then it takes 0.3 s, and delays the batch by 0.1 s.
+    """
     hub, peer = link
     weights = Sender(OneEngine(), peer)
-    receiver = RolloutsReceiver(peer, 5.0, RolloutBuffer(2, None), resend=partial(weights.send, again=True))
+    receiver = RolloutsReceiver(
+        peer, 5.0, RolloutBuffer(2, None), resend=partial(weights.send, again=True)
+    )
     sender = RolloutsSender(hub)
 
     def generator() -> None:
@@ -330,14 +372,25 @@ def test_a_steps_times_count_once_what_sending_weights_again_took(alone, link):
         for each in (ready(0), ready(1)):
             sender.finished(each)
 
-    trainer, other = FakeTrainer(), threading.Thread(target=generator)
+    trainer = FakeTrainer()
+    other = threading.Thread(target=generator)
     other.start()
     began = time.monotonic()
     weights.send(trainer)
     receiver.recv(trainer)
     step_s = time.monotonic() - began
     other.join(10)
-    times = step_times(trainer.batches[0], step_s, 0.0, trainer.waited_s, trainer.report.wait_s, trainer.report.sync_s, 0.0)
-    assert times["time/weights_wait_s"] >= 0.45 and times["time/sync_s"] >= 2 * Sender.write_s, "both times"
+    times = step_times(
+        trainer.batches[0],
+        step_s,
+        0.0,
+        trainer.waited_s,
+        trainer.report.wait_s,
+        trainer.report.sync_s,
+        0.0,
+    )
+    assert times["time/weights_wait_s"] >= 0.45 and times["time/sync_s"] >= 2 * Sender.write_s, (
+        "both times"
+    )
     assert times["time/trainer_wait_s"] >= 0.6
     assert times["time/trainer_wait_s"] + times["time/sync_s"] <= step_s

@@ -1,4 +1,6 @@
-"""Recorded experts, from an engine's answer to the trainer's microbatch: packed, joined, kept in a sample, laid end to end."""
+"""Recorded experts, from an engine's answer to the trainer's microbatch: packed, joined, kept in a
+sample, laid end to end.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from megarl.algorithms.batches import to_train_sequences
 from megarl.base.rollout_types import Group, Prompt, Sample, TrainSequence
 from megarl.config.schema import ModelConfig
 from megarl.data.tokenizer import load_tokenizer
-from megarl.generator.completions import Completion, EngineError, Sampling, completions_of, generation
+from megarl.generator.completions import (
+    Completion,
+    EngineError,
+    Sampling,
+    completions_of,
+    generation,
+)
 from megarl.generator.fleet import Draft
 from megarl.models.routing import RoutingFormat
 from megarl.rollouts.buffer import Ledger
@@ -45,12 +53,18 @@ def test_what_is_packed_is_what_comes_out(format: RoutingFormat, positions: int)
     answered = ids(positions, format)
     answered[:, : format.dense_layers] = 77  # a layer without experts may have anything
     bytes_ = format.from_engine(answered.tobytes())
-    assert len(bytes_) == positions * format.position_bytes and format.positions(bytes_) == positions
+    assert (
+        len(bytes_) == positions * format.position_bytes and format.positions(bytes_) == positions
+    )
     np.testing.assert_array_equal(format.unpack(bytes_), answered[:, format.dense_layers :])
 
 
 def test_one_byte_an_expert_up_to_256_of_them() -> None:
-    assert [RoutingFormat(48, 0, 8, experts).position_bytes for experts in (128, 256, 257)] == [384, 384, 768]
+    assert [RoutingFormat(48, 0, 8, experts).position_bytes for experts in (128, 256, 257)] == [
+        384,
+        384,
+        768,
+    ]
 
 
 def test_what_no_router_chose_is_refused() -> None:
@@ -84,20 +98,29 @@ def test_a_completion_has_the_experts_of_all_positions_but_the_last() -> None:
     assert "return_routed_experts" not in generation([[1]], [Sampling(8)], 0)
     assert complete(5, 3, "stop", 7).routing == packed(7)
     for wrong in (6, 8, None):
-        with pytest.raises(EngineError, match=r"engine engine answered with the experts of \d positions; there were 5 \+ 3 tokens"):
+        with pytest.raises(
+            EngineError,
+            match=r"engine engine answered with the experts of \d positions; there were 5 \+ 3 tokens",
+        ):
             complete(5, 3, "stop", wrong)
 
 
 def test_an_aborted_answer_keeps_no_token_without_experts() -> None:
     cut = complete(5, 3, "abort", 7)
-    assert len(cut.token_ids) == 2 and cut.routing == packed(7)[: 6 * FORMAT.position_bytes], "the last token is sampled again"
+    assert len(cut.token_ids) == 2 and cut.routing == packed(7)[: 6 * FORMAT.position_bytes], (
+        "the last token is sampled again"
+    )
     for forgotten in (None, 4):  # aborted during a wait for memory, or before it began
         assert complete(5, 3, "abort", forgotten) == Completion([], [], [], "abort")
 
 
 def test_pieces_of_a_response_keep_the_experts_that_each_token_was_sampled_with() -> None:
-    """The prompt has 5 tokens. The second request recomputes the first piece, with weights that choose other experts."""
-    draft, later = Draft(Sampling(5)), packed(9, seed=1)
+    """The prompt has 5 tokens.
+
+    The second request recomputes the first piece, with weights that choose other experts.
+    """
+    draft = Draft(Sampling(5))
+    later = packed(9, seed=1)
     draft.add(Completion([7] * 2, [0.0] * 2, [0] * 2, "abort", packed(6)))
     draft.add(Completion([], [], [], "abort"))
     draft.add(Completion([7] * 3, [0.0] * 3, [1] * 3, "length", later))
@@ -110,7 +133,9 @@ def test_turns_of_a_sample_and_what_the_environment_wrote_between_them() -> None
     transcript = Transcript(Prompt(0, [5] * 3, "", ""), tokenizer, max_tokens=20)
     transcript.add_policy(Completion([7, 8], [0.0] * 2, [0] * 2, "stop", packed(4)))
     transcript.add_environment([9] * 3)
-    later = packed(8, seed=1)  # 3 of the prompt, 2 of the first turn, 3 of the environment, all but the last of the second turn
+    # 3 of the prompt, 2 of the first turn, 3 of the environment, all but the last of the second
+    # turn
+    later = packed(8, seed=1)
     transcript.add_policy(Completion([7], [0.0], [1], "stop", later))
     sample = transcript.sample(1.0)
     assert sample.routing == packed(4) + later[4 * FORMAT.position_bytes :]
@@ -118,14 +143,17 @@ def test_turns_of_a_sample_and_what_the_environment_wrote_between_them() -> None
 
 
 def group(routing: bytes) -> Group:
-    samples = [Sample([7, 8], [-0.5] * 2, [0, 0], "", float(i), "stop", routing=routing) for i in range(2)]
+    samples = [
+        Sample([7, 8], [-0.5] * 2, [0, 0], "", float(i), "stop", routing=routing) for i in range(2)
+    ]
     return Group(Prompt(0, [1, 2, 3], "", ""), samples)
 
 
 def test_experts_travel_as_bytes_and_survive_a_resume() -> None:
     """In messages, in a checkpoint's ledger, in the batch, up to the trained sequences."""
     made = group(packed(4))
-    ready, without = pack(made), pack(group(b""))
+    ready = pack(made)
+    without = pack(group(b""))
     sizes = [sum(map(len, each.pieces)) for each in (ready, without)]
     assert sizes[0] - sizes[1] == 2 * (4 * FORMAT.position_bytes), "a byte an id"
     [held] = msgspec.msgpack.decode(Ledger(groups=[ready]).encode(), type=Ledger).groups
@@ -138,14 +166,22 @@ def test_a_microbatch_has_experts_where_they_are_known() -> None:
     def sequence(length: int, routing: bytes) -> TrainSequence:
         return TrainSequence([7] * length, [True] * length, [0.0] * length, [1.0] * length, routing)
 
-    sequences = [sequence(4, packed(3)), sequence(5, b""), sequence(6, packed(3, seed=1))]  # the last one ends with an environment's token
+    # the last one ends with an environment's token
+    sequences = [sequence(4, packed(3)), sequence(5, b""), sequence(6, packed(3, seed=1))]
     plan = MicrobatchPlan((2, 0), (0, 5, 9))  # the second one has a position of padding
     batch = build(plan, sequences, torch.device("cpu"), routing=FORMAT)
     assert batch.routing.shape == (9, 2, 2) and batch.routing.dtype == torch.int16
     for start, end, seed in ((0, 5, 1), (5, 9, 0)):
         assert batch.routing[start : start + 3].tolist() == FORMAT.unpack(packed(3, seed)).tolist()
         assert (batch.routing[start + 3 : end] == -1).all()
-    assert (build(MicrobatchPlan((), (0, 3)), [], torch.device("cpu"), routing=FORMAT).routing == -1).all()
+    assert (
+        build(MicrobatchPlan((), (0, 3)), [], torch.device("cpu"), routing=FORMAT).routing == -1
+    ).all()
     assert build(plan, sequences, torch.device("cpu")).routing is None
     with pytest.raises(ValueError, match="experts of 4 positions in a sequence of 4 tokens"):
-        build(MicrobatchPlan((0,), (0, 3)), [sequence(4, packed(4))], torch.device("cpu"), routing=FORMAT)
+        build(
+            MicrobatchPlan((0,), (0, 3)),
+            [sequence(4, packed(4))],
+            torch.device("cpu"),
+            routing=FORMAT,
+        )

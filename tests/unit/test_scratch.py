@@ -38,7 +38,9 @@ def test_it_is_private_and_goes_with_the_launch(temporary):
 
 
 def test_what_a_killed_launcher_left_goes_with_the_next_and_what_another_holds_stays(temporary):
-    left = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True).stdout.strip()
+    left = subprocess.run(
+        [sys.executable, "-c", KILLED], capture_output=True, text=True
+    ).stdout.strip()
     assert os.path.isdir(left)
     with scratch_folder() as held:
         assert not os.path.exists(left)
@@ -54,7 +56,8 @@ def test_where_tmpdir_is_too_long_for_sockets_it_is_elsewhere(temporary, monkeyp
 
 
 def test_a_private_folder_is_this_users_alone_unless_somebody_has_made_it_otherwise(tmp_path):
-    made, found = tmp_path / "runs" / "new", tmp_path / "found"
+    made = tmp_path / "runs" / "new"
+    found = tmp_path / "found"
     found.mkdir()
     found.chmod(0o750)
     for path in (made, found):

@@ -14,7 +14,15 @@ from megarl.config.load import load_config
 from megarl.generator.completions import Completion, Sampling
 from megarl.generator.cpu_support import attention, batch_invariance
 from megarl.generator.fleet import Draft
-from megarl.generator.seeds import Seeds, drawn, filter_first, give_seeds, gumbel_noise, murmur_hash32, seed_of
+from megarl.generator.seeds import (
+    Seeds,
+    drawn,
+    filter_first,
+    give_seeds,
+    gumbel_noise,
+    murmur_hash32,
+    seed_of,
+)
 from megarl.plan.checks import check_deterministic
 from megarl.rollouts.environments.base import RolloutContext, Transcript
 from megarl.rollouts.rollout import CheckedRollout
@@ -43,7 +51,12 @@ def test_seed_is_the_same_in_every_process() -> None:
 
 
 def test_seeds_of_prompts_samples_and_turns_do_not_collide() -> None:
-    seeds = {seed_of(seed_of(seed_of(0, prompt), sample), turn) for prompt in range(500) for sample in range(16) for turn in range(10)}
+    seeds = {
+        seed_of(seed_of(seed_of(0, prompt), sample), turn)
+        for prompt in range(500)
+        for sample in range(16)
+        for turn in range(10)
+    }
     assert len(seeds) == 80_000 and min(seeds) >= 0 and max(seeds) < 2**63
 
 
@@ -62,8 +75,11 @@ def test_continued_response_keeps_its_seed() -> None:
 
 
 def test_seeds_count_requests_of_the_same_tokens() -> None:
-    one, other = Seeds(0), Seeds(0)
-    assert (one.next([1]), one.next([2])) == (other.next([1]), other.next([2])), "a run repeats them"
+    one = Seeds(0)
+    other = Seeds(0)
+    assert (one.next([1]), one.next([2])) == (other.next([1]), other.next([2])), (
+        "a run repeats them"
+    )
     late = one.next([1])
     other.next([3])
     assert other.next([1]) == late, "whatever was asked for in between"
@@ -77,7 +93,9 @@ def seeds_asked(rollout: Any, run_seed: int | None = 0, ordinal: int = 3) -> lis
         asked.append(sampling.seed)
         return [Completion([5], [-1.0], [0], "stop")] * n
 
-    context = RolloutContext(SimpleNamespace(decode=str, decode_turn=str), generate, None, None, 1.0)  # type: ignore[arg-type]
+    context = RolloutContext(
+        SimpleNamespace(decode=str, decode_turn=str), generate, None, None, 1.0
+    )  # type: ignore[arg-type]
     checked = CheckedRollout("own", rollout, context, timeout_s=5, vocab_size=10)
     asyncio.run(checked(Prompt(ordinal, [1, 2], "", ""), Sampling(4, seed=run_seed), 3))
     return asked
@@ -87,10 +105,16 @@ def seeds_asked(rollout: Any, run_seed: int | None = 0, ordinal: int = 3) -> lis
 def test_samples_of_a_rollout_have_seeds_of_their_own(indexed: bool) -> None:
     """Also where a rollout knows nothing about seeds, and where it makes settings of its own."""
 
-    async def rollout(context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Any]:
+    async def rollout(
+        context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int
+    ) -> list[Any]:
         async def one(index: int) -> Any:
-            transcript = Transcript(prompt, context.tokenizer, sampling.max_tokens, index if indexed else None)
-            [completion] = await context.generate(transcript.token_ids, transcript.turn(sampling), 1)
+            transcript = Transcript(
+                prompt, context.tokenizer, sampling.max_tokens, index if indexed else None
+            )
+            [completion] = await context.generate(
+                transcript.token_ids, transcript.turn(sampling), 1
+            )
             transcript.add_policy(completion)
             await context.generate(prompt.token_ids, Sampling(2), 1)
             return transcript.sample(0.0)
@@ -105,22 +129,35 @@ def test_samples_of_a_rollout_have_seeds_of_their_own(indexed: bool) -> None:
 
 
 def test_hash_equals_murmur() -> None:
-    seeds, positions = torch.tensor([0, 1, 2**63 - 1, 2**32]), torch.tensor([0, 7, 100_000, 3])
+    seeds = torch.tensor([0, 1, 2**63 - 1, 2**32])
+    positions = torch.tensor([0, 7, 100_000, 3])
     found = murmur_hash32(seeds.to(torch.uint64), positions, torch.arange(5)).tolist()
     pairs = zip(seeds.tolist(), positions.tolist())
-    assert found == [[murmur(seed & MASK, seed >> 32, position, column) for column in range(5)] for seed, position in pairs]
+    assert found == [
+        [murmur(seed & MASK, seed >> 32, position, column) for column in range(5)]
+        for seed, position in pairs
+    ]
 
 
 def test_noise_is_gumbels() -> None:
     noise = gumbel_noise(torch.arange(100), torch.arange(100), 1000)
-    assert noise.mean().item() == pytest.approx(0.5772, abs=0.02) and noise.var().item() == pytest.approx(1.645, abs=0.05)
+    assert noise.mean().item() == pytest.approx(
+        0.5772, abs=0.02
+    ) and noise.var().item() == pytest.approx(1.645, abs=0.05)
 
 
-@pytest.mark.parametrize(("spread", "dtype"), [(0.1, torch.float32), (3.0, torch.float64), (30.0, torch.float32)])
+@pytest.mark.parametrize(
+    ("spread", "dtype"), [(0.1, torch.float32), (3.0, torch.float64), (30.0, torch.float32)]
+)
 def test_drawn_tokens_are_the_likeliest_under_noise(spread, dtype) -> None:
-    """Also with tokens that a filter has excluded. SGLang gives float64 if one of a batch's distributions is truncated."""
+    """Also with tokens that a filter has excluded.
+
+    SGLang gives float64 if one of a batch's distributions is truncated.
+    """
     generator = torch.Generator().manual_seed(0)
-    logprobs = torch.log_softmax(spread * torch.randn(64, 3000, generator=generator), dim=-1).to(dtype)
+    logprobs = torch.log_softmax(spread * torch.randn(64, 3000, generator=generator), dim=-1).to(
+        dtype
+    )
     logprobs[::2, 100:] = -torch.inf
     seeds = torch.randint(2**63 - 1, (64,), generator=generator)
     positions = torch.randint(100_000, (64,), generator=generator)
@@ -130,7 +167,10 @@ def test_drawn_tokens_are_the_likeliest_under_noise(spread, dtype) -> None:
 
 def test_requests_without_seed_get_random_ones() -> None:
     info = SimpleNamespace(temperatures=torch.ones(3, 1))
-    requests = [SimpleNamespace(sampling_params=SimpleNamespace(sampling_seed=seed)) for seed in (7, None, None)]
+    requests = [
+        SimpleNamespace(sampling_params=SimpleNamespace(sampling_seed=seed))
+        for seed in (7, None, None)
+    ]
     give_seeds(info, object, SimpleNamespace(reqs=requests))
     first, *others = info.sampling_seed.tolist()
     assert first == 7 and len({42, 7, *others}) == 4
@@ -139,7 +179,9 @@ def test_requests_without_seed_get_random_ones() -> None:
 def test_min_p_is_applied_before_the_other_filters() -> None:
     probs = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.4, 0.3, 0.2, 0.1]])
 
-    def original(probs: torch.Tensor, top_ks: Any, top_ps: Any, min_ps: Any, need_min_p: bool) -> torch.Tensor:
+    def original(
+        probs: torch.Tensor, top_ks: Any, top_ps: Any, min_ps: Any, need_min_p: bool
+    ) -> torch.Tensor:
         assert not need_min_p
         return probs
 
@@ -149,7 +191,9 @@ def test_min_p_is_applied_before_the_other_filters() -> None:
 
 def test_rows_of_a_product_do_not_depend_on_other_rows() -> None:
     torch.manual_seed(0)
-    rows, matrix, bias = torch.randn(70, 96), torch.randn(64, 96).t(), torch.randn(64)
+    rows = torch.randn(70, 96)
+    matrix = torch.randn(64, 96).t()
+    bias = torch.randn(64)
     whole = batch_invariance.mm(rows, matrix)
     assert torch.allclose(whole, rows @ matrix, atol=1e-4)
     for first, last in ((0, 1), (0, 3), (5, 9), (16, 33), (1, 70), (0, 0)):
@@ -164,13 +208,23 @@ def test_deterministic_refuses_what_chance_would_decide() -> None:
     several = ["deterministic=true", "generator.groups.a.engines=1", "generator.groups.b.engines=1"]
     drafts = ["deterministic=true", "generator.speculative.algorithm=ngram"]
     adapters = ["deterministic=true", "lora.rank=4"]
-    for overrides, key in ((several, "generator.groups"), (drafts, "speculative"), (adapters, "lora.rank")):
+    for overrides, key in (
+        (several, "generator.groups"),
+        (drafts, "speculative"),
+        (adapters, "lora.rank"),
+    ):
         [problem] = check_deterministic(load_config("configs/quickstart.yaml", overrides))
         assert problem.startswith("deterministic=true: must be false with ") and key in problem
 
 
 def test_padding_of_keys_depends_on_the_own_length_alone() -> None:
-    new, total = torch.tensor([1, 1, 1, 1]), torch.tensor([5, 40, 16, 17])
-    assert [*attention._chunks(new[:1], total[:1], elements_per_token=8, width=44)] == [(slice(None), 16)], "without copies"
-    chunks = [(part.tolist(), keys) for part, keys in attention._chunks(new, total, elements_per_token=8, width=44)]
+    new = torch.tensor([1, 1, 1, 1])
+    total = torch.tensor([5, 40, 16, 17])
+    assert [*attention._chunks(new[:1], total[:1], elements_per_token=8, width=44)] == [
+        (slice(None), 16)
+    ], "without copies"
+    chunks = [
+        (part.tolist(), keys)
+        for part, keys in attention._chunks(new, total, elements_per_token=8, width=44)
+    ]
     assert chunks == [([0, 2], 16), ([1], 44), ([3], 32)]

@@ -1,4 +1,6 @@
-"""Trainer ranks and engines on the same GPUs (cluster.share_gpus): placement, devices, order of the start, memory, time."""
+"""Trainer ranks and engines on the same GPUs (cluster.share_gpus): placement, devices, order of the
+start, memory, time.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ import pytest
 import torch
 
 from megarl.base import shared_gpu
-from megarl.base.shared_gpu import await_trainers, for_engine, for_trainer, high_water_bytes, take_peak, taken_file
+from megarl.base.shared_gpu import (
+    await_trainers,
+    for_engine,
+    for_trainer,
+    high_water_bytes,
+    take_peak,
+    taken_file,
+)
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.load import load_config
 from megarl.estimate.estimate import estimate, steps_by_capacity, with_kv_caches
@@ -50,7 +59,12 @@ ONE = [
     "cluster.share_gpus=true",
     "launch.ranks_per_node=null",
 ]
-SMALL = [*ONE, "model.spec=configs/models/qwen2.5-1.5b/config.json", "rollout.max_tokens=1024", "trainer.max_tokens_per_microbatch=4096"]
+SMALL = [
+    *ONE,
+    "model.spec=configs/models/qwen2.5-1.5b/config.json",
+    "rollout.max_tokens=1024",
+    "trainer.max_tokens_per_microbatch=4096",
+]
 
 
 def planned(*overrides: str, command: str = "plan") -> RunPlan:
@@ -62,22 +76,43 @@ def planned(*overrides: str, command: str = "plan") -> RunPlan:
 
 @pytest.mark.parametrize(
     ("trainer", "engines", "tp", "slots"),
-    [(1, 1, 1, [0]), (8, 8, 1, [*range(8)]), (8, 4, 2, [0, 2, 4, 6]), (4, 1, 8, [0]), (8, 2, 1, [0, 1])],
+    [
+        (1, 1, 1, [0]),
+        (8, 8, 1, [*range(8)]),
+        (8, 4, 2, [0, 2, 4, 6]),
+        (4, 1, 8, [0]),
+        (8, 2, 1, [0, 1]),
+    ],
 )
 def test_engines_are_on_the_trainers_slots(trainer, engines, tp, slots):
-    (node,) = place(trainer, [EngineFleet(engines, tp)], nodes=1, slots=max(trainer, engines * tp), shared=True)
-    assert len(node.trainer_ranks) == trainer and [part.first_slot for part in node.engines] == slots
+    (node,) = place(
+        trainer, [EngineFleet(engines, tp)], nodes=1, slots=max(trainer, engines * tp), shared=True
+    )
+    assert (
+        len(node.trainer_ranks) == trainer and [part.first_slot for part in node.engines] == slots
+    )
 
 
 def test_shared_run_fills_several_nodes_from_the_first():
-    placed = place(16, [EngineFleet(4, 4), EngineFleet(1, 8, "judge", "roles.judge")], nodes=3, slots=8, shared=True)
+    placed = place(
+        16,
+        [EngineFleet(4, 4), EngineFleet(1, 8, "judge", "roles.judge")],
+        nodes=3,
+        slots=8,
+        shared=True,
+    )
     assert [len(node.trainer_ranks) for node in placed] == [8, 8, 0]
-    assert [node.serves for node in placed] == [(0, 1), (2, 3), ()], "frozen models have GPUs of their own"
+    assert [node.serves for node in placed] == [(0, 1), (2, 3), ()], (
+        "frozen models have GPUs of their own"
+    )
     assert [part.fleet for part in placed[2].engines] == ["judge"]
 
 
 def test_too_few_gpus_name_sharing_as_a_way_out():
-    with pytest.raises(ConfigError, match="need 2 nodes of 1 slots; .* share GPUs .cluster.share_gpus=true., or reduce the sizes"):
+    with pytest.raises(
+        ConfigError,
+        match="need 2 nodes of 1 slots; .* share GPUs .cluster.share_gpus=true., or reduce the sizes",
+    ):
         place(1, [EngineFleet(1, 1)], nodes=1, slots=1)
 
 
@@ -86,7 +121,9 @@ def test_engines_without_a_trainer_have_their_gpus_alone():
     plan = commands.without_trainer(planned())
     alone = with_kv_caches(plan.config, plan.spec).generator.kv_cache_tokens or 0
     shared = with_kv_caches(planned().config, planned().spec).generator.kv_cache_tokens or 0
-    assert alone > 2_000_000 and shared == math.ceil(128 * (128 + 1024) * PAGE_SLACK), "as much as 128 requests of full length need"
+    assert alone > 2_000_000 and shared == math.ceil(128 * (128 + 1024) * PAGE_SLACK), (
+        "as much as 128 requests of full length need"
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,39 +138,70 @@ def test_engines_without_a_trainer_have_their_gpus_alone():
     ],
 )
 def test_one_gpu_is_shared_by_itself(overrides, here, shares):
-    assert with_one_gpu_shared(planned(*overrides).config, lambda: here).cluster.share_gpus is shares
+    assert (
+        with_one_gpu_shared(planned(*overrides).config, lambda: here).cluster.share_gpus is shares
+    )
 
 
 # Devices and environments of the processes.
 
 
-def specs_of(plan: RunPlan, monkeypatch: pytest.MonkeyPatch, names: list[str], scratch: Path) -> dict[str, start.ProcessSpec]:
+def specs_of(
+    plan: RunPlan, monkeypatch: pytest.MonkeyPatch, names: list[str], scratch: Path
+) -> dict[str, start.ProcessSpec]:
     here = tuple(Gpu(name, "") for name in names)
     for module in (start, launcher):
         monkeypatch.setattr(module, "gpus", lambda: here)
     (node,) = placement(plan, Job("train", Path("logs"), "trainer", "generator"), 1, len(names))
     engines = [EngineAddress("ADDRESS", 0, 0)] * len(node.engines)
     rendezvous = Rendezvous(
-        hub_host="", hub_port=0, key_file="KEY", trainer_host="", trainer_port=0, engines={"engine": engines},
+        hub_host="", hub_port=0, key_file="KEY", trainer_host="", trainer_port=0,
+        engines={"engine": engines},
         engine_key="", engine_admin_key="", start_step=0, checkpoint="",
     )  # fmt: skip
     ports = {part.name: 0 for part in node.engines}
     report = NodeReport(0, "", "ADDRESS", gpus=len(names), ports=ports, versions={}, problems=[])
-    part = NodePart(plan, node, report, rendezvous, scratch / "launch", None, scratch, True, scratch / "compiled")
+    part = NodePart(
+        plan,
+        node,
+        report,
+        rendezvous,
+        scratch / "launch",
+        None,
+        scratch,
+        True,
+        scratch / "compiled",
+    )
     return {spec.name: spec for spec in [*part.trainers("trainer"), *part.engines("cuda")]}
 
 
 @pytest.mark.parametrize("name", ["0", "3", "GPU-1aaa", "MIG-77"])
 def test_both_sides_are_on_one_device_by_its_name(name, monkeypatch, tmp_path):
-    """An index after CUDA_VISIBLE_DEVICES, a UUID, or a MIG instance. A trainer rank has the launcher's CUDA_VISIBLE_DEVICES."""
+    """An index after CUDA_VISIBLE_DEVICES, a UUID, or a MIG instance.
+
+    A trainer rank has the launcher's CUDA_VISIBLE_DEVICES.
+    """
     specs = specs_of(planned(), monkeypatch, [name], tmp_path)
     assert specs["engine.0"].env["CUDA_VISIBLE_DEVICES"] == name
-    assert specs["trainer.0"].env["LOCAL_RANK"] == "0" and "CUDA_VISIBLE_DEVICES" not in specs["trainer.0"].env
+    assert (
+        specs["trainer.0"].env["LOCAL_RANK"] == "0"
+        and "CUDA_VISIBLE_DEVICES" not in specs["trainer.0"].env
+    )
 
 
 def test_eight_gpus_have_a_rank_of_both_sides_each(monkeypatch, tmp_path):
-    specs = specs_of(planned("trainer.dp=8", "generator.engines=4", "generator.tp=2"), monkeypatch, [str(i) for i in range(8)], tmp_path)
-    assert [specs[f"engine.{i}"].env["CUDA_VISIBLE_DEVICES"] for i in range(4)] == ["0,1", "2,3", "4,5", "6,7"]
+    specs = specs_of(
+        planned("trainer.dp=8", "generator.engines=4", "generator.tp=2"),
+        monkeypatch,
+        [str(i) for i in range(8)],
+        tmp_path,
+    )
+    assert [specs[f"engine.{i}"].env["CUDA_VISIBLE_DEVICES"] for i in range(4)] == [
+        "0,1",
+        "2,3",
+        "4,5",
+        "6,7",
+    ]
     assert [specs[f"trainer.{i}"].env["LOCAL_RANK"] for i in range(8)] == [str(i) for i in range(8)]
     waits_for = specs["engine.3"].env[shared_gpu.AFTER].split(os.pathsep)
     assert waits_for == [specs[f"trainer.{i}"].env[shared_gpu.TAKEN] for i in range(8)]
@@ -142,14 +210,20 @@ def test_eight_gpus_have_a_rank_of_both_sides_each(monkeypatch, tmp_path):
 def test_trainer_takes_its_plan_without_the_runtime(monkeypatch, tmp_path):
     plan = planned()
     trainer = estimate(plan.config, plan.spec).trainer
-    taken = int(specs_of(plan, monkeypatch, ["0"], tmp_path)["trainer.0"].env[shared_gpu.PEAK_BYTES])
+    taken = int(
+        specs_of(plan, monkeypatch, ["0"], tmp_path)["trainer.0"].env[shared_gpu.PEAK_BYTES]
+    )
     assert taken == int(trainer.total - trainer.runtime) and taken > 20 * GIB
 
 
 def test_sides_on_their_own_gpus_know_nothing_of_it(monkeypatch, tmp_path):
     specs = specs_of(planned("cluster.share_gpus=false"), monkeypatch, ["0", "1"], tmp_path)
     assert specs["engine.0"].env["CUDA_VISIBLE_DEVICES"] == "1"
-    assert not any(key in spec.env for spec in specs.values() for key in (shared_gpu.SHARES, shared_gpu.AFTER, shared_gpu.TAKEN))
+    assert not any(
+        key in spec.env
+        for spec in specs.values()
+        for key in (shared_gpu.SHARES, shared_gpu.AFTER, shared_gpu.TAKEN)
+    )
 
 
 # The order of the start.
@@ -178,7 +252,8 @@ class PretendedGpu:
     """torch.cuda of a GPU that has `free` bytes beside what this process has."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, reserved: int, free: int):
-        self.reserved, self.free = reserved, free
+        self.reserved = reserved
+        self.free = free
         own = {"empty_cache": lambda: None, "memory_reserved": lambda: self.reserved}
         own |= {"mem_get_info": lambda: (self.free, 80 * GIB), "is_available": lambda: True}
         for name, function in own.items():
@@ -188,7 +263,8 @@ class PretendedGpu:
     def empty(self, size: int, **kwargs: object) -> None:
         if size > self.free:
             raise torch.OutOfMemoryError("out of memory")
-        self.reserved, self.free = self.reserved + size, self.free - size
+        self.reserved = self.reserved + size
+        self.free = self.free - size
 
 
 @pytest.mark.parametrize(("reserved", "after"), [(10, 30), (40, 40)])
@@ -205,7 +281,9 @@ def test_trainer_that_does_not_fit_starts_no_engine(monkeypatch, tmp_path):
     for key, value in for_trainer(tmp_path, 0, 30 * GIB).items():
         monkeypatch.setenv(key, value)
     with pytest.raises(
-        RunError, match=r"planned to take 30.0 GiB, 20.0 more than it has now, but the GPU has 80.0 GiB, of which 5.0 are fr"
+        RunError,
+        match=r"planned to take 30.0 GiB, 20.0 more than it has now, but the GPU has 80.0 GiB, of "
+        r"which 5.0 are fr",
     ):
         take_peak()
     assert not taken_file(tmp_path, 0).exists()
@@ -221,12 +299,18 @@ def test_high_water_of_a_process_on_a_cpu_is_its_own():
 
 
 def test_nccl_is_not_used_between_sides_that_share_gpus():
-    apart, sharing = (Host("one", "one", "one", cuda=True, has=has) for has in ((), (shared_gpu.SHARES,)))
+    apart, sharing = (
+        Host("one", "one", "one", cuda=True, has=has) for has in ((), (shared_gpu.SHARES,))
+    )
     elsewhere = named(sharing, "two")
     assert transport_between("auto", sharing, sharing) == "cuda_ipc"
     assert transport_between("auto", named(apart, "two"), apart) == "nccl"
     assert transport_between("auto", elsewhere, sharing) == "gloo"
-    with pytest.raises(ConfigError, match="weights.transport=nccl: must be auto, cuda_ipc, mooncake or gloo with cluster.share_gpus=true"):
+    with pytest.raises(
+        ConfigError,
+        match="weights.transport=nccl: must be auto, cuda_ipc, mooncake or gloo with "
+        "cluster.share_gpus=true",
+    ):
         planned("weights.transport=nccl")
 
 
@@ -237,14 +321,21 @@ def named(host: Host, name: str) -> Host:
 # Memory.
 
 
-@pytest.mark.parametrize("overrides", [[], ["generator.mem_fraction=0.99"], ["trainer.recompute=false", "cluster.gpu=H200"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [[], ["generator.mem_fraction=0.99"], ["trainer.recompute=false", "cluster.gpu=H200"]],
+)
 def test_both_sides_fit_into_one_gpu(overrides):
     plan = planned(*overrides)
     found = estimate(plan.config, plan.spec)
     (engine,) = found.groups
-    assert engine.occupied == found.trainer.total and engine.gpu_total == found.trainer.total + engine.memory.total
+    assert (
+        engine.occupied == found.trainer.total
+        and engine.gpu_total == found.trainer.total + engine.memory.total
+    )
     assert engine.gpu_total <= found.cluster.gpu.memory_gib * GIB and not found.overfull
-    free = (found.cluster.gpu.memory_gib - 2.5) * GIB - found.trainer.total  # when SGLang measures it: the trainer, and its own context
+    # when SGLang measures it: the trainer, and its own context
+    free = (found.cluster.gpu.memory_gib - 2.5) * GIB - found.trainer.total
     assert engine.memory.static <= plan.config.generator.mem_fraction * free + 1
     assert f"{engine.gpu_total / GIB:.2f}" in "\n".join(render(found, None, ()))
 
@@ -254,9 +345,14 @@ def test_engine_that_the_trainer_leaves_too_little_is_refused():
     found = estimate(plan.config, plan.spec)
     assert [*found.overfull] == ["generator"] and found.trainer.total < 44.4 * GIB
     told = "\n".join(render(found, None, remedies(plan.config, plan.spec, found)))
-    assert "per GPU too large, beside the trainer" in told and "the generator would fit with any of these" in told
+    assert (
+        "per GPU too large, beside the trainer" in told
+        and "the generator would fit with any of these" in told
+    )
     with pytest.raises(
-        ConfigError, match="cluster.share_gpus=true: on L40S the generator is .* GiB per GPU too large; megarl plan proposes"
+        ConfigError,
+        match="cluster.share_gpus=true: on L40S the generator is .* GiB per GPU too large; megarl "
+        "plan proposes",
     ):
         commands.sharing_lines(plan)
 
@@ -264,25 +360,42 @@ def test_engine_that_the_trainer_leaves_too_little_is_refused():
 def test_shared_run_says_so_with_both_sides_memory():
     plan = planned()
     (line,) = commands.sharing_lines(plan)
-    assert line.startswith("Shared GPUs: trainer and engines are on the same GPUs (cluster.share_gpus): ") and line.endswith("of 79.1 GiB")
-    assert commands.gpus_line(plan) == "GPUs       1: 1 for the trainer, 1 for engines; 1 of them for both (cluster.share_gpus)"
+    assert line.startswith(
+        "Shared GPUs: trainer and engines are on the same GPUs (cluster.share_gpus): "
+    ) and line.endswith("of 79.1 GiB")
+    assert (
+        commands.gpus_line(plan)
+        == "GPUs       1: 1 for the trainer, 1 for engines; 1 of them for both (cluster.share_gpus)"
+    )
     assert commands.sharing_lines(planned("cluster.share_gpus=false")) == []
 
 
 def test_marks_are_compared_with_the_plan(monkeypatch):
-    rows = [{"memory/trainer_gib": 20.0, "memory/engine_gib": 10.0}, {"memory/trainer_gib": 21.5}, {}]
+    rows = [
+        {"memory/trainer_gib": 20.0, "memory/engine_gib": 10.0},
+        {"memory/trainer_gib": 21.5},
+        {},
+    ]
     monkeypatch.setattr(commands, "read_metrics", lambda path: rows)
     plan = planned()
     found = estimate(plan.config, plan.spec)
-    trainer, engine = ((memory.total - memory.runtime) / GIB for memory in (found.trainer, found.generator))
+    trainer, engine = (
+        (memory.total - memory.runtime) / GIB for memory in (found.trainer, found.generator)
+    )
     (line,) = commands.memory_lines(plan)
-    assert line.split(None, 5)[-1] == f"trainer 21.50 GiB, planned {trainer:.2f}; engine 10.00 GiB, planned {engine:.2f}"
+    assert (
+        line.split(None, 5)[-1]
+        == f"trainer 21.50 GiB, planned {trainer:.2f}; engine 10.00 GiB, planned {engine:.2f}"
+    )
 
 
 def test_smaller_gpus_than_planned_are_refused(monkeypatch):
     monkeypatch.setattr(launcher, "nvidia_smi", lambda *_: "24564\n24564\n")
     (problem,) = too_small_gpus("H100")
-    assert problem.startswith("cluster.gpu=H100: must be the kind of the GPUs that trainer and engines share: GPU 0 here has 24.0 GiB")
+    assert problem.startswith(
+        "cluster.gpu=H100: must be the kind of the GPUs that trainer and engines share: GPU 0 "
+        "here has 24.0 GiB"
+    )
     assert [*too_small_gpus("RTX4090")] == []
 
 
@@ -290,23 +403,35 @@ def test_smaller_gpus_than_planned_are_refused(monkeypatch):
 
 
 def test_kernels_of_both_sides_take_turns():
-    plan, apart = planned("async.capacity=1"), planned("async.capacity=1", "cluster.share_gpus=false")
+    plan = planned("async.capacity=1")
+    apart = planned("async.capacity=1", "cluster.share_gpus=false")
     found, own = (estimate(each.config, each.spec) for each in (plan, apart))
-    assert found.step_s == pytest.approx(found.train.total + found.scored_s + found.sync_s + found.glue_s)
-    assert own.step_s < found.step_s and gpus_of_run(plan.config) == 1 and gpus_of_run(apart.config) == 2
+    assert found.step_s == pytest.approx(
+        found.train.total + found.scored_s + found.sync_s + found.glue_s
+    )
+    assert (
+        own.step_s < found.step_s
+        and gpus_of_run(plan.config) == 1
+        and gpus_of_run(apart.config) == 2
+    )
 
 
 def test_plan_advises_a_capacity():
     plan = planned("rollout.max_tokens=3000")
     steps = steps_by_capacity(plan.config, plan.spec)
-    assert advised_capacity(steps) == 1 and render_sharing(steps).endswith("take 1"), "unfinished responses go on in the next step"
+    assert advised_capacity(steps) == 1 and render_sharing(steps).endswith("take 1"), (
+        "unfinished responses go on in the next step"
+    )
     assert advised_capacity({0: 10.0, 1: 9.9}) == 0, "tokens of the newest weights"
 
 
 def test_update_on_one_gpu_is_a_copy_in_its_memory():
-    plan, cluster = planned(), SimpleNamespace(gpu=GPUS["H100"], gpus_per_node=8)
+    plan = planned()
+    cluster = SimpleNamespace(gpu=GPUS["H100"], gpus_per_node=8)
     assert update_bytes_per_s(plan.config, cluster) == pytest.approx(0.8 * 3.35e12 / 2)
-    assert update_bytes_per_s(planned("trainer.dp=8", "generator.engines=8").config, cluster) == 450e9
+    assert (
+        update_bytes_per_s(planned("trainer.dp=8", "generator.engines=8").config, cluster) == 450e9
+    )
 
 
 def test_driver_is_not_asked_for_gpus_where_the_answer_is_known():
@@ -316,15 +441,21 @@ def test_driver_is_not_asked_for_gpus_where_the_answer_is_known():
 
 
 def test_engines_and_trainer_share_the_time_in_a_simulated_run():
-    """A step's training and its generation take what they take alone, one after the other or both at once."""
+    """A step's training and its generation take what they take alone, one after the other or both
+    at once.
+    """
 
     async def both(shared: bool) -> float:
-        engine = SimulatedEngine("simulated.0", Speed(lambda running, context: 0.01, lambda *_: 0.0, 1e9, 64), 1, {})
+        engine = SimulatedEngine(
+            "simulated.0", Speed(lambda running, context: 0.01, lambda *_: 0.0, 1e9, 64), 1, {}
+        )
         config = SimpleNamespace(cluster=SimpleNamespace(share_gpus=shared))
         attempt = SimpleNamespace(plan=SimpleNamespace(config=config), engines=[engine])
         engine._work[7] = Work(1, [100], 0, 100)
         began = asyncio.get_running_loop().time()
-        await asyncio.gather(engine.complete([[7]], [Sampling(max_tokens=100)]), Attempt._compute(attempt, 1.0))
+        await asyncio.gather(
+            engine.complete([[7]], [Sampling(max_tokens=100)]), Attempt._compute(attempt, 1.0)
+        )
         return asyncio.get_running_loop().time() - began
 
     for shared, seconds in ((False, 1.0), (True, 2.0)):
@@ -336,18 +467,25 @@ def test_engines_and_trainer_share_the_time_in_a_simulated_run():
 
 
 def test_offloaded_optimizer_takes_no_gpu_memory():
-    plan, here = planned("trainer.optimizer.offload=true"), planned()
+    plan = planned("trainer.optimizer.offload=true")
+    here = planned()
     found, own = (estimate(each.config, each.spec) for each in (plan, here))
     parameters = parameter_count(plan.spec)
     assert found.trainer.optimizer == 0 and own.trainer.optimizer == 12 * parameters
     assert found.offloaded == 16 * parameters and own.offloaded == 0
     assert found.train.optimizer > own.train.optimizer, "the host's link and memory are slower"
-    assert f"the optimizer takes {16 * parameters / GIB:.1f} GiB of a trainer node's memory" in "\n".join(render(found, None, ()))
+    assert (
+        f"the optimizer takes {16 * parameters / GIB:.1f} GiB of a trainer node's memory"
+        in "\n".join(render(found, None, ()))
+    )
 
 
 def test_plan_proposes_the_offload_that_makes_a_run_fit():
     plan = planned(
-        "cluster.gpu=RTX4090", "rollout.max_tokens=512", "trainer.max_tokens_per_microbatch=1024", "generator.max_concurrency=32"
+        "cluster.gpu=RTX4090",
+        "rollout.max_tokens=512",
+        "trainer.max_tokens_per_microbatch=1024",
+        "generator.max_concurrency=32",
     )
     found = estimate(plan.config, plan.spec)
     proposed = [remedy.settings for remedy in remedies(plan.config, plan.spec, found)]
@@ -358,8 +496,14 @@ def test_plan_proposes_the_offload_that_makes_a_run_fit():
     ("overrides", "problem"),
     [
         (["trainer.zero=0"], "trainer.optimizer.offload=true: needs trainer.zero=1"),
-        (["model.dtype=float32"], "trainer.optimizer.offload=true: needs model.dtype=bfloat16; it is float32"),
-        (["trainer.optimizer.megatron.optimizer_cpu_offload=true"], "must be set by trainer.optimizer.offload"),
+        (
+            ["model.dtype=float32"],
+            "trainer.optimizer.offload=true: needs model.dtype=bfloat16; it is float32",
+        ),
+        (
+            ["trainer.optimizer.megatron.optimizer_cpu_offload=true"],
+            "must be set by trainer.optimizer.offload",
+        ),
     ],
 )
 def test_offload_is_refused_where_it_cannot_be(overrides, problem):

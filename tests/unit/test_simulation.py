@@ -1,4 +1,6 @@
-"""Runs in virtual time: against closed forms, in many small worlds, and with wrong schedulers, which must be detected."""
+"""Runs in virtual time: against closed forms, in many small worlds, and with wrong schedulers,
+which must be detected.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,14 @@ from megarl.simulation.run import Models, simulate
 from megarl.simulation.virtual import Stuck, VirtualLoop
 
 SPEC = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "hidden_act": "silu",
+    "rms_norm_eps": 1e-6, "rope_theta": 1e4,
     "vocab_size": 128, "max_position_embeddings": 4096, "tie_word_embeddings": False,
 }  # fmt: skip
-TOKEN_S, PROMPT = 0.01, 10
+TOKEN_S = 0.01
+PROMPT = 10
 
 
 def in_virtual_time(coroutine):
@@ -84,13 +89,22 @@ def test_what_waits_for_nothing_is_stuck():
 
 
 def speed(cache=1e9, most=64, prefill_s=0.0, per_request_s=0.0) -> Speed:
-    return Speed(lambda running, context: TOKEN_S + per_request_s * running, lambda tokens, length: prefill_s * tokens, cache, most)
+    return Speed(
+        lambda running, context: TOKEN_S + per_request_s * running,
+        lambda tokens, length: prefill_s * tokens,
+        cache,
+        most,
+    )
 
 
-async def ask(engine: SimulatedEngine, key: int, totals: list[int], most: int = 1000, version: int = 0):
+async def ask(
+    engine: SimulatedEngine, key: int, totals: list[int], most: int = 1000, version: int = 0
+):
     """(completions, their times)"""
     engine._work.setdefault(key, Work(PROMPT, totals, PROMPT, most))
-    found = await engine.complete([[key] * PROMPT for _ in totals], [Sampling(most)] * len(totals), version)
+    found = await engine.complete(
+        [[key] * PROMPT for _ in totals], [Sampling(most)] * len(totals), version
+    )
     return found, asyncio.get_running_loop().time()
 
 
@@ -101,9 +115,13 @@ def test_an_engine_takes_the_time_of_its_tokens():
         return await ask(engine, 1, [100, 300])
 
     found, ended = in_virtual_time(scenario())
-    assert [len(each.token_ids) for each in found] == [100, 300] and {each.finish_reason for each in found} == {"stop"}
+    assert [len(each.token_ids) for each in found] == [100, 300] and {
+        each.finish_reason for each in found
+    } == {"stop"}
     # The prefill of one prompt, a hundred tokens of two requests, two hundred of one.
-    assert ended == pytest.approx(PROMPT * 0.001 + 100 * (TOKEN_S + 0.004) + 200 * (TOKEN_S + 0.002), rel=1e-6)
+    assert ended == pytest.approx(
+        PROMPT * 0.001 + 100 * (TOKEN_S + 0.004) + 200 * (TOKEN_S + 0.002), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("most", [2, 4])
@@ -111,13 +129,21 @@ def test_requests_wait_for_a_place(most):
     async def scenario():
         engine = SimulatedEngine("e", speed(most=most), 1, {})
         engine.resume(0, False)
-        return [ended for _, ended in await asyncio.gather(*(ask(engine, key, [100]) for key in range(4)))]
+        return [
+            ended
+            for _, ended in await asyncio.gather(*(ask(engine, key, [100]) for key in range(4)))
+        ]
 
-    assert in_virtual_time(scenario()) == pytest.approx([1.0, 1.0, 2.0, 2.0] if most == 2 else [1.0] * 4)
+    assert in_virtual_time(scenario()) == pytest.approx(
+        [1.0, 1.0, 2.0, 2.0] if most == 2 else [1.0] * 4
+    )
 
 
 def test_a_full_cache_sends_requests_back():
-    """Two sequences of 1010 tokens do not fit into 1500. One is prefilled again when the other has ended."""
+    """Two sequences of 1010 tokens do not fit into 1500.
+
+    One is prefilled again when the other has ended.
+    """
 
     async def scenario():
         engine = SimulatedEngine("e", speed(cache=1500, prefill_s=0.001), 1, {})
@@ -129,7 +155,9 @@ def test_a_full_cache_sends_requests_back():
     assert tokens == [1000, 1000] and engine.retracted == 1
     begun = 2 * PROMPT * 0.001
     full = (1500 - 2 * PROMPT) / 2
-    assert sorted(ended) == pytest.approx([begun + 10.0, begun + 10.0 + (PROMPT + full) * 0.001 + (1000 - full) * TOKEN_S], rel=1e-3)
+    assert sorted(ended) == pytest.approx(
+        [begun + 10.0, begun + 10.0 + (PROMPT + full) * 0.001 + (1000 - full) * TOKEN_S], rel=1e-3
+    )
 
 
 def test_tokens_are_of_the_version_that_sampled_them():
@@ -156,7 +184,9 @@ def test_an_aborted_request_keeps_its_tokens_and_a_failed_engine_none():
         await asyncio.sleep(0.505)
         await engine.abort_all(1.0)
         (aborted,), _ = await first
-        assert (aborted.finish_reason, len(aborted.token_ids)) == ("abort", 50) and engine._work[1].totals == [100]
+        assert (aborted.finish_reason, len(aborted.token_ids)) == ("abort", 50) and engine._work[
+            1
+        ].totals == [100]
         second = asyncio.ensure_future(ask(engine, 2, [100, 100]))
         await asyncio.sleep(0.5)
         engine.fail(restart_s=30)
@@ -178,16 +208,36 @@ def test_a_waiting_request_has_sampled_nothing():
         running, waiting = (asyncio.ensure_future(ask(engine, key, [100])) for key in (1, 2))
         await asyncio.sleep(0.505)
         await engine.abort_all(1.0)
-        return [len(completion.token_ids) for (completion,), _ in (await running, await waiting)], engine.sampled, engine.could_sample
+        return (
+            [len(completion.token_ids) for (completion,), _ in (await running, await waiting)],
+            engine.sampled,
+            engine.could_sample,
+        )
 
     tokens, sampled, could_sample = in_virtual_time(scenario())
     assert tokens == [50, 0] and sampled == 50 and could_sample == pytest.approx(50.5)
 
 
-def plan_of(settings: SimulationConfig, async_: AsyncConfig, *, engines=2, prompts=4, n=2, longest=64, mean=20, seed=0, **more) -> RunPlan:
+def plan_of(
+    settings: SimulationConfig,
+    async_: AsyncConfig,
+    *,
+    engines=2,
+    prompts=4,
+    n=2,
+    longest=64,
+    mean=20,
+    seed=0,
+    **more,
+) -> RunPlan:
     config = RunConfig(
         async_=async_,
-        rollout=RolloutConfig(prompts_per_step=prompts, n=n, max_tokens=longest, dynamic_sampling="dropped_share" in more),
+        rollout=RolloutConfig(
+            prompts_per_step=prompts,
+            n=n,
+            max_tokens=longest,
+            dynamic_sampling="dropped_share" in more,
+        ),
         generator=GeneratorConfig(engines=engines, max_concurrency=4, kv_cache_tokens=1000),
         checkpoint=CheckpointConfig(every=2),
         plan=PlanConfig(prompt_tokens=PROMPT, response_tokens=mean, simulation=settings, **more),
@@ -195,32 +245,50 @@ def plan_of(settings: SimulationConfig, async_: AsyncConfig, *, engines=2, promp
         max_steps=settings.steps,
         seed=seed,
     )
-    return RunPlan(config, load_spec(SPEC), TrainerTopology(), settings.steps, prompts * n, Weights(""))
+    return RunPlan(
+        config, load_spec(SPEC), TrainerTopology(), settings.steps, prompts * n, Weights("")
+    )
 
 
 def models(train_s=1.0, write_s=0.1, control_s=0.05, **of_speed):
     return lambda plan, unit: Models(
-        speed(most=plan.config.generator.max_concurrency, **of_speed), lambda batch: train_s, write_s, control_s
+        speed(most=plan.config.generator.max_concurrency, **of_speed),
+        lambda batch: train_s,
+        write_s,
+        control_s,
     )
 
 
 @pytest.mark.parametrize("train_s", [0.2, 3.0])
 @pytest.mark.parametrize("capacity", [0, 1])
 def test_equal_lengths_give_the_closed_form(capacity, train_s):
-    """All responses have 64 tokens, and a step's responses all run at once: equations 2 and 3 of LlamaRL."""
+    """All responses have 64 tokens, and a step's responses all run at once: equations 2 and 3 of
+    LlamaRL.
+    """
     settings = SimulationConfig(steps=12)
     plan = plan_of(settings, AsyncConfig(capacity, partial_rollout="in_flight"), mean=64)
     found = simulate(plan, models(train_s))
     generate_s = 64 * TOKEN_S
-    expected = generate_s + train_s + 0.15 if capacity == 0 else max(train_s + 0.1, generate_s + 0.15)
+    expected = (
+        generate_s + train_s + 0.15 if capacity == 0 else max(train_s + 0.1, generate_s + 0.15)
+    )
     assert summary(plan, found).step_p50_s == pytest.approx(expected, abs=0.02)
 
 
 class Reference(EmulatedEngine):
-    """Replaces a simulated engine by that of `megarl bench overlap`, which keeps time in another way."""
+    """Replaces a simulated engine by that of `megarl bench overlap`, which keeps time in another
+    way.
+    """
 
-    up, busy_s, running_s, retracted, sampled, could_sample = True, 0.0, 0.0, 0, 0, 0.0
-    slots, token_s, lengths = 4, TOKEN_S, EmulatedLengths(20, 0.0, 64)
+    up = True
+    busy_s = 0.0
+    running_s = 0.0
+    retracted = 0
+    sampled = 0
+    could_sample = 0.0
+    slots = 4
+    token_s = TOKEN_S
+    lengths = EmulatedLengths(20, 0.0, 64)
 
     def __init__(self, url, speed, unit, work):
         super().__init__(url, self.slots, self.token_s, 0.0, self.lengths)
@@ -234,28 +302,43 @@ class Reference(EmulatedEngine):
 @pytest.mark.parametrize("sigma", [0.0, 0.8])
 @pytest.mark.parametrize("mode", ["block", "in_flight", "resume", "abort"])
 def test_another_engine_gives_the_same_run(monkeypatch, mode, sigma):
-    """Steps, waits and ages of tokens are the same. There are more prompts than places, so requests wait at the engines."""
+    """Steps, waits and ages of tokens are the same.
+
+    There are more prompts than places, so requests wait at the engines.
+    """
     monkeypatch.setattr(Reference, "lengths", EmulatedLengths(20, sigma, 64))
     settings = SimulationConfig(steps=30)
-    plan = plan_of(settings, AsyncConfig(1, partial_rollout=mode, chunk_tokens=8), engines=1, prompts=8)
-    plan = replace(plan, config=replace(plan.config, plan=replace(plan.config.plan, prompt_tokens=PROMPT_TOKENS)))
+    plan = plan_of(
+        settings, AsyncConfig(1, partial_rollout=mode, chunk_tokens=8), engines=1, prompts=8
+    )
+    plan = replace(
+        plan,
+        config=replace(plan.config, plan=replace(plan.config.plan, prompt_tokens=PROMPT_TOKENS)),
+    )
     own = simulate(plan, models(0.6), lengths=Reference.lengths)
     monkeypatch.setattr(simulation.run, "SimulatedEngine", Reference)
     other = simulate(plan, models(0.6), lengths=Reference.lengths)
     for name in ("time/step_s", "time/trainer_wait_s", "time/generator_wait_s", "staleness/mean"):
         mean, expected = (np.mean([row[name] for row in each.rows[5:]]) for each in (own, other))
-        whole = 1 if name == "staleness/mean" else np.mean([row["time/step_s"] for row in other.rows[5:]])
+        whole = (
+            1
+            if name == "staleness/mean"
+            else np.mean([row["time/step_s"] for row in other.rows[5:]])
+        )
         assert abs(mean - expected) <= 0.05 * whole, (name, mean, expected)
 
 
 def test_without_asynchrony_no_length_is_favoured():
-    plan = plan_of(SimulationConfig(steps=10), AsyncConfig(0), longest=900, mean=300)  # a unit has three tokens
+    # a unit has three tokens
+    plan = plan_of(SimulationConfig(steps=10), AsyncConfig(0), longest=900, mean=300)
     assert summary(plan, simulate(plan, models())).length_bias == pytest.approx(0, abs=1e-12)
 
 
 def test_goodput_is_the_time_of_steps_that_were_kept():
     """Each restart loses the work since the last kept step, and its own duration."""
-    settings = SimulationConfig(steps=40, gpu_mtbf_h=0.003, restart_s=3.0, engine_restart_s=1.0, checkpoint_s=0.0)
+    settings = SimulationConfig(
+        steps=40, gpu_mtbf_h=0.003, restart_s=3.0, engine_restart_s=1.0, checkpoint_s=0.0
+    )
     plan = plan_of(settings, AsyncConfig(0), mean=64)
     totals = simulate(plan, models())
     assert totals.trainer_failures > 1
@@ -265,17 +348,25 @@ def test_goodput_is_the_time_of_steps_that_were_kept():
 
 @pytest.mark.parametrize("beside", [True, False])
 def test_one_checkpoint_is_written_at_a_time(beside):
-    """A checkpoint takes ten training steps, and is due every second step. Steps wait for it, even if it is written in the background."""
+    """A checkpoint takes ten training steps, and is due every second step. Steps wait for it, even
+    if it is written in the background.
+    """
     settings = SimulationConfig(steps=20, checkpoint_s=10.0)
     plan = plan_of(settings, AsyncConfig(1, partial_rollout="in_flight"), mean=64)
-    plan = replace(plan, config=replace(plan.config, checkpoint=CheckpointConfig(every=2, beside=beside)))
+    plan = replace(
+        plan, config=replace(plan.config, checkpoint=CheckpointConfig(every=2, beside=beside))
+    )
     totals = simulate(plan, models(1.0))
     assert totals.end_s == pytest.approx(9 * 10.0 + 20 * 1.1 * (not beside), rel=0.15)
-    assert sum(row["time/save_s"] for row in totals.rows) == pytest.approx(totals.end_s - 20 * 1.15, rel=0.2)
+    assert sum(row["time/save_s"] for row in totals.rows) == pytest.approx(
+        totals.end_s - 20 * 1.15, rel=0.2
+    )
 
 
 def test_short_responses_under_a_high_limit_keep_their_lengths():
-    plan = plan_of(SimulationConfig(steps=6, turns=2, tool_s=0.0), AsyncConfig(), longest=16_000, mean=60)
+    plan = plan_of(
+        SimulationConfig(steps=6, turns=2, tool_s=0.0), AsyncConfig(), longest=16_000, mean=60
+    )
     mean = np.concatenate(simulate(plan, models()).lengths).mean()
     assert mean == pytest.approx(60, rel=0.25)
 
@@ -290,13 +381,19 @@ def test_lengths_have_the_mean_that_is_asked_for():
 
 def test_lengths_of_one_prompt_have_something_in_common(tmp_path):
     samples = tmp_path / "samples.jsonl"
-    samples.write_text("".join(json.dumps({"samples": [{"tokens": tokens}]}) + "\n" for tokens in (5, 50, 500)))
+    samples.write_text(
+        "".join(json.dumps({"samples": [{"tokens": tokens}]}) + "\n" for tokens in (5, 50, 500))
+    )
     for correlation in (0.0, 0.9):
         settings = SimulationConfig(lengths=str(samples), correlation=correlation)
-        lengths = drawn.Lengths.of(drawn.Workload.of(plan_of(settings, AsyncConfig()).config), settings, 4, seed=1)
+        lengths = drawn.Lengths.of(
+            drawn.Workload.of(plan_of(settings, AsyncConfig()).config), settings, 4, seed=1
+        )
         pairs = np.array([lengths(ordinal, 2) for ordinal in range(2000)])
         assert set(np.unique(pairs)) == {5, 50, 500}
-        assert (pairs[:, 0] == pairs[:, 1]).mean() == pytest.approx(1 / 3 if correlation == 0 else 0.75, abs=0.06)
+        assert (pairs[:, 0] == pairs[:, 1]).mean() == pytest.approx(
+            1 / 3 if correlation == 0 else 0.75, abs=0.06
+        )
 
 
 def world(number: int) -> tuple[RunPlan, object]:
@@ -322,8 +419,15 @@ def world(number: int) -> tuple[RunPlan, object]:
         chunk_tokens=pick(None, 7),
     )
     more = {"dropped_share": float(pick(0.3, 0.6))} if rng.random() < 0.3 else {}
-    plan = plan_of(settings, async_, engines=int(rng.integers(1, 4)), n=int(pick(2, 4)), seed=number, **more)
-    return plan, models(float(pick(0.05, 0.5, 2.0)), float(pick(0.0, 0.1)), prefill_s=1e-4, cache=float(pick(90, 200, 1e9)))
+    plan = plan_of(
+        settings, async_, engines=int(rng.integers(1, 4)), n=int(pick(2, 4)), seed=number, **more
+    )
+    return plan, models(
+        float(pick(0.05, 0.5, 2.0)),
+        float(pick(0.0, 0.1)),
+        prefill_s=1e-4,
+        cache=float(pick(90, 200, 1e9)),
+    )
 
 
 def broken_worlds(numbers) -> Iterator[int]:
@@ -349,12 +453,16 @@ def test_none_of_ten_thousand_does():
 
 def test_worlds_do_not_depend_on_chance():
     plan, of = world(17)
-    first, second = simulate(plan, of), simulate(plan, of)
+    first = simulate(plan, of)
+    second = simulate(plan, of)
     assert json.dumps(first.rows) == json.dumps(second.rows)
 
 
 def begins_too_early(self, version):
-    return version >= 0 and (self._run_ahead is None or self._place() < (version + self._run_ahead + 2) * self._prompts_per_step)
+    return version >= 0 and (
+        self._run_ahead is None
+        or self._place() < (version + self._run_ahead + 2) * self._prompts_per_step
+    )
 
 
 def makes_a_short_batch(self, step, wanted=RolloutBuffer._wanted):
@@ -391,9 +499,14 @@ WRONG = {
     "frees no place": [(Admission, "finish", frees_no_place)],
     "forgets who is done": [(RolloutBuffer, "ledger", forgets_who_is_done)],
     "replaces no dropped prompt": [(Admission, "drop", replaces_no_dropped_prompt)],
-    # The generator begins no prompt that would be too old, and the buffer takes no group that is: either rule alone suffices.
+    # The generator begins no prompt that would be too old, and the buffer takes no group that is:
+    # either rule alone suffices.
     "trains on what is too old": [
-        (executors.generator, "run_ahead", lambda async_: None if async_.capacity is None else async_.capacity + 2),
+        (
+            executors.generator,
+            "run_ahead",
+            lambda async_: None if async_.capacity is None else async_.capacity + 2,
+        ),
         (simulation.run, "run_ahead", lambda async_: None),
         (RolloutBuffer, "reject", rejects_too_late),
         (RolloutBuffer, "_due", lambda self, by_version, step: [[] for _ in self._mixture.names]),
@@ -414,15 +527,27 @@ CONFIG = ["plan", "configs/8b_aipo.yaml", "plan.simulation.steps=4", "--simulate
 def test_the_command_sweeps_and_advises(capsys):
     assert main([*CONFIG, "--json"]) == 0
     one = json.loads(capsys.readouterr().out)
-    assert one["steps"] == 4 and sum(one["staleness"].values()) == pytest.approx(1) and one["goodput"] == 1
+    assert (
+        one["steps"] == 4
+        and sum(one["staleness"].values()) == pytest.approx(1)
+        and one["goodput"] == 1
+    )
     assert main([*CONFIG, "--sweep", "async.capacity=0,1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["settings", "async.capacity=0", "async.capacity=1", "take"]
+    assert [line.split()[0] for line in lines] == [
+        "settings",
+        "async.capacity=0",
+        "async.capacity=1",
+        "take",
+    ]
 
 
 def test_too_few_places_in_flight_are_said(capsys):
     assert main([*CONFIG, "async.max_in_flight=2"]) == 0
-    assert "advice     raise async.max_in_flight and async.capacity: the trainer waits" in capsys.readouterr().out
+    assert (
+        "advice     raise async.max_in_flight and async.capacity: the trainer waits"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_simulated_run_is_a_run_for_the_page(tmp_path, capsys):
@@ -438,24 +563,42 @@ def test_a_simulated_run_is_a_run_for_the_page(tmp_path, capsys):
 
 def test_a_run_s_own_times_are_taken(tmp_path, capsys):
     """Here from a simulated run, whose times are known. A run of other sizes is refused."""
-    folder, steps = tmp_path / "simulated", "plan.simulation.steps=20"
+    folder = tmp_path / "simulated"
+    steps = "plan.simulation.steps=20"
     command = [*CONFIG[:2], steps, "--simulate"]
     assert main([*command, "--output", str(folder)]) == 0
     capsys.readouterr()
     assert main([*command, "--from", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert found["step_p50_s"] == pytest.approx(np.median([row["time/step_s"] for row in rows]), rel=0.1)
+    assert found["step_p50_s"] == pytest.approx(
+        np.median([row["time/step_s"] for row in rows]), rel=0.1
+    )
     assert main([*command, "--from", str(folder), "generator.engines=3"]) == 2
     assert "its sizes differ: generator.engines=" in capsys.readouterr().err
 
 
 def test_a_run_is_compared_with_its_simulation(tmp_path):
     """Here with a simulated run, so that the two must agree."""
-    samples, folder = tmp_path / "samples.jsonl", tmp_path / "run"
-    group = {"samples": [{"tokens": tokens, "versions": [[0, tokens]]} for tokens in (64, 256, 1024)]}
+    samples = tmp_path / "samples.jsonl"
+    folder = tmp_path / "run"
+    group = {
+        "samples": [{"tokens": tokens, "versions": [[0, tokens]]} for tokens in (64, 256, 1024)]
+    }
     samples.write_text("".join(json.dumps({"step": step, **group}) + "\n" for step in range(16)))
-    assert main([*CONFIG[:2], "plan.simulation.steps=16", f"plan.simulation.lengths={samples}", "--simulate", "--output", str(folder)]) == 0
+    assert (
+        main(
+            [
+                *CONFIG[:2],
+                "plan.simulation.steps=16",
+                f"plan.simulation.lengths={samples}",
+                "--simulate",
+                "--output",
+                str(folder),
+            ]
+        )
+        == 0
+    )
     (folder / "rollouts").mkdir()
     samples.rename(folder / "rollouts" / "samples.jsonl")
     found = of_run(folder)
@@ -465,11 +608,15 @@ def test_a_run_is_compared_with_its_simulation(tmp_path):
 
 def test_failures_of_a_run_are_simulated_again(tmp_path):
     """The failures are in a run's trace, here of a simulated run. The page shows the same ones."""
-    folder, samples = tmp_path / "run", tmp_path / "samples.jsonl"
+    folder = tmp_path / "run"
+    samples = tmp_path / "samples.jsonl"
     group = {"samples": [{"tokens": 256, "versions": [[0, 256]]}]}
     samples.write_text("".join(json.dumps({"step": step, **group}) + "\n" for step in range(40)))
     times = {"gpu_mtbf_h": 0.3, "checkpoint_s": 5, "restart_s": 60, "engine_restart_s": 30}
-    failures = ["checkpoint.every=4", *(f"plan.simulation.{key}={value}" for key, value in times.items())]
+    failures = [
+        "checkpoint.every=4",
+        *(f"plan.simulation.{key}={value}" for key, value in times.items()),
+    ]
     steps = ["plan.simulation.steps=40", "max_steps=40", f"plan.simulation.lengths={samples}"]
     assert main([*CONFIG[:2], *steps, *failures, "--simulate", "--output", str(folder)]) == 0
     (folder / "rollouts").mkdir()
@@ -477,7 +624,10 @@ def test_failures_of_a_run_are_simulated_again(tmp_path):
     events = RunReader(folder, 1).read()
     found = failures_of(events)
     assert len(found.trainer) >= 2 and len(found.engines) >= 2
-    assert [mark["what"] for mark in events["marks"] if mark["what"] != "lost"] == ["end", "start"] * len(found.trainer)
+    assert [mark["what"] for mark in events["marks"] if mark["what"] != "lost"] == [
+        "end",
+        "start",
+    ] * len(found.trainer)
     assert sum(mark["what"] == "lost" for mark in events["marks"]) == len(found.engines)
     assert all(after_s == pytest.approx(60, abs=1) for _, after_s in found.trainer)
     compared = of_run(folder)
@@ -502,9 +652,12 @@ def test_published_rows_are_simulated():
     ],
 )
 def test_times_that_cannot_be_are_not_taken(tmp_path, capsys, spoilt, said):
-    folder, command = tmp_path / "run", [*CONFIG[:2], "plan.simulation.steps=12", "--simulate"]
+    folder = tmp_path / "run"
+    command = [*CONFIG[:2], "plan.simulation.steps=12", "--simulate"]
     assert main([*command, "--output", str(folder)]) == 0
-    rows = [json.loads(line) | spoilt for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) | spoilt for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main([*command, "--from", str(folder)]) == 2
     assert said in capsys.readouterr().err
@@ -524,7 +677,10 @@ def test_a_simulation_that_failed_leaves_no_folder(tmp_path):
         ([*CONFIG, "--sweep", "async.capacity=0", "async.capacity=2"], "only once"),
         ([*CONFIG, "--search"], "--search: is not for --simulate"),
         ([*CONFIG, "--output", "/proc/nothing"], "--output /proc/nothing: "),
-        ([*CONFIG, "plan.simulation.lengths=lognormal", "plan.simulation.sigma=40"], "plan.simulation.sigma=40"),
+        (
+            [*CONFIG, "plan.simulation.lengths=lognormal", "plan.simulation.sigma=40"],
+            "plan.simulation.sigma=40",
+        ),
         ([*CONFIG, "--from", "runs/none"], "runs/none/config.yaml"),
         ([*CONFIG, "plan.simulation.lengths=none.jsonl"], "none.jsonl"),
         ([*CONFIG, "trainer.tp=1", "cluster.gpu=L40S"], "too large"),
@@ -535,8 +691,12 @@ def test_what_cannot_be_simulated_is_said_before(arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_a_simulated_plan_that_train_refuses_has_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_simulated_plan_that_train_refuses_has_status_1(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     simulated = ["plan", "configs/quickstart.yaml", "--simulate", "plan.simulation.steps=2"]
     assert main(simulated) == 0
     assert main([*simulated, "cluster.gpu=H100"]) == 1, "float32 engines on GPUs"
-    assert "refused by megarl train: model.dtype=float32" in " ".join(capsys.readouterr().out.split())
+    assert "refused by megarl train: model.dtype=float32" in " ".join(
+        capsys.readouterr().out.split()
+    )

@@ -20,7 +20,8 @@ from megarl.messaging.rendezvous import EngineAddress, Rendezvous
 from megarl.plan.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
-OVERRIDES = ["generator.engines=2", "generator.tp=16", "launch.ranks_per_node=8"]  # 512 trainer ranks, 2 engines of 2 nodes
+# 512 trainer ranks, 2 engines of 2 nodes
+OVERRIDES = ["generator.engines=2", "generator.tp=16", "launch.ranks_per_node=8"]
 
 
 def test_the_parts_of_an_engine_meet_where_its_first_node_said_and_listen_each_on_a_port_of_their_own():
@@ -34,40 +35,90 @@ def test_the_parts_of_an_engine_meet_where_its_first_node_said_and_listen_each_o
     started = {}
     for node in placed[64:]:
         ports = {part.name: 100 + node.node for part in node.engines}
-        report = NodeReport(node.node, "", f"h{node.node}", gpus=8, ports=ports, versions={}, problems=[])
-        for spec in NodePart(plan, node, report, rendezvous, Path("launch"), interface=None, scratch=Path("tmp"), alone=False).engines(
-            device="cuda"
-        ):
+        report = NodeReport(
+            node.node, "", f"h{node.node}", gpus=8, ports=ports, versions={}, problems=[]
+        )
+        for spec in NodePart(
+            plan,
+            node,
+            report,
+            rendezvous,
+            Path("launch"),
+            interface=None,
+            scratch=Path("tmp"),
+            alone=False,
+        ).engines(device="cuda"):
             started[spec.name] = json.loads(spec.argv[-1])
             assert spec.env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
     assert list(started) == ["engine.0", "engine.0.1", "engine.1", "engine.1.1"]
     assert {(spec["tp_size"], spec["nnodes"]) for spec in started.values()} == {(16, 2)}
     assert [spec["node_rank"] for spec in started.values()] == [0, 1, 0, 1]
-    assert [spec["dist_init_addr"] for spec in started.values()] == ["h64:5", "h64:5", "h66:6", "h66:6"]
-    assert [(spec["host"], spec["port"]) for spec in started.values()] == [(f"h{n}", 100 + n) for n in range(64, 68)]
+    assert [spec["dist_init_addr"] for spec in started.values()] == [
+        "h64:5",
+        "h64:5",
+        "h66:6",
+        "h66:6",
+    ]
+    assert [(spec["host"], spec["port"]) for spec in started.values()] == [
+        (f"h{n}", 100 + n) for n in range(64, 68)
+    ]
     seeds = [seed_of(plan.config.seed, engine, 0, bits=31) for engine in ("engine.0", "engine.1")]
-    assert [spec["random_seed"] for spec in started.values()] == [seeds[0], seeds[0], seeds[1], seeds[1]], "parts of one draw alike"
+    assert [spec["random_seed"] for spec in started.values()] == [
+        seeds[0],
+        seeds[0],
+        seeds[1],
+        seeds[1],
+    ], "parts of one draw alike"
 
 
 def test_no_two_engines_draw_alike() -> None:
-    """Not in one run, nor in a run with the next seed, nor after a resume, nor after the engine's restart."""
-    first = [seed_of(seed, f"engine.{number}", step, bits=31) for seed in range(8) for number in range(8) for step in range(0, 80, 10)]
-    again = [drawing_anew({"random_seed": seed}, restarts)["random_seed"] for seed in first for restarts in range(3)]
+    """Not in one run, nor in a run with the next seed, nor after a resume, nor after the engine's
+    restart.
+    """
+    first = [
+        seed_of(seed, f"engine.{number}", step, bits=31)
+        for seed in range(8)
+        for number in range(8)
+        for step in range(0, 80, 10)
+    ]
+    again = [
+        drawing_anew({"random_seed": seed}, restarts)["random_seed"]
+        for seed in first
+        for restarts in range(3)
+    ]
     assert len({*again}) == len(again) == 3 * 512 and {*first} < {*again}
     assert all(0 <= seed < 2**31 for seed in again)
     assert first[0] == seed_of(0, "engine.0", 0, bits=31), "a run can be repeated"
 
 
-@pytest.mark.parametrize(("transport", "given", "wanted"), [("nccl", None, "1"), ("nccl", "0", "0"), ("auto", None, None)])
-def test_trainer_and_engines_in_one_group_of_nccl_have_the_same_kind_of_memory(monkeypatch, transport, given, wanted):
+@pytest.mark.parametrize(
+    ("transport", "given", "wanted"),
+    [("nccl", None, "1"), ("nccl", "0", "0"), ("auto", None, None)],
+)
+def test_trainer_and_engines_in_one_group_of_nccl_have_the_same_kind_of_memory(
+    monkeypatch, transport, given, wanted
+):
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     if given is not None:
         monkeypatch.setenv("NCCL_CUMEM_ENABLE", given)
     plan = resolve(load_config("configs/8b_aipo.yaml", [f"weights.transport={transport}"]), "plan")
     [node] = placement(plan, Job("train", Path("logs"), "trainer", "generator"), 1, 8)
-    rendezvous = Rendezvous("h", 1, "KEY", "h", 2, {"engine": [EngineAddress("h", 3, 4)] * 4}, "", "", 0, "")
-    report = NodeReport(0, "", "h", gpus=8, ports={part.name: 3 for part in node.engines}, versions={}, problems=[])
-    part = NodePart(plan, node, report, rendezvous, Path("launch"), interface=None, scratch=Path("tmp"), alone=False)
+    rendezvous = Rendezvous(
+        "h", 1, "KEY", "h", 2, {"engine": [EngineAddress("h", 3, 4)] * 4}, "", "", 0, ""
+    )
+    report = NodeReport(
+        0, "", "h", gpus=8, ports={part.name: 3 for part in node.engines}, versions={}, problems=[]
+    )
+    part = NodePart(
+        plan,
+        node,
+        report,
+        rendezvous,
+        Path("launch"),
+        interface=None,
+        scratch=Path("tmp"),
+        alone=False,
+    )
     specs = part.engines(device="cuda") + part.trainers("trainer")
     assert len(specs) == 8 and {spec.env.get("NCCL_CUMEM_ENABLE") for spec in specs} == {wanted}
 
@@ -76,15 +127,44 @@ def test_a_dry_run_shows_the_first_of_each_role_as_the_nodes_would_start_it():
     shown = render_launch(resolve(load_config("configs/405b_aipo.yaml", OVERRIDES), "plan"))
     assert shown.startswith("launch     68 nodes")
     engine = json.loads(shlex.split(shown.splitlines()[-1])[-1])
-    assert (engine["device"], engine["nnodes"], engine["node_rank"], engine["dist_init_addr"]) == ("cuda", 2, 0, "ADDRESS:0")
+    assert (engine["device"], engine["nnodes"], engine["node_rank"], engine["dist_init_addr"]) == (
+        "cuda",
+        2,
+        0,
+        "ADDRESS:0",
+    )
 
 
 def test_engines_on_the_cores_of_one_node_do_not_share_them(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(4)))
-    plan = resolve(load_config("configs/quickstart.yaml", ["generator.engines=3", "generator.tp=1"]), "plan")
+    plan = resolve(
+        load_config("configs/quickstart.yaml", ["generator.engines=3", "generator.tp=1"]), "plan"
+    )
     job = Job("train", Path("logs"), "trainer", "generator")
     [node] = placement(plan, job, 1, 0)
-    rendezvous = Rendezvous("h", 1, "KEY", "h", 2, {"engine": [EngineAddress("h", 3 + i, 6 + i) for i in range(3)]}, "", "", 0, "")
-    report = NodeReport(0, "", "h", gpus=0, ports={part.name: 3 for part in node.engines}, versions={}, problems=[])
-    specs = NodePart(plan, node, report, rendezvous, Path("launch"), interface=None, scratch=Path("tmp"), alone=False).engines(device="cpu")
+    rendezvous = Rendezvous(
+        "h",
+        1,
+        "KEY",
+        "h",
+        2,
+        {"engine": [EngineAddress("h", 3 + i, 6 + i) for i in range(3)]},
+        "",
+        "",
+        0,
+        "",
+    )
+    report = NodeReport(
+        0, "", "h", gpus=0, ports={part.name: 3 for part in node.engines}, versions={}, problems=[]
+    )
+    specs = NodePart(
+        plan,
+        node,
+        report,
+        rendezvous,
+        Path("launch"),
+        interface=None,
+        scratch=Path("tmp"),
+        alone=False,
+    ).engines(device="cpu")
     assert [spec.env["SGLANG_CPU_OMP_THREADS_BIND"] for spec in specs] == ["3", "2", "1"]

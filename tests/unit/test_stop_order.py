@@ -53,7 +53,9 @@ class Processes:
 
 def order(folder, rank: int, deadline_s: float = 60.0) -> tuple[StopOrder, Processes]:
     processes = Processes()
-    return StopOrder(Meeting(folder, Node(rank, 2, "x"), 5.0, 5.0), processes, deadline_s), processes
+    return StopOrder(
+        Meeting(folder, Node(rank, 2, "x"), 5.0, 5.0), processes, deadline_s
+    ), processes
 
 
 def test_a_signal_before_there_is_anything_to_save_ends_all_at_once(tmp_path):
@@ -72,7 +74,9 @@ def test_a_signal_reaches_the_trainer_ranks_of_all_nodes_once(tmp_path):
     assert (first.among(), second.among()) == ({"trainer.0"}, {"trainer.1"})
 
 
-def test_the_nodes_own_signal_after_the_news_of_anothers_is_the_same_order_and_only_the_next_a_second(tmp_path):
+def test_the_nodes_own_signal_after_the_news_of_anothers_is_the_same_order_and_only_the_next_a_second(
+    tmp_path,
+):
     (first, _), (second, of_second) = order(tmp_path, 0), order(tmp_path, 1)
     first.arm({"trainer.0"}), second.arm({"trainer.1"})
     assert first.order()
@@ -88,9 +92,15 @@ def test_a_stop_is_told_once_by_the_name_of_its_signal(tmp_path, capsys):
     stopped.arm({"trainer.0"})
     assert stopped.order(signal.SIGINT)
     stopped.poll(), stopped.poll()
-    told = "the running step is finished and saved, within 60 s (checkpoint.on_termination_s). A second one ends everything at once."
+    told = (
+        "the running step is finished and saved, within 60 s (checkpoint.on_termination_s). A "
+        "second one ends everything at once."
+    )
     assert capsys.readouterr().out == f"Ctrl-C: {told}\n"
-    assert (Stopped(number=stopped.signal).by, Stopped(number=stopped.signal).exit_status) == ("Ctrl-C", 130)
+    assert (Stopped(number=stopped.signal).by, Stopped(number=stopped.signal).exit_status) == (
+        "Ctrl-C",
+        130,
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
@@ -99,7 +109,9 @@ def test_a_warning_stops_a_run_as_sigterm_does(tmp_path, number):
     stopped, _ = order(tmp_path, 0)
     assert not stopped.order(number), "there is nothing to save yet"
     stopped.arm({"trainer.0"})
-    answers = [stopped.order(each) for each in (number, number, signal.SIGTERM, number, signal.SIGTERM)]
+    answers = [
+        stopped.order(each) for each in (number, number, signal.SIGTERM, number, signal.SIGTERM)
+    ]
     assert answers == [True, True, True, True, False]
     assert Stopped(number=stopped.signal).exit_status == 128 + number
     assert stopped.given
@@ -116,7 +128,9 @@ def test_a_lost_terminal_takes_no_more_text(tmp_path):
             open(sys.argv[1], "w").write("saved")
     """
     terminal, worker = pty.openpty()
-    child = subprocess.Popen([sys.executable, "-c", code, tmp_path / "file"], stdout=worker, stderr=worker)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path / "file"], stdout=worker, stderr=worker
+    )
     os.close(worker)
     os.close(terminal)
     assert child.wait(60) == 0
@@ -133,7 +147,12 @@ def test_an_ignored_hangup_stays_ignored():
 
 
 @pytest.mark.parametrize(
-    "number, ends_by", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit), (signal.SIGUSR1, SystemExit)]
+    "number, ends_by",
+    [
+        (signal.SIGINT, KeyboardInterrupt),
+        (signal.SIGTERM, SystemExit),
+        (signal.SIGUSR1, SystemExit),
+    ],
 )
 def test_both_signals_ask_first_and_end_the_launcher_otherwise(number, ends_by):
     heard = []
@@ -141,7 +160,9 @@ def test_both_signals_ask_first_and_end_the_launcher_otherwise(number, ends_by):
         os.kill(os.getpid(), number)
         with pytest.raises(ends_by):
             os.kill(os.getpid(), number)
-    assert heard == [number, number] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert (
+        heard == [number, number] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
 
 
 def test_past_the_deadline_those_that_did_not_stop_are_named(tmp_path):
@@ -150,7 +171,9 @@ def test_past_the_deadline_those_that_did_not_stop_are_named(tmp_path):
     assert late.order()
     with pytest.raises(Stopped) as stopped:
         late.poll()
-    assert stopped.value.problem.startswith("trainer.0 did not finish and save within checkpoint.on_termination_s=")
+    assert stopped.value.problem.startswith(
+        "trainer.0 did not finish and save within checkpoint.on_termination_s="
+    )
 
 
 @dataclass
@@ -172,29 +195,57 @@ class Link:
         return "generator.0", self.answer
 
 
-def stopped(link: Link, *, offered: int = 3, written: int = 3, asked: bool = True, since_s: float = 20, **settings) -> None:
+def stopped(
+    link: Link,
+    *,
+    offered: int = 3,
+    written: int = 3,
+    asked: bool = True,
+    since_s: float = 20,
+    **settings,
+) -> None:
     """A trainer rank that closes the weights channel, because its run stops."""
-    config, stop = RunConfig(max_steps=9), StopRequest()
+    config = RunConfig(max_steps=9)
+    stop = StopRequest()
     config.weights.audit = settings.get("audit", "strict")
-    sender = WeightsSender(SimpleNamespace(config=config, groups=engine_groups(config.generator), spec=None), link, stop)
+    sender = WeightsSender(
+        SimpleNamespace(config=config, groups=engine_groups(config.generator), spec=None),
+        link,
+        stop,
+    )
     if asked:
         stop.ask()
         stop.since -= since_s
-    sender._offered, sender._written = offered, written
+    sender._offered = offered
+    sender._written = written
     sender.close()
 
 
 def test_the_engines_memory_is_looked_at_once_more_when_a_run_stops(capsys):
-    """A tensor that changed since the last audit is named, and ends the run in failure. If the generator cannot look, the run does not
-    fail."""
+    """A tensor that changed since the last audit is named, and ends the run in failure.
+
+    If the generator cannot look, the run does not fail.
+    """
     stopped(link := Link("trainer.0", LookedAgain()))
-    assert link.sent == [LookAgain()] and 45 < link.waited_s <= 50, "half of the 100 s that are left"
+    assert link.sent == [LookAgain()] and 45 < link.waited_s <= 50, (
+        "half of the 100 s that are left"
+    )
     with pytest.raises(RunError, match="lm_head.weight on generator rank 0 has changed"):
-        stopped(Link("trainer.0", LookedAgain(problem="lm_head.weight on generator rank 0 has changed")))
-    for answer, why in ((None, "trainer.0 waited for generator.0 to look at the engines again"), (LookedAgain(obstacle="gone"), "gone")):
+        stopped(
+            Link("trainer.0", LookedAgain(problem="lm_head.weight on generator rank 0 has changed"))
+        )
+    for answer, why in (
+        (None, "trainer.0 waited for generator.0 to look at the engines again"),
+        (LookedAgain(obstacle="gone"), "gone"),
+    ):
         stopped(Link("trainer.0", answer))
         assert f"not compared with the last audit again: {why}" in capsys.readouterr().out
-    others: list[dict] = [{"offered": 4}, {"offered": 9, "written": 9}, {"offered": -1, "written": -1}, {"asked": False}]
+    others: list[dict] = [
+        {"offered": 4},
+        {"offered": 9, "written": 9},
+        {"offered": -1, "written": -1},
+        {"asked": False},
+    ]
     for left_out in (*others, {"since_s": 121}, {"audit": "on"}):
         stopped(link := Link("trainer.0", None), **left_out)
         assert not link.sent, left_out
@@ -216,12 +267,19 @@ def test_the_generator_looks_at_the_engines_once_an_update_that_is_under_way_is_
                 raise outcome
             return [0]
 
-        receiver, pulse = object.__new__(WeightsReceiver), Pulse()
-        receiver._link = SimpleNamespace(arrival=arrival, send=lambda to, message: told.append(message))
+        receiver = object.__new__(WeightsReceiver)
+        pulse = Pulse()
+        receiver._link = SimpleNamespace(
+            arrival=arrival, send=lambda to, message: told.append(message)
+        )
         receiver._plan = SimpleNamespace(config=RunConfig())
-        receiver._sessions, receiver._busy, receiver._updates = SimpleNamespace(look_again=look_again), busy, 0
+        receiver._sessions = SimpleNamespace(look_again=look_again)
+        receiver._busy = busy
+        receiver._updates = 0
         trace = SimpleNamespace(span=lambda *_, **__: contextlib.nullcontext({}))
-        executor = SimpleNamespace(fleet=SimpleNamespace(pulse=pulse, updating=set()), trace=trace, version=3)
+        executor = SimpleNamespace(
+            fleet=SimpleNamespace(pulse=pulse, updating=set()), trace=trace, version=3
+        )
         answering = asyncio.create_task(receiver._answer(executor))
         await settle()
         assert bool(told) != busy
@@ -231,5 +289,9 @@ def test_the_generator_looks_at_the_engines_once_an_update_that_is_under_way_is_
         return told
 
     assert asyncio.run(answers(None)) == asyncio.run(answers(None, busy=True)) == [LookedAgain()]
-    assert asyncio.run(answers(AuditError("it has changed"))) == [LookedAgain(problem="it has changed")]
-    assert asyncio.run(answers(RuntimeError("engine 0 is gone"))) == [LookedAgain(obstacle="engine 0 is gone")]
+    assert asyncio.run(answers(AuditError("it has changed"))) == [
+        LookedAgain(problem="it has changed")
+    ]
+    assert asyncio.run(answers(RuntimeError("engine 0 is gone"))) == [
+        LookedAgain(obstacle="engine 0 is gone")
+    ]

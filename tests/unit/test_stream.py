@@ -1,4 +1,7 @@
-"""The rollout stream and its background tasks, with fake rollouts and a fake channel. (tests/cpu has real engines.)"""
+"""The rollout stream and its background tasks, with fake rollouts and a fake channel.
+
+(tests/cpu has real engines.)
+"""
 
 from __future__ import annotations
 
@@ -54,10 +57,19 @@ class FakeRollouts:
         self.running.pop(ordinal).set_result(versions or [0])
 
 
-def with_stream(body, run_ahead=1, max_in_flight=3, start=GenerateFrom(0, []), judge=lambda group: group):
+def with_stream(
+    body, run_ahead=1, max_in_flight=3, start=GenerateFrom(0, []), judge=lambda group: group
+):
     async def run():
-        background, channel, rollouts, pulse = Background(), FakeChannel(start), FakeRollouts(), Pulse()
-        admission = Admission(prompts_per_step=2, run_ahead=run_ahead, max_in_flight=max_in_flight, end=12)
+        background, channel, rollouts, pulse = (
+            Background(),
+            FakeChannel(start),
+            FakeRollouts(),
+            Pulse(),
+        )
+        admission = Admission(
+            prompts_per_step=2, run_ahead=run_ahead, max_in_flight=max_in_flight, end=12
+        )
         stream = RolloutStream(admission, rollouts, channel, background, pulse, judge)
 
         async def main():
@@ -82,10 +94,14 @@ def test_prompts_begin_as_others_finish_and_as_weights_come():
         assert channel.started == [(0, [0, 1, 2])]
         rollouts.finish(1)
         await settle()
-        assert channel.started[1:] == [(0, [3])] and [group.ordinal for group in channel.ready] == [1]
+        assert channel.started[1:] == [(0, [3])] and [group.ordinal for group in channel.ready] == [
+            1
+        ]
         rollouts.finish(0)
         await settle()
-        assert len(channel.started) == 2 and set(rollouts.running) == {2, 3}, "one step ahead, and no further"
+        assert len(channel.started) == 2 and set(rollouts.running) == {2, 3}, (
+            "one step ahead, and no further"
+        )
         stream.put_version(1)
         await settle()
         assert channel.started[2:] == [(1, [4])]
@@ -136,7 +152,9 @@ def test_idle_places_are_counted_only_while_they_wait_for_weights():
         rollouts.finish(0)
         rollouts.finish(1)
         await settle()
-        assert stream._share_idle() == pytest.approx(1 / 3), "two run, and no more may begin under version 0"
+        assert stream._share_idle() == pytest.approx(1 / 3), (
+            "two run, and no more may begin under version 0"
+        )
         stream.stand_still()
         assert stream._share_idle() == 1
         stream.put_version(5)
@@ -145,7 +163,9 @@ def test_idle_places_are_counted_only_while_they_wait_for_weights():
         for ordinal in (2, 3, 4, *range(5, 12)):
             rollouts.finish(ordinal)
             await settle()
-        assert stream.admission.exhausted and stream._share_idle() == 0, "there is nothing left to begin"
+        assert stream.admission.exhausted and stream._share_idle() == 0, (
+            "there is nothing left to begin"
+        )
 
     with_stream(body)
 
@@ -168,7 +188,10 @@ def test_a_dropped_prompt_is_sent_as_such_and_the_next_takes_its_place_under_the
         rollouts.finish(0)
         rollouts.finish(1)
         await settle()
-        assert [(group.ordinal, group.dropped) for group in channel.ready] == [(0, False), (1, True)]
+        assert [(group.ordinal, group.dropped) for group in channel.ready] == [
+            (0, False),
+            (1, True),
+        ]
         assert channel.started[1:] == [(0, [2])] and (stream.finished, stream.sent) == (1, 2)
         drained = asyncio.create_task(stream.drain())
         rollouts.finish(2)
@@ -201,7 +224,8 @@ def test_what_died_while_nobody_waited_is_reported_by_the_next_wait():
             ended.set()
 
     async def run():
-        background, other = Background(), asyncio.Event()
+        background = Background()
+        other = asyncio.Event()
         background.start(dies(), "a task")
         background.start(ends(other), "another")
         await settle()

@@ -53,7 +53,12 @@ def record(run: FaultRun, steps: list[list[int]]) -> None:
     assert all(len(ordinals) == PROMPTS for ordinals in steps)
     path = run.run_dir / "rollouts/ordinals.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({"step": step, "ordinals": ordinals}) + "\n" for step, ordinals in enumerate(steps)))
+    path.write_text(
+        "".join(
+            json.dumps({"step": step, "ordinals": ordinals}) + "\n"
+            for step, ordinals in enumerate(steps)
+        )
+    )
 
 
 def save(run: FaultRun, step: int, ledger: Ledger) -> None:
@@ -63,10 +68,15 @@ def save(run: FaultRun, step: int, ledger: Ledger) -> None:
 
 
 def test_the_table_counts_by_kind_and_in_all():
-    faults = [Fault("SIGTERM", 1, "ended cleanly", lost=2), Fault("SIGTERM", 4, "hang"), Fault("tool hangs", 9, "survived", repeated=1)]
+    faults = [
+        Fault("SIGTERM", 1, "ended cleanly", lost=2),
+        Fault("SIGTERM", 4, "hang"),
+        Fault("tool hangs", 9, "survived", repeated=1),
+    ]
     rows = table(faults)
     assert rows["SIGTERM"] == {
-        "injected": 2, "survived": 0, "ended cleanly": 1, "hang": 1, "failed": 0, "orphans": 0, "lost": 2, "repeated": 0
+        "injected": 2, "survived": 0, "ended cleanly": 1, "hang": 1, "failed": 0, "orphans": 0,
+        "lost": 2, "repeated": 0
     }  # fmt: skip
     text = render({"table": rows, "seed": 1, "seconds": 60, "hardware": "2 CPU cores"})
     assert text.splitlines()[-2].split() == ["all", "3", "1", "1", "1", "0", "0", "2", "1"]
@@ -81,6 +91,12 @@ def test_an_engine_is_known_by_the_file_of_its_beats(tmp_path: Path) -> None:
         played = {}
         for index in (1, 10):
             environment = {**os.environ, BEATS: str(tmp_path / f"engine.{index}.beats")}
-            played[index] = stack.enter_context(subprocess.Popen(plays, env=environment, stdin=subprocess.PIPE))
+            played[index] = stack.enter_context(
+                subprocess.Popen(plays, env=environment, stdin=subprocess.PIPE)
+            )
             stack.callback(played[index].kill)
-        assert [[process.pid for process in run.engines(index)] for index in (0, 1, 10)] == [[], [played[1].pid], [played[10].pid]]
+        assert [[process.pid for process in run.engines(index)] for index in (0, 1, 10)] == [
+            [],
+            [played[1].pid],
+            [played[10].pid],
+        ]

@@ -31,13 +31,15 @@ from megarl.config.schema import OptimizerConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.plan.resolve import resolve
 
-CONFIG, GOLD = "configs/offpolicy/chain.yaml", "configs/offpolicy/gold.yaml"
+CONFIG = "configs/offpolicy/chain.yaml"
+GOLD = "configs/offpolicy/gold.yaml"
 CELLS = {cell.name: cell for part in PARTS.values() for cell in part(0)}
 
 
 @pytest.mark.parametrize("path", [CONFIG, GOLD])
 def test_every_run_is_a_valid_one_of_as_many_samples(path: str):
-    assert len(CELLS) == len({cell for part in PARTS.values() for cell in part(0)})  # no two runs share a folder
+    # no two runs share a folder
+    assert len(CELLS) == len({cell for part in PARTS.values() for cell in part(0)})
     for cell in CELLS.values():
         config = load_config(path, [*cell.overrides(8e-5, penalised=path == GOLD), "seed=0"])
         resolve(config, "sft")
@@ -48,11 +50,17 @@ def test_every_run_is_a_valid_one_of_as_many_samples(path: str):
 
 
 def result(cell: Cell, score: float, kl: float) -> dict:
-    return {**vars(cell), "curve": [{"score": 0.1, "kl": 0.0}, {"score": score, "kl": kl}], "step_s": 0.25}
+    return {
+        **vars(cell),
+        "curve": [{"score": 0.1, "kl": 0.0}, {"score": score, "kl": kl}],
+        "step_s": 0.25,
+    }
 
 
 def test_tables_have_a_mean_and_a_range_over_seeds_and_no_number_where_no_run_is():
-    found = [result(Cell("rloo", 1, seed=seed), score, 1.5) for seed, score in enumerate((0.5, 0.7))]
+    found = [
+        result(Cell("rloo", 1, seed=seed), score, 1.5) for seed, score in enumerate((0.5, 0.7))
+    ]
     found.append(result(Cell("ppo", 16), 0.25, 3.0))
     text = render({"parts": {"losses": found, "lags": []}})
     assert "| rloo | 0.600 (0.50–0.70) at 1.50 | – |" in text
@@ -66,7 +74,9 @@ def test_tables_of_a_learned_reward_have_the_models_and_what_they_score():
     found["curve"][-1] |= {"win_rate": 0.625, "proxy": 2.0}
     models = [{"size": "large", "seed": 0, "accuracy": 0.875, "accuracy_plain": 0.8125}]
     text = render({"parts": {OF_REWARD_MODELS: [found]}, "reward_models": models})
-    assert "| large | 0.500 at 1.50 [62%, 2.00] |" in text and "| large | 0 | 0.875 | 0.812 |" in text
+    assert (
+        "| large | 0.500 at 1.50 [62%, 2.00] |" in text and "| large | 0 | 0.875 | 0.812 |" in text
+    )
 
 
 def test_sizes_and_minibatches_are_the_studies():
@@ -75,18 +85,32 @@ def test_sizes_and_minibatches_are_the_studies():
 
 def test_a_learned_reward_is_penalised_by_the_divergence_with_all_losses_but_one():
     for path, referenced in ((CONFIG, {"online_dpo"}), (GOLD, set(LOSSES) - {"best_of_n"})):
-        configs = {name: load_config(path, Cell(name).overrides(8e-5, penalised=path == GOLD)) for name in LOSSES}
-        assert {name for name, config in configs.items() if needs_reference(config.algorithm)} == referenced
+        configs = {
+            name: load_config(path, Cell(name).overrides(8e-5, penalised=path == GOLD))
+            for name in LOSSES
+        }
+        assert {
+            name for name, config in configs.items() if needs_reference(config.algorithm)
+        } == referenced
     assert load_config(GOLD, Cell("ppo").overrides(8e-5, penalised=True)).algorithm.kl == "reward"
 
 
 def test_what_cannot_be_studied_is_refused_before_anything_starts(tmp_path: Path):
     rest = tmp_path, [], 1, 1, False, None
-    with pytest.raises(ConfigError, match=r"--parts reward_models: needs a reward model in `roles`; configs/offpolicy/chain.yaml has none"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--parts reward_models: needs a reward model in `roles`; "
+        r"configs/offpolicy/chain.yaml has none",
+    ):
         run(CONFIG, [], tmp_path, [OF_REWARD_MODELS], *rest[2:])
-    with pytest.raises(ConfigError, match=r"reward.name=roles.reward_model: policies are judged by one rule: set eval.reward"):
+    with pytest.raises(
+        ConfigError,
+        match=r"reward.name=roles.reward_model: policies are judged by one rule: set eval.reward",
+    ):
         run(GOLD, ["eval.reward=null"], *rest)
-    with pytest.raises(ConfigError, match="data.eval=null: policies are judged on held-out prompts"):
+    with pytest.raises(
+        ConfigError, match="data.eval=null: policies are judged on held-out prompts"
+    ):
         run(CONFIG, ["data.eval=null"], *rest)
     assert not list(tmp_path.iterdir())
 
@@ -98,9 +122,13 @@ def test_the_rule_that_judges_may_be_any():
 
 
 def test_the_plain_learning_rate_is_megatrons():
-    """For configs/offpolicy/gold.yaml: the peak comes at the end of the warm-up, and the minimum at the end of the run."""
+    """For configs/offpolicy/gold.yaml: the peak comes at the end of the warm-up, and the minimum at
+    the end of the run.
+    """
     settings = OptimizerConfig(lr=1.0, warmup_steps=4, schedule="cosine", min_lr_ratio=0.1)
-    assert [learning_rate(settings, step, 10) for step in (1, 4, 7, 10)] == pytest.approx([0.25, 1.0, 0.55, 0.1])
+    assert [learning_rate(settings, step, 10) for step in (1, 4, 7, 10)] == pytest.approx(
+        [0.25, 1.0, 0.55, 0.1]
+    )
     assert learning_rate(OptimizerConfig(lr=1.0), 3, 10) == 1.0
 
 
@@ -119,17 +147,28 @@ def checkpoints(tmp_path_factory) -> list[Path]:
 
 
 def test_divergence_is_that_of_whole_distributions_and_0_of_equal_weights(checkpoints):
-    """With one token a response, the divergence is known without sampling. Prompts of different lengths are padded."""
+    """With one token a response, the divergence is known without sampling.
+
+    Prompts of different lengths are padded.
+    """
     from transformers import AutoModelForCausalLM
 
     tokenizer = load_tokenizer(load_config(CONFIG, []).model)
     texts = ["1+2=", "7+0+9+1+5=", "3-"]
-    prompts = [Prompt(number, tokenizer.encode_prompt(text), text, "3") for number, text in enumerate(texts)]
+    prompts = [
+        Prompt(number, tokenizer.encode_prompt(text), text, "3")
+        for number, text in enumerate(texts)
+    ]
     held_out = HeldOut(prompts, ["3", "", ""], tokenizer, judge_of(load_config(CONFIG)))
-    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for folder in checkpoints]
+    models = [
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for folder in checkpoints
+    ]
     expected = []
     for prompt in prompts:
-        pi, first = (model(torch.tensor([prompt.token_ids])).logits[0, -1].log_softmax(-1) for model in models)
+        pi, first = (
+            model(torch.tensor([prompt.token_ids])).logits[0, -1].log_softmax(-1)
+            for model in models
+        )
         expected.append((pi.exp() * (pi - first)).sum().item())
     found = measure(*checkpoints, None, held_out, max_tokens=1, seed=0)
     assert found.kl == pytest.approx(sum(expected) / 3, rel=1e-4) and found.kl > 0.5
@@ -140,17 +179,33 @@ def test_divergence_is_that_of_whole_distributions_and_0_of_equal_weights(checkp
     assert other.perplexity > same.perplexity and math.isfinite(other.kl)
 
 
-def test_a_reward_models_score_is_read_at_the_last_token_of_each_sequence(checkpoints, tmp_path: Path):
+def test_a_reward_models_score_is_read_at_the_last_token_of_each_sequence(
+    checkpoints, tmp_path: Path
+):
     from transformers import AutoModelForSequenceClassification
 
     torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_pretrained(checkpoints[0], num_labels=1, dtype=torch.float64).eval()
+    model = AutoModelForSequenceClassification.from_pretrained(
+        checkpoints[0], num_labels=1, dtype=torch.float64
+    ).eval()
     sequences = [[1, 5, 6, 2], [1, 2], [1, *range(4, 20), 2]]
-    assert scores(model, sequences).tolist() == pytest.approx([model(torch.tensor([each])).logits.item() for each in sequences], abs=1e-9)
+    assert scores(model, sequences).tolist() == pytest.approx(
+        [model(torch.tensor([each])).logits.item() for each in sequences], abs=1e-9
+    )
     model.float().save_pretrained(tmp_path / "scores")
     tokenizer = load_tokenizer(load_config(CONFIG, []).model)
-    held_out = HeldOut([Prompt(0, [1, 4], "0", "7")] * 64, ["1,7"] * 64, tokenizer, lambda text, prompt: float(text == "1,7"))
+    held_out = HeldOut(
+        [Prompt(0, [1, 4], "0", "7")] * 64,
+        ["1,7"] * 64,
+        tokenizer,
+        lambda text, prompt: float(text == "1,7"),
+    )
     with_proxy = measure(*checkpoints, tmp_path / "scores", held_out, max_tokens=1, seed=3)
     ends = [[1, 4, token] for token in range(64)]
-    assert min(scores(model, ends)).item() - 1e-5 <= (with_proxy.proxy or 0) <= max(scores(model, ends)).item() + 1e-5
-    assert (with_proxy.score, with_proxy.win_rate) == (0, 0)  # one token is not the demonstration, which scores 1
+    assert (
+        min(scores(model, ends)).item() - 1e-5
+        <= (with_proxy.proxy or 0)
+        <= max(scores(model, ends)).item() + 1e-5
+    )
+    # one token is not the demonstration, which scores 1
+    assert (with_proxy.score, with_proxy.win_rate) == (0, 0)

@@ -1,4 +1,6 @@
-"""Studies that compare whole runs: they refuse results of other settings, and signals end their processes."""
+"""Studies that compare whole runs: they refuse results of other settings, and signals end their
+processes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from whole_runs import check_settings, note_settings
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 
-CHAIN, GOLD = "configs/offpolicy/chain.yaml", "configs/offpolicy/gold.yaml"
+CHAIN = "configs/offpolicy/chain.yaml"
+GOLD = "configs/offpolicy/gold.yaml"
 
 STUDY = """
 import sys
@@ -53,13 +56,23 @@ sys.exit(143)
 
 def test_runs_with_other_settings_are_not_taken_for_a_studys(tmp_path: Path):
     check_settings(tmp_path, load_config(CHAIN))  # the folder is empty
-    with pytest.raises(ConfigError, match=r"--runs configs/offpolicy/chain\.yaml: is a file, must be a folder"):
+    with pytest.raises(
+        ConfigError, match=r"--runs configs/offpolicy/chain\.yaml: is a file, must be a folder"
+    ):
         check_settings(Path(CHAIN), load_config(CHAIN))
     note_settings(tmp_path, load_config(CHAIN))
-    check_settings(tmp_path, load_config(CHAIN, ["timeouts.weights_s=7", "run_dir=elsewhere", "checkpoint.every=3"]))
-    with pytest.raises(ConfigError, match=r"--runs \S+: the runs there were made with sft\.steps=400; name another folder"):
+    check_settings(
+        tmp_path,
+        load_config(CHAIN, ["timeouts.weights_s=7", "run_dir=elsewhere", "checkpoint.every=3"]),
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"--runs \S+: the runs there were made with sft\.steps=400; name another folder",
+    ):
         check_settings(tmp_path, load_config(CHAIN, ["sft.steps=4"]))
-    with pytest.raises(ConfigError, match=r"data\.train\.source=synthetic:chain, .*name another folder"):
+    with pytest.raises(
+        ConfigError, match=r"data\.train\.source=synthetic:chain, .*name another folder"
+    ):
         Study(GOLD, [], tmp_path, learned=True).prepare([])
 
 
@@ -73,14 +86,20 @@ def test_each_task_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch):
     assert found == [Path("runs/offpolicy/chain"), Path("runs/offpolicy/gold")]
 
 
-def test_mistakes_end_with_2_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_mistakes_end_with_2_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     study = runpy.run_path("tests/studies/__main__.py")
     arguments = study["parse"](["staleness", "C", "--seeds", "1", "a=1"])
     assert (arguments.config, arguments.overrides, arguments.seeds) == ("C", ["a=1"], 1)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/thesis.tex").touch()
     for command, message in (
-        (f"faults --keep {tmp_path}/full", f"--keep {tmp_path}/full: is there already, and is not empty; remove it, or name another"),
+        (
+            f"faults --keep {tmp_path}/full",
+            f"--keep {tmp_path}/full: is there already, and is not empty; remove it, or name "
+            "another",
+        ),
         ("faults --minutes 0", "--minutes 0: must be above 0"),
         (f"staleness {CHAIN} --seeds 0", "--seeds 0: must be at least 1"),
         (f"offpolicy {CHAIN} --picture a.gif", "--picture a.gif: must end in .svg or .png"),
@@ -101,10 +120,14 @@ def test_what_a_mutation_breaks_is_still_there(mutation: Mutation):
 def test_a_damaged_result_is_named(tmp_path: Path):
     from offpolicy import Cell
 
-    cell, study = Cell("rloo"), Study(CHAIN, [], tmp_path, learned=False)
+    cell = Cell("rloo")
+    study = Study(CHAIN, [], tmp_path, learned=False)
     study.folder(cell).mkdir()
     (study.folder(cell) / "result.json").write_text('{"curve": [')
-    with pytest.raises(RuntimeError, match=r"rloo\S+/result\.json: is damaged \(.*\); remove \S+rloo\S+ to make it again"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"rloo\S+/result\.json: is damaged \(.*\); remove \S+rloo\S+ to make it again",
+    ):
         study.result(cell)
 
 
@@ -116,21 +139,31 @@ def test_a_full_disk_ends_no_study_by_itself(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(study.Study, "prepare", lambda *_: [])
     monkeypatch.setattr(study.Study, "result", full)
-    told = r"^10 runs failed; the same command tries them again\naipo-\S+: \[Errno 28\] No space left on device\n"
+    told = (
+        r"^10 runs failed; the same command tries them again\naipo-\S+: \[Errno 28\] No space "
+        r"left on device\n"
+    )
     with pytest.raises(RuntimeError, match=told):
         study.run(CHAIN, [], tmp_path, ["lags"], 1, 1, False, None)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_runs_each_once_and_begins_no_others(number: signal.Signals, tmp_path: Path):
+def test_a_signal_ends_the_runs_each_once_and_begins_no_others(
+    number: signal.Signals, tmp_path: Path
+):
     package = tmp_path / "path" / "megarl_program.py"
     package.parent.mkdir()
     package.write_text(PROGRAM)
     script = STUDY.replace(
-        "import offpolicy as study\n", f"import offpolicy as study\nimport whole_runs as runs\nruns.PROGRAM = [{str(package)!r}]\n", 1
+        "import offpolicy as study\n",
+        "import offpolicy as study\nimport whole_runs as runs\nruns.PROGRAM = "
+        f"[{str(package)!r}]\n",
+        1,
     )
     command = [sys.executable, "-c", script, str(Path(CHAIN).resolve()), str(tmp_path / "runs")]
-    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
     try:
         begun = lambda: list((tmp_path / "runs").glob("*/begun"))  # noqa: E731
         deadline = time.monotonic() + 120

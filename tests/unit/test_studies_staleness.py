@@ -18,14 +18,26 @@ def results(**differences: tuple[float, ...]) -> list[Result]:
     settings = {setting.name: setting for setting in SETTINGS}
     rows = {SYNCHRONOUS.name: (0.0,) * len(BASELINE), **differences}
     return [
-        Result(settings[name].capacity, settings[name].max_staleness, seed, BASELINE[seed] + each, 1.0, 1.0, 2.0, 0.0)
+        Result(
+            settings[name].capacity,
+            settings[name].max_staleness,
+            seed,
+            BASELINE[seed] + each,
+            1.0,
+            1.0,
+            2.0,
+            0.0,
+        )
         for name, row in rows.items()
         for seed, each in enumerate(row)
     ]
 
 
 def judged(**differences: tuple[float, ...]) -> dict[str, Comparison]:
-    return {Setting(each.capacity, each.max_staleness).name: each for each in compare(results(**differences))}
+    return {
+        Setting(each.capacity, each.max_staleness).name: each
+        for each in compare(results(**differences))
+    }
 
 
 ONE, FOUR, FREE = (setting.name for setting in (Setting(1, 1), Setting(4, 8), Setting(None, 8)))
@@ -35,9 +47,13 @@ def test_runs_are_paired_by_seed():
     """Seeds differ by 0.08, so without pairs the standard error would be 0.03."""
     row = (0.002, -0.006, 0.001)
     got = judged(**{ONE: row})[ONE]
-    assert got.difference == pytest.approx(np.mean(row)) and got.noise == pytest.approx(np.std(row, ddof=1) / math.sqrt(3))
+    assert got.difference == pytest.approx(np.mean(row)) and got.noise == pytest.approx(
+        np.std(row, ddof=1) / math.sqrt(3)
+    )
     assert got.at_most == pytest.approx(0.001 + 2 * got.noise) and got.same
-    assert compare(list(reversed(results(**{ONE: row}))))[0].difference == pytest.approx(got.difference)
+    assert compare(list(reversed(results(**{ONE: row}))))[0].difference == pytest.approx(
+        got.difference
+    )
 
 
 def test_one_collapsed_seed_does_not_hide_in_the_noise_it_makes():
@@ -48,7 +64,13 @@ def test_one_collapsed_seed_does_not_hide_in_the_noise_it_makes():
 
 
 def test_a_loss_that_all_seeds_share_counts_once_it_is_larger_than_seeds_are_apart():
-    got = judged(**{ONE: (-0.079, -0.079, -0.079), FOUR: (-0.081, -0.081, -0.081), FREE: (0.081, 0.081, 0.081)})
+    got = judged(
+        **{
+            ONE: (-0.079, -0.079, -0.079),
+            FOUR: (-0.081, -0.081, -0.081),
+            FREE: (0.081, 0.081, 0.081),
+        }
+    )
     assert got[ONE].same and not got[FOUR].same and not got[FREE].same
 
 
@@ -59,7 +81,11 @@ def test_nothing_is_the_same_by_one_seed():
 
 def test_the_table_says_which_settings_are_the_same():
     runs = results(**{ONE: (0.002, -0.003, 0.001), FOUR: (0.0, -0.77, 0.0)})
-    facts = {"last_steps": 10, "runs": [asdict(run) for run in runs], "compared": [asdict(each) for each in compare(runs)]}
+    facts = {
+        "last_steps": 10,
+        "runs": [asdict(run) for run in runs],
+        "compared": [asdict(each) for each in compare(runs)],
+    }
     *table, empty, verdict = render(facts).splitlines()
     assert len(table) == 2 + 3 and empty == "" and verdict.startswith("1 of 2 settings")
     assert all(one.count("|") == other.count("|") for one, other in pairwise(table))

@@ -35,7 +35,9 @@ def test_scores(text: str, expected: float) -> None:
 
 
 @given(st.text(), st.permutations(POST).map("".join))
-def test_any_text_has_a_score_that_the_order_of_the_post_does_not_change(text: str, post: str) -> None:
+def test_any_text_has_a_score_that_the_order_of_the_post_does_not_change(
+    text: str, post: str
+) -> None:
     assert -2 <= score(text, post) == score(text, POST) <= 1
 
 
@@ -45,13 +47,23 @@ def test_the_best_of_all_orders_is_the_alphabetical_one() -> None:
 
 
 def test_rows_are_posts_whose_letters_no_other_split_has() -> None:
-    held_out, train = Summaries("eval", 0), Summaries("train", 0)
+    held_out = Summaries("eval", 0)
+    train = Summaries("train", 0)
     assert (len(held_out), len(train)) == (512, (8008 - 512) * 720)
     sets = {row.answer for row in held_out}
-    assert len(sets) == 512 and len({row.prompt for row in map(train.__getitem__, range(2000))}) == 2000
+    assert (
+        len(sets) == 512
+        and len({row.prompt for row in map(train.__getitem__, range(2000))}) == 2000
+    )
     for row in map(train.__getitem__, range(0, len(train), 50_021)):
-        assert "".join(sorted(row.prompt.removesuffix("="))) == row.answer and row.answer not in sets
-        assert len(set(row.answer)) == 6 and set(row.answer) <= set(LETTERS) and 0 < len(row.demonstration) <= 18
+        assert (
+            "".join(sorted(row.prompt.removesuffix("="))) == row.answer and row.answer not in sets
+        )
+        assert (
+            len(set(row.answer)) == 6
+            and set(row.answer) <= set(LETTERS)
+            and 0 < len(row.demonstration) <= 18
+        )
     with pytest.raises(IndexError):
         held_out[512]
 
@@ -60,18 +72,35 @@ def test_a_row_depends_on_its_number_and_the_seed_alone() -> None:
     rows = [Summaries("train", seed)[7] for seed in (0, 0, 1)]
     assert rows[0] == rows[1] and rows[0].prompt == rows[2].prompt
     assert rows[0] == synthetic_rows("synthetic:summary", "train", 0, "data.train")[7]
-    different = [Summaries("train", 0)[place].demonstration != Summaries("train", 1)[place].demonstration for place in range(50)]
+    different = [
+        Summaries("train", 0)[place].demonstration != Summaries("train", 1)[place].demonstration
+        for place in range(50)
+    ]
     assert sum(different) > 30
 
 
 def test_demonstrations_are_neither_hopeless_nor_perfect() -> None:
-    scores = [score(str(row.demonstration), row.answer) for row in map(Summaries("train", 0).__getitem__, range(2000))]
-    assert 0.1 < fmean(scores) < 0.3 and 0.05 < fmean(each == 1 for each in scores) < 0.2 and min(scores) < -1
+    scores = [
+        score(str(row.demonstration), row.answer)
+        for row in map(Summaries("train", 0).__getitem__, range(2000))
+    ]
+    assert (
+        0.1 < fmean(scores) < 0.3
+        and 0.05 < fmean(each == 1 for each in scores) < 0.2
+        and min(scores) < -1
+    )
 
 
 def test_the_gold_scorer_prefers_the_chosen_response_of_each_pair() -> None:
-    pairs, _ = read_pairs(PreferenceConfig(source="synthetic:summary", size=300), "reward_model.data", 3, None)
+    pairs, _ = read_pairs(
+        PreferenceConfig(source="synthetic:summary", size=300), "reward_model.data", 3, None
+    )
     posts = Summaries("train", 3)
     for pair, row in zip(pairs, posts, strict=False):
-        assert pair.prompt == row.prompt and score(pair.chosen, row.answer) > score(pair.rejected, row.answer)
-    assert len(pairs) == 300 and pairs[5] == SummaryPairs(posts)[5] != SummaryPairs(Summaries("train", 4))[5]
+        assert pair.prompt == row.prompt and score(pair.chosen, row.answer) > score(
+            pair.rejected, row.answer
+        )
+    assert (
+        len(pairs) == 300
+        and pairs[5] == SummaryPairs(posts)[5] != SummaryPairs(Summaries("train", 4))[5]
+    )

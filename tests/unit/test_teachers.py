@@ -1,4 +1,6 @@
-"""Teachers and references among the roles: allowed settings, the needs of a run without a reward, counts and plans."""
+"""Teachers and references among the roles: allowed settings, the needs of a run without a reward,
+counts and plans.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def problems_of(tmp_path: Path, *overrides: str) -> list[str]:
 
 def shaped(folder: Path, **changes: object) -> Path:
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(json.loads((MODEL / "config.json").read_text()) | changes))
+    (folder / "config.json").write_text(
+        json.dumps(json.loads((MODEL / "config.json").read_text()) | changes)
+    )
     return folder
 
 
@@ -48,24 +52,32 @@ def shaped(folder: Path, **changes: object) -> Path:
         ([], []),
         ([TEACHER], []),
         ([TEACHER, *ALONE], []),
-        ([TEACHER, "roles.teacher.on=trainer", "algorithm.distill.over=vocabulary", "rollout.temperature=0.7"], []),
-        (["algorithm.name=distill"], ["algorithm.name=distill: needs a teacher: set roles.teacher.path"]),
-        (["algorithm.distill.coef=2"], ["algorithm.distill: needs a teacher: set roles.teacher.path"]),
-        ([TEACHER, "algorithm.distill.top_k=4"], ["algorithm.distill.top_k=4: must be null: only algorithm.distill.over=top_k has it"]),
+        ([TEACHER, "roles.teacher.on=trainer", "algorithm.distill.over=vocabulary",
+        "rollout.temperature=0.7"], []),
+        (["algorithm.name=distill"], ["algorithm.name=distill: needs a teacher: set "
+                                      "roles.teacher.path"]),
+        (["algorithm.distill.coef=2"], ["algorithm.distill: needs a teacher: set "
+                                        "roles.teacher.path"]),
+        ([TEACHER, "algorithm.distill.top_k=4"], ["algorithm.distill.top_k=4: must be null: only "
+                                                  "algorithm.distill.over=top_k has it"]),
         (
             [TEACHER, "algorithm.distill.over=vocabulary"],
-            ["algorithm.distill.over=vocabulary: needs roles.teacher.on=trainer; it is on engines, and SGLang gives only the likeliest "
+            ["algorithm.distill.over=vocabulary: needs roles.teacher.on=trainer; it is on "
+             "engines, and SGLang gives only the likeliest "
              "tokens"],
         ),
         (
-            [TEACHER, "roles.teacher.on=trainer", "algorithm.distill.over=top_k", "roles.teacher.tp=2"],
+            [TEACHER, "roles.teacher.on=trainer", "algorithm.distill.over=top_k",
+            "roles.teacher.tp=2"],
             ["roles.teacher.tp=2: a teacher on the trainer's ranks has no such setting",
-             "algorithm.distill.over=top_k: needs roles.teacher.on=engines; it is on trainer, and the whole vocabulary is known there: set "
+             "algorithm.distill.over=top_k: needs roles.teacher.on=engines; it is on trainer, and "
+             "the whole vocabulary is known there: set "
              "over=vocabulary"],
         ),
         (
             [TEACHER, "rollout.temperature=0.7"],
-            ["rollout.temperature=0.7: must be 1 with roles.teacher on engines: SGLang gives log-probs of its input at temperature 1 "
+            ["rollout.temperature=0.7: must be 1 with roles.teacher on engines: SGLang gives "
+             "log-probs of its input at temperature 1 "
              "only"],
         ),
         (
@@ -74,22 +86,30 @@ def shaped(folder: Path, **changes: object) -> Path:
         ),
         (
             [TEACHER, "rollout.top_p=0.9", "algorithm.name=online_dpo"],
-            ["rollout.top_p, top_k, min_p: must be off with a teacher, because the policy is compared with its whole distribution",
-             "algorithm.name=online_dpo: is a loss of several responses, to which no teacher can be added"],
+            ["rollout.top_p, top_k, min_p: must be off with a teacher, because the policy is "
+             "compared with its whole distribution",
+             "algorithm.name=online_dpo: is a loss of several responses, to which no teacher can "
+             "be added"],
         ),
-        ([TEACHER, "rollout.n=1"], ["rollout.n=1: must be at least 2: aipo compares a prompt's samples"]),
+        ([TEACHER, "rollout.n=1"], ["rollout.n=1: must be at least 2: aipo compares a prompt's "
+                                    "samples"]),
         (
             [TEACHER, "reward.name=none"],
-            ["reward.name=none: aipo learns from rewards; algorithm.name=distill learns from teachers alone"],
+            ["reward.name=none: aipo learns from rewards; algorithm.name=distill learns from "
+             "teachers alone"],
         ),
         (
-            [TEACHER, "algorithm.name=distill", "reward.name=none", "rollout.dynamic_sampling=true", "data.eval.source=rows.jsonl"],
+            [TEACHER, "algorithm.name=distill", "reward.name=none", "rollout.dynamic_sampling=true",
+            "data.eval.source=rows.jsonl"],
             ["reward.name=none: scores no held-out responses either; set eval.reward",
-             "rollout.dynamic_sampling=true: must be false with algorithm.name=distill, which learns from every prompt"],
+             "rollout.dynamic_sampling=true: must be false with algorithm.name=distill, which "
+             "learns from every prompt"],
         ),
-        ([f"roles.reference.path={MODEL}"], ["roles.reference: nothing uses it; set algorithm.kl_coef, or an algorithm with a beta"]),
+        ([f"roles.reference.path={MODEL}"], ["roles.reference: nothing uses it; set "
+                                             "algorithm.kl_coef, or an algorithm with a beta"]),
         (
-            [f"roles.reference.path={MODEL}", "roles.reference.on=engines", "algorithm.kl_coef=0.1"],
+            [f"roles.reference.path={MODEL}", "roles.reference.on=engines",
+            "algorithm.kl_coef=0.1"],
             ["roles.reference.on=engines: a reference must be on trainer"],
         ),
     ],
@@ -100,7 +120,11 @@ def test_what_may_be_set(tmp_path: Path, overrides: list[str], problems: list[st
 
 def test_no_more_likely_tokens_are_asked_for_than_there_are(tmp_path: Path) -> None:
     """A request for more would end the teacher's engine."""
-    asked = [TEACHER, f"roles.teacher.path={shaped(tmp_path / 'small', vocab_size=30)}", f"model.path={tmp_path / 'small'}"]
+    asked = [
+        TEACHER,
+        f"roles.teacher.path={shaped(tmp_path / 'small', vocab_size=30)}",
+        f"model.path={tmp_path / 'small'}",
+    ]
     asked.append("algorithm.distill.over=top_k")
     assert problems_of(tmp_path, *asked, "algorithm.distill.top_k=31") == [
         "algorithm.distill.top_k=31: must be at most the size of roles.teacher's vocabulary, 30"
@@ -112,8 +136,11 @@ def test_no_more_likely_tokens_are_asked_for_than_there_are(tmp_path: Path) -> N
 def test_a_teacher_must_fit_the_policy(tmp_path: Path) -> None:
     size = json.loads((MODEL / "config.json").read_text())["vocab_size"]
     small, large = (shaped(tmp_path / str(change), vocab_size=size + change) for change in (-4, 4))
-    scores = shaped(tmp_path / "scores", architectures=["LlamaForSequenceClassification"], num_labels=1)
-    on_trainer, whole = "roles.teacher.on=trainer", "algorithm.distill.over=vocabulary"
+    scores = shaped(
+        tmp_path / "scores", architectures=["LlamaForSequenceClassification"], num_labels=1
+    )
+    on_trainer = "roles.teacher.on=trainer"
+    whole = "algorithm.distill.over=vocabulary"
 
     def said(path: Path, *more: str) -> list[str]:
         return [
@@ -122,13 +149,22 @@ def test_a_teacher_must_fit_the_policy(tmp_path: Path) -> None:
         ]
 
     (tmp_path / "run").mkdir()
-    assert said(small) == [f"the size of its vocabulary, {size - 4}, must be at least the policy's, {size}"]
-    assert said(small, on_trainer) == [f"its vocabulary of {size - 4} must have the policy's {size} tokens"]
-    assert said(large) == said(large, on_trainer) == [], "as far as the files of the tokenizers, which a run compares, allow"
-    assert said(large, on_trainer, whole) == [
-        f"the size of its vocabulary, {size + 4}, must be the policy's, {size}, for algorithm.distill.over=vocabulary"
+    assert said(small) == [
+        f"the size of its vocabulary, {size - 4}, must be at least the policy's, {size}"
     ]
-    assert said(scores) == ["is a LlamaForSequenceClassification, which generates no text; a teacher must"]
+    assert said(small, on_trainer) == [
+        f"its vocabulary of {size - 4} must have the policy's {size} tokens"
+    ]
+    assert said(large) == said(large, on_trainer) == [], (
+        "as far as the files of the tokenizers, which a run compares, allow"
+    )
+    assert said(large, on_trainer, whole) == [
+        f"the size of its vocabulary, {size + 4}, must be the policy's, {size}, for "
+        "algorithm.distill.over=vocabulary"
+    ]
+    assert said(scores) == [
+        "is a LlamaForSequenceClassification, which generates no text; a teacher must"
+    ]
     assert said(scores, on_trainer) == ["is a reward model or critic, which gives no probabilities"]
 
 
@@ -149,7 +185,12 @@ def test_plan_counts_them(tmp_path: Path) -> None:
     assert other == frozen and swapped == 0, "another shape: a model of its own"
     _, other, swapped, _ = planned(f"roles.reference.path={MODEL}", kl)
     assert other == 0 and swapped == planned(kl)[2] > 0
-    own, *_ = planned(f"roles.teacher.path={big}", f"roles.second.path={big}", "roles.second.role=teacher", "algorithm.distill.over=top_k")
+    own, *_ = planned(
+        f"roles.teacher.path={big}",
+        f"roles.second.path={big}",
+        "roles.second.role=teacher",
+        "algorithm.distill.over=top_k",
+    )
     assert list(estimate(own, resolve(own, "plan").spec).served) == ["teacher", "second"]
     assert teacher_format(own) == TeacherFormat(2, 20)
 
@@ -162,33 +203,54 @@ def test_failures_of_teachers_are_counted_by_themselves() -> None:
         async def judge(self, prompt, sample):
             return failed
 
-    [judged] = asyncio.run(Teachers([Scripted()], TeacherFormat(1, 0)).judged(Prompt(0, [1], "", ""), [sample]))  # type: ignore[list-item]
+    [judged] = asyncio.run(
+        Teachers([Scripted()], TeacherFormat(1, 0)).judged(Prompt(0, [1], "", ""), [sample])
+    )  # type: ignore[list-item]
     assert judged.reward == 1.0 and judged.failures == [failed]
     samples = [judged, sample]
-    assert teacher_failures(samples) == {"distill/teacher/failed": 1} and teacher_failures([sample]) == {}
+    assert (
+        teacher_failures(samples) == {"distill/teacher/failed": 1}
+        and teacher_failures([sample]) == {}
+    )
     metrics = failure_metrics(samples)
     assert metrics["reward/failed_fraction"] == metrics["reward/errors"] == 0
     assert too_many_failures(RewardConfig(), samples, teachers=["teacher"]) is None
     told = too_many_failures(RewardConfig(), [judged], teachers=["teacher"])
     assert told is not None and told.startswith(
-        "roles.teacher: of 1 samples 1 scores failed: 1 errors, more than reward.max_failed_fraction"
+        "roles.teacher: of 1 samples 1 scores failed: 1 errors, more than "
+        "reward.max_failed_fraction"
     )
 
 
 def test_a_teacher_is_left_out_where_it_has_said_nothing() -> None:
-    """The means leave it out too. A token outside the policy's vocabulary has no advantage either."""
+    """The means leave it out too.
+
+    A token outside the policy's vocabulary has no advantage either.
+    """
     teachers = (Taught(torch.tensor([-0.5, 0.0, -3.0]), torch.tensor([True, False, True])),)
-    mask, boundaries, mu = torch.ones(3, dtype=torch.bool), torch.tensor([0, 3], dtype=torch.int32), torch.tensor([-1.0, -2.0, -1.5])
+    mask = torch.ones(3, dtype=torch.bool)
+    boundaries = torch.tensor([0, 3], dtype=torch.int32)
+    mu = torch.tensor([-1.0, -2.0, -1.5])
     batch: Any = SimpleNamespace(
-        boundaries=boundaries, loss_mask=mask, mu_logprobs=mu, advantages=torch.zeros(3), reference_logprobs=None, teachers=teachers
+        boundaries=boundaries,
+        loss_mask=mask,
+        mu_logprobs=mu,
+        advantages=torch.zeros(3),
+        reference_logprobs=None,
+        teachers=teachers,
     )
     algorithm = make_algorithm(AlgorithmConfig(name="distill"), {"teacher": 2.0})
     logprobs = torch.tensor([-1.0, -2.0, -1.5], requires_grad=True)
     out = algorithm.loss(logprobs, batch)
     out.loss.backward()
     assert logprobs.grad is not None
-    torch.testing.assert_close(logprobs.grad, torch.tensor([2 * (-1.0 + 0.5), 0.0, 2 * (-1.5 + 3.0)]))
+    torch.testing.assert_close(
+        logprobs.grad, torch.tensor([2 * (-1.0 + 0.5), 0.0, 2 * (-1.5 + 3.0)])
+    )
     sums = {name: value.item() for name, value in out.sums.items()}
     assert algorithm.metrics(sums)["distill/teacher/kl"] == pytest.approx((-0.5 + 1.5) / 2)
     assert algorithm.metrics(sums)["distill/kl"] == pytest.approx(-0.5 + 1.5)
-    assert algorithm.advantages(torch.ones(2, 1)).tolist() == [[0.0], [0.0]] and not algorithm.skip_zero
+    assert (
+        algorithm.advantages(torch.ones(2, 1)).tolist() == [[0.0], [0.0]]
+        and not algorithm.skip_zero
+    )

@@ -1,5 +1,6 @@
-"""Ten kinds of tokenizers and several damaged ones: token ids and texts equal those of Transformers' AutoTokenizer, or the folder is
-refused."""
+"""Ten kinds of tokenizers and several damaged ones: token ids and texts equal those of
+Transformers' AutoTokenizer, or the folder is refused.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,17 @@ from typing import Any
 
 import pytest
 import sentencepiece
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import AutoTokenizer
 
 from megarl.base.rollout_types import Prompt
@@ -26,7 +37,8 @@ from megarl.rollouts.environments.base import Transcript
 TRAINED_ON = [
     "The quick brown fox jumps over the lazy dog. 1+2+3=6, it's 3.14159 of 1,234,567!",
     "def f(x):\n    return x ** 2\n",
-    "Rome was not built in a day; caf\u00e9, na\u00efve, \u4f60\u597d\u4e16\u754c, \u043f\u0440\u0438\u0432\u0435\u0442 \u043c\u0438\u0440",
+    "Rome was not built in a day; caf\u00e9, na\u00efve, \u4f60\u597d\u4e16\u754c, "
+    "\u043f\u0440\u0438\u0432\u0435\u0442 \u043c\u0438\u0440",
 ] * 3
 # Not those of megarl/data/auto_tokenizer.py, with which every start compares.
 CORPUS = [
@@ -47,7 +59,9 @@ CORPUS = [
 
 def save(folder: Path, tokenizer: Tokenizer, **settings: Any) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **settings}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **settings})
+    )
 
 
 def byte_level(folder: Path, *more_special: str, **settings: Any) -> Tokenizer:
@@ -62,7 +76,9 @@ def byte_level(folder: Path, *more_special: str, **settings: Any) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_end|>", *more_special]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(TRAINED_ON, trainer)
     save(folder, tokenizer, eos_token="<|endoftext|>", **settings)
     return tokenizer
@@ -70,7 +86,9 @@ def byte_level(folder: Path, *more_special: str, **settings: Any) -> Tokenizer:
 
 def llama_3(folder: Path) -> None:
     tokenizer = byte_level(folder, "<s>")
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+    )
     save(folder, tokenizer, eos_token="<|im_end|>", bos_token="<s>")
 
 
@@ -84,33 +102,57 @@ def byte_fallback(folder: Path, **settings: Any) -> None:
     """Like Llama 2's and Mistral's."""
     special = ["<unk>", "<s>", "</s>"]
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    pieces = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    pieces = [
+        decoders.Replace("\u2581", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     tokenizer.decoder = decoders.Sequence(pieces)
     bytes_ = [f"<0x{number:02X}>" for number in range(256)]
     tokenizer.train_from_iterator(
         [text.replace(" ", "\u2581") for text in TRAINED_ON],
-        trainers.BpeTrainer(vocab_size=460, special_tokens=[*special, *bytes_], show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=460, special_tokens=[*special, *bytes_], show_progress=False
+        ),
     )
     saved = json.loads(tokenizer.to_str())
     saved["added_tokens"] = saved["added_tokens"][:3]
     tokenizer = Tokenizer.from_str(json.dumps(saved))
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "LlamaTokenizer", **settings}
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    settings = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "tokenizer_class": "LlamaTokenizer",
+        **settings,
+    }
     save(folder, tokenizer, add_bos_token=True, **settings)
 
 
 def unigram(folder: Path) -> None:
     """Like T5's: an end-of-text is added, and a normalizer changes the text."""
     tokenizer = Tokenizer(models.Unigram())
-    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")]
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     special = ["<pad>", "</s>", "<unk>"]
     tokenizer.train_from_iterator(
-        TRAINED_ON, trainers.UnigramTrainer(vocab_size=120, special_tokens=special, unk_token="<unk>", show_progress=False)
+        TRAINED_ON,
+        trainers.UnigramTrainer(
+            vocab_size=120, special_tokens=special, unk_token="<unk>", show_progress=False
+        ),
     )
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
     save(folder, tokenizer, eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
 
 
@@ -121,25 +163,49 @@ def word_piece(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    tokenizer.train_from_iterator(TRAINED_ON, trainers.WordPieceTrainer(vocab_size=200, special_tokens=special, show_progress=False))
-    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
-    save(folder, tokenizer, eos_token="[SEP]", cls_token="[CLS]", unk_token="[UNK]", clean_up_tokenization_spaces=True)
+    tokenizer.train_from_iterator(
+        TRAINED_ON,
+        trainers.WordPieceTrainer(vocab_size=200, special_tokens=special, show_progress=False),
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    save(
+        folder,
+        tokenizer,
+        eos_token="[SEP]",
+        cls_token="[CLS]",
+        unk_token="[UNK]",
+        clean_up_tokenization_spaces=True,
+    )
 
 
 def word_level(folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.train_from_iterator(TRAINED_ON, trainers.WordLevelTrainer(special_tokens=["<unk>", "</s>"], show_progress=False))
+    tokenizer.train_from_iterator(
+        TRAINED_ON, trainers.WordLevelTrainer(special_tokens=["<unk>", "</s>"], show_progress=False)
+    )
     save(folder, tokenizer, eos_token="</s>", unk_token="<unk>")
 
 
 def tiktoken(folder: Path) -> None:
     """As DeepSeek, Kimi and Qwen's first keep theirs: bytes and ranks, no merges."""
-    pieces = [bytes([number]) for number in range(256)] + [b"th", b"the", b" the", b"12", b"qu", b"\xe4\xbd"]
+    pieces = [bytes([number]) for number in range(256)] + [
+        b"th",
+        b"the",
+        b" the",
+        b"12",
+        b"qu",
+        b"\xe4\xbd",
+    ]
     lines = [f"{base64.b64encode(piece).decode()} {rank}\n" for rank, piece in enumerate(pieces)]
     (folder / "tiktoken.model").write_text("".join(lines))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
-    settings["added_tokens_decoder"] = {"262": {"content": "<|im_end|>", "special": True}, "264": {"content": "<|tool|>", "special": False}}
+    settings["added_tokens_decoder"] = {
+        "262": {"content": "<|im_end|>", "special": True},
+        "264": {"content": "<|tool|>", "special": False},
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
@@ -147,17 +213,23 @@ def sentence_piece(folder: Path, kind: str) -> None:
     """Only tokenizer.model, without tokenizer.json."""
     (folder / "text").write_text("\n".join(TRAINED_ON) + "\n")
     sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text"), model_prefix=str(folder / "tokenizer"), model_type=kind, vocab_size=380, byte_fallback=True,
-        hard_vocab_limit=False, minloglevel=2, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        input=str(folder / "text"), model_prefix=str(folder / "tokenizer"), model_type=kind,
+        vocab_size=380, byte_fallback=True,
+        hard_vocab_limit=False, minloglevel=2, normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
     )  # fmt: skip
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "legacy": False}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "legacy": False})
+    )
 
 
 def vocab_and_merges(folder: Path) -> None:
     """As GPT-2 keeps its own."""
     byte_level(folder).model.save(str(folder))
     (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": true}')
+    (folder / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": true}'
+    )
 
 
 def truncating(folder: Path) -> None:
@@ -175,9 +247,19 @@ def padding(folder: Path) -> None:
 def late_tokens(folder: Path) -> None:
     """Tokens that stand in only one place each."""
     size = byte_level(folder).get_vocab_size()
-    late = {"content": "<late>", "special": False, "lstrip": True, "rstrip": False, "normalized": False, "single_word": False}
+    late = {
+        "content": "<late>",
+        "special": False,
+        "lstrip": True,
+        "rstrip": False,
+        "normalized": False,
+        "single_word": False,
+    }
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings |= {"added_tokens_decoder": {str(size): late}, "extra_special_tokens": {"extra_token": "<extra>"}}
+    settings |= {
+        "added_tokens_decoder": {str(size): late},
+        "extra_special_tokens": {"extra_token": "<extra>"},
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
@@ -189,7 +271,13 @@ def listed_tokens(folder: Path) -> None:
 
 def added_tokens(folder: Path) -> None:
     tokenizer = byte_level(folder)
-    tokenizer.add_tokens([AddedToken("<|tool|>", lstrip=True), AddedToken("end", single_word=True), AddedToken("\u00e9", normalized=True)])
+    tokenizer.add_tokens(
+        [
+            AddedToken("<|tool|>", lstrip=True),
+            AddedToken("end", single_word=True),
+            AddedToken("\u00e9", normalized=True),
+        ]
+    )
     save(folder, tokenizer, eos_token="<|endoftext|>")
 
 
@@ -214,8 +302,12 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "byte-level BPE with BOS (Llama 3)": llama_3,
     "byte-level BPE of a class (Qwen 2)": qwen,
     "BPE with byte fallback (Llama 2, Mistral)": byte_fallback,
-    "the same, legacy, BOS and EOS": lambda folder: byte_fallback(folder, add_eos_token=True, legacy=True),
-    "the same, without prefix space": lambda folder: byte_fallback(folder, add_prefix_space=False, legacy=False),
+    "the same, legacy, BOS and EOS": lambda folder: byte_fallback(
+        folder, add_eos_token=True, legacy=True
+    ),
+    "the same, without prefix space": lambda folder: byte_fallback(
+        folder, add_prefix_space=False, legacy=False
+    ),
     "Unigram with a normalizer (T5)": unigram,
     "WordPiece (BERT), cleans up": word_piece,
     "WordLevel": word_level,
@@ -231,10 +323,23 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "split_special_tokens": lambda folder: byte_level(folder, split_special_tokens=True),
 }
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "dropout": (dropping, "its tokenizer.json has dropout=0.1, with which a text has other ids each time; set it to null"),
-    "no vocabulary": (without_vocabulary, "it has no vocabulary for Qwen2Tokenizer, which needs one of merges.txt, "),
-    "code of its own": (with_code, "AutoTokenizer of transformers cannot read it: ValueError: its tokenizer needs code of the repository"),
-    "nothing": (lambda folder: None, "holds no tokenizer (tokenizer.json, tokenizer.model, vocab.json or the like)"),
+    "dropout": (
+        dropping,
+        "its tokenizer.json has dropout=0.1, with which a text has other ids each time; set it to null",
+    ),
+    "no vocabulary": (
+        without_vocabulary,
+        "it has no vocabulary for Qwen2Tokenizer, which needs one of merges.txt, ",
+    ),
+    "code of its own": (
+        with_code,
+        "AutoTokenizer of transformers cannot read it: ValueError: its tokenizer needs code of "
+        "the repository",
+    ),
+    "nothing": (
+        lambda folder: None,
+        "holds no tokenizer (tokenizer.json, tokenizer.model, vocab.json or the like)",
+    ),
     "not JSON": (
         lambda folder: (folder / "tokenizer.json").write_text("{"),
         "AutoTokenizer of transformers cannot read it: JSONDecodeError",
@@ -245,20 +350,35 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_token_ids_equal_those_of_autotokenizer(kind: str, tmp_path: Path) -> None:
     KINDS[kind](tmp_path)
-    tokenizer, theirs = tokenizer_of(str(tmp_path), "model.path"), AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = tokenizer_of(str(tmp_path), "model.path")
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
     added_ends = theirs("").input_ids.count(theirs.eos_token_id)
     for text in [*CORPUS, "x".join(theirs.get_added_vocab())]:
         ids = theirs(text, add_special_tokens=False).input_ids
-        assert tokenizer.encode_text(text, special_tokens=True) == ids == tokenizer.encode_prompt(text, rendered=True)
+        assert (
+            tokenizer.encode_text(text, special_tokens=True)
+            == ids
+            == tokenizer.encode_prompt(text, rendered=True)
+        )
         whole = theirs(text).input_ids
         assert tokenizer.encode_prompt(text) == whole[: len(whole) - added_ends]
         assert tokenizer.decode_all(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
-        assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        assert tokenizer.encode_text(text) == theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids
-    assert tokenizer.bos_token == theirs.bos_token and tokenizer.eos_ids[:1] == (theirs.eos_token_id,)
+        assert tokenizer.decode(ids) == theirs.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert (
+            tokenizer.encode_text(text)
+            == theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids
+        )
+    assert tokenizer.bos_token == theirs.bos_token and tokenizer.eos_ids[:1] == (
+        theirs.eos_token_id,
+    )
     if not theirs.split_special_tokens:
         for name, number in theirs.get_added_vocab().items():
-            assert tokenizer.token_id(name) in (number, None if number == tokenizer.unknown_id else number)
+            assert tokenizer.token_id(name) in (
+                number,
+                None if number == tokenizer.unknown_id else number,
+            )
 
 
 # Marks of families that are special tokens, and a turn: what it thinks, and its answer.
@@ -313,7 +433,9 @@ def test_turn_hides_a_mark_that_ends_the_text(tmp_path: Path) -> None:
 def test_family_without_a_config_class_in_transformers_is_read(tmp_path: Path) -> None:
     byte_level(tmp_path)
     shutil.copy(Path(__file__).parents[2] / "configs/models/kimi-k2/config.json", tmp_path)
-    assert tokenizer_of(str(tmp_path), "model.path").encode_text("<|im_end|>", special_tokens=True) == [1]
+    assert tokenizer_of(str(tmp_path), "model.path").encode_text(
+        "<|im_end|>", special_tokens=True
+    ) == [1]
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -13,7 +13,9 @@ from megarl.generator.server import EngineKeys, EngineSettings, server_command
 
 
 def command(device: str, **extra: str) -> tuple[dict, dict[str, str]]:
-    settings = EngineSettings("model", "bfloat16", 30000, context_length=64, max_running_requests=4, device=device)
+    settings = EngineSettings(
+        "model", "bfloat16", 30000, context_length=64, max_running_requests=4, device=device
+    )
     argv, environment = server_command(settings, EngineKeys("a", "b"), extra)
     return json.loads(argv[-1]), environment
 
@@ -41,7 +43,8 @@ def test_torch_kernels_leave_room_for_own_arguments(monkeypatch):
 @pytest.mark.parametrize("line, printed", [
     ("from sgl_kernel.utils import is_arch_support_pdl as f; print(f())", "False"),
     ("from sgl_kernel import weak_ref_tensor as f; print(f(7))", "7"),
-    ("from sgl_kernel import silu_and_mul as f; f(1)", "NotImplementedError: sgl_kernel.silu_and_mul is a compiled kernel"),
+    ("from sgl_kernel import silu_and_mul as f; f(1)", "NotImplementedError: "
+                                                       "sgl_kernel.silu_and_mul is a compiled kernel"),
 ])  # fmt: skip
 def test_stand_in_for_compiled_kernels_computes_or_raises(line, printed, monkeypatch):
     monkeypatch.setenv(torch_kernels.TORCH_KERNELS, "1")

@@ -1,4 +1,6 @@
-"""Turns of a chat model in a transcript: the ids are those of the rendered conversation, and the template's tokens are masked."""
+"""Turns of a chat model in a transcript: the ids are those of the rendered conversation, and the
+template's tokens are masked.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,18 @@ def begun(source: str, answer: str, ended: bool) -> Transcript:
     """A transcript after the policy's first turn."""
     tokenizer = tokenizer_of(source, "model.path")
     text = load_chat_template(tokenizer_of(source, "model.path"), "model.path").render(ASKED)
-    transcript = Transcript(Prompt(0, tokenizer.encode_prompt(text), text, "2"), tokenizer, max_tokens=200)
+    transcript = Transcript(
+        Prompt(0, tokenizer.encode_prompt(text), text, "2"), tokenizer, max_tokens=200
+    )
     say(transcript, tokenizer, answer, ended)
     return transcript
 
 
 def say(transcript: Transcript, tokenizer: Tokenizer, answer: str, ended: bool) -> None:
     ids = tokenizer.encode_text(answer) + [tokenizer.eos_id] * ended
-    transcript.add_policy(Completion(ids, [-1.0] * len(ids), [1] * len(ids), "stop" if ended else "length"))
+    transcript.add_policy(
+        Completion(ids, [-1.0] * len(ids), [1] * len(ids), "stop" if ended else "length")
+    )
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -58,7 +64,12 @@ def test_framed_turns_are_the_rendered_conversation(source: str, ended: bool) ->
     sample = transcript.sample(1.0)
     learned = [token for token, mine in zip(sample.token_ids, sample.policy_mask) if mine]
     tokenizer = transcript.tokenizer
-    assert learned == [*tokenizer.encode_text("2"), *[tokenizer.eos_id] * ended, *tokenizer.encode_text("4"), tokenizer.eos_id]
+    assert learned == [
+        *tokenizer.encode_text("2"),
+        *[tokenizer.eos_id] * ended,
+        *tokenizer.encode_text("4"),
+        tokenizer.eos_id,
+    ]
 
 
 def test_text_of_a_message_cannot_end_a_turn(source: str) -> None:
@@ -77,11 +88,15 @@ def test_results_of_tools_are_framed(source: str) -> None:
     transcript = begun(source, "2", ended=True)
     assert transcript.add_messages([{"role": "tool", "content": "42"}])
     text = transcript.tokenizer.decode_all(transcript.token_ids)
-    assert "42" in text and text.count("1+1?") == 1 and text.rstrip().rstrip(">").endswith("assistant")
+    assert (
+        "42" in text and text.count("1+1?") == 1 and text.rstrip().rstrip(">").endswith("assistant")
+    )
 
 
 def test_template_without_ends_of_turns_is_refused(tmp_path: Path) -> None:
     folder = shutil.copytree(MODELS / "tiny-llama", tmp_path / "model")
-    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    )
     with pytest.raises(ValueError, match="does not end the assistant's turn"):
         begun(str(folder), "2", ended=True).add_messages(MORE)

@@ -1,4 +1,6 @@
-"""Shared memory between two ends in one process: boxes of any shape arrive at the right place, and nothing else changes."""
+"""Shared memory between two ends in one process: boxes of any shape arrive at the right place, and
+nothing else changes.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,22 @@ from megarl.reshard.map import Copy
 from megarl.weight_sync.transports import mooncake
 from megarl.weight_sync.transports.base import Endpoint, Live, Offer, RemoteTensor
 from megarl.weight_sync.transports.mooncake import MooncakeMemory, landing_memory
-from megarl.weight_sync.transports.shared_memory import MemoryFile, SharedMemoryTransport, aligned_offsets, view_at
+from megarl.weight_sync.transports.shared_memory import (
+    MemoryFile,
+    SharedMemoryTransport,
+    aligned_offsets,
+    view_at,
+)
 from megarl.weight_sync.writing import send, shapes_of
 
-TENSORS = [RemoteTensor("a", (6, 5), "float32", (5, 1), 0), RemoteTensor("b", (7,), "bfloat16", (1,), 128)]
+TENSORS = [
+    RemoteTensor("a", (6, 5), "float32", (5, 1), 0),
+    RemoteTensor("b", (7,), "bfloat16", (1,), 128),
+]
 SOURCES = {"x": torch.arange(40.0).view(5, 8), "y": torch.linspace(-3, 3, 7)}
 COPIES = [
-    Copy(0, "x", Box((0, 3), (4, 2)), 0, "a", Box((1, 0), (4, 2)), "identity", "float32", 0),  # a column slice, not contiguous
+    # a column slice, not contiguous
+    Copy(0, "x", Box((0, 3), (4, 2)), 0, "a", Box((1, 0), (4, 2)), "identity", "float32", 0),
     Copy(0, "x", Box((2, 0), (1, 3)), 0, "a", Box((5, 1), (1, 3)), "identity", "float32", 0),
     Copy(0, None, None, 0, "a", Box((0, 0), (1, 5)), "zeros", "float32", 0),
     Copy(0, "y", Box((0,), (7,)), 0, "b", Box((0,), (7,)), "cast", "bfloat16", 1),
@@ -67,7 +78,8 @@ def test_shared_memory_writes_boxes_in_place():
 @pytest.mark.parametrize("change", ["in place", "moved", "another stride"])
 def test_values_kept_between_updates_are_those_of_now(change):
     sources = {name: values.clone() for name, values in SOURCES.items()}
-    payloads, copies = Payloads(), [copy for copy in COPIES if copy.source_tensor == "x"]
+    payloads = Payloads()
+    copies = [copy for copy in COPIES if copy.source_tensor == "x"]
     payloads.begin(sources)
     before = [payloads.of(copy) for copy in copies]
     if change == "in place":
@@ -104,7 +116,10 @@ def test_zeros_lie_where_the_sources_do():
 def test_memory_that_cannot_be_mapped_is_an_error_with_both_ranks_and_the_reason():
     """(test_transports_dead_owner.py tests memory that is gone.)"""
     transport = SharedMemoryTransport(3, 5)
-    message = r"trainer rank 3 cannot map the weights of generator rank 2 \(/proc/self\): .*Is a directory"
+    message = (
+        r"trainer rank 3 cannot map the weights of generator rank 2 \(/proc/self\): .*Is a "
+        r"directory"
+    )
     with pytest.raises(RuntimeError, match=message):
         transport.connect([Endpoint(2, "shared_memory", "/proc/self", 64, TENSORS)])
 
@@ -115,18 +130,32 @@ def test_offsets_are_aligned_and_disjoint():
 
 def test_moving_into_the_file_keeps_values_strides_and_what_is_shared():
     whole = torch.arange(24.0).view(4, 6)
-    model = torch.nn.ParameterDict({"whole": torch.nn.Parameter(whole), "other": torch.nn.Parameter(torch.ones(3).bfloat16())})
+    model = torch.nn.ParameterDict(
+        {"whole": torch.nn.Parameter(whole), "other": torch.nn.Parameter(torch.ones(3).bfloat16())}
+    )
     model["turned"] = torch.nn.Parameter(whole.t())
     parameters = dict(model.named_parameters())
     before = {name: parameter.data.clone() for name, parameter in parameters.items()}
     file = MemoryFile(parameters)
     endpoint = file.endpoint(
-        Live(5, "shared_memory", Host(), "", parameters, lambda: {name: each.data for name, each in parameters.items()})
+        Live(
+            5,
+            "shared_memory",
+            Host(),
+            "",
+            parameters,
+            lambda: {name: each.data for name, each in parameters.items()},
+        )
     )
     assert endpoint.rank == 5
-    memory = torch.UntypedStorage.from_file(endpoint.address, shared=True, nbytes=endpoint.size_bytes)
+    memory = torch.UntypedStorage.from_file(
+        endpoint.address, shared=True, nbytes=endpoint.size_bytes
+    )
     for tensor in endpoint.tensors:
-        assert torch.equal(parameters[tensor.name], before[tensor.name]) and parameters[tensor.name].stride() == tensor.strides
+        assert (
+            torch.equal(parameters[tensor.name], before[tensor.name])
+            and parameters[tensor.name].stride() == tensor.strides
+        )
         assert torch.equal(view_at(memory, tensor), before[tensor.name])
     parameters["whole"].data[1, 2] = -1
     assert parameters["turned"][2, 1] == -1
@@ -134,7 +163,10 @@ def test_moving_into_the_file_keeps_values_strides_and_what_is_shared():
 
 
 def test_too_little_memory_to_land_in_names_the_setting():
-    with pytest.raises(RuntimeError, match=r"needs 1073741824.00 GiB for boxes .* lower generator.mem_fraction \(.*allocate"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"needs 1073741824.00 GiB for boxes .* lower generator.mem_fraction \(.*allocate",
+    ):
         landing_memory(1 << 60, torch.device("cpu"))
 
 

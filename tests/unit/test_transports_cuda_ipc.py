@@ -1,4 +1,6 @@
-"""CUDA IPC without CUDA: everything except the two calls that export and open memory, which tests/gpu runs."""
+"""CUDA IPC without CUDA: everything except the two calls that export and open memory, which
+tests/gpu runs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ HOST = Host(name="gpu-node")
 
 
 class FakeDeviceMemory:
-    """Allocations that are cut into storages, as by torch's allocator. The opener sees the same bytes at another address."""
+    """Allocations that are cut into storages, as by torch's allocator.
+
+    The opener sees the same bytes at another address.
+    """
 
     allocations: dict[bytes, bytearray] = {}
     slow = False
@@ -39,14 +44,18 @@ class FakeDeviceMemory:
             begin = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
             if begin <= storage.data_ptr() < begin + len(memory):
                 offset = storage.data_ptr() - begin
-                return Allocation(handle, offset + storage.nbytes(), (b"count of " + handle, offset)), offset
+                return Allocation(
+                    handle, offset + storage.nbytes(), (b"count of " + handle, offset)
+                ), offset
         raise AssertionError("not of any allocation")
 
     def open(self, allocation: Allocation) -> torch.UntypedStorage:
         if allocation.handle not in self.allocations:
             raise RuntimeError("invalid device context")
         self.opened.append(allocation.handle)
-        return torch.frombuffer(self.allocations[allocation.handle], dtype=torch.uint8)[: allocation.size_bytes].untyped_storage()
+        return torch.frombuffer(self.allocations[allocation.handle], dtype=torch.uint8)[
+            : allocation.size_bytes
+        ].untyped_storage()
 
     def copy(self, places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         self.pending += zip(places, values)
@@ -62,19 +71,31 @@ class FakeCudaIpcTransport(CudaIpcTransport):
     make_memory = FakeDeviceMemory
 
 
-def cut(memory: bytearray, offset: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
+def cut(
+    memory: bytearray, offset: int, *shape: int, dtype: torch.dtype = torch.float32
+) -> torch.nn.Parameter:
     """A parameter with a storage of its own inside an allocation."""
     numel = torch.Size(shape).numel()
-    return torch.nn.Parameter(torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset).view(shape))
+    return torch.nn.Parameter(
+        torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset).view(shape)
+    )
 
 
 def live(parameters: dict[str, torch.nn.Parameter]) -> Live:
-    return Live(3, "cuda_ipc", HOST, "", parameters, lambda: {name: each.data for name, each in parameters.items()})
+    return Live(
+        3,
+        "cuda_ipc",
+        HOST,
+        "",
+        parameters,
+        lambda: {name: each.data for name, each in parameters.items()},
+    )
 
 
 @pytest.fixture
 def parameters() -> dict[str, torch.nn.Parameter]:
-    first, second = FakeDeviceMemory.allocate(b"one", 4096), FakeDeviceMemory.allocate(b"two", 4096)
+    first = FakeDeviceMemory.allocate(b"one", 4096)
+    second = FakeDeviceMemory.allocate(b"two", 4096)
     found = {
         "a": cut(first, 512, 6, 5),
         "b": cut(first, 1024, 7, dtype=torch.bfloat16),
@@ -87,8 +108,14 @@ def parameters() -> dict[str, torch.nn.Parameter]:
 
 def test_one_handle_per_allocation(parameters):
     endpoint = export(live(parameters), FakeDeviceMemory())
-    assert [(each.handle, each.size_bytes) for each in endpoint.allocations] == [(b"one", 1024 + 14), (b"two", 64)]
-    places = {tensor.name: (tensor.allocation, tensor.offset_bytes, tensor.strides) for tensor in endpoint.tensors}
+    assert [(each.handle, each.size_bytes) for each in endpoint.allocations] == [
+        (b"one", 1024 + 14),
+        (b"two", 64),
+    ]
+    places = {
+        tensor.name: (tensor.allocation, tensor.offset_bytes, tensor.strides)
+        for tensor in endpoint.tensors
+    }
     assert places == {
         "a": (0, 512, (5, 1)),
         "b": (0, 1024, (1,)),
@@ -108,7 +135,9 @@ def test_boxes_are_in_place_after_the_fence(parameters):
     copies = [
         Copy(0, "x", Box((0, 3), (4, 2)), 3, "a", Box((1, 0), (4, 2)), "identity", "float32", 0),
         Copy(0, "y", Box((0,), (7,)), 3, "b", Box((0,), (7,)), "cast", "bfloat16", 1),
-        Copy(0, "x", Box((0, 0), (4, 4)), 3, "turned", Box((0, 0), (4, 4)), "identity", "float32", 2),
+        Copy(
+            0, "x", Box((0, 0), (4, 4)), 3, "turned", Box((0, 0), (4, 4)), "identity", "float32", 2
+        ),
     ]
     send(transport, copies, sources, shapes_of([endpoint]), audit=False)
     expected = torch.zeros(6, 5)
@@ -122,32 +151,52 @@ def test_a_fence_that_ends_too_late_names_both_ranks(parameters, monkeypatch):
     transport = FakeCudaIpcTransport(2, 5)
     transport.connect([export(live(parameters), FakeDeviceMemory())])
     monkeypatch.setattr(FakeDeviceMemory, "slow", True)
-    with pytest.raises(TimeoutError, match="from trainer rank 2 to generator rank 3: not through within 5 s"):
+    with pytest.raises(
+        TimeoutError, match="from trainer rank 2 to generator rank 3: not through within 5 s"
+    ):
         transport.fence()
 
 
 def test_memory_that_does_not_open_names_both_ranks_and_the_way_out(parameters):
     endpoint = export(live(parameters), FakeDeviceMemory())
     FakeDeviceMemory.allocations.clear()
-    wanted = "trainer rank 2 cannot open the GPU memory of generator rank 3 on gpu-node: invalid device context.*weights.transport=nccl"
+    wanted = (
+        "trainer rank 2 cannot open the GPU memory of generator rank 3 on gpu-node: invalid "
+        "device context.*weights.transport=nccl"
+    )
     with pytest.raises(RuntimeError, match=wanted):
         FakeCudaIpcTransport(2, 5).connect([endpoint])
 
 
 def test_memory_of_a_process_that_has_ended_is_told_from_memory_that_does_not_open(parameters):
-    """Before it is opened, or after. On this error a run continues without the engine, if it can."""
+    """Before it is opened, or after.
+
+    On this error a run continues without the engine, if it can.
+    """
     code = "import os, sys; print(os.memfd_create('x'), flush=True); sys.stdin.read()"
-    owner = subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen(
+        [sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     address = f"/proc/{owner.pid}/fd/{int(owner.stdout.readline())}"
-    endpoint = msgspec.structs.replace(export(live(parameters), FakeDeviceMemory()), address=address)
-    opened, too_late = FakeCudaIpcTransport(2, 5), FakeCudaIpcTransport(2, 5)
+    endpoint = msgspec.structs.replace(
+        export(live(parameters), FakeDeviceMemory()), address=address
+    )
+    opened = FakeCudaIpcTransport(2, 5)
+    too_late = FakeCudaIpcTransport(2, 5)
     opened.connect([endpoint])
     opened.prepare([])
     owner.communicate()
     FakeDeviceMemory.allocations.clear()
     too_late.connect([endpoint])
-    too_late.write(Copy(2, "x", Box((0,), (7,)), 3, "b", Box((0,), (7,)), "identity", "bfloat16", 0), torch.ones(7, dtype=torch.bfloat16))
+    too_late.write(
+        Copy(2, "x", Box((0,), (7,)), 3, "b", Box((0,), (7,)), "identity", "bfloat16", 0),
+        torch.ones(7, dtype=torch.bfloat16),
+    )
     for transport in (opened, too_late):
         for step in (lambda: transport.prepare([]), transport.fence):
-            with pytest.raises(OwnerGone, match=f"trainer rank 2 to generator rank 3: the engine process that owned {address} has ended"):
+            with pytest.raises(
+                OwnerGone,
+                match="trainer rank 2 to generator rank 3: the engine process that owned "
+                f"{address} has ended",
+            ):
                 step()

@@ -15,11 +15,16 @@ from megarl.weight_sync.transports.base import Endpoint, OwnerGone, RemoteTensor
 from megarl.weight_sync.transports.choice import PairwiseTransport, this_host
 from megarl.weight_sync.transports.shared_memory import SharedMemoryTransport
 
-OWNER = "import os, sys; f = os.memfd_create('test'); os.truncate(f, 256); print(f, flush=True); sys.stdin.read()"
+OWNER = (
+    "import os, sys; f = os.memfd_create('test'); os.truncate(f, 256); print(f, flush=True); "
+    "sys.stdin.read()"
+)
 
 
 def test_writes_to_the_memory_of_a_process_that_has_ended_are_an_error():
-    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     address = f"/proc/{owner.pid}/fd/{int(owner.stdout.readline())}"
     transport = SharedMemoryTransport(3, 5)
     transport.connect([Endpoint(2, "shared_memory", address, 256, [])])
@@ -29,7 +34,11 @@ def test_writes_to_the_memory_of_a_process_that_has_ended_are_an_error():
     forgiving.connect([Endpoint(2, "shared_memory", address, 256, [], host=this_host())])
     owner.kill()  # not reaped yet: a zombie owns nothing
     for step in (lambda: transport.prepare([]), transport.fence):
-        with pytest.raises(RuntimeError, match=f"trainer rank 3 to generator rank 2: the engine process that owned {address} has ended"):
+        with pytest.raises(
+            RuntimeError,
+            match=f"trainer rank 3 to generator rank 2: the engine process that owned {address} "
+            "has ended",
+        ):
             until_it_raises(step)
     forgiving.prepare([])  # if a run can continue without an engine, its generator detects the loss
     forgiving.fence()
@@ -37,14 +46,19 @@ def test_writes_to_the_memory_of_a_process_that_has_ended_are_an_error():
 
 
 def test_memory_of_a_process_that_ended_before_it_was_mapped():
-    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     address = f"/proc/{owner.pid}/fd/{int(owner.stdout.readline())}"
     owner.communicate()
     tensors = [RemoteTensor("w", (4, 8), "float32", (8, 1), offset_bytes=64)]
     endpoint = Endpoint(2, "shared_memory", address, 256, tensors, host=this_host())
     transport = SharedMemoryTransport(3, 5)
     transport.connect([endpoint])
-    with pytest.raises(OwnerGone, match=f"trainer rank 3 to generator rank 2: the engine process that owned {address} has ended"):
+    with pytest.raises(
+        OwnerGone,
+        match=f"trainer rank 3 to generator rank 2: the engine process that owned {address} has ended",
+    ):
         transport.prepare([])
     forgiving = PairwiseTransport("shared_memory", this_host(), 3, 5, may_lose=True)
     forgiving.connect([endpoint])

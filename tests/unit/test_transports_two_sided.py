@@ -1,4 +1,6 @@
-"""Two-sided transports over gloo between threads: the code shared with NCCL, also with NCCL's way to start a wave at once."""
+"""Two-sided transports over gloo between threads: the code shared with NCCL, also with NCCL's way
+to start a wave at once.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from megarl.base.geometry import Box
 from megarl.messaging.host import Host
 from megarl.messaging.process_groups import open_store
 from megarl.reshard.map import Copy
-from megarl.weight_sync.transports.base import Endpoint, Incoming, Live, Members, Offer, RemoteTensor
+from megarl.weight_sync.transports.base import (
+    Endpoint,
+    Incoming,
+    Live,
+    Members,
+    Offer,
+    RemoteTensor,
+)
 from megarl.weight_sync.transports.gloo import GlooGroup, GlooMemory, GlooTransport
 from megarl.weight_sync.transports.two_sided import TwoSidedTransport
 from megarl.weight_sync.writing import send, shapes_of
@@ -24,7 +33,8 @@ SOURCES = {1: torch.arange(40.0).view(5, 8), 4: torch.linspace(-3, 3, 7)}
 COPIES = {
     1: [
         Copy(1, "x", Box((2, 0), (1, 3)), 3, "a", Box((5, 1), (1, 3)), "identity", "float32", 0),
-        Copy(1, "x", Box((0, 3), (4, 2)), 3, "a", Box((1, 0), (4, 2)), "identity", "float32", 1),  # a column slice, which is staged
+        # a column slice, which is staged
+        Copy(1, "x", Box((0, 3), (4, 2)), 3, "a", Box((1, 0), (4, 2)), "identity", "float32", 1),
         Copy(1, None, None, 3, "a", Box((0, 0), (1, 5)), "zeros", "float32", 3),
     ],
     4: [Copy(4, "x", Box((0,), (7,)), 3, "b", Box((0,), (7,)), "cast", "bfloat16", 2)],
@@ -57,7 +67,15 @@ def store() -> Iterator[str]:
 
 def incoming(order: list[int]) -> list[Incoming]:
     copies = sorted((copy for rank in order for copy in COPIES[rank]), key=lambda copy: copy.depth)
-    return [Incoming(copy.source_rank, copy.destination_tensor, copy.destination_box, MEMBERS.waves[copy.depth]) for copy in copies]
+    return [
+        Incoming(
+            copy.source_rank,
+            copy.destination_tensor,
+            copy.destination_box,
+            MEMBERS.waves[copy.depth],
+        )
+        for copy in copies
+    ]
 
 
 def receiver_of(offer: Offer) -> GlooMemory:
@@ -77,11 +95,19 @@ def test_boxes_arrive_in_place(transport_class):
             transport = transport_class(rank, 20)
             transport.connect([Endpoint.decode(endpoint.encode())])
             for update in range(3):
-                send(transport, COPIES[rank], {"x": SOURCES[rank] + update}, shapes_of([endpoint]), audit=False)
+                send(
+                    transport,
+                    COPIES[rank],
+                    {"x": SOURCES[rank] + update},
+                    shapes_of([endpoint]),
+                    audit=False,
+                )
             transport.close()
 
         writing = [pool.submit(trainer, rank) for rank in MEMBERS.trainers]
-        receiver = receiver_of(Offer(address=address, members=MEMBERS, incoming=incoming([1, 4]), timeout_s=20))
+        receiver = receiver_of(
+            Offer(address=address, members=MEMBERS, incoming=incoming([1, 4]), timeout_s=20)
+        )
         for update in range(3):
             receiver.receive(tensors)
             expected = torch.full((6, 5), -1.0)
@@ -93,13 +119,17 @@ def test_boxes_arrive_in_place(transport_class):
         for each in writing:
             each.result(20)
     if transport_class is WaveByWave:
-        assert sorted(Counting.started) == [1, 1, 1] + [1, 1, 1] + [2, 2, 2]  # waves of the two ranks, three times
+        # waves of the two ranks, three times
+        assert sorted(Counting.started) == [1, 1, 1] + [1, 1, 1] + [2, 2, 2]
 
 
 def test_who_did_not_come_to_the_meeting_is_named():
     with store() as address:
         transport = GlooTransport(1, 0.3)
-        absent = "trainer rank 1 did not meet the others .*trainer rank 4, generator rank 3 did not come within 0 s"
+        absent = (
+            "trainer rank 1 did not meet the others .*trainer rank 4, generator rank 3 did "
+            "not come within 0 s"
+        )
         with pytest.raises(RuntimeError, match=absent):
             transport.connect([Endpoint(3, "gloo", address, 0, TENSORS, members=MEMBERS)])
 
@@ -108,9 +138,20 @@ def test_a_message_that_is_late_is_named_with_both_ranks():
     pair = Members((1,), (3,), (0,))
     with store() as address, ThreadPoolExecutor(1) as pool:
         transport = GlooTransport(1, 5)
-        joining = pool.submit(transport.connect, [Endpoint(3, "gloo", address, 0, TENSORS, members=pair)])
-        receiver = receiver_of(Offer(address=address, members=pair, incoming=[Incoming(1, "b", Box((0,), (7,)), 0)], timeout_s=1))
-        with pytest.raises(TimeoutError, match="trainer rank 1 to generator rank 3, b: not through within 1 s"):
+        joining = pool.submit(
+            transport.connect, [Endpoint(3, "gloo", address, 0, TENSORS, members=pair)]
+        )
+        receiver = receiver_of(
+            Offer(
+                address=address,
+                members=pair,
+                incoming=[Incoming(1, "b", Box((0,), (7,)), 0)],
+                timeout_s=1,
+            )
+        )
+        with pytest.raises(
+            TimeoutError, match="trainer rank 1 to generator rank 3, b: not through within 1 s"
+        ):
             receiver.receive({"b": torch.zeros(7)})
         joining.result(20)
         transport.close()

@@ -1,4 +1,6 @@
-"""A user's own code is tried before anything starts: rewards on a few rows, and an agent's program and script."""
+"""A user's own code is tried before anything starts: rewards on a few rows, and an agent's program
+and script.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     train = "train: {source: ./rows.jsonl}"
     (made / "run.yaml").write_text(
-        f"model: {{path: {TINY}, dtype: float32, random_init: true}}\ndata: {{{train}}}\nrun_dir: ./run\ncluster: {{gpu: cpu}}\n"
+        f"model: {{path: {TINY}, dtype: float32, random_init: true}}\ndata: {{{train}}}\nrun_dir: "
+        f"./run\ncluster: {{gpu: cpu}}\n"
         "rollout: {max_tokens: 400, prompts_per_step: 4}\nsft: {steps: 1}\n"
     )
     return made
@@ -66,17 +69,30 @@ def tried(folder: Path, *names: str, thorough: bool = True) -> list[Tried]:
     return try_rewards(config, check_data(config, load_spec(TINY), "train", at_hand=True), thorough)
 
 
-def test_a_reward_scores_the_reference_an_empty_and_an_absurd_text_to_a_few_rows(folder: Path) -> None:
+def test_a_reward_scores_the_reference_an_empty_and_an_absurd_text_to_a_few_rows(
+    folder: Path,
+) -> None:
     equal, careful = tried(folder, "equal", "careful")
     shown = str(equal)
-    assert shown.endswith("equal, 3 rows of data.train: the reference answer 1, 1, 1; an empty text 0, 0, 0; an absurd text 0, 0, 0")
+    assert shown.endswith(
+        "equal, 3 rows of data.train: the reference answer 1, 1, 1; an empty text 0, 0, 0; an "
+        "absurd text 0, 0, 0"
+    )
     assert [score.parts for score in equal.scores["the reference answer"]] == [{"tokens": 1.0}] * 3
-    assert "an empty text failed, failed, failed" in str(careful) and [*careful.remarks] == ["scoring an empty text failed: no text"]
+    assert "an empty text failed, failed, failed" in str(careful) and [*careful.remarks] == [
+        "scoring an empty text failed: no text"
+    ]
 
 
 def test_a_function_beside_a_verifier_is_given_the_row_too(folder: Path) -> None:
-    config = config_of(folder, "reward.parts.right.name=math", f"reward.parts.own.name={folder}/trial_graders.py:equal")
-    [own] = try_rewards(config, check_data(config, load_spec(TINY), "train", at_hand=True), thorough=False)
+    config = config_of(
+        folder,
+        "reward.parts.right.name=math",
+        f"reward.parts.own.name={folder}/trial_graders.py:equal",
+    )
+    [own] = try_rewards(
+        config, check_data(config, load_spec(TINY), "train", at_hand=True), thorough=False
+    )
     assert [score.reward for score in own.scores["the reference answer"]] == [1.0]
 
 
@@ -87,60 +103,95 @@ def test_a_function_beside_a_verifier_is_given_the_row_too(folder: Path) -> None
 def test_form_that_the_grader_does_not_read_is_told(folder: Path, form: str, unread: str) -> None:
     config = config_of(folder, f'data.train.prompt_template="Answer in {form}. {{prompt}}<think>"')
     [tried] = try_rewards(config, check_data(config, None, "train", at_hand=True), thorough=True)
-    assert [score.reward for score in tried.scores["the reference answer"]] == [1.0] * 3, "though the prompt begins thinking"
+    assert [score.reward for score in tried.scores["the reference answer"]] == [1.0] * 3, (
+        "though the prompt begins thinking"
+    )
     known = "<answer>…</answer>, \\boxed{…}, #### …, Answer: …, or the last line"
-    told = [f"the prompt asks for {unread}, where math finds no answer; it reads {known}"] if unread else []
+    told = (
+        [f"the prompt asks for {unread}, where math finds no answer; it reads {known}"]
+        if unread
+        else []
+    )
     assert [*tried.remarks] == told
 
 
 def test_what_would_end_a_run_is_told_before_it_starts(folder: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         tried(folder, "nothing", "first_word", "bounds", thorough=False)
-    key, where = f"{folder}/trial_graders.py", f"to {folder}/rows.jsonl, line 1"
+    key = f"{folder}/trial_graders.py"
+    where = f"to {folder}/rows.jsonl, line 1"
     assert refused.value.problems == [
-        f"reward.parts.nothing.name={key}:nothing: it must give a number, or a dict with a score and its parts, not None; it was given the "
+        f"reward.parts.nothing.name={key}:nothing: it must give a number, or a dict with a score "
+        "and its parts, not None; it was given the "
         f"reference answer {where}",
-        f"reward.parts.first_word.name={key}:first_word: it must give a number, or a dict with a score and its parts, not '1'; it was "
+        f"reward.parts.first_word.name={key}:first_word: it must give a number, or a dict with a "
+        "score and its parts, not '1'; it was "
         f"given the reference answer {where}",
-        f"reward.parts.bounds.name={key}:bounds: it must give a number, or a dict with a score and its parts, finite and at most "
+        f"reward.parts.bounds.name={key}:bounds: it must give a number, or a dict with a score "
+        "and its parts, finite and at most "
         f"1e+06 in size, not nan; it was given an absurd text {where}",
     ]
 
 
-AGENT = ["rollout.name=program", f"model.path={ROOT}/configs/models/tiny-agent", f"rollout.args.folder={ROOT}/configs/agents"]
+AGENT = [
+    "rollout.name=program",
+    f"model.path={ROOT}/configs/models/tiny-agent",
+    f"rollout.args.folder={ROOT}/configs/agents",
+]
 
 
 def test_an_agents_program_and_script_are_there_or_told(folder: Path) -> None:
     """As the sandbox sees them."""
-    check_rollout(config_of(folder, *AGENT, 'rollout.args.command=[python, with_openai.py, "{prompt}"]'))
+    check_rollout(
+        config_of(folder, *AGENT, 'rollout.args.command=[python, with_openai.py, "{prompt}"]')
+    )
     for command, missing in (
         ("[pythn, with_openai.py]", "no program pythn"),
         ("[python, with_opnai.py]", "no file with_opnai.py"),
         ("[./agent.sh]", "no program ./agent.sh"),
     ):
-        with pytest.raises(ConfigError, match=rf"rollout.args.command=\[.*\]: there is {missing}; it starts in rollout.args.folder="):
+        with pytest.raises(
+            ConfigError,
+            match=rf"rollout.args.command=\[.*\]: there is {missing}; it starts in "
+            r"rollout.args.folder=",
+        ):
             check_rollout(config_of(folder, *AGENT, f"rollout.args.command={command}"))
 
 
 @pytest.mark.parametrize(
     ("command", "script"),
     [
-        ("python a.py", "a.py"), ("/usr/bin/python3.11 a.py x", "a.py"), ("node a.js", "a.js"), ("python -m agent", ""),
-        ("python -c pass", ""), ("bash {prompt}", ""), ("deno run a.ts", ""), ("agent a.py", ""), ("python", ""),
+        ("python a.py", "a.py"), ("/usr/bin/python3.11 a.py x", "a.py"), ("node a.js", "a.js"),
+        ("python -m agent", ""),
+        ("python -c pass", ""), ("bash {prompt}", ""), ("deno run a.ts", ""), ("agent a.py", ""),
+        ("python", ""),
     ],
 )  # fmt: skip
 def test_which_word_is_the_script(command: str, script: str) -> None:
     assert script_of(command.split()) == script
 
 
-def test_a_dry_run_says_what_a_run_would_be_refused_for(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+def test_a_dry_run_says_what_a_run_would_be_refused_for(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
     """Checks the run's folder, unless its disk is another machine's; trackers; and the reward."""
     (folder / "file").touch()
     missing = importlib.util.find_spec("mlflow") is None
     grader = f"reward.name={folder}/trial_graders.py:nothing"
     for override, said in (
-        (f"run_dir={folder}/file/run", f"run_dir={folder}/file/run: {folder}/file is a file, must be a folder"),
-        *([("observe.trackers=[mlflow]", "observe.trackers=[mlflow]: mlflow cannot be imported here; install with: ")] * missing),
+        (
+            f"run_dir={folder}/file/run",
+            f"run_dir={folder}/file/run: {folder}/file is a file, must be a folder",
+        ),
+        *(
+            [
+                (
+                    "observe.trackers=[mlflow]",
+                    "observe.trackers=[mlflow]: mlflow cannot be imported here; install with: ",
+                )
+            ]
+            * missing
+        ),
         (grader, f"{grader}: it must give a number"),
     ):
         assert cli.main(["train", str(folder / "run.yaml"), "--dry-run", override]) == 2

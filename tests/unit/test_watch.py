@@ -1,5 +1,6 @@
-"""Memory that an engine's worker computes with but no update writes: what is watched, what may change, and the reports. No engine runs
-here."""
+"""Memory that an engine's worker computes with but no update writes: what is watched, what may
+change, and the reports. No engine runs here.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +108,8 @@ def test_a_tensor_that_is_replaced(model, watch):
 
 def test_a_tensor_that_is_gone_or_has_left_the_memory_of_its_parameter(model, watch):
     model.layers[0].scales.pop("k")
-    model.layers[1].weight.data = model.layers[1].weight.data.clone()  # like a transport that moves it
+    # like a transport that moves it
+    model.layers[1].weight.data = model.layers[1].weight.data.clone()
     assert watch.changed() == ["layers.0.scales['k']", "layers.1.transposed"]
 
 
@@ -152,17 +154,31 @@ def test_what_loading_has_made_must_be_made_again_by_updates():
     with watch.rewriting():
         model.post_load()
         first.made = first.weight.detach() * 2
-    assert watch.moved == {"layers.0.made"}  # on a GPU graphs that were captured before would read the old one: there it is unproven too
+    # on a GPU graphs that were captured before would read the old one: there it is unproven too
+    assert watch.moved == {"layers.0.made"}
     first.gathered = torch.zeros(3)
     kinds: dict[str, set[str]] = {}
     for held in inventory(watch):
-        kinds.setdefault(held.kind, set()).add(held.name if "outside" not in held.kind else held.detail)
+        kinds.setdefault(held.kind, set()).add(
+            held.name if "outside" not in held.kind else held.detail
+        )
     assert kinds["unproven"] == {"layers.1.scales['k']", "layers.0.repacked"}
-    assert kinds["unproven outside"] == {"made or changed while weights were loaded, in a dict under 'weight'"}
+    assert kinds["unproven outside"] == {
+        "made or changed while weights were loaded, in a dict under 'weight'"
+    }
     assert kinds["derived"] == {"layers.0.made", "layers.1.made"}
     assert kinds["working"] == {"layers.0.gathered"}
-    assert kinds["constant"] >= {"layers.0.rotary", "layers.0.scales['v'][0]", "layers.1.config.bias"}
-    assert kinds["written"] == {"layers.0.weight", "layers.1.weight", "layers.0.transposed", "layers.1.transposed"}
+    assert kinds["constant"] >= {
+        "layers.0.rotary",
+        "layers.0.scales['v'][0]",
+        "layers.1.config.bias",
+    }
+    assert kinds["written"] == {
+        "layers.0.weight",
+        "layers.1.weight",
+        "layers.0.transposed",
+        "layers.1.transposed",
+    }
 
 
 def test_a_copy_of_weights_that_has_been_moved_before_the_first_update_is_still_one():
@@ -176,7 +192,8 @@ def test_a_copy_of_weights_that_has_been_moved_before_the_first_update_is_still_
     model.layers[1] = Wrapper(model.layers[1])
     watch.adapted([])
     for layer in (model.layers[0], model.layers[1].base_layer):
-        layer.repacked, layer.rotary = layer.repacked.to(torch.bfloat16), layer.rotary.to(torch.bfloat16)
+        layer.repacked = layer.repacked.to(torch.bfloat16)
+        layer.rotary = layer.rotary.to(torch.bfloat16)
     watch.start()
     kinds = {held.name: held.kind for held in inventory(watch)}
     assert kinds["layers.0.repacked"] == kinds["layers.1.base_layer.repacked"] == "unproven"
@@ -188,19 +205,24 @@ class Wrapper(torch.nn.Module):
 
     def __init__(self, layer: torch.nn.Module):
         super().__init__()
-        self.base_layer, self.weight = layer, layer.weight
+        self.base_layer = layer
+        self.weight = layer.weight
         self.pool = torch.zeros(2, 3)
         self.offsets = torch.tensor([0, 8])
 
 
 def test_what_wrappers_of_layers_hold_is_no_constant():
-    """Updates write the adapters' memory. A wrapper's copy of weights is not proved. Neither is a parameter that the wrapper still holds
-    although post-load work has replaced it."""
+    """Updates write the adapters' memory.
+
+    A wrapper's copy of weights is not proved. Neither is a parameter that the wrapper still holds
+    although post-load work has replaced it.
+    """
     before = [weakref.ref(values) for values in live_tensors()]
     model = Model()
     built = Built(model, before)
     watch = Watch(model, built)
-    layer, wrapper = model.layers[1], Wrapper(model.layers[1])
+    layer = model.layers[1]
+    wrapper = Wrapper(model.layers[1])
     wrapper.transposed = layer.weight.detach().t().contiguous()
     model.layers[1] = wrapper
     watch.adapted([wrapper.pool], slot=1)
@@ -210,8 +232,13 @@ def test_what_wrappers_of_layers_hold_is_no_constant():
         layer.transposed = layer.weight.data.t()
     kinds = {held.name: held.kind for held in inventory(watch)}
     assert (kinds["layers.1.transposed"], kinds["layers.1.offsets"]) == ("unproven", "constant")
-    assert (kinds["layers.1.pool[0]"], kinds["layers.1.pool[1]"]) == ("working", "written"), "updates write one slot of two"
-    assert [held.kind for held in inventory(watch) if held.name == "layers.1.weight"] == ["written", "unproven"]
+    assert (kinds["layers.1.pool[0]"], kinds["layers.1.pool[1]"]) == ("working", "written"), (
+        "updates write one slot of two"
+    )
+    assert [held.kind for held in inventory(watch) if held.name == "layers.1.weight"] == [
+        "written",
+        "unproven",
+    ]
 
 
 @pytest.mark.parametrize("dummy, kind", [(True, "unproven"), (False, "constant")])
@@ -227,32 +254,44 @@ def test_dummy_weights_prove_nothing_of_a_buffer_that_checkpoints_have(dummy, ki
 
 def test_a_run_ends_if_a_model_holds_unproven_memory_and_warns_of_others(capsys):
     of_model = Held("layers.0.packed", (2, 3), "float32", 24, "unproven", "made")
-    elsewhere = Held("outside the model, 0", (2,), "uint8", 2, "unproven outside", "made, in a list")
+    elsewhere = Held(
+        "outside the model, 0", (2,), "uint8", 2, "unproven outside", "made, in a list"
+    )
     line = "layers.0.packed [2, 3] float32 (made) on generator rank 0, 2"
     with pytest.raises(AuditError) as failure:
         check_proven({of_model: [0, 2], elsewhere: [1]}, strict=True)
-    assert str(failure.value).startswith("weights.audit=strict: engines hold memory") and line in str(failure.value).splitlines()
+    assert (
+        str(failure.value).startswith("weights.audit=strict: engines hold memory")
+        and line in str(failure.value).splitlines()
+    )
     check_proven({of_model: [0, 2]}, strict=False)
     assert line in capsys.readouterr().out.splitlines()
     check_proven({elsewhere: [1]}, strict=True)
-    assert "outside the model, 0 [2] uint8 (made, in a list) on generator rank 1" in capsys.readouterr().out
+    assert (
+        "outside the model, 0 [2] uint8 (made, in a list) on generator rank 1"
+        in capsys.readouterr().out
+    )
     check_proven({Held("weight", (2,), "float32", 8, "written", ""): [0]}, strict=True)
     assert not capsys.readouterr().out
 
 
 def test_a_worker_recalls_what_its_last_audit_found(model):
-    worker, parameters = Worker(lambda: 0, Host), dict(model.named_parameters())
+    worker = Worker(lambda: 0, Host)
+    parameters = dict(model.named_parameters())
     assert worker.recall(parameters, Recall()).tensors == [], "nothing was audited yet"
     worker.audit(parameters, Audit(version=3))
     from_outside(model.layers[1].weight)
     changes = worker.recall(parameters, Recall())
     assert (changes.tensors, changes.since) == (["layers.1.weight"], 3)
-    assert worker.recall(parameters, Recall()).tensors == [], "half-written by now, for all that is known"
+    assert worker.recall(parameters, Recall()).tensors == [], (
+        "half-written by now, for all that is known"
+    )
 
 
 def test_a_worker_recalls_at_the_end_of_a_run_all_that_its_audits_compare(model):
     """No later audit would compare the memory that no update writes."""
-    worker, parameters = Worker(lambda: 0, Host), dict(model.named_parameters())
+    worker = Worker(lambda: 0, Host)
+    parameters = dict(model.named_parameters())
     worker.unwritten = Watch(model, None)
     worker.unwritten.start()
     worker.audit(parameters, Audit(version=3))
@@ -260,15 +299,24 @@ def test_a_worker_recalls_at_the_end_of_a_run_all_that_its_audits_compare(model)
     worker.audit(parameters, Audit(version=4))
     from_outside(model.layers[1].weight)
     from_outside(model.layers[0].rotary)
-    assert worker.recall(parameters, Recall()).tensors == ["layers.1.weight"], "an audit will follow"
+    assert worker.recall(parameters, Recall()).tensors == ["layers.1.weight"], (
+        "an audit will follow"
+    )
     worker.audit(parameters, Audit(version=5))
     from_outside(model.layers[1].weight)
     changes = worker.recall(parameters, Recall(unwritten=True))
-    assert (changes.tensors, changes.since) == (["layers.1.weight", "layers.0.rotary", "layers.1.rotary"], 5)
+    assert (changes.tensors, changes.since) == (
+        ["layers.1.weight", "layers.0.rotary", "layers.1.rotary"],
+        5,
+    )
 
 
 def test_sglang_is_told_that_parameters_were_written(model):
-    """Otherwise it keeps its copy of a router's bias in another dtype (TopKConfig.correction_bias_for_dtype)."""
-    worker, weight, version = Worker(lambda: 0, Host), model.layers[0].weight, model.layers[0].weight._version
+    """Otherwise it keeps its copy of a router's bias in another dtype
+    (TopKConfig.correction_bias_for_dtype).
+    """
+    worker = Worker(lambda: 0, Host)
+    weight = model.layers[0].weight
+    version = model.layers[0].weight._version
     worker.finish(lambda part, device: None, model, torch.device("cpu"))
     assert weight._version > version

@@ -51,9 +51,19 @@ def test_what_lands_is_there_before_all_is_written(ends):
 @pytest.mark.parametrize(
     ("messages", "error"),
     [
-        ([part(more=True), part(error="no route")], "trainer.0 could not write weights version 7: no route"),
-        ([part(), part()], "waited for trainer.1 to write weights version 7, but trainer.0 has written version 7"),
-        ([part(version=8)], "waited for trainer.0, trainer.1 to write weights version 7, but trainer.0 has written version 8"),
+        (
+            [part(more=True), part(error="no route")],
+            "trainer.0 could not write weights version 7: no route",
+        ),
+        (
+            [part(), part()],
+            "waited for trainer.1 to write weights version 7, but trainer.0 has written version 7",
+        ),
+        (
+            [part(version=8)],
+            "waited for trainer.0, trainer.1 to write weights version 7, but trainer.0 has "
+            "written version 8",
+        ),
     ],
     ids=["that fails after the first part", "that has finished before", "that is ahead"],
 )
@@ -68,7 +78,9 @@ def test_a_rank(ends, messages, error):
 def test_a_rank_that_says_nothing_is_named(ends):
     hub, (first, _) = ends
     first.send(part())
-    with pytest.raises(TimeoutError, match="generator.0 waited 0 s for trainer.1 to write weights version 7"):
+    with pytest.raises(
+        TimeoutError, match="generator.0 waited 0 s for trainer.1 to write weights version 7"
+    ):
         asyncio.run(Writes(hub, NAMES, VERSION, 0.1).done())
 
 
@@ -80,7 +92,10 @@ def test_what_lands_goes_first():
         return Copy(0, "a", box, rank, "w", box, "identity", "float32", 0)
 
     copies = [copy(rank, row) for row in range(3) for rank in range(2)]
-    endpoints = [Endpoint(0, "mooncake", "", 0, [], [Landing("w", (start, 0), 0) for start in (2, 1)]), Endpoint(1, "mooncake", "", 0, [])]
+    endpoints = [
+        Endpoint(0, "mooncake", "", 0, [], [Landing("w", (start, 0), 0) for start in (2, 1)]),
+        Endpoint(1, "mooncake", "", 0, []),
+    ]
     landing, others = landing_first(copies, endpoints)
     assert landing == [copy(0, 1), copy(0, 2)]
     assert others == [copy(0, 0), copy(1, 0), copy(1, 1), copy(1, 2)]

@@ -1,4 +1,6 @@
-"""Real gloo groups of several ranks in one process, with a thread for each: enough for one collective, without processes to start."""
+"""Real gloo groups of several ranks in one process, with a thread for each: enough for one
+collective, without processes to start.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,14 @@ def on_ranks(size: int, body: Callable[[dist.ProcessGroup], Any]) -> list[Any]:
 
     def run(rank: int) -> Any:
         group = dist.ProcessGroup(store, rank, size)
-        backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=TIMEOUT_S))
+        backend = dist.ProcessGroupGloo(
+            dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=TIMEOUT_S)
+        )
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
         return body(group)
 
     with ThreadPoolExecutor(size) as pool:
-        return [future.result(TIMEOUT_S) for future in [pool.submit(run, rank) for rank in range(size)]]
+        return [
+            future.result(TIMEOUT_S) for future in [pool.submit(run, rank) for rank in range(size)]
+        ]

@@ -1,8 +1,10 @@
-"""Finds or serves an environment of OpenEnv, and lists its rows. inside_serving.py describes the requests to this program.
+"""Finds or serves an environment of OpenEnv, and lists its rows. inside_serving.py describes the
+requests to this program.
 
-The request has `servers`, `rows`, `system_prompt` and `instructions` of the rows, `start_s`, and what inside_openenv_episodes.py needs,
-which plays the episodes. Each of `servers` is the URL of a running server, or a `module:app` that this program serves. `rows` maps a split
-to a number of seeds, or to the name of one of the environment's splits.
+The request has `servers`, `rows`, `system_prompt` and `instructions` of the rows, `start_s`, and
+what inside_openenv_episodes.py needs, which plays the episodes. Each of `servers` is the URL of a
+running server, or a `module:app` that this program serves. `rows` maps a split to a number of
+seeds, or to the name of one of the environment's splits.
 """
 
 from __future__ import annotations
@@ -28,24 +30,34 @@ _ACT = "step"  # name of the tool for environments without tools
 
 def look(asked):
     """Raises Mistake."""
-    if importlib.util.find_spec("openenv") is None or importlib.util.find_spec("openenv.core") is None:
+    if (
+        importlib.util.find_spec("openenv") is None
+        or importlib.util.find_spec("openenv.core") is None
+    ):
         raise Mistake("the package openenv is not installed there")
     for server in asked["servers"]:
         if not _URL.fullmatch(server):
             if not _APP.fullmatch(server):
-                raise Mistake(f"{server} must be a URL (http://host:8000), or module:app of an environment that is installed there")
+                raise Mistake(
+                    f"{server} must be a URL (http://host:8000), or module:app of an environment "
+                    "that is installed there"
+                )
             check_module(server.partition(":")[0])
 
 
 def load(asked):
-    """Starts the servers that this program serves, and asks which actions the environment has. Raises Mistake."""
+    """Starts the servers that this program serves, and asks which actions the environment has.
+
+    Raises Mistake.
+    """
     look(asked)
     served = asked["do"] == "serve"
     if not served and not any(isinstance(rows, str) for rows in asked["rows"].values()):
         return Hub(asked, {})  # seeds need no server
     urls = [server if _URL.fullmatch(server) else _serve(server) for server in asked["servers"]]
     hub = Hub(asked, dict.fromkeys((url.rstrip("/") for url in urls), 0))
-    end = time.monotonic() + 0.5 * asked["start_s"]  # earlier than start_s, so that the caller still gets the reason
+    # earlier than start_s, so that the caller still gets the reason
+    end = time.monotonic() + 0.5 * asked["start_s"]
     for url in hub.sessions:
         _wait_for(url, end)
     if served:
@@ -54,7 +66,9 @@ def load(asked):
 
 
 def _serve(name):
-    """Serves `module:app` in a thread of its own, so that an environment that never awaits delays only its own episodes."""
+    """Serves `module:app` in a thread of its own, so that an environment that never awaits delays
+    only its own episodes.
+    """
     import uvicorn
 
     module, _, attribute = name.partition(":")
@@ -87,23 +101,40 @@ def _wait_for(url, end):
 
 
 async def _ask_for_actions(hub, end):
-    """Finds the tools to show to the policy, or checks that its text can be a field of an action. Raises Mistake."""
-    text_field, url = hub.asked["text_field"], next(iter(hub.sessions))
+    """Finds the tools to show to the policy, or checks that its text can be a field of an action.
+
+    Raises Mistake.
+    """
+    text_field = hub.asked["text_field"]
+    url = next(iter(hub.sessions))
     schema = _json(f"{_http(url)}/schema")["action"]
-    fields = {name: each for name, each in schema.get("properties", {}).items() if name != "metadata"}
+    fields = {
+        name: each for name, each in schema.get("properties", {}).items() if name != "metadata"
+    }
     if text_field is None:
         listed = await _mcp_tools(url, hub.asked["start_s"], end)
         hub.by_mcp = bool(listed)
-        own = [_tool(each["name"], each.get("description"), each.get("input_schema")) for each in listed]
-        hub.tools = own or [_tool(_ACT, schema.get("description"), {**schema, "properties": fields})]
+        own = [
+            _tool(each["name"], each.get("description"), each.get("input_schema"))
+            for each in listed
+        ]
+        hub.tools = own or [
+            _tool(_ACT, schema.get("description"), {**schema, "properties": fields})
+        ]
     elif text_field not in fields:
         raise Mistake(f"text_field={text_field}: an action has {', '.join(fields) or 'no fields'}")
-    elif missing := [name for name in schema.get("required", []) if name not in (text_field, "metadata")]:
+    elif missing := [
+        name for name in schema.get("required", []) if name not in (text_field, "metadata")
+    ]:
         raise Mistake(f"text_field={text_field}: an action needs {', '.join(missing)} too")
 
 
 async def _mcp_tools(url, limit_s, end):
-    """The environment's MCP tools. None if it has its own actions: it then refuses the request. Asks a full server again until `end`."""
+    """The environment's MCP tools.
+
+    None if it has its own actions: it then refuses the request. Asks a full server again until
+    `end`.
+    """
     from openenv.core.generic_client import GenericEnvClient  # pyright: ignore[reportMissingImports]
 
     while True:
@@ -123,26 +154,44 @@ async def _mcp_tools(url, limit_s, end):
 
 
 def _tool(name, description, parameters):
-    function = {"name": name, "description": description or "", "parameters": parameters or {"type": "object", "properties": {}}}
+    function = {
+        "name": name,
+        "description": description or "",
+        "parameters": parameters or {"type": "object", "properties": {}},
+    }
     return {"type": "function", "function": function}
 
 
 def write_rows(hub, files):
-    """Writes a row for each seed, or for each task of one of the environment's splits. Returns a line about each file. Raises Mistake."""
-    asked, told, seeds = hub.asked, [], 0
-    system = [{"role": "system", "content": asked["system_prompt"]}] if asked["system_prompt"] else []
+    """Writes a row for each seed, or for each task of one of the environment's splits.
+
+    Returns a line about each file. Raises Mistake.
+    """
+    asked = hub.asked
+    told = []
+    seeds = 0
+    system = (
+        [{"role": "system", "content": asked["system_prompt"]}] if asked["system_prompt"] else []
+    )
     prompt = [*system, {"role": "user", "content": asked["instructions"]}]
     for split, file in files.items():
         wanted = asked["rows"].get(split)
         if wanted is None:
-            raise Mistake(f"rollout.args.rows has no {split}: give a number of seeds, or the name of a split of the environment's tasks")
+            raise Mistake(
+                f"rollout.args.rows has no {split}: give a number of seeds, or the name of a "
+                "split of the environment's tasks"
+            )
         if isinstance(wanted, str):
-            resets = [{"split": wanted, "index": index} for index in range(_number_of_tasks(hub, wanted))]
+            resets = [
+                {"split": wanted, "index": index} for index in range(_number_of_tasks(hub, wanted))
+            ]
         else:
             resets = [{"seed": seed} for seed in range(seeds, seeds + wanted)]
             seeds += wanted
         with open(file, "w", encoding="utf-8") as out:
-            out.writelines(json.dumps({"prompt": prompt, "reset": reset}) + "\n" for reset in resets)
+            out.writelines(
+                json.dumps({"prompt": prompt, "reset": reset}) + "\n" for reset in resets
+            )
         told.append(f"{file}: {len(resets)} rows\n")
     return told
 
@@ -152,7 +201,10 @@ def _number_of_tasks(hub, split):
     base = _http(next(iter(hub.sessions)))
     names = _json(f"{base}/list_environments")
     if len(names) != 1:
-        raise Mistake(f"{base} has {len(names)} environments: only one that serves a single environment has tasks that are its own")
+        raise Mistake(
+            f"{base} has {len(names)} environments: only one that serves a single environment has "
+            "tasks that are its own"
+        )
     return _json(f"{base}/{urllib.parse.quote(names[0])}/num_tasks", {"split": split})["num_tasks"]
 
 
@@ -161,7 +213,11 @@ def _json(url, body=None):
     import httpx
 
     try:
-        answer = httpx.get(url, timeout=60.0) if body is None else httpx.post(url, json=body, timeout=60.0)
+        answer = (
+            httpx.get(url, timeout=60.0)
+            if body is None
+            else httpx.post(url, json=body, timeout=60.0)
+        )
         answer.raise_for_status()
         return answer.json()
     except (httpx.HTTPError, ValueError) as error:

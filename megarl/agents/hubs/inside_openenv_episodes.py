@@ -1,10 +1,12 @@
-"""Plays episodes of an environment of OpenEnv with the package `openenv`. inside_openenv.py is the program.
+"""Plays episodes of an environment of OpenEnv with the package `openenv`. inside_openenv.py is the
+program.
 
-An episode is a session of its own. The policy answers observations with calls of tools, each of which is a step, or with text, which
-becomes the field `text_field` of a step. Tools are the environment's MCP tools. If it has none, there is the tool `step`, whose arguments
-are the action.
+An episode is a session of its own. The policy answers observations with calls of tools, each of
+which is a step, or with text, which becomes the field `text_field` of a step. Tools are the
+environment's MCP tools. If it has none, there is the tool `step`, whose arguments are the action.
 
-The request has `text_field`, `shown` (fields of observations to show), `reward` (sum or last) and `max_turns`.
+The request has `text_field`, `shown` (fields of observations to show), `reward` (sum or last) and
+`max_turns`.
 """
 
 from __future__ import annotations
@@ -21,23 +23,29 @@ from inside_serving import policy_of, within
 
 _CODE = re.compile(r"\(code: (\w+)\)$")  # ends the client's message for an error from a server
 FULL = "CAPACITY_REACHED"
-_ASK_AGAIN_S = (0.05, 1.0)  # interval at which a full or unreachable server is asked again: first, longest
+# interval at which a full or unreachable server is asked again: first, longest
+_ASK_AGAIN_S = (0.05, 1.0)
 _AWAY_S = 5.0  # how long an unreachable server comes last in order
-_NO_ROOM = ("context_length_exceeded", "request_too_large", "max_calls")  # error codes after which the policy cannot answer any more
+# error codes after which the policy cannot answer any more
+_NO_ROOM = ("context_length_exceeded", "request_too_large", "max_calls")
 
 
 @dataclass
 class Hub:
     asked: dict
     sessions: dict  # URL -> number of open sessions
-    away: dict = field(default_factory=dict)  # URL of an unreachable server -> until when it comes last
+    # URL of an unreachable server -> until when it comes last
+    away: dict = field(default_factory=dict)
     tools: list = field(default_factory=list)  # in OpenAI's form; none if actions are texts
     by_mcp: bool = False  # whether the tools are the environment's MCP tools
 
 
 @dataclass
 class _Course:
-    """The course of an episode. Its start is recorded, since a row's episodes are compared only if they begin in the same way."""
+    """The course of an episode.
+
+    Its start is recorded, since a row's episodes are compared only if they begin in the same way.
+    """
 
     start: str
     ended: bool  # whether the environment has ended it
@@ -56,17 +64,28 @@ class _Course:
 
     def told(self, how):
         if not self.rewards:
-            return {"kind": "reward", "error": f"none of its {self.steps} steps had a reward", "start": self.start}
+            return {
+                "kind": "reward",
+                "error": f"none of its {self.steps} steps had a reward",
+                "start": self.start,
+            }
         reward = math.fsum(self.rewards) if how == "sum" else self.rewards[-1]
         # A reward that is NaN arrives as None: servers write it as null.
-        metrics = {"env_steps": self.steps, "env_refused": self.refused, "env_ended": float(self.ended), "env_unrewarded": self.unrewarded}
+        metrics = {
+            "env_steps": self.steps,
+            "env_refused": self.refused,
+            "env_ended": float(self.ended),
+            "env_unrewarded": self.unrewarded,
+        }
         return {"reward": reward, "metrics": metrics, "start": self.start}
 
 
 async def play(hub, asked):
     """Returns the outcome of each episode. All episodes together take at most `deadline_s`."""
     end = time.monotonic() + asked["deadline_s"]
-    told = await asyncio.gather(*(within(end, asked, _episode(hub, asked, episode)) for episode in asked["episodes"]))
+    told = await asyncio.gather(
+        *(within(end, asked, _episode(hub, asked, episode)) for episode in asked["episodes"])
+    )
     different = len({each.pop("start") for each in told if "start" in each}) > 1
     for each in told:
         if "metrics" in each:
@@ -77,9 +96,15 @@ async def play(hub, asked):
 async def _episode(hub, asked, episode):
     row = asked["row"]
     async with contextlib.AsyncExitStack() as stack:
-        session, first = await stack.enter_async_context(_session(hub, asked, row.get("reset") or {}))
+        session, first = await stack.enter_async_context(
+            _session(hub, asked, row.get("reset") or {})
+        )
         policy = await stack.enter_async_context(policy_of(episode, timeout=asked["deadline_s"]))
-        course = _Course(_start(first.observation, hub.asked["shown"]), bool(first.done), [float(first.reward)] if first.reward else [])
+        course = _Course(
+            _start(first.observation, hub.asked["shown"]),
+            bool(first.done),
+            [float(first.reward)] if first.reward else [],
+        )
         messages = _begin(row.get("prompt") or "", course.start)
         for _ in range(hub.asked["max_turns"]):
             said = None if course.ended else await _ask(hub, asked, policy, messages)
@@ -92,13 +117,17 @@ async def _episode(hub, asked, episode):
 
 @contextlib.asynccontextmanager
 async def _session(hub, asked, reset):
-    """A session and its first result, at the server with the fewest of our sessions. A full server is asked again. So is an unreachable
-    server, after all others, for as long as a server may take to start."""
+    """A session and its first result, at the server with the fewest of our sessions.
+
+    A full server is asked again. So is an unreachable server, after all others, for as long as a
+    server may take to start.
+    """
     from openenv.core.generic_client import GenericEnvClient  # pyright: ignore[reportMissingImports]
     from websockets.exceptions import ConnectionClosed  # pyright: ignore[reportMissingImports]
 
     wait_s, longest_s = _ASK_AGAIN_S
-    patient = time.monotonic() + 0.5 * min(hub.asked["start_s"], asked["deadline_s"])  # before the time limit, to give the reason
+    # before the time limit, to give the reason
+    patient = time.monotonic() + 0.5 * min(hub.asked["start_s"], asked["deadline_s"])
     while True:
         url = _chosen(hub)
         hub.sessions[url] += 1
@@ -132,7 +161,11 @@ def _chosen(hub):
 def _begin(prompt, start):
     """The row's messages, with the first observation at the end of the user's last text."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
-    last = messages.pop() if messages and messages[-1]["role"] == "user" else {"role": "user", "content": ""}
+    last = (
+        messages.pop()
+        if messages and messages[-1]["role"] == "user"
+        else {"role": "user", "content": ""}
+    )
     said = last["content"]
     if isinstance(said, list):  # parts, which are texts
         said = "".join(part["text"] for part in said)
@@ -145,7 +178,9 @@ async def _ask(hub, asked, policy, messages):
 
     tools = {"tools": hub.tools} if hub.tools else {}
     try:
-        answer = await policy.chat.completions.create(model=asked["model"], messages=messages, **tools)
+        answer = await policy.chat.completions.create(
+            model=asked["model"], messages=messages, **tools
+        )
     except openai.APIStatusError as error:
         if error.code in _NO_ROOM:
             return None
@@ -154,32 +189,48 @@ async def _ask(hub, asked, policy, messages):
 
 
 async def _answer(hub, session, course, said):
-    """The messages that answer the policy's message. Empty if it calls no tool, which ends the episode. Calls after the end are ignored."""
+    """The messages that answer the policy's message.
+
+    Empty if it calls no tool, which ends the episode. Calls after the end are ignored.
+    """
     if not hub.tools:
-        text, _ = await _step(hub, session, course, {hub.asked["text_field"]: said.get("content") or ""})
+        text, _ = await _step(
+            hub, session, course, {hub.asked["text_field"]: said.get("content") or ""}
+        )
         return [{"role": "user", "content": text}]
     answers = []
     for call in said.get("tool_calls") or ():
         if not course.ended:
             function = call["function"]
-            answer = await _call(hub, session, course, function["name"], json.loads(function["arguments"]))
+            answer = await _call(
+                hub, session, course, function["name"], json.loads(function["arguments"])
+            )
             answers.append({"role": "tool", "tool_call_id": call["id"], "content": answer})
     return answers
 
 
 async def _call(hub, session, course, name, arguments):
-    """The answer to a call, whose arguments are a JSON object. Mistakes of the policy are counted and shown to it."""
+    """The answer to a call, whose arguments are a JSON object.
+
+    Mistakes of the policy are counted and shown to it.
+    """
     if not hub.by_mcp:
         return (await _step(hub, session, course, arguments))[0]
-    text, observation = await _step(hub, session, course, {"type": "call_tool", "tool_name": name, "arguments": arguments})
-    if isinstance(failed := observation.get("error"), dict):  # otherwise it is an ordinary field of the observation
+    text, observation = await _step(
+        hub, session, course, {"type": "call_tool", "tool_name": name, "arguments": arguments}
+    )
+    # otherwise it is an ordinary field of the observation
+    if isinstance(failed := observation.get("error"), dict):
         course.refused += 1
         return f"error: {failed.get('message', '')}"
     return _text_of_tool(observation.get("result"), text)
 
 
 async def _step(hub, session, course, action):
-    """The text to show to the policy, and the observation. For an invalid action, the text is an error message."""
+    """The text to show to the policy, and the observation.
+
+    For an invalid action, the text is an error message.
+    """
     try:
         result = await session.step(action)
     except RuntimeError as error:
@@ -192,17 +243,29 @@ async def _step(hub, session, course, action):
 
 
 def _start(observation, fields):
-    """The text of the first observation for the policy. Raises ValueError if the observation has none of the fields; later observations may
-    lack them."""
+    """The text of the first observation for the policy.
+
+    Raises ValueError if the observation has none of the fields; later observations may lack them.
+    """
     if fields and not set(fields) & set(observation):
-        raise ValueError(f"shown={', '.join(fields)}: the first observation has {', '.join(observation) or 'no fields'}")
+        raise ValueError(
+            f"shown={', '.join(fields)}: the first observation has "
+            f"{', '.join(observation) or 'no fields'}"
+        )
     return _text(observation, fields)
 
 
 def _text(observation, fields):
-    """The fields of an observation to show to the policy, by default all that are not empty. A single text is shown as it is."""
+    """The fields of an observation to show to the policy, by default all that are not empty.
+
+    A single text is shown as it is.
+    """
     if fields is None:
-        kept = {name: value for name, value in observation.items() if name != "metadata" and value not in (None, "", [], {})}
+        kept = {
+            name: value
+            for name, value in observation.items()
+            if name != "metadata" and value not in (None, "", [], {})
+        }
     else:
         kept = {name: observation[name] for name in fields if name in observation}
     values = list(kept.values())
@@ -212,14 +275,20 @@ def _text(observation, fields):
 
 
 def _text_of_tool(result, otherwise):
-    """The text of an MCP result: its text parts, and the kinds of other parts. A result without parts has a structure instead."""
+    """The text of an MCP result: its text parts, and the kinds of other parts.
+
+    A result without parts has a structure instead.
+    """
     parts = result.get("content") if isinstance(result, dict) else None
     if not isinstance(parts, list):
         return result if isinstance(result, str) else otherwise
     structure = result.get("structured_content")
     if not parts and structure:
         return json.dumps(structure, ensure_ascii=False)
-    return "\n".join(part["text"] if isinstance(part.get("text"), str) else f"[{part.get('type')}]" for part in parts)
+    return "\n".join(
+        part["text"] if isinstance(part.get("text"), str) else f"[{part.get('type')}]"
+        for part in parts
+    )
 
 
 def code_of(error):

@@ -1,11 +1,15 @@
-"""Shared code of the programs for other interpreters. They import the standard library, this folder's inside_*.py and the hub's packages.
+"""Shared code of the programs for other interpreters.
 
-Such a program has one argument: a JSON object with `do` (look, rows or serve) and what its hub needs. For rows it also has `files`, which
-maps splits to files to write. An error before an environment is served is one line on standard error, with exit status 1.
+They import the standard library, this folder's inside_*.py and the hub's packages.
 
-When it serves, it first writes {"ready": true}. Each line of standard input is a request, a JSON object: `id`, `row`, `model`, `deadline_s`
-and `episodes`, each with the `url` and the `key` of its own endpoint. Each reply has `id` and `episodes`; an episode has `reward` and
-`metrics`, or `error` and `kind` (environment, deadline, reward).
+Such a program has one argument: a JSON object with `do` (look, rows or serve) and what its hub
+needs. For rows it also has `files`, which maps splits to files to write. An error before an
+environment is served is one line on standard error, with exit status 1.
+
+When it serves, it first writes {"ready": true}. Each line of standard input is a request, a JSON
+object: `id`, `row`, `model`, `deadline_s` and `episodes`, each with the `url` and the `key` of its
+own endpoint. Each reply has `id` and `episodes`; an episode has `reward` and `metrics`, or `error`
+and `kind` (environment, deadline, reward).
 """
 
 from __future__ import annotations
@@ -45,14 +49,16 @@ def check_module(module):
 def main(look, load, write_rows, play):
     """The whole program. Call it from `__main__`.
 
-    Args: look: raises Mistake if something that the request needs is missing. load: request -> environment. write_rows: environment and
-    `files` -> lines to print. play: async, environment and request -> the outcome of each episode.
+    Args: look: raises Mistake if something that the request needs is missing. load: request ->
+    environment. write_rows: environment and `files` -> lines to print. play: async, environment and
+    request -> the outcome of each episode.
     """
     del sys.path[0]  # this folder: its other modules are not for this interpreter
     try:
         _do(json.loads(sys.argv[1]), look, load, write_rows, play)
     except Mistake as mistake:
-        sys.exit(" ".join(str(mistake).split("\n")))  # errors of httpx have two lines, the second of which is useless
+        # errors of httpx have two lines, the second of which is useless
+        sys.exit(" ".join(str(mistake).split("\n")))
 
 
 def _do(asked, look, load, write_rows, play):
@@ -60,7 +66,8 @@ def _do(asked, look, load, write_rows, play):
         look(asked)
         return
     # Environments print and start programs. Neither may disturb the requests and replies.
-    requests, replies = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     environment = load(asked)
@@ -72,48 +79,81 @@ def _do(asked, look, load, write_rows, play):
 
 
 async def within(end, asked, coroutine) -> Any:
-    """The coroutine's result, or the reason of its failure: its exception, or that it took until `end`. An environment may itself raise
-    TimeoutError and CancelledError, for example if it calls other services."""
+    """The coroutine's result, or the reason of its failure: its exception, or that it took until
+    `end`. An environment may itself raise TimeoutError and CancelledError, for example if it calls
+    other services.
+    """
     task = asyncio.ensure_future(coroutine)
     late = not (await asyncio.wait({task}, timeout=max(0.0, end - time.monotonic())))[0]
     if late:
         task.cancel()
         await asyncio.wait({task})
-    error = asyncio.CancelledError("the episode has been cancelled from inside") if task.cancelled() else task.exception()
+    error = (
+        asyncio.CancelledError("the episode has been cancelled from inside")
+        if task.cancelled()
+        else task.exception()
+    )
     if late:
         return {"kind": "deadline", "error": f"it took longer than {asked['deadline_s']:g} s"}
     return {"kind": "environment", "error": shown(error)} if error else task.result()
 
 
 def policy_of(episode, **settings):
-    """A client of the package `openai` for the policy. It is at 127.0.0.1 without TLS: reading certificates would take 17 ms an episode."""
+    """A client of the package `openai` for the policy.
+
+    It is at 127.0.0.1 without TLS: reading certificates would take 17 ms an episode.
+    """
     import openai  # serving has already imported it
 
     plain = openai.DefaultAsyncHttpxClient(verify=False)
-    return openai.AsyncOpenAI(base_url=episode["url"], api_key=episode["key"], max_retries=0, http_client=plain, **settings)
+    return openai.AsyncOpenAI(
+        base_url=episode["url"],
+        api_key=episode["key"],
+        max_retries=0,
+        http_client=plain,
+        **settings,
+    )
 
 
 def metrics_of(found):
-    """Metrics by reportable names. A reward function may be called `reward`, though its value is not the reward of the episode."""
-    metrics = {re.sub(r"\W", "_", str(name), flags=re.ASCII): value for name, value in found.items()}
+    """Metrics by reportable names.
+
+    A reward function may be called `reward`, though its value is not the reward of the episode.
+    """
+    metrics = {
+        re.sub(r"\W", "_", str(name), flags=re.ASCII): value for name, value in found.items()
+    }
     return {"reward_" if name == "reward" else name: value for name, value in metrics.items()}
 
 
 def shown(error):
     cause = error.__cause__
-    return (f"{type(error).__name__}: {error}" + (f" (from {type(cause).__name__}: {cause})" if cause else ""))[:SAID]
+    return (
+        f"{type(error).__name__}: {error}"
+        + (f" (from {type(cause).__name__}: {cause})" if cause else "")
+    )[:SAID]
 
 
 def _fitting(told):
-    """The outcome of an episode as JSON. Metrics may have any type and size, and errors may contain half characters."""
+    """The outcome of an episode as JSON.
+
+    Metrics may have any type and size, and errors may contain half characters.
+    """
     if "error" in told:
         return {**told, "error": told["error"].encode(errors="backslashreplace").decode()}
     try:
         written = json.dumps(told, default=_plain)
     except Exception as error:  # whatever the environment's objects raise
-        return {"kind": "reward", "error": f"its reward and metrics are not numbers: {shown(error)}"}
+        return {
+            "kind": "reward",
+            "error": f"its reward and metrics are not numbers: {shown(error)}",
+        }
     if len(written) > _MOST_WRITTEN:
-        return {"kind": "reward", "error": f"its reward and metrics have {len(written)} characters; there can be {_MOST_WRITTEN}"}
+        return {
+            "kind": "reward",
+            "error": f"its reward and metrics have {len(written)} characters; there can be "
+            f"{_MOST_WRITTEN}",
+        }
     return json.loads(written)
 
 
@@ -133,7 +173,8 @@ async def _serve(play, requests, replies):
     def read():
         for line in requests:
             asyncio.run_coroutine_threadsafe(begin(json.loads(line)), loop)
-        # The generator has gone. This exit does not wait for a hanging reward function, and ends the environment's processes.
+        # The generator has gone. This exit does not wait for a hanging reward function, and ends
+        # the environment's processes.
         if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)
         os._exit(0)
@@ -147,7 +188,8 @@ async def _serve(play, requests, replies):
         if not task.cancelled() and task.exception():
             ended.set_exception(task.exception())
 
-    importlib.import_module("openai")  # before the first episode, so that it does not count in its time
+    # before the first episode, so that it does not count in its time
+    importlib.import_module("openai")
     loop, running = asyncio.get_running_loop(), set()
     ended = loop.create_future()
     threading.Thread(target=read, daemon=True).start()

@@ -1,6 +1,8 @@
-"""Loads an environment of PrimeIntellect's `verifiers`, lists its rows, and plays its episodes. inside_serving.py describes the requests.
+"""Loads an environment of PrimeIntellect's `verifiers`, lists its rows, and plays its episodes.
+inside_serving.py describes the requests.
 
-The request has `environment` and `args`. If the rubric compares the rollouts of a row, they are scored together, otherwise one by one.
+The request has `environment` and `args`. If the rubric compares the rollouts of a row, they are
+scored together, otherwise one by one.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ _failed_functions = contextvars.ContextVar("reward functions that have failed")
 
 
 def look(asked):
-    """The module and attribute that the environment's name stands for, not yet imported. A name from the hub has no attribute.
+    """The module and attribute that the environment's name stands for, not yet imported.
+
+    A name from the hub has no attribute.
 
     Raises Mistake.
     """
@@ -33,7 +37,10 @@ def look(asked):
     if there is None:
         raise Mistake("the package verifiers is not installed there")
     if asked.get("rows"):
-        raise Mistake("rollout.args.rows is for verifiers from 0.4 on; environments of earlier versions have rows of train and eval")
+        raise Mistake(
+            "rollout.args.rows is for verifiers from 0.4 on; environments of earlier versions "
+            "have rows of train and eval"
+        )
     module, _, attribute = asked["environment"].partition(":")
     module = module if attribute else module.split("/")[-1].replace("-", "_")
     check_module(module)
@@ -41,11 +48,18 @@ def look(asked):
 
 
 def _is_v1():
-    """Whether the installed verifiers has no load_environment, which is so from 0.4 on. (A module in this folder is called `verifiers`
-    too.)"""
+    """Whether the installed verifiers has no load_environment, which is so from 0.4 on.
+
+    (A module in this folder is called `verifiers` too.)
+    """
     there = importlib.machinery.PathFinder.find_spec("verifiers", sys.path[1:])
     places = there.submodule_search_locations or () if there else ()
-    inside = {inner for place in places for inner in ("envs", "legacy", "v1") if os.path.isdir(os.path.join(place, inner))}
+    inside = {
+        inner
+        for place in places
+        for inner in ("envs", "legacy", "v1")
+        if os.path.isdir(os.path.join(place, inner))
+    }
     return inside == {"v1"}
 
 
@@ -57,25 +71,35 @@ def load(asked):
     try:
         make = getattr(importlib.import_module(module), attribute) if attribute else None
         load_it = vf.load_environment  # pyright: ignore[reportAttributeAccessIssue]
-        environment = make(**asked["args"]) if make else load_it(asked["environment"], **asked["args"])
+        environment = (
+            make(**asked["args"]) if make else load_it(asked["environment"], **asked["args"])
+        )
     except Exception as error:  # whatever the environment raises
         raise Mistake(f"it cannot be loaded: {shown(error)}") from error
     if not isinstance(environment, vf.Environment):  # pyright: ignore[reportAttributeAccessIssue]
         raise Mistake(f"it is no environment of verifiers, but {type(environment).__name__}")
     if getattr(environment, "message_type", "chat") != "chat":
-        raise Mistake("its prompts are texts to complete (message_type); only conversations are played")
+        raise Mistake(
+            "its prompts are texts to complete (message_type); only conversations are played"
+        )
     logging.getLogger("verifiers").addHandler(_Watched())
     return environment
 
 
 def write_rows(environment, files):
-    """Writes the rows of each split, one JSON object a line. Returns a line about each file. Raises Mistake."""
+    """Writes the rows of each split, one JSON object a line.
+
+    Returns a line about each file. Raises Mistake.
+    """
     told = []
     own = {"train": environment.get_dataset, "eval": environment.get_eval_dataset}
     for split, file in files.items():
         try:
             rows = own[split]()
-            lines = [json.dumps({name: value for name, value in row.items() if value is not None}) for row in rows]
+            lines = [
+                json.dumps({name: value for name, value in row.items() if value is not None})
+                for row in rows
+            ]
         except Exception as error:
             raise Mistake(f"its {split} rows cannot be had: {shown(error)}") from error
         with open(file, "w", encoding="utf-8") as out:
@@ -86,16 +110,23 @@ def write_rows(environment, files):
 
 async def play(environment, asked):
     """Returns the outcome of each episode. All episodes together take at most `deadline_s`."""
-    end, alone = time.monotonic() + asked["deadline_s"], not _compares(environment)
-    ran = await asyncio.gather(*(_episode(environment, asked, episode, end) for episode in asked["episodes"]))
+    end = time.monotonic() + asked["deadline_s"]
+    alone = not _compares(environment)
+    ran = await asyncio.gather(
+        *(_episode(environment, asked, episode, end) for episode in asked["episodes"])
+    )
     states = [state for state, wrong in ran if wrong is None]
-    scoring = [_scored(environment.rubric.score_rollout, state) for state in states] if alone else []
+    scoring = (
+        [_scored(environment.rubric.score_rollout, state) for state in states] if alone else []
+    )
     scoring += [_scored(environment.rubric.score_group, states)] if states and not alone else []
     found = await asyncio.gather(*(within(end, asked, each) for each in scoring))
     failures = iter(found if alone else found * len(states))
     told = [wrong or next(failures) or _result(state) for state, wrong in ran]
     cleaned = time.monotonic() + _CLEANING_S
-    await asyncio.gather(*(within(cleaned, asked, environment.rubric.cleanup(state)) for state in states))
+    await asyncio.gather(
+        *(within(cleaned, asked, environment.rubric.cleanup(state)) for state in states)
+    )
     return told
 
 
@@ -115,15 +146,24 @@ async def _episode(environment, asked, episode, end):
     async def run():
         nonlocal state
         async with policy_of(episode) as native:
-            state = await environment.rollout(copy.deepcopy(asked["row"]), _client(native), asked["model"], {})
-        return {"kind": "environment", "error": shown(state["error"])} if state.get("error") is not None else None
+            state = await environment.rollout(
+                copy.deepcopy(asked["row"]), _client(native), asked["model"], {}
+            )
+        return (
+            {"kind": "environment", "error": shown(state["error"])}
+            if state.get("error") is not None
+            else None
+        )
 
     wrong = await within(end, asked, run())
     return state, wrong
 
 
 def _client(native):
-    """The client through which an environment calls the policy. Versions before 0.1.10 take the openai package's own client."""
+    """The client through which an environment calls the policy.
+
+    Versions before 0.1.10 take the openai package's own client.
+    """
     if importlib.util.find_spec("verifiers.clients") is None:
         return native
     from verifiers.clients import OpenAIChatCompletionsClient  # pyright: ignore[reportMissingImports]
@@ -132,7 +172,10 @@ def _client(native):
 
 
 async def _scored(score, scored):
-    """The reward functions that failed. If one raises, verifiers only logs it and counts 0; here it is a failure."""
+    """The reward functions that failed.
+
+    If one raises, verifiers only logs it and counts 0; here it is a failure.
+    """
     failed = []
     _failed_functions.set(failed)
     try:

@@ -1,8 +1,10 @@
-"""Like inside_verifiers.py, for verifiers 0.4 and later (`verifiers.v1`): a taskset, agents with harnesses, and an Env that plays tasks.
+"""Like inside_verifiers.py, for verifiers 0.4 and later (`verifiers.v1`): a taskset, agents with
+harnesses, and an Env that plays tasks.
 
-The request has `environment`, the taskset's id; `args`, the other fields of its EnvConfig; and `rows`, which says which tasks each split
-has. Episodes are played as the package's own environment server plays them: a row has the data of a task, from which the task is made
-again. The policy is called through the client for evaluations, which passes requests on unchanged.
+The request has `environment`, the taskset's id; `args`, the other fields of its EnvConfig; and
+`rows`, which says which tasks each split has. Episodes are played as the package's own environment
+server plays them: a row has the data of a task, from which the task is made again. The policy is
+called through the client for evaluations, which passes requests on unchanged.
 """
 
 from __future__ import annotations
@@ -53,7 +55,10 @@ def load(asked):
     except Exception as error:  # whatever the taskset, its harness or the configuration raises
         raise Mistake(f"it cannot be loaded: {_line(error)}") from error
     if lost := [name for name, field in data.model_fields.items() if field.exclude]:
-        raise Mistake(f"its tasks cannot be written as rows: {data.__name__} does not serialize {', '.join(lost)}")
+        raise Mistake(
+            f"its tasks cannot be written as rows: {data.__name__} does not serialize "
+            f"{', '.join(lost)}"
+        )
     return Loaded(asked["environment"], config, raw, _agent(vf, config), asked.get("rows") or {})
 
 
@@ -61,23 +66,31 @@ def _with_taskset(args, environment, own):
     """The fields of an EnvConfig, with the taskset's id and its `own` fields. Raises Mistake."""
     taskset = {**(args.get("taskset") or {}), **own}
     if taskset.get("id", environment) != environment:
-        raise Mistake(f"args.taskset.id={taskset['id']} is another one than environment={environment}")
+        raise Mistake(
+            f"args.taskset.id={taskset['id']} is another one than environment={environment}"
+        )
     return {**args, "taskset": {**taskset, "id": environment}}
 
 
 def _agent(vf, config):
     """The agent that the policy plays: the only one without its own client. Raises Mistake."""
-    agents = [name for name, value in config if isinstance(value, vf.AgentConfig) and value.client is None]
+    agents = [
+        name for name, value in config if isinstance(value, vf.AgentConfig) and value.client is None
+    ]
     if len(agents) != 1:
         raise Mistake(
-            f"the policy would play {' and '.join(agents) or 'none'} of its agents: an episode has one reward, so all agents but one"
+            f"the policy would play {' and '.join(agents) or 'none'} of its agents: an episode "
+            "has one reward, so all agents but one"
             " must have a `client` (and a `model`) of their own in args"
         )
     return agents[0]
 
 
 def write_rows(loaded, files):
-    """Writes the tasks of each split, one JSON object a line. Returns a line about each file. Raises Mistake."""
+    """Writes the tasks of each split, one JSON object a line.
+
+    Returns a line about each file. Raises Mistake.
+    """
     told = []
     for split, file in files.items():
         try:
@@ -97,11 +110,17 @@ def _tasks(loaded, split):
     import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 
     if split not in loaded.rows:
-        raise Mistake(f"a taskset has no splits: rollout.args.rows.{split} must say which tasks {split} has ({_SPLIT_FIELDS})")
+        raise Mistake(
+            f"a taskset has no splits: rollout.args.rows.{split} must say which tasks {split} has "
+            f"({_SPLIT_FIELDS})"
+        )
     asked = dict(loaded.rows[split])
     own = asked.pop("taskset", {})
     if "task" in own:
-        raise Mistake(f"rollout.args.rows.{split}.taskset.task: what tasks read while they are played belongs in args.taskset.task")
+        raise Mistake(
+            f"rollout.args.rows.{split}.taskset.task: what tasks read while they are played "
+            "belongs in args.taskset.task"
+        )
     config = vf.resolve_env_config(_with_taskset(loaded.raw, loaded.taskset, own))
     tasks = vf.load_taskset(config.taskset).select(vf.SelectConfig.model_validate(asked))
     if not tasks.bounded:
@@ -110,45 +129,72 @@ def _tasks(loaded, split):
 
 
 def _row(loaded, task):
-    """A task as JSON, with its first messages. Raises Mistake if the task cannot be made from that JSON again."""
+    """A task as JSON, with its first messages.
+
+    Raises Mistake if the task cannot be made from that JSON again.
+    """
     data = task.data.model_dump(mode="json", exclude_none=True)
-    prompt = data.get("prompt") or data.get("description") or data.get("name") or f"task {task.data.idx}"
+    prompt = (
+        data.get("prompt") or data.get("description") or data.get("name") or f"task {task.data.idx}"
+    )
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    system = [{"role": "system", "content": data["system_prompt"]}] if data.get("system_prompt") else []
-    row = {"prompt": [*system, *messages], "taskset": loaded.taskset, "hash": task.hash, "task": data}
+    system = (
+        [{"role": "system", "content": data["system_prompt"]}] if data.get("system_prompt") else []
+    )
+    row = {
+        "prompt": [*system, *messages],
+        "taskset": loaded.taskset,
+        "hash": task.hash,
+        "task": data,
+    }
     _task_of(loaded, row)
     return row
 
 
 def _task_of(loaded, row):
-    """The task that a row was written from. Raises Mistake if the row now makes a different task."""
+    """The task that a row was written from.
+
+    Raises Mistake if the row now makes a different task.
+    """
     import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 
     if row.get("taskset") != loaded.taskset:
-        raise Mistake(f"the row is of the taskset {row.get('taskset')}, not of {loaded.taskset}: write the rows again with megarl rows")
+        raise Mistake(
+            f"the row is of the taskset {row.get('taskset')}, not of {loaded.taskset}: write the "
+            "rows again with megarl rows"
+        )
     make = vf.task_type(loaded.taskset)
     task = make(make.data_type().model_validate(row["task"]), loaded.config.taskset.task)
     if task.hash != row["hash"]:
-        raise Mistake("the row now makes another task than it was written from: write the rows again with megarl rows")
+        raise Mistake(
+            "the row now makes another task than it was written from: write the rows again with "
+            "megarl rows"
+        )
     return task
 
 
 async def play(loaded, asked):
     """Returns the outcome of each episode. All episodes together take at most `deadline_s`.
 
-    Each request has its own Env, since its server keeps a client for each endpoint, and each episode has its own endpoint.
+    Each request has its own Env, since its server keeps a client for each endpoint, and each
+    episode has its own endpoint.
     """
     import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 
-    end, told = time.monotonic() + asked["deadline_s"], {}
+    end = time.monotonic() + asked["deadline_s"]
+    told = {}
 
     async def one(environment, number):
-        told[number] = await within(end, asked, _episode(loaded, environment, asked, asked["episodes"][number]))
+        told[number] = await within(
+            end, asked, _episode(loaded, environment, asked, asked["episodes"][number])
+        )
 
     async def serve():
         environment = vf.load_environment(loaded.config)
         async with environment.serving():
-            await asyncio.gather(*(one(environment, number) for number in range(len(asked["episodes"]))))
+            await asyncio.gather(
+                *(one(environment, number) for number in range(len(asked["episodes"])))
+            )
 
     wrong = await within(end + _CLEANING_S, asked, serve())
     return [told.get(number, wrong) for number in range(len(asked["episodes"]))]
@@ -166,8 +212,10 @@ async def _episode(loaded, environment, asked, episode):
 
 @contextlib.contextmanager
 def _key(key):
-    """The name of an environment variable with the key, since clients read keys only from there. Harnesses do not pass on variables with
-    such names."""
+    """The name of an environment variable with the key, since clients read keys only from there.
+
+    Harnesses do not pass on variables with such names.
+    """
     name = f"MEGARL_API_KEY_{uuid.uuid4().hex}"
     os.environ[name] = key
     try:
@@ -177,7 +225,10 @@ def _key(key):
 
 
 def _wrong(episode):
-    """The error of an episode, or None. An agent that has used up its time is scored, as in the package's own evaluations."""
+    """The error of an episode, or None.
+
+    An agent that has used up its time is scored, as in the package's own evaluations.
+    """
     failed = [trace for trace in episode.traces if not trace.ok]
     error = episode.last_error or next((trace.last_error for trace in failed), None)
     told = f"{error.type}: {error.message}" if error else "it did not end well"
@@ -192,14 +243,23 @@ def _wrong(episode):
 def _result(loaded, episode):
     traces = [trace for trace in episode.traces if trace.agent.name == loaded.agent]
     if len(traces) != 1:
-        return {"kind": "environment", "error": f"{loaded.agent} has run {len(traces)} times: an episode has one reward"}
+        return {
+            "kind": "environment",
+            "error": f"{loaded.agent} has run {len(traces)} times: an episode has one reward",
+        }
     [trace] = traces
     unscored = [name for name, reward in trace.rewards.items() if reward is None]
     if unscored or not trace.rewards:
-        why = f"rewards were not given: {', '.join(unscored) or 'it has none'} (stopped by {trace.stop_condition})"
+        why = (
+            f"rewards were not given: {', '.join(unscored) or 'it has none'} (stopped by "
+            f"{trace.stop_condition})"
+        )
         return {"kind": "deadline" if trace.is_timeout else "reward", "error": why}
     scores = {name: reward.score for name, reward in trace.rewards.items()}
-    metrics = {**scores, **{name: value for name, value in trace.metrics.items() if value is not None}}
+    metrics = {
+        **scores,
+        **{name: value for name, value in trace.metrics.items() if value is not None},
+    }
     return {"reward": trace.reward, "metrics": metrics_of(metrics)}
 
 

@@ -1,23 +1,39 @@
-"""Environments of OpenEnv. They are servers, which the package `openenv` calls from a separate interpreter (docs/agents.md)."""
+"""Environments of OpenEnv.
+
+They are servers, which the package `openenv` calls from a separate interpreter (docs/agents.md).
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, Literal
 
-from megarl.agents.hubs.rollout import LOOK_S, Count, HubRollout, Interpreter, Positive, Seconds, Share, Worker
+from megarl.agents.hubs.rollout import (
+    LOOK_S,
+    Count,
+    HubRollout,
+    Interpreter,
+    Positive,
+    Seconds,
+    Share,
+    Worker,
+)
 from megarl.agents.player import check_on_crash
 from megarl.config.errors import ConfigError, problems_of
 from megarl.data.chat import load_chat_template
 from megarl.data.tokenizer import Tokenizer
 from megarl.generator.tool_parsers import find_parser
 
-_Rows = dict[Literal["train", "eval"], Positive | str]  # split -> a number of seeds, or the name of one of the environment's splits
+# split -> a number of seeds, or the name of one of the environment's splits
+_Rows = dict[Literal["train", "eval"], Positive | str]
 _ROWS: _Rows = {"train": 1000, "eval": 100}
 
 
 class OpenEnv(HubRollout):
-    """An episode is a session with a server. The policy's turns become steps, whose rewards are summed."""
+    """An episode is a session with a server.
+
+    The policy's turns become steps, whose rewards are summed.
+    """
 
     def __init__(
         self,
@@ -44,18 +60,33 @@ class OpenEnv(HubRollout):
         retries: Count = 2,
         max_unanswered: Share = 0.1,
     ):
-        """Raises: ConfigError with all problems of the arguments, also if the interpreter lacks the package or an app."""
-        asked = {"text_field": text_field, "shown": shown, "reward": reward, "max_turns": max_turns, "start_s": start_s, "rows": rows}
+        """Raises: ConfigError with all problems of the arguments, also if the interpreter lacks the
+        package or an app.
+        """
+        asked = {
+            "text_field": text_field,
+            "shown": shown,
+            "reward": reward,
+            "max_turns": max_turns,
+            "start_s": start_s,
+            "rows": rows,
+        }
         interpreter = _interpreter(server, asked, python, folder, variables)
-        if problems := problems_of(lambda: check_on_crash(on_crash), lambda: interpreter.run("look", LOOK_S)):
+        if problems := problems_of(
+            lambda: check_on_crash(on_crash), lambda: interpreter.run("look", LOOK_S)
+        ):
             raise ConfigError(problems)
         super().__init__(
             rollout="openenv",
             name=f"the environment {', '.join(_listed(server))}",
             tokenizer=tokenizer,
-            template=load_chat_template(tokenizer, "rollout.name=openenv", "conversations cannot be rendered without one"),
+            template=load_chat_template(
+                tokenizer, "rollout.name=openenv", "conversations cannot be rendered without one"
+            ),
             parser=find_parser(tool_parser, "rollout.args.tool_parser"),
-            worker=Worker(interpreter.command("serve"), interpreter.variables(), memory_mib, start_s),
+            worker=Worker(
+                interpreter.command("serve"), interpreter.variables(), memory_mib, start_s
+            ),
             deadline_s=deadline_s,
             on_crash=on_crash,
             max_calls=max_calls,
@@ -66,28 +97,51 @@ class OpenEnv(HubRollout):
 
 
 def write_rows(arguments: dict[str, Any], files: dict[str, Path]) -> str:
-    """Writes a row for each seed or task to `files`, split ("train", "eval") -> file. Returns how many. Raises ConfigError.
+    """Writes a row for each seed or task to `files`, split ("train", "eval") -> file.
+
+    Returns how many. Raises ConfigError.
 
     Args: arguments: rollout.args.
     """
     limit_s = arguments.get("start_s", 300.0)
-    asked = {name: arguments.get(name, default) for name, default in (("rows", _ROWS), ("system_prompt", ""), ("instructions", ""))}
+    asked = {
+        name: arguments.get(name, default)
+        for name, default in (("rows", _ROWS), ("system_prompt", ""), ("instructions", ""))
+    }
     own = {name: arguments[name] for name in ("python", "folder", "variables") if name in arguments}
     interpreter = _interpreter(
-        arguments["server"], {**asked, "start_s": limit_s}, **{"python": "python", "folder": None, "variables": {}, **own}
+        arguments["server"],
+        {**asked, "start_s": limit_s},
+        **{"python": "python", "folder": None, "variables": {}, **own},
     )
-    return interpreter.run("rows", limit_s, files={split: str(path.absolute()) for split, path in files.items()})
+    return interpreter.run(
+        "rows", limit_s, files={split: str(path.absolute()) for split, path in files.items()}
+    )
 
 
 def _listed(server: str | list[str]) -> list[str]:
     return [server] if isinstance(server, str) else server
 
 
-def _interpreter(server: str | list[str], asked: dict[str, Any], python: str, folder: str | None, variables: dict[str, str]) -> Interpreter:
+def _interpreter(
+    server: str | list[str],
+    asked: dict[str, Any],
+    python: str,
+    folder: str | None,
+    variables: dict[str, str],
+) -> Interpreter:
     """Raises ConfigError."""
     servers = _listed(server)
     if not servers:
-        raise ConfigError("rollout.args.server=[]: must name a server, or a list of them that serve the same environment")
+        raise ConfigError(
+            "rollout.args.server=[]: must name a server, or a list of them that serve the same "
+            "environment"
+        )
     return Interpreter(
-        "inside_openenv.py", python, f"rollout.args.server={', '.join(servers)}", {**asked, "servers": servers}, folder, variables
+        "inside_openenv.py",
+        python,
+        f"rollout.args.server={', '.join(servers)}",
+        {**asked, "servers": servers},
+        folder,
+        variables,
     )

@@ -29,7 +29,8 @@ from megarl.generator.completions import Sampling
 from megarl.rollouts.environments.base import RolloutContext
 from megarl.sandbox.jail import descendants
 
-# A process in another interpreter that plays episodes. It answers each JSON line of input with one line of output, in any order.
+# A process in another interpreter that plays episodes. It answers each JSON line of input with one
+# line of output, in any order.
 
 
 _MOST_LINE_BYTES = 1 << 26  # bound of a reply; each episode has at most 1 << 15
@@ -39,7 +40,10 @@ _EXIT_S = 5.0  # time from its last line to its exit
 
 
 class WorkerFailed(Exception):
-    """The process has ended without an answer, by itself or because it was killed. The message has the end of its standard error."""
+    """The process has ended without an answer, by itself or because it was killed.
+
+    The message has the end of its standard error.
+    """
 
 
 class NotStarted(WorkerFailed):
@@ -59,7 +63,10 @@ class _Process:
 
 @dataclass
 class Worker:
-    """A worker process. It starts at the first request, and again at the next request after it has ended."""
+    """A worker process.
+
+    It starts at the first request, and again at the next request after it has ended.
+    """
 
     command: Sequence[str]
     variables: dict[str, str]  # all environment variables of the process
@@ -70,8 +77,13 @@ class Worker:
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     async def ask(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        """The answer to a request. Kills the process if it is late: nothing else stops code that never awaits. Raises WorkerFailed."""
-        process, number = await self._started(), next(self._numbers)
+        """The answer to a request.
+
+        Kills the process if it is late: nothing else stops code that never awaits. Raises
+        WorkerFailed.
+        """
+        process = await self._started()
+        number = next(self._numbers)
         answer = process.waiting[number] = asyncio.get_running_loop().create_future()
         try:
             assert process.running.stdin is not None
@@ -124,9 +136,14 @@ class Worker:
         return process
 
     def _limit(self, pid: int) -> None:
-        """Sets limits from outside, since it is unsafe to run code between fork and exec while other threads run."""
+        """Sets limits from outside, since it is unsafe to run code between fork and exec while
+        other threads run.
+        """
         _, most_bytes = resource.getrlimit(resource.RLIMIT_DATA)
-        limit_bytes = min(self.memory_mib << 20, _NO_LIMIT_BYTES if most_bytes == resource.RLIM_INFINITY else most_bytes)
+        limit_bytes = min(
+            self.memory_mib << 20,
+            _NO_LIMIT_BYTES if most_bytes == resource.RLIM_INFINITY else most_bytes,
+        )
         with contextlib.suppress(ProcessLookupError):  # it has ended already
             resource.prlimit(pid, resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
@@ -139,7 +156,9 @@ class Worker:
                 told = json.loads(line)
                 if "ready" in told:
                     process.ready.set()
-                elif (waiting := process.waiting.get(told["id"])) is not None and not waiting.done():
+                elif (
+                    waiting := process.waiting.get(told["id"])
+                ) is not None and not waiting.done():
                     waiting.set_result(told)
         except (ValueError, LookupError, TypeError) as error:
             why = f"it wrote what cannot be read: {error!r}"[:500]
@@ -152,15 +171,20 @@ class Worker:
             del process.errors[:-_TAIL_BYTES]
 
     def _begin_end(self, process: _Process, why: str) -> asyncio.Task[None]:
-        process.ending = process.ending or asyncio.create_task(self._kill(process, why), name="end of a worker")
+        process.ending = process.ending or asyncio.create_task(
+            self._kill(process, why), name="end of a worker"
+        )
         return process.ending
 
     async def _end(self, process: _Process, why: str) -> None:
         await asyncio.shield(self._begin_end(process, why))
 
     async def _kill(self, process: _Process, why: str) -> None:
-        """Kills its whole session, and processes that it has started in other sessions. Whoever waits for it gets `why`. If `why` is empty,
-        the process has ended by itself, and its exit status is the reason."""
+        """Kills its whole session, and processes that it has started in other sessions.
+
+        Whoever waits for it gets `why`. If `why` is empty, the process has ended by itself, and its
+        exit status is the reason.
+        """
         if not why:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.running.wait(), _EXIT_S)
@@ -172,7 +196,8 @@ class Worker:
                 each.kill()
         status = await process.running.wait()
         printed, reads = process.tasks
-        await asyncio.wait({printed}, timeout=1.0)  # a process that has left the session may hold the pipe open
+        # a process that has left the session may hold the pipe open
+        await asyncio.wait({printed}, timeout=1.0)
         for task in (printed, reads):
             task.cancel()
         errors = process.errors.decode(errors="replace").strip()
@@ -185,7 +210,10 @@ class Worker:
 
 
 def variables_for(python: str, own: dict[str, str]) -> dict[str, str]:
-    """The environment variables of a worker. From the run's it has only the places of programs and data caches, not keys."""
+    """The environment variables of a worker.
+
+    From the run's it has only the places of programs and data caches, not keys.
+    """
     path = f"{Path(python).parent}:{os.environ.get('PATH', os.defpath)}"
     return {"PATH": path, "LANG": "C.UTF-8", "HOME": os.environ.get("HOME", "/"), **own}
 
@@ -196,21 +224,36 @@ def variables_for(python: str, own: dict[str, str]) -> dict[str, str]:
 class Interpreter:
     """Runs `program`, a file of this folder.
 
-    Args: asked: the request of the program, as JSON. key: the setting that begins messages. folder: modules in it can be imported there.
-    variables: its environment variables, besides PATH and HOME.
+    Args: asked: the request of the program, as JSON. key: the setting that begins messages. folder:
+    modules in it can be imported there. variables: its environment variables, besides PATH and
+    HOME.
     """
 
     def __init__(
-        self, program: str, python: str, key: str, asked: dict[str, Any], folder: str | None, variables: dict[str, str] | None = None
+        self,
+        program: str,
+        python: str,
+        key: str,
+        asked: dict[str, Any],
+        folder: str | None,
+        variables: dict[str, str] | None = None,
     ):
         """Raises: ConfigError if there is no such interpreter or folder."""
         found = shutil.which(os.path.expanduser(python))
-        problems = [] if folder is None or Path(folder).is_dir() else [f"rollout.args.folder={folder}: there is no such folder"]
+        problems = (
+            []
+            if folder is None or Path(folder).is_dir()
+            else [f"rollout.args.folder={folder}: there is no such folder"]
+        )
         problems += [] if found else [f"rollout.args.python={python}: there is no such program"]
         if problems or found is None:
             raise ConfigError(problems)
-        self._key, self._python, self._program = key, os.path.abspath(found), str(Path(__file__).with_name(program))
-        self._asked, self._folder, self._own = asked, folder, variables or {}
+        self._key = key
+        self._python = os.path.abspath(found)
+        self._program = str(Path(__file__).with_name(program))
+        self._asked = asked
+        self._folder = folder
+        self._own = variables or {}
 
     def command(self, do: str, **more: Any) -> list[str]:
         return [self._python, "-u", self._program, json.dumps({"do": do, **self._asked, **more})]
@@ -222,26 +265,36 @@ class Interpreter:
         return variables_for(self._python, {**self._own, **found})
 
     def run(self, do: str, limit_s: float, **more: Any) -> str:
-        """The program's output. Raises ConfigError with the last line of its errors if it fails. Processes that it has started end with it,
-        even if they keep a pipe open."""
+        """The program's output.
+
+        Raises ConfigError with the last line of its errors if it fails. Processes that it has
+        started end with it, even if they keep a pipe open.
+        """
         with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as errors:
             status = self._status(self.command(do, **more), limit_s, printed, errors)
-            told, wrong = _written(printed), _written(errors)
+            told = _written(printed)
+            wrong = _written(errors)
         if status:
             last = (wrong.strip().splitlines() or [f"it ended with status {status}"])[-1]
             raise ConfigError(f"{self._key}, with {self._python}: {last}")
         return told
 
-    def _status(self, command: list[str], limit_s: float, printed: IO[bytes], errors: IO[bytes]) -> int:
+    def _status(
+        self, command: list[str], limit_s: float, printed: IO[bytes], errors: IO[bytes]
+    ) -> int:
         files = {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": errors}
         try:
-            running = subprocess.Popen(command, env=self.variables(), cwd="/", start_new_session=True, **files)
+            running = subprocess.Popen(
+                command, env=self.variables(), cwd="/", start_new_session=True, **files
+            )
         except (OSError, ValueError) as error:  # arguments are too long, or variables are invalid
             raise ConfigError(f"{self._key}: {self._python} cannot be started: {error}") from None
         try:
             return running.wait(limit_s)
         except subprocess.TimeoutExpired:
-            raise ConfigError(f"{self._key}: {self._python} did not answer within {limit_s:g} s") from None
+            raise ConfigError(
+                f"{self._key}: {self._python} did not answer within {limit_s:g} s"
+            ) from None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(running.pid, signal.SIGKILL)
@@ -265,12 +318,15 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 @dataclass(eq=False)
 class HubRollout(Player):
-    """The environment defines rows, turns and reward; a process in another interpreter plays its episodes. If that process fails, or an
-    episode has sampled nothing, all episodes of the prompt are played again."""
+    """The environment defines rows, turns and reward; a process in another interpreter plays its
+    episodes. If that process fails, or an episode has sampled nothing, all episodes of the prompt
+    are played again.
+    """
 
     worker: Worker
     deadline_s: float
-    grace_s: float = 15.0  # extra time in which the worker reports episodes that it has cut at their deadline
+    # extra time in which the worker reports episodes that it has cut at their deadline
+    grace_s: float = 15.0
 
     failures = ("environment", "deadline", "reward", "worker", UNANSWERED)
 
@@ -282,24 +338,35 @@ class HubRollout(Player):
         await self.worker.close()
         await super().close()
 
-    async def play(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Played]:
+    async def play(
+        self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int
+    ) -> list[Played]:
         episodes, told = await self._attempt(context, prompt, sampling, n)
-        return [self._score(prompt, episode, each) for episode, each in zip(episodes, told, strict=True)]
+        return [
+            self._score(prompt, episode, each) for episode, each in zip(episodes, told, strict=True)
+        ]
 
     async def _attempt(
         self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int
     ) -> tuple[list[Episode], list[dict[str, Any]]]:
-        """The episodes and the worker's reports, from the first attempt that succeeds or the last. A row whose first call has no room is
-        not tried again."""
+        """The episodes and the worker's reports, from the first attempt that succeeds or the last.
+
+        A row whose first call has no room is not tried again.
+        """
         left = self.retries
         while True:
             episodes = [self.episode(context, sampling, index) for index in range(n)]
             try:
-                told, failed = await self._ask(episodes, prompt), False
+                told = await self._ask(episodes, prompt)
+                failed = False
             except WorkerFailed as failure:
                 if isinstance(failure, NotStarted) and not left:
-                    raise RuntimeError(f"{self.name} could not be started in {self.retries + 1} attempts: {failure}") from failure
-                told, failed = [{"kind": "worker", "error": str(failure)}] * n, True
+                    raise RuntimeError(
+                        f"{self.name} could not be started in {self.retries + 1} attempts: "
+                        f"{failure}"
+                    ) from failure
+                told = [{"kind": "worker", "error": str(failure)}] * n
+                failed = True
             silent = [episode for episode in episodes if not episode.tree.turns]
             hopeless = any(episode.counts["out_of_room"] for episode in silent)
             if not left or (not failed and (not silent or hopeless)):
@@ -307,17 +374,26 @@ class HubRollout(Player):
             left -= 1
 
     async def _ask(self, episodes: list[Episode], prompt: Prompt) -> list[dict[str, Any]]:
-        """The worker's report on each episode. Raises WorkerFailed, or the error of a failed call."""
+        """The worker's report on each episode.
+
+        Raises WorkerFailed, or the error of a failed call.
+        """
         async with contextlib.AsyncExitStack() as context:
-            async with self._entering:  # one prompt at a time, so that two prompts cannot each hold places that the other needs
+            # one prompt at a time, so that two prompts cannot each hold places that the other needs
+            async with self._entering:
                 for _ in range(min(len(episodes), self.at_once)):
                     await context.enter_async_context(self._places)
-            served = [await context.enter_async_context(self._endpoint.serving(episode, None)) for episode in episodes]
+            served = [
+                await context.enter_async_context(self._endpoint.serving(episode, None))
+                for episode in episodes
+            ]
             request = {
                 "row": prompt.row,
                 "model": MODEL,
                 "deadline_s": self.deadline_s,
-                "episodes": [{"url": f"http://127.0.0.1:{port}/v1", "key": key} for key, port, *_ in served],
+                "episodes": [
+                    {"url": f"http://127.0.0.1:{port}/v1", "key": key} for key, port, *_ in served
+                ],
             }
             asking = asyncio.ensure_future(self.worker.ask(request, self.deadline_s + self.grace_s))
             failures = [each.failed for each in served]
@@ -332,15 +408,23 @@ class HubRollout(Player):
                 await asyncio.wait({asking})
 
     def _score(self, prompt: Prompt, episode: Episode, told: dict[str, Any]) -> Played:
-        kind, why = told.get("kind", ""), told.get("error", "")
+        kind = told.get("kind", "")
+        why = told.get("error", "")
         if not episode.tree.turns:
-            kind, why = UNANSWERED, self.unanswered(prompt, episode, why)
+            kind = UNANSWERED
+            why = self.unanswered(prompt, episode, why)
         if not kind:
             reward = {"reward": told["reward"], **told["metrics"]}
             form = f"finite numbers, with at most {MOST_METRICS} names"
             try:
-                return self.played(episode, *numbers(reward, f"its reward and metrics are not all {form}: {str(reward)[:200]}"))
+                return self.played(
+                    episode,
+                    *numbers(
+                        reward, f"its reward and metrics are not all {form}: {str(reward)[:200]}"
+                    ),
+                )
             except NoReward as error:
-                kind, why = "reward", str(error)
+                kind = "reward"
+                why = str(error)
         self.tell(prompt, why)
         return self.played(episode, self.failed(kind, why), {})

@@ -1,22 +1,37 @@
-"""Environments of PrimeIntellect's package `verifiers`, in a separate interpreter that has their packages (docs/agents.md)."""
+"""Environments of PrimeIntellect's package `verifiers`, in a separate interpreter that has their
+packages (docs/agents.md).
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, Literal
 
-from megarl.agents.hubs.rollout import LOOK_S, Count, HubRollout, Interpreter, Positive, Seconds, Share, Worker
+from megarl.agents.hubs.rollout import (
+    LOOK_S,
+    Count,
+    HubRollout,
+    Interpreter,
+    Positive,
+    Seconds,
+    Share,
+    Worker,
+)
 from megarl.agents.player import check_on_crash
 from megarl.config.errors import ConfigError, problems_of
 from megarl.data.chat import load_chat_template
 from megarl.data.tokenizer import Tokenizer
 from megarl.generator.tool_parsers import find_parser
 
-_Rows = dict[Literal["train", "eval"], dict[str, Any]]  # split -> which tasks of a taskset it has (verifiers from 0.4 on)
+# split -> which tasks of a taskset it has (verifiers from 0.4 on)
+_Rows = dict[Literal["train", "eval"], dict[str, Any]]
 
 
 class Verifiers(HubRollout):
-    """The environment provides tools, state and rubric. One process loads it once and plays all episodes."""
+    """The environment provides tools, state and rubric.
+
+    One process loads it once and plays all episodes.
+    """
 
     def __init__(
         self,
@@ -38,17 +53,25 @@ class Verifiers(HubRollout):
         retries: Count = 2,
         max_unanswered: Share = 0.1,
     ):
-        """Raises: ConfigError with all problems of the arguments, also if the interpreter lacks the environment."""
+        """Raises: ConfigError with all problems of the arguments, also if the interpreter lacks the
+        environment.
+        """
         interpreter = _interpreter(python, environment, args, rows, folder, variables)
-        if problems := problems_of(lambda: check_on_crash(on_crash), lambda: interpreter.run("look", LOOK_S)):
+        if problems := problems_of(
+            lambda: check_on_crash(on_crash), lambda: interpreter.run("look", LOOK_S)
+        ):
             raise ConfigError(problems)
         super().__init__(
             rollout="verifiers",
             name=f"the environment {environment}",
             tokenizer=tokenizer,
-            template=load_chat_template(tokenizer, "rollout.name=verifiers", "conversations cannot be rendered without one"),
+            template=load_chat_template(
+                tokenizer, "rollout.name=verifiers", "conversations cannot be rendered without one"
+            ),
             parser=find_parser(tool_parser, "rollout.args.tool_parser"),
-            worker=Worker(interpreter.command("serve"), interpreter.variables(), memory_mib, start_s),
+            worker=Worker(
+                interpreter.command("serve"), interpreter.variables(), memory_mib, start_s
+            ),
             deadline_s=deadline_s,
             on_crash=on_crash,
             max_calls=max_calls,
@@ -59,17 +82,37 @@ class Verifiers(HubRollout):
 
 
 def write_rows(arguments: dict[str, Any], files: dict[str, Path]) -> str:
-    """Writes the environment's rows to `files`, split ("train", "eval") -> file. Returns how many. Raises ConfigError.
+    """Writes the environment's rows to `files`, split ("train", "eval") -> file.
+
+    Returns how many. Raises ConfigError.
 
     Args: arguments: rollout.args.
     """
-    own = {name: arguments[name] for name in ("python", "environment", "args", "rows", "folder", "variables") if name in arguments}
-    interpreter = _interpreter(**{"python": "python", "args": {}, "rows": {}, "folder": None, "variables": {}, **own})
-    return interpreter.run("rows", arguments.get("start_s", 300.0), files={split: str(path.absolute()) for split, path in files.items()})
+    own = {
+        name: arguments[name]
+        for name in ("python", "environment", "args", "rows", "folder", "variables")
+        if name in arguments
+    }
+    interpreter = _interpreter(
+        **{"python": "python", "args": {}, "rows": {}, "folder": None, "variables": {}, **own}
+    )
+    return interpreter.run(
+        "rows",
+        arguments.get("start_s", 300.0),
+        files={split: str(path.absolute()) for split, path in files.items()},
+    )
 
 
 def _interpreter(
-    python: str, environment: str, args: dict[str, Any], rows: _Rows, folder: str | None, variables: dict[str, str]
+    python: str,
+    environment: str,
+    args: dict[str, Any],
+    rows: _Rows,
+    folder: str | None,
+    variables: dict[str, str],
 ) -> Interpreter:
-    asked, key = {"environment": environment, "args": args, "rows": rows}, f"rollout.args.environment={environment}"
-    return Interpreter("inside_verifiers.py", python, key, asked, folder, {"VF_LOG_LEVEL": "ERROR", **variables})
+    asked = {"environment": environment, "args": args, "rows": rows}
+    key = f"rollout.args.environment={environment}"
+    return Interpreter(
+        "inside_verifiers.py", python, key, asked, folder, {"VF_LOG_LEVEL": "ERROR", **variables}
+    )

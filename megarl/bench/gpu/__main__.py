@@ -1,7 +1,8 @@
 """Runs every part in its own process, one after the other, and writes the results.
 
-A part has a deadline. If it fails or is late, the page shows its error and the rows that it had; the other parts still run. Exit status: 0
-if all parts succeeded, 1 if a part failed, 2 if this machine lacks something.
+A part has a deadline. If it fails or is late, the page shows its error and the rows that it had;
+the other parts still run. Exit status: 0 if all parts succeeded, 1 if a part failed, 2 if this
+machine lacks something.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ def machine(rehearse: bool) -> dict[str, str]:
     """The machine, and the versions of the software."""
     import torch
 
-    found = {"megarl": f"{megarl.__version__}, commit {commit()}", "python": platform.python_version(), "torch": torch.__version__}
+    found = {
+        "megarl": f"{megarl.__version__}, commit {commit()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
     for name in ("triton", "numpy", "megatron-core", *OF_PEERS):
         if (version := installed(name)) or name not in OF_PEERS:
             found[name] = version or "not found"
@@ -50,7 +55,9 @@ def machine(rehearse: bool) -> dict[str, str]:
         found["multiprocessors"] = str(properties.multi_processor_count)
         found["compute capability"] = f"{properties.major}.{properties.minor}"
         found["cuda"] = str(torch.version.cuda)
-        found["driver"] = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
+        found["driver"] = output_of(
+            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+        ).split("\n")[0]
     return found
 
 
@@ -60,7 +67,9 @@ def commit() -> str:
         return told
     root = Path(megarl.__file__).resolve().parents[1]
     dirty = " with changes" if output_of("git", "-C", str(root), "status", "--porcelain") else ""
-    return (output_of("git", "-C", str(root), "rev-parse", "--short=12", "HEAD") or "unknown") + dirty
+    return (
+        output_of("git", "-C", str(root), "rev-parse", "--short=12", "HEAD") or "unknown"
+    ) + dirty
 
 
 def installed(name: str) -> str:
@@ -73,7 +82,9 @@ def installed(name: str) -> str:
 def output_of(*command: str) -> str:
     """The output of a program; empty if it is missing or fails."""
     try:
-        return subprocess.run(command, capture_output=True, timeout=20, encoding="utf-8", errors="replace").stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, timeout=20, encoding="utf-8", errors="replace"
+        ).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
 
@@ -81,12 +92,18 @@ def output_of(*command: str) -> str:
 def page(report: dict[str, Any]) -> str:
     names = report["machine"]
     lines = [f"# MegaRL on {names.get('gpu', 'a CPU: a rehearsal, whose times mean nothing')}", ""]
-    lines += [f"{report['date']}, {report.get('seconds', 0):.0f} s. " + ", ".join(f"{name} {value}" for name, value in names.items()) + "."]
+    lines += [
+        f"{report['date']}, {report.get('seconds', 0):.0f} s. "
+        + ", ".join(f"{name} {value}" for name, value in names.items())
+        + "."
+    ]
     for part in report["parts"].values():
         lines += ["", f"## {part['title']}: {part['status']}, {part['seconds']:.0f} s", ""]
         if part["error"]:
             lines += ["```", part["error"], "```", ""]
-        lines += table([{key: value for key, value in row.items() if key != "failed"} for row in part["rows"]])
+        lines += table(
+            [{key: value for key, value in row.items() if key != "failed"} for row in part["rows"]]
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -94,8 +111,16 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     if not columns:
         return ["Nothing was measured."]
-    head = ["| " + " | ".join(column.replace("_per_s", "/s").replace("_", " ") for column in columns) + " |", "|---" * len(columns) + "|"]
-    return head + ["| " + " | ".join(cell(column, row.get(column)) for column in columns) + " |" for row in rows]
+    head = [
+        "| "
+        + " | ".join(column.replace("_per_s", "/s").replace("_", " ") for column in columns)
+        + " |",
+        "|---" * len(columns) + "|",
+    ]
+    return head + [
+        "| " + " | ".join(cell(column, row.get(column)) for column in columns) + " |"
+        for row in rows
+    ]
 
 
 def cell(column: str, value: Any) -> str:
@@ -104,7 +129,13 @@ def cell(column: str, value: Any) -> str:
     if isinstance(value, float):
         if column == "fraction":
             return f"{value:.1%}"
-        return f"{value:.1e}" if column == "error" else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+        return (
+            f"{value:.1e}"
+            if column == "error"
+            else f"{value:,.4g}"
+            if abs(value) < 1e4
+            else f"{value:,.0f}"
+        )
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
@@ -120,8 +151,12 @@ class Part:
 PARTS = {
     "environment": Part("Environment", "megarl.bench.gpu.environment:run", 60),
     "loop": Part("A run, bf16 engine", "megarl.bench.gpu.loop:run", 170, ("bf16",)),
-    "writes": Part("Direct writes between two processes", "megarl.bench.gpu.writes:run", 40, ("unquantised",)),
-    "writes-fp8": Part("Direct writes, quantised in flight", "megarl.bench.gpu.writes:run", 40, ("fp8_block",)),
+    "writes": Part(
+        "Direct writes between two processes", "megarl.bench.gpu.writes:run", 40, ("unquantised",)
+    ),
+    "writes-fp8": Part(
+        "Direct writes, quantised in flight", "megarl.bench.gpu.writes:run", 40, ("fp8_block",)
+    ),
     "kernels": Part("Kernels", "megarl.bench.gpu.kernels:run", 110),
     "loop-fp8": Part("A run, fp8 engine", "megarl.bench.gpu.loop:run", 110, ("fp8",)),
     "trainer-1B": Part("Trainer, Llama 1B", "megarl.bench.gpu.trainer:run", 70, ("1B",)),
@@ -136,19 +171,45 @@ ERROR_CHARACTERS = 3000
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="megarl.bench.gpu", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--output", metavar="DIR", default="runs/gpu", help="folder of gpu.json and gpu.md; default: runs/gpu")
-    parser.add_argument("--parts", metavar="NAME,…", default=",".join(PARTS), help=f"only these; default: {', '.join(PARTS)}")
-    parser.add_argument("--rehearse", action="store_true", help="every part at toy sizes on the CPU: shows that all is there, no speed")
-    parser.add_argument("--one", metavar="ROWS", help=argparse.SUPPRESS)  # for a part's own process: its program and arguments follow
-    parser.add_argument("--deadline", type=float, default=math.inf, help=argparse.SUPPRESS)  # of a part's own process, in seconds
+    parser = argparse.ArgumentParser(
+        prog="megarl.bench.gpu", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        default="runs/gpu",
+        help="folder of gpu.json and gpu.md; default: runs/gpu",
+    )
+    parser.add_argument(
+        "--parts",
+        metavar="NAME,…",
+        default=",".join(PARTS),
+        help=f"only these; default: {', '.join(PARTS)}",
+    )
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="every part at toy sizes on the CPU: shows that all is there, no speed",
+    )
+    # for a part's own process: its program and arguments follow
+    parser.add_argument("--one", metavar="ROWS", help=argparse.SUPPRESS)
+    # of a part's own process, in seconds
+    parser.add_argument("--deadline", type=float, default=math.inf, help=argparse.SUPPRESS)
     parser.add_argument("program", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        return run_part(*options.program, rehearse=options.rehearse, rows=Path(options.one), deadline_s=options.deadline)
+        return run_part(
+            *options.program,
+            rehearse=options.rehearse,
+            rows=Path(options.one),
+            deadline_s=options.deadline,
+        )
     names = [name.strip() for name in options.parts.split(",") if name.strip()]
     if unknown := [name for name in names if name not in PARTS]:
-        print(f"megarl.bench.gpu: --parts {','.join(unknown)}: choose from {', '.join(PARTS)}", file=sys.stderr)
+        print(
+            f"megarl.bench.gpu: --parts {','.join(unknown)}: choose from {', '.join(PARTS)}",
+            file=sys.stderr,
+        )
         return 2
     if not options.rehearse and (lacking := without_gpu()):
         print(f"megarl.bench.gpu: {lacking}", file=sys.stderr)
@@ -157,16 +218,23 @@ def main() -> int:
     output = Path(options.output)
     output.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    report: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "rehearsal": options.rehearse}
+    report: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "rehearsal": options.rehearse,
+    }
     report |= {"machine": machine(options.rehearse), "parts": {}}
     for name in names:
         print(f"{PARTS[name].title} …", end=" ", flush=True)
         slower = REHEARSED_SLOWER if options.rehearse else 1
         left_s = began + slower * TOTAL_S - time.monotonic()
-        found = report["parts"][name] = {"title": PARTS[name].title} | supervise(name, options.rehearse, left_s)
+        found = report["parts"][name] = {"title": PARTS[name].title} | supervise(
+            name, options.rehearse, left_s
+        )
         report["seconds"] = round(time.monotonic() - began, 1)
         print(
-            found["status"] + f" in {found['seconds']:.0f} s" + (f": {found['error'].splitlines()[-1]}" if found["error"] else ""),
+            found["status"]
+            + f" in {found['seconds']:.0f} s"
+            + (f": {found['error'].splitlines()[-1]}" if found["error"] else ""),
             flush=True,
         )
         (output / "gpu.json").write_text(
@@ -182,46 +250,101 @@ def without_gpu() -> str:
     import torch
 
     if torch.version.cuda is None:
-        return f"PyTorch {torch.__version__} of {sys.executable} is built without CUDA; name a Python whose PyTorch has it"
-    return "" if torch.cuda.is_available() else "no NVIDIA GPU can be used here: torch.cuda.is_available() is False"
+        return (
+            f"PyTorch {torch.__version__} of {sys.executable} is built without CUDA; name a "
+            "Python whose PyTorch has it"
+        )
+    return (
+        ""
+        if torch.cuda.is_available()
+        else "no NVIDIA GPU can be used here: torch.cuda.is_available() is False"
+    )
 
 
 def supervise(name: str, rehearse: bool, left_s: float = TOTAL_S) -> dict[str, Any]:
-    """Runs one part in its own process group, within `left_s`. Returns its rows and how it ended."""
+    """Runs one part in its own process group, within `left_s`.
+
+    Returns its rows and how it ended.
+    """
     part = PARTS[name]
     began = time.monotonic()
     deadline_s = min((REHEARSED_SLOWER if rehearse else 1) * part.deadline_s, left_s)
     if left_s < LEAST_S:
-        return {"status": "not run", "seconds": 0.0, "error": f"the parts before it took {TOTAL_S / 60:.0f} minutes", "rows": []}
+        return {
+            "status": "not run",
+            "seconds": 0.0,
+            "error": f"the parts before it took {TOTAL_S / 60:.0f} minutes",
+            "rows": [],
+        }
     with tempfile.TemporaryDirectory(prefix="megarl-gpu-") as folder:
-        rows, log = Path(folder) / "rows.jsonl", Path(folder) / "log"
-        command = [sys.executable, "-P", "-m", "megarl.bench.gpu", "--one", str(rows), "--deadline", str(deadline_s)]
+        rows = Path(folder) / "rows.jsonl"
+        log = Path(folder) / "log"
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "megarl.bench.gpu",
+            "--one",
+            str(rows),
+            "--deadline",
+            str(deadline_s),
+        ]
         command += [part.program, *part.arguments]
         environment = dict(os.environ, PYTHONUNBUFFERED="1")
         if rehearse:
             command.append("--rehearse")
-            environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+            environment |= {
+                "TRITON_INTERPRET": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+                "OMP_NUM_THREADS": "1",
+            }
         elif importlib.util.find_spec(torch_kernels.PACKAGE) is None:
             environment |= {torch_kernels.TORCH_KERNELS: "1"}
-        if not installed("torch").startswith(SGLANG_TORCH):  # its prefix tree in Rust then takes tensors for others
+        # its prefix tree in Rust then takes tensors for others
+        if not installed("torch").startswith(SGLANG_TORCH):
             environment |= {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
         with open(log, "wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
             try:
                 process.wait(deadline_s)
-                status, error = ("ok", "") if process.returncode == 0 else ("failed", f"exit status {process.returncode}")
+                status, error = (
+                    ("ok", "")
+                    if process.returncode == 0
+                    else ("failed", f"exit status {process.returncode}")
+                )
             except subprocess.TimeoutExpired:
-                status, error = "late", f"not done within {deadline_s:.0f} s; the rows show what was done"
+                status = "late"
+                error = f"not done within {deadline_s:.0f} s; the rows show what was done"
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # with all processes that it started
                 process.wait()
-        found = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()] if rows.exists() else []
-        last_words = log.read_text(errors="replace", encoding="utf-8")[-ERROR_CHARACTERS:].strip() if status != "ok" else ""
+        found = (
+            [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+            if rows.exists()
+            else []
+        )
+        last_words = (
+            log.read_text(errors="replace", encoding="utf-8")[-ERROR_CHARACTERS:].strip()
+            if status != "ok"
+            else ""
+        )
     if wrong := [row["failed"] for row in found if row.get("failed")]:
-        status, last_words = "failed", "\n".join(wrong)
+        status = "failed"
+        last_words = "\n".join(wrong)
     error = "\n".join(filter(None, (error if status != "ok" else "", last_words)))
-    return {"status": status, "seconds": round(time.monotonic() - began, 1), "error": error, "rows": found}
+    return {
+        "status": status,
+        "seconds": round(time.monotonic() - began, 1),
+        "error": error,
+        "rows": found,
+    }
 
 
 def run_part(program: str, *arguments: str, rehearse: bool, rows: Path, deadline_s: float) -> int:

@@ -28,7 +28,13 @@ def run(bench: Bench) -> None:
     bench.emit({"what": "free in /dev/shm, GB", "measured": memory / 1e9})
     for finding in look(node(bench.cuda)):
         if finding.state == LACKS:
-            bench.emit({"what": finding.what, "note": finding.found, "failed": f"{finding.what}: {finding.found}"})
+            bench.emit(
+                {
+                    "what": finding.what,
+                    "note": finding.found,
+                    "failed": f"{finding.what}: {finding.found}",
+                }
+            )
     cpu_support.install()
     for module in MODULES:
         began = time.perf_counter()
@@ -39,5 +45,8 @@ def run(bench: Bench) -> None:
         else:
             bench.emit({"what": f"import {module}, s", "measured": time.perf_counter() - began})
     if bench.cuda:
-        shown = subprocess.run(["nvidia-smi", "--query-gpu=name,memory.used,compute_mode", "--format=csv,noheader"], capture_output=True)
+        shown = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name,memory.used,compute_mode", "--format=csv,noheader"],
+            capture_output=True,
+        )
         bench.emit({"what": "nvidia-smi", "note": shown.stdout.decode(errors="replace").strip()})

@@ -1,8 +1,10 @@
-"""The kernels: checked against their references, then timed beside a measured ceiling and beside other implementations.
+"""The kernels: checked against their references, then timed beside a measured ceiling and beside
+other implementations.
 
-`fraction` is the achieved fraction of the ceiling. For kernels that move memory: the least bytes (each input read once, each output written
-once) over the time, relative to the measured copy bandwidth. For kernels that multiply matrices: the unavoidable floating-point operations
-over the time, relative to a measured matrix product. Tensors are larger than the L2 cache.
+`fraction` is the achieved fraction of the ceiling. For kernels that move memory: the least bytes
+(each input read once, each output written once) over the time, relative to the measured copy
+bandwidth. For kernels that multiply matrices: the unavoidable floating-point operations over the
+time, relative to a measured matrix product. Tensors are larger than the L2 cache.
 """
 
 from __future__ import annotations
@@ -32,9 +34,11 @@ from megarl.kernels import (
 )
 from megarl.kernels.quantise_rules import BLOCK, CHANNEL, E4M3_MAX, TENSOR, Rule
 
-# Checks the Triton kernels against their torch references, at shapes that cut tiles, rows and vocabularies anywhere.
+# Checks the Triton kernels against their torch references, at shapes that cut tiles, rows and
+# vocabularies anywhere.
 #
-# Each check raises AssertionError. On a CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1), at smaller shapes.
+# Each check raises AssertionError. On a CPU the kernels run in Triton's interpreter
+# (TRITON_INTERPRET=1), at smaller shapes.
 
 
 # shapes of Llama 405B at TP8, of DeepSeek's kv_a, and ragged ones
@@ -45,7 +49,9 @@ TOY_SHAPES = [(130, 140), (20, 300), (1, 1)]
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bit for bit."""
-    return torch.equal(a.contiguous().view(torch.uint8).cpu(), b.contiguous().view(torch.uint8).cpu())
+    return torch.equal(
+        a.contiguous().view(torch.uint8).cpu(), b.contiguous().view(torch.uint8).cpu()
+    )
 
 
 def random(*shape: int, device: torch.device, seed: int = 0) -> torch.Tensor:
@@ -71,25 +77,41 @@ def quantises_as_the_cpu_does(device: torch.device, toy: bool) -> None:
 
 
 def every_number_by_every_scale(device: torch.device, toy: bool) -> None:
-    """All finite bf16 numbers, in tiles whose amax takes every significand. Each tile has 2^16 numbers up to its amax."""
+    """All finite bf16 numbers, in tiles whose amax takes every significand.
+
+    Each tile has 2^16 numbers up to its amax.
+    """
     every = torch.arange(0x7F80, dtype=torch.int16, device=device)
     for significand in (0, 93) if toy else range(128):
-        row = torch.minimum(every, torch.tensor(0x4000 | significand, dtype=torch.int16, device=device))  # 2 to 4
+        # 2 to 4
+        row = torch.minimum(
+            every, torch.tensor(0x4000 | significand, dtype=torch.int16, device=device)
+        )
         x = torch.stack([row, row | -0x8000]).view(-1, 128).view(torch.bfloat16)
-        scales = (x.max().float() / torch.tensor(448.0, device=device)).expand(BLOCK.scale_shape(tuple(x.shape)))
+        scales = (x.max().float() / torch.tensor(448.0, device=device)).expand(
+            BLOCK.scale_shape(tuple(x.shape))
+        )
         wanted = quantise.quantise_with(x.cpu(), 0, 0, scales.cpu(), BLOCK)
-        assert equal(quantise_triton.quantise_with(x, 0, 0, scales, BLOCK), wanted), f"significand {significand}"
+        assert equal(quantise_triton.quantise_with(x, 0, 0, scales, BLOCK), wanted), (
+            f"significand {significand}"
+        )
 
 
 def quantises_boxes_that_cut_tiles(device: torch.device, toy: bool) -> None:
     rows, cols = (300, 400) if toy else (2000, 3000)
     x = random(rows, cols, device=device).bfloat16()
     wanted = quantise.quantise(x.cpu(), BLOCK, "x")
-    for box in (Box((37, 101), (rows // 2, cols // 3)), Box((128, 128), (128, 128)), Box((rows - 1, 0), (1, cols))):
+    for box in (
+        Box((37, 101), (rows // 2, cols // 3)),
+        Box((128, 128), (128, 128)),
+        Box((rows - 1, 0), (1, cols)),
+    ):
         part, tiles, (row, col) = x[box.slices()], BLOCK.tiles(box), box.start
         amax = quantise_triton.tile_amax(part, row, col, BLOCK, "x")
         assert equal(amax, quantise.tile_amax(part.cpu(), row, col, BLOCK, "x")), f"amax of {box}"
-        codes = quantise_triton.quantise_with(part, row, col, wanted[1][tiles.slices()].to(device), BLOCK)
+        codes = quantise_triton.quantise_with(
+            part, row, col, wanted[1][tiles.slices()].to(device), BLOCK
+        )
         assert equal(codes, wanted[0][box.slices()]), f"codes of {box}"
 
 
@@ -108,14 +130,22 @@ def refuses_nan_and_infinity(device: torch.device, toy: bool) -> None:
 def hashes_as_the_cpu_does(device: torch.device, toy: bool) -> None:
     rows, cols = (40, 600) if toy else (4100, 3000)
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
-        x = torch.randint(0, 256, (rows, cols * dtype.itemsize), dtype=torch.uint8, device=device).view(dtype)
-        boxes = Box((0, 0), (rows, cols)), Box((7, 9), (rows // 2, cols // 2)), Box((rows - 1, 0), (1, cols))
+        x = torch.randint(
+            0, 256, (rows, cols * dtype.itemsize), dtype=torch.uint8, device=device
+        ).view(dtype)
+        boxes = (
+            Box((0, 0), (rows, cols)),
+            Box((7, 9), (rows // 2, cols // 2)),
+            Box((rows - 1, 0), (1, cols)),
+        )
         hashes = audit.Hashes()
         hashes.add("x", x[:, :7], Box((0, 0), (rows, 7)), (rows, cols))
         hashes.add("x", x[:, 7:], Box((0, 7), (rows, cols - 7)), (rows, cols))
         assert hashes.totals() == {"x": audit.hash_tensor(x.cpu())}, f"{dtype}, in two parts"
         for values, start in [*((x[box.slices()], box.start) for box in boxes), (x.t(), (5, 6))]:
-            assert audit_triton.hash_box(values, *start) == audit.hash_box(values.cpu(), *start), f"{dtype}, {tuple(values.shape)}"
+            assert audit_triton.hash_box(values, *start) == audit.hash_box(values.cpu(), *start), (
+                f"{dtype}, {tuple(values.shape)}"
+            )
 
 
 def logprobs_and_entropy_of_a_slice(device: torch.device, toy: bool) -> None:
@@ -126,7 +156,10 @@ def logprobs_and_entropy_of_a_slice(device: torch.device, toy: bool) -> None:
         wanted = chunked_logprobs.local_forward(logits.clone(), targets, real, 0.7)
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-5)
         grad, entropy_grad = torch.randn(2, 64, device=device)
-        for dtype, of_entropy in [(torch.float32, None), (torch.bfloat16, (entropy_grad, wanted[1]))]:
+        for dtype, of_entropy in [
+            (torch.float32, None),
+            (torch.bfloat16, (entropy_grad, wanted[1])),
+        ]:
             arguments = targets, wanted[0] + 0.5, grad, of_entropy, real, 0.7, dtype
             gradient = chunked_logprobs_triton.local_backward(logits.clone(), *arguments)
             exact = chunked_logprobs.local_backward(logits.clone(), *arguments)
@@ -136,20 +169,36 @@ def logprobs_and_entropy_of_a_slice(device: torch.device, toy: bool) -> None:
 
 
 def linear_logprobs_in_float64(device: torch.device, toy: bool) -> None:
-    """Log-probs over the vocabulary and over sets of tokens. On a GPU they are as exact in bfloat16 as in float32: logits are float32."""
+    """Log-probs over the vocabulary and over sets of tokens.
+
+    On a GPU they are as exact in bfloat16 as in float32: logits are float32.
+    """
     width, vocabulary, real = (64, 300, 280) if toy else (512, 4096, 4000)
-    cases = [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)][: 1 if device.type == "cpu" else 3]
+    cases = [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)][
+        : 1 if device.type == "cpu" else 3
+    ]
     for (dtype, into), part in itertools.product(cases, (False, True)):
-        hidden, weight = (torch.randn(rows, width, device=device).to(dtype).requires_grad_() for rows in (300, vocabulary))
-        targets, weights = torch.randint(0, real, (300,), device=device), torch.randn(300, device=device)
+        hidden, weight = (
+            torch.randn(rows, width, device=device).to(dtype).requires_grad_()
+            for rows in (300, vocabulary)
+        )
+        targets = torch.randint(0, real, (300,), device=device)
+        weights = torch.randn(300, device=device)
         exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-        inside = (torch.rand(300, real, device=device) < (0.1 if part else 2)).scatter(1, targets[:, None], True)
+        inside = (torch.rand(300, real, device=device) < (0.1 if part else 2)).scatter(
+            1, targets[:, None], True
+        )
         kept = (inside.sum(dim=1).cpu(), inside.nonzero()[:, 1].int()) if part else None
-        log_p = torch.log_softmax((exact[0] @ exact[1][:real].T / 8).masked_fill(~inside, -torch.inf), -1)
-        wanted, wanted_entropy = log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p.masked_fill(~inside, 0)).sum(-1)
+        log_p = torch.log_softmax(
+            (exact[0] @ exact[1][:real].T / 8).masked_fill(~inside, -torch.inf), -1
+        )
+        wanted = log_p.gather(-1, targets[:, None])[:, 0]
+        wanted_entropy = -(log_p.exp() * log_p.masked_fill(~inside, 0)).sum(-1)
         ((wanted + wanted_entropy) * weights).sum().backward()
         main_grad = torch.zeros(weight.shape, device=device) if into else None
-        found, entropy = kernels.linear_logprobs(hidden, weight, targets, ALONE, real, 8, 128, main_grad, kept)
+        found, entropy = kernels.linear_logprobs(
+            hidden, weight, targets, ALONE, real, 8, 128, main_grad, kept
+        )
         ((found + entropy) * weights).sum().backward()
         torch.testing.assert_close(found.double(), wanted.detach(), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(entropy.double(), wanted_entropy.detach(), rtol=1e-5, atol=1e-5)
@@ -157,16 +206,25 @@ def linear_logprobs_in_float64(device: torch.device, toy: bool) -> None:
         gradients = hidden.grad, weight.grad if main_grad is None else main_grad
         for gradient, want in zip(gradients, (each.grad for each in exact)):
             assert gradient is not None and want is not None
-            torch.testing.assert_close(gradient.double(), want, rtol=rounding, atol=rounding * want.abs().max().item())
+            torch.testing.assert_close(
+                gradient.double(), want, rtol=rounding, atol=rounding * want.abs().max().item()
+            )
 
 
 def finds_changes_as_the_cpu_does(device: torch.device, toy: bool) -> None:
-    for count, dtype in itertools.product([1, 70000] if toy else [1, 70000, 16384 * 2048 + 3], (torch.uint8, torch.int16, torch.int32)):
+    for count, dtype in itertools.product(
+        [1, 70000] if toy else [1, 70000, 16384 * 2048 + 3], (torch.uint8, torch.int16, torch.int32)
+    ):
         old = torch.randint(0, 100, (count,), dtype=dtype, device=device)
         for share in (0.0, 0.01, 1.0):
             new = old + (torch.rand(count, device=device) < share).to(dtype)
-            (found,), wanted = changes_triton.find_changes([(new, old)]), changes.find_changes(new.cpu(), old.cpu())
-            assert all(equal(one, other) for one, other in zip(found, wanted, strict=True)), f"{share} of {count} elements of {dtype}"
+            (found,), wanted = (
+                changes_triton.find_changes([(new, old)]),
+                changes.find_changes(new.cpu(), old.cpu()),
+            )
+            assert all(equal(one, other) for one, other in zip(found, wanted, strict=True)), (
+                f"{share} of {count} elements of {dtype}"
+            )
 
 
 CHECKS: dict[str, Callable[[torch.device, bool], None]] = {
@@ -187,10 +245,22 @@ ROWS_CHECKED = 256  # rows of log-probs that are checked in float64
 
 # Other stacks' functions that quantise a weight. They are timed if they are installed.
 PEERS = {
-    "SGLang bf16_to_block_fp8_128": ("sglang.srt.layers.quantization.mxfp8_block_convert:bf16_to_block_fp8_128", ()),
-    "SGLang per_block_cast_to_fp8": ("sglang.srt.layers.quantization.fp8_utils:per_block_cast_to_fp8", ()),
-    "verl blockwise_cast_to_fp8_triton": ("verl.utils.kernel.fp8_kernel:blockwise_cast_to_fp8_triton", ([128, 128],)),
-    "slime blockwise_cast_to_fp8_triton": ("slime.backends.megatron_utils.kernels.fp8_kernel:blockwise_cast_to_fp8_triton", ([128, 128],)),
+    "SGLang bf16_to_block_fp8_128": (
+        "sglang.srt.layers.quantization.mxfp8_block_convert:bf16_to_block_fp8_128",
+        (),
+    ),
+    "SGLang per_block_cast_to_fp8": (
+        "sglang.srt.layers.quantization.fp8_utils:per_block_cast_to_fp8",
+        (),
+    ),
+    "verl blockwise_cast_to_fp8_triton": (
+        "verl.utils.kernel.fp8_kernel:blockwise_cast_to_fp8_triton",
+        ([128, 128],),
+    ),
+    "slime blockwise_cast_to_fp8_triton": (
+        "slime.backends.megatron_utils.kernels.fp8_kernel:blockwise_cast_to_fp8_triton",
+        ([128, 128],),
+    ),
 }
 
 
@@ -203,7 +273,8 @@ class Work:
     ours: Run
     error: Callable[[], float] | None = None  # ‖ours - float64‖ / ‖float64‖
     limit: float = 0.0
-    peers: dict[str, Callable[[], Run]] = field(default_factory=dict)  # name -> makes the function to run; raises if that is impossible
+    # name -> makes the function to run; raises if that is impossible
+    peers: dict[str, Callable[[], Run]] = field(default_factory=dict)
 
 
 def run(bench: Bench) -> None:
@@ -213,36 +284,67 @@ def run(bench: Bench) -> None:
             check(bench.device, bench.toy)
         except Exception as error:  # the other checks still run
             problem = f"{type(error).__name__}: {error}"
-        bench.emit({"what": name, "by": "ours", "result": "equal" if not problem else "WRONG", "failed": problem})
+        bench.emit(
+            {
+                "what": name,
+                "by": "ours",
+                "result": "equal" if not problem else "WRONG",
+                "failed": problem,
+            }
+        )
     ceiling = bench.copy_bytes_per_s()
-    bench.emit({"what": "copy within the device: the ceiling", "by": "torch", "gb_per_s": ceiling / 1e9, "fraction": 1.0})
+    bench.emit(
+        {
+            "what": "copy within the device: the ceiling",
+            "by": "torch",
+            "gb_per_s": ceiling / 1e9,
+            "fraction": 1.0,
+        }
+    )
     for make in (quantising, hashing, scoring):
         for work in make(bench):
             time_work(bench, work, ceiling)
     flops = bench.matmul_flops()
-    bench.emit({"what": "matrix product, bf16: the ceiling", "by": "torch", "tflop_per_s": flops / 1e12, "fraction": 1.0})
+    bench.emit(
+        {
+            "what": "matrix product, bf16: the ceiling",
+            "by": "torch",
+            "tflop_per_s": flops / 1e12,
+            "fraction": 1.0,
+        }
+    )
     from_hidden_states(bench, flops)
 
 
 def time_work(bench: Bench, work: Work, ceiling: float) -> None:
-    row: dict[str, Any] = {"what": work.name, "by": "ours"} | timing(bench, work.ours, work.size_bytes, ceiling)
+    row: dict[str, Any] = {"what": work.name, "by": "ours"} | timing(
+        bench, work.ours, work.size_bytes, ceiling
+    )
     if work.error is not None:
         row["error"] = work.error()
         if not row["error"] <= work.limit:  # NaN included
-            row["failed"] = f"{work.name}: error {row['error']:.2e} against float64, allowed is {work.limit:.0e}"
+            row["failed"] = (
+                f"{work.name}: error {row['error']:.2e} against float64, allowed is "
+                f"{work.limit:.0e}"
+            )
     bench.emit(row)
     for peer, make in work.peers.items():
         row = {"what": work.name, "by": peer}
         try:
             row |= timing(bench, make(), work.size_bytes, ceiling)
-        except Exception as error:  # a peer that is missing or fails is a result, not a failure of ours
+        except Exception as error:
+            # a peer that is missing or fails is a result, not a failure of ours
             row["note"] = f"not available: {type(error).__name__}: {str(error)[:160]}"
         bench.emit(row)
 
 
 def timing(bench: Bench, run: Run, size_bytes: int, ceiling: float) -> dict[str, float]:
     ms = bench.median_ms(run)
-    return {"ms": ms, "gb_per_s": size_bytes / ms / 1e6, "fraction": size_bytes / ms * 1e3 / ceiling}
+    return {
+        "ms": ms,
+        "gb_per_s": size_bytes / ms / 1e6,
+        "fraction": size_bytes / ms * 1e3 / ceiling,
+    }
 
 
 def compiled(bench: Bench, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -265,11 +367,30 @@ def quantising(bench: Bench) -> Iterator[Work]:
         function = pkgutil.resolve_name(path)
         return lambda: function(weight, *arguments)
 
-    peers = {name: lambda path=path, arguments=arguments: peer(path, arguments) for name, (path, arguments) in PEERS.items()}
-    torchs = {"torch eager": lambda: lambda: plain(weight), "torch.compile": lambda: (lambda f: lambda: f(weight))(compiled(bench, plain))}
-    yield Work("fp8 blocks: largest of each tile", 2 * weight.numel(), lambda: quantise_triton.tile_amax(weight, 0, 0, BLOCK, "weight"))
-    yield Work("fp8 blocks: codes by given scales", 3 * weight.numel(), lambda: quantise_triton.quantise_with(weight, 0, 0, scales, BLOCK))
-    yield Work("fp8 blocks: scales and codes", 3 * weight.numel(), ours, peers=torchs if bench.toy else torchs | peers)
+    peers = {
+        name: lambda path=path, arguments=arguments: peer(path, arguments)
+        for name, (path, arguments) in PEERS.items()
+    }
+    torchs = {
+        "torch eager": lambda: lambda: plain(weight),
+        "torch.compile": lambda: (lambda f: lambda: f(weight))(compiled(bench, plain)),
+    }
+    yield Work(
+        "fp8 blocks: largest of each tile",
+        2 * weight.numel(),
+        lambda: quantise_triton.tile_amax(weight, 0, 0, BLOCK, "weight"),
+    )
+    yield Work(
+        "fp8 blocks: codes by given scales",
+        3 * weight.numel(),
+        lambda: quantise_triton.quantise_with(weight, 0, 0, scales, BLOCK),
+    )
+    yield Work(
+        "fp8 blocks: scales and codes",
+        3 * weight.numel(),
+        ours,
+        peers=torchs if bench.toy else torchs | peers,
+    )
 
 
 def plain(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -290,10 +411,16 @@ def hashing(bench: Bench) -> Iterator[Work]:
     words = values.view(torch.int64)
     peers = {"torch: their plain sum": lambda: lambda: words.sum()}
     bf16 = values.view(torch.bfloat16)
-    yield Work("audit hash, bf16", values.numel(), lambda: audit_triton.hash_sum(bf16, 0, 0), peers=peers)
+    yield Work(
+        "audit hash, bf16", values.numel(), lambda: audit_triton.hash_sum(bf16, 0, 0), peers=peers
+    )
     fp8 = values.view(torch.float8_e4m3fn)
     yield Work("audit hash, fp8", values.numel(), lambda: audit_triton.hash_sum(fp8, 0, 0))
-    yield Work("audit hash, fp8, a box at odd columns", values.numel() // 2, lambda: audit_triton.hash_sum(fp8[:, 3 : cols + 3], 0, 3))
+    yield Work(
+        "audit hash, fp8, a box at odd columns",
+        values.numel() // 2,
+        lambda: audit_triton.hash_sum(fp8[:, 3 : cols + 3], 0, 3),
+    )
 
 
 # -- log-probs
@@ -305,7 +432,9 @@ def scoring(bench: Bench) -> Iterator[Work]:
     logits = torch.randn(tokens, vocabulary, device=bench.device)
     targets = torch.randint(0, vocabulary, (tokens,), device=bench.device)
     grad = torch.randn(tokens, device=bench.device)
-    log_z, entropy, at_target = chunked_logprobs_triton.local_forward(logits, targets, vocabulary, TEMPERATURE)
+    log_z, entropy, at_target = chunked_logprobs_triton.local_forward(
+        logits, targets, vocabulary, TEMPERATURE
+    )
     exact = (logits.double() / TEMPERATURE).log_softmax(-1)
 
     def forward() -> torch.Tensor:
@@ -329,15 +458,25 @@ def scoring(bench: Bench) -> Iterator[Work]:
         return log_p.gather(-1, targets[:, None]), -(log_p.exp() * log_p).sum(-1)
 
     peers = {"torch eager": lambda: eager, "torch.compile": lambda: compiled(bench, eager)}
-    yield Work("log-probs and entropy of a chunk of logits", 4 * logits.numel(), forward, forward_error, 1e-6, peers)
+    yield Work(
+        "log-probs and entropy of a chunk of logits",
+        4 * logits.numel(),
+        forward,
+        forward_error,
+        1e-6,
+        peers,
+    )
     yield Work("its gradient, in bf16", 6 * logits.numel(), backward, backward_error, 5e-3)
 
 
 def from_hidden_states(bench: Bench, flops: float) -> None:
-    """Log-probs from hidden states, forward and backward, relative to the time of the three unavoidable matrix products."""
+    """Log-probs from hidden states, forward and backward, relative to the time of the three
+    unavoidable matrix products.
+    """
     tokens, width, vocabulary = (40, 64, 300) if bench.toy else (8192, 4096, 128256)
     hidden, weight = (
-        torch.randn(n, width, device=bench.device, dtype=torch.bfloat16).mul_(0.1).requires_grad_() for n in (tokens, vocabulary)
+        torch.randn(n, width, device=bench.device, dtype=torch.bfloat16).mul_(0.1).requires_grad_()
+        for n in (tokens, vocabulary)
     )
     targets = torch.randint(0, vocabulary, (tokens,), device=bench.device)
     grad = torch.randn(tokens, device=bench.device)
@@ -345,20 +484,32 @@ def from_hidden_states(bench: Bench, flops: float) -> None:
 
     def ours() -> torch.Tensor:
         chunk = 16 if bench.toy else 1024
-        return kernels.linear_logprobs(hidden, weight, targets, ALONE, vocabulary, TEMPERATURE, chunk, main_grad)[0]
+        return kernels.linear_logprobs(
+            hidden, weight, targets, ALONE, vocabulary, TEMPERATURE, chunk, main_grad
+        )[0]
 
     def plain() -> torch.Tensor:
-        return ((hidden @ weight.t()).float() / TEMPERATURE).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+        return (
+            ((hidden @ weight.t()).float() / TEMPERATURE)
+            .log_softmax(-1)
+            .gather(-1, targets[:, None])[:, 0]
+        )
 
     def liger() -> Callable[[], torch.Tensor]:
-        function = pkgutil.resolve_name("liger_kernel.transformers.functional:liger_fused_linear_cross_entropy")
+        function = pkgutil.resolve_name(
+            "liger_kernel.transformers.functional:liger_fused_linear_cross_entropy"
+        )
         return lambda: function(hidden / TEMPERATURE, weight, targets, reduction="sum")
 
     def cut() -> Callable[[], torch.Tensor]:
         function = pkgutil.resolve_name("cut_cross_entropy:linear_cross_entropy")
         return lambda: function(hidden / TEMPERATURE, weight, targets, reduction="none")
 
-    ways = {"ours": lambda: ours, "torch eager": lambda: plain, "torch.compile": lambda: compiled(bench, plain)}
+    ways = {
+        "ours": lambda: ours,
+        "torch eager": lambda: plain,
+        "torch.compile": lambda: compiled(bench, plain),
+    }
     ways |= {"Liger fused linear cross-entropy": liger, "cut-cross-entropy": cut}
     with torch.no_grad():
         some = (hidden[:ROWS_CHECKED].double() @ weight.double().t() / TEMPERATURE).log_softmax(-1)
@@ -367,19 +518,31 @@ def from_hidden_states(bench: Bench, flops: float) -> None:
     for by, make in ways.items():
         row: dict[str, Any] = {"what": "log-probs from hidden states, both ways", "by": by}
         try:
-            row |= product_timing(bench, make(), (hidden, weight), grad, 6.0 * tokens * width * vocabulary, flops)
+            row |= product_timing(
+                bench, make(), (hidden, weight), grad, 6.0 * tokens * width * vocabulary, flops
+            )
         except Exception as problem:
             if by == "ours":
                 raise
             row["note"] = f"not available: {type(problem).__name__}: {str(problem)[:160]}"
         if by == "ours":
-            limit = 1e-2 if not bench.cuda else 1e-5  # on a CPU, the matrix product rounds logits to bf16
-            row |= {"error": error} | ({} if error <= limit else {"failed": f"log-probs from hidden states: error {error:.2e}"})
+            # on a CPU, the matrix product rounds logits to bf16
+            limit = 1e-2 if not bench.cuda else 1e-5
+            row |= {"error": error} | (
+                {}
+                if error <= limit
+                else {"failed": f"log-probs from hidden states: error {error:.2e}"}
+            )
         bench.emit(row)
 
 
 def product_timing(
-    bench: Bench, forward: Run, leaves: tuple[torch.Tensor, ...], grad: torch.Tensor, needed: float, flops: float
+    bench: Bench,
+    forward: Run,
+    leaves: tuple[torch.Tensor, ...],
+    grad: torch.Tensor,
+    needed: float,
+    flops: float,
 ) -> dict[str, float]:
     def run() -> None:
         for leaf in leaves:
@@ -394,7 +557,9 @@ def product_timing(
         before = torch.cuda.memory_allocated()
     ms = bench.median_ms(run)
     found = {"ms": ms, "tflop_per_s": needed / ms / 1e9, "fraction": needed / ms * 1e3 / flops}
-    return found | ({"extra_GiB": (torch.cuda.max_memory_allocated() - before) / 2**30} if bench.cuda else {})
+    return found | (
+        {"extra_GiB": (torch.cuda.max_memory_allocated() - before) / 2**30} if bench.cuda else {}
+    )
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:

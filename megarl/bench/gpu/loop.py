@@ -1,7 +1,9 @@
-"""A whole run on one GPU: Megatron's trainer and an SGLang engine share it. Measures a run's steps, updates and memory beside the plan.
+"""A whole run on one GPU: Megatron's trainer and an SGLang engine share it.
 
-`megarl train` runs as its own processes, on random weights in the shape of Qwen2.5-0.5B. In a rehearsal the model is tiny, and trainer and
-engine share the cores of a CPU.
+Measures a run's steps, updates and memory beside the plan.
+
+`megarl train` runs as its own processes, on random weights in the shape of Qwen2.5-0.5B. In a
+rehearsal the model is tiny, and trainer and engine share the cores of a CPU.
 """
 
 from __future__ import annotations
@@ -65,12 +67,14 @@ REPORT_S = 15.0  # kept of the part's deadline for the report of a run that is c
 LOOK_S = 0.2
 FEWEST_STEPS = 8  # with fewer, the reward need not rise
 LOG_CHARACTERS = 2500
-PLANNED_MEMORY = {  # metric -> what `megarl plan` calls it; the plan also counts contexts and libraries
+# metric -> what `megarl plan` calls it; the plan also counts contexts and libraries
+PLANNED_MEMORY = {
     "memory/trainer_gib": "trainer_gib_per_gpu",
     "memory/engine_gib": "generator_gib_per_gpu",
     "memory/gpu_in_use_gib": "shared_gib_per_gpu",
 }
-CUDA_IPC, SHARED_MEMORY = "cuda_ipc", "shared_memory"
+CUDA_IPC = "cuda_ipc"
+SHARED_MEMORY = "shared_memory"
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,9 @@ def config(bench: Bench, loop: Loop, folder: Path) -> dict[str, Any]:
 
 
 def known_gpu(bench: Bench) -> str:
-    """The planner's name of this GPU; of an unknown one H100, so that its plan shows only the order of magnitude."""
+    """The planner's name of this GPU; of an unknown one H100, so that its plan shows only the order
+    of magnitude.
+    """
     name = hardware(bench).name
     return name if name in GPUS else "H100"
 
@@ -155,7 +161,11 @@ def known_gpu(bench: Bench) -> str:
 def _roomy_folder() -> str | None:
     """Memory, if it has room for the last step's checkpoint, which would take long on a disk."""
     memory = Path("/dev/shm")
-    if memory.is_dir() and os.access(memory, os.W_OK) and psutil.disk_usage(str(memory)).free > 24 * GIB:
+    if (
+        memory.is_dir()
+        and os.access(memory, os.W_OK)
+        and psutil.disk_usage(str(memory)).free > 24 * GIB
+    ):
         return str(memory)
     return None
 
@@ -168,7 +178,9 @@ def write_model(folder: Path, settings: dict[str, Any]) -> None:
     from tokenizers.pre_tokenizers import Split
 
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(settings | {"dtype": "bfloat16"}), encoding="utf-8")
+    (folder / "config.json").write_text(
+        json.dumps(settings | {"dtype": "bfloat16"}), encoding="utf-8"
+    )
     vocabulary = {token: number for number, token in enumerate((*SPECIAL, *CHARACTERS))}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -192,8 +204,13 @@ def write_model(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def plan(path: Path) -> dict[str, Any]:
-    """What `megarl plan` says about the run. Raises RuntimeError with its message if it refuses the run."""
-    done = subprocess.run(megarl("plan", path, "--json"), capture_output=True, encoding="utf-8", errors="replace")
+    """What `megarl plan` says about the run.
+
+    Raises RuntimeError with its message if it refuses the run.
+    """
+    done = subprocess.run(
+        megarl("plan", path, "--json"), capture_output=True, encoding="utf-8", errors="replace"
+    )
     if not done.stdout.strip():
         raise RuntimeError(f"megarl plan: exit status {done.returncode}: {done.stderr[-1000:]}")
     return json.loads(done.stdout)
@@ -204,12 +221,17 @@ def megarl(command: str, path: Path, *arguments: str) -> list[str]:
 
 
 def train(bench: Bench, loop: Loop, path: Path, card: CardMemory) -> str:
-    """Runs `megarl train`, and kills its engine once if the loop wants that. Returns what went wrong; empty if nothing did."""
+    """Runs `megarl train`, and kills its engine once if the loop wants that.
+
+    Returns what went wrong; empty if nothing did.
+    """
     run_dir = path.parent / "run"
     began = time.monotonic()
     log = path.with_name("train.log")
     with open(log, "wb") as output:
-        process = subprocess.Popen(megarl("train", path), stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            megarl("train", path), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
     killed: float | None = None
     try:
         first_step_s: float | None = None
@@ -219,7 +241,12 @@ def train(bench: Bench, loop: Loop, path: Path, card: CardMemory) -> str:
             steps = len(metrics(run_dir))
             if steps and first_step_s is None:
                 first_step_s = time.monotonic() - began
-                bench.emit({"what": "from the start to the end of the first step, s", "measured": first_step_s})
+                bench.emit(
+                    {
+                        "what": "from the start to the end of the first step, s",
+                        "measured": first_step_s,
+                    }
+                )
             if killed is None and loop.kill_at is not None and steps >= loop.kill_at:
                 engine = engine_of(process.pid)
                 os.kill(engine, signal.SIGKILL)
@@ -229,7 +256,11 @@ def train(bench: Bench, loop: Loop, path: Path, card: CardMemory) -> str:
                 return f"cut off at its deadline, after {steps} of {loop.steps} steps"
         bench.emit({"what": "the whole run, s", "measured": time.monotonic() - began})
         last_words = log.read_text(errors="replace", encoding="utf-8")[-LOG_CHARACTERS:]
-        return "" if process.returncode == 0 else f"megarl train: exit status {process.returncode}:\n{last_words}"
+        return (
+            ""
+            if process.returncode == 0
+            else f"megarl train: exit status {process.returncode}:\n{last_words}"
+        )
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -250,12 +281,15 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # a line that is being written has no end yet
+    # a line that is being written has no end yet
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     rows = [json.loads(line) for line in lines]
     return [row for row in rows if "time/step_s" in row]
 
 
-def report(bench: Bench, loop: Loop, rows: Sequence[dict[str, Any]], planned: dict[str, Any]) -> None:
+def report(
+    bench: Bench, loop: Loop, rows: Sequence[dict[str, Any]], planned: dict[str, Any]
+) -> None:
     """Emits the figures of the steps that were done, and what is wrong with them."""
     bench.emit({"what": "steps done", "measured": len(rows), "planned": loop.steps})
     if not rows:
@@ -263,16 +297,29 @@ def report(bench: Bench, loop: Loop, rows: Sequence[dict[str, Any]], planned: di
     learning(bench, rows)
     agreement(bench, rows)
     updates(bench, rows)
-    settled = [row for row in rows[WARM_UP:] if loop.kill_at is None or not restarts(row, loop.kill_at)] or rows
+    settled = [
+        row for row in rows[WARM_UP:] if loop.kill_at is None or not restarts(row, loop.kill_at)
+    ] or rows
     for key in ("step_s", "train_s", "generate_s", "sync_s"):
         seconds = median(row[f"time/{key}"] for row in settled)
-        bench.emit({"what": f"time/{key}, median", "measured": seconds, "planned": planned.get(key)})
-    bench.emit({"what": "time/sync_pause_s, median", "measured": median(row["time/sync_pause_s"] for row in settled)})
-    bench.emit({"what": "tokens_per_s, median", "measured": median(row["tokens_per_s"] for row in settled)})
+        bench.emit(
+            {"what": f"time/{key}, median", "measured": seconds, "planned": planned.get(key)}
+        )
+    bench.emit(
+        {
+            "what": "time/sync_pause_s, median",
+            "measured": median(row["time/sync_pause_s"] for row in settled),
+        }
+    )
+    bench.emit(
+        {"what": "tokens_per_s, median", "measured": median(row["tokens_per_s"] for row in settled)}
+    )
     for key, of_plan in PLANNED_MEMORY.items():
         if any(key in row for row in rows):
             most = max(row.get(key, 0.0) for row in rows)
-            bench.emit({"what": f"{key}, largest", "measured": most, "planned": planned.get(of_plan)})
+            bench.emit(
+                {"what": f"{key}, largest", "measured": most, "planned": planned.get(of_plan)}
+            )
 
 
 def restarts(row: dict[str, Any], kill_at: int) -> bool:
@@ -284,12 +331,24 @@ def learning(bench: Bench, rows: Sequence[dict[str, Any]]) -> None:
     quarter = max(1, len(rows) // 4)
     first = fmean(row["reward/mean"] for row in rows[:quarter])
     last = fmean(row["reward/mean"] for row in rows[-quarter:])
-    row: dict[str, Any] = {"what": "reward, first and last quarter of the steps", "measured": last, "note": f"first {first:.3f}"}
+    row: dict[str, Any] = {
+        "what": "reward, first and last quarter of the steps",
+        "measured": last,
+        "note": f"first {first:.3f}",
+    }
     learns = last > first or len(rows) < FEWEST_STEPS
-    bench.emit(row if learns else row | {"failed": f"the reward did not rise: from {first:.3f} to {last:.3f}"})
-    odd = [row["step"] for row in rows if not all(abs(row[key]) < 1e6 for key in ("loss", "grad_norm"))]
+    bench.emit(
+        row
+        if learns
+        else row | {"failed": f"the reward did not rise: from {first:.3f} to {last:.3f}"}
+    )
+    odd = [
+        row["step"] for row in rows if not all(abs(row[key]) < 1e6 for key in ("loss", "grad_norm"))
+    ]
     row = {"what": "gradient norm, median", "measured": median(row["grad_norm"] for row in rows)}
-    bench.emit(row | ({"failed": f"loss or gradient norm is not finite in steps {odd}"} if odd else {}))
+    bench.emit(
+        row | ({"failed": f"loss or gradient norm is not finite in steps {odd}"} if odd else {})
+    )
 
 
 def agreement(bench: Bench, rows: Sequence[dict[str, Any]]) -> None:
@@ -301,17 +360,31 @@ def agreement(bench: Bench, rows: Sequence[dict[str, Any]]) -> None:
     means = [row["logprob/abs_diff_mean"] for row in probes]
     limit = probes[-1]["logprob/limit"]
     mean = max(means)
-    row: dict[str, Any] = {"what": f"log-probs of trainer and engine, mean difference, largest of {len(probes)} probes", "measured": mean}
-    row["note"] = f"largest of a token {max(each['logprob/abs_diff_max'] for each in probes):.3g}, limit {limit:g}"
+    row: dict[str, Any] = {
+        "what": f"log-probs of trainer and engine, mean difference, largest of {len(probes)} probes",
+        "measured": mean,
+    }
+    row["note"] = (
+        f"largest of a token {max(each['logprob/abs_diff_max'] for each in probes):.3g}, limit "
+        f"{limit:g}"
+    )
     near = all(each <= limit for each in means)  # NaN is not
-    bench.emit(row if near else row | {"failed": f"log-probs differ by {mean:.3g} on average, allowed is {limit:g}"})
+    bench.emit(
+        row
+        if near
+        else row | {"failed": f"log-probs differ by {mean:.3g} on average, allowed is {limit:g}"}
+    )
 
 
 def updates(bench: Bench, rows: Sequence[dict[str, Any]]) -> None:
     """Audits, and the speed of the weights' way beside a copy of as many bytes within the device."""
     unequal = [row["step"] for row in rows if "sync/audit_ok" in row and not row["sync/audit_ok"]]
     audited = sum("sync/audit_ok" in row for row in rows)
-    row: dict[str, Any] = {"what": "updates whose audit is equal", "measured": audited - len(unequal), "planned": audited}
+    row: dict[str, Any] = {
+        "what": "updates whose audit is equal",
+        "measured": audited - len(unequal),
+        "planned": audited,
+    }
     bench.emit(row | ({"failed": f"audits of steps {unequal} are not equal"} if unequal else {}))
     size = max(row.get("sync/bytes", 0) for row in rows)
     written = [row["time/sync_s"] for row in rows[1:] if row.get("sync/bytes") == size]
@@ -319,19 +392,38 @@ def updates(bench: Bench, rows: Sequence[dict[str, Any]]) -> None:
         return
     seconds = median(written)
     ideal_s = 2 * size / bench.copy_bytes_per_s()
-    bench.emit({"what": "update, GB/s", "measured": size / seconds / 1e9, "note": f"{size / 1e9:.3g} GB in {seconds * 1e3:.3g} ms"})
-    bench.emit({"what": "a copy of as many bytes within the device, GB/s", "measured": size / ideal_s / 1e9})
+    bench.emit(
+        {
+            "what": "update, GB/s",
+            "measured": size / seconds / 1e9,
+            "note": f"{size / 1e9:.3g} GB in {seconds * 1e3:.3g} ms",
+        }
+    )
+    bench.emit(
+        {
+            "what": "a copy of as many bytes within the device, GB/s",
+            "measured": size / ideal_s / 1e9,
+        }
+    )
     bench.emit({"what": "update, of that copy", "fraction": ideal_s / seconds})
 
 
 def graphs(bench: Bench, loop: Loop, run_dir: Path) -> None:
     """How many of the engine's decoding batches, as far as its log shows them, ran as CUDA graphs."""
-    text = "".join(path.read_text(errors="replace", encoding="utf-8") for path in sorted((run_dir / "logs").glob("*engine*")))
+    text = "".join(
+        path.read_text(errors="replace", encoding="utf-8")
+        for path in sorted((run_dir / "logs").glob("*engine*"))
+    )
     shown = re.findall(r"cuda graph: (True|False)", text)
-    row: dict[str, Any] = {"what": "decoding batches in the engine's log with CUDA graphs", "measured": shown.count("True")}
+    row: dict[str, Any] = {
+        "what": "decoding batches in the engine's log with CUDA graphs",
+        "measured": shown.count("True"),
+    }
     row |= {"planned": len(shown) if loop.graphs and bench.cuda else 0}
     wrong = bench.cuda and bool(shown) and ("True" in shown) != loop.graphs
-    bench.emit(row | ({"failed": "the engine's log shows the other way of decoding"} if wrong else {}))
+    bench.emit(
+        row | ({"failed": "the engine's log shows the other way of decoding"} if wrong else {})
+    )
 
 
 class CardMemory:
@@ -352,9 +444,16 @@ class CardMemory:
         self._most = max(self._most, self._used())
 
     def report(self, planned: dict[str, Any]) -> None:
-        """`planned`: both sides' GiB a GPU. The memory that was held before the run is this process's own."""
+        """`planned`: both sides' GiB a GPU.
+
+        The memory that was held before the run is this process's own.
+        """
         most_gib = (self._most - self._before) / GIB
-        row = {"what": "memory of both sides, GiB, largest", "measured": most_gib, "planned": planned.get("shared_gib_per_gpu")}
+        row = {
+            "what": "memory of both sides, GiB, largest",
+            "measured": most_gib,
+            "planned": planned.get("shared_gib_per_gpu"),
+        }
         self._bench.emit(row | {"note": f"this process had {self._before / GIB:.2f} before"})
 
 

@@ -14,7 +14,8 @@ import torch
 from megarl.models.registry import load_spec
 from megarl.models.spec import ModelSpec
 
-# hidden, ffn, layers, heads, kv heads, head dim, vocabulary, tied embedding: Llama 3.2 1B and 3B, and Llama 3.1 8B
+# hidden, ffn, layers, heads, kv heads, head dim, vocabulary, tied embedding: Llama 3.2 1B and 3B,
+# and Llama 3.1 8B
 LLAMAS = {
     "toy": (256, 384, 2, 8, 4, 32, 512, True),
     "1B": (2048, 8192, 16, 32, 8, 64, 128256, True),
@@ -30,7 +31,8 @@ class Bench:
 
     device: torch.device
     toy: bool  # a rehearsal on a CPU: sizes so small that every part runs in seconds
-    emit: Callable[[dict[str, Any]], None]  # takes one row of the part's table; `failed` in it is the reason of a failure
+    # takes one row of the part's table; `failed` in it is the reason of a failure
+    emit: Callable[[dict[str, Any]], None]
     deadline_s: float = math.inf  # the part is ended so long after `began`
     began: float = field(default_factory=time.monotonic)
 
@@ -48,7 +50,9 @@ class Bench:
             run()
         self.wait()
         times_ms: list[float] = []
-        while len(times_ms) < 3 or (len(times_ms) < 50 and sum(times_ms) < _LONG_MS and not self.toy):
+        while len(times_ms) < 3 or (
+            len(times_ms) < 50 and sum(times_ms) < _LONG_MS and not self.toy
+        ):
             times_ms.append(self._once_ms(run))
         return statistics.median(times_ms)
 
@@ -57,7 +61,8 @@ class Bench:
             began = time.perf_counter()
             run()
             return (time.perf_counter() - began) * 1e3
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         begin.record()
         run()
         end.record()
@@ -66,7 +71,9 @@ class Bench:
 
     def copy_bytes_per_s(self) -> float:
         """Bandwidth of a long copy within the device: bytes read plus bytes written."""
-        source = torch.randint(0, 256, (1 << 20 if self.toy else 1 << 31,), dtype=torch.uint8, device=self.device)
+        source = torch.randint(
+            0, 256, (1 << 20 if self.toy else 1 << 31,), dtype=torch.uint8, device=self.device
+        )
         target = torch.empty_like(source)
         return 2 * source.numel() / self.median_ms(lambda: target.copy_(source)) * 1e3
 

@@ -1,4 +1,7 @@
-"""The reward of the part `loop`. A random model gets 0.5, and can learn it within a few steps: no text is needed."""
+"""The reward of the part `loop`.
+
+A random model gets 0.5, and can learn it within a few steps: no text is needed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Megatron's trainer on one GPU in bf16: tokens per second, MFU and peak memory, beside the planner's predictions."""
+"""Megatron's trainer on one GPU in bf16: tokens per second, MFU and peak memory, beside the
+planner's predictions.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,24 @@ from megarl.models.spec import ModelSpec
 from megarl.trainer import cpu_support
 
 DTYPE = "bfloat16"
-TOLERANCE = 0.1  # most difference of a log-prob: bf16 products of different shapes round differently
-WARM_UP, STEPS = 2, 5
+# most difference of a log-prob: bf16 products of different shapes round differently
+TOLERANCE = 0.1
+WARM_UP = 2
+STEPS = 5
 
 
 def run(bench: Bench, size: str) -> None:
-    spec, settings = llama("toy" if bench.toy else size), TrainerConfig(max_tokens_per_microbatch=64 if bench.toy else 16384)
+    spec = llama("toy" if bench.toy else size)
+    settings = TrainerConfig(max_tokens_per_microbatch=64 if bench.toy else 16384)
     gpu = hardware(bench)
     planned = trainer_memory(spec, settings, DTYPE, gpu)
     if bench.cuda and planned.total > gpu.memory_gib * GIB:
-        bench.emit({"what": f"not run: the planner says {planned.total / GIB:.1f} GiB, this GPU has {gpu.memory_gib:.1f} GiB"})
+        bench.emit(
+            {
+                "what": f"not run: the planner says {planned.total / GIB:.1f} GiB, this GPU has "
+                f"{gpu.memory_gib:.1f} GiB"
+            }
+        )
         return
     batch = sequences(bench, spec)
     cpu_support.install()  # does nothing if there is CUDA
@@ -42,36 +52,83 @@ def run(bench: Bench, size: str) -> None:
     from megarl.trainer.step import MegatronTrainer
 
     with tempfile.TemporaryDirectory(prefix="megarl-gpu-") as folder:
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MEGARL_TRAINER_STORE": f"{folder}/store"}
+        os.environ |= {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "MEGARL_TRAINER_STORE": f"{folder}/store",
+        }
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         init_distributed(60)
-        trainer = MegatronTrainer(spec, TrainerTopology(), settings, DTYPE, seed=1, total_steps=100, timeout_s=60)
+        trainer = MegatronTrainer(
+            spec, TrainerTopology(), settings, DTYPE, seed=1, total_steps=100, timeout_s=60
+        )
         fill(trainer)
-        bench.emit({"what": f"{size}, {layer_spec()} spec, packed; sequences a step", "measured": len(batch)})
+        bench.emit(
+            {
+                "what": f"{size}, {layer_spec()} spec, packed; sequences a step",
+                "measured": len(batch),
+            }
+        )
         bench.emit({"what": "tokens a step", "measured": tokens(batch)})
         agree(bench, trainer, batch)
         seconds, loss, padded = train(bench, trainer, batch)
         bench.emit({"what": "positions of padding", "measured": padded})
-        flops = 3 * sum(len(each.token_ids) * flops_per_token(spec, len(each.token_ids)) for each in batch)
-        bench.emit({"what": "loss of the first step, a token", "measured": loss, "planned": float(np.log(spec.vocab_size))})
+        flops = 3 * sum(
+            len(each.token_ids) * flops_per_token(spec, len(each.token_ids)) for each in batch
+        )
+        bench.emit(
+            {
+                "what": "loss of the first step, a token",
+                "measured": loss,
+                "planned": float(np.log(spec.vocab_size)),
+            }
+        )
         step_s = TrainModel(spec, settings, DTYPE, Cluster(gpu, 1)).seconds(workload(batch)).total
         bench.emit({"what": "training, s a step", "measured": seconds, "planned": step_s})
-        bench.emit({"what": "training, tokens/s", "measured": tokens(batch) / seconds, "planned": tokens(batch) / step_s})
-        bench.emit({"what": "model's TFLOP/s", "measured": flops / seconds / 1e12, "planned": flops / step_s / 1e12})
-        bench.emit({"what": "MFU, of the data sheet's peak", "fraction": flops / seconds / gpu.bf16_flops})
+        bench.emit(
+            {
+                "what": "training, tokens/s",
+                "measured": tokens(batch) / seconds,
+                "planned": tokens(batch) / step_s,
+            }
+        )
+        bench.emit(
+            {
+                "what": "model's TFLOP/s",
+                "measured": flops / seconds / 1e12,
+                "planned": flops / step_s / 1e12,
+            }
+        )
+        bench.emit(
+            {"what": "MFU, of the data sheet's peak", "fraction": flops / seconds / gpu.bf16_flops}
+        )
         memory(bench, gpu, planned)
         product = bench.matmul_flops()
-        bench.emit({"what": "measured matrix product, TFLOP/s", "measured": product / 1e12, "planned": gpu.bf16_flops / 1e12})
-        bench.emit({"what": "MFU, of the measured matrix product", "fraction": flops / seconds / product})
+        bench.emit(
+            {
+                "what": "measured matrix product, TFLOP/s",
+                "measured": product / 1e12,
+                "planned": gpu.bf16_flops / 1e12,
+            }
+        )
+        bench.emit(
+            {"what": "MFU, of the measured matrix product", "fraction": flops / seconds / product}
+        )
         began = time.perf_counter()
         trainer.token_logprobs(batch)
         bench.wait()
-        bench.emit({"what": "scoring, tokens/s", "measured": tokens(batch) / (time.perf_counter() - began)})
+        bench.emit(
+            {"what": "scoring, tokens/s", "measured": tokens(batch) / (time.perf_counter() - began)}
+        )
         shutdown_distributed()
 
 
 def hardware(bench: Bench) -> Gpu:
-    """The planner's entry for this GPU. For an unknown GPU, measured rates replace those of the data sheet."""
+    """The planner's entry for this GPU.
+
+    For an unknown GPU, measured rates replace those of the data sheet.
+    """
     if not bench.cuda:
         return GPUS["cpu"]
     properties = torch.cuda.get_device_properties(bench.device)
@@ -79,7 +136,15 @@ def hardware(bench: Bench) -> Gpu:
     if names:
         return GPUS[max(names, key=len)]  # GB200 is no B200
     product = bench.matmul_flops()
-    unknown = Gpu(properties.name, properties.total_memory / GIB, bench.copy_bytes_per_s(), product, product, 0.0, 0.0)
+    unknown = Gpu(
+        properties.name,
+        properties.total_memory / GIB,
+        bench.copy_bytes_per_s(),
+        product,
+        product,
+        0.0,
+        0.0,
+    )
     torch.cuda.empty_cache()
     return unknown
 
@@ -93,8 +158,16 @@ def sequences(bench: Bench, spec: ModelSpec) -> list[TrainSequence]:
         response = int(min(longest, max(1, median * random.lognormal(0.0, 0.8))))
         length = prompt + response
         ids = random.integers(0, spec.vocab_size, length, np.int32)
-        zeros, ones = np.zeros(length, np.float32), np.ones(length, np.float32)
-        made.append(TrainSequence(token_ids=ids, loss_mask=np.arange(length) >= prompt, mu_logprobs=zeros, advantages=ones))
+        zeros = np.zeros(length, np.float32)
+        ones = np.ones(length, np.float32)
+        made.append(
+            TrainSequence(
+                token_ids=ids,
+                loss_mask=np.arange(length) >= prompt,
+                mu_logprobs=zeros,
+                advantages=ones,
+            )
+        )
     return made
 
 
@@ -105,7 +178,13 @@ def tokens(batch: Sequence[TrainSequence]) -> int:
 def workload(batch: Sequence[TrainSequence]) -> Workload:
     prompt = int(batch[0].loss_mask.argmax())
     response = tokens(batch) / len(batch) - prompt
-    return Workload(len(batch), len(batch), prompt, response, max(len(each.token_ids) for each in batch) - prompt)
+    return Workload(
+        len(batch),
+        len(batch),
+        prompt,
+        response,
+        max(len(each.token_ids) for each in batch) - prompt,
+    )
 
 
 def fill(trainer) -> None:
@@ -124,25 +203,34 @@ def fill(trainer) -> None:
 def agree(bench: Bench, trainer, batch: Sequence[TrainSequence]) -> None:
     """Checks that a sequence gets the same log-probs among others as alone."""
     some = sorted(batch, key=lambda each: len(each.token_ids))[:: max(1, len(batch) // 4)]
-    together, alone = trainer.token_logprobs(some), [trainer.token_logprobs([each])[0] for each in some]
+    together = trainer.token_logprobs(some)
+    alone = [trainer.token_logprobs([each])[0] for each in some]
     apart = max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(together, alone))
     row = {"what": "log-probs among others and alone, largest difference", "measured": apart}
     bench.emit(
-        row if apart < TOLERANCE else row | {"failed": f"log-probs of a sequence alone differ by {apart:.2g}, allowed is {TOLERANCE}"}
+        row
+        if apart < TOLERANCE
+        else row
+        | {"failed": f"log-probs of a sequence alone differ by {apart:.2g}, allowed is {TOLERANCE}"}
     )
 
 
 def train(bench: Bench, trainer, batch: Sequence[TrainSequence]) -> tuple[float, float, int]:
     """(median seconds of a step, loss of the first step per token, positions of padding)."""
     learned = sum(int(each.loss_mask.sum()) for each in batch)
-    results, seconds = [], []
+    results = []
+    seconds = []
     for _ in range(1 + 1 if bench.toy else WARM_UP + STEPS):
         bench.wait()
         began = time.perf_counter()
         results.append(trainer.train_step(batch, negative_logprobs, float(learned)))
         bench.wait()
         seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[1 if bench.toy else WARM_UP :]), results[0].loss, results[0].padded
+    return (
+        statistics.median(seconds[1 if bench.toy else WARM_UP :]),
+        results[0].loss,
+        results[0].padded,
+    )
 
 
 def negative_logprobs(logprobs: torch.Tensor, microbatch) -> LossOutput:
@@ -150,15 +238,42 @@ def negative_logprobs(logprobs: torch.Tensor, microbatch) -> LossOutput:
 
 
 def memory(bench: Bench, gpu: Gpu, planned) -> None:
-    """Memory peaks since the process began. The runtime's memory is what is used on the device beyond PyTorch's allocator."""
+    """Memory peaks since the process began.
+
+    The runtime's memory is what is used on the device beyond PyTorch's allocator.
+    """
     parts = {name: value for name, value in vars(planned).items() if name != "runtime"}
     detail = ", ".join(f"{name} {value / GIB:.1f}" for name, value in parts.items())
     if not bench.cuda:
-        bench.emit({"what": "tensors at their peak, GiB", "planned": sum(parts.values()) / GIB, "note": detail})
+        bench.emit(
+            {
+                "what": "tensors at their peak, GiB",
+                "planned": sum(parts.values()) / GIB,
+                "note": detail,
+            }
+        )
         return
     free, total = torch.cuda.mem_get_info()
-    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
-    bench.emit({"what": "tensors at their peak, GiB", "measured": allocated / GIB, "planned": sum(parts.values()) / GIB, "note": detail})
-    bench.emit({"what": "held by the allocator, GiB", "measured": torch.cuda.max_memory_reserved() / GIB})
-    bench.emit({"what": "runtime, GiB", "measured": (total - free - reserved) / GIB, "planned": gpu.runtime_gib})
-    bench.emit({"what": "this GPU's memory, GiB", "measured": total / GIB, "planned": gpu.memory_gib})
+    allocated = torch.cuda.max_memory_allocated()
+    reserved = torch.cuda.memory_reserved()
+    bench.emit(
+        {
+            "what": "tensors at their peak, GiB",
+            "measured": allocated / GIB,
+            "planned": sum(parts.values()) / GIB,
+            "note": detail,
+        }
+    )
+    bench.emit(
+        {"what": "held by the allocator, GiB", "measured": torch.cuda.max_memory_reserved() / GIB}
+    )
+    bench.emit(
+        {
+            "what": "runtime, GiB",
+            "measured": (total - free - reserved) / GIB,
+            "planned": gpu.runtime_gib,
+        }
+    )
+    bench.emit(
+        {"what": "this GPU's memory, GiB", "measured": total / GIB, "planned": gpu.memory_gib}
+    )

@@ -1,9 +1,11 @@
-"""Direct writes between two processes on one GPU: this one plays a trainer rank, the other an engine. Map, transport, quantiser and audit
-are real.
+"""Direct writes between two processes on one GPU: this one plays a trainer rank, the other an
+engine. Map, transport, quantiser and audit are real.
 
-On a GPU the transport is CUDA IPC; in a rehearsal, shared memory. The ceiling is a copy of as many bytes within the device. The result is
-checked twice. The audit compares hashes of what was sent with hashes of the other process's memory. And the hashes are compared with those
-of the weights in the engine's layout, which torch has cut and quantised from whole tensors, without the map or the kernels.
+On a GPU the transport is CUDA IPC; in a rehearsal, shared memory. The ceiling is a copy of as many
+bytes within the device. The result is checked twice. The audit compares hashes of what was sent
+with hashes of the other process's memory. And the hashes are compared with those of the weights in
+the engine's layout, which torch has cut and quantised from whole tensors, without the map or the
+kernels.
 """
 
 from __future__ import annotations
@@ -27,21 +29,27 @@ from megarl.weight_sync.transports.base import CUDA_IPC, SHARED_MEMORY, Endpoint
 from megarl.weight_sync.transports.choice import transport_class
 from megarl.weight_sync.writing import AmaxExchange, send, shapes_of
 
-DTYPE, TIMEOUT_S = "bfloat16", 40.0
+DTYPE = "bfloat16"
+TIMEOUT_S = 40.0
 
 
 def run(bench: Bench, how: str) -> None:
     """`how`: unquantised, or a value of generator.quantization."""
     quantization = None if how == "unquantised" else how
-    spec, kind = llama("toy" if bench.toy else "8B"), CUDA_IPC if bench.cuda else SHARED_MEMORY
+    spec = llama("toy" if bench.toy else "8B")
+    kind = CUDA_IPC if bench.cuda else SHARED_MEMORY
     source = trainer_layout(spec, TrainerTopology(), DTYPE)
     destination = generator_layout(spec, GeneratorTopology(), DTYPE, "cuda", quantization)
     map = ReshardMap.build(source, destination)
     prove_exactly_once(map)
     copies = scheduled_writes(map, 0)
     torch.manual_seed(1)
-    weights = {t.name: torch.randn(t.shape, device=bench.device, dtype=torch.bfloat16) for t in source.tensors(0)}
-    size, read = sum(copy.bytes for copy in copies), sum(values.nbytes for values in weights.values())
+    weights = {
+        t.name: torch.randn(t.shape, device=bench.device, dtype=torch.bfloat16)
+        for t in source.tensors(0)
+    }
+    size = sum(copy.bytes for copy in copies)
+    read = sum(values.nbytes for values in weights.values())
     ceiling = bench.copy_bytes_per_s()
     transport, amax = transport_class(kind)(0, TIMEOUT_S), AmaxExchange(map, 0, TIMEOUT_S)
     with Neighbour(str(bench.device), destination, TIMEOUT_S) as engine:
@@ -55,37 +63,78 @@ def run(bench: Bench, how: str) -> None:
         written_ms = bench.median_ms(lambda: write(False))
         engine.ask("scramble")
         sent = write(True)
-        compare([packed(engine.ask("hashes"))], [packed_shares(sent.shares)], SentTensors(map))  # raises AuditError
-        bench.emit({"what": f"audit of {len(endpoint.tensors)} tensors by {kind}", "note": "every byte as sent"})
-        wrong = unlike(engine.ask("hashes"), expected(spec, destination, map, weights, quantization))
-        failed = {"failed": f"not as gathered and then quantised by torch: {', '.join(wrong[:5])}"} if wrong else {}
-        bench.emit({"what": "gathered, then quantised by torch", "note": "the same bits" if not wrong else "OTHER BITS"} | failed)
+        # raises AuditError
+        compare([packed(engine.ask("hashes"))], [packed_shares(sent.shares)], SentTensors(map))
+        bench.emit(
+            {
+                "what": f"audit of {len(endpoint.tensors)} tensors by {kind}",
+                "note": "every byte as sent",
+            }
+        )
+        wrong = unlike(
+            engine.ask("hashes"), expected(spec, destination, map, weights, quantization)
+        )
+        failed = (
+            {"failed": f"not as gathered and then quantised by torch: {', '.join(wrong[:5])}"}
+            if wrong
+            else {}
+        )
+        bench.emit(
+            {
+                "what": "gathered, then quantised by torch",
+                "note": "the same bits" if not wrong else "OTHER BITS",
+            }
+            | failed
+        )
         moved = {"GB": size / 1e9, "writes": len(copies)}
-        least = 2 * size + (read + size if quantization else 0)  # the copy; a quantised weight is read and written before
+        # the copy; a quantised weight is read and written before
+        least = 2 * size + (read + size if quantization else 0)
         ideal_ms = least / ceiling * 1e3
-        bench.emit({"what": "copy of as many bytes", "ms": ideal_ms, "gb_per_s": size / ideal_ms / 1e6} | moved)
-        for what, audit in (("direct writes", False), ("direct writes, hashed at the sender", True)):
+        bench.emit(
+            {"what": "copy of as many bytes", "ms": ideal_ms, "gb_per_s": size / ideal_ms / 1e6}
+            | moved
+        )
+        for what, audit in (
+            ("direct writes", False),
+            ("direct writes, hashed at the sender", True),
+        ):
             ms = bench.median_ms(lambda audit=audit: write(audit)) if audit else written_ms
-            bench.emit({"what": what, "ms": ms, "gb_per_s": size / ms / 1e6, "fraction": ideal_ms / ms} | moved)
+            bench.emit(
+                {"what": what, "ms": ms, "gb_per_s": size / ms / 1e6, "fraction": ideal_ms / ms}
+                | moved
+            )
         ms = bench.median_ms(lambda: engine.ask("hashes"))
-        bench.emit({"what": "hashes of the engine's memory", "ms": ms, "gb_per_s": size / ms / 1e6} | moved)
+        bench.emit(
+            {"what": "hashes of the engine's memory", "ms": ms, "gb_per_s": size / ms / 1e6} | moved
+        )
         transport.close()
 
 
 def expected(
-    spec, destination: Layout, map: ReshardMap, weights: dict[str, torch.Tensor], quantization: str | None
+    spec,
+    destination: Layout,
+    map: ReshardMap,
+    weights: dict[str, torch.Tensor],
+    quantization: str | None,
 ) -> dict[str, torch.Tensor]:
     """The engine's tensors, made from whole logical tensors."""
     device = next(iter(weights.values())).device
-    logical = {t.name: torch.empty(t.shape, dtype=torch.bfloat16, device=device) for t in hf_layout(spec, DTYPE).tensors(0)}
+    logical = {
+        t.name: torch.empty(t.shape, dtype=torch.bfloat16, device=device)
+        for t in hf_layout(spec, DTYPE).tensors(0)
+    }
     for tensor in map.source.tensors(0):
         for piece in tensor.pieces:
-            logical[piece.logical_name][piece.logical.slices()] = weights[tensor.name][piece.local.slices()]
+            logical[piece.logical_name][piece.logical.slices()] = weights[tensor.name][
+                piece.local.slices()
+            ]
     found = {}
     for tensor in generator_layout(spec, GeneratorTopology(), DTYPE, "cuda").tensors(0):
         found[tensor.name] = torch.zeros(tensor.shape, dtype=torch.bfloat16, device=device)
         for piece in tensor.pieces:
-            found[tensor.name][piece.local.slices()] = logical[piece.logical_name][piece.logical.slices()]
+            found[tensor.name][piece.local.slices()] = logical[piece.logical_name][
+                piece.logical.slices()
+            ]
     if not quantization:
         return found
     scales = {tensor.name for tensor in destination.tensors(0)} - found.keys()

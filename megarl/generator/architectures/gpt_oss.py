@@ -5,14 +5,18 @@ from sglang.srt.models import gpt_oss
 
 
 class GptOssForCausalLM(gpt_oss.GptOssForCausalLM):
-    """Like SGLang's class (0.5.23), which keeps sinks in bfloat16 even in a float32 model, and loads all experts on every rank."""
+    """Like SGLang's class (0.5.23), which keeps sinks in bfloat16 even in a float32 model, and
+    loads all experts on every rank.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         layers: Any = self.model.layers  # Any, since a type checker does not know its elements
         for layer in layers:
             attention = layer.self_attn
-            sinks = attention.sinks.to(torch.promote_types(attention.sinks.dtype, attention.qkv_proj.weight.dtype))
+            sinks = attention.sinks.to(
+                torch.promote_types(attention.sinks.dtype, attention.qkv_proj.weight.dtype)
+            )
             attention.sinks = torch.nn.Parameter(sinks, requires_grad=False)
 
     def _load_normal_weights(self, weights, *args, **kwargs):
@@ -20,7 +24,9 @@ class GptOssForCausalLM(gpt_oss.GptOssForCausalLM):
         experts = layers[0].mlp.experts
         first = experts.moe_ep_rank * experts.num_local_experts
         own = slice(first, first + experts.num_local_experts)
-        weights = ((name, values[own] if ".mlp.experts." in name else values) for name, values in weights)
+        weights = (
+            (name, values[own] if ".mlp.experts." in name else values) for name, values in weights
+        )
         super()._load_normal_weights(weights, *args, **kwargs)
 
 

@@ -4,7 +4,8 @@ import importlib
 import logging
 from collections.abc import Iterator
 
-SERVED: dict[str, tuple[str, ...]] = {  # module of sglang.srt.models -> names of its classes; (): all
+# module of sglang.srt.models -> names of its classes; (): all
+SERVED: dict[str, tuple[str, ...]] = {
     "deepseek_v2": (),
     "gemma3_causal": ("Gemma3ForCausalLM",),
     "glm4_moe": ("Glm4MoeForCausalLM",),
@@ -21,7 +22,8 @@ def _classes() -> Iterator[type]:
     for name, wanted in SERVED.items():
         try:
             module = importlib.import_module(f"sglang.srt.models.{name}")
-        except Exception as error:  # as in SGLang's registry, so that the other families can be served
+        except Exception as error:
+            # as in SGLang's registry, so that the other families can be served
             logging.getLogger(__name__).warning(f"Ignore import error when loading {name}: {error}")
             continue
         every = module.EntryClass if isinstance(module.EntryClass, list) else [module.EntryClass]

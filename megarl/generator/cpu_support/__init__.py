@@ -1,8 +1,11 @@
-"""Makes real SGLang run without a GPU. If there is CUDA, nothing here has any effect, except for `torch_kernels`.
+"""Makes real SGLang run without a GPU.
 
-SGLang imports two packages that `make setup` does not install. `sgl_kernel` is a wheel for CUDA only. torchvision's wheel on PyPI is also
-for CUDA; beside another build of torch it would keep transformers from importing models. In processes that have called `install`, stand-ins
-replace both packages.
+If there is CUDA, nothing here has any effect, except for `torch_kernels`.
+
+SGLang imports two packages that `make setup` does not install. `sgl_kernel` is a wheel for CUDA
+only. torchvision's wheel on PyPI is also for CUDA; beside another build of torch it would keep
+transformers from importing models. In processes that have called `install`, stand-ins replace both
+packages.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ ABSENT = {  # package -> (release in requirements/gpu.txt, why its functions can
     "sgl_kernel": ("0.4.10", "is a CUDA kernel; it has no CPU counterpart"),
     "torchvision": ("0.29.2", "is not there; language models read no images"),
 }
-GATED_DELTA_NETS, SPECULATIVE = "sgl_kernel.mamba", "sgl_kernel.speculative"
+GATED_DELTA_NETS = "sgl_kernel.mamba"
+SPECULATIVE = "sgl_kernel.speculative"
 
 
 def cuda_available() -> bool:
@@ -39,37 +43,70 @@ def cuda_available() -> bool:
 
 
 def install() -> None:
-    """Installs the import finder. Idempotent and cheap: torch is imported only when one of the two packages is.
+    """Installs the import finder.
 
-    Only for processes that run SGLang, since it makes other code believe that torchvision is installed."""
+    Idempotent and cheap: torch is imported only when one of the two packages is.
+
+    Only for processes that run SGLang, since it makes other code believe that torchvision is
+    installed.
+    """
     if not any(isinstance(finder, _CpuFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _CpuFinder())
 
 
 def active() -> bool:
     """Whether this process has called `install` and has no CUDA."""
-    return not torch_kernels.wanted() and any(isinstance(finder, _CpuFinder) for finder in sys.meta_path) and not cuda_available()
+    return (
+        not torch_kernels.wanted()
+        and any(isinstance(finder, _CpuFinder) for finder in sys.meta_path)
+        and not cuda_available()
+    )
 
 
 def register_hooks() -> None:
     """Registers the hooks into SGLang itself, with its plugin registry."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from megarl.generator.cpu_support import attention, batch_invariance, deepseek_v3, dp_attention, fp8, gated_delta_net, moe, speculative
+    from megarl.generator.cpu_support import (
+        attention,
+        batch_invariance,
+        deepseek_v3,
+        dp_attention,
+        fp8,
+        gated_delta_net,
+        moe,
+        speculative,
+    )
 
     native = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
-    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER
+    )
     paused = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
     HookRegistry.register(paused, _sleep_while_paused, HookType.AFTER)
     for name in ("forward_decode", "forward_extend"):
         HookRegistry.register(native + name, attention.forward, HookType.AROUND)
     HookRegistry.register(native + "_run_sdpa_forward_decode", attention.decode, HookType.AROUND)
     HookRegistry.register(native + "_run_sdpa_forward_extend", attention.extend, HookType.AROUND)
-    HookRegistry.register("sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments", attention.allow_gpt_oss, HookType.AROUND)
-    HookRegistry.register("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", moe.forward, HookType.AROUND)
-    HookRegistry.register("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _not_pinned, HookType.AROUND)
-    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.init_lora_manager", _pin_nothing, HookType.BEFORE)
-    HookRegistry.register("sglang.srt.distributed.bootstrap._init_parallel_groups", _for_members_only, HookType.AROUND)
+    HookRegistry.register(
+        "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments",
+        attention.allow_gpt_oss,
+        HookType.AROUND,
+    )
+    HookRegistry.register(
+        "sglang.srt.layers.moe.fused_moe_native.moe_forward_native", moe.forward, HookType.AROUND
+    )
+    HookRegistry.register(
+        "sglang.srt.mem_cache.pool_host.common._cuda_host_register", _not_pinned, HookType.AROUND
+    )
+    HookRegistry.register(
+        "sglang.srt.model_executor.model_runner.ModelRunner.init_lora_manager",
+        _pin_nothing,
+        HookType.BEFORE,
+    )
+    HookRegistry.register(
+        "sglang.srt.distributed.bootstrap._init_parallel_groups", _for_members_only, HookType.AROUND
+    )
     batch_invariance.register_hooks()
     dp_attention.register_hooks()
     fp8.register_hooks()
@@ -81,20 +118,25 @@ def register_hooks() -> None:
 def _fork_workers(result: None, server_args: object) -> None:
     """Runs after SGLang has chosen to spawn its workers, which CUDA requires.
 
-    Without CUDA they can be forked. That saves ten seconds at start-up, and two of three copies of the imported code.
+    Without CUDA they can be forked. That saves ten seconds at start-up, and two of three copies of
+    the imported code.
     """
     gc.freeze()
     multiprocessing.set_start_method("fork", force=True)
 
 
 def _sleep_while_paused(result: None, scheduler: Any) -> None:
-    """Runs in each turn of a paused scheduler's loop, and makes it sleep. SGLang sleeps when idle (`sleep_on_idle`) but spins when paused,
-    which would slow down an update on the same core."""
+    """Runs in each turn of a paused scheduler's loop, and makes it sleep. SGLang sleeps when idle
+    (`sleep_on_idle`) but spins when paused, which would slow down an update on the same core.
+    """
     scheduler.maybe_sleep_on_idle()
 
 
 def _not_pinned(*_: object) -> None:
-    """Replaces pinning of host memory for recorded expert ids. Without CUDA no device reads that memory."""
+    """Replaces pinning of host memory for recorded expert ids.
+
+    Without CUDA no device reads that memory.
+    """
 
 
 def _pin_nothing(*_: object) -> None:
@@ -104,7 +146,10 @@ def _pin_nothing(*_: object) -> None:
     from sglang.srt.lora.backend import torch_backend
 
     unpinned = ModuleType("torch")
-    vars(unpinned).update(vars(torch) | {name: _without_pinning(getattr(torch, name)) for name in ("empty", "tensor", "zeros")})
+    vars(unpinned).update(
+        vars(torch)
+        | {name: _without_pinning(getattr(torch, name)) for name in ("empty", "tensor", "zeros")}
+    )
     for module in (layers, torch_backend):
         vars(module)["torch"] = unpinned
     torch.Tensor.pin_memory = lambda self, device=None: self
@@ -118,13 +163,18 @@ def _without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _for_members_only(original: Callable[..., None], **settings: object) -> None:
-    """Runs around the creation of an engine's process groups, which all use gloo. Admits only their members."""
+    """Runs around the creation of an engine's process groups, which all use gloo.
+
+    Admits only their members.
+    """
     with members_only():
         original(**settings)
 
 
 class _CpuFinder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         package, _, submodule = name.partition(".")
         if torch_kernels.wanted() and package == torch_kernels.PACKAGE:
             return importlib.machinery.ModuleSpec(name, _TorchKernelsLoader(), is_package=True)
@@ -147,11 +197,16 @@ class _StandInLoader(importlib.abc.Loader):
         if module.__name__ == "sgl_kernel":
             from megarl.generator.cpu_support import speculative
 
-            vars(module).update({name: value for name, value in vars(speculative).items() if name.endswith("_cpu")})
+            vars(module).update(
+                {name: value for name, value in vars(speculative).items() if name.endswith("_cpu")}
+            )
 
 
 class _GatedDeltaNetLoader(importlib.abc.Loader):
-    """Loads gated_delta_net.py, from which SGLang takes some functions. It takes others from torch's operators."""
+    """Loads gated_delta_net.py, from which SGLang takes some functions.
+
+    It takes others from torch's operators.
+    """
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
         return None
@@ -161,7 +216,9 @@ class _GatedDeltaNetLoader(importlib.abc.Loader):
 
         from megarl.generator.cpu_support import gated_delta_net
 
-        vars(module).update({name: value for name, value in vars(gated_delta_net).items() if name.endswith("_cpu")})
+        vars(module).update(
+            {name: value for name, value in vars(gated_delta_net).items() if name.endswith("_cpu")}
+        )
         for operator in gated_delta_net.OPERATORS:
             setattr(torch.ops.sgl_kernel, operator.__name__, operator)
 
@@ -173,7 +230,9 @@ class _SpeculativeLoader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         from megarl.generator.cpu_support import speculative
 
-        vars(module)["reconstruct_indices_from_tree_mask"] = speculative.reconstruct_indices_from_tree_mask
+        vars(module)["reconstruct_indices_from_tree_mask"] = (
+            speculative.reconstruct_indices_from_tree_mask
+        )
 
 
 class _TorchKernelsLoader(_StandInLoader):

@@ -1,8 +1,10 @@
-"""SGLang's `--enable-deterministic-inference` on CPUs: a request's numbers do not depend on the other requests of its batch.
+"""SGLang's `--enable-deterministic-inference` on CPUs: a request's numbers do not depend on the
+other requests of its batch.
 
-SGLang refuses `torch_native` attention there, and its batch-invariant kernels are for GPUs. Here attention is invariant by its padding
-(attention.py). MKL multiplies one to three rows by other kernels than more rows, and rounds otherwise. So matrices are cut into tiles of
-equal shape. Norms and softmax of torch work row by row.
+SGLang refuses `torch_native` attention there, and its batch-invariant kernels are for GPUs. Here
+attention is invariant by its padding (attention.py). MKL multiplies one to three rows by other
+kernels than more rows, and rounds otherwise. So matrices are cut into tiles of equal shape. Norms
+and softmax of torch work row by row.
 """
 
 from __future__ import annotations
@@ -20,7 +22,11 @@ def register_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     add_deterministic_attention_backend_choices(["torch_native"])
-    HookRegistry.register("sglang.srt.batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode", enable, HookType.REPLACE)
+    HookRegistry.register(
+        "sglang.srt.batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode",
+        enable,
+        HookType.REPLACE,
+    )
 
 
 @cache
@@ -42,5 +48,12 @@ def mm(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     return product.flatten(0, 1)[:count]
 
 
-def addmm(bias: torch.Tensor, rows: torch.Tensor, matrix: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+def addmm(
+    bias: torch.Tensor,
+    rows: torch.Tensor,
+    matrix: torch.Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> torch.Tensor:
     return beta * bias + alpha * mm(rows, matrix)

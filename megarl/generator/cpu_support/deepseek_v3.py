@@ -1,4 +1,6 @@
-"""DeepSeek-V3 in SGLang without CUDA: one form of latent attention, the rotary embedding, and the router as GPUs compute it."""
+"""DeepSeek-V3 in SGLang without CUDA: one form of latent attention, the rotary embedding, and the
+router as GPUs compute it.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,40 @@ def register_hooks() -> None:
     model = "sglang.srt.models.deepseek_v2."
     loader = "sglang.srt.models.deepseek_common.deepseek_weight_loader."
     HookRegistry.register(loader + "block_quant_to_tensor_quant", whole, HookType.AROUND)
-    HookRegistry.register(model + "DeepseekV2AttentionMLA.dispatch_attn_forward_method", always_absorbed, HookType.AFTER)
+    HookRegistry.register(
+        model + "DeepseekV2AttentionMLA.dispatch_attn_forward_method",
+        always_absorbed,
+        HookType.AFTER,
+    )
     HookRegistry.register(model + "MoEGate.forward", router_logits, HookType.AROUND)
-    HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", rope, HookType.AROUND)
-    HookRegistry.register("sglang.srt.layers.moe.topk.biased_grouped_topk_impl", uncompiled, HookType.AROUND)
+    HookRegistry.register(
+        "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", rope, HookType.AROUND
+    )
+    HookRegistry.register(
+        "sglang.srt.layers.moe.topk.biased_grouped_topk_impl", uncompiled, HookType.AROUND
+    )
 
 
 def always_absorbed(result: Any, *_: Any) -> Any:
-    """Runs after the choice of a form of attention, and always takes the absorbed one. For prompts SGLang would compute keys and values of
-    all heads, and `torch_native` would look for them in the cache. But the cache has only latents, which the absorbed form reads and
-    writes."""
+    """Runs after the choice of a form of attention, and always takes the absorbed one.
+
+    For prompts SGLang would compute keys and values of all heads, and `torch_native` would look for
+    them in the cache. But the cache has only latents, which the absorbed form reads and writes.
+    """
     return type(result).MLA
 
 
-def router_logits(original: Callable[..., torch.Tensor], gate: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """Router logits, float32 [T, E], from hidden states [T, H]. GPUs keep bf16 products in float32. The original would round them."""
+def router_logits(
+    original: Callable[..., torch.Tensor],
+    gate: Any,
+    hidden_states: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> torch.Tensor:
+    """Router logits, float32 [T, E], from hidden states [T, H].
+
+    GPUs keep bf16 products in float32. The original would round them.
+    """
     return F.linear(hidden_states.float(), gate.weight.float())
 
 
@@ -54,8 +75,13 @@ def rope(
     return get_rope(*shape)
 
 
-def whole(original: Callable[..., Any], codes: torch.Tensor, scales: torch.Tensor, block: list[int]) -> tuple[torch.Tensor, None]:
-    """Dequantises kv_b_proj to bf16, as SGLang does on GPUs. Elsewhere it would requantise it with one scale."""
+def whole(
+    original: Callable[..., Any], codes: torch.Tensor, scales: torch.Tensor, block: list[int]
+) -> tuple[torch.Tensor, None]:
+    """Dequantises kv_b_proj to bf16, as SGLang does on GPUs.
+
+    Elsewhere it would requantise it with one scale.
+    """
     return dequantised(codes, scales, (block[0], block[1])).to(torch.bfloat16), None
 
 

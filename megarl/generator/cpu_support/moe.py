@@ -1,5 +1,7 @@
-"""SGLang's native mixture of experts under expert parallelism: the original cannot handle tokens for experts of another rank. Also
-gpt-oss's activation, which SGLang would compile with a C++ compiler that may be missing."""
+"""SGLang's native mixture of experts under expert parallelism: the original cannot handle tokens
+for experts of another rank. Also gpt-oss's activation, which SGLang would compile with a C++
+compiler that may be missing.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,18 @@ import torch
 import torch.nn.functional as F
 
 
-def forward(original: Callable[..., torch.Tensor], layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
-    """Runs around moe_forward_native. x: [T, H]; `topk_ids` [T, k] number this rank's experts from 0, and are -1 for experts of other
-    ranks."""
-    ids, weights = topk_output.topk_ids, topk_output.topk_weights
+def forward(
+    original: Callable[..., torch.Tensor],
+    layer: Any,
+    x: torch.Tensor,
+    topk_output: Any,
+    config: Any,
+) -> torch.Tensor:
+    """Runs around moe_forward_native. x: [T, H]; `topk_ids` [T, k] number this rank's experts from
+    0, and are -1 for experts of other ranks.
+    """
+    ids = topk_output.topk_ids
+    weights = topk_output.topk_weights
     own_activation = config.gemm1_alpha is not None
     if config.activation != "silu" or (bool((ids >= 0).all()) and not own_activation):
         return original(layer, x, topk_output, config)
@@ -33,11 +43,13 @@ def forward(original: Callable[..., torch.Tensor], layer: Any, x: torch.Tensor, 
 
 def _linear(layer: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
     """Biases are float32."""
-    result, bias = F.linear(x, getattr(layer, name)[expert]), getattr(layer, name + "_bias", None)
+    result = F.linear(x, getattr(layer, name)[expert])
+    bias = getattr(layer, name + "_bias", None)
     return result if bias is None else (result.float() + bias[expert]).to(x.dtype)
 
 
 def _clamped_swiglu(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     """gpt-oss's activation. In `both`, gate and up alternate."""
-    gate, up = both[..., ::2].clamp(max=limit), both[..., 1::2].clamp(-limit, limit)
+    gate = both[..., ::2].clamp(max=limit)
+    up = both[..., 1::2].clamp(-limit, limit)
     return gate * torch.sigmoid(alpha * gate) * (up + 1)

@@ -1,11 +1,14 @@
-"""Speculative decoding in SGLang without CUDA: drafts are single chains of tokens, made by a draft model or from n-grams.
+"""Speculative decoding in SGLang without CUDA: drafts are single chains of tokens, made by a draft
+model or from n-grams.
 
-SGLang's own CPU kernels are in a build of sgl_kernel that is not on PyPI. The kernels that it calls are here, for chains only, without
-branches. `torch_native` attention has neither passes that verify drafts nor the steps of a draft model.
+SGLang's own CPU kernels are in a build of sgl_kernel that is not on PyPI. The kernels that it calls
+are here, for chains only, without branches. `torch_native` attention has neither passes that verify
+drafts nor the steps of a draft model.
 
-Without CUDA, SGLang accepts a drafted token if it is the likeliest one (speculative/eagle_utils.py:500), at any temperature. Here a token
-is sampled at each place, and the draft is accepted as far as it agrees. With Gumbel noise on the logits, the likeliest token is a sample.
-The noise is that of plain decoding, so the same tokens are drawn, up to rounding.
+Without CUDA, SGLang accepts a drafted token if it is the likeliest one
+(speculative/eagle_utils.py:500), at any temperature. Here a token is sampled at each place, and the
+draft is accepted as far as it agrees. With Gumbel noise on the logits, the likeliest token is a
+sample. The noise is that of plain decoding, so the same tokens are drawn, up to rounding.
 """
 
 from __future__ import annotations
@@ -24,14 +27,35 @@ def register_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.speculative.eagle_utils.eagle_sample", drawn, HookType.AROUND)
-    HookRegistry.register("sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend", draft_backend, HookType.AROUND)
-    for model in ("glm4_moe.Glm4MoeForCausalLM", "deepseek_v2.DeepseekV2ForCausalLM", "qwen3_next.Qwen3NextForCausalLM"):
-        HookRegistry.register(f"sglang.srt.models.{model}.set_embed_and_head", share, HookType.AROUND)
+    HookRegistry.register(
+        "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend",
+        draft_backend,
+        HookType.AROUND,
+    )
+    for model in (
+        "glm4_moe.Glm4MoeForCausalLM",
+        "deepseek_v2.DeepseekV2ForCausalLM",
+        "qwen3_next.Qwen3NextForCausalLM",
+    ):
+        HookRegistry.register(
+            f"sglang.srt.models.{model}.set_embed_and_head", share, HookType.AROUND
+        )
 
 
-def drawn(original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, *arguments: Any, **named: Any) -> Any:
-    """Runs around the choice of accepted tokens. Log-probs are taken from the logits without noise."""
-    logits, info = logits_output.next_token_logits, batch.sampling_info
+def drawn(
+    original: Callable[..., Any],
+    verify_input: Any,
+    batch: Any,
+    logits_output: Any,
+    *arguments: Any,
+    **named: Any,
+) -> Any:
+    """Runs around the choice of accepted tokens.
+
+    Log-probs are taken from the logits without noise.
+    """
+    logits = logits_output.next_token_logits
+    info = batch.sampling_info
     if batch.forward_mode.is_idle() or info.is_all_greedy:
         return original(verify_input, batch, logits_output, *arguments, **named)
     temperatures, greedy, seeds = (
@@ -39,25 +63,39 @@ def drawn(original: Callable[..., Any], verify_input: Any, batch: Any, logits_ou
         for each in (info.temperatures, info.top_ks == 1, info.sampling_seed)
     )
     noise = gumbel_noise(seeds.view(-1), verify_input.positions, logits.shape[-1])
-    logits_output.next_token_logits = torch.where(greedy, logits.double(), (logits / temperatures).double() + noise)
+    logits_output.next_token_logits = torch.where(
+        greedy, logits.double(), (logits / temperatures).double() + noise
+    )
     try:
         return original(verify_input, batch, logits_output, *arguments, **named)
     finally:
         logits_output.next_token_logits = logits
 
 
-def share(original: Callable[..., None], model: Any, embedding: torch.nn.Parameter, head: torch.nn.Parameter) -> None:
+def share(
+    original: Callable[..., None],
+    model: Any,
+    embedding: torch.nn.Parameter,
+    head: torch.nn.Parameter,
+) -> None:
     """Replaces the original, which waits for a GPU at its end."""
-    model.model.embed_tokens.weight, model.lm_head.weight = embedding, head
+    model.model.embed_tokens.weight = embedding
+    model.lm_head.weight = head
 
 
 def draft_backend(original: Callable[..., Any], factory: Any, kind: str, *_: Any, **__: Any) -> Any:
-    """Runs around the choice of a draft model's attention. The original has none for `torch_native`."""
+    """Runs around the choice of a draft model's attention.
+
+    The original has none for `torch_native`.
+    """
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     if kind != "decode_attention_backend":
         return TorchNativeAttnBackend(factory.draft_model_runner)
-    backends: list[Any] = [TorchNativeAttnBackend(factory.draft_model_runner) for _ in range(factory.speculative_num_steps - 1)]
+    backends: list[Any] = [
+        TorchNativeAttnBackend(factory.draft_model_runner)
+        for _ in range(factory.speculative_num_steps - 1)
+    ]
     for step, backend in enumerate(backends, start=1):
         backend.drafted = step
     return Steps(backends)
@@ -79,15 +117,21 @@ class Steps:
 
 @contextlib.contextmanager
 def lengths(backend: Any, batch: Any) -> Iterator[None]:
-    """Runs around attention. In a pass that verifies a draft, or a step of a draft model, sets the lengths that `torch_native` reads.
+    """Runs around attention.
 
-    `backend.tree` [b, n, n]: which tokens of a draft see each other. None: each token sees those before it.
+    In a pass that verifies a draft, or a step of a draft model, sets the lengths that
+    `torch_native` reads.
+
+    `backend.tree` [b, n, n]: which tokens of a draft see each other. None: each token sees those
+    before it.
     """
     own = batch.seq_lens, batch.extend_prefix_lens, batch.extend_seq_lens
     backend.tree = None
     if batch.forward_mode.is_target_verify():
-        draft, tokens = batch.spec_info, batch.spec_info.draft_token_num
-        batch.seq_lens, batch.extend_prefix_lens = own[0] + tokens, own[0]
+        draft = batch.spec_info
+        tokens = batch.spec_info.draft_token_num
+        batch.seq_lens = own[0] + tokens
+        batch.extend_prefix_lens = own[0]
         batch.extend_seq_lens = torch.full_like(own[0], tokens)
         if draft.tree_topk != 1:
             backend.tree = draft.custom_mask.view(-1, tokens, tokens).bool()
@@ -99,11 +143,17 @@ def lengths(backend: Any, batch: Any) -> Iterator[None]:
         batch.seq_lens, batch.extend_prefix_lens, batch.extend_seq_lens = own
 
 
-# Kernels of sgl_kernel, with its names and order of arguments. Each docstring describes the argument that the kernel writes to.
+# Kernels of sgl_kernel, with its names and order of arguments. Each docstring describes the
+# argument that the kernel writes to.
 
 
 def assign_extend_cache_locs_cpu(
-    rows: torch.Tensor, table: torch.Tensor, first: torch.Tensor, end: torch.Tensor, out: torch.Tensor, *_: Any
+    rows: torch.Tensor,
+    table: torch.Tensor,
+    first: torch.Tensor,
+    end: torch.Tensor,
+    out: torch.Tensor,
+    *_: Any,
 ) -> None:
     """`out`: the slots from `first` to `end` of each request, one after the other."""
     found = [table[row, a:b] for row, a, b in zip(rows.tolist(), first.tolist(), end.tolist())]
@@ -112,22 +162,37 @@ def assign_extend_cache_locs_cpu(
 
 
 def assign_req_to_token_pool_cpu(
-    rows: torch.Tensor, table: torch.Tensor, first: torch.Tensor, end: torch.Tensor, slots: torch.Tensor, width: int
+    rows: torch.Tensor,
+    table: torch.Tensor,
+    first: torch.Tensor,
+    end: torch.Tensor,
+    slots: torch.Tensor,
+    width: int,
 ) -> None:
     """`table`: gets the new `slots`, from `first` to `end` of each request."""
-    for row, a, b, part in zip(rows.tolist(), first.tolist(), end.tolist(), slots.split((end - first).tolist())):
+    for row, a, b, part in zip(
+        rows.tolist(), first.tolist(), end.tolist(), slots.split((end - first).tolist())
+    ):
         table[row, a:b] = part
 
 
 def assign_draft_cache_locs_contiguous_cpu(
-    rows: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor, width: int, topk: int, count: int
+    rows: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    out: torch.Tensor,
+    width: int,
+    topk: int,
+    count: int,
 ) -> None:
     """`out`: the `count` slots after `lengths` of each request."""
     assert topk == 1
     assign_extend_cache_locs_cpu(rows, table, lengths, lengths + count, out)
 
 
-def copy_all_layer_kv_cache_cpu(addresses: torch.Tensor, row_bytes: torch.Tensor, to: torch.Tensor, of: torch.Tensor) -> None:
+def copy_all_layer_kv_cache_cpu(
+    addresses: torch.Tensor, row_bytes: torch.Tensor, to: torch.Tensor, of: torch.Tensor
+) -> None:
     """Copies rows `of` of the cache's tensors to rows `to`."""
     for address, size in zip(addresses.tolist(), row_bytes.tolist()):
         rows = [ctypes.string_at(address + row * size, size) for row in of.tolist()]
@@ -135,13 +200,17 @@ def copy_all_layer_kv_cache_cpu(addresses: torch.Tensor, row_bytes: torch.Tensor
             ctypes.memmove(address + row * size, values, size)
 
 
-def fill_accept_out_cache_loc_cpu(kept: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
+def fill_accept_out_cache_loc_cpu(
+    kept: torch.Tensor, slots: torch.Tensor, out: torch.Tensor
+) -> None:
     """`out`: the slots of accepted tokens, one after the other. -1 in `kept` stands for none."""
     found = slots[kept.flatten()[kept.flatten() >= 0].long()]
     out[: len(found)] = found
 
 
-def fill_bonus_tokens_cpu(tokens: torch.Tensor, counts: torch.Tensor, out: torch.Tensor, stride: int) -> None:
+def fill_bonus_tokens_cpu(
+    tokens: torch.Tensor, counts: torch.Tensor, out: torch.Tensor, stride: int
+) -> None:
     """`out`: the last accepted token of each request, which has `stride` tokens."""
     out.copy_(tokens.flatten()[torch.arange(len(counts)) * stride + counts - 1])
 
@@ -157,13 +226,21 @@ def verify_tree_greedy_cpu(
     retrive_next_sibling: torch.Tensor,
     target_predict: torch.Tensor,
 ) -> None:
-    """`predicts`: the token after each accepted one; `accept_index`: their places; `accept_token_num`: how many of them were drafted."""
-    drawn_tokens, most = target_predict.flatten(), accept_index.shape[1]
+    """`predicts`: the token after each accepted one; `accept_index`: their places;
+    `accept_token_num`: how many of them were drafted.
+    """
+    drawn_tokens = target_predict.flatten()
+    most = accept_index.shape[1]
     for request, drafted in enumerate(candidates.tolist()):
-        children, siblings, places = (each[request].tolist() for each in (retrive_next_token, retrive_next_sibling, retrive_index))
-        at, kept = 0, [places[0]]
+        children, siblings, places = (
+            each[request].tolist()
+            for each in (retrive_next_token, retrive_next_sibling, retrive_index)
+        )
+        at = 0
+        kept = [places[0]]
         while len(kept) < most:
-            token, child = int(drawn_tokens[kept[-1]]), children[at]
+            token = int(drawn_tokens[kept[-1]])
+            child = children[at]
             while child >= 0 and drafted[child] != token:
                 child = siblings[child]
             if child < 0:
@@ -190,7 +267,10 @@ def build_tree_kernel_efficient_cpu(
     tokens: int,
     mask_mode: Any,
 ) -> None:
-    """Writes all but the first three arguments. The draft is a chain: the model's token, then the drafted ones."""
+    """Writes all but the first three arguments.
+
+    The draft is a chain: the model's token, then the drafted ones.
+    """
     assert topk == 1
     row = torch.tril(torch.ones(tokens, tokens, dtype=torch.bool))
     mask.copy_(row.expand(len(lengths), -1, -1).flatten())
@@ -212,15 +292,22 @@ def _describe(
     requests: int,
     tokens: int,
 ) -> None:
-    """The tree behind a `mask` [b * n * n], which says which tokens precede each token. Returns positions, and for each token its number
-    within the batch, its first child and its next sibling, or -1."""
+    """The tree behind a `mask` [b * n * n], which says which tokens precede each token.
+
+    Returns positions, and for each token its number within the batch, its first child and its next
+    sibling, or -1.
+    """
     before = mask.view(requests, tokens, tokens).bool().tril(-1)
     positions.copy_((before.sum(-1) + lengths[:, None]).flatten())
     places.copy_(torch.arange(requests * tokens).view(requests, tokens))
     numbers = torch.arange(tokens)
     parents = torch.where(before, numbers, -1).amax(-1)  # [b, n]
     children.copy_(_first(parents[:, None] == numbers[:, None]))
-    alike = (parents[:, None] == parents[:, :, None]) & (numbers > numbers[:, None]) & (parents[:, :, None] >= 0)
+    alike = (
+        (parents[:, None] == parents[:, :, None])
+        & (numbers > numbers[:, None])
+        & (parents[:, :, None] >= 0)
+    )
     siblings.copy_(_first(alike))
 
 

@@ -1,4 +1,7 @@
-"""The interface of rollouts: what a rollout is given, and what it must return. This file is all you need to write one."""
+"""The interface of rollouts: what a rollout is given, and what it must return.
+
+This file is all you need to write one.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,18 @@ from typing import Any, Protocol
 import numpy as np
 from msgspec.structs import replace
 
-from megarl.base.rollout_types import UNANSWERED, Group, KeptSets, Prompt, Sample, episodes, impossible_logprobs, join, typed, view
+from megarl.base.rollout_types import (
+    UNANSWERED,
+    Group,
+    KeptSets,
+    Prompt,
+    Sample,
+    episodes,
+    impossible_logprobs,
+    join,
+    typed,
+    view,
+)
 from megarl.config.schema import MAX_REWARD
 from megarl.data.chat import ChatTemplate, Message, load_chat_template
 from megarl.data.tokenizer import Tokenizer
@@ -23,18 +37,24 @@ from megarl.rewards.score import Score, ScoreRequest
 
 class Generate(Protocol):
     async def __call__(self, prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
-        """Returns n independent continuations of `prompt_ids`. Each token comes with its log-prob and the weight version that sampled it.
+        """Returns n independent continuations of `prompt_ids`.
 
-        The least loaded engine serves the request. Weight updates may happen meanwhile; the caller does not have to handle them.
+        Each token comes with its log-prob and the weight version that sampled it.
+
+        The least loaded engine serves the request. Weight updates may happen meanwhile; the caller
+        does not have to handle them.
         """
         ...
 
 
 class RunInWorker(Protocol):
     async def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs a module-level function in a worker process, for at most rollout.tool_timeout_s. Arguments and result must be JSON.
+        """Runs a module-level function in a worker process, for at most rollout.tool_timeout_s.
 
-        Raises: ToolError with the message of the function's ValueError, or with the reason of any other failure.
+        Arguments and result must be JSON.
+
+        Raises: ToolError with the message of the function's ValueError, or with the reason of any
+        other failure.
         """
         ...
 
@@ -45,51 +65,78 @@ class RolloutContext:
 
     tokenizer: Tokenizer
     generate: Generate
-    score: Callable[[ScoreRequest], Awaitable[Score]]  # calls the run's verifier, such as context.score(transcript.to_score)
+    # calls the run's verifier, such as context.score(transcript.to_score)
+    score: Callable[[ScoreRequest], Awaitable[Score]]
     run_in_worker: RunInWorker
     tool_timeout_s: float  # the limit for any tool
 
 
 class Rollout(Protocol):
-    """A rollout takes a prompt and returns n samples. It is an async function, or an object of a class whose constructor takes the
-    tokenizer.
+    """A rollout takes a prompt and returns n samples.
 
-    `rollout.args` become keyword-only arguments of the function, or of the class's constructor, and are checked against their annotations.
-    A rollout runs in the generator's event loop, many times at once, so it must await whatever takes time. If an object has `check`, it is
-    awaited before anything starts and may raise ConfigError. If it has `close`, that is awaited at the end of the run.
+    It is an async function, or an object of a class whose constructor takes the tokenizer.
 
-    An episode may consist of several sequences. Its samples then follow each other in the list, and all but the first have `Sample.branch`
-    above 0. If samples begin with other token ids than the prompt's, return a Group with the prompt that they begin with.
+    `rollout.args` become keyword-only arguments of the function, or of the class's constructor, and
+    are checked against their annotations. A rollout runs in the generator's event loop, many times
+    at once, so it must await whatever takes time. If an object has `check`, it is awaited before
+    anything starts and may raise ConfigError. If it has `close`, that is awaited at the end of the
+    run.
+
+    An episode may consist of several sequences. Its samples then follow each other in the list, and
+    all but the first have `Sample.branch` above 0. If samples begin with other token ids than the
+    prompt's, return a Group with the prompt that they begin with.
     """
 
-    async def __call__(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Sample] | Group: ...
+    async def __call__(
+        self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int
+    ) -> list[Sample] | Group: ...
 
 
 class ToolError(Exception):
     """A tool call failed. The model is shown the message."""
 
 
-def sample_problems(samples: Any, n: int, max_tokens: int, vocab_size: int, replayed: bool = False) -> list[str]:
-    """The problems with the samples that a rollout returned; empty if they are valid. `replayed`: samples must have kept sets."""
+def sample_problems(
+    samples: Any, n: int, max_tokens: int, vocab_size: int, replayed: bool = False
+) -> list[str]:
+    """The problems with the samples that a rollout returned; empty if they are valid.
+
+    `replayed`: samples must have kept sets.
+    """
     if not isinstance(samples, list) or not all(isinstance(sample, Sample) for sample in samples):
         return [f"it must return a list of Sample, not {type(samples).__name__}"]
     if samples and samples[0].branch:
-        return [f"the first sample has branch={samples[0].branch}, but no sample of the same episode comes before it"]
+        return [
+            f"the first sample has branch={samples[0].branch}, but no sample of the same episode "
+            "comes before it"
+        ]
     if len(whole := episodes(samples)) != n:
         return [f"it must return {n} samples, not {len(whole)}"]
     found = [
-        f"sample {i}: {problem}" for i, sample in enumerate(samples) for problem in _problems(sample, max_tokens, vocab_size, replayed)
+        f"sample {i}: {problem}"
+        for i, sample in enumerate(samples)
+        for problem in _problems(sample, max_tokens, vocab_size, replayed)
     ]
-    if not found and any(sample.reward != branches[0].reward for branches in episodes(samples) for sample in branches):
+    if not found and any(
+        sample.reward != branches[0].reward for branches in episodes(samples) for sample in branches
+    ):
         found.append("the branches of an episode must have the same reward")
     return found
 
 
 def _problems(sample: Sample, max_tokens: int, vocab_size: int, replayed: bool) -> list[str]:
     length = len(sample.token_ids)
-    arrays = {"logprobs": sample.logprobs, "versions": sample.versions, "policy_mask": sample.policy_mask or sample.token_ids}
+    arrays = {
+        "logprobs": sample.logprobs,
+        "versions": sample.versions,
+        "policy_mask": sample.policy_mask or sample.token_ids,
+    }
     arrays["kept"] = sample.token_ids if sample.kept is None else sample.kept
-    problems = [f"{length} token ids, but {len(values)} {name}" for name, values in arrays.items() if len(values) != length]
+    problems = [
+        f"{length} token ids, but {len(values)} {name}"
+        for name, values in arrays.items()
+        if len(values) != length
+    ]
     if sample.finish_reason == UNANSWERED:
         problems += [f"{length} tokens, though finish_reason={UNANSWERED}"] if length else []
     elif not (view(sample.policy_mask).any() if sample.policy_mask else length):
@@ -97,24 +144,36 @@ def _problems(sample: Sample, max_tokens: int, vocab_size: int, replayed: bool) 
     if length > max_tokens:
         problems.append(f"{length} tokens, more than max_tokens={max_tokens}")
     if not _finite(sample.reward) or abs(sample.reward) > MAX_REWARD:
-        problems.append(f"reward {sample.reward!r:.200}: must be a finite number of absolute value at most {MAX_REWARD:g}")
+        problems.append(
+            f"reward {sample.reward!r:.200}: must be a finite number of absolute value at most "
+            f"{MAX_REWARD:g}"
+        )
     if (wrong := impossible_logprobs(logprobs := view(sample.logprobs))).any():
         problems.append(f"log-prob {logprobs[wrong][0]}: must be a finite number, at most 0")
     if (outside := ((ids := view(sample.token_ids)) < 0) | (ids >= vocab_size)).any():
         problems.append(f"token id {ids[outside][0]}: the vocabulary has 0 to {vocab_size - 1}")
     if replayed and length and not problems:
         lacking = np.ones(length, np.bool_) if sample.kept is None else sample.kept.counts == 0
-        if missing := int((lacking & view(sample.policy_mask) if sample.policy_mask else lacking).sum()):
+        if missing := int(
+            (lacking & view(sample.policy_mask) if sample.policy_mask else lacking).sum()
+        ):
             problems.append(
-                f"{missing} tokens of the policy lack the sets they were drawn from, which rollout.replay_mask needs: build samples with "
-                "Transcript, or give Completion.kept to Sample; and leave top_p, top_k and min_p of Sampling as they are"
+                f"{missing} tokens of the policy lack the sets they were drawn from, which "
+                "rollout.replay_mask needs: build samples with "
+                "Transcript, or give Completion.kept to Sample; and leave top_p, top_k and min_p "
+                "of Sampling as they are"
             )
     return problems
 
 
 def _finite(number: Any) -> bool:
-    """Whether `number` is finite. A bool is not a number here, since MessagePack would not send it to the trainer as one."""
-    return (type(number) is float and math.isfinite(number)) or (type(number) is int and abs(number) <= MAX_REWARD)
+    """Whether `number` is finite.
+
+    A bool is not a number here, since MessagePack would not send it to the trainer as one.
+    """
+    return (type(number) is float and math.isfinite(number)) or (
+        type(number) is int and abs(number) <= MAX_REWARD
+    )
 
 
 # Builds one sample from the alternating turns of policy and environment.
@@ -122,12 +181,17 @@ def _finite(number: Any) -> bool:
 
 @dataclass
 class Transcript:
-    """A sample under construction. Token ids are only ever appended. Sampled text is never tokenised again, which could give other ids."""
+    """A sample under construction.
+
+    Token ids are only ever appended. Sampled text is never tokenised again, which could give other
+    ids.
+    """
 
     prompt: Prompt
     tokenizer: Tokenizer
     max_tokens: int  # of the response, including the environment's tokens
-    sample_index: int | None = None  # index among the prompt's samples; with it, turns have seeds of their own
+    # index among the prompt's samples; with it, turns have seeds of their own
+    sample_index: int | None = None
     last_text: str = ""  # the text of the policy's last turn
     finish_reason: str = "stop"
     _ids: array[int] = field(default_factory=partial(array, "i"))
@@ -154,11 +218,24 @@ class Transcript:
         seed = sampling.seed
         if seed is not None and self.sample_index is not None:
             seed = seed_of(seed, self.sample_index, self._turns)
-        return replace(sampling, max_tokens=self.tokens_left if max_tokens is None else min(max_tokens, self.tokens_left), seed=seed)
+        return replace(
+            sampling,
+            max_tokens=self.tokens_left
+            if max_tokens is None
+            else min(max_tokens, self.tokens_left),
+            seed=seed,
+        )
 
     def add_policy(self, completion: Completion) -> None:
-        self._append(completion.token_ids, completion.logprobs, completion.versions, completion.kept, mine=True)
-        # Each completion has the experts of all positions so far. Tokens of earlier turns keep the experts they were sampled with.
+        self._append(
+            completion.token_ids,
+            completion.logprobs,
+            completion.versions,
+            completion.kept,
+            mine=True,
+        )
+        # Each completion has the experts of all positions so far. Tokens of earlier turns keep the
+        # experts they were sampled with.
         self._routing += completion.routing[len(self._routing) :]
         self._turns += 1
         self.last_text = self.tokenizer.decode_turn(completion.token_ids)
@@ -167,11 +244,20 @@ class Transcript:
         self.finish_reason = "stop" if self.tokens_left > 0 else completion.finish_reason
 
     def add_environment(self, token_ids: Sequence[int]) -> bool:
-        """Appends the environment's answer. If that would leave no tokens for the policy, appends nothing and returns False."""
+        """Appends the environment's answer.
+
+        If that would leave no tokens for the policy, appends nothing and returns False.
+        """
         if len(token_ids) >= self.tokens_left:
             self.finish_reason = "length"
             return False
-        self._append(typed(token_ids, "i"), array("f", [0.0]) * len(token_ids), self._versions[-1:] * len(token_ids), None, mine=False)
+        self._append(
+            typed(token_ids, "i"),
+            array("f", [0.0]) * len(token_ids),
+            self._versions[-1:] * len(token_ids),
+            None,
+            mine=False,
+        )
         start = len(self._text)
         self._text += self.tokenizer.decode(token_ids)
         self._spans.append((start, len(self._text)))
@@ -179,16 +265,22 @@ class Transcript:
 
     @property
     def turn_ended(self) -> bool:
-        """Whether the policy has sampled the end-of-text token of its last turn. False if the turn was cut, or ended at a stop text."""
+        """Whether the policy has sampled the end-of-text token of its last turn.
+
+        False if the turn was cut, or ended at a stop text.
+        """
         return len(self._ids) > 0 and self._ids[-1] in self.tokenizer.eos_ids
 
     def add_messages(self, messages: Sequence[Message]) -> bool:
-        """Appends the environment's messages as the model's chat template frames them, and opens the policy's next turn.
+        """Appends the environment's messages as the model's chat template frames them, and opens
+        the policy's next turn.
 
-        Messages are `{"role": "user" or "tool", "content": text}`. All tokens of the template are the environment's, so they are masked.
-        These include the token that ends the policy's turn, unless the policy has sampled it (`turn_ended`). So prompt and response are
-        what the template makes of the whole conversation. Text of messages cannot end a turn or open another. Returns what
-        `add_environment` returns. Raises ConfigError without a chat template, and ValueError if it refuses the messages.
+        Messages are `{"role": "user" or "tool", "content": text}`. All tokens of the template are
+        the environment's, so they are masked. These include the token that ends the policy's turn,
+        unless the policy has sampled it (`turn_ended`). So prompt and response are what the
+        template makes of the whole conversation. Text of messages cannot end a turn or open
+        another. Returns what `add_environment` returns. Raises ConfigError without a chat template,
+        and ValueError if it refuses the messages.
         """
         template = _template_of(self.tokenizer)
         return self.add_environment(template.following(messages, self.tokenizer, self.turn_ended))
@@ -210,7 +302,10 @@ class Transcript:
         )
 
     def sample(self, reward: Score | float, **metrics: float) -> Sample:
-        """The finished sample. `reward` is the verifier's score, or a number that the rollout has computed itself."""
+        """The finished sample.
+
+        `reward` is the verifier's score, or a number that the rollout has computed itself.
+        """
         score = reward if isinstance(reward, Score) else Score(reward)
         return Sample(
             token_ids=self._ids,
@@ -228,7 +323,14 @@ class Transcript:
             kept=self._kept,
         )
 
-    def _append(self, ids: array[int], logprobs: array[float], versions: array[int], kept: KeptSets | None, mine: bool) -> None:
+    def _append(
+        self,
+        ids: array[int],
+        logprobs: array[float],
+        versions: array[int],
+        kept: KeptSets | None,
+        mine: bool,
+    ) -> None:
         self._kept = join(self._kept, len(self._ids), kept, len(ids))
         self._ids += ids
         self._logprobs += logprobs
@@ -239,4 +341,6 @@ class Transcript:
 @cache
 def _template_of(tokenizer: Tokenizer) -> ChatTemplate:
     setting = f"model.path={tokenizer.source}"
-    return load_chat_template(tokenizer, setting, without="Transcript.add_messages needs one; use add_environment")
+    return load_chat_template(
+        tokenizer, setting, without="Transcript.add_messages needs one; use add_environment"
+    )

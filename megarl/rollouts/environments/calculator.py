@@ -1,7 +1,9 @@
-"""A calculator for model output: exact arithmetic on integers and decimals with + - * / and parentheses.
+"""A calculator for model output: exact arithmetic on integers and decimals with + - * / and
+parentheses.
 
-It has its own parser and never calls Python's eval. Its limits bound the work: the length of the text bounds the number of operations and
-their nesting, and the size of every intermediate value is checked.
+It has its own parser and never calls Python's eval. Its limits bound the work: the length of the
+text bounds the number of operations and their nesting, and the size of every intermediate value is
+checked.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ _TOKEN = re.compile(r" *(?:(\d+(?:\.\d+)?)|([-+*/()]))", re.ASCII)
 
 
 def calculate(text: str) -> str:
-    """The value of an arithmetic expression: "12*(3-5)" gives "-24", "10/4" gives "2.5". Raises: ValueError with the reason."""
+    """The value of an arithmetic expression: "12*(3-5)" gives "-24", "10/4" gives "2.5".
+
+    Raises: ValueError with the reason.
+    """
     if len(text) > MAX_CHARS:
         raise ValueError(f"more than {MAX_CHARS} characters")
     parser = _Parser(_tokens(text.rstrip(" ")))
@@ -29,7 +34,8 @@ def calculate(text: str) -> str:
 
 
 def _tokens(text: str) -> list[str]:
-    tokens, position = [], 0
+    tokens = []
+    position = 0
     while position < len(text):
         match = _TOKEN.match(text, position)
         if match is None:
@@ -40,10 +46,13 @@ def _tokens(text: str) -> list[str]:
 
 
 class _Parser:
-    """Recursive descent. sum: product (+|- product)*; product: factor (*|/ factor)*; factor: number | -factor | (sum)."""
+    """Recursive descent. sum: product (+|- product)*; product: factor (*|/ factor)*; factor: number
+    | -factor | (sum).
+    """
 
     def __init__(self, tokens: list[str]):
-        self._tokens, self._next = tokens, 0
+        self._tokens = tokens
+        self._next = 0
 
     def peek(self) -> str:
         return self._tokens[self._next] if self._next < len(self._tokens) else ""
@@ -63,7 +72,8 @@ class _Parser:
     def product(self, depth: int) -> Fraction:
         value = self.factor(depth)
         while self.peek() in ("*", "/"):
-            multiply, factor = self.take() == "*", self.factor(depth)
+            multiply = self.take() == "*"
+            factor = self.factor(depth)
             if not multiply and not factor:
                 raise ValueError("division by zero")
             value = _bounded(value * factor if multiply else value / factor)
@@ -92,9 +102,13 @@ def _bounded(value: Fraction) -> Fraction:
 
 
 def _written(value: Fraction) -> str:
-    """Formats the value with up to DECIMALS places, rounding ties to even; never in scientific notation."""
+    """Formats the value with up to DECIMALS places, rounding ties to even; never in scientific
+    notation.
+    """
     if value.denominator == 1:
         return str(value.numerator)
     scaled = abs(round(value * 10**DECIMALS))
-    digits = f"{scaled // 10**DECIMALS}.{scaled % 10**DECIMALS:0{DECIMALS}d}".rstrip("0").rstrip(".")
+    digits = f"{scaled // 10**DECIMALS}.{scaled % 10**DECIMALS:0{DECIMALS}d}".rstrip("0").rstrip(
+        "."
+    )
     return f"-{digits}" if value < 0 and scaled else digits

@@ -1,4 +1,6 @@
-"""Loads the rollout that `rollout.name` and `rollout.args` set, and the user's own reward functions."""
+"""Loads the rollout that `rollout.name` and `rollout.args` set, and the user's own reward
+functions.
+"""
 
 from __future__ import annotations
 
@@ -26,28 +28,51 @@ from megarl.sandbox.pool import CallFailed, WorkerPool
 # Checks arguments of the functions and classes that a configuration names, before anything starts.
 
 
-def check_arguments(function: Callable[..., Any], positional: int, arguments: dict[str, Any], setting: str, key: str) -> dict[str, Any]:
-    """Converts `arguments` strictly to the annotated types of the keyword-only parameters of `function`.
+def check_arguments(
+    function: Callable[..., Any], positional: int, arguments: dict[str, Any], setting: str, key: str
+) -> dict[str, Any]:
+    """Converts `arguments` strictly to the annotated types of the keyword-only parameters of
+    `function`.
 
-    Args: positional, how many positional arguments it must take; setting, the "key=value" that names it; key, the key of its arguments.
-    Raises: ConfigError with all problems: unknown and missing arguments, wrong types, a signature that does not fit.
+    Args: positional, how many positional arguments it must take; setting, the "key=value" that
+    names it; key, the key of its arguments. Raises: ConfigError with all problems: unknown and
+    missing arguments, wrong types, a signature that does not fit.
     """
     parameters = list(inspect.signature(function).parameters.values())
     before = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     keywords = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
     if len(before) != positional or len(before) + len(keywords) != len(parameters):
-        shape = f"{positional} positional argument{'s' * (positional > 1)}, and all others by keyword only"
+        shape = (
+            f"{positional} positional argument{'s' * (positional > 1)}, and all others by "
+            "keyword only"
+        )
         raise ConfigError(f"{setting}: must take {shape}; see docs/extending.md")
-    hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function, include_extras=True)
-    problems = [f"{setting}: its argument {name} has no type annotation" for name in keywords if name not in hints]
-    problems += [_unknown(str(name), keywords, f"{key}.{name}={value}") for name, value in arguments.items() if name not in keywords]
-    problems += [f"{key}.{name}: must be set" for name, p in keywords.items() if p.default is p.empty and name not in arguments]
+    hints = typing.get_type_hints(
+        function.__init__ if inspect.isclass(function) else function, include_extras=True
+    )
+    problems = [
+        f"{setting}: its argument {name} has no type annotation"
+        for name in keywords
+        if name not in hints
+    ]
+    problems += [
+        _unknown(str(name), keywords, f"{key}.{name}={value}")
+        for name, value in arguments.items()
+        if name not in keywords
+    ]
+    problems += [
+        f"{key}.{name}: must be set"
+        for name, p in keywords.items()
+        if p.default is p.empty and name not in arguments
+    ]
     converted = {}
     for name in keywords.keys() & arguments.keys() & hints.keys():
         try:
             converted[name] = msgspec.convert(arguments[name], hints[name])
         except msgspec.ValidationError as error:
-            problems.append(f"{key}.{name}={arguments[name]}: {str(error)[:1].lower()}{str(error)[1:]}")
+            problems.append(
+                f"{key}.{name}={arguments[name]}: {str(error)[:1].lower()}{str(error)[1:]}"
+            )
     if problems:
         raise ConfigError(problems)
     return converted
@@ -79,24 +104,36 @@ def load_rollout(config: RunConfig, tokenizer: Tokenizer) -> Rollout:
 
 
 def find_rollout(config: RunConfig) -> Callable[[Tokenizer], Rollout]:
-    """A function that makes the rollout from a tokenizer. Imports the user's module only. Raises: ConfigError, as `load_rollout` does."""
-    name, arguments = config.rollout.name, config.rollout.args
+    """A function that makes the rollout from a tokenizer.
+
+    Imports the user's module only. Raises: ConfigError, as `load_rollout` does.
+    """
+    name = config.rollout.name
+    arguments = config.rollout.args
     setting = f"rollout.name={name}"
     found = find_callable(BUILT_IN.get(name, name), setting, built_in=BUILT_IN)
     make: Callable[..., Any] = found
     if inspect.isclass(found):
         if not inspect.iscoroutinefunction(getattr(found, "__call__", None)):  # noqa: B004  asks whether __call__ is async
-            raise ConfigError(f"{setting}: its objects must be callable by an async __call__; see docs/extending.md")
-        return functools.partial(make, **check_arguments(found, 1, arguments, setting, "rollout.args"))
+            raise ConfigError(
+                f"{setting}: its objects must be callable by an async __call__; see "
+                "docs/extending.md"
+            )
+        return functools.partial(
+            make, **check_arguments(found, 1, arguments, setting, "rollout.args")
+        )
     if not inspect.iscoroutinefunction(found):
         raise ConfigError(f"{setting}: must be an async function or a class; see docs/extending.md")
-    bound = functools.partial(found, **check_arguments(found, 4, arguments, setting, "rollout.args"))
+    bound = functools.partial(
+        found, **check_arguments(found, 4, arguments, setting, "rollout.args")
+    )
     return lambda tokenizer: bound
 
 
 def load_reward(part: Part) -> OwnReward | None:
-    """The user's own function that scores `part` of the reward; None if the part is built in or a model. Raises: ConfigError, also if a
-    package that it needs is not installed."""
+    """The user's own function that scores `part` of the reward; None if the part is built in or a
+    model. Raises: ConfigError, also if a package that it needs is not installed.
+    """
     if part.name == ifeval.NAME:
         ifeval.check_installed(part.setting)
     if part.name == code.NAME:
@@ -110,12 +147,17 @@ def load_reward(part: Part) -> OwnReward | None:
 
 
 def check_rollout(config: RunConfig, at_hand: bool = False) -> None:
-    """Checks the rollout, and the user's own reward functions. Raises: ConfigError with all problems of both.
+    """Checks the rollout, and the user's own reward functions.
 
-    With `at_hand`, if the tokenizer is not on this machine, a rollout that is a class is imported but not constructed.
+    Raises: ConfigError with all problems of both.
+
+    With `at_hand`, if the tokenizer is not on this machine, a rollout that is a class is imported
+    but not constructed.
     """
     without = at_hand and not Path(config.model.tokenizer or config.model.path).is_dir()
-    rollout = functools.partial(find_rollout, config) if without else functools.partial(_tried, config)
+    rollout = (
+        functools.partial(find_rollout, config) if without else functools.partial(_tried, config)
+    )
     rewards = [functools.partial(load_reward, part) for part in all_parts(config)]
     if problems := problems_of(rollout, *rewards):
         raise ConfigError(problems)
@@ -131,29 +173,40 @@ def _tried(config: RunConfig) -> None:
 # Worker processes for the functions that rollouts call.
 
 
-TOOL_MEMORY_MIB = 1024  # memory limit of a tool's process: enough for Python with NumPy, and a bound on what one call can take
+# memory limit of a tool's process: enough for Python with NumPy, and a bound on what one call can
+# take
+TOOL_MEMORY_MIB = 1024
 
 
 class ToolProcesses:
-    """Runs each function in rollout.tool_workers processes of its own, which start at its first call. Use it in one event loop; close
-    it."""
+    """Runs each function in rollout.tool_workers processes of its own, which start at its first
+    call. Use it in one event loop; close it.
+    """
 
     def __init__(self, config: RolloutConfig, log_folder: Path | None = None):
         """What the functions print goes to `log_folder`/<module>.<function>.<number>.log."""
-        self._config, self._log_folder = config, log_folder
+        self._config = config
+        self._log_folder = log_folder
         self._pools: dict[str, WorkerPool] = {}
 
     async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """See RunInWorker. Raises: ValueError for a function that is not module-level, RuntimeError if a worker cannot import the
-        module."""
+        """See RunInWorker.
+
+        Raises: ValueError for a function that is not module-level, RuntimeError if a worker cannot
+        import the module.
+        """
         path = f"{function.__module__}:{function.__qualname__}"
         if "." in function.__qualname__ or function.__module__ == "__main__":
-            raise ValueError(f"{path}: only a function of a module can be called in another process")
+            raise ValueError(
+                f"{path}: only a function of a module can be called in another process"
+            )
         if path not in self._pools:
             config = self._config
             limits = (config.tool_workers, config.tool_timeout_s, TOOL_MEMORY_MIB)
             paths = [place for place in sys.path if place]
-            self._pools[path] = WorkerPool(path, "megarl.sandbox.process", [path], *limits, paths, self._log_folder)
+            self._pools[path] = WorkerPool(
+                path, "megarl.sandbox.process", [path], *limits, paths, self._log_folder
+            )
             self._pools[path].open()
         try:
             return await self._pools[path].call(*arguments)

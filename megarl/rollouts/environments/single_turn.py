@@ -9,7 +9,9 @@ from megarl.generator.completions import Completion, Sampling
 from megarl.rollouts.environments.base import RolloutContext, Transcript
 
 
-async def single_turn(context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Sample]:
+async def single_turn(
+    context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int
+) -> list[Sample]:
     """Asks for all n completions in one request, so that they share the prompt's KV cache."""
 
     async def scored(index: int, completion: Completion) -> Sample:
@@ -18,4 +20,6 @@ async def single_turn(context: RolloutContext, prompt: Prompt, sampling: Samplin
         return transcript.sample(await context.score(transcript.to_score))
 
     completions = await context.generate(prompt.token_ids, sampling, n)
-    return await asyncio.gather(*(scored(index, completion) for index, completion in enumerate(completions)))
+    return await asyncio.gather(
+        *(scored(index, completion) for index, completion in enumerate(completions))
+    )

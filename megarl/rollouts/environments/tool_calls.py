@@ -1,4 +1,6 @@
-"""A dialogue with a tool: the policy writes a call and the environment its result, until a turn of the policy ends without a call."""
+"""A dialogue with a tool: the policy writes a call and the environment its result, until a turn of
+the policy ends without a call.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,15 @@ TOOLS = {"calculator": "megarl.rollouts.environments.calculator:calculate"}
 class ToolCalls:
     """Two tokens mark a call, `call_open` … `call_close`; the second one ends the turn.
 
-    The tool maps the text between the marks to the text of the result, or raises ValueError. An async tool runs in the event loop, any
-    other in a worker process; rollout.tool_timeout_s bounds both. The result, cut to `max_result_tokens`, replaces {result} in `result`. A
-    failed call is answered with "error: " and the reason. Only a bug in an async tool, an exception other than ValueError, ends the run.
+    The tool maps the text between the marks to the text of the result, or raises ValueError. An
+    async tool runs in the event loop, any other in a worker process; rollout.tool_timeout_s bounds
+    both. The result, cut to `max_result_tokens`, replaces {result} in `result`. A failed call is
+    answered with "error: " and the reason. Only a bug in an async tool, an exception other than
+    ValueError, ends the run.
 
-    At most `max_calls` calls of a sample are answered. A sample scores 0 if it ends in an unanswered call, or has no room for the answer.
-    All other samples are scored by their last turn. Metrics: tool_calls (answered), tool_errors.
+    At most `max_calls` calls of a sample are answered. A sample scores 0 if it ends in an
+    unanswered call, or has no room for the answer. All other samples are scored by their last turn.
+    Metrics: tool_calls (answered), tool_errors.
     """
 
     def __init__(
@@ -42,28 +47,46 @@ class ToolCalls:
         max_result_tokens: Annotated[int, Meta(ge=1)] = 64,
     ):
         """Raises: ConfigError with all problems of the arguments."""
-        self._tool = find_callable(TOOLS.get(tool, tool), f"rollout.args.tool={tool}", built_in=TOOLS)
+        self._tool = find_callable(
+            TOOLS.get(tool, tool), f"rollout.args.tool={tool}", built_in=TOOLS
+        )
         self._tokenizer = tokenizer
         marks = {"call_open": call_open, "call_close": call_close}
         ids = {name: tokenizer.token_id(text) for name, text in marks.items()}
-        problems = [f"rollout.args.{name}={marks[name]}: must be one token of {tokenizer.source}" for name in ids if ids[name] is None]
+        problems = [
+            f"rollout.args.{name}={marks[name]}: must be one token of {tokenizer.source}"
+            for name in ids
+            if ids[name] is None
+        ]
         if result.count("{result}") != 1:
             problems.append(f"rollout.args.result={result}: must contain {{result}} once")
         if problems:
             raise ConfigError(problems)
-        self._open, self._close = ids["call_open"], ids["call_close"]
-        self._before, self._after = (tokenizer.encode_text(text, special_tokens=True) for text in result.split("{result}"))
-        self._max_calls, self._max_result_tokens = max_calls, max_result_tokens
+        self._open = ids["call_open"]
+        self._close = ids["call_close"]
+        self._before, self._after = (
+            tokenizer.encode_text(text, special_tokens=True) for text in result.split("{result}")
+        )
+        self._max_calls = max_calls
+        self._max_result_tokens = max_result_tokens
 
-    async def __call__(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Sample]:
-        return await asyncio.gather(*(self._sample(context, prompt, sampling, index) for index in range(n)))
+    async def __call__(
+        self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int
+    ) -> list[Sample]:
+        return await asyncio.gather(
+            *(self._sample(context, prompt, sampling, index) for index in range(n))
+        )
 
-    async def _sample(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, index: int) -> Sample:
+    async def _sample(
+        self, context: RolloutContext, prompt: Prompt, sampling: Sampling, index: int
+    ) -> Sample:
         transcript = Transcript(prompt, self._tokenizer, sampling.max_tokens, index)
         sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, self._close))
         calls = errors = 0
         for calls in range(self._max_calls + 1):
-            [completion] = await context.generate(transcript.token_ids, transcript.turn(sampling), 1)
+            [completion] = await context.generate(
+                transcript.token_ids, transcript.turn(sampling), 1
+            )
             transcript.add_policy(completion)
             if completion.token_ids[-1] != self._close:
                 score = await context.score(transcript.to_score)
@@ -72,7 +95,9 @@ class ToolCalls:
                 break
             text, failed = await self._answer(context, completion.token_ids[:-1])
             errors += failed
-            result = self._tokenizer.encode_text(text[: self._max_result_tokens * MOST_CHARS_PER_TOKEN])[: self._max_result_tokens]
+            result = self._tokenizer.encode_text(
+                text[: self._max_result_tokens * MOST_CHARS_PER_TOKEN]
+            )[: self._max_result_tokens]
             if not transcript.add_environment(self._before + result + self._after):
                 break
         return transcript.sample(0.0, tool_calls=calls, tool_errors=errors)

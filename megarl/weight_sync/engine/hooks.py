@@ -1,4 +1,7 @@
-"""Hooks into an engine's workers. They see a model before its first request, and control post-load work after direct writes."""
+"""Hooks into an engine's workers.
+
+They see a model before its first request, and control post-load work after direct writes.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,17 @@ _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.Wei
 def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register("sglang.srt.model_loader.loader.DefaultModelLoader.postprocess_weights", _finish, HookType.AROUND)
-    HookRegistry.register("sglang.srt.model_loader.loader._initialize_model", _build, HookType.AROUND)
-    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.load_model", _loaded, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.model_loader.loader.DefaultModelLoader.postprocess_weights",
+        _finish,
+        HookType.AROUND,
+    )
+    HookRegistry.register(
+        "sglang.srt.model_loader.loader._initialize_model", _build, HookType.AROUND
+    )
+    HookRegistry.register(
+        "sglang.srt.model_executor.model_runner.ModelRunner.load_model", _loaded, HookType.AFTER
+    )
     HookRegistry.register(_UPDATER + "begin_weight_update", _settle, HookType.BEFORE)
     lora.register()
 
@@ -38,7 +49,11 @@ def _loaded(*arguments: Any) -> None:
 
 
 def _settle(*_: Any) -> None:
-    """Runs before a weight update. Waits for the GPU: SGLang overlaps steps with scheduling, so a step may still run after the pause."""
+    """Runs before a weight update.
+
+    Waits for the GPU: SGLang overlaps steps with scheduling, so a step may still run after the
+    pause.
+    """
     import torch
 
     if torch.cuda.is_available():

@@ -1,7 +1,8 @@
-"""MegaRL's end inside every TP worker of an engine: the custom weight loader that SGLang calls with the live model.
+"""MegaRL's end inside every TP worker of an engine: the custom weight loader that SGLang calls with
+the live model.
 
-The named tensor that SGLang passes contains a typed command (see `commands`). An exception in `run_command` would end the engine, so it is
-caught and sent back as the answer.
+The named tensor that SGLang passes contains a typed command (see `commands`). An exception in
+`run_command` would end the engine, so it is caught and sent back as the answer.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ from megarl.weight_sync.transports.base import (
 )
 from megarl.weight_sync.transports.choice import AUTO, PairwiseTransport, this_host
 
-Parameters = dict[str, torch.Tensor]  # parameters of the model, and the buffers of the adapters' pool
+# parameters of the model, and the buffers of the adapters' pool
+Parameters = dict[str, torch.Tensor]
 
 
 class Pool(Protocol):
@@ -85,61 +87,85 @@ class Worker:
     """State of one TP worker between commands."""
 
     def __init__(self, tp_rank: Callable[[], int], find_host: Callable[[], Host]) -> None:
-        self.tp_rank, self.find_host = tp_rank, find_host
+        self.tp_rank = tp_rank
+        self.find_host = find_host
         self.rank = -1  # generator rank
         self.host = Host()
         self.peer: Peer | None = None
         self.reply_address = ""
-        self.shapes: dict[str, tuple[int, ...]] = {}  # name -> shape, if it differs from the engine's
+        # name -> shape, if it differs from the engine's
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self.built: Built | None = None  # while the model is loading
         self.unwritten: Watch | None = None
         self.pool: Pool | None = None  # the pool of adapters, if the engine serves them
-        self.draft: torch.nn.Module | None = None  # the model's layer for multi-token prediction, if the engine drafts with it
+        # the model's layer for multi-token prediction, if the engine drafts with it
+        self.draft: torch.nn.Module | None = None
         self.watched: Watched | None = None
         self.listed: list[Held] = []  # inventory when `watched` was made
-        self.audited: dict[str, int] = {}  # parameter -> hash at the last audit; `recall` empties it
+        # parameter -> hash at the last audit; `recall` empties it
+        self.audited: dict[str, int] = {}
         self.since = -1  # the last audited version
         self.memories: dict[str, Memory] = {}  # import path -> transport end
-        self.opened: dict[str, Memory] = {}  # kind of transport -> its end, opened for the connected generator
+        # kind of transport -> its end, opened for the connected generator
+        self.opened: dict[str, Memory] = {}
         self.neighbours: PairwiseTransport | None = None  # the way to other generator ranks
         self.relays: list[Relay] = []
 
     def run(self, model: torch.nn.Module, command: Command) -> None:
         """Executes a command and sends the answer."""
-        error, payload = "", b""
+        error = ""
+        payload = b""
         try:
             self.loaded(model)
             if isinstance(command, Connect):
                 self.connect(command)
-            payload = msgspec.msgpack.encode(_HANDLERS[type(command)](self, self.parameters(model), command))
+            payload = msgspec.msgpack.encode(
+                _HANDLERS[type(command)](self, self.parameters(model), command)
+            )
         except Exception:
             error = traceback.format_exc()
-            print(error, file=sys.stderr, flush=True)  # also in the engine's log, in case the answer does not arrive
+            # also in the engine's log, in case the answer does not arrive
+            print(error, file=sys.stderr, flush=True)
         if self.peer is not None:
             self.peer.send(WorkerReply(self.rank, type(command).__name__, error, payload))
 
     def loaded(self, model: torch.nn.Module, dummy: bool = False) -> None:
         """Called as soon as the model is loaded; further calls do nothing."""
         if self.unwritten is None:
-            built, self.built = self.built, None
-            self.unwritten = Watch(model, built if built and built.model() is model else None, dummy)
+            built = self.built
+            self.built = None
+            self.unwritten = Watch(
+                model, built if built and built.model() is model else None, dummy
+            )
 
     def adapted(self, model: torch.nn.Module, pool: Pool) -> None:
-        """Called as soon as the pool of adapters exists, before the first request. The pool wraps layers, and so renames their tensors."""
-        assert self.unwritten is not None and self.unwritten.model is model  # it was loaded just before
+        """Called as soon as the pool of adapters exists, before the first request.
+
+        The pool wraps layers, and so renames their tensors.
+        """
+        # it was loaded just before
+        assert self.unwritten is not None and self.unwritten.model is model
         self.pool = pool
         self.unwritten.adapted(pool.buffers.values(), pool.slot)
 
     def parameters(self, model: torch.nn.Module) -> Parameters:
         """All tensors that updates write."""
-        return {**parameters_of(model), **self._of_draft(model), **(self.pool.buffers if self.pool else {})}
+        return {
+            **parameters_of(model),
+            **self._of_draft(model),
+            **(self.pool.buffers if self.pool else {}),
+        }
 
     def _of_draft(self, model: torch.nn.Module) -> Parameters:
         """The draft model's own parameters, without the shared embedding and output layer."""
         if self.draft is None:
             return {}
         shared = {id(parameter) for parameter in model.parameters()}
-        return {DRAFT + name: parameter for name, parameter in self.draft.named_parameters() if id(parameter) not in shared}
+        return {
+            DRAFT + name: parameter
+            for name, parameter in self.draft.named_parameters()
+            if id(parameter) not in shared
+        }
 
     def connect(self, command: Connect) -> None:
         if self.peer is not None:
@@ -147,9 +173,18 @@ class Worker:
         if self.neighbours is not None:
             self.neighbours.close()
             self.neighbours = None
-        self.rank, self.reply_address, self.host = command.first_rank + self.tp_rank(), command.reply_address, self.find_host()
-        self.opened, self.relays = {}, []
-        self.peer = Peer(f"engine.{self.rank}.{command.connection}", RunKey.load(Path(command.key_file)), command.reply_address)
+        self.rank, self.reply_address, self.host = (
+            command.first_rank + self.tp_rank(),
+            command.reply_address,
+            self.find_host(),
+        )
+        self.opened = {}
+        self.relays = []
+        self.peer = Peer(
+            f"engine.{self.rank}.{command.connection}",
+            RunKey.load(Path(command.key_file)),
+            command.reply_address,
+        )
 
     def describe(self, parameters: Parameters, command: Describe) -> list[RemoteTensor] | None:
         found = [describe(name, values) for name, values in self.held(parameters).items()]
@@ -161,14 +196,19 @@ class Worker:
 
     def tensors(self, parameters: Parameters) -> dict[str, torch.Tensor]:
         """The parameters' memory in the shapes of the reshard map."""
-        return {name: as_arranged(values, self.shapes.get(name)) for name, values in self.held(parameters).items()}
+        return {
+            name: as_arranged(values, self.shapes.get(name))
+            for name, values in self.held(parameters).items()
+        }
 
     def in_pool(self, name: str) -> bool:
         return self.pool is not None and name in self.pool.buffers
 
     def held(self, parameters: Parameters) -> dict[str, torch.Tensor]:
         """The parameters' memory. In the pool, it is the slot of the policy's adapter."""
-        return {name: parameter.data for name, parameter in parameters.items()} | (self.pool.tensors() if self.pool else {})
+        return {name: parameter.data for name, parameter in parameters.items()} | (
+            self.pool.tensors() if self.pool else {}
+        )
 
     def open(self, parameters: Parameters, command: Open) -> Packed | None:
         if (offer := command.offers.get(self.rank)) is None:
@@ -177,7 +217,14 @@ class Worker:
             self.memories[command.memory] = find_callable(command.memory, "weights.transport")()
         memory = self.opened[command.kind] = self.memories[command.memory]
         address = address_towards(self.reply_address)
-        live = Live(self.rank, command.kind, self.host, address, parameters, partial(self.tensors, parameters))
+        live = Live(
+            self.rank,
+            command.kind,
+            self.host,
+            address,
+            parameters,
+            partial(self.tensors, parameters),
+        )
         endpoint = memory.open(live, offer)
         if self.unwritten is not None:  # some transports move the parameters
             with self.unwritten.rewriting():
@@ -190,7 +237,13 @@ class Worker:
             if command.changes_to >= 0:
                 memory.receive_changes(tensors, command.changes_to)
             else:
-                memory.receive({name: values for name, values in tensors.items() if self.in_pool(name) or not command.adapters})
+                memory.receive(
+                    {
+                        name: values
+                        for name, values in tensors.items()
+                        if self.in_pool(name) or not command.adapters
+                    }
+                )
 
     def spread(self, parameters: Parameters, command: Spread) -> None:
         for memory in self.opened.values():
@@ -203,13 +256,25 @@ class Worker:
         self.relays = command.relays.get(self.rank, [])
         reached = {relay.destination_rank for relay in self.relays}
         if reached:
-            self.neighbours = PairwiseTransport(AUTO, self.host, self.rank, command.timeout_s, may_lose=True)
-            self.neighbours.connect([endpoint for endpoint in decode_endpoints(command.endpoints) if endpoint.rank in reached])
+            self.neighbours = PairwiseTransport(
+                AUTO, self.host, self.rank, command.timeout_s, may_lose=True
+            )
+            self.neighbours.connect(
+                [
+                    endpoint
+                    for endpoint in decode_endpoints(command.endpoints)
+                    if endpoint.rank in reached
+                ]
+            )
             passed_on = {relay.tensor for relay in self.relays}
-            self.neighbours.prepare(values for name, values in self.tensors(parameters).items() if name in passed_on)
+            self.neighbours.prepare(
+                values for name, values in self.tensors(parameters).items() if name in passed_on
+            )
 
     def pass_on(self, parameters: Parameters, command: PassOn) -> list[int]:
-        """Hashes whole tensors, even after an update of changes only: a worker whose memory is mapped does not know what was written."""
+        """Hashes whole tensors, even after an update of changes only: a worker whose memory is
+        mapped does not know what was written.
+        """
         if self.neighbours is None:
             return []
         tensors = self.tensors(parameters)
@@ -219,7 +284,17 @@ class Worker:
             values = tensors[relay.tensor]
             whole = Box((0,) * values.dim(), tuple(values.shape))
             dtype = str(values.dtype).removeprefix("torch.")
-            copy = Copy(self.rank, relay.tensor, whole, relay.destination_rank, relay.tensor, whole, "identity", dtype, relay.depth)
+            copy = Copy(
+                self.rank,
+                relay.tensor,
+                whole,
+                relay.destination_rank,
+                relay.tensor,
+                whole,
+                "identity",
+                dtype,
+                relay.depth,
+            )
             self.neighbours.write(copy, values)
         self.neighbours.fence()
         return sorted(self.neighbours.unwritten)
@@ -242,10 +317,15 @@ class Worker:
         return self.listed if self.rank in command.ranks else []
 
     def recall(self, parameters: Parameters, command: Recall) -> Changes:
-        tensors, audited, self.audited = self.tensors(parameters), self.audited, {}
+        tensors = self.tensors(parameters)
+        audited = self.audited
+        self.audited = {}
         found = hash_tensors({name: tensors[name] for name in audited})
         changed = sorted(name for name, hash in audited.items() if found[name] != hash)
-        return Changes(changed + (self.unwritten.changed() if command.unwritten and self.unwritten else []), self.since)
+        return Changes(
+            changed + (self.unwritten.changed() if command.unwritten and self.unwritten else []),
+            self.since,
+        )
 
     def audit(self, parameters: Parameters, command: Audit) -> Found:
         hashes = hash_tensors(self.tensors(parameters))
@@ -257,12 +337,17 @@ class Worker:
     def hashes(self, parameters: Parameters, command: commands.Hashes) -> bytes:
         return packed(self.audited)
 
-    def finish(self, original: Callable[[Any, torch.device], None], model: Any, device: torch.device) -> None:
-        """Runs SGLang's post-load work on all modules, then the model's own. (DeepSeek's attention uses tensors derived from kv_b_proj.
-        SGLang derives them again only if no loader has run, and a custom loader counts as one.)
+    def finish(
+        self, original: Callable[[Any, torch.device], None], model: Any, device: torch.device
+    ) -> None:
+        """Runs SGLang's post-load work on all modules, then the model's own.
 
-        Direct writes do not change torch's version counters, so these are incremented here. SGLang keeps copies of some parameters, such as
-        a router's bias in another dtype, and renews a copy when the counter of its parameter has changed.
+        (DeepSeek's attention uses tensors derived from kv_b_proj. SGLang derives them again only if
+        no loader has run, and a custom loader counts as one.)
+
+        Direct writes do not change torch's version counters, so these are incremented here. SGLang
+        keeps copies of some parameters, such as a router's bias in another dtype, and renews a copy
+        when the counter of its parameter has changed.
         """
         with self.unwritten.rewriting() if self.unwritten else contextlib.nullcontext():
             torch.autograd.graph.increment_version(model.parameters())
@@ -291,7 +376,10 @@ _HANDLERS: dict[type, Callable[[Worker, Parameters, Any], Any]] = {
 
 
 def as_arranged(values: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
-    """The same memory in another shape. Raises RuntimeError if the values have gaps between them."""
+    """The same memory in another shape.
+
+    Raises RuntimeError if the values have gaps between them.
+    """
     if shape is None:
         return values
     in_memory_order = values.t() if values.dim() == 2 and not values.is_contiguous() else values
@@ -304,11 +392,14 @@ def _tp_rank() -> int:
     return get_parallel().tp_rank
 
 
-_worker = Worker(_tp_rank, this_host)  # SGLang knows the loader only by its import path, so its state must be global
+# SGLang knows the loader only by its import path, so its state must be global
+_worker = Worker(_tp_rank, this_host)
 
 
 def _post_load(model: torch.nn.Module) -> None:
-    """Does the post-load work that SGLang does at the end of an update and at the beginning of the next one."""
+    """Does the post-load work that SGLang does at the end of an update and at the beginning of the
+    next one.
+    """
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     device = next(model.parameters()).device
@@ -317,14 +408,19 @@ def _post_load(model: torch.nn.Module) -> None:
 
 
 def _rebind(model: torch.nn.Module) -> None:
-    """Renews values that SGLang keeps beside parameters: 1 + weight of zero-centred norms, and a view of the convolution's weight in gated
-    delta nets. Call it also when a transport may have moved parameters."""
-    loader = sys.modules.get("sglang.srt.model_loader.loader")  # None: no SGLang model has been loaded here
+    """Renews values that SGLang keeps beside parameters: 1 + weight of zero-centred norms, and a
+    view of the convolution's weight in gated delta nets. Call it also when a transport may have
+    moved parameters.
+    """
+    # None: no SGLang model has been loaded here
+    loader = sys.modules.get("sglang.srt.model_loader.loader")
     if loader is not None:
         loader.PreshardedModelLoader._rebind_parameter_aliases(model)
 
 
-def build(construct: Callable[..., torch.nn.Module], *arguments: Any, **options: Any) -> torch.nn.Module:
+def build(
+    construct: Callable[..., torch.nn.Module], *arguments: Any, **options: Any
+) -> torch.nn.Module:
     """Runs around the construction of a model, before its weights are loaded."""
     before = [weakref.ref(values) for values in live_tensors()]
     model = construct(*arguments, **options)
@@ -334,11 +430,15 @@ def build(construct: Callable[..., torch.nn.Module], *arguments: Any, **options:
 
 
 def loaded(result: Any, runner: Any) -> None:
-    """Runs after SGLang has loaded a worker's model, or a draft model. Updates do not write a draft model that has its own folder."""
+    """Runs after SGLang has loaded a worker's model, or a draft model.
+
+    Updates do not write a draft model that has its own folder.
+    """
     if not runner.is_draft_worker:
         _worker.loaded(runner.model, runner.load_config.load_format == "dummy")
         return
-    _worker.built, arguments = None, runner.server_args
+    _worker.built = None
+    arguments = runner.server_args
     if arguments.speculative_draft_model_path in (None, arguments.model_path):
         _worker.draft = runner.model
 

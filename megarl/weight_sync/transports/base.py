@@ -1,7 +1,9 @@
-"""The interface of transports, which carry boxes of values from a trainer rank into the live tensors of engine workers.
+"""The interface of transports, which carry boxes of values from a trainer rank into the live
+tensors of engine workers.
 
-Each transport is one file in this folder. It has both ends, and the generator's messages between them. `choice.TABLE` lists the built-in
-ones. `weights.transport` takes any other by its import path.
+Each transport is one file in this folder. It has both ends, and the generator's messages between
+them. `choice.TABLE` lists the built-in ones. `weights.transport` takes any other by its import
+path.
 """
 
 from __future__ import annotations
@@ -22,7 +24,11 @@ from megarl.messaging.host import Host
 from megarl.reshard.deltas import Changes
 from megarl.reshard.map import Copy, ReshardMap
 
-SHARED_MEMORY, CUDA_IPC, MOONCAKE, GLOO, NCCL = "shared_memory", "cuda_ipc", "mooncake", "gloo", "nccl"
+SHARED_MEMORY = "shared_memory"
+CUDA_IPC = "cuda_ipc"
+MOONCAKE = "mooncake"
+GLOO = "gloo"
+NCCL = "nccl"
 
 
 class RemoteTensor(msgspec.Struct, frozen=True):
@@ -36,13 +42,20 @@ class RemoteTensor(msgspec.Struct, frozen=True):
     allocation: int = 0  # which of the endpoint's allocations
 
 
-def describe(name: str, parameter: torch.Tensor, offset_bytes: int = 0, allocation: int = 0) -> RemoteTensor:
+def describe(
+    name: str, parameter: torch.Tensor, offset_bytes: int = 0, allocation: int = 0
+) -> RemoteTensor:
     dtype = str(parameter.dtype).removeprefix("torch.")
-    return RemoteTensor(name, tuple(parameter.shape), dtype, tuple(parameter.stride()), offset_bytes, allocation)
+    return RemoteTensor(
+        name, tuple(parameter.shape), dtype, tuple(parameter.stride()), offset_bytes, allocation
+    )
 
 
 class Landing(msgspec.Struct, frozen=True, array_like=True):
-    """A place in landing memory for the box of `tensor` that begins at `start`. It is written in one piece; then the worker spreads it."""
+    """A place in landing memory for the box of `tensor` that begins at `start`.
+
+    It is written in one piece; then the worker spreads it.
+    """
 
     tensor: str
     start: tuple[int, ...]
@@ -54,7 +67,8 @@ class Allocation(msgspec.Struct, frozen=True):
 
     handle: bytes
     size_bytes: int  # size up to the end of the last tensor in it
-    reference: tuple[bytes, int]  # torch's reference count: a file in /dev/shm, and the offset in it
+    # torch's reference count: a file in /dev/shm, and the offset in it
+    reference: tuple[bytes, int]
 
 
 class Inbox(msgspec.Struct, frozen=True, array_like=True):
@@ -66,7 +80,9 @@ class Inbox(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Members(msgspec.Struct, frozen=True):
-    """The members of the process group of a two-sided transport: trainer ranks first, then generator ranks."""
+    """The members of the process group of a two-sided transport: trainer ranks first, then
+    generator ranks.
+    """
 
     trainers: tuple[int, ...]
     generators: tuple[int, ...]
@@ -83,23 +99,33 @@ class Incoming(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """Tells an engine worker what it needs to open its memory to one transport. Each transport fills in its own fields."""
+    """Tells an engine worker what it needs to open its memory to one transport.
+
+    Each transport fills in its own fields.
+    """
 
     protocol: str = ""  # protocol of the network
-    landing: list[tuple[str, Box]] = []  # boxes that are written in one piece to landing memory, then spread
+    # boxes that are written in one piece to landing memory, then spread
+    landing: list[tuple[str, Box]] = []
     address: str = ""  # address of the store where the members of the group meet
     members: Members | None = None  # members of that group
-    incoming: list[Incoming] = []  # messages, or boxes that may come as changes (weights.delta), in the order of the reshard map
+    # messages, or boxes that may come as changes (weights.delta), in the order of the reshard map
+    incoming: list[Incoming] = []
     timeout_s: float = 0.0
     inboxes: list[tuple[int, int]] = []  # (trainer rank, bytes) of memory for changes
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where one kind of transport can write the weights of one generator rank. Sent as JSON text."""
+    """Where one kind of transport can write the weights of one generator rank.
+
+    Sent as JSON text.
+    """
 
     rank: int  # generator rank
     kind: str  # kind of transport: a name in choice.TABLE, or an import path
-    address: str  # a file to map, or that shows whether the process lives (cuda_ipc); a group's store; or mooncake.address_of
+    # a file to map, or that shows whether the process lives (cuda_ipc); a group's store; or
+    # mooncake.address_of
+    address: str
     size_bytes: int
     tensors: list[RemoteTensor]
     landings: list[Landing] = []
@@ -126,7 +152,10 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Packed(msgspec.Struct, frozen=True, array_like=True):
-    """An Endpoint as it is sent. Replicas have the same forms of tensors, and the forms take far more bytes than the places."""
+    """An Endpoint as it is sent.
+
+    Replicas have the same forms of tensors, and the forms take far more bytes than the places.
+    """
 
     endpoint: Endpoint  # without its tensors
     digest: bytes  # digest of the tensors' forms, sorted by name
@@ -137,7 +166,9 @@ class Packed(msgspec.Struct, frozen=True, array_like=True):
 
 def forms_of(tensors: Iterable[RemoteTensor]) -> list[Form]:
     """The forms of the tensors, sorted by name."""
-    return sorted([Form(t.name, t.shape, t.dtype, t.strides) for t in tensors], key=lambda form: form.name)
+    return sorted(
+        [Form(t.name, t.shape, t.dtype, t.strides) for t in tensors], key=lambda form: form.name
+    )
 
 
 def digest_of(forms: Sequence[Form]) -> bytes:
@@ -152,14 +183,22 @@ def pack(endpoint: Endpoint, known: bytes = b"") -> Packed:
     allocations = np.array([tensor.allocation for tensor in tensors], dtype=np.int32)
     places = offsets.tobytes(), allocations.tobytes() if allocations.any() else b""
     digest = digest_of(forms)
-    return Packed(msgspec.structs.replace(endpoint, tensors=[]), digest, [] if digest == known else forms, *places)
+    return Packed(
+        msgspec.structs.replace(endpoint, tensors=[]),
+        digest,
+        [] if digest == known else forms,
+        *places,
+    )
 
 
 def unpack(packed: Packed, forms: Sequence[Form]) -> Endpoint:
     offsets = np.frombuffer(packed.offsets, np.int64).tolist()
     allocations = np.frombuffer(packed.allocations, np.int32).tolist() or [0] * len(offsets)
     places = zip(forms, offsets, allocations, strict=True)
-    tensors = [RemoteTensor(form.name, form.shape, form.dtype, form.strides, *place) for form, *place in places]
+    tensors = [
+        RemoteTensor(form.name, form.shape, form.dtype, form.strides, *place)
+        for form, *place in places
+    ]
     return msgspec.structs.replace(packed.endpoint, tensors=tensors)
 
 
@@ -168,7 +207,8 @@ class Ways(msgspec.Struct, frozen=True, array_like=True):
 
     forms: list[list[Form]]
     members: list[Members]
-    endpoints: list[tuple[int, int, Packed]]  # which of `forms`, which of `members` (-1: none), and the rest
+    # which of `forms`, which of `members` (-1: none), and the rest
+    endpoints: list[tuple[int, int, Packed]]
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -180,8 +220,14 @@ def decode_endpoints(ways: bytes) -> list[Endpoint]:
     if not ways:
         return []
     sent = _decode_ways(ways)
-    with_members = [(which, packed, sent.members[group] if group >= 0 else None) for which, group, packed in sent.endpoints]
-    return [msgspec.structs.replace(unpack(packed, sent.forms[which]), members=members) for which, packed, members in with_members]
+    with_members = [
+        (which, packed, sent.members[group] if group >= 0 else None)
+        for which, group, packed in sent.endpoints
+    ]
+    return [
+        msgspec.structs.replace(unpack(packed, sent.forms[which]), members=members)
+        for which, packed, members in with_members
+    ]
 
 
 class Endpoints:
@@ -191,7 +237,10 @@ class Endpoints:
         """`forms`: digest -> forms that the workers did not send."""
         self.packed = list(packed)
         self._forms = {**forms, **{each.digest: each.forms for each in packed if each.forms}}
-        self._encoded = {d: [msgspec.Raw(_encode(form)) for form in self._forms[d]] for d in {each.digest for each in packed}}
+        self._encoded = {
+            d: [msgspec.Raw(_encode(form)) for form in self._forms[d]]
+            for d in {each.digest for each in packed}
+        }
         self._numbers: dict[bytes, dict[str, int]] = {}  # digest -> name -> its number
         self._offsets = [np.frombuffer(each.offsets, np.int64) for each in packed]
         self._allocations = [np.frombuffer(each.allocations, np.int32) for each in packed]
@@ -203,19 +252,28 @@ class Endpoints:
         """The numbers of these tensors, sorted by name, at endpoint number `at` of the list."""
         digest = self.packed[at].digest
         if digest not in self._numbers:
-            self._numbers[digest] = {form.name: number for number, form in enumerate(self._forms[digest])}
+            self._numbers[digest] = {
+                form.name: number for number, form in enumerate(self._forms[digest])
+            }
         return np.array(sorted(self._numbers[digest][name] for name in names), dtype=np.int64)
 
-    def towards(self, wanted: Iterable[tuple[int, np.ndarray | None]], trainer: int | None = None) -> bytes:
-        """Bytes for `decode_endpoints`: for each of `wanted` (index of an endpoint, numbers of its tensors or None for all) that endpoint
-        with only these tensors. Boxes and inboxes are restricted to these tensors and to the rank `trainer`."""
+    def towards(
+        self, wanted: Iterable[tuple[int, np.ndarray | None]], trainer: int | None = None
+    ) -> bytes:
+        """Bytes for `decode_endpoints`: for each of `wanted` (index of an endpoint, numbers of its
+        tensors or None for all) that endpoint with only these tensors. Boxes and inboxes are
+        restricted to these tensors and to the rank `trainer`.
+        """
         tables: dict[tuple[bytes, bytes], int] = {}
         forms: list[list[msgspec.Raw]] = []
         groups: dict[Members, int] = {}
         rows = []
         for at, numbers in wanted:
-            each, endpoint = self.packed[at], self.packed[at].endpoint
-            encoded, offsets, allocations = self._encoded[each.digest], self._offsets[at], self._allocations[at]
+            each = self.packed[at]
+            endpoint = self.packed[at].endpoint
+            encoded = self._encoded[each.digest]
+            offsets = self._offsets[at]
+            allocations = self._allocations[at]
             numbers = np.arange(len(encoded)) if numbers is None else numbers
             key = each.digest, numbers.tobytes()
             if key not in tables:
@@ -225,11 +283,18 @@ class Endpoints:
                 names = {self._forms[each.digest][number].name for number in numbers.tolist()}
                 landings = [landing for landing in endpoint.landings if landing.tensor in names]
                 inboxes = [inbox for inbox in endpoint.inboxes if inbox.trainer == trainer]
-                own = msgspec.structs.replace(endpoint, landings=landings, inboxes=inboxes, members=None)
+                own = msgspec.structs.replace(
+                    endpoint, landings=landings, inboxes=inboxes, members=None
+                )
             else:
                 own = endpoint
-            group = -1 if endpoint.members is None else groups.setdefault(endpoint.members, len(groups))
-            places = offsets[numbers].tobytes(), allocations[numbers].tobytes() if len(allocations) else b""
+            group = (
+                -1 if endpoint.members is None else groups.setdefault(endpoint.members, len(groups))
+            )
+            places = (
+                offsets[numbers].tobytes(),
+                allocations[numbers].tobytes() if len(allocations) else b"",
+            )
             rows.append((tables[key], group, Packed(own, b"", [], *places)))
         return _encode((forms, list(groups), rows))
 
@@ -239,11 +304,13 @@ class Opening:
     """What the generator knows when it opens the engines to one transport."""
 
     map: ReshardMap | None  # None if memory is only mapped
-    writers: Mapping[int, Collection[int]]  # generator rank -> trainer ranks that write to it by this transport; empty if only engines do
+    # generator rank -> trainer ranks that write to it by this transport; empty if only engines do
+    writers: Mapping[int, Collection[int]]
     hosts: Sequence[Host]  # of all trainer ranks and generator ranks
     address: str  # of this process, as all ranks reach it
     timeout_s: float
-    stores: list[dist.Store]  # opened for groups; kept here, since a store closes when it has no references
+    # opened for groups; kept here, since a store closes when it has no references
+    stores: list[dist.Store]
     deltas: bool = False  # whether updates may come as changes
 
 
@@ -256,7 +323,8 @@ class Live:
     host: Host
     address: str  # of this host, as the generator reaches it
     parameters: Mapping[str, torch.Tensor]
-    tensors: Callable[[], Mapping[str, torch.Tensor]]  # the parameters' current memory, in the shapes of the reshard map
+    # the parameters' current memory, in the shapes of the reshard map
+    tensors: Callable[[], Mapping[str, torch.Tensor]]
 
 
 class Memory(abc.ABC):
@@ -264,29 +332,42 @@ class Memory(abc.ABC):
 
     @abc.abstractmethod
     def open(self, live: Live, offer: Offer) -> Endpoint:
-        """Lets others write to the live parameters, which must not move from now on. May be called again for other writers."""
+        """Lets others write to the live parameters, which must not move from now on.
+
+        May be called again for other writers.
+        """
 
     def receive(self, tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: B027  most transports have nothing to do
         """Receives one update of `tensors`, if the transport is two-sided."""
 
     def spread(self, wanted: Callable[[str], bool] | None = None) -> None:  # noqa: B027
-        """Copies landed boxes to their parameters. `wanted`: only for these tensors, if others have not landed."""
+        """Copies landed boxes to their parameters.
+
+        `wanted`: only for these tensors, if others have not landed.
+        """
 
     def receive_changes(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:  # noqa: B027
         """Like `receive`, for the changes to `version` that `write_changes` sends."""
 
     def spread_changes(self, version: int) -> None:  # noqa: B027
-        """Like `spread`, for changes. Raises RuntimeError if the landed changes lead to another version."""
+        """Like `spread`, for changes.
+
+        Raises RuntimeError if the landed changes lead to another version.
+        """
 
 
 class Transport(abc.ABC):
-    """The trainer rank's end: writes to some generator ranks. It is connected once, then used for every update.
+    """The trainer rank's end: writes to some generator ranks.
+
+    It is connected once, then used for every update.
 
     Its methods raise TimeoutError or RuntimeError that name both ranks.
     """
 
     memory: ClassVar[type[Memory]]  # the other end
-    one_sided: ClassVar[bool] = True  # workers are passive; memory can be opened again at any time, and a lost engine does not block others
+    # workers are passive; memory can be opened again at any time, and a lost engine does not block
+    # others
+    one_sided: ClassVar[bool] = True
     same_host: ClassVar[bool] = False  # serves only ranks of one host
     lands: ClassVar[bool] = False  # some boxes land first and must be spread
 
@@ -297,24 +378,32 @@ class Transport(abc.ABC):
 
     @staticmethod
     def found_here() -> tuple[str, ...]:
-        """The properties of this host that decide whether the transport works. They become a part of the Host."""
+        """The properties of this host that decide whether the transport works.
+
+        They become a part of the Host.
+        """
         return ()
 
     @staticmethod
     def hindrance(trainer: Host, generator: Host) -> str:
-        """The reason why it cannot serve these two, which completes "trainer rank 0 and generator rank 0 …"; empty if it can. It may depend
-        only on `cuda` and `has` of both, and on whether they share memory or network. It is called once for all pairs that agree in
-        these."""
+        """The reason why it cannot serve these two, which completes "trainer rank 0 and generator
+        rank 0 …"; empty if it can. It may depend only on `cuda` and `has` of both, and on whether
+        they share memory or network. It is called once for all pairs that agree in these.
+        """
         return ""
 
     @classmethod
     def offers(cls, opening: Opening) -> dict[int, Offer]:
-        """Called at the generator. Returns the offer for the worker of each generator rank in `opening.writers`."""
+        """Called at the generator.
+
+        Returns the offer for the worker of each generator rank in `opening.writers`.
+        """
         return {rank: Offer() for rank in opening.writers}
 
     def __init__(self, rank: int, timeout_s: float):
         """`rank`: the trainer rank, or the generator rank that passes on tensors."""
-        self._rank, self._timeout_s = rank, timeout_s
+        self._rank = rank
+        self._timeout_s = timeout_s
 
     @abc.abstractmethod
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
@@ -322,19 +411,28 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self, sources: Iterable[torch.Tensor]) -> None:
-        """Called before the first write of an update. Values that are views of `sources` stay in place and unchanged until the fence."""
+        """Called before the first write of an update.
+
+        Values that are views of `sources` stay in place and unchanged until the fence.
+        """
 
     @abc.abstractmethod
     def write(self, copy: Copy, values: torch.Tensor) -> None:
-        """Writes `values`, of the box's shape and the destination's dtype, into the destination box. May return before they have
-        arrived."""
+        """Writes `values`, of the box's shape and the destination's dtype, into the destination
+        box. May return before they have arrived.
+        """
 
     def room(self, rank: int) -> float:
-        """The most bytes (deltas.blob_bytes) that `write_changes` can send to a generator rank. 0: updates are always full."""
+        """The most bytes (deltas.blob_bytes) that `write_changes` can send to a generator rank. 0:
+        updates are always full.
+        """
         return 0.0
 
     def write_changes(self, rank: int, changes: Changes, version: int) -> None:
-        """Called instead of `write`, once for each generator rank. Writes only the changes, which bring the rank to `version`."""
+        """Called instead of `write`, once for each generator rank.
+
+        Writes only the changes, which bring the rank to `version`.
+        """
         raise NotImplementedError
 
     @abc.abstractmethod
@@ -350,7 +448,10 @@ class OwnerGone(RuntimeError):
 
 
 class PeerUnreachable(RuntimeError):
-    """Some generator ranks could not be written to; all others were. Their engines have ended, or the network is broken."""
+    """Some generator ranks could not be written to; all others were.
+
+    Their engines have ended, or the network is broken.
+    """
 
     def __init__(self, message: str, ranks: Collection[int]):
         super().__init__(message)

@@ -1,7 +1,7 @@
 """Chooses the transport for a pair of ranks, from `weights.transport` and the hosts of both.
 
-Trainer and generator make the same choice, since both derive it from the same data: the Host of the trainer rank (in its Hello) and the
-Host of the generator rank (in its Endpoint).
+Trainer and generator make the same choice, since both derive it from the same data: the Host of the
+trainer rank (in its Hello) and the Host of the generator rank (in its Endpoint).
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from megarl.weight_sync.transports.base import (
 )
 
 AUTO = "auto"
-# In the order of preference of `auto`, and of opening. Shared memory moves parameters, so it comes before transports that pin them.
+# In the order of preference of `auto`, and of opening. Shared memory moves parameters, so it comes
+# before transports that pin them.
 TABLE = {
     CUDA_IPC: "megarl.weight_sync.transports.cuda_ipc:CudaIpcTransport",
     SHARED_MEMORY: "megarl.weight_sync.transports.shared_memory:SharedMemoryTransport",
@@ -60,15 +61,31 @@ class Pairs:
     def of(cls, kinds: Sequence[Sequence[str]]) -> Pairs:
         """Makes the pairs from the kind of each, [generator rank][trainer rank]."""
         in_use = tuple(dict.fromkeys(kind for of_generator in kinds for kind in of_generator))
-        return cls(in_use, np.array([[in_use.index(kind) for kind in of_generator] for of_generator in kinds], dtype=np.int8))
+        return cls(
+            in_use,
+            np.array(
+                [[in_use.index(kind) for kind in of_generator] for of_generator in kinds],
+                dtype=np.int8,
+            ),
+        )
 
     def trainers(self, kind: str) -> list[Collection[int]]:
-        """[generator rank] the trainer ranks that write to it by `kind`. Equal collections are the same object."""
+        """[generator rank] the trainer ranks that write to it by `kind`.
+
+        Equal collections are the same object.
+        """
         generators, trainers = self.table.shape
-        by_it = self.table == self.kinds.index(kind) if kind in self.kinds else np.zeros((generators, trainers), dtype=bool)
+        by_it = (
+            self.table == self.kinds.index(kind)
+            if kind in self.kinds
+            else np.zeros((generators, trainers), dtype=bool)
+        )
         found: dict[bytes, Collection[int]] = {trainers * b"\1": range(trainers)}
         rows = [(row.tobytes(), row) for row in by_it]
-        return [found.get(key) or found.setdefault(key, frozenset(np.flatnonzero(row).tolist())) for key, row in rows]
+        return [
+            found.get(key) or found.setdefault(key, frozenset(np.flatnonzero(row).tolist()))
+            for key, row in rows
+        ]
 
 
 class Unserved(ValueError):
@@ -77,18 +94,37 @@ class Unserved(ValueError):
 
 @functools.cache
 def transport_class(name: str) -> type[Transport]:
-    """The class for a name in TABLE or an import path package.module:Class. Raises ConfigError if there is no such transport."""
-    found = find_callable(TABLE.get(name, name), f"weights.transport={name}", built_in=(AUTO, *TABLE))
-    if not _is_complete(found, Transport) or not _is_complete(getattr(found, "memory", None), Memory):
-        needed = "a complete subclass of megarl.weight_sync.transports.base:Transport, whose `memory` is one of Memory"
-        raise ConfigError(f"weights.transport={name}: must be {needed}{_lacking(found)}; see docs/extending.md")
+    """The class for a name in TABLE or an import path package.module:Class.
+
+    Raises ConfigError if there is no such transport.
+    """
+    found = find_callable(
+        TABLE.get(name, name), f"weights.transport={name}", built_in=(AUTO, *TABLE)
+    )
+    if not _is_complete(found, Transport) or not _is_complete(
+        getattr(found, "memory", None), Memory
+    ):
+        needed = (
+            "a complete subclass of megarl.weight_sync.transports.base:Transport, whose "
+            "`memory` is one of Memory"
+        )
+        raise ConfigError(
+            f"weights.transport={name}: must be {needed}{_lacking(found)}; see docs/extending.md"
+        )
     return found
 
 
 def _lacking(found: object) -> str:
-    """The end of a message that names the methods that a subclass, or its `memory`, lacks; empty if it is not a subclass."""
+    """The end of a message that names the methods that a subclass, or its `memory`, lacks; empty if
+    it is not a subclass.
+    """
     ends = (found, Transport), (getattr(found, "memory", None), Memory)
-    names = [name for end, base in ends if isinstance(end, type) and issubclass(end, base) for name in sorted(end.__abstractmethods__)]
+    names = [
+        name
+        for end, base in ends
+        if isinstance(end, type) and issubclass(end, base)
+        for name in sorted(end.__abstractmethods__)
+    ]
     return f"; it lacks {', '.join(names)}" if names else ""
 
 
@@ -97,16 +133,24 @@ def _is_complete[T](found: object, base: type[T]) -> TypeGuard[type[T]]:
 
 
 def check_transport(setting: str) -> None:
-    """Raises ConfigError for a transport that cannot serve even two ranks of this host. Called before anything starts."""
+    """Raises ConfigError for a transport that cannot serve even two ranks of this host.
+
+    Called before anything starts.
+    """
     here = this_host()
     try:
         transport_between(setting, here, here)
     except Unserved as error:
-        raise ConfigError(f"weights.transport={setting}: two ranks on {here.name} {error}") from error
+        raise ConfigError(
+            f"weights.transport={setting}: two ranks on {here.name} {error}"
+        ) from error
 
 
 def this_host() -> Host:
-    """The Host of this process. If torch has CUDA, `cuda` is true, since parameters are then on a GPU."""
+    """The Host of this process.
+
+    If torch has CUDA, `cuda` is true, since parameters are then on a GPU.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return Host(
         memory=f"{boot} {os.readlink('/proc/self/ns/pid')} shm:[{os.stat('/dev/shm').st_dev}]",
@@ -118,9 +162,11 @@ def this_host() -> Host:
 
 
 def transport_between(setting: str, trainer: Host, generator: Host) -> str:
-    """The kind of transport from a trainer rank to a generator rank: `setting`, or with AUTO the best one that works.
+    """The kind of transport from a trainer rank to a generator rank: `setting`, or with AUTO the
+    best one that works.
 
-    Raises Unserved if `setting` does not work between these two, and ConfigError as `transport_class` does.
+    Raises Unserved if `setting` does not work between these two, and ConfigError as
+    `transport_class` does.
     """
     works = [kind for kind in TABLE if not transport_class(kind).hindrance(trainer, generator)]
     if setting == AUTO:
@@ -132,12 +178,18 @@ def transport_between(setting: str, trainer: Host, generator: Host) -> str:
 
 
 def transport_pairs(setting: str, trainers: Sequence[Host], generators: Sequence[Host]) -> Pairs:
-    """The transport of every pair of ranks, each side in rank order. Raises ConfigError for the first pair that `setting` cannot serve.
+    """The transport of every pair of ranks, each side in rank order.
 
-    It is found once for all pairs of the same kind: pairs differ only in the properties of their hosts, and in whether they share memory
-    and network. (A run has thousands of ranks on each side, and millions of pairs.)
+    Raises ConfigError for the first pair that `setting` cannot serve.
+
+    It is found once for all pairs of the same kind: pairs differ only in the properties of their
+    hosts, and in whether they share memory and network. (A run has thousands of ranks on each side,
+    and millions of pairs.)
     """
-    (trainer_of, trainer_hosts), (generator_of, generator_hosts) = _numbered(trainers), _numbered(generators)
+    (trainer_of, trainer_hosts), (generator_of, generator_hosts) = (
+        _numbered(trainers),
+        _numbered(generators),
+    )
     found: dict[tuple, int] = {}  # kind of pair -> number of its transport
     kinds: dict[str, int] = {}
     table = np.zeros((len(generator_hosts), len(trainer_hosts)), dtype=np.int8)
@@ -149,7 +201,10 @@ def transport_pairs(setting: str, trainers: Sequence[Host], generators: Sequence
                 try:
                     kind = transport_between(setting, trainer, generator)
                 except Unserved as error:
-                    ranks = f"trainer rank {trainer_of.tolist().index(t)} on {trainer.name} and generator rank"
+                    ranks = (
+                        f"trainer rank {trainer_of.tolist().index(t)} on {trainer.name} and "
+                        "generator rank"
+                    )
                     ranks = f"{ranks} {generator_of.tolist().index(g)} on {generator.name}"
                     raise ConfigError(f"weights.transport={setting}: {ranks} {error}") from error
                 found[alike] = kinds.setdefault(kind, len(kinds))
@@ -160,7 +215,9 @@ def transport_pairs(setting: str, trainers: Sequence[Host], generators: Sequence
 def _numbered(hosts: Sequence[Host]) -> tuple[np.ndarray, list[Host]]:
     """(number of each rank's host, hosts by number)."""
     numbers: dict[Host, int] = {}
-    return np.array([numbers.setdefault(host, len(numbers)) for host in hosts], dtype=np.int64), list(numbers)
+    return np.array(
+        [numbers.setdefault(host, len(numbers)) for host in hosts], dtype=np.int64
+    ), list(numbers)
 
 
 def on_one_host(one: Host, other: Host) -> bool:
@@ -169,30 +226,47 @@ def on_one_host(one: Host, other: Host) -> bool:
 
 def describe_pairs(pairs: Pairs) -> str:
     """The number of pairs of ranks with each transport, as a text for logs."""
-    counts = Counter(dict(zip(pairs.kinds, np.bincount(pairs.table.ravel(), minlength=len(pairs.kinds)).tolist())))
-    return ", ".join(f"{kind} for {count} of {counts.total()} pairs of ranks" for kind, count in counts.most_common())
+    counts = Counter(
+        dict(
+            zip(pairs.kinds, np.bincount(pairs.table.ravel(), minlength=len(pairs.kinds)).tolist())
+        )
+    )
+    return ", ".join(
+        f"{kind} for {count} of {counts.total()} pairs of ranks"
+        for kind, count in counts.most_common()
+    )
 
 
-# Combines several transports of one trainer rank. Each generator rank is served by the one that suits the pair.
+# Combines several transports of one trainer rank. Each generator rank is served by the one that
+# suits the pair.
 
 
 class PairwiseTransport:
-    """`setting`: weights.transport; `host`: the Host of this trainer rank, as the generator knows it.
+    """`setting`: weights.transport; `host`: the Host of this trainer rank, as the generator knows
+    it.
 
-    With `may_lose`, writing continues without engines that have ended. If an engine's memory was mapped, its loss means that it has ended,
-    and the generator continues without it, too. Ranks that could not be reached over the network may still run, so the generator must learn
-    about them (`unwritten`).
+    With `may_lose`, writing continues without engines that have ended. If an engine's memory was
+    mapped, its loss means that it has ended, and the generator continues without it, too. Ranks
+    that could not be reached over the network may still run, so the generator must learn about them
+    (`unwritten`).
     """
 
-    def __init__(self, setting: str, host: Host, rank: int, timeout_s: float, may_lose: bool = False):
+    def __init__(
+        self, setting: str, host: Host, rank: int, timeout_s: float, may_lose: bool = False
+    ):
         self._may_lose = may_lose
         self.unwritten: set[int] = set()  # generator ranks not written since `connect`
-        self._setting, self._host, self._rank, self._timeout_s = setting, host, rank, timeout_s
+        self._setting = setting
+        self._host = host
+        self._rank = rank
+        self._timeout_s = timeout_s
         self._transports: list[Transport] = []
         self._towards: dict[int, Transport] = {}  # generator rank -> transport
 
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
-        """`endpoints`: for every generator rank, one endpoint for each kind of transport by which any trainer rank writes to it."""
+        """`endpoints`: for every generator rank, one endpoint for each kind of transport by which
+        any trainer rank writes to it.
+        """
         chosen: dict[str, list[Endpoint]] = defaultdict(list)
         for endpoint in endpoints:
             if endpoint.kind == transport_between(self._setting, self._host, endpoint.host):
@@ -226,7 +300,9 @@ class PairwiseTransport:
     def close(self) -> None:
         for transport in self._transports:
             transport.close()
-        self._transports, self._towards, self.unwritten = [], {}, set()
+        self._transports = []
+        self._towards = {}
+        self.unwritten = set()
 
     @contextlib.contextmanager
     def _going_on(self) -> Iterator[None]:

@@ -1,11 +1,14 @@
-"""One-sided writes inside a node: the trainer rank opens the GPU memory of an engine worker's parameters, and copies into it.
+"""One-sided writes inside a node: the trainer rank opens the GPU memory of an engine worker's
+parameters, and copies into it.
 
-torch's allocator cuts large allocations into many tensors, and CUDA shares only whole allocations. So an endpoint lists each allocation
-once, with its handle, and has the position of every parameter in it. The trainer rank opens each handle once and keeps it. The endpoint's
-address is an empty file that the engine's process has open, so that it exists as long as the process does.
+torch's allocator cuts large allocations into many tensors, and CUDA shares only whole allocations.
+So an endpoint lists each allocation once, with its handle, and has the position of every parameter
+in it. The trainer rank opens each handle once and keeps it. The endpoint's address is an empty file
+that the engine's process has open, so that it exists as long as the process does.
 
-The engine's GPU need not be visible to the trainer process. A handle is opened on the trainer's own current device. This device accesses
-the memory over NVLink or PCIe (CUDA enables peer access), or directly if both share a GPU.
+The engine's GPU need not be visible to the trainer process. A handle is opened on the trainer's own
+current device. This device accesses the memory over NVLink or PCIe (CUDA enables peer access), or
+directly if both share a GPU.
 """
 
 from __future__ import annotations
@@ -20,8 +23,21 @@ import torch
 
 from megarl.messaging.host import Host
 from megarl.reshard.deltas import Changes
-from megarl.weight_sync.transports.base import Allocation, Endpoint, Live, Memory, Offer, RemoteTensor, describe
-from megarl.weight_sync.transports.shared_memory import SharedMemoryTransport, file_at, maps_no_memory, view_at
+from megarl.weight_sync.transports.base import (
+    Allocation,
+    Endpoint,
+    Live,
+    Memory,
+    Offer,
+    RemoteTensor,
+    describe,
+)
+from megarl.weight_sync.transports.shared_memory import (
+    SharedMemoryTransport,
+    file_at,
+    maps_no_memory,
+    view_at,
+)
 
 _POLL_S = 0.0001
 
@@ -30,7 +46,9 @@ class DeviceMemory(Protocol):
     """The operations that need CUDA."""
 
     def export(self, storage: torch.UntypedStorage) -> tuple[Allocation, int]:
-        """The allocation that holds `storage`, up to the end of `storage`, and the offset of `storage` in it, in bytes."""
+        """The allocation that holds `storage`, up to the end of `storage`, and the offset of
+        `storage` in it, in bytes.
+        """
         ...
 
     def open(self, allocation: Allocation) -> torch.UntypedStorage:
@@ -59,7 +77,9 @@ class CudaMemory:
 
     def open(self, allocation: Allocation) -> torch.UntypedStorage:
         device, (count, index) = torch.cuda.current_device(), allocation.reference
-        return torch.UntypedStorage._new_shared_cuda(device, allocation.handle, allocation.size_bytes, 0, count, index, b"", False)
+        return torch.UntypedStorage._new_shared_cuda(
+            device, allocation.handle, allocation.size_bytes, 0, count, index, b"", False
+        )
 
     def copy(self, places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         """Copies on a separate stream, while the next values are quantised."""
@@ -67,7 +87,8 @@ class CudaMemory:
         with torch.cuda.stream(self._stream):
             for place, value in zip(places, values):
                 place.copy_(value, non_blocking=True)
-                value.record_stream(self._stream)  # otherwise its memory could be reused before the copy has read it
+                # otherwise its memory could be reused before the copy has read it
+                value.record_stream(self._stream)
 
     def finish(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -85,8 +106,11 @@ class DeviceMemoryOfWorker(Memory):
 
 
 class CudaIpcTransport(SharedMemoryTransport):
-    """Starts many copies at a time. If they were started one by one, most would take the GPU less time than the CPU needs to change
-    streams."""
+    """Starts many copies at a time.
+
+    If they were started one by one, most would take the GPU less time than the CPU needs to change
+    streams.
+    """
 
     memory = DeviceMemoryOfWorker
     most_noted_bytes = 128 << 20
@@ -109,28 +133,46 @@ class CudaIpcTransport(SharedMemoryTransport):
         if not self._memory.finish(self._timeout_s):
             ranks = ", ".join(map(str, self._tensors))
             late = f"not through within {self._timeout_s:.0f} s by CUDA IPC"
-            raise TimeoutError(f"weights from trainer rank {self._rank} to generator rank {ranks}: {late}")
+            raise TimeoutError(
+                f"weights from trainer rank {self._rank} to generator rank {ranks}: {late}"
+            )
         self._owners.check()
 
     def _put(self, places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         self._memory.copy(places, values)
 
     def _map(self, endpoint: Endpoint) -> dict[str, torch.Tensor]:
-        """Maps the endpoint's tensors. If its process has ended, they are on the meta device, and `Owners.check` raises."""
+        """Maps the endpoint's tensors.
+
+        If its process has ended, they are on the meta device, and `Owners.check` raises.
+        """
         try:
             storages = [self._memory.open(allocation) for allocation in endpoint.allocations]
         except RuntimeError as error:
             if file_at(endpoint.address) is None:
-                storages = [torch.UntypedStorage(allocation.size_bytes, device="meta") for allocation in endpoint.allocations]
+                storages = [
+                    torch.UntypedStorage(allocation.size_bytes, device="meta")
+                    for allocation in endpoint.allocations
+                ]
                 return _tensors(storages, endpoint)
-            ranks = f"trainer rank {self._rank} cannot open the GPU memory of generator rank {endpoint.rank} on {endpoint.host.name}"
-            advice = "CUDA IPC needs peer access between the GPUs, and one container or --ipc=host; weights.transport=nccl does not"
+            ranks = (
+                f"trainer rank {self._rank} cannot open the GPU memory of generator rank "
+                f"{endpoint.rank} on {endpoint.host.name}"
+            )
+            advice = (
+                "CUDA IPC needs peer access between the GPUs, and one container or "
+                "--ipc=host; weights.transport=nccl does not"
+            )
             raise RuntimeError(f"{ranks}: {error}. {advice}") from error
         return _tensors(storages, endpoint)
 
 
-def _tensors(storages: Sequence[torch.UntypedStorage], endpoint: Endpoint) -> dict[str, torch.Tensor]:
-    return {tensor.name: view_at(storages[tensor.allocation], tensor) for tensor in endpoint.tensors}
+def _tensors(
+    storages: Sequence[torch.UntypedStorage], endpoint: Endpoint
+) -> dict[str, torch.Tensor]:
+    return {
+        tensor.name: view_at(storages[tensor.allocation], tensor) for tensor in endpoint.tensors
+    }
 
 
 @functools.cache
@@ -141,8 +183,10 @@ def _sign_of_life() -> str:
 
 def export(live: Live, memory: DeviceMemory) -> Endpoint:
     parameters = live.tensors()
-    allocations: dict[bytes, Allocation] = {}  # handle -> allocation; all parts of an allocation share its handle
-    places: dict[int, tuple[bytes, int]] = {}  # address of a storage → handle of its allocation, offset in it
+    # handle -> allocation; all parts of an allocation share its handle
+    allocations: dict[bytes, Allocation] = {}
+    # address of a storage → handle of its allocation, offset in it
+    places: dict[int, tuple[bytes, int]] = {}
     for parameter in parameters.values():
         storage = parameter.untyped_storage()
         if storage.data_ptr() not in places:
@@ -158,4 +202,12 @@ def export(live: Live, memory: DeviceMemory) -> Endpoint:
         offset = begin + int(parameter.storage_offset()) * parameter.itemsize
         tensors.append(describe(name, parameter, offset, index_of[handle]))
     size = sum(allocation.size_bytes for allocation in allocations.values())
-    return Endpoint(live.rank, live.kind, _sign_of_life(), size, tensors, allocations=list(allocations.values()), host=live.host)
+    return Endpoint(
+        live.rank,
+        live.kind,
+        _sign_of_life(),
+        size,
+        tensors,
+        allocations=list(allocations.values()),
+        host=live.host,
+    )

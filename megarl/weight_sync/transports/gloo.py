@@ -20,13 +20,18 @@ Started = list[tuple[dist.Work, str]]
 
 
 class GlooGroup:
-    """Messages are in CPU memory. `address` is that of the store, and determines the network by which members reach each other."""
+    """Messages are in CPU memory.
+
+    `address` is that of the store, and determines the network by which members reach each other.
+    """
 
     device = torch.device("cpu")
 
     def __init__(self, store: dist.Store, rank: int, size: int, address: str, timeout_s: float):
         self._timeout_s = timeout_s
-        self._backend: Any = open_backend(dist.PrefixStore(GLOO, store), rank, size, address, timeout_s)
+        self._backend: Any = open_backend(
+            dist.PrefixStore(GLOO, store), rank, size, address, timeout_s
+        )
 
     def send(self, messages: Sequence[Message]) -> Started:
         return self._start(self._backend.send, messages)
@@ -39,13 +44,21 @@ class GlooGroup:
             try:
                 work.wait(timedelta(seconds=self._timeout_s))
             except RuntimeError as error:
-                raise TimeoutError(f"weights from {label}: not through within {self._timeout_s:.0f} s: {error}") from error
+                raise TimeoutError(
+                    f"weights from {label}: not through within {self._timeout_s:.0f} s: {error}"
+                ) from error
 
     def close(self) -> None:
         del self._backend
 
-    def _start(self, operation: Callable[[list[torch.Tensor], int, int], dist.Work], messages: Sequence[Message]) -> Started:
-        return [(operation([message.buffer], message.peer, _TAG), message.label) for message in messages]
+    def _start(
+        self,
+        operation: Callable[[list[torch.Tensor], int, int], dist.Work],
+        messages: Sequence[Message],
+    ) -> Started:
+        return [
+            (operation([message.buffer], message.peer, _TAG), message.label) for message in messages
+        ]
 
 
 class GlooMemory(TwoSidedMemory):
@@ -58,8 +71,13 @@ class GlooTransport(TwoSidedTransport):
     coalesces = False  # each message is sent while the next is made
 
 
-def open_backend(store: dist.Store, rank: int, size: int, address: str, timeout_s: float) -> dist.ProcessGroupGloo:
-    """`address`: that of the group's store (messaging.stores). Without it, gloo would use the address to which the host's name resolves."""
+def open_backend(
+    store: dist.Store, rank: int, size: int, address: str, timeout_s: float
+) -> dist.ProcessGroupGloo:
+    """`address`: that of the group's store (messaging.stores).
+
+    Without it, gloo would use the address to which the host's name resolves.
+    """
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  torch's stubs leave it out
     with new_listeners() as listeners:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(address))]

@@ -1,15 +1,19 @@
-"""One-sided writes by Mooncake's transfer engine: over RDMA if there is CUDA, otherwise over TCP, with the same calls.
+"""One-sided writes by Mooncake's transfer engine: over RDMA if there is CUDA, otherwise over TCP,
+with the same calls.
 
-The engine worker and the trainer rank each register their parameters once. Values that are contiguous on both sides are sent directly from
-their memory. Values that must be cast, quantised or packed are copied to a staging buffer. A separate thread sends one half of it while the
-other is filled.
+The engine worker and the trainer rank each register their parameters once. Values that are
+contiguous on both sides are sent directly from their memory. Values that must be cast, quantised or
+packed are copied to a staging buffer. A separate thread sends one half of it while the other is
+filled.
 
-A box whose rows are short in the destination (a column slice) would need thousands of small writes. Instead it is written in one piece to
-the worker's *landing* memory. Once all such boxes are written, the worker spreads them (`commands.Spread`). Both sides get these boxes from
+A box whose rows are short in the destination (a column slice) would need thousands of small writes.
+Instead it is written in one piece to the worker's *landing* memory. Once all such boxes are
+written, the worker spreads them (`commands.Spread`). Both sides get these boxes from
 `schedule.landings`.
 
-Each trainer rank writes its changes since the last update (weights.delta) in one piece to an *inbox* of the worker. This is host memory, of
-a fixed size for each trainer rank. A larger delta becomes a full update.
+Each trainer rank writes its changes since the last update (weights.delta) in one piece to an
+*inbox* of the worker. This is host memory, of a fixed size for each trainer rank. A larger delta
+becomes a full update.
 """
 
 from __future__ import annotations
@@ -55,20 +59,35 @@ SMALL_BYTES = 64  # in addition, for each copy, because a delta may be little mo
 
 
 def inboxes(map: ReshardMap | None, rank: int, trainers: Collection[int]) -> dict[str, Any]:
-    """The fields of an Offer for changes: the boxes that may come as changes, and the sizes of inboxes; none without `map`."""
-    copies = [copy for copy in map.writes_to(rank) if copy.source_rank in trainers] if map is not None else []
+    """The fields of an Offer for changes: the boxes that may come as changes, and the sizes of
+    inboxes; none without `map`.
+    """
+    copies = (
+        [copy for copy in map.writes_to(rank) if copy.source_rank in trainers]
+        if map is not None
+        else []
+    )
     sizes: dict[int, int] = {}
     for copy in copies:
-        sizes[copy.source_rank] = sizes.get(copy.source_rank, HEADER_BYTES) + SMALL_BYTES + int(copy.bytes * INBOX_SHARE)
-    incoming = [Incoming(copy.source_rank, copy.destination_tensor, copy.destination_box, 0) for copy in copies]
+        sizes[copy.source_rank] = (
+            sizes.get(copy.source_rank, HEADER_BYTES) + SMALL_BYTES + int(copy.bytes * INBOX_SHARE)
+        )
+    incoming = [
+        Incoming(copy.source_rank, copy.destination_tensor, copy.destination_box, 0)
+        for copy in copies
+    ]
     return {"incoming": incoming, "inboxes": list(sizes.items())}
 
 
 # Splits boxes of tensors into runs of contiguous memory, for one-sided writes by address.
 
 
-def destination_runs(values: torch.Tensor, start: tuple[int, ...], tensor: RemoteTensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields (offset in the endpoint's memory, values) for each contiguous run of the box of `tensor` that begins at `start`."""
+def destination_runs(
+    values: torch.Tensor, start: tuple[int, ...], tensor: RemoteTensor
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields (offset in the endpoint's memory, values) for each contiguous run of the box of
+    `tensor` that begins at `start`.
+    """
     dim = len(tensor.shape)  # from here on the box is contiguous in the destination
     extent = 1
     while dim and tensor.strides[dim - 1] == extent:
@@ -79,7 +98,10 @@ def destination_runs(values: torch.Tensor, start: tuple[int, ...], tensor: Remot
     item = values.element_size()
     first = tensor.offset_bytes + item * sum(s * stride for s, stride in zip(start, tensor.strides))
     for index in _indices(values.shape[:dim]):
-        yield first + item * sum(i * stride for i, stride in zip(index, tensor.strides)), values[index]
+        yield (
+            first + item * sum(i * stride for i, stride in zip(index, tensor.strides)),
+            values[index],
+        )
 
 
 def pieces(values: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
@@ -96,16 +118,29 @@ def pieces(values: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
 
 
 def _indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    return (tuple(i) for i in torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape)).tolist()) if shape else iter([()])
+    return (
+        (
+            tuple(i)
+            for i in torch.cartesian_prod(*map(torch.arange, shape))
+            .reshape(-1, len(shape))
+            .tolist()
+        )
+        if shape
+        else iter([()])
+    )
 
 
-LONGEST_RUN_BYTES = 1 << 20  # of one write: the TCP transport sends several in parallel, and RDMA splits them anyway
+# of one write: the TCP transport sends several in parallel, and RDMA splits them anyway
+LONGEST_RUN_BYTES = 1 << 20
 HALF_BYTES = 32 << 20  # size of each half of the staging buffer
-MOST_NOTED_BYTES = 64 << 20  # collected before the thread gets it; a limit, so that the network is not idle
-MOST_UNDER_WAY = 256  # number of writes: the TCP transport refuses a few thousand, and does not recover
+# collected before the thread gets it; a limit, so that the network is not idle
+MOST_NOTED_BYTES = 64 << 20
+# number of writes: the TCP transport refuses a few thousand, and does not recover
+MOST_UNDER_WAY = 256
 POLL_S = 0.0002
 _DEVICES = Path("/sys/class/infiniband")
-IMPORTS, INFINIBAND = "mooncake", "infiniband"  # facts in Host.has
+IMPORTS = "mooncake"
+INFINIBAND = "infiniband"  # facts in Host.has
 _REFUSED = (0, -1, (1 << 64) - 1)  # returned instead of a write, depending on Mooncake's version
 
 Run = tuple[int, int, int]  # source address, destination address, bytes
@@ -115,28 +150,54 @@ class MooncakeMemory(Memory):
     """Parameters that are written in place, and landing memory for boxes of short rows."""
 
     def open(self, live: Live, offer: Offer) -> Endpoint:
-        for earlier in ("_engine", "_memory", "_changes"):  # of earlier writers: their memory is needed, and is still registered
+        # of earlier writers: their memory is needed, and is still registered
+        for earlier in ("_engine", "_memory", "_changes"):
             vars(self).pop(earlier, None)
-        self._tensors, self._landing = live.tensors(), offer.landing
+        self._tensors = live.tensors()
+        self._landing = offer.landing
         engine = open_engine(live.address, offer.protocol)
-        self._offsets, total = aligned_offsets(box.numel * self._tensors[name].itemsize for name, box in self._landing)
+        self._offsets, total = aligned_offsets(
+            box.numel * self._tensors[name].itemsize for name, box in self._landing
+        )
         self._memory = landing_memory(max(1, total), next(iter(self._tensors.values())).device)
-        storages = [tensor.untyped_storage() for tensor in self._tensors.values()] + [self._memory.untyped_storage()]
+        storages = [tensor.untyped_storage() for tensor in self._tensors.values()] + [
+            self._memory.untyped_storage()
+        ]
         starts, total = aligned_offsets(size for _, size in offer.inboxes)
-        self._inboxes, self._incoming = dict(zip((trainer for trainer, _ in offer.inboxes), starts)), offer.incoming
-        self._changes = torch.empty(max(1, total), dtype=torch.uint8, pin_memory=self._memory.is_cuda)
+        self._inboxes = dict(zip((trainer for trainer, _ in offer.inboxes), starts))
+        self._incoming = offer.incoming
+        self._changes = torch.empty(
+            max(1, total), dtype=torch.uint8, pin_memory=self._memory.is_cuda
+        )
         storages.append(self._changes.untyped_storage())
         blocks = {storage.data_ptr(): storage.nbytes() for storage in storages}
         register(engine, list(blocks.items()))
         self._engine = engine
         base = min(blocks)
-        tensors = [describe(name, values, values.data_ptr() - base) for name, values in self._tensors.items()]
+        tensors = [
+            describe(name, values, values.data_ptr() - base)
+            for name, values in self._tensors.items()
+        ]
         begins = [self._memory.data_ptr() + offset - base for offset in self._offsets]
-        landings = [Landing(name, box.start, begin) for (name, box), begin in zip(self._landing, begins)]
+        landings = [
+            Landing(name, box.start, begin) for (name, box), begin in zip(self._landing, begins)
+        ]
         first = self._changes.data_ptr() - base
-        inboxes = [Inbox(trainer, first + start, size) for (trainer, size), start in zip(offer.inboxes, starts)]
+        inboxes = [
+            Inbox(trainer, first + start, size)
+            for (trainer, size), start in zip(offer.inboxes, starts)
+        ]
         address = address_of(live.address, engine, offer.protocol, base)
-        return Endpoint(live.rank, live.kind, address, sum(blocks.values()), tensors, landings, inboxes, host=live.host)
+        return Endpoint(
+            live.rank,
+            live.kind,
+            address,
+            sum(blocks.values()),
+            tensors,
+            landings,
+            inboxes,
+            host=live.host,
+        )
 
     def spread(self, wanted: Callable[[str], bool] | None = None) -> None:
         """Copies the boxes in landing memory to the tensors."""
@@ -149,7 +210,11 @@ class MooncakeMemory(Memory):
 
     def spread_changes(self, version: int) -> None:
         for trainer, start in self._inboxes.items():
-            boxes = [self._tensors[each.tensor][each.box.slices()] for each in self._incoming if each.source_rank == trainer]
+            boxes = [
+                self._tensors[each.tensor][each.box.slices()]
+                for each in self._incoming
+                if each.source_rank == trainer
+            ]
             spread_blob(self._changes[start:], version, boxes, f"trainer rank {trainer}")
 
 
@@ -163,28 +228,47 @@ class MooncakeTransport(Transport):
 
     @staticmethod
     def found_here() -> tuple[str, ...]:
-        return tuple(name for name, there in ((IMPORTS, imports()), (INFINIBAND, has_infiniband())) if there)
+        return tuple(
+            name for name, there in ((IMPORTS, imports()), (INFINIBAND, has_infiniband())) if there
+        )
 
     @staticmethod
     def hindrance(trainer: Host, generator: Host) -> str:
-        missing = [side for side, host in (("the trainer's", trainer), ("the generator's", generator)) if IMPORTS not in host.has]
-        return f"do not both have Mooncake: its transfer engine does not import on {' and '.join(missing)} host" if missing else ""
+        missing = [
+            side
+            for side, host in (("the trainer's", trainer), ("the generator's", generator))
+            if IMPORTS not in host.has
+        ]
+        return (
+            "do not both have Mooncake: its transfer engine does not import on "
+            f"{' and '.join(missing)} host"
+            if missing
+            else ""
+        )
 
     @classmethod
     def offers(cls, opening: Opening) -> dict[int, Offer]:
         protocol = protocol_of(opening.hosts)
-        map, rows = opening.map if opening.deltas else None, landing_rows(opening.map) if opening.map else ()
+        map = opening.map if opening.deltas else None
+        rows = landing_rows(opening.map) if opening.map else ()
         return {
-            rank: Offer(protocol, _landing(opening.map, rank, rows, trainers), **inboxes(map, rank, trainers))
+            rank: Offer(
+                protocol,
+                _landing(opening.map, rank, rows, trainers),
+                **inboxes(map, rank, trainers),
+            )
             for rank, trainers in opening.writers.items()
         }
 
     def __init__(self, rank: int, timeout_s: float):
         super().__init__(rank, timeout_s)
         self._staging: torch.Tensor | None = None  # [2, HALF_BYTES], on the device of the values
-        self._half, self._filled, self._noted = 0, 0, 0  # the half in use, bytes in it, bytes noted since the last flush
+        self._half = 0
+        self._filled = 0
+        self._noted = 0  # the half in use, bytes in it, bytes noted since the last flush
         self._on_gpu = False  # whether the values come from a GPU
-        self._sources: dict[int, torch.UntypedStorage] = {}  # address -> registered memory; kept so that no address is reused
+        # address -> registered memory; kept so that no address is reused
+        self._sources: dict[int, torch.UntypedStorage] = {}
         self._runs: dict[int, list[Run]] = {}  # generator rank -> its writes from the current half
         self._jobs: queue.Queue = queue.Queue()  # (half, runs), or None at the end
         self._free = [threading.Semaphore(1), threading.Semaphore(1)]  # one for each half
@@ -192,16 +276,31 @@ class MooncakeTransport(Transport):
 
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
         self._peers = {endpoint.rank: address_parts(endpoint.address) for endpoint in endpoints}
-        self._tensors = {endpoint.rank: {tensor.name: tensor for tensor in endpoint.tensors} for endpoint in endpoints}
-        self._inboxes = {e.rank: inbox for e in endpoints for inbox in e.inboxes if inbox.trainer == self._rank}
-        self._landings = {e.rank: {(landing.tensor, landing.start): landing.offset_bytes for landing in e.landings} for e in endpoints}
+        self._tensors = {
+            endpoint.rank: {tensor.name: tensor for tensor in endpoint.tensors}
+            for endpoint in endpoints
+        }
+        self._inboxes = {
+            e.rank: inbox for e in endpoints for inbox in e.inboxes if inbox.trainer == self._rank
+        }
+        self._landings = {
+            e.rank: {
+                (landing.tensor, landing.start): landing.offset_bytes for landing in e.landings
+            }
+            for e in endpoints
+        }
         protocol, peer, _ = self._peers[endpoints[0].rank]
         self._engine = open_engine(address_towards(peer), protocol)
         self._free[self._half].acquire()
-        threading.Thread(target=self._send_jobs, name=f"mooncake trainer {self._rank}", daemon=True).start()
+        threading.Thread(
+            target=self._send_jobs, name=f"mooncake trainer {self._rank}", daemon=True
+        ).start()
 
     def prepare(self, sources: Iterable[torch.Tensor]) -> None:
-        storages = {storage.data_ptr(): storage for storage in (source.untyped_storage() for source in sources)}
+        storages = {
+            storage.data_ptr(): storage
+            for storage in (source.untyped_storage() for source in sources)
+        }
         self._on_gpu = any(storage.is_cuda for storage in storages.values())
         if gone := self._sources.keys() - storages.keys():
             self._engine.batch_unregister_memory(list(gone))
@@ -210,12 +309,15 @@ class MooncakeTransport(Transport):
         self._sources = storages
 
     def write(self, copy: Copy, values: torch.Tensor) -> None:
-        rank, start = copy.destination_rank, copy.destination_box.start
+        rank = copy.destination_rank
+        start = copy.destination_box.start
         base = self._peers[rank][2]
         if (landing := self._landings[rank].get((copy.destination_tensor, start))) is not None:
             self._put(rank, base + landing, values)
             return
-        for offset, run in destination_runs(values, start, self._tensors[rank][copy.destination_tensor]):
+        for offset, run in destination_runs(
+            values, start, self._tensors[rank][copy.destination_tensor]
+        ):
             self._put(rank, base + offset, run)
 
     def room(self, rank: int) -> float:
@@ -229,21 +331,30 @@ class MooncakeTransport(Transport):
     def fence(self) -> None:
         self._flush()
         deadline = time.monotonic() + self._timeout_s
-        other = self._free[1 - self._half]  # the thread works in order, so once it releases this half, everything is sent
+        # the thread works in order, so once it releases this half, everything is sent
+        other = self._free[1 - self._half]
         if not other.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise self._late()
         other.release()
         if self._failures:
-            raise PeerUnreachable("; ".join(f"weights from {failure}" for failure in self._failures.values()), self._failures)
+            raise PeerUnreachable(
+                "; ".join(f"weights from {failure}" for failure in self._failures.values()),
+                self._failures,
+            )
 
     def close(self) -> None:
-        self._jobs.put(None)  # (after a failure the thread may still be sending; it keeps the staging buffer alive)
+        # (after a failure the thread may still be sending; it keeps the staging buffer alive)
+        self._jobs.put(None)
 
     def _put(self, rank: int, address: int, values: torch.Tensor) -> None:
-        """Writes values of any strides to contiguous memory at `address`: directly from registered memory, otherwise packed."""
+        """Writes values of any strides to contiguous memory at `address`: directly from registered
+        memory, otherwise packed.
+        """
         in_place = values.is_contiguous() and values.untyped_storage().data_ptr() in self._sources
         for part in pieces(values, LONGEST_RUN_BYTES):
-            self._note(rank, part.data_ptr() if in_place else self._staged(part), address, part.nbytes)
+            self._note(
+                rank, part.data_ptr() if in_place else self._staged(part), address, part.nbytes
+            )
             address += part.nbytes
 
     def _staged(self, part: torch.Tensor) -> int:
@@ -255,14 +366,19 @@ class MooncakeTransport(Transport):
         if start + part.nbytes > HALF_BYTES:
             self._flush()
             start = 0
-        place = self._staging[self._half, start : start + part.nbytes].view(part.dtype).view(part.shape)
+        place = (
+            self._staging[self._half, start : start + part.nbytes].view(part.dtype).view(part.shape)
+        )
         place.copy_(part)
         self._filled = start + part.nbytes
         return place.data_ptr()
 
     def _note(self, rank: int, source: int, destination: int, size: int) -> None:
         runs = self._runs.setdefault(rank, [])
-        follows = bool(runs) and (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]) == (source, destination)
+        follows = bool(runs) and (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]) == (
+            source,
+            destination,
+        )
         if follows and runs[-1][2] + size <= LONGEST_RUN_BYTES:
             runs[-1] = (*runs[-1][:2], runs[-1][2] + size)
         else:
@@ -273,10 +389,15 @@ class MooncakeTransport(Transport):
 
     def _flush(self) -> None:
         """Gives the current half to the thread, and waits for the other."""
-        if self._on_gpu:  # Mooncake does not wait for kernels that still write to the memory: ours, and the optimizer's step
+        # Mooncake does not wait for kernels that still write to the memory: ours, and the
+        # optimizer's step
+        if self._on_gpu:
             torch.cuda.current_stream().synchronize()
         self._jobs.put((self._half, self._runs))
-        self._half, self._filled, self._noted, self._runs = 1 - self._half, 0, 0, {}
+        self._half = 1 - self._half
+        self._filled = 0
+        self._noted = 0
+        self._runs = {}
         if not self._free[self._half].acquire(timeout=self._timeout_s):
             raise self._late()
 
@@ -291,50 +412,76 @@ class MooncakeTransport(Transport):
     def _send_runs(self, rank: int, runs: list[Run]) -> str:
         """Returns a description of the failure; empty without one."""
         peer = self._peers[rank][1]
-        failure = f"trainer rank {self._rank} could not write to generator rank {rank} at {peer} by Mooncake"
+        failure = (
+            f"trainer rank {self._rank} could not write to generator rank {rank} at {peer} "
+            "by Mooncake"
+        )
         try:
             written = write_runs(self._engine, peer, runs, self._timeout_s)
-        except Exception as error:  # otherwise the thread would end, and only a deadline would reveal it
+        except Exception as error:
+            # otherwise the thread would end, and only a deadline would reveal it
             return f"{failure}: {error!r}"
         return "" if written else f"{failure}: is its engine alive? see the log on stderr"
 
     def _late(self) -> TimeoutError:
         ranks = ", ".join(f"{rank} at {peer}" for rank, (_, peer, _) in self._peers.items())
-        return TimeoutError(f"weights from trainer rank {self._rank} to generator rank {ranks}: not through within {self._timeout_s:.0f} s")
+        return TimeoutError(
+            f"weights from trainer rank {self._rank} to generator rank {ranks}: not through "
+            f"within {self._timeout_s:.0f} s"
+        )
 
 
-def _landing(map: ReshardMap | None, rank: int, rows: tuple[Row, ...], trainers: Collection[int]) -> list[tuple[str, Box]]:
+def _landing(
+    map: ReshardMap | None, rank: int, rows: tuple[Row, ...], trainers: Collection[int]
+) -> list[tuple[str, Box]]:
     copies = landings(map, rank, rows) if map is not None and rows else []
-    return [(copy.destination_tensor, copy.destination_box) for copy in copies if copy.source_rank in trainers]
+    return [
+        (copy.destination_tensor, copy.destination_box)
+        for copy in copies
+        if copy.source_rank in trainers
+    ]
 
 
 def landing_memory(size: int, device: torch.device) -> torch.Tensor:
-    """Allocates [size] bytes of the memory that SGLang has left free. Raises RuntimeError with the setting to lower if that is too
-    little."""
+    """Allocates [size] bytes of the memory that SGLang has left free.
+
+    Raises RuntimeError with the setting to lower if that is too little.
+    """
     try:
         return torch.empty(size, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # on a GPU its subclass torch.OutOfMemoryError
         needed = f"{size / 2**30:.2f} GiB for boxes of short rows to land in"
-        raise RuntimeError(f"Mooncake needs {needed}, beside what SGLang holds: lower generator.mem_fraction ({error})") from error
+        raise RuntimeError(
+            f"Mooncake needs {needed}, beside what SGLang holds: lower generator.mem_fraction "
+            f"({error})"
+        ) from error
 
 
 def protocol_of(hosts: Iterable[Host]) -> str:
-    """The protocol for all ranks of a run: rdma if every host has a GPU and an InfiniBand (or RoCE) device, otherwise tcp."""
+    """The protocol for all ranks of a run: rdma if every host has a GPU and an InfiniBand (or RoCE)
+    device, otherwise tcp.
+    """
     return "rdma" if all(host.cuda and INFINIBAND in host.has for host in hosts) else "tcp"
 
 
 def write_runs(engine: Any, peer: str, runs: Sequence[Run], timeout_s: float) -> bool:
-    """Writes to the memory of the engine at `peer`. Waits, and returns whether everything has arrived.
+    """Writes to the memory of the engine at `peer`.
 
-    It polls with pauses. The engine's own waiting calls poll without pauses, and on a host with few cores they slow the threads that copy.
+    Waits, and returns whether everything has arrived.
+
+    It polls with pauses. The engine's own waiting calls poll without pauses, and on a host with few
+    cores they slow the threads that copy.
     """
     deadline = time.monotonic() + timeout_s
     under_way: deque[int] = deque()
     for run in runs:
-        if len(under_way) == MOST_UNDER_WAY and not _finished(engine, under_way.popleft(), deadline):
+        if len(under_way) == MOST_UNDER_WAY and not _finished(
+            engine, under_way.popleft(), deadline
+        ):
             return False
         under_way.append(engine.transfer_submit_write(peer, *run))
-        if under_way[-1] in _REFUSED:  # (asking for the status of such a write would end this process)
+        # (asking for the status of such a write would end this process)
+        if under_way[-1] in _REFUSED:
             return False
     return all(_finished(engine, write, deadline) for write in under_way)
 
@@ -349,21 +496,29 @@ def _finished(engine: Any, write: int, deadline: float) -> bool:
 
 
 def open_engine(host: str, protocol: str) -> Any:
-    """Starts a transfer engine of this process that listens on `host`. `protocol` is "tcp" or "rdma".
+    """Starts a transfer engine of this process that listens on `host`.
 
-    Raises ConfigError if Mooncake or its system libraries are missing, and RuntimeError if it cannot start.
+    `protocol` is "tcp" or "rdma".
+
+    Raises ConfigError if Mooncake or its system libraries are missing, and RuntimeError if it
+    cannot start.
     """
     if protocol == "tcp" and has_infiniband():
-        os.environ["MC_FORCE_TCP"] = "1"  # Mooncake ignores the protocol, and would use RDMA if there is a device for it
+        # Mooncake ignores the protocol, and would use RDMA if there is a device for it
+        os.environ["MC_FORCE_TCP"] = "1"
     try:
         engine = _engine_class()()
     except ImportError as error:
         raise ConfigError(
-            f"weights.transport=mooncake: {error}. It needs the package mooncake-transfer-engine-cuda13 (without CUDA: "
-            "mooncake-transfer-engine-non-cuda), and of Debian or Ubuntu: apt-get install libibverbs1 libcurl4 libnuma1"
+            f"weights.transport=mooncake: {error}. It needs the package "
+            "mooncake-transfer-engine-cuda13 (without CUDA: "
+            "mooncake-transfer-engine-non-cuda), and of Debian or Ubuntu: apt-get install "
+            "libibverbs1 libcurl4 libnuma1"
         ) from error
     if engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
-        raise RuntimeError(f"Mooncake's transfer engine does not start on {host} by {protocol}; see the log on stderr")
+        raise RuntimeError(
+            f"Mooncake's transfer engine does not start on {host} by {protocol}; see the log on stderr"
+        )
     return engine
 
 
@@ -373,7 +528,10 @@ def has_infiniband() -> bool:
 
 
 def imports() -> bool:
-    """Whether Mooncake and its system libraries are installed. If not, the error of `open_engine` lists what is missing."""
+    """Whether Mooncake and its system libraries are installed.
+
+    If not, the error of `open_engine` lists what is missing.
+    """
     try:
         _engine_class()
     except ImportError:
@@ -391,13 +549,19 @@ def _engine_class() -> Any:
 
 def register(engine: Any, blocks: Sequence[tuple[int, int]]) -> None:
     """Registers blocks of memory, (address, bytes) each, with the engine. They must not move."""
-    if engine.batch_register_memory([address for address, _ in blocks], [size for _, size in blocks]):
-        raise RuntimeError(f"Mooncake could not register {sum(size for _, size in blocks)} bytes of memory in {len(blocks)} blocks")
+    if engine.batch_register_memory(
+        [address for address, _ in blocks], [size for _, size in blocks]
+    ):
+        raise RuntimeError(
+            f"Mooncake could not register {sum(size for _, size in blocks)} bytes of memory in "
+            f"{len(blocks)} blocks"
+        )
 
 
 def address_of(host: str, engine: Any, protocol: str, base: int) -> str:
-    """The address of an Endpoint: the protocol, the address at which the engine listens, and the memory address to which offsets are
-    added."""
+    """The address of an Endpoint: the protocol, the address at which the engine listens, and the
+    memory address to which offsets are added.
+    """
     return f"{protocol}://{with_port(host, engine.get_rpc_port())}/{base}"
 
 

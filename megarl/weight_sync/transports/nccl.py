@@ -1,7 +1,7 @@
 """Two-sided writes over NCCL, between hosts with GPUs on which Mooncake is not installed.
 
-All messages of a wave are one NCCL group, and so one launch for all peers. A message is in the same wave on both sides, and waves have the
-same order everywhere, so ranks cannot deadlock.
+All messages of a wave are one NCCL group, and so one launch for all peers. A message is in the same
+wave on both sides, and waves have the same order everywhere, so ranks cannot deadlock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ import torch.distributed as dist
 from megarl.base.shared_gpu import SHARES
 from megarl.messaging.host import Host
 from megarl.weight_sync.transports.base import NCCL
-from megarl.weight_sync.transports.two_sided import POLL_S, Message, TwoSidedMemory, TwoSidedTransport
+from megarl.weight_sync.transports.two_sided import (
+    POLL_S,
+    Message,
+    TwoSidedMemory,
+    TwoSidedTransport,
+)
 
 Started = tuple[dist.Work, Sequence[Message], float] | None  # the last is the deadline
 
@@ -30,10 +35,14 @@ class NcclGroup:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._timeout_s = timeout_s
         options = dist.ProcessGroupNCCL.Options()
-        # torch's watchdog ends the process when this expires. The deadline in `wait` is earlier, and names the messages that are stuck.
+        # torch's watchdog ends the process when this expires. The deadline in `wait` is earlier,
+        # and names the messages that are stuck.
         options._timeout = timedelta(seconds=2 * timeout_s + 60)
-        self._backend: Any = dist.ProcessGroupNCCL(dist.PrefixStore(NCCL, store), rank, size, options)
-        self._backend.eager_connect_single_device(self.device)  # one communicator for all, not one for each pair at its first message
+        self._backend: Any = dist.ProcessGroupNCCL(
+            dist.PrefixStore(NCCL, store), rank, size, options
+        )
+        # one communicator for all, not one for each pair at its first message
+        self._backend.eager_connect_single_device(self.device)
 
     def send(self, messages: Sequence[Message]) -> Started:
         return self._start(self._backend.send, messages)
@@ -49,7 +58,10 @@ class NcclGroup:
         while not work.is_completed():
             if time.monotonic() > deadline:
                 self._backend.abort()
-                raise TimeoutError(f"weights from {_labels(messages)}: not through within {self._timeout_s:.0f} s by NCCL")
+                raise TimeoutError(
+                    f"weights from {_labels(messages)}: not through within {self._timeout_s:.0f} "
+                    "s by NCCL"
+                )
             time.sleep(POLL_S)
         try:
             work.wait()
@@ -59,7 +71,11 @@ class NcclGroup:
     def close(self) -> None:
         self._backend.abort()  # shutdown would wait for the peers, which may have ended
 
-    def _start(self, operation: Callable[[list[torch.Tensor], int, int], dist.Work], messages: Sequence[Message]) -> Started:
+    def _start(
+        self,
+        operation: Callable[[list[torch.Tensor], int, int], dist.Work],
+        messages: Sequence[Message],
+    ) -> Started:
         if not messages:
             return None
         self._backend._start_coalescing()

@@ -1,4 +1,6 @@
-"""One-sided writes on one host: the engine worker's parameters are in a memory file, which the trainer rank maps."""
+"""One-sided writes on one host: the engine worker's parameters are in a memory file, which the
+trainer rank maps.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,30 @@ import torch
 from megarl.messaging.host import Host
 from megarl.reshard.deltas import Changes, spread
 from megarl.reshard.map import Copy
-from megarl.weight_sync.transports.base import Endpoint, Live, Memory, Offer, OwnerGone, RemoteTensor, Transport, describe
+from megarl.weight_sync.transports.base import (
+    Endpoint,
+    Live,
+    Memory,
+    Offer,
+    OwnerGone,
+    RemoteTensor,
+    Transport,
+    describe,
+)
 
-# Checks that the processes whose memory is mapped here still run. A mapping outlives its process, and writes to it are then lost.
+# Checks that the processes whose memory is mapped here still run. A mapping outlives its process,
+# and writes to it are then lost.
 
 
-_HIDDEN = (0, 0)  # this process has no permission to see the file, so it cannot tell whether the file still exists
+# this process has no permission to see the file, so it cannot tell whether the file still exists
+_HIDDEN = (0, 0)
 
 
 class Owners:
-    """The owners of the endpoints to which trainer rank `rank` writes. Each address is a file in /proc that its process has open."""
+    """The owners of the endpoints to which trainer rank `rank` writes.
+
+    Each address is a file in /proc that its process has open.
+    """
 
     def __init__(self, rank: int):
         self._rank = rank
@@ -35,7 +51,9 @@ class Owners:
         for endpoint, file in self._files:
             if file is None or file_at(endpoint.address) != file:
                 ranks = f"trainer rank {self._rank} to generator rank {endpoint.rank}"
-                raise OwnerGone(f"weights from {ranks}: the engine process that owned {endpoint.address} has ended")
+                raise OwnerGone(
+                    f"weights from {ranks}: the engine process that owned {endpoint.address} has ended"
+                )
 
 
 def file_at(address: str) -> tuple[int, int] | None:
@@ -59,7 +77,8 @@ class SharedMemory(Memory):
     def open(self, live: Live, offer: Offer) -> Endpoint:
         """When it is called again, the parameters stay in the file and mapped."""
         if self._file is None or not self._file.holds(live.parameters.values()):
-            before, self._file = self._file, MemoryFile(live.parameters)
+            before = self._file
+            self._file = MemoryFile(live.parameters)
             if before is not None:
                 before.close()
         return self._file.endpoint(live)
@@ -77,13 +96,16 @@ class SharedMemoryTransport(Transport):
     def __init__(self, rank: int, timeout_s: float):
         super().__init__(rank, timeout_s)
         self._tensors: dict[int, dict[str, torch.Tensor]] = {}  # generator rank -> its tensors
-        self._places: dict[tuple[int, str, tuple[int, ...]], torch.Tensor] = {}  # views of destination boxes, kept for all updates
+        # views of destination boxes, kept for all updates
+        self._places: dict[tuple[int, str, tuple[int, ...]], torch.Tensor] = {}
         self._owners = Owners(rank)
-        self._noted: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # still to be copied: places and their values
+        # still to be copied: places and their values
+        self._noted: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         self._noted_bytes = 0
 
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
-        self._tensors, self._places = {endpoint.rank: self._map(endpoint) for endpoint in endpoints}, {}
+        self._tensors = {endpoint.rank: self._map(endpoint) for endpoint in endpoints}
+        self._places = {}
         self._owners.note(endpoints)
 
     def prepare(self, sources: Iterable[torch.Tensor]) -> None:
@@ -104,7 +126,10 @@ class SharedMemoryTransport(Transport):
             spread(delta, self._place(copy))
 
     def fence(self) -> None:
-        """Copies what is still noted. The values are then in shared memory; the message that follows orders them for the reader."""
+        """Copies what is still noted.
+
+        The values are then in shared memory; the message that follows orders them for the reader.
+        """
         self._copy()
         self._owners.check()
 
@@ -116,50 +141,68 @@ class SharedMemoryTransport(Transport):
 
     def _copy(self) -> None:
         places, values = self._noted
-        self._noted, self._noted_bytes = ([], []), 0
+        self._noted = ([], [])
+        self._noted_bytes = 0
         if places:
             self._put(places, values)
 
     def _put(self, places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-        """Copies everything in one call, since each long copy evicts Python's memory from the cache, which slows the work between
-        copies."""
+        """Copies everything in one call, since each long copy evicts Python's memory from the
+        cache, which slows the work between copies.
+        """
         torch._foreach_copy_(places, values)
 
     def close(self) -> None:
-        self._tensors, self._places = {}, {}
+        self._tensors = {}
+        self._places = {}
 
     def _map(self, endpoint: Endpoint) -> dict[str, torch.Tensor]:
-        """Maps the endpoint's tensors. If its process has ended, they are on the meta device. Writes then do nothing, and `Owners.check`
-        raises, as for a process that ends later."""
+        """Maps the endpoint's tensors.
+
+        If its process has ended, they are on the meta device. Writes then do nothing, and
+        `Owners.check` raises, as for a process that ends later.
+        """
         try:
             storage = _mapped(endpoint.address, endpoint.size_bytes)
         except RuntimeError as error:
             if file_at(endpoint.address) is not None:
-                ranks = f"trainer rank {self._rank} cannot map the weights of generator rank {endpoint.rank}"
+                ranks = (
+                    f"trainer rank {self._rank} cannot map the weights of generator rank "
+                    f"{endpoint.rank}"
+                )
                 raise RuntimeError(f"{ranks} ({endpoint.address}): {error}") from error
             storage = torch.UntypedStorage(endpoint.size_bytes, device="meta")
         return {tensor.name: view_at(storage, tensor) for tensor in endpoint.tensors}
 
 
 class MemoryFile:
-    """Moves all parameters of this process to one memory file, which other processes of this user can map.
+    """Moves all parameters of this process to one memory file, which other processes of this user
+    can map.
 
     Whole storages are moved, so that parameters which share one still share it.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]):
-        storages = {storage.data_ptr(): storage for storage in (each.untyped_storage() for each in parameters.values())}
+        storages = {
+            storage.data_ptr(): storage
+            for storage in (each.untyped_storage() for each in parameters.values())
+        }
         offsets, self._size = aligned_offsets(storage.nbytes() for storage in storages.values())
         offset_of = dict(zip(storages, offsets))
-        # An anonymous file, because a killed engine then leaves no name in /dev/shm, and the size of /dev/shm is no limit. Others open it
-        # through /proc, which permits only this user. It exists as long as its descriptor is open.
+        # An anonymous file, because a killed engine then leaves no name in /dev/shm, and the size
+        # of /dev/shm is no limit. Others open it through /proc, which permits only this user. It
+        # exists as long as its descriptor is open.
         self._file = os.memfd_create("megarl-weights")
-        os.posix_fallocate(self._file, 0, self._size)  # fails now if there is too little memory, instead of with SIGBUS at the first write
+        # fails now if there is too little memory, instead of with SIGBUS at the first write
+        os.posix_fallocate(self._file, 0, self._size)
         self._path = f"/proc/{os.getpid()}/fd/{self._file}"
         self._memory = _mapped(self._path, self._size)
         moved = {}
         for name, parameter in parameters.items():
-            offset = offset_of[parameter.untyped_storage().data_ptr()] + int(parameter.storage_offset()) * parameter.itemsize
+            offset = (
+                offset_of[parameter.untyped_storage().data_ptr()]
+                + int(parameter.storage_offset()) * parameter.itemsize
+            )
             moved[name] = view_at(self._memory, describe(name, parameter, offset))
             moved[name].copy_(parameter.data)
         for name, values in moved.items():
@@ -167,11 +210,17 @@ class MemoryFile:
 
     def holds(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether all of them are in this file."""
-        return all(parameter.untyped_storage().data_ptr() == self._memory.data_ptr() for parameter in parameters)
+        return all(
+            parameter.untyped_storage().data_ptr() == self._memory.data_ptr()
+            for parameter in parameters
+        )
 
     def endpoint(self, live: Live) -> Endpoint:
         base = self._memory.data_ptr()
-        places = [describe(name, values, values.data_ptr() - base) for name, values in live.tensors().items()]
+        places = [
+            describe(name, values, values.data_ptr() - base)
+            for name, values in live.tensors().items()
+        ]
         return Endpoint(live.rank, live.kind, self._path, self._size, places, host=live.host)
 
     def close(self) -> None:
@@ -193,19 +242,27 @@ def maps_no_memory(trainer: Host, generator: Host, on_gpu: bool) -> str:
     if on_gpu and not trainer.cuda:
         return "share no GPU memory: the trainer runs without CUDA"
     if on_gpu != generator.cuda:
-        return f"share no memory of that kind: the engine's parameters lie on the {'GPU' if generator.cuda else 'CPU'}"
+        return (
+            "share no memory of that kind: the engine's parameters lie on the "
+            f"{'GPU' if generator.cuda else 'CPU'}"
+        )
     return ""
 
 
 def view_at(storage: torch.UntypedStorage, tensor: RemoteTensor) -> torch.Tensor:
     """A view of `storage` at the place that `tensor` describes."""
     values = torch.empty(0, dtype=getattr(torch, tensor.dtype), device=storage.device)
-    return values.set_(storage, tensor.offset_bytes // values.itemsize, tensor.shape, tensor.strides)
+    return values.set_(
+        storage, tensor.offset_bytes // values.itemsize, tensor.shape, tensor.strides
+    )
 
 
 def aligned_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """(offset of each block, total size) for aligned blocks of `sizes` bytes that follow each other."""
-    offsets, end = [], 0
+    """(offset of each block, total size) for aligned blocks of `sizes` bytes that follow each
+    other.
+    """
+    offsets = []
+    end = 0
     for size in sizes:
         offsets.append(end)
         end += -(-size // _ALIGNMENT) * _ALIGNMENT

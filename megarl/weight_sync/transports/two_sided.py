@@ -1,10 +1,14 @@
-"""Two-sided writes. Each box is a message, which the engine worker receives in place if the box is contiguous.
+"""Two-sided writes.
 
-Trainer and generator ranks share a separate process group, independent of the default group of either side (see Members). Both process the
-same reshard map in the same order, so messages need no names. They travel in waves, layer by layer. At most two waves are in flight, so
-staging buffers on either side stay small.
+Each box is a message, which the engine worker receives in place if the box is contiguous.
 
-Changes since the last update (weights.delta) come as one blob from each trainer rank. First the sizes of all are sent, then the blobs.
+Trainer and generator ranks share a separate process group, independent of the default group of
+either side (see Members). Both process the same reshard map in the same order, so messages need no
+names. They travel in waves, layer by layer. At most two waves are in flight, so staging buffers on
+either side stay small.
+
+Changes since the last update (weights.delta) come as one blob from each trainer rank. First the
+sizes of all are sent, then the blobs.
 """
 
 from __future__ import annotations
@@ -23,7 +27,17 @@ from megarl.messaging.process_groups import connect_store, open_store
 from megarl.reshard.deltas import Changes, make_blob, spread_blob
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.schedule import waves
-from megarl.weight_sync.transports.base import Endpoint, Incoming, Live, Members, Memory, Offer, Opening, Transport, describe
+from megarl.weight_sync.transports.base import (
+    Endpoint,
+    Incoming,
+    Live,
+    Members,
+    Memory,
+    Offer,
+    Opening,
+    Transport,
+    describe,
+)
 
 POLL_S = 0.0005
 CHANGES = "changes"  # instead of a tensor's name
@@ -33,13 +47,18 @@ LONGEST_BYTES = 256 << 20  # limit of a message with a part of a blob
 @dataclass(frozen=True)
 class Message:
     peer: int  # rank in the group
-    buffer: torch.Tensor  # contiguous bytes on the group's device; kept until the message has arrived
+    # contiguous bytes on the group's device; kept until the message has arrived
+    buffer: torch.Tensor
     label: str  # "trainer rank 0 to generator rank 1, lm_head.weight"
-    target: torch.Tensor | None = None  # when receiving: destination of the buffer, unless it was received in place
+    # when receiving: destination of the buffer, unless it was received in place
+    target: torch.Tensor | None = None
 
 
 class Group(Protocol):
-    """A process group of one backend. All methods raise RuntimeError or TimeoutError that names the message."""
+    """A process group of one backend.
+
+    All methods raise RuntimeError or TimeoutError that names the message.
+    """
 
     device: torch.device  # device of messages
 
@@ -54,7 +73,8 @@ class Group(Protocol):
     def close(self) -> None: ...
 
 
-OpenGroup = Callable[[dist.Store, int, int, str, float], Group]  # arguments: store, rank, size, address of the store, deadline in seconds
+# arguments: store, rank, size, address of the store, deadline in seconds
+OpenGroup = Callable[[dist.Store, int, int, str, float], Group]
 
 
 class TwoSidedTransport(Transport):
@@ -73,7 +93,10 @@ class TwoSidedTransport(Transport):
         members = Members(tuple(trainers), tuple(sorted(opening.writers)), waves(opening.map))
         return {
             rank: Offer(
-                address=address, members=members, incoming=_incoming(opening.map, rank, of_rank, members), timeout_s=opening.timeout_s
+                address=address,
+                members=members,
+                incoming=_incoming(opening.map, rank, of_rank, members),
+                timeout_s=opening.timeout_s,
             )
             for rank, of_rank in opening.writers.items()
         }
@@ -89,8 +112,16 @@ class TwoSidedTransport(Transport):
         members = endpoints[0].members
         assert members is not None
         self._members = members
-        self._peers = {rank: len(members.trainers) + index for index, rank in enumerate(members.generators)}
-        self._group = join(type(self).open_group, endpoints[0].address, members, f"trainer rank {self._rank}", self._timeout_s)
+        self._peers = {
+            rank: len(members.trainers) + index for index, rank in enumerate(members.generators)
+        }
+        self._group = join(
+            type(self).open_group,
+            endpoints[0].address,
+            members,
+            f"trainer rank {self._rank}",
+            self._timeout_s,
+        )
 
     def prepare(self, sources: Iterable[torch.Tensor]) -> None:
         """Nothing to do."""
@@ -111,20 +142,29 @@ class TwoSidedTransport(Transport):
         return math.inf
 
     def write_changes(self, rank: int, changes: Changes, version: int) -> None:
-        self._blobs.append((rank, make_blob([delta for _, delta in changes], version).to(self._group.device)))
+        self._blobs.append(
+            (rank, make_blob([delta for _, delta in changes], version).to(self._group.device))
+        )
 
     def fence(self) -> None:
-        sizes = [(rank, torch.tensor([len(blob)], device=blob.device)) for rank, blob in self._blobs]
+        sizes = [
+            (rank, torch.tensor([len(blob)], device=blob.device)) for rank, blob in self._blobs
+        ]
         parts = [(rank, part) for rank, blob in self._blobs for part in blob.split(LONGEST_BYTES)]
         self._blobs = []
         for messages in (sizes, parts):
-            self._waiting += [Message(self._peers[to], as_bytes(part), _label(self._rank, to, CHANGES)) for to, part in messages]
+            self._waiting += [
+                Message(self._peers[to], as_bytes(part), _label(self._rank, to, CHANGES))
+                for to, part in messages
+            ]
             self._start()
             self._finish(before=len(self._members.waves))
         self._wave = -1
 
     def close(self) -> None:
-        self._waiting, self._started, self._blobs = [], [], []
+        self._waiting = []
+        self._started = []
+        self._blobs = []
         self._group.close()
 
     def _start(self) -> None:
@@ -139,22 +179,33 @@ class TwoSidedTransport(Transport):
 
 
 class TwoSidedMemory(Memory):
-    """The receiving end. It joins the group at the first `receive`. Subclasses choose the backend."""
+    """The receiving end.
+
+    It joins the group at the first `receive`. Subclasses choose the backend.
+    """
 
     open_group: OpenGroup
 
     def open(self, live: Live, offer: Offer) -> Endpoint:
         assert offer.members is not None
-        self._rank, self._offer, self._members, self._group = live.rank, offer, offer.members, None
+        self._rank = live.rank
+        self._offer = offer
+        self._members = offer.members
+        self._group = None
         tensors = [describe(name, values) for name, values in live.tensors().items()]
-        return Endpoint(live.rank, live.kind, offer.address, 0, tensors, members=offer.members, host=live.host)
+        return Endpoint(
+            live.rank, live.kind, offer.address, 0, tensors, members=offer.members, host=live.host
+        )
 
     def receive(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Receives all messages of one update of `tensors`."""
-        group, coming = self._join(), [each for each in self._offer.incoming if each.tensor in tensors]
+        group = self._join()
+        coming = [each for each in self._offer.incoming if each.tensor in tensors]
         under_way: list[tuple[list[Message], Any]] = []
         for _, wave in groupby(coming, key=lambda each: each.wave):
-            messages = [self._message(each, tensors[each.tensor][each.box.slices()]) for each in wave]
+            messages = [
+                self._message(each, tensors[each.tensor][each.box.slices()]) for each in wave
+            ]
             under_way.append((messages, group.receive(messages)))
             if len(under_way) > 1:
                 self._finish(*under_way.pop(0))
@@ -162,26 +213,40 @@ class TwoSidedMemory(Memory):
             self._finish(messages, started)
 
     def receive_changes(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        group, trainers = self._join(), sorted({each.source_rank for each in self._offer.incoming})
+        group = self._join()
+        trainers = sorted({each.source_rank for each in self._offer.incoming})
         sizes = [torch.zeros(1, dtype=torch.int64, device=group.device) for _ in trainers]
         self._receive_from(trainers, [[size] for size in sizes])
         blobs = [torch.empty(int(size), dtype=torch.uint8, device=group.device) for size in sizes]
         self._receive_from(trainers, [blob.split(LONGEST_BYTES) for blob in blobs])
         for trainer, blob in zip(trainers, blobs):
-            boxes = [tensors[each.tensor][each.box.slices()] for each in self._offer.incoming if each.source_rank == trainer]
+            boxes = [
+                tensors[each.tensor][each.box.slices()]
+                for each in self._offer.incoming
+                if each.source_rank == trainer
+            ]
             spread_blob(blob, version, boxes, f"trainer rank {trainer}")
 
-    def _receive_from(self, trainers: Sequence[int], buffers: Sequence[Sequence[torch.Tensor]]) -> None:
+    def _receive_from(
+        self, trainers: Sequence[int], buffers: Sequence[Sequence[torch.Tensor]]
+    ) -> None:
         places = [(trainer, self._members.trainers.index(trainer)) for trainer in trainers]
         labelled = [(place, _label(trainer, self._rank, CHANGES)) for trainer, place in places]
-        messages = [Message(place, as_bytes(part), label) for (place, label), parts in zip(labelled, buffers) for part in parts]
+        messages = [
+            Message(place, as_bytes(part), label)
+            for (place, label), parts in zip(labelled, buffers)
+            for part in parts
+        ]
         group = self._join()
         group.wait(group.receive(messages))
 
     def _join(self) -> Group:
         if self._group is None:
-            opens, offer = type(self).open_group, self._offer
-            self._group = join(opens, offer.address, self._members, f"generator rank {self._rank}", offer.timeout_s)
+            opens = type(self).open_group
+            offer = self._offer
+            self._group = join(
+                opens, offer.address, self._members, f"generator rank {self._rank}", offer.timeout_s
+            )
         return self._group
 
     def _message(self, incoming: Incoming, target: torch.Tensor) -> Message:
@@ -198,21 +263,35 @@ class TwoSidedMemory(Memory):
         self._group.wait(started)
         for message in messages:
             if message.target is not None:
-                message.target.copy_(message.buffer.view(message.target.dtype).view(message.target.shape))
+                message.target.copy_(
+                    message.buffer.view(message.target.dtype).view(message.target.shape)
+                )
 
 
-def _incoming(map: ReshardMap, rank: int, trainers: Collection[int], members: Members) -> list[Incoming]:
+def _incoming(
+    map: ReshardMap, rank: int, trainers: Collection[int], members: Members
+) -> list[Incoming]:
     return [
-        Incoming(copy.source_rank, copy.destination_tensor, copy.destination_box, members.waves[copy.depth])
+        Incoming(
+            copy.source_rank,
+            copy.destination_tensor,
+            copy.destination_box,
+            members.waves[copy.depth],
+        )
         for copy in map.writes_to(rank)
         if copy.source_rank in trainers
     ]
 
 
 def join(open_group: OpenGroup, address: str, members: Members, me: str, timeout_s: float) -> Group:
-    """Meets the other members at the store. `me`: "trainer rank 3" or "generator rank 0". Raises RuntimeError with the names of absent
-    members."""
-    names = [f"trainer rank {rank}" for rank in members.trainers] + [f"generator rank {rank}" for rank in members.generators]
+    """Meets the other members at the store.
+
+    `me`: "trainer rank 3" or "generator rank 0". Raises RuntimeError with the names of absent
+    members.
+    """
+    names = [f"trainer rank {rank}" for rank in members.trainers] + [
+        f"generator rank {rank}" for rank in members.generators
+    ]
     deadline = time.monotonic() + timeout_s
     try:
         store = connect_store(address, timeout_s)
@@ -223,7 +302,9 @@ def join(open_group: OpenGroup, address: str, members: Members, me: str, timeout
             time.sleep(10 * POLL_S)
         return open_group(store, names.index(me), len(names), address, deadline - time.monotonic())
     except RuntimeError as error:  # also torch's own errors
-        raise RuntimeError(f"{me} did not meet the others of the weight group at {address}: {error}") from error
+        raise RuntimeError(
+            f"{me} did not meet the others of the weight group at {address}: {error}"
+        ) from error
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""An environment of OpenEnv with its own type of actions. A row's `reset` chooses what it does: `kind`, `seed`, or a task of a split."""
+"""An environment of OpenEnv with its own type of actions.
+
+A row's `reset` chooses what it does: `kind`, `seed`, or a task of a split.
+"""
 
 import os
 import random
@@ -27,10 +30,12 @@ class Boards(Environment):
 
     def __init__(self):
         super().__init__()
-        self.kind, self.moves = "fine", 0
+        self.kind = "fine"
+        self.moves = 0
 
     def reset(self, seed=None, episode_id=None, kind="fine", split=None, index=0):
-        self.kind, self.moves = kind, 0
+        self.kind = kind
+        self.moves = 0
         start = {"deaf": str(random.random()), "fine": f"seed {seed}"}.get(kind, "go")
         if kind == "large":
             start = "x" * 2_000_000
@@ -44,10 +49,17 @@ class Boards(Environment):
             os._exit(3)
         if self.kind == "late":
             time.sleep(1000)
-        reward = None if self.kind == "poor" else float("nan") if self.kind == "nan" and self.moves == 2 else 0.25 * self.moves
+        reward = (
+            None
+            if self.kind == "poor"
+            else float("nan")
+            if self.kind == "nan" and self.moves == 2
+            else 0.25 * self.moves
+        )
         return Board(board=action.text[::-1] * action.times, reward=reward, done=self.moves == 3)
 
-    async def step_async(self, action, timeout_s=None):  # one that takes long holds up the whole server
+    # one that takes long holds up the whole server
+    async def step_async(self, action, timeout_s=None):
         return self.step(action, timeout_s)
 
     @property

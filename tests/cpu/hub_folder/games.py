@@ -7,13 +7,17 @@ import time
 
 import verifiers as vf
 
-ROWS = [{"prompt": [{"role": "user", "content": text}], "answer": text, "example_id": number} for number, text in enumerate("ab")]
+ROWS = [
+    {"prompt": [{"role": "user", "content": text}], "answer": text, "example_id": number}
+    for number, text in enumerate("ab")
+]
 
 
 class Game(vf.Environment):
     def __init__(self, kind, rubric):
         super().__init__(rubric, ROWS)
-        self.kind, self.requires_group_rollouts = kind, kind == "compares"
+        self.kind = kind
+        self.requires_group_rollouts = kind == "compares"
 
     async def rollout(self, row, client, model, sampling_args):
         print("environments may print")
@@ -36,7 +40,11 @@ class Game(vf.Environment):
             raise TimeoutError("no answer of the judge")
         if self.kind == "late":
             await asyncio.sleep(1000)
-        return {"said": said, "answer": row["answer"], "error": ValueError("no such move") if self.kind == "error" else None}
+        return {
+            "said": said,
+            "answer": row["answer"],
+            "error": ValueError("no such move") if self.kind == "error" else None,
+        }
 
 
 class Array:

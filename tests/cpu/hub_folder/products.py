@@ -72,12 +72,17 @@ class Products(MCPEnvironment):
 
         super().__init__(tools)
         self.own = False
-        self.product, self.answer, self._state = 0, None, State()
+        self.product = 0
+        self.answer = None
+        self._state = State()
 
     def reset(self, seed=None, episode_id=None, **kwargs):
         numbers = random.Random(seed)
-        first, second = numbers.randint(100, 999), numbers.randint(100, 999)
-        self.product, self.answer, self._state = first * second, None, State(episode_id=episode_id)
+        first = numbers.randint(100, 999)
+        second = numbers.randint(100, 999)
+        self.product = first * second
+        self.answer = None
+        self._state = State(episode_id=episode_id)
         return Question(question=f"{first}*{second}=")
 
     async def step_async(self, action, timeout_s=None, **kwargs):
@@ -98,4 +103,6 @@ class Products(MCPEnvironment):
         return self._state
 
 
-app = create_app(Products, CallToolAction, CallToolObservation, env_name="products", max_concurrent_envs=256)
+app = create_app(
+    Products, CallToolAction, CallToolObservation, env_name="products", max_concurrent_envs=256
+)

@@ -1,4 +1,7 @@
-"""A taskset of verifiers 0.4: sums, with a tool or without, which fail in a chosen way. `loop` plays in the worker's process."""
+"""A taskset of verifiers 0.4: sums, with a tool or without, which fail in a chosen way.
+
+`loop` plays in the worker's process.
+"""
 
 import asyncio
 import json
@@ -53,7 +56,10 @@ class Sum(vf.Task[SumData, vf.State, SumTaskConfig]):
 class Sums(vf.Taskset[Sum, SumsConfig]):
     def load(self):
         for number in range(self.config.first, self.config.first + self.config.size):
-            yield Sum(SumData(prompt=f"{number}+1", answer=str(number + 1), system_prompt="Add."), self.config.task)
+            yield Sum(
+                SumData(prompt=f"{number}+1", answer=str(number + 1), system_prompt="Add."),
+                self.config.task,
+            )
 
 
 class LoopConfig(vf.HarnessConfig):
@@ -69,15 +75,30 @@ class Loop(vf.Harness[LoopConfig]):
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
-    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url=None):
+    async def launch(
+        self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url=None
+    ):
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
         if self.config.kind != "mute":
-            async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client, AsyncExitStack() as stack:
-                servers = {"mcpServers": {name: {"url": url, "timeout": 30} for name, url in mcp_urls.items()}}
+            async with (
+                openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client,
+                AsyncExitStack() as stack,
+            ):
+                servers = {
+                    "mcpServers": {
+                        name: {"url": url, "timeout": 30} for name, url in mcp_urls.items()
+                    }
+                }
                 tools, dispatch, connections = await connect_mcp(servers, stack)
                 for _ in range(self.config.turns):
-                    await self.turn(client, ctx.model, messages, tools, lambda name, given: call_mcp(connections, dispatch, name, given))
+                    await self.turn(
+                        client,
+                        ctx.model,
+                        messages,
+                        tools,
+                        lambda name, given: call_mcp(connections, dispatch, name, given),
+                    )
         if self.config.kind == "raises":
             raise RuntimeError("the board is broken")
         if self.config.kind == "dies":
@@ -87,7 +108,15 @@ class Loop(vf.Harness[LoopConfig]):
         return vf.ProgramResult(0, "", "")
 
     async def turn(self, client, model, messages, tools, call):
-        answer = (await client.chat.completions.create(model=model, messages=messages, tools=tools or openai.omit)).choices[0].message
+        answer = (
+            (
+                await client.chat.completions.create(
+                    model=model, messages=messages, tools=tools or openai.omit
+                )
+            )
+            .choices[0]
+            .message
+        )
         messages.append(answer.model_dump(exclude_none=True))
         for made in answer.tool_calls or ():
             result = await call(made.function.name, json.loads(made.function.arguments))

@@ -1,4 +1,6 @@
-"""Replaces the package verifiers if it is not installed: it has the part of the interface that a connector uses, with the same meaning."""
+"""Replaces the package verifiers if it is not installed: it has the part of the interface that a
+connector uses, with the same meaning.
+"""
 
 import importlib
 import logging
@@ -10,7 +12,8 @@ class Environment:
     """The interface of a verifiers environment to its player."""
 
     def __init__(self, rubric, rows):
-        self.rubric, self._rows = rubric, rows
+        self.rubric = rubric
+        self._rows = rows
 
     def get_dataset(self):
         return self._rows
@@ -29,7 +32,9 @@ class Rubric:
         try:
             state["reward"] = float(self.function(state))
         except Exception as error:
-            logging.getLogger("verifiers.rubrics").error(f"Error calling reward function {self.function.__name__}: {error}")
+            logging.getLogger("verifiers.rubrics").error(
+                f"Error calling reward function {self.function.__name__}: {error}"
+            )
             state["reward"] = 0.0
         state["metrics"] = {"letters": len(state["said"]), "<lambda>": 2.0}
 
