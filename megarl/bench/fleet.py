@@ -179,7 +179,9 @@ class LightEngine:
     async def begin_update(self, timeout_s: float) -> None:
         self.begun_s = time.process_time()
 
-    async def command(self, encoded: bytes, tp: int, timeout_s: float) -> None:
+    async def command(
+        self, encoded: bytes, tp: int, timeout_s: float, empty_cache: bool = False
+    ) -> None:
         if self.dead:
             raise EngineUnreachable(self.url, f"engine {self.url} is not reachable: it is dead")
         self.pipe.send_bytes(self.number.to_bytes(4, "little") + encoded)

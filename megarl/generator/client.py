@@ -268,16 +268,20 @@ class EngineClient:
             timeout_s,
         )
 
-    async def command(self, encoded: bytes, tp: int, timeout_s: float) -> None:
+    async def command(
+        self, encoded: bytes, tp: int, timeout_s: float, empty_cache: bool = False
+    ) -> None:
         """Runs one loader command (megarl.weight_sync.engine.loader) in each of the `tp` workers.
 
-        Needs an open update session.
+        Needs an open update session. With `empty_cache`, SGLang then empties the prefix cache;
+        raises EngineError while requests still use it.
         """
         payload = tensor_payload(encoded)
         body = {
             "serialized_named_tensors": [payload] * tp,
             "load_format": LOADER,
-            "flush_cache": False,
+            "flush_cache": empty_cache,
+            "torch_empty_cache": False,
             "selector": "target",
         }
         await self._admin_call("/update_weights_from_tensor", body, timeout_s)

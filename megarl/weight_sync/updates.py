@@ -24,7 +24,7 @@ from megarl.messaging.messages import WeightsWritten
 from megarl.reshard.forwarding import Relay, SentTensors
 from megarl.weight_sync import commands
 from megarl.weight_sync.audit import AuditError, check_unchanged, compare, differing, expected
-from megarl.weight_sync.commands import Audit, End, PassOn, Recall, Receive, Spread
+from megarl.weight_sync.commands import Audit, EmptyCache, End, PassOn, Recall, Receive, Spread
 from megarl.weight_sync.opening import Opened
 from megarl.weight_sync.workers import Workers
 
@@ -38,7 +38,7 @@ from megarl.weight_sync.workers import Workers
 # await update.take(opened, writes)  # while the trainer ranks write
 # await update.pass_on(relays)       # engines write to engines
 # await update.audit(shares, map)    # raises AuditError
-# await update.close()               # end of session → version → prefix cache emptied → resume
+# await update.close()               # prefix cache emptied → end of session → version → resume
 # await update.abandon(reason)       # instead, if anything failed: engines never generate with
 # half-written weights
 
@@ -294,18 +294,18 @@ class WeightUpdate:
         check_unchanged(changes, [engine.url for engine in self.workers.engines])
 
     async def close(self) -> Pause:
-        """Ends the session, which runs SGLang's post-load work, empties the prefix cache of older
-        weights' keys and values, and resumes as `version`. Returns the pause.
+        """Empties the prefix cache of older weights' keys and values, ends the session, which runs
+        SGLang's post-load work, and resumes as `version`. Returns the pause.
 
         With `in_place`, keys and values are kept, since running requests still use them. Other
         requests do not, because the version is a part of a request's cache key
         (`EngineClient.complete`). Raises VersionError if an engine does not report `version`, and
         then resumes none.
         """
+        if not self.in_place:
+            await self.workers.run_all(EmptyCache())
         await self._each(lambda engine: engine.end_update(self.workers.timeout_s))
         await self._each(lambda engine: engine.set_version(self.version, self.workers.timeout_s))
-        if not self.in_place:
-            await self._each(lambda engine: engine.flush(self.workers.timeout_s))
         await self._check_versions(self.version, "something else sets versions")
         await self._each(lambda engine: engine.resume(self.workers.timeout_s))
         return self._began, time.perf_counter()

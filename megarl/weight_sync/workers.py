@@ -29,7 +29,7 @@ from megarl.messaging.messages import WorkerReply
 from megarl.reshard.layout import Layout, LayoutError, LocalTensor, contiguous_strides, engine_view
 from megarl.weight_sync import commands
 from megarl.weight_sync.audit import check_proven
-from megarl.weight_sync.commands import Arrange, Command, Connect, Describe
+from megarl.weight_sync.commands import Arrange, Command, Connect, Describe, EmptyCache
 from megarl.weight_sync.transports.base import Form, RemoteTensor, digest_of
 
 
@@ -92,7 +92,12 @@ class Workers:
                 body = encoded.get(id(command)) or encoded.setdefault(
                     id(command), commands.encode(command)
                 )
-                await engine.command(body, tp_of[engine], self.timeout_s)
+                await engine.command(
+                    body,
+                    tp_of[engine],
+                    self.timeout_s,
+                    empty_cache=isinstance(command, EmptyCache),
+                )
 
         unreachable = await self.each(send)
         gone = self.lost.keys() | unreachable.keys()

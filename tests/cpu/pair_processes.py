@@ -181,7 +181,9 @@ class PipedEngine:
         self.process = process
         self.commands = 0
 
-    async def command(self, encoded: bytes, tp: int, timeout_s: float) -> None:
+    async def command(
+        self, encoded: bytes, tp: int, timeout_s: float, empty_cache: bool = False
+    ) -> None:
         self.process.start("command", encoded)
         self.commands += 1
 

@@ -120,7 +120,9 @@ def test_answers_of_workers_are_collected_without_a_text_for_each():
     )
 
     class Engine:
-        async def command(self, encoded: bytes, tp: int, timeout_s: float) -> None:
+        async def command(
+            self, encoded: bytes, tp: int, timeout_s: float, empty_cache: bool = False
+        ) -> None:
             pass
 
     engines: Any = [Engine() for _ in range(8)]

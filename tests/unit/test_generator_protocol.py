@@ -399,7 +399,9 @@ def test_answers_of_an_engine_that_was_lost_since_are_ignored():
     """Its rank now belongs to another engine, so its old answer must not count for that one."""
 
     class Engine:
-        async def command(self, encoded: bytes, tp: int, timeout_s: float) -> None:
+        async def command(
+            self, encoded: bytes, tp: int, timeout_s: float, empty_cache: bool = False
+        ) -> None:
             for connection, payload in (
                 ("0123abcd", b"of the lost one"),
                 (workers.connection, b"of the living"),

@@ -372,6 +372,7 @@ _HANDLERS: dict[type, Callable[[Worker, Parameters, Any], Any]] = {
     Recall: Worker.recall,
     Audit: Worker.audit,
     commands.Hashes: Worker.hashes,
+    commands.EmptyCache: lambda worker, parameters, command: None,
 }
 
 
