@@ -38,7 +38,7 @@ def _adapted(result: Any, runner: Any) -> None:
     from megarl.weight_sync.engine import loader  # only workers need it
 
     if runner.lora_manager is not None and not runner.is_draft_worker:
-        loader.adapted(runner.model, Pool(runner.lora_manager))
+        loader.pool_added(runner.model, Pool(runner.lora_manager))
 
 
 def _empty(original: Any, adapter: Any) -> None:

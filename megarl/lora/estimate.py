@@ -14,7 +14,7 @@ from megarl.lora.layout import Lora, trainer_adapters, unserved
 from megarl.lora.plan import AdapterPlan
 from megarl.models import ModelSpec
 from megarl.plan.topologies import engine_groups, trainer_topology
-from megarl.reshard.forwarding import busiest_bytes, foreseen
+from megarl.reshard.forwarding import busiest_bytes, planned_relays
 from megarl.reshard.layout import Layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
@@ -98,5 +98,6 @@ def adapters_s(
     )
     prove_exactly_once(map)
     return (
-        busiest_bytes(*foreseen(map, config.weights.relay, config.generator.tp)) / link_bytes_per_s
+        busiest_bytes(*planned_relays(map, config.weights.relay, config.generator.tp))
+        / link_bytes_per_s
     )

@@ -19,7 +19,13 @@ from megarl.reshard.map import Copy, ReshardMap
 from megarl.weight_sync.commands import PassOn, Receive, Spread
 from megarl.weight_sync.transports.base import Endpoint
 from megarl.weight_sync.updates import DeltaUpdate
-from megarl.weight_sync.writing import Connected, FullUpdates, Part, Sent, Shares
+from megarl.weight_sync.writing import (
+    FullUpdates,
+    PartAndShares,
+    RankTransport,
+    Shares,
+    WrittenPart,
+)
 
 
 class AdapterUpdates(FullUpdates):
@@ -32,7 +38,7 @@ class AdapterUpdates(FullUpdates):
     the values that were sent.
     """
 
-    def __init__(self, transport: Connected, map: ReshardMap, rank: int, config: RunConfig):
+    def __init__(self, transport: RankTransport, map: ReshardMap, rank: int, config: RunConfig):
         super().__init__(transport, map, rank, config)
         # copies of adapters in sending order; None until connected
         self._adapters: Sequence[Copy] | None = None
@@ -55,7 +61,9 @@ class AdapterUpdates(FullUpdates):
         super().connect(map, endpoints, model)
         self._adapters = [copy for copy in self.copies if is_adapter(copy.destination_tensor)]
 
-    def write(self, grant: WeightsGrant, model: Mapping[str, torch.Tensor]) -> Iterator[Part]:
+    def write(
+        self, grant: WeightsGrant, model: Mapping[str, torch.Tensor]
+    ) -> Iterator[PartAndShares]:
         if grant.delta:
             assert self._adapters is not None  # not None, since it has offered adapters alone
             sent = self._send(self._adapters, model)
@@ -70,7 +78,7 @@ class AdapterUpdates(FullUpdates):
             yield sent, shares
 
 
-def with_frozen(frozen: Shares, sent: Sent) -> Shares:
+def with_frozen(frozen: Shares, sent: WrittenPart) -> Shares:
     """The shares of the engines' expected memory after adapters were `sent`."""
     return {
         rank: frozen.get(rank, {}) | sent.shares.get(rank, {})

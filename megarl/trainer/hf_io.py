@@ -39,13 +39,13 @@ from megarl.observe.status import counted, mib
 from megarl.plan.weights import WARM_START
 from megarl.reshard.layout import (
     ITEM_BYTES,
+    FilePlace,
     Layout,
     LocalTensor,
     Piece,
-    Stored,
     contiguous_strides,
+    file_places,
     hf_layout,
-    stored,
 )
 from megarl.trainer.hf_files import (
     BLOCK,
@@ -265,7 +265,7 @@ def load_hf(
 
     folder = _local_folder(path, ["*.safetensors", INDEX])
     files = check_checkpoint(spec, folder, without=(SCORE,) if new_head else ())
-    places = stored(filed(spec, files))
+    places = file_places(filed(spec, files))
     held = {
         places[piece.logical_name].name
         for tensor in layout.tensors(dist.get_rank())
@@ -284,7 +284,7 @@ def load_hf(
     def read(name: str, box: Box) -> torch.Tensor:
         return opened[files[name]].get_slice(name)[box.slices()]
 
-    def values_of(stored: Stored, box: Box) -> torch.Tensor:
+    def values_of(stored: FilePlace, box: Box) -> torch.Tensor:
         if stored.name + FP4_CODES in files:  # tensors in this format are not transposed
             return _of_fp4(
                 box, *(partial(read, stored.name + suffix) for suffix in (FP4_CODES, FP4_SCALES))
@@ -548,7 +548,7 @@ class FilePlan:
 
     places: dict[str, _Place]  # tensor -> its place
     headers: dict[str, bytes]  # file -> its header
-    stored: dict[str, Stored]  # logical name -> where files have it
+    stored: dict[str, FilePlace]  # logical name -> where files have it
     indexed: bool = False  # whether the folder has an index of its files
     # tensors that repeat others: name -> logical tensor
     repeated: Mapping[str, str] = field(default_factory=dict)
@@ -623,7 +623,7 @@ def file_plan(
         name: replace(place, offset=place.offset + len(headers[place.file]))
         for name, place in places.items()
     }
-    return FilePlan(places, headers, stored(tensors), indexed)
+    return FilePlan(places, headers, file_places(tensors), indexed)
 
 
 def _bytes(tensor: LocalTensor) -> int:

@@ -18,7 +18,7 @@ from megarl.messaging.host import Host
 from megarl.messaging.messages import Hello, WeightsOffer, WeightsWritten, WorkerReply
 from megarl.reshard.forwarding import INSIDE_HOSTS, RelayRule, relayed
 from megarl.weight_sync import commands
-from megarl.weight_sync.opening import Opened
+from megarl.weight_sync.opening import OpenedEngines
 from megarl.weight_sync.receiver import Offers, WeightsReceiver
 from megarl.weight_sync.transports.base import (
     Endpoint,
@@ -150,7 +150,9 @@ def test_transports_are_worked_out_once_for_pairs_that_are_alike(monkeypatch):
     assert len({id(trainers) for trainers in pairs.trainers("gloo")}) == 1
 
 
-def opened(map: Any, relays: list[Any], whole: Any, members: Members | None = None) -> Opened:
+def opened(
+    map: Any, relays: list[Any], whole: Any, members: Members | None = None
+) -> OpenedEngines:
     """Endpoints whose offsets identify rank and tensor."""
     packed = []
     forms = {}
@@ -165,7 +167,7 @@ def opened(map: Any, relays: list[Any], whole: Any, members: Members | None = No
             pack(Endpoint(rank, "mooncake", "here", 8, tensors, landings, inboxes, members=members))
         )
         forms[packed[-1].digest] = forms_of(tensors)
-    return Opened(map, Endpoints(packed, forms), None, relays)
+    return OpenedEngines(map, Endpoints(packed, forms), None, relays)
 
 
 @pytest.mark.parametrize("relays", [False, True])

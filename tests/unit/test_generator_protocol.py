@@ -37,11 +37,11 @@ from megarl.weight_sync.audit import (
     compare,
     differing,
     digest_of,
-    expected,
+    expected_hashes_of,
     packed,
     packed_shares,
 )
-from megarl.weight_sync.commands import Audit, Connect, MeetNeighbours, Open
+from megarl.weight_sync.commands import Audit, Connect, ConnectRelays, Open
 from megarl.weight_sync.engine.loader import Worker, as_arranged
 from megarl.weight_sync.transports.base import Incoming, Members, Offer, RemoteTensor
 from megarl.weight_sync.workers import Workers, check_layout, check_parallelism
@@ -195,7 +195,7 @@ def test_commands_survive_the_wire():
             "a.b:C",
             {1: Offer("tcp", [("w", box)], "h:1", members, [Incoming(0, "w", box, 1)], 5.0)},
         ),
-        MeetNeighbours(b"endpoints", {1: [Relay(1, 2, "w", 3, 24)]}, 5.0),
+        ConnectRelays(b"endpoints", {1: [Relay(1, 2, "w", 3, 24)]}, 5.0),
         Audit(),
     ):
         assert commands.decode(commands.encode(command)) == command
@@ -235,8 +235,8 @@ def test_compare_adds_shares_modulo_2_64_and_names_what_differs():
         compare([packed(each) for each in found], sent, tensors)
     compare([packed(found[0]), None], sent, tensors)  # a lost engine gives no hashes
     digests: list[bytes | None] = [digest_of(packed(each)) for each in found]
-    assert differing(digests, expected(sent, tensors), tensors) == [1] and not differing(
-        [digests[0], None], expected(sent, tensors), tensors
+    assert differing(digests, expected_hashes_of(sent, tensors), tensors) == [1] and not differing(
+        [digests[0], None], expected_hashes_of(sent, tensors), tensors
     )
     del found[0][name]
     with pytest.raises(

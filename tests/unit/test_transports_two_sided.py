@@ -18,7 +18,7 @@ from megarl.reshard.map import Copy
 from megarl.weight_sync.transports.base import (
     Endpoint,
     Incoming,
-    Live,
+    LiveParameters,
     Members,
     Offer,
     RemoteTensor,
@@ -80,7 +80,7 @@ def incoming(order: list[int]) -> list[Incoming]:
 
 def receiver_of(offer: Offer) -> GlooMemory:
     receiver = GlooMemory()
-    receiver.open(Live(3, "gloo", Host(), "", {}, dict), offer)
+    receiver.open(LiveParameters(3, "gloo", Host(), "", {}, dict), offer)
     return receiver
 
 
