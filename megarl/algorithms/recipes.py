@@ -93,13 +93,13 @@ RECIPES = {
 }
 
 
-OWN = Recipe(0.0, 4.0)  # for a rule that a configuration names by its import path
+CUSTOM_RULE = Recipe(0.0, 4.0)  # for a rule that a configuration names by its import path
 
 
 def recipe_of(config: AlgorithmConfig) -> Recipe:
     """The recipe of `config.name`, with the configuration's settings in place of its defaults."""
     own = {key: value for key in _KEYS if (value := getattr(config, key)) is not None}
-    return replace(RECIPES.get(config.name, OWN), **own)
+    return replace(RECIPES.get(config.name, CUSTOM_RULE), **own)
 
 
 BEHAVIOR_CAP = 5.0  # as in AReaL's configurations
@@ -152,7 +152,7 @@ def problems(config: AlgorithmConfig) -> Iterator[str]:
     """
     for key in _KEYS:
         value = getattr(config, key)
-        own = RECIPES.get(config.name, OWN)
+        own = RECIPES.get(config.name, CUSTOM_RULE)
         if value is not None and (getattr(own, key) is None or key in own.fixed):
             lacks = f"{config.name} has {'its own' if key in own.fixed else 'no such setting'}"
             if config.recipe and published(config.recipe).get(f"algorithm.{key}") == value:

@@ -21,7 +21,7 @@ from megarl.algorithms.losses import (
     tapered,
     uncorrected,
 )
-from megarl.algorithms.recipes import BEHAVIOR_CAP, OWN, recipe_of
+from megarl.algorithms.recipes import BEHAVIOR_CAP, CUSTOM_RULE, recipe_of
 from megarl.config.errors import ConfigError
 from megarl.config.limits import find_callable
 from megarl.config.schema import SAMPLED, AlgorithmConfig
@@ -82,8 +82,8 @@ def _tried(rule: Callable[..., Weights]) -> str:
             advantages,
             mask,
             torch.tensor([0, 1, 3], dtype=torch.int32),
-            OWN.rho_min,
-            OWN.rho,
+            CUSTOM_RULE.rho_min,
+            CUSTOM_RULE.rho,
         )
     except Exception as error:  # raised by the user's function
         return f"fails on three tokens: {type(error).__name__}: {error}"

@@ -93,7 +93,9 @@ def prove_copies(copies: Iterable[Copy], source: Layout, destination: Layout) ->
 def _lifted(write: _Write) -> _Write:
     """Adds leading dims of 1 to the side that has fewer."""
     dims = max(len(write.tensor.shape), len(write.source.shape) if write.source else 0)
-    if len(write.tensor.shape) == dims and (write.source is None or len(write.source.shape) == dims):
+    if len(write.tensor.shape) == dims and (
+        write.source is None or len(write.source.shape) == dims
+    ):
         return write
     held = None if write.source is None else _lift(write.source, dims)
     origin = None if write.origin is None else _lifted_box(write.origin, dims)
