@@ -114,8 +114,8 @@ def linear_kl(
     """[t] float32: the reverse KL divergence of softmax(hidden @ weight.T / temperature) from
     `teacher` at each position. Logits are computed in chunks, by the matrix library and torch.
 
-    `teacher` is a chunked_kl.Whole or Likeliest. All other arguments, the gradients and the
-    collective are as in linear_logprobs.
+    `teacher` is a chunked_kl.WholeDistribution or LikeliestTokens. All other arguments, the
+    gradients and the collective are as in linear_logprobs.
     """
     from megarl.kernels.chunked_kl import LinearKl
 

@@ -33,7 +33,7 @@ from megarl.kernels.chunked_logprobs import _add_product, _product, _scaled
 LEAST_REST = 2.0**-23
 
 
-class Slice(NamedTuple):
+class VocabularySlice(NamedTuple):
     """This rank's part of the vocabulary."""
 
     first: int
@@ -42,7 +42,7 @@ class Slice(NamedTuple):
 
 
 class Teacher(Protocol):
-    def partial(self, rows: slice, z: torch.Tensor, vocab_slice: Slice) -> torch.Tensor:
+    def partial(self, rows: slice, z: torch.Tensor, vocab_slice: VocabularySlice) -> torch.Tensor:
         """[m, N] float32: this rank's share of a chunk's divergence, from the policy's scaled
         logits z [N, real]. `real` may be 0.
         """
@@ -57,19 +57,23 @@ class Teacher(Protocol):
         ...
 
     def ratios(
-        self, rows: slice, z: torch.Tensor, vocab_slice: Slice, saved: tuple[torch.Tensor, ...]
+        self,
+        rows: slice,
+        z: torch.Tensor,
+        vocab_slice: VocabularySlice,
+        saved: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
         """[N, real] the log-ratios of a chunk's tokens."""
         ...
 
 
-class Whole(NamedTuple):
+class WholeDistribution(NamedTuple):
     """A teacher of whom all is known."""
 
     hidden: torch.Tensor  # [t, h'] with the teacher's own hidden size
     weight: torch.Tensor  # [padded_vocab / tp, h'] its output layer, sliced like the policy's
 
-    def partial(self, rows: slice, z: torch.Tensor, vocab_slice: Slice) -> torch.Tensor:
+    def partial(self, rows: slice, z: torch.Tensor, vocab_slice: VocabularySlice) -> torch.Tensor:
         if not vocab_slice.real:
             empty = z.new_full((len(z),), float("-inf"))
             return torch.stack([empty, empty, torch.zeros_like(empty)])
@@ -89,17 +93,21 @@ class Whole(NamedTuple):
         return ((log_sums - log_z).exp() * means).sum(dim=0) + offset, log_z, (offset,)
 
     def ratios(
-        self, rows: slice, z: torch.Tensor, vocab_slice: Slice, saved: tuple[torch.Tensor, ...]
+        self,
+        rows: slice,
+        z: torch.Tensor,
+        vocab_slice: VocabularySlice,
+        saved: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
         return self._logits(rows, vocab_slice).neg_().add_(z).add_(saved[0][rows].unsqueeze(1))
 
-    def _logits(self, rows: slice, vocab_slice: Slice) -> torch.Tensor:
+    def _logits(self, rows: slice, vocab_slice: VocabularySlice) -> torch.Tensor:
         return _scaled(
             _product(self.hidden[rows], self.weight)[:, : vocab_slice.real], vocab_slice.temperature
         )
 
 
-class Likeliest(NamedTuple):
+class LikeliestTokens(NamedTuple):
     """A teacher whose likeliest tokens are known.
 
     A token outside the policy's vocabulary counts neither as known nor in the bucket.
@@ -108,7 +116,7 @@ class Likeliest(NamedTuple):
     ids: torch.Tensor  # [t, k] int64, no id twice in a row
     logprobs: torch.Tensor  # [t, k] float32, at temperature 1
 
-    def partial(self, rows: slice, z: torch.Tensor, vocab_slice: Slice) -> torch.Tensor:
+    def partial(self, rows: slice, z: torch.Tensor, vocab_slice: VocabularySlice) -> torch.Tensor:
         places = self._places(rows, vocab_slice)
         # a column for tokens of other ranks
         extended = torch.cat([z, z.new_zeros(len(z), 1)], dim=1)
@@ -140,13 +148,17 @@ class Likeliest(NamedTuple):
         return kl, log_z, (ratios, rest_ratio)
 
     def ratios(
-        self, rows: slice, z: torch.Tensor, vocab_slice: Slice, saved: tuple[torch.Tensor, ...]
+        self,
+        rows: slice,
+        z: torch.Tensor,
+        vocab_slice: VocabularySlice,
+        saved: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
         ratios, rest_ratio = (values[rows] for values in saved)
         of_rest = rest_ratio.unsqueeze(1).repeat(1, vocab_slice.real + 1)
         return of_rest.scatter_(1, self._places(rows, vocab_slice), ratios)[:, : vocab_slice.real]
 
-    def _places(self, rows: slice, vocab_slice: Slice) -> torch.Tensor:
+    def _places(self, rows: slice, vocab_slice: VocabularySlice) -> torch.Tensor:
         """[N, k] columns in this rank's slice.
 
         Tokens of other ranks get the column after the last.
@@ -171,7 +183,9 @@ class LinearKl(torch.autograd.Function):
         weight_grad: torch.Tensor | None,
     ) -> torch.Tensor:
         first = group.rank() * len(weight)
-        vocab_slice = Slice(first, min(max(vocab_size - first, 0), len(weight)), temperature)
+        vocab_slice = VocabularySlice(
+            first, min(max(vocab_size - first, 0), len(weight)), temperature
+        )
         parts = []
         for rows, z in _chunks(hidden, weight, vocab_slice, chunk_tokens):
             parts.append(teacher.partial(rows, z, vocab_slice))
@@ -224,7 +238,7 @@ class LinearKl(torch.autograd.Function):
 
 
 def _chunks(
-    hidden: torch.Tensor, weight: torch.Tensor, vocab_slice: Slice, chunk_tokens: int
+    hidden: torch.Tensor, weight: torch.Tensor, vocab_slice: VocabularySlice, chunk_tokens: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yields the rows of each chunk (at least one chunk), and their scaled logits [N, real]."""
     for start in range(0, max(1, len(hidden)), chunk_tokens):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.algorithms.advantages import GroupLoss
 from megarl.critic.losses import Gae
-from megarl.teachers.loss import Taught
+from megarl.teachers.loss import TeacherTokens
 
 
 class LossOutput(NamedTuple):
@@ -63,7 +63,7 @@ class Microbatch(Protocol):
 
     @property
     # the numbers of each teacher; none without distillation
-    def teachers(self) -> tuple[Taught, ...]: ...
+    def teachers(self) -> tuple[TeacherTokens, ...]: ...
 
 
 class Algorithm(Protocol):

@@ -26,7 +26,7 @@ import torch
 from megarl.base.geometry import TrainerTopology
 from megarl.base.rollout_types import Elsewhere, TrainSequence
 from megarl.models.routing import RoutingFormat
-from megarl.teachers.loss import Taught
+from megarl.teachers.loss import TeacherTokens
 from megarl.trainer.distributed import sent
 
 
@@ -108,7 +108,7 @@ class MicroBatch:
     kept: KeptRows | None  # None: log-probs are over the whole vocabulary
     plan: MicrobatchPlan
     entropy: torch.Tensor | None = None  # [t] float32 with its gradient, once outputs are computed
-    teachers: tuple[Taught, ...] = ()  # the outputs of each teacher passed to train_step
+    teachers: tuple[TeacherTokens, ...] = ()  # the outputs of each teacher passed to train_step
 
 
 def plan_microbatches(
