@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import GroupLoss
-from megarl.algorithms.base import LossOutput, Microbatch
+from megarl.algorithms.base import LossInputs, LossOutput
 from megarl.critic.losses import Gae
 from megarl.teachers.loss import Distillation
 
@@ -141,7 +141,7 @@ class PolicyGradient:
     def advantages(self, rewards: Tensor) -> Tensor:
         return self.baseline(rewards)
 
-    def loss(self, logprobs: Tensor, microbatch: Microbatch) -> LossOutput:
+    def loss(self, logprobs: Tensor, microbatch: LossInputs) -> LossOutput:
         """Loss whose gradient is -sum_t w A grad log pi, with w from `weigh` and `ratio`, plus
         kl_coef times a KL penalty if `kl` is "loss".
 
@@ -264,7 +264,7 @@ def _log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return torch.where(numerator == -math.inf, -math.inf, numerator - denominator)
 
 
-def _entropy(microbatch: Microbatch) -> Tensor:
+def _entropy(microbatch: LossInputs) -> Tensor:
     if microbatch.entropy is None:
         raise ValueError("entropy_coefficient is not 0, but the microbatch has no entropy")
     return microbatch.entropy
@@ -274,7 +274,7 @@ def _reported(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(max=_MAX_REPORTED_LOG_RATIO).exp().sum()
 
 
-def nll_loss(logprobs: Tensor, microbatch: Microbatch) -> LossOutput:
+def nll_loss(logprobs: Tensor, microbatch: LossInputs) -> LossOutput:
     """-sum of the unmasked log-probs [t]."""
     mask = microbatch.loss_mask
     return LossOutput(-torch.where(mask, logprobs, 0.0).sum(), {"tokens": mask.sum()})

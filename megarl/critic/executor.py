@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.base import LossOutput, Microbatch
+from megarl.algorithms.base import LossInputs, LossOutput
 from megarl.algorithms.batches import MiniBatch
 from megarl.base.rollout_types import Batch, Elsewhere, TrainSequence
 from megarl.critic.losses import Moments
@@ -182,7 +182,7 @@ class ActorCriticSteps(BatchSteps):
         return advantages, metrics
 
 
-def value_loss(values: Tensor, microbatch: Microbatch, clip: float | None) -> LossOutput:
+def value_loss(values: Tensor, microbatch: LossInputs, clip: float | None) -> LossOutput:
     """Half the sum over the policy's tokens of max((V - R)^2, (V' - R)^2).
 
     V' is V, clipped to at most `clip` from the value at the start of the batch (as in the

@@ -451,13 +451,16 @@ class FleetCalls:
         fleet = self.fleet
         states = []
         for i in engines:
-            states.append(
-                (i, fleet.engines[i].url, fleet.describe(i), i in fleet.serving, i in fleet.gone)
+            state = EngineState(
+                number=i,
+                url=fleet.engines[i].url,
+                text=fleet.describe(i),
+                serving=i in fleet.serving,
+                gone=i in fleet.gone,
+                group=fleet.groups[fleet.group_of[i]].name,
             )
-        result: list[EngineState] = []
-        for state in states:
-            result.append(EngineState(*state, fleet.groups[fleet.group_of[state[0]]].name))
-        return result
+            states.append(state)
+        return states
 
     async def watch(self) -> None:
         """Tells launchers which engines have left, and gives up lost engines that will not be

@@ -249,7 +249,8 @@ class TrainerExecutor:
                 names.append((group.ordinal, sample))
         for place, row in rows.items():
             assert self.tokens is not None
-            self.tokens.write(batch.step, *names[place], row)
+            ordinal, sample = names[place]
+            self.tokens.write(batch.step, ordinal, sample, row)
 
     def _write_metrics(self, batch: Batch, results: list[StepResult], train_s: float) -> None:
         assert self.metrics is not None and self.ordinals is not None  # rank 0

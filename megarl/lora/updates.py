@@ -66,24 +66,26 @@ class AdapterUpdates(FullUpdates):
     ) -> Iterator[PartAndShares]:
         if grant.delta:
             assert self._adapters is not None  # not None, since it has offered adapters alone
-            sent = self._send(self._adapters, model)
-            yield sent, with_frozen(self._frozen, sent)
+            part = self._send(self._adapters, model)
+            yield part, with_frozen(self._frozen, part)
             return
-        for sent, shares in super().write(grant, model):
+        for part, shares in super().write(grant, model):
             if shares is not None:
                 self._frozen = {
-                    rank: {name: share for name, share in own.items() if not is_adapter(name)}
-                    for rank, own in shares.items()
+                    rank: {
+                        name: share for name, share in rank_shares.items() if not is_adapter(name)
+                    }
+                    for rank, rank_shares in shares.items()
                 }
-            yield sent, shares
+            yield part, shares
 
 
-def with_frozen(frozen: Shares, sent: WrittenPart) -> Shares:
+def with_frozen(frozen: Shares, part: WrittenPart) -> Shares:
     """The shares of the engines' expected memory after adapters were `sent`."""
-    return {
-        rank: frozen.get(rank, {}) | sent.shares.get(rank, {})
-        for rank in frozen.keys() | sent.shares.keys()
-    }
+    result = {}
+    for rank in frozen.keys() | part.shares.keys():
+        result[rank] = frozen.get(rank, {}) | part.shares.get(rank, {})
+    return result
 
 
 class AdapterUpdate(DeltaUpdate):

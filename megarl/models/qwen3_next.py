@@ -35,7 +35,7 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
     return read_hybrid(reader, "qwen3_next", **read_mixture(reader))
 
 
-def read_hybrid(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
+def read_hybrid(reader: ConfigReader, family: str, **family_fields: Any) -> ModelSpec:
     """Reads the keys that all families with gated delta nets and gated attention share.
 
     The fields `own` are added.
@@ -68,7 +68,7 @@ def read_hybrid(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
         linear_key_dim=reader.integer("linear_key_head_dim"),
         linear_value_dim=reader.integer("linear_value_head_dim"),
         linear_conv_width=reader.integer("linear_conv_kernel_dim"),
-        **own,
+        **family_fields,
     )
 
 
@@ -104,10 +104,10 @@ def _check_served_rope(reader: ConfigReader) -> None:
         if of_engine != value and (
             key != "rope_theta" or reader.values["architectures"][0].startswith("Qwen3Next")
         ):
-            beside = f"SGLang does not look into rope_parameters, and would take {of_engine:g}"
+            explanation = f"SGLang does not look into rope_parameters, and would take {of_engine:g}"
             raise ConfigError(
                 f"{reader.source}: {key} = {value:g} must also stand beside rope_parameters: "
-                f"{beside}"
+                f"{explanation}"
             )
 
 
@@ -118,7 +118,9 @@ def _linear_layers(reader: ConfigReader) -> tuple[int, ...]:
         )
     interval = reader.integer("full_attention_interval")
     layers = range(reader.integer("num_hidden_layers"))
-    kinds = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in layers]
+    kinds = []
+    for layer in layers:
+        kinds.append(FULL if (layer + 1) % interval == 0 else LINEAR)
     if (reader.values.get("layer_types") or kinds) != kinds:
         reader.expect("layer_types", kinds, kinds)
     return tuple(layer for layer in layers if kinds[layer] == LINEAR)

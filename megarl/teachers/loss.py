@@ -46,7 +46,7 @@ class Terms(NamedTuple):
 class Distillation:
     coef: float
     sampled: bool  # over sampled tokens only
-    teachers: Mapping[str, float]  # teacher -> weight, in the order of Microbatch.teachers
+    teachers: Mapping[str, float]  # teacher -> weight, in the order of LossInputs.teachers
 
     def __call__(
         self,

@@ -17,7 +17,7 @@ from megarl.kernels.chunked_kl import LikeliestTokens, Teacher, WholeDistributio
 from megarl.plan.resolve import RunPlan
 from megarl.teachers.loss import TeacherTokens
 from megarl.teachers.plan import FrozenRole, teacher_format, teachers_of
-from megarl.trainer.distributed import sent
+from megarl.trainer.distributed import to_device
 from megarl.trainer.logprobs import Rows, main_grad, spread
 from megarl.trainer.microbatch import MicroBatch, lay
 from megarl.trainer.model import MegatronModel, output_weight
@@ -140,7 +140,7 @@ class SampledTokenScores:
     logprobs: Sequence[np.ndarray]  # [L] of each sequence; NaN where the teacher gave none
 
     def __call__(self, microbatch: MicroBatch, divergence: Divergence) -> TeacherTokens:
-        row = sent(
+        row = to_device(
             torch.from_numpy(lay(microbatch.plan, lambda i: self.logprobs[i], np.float32)),
             microbatch.targets.device,
         )
@@ -167,12 +167,12 @@ class LikeliestTokenScores:
         def at(positions: np.ndarray) -> Teacher:
             known_ids = np.where(is_known[positions][:, None], ids[positions], np.arange(shape[0]))
             return LikeliestTokens(
-                sent(torch.from_numpy(known_ids), device),
-                sent(torch.from_numpy(np.nan_to_num(logprobs[positions])), device),
+                to_device(torch.from_numpy(known_ids), device),
+                to_device(torch.from_numpy(np.nan_to_num(logprobs[positions])), device),
             )
 
         return TeacherTokens(
-            divergence(at), microbatch.loss_mask & sent(torch.from_numpy(is_known), device)
+            divergence(at), microbatch.loss_mask & to_device(torch.from_numpy(is_known), device)
         )
 
 
