@@ -28,7 +28,7 @@ def _digit(text, position):
 
 @numba.njit
 def _number(text, position):
-    """(value, end) of the number at `at`. An end of -1 leaves it to the decoder."""
+    """(value, end) of the number at `position`. An end of -1 leaves it to the decoder."""
     negative = position < text.size and text[position] == 45  # -
     if negative:
         position += 1

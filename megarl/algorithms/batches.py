@@ -350,14 +350,13 @@ def too_many_dropped(batch: Batch, config: RunConfig) -> str | None:
         )
     equal = (
         f"in {metrics['prompts/dropped']} of them all samples had the same reward (mean reward "
-        f"{metrics['reward/dropped_mean']:.3f}; "
+        f"{metrics['reward/dropped_mean']:.3f}; {metrics['prompts/dropped_right']} all right, "
+        f"{metrics['prompts/dropped_wrong']} all wrong)"
     )
-    equal += f"{metrics['prompts/dropped_right']} all right, {metrics['prompts/dropped_wrong']} all wrong)"
     return (
         f"{generated}, and too few are left for a batch: {equal}. Such prompts teach nothing. "
-        "Check whether the task is too hard or too "
-        "easy for the model, or the reward is wrong; or raise rollout.n or "
-        "rollout.max_num_gen_batches"
+        "Check whether the task is too hard or too easy for the model, or the reward is wrong; or "
+        "raise rollout.n or rollout.max_num_gen_batches"
     )
 
 

@@ -259,7 +259,7 @@ class PolicyGradient:
 def _log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """log(of / to).
 
-    It is -inf where `of` is impossible (log-prob -inf), as it is outside the mask.
+    It is -inf where `numerator` is impossible (log-prob -inf), as it is outside the mask.
     """
     return torch.where(numerator == -math.inf, -math.inf, numerator - denominator)
 

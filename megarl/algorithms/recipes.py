@@ -167,7 +167,10 @@ def problems(config: AlgorithmConfig) -> Iterator[str]:
                 published_setting = (
                     f"algorithm.recipe={config.recipe}, which sets algorithm.{key}={value}"
                 )
-                yield f"algorithm.name={config.name}: must be left out with {published_setting}: {reason}"
+                yield (
+                    f"algorithm.name={config.name}: must be left out with {published_setting}: "
+                    f"{reason}"
+                )
             else:
                 yield f"algorithm.{key}={value}: must be null: {reason}"
             return

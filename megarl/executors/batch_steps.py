@@ -191,7 +191,8 @@ class BatchSteps:
             keep=[index for index, place in enumerate(minibatch.places) if place in keep],
         )
         result = replace(
-            result, kept={minibatch.places[index]: row for index, row in result.kept.items()}
+            result,
+            token_rows={minibatch.places[index]: row for index, row in result.token_rows.items()},
         )
         result.check_tokens(minibatch.tokens)
         if group_weights is None:
@@ -301,7 +302,7 @@ def kept_rows(results: Sequence[StepResult]) -> dict[int, TokenRow]:
     """
     rows: dict[int, TokenRow] = {}
     for result in results:
-        rows = result.kept | rows
+        rows = result.token_rows | rows
     return dict(sorted(rows.items()))
 
 

@@ -48,7 +48,7 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Loads the checkpoint at `path`, and returns its state.
 
-    Raises RunError if it is damaged. If `path` is a copy, the error names the original `of`, which
+    Raises RunError if it is damaged. If `path` is a copy, the error names the `original`, which
     must be moved away.
     """
     try:
@@ -65,8 +65,8 @@ def export_rank(
 ) -> None:
     """Runs one trainer rank of an export.
 
-    It loads its shard of the checkpoint at `path`, which is a copy of the one at `of`. It writes
-    its part of the HF files, or of a PEFT adapter, at `output`.
+    It loads its shard of the checkpoint at `path`, which is a copy of the one at `original`. It
+    writes its part of the HF files, or of a PEFT adapter, at `output`.
     """
     init_distributed(plan.config.timeouts.collective_s)
     trainer = make_policy(plan, steps_of_run(plan))

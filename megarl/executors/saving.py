@@ -42,7 +42,7 @@ class Saving:
         saved_step: int,
         critic: MegatronTrainer | None = None,
     ):
-        """`saved`: the step of the checkpoint that the run resumes from, or 0."""
+        """`saved_step`: the step of the checkpoint that the run resumes from, or 0."""
         self._config = config
         self._trainer = trainer
         self._trace = trace

@@ -34,7 +34,9 @@ def register() -> None:
 
 
 def _adapted(result: Any, runner: Any) -> None:
-    """Runs after SGLang has made the pool of adapters, which exists only if the engine serves some."""
+    """Runs after SGLang has made the pool of adapters, which exists only if the engine serves
+    some.
+    """
     from megarl.weight_sync.engine import loader  # only workers need it
 
     if runner.lora_manager is not None and not runner.is_draft_worker:

@@ -130,14 +130,15 @@ def _settings_problems(
         not isinstance(file_targets, str)
         and {name.rpartition(".")[2] for name in file_targets or ()} != names
     ):
-        peft_key, value = (", ".join(sorted(some)) for some in (file_targets or (), names))
-        yield f"its target_modules are {peft_key}; lora.targets={yaml_text(config.targets)} are {value}"
+        yield (
+            f"its target_modules are {', '.join(sorted(file_targets or ()))}; "
+            f"lora.targets={yaml_text(config.targets)} are {', '.join(sorted(names))}"
+        )
     init_method = str(settings.get("init_lora_weights", True))
     if init_method.lower().startswith(_CHANGE_WEIGHTS):
         yield (
             f"its init_lora_weights is {init_method}: it has changed the model's own weights; save "
-            "it "
-            "with PEFT as an ordinary adapter"
+            "it with PEFT as an ordinary adapter"
         )
     if settings.get("bias", "none") != "none":
         yield f"its bias is {settings['bias']}; it must be none"

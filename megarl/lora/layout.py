@@ -286,8 +286,8 @@ def unserved(spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lo
     """The reasons why engines on `device` cannot serve the adapters; empty if they can."""
     if topology.dp_attention > 1:
         return [
-            f"with generator.dp_attention={topology.dp_attention} writing to SGLang's pool has "
-            "not been tried"
+            f"with generator.dp_attention={topology.dp_attention} writing to SGLang's pool has not "
+            "been tried"
         ]
     if spec.norms_after:
         return [f"writing adapters of a {spec.family} model to SGLang's pool has not been tried"]

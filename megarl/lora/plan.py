@@ -88,7 +88,10 @@ class AdapterPlan:
             reason = "lora.sync=merge"
         else:
             reason = "; ".join(why_merged(self.config, self.spec))
-        return f"Adapters: each update merges them on the trainer's ranks and sends all weights: {reason}"
+        return (
+            "Adapters: each update merges them on the trainer's ranks and sends all weights: "
+            f"{reason}"
+        )
 
     def served(self, folder: Path, device: str | None) -> ServedAdapter | None:
         """The adapter that engines on `device` start with, in `folder`; None if they get all
@@ -160,8 +163,7 @@ def check_lora(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
         explanation = f"no linear layer of a {spec.family} model"
         yield (
             f"lora.targets={yaml_text(config.lora.targets)}: {', '.join(unknown)} is "
-            f"{explanation}; it "
-            f"has {', '.join(target_names)}, or all"
+            f"{explanation}; it has {', '.join(target_names)}, or all"
         )
     if lora.shared and not any(tensor.experts for tensor in lora_tensors(spec, lora)):
         yield "lora.experts=shared: must be own: no target is of an expert"

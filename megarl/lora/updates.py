@@ -81,7 +81,7 @@ class AdapterUpdates(FullUpdates):
 
 
 def with_frozen(frozen: Shares, part: WrittenPart) -> Shares:
-    """The shares of the engines' expected memory after adapters were `sent`."""
+    """The shares of the engines' expected memory after adapters were `part`."""
     result = {}
     for rank in frozen.keys() | part.shares.keys():
         result[rank] = frozen.get(rank, {}) | part.shares.get(rank, {})

@@ -20,7 +20,8 @@ from megarl.models.spec import ModelSpec
 
 
 def read_common(reader: ConfigReader, family: str, **family_fields: Any) -> ModelSpec:
-    """Reads the keys that all families share. The fields `own` are added and take precedence.
+    """Reads the keys that all families share. The fields `family_fields` are added and take
+    precedence.
 
     Raises ConfigError for missing keys and inconsistent sizes.
     """

@@ -129,7 +129,9 @@ def sglang(
     layers: Layers | None = None,
     router_dtype: str | None = None,
 ) -> list[Parameter]:
-    """Each of `ep` shards has a contiguous run of experts, sharded over its tp / ep ranks (moe tp)."""
+    """Each of `ep` shards has a contiguous run of experts, sharded over its tp / ep ranks (moe
+    tp).
+    """
     moe_tp = topology.tp // topology.ep
     rows = spec.expert_intermediate_size
     if device == "cpu":

@@ -149,9 +149,7 @@ def copies(spec: ModelSpec, family: ModuleType) -> dict[str, str]:
 def other_copy(file: Path, name: str, original: str) -> str:
     return (
         f"trainer.mtp: must be ignore: {file}: {name} differs from {original}; a layer for "
-        "multi-token "
-        "prediction with an embedding or an output "
-        "layer of its own is not supported"
+        "multi-token prediction with an embedding or an output layer of its own is not supported"
     )
 
 
@@ -186,7 +184,9 @@ def sglang(
 
 
 def quantised(spec: ModelSpec, family: ModuleType) -> tuple[str, ...]:
-    """The draft model's parameters that a quantised engine keeps in fp8, as in the engine's model."""
+    """The draft model's parameters that a quantised engine keeps in fp8, as in the engine's
+    model.
+    """
     if not spec.mtp_drafts:
         return ()
     draft_layer = DRAFT + family.PREDICTION.draft_layer
@@ -215,8 +215,8 @@ def _around(
 def _moved(
     parameter: Parameter, prefix: str, replacement: str, layers: Layers, family: ModuleType
 ) -> Parameter:
-    """`parameter`, moved to the layer: its name begins with `own` instead of `begin`, and its parts
-    are the layer's.
+    """`parameter`, moved to the layer: its name begins with `replacement` instead of `prefix`, and
+    its parts are the layer's.
     """
     parts = tuple(_of_layer(part, family) for part in parameter.parts)
     return replace(

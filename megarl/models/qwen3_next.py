@@ -38,7 +38,7 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
 def read_hybrid(reader: ConfigReader, family: str, **family_fields: Any) -> ModelSpec:
     """Reads the keys that all families with gated delta nets and gated attention share.
 
-    The fields `own` are added.
+    The fields `family_fields` are added.
     """
     reader.assume(
         head_dim=256, linear_num_key_heads=16, linear_num_value_heads=32, linear_conv_kernel_dim=4
@@ -51,8 +51,8 @@ def read_hybrid(reader: ConfigReader, family: str, **family_fields: Any) -> Mode
     value_heads = reader.integer("linear_num_value_heads")
     if value_heads % key_heads:
         text = (
-            f"linear_num_value_heads = {value_heads} is not a multiple of linear_num_key_heads "
-            f"= {key_heads}"
+            f"linear_num_value_heads = {value_heads} is not a multiple of linear_num_key_heads = "
+            f"{key_heads}"
         )
         raise ConfigError(f"{reader.source}: {text}")
     return read_common(

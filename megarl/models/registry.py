@@ -104,7 +104,7 @@ class ConfigReader:
         return value
 
     def renamed(self, key: str, alias: str) -> int:
-        """The integer `key`, which some files have under the name `other`."""
+        """The integer `key`, which some files have under the name `alias`."""
         values_of_names = {}
         for name in (key, alias):
             if self.values.get(name) is not None:
@@ -112,8 +112,7 @@ class ConfigReader:
         if len(values_of_names) == 2 and values_of_names[key] != values_of_names[alias]:
             raise ConfigError(
                 f"{self.source}: {key} = {values_of_names[key]!r} and {alias} = "
-                f"{values_of_names[alias]!r} are two "
-                "names of one number"
+                f"{values_of_names[alias]!r} are two names of one number"
             )
         return self.integer(alias if alias in values_of_names else key)
 
@@ -303,7 +302,7 @@ def differences(
     values: Mapping[str, Any], transformers_values: dict[str, Any], spec: ModelSpec
 ) -> list[str]:
     """The fields of `spec`, read from config.json's `values`, that differ from those read from
-    `theirs`, all values of Transformers' class for that file.
+    `transformers_values`, all values of Transformers' class for that file.
     """
     inner = transformers_values.get("text_config", transformers_values)
     if spec.linear_layers:
@@ -334,7 +333,9 @@ def family(spec: ModelSpec) -> ModuleType:
 
 
 def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
-    """The tensors of an HF checkpoint that are loaded, including those for multi-token prediction."""
+    """The tensors of an HF checkpoint that are loaded, including those for multi-token
+    prediction.
+    """
     module = family(spec)
     return (*module.logical_tensors(spec), *multi_token.logical(spec, module))
 

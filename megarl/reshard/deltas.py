@@ -257,8 +257,7 @@ def spread_blob(
     if blob_version != version or length != len(head) + sum(sizes) or length > len(blob):
         raise RuntimeError(
             f"the changes from {source} are those of version {blob_version}, {length} bytes, not "
-            "of "
-            f"version {version}"
+            f"of version {version}"
         )
     bodies = blob[len(head) : length].to(targets[0].device, non_blocking=True).split(sizes)
     for (kind, entries, changed), body, target in zip(rows, bodies, targets):

@@ -82,7 +82,7 @@ def payload(
 
     If possible, they are a view of the source.
 
-    `amax` is needed if `copy.quantisation.cut`. `measured` caches the amax of boxes that cut no
+    `amax` is needed if `copy.quantisation.cut`. `amax_cache` caches the amax of boxes that cut no
     tile. Raises ValueError if `amax` or the source tensor is missing.
     """
     import torch

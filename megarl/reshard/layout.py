@@ -648,8 +648,7 @@ def stage_of_layer(num_layers: int, topology: TrainerTopology) -> tuple[int, ...
         )
         raise ConfigError(
             f"{settings}: must leave layers that the other {middle_stages} of {sizes} stages can "
-            "share "
-            f"evenly; {leftover}"
+            f"share evenly; {leftover}"
         )
     chunk = [end_layers.get(stage, layers_per_stage) // t.vpp for stage in range(t.pp)]
     return tuple(stage for _ in range(t.vpp) for stage in range(t.pp) for _ in range(chunk[stage]))

@@ -204,7 +204,7 @@ def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 def _check_content(write: _Write) -> Piece | None:
     """Checks that the box of the destination tensor receives its own logical elements from `origin`
-    of the tensor `held`, or zeros.
+    of the tensor `source`, or zeros.
 
     For quantised weights and for scales, returns the weights that they are made from.
     """
@@ -294,8 +294,7 @@ def _check_scales(write: _Write, overlaps: list[tuple[Piece, Box]]) -> Piece:
     ):
         raise ProofError(
             f"{location}: needs {piece.logical_name} {needed_tiles}, but is made from "
-            f"{weights.logical_name} "
-            f"{weights.logical}"
+            f"{weights.logical_name} {weights.logical}"
         )
     _check_cut_mark(write, weights, False)
     return weights
@@ -330,8 +329,7 @@ def _check_same_elements(
         if piece.logical_name != logical_name or actual != expected:
             raise ProofError(
                 f"{location}: needs {expected} of {logical_name}, but {source.name} has {actual} "
-                "of "
-                f"{piece.logical_name} there"
+                f"of {piece.logical_name} there"
             )
         covered += common.numel
     if covered != local.numel:

@@ -229,8 +229,7 @@ def _facts(
         yield (
             "relays",
             f"{size(totals.relayed_bytes)} more go from engine to engine, {size(busiest_relay)} "
-            "from the "
-            "busiest rank",
+            "from the busiest rank",
         )
         yield "", f"receivers in all: max/mean {totals.receiver_max_over_mean:.4f}"
     busiest = busiest_bytes(map, forwarding)

@@ -76,8 +76,7 @@ def check_distillation(config: RunConfig) -> Iterator[str]:
                 explanation = "the whole vocabulary is known there: set over=vocabulary"
             yield (
                 f"algorithm.distill.over={distill.over}: needs roles.{name}.on={needed_place}; it "
-                "is "
-                f"on {place}, and {explanation}"
+                f"is on {place}, and {explanation}"
             )
         if place == ENGINES and config.rollout.temperature != 1:
             reason = "SGLang gives log-probs of its input at temperature 1 only"

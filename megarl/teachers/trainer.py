@@ -106,7 +106,7 @@ class BatchScores:
         self, places: Sequence[int], sequences: Sequence[TrainSequence | Elsewhere]
     ) -> list[TeacherOfStep]:
         """The teachers' numbers for an optimizer step on the samples at `places`, whose sequences
-        are `chosen`.
+        are `sequences`.
         """
 
         teachers: list[TeacherOfStep] = []

@@ -143,7 +143,7 @@ def merged(parts: Iterable[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
 
 
 def read_boxes(folder: Path, index: Index, boxes: Iterable[HeldBox]) -> None:
-    """Fills the values of the `wanted` boxes.
+    """Fills the values of the `boxes` boxes.
 
     Raises CheckpointError if the checkpoint lacks any of their elements, or is damaged.
     """
@@ -267,11 +267,13 @@ def shared_boxes(trainer: MegatronTrainer, kinds: Iterable[str]) -> Iterator[Hel
         for tensor, piece, replica, replicas in layout.shared_pieces(dist.get_rank()):
             run = rank_runs.get(tensor.name)
             if run:
-                if run.is_share:
-                    part = (run.first, run.end)
-                else:
-                    part = (run.end * replica // replicas, run.end * (replica + 1) // replicas)
-                yield from _boxes(run, *part, tensor, piece, shapes[piece.logical_name], kinds)
+                first = run.first
+                end = run.end
+                if not run.is_share:
+                    first = run.end * replica // replicas
+                    end = run.end * (replica + 1) // replicas
+                shape = shapes[piece.logical_name]
+                yield from _boxes(run, first, end, tensor, piece, shape, kinds)
 
 
 def held_boxes(trainer: MegatronTrainer) -> Iterator[HeldBox]:
@@ -639,7 +641,9 @@ def _totals(trainer: MegatronTrainer) -> dict[str, tuple[int, int]]:
 def _difference(
     trainer: MegatronTrainer, totals: dict[str, tuple[int, int]], index: Index
 ) -> str | None:
-    """A problem if the ranks' `totals` are not a whole multiple of the index's; None if they are."""
+    """A problem if the ranks' `totals` are not a whole multiple of the index's; None if they
+    are.
+    """
     shapes = logical_shapes(trainer)
     for name, (count, total) in totals.items():
         tensor = index.tensors.get(name)
@@ -650,8 +654,8 @@ def _difference(
             return f"elements of {name} are missing or duplicated"
         if saved_hash is None or total != copies * saved_hash % 2**64:
             return (
-                f"{name} differs between what is held and what is stored, or among the ranks "
-                "that share it"
+                f"{name} differs between what is held and what is stored, or among the ranks that "
+                "share it"
             )
     return None
 

@@ -79,8 +79,8 @@ _FACTORIES = (
 
 
 def layer_spec() -> str:
-    """ "te" (Transformer Engine) or "local", as trainer_layout calls them: they keep the norms under
-    different names.
+    """ "te" (Transformer Engine) or "local", as trainer_layout calls them: they keep the norms
+    under different names.
     """
     fused = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
     if fused:

@@ -190,7 +190,7 @@ class Writing[T]:
 
         Raises WriteError if any rank's `write` or `conclude` raised OSError or RuntimeError (a full
         disk), after removing the partial folder. Steps of `conclude` that may fail on single ranks
-        must run in `together`; otherwise the other ranks would wait for them.
+        must run in `on_all_ranks`; otherwise the other ranks would wait for them.
         """
         if self._thread.ident is not None:
             self._thread.join()
@@ -580,7 +580,7 @@ def file_plan(
     ),
     indexed: bool = False,
 ) -> FilePlan:
-    """`stem`: prefix of the files' names; `shown`: gives a tensor's name and shape in files;
+    """`stem`: prefix of the files' names; `named_shape`: gives a tensor's name and shape in files;
     `indexed`: write an index even for one file.
     """
     groups: list[list[LocalTensor]] = [[]]

@@ -139,8 +139,8 @@ def packed_sequences(microbatch: MicroBatch, cp: int) -> PackedSequences:
 
 
 class ScalarHead(torch.nn.Module):
-    """The head of reward models and critics: a linear map from hidden states to one number, computed
-    in float32. Stands in for GPTModel's output layer, with the same arguments.
+    """The head of reward models and critics: a linear map from hidden states to one number,
+    computed in float32. Stands in for GPTModel's output layer, with the same arguments.
 
     Every tensor rank has the whole head, and applies it to its own positions.
     """
@@ -237,8 +237,8 @@ class LayerReplay(RouterReplay):
 
 
 class RoutingReplay:
-    """Rollout routing replay (Ma et al. 2025, arXiv 2510.11370) for all routers of this rank: tokens
-    go to the same experts as when they were generated.
+    """Rollout routing replay (Ma et al. 2025, arXiv 2510.11370) for all routers of this rank:
+    tokens go to the same experts as when they were generated.
 
     Only the choice is replayed. The weights of the chosen experts come from this trainer's own
     scores, so that gradients reach the router. If a choice is unknown (for padding, or at the end

@@ -29,8 +29,8 @@ class Rows(NamedTuple):
         # from its part of the vocabulary
     )
     positions: np.ndarray  # [N] in the microbatch
-    chosen: torch.Tensor  # [N] their indices among the rows on this rank
-    held: int
+    indices: torch.Tensor  # [N] their indices among the rows on this rank
+    row_count: int
 
 
 def scored_rows(hidden: torch.Tensor, microbatch: MicroBatch, sequence_parallel: bool) -> Rows:
@@ -57,7 +57,9 @@ def spread(values: torch.Tensor, rows: Rows, microbatch: MicroBatch) -> torch.Te
 
     The same on all context ranks, and differentiable if all compute the same loss from it.
     """
-    all_rows = values.new_zeros((rows.held, *values.shape[1:])).index_copy(0, rows.chosen, values)
+    all_rows = values.new_zeros((rows.row_count, *values.shape[1:])).index_copy(
+        0, rows.indices, values
+    )
     return layers.join(all_rows, microbatch.plan.boundaries, context_group())
 
 

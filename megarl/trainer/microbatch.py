@@ -277,8 +277,7 @@ def _routing(
         if len(expert_ids) >= tokens:
             raise ValueError(
                 f"experts of {len(expert_ids)} positions in a sequence of {tokens} tokens, the "
-                "last of "
-                "which has none"
+                "last of which has none"
             )
         ids[start : start + len(expert_ids)] = expert_ids
     return torch.from_numpy(ids)

@@ -142,8 +142,8 @@ def check_transformer_engine(spec: ModelSpec, trainer: TrainerConfig) -> None:
         )
     if torch.cuda.is_available() and spec.linear_layers and not HAVE_FLA:
         raise ConfigError(
-            f"model.path: a {spec.family} model needs flash-linear-attention on GPUs, which is "
-            "not installed"
+            f"model.path: a {spec.family} model needs flash-linear-attention on GPUs, which is not "
+            "installed"
         )
     if (
         torch.cuda.is_available()
@@ -456,7 +456,9 @@ def _build_chunk(
 
 
 def _prepare_sinks(model: GPTModel, config: TransformerConfig) -> None:
-    """Transformer Engine makes sinks in float32, and does not mark them as split over tensor ranks."""
+    """Transformer Engine makes sinks in float32, and does not mark them as split over tensor
+    ranks.
+    """
     for name, sinks in model.named_parameters():
         if name.endswith("softmax_offset"):
             sinks.data = sinks.data.to(config.params_dtype)
@@ -484,7 +486,9 @@ def _scaled(
 
 
 def _give_windows_their_rope(spec: ModelSpec, model: GPTModel) -> None:
-    """Gives layers with a window their own rotary embedding, since GPTModel has one for all layers."""
+    """Gives layers with a window their own rotary embedding, since GPTModel has one for all
+    layers.
+    """
     on_cpu = model.config.use_cpu_initialization
     rope = RotaryEmbedding(
         spec.head_dim, 1.0, rotary_base=spec.windowed_rope_theta, use_cpu_initialization=on_cpu
@@ -604,7 +608,9 @@ def _layer_spec(
 def _local_layer_spec(
     spec: ModelSpec, config: TransformerConfig, experts: int | None
 ) -> ModuleSpec:
-    """The spec of a layer of Megatron's own modules, with the norms and the attention of `layers`."""
+    """The spec of a layer of Megatron's own modules, with the norms and the attention of
+    `layers`.
+    """
     latent = spec.kv_lora_rank > 0
     layer = get_gpt_layer_local_spec(
         experts,

@@ -114,7 +114,9 @@ def reload_masters(optimizer: ChainedOptimizer) -> None:
 
 @dataclass(frozen=True)
 class OptimizerShard:
-    """The part of a parameter that this rank's optimizer has: its elements first .. end, flattened."""
+    """The part of a parameter that this rank's optimizer has: its elements first .. end,
+    flattened.
+    """
 
     parameter: torch.nn.Parameter
     first: int
@@ -181,7 +183,9 @@ def _masters(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int,
 
 
 def steps_made(optimizer: ChainedOptimizer) -> set[int]:
-    """The number of steps by Adam's own count: one element, or none if this rank has no parameters."""
+    """The number of steps by Adam's own count: one element, or none if this rank has no
+    parameters.
+    """
     adams = [*_adams(optimizer)]
     adam_steps = set()
     for adam in adams:

@@ -58,8 +58,8 @@ MTP = "mtp"
 
 
 class Tally:
-    """The sums over the tokens of an optimizer step, from which the metrics of agreement are computed
-    (observe/agreement.py). They cover the microbatches of one rank, and are on `device`.
+    """The sums over the tokens of an optimizer step, from which the metrics of agreement are
+    computed (observe/agreement.py). They cover the microbatches of one rank, and are on `device`.
     """
 
     def __init__(self, device: torch.device):
@@ -152,7 +152,7 @@ class StepResult:
     # of the policy before the step with the behaviour policy, if the tokens' ages were given
     agreement: Totals | None = None
     # only this rank's, for the sequences in `keep`
-    kept: dict[int, TokenRow] = field(default_factory=dict)
+    token_rows: dict[int, TokenRow] = field(default_factory=dict)
 
     def check_tokens(self, sample_tokens: int) -> None:
         """Raises RunError if the loss was not computed from `sample_tokens` tokens: a sequence was
@@ -161,8 +161,7 @@ class StepResult:
         if self.tokens != sample_tokens:
             raise RunError(
                 f"the step was made of {self.tokens} tokens, but its samples have {sample_tokens}; "
-                "its "
-                "weights are not used"
+                "its weights are not used"
             )
 
 
@@ -296,7 +295,7 @@ class MegatronTrainer(MegatronModel):
             flops=self._flops([len(s) for s in sequences]),
             mtp_loss=mtp_loss,
             agreement=agreement,
-            kept=_token_rows(kept_logprobs, sequences),
+            token_rows=_token_rows(kept_logprobs, sequences),
         )
 
     def _flops(self, lengths: Sequence[int]) -> float:
@@ -458,7 +457,7 @@ def _keep(
     microbatch: MicroBatch,
     logprobs: torch.Tensor,
 ) -> None:
-    """Keeps in `kept` the log-probs of the `wanted` sequences of a microbatch.
+    """Keeps in `kept_logprobs` the log-probs of the sequences `indices` of a microbatch.
 
     They stay on the device: to read them here would make the host wait for the GPU.
     """
@@ -471,7 +470,7 @@ def _keep(
 def _token_rows(
     kept_logprobs: Mapping[int, torch.Tensor], sequences: Sequence[TrainSequence | Elsewhere]
 ) -> dict[int, TokenRow]:
-    """The TokenRow of each of these sequences. `kept`: the log-probs of their positions."""
+    """The TokenRow of each of these sequences. `kept_logprobs`: of their positions."""
     if not kept_logprobs:
         return {}
     host = (

@@ -32,8 +32,7 @@ def check_unchanged(changes: Sequence[Changes], urls: Sequence[str]) -> None:
         for name in rank_changes.tensors:
             lines.append(
                 f"{name} on generator rank {rank} of engine {urls[rank // per_engine]} has changed "
-                "since "
-                f"{_when(rank_changes.since)}"
+                f"since {_when(rank_changes.since)}"
             )
     if lines:
         raise AuditError(
@@ -141,8 +140,8 @@ def expected_hashes_of(shares: Sequence[bytes], tensors: SentTensors) -> np.ndar
 
 
 def differing(digests: Sequence[bytes | None], sums: np.ndarray, tensors: SentTensors) -> list[int]:
-    """The generator ranks whose hashes are not as `expected`, judged by their digests (None: the
-    rank is lost).
+    """The generator ranks whose hashes are not as `expected_hashes_of`, judged by their digests
+    (None: the rank is lost).
     """
     of_ranks = zip(digests, pairwise(tensors.places.tolist()), strict=True)
     result: list[int] = []
@@ -158,7 +157,8 @@ def compare(
     tensors: SentTensors,
     relays: Collection[Relay] = (),
 ) -> None:
-    """Compares what generator ranks have `found` (`packed`; None: not asked) with `expected`.
+    """Compares `hashes_of_ranks`, what generator ranks have (`packed`; None: not asked), with the
+    expected ones.
 
     `tensors`: of the map and its relays. Raises AuditError that names tensors and ranks.
     """

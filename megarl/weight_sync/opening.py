@@ -246,7 +246,9 @@ async def open_memory(
 async def _open_memory(
     workers: Workers, kind: str, opening: Opening, known_digests: Mapping[int, bytes]
 ) -> list[PackedEndpoint]:
-    """`known`: generator rank -> digest of the expected forms, which need not be sent back."""
+    """`known_digests`: generator rank -> digest of the expected forms, which need not be sent
+    back.
+    """
     transport = transport_class(kind)
     offers = transport.offers(opening)
     memory = f"{transport.memory.__module__}:{transport.memory.__qualname__}"

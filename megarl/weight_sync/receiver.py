@@ -144,7 +144,7 @@ class WeightsReceiver:
     async def _join_beside(
         self, follow_up: asyncio.Future[None], executor: ServingExecutor
     ) -> None:
-        """Waits until `after` is done or an engine has been taken back."""
+        """Waits until `follow_up` is done or an engine has been taken back."""
         offer = asyncio.ensure_future(self._offers.next(executor.version, only_serving=True))
         try:
             await asyncio.wait({follow_up, offer}, return_when=asyncio.FIRST_COMPLETED)
@@ -198,8 +198,7 @@ class WeightsReceiver:
             )
         print(
             f"engines {span_values['engines']} hold what the audit of version {executor.version} "
-            "found "
-            "in them",
+            "found in them",
             flush=True,
         )
         self._end_update(executor.fleet)
@@ -424,7 +423,7 @@ class Offers:
     async def next(self, serving: Version, only_serving: bool = False) -> OfferedVersion:
         """Waits for the next version that every rank has offered.
 
-        With `again`, that can only be `serving`, for engines that have come back.
+        With `only_serving`, that can only be `serving`, for engines that have come back.
 
         The first offer has no deadline here, since its users have one. Raises TimeoutError that
         names missing ranks.

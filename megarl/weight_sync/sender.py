@@ -125,7 +125,7 @@ class WeightsSender:
 
         Gives the executor a SyncReport, unless the run stops.
 
-        `again` repeats a version for an engine that has come back, and adds the cost to that
+        `repeat` repeats a version for an engine that has come back, and adds the cost to that
         version's report.
 
         The grant has the deadline of a batch, since with `async.partial_rollout=block` the grant

@@ -145,8 +145,8 @@ class WeightUpdate:
 
     async def give_up(self, reasons_of_ranks: Mapping[int, str]) -> None:
         """Continues without the engines of these generator ranks, which lack a part of the weights,
-        for the reasons in `left_out`. Ends those that still answer, so that they are started again.
-        Raises EngineUnreachable if no engine may be lost.
+        for the reasons in `reasons_of_ranks`. Ends those that still answer, so that they are
+        started again. Raises EngineUnreachable if no engine may be lost.
         """
         places = {self.workers.place_of(rank): reason for rank, reason in reasons_of_ranks.items()}
         reasons = {}

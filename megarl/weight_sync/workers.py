@@ -374,8 +374,7 @@ def check_layout(live: Sequence[Sequence[RemoteTensor] | None], layout: Layout) 
             if planned_form != live_form:
                 problems.append(
                     f"generator rank {rank}, {name}: shape, strides, dtype {live_form}, in the "
-                    "layout "
-                    f"{planned_form}"
+                    f"layout {planned_form}"
                 )
     if problems:
         raise LayoutError(

@@ -296,8 +296,8 @@ class AmaxExchange:
     parts, in forward order. Both ends derive the order from the map, so the message has no names.
 
     Construct it on every trainer rank. If the map cuts a tile, that is collective over the default
-    process group, unless the exchange `before` already has a group. (A group that is no longer used
-    still keeps its connections.)
+    process group, unless the exchange `previous` already has a group. (A group that is no longer
+    used still keeps its connections.)
     """
 
     def __init__(

@@ -69,7 +69,8 @@ class Print:
 class BuiltModel:
     """The state of a model after its construction and before its weights are loaded.
 
-    Create it at that moment. `before`: the tensors that existed before the model was constructed.
+    Create it at that moment. `earlier_tensors`: the tensors that existed before the model was
+    constructed.
     """
 
     def __init__(

@@ -254,7 +254,7 @@ class Endpoints:
         return (unpack(packed, self._forms[packed.digest]) for packed in self.packed)
 
     def numbers(self, index: int, names: Collection[str]) -> np.ndarray:
-        """The numbers of these tensors, sorted by name, at endpoint number `at` of the list."""
+        """The numbers of these tensors, sorted by name, at endpoint number `index` of the list."""
         digest = self.packed[index].digest
         if digest not in self._numbers:
             self._numbers[digest] = {
@@ -265,8 +265,8 @@ class Endpoints:
     def towards(
         self, requests: Iterable[tuple[int, np.ndarray | None]], trainer: int | None = None
     ) -> bytes:
-        """Bytes for `decode_endpoints`: for each of `wanted` (index of an endpoint, numbers of its
-        tensors or None for all) that endpoint with only these tensors. Boxes and inboxes are
+        """Bytes for `decode_endpoints`: for each of `requests` (index of an endpoint, numbers of
+        its tensors or None for all) that endpoint with only these tensors. Boxes and inboxes are
         restricted to these tensors and to the rank `trainer`.
         """
         tables: dict[tuple[bytes, bytes], int] = {}
@@ -358,7 +358,7 @@ class Memory(abc.ABC):
     def spread(self, selects: Callable[[str], bool] | None = None) -> None:  # noqa: B027
         """Copies landed boxes to their parameters.
 
-        `wanted`: only for these tensors, if others have not landed.
+        `selects`: only for these tensors, if others have not landed.
         """
 
     def receive_changes(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:  # noqa: B027

@@ -409,8 +409,8 @@ class MooncakeTransport(Transport):
         """Returns a description of the failure; empty without one."""
         peer = self._peers[rank][1]
         failure = (
-            f"trainer rank {self._rank} could not write to generator rank {rank} at {peer} "
-            "by Mooncake"
+            f"trainer rank {self._rank} could not write to generator rank {rank} at {peer} by "
+            "Mooncake"
         )
         try:
             written = write_runs(self._engine, peer, runs, self._timeout_s)

@@ -59,8 +59,8 @@ class NcclGroup:
             if time.monotonic() > deadline:
                 self._backend.abort()
                 raise TimeoutError(
-                    f"weights from {_labels(messages)}: not through within {self._timeout_s:.0f} "
-                    "s by NCCL"
+                    f"weights from {_labels(messages)}: not through within {self._timeout_s:.0f} s "
+                    "by NCCL"
                 )
             time.sleep(POLL_S)
         try:

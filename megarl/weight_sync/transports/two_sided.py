@@ -176,7 +176,7 @@ class TwoSidedTransport(Transport):
             self._waiting = []
 
     def _finish(self, end_wave: int) -> None:
-        """Waits for all waves older than `before`."""
+        """Waits for all waves older than `end_wave`."""
         while self._started and self._started[0][0] < end_wave:
             self._group.wait(self._started.pop(0)[2])
 
