@@ -216,7 +216,9 @@ class LinearKl(torch.autograd.Function):
             else:
                 weight_grad = ctx.weight_grad
         for rows, z in (
-            _chunks(hidden, weight, ctx.vocab_slice, ctx.chunk_tokens) if ctx.here.real else ()
+            _chunks(hidden, weight, ctx.vocab_slice, ctx.chunk_tokens)
+            if ctx.vocab_slice.real
+            else ()
         ):
             ratios = ctx.teacher.ratios(rows, z, ctx.vocab_slice, tuple(saved))
             dz = (

@@ -271,12 +271,11 @@ class BatchSteps:
         has its share of each.
         """
         scores: dict[int, np.ndarray] = {}
-        for places in (
-            minibatch.places
-            for minibatch in cut[: self.config.trainer.minibatches]
-            if minibatch.places
-        ):
-            scores |= zip(places, score([sequences[place] for place in places]), strict=True)
+        for minibatch in cut[: self.config.trainer.minibatches]:
+            places = minibatch.places
+            if places:
+                values = score([sequences[place] for place in places])
+                scores |= zip(places, values, strict=True)
         return scores
 
 

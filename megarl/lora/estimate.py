@@ -94,7 +94,8 @@ def adapters_s(
 
     None if there are no adapters, or if engines cannot serve them.
     """
-    lora, (group, *other_groups) = Lora.of(config.lora), engine_groups(config.generator)
+    lora = Lora.of(config.lora)
+    group, *other_groups = engine_groups(config.generator)
     if lora is None or other_groups or unserved(spec, group.topology, device, lora):
         return None
     source = lora.trainer_layout(spec, trainer_topology(config.trainer), config.model.dtype)

@@ -132,7 +132,8 @@ class LayerAdapter(torch.nn.Module):
         return out, bias
 
     def _added(self, x: torch.Tensor, a: torch.nn.Parameter, b: torch.nn.Parameter) -> torch.Tensor:
-        a, b = (self._summed(factor, letter) for factor, letter in ((a, "a"), (b, "b")))
+        a = self._summed(a, "a")
+        b = self._summed(b, "b")
         h = F.linear(self._dropped(x), a) * self.scale
         if not self.experts and self.dim == 0:
             if self.sequence_parallel:

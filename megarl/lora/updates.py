@@ -50,9 +50,8 @@ class AdapterUpdates(FullUpdates):
         if self._adapters is None:
             return super().offer(version, base, model, trace)
         # The amax of tiles does not change, since the weights are frozen.
-        adapter_bytes, all_bytes = (
-            sum(copy.bytes for copy in copies) for copies in (self._adapters, self.copies)
-        )
+        adapter_bytes = sum(copy.bytes for copy in self._adapters)
+        all_bytes = sum(copy.bytes for copy in self.copies)
         return WeightsOffer(version, version - 1, adapter_bytes, adapter_bytes, all_bytes)
 
     def connect(

@@ -49,7 +49,8 @@ def logical(spec: ModelSpec) -> list[LogicalTensor]:
 
 def _projected(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Name -> shape of the tensors that hidden states are multiplied by."""
-    (keys, values), heads = _widths(spec), spec.linear_value_heads
+    keys, values = _widths(spec)
+    heads = spec.linear_value_heads
     rows = {QKVZ: 2 * keys + 2 * values, BA: 2 * heads}
     if spec.linear_by_kind:
         rows = {QKV: 2 * keys + values, Z: values, B: heads, A: heads}

@@ -175,15 +175,15 @@ class ReshardMap:
 
     def rank_bytes(self) -> tuple[np.ndarray, np.ndarray]:
         """The bytes that each rank sends, and the bytes that each rank receives."""
-        copies_sent = np.zeros(self.source.world_size, dtype=np.int64)
-        copies_received = np.zeros(self.destination.world_size, dtype=np.int64)
+        sent = np.zeros(self.source.world_size, dtype=np.int64)
+        received = np.zeros(self.destination.world_size, dtype=np.int64)
         for row, size in self.routes():
             assignment = self.turns.assignment(row)
             # bytes by class and replica
             copies = np.repeat(size * assignment.sizes, assignment.senders.shape[1])
-            np.add.at(copies_sent, assignment.senders.ravel(), copies)
-            np.add.at(copies_received, assignment.receivers.ravel(), copies)
-        return copies_sent, copies_received
+            np.add.at(sent, assignment.senders.ravel(), copies)
+            np.add.at(received, assignment.receivers.ravel(), copies)
+        return sent, received
 
     def peers(self) -> np.ndarray:
         """Whether a source rank sends anything to a destination rank, [source ranks, destination
@@ -198,22 +198,23 @@ class ReshardMap:
     @property
     def counts(self) -> tuple[int, int]:
         """The numbers of copies and of writes."""
-        return sum(self.times(row) for row in self.rows), sum(
-            self.times(row) for row in self.write_rows
-        )
+        copies = sum(self.times(row) for row in self.rows)
+        writes = sum(self.times(row) for row in self.write_rows)
+        return copies, writes
 
     def summary(self) -> MapSummary:
-        (copies_sent, copies_received), (copies, writes) = self.rank_bytes(), self.counts
+        sent, received = self.rank_bytes()
+        copies, writes = self.counts
         return MapSummary(
             trainer_ranks=self.source.world_size,
             generator_ranks=self.destination.world_size,
             tensors=count_tensors(self.destination),
             copies=copies,
             writes=writes,
-            bytes=int(copies_sent.sum()),
+            bytes=int(sent.sum()),
             bytes_minimum=sum(kind.bytes for kind in self.destination.kinds),
-            sender_max_over_mean=float(copies_sent.max() / copies_sent.mean()),
-            receiver_max_over_mean=float(copies_received.max() / copies_received.mean()),
+            sender_max_over_mean=float(sent.max() / sent.mean()),
+            receiver_max_over_mean=float(received.max() / received.mean()),
         )
 
     def row_bytes(self, row: Row) -> int:

@@ -283,8 +283,10 @@ def _check_scales(write: _Write, overlaps: list[tuple[Piece, Box]]) -> Piece:
             f"{location}: scales in {write.box} are made from {len(sources)} pieces of "
             f"{source.name}"
         )
-    (source, _), (piece, common) = sources[0], overlaps[0]
-    weights = Piece(origin, source.logical_name, origin.move(source.local, source.logical))
+    source_piece, _ = sources[0]
+    piece, common = overlaps[0]
+    logical_box = origin.move(source_piece.local, source_piece.logical)
+    weights = Piece(origin, source_piece.logical_name, logical_box)
     tiles = rule.tiles(weights.logical)
     needed_tiles = common.move(piece.local, piece.logical)
     if (

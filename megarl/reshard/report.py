@@ -215,7 +215,8 @@ def _line(map: ReshardMap, kind: Kind, rows: list[Row], write_rows: list[Row]) -
 def _facts(
     map: ReshardMap, forwarding: Forwarding | None, link_bytes_per_s: float, changed: float
 ) -> Iterator[tuple[str, str]]:
-    (sent, received), totals = map.rank_bytes(), summary(map, forwarding)
+    sent, received = map.rank_bytes()
+    totals = summary(map, forwarding)
     forced = f", of which the sizes of the trainer's stages force {sender_bound(map):.4f}"
     yield "senders", f"{_shared(sent)}: max/mean {totals.sender_max_over_mean:.4f}{forced}"
     yield "receivers", f"{_shared(received)}: max/mean {received.max() / received.mean():.4f}"

@@ -90,9 +90,10 @@ def _lands(kind: Kind, row: Row) -> bool:
     if tensor.experts is not None and row.transform != ZEROS:
         per_expert = EXPERT_FIELD in kind.name
         if per_expert:
-            shape, box = (shape[1:], box.drop())
+            shape = shape[1:]
+            box = box.drop()
         else:
-            shape, box = (shape, Box(box.start, (1, *box.shape[1:])))
+            box = Box(box.start, (1, *box.shape[1:]))
     return lands(box, shape, ITEM_BYTES[tensor.dtype])
 
 

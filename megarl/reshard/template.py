@@ -404,6 +404,7 @@ def _scale_part(rule: Rule, piece: Piece, number: int, logical: Box) -> tuple[Bo
             first = -(-first // size) * size
         if first >= logical.start[dim] + logical.shape[dim]:
             return None
-        start[dim], shape[dim] = first, logical.start[dim] + logical.shape[dim] - first
+        start[dim] = first
+        shape[dim] = logical.start[dim] + logical.shape[dim] - first
     weights_box = Box(tuple(start), tuple(shape))
     return weights_box, rule.tiles(weights_box)

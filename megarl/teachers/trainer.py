@@ -71,7 +71,8 @@ class Teachers:
             for name, scores in zip(
                 served_names, form.unpack(sequence.teachers, length), strict=True
             ):
-                prompt_length, (ids, logprobs) = len(sequence) - length, engine_scores[name]
+                prompt_length = len(sequence) - length
+                ids, logprobs = engine_scores[name]
                 ids[place] = np.concatenate(
                     [np.zeros((prompt_length, scores.ids.shape[1]), np.int32), scores.ids]
                 )
@@ -187,10 +188,8 @@ class ModelScores:
         self._hidden = hidden
 
     def __call__(self, microbatch: MicroBatch, divergence: Divergence) -> TeacherTokens:
-        hidden, weight = (
-            self._hidden[microbatch.plan.indices],
-            output_weight(self._model.chunks[-1]).detach(),
-        )
+        hidden = self._hidden[microbatch.plan.indices]
+        weight = output_weight(self._model.chunks[-1]).detach()
         return TeacherTokens(
             divergence(lambda positions: WholeDistribution(hidden.to(weight.device), weight)),
             microbatch.loss_mask,

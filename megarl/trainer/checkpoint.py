@@ -22,6 +22,7 @@ depend on how it is cut.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -293,9 +294,8 @@ def live_boxes(trainer: MegatronTrainer) -> Iterator[HeldBox]:
     """All weights of the model on this rank, by whole pieces, as the weights channel reads them."""
     shapes = logical_shapes(trainer)
     parameters = trainer.local_parameters()
-    for tensor in (
-        tensor for layout in layouts(trainer) for tensor in layout.tensors(dist.get_rank())
-    ):
+    tensors = [layout.tensors(dist.get_rank()) for layout in layouts(trainer)]
+    for tensor in itertools.chain.from_iterable(tensors):
         for piece in tensor.pieces:
             values = parameters[tensor.name][piece.local.slices()]
             yield HeldBox(

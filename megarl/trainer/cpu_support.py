@@ -336,9 +336,8 @@ def _patch_experts() -> None:
 
 def _patch_gated_delta_nets() -> None:
     """Replaces Flash Linear Attention by the functions above, which support packed sequences."""
-    common, gdn = (
-        _module(f"megatron.core.ssm.gated_delta_net.{name}") for name in ("common", "gdn")
-    )
+    common = _module("megatron.core.ssm.gated_delta_net.common")
+    gdn = _module("megatron.core.ssm.gated_delta_net.gdn")
     common.HAVE_FLA = True
     common.l2norm = gated_delta_rule.l2norm
     gdn.causal_conv1d = causal_conv1d

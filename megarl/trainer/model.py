@@ -491,8 +491,11 @@ def _give_windows_their_rope(spec: ModelSpec, model: GPTModel) -> None:
     """
     on_cpu = model.config.use_cpu_initialization
     rope = RotaryEmbedding(
-        spec.head_dim, 1.0, rotary_base=spec.windowed_rope_theta, use_cpu_initialization=on_cpu
-    )  # type: ignore[arg-type]
+        spec.head_dim,
+        1.0,
+        rotary_base=spec.windowed_rope_theta,  # type: ignore[arg-type]
+        use_cpu_initialization=on_cpu,
+    )
 
     def give(
         attention: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
@@ -588,9 +591,8 @@ def _layer_spec(
         return layer
     first = get_transformer_layer_offset(config, vp_stage=stage)
     count = get_num_layers_to_build(config, vp_stage=stage)
-    dense, sparse = (
-        _local_layer_spec(spec, config, experts) for experts in (None, spec.num_experts or None)
-    )
+    dense = _local_layer_spec(spec, config, None)
+    sparse = _local_layer_spec(spec, config, spec.num_experts or None)
     layers = [
         dense if layer < spec.first_dense_layers else sparse
         for layer in range(first, first + count)

@@ -237,7 +237,8 @@ class LearningRate:
         self.optimizer = optimizer
         min_lr = config.lr * config.min_lr_ratio if config.schedule != "constant" else 0.0
         for group in optimizer.param_groups:  # each group has the bounds with which it was made
-            group["max_lr"], group["min_lr"] = config.lr, min_lr
+            group["max_lr"] = config.lr
+            group["min_lr"] = min_lr
         self.scheduler = OptimizerParamScheduler(
             optimizer,
             init_lr=0.0,

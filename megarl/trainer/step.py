@@ -341,7 +341,8 @@ class MegatronTrainer(MegatronModel):
         total = out.loss / denominator
         if self.mtp is not None:
             mtp_loss = self._mtp_loss(self.mtp, hidden, microbatch, temperature) / mtp_tokens
-            total, sums[MTP] = total + mtp_loss, mtp_loss.detach()
+            total = total + mtp_loss
+            sums[MTP] = mtp_loss.detach()
         return total, torch.zeros((), dtype=torch.int, device=self.device), sums
 
     def _begin_mtp(self, sequences: Sequence[TrainSequence | Elsewhere]) -> float:

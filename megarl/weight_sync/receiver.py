@@ -336,11 +336,11 @@ class WeightsReceiver:
         if self._plan.config.weights.audit == STRICT:
             await update.recall()
         if session.opens:
-            of_rank = (
+            grants = (  # made one by one, since all endpoints are large
                 msgspec.structs.replace(grant, endpoints=opened.endpoints_of(rank))
                 for rank in range(len(self._trainers))
             )
-            await self._link.send_each(zip(self._trainers, of_rank))
+            await self._link.send_each(zip(self._trainers, grants))
         else:
             await self._send_all(grant)
         writes = Writes(

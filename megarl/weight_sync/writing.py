@@ -434,7 +434,8 @@ class Deltas:
         usable = self.on and confirmed >= 0 and confirmed == self._version and not self._fulls
         if not usable or any(_key(copy) not in self._sent_values for copy in copies):
             return None
-        hashes, copies_of = Hashes(), _by_payload(copies)
+        hashes = Hashes()
+        copies_of = _by_payload(copies)
 
         def compared() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             for key, equal_copies in copies_of.items():

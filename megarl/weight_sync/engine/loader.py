@@ -179,11 +179,9 @@ class Worker:
         if self.relay_transport is not None:
             self.relay_transport.close()
             self.relay_transport = None
-        self.rank, self.reply_address, self.host = (
-            command.first_rank + self.tp_rank(),
-            command.reply_address,
-            self.find_host(),
-        )
+        self.rank = command.first_rank + self.tp_rank()
+        self.reply_address = command.reply_address
+        self.host = self.find_host()
         self.opened = {}
         self.relays = []
         self.peer = Peer(

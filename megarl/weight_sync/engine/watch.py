@@ -468,7 +468,8 @@ class _Place:
     """
 
     def __init__(self, values: torch.Tensor):
-        self._values, self._position = weakref.ref(values), self._place(values)
+        self._values = weakref.ref(values)
+        self._position = self._place(values)
 
     @property
     def address(self) -> int:

@@ -197,10 +197,8 @@ def transport_pairs(setting: str, trainers: Sequence[Host], generators: Sequence
     hosts, and in whether they share memory and network. (A run has thousands of ranks on each side,
     and millions of pairs.)
     """
-    (trainer_of, trainer_hosts), (generator_of, generator_hosts) = (
-        _numbered(trainers),
-        _numbered(generators),
-    )
+    trainer_of, trainer_hosts = _numbered(trainers)
+    generator_of, generator_hosts = _numbered(generators)
     transport_of_pair: dict[tuple, int] = {}  # kind of pair -> number of its transport
     kinds: dict[str, int] = {}
     table = np.zeros((len(generator_hosts), len(trainer_hosts)), dtype=np.int8)

@@ -76,7 +76,8 @@ class CudaMemory:
         return Allocation(handle, offset + size, (count, index)), offset
 
     def open(self, allocation: Allocation) -> torch.UntypedStorage:
-        device, (count, index) = torch.cuda.current_device(), allocation.reference
+        device = torch.cuda.current_device()
+        count, index = allocation.reference
         return torch.UntypedStorage._new_shared_cuda(
             device, allocation.handle, allocation.size_bytes, 0, count, index, b"", False
         )
