@@ -19,7 +19,7 @@ from megarl.algorithms.batches import MiniBatch
 from megarl.base.rollout_types import Batch, Elsewhere, TrainSequence
 from megarl.critic.losses import Moments
 from megarl.critic.plan import critic_path
-from megarl.executors.batch_steps import BatchSteps, FrozenScores, Scores, at
+from megarl.executors.batch_steps import BatchSteps, FrozenScores, Scores, scores_at
 from megarl.plan.resolve import RunPlan
 from megarl.teachers.trainer import Sequences
 from megarl.trainer.step import MegatronTrainer
@@ -78,7 +78,7 @@ class ActorCriticSteps(BatchSteps):
             [sequences[place] for place in minibatch.places],
             partial(value_loss, clip=self.config.critic.value_clip),
             float(minibatch.tokens or 1),
-            old_values=at(minibatch.places, values),
+            old_values=scores_at(minibatch.places, values),
             returns=[returns.get(place, elsewhere) for place in minibatch.places],
         )
         result.check_tokens(minibatch.tokens)

@@ -182,8 +182,8 @@ class BatchSteps:
             self.algorithm.loss,
             minibatch.denominator,
             temperature=self.config.rollout.temperature,
-            reference_logprobs=at(minibatch.places, frozen.reference),
-            proximal_logprobs=at(minibatch.places, frozen.proximal),
+            reference_logprobs=scores_at(minibatch.places, frozen.reference),
+            proximal_logprobs=scores_at(minibatch.places, frozen.proximal),
             ages=ages,
             teachers=frozen.teachers.of_step(minibatch.places, sequences_of_step)
             if frozen.teachers
@@ -279,7 +279,7 @@ class BatchSteps:
         return scores
 
 
-def at(places: Sequence[int], scores: Scores | None) -> list[np.ndarray] | None:
+def scores_at(places: Sequence[int], scores: Scores | None) -> list[np.ndarray] | None:
     if scores is None:
         return None
     return [scores[place] for place in places]

@@ -359,7 +359,7 @@ async def show_engines(fleet: Fleet, run_dir: Path, trace: TraceWriter) -> None:
         await asyncio.sleep(EVERY_S)
 
 
-class Refused(ValueError):
+class CallRefused(ValueError):
     """The request cannot be granted."""
 
 
@@ -388,7 +388,7 @@ class FleetCalls:
     async def _answer(self, sender: str, call: FleetCall) -> None:
         try:
             answer = FleetAnswer(call.do, self._states(await self._done(call)))
-        except Refused as refused:
+        except CallRefused as refused:
             answer = FleetAnswer(call.do, error=str(refused))
         try:
             self.link.send(sender, answer)
@@ -403,16 +403,16 @@ class FleetCalls:
             self._last_calls |= dict.fromkeys(call.engines, time.monotonic())
             return call.engines
         if not self.fleet.elastic:
-            raise Refused(
+            raise CallRefused(
                 "generator.on_failure=fail: must be restart or drop for engines to join and leave"
             )
         fixed = self.fixed()
         if fixed:
-            raise Refused(f"{fixed}: engines can neither join nor leave")
+            raise CallRefused(f"{fixed}: engines can neither join nor leave")
         if call.do == "join":
             names = [group.name for group in self.fleet.groups]
             if call.group not in names:
-                raise Refused(
+                raise CallRefused(
                     f"{call.group or 'no group'}: must be one of the run's generator.groups, "
                     f"{', '.join(names)}"
                 )
@@ -433,12 +433,12 @@ class FleetCalls:
                 present.append(index)
         leaving = call.engines or present[::-1][: call.count]
         if not call.ends and (missing := sorted(set(leaving) - set(present))):
-            raise Refused(
+            raise CallRefused(
                 f"engine {missing[0]}: there is none; there are {', '.join(map(str, present))}"
             )
         serving = self.fleet.serving or set(present)
         if serving <= set(leaving):
-            raise Refused(
+            raise CallRefused(
                 "one engine at least must go on serving, and engine "
                 f"{', '.join(map(str, sorted(serving)))} would be gone"
             )

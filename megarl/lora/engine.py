@@ -40,7 +40,7 @@ def _adapted(result: Any, runner: Any) -> None:
     from megarl.weight_sync.engine import loader  # only workers need it
 
     if runner.lora_manager is not None and not runner.is_draft_worker:
-        loader.pool_added(runner.model, Pool(runner.lora_manager))
+        loader.pool_added(runner.model, AdapterPool(runner.lora_manager))
 
 
 def _empty(original: Any, adapter: Any) -> None:
@@ -51,7 +51,7 @@ def _empty(original: Any, adapter: Any) -> None:
     adapter.initialize_weights_from_tensors({})
 
 
-class Pool:
+class AdapterPool:
     """`manager` is a worker's LoRAManager."""
 
     def __init__(self, manager: Any):

@@ -358,7 +358,10 @@ class _Share:
 
 
 def _write(
-    turns: Turns, rows: list[Row], list_for: ListFor, transfers_of: Callable[[Row], _Transfers]
+    turns: Turns,
+    rows: list[Row],
+    list_for: ListFor,
+    transfers_of: Callable[[Row], _Transfers],
 ) -> None:
     """Writes out `rows` as copies, layer by layer and expert by expert.
 

@@ -32,7 +32,7 @@ DEFAULT_WAVE_BYTES = 64 << 20
 _Writes = dict[tuple[int, int], list[Copy]]  # (depth, peer) -> writes
 
 
-class Batch(Struct, frozen=True, gc=False):
+class WriteBatch(Struct, frozen=True, gc=False):
     """All writes of one wave from one rank to another, in forward order."""
 
     wave: int
@@ -140,7 +140,7 @@ def _bytes_of_the_largest(kind: Kind) -> int:
 
 def batches_from(
     map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES
-) -> tuple[Batch, ...]:
+) -> tuple[WriteBatch, ...]:
     """The batches that source rank `rank` sends, in sending order."""
     writes: _Writes = defaultdict(list)
     put_sent(
@@ -162,7 +162,7 @@ def scheduled_writes(map: ReshardMap, rank: int) -> list[Copy]:
 
 def batches_to(
     map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES
-) -> tuple[Batch, ...]:
+) -> tuple[WriteBatch, ...]:
     """The batches that destination rank `rank` receives, wave by wave."""
     writes: _Writes = defaultdict(list)
     put_received(
@@ -171,7 +171,9 @@ def batches_to(
     return _batches(writes, waves(map, wave_bytes), 0, map.source.world_size)
 
 
-def _batches(writes: _Writes, wave_of: Sequence[int], first: int, peers: int) -> tuple[Batch, ...]:
+def _batches(
+    writes: _Writes, wave_of: Sequence[int], first: int, peers: int
+) -> tuple[WriteBatch, ...]:
     """The batches wave by wave.
 
     Within a wave they go around the `peers` from peer `first` on. Each batch goes depth by depth.
@@ -186,7 +188,7 @@ def _batches(writes: _Writes, wave_of: Sequence[int], first: int, peers: int) ->
             batch_writes += writes[depth, peer]
         first_write = batch_writes[0]
         batches.append(
-            Batch(
+            WriteBatch(
                 wave=wave,
                 source_rank=first_write.source_rank,
                 destination_rank=first_write.destination_rank,

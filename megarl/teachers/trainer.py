@@ -165,7 +165,7 @@ class LikeliestTokenScores:
         logprobs = lay(plan, lambda i: self.logprobs[i], np.float32, shape)
         is_known = np.isfinite(logprobs[:, 0])  # a place has all k or none
 
-        def at(positions: np.ndarray) -> Teacher:
+        def likeliest_at(positions: np.ndarray) -> Teacher:
             known_ids = np.where(is_known[positions][:, None], ids[positions], np.arange(shape[0]))
             return LikeliestTokens(
                 to_device(torch.from_numpy(known_ids), device),
@@ -173,7 +173,8 @@ class LikeliestTokenScores:
             )
 
         return TeacherTokens(
-            divergence(at), microbatch.loss_mask & to_device(torch.from_numpy(is_known), device)
+            divergence(likeliest_at),
+            microbatch.loss_mask & to_device(torch.from_numpy(is_known), device),
         )
 
 

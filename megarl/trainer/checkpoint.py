@@ -218,7 +218,7 @@ def _inside(box: Box, outer: Box) -> tuple[slice, ...]:
 
 
 @dataclass(frozen=True)
-class Run:
+class ElementRun:
     """The elements from `first` to `end` of a flattened local tensor."""
 
     first: int
@@ -230,7 +230,7 @@ class Run:
         return self.first + self.values[LIVE].numel()
 
 
-def runs(trainer: MegatronTrainer) -> dict[str, Run]:
+def runs(trainer: MegatronTrainer) -> dict[str, ElementRun]:
     """Name in the layout -> run of this rank.
 
     Tensors for which its optimizers have nothing are left out.
@@ -245,13 +245,13 @@ def runs(trainer: MegatronTrainer) -> dict[str, Run]:
             EXP_AVG_SQ: shard.exp_avg_sq,
             LIVE: shard.live,
         }
-        runs_by_name[names[shard.parameter]] = Run(
+        runs_by_name[names[shard.parameter]] = ElementRun(
             shard.first, values, is_share=trainer.topology.zero == 1
         )
     for name, parameter in parameters.items():
         if not parameter.requires_grad:  # a router's bias, or a frozen weight
             flat = parameter.detach().view(-1)
-            runs_by_name[name] = Run(
+            runs_by_name[name] = ElementRun(
                 0, {LIVE: flat} if trainer.frozen else {MASTER: flat, LIVE: flat}, is_share=False
             )
     return runs_by_name
@@ -345,7 +345,7 @@ def totals(trainer: MegatronTrainer, boxes: Iterable[HeldBox]) -> dict[str, tupl
 
 
 def _boxes(
-    run: Run,
+    run: ElementRun,
     first: int,
     end: int,
     tensor: LocalTensor,

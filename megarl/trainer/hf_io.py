@@ -515,7 +515,7 @@ def _write_headers(folder: Path, headers: Mapping[str, bytes]) -> None:
             os.fsync(file.fileno())
 
 
-def _write_pieces(folder: Path, pieces: Sequence[tuple[_Place, Box, torch.Tensor]]) -> None:
+def _write_pieces(folder: Path, pieces: Sequence[tuple[_TensorPlace, Box, torch.Tensor]]) -> None:
     files: dict[str, int] = {}
     try:
         for place, box, values in counted(
@@ -532,7 +532,7 @@ def _write_pieces(folder: Path, pieces: Sequence[tuple[_Place, Box, torch.Tensor
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TensorPlace:
     """The place of a tensor: `nbytes` at `offset` of `file`."""
 
     file: str
@@ -545,7 +545,7 @@ class _Place:
 class FilePlan:
     """Format: 8 bytes header length, JSON header, data."""
 
-    places: dict[str, _Place]  # tensor -> its place
+    places: dict[str, _TensorPlace]  # tensor -> its place
     headers: dict[str, bytes]  # file -> its header
     stored: dict[str, FilePlace]  # logical name -> where files have it
     indexed: bool = False  # whether the folder has an index of its files
@@ -554,7 +554,7 @@ class FilePlan:
 
     def places_of(
         self, piece: Piece, values: torch.Tensor
-    ) -> Iterator[tuple[_Place, Box, torch.Tensor]]:
+    ) -> Iterator[tuple[_TensorPlace, Box, torch.Tensor]]:
         """Yields the tensors in files that have the piece, the box in each, and its `values` in the
         form of the file.
         """
@@ -612,7 +612,7 @@ def file_plan(
                 "shape": shape,
                 "data_offsets": offsets,
             }
-            places[tensor.name] = _Place(file, offset, nbytes, tensor.file_shape)
+            places[tensor.name] = _TensorPlace(file, offset, nbytes, tensor.file_shape)
             offset += nbytes
         text = json.dumps(entries).encode()
         text += b" " * (-len(text) % 8)
@@ -628,7 +628,7 @@ def _bytes(tensor: LocalTensor) -> int:
     return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
 
 
-def _write_box(fd: int, place: _Place, box: Box, values: torch.Tensor) -> None:
+def _write_box(fd: int, place: _TensorPlace, box: Box, values: torch.Tensor) -> None:
     """Writes `values` as the elements `box` of the tensor at `place`, with one write for each
     contiguous run of elements.
     """

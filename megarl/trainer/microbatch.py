@@ -214,7 +214,7 @@ def build(
     ) -> torch.Tensor:
         return to_device(torch.from_numpy(lay(plan, values, dtype, part=part)), device)
 
-    def given(rows: Sequence[np.ndarray] | None) -> torch.Tensor | None:
+    def laid_or_none(rows: Sequence[np.ndarray] | None) -> torch.Tensor | None:
         if rows is None:
             return None
         return laid(lambda i: rows[i], np.float32)
@@ -228,10 +228,10 @@ def build(
         scored=scored,
         mu_logprobs=laid(lambda i: sequences_here[i].mu_logprobs, np.float32),
         advantages=laid(lambda i: sequences_here[i].advantages, np.float32),
-        reference_logprobs=given(reference_logprobs),
-        proximal_logprobs=given(proximal_logprobs),
-        old_values=given(old_values),
-        returns=given(returns),
+        reference_logprobs=laid_or_none(reference_logprobs),
+        proximal_logprobs=laid_or_none(proximal_logprobs),
+        old_values=laid_or_none(old_values),
+        returns=laid_or_none(returns),
         ages=None if ages is None else laid(lambda i: ages[i], np.int32),
         routing=None
         if routing is None

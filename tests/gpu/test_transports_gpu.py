@@ -19,9 +19,9 @@ from megarl.weight_sync.transports import cuda_ipc
 from megarl.weight_sync.transports.base import (
     NCCL,
     Endpoint,
+    GroupMembers,
     Incoming,
     LiveParameters,
-    Members,
     Offer,
 )
 from megarl.weight_sync.transports.cuda_ipc import CudaIpcTransport, CudaMemory
@@ -35,7 +35,7 @@ pytestmark = [
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 TIMEOUT_S = 60.0
-MEMBERS = Members(trainers=(0,), generators=(0,), waves=(0, 0, 1))
+MEMBERS = GroupMembers(trainers=(0,), generators=(0,), waves=(0, 0, 1))
 COPIES = [
     # rows with two strides
     Copy(

@@ -42,8 +42,8 @@ from megarl.weight_sync.audit import (
     packed_shares,
 )
 from megarl.weight_sync.commands import Audit, Connect, ConnectRelays, Open
-from megarl.weight_sync.engine.loader import Worker, as_arranged
-from megarl.weight_sync.transports.base import Incoming, Members, Offer, RemoteTensor
+from megarl.weight_sync.engine.loader import EngineWorker, as_arranged
+from megarl.weight_sync.transports.base import GroupMembers, Incoming, Offer, RemoteTensor
 from megarl.weight_sync.workers import Workers, check_layout, check_parallelism
 
 KEYS = EngineKeys("a", "b")
@@ -63,7 +63,7 @@ def test_post_load_work_is_done_on_all_modules_and_then_the_models_own():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
     done: list[str] = []
     model.post_load_weights = lambda: done.append("the model's own")
-    worker = Worker(lambda: 0, Host)
+    worker = EngineWorker(lambda: 0, Host)
     worker.finish(
         lambda part, device: done.extend(name for name, _ in part.named_modules()),
         model,
@@ -187,7 +187,7 @@ def test_a_command_is_read_from_the_device_that_sglang_has_put_it_on():
 
 def test_commands_survive_the_wire():
     box = Box((0, 2), (3, 4))
-    members = Members((0,), (1, 2), (0, 0, 1))
+    members = GroupMembers((0,), (1, 2), (0, 0, 1))
     for command in (
         Connect(2, "tcp://h:1", "new", "/k"),
         Open(

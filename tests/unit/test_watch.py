@@ -12,7 +12,7 @@ import torch
 from megarl.messaging.host import Host
 from megarl.weight_sync.audit import AuditError, check_proven
 from megarl.weight_sync.commands import Audit, MemoryEntry, Recall
-from megarl.weight_sync.engine.loader import Worker
+from megarl.weight_sync.engine.loader import EngineWorker
 from megarl.weight_sync.engine.watch import LAYERS, BuiltModel, MemoryWatch, inventory, live_tensors
 
 
@@ -276,7 +276,7 @@ def test_a_run_ends_if_a_model_holds_unproven_memory_and_warns_of_others(capsys)
 
 
 def test_a_worker_recalls_what_its_last_audit_found(model):
-    worker = Worker(lambda: 0, Host)
+    worker = EngineWorker(lambda: 0, Host)
     parameters = dict(model.named_parameters())
     assert worker.recall(parameters, Recall()).tensors == [], "nothing was audited yet"
     worker.audit(parameters, Audit(version=3))
@@ -290,7 +290,7 @@ def test_a_worker_recalls_what_its_last_audit_found(model):
 
 def test_a_worker_recalls_at_the_end_of_a_run_all_that_its_audits_compare(model):
     """No later audit would compare the memory that no update writes."""
-    worker = Worker(lambda: 0, Host)
+    worker = EngineWorker(lambda: 0, Host)
     parameters = dict(model.named_parameters())
     worker.unwritten = MemoryWatch(model, None)
     worker.unwritten.start()
@@ -315,7 +315,7 @@ def test_sglang_is_told_that_parameters_were_written(model):
     """Otherwise it keeps its copy of a router's bias in another dtype
     (TopKConfig.correction_bias_for_dtype).
     """
-    worker = Worker(lambda: 0, Host)
+    worker = EngineWorker(lambda: 0, Host)
     weight = model.layers[0].weight
     version = model.layers[0].weight._version
     worker.finish(lambda part, device: None, model, torch.device("cpu"))

@@ -89,7 +89,7 @@ class Pool(Protocol):
         ...
 
 
-class Worker:
+class EngineWorker:
     """State of one TP worker between commands."""
 
     def __init__(self, tp_rank: Callable[[], int], find_host: Callable[[], Host]) -> None:
@@ -368,21 +368,21 @@ class Worker:
                 model.post_load_weights()
 
 
-_HANDLERS: dict[type, Callable[[Worker, Parameters, Any], Any]] = {
+_HANDLERS: dict[type, Callable[[EngineWorker, Parameters, Any], Any]] = {
     Connect: lambda worker, parameters, command: worker.host,
-    Describe: Worker.describe,
-    Arrange: Worker.arrange,
-    Open: Worker.open,
-    Receive: Worker.receive,
-    Spread: Worker.spread,
-    ConnectRelays: Worker.connect_relays,
-    PassOn: Worker.pass_on,
-    End: Worker.end,
-    commands.Watch: Worker.watch,
-    commands.Inventory: Worker.inventory,
-    Recall: Worker.recall,
-    Audit: Worker.audit,
-    commands.Hashes: Worker.hashes,
+    Describe: EngineWorker.describe,
+    Arrange: EngineWorker.arrange,
+    Open: EngineWorker.open,
+    Receive: EngineWorker.receive,
+    Spread: EngineWorker.spread,
+    ConnectRelays: EngineWorker.connect_relays,
+    PassOn: EngineWorker.pass_on,
+    End: EngineWorker.end,
+    commands.Watch: EngineWorker.watch,
+    commands.Inventory: EngineWorker.inventory,
+    Recall: EngineWorker.recall,
+    Audit: EngineWorker.audit,
+    commands.Hashes: EngineWorker.hashes,
 }
 
 
@@ -404,7 +404,7 @@ def _tp_rank() -> int:
 
 
 # SGLang knows the loader only by its import path, so its state must be global
-_worker = Worker(_tp_rank, this_host)
+_worker = EngineWorker(_tp_rank, this_host)
 
 
 def _post_load(model: torch.nn.Module) -> None:

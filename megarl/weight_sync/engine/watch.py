@@ -251,7 +251,7 @@ class MemoryWatch:
         if not self._states:
             yield
             return
-        places = {name: _Place(values) for name, values, _ in _tensors(self.model)}
+        places = {name: _MemoryPosition(values) for name, values, _ in _tensors(self.model)}
         yield
         tensors = {name: values for name, values, _ in _tensors(self.model)}
         self._names |= tensors.keys() - places.keys()
@@ -462,7 +462,7 @@ def _span(values: torch.Tensor) -> tuple[int, int]:
     return values.data_ptr(), values.data_ptr() + reach * values.itemsize
 
 
-class _Place:
+class _MemoryPosition:
     """The earlier address of a tensor, and torch's count of the writes to it (none for inference
     tensors).
     """

@@ -80,7 +80,7 @@ class Inbox(msgspec.Struct, frozen=True, array_like=True):
     size_bytes: int
 
 
-class Members(msgspec.Struct, frozen=True):
+class GroupMembers(msgspec.Struct, frozen=True):
     """The members of the process group of a two-sided transport: trainer ranks first, then
     generator ranks.
     """
@@ -109,7 +109,7 @@ class Offer(msgspec.Struct, frozen=True):
     # boxes that are written in one piece to landing memory, then spread
     landing: list[tuple[str, Box]] = []
     address: str = ""  # address of the store where the members of the group meet
-    members: Members | None = None  # members of that group
+    members: GroupMembers | None = None  # members of that group
     # messages, or boxes that may come as changes (weights.delta), in the order of the reshard map
     incoming: list[Incoming] = []
     timeout_s: float = 0.0
@@ -132,7 +132,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     landings: list[Landing] = []
     inboxes: list[Inbox] = []
     allocations: list[Allocation] = []
-    members: Members | None = None
+    members: GroupMembers | None = None
     host: Host = Host()
 
     def encode(self) -> str:
@@ -206,7 +206,7 @@ class EndpointTable(msgspec.Struct, frozen=True, array_like=True):
     """Endpoints for one writing rank, as they are sent: common parts only once."""
 
     forms: list[list[Form]]
-    members: list[Members]
+    members: list[GroupMembers]
     # which of `forms`, which of `members` (-1: none), and the rest
     endpoints: list[tuple[int, int, PackedEndpoint]]
 
@@ -271,7 +271,7 @@ class Endpoints:
         """
         tables: dict[tuple[bytes, bytes], int] = {}
         forms: list[list[msgspec.Raw]] = []
-        groups: dict[Members, int] = {}
+        groups: dict[GroupMembers, int] = {}
         rows = []
         for index, numbers in requests:
             packed = self.packed[index]

@@ -29,9 +29,9 @@ from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.schedule import waves
 from megarl.weight_sync.transports.base import (
     Endpoint,
+    GroupMembers,
     Incoming,
     LiveParameters,
-    Members,
     Memory,
     Offer,
     Opening,
@@ -54,7 +54,7 @@ class Message:
     target: torch.Tensor | None = None
 
 
-class Group(Protocol):
+class TransferGroup(Protocol):
     """A process group of one backend.
 
     All methods raise RuntimeError or TimeoutError that names the message.
@@ -74,7 +74,7 @@ class Group(Protocol):
 
 
 # arguments: store, rank, size, address of the store, deadline in seconds
-OpenGroup = Callable[[dist.Store, int, int, str, float], Group]
+OpenGroup = Callable[[dist.Store, int, int, str, float], TransferGroup]
 
 
 class TwoSidedTransport(Transport):
@@ -90,7 +90,7 @@ class TwoSidedTransport(Transport):
         store, address = open_store(opening.address)
         opening.stores.append(store)
         trainers = sorted({rank for writers in opening.writers.values() for rank in writers})
-        members = Members(tuple(trainers), tuple(sorted(opening.writers)), waves(opening.map))
+        members = GroupMembers(tuple(trainers), tuple(sorted(opening.writers)), waves(opening.map))
         result: dict[int, Offer] = {}
         for rank, of_rank in opening.writers.items():
             result[rank] = Offer(
@@ -244,7 +244,7 @@ class TwoSidedMemory(Memory):
         group = self._join()
         group.wait(group.receive(messages))
 
-    def _join(self) -> Group:
+    def _join(self) -> TransferGroup:
         if self._group is None:
             opens = type(self).open_group
             offer = self._offer
@@ -273,7 +273,7 @@ class TwoSidedMemory(Memory):
 
 
 def _incoming(
-    map: ReshardMap, rank: int, trainers: Collection[int], members: Members
+    map: ReshardMap, rank: int, trainers: Collection[int], members: GroupMembers
 ) -> list[Incoming]:
     result: list[Incoming] = []
     for copy in map.writes_to(rank):
@@ -289,7 +289,9 @@ def _incoming(
     return result
 
 
-def join(open_group: OpenGroup, address: str, members: Members, me: str, timeout_s: float) -> Group:
+def join(
+    open_group: OpenGroup, address: str, members: GroupMembers, me: str, timeout_s: float
+) -> TransferGroup:
     """Meets the other members at the store.
 
     `me`: "trainer rank 3" or "generator rank 0". Raises RuntimeError with the names of absent
