@@ -74,7 +74,7 @@ def linear_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
     weight_grad: torch.Tensor | None = None,
-    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
+    allowed: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of `targets`, and the entropy in nats, under softmax(hidden @ weight.T /
     temperature). Logits are computed in chunks.
@@ -82,10 +82,9 @@ def linear_logprobs(
     hidden:  [t, h] float32 or bfloat16, the same on all ranks of `group`
     weight:  [padded_vocab / tp, h] this rank's slice of the vocabulary, of the same dtype
     targets: [t] global token ids, int64, the same on all ranks of `group`, all below `vocab_size`
-    kept:    the sets of tokens that the softmaxes are over, the same on all ranks of `group`; None:
-    the whole vocabulary. First the sizes
-             ([t] int64, on the CPU, none 0), then global ids (int32, set after set, no id twice in
-             a set). A set contains its target
+    allowed: the sets of tokens that the softmaxes are over, the same on all ranks of `group`; None:
+             the whole vocabulary. First the sizes ([t] int64, on the CPU, none 0), then global ids
+             (int32, set after set, no id twice in a set). A set contains its target
     returns: [t] and [t] float32, the same on all ranks of `group`
 
     Both results are differentiable. The gradient of `hidden` is this rank's share, and must be
@@ -98,7 +97,7 @@ def linear_logprobs(
     from megarl.kernels.chunked_logprobs import LinearLogprobs
 
     return LinearLogprobs.apply(
-        hidden, weight, targets, group, vocab_size, temperature, chunk_tokens, weight_grad, kept
+        hidden, weight, targets, group, vocab_size, temperature, chunk_tokens, weight_grad, allowed
     )
 
 
@@ -115,8 +114,8 @@ def linear_kl(
     """[t] float32: the reverse KL divergence of softmax(hidden @ weight.T / temperature) from
     `teacher` at each position. Logits are computed in chunks, by the matrix library and torch.
 
-    `teacher` is a chunked_kl.Whole or Likeliest. All other arguments, the gradients and the
-    collective are as in linear_logprobs.
+    `teacher` is a chunked_kl.WholeDistribution or LikeliestTokens. All other arguments, the
+    gradients and the collective are as in linear_logprobs.
     """
     from megarl.kernels.chunked_kl import LinearKl
 

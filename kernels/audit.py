@@ -175,7 +175,7 @@ def word_count(bits: torch.Tensor, lead: int) -> int:
 def _hash_tiles(bits: torch.Tensor, lead: int, a: np.ndarray, b: np.ndarray) -> int:
     rows = len(a)
     words = len(b)
-    whole = bits.numpy().view(np.uint64) if bits.dtype == torch.int64 else None
+    all_words = bits.numpy().view(np.uint64) if bits.dtype == torch.int64 else None
     wide = min(words, TILE_WORDS)
     high = max(1, TILE_WORDS // max(1, words))
     scratch = np.empty(min(high, rows) * wide, np.uint64)
@@ -183,9 +183,10 @@ def _hash_tiles(bits: torch.Tensor, lead: int, a: np.ndarray, b: np.ndarray) -> 
     for r, w in itertools.product(range(0, rows, high), range(0, words, wide)):
         r_end = min(r + high, rows)
         w_end = min(w + wide, words)
-        tile = (
-            _filled_up(bits[r:r_end], lead, w, w_end) if whole is None else whole[r:r_end, w:w_end]
-        )
+        if all_words is None:
+            tile = _filled_up(bits[r:r_end], lead, w, w_end)
+        else:
+            tile = all_words[r:r_end, w:w_end]
         mixed = scratch[: tile.size].reshape(tile.shape)
         np.right_shift(tile, np.uint64(MIX_SHIFT), out=mixed)
         np.add(tile, mixed, out=mixed)
@@ -210,7 +211,7 @@ def _filled_up(bits: torch.Tensor, lead: int, first: int, end: int) -> np.ndarra
 
 
 def weights(seed: int, start: int, count: int) -> np.ndarray:
-    """The odd weights of `count` positions from `start` on, as int64 (products wrap modulo 2^64)."""
+    """The odd weights of `count` positions from `start` on, as int64: products wrap modulo 2^64."""
     table = _table(seed, max(1024, 1 << (start + count - 1).bit_length()))
     return table[start : start + count]
 

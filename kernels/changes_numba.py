@@ -14,11 +14,12 @@ from megarl.kernels.changes import BLOCK, Places, blocks
 
 def find_changes(new: torch.Tensor, old: torch.Tensor) -> Places:
     """See megarl.kernels.changes.find_changes. Each of two loops reads memory once."""
-    arrays = (new.numpy(), old.numpy())
+    new_array = new.numpy()
+    old_array = old.numpy()
     counts = np.zeros(blocks(len(new)), np.int32)
-    _count(*arrays, counts, BLOCK)
+    _count(new_array, old_array, counts, BLOCK)
     offsets = np.empty(int(counts.sum(dtype=np.int64)) + 1, np.int16)  # the last one is scratch
-    _write(*arrays, counts, offsets, BLOCK)
+    _write(new_array, old_array, counts, offsets, BLOCK)
     return torch.from_numpy(counts), torch.from_numpy(offsets[:-1])
 
 
@@ -39,39 +40,39 @@ def put(
 @numba.njit(cache=True, nogil=True)
 def _count(new, old, counts, block):
     for b in range(len(counts)):
-        now = new[b * block : (b + 1) * block]
-        before = old[b * block : (b + 1) * block]
+        new_block = new[b * block : (b + 1) * block]
+        old_block = old[b * block : (b + 1) * block]
         count = 0
-        for i in range(len(now)):
-            count += now[i] != before[i]
+        for i in range(len(new_block)):
+            count += new_block[i] != old_block[i]
         counts[b] = count
 
 
 @numba.njit(cache=True, nogil=True)
 def _write(new, old, counts, offsets, block):
-    at = 0
+    position = 0
     for b in range(len(counts)):
-        now = new[b * block : (b + 1) * block]
-        before = old[b * block : (b + 1) * block]
-        end = at + counts[b]
-        for i in range(len(now) if counts[b] else 0):
-            offsets[at] = np.int16(i)
-            at += now[i] != before[i]
-        assert at == end
+        new_block = new[b * block : (b + 1) * block]
+        old_block = old[b * block : (b + 1) * block]
+        end = position + counts[b]
+        for i in range(len(new_block) if counts[b] else 0):
+            offsets[position] = np.int16(i)
+            position += new_block[i] != old_block[i]
+        assert position == end
 
 
 @numba.njit(cache=True, nogil=True)
 def _put(rows, counts, offsets, values, block):
-    at = 0
+    start = 0
     cols = rows.shape[1]
     for b in range(len(counts)):
         row = (b * block) // cols
         # positions ascend, so the row advances without a division
         first = (b * block) // cols * cols
-        for i in range(at, at + counts[b]):
+        for i in range(start, start + counts[b]):
             place = b * block + offsets[i]
             while place >= first + cols:
                 row = row + 1
                 first = first + cols
             rows[row, place - first] = values[i]
-        at += counts[b]
+        start += counts[b]

@@ -37,8 +37,8 @@ def _changes_kernel(
     count = tl.sum(changed, axis=0)
     if WRITES:
         first = tl.load(ends + tl.program_id(0)) - count
-        before = tl.cumsum(changed, axis=0) - changed
-        tl.store(offsets + first + before, (place % BLOCK).to(tl.int16), mask=changed != 0)
+        earlier_changes = tl.cumsum(changed, axis=0) - changed
+        tl.store(offsets + first + earlier_changes, (place % BLOCK).to(tl.int16), mask=changed != 0)
     else:
         tl.store(counts + tl.program_id(0), count)
 
@@ -61,8 +61,8 @@ def totals_of(counts: Sequence[torch.Tensor]) -> list[int]:
 def _counted(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     """The number of changed elements in each piece, int32 [pieces of whole blocks]."""
     counts = torch.zeros(blocks(len(new)) * (BLOCK // PIECE), dtype=torch.int32, device=new.device)
-    if used := triton.cdiv(len(new), PIECE):
-        _changes_kernel[(used,)](
+    if programs := triton.cdiv(len(new), PIECE):
+        _changes_kernel[(programs,)](
             new, old, counts, counts, counts, len(new), PIECE=PIECE, BLOCK=BLOCK, WRITES=False
         )
     return counts
@@ -72,8 +72,8 @@ def _placed(new: torch.Tensor, old: torch.Tensor, counts: torch.Tensor, changed:
     offsets = torch.empty(changed, dtype=torch.int16, device=new.device)
     if changed:
         ends = counts.cumsum(0)
-        used = triton.cdiv(len(new), PIECE)
-        _changes_kernel[(used,)](
+        programs = triton.cdiv(len(new), PIECE)
+        _changes_kernel[(programs,)](
             new, old, counts, ends, offsets, len(new), PIECE=PIECE, BLOCK=BLOCK, WRITES=True
         )
     return counts.view(-1, BLOCK // PIECE).sum(1, dtype=torch.int32), offsets

@@ -33,7 +33,7 @@ from megarl.kernels.chunked_logprobs import _add_product, _product, _scaled
 LEAST_REST = 2.0**-23
 
 
-class Slice(NamedTuple):
+class VocabularySlice(NamedTuple):
     """This rank's part of the vocabulary."""
 
     first: int
@@ -42,7 +42,7 @@ class Slice(NamedTuple):
 
 
 class Teacher(Protocol):
-    def partial(self, rows: slice, z: torch.Tensor, here: Slice) -> torch.Tensor:
+    def partial(self, rows: slice, z: torch.Tensor, vocab_slice: VocabularySlice) -> torch.Tensor:
         """[m, N] float32: this rank's share of a chunk's divergence, from the policy's scaled
         logits z [N, real]. `real` may be 0.
         """
@@ -57,23 +57,27 @@ class Teacher(Protocol):
         ...
 
     def ratios(
-        self, rows: slice, z: torch.Tensor, here: Slice, known: tuple[torch.Tensor, ...]
+        self,
+        rows: slice,
+        z: torch.Tensor,
+        vocab_slice: VocabularySlice,
+        saved: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
         """[N, real] the log-ratios of a chunk's tokens."""
         ...
 
 
-class Whole(NamedTuple):
+class WholeDistribution(NamedTuple):
     """A teacher of whom all is known."""
 
     hidden: torch.Tensor  # [t, h'] with the teacher's own hidden size
     weight: torch.Tensor  # [padded_vocab / tp, h'] its output layer, sliced like the policy's
 
-    def partial(self, rows: slice, z: torch.Tensor, here: Slice) -> torch.Tensor:
-        if not here.real:
+    def partial(self, rows: slice, z: torch.Tensor, vocab_slice: VocabularySlice) -> torch.Tensor:
+        if not vocab_slice.real:
             empty = z.new_full((len(z),), float("-inf"))
             return torch.stack([empty, empty, torch.zeros_like(empty)])
-        u = self._logits(rows, here)
+        u = self._logits(rows, vocab_slice)
         log_z = z.logsumexp(dim=1)
         log_u = u.logsumexp(dim=1)
         mean = (z - log_z.unsqueeze(1)).exp_().mul_(u.neg_().add_(z)).sum(dim=1)
@@ -89,15 +93,21 @@ class Whole(NamedTuple):
         return ((log_sums - log_z).exp() * means).sum(dim=0) + offset, log_z, (offset,)
 
     def ratios(
-        self, rows: slice, z: torch.Tensor, here: Slice, known: tuple[torch.Tensor, ...]
+        self,
+        rows: slice,
+        z: torch.Tensor,
+        vocab_slice: VocabularySlice,
+        saved: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
-        return self._logits(rows, here).neg_().add_(z).add_(known[0][rows].unsqueeze(1))
+        return self._logits(rows, vocab_slice).neg_().add_(z).add_(saved[0][rows].unsqueeze(1))
 
-    def _logits(self, rows: slice, here: Slice) -> torch.Tensor:
-        return _scaled(_product(self.hidden[rows], self.weight)[:, : here.real], here.temperature)
+    def _logits(self, rows: slice, vocab_slice: VocabularySlice) -> torch.Tensor:
+        return _scaled(
+            _product(self.hidden[rows], self.weight)[:, : vocab_slice.real], vocab_slice.temperature
+        )
 
 
-class Likeliest(NamedTuple):
+class LikeliestTokens(NamedTuple):
     """A teacher whose likeliest tokens are known.
 
     A token outside the policy's vocabulary counts neither as known nor in the bucket.
@@ -106,13 +116,15 @@ class Likeliest(NamedTuple):
     ids: torch.Tensor  # [t, k] int64, no id twice in a row
     logprobs: torch.Tensor  # [t, k] float32, at temperature 1
 
-    def partial(self, rows: slice, z: torch.Tensor, here: Slice) -> torch.Tensor:
-        places = self._places(rows, here)
+    def partial(self, rows: slice, z: torch.Tensor, vocab_slice: VocabularySlice) -> torch.Tensor:
+        places = self._places(rows, vocab_slice)
         # a column for tokens of other ranks
         extended = torch.cat([z, z.new_zeros(len(z), 1)], dim=1)
         at_tokens = extended.gather(1, places)
-        rest = extended.scatter(1, places, float("-inf"))[:, : here.real].logsumexp(dim=1)
-        return torch.cat([torch.stack([z.logsumexp(dim=1), rest]), at_tokens.t()])
+        log_rest = extended.scatter(1, places, float("-inf"))[:, : vocab_slice.real].logsumexp(
+            dim=1
+        )
+        return torch.cat([torch.stack([z.logsumexp(dim=1), log_rest]), at_tokens.t()])
 
     def combine(
         self, everyone: torch.Tensor, vocab_size: int
@@ -120,7 +132,7 @@ class Likeliest(NamedTuple):
         log_z = everyone[:, 0].logsumexp(dim=0)
         log_rest = everyone[:, 1].logsumexp(dim=0)
         log_p = everyone[:, 2:].sum(dim=0).t() - log_z.unsqueeze(1)
-        own = self.ids < vocab_size
+        in_vocabulary = self.ids < vocab_size
         log_p_rest = log_rest - log_z
         log_q_rest = (
             (1 - self.logprobs.double().exp().sum(dim=1))
@@ -128,27 +140,31 @@ class Likeliest(NamedTuple):
             .log()
             .to(log_z.dtype)
         )
-        ratios = torch.where(own, log_p - self.logprobs, 0.0)
+        ratios = torch.where(in_vocabulary, log_p - self.logprobs, 0.0)
         rest_ratio = torch.where(log_p_rest == float("-inf"), 0.0, log_p_rest - log_q_rest)
-        kl = (torch.where(own, log_p.exp(), 0.0) * ratios).sum(
+        kl = (torch.where(in_vocabulary, log_p.exp(), 0.0) * ratios).sum(
             dim=1
         ) + log_p_rest.exp() * rest_ratio
         return kl, log_z, (ratios, rest_ratio)
 
     def ratios(
-        self, rows: slice, z: torch.Tensor, here: Slice, known: tuple[torch.Tensor, ...]
+        self,
+        rows: slice,
+        z: torch.Tensor,
+        vocab_slice: VocabularySlice,
+        saved: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
-        ratios, rest_ratio = (each[rows] for each in known)
-        of_rest = rest_ratio.unsqueeze(1).repeat(1, here.real + 1)
-        return of_rest.scatter_(1, self._places(rows, here), ratios)[:, : here.real]
+        ratios, rest_ratio = (values[rows] for values in saved)
+        of_rest = rest_ratio.unsqueeze(1).repeat(1, vocab_slice.real + 1)
+        return of_rest.scatter_(1, self._places(rows, vocab_slice), ratios)[:, : vocab_slice.real]
 
-    def _places(self, rows: slice, here: Slice) -> torch.Tensor:
+    def _places(self, rows: slice, vocab_slice: VocabularySlice) -> torch.Tensor:
         """[N, k] columns in this rank's slice.
 
         Tokens of other ranks get the column after the last.
         """
-        local = self.ids[rows] - here.first
-        return torch.where((local >= 0) & (local < here.real), local, here.real)
+        local = self.ids[rows] - vocab_slice.first
+        return torch.where((local >= 0) & (local < vocab_slice.real), local, vocab_slice.real)
 
 
 class LinearKl(torch.autograd.Function):
@@ -167,11 +183,12 @@ class LinearKl(torch.autograd.Function):
         weight_grad: torch.Tensor | None,
     ) -> torch.Tensor:
         first = group.rank() * len(weight)
-        here = Slice(first, min(max(vocab_size - first, 0), len(weight)), temperature)
-        parts = [
-            teacher.partial(rows, z, here)
-            for rows, z in _chunks(hidden, weight, here, chunk_tokens)
-        ]
+        vocab_slice = VocabularySlice(
+            first, min(max(vocab_size - first, 0), len(weight)), temperature
+        )
+        parts = []
+        for rows, z in _chunks(hidden, weight, vocab_slice, chunk_tokens):
+            parts.append(teacher.partial(rows, z, vocab_slice))
         partial = torch.cat(parts, dim=1)
         everyone = partial.unsqueeze(0)  # [tp, m, t]
         if group.size() > 1 and len(hidden):
@@ -179,28 +196,31 @@ class LinearKl(torch.autograd.Function):
             dist.all_gather_into_tensor(
                 everyone.view(-1), partial.contiguous().view(-1), group=group
             )
-        kl, log_z, known = teacher.combine(everyone, vocab_size)
-        ctx.save_for_backward(hidden, weight, kl, log_z, *known)
+        kl, log_z, saved = teacher.combine(everyone, vocab_size)
+        ctx.save_for_backward(hidden, weight, kl, log_z, *saved)
         ctx.teacher = teacher
-        ctx.here = here
+        ctx.vocab_slice = vocab_slice
         ctx.chunk_tokens = chunk_tokens
         ctx.weight_grad = weight_grad
         return kl
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, kl, log_z, *known = ctx.saved_tensors
-        factor = grads[0] / ctx.here.temperature
+        hidden, weight, kl, log_z, *saved = ctx.saved_tensors
+        factor = grads[0] / ctx.vocab_slice.temperature
         hidden_grad = torch.zeros_like(hidden)
         weight_grad = None
         if ctx.needs_input_grad[1]:
-            weight_grad = (
-                weight.new_zeros(weight.shape, dtype=torch.float32)
-                if ctx.weight_grad is None
-                else ctx.weight_grad
-            )
-        for rows, z in _chunks(hidden, weight, ctx.here, ctx.chunk_tokens) if ctx.here.real else ():
-            ratios = ctx.teacher.ratios(rows, z, ctx.here, tuple(known))
+            if ctx.weight_grad is None:
+                weight_grad = weight.new_zeros(weight.shape, dtype=torch.float32)
+            else:
+                weight_grad = ctx.weight_grad
+        for rows, z in (
+            _chunks(hidden, weight, ctx.vocab_slice, ctx.chunk_tokens)
+            if ctx.vocab_slice.real
+            else ()
+        ):
+            ratios = ctx.teacher.ratios(rows, z, ctx.vocab_slice, tuple(saved))
             dz = (
                 z.sub_(log_z[rows].unsqueeze(1))
                 .exp_()
@@ -208,22 +228,24 @@ class LinearKl(torch.autograd.Function):
                 .mul_(factor[rows].unsqueeze(1))
             )
             dz = dz.to(hidden.dtype)
-            torch.mm(dz, weight[: ctx.here.real], out=hidden_grad[rows])
+            torch.mm(dz, weight[: ctx.vocab_slice.real], out=hidden_grad[rows])
             if weight_grad is not None:
-                _add_product(weight_grad[: ctx.here.real], dz.t(), hidden[rows])
+                _add_product(weight_grad[: ctx.vocab_slice.real], dz.t(), hidden[rows])
         if weight_grad is not None:
-            weight_grad = (
-                weight_grad.to(weight.dtype)
-                if ctx.weight_grad is None
-                else weight.new_zeros(()).expand_as(weight)
-            )
+            if ctx.weight_grad is None:
+                weight_grad = weight_grad.to(weight.dtype)
+            else:
+                weight_grad = weight.new_zeros(()).expand_as(weight)
         return hidden_grad, weight_grad, None, None, None, None, None, None
 
 
 def _chunks(
-    hidden: torch.Tensor, weight: torch.Tensor, here: Slice, chunk_tokens: int
+    hidden: torch.Tensor, weight: torch.Tensor, vocab_slice: VocabularySlice, chunk_tokens: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yields the rows of each chunk (at least one chunk), and their scaled logits [N, real]."""
     for start in range(0, max(1, len(hidden)), chunk_tokens):
         rows = slice(start, start + chunk_tokens)
-        yield rows, _scaled(_product(hidden[rows], weight)[:, : here.real], here.temperature)
+        yield (
+            rows,
+            _scaled(_product(hidden[rows], weight)[:, : vocab_slice.real], vocab_slice.temperature),
+        )

@@ -6,12 +6,14 @@ vocabulary, and dropped; the backward pass computes them again. So memory depend
 not on the number of rows, at the cost of a fourth product beside the other three. With the logits z
 scaled by 1/T:
 
-    forward   every rank contributes log sum e^z, the entropy of its own softmax, and z at the target or 0: one collective, for all rows
-              log Z = logsumexp over ranks; log p = z[target] - log Z; H = sum of s (H_rank - log
-              s), with the ranks' shares s of Z
-    backward  dz = (g (1[target] - p) - g_H p (log p + H)) / T, where g and g_H are the gradients of log p and H; no collective
+    forward   every rank contributes log sum e^z, the entropy of its own softmax, and z at the
+              target or 0: one collective, for all rows
+              log Z = logsumexp over ranks; log p = z[target] - log Z
+              H = sum of s (H_rank - log s), with the ranks' shares s of Z
+    backward  dz = (g (1[target] - p) - g_H p (log p + H)) / T, where g and g_H are the gradients
+              of log p and H; no collective
 
-If a token was drawn from a part of the vocabulary (`kept`), the softmax is over that part. After
+If a token was drawn from a part of the vocabulary (`allowed`), the softmax is over that part. After
 the product, the logits of the part are gathered into rows as wide as the chunk's largest set. They
 are padded with `ABSENT`, whose exponential is 0. All other logits have gradient 0.
 
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +50,7 @@ class LinearLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         weight_grad: torch.Tensor | None,
-        kept: tuple[torch.Tensor, torch.Tensor] | None,
+        allowed: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         first = group.rank() * len(weight)
         # without padding rows of the vocabulary
@@ -57,28 +60,30 @@ class LinearLogprobs(torch.autograd.Function):
         )
         local = _local(hidden)
         parts = []
-        for rows, sets in _chunks(len(hidden) if real else 0, chunk_tokens, kept, first, real):
+        for rows, sets in _chunks(len(hidden) if real else 0, chunk_tokens, allowed, first, real):
             logits = _product(hidden[rows], weight)
-            chosen = local_targets[rows]
+            chunk_targets = local_targets[rows]
             if sets is None:
-                parts.append(local.local_forward(logits, chosen, real, temperature))
+                parts.append(local.local_forward(logits, chunk_targets, real, temperature))
             else:
                 parts.append(
                     local.local_forward(
-                        _gathered(logits, sets), _place(chosen, sets), sets.size(1), temperature
+                        _gathered(logits, sets),
+                        _place(chunk_targets, sets),
+                        sets.size(1),
+                        temperature,
                     )
                 )
-        partial = (
-            torch.cat(parts, dim=1)
-            if parts
-            else hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
-        )
+        if parts:
+            partial_sums = torch.cat(parts, dim=1)
+        else:
+            partial_sums = hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
         if not real:
-            partial[0] = float("-inf")
-        everyone = partial.unsqueeze(0)  # [tp, 3, t]
+            partial_sums[0] = float("-inf")
+        everyone = partial_sums.unsqueeze(0)  # [tp, 3, t]
         if group.size() > 1 and len(hidden):
-            everyone = partial.new_empty((group.size(), *partial.shape))
-            dist.all_gather_into_tensor(everyone.view(-1), partial.view(-1), group=group)
+            everyone = partial_sums.new_empty((group.size(), *partial_sums.shape))
+            dist.all_gather_into_tensor(everyone.view(-1), partial_sums.view(-1), group=group)
         log_sums, entropies, at_target = everyone.unbind(dim=1)
         log_z = log_sums.logsumexp(dim=0)
         shares = (log_sums - log_z).exp()
@@ -89,7 +94,7 @@ class LinearLogprobs(torch.autograd.Function):
         ctx.temperature = temperature
         ctx.chunk_tokens = chunk_tokens
         ctx.weight_grad = weight_grad
-        ctx.kept = kept
+        ctx.allowed = allowed
         ctx.first = first
         ctx.set_materialize_grads(False)
         return at_target.sum(dim=0) - log_z, entropy
@@ -103,40 +108,42 @@ class LinearLogprobs(torch.autograd.Function):
         hidden_grad = torch.zeros_like(hidden)
         weight_grad = None
         if ctx.needs_input_grad[1]:
-            weight_grad = (
-                weight.new_zeros(weight.shape, dtype=torch.float32)
-                if ctx.weight_grad is None
-                else ctx.weight_grad
-            )
+            if ctx.weight_grad is None:
+                weight_grad = weight.new_zeros(weight.shape, dtype=torch.float32)
+            else:
+                weight_grad = ctx.weight_grad
         for rows, sets in _chunks(
-            len(hidden) if ctx.real else 0, ctx.chunk_tokens, ctx.kept, ctx.first, ctx.real
+            len(hidden) if ctx.real else 0, ctx.chunk_tokens, ctx.allowed, ctx.first, ctx.real
         ):
             logits = _product(hidden[rows], weight)
-            chosen = targets[rows]
-            of_entropy = None if entropy_grad is None else (entropy_grad[rows], entropy[rows])
-            of_rows = log_z[rows], grad[rows], of_entropy
+            chunk_targets = targets[rows]
+            entropy_rows = None if entropy_grad is None else (entropy_grad[rows], entropy[rows])
+            local_backward = partial(
+                ctx.local.local_backward,
+                log_z=log_z[rows],
+                grad=grad[rows],
+                of_entropy=entropy_rows,
+                temperature=ctx.temperature,
+                dtype=hidden.dtype,
+            )
             if sets is None:
-                dlogits = ctx.local.local_backward(
-                    logits, chosen, *of_rows, ctx.real, ctx.temperature, hidden.dtype
-                )
+                dlogits = local_backward(logits, chunk_targets, real=ctx.real)
             else:
-                of_sets = _gathered(logits, sets), _place(chosen, sets), *of_rows, sets.size(1)
-                dsets = ctx.local.local_backward(*of_sets, ctx.temperature, hidden.dtype)
-                dlogits = (
-                    logits.zero_()
-                    if logits.dtype == hidden.dtype
-                    else torch.zeros_like(logits, dtype=hidden.dtype)
+                dsets = local_backward(
+                    _gathered(logits, sets), _place(chunk_targets, sets), real=sets.size(1)
                 )
+                dlogits = logits.zero_()
+                if logits.dtype != hidden.dtype:
+                    dlogits = torch.zeros_like(logits, dtype=hidden.dtype)
                 dlogits.scatter_add_(1, sets.clamp(min=0), dsets)  # absent tokens add 0
             torch.mm(dlogits, weight, out=hidden_grad[rows])
             if weight_grad is not None:
                 _add_product(weight_grad, dlogits.t(), hidden[rows])
         if weight_grad is not None:
-            weight_grad = (
-                weight_grad.to(weight.dtype)
-                if ctx.weight_grad is None
-                else weight.new_zeros(()).expand_as(weight)
-            )
+            if ctx.weight_grad is None:
+                weight_grad = weight_grad.to(weight.dtype)
+            else:
+                weight_grad = weight.new_zeros(()).expand_as(weight)
         return hidden_grad, weight_grad, None, None, None, None, None, None, None
 
 
@@ -193,27 +200,32 @@ def local_backward(
 def _chunks(
     tokens: int,
     chunk_tokens: int,
-    kept: tuple[torch.Tensor, torch.Tensor] | None,
+    allowed: tuple[torch.Tensor, torch.Tensor] | None,
     first: int,
     real: int,
 ) -> Iterator[tuple[slice, torch.Tensor | None]]:
     """Yields the rows of each chunk, and the columns of their sets in this rank's slice: [N, size
     of the largest set] int64, -1 for none.
     """
-    done = 0
+    begin = 0
     for start in range(0, tokens, chunk_tokens):
         rows = slice(start, start + chunk_tokens)
         sets = None
-        if kept is not None:
-            sizes = kept[0][rows]
-            ids = kept[1]
-            held = torch.arange(int(sizes.max())) < sizes.unsqueeze(1)
-            held = held.pin_memory().to(ids.device, non_blocking=True) if ids.is_cuda else held
-            end = done + int(sizes.sum())
-            local = ids[done:end].long() - first
+        if allowed is not None:
+            sizes = allowed[0][rows]
+            ids = allowed[1]
+            is_member = torch.arange(int(sizes.max())) < sizes.unsqueeze(1)
+            if ids.is_cuda:
+                is_member = is_member.pin_memory().to(ids.device, non_blocking=True)
+            else:
+                is_member = is_member
+            end = begin + int(sizes.sum())
+            local = ids[begin:end].long() - first
             local = torch.where((local >= 0) & (local < real), local, -1)
-            sets = torch.full(held.shape, -1, device=ids.device).masked_scatter_(held, local)
-            done = end
+            sets = torch.full(is_member.shape, -1, device=ids.device).masked_scatter_(
+                is_member, local
+            )
+            begin = end
         yield rows, sets
 
 
@@ -223,12 +235,14 @@ def _gathered(logits: torch.Tensor, sets: torch.Tensor) -> torch.Tensor:
 
 def _place(targets: torch.Tensor, sets: torch.Tensor) -> torch.Tensor:
     """The index of each target in its set; -1 if another rank has it."""
-    found = (sets == targets.unsqueeze(1)) & (sets >= 0)
-    return torch.where(found.any(dim=1), found.int().argmax(dim=1), -1)
+    is_target = (sets == targets.unsqueeze(1)) & (sets >= 0)
+    return torch.where(is_target.any(dim=1), is_target.int().argmax(dim=1), -1)
 
 
 def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    return logits if temperature == 1.0 else logits.div_(temperature)
+    if temperature == 1.0:
+        return logits
+    return logits.div_(temperature)
 
 
 def _product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -84,14 +84,14 @@ def _backward_kernel(
         / temperature
     )
     log_p = z - tl.load(log_z + row)
-    picked = tl.where(c == tl.load(targets + row), 1.0, 0.0)
+    is_target = tl.where(c == tl.load(targets + row), 1.0, 0.0)
     g = tl.load(grad + row)
     factor = tl.zeros_like(z) + g
     if ENTROPY:
         factor += tl.load(entropy_grad + row) * (
             tl.where(c < real, log_p, 0.0) + tl.load(entropy + row)
         )
-    dz = (g * picked - factor * tl.exp(log_p)) / temperature
+    dz = (g * is_target - factor * tl.exp(log_p)) / temperature
     rounded = _bf16_bits(dz).to(tl.int16, bitcast=True) if BF16 else dz
     tl.store(gradient + row * width + c, rounded, mask=c < width)
 

@@ -34,9 +34,11 @@ def causal_conv(x: torch.Tensor, weight: torch.Tensor, boundaries: Sequence[int]
         ]
     )
     out = x * weight[:, -1]
-    for back in range(1, weight.size(1)):
-        shifted = F.pad(x, (0, 0, back, 0))[: len(x)]
-        out = out + torch.where((within >= back)[:, None], shifted, 0) * weight[:, -1 - back]
+    for distance in range(1, weight.size(1)):
+        shifted = F.pad(x, (0, 0, distance, 0))[: len(x)]
+        out = (
+            out + torch.where((within >= distance)[:, None], shifted, 0) * weight[:, -1 - distance]
+        )
     return out
 
 
@@ -68,26 +70,25 @@ def gated_delta_rule(
     new = torch.linalg.solve_triangular(
         system, v_ * beta[..., None], upper=False, unitriangular=True
     )
-    seen = torch.linalg.solve_triangular(
+    state_reads = torch.linalg.solve_triangular(
         system, write * decay.exp()[..., None], upper=False, unitriangular=True
     )
     inside = (q @ k.mT) * between
     reading = q * decay.exp()[..., None]
-    kept = k * (decay[..., -1:] - decay).exp()[..., None]
+    carried_keys = k * (decay[..., -1:] - decay).exp()[..., None]
     at_end = decay[..., -1].exp()[..., None, None]
     outs = []
     ends = []
     state = q.new_zeros(())
     for chunk in range(len(places)):
         if chunk in first:
-            state = (
-                q.new_zeros(q.size(1), q.size(-1), v_.size(-1))
-                if states is None
-                else states[first[chunk]].to(dtype)
-            )
-        written = new[chunk] - seen[chunk] @ state
+            if states is None:
+                state = q.new_zeros(q.size(1), q.size(-1), v_.size(-1))
+            else:
+                state = states[first[chunk]].to(dtype)
+        written = new[chunk] - state_reads[chunk] @ state
         outs.append(reading[chunk] @ state + inside[chunk] @ written)
-        state = state * at_end[chunk] + kept[chunk].mT @ written
+        state = state * at_end[chunk] + carried_keys[chunk].mT @ written
         if chunk + 1 in first or chunk + 1 == len(places):
             ends.append(state)
     flat = torch.stack(outs).transpose(1, 2).flatten(0, 1)  # [chunks * C, h, dv]

@@ -22,48 +22,48 @@ _NEAR = 16
 
 
 @numba.njit(inline="always")
-def _digit(text, at):
-    return at < text.size and 48 <= text[at] <= 57
+def _digit(text, position):
+    return position < text.size and 48 <= text[position] <= 57
 
 
 @numba.njit
-def _number(text, at):
-    """(value, end) of the number at `at`. An end of -1 leaves it to the decoder."""
-    negative = at < text.size and text[at] == 45  # -
+def _number(text, position):
+    """(value, end) of the number at `position`. An end of -1 leaves it to the decoder."""
+    negative = position < text.size and text[position] == 45  # -
     if negative:
-        at += 1
+        position += 1
     mantissa = np.uint64(0)
     power = 0
-    start = at
-    while _digit(text, at):
+    start = position
+    while _digit(text, position):
         if mantissa > _MOST_MANTISSA:
             return 0.0, -1
-        mantissa = mantissa * np.uint64(10) + np.uint64(text[at] - 48)
-        at += 1
-    if at == start or (at - start > 1 and text[start] == 48):
+        mantissa = mantissa * np.uint64(10) + np.uint64(text[position] - 48)
+        position += 1
+    if position == start or (position - start > 1 and text[start] == 48):
         return 0.0, -1
-    if at < text.size and text[at] == 46:  # .
-        at += 1
-        start = at
-        while _digit(text, at):
+    if position < text.size and text[position] == 46:  # .
+        position += 1
+        start = position
+        while _digit(text, position):
             if mantissa > _MOST_MANTISSA:
                 return 0.0, -1
-            mantissa = mantissa * np.uint64(10) + np.uint64(text[at] - 48)
-            at += 1
-        if at == start:
+            mantissa = mantissa * np.uint64(10) + np.uint64(text[position] - 48)
+            position += 1
+        if position == start:
             return 0.0, -1
-        power = start - at
-    if at < text.size and (text[at] | 32) == 101:  # e
-        at += 1
-        down = at < text.size and text[at] == 45
-        if at < text.size and (text[at] == 45 or text[at] == 43):
-            at += 1
-        start = at
+        power = start - position
+    if position < text.size and (text[position] | 32) == 101:  # e
+        position += 1
+        down = position < text.size and text[position] == 45
+        if position < text.size and (text[position] == 45 or text[position] == 43):
+            position += 1
+        start = position
         exponent = 0
-        while _digit(text, at) and at - start < 3:
-            exponent = exponent * 10 + (text[at] - 48)
-            at += 1
-        if at == start or _digit(text, at):
+        while _digit(text, position) and position - start < 3:
+            exponent = exponent * 10 + (text[position] - 48)
+            position += 1
+        if position == start or _digit(text, position):
             return 0.0, -1
         power += -exponent if down else exponent
     value = np.float64(mantissa)
@@ -77,118 +77,128 @@ def _number(text, at):
         beyond = (np.float64(value).view(np.int64) & ((1 << 29) - 1)) - (1 << 28)
         if -_NEAR < beyond < _NEAR:
             return 0.0, -1
-    return (-value if negative else value), at
+    return (-value if negative else value), position
 
 
 @numba.njit(f"Tuple((int64, int64))({_TEXT}, int64, float32[::1], int32[::1])", cache=True)
-def read_token_logprobs(text, at, values, ids):
+def read_token_logprobs(text, position, values, ids):
     """Reads a list of [log-prob, token id, null].
 
     `values` and `ids` must have room for all entries that the rest of `text` could have.
     """
     count = 0
-    if at + 1 < text.size and text[at] == 91 and text[at + 1] == 93:  # []
-        return count, at + 2
-    before = 91
+    if position + 1 < text.size and text[position] == 91 and text[position + 1] == 93:  # []
+        return count, position + 2
+    separator = 91
     # [[ or ,[
-    while at + 1 < text.size and text[at] == before and text[at + 1] == 91 and count < values.size:
-        value, at = _number(text, at + 2)
-        if at < 0 or at >= text.size or text[at] != 44:
-            return -1, at
-        start = at + 1
+    while (
+        position + 1 < text.size
+        and text[position] == separator
+        and text[position + 1] == 91
+        and count < values.size
+    ):
+        value, position = _number(text, position + 2)
+        if position < 0 or position >= text.size or text[position] != 44:
+            return -1, position
+        start = position + 1
         token = 0
-        at = start
-        while _digit(text, at) and at - start < 10:
-            token = token * 10 + (text[at] - 48)
-            at += 1
+        position = start
+        while _digit(text, position) and position - start < 10:
+            token = token * 10 + (text[position] - 48)
+            position += 1
         if (
-            at == start
-            or (at - start > 1 and text[start] == 48)
+            position == start
+            or (position - start > 1 and text[start] == 48)
             or token > 0x7FFFFFFF
-            or at + 6 >= text.size
+            or position + 6 >= text.size
         ):
-            return -1, at
+            return -1, position
         # ,null
         if not (
-            text[at] == 44
-            and text[at + 1] == 110
-            and text[at + 2] == 117
-            and text[at + 3] == 108
-            and text[at + 4] == 108
+            text[position] == 44
+            and text[position + 1] == 110
+            and text[position + 2] == 117
+            and text[position + 3] == 108
+            and text[position + 4] == 108
         ):
-            return -1, at
-        if text[at + 5] != 93:
-            return -1, at
+            return -1, position
+        if text[position + 5] != 93:
+            return -1, position
         values[count], ids[count] = value, token
         count += 1
-        at += 6
-        if text[at] == 93:
-            return count, at + 1
-        before = 44
-    return -1, at
+        position += 6
+        if text[position] == 93:
+            return count, position + 1
+        separator = 44
+    return -1, position
 
 
 @numba.njit(f"Tuple((int64, int64))({_TEXT}, int64, int32[::1], int32[::1])", cache=True)
-def read_id_lists(text, at, ids, sizes):
+def read_id_lists(text, position, ids, sizes):
     """Reads a list of lists of token ids, none of them empty.
 
     `ids` and `sizes` (the lengths of the lists) must have room for all entries that the rest of
     `text` could have.
     """
     count = 0
-    found = 0
-    if at + 1 < text.size and text[at] == 91 and text[at + 1] == 93:
-        return count, at + 2
-    before = 91
+    id_count = 0
+    if position + 1 < text.size and text[position] == 91 and text[position + 1] == 93:
+        return count, position + 2
+    separator = 91
     # [[ or ,[
-    while at + 1 < text.size and text[at] == before and text[at + 1] == 91 and count < sizes.size:
-        at = at + 1
-        first = found
-        before = 91
-        while at < text.size and text[at] == before and found < ids.size:
-            at += 1
-            start = at
+    while (
+        position + 1 < text.size
+        and text[position] == separator
+        and text[position + 1] == 91
+        and count < sizes.size
+    ):
+        position = position + 1
+        first = id_count
+        separator = 91
+        while position < text.size and text[position] == separator and id_count < ids.size:
+            position += 1
+            start = position
             token = 0
-            while _digit(text, at) and at - start < 10:
-                token = token * 10 + (text[at] - 48)
-                at += 1
+            while _digit(text, position) and position - start < 10:
+                token = token * 10 + (text[position] - 48)
+                position += 1
             if (
-                at == start
-                or (at - start > 1 and text[start] == 48)
+                position == start
+                or (position - start > 1 and text[start] == 48)
                 or token > 0x7FFFFFFF
-                or at + 1 >= text.size
+                or position + 1 >= text.size
             ):
-                return -1, at
-            ids[found] = token
-            found += 1
-            before = 44
-        if text[at] != 93:
-            return -1, at
-        sizes[count] = found - first
+                return -1, position
+            ids[id_count] = token
+            id_count += 1
+            separator = 44
+        if text[position] != 93:
+            return -1, position
+        sizes[count] = id_count - first
         count += 1
-        at += 1
-        if text[at] == 93:
-            return count, at + 1
-    return -1, at
+        position += 1
+        if text[position] == 93:
+            return count, position + 1
+    return -1, position
 
 
 @numba.njit(f"Tuple((int64, int64))({_TEXT}, int64, float32[::1])", cache=True)
-def read_floats(text, at, values):
+def read_floats(text, position, values):
     """Reads a list of numbers.
 
     `values` must have room for all numbers that the rest of `text` could have.
     """
     count = 0
-    if at + 1 < text.size and text[at] == 91 and text[at + 1] == 93:
-        return count, at + 2
-    before = 91
-    while at < text.size and text[at] == before and count < values.size:
-        value, at = _number(text, at + 1)
-        if at < 0 or at >= text.size:
-            return -1, at
+    if position + 1 < text.size and text[position] == 91 and text[position + 1] == 93:
+        return count, position + 2
+    separator = 91
+    while position < text.size and text[position] == separator and count < values.size:
+        value, position = _number(text, position + 1)
+        if position < 0 or position >= text.size:
+            return -1, position
         values[count] = value
         count += 1
-        if text[at] == 93:
-            return count, at + 1
-        before = 44
-    return -1, at
+        if text[position] == 93:
+            return count, position + 1
+        separator = 44
+    return -1, position

@@ -43,10 +43,9 @@ def tile_amax(
     values: [..., R, C], any strides; its first element is at (row_start, col_start) of the whole
     tensor. Raises RuntimeError, with `name` and the tile, on NaN or infinity.
     """
-    strips = [
-        _amax(values[..., rows, :], row_start + rows.start, col_start, rule)
-        for rows in _strips(values, row_start, rule)
-    ]
+    strips = []
+    for rows in _strips(values, row_start, rule):
+        strips.append(_amax(values[..., rows, :], row_start + rows.start, col_start, rule))
     amax = torch.cat(strips, dim=-2).float()
     require_finite(amax, name, _touched(values, row_start, col_start, rule))
     return amax
@@ -180,7 +179,9 @@ def _tiled(values: torch.Tensor, row_start: int, col_start: int, rule: Rule) -> 
 
 
 def _offset(start: int, size: int | None) -> int:
-    return 0 if size is None else start % size
+    if size is None:
+        return 0
+    return start % size
 
 
 def _at_origin(box: Box) -> Box:

@@ -11,12 +11,13 @@ float32 scale:
 All roundings are to nearest even, so a rule defines one result, bit for bit, on any device. Other
 software with the same results:
 
-    BLOCK           weight_scale_inv [ceil(out / 128), ceil(in / 128)]. SGLang's `bf16_to_block_fp8_128`
-                    (0.5.23, quantization/mxfp8_block_convert.py), for every finite input. SGLang
-                    loads such checkpoints unchanged.
-    CHANNEL         weight_scale [out, 1]. compressed-tensors (0.18, `calculate_qparams` and `quantize`), for float32 values, except in rows
-                    with amax < floor. SGLang loads such checkpoints unchanged.
-    TENSOR          weight_scale [1, 1]. compressed-tensors, likewise. (For bf16 values its scale is bf16.)
+    BLOCK    weight_scale_inv [ceil(out / 128), ceil(in / 128)]. SGLang's `bf16_to_block_fp8_128`
+             (0.5.23, quantization/mxfp8_block_convert.py), for every finite input. SGLang loads
+             such checkpoints unchanged.
+    CHANNEL  weight_scale [out, 1]. compressed-tensors (0.18, `calculate_qparams` and `quantize`),
+             for float32 values, except in rows with amax < floor. SGLang loads such checkpoints
+             unchanged.
+    TENSOR   weight_scale [1, 1]. compressed-tensors, likewise. (For bf16 values its scale is bf16.)
 
 On CUDA, torch's `tensor / 448.0` multiplies by the rounded reciprocal instead. So tools that use it
 there may give scales that differ by one unit in the last place from those on a CPU. Here it is a
@@ -49,17 +50,16 @@ class Rule:
         """The tiles that `box` of a tensor [..., rows, cols] touches, as a box of the tensor of
         scales.
         """
-        spans = [
-            _span(box.start[d], box.shape[d], size)
-            for d, size in ((-2, self.rows), (-1, self.cols))
-        ]
+        spans = []
+        for d, size in ((-2, self.rows), (-1, self.cols)):
+            spans.append(_span(box.start[d], box.shape[d], size))
         return Box(
             (*box.start[:-2], *(first for first, _ in spans)),
             (*box.shape[:-2], *(count for _, count in spans)),
         )
 
     def whole_tiles(self, box: Box, shape: tuple[int, ...]) -> bool:
-        """Whether `box` of a tensor of `shape` cuts no tile, so that a rank can quantise it alone."""
+        """Whether `box` of a tensor of `shape` cuts no tile: a rank can quantise it alone."""
         return all(
             _on_edge(box.start[d], shape[d], size)
             and _on_edge(box.start[d] + box.shape[d], shape[d], size)
@@ -74,7 +74,9 @@ TENSOR = replace(CHANNEL, name="tensor", rows=None)
 
 
 def _count(extent: int, size: int | None) -> int:
-    return 1 if size is None else -(-extent // size)
+    if size is None:
+        return 1
+    return -(-extent // size)
 
 
 def _span(start: int, extent: int, size: int | None) -> tuple[int, int]:

@@ -160,7 +160,8 @@ def _launch(
     scales = _three_dims(scales)
     lead, down, across = scales.shape
     _, rows, cols = source.shape
-    strides = *source.stride(), *scales.stride()
+    lead_stride, row_stride, col_stride = source.stride()
+    scale_lead, scale_row, scale_col = scales.stride()
     top = row_start % rule.rows
     left = col_start % rule.cols
     ragged = any(number % 16 for number in (rows, cols, top, left, *source.stride()[:2]))
@@ -173,7 +174,12 @@ def _launch(
         cols,
         top,
         left,
-        *strides,
+        lead_stride,
+        row_stride,
+        col_stride,
+        scale_lead,
+        scale_row,
+        scale_col,
         tiles_across=across,
         AMAX=codes is None,
         TILE_ROWS=rule.rows,

@@ -28,7 +28,7 @@ from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.schedule import scheduled_writes
 from megarl.weight_sync.audit import compare, packed, packed_shares
-from megarl.weight_sync.neighbour import Neighbour
+from megarl.weight_sync.engine_process import EngineProcess
 from megarl.weight_sync.transports.base import NCCL, Endpoint, Offer, Opening
 from megarl.weight_sync.transports.choice import (
     AUTO,
@@ -86,7 +86,7 @@ def ring(devices: list[str]) -> list[tuple[str, str]]:
     return list(zip(devices, devices[1:] + devices[:1]))
 
 
-def write(kind: str, source: str, map: ReshardMap, neighbour: Neighbour) -> tuple[int, float]:
+def write(kind: str, source: str, map: ReshardMap, neighbour: EngineProcess) -> tuple[int, float]:
     """Writes weights from `source` to the neighbour, once to connect and TIMES again.
 
     Returns (bytes, GB/s of the fastest write).
@@ -146,7 +146,7 @@ def main() -> None:
     with contextlib.ExitStack() as resources:
         # start concurrently
         neighbours = {
-            pair: resources.enter_context(Neighbour(pair[1], held, WRITE_S))
+            pair: resources.enter_context(EngineProcess(pair[1], held, WRITE_S))
             for pair in ring(devices)
         }
         for (source, target), neighbour in neighbours.items():
@@ -163,7 +163,7 @@ def main() -> None:
                         tried, error=(str(error).strip().splitlines() or [repr(error)])[-1]
                     )
                     # the old one may still be busy
-                    neighbour = resources.enter_context(Neighbour(target, held, WRITE_S))
+                    neighbour = resources.enter_context(EngineProcess(target, held, WRITE_S))
                 print(msgspec.json.encode(tried).decode(), flush=True)
 
 

@@ -63,7 +63,7 @@ def train_on_trainer(rank: int, launch_dir: Path) -> None:
     if config.eval.engines:
         evaluator = Peer(link.name, rendezvous.key, rendezvous.evaluator_address)
         outgoing.append(EvaluationSender(evaluation_plan(plan), evaluator, stop))
-    resend = partial(weights.send, again=True)
+    resend = partial(weights.send, repeat=True)
     rollouts = RolloutsReceiver(
         link, config.timeouts.rollouts_s, buffer, stop, resend, max_generated
     )

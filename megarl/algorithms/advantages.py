@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-# Advantages from the rewards of a prompt's samples.
-
-
 _SMALLEST_STD = 1e-6
+Loss = Callable[[Tensor, Tensor, float], Tensor]
+"""(advantages [G, n], log_ratio [G, n], beta) -> losses [G] of the prompts, with log_ratio = log
+pi(y) - log ref(y) of whole responses.
+"""
 
 
 def mean_baseline(rewards: Tensor) -> Tensor:
@@ -96,21 +97,6 @@ CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
 }  # for algorithms that train on chosen samples only
 
 
-# Losses on whole prompts: each needs the log-probs of several responses to a prompt at once.
-#
-# Packing puts these responses into different microbatches, and on different ranks. So before an
-# optimizer step, the policy's log-probs of the mini-batch are computed once
-# (executors/batch_steps.py). They give the weight w(y) of each response, which is minus the
-# derivative of the loss by log pi(y). The sum of -w(y) grad log pi(y) is then exactly the gradient
-# of the loss, however the mini-batch is split.
-
-
-Loss = Callable[[Tensor, Tensor, float], Tensor]
-"""(advantages [G, n], log_ratio [G, n], beta) -> losses [G] of the prompts, with log_ratio = log
-pi(y) - log ref(y) of whole responses.
-"""
-
-
 def dpo(advantages: Tensor, log_ratio: Tensor, beta: float) -> Tensor:
     """-log sigmoid(beta gap), where gap is the log-ratio of the best response minus that of the
     worst. This is online DPO (arXiv:2402.04792); the loss is DPO's (arXiv:2305.18290, equation 7).
@@ -145,9 +131,15 @@ class GroupWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupLoss:
-    """`loss` with its `beta`, which is above 0.
+    """A loss on whole prompts: `loss` with its `beta`, which is above 0.
 
     `pairs`: it uses only the best and the worst response.
+
+    It needs the log-probs of several responses to a prompt at once. Packing puts these into
+    different microbatches, and on different ranks. So before an optimizer step, the policy's
+    log-probs of the mini-batch are computed once (executors/batch_steps.py). They give the weight
+    w(y) of each response, which is minus the derivative of the loss by log pi(y). The sum of -w(y)
+    grad log pi(y) is then exactly the gradient of the loss, however the mini-batch is split.
     """
 
     loss: Loss

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.algorithms.advantages import GroupLoss
 from megarl.critic.losses import Gae
-from megarl.teachers.loss import Taught
+from megarl.teachers.loss import TeacherTokens
 
 
 class LossOutput(NamedTuple):
@@ -25,7 +25,7 @@ class LossOutput(NamedTuple):
     sums: dict[str, Tensor]
 
 
-class Microbatch(Protocol):
+class LossInputs(Protocol):
     """The tensors that a loss reads besides the log-probs: n sequences end to end, t tokens in all.
 
     Values where `loss_mask` is False are arbitrary.
@@ -63,7 +63,7 @@ class Microbatch(Protocol):
 
     @property
     # the numbers of each teacher; none without distillation
-    def teachers(self) -> tuple[Taught, ...]: ...
+    def teachers(self) -> tuple[TeacherTokens, ...]: ...
 
 
 class Algorithm(Protocol):
@@ -119,7 +119,7 @@ class Algorithm(Protocol):
         """Advantages [G, n] of n samples for each of G prompts, from their rewards [G, n]."""
         ...
 
-    def loss(self, logprobs: Tensor, microbatch: Microbatch) -> LossOutput:
+    def loss(self, logprobs: Tensor, microbatch: LossInputs) -> LossOutput:
         """Loss of one microbatch from the trainer's log-probs [t] of its tokens."""
         ...
 

@@ -34,8 +34,6 @@ from megarl.rewards.score import (
     trained_reward,
 )
 
-# Cuts a batch of rollouts into the mini-batches of its optimizer steps.
-
 
 @dataclass(frozen=True)
 class MiniBatch:
@@ -63,25 +61,32 @@ def minibatches(
     even a denominator counts.
     """
     samples = batch.samples
-    found = []
+    result = []
     starts = [0, *accumulate(len(group.samples) for group in batch.groups)]
-    for groups in cut(len(batch.groups), trainer.minibatches, trainer.epochs, seed, batch.step):
-        places = [
-            place
-            for group in groups
-            for place in range(starts[group], starts[group + 1])
-            if place not in masked
-        ]
-        chosen = [place for place in places if place in trained]
-        tokens, used = (
-            sum(samples[place].policy_tokens for place in some) for some in (places, chosen)
+    for groups in cut_into_minibatches(
+        len(batch.groups), trainer.minibatches, trainer.epochs, seed, batch.step
+    ):
+        places = []
+        for group in groups:
+            for place in range(starts[group], starts[group + 1]):
+                if place not in masked:
+                    places.append(place)
+        trained_places = [place for place in places if place in trained]
+        tokens = sum(samples[place].policy_tokens for place in places)
+        episode_count = sum(not samples[place].branch for place in places)
+        result.append(
+            MiniBatch(
+                places=trained_places,
+                tokens=sum(samples[place].policy_tokens for place in trained_places),
+                denominator=algorithm.denominator(tokens, episode_count) or 1.0,
+            )
         )
-        whole = sum(not samples[place].branch for place in places)
-        found.append(MiniBatch(chosen, used, algorithm.denominator(tokens, whole) or 1.0))
-    return found
+    return result
 
 
-def cut(groups: int, count: int, epochs: int, seed: int, step: int) -> list[list[int]]:
+def cut_into_minibatches(
+    groups: int, count: int, epochs: int, seed: int, step: int
+) -> list[list[int]]:
     """[epochs * count][groups / count] the groups of each mini-batch.
 
     An epoch has every group once.
@@ -90,41 +95,11 @@ def cut(groups: int, count: int, epochs: int, seed: int, step: int) -> list[list
     ranks and after a resume.
     """
     assert groups % count == 0, f"{groups} groups, {count} mini-batches"
-    found = []
+    result = []
     for epoch in range(epochs):
         order = random.Random(f"{seed}/{step}/{epoch}").sample(range(groups), groups)
-        found += [sorted(order[first::count]) for first in range(count)]
-    return found
-
-
-# Turns a batch of scored groups into training sequences and the batch's metrics.
-
-
-def batch_rewards(batch: Batch, config: RunConfig | None = None) -> Tensor:
-    """Rewards [G, n] of episodes, float64.
-
-    With `config`, the rewards that training uses instead (rewards/score.py). Raises ValueError if
-    groups have different numbers of episodes.
-    """
-    groups = [episodes(group.samples) for group in batch.groups]
-    if len(set(map(len, groups))) != 1:
-        raise ValueError(f"groups of step {batch.step} have different numbers of samples")
-
-    def reward(branches: list[SampleSummary]) -> float:
-        return trained_reward(branches, config) if config else branches[0].reward
-
-    return torch.tensor(
-        [[reward(branches) for branches in group] for group in groups], dtype=torch.float64
-    )
-
-
-def masked_places(batch: Batch, mask_truncated: bool) -> set[int]:
-    """The places of the samples in the batch that algorithm.mask_truncated leaves out of the loss."""
-    return {
-        place
-        for place, sample in enumerate(batch.samples)
-        if mask_truncated and sample.finish_reason == "length"
-    }
+        result += [sorted(order[first::count]) for first in range(count)]
+    return result
 
 
 def to_train_sequences(
@@ -141,22 +116,27 @@ def to_train_sequences(
     gradient at zero advantage: `Algorithm.skip_zero` says whether it holds. `masked`: the places of
     samples that are always left out.
     """
-    lengths = [
-        group.prompt_tokens + sample.tokens for group in batch.groups for sample in group.samples
-    ]
-    of_episodes = zip(
+    lengths = []
+    for group in batch.groups:
+        for sample in group.samples:
+            lengths.append(group.prompt_tokens + sample.tokens)
+    advantage_of_episode = zip(
         (branches for group in batch.groups for branches in episodes(group.samples)),
         advantages.flatten().tolist(),
         strict=True,
     )
-    of_samples = [advantage for branches, advantage in of_episodes for _ in branches]
-    return {
-        place: _train_sequence(batch.numbers[place], advantage)
-        if place in batch.numbers
-        else Elsewhere(lengths[place])
-        for place, advantage in enumerate(of_samples)
-        if place not in masked and (advantage != 0.0 or not skip_zero)
-    }
+    advantage_of_sample = []
+    for branches, advantage in advantage_of_episode:
+        for _ in branches:
+            advantage_of_sample.append(advantage)
+    result: dict[int, TrainSequence | Elsewhere] = {}
+    for place, advantage in enumerate(advantage_of_sample):
+        if place not in masked and (advantage != 0.0 or not skip_zero):
+            if place in batch.numbers:
+                result[place] = _train_sequence(batch.numbers[place], advantage)
+            else:
+                result[place] = Elsewhere(lengths[place])
+    return result
 
 
 def _train_sequence(sample: SampleNumbers, advantage: float) -> TrainSequence:
@@ -167,9 +147,14 @@ def _train_sequence(sample: SampleNumbers, advantage: float) -> TrainSequence:
     loss_mask = np.empty(length, np.bool_)
     mu_logprobs = np.empty(length, np.float32)
     advantages = np.empty(length, np.float32)
-    token_ids[:prompt], token_ids[prompt:] = sample.prompt_ids, sample.token_ids
-    loss_mask[:prompt], mu_logprobs[:prompt], advantages[:prompt] = False, 0.0, 0.0
-    loss_mask[prompt:], mu_logprobs[prompt:], advantages[prompt:] = True, sample.logprobs, advantage
+    token_ids[:prompt] = sample.prompt_ids
+    token_ids[prompt:] = sample.token_ids
+    loss_mask[:prompt] = False
+    loss_mask[prompt:] = True
+    mu_logprobs[:prompt] = 0.0
+    mu_logprobs[prompt:] = sample.logprobs
+    advantages[:prompt] = 0.0
+    advantages[prompt:] = advantage
     if sample.policy_mask is not None:
         loss_mask[prompt:] = sample.policy_mask
         mu_logprobs[prompt:][~sample.policy_mask] = 0.0
@@ -179,8 +164,37 @@ def _train_sequence(sample: SampleNumbers, advantage: float) -> TrainSequence:
     )
 
 
+def masked_places(batch: Batch, mask_truncated: bool) -> set[int]:
+    """The places of the samples that algorithm.mask_truncated leaves out of the loss."""
+    result: set[int] = set()
+    for place, sample in enumerate(batch.samples):
+        if mask_truncated and sample.finish_reason == "length":
+            result.add(place)
+    return result
+
+
+def batch_rewards(batch: Batch, config: RunConfig | None = None) -> Tensor:
+    """Rewards [G, n] of episodes, float64.
+
+    With `config`, the rewards that training uses instead (rewards/score.py). Raises ValueError if
+    groups have different numbers of episodes.
+    """
+    groups = [episodes(group.samples) for group in batch.groups]
+    if len(set(map(len, groups))) != 1:
+        raise ValueError(f"groups of step {batch.step} have different numbers of samples")
+
+    def reward(branches: list[SampleSummary]) -> float:
+        if config:
+            return trained_reward(branches, config)
+        return branches[0].reward
+
+    return torch.tensor(
+        [[reward(branches) for branches in group] for group in groups], dtype=torch.float64
+    )
+
+
 def batch_metrics(
-    batch: Batch, version: Version, trained: Tensor | None = None
+    batch: Batch, version: Version, shaped_rewards: Tensor | None = None
 ) -> dict[str, float]:
     """Metrics of a batch that the trainer uses at weight version `version`.
 
@@ -192,22 +206,22 @@ def batch_metrics(
     has one reward, and reward/std is over all of them. rollout/<name> and reward/<name>/mean are
     means of Sample.metrics and reward_parts over the samples that have them.
     """
-    trained_on = batch_rewards(batch) if trained is None else trained
+    trained_on = batch_rewards(batch) if shaped_rewards is None else shaped_rewards
     samples = batch.generated
     rewards = torch.tensor(
         [sample.reward for sample in samples if not sample.branch], dtype=torch.float64
     )
-    runs = [run for sample in batch.samples for run in sample.policy_versions]
+    runs = []
+    for sample in batch.samples:
+        runs.extend(sample.policy_versions)
     tokens = sum(sample.tokens for sample in samples)
     own_tokens = sum(sample.policy_tokens for sample in samples)
-    counted = {
-        f"rollout/{name}": value
-        for name, value in _means([sample.metrics for sample in samples]).items()
-    }
-    parts = {
-        f"reward/{name}/mean": value
-        for name, value in _means([sample.reward_parts for sample in samples]).items()
-    }
+    rollout_means = {}
+    for name, value in _means([sample.metrics for sample in samples]).items():
+        rollout_means[f"rollout/{name}"] = value
+    part_means = {}
+    for name, value in _means([sample.reward_parts for sample in samples]).items():
+        part_means[f"reward/{name}/mean"] = value
     return {
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std(correction=0).item(),
@@ -226,15 +240,15 @@ def batch_metrics(
         .item(),
         **(
             {}
-            if trained is None
-            else {"reward/penalty/mean": (batch_rewards(batch) - trained).mean().item()}
+            if shaped_rewards is None
+            else {"reward/penalty/mean": (batch_rewards(batch) - shaped_rewards).mean().item()}
         ),
         **kept_metrics((sample.kept for sample in samples), own_tokens),
         **episode_metrics(samples),
         **failure_metrics(samples),
         **teacher_failures(samples),
-        **parts,
-        **counted,
+        **part_means,
+        **rollout_means,
     }
 
 
@@ -275,9 +289,9 @@ def dropped_metrics(batch: Batch) -> dict[str, float]:
     sampled nothing.
     """
     answered = [group for group in batch.dropped if not any_unanswered(group.samples)]
-    dropped = [
-        [sample.reward for sample in group.samples if not sample.branch] for group in answered
-    ]
+    dropped = []
+    for group in answered:
+        dropped.append([sample.reward for sample in group.samples if not sample.branch])
     unanswered = len(batch.dropped) - len(answered)
     return {
         **({"prompts/unanswered": unanswered} if unanswered else {}),
@@ -302,57 +316,54 @@ def source_metrics(batch: Batch, mixture: Mixture, curriculum: bool) -> dict[str
     and the mean reward of both together. `prompts/rested` counts the prompts that the curriculum
     has left out.
     """
-    found: dict[str, float] = {"prompts/rested": batch.rested} if curriculum else {}
+    metrics: dict[str, float] = {"prompts/rested": batch.rested} if curriculum else {}
     for number, name in enumerate(mixture.names if len(mixture.names) > 1 else ()):
-        groups, dropped = (
-            [group for group in some if mixture.source(group.ordinal) == number]
-            for some in (batch.groups, batch.dropped)
-        )
-        rewards = [
-            sample.reward
-            for group in [*groups, *dropped]
-            for sample in group.samples
-            if not sample.branch
-        ]
-        found |= {
+        groups = [group for group in batch.groups if mixture.source(group.ordinal) == number]
+        dropped = [group for group in batch.dropped if mixture.source(group.ordinal) == number]
+        rewards = []
+        for group in [*groups, *dropped]:
+            for sample in group.samples:
+                if not sample.branch:
+                    rewards.append(sample.reward)
+        metrics |= {
             f"source/{name}/prompts": len(groups),
             **({f"source/{name}/dropped": len(dropped)} if dropped else {}),
         }
-        found |= {f"source/{name}/reward": fmean(rewards)} if rewards else {}
-    return found
+        metrics |= {f"source/{name}/reward": fmean(rewards)} if rewards else {}
+    return metrics
 
 
 def too_many_dropped(batch: Batch, config: RunConfig) -> str | None:
     """If too few prompts are left for a batch, the reason why the run must stop; otherwise None."""
     if batch.groups:
         return None
-    found = dropped_metrics(batch)
+    metrics = dropped_metrics(batch)
     rollout = config.rollout
     generated = (
         f"at least {rollout.max_num_gen_batches} times "
         f"rollout.prompts_per_step={rollout.prompts_per_step} prompts were generated for it"
     )
-    if "reward/dropped_mean" not in found:
+    if "reward/dropped_mean" not in metrics:
         return (
             f"{generated}, and too few are left for a batch: each of the others has an episode "
             "that sampled nothing (prompts/unanswered)"
         )
-    same = (
-        f"in {found['prompts/dropped']} of them all samples had the same reward (mean reward "
-        f"{found['reward/dropped_mean']:.3f}; "
-    )
-    same += (
-        f"{found['prompts/dropped_right']} all right, {found['prompts/dropped_wrong']} all wrong)"
+    equal = (
+        f"in {metrics['prompts/dropped']} of them all samples had the same reward (mean reward "
+        f"{metrics['reward/dropped_mean']:.3f}; {metrics['prompts/dropped_right']} all right, "
+        f"{metrics['prompts/dropped_wrong']} all wrong)"
     )
     return (
-        f"{generated}, and too few are left for a batch: {same}. Such prompts teach nothing. "
-        "Check whether the task is too hard or too "
-        "easy for the model, or the reward is wrong; or raise rollout.n or "
-        "rollout.max_num_gen_batches"
+        f"{generated}, and too few are left for a batch: {equal}. Such prompts teach nothing. "
+        "Check whether the task is too hard or too easy for the model, or the reward is wrong; or "
+        "raise rollout.n or rollout.max_num_gen_batches"
     )
 
 
 def _means(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """For each name, the mean of its values over the mappings that have it."""
-    names = sorted({name for each in counts for name in each})
-    return {name: fmean(each[name] for each in counts if name in each) for name in names}
+    names = sorted({name for mapping in counts for name in mapping})
+    result: dict[str, float] = {}
+    for name in names:
+        result[name] = fmean(mapping[name] for mapping in counts if name in mapping)
+    return result

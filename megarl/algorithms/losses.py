@@ -13,82 +13,28 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import GroupLoss
-from megarl.algorithms.base import LossOutput, Microbatch
+from megarl.algorithms.base import LossInputs, LossOutput
 from megarl.critic.losses import Gae
 from megarl.teachers.loss import Distillation
-
-# Sums over sequences that lie end to end.
-#
-# `boundaries` [n + 1] int32 says where n sequences in a row of t tokens begin and end: sequence i
-# has tokens boundaries[i] to boundaries[i + 1] - 1.
-
-
-def segment_sums(values: Tensor, boundaries: Tensor) -> Tensor:
-    """[n] the sum of `values` (floats [t]) in each sequence; differentiable.
-
-    Bitwise deterministic, also on GPUs, which ranks that hold copies of a weight rely on.
-    """
-    return torch.segment_reduce(values, "sum", offsets=boundaries)
-
-
-def segment_counts(mask: Tensor, boundaries: Tensor, dtype: torch.dtype) -> Tensor:
-    """[n] how many tokens of each sequence `mask` [t] selects, but at least 1."""
-    return segment_sums(mask.to(dtype), boundaries).clamp(min=1)
-
-
-def spread(values: Tensor, boundaries: Tensor, tokens: int) -> Tensor:
-    """[tokens] for each token, the value of its sequence in `values` [n].
-
-    A constant for autograd.
-    """
-    return values.detach().repeat_interleave(boundaries.diff(), output_size=tokens)
-
-
-# Estimates of KL(pi || ref) from tokens that pi has sampled (Schulman, "Approximating KL
-# divergence", 2020).
-#
-# Each is a function of d = log pi - log ref at a token. Its mean over tokens sampled from pi
-# estimates the divergence: k1 and k3 without bias; k2 and k3 are never negative. In a loss, only
-# the gradient counts. The mean gradient of k2, d grad log pi, is that of KL(pi || ref). The mean
-# gradient of k3 is that of KL(ref || pi). The mean gradient of k1, grad log pi, is 0, so k1 is for
-# rewards only.
-
 
 # from -d on, k3 goes on as its tangent, so that one absurd token cannot make its exponential
 # infinite
 _MOST_DIFFERENCE = 20.0
-
-
-def k1(difference: Tensor) -> Tensor:
-    return difference
-
-
-def k2(difference: Tensor) -> Tensor:
-    return difference.square() / 2
-
-
-def k3(difference: Tensor) -> Tensor:
-    """exp(-d) - 1 + d. Below d = -20 its tangent there, which still pulls towards the reference."""
-    bounded = (-difference).clamp(max=_MOST_DIFFERENCE)
-    return bounded.exp() * (1 - difference - bounded) - 1 + difference
-
-
-ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-
-
-# The weight of a token that older weights have sampled. Algorithms differ in this rule.
-#
-# From a token's log-ratio log(pi / mu), a rule computes the weight w of the term -w A log pi; w is
-# a constant for autograd. If a paper's objective contains the ratio, w A grad log pi is the
-# gradient of that objective at the current weights, at every optimizer step. If algorithm.ratio is
-# not "behavior", the log-ratio is taken to the proximal policy. Log-ratios are bounded before they
-# become ratios, so no ratio overflows. NaN passes through.
-
-
 # bound of a log-ratio where no other bound applies, so that one absurd token cannot make means,
 # sums or weights infinite
-_MOST = 20.0
+_HIGHEST_LOG_RATIO = 20.0
 _INFINITE = 1e30
+# only for metrics, so that one absurd token cannot make a mean infinite
+_MAX_REPORTED_LOG_RATIO = 20.0
+_METRICS = {
+    "is_ratio": "is_ratio/mean",
+    "is_ratio_clipped": "is_ratio/clipped_fraction",
+    "proximal_ratio": "proximal_ratio/mean",
+    "behavior_ratio": "behavior_ratio/mean",
+    "behavior_ratio_capped": "behavior_ratio/capped_fraction",
+    "kl": "kl/mean",
+}
+_PAIR_METRICS = {"pair_margin": "pairs/margin", "pair_accuracy": "pairs/accuracy"}
 
 
 class Weights(NamedTuple):
@@ -106,193 +52,6 @@ The tokens of n sequences stand end to end; `boundaries` says where each sequenc
 log_ratio is -inf outside the mask, and for a token that has become impossible. Any finite weight
 will do there.
 """
-
-
-def clamped(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    boundaries: Tensor,
-    rho_min: float,
-    rho: float,
-) -> Weights:
-    """min(pi/mu, rho): AIPO (LlamaRL, section 6).
-
-    With `rho_min` above 0, also clamps from below: CISPO (MiniMax-M1, arXiv:2506.13585).
-    """
-    low = _log(rho_min)
-    high = _log(rho)
-    return Weights(log_ratio.clamp(low, high).exp(), (log_ratio < low) | (log_ratio > high))
-
-
-def clipped(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    boundaries: Tensor,
-    rho_min: float,
-    rho: float,
-    dual_clip: float,
-) -> Weights:
-    """The gradient of min(r A, clip(r, rho_min, rho) A), r = pi/mu (PPO; GRPO, arXiv:2402.03300).
-
-    The gradient is 0 for tokens whose ratio is beyond the bound that their advantage pushes it
-    towards. With a negative advantage it is also 0 where the ratio is above both `dual_clip` (Ye et
-    al., arXiv:1912.09729) and `rho`.
-    """
-    low = _log(rho_min)
-    high = _log(rho)
-    most = _log(max(dual_clip, rho))
-    beyond = torch.where(advantages > 0, log_ratio > high, (log_ratio < low) | (log_ratio > most))
-    surrogate = torch.where(
-        advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(low, min(most, _MOST))
-    ).exp()
-    weight = torch.where(beyond, 0.0, log_ratio.clamp(max=min(most, _MOST)).exp())
-    return Weights(weight, beyond | (log_ratio > _MOST), surrogate)
-
-
-def sequence_clipped(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    boundaries: Tensor,
-    rho_min: float,
-    rho: float,
-    dual_clip: float,
-) -> Weights:
-    """Like `clipped`, with the geometric mean of a response's ratios as r (GSPO, arXiv:2507.18071,
-    equations 5 to 7).
-
-    With loss_mean=sequence the gradient is GSPO's.
-    """
-    mean = _sequence_sums(log_ratio, mask, boundaries) / segment_counts(
-        mask, boundaries, log_ratio.dtype
-    )
-    return clipped(
-        spread(mean, boundaries, len(mask)), advantages, mask, boundaries, rho_min, rho, dual_clip
-    )
-
-
-def response_clipped(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    boundaries: Tensor,
-    rho_min: float,
-    rho: float,
-    dual_clip: float,
-) -> Weights:
-    """Like `clipped`, with the product of a response's ratios as r (Proximal RLOO,
-    arXiv:2410.18252, appendix B).
-
-    With loss_mean=sequence_sum the gradient is Proximal RLOO's.
-    """
-    whole = spread(_sequence_sums(log_ratio, mask, boundaries), boundaries, len(mask))
-    weight, beyond, surrogate = clipped(
-        whole, advantages, mask, boundaries, rho_min, rho, dual_clip
-    )
-    assert surrogate is not None
-    tokens = spread(segment_counts(mask, boundaries, log_ratio.dtype), boundaries, len(mask))
-    return Weights(weight, beyond, surrogate / tokens)  # so that its sum counts each response once
-
-
-def masked(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    boundaries: Tensor,
-    rho_min: float,
-    rho: float,
-) -> Weights:
-    """pi/mu inside the bounds, 0 outside: ignores tokens on which trainer and generator disagree
-    too much (IcePop, 2025).
-    """
-    high = _log(rho)
-    outside = (log_ratio < _log(rho_min)) | (log_ratio > high)
-    return Weights(torch.where(outside, 0.0, log_ratio.clamp(max=high).exp()), outside)
-
-
-def tapered(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    boundaries: Tensor,
-    rho_min: float,
-    rho: float,
-) -> Weights:
-    """1 for responses of positive advantage; for the others, the ratio of the whole response, at
-    most `rho` (TOPR, arXiv:2503.14286).
-    """
-    whole = spread(_sequence_sums(log_ratio, mask, boundaries), boundaries, len(mask))
-    high = _log(rho)
-    good = advantages > 0
-    return Weights(torch.where(good, 1.0, whole.clamp(max=high).exp()), ~good & (whole > high))
-
-
-def uncorrected(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    boundaries: Tensor,
-    rho_min: float,
-    rho: float,
-) -> Weights:
-    """1, as if the current weights had sampled everything: the baseline in LlamaRL's figure 8."""
-    return Weights(torch.ones_like(log_ratio), torch.zeros_like(mask))
-
-
-def lag_weights(
-    log_lag: Tensor,
-    mask: Tensor,
-    boundaries: Tensor,
-    floor: float,
-    cap: float,
-    level: str,
-    above: str,
-) -> Weights:
-    """[t] a further factor of each token: prox/mu, from log_lag = log(prox/mu) [t].
-
-    With `level` "sequence" it is the product over the response. Above `cap` and below `floor` it
-    becomes 0 (IcePop), or with `above` "truncate" that bound (truncated importance sampling).
-    """
-    if level == "sequence":
-        log_lag = spread(_sequence_sums(log_lag, mask, boundaries), boundaries, len(mask))
-    low = _log(floor)
-    high = _log(cap)
-    beyond = (log_lag < low) | (log_lag > high)
-    weight = log_lag.clamp(low, min(high, _MOST)).exp()
-    weight = weight if above == "truncate" else torch.where(beyond, 0.0, weight)
-    return Weights(weight, beyond | (log_lag > _MOST))
-
-
-def _sequence_sums(log_ratio: Tensor, mask: Tensor, boundaries: Tensor) -> Tensor:
-    """[n] sums of `log_ratio` over the unmasked tokens of each sequence.
-
-    Infinite ones count as 1e30, so that they add up.
-    """
-    finite = log_ratio.nan_to_num(nan=math.nan, posinf=_INFINITE, neginf=-_INFINITE)
-    return segment_sums(torch.where(mask, finite, 0.0), boundaries)
-
-
-def _log(bound: float) -> float:
-    return math.log(bound) if bound > 0 else -math.inf
-
-
-# The policy gradient on samples from older weights: AIPO (LlamaRL, section 6) and its relatives,
-# which differ in how they weight tokens.
-
-
-# only for metrics, so that one absurd token cannot make a mean infinite
-_MAX_REPORTED_LOG_RATIO = 20.0
-_METRICS = {
-    "is_ratio": "is_ratio/mean",
-    "is_ratio_clipped": "is_ratio/clipped_fraction",
-    "proximal_ratio": "proximal_ratio/mean",
-    "behavior_ratio": "behavior_ratio/mean",
-    "behavior_ratio_capped": "behavior_ratio/capped_fraction",
-    "kl": "kl/mean",
-}
-_PAIR_METRICS = {"pair_margin": "pairs/margin", "pair_accuracy": "pairs/accuracy"}
 
 
 @dataclass(frozen=True)
@@ -315,10 +74,11 @@ class PolicyGradient:
     ratio r the rule bounds, and which further factor the weight of each token has:
 
         behavior    r = pi/mu
-        proximal    r = pi/prox     treats the tokens as sampled from prox (PPO); ignores that prox differs from mu
-        decoupled   r = pi/prox     factor prox/mu, or 0 where that is above `behavior_cap` (AReaL, arXiv:2505.24298) or below
-                                    `behavior_floor` (IcePop); `behavior_level` and `behavior_above`
-                                    change this (`lag_weights`)
+        proximal    r = pi/prox     treats the tokens as sampled from prox (PPO); ignores that prox
+                                    differs from mu
+        decoupled   r = pi/prox     factor prox/mu, or 0 where that is above `behavior_cap` (AReaL,
+                                    arXiv:2505.24298) or below `behavior_floor` (IcePop);
+                                    `behavior_level` and `behavior_above` change it (`lag_weights`)
 
     The entropy of each token's distribution, times `entropy_coefficient`, is subtracted from the
     loss, with the same mean.
@@ -381,7 +141,7 @@ class PolicyGradient:
     def advantages(self, rewards: Tensor) -> Tensor:
         return self.baseline(rewards)
 
-    def loss(self, logprobs: Tensor, microbatch: Microbatch) -> LossOutput:
+    def loss(self, logprobs: Tensor, microbatch: LossInputs) -> LossOutput:
         """Loss whose gradient is -sum_t w A grad log pi, with w from `weigh` and `ratio`, plus
         kl_coef times a KL penalty if `kl` is "loss".
 
@@ -418,28 +178,32 @@ class PolicyGradient:
         sums = {"tokens": mask.sum(), "is_ratio": _reported(log_ratio)}
         factor = torch.ones_like(pi)
         if self.needs_proximal:
-            given = microbatch.proximal_logprobs
-            proximal = pi if given is None else torch.where(mask, given, -math.inf)
+            proximal_logprobs = microbatch.proximal_logprobs
+            proximal = pi
+            if proximal_logprobs is not None:
+                proximal = torch.where(mask, proximal_logprobs, -math.inf)
             log_ratio = _log_ratio(pi, proximal)
             lag = _log_ratio(proximal, microbatch.mu_logprobs)
             sums |= {"proximal_ratio": _reported(log_ratio), "behavior_ratio": _reported(lag)}
             if self.ratio == "decoupled":
-                lag_weight = (
-                    self.behavior_floor,
-                    self.behavior_cap,
-                    self.behavior_level,
-                    self.behavior_above,
+                factor, capped, _ = lag_weights(
+                    lag,
+                    mask,
+                    microbatch.boundaries,
+                    floor=self.behavior_floor,
+                    cap=self.behavior_cap,
+                    level=self.behavior_level,
+                    above=self.behavior_above,
                 )
-                factor, capped, _ = lag_weights(lag, mask, microbatch.boundaries, *lag_weight)
                 sums["behavior_ratio_capped"] = (capped & mask).sum()
         correction = factor * log_ratio.clamp(max=math.log(self.rho)).exp()
         penalties: Tensor | float = 0.0
         if self.distillation is not None:
-            more, penalties, told = self.distillation(
+            distilled_advantages, penalties, distilled_sums = self.distillation(
                 log_pi.detach(), correction, possible, microbatch.teachers
             )
-            advantages = advantages + more
-            sums = sums | told
+            advantages = advantages + distilled_advantages
+            sums = sums | distilled_sums
         weight, clipped, surrogate = self.weigh(
             log_ratio, advantages, mask, microbatch.boundaries, self.rho_min, self.rho
         )
@@ -470,21 +234,18 @@ class PolicyGradient:
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Means over tokens, or over pairs. NaN if the step trained on nothing or has no pair."""
         tokens = sums.get("tokens", 0.0) or math.nan
-        always = {name: sums.get(name, 0.0) for name in ("is_ratio", "is_ratio_clipped")}
-        found = {
-            metric: value / tokens
-            for name, value in (always | sums).items()
-            if (metric := _METRICS.get(name))
-        }
+        default_sums = {name: sums.get(name, 0.0) for name in ("is_ratio", "is_ratio_clipped")}
+        metrics = {}
+        for name, value in (default_sums | sums).items():
+            if name in _METRICS:
+                metrics[_METRICS[name]] = value / tokens
         if self.distillation is not None:
-            found |= self.distillation.metrics(sums)
+            metrics |= self.distillation.metrics(sums)
         if "pairs" in sums:
-            found["pairs/fraction"] = sums["pairs"] / sums["prompts"]
-            found |= {
-                metric: sums[name] / (sums["pairs"] or math.nan)
-                for name, metric in _PAIR_METRICS.items()
-            }
-        return found
+            metrics["pairs/fraction"] = sums["pairs"] / sums["prompts"]
+            for name, metric in _PAIR_METRICS.items():
+                metrics[metric] = sums[name] / (sums["pairs"] or math.nan)
+        return metrics
 
     def _sum(self, terms: Tensor, mask: Tensor, boundaries: Tensor) -> Tensor:
         """The sum of `terms` over all tokens, or of their means over the sequences."""
@@ -495,15 +256,15 @@ class PolicyGradient:
         ).sum()
 
 
-def _log_ratio(of: Tensor, to: Tensor) -> Tensor:
+def _log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """log(of / to).
 
-    It is -inf where `of` is impossible (log-prob -inf), as it is outside the mask.
+    It is -inf where `numerator` is impossible (log-prob -inf), as it is outside the mask.
     """
-    return torch.where(of == -math.inf, -math.inf, of - to)
+    return torch.where(numerator == -math.inf, -math.inf, numerator - denominator)
 
 
-def _entropy(microbatch: Microbatch) -> Tensor:
+def _entropy(microbatch: LossInputs) -> Tensor:
     if microbatch.entropy is None:
         raise ValueError("entropy_coefficient is not 0, but the microbatch has no entropy")
     return microbatch.entropy
@@ -513,10 +274,236 @@ def _reported(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(max=_MAX_REPORTED_LOG_RATIO).exp().sum()
 
 
-# Negative log-likelihood: supervised learning with the same trainer (the warm start).
-
-
-def nll_loss(logprobs: Tensor, microbatch: Microbatch) -> LossOutput:
+def nll_loss(logprobs: Tensor, microbatch: LossInputs) -> LossOutput:
     """-sum of the unmasked log-probs [t]."""
     mask = microbatch.loss_mask
     return LossOutput(-torch.where(mask, logprobs, 0.0).sum(), {"tokens": mask.sum()})
+
+
+def clamped(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    boundaries: Tensor,
+    rho_min: float,
+    rho: float,
+) -> Weights:
+    """min(pi/mu, rho): AIPO (LlamaRL, section 6).
+
+    With `rho_min` above 0, also clamps from below: CISPO (MiniMax-M1, arXiv:2506.13585).
+    """
+    low = _log(rho_min)
+    high = _log(rho)
+    return Weights(log_ratio.clamp(low, high).exp(), (log_ratio < low) | (log_ratio > high))
+
+
+def segment_sums(values: Tensor, boundaries: Tensor) -> Tensor:
+    """[n] the sum of `values` (floats [t]) in each of n sequences end to end; differentiable.
+
+    `boundaries` [n + 1] int32: sequence i has tokens boundaries[i] to boundaries[i + 1] - 1.
+
+    Bitwise deterministic, also on GPUs, which ranks that hold copies of a weight rely on.
+    """
+    return torch.segment_reduce(values, "sum", offsets=boundaries)
+
+
+def segment_counts(mask: Tensor, boundaries: Tensor, dtype: torch.dtype) -> Tensor:
+    """[n] how many tokens of each sequence `mask` [t] selects, but at least 1."""
+    return segment_sums(mask.to(dtype), boundaries).clamp(min=1)
+
+
+def spread(values: Tensor, boundaries: Tensor, tokens: int) -> Tensor:
+    """[tokens] for each token, the value of its sequence in `values` [n].
+
+    A constant for autograd.
+    """
+    return values.detach().repeat_interleave(boundaries.diff(), output_size=tokens)
+
+
+def k1(difference: Tensor) -> Tensor:
+    return difference
+
+
+def k2(difference: Tensor) -> Tensor:
+    return difference.square() / 2
+
+
+def k3(difference: Tensor) -> Tensor:
+    """exp(-d) - 1 + d. Below d = -20 its tangent there, which still pulls towards the reference."""
+    bounded = (-difference).clamp(max=_MOST_DIFFERENCE)
+    return bounded.exp() * (1 - difference - bounded) - 1 + difference
+
+
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def clipped(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    boundaries: Tensor,
+    rho_min: float,
+    rho: float,
+    dual_clip: float,
+) -> Weights:
+    """The gradient of min(r A, clip(r, rho_min, rho) A), r = pi/mu (PPO; GRPO, arXiv:2402.03300).
+
+    The gradient is 0 for tokens whose ratio is beyond the bound that their advantage pushes it
+    towards. With a negative advantage it is also 0 where the ratio is above both `dual_clip` (Ye et
+    al., arXiv:1912.09729) and `rho`.
+    """
+    low = _log(rho_min)
+    high = _log(rho)
+    highest = _log(max(dual_clip, rho))
+    is_beyond = torch.where(
+        advantages > 0, log_ratio > high, (log_ratio < low) | (log_ratio > highest)
+    )
+    surrogate = torch.where(
+        advantages > 0,
+        log_ratio.clamp(max=high),
+        log_ratio.clamp(low, min(highest, _HIGHEST_LOG_RATIO)),
+    ).exp()
+    weight = torch.where(
+        is_beyond, 0.0, log_ratio.clamp(max=min(highest, _HIGHEST_LOG_RATIO)).exp()
+    )
+    return Weights(weight, is_beyond | (log_ratio > _HIGHEST_LOG_RATIO), surrogate)
+
+
+def sequence_clipped(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    boundaries: Tensor,
+    rho_min: float,
+    rho: float,
+    dual_clip: float,
+) -> Weights:
+    """Like `clipped`, with the geometric mean of a response's ratios as r (GSPO, arXiv:2507.18071,
+    equations 5 to 7).
+
+    With loss_mean=sequence the gradient is GSPO's.
+    """
+    mean_log_ratio = _sequence_sums(log_ratio, mask, boundaries) / segment_counts(
+        mask, boundaries, log_ratio.dtype
+    )
+    return clipped(
+        spread(mean_log_ratio, boundaries, len(mask)),
+        advantages,
+        mask,
+        boundaries,
+        rho_min,
+        rho,
+        dual_clip,
+    )
+
+
+def response_clipped(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    boundaries: Tensor,
+    rho_min: float,
+    rho: float,
+    dual_clip: float,
+) -> Weights:
+    """Like `clipped`, with the product of a response's ratios as r (Proximal RLOO,
+    arXiv:2410.18252, appendix B).
+
+    With loss_mean=sequence_sum the gradient is Proximal RLOO's.
+    """
+    response_log_ratio = spread(_sequence_sums(log_ratio, mask, boundaries), boundaries, len(mask))
+    weight, is_beyond, surrogate = clipped(
+        response_log_ratio, advantages, mask, boundaries, rho_min, rho, dual_clip
+    )
+    assert surrogate is not None
+    tokens = spread(segment_counts(mask, boundaries, log_ratio.dtype), boundaries, len(mask))
+    return Weights(
+        weight, is_beyond, surrogate / tokens
+    )  # so that its sum counts each response once
+
+
+def masked(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    boundaries: Tensor,
+    rho_min: float,
+    rho: float,
+) -> Weights:
+    """pi/mu inside the bounds, 0 outside: ignores tokens on which trainer and generator disagree
+    too much (IcePop, 2025).
+    """
+    high = _log(rho)
+    is_outside = (log_ratio < _log(rho_min)) | (log_ratio > high)
+    return Weights(torch.where(is_outside, 0.0, log_ratio.clamp(max=high).exp()), is_outside)
+
+
+def tapered(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    boundaries: Tensor,
+    rho_min: float,
+    rho: float,
+) -> Weights:
+    """1 for responses of positive advantage; for the others, the ratio of the whole response, at
+    most `rho` (TOPR, arXiv:2503.14286).
+    """
+    response_log_ratio = spread(_sequence_sums(log_ratio, mask, boundaries), boundaries, len(mask))
+    high = _log(rho)
+    is_good = advantages > 0
+    return Weights(
+        torch.where(is_good, 1.0, response_log_ratio.clamp(max=high).exp()),
+        ~is_good & (response_log_ratio > high),
+    )
+
+
+def uncorrected(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    boundaries: Tensor,
+    rho_min: float,
+    rho: float,
+) -> Weights:
+    """1, as if the current weights had sampled everything: the baseline in LlamaRL's figure 8."""
+    return Weights(torch.ones_like(log_ratio), torch.zeros_like(mask))
+
+
+def lag_weights(
+    log_lag: Tensor,
+    mask: Tensor,
+    boundaries: Tensor,
+    floor: float,
+    cap: float,
+    level: str,
+    above: str,
+) -> Weights:
+    """[t] a further factor of each token: prox/mu, from log_lag = log(prox/mu) [t].
+
+    With `level` "sequence" it is the product over the response. Above `cap` and below `floor` it
+    becomes 0 (IcePop), or with `above` "truncate" that bound (truncated importance sampling).
+    """
+    if level == "sequence":
+        log_lag = spread(_sequence_sums(log_lag, mask, boundaries), boundaries, len(mask))
+    low = _log(floor)
+    high = _log(cap)
+    is_beyond = (log_lag < low) | (log_lag > high)
+    weight = log_lag.clamp(low, min(high, _HIGHEST_LOG_RATIO)).exp()
+    weight = weight if above == "truncate" else torch.where(is_beyond, 0.0, weight)
+    return Weights(weight, is_beyond | (log_lag > _HIGHEST_LOG_RATIO))
+
+
+def _sequence_sums(log_ratio: Tensor, mask: Tensor, boundaries: Tensor) -> Tensor:
+    """[n] sums of `log_ratio` over the unmasked tokens of each sequence.
+
+    Infinite ones count as 1e30, so that they add up.
+    """
+    finite = log_ratio.nan_to_num(nan=math.nan, posinf=_INFINITE, neginf=-_INFINITE)
+    return segment_sums(torch.where(mask, finite, 0.0), boundaries)
+
+
+def _log(bound: float) -> float:
+    if bound > 0:
+        return math.log(bound)
+    return -math.inf

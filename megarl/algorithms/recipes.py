@@ -13,6 +13,19 @@ from dataclasses import dataclass, replace
 
 from megarl.config.schema import AlgorithmConfig, published
 
+BEHAVIOR_CAP = 5.0  # as in AReaL's configurations
+_KEYS = (
+    "rho_min",
+    "rho",
+    "advantage",
+    "loss_mean",
+    "dual_clip",
+    "beta",
+    "gamma",
+    "gae_lambda",
+    "whiten",
+)
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -91,29 +104,17 @@ RECIPES = {
     "distill": Recipe(0.0, 4.0, advantage="none", fixed=("advantage",)),  # aipo without a reward
     "copg": replace(_OF_GROUPS, advantage="leave_one_out", beta=0.05),
 }
-
-
-OWN = Recipe(0.0, 4.0)  # for a rule that a configuration names by its import path
+CUSTOM_RULE = Recipe(0.0, 4.0)  # for a rule that a configuration names by its import path
 
 
 def recipe_of(config: AlgorithmConfig) -> Recipe:
     """The recipe of `config.name`, with the configuration's settings in place of its defaults."""
-    own = {key: value for key in _KEYS if (value := getattr(config, key)) is not None}
-    return replace(RECIPES.get(config.name, OWN), **own)
-
-
-BEHAVIOR_CAP = 5.0  # as in AReaL's configurations
-_KEYS = (
-    "rho_min",
-    "rho",
-    "advantage",
-    "loss_mean",
-    "dual_clip",
-    "beta",
-    "gamma",
-    "gae_lambda",
-    "whiten",
-)
+    set_values = {}
+    for key in _KEYS:
+        value = getattr(config, key)
+        if value is not None:
+            set_values[key] = value
+    return replace(RECIPES.get(config.name, CUSTOM_RULE), **set_values)
 
 
 def has_critic(config: AlgorithmConfig) -> bool:
@@ -136,14 +137,19 @@ def needs_reference(config: AlgorithmConfig) -> str | None:
     """
     if config.kl_coef > 0:
         return f"algorithm.kl_coef={config.kl_coef}"
-    return f"algorithm.beta={beta}" if (beta := recipe_of(config).beta) else None
+    beta = recipe_of(config).beta
+    if beta:
+        return f"algorithm.beta={beta}"
+    return None
 
 
 def needs_one_sequence(config: AlgorithmConfig) -> str | None:
-    """The "key=value" that requires every episode to be one sequence; None if branches are allowed."""
+    """The "key=value" that requires every episode to be one sequence; None if branches may be."""
     if has_critic(config) or recipe_of(config).beta is not None:
         return f"algorithm.name={config.name}"
-    return "algorithm.kl=reward" if config.kl_coef and config.kl == "reward" else None
+    if config.kl_coef and config.kl == "reward":
+        return "algorithm.kl=reward"
+    return None
 
 
 def problems(config: AlgorithmConfig) -> Iterator[str]:
@@ -152,14 +158,21 @@ def problems(config: AlgorithmConfig) -> Iterator[str]:
     """
     for key in _KEYS:
         value = getattr(config, key)
-        own = RECIPES.get(config.name, OWN)
-        if value is not None and (getattr(own, key) is None or key in own.fixed):
-            lacks = f"{config.name} has {'its own' if key in own.fixed else 'no such setting'}"
+        defaults = RECIPES.get(config.name, CUSTOM_RULE)
+        if value is not None and (getattr(defaults, key) is None or key in defaults.fixed):
+            reason = (
+                f"{config.name} has {'its own' if key in defaults.fixed else 'no such setting'}"
+            )
             if config.recipe and published(config.recipe).get(f"algorithm.{key}") == value:
-                meant = f"algorithm.recipe={config.recipe}, which sets algorithm.{key}={value}"
-                yield f"algorithm.name={config.name}: must be left out with {meant}: {lacks}"
+                published_setting = (
+                    f"algorithm.recipe={config.recipe}, which sets algorithm.{key}={value}"
+                )
+                yield (
+                    f"algorithm.name={config.name}: must be left out with {published_setting}: "
+                    f"{reason}"
+                )
             else:
-                yield f"algorithm.{key}={value}: must be null: {lacks}"
+                yield f"algorithm.{key}={value}: must be null: {reason}"
             return
     recipe = recipe_of(config)
     if recipe.beta is not None and config.kl_coef:
@@ -176,7 +189,8 @@ def problems(config: AlgorithmConfig) -> Iterator[str]:
             f"{' and '.join(recipe.ratios)} only (docs/algorithms.md)"
         )
     for key in ("behavior_floor", "behavior_cap", "behavior_level", "behavior_above"):
-        if (value := getattr(config, key)) is not None and config.ratio != "decoupled":
+        value = getattr(config, key)
+        if value is not None and config.ratio != "decoupled":
             yield f"algorithm.{key}={value}: must be null: only algorithm.ratio=decoupled has it"
     if (config.behavior_floor or 0.0) >= (config.behavior_cap or BEHAVIOR_CAP):
         cap = f"algorithm.behavior_cap={config.behavior_cap or BEHAVIOR_CAP}"

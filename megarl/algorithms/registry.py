@@ -21,7 +21,7 @@ from megarl.algorithms.losses import (
     tapered,
     uncorrected,
 )
-from megarl.algorithms.recipes import BEHAVIOR_CAP, OWN, recipe_of
+from megarl.algorithms.recipes import BEHAVIOR_CAP, CUSTOM_RULE, recipe_of
 from megarl.config.errors import ConfigError
 from megarl.config.limits import find_callable
 from megarl.config.schema import SAMPLED, AlgorithmConfig
@@ -63,12 +63,13 @@ def find_rule(name: str) -> Callable[..., Weights]:
             f"algorithm.name={name}: must take {takes}, and return "
             f"megarl.algorithms.losses.Weights: {error}"
         ) from error
-    if problem := _tried(rule):
+    problem = _problem_of_rule(rule)
+    if problem:
         raise ConfigError(f"algorithm.name={name}: {problem}; see docs/extending.md")
     return rule
 
 
-def _tried(rule: Callable[..., Weights]) -> str:
+def _problem_of_rule(rule: Callable[..., Weights]) -> str:
     """Tries `rule` on sequences of one and two tokens, the last of them masked.
 
     Returns a problem with its result; empty if it is valid.
@@ -77,26 +78,24 @@ def _tried(rule: Callable[..., Weights]) -> str:
     advantages = torch.tensor([1.0, -1.0, -1.0])
     mask = torch.tensor([True, True, False])
     try:
-        found = rule(
+        weights = rule(
             log_ratio,
             advantages,
             mask,
             torch.tensor([0, 1, 3], dtype=torch.int32),
-            OWN.rho_min,
-            OWN.rho,
+            CUSTOM_RULE.rho_min,
+            CUSTOM_RULE.rho,
         )
     except Exception as error:  # raised by the user's function
         return f"fails on three tokens: {type(error).__name__}: {error}"
-    if not isinstance(found, Weights):
-        return f"must return megarl.algorithms.losses.Weights, not {type(found).__name__}"
-    for name, values in (("weight", found.weight), ("clipped", found.clipped)):
+    if not isinstance(weights, Weights):
+        return f"must return megarl.algorithms.losses.Weights, not {type(weights).__name__}"
+    for name, values in (("weight", weights.weight), ("clipped", weights.clipped)):
         if getattr(values, "shape", None) != log_ratio.shape:
             return f"must return one value a token; its {name} of three tokens is {values!r:.80}"
-    return (
-        ""
-        if found.weight.isfinite().all()
-        else "its weight must be finite where log_ratio is -inf, as it is outside the mask"
-    )
+    if weights.weight.isfinite().all():
+        return ""
+    return "its weight must be finite where log_ratio is -inf, as it is outside the mask"
 
 
 def make_algorithm(config: AlgorithmConfig, teachers: Mapping[str, float] = {}) -> Algorithm:

@@ -61,14 +61,14 @@ from megarl.models import ModelSpec
 from megarl.plan.resolve import RunPlan
 from megarl.plan.topologies import generator_ranks, trainer_topology
 from megarl.plan.weights import Weights
-from megarl.reshard.forwarding import ENGINES, SentTensors, foreseen
+from megarl.reshard.forwarding import ENGINES, SentTensors, planned_relays
 from megarl.reshard.layout import Layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.weight_sync import commands
 from megarl.weight_sync.audit import digest_of, pack_shares
 from megarl.weight_sync.content import weights_map
 from megarl.weight_sync.receiver import WeightsReceiver
-from megarl.weight_sync.transports.base import MOONCAKE, Endpoint, Packed
+from megarl.weight_sync.transports.base import MOONCAKE, Endpoint, PackedEndpoint
 
 # trainer ranks, engine workers
 SIZES = ((128, 64), (512, 64), (512, 512), (1024, 256), (2048, 512), (4096, 1024))
@@ -405,7 +405,7 @@ class Members:
     @cache  # noqa: B019  one object per process
     def map(self, engines: tuple[int, ...]) -> tuple[ReshardMap, SentTensors]:
         whole = weights_map(self.plan, self.source, engines)
-        map, forwarding = foreseen(whole, ENGINES, TP)
+        map, forwarding = planned_relays(whole, ENGINES, TP)
         return whole, SentTensors(map, forwarding.relays if forwarding else ())
 
     def sent(self, engines: tuple[int, ...]) -> SentTensors:
@@ -500,22 +500,24 @@ class Members:
         if isinstance(command, commands.Connect):
             return host("engine", rank)
         if isinstance(command, commands.Watch):
-            return commands.Watched(b"of all alike", 300, 1 << 20)
+            return commands.WatchedMemory(b"of all alike", 300, 1 << 20)
         if isinstance(command, commands.Inventory):
             names = [tensors.name(place)[1] for place in range(count)]
             return [
-                commands.Held(name, (16384, 6656), "float8_e4m3fn", 1 << 26, commands.WRITTEN, "")
+                commands.MemoryEntry(
+                    name, (16384, 6656), "float8_e4m3fn", 1 << 26, commands.WRITTEN, ""
+                )
                 for name in names * (rank in command.ranks)
             ]
         if isinstance(command, commands.Open):
             address = f"10.0.{rank // 250}.{rank % 250}:17813 rdma {140_000_000_000_000 + rank}"
             endpoint = Endpoint(rank, MOONCAKE, address, 1 << 36, [], host=host("engine", rank))
             offsets = (np.arange(count, dtype=np.int64) << 26) + rank
-            return Packed(endpoint, command.known[rank], [], offsets.tobytes(), b"")
+            return PackedEndpoint(endpoint, command.known[rank], [], offsets.tobytes(), b"")
         if isinstance(command, commands.Recall):
             return commands.Changes([], 1)
         if isinstance(command, commands.Audit):
-            return commands.Found(
+            return commands.AuditResult(
                 digest_of(
                     self.hashes(self.engines_of_map)[
                         slice(*tensors.places[rank : rank + 2])

@@ -53,7 +53,7 @@ from megarl.rollouts.buffer import RolloutBuffer
 from megarl.rollouts.channel import RolloutsReceiver, RolloutsSender
 from megarl.rollouts.rollout import Rollouts
 from megarl.rollouts.stream import RolloutStream
-from megarl.weight_sync.receiver import InitialWeights, Offered, Taken, WeightsReceiver
+from megarl.weight_sync.receiver import InitialWeights, OfferedVersion, UpdateCost, WeightsReceiver
 from megarl.weight_sync.sender import SyncReport, WeightsSender
 from megarl.weight_sync.updates import Writes
 
@@ -331,7 +331,7 @@ class EmulatedSender(WeightsSender):
 class EmulatedReceiver(WeightsReceiver):
     """The receiving end. The emulated engines are paused while the trainer writes."""
 
-    async def _update(self, executor: Any, offered: Offered) -> Taken:
+    async def _update(self, executor: Any, offered: OfferedVersion) -> UpdateCost:
         version = offered.version
         began = time.perf_counter()
         for engine in executor.engines:
@@ -345,7 +345,7 @@ class EmulatedReceiver(WeightsReceiver):
             await engine.resume(
                 version, recompute=self._plan.config.async_.partial_rollout == "retract"
             )
-        return Taken((began, time.perf_counter()), 0, list(range(len(executor.engines))))
+        return UpdateCost((began, time.perf_counter()), 0, list(range(len(executor.engines))))
 
     async def look_again(self, executor: Any) -> None:
         """Does nothing, since emulated engines have no weights."""

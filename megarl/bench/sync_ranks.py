@@ -36,8 +36,8 @@ from megarl.weight_sync.transports.choice import this_host, transport_class
 from megarl.weight_sync.transports.two_sided import as_bytes
 from megarl.weight_sync.writing import (
     Deltas,
-    Found,
-    Sent,
+    RankChanges,
+    WrittenPart,
     landing_first,
     send,
     send_changes,
@@ -243,7 +243,7 @@ class Rank:
         # transport -> copies to landing buffers, all other copies
         self.parts: dict[str, tuple[list[Copy], list[Copy]]] = {}
         self.payloads = Payloads()
-        self.found: dict[tuple[str, float], Found] = {}  # (transport, share) -> the changes
+        self.found: dict[tuple[str, float], RankChanges] = {}  # (transport, share) -> the changes
         self.media = BareMedia(rank, layout.world_size, timeout_s)
         if rank < layout.world_size:
             self.sources = shards(layout, rank, Path(job[0]))
@@ -260,7 +260,7 @@ class Rank:
             if copies:
                 self.write(kind, part, audit=False)
 
-    def write(self, kind: str, part: int, audit: bool) -> Sent:
+    def write(self, kind: str, part: int, audit: bool) -> WrittenPart:
         """Writes a part. `part` 0: the copies to landing buffers; 1: all other copies."""
         return send(
             self.transports[kind],
@@ -299,7 +299,7 @@ class Rank:
         room = all(size <= self.transports[kind].room(rank) for rank, size in found.sizes.items())
         return statistics.median(times), [sum(found.sizes.values()), found.changed_bytes], room
 
-    def write_delta(self, kind: str, share: float) -> Sent:
+    def write_delta(self, kind: str, share: float) -> WrittenPart:
         return send_changes(self.transports[kind], self.found[kind, share], 0, self.sources)
 
     def shares(self, shapes: dict[int, dict[str, tuple[int, ...]]]) -> dict[int, dict[str, int]]:

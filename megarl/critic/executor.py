@@ -1,4 +1,4 @@
-"""The critic of PPO: its model, its loss, and the optimizer steps of critic and policy on a batch."""
+"""The critic of PPO: its model, its loss, and the optimizer steps of critic and policy."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.base import LossOutput, Microbatch
+from megarl.algorithms.base import LossInputs, LossOutput
 from megarl.algorithms.batches import MiniBatch
 from megarl.base.rollout_types import Batch, Elsewhere, TrainSequence
 from megarl.critic.losses import Moments
 from megarl.critic.plan import critic_path
-from megarl.executors.batch_steps import BatchSteps, Frozen, Scores, at
+from megarl.executors.batch_steps import BatchSteps, FrozenScores, Scores, scores_at
 from megarl.plan.resolve import RunPlan
 from megarl.teachers.trainer import Sequences
 from megarl.trainer.step import MegatronTrainer
@@ -27,10 +27,162 @@ from megarl.trainer.step import MegatronTrainer
 if TYPE_CHECKING:
     from megarl.trainer.step import StepResult
 
-# A critic's loss.
+
+@dataclass(frozen=True)
+class ActorCriticSteps(BatchSteps):
+    """Makes an optimizer step of the policy and one of the critic for each mini-batch.
+
+    Advantages and returns are computed from the values under the weights that the batch began with.
+    A rank knows the values of all sequences, but computes advantages only for sequences whose
+    tokens it has.
+    """
+
+    critic: MegatronTrainer = field(kw_only=True)
+    _value_metrics: dict[str, float] = field(default_factory=dict, kw_only=True)
+
+    def train(self, batch: Batch) -> list[StepResult]:
+        """Returns the policy's results.
+
+        Empty during `critic.warmup_steps`, when the policy does not change.
+        """
+        sequences, cut = self._cut(batch)
+        frozen = self._frozen(sequences, cut)
+        values = self._by_places(self.critic.token_values, sequences, cut)
+        rewards = self.rewards(batch)
+        advantages, returns = self._estimates(sequences, values, rewards.flatten().tolist(), frozen)
+        advantages, value_metrics = self._whitened(cut, sequences, advantages, returns, values)
+        weighted = {}
+        for place, sequence in sequences.items():
+            weighted[place] = _with_advantages(sequence, advantages.get(place))
+        results = []
+        critic_results = []
+        for minibatch in cut:
+            if batch.step >= self.config.critic.warmup_steps:
+                ages = None if results else self._ages(batch, minibatch.places, sequences)
+                results.append(
+                    self._step(minibatch, weighted, rewards, frozen, self._kept(batch), ages)
+                )
+            critic_results.append(self._critic_step(minibatch, sequences, values, returns))
+        self._value_metrics.clear()
+        self._value_metrics.update(value_metrics | _critic_metrics(critic_results))
+        return results
+
+    def value_metrics(self) -> dict[str, float]:
+        return self._value_metrics
+
+    def _critic_step(
+        self, minibatch: MiniBatch, sequences: Sequences, values: Scores, returns: Scores
+    ) -> StepResult:
+        elsewhere = np.empty(0, np.float32)  # stands for the sequences of other data-parallel ranks
+        result = self.critic.train_step(
+            [sequences[place] for place in minibatch.places],
+            partial(value_loss, clip=self.config.critic.value_clip),
+            float(minibatch.tokens or 1),
+            old_values=scores_at(minibatch.places, values),
+            returns=[returns.get(place, elsewhere) for place in minibatch.places],
+        )
+        result.check_tokens(minibatch.tokens)
+        return result
+
+    def _estimates(
+        self, sequences: Sequences, values: Scores, rewards: list[float], frozen: FrozenScores
+    ) -> tuple[Mapping[int, np.ndarray], Scores]:
+        """Advantages and returns of the sequences whose tokens this rank has, keyed by their places
+        in the batch. Each is as long as its sequence, and 0 on tokens that the policy did not
+        write. The reward of a response is given to its last token. A KL penalty in the reward is
+        given to each token.
+        """
+        assert self.algorithm.gae is not None
+        policy_tokens = {}
+        for place, sequence in sequences.items():
+            if isinstance(sequence, TrainSequence):
+                policy_tokens[place] = np.flatnonzero(sequence.loss_mask)
+        policy_tokens = {place: tokens for place, tokens in policy_tokens.items() if len(tokens)}
+        token_rewards = []
+        for place, tokens in policy_tokens.items():
+            row = np.zeros(len(tokens))
+            row[-1] = rewards[place]
+            if self.algorithm.penalizes_rewards:
+                assert frozen.reference is not None and frozen.proximal is not None
+                policy = torch.from_numpy(frozen.proximal[place][tokens])
+                reference = torch.from_numpy(frozen.reference[place][tokens])
+                row -= self.algorithm.penalties(policy, reference).numpy()
+            token_rewards.append(row)
+        estimates = self.algorithm.gae.advantages(
+            token_rewards,
+            [values[place][tokens].astype(np.float64) for place, tokens in policy_tokens.items()],
+        )
+        advantages = {}
+        returns = {}
+        for (place, tokens), row in zip(policy_tokens.items(), estimates, strict=True):
+            advantages[place] = np.zeros(len(sequences[place]))
+            advantages[place][tokens] = row
+            returns[place] = (advantages[place] + values[place]).astype(np.float32)
+        return advantages, returns
+
+    def _whitened(
+        self,
+        cut: list[MiniBatch],
+        sequences: Sequences,
+        advantages: Mapping[int, np.ndarray],
+        returns: Scores,
+        values: Scores,
+    ) -> tuple[Mapping[int, np.ndarray], dict[str, float]]:
+        """Advantages with mean 0 and variance 1 over the batch's tokens, if the algorithm wants
+        that. Also metrics of the values before the steps.
+        """
+        rank_places: list[int] = []  # over all data-parallel ranks, every place occurs once
+        for minibatch in cut[: self.config.trainer.minibatches]:
+            share = self.trainer.shares([sequences[place] for place in minibatch.places])[
+                self.trainer.coordinate.dp
+            ]
+            rank_places += [
+                minibatch.places[index] for index in share if minibatch.places[index] in advantages
+            ]
+        masks = []
+        for place in rank_places:
+            sequence = sequences[place]
+            if isinstance(sequence, TrainSequence):
+                masks.append(sequence.loss_mask)
+
+        def moments(rows: list[np.ndarray]) -> list[float]:
+            return Moments.of(
+                [row[mask].astype(np.float64) for row, mask in zip(rows, masks, strict=True)]
+            )
+
+        rows_of_kinds = [
+            [advantages[place] for place in rank_places],
+            [returns[place] for place in rank_places],
+            [returns[place] - values[place] for place in rank_places],
+        ]
+        sums = self.trainer.summed([value for rows in rows_of_kinds for value in moments(rows)])
+        advantage_moments, return_moments, error_moments = (
+            Moments(sums[first : first + 3]) for first in (0, 3, 6)
+        )
+        metrics = {
+            "returns": return_moments.mean,
+            "value/mean": return_moments.mean - error_moments.mean,
+            **(
+                {"value/explained_variance": 1 - error_moments.variance / return_moments.variance}
+                if return_moments.variance > 0
+                else {}
+            ),
+            "advantage/mean": advantage_moments.mean,
+            **(
+                {"advantage/std": math.sqrt(advantage_moments.variance)}
+                if advantage_moments.count
+                else {}
+            ),
+        }
+        assert self.algorithm.gae is not None
+        if self.algorithm.gae.whiten:
+            advantages = {
+                place: advantage_moments.whitened(row) for place, row in advantages.items()
+            }
+        return advantages, metrics
 
 
-def value_loss(values: Tensor, microbatch: Microbatch, clip: float | None) -> LossOutput:
+def value_loss(values: Tensor, microbatch: LossInputs, clip: float | None) -> LossOutput:
     """Half the sum over the policy's tokens of max((V - R)^2, (V' - R)^2).
 
     V' is V, clipped to at most `clip` from the value at the start of the batch (as in the
@@ -52,9 +204,6 @@ def value_loss(values: Tensor, microbatch: Microbatch, clip: float | None) -> Lo
         "values_clipped": (clipped & mask).sum(),
     }
     return LossOutput(torch.where(mask, error, 0.0).sum() / 2, sums)
-
-
-# The critic's model: a scalar head, on the trainer's ranks and with the trainer's sizes.
 
 
 def make_critic(plan: RunPlan, policy: MegatronTrainer) -> MegatronTrainer:
@@ -88,154 +237,6 @@ def begin_critic(critic: MegatronTrainer, plan: RunPlan) -> None:
     )
 
 
-# The optimizer steps of policy and critic on a batch (PPO).
-
-
-@dataclass(frozen=True)
-class ActorCriticSteps(BatchSteps):
-    """Makes an optimizer step of the policy and one of the critic for each mini-batch.
-
-    Advantages and returns are computed from the values under the weights that the batch began with.
-    A rank knows the values of all sequences, but computes advantages only for sequences whose
-    tokens it has.
-    """
-
-    critic: MegatronTrainer = field(kw_only=True)
-    _told: dict[str, float] = field(default_factory=dict, kw_only=True)
-
-    def train(self, batch: Batch) -> list[StepResult]:
-        """Returns the policy's results.
-
-        Empty during `critic.warmup_steps`, when the policy does not change.
-        """
-        sequences, cut = self._cut(batch)
-        frozen = self._frozen(sequences, cut)
-        values = self._by_places(self.critic.token_values, sequences, cut)
-        rewards = self.rewards(batch)
-        advantages, returns = self._estimates(sequences, values, rewards.flatten().tolist(), frozen)
-        advantages, told = self._whitened(cut, sequences, advantages, returns, values)
-        weighted = {
-            place: _with_advantages(sequence, advantages.get(place))
-            for place, sequence in sequences.items()
-        }
-        results = []
-        of_critic = []
-        for each in cut:
-            if batch.step >= self.config.critic.warmup_steps:
-                ages = None if results else self._ages(batch, each.places, sequences)
-                results.append(self._step(each, weighted, rewards, frozen, self._kept(batch), ages))
-            of_critic.append(self._critic_step(each, sequences, values, returns))
-        self._told.clear()
-        self._told.update(told | _of_results(of_critic))
-        return results
-
-    def value_metrics(self) -> dict[str, float]:
-        return self._told
-
-    def _critic_step(
-        self, minibatch: MiniBatch, sequences: Sequences, values: Scores, returns: Scores
-    ) -> StepResult:
-        elsewhere = np.empty(0, np.float32)  # stands for the sequences of other data-parallel ranks
-        result = self.critic.train_step(
-            [sequences[place] for place in minibatch.places],
-            partial(value_loss, clip=self.config.critic.value_clip),
-            float(minibatch.tokens or 1),
-            old_values=at(minibatch.places, values),
-            returns=[returns.get(place, elsewhere) for place in minibatch.places],
-        )
-        result.check_tokens(minibatch.tokens)
-        return result
-
-    def _estimates(
-        self, sequences: Sequences, values: Scores, rewards: list[float], frozen: Frozen
-    ) -> tuple[Mapping[int, np.ndarray], Scores]:
-        """Advantages and returns of the sequences whose tokens this rank has, keyed by their places
-        in the batch. Each is as long as its sequence, and 0 on tokens that the policy did not
-        write. The reward of a response is given to its last token. A KL penalty in the reward is
-        given to each token.
-        """
-        assert self.algorithm.gae is not None
-        own = {
-            place: np.flatnonzero(each.loss_mask)
-            for place, each in sequences.items()
-            if isinstance(each, TrainSequence)
-        }
-        own = {place: tokens for place, tokens in own.items() if len(tokens)}
-        of_tokens = []
-        for place, tokens in own.items():
-            row = np.zeros(len(tokens))
-            row[-1] = rewards[place]
-            if self.algorithm.penalizes_rewards:
-                assert frozen.reference is not None and frozen.proximal is not None
-                both = (
-                    torch.from_numpy(scores[place][tokens])
-                    for scores in (frozen.proximal, frozen.reference)
-                )
-                row -= self.algorithm.penalties(*both).numpy()
-            of_tokens.append(row)
-        found = self.algorithm.gae.advantages(
-            of_tokens, [values[place][tokens].astype(np.float64) for place, tokens in own.items()]
-        )
-        advantages = {}
-        returns = {}
-        for (place, tokens), row in zip(own.items(), found, strict=True):
-            advantages[place] = np.zeros(len(sequences[place]))
-            advantages[place][tokens] = row
-            returns[place] = (advantages[place] + values[place]).astype(np.float32)
-        return advantages, returns
-
-    def _whitened(
-        self,
-        cut: list[MiniBatch],
-        sequences: Sequences,
-        advantages: Mapping[int, np.ndarray],
-        returns: Scores,
-        values: Scores,
-    ) -> tuple[Mapping[int, np.ndarray], dict[str, float]]:
-        """Advantages with mean 0 and variance 1 over the batch's tokens, if the algorithm wants
-        that. Also metrics of the values before the steps.
-        """
-        mine: list[int] = []  # over all data-parallel ranks, every place occurs once
-        for each in cut[: self.config.trainer.minibatches]:
-            share = self.trainer.shares([sequences[place] for place in each.places])[
-                self.trainer.coordinate.dp
-            ]
-            mine += [each.places[index] for index in share if each.places[index] in advantages]
-        masks = [
-            each.loss_mask
-            for each in map(sequences.__getitem__, mine)
-            if isinstance(each, TrainSequence)
-        ]
-
-        def moments(rows: list[np.ndarray]) -> list[float]:
-            return Moments.of(
-                [row[mask].astype(np.float64) for row, mask in zip(rows, masks, strict=True)]
-            )
-
-        kinds = [
-            [advantages[place] for place in mine],
-            [returns[place] for place in mine],
-            [returns[place] - values[place] for place in mine],
-        ]
-        sums = self.trainer.summed([value for rows in kinds for value in moments(rows)])
-        advantage, wanted, missed = (Moments(sums[first : first + 3]) for first in (0, 3, 6))
-        told = {
-            "returns": wanted.mean,
-            "value/mean": wanted.mean - missed.mean,
-            **(
-                {"value/explained_variance": 1 - missed.variance / wanted.variance}
-                if wanted.variance > 0
-                else {}
-            ),
-            "advantage/mean": advantage.mean,
-            **({"advantage/std": math.sqrt(advantage.variance)} if advantage.count else {}),
-        }
-        assert self.algorithm.gae is not None
-        if self.algorithm.gae.whiten:
-            advantages = {place: advantage.whitened(row) for place, row in advantages.items()}
-        return advantages, told
-
-
 def _with_advantages(
     sequence: TrainSequence | Elsewhere, advantages: np.ndarray | None
 ) -> TrainSequence | Elsewhere:
@@ -246,7 +247,7 @@ def _with_advantages(
     )
 
 
-def _of_results(results: list[StepResult]) -> dict[str, float]:
+def _critic_metrics(results: list[StepResult]) -> dict[str, float]:
     tokens = sum(result.tokens for result in results) or math.nan
     return {
         "value/loss": fmean(result.loss for result in results),

@@ -22,11 +22,9 @@ def find_critic(config: RunConfig, policy: ModelSpec) -> ModelSpec | None:
     if not recipes.has_critic(config.algorithm):
         return None
     key, path = critic_path(config)
-    return (
-        policy
-        if path is None or any(missing_folder("", path))
-        else load_spec(path, key, config.model.family)
-    )
+    if path is None or any(missing_folder("", path)):
+        return policy
+    return load_spec(path, key, config.model.family)
 
 
 def critic_path(config: RunConfig) -> tuple[str, str | None]:
@@ -52,23 +50,25 @@ def check_critic(config: RunConfig, policy: ModelSpec, command: str | None) -> N
         }
         changed = [key for key, default in defaults.items() if value_at(config, key) != default]
         if changed:
-            what = f"{config.algorithm.name} has no critic; algorithm.name=ppo has one"
+            reason = f"{config.algorithm.name} has no critic; algorithm.name=ppo has one"
             raise ConfigError(
-                [f"{key}={yaml_text(value_at(config, key))}: {what}" for key in changed]
+                [f"{key}={yaml_text(value_at(config, key))}: {reason}" for key in changed]
             )
         return
     key, path = critic_path(config)
     if path is None:
         return
-    if problems := list(missing_folder(key, path)):
-        made = path == config.reward_model.output
+    problems = list(missing_folder(key, path))
+    if problems:
+        is_output = path == config.reward_model.output
         if command in (None, "sft", "reward-model") or (
-            made and command in ("plan", "reshard", "dry-run")
+            is_output and command in ("plan", "reshard", "dry-run")
         ):
             return
-        written = "; megarl reward-model writes it" if made else ""
-        raise ConfigError([problem + written for problem in problems])
-    if problems := misfits(config, load_spec(path, key, config.model.family), policy):
+        hint = "; megarl reward-model writes it" if is_output else ""
+        raise ConfigError([problem + hint for problem in problems])
+    problems = misfits(config, load_spec(path, key, config.model.family), policy)
+    if problems:
         raise ConfigError([f"{key}={path}: {problem}" for problem in problems])
 
 
@@ -80,7 +80,8 @@ def misfits(config: RunConfig, model: ModelSpec, policy: ModelSpec) -> list[str]
     problems = []
     if model.vocab_size < policy.vocab_size:
         problems.append(
-            f"its vocabulary of {model.vocab_size} must have the policy's {policy.vocab_size} tokens"
+            f"its vocabulary of {model.vocab_size} must have the policy's {policy.vocab_size} "
+            "tokens"
         )
     if model.max_position_embeddings < policy.max_position_embeddings:
         context = (

@@ -22,7 +22,7 @@ from megarl.plan.checks import refused_by_train
 from megarl.plan.resolve import RunPlan, resolve
 from megarl.plan.topologies import engines_layout, gpus_of_run
 from megarl.reshard import report as map_report
-from megarl.reshard.forwarding import foreseen
+from megarl.reshard.forwarding import planned_relays
 from megarl.reshard.layout import Layout, parameter_count, trainer_layout
 from megarl.reshard.map import ReshardMap
 
@@ -157,7 +157,7 @@ def run_map(
         raise ConfigError(f"--delta {delta:g}: must be at least 0 and at most 1")
     if link is not None and not link > 0:
         raise ConfigError(f"--link {link:g}: must be more than 0")
-    reshard_map, forwarding = foreseen(
+    reshard_map, forwarding = planned_relays(
         ReshardMap.build(*layouts(plan)), config.weights.relay, config.generator.tp
     )
     # as in megarl plan

@@ -25,7 +25,7 @@ from megarl.models import ModelSpec
 from megarl.models.registry import active_elements, attention_flops, flops_per_token
 from megarl.models.spec import SCALAR
 from megarl.plan.topologies import engine_groups, engines_layout, gpus_of_run, trainer_topology
-from megarl.reshard.forwarding import busiest_bytes, delta_bytes, foreseen
+from megarl.reshard.forwarding import busiest_bytes, delta_bytes, planned_relays
 from megarl.reshard.layout import ITEM_BYTES, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.speculative.settings import NEXTN
@@ -705,7 +705,7 @@ def sync_s(spec: ModelSpec, config: RunConfig, cluster: Cluster) -> tuple[float,
     destination = engines_layout(
         spec, engine_groups(config.generator), config.model.dtype, cluster.gpu.device
     )
-    carried_out = foreseen(
+    carried_out = planned_relays(
         ReshardMap.build(source, destination), config.weights.relay, config.generator.tp
     )
     rate = update_bytes_per_s(config, cluster)

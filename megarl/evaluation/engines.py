@@ -29,7 +29,7 @@ from megarl.observe.status import StatusBoard, TraceWriter
 from megarl.plan.resolve import RunPlan
 from megarl.roles.opening import open_scorers, open_served
 from megarl.rollouts.rollout import Rollout, open_fleet, open_rollouts
-from megarl.weight_sync.receiver import Taken, WeightsReceiver
+from megarl.weight_sync.receiver import UpdateCost, WeightsReceiver
 from megarl.weight_sync.sender import SyncReport, WeightsExecutor, WeightsSender
 from megarl.weight_sync.sessions import notice_restarts
 
@@ -57,11 +57,11 @@ class EvaluationSender(WeightsSender):
     """The trainer's end. `plan`: the evaluation's plan (`evaluation_plan`)."""
 
     receiver = EVALUATOR
-    of = "evaluation "
+    purpose = "evaluation "
 
     _ended: EvaluatedExecutor | None = None  # the executor, once it has the last version
 
-    def send(self, executor: EvaluatedExecutor, again: bool = False) -> None:  # type: ignore[override]
+    def send(self, executor: EvaluatedExecutor, repeat: bool = False) -> None:  # type: ignore[override]
         """Sends a version that is due, or the first of this start, unless it is refused.
 
         `close` sends the last one.
@@ -96,7 +96,7 @@ class Evaluator(Protocol):
     @property
     def version(self) -> Version: ...
 
-    def begin(self, version: Version, taken: Taken) -> None: ...
+    def begin(self, version: Version, taken: UpdateCost) -> None: ...
 
     def miss(self, version: Version, what: str, why: str) -> None: ...
 
@@ -115,7 +115,7 @@ class EvaluationReceiver(WeightsReceiver):
             obstacle = await self._bring(evaluator, version, waits=version == last)
             later = obstacle is not None and version == last and not evaluator.gone
             if obstacle is not None:
-                await self._tell(WeightsGrant(version, engines=(), later=later))
+                await self._send_all(WeightsGrant(version, engines=(), later=later))
             if obstacle is not None and not later:
                 evaluator.miss(version, *obstacle)
             settled = settled if later else version
@@ -142,7 +142,7 @@ class EvaluationReceiver(WeightsReceiver):
                 evaluator.begin(version, taken)
                 return None
             fleet.release(serving)
-            self._over(fleet)
+            self._end_update(fleet)
         return obstacle
 
     async def _obstacle(self, evaluator: Evaluator, waits: bool) -> tuple[str, str] | None:
@@ -195,7 +195,7 @@ class Evaluations:
     def version(self) -> Version:
         return -1 if self.fleet.version is None else self.fleet.version
 
-    def begin(self, version: Version, taken: Taken) -> None:
+    def begin(self, version: Version, taken: UpdateCost) -> None:
         """Called when the engines have `version` and no evaluation is running."""
         assert self.evaluating is None
         told = {"bytes": taken.bytes_written, "audited": self.plan.config.weights.audited}

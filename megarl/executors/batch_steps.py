@@ -26,7 +26,7 @@ from megarl.algorithms.recipes import needs_one_sequence
 from megarl.base.rollout_types import Batch, Elsewhere, TrainSequence
 from megarl.config.errors import RunError
 from megarl.config.schema import RunConfig
-from megarl.teachers.trainer import OfBatch, Sequences, Teachers
+from megarl.teachers.trainer import BatchScores, Sequences, Teachers
 
 if TYPE_CHECKING:  # this module does not need Megatron, which takes seconds to import
     from megarl.trainer.step import MegatronTrainer, StepResult, TokenRow
@@ -34,12 +34,12 @@ if TYPE_CHECKING:  # this module does not need Megatron, which takes seconds to 
 Scores = Mapping[int, np.ndarray]  # place of a sample in the batch -> log-probs of its tokens
 
 
-class Frozen(NamedTuple):
+class FrozenScores(NamedTuple):
     """The log-probs of a batch's tokens under frozen models, if the algorithm needs them."""
 
     reference: Scores | None
     proximal: Scores | None  # under the policy that the batch began with
-    taught: OfBatch | None
+    teachers: BatchScores | None
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,8 @@ class BatchSteps:
 
         Raises RunError if there are branches that the algorithm cannot use.
         """
-        if (setting := needs_one_sequence(self.config.algorithm)) and any(
-            sample.branch for sample in batch.samples
-        ):
+        setting = needs_one_sequence(self.config.algorithm)
+        if setting and any(sample.branch for sample in batch.samples):
             raise RunError(
                 f"{setting}: needs episodes of one sequence; "
                 f"rollout.name={self.config.rollout.name} made some with branches"
@@ -72,16 +71,16 @@ class BatchSteps:
         """[dp][…] the places of the samples that each data-parallel rank needs: those in its share
         of any mini-batch.
         """
-        sequences, cut = self._cut(batch)
-        needed: list[set[int]] = [set() for _ in range(self.trainer.topology.dp)]
-        for each in cut:
+        sequences, parts = self._cut(batch)
+        places_of_ranks: list[set[int]] = [set() for _ in range(self.trainer.topology.dp)]
+        for minibatch in parts:
             for places, share in zip(
-                needed,
-                self.trainer.shares([sequences[place] for place in each.places]),
+                places_of_ranks,
+                self.trainer.shares([sequences[place] for place in minibatch.places]),
                 strict=True,
             ):
-                places.update(each.places[index] for index in share)
-        return [sorted(places) for places in needed]
+                places.update(minibatch.places[index] for index in share)
+        return [sorted(places) for places in places_of_ranks]
 
     def train(self, batch: Batch) -> list[StepResult]:
         """Makes the optimizer steps.
@@ -89,27 +88,31 @@ class BatchSteps:
         A mini-batch without trained samples also makes a step, with a zero gradient, so that
         learning rate, moments and weight decay go on as usual.
         """
-        sequences, cut = self._cut(batch)
-        frozen = self._frozen(sequences, cut)
+        sequences, parts = self._cut(batch)
+        frozen = self._frozen(sequences, parts)
         rewards = self.rewards(batch)
         if self.algorithm.penalizes_rewards:
             assert frozen.proximal is not None and frozen.reference is not None
             for place in sequences:  # all samples, since the penalty applies to each
-                both = (
-                    torch.from_numpy(frozen.proximal[place]),
-                    torch.from_numpy(frozen.reference[place]),
-                )
-                rewards.view(-1)[place] -= self.algorithm.penalty(*both)
+                policy = torch.from_numpy(frozen.proximal[place])
+                reference = torch.from_numpy(frozen.reference[place])
+                rewards.view(-1)[place] -= self.algorithm.penalty(policy, reference)
         advantages = self.algorithm.advantages(rewards)
         if self.algorithm.penalizes_rewards:
-            of_each = advantages.flatten().tolist()
+            weights = advantages.flatten().tolist()
             sequences = {
-                place: _weighted(sequence, of_each[place]) for place, sequence in sequences.items()
+                place: _weighted(sequence, weights[place]) for place, sequence in sequences.items()
             }
         keep = self._kept(batch)
-        ages = self._ages(batch, cut[0].places, sequences)
-        first = self._step(cut[0], sequences, advantages, frozen, keep, ages)
-        return [first, *(self._step(each, sequences, advantages, frozen, keep) for each in cut[1:])]
+        ages = self._ages(batch, parts[0].places, sequences)
+        first = self._step(parts[0], sequences, advantages, frozen, keep, ages)
+        return [
+            first,
+            *(
+                self._step(minibatch, sequences, advantages, frozen, keep)
+                for minibatch in parts[1:]
+            ),
+        ]
 
     def _kept(self, batch: Batch) -> range:
         """The places of the samples whose per-token numbers are written: those in groups that are
@@ -122,22 +125,24 @@ class BatchSteps:
             )
         )
 
-    def _frozen(self, sequences: Sequences, cut: list[MiniBatch]) -> Frozen:
-        reference = (
-            self._scores("reference", sequences, cut) if self.algorithm.needs_reference else None
-        )
+    def _frozen(self, sequences: Sequences, cut: list[MiniBatch]) -> FrozenScores:
+        if self.algorithm.needs_reference:
+            reference = self._scores("reference", sequences, cut)
+        else:
+            reference = None
         # With one optimizer step, the proximal policy is the current policy, whose log-probs the
         # loss has.
-        needed = (
+        needs_proximal = (
             self.algorithm.needs_proximal and len(cut) > 1
         ) or self.algorithm.penalizes_rewards
-        proximal = self._scores("policy", sequences, cut) if needed else None
-        taught = (
-            self.teachers.of_batch(sequences, lambda score: self._by_places(score, sequences, cut))
-            if self.teachers
-            else None
-        )
-        return Frozen(reference, proximal, taught)
+        proximal = self._scores("policy", sequences, cut) if needs_proximal else None
+        if self.teachers:
+            teacher_scores = self.teachers.of_batch(
+                sequences, lambda score: self._by_places(score, sequences, cut)
+            )
+        else:
+            teacher_scores = None
+        return FrozenScores(reference, proximal, teacher_scores)
 
     def value_metrics(self) -> dict[str, float]:
         """Metrics of the critic for the last batch; empty without a critic."""
@@ -148,7 +153,7 @@ class BatchSteps:
         minibatch: MiniBatch,
         sequences: Sequences,
         advantages: Tensor,
-        frozen: Frozen,
+        frozen: FrozenScores,
         keep: range = range(0),
         ages: list[np.ndarray] | None = None,
     ) -> StepResult:
@@ -156,62 +161,69 @@ class BatchSteps:
         that sampled the tokens. The result has the per-token numbers of the samples in `keep`, by
         their places in the batch.
         """
-        chosen = [sequences[place] for place in minibatch.places]
-        weighed = None
+        sequences_of_step = [sequences[place] for place in minibatch.places]
+        group_weights = None
         if self.algorithm.group_loss is not None:
             assert frozen.reference is not None
-            weighed = self._weigh(
-                self.algorithm.group_loss, minibatch, chosen, advantages, frozen.reference
+            group_weights = self._weigh(
+                self.algorithm.group_loss,
+                minibatch,
+                sequences_of_step,
+                advantages,
+                frozen.reference,
             )
-            weights = weighed.weights.flatten()[minibatch.places].tolist()
-            chosen = [
+            weights = group_weights.weights.flatten()[minibatch.places].tolist()
+            sequences_of_step = [
                 _weighted(sequence, weight)
-                for sequence, weight in zip(chosen, weights, strict=True)
+                for sequence, weight in zip(sequences_of_step, weights, strict=True)
             ]
         result = self.trainer.train_step(
-            chosen,
+            sequences_of_step,
             self.algorithm.loss,
             minibatch.denominator,
             temperature=self.config.rollout.temperature,
-            reference_logprobs=at(minibatch.places, frozen.reference),
-            proximal_logprobs=at(minibatch.places, frozen.proximal),
+            reference_logprobs=scores_at(minibatch.places, frozen.reference),
+            proximal_logprobs=scores_at(minibatch.places, frozen.proximal),
             ages=ages,
-            teachers=frozen.taught.of_step(minibatch.places, chosen) if frozen.taught else (),
+            teachers=frozen.teachers.of_step(minibatch.places, sequences_of_step)
+            if frozen.teachers
+            else (),
             keep=[index for index, place in enumerate(minibatch.places) if place in keep],
         )
         result = replace(
-            result, kept={minibatch.places[index]: row for index, row in result.kept.items()}
+            result,
+            token_rows={minibatch.places[index]: row for index, row in result.token_rows.items()},
         )
         result.check_tokens(minibatch.tokens)
-        if weighed is None:
+        if group_weights is None:
             return result
         # the weighted log-probs have the gradient of the loss, but not its value
         prompts = minibatch.denominator / advantages.shape[1]
         return replace(
             result,
-            loss=weighed.loss / prompts,
-            sums={**result.sums, **weighed.sums, "prompts": prompts},
+            loss=group_weights.loss / prompts,
+            sums={**result.sums, **group_weights.sums, "prompts": prompts},
         )
 
     def _ages(self, batch: Batch, places: Sequence[int], sequences: Sequences) -> list[np.ndarray]:
         """For each sequence at `places`: [L] how many weight versions the policy's tokens are
         behind the current one.
         """
-        found = []
+        ages_of_sequences = []
         for place in places:
             ages = np.zeros(len(sequences[place]), np.int32)
             sequence = sequences[place]
             if isinstance(sequence, TrainSequence):
                 runs = np.array(batch.samples[place].policy_versions, np.int64).reshape(-1, 2)
                 ages[sequence.loss_mask] = np.repeat(batch.step - runs[:, 0], runs[:, 1])
-            found.append(ages)
-        return found
+            ages_of_sequences.append(ages)
+        return ages_of_sequences
 
     def _weigh(
         self,
         loss: GroupLoss,
         minibatch: MiniBatch,
-        chosen: list[TrainSequence | Elsewhere],
+        sequences: list[TrainSequence | Elsewhere],
         advantages: Tensor,
         reference: Scores,
     ) -> GroupWeights:
@@ -220,15 +232,15 @@ class BatchSteps:
         For samples of the mini-batch, they use log-probs under the current weights.
         """
         log_ratio = torch.zeros_like(advantages)
-        used = torch.zeros_like(advantages)
+        used_advantages = torch.zeros_like(advantages)
         if minibatch.places:
-            scored = self.trainer.token_logprobs(chosen, self.config.rollout.temperature)
+            scored = self.trainer.token_logprobs(sequences, self.config.rollout.temperature)
             for place, logprobs in zip(minibatch.places, scored, strict=True):
                 log_ratio.view(-1)[place] = float(
                     (logprobs.astype(np.float64) - reference[place]).sum()
                 )
-            used.view(-1)[minibatch.places] = advantages.reshape(-1)[minibatch.places]
-        return loss.weigh(used, log_ratio)
+            used_advantages.view(-1)[minibatch.places] = advantages.reshape(-1)[minibatch.places]
+        return loss.weigh(used_advantages, log_ratio)
 
     def _cut(self, batch: Batch) -> tuple[Sequences, list[MiniBatch]]:
         masked = masked_places(batch, self.config.algorithm.mask_truncated)
@@ -244,7 +256,7 @@ class BatchSteps:
     ) -> Scores:
         """Place -> log-probs, for all sequences."""
         return self._by_places(
-            lambda some: self.trainer.token_logprobs(some, self.config.rollout.temperature, model),
+            lambda part: self.trainer.token_logprobs(part, self.config.rollout.temperature, model),
             sequences,
             cut,
         )
@@ -258,16 +270,19 @@ class BatchSteps:
         """Scores the sequences by mini-batches of the first epoch, since every data-parallel rank
         has its share of each.
         """
-        found: dict[int, np.ndarray] = {}
-        for places in (
-            each.places for each in cut[: self.config.trainer.minibatches] if each.places
-        ):
-            found |= zip(places, score([sequences[place] for place in places]), strict=True)
-        return found
+        scores: dict[int, np.ndarray] = {}
+        for minibatch in cut[: self.config.trainer.minibatches]:
+            places = minibatch.places
+            if places:
+                values = score([sequences[place] for place in places])
+                scores |= zip(places, values, strict=True)
+        return scores
 
 
-def at(places: Sequence[int], scores: Scores | None) -> list[np.ndarray] | None:
-    return None if scores is None else [scores[place] for place in places]
+def scores_at(places: Sequence[int], scores: Scores | None) -> list[np.ndarray] | None:
+    if scores is None:
+        return None
+    return [scores[place] for place in places]
 
 
 def _weighted(sequence: TrainSequence | Elsewhere, weight: float) -> TrainSequence | Elsewhere:
@@ -284,10 +299,10 @@ def kept_rows(results: Sequence[StepResult]) -> dict[int, TokenRow]:
 
     If several steps trained on a sample, the first counts.
     """
-    found: dict[int, TokenRow] = {}
+    rows: dict[int, TokenRow] = {}
     for result in results:
-        found = result.kept | found
-    return dict(sorted(found.items()))
+        rows = result.token_rows | rows
+    return dict(sorted(rows.items()))
 
 
 def step_metrics(results: Sequence[StepResult], algorithm: Algorithm) -> dict[str, float]:
@@ -298,8 +313,8 @@ def step_metrics(results: Sequence[StepResult], algorithm: Algorithm) -> dict[st
     if not results:
         return {"optimizer_steps": 0, "optimizer_steps/empty": 0, "tokens/padded": 0}
     trained = [result for result in results if result.tokens]
-    counted = trained or results
-    of_tokens = {
+    counted_results = trained or results
+    token_metrics = {
         "entropy/mean": trained[0].entropy if trained else math.nan,
         **algorithm.metrics(
             {name: sum(result.sums[name] for result in results) for name in results[0].sums}
@@ -312,17 +327,20 @@ def step_metrics(results: Sequence[StepResult], algorithm: Algorithm) -> dict[st
         "learning_rate": results[-1].learning_rate,
         "optimizer_steps": len(results),
         "optimizer_steps/empty": len(results) - len(trained),
-        **{name: fmean(result.routing[name] for result in counted) for name in results[0].routing},
+        **{
+            name: fmean(result.routing[name] for result in counted_results)
+            for name in results[0].routing
+        },
         **(
-            of_tokens
+            token_metrics
             if trained
-            else {name: value for name, value in of_tokens.items() if not math.isnan(value)}
+            else {name: value for name, value in token_metrics.items() if not math.isnan(value)}
         ),
         "tokens/padded": sum(result.padded for result in results),
         **(
             {}
             if math.isnan(results[0].mtp_loss)
-            else {"mtp/loss": fmean(result.mtp_loss for result in counted)}
+            else {"mtp/loss": fmean(result.mtp_loss for result in counted_results)}
         ),
         "flops/policy": sum(result.flops for result in results),
         **(results[0].agreement.metrics() if results[0].agreement else {}),

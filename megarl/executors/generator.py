@@ -36,182 +36,9 @@ from megarl.rollouts.channel import RolloutsSender, judged
 from megarl.rollouts.rollout import engine_client, open_fleet, open_rollouts, train_sampling
 from megarl.rollouts.stream import Admission, RolloutStream
 
-# Writes the engines' lines in the live display and in the trace. The generator does it, since
-# engines know nothing about the run.
-
-
 EVERY_S = 0.5
-
-
-async def show_engines(fleet: Fleet, run_dir: Path, trace: TraceWriter) -> None:
-    """Updates the lines until its task is cancelled.
-
-    Within half a second, an engine's track shows that it is lost, joins or leaves. When it serves
-    again, the track shows how long it was away.
-    """
-    away: dict[int, float] = {}  # engine -> since when
-    left: set[int] = set()
-    boards: list[StatusBoard] = []
-    while True:
-        boards += [
-            StatusBoard(run_dir, f"{fleet.name}.{index}")
-            for index in range(len(boards), len(fleet.engines))
-        ]
-        for index, board in enumerate(boards):
-            if (text := fleet.describe(index)) != board.text:
-                board.set(text)
-            track = f"{fleet.name}.{index}"
-            now = time.perf_counter()
-            if index in fleet.lost and index not in away:
-                away[index] = now
-                trace.mark(
-                    "joins" if index in fleet.joining else "lost", track, why=fleet.lost[index]
-                )
-            elif index in fleet.serving and index in away:
-                trace.add("away", away.pop(index), now, track)
-            elif index in fleet.gone and index not in left:
-                left.add(index)
-                away.pop(index, None)
-                trace.mark("left", track, why=fleet.gone[index])
-        await asyncio.sleep(EVERY_S)
-
-
-# Answers calls of `megarl engines`, by which engines join a running run and leave it.
-
-
 LOOK_S = 0.5
-
-
-class Refused(ValueError):
-    """The request cannot be granted."""
-
-
-@dataclass
-class FleetCalls:
-    """The generator's end.
-
-    `fixed` returns the reason why engines can neither join nor leave; empty if they can.
-    """
-
-    plan: RunPlan
-    rendezvous: Rendezvous
-    link: Hub
-    fleet: Fleet
-    background: Background
-    fixed: Callable[[], str]
-    # engine that joined -> last sign of life of its launcher
-    _heard: dict[int, float] = field(default_factory=dict)
-
-    async def serve(self) -> None:
-        """Runs until its task is cancelled."""
-        while True:
-            sender, call = await self.link.arrival(FleetCall, None, "calls of megarl engines")
-            self.background.start(self._answer(sender, call), f"{call.do} for {sender}")
-
-    async def _answer(self, sender: str, call: FleetCall) -> None:
-        try:
-            answer = FleetAnswer(call.do, self._states(await self._done(call)))
-        except Refused as refused:
-            answer = FleetAnswer(call.do, error=str(refused))
-        try:
-            self.link.send(sender, answer)
-        except RuntimeError as error:
-            print(f"megarl engines has ended before it was answered: {error}", flush=True)
-
-    async def _done(self, call: FleetCall) -> Iterable[int]:
-        """Carries out the call. Returns the engines concerned. Raises Refused."""
-        if call.do == "list":
-            return range(len(self.fleet.engines))
-        if call.do == "here":
-            self._heard |= dict.fromkeys(call.engines, time.monotonic())
-            return call.engines
-        if not self.fleet.elastic:
-            raise Refused(
-                "generator.on_failure=fail: must be restart or drop for engines to join and leave"
-            )
-        if fixed := self.fixed():
-            raise Refused(f"{fixed}: engines can neither join nor leave")
-        if call.do == "join":
-            group = next(
-                (
-                    number
-                    for number, group in enumerate(self.fleet.groups)
-                    if group.name == call.group
-                ),
-                None,
-            )
-            if group is None:
-                names = ", ".join(group.name for group in self.fleet.groups)
-                raise Refused(
-                    f"{call.group or 'no group'}: must be one of the run's generator.groups, "
-                    f"{names}"
-                )
-            numbers = [
-                self.fleet.add(engine_client(self.plan, self.rendezvous, url), group)
-                for url in call.urls
-            ]
-            self._heard |= dict.fromkeys(numbers, time.monotonic())
-            return numbers
-        return await self._let_go(call)
-
-    async def _let_go(self, call: FleetCall) -> list[int]:
-        here = [
-            index
-            for index in range(len(self.fleet.engines))
-            if index not in self.fleet.gone.keys() | self.fleet.leaving
-        ]
-        chosen = call.engines or here[::-1][: call.count]
-        if not call.ends and (absent := sorted(set(chosen) - set(here))):
-            raise Refused(
-                f"engine {absent[0]}: there is none; there are {', '.join(map(str, here))}"
-            )
-        if (last := self.fleet.serving or set(here)) <= set(chosen):
-            raise Refused(
-                "one engine at least must go on serving, and engine "
-                f"{', '.join(map(str, sorted(last)))} would be gone"
-            )
-        why = "its launcher ends" if call.ends else "by command"
-        timeout_s = self.plan.config.timeouts.weights_s
-        await asyncio.gather(*(self.fleet.leave(index, why, timeout_s) for index in chosen))
-        return list(chosen)
-
-    def _states(self, engines: Iterable[int]) -> list[EngineState]:
-        fleet = self.fleet
-        states = [
-            (i, fleet.engines[i].url, fleet.describe(i), i in fleet.serving, i in fleet.gone)
-            for i in engines
-        ]
-        return [
-            EngineState(*state, fleet.groups[fleet.group_of[state[0]]].name) for state in states
-        ]
-
-    async def watch(self) -> None:
-        """Tells launchers which engines have left, and gives up lost engines that will not be
-        restarted. Runs until cancelled.
-        """
-        noted: set[int] = set()
-        while True:
-            silence_s = self.plan.config.timeouts.silence_s
-            for index in [index for index in self.fleet.lost if index in self._heard]:
-                dropped = (
-                    self.plan.config.generator.on_failure == "drop"
-                    and index not in self.fleet.joining
-                )
-                if dropped or time.monotonic() - self._heard[index] > silence_s:
-                    why = (
-                        "it was lost"
-                        if dropped
-                        else f"its launcher has given no sign of life for {silence_s:.0f} s"
-                    )
-                    await self.fleet.leave(index, why, 0)
-            for index in self.fleet.gone.keys() - noted:
-                note_departure(Path(self.rendezvous.key_file).parent, f"{self.fleet.name}.{index}")
-                noted.add(index)
-            await asyncio.sleep(LOOK_S)
-
-
 T = TypeVar("T")
-
 PROBE_PROMPTS = 8
 PROBE_TOKENS = 32
 
@@ -252,10 +79,12 @@ class GeneratorExecutor:
         elastic = config.generator.on_failure != "fail"
         with self.status.waiting("the engines", "start-up"):
             self.fleet = self.run(open_fleet(self.plan, self.rendezvous, self._resources, elastic))
-            served = self.run(open_served(self.plan, self.rendezvous, self._resources, elastic))
+            served_fleets = self.run(
+                open_served(self.plan, self.rendezvous, self._resources, elastic)
+            )
         logs = Path(config.run_dir) / "logs"
         restarted = config.generator.on_failure == "restart"
-        for fleet in (self.fleet, *served.values()):
+        for fleet in (self.fleet, *served_fleets.values()):
             self.start(
                 watch_returns(fleet, logs, restarted, config.generator.startup_timeout_s),
                 f"lost engines of {fleet.name}",
@@ -269,12 +98,19 @@ class GeneratorExecutor:
         )
         self.start(calls.serve(), "calls of megarl engines")
         self.start(calls.watch(), "watch over engines that joined")
-        scorers = open_scorers(self.plan, served, self.tokenizer)
-        teachers = open_teachers(self.plan, served)
+        scorers = open_scorers(self.plan, served_fleets, self.tokenizer)
+        teachers = open_teachers(self.plan, served_fleets)
         failures = FailuresWriter(config.run_dir)
         self._resources.callback(failures.close)
-        opening = self.plan, self.fleet, scorers, self.tokenizer, self._resources
-        rollouts = open_rollouts(*opening, teachers=teachers, tell=failures.tell)
+        rollouts = open_rollouts(
+            self.plan,
+            self.fleet,
+            scorers,
+            self.tokenizer,
+            self._resources,
+            teachers=teachers,
+            tell=failures.tell,
+        )
         self.rollouts_of = self.run(rollouts)
         judge = partial(judged, config=config)
         clock = self.rollouts_of.clock
@@ -347,11 +183,11 @@ class GeneratorExecutor:
     async def _until(self, holds: Callable[[], bool], awaited: str) -> None:
         timeout_s = self.plan.config.timeouts.rollouts_s
         while not holds():
-            seen = self.version, self.stream.sent
+            progress = self.version, self.stream.sent
             try:
                 async with asyncio.timeout(timeout_s):
                     await self.pulse.until(
-                        lambda: holds() or seen != (self.version, self.stream.sent)
+                        lambda: holds() or progress != (self.version, self.stream.sent)
                     )
             except TimeoutError:
                 raise TimeoutError(
@@ -366,18 +202,19 @@ class GeneratorExecutor:
 
         The trainer composes its batches itself.
         """
-        with self.trace.span(f"generate batch {self.curr_step}") as told:
-            enough = (self.curr_step + 1) * self.plan.config.rollout.prompts_per_step
+        with self.trace.span(f"generate batch {self.curr_step}") as span_values:
+            target = (self.curr_step + 1) * self.plan.config.rollout.prompts_per_step
             self.wait_until(
-                lambda: self.stream.finished >= enough, f"batch {self.curr_step} from the engines"
+                lambda: self.stream.finished >= target, f"batch {self.curr_step} from the engines"
             )
-            now = self.fleet.tokens.copy()
-            told["engine_tokens"] = [
-                now[index] - self._tokens[index] for index in range(len(self.fleet.engines))
+            sampled_tokens = self.fleet.tokens.copy()
+            span_values["engine_tokens"] = [
+                sampled_tokens[index] - self._tokens[index]
+                for index in range(len(self.fleet.engines))
             ]
             if len(self.fleet.groups) > 1:
-                told["engine_groups"] = self.fleet.group_of.copy()
-            self._tokens = now
+                span_values["engine_groups"] = self.fleet.group_of.copy()
+            self._tokens = sampled_tokens
         self.curr_step += 1
 
     @property
@@ -413,28 +250,28 @@ class GeneratorExecutor:
         sampling = msgspec.structs.replace(self.sampling, max_tokens=tokens)
         if not self.plan.config.rollout.replay_mask:
             sampling = msgspec.structs.replace(sampling, top_p=1.0, top_k=-1, min_p=0.0)
-        groups = [
-            number
-            for number, serving in enumerate(self.fleet.counts(self.fleet.serving))
-            if serving
-        ]
+        groups = []
+        for number, serving in enumerate(self.fleet.counts(self.fleet.serving)):
+            if serving:
+                groups.append(number)
         sampling = msgspec.structs.replace(
             sampling, seed=seed_of(self.plan.config.seed, "probe", self.version)
         )
-        asked = [
-            (group, self.prompts[ordinal]) for group in groups for ordinal in range(PROBE_PROMPTS)
-        ]
-        prompts = [prompt for _, prompt in asked]
+        requests = []
+        for group in groups:
+            for ordinal in range(PROBE_PROMPTS):
+                requests.append((group, self.prompts[ordinal]))
+        prompts = [prompt for _, prompt in requests]
         answers = asyncio.gather(
             *(
                 self.fleet.generate(prompt.token_ids, sampling.of_sample(prompt.ordinal), 1, group)
-                for group, prompt in asked
+                for group, prompt in requests
             )
         )
         if not groups or not await self.fleet.while_serving(answers):
             return ProbeReady(self.version, [], [], [], [], [])
         completions = [completion for (completion,) in answers.result()]
-        names = [self.fleet.groups[group].name for group, _ in asked]
+        names = [self.fleet.groups[group].name for group, _ in requests]
         return ProbeReady(
             version=self.version,
             token_ids=[
@@ -485,3 +322,165 @@ class GeneratorExecutor:
         """
         self.loop.run_until_complete(self.background.close())
         self.loop.run_until_complete(self._resources.aclose())
+
+
+async def show_engines(fleet: Fleet, run_dir: Path, trace: TraceWriter) -> None:
+    """Updates the engines' lines in the live display and in the trace, until its task is cancelled.
+    The generator does it, since engines know nothing about the run.
+
+    Within half a second, an engine's track shows that it is lost, joins or leaves. When it serves
+    again, the track shows how long it was away.
+    """
+    away_since: dict[int, float] = {}  # engine -> since when
+    gone_engines: set[int] = set()
+    boards: list[StatusBoard] = []
+    while True:
+        boards += [
+            StatusBoard(run_dir, f"{fleet.name}.{index}")
+            for index in range(len(boards), len(fleet.engines))
+        ]
+        for index, board in enumerate(boards):
+            text = fleet.describe(index)
+            if text != board.text:
+                board.set(text)
+            track = f"{fleet.name}.{index}"
+            now = time.perf_counter()
+            if index in fleet.lost and index not in away_since:
+                away_since[index] = now
+                trace.mark(
+                    "joins" if index in fleet.joining else "lost", track, why=fleet.lost[index]
+                )
+            elif index in fleet.serving and index in away_since:
+                trace.add("away", away_since.pop(index), now, track)
+            elif index in fleet.gone and index not in gone_engines:
+                gone_engines.add(index)
+                away_since.pop(index, None)
+                trace.mark("left", track, why=fleet.gone[index])
+        await asyncio.sleep(EVERY_S)
+
+
+class CallRefused(ValueError):
+    """The request cannot be granted."""
+
+
+@dataclass
+class FleetCalls:
+    """Answers calls of `megarl engines`, by which engines join a running run and leave it.
+
+    `fixed` returns the reason why engines can neither join nor leave; empty if they can.
+    """
+
+    plan: RunPlan
+    rendezvous: Rendezvous
+    link: Hub
+    fleet: Fleet
+    background: Background
+    fixed: Callable[[], str]
+    # engine that joined -> last sign of life of its launcher
+    _last_calls: dict[int, float] = field(default_factory=dict)
+
+    async def serve(self) -> None:
+        """Runs until its task is cancelled."""
+        while True:
+            sender, call = await self.link.arrival(FleetCall, None, "calls of megarl engines")
+            self.background.start(self._answer(sender, call), f"{call.do} for {sender}")
+
+    async def _answer(self, sender: str, call: FleetCall) -> None:
+        try:
+            answer = FleetAnswer(call.do, self._states(await self._done(call)))
+        except CallRefused as refused:
+            answer = FleetAnswer(call.do, error=str(refused))
+        try:
+            self.link.send(sender, answer)
+        except RuntimeError as error:
+            print(f"megarl engines has ended before it was answered: {error}", flush=True)
+
+    async def _done(self, call: FleetCall) -> Iterable[int]:
+        """Carries out the call. Returns the engines concerned. Raises Refused."""
+        if call.do == "list":
+            return range(len(self.fleet.engines))
+        if call.do == "here":
+            self._last_calls |= dict.fromkeys(call.engines, time.monotonic())
+            return call.engines
+        if not self.fleet.elastic:
+            raise CallRefused(
+                "generator.on_failure=fail: must be restart or drop for engines to join and leave"
+            )
+        fixed = self.fixed()
+        if fixed:
+            raise CallRefused(f"{fixed}: engines can neither join nor leave")
+        if call.do == "join":
+            names = [group.name for group in self.fleet.groups]
+            if call.group not in names:
+                raise CallRefused(
+                    f"{call.group or 'no group'}: must be one of the run's generator.groups, "
+                    f"{', '.join(names)}"
+                )
+            group = names.index(call.group)
+            numbers = []
+            for url in call.urls:
+                numbers.append(
+                    self.fleet.add(engine_client(self.plan, self.rendezvous, url), group)
+                )
+            self._last_calls |= dict.fromkeys(numbers, time.monotonic())
+            return numbers
+        return await self._let_go(call)
+
+    async def _let_go(self, call: FleetCall) -> list[int]:
+        present = []
+        for index in range(len(self.fleet.engines)):
+            if index not in self.fleet.gone.keys() | self.fleet.leaving:
+                present.append(index)
+        leaving = call.engines or present[::-1][: call.count]
+        if not call.ends and (missing := sorted(set(leaving) - set(present))):
+            raise CallRefused(
+                f"engine {missing[0]}: there is none; there are {', '.join(map(str, present))}"
+            )
+        serving = self.fleet.serving or set(present)
+        if serving <= set(leaving):
+            raise CallRefused(
+                "one engine at least must go on serving, and engine "
+                f"{', '.join(map(str, sorted(serving)))} would be gone"
+            )
+        reason = "its launcher ends" if call.ends else "by command"
+        timeout_s = self.plan.config.timeouts.weights_s
+        await asyncio.gather(*(self.fleet.leave(index, reason, timeout_s) for index in leaving))
+        return list(leaving)
+
+    def _states(self, engines: Iterable[int]) -> list[EngineState]:
+        fleet = self.fleet
+        states = []
+        for i in engines:
+            state = EngineState(
+                number=i,
+                url=fleet.engines[i].url,
+                text=fleet.describe(i),
+                serving=i in fleet.serving,
+                gone=i in fleet.gone,
+                group=fleet.groups[fleet.group_of[i]].name,
+            )
+            states.append(state)
+        return states
+
+    async def watch(self) -> None:
+        """Tells launchers which engines have left, and gives up lost engines that will not be
+        restarted. Runs until cancelled.
+        """
+        noted_departures: set[int] = set()
+        while True:
+            silence_s = self.plan.config.timeouts.silence_s
+            for index in [index for index in self.fleet.lost if index in self._last_calls]:
+                dropped = (
+                    self.plan.config.generator.on_failure == "drop"
+                    and index not in self.fleet.joining
+                )
+                if dropped or time.monotonic() - self._last_calls[index] > silence_s:
+                    if dropped:
+                        reason = "it was lost"
+                    else:
+                        reason = f"its launcher has given no sign of life for {silence_s:.0f} s"
+                    await self.fleet.leave(index, reason, 0)
+            for index in self.fleet.gone.keys() - noted_departures:
+                note_departure(Path(self.rendezvous.key_file).parent, f"{self.fleet.name}.{index}")
+                noted_departures.add(index)
+            await asyncio.sleep(LOOK_S)

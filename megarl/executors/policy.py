@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from megarl.config.errors import RunError
@@ -21,20 +22,19 @@ def make_policy(
     The values of the weights must be set afterwards. `optimizer`: see MegatronTrainer.
     """
     config = plan.config
-    of_all = plan.spec, plan.trainer_topology, config.trainer, config.model.dtype, config.seed
-    timeout_s = config.timeouts.collective_s
-    if plan.adapters is None:
-        return MegatronTrainer(
-            *of_all, total_steps=total_steps, timeout_s=timeout_s, optimizer=optimizer
-        )
-    alone = plan.sent_adapters is not None
-    return LoraTrainer(
-        *of_all,
+    trainer_class = MegatronTrainer
+    if plan.adapters is not None:
+        sent_alone = plan.sent_adapters is not None
+        trainer_class = partial(LoraTrainer, lora=config.lora, sent_alone=sent_alone)
+    return trainer_class(
+        plan.spec,
+        plan.trainer_topology,
+        config.trainer,
+        config.model.dtype,
+        config.seed,
         total_steps=total_steps,
-        timeout_s=timeout_s,
+        timeout_s=config.timeouts.collective_s,
         optimizer=optimizer,
-        lora=config.lora,
-        sent_alone=alone,
     )
 
 
@@ -44,11 +44,11 @@ def steps_of_run(plan: RunPlan) -> int:
 
 
 def load_checkpoint(
-    trainer: MegatronTrainer, path: str, critic: MegatronTrainer | None = None, of: str = ""
+    trainer: MegatronTrainer, path: str, critic: MegatronTrainer | None = None, original: str = ""
 ) -> dict[str, Any]:
     """Loads the checkpoint at `path`, and returns its state.
 
-    Raises RunError if it is damaged. If `path` is a copy, the error names the original `of`, which
+    Raises RunError if it is damaged. If `path` is a copy, the error names the `original`, which
     must be moved away.
     """
     try:
@@ -56,21 +56,23 @@ def load_checkpoint(
         if critic is not None:
             checkpoint.load_critic(critic, path)
     except RuntimeError as error:
-        raise RunError(str(error).replace(path, of or path)) from error
+        raise RunError(str(error).replace(path, original or path)) from error
     return state
 
 
-def export_rank(plan: RunPlan, path: str, of: str, output: str, adapter: bool = False) -> None:
+def export_rank(
+    plan: RunPlan, path: str, original: str, output: str, adapter: bool = False
+) -> None:
     """Runs one trainer rank of an export.
 
-    It loads its shard of the checkpoint at `path`, which is a copy of the one at `of`. It writes
-    its part of the HF files, or of a PEFT adapter, at `output`.
+    It loads its shard of the checkpoint at `path`, which is a copy of the one at `original`. It
+    writes its part of the HF files, or of a PEFT adapter, at `output`.
     """
     init_distributed(plan.config.timeouts.collective_s)
     trainer = make_policy(plan, steps_of_run(plan))
     if trainer.frozen:
         trainer.load_hf(plan.weights_path)
-    load_checkpoint(trainer, path, of=of)
+    load_checkpoint(trainer, path, original=original)
     if adapter and isinstance(trainer, LoraTrainer):
         trainer.export_adapter(output)
     else:

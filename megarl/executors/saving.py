@@ -39,15 +39,15 @@ class Saving:
         config: RunConfig,
         trainer: MegatronTrainer,
         trace: TraceWriter,
-        saved: int,
+        saved_step: int,
         critic: MegatronTrainer | None = None,
     ):
-        """`saved`: the step of the checkpoint that the run resumes from, or 0."""
+        """`saved_step`: the step of the checkpoint that the run resumes from, or 0."""
         self._config = config
         self._trainer = trainer
         self._trace = trace
         self._critic = critic
-        self._saved = saved
+        self._saved = saved_step
         self._exported = -1
         self._taken_s = 0.0
         self._checkpoint: Writing | None = None
@@ -76,7 +76,7 @@ class Saving:
         be written.
         """
         every = self._config.checkpoint.every
-        began = time.perf_counter()
+        start = time.perf_counter()
         if self._checkpoint is not None and self._checkpoint.written():
             self._finish_checkpoint()
         if self._export is not None and self._export.written():
@@ -90,7 +90,7 @@ class Saving:
         if last:
             self._finish_checkpoint()
             self._finish_export()
-        self._taken_s += time.perf_counter() - began
+        self._taken_s += time.perf_counter() - start
 
     def taken_s(self) -> float:
         """How long saving has delayed steps since the last call."""

@@ -41,7 +41,7 @@ def run_sft_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous) -> None:
     status = StatusBoard(run_dir, f"sft.{rank}").for_work()
     status.set("building the model")
     init_distributed(config.timeouts.collective_s)
-    began = rendezvous.start_step
+    start_step = rendezvous.start_step
     best = f"{config.sft.output}.best"
     trainer, lowest = _begun(plan, rendezvous.checkpoint, best)
     held_out = sft_held_out(config, plan.spec)
@@ -49,47 +49,51 @@ def run_sft_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous) -> None:
         WARM_START: warm_start_record(config),
         contents.FILE: (run_dir / contents.FILE).read_text(encoding="utf-8"),
     }
-    metrics = MetricsWriter(run_dir, resume_step=began) if rank == 0 else None
-    started = time.monotonic()
-    for step, sequences in enumerate(sft_batches(config, plan.spec, began), began):
+    metrics = MetricsWriter(run_dir, resume_step=start_step) if rank == 0 else None
+    start = time.monotonic()
+    for step, sequences in enumerate(sft_batches(config, plan.spec, start_step), start_step):
         status.set(f"step {step}")
-        before = (
-            {"before/eval/loss": mean_loss(trainer, held_out, config.sft.batch_size)}
-            if held_out and step == 0
-            else {}
-        )
+        if held_out and step == 0:
+            eval_losses = {"before/eval/loss": mean_loss(trainer, held_out, config.sft.batch_size)}
+        else:
+            eval_losses = {}
         tokens = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
         result = trainer.train_step(sequences, nll_loss, float(tokens))
         result.check_tokens(tokens)
-        done = step + 1
+        steps_done = step + 1
         if held_out and (
-            done == config.sft.steps or (config.sft.every and done % config.sft.every == 0)
+            steps_done == config.sft.steps
+            or (config.sft.every and steps_done % config.sft.every == 0)
         ):
             status.set(f"held-out loss after step {step}")
-            before["eval/loss"] = loss = mean_loss(trainer, held_out, config.sft.batch_size)
+            eval_losses["eval/loss"] = loss = mean_loss(trainer, held_out, config.sft.batch_size)
             if config.sft.keep == "best" and loss < lowest:
                 lowest = loss
                 trainer.export_hf(best, config.model.path, record)
         if metrics is not None:
-            wall_s = time.monotonic() - started
-            samples_per_s = (step + 1 - began) * len(sequences) / wall_s
+            wall_s = time.monotonic() - start
+            samples_per_s = (step + 1 - start_step) * len(sequences) / wall_s
             values = {
                 "loss": result.loss,
                 "entropy/mean": result.entropy,
                 "grad_norm": result.grad_norm,
             }
             metrics.write(
-                step, {"wall_s": wall_s, **values, **before, "samples_per_s": samples_per_s}
+                step, {"wall_s": wall_s, **values, **eval_losses, "samples_per_s": samples_per_s}
             )
-        if config.sft.save_every and done % config.sft.save_every == 0 and done < config.sft.steps:
+        if (
+            config.sft.save_every
+            and steps_done % config.sft.save_every == 0
+            and steps_done < config.sft.steps
+        ):
             status.set(f"saving after step {step}")
             if metrics is not None:
                 metrics.sync()
             files = {name: text.encode() for name, text in record.items()}
             checkpoint.save(
                 trainer,
-                checkpoint_path(run_dir, done),
-                {"step": done, "lowest": str(lowest)},
+                checkpoint_path(run_dir, steps_done),
+                {"step": steps_done, "lowest": str(lowest)},
                 files,
             )
             if rank == 0:

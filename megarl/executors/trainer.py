@@ -63,9 +63,6 @@ from megarl.trainer.step import StepResult
 from megarl.weight_sync.content import sent_layout
 from megarl.weight_sync.sender import SyncReport
 
-# The executor, which also measures the parts of a step's time on both sides.
-
-
 DISTRIBUTIONS = {"reward": "reward", "response_tokens": "tokens"}  # metric -> field of a sample
 
 
@@ -96,36 +93,40 @@ class TrainerExecutor:
         self._mixture = train_mixture(config)
         self.algorithm = make_algorithm(config.algorithm, teachers_of(config))
         self.critic = make_critic(self.plan, self.trainer) if self.plan.critic else None
-        models = {
-            role.name: load_frozen(self.plan, role, self.trainer)
-            for role in self.plan.frozen
-            if role.role == TEACHER
-        }
+        models = {}
+        for role in self.plan.frozen:
+            if role.role == TEACHER:
+                models[role.name] = load_frozen(self.plan, role, self.trainer)
         teachers = Teachers(config, models) if teachers_of(config) else None
-        both = self.trainer, self.algorithm, config
         if self.critic is None:
-            self.batch_steps = BatchSteps(*both, teachers=teachers)
+            self.batch_steps = BatchSteps(self.trainer, self.algorithm, config, teachers=teachers)
         else:
-            self.batch_steps = ActorCriticSteps(*both, critic=self.critic, teachers=teachers)
+            self.batch_steps = ActorCriticSteps(
+                self.trainer, self.algorithm, config, critic=self.critic, teachers=teachers
+            )
         if self.algorithm.needs_reference:
             self._hold_reference()
-        held = self.algorithm.needs_reference and self.plan.reference is None
-        if not held and (self.trainer.frozen or not self.rendezvous.checkpoint):
+        # the reference is then the initial weights, which are loaded already
+        has_initial_weights = self.algorithm.needs_reference and self.plan.reference is None
+        if not has_initial_weights and (self.trainer.frozen or not self.rendezvous.checkpoint):
             self.trainer.load_hf(self.plan.weights_path)
         if self.rendezvous.checkpoint:
             load_checkpoint(self.trainer, self.rendezvous.checkpoint, self.critic)
         elif self.critic is not None:
             begin_critic(self.critic, self.plan)
         self.curr_step = self.rendezvous.start_step
-        self.metrics = (
-            MetricsWriter(run_dir, resume_step=self.curr_step) if self.rank == 0 else None
-        )
-        self.ordinals = (
-            OrdinalsWriter(run_dir, resume_step=self.curr_step) if self.rank == 0 else None
-        )
-        self.samples = (
-            SamplesWriter(run_dir, resume_step=self.curr_step) if self.rank == 0 else None
-        )
+        if self.rank == 0:
+            self.metrics = MetricsWriter(run_dir, resume_step=self.curr_step)
+        else:
+            self.metrics = None
+        if self.rank == 0:
+            self.ordinals = OrdinalsWriter(run_dir, resume_step=self.curr_step)
+        else:
+            self.ordinals = None
+        if self.rank == 0:
+            self.samples = SamplesWriter(run_dir, resume_step=self.curr_step)
+        else:
+            self.samples = None
         # created only when there is something to write, on few ranks
         self.tokens: TokensWriter | None = None
         if self.rank == 0:
@@ -136,7 +137,7 @@ class TrainerExecutor:
         self._evaluation_sync: dict[str, float] = {}
         self._acceptance = Acceptance(never_trained(config))
         self.saving = Saving(
-            config, self.trainer, self.trace, saved=self.curr_step, critic=self.critic
+            config, self.trainer, self.trace, saved_step=self.curr_step, critic=self.critic
         )
         self.saving.resume()
         take_peak()
@@ -216,7 +217,8 @@ class TrainerExecutor:
             self.plan.config.reward, batch.generated, teachers=teachers_of(self.plan.config)
         )
         problem = problem or too_many_failed_episodes(self.plan.config.rollout, batch.generated)
-        if problem := problem or too_many_dropped(batch, self.plan.config):
+        problem = problem or too_many_dropped(batch, self.plan.config)
+        if problem:
             written = self._write_rollouts(batch) if self.rank == 0 else None
             raise RunError(
                 f"step {batch.step}: {problem}"
@@ -224,32 +226,31 @@ class TrainerExecutor:
             )
 
     def _write_rollouts(self, batch: Batch) -> Path | None:
-        shown = self.plan.config.observe.rollouts_per_step
-        groups = zip(batch.groups, batch.texts[:shown])
-        dropped = zip(batch.dropped, batch.dropped_texts[:shown])
-        of_groups, of_dropped = (
-            [(group, texts_of(texts)) for group, texts in some] for some in (groups, dropped)
-        )
+        limit = self.plan.config.observe.rollouts_per_step
+        groups = zip(batch.groups, batch.texts[:limit])
+        dropped = zip(batch.dropped, batch.dropped_texts[:limit])
+        trained_texts = [(group, texts_of(texts)) for group, texts in groups]
+        dropped_texts = [(group, texts_of(texts)) for group, texts in dropped]
         if self.samples is not None:
-            self.samples.write(batch.step, of_groups)
-            self.samples.write(batch.step, of_dropped, dropped=True)
+            self.samples.write(batch.step, trained_texts)
+            self.samples.write(batch.step, dropped_texts, dropped=True)
         return write_rollouts(
-            self.plan.config.run_dir, batch.step, of_groups, of_dropped, len(batch.dropped)
+            self.plan.config.run_dir, batch.step, trained_texts, dropped_texts, len(batch.dropped)
         )
 
     def _write_tokens(self, batch: Batch, results: list[StepResult]) -> None:
-        kept = kept_rows(results)
-        if kept and self.tokens is None:
+        rows = kept_rows(results)
+        if rows and self.tokens is None:
             piece = load_tokenizer(self.plan.config.model).piece
             self.tokens = TokensWriter(self.plan.config.run_dir, self.rank, piece)
-        names = [
-            (group.ordinal, sample)
-            for group in batch.groups
-            for sample in range(len(group.samples))
-        ]
-        for place, row in kept.items():
+        names = []
+        for group in batch.groups:
+            for sample in range(len(group.samples)):
+                names.append((group.ordinal, sample))
+        for place, row in rows.items():
             assert self.tokens is not None
-            self.tokens.write(batch.step, *names[place], row)
+            ordinal, sample = names[place]
+            self.tokens.write(batch.step, ordinal, sample, row)
 
     def _write_metrics(self, batch: Batch, results: list[StepResult], train_s: float) -> None:
         assert self.metrics is not None and self.ordinals is not None  # rank 0
@@ -328,17 +329,19 @@ class TrainerExecutor:
         self._write_rollouts(batch)
         self.ordinals.write(
             batch.step,
-            *([group.ordinal for group in some] for some in (batch.groups, batch.dropped)),
+            [group.ordinal for group in batch.groups],
+            [group.ordinal for group in batch.dropped],
         )
 
     def _accepted_metrics(self, applied: WeightsApplied | None) -> dict[str, float]:
         """Metrics of speculative decoding. Prints a line when the draft model has become stale."""
         if applied is None:
             return {}
-        found = self._acceptance.metrics(applied.version, *applied.drafts)
-        if told := self._acceptance.warning(applied.version, found.get(ACCEPTED)):
-            print(told, flush=True)
-        return found
+        metrics = self._acceptance.metrics(applied.version, *applied.drafts)
+        warning = self._acceptance.warning(applied.version, metrics.get(ACCEPTED))
+        if warning:
+            print(warning, flush=True)
+        return metrics
 
     @property
     def layout(self) -> Layout:
@@ -360,13 +363,16 @@ class TrainerExecutor:
             return
         of_sequence = self._probe_differences(probe, probe.routing)
         for group in dict.fromkeys(probe.groups) or [""]:
-            own = [each for each, of in zip(of_sequence, probe.groups or repeat("")) if of == group]
-            self._compare_with(group, list(chain.from_iterable(own)), probe.version)
+            group_differences: list[float] = []
+            for sequence_group, values in zip(probe.groups or repeat(""), of_sequence):
+                if sequence_group == group:
+                    group_differences += values
+            self._compare_with(group, group_differences, probe.version)
         differences = list(chain.from_iterable(of_sequence))
         self._probe_metrics |= {DIFFERENCE: fmean(differences), LARGEST: max(differences)}
         if self.plan.config.trainer.routing_replay:
-            own = [b""] * len(probe.token_ids)
-            mean = fmean(chain.from_iterable(self._probe_differences(probe, own)))
+            without_routing = [b""] * len(probe.token_ids)
+            mean = fmean(chain.from_iterable(self._probe_differences(probe, without_routing)))
             self._probe_metrics["logprob/abs_diff_mean_own_routing"] = mean
 
     def _compare_with(self, group: str, differences: list[float], version: Version) -> None:
@@ -376,39 +382,49 @@ class TrainerExecutor:
         """
         mean = fmean(differences)
         limit = probe_limit(self.plan, group)
-        of = f" of group {group}" if group else ""
-        if problem := too_far(mean, limit):
-            raise RunError(f"weights version {version}{of}: {problem}")
-        if self.rank == 0 and (told := describe_differences([{DIFFERENCE: mean, LIMIT: limit}])):
-            print(f"weights version {version}{of}: {told}", flush=True)
+        group_text = f" of group {group}" if group else ""
+        problem = too_far(mean, limit)
+        if problem:
+            raise RunError(f"weights version {version}{group_text}: {problem}")
+        if self.rank == 0 and (
+            differences_text := describe_differences([{DIFFERENCE: mean, LIMIT: limit}])
+        ):
+            print(f"weights version {version}{group_text}: {differences_text}", flush=True)
         if group:
             self._probe_metrics[f"{DIFFERENCE}/{group}"] = mean
 
     def _probe_differences(self, probe: ProbeReady, routing: list[bytes]) -> list[list[float]]:
-        """[sequence][…] the absolute log-prob differences of the tokens that the generator sampled."""
-        sequences = [
-            TrainSequence(
-                token_ids=np.array(ids, np.int32),
-                loss_mask=np.arange(len(ids)) >= prompt,
-                mu_logprobs=np.zeros(len(ids), np.float32),
-                advantages=np.zeros(len(ids), np.float32),
-                routing=experts,
-                kept=kept,
+        """[sequence][…] the absolute log-prob differences of the tokens that the generator drew."""
+        sequences = []
+        for ids, prompt, experts, kept in zip(
+            probe.token_ids, probe.prompt_lengths, routing, probe.kept, strict=True
+        ):
+            sequences.append(
+                TrainSequence(
+                    token_ids=np.array(ids, np.int32),
+                    loss_mask=np.arange(len(ids)) >= prompt,
+                    mu_logprobs=np.zeros(len(ids), np.float32),
+                    advantages=np.zeros(len(ids), np.float32),
+                    routing=experts,
+                    kept=kept,
+                )
             )
-            for ids, prompt, experts, kept in zip(
-                probe.token_ids, probe.prompt_lengths, routing, probe.kept, strict=True
-            )
-        ]
-        ours = self.trainer.token_logprobs(
+        trainer_logprobs = self.trainer.token_logprobs(
             sequences, temperature=self.plan.config.rollout.temperature
         )
-        return [
-            [
-                abs(mine - theirs)
-                for mine, theirs in zip(row[prompt:].tolist(), generated, strict=True)
-            ]
-            for row, prompt, generated in zip(ours, probe.prompt_lengths, probe.logprobs)
-        ]
+        result: list[list[float]] = []
+        for row, prompt, generator_logprobs in zip(
+            trainer_logprobs, probe.prompt_lengths, probe.logprobs
+        ):
+            result.append(
+                [
+                    abs(trainer_logprob - generator_logprob)
+                    for trainer_logprob, generator_logprob in zip(
+                        row[prompt:].tolist(), generator_logprobs, strict=True
+                    )
+                ]
+            )
+        return result
 
     def save_checkpoint(self) -> None:
         """Saves weights, optimizer, RNG and ledger: every `checkpoint.every` steps, after the last
@@ -456,16 +472,15 @@ def _memory_metrics(applied: WeightsApplied | None) -> dict[str, float]:
 def _applied_metrics(applied: WeightsApplied | None) -> dict[str, float | bool]:
     if applied is None:
         return {}
-    changed = (
-        {}
-        if applied.changed_fraction is None
-        else {"sync/changed_fraction": applied.changed_fraction}
-    )
-    found = {
+    if applied.changed_fraction is None:
+        changed = {}
+    else:
+        changed = {"sync/changed_fraction": applied.changed_fraction}
+    metrics = {
         "sync/bytes": applied.bytes_written,
         "sync/audit_ok": applied.audited,
         "engines/serving": applied.engines,
     }
     by_group = {f"engines/serving/{name}": engines for name, engines in applied.serving.items()}
     by_group |= {f"engines/tokens/{name}": tokens for name, tokens in applied.sampled.items()}
-    return {**found, **by_group, **changed}
+    return {**metrics, **by_group, **changed}

@@ -34,11 +34,13 @@ def register() -> None:
 
 
 def _adapted(result: Any, runner: Any) -> None:
-    """Runs after SGLang has made the pool of adapters, which exists only if the engine serves some."""
+    """Runs after SGLang has made the pool of adapters, which exists only if the engine serves
+    some.
+    """
     from megarl.weight_sync.engine import loader  # only workers need it
 
     if runner.lora_manager is not None and not runner.is_draft_worker:
-        loader.adapted(runner.model, Pool(runner.lora_manager))
+        loader.pool_added(runner.model, AdapterPool(runner.lora_manager))
 
 
 def _empty(original: Any, adapter: Any) -> None:
@@ -49,7 +51,7 @@ def _empty(original: Any, adapter: Any) -> None:
     adapter.initialize_weights_from_tensors({})
 
 
-class Pool:
+class AdapterPool:
     """`manager` is a worker's LoRAManager."""
 
     def __init__(self, manager: Any):

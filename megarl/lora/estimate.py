@@ -14,7 +14,7 @@ from megarl.lora.layout import Lora, trainer_adapters, unserved
 from megarl.lora.plan import AdapterPlan
 from megarl.models import ModelSpec
 from megarl.plan.topologies import engine_groups, trainer_topology
-from megarl.reshard.forwarding import busiest_bytes, foreseen
+from megarl.reshard.forwarding import busiest_bytes, planned_relays
 from megarl.reshard.layout import Layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
@@ -26,12 +26,14 @@ def beside(
     """What trainer ranks keep beside the frozen weights: the adapters, and a copy of the weights
     with adapters merged, unless updates carry only adapters. None if all weights are trained.
     """
-    if (adapters := AdapterPlan.of(config, spec)) is None:
+    adapters = AdapterPlan.of(config, spec)
+    if adapters is None:
         return None
-    held = adapters_held(spec, trainer, config.model.dtype, adapters.lora)
+    adapter_memory = adapters_held(spec, trainer, config.model.dtype, adapters.lora)
     merges = not adapters.are_sent_alone(device)
     return Beside(
-        [own for own, _ in held], [own.total + merges * merged.total for own, merged in held]
+        [adapter for adapter, _ in adapter_memory],
+        [adapter.total + merges * merged.total for adapter, merged in adapter_memory],
     )
 
 
@@ -48,15 +50,17 @@ def adapters_held(
 def _adapters_held(
     spec: ModelSpec, topology: TrainerTopology, dtype: str, lora: Lora
 ) -> list[tuple[Held, Held]]:
-    whole = trainer_layout(spec, topology, dtype)
-    names = {adapter.of.name for adapter in trainer_adapters(spec, topology, "local", lora)}
-    adapted = Layout(
-        whole.name, whole.world_size, tuple(kind for kind in whole.kinds if kind.name in names)
+    model_layout = trainer_layout(spec, topology, dtype)
+    names = {adapter.weight.name for adapter in trainer_adapters(spec, topology, "local", lora)}
+    adapted_layout = Layout(
+        model_layout.name,
+        model_layout.world_size,
+        tuple(kind for kind in model_layout.kinds if kind.name in names),
     )
     return list(
         zip(
             stages_held(lora.trainer_layout(spec, topology, dtype)),
-            stages_held(adapted),
+            stages_held(adapted_layout),
             strict=True,
         )
     )
@@ -66,7 +70,8 @@ def pool_bytes(config: RunConfig, spec: ModelSpec, device: str) -> int:
     """Bytes of SGLang's pool for adapters on a generator rank, which has two slots; 0 if engines
     serve none.
     """
-    if (adapters := AdapterPlan.of(config, spec)) is None or not adapters.are_sent_alone(device):
+    adapters = AdapterPlan.of(config, spec)
+    if adapters is None or not adapters.are_sent_alone(device):
         return 0
     # adapters are sent only if all engines are in one group
     one = replace(engine_groups(config.generator)[0].topology, engines=1)
@@ -89,8 +94,9 @@ def adapters_s(
 
     None if there are no adapters, or if engines cannot serve them.
     """
-    lora, (group, *others) = Lora.of(config.lora), engine_groups(config.generator)
-    if lora is None or others or unserved(spec, group.topology, device, lora):
+    lora = Lora.of(config.lora)
+    group, *other_groups = engine_groups(config.generator)
+    if lora is None or other_groups or unserved(spec, group.topology, device, lora):
         return None
     source = lora.trainer_layout(spec, trainer_topology(config.trainer), config.model.dtype)
     map = ReshardMap.build(
@@ -98,5 +104,6 @@ def adapters_s(
     )
     prove_exactly_once(map)
     return (
-        busiest_bytes(*foreseen(map, config.weights.relay, config.generator.tp)) / link_bytes_per_s
+        busiest_bytes(*planned_relays(map, config.weights.relay, config.generator.tp))
+        / link_bytes_per_s
     )

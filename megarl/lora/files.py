@@ -93,17 +93,19 @@ def check_adapter(spec: ModelSpec, config: LoraConfig) -> None:
     folder = Path(config.init)
     try:
         settings = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
-        found = header(folder / TENSORS_FILE)
+        tensor_headers = header(folder / TENSORS_FILE)
     except (OSError, ValueError) as error:  # includes ConfigError
         raise ConfigError(
             f"lora.init={config.init}: is not the folder of a PEFT adapter: {error}"
         ) from error
     # otherwise misfitting tensors are only a consequence
-    if not (problems := [*_settings_problems(settings, spec, config, lora)]):
-        problems = [*_tensor_problems(found, spec, lora)]
-        problems[_SHOWN:] = (
-            [f"{len(problems) - _SHOWN} more tensors"] if len(problems) > _SHOWN else []
-        )
+    problems = [*_settings_problems(settings, spec, config, lora)]
+    if not problems:
+        problems = [*_tensor_problems(tensor_headers, spec, lora)]
+        if len(problems) > _SHOWN:
+            problems[_SHOWN:] = [f"{len(problems) - _SHOWN} more tensors"]
+        else:
+            problems[_SHOWN:] = []
     if problems:
         raise ConfigError([f"lora.init={config.init}: {problem}" for problem in problems])
 
@@ -113,26 +115,30 @@ def _settings_problems(
 ) -> Iterator[str]:
     if settings.get("peft_type") != "LORA":
         yield f"its peft_type is {settings.get('peft_type')}, not LORA"
-    for theirs, key, ours in (
+    for peft_key, key, value in (
         ("r", "lora.rank", lora.rank),
         ("lora_alpha", "lora.alpha", lora.alpha),
     ):
-        if settings.get(theirs) != ours:
-            yield f"its {theirs} is {settings.get(theirs)}; {key}={ours:g}"
-    names = {
-        target(tensor.name.rpartition(".lora_")[0])
-        for tensor in lora.hf_layout(spec, "float32").tensors(0)
-    }
-    there = settings.get("target_modules")
+        if settings.get(peft_key) != value:
+            yield f"its {peft_key} is {settings.get(peft_key)}; {key}={value:g}"
+    names = set()
+    for tensor in lora.hf_layout(spec, "float32").tensors(0):
+        names.add(target(tensor.name.rpartition(".lora_")[0]))
+    file_targets = settings.get("target_modules")
     # a text would be a pattern
-    if not isinstance(there, str) and {name.rpartition(".")[2] for name in there or ()} != names:
-        theirs, ours = (", ".join(sorted(some)) for some in (there or (), names))
-        yield f"its target_modules are {theirs}; lora.targets={yaml_text(config.targets)} are {ours}"
-    begun = str(settings.get("init_lora_weights", True))
-    if begun.lower().startswith(_CHANGE_WEIGHTS):
+    if (
+        not isinstance(file_targets, str)
+        and {name.rpartition(".")[2] for name in file_targets or ()} != names
+    ):
         yield (
-            f"its init_lora_weights is {begun}: it has changed the model's own weights; save it "
-            "with PEFT as an ordinary adapter"
+            f"its target_modules are {', '.join(sorted(file_targets or ()))}; "
+            f"lora.targets={yaml_text(config.targets)} are {', '.join(sorted(names))}"
+        )
+    init_method = str(settings.get("init_lora_weights", True))
+    if init_method.lower().startswith(_CHANGE_WEIGHTS):
+        yield (
+            f"its init_lora_weights is {init_method}: it has changed the model's own weights; save "
+            "it with PEFT as an ordinary adapter"
         )
     if settings.get("bias", "none") != "none":
         yield f"its bias is {settings['bias']}; it must be none"
@@ -143,16 +149,23 @@ def _settings_problems(
     )
 
 
-def _tensor_problems(found: dict[str, Any], spec: ModelSpec, lora: Lora) -> Iterator[str]:
-    expected = dict(
+def _tensor_problems(tensor_headers: dict[str, Any], spec: ModelSpec, lora: Lora) -> Iterator[str]:
+    expected_shapes = dict(
         shown(tensor.name, tensor.shape) for tensor in lora.hf_layout(spec, "float32").tensors(0)
     )
-    for name, shape in expected.items():
-        if name not in found:
+    for name, shape in expected_shapes.items():
+        if name not in tensor_headers:
             yield f"tensor {name} is missing in {TENSORS_FILE}"
-        elif tuple(found[name]["shape"]) != shape or found[name]["dtype"] not in READ_DTYPES:
+        elif (
+            tuple(tensor_headers[name]["shape"]) != shape
+            or tensor_headers[name]["dtype"] not in READ_DTYPES
+        ):
             yield (
-                f"tensor {name} is {found[name]['dtype']} of shape "
-                f"{tuple(found[name]['shape'])}; it must have shape {shape}"
+                f"tensor {name} is {tensor_headers[name]['dtype']} of shape "
+                f"{tuple(tensor_headers[name]['shape'])}; it must have shape {shape}"
             )
-    yield from (f"tensor {name} belongs to no target" for name in found if name not in expected)
+    yield from (
+        f"tensor {name} belongs to no target"
+        for name in tensor_headers
+        if name not in expected_shapes
+    )

@@ -1,5 +1,24 @@
 """Low-rank adapters as logical tensors, and their layouts: on the trainer, and in the pool from
-which SGLang serves them.
+which SGLang serves them. Both follow from a family's definition of its linear layers.
+
+Next to `….q_proj.weight` [out, in] there are `….q_proj.lora_A.weight` [rank, in] and
+`….q_proj.lora_B.weight` [out, rank], as in PEFT. There is one pair for every target, even if
+Megatron fuses several targets into one layer. Such a layer has the As one below the other, and the
+Bs fused and cut like its own rows:
+
+    rows are cut (qkv, gate and up)  A whole on every tensor rank  B cut by rows, in the layer's
+                                                                   order of groups
+    columns are cut (o, down)        A cut by columns              B whole
+    nothing is cut                   A whole                       B whole
+
+With shared experts, the outer factor (A of gate and up, B of down) has no `{expert}` in its name,
+and is whole on every rank of a stage.
+
+In SGLang's pool every adapter has a slot. In a slot, each of SGLang's linear layers has an A [parts
+* rank, in] and a B [out, rank], cut like the layer, as above. They are named after the layer:
+`….self_attn.qkv_proj.lora_A`, and `….mlp.experts.w13.lora_A` for stacked experts. At run time,
+dense layers multiply what they add by alpha / rank. For experts, B must include this factor
+(`LoraTrainer.served_parameters`).
 """
 
 from __future__ import annotations
@@ -23,27 +42,16 @@ from megarl.reshard.layout import (
     trainer_parameters,
 )
 
-# Low-rank adapters as logical tensors, and their places in the trainer. Both follow from a family's
-# definition of its linear layers.
-#
-# Next to `….q_proj.weight` [out, in] there are `….q_proj.lora_A.weight` [rank, in] and
-# `….q_proj.lora_B.weight` [out, rank], as in PEFT. There is one pair for every target, even if
-# Megatron fuses several targets into one layer. Such a layer has the As one below the other, and
-# the Bs fused and cut like its own rows:
-#
-#     rows are cut (qkv, gate and up)     A whole on every tensor rank        B cut by rows, in the
-#     layer's order of groups
-#     columns are cut (o, down)           A cut by columns                    B whole
-#     nothing is cut                      A whole                             B whole
-#
-# With shared experts, the outer factor (A of gate and up, B of down) has no `{expert}` in its name,
-# and is whole on every rank of a stage.
-
-
 ALL = "all"
 A = ".lora_A.weight"
 B = ".lora_B.weight"  # replace ".weight"
 _LINEAR = re.compile(r"(decoder\.layers\.\{layer\}\..*\.linear_\w+)\.weight(|\{expert\})")
+POOL_A = "lora_A"
+POOL_B = "lora_B"
+# SGLang's layer -> number of parts
+SERVED = {"qkv_proj": 3, "o_proj": 1, "gate_up_proj": 2, "down_proj": 1}
+# stacked experts -> projections that SGLang knows
+EXPERTS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
 
 
 @dataclass(frozen=True)
@@ -97,24 +105,24 @@ class Lora:
         `dtype` is that of activations.
         """
         parameters = pool_parameters(spec, topology, device, self)
-        found = generator_layout_of(parameters, lora_tensors(spec, self), spec, topology, dtype)
-        return replace(found, kinds=tuple(_as_shown(kind) for kind in found.kinds))
+        layout = generator_layout_of(parameters, lora_tensors(spec, self), spec, topology, dtype)
+        return replace(layout, kinds=tuple(_as_shown(kind) for kind in layout.kinds))
 
 
 @dataclass(frozen=True)
 class Adapter:
     """The adapters of one of the trainer's linear layers."""
 
-    of: Parameter  # the layer's weight
+    weight: Parameter  # the layer's weight
     a: Parameter
     b: Parameter
     rows: tuple[int, ...]  # rows of each part of the weight in a group
-    wanted: tuple[bool, ...]  # which parts have an adapter
+    has_adapter: tuple[bool, ...]  # which parts have an adapter
     rank: int
 
     def shares(self, factor: Parameter) -> bool:
         """Whether the experts of a layer share this factor."""
-        return self.of.of_expert and not factor.of_expert
+        return self.weight.of_expert and not factor.of_expert
 
 
 def target(logical_name: str) -> str:
@@ -126,18 +134,17 @@ def target(logical_name: str) -> str:
 
 def targets(spec: ModelSpec) -> tuple[str, ...]:
     """All names that may be targets, in forward order."""
-    names = [
-        target(part.logical_name)
-        for parameter in _linear(spec, TrainerTopology(), "local")
-        for part in parameter.parts
-    ]
+    names = []
+    for parameter in _linear(spec, TrainerTopology(), "local"):
+        for part in parameter.parts:
+            names.append(target(part.logical_name))
     return tuple(dict.fromkeys(names))
 
 
 def lora_tensors(spec: ModelSpec, lora: Lora) -> tuple[LogicalTensor, ...]:
     """The logical tensors of all adapters."""
     logical = _logical(spec)
-    found = []
+    tensors = []
     for parameter in _linear(spec, TrainerTopology(), "local"):
         for part in parameter.parts:
             if not lora.wants(part.logical_name):
@@ -147,8 +154,8 @@ def lora_tensors(spec: ModelSpec, lora: Lora) -> tuple[LogicalTensor, ...]:
             for suffix, shape in ((A, (lora.rank, into)), (B, (out, lora.rank))):
                 name = factor_name(parameter, part.logical_name, suffix, lora)
                 experts = tensor.experts if EXPERT_FIELD in name else 0
-                found.append(LogicalTensor(name, shape, LAYER, parameter.layers, experts))
-    return tuple(found)
+                tensors.append(LogicalTensor(name, shape, LAYER, parameter.layers, experts))
+    return tuple(tensors)
 
 
 def trainer_adapters(
@@ -156,46 +163,51 @@ def trainer_adapters(
 ) -> tuple[Adapter, ...]:
     """The adapters of all of the trainer's layers."""
     logical = _logical(spec)
-    made = (_adapter(parameter, logical, lora) for parameter in _linear(spec, topology, layer_spec))
-    return tuple(adapter for adapter in made if any(adapter.wanted))
+    adapters = (
+        _adapter(parameter, logical, lora) for parameter in _linear(spec, topology, layer_spec)
+    )
+    return tuple(adapter for adapter in adapters if any(adapter.has_adapter))
 
 
 def adapter_parameters(adapters: Sequence[Adapter]) -> list[Parameter]:
     """The adapters as parameters of the trainer."""
-    return [parameter for adapter in adapters for parameter in (adapter.a, adapter.b)]
+    result: list[Parameter] = []
+    for adapter in adapters:
+        result.extend((adapter.a, adapter.b))
+    return result
 
 
 def _adapter(parameter: Parameter, logical: Mapping[str, LogicalTensor], lora: Lora) -> Adapter:
-    wanted = tuple(lora.wants(part.logical_name) for part in parameter.parts)
-    parts = [part for part, there in zip(parameter.parts, wanted) if there]
-    found = _LINEAR.fullmatch(parameter.name)
-    assert found is not None
-    module, expert = found.groups()
+    has_adapter = tuple(lora.wants(part.logical_name) for part in parameter.parts)
+    parts = [part for part, is_adapted in zip(parameter.parts, has_adapter) if is_adapted]
+    match = _LINEAR.fullmatch(parameter.name)
+    assert match is not None
+    module, expert = match.groups()
 
     def factor(suffix: str, letter: str, cut: int) -> Parameter:
-        own = tuple(
+        factor_parts = tuple(
             replace(part, logical_name=factor_name(parameter, part.logical_name, suffix, lora))
             for part in parts
         )
         name = f"{module}.adapter.{letter}{expert}"
-        if parts and EXPERT_FIELD not in own[0].logical_name and parameter.of_expert:
+        if parts and EXPERT_FIELD not in factor_parts[0].logical_name and parameter.of_expert:
             name = f"{module.partition('.experts.')[0]}.shared_adapter.{letter}"
         dim, groups = (cut, parameter.groups) if parameter.dim == cut else (None, 1)
-        return Parameter(name, LAYER, own, dim=dim, groups=groups, layers=parameter.layers)
+        return Parameter(name, LAYER, factor_parts, dim=dim, groups=groups, layers=parameter.layers)
 
     shapes = [logical[part.logical_name].shape for part in parameter.parts]
     rows = tuple(shape[0] // (parameter.groups if parameter.dim == 0 else 1) for shape in shapes)
-    return Adapter(parameter, factor(A, "a", 1), factor(B, "b", 0), rows, wanted, lora.rank)
+    return Adapter(parameter, factor(A, "a", 1), factor(B, "b", 0), rows, has_adapter, lora.rank)
 
 
 def adapted(spec: ModelSpec, lora: Lora) -> list[Parameter]:
     """The trainer's linear layers in which any part has an adapter."""
     linear = _linear(spec, TrainerTopology(), "local")
-    return [
-        parameter
-        for parameter in linear
-        if any(lora.wants(part.logical_name) for part in parameter.parts)
-    ]
+    result: list[Parameter] = []
+    for parameter in linear:
+        if any(lora.wants(part.logical_name) for part in parameter.parts):
+            result.append(parameter)
+    return result
 
 
 def factor_name(parameter: Parameter, logical_name: str, suffix: str, lora: Lora) -> str:
@@ -206,43 +218,23 @@ def factor_name(parameter: Parameter, logical_name: str, suffix: str, lora: Lora
     """
     name = logical_name.removesuffix(".weight") + suffix
     outer = A if parameter.dim == 0 else B
-    return name.replace(f"{EXPERT_FIELD}.", "") if lora.shared and suffix == outer else name
+    if lora.shared and suffix == outer:
+        return name.replace(f"{EXPERT_FIELD}.", "")
+    return name
 
 
 def _linear(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> list[Parameter]:
     """The weights of the decoder's linear layers."""
     parameters = family(spec).megatron_parameters(spec, topology, layer_spec)
-    return [
-        parameter
-        for parameter in parameters
-        if parameter.place == LAYER and _LINEAR.fullmatch(parameter.name)
-    ]
+    result: list[Parameter] = []
+    for parameter in parameters:
+        if parameter.place == LAYER and _LINEAR.fullmatch(parameter.name):
+            result.append(parameter)
+    return result
 
 
 def _logical(spec: ModelSpec) -> dict[str, LogicalTensor]:
     return {tensor.name: tensor for tensor in family(spec).logical_tensors(spec)}
-
-
-# SGLang serves adapters from a pool of memory, in which every adapter has a slot.
-#
-# In a slot, each of SGLang's linear layers has an A [parts * rank, in] and a B [out, rank]. At run
-# time, dense layers multiply what they add by alpha / rank. For experts, B must include this factor
-# (`LoraTrainer.served_parameters`). Both are cut like the layer, as shown above for the trainer:
-#
-#     rows are cut (qkv, gate and up)     A whole, one below the other        B cut by rows, in the
-#     layer's order of groups
-#     columns are cut (o, down)           A cut by columns                    B whole
-#
-# Here they are named after the layer: `….self_attn.qkv_proj.lora_A`, and `….mlp.experts.w13.lora_A`
-# for stacked experts.
-
-
-POOL_A = "lora_A"
-POOL_B = "lora_B"
-# SGLang's layer -> number of parts
-SERVED = {"qkv_proj": 3, "o_proj": 1, "gate_up_proj": 2, "down_proj": 1}
-# stacked experts -> projections that SGLang knows
-EXPERTS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
 
 
 def is_adapter(name: str) -> bool:
@@ -269,7 +261,7 @@ def pool_parameters(
     spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lora
 ) -> list[Parameter]:
     """The adapters of one slot as parameters of SGLang."""
-    found = []
+    parameters = []
     for parameter in _adapted(spec, topology, device, lora):
         for letter, suffix, cut in ((POOL_A, A, 1), (POOL_B, B, 0)):
             parts = tuple(
@@ -277,7 +269,7 @@ def pool_parameters(
                 for part in parameter.parts
             )
             dim, groups = (cut, parameter.groups) if parameter.dim == cut else (None, 1)
-            found.append(
+            parameters.append(
                 replace(
                     parameter,
                     name=f"{_layer(parameter)}.{letter}",
@@ -287,15 +279,15 @@ def pool_parameters(
                     units=(),
                 )
             )
-    return found
+    return parameters
 
 
 def unserved(spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lora) -> list[str]:
     """The reasons why engines on `device` cannot serve the adapters; empty if they can."""
     if topology.dp_attention > 1:
         return [
-            f"with generator.dp_attention={topology.dp_attention} writing to SGLang's pool has "
-            "not been tried"
+            f"with generator.dp_attention={topology.dp_attention} writing to SGLang's pool has not "
+            "been tried"
         ]
     if spec.norms_after:
         return [f"writing adapters of a {spec.family} model to SGLang's pool has not been tried"]
@@ -305,8 +297,13 @@ def unserved(spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lo
             "not been tried"
         ]
     layers = _adapted(spec, topology, device, lora)
-    problems = [problem for parameter in layers for problem in _problems(parameter, device, lora)]
-    served = {target for parameter in layers for target in _targets(parameter)}
+    problems = []
+    for parameter in layers:
+        problems.extend(_problems(parameter, device, lora))
+    served = set()
+    for parameter in layers:
+        for target in _targets(parameter):
+            served.add(target)
     missing = {
         part.logical_name
         for parameter in adapted(spec, lora)
@@ -331,8 +328,9 @@ def unserved(spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lo
 
 def _problems(parameter: Parameter, device: str, lora: Lora) -> Iterator[str]:
     layer = _layer(parameter)
-    own = layer.rpartition(".")[2]
-    if lacking := [target for target in _targets(parameter) if not lora.wants(target)]:
+    module_name = layer.rpartition(".")[2]
+    lacking = [target for target in _targets(parameter) if not lora.wants(target)]
+    if lacking:
         names = " and ".join(name.removesuffix(".weight").rpartition(".")[2] for name in lacking)
         yield (
             f"SGLang keeps the parts of {layer} in one tensor, and lora.targets leaves out {names}"
@@ -340,10 +338,10 @@ def _problems(parameter: Parameter, device: str, lora: Lora) -> Iterator[str]:
     elif parameter.of_expert and device == "cpu":
         yield f"SGLang's kernels for adapters of {layer} need a GPU"
     elif parameter.of_expert and [name.split(".")[-2] for name in _targets(parameter)] != list(
-        EXPERTS.get(own, ())
+        EXPERTS.get(module_name, ())
     ):
         yield f"SGLang does not know the names of the projections of {layer}"
-    elif not parameter.of_expert and SERVED.get(own) != len(parameter.parts):
+    elif not parameter.of_expert and SERVED.get(module_name) != len(parameter.parts):
         yield f"SGLang's pool has no place for {layer}"
 
 
@@ -351,18 +349,17 @@ def _adapted(
     spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lora
 ) -> list[Parameter]:
     """SGLang's linear layers in which any part has an adapter."""
-    wanted = {
-        part.logical_name
-        for parameter in adapted(spec, lora)
-        for part in parameter.parts
-        if lora.wants(part.logical_name)
-    }
+    adapted_names = set()
+    for parameter in adapted(spec, lora):
+        for part in parameter.parts:
+            if lora.wants(part.logical_name):
+                adapted_names.add(part.logical_name)
     parameters = family(spec).sglang_parameters(spec, topology, device)
-    return [
-        parameter
-        for parameter in parameters
-        if parameter.place == LAYER and wanted.intersection(_targets(parameter))
-    ]
+    result: list[Parameter] = []
+    for parameter in parameters:
+        if parameter.place == LAYER and adapted_names.intersection(_targets(parameter)):
+            result.append(parameter)
+    return result
 
 
 def _targets(parameter: Parameter) -> list[str]:

@@ -42,7 +42,9 @@ class AdapterPlan:
     def of(cls, config: RunConfig, spec: ModelSpec) -> AdapterPlan | None:
         """None if all weights are trained."""
         lora = Lora.of(config.lora)
-        return None if lora is None else cls(config, spec, lora)
+        if lora is None:
+            return None
+        return cls(config, spec, lora)
 
     def are_sent_alone(self, device: str | None = None) -> bool:
         """Whether updates carry only the adapters.
@@ -58,14 +60,14 @@ class AdapterPlan:
     def lines(self) -> list[str]:
         """The lines about adapters that a new run prints."""
         lora = self.config.lora
-        begins = (
-            f"lora.init={lora.init}"
-            if lora.init
-            else f"A random by seed {self.config.seed}, B zero"
-        )
-        of = f"of {', '.join(lora.targets)} linear layers"
+        if lora.init:
+            begins = f"lora.init={lora.init}"
+        else:
+            begins = f"A random by seed {self.config.seed}, B zero"
+        target_text = f"of {', '.join(lora.targets)} linear layers"
         return [
-            f"Adapters: rank {lora.rank}, alpha {lora.alpha:g}, {of}, {begins}; the weights are frozen",
+            f"Adapters: rank {lora.rank}, alpha {lora.alpha:g}, {target_text}, {begins}; the "
+            "weights are frozen",
             self._sync_line(),
         ]
 
@@ -82,13 +84,13 @@ class AdapterPlan:
     def _sync_line(self) -> str:
         if self.are_sent_alone():
             return "Adapters: sent alone, into the memory from which SGLang serves them"
-        why = (
-            "lora.sync=merge"
-            if self.config.lora.sync == "merge"
-            else "; ".join(why_merged(self.config, self.spec))
-        )
+        if self.config.lora.sync == "merge":
+            reason = "lora.sync=merge"
+        else:
+            reason = "; ".join(why_merged(self.config, self.spec))
         return (
-            f"Adapters: each update merges them on the trainer's ranks and sends all weights: {why}"
+            "Adapters: each update merges them on the trainer's ranks and sends all weights: "
+            f"{reason}"
         )
 
     def served(self, folder: Path, device: str | None) -> ServedAdapter | None:
@@ -109,7 +111,8 @@ class AdapterPlan:
 
         Its weights come with the first update.
         """
-        if adapter := self.served(folder, None):
+        adapter = self.served(folder, None)
+        if adapter:
             empty_adapter(folder, self.lora, adapter.targets)
 
     def check_init(self) -> None:
@@ -131,16 +134,16 @@ def check_lora_groups(config: RunConfig) -> Iterable[str]:
 
 def check_lora(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     lora = Lora.of(config.lora)
-    known = targets(spec)
+    target_names = targets(spec)
     if lora is None:
         return
-    if config.lora.sync == "adapter" and (why := why_merged(config, spec)):
-        yield f"lora.sync=adapter: must be merge or auto: {'; '.join(why)}"
-    if fused := [
-        each.name.replace(LAYER_FIELD, "*")
-        for each in fused_tensors(spec)
-        if len(each.parts) > 1 or each.of_expert
-    ]:
+    if config.lora.sync == "adapter" and (reasons := why_merged(config, spec)):
+        yield f"lora.sync=adapter: must be merge or auto: {'; '.join(reasons)}"
+    fused = []
+    for parameter in fused_tensors(spec):
+        if len(parameter.parts) > 1 or parameter.of_expert:
+            fused.append(parameter.name.replace(LAYER_FIELD, "*"))
+    if fused:
         yield (
             f"lora.rank={lora.rank}: must be null: PEFT has one adapter each for "
             f"{' and '.join(fused)} of a {spec.family} checkpoint"
@@ -150,17 +153,17 @@ def check_lora(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
             f"lora.rank={lora.rank}: must be null: no adapter is stated for the gated delta "
             f"nets of a {spec.family} model"
         )
-    if not known:
+    if not target_names:
         yield (
             f"lora.rank={lora.rank}: must be null: {spec.family} states no layer of Megatron's "
             "whose name is linear_…"
         )
-    unknown = [name for name in lora.targets if name not in (*known, ALL)]
+    unknown = [name for name in lora.targets if name not in (*target_names, ALL)]
     if unknown:
-        of = f"no linear layer of a {spec.family} model"
+        explanation = f"no linear layer of a {spec.family} model"
         yield (
-            f"lora.targets={yaml_text(config.lora.targets)}: {', '.join(unknown)} is {of}; it "
-            f"has {', '.join(known)}, or all"
+            f"lora.targets={yaml_text(config.lora.targets)}: {', '.join(unknown)} is "
+            f"{explanation}; it has {', '.join(target_names)}, or all"
         )
     if lora.shared and not any(tensor.experts for tensor in lora_tensors(spec, lora)):
         yield "lora.experts=shared: must be own: no target is of an expert"

@@ -24,17 +24,15 @@ class LoraConfig:
         default_factory=lambda: ["all"],
         metadata={
             "meaning": "linear layers that get an adapter, by their names in HF checkpoints "
-            "(q_proj, gate_proj; in every layer and expert "
-            "that has one); all: every linear layer. The router, the embedding and the output "
-            "layer never do",
+            "(q_proj, gate_proj; in every layer and expert that has one); all: every linear "
+            "layer. The router, the embedding and the output layer never do",
             "limit": Limit("a list of at least one name, or all", bool, {"all": ["all"]}),
         },
     )
     experts: str = setting(
         "own",
         "own: every expert has adapters of its own; shared: all experts of a layer share the "
-        "outer factor, which is A of gate and up, "
-        "and B of down",
+        "outer factor, which is A of gate and up, and B of down",
         one_of("own", "shared"),
     )
     dropout: float = setting(

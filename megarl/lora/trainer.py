@@ -1,4 +1,24 @@
-"""A trainer that trains adapters of a frozen model (LoRA): y = W x + alpha / rank * B A x."""
+"""A trainer that trains adapters of a frozen model (LoRA): y = W x + alpha / rank * B A x.
+
+An adapter is a submodule of the layer. A hook on the layer's forward pass adds the adapter's output
+for the layer's input, so it works with any schedule and recomputation. It relies on Megatron's
+linear layers taking the input as first argument and returning (output, bias). Layers of Transformer
+Engine that norm their input first are also asked for the normed input.
+
+lora/layout.py says how the factors are cut. With x [s, b, in], on tensor ranks that share a layer:
+
+    rows cut     h = A x is the same on all ranks, and its gradient is the sum of theirs. With
+                 sequence parallelism each rank has its part of x: A's small output is gathered
+                 instead of x, and finalize_model_grads sums the gradient of A.
+    columns cut  h = A x is the sum over the ranks. With sequence parallelism each rank gets its
+                 part of the sum, and finalize_model_grads sums the gradient of B.
+    experts      Megatron sums outputs and gradients of inputs over the ranks outside the layers. So
+                 each rank uses its own h, and the gradient of the whole factor is summed here.
+
+A factor that all experts of a layer share counts as a part of the dense model. Each rank has the
+part of its gradient from its own tokens or rows. All ranks of the stage sum these parts, as for a
+norm with sequence parallelism.
+"""
 
 from __future__ import annotations
 
@@ -35,31 +55,6 @@ from megarl.trainer.optimizer import reload_masters
 from megarl.trainer.parallel import expert_tensor_group, tensor_group
 from megarl.trainer.step import MegatronTrainer, StepResult
 
-# Low-rank adapters beside Megatron's linear layers: y = W x + alpha / rank * B A x, with W frozen.
-#
-# An adapter is a submodule of the layer. A hook on the layer's forward pass adds the adapter's
-# output for the layer's input, so it works with any schedule and recomputation. It relies on
-# Megatron's linear layers taking the input as first argument and returning (output, bias). Layers
-# of Transformer Engine that norm their input first are also asked for the normed input.
-#
-# lora/layout.py says how the factors are cut. With x [s, b, in], on tensor ranks that share a
-# layer:
-#
-#     rows cut        h = A x is the same on all ranks, and its gradient is the sum of theirs. With
-#     sequence parallelism each rank has its
-#                     part of x: A's small output is gathered instead of x, and finalize_model_grads
-#                     sums the gradient of A.
-#     columns cut     h = A x is the sum over the ranks. With sequence parallelism each rank gets
-#     its part of the sum, and
-#                     finalize_model_grads sums the gradient of B.
-#     experts         Megatron sums outputs and gradients of inputs over the ranks outside the
-#     layers. So each rank uses its own h, and the
-#                     gradient of the whole factor is summed here.
-#
-# A factor that all experts of a layer share counts as a part of the dense model. Each rank has the
-# part of its gradient from its own tokens or rows. All ranks of the stage sum these parts, as for a
-# norm with sequence parallelism.
-
 
 class Switch:
     """The current mode of all adapters of a trainer."""
@@ -71,12 +66,12 @@ class Switch:
 
     @contextlib.contextmanager
     def set(self, **values: bool) -> Iterator[None]:
-        before = {name: getattr(self, name) for name in values}
+        previous = {name: getattr(self, name) for name in values}
         vars(self).update(values)
         try:
             yield
         finally:
-            vars(self).update(before)
+            vars(self).update(previous)
 
 
 class LayerAdapter(torch.nn.Module):
@@ -97,19 +92,18 @@ class LayerAdapter(torch.nn.Module):
         self.adapter = adapter
         self.scale = scale
         self.switch = switch
-        self.experts = adapter.of.of_expert
-        self.dim = adapter.of.dim
+        self.experts = adapter.weight.of_expert
+        self.dim = adapter.weight.dim
         self.group = expert_tensor_group() if self.experts else tensor_group()
         # whether the layer's input or output is split over tensor ranks
         self.sequence_parallel = False
         self._factors: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []
         for ending, weight in weights.items():
-            own = {
-                letter: new_factor(self, letter + ending, adapter, letter, weight)
-                for letter in "ab"
-                if letter not in shared
-            }
-            factors = shared | own
+            new_factors = {}
+            for letter in "ab":
+                if letter not in shared:
+                    new_factors[letter] = new_factor(self, letter + ending, adapter, letter, weight)
+            factors = shared | new_factors
             self._factors.append((factors["a"], factors["b"]))
 
     def mark(self, sequence_parallel: bool) -> None:
@@ -131,15 +125,15 @@ class LayerAdapter(torch.nn.Module):
             out, x = out
         if self.switch.on:
             tokens = [int(n) for n in arguments[1]] if len(arguments) > 1 else [len(x)]
-            made = [
-                self._added(part, *pair)
-                for part, pair in zip(x.split(tokens), self._factors, strict=True)
-            ]
-            out = out + (made[0] if len(made) == 1 else torch.cat(made))
+            parts = []
+            for part, pair in zip(x.split(tokens), self._factors, strict=True):
+                parts.append(self._added(part, *pair))
+            out = out + (parts[0] if len(parts) == 1 else torch.cat(parts))
         return out, bias
 
     def _added(self, x: torch.Tensor, a: torch.nn.Parameter, b: torch.nn.Parameter) -> torch.Tensor:
-        a, b = (self._summed(factor, letter) for factor, letter in ((a, "a"), (b, "b")))
+        a = self._summed(a, "a")
+        b = self._summed(b, "b")
         h = F.linear(self._dropped(x), a) * self.scale
         if not self.experts and self.dim == 0:
             if self.sequence_parallel:
@@ -149,31 +143,28 @@ class LayerAdapter(torch.nn.Module):
             else:
                 h = _SummedGradient.apply(h, self.group)
         elif not self.experts and self.dim == 1 and self.group.size() > 1:
-            reduce = (
-                reduce_scatter_to_sequence_parallel_region
-                if self.sequence_parallel
-                else reduce_from_tensor_model_parallel_region
-            )
+            if self.sequence_parallel:
+                reduce = reduce_scatter_to_sequence_parallel_region
+            else:
+                reduce = reduce_from_tensor_model_parallel_region
             h = reduce(h, group=self.group)
         return product(self.adapter, h, b)
 
     def _summed(self, factor: torch.nn.Parameter, letter: str) -> Any:
-        of = self.adapter.a if letter == "a" else self.adapter.b
-        return (
-            _SummedGradient.apply(factor, self.group)
-            if self.experts and of.of_expert and of.dim is None
-            else factor
-        )
+        parameter = self.adapter.a if letter == "a" else self.adapter.b
+        if self.experts and parameter.of_expert and parameter.dim is None:
+            return _SummedGradient.apply(factor, self.group)
+        return factor
 
     def _dropped(self, x: torch.Tensor) -> torch.Tensor:
         if not (self.switch.dropout and self.switch.training):
             return x
         # If all tensor ranks have the same x, they must all drop the same elements.
-        alike = not self.experts and not self.sequence_parallel and self.dim != 1
+        same_on_all = not self.experts and not self.sequence_parallel and self.dim != 1
         name = get_expert_parallel_rng_tracker_name() if self.experts else "model-parallel-rng"
         tracker = get_cuda_rng_tracker()
         assert tracker is not None
-        with contextlib.nullcontext() if alike else tracker.fork(name):
+        with contextlib.nullcontext() if same_on_all else tracker.fork(name):
             return F.dropout(x, self.switch.dropout)
 
     def factors(self, number: int) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
@@ -209,18 +200,23 @@ def product(adapter: Adapter, h: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """[…, rows]: the B of each part times its part of h [… , parts * rank], in the layer's order of
     rows. 0 for parts without adapter.
     """
-    if adapter.wanted == (True,):
+    if adapter.has_adapter == (True,):
         return F.linear(h, b)
-    wanted = [rows for rows, there in zip(adapter.rows, adapter.wanted) if there]
-    groups = len(b) // sum(wanted)
-    own = zip(h.chunk(len(wanted), dim=-1), b.view(groups, -1, b.size(1)).split(wanted, dim=1))
+    adapted_rows = []
+    for rows, is_adapted in zip(adapter.rows, adapter.has_adapter):
+        if is_adapted:
+            adapted_rows.append(rows)
+    groups = len(b) // sum(adapted_rows)
+    pairs = zip(
+        h.chunk(len(adapted_rows), dim=-1), b.view(groups, -1, b.size(1)).split(adapted_rows, dim=1)
+    )
     outs = []
-    for rows, there in zip(adapter.rows, adapter.wanted):
+    for rows, is_adapted in zip(adapter.rows, adapter.has_adapter):
         shape = (*h.shape[:-1], groups, rows)
-        if not there:
+        if not is_adapted:
             outs.append(h.new_zeros(shape))
             continue
-        part, factor = next(own)
+        part, factor = next(pairs)
         outs.append(F.linear(part, factor.reshape(-1, b.size(1))).view(shape))
     return torch.cat(outs, dim=-1).flatten(-2)
 
@@ -237,7 +233,7 @@ def attach(
     Returns a mapping from each weight with an adapter to (adapters of its layer, number of the
     weight in the layer).
     """
-    found: dict[torch.nn.Parameter, tuple[LayerAdapter, int]] = {}
+    adapters_of_weights: dict[torch.nn.Parameter, tuple[LayerAdapter, int]] = {}
     for chunk in chunks:
         chunk.requires_grad_(False)
         # full recomputation computes gradients only for a layer whose input needs one
@@ -247,8 +243,10 @@ def attach(
             number = _number(layer)
             shared: dict[str, torch.nn.Parameter] = {}  # letter -> factor
             for adapter in adapters:
-                first, end = adapter.of.layers or (0, number + 1)
-                for module, weights in _layers(layer, adapter.of) if first <= number < end else ():
+                first, end = adapter.weight.layers or (0, number + 1)
+                for module, weights in (
+                    _layers(layer, adapter.weight) if first <= number < end else ()
+                ):
                     for letter, factor in (("a", adapter.a), ("b", adapter.b)):
                         if adapter.shares(factor) and letter not in shared:
                             shared[letter] = _shared(
@@ -259,20 +257,19 @@ def attach(
                                 next(iter(weights.values())),
                                 sequence_parallel,
                             )
-                    held = {
-                        letter: shared[letter]
-                        for letter, f in (("a", adapter.a), ("b", adapter.b))
-                        if adapter.shares(f)
-                    }
-                    module.adapter = made = LayerAdapter(adapter, weights, scale, switch, held)
-                    made.mark(sequence_parallel)
+                    given_factors = {}
+                    for letter, f in (("a", adapter.a), ("b", adapter.b)):
+                        if adapter.shares(f):
+                            given_factors[letter] = shared[letter]
+                    layer_adapter = LayerAdapter(adapter, weights, scale, switch, given_factors)
+                    module.adapter = layer_adapter
+                    layer_adapter.mark(sequence_parallel)
                     if hasattr(module, "layer_norm_weight"):
                         module.return_layernorm_output = True
-                    module.register_forward_hook(made.add)
-                    found |= {
-                        weight: (made, place) for place, weight in enumerate(weights.values())
-                    }
-    return found
+                    module.register_forward_hook(layer_adapter.add)
+                    for place, weight in enumerate(weights.values()):
+                        adapters_of_weights[weight] = (layer_adapter, place)
+    return adapters_of_weights
 
 
 def _number(layer: Any) -> int:
@@ -281,7 +278,9 @@ def _number(layer: Any) -> int:
 
 
 def _with_gradient(module: torch.nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
-    return output.requires_grad_() if torch.is_grad_enabled() else output
+    if torch.is_grad_enabled():
+        return output.requires_grad_()
+    return output
 
 
 def _layers(
@@ -294,11 +293,12 @@ def _layers(
         ".weight"
     )
     outer, expert, inner = path.partition(f"{EXPERT_FIELD}.")
-    modules: Any = (
-        [each.get_submodule(inner) for each in layer.get_submodule(outer[:-1]).children()]
-        if expert
-        else [layer.get_submodule(path)]
-    )
+    if expert:
+        modules: Any = []
+        for child in layer.get_submodule(outer[:-1]).children():
+            modules.append(child.get_submodule(inner))
+    else:
+        modules = [layer.get_submodule(path)]
     for module in modules:
         names = [f"{number}" for number in range(module.num_gemms)] if ending else [""]
         yield module, {name: getattr(module, f"weight{name}") for name in names}
@@ -328,25 +328,28 @@ def new_factor(
     """Adds to `owner` the factor `letter` for this rank's part `weight` of a layer, filled with
     zeros.
     """
-    parts = sum(adapter.wanted)
+    parts = sum(adapter.has_adapter)
     rank = adapter.rank
-    wanted = sum(rows for rows, there in zip(adapter.rows, adapter.wanted) if there)
+    adapted_rows = sum(
+        rows for rows, is_adapted in zip(adapter.rows, adapter.has_adapter) if is_adapted
+    )
     rows, columns = weight.shape
-    shape = (parts * rank, columns) if letter == "a" else (rows // sum(adapter.rows) * wanted, rank)
+    if letter == "a":
+        shape = (parts * rank, columns)
+    else:
+        shape = (rows // sum(adapter.rows) * adapted_rows, rank)
     parameter = torch.nn.Parameter(weight.new_zeros(shape))
     owner.register_parameter(name, parameter)
     return parameter
 
 
-# A trainer that trains adapters of a frozen model.
-#
-# Only the adapters have gradients and an optimizer, and only they are saved. `saved_layout` is the
-# layout of the adapters, `layout` that of the model. The reference model is the model without
-# adapters, so it takes no memory. Engines and exports get the model with merged adapters.
-
-
 class LoraTrainer(MegatronTrainer):
-    """`base`: the checkpoint of the frozen weights; None if they are random."""
+    """A trainer that trains adapters of a frozen model.
+
+    Only the adapters have gradients and an optimizer, and only they are saved. `saved_layout` is
+    the layout of the adapters, `layout` that of the model. The reference model is the model without
+    adapters, so it takes no memory. Engines and exports get the model with merged adapters.
+    """
 
     def __init__(
         self,
@@ -361,9 +364,9 @@ class LoraTrainer(MegatronTrainer):
 
         `sent_alone`: whether updates carry only the adapters, without merging.
         """
-        found = Lora.of(lora)
-        assert found is not None
-        self._lora = found
+        adapters_of_run = Lora.of(lora)
+        assert adapters_of_run is not None
+        self._lora = adapters_of_run
         self._settings = lora
         self._switch = Switch(lora.dropout)
         self._sent_alone = sent_alone
@@ -371,7 +374,7 @@ class LoraTrainer(MegatronTrainer):
         self._scaled: dict[str, torch.Tensor] = {}
         super().__init__(spec, topology, *arguments, **settings)
         self.frozen = True
-        self.saved_layout = found.trainer_layout(
+        self.saved_layout = adapters_of_run.trainer_layout(
             spec, topology, str(self.dtype).removeprefix("torch."), layer_spec()
         )
 
@@ -410,20 +413,22 @@ class LoraTrainer(MegatronTrainer):
         uniform (He et al. 2015 with a = √5), B zero.
         """
         parameters = self.local_parameters()
-        there = None
+        initial_file = None
         if self._settings.init:
             from safetensors import safe_open  # as in hf_io.load_hf
 
-            there = safe_open(Path(self._settings.init) / TENSORS_FILE, framework="pt")
+            initial_file = safe_open(Path(self._settings.init) / TENSORS_FILE, framework="pt")
         shapes = self.saved_shapes()
         for tensor in self.saved_layout.tensors(dist.get_rank()):
             parameter = hf_io.local_parameter(parameters, tensor)
             for piece in tensor.pieces:
                 local = parameter[piece.local.slices()]
-                if there is not None:
+                if initial_file is not None:
                     name, shape = shown(piece.logical_name, shapes[piece.logical_name])
                     local.copy_(
-                        there.get_slice(name)[(0,) * (len(shape) - 2) + piece.logical.slices()]
+                        initial_file.get_slice(name)[
+                            (0,) * (len(shape) - 2) + piece.logical.slices()
+                        ]
                     )
                 elif piece.logical_name.endswith(A):
                     bound = math.sqrt(1 / shapes[piece.logical_name][1])
@@ -437,29 +442,31 @@ class LoraTrainer(MegatronTrainer):
         reload_masters(self.optimizer)
 
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {
-            tensor.name: tensor.shape
-            for tensor in self._lora.hf_layout(self.spec, "float32").tensors(0)
-        }
+        result: dict[str, tuple[int, ...]] = {}
+        for tensor in self._lora.hf_layout(self.spec, "float32").tensors(0):
+            result[tensor.name] = tensor.shape
+        return result
 
     def sent_parameters(self) -> dict[str, torch.Tensor]:
-        return self.served_parameters() if self._sent_alone else self.merged_parameters()
+        if self._sent_alone:
+            return self.served_parameters()
+        return self.merged_parameters()
 
     def merged_parameters(self) -> dict[str, torch.Tensor]:
         """This rank's part of each weight W + alpha / rank * B A, computed in float32 and rounded
         once. Every call returns the same tensors, with new values.
         """
-        found = {}
+        parameters = {}
         for name, parameter in parameters_by_name(self.chunks).items():
             # a factor of an adapter
             if isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad:
                 continue
-            found[name] = weight = parameter.data
+            parameters[name] = weight = parameter.data
             if parameter in self._adapters:
                 adapter, number = self._adapters[parameter]  # type: ignore[index]
-                found[name] = self._merged.setdefault(name, torch.empty_like(weight))
-                found[name].copy_(adapter.delta(number).add_(weight))
-        return found
+                parameters[name] = self._merged.setdefault(name, torch.empty_like(weight))
+                parameters[name].copy_(adapter.delta(number).add_(weight))
+        return parameters
 
     def served_parameters(self) -> dict[str, torch.Tensor]:
         """The weights and the adapters for engines that serve adapters.
@@ -467,17 +474,16 @@ class LoraTrainer(MegatronTrainer):
         SGLang multiplies an adapter's output by alpha / rank, except for experts, where B must
         include this factor. Every call returns the same tensors, as in `merged_parameters`.
         """
-        of_experts = {
-            adapter.factors(number)[1]
-            for adapter, number in self._adapters.values()
-            if adapter.experts
-        }
-        found = self.local_parameters()
+        of_experts = set()
+        for adapter, number in self._adapters.values():
+            if adapter.experts:
+                of_experts.add(adapter.factors(number)[1])
+        parameters = self.local_parameters()
         for name, parameter in parameters_by_name(self.chunks).items():
             if parameter in of_experts:
-                found[name] = self._scaled.setdefault(name, torch.empty_like(parameter.data))
-                torch.mul(parameter.data, self._lora.scale, out=found[name])
-        return found
+                parameters[name] = self._scaled.setdefault(name, torch.empty_like(parameter.data))
+                torch.mul(parameter.data, self._lora.scale, out=parameters[name])
+        return parameters
 
     def export_adapter(self, path: str) -> None:
         """Writes the adapters as a PEFT folder, which SGLang can also serve."""

@@ -19,7 +19,13 @@ from megarl.reshard.map import Copy, ReshardMap
 from megarl.weight_sync.commands import PassOn, Receive, Spread
 from megarl.weight_sync.transports.base import Endpoint
 from megarl.weight_sync.updates import DeltaUpdate
-from megarl.weight_sync.writing import Connected, FullUpdates, Part, Sent, Shares
+from megarl.weight_sync.writing import (
+    FullUpdates,
+    PartAndShares,
+    RankTransport,
+    Shares,
+    WrittenPart,
+)
 
 
 class AdapterUpdates(FullUpdates):
@@ -32,7 +38,7 @@ class AdapterUpdates(FullUpdates):
     the values that were sent.
     """
 
-    def __init__(self, transport: Connected, map: ReshardMap, rank: int, config: RunConfig):
+    def __init__(self, transport: RankTransport, map: ReshardMap, rank: int, config: RunConfig):
         super().__init__(transport, map, rank, config)
         # copies of adapters in sending order; None until connected
         self._adapters: Sequence[Copy] | None = None
@@ -44,9 +50,8 @@ class AdapterUpdates(FullUpdates):
         if self._adapters is None:
             return super().offer(version, base, model, trace)
         # The amax of tiles does not change, since the weights are frozen.
-        adapter_bytes, all_bytes = (
-            sum(copy.bytes for copy in copies) for copies in (self._adapters, self.copies)
-        )
+        adapter_bytes = sum(copy.bytes for copy in self._adapters)
+        all_bytes = sum(copy.bytes for copy in self.copies)
         return WeightsOffer(version, version - 1, adapter_bytes, adapter_bytes, all_bytes)
 
     def connect(
@@ -55,27 +60,31 @@ class AdapterUpdates(FullUpdates):
         super().connect(map, endpoints, model)
         self._adapters = [copy for copy in self.copies if is_adapter(copy.destination_tensor)]
 
-    def write(self, grant: WeightsGrant, model: Mapping[str, torch.Tensor]) -> Iterator[Part]:
+    def write(
+        self, grant: WeightsGrant, model: Mapping[str, torch.Tensor]
+    ) -> Iterator[PartAndShares]:
         if grant.delta:
             assert self._adapters is not None  # not None, since it has offered adapters alone
-            sent = self._send(self._adapters, model)
-            yield sent, with_frozen(self._frozen, sent)
+            part = self._send(self._adapters, model)
+            yield part, with_frozen(self._frozen, part)
             return
-        for sent, shares in super().write(grant, model):
+        for part, shares in super().write(grant, model):
             if shares is not None:
                 self._frozen = {
-                    rank: {name: share for name, share in own.items() if not is_adapter(name)}
-                    for rank, own in shares.items()
+                    rank: {
+                        name: share for name, share in rank_shares.items() if not is_adapter(name)
+                    }
+                    for rank, rank_shares in shares.items()
                 }
-            yield sent, shares
+            yield part, shares
 
 
-def with_frozen(frozen: Shares, sent: Sent) -> Shares:
-    """The shares of the engines' expected memory after adapters were `sent`."""
-    return {
-        rank: frozen.get(rank, {}) | sent.shares.get(rank, {})
-        for rank in frozen.keys() | sent.shares.keys()
-    }
+def with_frozen(frozen: Shares, part: WrittenPart) -> Shares:
+    """The shares of the engines' expected memory after adapters were `part`."""
+    result = {}
+    for rank in frozen.keys() | part.shares.keys():
+        result[rank] = frozen.get(rank, {}) | part.shares.get(rank, {})
+    return result
 
 
 class AdapterUpdate(DeltaUpdate):

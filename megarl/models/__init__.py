@@ -5,14 +5,19 @@ A family declares its logical tensors, and where Megatron-core 0.19 and SGLang 0
 A new family is one file, `megarl/models/<name>.py`, or one outside the package that `model.family`
 names. It declares
 
-    ARCHITECTURES = ("<Name>ForCausalLM",)                                        names as in config.json
-    read_spec(reader) -> ModelSpec                                                reads config.json; refuses unsupported variants
-    logical_tensors(spec) -> tuple[LogicalTensor, ...]                            tensors of the HF checkpoint, in forward order
-    megatron_parameters(spec, topology, layer_spec) -> tuple[Parameter, ...]      parameters of the trainer
-    sglang_parameters(spec, topology, device) -> tuple[Parameter, ...]            parameters of one engine
-    quantised_parameters(spec) -> tuple[str, ...]                                 parameters that a quantised engine keeps in fp8
-    fused_tensors(spec) -> tuple[Parameter, ...]                                  optional: checkpoint tensors that contain several
-    UNUSED = ("<prefix>.",)                                                       optional: checkpoint tensors that are not loaded
+    ARCHITECTURES = ("<Name>ForCausalLM",)  # names as in config.json
+    read_spec(reader) -> ModelSpec  # reads config.json; refuses unsupported variants
+    # tensors of the HF checkpoint, in forward order
+    logical_tensors(spec) -> tuple[LogicalTensor, ...]
+    # parameters of the trainer
+    megatron_parameters(spec, topology, layer_spec) -> tuple[Parameter, ...]
+    # parameters of one engine
+    sglang_parameters(spec, topology, device) -> tuple[Parameter, ...]
+    # parameters that a quantised engine keeps in fp8
+    quantised_parameters(spec) -> tuple[str, ...]
+    # optional: checkpoint tensors that contain several
+    fused_tensors(spec) -> tuple[Parameter, ...]
+    UNUSED = ("<prefix>.",)  # optional: checkpoint tensors that are not loaded
 
 and needs no registration. Most families are made of blocks, each of which declares one part of a
 layer on all three sides: `vocabulary`, `attention`, `latent_attention`, `gated_delta_net`,

@@ -70,32 +70,33 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> lis
         ("key-value heads", tp if tp % kv == 0 else kv),
     )
     layer = "decoder.layers.{layer}."
-    own = layer + "self_attention."
-    parameters = (
-        [whole(layer + INPUT_NORM_NAMES[layer_spec], LAYER, INPUT_NORM)]
-        if spec.norms_before
-        else []
-    )
+    prefix = layer + "self_attention."
+    if spec.norms_before:
+        parameters = [whole(layer + INPUT_NORM_NAMES[layer_spec], LAYER, INPUT_NORM)]
+    else:
+        parameters = []
     for suffix in ("weight", "bias") if spec.qkv_bias else ("weight",):
         q, k, v = (Part(name + suffix) for name in _QKV)
         queries = [replace(q, run=run) for run in _apart(spec)] if spec.gated_attention else [q]
         parts = (*queries, k, v)
         parameters.append(
-            Parameter(f"{own}linear_qkv.{suffix}", LAYER, parts, dim=0, groups=kv, units=units)
+            Parameter(f"{prefix}linear_qkv.{suffix}", LAYER, parts, dim=0, groups=kv, units=units)
         )
     if spec.qk_norm:
         parameters += [
-            whole(f"{own}{x}_layernorm.weight", LAYER, name) for x, name in zip("qk", QK_NORMS)
+            whole(f"{prefix}{x}_layernorm.weight", LAYER, name) for x, name in zip("qk", QK_NORMS)
         ]
     if spec.linear_bias:
-        parameters.append(whole(own + "linear_proj.bias", LAYER, O_BIAS))
+        parameters.append(whole(prefix + "linear_proj.bias", LAYER, O_BIAS))
     if spec.sinks:
         parameters.append(
             Parameter(
-                own + "core_attention.softmax_offset", LAYER, (Part(SINKS),), dim=0, groups=tp
+                prefix + "core_attention.softmax_offset", LAYER, (Part(SINKS),), dim=0, groups=tp
             )
         )
-    return parameters + [Parameter(own + "linear_proj.weight", LAYER, (Part(O),), dim=1, groups=tp)]
+    return parameters + [
+        Parameter(prefix + "linear_proj.weight", LAYER, (Part(O),), dim=1, groups=tp)
+    ]
 
 
 def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Parameter]:
@@ -149,7 +150,9 @@ def sglang_norm() -> Parameter:
 
 def _per_query(spec: ModelSpec) -> int:
     """The number of rows in `q_proj` for each dim of a query: 2 if attention is gated."""
-    return 2 if spec.gated_attention else 1
+    if spec.gated_attention:
+        return 2
+    return 1
 
 
 def _apart(spec: ModelSpec) -> tuple[Run, Run]:

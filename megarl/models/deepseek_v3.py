@@ -61,7 +61,8 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
         reader.expect(key, allowed, allowed)
     _, scaling = reader.rope()
     # Hugging Face and SGLang have different defaults
-    if missing := [key for key in _YARN if scaling and not scaling.get(key)]:
+    missing = [key for key in _YARN if scaling and not scaling.get(key)]
+    if missing:
         raise ConfigError(f"{reader.source}: rope_scaling lacks {', '.join(missing)}")
     for key, allowed in (("attention_factor", None), ("truncate", True)):
         if scaling and scaling.get(key, allowed) != allowed:

@@ -19,12 +19,13 @@ from megarl.models.registry import SLIDING, ConfigReader
 from megarl.models.spec import ModelSpec
 
 
-def read_common(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
-    """Reads the keys that all families share. The fields `own` are added and take precedence.
+def read_common(reader: ConfigReader, family: str, **family_fields: Any) -> ModelSpec:
+    """Reads the keys that all families share. The fields `family_fields` are added and take
+    precedence.
 
     Raises ConfigError for missing keys and inconsistent sizes.
     """
-    if "activation" not in own:
+    if "activation" not in family_fields:
         reader.expect("hidden_act", "silu", "silu")
     heads = reader.integer("num_attention_heads")
     hidden = reader.integer("hidden_size")
@@ -35,12 +36,15 @@ def read_common(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
             f"{reader.source}: num_attention_heads = {heads} is not a multiple of "
             f"num_key_value_heads = {kv_heads}"
         )
-    if reader.value("head_dim") is None and "head_dim" not in own and hidden % heads:
+    if reader.value("head_dim") is None and "head_dim" not in family_fields and hidden % heads:
         problems.append(
             f"{reader.source}: hidden_size = {hidden} is not a multiple of num_attention_heads = "
             f"{heads}"
         )
-    if "partial_rotary_factor" not in own and (factor := reader.partial_rotary_factor()) != 1.0:
+    if (
+        "partial_rotary_factor" not in family_fields
+        and (factor := reader.partial_rotary_factor()) != 1.0
+    ):
         # For families without this key, SGLang would rotate a part of each head, Hugging Face all
         # of it.
         problems.append(
@@ -49,13 +53,14 @@ def read_common(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
     if problems:
         raise ConfigError(problems)
     if (
-        "windowed_layers" not in own
-        and "linear_layers" not in own
+        "windowed_layers" not in family_fields
+        and "linear_layers" not in family_fields
         and (kinds := reader.value("layer_types"))
     ):
-        whole_context = (
-            ["full_attention"] if reader.window_has_effect() else ["full_attention", SLIDING]
-        )
+        if reader.window_has_effect():
+            whole_context = ["full_attention"]
+        else:
+            whole_context = ["full_attention", SLIDING]
         if not set(kinds) <= set(whole_context):
             reader.expect("layer_types", kinds, ["full_attention"] * len(kinds))
     theta, scaling = reader.rope()
@@ -72,9 +77,9 @@ def read_common(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
         "rope_theta": theta,
         "rope_scaling": scaling,
     }
-    if "intermediate_size" not in own:
+    if "intermediate_size" not in family_fields:
         fields["intermediate_size"] = reader.integer("intermediate_size")
-    return ModelSpec(family=family, **(fields | own))
+    return ModelSpec(family=family, **(fields | family_fields))
 
 
 def expect_no_biases(reader: ConfigReader) -> None:
@@ -111,11 +116,10 @@ def megatron_parameters(
     layer_spec: str,
     attention: ModuleType = grouped_attention,
 ) -> tuple[Parameter, ...]:
-    norms = (
-        norms_after.megatron(spec, layer_spec)
-        if spec.norms_after
-        else [mlp.megatron_norm(layer_spec)]
-    )
+    if spec.norms_after:
+        norms = norms_after.megatron(spec, layer_spec)
+    else:
+        norms = [mlp.megatron_norm(layer_spec)]
     layers = (
         attention.megatron(spec, topology, layer_spec)
         + norms

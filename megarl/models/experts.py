@@ -93,13 +93,13 @@ def megatron(
 ) -> list[Parameter]:
     gate, up, down = _names(module)
     units = (("ffn rows of an expert", spec.expert_intermediate_size),)
-    own = "decoder.layers.{layer}.mlp."
+    prefix = "decoder.layers.{layer}.mlp."
     names = "decoder.layers.{layer}.mlp.experts." + MEGATRON_NAMES[layer_spec]
-    parameters = [whole(own + "router.weight", LAYER, _router(module), layers=layers)]
+    parameters = [whole(prefix + "router.weight", LAYER, _router(module), layers=layers)]
     if spec.router_bias:  # this buffer is always float32 (moe/router.py)
         parameters.append(
             whole(
-                own + "router.expert_bias",
+                prefix + "router.expert_bias",
                 LAYER,
                 _router_bias(module),
                 layers=layers,
@@ -129,7 +129,9 @@ def sglang(
     layers: Layers | None = None,
     router_dtype: str | None = None,
 ) -> list[Parameter]:
-    """Each of `ep` shards has a contiguous run of experts, sharded over its tp / ep ranks (moe tp)."""
+    """Each of `ep` shards has a contiguous run of experts, sharded over its tp / ep ranks (moe
+    tp).
+    """
     moe_tp = topology.tp // topology.ep
     rows = spec.expert_intermediate_size
     if device == "cpu":

@@ -49,7 +49,8 @@ def logical(spec: ModelSpec) -> list[LogicalTensor]:
 
 def _projected(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Name -> shape of the tensors that hidden states are multiplied by."""
-    (keys, values), heads = _widths(spec), spec.linear_value_heads
+    keys, values = _widths(spec)
+    heads = spec.linear_value_heads
     rows = {QKVZ: 2 * keys + 2 * values, BA: 2 * heads}
     if spec.linear_by_kind:
         rows = {QKV: 2 * keys + values, Z: values, B: heads, A: heads}
@@ -58,17 +59,22 @@ def _projected(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> list[Parameter]:
     tp = topology.tp
-    own = "decoder.layers.{layer}.self_attention."
+    prefix = "decoder.layers.{layer}.self_attention."
     return [
         whole("decoder.layers.{layer}." + INPUT_NORM_NAMES[layer_spec], LAYER, INPUT_NORM),
         Parameter(
-            own + "in_proj.weight", LAYER, _projections(spec), dim=0, groups=tp, units=_units(spec)
+            prefix + "in_proj.weight",
+            LAYER,
+            _projections(spec),
+            dim=0,
+            groups=tp,
+            units=_units(spec),
         ),
-        Parameter(own + "conv1d.weight", LAYER, _convolved(spec), dim=0, groups=tp),
-        Parameter(own + "A_log", LAYER, (Part(DECAY),), dim=0, groups=tp),
-        Parameter(own + "dt_bias", LAYER, (Part(DECAY_BIAS),), dim=0, groups=tp),
-        whole(own + "out_norm.weight", LAYER, NORM),
-        Parameter(own + "out_proj.weight", LAYER, (Part(OUT),), dim=1, groups=tp),
+        Parameter(prefix + "conv1d.weight", LAYER, _convolved(spec), dim=0, groups=tp),
+        Parameter(prefix + "A_log", LAYER, (Part(DECAY),), dim=0, groups=tp),
+        Parameter(prefix + "dt_bias", LAYER, (Part(DECAY_BIAS),), dim=0, groups=tp),
+        whole(prefix + "out_norm.weight", LAYER, NORM),
+        Parameter(prefix + "out_proj.weight", LAYER, (Part(OUT),), dim=1, groups=tp),
     ]
 
 
@@ -96,16 +102,17 @@ def _projections(spec: ModelSpec) -> tuple[Part, ...]:
     """Queries, keys, values, output gates, betas and alphas of all heads."""
     if spec.linear_by_kind:
         return *_of_qkv(spec, QKV), *(Part(name) for name in (Z, B, A))
-    each = spec.linear_value_heads // spec.linear_key_heads
+    heads_per_key = spec.linear_value_heads // spec.linear_key_heads
     key = spec.linear_key_dim
-    value = each * spec.linear_value_dim
+    value = heads_per_key * spec.linear_value_dim
     starts = (0, key, 2 * key, 2 * key + value)
     period = 2 * key + 2 * value
-    parts = [
-        Part(QKVZ, run=Run(start, count, period))
-        for start, count in zip(starts, (key, key, value, value))
-    ]
-    return *parts, *(Part(BA, run=Run(start, each, 2 * each)) for start in (0, each))
+    parts = []
+    for start, count in zip(starts, (key, key, value, value)):
+        parts.append(Part(QKVZ, run=Run(start, count, period)))
+    return *parts, *(
+        Part(BA, run=Run(start, heads_per_key, 2 * heads_per_key)) for start in (0, heads_per_key)
+    )
 
 
 def _convolved(spec: ModelSpec) -> tuple[Part, ...]:

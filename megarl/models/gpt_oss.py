@@ -71,19 +71,20 @@ def _check_rope(reader: ConfigReader, spec: ModelSpec) -> None:
         raise ConfigError(
             f"{reader.source}: rope_type = {spec.rope_type!r} is not supported, only 'yarn' is"
         )
-    if missing := [key for key in YARN_KEYS if key not in scaling]:
+    missing = [key for key in YARN_KEYS if key not in scaling]
+    if missing:
         raise ConfigError(f"{reader.source}: rope_scaling lacks {', '.join(missing)}")
     if scaling.get("truncate", True):
         raise ConfigError(
             f"{reader.source}: truncate = true in rope_scaling is not supported, only false is"
         )
-    if others := [
-        key
-        for key in ("mscale", "mscale_all_dim", "attention_factor")
-        if scaling.get(key) is not None
-    ]:
+    unsupported = []
+    for key in ("mscale", "mscale_all_dim", "attention_factor"):
+        if scaling.get(key) is not None:
+            unsupported.append(key)
+    if unsupported:
         raise ConfigError(
-            f"{reader.source}: rope_scaling has {', '.join(others)}, which is not supported"
+            f"{reader.source}: rope_scaling has {', '.join(unsupported)}, which is not supported"
         )
 
 

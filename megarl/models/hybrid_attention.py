@@ -27,28 +27,30 @@ QUANTISED = tuple(_served(name) for name in attention.QUANTISED) + gated_delta_n
 
 
 def logical(spec: ModelSpec) -> list[LogicalTensor]:
-    return [
-        replace(tensor, layers=layers)
-        for layers, block in _runs(spec)
-        for tensor in block.logical(spec)
-    ]
+    result: list[LogicalTensor] = []
+    for layers, block in _runs(spec):
+        for tensor in block.logical(spec):
+            result.append(replace(tensor, layers=layers))
+    return result
 
 
 def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> list[Parameter]:
-    return [
-        replace(each, layers=layers)
-        for layers, block in _runs(spec)
-        for each in block.megatron(spec, topology, layer_spec)
-    ]
+    result: list[Parameter] = []
+    for layers, block in _runs(spec):
+        for parameter in block.megatron(spec, topology, layer_spec):
+            result.append(replace(parameter, layers=layers))
+    return result
 
 
 def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Parameter]:
-    found = [
-        (layers, each)
-        for layers, block in _runs(spec)
-        for each in block.sglang(spec, topology, device)
-    ]
-    return [replace(each, name=_served(each.name), layers=layers) for layers, each in found]
+    parameters = []
+    for layers, block in _runs(spec):
+        for parameter in block.sglang(spec, topology, device):
+            parameters.append((layers, parameter))
+    result: list[Parameter] = []
+    for layers, parameter in parameters:
+        result.append(replace(parameter, name=_served(parameter.name), layers=layers))
+    return result
 
 
 def sglang_norms(spec: ModelSpec) -> list[Parameter]:

@@ -47,10 +47,10 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> lis
     heads = (("attention heads", spec.num_attention_heads),)
     down_rows = {"q": spec.q_lora_rank, "kv": spec.kv_lora_rank + spec.qk_rope_head_dim}
     layer = "decoder.layers.{layer}."
-    own = layer + "self_attention."
+    prefix = layer + "self_attention."
     parameters = [whole(layer + "input_layernorm.weight", LAYER, INPUT_NORM)]
     for x, down, norm, up in (("q", Q_DOWN, Q_NORM, Q_UP), ("kv", KV_DOWN, KV_NORM, KV_UP)):
-        name = f"{own}linear_{x}_down_proj.weight"
+        name = f"{prefix}linear_{x}_down_proj.weight"
         units = ((f"rows of the {x} down projection", down_rows[x]),)
         parameters.append(
             whole(name, LAYER, down)
@@ -58,13 +58,20 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> lis
             else Parameter(name, LAYER, (Part(down),), dim=0, groups=tp, units=units)
         )
         norm_name = f"linear_{x}_up_proj.layer_norm_weight" if te else f"{x}_layernorm.weight"
-        parameters.append(whole(own + norm_name, LAYER, norm))
+        parameters.append(whole(prefix + norm_name, LAYER, norm))
         parameters.append(
             Parameter(
-                f"{own}linear_{x}_up_proj.weight", LAYER, (Part(up),), dim=0, groups=tp, units=heads
+                f"{prefix}linear_{x}_up_proj.weight",
+                LAYER,
+                (Part(up),),
+                dim=0,
+                groups=tp,
+                units=heads,
             )
         )
-    return parameters + [Parameter(own + "linear_proj.weight", LAYER, (Part(O),), dim=1, groups=tp)]
+    return parameters + [
+        Parameter(prefix + "linear_proj.weight", LAYER, (Part(O),), dim=1, groups=tp)
+    ]
 
 
 def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Parameter]:

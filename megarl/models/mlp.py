@@ -28,14 +28,16 @@ def logical(
     gate, up, down = _names(module)
     wide = (rows, spec.hidden_size)
     narrow = (spec.hidden_size, rows)
-    return [
-        LogicalTensor(name, shape, LAYER, layers)
-        for name, shape in ((gate, wide), (up, wide), (down, narrow))
-    ]
+    result: list[LogicalTensor] = []
+    for name, shape in ((gate, wide), (up, wide), (down, narrow)):
+        result.append(LogicalTensor(name, shape, LAYER, layers))
+    return result
 
 
 def shared_module(spec: ModelSpec) -> str:
-    return GATED_SHARED if spec.shared_expert_gate else SHARED
+    if spec.shared_expert_gate:
+        return GATED_SHARED
+    return SHARED
 
 
 def quantised(module: str) -> tuple[str, ...]:
@@ -43,22 +45,22 @@ def quantised(module: str) -> tuple[str, ...]:
 
 
 def shared_gate(spec: ModelSpec, layers: Layers | None) -> list[LogicalTensor]:
-    return (
-        [LogicalTensor(SHARED_GATE, (1, spec.hidden_size), LAYER, layers)]
-        if spec.shared_expert_gate
-        else []
-    )
+    if spec.shared_expert_gate:
+        return [LogicalTensor(SHARED_GATE, (1, spec.hidden_size), LAYER, layers)]
+    return []
 
 
 def megatron_shared_gate(spec: ModelSpec, layers: Layers | None) -> list[Parameter]:
     name = f"decoder.layers.{{layer}}.{SHARED}.gate_weight"
-    return [whole(name, LAYER, SHARED_GATE, layers=layers)] if spec.shared_expert_gate else []
+    if spec.shared_expert_gate:
+        return [whole(name, LAYER, SHARED_GATE, layers=layers)]
+    return []
 
 
 def sglang_shared_gate(spec: ModelSpec, layers: Layers | None) -> list[Parameter]:
-    return (
-        [whole(SHARED_GATE, LAYER, SHARED_GATE, layers=layers)] if spec.shared_expert_gate else []
-    )
+    if spec.shared_expert_gate:
+        return [whole(SHARED_GATE, LAYER, SHARED_GATE, layers=layers)]
+    return []
 
 
 def fused() -> Parameter:
@@ -80,10 +82,10 @@ def megatron(
     tp = topology.tp
     units = _units(rows, module)
     gate, up, down = _names(module)
-    own = f"decoder.layers.{{layer}}.{SHARED if module == GATED_SHARED else module}."
+    prefix = f"decoder.layers.{{layer}}.{SHARED if module == GATED_SHARED else module}."
     return [
         Parameter(
-            own + "linear_fc1.weight",
+            prefix + "linear_fc1.weight",
             LAYER,
             (Part(gate), Part(up)),
             dim=0,
@@ -91,7 +93,9 @@ def megatron(
             layers=layers,
             units=units,
         ),
-        Parameter(own + "linear_fc2.weight", LAYER, (Part(down),), dim=1, groups=tp, layers=layers),
+        Parameter(
+            prefix + "linear_fc2.weight", LAYER, (Part(down),), dim=1, groups=tp, layers=layers
+        ),
     ]
 
 
@@ -117,15 +121,21 @@ def sglang(
     if device == "cpu":
         rows = round_up(rows, tp * SGLANG_CPU_PADDING)
     gate, up, down = _names(module)
-    own = f"{_L}{module}."
+    prefix = f"{_L}{module}."
     parts = (Part(gate, rows), Part(up, rows))
     units = _units(rows, module)
     return [
         Parameter(
-            own + "gate_up_proj.weight", LAYER, parts, dim=0, groups=tp, layers=layers, units=units
+            prefix + "gate_up_proj.weight",
+            LAYER,
+            parts,
+            dim=0,
+            groups=tp,
+            layers=layers,
+            units=units,
         ),
         Parameter(
-            own + "down_proj.weight", LAYER, (Part(down, rows),), dim=1, groups=tp, layers=layers
+            prefix + "down_proj.weight", LAYER, (Part(down, rows),), dim=1, groups=tp, layers=layers
         ),
     ]
 

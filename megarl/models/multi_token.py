@@ -140,16 +140,16 @@ def copies(spec: ModelSpec, family: ModuleType) -> dict[str, str]:
     """The tensors that a checkpoint repeats for the layer: name -> logical tensor."""
     if not spec.mtp_layers:
         return {}
-    return {
-        name.replace("{layer}", str(spec.num_layers)): of for name, of in family.PREDICTION.copies
-    }
+    result: dict[str, str] = {}
+    for name, original in family.PREDICTION.copies:
+        result[name.replace("{layer}", str(spec.num_layers))] = original
+    return result
 
 
-def other_copy(file: Path, name: str, of: str) -> str:
+def other_copy(file: Path, name: str, original: str) -> str:
     return (
-        f"trainer.mtp: must be ignore: {file}: {name} differs from {of}; a layer for multi-token "
-        "prediction with an embedding or an output "
-        "layer of its own is not supported"
+        f"trainer.mtp: must be ignore: {file}: {name} differs from {original}; a layer for "
+        "multi-token prediction with an embedding or an output layer of its own is not supported"
     )
 
 
@@ -161,9 +161,9 @@ def megatron(
     layers = _layers(spec)
     names = [MEGATRON + name + ".weight" for name in _MEGATRON_NAMES]
     yield from _around(spec, family, names, topology.tp)
-    for each in family.megatron_parameters(_one(spec), topology, layer_spec):
-        if each.place == LAYER:
-            yield _moved(each, _MEGATRON_LAYER, _OWN_LAYER, layers, family)
+    for parameter in family.megatron_parameters(_one(spec), topology, layer_spec):
+        if parameter.place == LAYER:
+            yield _moved(parameter, _MEGATRON_LAYER, _OWN_LAYER, layers, family)
 
 
 def sglang(
@@ -178,17 +178,21 @@ def sglang(
     layers = _layers(spec)
     names = family.PREDICTION
     yield from _around(spec, family, [DRAFT + name for name in names.draft_names])
-    for each in family.sglang_parameters(_one(spec), topology, device):
-        if each.place == LAYER:
-            yield _moved(each, _LAYER, DRAFT + names.draft_layer, layers, family)
+    for parameter in family.sglang_parameters(_one(spec), topology, device):
+        if parameter.place == LAYER:
+            yield _moved(parameter, _LAYER, DRAFT + names.draft_layer, layers, family)
 
 
 def quantised(spec: ModelSpec, family: ModuleType) -> tuple[str, ...]:
-    """The draft model's parameters that a quantised engine keeps in fp8, as in the engine's model."""
+    """The draft model's parameters that a quantised engine keeps in fp8, as in the engine's
+    model.
+    """
     if not spec.mtp_drafts:
         return ()
-    own = DRAFT + family.PREDICTION.draft_layer
-    return tuple(name.replace(_LAYER, own) for name in family.quantised_parameters(_one(spec)))
+    draft_layer = DRAFT + family.PREDICTION.draft_layer
+    return tuple(
+        name.replace(_LAYER, draft_layer) for name in family.quantised_parameters(_one(spec))
+    )
 
 
 def _around(
@@ -199,9 +203,9 @@ def _around(
     If `tp` is above 1, the projection is sharded by rows.
     """
     layers = _layers(spec)
-    for name, of in zip(names, family.PREDICTION.names):
-        parameter = whole(name, LAYER, of, layers=layers)
-        if of == family.PREDICTION.names[2] and tp > 1:
+    for name, logical_name in zip(names, family.PREDICTION.names):
+        parameter = whole(name, LAYER, logical_name, layers=layers)
+        if logical_name == family.PREDICTION.names[2] and tp > 1:
             parameter = replace(
                 parameter, dim=0, groups=tp, units=(("hidden size", spec.hidden_size),)
             )
@@ -209,13 +213,15 @@ def _around(
 
 
 def _moved(
-    parameter: Parameter, begin: str, own: str, layers: Layers, family: ModuleType
+    parameter: Parameter, prefix: str, replacement: str, layers: Layers, family: ModuleType
 ) -> Parameter:
-    """`parameter`, moved to the layer: its name begins with `own` instead of `begin`, and its parts
-    are the layer's.
+    """`parameter`, moved to the layer: its name begins with `replacement` instead of `prefix`, and
+    its parts are the layer's.
     """
     parts = tuple(_of_layer(part, family) for part in parameter.parts)
-    return replace(parameter, name=parameter.name.replace(begin, own), parts=parts, layers=layers)
+    return replace(
+        parameter, name=parameter.name.replace(prefix, replacement), parts=parts, layers=layers
+    )
 
 
 def _of_layer(part: Part, family: ModuleType) -> Part:

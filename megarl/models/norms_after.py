@@ -36,4 +36,6 @@ def sglang(spec: ModelSpec) -> list[Parameter]:
 
 
 def _names(spec: ModelSpec) -> tuple[str, ...]:
-    return (OF_ATTENTION, BEFORE_MLP, OF_MLP) if spec.norms_before else (OF_ATTENTION, OF_MLP)
+    if spec.norms_before:
+        return (OF_ATTENTION, BEFORE_MLP, OF_MLP)
+    return (OF_ATTENTION, OF_MLP)

@@ -57,13 +57,13 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> lis
     Gate and up alternate here too, so that an engine gets one run of rows
     (`trainer.layers.PairedRows`).
     """
-    own = "decoder.layers.{layer}.mlp."
+    prefix = "decoder.layers.{layer}.mlp."
     etp = topology.etp
-    fc1, fc2 = (own + "experts." + MEGATRON_NAMES[layer_spec] % n for n in (1, 2))
+    fc1, fc2 = (prefix + "experts." + MEGATRON_NAMES[layer_spec] % n for n in (1, 2))
     units = (("ffn rows of an expert", spec.expert_intermediate_size),)
     return [
-        whole(own + "router.weight", LAYER, ROUTER),
-        whole(own + "router.bias", LAYER, ROUTER_BIAS),
+        whole(prefix + "router.weight", LAYER, ROUTER),
+        whole(prefix + "router.bias", LAYER, ROUTER_BIAS),
         Parameter(fc1, LAYER, (Part(GATE_UP),), dim=0, groups=etp, units=units),
         Parameter(fc1.replace(".weight", ".bias"), LAYER, (Part(GATE_UP_BIAS),), dim=0, groups=etp),
         Parameter(fc2, LAYER, (Part(DOWN),), dim=1, groups=etp),
@@ -83,24 +83,29 @@ def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Pa
     if device == "cpu":
         rows = round_up(rows, topology.tp * SGLANG_CPU_PADDING)
     units = (("ffn rows of an expert", rows),)
-    own = _L + "experts."
+    prefix = _L + "experts."
     down_bias = Part(DOWN_BIAS, hidden * moe_tp)
     return [
         whole(ROUTER, LAYER, ROUTER),
         whole(ROUTER_BIAS, LAYER, ROUTER_BIAS),
         Parameter(
-            own + "w13_weight", LAYER, (Part(GATE_UP, 2 * rows),), dim=0, groups=moe_tp, units=units
+            prefix + "w13_weight",
+            LAYER,
+            (Part(GATE_UP, 2 * rows),),
+            dim=0,
+            groups=moe_tp,
+            units=units,
         ),
         Parameter(
-            own + "w13_weight_bias",
+            prefix + "w13_weight_bias",
             LAYER,
             (Part(GATE_UP_BIAS, 2 * rows),),
             dim=0,
             groups=moe_tp,
             dtype="float32",
         ),
-        Parameter(own + "w2_weight", LAYER, (Part(DOWN, rows),), dim=1, groups=moe_tp),
+        Parameter(prefix + "w2_weight", LAYER, (Part(DOWN, rows),), dim=1, groups=moe_tp),
         Parameter(
-            own + "w2_weight_bias", LAYER, (down_bias,), dim=0, groups=moe_tp, dtype="float32"
+            prefix + "w2_weight_bias", LAYER, (down_bias,), dim=0, groups=moe_tp, dtype="float32"
         ),
     ]

@@ -61,9 +61,9 @@ class Run:
     count: int
     period: int
 
-    def extent(self, whole: int) -> int:
+    def extent(self, tensor_extent: int) -> int:
         """The number of these rows or columns in a tensor that has `whole`."""
-        return whole // self.period * self.count
+        return tensor_extent // self.period * self.count
 
     def places(self, first: int, count: int) -> Iterator[tuple[int, int]]:
         """For `count` elements of the runs from `first` on: (first, count) in the tensor of each
@@ -120,7 +120,11 @@ class Parameter:
 
     @property
     def mesh(self) -> str:
-        return EXPERT if self.of_expert else ATTENTION if self.of_attention else DENSE
+        if self.of_expert:
+            return EXPERT
+        if self.of_attention:
+            return ATTENTION
+        return DENSE
 
 
 def whole(

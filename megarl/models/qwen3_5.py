@@ -40,8 +40,13 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
     mixture = architecture.startswith("Qwen3_5Moe")
     kv_heads = 2 if mixture else 4
     reader.assume(num_key_value_heads=kv_heads, num_experts=256, num_experts_per_tok=8)
-    own: dict[str, Any] = read_mixture(reader) | {"stacked_experts": seeing} if mixture else {}
-    return read_hybrid(reader, "qwen3_5", linear_by_kind=True, vision_tower=seeing, **own)
+    if mixture:
+        mixture_fields: dict[str, Any] = read_mixture(reader) | {"stacked_experts": seeing}
+    else:
+        mixture_fields = {}
+    return read_hybrid(
+        reader, "qwen3_5", linear_by_kind=True, vision_tower=seeing, **mixture_fields
+    )
 
 
 def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
@@ -53,22 +58,28 @@ def fused_tensors(spec: ModelSpec) -> tuple[Parameter, ...]:
     experts that are stacked in one tensor.
     """
     stacked = experts.stacked() if spec.stacked_experts else ()
-    parts = {part.logical_name for parameter in stacked for part in parameter.parts}
-    others = [
-        tensor for tensor in logical_tensors(spec) if spec.vision_tower and tensor.name not in parts
-    ]
-    found = (*stacked, *(whole(tensor.name, tensor.place, tensor.name) for tensor in others))
+    parts = set()
+    for parameter in stacked:
+        for part in parameter.parts:
+            parts.add(part.logical_name)
+    unstacked = []
+    for tensor in logical_tensors(spec):
+        if spec.vision_tower and tensor.name not in parts:
+            unstacked.append(tensor)
+    parameters = (
+        *stacked,
+        *(whole(tensor.name, tensor.place, tensor.name) for tensor in unstacked),
+    )
     return tuple(
-        replace(parameter, name=_named(spec, parameter.name)) for parameter in dict.fromkeys(found)
+        replace(parameter, name=_named(spec, parameter.name))
+        for parameter in dict.fromkeys(parameters)
     )
 
 
 def _named(spec: ModelSpec, name: str) -> str:
-    return (
-        name
-        if name == HEAD or not spec.vision_tower
-        else name.replace("model.", "model.language_model.", 1)
-    )
+    if name == HEAD or not spec.vision_tower:
+        return name
+    return name.replace("model.", "model.language_model.", 1)
 
 
 def megatron_parameters(
@@ -93,4 +104,6 @@ def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def _layers(spec: ModelSpec) -> ModuleType:
-    return sparse if spec.num_experts else dense
+    if spec.num_experts:
+        return sparse
+    return dense

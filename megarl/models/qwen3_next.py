@@ -35,10 +35,10 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
     return read_hybrid(reader, "qwen3_next", **read_mixture(reader))
 
 
-def read_hybrid(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
+def read_hybrid(reader: ConfigReader, family: str, **family_fields: Any) -> ModelSpec:
     """Reads the keys that all families with gated delta nets and gated attention share.
 
-    The fields `own` are added.
+    The fields `family_fields` are added.
     """
     reader.assume(
         head_dim=256, linear_num_key_heads=16, linear_num_value_heads=32, linear_conv_kernel_dim=4
@@ -51,8 +51,8 @@ def read_hybrid(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
     value_heads = reader.integer("linear_num_value_heads")
     if value_heads % key_heads:
         text = (
-            f"linear_num_value_heads = {value_heads} is not a multiple of linear_num_key_heads "
-            f"= {key_heads}"
+            f"linear_num_value_heads = {value_heads} is not a multiple of linear_num_key_heads = "
+            f"{key_heads}"
         )
         raise ConfigError(f"{reader.source}: {text}")
     return read_common(
@@ -68,7 +68,7 @@ def read_hybrid(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
         linear_key_dim=reader.integer("linear_key_head_dim"),
         linear_value_dim=reader.integer("linear_value_head_dim"),
         linear_conv_width=reader.integer("linear_conv_kernel_dim"),
-        **own,
+        **family_fields,
     )
 
 
@@ -104,10 +104,10 @@ def _check_served_rope(reader: ConfigReader) -> None:
         if of_engine != value and (
             key != "rope_theta" or reader.values["architectures"][0].startswith("Qwen3Next")
         ):
-            beside = f"SGLang does not look into rope_parameters, and would take {of_engine:g}"
+            explanation = f"SGLang does not look into rope_parameters, and would take {of_engine:g}"
             raise ConfigError(
                 f"{reader.source}: {key} = {value:g} must also stand beside rope_parameters: "
-                f"{beside}"
+                f"{explanation}"
             )
 
 
@@ -118,7 +118,9 @@ def _linear_layers(reader: ConfigReader) -> tuple[int, ...]:
         )
     interval = reader.integer("full_attention_interval")
     layers = range(reader.integer("num_hidden_layers"))
-    kinds = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in layers]
+    kinds = []
+    for layer in layers:
+        kinds.append(FULL if (layer + 1) % interval == 0 else LINEAR)
     if (reader.values.get("layer_types") or kinds) != kinds:
         reader.expect("layer_types", kinds, kinds)
     return tuple(layer for layer in layers if kinds[layer] == LINEAR)

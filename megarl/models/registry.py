@@ -103,19 +103,18 @@ class ConfigReader:
             raise ConfigError(f"{self.source}: {key} = {value!r} is not {allowed}")
         return value
 
-    def renamed(self, key: str, other: str) -> int:
-        """The integer `key`, which some files have under the name `other`."""
-        stated = {
-            name: self.values.get(name)
-            for name in (key, other)
-            if self.values.get(name) is not None
-        }
-        if len(stated) == 2 and stated[key] != stated[other]:
+    def renamed(self, key: str, alias: str) -> int:
+        """The integer `key`, which some files have under the name `alias`."""
+        values_of_names = {}
+        for name in (key, alias):
+            if self.values.get(name) is not None:
+                values_of_names[name] = self.values.get(name)
+        if len(values_of_names) == 2 and values_of_names[key] != values_of_names[alias]:
             raise ConfigError(
-                f"{self.source}: {key} = {stated[key]!r} and {other} = {stated[other]!r} are two "
-                "names of one number"
+                f"{self.source}: {key} = {values_of_names[key]!r} and {alias} = "
+                f"{values_of_names[alias]!r} are two names of one number"
             )
-        return self.integer(other if other in stated else key)
+        return self.integer(alias if alias in values_of_names else key)
 
     def number(self, key: str, default: float) -> float:
         value = self.value(key)
@@ -141,11 +140,10 @@ class ConfigReader:
         theta = ConfigReader(self.source, rope).number(
             "rope_theta", self.number("rope_theta", 10000.0)
         )
-        scaling = {
-            key: value
-            for key, value in rope.items()
-            if key not in ("rope_theta", "partial_rotary_factor", "type")
-        }
+        scaling = {}
+        for key, value in rope.items():
+            if key not in ("rope_theta", "partial_rotary_factor", "type"):
+                scaling[key] = value
         kind = scaling["rope_type"] = rope_type(rope)
         if kind == "default":
             return theta, None
@@ -153,7 +151,8 @@ class ConfigReader:
             scaling.setdefault(
                 "original_max_position_embeddings", self.integer("max_position_embeddings")
             )
-        if missing := [key for key in ROPE_KEYS.get(kind, ()) if scaling.get(key) is None]:
+        missing = [key for key in ROPE_KEYS.get(kind, ()) if scaling.get(key) is None]
+        if missing:
             raise ConfigError(
                 f"{self.source}: the rotary embedding of type {kind} lacks {', '.join(missing)}"
             )
@@ -201,12 +200,13 @@ class ConfigReader:
         """
         if self.window_has_effect():
             key = "sliding_window"
-            stated = (
-                "" if key in self.values else ", the default of Transformers for an absent key,"
-            )
+            if key in self.values:
+                default_text = ""
+            else:
+                default_text = ", the default of Transformers for an absent key,"
             context = f"max_position_embeddings = {self.integer('max_position_embeddings')}"
             problem = (
-                f"{key} = {self.value(key)!r}{stated} is not supported, only null and "
+                f"{key} = {self.value(key)!r}{default_text} is not supported, only null and "
                 f"windows of at least {context} are"
             )
             self.unsupported[key] = f"{self.source}: {problem}"
@@ -269,7 +269,7 @@ def check_as_transformers(model: str, spec: ModelSpec) -> None:
     """
     path = _config_file(model, "model.path")
     try:
-        theirs = ask(
+        transformers_values = ask(
             program=auto_config.__file__,
             arguments=[str(path.absolute())],
             kind="configs",
@@ -277,60 +277,65 @@ def check_as_transformers(model: str, spec: ModelSpec) -> None:
         )
     except ValueError as error:
         raise ConfigError(f"{path}: transformers cannot read it: {error}") from error
-    if problem := theirs.get("problem"):
+    problem = transformers_values.get("problem")
+    if problem:
         raise ConfigError(f"{path}: transformers refuses it: {problem}")
-    if "problem" in theirs:
+    if "problem" in transformers_values:
         return
     values = json.loads(path.read_text(encoding="utf-8"))
     architecture = values["architectures"][0]
-    model = theirs[auto_config.CLASS].removesuffix("Config").removesuffix("Text")
+    model = transformers_values[auto_config.CLASS].removesuffix("Config").removesuffix("Text")
     if model != architecture.partition("For")[0]:
         agree = "Transformers goes by model_type, engines by architectures: they must agree"
         raise ConfigError(
             f"{path}: model_type = {values['model_type']!r} is of {model}, not of {architecture}. "
             f"{agree}"
         )
-    differing = differences(values, theirs, spec)
+    differing = differences(values, transformers_values, spec)
     if differing:
         raise ConfigError(
             f"{path}: transformers reads other values: MegaRL has {'; '.join(differing)}"
         )
 
 
-def differences(values: Mapping[str, Any], theirs: dict[str, Any], spec: ModelSpec) -> list[str]:
+def differences(
+    values: Mapping[str, Any], transformers_values: dict[str, Any], spec: ModelSpec
+) -> list[str]:
     """The fields of `spec`, read from config.json's `values`, that differ from those read from
-    `theirs`, all values of Transformers' class for that file.
+    `transformers_values`, all values of Transformers' class for that file.
     """
-    inner = theirs.get("text_config", theirs)
+    inner = transformers_values.get("text_config", transformers_values)
     if spec.linear_layers:
         inner |= {
             key: of_language(values)[key] for key in _OF_ENGINES if key in of_language(values)
         }
-    there = _read(
+    transformers_spec = _read(
         "transformers",
-        theirs | {"architectures": values["architectures"]},
+        transformers_values | {"architectures": values["architectures"]},
         None,
         spec.mtp_layers > 0,
     )
-    there = replace(there, mtp_drafts=spec.mtp_drafts)  # a setting of the run
-    return [
-        f"{name} {value!r}, not {getattr(there, name)!r}"
-        for name, value in vars(spec).items()
-        if value != getattr(there, name)
-    ]
+    transformers_spec = replace(
+        transformers_spec, mtp_drafts=spec.mtp_drafts
+    )  # a setting of the run
+    result: list[str] = []
+    for name, value in vars(spec).items():
+        if value != getattr(transformers_spec, name):
+            result.append(f"{name} {value!r}, not {getattr(transformers_spec, name)!r}")
+    return result
 
 
 def family(spec: ModelSpec) -> ModuleType:
     """The module with the tensors of `spec`."""
-    return (
-        import_module(spec.family)
-        if is_own(spec)
-        else importlib.import_module(f"megarl.models.{spec.family}")
-    )
+    if is_own(spec):
+        return import_module(spec.family)
+    return importlib.import_module(f"megarl.models.{spec.family}")
 
 
 def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
-    """The tensors of an HF checkpoint that are loaded, including those for multi-token prediction."""
+    """The tensors of an HF checkpoint that are loaded, including those for multi-token
+    prediction.
+    """
     module = family(spec)
     return (*module.logical_tensors(spec), *multi_token.logical(spec, module))
 
@@ -385,16 +390,18 @@ def _modules() -> tuple[str, ...]:
 def architectures() -> dict[str, ModuleType]:
     """Architecture name in config.json -> family module."""
     modules = [importlib.import_module(f"megarl.models.{name}") for name in _modules()]
-    return {name: module for module in modules for name in getattr(module, "ARCHITECTURES", ())}
+    result: dict[str, ModuleType] = {}
+    for module in modules:
+        for name in getattr(module, "ARCHITECTURES", ()):
+            result[name] = module
+    return result
 
 
 def _read(source: str, values: Mapping[str, Any], own_family: str | None, mtp: bool) -> ModelSpec:
     spec = _read_model(source, values, own_family)
-    return (
-        replace(spec, mtp_layers=multi_token.read_layers(source, values, spec, family(spec)))
-        if mtp
-        else spec
-    )
+    if mtp:
+        return replace(spec, mtp_layers=multi_token.read_layers(source, values, spec, family(spec)))
+    return spec
 
 
 def _read_model(source: str, values: Mapping[str, Any], own_family: str | None) -> ModelSpec:
@@ -423,10 +430,10 @@ def _read_decoder(
 ) -> ModelSpec:
     if own_family is not None:
         return _read_own(source, values, architecture, own_family)
-    known = architectures()
-    if architecture not in known:
+    families = architectures()
+    if architecture not in families:
         allowed = (
-            f"{', '.join(sorted(known))}, the same with {CLASSIFICATION}, or one of your "
+            f"{', '.join(sorted(families))}, the same with {CLASSIFICATION}, or one of your "
             "own (model.family, docs/extending.md)"
         )
         near = _nearest(source, values)
@@ -441,7 +448,7 @@ def _read_decoder(
             reader.unsupported[key] = (
                 f"{source}: {key} = {values[key]!r} is not supported for {architecture}"
             )
-    spec = reader.spec(known[architecture])
+    spec = reader.spec(families[architecture])
     return replace(
         spec, padding_token=_padding_token(reader.value("pad_token_id"), spec.vocab_size)
     )
@@ -484,19 +491,20 @@ def _nearest(source: str, values: Mapping[str, Any]) -> str:
     """If the config.json of a supported architecture differs in only a few keys, names the nearest
     one and these keys; otherwise empty.
     """
-    found: list[tuple[int, str, list[str]]] = []
+    candidates: list[tuple[int, str, list[str]]] = []
     for name, module in architectures().items():
         reader = ConfigReader(source, noting := _Noting(values))
         try:
             module.read_spec(reader)
         except ConfigError:
             continue
-        unread = {
-            key for key in values if key not in noting.read and not _INCIDENTAL.fullmatch(key)
-        }
+        unread = set()
+        for key in values:
+            if key not in noting.read and not _INCIDENTAL.fullmatch(key):
+                unread.add(key)
         keys = sorted(unread | reader.unsupported.keys() | (reader.defaults.keys() - values.keys()))
-        found.append((len(keys), name, keys))
-    count, name, keys = min(found, default=(FEW + 1, "", []))
+        candidates.append((len(keys), name, keys))
+    count, name, keys = min(candidates, default=(FEW + 1, "", []))
     if count > FEW:
         return ""
     differing = ", ".join(
@@ -505,22 +513,21 @@ def _nearest(source: str, values: Mapping[str, Any]) -> str:
     return f" (it has the keys of {name}" + (f", except {differing})" if keys else ")")
 
 
-def _padding_token(stated: Any, vocab_size: int) -> int | None:
+def _padding_token(token_id: Any, vocab_size: int) -> int | None:
     """The padding token, as Hugging Face's models use `pad_token_id`.
 
     All families pass it to nn.Embedding, which counts a negative number from the end of the
     vocabulary.
     """
-    return (
-        stated % vocab_size
-        if isinstance(stated, int) and -vocab_size <= stated < vocab_size
-        else None
-    )
+    if isinstance(token_id, int) and -vocab_size <= token_id < vocab_size:
+        return token_id % vocab_size
+    return None
 
 
 def _read_own(source: str, values: Mapping[str, Any], architecture: str, name: str) -> ModelSpec:
     module = find_module(name, f"model.family={name}")
-    if missing := [wanted for wanted in FAMILY if not hasattr(module, wanted)]:
+    missing = [function_name for function_name in FAMILY if not hasattr(module, function_name)]
+    if missing:
         raise ConfigError(
             f"model.family={name}: the module lacks {', '.join(missing)}; docs/extending.md says "
             "what a family declares"
@@ -549,9 +556,6 @@ def _config_file(model: str, setting: str) -> Path:
         return hub_file(model, "config.json")
     except HubError as error:
         raise ConfigError(f"{setting}={model}: no local folder; {error}") from error
-
-
-# Floating-point operations per token, from the model's shape alone.
 
 
 def flops_per_token(spec: ModelSpec, length: float) -> float:
@@ -604,9 +608,6 @@ def _active_elements(spec: ModelSpec) -> tuple[float, float]:
     return dense, expert
 
 
-# Paths of models: a local folder, or a hub name, `owner/name`.
-
-
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -616,13 +617,13 @@ def missing_folder(key: str, path: str) -> Iterable[str]:
     if Path(path).is_file():
         yield f"{key}={path}: must be a folder, not a file"
     elif not is_hub_name and not Path(path).is_dir():
-        where = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
-        yield f"{key}={path}: no such folder{where}{did_you_mean(Path(path))}"
+        folder_text = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
+        yield f"{key}={path}: no such folder{folder_text}{did_you_mean(Path(path))}"
 
 
 def did_you_mean(path: Path) -> str:
     names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names)
-    return (
-        f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""
-    )
+    if near:
+        return f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?"
+    return ""

@@ -108,10 +108,8 @@ class ModelSpec:
 
     def cut(self, layers: int) -> ModelSpec:
         """The same decoder with only its first `layers` layers."""
-        linear, windowed = (
-            tuple(layer for layer in each if layer < layers)
-            for each in (self.linear_layers, self.windowed_layers)
-        )
+        linear = tuple([layer for layer in self.linear_layers if layer < layers])
+        windowed = tuple([layer for layer in self.windowed_layers if layer < layers])
         return replace(self, num_layers=layers, linear_layers=linear, windowed_layers=windowed)
 
     @property

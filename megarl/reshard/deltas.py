@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from megarl.reshard.layout import ITEM_BYTES
@@ -96,36 +97,40 @@ def find_deltas(
 
     from megarl import kernels
 
-    for some in _at_once(pairs, at_once_bytes):
-        pieces = [[*_pieces(new, old)] for new, old in some]
-        found = iter(kernels.find_changes([piece for of_pair in pieces for piece in of_pair]))
-        places = [tuple(map(torch.cat, zip(*(next(found) for _ in of_pair)))) for of_pair in pieces]
+    for batch in _batches(pairs, at_once_bytes):
+        pieces = [list(_pieces(new, old)) for new, old in batch]
+        changes = iter(kernels.find_changes(list(chain.from_iterable(pieces))))
+        places = []
+        for pair_pieces in pieces:
+            changes_of_pair = [next(changes) for _ in pair_pieces]
+            places.append(tuple(map(torch.cat, zip(*changes_of_pair))))
         begins = [_begins(counts, offsets) for counts, offsets in places]
-        for (new, _), (counts, offsets), of_runs, runs in zip(some, places, begins, totals(begins)):
-            yield _delta(new, counts, offsets, of_runs, runs)
+        for pair, place, run_begins, runs in zip(batch, places, begins, totals(begins)):
+            counts, offsets = place
+            yield _delta(pair[0], counts, offsets, run_begins, runs)
 
 
 def totals(begins: Sequence[torch.Tensor]) -> list[int]:
     """The number of runs of each pair."""
     import torch
 
-    return torch.stack([of_runs.sum() for of_runs in begins]).tolist()
+    return torch.stack([run_begins.sum() for run_begins in begins]).tolist()
 
 
-def _at_once(
+def _batches(
     pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], most_bytes: int
 ) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    some = []
+    batch = []
     size = 0
     for new, old in pairs:
-        if some and size + new.nbytes > most_bytes:
-            yield some
-            some = []
+        if batch and size + new.nbytes > most_bytes:
+            yield batch
+            batch = []
             size = 0
-        some.append((new, old))
+        batch.append((new, old))
         size += new.nbytes
-    if some:
-        yield some
+    if batch:
+        yield batch
 
 
 def _pieces(new: torch.Tensor, old: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -136,8 +141,8 @@ def _pieces(new: torch.Tensor, old: torch.Tensor) -> Iterator[tuple[torch.Tensor
     if new.device == old.device:
         yield new, old
         return
-    for now, was in zip(new.split(PIECE), old.split(PIECE)):
-        yield now, was.to(now.device, non_blocking=True)
+    for new_piece, old_piece in zip(new.split(PIECE), old.split(PIECE)):
+        yield new_piece, old_piece.to(new_piece.device, non_blocking=True)
 
 
 def _delta(
@@ -191,14 +196,16 @@ def spread(delta: Delta, target: torch.Tensor) -> None:
     if delta.kind == WHOLE:
         bits.copy_(values.view(bits.shape))
         return
-    places = counts.view(torch.int32), offsets.view(torch.int16)
+    counts = counts.view(torch.int32)
+    offsets = offsets.view(torch.int16)
     if delta.kind == PAIRS:
-        put(bits, *places, values)
+        put(bits, counts, offsets, values)
         return
-    longs = (lengths.view(torch.int16).long() & 0xFFFF) + 1
-    begins = longs.cumsum(0) - longs  # start of each run among the changed elements
+    run_lengths = (lengths.view(torch.int16).long() & 0xFFFF) + 1
+    # start of each run among the changed elements
+    begins = run_lengths.cumsum(0) - run_lengths
     positions = torch.repeat_interleave(
-        positions_of(*places) - begins, longs, output_size=delta.changed
+        positions_of(counts, offsets) - begins, run_lengths, output_size=delta.changed
     )
     put_at(bits, positions + torch.arange(delta.changed, device=positions.device), values)
 
@@ -215,7 +222,9 @@ def make_blob(deltas: Sequence[Delta], version: int) -> torch.Tensor:
     """All deltas from one rank to another, in the order of the map, as one row of bytes."""
     import torch
 
-    rows = [number for delta in deltas for number in (delta.kind, delta.entries, delta.changed)]
+    rows = []
+    for delta in deltas:
+        rows += [delta.kind, delta.entries, delta.changed]
     head = _joined(
         [torch.tensor([version, blob_bytes(deltas)]), torch.tensor(rows, dtype=torch.int32)]
     )
@@ -235,21 +244,20 @@ def spread_blob(
 
     table_bytes = _filled_up(ROW_BYTES * len(targets))
     head = blob[: HEADER_BYTES + table_bytes].cpu()
-    found, length = head[:HEADER_BYTES].view(torch.int64).tolist()
+    blob_version, length = head[:HEADER_BYTES].view(torch.int64).tolist()
     rows = (
         head[HEADER_BYTES : HEADER_BYTES + ROW_BYTES * len(targets)]
         .view(torch.int32)
         .view(-1, 3)
         .tolist()
     )
-    sizes = [
-        body_bytes(kind, target.numel(), entries, changed, target.element_size())
-        for (kind, entries, changed), target in zip(rows, targets)
-    ]
-    if found != version or length != len(head) + sum(sizes) or length > len(blob):
+    sizes = []
+    for (kind, entries, changed), target in zip(rows, targets):
+        sizes.append(body_bytes(kind, target.numel(), entries, changed, target.element_size()))
+    if blob_version != version or length != len(head) + sum(sizes) or length > len(blob):
         raise RuntimeError(
-            f"the changes from {source} are those of version {found}, {length} bytes, not of "
-            f"version {version}"
+            f"the changes from {source} are those of version {blob_version}, {length} bytes, not "
+            f"of version {version}"
         )
     bodies = blob[len(head) : length].to(targets[0].device, non_blocking=True).split(sizes)
     for (kind, entries, changed), body, target in zip(rows, bodies, targets):
@@ -281,14 +289,14 @@ def _begins(counts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return begins.index_fill_(0, counts.cumsum(0) - counts, True)[:-1]
 
 
-def _joined(found: Sequence[torch.Tensor]) -> torch.Tensor:
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The parts as one row of bytes, each padded."""
     import torch
 
-    sizes = [_filled_up(part.nbytes) for part in found]
-    joined = torch.zeros(sum(sizes), dtype=torch.uint8, device=found[-1].device)
-    for part, room in zip(found, joined.split(sizes)):
-        room[: part.nbytes] = part.view(torch.uint8)
+    sizes = [_filled_up(tensor.nbytes) for tensor in tensors]
+    joined = torch.zeros(sum(sizes), dtype=torch.uint8, device=tensors[-1].device)
+    for tensor, space in zip(tensors, joined.split(sizes)):
+        space[: tensor.nbytes] = tensor.view(torch.uint8)
     return joined
 
 

@@ -3,9 +3,10 @@
 These *leaders* pass it on to the others.
 
     forwarding = inside_hosts(generator_layout(…), ranks_per_host=8)
-    map = ReshardMap.build(trainer, forwarding.leaders)     the trainer's part; proven and scheduled like any map
-    forwarding.prove()                                      proves that relays cover the rest
-    forwarding.relays                                       the part of generator ranks, which pass on complete tensors
+    # the trainer's part; proven and scheduled like any map
+    map = ReshardMap.build(trainer, forwarding.leaders)
+    forwarding.prove()  # proves that relays cover the rest
+    forwarding.relays  # the part of generator ranks, which pass on complete tensors
 
 A table for each kind has the leaders of each *turn*. Instances (layers) take different turns, so
 that all ranks share the load.
@@ -27,9 +28,21 @@ from msgspec import Struct
 from megarl.models.parameters import EXPERT_FIELD, FIRST, LAST, LAYER
 from megarl.reshard.deltas import MOST_OF_FULL, delta_share
 from megarl.reshard.layout import ITEM_BYTES, Kind, Layout
-from megarl.reshard.map import ReshardMap, Summary, count_tensors
+from megarl.reshard.map import MapSummary, ReshardMap, count_tensors
 from megarl.reshard.proof import ProofError
 from megarl.reshard.template import ZEROS, Row
+
+PLACES = (FIRST, LAYER, LAST)
+MOST_CANDIDATES = 64  # how many numbers of engines are tried
+# of a relayed byte, relative to one from the trainer. Relays wait for all bytes from the trainer.
+# Chosen, not measured.
+RELAY_COST = 1.25
+AUTO = "auto"
+ENGINES = "engines"  # weights.relay
+INSIDE_HOSTS = "inside_hosts"
+BETWEEN_ENGINES = "between_engines"
+# (destination kind, first, end): range of experts if each has its own tensor; otherwise 0, 0
+_Span = tuple[int, int, int]
 
 
 class Relay(Struct, frozen=True):
@@ -70,29 +83,28 @@ class Forwarding:
     @cached_property
     def relays(self) -> list[Relay]:
         """All relays, in forward order."""
-        found: list[Relay] = []
+        relays: list[Relay] = []
         for kind, leading, leader_of in zip(self.layout.kinds, self.leaders.kinds, self.leader_of):
             for instance in range(kind.instances) if leading is not kind else ():
                 depth = self.layout.depth(kind, instance)
                 leaders = leader_of[leading.stages[instance]]
                 for shard, replica in np.argwhere(leaders != kind.ranks[0]).tolist():
-                    ends = int(leaders[shard, replica]), int(kind.ranks[0, shard, replica])
                     for tensor in kind.tensors(shard, instance):
-                        found.append(
-                            Relay(
-                                *ends,
-                                tensor.name,
-                                depth,
-                                math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype],
-                            )
+                        relay = Relay(
+                            source_rank=int(leaders[shard, replica]),
+                            destination_rank=int(kind.ranks[0, shard, replica]),
+                            tensor=tensor.name,
+                            depth=depth,
+                            bytes=math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype],
                         )
-        return sorted(found, key=lambda relay: relay.depth)
+                        relays.append(relay)
+        return sorted(relays, key=lambda relay: relay.depth)
 
     def rank_bytes(self) -> tuple[np.ndarray, np.ndarray]:
         """The bytes that each generator rank sends in relays, and the bytes that each receives in
         relays.
         """
-        given, taken = np.zeros((2, self.layout.world_size), dtype=np.int64)
+        sent_bytes, received_bytes = np.zeros((2, self.layout.world_size), dtype=np.int64)
         for kind, leading, leader_of in zip(self.layout.kinds, self.leaders.kinds, self.leader_of):
             sizes = np.array(
                 [math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in kind.shards]
@@ -101,10 +113,10 @@ class Forwarding:
                 np.bincount(leading.stages).tolist() if leading is not kind else ()
             ):
                 passed = leader_of[turn] != kind.ranks[0]
-                moved = (instances * sizes[:, None] * passed)[passed]
-                np.add.at(given, leader_of[turn][passed], moved)
-                np.add.at(taken, kind.ranks[0][passed], moved)
-        return given, taken
+                relayed_bytes = (instances * sizes[:, None] * passed)[passed]
+                np.add.at(sent_bytes, leader_of[turn][passed], relayed_bytes)
+                np.add.at(received_bytes, kind.ranks[0][passed], relayed_bytes)
+        return sent_bytes, received_bytes
 
     def prove(self) -> None:
         """Proves that each rank of a shard is served once.
@@ -151,7 +163,9 @@ def _leading(kind: Kind, leader_of: np.ndarray) -> Kind:
     turns = len(leader_of)
     if turns == 1 and np.array_equal(leader_of[0], kind.ranks[0]):
         return kind
-    ranks = [[sorted(set(of_shard)) for of_shard in of_turn] for of_turn in leader_of.tolist()]
+    ranks = []
+    for of_turn in leader_of.tolist():
+        ranks.append([sorted(set(of_shard)) for of_shard in of_turn])
     return replace(
         kind, stages=(kind.first_layer + np.arange(kind.instances)) % turns, ranks=np.array(ranks)
     )
@@ -168,9 +182,10 @@ def _by_host(kind: Kind, number: int, ranks_per_host: int) -> np.ndarray:
     leader_of = np.empty((turns, *kind.ranks.shape[1:]), dtype=kind.ranks.dtype)
     for turn in range(turns):
         for shard, of_shard in enumerate(groups):
-            leads = {
-                rank: group[(turn + offset) % len(group)] for group in of_shard for rank in group
-            }
+            leads = {}
+            for group in of_shard:
+                for rank in group:
+                    leads[rank] = group[(turn + offset) % len(group)]
             leader_of[turn, shard] = [leads[rank] for rank in kind.ranks[0, shard].tolist()]
     return leader_of
 
@@ -183,27 +198,16 @@ def _groups(kind: Kind, ranks_per_host: int) -> Iterator[list[list[int]]]:
         yield list(by_host.values())
 
 
-# Relays between engines, for a trainer with few ranks or unequal stages.
-#
-# At first, only trainer ranks have a shard, and would send it once to each engine. With many
-# engines the trainer ranks' links are the bottleneck; with pipeline stages, the links of the
-# fullest stage. But engines that have received a tensor can send it too. As in van de Geijn's
-# broadcast (scatter, then all-gather), the trainer writes every layer to some of the engines, which
-# pass it on. Different layers have different leaders. Their number is chosen so that the two phases
-# of the update, writing and passing on, take the least time together.
-
-
-PLACES = (FIRST, LAYER, LAST)
-MOST_CANDIDATES = 64  # how many numbers of engines are tried
-# of a relayed byte, relative to one from the trainer. Relays wait for all bytes from the trainer.
-# Chosen, not measured.
-RELAY_COST = 1.25
-
-
 def between_engines(map: ReshardMap, tp: int) -> Forwarding:
-    """The relays for `map`, which covers all engines, of `tp` ranks each.
+    """The relays for `map`, which covers all engines, of `tp` ranks each. There are none if they
+    would save no time.
 
-    There are none if they would save no time.
+    Only trainer ranks have a shard at first, and would send it once to each engine. With many
+    engines the links of the trainer ranks, or of its fullest stage, are the bottleneck. But engines
+    that have received a tensor can send it too. As in van de Geijn's broadcast (scatter, then
+    all-gather), the trainer writes every layer to some of the engines, which pass it on. Different
+    layers have different leaders. Their number is chosen so that the two phases of the update,
+    writing and passing on, take the least time together.
 
     Pure: equal on all ranks.
     """
@@ -231,7 +235,7 @@ def passed_on(layout: Layout, tp: int, of_ends: int, of_layers: int) -> Forwardi
 
 def written_directly(map: ReshardMap, engines: int) -> tuple[int, int]:
     """Chooses `of_ends` and `of_layers` of `passed_on` so that the update takes the least time."""
-    sent, held = _bytes_by_place(map)
+    sent_bytes, held_bytes = _bytes_by_place(map)
     first, layer, last = range(len(PLACES))
     numbers = np.array(
         sorted(
@@ -241,11 +245,12 @@ def written_directly(map: ReshardMap, engines: int) -> tuple[int, int]:
     of_ends = numbers[:, None]
     of_layers = numbers[None, :]
     written = (
-        of_ends[..., None] * (sent[first] + sent[last]) + of_layers[..., None] * sent[layer]
+        of_ends[..., None] * (sent_bytes[first] + sent_bytes[last])
+        + of_layers[..., None] * sent_bytes[layer]
     ).max(axis=2) / engines
     # each is a single tensor, so one rank sends all of it
-    by_ends = -(-(engines - of_ends) // of_ends) * (held[first] + held[last])
-    by_layers = _turns(map, engines, of_layers) * held[layer]
+    by_ends = -(-(engines - of_ends) // of_ends) * (held_bytes[first] + held_bytes[last])
+    by_layers = _turns(map, engines, of_layers) * held_bytes[layer]
     cost = written + RELAY_COST * (by_ends + by_layers)
     # among equals, the one with the fewest relays
     best = np.argwhere(cost <= cost.min() * (1 + 1e-9))[-1]
@@ -261,8 +266,8 @@ def _turns(map: ReshardMap, engines: int, of_layers: np.ndarray) -> np.ndarray:
     layers = max(
         (kind.instances for kind in map.destination.kinds if kind.place == LAYER), default=1
     )
-    led = -(-layers * of_layers // engines)  # layers that the busiest engine leads
-    return led * -(-(engines - of_layers) // of_layers) / layers
+    led_layers = -(-layers * of_layers // engines)  # layers that the busiest engine leads
+    return led_layers * -(-(engines - of_layers) // of_layers) / layers
 
 
 def _bytes_by_place(map: ReshardMap) -> tuple[np.ndarray, np.ndarray]:
@@ -272,13 +277,15 @@ def _bytes_by_place(map: ReshardMap) -> tuple[np.ndarray, np.ndarray]:
     Assumes that all holders of a box send it equally often, which is nearly true of the schedule.
     Padding is left out, since any rank can send zeros.
     """
-    sent = np.zeros((len(PLACES), map.source.world_size))
-    held = np.zeros((len(PLACES), map.destination.world_size))
+    sent_bytes = np.zeros((len(PLACES), map.source.world_size))
+    held_bytes = np.zeros((len(PLACES), map.destination.world_size))
     for kind in map.destination.kinds:
         sizes = np.array(
             [math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in kind.shards]
         )
-        np.add.at(held[PLACES.index(kind.place)], kind.ranks[0], kind.instances * sizes[:, None])
+        np.add.at(
+            held_bytes[PLACES.index(kind.place)], kind.ranks[0], kind.instances * sizes[:, None]
+        )
     for row in map.rows:
         target = map.destination.kinds[row.kind]
         for holder in row.holders if row.transform != ZEROS else ():
@@ -286,8 +293,8 @@ def _bytes_by_place(map: ReshardMap) -> tuple[np.ndarray, np.ndarray]:
             ranks = kind.ranks[:, holder.shard]  # [stages, replicas]
             share = map.row_bytes(row) * target.replicas / (len(row.holders) * ranks.shape[1])
             instances = np.bincount(kind.stages, minlength=len(ranks))
-            np.add.at(sent[PLACES.index(target.place)], ranks, share * instances[:, None])
-    return np.array(sorted(set(zip(*sent.tolist())))).T, held.max(axis=1)
+            np.add.at(sent_bytes[PLACES.index(target.place)], ranks, share * instances[:, None])
+    return np.array(sorted(set(zip(*sent_bytes.tolist())))).T, held_bytes.max(axis=1)
 
 
 def _by_engine(kind: Kind, tp: int, engines: int, followers: int, begin: int) -> np.ndarray:
@@ -303,23 +310,13 @@ def _by_engine(kind: Kind, tp: int, engines: int, followers: int, begin: int) ->
     return kind.ranks[0] + np.where(place < followers, leads - engine, 0) * tp
 
 
-# Splits a reshard map into the part that the trainer writes and the part that engines pass on
-# (`weights.relay`).
-
-
-AUTO = "auto"
-ENGINES = "engines"  # weights.relay
-INSIDE_HOSTS = "inside_hosts"
-BETWEEN_ENGINES = "between_engines"
-
-
 class RelayRule(NamedTuple):
     """The rule for which ranks pass tensors on.
 
     `ranks`: the generator ranks of a host (inside hosts) or of an engine (between engines).
     """
 
-    how: str  # INSIDE_HOSTS | BETWEEN_ENGINES
+    scope: str  # INSIDE_HOSTS | BETWEEN_ENGINES
     ranks: int
 
 
@@ -332,44 +329,44 @@ def relayed(map: ReshardMap, rule: RelayRule) -> tuple[ReshardMap, Forwarding]:
     replicas are spread unevenly over the hosts.
     """
     begin = time.perf_counter()
-    by_host = rule.how == INSIDE_HOSTS
-    forwarding = (
-        inside_hosts(map.destination, rule.ranks) if by_host else between_engines(map, rule.ranks)
-    )
-    if not by_host and busiest_bytes(
-        replace(map, destination=forwarding.leaders), forwarding
-    ) >= busiest_bytes(map, None):
-        # no relays
-        forwarding = passed_on(
-            map.destination, rule.ranks, *[map.destination.world_size // rule.ranks] * 2
-        )
+    if rule.scope == INSIDE_HOSTS:
+        forwarding = inside_hosts(map.destination, rule.ranks)
+    else:
+        forwarding = between_engines(map, rule.ranks)
+        written_part = replace(map, destination=forwarding.leaders)
+        if busiest_bytes(written_part, forwarding) >= busiest_bytes(map, None):
+            engines = map.destination.world_size // rule.ranks
+            # no relays: the trainer writes everything to all engines
+            forwarding = passed_on(map.destination, rule.ranks, of_ends=engines, of_layers=engines)
     forwarding.prove()
-    return replace(
-        map, destination=forwarding.leaders, build_s=map.build_s + time.perf_counter() - begin
-    ), forwarding
+    build_s = map.build_s + time.perf_counter() - begin
+    return replace(map, destination=forwarding.leaders, build_s=build_s), forwarding
 
 
-def foreseen(map: ReshardMap, relay: str, tp: int) -> tuple[ReshardMap, Forwarding | None]:
+def planned_relays(map: ReshardMap, relay: str, tp: int) -> tuple[ReshardMap, Forwarding | None]:
     """The part of the result of `relayed` that is known before a run.
 
     `relay`: weights.relay; `tp`: the ranks of an engine. Relays inside hosts are not included,
     since they depend on where engines will run.
     """
-    return relayed(map, RelayRule(BETWEEN_ENGINES, tp)) if relay == ENGINES else (map, None)
+    if relay != ENGINES:
+        return map, None
+    return relayed(map, RelayRule(BETWEEN_ENGINES, tp))
 
 
-def summary(map: ReshardMap, forwarding: Forwarding | None) -> Summary:
+def summary(map: ReshardMap, forwarding: Forwarding | None) -> MapSummary:
     """The summary of both parts together. Copies and writes are the trainer's only."""
     if forwarding is None:
         return map.summary()
-    (_, written), (given, taken) = map.rank_bytes(), forwarding.rank_bytes()
-    received = written + taken
+    _, written = map.rank_bytes()
+    relayed_out, relayed_in = forwarding.rank_bytes()
+    received = written + relayed_in
     return replace(
         map.summary(),
         tensors=count_tensors(forwarding.layout),
         bytes=int(received.sum()),
         bytes_minimum=sum(kind.bytes for kind in forwarding.layout.kinds),
-        relayed_bytes=int(given.sum()),
+        relayed_bytes=int(relayed_out.sum()),
         receiver_max_over_mean=float(received.max() / received.mean()),
     )
 
@@ -379,11 +376,9 @@ def busiest_bytes(map: ReshardMap, forwarding: Forwarding | None) -> int:
     engines pass on.
     """
     written = max(int(side.max()) for side in map.rank_bytes())
-    return (
-        written
-        if forwarding is None
-        else written + max(int(side.max()) for side in forwarding.rank_bytes())
-    )
+    if forwarding is None:
+        return written
+    return written + max(int(side.max()) for side in forwarding.rank_bytes())
 
 
 def delta_bytes(map: ReshardMap, forwarding: Forwarding | None, changed: float) -> float:
@@ -393,23 +388,17 @@ def delta_bytes(map: ReshardMap, forwarding: Forwarding | None, changed: float) 
     share = delta_share(map, changed)
     full = busiest_bytes(map, forwarding)
     written = busiest_bytes(map, None)
-    return full if share > MOST_OF_FULL else full - written * (1 - share)
-
-
-# The tensors that each source rank of a reshard map writes to each destination rank, as arrays: a
-# large model has a million triples.
-#
-# Both ends of an update number the tensors of a rank by sorted name, so that hashes and offsets
-# travel without names.
-
-
-# (destination kind, first, end): range of experts if each has its own tensor; otherwise 0, 0
-_Span = tuple[int, int, int]
+    if share > MOST_OF_FULL:
+        return full
+    return full - written * (1 - share)
 
 
 class SentTensors:
     """The tensors that destination ranks get by `map`, and those that they get from each other by
-    `relays`.
+    `relays`, as arrays, since a large model has a million of them.
+
+    Both ends of an update number the tensors of a rank by sorted name, so that hashes and offsets
+    travel without names.
 
     A *place* is one tensor of one destination rank. Places are numbered rank by rank, and within a
     rank by name. A *sending* is a source rank that writes to a place. Sendings are numbered source
@@ -423,30 +412,28 @@ class SentTensors:
         self.names = sorted({name for names in numbers.values() for name in names.ravel().tolist()})
         number = {name: i for i, name in enumerate(self.names)}
         count = len(self.names)
-        numbered = {
-            span: np.vectorize(number.__getitem__)(names) for span, names in numbers.items()
-        }
+        numbered = {}
+        for span, names in numbers.items():
+            numbered[span] = np.vectorize(number.__getitem__)(names)
         triples = _distinct(np.concatenate(_triples(map, numbered, count)))
         sources, pairs = np.divmod(triples, ranks * count)
-        led, taken = (
-            np.array(
-                [rank * count + number[relay.tensor] for rank, relay in zip(of, relays)],
-                dtype=np.int64,
-            )
-            for of in (
-                [relay.source_rank for relay in relays],
-                [relay.destination_rank for relay in relays],
-            )
-        )
+        leader_pairs = np.zeros(len(relays), dtype=np.int64)
+        follower_pairs = np.zeros(len(relays), dtype=np.int64)
+        for i, relay in enumerate(relays):
+            leader_pairs[i] = relay.source_rank * count + number[relay.tensor]
+            follower_pairs[i] = relay.destination_rank * count + number[relay.tensor]
         # destination rank and name of each place, as one number
-        self._pairs = _distinct(np.concatenate([pairs, taken]))
+        self._pairs = _distinct(np.concatenate([pairs, follower_pairs]))
         # first sending of each source rank
         self.sendings = np.searchsorted(sources, np.arange(map.source.world_size + 1))
         # first place of each destination rank
         self.places = np.searchsorted(self._pairs, np.arange(ranks + 1) * count)
         self.place_of = np.searchsorted(self._pairs, pairs)  # place of each sending
         # places of leaders and of followers
-        self.relayed = np.searchsorted(self._pairs, led), np.searchsorted(self._pairs, taken)
+        self.relayed = (
+            np.searchsorted(self._pairs, leader_pairs),
+            np.searchsorted(self._pairs, follower_pairs),
+        )
 
     def name(self, place: int) -> tuple[int, str]:
         """The destination rank and the tensor name of a place."""
@@ -465,7 +452,9 @@ class SentTensors:
 def _distinct(numbers: np.ndarray) -> np.ndarray:
     """The sorted distinct numbers. (np.unique takes ten times as long.)"""
     numbers = np.sort(numbers)
-    return numbers[np.append(True, numbers[1:] != numbers[:-1])] if len(numbers) else numbers
+    if len(numbers):
+        return numbers[np.append(True, numbers[1:] != numbers[:-1])]
+    return numbers
 
 
 def _span(map: ReshardMap, row: Row) -> _Span:
@@ -479,16 +468,16 @@ def _span(map: ReshardMap, row: Row) -> _Span:
 
 def _numbers(map: ReshardMap) -> dict[_Span, np.ndarray]:
     """The names of a span's tensors, [instances, experts or 1]."""
-    found = {}
+    names_of_span = {}
     for span in {_span(map, row) for row in map.rows}:
         kind = map.destination.kinds[span[0]]
         experts = range(*span[1:])
         names = [kind.name_of(i) for i in range(kind.instances)]
-        found[span] = np.array(
+        names_of_span[span] = np.array(
             [[name.replace(EXPERT_FIELD, str(e)) for e in experts] or [name] for name in names],
             dtype=object,
         )
-    return found
+    return names_of_span
 
 
 def _triples(map: ReshardMap, numbers: dict[_Span, np.ndarray], count: int) -> list[np.ndarray]:
@@ -496,16 +485,17 @@ def _triples(map: ReshardMap, numbers: dict[_Span, np.ndarray], count: int) -> l
     rows. Rows with the same senders are computed once.
     """
     ends: dict[tuple, np.ndarray] = {}  # [instances, replicas]
-    found: dict[tuple, np.ndarray] = {}
+    triples: dict[tuple, np.ndarray] = {}
     for row in map.rows:
-        route = map.turns.alike(row)
+        route = map.turns.sharing_key(row)
         span = _span(map, row)
-        if (route, span) in found:
+        if (route, span) in triples:
             continue
         if route not in ends:
-            served = map.turns.assignment(row)
+            assignment = map.turns.assignment(row)
             ends[route] = (
-                served.senders.astype(np.int64) * map.destination.world_size + served.receivers
-            )[served.class_of]
-        found[route, span] = (ends[route][:, None, :] * count + numbers[span][:, :, None]).ravel()
-    return list(found.values())
+                assignment.senders.astype(np.int64) * map.destination.world_size
+                + assignment.receivers
+            )[assignment.class_of]
+        triples[route, span] = (ends[route][:, None, :] * count + numbers[span][:, :, None]).ravel()
+    return list(triples.values())

@@ -1,5 +1,11 @@
 """The three layouts of the weights: of the HF checkpoint, of the Megatron trainer, and of the
 SGLang generator.
+
+A layout says which rank has which elements of which logical tensor, and under which local name. It
+is kept factorised. A `Kind` is one parameter. It defines once what each of its shards has, with a
+table of the ranks that have each shard on each pipeline stage. Layers, experts and replicas are
+expanded only when the tensors of a rank are needed. In the definition of a shard, experts are a
+leading dim of both boxes, whether the engine stacks them or not.
 """
 
 from __future__ import annotations
@@ -45,18 +51,15 @@ from megarl.models.registry import (
 )
 from megarl.models.spec import ModelSpec
 
-# A layout says which rank has which elements of which logical tensor, and under which local name.
-#
-# A layout is kept factorised. A `Kind` is one parameter. It defines once what each of its shards
-# has, with a table of the ranks that have each shard on each pipeline stage. Layers, experts and
-# replicas are expanded only when the tensors of a rank are needed. In the definition of a shard,
-# experts are a leading dim of both boxes, whether the engine stacks them or not.
-
-
 # (kind, shard) -> (stage, replica) of everything that a rank has
 Coordinates = dict[tuple[int, int], list[tuple[int, int]]]
-
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
+SCALE_DTYPE = "float32"
+QUANTISED_DTYPE = "float8_e4m3fn"
+Cut = tuple[str, int]  # the key with its value, and the number of shards
+LAYER_SPECS = ("local", "te")
+DEVICES = ("cpu", "cuda")
+QUANTISATIONS = {"fp8_block": BLOCK, "fp8_channel": CHANNEL, "fp8_tensor": TENSOR}
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
@@ -91,7 +94,9 @@ class LocalTensor:
 
     @property
     def file_shape(self) -> tuple[int, ...]:
-        return whole_box(self.shape).transpose().shape if self.transposed else self.shape
+        if self.transposed:
+            return whole_box(self.shape).transpose().shape
+        return self.shape
 
     def expand(self, layer: int | None) -> tuple[LocalTensor, ...]:
         """The tensors that this template stands for in one layer, with names resolved.
@@ -101,48 +106,31 @@ class LocalTensor:
         if layer is None:
             return (self,)
         number = str(layer)
-        pieces = tuple(
-            [
-                Piece(p.local, p.logical_name.replace(LAYER_FIELD, number), p.logical)
-                for p in self.pieces
-            ]
-        )
-        tensor = replace(
-            self, name=self.name.replace(LAYER_FIELD, number), pieces=pieces, experts=None
-        )
+        pieces = []
+        for piece in self.pieces:
+            logical_name = piece.logical_name.replace(LAYER_FIELD, number)
+            pieces.append(Piece(piece.local, logical_name, piece.logical))
+        name = self.name.replace(LAYER_FIELD, number)
+        tensor = replace(self, name=name, pieces=tuple(pieces), experts=None)
         if self.experts is None:
             return (tensor,)
-        apart = [
-            (e, expert, piece) for piece in pieces for e, expert, piece in _of_each_expert(piece)
-        ]
+        expert_pieces: list[tuple[int, Piece]] = []
+        for piece in pieces:
+            expert_pieces.extend(_expert_pieces(piece))
         if EXPERT_FIELD not in self.name:  # stacked
-            return (replace(tensor, pieces=tuple(piece for _, _, piece in apart)),)
-        own: dict[int, list[Piece]] = {expert: [] for expert in range(*self.experts)}
-        for _, expert, piece in apart:
-            own[expert].append(Piece(piece.local.drop(), piece.logical_name, piece.logical.drop()))
-        return tuple(
-            replace(
-                tensor,
-                name=tensor.name.replace(EXPERT_FIELD, str(expert)),
-                shape=self.shape[1:],
-                pieces=tuple(own[expert]),
+            return (replace(tensor, pieces=tuple([piece for _, piece in expert_pieces])),)
+        pieces_of_expert: dict[int, list[Piece]] = {e: [] for e in range(*self.experts)}
+        for expert, piece in expert_pieces:
+            pieces_of_expert[expert].append(
+                Piece(piece.local.drop(), piece.logical_name, piece.logical.drop())
             )
-            for expert in own
-        )
-
-
-def _of_each_expert(piece: Piece) -> Iterator[tuple[int, int, Piece]]:
-    """Yields (local expert, global expert, its piece)."""
-    for i in range(piece.local.shape[0]):
-        e = piece.local.start[0] + i
-        expert = piece.logical.start[0] + i
-        local = Box((e,) + piece.local.start[1:], (1,) + piece.local.shape[1:])
-        logical = Box((0,) + piece.logical.start[1:], (1,) + piece.logical.shape[1:])
-        yield (
-            e,
-            expert,
-            Piece(local, piece.logical_name.replace(EXPERT_FIELD, str(expert)), logical),
-        )
+        tensors = []
+        for expert, pieces in pieces_of_expert.items():
+            expert_name = name.replace(EXPERT_FIELD, str(expert))
+            tensors.append(
+                replace(tensor, name=expert_name, shape=self.shape[1:], pieces=tuple(pieces))
+            )
+        return tuple(tensors)
 
 
 class LayoutError(RuntimeError):
@@ -186,12 +174,14 @@ class Kind:
 
     @property
     def layers(self) -> Layers | None:
-        return (
-            (self.first_layer, self.first_layer + self.instances) if self.place == LAYER else None
-        )
+        if self.place == LAYER:
+            return (self.first_layer, self.first_layer + self.instances)
+        return None
 
     def layer(self, instance: int) -> int | None:
-        return self.first_layer + instance if self.place == LAYER else None
+        if self.place == LAYER:
+            return self.first_layer + instance
+        return None
 
     def name_of(self, instance: int) -> str:
         """The name at one instance; it may still contain `{expert}`."""
@@ -203,32 +193,35 @@ class Kind:
 
     def tensor(self, shard: int, instance: int) -> LocalTensor:
         """The tensor of a kind that has one tensor per layer."""
-        (only,) = self.tensors(shard, instance)
-        return only
+        (tensor,) = self.tensors(shard, instance)
+        return tensor
 
-    def bare(self, shard: int, stage: int) -> list[LocalTensor]:
+    def without_pieces(self, shard: int, stage: int) -> list[LocalTensor]:
         """The tensors of a shard on a stage, without their pieces."""
-        held = self.shards[shard]
+        template = self.shards[shard]
         names = [self.name_of(i) for i in np.flatnonzero(self.stages == stage).tolist()]
-        shape = held.shape
-        if held.experts is not None and EXPERT_FIELD in self.name:
+        shape = template.shape
+        if template.experts is not None and EXPERT_FIELD in self.name:
             names = [
                 name.replace(EXPERT_FIELD, str(expert))
                 for name in names
-                for expert in range(*held.experts)
+                for expert in range(*template.experts)
             ]
             shape = shape[1:]
-        return [LocalTensor(name, shape, held.dtype, (), held.engine_shape) for name in names]
+        result: list[LocalTensor] = []
+        for name in names:
+            result.append(LocalTensor(name, shape, template.dtype, (), template.engine_shape))
+        return result
 
     def coordinates(self, rank: int) -> tuple[tuple[int, int, int], ...]:
         """(stage, shard, replica) of everything of this kind on `rank`."""
-        found = np.flatnonzero(self.ranks.ravel() == rank)
-        if len(found) == 0:
+        positions = np.flatnonzero(self.ranks.ravel() == rank)
+        if len(positions) == 0:
             return ()
         per_shard = self.ranks.shape[2]
         per_stage = self.ranks.shape[1] * per_shard
         return tuple(
-            (i // per_stage, i % per_stage // per_shard, i % per_shard) for i in found.tolist()
+            (i // per_stage, i % per_stage // per_shard, i % per_shard) for i in positions.tolist()
         )
 
 
@@ -250,57 +243,59 @@ class Layout:
         """(depth, number of the kind, tensor) for everything on `rank`."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"{self.name} has ranks 0 to {self.world_size - 1}, not {rank}")
-        found = []
+        entries = []
         for order, kind in enumerate(self.kinds):
             for stage, shard, _ in kind.coordinates(rank):
                 instances = np.flatnonzero(kind.stages == stage).tolist()
-                found += [
+                entries += [
                     (self.depth(kind, i), order, tensor)
                     for i in instances
                     for tensor in kind.tensors(shard, i)
                 ]
-        return sorted(found, key=lambda entry: entry[:2])
+        return sorted(entries, key=lambda entry: entry[:2])
 
     def coordinates(self, rank: int) -> Coordinates:
         # kinds of one mesh share its table of ranks
-        of_mesh: dict[int, tuple[tuple[int, int, int], ...]] = {}
-        found: Coordinates = {}
+        coordinates_of_mesh: dict[int, tuple[tuple[int, int, int], ...]] = {}
+        coordinates: Coordinates = {}
         for k, kind in enumerate(self.kinds):
             mesh = id(kind.ranks)
-            if mesh not in of_mesh:
-                of_mesh[mesh] = kind.coordinates(rank)
-            for stage, shard, replica in of_mesh[mesh]:
-                found.setdefault((k, shard), []).append((stage, replica))
-        return found
+            if mesh not in coordinates_of_mesh:
+                coordinates_of_mesh[mesh] = kind.coordinates(rank)
+            for stage, shard, replica in coordinates_of_mesh[mesh]:
+                coordinates.setdefault((k, shard), []).append((stage, replica))
+        return coordinates
 
     def shapes(self, rank: int) -> tuple[LocalTensor, ...]:
         """The local tensors of `rank` sorted by name, without their pieces.
 
         Ranks with equal tensors share the objects.
         """
-        held = tuple(
-            (k, self._alike[k][shard], tuple(stage for stage, _ in at))
-            for (k, shard), at in self.coordinates(rank).items()
-        )
-        if held not in self._shapes:
-            found = [
-                bare
-                for k, shard, stages in held
-                for stage in stages
-                for bare in self.kinds[k].bare(shard, stage)
-            ]
-            self._shapes[held] = tuple(sorted(found, key=lambda tensor: tensor.name))
-        return self._shapes[held]
+        shards = []
+        for (k, shard), places in self.coordinates(rank).items():
+            stages = tuple([stage for stage, _ in places])
+            shards.append((k, self._equal_shards[k][shard], stages))
+        key = tuple(shards)
+        if key not in self._shapes:
+            tensors: list[LocalTensor] = []
+            for k, shard, stages in shards:
+                for stage in stages:
+                    tensors += self.kinds[k].without_pieces(shard, stage)
+            self._shapes[key] = tuple(sorted(tensors, key=lambda tensor: tensor.name))
+        return self._shapes[key]
 
     @cached_property
     def _shapes(self) -> dict[tuple, tuple[LocalTensor, ...]]:
         return {}
 
     @cached_property
-    def _alike(self) -> list[list[int]]:
+    def _equal_shards(self) -> list[list[int]]:
         """For each kind and shard, the first shard that differs only in its pieces."""
-        stated = [[replace(shard, pieces=()) for shard in kind.shards] for kind in self.kinds]
-        return [[shards.index(shard) for shard in shards] for shards in stated]
+        result = []
+        for kind in self.kinds:
+            shards = [replace(shard, pieces=()) for shard in kind.shards]
+            result.append([shards.index(shard) for shard in shards])
+        return result
 
     def owned_pieces(self, rank: int) -> Iterator[tuple[LocalTensor, Piece]]:
         """The pieces that `rank` owns.
@@ -311,9 +306,9 @@ class Layout:
         (a tied embedding on the first and the last stage) is owned under the first name. If several
         shards have the same elements, the first shard is the owner.
         """
-        return (
-            (tensor, piece) for tensor, piece, replica, _ in self.shared_pieces(rank) if not replica
-        )
+        for tensor, piece, replica, _ in self.shared_pieces(rank):
+            if not replica:
+                yield tensor, piece
 
     def shared_pieces(self, rank: int) -> Iterator[tuple[LocalTensor, Piece, int, int]]:
         """(tensor, piece, replica, replicas) of the pieces that `rank` owns together with its
@@ -326,21 +321,20 @@ class Layout:
                     owner.setdefault((piece.logical_name, kind.layers), kind.name)
         for kind in self.kinds:
             for stage, shard, replica in kind.coordinates(rank):
-                before = {
-                    (p.logical_name, p.logical) for s in range(shard) for p in kind.shards[s].pieces
-                }
-                wanted = [
-                    p
-                    for p in kind.shards[shard].pieces
-                    if owner[p.logical_name, kind.layers] == kind.name
-                    and (p.logical_name, p.logical) not in before
-                ]
-                own = replace(kind.shards[shard], pieces=tuple(wanted))
+                earlier_boxes = set()
+                for earlier_shard in kind.shards[:shard]:
+                    for piece in earlier_shard.pieces:
+                        earlier_boxes.add((piece.logical_name, piece.logical))
+                pieces = []
+                for piece in kind.shards[shard].pieces:
+                    is_owner = owner[piece.logical_name, kind.layers] == kind.name
+                    if is_owner and (piece.logical_name, piece.logical) not in earlier_boxes:
+                        pieces.append(piece)
+                template = replace(kind.shards[shard], pieces=tuple(pieces))
                 for instance in np.flatnonzero(kind.stages == stage).tolist():
-                    for tensor in own.expand(kind.layer(instance)):
-                        yield from (
-                            (tensor, piece, replica, kind.replicas) for piece in tensor.pieces
-                        )
+                    for tensor in template.expand(kind.layer(instance)):
+                        for piece in tensor.pieces:
+                            yield tensor, piece, replica, kind.replicas
 
     @cached_property
     def num_layers(self) -> int:
@@ -355,492 +349,21 @@ class Layout:
         """
         if kind.place == LAYER:
             return 1 + kind.first_layer + instance
-        return 0 if kind.place == FIRST else 1 + self.num_layers
-
-
-# The quantised parameters of an engine and the tensors of their scales.
-#
-# Tiles are defined on the logical tensor, as in a quantised checkpoint, independently of how either
-# side cuts it:
-#
-#     fp8_block    <weight>_scale_inv  a scale for each 128x128 block of a logical tensor
-#     fp8_channel  <weight>_scale      a scale for each row of a logical tensor, even if an engine's
-#     rank holds only part of the row
-#     fp8_tensor   <weight>_scale      one scale for everything that an engine fuses into one
-#     parameter (for experts: one per expert)
-#
-# After loading, SGLang keeps the weights of the last two formats transposed (only dense layers):
-# the same memory with other strides.
-
-
-SCALE_DTYPE = "float32"
-QUANTISED_DTYPE = "float8_e4m3fn"
-
-
-def with_scales(
-    kinds: Sequence[Kind], names: Sequence[str], rule: Rule, logical: Mapping[str, LogicalTensor]
-) -> list[Kind]:
-    """The `kinds`, after quantising those called `names` by `rule`.
-
-    Each of these is followed by the kind of its scales.
-
-    Raises ConfigError if a padded tensor would be quantised. `generator_parameters` has already
-    checked that no cut goes through a block.
-    """
-    known = {kind.name for kind in kinds}
-    if missing := [name for name in names if name not in known]:
-        raise ConfigError(
-            f"quantised parameters that the layout does not have: {', '.join(missing)}"
-        )
-    result: list[Kind] = []
-    for kind in kinds:
-        if kind.name not in names:
-            result.append(kind)
-            continue
-        scales = tuple(_scales(tensor, rule, logical) for tensor in kind.shards)
-        own = replace(
-            kind,
-            shards=tuple(_quantised(tensor, rule) for tensor in kind.shards),
-            rule=rule,
-            scales=len(result) + 1,
-        )
-        result += [own, replace(kind, name=scales[0].name, shards=scales, scales_of=len(result))]
-    return result
-
-
-def engine_view(tensor: LocalTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The (shape, strides in elements) of a tensor of the layout in the live engine."""
-    shape = tensor.engine_shape
-    if shape is None:
-        return tensor.shape, contiguous_strides(tensor.shape)
-    if len(shape) == 2:  # transposed
-        return shape, contiguous_strides(tensor.shape)[::-1]
-    return shape, contiguous_strides(shape)
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = []
-    step = 1
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= extent
-    return tuple(reversed(strides))
-
-
-def scale_name(name: str, rule: Rule) -> str:
-    return name + ("_scale_inv" if is_block(rule) else "_scale")
-
-
-def is_block(rule: Rule) -> bool:
-    return rule.cols is not None
-
-
-def of_whole_tensor(rule: Rule) -> bool:
-    return rule.rows is None
-
-
-def _quantised(tensor: LocalTensor, rule: Rule) -> LocalTensor:
-    transposed = not is_block(rule) and len(tensor.shape) == 2
-    return replace(
-        tensor, dtype=QUANTISED_DTYPE, engine_shape=tensor.shape[::-1] if transposed else None
-    )
-
-
-def _scales(tensor: LocalTensor, rule: Rule, logical: Mapping[str, LogicalTensor]) -> LocalTensor:
-    name = scale_name(tensor.name, rule)
-    if (
-        sum(piece.local.numel for piece in tensor.pieces)
-        != Box((0,) * len(tensor.shape), tensor.shape).numel
-    ):
-        raise ConfigError(
-            f"generator.quantization: {tensor.name} of shape {tensor.shape} is padded; padded "
-            "tensors are not quantised"
-        )
-    shape = rule.scale_shape(tensor.shape)
-    if of_whole_tensor(rule):
-        engine_shape = tensor.shape[:1] if tensor.experts else ()
-        first = tensor.pieces[0]
-        local = Box((0,) * len(shape), shape)
-        logical_box = Box(first.logical.start[:-2] + (0, 0), shape)
-        piece = Piece(local, scale_name(first.logical_name, rule), logical_box)
-        return LocalTensor(name, shape, SCALE_DTYPE, (piece,), engine_shape, experts=tensor.experts)
-    pieces = []
-    tile_row = 0
-    by_rows = len({piece.local.start[-1] for piece in tensor.pieces}) == 1
-    for piece in tensor.pieces:
-        assert not is_block(rule) or rule.whole_tiles(
-            piece.logical, logical[piece.logical_name].shape
-        ), tensor.name
-        tiles = rule.tiles(piece.logical)
-        assert by_rows  # no engine fuses parts along columns
-        local = Box((0,) * (len(tiles.start) - 2) + (tile_row, 0), tiles.shape)
-        pieces.append(Piece(local, scale_name(piece.logical_name, rule), tiles))
-        tile_row += tiles.shape[-2]
-    assert tile_row == shape[-2], tensor.name
-    return LocalTensor(name, shape, SCALE_DTYPE, tuple(pieces), experts=tensor.experts)
-
-
-# The parameters of both sides, if the parallel sizes fit the model. All rules about which size
-# divides what are here, each once.
-#
-# Problems name the key, its value, and what it must divide. A ConfigError has all problems of one
-# side.
-
-
-Cut = tuple[str, int]  # the key with its value, and the number of shards
-
-
-def trainer_parameters(
-    spec: ModelSpec, topology: TrainerTopology, layer_spec: str = "local"
-) -> Sequence[Parameter]:
-    """Megatron's parameters. Raises ConfigError if the topology does not divide the model."""
-    t = topology
-    problems = []
-    if spec.num_experts:
-        ranks = t.tp * t.cp * t.dp
-        if ranks % (t.ep * t.etp):
-            product = f"trainer.ep={t.ep} * trainer.etp={t.etp}"
-            problems.append(
-                f"{product}: must divide trainer.tp * trainer.cp * trainer.dp = {ranks}, the "
-                "ranks of a stage"
-            )
-        problems += _indivisible((f"trainer.ep={t.ep}", t.ep), {"experts": spec.num_experts})
-    parameters = megatron_parameters(spec, t, layer_spec)
-    problems += _uneven(
-        parameters, {DENSE: (f"trainer.tp={t.tp}", t.tp), EXPERT: (f"trainer.etp={t.etp}", t.etp)}
-    )
-    if problems:
-        raise ConfigError(problems)
-    return parameters
-
-
-def generator_parameters(
-    spec: ModelSpec, topology: GeneratorTopology, device: str, rule: Rule | None = None
-) -> Sequence[Parameter]:
-    """SGLang's parameters of one engine, quantised by `rule`.
-
-    Raises ConfigError if SGLang could not start.
-    """
-    t = topology
-    problems = []
-    tp = f"generator.tp={t.tp}"
-    ep = f"generator.ep={t.ep}"
-    replicas = f"generator.dp_attention={t.dp_attention}"
-    if t.dp_attention > 1 and spec.family not in DP_ATTENTION_FAMILIES:
-        problems.append(
-            f"{replicas}: must be 1 for a {spec.family} model; others are for "
-            f"{', '.join(DP_ATTENTION_FAMILIES)}"
-        )
-    elif t.tp % t.dp_attention:
-        problems.append(f"{replicas}: must divide {tp}")
-    if spec.num_experts:
-        problems += [f"{ep}: must divide {tp}"] if t.tp % t.ep else []
-        problems += _indivisible((ep, t.ep), {"experts": spec.num_experts})
-    if problems:
-        raise ConfigError(problems)
-    parameters = sglang_parameters(spec, t, device)
-    attention = f"{tp} / {replicas}" if t.dp_attention > 1 else tp
-    expert = f"{tp} / {ep}" if t.ep > 1 else tp
-    problems = _uneven(
-        parameters,
-        {DENSE: (tp, t.tp), ATTENTION: (attention, t.attention_tp), EXPERT: (expert, t.tp // t.ep)},
-    )
-    if rule is not None and rule.rows and rule.cols and not problems:
-        problems = _cut_blocks(spec, t, parameters, rule.rows, rule.cols)
-    if problems:
-        raise ConfigError(problems)
-    return parameters
-
-
-def _uneven(parameters: Sequence[Parameter], cuts: Mapping[str, Cut]) -> list[str]:
-    uneven: dict[Cut, dict[str, int]] = {}
-    for parameter in parameters:
-        if parameter.layers is None or parameter.layers[0] < parameter.layers[1]:
-            uneven.setdefault(cuts[parameter.mesh], {}).update(parameter.units)
-    return [problem for cut, units in uneven.items() for problem in _indivisible(cut, units)]
-
-
-def _indivisible(cut: Cut, units: Mapping[str, int]) -> list[str]:
-    key, shards = cut
-    uneven = [f"{count} {name}" for name, count in units.items() if count % shards]
-    return [f"{key}: must divide the model's {' and '.join(uneven)}"] if uneven else []
-
-
-def _cut_blocks(
-    spec: ModelSpec,
-    topology: GeneratorTopology,
-    parameters: Sequence[Parameter],
-    rows: int,
-    cols: int,
-) -> list[str]:
-    """Problems with fused or cut tensors that do not consist of whole blocks.
-
-    As in SGLang's Fp8LinearMethod.validate_block_quant_shapes and Fp8MoEMethod.
-    """
-    t = topology
-    problems = []
-    names = quantised_parameters(spec)
-    logical = {tensor.name: tensor for tensor in logical_tensors(spec)}
-    quantised = [parameter for parameter in parameters if parameter.name in names]
-    if fused := [
-        text for parameter in quantised for text in _unevenly_fused(parameter, logical, rows)
-    ]:
-        must = (
-            f"at any generator.tp SGLang fuses rows that must be multiples of {rows}, and are "
-            f"{', '.join(fused)}"
-        )
-        problems.append(f"generator.quantization=fp8_block: must be null for this model: {must}")
-    if cut := [
-        text
-        for parameter in quantised
-        for text in _unevenly_cut(parameter, logical, (rows, cols), t)
-    ]:
-        sizes = f"generator.tp={t.tp}" + (f", generator.ep={t.ep}" if spec.num_experts else "")
-        sizes += f", generator.dp_attention={t.dp_attention}" if t.dp_attention > 1 else ""
-        blocks = f"multiples of {rows}" if rows == cols else f"whole blocks of {rows} by {cols}"
-        problems.append(
-            f"generator.quantization=fp8_block: with {sizes} a rank must hold {blocks}; it holds "
-            f"{', '.join(cut)}"
-        )
-    return problems
-
-
-def _unevenly_fused(
-    parameter: Parameter, logical: Mapping[str, LogicalTensor], block: int
-) -> Iterator[str]:
-    """Finds parts whose last block would overlap the next part, in a tensor that every rank has
-    whole.
-    """
-    for part in parameter.parts[:-1] if parameter.dim is None else ():
-        if (rows := logical[part.logical_name].shape[0]) % block:
-            yield f"{rows} of {part.logical_name.replace(LAYER_FIELD, '*')}"
-
-
-def _unevenly_cut(
-    parameter: Parameter,
-    logical: Mapping[str, LogicalTensor],
-    blocks: tuple[int, int],
-    topology: GeneratorTopology,
-) -> Iterator[str]:
-    if parameter.dim is None:  # whole on every rank: SGLang rounds up
-        return
-    shards = {
-        DENSE: topology.tp,
-        ATTENTION: topology.attention_tp,
-        EXPERT: topology.tp // topology.ep,
-    }[parameter.mesh]
-    fused = len(parameter.parts) > 1 or parameter.of_expert
-    block = blocks[parameter.dim]
-    what = ("rows", "columns")[parameter.dim]
-    for part in parameter.parts:
-        held = (
-            _extent(part, logical[part.logical_name].shape[parameter.dim]) * part.replicas // shards
-        )
-        if (fused or shards > 1) and held % block:
-            yield (
-                f"{held} {what} of "
-                f"{part.logical_name.replace(LAYER_FIELD, '*').replace(EXPERT_FIELD, '*')}"
-            )
-
-
-# The part of a parameter in one shard, cut by tensor and expert parallelism, and the boxes of a run
-# of its elements.
-
-
-def local_tensor(
-    parameter: Parameter,
-    logical: Mapping[str, LogicalTensor],
-    shard: int,
-    cut: tuple[int, int],
-    dtype: str,
-) -> LocalTensor:
-    """Shard number `shard` of `cut` = (expert shards, shards of each tensor).
-
-    Shards are contiguous chunks; the second index is faster.
-    """
-    expert_shard, tensor_shard = divmod(shard, cut[1])
-    tensor = (
-        _whole(parameter, logical, dtype)
-        if parameter.dim is None
-        else _chunk(parameter, logical, tensor_shard, cut[1], dtype)
-    )
-    if not parameter.of_expert:
-        return tensor
-    count = logical[parameter.parts[0].logical_name].experts // cut[0]
-    pieces = tuple(
-        Piece(
-            _stack(p.local, 0, count),
-            p.logical_name,
-            _stack(p.logical, expert_shard * count, count),
-        )
-        for p in tensor.pieces
-    )
-    experts = expert_shard * count, (expert_shard + 1) * count
-    return replace(tensor, shape=(count,) + tensor.shape, pieces=pieces, experts=experts)
-
-
-def flat_boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[Box]:
-    """Splits elements `first` to `end` of the flattened tensor into boxes.
-
-    In two dims there are at most three boxes: two cut rows, and the rows between them.
-    """
-    if first >= end:
-        return
-    if len(shape) <= 1:
-        yield Box((first,) * len(shape), (end - first,) * len(shape))
-        return
-    size = math.prod(shape[1:])
-    if first // size == (end - 1) // size:
-        row = first // size
-        begin = first // size * size
-        yield from (
-            Box((row,) + box.start, (1,) + box.shape)
-            for box in flat_boxes(shape[1:], first - begin, end - begin)
-        )
-        return
-    head = -(-first // size)
-    tail = end // size
-    yield from flat_boxes(shape, first, min(head * size, end))
-    if head < tail:
-        yield Box((head,) + (0,) * (len(shape) - 1), (tail - head,) + shape[1:])
-    yield from flat_boxes(shape, tail * size, end)
-
-
-def _whole(parameter: Parameter, logical: Mapping[str, LogicalTensor], dtype: str) -> LocalTensor:
-    """The whole parameter, with its parts one below the other."""
-    shapes = [logical[part.logical_name].shape for part in parameter.parts]
-    pieces = []
-    row = 0
-    for part, shape in zip(parameter.parts, shapes):
-        local = Box((row,) + (0,) * (len(shape) - 1), shape)
-        pieces.append(Piece(local, part.logical_name, whole_box(shape)))
-        row += shape[0]
-    return LocalTensor(
-        parameter.name,
-        (row,) + shapes[0][1:],
-        dtype,
-        tuple(pieces),
-        transposed=parameter.transposed,
-    )
-
-
-def _chunk(
-    parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: int, shards: int, dtype: str
-) -> LocalTensor:
-    """Chunk `shard` of `shards` contiguous chunks of the parameter's groups (see
-    models.parameters).
-    """
-    dim = parameter.dim
-    groups = parameter.groups
-    assert dim is not None
-    tensors = [logical[part.logical_name] for part in parameter.parts]
-    extents = [_extent(part, tensor.shape[dim]) for part, tensor in zip(parameter.parts, tensors)]
-    # extent of one group's slice of each part
-    slices = [
-        (part.padded or extent) * part.replicas // groups
-        for part, extent in zip(parameter.parts, extents)
-    ]
-    period = sum(slices)
-    extent, rest = divmod(period * groups, shards)
-    if rest:
-        raise ConfigError(
-            f"{parameter.name}: {period * groups} rows or columns cannot be cut into {shards} "
-            "equal shards"
-        )
-    begin = shard * extent
-    end = (shard + 1) * extent
-    pieces = []
-    for group in range(begin // period, -(-end // period)):
-        offset = group * period
-        for part, tensor, whole_extent, size in zip(parameter.parts, tensors, extents, slices):
-            skipped = max(0, begin - offset)  # a group may begin before the chunk and end after it
-            start = group // part.replicas * size
-            count = min(size, end - offset, whole_extent - start) - skipped
-            at = offset + skipped - begin
-            for first, length in _places(part, start + skipped, count):
-                last = pieces[-1] if pieces and pieces[-1].logical_name == tensor.name else None
-                # adjacent runs are one piece
-                if last and last.local.end[dim] == at and last.logical.end[dim] == first:
-                    pieces.pop()
-                    at = last.local.start[dim]
-                    first = last.logical.start[dim]
-                    length = last.logical.shape[dim] + length
-                pieces.append(
-                    Piece(
-                        _cut(tensor.shape, dim, at, length),
-                        tensor.name,
-                        _cut(tensor.shape, dim, first, length),
-                    )
-                )
-                at += length
-            offset += size
-    shape = tensors[0].shape
-    return LocalTensor(
-        parameter.name, shape[:dim] + (extent,) + shape[dim + 1 :], dtype, tuple(pieces)
-    )
-
-
-def _extent(part: Part, whole: int) -> int:
-    """The extent of the part along the cut dim, if the logical tensor has extent `whole`."""
-    return part.run.extent(whole) if part.run else whole
-
-
-def _places(part: Part, first: int, count: int) -> Iterator[tuple[int, int]]:
-    """For `count` elements of the part from `first` on: (first, count) in the logical tensor of
-    each contiguous piece.
-    """
-    if part.run is not None:
-        yield from part.run.places(first, count)
-    elif count > 0:
-        yield first, count
-
-
-def _stack(box: Box, start: int, count: int) -> Box:
-    return Box((start,) + box.start, (count,) + box.shape)
-
-
-def _cut(shape: tuple[int, ...], dim: int, start: int, count: int) -> Box:
-    zeros = (0,) * len(shape)
-    return Box(zeros[:dim] + (start,) + zeros[dim + 1 :], shape[:dim] + (count,) + shape[dim + 1 :])
-
-
-__all__ = [
-    "Kind",
-    "Layout",
-    "LocalTensor",
-    "Piece",
-    "Stored",
-    "generator_layout",
-    "generator_layout_of",
-    "hf_layout",
-    "hf_layout_of",
-    "stage_of_layer",
-    "stored",
-    "together",
-    "trainer_layout",
-    "trainer_layout_of",
-]
-
-LAYER_SPECS = ("local", "te")
-DEVICES = ("cpu", "cuda")
-QUANTISATIONS = {"fp8_block": BLOCK, "fp8_channel": CHANNEL, "fp8_tensor": TENSOR}
+        if kind.place == FIRST:
+            return 0
+        return 1 + self.num_layers
 
 
 def hf_layout(spec: ModelSpec, dtype: str, fused: bool = False) -> Layout:
     """The layout of an HF checkpoint: one rank that holds every logical tensor under its own name.
 
     If `fused`, it holds the tensors of the checkpoint's files, each of which may contain several
-    logical tensors (`stored`).
+    logical tensors (`file_places`).
     """
-    joined = (
-        {
-            part.logical_name: parameter
-            for parameter in fused_tensors(spec)
-            for part in parameter.parts
-        }
-        if fused
-        else {}
-    )
+    joined = {}
+    for parameter in fused_tensors(spec) if fused else ():
+        for part in parameter.parts:
+            joined[part.logical_name] = parameter
     return hf_layout_of(logical_tensors(spec), spec, dtype, joined)
 
 
@@ -853,9 +376,10 @@ def hf_layout_of(
     """One rank that holds each of these tensors of the model's layers under its own name, or as a
     part of a `joined` tensor.
     """
-    held = ((joined.get(t.name) or whole(t.name, t.place, t.name), t) for t in logical)
-    parameters = [replace(parameter, layers=t.layers, dtype=t.dtype) for parameter, t in held]
-    parameters = list(dict.fromkeys(parameters))
+    parameters: dict[Parameter, None] = {}  # a set that keeps its order
+    for tensor in logical:
+        parameter = joined.get(tensor.name) or whole(tensor.name, tensor.place, tensor.name)
+        parameters[replace(parameter, layers=tensor.layers, dtype=tensor.dtype)] = None
     ranks = np.zeros((1, 1, 1), dtype=np.int64)
     stages = np.zeros(spec.num_layers + spec.mtp_layers, dtype=np.int64)
     return Layout(
@@ -865,7 +389,7 @@ def hf_layout_of(
             _kinds(
                 "hf",
                 spec,
-                parameters,
+                list(parameters),
                 logical,
                 dtype,
                 stages,
@@ -877,9 +401,9 @@ def hf_layout_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """The place of a logical tensor in a checkpoint's files: box `box` of tensor `name`, before it
-    is transposed.
+class FilePlace:
+    """Where a checkpoint's files have a logical tensor: in box `box` of tensor `name`, before it is
+    transposed.
     """
 
     name: str
@@ -897,13 +421,13 @@ class Stored:
         )
 
 
-def stored(tensors: Iterable[LocalTensor]) -> dict[str, Stored]:
+def file_places(tensors: Iterable[LocalTensor]) -> dict[str, FilePlace]:
     """Logical name -> place."""
-    return {
-        piece.logical_name: Stored(tensor.name, piece.local, tensor.transposed)
-        for tensor in tensors
-        for piece in tensor.pieces
-    }
+    places: dict[str, FilePlace] = {}
+    for tensor in tensors:
+        for piece in tensor.pieces:
+            places[piece.logical_name] = FilePlace(tensor.name, piece.local, tensor.transposed)
+    return places
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -989,15 +513,15 @@ def generator_layout(
         )
     rule = QUANTISATIONS[quantization] if isinstance(quantization, str) else quantization
     logical = logical_tensors(spec)
-    found = generator_layout_of(
+    layout = generator_layout_of(
         generator_parameters(spec, topology, device, rule), logical, spec, topology, dtype
     )
     if rule is None:
-        return found
+        return layout
     return replace(
-        found,
+        layout,
         kinds=tuple(
-            with_scales(list(found.kinds), quantised_parameters(spec), rule, _by_name(logical))
+            with_scales(list(layout.kinds), quantised_parameters(spec), rule, _by_name(logical))
         ),
     )
 
@@ -1027,10 +551,10 @@ def generator_layout_of(
     return Layout("generator", topology.world_size, tuple(kinds))
 
 
-def together(one: Layout, other: Layout) -> Layout:
+def combined_layout(first: Layout, second: Layout) -> Layout:
     """The tensors of both layouts, on the same ranks."""
-    assert one.world_size == other.world_size
-    return Layout(one.name, one.world_size, one.kinds + other.kinds)
+    assert first.world_size == second.world_size
+    return Layout(first.name, first.world_size, first.kinds + second.kinds)
 
 
 def side_by_side(layouts: Sequence[Layout]) -> Layout:
@@ -1041,16 +565,18 @@ def side_by_side(layouts: Sequence[Layout]) -> Layout:
     if len(layouts) == 1:
         return layouts[0]
     kinds: list[Kind] = []
-    first = 0
+    first_rank = 0
     for group, layout in enumerate(layouts):
         # kinds that shared a table still share one
-        meshes = {id(kind.ranks): kind.ranks + first for kind in layout.kinds}
-        before = len(kinds)
+        meshes = {id(kind.ranks): kind.ranks + first_rank for kind in layout.kinds}
+        kind_offset = len(kinds)
         for kind in layout.kinds:
-            scales, scales_of = (
-                None if number is None else number + before
-                for number in (kind.scales, kind.scales_of)
-            )
+            scales = kind.scales
+            if scales is not None:
+                scales += kind_offset
+            scales_of = kind.scales_of
+            if scales_of is not None:
+                scales_of += kind_offset
             kinds.append(
                 replace(
                     kind,
@@ -1060,8 +586,8 @@ def side_by_side(layouts: Sequence[Layout]) -> Layout:
                     group=group,
                 )
             )
-        first += layout.world_size
-    return Layout(layouts[0].name, first, tuple(kinds))
+        first_rank += layout.world_size
+    return Layout(layouts[0].name, first_rank, tuple(kinds))
 
 
 def _generator_meshes(topology: GeneratorTopology) -> dict[str, np.ndarray]:
@@ -1082,46 +608,49 @@ def stage_of_layer(num_layers: int, topology: TrainerTopology) -> tuple[int, ...
     evenly. Raises ConfigError if the numbers do not fit.
     """
     t = topology
-    told = {
-        stage: n
-        for stage, n in ((0, t.first_stage_layers), (t.pp - 1, t.last_stage_layers))
-        if n is not None
-    }
+    end_layers = {}
+    for stage, n in ((0, t.first_stage_layers), (t.pp - 1, t.last_stage_layers)):
+        if n is not None:
+            end_layers[stage] = n
     keys = {
         "trainer.first_stage_layers": t.first_stage_layers,
         "trainer.last_stage_layers": t.last_stage_layers,
     }
-    said = ", ".join(f"{key}={n}" for key, n in keys.items() if n is not None)
+    settings = ", ".join(f"{key}={n}" for key, n in keys.items() if n is not None)
     sizes = f"trainer.pp={t.pp}" + (f" * trainer.vpp={t.vpp}" if t.vpp > 1 else "")
-    others = t.pp - len(told)
-    rest = num_layers - sum(told.values())
-    shared = rest // others if others else 0
-    if not told and num_layers % (t.pp * t.vpp):
+    middle_stages = t.pp - len(end_layers)
+    middle_layers = num_layers - sum(end_layers.values())
+    layers_per_stage = middle_layers // middle_stages if middle_stages else 0
+    if not end_layers and num_layers % (t.pp * t.vpp):
         raise ConfigError(f"{sizes}: must divide the model's {num_layers} layers")
-    if told and t.pp == 1:
-        raise ConfigError(f"{said}: needs trainer.pp of at least 2; it is 1")
+    if end_layers and t.pp == 1:
+        raise ConfigError(f"{settings}: needs trainer.pp of at least 2; it is 1")
     # get_transformer_layer_offset divides by the number of other stages
-    if told and not others and t.vpp > 1:
+    if end_layers and not middle_stages and t.vpp > 1:
         raise ConfigError(
-            f"{said}: with {sizes} there must be a stage between the first and the last"
+            f"{settings}: with {sizes} there must be a stage between the first and the last"
         )
-    if told and not others and rest:
+    if end_layers and not middle_stages and middle_layers:
         raise ConfigError(
-            f"{said}: must be the model's {num_layers} layers together, because {sizes} has no "
+            f"{settings}: must be the model's {num_layers} layers together, because {sizes} has no "
             "other stages"
         )
-    if rest < others:
+    if middle_layers < middle_stages:
         raise ConfigError(
-            f"{said}: must leave at least one of the model's {num_layers} layers to each other "
+            f"{settings}: must leave at least one of the model's {num_layers} layers to each other "
             f"stage of {sizes}"
         )
-    if rest != shared * others or any(n % t.vpp for n in (*told.values(), shared)):
-        left = f"{rest} of {num_layers} are left{_ends_that_fit(num_layers, t.pp, t.vpp)}"
-        raise ConfigError(
-            f"{said}: must leave layers that the other {others} of {sizes} stages can share "
-            f"evenly; {left}"
+    if middle_layers != layers_per_stage * middle_stages or any(
+        n % t.vpp for n in (*end_layers.values(), layers_per_stage)
+    ):
+        leftover = (
+            f"{middle_layers} of {num_layers} are left{_ends_that_fit(num_layers, t.pp, t.vpp)}"
         )
-    chunk = [told.get(stage, shared) // t.vpp for stage in range(t.pp)]
+        raise ConfigError(
+            f"{settings}: must leave layers that the other {middle_stages} of {sizes} stages can "
+            f"share evenly; {leftover}"
+        )
+    chunk = [end_layers.get(stage, layers_per_stage) // t.vpp for stage in range(t.pp)]
     return tuple(stage for _ in range(t.vpp) for stage in range(t.pp) for _ in range(chunk[stage]))
 
 
@@ -1129,14 +658,18 @@ def _ends_that_fit(layers: int, pp: int, vpp: int) -> str:
     """A hint for the message: the equal sizes of first and last stage that are nearest to an even
     share.
     """
-    others = (pp - 2) * vpp
+    middle_chunks = (pp - 2) * vpp
     sizes = [
         n
         for n in range(vpp, layers // 2, vpp)
-        if others and (layers - 2 * n) % others == 0 and layers - 2 * n >= others
+        if middle_chunks
+        and (layers - 2 * n) % middle_chunks == 0
+        and layers - 2 * n >= middle_chunks
     ]
     best = min(sizes, key=lambda n: abs(n - layers / pp), default=None)
-    return "" if best is None else f"; first and last of {best} each would do"
+    if best is None:
+        return ""
+    return f"; first and last of {best} each would do"
 
 
 def _kinds(
@@ -1168,25 +701,25 @@ def _kinds(
         shards: list[LocalTensor] = []
         for shard in range(ranks.shape[1]):
             # built once, since all shards are the same
-            same = parameter.dim is None and shard and not parameter.of_expert
-            shards.append(
-                shards[0]
-                if same
-                else local_tensor(parameter, logical, shard, cut, parameter.dtype or dtype)
-            )
-        of_place = (
-            spans.setdefault((first, end), stages[first:end])
-            if parameter.place == LAYER
-            else ends[parameter.place]
-        )
+            is_equal = parameter.dim is None and shard and not parameter.of_expert
+            if is_equal:
+                shards.append(shards[0])
+            else:
+                shards.append(
+                    local_tensor(parameter, logical, shard, cut, parameter.dtype or dtype)
+                )
+        if parameter.place == LAYER:
+            stages_of_instances = spans.setdefault((first, end), stages[first:end])
+        else:
+            stages_of_instances = ends[parameter.place]
         kinds.append(
             Kind(
-                parameter.name,
-                parameter.place,
-                tuple(shards),
-                of_place,
-                ranks,
-                first if parameter.place == LAYER else 0,
+                name=parameter.name,
+                place=parameter.place,
+                shards=tuple(shards),
+                stages=stages_of_instances,
+                ranks=ranks,
+                first_layer=first if parameter.place == LAYER else 0,
             )
         )
     return kinds
@@ -1195,3 +728,462 @@ def _kinds(
 def _by_name(tensors: Iterable[LogicalTensor]) -> dict[str, LogicalTensor]:
     """If a name occurs twice, for different layers, the tensors are equal."""
     return {tensor.name: replace(tensor, layers=None) for tensor in tensors}
+
+
+def _expert_pieces(piece: Piece) -> Iterator[tuple[int, Piece]]:
+    """Yields (global expert, its piece)."""
+    for i in range(piece.local.shape[0]):
+        expert = piece.logical.start[0] + i
+        local = Box(
+            (piece.local.start[0] + i,) + piece.local.start[1:], (1,) + piece.local.shape[1:]
+        )
+        logical = Box((0,) + piece.logical.start[1:], (1,) + piece.logical.shape[1:])
+        name = piece.logical_name.replace(EXPERT_FIELD, str(expert))
+        yield expert, Piece(local, name, logical)
+
+
+def local_tensor(
+    parameter: Parameter,
+    logical: Mapping[str, LogicalTensor],
+    shard: int,
+    cut: tuple[int, int],
+    dtype: str,
+) -> LocalTensor:
+    """Shard number `shard` of `cut` = (expert shards, shards of each tensor).
+
+    Shards are contiguous chunks; the second index is faster.
+    """
+    expert_shard, tensor_shard = divmod(shard, cut[1])
+    if parameter.dim is None:
+        tensor = _whole(parameter, logical, dtype)
+    else:
+        tensor = _chunk(parameter, logical, tensor_shard, cut[1], dtype)
+    if not parameter.of_expert:
+        return tensor
+    count = logical[parameter.parts[0].logical_name].experts // cut[0]
+    pieces = tuple(
+        Piece(
+            _stack(p.local, 0, count),
+            p.logical_name,
+            _stack(p.logical, expert_shard * count, count),
+        )
+        for p in tensor.pieces
+    )
+    experts = expert_shard * count, (expert_shard + 1) * count
+    return replace(tensor, shape=(count,) + tensor.shape, pieces=pieces, experts=experts)
+
+
+def flat_boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[Box]:
+    """Splits elements `first` to `end` of the flattened tensor into boxes.
+
+    In two dims there are at most three boxes: two cut rows, and the rows between them.
+    """
+    if first >= end:
+        return
+    if len(shape) <= 1:
+        yield Box((first,) * len(shape), (end - first,) * len(shape))
+        return
+    size = math.prod(shape[1:])
+    if first // size == (end - 1) // size:
+        row = first // size
+        begin = first // size * size
+        yield from (
+            Box((row,) + box.start, (1,) + box.shape)
+            for box in flat_boxes(shape[1:], first - begin, end - begin)
+        )
+        return
+    head = -(-first // size)
+    tail = end // size
+    yield from flat_boxes(shape, first, min(head * size, end))
+    if head < tail:
+        yield Box((head,) + (0,) * (len(shape) - 1), (tail - head,) + shape[1:])
+    yield from flat_boxes(shape, tail * size, end)
+
+
+def _whole(parameter: Parameter, logical: Mapping[str, LogicalTensor], dtype: str) -> LocalTensor:
+    """The whole parameter, with its parts one below the other."""
+    shapes = [logical[part.logical_name].shape for part in parameter.parts]
+    pieces = []
+    row = 0
+    for part, shape in zip(parameter.parts, shapes):
+        local = Box((row,) + (0,) * (len(shape) - 1), shape)
+        pieces.append(Piece(local, part.logical_name, whole_box(shape)))
+        row += shape[0]
+    return LocalTensor(
+        parameter.name,
+        (row,) + shapes[0][1:],
+        dtype,
+        tuple(pieces),
+        transposed=parameter.transposed,
+    )
+
+
+def _chunk(
+    parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: int, shards: int, dtype: str
+) -> LocalTensor:
+    """Chunk `shard` of `shards` contiguous chunks of the parameter's groups (see
+    models.parameters).
+    """
+    dim = parameter.dim
+    groups = parameter.groups
+    assert dim is not None
+    tensors = [logical[part.logical_name] for part in parameter.parts]
+    extents = [_extent(part, tensor.shape[dim]) for part, tensor in zip(parameter.parts, tensors)]
+    # extent of one group's slice of each part
+    slices = [
+        (part.padded or extent) * part.replicas // groups
+        for part, extent in zip(parameter.parts, extents)
+    ]
+    period = sum(slices)
+    extent, remainder = divmod(period * groups, shards)
+    if remainder:
+        raise ConfigError(
+            f"{parameter.name}: {period * groups} rows or columns cannot be cut into {shards} "
+            "equal shards"
+        )
+    begin = shard * extent
+    end = (shard + 1) * extent
+    pieces = []
+    for group in range(begin // period, -(-end // period)):
+        offset = group * period
+        for part, tensor, whole_extent, size in zip(parameter.parts, tensors, extents, slices):
+            skipped = max(0, begin - offset)  # a group may begin before the chunk and end after it
+            start = group // part.replicas * size
+            count = min(size, end - offset, whole_extent - start) - skipped
+            local_start = offset + skipped - begin
+            for first, length in _places(part, start + skipped, count):
+                last = pieces[-1] if pieces and pieces[-1].logical_name == tensor.name else None
+                # adjacent runs are one piece
+                if last and last.local.end[dim] == local_start and last.logical.end[dim] == first:
+                    pieces.pop()
+                    local_start = last.local.start[dim]
+                    first = last.logical.start[dim]
+                    length = last.logical.shape[dim] + length
+                pieces.append(
+                    Piece(
+                        _cut(tensor.shape, dim, local_start, length),
+                        tensor.name,
+                        _cut(tensor.shape, dim, first, length),
+                    )
+                )
+                local_start += length
+            offset += size
+    shape = tensors[0].shape
+    return LocalTensor(
+        parameter.name, shape[:dim] + (extent,) + shape[dim + 1 :], dtype, tuple(pieces)
+    )
+
+
+def _extent(part: Part, tensor_extent: int) -> int:
+    """The extent of the part along the cut dim, if the logical tensor has extent `whole`."""
+    if part.run:
+        return part.run.extent(tensor_extent)
+    return tensor_extent
+
+
+def _places(part: Part, first: int, count: int) -> Iterator[tuple[int, int]]:
+    """For `count` elements of the part from `first` on: (first, count) in the logical tensor of
+    each contiguous piece.
+    """
+    if part.run is not None:
+        yield from part.run.places(first, count)
+    elif count > 0:
+        yield first, count
+
+
+def _stack(box: Box, start: int, count: int) -> Box:
+    return Box((start,) + box.start, (count,) + box.shape)
+
+
+def _cut(shape: tuple[int, ...], dim: int, start: int, count: int) -> Box:
+    zeros = (0,) * len(shape)
+    return Box(zeros[:dim] + (start,) + zeros[dim + 1 :], shape[:dim] + (count,) + shape[dim + 1 :])
+
+
+def trainer_parameters(
+    spec: ModelSpec, topology: TrainerTopology, layer_spec: str = "local"
+) -> Sequence[Parameter]:
+    """Megatron's parameters.
+
+    Raises ConfigError if the topology does not divide the model. Its problems name the key, its
+    value, and what it must divide.
+    """
+    t = topology
+    problems = []
+    if spec.num_experts:
+        ranks = t.tp * t.cp * t.dp
+        if ranks % (t.ep * t.etp):
+            product = f"trainer.ep={t.ep} * trainer.etp={t.etp}"
+            problems.append(
+                f"{product}: must divide trainer.tp * trainer.cp * trainer.dp = {ranks}, the "
+                "ranks of a stage"
+            )
+        problems += _indivisible((f"trainer.ep={t.ep}", t.ep), {"experts": spec.num_experts})
+    parameters = megatron_parameters(spec, t, layer_spec)
+    problems += _uneven(
+        parameters, {DENSE: (f"trainer.tp={t.tp}", t.tp), EXPERT: (f"trainer.etp={t.etp}", t.etp)}
+    )
+    if problems:
+        raise ConfigError(problems)
+    return parameters
+
+
+def generator_parameters(
+    spec: ModelSpec, topology: GeneratorTopology, device: str, rule: Rule | None = None
+) -> Sequence[Parameter]:
+    """SGLang's parameters of one engine, quantised by `rule`.
+
+    Raises ConfigError if SGLang could not start.
+    """
+    t = topology
+    problems = []
+    tp = f"generator.tp={t.tp}"
+    ep = f"generator.ep={t.ep}"
+    replicas = f"generator.dp_attention={t.dp_attention}"
+    if t.dp_attention > 1 and spec.family not in DP_ATTENTION_FAMILIES:
+        problems.append(
+            f"{replicas}: must be 1 for a {spec.family} model; others are for "
+            f"{', '.join(DP_ATTENTION_FAMILIES)}"
+        )
+    elif t.tp % t.dp_attention:
+        problems.append(f"{replicas}: must divide {tp}")
+    if spec.num_experts:
+        problems += [f"{ep}: must divide {tp}"] if t.tp % t.ep else []
+        problems += _indivisible((ep, t.ep), {"experts": spec.num_experts})
+    if problems:
+        raise ConfigError(problems)
+    parameters = sglang_parameters(spec, t, device)
+    attention = f"{tp} / {replicas}" if t.dp_attention > 1 else tp
+    expert = f"{tp} / {ep}" if t.ep > 1 else tp
+    problems = _uneven(
+        parameters,
+        {DENSE: (tp, t.tp), ATTENTION: (attention, t.attention_tp), EXPERT: (expert, t.tp // t.ep)},
+    )
+    if rule is not None and rule.rows and rule.cols and not problems:
+        problems = _cut_blocks(spec, t, parameters, rule.rows, rule.cols)
+    if problems:
+        raise ConfigError(problems)
+    return parameters
+
+
+def with_scales(
+    kinds: Sequence[Kind], names: Sequence[str], rule: Rule, logical: Mapping[str, LogicalTensor]
+) -> list[Kind]:
+    """The `kinds`, after quantising those called `names` by `rule`.
+
+    Each of these is followed by the kind of its scales. Tiles are defined on the logical tensor, as
+    in a quantised checkpoint, independently of how either side cuts it:
+
+        fp8_block    <weight>_scale_inv  a scale for each 128x128 block of a logical tensor
+        fp8_channel  <weight>_scale      a scale for each row of a logical tensor, even if an
+                                         engine's rank holds only part of the row
+        fp8_tensor   <weight>_scale      one scale for everything that an engine fuses into one
+                                         parameter (for experts: one per expert)
+
+    After loading, SGLang keeps the weights of the last two formats transposed (only dense layers):
+    the same memory with other strides.
+
+    Raises ConfigError if a padded tensor would be quantised. `generator_parameters` has already
+    checked that no cut goes through a block.
+    """
+    kind_names = {kind.name for kind in kinds}
+    missing = []
+    for name in names:
+        if name not in kind_names:
+            missing.append(name)
+    if missing:
+        raise ConfigError(
+            f"quantised parameters that the layout does not have: {', '.join(missing)}"
+        )
+    result: list[Kind] = []
+    for kind in kinds:
+        if kind.name not in names:
+            result.append(kind)
+            continue
+        scales = tuple(_scales(tensor, rule, logical) for tensor in kind.shards)
+        quantised = replace(
+            kind,
+            shards=tuple(_quantised(tensor, rule) for tensor in kind.shards),
+            rule=rule,
+            scales=len(result) + 1,
+        )
+        result += [
+            quantised,
+            replace(kind, name=scales[0].name, shards=scales, scales_of=len(result)),
+        ]
+    return result
+
+
+def engine_view(tensor: LocalTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The (shape, strides in elements) of a tensor of the layout in the live engine."""
+    shape = tensor.engine_shape
+    if shape is None:
+        return tensor.shape, contiguous_strides(tensor.shape)
+    if len(shape) == 2:  # transposed
+        return shape, contiguous_strides(tensor.shape)[::-1]
+    return shape, contiguous_strides(shape)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = []
+    step = 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))
+
+
+def scale_name(name: str, rule: Rule) -> str:
+    return name + ("_scale_inv" if is_block(rule) else "_scale")
+
+
+def is_block(rule: Rule) -> bool:
+    return rule.cols is not None
+
+
+def of_whole_tensor(rule: Rule) -> bool:
+    return rule.rows is None
+
+
+def _quantised(tensor: LocalTensor, rule: Rule) -> LocalTensor:
+    transposed = not is_block(rule) and len(tensor.shape) == 2
+    return replace(
+        tensor, dtype=QUANTISED_DTYPE, engine_shape=tensor.shape[::-1] if transposed else None
+    )
+
+
+def _scales(tensor: LocalTensor, rule: Rule, logical: Mapping[str, LogicalTensor]) -> LocalTensor:
+    name = scale_name(tensor.name, rule)
+    if (
+        sum(piece.local.numel for piece in tensor.pieces)
+        != Box((0,) * len(tensor.shape), tensor.shape).numel
+    ):
+        raise ConfigError(
+            f"generator.quantization: {tensor.name} of shape {tensor.shape} is padded; padded "
+            "tensors are not quantised"
+        )
+    shape = rule.scale_shape(tensor.shape)
+    if of_whole_tensor(rule):
+        engine_shape = tensor.shape[:1] if tensor.experts else ()
+        first = tensor.pieces[0]
+        local = Box((0,) * len(shape), shape)
+        logical_box = Box(first.logical.start[:-2] + (0, 0), shape)
+        piece = Piece(local, scale_name(first.logical_name, rule), logical_box)
+        return LocalTensor(name, shape, SCALE_DTYPE, (piece,), engine_shape, experts=tensor.experts)
+    pieces = []
+    tile_row = 0
+    by_rows = len({piece.local.start[-1] for piece in tensor.pieces}) == 1
+    for piece in tensor.pieces:
+        assert not is_block(rule) or rule.whole_tiles(
+            piece.logical, logical[piece.logical_name].shape
+        ), tensor.name
+        tiles = rule.tiles(piece.logical)
+        assert by_rows  # no engine fuses parts along columns
+        local = Box((0,) * (len(tiles.start) - 2) + (tile_row, 0), tiles.shape)
+        pieces.append(Piece(local, scale_name(piece.logical_name, rule), tiles))
+        tile_row += tiles.shape[-2]
+    assert tile_row == shape[-2], tensor.name
+    return LocalTensor(name, shape, SCALE_DTYPE, tuple(pieces), experts=tensor.experts)
+
+
+def _uneven(parameters: Sequence[Parameter], cuts: Mapping[str, Cut]) -> list[str]:
+    uneven: dict[Cut, dict[str, int]] = {}
+    for parameter in parameters:
+        if parameter.layers is None or parameter.layers[0] < parameter.layers[1]:
+            uneven.setdefault(cuts[parameter.mesh], {}).update(parameter.units)
+    problems: list[str] = []
+    for cut, units in uneven.items():
+        problems += _indivisible(cut, units)
+    return problems
+
+
+def _indivisible(cut: Cut, units: Mapping[str, int]) -> list[str]:
+    key, shards = cut
+    uneven = []
+    for name, count in units.items():
+        if count % shards:
+            uneven.append(f"{count} {name}")
+    if uneven:
+        return [f"{key}: must divide the model's {' and '.join(uneven)}"]
+    return []
+
+
+def _cut_blocks(
+    spec: ModelSpec,
+    topology: GeneratorTopology,
+    parameters: Sequence[Parameter],
+    rows: int,
+    cols: int,
+) -> list[str]:
+    """Problems with fused or cut tensors that do not consist of whole blocks.
+
+    As in SGLang's Fp8LinearMethod.validate_block_quant_shapes and Fp8MoEMethod.
+    """
+    t = topology
+    problems = []
+    names = quantised_parameters(spec)
+    logical = {tensor.name: tensor for tensor in logical_tensors(spec)}
+    quantised = []
+    for parameter in parameters:
+        if parameter.name in names:
+            quantised.append(parameter)
+    fused = []
+    for parameter in quantised:
+        fused.extend(_unevenly_fused(parameter, logical, rows))
+    if fused:
+        must = (
+            f"at any generator.tp SGLang fuses rows that must be multiples of {rows}, and are "
+            f"{', '.join(fused)}"
+        )
+        problems.append(f"generator.quantization=fp8_block: must be null for this model: {must}")
+    cut = []
+    for parameter in quantised:
+        cut.extend(_unevenly_cut(parameter, logical, (rows, cols), t))
+    if cut:
+        sizes = f"generator.tp={t.tp}" + (f", generator.ep={t.ep}" if spec.num_experts else "")
+        sizes += f", generator.dp_attention={t.dp_attention}" if t.dp_attention > 1 else ""
+        blocks = f"multiples of {rows}" if rows == cols else f"whole blocks of {rows} by {cols}"
+        problems.append(
+            f"generator.quantization=fp8_block: with {sizes} a rank must hold {blocks}; it holds "
+            f"{', '.join(cut)}"
+        )
+    return problems
+
+
+def _unevenly_fused(
+    parameter: Parameter, logical: Mapping[str, LogicalTensor], block: int
+) -> Iterator[str]:
+    """Finds parts whose last block would overlap the next part, in a tensor that every rank has
+    whole.
+    """
+    for part in parameter.parts[:-1] if parameter.dim is None else ():
+        rows = logical[part.logical_name].shape[0]
+        if rows % block:
+            yield f"{rows} of {part.logical_name.replace(LAYER_FIELD, '*')}"
+
+
+def _unevenly_cut(
+    parameter: Parameter,
+    logical: Mapping[str, LogicalTensor],
+    blocks: tuple[int, int],
+    topology: GeneratorTopology,
+) -> Iterator[str]:
+    if parameter.dim is None:  # whole on every rank: SGLang rounds up
+        return
+    shards = {
+        DENSE: topology.tp,
+        ATTENTION: topology.attention_tp,
+        EXPERT: topology.tp // topology.ep,
+    }[parameter.mesh]
+    fused = len(parameter.parts) > 1 or parameter.of_expert
+    block = blocks[parameter.dim]
+    axis = ("rows", "columns")[parameter.dim]
+    for part in parameter.parts:
+        extent = (
+            _extent(part, logical[part.logical_name].shape[parameter.dim]) * part.replicas // shards
+        )
+        if (fused or shards > 1) and extent % block:
+            yield (
+                f"{extent} {axis} of "
+                f"{part.logical_name.replace(LAYER_FIELD, '*').replace(EXPERT_FIELD, '*')}"
+            )

@@ -26,7 +26,8 @@ from megarl.reshard.layout import (
 from megarl.reshard.template import ZEROS, Holder, Row, coalesce, join
 from megarl.reshard.turns import Turns
 
-# One copy of a reshard map, as ranks carry it out.
+# (instance, index into row.holders, sender, receiver), sorted by instance
+_Transfers = list[tuple[int, int, int, int]]
 
 
 class Quantisation(Struct, frozen=True, gc=False):
@@ -69,264 +70,8 @@ class Copy(Struct, frozen=True, gc=False):
         return self.destination_box.numel * ITEM_BYTES[self.dtype]
 
 
-# Writes out the part of one rank in a reshard map: expands template rows to copies, layer by layer
-# and expert by expert.
-#
-# It must be fast, since a rank waits for it at start-up. Senders and receivers are computed once
-# for all rows that share them. Names are made once per kind and layer. Copies are put into the
-# right lists instead of being sorted.
-
-
-# depth, sender, receiver -> the list for such copies
-ListFor = Callable[[int, int, int], list[Copy]]
-# (instance, index into row.holders, sender, receiver), sorted by instance
-_Served = list[tuple[int, int, int, int]]
-
-
-def sent(turns: Turns, rank: int, rows: tuple[Row, ...]) -> list[Copy]:
-    """The copies that source rank `rank` sends, in forward order: by depth, then in the order of
-    rows.
-    """
-    depths = _depths(turns)
-    put_sent(turns, rank, rows, lambda depth, sender, receiver: depths[depth])
-    return list(chain.from_iterable(depths))
-
-
-def received(turns: Turns, rank: int, rows: tuple[Row, ...]) -> list[Copy]:
-    """The copies that destination rank `rank` receives, in forward order."""
-    depths = _depths(turns)
-    put_received(turns, rank, rows, lambda depth, sender, receiver: depths[depth])
-    return list(chain.from_iterable(depths))
-
-
-def put_sent(turns: Turns, rank: int, rows: tuple[Row, ...], list_for: ListFor) -> None:
-    """Appends the copies that source rank `rank` sends to the lists that `list_for` returns, each
-    in the order of rows.
-    """
-    coordinates = turns.source.coordinates(rank)
-    own = [
-        row
-        for row in rows
-        if any((holder.kind, holder.shard) in coordinates for holder in row.holders)
-    ]
-    _write(turns, own, list_for, lambda row: _given(turns, rank, coordinates, row))
-
-
-def put_received(turns: Turns, rank: int, rows: tuple[Row, ...], list_for: ListFor) -> None:
-    """Like `put_sent`, for the copies that destination rank `rank` receives."""
-    coordinates = turns.destination.coordinates(rank)
-    own = [row for row in rows if (row.kind, row.shard) in coordinates]
-    _write(turns, own, list_for, lambda row: _taken(turns, rank, coordinates, row))
-
-
-def of_experts(destination: Layout, row: Row) -> bool:
-    """Whether the row is written out expert by expert."""
-    return destination.kinds[row.kind].shards[row.shard].experts is not None
-
-
-def _depths(turns: Turns) -> list[list[Copy]]:
-    return [[] for _ in range(turns.destination.num_layers + 2)]
-
-
-def _given(turns: Turns, rank: int, coordinates: Coordinates, row: Row) -> _Served:
-    only = row.holders[0] if len(row.holders) == 1 else None
-    assignment = turns.assignment(
-        row,
-        stages=None if only is None else [stage for stage, _ in coordinates[only.kind, only.shard]],
-    )
-    of_class: dict[int, list[tuple[int, int]]] = {}
-    own = np.nonzero(assignment.senders == rank)  # class, replica
-    for c, holder, receiver in zip(
-        own[0].tolist(), assignment.holders[own].tolist(), assignment.receivers[own].tolist()
-    ):
-        of_class.setdefault(c, []).append((holder, receiver))
-    classes = assignment.class_of.tolist()
-    return [
-        (i, h, rank, receiver)
-        for i, c in enumerate(classes)
-        if c in of_class
-        for h, receiver in of_class[c]
-    ]
-
-
-def _taken(turns: Turns, rank: int, coordinates: Coordinates, row: Row) -> _Served:
-    served: _Served = []
-    for stage, replica in coordinates[row.kind, row.shard]:
-        assignment = turns.assignment(row, replica)
-        here = np.flatnonzero(turns.destination.kinds[row.kind].stages == stage)
-        classes = assignment.class_of[here]
-        senders = assignment.senders[classes, 0].tolist()
-        holders = assignment.holders[classes, 0].tolist()
-        served += [(i, h, s, rank) for i, h, s in zip(here.tolist(), holders, senders)]
-    return served
-
-
-@dataclass
-class _Share:
-    """A rank's part in all rows that have the same senders and receivers."""
-
-    layers: list[str]  # of each instance in which it has a part
-    # (index into `layers`, index into row.holders, sender, receiver, depth, append method of its
-    # list)
-    copies: list[tuple]
-    _names: dict[str, list[str]] = field(default_factory=dict)  # template -> names
-    _hows: dict[tuple, list[Quantisation]] = field(default_factory=dict)
-
-    def names(self, template: str) -> list[str]:
-        """The names of all instances; a single one if the template has no layer."""
-        if template not in self._names:
-            before, layered, after = template.partition(LAYER_FIELD)
-            self._names[template] = (
-                [f"{before}{layer}{after}" for layer in self.layers]
-                if layered
-                else [before] * len(self.layers)
-            )
-        return self._names[template]
-
-    def hows(
-        self, rule: Rule, template: str, origin: tuple[int, int], cut: bool
-    ) -> list[Quantisation]:
-        """The quantisation of each instance."""
-        asked = template, origin, cut
-        if asked not in self._hows:  # weights and their scales share it
-            self._hows[asked] = [
-                Quantisation(rule, name, origin, cut) for name in self.names(template)
-            ]
-        return self._hows[asked]
-
-
-def _write(
-    turns: Turns, rows: list[Row], list_for: ListFor, served: Callable[[Row], _Served]
-) -> None:
-    """Writes out `rows`.
-
-    `served` returns the rank's part in a row. Rows with the same senders and receivers share it.
-    """
-    shares: dict[tuple, _Share] = {}
-    for row in rows:
-        kind = turns.destination.kinds[row.kind]
-        alike = turns.destination.depth(kind, 0), kind.first_layer, turns.alike(row)
-        if alike not in shares:
-            shares[alike] = _share(*alike[:2], list_for, served(row))
-        if shares[alike].copies:
-            (
-                _add_experts
-                if row.transform != ZEROS and of_experts(turns.destination, row)
-                else _add
-            )(turns, row, shares[alike])
-
-
-def _share(first_depth: int, first_layer: int, list_for: ListFor, served: _Served) -> _Share:
-    layers: list[str] = []
-    copies = []
-    instance = None
-    depth = first_depth
-    for i, h, s, r in served:
-        if i != instance:
-            layers.append(str(first_layer + i))
-            instance = i
-            depth = first_depth + i
-        copies.append((len(layers) - 1, h, s, r, depth, list_for(depth, s, r).append))
-    return _Share(layers, copies)
-
-
-def _add(turns: Turns, row: Row, share: _Share) -> None:
-    target = turns.destination.kinds[row.kind]
-    transform = row.transform
-    box = row.box
-    dtype = target.shards[row.shard].dtype
-    names = share.names(target.name)
-    if transform == ZEROS:
-        for n, _, s, r, depth, put in share.copies:
-            put(Copy(s, None, None, r, names[n], box, transform, dtype, depth))
-        return
-    origins = [
-        (share.names(turns.source.kinds[holder.kind].name), holder.box) for holder in row.holders
-    ]
-    hows = _hows(turns, row, share)
-    for n, h, s, r, depth, put in share.copies:
-        source_names, here = origins[h]
-        put(Copy(s, source_names[n], here, r, names[n], box, transform, dtype, depth, hows[n]))
-
-
-def _add_experts(turns: Turns, row: Row, share: _Share) -> None:
-    target = turns.destination.kinds[row.kind]
-    hows = _hows(turns, row, share)
-    dtype = target.shards[row.shard].dtype
-    names = share.names(target.name)
-    made: dict[tuple[int, int], list] = {}  # shared by all replicas
-    for n, h, s, r, depth, put in share.copies:
-        if (n, h) not in made:
-            source_name = share.names(turns.source.kinds[row.holders[h].kind].name)[n]
-            made[n, h] = list(
-                _of_each_expert(turns, row, row.holders[h], source_name, names[n], hows[n])
-            )
-        for source_name, here, name, box, how in made[n, h]:
-            put(Copy(s, source_name, here, r, name, box, row.transform, dtype, depth, how))
-
-
-def _hows(turns: Turns, row: Row, share: _Share) -> Sequence[Quantisation | None]:
-    if row.logical is None:
-        return [None] * len(share.layers)
-    weights = turns.destination.kinds[row.weights]
-    assert weights.rule is not None
-    origin = row.logical.start[-2], row.logical.start[-1]
-    return share.hows(weights.rule, tile_space(weights, row.logical_name), origin, row.cut)
-
-
-def _of_each_expert(
-    turns: Turns, row: Row, held: Holder, source_name: str, name: str, how: Quantisation | None
-) -> Iterator[tuple[str, Box, str, Box, Quantisation | None]]:
-    """Yields (source tensor, its box, destination tensor, its box, how) for the row's experts at
-    one layer.
-    """
-    here = turns.source.kinds[held.kind].shards[held.shard]
-    there = turns.destination.kinds[row.kind].shards[row.shard]
-    assert held.box is not None
-    for e in range(row.box.shape[0]):
-        source_expert, source_box = _one_expert(here, held.box, e)
-        expert, box = _one_expert(there, row.box, e)
-        assert source_expert == expert
-        number = str(expert)
-        own = (
-            None
-            if how is None
-            else Quantisation(
-                how.rule, how.tiles_of.replace(EXPERT_FIELD, number), how.origin, how.cut
-            )
-        )
-        yield (
-            source_name.replace(EXPERT_FIELD, number),
-            source_box,
-            name.replace(EXPERT_FIELD, number),
-            box,
-            own,
-        )
-
-
-def tile_space(weights: Kind, logical_name: str) -> str:
-    """The template of Quantisation.tiles_of. Tiles with the same name and number share a scale."""
-    assert weights.rule is not None
-    if not of_whole_tensor(weights.rule):
-        return logical_name
-    return weights.name if weights.shards[0].experts is None else f"{weights.name} {EXPERT_FIELD}"
-
-
-def _one_expert(tensor: LocalTensor, box: Box, e: int) -> tuple[int, Box]:
-    """(global expert, box in the rank's real tensor) for the e-th expert of a template box."""
-    assert tensor.experts is not None
-    local = box.start[0] + e
-    expert = tensor.experts[0] + local
-    if EXPERT_FIELD in tensor.name:
-        return expert, box.drop()
-    return expert, Box((local,) + box.start[1:], (1,) + box.shape[1:])
-
-
-__all__ = ["Copy", "Quantisation", "ReshardMap", "Summary"]
-
-
 @dataclass(frozen=True)
-class Summary:
+class MapSummary:
     trainer_ranks: int  # senders
     generator_ranks: int  # receivers
     tensors: int  # destination tensors, over all ranks
@@ -373,19 +118,19 @@ class ReshardMap:
 
     def copies_from(self, rank: int) -> list[Copy]:
         """The copies that source rank `rank` sends, in forward order."""
-        return sent(self.turns, rank, self.rows)
+        return copies_sent(self.turns, rank, self.rows)
 
     def copies_to(self, rank: int) -> list[Copy]:
         """The copies that destination rank `rank` receives, in forward order."""
-        return received(self.turns, rank, self.rows)
+        return copies_received(self.turns, rank, self.rows)
 
     def writes_from(self, rank: int) -> list[Copy]:
         """`copies_from`, joined into writes."""
-        return sent(self.turns, rank, self.write_rows)
+        return copies_sent(self.turns, rank, self.write_rows)
 
     def writes_to(self, rank: int) -> list[Copy]:
         """`copies_to`, joined into writes."""
-        return received(self.turns, rank, self.write_rows)
+        return copies_received(self.turns, rank, self.write_rows)
 
     @cached_property
     def write_rows(self) -> tuple[Row, ...]:
@@ -424,7 +169,7 @@ class ReshardMap:
         """
         per_route: dict[tuple, tuple[Row, int]] = {}
         for row in self.rows:
-            route = self.turns.alike(row)
+            route = self.turns.sharing_key(row)
             per_route[route] = (row, per_route.get(route, (row, 0))[1] + self.row_bytes(row))
         return list(per_route.values())
 
@@ -444,22 +189,23 @@ class ReshardMap:
         """Whether a source rank sends anything to a destination rank, [source ranks, destination
         ranks].
         """
-        found = np.zeros((self.source.world_size, self.destination.world_size), dtype=bool)
+        connected = np.zeros((self.source.world_size, self.destination.world_size), dtype=bool)
         for row, _ in self.routes():
             assignment = self.turns.assignment(row)
-            found[assignment.senders, assignment.receivers] = True
-        return found
+            connected[assignment.senders, assignment.receivers] = True
+        return connected
 
     @property
     def counts(self) -> tuple[int, int]:
         """The numbers of copies and of writes."""
-        return sum(self.times(row) for row in self.rows), sum(
-            self.times(row) for row in self.write_rows
-        )
+        copies = sum(self.times(row) for row in self.rows)
+        writes = sum(self.times(row) for row in self.write_rows)
+        return copies, writes
 
-    def summary(self) -> Summary:
-        (sent, received), (copies, writes) = self.rank_bytes(), self.counts
-        return Summary(
+    def summary(self) -> MapSummary:
+        sent, received = self.rank_bytes()
+        copies, writes = self.counts
+        return MapSummary(
             trainer_ranks=self.source.world_size,
             generator_ranks=self.destination.world_size,
             tensors=count_tensors(self.destination),
@@ -478,8 +224,8 @@ class ReshardMap:
     def times(self, row: Row) -> int:
         """The number of copies that a row stands for."""
         target = self.destination.kinds[row.kind]
-        apart = row.transform != ZEROS and of_experts(self.destination, row)
-        return target.instances * target.replicas * (row.box.shape[0] if apart else 1)
+        per_expert = row.transform != ZEROS and of_experts(self.destination, row)
+        return target.instances * target.replicas * (row.box.shape[0] if per_expert else 1)
 
     @cached_property
     def turns(self) -> Turns:
@@ -494,6 +240,292 @@ def count_tensors(layout: Layout) -> int:
     )
 
 
+# depth, sender, receiver -> the list for such copies
+ListFor = Callable[[int, int, int], list[Copy]]
+
+
+def copies_sent(turns: Turns, rank: int, rows: tuple[Row, ...]) -> list[Copy]:
+    """The copies that source rank `rank` sends, in forward order: by depth, then in the order of
+    rows.
+    """
+    depths = _depths(turns)
+    put_sent(turns, rank, rows, lambda depth, sender, receiver: depths[depth])
+    return list(chain.from_iterable(depths))
+
+
+def copies_received(turns: Turns, rank: int, rows: tuple[Row, ...]) -> list[Copy]:
+    """The copies that destination rank `rank` receives, in forward order."""
+    depths = _depths(turns)
+    put_received(turns, rank, rows, lambda depth, sender, receiver: depths[depth])
+    return list(chain.from_iterable(depths))
+
+
+def put_sent(turns: Turns, rank: int, rows: tuple[Row, ...], list_for: ListFor) -> None:
+    """Appends the copies that source rank `rank` sends to the lists that `list_for` returns, each
+    in the order of rows.
+    """
+    coordinates = turns.source.coordinates(rank)
+    rank_rows = [
+        row
+        for row in rows
+        if any((holder.kind, holder.shard) in coordinates for holder in row.holders)
+    ]
+    _write(turns, rank_rows, list_for, lambda row: _transfers_from(turns, rank, coordinates, row))
+
+
+def put_received(turns: Turns, rank: int, rows: tuple[Row, ...], list_for: ListFor) -> None:
+    """Like `put_sent`, for the copies that destination rank `rank` receives."""
+    coordinates = turns.destination.coordinates(rank)
+    rank_rows = [row for row in rows if (row.kind, row.shard) in coordinates]
+    _write(turns, rank_rows, list_for, lambda row: _transfers_to(turns, rank, coordinates, row))
+
+
+def of_experts(destination: Layout, row: Row) -> bool:
+    """Whether the row is written out expert by expert."""
+    return destination.kinds[row.kind].shards[row.shard].experts is not None
+
+
+def _depths(turns: Turns) -> list[list[Copy]]:
+    return [[] for _ in range(turns.destination.num_layers + 2)]
+
+
+def _transfers_from(turns: Turns, rank: int, coordinates: Coordinates, row: Row) -> _Transfers:
+    holder = row.holders[0] if len(row.holders) == 1 else None
+    stages = None
+    if holder is not None:
+        stages = [stage for stage, _ in coordinates[holder.kind, holder.shard]]
+    assignment = turns.assignment(row, stages=stages)
+    peers_of_class: dict[int, list[tuple[int, int]]] = {}
+    positions = np.nonzero(assignment.senders == rank)  # class, replica
+    for c, holder_index, receiver in zip(
+        positions[0].tolist(),
+        assignment.holders[positions].tolist(),
+        assignment.receivers[positions].tolist(),
+    ):
+        peers_of_class.setdefault(c, []).append((holder_index, receiver))
+    classes = assignment.class_of.tolist()
+    result = []
+    for i, c in enumerate(classes):
+        if c in peers_of_class:
+            for h, receiver in peers_of_class[c]:
+                result.append((i, h, rank, receiver))
+    return result
+
+
+def _transfers_to(turns: Turns, rank: int, coordinates: Coordinates, row: Row) -> _Transfers:
+    transfers: _Transfers = []
+    for stage, replica in coordinates[row.kind, row.shard]:
+        assignment = turns.assignment(row, replica)
+        instances = np.flatnonzero(turns.destination.kinds[row.kind].stages == stage)
+        classes = assignment.class_of[instances]
+        senders = assignment.senders[classes, 0].tolist()
+        holders = assignment.holders[classes, 0].tolist()
+        transfers += [(i, h, s, rank) for i, h, s in zip(instances.tolist(), holders, senders)]
+    return transfers
+
+
+@dataclass
+class _Share:
+    """A rank's part in all rows that have the same senders and receivers."""
+
+    layers: list[str]  # of each instance in which it has a part
+    # (index into `layers`, index into row.holders, sender, receiver, depth, append method of its
+    # list)
+    copies: list[tuple]
+    _names: dict[str, list[str]] = field(default_factory=dict)  # template -> names
+    _quantisations: dict[tuple, list[Quantisation]] = field(default_factory=dict)
+
+    def names(self, template: str) -> list[str]:
+        """The names of all instances; a single one if the template has no layer."""
+        if template not in self._names:
+            prefix, layered, suffix = template.partition(LAYER_FIELD)
+            if layered:
+                self._names[template] = [f"{prefix}{layer}{suffix}" for layer in self.layers]
+            else:
+                self._names[template] = [prefix] * len(self.layers)
+        return self._names[template]
+
+    def quantisations(
+        self, rule: Rule, template: str, origin: tuple[int, int], cut: bool
+    ) -> list[Quantisation]:
+        """The quantisation of each instance."""
+        key = template, origin, cut
+        if key not in self._quantisations:  # weights and their scales share it
+            self._quantisations[key] = [
+                Quantisation(rule, name, origin, cut) for name in self.names(template)
+            ]
+        return self._quantisations[key]
+
+
+def _write(
+    turns: Turns,
+    rows: list[Row],
+    list_for: ListFor,
+    transfers_of: Callable[[Row], _Transfers],
+) -> None:
+    """Writes out `rows` as copies, layer by layer and expert by expert.
+
+    `transfers_of` returns the rank's part in a row. Rows with the same senders and receivers share
+    it. It must be fast, since a rank waits for it at start-up: names are made once per kind and
+    layer, and copies are put into the right lists instead of being sorted.
+    """
+    shares: dict[tuple, _Share] = {}
+    for row in rows:
+        kind = turns.destination.kinds[row.kind]
+        key = turns.destination.depth(kind, 0), kind.first_layer, turns.sharing_key(row)
+        if key not in shares:
+            first_depth, first_layer, _ = key
+            shares[key] = _share(first_depth, first_layer, list_for, transfers_of(row))
+        share = shares[key]
+        if share.copies and row.transform != ZEROS and of_experts(turns.destination, row):
+            _add_experts(turns, row, share)
+        elif share.copies:
+            _add(turns, row, share)
+
+
+def _share(first_depth: int, first_layer: int, list_for: ListFor, transfers: _Transfers) -> _Share:
+    layers: list[str] = []
+    copies = []
+    instance = None
+    depth = first_depth
+    for i, h, s, r in transfers:
+        if i != instance:
+            layers.append(str(first_layer + i))
+            instance = i
+            depth = first_depth + i
+        copies.append((len(layers) - 1, h, s, r, depth, list_for(depth, s, r).append))
+    return _Share(layers, copies)
+
+
+def _add(turns: Turns, row: Row, share: _Share) -> None:
+    target = turns.destination.kinds[row.kind]
+    transform = row.transform
+    box = row.box
+    dtype = target.shards[row.shard].dtype
+    names = share.names(target.name)
+    if transform == ZEROS:
+        for n, _, s, r, depth, append in share.copies:
+            append(Copy(s, None, None, r, names[n], box, transform, dtype, depth))
+        return
+    origins = []
+    for holder in row.holders:
+        origins.append((share.names(turns.source.kinds[holder.kind].name), holder.box))
+    quantisations = _quantisations(turns, row, share)
+    for n, h, s, r, depth, append in share.copies:
+        source_names, source_box = origins[h]
+        append(
+            Copy(
+                source_rank=s,
+                source_tensor=source_names[n],
+                source_box=source_box,
+                destination_rank=r,
+                destination_tensor=names[n],
+                destination_box=box,
+                transform=transform,
+                dtype=dtype,
+                depth=depth,
+                quantisation=quantisations[n],
+            )
+        )
+
+
+def _add_experts(turns: Turns, row: Row, share: _Share) -> None:
+    target = turns.destination.kinds[row.kind]
+    quantisations = _quantisations(turns, row, share)
+    dtype = target.shards[row.shard].dtype
+    names = share.names(target.name)
+    expert_boxes: dict[tuple[int, int], list] = {}  # shared by all replicas
+    for n, h, s, r, depth, append in share.copies:
+        if (n, h) not in expert_boxes:
+            source_name = share.names(turns.source.kinds[row.holders[h].kind].name)[n]
+            expert_boxes[n, h] = list(
+                _expert_boxes(turns, row, row.holders[h], source_name, names[n], quantisations[n])
+            )
+        for source_name, source_box, name, box, quantisation in expert_boxes[n, h]:
+            append(
+                Copy(
+                    source_rank=s,
+                    source_tensor=source_name,
+                    source_box=source_box,
+                    destination_rank=r,
+                    destination_tensor=name,
+                    destination_box=box,
+                    transform=row.transform,
+                    dtype=dtype,
+                    depth=depth,
+                    quantisation=quantisation,
+                )
+            )
+
+
+def _quantisations(turns: Turns, row: Row, share: _Share) -> Sequence[Quantisation | None]:
+    if row.logical is None:
+        return [None] * len(share.layers)
+    weights = turns.destination.kinds[row.weights]
+    assert weights.rule is not None
+    origin = row.logical.start[-2], row.logical.start[-1]
+    return share.quantisations(weights.rule, tile_space(weights, row.logical_name), origin, row.cut)
+
+
+def _expert_boxes(
+    turns: Turns,
+    row: Row,
+    holder: Holder,
+    source_name: str,
+    name: str,
+    quantisation: Quantisation | None,
+) -> Iterator[tuple[str, Box, str, Box, Quantisation | None]]:
+    """Yields (source tensor, its box, destination tensor, its box, how) for the row's experts at
+    one layer.
+    """
+    source_tensor = turns.source.kinds[holder.kind].shards[holder.shard]
+    destination_tensor = turns.destination.kinds[row.kind].shards[row.shard]
+    assert holder.box is not None
+    for e in range(row.box.shape[0]):
+        source_expert, source_box = _one_expert(source_tensor, holder.box, e)
+        expert, box = _one_expert(destination_tensor, row.box, e)
+        assert source_expert == expert
+        number = str(expert)
+        if quantisation is None:
+            expert_quantisation = None
+        else:
+            expert_quantisation = Quantisation(
+                quantisation.rule,
+                quantisation.tiles_of.replace(EXPERT_FIELD, number),
+                quantisation.origin,
+                quantisation.cut,
+            )
+        yield (
+            source_name.replace(EXPERT_FIELD, number),
+            source_box,
+            name.replace(EXPERT_FIELD, number),
+            box,
+            expert_quantisation,
+        )
+
+
+def tile_space(weights: Kind, logical_name: str) -> str:
+    """The template of Quantisation.tiles_of. Tiles with the same name and number share a scale."""
+    assert weights.rule is not None
+    if not of_whole_tensor(weights.rule):
+        return logical_name
+    if weights.shards[0].experts is None:
+        return weights.name
+    return f"{weights.name} {EXPERT_FIELD}"
+
+
+def _one_expert(tensor: LocalTensor, box: Box, e: int) -> tuple[int, Box]:
+    """(global expert, box in the rank's real tensor) for the e-th expert of a template box."""
+    assert tensor.experts is not None
+    local = box.start[0] + e
+    expert = tensor.experts[0] + local
+    if EXPERT_FIELD in tensor.name:
+        return expert, box.drop()
+    return expert, Box((local,) + box.start[1:], (1,) + box.shape[1:])
+
+
 def _count(tensor: LocalTensor) -> int:
     """The number of tensors that a template stands for at one layer."""
-    return tensor.shape[0] if EXPERT_FIELD in tensor.name else 1
+    if EXPERT_FIELD in tensor.name:
+        return tensor.shape[0]
+    return 1

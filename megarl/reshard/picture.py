@@ -41,30 +41,30 @@ def draw(map: ReshardMap, path: str, title: str, forwarding: Forwarding | None =
     axes = figure.subplots(
         2, 2, width_ratios=(1, 4), height_ratios=(1, 4), sharex="col", sharey="row"
     )
-    (corner, above), (left, main) = axes
+    (corner_axis, top_axis), (left_axis, main_axis) = axes
     passed_on = forwarding.rank_bytes()[0].sum() * gib if forwarding is not None else 0.0
-    more = f", and {passed_on:,.0f} GiB from engine to engine" if passed_on else ""
-    figure.suptitle(f"{title}: {sent.sum():,.0f} GiB{more}", fontsize=11)
-    corner.axis("off")
+    relayed = f", and {passed_on:,.0f} GiB from engine to engine" if passed_on else ""
+    figure.suptitle(f"{title}: {sent.sum():,.0f} GiB{relayed}", fontsize=11)
+    corner_axis.axis("off")
     legend = "red: mean\ndashed: the least\nthat the stages\nallow the busiest"
-    corner.text(
-        0, 0.5, legend, color="tab:red", va="center", fontsize=9, transform=corner.transAxes
+    corner_axis.text(
+        0, 0.5, legend, color="tab:red", va="center", fontsize=9, transform=corner_axis.transAxes
     )
     extent = (-0.5, len(received) - 0.5, len(sent) - 0.5, -0.5)
-    shown = np.ma.masked_equal(traffic(map) * gib, 0)
-    image = main.imshow(
-        shown, aspect="auto", extent=extent, interpolation="nearest", cmap="viridis"
+    matrix = np.ma.masked_equal(traffic(map) * gib, 0)
+    image = main_axis.imshow(
+        matrix, aspect="auto", extent=extent, interpolation="nearest", cmap="viridis"
     )
-    main.set_xlabel("receiver: generator rank")
-    _bars(above, received, by_row=False)
-    above.set_ylabel(f"GiB received\nmax/mean {received.max() / received.mean():.3f}")
-    above.tick_params(labelleft=True)
-    _bars(left, sent, by_row=True)
+    main_axis.set_xlabel("receiver: generator rank")
+    _bars(top_axis, received, by_row=False)
+    top_axis.set_ylabel(f"GiB received\nmax/mean {received.max() / received.mean():.3f}")
+    top_axis.tick_params(labelleft=True)
+    _bars(left_axis, sent, by_row=True)
     bound = sender_bound(map)
-    left.axvline(bound * sent.mean(), color="tab:red", lw=1, ls="--")
-    left.set_xlabel(f"GiB sent\nmax/mean {sent.max() / sent.mean():.3f}\n(least: {bound:.3f})")
-    left.set_ylabel("sender: trainer rank")
-    figure.colorbar(image, ax=main, label="GiB from sender to receiver (white: none)")
+    left_axis.axvline(bound * sent.mean(), color="tab:red", lw=1, ls="--")
+    left_axis.set_xlabel(f"GiB sent\nmax/mean {sent.max() / sent.mean():.3f}\n(least: {bound:.3f})")
+    left_axis.set_ylabel("sender: trainer rank")
+    figure.colorbar(image, ax=main_axis, label="GiB from sender to receiver (white: none)")
     figure.savefig(path, dpi=110)
 
 

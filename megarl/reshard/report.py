@@ -31,51 +31,51 @@ from megarl.reshard.schedule import (
 )
 from megarl.reshard.template import QUANTISE, SCALE, ZEROS, Row
 
-# How evenly senders can share the work at best, given the trainer's pipeline stages, under any
-# schedule.
-#
-# Only a rank with an element can send it. So the bytes that only one stage has, divided by its
-# ranks, are a lower bound on the busiest sender.
-
-
-def sender_bound(map: ReshardMap) -> float:
-    """A lower bound on the busiest sender's bytes, as a multiple of the mean sender's.
-
-    Zeros for padding do not count.
-    """
-    # kinds of the holders, whose ranks may send -> bytes of one instance and replica
-    sizes: dict[tuple, int] = defaultdict(int)
-    total = 0
-    for row in map.rows:
-        target = map.destination.kinds[row.kind]
-        held = tuple(sorted({holder.kind for holder in row.holders}))
-        size = map.row_bytes(row) * target.replicas
-        total += size * target.instances
-        if row.transform != ZEROS:
-            sizes[held] += size
-    only: dict[frozenset[int], int] = defaultdict(int)  # ranks -> bytes that only these have
-    for held, size in sizes.items():
-        kinds = [map.source.kinds[kind] for kind in held]
-        for stages, instances in Counter(zip(*[kind.stages.tolist() for kind in kinds])).items():
-            ranks = frozenset().union(
-                *[kind.ranks[stage].ravel().tolist() for kind, stage in zip(kinds, stages)]
-            )
-            only[ranks] += size * instances
-    mean = total / map.source.world_size
-    return max(1.0, *[size / len(ranks) / mean for ranks, size in only.items()])
-
-
-# Summarises a reshard map as a readable table.
-
-
 Line = tuple[str, ...]
 _HEADER = ("shards", "copies", "writes", "run", "messages", "bytes")
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "e4m3"}
 _LEGEND = f"""\
-shards    with the shape of the first; names of a layer without model.layers.N. and decoder.layers.N.
-copies    boxes of one parameter from one rank to one other; writes: copies joined where they are contiguous on both sides
-run       bytes that are contiguous in the receiver's memory; messages: what one-sided transports send, one per run;
-          runs below {SHORTEST_RUN_BYTES >> 10} KiB travel packed, as one message a write, and the receiver spreads them"""
+shards    with the shape of the first; names of a layer without model.layers.N. and \
+decoder.layers.N.
+copies    boxes of one parameter from one rank to one other; writes: copies joined where they are \
+contiguous on both sides
+run       bytes that are contiguous in the receiver's memory; messages: what one-sided transports \
+send, one per run;
+          runs below {SHORTEST_RUN_BYTES >> 10} KiB travel packed, as one message a write, and the \
+receiver spreads them"""
+LINK_BYTES_PER_S = 50e9  # one 400 Gb/s NIC per rank
+
+
+def to_json(
+    map: ReshardMap,
+    forwarding: Forwarding | None = None,
+    link_bytes_per_s: float = LINK_BYTES_PER_S,
+    changed: float = 0.01,
+) -> dict[str, Any]:
+    """The summary numbers of a map and its relays. Proves the map first.
+
+    `build_s`: time for planning and proof. `predicted_s`: the bytes that the busiest rank sends or
+    receives (`busiest_bytes`), divided by `link_bytes_per_s`, without latency or quantisation.
+    `delta_predicted_s`: the same for an update that carries only the changes in a share `changed`
+    of the elements (`delta_bytes`). `sender_bound`: the least `sender_max_over_mean` that the sizes
+    of the trainer's stages allow. `messages`: see `schedule.messages`.
+
+    Raises ProofError if the map does not write every destination byte exactly once.
+    """
+    begin = time.perf_counter()
+    prove_exactly_once(map)
+    proof_s = time.perf_counter() - begin
+    return dataclasses.asdict(summary(map, forwarding)) | {
+        "exactly_once": True,
+        "plan_hash": map.plan_hash,
+        "build_s": map.build_s + proof_s,
+        "predicted_s": busiest_bytes(map, forwarding) / link_bytes_per_s,
+        "delta_predicted_s": delta_bytes(map, forwarding, changed) / link_bytes_per_s,
+        "delta_changed": changed,
+        "link_bytes_per_s": link_bytes_per_s,
+        "sender_bound": sender_bound(map),
+        "messages": sum_messages(map, map.write_rows),
+    }
 
 
 def render(
@@ -90,27 +90,41 @@ def render(
     The lines show what the trainer writes. A sum after them shows what engines pass on
     (`forwarding`).
     """
-    # kind -> its rows, its joined rows
-    rows: dict[int, tuple[list[Row], list[Row]]] = defaultdict(lambda: ([], []))
-    for n, found in enumerate((map.rows, map.write_rows)):
-        for row in found:
-            rows[row.kind][n].append(row)
+    rows: dict[int, list[Row]] = defaultdict(list)  # by kind
+    for row in map.rows:
+        rows[row.kind].append(row)
+    write_rows: dict[int, list[Row]] = defaultdict(list)
+    for row in map.write_rows:
+        write_rows[row.kind].append(row)
     sections: dict[str, list[Line]] = defaultdict(list)
     groups = 1 + max(kind.group for kind in map.destination.kinds)
     for k, kind in enumerate(map.destination.kinds):
-        of_group = f"engines of group {kind.group + 1} of {groups}, " if groups > 1 else ""
-        sections[of_group + _when(kind)].append(_line(map, kind, *rows[k]))
-    counts = [f"{n:,}" for n in (*map.counts, sum_messages(map, map.write_rows))]
-    total = "total", "", "", "", *counts[:2], "", counts[2], size(map.rank_bytes()[0].sum())
+        group = f"engines of group {kind.group + 1} of {groups}, " if groups > 1 else ""
+        sections[group + _when(kind)].append(_line(map, kind, rows[k], write_rows[k]))
+    copies, writes = map.counts
+    message_count = sum_messages(map, map.write_rows)
+    total_size = size(map.rank_bytes()[0].sum())
+    total = (
+        "total",
+        "",
+        "",
+        "",
+        f"{copies:,}",
+        f"{writes:,}",
+        "",
+        f"{message_count:,}",
+        total_size,
+    )
     header = map.destination.name, _HEADER[0], f"from {map.source.name}", *_HEADER
     lines = [header, *(line for section in sections.values() for line in section), total]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    widths = []
+    for column in range(len(header)):
+        widths.append(max(len(line[column]) for line in lines))
     rule = "  ".join("-" * width for width in widths)
-    body = [
-        text
-        for title, section in sections.items()
-        for text in (title, *(_aligned(line, widths) for line in section))
-    ]
+    body = []
+    for title, section in sections.items():
+        body.append(title)
+        body += [_aligned(line, widths) for line in section]
     facts = [f"{key:<9} {text}" for key, text in _facts(map, forwarding, link_bytes_per_s, changed)]
     return "\n".join(
         [
@@ -127,6 +141,37 @@ def render(
     )
 
 
+def sender_bound(map: ReshardMap) -> float:
+    """A lower bound on the busiest sender's bytes under any schedule, as a multiple of the mean
+    sender's.
+
+    Only a rank with an element can send it. So the bytes that only one pipeline stage has, divided
+    by its ranks, are a lower bound. Zeros for padding do not count.
+    """
+    # kinds of the holders, whose ranks may send -> bytes of one instance and replica
+    sizes: dict[tuple, int] = defaultdict(int)
+    total = 0
+    for row in map.rows:
+        target = map.destination.kinds[row.kind]
+        holder_kinds = tuple(sorted({holder.kind for holder in row.holders}))
+        size = map.row_bytes(row) * target.replicas
+        total += size * target.instances
+        if row.transform != ZEROS:
+            sizes[holder_kinds] += size
+    exclusive_bytes: dict[frozenset[int], int] = defaultdict(
+        int
+    )  # ranks -> bytes that only these have
+    for holder_kinds, size in sizes.items():
+        kinds = [map.source.kinds[kind] for kind in holder_kinds]
+        for stages, instances in Counter(zip(*[kind.stages.tolist() for kind in kinds])).items():
+            ranks = frozenset().union(
+                *[kind.ranks[stage].ravel().tolist() for kind, stage in zip(kinds, stages)]
+            )
+            exclusive_bytes[ranks] += size * instances
+    mean = total / map.source.world_size
+    return max(1.0, *[size / len(ranks) / mean for ranks, size in exclusive_bytes.items()])
+
+
 def _when(kind: Kind) -> str:
     if kind.layers is None:
         return "once:"
@@ -134,38 +179,46 @@ def _when(kind: Kind) -> str:
     return f"in each of layers {first} to {end - 1}:"
 
 
-def _line(map: ReshardMap, kind: Kind, rows: list[Row], joined: list[Row]) -> Line:
-    sources = [
-        map.source.kinds[s]
-        for s in sorted(
-            {holder.kind for row in rows for holder in row.holders if row.transform != ZEROS}
-        )
-    ]
-    names = "; ".join(_short(s.name) for s in sources)
-    shards = "; ".join(dict.fromkeys(_shards(s) for s in sources))
+def _line(map: ReshardMap, kind: Kind, rows: list[Row], write_rows: list[Row]) -> Line:
+    source_kinds: set[int] = set()
+    for row in rows:
+        if row.transform != ZEROS:
+            source_kinds |= {holder.kind for holder in row.holders}
+    sources = [map.source.kinds[k] for k in sorted(source_kinds)]
     if kind.scales_of is not None:
         names = "(scales of the above)"
         shards = ""
-    own = _shards(kind) + (" with zeros" if any(row.transform == ZEROS for row in rows) else "")
-    shards += ", tiles cut" if kind.scales_of is None and any(row.cut for row in rows) else ""
-    copies, writes = (sum(map.times(row) for row in found) for found in (rows, joined))
-    moved = kind.instances * kind.replicas * sum(map.row_bytes(row) for row in rows)
-    numbers = (
+    else:
+        names = "; ".join(_short(source.name) for source in sources)
+        shards = "; ".join(dict.fromkeys(_shards(source) for source in sources))
+        if any(row.cut for row in rows):
+            shards += ", tiles cut"
+    destination_shards = _shards(kind)
+    if any(row.transform == ZEROS for row in rows):
+        destination_shards += " with zeros"
+    copies = sum(map.times(row) for row in rows)
+    writes = sum(map.times(row) for row in write_rows)
+    sent_bytes = kind.instances * kind.replicas * sum(map.row_bytes(row) for row in rows)
+    return (
+        _short(kind.name),
+        destination_shards,
+        names,
+        shards,
         f"{copies:,}",
         f"{writes:,}",
-        _run(map, joined),
-        f"{sum_messages(map, joined):,}",
-        size(moved),
+        _run(map, write_rows),
+        f"{sum_messages(map, write_rows):,}",
+        size(sent_bytes),
     )
-    return _short(kind.name), own, names, shards, *numbers
 
 
 def _facts(
     map: ReshardMap, forwarding: Forwarding | None, link_bytes_per_s: float, changed: float
 ) -> Iterator[tuple[str, str]]:
-    (sent, received), found = map.rank_bytes(), summary(map, forwarding)
+    sent, received = map.rank_bytes()
+    totals = summary(map, forwarding)
     forced = f", of which the sizes of the trainer's stages force {sender_bound(map):.4f}"
-    yield "senders", f"{_shared(sent)}: max/mean {found.sender_max_over_mean:.4f}{forced}"
+    yield "senders", f"{_shared(sent)}: max/mean {totals.sender_max_over_mean:.4f}{forced}"
     yield "receivers", f"{_shared(received)}: max/mean {received.max() / received.mean():.4f}"
     count = sum_messages(map, map.write_rows)
     yield (
@@ -173,13 +226,13 @@ def _facts(
         f"{count / len(sent):,.0f} a sender and {count / len(received):,.0f} a receiver on average",
     )
     if forwarding is not None:
-        most = forwarding.rank_bytes()[0].max()
+        busiest_relay = forwarding.rank_bytes()[0].max()
         yield (
             "relays",
-            f"{size(found.relayed_bytes)} more go from engine to engine, {size(most)} from the "
-            "busiest rank",
+            f"{size(totals.relayed_bytes)} more go from engine to engine, {size(busiest_relay)} "
+            "from the busiest rank",
         )
-        yield "", f"receivers in all: max/mean {found.receiver_max_over_mean:.4f}"
+        yield "", f"receivers in all: max/mean {totals.receiver_max_over_mean:.4f}"
     busiest = busiest_bytes(map, forwarding)
     yield (
         "predicted",
@@ -194,7 +247,7 @@ def _facts(
     )
     yield (
         "bytes",
-        f"{found.bytes / found.bytes_minimum:.4f} times the least possible, every destination "
+        f"{totals.bytes / totals.bytes_minimum:.4f} times the least possible, every destination "
         "byte once",
     )
     yield "plan", map.plan_hash
@@ -231,8 +284,10 @@ def _in_memory(map: ReshardMap, row: Row) -> tuple[Box, tuple[int, ...], int]:
 
 def _short(name: str) -> str:
     """The name without the prefix that all names of a layer share."""
-    _, layered, rest = name.partition(LAYER_FIELD + ".")
-    return rest if layered else name
+    _, layered, short_name = name.partition(LAYER_FIELD + ".")
+    if layered:
+        return short_name
+    return name
 
 
 def _shards(kind: Kind) -> str:
@@ -261,48 +316,15 @@ def size(count: float) -> str:
     return f"{count:.4g} TiB"
 
 
-LINK_BYTES_PER_S = 50e9  # one 400 Gb/s NIC per rank
-
-
-def to_json(
-    map: ReshardMap,
-    forwarding: Forwarding | None = None,
-    link_bytes_per_s: float = LINK_BYTES_PER_S,
-    changed: float = 0.01,
-) -> dict[str, Any]:
-    """The summary numbers of a map and its relays. Proves the map first.
-
-    `build_s`: time for planning and proof. `predicted_s`: the bytes that the busiest rank sends or
-    receives (`busiest_bytes`), divided by `link_bytes_per_s`, without latency or quantisation.
-    `delta_predicted_s`: the same for an update that carries only the changes in a share `changed`
-    of the elements (`delta_bytes`). `sender_bound`: the least `sender_max_over_mean` that the sizes
-    of the trainer's stages allow. `messages`: see `schedule.messages`.
-
-    Raises ProofError if the map does not write every destination byte exactly once.
-    """
-    begin = time.perf_counter()
-    prove_exactly_once(map)
-    proof_s = time.perf_counter() - begin
-    return dataclasses.asdict(summary(map, forwarding)) | {
-        "exactly_once": True,
-        "plan_hash": map.plan_hash,
-        "build_s": map.build_s + proof_s,
-        "predicted_s": busiest_bytes(map, forwarding) / link_bytes_per_s,
-        "delta_predicted_s": delta_bytes(map, forwarding, changed) / link_bytes_per_s,
-        "delta_changed": changed,
-        "link_bytes_per_s": link_bytes_per_s,
-        "sender_bound": sender_bound(map),
-        "messages": sum_messages(map, map.write_rows),
-    }
-
-
 def copies_of(map: ReshardMap, rank: str) -> list[Copy]:
     """The copies that a rank such as "trainer:17" sends, or "generator:3" receives.
 
     Raises ConfigError for other texts.
     """
     sends, number = _parsed(map, rank)
-    return map.copies_from(number) if sends else map.copies_to(number)
+    if sends:
+        return map.copies_from(number)
+    return map.copies_to(number)
 
 
 def own_part_s(map: ReshardMap, rank: str) -> float:
@@ -340,14 +362,14 @@ def render_copies(rank: str, copies: list[Copy], part_s: float) -> Iterator[str]
     """One line per copy, then their sum and the time that the rank takes to write them out."""
     sends = rank.startswith("trainer")
     for copy in copies:
-        peer = (
-            f"to generator {copy.destination_rank}" if sends else f"from trainer {copy.source_rank}"
-        )
-        origin = (
-            "zeros"
-            if copy.source_tensor is None
-            else f"{copy.source_tensor} {_indices(copy.source_box)}"
-        )
+        if sends:
+            peer = f"to generator {copy.destination_rank}"
+        else:
+            peer = f"from trainer {copy.source_rank}"
+        if copy.source_tensor is None:
+            origin = "zeros"
+        else:
+            origin = f"{copy.source_tensor} {_indices(copy.source_box)}"
         transform = "" if copy.transform in ("identity", ZEROS) else f" {copy.transform}"
         if copy.quantisation is not None and copy.quantisation.cut:
             transform += " (tiles cut)"
@@ -355,7 +377,9 @@ def render_copies(rank: str, copies: list[Copy], part_s: float) -> Iterator[str]
             f"{peer}: {copy.destination_tensor} {_indices(copy.destination_box)} <- "
             f"{origin}{transform}, {size(copy.bytes)}"
         )
-    peers = {copy.destination_rank if sends else copy.source_rank for copy in copies}
+    peers = set()
+    for copy in copies:
+        peers.add(copy.destination_rank if sends else copy.source_rank)
     total = size(sum(copy.bytes for copy in copies))
     yield (
         f"{rank}: {len(copies):,} copies, {len(peers)} peers, {total}, planned in "
@@ -393,18 +417,20 @@ def copy_fields(copy: Copy) -> dict[str, Any]:
         "bytes": copy.bytes,
     }
     if copy.transform in (QUANTISE, SCALE) and copy.quantisation is not None:
-        how = copy.quantisation
+        quantisation = copy.quantisation
         fields["quantisation"] = {
-            "rule": how.rule.name,
-            "tiles_of": how.tiles_of,
-            "origin": how.origin,
-            "cut": how.cut,
+            "rule": quantisation.rule.name,
+            "tiles_of": quantisation.tiles_of,
+            "origin": quantisation.origin,
+            "cut": quantisation.cut,
         }
     return fields
 
 
 def _pair(box: Box | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    return None if box is None else (box.start, box.shape)
+    if box is None:
+        return None
+    return (box.start, box.shape)
 
 
 def _indices(box: Box | None) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import chain, groupby
+from itertools import groupby
 from operator import itemgetter
 
 import numpy as np
@@ -20,7 +20,7 @@ from msgspec import Struct
 from megarl.base.geometry import Box
 from megarl.models.parameters import EXPERT_FIELD, LAYER
 from megarl.reshard.layout import ITEM_BYTES, Kind
-from megarl.reshard.map import Copy, ReshardMap, put_received, put_sent, received
+from megarl.reshard.map import Copy, ReshardMap, copies_received, put_received, put_sent
 from megarl.reshard.template import ZEROS, Row
 
 # The shortest contiguous run of destination memory that is worth its own message. Measured with
@@ -29,11 +29,10 @@ from megarl.reshard.template import ZEROS, Row
 SHORTEST_RUN_BYTES = 128 << 10
 # large enough for gloo and RDMA to reach their rate, small enough to stream layers
 DEFAULT_WAVE_BYTES = 64 << 20
-
 _Writes = dict[tuple[int, int], list[Copy]]  # (depth, peer) -> writes
 
 
-class Batch(Struct, frozen=True, gc=False):
+class WriteBatch(Struct, frozen=True, gc=False):
     """All writes of one wave from one rank to another, in forward order."""
 
     wave: int
@@ -49,9 +48,9 @@ class Batch(Struct, frozen=True, gc=False):
 def run_bytes(box: Box, shape: Sequence[int], item_bytes: int) -> int:
     """The bytes of each contiguous run of a box, in a contiguous tensor of `shape`."""
     elements = 1
-    for extent, whole in zip(reversed(box.shape), reversed(shape)):
+    for extent, tensor_extent in zip(reversed(box.shape), reversed(shape)):
         elements *= extent
-        if extent != whole:
+        if extent != tensor_extent:
             break
     return elements * item_bytes
 
@@ -77,7 +76,7 @@ def landings(map: ReshardMap, rank: int, rows: tuple[Row, ...] | None = None) ->
 
     `rows`: the map's `landing_rows`, if a caller asks for many ranks.
     """
-    return received(map.turns, rank, landing_rows(map) if rows is None else rows)
+    return copies_received(map.turns, rank, landing_rows(map) if rows is None else rows)
 
 
 def _lands(kind: Kind, row: Row) -> bool:
@@ -89,10 +88,12 @@ def _lands(kind: Kind, row: Row) -> bool:
     box = row.box
     shape = tensor.shape
     if tensor.experts is not None and row.transform != ZEROS:
-        apart = EXPERT_FIELD in kind.name
-        shape, box = (
-            (shape[1:], box.drop()) if apart else (shape, Box(box.start, (1, *box.shape[1:])))
-        )
+        per_expert = EXPERT_FIELD in kind.name
+        if per_expert:
+            shape = shape[1:]
+            box = box.drop()
+        else:
+            box = Box(box.start, (1, *box.shape[1:]))
     return lands(box, shape, ITEM_BYTES[tensor.dtype])
 
 
@@ -100,11 +101,9 @@ def messages(box: Box, shape: Sequence[int], item_bytes: int) -> int:
     """The number of messages of a one-sided transport for a box: one if it lands, otherwise one per
     contiguous run.
     """
-    return (
-        1
-        if lands(box, shape, item_bytes)
-        else box.numel * item_bytes // run_bytes(box, shape, item_bytes)
-    )
+    if lands(box, shape, item_bytes):
+        return 1
+    return box.numel * item_bytes // run_bytes(box, shape, item_bytes)
 
 
 def depth_bytes(map: ReshardMap) -> list[int]:
@@ -141,7 +140,7 @@ def _bytes_of_the_largest(kind: Kind) -> int:
 
 def batches_from(
     map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES
-) -> tuple[Batch, ...]:
+) -> tuple[WriteBatch, ...]:
     """The batches that source rank `rank` sends, in sending order."""
     writes: _Writes = defaultdict(list)
     put_sent(
@@ -155,12 +154,15 @@ def batches_from(
 
 def scheduled_writes(map: ReshardMap, rank: int) -> list[Copy]:
     """The writes of `batches_from`, in the same order."""
-    return [write for batch in batches_from(map, rank) for write in batch.writes]
+    result: list[Copy] = []
+    for batch in batches_from(map, rank):
+        result.extend(batch.writes)
+    return result
 
 
 def batches_to(
     map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES
-) -> tuple[Batch, ...]:
+) -> tuple[WriteBatch, ...]:
     """The batches that destination rank `rank` receives, wave by wave."""
     writes: _Writes = defaultdict(list)
     put_received(
@@ -169,7 +171,9 @@ def batches_to(
     return _batches(writes, waves(map, wave_bytes), 0, map.source.world_size)
 
 
-def _batches(writes: _Writes, wave_of: Sequence[int], first: int, peers: int) -> tuple[Batch, ...]:
+def _batches(
+    writes: _Writes, wave_of: Sequence[int], first: int, peers: int
+) -> tuple[WriteBatch, ...]:
     """The batches wave by wave.
 
     Within a wave they go around the `peers` from peer `first` on. Each batch goes depth by depth.
@@ -178,7 +182,17 @@ def _batches(writes: _Writes, wave_of: Sequence[int], first: int, peers: int) ->
         [(wave_of[depth], (peer - first) % peers, depth, peer) for depth, peer in writes]
     )
     batches = []
-    for (wave, _), parts in groupby(ordered, key=itemgetter(0, 1)):
-        own = tuple(chain.from_iterable([writes[depth, peer] for _, _, depth, peer in parts]))
-        batches.append(Batch(wave, own[0].source_rank, own[0].destination_rank, own))
+    for (wave, _), entries in groupby(ordered, key=itemgetter(0, 1)):
+        batch_writes: list[Copy] = []
+        for _, _, depth, peer in entries:
+            batch_writes += writes[depth, peer]
+        first_write = batch_writes[0]
+        batches.append(
+            WriteBatch(
+                wave=wave,
+                source_rank=first_write.source_rank,
+                destination_rank=first_write.destination_rank,
+                writes=tuple(batch_writes),
+            )
+        )
     return tuple(batches)

@@ -18,21 +18,127 @@ from megarl.models.parameters import LAYER
 from megarl.reshard.layout import ITEM_BYTES, Kind, Layout
 from megarl.reshard.template import Row
 
-# Decides the order in which replicas take the turns of a parameter, so that all replicas of a stage
-# send equally many bytes.
-#
-# The n layers of a parameter on a stage, each for R receivers, make n * R *turns*, which the C
-# replicas of the sending shard share. If C divides R, they go round robin. Otherwise parameters are
-# placed in order of decreasing turn size, each turn with the replica that has the least load so
-# far. Single turns come first, until loads are even to within one turn, then round robin. So an
-# order is a short table for any number of layers and receivers, and every rank computes the same
-# table.
-
-
 MOST_AHEAD = 64  # most single turns of one replica before the round robin
-
 # (destination kind (of the weights), source kind, source shard, Row.index)
 _Key = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Senders and receivers of a row: instance i is served as class `class_of[i]`, whose first
+    instance is `first[class_of[i]]`.
+    """
+
+    class_of: np.ndarray  # [instances]; -1 if not requested
+    first: np.ndarray  # [classes]
+    holders: np.ndarray  # [classes, replicas]: index into row.holders
+    senders: np.ndarray  # [classes, replicas]: source rank
+    receivers: np.ndarray  # [classes, replicas]: destination rank
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """The number of instances of each class, [classes]."""
+        return np.bincount(self.class_of, minlength=len(self.first))
+
+
+@dataclass(frozen=True, eq=False)
+class Turns:
+    """The turns between two layouts."""
+
+    source: Layout
+    destination: Layout
+    rows: tuple[Row, ...]
+    _classes: dict[tuple, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
+
+    def assignment(
+        self, row: Row, replica: int | None = None, stages: list[int] | None = None
+    ) -> Assignment:
+        """Senders and receivers of `row`, for all destination replicas or one, and all instances or
+        those on `stages` of its first holder.
+        """
+        target = self.destination.kinds[row.kind]
+        source_kind = row.holders[0].kind
+        orders = self._ordering.orders(row)
+        class_of, first = self._classes_of(row, orders)
+        if stages is not None:
+            is_requested = np.array(
+                [stage in stages for stage in self.source.kinds[source_kind].stages[first].tolist()]
+            )
+            class_of = np.where(is_requested, is_requested.cumsum() - 1, -1)[class_of]
+            first = first[is_requested]
+        replicas = np.arange(target.replicas) if replica is None else np.array([replica])
+        receivers = target.ranks[target.stages[first], row.shard][:, replicas]
+        turn = (self._ordinals[source_kind][first] * target.replicas)[:, None] + replicas
+        stage = self.source.kinds[source_kind].stages[first][:, None]
+        columns = orders.table[stage, orders.place(stage, turn)]
+        holder_of, ranks_of = candidates(self.source, row, first)
+        return Assignment(
+            class_of,
+            first,
+            holder_of[columns],
+            ranks_of[np.arange(len(first))[:, None], columns],
+            receivers,
+        )
+
+    def sharing_key(self, row: Row) -> tuple:
+        """A key. Rows with equal keys have the same senders for every instance and replica."""
+        target = self.destination.kinds[row.kind]
+        places = []
+        for holder in row.holders:
+            kind = self.source.kinds[holder.kind]
+            places.append((id(kind.stages), id(kind.ranks), holder.shard))
+        return (
+            self._ordering.group(row),
+            id(target.stages),
+            id(target.ranks),
+            row.shard,
+            tuple(places),
+            row.fan,
+            row.index,
+        )
+
+    def _classes_of(self, row: Row, orders: Orders) -> tuple[np.ndarray, np.ndarray]:
+        """(class of each instance, first instance of each class).
+
+        Instances of a class have the same stages and positions of turns.
+        """
+        target = self.destination.kinds[row.kind]
+        holder_kinds = tuple([holder.kind for holder in row.holders])
+        key = holder_kinds, id(target.stages), target.replicas, orders.ahead.tobytes()
+        if key not in self._classes:
+            kinds = [self.source.kinds[k] for k in holder_kinds]
+            place = orders.place(kinds[0].stages, self._ordinals[holder_kinds[0]] * target.replicas)
+            columns = []
+            for array in (place, target.stages, *[kind.stages for kind in kinds]):
+                columns.append(array.tolist())
+            number: dict[tuple, int] = {}
+            class_of = []
+            for place_and_stages in zip(*columns):
+                class_of.append(number.setdefault(place_and_stages, len(number)))
+            first = {c: i for i, c in reversed(list(enumerate(class_of)))}
+            self._classes[key] = (
+                np.array(class_of),
+                np.array([first[c] for c in range(len(number))]),
+            )
+        return self._classes[key]
+
+    @cached_property
+    def _ordinals(self) -> list[np.ndarray]:
+        """[source kind][instance] its number among the kind's instances on its stage."""
+        return [_rank_within(kind.stages) for kind in self.source.kinds]
+
+    @cached_property
+    def _ordering(self) -> Ordering:
+        return Ordering(self.source, self.destination, self.rows)
+
+
+def _rank_within(stages: np.ndarray) -> np.ndarray:
+    """For each entry, the number of earlier entries with the same value."""
+    order = np.argsort(stages, kind="stable")
+    begins = np.searchsorted(stages[order], stages[order])
+    result = np.empty(len(stages), dtype=np.int64)
+    result[order] = np.arange(len(stages)) - begins
+    return result
 
 
 @dataclass(frozen=True)
@@ -55,7 +161,16 @@ class Orders:
 
 
 class Ordering:
-    """The orders of the rows of one map."""
+    """The orders of the rows of one map: the order in which replicas take the turns of a parameter,
+    so that all replicas of a stage send equally many bytes.
+
+    The n layers of a parameter on a stage, each for R receivers, make n * R *turns*, which the C
+    replicas of the sending shard share. If C divides R, they go round robin. Otherwise parameters
+    are placed in order of decreasing turn size, each turn with the replica that has the least load
+    so far. Single turns come first, until loads are even to within one turn, then round robin. So
+    an order is a short table for any number of layers and receivers, and every rank computes the
+    same table.
+    """
 
     def __init__(self, source: Layout, destination: Layout, rows: Iterable[Row]):
         self._source = source
@@ -88,9 +203,11 @@ class Ordering:
         """The key of the row's order; None for round robin."""
         kind = self._source.kinds[row.holders[0].kind]
         shard = row.holders[0].shard
-        return None if len(row.holders) > 1 or self._is_even(kind, shard, row.kind) else _key(row)
+        if len(row.holders) > 1 or self._is_even(kind, shard, row.kind):
+            return None
+        return _key(row)
 
-    def of(self, row: Row) -> Orders:
+    def orders(self, row: Row) -> Orders:
         kind = self._source.kinds[row.holders[0].kind]
         shard = row.holders[0].shard
         count = sum(self._source.kinds[holder.kind].replicas for holder in row.holders)
@@ -123,17 +240,20 @@ class Ordering:
         )
         # [items, stages]
         turns = counts * np.array([[self._destination.kinds[key[0]].replicas] for key in keys])
-        known: dict[tuple, list[np.ndarray]] = {}  # tables, shared by stages that send the same
-        of_stages = []
-        for own, charged in zip(turns.T.tolist(), self._charged[ranks].tolist()):
-            alike = tuple(own), tuple(charged)
-            if alike not in known:
-                known[alike] = self._tables(keys, *alike)
-            of_stages.append(known[alike])
-        return {key: _padded(tables, ranks.shape[1]) for key, tables in zip(keys, zip(*of_stages))}
+        tables_of_loads: dict[tuple, list[np.ndarray]] = {}  # shared by stages that send the same
+        stage_tables = []
+        for stage_turns, stage_charges in zip(turns.T.tolist(), self._charged[ranks].tolist()):
+            loads = tuple(stage_turns), tuple(stage_charges)
+            if loads not in tables_of_loads:
+                tables_of_loads[loads] = self._tables(keys, stage_turns, stage_charges)
+            stage_tables.append(tables_of_loads[loads])
+        orders = {}
+        for key, tables in zip(keys, zip(*stage_tables)):
+            orders[key] = _padded(tables, ranks.shape[1])
+        return orders
 
     def _tables(
-        self, keys: list[_Key], turns: tuple[int, ...], charged: tuple[int, ...]
+        self, keys: list[_Key], turns: Sequence[int], charged: Sequence[int]
     ) -> list[np.ndarray]:
         loads = np.array(charged)
         c = len(charged)
@@ -142,10 +262,12 @@ class Ordering:
             first = key[3] * c // self._fans[key]
             tables.append(least_loaded_first(loads, self._sizes[key], count, first))
             cycle = tables[-1][len(tables[-1]) - c :]
-            rest = count - (len(tables[-1]) - c)
-            served = np.bincount(tables[-1][: len(tables[-1]) - c], minlength=c) + rest // c
-            served[cycle[: rest % c]] += 1
-            loads = loads + served * self._sizes[key]
+            remaining_turns = count - (len(tables[-1]) - c)
+            turns_of_replica = (
+                np.bincount(tables[-1][: len(tables[-1]) - c], minlength=c) + remaining_turns // c
+            )
+            turns_of_replica[cycle[: remaining_turns % c]] += 1
+            loads = loads + turns_of_replica * self._sizes[key]
         return tables
 
 
@@ -199,119 +321,3 @@ def _padded(tables: Sequence[np.ndarray], count: int) -> Orders:
     for stage, table in enumerate(tables):
         padded[stage, : len(table)] = table
     return Orders(padded, ahead, count)
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """Senders and receivers of a row: instance i is served as class `class_of[i]`, whose first
-    instance is `first[class_of[i]]`.
-    """
-
-    class_of: np.ndarray  # [instances]; -1 if not requested
-    first: np.ndarray  # [classes]
-    holders: np.ndarray  # [classes, replicas]: index into row.holders
-    senders: np.ndarray  # [classes, replicas]: source rank
-    receivers: np.ndarray  # [classes, replicas]: destination rank
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """The number of instances of each class, [classes]."""
-        return np.bincount(self.class_of, minlength=len(self.first))
-
-
-@dataclass(frozen=True, eq=False)
-class Turns:
-    """The turns between two layouts."""
-
-    source: Layout
-    destination: Layout
-    rows: tuple[Row, ...]
-    _classes: dict[tuple, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
-
-    def assignment(
-        self, row: Row, replica: int | None = None, stages: list[int] | None = None
-    ) -> Assignment:
-        """Senders and receivers of `row`, for all destination replicas or one, and all instances or
-        those on `stages` of its first holder.
-        """
-        target = self.destination.kinds[row.kind]
-        held = row.holders[0].kind
-        orders = self._ordering.of(row)
-        class_of, first = self._classes_of(row, orders)
-        if stages is not None:
-            asked = np.array(
-                [stage in stages for stage in self.source.kinds[held].stages[first].tolist()]
-            )
-            class_of = np.where(asked, asked.cumsum() - 1, -1)[class_of]
-            first = first[asked]
-        chosen = np.arange(target.replicas) if replica is None else np.array([replica])
-        receivers = target.ranks[target.stages[first], row.shard][:, chosen]
-        turn = (self._ordinals[held][first] * target.replicas)[:, None] + chosen
-        stage = self.source.kinds[held].stages[first][:, None]
-        picked = orders.table[stage, orders.place(stage, turn)]
-        holder_of, ranks_of = candidates(self.source, row, first)
-        return Assignment(
-            class_of,
-            first,
-            holder_of[picked],
-            ranks_of[np.arange(len(first))[:, None], picked],
-            receivers,
-        )
-
-    def alike(self, row: Row) -> tuple:
-        """A key. Rows with equal keys have the same senders for every instance and replica."""
-        target = self.destination.kinds[row.kind]
-        places = []
-        for holder in row.holders:
-            kind = self.source.kinds[holder.kind]
-            places.append((id(kind.stages), id(kind.ranks), holder.shard))
-        return (
-            self._ordering.group(row),
-            id(target.stages),
-            id(target.ranks),
-            row.shard,
-            tuple(places),
-            row.fan,
-            row.index,
-        )
-
-    def _classes_of(self, row: Row, orders: Orders) -> tuple[np.ndarray, np.ndarray]:
-        """(class of each instance, first instance of each class).
-
-        Instances of a class have the same stages and positions of turns.
-        """
-        target = self.destination.kinds[row.kind]
-        held = tuple([holder.kind for holder in row.holders])
-        key = held, id(target.stages), target.replicas, orders.ahead.tobytes()
-        if key not in self._classes:
-            kinds = [self.source.kinds[k] for k in held]
-            place = orders.place(kinds[0].stages, self._ordinals[held[0]] * target.replicas)
-            columns = [
-                array.tolist() for array in (place, target.stages, *[kind.stages for kind in kinds])
-            ]
-            number: dict[tuple, int] = {}
-            class_of = [number.setdefault(alike, len(number)) for alike in zip(*columns)]
-            first = {c: i for i, c in reversed(list(enumerate(class_of)))}
-            self._classes[key] = (
-                np.array(class_of),
-                np.array([first[c] for c in range(len(number))]),
-            )
-        return self._classes[key]
-
-    @cached_property
-    def _ordinals(self) -> list[np.ndarray]:
-        """[source kind][instance] its number among the kind's instances on its stage."""
-        return [_rank_within(kind.stages) for kind in self.source.kinds]
-
-    @cached_property
-    def _ordering(self) -> Ordering:
-        return Ordering(self.source, self.destination, self.rows)
-
-
-def _rank_within(stages: np.ndarray) -> np.ndarray:
-    """For each entry, the number of earlier entries with the same value."""
-    order = np.argsort(stages, kind="stable")
-    begins = np.searchsorted(stages[order], stages[order])
-    result = np.empty(len(stages), dtype=np.int64)
-    result[order] = np.arange(len(stages)) - begins
-    return result

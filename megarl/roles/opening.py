@@ -18,7 +18,7 @@ from megarl.roles.judge import Judge, questions
 from megarl.roles.plan import ServedRole
 from megarl.roles.reward_model import RewardModel, reading
 from megarl.roles.settings import REWARD_MODEL, TEACHER
-from megarl.teachers.engines import Teacher, Teachers, check_tokens
+from megarl.teachers.engines import ServedTeacher, ServedTeachers, check_tokens
 from megarl.teachers.plan import teacher_format
 from megarl.trainer.hf_files import header
 
@@ -57,13 +57,15 @@ def open_scorers(plan: RunPlan, fleets: dict[str, Fleet], policy: Tokenizer) -> 
     }
 
 
-def open_teachers(plan: RunPlan, fleets: dict[str, Fleet]) -> Teachers | None:
+def open_teachers(plan: RunPlan, fleets: dict[str, Fleet]) -> ServedTeachers | None:
     """The teachers on engines; None if there are none."""
     form = teacher_format(plan.config)
     found = [
-        Teacher(role, fleets[role.name], form.top_k) for role in plan.served if role.role == TEACHER
+        ServedTeacher(role, fleets[role.name], form.top_k)
+        for role in plan.served
+        if role.role == TEACHER
     ]
-    return Teachers(found, form) if found else None
+    return ServedTeachers(found, form) if found else None
 
 
 def _scorer(role: ServedRole, fleet: Fleet, policy: Tokenizer, seed: int) -> Scorer:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.algorithms.base import LossOutput, Microbatch
+from megarl.algorithms.base import LossInputs, LossOutput
 from megarl.base.rollout_types import TrainSequence
 from megarl.data.batches import batch_of, evaluated_pairs, load_pairs, pair_tokens, training_steps
 from megarl.data.rows import Pair
@@ -76,7 +76,7 @@ def to_score(token_ids: list[int], weight: float = math.nan) -> TrainSequence:
     )
 
 
-def weighted_values(values: Tensor, microbatch: Microbatch) -> LossOutput:
+def weighted_values(values: Tensor, microbatch: LossInputs) -> LossOutput:
     """The sum of the values [t], weighted by the tokens' advantages."""
     mask = microbatch.loss_mask
     return LossOutput(

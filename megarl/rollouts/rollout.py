@@ -54,7 +54,7 @@ from megarl.roles.opening import Scorer
 from megarl.roles.plan import pairwise
 from megarl.rollouts.environments import base, loading
 from megarl.rollouts.environments.loading import ToolProcesses
-from megarl.teachers.engines import Teachers
+from megarl.teachers.engines import ServedTeachers
 
 # Opens what scores a run's responses: verifiers, the user's functions, models of `roles`. Measures
 # how long rollouts wait for scores.
@@ -404,7 +404,7 @@ async def open_rollouts(
     tokenizer: Tokenizer,
     resources: AsyncExitStack,
     *,
-    teachers: Teachers | None = None,
+    teachers: ServedTeachers | None = None,
     training: bool = True,
     logs: Path | None = None,
     tell: Tell = _untold,

@@ -17,7 +17,7 @@ from megarl.rewards.score import ROLE, excerpt
 from megarl.roles.plan import ServedRole
 
 
-class Teacher:
+class ServedTeacher:
     """One teacher.
 
     A request to a lost engine goes to another engine, or waits until one is back.
@@ -35,7 +35,8 @@ class Teacher:
         self._places = asyncio.Semaphore(settings.engines * settings.max_concurrency)
 
     async def judge(self, prompt: Prompt, sample: Sample) -> TeacherScores | Failure:
-        if (length := len(prompt.token_ids) + len(sample.token_ids)) >= self._room:
+        length = len(prompt.token_ids) + len(sample.token_ids)
+        if length >= self._room:
             return self._failed("error", f"{length} tokens, for a context of {self._room}", sample)
         try:
             async with self._places:
@@ -57,13 +58,13 @@ class Teacher:
         )
 
 
-class Teachers:
+class ServedTeachers:
     """Sends each finished response once to each teacher.
 
     If a teacher fails, the sample is left out of its distillation and records the failure.
     """
 
-    def __init__(self, teachers: Sequence[Teacher], form: TeacherFormat):
+    def __init__(self, teachers: Sequence[ServedTeacher], form: TeacherFormat):
         self._teachers = teachers
         self._form = form
 
@@ -71,10 +72,13 @@ class Teachers:
         return list(await asyncio.gather(*(self._judged(prompt, sample) for sample in samples)))
 
     async def _judged(self, prompt: Prompt, sample: Sample) -> Sample:
-        told = await asyncio.gather(*(teacher.judge(prompt, sample) for teacher in self._teachers))
-        failures = [one for one in told if isinstance(one, Failure)]
+        answers = await asyncio.gather(
+            *(teacher.judge(prompt, sample) for teacher in self._teachers)
+        )
+        failures = [answer for answer in answers if isinstance(answer, Failure)]
         packed = self._form.pack(
-            [None if isinstance(one, Failure) else one for one in told], len(sample.token_ids)
+            [None if isinstance(answer, Failure) else answer for answer in answers],
+            len(sample.token_ids),
         )
         return replace(sample, teachers=packed, failures=sample.failures + failures)
 

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 
-class Taught(NamedTuple):
+class TeacherTokens(NamedTuple):
     """One teacher's numbers for t tokens."""
 
     # [t] over sampled tokens: the teacher's log-probs; otherwise the policy's divergence from it,
     # differentiable
     values: Tensor
-    known: Tensor  # [t] bool; elsewhere values are arbitrary
+    is_known: Tensor  # [t] bool; elsewhere values are arbitrary
 
 
 class Terms(NamedTuple):
@@ -46,10 +46,14 @@ class Terms(NamedTuple):
 class Distillation:
     coef: float
     sampled: bool  # over sampled tokens only
-    teachers: Mapping[str, float]  # teacher -> weight, in the order of Microbatch.teachers
+    teachers: Mapping[str, float]  # teacher -> weight, in the order of LossInputs.teachers
 
     def __call__(
-        self, log_pi: Tensor, correction: Tensor, possible: Tensor, taught: Sequence[Taught]
+        self,
+        log_pi: Tensor,
+        correction: Tensor,
+        possible: Tensor,
+        teacher_tokens: Sequence[TeacherTokens],
     ) -> Terms:
         """log_pi: [t], a constant; correction: [t], the weight of each token in means over the
         policy's tokens; possible: [t] bool, where log_pi is known and finite. Sums, for each
@@ -58,27 +62,30 @@ class Distillation:
         advantages: Tensor | float = 0.0
         loss: Tensor | float = 0.0
         sums = {}
-        for (name, weight), (values, known) in zip(self.teachers.items(), taught, strict=True):
-            counted = known & possible if self.sampled else known
-            told = torch.where(counted, log_pi - values if self.sampled else values, 0.0)
+        for (name, weight), (values, is_known) in zip(
+            self.teachers.items(), teacher_tokens, strict=True
+        ):
+            is_counted = is_known & possible if self.sampled else is_known
+            divergence = torch.where(is_counted, log_pi - values if self.sampled else values, 0.0)
             if self.sampled:
-                advantages = advantages - self.coef * weight * told
+                advantages = advantages - self.coef * weight * divergence
             else:
-                loss = loss + self.coef * weight * told
+                loss = loss + self.coef * weight * divergence
             sums |= {
-                _sum(name): (correction * told if self.sampled else told).detach().sum(),
-                _tokens(name): counted.sum(),
+                _sum(name): (correction * divergence if self.sampled else divergence)
+                .detach()
+                .sum(),
+                _tokens(name): is_counted.sum(),
             }
         return Terms(advantages, loss, sums)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """For each teacher, means over the tokens that it has judged; NaN if there are none."""
-        means = {
-            name: sums.get(_sum(name), 0.0) / (sums.get(_tokens(name)) or float("nan"))
-            for name in self.teachers
-        }
-        whole = sum(weight * means[name] for name, weight in self.teachers.items())
-        return {"distill/kl": whole, **{f"distill/{name}/kl": mean for name, mean in means.items()}}
+        means = {}
+        for name in self.teachers:
+            means[name] = sums.get(_sum(name), 0.0) / (sums.get(_tokens(name)) or float("nan"))
+        total = sum(weight * means[name] for name, weight in self.teachers.items())
+        return {"distill/kl": total, **{f"distill/{name}/kl": mean for name, mean in means.items()}}
 
 
 def _sum(name: str) -> str:

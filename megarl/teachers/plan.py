@@ -33,21 +33,20 @@ class FrozenRole:
 
 def teachers_of(config: RunConfig) -> dict[str, float]:
     """The weights of all teachers, in the order of the config."""
-    return {
-        name: settings.weight
-        for name, settings in roles_of(config).items()
-        if role_of(name, settings) == TEACHER
-    }
+    result: dict[str, float] = {}
+    for name, settings in roles_of(config).items():
+        if role_of(name, settings) == TEACHER:
+            result[name] = settings.weight
+    return result
 
 
 def teacher_format(config: RunConfig) -> TeacherFormat:
     """The format of the log-probs that teachers on engines add to each response."""
-    served = [
-        name
-        for name, settings in roles_of(config).items()
-        if name in teachers_of(config) and place_of(name, settings) == ENGINES
-    ]
-    return TeacherFormat(len(served), config.algorithm.distill.likeliest)
+    names = []
+    for name, settings in roles_of(config).items():
+        if name in teachers_of(config) and place_of(name, settings) == ENGINES:
+            names.append(name)
+    return TeacherFormat(len(names), config.algorithm.distill.likeliest)
 
 
 def check_distillation(config: RunConfig) -> Iterator[str]:
@@ -69,21 +68,21 @@ def check_distillation(config: RunConfig) -> Iterator[str]:
         if name not in teachers:
             continue
         place = place_of(name, settings)
-        if (needed := PLACE_OF.get(distill.over, place)) != place:
-            gives = (
-                "SGLang gives only the likeliest tokens"
-                if place == ENGINES
-                else "the whole vocabulary is known there: set over=vocabulary"
-            )
+        needed_place = PLACE_OF.get(distill.over, place)
+        if needed_place != place:
+            if place == ENGINES:
+                explanation = "SGLang gives only the likeliest tokens"
+            else:
+                explanation = "the whole vocabulary is known there: set over=vocabulary"
             yield (
-                f"algorithm.distill.over={distill.over}: needs roles.{name}.on={needed}; it is "
-                f"on {place}, and {gives}"
+                f"algorithm.distill.over={distill.over}: needs roles.{name}.on={needed_place}; it "
+                f"is on {place}, and {explanation}"
             )
         if place == ENGINES and config.rollout.temperature != 1:
-            what = "SGLang gives log-probs of its input at temperature 1 only"
+            reason = "SGLang gives log-probs of its input at temperature 1 only"
             yield (
                 f"rollout.temperature={config.rollout.temperature}: must be 1 with roles.{name} "
-                f"on engines: {what}"
+                f"on engines: {reason}"
             )
     if config.rollout.truncated:
         yield (
@@ -110,7 +109,7 @@ def find_frozen(
     A checkpoint that a command will make counts as present until the run starts. For commands
     before a run, any other missing checkpoint is left out. Raises ConfigError with all problems.
     """
-    found = []
+    frozen = []
     problems = []
     for name, settings in roles_of(config).items() if command not in (*BEFORE, "eval") else ():
         role = role_of(name, settings)
@@ -127,36 +126,34 @@ def find_frozen(
                 ]
             continue
         try:
-            spec = (
-                to_be(config, maker, settings)
-                if missing and maker
-                else load_spec(settings.path, key, config.model.family)
-            )
-            own = (
-                ["is a reward model or critic, which gives no probabilities"]
-                if spec.head != LM
-                else []
-            )
-            own += misfits(config, spec, policy)
+            if missing and maker:
+                spec = to_be(config, maker, settings)
+            else:
+                spec = load_spec(settings.path, key, config.model.family)
+            if spec.head != LM:
+                problems_of_role = ["is a reward model or critic, which gives no probabilities"]
+            else:
+                problems_of_role = []
+            problems_of_role += misfits(config, spec, policy)
             if (
                 spec.vocab_size != policy.vocab_size
                 and role == TEACHER
                 and config.algorithm.distill.over != SAMPLED
             ):
-                own.append(
-                    _other_size(
+                problems_of_role.append(
+                    _size_problem(
                         spec,
                         f"must be the policy's, {policy.vocab_size}, for "
                         "algorithm.distill.over=vocabulary",
                     )
                 )
-            problems += [f"{key}={settings.path}: {problem}" for problem in own]
-            found.append(FrozenRole(name, role, settings.path, spec))
+            problems += [f"{key}={settings.path}: {problem}" for problem in problems_of_role]
+            frozen.append(FrozenRole(name, role, settings.path, spec))
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return tuple(found)
+    return tuple(frozen)
 
 
 def check_served_teachers(
@@ -167,11 +164,13 @@ def check_served_teachers(
     """
     problems = []
     likeliest = config.algorithm.distill.likeliest
-    for role in (each for each in served if each.role == TEACHER):
-        if (size := role.spec.vocab_size) < policy.vocab_size:
-            told = f"must be at least the policy's, {policy.vocab_size}"
+    for role in (served_role for served_role in served if served_role.role == TEACHER):
+        size = role.spec.vocab_size
+        if size < policy.vocab_size:
+            requirement = f"must be at least the policy's, {policy.vocab_size}"
             problems.append(
-                f"roles.{role.name}.path={role.settings.path}: {_other_size(role.spec, told)}"
+                f"roles.{role.name}.path={role.settings.path}: "
+                f"{_size_problem(role.spec, requirement)}"
             )
         elif likeliest > size:  # such a request would end the engine
             problems.append(
@@ -182,5 +181,5 @@ def check_served_teachers(
         raise ConfigError(problems)
 
 
-def _other_size(spec: ModelSpec, must: str) -> str:
-    return f"the size of its vocabulary, {spec.vocab_size}, {must}"
+def _size_problem(spec: ModelSpec, requirement: str) -> str:
+    return f"the size of its vocabulary, {spec.vocab_size}, {requirement}"

@@ -13,72 +13,172 @@ import torch
 from megarl.base.rollout_types import Elsewhere, TrainSequence
 from megarl.config.schema import SAMPLED, VOCABULARY, RunConfig
 from megarl.kernels import linear_kl
-from megarl.kernels.chunked_kl import Likeliest, Teacher, Whole
+from megarl.kernels.chunked_kl import LikeliestTokens, Teacher, WholeDistribution
 from megarl.plan.resolve import RunPlan
-from megarl.teachers.loss import Taught
+from megarl.teachers.loss import TeacherTokens
 from megarl.teachers.plan import FrozenRole, teacher_format, teachers_of
-from megarl.trainer.distributed import sent
+from megarl.trainer.distributed import to_device
 from megarl.trainer.logprobs import Rows, main_grad, spread
 from megarl.trainer.microbatch import MicroBatch, lay
 from megarl.trainer.model import MegatronModel, output_weight
 from megarl.trainer.parallel import tensor_group
-
-# The numbers of one teacher for a step. Each of these classes turns a microbatch into what the loss
-# needs of one teacher.
-#
-# A teacher on engines has sent numbers for each token. A teacher on the trainer's ranks is a frozen
-# model there. Both distributions, the policy's and the teacher's, have the temperature
-# rollout.temperature, as the reference does. SGLang gives log-probs of a prompt only at temperature
-# 1, so with a teacher on engines the temperature must be 1 (teachers/plan.py).
-
 
 Divergence = Callable[[Callable[[np.ndarray], Teacher]], torch.Tensor]
 """Computes [t] float32, the policy's divergence from a teacher.
 
 Its argument makes what is known of the teacher at positions [N].
 """
+# place of a sample in the batch -> its sequence
+Sequences = Mapping[int, TrainSequence | Elsewhere]
+ByPlaces = Callable[
+    [Callable[[list[TrainSequence | Elsewhere]], list[np.ndarray]]], Mapping[int, np.ndarray]
+]
 
 
 @dataclass(frozen=True)
-class OfTokens:
-    """Log-probs of the tokens themselves."""
+class Teachers:
+    """All teachers of a run, in the order of the config. `models`: the teachers on the trainer's
+    ranks.
+    """
+
+    config: RunConfig
+    models: Mapping[str, MegatronModel] = field(default_factory=dict)
+
+    def of_batch(self, sequences: Sequences, by_places: ByPlaces) -> BatchScores:
+        """Scores the batch with the models.
+
+        A model whose whole distributions are needed computes each mini-batch just before its step
+        instead, since whole distributions are too large to keep.
+        """
+        names = list(teachers_of(self.config))
+        over = self.config.algorithm.distill.over
+        form = teacher_format(self.config)
+        if over == SAMPLED:
+            model_scores = {name: by_places(self._scores(name)) for name in self.models}
+        else:
+            model_scores = {}
+        empty = np.empty(0, np.float32)
+        served_names = [name for name in names if name not in self.models]
+        engine_scores: dict[str, tuple[dict[int, np.ndarray], dict[int, np.ndarray]]] = {}
+        for name in served_names:
+            engine_scores[name] = ({}, {})
+        for place, sequence in sequences.items() if served_names else ():
+            if isinstance(sequence, Elsewhere):
+                for ids, logprobs in engine_scores.values():
+                    ids[place] = logprobs[place] = empty
+                continue
+            length = len(sequence.teachers) // form.token_bytes
+            for name, scores in zip(
+                served_names, form.unpack(sequence.teachers, length), strict=True
+            ):
+                prompt_length = len(sequence) - length
+                ids, logprobs = engine_scores[name]
+                ids[place] = np.concatenate(
+                    [np.zeros((prompt_length, scores.ids.shape[1]), np.int32), scores.ids]
+                )
+                known_logprobs = np.concatenate(
+                    [
+                        np.full((prompt_length, scores.logprobs.shape[1]), np.nan, np.float32),
+                        scores.logprobs,
+                    ]
+                )
+                logprobs[place] = known_logprobs[:, 0] if over == SAMPLED else known_logprobs
+        return BatchScores(self, names, model_scores, engine_scores)
+
+    def _scores(self, name: str) -> Callable[[list[TrainSequence | Elsewhere]], list[np.ndarray]]:
+        return lambda sequences: self.models[name].token_logprobs(
+            sequences, self.config.rollout.temperature
+        )
+
+
+@dataclass(frozen=True)
+class BatchScores:
+    """The teachers' numbers for a batch, keyed by the places of its samples."""
+
+    teachers: Teachers
+    names: Sequence[str]
+    model_scores: Mapping[
+        str, Mapping[int, np.ndarray]
+    ]  # log-probs from models on the trainer's ranks
+    # ids and log-probs
+    engine_scores: Mapping[str, tuple[Mapping[int, np.ndarray], Mapping[int, np.ndarray]]]
+
+    def of_step(
+        self, places: Sequence[int], sequences: Sequence[TrainSequence | Elsewhere]
+    ) -> list[TeacherOfStep]:
+        """The teachers' numbers for an optimizer step on the samples at `places`, whose sequences
+        are `sequences`.
+        """
+
+        teachers: list[TeacherOfStep] = []
+        over = self.teachers.config.algorithm.distill.over
+        for name in self.names:
+            if over == VOCABULARY:
+                model = self.teachers.models[name]
+                teachers.append(ModelScores(model, model.scored_hidden(sequences)))
+                continue
+            ids, logprobs = self.engine_scores.get(name) or ({}, self.model_scores[name])
+            logprobs_of_places = [logprobs[place] for place in places]
+            teachers.append(
+                SampledTokenScores(logprobs_of_places)
+                if over == SAMPLED
+                else LikeliestTokenScores([ids[place] for place in places], logprobs_of_places)
+            )
+        return teachers
+
+
+@dataclass(frozen=True)
+class SampledTokenScores:
+    """Log-probs of the tokens themselves.
+
+    This and the two following classes turn a microbatch into what the loss needs of one teacher. A
+    teacher on engines has sent numbers for each token. A teacher on the trainer's ranks is a frozen
+    model there. Both distributions, the policy's and the teacher's, have the temperature
+    rollout.temperature, as the reference does. SGLang gives log-probs of a prompt only at
+    temperature 1, so with a teacher on engines the temperature must be 1 (teachers/plan.py).
+    """
 
     logprobs: Sequence[np.ndarray]  # [L] of each sequence; NaN where the teacher gave none
 
-    def __call__(self, microbatch: MicroBatch, divergence: Divergence) -> Taught:
-        row = sent(
+    def __call__(self, microbatch: MicroBatch, divergence: Divergence) -> TeacherTokens:
+        row = to_device(
             torch.from_numpy(lay(microbatch.plan, lambda i: self.logprobs[i], np.float32)),
             microbatch.targets.device,
         )
-        return Taught(torch.where(row.isnan(), 0.0, row), microbatch.loss_mask & ~row.isnan())
+        return TeacherTokens(
+            torch.where(row.isnan(), 0.0, row), microbatch.loss_mask & ~row.isnan()
+        )
 
 
 @dataclass(frozen=True)
-class OfLikeliest:
+class LikeliestTokenScores:
     """The likeliest tokens at each place."""
 
     ids: Sequence[np.ndarray]  # [L, k] of each sequence
     logprobs: Sequence[np.ndarray]  # [L, k]; NaN where the teacher gave none
 
-    def __call__(self, microbatch: MicroBatch, divergence: Divergence) -> Taught:
+    def __call__(self, microbatch: MicroBatch, divergence: Divergence) -> TeacherTokens:
         plan = microbatch.plan
         device = microbatch.targets.device
         shape = next((row.shape[1:] for row in self.ids if row.ndim == 2), (1,))
         ids = lay(plan, lambda i: self.ids[i], np.int64, shape)
         logprobs = lay(plan, lambda i: self.logprobs[i], np.float32, shape)
-        known = np.isfinite(logprobs[:, 0])  # a place has all k or none
+        is_known = np.isfinite(logprobs[:, 0])  # a place has all k or none
 
-        def at(positions: np.ndarray) -> Teacher:
-            some = np.where(known[positions][:, None], ids[positions], np.arange(shape[0]))
-            return Likeliest(
-                sent(torch.from_numpy(some), device),
-                sent(torch.from_numpy(np.nan_to_num(logprobs[positions])), device),
+        def likeliest_at(positions: np.ndarray) -> Teacher:
+            known_ids = np.where(is_known[positions][:, None], ids[positions], np.arange(shape[0]))
+            return LikeliestTokens(
+                to_device(torch.from_numpy(known_ids), device),
+                to_device(torch.from_numpy(np.nan_to_num(logprobs[positions])), device),
             )
 
-        return Taught(divergence(at), microbatch.loss_mask & sent(torch.from_numpy(known), device))
+        return TeacherTokens(
+            divergence(likeliest_at),
+            microbatch.loss_mask & to_device(torch.from_numpy(is_known), device),
+        )
 
 
-class OfModel:
+class ModelScores:
     """The whole vocabulary at each place, from a frozen model.
 
     It computes the step's microbatches before the policy does.
@@ -88,18 +188,16 @@ class OfModel:
         self._model = model
         self._hidden = hidden
 
-    def __call__(self, microbatch: MicroBatch, divergence: Divergence) -> Taught:
-        hidden, weight = (
-            self._hidden[microbatch.plan.indices],
-            output_weight(self._model.chunks[-1]).detach(),
-        )
-        return Taught(
-            divergence(lambda positions: Whole(hidden.to(weight.device), weight)),
+    def __call__(self, microbatch: MicroBatch, divergence: Divergence) -> TeacherTokens:
+        hidden = self._hidden[microbatch.plan.indices]
+        weight = output_weight(self._model.chunks[-1]).detach()
+        return TeacherTokens(
+            divergence(lambda positions: WholeDistribution(hidden.to(weight.device), weight)),
             microbatch.loss_mask,
         )
 
 
-TeacherOfStep = OfTokens | OfLikeliest | OfModel
+TeacherOfStep = SampledTokenScores | LikeliestTokenScores | ModelScores
 
 
 def token_divergence(
@@ -115,11 +213,11 @@ def token_divergence(
     """[t] float32: the divergence at each position, 0 where not `microbatch.scored`; with gradients
     like those of token_logprobs.
     """
-    of_rows = make(rows.positions)
+    teacher = make(rows.positions)
     values = linear_kl(
         rows.rows,
         weight,
-        of_rows,
+        teacher,
         tensor_group(),
         vocab_size,
         temperature,
@@ -127,16 +225,6 @@ def token_divergence(
         main_grad(weight),
     )
     return spread(values, rows, microbatch)
-
-
-# The frozen models on the trainer's ranks, and the numbers of all teachers for a batch.
-
-
-# place of a sample in the batch -> its sequence
-Sequences = Mapping[int, TrainSequence | Elsewhere]
-ByPlaces = Callable[
-    [Callable[[list[TrainSequence | Elsewhere]], list[np.ndarray]]], Mapping[int, np.ndarray]
-]
 
 
 def load_frozen(plan: RunPlan, role: FrozenRole, policy: MegatronModel) -> MegatronModel:
@@ -159,84 +247,3 @@ def load_frozen(plan: RunPlan, role: FrozenRole, policy: MegatronModel) -> Megat
     model.squares = policy.squares
     model.load_hf(role.path)
     return model
-
-
-@dataclass(frozen=True)
-class Teachers:
-    """All teachers of a run, in the order of the config. `models`: the teachers on the trainer's
-    ranks.
-    """
-
-    config: RunConfig
-    models: Mapping[str, MegatronModel] = field(default_factory=dict)
-
-    def of_batch(self, sequences: Sequences, by_places: ByPlaces) -> OfBatch:
-        """Scores the batch with the models.
-
-        A model whose whole distributions are needed computes each mini-batch just before its step
-        instead, since whole distributions are too large to keep.
-        """
-        names = list(teachers_of(self.config))
-        over = self.config.algorithm.distill.over
-        form = teacher_format(self.config)
-        own = (
-            {name: by_places(self._scores(name)) for name in self.models} if over == SAMPLED else {}
-        )
-        empty = np.empty(0, np.float32)
-        served = [name for name in names if name not in self.models]
-        of_engines: dict[str, tuple[dict[int, np.ndarray], dict[int, np.ndarray]]] = {
-            name: ({}, {}) for name in served
-        }
-        for place, sequence in sequences.items() if served else ():
-            if isinstance(sequence, Elsewhere):
-                for ids, logprobs in of_engines.values():
-                    ids[place] = logprobs[place] = empty
-                continue
-            length = len(sequence.teachers) // form.token_bytes
-            for name, told in zip(served, form.unpack(sequence.teachers, length), strict=True):
-                before, (ids, logprobs) = len(sequence) - length, of_engines[name]
-                ids[place] = np.concatenate(
-                    [np.zeros((before, told.ids.shape[1]), np.int32), told.ids]
-                )
-                known = np.concatenate(
-                    [np.full((before, told.logprobs.shape[1]), np.nan, np.float32), told.logprobs]
-                )
-                logprobs[place] = known[:, 0] if over == SAMPLED else known
-        return OfBatch(self, names, own, of_engines)
-
-    def _scores(self, name: str) -> Callable[[list[TrainSequence | Elsewhere]], list[np.ndarray]]:
-        return lambda some: self.models[name].token_logprobs(some, self.config.rollout.temperature)
-
-
-@dataclass(frozen=True)
-class OfBatch:
-    """The teachers' numbers for a batch, keyed by the places of its samples."""
-
-    teachers: Teachers
-    names: Sequence[str]
-    own: Mapping[str, Mapping[int, np.ndarray]]  # log-probs from models on the trainer's ranks
-    # ids and log-probs
-    of_engines: Mapping[str, tuple[Mapping[int, np.ndarray], Mapping[int, np.ndarray]]]
-
-    def of_step(
-        self, places: Sequence[int], chosen: Sequence[TrainSequence | Elsewhere]
-    ) -> list[TeacherOfStep]:
-        """The teachers' numbers for an optimizer step on the samples at `places`, whose sequences
-        are `chosen`.
-        """
-
-        found: list[TeacherOfStep] = []
-        over = self.teachers.config.algorithm.distill.over
-        for name in self.names:
-            if over == VOCABULARY:
-                model = self.teachers.models[name]
-                found.append(OfModel(model, model.scored_hidden(chosen)))
-                continue
-            ids, logprobs = self.of_engines.get(name) or ({}, self.own[name])
-            told = [logprobs[place] for place in places]
-            found.append(
-                OfTokens(told)
-                if over == SAMPLED
-                else OfLikeliest([ids[place] for place in places], told)
-            )
-        return found

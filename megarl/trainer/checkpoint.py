@@ -1,6 +1,10 @@
 """Saves and loads checkpoints in pieces of the trainer's layout.
 
-A checkpoint saved under one topology loads under any other.
+A checkpoint saved under one topology loads under any other. A tensor of a checkpoint is named
+KIND/LOGICAL TENSOR: `master/model.norm.weight`, float32. LIVE is the model's own copy, with which
+training and generation compute: the master weight rounded to the model's dtype. It is hashed but
+not saved. A frozen model has only this copy, so a checkpoint of adapters has only the hashes of
+their model.
 
 A checkpoint is a folder. For every logical tensor of the model it has the fp32 master weights and
 both of Adam's moments, cut into the boxes of the ranks. Each rank writes its own boxes
@@ -18,6 +22,7 @@ depend on how it is cut.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -51,22 +56,21 @@ from megarl.plan.checkpoints import (
     unusable,
 )
 from megarl.reshard.layout import Layout, LocalTensor, Piece, flat_boxes, hf_layout
-from megarl.trainer.hf_io import Writing, together
+from megarl.trainer.hf_io import Writing, on_all_ranks
 from megarl.trainer.model import parameters_by_name
 from megarl.trainer.optimizer import optimizer_shards, set_steps_made, steps_made
 from megarl.trainer.step import MegatronTrainer
-
-# Writes and reads the tensors of a checkpoint: each rank writes a file with its own boxes, and
-# reads the boxes it needs from all files.
-#
-# Nothing is gathered. Each box is written separately, then read back and hashed before it counts as
-# written. A box that is loaded is hashed before it is used.
-
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
 # a rank's file, and the places of tensors in it
 Written = tuple[StoredFile, dict[str, StoredTensor]]
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MASTER = "master"
+EXP_AVG = "exp_avg"
+EXP_AVG_SQ = "exp_avg_sq"
+LIVE = "live"
+SAVED = (MASTER, EXP_AVG, EXP_AVG_SQ)
+RUN = 1 << 26  # elements of a parameter that are written or read at a time: 256 MiB of host memory
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ class HeldBox:
         return hash_slice(self.values, self.box, self.shape)
 
 
-def write_boxes(path: Path, file: int, held: Iterable[HeldBox]) -> Written:
+def write_boxes(path: Path, file: int, boxes: Iterable[HeldBox]) -> Written:
     """Writes the boxes to `path`, file number `file` of the index.
 
     Returns (the file's entry, the tensors in it).
@@ -98,7 +102,7 @@ def write_boxes(path: Path, file: int, held: Iterable[HeldBox]) -> Written:
     stored: dict[str, StoredTensor] = {}
     with open(path, "w+b") as out:
         for part in counted(
-            [*held],
+            [*boxes],
             "writing the checkpoint",
             lambda part: part.values.nbytes,
             line="saving",
@@ -130,49 +134,51 @@ def write_boxes(path: Path, file: int, held: Iterable[HeldBox]) -> Written:
 
 def merged(parts: Iterable[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
     """Merges the tensors that all ranks have written."""
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for part in parts:
         for name, tensor in part.items():
-            found.setdefault(name, StoredTensor(tensor.dtype, tensor.shape, [])).boxes.extend(
+            tensors.setdefault(name, StoredTensor(tensor.dtype, tensor.shape, [])).boxes.extend(
                 tensor.boxes
             )
-    return found
+    return tensors
 
 
-def read_boxes(folder: Path, index: Index, wanted: Iterable[HeldBox]) -> None:
-    """Fills the values of the `wanted` boxes.
+def read_boxes(folder: Path, index: Index, boxes: Iterable[HeldBox]) -> None:
+    """Fills the values of the `boxes` boxes.
 
     Raises CheckpointError if the checkpoint lacks any of their elements, or is damaged.
     """
     by_name: dict[str, list[HeldBox]] = defaultdict(list)
-    for part in wanted:
+    for part in boxes:
         by_name[part.name].append(part)
     for name, parts in counted(
         [*by_name.items()],
         "reading the checkpoint",
-        lambda of: sum(part.values.nbytes for part in of[1]),
+        lambda entry: sum(part.values.nbytes for part in entry[1]),
         show=mib,
     ):
         tensor = index.tensors.get(name)
         if tensor is None or tensor.shape != parts[0].shape:
-            there = "no such tensor" if tensor is None else f"it with shape {tensor.shape}"
+            mismatch = "no such tensor" if tensor is None else f"it with shape {tensor.shape}"
             raise unusable(
                 folder,
-                f"{name} of shape {parts[0].shape} is wanted, but it has {there}: it belongs to "
+                f"{name} of shape {parts[0].shape} is wanted, but it has {mismatch}: it belongs to "
                 "another model",
             )
         missing = sum(part.box.numel for part in parts)
         for stored in tensor.boxes:
             box = Box(stored.start, stored.shape)
             common = [
-                (part, both) for part in parts if (both := part.box.intersect(box)) is not None
+                (part, common_box)
+                for part in parts
+                if (common_box := part.box.intersect(box)) is not None
             ]
             if not common:
                 continue
             values = read_box(folder, index, name, stored)
-            for part, both in common:
-                part.values[_inside(both, part.box)].copy_(values[_inside(both, box)])
-                missing -= both.numel
+            for part, common_box in common:
+                part.values[_inside(common_box, part.box)].copy_(values[_inside(common_box, box)])
+                missing -= common_box.numel
         if missing:
             raise unusable(folder, f"{missing} elements of {name} are missing")
 
@@ -211,25 +217,8 @@ def _inside(box: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(s - o, s - o + n) for s, o, n in zip(box.start, outer.start, box.shape))
 
 
-# The state that checkpoints keep, as trainer ranks have it: boxes of logical tensors, without
-# padding.
-#
-# A tensor of a checkpoint is named KIND/LOGICAL TENSOR: `master/model.norm.weight`, float32. LIVE
-# is the model's own copy, with which training and generation compute: the master weight rounded to
-# the model's dtype. It is hashed but not saved. A frozen model has only this copy, so a checkpoint
-# of adapters has only the hashes of their model.
-
-
-MASTER = "master"
-EXP_AVG = "exp_avg"
-EXP_AVG_SQ = "exp_avg_sq"
-LIVE = "live"
-SAVED = (MASTER, EXP_AVG, EXP_AVG_SQ)
-RUN = 1 << 26  # elements of a parameter that are written or read at a time: 256 MiB of host memory
-
-
 @dataclass(frozen=True)
-class Run:
+class ElementRun:
     """The elements from `first` to `end` of a flattened local tensor."""
 
     first: int
@@ -241,14 +230,14 @@ class Run:
         return self.first + self.values[LIVE].numel()
 
 
-def runs(trainer: MegatronTrainer) -> dict[str, Run]:
+def runs(trainer: MegatronTrainer) -> dict[str, ElementRun]:
     """Name in the layout -> run of this rank.
 
     Tensors for which its optimizers have nothing are left out.
     """
     parameters = parameters_by_name(trainer.chunks)
     names = {parameter: name for name, parameter in parameters.items()}
-    found = {}
+    runs_by_name = {}
     for shard in optimizer_shards(trainer.optimizer):
         values = {
             MASTER: shard.master,
@@ -256,16 +245,16 @@ def runs(trainer: MegatronTrainer) -> dict[str, Run]:
             EXP_AVG_SQ: shard.exp_avg_sq,
             LIVE: shard.live,
         }
-        found[names[shard.parameter]] = Run(
+        runs_by_name[names[shard.parameter]] = ElementRun(
             shard.first, values, is_share=trainer.topology.zero == 1
         )
     for name, parameter in parameters.items():
         if not parameter.requires_grad:  # a router's bias, or a frozen weight
             flat = parameter.detach().view(-1)
-            found[name] = Run(
+            runs_by_name[name] = ElementRun(
                 0, {LIVE: flat} if trainer.frozen else {MASTER: flat, LIVE: flat}, is_share=False
             )
-    return found
+    return runs_by_name
 
 
 def shared_boxes(trainer: MegatronTrainer, kinds: Iterable[str]) -> Iterator[HeldBox]:
@@ -274,24 +263,27 @@ def shared_boxes(trainer: MegatronTrainer, kinds: Iterable[str]) -> Iterator[Hel
     Over all ranks, every element is saved once; replicas with the same elements share them equally.
     """
     shapes = logical_shapes(trainer)
-    held = runs(trainer)
+    rank_runs = runs(trainer)
     for layout in layouts(trainer):
         for tensor, piece, replica, replicas in layout.shared_pieces(dist.get_rank()):
-            if run := held.get(tensor.name):
-                part = (
-                    (run.first, run.end)
-                    if run.is_share
-                    else (run.end * replica // replicas, run.end * (replica + 1) // replicas)
-                )
-                yield from _boxes(run, *part, tensor, piece, shapes[piece.logical_name], kinds)
+            run = rank_runs.get(tensor.name)
+            if run:
+                first = run.first
+                end = run.end
+                if not run.is_share:
+                    first = run.end * replica // replicas
+                    end = run.end * (replica + 1) // replicas
+                shape = shapes[piece.logical_name]
+                yield from _boxes(run, first, end, tensor, piece, shape, kinds)
 
 
 def held_boxes(trainer: MegatronTrainer) -> Iterator[HeldBox]:
     """All boxes in this rank's optimizers."""
     shapes = logical_shapes(trainer)
-    held = runs(trainer)
+    rank_runs = runs(trainer)
     for tensor in trainer.saved_layout.tensors(dist.get_rank()):
-        if run := held.get(tensor.name):
+        run = rank_runs.get(tensor.name)
+        if run:
             for piece in tensor.pieces:
                 yield from _boxes(
                     run, run.first, run.end, tensor, piece, shapes[piece.logical_name], SAVED
@@ -302,9 +294,8 @@ def live_boxes(trainer: MegatronTrainer) -> Iterator[HeldBox]:
     """All weights of the model on this rank, by whole pieces, as the weights channel reads them."""
     shapes = logical_shapes(trainer)
     parameters = trainer.local_parameters()
-    for tensor in (
-        tensor for layout in layouts(trainer) for tensor in layout.tensors(dist.get_rank())
-    ):
+    tensors = [layout.tensors(dist.get_rank()) for layout in layouts(trainer)]
+    for tensor in itertools.chain.from_iterable(tensors):
         for piece in tensor.pieces:
             values = parameters[tensor.name][piece.local.slices()]
             yield HeldBox(
@@ -316,7 +307,9 @@ def layouts(trainer: MegatronTrainer) -> tuple[Layout, ...]:
     """The layouts of all tensors of the trainer: the model, and if it is frozen, what is trained
     beside it.
     """
-    return (trainer.layout, trainer.saved_layout) if trainer.frozen else (trainer.layout,)
+    if trainer.frozen:
+        return (trainer.layout, trainer.saved_layout)
+    return (trainer.layout,)
 
 
 def logical_shapes(trainer: MegatronTrainer) -> dict[str, tuple[int, ...]]:
@@ -325,15 +318,18 @@ def logical_shapes(trainer: MegatronTrainer) -> dict[str, tuple[int, ...]]:
     )
 
 
-def totals(trainer: MegatronTrainer, held: Iterable[HeldBox]) -> dict[str, tuple[int, int]]:
+def totals(trainer: MegatronTrainer, boxes: Iterable[HeldBox]) -> dict[str, tuple[int, int]]:
     """Tensor -> (elements, hash), summed over all ranks.
 
     Elements that k ranks have count k times. Collective.
     """
-    names = [f"{kind}/{name}" for kind in (*SAVED, LIVE) for name in logical_shapes(trainer)]
+    names = []
+    for kind in (*SAVED, LIVE):
+        for name in logical_shapes(trainer):
+            names.append(f"{kind}/{name}")
     sums = {name: [0, 0, 0] for name in names}
     hashes = Hashes()
-    for part in held:
+    for part in boxes:
         sums[part.name][0] += part.box.numel
         hashes.add(part.name, part.values, part.box, part.shape)
     for name, share in hashes.totals().items():
@@ -341,15 +337,15 @@ def totals(trainer: MegatronTrainer, held: Iterable[HeldBox]) -> dict[str, tuple
         sums[name][1:] = share & 0xFFFFFFFF, share >> 32
     total = torch.tensor(list(sums.values()), dtype=torch.int64, device=trainer.device)
     dist.all_reduce(total)
-    return {
-        name: (row[0], (row[1] + (row[2] << 32)) % 2**64)
-        for name, row in zip(names, total.tolist())
-        if row[0]
-    }
+    result: dict[str, tuple[int, int]] = {}
+    for name, row in zip(names, total.tolist()):
+        if row[0]:
+            result[name] = (row[0], (row[1] + (row[2] << 32)) % 2**64)
+    return result
 
 
 def _boxes(
-    run: Run,
+    run: ElementRun,
     first: int,
     end: int,
     tensor: LocalTensor,
@@ -362,12 +358,14 @@ def _boxes(
     """
     for begin in range(first, end, RUN):
         for box in flat_boxes(tensor.shape, begin, min(begin + RUN, end)):
-            if (common := piece.local.intersect(box)) is None:
+            common = piece.local.intersect(box)
+            if common is None:
                 continue
             offset = _position(box, tensor.shape) - run.first
             inside = common.move(box, whole_box(box.shape)).slices()
             for kind in kinds:
-                if (values := run.values.get(kind)) is not None:
+                values = run.values.get(kind)
+                if values is not None:
                     of_box = values[offset : offset + box.numel].view(box.shape)
                     yield HeldBox(
                         f"{kind}/{piece.logical_name}",
@@ -401,11 +399,14 @@ def random_boxes() -> Iterator[HeldBox]:
 
 def set_random(states: dict[str, torch.Tensor]) -> None:
     """Restores the generators from `states`: name -> values that `random_boxes` has yielded."""
-    found = {name.removeprefix(random_prefix()): state for name, state in states.items()}
-    torch.set_rng_state(found.pop("torch"))
-    if (cuda := found.pop("cuda", None)) is not None and torch.cuda.is_available():
+    generators = {name.removeprefix(random_prefix()): state for name, state in states.items()}
+    torch.set_rng_state(generators.pop("torch"))
+    cuda = generators.pop("cuda", None)
+    if cuda is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(cuda)
-    _tracker().set_states({name.removeprefix("tracker/"): state for name, state in found.items()})
+    _tracker().set_states(
+        {name.removeprefix("tracker/"): state for name, state in generators.items()}
+    )
 
 
 def _tracker() -> CudaRNGStatesTracker:
@@ -453,8 +454,8 @@ def begin(
 
     def conclude(folder: Path, written: list[Written]) -> None:
         vouched: list[str] = []
-        for part, mine in zip(parts, written, strict=True):
-            part.conclude(folder, mine, vouched)
+        for part, rank_boxes in zip(parts, written, strict=True):
+            part.conclude(folder, rank_boxes, vouched)
             vouched.append(f"{part.name}/{INDEX_FILE}")
 
     size_bytes = sum(_size_bytes(part.trainer) for part in parts)
@@ -481,7 +482,7 @@ class _Part:
         self.trainer = trainer
         self.name = name
         self._files = files
-        together(lambda: _check_between_steps(trainer))
+        on_all_ranks(lambda: _check_between_steps(trainer))
         self._totals = _totals(trainer)
         self._live = {
             name: total
@@ -498,22 +499,21 @@ class _Part:
 
     def write(self, folder: Path) -> Written:
         rank = dist.get_rank()
-        own = folder / self.name
-        own.mkdir(exist_ok=True)
-        return write_boxes(own / tensor_file(rank), rank, self._boxes)
+        part_folder = folder / self.name
+        part_folder.mkdir(exist_ok=True)
+        return write_boxes(part_folder / tensor_file(rank), rank, self._boxes)
 
-    def conclude(self, folder: Path, mine: Written, vouched: list[str]) -> None:
+    def conclude(self, folder: Path, rank_boxes: Written, vouched: list[str]) -> None:
         """Writes the index, which also lists the files `vouched` in `folder`."""
         parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(mine, parts)
-        together(lambda: None if parts is None else self._write_index(folder, parts, vouched))
+        dist.gather_object(rank_boxes, parts)
+        on_all_ranks(lambda: None if parts is None else self._write_index(folder, parts, vouched))
 
     def _write_index(self, folder: Path, parts: list[Written], vouched: list[str]) -> None:
-        own = folder / self.name
-        small = [
-            small_file(own, name, content)
-            for name, content in {STATE: self._state, **self._files}.items()
-        ]
+        part_folder = folder / self.name
+        small = []
+        for name, content in {STATE: self._state, **self._files}.items():
+            small.append(small_file(part_folder, name, content))
         small += [listed_file(folder, name) for name in vouched]
         tensors = merged(stored for _, stored in parts)
         index = Index(
@@ -523,10 +523,11 @@ class _Part:
             tensors,
             self._live,
         )
-        if problem := _difference(self.trainer, self._totals, index):
+        problem = _difference(self.trainer, self._totals, index)
+        if problem:
             raise RuntimeError(problem)
-        index.write(own)
-        sync_folder(own)
+        index.write(part_folder)
+        sync_folder(part_folder)
 
 
 def load_critic(critic: MegatronTrainer, path: str | Path) -> None:
@@ -539,7 +540,7 @@ def load_critic(critic: MegatronTrainer, path: str | Path) -> None:
         if not (Path(path) / CRITIC).is_dir():
             raise unusable(path, "it has no critic: the run that saved it trained none")
 
-    together(look, failures=(CheckpointError,), raises=CheckpointError)
+    on_all_ranks(look, failures=(CheckpointError,), raises=CheckpointError)
     load(critic, Path(path) / CRITIC)
 
 
@@ -550,7 +551,7 @@ def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:
     damaged.
     """
     folder = Path(path)
-    index, saved = together(
+    index, saved_state = on_all_ranks(
         lambda: _read(trainer, folder), failures=(OSError, CheckpointError), raises=CheckpointError
     )
     for shard in optimizer_shards(trainer.optimizer):
@@ -558,17 +559,20 @@ def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:
     if trainer.topology.zero == 1:
         for chunk in trainer.ddp:
             chunk.start_param_sync(force_sync=True)
-    if problem := _difference(trainer, _totals(trainer), index):
+    problem = _difference(trainer, _totals(trainer), index)
+    if problem:
         if trainer.frozen and problem.startswith(f"{LIVE}/"):
             now = (
                 "the run has "
-                f"{'others there now' if trainer.base == saved['base'] else trainer.base}"
+                f"{'others there now' if trainer.base == saved_state['base'] else trainer.base}"
             )
-            problem += f". Its adapters belong to the weights that were in {saved['base']}; {now}"
+            problem += (
+                f". Its adapters belong to the weights that were in {saved_state['base']}; {now}"
+            )
         raise unusable(folder, f"once loaded, it is not what was saved: {problem}")
-    set_steps_made(trainer.optimizer, saved["position"])
-    trainer.learning_rate.seek(saved["position"])
-    return saved["state"]
+    set_steps_made(trainer.optimizer, saved_state["position"])
+    trainer.learning_rate.seek(saved_state["position"])
+    return saved_state["state"]
 
 
 def _read(trainer: MegatronTrainer, folder: Path) -> tuple[Index, dict[str, Any]]:
@@ -578,7 +582,7 @@ def _read(trainer: MegatronTrainer, folder: Path) -> tuple[Index, dict[str, Any]
     """
     index = Index.read(folder)
     index.check(folder, index.files[dist.get_rank() :: dist.get_world_size()])
-    saved = json.loads(index.content(folder, STATE))
+    saved_state = json.loads(index.content(folder, STATE))
     if index.dtype != str(trainer.dtype):
         raise unusable(
             folder, f"the model was trained in {index.dtype}, and is now {trainer.dtype}"
@@ -592,14 +596,15 @@ def _read(trainer: MegatronTrainer, folder: Path) -> tuple[Index, dict[str, Any]
     read_boxes(folder, index, held_boxes(trainer))
     # Random states belong to ranks. Under another topology they fit no rank, so the generators keep
     # their initial seeds.
-    if saved["topology"] == dataclasses.asdict(trainer.topology):
-        own = {
-            name: tensor.boxes[0]
-            for name, tensor in index.tensors.items()
-            if name.startswith(random_prefix())
-        }
-        set_random({name: read_box(folder, index, name, box) for name, box in own.items()})
-    return index, saved
+    if saved_state["topology"] == dataclasses.asdict(trainer.topology):
+        random_states = {}
+        for name, tensor in index.tensors.items():
+            if name.startswith(random_prefix()):
+                random_states[name] = tensor.boxes[0]
+        set_random(
+            {name: read_box(folder, index, name, box) for name, box in random_states.items()}
+        )
+    return index, saved_state
 
 
 def _check_between_steps(trainer: MegatronTrainer) -> None:
@@ -636,19 +641,21 @@ def _totals(trainer: MegatronTrainer) -> dict[str, tuple[int, int]]:
 def _difference(
     trainer: MegatronTrainer, totals: dict[str, tuple[int, int]], index: Index
 ) -> str | None:
-    """A problem if the ranks' `totals` are not a whole multiple of the index's; None if they are."""
+    """A problem if the ranks' `totals` are not a whole multiple of the index's; None if they
+    are.
+    """
     shapes = logical_shapes(trainer)
     for name, (count, total) in totals.items():
         tensor = index.tensors.get(name)
         of_model = torch.Size(shapes[name.partition("/")[2]]).numel()
-        copies, rest = divmod(count, of_model)
-        saved = index.live.get(name) if tensor is None else tensor.hash
-        if rest or (tensor is not None and tensor.elements != of_model):
+        copies, remainder = divmod(count, of_model)
+        saved_hash = index.live.get(name) if tensor is None else tensor.hash
+        if remainder or (tensor is not None and tensor.elements != of_model):
             return f"elements of {name} are missing or duplicated"
-        if saved is None or total != copies * saved % 2**64:
+        if saved_hash is None or total != copies * saved_hash % 2**64:
             return (
-                f"{name} differs between what is held and what is stored, or among the ranks "
-                "that share it"
+                f"{name} differs between what is held and what is stored, or among the ranks that "
+                "share it"
             )
     return None
 

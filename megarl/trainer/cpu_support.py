@@ -26,20 +26,66 @@ import torch.nn.functional as F
 
 from megarl.kernels import gated_delta_rule
 
-# Which of Megatron's layer specs a trainer on this kind of machine uses. Does not import Megatron,
-# since the generator also calls it.
+_CPU = torch.device("cpu")
+# install() imports these, so that no module of Megatron escapes the proxy by a late import.
+_MODULES = [
+    "distributed",
+    "distributed.finalize_model_grads",
+    "distributed.param_and_grad_buffer",
+    "models.gpt",
+    "models.gpt.gpt_layer_specs",
+    "optimizer",
+    "optimizer.clip_grads",
+    "optimizer.cpu_offloading.hybrid_optimizer",
+    "optimizer.distrib_optimizer",
+    "optimizer.optimizer",
+    "optimizer_param_scheduler",
+    "parallel_state",
+    "pipeline_parallel.p2p_communication",
+    "pipeline_parallel.schedules",
+    "ssm.gated_delta_net",
+    "tensor_parallel.layers",
+    "tensor_parallel.mappings",
+    "tensor_parallel.random",
+    "transformer.moe.experts",
+    "transformer.moe.moe_layer",
+    "transformer.moe.moe_utils",
+    "transformer.moe.router",
+    "transformer.moe.shared_experts",
+    "transformer.moe.token_dispatcher",
+    "transformer.multi_latent_attention",
+    "transformer.transformer_block",
+    "transformer.utils",
+    "utils",
+]
+# These functions compare `tensor.type()` with 'torch.cuda.FloatTensor' and refuse anything else.
+_CHECK_TYPE_NAMES = (
+    ("optimizer.distrib_optimizer", "DistributedOptimizer", "__init__"),
+    ("optimizer.optimizer", "Float16OptimizerWithFloat16Params", "__init__"),
+)
+_FACTORIES = (
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "empty_like",
+    "zeros_like",
+    "rand",
+    "randn",
+    "as_tensor",
+)
 
 
 def layer_spec() -> str:
-    """ "te" (Transformer Engine) or "local", as trainer_layout calls them: they keep the norms under
-    different names.
+    """ "te" (Transformer Engine) or "local", as trainer_layout calls them: they keep the norms
+    under different names.
     """
     fused = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
-    return "te" if fused else "local"
-
-
-# Two collectives that gloo refuses if ranks have different numbers of rows, as with an expert's
-# tokens under etp > 1.
+    if fused:
+        return "te"
+    return "local"
 
 
 def gather_uneven(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -79,10 +125,6 @@ def reduce_scatter_uneven(original: Callable[..., torch.Tensor]) -> Callable[...
     return wrapper
 
 
-# Replacements for the functions of Flash Linear Attention, with kernels for GPUs, that Megatron's
-# gated delta nets call.
-
-
 def causal_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -111,61 +153,6 @@ def chunk_gated_delta_rule(
         q[0], k[0], v[0], g[0], beta[0], cu_seqlens.tolist()
     )
     return outputs[None], None
-
-
-_CPU = torch.device("cpu")
-
-# install() imports these, so that no module of Megatron escapes the proxy by a late import.
-_MODULES = [
-    "distributed",
-    "distributed.finalize_model_grads",
-    "distributed.param_and_grad_buffer",
-    "models.gpt",
-    "models.gpt.gpt_layer_specs",
-    "optimizer",
-    "optimizer.clip_grads",
-    "optimizer.cpu_offloading.hybrid_optimizer",
-    "optimizer.distrib_optimizer",
-    "optimizer.optimizer",
-    "optimizer_param_scheduler",
-    "parallel_state",
-    "pipeline_parallel.p2p_communication",
-    "pipeline_parallel.schedules",
-    "ssm.gated_delta_net",
-    "tensor_parallel.layers",
-    "tensor_parallel.mappings",
-    "tensor_parallel.random",
-    "transformer.moe.experts",
-    "transformer.moe.moe_layer",
-    "transformer.moe.moe_utils",
-    "transformer.moe.router",
-    "transformer.moe.shared_experts",
-    "transformer.moe.token_dispatcher",
-    "transformer.multi_latent_attention",
-    "transformer.transformer_block",
-    "transformer.utils",
-    "utils",
-]
-
-# These functions compare `tensor.type()` with 'torch.cuda.FloatTensor' and refuse anything else.
-_CHECK_TYPE_NAMES = (
-    ("optimizer.distrib_optimizer", "DistributedOptimizer", "__init__"),
-    ("optimizer.optimizer", "Float16OptimizerWithFloat16Params", "__init__"),
-)
-
-_FACTORIES = (
-    "tensor",
-    "zeros",
-    "ones",
-    "empty",
-    "full",
-    "arange",
-    "empty_like",
-    "zeros_like",
-    "rand",
-    "randn",
-    "as_tensor",
-)
 
 
 class _NullStream:
@@ -255,7 +242,9 @@ def _cuda_type_names() -> Iterator[None]:
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+        if isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
 
     torch.Tensor.type = type_  # type: ignore[method-assign]
     try:
@@ -311,11 +300,10 @@ def _host_copies(
         masters = [parameter.detach().clone().float() for parameter in group["params"]]
         copies |= zip(group["params"], masters)
         groups += [{**group, "params": masters}] if masters else []
-    rounded = {
-        parameter: master
-        for parameter, master in copies.items()
-        if parameter.dtype != torch.float32
-    }
+    rounded = {}
+    for parameter, master in copies.items():
+        if parameter.dtype != torch.float32:
+            rounded[parameter] = master
     return groups, [], copies, {master: parameter for parameter, master in copies.items()}, rounded
 
 
@@ -334,7 +322,9 @@ def _patch_experts() -> None:
         tensor: Any, as_numpy: bool = False, record_stream: bool = False
     ) -> Any:
         # the original converts only CUDA tensors
-        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+        if as_numpy and isinstance(tensor, torch.Tensor):
+            return tensor.numpy()
+        return tensor
 
     _replace_everywhere(original, maybe_move_tensor_to_cpu)
     mappings = _module("megatron.core.tensor_parallel.mappings")
@@ -346,17 +336,12 @@ def _patch_experts() -> None:
 
 def _patch_gated_delta_nets() -> None:
     """Replaces Flash Linear Attention by the functions above, which support packed sequences."""
-    common, gdn = (
-        _module(f"megatron.core.ssm.gated_delta_net.{name}") for name in ("common", "gdn")
-    )
+    common = _module("megatron.core.ssm.gated_delta_net.common")
+    gdn = _module("megatron.core.ssm.gated_delta_net.gdn")
     common.HAVE_FLA = True
     common.l2norm = gated_delta_rule.l2norm
     gdn.causal_conv1d = causal_conv1d
     gdn.chunk_gated_delta_rule = chunk_gated_delta_rule
-
-
-# Megatron rotates packed sequences one after the other, in every layer. Many short sequences then
-# take longer to rotate than to attend.
 
 
 @functools.lru_cache(maxsize=64)
@@ -384,7 +369,8 @@ def rotate_packed(
     **settings: Any,
 ) -> torch.Tensor:
     """Replaces megatron.core.models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd: the
-    same values in one call.
+    same values in one call. Megatron rotates packed sequences one after the other, in every layer;
+    many short sequences then take longer to rotate than to attend.
 
     t [t, h, d], rotated by freqs [length of the longest sequence, 1, 1, d] -> [t, h, d].
     """
@@ -448,11 +434,11 @@ def _module(name: str) -> Any:
 
 
 def _megatron_modules() -> list[types.ModuleType]:
-    return [
-        m
-        for name, m in list(sys.modules.items())
-        if name.startswith("megatron.core") and m is not None
-    ]
+    result: list[types.ModuleType] = []
+    for name, m in list(sys.modules.items()):
+        if name.startswith("megatron.core") and m is not None:
+            result.append(m)
+    return result
 
 
 def installed() -> bool:

@@ -21,6 +21,16 @@ from torch.distributed import distributed_c10d
 from megarl.messaging.members import members_only
 from megarl.messaging.process_groups import listening_store
 
+_EXPIRED = re.compile(r"Timed out waiting (\d+)ms for \w+ operation to complete")
+_FROM_ONE = {
+    "broadcast": "src",
+    "recv": "src",
+    "irecv": "src",
+    "send": "dst",
+    "isend": "dst",
+    "scatter": "src",
+}
+
 
 def init_distributed(timeout_s: float) -> torch.device:
     """Joins the trainer's process group (NCCL with CUDA, gloo without) and returns this rank's
@@ -53,13 +63,16 @@ def groups_closed() -> contextlib.AbstractContextManager[None]:
     """The context for a block that makes process groups: `members_only`, unless a group may use
     NCCL. NCCL connects later, and keeps strangers out by a number that cannot be guessed.
     """
-    return contextlib.nullcontext() if torch.cuda.is_available() else members_only()
+    if torch.cuda.is_available():
+        return contextlib.nullcontext()
+    return members_only()
 
 
 def _store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     """Opens the store, closed to others as far as possible: see messaging.stores."""
     timeout = datetime.timedelta(seconds=timeout_s)
-    if path := os.environ.get("MEGARL_TRAINER_STORE"):
+    path = os.environ.get("MEGARL_TRAINER_STORE")
+    if path:
         store: dist.Store = dist.FileStore(path, world_size)
         store.set_timeout(timeout)
         return store
@@ -78,39 +91,25 @@ def shutdown_distributed() -> None:
     dist.destroy_process_group()
 
 
-# Explains collectives that a peer never joined. gloo reports how long it waited; this adds who
-# waited for whom, and in which call.
-#
-# (NCCL's watchdog ends the process itself. The launcher then reports what every other process was
-# doing: launch.process_report.)
-
-
-_EXPIRED = re.compile(r"Timed out waiting (\d+)ms for \w+ operation to complete")
-_FROM_ONE = {
-    "broadcast": "src",
-    "recv": "src",
-    "irecv": "src",
-    "send": "dst",
-    "isend": "dst",
-    "scatter": "src",
-}
-
-
 @contextlib.contextmanager
 def naming_peers(role: str, rank: int) -> Iterator[None]:
     """Replaces the error that gloo raises when a collective's deadline expires, even inside other
-    errors, with a TimeoutError.
+    errors, with a TimeoutError that says who waited for whom, and in which call.
+
+    NCCL's watchdog ends the process itself. The launcher then reports what every other process was
+    doing (launch.process_report).
     """
     try:
         yield
     except TimeoutError:  # already names the peers, as for weights that a transport could not send
         raise
     except Exception as error:
-        if (found := _expired(error)) is None:
+        expiry = _expired(error)
+        if expiry is None:
             raise
-        late, waited_s = found
+        expired, waited_s = expiry
         raise TimeoutError(
-            f"{role}.{rank} waited {waited_s:.0f} s for {_awaited(late, role)}"
+            f"{role}.{rank} waited {waited_s:.0f} s for {_awaited(expired, role)}"
         ) from error
 
 
@@ -118,26 +117,32 @@ def _expired(error: BaseException) -> tuple[BaseException, float] | None:
     """If `error` is, or was caused by, an expired deadline of gloo: that error, and the deadline in
     seconds.
     """
-    seen: list[BaseException] = []
-    within = [error]
-    while within:
-        each = within.pop()
-        if each in seen:
+    visited: list[BaseException] = []
+    pending = [error]
+    while pending:
+        candidate = pending.pop()
+        if candidate in visited:
             continue
-        told = each.__cause__ is not None and _EXPIRED.search(str(each.__cause__)) is not None
-        if (match := _EXPIRED.search(str(each))) and not told:
-            return each, int(match[1]) / 1000
-        seen.append(each)
-        within += [other for other in (each.__context__, each.__cause__) if other is not None]
+        reported = (
+            candidate.__cause__ is not None
+            and _EXPIRED.search(str(candidate.__cause__)) is not None
+        )
+        match = _EXPIRED.search(str(candidate))
+        if match and not reported:
+            return candidate, int(match[1]) / 1000
+        visited.append(candidate)
+        pending += [
+            linked for linked in (candidate.__context__, candidate.__cause__) if linked is not None
+        ]
     return None
 
 
-def _awaited(late: BaseException, role: str) -> str:
+def _awaited(expired: BaseException, role: str) -> str:
     """Whom the rank waited for, and in which call.
 
     It is read from the torch.distributed call in the traceback.
     """
-    frames = [frame for frame, _ in traceback.walk_tb(late.__traceback__)]
+    frames = [frame for frame, _ in traceback.walk_tb(expired.__traceback__)]
     for frame in reversed(frames):
         if (
             frame.f_globals.get("__name__") == distributed_c10d.__name__
@@ -152,36 +157,44 @@ def _awaited(late: BaseException, role: str) -> str:
 
 def _names(frame: FrameType, role: str) -> str:
     ranks = dist.get_process_group_ranks(frame.f_locals["group"])
-    own = dist.get_rank()
-    one = frame.f_locals.get(_FROM_ONE.get(frame.f_code.co_name, ""))
-    awaited = (
-        [one] if isinstance(one, int) and one != own else [rank for rank in ranks if rank != own]
-    )
+    own_rank = dist.get_rank()
+    only_rank = frame.f_locals.get(_FROM_ONE.get(frame.f_code.co_name, ""))
+    if isinstance(only_rank, int) and only_rank != own_rank:
+        awaited = [only_rank]
+    else:
+        awaited = [rank for rank in ranks if rank != own_rank]
     return " or ".join(f"{role}.{rank}" for rank in awaited)
 
 
 def _description(frame: FrameType) -> str:
     group = frame.f_locals["group"] or dist.group.WORLD
     assert group is not None  # a collective of it has just failed
-    return (
-        group.group_desc if group.group_desc not in ("", "default_pg", "undefined") else "all ranks"
-    )
+    if group.group_desc not in ("", "default_pg", "undefined"):
+        return group.group_desc
+    return "all ranks"
 
 
 def _called_from(frames: list[FrameType]) -> str:
     """The innermost function of MegaRL among `frames`."""
-    ours = [frame for frame in frames if frame.f_globals.get("__name__", "").startswith("megarl.")]
-    calls = [frame.f_code.co_name for frame in ours if frame.f_globals["__name__"] != __name__]
-    return f"called by {calls[-1]}" if calls else "called outside of megarl"
+    megarl_frames = []
+    for frame in frames:
+        if frame.f_globals.get("__name__", "").startswith("megarl."):
+            megarl_frames.append(frame)
+    calls = []
+    for frame in megarl_frames:
+        if frame.f_globals["__name__"] != __name__:
+            calls.append(frame.f_code.co_name)
+    if calls:
+        return f"called by {calls[-1]}"
+    return "called outside of megarl"
 
 
-# Copies numbers from the host to the GPU.
-
-
-def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`values` on `device`.
 
     The host does not wait: it copies them to pinned memory, from which the GPU copies them in
     stream order.
     """
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+    if device.type == "cuda":
+        return values.pin_memory().to(device, non_blocking=True)
+    return values

@@ -46,6 +46,9 @@ SAMPLES = 32
 SAMPLE_BYTES = 64 << 10
 _CHUNK_BYTES = 64 << 20
 _LONGEST_HEADER_BYTES = 100 << 20  # the format's own limit
+_NAMED = 5  # at most so many names are in one message
+# older versions of Transformers saved this buffer
+_ROTARY = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
 def tensor_files(folder: Path) -> dict[str, str]:
@@ -69,10 +72,10 @@ def filed(spec: ModelSpec, files: Collection[str]) -> tuple[LocalTensor, ...]:
     Qwen3.5 is published with the experts of a layer stacked or separate, and config.json does not
     say which.
     """
-    other = replace(spec, stacked_experts=not spec.stacked_experts)
-    ways = [spec] if fused_tensors(other) == fused_tensors(spec) else [spec, other]
-    found = [hf_layout(way, "float32", fused=True).tensors(0) for way in ways]
-    return min(found, key=lambda tensors: sum(tensor.name not in files for tensor in tensors))
+    restacked = replace(spec, stacked_experts=not spec.stacked_experts)
+    specs = [spec] if fused_tensors(restacked) == fused_tensors(spec) else [spec, restacked]
+    layouts = [hf_layout(variant, "float32", fused=True).tensors(0) for variant in specs]
+    return min(layouts, key=lambda tensors: sum(tensor.name not in files for tensor in tensors))
 
 
 def check_checkpoint(
@@ -84,7 +87,8 @@ def check_checkpoint(
     in config.json, and every damaged file.
     """
     files = tensor_files(folder)
-    if problems := list(_problems(spec, folder, files, without)):
+    problems = list(_problems(spec, folder, files, without))
+    if problems:
         raise ConfigError(problems)
     return files
 
@@ -95,18 +99,18 @@ def check_config(spec: ModelSpec, folder: Path) -> None:
     `spec`.
     """
     config = folder / "config.json"
-    there = load_spec(
+    file_spec = load_spec(
         folder, own_family=spec.family if is_own(spec) else None, mtp=spec.mtp_layers > 0
     )
-    there = replace(there, mtp_drafts=spec.mtp_drafts)  # a checkpoint does not say this
-    named = [
-        (field.name, getattr(there, field.name), getattr(spec, field.name))
-        for field in fields(spec)
-        if field.compare
-    ]
-    differing = [
-        f"{name} {value!r}, not {wanted!r}" for name, value, wanted in named if value != wanted
-    ]
+    file_spec = replace(file_spec, mtp_drafts=spec.mtp_drafts)  # a checkpoint does not say this
+    named = []
+    for field in fields(spec):
+        if field.compare:
+            named.append((field.name, getattr(file_spec, field.name), getattr(spec, field.name)))
+    differing = []
+    for name, value, expected_value in named:
+        if value != expected_value:
+            differing.append(f"{name} {value!r}, not {expected_value!r}")
     if differing:
         raise ConfigError(
             f"{config}: is of another model than the run's: it has {', '.join(differing)}"
@@ -134,9 +138,12 @@ def check_finite(spec: ModelSpec, folder: Path) -> None:
         with open(path, "rb") as opened:
             begin = 8 + int.from_bytes(opened.read(8), "little")
         first, end = (begin + offset for offset in entry["data_offsets"])
-        for at in range(first, end, _CHUNK_BYTES):
+        for offset_bytes in range(first, end, _CHUNK_BYTES):
             words = np.fromfile(
-                path, word, min(_CHUNK_BYTES, end - at) // np.dtype(word).itemsize, offset=at
+                path,
+                word,
+                min(_CHUNK_BYTES, end - offset_bytes) // np.dtype(word).itemsize,
+                offset=offset_bytes,
             )
             if ((words & exponent) == exponent).any():
                 problems.append(not_finite(path, name))
@@ -174,44 +181,52 @@ def _absent_layer(spec: ModelSpec, files: Collection[str]) -> set[str]:
     """
     if not spec.mtp_layers:
         return set()
-    alone = {tensor.name for tensor in filed(replace(spec, mtp_layers=0, mtp_drafts=False), files)}
-    own = {tensor.name for tensor in filed(spec, files)} - alone
-    return own if own.isdisjoint(files) else set()
+    other_names = set()
+    for tensor in filed(replace(spec, mtp_layers=0, mtp_drafts=False), files):
+        other_names.add(tensor.name)
+    layer_names = {tensor.name for tensor in filed(spec, files)} - other_names
+    if layer_names.isdisjoint(files):
+        return layer_names
+    return set()
 
 
 def _problems(
     spec: ModelSpec, folder: Path, files: dict[str, str], without: Collection[str]
 ) -> Iterator[str]:
-    if absent := _absent_layer(spec, files):
-        told = (
+    absent = _absent_layer(spec, files)
+    if absent:
+        problem = (
             f"{len(absent)} tensors, such as {min(absent)}, are missing; trainer.mtp must be ignore"
         )
-        yield f"{folder}: has no layer for multi-token prediction: {told}"
+        yield f"{folder}: has no layer for multi-token prediction: {problem}"
     without = {*without, *absent}
-    expected: dict[str, tuple[int, ...]] = {}
+    expected_shapes: dict[str, tuple[int, ...]] = {}
     in_fp4: set[str] = set()
     for tensor in filed(spec, files):
         if tensor.transposed and tensor.name + FP4_CODES in files:
             blocks = (*tensor.shape[:-1], -(-tensor.shape[-1] // FP4_BLOCK))
-            own = {
+            fp4_shapes = {
                 tensor.name + FP4_CODES: (*blocks, FP4_BLOCK // 2),
                 tensor.name + FP4_SCALES: blocks,
             }
-            expected |= own
-            in_fp4 |= own.keys()
+            expected_shapes |= fp4_shapes
+            in_fp4 |= fp4_shapes.keys()
         elif tensor.name not in without:
-            expected[tensor.name] = tensor.file_shape
-    yield from (f"{folder}: tensor {name} is missing" for name in expected if name not in files)
+            expected_shapes[tensor.name] = tensor.file_shape
+    yield from (
+        f"{folder}: tensor {name} is missing" for name in expected_shapes if name not in files
+    )
     headers: dict[str, dict[str, Any]] = {}
     for file in sorted(set(files.values())):
         try:
             headers[file] = header(folder / file)
         except ConfigError as error:
             yield from error.problems
-    entries = {
-        name: headers[file][name] for name, file in files.items() if name in headers.get(file, {})
-    }
-    for name, shape in expected.items():
+    entries = {}
+    for name, file in files.items():
+        if name in headers.get(file, {}):
+            entries[name] = headers[file][name]
+    for name, shape in expected_shapes.items():
         if name not in files or files[name] not in headers:
             continue
         entry = entries.get(name)
@@ -232,10 +247,7 @@ def _problems(
                 f"{folder}: tensor {name} is in {entry['dtype']}; can be read: "
                 f"{', '.join(READ_DTYPES)}, and matrices in {FP8}"
             )
-    yield from _unread(spec, folder, files, entries, {*expected, *without})
-
-
-_NAMED = 5  # at most so many names are in one message
+    yield from _unread(spec, folder, files, entries, {*expected_shapes, *without})
 
 
 def _unread(
@@ -286,19 +298,16 @@ def _unread(
         )
 
 
-# older versions of Transformers saved this buffer
-_ROTARY = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-
-
 def _idle_shapes(spec: ModelSpec, names: Collection[str]) -> dict[str, tuple[int, ...]]:
     """Tensors in the files without which the model computes the same, and the shapes that they then
     have: buffers of rotary embeddings, the output layer of a model that has a scalar head now, and
     the layer for multi-token prediction if it is ignored.
     """
     rotated_dims = spec.qk_rope_head_dim or int(spec.head_dim * spec.partial_rotary_factor)
-    shapes: dict[str, tuple[int, ...]] = {
-        name: (rotated_dims // 2,) for name in names if _ROTARY.fullmatch(name)
-    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        if _ROTARY.fullmatch(name):
+            shapes[name] = (rotated_dims // 2,)
     if spec.head == SCALAR:
         shapes[HEAD] = (spec.vocab_size, spec.hidden_size)
     prediction: multi_token.Prediction | None = getattr(family(spec), multi_token.PREDICTION, None)
@@ -315,7 +324,9 @@ def _idle_shapes(spec: ModelSpec, names: Collection[str]) -> dict[str, tuple[int
 
 
 def _embedding(files: Collection[str]) -> str:
-    return EMBED if EMBED in files else EMBED.replace("model.", "model.language_model.", 1)
+    if EMBED in files:
+        return EMBED
+    return EMBED.replace("model.", "model.language_model.", 1)
 
 
 def _same_values(folder: Path, files: dict[str, str], first: str, second: str) -> bool:
@@ -329,12 +340,11 @@ def _same_values(folder: Path, files: dict[str, str], first: str, second: str) -
         return False
     first_words, second_words = (_words(folder / files[name], name) for name in (first, second))
     elements = _CHUNK_BYTES // 4
-    for at in range(0, len(first_words), elements):
-        chunk = slice(at, at + elements)
-        values = [
-            _floats(words[chunk], entry["dtype"])
-            for words, entry in zip((first_words, second_words), entries)
-        ]
+    for start in range(0, len(first_words), elements):
+        chunk = slice(start, start + elements)
+        values = []
+        for words, entry in zip((first_words, second_words), entries):
+            values.append(_floats(words[chunk], entry["dtype"]))
         if not np.array_equal(*values, equal_nan=True):
             return False
     return True
@@ -351,7 +361,9 @@ def _words(path: Path, name: str) -> np.ndarray:
 
 
 def _floats(words: np.ndarray, dtype: str) -> np.ndarray:
-    return (words.astype("<u4") << 16).view("<f4") if dtype == "BF16" else words.astype("<f4")
+    if dtype == "BF16":
+        return (words.astype("<u4") << 16).view("<f4")
+    return words.astype("<f4")
 
 
 def _scale_problems(
@@ -365,9 +377,9 @@ def _scale_problems(
         return
     entry = entries[scale]
     if entry["dtype"] != "F32" or entry["shape"] != blocks:
-        found = f"{entry['dtype']} of shape {tuple(entry['shape'])}"
+        actual = f"{entry['dtype']} of shape {tuple(entry['shape'])}"
         yield (
-            f"{folder}: tensor {scale} is {found}; must be F32 of shape {tuple(blocks)}: a "
+            f"{folder}: tensor {scale} is {actual}; must be F32 of shape {tuple(blocks)}: a "
             f"scale for each {BLOCK}x{BLOCK} block"
         )
 

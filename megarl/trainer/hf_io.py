@@ -39,13 +39,13 @@ from megarl.observe.status import counted, mib
 from megarl.plan.weights import WARM_START
 from megarl.reshard.layout import (
     ITEM_BYTES,
+    FilePlace,
     Layout,
     LocalTensor,
     Piece,
-    Stored,
     contiguous_strides,
+    file_places,
     hf_layout,
-    stored,
 )
 from megarl.trainer.hf_files import (
     BLOCK,
@@ -61,7 +61,34 @@ from megarl.trainer.hf_files import (
 )
 from megarl.trainer.vision_tower import carry_through
 
-# Folders that appear complete or not at all, written by all ranks together on a shared file system.
+NewHead = Literal["zeros", "random"]
+INIT_STD = 0.02
+MAX_FILE_BYTES = 5 * 2**30
+SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+# Files of a model folder that an export does not copy: weights in any format, their indices, and
+# what a folder of Git or the hub has.
+LEFT_OUT = (
+    "*.safetensors",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.gguf",
+    "*.onnx*",
+    "*.h5",
+    "*.msgpack",
+    "*.npz",
+    "*.index.json",
+    "*.lock",
+    WARM_START,
+    contents.FILE,
+    ".git*",
+    ".cache",
+    ".huggingface",
+    "original",
+    "*.partial",
+)
+MAX_COPIED_BYTES = 100 * 2**20  # larger files are not configuration
 
 
 class WriteError(RunError):
@@ -75,7 +102,7 @@ class RanksFailed(RunError):
     """
 
 
-def together[T](
+def on_all_ranks[T](
     action: Callable[[], T],
     failures: tuple[type[Exception], ...] = (OSError, RuntimeError),
     raises: type[RuntimeError] = RanksFailed,
@@ -92,15 +119,16 @@ def together[T](
         results.append(action())
     except failures as error:
         failure = error
-    told: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, None if failure is None else str(failure) or repr(failure))
-    problems = {text: rank for rank, text in reversed(list(enumerate(told))) if text is not None}
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, None if failure is None else str(failure) or repr(failure))
+    problems = {text: rank for rank, text in reversed(list(enumerate(errors))) if text is not None}
     if not problems:
         return results[0]
-    alike = len(problems) == 1 and None not in told
+    is_common = len(problems) == 1 and None not in errors
     raise raises(
         "; ".join(
-            text if alike else f"rank {rank}: {text}" for text, rank in reversed(problems.items())
+            text if is_common else f"rank {rank}: {text}"
+            for text, rank in reversed(problems.items())
         )
     ) from failure
 
@@ -138,7 +166,7 @@ class Writing[T]:
         self._result: list[T] = []  # one result, or none if it failed
         self._failure: BaseException | None = None
         try:
-            together(self._make_partial)
+            on_all_ranks(self._make_partial)
         except RanksFailed as error:
             raise WriteError(f"{self.path} could not be written: {error}") from error
         self._free_bytes = shutil.disk_usage(self._partial).free
@@ -162,23 +190,23 @@ class Writing[T]:
 
         Raises WriteError if any rank's `write` or `conclude` raised OSError or RuntimeError (a full
         disk), after removing the partial folder. Steps of `conclude` that may fail on single ranks
-        must run in `together`; otherwise the other ranks would wait for them.
+        must run in `on_all_ranks`; otherwise the other ranks would wait for them.
         """
         if self._thread.ident is not None:
             self._thread.join()
         try:
-            result = together(self._outcome)
+            result = on_all_ranks(self._outcome)
             self._conclude(self._partial, result)
             dist.barrier()
-            together(self._rename)
+            on_all_ranks(self._rename)
         except BaseException as error:
             # it must never count as complete, and its space may be needed
             shutil.rmtree(self._partial, ignore_errors=True)
             if isinstance(error, (OSError, RanksFailed)):
                 size = f"of {self._size_bytes} bytes " if self._size_bytes is not None else ""
-                free = f"{self._free_bytes} bytes were free there before"
+                is_free = f"{self._free_bytes} bytes were free there before"
                 raise WriteError(
-                    f"{self.path} {size}could not be written; {free}: {error}"
+                    f"{self.path} {size}could not be written; {is_free}: {error}"
                 ) from error
             raise
 
@@ -211,36 +239,6 @@ class Writing[T]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-NewHead = Literal["zeros", "random"]
-INIT_STD = 0.02
-MAX_FILE_BYTES = 5 * 2**30
-SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
-# Files of a model folder that an export does not copy: weights in any format, their indices, and
-# what a folder of Git or the hub has.
-LEFT_OUT = (
-    "*.safetensors",
-    "*.bin",
-    "*.pt",
-    "*.pth",
-    "*.ckpt",
-    "*.gguf",
-    "*.onnx*",
-    "*.h5",
-    "*.msgpack",
-    "*.npz",
-    "*.index.json",
-    "*.lock",
-    WARM_START,
-    contents.FILE,
-    ".git*",
-    ".cache",
-    ".huggingface",
-    "original",
-    "*.partial",
-)
-MAX_COPIED_BYTES = 100 * 2**20  # larger files are not configuration
-
-
 def load_hf(
     spec: ModelSpec,
     layout: Layout,
@@ -265,26 +263,28 @@ def load_hf(
 
     folder = _local_folder(path, ["*.safetensors", INDEX])
     files = check_checkpoint(spec, folder, without=(SCORE,) if new_head else ())
-    places = stored(filed(spec, files))
-    held = {
-        places[piece.logical_name].name
-        for tensor in layout.tensors(dist.get_rank())
-        for piece in tensor.pieces
-    }
+    places = file_places(filed(spec, files))
+    file_names = set()
+    for tensor in layout.tensors(dist.get_rank()):
+        for piece in tensor.pieces:
+            file_names.add(places[piece.logical_name].name)
     copies = {
-        of: name for name, of in multi_token.copies(spec, family(spec)).items() if name in files
+        original: name
+        for name, original in multi_token.copies(spec, family(spec)).items()
+        if name in files
     }
-    held |= {copies[name] for name in held if name in copies}
-    held |= {name + suffix for name in held for suffix in (SCALE, FP4_CODES, FP4_SCALES)}
-    opened = {
-        file: safe_open(folder / file, framework="pt")
-        for file in sorted({files[name] for name in held if name in files})
+    file_names |= {copies[name] for name in file_names if name in copies}
+    file_names |= {
+        name + suffix for name in file_names for suffix in (SCALE, FP4_CODES, FP4_SCALES)
     }
+    opened = {}
+    for file in sorted({files[name] for name in file_names if name in files}):
+        opened[file] = safe_open(folder / file, framework="pt")
 
     def read(name: str, box: Box) -> torch.Tensor:
         return opened[files[name]].get_slice(name)[box.slices()]
 
-    def values_of(stored: Stored, box: Box) -> torch.Tensor:
+    def values_of(stored: FilePlace, box: Box) -> torch.Tensor:
         if stored.name + FP4_CODES in files:  # tensors in this format are not transposed
             return _of_fp4(
                 box, *(partial(read, stored.name + suffix) for suffix in (FP4_CODES, FP4_SCALES))
@@ -292,16 +292,14 @@ def load_hf(
         if stored.transposed:
             return read(stored.name, box.transpose()).transpose(-1, -2)
         values = read(stored.name, box)
-        return (
-            _dequantised(values, box, partial(read, stored.name + SCALE))
-            if values.dtype == torch.float8_e4m3fn
-            else values
-        )
+        if values.dtype == torch.float8_e4m3fn:
+            return _dequantised(values, box, partial(read, stored.name + SCALE))
+        return values
 
     for tensor in counted(
         layout.tensors(dist.get_rank()),
         "loading weights",
-        lambda each: local_parameter(parameters, each).nbytes,
+        lambda tensor: local_parameter(parameters, tensor).nbytes,
         show=mib,
     ):
         parameter = local_parameter(parameters, tensor)
@@ -321,10 +319,11 @@ def load_hf(
             if not local.isfinite().all():
                 name = place.name if place.name in files else place.name + FP4_SCALES
                 raise ConfigError(not_finite(folder / files[name], name))
-            if copy := copies.get(piece.logical_name):
-                there = values_of(replace(place, name=copy), place.place(piece.logical))
-                if there.shape != piece.logical.shape or not torch.equal(
-                    there.to(local.dtype).view(local.shape), local
+            copy = copies.get(piece.logical_name)
+            if copy:
+                copied_values = values_of(replace(place, name=copy), place.place(piece.logical))
+                if copied_values.shape != piece.logical.shape or not torch.equal(
+                    copied_values.to(local.dtype).view(local.shape), local
                 ):
                     raise ConfigError(
                         multi_token.other_copy(folder / files[copy], copy, piece.logical_name)
@@ -400,12 +399,10 @@ def _as_matrix(piece: Piece) -> Piece:
     A tensor of more dims (the weight of a convolution) must be cut only by rows.
     """
     first, *_ = piece.logical.start
-    count, *others = piece.logical.shape
-    return (
-        piece
-        if len(others) == 1
-        else Piece(piece.local, piece.logical_name, Box((first, 0), (count, math.prod(others))))
-    )
+    count, *trailing = piece.logical.shape
+    if len(trailing) == 1:
+        return piece
+    return Piece(piece.local, piece.logical_name, Box((first, 0), (count, math.prod(trailing))))
 
 
 def _random_rows(piece: Piece, columns: int, seed: int) -> torch.Tensor:
@@ -452,7 +449,9 @@ def export_hf(
     tensors = hf_layout(spec, dtype, fused=True).tensors(0)
     repeated = multi_token.copies(spec, family(spec))
     by_name = {tensor.name: tensor for tensor in tensors}
-    copies = [replace(by_name[of], name=name, pieces=()) for name, of in repeated.items()]
+    copies = []
+    for name, original in repeated.items():
+        copies.append(replace(by_name[original], name=name, pieces=()))
     plan = replace(
         file_plan([*tensors, *copies], max_file_bytes, indexed=spec.vision_tower), repeated=repeated
     )
@@ -486,13 +485,13 @@ def write_tensors(
 
     `complete` adds the other files, on rank 0.
     """
-    pieces = [
-        placed
-        for tensor, piece in layout.owned_pieces(dist.get_rank())
-        for placed in plan.places_of(
-            piece, local_parameter(parameters, tensor)[piece.local.slices()].detach()
+    pieces = []
+    for tensor, piece in layout.owned_pieces(dist.get_rank()):
+        pieces.extend(
+            plan.places_of(
+                piece, local_parameter(parameters, tensor)[piece.local.slices()].detach()
+            )
         )
-    ]
     if beside:
         pieces = [(place, box, values.to("cpu", copy=True)) for place, box, values in pieces]
 
@@ -503,7 +502,7 @@ def write_tensors(
                 complete(folder)
 
         # ValueError: `hf_config_dir` is gone, or not JSON
-        together(on_one_rank, failures=(OSError, RuntimeError, ValueError))
+        on_all_ranks(on_one_rank, failures=(OSError, RuntimeError, ValueError))
 
     return Writing(path, lambda folder: _write_pieces(folder, pieces), conclude, beside=beside)
 
@@ -516,7 +515,7 @@ def _write_headers(folder: Path, headers: Mapping[str, bytes]) -> None:
             os.fsync(file.fileno())
 
 
-def _write_pieces(folder: Path, pieces: Sequence[tuple[_Place, Box, torch.Tensor]]) -> None:
+def _write_pieces(folder: Path, pieces: Sequence[tuple[_TensorPlace, Box, torch.Tensor]]) -> None:
     files: dict[str, int] = {}
     try:
         for place, box, values in counted(
@@ -533,7 +532,7 @@ def _write_pieces(folder: Path, pieces: Sequence[tuple[_Place, Box, torch.Tensor
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TensorPlace:
     """The place of a tensor: `nbytes` at `offset` of `file`."""
 
     file: str
@@ -546,16 +545,16 @@ class _Place:
 class FilePlan:
     """Format: 8 bytes header length, JSON header, data."""
 
-    places: dict[str, _Place]  # tensor -> its place
+    places: dict[str, _TensorPlace]  # tensor -> its place
     headers: dict[str, bytes]  # file -> its header
-    stored: dict[str, Stored]  # logical name -> where files have it
+    stored: dict[str, FilePlace]  # logical name -> where files have it
     indexed: bool = False  # whether the folder has an index of its files
     # tensors that repeat others: name -> logical tensor
     repeated: Mapping[str, str] = field(default_factory=dict)
 
     def places_of(
         self, piece: Piece, values: torch.Tensor
-    ) -> Iterator[tuple[_Place, Box, torch.Tensor]]:
+    ) -> Iterator[tuple[_TensorPlace, Box, torch.Tensor]]:
         """Yields the tensors in files that have the piece, the box in each, and its `values` in the
         form of the file.
         """
@@ -566,7 +565,7 @@ class FilePlan:
             values = values.transpose(-1, -2)
         for name in (
             stored.name,
-            *(name for name, of in self.repeated.items() if of == piece.logical_name),
+            *(name for name, original in self.repeated.items() if original == piece.logical_name),
         ):
             yield self.places[name], box, values
 
@@ -575,13 +574,13 @@ def file_plan(
     tensors: Sequence[LocalTensor],
     max_file_bytes: float,
     stem: str = "model",
-    shown: Callable[[LocalTensor], tuple[str, tuple[int, ...]]] = lambda tensor: (
+    named_shape: Callable[[LocalTensor], tuple[str, tuple[int, ...]]] = lambda tensor: (
         tensor.name,
         tensor.file_shape,
     ),
     indexed: bool = False,
 ) -> FilePlan:
-    """`stem`: prefix of the files' names; `shown`: gives a tensor's name and shape in files;
+    """`stem`: prefix of the files' names; `named_shape`: gives a tensor's name and shape in files;
     `indexed`: write an index even for one file.
     """
     groups: list[list[LocalTensor]] = [[]]
@@ -597,24 +596,23 @@ def file_plan(
     headers = {}
     indexed = indexed or len(groups) > 1
     for number, group in enumerate(groups, start=1):
-        file = (
-            f"{stem}.safetensors"
-            if not indexed
-            else f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors"
-        )
+        if not indexed:
+            file = f"{stem}.safetensors"
+        else:
+            file = f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors"
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
         # so that wide elements are aligned
         for tensor in sorted(group, key=lambda tensor: -ITEM_BYTES[tensor.dtype]):
             nbytes = _bytes(tensor)
             offsets = [offset, offset + nbytes]
-            name, shape = shown(tensor)
+            name, shape = named_shape(tensor)
             entries[name] = {
                 "dtype": SAFETENSORS_DTYPES[tensor.dtype],
                 "shape": shape,
                 "data_offsets": offsets,
             }
-            places[tensor.name] = _Place(file, offset, nbytes, tensor.file_shape)
+            places[tensor.name] = _TensorPlace(file, offset, nbytes, tensor.file_shape)
             offset += nbytes
         text = json.dumps(entries).encode()
         text += b" " * (-len(text) % 8)
@@ -623,14 +621,14 @@ def file_plan(
         name: replace(place, offset=place.offset + len(headers[place.file]))
         for name, place in places.items()
     }
-    return FilePlan(places, headers, stored(tensors), indexed)
+    return FilePlan(places, headers, file_places(tensors), indexed)
 
 
 def _bytes(tensor: LocalTensor) -> int:
     return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
 
 
-def _write_box(fd: int, place: _Place, box: Box, values: torch.Tensor) -> None:
+def _write_box(fd: int, place: _TensorPlace, box: Box, values: torch.Tensor) -> None:
     """Writes `values` as the elements `box` of the tensor at `place`, with one write for each
     contiguous run of elements.
     """

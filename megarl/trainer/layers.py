@@ -31,19 +31,9 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from megarl.models.routing import RoutingFormat
 from megarl.trainer.cpu_support import layer_spec
-from megarl.trainer.distributed import sent
+from megarl.trainer.distributed import to_device
 from megarl.trainer.microbatch import MicroBatch
 from megarl.trainer.parallel import context_group, tensor_group
-
-# Context parallelism: every sequence is cut into 2n chunks, and rank r of n has chunks r and 2n - 1
-# - r.
-#
-# So each rank has early positions, which attend to few tokens, and late ones. Under a causal mask,
-# all ranks have the same work. This is the order of Megatron and Transformer Engine for packed
-# sequences (thd_get_partitioned_indices), which their rotary embeddings follow.
-#
-# `boundaries`: where sequences begin and end in the whole row, from the MicrobatchPlan. All are
-# multiples of 2n.
 
 
 def held_positions(boundaries: Sequence[int], ranks: int, rank: int) -> torch.Tensor:
@@ -60,12 +50,19 @@ def all_positions(boundaries: Sequence[int], ranks: int) -> torch.Tensor:
 
 
 def cut(x: torch.Tensor, boundaries: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's part, [t / n, ...], of x [t, ...]."""
-    return (
-        x
-        if group.size() == 1
-        else x[sent(held_positions(boundaries, group.size(), group.rank()), x.device)]
-    )
+    """This rank's part, [t / n, ...], of x [t, ...], under context parallelism.
+
+    Every sequence is cut into 2n chunks, and rank r of n has chunks r and 2n - 1 - r: early
+    positions, which attend to few tokens, and late ones. Under a causal mask, all ranks have the
+    same work. This is the order of Megatron and Transformer Engine for packed sequences
+    (thd_get_partitioned_indices), which their rotary embeddings follow.
+
+    `boundaries`: where sequences begin and end in the whole row, from the MicrobatchPlan. All are
+    multiples of 2n.
+    """
+    if group.size() == 1:
+        return x
+    return x[to_device(held_positions(boundaries, group.size(), group.rank()), x.device)]
 
 
 def join(
@@ -81,7 +78,7 @@ def join(
         return x
     parts = _Gather.apply(x, group, summed)
     return torch.empty_like(parts).index_copy(
-        0, sent(all_positions(boundaries, group.size()), x.device), parts
+        0, to_device(all_positions(boundaries, group.size()), x.device), parts
     )
 
 
@@ -103,9 +100,6 @@ class _Gather(torch.autograd.Function):
         return grad.chunk(ctx.group.size())[ctx.group.rank()], None, None
 
 
-# Where the sequences of a microbatch begin and end, for Megatron and for the attention below.
-
-
 @dataclass
 class PackedSequences(PackedSeqParams):
     """Megatron's own parameters, and a copy of them on the host, since reading `cu_seqlens_q` would
@@ -121,11 +115,10 @@ def packed_sequences(microbatch: MicroBatch, cp: int) -> PackedSequences:
     lengths = microbatch.plan.lengths
     # Without Transformer Engine, only Megatron's rotary embedding reads them, on the host. On a GPU
     # it would wait twice in every layer.
-    boundaries = (
-        microbatch.boundaries
-        if layer_spec() == "te"
-        else torch.tensor(microbatch.plan.boundaries, dtype=torch.int32)
-    )
+    if layer_spec() == "te":
+        boundaries = microbatch.boundaries
+    else:
+        boundaries = torch.tensor(microbatch.plan.boundaries, dtype=torch.int32)
     # (The greatest length must be exact. If a table of rotary angles is as long as the whole row,
     # Megatron assumes that it continues from sequence to sequence.) If Transformer Engine cuts
     # sequences, it needs padded boundaries. Here they are the same, since padding is part of
@@ -141,18 +134,16 @@ def packed_sequences(microbatch: MicroBatch, cp: int) -> PackedSequences:
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
         boundaries=microbatch.plan.boundaries,
-        runs=tuple((len(list(same)), length) for length, same in groupby(lengths)),
+        runs=tuple((len(list(run)), length) for length, run in groupby(lengths)),
     )
 
 
-# The head of reward models and critics: a linear map from hidden states to one number, computed in
-# float32.
-#
-# Every tensor rank has the whole head, and applies it to its own positions.
-
-
 class ScalarHead(torch.nn.Module):
-    """Stands in for GPTModel's output layer, with the same arguments."""
+    """The head of reward models and critics: a linear map from hidden states to one number,
+    computed in float32. Stands in for GPTModel's output layer, with the same arguments.
+
+    Every tensor rank has the whole head, and applies it to its own positions.
+    """
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -189,14 +180,6 @@ def token_values(
         )
     values = join(outputs[:, 0], microbatch.plan.boundaries, context_group())
     return torch.where(microbatch.loss_mask, values, 0.0)
-
-
-# Rollout routing replay (Ma et al. 2025, arXiv 2510.11370): tokens go to the same experts as when
-# they were generated.
-#
-# Only the choice is replayed. The weights of the chosen experts come from this trainer's own
-# scores, so that gradients reach the router. If a choice is unknown (for padding, or at the end of
-# a sequence that an environment wrote), the router makes its own.
 
 
 class LayerReplay(RouterReplay):
@@ -237,24 +220,30 @@ class LayerReplay(RouterReplay):
         """
         assert default_compute_topk is not None and self._ids is not None
         with torch.no_grad():
-            _, own = default_compute_topk(
+            _, own_ids = default_compute_topk(
                 scores, topk, num_groups=num_groups, group_topk=group_topk
             )
         # a forward pass that will be recomputed runs without gradients
-        again = torch.is_grad_enabled() and bool(self._again)
-        recorded = (self._again.popleft() if again else self._ids).long()
-        known = recorded[:, :1] >= 0
-        chosen = torch.where(known, recorded, own)
-        if not again:
-            self.replayed = self.replayed + known.sum()
+        is_repeat = torch.is_grad_enabled() and bool(self._again)
+        recorded = (self._again.popleft() if is_repeat else self._ids).long()
+        is_recorded = recorded[:, :1] >= 0
+        ids = torch.where(is_recorded, recorded, own_ids)
+        if not is_repeat:
+            self.replayed = self.replayed + is_recorded.sum()
             self.replaced = (
-                self.replaced + (chosen.sort(dim=1)[0] != own.sort(dim=1)[0]).any(dim=1).sum()
+                self.replaced + (ids.sort(dim=1)[0] != own_ids.sort(dim=1)[0]).any(dim=1).sum()
             )
-        return scores.gather(1, chosen), chosen
+        return scores.gather(1, ids), ids
 
 
 class RoutingReplay:
-    """The replay for all routers of this rank."""
+    """Rollout routing replay (Ma et al. 2025, arXiv 2510.11370) for all routers of this rank:
+    tokens go to the same experts as when they were generated.
+
+    Only the choice is replayed. The weights of the chosen experts come from this trainer's own
+    scores, so that gradients reach the router. If a choice is unknown (for padding, or at the end
+    of a sequence that an environment wrote), the router makes its own.
+    """
 
     def __init__(
         self,
@@ -291,12 +280,12 @@ class RoutingReplay:
         Each router gets the tokens of this rank in Megatron's order: this rank's part under context
         and sequence parallelism.
         """
-        mine = cut(routing, boundaries, context_group())
+        rank_routing = cut(routing, boundaries, context_group())
         if self._sequence_parallel:
             tp = tensor_group()
-            mine = mine.chunk(tp.size())[tp.rank()]
+            rank_routing = rank_routing.chunk(tp.size())[tp.rank()]
         for layer, replay in self._routers[chunk].items():
-            replay.put(mine[:, layer], self._recompute and torch.is_grad_enabled())
+            replay.put(rank_routing[:, layer], self._recompute and torch.is_grad_enabled())
 
     def metrics(self, positions: int, device: torch.device) -> dict[str, float]:
         """The metrics since `reset`, over all ranks, after `positions` positions went through the
@@ -322,7 +311,10 @@ class RoutingReplay:
         }
 
     def _replays(self) -> list[LayerReplay]:
-        return [replay for layers in self._routers.values() for replay in layers.values()]
+        result: list[LayerReplay] = []
+        for layers in self._routers.values():
+            result.extend(layers.values())
+        return result
 
 
 class RMSNorm(torch.nn.Module):
@@ -440,12 +432,12 @@ class NormedResidual(torch.nn.Module):
         dropout: float,
     ) -> torch.Tensor:
         """All tensors are [s, b, h], or this rank's part of s."""
-        made, bias = output
+        output_values, bias = output
         assert bias is None and dropout == 0.0
         # Megatron enables gradients for this, even if it has disabled them for the layer (for
         # scoring, or to recompute it later).
-        with torch.set_grad_enabled(made.requires_grad):
-            return residual + self.norm(made)
+        with torch.set_grad_enabled(output_values.requires_grad):
+            return residual + self.norm(output_values)
 
 
 class PairedRows(ColumnParallelLinear):
@@ -589,11 +581,9 @@ class CausalAttention(MegatronModule):
         k = F.pad(k, (0, 1, 1, 0))
         v = F.pad(v, (0, 1, 1, 0))
         k[:, :, 0, -1] = 1.0
-        return (
-            (F.pad(q, (0, 0, 1, 0)), k, v, None)
-            if mask is None
-            else (q, k, v, F.pad(mask, (1, 0), value=True))
-        )
+        if mask is None:
+            return (F.pad(q, (0, 0, 1, 0)), k, v, None)
+        return (q, k, v, F.pad(mask, (1, 0), value=True))
 
     def _mask(self, length: int, device: torch.device) -> torch.Tensor | None:
         """[length / cp, length] for this rank's positions of a sequence; None if it is the plain
@@ -603,13 +593,12 @@ class CausalAttention(MegatronModule):
         reach = length if self.reach is None else self.reach
         if ranks == 1 and reach >= length - 1:
             return None
-        mine = (
-            held_positions((0, length), ranks, self.cp_group.rank())
-            if ranks > 1
-            else torch.arange(length)
-        )
-        back = sent(mine, device)[:, None] - torch.arange(length, device=device)
-        return (back >= 0) & (back <= reach)
+        if ranks > 1:
+            positions = held_positions((0, length), ranks, self.cp_group.rank())
+        else:
+            positions = torch.arange(length)
+        distance = to_device(positions, device)[:, None] - torch.arange(length, device=device)
+        return (distance >= 0) & (distance <= reach)
 
 
 class LatentAttention(CausalAttention):
@@ -625,7 +614,11 @@ class LatentAttention(CausalAttention):
     ) -> torch.Tensor:
         """query and key [t / cp, heads, d], value [t / cp, heads, v] -> [t / cp, heads * v]."""
         assert isinstance(self.config, MLATransformerConfig)
-        own, shared = key.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
+        head_keys, shared_keys = key.split(
+            [self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1
+        )
         # its gradient is summed over the tensor ranks
-        shared = copy_to_tensor_model_parallel_region(shared)
-        return super().forward(query, torch.cat([own, shared], dim=-1), value, *args, **kwargs)
+        shared_keys = copy_to_tensor_model_parallel_region(shared_keys)
+        return super().forward(
+            query, torch.cat([head_keys, shared_keys], dim=-1), value, *args, **kwargs
+        )

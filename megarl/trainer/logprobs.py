@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import (
 
 from megarl.kernels import linear_logprobs
 from megarl.trainer import layers
-from megarl.trainer.distributed import sent
+from megarl.trainer.distributed import to_device
 from megarl.trainer.microbatch import MicroBatch
 from megarl.trainer.parallel import context_group, tensor_group
 
@@ -29,8 +29,8 @@ class Rows(NamedTuple):
         # from its part of the vocabulary
     )
     positions: np.ndarray  # [N] in the microbatch
-    chosen: torch.Tensor  # [N] their indices among the rows on this rank
-    held: int
+    indices: torch.Tensor  # [N] their indices among the rows on this rank
+    row_count: int
 
 
 def scored_rows(hidden: torch.Tensor, microbatch: MicroBatch, sequence_parallel: bool) -> Rows:
@@ -38,16 +38,18 @@ def scored_rows(hidden: torch.Tensor, microbatch: MicroBatch, sequence_parallel:
     tensor = tensor_group()
     ranks = context_group()
     scored = microbatch.scored
-    held = np.arange(len(scored))
+    positions = np.arange(len(scored))
     if ranks.size() > 1:
-        held = layers.held_positions(microbatch.plan.boundaries, ranks.size(), ranks.rank()).numpy()
-    here = np.flatnonzero(scored[held])
-    chosen = sent(torch.from_numpy(here), hidden.device)
+        positions = layers.held_positions(
+            microbatch.plan.boundaries, ranks.size(), ranks.rank()
+        ).numpy()
+    scored_positions = np.flatnonzero(scored[positions])
+    row_indices = to_device(torch.from_numpy(scored_positions), hidden.device)
     if sequence_parallel:
-        rows = gather_from_sequence_parallel_region(hidden, group=tensor)[chosen]
+        rows = gather_from_sequence_parallel_region(hidden, group=tensor)[row_indices]
     else:
-        rows = copy_to_tensor_model_parallel_region(hidden[chosen], group=tensor)
-    return Rows(rows, held[here], chosen, len(held))
+        rows = copy_to_tensor_model_parallel_region(hidden[row_indices], group=tensor)
+    return Rows(rows, positions[scored_positions], row_indices, len(positions))
 
 
 def spread(values: torch.Tensor, rows: Rows, microbatch: MicroBatch) -> torch.Tensor:
@@ -55,8 +57,10 @@ def spread(values: torch.Tensor, rows: Rows, microbatch: MicroBatch) -> torch.Te
 
     The same on all context ranks, and differentiable if all compute the same loss from it.
     """
-    whole = values.new_zeros((rows.held, *values.shape[1:])).index_copy(0, rows.chosen, values)
-    return layers.join(whole, microbatch.plan.boundaries, context_group())
+    all_rows = values.new_zeros((rows.row_count, *values.shape[1:])).index_copy(
+        0, rows.indices, values
+    )
+    return layers.join(all_rows, microbatch.plan.boundaries, context_group())
 
 
 def token_logprobs(
@@ -78,8 +82,8 @@ def token_logprobs(
     compute the same loss. The gradient of `weight` is added to its main_grad, if Megatron's DDP has
     given it one.
     """
-    targets = microbatch.targets[sent(torch.from_numpy(rows.positions), rows.rows.device)]
-    kept = microbatch.kept.of(rows.positions, rows.rows.device) if microbatch.kept else None
+    targets = microbatch.targets[to_device(torch.from_numpy(rows.positions), rows.rows.device)]
+    allowed = microbatch.kept.of(rows.positions, rows.rows.device) if microbatch.kept else None
     total = main_grad(weight)
     values = linear_logprobs(
         rows.rows,
@@ -90,7 +94,7 @@ def token_logprobs(
         temperature,
         chunk_tokens,
         total,
-        kept,
+        allowed,
     )
     logprobs, entropy = spread(torch.stack(values, dim=1), rows, microbatch).unbind(dim=1)
     return logprobs, entropy

@@ -26,8 +26,8 @@ import torch
 from megarl.base.geometry import TrainerTopology
 from megarl.base.rollout_types import Elsewhere, TrainSequence
 from megarl.models.routing import RoutingFormat
-from megarl.teachers.loss import Taught
-from megarl.trainer.distributed import sent
+from megarl.teachers.loss import TeacherTokens
+from megarl.trainer.distributed import to_device
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class KeptRows:
         sizes = self.sizes[positions]
         begins = (np.cumsum(self.sizes) - self.sizes)[positions]
         places = np.arange(sizes.sum()) + np.repeat(begins - (np.cumsum(sizes) - sizes), sizes)
-        return torch.from_numpy(sizes), sent(torch.from_numpy(self.ids[places]), device)
+        return torch.from_numpy(sizes), to_device(torch.from_numpy(self.ids[places]), device)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class MicroBatch:
     kept: KeptRows | None  # None: log-probs are over the whole vocabulary
     plan: MicrobatchPlan
     entropy: torch.Tensor | None = None  # [t] float32 with its gradient, once outputs are computed
-    teachers: tuple[Taught, ...] = ()  # the outputs of each teacher passed to train_step
+    teachers: tuple[TeacherTokens, ...] = ()  # the outputs of each teacher passed to train_step
 
 
 def plan_microbatches(
@@ -130,9 +130,9 @@ def plan_microbatches(
     everywhere (with virtual stages, a multiple of the stages). Microbatches that get no sequence
     are padding. Deterministic.
     """
-    sizes = [
-        math.ceil((length - 1) / alignment.sequence) * alignment.sequence for length in lengths
-    ]
+    sizes = []
+    for length in lengths:
+        sizes.append(math.ceil((length - 1) / alignment.sequence) * alignment.sequence)
     costs = [size + squares * size * size for size in sizes]
     capacity = max(1, max_tokens // alignment.microbatch) * alignment.microbatch
     shares: list[list[int]] = [[] for _ in range(dp)]
@@ -144,11 +144,11 @@ def plan_microbatches(
 
     firsts = [_first_fit(share, sizes, capacity) for share in shares]
     count = math.ceil(max(1, max(map(len, firsts))) / count_multiple) * count_multiple
-    found = []
+    plans = []
     for share, first in zip(shares, firsts):
-        chosen = _even(share, sizes, costs, capacity, count) or first + [[]] * (count - len(first))
-        found.append([_laid_out(indices, sizes, alignment) for indices in chosen])
-    return found
+        parts = _even(share, sizes, costs, capacity, count) or first + [[]] * (count - len(first))
+        plans.append([_laid_out(indices, sizes, alignment) for indices in parts])
+    return plans
 
 
 def _first_fit(order: Sequence[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:
@@ -207,32 +207,36 @@ def build(
 
     `routing`: the format of the sequences' routing, if it is to be replayed.
     """
-    held = {index: _held(sequences[index]) for index in plan.indices}
+    sequences_here = {index: _held(sequences[index]) for index in plan.indices}
 
     def laid(
         values: Callable[[int], np.ndarray], dtype: type, part: slice = slice(1, None)
     ) -> torch.Tensor:
-        return sent(torch.from_numpy(lay(plan, values, dtype, part=part)), device)
+        return to_device(torch.from_numpy(lay(plan, values, dtype, part=part)), device)
 
-    def given(rows: Sequence[np.ndarray] | None) -> torch.Tensor | None:
-        return None if rows is None else laid(lambda i: rows[i], np.float32)
+    def laid_or_none(rows: Sequence[np.ndarray] | None) -> torch.Tensor | None:
+        if rows is None:
+            return None
+        return laid(lambda i: rows[i], np.float32)
 
-    scored = lay(plan, lambda i: held[i].loss_mask, np.bool_)
+    scored = lay(plan, lambda i: sequences_here[i].loss_mask, np.bool_)
     return MicroBatch(
-        inputs=laid(lambda i: held[i].token_ids, np.int64, slice(-1)),
-        targets=laid(lambda i: held[i].token_ids, np.int64),
-        boundaries=sent(torch.tensor(plan.boundaries, dtype=torch.int32), device),
-        loss_mask=sent(torch.from_numpy(scored), device),
+        inputs=laid(lambda i: sequences_here[i].token_ids, np.int64, slice(-1)),
+        targets=laid(lambda i: sequences_here[i].token_ids, np.int64),
+        boundaries=to_device(torch.tensor(plan.boundaries, dtype=torch.int32), device),
+        loss_mask=to_device(torch.from_numpy(scored), device),
         scored=scored,
-        mu_logprobs=laid(lambda i: held[i].mu_logprobs, np.float32),
-        advantages=laid(lambda i: held[i].advantages, np.float32),
-        reference_logprobs=given(reference_logprobs),
-        proximal_logprobs=given(proximal_logprobs),
-        old_values=given(old_values),
-        returns=given(returns),
+        mu_logprobs=laid(lambda i: sequences_here[i].mu_logprobs, np.float32),
+        advantages=laid(lambda i: sequences_here[i].advantages, np.float32),
+        reference_logprobs=laid_or_none(reference_logprobs),
+        proximal_logprobs=laid_or_none(proximal_logprobs),
+        old_values=laid_or_none(old_values),
+        returns=laid_or_none(returns),
         ages=None if ages is None else laid(lambda i: ages[i], np.int32),
-        routing=None if routing is None else sent(_routing(plan, held, routing), device),
-        kept=_kept(plan, held, scored),
+        routing=None
+        if routing is None
+        else to_device(_routing(plan, sequences_here, routing), device),
+        kept=_kept(plan, sequences_here, scored),
         plan=plan,
     )
 
@@ -249,8 +253,8 @@ def lay(
     """
     row = np.zeros((plan.positions, *shape), dtype)
     for start, index in zip(plan.boundaries, plan.indices):
-        here = values(index)[part]
-        row[start : start + len(here)] = here
+        row_values = values(index)[part]
+        row[start : start + len(row_values)] = row_values
     return row
 
 
@@ -264,45 +268,45 @@ def _held(sequence: TrainSequence | Elsewhere) -> TrainSequence:
 
 
 def _routing(
-    plan: MicrobatchPlan, held: Mapping[int, TrainSequence], routing: RoutingFormat
+    plan: MicrobatchPlan, sequences: Mapping[int, TrainSequence], routing: RoutingFormat
 ) -> torch.Tensor:
     ids = np.full((plan.positions, *routing.shape), -1, np.int16)
     for start, index in zip(plan.boundaries, plan.indices):
-        known = routing.unpack(held[index].routing)
-        tokens = len(held[index])
-        if len(known) >= tokens:
+        expert_ids = routing.unpack(sequences[index].routing)
+        tokens = len(sequences[index])
+        if len(expert_ids) >= tokens:
             raise ValueError(
-                f"experts of {len(known)} positions in a sequence of {tokens} tokens, the last of "
-                "which has none"
+                f"experts of {len(expert_ids)} positions in a sequence of {tokens} tokens, the "
+                "last of which has none"
             )
-        ids[start : start + len(known)] = known
+        ids[start : start + len(expert_ids)] = expert_ids
     return torch.from_numpy(ids)
 
 
 def _kept(
-    plan: MicrobatchPlan, held: Mapping[int, TrainSequence], scored: np.ndarray
+    plan: MicrobatchPlan, sequences: Mapping[int, TrainSequence], scored: np.ndarray
 ) -> KeptRows | None:
-    if all(sequence.kept is None for sequence in held.values()):
+    if all(sequence.kept is None for sequence in sequences.values()):
         return None
     sizes = np.zeros(plan.positions, np.int64)
     ids = []
     for start, index in zip(plan.boundaries, plan.indices):
-        sequence = held[index]
-        kept = held[index].kept
-        if kept is not None:
-            of_tokens = kept.checked_ids(sequence.token_ids[len(sequence) - len(kept) :])
-            counts = np.concatenate([np.zeros(len(sequence) - len(kept), np.int64), kept.counts])
+        sequence = sequences[index]
+        kept_sets = sequences[index].kept
+        if kept_sets is not None:
+            of_tokens = kept_sets.checked_ids(sequence.token_ids[len(sequence) - len(kept_sets) :])
+            counts = np.concatenate(
+                [np.zeros(len(sequence) - len(kept_sets), np.int64), kept_sets.counts]
+            )
             sizes[start : start + len(counts) - 1] = counts[1:]
             ids.append(of_tokens[counts[0] :])
-    if missing := int((scored & (sizes == 0)).sum()):
+    missing = int((scored & (sizes == 0)).sum())
+    if missing:
         raise ValueError(
             f"{missing} of {int(scored.sum())} tokens of the loss lack the sets they were drawn "
             "from (rollout.replay_mask)"
         )
     return KeptRows(sizes, np.concatenate(ids))
-
-
-# The layer for multi-token prediction (multi_token.py).
 
 
 def predicting(microbatch: MicroBatch) -> MicroBatch:

@@ -60,7 +60,7 @@ from megarl.models.spec import CLAMPED_SWIGLU, GELU_TANH, LM, SCALAR, SILU, Mode
 from megarl.reshard.layout import trainer_layout
 from megarl.trainer import cpu_support, hf_io, layers, multi_token, parallel
 from megarl.trainer.cpu_support import layer_spec
-from megarl.trainer.distributed import sent
+from megarl.trainer.distributed import to_device
 from megarl.trainer.hf_io import Writing
 from megarl.trainer.layers import (
     CausalAttention,
@@ -88,10 +88,6 @@ from megarl.trainer.microbatch import (
 from megarl.trainer.multi_token import MultiToken
 from megarl.trainer.parallel import PlannedShapes, context_group, data_group
 
-# Refuses models that the trainer cannot build on this machine. megarl.plan refuses those that it
-# cannot build anywhere.
-
-
 NEED_TRANSFORMER_ENGINE = (
     "fp8",
     "fp4",
@@ -101,6 +97,26 @@ NEED_TRANSFORMER_ENGINE = (
     "use_te_activation_func",
 )
 RECOMPUTED_BY_TRANSFORMER_ENGINE = ("layernorm", "moe_act", "mla_up_proj")
+_CORRUPT = re.compile("corrupt", re.IGNORECASE)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ACTIVATIONS = {
+    SILU: F.silu,
+    GELU_TANH: partial(F.gelu, approximate="tanh"),
+    CLAMPED_SWIGLU: quick_gelu,
+}
+YARN_KEYS = {  # MLATransformerConfig's → those of config.json
+    "rotary_scaling_factor": "factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+}
+_OF_MTP = "mtp_layer.mtp_model_layer."
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_EXPERT = re.compile(
+    r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias|adapter\.[ab])))(\d+)(.*)"
+)
 
 
 def check_transformer_engine(spec: ModelSpec, trainer: TrainerConfig) -> None:
@@ -109,17 +125,16 @@ def check_transformer_engine(spec: ModelSpec, trainer: TrainerConfig) -> None:
     modules for them use names that do not exist without it. (On CPUs, cpu_support fixes that.)
     """
     if layer_spec() != "te" and (
-        asked := [name for name in NEED_TRANSFORMER_ENGINE if trainer.megatron.get(name)]
+        settings := [name for name in NEED_TRANSFORMER_ENGINE if trainer.megatron.get(name)]
     ):
         raise ConfigError(
-            f"trainer.megatron.{asked[0]}={trainer.megatron[asked[0]]}: needs GPUs with "
+            f"trainer.megatron.{settings[0]}={trainer.megatron[settings[0]]}: needs GPUs with "
             "Transformer Engine"
         )
-    modules = [
-        name
-        for name in trainer.megatron.get("recompute_modules") or ()
-        if name in RECOMPUTED_BY_TRANSFORMER_ENGINE
-    ]
+    modules = []
+    for name in trainer.megatron.get("recompute_modules") or ():
+        if name in RECOMPUTED_BY_TRANSFORMER_ENGINE:
+            modules.append(name)
     if layer_spec() != "te" and modules:
         raise ConfigError(
             f"trainer.megatron.recompute_modules: {', '.join(modules)} needs GPUs with "
@@ -127,8 +142,8 @@ def check_transformer_engine(spec: ModelSpec, trainer: TrainerConfig) -> None:
         )
     if torch.cuda.is_available() and spec.linear_layers and not HAVE_FLA:
         raise ConfigError(
-            f"model.path: a {spec.family} model needs flash-linear-attention on GPUs, which is "
-            "not installed"
+            f"model.path: a {spec.family} model needs flash-linear-attention on GPUs, which is not "
+            "installed"
         )
     if (
         torch.cuda.is_available()
@@ -156,12 +171,6 @@ def passed_on(key: str, settings: Mapping[str, Any]) -> Iterator[None]:
         ) from error
 
 
-# Ends the run when Megatron warns of corrupt data. Megatron itself would continue.
-
-
-_CORRUPT = re.compile("corrupt", re.IGNORECASE)
-
-
 class _Refuse(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if _CORRUPT.search(text := record.getMessage()):
@@ -180,22 +189,6 @@ def refuse_corruption() -> None:
         warnings.filterwarnings("error", message=f"(?is).*{_CORRUPT.pattern}", module=r"megatron\b")
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-ACTIVATIONS = {
-    SILU: F.silu,
-    GELU_TANH: partial(F.gelu, approximate="tanh"),
-    CLAMPED_SWIGLU: quick_gelu,
-}
-YARN_KEYS = {  # MLATransformerConfig's → those of config.json
-    "rotary_scaling_factor": "factor",
-    "original_max_position_embeddings": "original_max_position_embeddings",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
-}
-
-
 def transformer_config(
     spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, trainer: TrainerConfig
 ) -> TransformerConfig:
@@ -203,11 +196,11 @@ def transformer_config(
 
     It requests fused CUDA kernels only if CUDA is present.
     """
-    chosen = _chosen(spec, topology, dtype, trainer) | trainer.megatron
-    if "attention_backend" in chosen:
-        chosen["attention_backend"] = AttnBackend[chosen["attention_backend"]]
+    settings = _chosen(spec, topology, dtype, trainer) | trainer.megatron
+    if "attention_backend" in settings:
+        settings["attention_backend"] = AttnBackend[settings["attention_backend"]]
     with passed_on("trainer.megatron", trainer.megatron):
-        config = (MLATransformerConfig if spec.kv_lora_rank else TransformerConfig)(**chosen)
+        config = (MLATransformerConfig if spec.kv_lora_rank else TransformerConfig)(**settings)
     for name, value in _yarn_settings(spec).items():
         setattr(config, name, value)
     return config
@@ -370,7 +363,7 @@ def _latent_settings(spec: ModelSpec) -> dict[str, Any]:
         v_head_dim=spec.v_head_dim,
         rotary_base=spec.rope_theta,
         rope_type="yarn" if yarn else "rope",
-        **({ours: yarn[theirs] for ours, theirs in YARN_KEYS.items()} if yarn else {}),
+        **({setting: yarn[yarn_key] for setting, yarn_key in YARN_KEYS.items()} if yarn else {}),
     )
 
 
@@ -380,9 +373,9 @@ def _yarn_settings(spec: ModelSpec) -> dict[str, Any]:
     """
     if spec.rope_type != "yarn" or spec.kv_lora_rank:
         return {}
-    scaling = {
-        f"yarn_{name}": (spec.rope_scaling or {}).get(key) for name, key in YARN_KEYS.items()
-    }
+    scaling = {}
+    for name, key in YARN_KEYS.items():
+        scaling[f"yarn_{name}"] = (spec.rope_scaling or {}).get(key)
     return scaling | {"yarn_correction_range_round_to_int": False}
 
 
@@ -392,10 +385,10 @@ def build_chunks(
     """This rank's part of the model (its pipeline stage and tensor slice), without weights: one
     chunk for each virtual stage.
     """
-    return [
-        _build_chunk(spec, config, stage if topology.vpp > 1 else None, mtp_trained)
-        for stage in range(topology.vpp)
-    ]
+    result: list[GPTModel] = []
+    for stage in range(topology.vpp):
+        result.append(_build_chunk(spec, config, stage if topology.vpp > 1 else None, mtp_trained))
+    return result
 
 
 def _build_chunk(
@@ -452,17 +445,20 @@ def _build_chunk(
         # that DDP's hooks run.
         model.output_layer.forward = _hidden_states  # type: ignore[method-assign]
     if model.post_process and spec.mtp_layers:
-        alike = (
-            layers_of_chunk
-            if isinstance(layers_of_chunk, ModuleSpec)
-            else (layers_of_chunk.layer_specs or [])[-1]
-        )
-        model.mtp_layer = multi_token.build_layer(config, alike, stage, mtp_trained)
-    return model if not torch.cuda.is_available() else model.cuda()
+        if isinstance(layers_of_chunk, ModuleSpec):
+            layer_specs = layers_of_chunk
+        else:
+            layer_specs = (layers_of_chunk.layer_specs or [])[-1]
+        model.mtp_layer = multi_token.build_layer(config, layer_specs, stage, mtp_trained)
+    if not torch.cuda.is_available():
+        return model
+    return model.cuda()
 
 
 def _prepare_sinks(model: GPTModel, config: TransformerConfig) -> None:
-    """Transformer Engine makes sinks in float32, and does not mark them as split over tensor ranks."""
+    """Transformer Engine makes sinks in float32, and does not mark them as split over tensor
+    ranks.
+    """
     for name, sinks in model.named_parameters():
         if name.endswith("softmax_offset"):
             sinks.data = sinks.data.to(config.params_dtype)
@@ -490,11 +486,16 @@ def _scaled(
 
 
 def _give_windows_their_rope(spec: ModelSpec, model: GPTModel) -> None:
-    """Gives layers with a window their own rotary embedding, since GPTModel has one for all layers."""
+    """Gives layers with a window their own rotary embedding, since GPTModel has one for all
+    layers.
+    """
     on_cpu = model.config.use_cpu_initialization
     rope = RotaryEmbedding(
-        spec.head_dim, 1.0, rotary_base=spec.windowed_rope_theta, use_cpu_initialization=on_cpu
-    )  # type: ignore[arg-type]
+        spec.head_dim,
+        1.0,
+        rotary_base=spec.windowed_rope_theta,  # type: ignore[arg-type]
+        use_cpu_initialization=on_cpu,
+    )
 
     def give(
         attention: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
@@ -524,11 +525,10 @@ def output_weight(chunk: GPTModel) -> torch.nn.Parameter:
     """The weight of the output layer, [padded vocabulary / tp, h], of the chunk that ends the
     model.
     """
-    weight: Any = (
-        chunk.shared_embedding_or_output_weight()
-        if chunk.share_embeddings_and_output_weights
-        else chunk.output_layer.weight
-    )
+    if chunk.share_embeddings_and_output_weights:
+        weight: Any = chunk.shared_embedding_or_output_weight()
+    else:
+        weight = chunk.output_layer.weight
     return weight
 
 
@@ -545,10 +545,10 @@ def parameters_by_name(chunks: list[GPTModel]) -> dict[str, torch.Tensor]:
             if name.endswith(".router.expert_bias")
         )
         for name, parameter in (*chunk.named_parameters(), *biases):
-            found = _LAYER.match(name)
-            if found:
-                layer: Any = chunk.decoder.layers[int(found[1])]
-                name = f"decoder.layers.{layer.layer_number - 1}.{_global_expert(found[2], layer)}"
+            match = _LAYER.match(name)
+            if match:
+                layer: Any = chunk.decoder.layers[int(match[1])]
+                name = f"decoder.layers.{layer.layer_number - 1}.{_global_expert(match[2], layer)}"
             elif name.startswith(_OF_MTP):
                 of_layer: Any = chunk.mtp_layer
                 name = _OF_MTP + _global_expert(
@@ -558,17 +558,12 @@ def parameters_by_name(chunks: list[GPTModel]) -> dict[str, torch.Tensor]:
     return named
 
 
-_OF_MTP = "mtp_layer.mtp_model_layer."
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
-_EXPERT = re.compile(
-    r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias|adapter\.[ab])))(\d+)(.*)"
-)
-
-
 def _global_expert(name: str, layer: Any) -> str:
     """The parameter `name` of a layer, with the number that the expert has among all experts."""
-    found = _EXPERT.fullmatch(name)
-    return f"{found[1]}{layer.mlp.local_expert_indices[int(found[2])]}{found[3]}" if found else name
+    match = _EXPERT.fullmatch(name)
+    if match:
+        return f"{match[1]}{layer.mlp.local_expert_indices[int(match[2])]}{match[3]}"
+    return name
 
 
 def _layer_spec(
@@ -584,21 +579,20 @@ def _layer_spec(
             return block
         if spec.first_dense_layers:
             return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
-        own = {
+        arguments = {
             "num_experts": spec.num_experts or None,
             "moe_grouped_gemm": config.moe_grouped_gemm,
             "qk_layernorm": config.qk_layernorm,
         }
         layer = get_gpt_layer_with_transformer_engine_spec(
-            **own, multi_latent_attention=spec.kv_lora_rank > 0
+            **arguments, multi_latent_attention=spec.kv_lora_rank > 0
         )
         _place_norms(spec, config, layer.submodules)
         return layer
     first = get_transformer_layer_offset(config, vp_stage=stage)
     count = get_num_layers_to_build(config, vp_stage=stage)
-    dense, sparse = (
-        _local_layer_spec(spec, config, experts) for experts in (None, spec.num_experts or None)
-    )
+    dense = _local_layer_spec(spec, config, None)
+    sparse = _local_layer_spec(spec, config, spec.num_experts or None)
     layers = [
         dense if layer < spec.first_dense_layers else sparse
         for layer in range(first, first + count)
@@ -616,7 +610,9 @@ def _layer_spec(
 def _local_layer_spec(
     spec: ModelSpec, config: TransformerConfig, experts: int | None
 ) -> ModuleSpec:
-    """The spec of a layer of Megatron's own modules, with the norms and the attention of `layers`."""
+    """The spec of a layer of Megatron's own modules, with the norms and the attention of
+    `layers`.
+    """
     latent = spec.kv_lora_rank > 0
     layer = get_gpt_layer_local_spec(
         experts,
@@ -681,13 +677,12 @@ def _place_norms(spec: ModelSpec, config: TransformerConfig, layer: Any) -> None
         )
 
 
-# A model on the trainer's ranks: its forward passes, the outputs computed from hidden states, and
-# its weights as checkpoints. MegatronTrainer (step.py) adds gradients and an optimizer. Without
-# these, a model is frozen: a teacher, or a reference of another shape.
-
-
 class MegatronModel:
-    """One rank's part of a model.
+    """One rank's part of a model: its forward passes, the outputs computed from hidden states, and
+    its weights as checkpoints.
+
+    MegatronTrainer (step.py) adds gradients and an optimizer. Without these, a model is frozen: a
+    teacher, or a reference of another shape.
 
     Every method is collective: all ranks call it with the same arguments.
 
@@ -730,11 +725,10 @@ class MegatronModel:
         self.coordinate = topology.coordinate(dist.get_rank())
         self.seed = seed
         self.dtype = DTYPES[dtype]
-        self.device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        else:
+            self.device = torch.device("cpu")
         self.max_tokens = trainer.max_tokens_per_microbatch
         self.logprob_chunk_tokens = trainer.logprob_chunk_tokens
         self.alignment = Alignment.of(topology, trainer.sequence_parallel)
@@ -806,7 +800,7 @@ class MegatronModel:
                 for start, index in zip(microbatch.boundaries, microbatch.indices):
                     slices[index][1:] = outputs[start : start + lengths[index] - 1]
         if self.topology.world_size > 1:
-            flat = sent(flat, self.device)
+            flat = to_device(flat, self.device)
             dist.all_reduce(flat)
         return [part.numpy() for part in flat.cpu().split(lengths)]
 
@@ -827,7 +821,9 @@ class MegatronModel:
                 ).rows.cpu(),
                 forward_only=True,
             )
-        return dict(zip((microbatch.indices for microbatch in plan), rows)) if rows else {}
+        if rows:
+            return dict(zip((microbatch.indices for microbatch in plan), rows))
+        return {}
 
     # -- shared by training and scoring
 
@@ -836,10 +832,10 @@ class MegatronModel:
 
         It may be given all others as Elsewhere.
         """
-        return [
-            [index for microbatch in plan for index in microbatch.indices]
-            for plan in self._plans(sequences)
-        ]
+        result: list[list[int]] = []
+        for plan in self._plans(sequences):
+            result.append([index for microbatch in plan for index in microbatch.indices])
+        return result
 
     def summed(self, values: Sequence[float]) -> list[float]:
         """The sums over the data-parallel ranks, each of which has its own values."""
@@ -903,11 +899,11 @@ class MegatronModel:
                 head, microbatch
             )
 
-        known: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if self.topology.pp > 1 and self.topology.vpp == 1:
             split = self.topology.cp * (self.topology.tp if self.sequence_parallel else 1)
             communicator = PlannedShapes(self.config, plan, split)
-            known = {
+            options = {
                 "p2p_communicator": communicator,
                 "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
             }
@@ -922,7 +918,7 @@ class MegatronModel:
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
-            **known,
+            **options,
         )
 
     # -- weights

@@ -40,8 +40,8 @@ def build_layer(
     config: TransformerConfig, decoder_layer: ModuleSpec, stage: int | None, trained: bool
 ) -> MultiTokenPredictionLayer:
     """The layer, without weights, around a decoder layer with the spec `decoder_layer`."""
-    own = copy.copy(config)
-    own.mtp_num_layers = 1  # without it the layer has no decoder layer
+    layer_config = copy.copy(config)
+    layer_config.mtp_num_layers = 1  # without it the layer has no decoder layer
     if layer_spec() == "te":
         specified = get_mtp_layer_spec(decoder_layer, use_transformer_engine=True)
     else:
@@ -52,7 +52,7 @@ def build_layer(
         specified = ModuleSpec(MultiTokenPredictionLayer, submodules=parts)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     layer: Any = build_module(
-        specified, config=own, layer_number=1, vp_stage=stage, pg_collection=groups
+        specified, config=layer_config, layer_number=1, vp_stage=stage, pg_collection=groups
     )
     for parameter in layer.parameters():
         parameter.requires_grad_(trained)
@@ -72,9 +72,10 @@ class MultiToken:
         # (Megatron's schedules would look into `mtp`, a block of its own)
         layer: Any = chunk.mtp_layer
         self.layer: MultiTokenPredictionLayer = layer
-        self.embedding: Any = (
-            chunk.embedding if chunk.pre_process else _frozen_embedding(config, vocab_rows)
-        )
+        if chunk.pre_process:
+            self.embedding: Any = chunk.embedding
+        else:
+            self.embedding = _frozen_embedding(config, vocab_rows)
 
     def hidden(self, microbatch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
         """The layer's hidden states.
@@ -86,7 +87,7 @@ class MultiToken:
         following = layers.cut(microbatch.targets, microbatch.plan.boundaries, context_group())[
             None
         ]
-        made = self.layer.forward_single_position(
+        output = self.layer.forward_single_position(
             hidden_states=hidden.detach().transpose(0, 1).contiguous(),
             next_token_ids=following,
             position_ids=None,  # type: ignore[arg-type]  # only for learned positions
@@ -94,7 +95,7 @@ class MultiToken:
             rotary_pos_emb=self._rotary(packed.max_seqlen_q),
             packed_seq_params=packed,
         )
-        return made.transpose(0, 1)
+        return output.transpose(0, 1)
 
     @torch.no_grad()
     def _embed(self, **ids: torch.Tensor) -> torch.Tensor:
@@ -105,8 +106,10 @@ class MultiToken:
         if self.spec.kv_lora_rank:
             return None
         rotary: Any = self.chunk.rotary_pos_emb
-        made = rotary(length, packed_seq=True)
-        return made[0] if isinstance(made, tuple) else made
+        embedding = rotary(length, packed_seq=True)
+        if isinstance(embedding, tuple):
+            return embedding[0]
+        return embedding
 
 
 def _frozen_embedding(config: TransformerConfig, rows: int) -> LanguageModelEmbedding:

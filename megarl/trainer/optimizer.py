@@ -19,8 +19,6 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import AdamConfig, OptimizerConfig
 
 SCHEDULES = ("constant", "cosine", "linear")
-
-
 # Megatron's settings for trainer.optimizer.offload. With main weights in the optimizer, the GPU has
 # no fp32 copy of the weights.
 OFFLOAD = {
@@ -116,7 +114,9 @@ def reload_masters(optimizer: ChainedOptimizer) -> None:
 
 @dataclass(frozen=True)
 class OptimizerShard:
-    """The part of a parameter that this rank's optimizer has: its elements first .. end, flattened."""
+    """The part of a parameter that this rank's optimizer has: its elements first .. end,
+    flattened.
+    """
 
     parameter: torch.nn.Parameter
     first: int
@@ -183,23 +183,23 @@ def _masters(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int,
 
 
 def steps_made(optimizer: ChainedOptimizer) -> set[int]:
-    """The number of steps by Adam's own count: one element, or none if this rank has no parameters."""
+    """The number of steps by Adam's own count: one element, or none if this rank has no
+    parameters.
+    """
     adams = [*_adams(optimizer)]
-    ours = {
-        int(state["step"])
-        for adam in adams
-        if isinstance(adam, torch.optim.AdamW)
-        for state in adam.state.values()
-    }
-    groups = [
-        group
-        for adam in adams
-        if not isinstance(adam, torch.optim.AdamW)
-        for group in adam.param_groups
-        if group["params"]
-    ]
+    adam_steps = set()
+    for adam in adams:
+        if isinstance(adam, torch.optim.AdamW):
+            for state in adam.state.values():
+                adam_steps.add(int(state["step"]))
+    groups = []
+    for adam in adams:
+        if not isinstance(adam, torch.optim.AdamW):
+            for group in adam.param_groups:
+                if group["params"]:
+                    groups.append(group)
     # Transformer Engine counts for each group
-    return ours | {int(group.get("step", 0)) for group in groups}
+    return adam_steps | {int(group.get("step", 0)) for group in groups}
 
 
 def _adams(optimizer: ChainedOptimizer) -> Iterator[torch.optim.Optimizer]:
@@ -237,7 +237,8 @@ class LearningRate:
         self.optimizer = optimizer
         min_lr = config.lr * config.min_lr_ratio if config.schedule != "constant" else 0.0
         for group in optimizer.param_groups:  # each group has the bounds with which it was made
-            group["max_lr"], group["min_lr"] = config.lr, min_lr
+            group["max_lr"] = config.lr
+            group["min_lr"] = min_lr
         self.scheduler = OptimizerParamScheduler(
             optimizer,
             init_lr=0.0,

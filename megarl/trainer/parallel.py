@@ -21,8 +21,9 @@ from megarl.base.geometry import TrainerTopology
 from megarl.trainer.distributed import groups_closed
 from megarl.trainer.microbatch import MicrobatchPlan
 
-# Megatron's process groups, with types that can be used: the annotations of its own getters also
-# allow None or a number.
+# the topology of this process's groups, and the group that contains all of them
+_made_for: list[Any] = []
+Tensors = Any  # as in P2PCommunicator: a list with one tensor
 
 
 def tensor_group() -> dist.ProcessGroup:
@@ -48,10 +49,6 @@ def pipeline_group() -> dist.ProcessGroup:
 def _made(group: Any) -> dist.ProcessGroup:
     assert isinstance(group, dist.ProcessGroup)
     return group
-
-
-# the topology of this process's groups, and the group that contains all of them
-_made_for: list[Any] = []
 
 
 def initialize(topology: TrainerTopology, seed: int, timeout_s: float) -> None:
@@ -95,19 +92,20 @@ def data_parallel(
     `settings`: other fields of DistributedDataParallelConfig.
     """
     overlap = torch.cuda.is_available() and topology.dp * topology.cp > 1
-    chosen = {
+    options = {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": topology.zero == 1,
         "overlap_grad_reduce": overlap,
         **settings,
     }
-    if chosen["use_distributed_optimizer"]:
+    if options["use_distributed_optimizer"]:
         _give_up_zeros(chunks)
-    of_chunks = [
-        DistributedDataParallel(config, DistributedDataParallelConfig(**chosen), chunk)
-        for chunk in chunks
-    ]
-    if chosen["overlap_grad_reduce"]:  # no reduction before the last microbatch
+    of_chunks = []
+    for chunk in chunks:
+        of_chunks.append(
+            DistributedDataParallel(config, DistributedDataParallelConfig(**options), chunk)
+        )
+    if options["overlap_grad_reduce"]:  # no reduction before the last microbatch
         config.no_sync_func = partial(_no_reduction, of_chunks)
     return of_chunks
 
@@ -151,11 +149,6 @@ def global_sums(outputs: list[dict[str, torch.Tensor]], dp: int, pp: int) -> dic
         dist.broadcast_object_list(shared, src=last, group=pipeline_group())
         sums = shared[0]
     return sums
-
-
-# Messages between pipeline stages. Every stage knows their shapes from the plan of microbatches.
-
-Tensors = Any  # as in P2PCommunicator: a list with one tensor
 
 
 class PlannedShapes(P2PCommunicator):

@@ -37,27 +37,35 @@ from megarl.observe.agreement import AGES, BINS, EDGES, TOKENS, YOUNGEST, Totals
 from megarl.reshard.layout import hf_layout
 from megarl.teachers.trainer import TeacherOfStep, token_divergence
 from megarl.trainer import hf_io, multi_token, parallel
-from megarl.trainer.distributed import sent
+from megarl.trainer.distributed import to_device
 from megarl.trainer.layers import RoutingReplay
 from megarl.trainer.logprobs import scored_rows, token_logprobs
 from megarl.trainer.microbatch import MicroBatch, build, predicted_tokens, predicting
 from megarl.trainer.model import MegatronModel, output_weight, passed_on
 from megarl.trainer.optimizer import LearningRate, build_optimizer, reload_masters
 
-# Sums over the tokens of an optimizer step, from which the metrics of agreement are computed
-# (observe/agreement.py).
-
-
 _MOST = 300.0  # bound of a log-ratio whose exponential is squared, so that float64 holds the square
+LossFn = Callable[[torch.Tensor, MicroBatch], LossOutput]
+"""(outputs [t] float32, microbatch) -> LossOutput, with sums instead of means, and the same keys in
+`sums` all through a step. The outputs are the log-probs of the tokens of `loss_mask`. With a scalar
+head, they are the head's values for the tokens before each of these.
+"""
+# Keys of a step's sums, besides those of the loss function.
+ENTROPY = "entropy"
+ENTROPY_TOKENS = "entropy tokens"
+POSITIONS = "positions"
+MTP = "mtp"
 
 
 class Tally:
-    """The sums over the microbatches of one rank. They are on `device`."""
+    """The sums over the tokens of an optimizer step, from which the metrics of agreement are
+    computed (observe/agreement.py). They cover the microbatches of one rank, and are on `device`.
+    """
 
     def __init__(self, device: torch.device):
         zeros = {"dtype": torch.float64, "device": device}
-        self._ages = sent(torch.tensor(YOUNGEST[1:]), device)
-        self._edges = sent(torch.from_numpy(EDGES), device)
+        self._ages = to_device(torch.tensor(YOUNGEST[1:]), device)
+        self._edges = to_device(torch.from_numpy(EDGES), device)
         # Tokens that do not count go into an additional row.
         self._sums = torch.zeros((len(AGES) + 1, 6), **zeros)
         self._bins = torch.zeros((len(AGES) + 1) * 2 * BINS, **zeros)
@@ -79,11 +87,13 @@ class Tally:
         place = (2 * age + (d < 0)) * BINS + torch.bucketize(size, self._edges, right=True)
         self._bins.index_add_(0, place, columns[TOKENS])
         self._largest.scatter_reduce_(0, age, size, "amax")
-        some = segment_sums(mask.double(), microbatch.boundaries) > 0
-        whole = torch.where(
-            some, segment_sums(d, microbatch.boundaries).clamp(max=_MOST).exp(), 0.0
+        is_scored = segment_sums(mask.double(), microbatch.boundaries) > 0
+        sequence_ratio = torch.where(
+            is_scored, segment_sums(d, microbatch.boundaries).clamp(max=_MOST).exp(), 0.0
         )
-        self._sequences += torch.stack([some.sum(), whole.sum(), whole.square().sum()])
+        self._sequences += torch.stack(
+            [is_scored.sum(), sequence_ratio.sum(), sequence_ratio.square().sum()]
+        )
 
     def totals(self, counts: bool) -> Totals:
         """The sums over all ranks with true `counts`, which together have seen each token once.
@@ -107,19 +117,6 @@ class Tally:
         return Totals(
             sums.reshape(rows, 6), bins.reshape(rows, 2, BINS), largest.cpu().numpy(), sequences
         )
-
-
-LossFn = Callable[[torch.Tensor, MicroBatch], LossOutput]
-"""(outputs [t] float32, microbatch) -> LossOutput, with sums instead of means, and the same keys in
-`sums` all through a step. The outputs are the log-probs of the tokens of `loss_mask`. With a scalar
-head, they are the head's values for the tokens before each of these.
-"""
-
-# Keys of a step's sums, besides those of the loss function.
-ENTROPY = "entropy"
-ENTROPY_TOKENS = "entropy tokens"
-POSITIONS = "positions"
-MTP = "mtp"
 
 
 class TokenRow(NamedTuple):
@@ -155,16 +152,16 @@ class StepResult:
     # of the policy before the step with the behaviour policy, if the tokens' ages were given
     agreement: Totals | None = None
     # only this rank's, for the sequences in `keep`
-    kept: dict[int, TokenRow] = field(default_factory=dict)
+    token_rows: dict[int, TokenRow] = field(default_factory=dict)
 
-    def check_tokens(self, expected: int) -> None:
-        """Raises RunError if the loss was not computed from `expected` tokens: a sequence was left
-        out, trained on twice, or cut.
+    def check_tokens(self, sample_tokens: int) -> None:
+        """Raises RunError if the loss was not computed from `sample_tokens` tokens: a sequence was
+        left out, trained on twice, or cut.
         """
-        if self.tokens != expected:
+        if self.tokens != sample_tokens:
             raise RunError(
-                f"the step was made of {self.tokens} tokens, but its samples have {expected}; its "
-                "weights are not used"
+                f"the step was made of {self.tokens} tokens, but its samples have {sample_tokens}; "
+                "its weights are not used"
             )
 
 
@@ -202,11 +199,12 @@ class MegatronTrainer(MegatronModel):
             self.ddp = parallel.data_parallel(config, topology, trainer.ddp, self.chunks)
         self.modules = [*self.ddp]
         self.routing = RoutingFormat.of(spec) if trainer.routing_replay else None
-        self.replay = (
-            RoutingReplay(self.routing, self.ddp, config.sequence_parallel, trainer.recompute)
-            if self.routing
-            else None
-        )
+        if self.routing:
+            self.replay = RoutingReplay(
+                self.routing, self.ddp, config.sequence_parallel, trainer.recompute
+            )
+        else:
+            self.replay = None
         settings = optimizer or trainer.optimizer
         with passed_on("trainer.optimizer.megatron", trainer.optimizer.megatron):
             self.optimizer = build_optimizer(
@@ -247,17 +245,22 @@ class MegatronTrainer(MegatronModel):
         self.optimizer.zero_grad()
         if self.replay is not None:
             self.replay.reset()
-        given = {"reference_logprobs": reference_logprobs, "proximal_logprobs": proximal_logprobs}
-        given |= {"old_values": old_values, "returns": returns, "ages": ages}
+        row_inputs = {
+            "reference_logprobs": reference_logprobs,
+            "proximal_logprobs": proximal_logprobs,
+        }
+        row_inputs |= {"old_values": old_values, "returns": returns, "ages": ages}
         mtp_tokens = self._begin_mtp(sequences) if self.mtp_trained else 0.0
         tally = None if ages is None else Tally(self.device)
         # other tensor and context ranks have seen the same tokens
-        here = self.coordinate.tp == self.coordinate.cp == 0
-        kept: dict[int, torch.Tensor] = {}
-        watch = partial(_keep, keep if here else (), kept)
+        is_first = self.coordinate.tp == self.coordinate.cp == 0
+        kept_logprobs: dict[int, torch.Tensor] = {}
+        watch = partial(_keep, keep if is_first else (), kept_logprobs)
         outputs = self._run(
             self._plan(sequences),
-            partial(build, sequences=sequences, device=self.device, **given, routing=self.routing),
+            partial(
+                build, sequences=sequences, device=self.device, **row_inputs, routing=self.routing
+            ),
             partial(self._loss, loss, denominator, mtp_tokens, temperature, tally, watch, teachers),
             forward_only=False,
         )
@@ -278,11 +281,21 @@ class MegatronTrainer(MegatronModel):
         padded = int(sums.pop(POSITIONS)) - positions
         mtp_loss = sums.pop(MTP, math.nan)
         routing = self.replay.metrics(positions, self.device) if self.replay is not None else {}
-        agreement = None if tally is None else tally.totals(here)
-        counts = sums, len(sequences), tokens, entropy, learning_rate, padded, routing
-        flops = self._flops([len(s) for s in sequences])
+        agreement = None if tally is None else tally.totals(is_first)
         return StepResult(
-            mean_loss, grad_norm, *counts, flops, mtp_loss, agreement, _token_rows(kept, sequences)
+            loss=mean_loss,
+            grad_norm=grad_norm,
+            sums=sums,
+            sequences=len(sequences),
+            tokens=tokens,
+            entropy=entropy,
+            learning_rate=learning_rate,
+            padded=padded,
+            routing=routing,
+            flops=self._flops([len(s) for s in sequences]),
+            mtp_loss=mtp_loss,
+            agreement=agreement,
+            token_rows=_token_rows(kept_logprobs, sequences),
         )
 
     def _flops(self, lengths: Sequence[int]) -> float:
@@ -314,16 +327,22 @@ class MegatronTrainer(MegatronModel):
         computed = (
             hidden.size(1) * self.topology.cp * (self.topology.tp if self.sequence_parallel else 1)
         )
-        counted = {
+        token_sums = {
             ENTROPY_TOKENS: microbatch.loss_mask.sum(),
             POSITIONS: torch.full((), computed, device=self.device),
         }
-        sums = {"loss": out.loss.detach(), ENTROPY: entropy.detach().sum(), **counted, **out.sums}
+        sums = {
+            "loss": out.loss.detach(),
+            ENTROPY: entropy.detach().sum(),
+            **token_sums,
+            **out.sums,
+        }
         # Megatron would divide by this token count; see the head of this file.
         total = out.loss / denominator
         if self.mtp is not None:
             mtp_loss = self._mtp_loss(self.mtp, hidden, microbatch, temperature) / mtp_tokens
-            total, sums[MTP] = total + mtp_loss, mtp_loss.detach()
+            total = total + mtp_loss
+            sums[MTP] = mtp_loss.detach()
         return total, torch.zeros((), dtype=torch.int, device=self.device), sums
 
     def _begin_mtp(self, sequences: Sequence[TrainSequence | Elsewhere]) -> float:
@@ -331,12 +350,11 @@ class MegatronTrainer(MegatronModel):
         that it predicts, but at least 1.
         """
         multi_token.bring_embedding(self.chunks[0], self.mtp)
-        own = [
-            cast(TrainSequence, sequences[index])
-            for microbatch in self._plan(sequences)
-            for index in microbatch.indices
-        ]
-        return max(1.0, *self.summed([predicted_tokens(own)]))
+        rank_sequences = []
+        for microbatch in self._plan(sequences):
+            for index in microbatch.indices:
+                rank_sequences.append(cast(TrainSequence, sequences[index]))
+        return max(1.0, *self.summed([predicted_tokens(rank_sequences)]))
 
     def _mtp_loss(
         self,
@@ -435,42 +453,46 @@ class MegatronTrainer(MegatronModel):
 
 
 def _keep(
-    wanted: Collection[int],
-    kept: dict[int, torch.Tensor],
+    indices: Collection[int],
+    kept_logprobs: dict[int, torch.Tensor],
     microbatch: MicroBatch,
     logprobs: torch.Tensor,
 ) -> None:
-    """Keeps in `kept` the log-probs of the `wanted` sequences of a microbatch.
+    """Keeps in `kept_logprobs` the log-probs of the sequences `indices` of a microbatch.
 
     They stay on the device: to read them here would make the host wait for the GPU.
     """
     plan = microbatch.plan
     for index, begin, end in zip(plan.indices, plan.boundaries, plan.boundaries[1:]):
-        if index in wanted:
-            kept[index] = logprobs.detach()[begin:end]
+        if index in indices:
+            kept_logprobs[index] = logprobs.detach()[begin:end]
 
 
 def _token_rows(
-    kept: Mapping[int, torch.Tensor], sequences: Sequence[TrainSequence | Elsewhere]
+    kept_logprobs: Mapping[int, torch.Tensor], sequences: Sequence[TrainSequence | Elsewhere]
 ) -> dict[int, TokenRow]:
-    """The TokenRow of each of these sequences. `kept`: the log-probs of their positions."""
-    if not kept:
+    """The TokenRow of each of these sequences. `kept_logprobs`: of their positions."""
+    if not kept_logprobs:
         return {}
-    host = torch.cat([*kept.values()]).cpu().split([len(logprobs) for logprobs in kept.values()])
-    found = {}
-    for index, logprobs in zip(kept, host):
+    host = (
+        torch.cat([*kept_logprobs.values()])
+        .cpu()
+        .split([len(logprobs) for logprobs in kept_logprobs.values()])
+    )
+    rows = {}
+    for index, logprobs in zip(kept_logprobs, host):
         sequence = sequences[index]
         assert isinstance(sequence, TrainSequence)
         positions = np.flatnonzero(np.asarray(sequence.loss_mask)[1:])
-        given = (
+        typed_rows = (
             (sequence.token_ids, np.int64),
             (sequence.mu_logprobs, np.float32),
             (sequence.advantages, np.float32),
         )
         ids, mu_logprobs, advantages = (
-            np.asarray(row, dtype)[positions + 1] for row, dtype in given
+            np.asarray(row, dtype)[positions + 1] for row, dtype in typed_rows
         )
-        found[index] = TokenRow(
+        rows[index] = TokenRow(
             ids, positions + 1, logprobs.numpy()[positions], mu_logprobs, advantages
         )
-    return found
+    return rows

@@ -22,15 +22,13 @@ def carry_through(spec: ModelSpec, source: Path, folder: Path) -> dict[str, str]
 
     Raises ConfigError if a file of `source` is damaged.
     """
-    places = (
-        {
-            name: source / file
-            for name, file in tensor_files(source).items()
-            if name.startswith(VISION)
-        }
-        if spec.vision_tower
-        else {}
-    )
+    if spec.vision_tower:
+        places = {}
+        for name, file in tensor_files(source).items():
+            if name.startswith(VISION):
+                places[name] = source / file
+    else:
+        places = {}
     if not places:
         return {}
     headers = {path: header(path) for path in set(places.values())}

@@ -14,7 +14,7 @@ from megarl.config.errors import RunError
 from megarl.config.schema import STRICT
 from megarl.reshard.forwarding import Relay, SentTensors
 from megarl.reshard.map import ReshardMap
-from megarl.weight_sync.commands import UNPROVEN, UNPROVEN_OUTSIDE, Changes, Held
+from megarl.weight_sync.commands import UNPROVEN, UNPROVEN_OUTSIDE, Changes, MemoryEntry
 
 
 class AuditError(RunError):
@@ -27,12 +27,13 @@ def check_unchanged(changes: Sequence[Changes], urls: Sequence[str]) -> None:
     `changes`: for each generator rank; `urls`: the engines' addresses.
     """
     per_engine = len(changes) // len(urls)
-    lines = [
-        f"{name} on generator rank {rank} of engine {urls[rank // per_engine]} has changed since "
-        f"{_when(each.since)}"
-        for rank, each in enumerate(changes)
-        for name in each.tensors
-    ]
+    lines = []
+    for rank, rank_changes in enumerate(changes):
+        for name in rank_changes.tensors:
+            lines.append(
+                f"{name} on generator rank {rank} of engine {urls[rank // per_engine]} has changed "
+                f"since {_when(rank_changes.since)}"
+            )
     if lines:
         raise AuditError(
             "weight audit failed: something other than an update has written to an engine's "
@@ -40,35 +41,36 @@ def check_unchanged(changes: Sequence[Changes], urls: Sequence[str]) -> None:
         )
 
 
-def check_proven(ranks_of: Mapping[Held, Sequence[int]], strict: bool) -> None:
+def check_proven(ranks_of: Mapping[MemoryEntry, Sequence[int]], strict: bool) -> None:
     """Prints which memory may be a copy of old weights.
 
     With `strict`, raises AuditError if a model has such memory. (Outside a model it may be the
     working memory of kernels.) `ranks_of`: all memory, with the generator ranks that have it.
     """
-    unproven = [
-        (held, ranks)
-        for held, ranks in ranks_of.items()
-        if held.kind in (UNPROVEN, UNPROVEN_OUTSIDE)
-    ]
+    unproven = []
+    for entry, ranks in ranks_of.items():
+        if entry.kind in (UNPROVEN, UNPROVEN_OUTSIDE):
+            unproven.append((entry, ranks))
     if not unproven:
         return
-    told = (
+    message = (
         "engines hold memory that updates neither write nor renew; if it depends on weights, "
         "it is out of date:"
     )
-    for held, ranks in unproven:
-        told += (
-            f"\n{held.name} {list(held.shape)} {held.dtype} ({held.detail}) on generator rank "
+    for entry, ranks in unproven:
+        message += (
+            f"\n{entry.name} {list(entry.shape)} {entry.dtype} ({entry.detail}) on generator rank "
             f"{', '.join(map(str, ranks))}"
         )
-    if strict and any(held.kind == UNPROVEN for held, _ in unproven):
-        raise AuditError(f"weights.audit={STRICT}: {told}\nweights.audit=on continues with it")
-    print(f"warning: {told}", flush=True)
+    if strict and any(entry.kind == UNPROVEN for entry, _ in unproven):
+        raise AuditError(f"weights.audit={STRICT}: {message}\nweights.audit=on continues with it")
+    print(f"warning: {message}", flush=True)
 
 
 def _when(version: int) -> str:
-    return f"the audit of version {version}" if version >= 0 else "the engine's first update began"
+    if version >= 0:
+        return f"the audit of version {version}"
+    return "the engine's first update began"
 
 
 def packed(hashes: Mapping[str, int]) -> bytes:
@@ -86,31 +88,30 @@ def packed_shares(shares: Mapping[int, Mapping[str, int]]) -> bytes:
     )
 
 
-def pack_shares(each: np.ndarray) -> bytes:
-    distinct, which = np.unique(each, return_inverse=True)
+def pack_shares(shares: np.ndarray) -> bytes:
+    distinct, indices = np.unique(shares, return_inverse=True)
     return (
         len(distinct).to_bytes(4, "little")
         + distinct.tobytes()
-        + which.astype(_index_type(len(distinct))).tobytes()
+        + indices.astype(_index_type(len(distinct))).tobytes()
     )
 
 
 def _read_shares(shares: bytes) -> np.ndarray:
     count = int.from_bytes(shares[:4], "little")
-    distinct = (
-        np.frombuffer(shares, dtype=np.uint64, count=count, offset=4)
-        if count
-        else np.zeros(0, np.uint64)
-    )
-    return (
-        distinct[np.frombuffer(shares, dtype=_index_type(count), offset=4 + distinct.nbytes)]
-        if count
-        else distinct
-    )
+    if count:
+        distinct = np.frombuffer(shares, dtype=np.uint64, count=count, offset=4)
+    else:
+        distinct = np.zeros(0, np.uint64)
+    if count:
+        return distinct[np.frombuffer(shares, dtype=_index_type(count), offset=4 + distinct.nbytes)]
+    return distinct
 
 
 def _index_type(count: int) -> type[np.unsignedinteger]:
-    return np.uint16 if count <= 1 << 16 else np.uint32
+    if count <= 1 << 16:
+        return np.uint16
+    return np.uint32
 
 
 def digest_of(hashes: bytes) -> bytes:
@@ -121,15 +122,15 @@ def digest_of(hashes: bytes) -> bytes:
     return hashlib.blake2b(hashes, digest_size=16).digest()
 
 
-def expected(shares: Sequence[bytes], tensors: SentTensors) -> np.ndarray:
+def expected_hashes_of(shares: Sequence[bytes], tensors: SentTensors) -> np.ndarray:
     """The expected hash of each place (SentTensors), uint64: the sum of the trainer ranks' `shares`
     (`packed_shares`) modulo 2^64. A relayed tensor must equal what was sent to its leader. Raises
     AuditError if shares are missing.
     """
     sums = np.zeros(tensors.places[-1], dtype=np.uint64)
-    for rank, of_sender in enumerate(shares):
-        sums[tensors.sent_by(rank)] += _checked(
-            _read_shares(of_sender),
+    for rank, sender_shares in enumerate(shares):
+        sums[tensors.sent_by(rank)] += _of_right_length(
+            _read_shares(sender_shares),
             len(tensors.sent_by(rank)),
             f"trainer rank {rank} has sent hashes of",
         )
@@ -139,58 +140,67 @@ def expected(shares: Sequence[bytes], tensors: SentTensors) -> np.ndarray:
 
 
 def differing(digests: Sequence[bytes | None], sums: np.ndarray, tensors: SentTensors) -> list[int]:
-    """The generator ranks whose hashes are not as `expected`, judged by their digests (None: the
-    rank is lost).
+    """The generator ranks whose hashes are not as `expected_hashes_of`, judged by their digests
+    (None: the rank is lost).
     """
     of_ranks = zip(digests, pairwise(tensors.places.tolist()), strict=True)
-    return [
-        rank
-        for rank, (digest, (a, b)) in enumerate(of_ranks)
-        if digest is not None and digest != digest_of(sums[a:b].tobytes())
-    ]
+    result: list[int] = []
+    for rank, (digest, (a, b)) in enumerate(of_ranks):
+        if digest is not None and digest != digest_of(sums[a:b].tobytes()):
+            result.append(rank)
+    return result
 
 
 def compare(
-    found: Sequence[bytes | None],
+    hashes_of_ranks: Sequence[bytes | None],
     shares: Sequence[bytes],
     tensors: SentTensors,
     relays: Collection[Relay] = (),
 ) -> None:
-    """Compares what generator ranks have `found` (`packed`; None: not asked) with `expected`.
+    """Compares `hashes_of_ranks`, what generator ranks have (`packed`; None: not asked), with the
+    expected ones.
 
     `tensors`: of the map and its relays. Raises AuditError that names tensors and ranks.
     """
-    sent = expected(shares, tensors)
-    held = sent.copy()
-    for rank, hashes in enumerate(found):
+    expected_hashes = expected_hashes_of(shares, tensors)
+    actual_hashes = expected_hashes.copy()
+    for rank, hashes in enumerate(hashes_of_ranks):
         places = slice(*tensors.places[rank : rank + 2])
         if hashes is not None:
             count = places.stop - places.start
-            held[places] = _checked(
+            actual_hashes[places] = _of_right_length(
                 np.frombuffer(hashes, dtype=np.uint64), count, f"generator rank {rank} has hashed"
             )
-    if wrong := [tensors.name(place) for place in np.flatnonzero(held != sent).tolist()]:
+    places_that_differ = []
+    for place in np.flatnonzero(actual_hashes != expected_hashes).tolist():
+        places_that_differ.append(tensors.name(place))
+    if places_that_differ:
         leaders = {(relay.destination_rank, relay.tensor): relay.source_rank for relay in relays}
-        lines = [
-            f"{name} on generator rank {rank} is not what {_sent(tensors.map, rank, name, leaders)}"
-            for rank, name in wrong
-        ]
+        lines = []
+        for rank, name in places_that_differ:
+            lines.append(
+                f"{name} on generator rank {rank} is not what "
+                f"{_senders(tensors.map, rank, name, leaders)}"
+            )
         raise AuditError("weight audit failed:\n" + "\n".join(lines))
 
 
-def _checked(hashes: np.ndarray, count: int, who: str) -> np.ndarray:
+def _of_right_length(hashes: np.ndarray, count: int, subject: str) -> np.ndarray:
     if len(hashes) != count:
         raise AuditError(
-            f"weight audit failed: {who} {len(hashes)} tensors, the reshard map has {count}"
+            f"weight audit failed: {subject} {len(hashes)} tensors, the reshard map has {count}"
         )
     return hashes
 
 
-def _sent(map: ReshardMap, rank: int, name: str, leaders: Mapping[tuple[int, str], int]) -> str:
+def _senders(map: ReshardMap, rank: int, name: str, leaders: Mapping[tuple[int, str], int]) -> str:
     """A text that names the trainer ranks that should have written a tensor, and the generator rank
     that passed it on.
     """
     leader = leaders.get((rank, name), rank)
-    ranks = {copy.source_rank for copy in map.writes_to(leader) if copy.destination_tensor == name}
+    ranks = set()
+    for copy in map.writes_to(leader):
+        if copy.destination_tensor == name:
+            ranks.add(copy.source_rank)
     by_relay = "" if leader == rank else f", passed on by generator rank {leader}"
     return f"trainer rank {', '.join(str(source) for source in sorted(ranks))} sent{by_relay}"

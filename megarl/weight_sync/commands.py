@@ -8,7 +8,24 @@ from __future__ import annotations
 import msgspec
 
 from megarl.reshard.forwarding import Relay
-from megarl.weight_sync.transports.base import Offer, Packed, RemoteTensor
+from megarl.weight_sync.transports.base import Offer, PackedEndpoint, RemoteTensor
+
+WRITTEN = "written"  # written by each update, and compared with what was sent
+DERIVED = "derived"  # derived again from the weights after each update
+# unchanged since before the first weight was loaded; each audit compares its hash
+CONSTANT = "constant"
+WORKING = "working"  # made by forward passes, so not watched
+# made while weights were loaded and not again by updates: perhaps a copy of old weights
+UNPROVEN = "unproven"
+# not reachable from the model, so not watched; unchanged since before the first weight was loaded
+OUTSIDE = "outside"
+# not reachable from the model; made or changed while weights were loaded
+UNPROVEN_OUTSIDE = "unproven outside"
+KINDS = (WRITTEN, DERIVED, CONSTANT, WORKING, UNPROVEN, OUTSIDE, UNPROVEN_OUTSIDE)
+Description = list[RemoteTensor] | None
+OpenedMemory = PackedEndpoint | None
+UnreachedRanks = list[int]
+encode = msgspec.msgpack.Encoder().encode
 
 
 class _Command(msgspec.Struct, frozen=True, tag=True):
@@ -48,7 +65,7 @@ class Arrange(_Command, frozen=True):
 class Open(_Command, frozen=True):
     """Opens the parameters to one transport.
 
-    Answer: a Packed endpoint, or None from a rank without an offer.
+    Answer: a PackedEndpoint, or None from a rank without an offer.
     """
 
     kind: str  # kind of transport
@@ -82,7 +99,7 @@ class Receive(_Command, frozen=True):
     adapters: bool = False  # the update has only adapters
 
 
-class MeetNeighbours(_Command, frozen=True):
+class ConnectRelays(_Command, frozen=True):
     """Connects to the generator ranks that this one will pass tensors on to."""
 
     endpoints: bytes  # of the ranks that receive relays; decoded by `decode_endpoints`
@@ -103,14 +120,14 @@ class Watch(_Command, frozen=True):
     """Hashes the tensors that no update writes, to be compared in every audit.
 
     Also rehearses the post-load work of an update, which creates some of them. Does nothing when
-    repeated. Answer: Watched.
+    repeated. Answer: WatchedMemory.
     """
 
 
 class Inventory(_Command, frozen=True):
     """Sent after Watch.
 
-    Answer: list[Held], all memory of a worker; empty from ranks that are not asked.
+    Answer: list[MemoryEntry], all memory of a worker; empty from ranks that are not asked.
     """
 
     ranks: list[int]
@@ -128,7 +145,7 @@ class Recall(_Command, frozen=True):
 
 
 class Audit(_Command, frozen=True):
-    """Answer: Found."""
+    """Answer: AuditResult."""
 
     version: int = -1  # the version that was written
 
@@ -160,7 +177,7 @@ Command = (
     | Open
     | Receive
     | Spread
-    | MeetNeighbours
+    | ConnectRelays
     | PassOn
     | Watch
     | Inventory
@@ -172,21 +189,7 @@ Command = (
 )
 
 
-WRITTEN = "written"  # written by each update, and compared with what was sent
-DERIVED = "derived"  # derived again from the weights after each update
-# unchanged since before the first weight was loaded; each audit compares its hash
-CONSTANT = "constant"
-WORKING = "working"  # made by forward passes, so not watched
-# made while weights were loaded and not again by updates: perhaps a copy of old weights
-UNPROVEN = "unproven"
-# not reachable from the model, so not watched; unchanged since before the first weight was loaded
-OUTSIDE = "outside"
-# not reachable from the model; made or changed while weights were loaded
-UNPROVEN_OUTSIDE = "unproven outside"
-KINDS = (WRITTEN, DERIVED, CONSTANT, WORKING, UNPROVEN, OUTSIDE, UNPROVEN_OUTSIDE)
-
-
-class Held(msgspec.Struct, frozen=True, array_like=True):
+class MemoryEntry(msgspec.Struct, frozen=True, array_like=True):
     """A piece of a worker's memory, listed by its first name."""
 
     name: str
@@ -197,7 +200,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
     detail: str  # for a constant its hash (megarl.kernels.audit), otherwise what made it, and when
 
 
-class Watched(msgspec.Struct, frozen=True):
+class WatchedMemory(msgspec.Struct, frozen=True):
     """How much memory a worker computes with that no update writes.
 
     Workers with equal digests have equal inventories.
@@ -215,7 +218,7 @@ class Changes(msgspec.Struct, frozen=True):
     since: int
 
 
-class Found(msgspec.Struct, frozen=True):
+class AuditResult(msgspec.Struct, frozen=True):
     """The state of a worker's memory: the audit hashes of live parameters, and the changes among
     the tensors that no update writes.
     """
@@ -225,9 +228,4 @@ class Found(msgspec.Struct, frozen=True):
     high_water_bytes: int = 0  # most memory that the worker has held
 
 
-Description = list[RemoteTensor] | None
-Opened = Packed | None
-Unwritten = list[int]
-
-encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Command).decode

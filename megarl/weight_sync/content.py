@@ -15,20 +15,23 @@ from megarl.base.rollout_types import Version
 from megarl.lora.updates import AdapterUpdate, AdapterUpdates
 from megarl.plan.resolve import RunPlan
 from megarl.plan.topologies import engines_layout
-from megarl.reshard.layout import Layout, together
+from megarl.reshard.layout import Layout, combined_layout
 from megarl.reshard.map import ReshardMap
 from megarl.weight_sync.updates import DeltaUpdate
 from megarl.weight_sync.writing import DeltaUpdates, FullUpdates, compares
 
-
-class Strategy(NamedTuple):
-    sends: type[FullUpdates]  # at a trainer rank
-    takes: type[DeltaUpdate]  # at the generator, for an update with less than all weights
-
-
 WEIGHTS = "all weights"
 CHANGES = "changed weights"
 ADAPTERS = "adapters"
+
+
+class Strategy(NamedTuple):
+    trainer_updates: type[FullUpdates]  # at a trainer rank
+    generator_update: type[
+        DeltaUpdate
+    ]  # at the generator, for an update with less than all weights
+
+
 STRATEGIES = {
     WEIGHTS: Strategy(FullUpdates, DeltaUpdate),
     CHANGES: Strategy(DeltaUpdates, DeltaUpdate),
@@ -46,9 +49,10 @@ def sent_layout(plan: RunPlan, base: Layout, layer_spec: str) -> Layout:
     """The trainer's layout of the tensors in an update: the model's tensors, and the adapters' if
     they are sent unmerged.
     """
-    if (adapters := plan.sent_adapters) is None:
+    adapters = plan.sent_adapters
+    if adapters is None:
         return base
-    return together(
+    return combined_layout(
         base,
         adapters.lora.trainer_layout(
             plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec
@@ -64,10 +68,11 @@ def weights_map(plan: RunPlan, source: Layout, engines: Sequence[int] = ()) -> R
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = plan.config.model.dtype
     destination = engines_layout(plan.spec, plan.groups, dtype, device, engines)
-    if (adapters := plan.sent_adapters) is not None:
+    adapters = plan.sent_adapters
+    if adapters is not None:
         (group,) = plan.groups  # adapters are sent only if all engines are in one group
         topology = replace(group.topology, engines=destination.world_size // group.topology.tp)
-        destination = together(
+        destination = combined_layout(
             destination, adapters.lora.pool_layout(plan.spec, topology, group.dtype(dtype), device)
         )
     return ReshardMap.build(source, destination)

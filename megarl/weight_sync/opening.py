@@ -35,8 +35,15 @@ from megarl.reshard.forwarding import (
 )
 from megarl.reshard.map import ReshardMap
 from megarl.weight_sync import commands
-from megarl.weight_sync.commands import MeetNeighbours, Open
-from megarl.weight_sync.transports.base import Endpoint, Endpoints, Form, Opening, Packed, digest_of
+from megarl.weight_sync.commands import ConnectRelays, Open
+from megarl.weight_sync.transports.base import (
+    Endpoint,
+    Endpoints,
+    Form,
+    Opening,
+    PackedEndpoint,
+    digest_of,
+)
 from megarl.weight_sync.transports.choice import (
     TABLE,
     Pairs,
@@ -49,14 +56,15 @@ from megarl.weight_sync.transports.choice import (
 from megarl.weight_sync.workers import Workers, arranged_forms
 
 OFFSET_BYTES = 8
-_decode_opened = msgspec.msgpack.Decoder(commands.Opened).decode
-
+_decode_opened = msgspec.msgpack.Decoder(commands.OpenedMemory).decode
 Writers = Mapping[int, Collection[int]]  # generator rank -> trainer ranks that write to it
-Ways = dict[str, set[int]]  # kind of transport -> generator ranks that receive relays by it
+RelayTransports = dict[
+    str, set[int]
+]  # kind of transport -> generator ranks that receive relays by it
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedEngines:
     map: ReshardMap  # the copies that trainer ranks write: everything but relays
     endpoints: Endpoints  # endpoints for trainer ranks, and for engines that pass on tensors
     relay: RelayRule | None  # the rule by which engines pass on tensors
@@ -65,7 +73,7 @@ class Opened:
     @property
     def kinds(self) -> set[str]:
         """The transports in use."""
-        return {each.endpoint.kind for each in self.endpoints.packed}
+        return {packed.endpoint.kind for packed in self.endpoints.packed}
 
     @property
     def one_sided(self) -> bool:
@@ -76,8 +84,8 @@ class Opened:
     def lands(self) -> bool:
         """Whether some boxes are written to landing memory first."""
         return any(
-            transport_class(each.endpoint.kind).lands_at(each.endpoint)
-            for each in self.endpoints.packed
+            transport_class(packed.endpoint.kind).lands_at(packed.endpoint)
+            for packed in self.endpoints.packed
         )
 
     @property
@@ -95,18 +103,25 @@ class Opened:
         places = self.tensors.sent_by(trainer)
         ranks = np.searchsorted(self.tensors.places, places, side="right") - 1
         begins = np.flatnonzero(np.diff(ranks, prepend=-1)).tolist()  # first place of each rank
-        wanted: list[tuple[int, np.ndarray | None]] = []
+        requests: list[tuple[int, np.ndarray | None]] = []
         for begin, end in zip(begins, [*begins[1:], len(places)]):
             rank = int(ranks[begin])
-            first, after = self.tensors.places[rank : rank + 2].tolist()
-            for at, held in self._of_rank[rank]:  # (a user's transport may list other tensors)
-                wanted.append((at, places[begin:end] - first if held == after - first else None))
-        reached = {self._group(at) for at, _ in wanted}
-        for group, at in self._groups.items():
-            members = self.endpoints.packed[at].endpoint.members
+            first, end_place = self.tensors.places[rank : rank + 2].tolist()
+            for index, tensor_count in self._of_rank[
+                rank
+            ]:  # (a user's transport may list other tensors)
+                requests.append(
+                    (
+                        index,
+                        places[begin:end] - first if tensor_count == end_place - first else None,
+                    )
+                )
+        reached = {self._group(index) for index, _ in requests}
+        for group, index in self._groups.items():
+            members = self.endpoints.packed[index].endpoint.members
             if group not in reached and members is not None and trainer in members.trainers:
-                wanted.append((at, np.array([], dtype=np.int64)))
-        return self.endpoints.towards(wanted, trainer)
+                requests.append((index, np.array([], dtype=np.int64)))
+        return self.endpoints.towards(requests, trainer)
 
     @cached_property
     def tensors(self) -> SentTensors:
@@ -115,22 +130,24 @@ class Opened:
     @cached_property
     def _of_rank(self) -> dict[int, list[tuple[int, int]]]:
         """Generator rank -> its endpoints: (index in the list, number of tensors)."""
-        found: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for at, each in enumerate(self.endpoints.packed):
-            found[each.endpoint.rank].append((at, len(each.offsets) // OFFSET_BYTES))
-        return found
+        endpoints_of_rank: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for index, packed in enumerate(self.endpoints.packed):
+            endpoints_of_rank[packed.endpoint.rank].append(
+                (index, len(packed.offsets) // OFFSET_BYTES)
+            )
+        return endpoints_of_rank
 
     @cached_property
     def _groups(self) -> dict[tuple[str, str], int]:
         """The first endpoint of each process group."""
-        return {
-            self._group(at): at
-            for at in reversed(range(len(self.endpoints.packed)))
-            if self.endpoints.packed[at].endpoint.members
-        }
+        result: dict[tuple[str, str], int] = {}
+        for index in reversed(range(len(self.endpoints.packed))):
+            if self.endpoints.packed[index].endpoint.members:
+                result[self._group(index)] = index
+        return result
 
-    def _group(self, at: int) -> tuple[str, str]:
-        endpoint = self.endpoints.packed[at].endpoint
+    def _group(self, index: int) -> tuple[str, str]:
+        endpoint = self.endpoints.packed[index].endpoint
         return endpoint.kind, endpoint.address
 
 
@@ -140,7 +157,7 @@ async def open_engines(
     map: ReshardMap,
     trainers: Sequence[Host],
     engines: Sequence[Host],
-) -> Opened:
+) -> OpenedEngines:
     """Opens the memory of all engines.
 
     `trainers` and `engines`: the hosts of all ranks. Needs an open update session.
@@ -149,23 +166,23 @@ async def open_engines(
     opened.
     """
     pairs = transport_pairs(weights.transport, trainers, engines)
-    whole = map
+    whole_map = map
     # engines relay only if all are alike
-    rule, map, relays = passing_on(weights.relay, pairs, engines, whole, workers.tp[0])
+    rule, map, relays = passing_on(weights.relay, pairs, engines, whole_map, workers.tp[0])
     passed_on = sum(relay.bytes for relay in relays)
     print(
         f"weights go by {describe_pairs(pairs)}; {passed_on} bytes an update are passed on by "
         "engines",
         flush=True,
     )
-    ways = relay_ways(relays, engines)
-    forms = arranged_forms(whole.destination, workers.count)
+    ways = relay_transports(relays, engines)
+    forms = arranged_forms(whole_map.destination, workers.count)
     endpoints = await _open_in_all_ways(
         workers, pairs, map, [*trainers, *engines], ways, weights.delta != "off", forms
     )
     if relays:
         await _meet(workers, relays, endpoints)
-    return Opened(map, endpoints, rule, relays)
+    return OpenedEngines(map, endpoints, rule, relays)
 
 
 async def _open_in_all_ways(
@@ -173,28 +190,29 @@ async def _open_in_all_ways(
     pairs: Pairs,
     map: ReshardMap,
     hosts: Sequence[Host],
-    relayed: Ways,
+    relayed: RelayTransports,
     deltas: bool,
     forms: Sequence[list[Form]],
 ) -> Endpoints:
     """Opens every generator rank to each transport by which trainer ranks write to it or other
     engines pass on tensors.
     """
-    asked = {*pairs.kinds} | relayed.keys()
-    digests = {id(own): digest_of(own) for own in {id(own): own for own in forms}.values()}
-    known = {rank: digests[id(own)] for rank, own in enumerate(forms)}
-    packed: list[Packed] = []
-    for kind in (kind for kind in (*TABLE, *sorted(asked - TABLE.keys())) if kind in asked):
+    kinds = {*pairs.kinds} | relayed.keys()
+    digests = {}
+    for rank_forms in {id(rank_forms): rank_forms for rank_forms in forms}.values():
+        digests[id(rank_forms)] = digest_of(rank_forms)
+    known_digests = {rank: digests[id(rank_forms)] for rank, rank_forms in enumerate(forms)}
+    packed: list[PackedEndpoint] = []
+    for kind in (kind for kind in (*TABLE, *sorted(kinds - TABLE.keys())) if kind in kinds):
         of_rank = enumerate(pairs.trainers(kind))
-        writers = {
-            rank: trainers
-            for rank, trainers in of_rank
-            if trainers or rank in relayed.get(kind, ())
-        }
+        writers = {}
+        for rank, trainers in of_rank:
+            if trainers or rank in relayed.get(kind, ()):
+                writers[rank] = trainers
         packed += await _open_memory(
-            workers, kind, Opening(map, writers, hosts, *_of(workers), deltas), known
+            workers, kind, Opening(map, writers, hosts, *_of(workers), deltas), known_digests
         )
-    return Endpoints(packed, {digests[id(own)]: own for own in forms})
+    return Endpoints(packed, {digests[id(rank_forms)]: rank_forms for rank_forms in forms})
 
 
 def _of(workers: Workers) -> tuple[str, float, list[dist.Store]]:
@@ -218,31 +236,38 @@ async def open_memory(
     Needs an open update session.
     """
     if writers is None:
-        writers = {
-            rank: range(map.source.world_size) if map else () for rank in range(workers.count)
-        }
+        writers = {}
+        for rank in range(workers.count):
+            writers[rank] = range(map.source.world_size) if map else ()
     opening = Opening(map, writers, hosts or [this_host()], *_of(workers), deltas)
     return list(Endpoints(await _open_memory(workers, kind, opening, {}), {}))
 
 
 async def _open_memory(
-    workers: Workers, kind: str, opening: Opening, known: Mapping[int, bytes]
-) -> list[Packed]:
-    """`known`: generator rank -> digest of the expected forms, which need not be sent back."""
+    workers: Workers, kind: str, opening: Opening, known_digests: Mapping[int, bytes]
+) -> list[PackedEndpoint]:
+    """`known_digests`: generator rank -> digest of the expected forms, which need not be sent
+    back.
+    """
     transport = transport_class(kind)
     offers = transport.offers(opening)
     memory = f"{transport.memory.__module__}:{transport.memory.__qualname__}"
-    of_engines = [
-        Open(
-            kind,
-            memory,
-            {rank: offers[rank] for rank in ranks if rank in offers},
-            {rank: known[rank] for rank in ranks if rank in known},
+    of_engines = []
+    for ranks in workers.ranks:
+        of_engines.append(
+            Open(
+                kind,
+                memory,
+                {rank: offers[rank] for rank in ranks if rank in offers},
+                {rank: known_digests[rank] for rank in ranks if rank in known_digests},
+            )
         )
-        for ranks in workers.ranks
-    ]
     opened = [_decode_opened(payload) for payload in await workers.run(of_engines)]
-    return [packed for packed in opened if packed is not None]
+    result: list[PackedEndpoint] = []
+    for packed in opened:
+        if packed is not None:
+            result.append(packed)
+    return result
 
 
 def passing_on(
@@ -269,12 +294,12 @@ def passing_on(
     return None, map, []
 
 
-def relay_ways(relays: Sequence[Relay], engines: Sequence[Host]) -> Ways:
+def relay_transports(relays: Sequence[Relay], engines: Sequence[Host]) -> RelayTransports:
     """The transports of relays.
 
     Raises ConfigError if there is no one-sided transport between two engines on different hosts.
     """
-    ways: Ways = defaultdict(set)
+    ways: RelayTransports = defaultdict(set)
     for source, destination in sorted(
         {(relay.source_rank, relay.destination_rank) for relay in relays}
     ):
@@ -303,7 +328,9 @@ def _ranks_per_host(pairs: Pairs, engines: Sequence[Host]) -> int:
     hosts = len({(host.memory, host.network) for host in engines})
     even = len(runs) == hosts and all(run == runs[0] for run in runs[:-1]) and runs[-1] <= runs[0]
     near = any(transport_class(kind).same_host for kind in pairs.kinds)
-    return runs[0] if even and not near else 0
+    if even and not near:
+        return runs[0]
+    return 0
 
 
 async def _meet(workers: Workers, relays: Sequence[Relay], endpoints: Endpoints) -> None:
@@ -314,19 +341,20 @@ async def _meet(workers: Workers, relays: Sequence[Relay], endpoints: Endpoints)
     of_rank: dict[int, list[Relay]] = {rank: [] for rank in range(workers.count)}
     for relay in relays:
         of_rank[relay.source_rank].append(relay)
-    at: dict[int, list[int]] = defaultdict(list)  # generator rank -> its endpoints
-    for place, each in enumerate(endpoints.packed):
-        at[each.endpoint.rank].append(place)
+    indices_of_rank: dict[int, list[int]] = defaultdict(list)  # generator rank -> its endpoints
+    for index, packed in enumerate(endpoints.packed):
+        indices_of_rank[packed.endpoint.rank].append(index)
     commands = []
     for ranks in workers.ranks:
-        own = {rank: of_rank[rank] for rank in ranks}
+        engine_relays = {rank: of_rank[rank] for rank in ranks}
         passed_on: dict[int, set[str]] = defaultdict(set)  # receiving rank -> tensors
-        for relay in itertools.chain.from_iterable(own.values()):
+        for relay in itertools.chain.from_iterable(engine_relays.values()):
             passed_on[relay.destination_rank].add(relay.tensor)
-        wanted = [
-            (place, endpoints.numbers(place, names))
-            for rank, names in passed_on.items()
-            for place in at[rank]
-        ]
-        commands.append(MeetNeighbours(endpoints.towards(wanted), own, workers.timeout_s))
+        requests = []
+        for rank, names in passed_on.items():
+            for index in indices_of_rank[rank]:
+                requests.append((index, endpoints.numbers(index, names)))
+        commands.append(
+            ConnectRelays(endpoints.towards(requests), engine_relays, workers.timeout_s)
+        )
     await workers.run(commands)

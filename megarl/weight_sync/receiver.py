@@ -39,69 +39,6 @@ from megarl.weight_sync.sessions import EngineSessions, Session
 from megarl.weight_sync.updates import Pause, Writes
 from megarl.weight_sync.writing import changed_fraction, worth_it
 
-# Offers of weight versions by the trainer ranks.
-
-
-@dataclass(frozen=True)
-class Offered:
-    """A version that every rank has offered."""
-
-    version: Version
-    offers: list[WeightsOffer]
-
-
-class Offers:
-    """Collects the offers of the ranks `trainers`.
-
-    Once a rank has offered a version, the others must follow within `timeout_s`.
-    """
-
-    def __init__(self, link: Hub, trainers: Sequence[str], timeout_s: float):
-        self._link = link
-        self._trainers = trainers
-        self._timeout_s = timeout_s
-        self._open: dict[Version, dict[str, WeightsOffer]] = {}  # version -> rank -> its offer
-        self._pending: Counter[str] = Counter()  # rank -> number of its open offers
-
-    async def next(self, serving: Version, again: bool = False) -> Offered:
-        """Waits for the next version that every rank has offered.
-
-        With `again`, that can only be `serving`, for engines that have come back.
-
-        The first offer has no deadline here, since its users have one. Raises TimeoutError that
-        names missing ranks.
-        """
-
-        def awaited() -> str:
-            return f"weights newer than version {serving} from {', '.join(self._missing())}"
-
-        while True:
-            for version, offers in self._open.items():
-                if len(offers) == len(self._trainers) and (not again or version == serving):
-                    del self._open[version]
-                    self._pending -= Counter(offers.keys())
-                    return Offered(version, list(offers.values()))
-            timeout_s = (
-                self._timeout_s if self._open and len(self._pending) < len(self._trainers) else None
-            )
-            for sender, offer in await self._link.arrivals(WeightsOffer, timeout_s, awaited):
-                of_version = self._open.setdefault(offer.version, {})
-                self._pending[sender] += sender not in of_version
-                of_version[sender] = offer
-
-    def _missing(self) -> list[str]:
-        return [name for name in self._trainers if name not in self._pending]
-
-
-@dataclass(frozen=True)
-class Taken:
-    """The cost of an update to the engines."""
-
-    pause: Pause
-    bytes_written: int  # by all trainer ranks together
-    engines: list[int]  # engines that took part
-    high_water_bytes: int = 0  # most memory that one of their workers has held; 0 without an audit
-
 
 class ServedExecutor(Protocol):
     """A driver of engines."""
@@ -133,6 +70,16 @@ class ServingExecutor(ServedExecutor, Protocol):
     async def probe(self) -> ProbeReady: ...
 
     async def evaluate(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class UpdateCost:
+    """The cost of an update to the engines."""
+
+    pause: Pause
+    bytes_written: int  # by all trainer ranks together
+    engines: list[int]  # engines that took part
+    high_water_bytes: int = 0  # most memory that one of their workers has held; 0 without an audit
 
 
 class WeightsReceiver:
@@ -180,32 +127,36 @@ class WeightsReceiver:
         executor.start(self._answer(executor), "last look at the engines of a run that stops")
         while executor.version < self._plan.config.max_steps:
             await self.take(executor)
-            after = asyncio.ensure_future(self._after(executor))
+            follow_up = asyncio.ensure_future(self._probe_and_evaluate(executor))
             try:
-                while not after.done():  # it needs engines, and all of them may just be coming back
-                    await self._join_beside(after, executor)
-                after.result()
+                while (
+                    not follow_up.done()
+                ):  # it needs engines, and all of them may just be coming back
+                    await self._join_beside(follow_up, executor)
+                follow_up.result()
             finally:
-                after.cancel()
+                follow_up.cancel()
             if executor.version == self._plan.config.max_steps:
                 await self.look_again(executor)
             self.settled = executor.version
             executor.pulse.beat()
 
-    async def _join_beside(self, after: asyncio.Future[None], executor: ServingExecutor) -> None:
-        """Waits until `after` is done or an engine has been taken back."""
-        offer = asyncio.ensure_future(self._offers.next(executor.version, again=True))
+    async def _join_beside(
+        self, follow_up: asyncio.Future[None], executor: ServingExecutor
+    ) -> None:
+        """Waits until `follow_up` is done or an engine has been taken back."""
+        offer = asyncio.ensure_future(self._offers.next(executor.version, only_serving=True))
         try:
-            await asyncio.wait({after, offer}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({follow_up, offer}, return_when=asyncio.FIRST_COMPLETED)
             if offer.done():
                 await self._join(executor, offer.result().version)
         finally:
             offer.cancel()
 
-    async def _after(self, executor: ServingExecutor) -> None:
+    async def _probe_and_evaluate(self, executor: ServingExecutor) -> None:
         """Makes the probe and the evaluation after an update."""
         if is_probe_version(executor.version, self._plan.config.observe.probe_every):
-            await self._tell(await executor.probe())
+            await self._send_all(await executor.probe())
         await executor.evaluate()
 
     async def take(self, executor: ServingExecutor) -> None:
@@ -219,17 +170,17 @@ class WeightsReceiver:
         self._busy = True
         with executor.trace.span(f"take weights {version}", track="weights"):
             await executor.hold()
-            taken = await self._update(executor, offered)
+            cost = await self._update(executor, offered)
             executor.trace.add(
                 f"pause for weights {version}",
-                *taken.pause,
+                *cost.pause,
                 track="weights",
-                **self._told_of(taken),
+                **self._trace_values(cost),
             )
         executor.release(version)
         compared = self._plan.config.weights.delta != "off"
         await self._applied(
-            executor.fleet, version, taken, changed_fraction(offered.offers) if compared else None
+            executor.fleet, version, cost, changed_fraction(offered.offers) if compared else None
         )
 
     async def look_again(self, executor: ServedExecutor) -> None:
@@ -241,27 +192,29 @@ class WeightsReceiver:
         self._busy = True
         with executor.trace.span(
             f"look again at weights {executor.version}", track="weights"
-        ) as told:
-            told["engines"] = await self._sessions.look_again(executor.fleet, executor.version)
+        ) as span_values:
+            span_values["engines"] = await self._sessions.look_again(
+                executor.fleet, executor.version
+            )
         print(
-            f"engines {told['engines']} hold what the audit of version {executor.version} found "
-            "in them",
+            f"engines {span_values['engines']} hold what the audit of version {executor.version} "
+            "found in them",
             flush=True,
         )
-        self._over(executor.fleet)
+        self._end_update(executor.fleet)
 
     async def _answer(self, executor: ServedExecutor) -> None:
         """Compares the memory again when the run stops. Trainer rank 0 has a deadline for this."""
         sender, _ = await self._link.arrival(LookAgain, None, "the run's stop")
         await executor.fleet.pulse.until(lambda: not self._busy)
-        found = LookedAgain()
+        answer = LookedAgain()
         try:
             await self.look_again(executor)
         except AuditError as error:
-            found = LookedAgain(problem=str(error))
+            answer = LookedAgain(problem=str(error))
         except (RuntimeError, TimeoutError) as error:
-            found = LookedAgain(obstacle=str(error))
-        self._link.send(sender, found)
+            answer = LookedAgain(obstacle=str(error))
+        self._link.send(sender, answer)
 
     async def _join(self, executor: ServingExecutor, version: Version) -> None:
         """Brings `version` into engines that have come back, while the other engines serve it."""
@@ -272,44 +225,46 @@ class WeightsReceiver:
         ):
             session = await self._sessions.open(fleet, self._hosts, version, version, joining=True)
             if session is None:  # lost once more
-                await self._tell(WeightsGrant(version, engines=()))
-                self._over(fleet)
+                await self._send_all(WeightsGrant(version, engines=()))
+                self._end_update(fleet)
             else:
-                taken = await self._write(fleet, session)
+                cost = await self._write(fleet, session)
                 executor.trace.add(
                     f"pause for weights {version} again",
-                    *taken.pause,
+                    *cost.pause,
                     "weights",
-                    **self._told_of(taken),
+                    **self._trace_values(cost),
                 )
-                await self._applied(fleet, version, taken)
+                await self._applied(fleet, version, cost)
 
     async def _applied(
-        self, fleet: Fleet, version: Version, taken: Taken, changed: float | None = None
+        self, fleet: Fleet, version: Version, cost: UpdateCost, changed: float | None = None
     ) -> None:
-        began, ended = taken.pause
-        cost = (
-            self._plan.config.weights.audited,
-            ended - began,
-            taken.bytes_written,
-            len(fleet.serving),
-            changed,
+        start, end = cost.pause
+        message = WeightsApplied(
+            version=version,
+            audited=self._plan.config.weights.audited,
+            pause_s=end - start,
+            bytes_written=cost.bytes_written,
+            engines=len(fleet.serving),
+            changed_fraction=changed,
+            serving=fleet.by_name(fleet.counts(fleet.serving)),
+            sampled=fleet.by_name(fleet.sampled),
+            drafts=fleet.take_drafts(),
+            high_water_bytes=cost.high_water_bytes,
         )
-        by_group = fleet.by_name(fleet.counts(fleet.serving)), fleet.by_name(fleet.sampled)
-        await self._tell(
-            WeightsApplied(version, *cost, *by_group, fleet.take_drafts(), taken.high_water_bytes)
-        )
-        self._over(fleet)
+        await self._send_all(message)
+        self._end_update(fleet)
 
-    def _told_of(self, taken: Taken) -> dict[str, Any]:
+    def _trace_values(self, cost: UpdateCost) -> dict[str, Any]:
         """Values for the trace. A failed audit has already raised an error."""
         return {
-            "bytes": taken.bytes_written,
+            "bytes": cost.bytes_written,
             "audited": self._plan.config.weights.audited,
-            "engines": taken.engines,
+            "engines": cost.engines,
         }
 
-    def _over(self, fleet: Fleet) -> None:
+    def _end_update(self, fleet: Fleet) -> None:
         self._busy = False
         self._updates = self._updates + 1
         fleet.updating = set()
@@ -331,14 +286,14 @@ class WeightsReceiver:
             await fleet.pulse.until(
                 lambda: bool(fleet.returned) and not self._busy and executor.version >= 0
             )
-            before = self._updates
+            updates_so_far = self._updates
             self._link.send("trainer.0", WeightsWanted(executor.version))
-            await fleet.pulse.until(lambda: self._updates != before or not fleet.returned)
+            await fleet.pulse.until(lambda: self._updates != updates_so_far or not fleet.returned)
 
-    async def _tell(self, message: WeightsGrant | WeightsApplied | ProbeReady) -> None:
+    async def _send_all(self, message: WeightsGrant | WeightsApplied | ProbeReady) -> None:
         await self._link.send_all(self._trainers, message)
 
-    async def _update(self, executor: ServingExecutor, offered: Offered) -> Taken:
+    async def _update(self, executor: ServingExecutor, offered: OfferedVersion) -> UpdateCost:
         """Brings a new version into all engines that are alive."""
         fleet = executor.fleet
         serving = executor.version
@@ -357,7 +312,7 @@ class WeightsReceiver:
             await fleet.pulse.until(lambda: bool(fleet.members))
         return await self._write(fleet, session)
 
-    async def _write(self, fleet: Fleet, session: Session) -> Taken:
+    async def _write(self, fleet: Fleet, session: Session) -> UpdateCost:
         """Does an update from the grant until the engines continue.
 
         Afterwards all members serve, except those lost meanwhile.
@@ -371,7 +326,7 @@ class WeightsReceiver:
         for error in session.update.workers.lost.values():
             fleet.lose(error)
         fleet.take_back(session.members, session.grant.version)
-        return Taken(pause, bytes_written, session.members, session.update.high_water_bytes)
+        return UpdateCost(pause, bytes_written, session.members, session.update.high_water_bytes)
 
     async def _take_writes(self, session: Session) -> int:
         """Lets all trainer ranks write, and audits the result. Returns the bytes written."""
@@ -381,13 +336,13 @@ class WeightsReceiver:
         if self._plan.config.weights.audit == STRICT:
             await update.recall()
         if session.opens:
-            of_rank = (
+            grants = (  # made one by one, since all endpoints are large
                 msgspec.structs.replace(grant, endpoints=opened.endpoints_of(rank))
                 for rank in range(len(self._trainers))
             )
-            await self._link.send_each(zip(self._trainers, of_rank))
+            await self._link.send_each(zip(self._trainers, grants))
         else:
-            await self._tell(grant)
+            await self._send_all(grant)
         writes = Writes(
             self._link, self._trainers, grant.version, self._plan.config.timeouts.weights_s
         )
@@ -422,9 +377,9 @@ class WeightsReceiver:
                 if hello.plan_hash != self._sessions.map.plan_hash:
                     differing.append(f"{sender} computed {hello.plan_hash}")
         if differing:
-            ours = f"{self._link.name} computed {self._sessions.map.plan_hash}"
+            own_hash = f"{self._link.name} computed {self._sessions.map.plan_hash}"
             raise RuntimeError(
-                f"the reshard maps differ: {', '.join(sorted(differing))}; {ours}: do their "
+                f"the reshard maps differ: {', '.join(sorted(differing))}; {own_hash}: do their "
                 "layouts agree?"
             )
         return [hosts[name] for name in self._trainers]
@@ -442,3 +397,59 @@ class InitialWeights:
             executor.start(self._channel.serve(executor), "weights receiver")
             self._serving = True
         self._channel.await_version(executor, executor.curr_step)
+
+
+@dataclass(frozen=True)
+class OfferedVersion:
+    """A version that every rank has offered."""
+
+    version: Version
+    offers: list[WeightsOffer]
+
+
+class Offers:
+    """Collects the offers of the ranks `trainers`.
+
+    Once a rank has offered a version, the others must follow within `timeout_s`.
+    """
+
+    def __init__(self, link: Hub, trainers: Sequence[str], timeout_s: float):
+        self._link = link
+        self._trainers = trainers
+        self._timeout_s = timeout_s
+        self._open: dict[Version, dict[str, WeightsOffer]] = {}  # version -> rank -> its offer
+        self._pending: Counter[str] = Counter()  # rank -> number of its open offers
+
+    async def next(self, serving: Version, only_serving: bool = False) -> OfferedVersion:
+        """Waits for the next version that every rank has offered.
+
+        With `only_serving`, that can only be `serving`, for engines that have come back.
+
+        The first offer has no deadline here, since its users have one. Raises TimeoutError that
+        names missing ranks.
+        """
+
+        def awaited() -> str:
+            return f"weights newer than version {serving} from {', '.join(self._missing())}"
+
+        while True:
+            for version, offers in self._open.items():
+                if len(offers) == len(self._trainers) and (not only_serving or version == serving):
+                    del self._open[version]
+                    self._pending -= Counter(offers.keys())
+                    return OfferedVersion(version, list(offers.values()))
+            if self._open and len(self._pending) < len(self._trainers):
+                timeout_s = self._timeout_s
+            else:
+                timeout_s = None
+            for sender, offer in await self._link.arrivals(WeightsOffer, timeout_s, awaited):
+                version_offers = self._open.setdefault(offer.version, {})
+                self._pending[sender] += sender not in version_offers
+                version_offers[sender] = offer
+
+    def _missing(self) -> list[str]:
+        result: list[str] = []
+        for name in self._trainers:
+            if name not in self._pending:
+                result.append(name)
+        return result

@@ -4,10 +4,10 @@ into the engines (DDMA).
 One update, seen from both ends (LlamaRL, section 5.2):
 
     trainer rank                                generator
-    WeightsOffer(version)              →        waits until every rank has offered, pauses the engines
+    WeightsOffer(version)              →        waits until every rank has offered, pauses engines
     writes its copies of the map       ←        WeightsGrant(version, endpoints)
-    WeightsWritten(version, shares)    →        audits the memory, ends the update, lets the engines go on
-    goes on training                   ←        WeightsApplied(version), read when the step is reported
+    WeightsWritten(version, shares)    →        audits the memory, ends the update, resumes engines
+    goes on training                   ←        WeightsApplied(version), read at the step's report
 
 `content.STRATEGIES` lists the classes that define the content of an update and prepare it before
 the offer.
@@ -102,7 +102,7 @@ class WeightsSender:
     """
 
     receiver = GENERATOR
-    of = ""  # in the trace, the purpose of the engines
+    purpose = ""  # in the trace, the purpose of the engines
 
     def __init__(self, plan: RunPlan, link: Peer, stop: StopRequest | None = None):
         config = plan.config
@@ -120,24 +120,24 @@ class WeightsSender:
         self._applied: WeightsApplied | None = None  # the newest confirmation
         self._offered = self._written = -1  # the newest offered and written versions
 
-    def send(self, executor: WeightsExecutor, again: bool = False) -> None:
+    def send(self, executor: WeightsExecutor, repeat: bool = False) -> None:
         """Offers the executor's weights, waits for the grant, and writes.
 
         Gives the executor a SyncReport, unless the run stops.
 
-        `again` repeats a version for an engine that has come back, and adds the cost to that
+        `repeat` repeats a version for an engine that has come back, and adds the cost to that
         version's report.
 
         The grant has the deadline of a batch, since with `async.partial_rollout=block` the grant
         waits for rollouts to finish. The first grant also waits for the engines to start.
         """
         version = executor.version
-        self._report = report = self._report if again else SyncReport()
-        grant = self._bring(executor, report, again)
+        self._report = report = self._report if repeat else SyncReport()
+        grant = self._bring(executor, report, repeat)
         if grant is None or grant.is_empty:
             return
         executor.put_sync(report, applied=partial(self._await_applied, version))
-        if is_probe_version(version, self._probe_every) and not again:
+        if is_probe_version(version, self._probe_every) and not repeat:
             awaited = f"log-probs of the probe of version {version} from {self.receiver}"
             with executor.trace.span(f"probe version {version}"):
                 probe = self._unless_stopped(executor, ProbeReady, self._timeout_s, awaited)
@@ -145,7 +145,7 @@ class WeightsSender:
                     executor.compare_probe(probe)
 
     def _bring(
-        self, executor: WeightsExecutor, report: SyncReport, again: bool = False
+        self, executor: WeightsExecutor, report: SyncReport, repeat: bool = False
     ) -> WeightsGrant | None:
         """Offers the weights, and writes them if they are wanted.
 
@@ -156,7 +156,7 @@ class WeightsSender:
         if self._updates is None:
             grant_s += self._plan.config.generator.startup_timeout_s
             self._updates = self._prepare(executor)
-        base = self._base() if self._updates.compares and not again else -1
+        base = self._base() if self._updates.compares and not repeat else -1
         offer = self._updates.offer(version, base, executor.get_model(), executor.trace)
         self._offered = version
         self._link.send(offer)
@@ -173,7 +173,9 @@ class WeightsSender:
         """
         if self._unconfirmed is not None and self._await_applied(self._unconfirmed) is None:
             return -1
-        return -1 if self._applied is None else self._applied.version
+        if self._applied is None:
+            return -1
+        return self._applied.version
 
     def _send_granted(
         self, executor: WeightsExecutor, updates: FullUpdates, report: SyncReport, timeout_s: float
@@ -183,8 +185,8 @@ class WeightsSender:
         Returns the grant; None if the run stops first.
         """
         version = executor.version
-        began = time.monotonic()
-        with executor.trace.span(f"wait for {self.of}engines to take weights {version}"):
+        offered_at = time.monotonic()
+        with executor.trace.span(f"wait for {self.purpose}engines to take weights {version}"):
             grant = self._unless_stopped(
                 executor,
                 WeightsGrant,
@@ -194,22 +196,22 @@ class WeightsSender:
         if grant is None:
             return None
         if grant.version != version:
-            wrong = f"{self.receiver} granted version {grant.version}"
+            problem = f"{self.receiver} granted version {grant.version}"
             raise RuntimeError(
-                f"trainer.{executor.rank} offered weights version {version}, {wrong}"
+                f"trainer.{executor.rank} offered weights version {version}, {problem}"
             )
-        granted = time.monotonic()
-        report.wait_s += granted - began
+        granted_at = time.monotonic()
+        report.wait_s += granted_at - offered_at
         if grant.is_empty:
             return grant
-        with executor.trace.span(f"write {self.of}weights {version}") as noted:
+        with executor.trace.span(f"write {self.purpose}weights {version}") as span_values:
             try:
-                noted["bytes"] = self._write(executor, updates, grant)
+                span_values["bytes"] = self._write(executor, updates, grant)
             except Exception as error:
                 # tells the generator at once, so that it need not wait until its deadline
                 self._link.send(WeightsWritten(version, 0, 0.0, error=str(error) or repr(error)))
                 raise
-        report.sync_s += time.monotonic() - granted
+        report.sync_s += time.monotonic() - granted_at
         return grant
 
     def _unless_stopped(
@@ -219,11 +221,11 @@ class WeightsSender:
         stop. Collective.
         """
         with executor.status.waiting(self.receiver, awaited):
-            found = self._link.receive_unless(self._stop_asked, kind, timeout_s, awaited)
-        if self._stop.agree(found is None, executor.device):
+            arrival = self._link.receive_unless(self._stop_asked, kind, timeout_s, awaited)
+        if self._stop.agree(arrival is None, executor.device):
             return None
-        assert found is not None  # otherwise all ranks would have agreed to stop
-        return found[1]
+        assert arrival is not None  # otherwise all ranks would have agreed to stop
+        return arrival[1]
 
     def _stop_asked(self) -> bool:
         return self._stop.asked
@@ -234,12 +236,12 @@ class WeightsSender:
         """
         while self._applied is None or self._applied.version != version:
             awaited = f"{self.receiver} to apply weights version {version}"
-            found = self._link.receive_unless(
+            arrival = self._link.receive_unless(
                 self._stop_asked, WeightsApplied, self._timeout_s, awaited
             )
-            if found is None:
+            if arrival is None:
                 return None
-            applied = found[1]
+            applied = arrival[1]
             if applied.version > version:
                 raise RuntimeError(
                     f"weights version {version} was written last, {self.receiver} applied version "
@@ -254,15 +256,17 @@ class WeightsSender:
         and this rank's host to the generator.
         """
         config = self._plan.config
-        self._whole = weights_map(self._plan, executor.layout)  # includes what engines pass on
+        self._whole_map = weights_map(self._plan, executor.layout)  # includes what engines pass on
         host = this_host()
         may_lose = config.generator.on_failure != "fail"
         transport = PairwiseTransport(
             config.weights.transport, host, executor.rank, self._timeout_s, may_lose
         )
-        updates = strategy_of(self._plan).sends(transport, self._whole, executor.rank, config)
-        check_held(executor.get_model(), self._whole.source, executor.rank)
-        self._link.send(Hello(self._whole.plan_hash, host))
+        updates = strategy_of(self._plan).trainer_updates(
+            transport, self._whole_map, executor.rank, config
+        )
+        check_parameters(executor.get_model(), self._whole_map.source, executor.rank)
+        self._link.send(Hello(self._whole_map.plan_hash, host))
         return updates
 
     def _write(self, executor: WeightsExecutor, updates: FullUpdates, grant: WeightsGrant) -> int:
@@ -271,21 +275,21 @@ class WeightsSender:
             self._connect(executor, updates, grant)
         size_bytes = 0
         started = time.monotonic()
-        for sent, shares in updates.write(grant, executor.get_model()):
+        for part, shares in updates.write(grant, executor.get_model()):
             write_s = time.monotonic() - started
-            more = shares is None
+            is_partial = shares is None
             unwritten = sorted(updates.transport.unwritten)
             self._link.send(
                 WeightsWritten(
                     grant.version,
-                    sent.bytes,
+                    part.bytes,
                     write_s,
                     packed_shares(shares or {}),
                     unwritten=unwritten,
-                    more=more,
+                    more=is_partial,
                 )
             )
-            size_bytes = size_bytes + sent.bytes
+            size_bytes = size_bytes + part.bytes
             started = time.monotonic()
         return size_bytes
 
@@ -294,18 +298,19 @@ class WeightsSender:
     ) -> None:
         """Connects to the engines that take part from now on."""
         if grant.engines != self._engines:
-            self._whole = weights_map(self._plan, executor.layout, grant.engines)
+            self._whole_map = weights_map(self._plan, executor.layout, grant.engines)
             self._engines = grant.engines
-        map = (
-            self._whole if grant.relay is None else relayed(self._whole, RelayRule(*grant.relay))[0]
-        )
+        if grant.relay is None:
+            map = self._whole_map
+        else:
+            map = relayed(self._whole_map, RelayRule(*grant.relay))[0]
         if map.plan_hash != grant.plan_hash:
             raise RuntimeError(
                 f"trainer.{executor.rank} computed map {map.plan_hash} for these engines, "
                 f"{self.receiver} {grant.plan_hash}"
             )
         updates.connect(map, decode_endpoints(grant.endpoints), executor.get_model())
-        executor.trace.mark(f"{self.of}weights map", to=updates.bytes_by_receiver())
+        executor.trace.mark(f"{self.purpose}weights map", to=updates.bytes_by_receiver())
 
     def close(self) -> None:
         """Waits until the last weights are in use, since the generator would count a rank that
@@ -334,38 +339,39 @@ class WeightsSender:
             return
         self._link.send(LookAgain())
         try:
-            _, found = self._link.receive(
+            _, answer = self._link.receive(
                 LookedAgain,
                 min(left_s / 2, self._timeout_s),
                 f"{self.receiver} to look at the engines again",
             )
         except TimeoutError as error:
-            found = LookedAgain(obstacle=str(error))
-        if found.obstacle:
+            answer = LookedAgain(obstacle=str(error))
+        if answer.obstacle:
             print(
-                f"the engines' memory was not compared with the last audit again: {found.obstacle}",
+                "the engines' memory was not compared with the last audit again: "
+                f"{answer.obstacle}",
                 flush=True,
             )
-        if found.problem:
-            raise RunError(found.problem)
+        if answer.problem:
+            raise RunError(answer.problem)
 
 
-def check_held(parameters: Mapping[str, torch.Tensor], layout: Layout, rank: int) -> None:
+def check_parameters(parameters: Mapping[str, torch.Tensor], layout: Layout, rank: int) -> None:
     """Raises LayoutError that names every tensor in which a trainer rank's live parameters differ
     from the map's layout.
     """
-    found = {
-        name: (tuple(values.shape), str(values.dtype).removeprefix("torch."))
-        for name, values in parameters.items()
-    }
+    live = {}
+    for name, values in parameters.items():
+        live[name] = (tuple(values.shape), str(values.dtype).removeprefix("torch."))
     planned = {tensor.name: (tensor.shape, tensor.dtype) for tensor in layout.tensors(rank)}
-    wrong = sorted(
-        name for name in found.keys() | planned.keys() if found.get(name) != planned.get(name)
+    differing_names = sorted(
+        name for name in live.keys() | planned.keys() if live.get(name) != planned.get(name)
     )
-    if wrong:
-        lines = [
-            f"trainer rank {rank}, {name}: shape, dtype {found.get(name)}, in the layout "
-            f"{planned.get(name)}"
-            for name in wrong
-        ]
+    if differing_names:
+        lines = []
+        for name in differing_names:
+            lines.append(
+                f"trainer rank {rank}, {name}: shape, dtype {live.get(name)}, in the layout "
+                f"{planned.get(name)}"
+            )
         raise LayoutError("the trainer's weights are not laid out as planned:\n" + "\n".join(lines))

@@ -25,7 +25,7 @@ from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout
 from megarl.reshard.map import ReshardMap
 from megarl.weight_sync.content import strategy_of, weights_map
-from megarl.weight_sync.opening import Opened, open_engines
+from megarl.weight_sync.opening import OpenedEngines, open_engines
 from megarl.weight_sync.transports.choice import (
     transport_class,
     transport_pairs,
@@ -40,7 +40,7 @@ class Session:
 
     members: list[int]  # indices of the engines in the fleet
     update: WeightUpdate
-    opened: Opened
+    opened: OpenedEngines
     grant: WeightsGrant  # the same for every trainer rank
     opens: bool  # whether the grant must carry endpoints, since they have changed
 
@@ -56,9 +56,11 @@ class EngineSessions:
         self._link = link
         self._key_file = key_file
         self.map = weights_map(plan, source)  # to all engines
-        self._of_less = strategy_of(plan).takes  # the class of updates with less than all weights
+        self._partial_update = strategy_of(
+            plan
+        ).generator_update  # the class of updates with less than all weights
         self._workers: Workers | None = None
-        self._opened: Opened | None = None
+        self._opened: OpenedEngines | None = None
         self._members: list[int] = []  # the engines whose memory is open
 
     async def open(
@@ -89,26 +91,28 @@ class EngineSessions:
             if not members:
                 return None
             # an engine that has come back is a new process
-            known = members == self._members and not fleet.returned
-            if not known:
+            memory_is_open = members == self._members and not fleet.returned
+            if not memory_is_open:
                 self._workers = self._workers_of(members, fleet)
             workers = self._workers
             assert workers is not None
             workers.may_lose = False
             fleet.updating = set(members)
-            kind = self._of_less if delta and known else WeightUpdate
-            session = kind(
+            update_class = self._partial_update if delta and memory_is_open else WeightUpdate
+            update = update_class(
                 workers, version, in_place=self._plan.config.async_.partial_rollout == "in_flight"
             )
             try:
-                await session.open(serving=serving if known or self._opened is None else None)
-                if not known:
+                await update.open(
+                    serving=serving if memory_is_open or self._opened is None else None
+                )
+                if not memory_is_open:
                     self._opened = await self._connect(workers, trainers, fleet.counts(members))
             except Exception as error:
                 if not (fleet.elastic and isinstance(error, EngineUnreachable)):
-                    await session.abandon(str(error))
+                    await update.abandon(str(error))
                     raise
-                await session.cancel()
+                await update.cancel()
                 self._members = []
                 fleet.lose(error)
             else:
@@ -117,11 +121,11 @@ class EngineSessions:
                 opened = self._opened
                 workers.may_lose = fleet.elastic and opened.one_sided
                 grant = WeightsGrant(version, engines=fleet.counts(members), delta=delta)
-                if not known:
+                if not memory_is_open:
                     grant = WeightsGrant(
                         version, b"", fleet.counts(members), opened.relay, opened.map.plan_hash
                     )
-                return Session(members, session, opened, grant, opens=not known)
+                return Session(members, update, opened, grant, opens=not memory_is_open)
 
     async def look_again(self, fleet: Fleet, version: Version) -> list[int]:
         """Compares the memory of all engines that serve `version` with the findings of the last
@@ -131,7 +135,8 @@ class EngineSessions:
         """
         await notice_restarts(fleet, self._plan.config.timeouts.weights_s)
         fleet.updating = set(fleet.serving)
-        if members := fleet.in_order(fleet.serving):
+        members = fleet.in_order(fleet.serving)
+        if members:
             workers = self._workers_for(members, fleet)
             workers.may_lose = fleet.elastic
             session = WeightUpdate(workers, version, in_place=True)
@@ -140,7 +145,11 @@ class EngineSessions:
             await session.look_again()
             for error in workers.lost.values():
                 fleet.lose(error)
-        return [index for index in members if index in fleet.serving]
+        result: list[int] = []
+        for index in members:
+            if index in fleet.serving:
+                result.append(index)
+        return result
 
     async def _try_joining(
         self, fleet: Fleet, joining: Sequence[int], trainers: Sequence[Host]
@@ -161,9 +170,10 @@ class EngineSessions:
             counts = fleet.counts(joining)
             map = weights_map(self._plan, self.map.source, counts)
             hosts = await self._check(workers, map, counts)
-            if refusal := self.fixed or _two_sided(
+            refusal = self.fixed or _two_sided(
                 transport_pairs(weights.transport, trainers, hosts).kinds
-            ):
+            )
+            if refusal:
                 raise ConfigError(refusal)
             await open_engines(workers, weights, map, trainers, hosts)
         except (RuntimeError, TimeoutError, ConfigError) as error:
@@ -186,7 +196,9 @@ class EngineSessions:
     @property
     def fixed(self) -> str:
         """Why engines can neither join nor leave; empty if they can."""
-        return "" if self._opened is None else _two_sided(self._opened.kinds)
+        if self._opened is None:
+            return ""
+        return _two_sided(self._opened.kinds)
 
     def _workers_of(self, members: list[int], fleet: Fleet) -> Workers:
         """The workers of `members`.
@@ -195,9 +207,9 @@ class EngineSessions:
         engines.
         """
         if self.fixed:
-            lost = "; ".join(fleet.lost.values()) or "an engine has come back"
+            reasons = "; ".join(fleet.lost.values()) or "an engine has come back"
             raise RuntimeError(
-                f"{self.fixed}, so the run cannot go on with engines {members} alone: {lost}"
+                f"{self.fixed}, so the run cannot go on with engines {members} alone: {reasons}"
             )
         return self._workers_for(members, fleet)
 
@@ -209,15 +221,15 @@ class EngineSessions:
 
     def _topologies(self, engines: Sequence[int]) -> list[GeneratorTopology]:
         """The topology of each engine, in order. `engines`: the number of engines of each group."""
-        return [
-            group.topology
-            for group, count in zip(self._plan.groups, engines, strict=True)
-            for _ in range(count)
-        ]
+        result: list[GeneratorTopology] = []
+        for group, count in zip(self._plan.groups, engines, strict=True):
+            for _ in range(count):
+                result.append(group.topology)
+        return result
 
     async def _connect(
         self, workers: Workers, trainers: Sequence[Host], engines: tuple[int, ...]
-    ) -> Opened:
+    ) -> OpenedEngines:
         """Compares the live engines with the map's destination layout, then opens their parameters
         for writing.
         """
@@ -246,11 +258,11 @@ async def notice_restarts(fleet: Fleet, timeout_s: float) -> None:
     """Counts an engine as lost if it was restarted while it had no requests, since it no longer has
     the run's weights.
     """
-    asked = [fleet.engines[index] for index in sorted(fleet.serving)] if fleet.elastic else []
+    engines = [fleet.engines[index] for index in sorted(fleet.serving)] if fleet.elastic else []
     answers = await asyncio.gather(
-        *(engine.version(timeout_s) for engine in asked), return_exceptions=True
+        *(engine.version(timeout_s) for engine in engines), return_exceptions=True
     )
-    for engine, answer in zip(asked, answers):
+    for engine, answer in zip(engines, answers):
         if isinstance(answer, EngineUnreachable):
             fleet.lose(answer)
         elif isinstance(answer, BaseException):
@@ -264,4 +276,6 @@ def _two_sided(kinds: Iterable[str]) -> str:
     there are none.
     """
     ways = sorted({kind for kind in kinds if not transport_class(kind).one_sided})
-    return f"weights go by {', '.join(ways)}, whose process groups cannot change" if ways else ""
+    if ways:
+        return f"weights go by {', '.join(ways)}, whose process groups cannot change"
+    return ""

@@ -23,31 +23,20 @@ from megarl.messaging.link import Hub
 from megarl.messaging.messages import WeightsWritten
 from megarl.reshard.forwarding import Relay, SentTensors
 from megarl.weight_sync import commands
-from megarl.weight_sync.audit import AuditError, check_unchanged, compare, differing, expected
+from megarl.weight_sync.audit import (
+    AuditError,
+    check_unchanged,
+    compare,
+    differing,
+    expected_hashes_of,
+)
 from megarl.weight_sync.commands import Audit, EmptyCache, End, PassOn, Recall, Receive, Spread
-from megarl.weight_sync.opening import Opened
+from megarl.weight_sync.opening import OpenedEngines
 from megarl.weight_sync.workers import Workers
 
-# In order:
-#
-# update = WeightUpdate(workers, version)
-# await update.open(serving)         # checks the version they hold → pause → SGLang's update
-# session
-# await update.recall()              # weights.audit=strict: nothing has changed since the last
-# audit; raises AuditError
-# await update.take(opened, writes)  # while the trainer ranks write
-# await update.pass_on(relays)       # engines write to engines
-# await update.audit(shares, map)    # raises AuditError
-# await update.close()               # prefix cache emptied → end of session → version → resume
-# await update.abandon(reason)       # instead, if anything failed: engines never generate with
-# half-written weights
-
-
 ENDED_S = 10.0  # time for an engine to end after it was asked to; later its launcher must end it
-
-_decode_found = msgspec.msgpack.Decoder(commands.Found).decode
+_decode_found = msgspec.msgpack.Decoder(commands.AuditResult).decode
 _decode_changes = msgspec.msgpack.Decoder(commands.Changes).decode
-
 # times when the first engine stopped and the last one continued, by time.perf_counter
 Pause = tuple[float, float]
 
@@ -56,11 +45,271 @@ class VersionError(RuntimeError):
     """An engine has another version of the weights than it should."""
 
 
-# The trainer ranks' reports of their writes, collected at the generator.
+@dataclass
+class WeightUpdate:
+    """One update of all engines with all weights, in this order:
+
+        update = WeightUpdate(workers, version)
+        await update.open(serving)  # checks the version they hold, pauses, begins SGLang's session
+        await update.recall()  # weights.audit=strict: nothing has changed since the last audit
+        await update.take(opened, writes)  # while the trainer ranks write
+        await update.pass_on(relays)  # engines write to engines
+        await update.audit(shares, map)  # raises AuditError
+        await update.close()  # ends the session, sets the version, empties the cache, resumes
+        await update.abandon(reason)  # instead, if anything failed
+
+    Running requests are retracted, and their KV is recomputed under the new weights, unless
+    `in_place` lets them keep it. Engines never generate with half-written weights.
+    """
+
+    workers: Workers
+    version: Version  # the version that is written
+    in_place: bool = False
+    high_water_bytes: int = 0  # most memory that one of the workers has held, as found by the audit
+
+    passing_on: ClassVar = PassOn()
+
+    async def open(self, serving: Version | None = None) -> None:
+        """Pauses the engines at a token boundary and opens SGLang's update session.
+
+        `serving`: the version that they must have now (-1: none of the run's yet; None: not
+        checked). Raises VersionError if an engine has another. Such an engine is a new process, and
+        its memory is not mapped.
+        """
+        if serving is not None:
+            await self._check_versions(serving, "was it restarted since the last update?")
+        mode = "in_place" if self.in_place else "retract"
+        await self._each(lambda engine: engine.pause(self.workers.timeout_s, mode))
+        stopped: list[float] = []
+
+        async def begin(engine: EngineClient) -> None:
+            # it answers once its running step has ended
+            await engine.begin_update(self.workers.timeout_s)
+            stopped.append(time.perf_counter())
+
+        await self._each(begin)
+        self._began = min(stopped, default=time.perf_counter())
+
+    async def take(self, opened: OpenedEngines, writes: Writes) -> None:
+        """Waits, after the grant, until the engines to which the trainer ranks write have received
+        everything. Gives up engines that lack a part. Raises as `Writes.done` does.
+        """
+        if not opened.one_sided:
+            await self.receive()
+        if opened.lands:
+            await writes.landed()
+            # landed boxes are spread while the rest is written
+            await asyncio.gather(self.spread(), writes.done())
+        else:
+            await writes.done()
+        await self.give_up(writes.unwritten)
+
+    async def receive(self) -> None:
+        """Only for two-sided transports: the workers receive what the trainer ranks send."""
+        await self.workers.run_all(Receive())
+
+    async def spread(self) -> None:
+        """Only for Mooncake, once all landing boxes are written: the workers copy them to the
+        parameters.
+        """
+        await self.workers.run_all(Spread())
+
+    async def pass_on(self, relays: Collection[Relay]) -> None:
+        """If there are relays, makes the leaders pass on tensors, once the leaders have received
+        everything (after `receive` and `spread`).
+        """
+        leading = {self.workers.place_of(relay.source_rank) for relay in relays}
+        places = range(len(self.workers.engines))
+        payloads = await self.workers.run(
+            [self.passing_on if place in leading else None for place in places]
+        )
+        lost_ranks = set()
+        for rank, payload in enumerate(payloads):
+            if not payload and self.workers.place_of(rank) in leading:
+                lost_ranks.add(rank)
+        broken_relays = []
+        for relay in relays:
+            if relay.source_rank in lost_ranks:
+                broken_relays.append(relay)
+        reasons = {}
+        for r in broken_relays:
+            reasons[r.destination_rank] = (
+                f"generator rank {r.source_rank} was lost before it passed weights on"
+            )
+        for rank, payload in enumerate(payloads):
+            for unreached_rank in (
+                msgspec.msgpack.decode(payload, type=commands.UnreachedRanks) if payload else ()
+            ):
+                reasons[unreached_rank] = f"generator rank {rank} could not pass weights on"
+        await self.give_up(reasons)
+
+    async def give_up(self, reasons_of_ranks: Mapping[int, str]) -> None:
+        """Continues without the engines of these generator ranks, which lack a part of the weights,
+        for the reasons in `reasons_of_ranks`. Ends those that still answer, so that they are
+        started again. Raises EngineUnreachable if no engine may be lost.
+        """
+        places = {self.workers.place_of(rank): reason for rank, reason in reasons_of_ranks.items()}
+        reasons = {}
+        for place, reason in places.items():
+            if place not in self.workers.lost:
+                reasons[place] = reason
+        engines = {place: self.workers.engines[place] for place in reasons}
+        losses = {}
+        for place, engine in engines.items():
+            losses[place] = EngineUnreachable(
+                engine.url, f"{reasons[place]} to engine {engine.url}"
+            )
+        self.workers.go_on_without(losses)
+        for loss in losses.values():
+            print(f"an engine lacks a part of the weights, and is ended: {loss}", flush=True)
+        await asyncio.gather(
+            *(self._end(engine, self.workers.tp[place]) for place, engine in engines.items())
+        )
+
+    async def _end(self, engine: EngineClient, tp: int) -> None:
+        with contextlib.suppress(EngineError, TimeoutError):  # it ends before it answers
+            await engine.command(commands.encode(End()), tp, ENDED_S)
+
+    async def audit(
+        self, shares: Sequence[bytes], tensors: SentTensors, relays: Collection[Relay] = ()
+    ) -> None:
+        """Compares the hashes of the live parameters with the trainer ranks' shares
+        (audit.packed_shares). Checks that tensors which no update writes are unchanged. Raises
+        AuditError with the names of tensors and ranks.
+        """
+        payloads = await self.workers.run_all(Audit(self.version))
+        results = []
+        for payload in payloads:
+            results.append(_decode_found(payload) if payload else commands.AuditResult())
+        self.high_water_bytes = max(result.high_water_bytes for result in results)
+        check_unchanged(
+            [result.changes for result in results], [engine.url for engine in self.workers.engines]
+        )
+        digests = []
+        for result, payload in zip(results, payloads):
+            digests.append(result.digest if payload else None)
+        differing_ranks = differing(digests, expected_hashes_of(shares, tensors), tensors)
+        if differing_ranks:
+            compare(await self._hashes(differing_ranks), shares, tensors, relays)
+            raise AuditError(
+                "weight audit failed: the memory of generator rank "
+                f"{', '.join(map(str, differing_ranks))} "
+                "changes while it is hashed"
+            )
+
+    async def _hashes(self, ranks: Collection[int]) -> list[bytes | None]:
+        """The hashes of these ranks; None for others."""
+        per_engine = []
+        for of_engine in self.workers.ranks:
+            per_engine.append([rank for rank in of_engine if rank in ranks])
+        payloads = await self.workers.run(
+            [commands.Hashes() if engine_ranks else None for engine_ranks in per_engine]
+        )
+        result: list[bytes | None] = []
+        for rank, payload in enumerate(payloads):
+            result.append(msgspec.msgpack.decode(payload, type=bytes) if rank in ranks else None)
+        return result
+
+    async def recall(self, unwritten: bool = False) -> None:
+        """Call it before the first write.
+
+        Raises AuditError, with the names of tensors and ranks, if parameters have changed since the
+        last audit, or if other tensors have and `unwritten` is true.
+        """
+        payloads = await self.workers.run_all(Recall(unwritten))
+        changes = []
+        for payload in payloads:
+            changes.append(_decode_changes(payload) if payload else commands.Changes([], -1))
+        check_unchanged(changes, [engine.url for engine in self.workers.engines])
+
+    async def close(self) -> Pause:
+        """Empties the prefix cache of older weights' keys and values, ends the session, which runs
+        SGLang's post-load work, and resumes as `version`. Returns the pause.
+
+        With `in_place`, keys and values are kept, since running requests still use them. Other
+        requests do not, because the version is a part of a request's cache key
+        (`EngineClient.complete`). Raises VersionError if an engine does not report `version`, and
+        then resumes none.
+        """
+        if not self.in_place:
+            await self.workers.run_all(EmptyCache())
+        await self._each(lambda engine: engine.end_update(self.workers.timeout_s))
+        await self._each(lambda engine: engine.set_version(self.version, self.workers.timeout_s))
+        await self._check_versions(self.version, "something else sets versions")
+        await self._each(lambda engine: engine.resume(self.workers.timeout_s))
+        return self._began, time.perf_counter()
+
+    async def look_again(self) -> None:
+        """Call it instead of writing.
+
+        Raises AuditError if anything has changed since the last audit. Otherwise the engines
+        continue.
+        """
+        await self.recall(unwritten=True)
+        await self._each(lambda engine: engine.end_update(self.workers.timeout_s))
+        await self._each(lambda engine: engine.resume(self.workers.timeout_s))
+
+    async def cancel(self) -> None:
+        """Call it before anything is granted.
+
+        Ends the sessions that have begun; weights stay unchanged and engines paused.
+        """
+        called = (engine.end_update(self.workers.timeout_s) for engine in self.workers.engines)
+        for outcome in await asyncio.gather(*called, return_exceptions=True):
+            # it had begun no session, or is lost
+            if isinstance(outcome, BaseException) and not isinstance(outcome, EngineError):
+                raise outcome
+
+    async def abandon(self, reason: str) -> None:
+        """Leaves the engines as they are, most of them paused.
+
+        Their clients refuse all requests, running and new.
+        """
+        await self._each(
+            lambda engine: engine.condemn(
+                f"its weights may be old or half-written, since an update failed: {reason}"
+            )
+        )
+
+    async def _check_versions(self, version: Version, explanation: str) -> None:
+        versions: dict[EngineClient, Version] = {}
+
+        async def ask(engine: EngineClient) -> None:
+            versions[engine] = await engine.version(self.workers.timeout_s)
+
+        await self._each(ask)
+        problems = [
+            f"engine {engine.url} holds weights version {v}"
+            for engine, v in versions.items()
+            if v != version
+        ]
+        if problems:
+            raise VersionError(f"{'; '.join(problems)}, not {version}: {explanation}")
+
+    async def _each(self, call: Callable[[EngineClient], Awaitable[None]]) -> None:
+        self.workers.go_on_without(await self.workers.each(call))
+
+
+class DeltaUpdate(WeightUpdate):
+    """An update with the changes since the previous version."""
+
+    async def take(self, opened: OpenedEngines, writes: Writes) -> None:
+        if not opened.one_sided:
+            await self.receive()
+        await writes.done()
+        await self.give_up(writes.unwritten)
+        if opened.lands_changes:
+            await self.spread()
+
+    async def receive(self) -> None:
+        await self.workers.run_all(Receive(self.version))
+
+    async def spread(self) -> None:
+        await self.workers.run_all(Spread(self.version))
 
 
 class Writes:
-    """Collects the WeightsWritten messages of one version.
+    """Collects the WeightsWritten messages of one version, at the generator.
 
     A rank sends one for each part; only the last has no `more`.
 
@@ -124,256 +373,16 @@ class Writes:
     @property
     def unwritten(self) -> dict[int, str]:
         """Generator ranks to which some trainer rank could not write → the reason."""
-        return {
-            rank: f"{sender} could not write"
-            for sender, message in self.parts
-            for rank in message.unwritten
-        }
+        result: dict[int, str] = {}
+        for sender, message in self.parts:
+            for rank in message.unwritten:
+                result[rank] = f"{sender} could not write"
+        return result
 
     def shares(self) -> list[bytes]:
         """Each trainer rank's share of the hashes. Call it when the update is done."""
-        whole = {sender: message.shares for sender, message in self.parts if not message.more}
-        return [whole[name] for name in self._trainers]
-
-
-@dataclass
-class WeightUpdate:
-    """One update of all engines with all weights.
-
-    Running requests are retracted, and their KV is recomputed under the new weights, unless
-    `in_place` lets them keep it.
-    """
-
-    workers: Workers
-    version: Version  # the version that is written
-    in_place: bool = False
-    high_water_bytes: int = 0  # most memory that one of the workers has held, as found by the audit
-
-    passing_on: ClassVar = PassOn()
-
-    async def open(self, serving: Version | None = None) -> None:
-        """Pauses the engines at a token boundary and opens SGLang's update session.
-
-        `serving`: the version that they must have now (-1: none of the run's yet; None: not
-        checked). Raises VersionError if an engine has another. Such an engine is a new process, and
-        its memory is not mapped.
-        """
-        if serving is not None:
-            await self._check_versions(serving, "was it restarted since the last update?")
-        mode = "in_place" if self.in_place else "retract"
-        await self._each(lambda engine: engine.pause(self.workers.timeout_s, mode))
-        stopped: list[float] = []
-
-        async def begin(engine: EngineClient) -> None:
-            # it answers once its running step has ended
-            await engine.begin_update(self.workers.timeout_s)
-            stopped.append(time.perf_counter())
-
-        await self._each(begin)
-        self._began = min(stopped, default=time.perf_counter())
-
-    async def take(self, opened: Opened, writes: Writes) -> None:
-        """Waits, after the grant, until the engines to which the trainer ranks write have received
-        everything. Gives up engines that lack a part. Raises as `Writes.done` does.
-        """
-        if not opened.one_sided:
-            await self.receive()
-        if opened.lands:
-            await writes.landed()
-            # landed boxes are spread while the rest is written
-            await asyncio.gather(self.spread(), writes.done())
-        else:
-            await writes.done()
-        await self.give_up(writes.unwritten)
-
-    async def receive(self) -> None:
-        """Only for two-sided transports: the workers receive what the trainer ranks send."""
-        await self.workers.run_all(Receive())
-
-    async def spread(self) -> None:
-        """Only for Mooncake, once all landing boxes are written: the workers copy them to the
-        parameters.
-        """
-        await self.workers.run_all(Spread())
-
-    async def pass_on(self, relays: Collection[Relay]) -> None:
-        """If there are relays, makes the leaders pass on tensors, once the leaders have received
-        everything (after `receive` and `spread`).
-        """
-        leading = {self.workers.place_of(relay.source_rank) for relay in relays}
-        places = range(len(self.workers.engines))
-        payloads = await self.workers.run(
-            [self.passing_on if place in leading else None for place in places]
-        )
-        lost = {
-            rank
-            for rank, payload in enumerate(payloads)
-            if not payload and self.workers.place_of(rank) in leading
-        }
-        by_lost = [relay for relay in relays if relay.source_rank in lost]
-        left_out = {
-            r.destination_rank: f"generator rank {r.source_rank} was lost before it passed "
-            "weights on"
-            for r in by_lost
-        }
-        for rank, payload in enumerate(payloads):
-            for other in (
-                msgspec.msgpack.decode(payload, type=commands.Unwritten) if payload else ()
-            ):
-                left_out[other] = f"generator rank {rank} could not pass weights on"
-        await self.give_up(left_out)
-
-    async def give_up(self, left_out: Mapping[int, str]) -> None:
-        """Continues without the engines of these generator ranks, which lack a part of the weights,
-        for the reasons in `left_out`. Ends those that still answer, so that they are started again.
-        Raises EngineUnreachable if no engine may be lost.
-        """
-        places = {self.workers.place_of(rank): why for rank, why in left_out.items()}
-        missed = {place: why for place, why in places.items() if place not in self.workers.lost}
-        engines = {place: self.workers.engines[place] for place in missed}
-        losses = {
-            place: EngineUnreachable(engine.url, f"{missed[place]} to engine {engine.url}")
-            for place, engine in engines.items()
-        }
-        self.workers.go_on_without(losses)
-        for loss in losses.values():
-            print(f"an engine lacks a part of the weights, and is ended: {loss}", flush=True)
-        await asyncio.gather(
-            *(self._end(engine, self.workers.tp[place]) for place, engine in engines.items())
-        )
-
-    async def _end(self, engine: EngineClient, tp: int) -> None:
-        with contextlib.suppress(EngineError, TimeoutError):  # it ends before it answers
-            await engine.command(commands.encode(End()), tp, ENDED_S)
-
-    async def audit(
-        self, shares: Sequence[bytes], tensors: SentTensors, relays: Collection[Relay] = ()
-    ) -> None:
-        """Compares the hashes of the live parameters with the trainer ranks' shares
-        (audit.packed_shares). Checks that tensors which no update writes are unchanged. Raises
-        AuditError with the names of tensors and ranks.
-        """
-        payloads = await self.workers.run_all(Audit(self.version))
-        found = [_decode_found(payload) if payload else commands.Found() for payload in payloads]
-        self.high_water_bytes = max(each.high_water_bytes for each in found)
-        check_unchanged(
-            [each.changes for each in found], [engine.url for engine in self.workers.engines]
-        )
-        digests = [each.digest if payload else None for each, payload in zip(found, payloads)]
-        if wrong := differing(digests, expected(shares, tensors), tensors):
-            compare(await self._hashes(wrong), shares, tensors, relays)
-            raise AuditError(
-                f"weight audit failed: the memory of generator rank {', '.join(map(str, wrong))} "
-                "changes while it is hashed"
-            )
-
-    async def _hashes(self, ranks: Collection[int]) -> list[bytes | None]:
-        """The hashes of these ranks; None for others."""
-        per_engine = [
-            [rank for rank in of_engine if rank in ranks] for of_engine in self.workers.ranks
-        ]
-        payloads = await self.workers.run(
-            [commands.Hashes() if asked else None for asked in per_engine]
-        )
-        return [
-            msgspec.msgpack.decode(payload, type=bytes) if rank in ranks else None
-            for rank, payload in enumerate(payloads)
-        ]
-
-    async def recall(self, unwritten: bool = False) -> None:
-        """Call it before the first write.
-
-        Raises AuditError, with the names of tensors and ranks, if parameters have changed since the
-        last audit, or if other tensors have and `unwritten` is true.
-        """
-        payloads = await self.workers.run_all(Recall(unwritten))
-        changes = [
-            _decode_changes(payload) if payload else commands.Changes([], -1)
-            for payload in payloads
-        ]
-        check_unchanged(changes, [engine.url for engine in self.workers.engines])
-
-    async def close(self) -> Pause:
-        """Empties the prefix cache of older weights' keys and values, ends the session, which runs
-        SGLang's post-load work, and resumes as `version`. Returns the pause.
-
-        With `in_place`, keys and values are kept, since running requests still use them. Other
-        requests do not, because the version is a part of a request's cache key
-        (`EngineClient.complete`). Raises VersionError if an engine does not report `version`, and
-        then resumes none.
-        """
-        if not self.in_place:
-            await self.workers.run_all(EmptyCache())
-        await self._each(lambda engine: engine.end_update(self.workers.timeout_s))
-        await self._each(lambda engine: engine.set_version(self.version, self.workers.timeout_s))
-        await self._check_versions(self.version, "something else sets versions")
-        await self._each(lambda engine: engine.resume(self.workers.timeout_s))
-        return self._began, time.perf_counter()
-
-    async def look_again(self) -> None:
-        """Call it instead of writing.
-
-        Raises AuditError if anything has changed since the last audit. Otherwise the engines
-        continue.
-        """
-        await self.recall(unwritten=True)
-        await self._each(lambda engine: engine.end_update(self.workers.timeout_s))
-        await self._each(lambda engine: engine.resume(self.workers.timeout_s))
-
-    async def cancel(self) -> None:
-        """Call it before anything is granted.
-
-        Ends the sessions that have begun; weights stay unchanged and engines paused.
-        """
-        called = (engine.end_update(self.workers.timeout_s) for engine in self.workers.engines)
-        for outcome in await asyncio.gather(*called, return_exceptions=True):
-            # it had begun no session, or is lost
-            if isinstance(outcome, BaseException) and not isinstance(outcome, EngineError):
-                raise outcome
-
-    async def abandon(self, reason: str) -> None:
-        """Leaves the engines as they are, most of them paused.
-
-        Their clients refuse all requests, running and new.
-        """
-        await self._each(
-            lambda engine: engine.condemn(
-                f"its weights may be old or half-written, since an update failed: {reason}"
-            )
-        )
-
-    async def _check_versions(self, version: Version, why: str) -> None:
-        found: dict[EngineClient, Version] = {}
-
-        async def ask(engine: EngineClient) -> None:
-            found[engine] = await engine.version(self.workers.timeout_s)
-
-        await self._each(ask)
-        wrong = [
-            f"engine {engine.url} holds weights version {v}"
-            for engine, v in found.items()
-            if v != version
-        ]
-        if wrong:
-            raise VersionError(f"{'; '.join(wrong)}, not {version}: {why}")
-
-    async def _each(self, call: Callable[[EngineClient], Awaitable[None]]) -> None:
-        self.workers.go_on_without(await self.workers.each(call))
-
-
-class DeltaUpdate(WeightUpdate):
-    """An update with the changes since the previous version."""
-
-    async def take(self, opened: Opened, writes: Writes) -> None:
-        if not opened.one_sided:
-            await self.receive()
-        await writes.done()
-        await self.give_up(writes.unwritten)
-        if opened.lands_changes:
-            await self.spread()
-
-    async def receive(self) -> None:
-        await self.workers.run_all(Receive(self.version))
-
-    async def spread(self) -> None:
-        await self.workers.run_all(Spread(self.version))
+        shares_of = {}
+        for sender, message in self.parts:
+            if not message.more:
+                shares_of[sender] = message.shares
+        return [shares_of[name] for name in self._trainers]

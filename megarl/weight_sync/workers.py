@@ -32,6 +32,8 @@ from megarl.weight_sync.audit import check_proven
 from megarl.weight_sync.commands import Arrange, Command, Connect, Describe, EmptyCache
 from megarl.weight_sync.transports.base import Form, RemoteTensor, digest_of
 
+ENOUGH = 0.95  # of the planned KV cache: SGLang rounds to pages
+
 
 @dataclass
 class Workers:
@@ -88,7 +90,8 @@ class Workers:
         tp_of = dict(zip(self.engines, self.tp))
 
         async def send(engine: EngineClient) -> None:
-            if (command := commanded.get(engine)) is not None:
+            command = commanded.get(engine)
+            if command is not None:
                 body = encoded.get(id(command)) or encoded.setdefault(
                     id(command), commands.encode(command)
                 )
@@ -100,13 +103,15 @@ class Workers:
                 )
 
         unreachable = await self.each(send)
-        gone = self.lost.keys() | unreachable.keys()
-        sent = [
-            ranks
-            for place, ranks in enumerate(self.ranks)
-            if place not in gone and self.engines[place] in commanded
-        ]
-        missing = {rank for ranks in sent for rank in ranks}
+        absent = self.lost.keys() | unreachable.keys()
+        awaited_ranks = []
+        for place, ranks in enumerate(self.ranks):
+            if place not in absent and self.engines[place] in commanded:
+                awaited_ranks.append(ranks)
+        missing = set()
+        for ranks in awaited_ranks:
+            for rank in ranks:
+                missing.add(rank)
         payloads: dict[int, bytes] = {}
         while missing:
             answers = await self.hub.arrivals(
@@ -136,7 +141,10 @@ class Workers:
 
         Returns those that could not be reached. Raises any other error.
         """
-        places = [place for place in range(len(self.engines)) if place not in self.lost]
+        places = []
+        for place in range(len(self.engines)):
+            if place not in self.lost:
+                places.append(place)
         outcomes = await asyncio.gather(
             *(call(self.engines[place]) for place in places), return_exceptions=True
         )
@@ -162,35 +170,39 @@ def _ranks(missing: Collection[int]) -> str:
     return f"generator rank {', '.join(map(str, sorted(missing)))}"
 
 
-ENOUGH = 0.95  # of the planned KV cache: SGLang rounds to pages
-
-
 async def check_parallelism(workers: Workers, planned: Sequence[GeneratorTopology]) -> None:
     """Raises LayoutError that names every engine whose parallel sizes are not `planned`.
 
     Call it before `connect`, which relies on these sizes. Prints which engines have smaller KV
     caches than they were told.
     """
-    found = await asyncio.gather(
+    live_sizes = await asyncio.gather(
         *(engine.parallelism(workers.timeout_s) for engine in workers.engines)
     )
-    wrong: dict[str, list[str]] = {}  # sizes that the map is for -> engines that differ
-    for engine, sizes, wanted in zip(workers.engines, found, planned, strict=True):
-        runs = _sizes(sizes.tp_size, sizes.ep_size, sizes.attn_dp_size)
-        wants = _sizes(wanted.tp, wanted.ep, wanted.dp_attention)
-        if runs != wants:
-            wrong.setdefault(wants, []).append(f"engine {engine.url} runs with {runs}")
+    engines_that_differ: dict[
+        str, list[str]
+    ] = {}  # sizes that the map is for -> engines that differ
+    for engine, sizes, topology in zip(workers.engines, live_sizes, planned, strict=True):
+        live = _sizes(sizes.tp_size, sizes.ep_size, sizes.attn_dp_size)
+        expected = _sizes(topology.tp, topology.ep, topology.dp_attention)
+        if live != expected:
+            engines_that_differ.setdefault(expected, []).append(
+                f"engine {engine.url} runs with {live}"
+            )
         if 0 < sizes.max_total_num_tokens < ENOUGH * (sizes.max_total_tokens or 0):
-            has = (
+            shortage = (
                 f"has a KV cache of {sizes.max_total_num_tokens:,} tokens, not of the planned "
                 f"{sizes.max_total_tokens:,}"
             )
-            print(f"engine {engine.url} {has}: something else holds memory of its GPU", flush=True)
-    if wrong:
+            print(
+                f"engine {engine.url} {shortage}: something else holds memory of its GPU",
+                flush=True,
+            )
+    if engines_that_differ:
         raise LayoutError(
             "; ".join(
-                f"{'; '.join(engines)}, the reshard map is for {wants}"
-                for wants, engines in wrong.items()
+                f"{'; '.join(engines)}, the reshard map is for {expected}"
+                for expected, engines in engines_that_differ.items()
             )
         )
 
@@ -217,14 +229,16 @@ async def describe(workers: Workers) -> list[list[RemoteTensor]]:
 
 
 async def _described(
-    workers: Workers, known: Mapping[int, bytes]
+    workers: Workers, known_digests: Mapping[int, bytes]
 ) -> list[list[RemoteTensor] | None]:
-    told = [
-        Describe({rank: known[rank] for rank in ranks if rank in known}) for ranks in workers.ranks
-    ]
+    describe_commands = []
+    for ranks in workers.ranks:
+        describe_commands.append(
+            Describe({rank: known_digests[rank] for rank in ranks if rank in known_digests})
+        )
     return [
         msgspec.msgpack.decode(payload, type=commands.Description)
-        for payload in await workers.run(told)
+        for payload in await workers.run(describe_commands)
     ]
 
 
@@ -237,13 +251,18 @@ async def settle_layout(workers: Workers, layout: Layout) -> None:
     since a large run has a million tensors.
     """
     tensors = [layout.shapes(rank) for rank in range(workers.count)]
-    shown = {id(own): digest_of(_forms(own, engine_view)) for own in _distinct(tensors)}
-    found = await _described(workers, {rank: shown[id(own)] for rank, own in enumerate(tensors)})
-    check_layout(found, layout)
-    shapes = {
-        id(own): {t.name: t.shape for t in own if t.engine_shape is not None}
-        for own in _distinct(tensors)
-    }
+    digests = {}
+    for rank_tensors in _distinct(tensors):
+        digests[id(rank_tensors)] = digest_of(_forms(rank_tensors, engine_view))
+    descriptions = await _described(
+        workers, {rank: digests[id(rank_tensors)] for rank, rank_tensors in enumerate(tensors)}
+    )
+    check_layout(descriptions, layout)
+    shapes = {}
+    for rank_tensors in _distinct(tensors):
+        shapes[id(rank_tensors)] = {
+            t.name: t.shape for t in rank_tensors if t.engine_shape is not None
+        }
     if any(shapes.values()):
         await workers.run(
             [
@@ -260,25 +279,27 @@ def arranged_forms(layout: Layout, count: int) -> list[list[Form]]:
     """
     tensors = [layout.shapes(rank) for rank in range(count)]
     forms = {
-        id(own): _forms(own, lambda tensor: (tensor.shape, contiguous_strides(tensor.shape)))
-        for own in _distinct(tensors)
+        id(rank_tensors): _forms(
+            rank_tensors, lambda tensor: (tensor.shape, contiguous_strides(tensor.shape))
+        )
+        for rank_tensors in _distinct(tensors)
     }
-    return [forms[id(own)] for own in tensors]
+    return [forms[id(rank_tensors)] for rank_tensors in tensors]
 
 
 def _forms(
     tensors: Sequence[LocalTensor],
     view: Callable[[LocalTensor], tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> list[Form]:
-    return [
-        Form(tensor.name, shape, tensor.dtype, strides)
-        for tensor in tensors
-        for shape, strides in [view(tensor)]
-    ]
+    result: list[Form] = []
+    for tensor in tensors:
+        for shape, strides in [view(tensor)]:
+            result.append(Form(tensor.name, shape, tensor.dtype, strides))
+    return result
 
 
 def _distinct(tensors: Sequence[Sequence[LocalTensor]]) -> Iterable[Sequence[LocalTensor]]:
-    return {id(own): own for own in tensors}.values()
+    return {id(rank_tensors): rank_tensors for rank_tensors in tensors}.values()
 
 
 async def watch(workers: Workers, strict: bool, file: Path | None = None) -> None:
@@ -288,39 +309,45 @@ async def watch(workers: Workers, strict: bool, file: Path | None = None) -> Non
     object a line. Also prints which memory is unproven; with `strict`, raises AuditError instead.
     """
     watched = [
-        msgspec.msgpack.decode(payload, type=commands.Watched)
+        msgspec.msgpack.decode(payload, type=commands.WatchedMemory)
         for payload in await workers.run_all(commands.Watch())
     ]
-    alike: dict[bytes, list[int]] = {}  # digest -> ranks; of replicas, only one is asked
-    for rank, each in enumerate(watched):
-        alike.setdefault(each.digest, []).append(rank)
-    asked = {ranks[0]: ranks for ranks in alike.values()}
+    ranks_of_digest: dict[bytes, list[int]] = {}  # digest -> ranks; of replicas, only one is asked
+    for rank, memory in enumerate(watched):
+        ranks_of_digest.setdefault(memory.digest, []).append(rank)
+    replicas_of = {ranks[0]: ranks for ranks in ranks_of_digest.values()}
     payloads = await workers.run(
-        [commands.Inventory([rank for rank in ranks if rank in asked]) for ranks in workers.ranks]
-    )
-    inventories = {
-        rank: msgspec.msgpack.decode(payloads[rank], type=list[commands.Held]) for rank in asked
-    }
-    ranks_of: dict[commands.Held, list[int]] = {}
-    for rank, inventory in inventories.items():
-        for held in inventory:
-            ranks_of.setdefault(held, []).extend(asked[rank])
-    if file is not None:
-        lines = [
-            msgspec.json.encode(msgspec.structs.asdict(held) | {"ranks": sorted(ranks)}).decode()
-            for held, ranks in ranks_of.items()
+        [
+            commands.Inventory([rank for rank in ranks if rank in replicas_of])
+            for ranks in workers.ranks
         ]
+    )
+    inventories = {}
+    for rank in replicas_of:
+        inventories[rank] = msgspec.msgpack.decode(payloads[rank], type=list[commands.MemoryEntry])
+    ranks_of: dict[commands.MemoryEntry, list[int]] = {}
+    for rank, inventory in inventories.items():
+        for entry in inventory:
+            ranks_of.setdefault(entry, []).extend(replicas_of[rank])
+    if file is not None:
+        lines = []
+        for entry, ranks in ranks_of.items():
+            lines.append(
+                msgspec.json.encode(
+                    msgspec.structs.asdict(entry) | {"ranks": sorted(ranks)}
+                ).decode()
+            )
         write_whole(file, "".join(f"{line}\n" for line in lines))
-    most = max(watched, key=lambda each: each.tensor_bytes)
-    kinds = {
-        kind: [held for held in inventories[alike[most.digest][0]] if held.kind == kind]
-        for kind in commands.KINDS
-    }
-    parts = [
-        f"{len(of)} {kind} ({sum(held.bytes for held in of)} bytes)"
-        for kind, of in kinds.items()
-        if of
-    ]
+    largest = max(watched, key=lambda memory: memory.tensor_bytes)
+    kinds = {}
+    for kind in commands.KINDS:
+        kinds[kind] = [
+            entry for entry in inventories[ranks_of_digest[largest.digest][0]] if entry.kind == kind
+        ]
+    parts = []
+    for kind, entries in kinds.items():
+        if entries:
+            parts.append(f"{len(entries)} {kind} ({sum(entry.bytes for entry in entries)} bytes)")
     checked = f"{commands.WRITTEN}, {commands.DERIVED} or {commands.CONSTANT}"
     print(
         f"memory of a generator rank, in tensors: {', '.join(parts)}; every audit checks what is "
@@ -338,21 +365,21 @@ def check_layout(live: Sequence[Sequence[RemoteTensor] | None], layout: Layout) 
     for rank, tensors in enumerate(live):
         if tensors is None:
             continue
-        found = {tensor.name: tensor for tensor in tensors}
+        live_tensors = {tensor.name: tensor for tensor in tensors}
         planned = {tensor.name: tensor for tensor in layout.tensors(rank)}
-        for name in planned.keys() - found.keys():
+        for name in planned.keys() - live_tensors.keys():
             problems.append(f"generator rank {rank} has no {name}")
-        for name in found.keys() - planned.keys():
+        for name in live_tensors.keys() - planned.keys():
             problems.append(f"generator rank {rank} has {name}, which the layout does not know")
-        for name in planned.keys() & found.keys():
-            want = planned[name]
-            have = found[name]
-            wanted = (*engine_view(want), want.dtype)
-            had = (have.shape, have.strides, have.dtype)
-            if wanted != had:
+        for name in planned.keys() & live_tensors.keys():
+            planned_tensor = planned[name]
+            live_tensor = live_tensors[name]
+            planned_form = (*engine_view(planned_tensor), planned_tensor.dtype)
+            live_form = (live_tensor.shape, live_tensor.strides, live_tensor.dtype)
+            if planned_form != live_form:
                 problems.append(
-                    f"generator rank {rank}, {name}: shape, strides, dtype {had}, in the layout "
-                    f"{wanted}"
+                    f"generator rank {rank}, {name}: shape, strides, dtype {live_form}, in the "
+                    f"layout {planned_form}"
                 )
     if problems:
         raise LayoutError(

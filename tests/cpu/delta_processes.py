@@ -12,7 +12,14 @@ from megarl.reshard.forwarding import RelayRule, relayed
 from megarl.reshard.schedule import scheduled_writes
 from megarl.weight_sync.transports.base import decode_endpoints
 from megarl.weight_sync.transports.choice import PairwiseTransport
-from megarl.weight_sync.writing import Deltas, Sent, landing_first, send, send_changes, shapes_of
+from megarl.weight_sync.writing import (
+    Deltas,
+    WrittenPart,
+    landing_first,
+    send,
+    send_changes,
+    shapes_of,
+)
 
 
 class DeltaTrainer(Trainer):
@@ -73,7 +80,7 @@ class DeltaTrainer(Trainer):
             self.deltas.keep(self.version, self.copies, AmaxTable(), self.payloads, declined=False)
         return [each.shares for each in sent]
 
-    def write_part(self, part: int) -> Sent:
+    def write_part(self, part: int) -> WrittenPart:
         return send(
             self.transport,
             self.parts[part],

@@ -151,11 +151,11 @@ class EngineWorker:
     """The only worker of an engine, driven by encoded commands like the loader."""
 
     def __init__(self, rank: int, case: str = "plain"):
-        from megarl.weight_sync.engine.loader import Worker
+        from megarl.weight_sync.engine.loader import EngineWorker
 
         torch.set_num_threads(1)
         self.host = Host()
-        self.worker = Worker(lambda: 0, lambda: self.host)
+        self.worker = EngineWorker(lambda: 0, lambda: self.host)
         self.model = Model(rank, case)
 
     def move_to(self, host: Host) -> None:

@@ -141,7 +141,7 @@ def scenario_saving(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
         load_config(scenario["config"], keys),
         trainer,
         TraceWriter(run_dir, f"trainer.{dist.get_rank()}"),
-        saved=0,
+        saved_step=0,
     )
     trainer.begin_export = lambda path, _, *, beside: Writing(
         path, lambda folder: held_back.wait() and None, beside=beside
@@ -276,7 +276,7 @@ def said_of_copy(trainer: Any, folder: Path) -> str:
         tensors.write_bytes(damages(tensors.read_bytes())["bit of byte 0"])
     dist.barrier()
     try:
-        load_checkpoint(trainer, str(copy), of=str(folder))
+        load_checkpoint(trainer, str(copy), original=str(folder))
     except RunError as error:
         return str(error)
     finally:

@@ -14,7 +14,7 @@ from megarl.launch.neighbours import DTYPE, model, ring, write
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.weight_sync.audit import AuditError
-from megarl.weight_sync.neighbour import Neighbour
+from megarl.weight_sync.engine_process import EngineProcess
 from megarl.weight_sync.transports import mooncake
 from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
 
@@ -29,25 +29,27 @@ def map() -> ReshardMap:
 
 
 @pytest.fixture(scope="module")
-def neighbour(map: ReshardMap) -> Iterator[Neighbour]:
-    with Neighbour("cpu", map.destination, TIMEOUT_S) as process:
+def neighbour(map: ReshardMap) -> Iterator[EngineProcess]:
+    with EngineProcess("cpu", map.destination, TIMEOUT_S) as process:
         yield process
 
 
 @pytest.mark.parametrize("kind", [SHARED_MEMORY, pytest.param(MOONCAKE, marks=MISSING), GLOO])
-def test_what_is_written_arrives(kind: str, map: ReshardMap, neighbour: Neighbour) -> None:
+def test_what_is_written_arrives(kind: str, map: ReshardMap, neighbour: EngineProcess) -> None:
     size, rate = write(kind, "cpu", map, neighbour)
     assert 15 << 20 < size < 17 << 20 and rate > 0
 
 
-def test_a_write_that_brings_something_else_fails(map: ReshardMap, neighbour: Neighbour) -> None:
+def test_a_write_that_brings_something_else_fails(
+    map: ReshardMap, neighbour: EngineProcess
+) -> None:
     with pytest.raises(
         AuditError, match=r"model\.norm\.weight on generator rank 0 is not what trainer rank 0 sent"
     ):
         write("losing_transport:LosingTransport", "cpu", map, neighbour)
 
 
-def test_a_step_that_fails_there_is_told_here(neighbour: Neighbour) -> None:
+def test_a_step_that_fails_there_is_told_here(neighbour: EngineProcess) -> None:
     with pytest.raises(
         RuntimeError,
         match="the engine's process failed at 'open':(.|\\n)*weights.transport=nowhere",
@@ -56,7 +58,7 @@ def test_a_step_that_fails_there_is_told_here(neighbour: Neighbour) -> None:
 
 
 def test_a_process_that_is_gone_is_told(map: ReshardMap) -> None:
-    with Neighbour("cpu", map.destination, TIMEOUT_S) as process:
+    with EngineProcess("cpu", map.destination, TIMEOUT_S) as process:
         process._process.kill()
         process._process.join(TIMEOUT_S)
         with pytest.raises(

@@ -19,7 +19,7 @@ from megarl.generator.completions import EngineError
 from megarl.generator.fleet import Fleet
 from megarl.roles.plan import find_served
 from megarl.roles.settings import RoleConfig
-from megarl.teachers.engines import Teacher, Teachers
+from megarl.teachers.engines import ServedTeacher, ServedTeachers
 
 TOLERANCE = 5e-6
 PROMPT = Prompt(0, [1, 30, 41, 52, 63, 74, 85], "", "")
@@ -55,19 +55,20 @@ def test_log_probs_are_hugging_faces(tp: int, tmp_path: Path) -> None:
         fleet = Fleet([client], frozen=True, name="teacher")
         await client.wait_ready(120, engine.log, engine.died)
 
-        def teacher(top_k: int) -> Teacher:
+        def teacher(top_k: int) -> ServedTeacher:
             config = RunConfig(
                 roles={"teacher": RoleConfig(path=str(folder), kv_cache_tokens=CONTEXT)}
             )
             config.rollout.max_tokens = 16
             config.model.dtype = "float32"
-            return Teacher(find_served(config, "train")[0], fleet, top_k)
+            return ServedTeacher(find_served(config, "train")[0], fleet, top_k)
 
         for top_k in (0, 1, 20, VOCABULARY):
             form = TeacherFormat(1, top_k)
             # Twice: the second time, prompt and response are in the prefix cache.
             for judged in [
-                await Teachers([teacher(top_k)], form).judged(PROMPT, RESPONSES) for _ in range(2)
+                await ServedTeachers([teacher(top_k)], form).judged(PROMPT, RESPONSES)
+                for _ in range(2)
             ]:
                 for sample, before in zip(judged, RESPONSES, strict=True):
                     assert not sample.failures and sample.token_ids == before.token_ids
@@ -86,7 +87,7 @@ def test_log_probs_are_hugging_faces(tp: int, tmp_path: Path) -> None:
 
         too_long = response(9, CONTEXT)
         both = [teacher(3), teacher(3)]
-        [sample] = await Teachers(both, TeacherFormat(2, 3)).judged(PROMPT, [too_long])
+        [sample] = await ServedTeachers(both, TeacherFormat(2, 3)).judged(PROMPT, [too_long])
         assert [failure.part for failure in sample.failures] == ["roles.teacher"] * 2
         assert f"{CONTEXT + 7} tokens, for a context of {CONTEXT}" in sample.failures[0].reason
         assert all(

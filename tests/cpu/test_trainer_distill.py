@@ -22,10 +22,10 @@ from trainer_rig import sequences
 # after trainer_reference, which makes it importable without CUDA
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from megarl.algorithms.batches import cut
+from megarl.algorithms.batches import cut_into_minibatches
 from megarl.base.rollout_types import Batch, Group, Prompt, Sample, TeacherFormat, TeacherScores
 from megarl.kernels import linear_kl
-from megarl.kernels.chunked_kl import LEAST_REST, Likeliest, Whole
+from megarl.kernels.chunked_kl import LEAST_REST, LikeliestTokens, WholeDistribution
 
 pytestmark = pytest.mark.long
 
@@ -179,7 +179,7 @@ def plain_loop(out: Path, batches: list[Batch], case: str) -> list[dict[str, Any
             [sample.reward for sample in batch.samples], dtype=torch.float64
         ).view(GROUPS, 3)
         advantages = (rewards - rewards.mean(dim=1, keepdim=True)).flatten() * (name != "distill")
-        for chosen in cut(GROUPS, MINIBATCHES, 1, SEED, batch.step):
+        for chosen in cut_into_minibatches(GROUPS, MINIBATCHES, 1, SEED, batch.step):
             loss = torch.zeros((), dtype=torch.float64)
             tokens = 0
             for place in (3 * group + i for group in chosen for i in range(3)):
@@ -384,7 +384,9 @@ def test_divergences_and_their_gradients(
     log_q = (q_logits / temperature).log_softmax(-1)
     ids = None if k is None else log_q.topk(k).indices
     teacher = (
-        Whole(of_teacher, own) if ids is None else Likeliest(ids, log_q.gather(-1, ids).float())
+        WholeDistribution(of_teacher, own)
+        if ids is None
+        else LikeliestTokens(ids, log_q.gather(-1, ids).float())
     )
     h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     kl = linear_kl(h, w, teacher, alone, vocab, temperature, chunk)
@@ -417,7 +419,7 @@ def test_tokens_beyond_the_policys_vocabulary_count_to_neither_side(alone) -> No
     hidden, weight, _, _ = inputs(11, 16)
     ids = torch.tensor([[2, 14, 5]]).repeat(ROWS, 1)
     q = torch.tensor([[0.5, 0.1, 0.25]]).repeat(ROWS, 1)
-    kl = linear_kl(hidden, weight, Likeliest(ids, q.log()), alone, 11)
+    kl = linear_kl(hidden, weight, LikeliestTokens(ids, q.log()), alone, 11)
     p = (hidden.double() @ weight[:11].double().T).softmax(-1)
     rest = 1 - p[:, 2] - p[:, 5]
     want = (
@@ -436,12 +438,14 @@ def test_likeliest_tokens_give_a_lower_bound(alone) -> None:
     vocab = 11
     hidden, weight, of_teacher, own = inputs(vocab, vocab)
     log_q = (of_teacher.double() @ own.double().T).log_softmax(-1)
-    whole = linear_kl(hidden, weight, Whole(of_teacher, own), alone, vocab)
+    whole = linear_kl(hidden, weight, WholeDistribution(of_teacher, own), alone, vocab)
     found = []
     for k in range(1, vocab + 1):
         best = log_q.topk(k)
         found.append(
-            linear_kl(hidden, weight, Likeliest(best.indices, best.values), alone, vocab).float()
+            linear_kl(
+                hidden, weight, LikeliestTokens(best.indices, best.values), alone, vocab
+            ).float()
         )
         assert (found[-1] <= whole + 1e-5).all() and (
             k == 1 or (found[-1] >= found[-2] - 1e-5).all()

@@ -20,7 +20,7 @@ from trainer_cases import VOCAB, save_model
 from trainer_processes import saved, spawn
 from trainer_reference import load_float64
 
-from megarl.algorithms.batches import cut
+from megarl.algorithms.batches import cut_into_minibatches
 from megarl.base.rollout_types import Batch, Group, Prompt, Sample
 from megarl.models.registry import flops_per_token, load_spec
 from megarl.observe.agreement import BY_DTYPE, LIMIT, describe_agreement
@@ -199,7 +199,7 @@ def test_what_is_kept_of_tokens_is_what_the_step_knew(runs: Path, layout: str) -
 
 
 def test_of_several_optimizer_steps_the_first_is_measured(runs: Path) -> None:
-    first = cut(GROUPS, 2, 2, SEED, STEP)[0]
+    first = cut_into_minibatches(GROUPS, 2, 2, SEED, STEP)[0]
     metrics, _ = expected(
         runs, "near", [SAMPLES * group + number for group in first for number in range(SAMPLES)]
     )

@@ -18,7 +18,7 @@ from trainer_reference import load_float64
 # after trainer_reference, which makes it importable without CUDA
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from megarl.algorithms.batches import cut
+from megarl.algorithms.batches import cut_into_minibatches
 from megarl.base.rollout_types import Batch, Group, Prompt, Sample
 from megarl.config.errors import RunError
 
@@ -209,7 +209,7 @@ def plain_loop(
         advantages = rewards - rewards.mean(dim=1, keepdim=True)
         if ratio == "decoupled":
             advantages = advantages / (rewards.std(dim=1, keepdim=True) + 1e-6)
-        for chosen in cut(GROUPS, MINIBATCHES, EPOCHS, SEED, batch.step):
+        for chosen in cut_into_minibatches(GROUPS, MINIBATCHES, EPOCHS, SEED, batch.step):
             loss = torch.zeros((), dtype=torch.float64)
             tokens = 0
             for place in (n * group + i for group in chosen for i in range(n)):

@@ -18,7 +18,7 @@ from trainer_processes import saved, spawn
 from trainer_reference import load_float64
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from megarl.algorithms.batches import cut
+from megarl.algorithms.batches import cut_into_minibatches
 from megarl.base.rollout_types import Batch
 from megarl.plan.checkpoints import CheckpointError, check_checkpoint_files
 
@@ -178,7 +178,7 @@ def plain_loop(
             "value/explained_variance": explained.item(),
             "returns": wanted.mean().item(),
         }
-        for chosen in cut(GROUPS, MINIBATCHES, EPOCHS, SEED, batch.step):
+        for chosen in cut_into_minibatches(GROUPS, MINIBATCHES, EPOCHS, SEED, batch.step):
             places = [3 * group + i for group in chosen for i in range(3)]
             tokens = sum(len(old[p]) for p in places)
             if batch.step >= warm_up:

@@ -34,7 +34,7 @@ from megarl.messaging.host import Host
 from megarl.messaging.link import Hub, RunKey
 from megarl.reshard.forwarding import RelayRule, SentTensors, relayed
 from megarl.weight_sync.audit import AuditError, compare, pack_shares, packed, packed_shares
-from megarl.weight_sync.opening import Opened, open_engines
+from megarl.weight_sync.opening import OpenedEngines, open_engines
 from megarl.weight_sync.transports import mooncake
 from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
 from megarl.weight_sync.updates import WeightUpdate
@@ -87,7 +87,7 @@ class Run:
             for client in self.clients:
                 client.settle()
 
-    def open(self) -> Opened:
+    def open(self) -> OpenedEngines:
         for process, host in zip(self.engines, self.engine_hosts):
             process.call("move_to", host)
         hosts = self.do(connect(self.workers, str(self.folder / "key")))

@@ -24,7 +24,7 @@ from megarl.weight_sync.audit import packed_shares
 from megarl.weight_sync.transports import mooncake
 from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
 from megarl.weight_sync.updates import DeltaUpdate, WeightUpdate
-from megarl.weight_sync.writing import Sent, shares_of
+from megarl.weight_sync.writing import WrittenPart, shares_of
 
 # in float32, small enough that some bits stay
 LR = {"float32": 5e-11, "bfloat16": 1e-6, "fp8_block": 1e-6, "fp8_channel-experts": 1e-6}
@@ -47,7 +47,8 @@ class DeltaRun(Run):
         if self.opened.relays:
             self.do(session.pass_on(self.opened.relays))
         whole = [
-            shares_of([Sent(0, part) for part in (parts if full else [parts])]) for parts in shares
+            shares_of([WrittenPart(0, part) for part in (parts if full else [parts])])
+            for parts in shares
         ]
         self.do(
             session.audit(

@@ -57,7 +57,7 @@ from megarl.messaging.messages import (
 from megarl.reshard.layout import LayoutError
 from megarl.weight_sync.audit import AuditError
 from megarl.weight_sync.content import weights_map
-from megarl.weight_sync.sender import check_held
+from megarl.weight_sync.sender import check_parameters
 from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
 from megarl.weight_sync.transports.choice import this_host
 from megarl.weight_sync.transports.mooncake import open_engine
@@ -223,7 +223,7 @@ def test_an_engine_that_is_not_the_one_of_the_map(site, hub, changes, message, t
 def test_a_trainer_rank_whose_weights_are_not_those_of_the_map(site, hub):
     layout = source_layout(site.job(hub))
     held = {tensor.name: torch.zeros(tensor.shape) for tensor in layout.tensors(1)}
-    check_held(held, layout, 1)
+    check_parameters(held, layout, 1)
     for name, wrong in (
         ("decoder.layers.1.mlp.linear_fc2.weight", torch.zeros(64, 192)),
         ("output_layer.weight", None),
@@ -237,7 +237,7 @@ def test_a_trainer_rank_whose_weights_are_not_those_of_the_map(site, hub):
             LayoutError,
             match=rf"trainer rank 1, {re.escape(name)}: shape, dtype .*, in the layout \(",
         ):
-            check_held(changed, layout, 1)
+            check_parameters(changed, layout, 1)
 
 
 @pytest.mark.parametrize("kind", REST_IN_MATRIX)

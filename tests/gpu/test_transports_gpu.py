@@ -16,7 +16,14 @@ from megarl.messaging.host import Host
 from megarl.messaging.process_groups import open_store
 from megarl.reshard.map import Copy
 from megarl.weight_sync.transports import cuda_ipc
-from megarl.weight_sync.transports.base import NCCL, Endpoint, Incoming, Live, Members, Offer
+from megarl.weight_sync.transports.base import (
+    NCCL,
+    Endpoint,
+    GroupMembers,
+    Incoming,
+    LiveParameters,
+    Offer,
+)
 from megarl.weight_sync.transports.cuda_ipc import CudaIpcTransport, CudaMemory
 from megarl.weight_sync.transports.nccl import NcclMemory, NcclTransport
 from megarl.weight_sync.writing import send, shapes_of
@@ -28,7 +35,7 @@ pytestmark = [
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 TIMEOUT_S = 60.0
-MEMBERS = Members(trainers=(0,), generators=(0,), waves=(0, 0, 1))
+MEMBERS = GroupMembers(trainers=(0,), generators=(0,), waves=(0, 0, 1))
 COPIES = [
     # rows with two strides
     Copy(
@@ -99,8 +106,8 @@ class Engine:
         offer = Offer(address=address, members=MEMBERS, incoming=incoming, timeout_s=TIMEOUT_S)
         return self.receiver.open(self._live(NCCL), offer).encode()
 
-    def _live(self, kind: str) -> Live:
-        return Live(0, kind, Host(), "", {}, lambda: self.parameters)
+    def _live(self, kind: str) -> LiveParameters:
+        return LiveParameters(0, kind, Host(), "", {}, lambda: self.parameters)
 
     def receive(self) -> None:
         self.receiver.receive(self.parameters)

@@ -92,17 +92,19 @@ def prove_copies(copies: Iterable[Copy], source: Layout, destination: Layout) ->
 
 def _lifted(write: _Write) -> _Write:
     """Adds leading dims of 1 to the side that has fewer."""
-    dims = max(len(write.tensor.shape), len(write.held.shape) if write.held else 0)
-    if len(write.tensor.shape) == dims and (write.held is None or len(write.held.shape) == dims):
+    dims = max(len(write.tensor.shape), len(write.source.shape) if write.source else 0)
+    if len(write.tensor.shape) == dims and (
+        write.source is None or len(write.source.shape) == dims
+    ):
         return write
-    held = None if write.held is None else _lift(write.held, dims)
+    held = None if write.source is None else _lift(write.source, dims)
     origin = None if write.origin is None else _lifted_box(write.origin, dims)
     extents = {name: (1,) * (dims - len(shape)) + shape for name, shape in write.extents.items()}
     return replace(
         write,
         tensor=_lift(write.tensor, dims),
         box=_lifted_box(write.box, dims),
-        held=held,
+        source=held,
         origin=origin,
         extents=extents,
     )

@@ -21,7 +21,7 @@ from megarl.lora.updates import AdapterUpdates
 from megarl.messaging.messages import WeightsGrant, WeightsOffer
 from megarl.models import load_spec
 from megarl.plan.resolve import resolve
-from megarl.reshard.layout import generator_layout, together, trainer_layout
+from megarl.reshard.layout import combined_layout, generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
 from megarl.weight_sync.content import sent_layout, weights_map
@@ -65,8 +65,8 @@ def test_the_map_writes_what_the_engine_would_slice(
     pool = lora.pool_layout(spec, sizes, "float32", device)
     prove_exactly_once(
         ReshardMap.build(
-            together(trainer_layout(spec, topology, "float32"), adapters),
-            together(generator_layout(spec, sizes, "float32", device), pool),
+            combined_layout(trainer_layout(spec, topology, "float32"), adapters),
+            combined_layout(generator_layout(spec, sizes, "float32", device), pool),
         )
     )
     generator = torch.Generator().manual_seed(0)

@@ -18,14 +18,14 @@ from megarl.messaging.host import Host
 from megarl.messaging.messages import Hello, WeightsOffer, WeightsWritten, WorkerReply
 from megarl.reshard.forwarding import INSIDE_HOSTS, RelayRule, relayed
 from megarl.weight_sync import commands
-from megarl.weight_sync.opening import Opened
+from megarl.weight_sync.opening import OpenedEngines
 from megarl.weight_sync.receiver import Offers, WeightsReceiver
 from megarl.weight_sync.transports.base import (
     Endpoint,
     Endpoints,
+    GroupMembers,
     Inbox,
     Landing,
-    Members,
     RemoteTensor,
     decode_endpoints,
     forms_of,
@@ -152,7 +152,9 @@ def test_transports_are_worked_out_once_for_pairs_that_are_alike(monkeypatch):
     assert len({id(trainers) for trainers in pairs.trainers("gloo")}) == 1
 
 
-def opened(map: Any, relays: list[Any], whole: Any, members: Members | None = None) -> Opened:
+def opened(
+    map: Any, relays: list[Any], whole: Any, members: GroupMembers | None = None
+) -> OpenedEngines:
     """Endpoints whose offsets identify rank and tensor."""
     packed = []
     forms = {}
@@ -167,7 +169,7 @@ def opened(map: Any, relays: list[Any], whole: Any, members: Members | None = No
             pack(Endpoint(rank, "mooncake", "here", 8, tensors, landings, inboxes, members=members))
         )
         forms[packed[-1].digest] = forms_of(tensors)
-    return Opened(map, Endpoints(packed, forms), None, relays)
+    return OpenedEngines(map, Endpoints(packed, forms), None, relays)
 
 
 @pytest.mark.parametrize("relays", [False, True])
@@ -199,7 +201,7 @@ def test_a_trainer_rank_is_told_of_the_tensors_that_it_writes_and_of_no_others(r
 
 def test_a_member_of_a_group_is_told_of_it_though_it_writes_nothing():
     map = tiny_map(tp=1, pp=1, dp=40, engines=1, generator_tp=1)
-    members = Members(tuple(range(40)), (0,), (0,))
+    members = GroupMembers(tuple(range(40)), (0,), (0,))
     idle = next(rank for rank in range(40) if not map.writes_from(rank))
     [endpoint] = decode_endpoints(opened(map, [], map, members).endpoints_of(idle))
     assert (endpoint.members, endpoint.tensors) == (members, [])

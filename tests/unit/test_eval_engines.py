@@ -47,7 +47,7 @@ from megarl.observe.status import TraceWriter
 from megarl.plan.checkpoints import checkpoint_path
 from megarl.plan.resolve import resolve
 from megarl.report.reading import RunReader
-from megarl.weight_sync.receiver import Taken
+from megarl.weight_sync.receiver import UpdateCost
 
 HELD_OUT = "data.eval.source=eval.jsonl"
 
@@ -307,7 +307,7 @@ class Driver:
     def version(self) -> Version:
         return self.fleet.version
 
-    def begin(self, version: Version, taken: Taken) -> None:
+    def begin(self, version: Version, taken: UpdateCost) -> None:
         assert self.evaluating is None, "nothing is written to an engine that evaluates"
         self.begun.append(version)
         self.evaluating = version
@@ -349,7 +349,7 @@ class Receiver(EvaluationReceiver):
         return fleet.members or None
 
     async def _write(self, fleet, session):
-        return Taken((0.0, 1.0), 1, session)
+        return UpdateCost((0.0, 1.0), 1, session)
 
     def grants(self) -> list[tuple[Version, int, bool]]:
         """(version, engines, whether to offer it again) of each refused offer."""

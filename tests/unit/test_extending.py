@@ -29,7 +29,7 @@ from megarl.reshard.proof import prove_exactly_once
 from megarl.rewards.score import Score, ScoreRequest, arguments_of, parameters_of, score_of, single
 from megarl.rollouts.environments.base import RolloutContext
 from megarl.rollouts.environments.loading import find_rollout, load_reward
-from megarl.weight_sync.transports.base import Endpoint, Live, Offer
+from megarl.weight_sync.transports.base import Endpoint, LiveParameters, Offer
 from megarl.weight_sync.transports.choice import this_host, transport_between, transport_class
 from megarl.weight_sync.writing import send, shapes_of
 
@@ -176,7 +176,7 @@ def test_the_transport():
         "b": torch.nn.Parameter(torch.zeros(3, 4).bfloat16().t()),
     }
     worker = found.memory()
-    live = Live(
+    live = LiveParameters(
         2,
         name,
         Host(),

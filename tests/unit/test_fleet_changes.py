@@ -192,7 +192,7 @@ def test_trainer_ranks_make_a_map_with_relays_from_the_whole_one_each_time(monke
     executor: Any = SimpleNamespace(rank=0, layout=whole.source, trace=trace, get_model=dict)
     sender = WeightsSender(plan, link)
     transport = Discard()
-    sender._whole = whole
+    sender._whole_map = whole
     updates = FullUpdates(transport, whole, 0, plan.config)
     made = []
     for way, map in [(rule, written), (rule, written), (None, whole)]:

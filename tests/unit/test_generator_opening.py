@@ -14,7 +14,7 @@ from megarl.models import ModelSpec
 from megarl.reshard.forwarding import Relay, RelayRule
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
-from megarl.weight_sync.opening import passing_on, relay_ways
+from megarl.weight_sync.opening import passing_on, relay_transports
 from megarl.weight_sync.transports.choice import Pairs
 
 SPEC = ModelSpec("llama", 4, 12, 16, 8, 4, 2, 100, 64, False, 1e-6, 1e4)
@@ -64,13 +64,13 @@ def test_ways_between_engines():
         for n, m in (("a", 1), ("b", 1), ("c", 0))
     )
     relays = [Relay(0, 1, "norm", 0, 4), Relay(0, 2, "norm", 0, 4), Relay(2, 1, "norm", 0, 4)]
-    assert relay_ways(relays, [near, near, far]) == {"shared_memory": {1}, "mooncake": {1, 2}}
+    assert relay_transports(relays, [near, near, far]) == {"shared_memory": {1}, "mooncake": {1, 2}}
     refused = (
         "weights.relay=engines: passing on from generator rank 0 on a to generator rank 2 "
         "on c needs Mooncake"
     )
     with pytest.raises(ConfigError, match=refused):
-        relay_ways(relays, [near, near, without])
+        relay_transports(relays, [near, near, without])
 
 
 def map_to(engines: int, tp: int) -> ReshardMap:

@@ -37,13 +37,13 @@ from megarl.weight_sync.audit import (
     compare,
     differing,
     digest_of,
-    expected,
+    expected_hashes_of,
     packed,
     packed_shares,
 )
-from megarl.weight_sync.commands import Audit, Connect, MeetNeighbours, Open
-from megarl.weight_sync.engine.loader import Worker, as_arranged
-from megarl.weight_sync.transports.base import Incoming, Members, Offer, RemoteTensor
+from megarl.weight_sync.commands import Audit, Connect, ConnectRelays, Open
+from megarl.weight_sync.engine.loader import EngineWorker, as_arranged
+from megarl.weight_sync.transports.base import GroupMembers, Incoming, Offer, RemoteTensor
 from megarl.weight_sync.workers import Workers, check_layout, check_parallelism
 
 KEYS = EngineKeys("a", "b")
@@ -63,7 +63,7 @@ def test_post_load_work_is_done_on_all_modules_and_then_the_models_own():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
     done: list[str] = []
     model.post_load_weights = lambda: done.append("the model's own")
-    worker = Worker(lambda: 0, Host)
+    worker = EngineWorker(lambda: 0, Host)
     worker.finish(
         lambda part, device: done.extend(name for name, _ in part.named_modules()),
         model,
@@ -187,7 +187,7 @@ def test_a_command_is_read_from_the_device_that_sglang_has_put_it_on():
 
 def test_commands_survive_the_wire():
     box = Box((0, 2), (3, 4))
-    members = Members((0,), (1, 2), (0, 0, 1))
+    members = GroupMembers((0,), (1, 2), (0, 0, 1))
     for command in (
         Connect(2, "tcp://h:1", "new", "/k"),
         Open(
@@ -195,7 +195,7 @@ def test_commands_survive_the_wire():
             "a.b:C",
             {1: Offer("tcp", [("w", box)], "h:1", members, [Incoming(0, "w", box, 1)], 5.0)},
         ),
-        MeetNeighbours(b"endpoints", {1: [Relay(1, 2, "w", 3, 24)]}, 5.0),
+        ConnectRelays(b"endpoints", {1: [Relay(1, 2, "w", 3, 24)]}, 5.0),
         Audit(),
     ):
         assert commands.decode(commands.encode(command)) == command
@@ -235,8 +235,8 @@ def test_compare_adds_shares_modulo_2_64_and_names_what_differs():
         compare([packed(each) for each in found], sent, tensors)
     compare([packed(found[0]), None], sent, tensors)  # a lost engine gives no hashes
     digests: list[bytes | None] = [digest_of(packed(each)) for each in found]
-    assert differing(digests, expected(sent, tensors), tensors) == [1] and not differing(
-        [digests[0], None], expected(sent, tensors), tensors
+    assert differing(digests, expected_hashes_of(sent, tensors), tensors) == [1] and not differing(
+        [digests[0], None], expected_hashes_of(sent, tensors), tensors
     )
     del found[0][name]
     with pytest.raises(

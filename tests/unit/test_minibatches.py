@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from megarl.algorithms.batches import (
     MiniBatch,
     batch_rewards,
-    cut,
+    cut_into_minibatches,
     masked_places,
     minibatches,
     to_train_sequences,
@@ -55,26 +55,33 @@ def group(ordinal: int, lengths: list[int], rewards: list[float]) -> Group:
     step=st.integers(0, 99),
 )
 def test_every_epoch_has_every_group_once(size: int, count: int, epochs: int, seed: int, step: int):
-    found = cut(size * count, count, epochs, seed, step)
+    found = cut_into_minibatches(size * count, count, epochs, seed, step)
     assert [len(groups) for groups in found] == [size] * count * epochs
     for epoch in range(epochs):
         assert sorted(chain(*found[epoch * count : (epoch + 1) * count])) == list(
             range(size * count)
         )
-    assert found == cut(size * count, count, epochs, seed, step)
-    assert found[:count] == cut(size * count, count, 1, seed, step), (
+    assert found == cut_into_minibatches(size * count, count, epochs, seed, step)
+    assert found[:count] == cut_into_minibatches(size * count, count, 1, seed, step), (
         "an epoch does not depend on how many follow"
     )
 
 
 def test_the_order_is_drawn_anew_for_each_epoch_step_and_seed():
     """And it never changes: a resumed run may be on another process, machine or version."""
-    assert cut(8, 2, 2, seed=1, step=5) == [[0, 2, 3, 5], [1, 4, 6, 7], [0, 2, 4, 6], [1, 3, 5, 7]]
-    drawn = [cut(8, 2, 1, seed, step) for seed, step in ((1, 5), (1, 6), (2, 5))] + [
-        cut(8, 2, 2, 1, 5)[2:]
+    assert cut_into_minibatches(8, 2, 2, seed=1, step=5) == [
+        [0, 2, 3, 5],
+        [1, 4, 6, 7],
+        [0, 2, 4, 6],
+        [1, 3, 5, 7],
     ]
+    drawn = [
+        cut_into_minibatches(8, 2, 1, seed, step) for seed, step in ((1, 5), (1, 6), (2, 5))
+    ] + [cut_into_minibatches(8, 2, 2, 1, 5)[2:]]
     assert len({str(each) for each in drawn}) == 4
-    assert cut(5, 1, 3, 0, 0) == [[0, 1, 2, 3, 4]] * 3, "whole batches keep their order"
+    assert cut_into_minibatches(5, 1, 3, 0, 0) == [[0, 1, 2, 3, 4]] * 3, (
+        "whole batches keep their order"
+    )
 
 
 def test_a_mini_batch_has_whole_groups_and_its_own_denominator():
@@ -86,7 +93,7 @@ def test_a_mini_batch_has_whole_groups_and_its_own_denominator():
             batch, trained, algorithm, TrainerConfig(minibatches=2, epochs=3), seed=7
         )
         assert len(found) == 6
-        for each, groups in zip(found, cut(4, 2, 3, 7, 3), strict=True):
+        for each, groups in zip(found, cut_into_minibatches(4, 2, 3, 7, 3), strict=True):
             places = [place for i in groups if i in (0, 2) for place in (2 * i, 2 * i + 1)]
             assert each == MiniBatch(
                 places, sum(3 + 2 * i for i in groups if i in (0, 2)), sum(map(of, groups))

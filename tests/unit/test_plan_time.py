@@ -26,7 +26,7 @@ from megarl.estimate.times import (
 from megarl.models import load_spec
 from megarl.models.registry import attended, flops_per_token
 from megarl.plan.topologies import generator_topology, trainer_topology
-from megarl.reshard.forwarding import foreseen
+from megarl.reshard.forwarding import planned_relays
 from megarl.reshard.layout import generator_layout, parameter_count, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.report import to_json
@@ -514,7 +514,7 @@ def test_the_update_is_that_of_the_map(name: str) -> None:
     reshard_map = ReshardMap.build(source, destination)
     found, delta = sync_s(spec, asked, H100)
     facts = to_json(
-        *foreseen(reshard_map, asked.weights.relay, asked.generator.tp), changed=CHANGED
+        *planned_relays(reshard_map, asked.weights.relay, asked.generator.tp), changed=CHANGED
     )
     assert (found, delta) == pytest.approx(
         (facts["predicted_s"], facts["delta_predicted_s"])

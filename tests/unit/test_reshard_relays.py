@@ -11,7 +11,7 @@ from small_maps import LLAMA_405B, tiny_map
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.models import load_spec
-from megarl.reshard.forwarding import busiest_bytes, foreseen, passed_on, summary
+from megarl.reshard.forwarding import busiest_bytes, passed_on, planned_relays, summary
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import ProofError, prove_exactly_once
@@ -29,7 +29,7 @@ def test_405b_in_fp8_with_relays_is_even():
         LLAMA_405B, GeneratorTopology(64, 8), "bfloat16", quantization="fp8_block"
     )
     whole = ReshardMap.build(trainer_layout(LLAMA_405B, topology, "bfloat16"), generator)
-    map, forwarding = foreseen(whole, "engines", 8)
+    map, forwarding = planned_relays(whole, "engines", 8)
     prove_exactly_once(map)
     found = summary(map, forwarding)
     alone = whole.summary()
@@ -51,7 +51,7 @@ def test_many_engines_beside_few_trainer_ranks():
     whole = ReshardMap.build(
         trainer_layout(LLAMA_405B, TrainerTopology(tp=8), "bfloat16"), generator
     )
-    map, forwarding = foreseen(whole, "engines", 8)
+    map, forwarding = planned_relays(whole, "engines", 8)
     prove_exactly_once(map)
     of_one_engine_rank = whole.rank_bytes()[1].max()
     assert busiest_bytes(whole, None) > 15.9 * of_one_engine_rank
@@ -62,9 +62,9 @@ def test_many_engines_beside_few_trainer_ranks():
 
 
 def test_nothing_is_passed_on_where_that_gains_nothing():
-    map, forwarding = foreseen(tiny_map(dp=4, engines=2), "engines", 4)
+    map, forwarding = planned_relays(tiny_map(dp=4, engines=2), "engines", 4)
     assert forwarding.relays == [] and map.plan_hash == tiny_map(dp=4, engines=2).plan_hash
-    assert foreseen(tiny_map(), "auto", 4)[1] is None
+    assert planned_relays(tiny_map(), "auto", 4)[1] is None
 
 
 def tamper_leaves_one_out(leader_of):
@@ -98,4 +98,4 @@ def test_relays_between_engines_never_make_the_busiest_rank_busier(layers, engin
     source = trainer_layout(spec, trainer, "bfloat16")
     destination = generator_layout(spec, GeneratorTopology(engines, tp), "bfloat16")
     map = ReshardMap.build(source, destination)
-    assert busiest_bytes(*foreseen(map, "engines", tp)) <= busiest_bytes(map, None)
+    assert busiest_bytes(*planned_relays(map, "engines", tp)) <= busiest_bytes(map, None)

@@ -354,7 +354,7 @@ def test_a_steps_times_count_once_what_sending_weights_again_took(alone, link):
     hub, peer = link
     weights = Sender(OneEngine(), peer)
     receiver = RolloutsReceiver(
-        peer, 5.0, RolloutBuffer(2, None), resend=partial(weights.send, again=True)
+        peer, 5.0, RolloutBuffer(2, None), resend=partial(weights.send, repeat=True)
     )
     sender = RolloutsSender(hub)
 

@@ -21,8 +21,8 @@ from megarl.config.schema import AlgorithmConfig, RewardConfig, RunConfig
 from megarl.estimate.estimate import estimate
 from megarl.plan.resolve import resolve
 from megarl.rewards.score import failure_metrics, teacher_failures, too_many_failures
-from megarl.teachers.engines import Teachers
-from megarl.teachers.loss import Taught
+from megarl.teachers.engines import ServedTeachers
+from megarl.teachers.loss import TeacherTokens
 from megarl.teachers.plan import teacher_format
 
 pytestmark = pytest.mark.usefixtures("hub_offline")
@@ -204,7 +204,7 @@ def test_failures_of_teachers_are_counted_by_themselves() -> None:
             return failed
 
     [judged] = asyncio.run(
-        Teachers([Scripted()], TeacherFormat(1, 0)).judged(Prompt(0, [1], "", ""), [sample])
+        ServedTeachers([Scripted()], TeacherFormat(1, 0)).judged(Prompt(0, [1], "", ""), [sample])
     )  # type: ignore[list-item]
     assert judged.reward == 1.0 and judged.failures == [failed]
     samples = [judged, sample]
@@ -227,7 +227,7 @@ def test_a_teacher_is_left_out_where_it_has_said_nothing() -> None:
 
     A token outside the policy's vocabulary has no advantage either.
     """
-    teachers = (Taught(torch.tensor([-0.5, 0.0, -3.0]), torch.tensor([True, False, True])),)
+    teachers = (TeacherTokens(torch.tensor([-0.5, 0.0, -3.0]), torch.tensor([True, False, True])),)
     mask = torch.ones(3, dtype=torch.bool)
     boundaries = torch.tensor([0, 3], dtype=torch.int32)
     mu = torch.tensor([-1.0, -2.0, -1.5])

@@ -18,7 +18,7 @@ from megarl.messaging.host import Host
 from megarl.reshard.execute import Payloads
 from megarl.reshard.map import Copy
 from megarl.weight_sync.transports import mooncake
-from megarl.weight_sync.transports.base import Endpoint, Live, Offer, RemoteTensor
+from megarl.weight_sync.transports.base import Endpoint, LiveParameters, Offer, RemoteTensor
 from megarl.weight_sync.transports.mooncake import MooncakeMemory, landing_memory
 from megarl.weight_sync.transports.shared_memory import (
     MemoryFile,
@@ -138,7 +138,7 @@ def test_moving_into_the_file_keeps_values_strides_and_what_is_shared():
     before = {name: parameter.data.clone() for name, parameter in parameters.items()}
     file = MemoryFile(parameters)
     endpoint = file.endpoint(
-        Live(
+        LiveParameters(
             5,
             "shared_memory",
             Host(),
@@ -183,7 +183,7 @@ def test_landing_memory_is_never_there_twice(monkeypatch):
     monkeypatch.setattr(mooncake, "open_engine", lambda *_: engine)
     monkeypatch.setattr(mooncake, "landing_memory", allocate)
     parameters, memory = {"a": torch.zeros(6, 5)}, MooncakeMemory()
-    live = Live(0, "mooncake", Host(), "10.0.0.1", parameters, lambda: parameters)
+    live = LiveParameters(0, "mooncake", Host(), "10.0.0.1", parameters, lambda: parameters)
     for rows in (4, 3):
         endpoint = memory.open(live, Offer(landing=[("a", Box((1, 0), (rows, 2)))]))
         assert [landing.tensor for landing in endpoint.landings] == ["a"]

@@ -14,7 +14,7 @@ import torch
 from megarl.base.geometry import Box
 from megarl.messaging.host import Host
 from megarl.reshard.map import Copy
-from megarl.weight_sync.transports.base import Allocation, Endpoint, Live, OwnerGone
+from megarl.weight_sync.transports.base import Allocation, Endpoint, LiveParameters, OwnerGone
 from megarl.weight_sync.transports.cuda_ipc import CudaIpcTransport, export
 from megarl.weight_sync.writing import send, shapes_of
 
@@ -81,8 +81,8 @@ def cut(
     )
 
 
-def live(parameters: dict[str, torch.nn.Parameter]) -> Live:
-    return Live(
+def live(parameters: dict[str, torch.nn.Parameter]) -> LiveParameters:
+    return LiveParameters(
         3,
         "cuda_ipc",
         HOST,

@@ -17,9 +17,9 @@ from megarl.messaging.process_groups import open_store
 from megarl.reshard.map import Copy
 from megarl.weight_sync.transports.base import (
     Endpoint,
+    GroupMembers,
     Incoming,
-    Live,
-    Members,
+    LiveParameters,
     Offer,
     RemoteTensor,
 )
@@ -28,7 +28,7 @@ from megarl.weight_sync.transports.two_sided import TwoSidedTransport
 from megarl.weight_sync.writing import send, shapes_of
 
 TENSORS = [RemoteTensor("a", (6, 5), "float32", (5, 1)), RemoteTensor("b", (7,), "bfloat16", (1,))]
-MEMBERS = Members(trainers=(1, 4), generators=(3,), waves=(0, 0, 1, 2))
+MEMBERS = GroupMembers(trainers=(1, 4), generators=(3,), waves=(0, 0, 1, 2))
 SOURCES = {1: torch.arange(40.0).view(5, 8), 4: torch.linspace(-3, 3, 7)}
 COPIES = {
     1: [
@@ -80,7 +80,7 @@ def incoming(order: list[int]) -> list[Incoming]:
 
 def receiver_of(offer: Offer) -> GlooMemory:
     receiver = GlooMemory()
-    receiver.open(Live(3, "gloo", Host(), "", {}, dict), offer)
+    receiver.open(LiveParameters(3, "gloo", Host(), "", {}, dict), offer)
     return receiver
 
 
@@ -135,7 +135,7 @@ def test_who_did_not_come_to_the_meeting_is_named():
 
 
 def test_a_message_that_is_late_is_named_with_both_ranks():
-    pair = Members((1,), (3,), (0,))
+    pair = GroupMembers((1,), (3,), (0,))
     with store() as address, ThreadPoolExecutor(1) as pool:
         transport = GlooTransport(1, 5)
         joining = pool.submit(

@@ -11,9 +11,9 @@ import torch
 
 from megarl.messaging.host import Host
 from megarl.weight_sync.audit import AuditError, check_proven
-from megarl.weight_sync.commands import Audit, Held, Recall
-from megarl.weight_sync.engine.loader import Worker
-from megarl.weight_sync.engine.watch import LAYERS, Built, Watch, inventory, live_tensors
+from megarl.weight_sync.commands import Audit, MemoryEntry, Recall
+from megarl.weight_sync.engine.loader import EngineWorker
+from megarl.weight_sync.engine.watch import LAYERS, BuiltModel, MemoryWatch, inventory, live_tensors
 
 
 class Config:
@@ -69,8 +69,8 @@ def model() -> Model:
 
 
 @pytest.fixture
-def watch(model) -> Watch:
-    watch = Watch(model)
+def watch(model) -> MemoryWatch:
+    watch = MemoryWatch(model)
     watch.start()
     assert watch.changed() == []
     return watch
@@ -143,13 +143,13 @@ def test_post_load_work_makes_tensors_anew_and_changes_nothing_else(model, watch
 def test_what_loading_has_made_must_be_made_again_by_updates():
     before = [weakref.ref(values) for values in live_tensors()]
     model = Model()
-    built = Built(model, before)
+    built = BuiltModel(model, before)
     first, second = model.layers
     second.scales["k"] *= 3
     first.renamed = first.rotary  # the same memory, unchanged
     first.repacked = first.weight.detach() * 3
     first.hidden = [torch.nn.Linear(2, 2, bias=False)]
-    watch = Watch(model, built)
+    watch = MemoryWatch(model, built)
     watch.start()
     with watch.rewriting():
         model.post_load()
@@ -185,12 +185,12 @@ def test_a_copy_of_weights_that_has_been_moved_before_the_first_update_is_still_
     """A forward pass may cast or move it. It may also have the name of an adapter's wrapper."""
     before = [weakref.ref(values) for values in live_tensors()]
     model = Model()
-    built = Built(model, before)
+    built = BuiltModel(model, before)
     for layer in model.layers:
         layer.repacked = layer.weight.detach() * 3
-    watch = Watch(model, built)
+    watch = MemoryWatch(model, built)
     model.layers[1] = Wrapper(model.layers[1])
-    watch.adapted([])
+    watch.pool_added([])
     for layer in (model.layers[0], model.layers[1].base_layer):
         layer.repacked = layer.repacked.to(torch.bfloat16)
         layer.rotary = layer.rotary.to(torch.bfloat16)
@@ -219,13 +219,13 @@ def test_what_wrappers_of_layers_hold_is_no_constant():
     """
     before = [weakref.ref(values) for values in live_tensors()]
     model = Model()
-    built = Built(model, before)
-    watch = Watch(model, built)
+    built = BuiltModel(model, before)
+    watch = MemoryWatch(model, built)
     layer = model.layers[1]
     wrapper = Wrapper(model.layers[1])
     wrapper.transposed = layer.weight.detach().t().contiguous()
     model.layers[1] = wrapper
-    watch.adapted([wrapper.pool], slot=1)
+    watch.pool_added([wrapper.pool], slot=1)
     watch.start()
     with watch.rewriting():
         layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
@@ -246,15 +246,15 @@ def test_dummy_weights_prove_nothing_of_a_buffer_that_checkpoints_have(dummy, ki
     before = [weakref.ref(values) for values in live_tensors()]
     model = Model()
     model.register_buffer("table", torch.zeros(4, dtype=torch.int64))
-    watch = Watch(model, Built(model, before), dummy)
+    watch = MemoryWatch(model, BuiltModel(model, before), dummy)
     watch.start()
     kinds = {held.name: held.kind for held in inventory(watch)}
     assert kinds["table"] == kind and kinds["layers.0.rotary"] == "constant"
 
 
 def test_a_run_ends_if_a_model_holds_unproven_memory_and_warns_of_others(capsys):
-    of_model = Held("layers.0.packed", (2, 3), "float32", 24, "unproven", "made")
-    elsewhere = Held(
+    of_model = MemoryEntry("layers.0.packed", (2, 3), "float32", 24, "unproven", "made")
+    elsewhere = MemoryEntry(
         "outside the model, 0", (2,), "uint8", 2, "unproven outside", "made, in a list"
     )
     line = "layers.0.packed [2, 3] float32 (made) on generator rank 0, 2"
@@ -271,12 +271,12 @@ def test_a_run_ends_if_a_model_holds_unproven_memory_and_warns_of_others(capsys)
         "outside the model, 0 [2] uint8 (made, in a list) on generator rank 1"
         in capsys.readouterr().out
     )
-    check_proven({Held("weight", (2,), "float32", 8, "written", ""): [0]}, strict=True)
+    check_proven({MemoryEntry("weight", (2,), "float32", 8, "written", ""): [0]}, strict=True)
     assert not capsys.readouterr().out
 
 
 def test_a_worker_recalls_what_its_last_audit_found(model):
-    worker = Worker(lambda: 0, Host)
+    worker = EngineWorker(lambda: 0, Host)
     parameters = dict(model.named_parameters())
     assert worker.recall(parameters, Recall()).tensors == [], "nothing was audited yet"
     worker.audit(parameters, Audit(version=3))
@@ -290,9 +290,9 @@ def test_a_worker_recalls_what_its_last_audit_found(model):
 
 def test_a_worker_recalls_at_the_end_of_a_run_all_that_its_audits_compare(model):
     """No later audit would compare the memory that no update writes."""
-    worker = Worker(lambda: 0, Host)
+    worker = EngineWorker(lambda: 0, Host)
     parameters = dict(model.named_parameters())
-    worker.unwritten = Watch(model, None)
+    worker.unwritten = MemoryWatch(model, None)
     worker.unwritten.start()
     worker.audit(parameters, Audit(version=3))
     assert worker.recall(parameters, Recall(unwritten=True)).tensors == []
@@ -315,7 +315,7 @@ def test_sglang_is_told_that_parameters_were_written(model):
     """Otherwise it keeps its copy of a router's bias in another dtype
     (TopKConfig.correction_bias_for_dtype).
     """
-    worker = Worker(lambda: 0, Host)
+    worker = EngineWorker(lambda: 0, Host)
     weight = model.layers[0].weight
     version = model.layers[0].weight._version
     worker.finish(lambda part, device: None, model, torch.device("cpu"))

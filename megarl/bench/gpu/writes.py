@@ -24,7 +24,7 @@ from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
 from megarl.reshard.schedule import scheduled_writes
 from megarl.weight_sync.audit import compare, packed, packed_shares
-from megarl.weight_sync.neighbour import Neighbour
+from megarl.weight_sync.engine_process import EngineProcess
 from megarl.weight_sync.transports.base import CUDA_IPC, SHARED_MEMORY, Endpoint
 from megarl.weight_sync.transports.choice import transport_class
 from megarl.weight_sync.writing import AmaxExchange, send, shapes_of
@@ -52,7 +52,7 @@ def run(bench: Bench, how: str) -> None:
     read = sum(values.nbytes for values in weights.values())
     ceiling = bench.copy_bytes_per_s()
     transport, amax = transport_class(kind)(0, TIMEOUT_S), AmaxExchange(map, 0, TIMEOUT_S)
-    with Neighbour(str(bench.device), destination, TIMEOUT_S) as engine:
+    with EngineProcess(str(bench.device), destination, TIMEOUT_S) as engine:
         endpoint = Endpoint.decode(engine.ask("open", kind))
         transport.connect([endpoint])
         shapes = shapes_of([endpoint])

@@ -45,7 +45,7 @@ def _build(*arguments: Any, **options: Any) -> Any:
 def _loaded(*arguments: Any) -> None:
     from megarl.weight_sync.engine import loader
 
-    loader.loaded(*arguments)
+    loader.model_loaded(*arguments)
 
 
 def _settle(*_: Any) -> None:

@@ -39,26 +39,32 @@ from megarl.weight_sync.audit import packed
 from megarl.weight_sync.commands import (
     Arrange,
     Audit,
+    AuditResult,
     Changes,
     Command,
     Connect,
+    ConnectRelays,
     Describe,
     End,
-    Found,
-    Held,
-    MeetNeighbours,
+    MemoryEntry,
     Open,
     PassOn,
     Recall,
     Receive,
     Spread,
-    Watched,
+    WatchedMemory,
 )
-from megarl.weight_sync.engine.watch import Built, Watch, inventory, live_tensors, parameters_of
+from megarl.weight_sync.engine.watch import (
+    BuiltModel,
+    MemoryWatch,
+    inventory,
+    live_tensors,
+    parameters_of,
+)
 from megarl.weight_sync.transports.base import (
-    Live,
+    LiveParameters,
     Memory,
-    Packed,
+    PackedEndpoint,
     RemoteTensor,
     decode_endpoints,
     describe,
@@ -83,7 +89,7 @@ class Pool(Protocol):
         ...
 
 
-class Worker:
+class EngineWorker:
     """State of one TP worker between commands."""
 
     def __init__(self, tp_rank: Callable[[], int], find_host: Callable[[], Host]) -> None:
@@ -95,20 +101,20 @@ class Worker:
         self.reply_address = ""
         # name -> shape, if it differs from the engine's
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.built: Built | None = None  # while the model is loading
-        self.unwritten: Watch | None = None
+        self.built: BuiltModel | None = None  # while the model is loading
+        self.unwritten: MemoryWatch | None = None
         self.pool: Pool | None = None  # the pool of adapters, if the engine serves them
         # the model's layer for multi-token prediction, if the engine drafts with it
         self.draft: torch.nn.Module | None = None
-        self.watched: Watched | None = None
-        self.listed: list[Held] = []  # inventory when `watched` was made
+        self.watched: WatchedMemory | None = None
+        self.entries: list[MemoryEntry] = []  # inventory when `watched` was made
         # parameter -> hash at the last audit; `recall` empties it
         self.audited: dict[str, int] = {}
         self.since = -1  # the last audited version
         self.memories: dict[str, Memory] = {}  # import path -> transport end
         # kind of transport -> its end, opened for the connected generator
         self.opened: dict[str, Memory] = {}
-        self.neighbours: PairwiseTransport | None = None  # the way to other generator ranks
+        self.relay_transport: PairwiseTransport | None = None  # the way to other generator ranks
         self.relays: list[Relay] = []
 
     def run(self, model: torch.nn.Module, command: Command) -> None:
@@ -116,7 +122,7 @@ class Worker:
         error = ""
         payload = b""
         try:
-            self.loaded(model)
+            self.model_loaded(model)
             if isinstance(command, Connect):
                 self.connect(command)
             payload = msgspec.msgpack.encode(
@@ -129,16 +135,16 @@ class Worker:
         if self.peer is not None:
             self.peer.send(WorkerReply(self.rank, type(command).__name__, error, payload))
 
-    def loaded(self, model: torch.nn.Module, dummy: bool = False) -> None:
+    def model_loaded(self, model: torch.nn.Module, dummy: bool = False) -> None:
         """Called as soon as the model is loaded; further calls do nothing."""
         if self.unwritten is None:
             built = self.built
             self.built = None
-            self.unwritten = Watch(
+            self.unwritten = MemoryWatch(
                 model, built if built and built.model() is model else None, dummy
             )
 
-    def adapted(self, model: torch.nn.Module, pool: Pool) -> None:
+    def pool_added(self, model: torch.nn.Module, pool: Pool) -> None:
         """Called as soon as the pool of adapters exists, before the first request.
 
         The pool wraps layers, and so renames their tensors.
@@ -146,38 +152,36 @@ class Worker:
         # it was loaded just before
         assert self.unwritten is not None and self.unwritten.model is model
         self.pool = pool
-        self.unwritten.adapted(pool.buffers.values(), pool.slot)
+        self.unwritten.pool_added(pool.buffers.values(), pool.slot)
 
     def parameters(self, model: torch.nn.Module) -> Parameters:
         """All tensors that updates write."""
         return {
             **parameters_of(model),
-            **self._of_draft(model),
+            **self._draft_parameters(model),
             **(self.pool.buffers if self.pool else {}),
         }
 
-    def _of_draft(self, model: torch.nn.Module) -> Parameters:
+    def _draft_parameters(self, model: torch.nn.Module) -> Parameters:
         """The draft model's own parameters, without the shared embedding and output layer."""
         if self.draft is None:
             return {}
         shared = {id(parameter) for parameter in model.parameters()}
-        return {
-            DRAFT + name: parameter
-            for name, parameter in self.draft.named_parameters()
-            if id(parameter) not in shared
-        }
+        result = {}
+        for name, parameter in self.draft.named_parameters():
+            if id(parameter) not in shared:
+                result[DRAFT + name] = parameter
+        return result
 
     def connect(self, command: Connect) -> None:
         if self.peer is not None:
             self.peer.close()
-        if self.neighbours is not None:
-            self.neighbours.close()
-            self.neighbours = None
-        self.rank, self.reply_address, self.host = (
-            command.first_rank + self.tp_rank(),
-            command.reply_address,
-            self.find_host(),
-        )
+        if self.relay_transport is not None:
+            self.relay_transport.close()
+            self.relay_transport = None
+        self.rank = command.first_rank + self.tp_rank()
+        self.reply_address = command.reply_address
+        self.host = self.find_host()
         self.opened = {}
         self.relays = []
         self.peer = Peer(
@@ -187,8 +191,12 @@ class Worker:
         )
 
     def describe(self, parameters: Parameters, command: Describe) -> list[RemoteTensor] | None:
-        found = [describe(name, values) for name, values in self.held(parameters).items()]
-        return None if digest_of(forms_of(found)) == command.known.get(self.rank) else found
+        descriptions = []
+        for name, values in self.memory_of_parameters(parameters).items():
+            descriptions.append(describe(name, values))
+        if digest_of(forms_of(descriptions)) == command.known.get(self.rank):
+            return None
+        return descriptions
 
     def arrange(self, parameters: Parameters, command: Arrange) -> None:
         self.shapes = command.shapes[self.rank]
@@ -196,28 +204,29 @@ class Worker:
 
     def tensors(self, parameters: Parameters) -> dict[str, torch.Tensor]:
         """The parameters' memory in the shapes of the reshard map."""
-        return {
-            name: as_arranged(values, self.shapes.get(name))
-            for name, values in self.held(parameters).items()
-        }
+        result: dict[str, torch.Tensor] = {}
+        for name, values in self.memory_of_parameters(parameters).items():
+            result[name] = as_arranged(values, self.shapes.get(name))
+        return result
 
     def in_pool(self, name: str) -> bool:
         return self.pool is not None and name in self.pool.buffers
 
-    def held(self, parameters: Parameters) -> dict[str, torch.Tensor]:
+    def memory_of_parameters(self, parameters: Parameters) -> dict[str, torch.Tensor]:
         """The parameters' memory. In the pool, it is the slot of the policy's adapter."""
         return {name: parameter.data for name, parameter in parameters.items()} | (
             self.pool.tensors() if self.pool else {}
         )
 
-    def open(self, parameters: Parameters, command: Open) -> Packed | None:
-        if (offer := command.offers.get(self.rank)) is None:
+    def open(self, parameters: Parameters, command: Open) -> PackedEndpoint | None:
+        offer = command.offers.get(self.rank)
+        if offer is None:
             return None
         if command.memory not in self.memories:
             self.memories[command.memory] = find_callable(command.memory, "weights.transport")()
         memory = self.opened[command.kind] = self.memories[command.memory]
         address = address_towards(self.reply_address)
-        live = Live(
+        live = LiveParameters(
             self.rank,
             command.kind,
             self.host,
@@ -252,14 +261,14 @@ class Worker:
             else:
                 memory.spread(self.in_pool if command.adapters else None)
 
-    def meet_neighbours(self, parameters: Parameters, command: MeetNeighbours) -> None:
+    def connect_relays(self, parameters: Parameters, command: ConnectRelays) -> None:
         self.relays = command.relays.get(self.rank, [])
         reached = {relay.destination_rank for relay in self.relays}
         if reached:
-            self.neighbours = PairwiseTransport(
+            self.relay_transport = PairwiseTransport(
                 AUTO, self.host, self.rank, command.timeout_s, may_lose=True
             )
-            self.neighbours.connect(
+            self.relay_transport.connect(
                 [
                     endpoint
                     for endpoint in decode_endpoints(command.endpoints)
@@ -267,7 +276,7 @@ class Worker:
                 ]
             )
             passed_on = {relay.tensor for relay in self.relays}
-            self.neighbours.prepare(
+            self.relay_transport.prepare(
                 values for name, values in self.tensors(parameters).items() if name in passed_on
             )
 
@@ -275,64 +284,66 @@ class Worker:
         """Hashes whole tensors, even after an update of changes only: a worker whose memory is
         mapped does not know what was written.
         """
-        if self.neighbours is None:
+        if self.relay_transport is None:
             return []
         tensors = self.tensors(parameters)
         for relay in self.relays:
             if command.adapters and not self.in_pool(relay.tensor):
                 continue
             values = tensors[relay.tensor]
-            whole = Box((0,) * values.dim(), tuple(values.shape))
+            whole_box = Box((0,) * values.dim(), tuple(values.shape))
             dtype = str(values.dtype).removeprefix("torch.")
             copy = Copy(
                 self.rank,
                 relay.tensor,
-                whole,
+                whole_box,
                 relay.destination_rank,
                 relay.tensor,
-                whole,
+                whole_box,
                 "identity",
                 dtype,
                 relay.depth,
             )
-            self.neighbours.write(copy, values)
-        self.neighbours.fence()
-        return sorted(self.neighbours.unwritten)
+            self.relay_transport.write(copy, values)
+        self.relay_transport.fence()
+        return sorted(self.relay_transport.unwritten)
 
     def end(self, parameters: Parameters, command: End) -> None:
         print("asked to end: the weights are half-written", file=sys.stderr, flush=True)
         os._exit(1)  # SGLang ends an engine if one of its schedulers ends
 
-    def watch(self, parameters: Parameters, command: commands.Watch) -> Watched:
+    def watch(self, parameters: Parameters, command: commands.Watch) -> WatchedMemory:
         if self.watched is None:
             assert self.unwritten is not None  # since the model was loaded
             self.unwritten.start()
             _post_load(self.unwritten.model)
-            self.listed = inventory(self.unwritten)
-            digest = hashlib.blake2b(msgspec.msgpack.encode(self.listed), digest_size=16).digest()
-            self.watched = Watched(digest, self.unwritten.count, self.unwritten.nbytes)
+            self.entries = inventory(self.unwritten)
+            digest = hashlib.blake2b(msgspec.msgpack.encode(self.entries), digest_size=16).digest()
+            self.watched = WatchedMemory(digest, self.unwritten.count, self.unwritten.nbytes)
         return self.watched
 
-    def inventory(self, parameters: Parameters, command: commands.Inventory) -> list[Held]:
-        return self.listed if self.rank in command.ranks else []
+    def inventory(self, parameters: Parameters, command: commands.Inventory) -> list[MemoryEntry]:
+        if self.rank in command.ranks:
+            return self.entries
+        return []
 
     def recall(self, parameters: Parameters, command: Recall) -> Changes:
         tensors = self.tensors(parameters)
         audited = self.audited
         self.audited = {}
-        found = hash_tensors({name: tensors[name] for name in audited})
-        changed = sorted(name for name, hash in audited.items() if found[name] != hash)
+        hashes = hash_tensors({name: tensors[name] for name in audited})
+        changed = sorted(name for name, hash in audited.items() if hashes[name] != hash)
         return Changes(
             changed + (self.unwritten.changed() if command.unwritten and self.unwritten else []),
             self.since,
         )
 
-    def audit(self, parameters: Parameters, command: Audit) -> Found:
+    def audit(self, parameters: Parameters, command: Audit) -> AuditResult:
         hashes = hash_tensors(self.tensors(parameters))
         changes = Changes(self.unwritten.changed() if self.unwritten else [], self.since)
         self.audited = hashes
         self.since = command.version
-        return Found(digest_of_hashes(packed(hashes)), changes, high_water_bytes())
+        return AuditResult(digest_of_hashes(packed(hashes)), changes, high_water_bytes())
 
     def hashes(self, parameters: Parameters, command: commands.Hashes) -> bytes:
         return packed(self.audited)
@@ -357,21 +368,21 @@ class Worker:
                 model.post_load_weights()
 
 
-_HANDLERS: dict[type, Callable[[Worker, Parameters, Any], Any]] = {
+_HANDLERS: dict[type, Callable[[EngineWorker, Parameters, Any], Any]] = {
     Connect: lambda worker, parameters, command: worker.host,
-    Describe: Worker.describe,
-    Arrange: Worker.arrange,
-    Open: Worker.open,
-    Receive: Worker.receive,
-    Spread: Worker.spread,
-    MeetNeighbours: Worker.meet_neighbours,
-    PassOn: Worker.pass_on,
-    End: Worker.end,
-    commands.Watch: Worker.watch,
-    commands.Inventory: Worker.inventory,
-    Recall: Worker.recall,
-    Audit: Worker.audit,
-    commands.Hashes: Worker.hashes,
+    Describe: EngineWorker.describe,
+    Arrange: EngineWorker.arrange,
+    Open: EngineWorker.open,
+    Receive: EngineWorker.receive,
+    Spread: EngineWorker.spread,
+    ConnectRelays: EngineWorker.connect_relays,
+    PassOn: EngineWorker.pass_on,
+    End: EngineWorker.end,
+    commands.Watch: EngineWorker.watch,
+    commands.Inventory: EngineWorker.inventory,
+    Recall: EngineWorker.recall,
+    Audit: EngineWorker.audit,
+    commands.Hashes: EngineWorker.hashes,
     commands.EmptyCache: lambda worker, parameters, command: None,
 }
 
@@ -394,7 +405,7 @@ def _tp_rank() -> int:
 
 
 # SGLang knows the loader only by its import path, so its state must be global
-_worker = Worker(_tp_rank, this_host)
+_worker = EngineWorker(_tp_rank, this_host)
 
 
 def _post_load(model: torch.nn.Module) -> None:
@@ -423,20 +434,20 @@ def build(
     construct: Callable[..., torch.nn.Module], *arguments: Any, **options: Any
 ) -> torch.nn.Module:
     """Runs around the construction of a model, before its weights are loaded."""
-    before = [weakref.ref(values) for values in live_tensors()]
+    earlier_tensors = [weakref.ref(values) for values in live_tensors()]
     model = construct(*arguments, **options)
     with torch.device("cpu"):  # otherwise new tensors would be on the model's device
-        _worker.built = Built(model, before)
+        _worker.built = BuiltModel(model, earlier_tensors)
     return model
 
 
-def loaded(result: Any, runner: Any) -> None:
+def model_loaded(result: Any, runner: Any) -> None:
     """Runs after SGLang has loaded a worker's model, or a draft model.
 
     Updates do not write a draft model that has its own folder.
     """
     if not runner.is_draft_worker:
-        _worker.loaded(runner.model, runner.load_config.load_format == "dummy")
+        _worker.model_loaded(runner.model, runner.load_config.load_format == "dummy")
         return
     _worker.built = None
     arguments = runner.server_args
@@ -444,9 +455,9 @@ def loaded(result: Any, runner: Any) -> None:
         _worker.draft = runner.model
 
 
-def adapted(model: torch.nn.Module, pool: Pool) -> None:
-    """See `Worker.adapted`."""
-    _worker.adapted(model, pool)
+def pool_added(model: torch.nn.Module, pool: Pool) -> None:
+    """See `Worker.pool_added`."""
+    _worker.pool_added(model, pool)
 
 
 def finish(original: Callable[..., None], model: torch.nn.Module, device: torch.device) -> None:

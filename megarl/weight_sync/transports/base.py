@@ -29,6 +29,7 @@ CUDA_IPC = "cuda_ipc"
 MOONCAKE = "mooncake"
 GLOO = "gloo"
 NCCL = "nccl"
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class RemoteTensor(msgspec.Struct, frozen=True):
@@ -79,7 +80,7 @@ class Inbox(msgspec.Struct, frozen=True, array_like=True):
     size_bytes: int
 
 
-class Members(msgspec.Struct, frozen=True):
+class GroupMembers(msgspec.Struct, frozen=True):
     """The members of the process group of a two-sided transport: trainer ranks first, then
     generator ranks.
     """
@@ -108,7 +109,7 @@ class Offer(msgspec.Struct, frozen=True):
     # boxes that are written in one piece to landing memory, then spread
     landing: list[tuple[str, Box]] = []
     address: str = ""  # address of the store where the members of the group meet
-    members: Members | None = None  # members of that group
+    members: GroupMembers | None = None  # members of that group
     # messages, or boxes that may come as changes (weights.delta), in the order of the reshard map
     incoming: list[Incoming] = []
     timeout_s: float = 0.0
@@ -131,7 +132,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     landings: list[Landing] = []
     inboxes: list[Inbox] = []
     allocations: list[Allocation] = []
-    members: Members | None = None
+    members: GroupMembers | None = None
     host: Host = Host()
 
     def encode(self) -> str:
@@ -151,7 +152,7 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
     strides: tuple[int, ...]
 
 
-class Packed(msgspec.Struct, frozen=True, array_like=True):
+class PackedEndpoint(msgspec.Struct, frozen=True, array_like=True):
     """An Endpoint as it is sent.
 
     Replicas have the same forms of tensors, and the forms take far more bytes than the places.
@@ -175,82 +176,86 @@ def digest_of(forms: Sequence[Form]) -> bytes:
     return hashlib.blake2b(msgspec.msgpack.encode(forms), digest_size=16).digest()
 
 
-def pack(endpoint: Endpoint, known: bytes = b"") -> Packed:
-    """Packs an endpoint. `known`: digest of the forms that the other side already has."""
+def pack(endpoint: Endpoint, known_digest: bytes = b"") -> PackedEndpoint:
+    """Packs an endpoint. `known_digest`: of the forms that the other side already has."""
     tensors = sorted(endpoint.tensors, key=lambda tensor: tensor.name)
     forms = forms_of(tensors)
     offsets = np.array([tensor.offset_bytes for tensor in tensors], dtype=np.int64)
     allocations = np.array([tensor.allocation for tensor in tensors], dtype=np.int32)
-    places = offsets.tobytes(), allocations.tobytes() if allocations.any() else b""
     digest = digest_of(forms)
-    return Packed(
-        msgspec.structs.replace(endpoint, tensors=[]),
-        digest,
-        [] if digest == known else forms,
-        *places,
+    return PackedEndpoint(
+        endpoint=msgspec.structs.replace(endpoint, tensors=[]),
+        digest=digest,
+        forms=[] if digest == known_digest else forms,
+        offsets=offsets.tobytes(),
+        allocations=allocations.tobytes() if allocations.any() else b"",
     )
 
 
-def unpack(packed: Packed, forms: Sequence[Form]) -> Endpoint:
+def unpack(packed: PackedEndpoint, forms: Sequence[Form]) -> Endpoint:
     offsets = np.frombuffer(packed.offsets, np.int64).tolist()
     allocations = np.frombuffer(packed.allocations, np.int32).tolist() or [0] * len(offsets)
     places = zip(forms, offsets, allocations, strict=True)
-    tensors = [
-        RemoteTensor(form.name, form.shape, form.dtype, form.strides, *place)
-        for form, *place in places
-    ]
+    tensors = []
+    for form, *place in places:
+        tensors.append(RemoteTensor(form.name, form.shape, form.dtype, form.strides, *place))
     return msgspec.structs.replace(packed.endpoint, tensors=tensors)
 
 
-class Ways(msgspec.Struct, frozen=True, array_like=True):
+class EndpointTable(msgspec.Struct, frozen=True, array_like=True):
     """Endpoints for one writing rank, as they are sent: common parts only once."""
 
     forms: list[list[Form]]
-    members: list[Members]
+    members: list[GroupMembers]
     # which of `forms`, which of `members` (-1: none), and the rest
-    endpoints: list[tuple[int, int, Packed]]
+    endpoints: list[tuple[int, int, PackedEndpoint]]
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode_ways = msgspec.msgpack.Decoder(Ways).decode
+_decode_ways = msgspec.msgpack.Decoder(EndpointTable).decode
 
 
 def decode_endpoints(ways: bytes) -> list[Endpoint]:
     """Decodes the result of `Endpoints.towards`. Empty bytes give no endpoints."""
     if not ways:
         return []
-    sent = _decode_ways(ways)
-    with_members = [
-        (which, packed, sent.members[group] if group >= 0 else None)
-        for which, group, packed in sent.endpoints
-    ]
-    return [
-        msgspec.structs.replace(unpack(packed, sent.forms[which]), members=members)
-        for which, packed, members in with_members
-    ]
+    table = _decode_ways(ways)
+    with_members = []
+    for form_index, members_index, packed in table.endpoints:
+        with_members.append(
+            (form_index, packed, table.members[members_index] if members_index >= 0 else None)
+        )
+    result: list[Endpoint] = []
+    for form_index, packed, members in with_members:
+        result.append(
+            msgspec.structs.replace(unpack(packed, table.forms[form_index]), members=members)
+        )
+    return result
 
 
 class Endpoints:
     """All endpoints of the engines, at the generator, which sends parts of them to other ranks."""
 
-    def __init__(self, packed: Sequence[Packed], forms: Mapping[bytes, Sequence[Form]]):
+    def __init__(self, packed: Sequence[PackedEndpoint], forms: Mapping[bytes, Sequence[Form]]):
         """`forms`: digest -> forms that the workers did not send."""
         self.packed = list(packed)
-        self._forms = {**forms, **{each.digest: each.forms for each in packed if each.forms}}
+        self._forms = {
+            **forms,
+            **{endpoint.digest: endpoint.forms for endpoint in packed if endpoint.forms},
+        }
         self._encoded = {
-            d: [msgspec.Raw(_encode(form)) for form in self._forms[d]]
-            for d in {each.digest for each in packed}
+            digest: [msgspec.Raw(_encode(form)) for form in self._forms[digest]]
+            for digest in {endpoint.digest for endpoint in packed}
         }
         self._numbers: dict[bytes, dict[str, int]] = {}  # digest -> name -> its number
-        self._offsets = [np.frombuffer(each.offsets, np.int64) for each in packed]
-        self._allocations = [np.frombuffer(each.allocations, np.int32) for each in packed]
+        self._offsets = [np.frombuffer(endpoint.offsets, np.int64) for endpoint in packed]
+        self._allocations = [np.frombuffer(endpoint.allocations, np.int32) for endpoint in packed]
 
     def __iter__(self) -> Iterator[Endpoint]:
-        return (unpack(each, self._forms[each.digest]) for each in self.packed)
+        return (unpack(packed, self._forms[packed.digest]) for packed in self.packed)
 
-    def numbers(self, at: int, names: Collection[str]) -> np.ndarray:
-        """The numbers of these tensors, sorted by name, at endpoint number `at` of the list."""
-        digest = self.packed[at].digest
+    def numbers(self, index: int, names: Collection[str]) -> np.ndarray:
+        """The numbers of these tensors, sorted by name, at endpoint number `index` of the list."""
+        digest = self.packed[index].digest
         if digest not in self._numbers:
             self._numbers[digest] = {
                 form.name: number for number, form in enumerate(self._forms[digest])
@@ -258,44 +263,54 @@ class Endpoints:
         return np.array(sorted(self._numbers[digest][name] for name in names), dtype=np.int64)
 
     def towards(
-        self, wanted: Iterable[tuple[int, np.ndarray | None]], trainer: int | None = None
+        self, requests: Iterable[tuple[int, np.ndarray | None]], trainer: int | None = None
     ) -> bytes:
-        """Bytes for `decode_endpoints`: for each of `wanted` (index of an endpoint, numbers of its
-        tensors or None for all) that endpoint with only these tensors. Boxes and inboxes are
+        """Bytes for `decode_endpoints`: for each of `requests` (index of an endpoint, numbers of
+        its tensors or None for all) that endpoint with only these tensors. Boxes and inboxes are
         restricted to these tensors and to the rank `trainer`.
         """
         tables: dict[tuple[bytes, bytes], int] = {}
         forms: list[list[msgspec.Raw]] = []
-        groups: dict[Members, int] = {}
+        groups: dict[GroupMembers, int] = {}
         rows = []
-        for at, numbers in wanted:
-            each = self.packed[at]
-            endpoint = self.packed[at].endpoint
-            encoded = self._encoded[each.digest]
-            offsets = self._offsets[at]
-            allocations = self._allocations[at]
+        for index, numbers in requests:
+            packed = self.packed[index]
+            endpoint = self.packed[index].endpoint
+            encoded = self._encoded[packed.digest]
+            offsets = self._offsets[index]
+            allocations = self._allocations[index]
             numbers = np.arange(len(encoded)) if numbers is None else numbers
-            key = each.digest, numbers.tobytes()
+            key = packed.digest, numbers.tobytes()
             if key not in tables:
                 tables[key] = len(forms)
                 forms.append([encoded[number] for number in numbers.tolist()])
             if endpoint.landings or endpoint.inboxes or endpoint.members:
-                names = {self._forms[each.digest][number].name for number in numbers.tolist()}
-                landings = [landing for landing in endpoint.landings if landing.tensor in names]
-                inboxes = [inbox for inbox in endpoint.inboxes if inbox.trainer == trainer]
-                own = msgspec.structs.replace(
+                names = {self._forms[packed.digest][number].name for number in numbers.tolist()}
+                landings = []
+                for landing in endpoint.landings:
+                    if landing.tensor in names:
+                        landings.append(landing)
+                inboxes = []
+                for inbox in endpoint.inboxes:
+                    if inbox.trainer == trainer:
+                        inboxes.append(inbox)
+                restricted = msgspec.structs.replace(
                     endpoint, landings=landings, inboxes=inboxes, members=None
                 )
             else:
-                own = endpoint
-            group = (
-                -1 if endpoint.members is None else groups.setdefault(endpoint.members, len(groups))
+                restricted = endpoint
+            if endpoint.members is None:
+                group = -1
+            else:
+                group = groups.setdefault(endpoint.members, len(groups))
+            row = PackedEndpoint(
+                endpoint=restricted,
+                digest=b"",
+                forms=[],
+                offsets=offsets[numbers].tobytes(),
+                allocations=allocations[numbers].tobytes() if len(allocations) else b"",
             )
-            places = (
-                offsets[numbers].tobytes(),
-                allocations[numbers].tobytes() if len(allocations) else b"",
-            )
-            rows.append((tables[key], group, Packed(own, b"", [], *places)))
+            rows.append((tables[key], group, row))
         return _encode((forms, list(groups), rows))
 
 
@@ -315,7 +330,7 @@ class Opening:
 
 
 @dataclass(frozen=True)
-class Live:
+class LiveParameters:
     """The live parameters of an engine worker, and its host."""
 
     rank: int  # generator rank
@@ -331,7 +346,7 @@ class Memory(abc.ABC):
     """The engine worker's end of a transport. Each worker has one."""
 
     @abc.abstractmethod
-    def open(self, live: Live, offer: Offer) -> Endpoint:
+    def open(self, live: LiveParameters, offer: Offer) -> Endpoint:
         """Lets others write to the live parameters, which must not move from now on.
 
         May be called again for other writers.
@@ -340,10 +355,10 @@ class Memory(abc.ABC):
     def receive(self, tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: B027  most transports have nothing to do
         """Receives one update of `tensors`, if the transport is two-sided."""
 
-    def spread(self, wanted: Callable[[str], bool] | None = None) -> None:  # noqa: B027
+    def spread(self, selects: Callable[[str], bool] | None = None) -> None:  # noqa: B027
         """Copies landed boxes to their parameters.
 
-        `wanted`: only for these tensors, if others have not landed.
+        `selects`: only for these tensors, if others have not landed.
         """
 
     def receive_changes(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:  # noqa: B027

@@ -75,20 +75,22 @@ class Pairs:
         Equal collections are the same object.
         """
         generators, trainers = self.table.shape
-        by_it = (
-            self.table == self.kinds.index(kind)
-            if kind in self.kinds
-            else np.zeros((generators, trainers), dtype=bool)
-        )
-        found: dict[bytes, Collection[int]] = {trainers * b"\1": range(trainers)}
-        rows = [(row.tobytes(), row) for row in by_it]
-        return [
-            found.get(key) or found.setdefault(key, frozenset(np.flatnonzero(row).tolist()))
-            for key, row in rows
-        ]
+        if kind in self.kinds:
+            is_kind = self.table == self.kinds.index(kind)
+        else:
+            is_kind = np.zeros((generators, trainers), dtype=bool)
+        collections: dict[bytes, Collection[int]] = {trainers * b"\1": range(trainers)}
+        rows = [(row.tobytes(), row) for row in is_kind]
+        result: list[Collection[int]] = []
+        for key, row in rows:
+            result.append(
+                collections.get(key)
+                or collections.setdefault(key, frozenset(np.flatnonzero(row).tolist()))
+            )
+        return result
 
 
-class Unserved(ValueError):
+class UnservedPair(ValueError):
     """Completes the sentence "weights.transport=…: trainer rank 0 and generator rank 0 …"."""
 
 
@@ -98,38 +100,43 @@ def transport_class(name: str) -> type[Transport]:
 
     Raises ConfigError if there is no such transport.
     """
-    found = find_callable(
+    candidate = find_callable(
         TABLE.get(name, name), f"weights.transport={name}", built_in=(AUTO, *TABLE)
     )
-    if not _is_complete(found, Transport) or not _is_complete(
-        getattr(found, "memory", None), Memory
+    if not _is_complete(candidate, Transport) or not _is_complete(
+        getattr(candidate, "memory", None), Memory
     ):
-        needed = (
+        requirement = (
             "a complete subclass of megarl.weight_sync.transports.base:Transport, whose "
             "`memory` is one of Memory"
         )
         raise ConfigError(
-            f"weights.transport={name}: must be {needed}{_lacking(found)}; see docs/extending.md"
+            f"weights.transport={name}: must be {requirement}{_lacking(candidate)}; see "
+            "docs/extending.md"
         )
-    return found
+    return candidate
 
 
-def _lacking(found: object) -> str:
+def _lacking(candidate: object) -> str:
     """The end of a message that names the methods that a subclass, or its `memory`, lacks; empty if
     it is not a subclass.
     """
-    ends = (found, Transport), (getattr(found, "memory", None), Memory)
-    names = [
-        name
-        for end, base in ends
-        if isinstance(end, type) and issubclass(end, base)
-        for name in sorted(end.__abstractmethods__)
-    ]
-    return f"; it lacks {', '.join(names)}" if names else ""
+    ends = (candidate, Transport), (getattr(candidate, "memory", None), Memory)
+    names = []
+    for end, base in ends:
+        if isinstance(end, type) and issubclass(end, base):
+            names.extend(sorted(end.__abstractmethods__))
+    if names:
+        return f"; it lacks {', '.join(names)}"
+    return ""
 
 
-def _is_complete[T](found: object, base: type[T]) -> TypeGuard[type[T]]:
-    return isinstance(found, type) and issubclass(found, base) and not inspect.isabstract(found)
+def _is_complete[T](candidate: object, base: type[T]) -> TypeGuard[type[T]]:
+    return (
+        isinstance(candidate, type)
+        and issubclass(candidate, base)
+        and not inspect.isabstract(candidate)
+    )
 
 
 def check_transport(setting: str) -> None:
@@ -137,12 +144,12 @@ def check_transport(setting: str) -> None:
 
     Called before anything starts.
     """
-    here = this_host()
+    host = this_host()
     try:
-        transport_between(setting, here, here)
-    except Unserved as error:
+        transport_between(setting, host, host)
+    except UnservedPair as error:
         raise ConfigError(
-            f"weights.transport={setting}: two ranks on {here.name} {error}"
+            f"weights.transport={setting}: two ranks on {host.name} {error}"
         ) from error
 
 
@@ -165,15 +172,19 @@ def transport_between(setting: str, trainer: Host, generator: Host) -> str:
     """The kind of transport from a trainer rank to a generator rank: `setting`, or with AUTO the
     best one that works.
 
-    Raises Unserved if `setting` does not work between these two, and ConfigError as
+    Raises UnservedPair if `setting` does not work between these two, and ConfigError as
     `transport_class` does.
     """
-    works = [kind for kind in TABLE if not transport_class(kind).hindrance(trainer, generator)]
+    works = []
+    for kind in TABLE:
+        if not transport_class(kind).hindrance(trainer, generator):
+            works.append(kind)
     if setting == AUTO:
         near = on_one_host(trainer, generator)
         return next(kind for kind in works if near or not transport_class(kind).same_host)
-    if hindrance := transport_class(setting).hindrance(trainer, generator):
-        raise Unserved(f"{hindrance}; between them work {', '.join(works)}")
+    hindrance = transport_class(setting).hindrance(trainer, generator)
+    if hindrance:
+        raise UnservedPair(f"{hindrance}; between them work {', '.join(works)}")
     return setting
 
 
@@ -186,29 +197,27 @@ def transport_pairs(setting: str, trainers: Sequence[Host], generators: Sequence
     hosts, and in whether they share memory and network. (A run has thousands of ranks on each side,
     and millions of pairs.)
     """
-    (trainer_of, trainer_hosts), (generator_of, generator_hosts) = (
-        _numbered(trainers),
-        _numbered(generators),
-    )
-    found: dict[tuple, int] = {}  # kind of pair -> number of its transport
+    trainer_of, trainer_hosts = _numbered(trainers)
+    generator_of, generator_hosts = _numbered(generators)
+    transport_of_pair: dict[tuple, int] = {}  # kind of pair -> number of its transport
     kinds: dict[str, int] = {}
     table = np.zeros((len(generator_hosts), len(trainer_hosts)), dtype=np.int8)
     for g, generator in enumerate(generator_hosts):
         for t, trainer in enumerate(trainer_hosts):
-            near = trainer.memory == generator.memory, trainer.network == generator.network
-            alike = *near, trainer.cuda, trainer.has, generator.cuda, generator.has
-            if alike not in found:
+            shared = trainer.memory == generator.memory, trainer.network == generator.network
+            pair_kind = *shared, trainer.cuda, trainer.has, generator.cuda, generator.has
+            if pair_kind not in transport_of_pair:
                 try:
                     kind = transport_between(setting, trainer, generator)
-                except Unserved as error:
+                except UnservedPair as error:
                     ranks = (
                         f"trainer rank {trainer_of.tolist().index(t)} on {trainer.name} and "
                         "generator rank"
                     )
                     ranks = f"{ranks} {generator_of.tolist().index(g)} on {generator.name}"
                     raise ConfigError(f"weights.transport={setting}: {ranks} {error}") from error
-                found[alike] = kinds.setdefault(kind, len(kinds))
-            table[g, t] = found[alike]
+                transport_of_pair[pair_kind] = kinds.setdefault(kind, len(kinds))
+            table[g, t] = transport_of_pair[pair_kind]
     return Pairs(tuple(kinds), table[generator_of][:, trainer_of])
 
 
@@ -220,8 +229,8 @@ def _numbered(hosts: Sequence[Host]) -> tuple[np.ndarray, list[Host]]:
     ), list(numbers)
 
 
-def on_one_host(one: Host, other: Host) -> bool:
-    return (one.memory, one.network) == (other.memory, other.network)
+def on_one_host(first: Host, second: Host) -> bool:
+    return (first.memory, first.network) == (second.memory, second.network)
 
 
 def describe_pairs(pairs: Pairs) -> str:
@@ -237,13 +246,11 @@ def describe_pairs(pairs: Pairs) -> str:
     )
 
 
-# Combines several transports of one trainer rank. Each generator rank is served by the one that
-# suits the pair.
-
-
 class PairwiseTransport:
-    """`setting`: weights.transport; `host`: the Host of this trainer rank, as the generator knows
-    it.
+    """Several transports of one trainer rank behind one interface. Each generator rank is served by
+    the one that suits the pair.
+
+    `setting`: weights.transport; `host`: the Host of this trainer rank, as the generator knows it.
 
     With `may_lose`, writing continues without engines that have ended. If an engine's memory was
     mapped, its loss means that it has ended, and the generator continues without it, too. Ranks
@@ -267,15 +274,15 @@ class PairwiseTransport:
         """`endpoints`: for every generator rank, one endpoint for each kind of transport by which
         any trainer rank writes to it.
         """
-        chosen: dict[str, list[Endpoint]] = defaultdict(list)
+        endpoints_of_kind: dict[str, list[Endpoint]] = defaultdict(list)
         for endpoint in endpoints:
             if endpoint.kind == transport_between(self._setting, self._host, endpoint.host):
-                chosen[endpoint.kind].append(endpoint)
-        for kind, of_kind in chosen.items():
+                endpoints_of_kind[endpoint.kind].append(endpoint)
+        for kind, kind_endpoints in endpoints_of_kind.items():
             transport = transport_class(kind)(self._rank, self._timeout_s)
-            transport.connect(of_kind)
+            transport.connect(kind_endpoints)
             self._transports.append(transport)
-            self._towards |= {endpoint.rank: transport for endpoint in of_kind}
+            self._towards |= {endpoint.rank: transport for endpoint in kind_endpoints}
 
     def prepare(self, sources: Iterable[torch.Tensor]) -> None:
         tensors = list(sources)

@@ -26,7 +26,7 @@ from megarl.reshard.deltas import Changes
 from megarl.weight_sync.transports.base import (
     Allocation,
     Endpoint,
-    Live,
+    LiveParameters,
     Memory,
     Offer,
     RemoteTensor,
@@ -65,7 +65,7 @@ class DeviceMemory(Protocol):
 
 
 class CudaMemory:
-    """Uses the current device and torch's own sharing of storages (torch/csrc/StorageSharing.cpp)."""
+    """Uses the current device, and torch's sharing of storages (torch/csrc/StorageSharing.cpp)."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
@@ -76,7 +76,8 @@ class CudaMemory:
         return Allocation(handle, offset + size, (count, index)), offset
 
     def open(self, allocation: Allocation) -> torch.UntypedStorage:
-        device, (count, index) = torch.cuda.current_device(), allocation.reference
+        device = torch.cuda.current_device()
+        count, index = allocation.reference
         return torch.UntypedStorage._new_shared_cuda(
             device, allocation.handle, allocation.size_bytes, 0, count, index, b"", False
         )
@@ -92,8 +93,8 @@ class CudaMemory:
 
     def finish(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        done = self._stream.record_event()
-        while not done.query():
+        event = self._stream.record_event()
+        while not event.query():
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_S)
@@ -101,7 +102,7 @@ class CudaMemory:
 
 
 class DeviceMemoryOfWorker(Memory):
-    def open(self, live: Live, offer: Offer) -> Endpoint:
+    def open(self, live: LiveParameters, offer: Offer) -> Endpoint:
         return export(live, CudaMemory())
 
 
@@ -132,9 +133,9 @@ class CudaIpcTransport(SharedMemoryTransport):
         self._copy()
         if not self._memory.finish(self._timeout_s):
             ranks = ", ".join(map(str, self._tensors))
-            late = f"not through within {self._timeout_s:.0f} s by CUDA IPC"
+            problem = f"not through within {self._timeout_s:.0f} s by CUDA IPC"
             raise TimeoutError(
-                f"weights from trainer rank {self._rank} to generator rank {ranks}: {late}"
+                f"weights from trainer rank {self._rank} to generator rank {ranks}: {problem}"
             )
         self._owners.check()
 
@@ -150,10 +151,9 @@ class CudaIpcTransport(SharedMemoryTransport):
             storages = [self._memory.open(allocation) for allocation in endpoint.allocations]
         except RuntimeError as error:
             if file_at(endpoint.address) is None:
-                storages = [
-                    torch.UntypedStorage(allocation.size_bytes, device="meta")
-                    for allocation in endpoint.allocations
-                ]
+                storages = []
+                for allocation in endpoint.allocations:
+                    storages.append(torch.UntypedStorage(allocation.size_bytes, device="meta"))
                 return _tensors(storages, endpoint)
             ranks = (
                 f"trainer rank {self._rank} cannot open the GPU memory of generator rank "
@@ -170,9 +170,10 @@ class CudaIpcTransport(SharedMemoryTransport):
 def _tensors(
     storages: Sequence[torch.UntypedStorage], endpoint: Endpoint
 ) -> dict[str, torch.Tensor]:
-    return {
-        tensor.name: view_at(storages[tensor.allocation], tensor) for tensor in endpoint.tensors
-    }
+    result: dict[str, torch.Tensor] = {}
+    for tensor in endpoint.tensors:
+        result[tensor.name] = view_at(storages[tensor.allocation], tensor)
+    return result
 
 
 @functools.cache
@@ -181,7 +182,7 @@ def _sign_of_life() -> str:
     return f"/proc/{os.getpid()}/fd/{os.memfd_create('megarl-alive')}"
 
 
-def export(live: Live, memory: DeviceMemory) -> Endpoint:
+def export(live: LiveParameters, memory: DeviceMemory) -> Endpoint:
     parameters = live.tensors()
     # handle -> allocation; all parts of an allocation share its handle
     allocations: dict[bytes, Allocation] = {}
@@ -190,11 +191,11 @@ def export(live: Live, memory: DeviceMemory) -> Endpoint:
     for parameter in parameters.values():
         storage = parameter.untyped_storage()
         if storage.data_ptr() not in places:
-            found, offset = memory.export(storage)
-            places[storage.data_ptr()] = found.handle, offset
-            known = allocations.setdefault(found.handle, found)
-            if found.size_bytes > known.size_bytes:
-                allocations[found.handle] = found
+            allocation, offset = memory.export(storage)
+            places[storage.data_ptr()] = allocation.handle, offset
+            longest = allocations.setdefault(allocation.handle, allocation)
+            if allocation.size_bytes > longest.size_bytes:
+                allocations[allocation.handle] = allocation
     index_of = {handle: index for index, handle in enumerate(allocations)}
     tensors: list[RemoteTensor] = []
     for name, parameter in parameters.items():

@@ -15,7 +15,6 @@ from megarl.weight_sync.transports.base import GLOO
 from megarl.weight_sync.transports.two_sided import Message, TwoSidedMemory, TwoSidedTransport
 
 _TAG = 0  # messages between two ranks arrive in order
-
 Started = list[tuple[dist.Work, str]]
 
 
@@ -56,9 +55,10 @@ class GlooGroup:
         operation: Callable[[list[torch.Tensor], int, int], dist.Work],
         messages: Sequence[Message],
     ) -> Started:
-        return [
-            (operation([message.buffer], message.peer, _TAG), message.label) for message in messages
-        ]
+        result = []
+        for message in messages:
+            result.append((operation([message.buffer], message.peer, _TAG), message.label))
+        return result
 
 
 class GlooMemory(TwoSidedMemory):

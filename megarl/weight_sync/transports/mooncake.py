@@ -41,7 +41,7 @@ from megarl.weight_sync.transports.base import (
     Inbox,
     Incoming,
     Landing,
-    Live,
+    LiveParameters,
     Memory,
     Offer,
     Opening,
@@ -52,34 +52,44 @@ from megarl.weight_sync.transports.base import (
 )
 from megarl.weight_sync.transports.shared_memory import aligned_offsets
 
-# Memory of a worker's host to which trainer ranks write changes (Mooncake).
-
-
 SMALL_BYTES = 64  # in addition, for each copy, because a delta may be little more than its header
+# of one write: the TCP transport sends several in parallel, and RDMA splits them anyway
+LONGEST_RUN_BYTES = 1 << 20
+HALF_BYTES = 32 << 20  # size of each half of the staging buffer
+# collected before the thread gets it; a limit, so that the network is not idle
+MOST_NOTED_BYTES = 64 << 20
+# number of writes: the TCP transport refuses a few thousand, and does not recover
+MOST_UNDER_WAY = 256
+POLL_S = 0.0002
+_DEVICES = Path("/sys/class/infiniband")
+IMPORTS = "mooncake"
+INFINIBAND = "infiniband"  # facts in Host.has
+_REFUSED = (0, -1, (1 << 64) - 1)  # returned instead of a write, depending on Mooncake's version
+Run = tuple[int, int, int]  # source address, destination address, bytes
 
 
 def inboxes(map: ReshardMap | None, rank: int, trainers: Collection[int]) -> dict[str, Any]:
     """The fields of an Offer for changes: the boxes that may come as changes, and the sizes of
     inboxes; none without `map`.
     """
-    copies = (
-        [copy for copy in map.writes_to(rank) if copy.source_rank in trainers]
-        if map is not None
-        else []
-    )
+    if map is not None:
+        copies = []
+        for copy in map.writes_to(rank):
+            if copy.source_rank in trainers:
+                copies.append(copy)
+    else:
+        copies = []
     sizes: dict[int, int] = {}
     for copy in copies:
         sizes[copy.source_rank] = (
             sizes.get(copy.source_rank, HEADER_BYTES) + SMALL_BYTES + int(copy.bytes * INBOX_SHARE)
         )
-    incoming = [
-        Incoming(copy.source_rank, copy.destination_tensor, copy.destination_box, 0)
-        for copy in copies
-    ]
+    incoming = []
+    for copy in copies:
+        incoming.append(
+            Incoming(copy.source_rank, copy.destination_tensor, copy.destination_box, 0)
+        )
     return {"incoming": incoming, "inboxes": list(sizes.items())}
-
-
-# Splits boxes of tensors into runs of contiguous memory, for one-sided writes by address.
 
 
 def destination_runs(
@@ -118,38 +128,20 @@ def pieces(values: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
 
 
 def _indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    return (
-        (
+    if shape:
+        return (
             tuple(i)
             for i in torch.cartesian_prod(*map(torch.arange, shape))
             .reshape(-1, len(shape))
             .tolist()
         )
-        if shape
-        else iter([()])
-    )
-
-
-# of one write: the TCP transport sends several in parallel, and RDMA splits them anyway
-LONGEST_RUN_BYTES = 1 << 20
-HALF_BYTES = 32 << 20  # size of each half of the staging buffer
-# collected before the thread gets it; a limit, so that the network is not idle
-MOST_NOTED_BYTES = 64 << 20
-# number of writes: the TCP transport refuses a few thousand, and does not recover
-MOST_UNDER_WAY = 256
-POLL_S = 0.0002
-_DEVICES = Path("/sys/class/infiniband")
-IMPORTS = "mooncake"
-INFINIBAND = "infiniband"  # facts in Host.has
-_REFUSED = (0, -1, (1 << 64) - 1)  # returned instead of a write, depending on Mooncake's version
-
-Run = tuple[int, int, int]  # source address, destination address, bytes
+    return iter([()])
 
 
 class MooncakeMemory(Memory):
     """Parameters that are written in place, and landing memory for boxes of short rows."""
 
-    def open(self, live: Live, offer: Offer) -> Endpoint:
+    def open(self, live: LiveParameters, offer: Offer) -> Endpoint:
         # of earlier writers: their memory is needed, and is still registered
         for earlier in ("_engine", "_memory", "_changes"):
             vars(self).pop(earlier, None)
@@ -174,19 +166,17 @@ class MooncakeMemory(Memory):
         register(engine, list(blocks.items()))
         self._engine = engine
         base = min(blocks)
-        tensors = [
-            describe(name, values, values.data_ptr() - base)
-            for name, values in self._tensors.items()
-        ]
+        tensors = []
+        for name, values in self._tensors.items():
+            tensors.append(describe(name, values, values.data_ptr() - base))
         begins = [self._memory.data_ptr() + offset - base for offset in self._offsets]
-        landings = [
-            Landing(name, box.start, begin) for (name, box), begin in zip(self._landing, begins)
-        ]
+        landings = []
+        for (name, box), begin in zip(self._landing, begins):
+            landings.append(Landing(name, box.start, begin))
         first = self._changes.data_ptr() - base
-        inboxes = [
-            Inbox(trainer, first + start, size)
-            for (trainer, size), start in zip(offer.inboxes, starts)
-        ]
+        inboxes = []
+        for (trainer, size), start in zip(offer.inboxes, starts):
+            inboxes.append(Inbox(trainer, first + start, size))
         address = address_of(live.address, engine, offer.protocol, base)
         return Endpoint(
             live.rank,
@@ -199,10 +189,10 @@ class MooncakeMemory(Memory):
             host=live.host,
         )
 
-    def spread(self, wanted: Callable[[str], bool] | None = None) -> None:
+    def spread(self, selects: Callable[[str], bool] | None = None) -> None:
         """Copies the boxes in landing memory to the tensors."""
         for (name, box), offset in zip(self._landing, self._offsets):
-            if wanted is not None and not wanted(name):
+            if selects is not None and not selects(name):
                 continue
             tensor = self._tensors[name]
             landed = self._memory[offset : offset + box.numel * tensor.itemsize]
@@ -210,11 +200,10 @@ class MooncakeMemory(Memory):
 
     def spread_changes(self, version: int) -> None:
         for trainer, start in self._inboxes.items():
-            boxes = [
-                self._tensors[each.tensor][each.box.slices()]
-                for each in self._incoming
-                if each.source_rank == trainer
-            ]
+            boxes = []
+            for incoming in self._incoming:
+                if incoming.source_rank == trainer:
+                    boxes.append(self._tensors[incoming.tensor][incoming.box.slices()])
             spread_blob(self._changes[start:], version, boxes, f"trainer rank {trainer}")
 
 
@@ -229,36 +218,37 @@ class MooncakeTransport(Transport):
     @staticmethod
     def found_here() -> tuple[str, ...]:
         return tuple(
-            name for name, there in ((IMPORTS, imports()), (INFINIBAND, has_infiniband())) if there
+            name
+            for name, is_present in ((IMPORTS, imports()), (INFINIBAND, has_infiniband()))
+            if is_present
         )
 
     @staticmethod
     def hindrance(trainer: Host, generator: Host) -> str:
-        missing = [
-            side
-            for side, host in (("the trainer's", trainer), ("the generator's", generator))
-            if IMPORTS not in host.has
-        ]
-        return (
-            "do not both have Mooncake: its transfer engine does not import on "
-            f"{' and '.join(missing)} host"
-            if missing
-            else ""
-        )
+        missing = []
+        for side, host in (("the trainer's", trainer), ("the generator's", generator)):
+            if IMPORTS not in host.has:
+                missing.append(side)
+        if missing:
+            return (
+                "do not both have Mooncake: its transfer engine does not import on "
+                f"{' and '.join(missing)} host"
+            )
+        return ""
 
     @classmethod
     def offers(cls, opening: Opening) -> dict[int, Offer]:
         protocol = protocol_of(opening.hosts)
         map = opening.map if opening.deltas else None
         rows = landing_rows(opening.map) if opening.map else ()
-        return {
-            rank: Offer(
+        result: dict[int, Offer] = {}
+        for rank, trainers in opening.writers.items():
+            result[rank] = Offer(
                 protocol,
                 _landing(opening.map, rank, rows, trainers),
                 **inboxes(map, rank, trainers),
             )
-            for rank, trainers in opening.writers.items()
-        }
+        return result
 
     def __init__(self, rank: int, timeout_s: float):
         super().__init__(rank, timeout_s)
@@ -297,22 +287,26 @@ class MooncakeTransport(Transport):
         ).start()
 
     def prepare(self, sources: Iterable[torch.Tensor]) -> None:
-        storages = {
-            storage.data_ptr(): storage
-            for storage in (source.untyped_storage() for source in sources)
-        }
+        storages = {}
+        for storage in (source.untyped_storage() for source in sources):
+            storages[storage.data_ptr()] = storage
         self._on_gpu = any(storage.is_cuda for storage in storages.values())
-        if gone := self._sources.keys() - storages.keys():
-            self._engine.batch_unregister_memory(list(gone))
-        if new := storages.keys() - self._sources.keys():
-            register(self._engine, [(address, storages[address].nbytes()) for address in new])
+        old_addresses = self._sources.keys() - storages.keys()
+        if old_addresses:
+            self._engine.batch_unregister_memory(list(old_addresses))
+        new_addresses = storages.keys() - self._sources.keys()
+        if new_addresses:
+            register(
+                self._engine, [(address, storages[address].nbytes()) for address in new_addresses]
+            )
         self._sources = storages
 
     def write(self, copy: Copy, values: torch.Tensor) -> None:
         rank = copy.destination_rank
         start = copy.destination_box.start
         base = self._peers[rank][2]
-        if (landing := self._landings[rank].get((copy.destination_tensor, start))) is not None:
+        landing = self._landings[rank].get((copy.destination_tensor, start))
+        if landing is not None:
             self._put(rank, base + landing, values)
             return
         for offset, run in destination_runs(
@@ -321,7 +315,9 @@ class MooncakeTransport(Transport):
             self._put(rank, base + offset, run)
 
     def room(self, rank: int) -> float:
-        return self._inboxes[rank].size_bytes if rank in self._inboxes else 0.0
+        if rank in self._inboxes:
+            return self._inboxes[rank].size_bytes
+        return 0.0
 
     def write_changes(self, rank: int, changes: Changes, version: int) -> None:
         blob = make_blob([delta for _, delta in changes], version)
@@ -332,10 +328,10 @@ class MooncakeTransport(Transport):
         self._flush()
         deadline = time.monotonic() + self._timeout_s
         # the thread works in order, so once it releases this half, everything is sent
-        other = self._free[1 - self._half]
-        if not other.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        other_half = self._free[1 - self._half]
+        if not other_half.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise self._late()
-        other.release()
+        other_half.release()
         if self._failures:
             raise PeerUnreachable(
                 "; ".join(f"weights from {failure}" for failure in self._failures.values()),
@@ -413,15 +409,17 @@ class MooncakeTransport(Transport):
         """Returns a description of the failure; empty without one."""
         peer = self._peers[rank][1]
         failure = (
-            f"trainer rank {self._rank} could not write to generator rank {rank} at {peer} "
-            "by Mooncake"
+            f"trainer rank {self._rank} could not write to generator rank {rank} at {peer} by "
+            "Mooncake"
         )
         try:
             written = write_runs(self._engine, peer, runs, self._timeout_s)
         except Exception as error:
             # otherwise the thread would end, and only a deadline would reveal it
             return f"{failure}: {error!r}"
-        return "" if written else f"{failure}: is its engine alive? see the log on stderr"
+        if written:
+            return ""
+        return f"{failure}: is its engine alive? see the log on stderr"
 
     def _late(self) -> TimeoutError:
         ranks = ", ".join(f"{rank} at {peer}" for rank, (_, peer, _) in self._peers.items())
@@ -435,11 +433,11 @@ def _landing(
     map: ReshardMap | None, rank: int, rows: tuple[Row, ...], trainers: Collection[int]
 ) -> list[tuple[str, Box]]:
     copies = landings(map, rank, rows) if map is not None and rows else []
-    return [
-        (copy.destination_tensor, copy.destination_box)
-        for copy in copies
-        if copy.source_rank in trainers
-    ]
+    result: list[tuple[str, Box]] = []
+    for copy in copies:
+        if copy.source_rank in trainers:
+            result.append((copy.destination_tensor, copy.destination_box))
+    return result
 
 
 def landing_memory(size: int, device: torch.device) -> torch.Tensor:
@@ -450,9 +448,9 @@ def landing_memory(size: int, device: torch.device) -> torch.Tensor:
     try:
         return torch.empty(size, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # on a GPU its subclass torch.OutOfMemoryError
-        needed = f"{size / 2**30:.2f} GiB for boxes of short rows to land in"
+        demand = f"{size / 2**30:.2f} GiB for boxes of short rows to land in"
         raise RuntimeError(
-            f"Mooncake needs {needed}, beside what SGLang holds: lower generator.mem_fraction "
+            f"Mooncake needs {demand}, beside what SGLang holds: lower generator.mem_fraction "
             f"({error})"
         ) from error
 
@@ -461,7 +459,9 @@ def protocol_of(hosts: Iterable[Host]) -> str:
     """The protocol for all ranks of a run: rdma if every host has a GPU and an InfiniBand (or RoCE)
     device, otherwise tcp.
     """
-    return "rdma" if all(host.cuda and INFINIBAND in host.has for host in hosts) else "tcp"
+    if all(host.cuda and INFINIBAND in host.has for host in hosts):
+        return "rdma"
+    return "tcp"
 
 
 def write_runs(engine: Any, peer: str, runs: Sequence[Run], timeout_s: float) -> bool:
@@ -517,7 +517,8 @@ def open_engine(host: str, protocol: str) -> Any:
         ) from error
     if engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
         raise RuntimeError(
-            f"Mooncake's transfer engine does not start on {host} by {protocol}; see the log on stderr"
+            f"Mooncake's transfer engine does not start on {host} by {protocol}; see the log on "
+            "stderr"
         )
     return engine
 
@@ -567,6 +568,6 @@ def address_of(host: str, engine: Any, protocol: str, base: int) -> str:
 
 def address_parts(address: str) -> tuple[str, str, int]:
     """(protocol, host:port, base)"""
-    protocol, _, rest = address.partition("://")
-    peer, _, base = rest.partition("/")
+    protocol, _, path = address.partition("://")
+    peer, _, base = path.partition("/")
     return protocol, peer, int(base)

@@ -59,8 +59,8 @@ class NcclGroup:
             if time.monotonic() > deadline:
                 self._backend.abort()
                 raise TimeoutError(
-                    f"weights from {_labels(messages)}: not through within {self._timeout_s:.0f} "
-                    "s by NCCL"
+                    f"weights from {_labels(messages)}: not through within {self._timeout_s:.0f} s "
+                    "by NCCL"
                 )
             time.sleep(POLL_S)
         try:
@@ -95,15 +95,19 @@ class NcclTransport(TwoSidedTransport):
 
     @staticmethod
     def found_here() -> tuple[str, ...]:
-        return (SHARES,) if SHARES in os.environ else ()
+        if SHARES in os.environ:
+            return (SHARES,)
+        return ()
 
     @staticmethod
     def hindrance(trainer: Host, generator: Host) -> str:
         if SHARES in trainer.has and SHARES in generator.has:
             return "may share a GPU, and NCCL refuses two ranks of a communicator on one GPU"
-        return "" if trainer.cuda and generator.cuda else "do not both have CUDA"
+        if trainer.cuda and generator.cuda:
+            return ""
+        return "do not both have CUDA"
 
 
 def _labels(messages: Sequence[Message]) -> str:
-    more = f", and {len(messages) - 1} more of its wave" if len(messages) > 1 else ""
-    return messages[0].label + more
+    suffix = f", and {len(messages) - 1} more of its wave" if len(messages) > 1 else ""
+    return messages[0].label + suffix

@@ -15,7 +15,7 @@ from megarl.reshard.deltas import Changes, spread
 from megarl.reshard.map import Copy
 from megarl.weight_sync.transports.base import (
     Endpoint,
-    Live,
+    LiveParameters,
     Memory,
     Offer,
     OwnerGone,
@@ -24,12 +24,9 @@ from megarl.weight_sync.transports.base import (
     describe,
 )
 
-# Checks that the processes whose memory is mapped here still run. A mapping outlives its process,
-# and writes to it are then lost.
-
-
 # this process has no permission to see the file, so it cannot tell whether the file still exists
 _HIDDEN = (0, 0)
+_ALIGNMENT = 64  # bytes
 
 
 class Owners:
@@ -52,35 +49,33 @@ class Owners:
             if file is None or file_at(endpoint.address) != file:
                 ranks = f"trainer rank {self._rank} to generator rank {endpoint.rank}"
                 raise OwnerGone(
-                    f"weights from {ranks}: the engine process that owned {endpoint.address} has ended"
+                    f"weights from {ranks}: the engine process that owned {endpoint.address} has "
+                    "ended"
                 )
 
 
 def file_at(address: str) -> tuple[int, int] | None:
     """(device, inode) of a file; None if it does not exist."""
     try:
-        found = os.stat(address)
+        status = os.stat(address)
     except PermissionError:
         return _HIDDEN
     except OSError:
         return None
-    return found.st_dev, found.st_ino
-
-
-_ALIGNMENT = 64  # bytes
+    return status.st_dev, status.st_ino
 
 
 class SharedMemory(Memory):
     def __init__(self) -> None:
         self._file: MemoryFile | None = None
 
-    def open(self, live: Live, offer: Offer) -> Endpoint:
+    def open(self, live: LiveParameters, offer: Offer) -> Endpoint:
         """When it is called again, the parameters stay in the file and mapped."""
         if self._file is None or not self._file.holds(live.parameters.values()):
-            before = self._file
+            old_file = self._file
             self._file = MemoryFile(live.parameters)
-            if before is not None:
-                before.close()
+            if old_file is not None:
+                old_file.close()
         return self._file.endpoint(live)
 
 
@@ -135,7 +130,8 @@ class SharedMemoryTransport(Transport):
 
     def _place(self, copy: Copy) -> torch.Tensor:
         key = copy.destination_rank, copy.destination_tensor, copy.destination_box.start
-        if (place := self._places.get(key)) is None:
+        place = self._places.get(key)
+        if place is None:
             place = self._places[key] = self._tensors[key[0]][key[1]][copy.destination_box.slices()]
         return place
 
@@ -183,10 +179,9 @@ class MemoryFile:
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]):
-        storages = {
-            storage.data_ptr(): storage
-            for storage in (each.untyped_storage() for each in parameters.values())
-        }
+        storages = {}
+        for storage in (parameter.untyped_storage() for parameter in parameters.values()):
+            storages[storage.data_ptr()] = storage
         offsets, self._size = aligned_offsets(storage.nbytes() for storage in storages.values())
         offset_of = dict(zip(storages, offsets))
         # An anonymous file, because a killed engine then leaves no name in /dev/shm, and the size
@@ -197,15 +192,15 @@ class MemoryFile:
         os.posix_fallocate(self._file, 0, self._size)
         self._path = f"/proc/{os.getpid()}/fd/{self._file}"
         self._memory = _mapped(self._path, self._size)
-        moved = {}
+        moved_values = {}
         for name, parameter in parameters.items():
             offset = (
                 offset_of[parameter.untyped_storage().data_ptr()]
                 + int(parameter.storage_offset()) * parameter.itemsize
             )
-            moved[name] = view_at(self._memory, describe(name, parameter, offset))
-            moved[name].copy_(parameter.data)
-        for name, values in moved.items():
+            moved_values[name] = view_at(self._memory, describe(name, parameter, offset))
+            moved_values[name].copy_(parameter.data)
+        for name, values in moved_values.items():
             parameters[name].data = values
 
     def holds(self, parameters: Iterable[torch.Tensor]) -> bool:
@@ -215,12 +210,11 @@ class MemoryFile:
             for parameter in parameters
         )
 
-    def endpoint(self, live: Live) -> Endpoint:
+    def endpoint(self, live: LiveParameters) -> Endpoint:
         base = self._memory.data_ptr()
-        places = [
-            describe(name, values, values.data_ptr() - base)
-            for name, values in live.tensors().items()
-        ]
+        places = []
+        for name, values in live.tensors().items():
+            places.append(describe(name, values, values.data_ptr() - base))
         return Endpoint(live.rank, live.kind, self._path, self._size, places, host=live.host)
 
     def close(self) -> None:

@@ -29,9 +29,9 @@ from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.schedule import waves
 from megarl.weight_sync.transports.base import (
     Endpoint,
+    GroupMembers,
     Incoming,
-    Live,
-    Members,
+    LiveParameters,
     Memory,
     Offer,
     Opening,
@@ -54,7 +54,7 @@ class Message:
     target: torch.Tensor | None = None
 
 
-class Group(Protocol):
+class TransferGroup(Protocol):
     """A process group of one backend.
 
     All methods raise RuntimeError or TimeoutError that names the message.
@@ -74,7 +74,7 @@ class Group(Protocol):
 
 
 # arguments: store, rank, size, address of the store, deadline in seconds
-OpenGroup = Callable[[dist.Store, int, int, str, float], Group]
+OpenGroup = Callable[[dist.Store, int, int, str, float], TransferGroup]
 
 
 class TwoSidedTransport(Transport):
@@ -90,16 +90,16 @@ class TwoSidedTransport(Transport):
         store, address = open_store(opening.address)
         opening.stores.append(store)
         trainers = sorted({rank for writers in opening.writers.values() for rank in writers})
-        members = Members(tuple(trainers), tuple(sorted(opening.writers)), waves(opening.map))
-        return {
-            rank: Offer(
+        members = GroupMembers(tuple(trainers), tuple(sorted(opening.writers)), waves(opening.map))
+        result: dict[int, Offer] = {}
+        for rank, of_rank in opening.writers.items():
+            result[rank] = Offer(
                 address=address,
                 members=members,
                 incoming=_incoming(opening.map, rank, of_rank, members),
                 timeout_s=opening.timeout_s,
             )
-            for rank, of_rank in opening.writers.items()
-        }
+        return result
 
     def __init__(self, rank: int, timeout_s: float):
         super().__init__(rank, timeout_s)
@@ -130,7 +130,7 @@ class TwoSidedTransport(Transport):
         wave = self._members.waves[copy.depth]
         if wave != self._wave:
             self._start()
-            self._finish(before=wave - 1)
+            self._finish(end_wave=wave - 1)
             self._wave = wave
         label = _label(self._rank, copy.destination_rank, copy.destination_tensor)
         buffer = as_bytes(values.to(self._group.device).contiguous())
@@ -147,10 +147,13 @@ class TwoSidedTransport(Transport):
         )
 
     def fence(self) -> None:
-        sizes = [
-            (rank, torch.tensor([len(blob)], device=blob.device)) for rank, blob in self._blobs
-        ]
-        parts = [(rank, part) for rank, blob in self._blobs for part in blob.split(LONGEST_BYTES)]
+        sizes = []
+        for rank, blob in self._blobs:
+            sizes.append((rank, torch.tensor([len(blob)], device=blob.device)))
+        parts = []
+        for rank, blob in self._blobs:
+            for part in blob.split(LONGEST_BYTES):
+                parts.append((rank, part))
         self._blobs = []
         for messages in (sizes, parts):
             self._waiting += [
@@ -158,7 +161,7 @@ class TwoSidedTransport(Transport):
                 for to, part in messages
             ]
             self._start()
-            self._finish(before=len(self._members.waves))
+            self._finish(end_wave=len(self._members.waves))
         self._wave = -1
 
     def close(self) -> None:
@@ -172,9 +175,9 @@ class TwoSidedTransport(Transport):
             self._started.append((self._wave, self._waiting, self._group.send(self._waiting)))
             self._waiting = []
 
-    def _finish(self, before: int) -> None:
-        """Waits for all waves older than `before`."""
-        while self._started and self._started[0][0] < before:
+    def _finish(self, end_wave: int) -> None:
+        """Waits for all waves older than `end_wave`."""
+        while self._started and self._started[0][0] < end_wave:
             self._group.wait(self._started.pop(0)[2])
 
 
@@ -186,7 +189,7 @@ class TwoSidedMemory(Memory):
 
     open_group: OpenGroup
 
-    def open(self, live: Live, offer: Offer) -> Endpoint:
+    def open(self, live: LiveParameters, offer: Offer) -> Endpoint:
         assert offer.members is not None
         self._rank = live.rank
         self._offer = offer
@@ -200,31 +203,33 @@ class TwoSidedMemory(Memory):
     def receive(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Receives all messages of one update of `tensors`."""
         group = self._join()
-        coming = [each for each in self._offer.incoming if each.tensor in tensors]
-        under_way: list[tuple[list[Message], Any]] = []
-        for _, wave in groupby(coming, key=lambda each: each.wave):
+        messages_of_update = [
+            incoming for incoming in self._offer.incoming if incoming.tensor in tensors
+        ]
+        started_waves: list[tuple[list[Message], Any]] = []
+        for _, wave in groupby(messages_of_update, key=lambda incoming: incoming.wave):
             messages = [
-                self._message(each, tensors[each.tensor][each.box.slices()]) for each in wave
+                self._message(incoming, tensors[incoming.tensor][incoming.box.slices()])
+                for incoming in wave
             ]
-            under_way.append((messages, group.receive(messages)))
-            if len(under_way) > 1:
-                self._finish(*under_way.pop(0))
-        for messages, started in under_way:
+            started_waves.append((messages, group.receive(messages)))
+            if len(started_waves) > 1:
+                self._finish(*started_waves.pop(0))
+        for messages, started in started_waves:
             self._finish(messages, started)
 
     def receive_changes(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         group = self._join()
-        trainers = sorted({each.source_rank for each in self._offer.incoming})
+        trainers = sorted({incoming.source_rank for incoming in self._offer.incoming})
         sizes = [torch.zeros(1, dtype=torch.int64, device=group.device) for _ in trainers]
         self._receive_from(trainers, [[size] for size in sizes])
         blobs = [torch.empty(int(size), dtype=torch.uint8, device=group.device) for size in sizes]
         self._receive_from(trainers, [blob.split(LONGEST_BYTES) for blob in blobs])
         for trainer, blob in zip(trainers, blobs):
-            boxes = [
-                tensors[each.tensor][each.box.slices()]
-                for each in self._offer.incoming
-                if each.source_rank == trainer
-            ]
+            boxes = []
+            for incoming in self._offer.incoming:
+                if incoming.source_rank == trainer:
+                    boxes.append(tensors[incoming.tensor][incoming.box.slices()])
             spread_blob(blob, version, boxes, f"trainer rank {trainer}")
 
     def _receive_from(
@@ -232,15 +237,14 @@ class TwoSidedMemory(Memory):
     ) -> None:
         places = [(trainer, self._members.trainers.index(trainer)) for trainer in trainers]
         labelled = [(place, _label(trainer, self._rank, CHANGES)) for trainer, place in places]
-        messages = [
-            Message(place, as_bytes(part), label)
-            for (place, label), parts in zip(labelled, buffers)
-            for part in parts
-        ]
+        messages = []
+        for (place, label), parts in zip(labelled, buffers):
+            for part in parts:
+                messages.append(Message(place, as_bytes(part), label))
         group = self._join()
         group.wait(group.receive(messages))
 
-    def _join(self) -> Group:
+    def _join(self) -> TransferGroup:
         if self._group is None:
             opens = type(self).open_group
             offer = self._offer
@@ -269,21 +273,25 @@ class TwoSidedMemory(Memory):
 
 
 def _incoming(
-    map: ReshardMap, rank: int, trainers: Collection[int], members: Members
+    map: ReshardMap, rank: int, trainers: Collection[int], members: GroupMembers
 ) -> list[Incoming]:
-    return [
-        Incoming(
-            copy.source_rank,
-            copy.destination_tensor,
-            copy.destination_box,
-            members.waves[copy.depth],
-        )
-        for copy in map.writes_to(rank)
-        if copy.source_rank in trainers
-    ]
+    result: list[Incoming] = []
+    for copy in map.writes_to(rank):
+        if copy.source_rank in trainers:
+            result.append(
+                Incoming(
+                    copy.source_rank,
+                    copy.destination_tensor,
+                    copy.destination_box,
+                    members.waves[copy.depth],
+                )
+            )
+    return result
 
 
-def join(open_group: OpenGroup, address: str, members: Members, me: str, timeout_s: float) -> Group:
+def join(
+    open_group: OpenGroup, address: str, members: GroupMembers, me: str, timeout_s: float
+) -> TransferGroup:
     """Meets the other members at the store.
 
     `me`: "trainer rank 3" or "generator rank 0". Raises RuntimeError with the names of absent

@@ -17,11 +17,11 @@ from megarl.base.processes import end_with_parent
 from megarl.kernels.audit import hash_tensors
 from megarl.messaging.host import Host
 from megarl.reshard.layout import Layout
-from megarl.weight_sync.transports.base import Live, Memory, Offer
+from megarl.weight_sync.transports.base import LiveParameters, Memory, Offer
 from megarl.weight_sync.transports.choice import transport_class
 
 
-class Neighbour:
+class EngineProcess:
     """A handle to that process, which is generator rank 0, for the process that writes.
 
     A context manager: leaving it ends the process.
@@ -30,18 +30,18 @@ class Neighbour:
     def __init__(self, device: str, layout: Layout, timeout_s: float):
         context = multiprocessing.get_context("spawn")
         self._timeout_s = timeout_s
-        self._pipe, theirs = context.Pipe()
+        self._pipe, child_pipe = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, os.getpid(), device, layout), daemon=True
+            target=_serve, args=(child_pipe, os.getpid(), device, layout), daemon=True
         )
         self._process.start()
-        theirs.close()
+        child_pipe.close()
 
-    def start(self, what: str, *arguments: Any) -> None:
-        """Makes the process call a method of Held."""
-        self._asked = what
+    def start(self, method: str, *arguments: Any) -> None:
+        """Makes the process call a method of EngineMemory."""
+        self._method = method
         with contextlib.suppress(BrokenPipeError):  # the process has ended; `answer` will report it
-            self._pipe.send((what, arguments))
+            self._pipe.send((method, arguments))
 
     def answer(self) -> Any:
         """The method's result.
@@ -50,26 +50,26 @@ class Neighbour:
         """
         if not self._pipe.poll(self._timeout_s):
             raise TimeoutError(
-                f"the engine's process did not answer {self._asked!r} within "
+                f"the engine's process did not answer {self._method!r} within "
                 f"{self._timeout_s:.0f} s"
             )
         try:
-            done, answer = self._pipe.recv()
+            succeeded, answer = self._pipe.recv()
         except (EOFError, OSError) as error:
             self._process.join(1.0)
             raise RuntimeError(
-                f"the engine's process ended at {self._asked!r}, with status "
+                f"the engine's process ended at {self._method!r}, with status "
                 f"{self._process.exitcode}"
             ) from error
-        if not done:
-            raise RuntimeError(f"the engine's process failed at {self._asked!r}:\n{answer}")
+        if not succeeded:
+            raise RuntimeError(f"the engine's process failed at {self._method!r}:\n{answer}")
         return answer
 
-    def ask(self, what: str, *arguments: Any) -> Any:
-        self.start(what, *arguments)
+    def ask(self, method: str, *arguments: Any) -> Any:
+        self.start(method, *arguments)
         return self.answer()
 
-    def __enter__(self) -> Neighbour:
+    def __enter__(self) -> EngineProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -77,18 +77,18 @@ class Neighbour:
         self._process.join(10)
 
 
-class Held:
+class EngineMemory:
     """The content of the process: the parameters of generator rank 0."""
 
     def __init__(self, device: str, layout: Layout):
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
-        made = {
-            t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype), device=device)
-            for t in layout.tensors(0)
-        }
+        tensors = {}
+        for t in layout.tensors(0):
+            tensors[t.name] = torch.zeros(t.shape, dtype=getattr(torch, t.dtype), device=device)
         self.parameters: dict[str, Any] = {
-            name: torch.nn.Parameter(values, requires_grad=False) for name, values in made.items()
+            name: torch.nn.Parameter(values, requires_grad=False)
+            for name, values in tensors.items()
         }
         self.memory: Memory
 
@@ -102,7 +102,7 @@ class Held:
         """
         self.memory = transport_class(kind).memory()
         return self.memory.open(
-            Live(0, kind, Host(), address, self.parameters, self.tensors), offer
+            LiveParameters(0, kind, Host(), address, self.parameters, self.tensors), offer
         ).encode()
 
     def receive(self) -> None:
@@ -121,17 +121,17 @@ class Held:
 
 def _serve(pipe: Connection, parent: int, device: str, layout: Layout) -> None:
     end_with_parent(parent)
-    held: Held | None = None
+    memory: EngineMemory | None = None
     while True:
         try:
-            what, arguments = pipe.recv()
+            method, arguments = pipe.recv()
         except EOFError:
             os._exit(0)
         try:
-            held = held or Held(device, layout)
-            found = getattr(held, what)(*arguments)
+            memory = memory or EngineMemory(device, layout)
+            answer = getattr(memory, method)(*arguments)
             if device.startswith("cuda"):
                 torch.cuda.synchronize()
-            pipe.send((True, found))
+            pipe.send((True, answer))
         except Exception:
             pipe.send((False, traceback.format_exc()))
