@@ -23,7 +23,7 @@ LITTLE_BYTES = 16 << 20  # less free space than this counts as full
 MIB = 1 << 20
 
 
-def how(code: int) -> str:
+def ending(code: int) -> str:
     """How a process ended, in words.
 
     `code`: as subprocess and multiprocessing give it. Above 128, a signal has killed a child
