@@ -288,7 +288,7 @@ def occupied_ports(
     `run_processes`: name -> pid. Their descendants belong to the run too.
     """
     run_pids = {process.pid for pid in run_processes.values() for process in _family(pid)}
-    purposes = {port: purpose for purpose, port in reversed(ports.items())}
+    purposes = {port: purpose for purpose, port in ports.items()}
     for connection in psutil.net_connections("tcp"):
         if not connection.laddr or connection.status != psutil.CONN_LISTEN:
             continue

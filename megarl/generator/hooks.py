@@ -192,10 +192,10 @@ def server_arguments(quantization: str | None, text_only: bool = False) -> dict[
     overrides: dict[str, Any] = {"language_model_only": True} if text_only else {}
     if quantization is None:
         return {"json_model_override_args": json.dumps(overrides)} if overrides else {}
-    ending = CONFIGS[quantization]
-    overrides["quantization_config"] = ending
+    settings = CONFIGS[quantization]
+    overrides["quantization_config"] = settings
     return {
-        "quantization": ending["quant_method"],
+        "quantization": settings["quant_method"],
         "json_model_override_args": json.dumps(overrides),
         "load_format": "dummy",
     }

@@ -418,7 +418,7 @@ def test_blocks_of_fp8_on_blackwell_are_refused_by_what_the_node_has(gpu_node):
 
 
 def test_each_host_keeps_what_it_compiles_in_a_folder_of_its_own(tmp_path, monkeypatch):
-    for name in start._COMPILED:
+    for name in start._CACHE_FOLDERS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "mine"))
     monkeypatch.setattr(start.socket, "gethostname", lambda: "n7")
@@ -436,7 +436,7 @@ def test_kernels_go_to_scratch_without_a_writable_home(tmp_path, monkeypatch, ho
 
     Then every cache still has a place.
     """
-    for name in start._COMPILED:
+    for name in start._CACHE_FOLDERS:
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "file").write_text("")
     monkeypatch.delenv("HOME", raising=False)
@@ -448,7 +448,7 @@ def test_kernels_go_to_scratch_without_a_writable_home(tmp_path, monkeypatch, ho
 
 
 def test_named_caches_that_cannot_be_written_are_refused(tmp_path, monkeypatch):
-    for name in start._COMPILED:
+    for name in start._CACHE_FOLDERS:
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "file").write_text("")
     with pytest.raises(
