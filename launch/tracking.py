@@ -19,7 +19,7 @@ from megarl.evaluation.scores import complete_metrics
 from megarl.launch.processes import inherited
 from megarl.launch.start import one_thread
 from megarl.observe.metrics import METRICS_FILE
-from megarl.observe.tracking import Stale, Tracked
+from megarl.observe.tracking import StaleRows, TrackerState
 
 LOOK_S = 1.0
 KILLED_S = 5.0
@@ -49,11 +49,11 @@ class Trackers:
         """
         logs = self._folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        stale = json.dumps(asdict(Stale.of(self._folder / METRICS_FILE, first)))
+        stale = json.dumps(asdict(StaleRows.from_step(self._folder / METRICS_FILE, first)))
         for name in self._names:
-            replace(Tracked.load(self._folder, name), failures=0, problem="", ended=False).save(
-                self._folder, name
-            )
+            replace(
+                TrackerState.load(self._folder, name), failures=0, problem="", ended=False
+            ).save(self._folder, name)
             argv = [sys.executable, "-P", "-m", "megarl.observe.tracking"]
             argv += [name, str(self._folder), str(config_path), str(first), stale]
             argv += ["--deadline", str(self._deadline_s)]
@@ -81,7 +81,7 @@ class Trackers:
         for name, process in self._processes.items():
             if name in self._reported:
                 continue
-            problem = Tracked.load(self._folder, name).problem
+            problem = TrackerState.load(self._folder, name).problem
             if process.poll() is not None:
                 self._say(
                     name, f"its process ended ({process.returncode}); {self._last_line(name)}"
@@ -117,7 +117,7 @@ class Trackers:
                 except subprocess.TimeoutExpired:
                     self._say(name, f"it had not finished {deadline_s:g} s after the run ({limit})")
             for name in self._processes:
-                tracked = Tracked.load(self._folder, name)
+                tracked = TrackerState.load(self._folder, name)
                 if not tracked.ended:
                     cause = f": {tracked.problem}" if tracked.problem else ""
                     self._say(
