@@ -91,7 +91,7 @@ def problems_here(plan: RunPlan, trains: bool, serves: bool, shared: bool) -> li
     if gpu and serves:
         blackwell = [kind for kind, capability in doctor.capabilities() if capability == 10]
         if blackwell:
-            check = partial(repacked_blocks, where=f"{blackwell[0]} here")
+            check = partial(repacked_blocks, context=f"{blackwell[0]} here")
             problems += problems_by_group(plan.config, [check])
     return problems
 
