@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from megarl.base.rollout_types import UNANSWERED, Group, KeptSets, Prompt, Sample, join
+from megarl.base.rollout_types import UNANSWERED, Group, KeptSets, Prompt, Sample, join_kept_sets
 from megarl.data.chat import ChatTemplate, Message, StandIns, name_of
 from megarl.data.tokenizer import MOST_CHARS_PER_TOKEN, Tokenizer
 from megarl.generator.completions import MOST_STRINGS, Completion, Sampling, cut
@@ -193,7 +193,7 @@ def _sample(
         context = turn.context[prompt_tokens:] if turn.parent is None else turn.context
         drawn = turn.completion
         for numbers, own in ((array("i", context), False), (drawn.token_ids, mine)):
-            kept = join(kept, len(ids), drawn.kept if own else None, len(numbers))
+            kept = join_kept_sets(kept, len(ids), drawn.kept if own else None, len(numbers))
             ids += numbers
             logprobs += drawn.logprobs if own else array("f", bytes(4 * len(numbers)))
             versions += (

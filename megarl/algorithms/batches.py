@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.algorithms.base import Algorithm
 from megarl.base.rollout_types import (
     Batch,
-    Elsewhere,
+    RemoteSequence,
     SampleNumbers,
     SampleSummary,
     TrainSequence,
@@ -129,10 +129,10 @@ def masked_places(batch: Batch, mask_truncated: bool) -> set[int]:
 
 def to_train_sequences(
     batch: Batch, advantages: Tensor, skip_zero: bool, masked: Collection[int] = ()
-) -> dict[int, TrainSequence | Elsewhere]:
+) -> dict[int, TrainSequence | RemoteSequence]:
     """The sequences to train on, keyed by the place of their sample in the batch, in its order.
 
-    A sequence of another data-parallel rank is Elsewhere.
+    A sequence of another data-parallel rank is a RemoteSequence.
 
     Args: advantages [G, n], one per episode (constant over the tokens of all its samples: LlamaRL,
     section 6). `skip_zero` leaves out samples of zero advantage, possibly all. That keeps the
@@ -153,7 +153,7 @@ def to_train_sequences(
     return {
         place: _train_sequence(batch.numbers[place], advantage)
         if place in batch.numbers
-        else Elsewhere(lengths[place])
+        else RemoteSequence(lengths[place])
         for place, advantage in enumerate(of_samples)
         if place not in masked and (advantage != 0.0 or not skip_zero)
     }

@@ -400,8 +400,11 @@ def _declared(file: Path, names: Mapping[str, Any]) -> Iterator[tuple[str, Argum
     for block in ast.parse(file.read_text(encoding="utf-8")).body:
         for name, hint in fields_of(block) if isinstance(block, ast.ClassDef) else ():
             details = None
-            is_annotated = isinstance(hint, ast.Subscript) and ast.unparse(hint.value) == "A"
-            if is_annotated and isinstance(hint.slice, ast.Tuple):
+            if (
+                isinstance(hint, ast.Subscript)
+                and isinstance(hint.slice, ast.Tuple)
+                and ast.unparse(hint.value) == "A"
+            ):
                 hint, details = hint.slice.elts[:2]
             keywords = {}
             if isinstance(details, ast.Call):

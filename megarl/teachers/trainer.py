@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from megarl.base.rollout_types import Elsewhere, TrainSequence
+from megarl.base.rollout_types import RemoteSequence, TrainSequence
 from megarl.config.schema import SAMPLED, VOCABULARY, RunConfig
 from megarl.kernels import linear_kl
 from megarl.kernels.chunked_kl import Likeliest, Teacher, Whole
@@ -133,9 +133,9 @@ def token_divergence(
 
 
 # place of a sample in the batch -> its sequence
-Sequences = Mapping[int, TrainSequence | Elsewhere]
+Sequences = Mapping[int, TrainSequence | RemoteSequence]
 ByPlaces = Callable[
-    [Callable[[list[TrainSequence | Elsewhere]], list[np.ndarray]]], Mapping[int, np.ndarray]
+    [Callable[[list[TrainSequence | RemoteSequence]], list[np.ndarray]]], Mapping[int, np.ndarray]
 ]
 
 
@@ -188,7 +188,7 @@ class Teachers:
             name: ({}, {}) for name in served
         }
         for place, sequence in sequences.items() if served else ():
-            if isinstance(sequence, Elsewhere):
+            if isinstance(sequence, RemoteSequence):
                 for ids, logprobs in of_engines.values():
                     ids[place] = logprobs[place] = empty
                 continue
@@ -204,7 +204,9 @@ class Teachers:
                 logprobs[place] = known[:, 0] if over == SAMPLED else known
         return OfBatch(self, names, own, of_engines)
 
-    def _scores(self, name: str) -> Callable[[list[TrainSequence | Elsewhere]], list[np.ndarray]]:
+    def _scores(
+        self, name: str
+    ) -> Callable[[list[TrainSequence | RemoteSequence]], list[np.ndarray]]:
         return lambda some: self.models[name].token_logprobs(some, self.config.rollout.temperature)
 
 
@@ -219,7 +221,7 @@ class OfBatch:
     of_engines: Mapping[str, tuple[Mapping[int, np.ndarray], Mapping[int, np.ndarray]]]
 
     def of_step(
-        self, places: Sequence[int], chosen: Sequence[TrainSequence | Elsewhere]
+        self, places: Sequence[int], chosen: Sequence[TrainSequence | RemoteSequence]
     ) -> list[TeacherOfStep]:
         """The teachers' numbers for an optimizer step on the samples at `places`, whose sequences
         are `chosen`.
