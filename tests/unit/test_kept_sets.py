@@ -104,7 +104,9 @@ def test_what_is_packed_joined_and_cut_is_what_comes_out(made, other, cut) -> No
         "whichever is smaller"
     )
     # two tokens of the environment lie between
-    both = join_kept_sets(join(known, len(rows), None, 2), len(rows) + 2, later, len(more))
+    both = join_kept_sets(
+        join_kept_sets(known, len(rows), None, 2), len(rows) + 2, later, len(more)
+    )
     if rows or more:
         assert sets_of(both) == [*wanted, [], [], *(sorted(row) for row in more)]
     summary = known.summary()
@@ -281,7 +283,7 @@ def test_a_microbatch_has_the_sets_of_what_its_positions_predict() -> None:
     turns = sequence(
         6,
         [0, 0, 0, 1, 0, 1],
-        join_kept_sets(join(kept([[8, 9]]), 1, None, 1), 2, kept([[10]]), 1),
+        join_kept_sets(join_kept_sets(kept([[8, 9]]), 1, None, 1), 2, kept([[10]]), 1),
         [8, 1, 10],
     )
     plan = MicrobatchPlan((1, 0), (0, 6, 9))  # the first one has a position of padding
