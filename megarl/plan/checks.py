@@ -84,7 +84,10 @@ def _with_group_keys(problem: str, name: str, group: GroupConfig | None) -> str:
     keys = [field.name for field in fields(group) if getattr(group, field.name)]
     if not keys:
         return problem
-    return re.sub(rf"\bgenerator\.({'|'.join(keys)})\b", rf"generator.groups.{name}.\1", problem)
+    group_key = f"generator.groups.{name}."
+    return re.sub(
+        rf"\bgenerator\.({'|'.join(keys)})\b", lambda match: group_key + match[1], problem
+    )
 
 
 def check_groups(config: RunConfig) -> Iterable[str]:

@@ -217,8 +217,11 @@ def with_command_sizes(config: RunConfig, section: str) -> RunConfig:
 
 
 def _command_sizes(config: RunConfig, section: str) -> dict[str, int]:
-    settings = config.sft if section == "sft" else config.reward_model
-    sizes = {"tp": settings.tp, "pp": settings.pp, "dp": settings.dp}
+    if section == "sft":
+        sizes = {"tp": config.sft.tp, "pp": config.sft.pp, "dp": config.sft.dp}
+    else:
+        settings = config.reward_model
+        sizes = {"tp": settings.tp, "pp": settings.pp, "dp": settings.dp}
     return {axis: size for axis, size in sizes.items() if size is not None}
 
 
