@@ -40,7 +40,7 @@ from megarl.observe.metrics import (
     read_metrics,
 )
 from megarl.observe.samples import SAMPLES_FILE
-from megarl.trackers.trackers import Beginning, Tracker, open_tracker
+from megarl.trackers.trackers import Tracker, TrackerSettings, open_tracker
 
 POLL_S = 0.5
 SAMPLES_EVERY = 10  # steps between uploads of samples
@@ -140,13 +140,13 @@ class NewRows:
 
 
 def follow(
-    name: str, beginning: Beginning, rows: NewRows, first: int, ended: Callable[[float], bool]
+    name: str, settings: TrackerSettings, rows: NewRows, first: int, ended: Callable[[float], bool]
 ) -> None:
     """Sends rows until `ended(seconds)`, which waits for at most `seconds`, says that no more will
     come.
     """
-    folder = beginning.folder
-    tracked = TrackerState.load(beginning.folder, name)
+    folder = settings.folder
+    tracked = TrackerState.load(settings.folder, name)
     if tracked.closed and tracked.run and tracked.next_step <= first:
         tracked = TrackerState(tracked.run, tracked.next_step)
     else:
@@ -162,7 +162,7 @@ def follow(
         rows.poll()
         try:
             if tracker is None:
-                tracker = open_tracker(name, replace(beginning, run=tracked.run))
+                tracker = open_tracker(name, replace(settings, run=tracked.run))
             tracked.run = tracker.run
             while sent < len(rows.rows):
                 # samples of a step are written after its row
@@ -171,7 +171,7 @@ def follow(
                 sent += 1
             if over:
                 _send_samples(tracker, samples, rows.rows[-1] if rows.rows else None)
-                _complete(tracker, rows, beginning.folder)
+                _complete(tracker, rows, settings.folder)
                 tracker.close()
                 break
             pause_s = POLL_S
@@ -307,7 +307,7 @@ def main() -> None:
 
     config = read_yaml(arguments.config.read_text(encoding="utf-8"))
     title = arguments.title or str(arguments.folder)
-    beginning = Beginning(
+    settings = TrackerSettings(
         arguments.folder,
         arguments.project,
         title,
@@ -315,7 +315,7 @@ def main() -> None:
         entity=arguments.entity,
         tags=arguments.tags,
     )
-    follow(arguments.name, beginning, rows, arguments.first, ended)
+    follow(arguments.name, settings, rows, arguments.first, ended)
     sys.stdout.flush()
     os._exit(0)  # exit handlers of a library must not delay the end of the run
 

@@ -23,7 +23,7 @@ from megarl.launch.tracking import Trackers
 from megarl.observe.metrics import METRICS_FILE, MetricsWriter
 from megarl.observe.samples import SamplesWriter
 from megarl.observe.tracking import NewRows, StaleRows, TrackerState, follow
-from megarl.trackers.trackers import Beginning, check_trackers
+from megarl.trackers.trackers import TrackerSettings, check_trackers
 
 WAIT_S = 240.0  # the import of one library may take a minute on a busy machine
 
@@ -193,7 +193,7 @@ def test_wandb_is_told_whose_run_it_is_and_what_the_policy_writes(
         )
         samples.write(step, [group])
         samples.write(step, [group], dropped=True)
-    beginning = Beginning(tmp_path, "p", "mine", {}, entity="us", tags=["a", "b"])
+    beginning = TrackerSettings(tmp_path, "p", "mine", {}, entity="us", tags=["a", "b"])
     follow(
         "wandb",
         beginning,
@@ -243,7 +243,7 @@ def test_what_rows_get_at_the_end_is_added_to_their_steps(tmp_path: Path) -> Non
             complete_metrics(tmp_path)
         return len(calls) == 4
 
-    follow("tensorboard", Beginning(tmp_path, "project", "name", {}), rows, 0, ended)
+    follow("tensorboard", TrackerSettings(tmp_path, "project", "name", {}), rows, 0, ended)
     writer.close()
     assert calls == [0, 1, 2, 2]
     assert read_tensorboard(tmp_path, "") == {
