@@ -21,7 +21,7 @@ import msgspec
 
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.keys import general, keys_of, settings, value_at, yaml_text
-from megarl.config.limits import alike, did_you_mean
+from megarl.config.limits import did_you_mean, similar_names
 from megarl.config.load import load_config
 from megarl.config.schema import DROP, RunConfig
 from megarl.data import contents
@@ -377,7 +377,7 @@ def check_best(config: RunConfig) -> Iterable[str]:
     if key not in keys:
         allowed = "null without a held-out set"
         if keys:
-            allowed = f"one of {', '.join(keys)}{did_you_mean(alike(key, keys))}"
+            allowed = f"one of {', '.join(keys)}{did_you_mean(similar_names(key, keys))}"
         yield f"checkpoint.keep_best={key}: must be {allowed}"
     every = config.eval.every
     saved = config.checkpoint.every

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from megarl.config.keys import yaml_text
-from megarl.config.limits import alike, did_you_mean
+from megarl.config.limits import did_you_mean, similar_names
 from megarl.config.schema import RunConfig
 
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
@@ -80,7 +80,7 @@ def misfits(argument: Argument, value: Any) -> Iterator[str]:
         wrong = [str(choice) for choice in values if choice not in argument.choices]
         if wrong:
             choices = sorted(map(str, argument.choices))
-            yield f"must be one of {', '.join(choices)}{did_you_mean(alike(wrong[0], choices))}"
+            yield f"must be one of {', '.join(choices)}{did_you_mean(similar_names(wrong[0], choices))}"
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
