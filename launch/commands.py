@@ -198,7 +198,9 @@ def memory_lines(plan: RunPlan) -> list[str]:
             sides.append(
                 f"{side} {max(marks):.2f} GiB, planned {(memory.total - without_runtime) / GIB:.2f}"
             )
-    return [f"  {'most memory of a rank':<24}{'; '.join(sides)}"] if sides else []
+    if sides:
+        return [f"  {'most memory of a rank':<24}{'; '.join(sides)}"]
+    return []
 
 
 def cache_lines(plan: RunPlan) -> list[str]:
@@ -379,7 +381,9 @@ def _node_shape(node: NodePlan) -> tuple:
 def _node_names(nodes: list[NodePlan]) -> str:
     first = nodes[0].node
     last = nodes[-1].node
-    return f"node {first}" if first == last else f"nodes {first}-{last}"
+    if first == last:
+        return f"node {first}"
+    return f"nodes {first}-{last}"
 
 
 _FLEET_TEXTS = {POLICY: "engines", EVALUATION: "evaluation engines"}
@@ -799,7 +803,9 @@ def evaluation_text(result: Mapping[str, Any], weights: Weights) -> str:
 
 def _interval(scores: Mapping[str, float], key: str) -> str:
     ends = [scores.get(f"ci95/{key}/{end}") for end in ("low", "high")]
-    return "" if None in ends else f" [{ends[0]:.3f}, {ends[1]:.3f}]"
+    if None in ends:
+        return ""
+    return f" [{ends[0]:.3f}, {ends[1]:.3f}]"
 
 
 def _read_result(path: Path) -> dict[str, float]:

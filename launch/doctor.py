@@ -64,7 +64,9 @@ class Finding:
 
     def __str__(self) -> str:
         line = f"{self.state:<6}{self.what:<21} {self.found}"
-        return f"{line}\n{'':<28}-> {self.remedy}" if self.remedy else line
+        if self.remedy:
+            return f"{line}\n{'':<28}-> {self.remedy}"
+        return line
 
 
 Check = Callable[[], Iterator[Finding]]
@@ -96,7 +98,9 @@ def installing() -> list[Check]:
 
 def node(gpu: bool) -> list[Check]:
     """The checks of each node of a run before anything starts. They take two seconds."""
-    return [_driver, _nvlinks, _cuda_compilers, _compilers, _network] if gpu else []
+    if gpu:
+        return [_driver, _nvlinks, _cuda_compilers, _compilers, _network]
+    return []
 
 
 def run_checks(checks: Sequence[Check]) -> Iterator[Finding]:
@@ -308,7 +312,9 @@ def _nvcc_release(nvcc: Path) -> str:
     except (OSError, subprocess.TimeoutExpired):
         output = ""
     match = re.search(r"release (\d+\.\d+)", output)
-    return match[1] if match else "unknown"
+    if match:
+        return match[1]
+    return "unknown"
 
 
 def _program(subject: str, path: str | None, remedy: str) -> Finding:

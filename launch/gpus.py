@@ -75,7 +75,9 @@ def _leading_number(entry: str) -> str:
     it is negative.
     """
     number = re.match(r"[+-]?\d+", entry.strip())
-    return str(int(number[0])) if number and int(number[0]) >= 0 else ""
+    if number and int(number[0]) >= 0:
+        return str(int(number[0]))
+    return ""
 
 
 def nvidia_smi(*arguments: str) -> str:
@@ -97,7 +99,9 @@ def nvidia_smi(*arguments: str) -> str:
         raise TimeoutError(
             f"nvidia-smi gave no answer within {NVIDIA_SMI_S:.0f} s: is a GPU of this node broken?"
         ) from error
-    return process.stdout if process.returncode == 0 else ""
+    if process.returncode == 0:
+        return process.stdout
+    return ""
 
 
 def sysfs_address(bus_id: str) -> str:
@@ -114,7 +118,9 @@ def cores_near(address: str, devices: Path = PCI_DEVICES) -> tuple[int, ...]:
     Memory that a rank pins there is near its GPU and NIC. () if the kernel does not know them.
     """
     path = devices / address / "local_cpulist"
-    return parse_cpulist(path.read_text(encoding="utf-8")) if path.exists() else ()
+    if path.exists():
+        return parse_cpulist(path.read_text(encoding="utf-8"))
+    return ()
 
 
 def parse_cpulist(text: str) -> tuple[int, ...]:

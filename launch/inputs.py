@@ -113,7 +113,9 @@ def _check_room(option: str, folder: str | Path, needed_bytes: int, files: str) 
 
 
 def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+    if count >= 2**30:
+        return f"{count / 2**30:.1f} GiB"
+    return f"{count / 2**20:.1f} MiB"
 
 
 ABSURD = "}{ \\boxed{\u2603 </think> -1e999 \ufffd\n" * 40
@@ -169,7 +171,9 @@ class RewardTrial:
 
 
 def _score_text(score: Score) -> str:
-    return "failed" if score.failures else f"{score.reward:g}"
+    if score.failures:
+        return "failed"
+    return f"{score.reward:g}"
 
 
 def try_rewards(

@@ -160,7 +160,9 @@ class EnginePart:
     @property
     def name(self) -> str:
         """The name of its process and of its port."""
-        return f"{self.engine_name}.{self.part}" if self.part else self.engine_name
+        if self.part:
+            return f"{self.engine_name}.{self.part}"
+        return self.engine_name
 
     @property
     def engine_name(self) -> str:

@@ -160,7 +160,9 @@ class ProcessGroup:
     def failure(self, name: str) -> ProcessFailed | None:
         """The failure of a child that has ended; None while it runs."""
         code = self._children[name].poll()
-        return None if code is None else self._failed(name, code)
+        if code is None:
+            return None
+        return self._failed(name, code)
 
     def _failed(self, name: str, code: int) -> ProcessFailed:
         return ProcessFailed(name, code, self.log_path(name), self._ended_for_memory)

@@ -35,7 +35,9 @@ class Resume:
 
 def latest_checkpoint(run_dir: Path | str) -> Resume:
     checkpoints = complete_checkpoints(run_dir)
-    return Resume(checkpoints[-1][0], str(checkpoints[-1][1])) if checkpoints else Resume()
+    if checkpoints:
+        return Resume(checkpoints[-1][0], str(checkpoints[-1][1]))
+    return Resume()
 
 
 def check_resume_point(run_dir: Path | str, resume: Resume) -> None:

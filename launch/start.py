@@ -82,7 +82,9 @@ def binding(slot: int) -> dict[str, str]:
     if slot >= len(node_gpus) or not node_gpus[slot].address:
         return {}
     cores = cores_near(node_gpus[slot].address)
-    return {CORES: ",".join(map(str, cores))} if cores else {}
+    if cores:
+        return {CORES: ",".join(map(str, cores))}
+    return {}
 
 
 def network(interface: str | None, for_nccl: bool, address: str = "") -> dict[str, str]:
@@ -188,7 +190,9 @@ def weight_group(transport: str) -> dict[str, str]:
     settings cannot open each other's buffers. Without cuMem, sends from several ranks of a node to
     one rank of another may hang (NVIDIA/nccl issue 1721).
     """
-    return {CUMEM: os.environ.get(CUMEM, "1")} if transport == "nccl" else {}
+    if transport == "nccl":
+        return {CUMEM: os.environ.get(CUMEM, "1")}
+    return {}
 
 
 def engine_devices(part: EnginePart) -> dict[str, str]:

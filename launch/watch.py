@@ -118,7 +118,9 @@ class StopOrder:
 
     def among(self) -> set[str] | None:
         """The names of the processes that still matter; None while all of them do."""
-        return self._trainers if self._since is not None else None
+        if self._since is not None:
+            return self._trainers
+        return None
 
     @property
     def is_given(self) -> bool:
@@ -173,7 +175,9 @@ class RunWatch:
 
     def _among(self) -> set[str]:
         trainers = self.order.among()
-        return self.processes.names - self.keeper.names if trainers is None else trainers
+        if trainers is None:
+            return self.processes.names - self.keeper.names
+        return trainers
 
 
 def watch(

@@ -70,12 +70,16 @@ def setting_of(key: str) -> Setting | None:
     The user's names match NAME: `eval.suites.algebra.source` is an `eval.suites.NAME.source`.
     """
     setting = settings().get(general(key))
-    return dataclasses.replace(setting, key=key) if setting else None
+    if setting:
+        return dataclasses.replace(setting, key=key)
+    return None
 
 
 def section_of(key: str) -> Section | None:
     section = sections().get(general(key))
-    return dataclasses.replace(section, key=key) if section else None
+    if section:
+        return dataclasses.replace(section, key=key)
+    return None
 
 
 def concrete(tree: dict[str, Any]) -> Iterator[Setting]:
@@ -114,14 +118,18 @@ def general(key: str) -> str:
 
 def field_path(key: str) -> str:
     """The path of `key` in RunConfig. It differs only for `async`, which is a Python keyword."""
-    return "async_" + key[len("async") :] if key == "async" or key.startswith("async.") else key
+    if key == "async" or key.startswith("async."):
+        return "async_" + key[len("async") :]
+    return key
 
 
 def value_at(config: RunConfig, key: str) -> Any:
     """The value of `key`, or None if an optional section above it is null or missing."""
 
     def below(node: Any, name: str) -> Any:
-        return node.get(name) if isinstance(node, dict) else getattr(node, name, None)
+        if isinstance(node, dict):
+            return node.get(name)
+        return getattr(node, name, None)
 
     return functools.reduce(below, field_path(key).split("."), config)
 
@@ -153,7 +161,9 @@ def nearest(key: str) -> list[str]:
     """
     foreign_setting = foreign_setting_of(key)
     if foreign_setting is not None:
-        return [foreign_setting.key] if foreign_setting.key else []
+        if foreign_setting.key:
+            return [foreign_setting.key]
+        return []
     candidates = [
         (_likeness(key, candidate), candidate)
         for candidate in settings()

@@ -63,7 +63,9 @@ def similar_names(text: str, names: Collection[str]) -> list[str]:
         first = text.lower()
         second = name.lower()
         ratio = difflib.SequenceMatcher(None, first, second).ratio()
-        return ratio + 0.2 if sorted(first) == sorted(second) else ratio
+        if sorted(first) == sorted(second):
+            return ratio + 0.2
+        return ratio
 
     best = max(map(likeness, names), default=0.0)
     return [name for name in names if best >= _CLOSE_ENOUGH and likeness(name) == best]
@@ -71,7 +73,9 @@ def similar_names(text: str, names: Collection[str]) -> list[str]:
 
 def did_you_mean(names: Collection[str]) -> str:
     """The end of a message that suggests `names`; empty without names."""
-    return f"; did you mean {' or '.join(names)}?" if names else ""
+    if names:
+        return f"; did you mean {' or '.join(names)}?"
+    return ""
 
 
 def at_least(low: float) -> Limit:

@@ -116,7 +116,9 @@ def _kind(key: str) -> str:
     if key in _ROLLOUT_PATHS:
         return _ROLLOUT_PATHS[key]
     setting = setting_of(key)
-    return setting.path if setting else ""
+    if setting:
+        return setting.path
+    return ""
 
 
 def _doubts(path: str, end: str, is_relative: bool, is_file: bool, file: Path) -> Iterator[str]:
@@ -382,7 +384,9 @@ def _as_written(value: Any, text: Any) -> Any:
         }
     if isinstance(value, list):
         return [_as_written(item, inner) for item, inner in zip(value, text, strict=True)]
-    return _Number(value, text) if isinstance(text, str) and not isinstance(value, str) else value
+    if isinstance(text, str) and not isinstance(value, str):
+        return _Number(value, text)
+    return value
 
 
 def _read_as(key: str, value: Any) -> Any:
@@ -396,7 +400,9 @@ def _read_as(key: str, value: Any) -> Any:
     if isinstance(value, list):
         return [_read_as(key, item) for item in value]
     if isinstance(value, _Number):
-        return value.text if texts else value.value
+        if texts:
+            return value.text
+        return value.value
     return value
 
 
@@ -628,7 +634,9 @@ def _hint(key: str) -> str:
     near = nearest(key)
     elsewhere = foreign_setting_of(key)
     if elsewhere is not None and elsewhere.note:
-        return f"did you mean {near[0]} ({elsewhere.note})?" if near else elsewhere.note
+        if near:
+            return f"did you mean {near[0]} ({elsewhere.note})?"
+        return elsewhere.note
     if near:
         return f"did you mean {' or '.join(near)}?"
     siblings = _children(key.rpartition(".")[0]) if "." in key else []
@@ -709,7 +717,9 @@ def _dig(tree: Any, key: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    if OmegaConf.is_config(value):
+        return OmegaConf.to_container(value, resolve=True)
+    return value
 
 
 def _internal(value: Any, outermost: bool = True) -> Any:
@@ -740,4 +750,6 @@ def escaped(value: Any) -> Any:
         return {key: escaped(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [escaped(item) for item in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    return value

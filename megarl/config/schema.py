@@ -417,7 +417,9 @@ class DistillConfig:
         """How many tokens a teacher on engines is asked for at each place; 0: none but the sampled
         one.
         """
-        return (self.top_k or 20) if self.over == TOP_K else 0
+        if self.over == TOP_K:
+            return self.top_k or 20
+        return 0
 
 
 @dataclass

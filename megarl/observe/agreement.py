@@ -172,7 +172,9 @@ def _meters(name: str, sums: np.ndarray, bins: np.ndarray, largest: float) -> di
 
 
 def _effective(count: float, total: float, squares: float) -> float:
-    return total * total / (count * squares) if squares else math.nan
+    if squares:
+        return total * total / (count * squares)
+    return math.nan
 
 
 def _percentile(bins: np.ndarray, share: float, largest: float) -> float:
@@ -337,7 +339,9 @@ def describe_failed(rows: Sequence[Row], least: float) -> str:
     if fmean(row.get(FAILED_EPISODES, 0.0) for row in rows) >= least:
         return describe_failed_episodes(rows)
     failed_scores = fmean(row.get(FAILED_FRACTION, 0.0) for row in rows)
-    return f"{failed_scores:.0%} of the scores failed" if failed_scores >= least else ""
+    if failed_scores >= least:
+        return f"{failed_scores:.0%} of the scores failed"
+    return ""
 
 
 RULES = (equal_rewards, failures, scoring_binds, describe_differences, describe_agreement)

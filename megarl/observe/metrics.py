@@ -100,7 +100,9 @@ def _line(step: int, values: Mapping[str, float | int | bool | Sequence[int]]) -
 
 
 def _finite_or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def cut_from(path: Path, step: int) -> None:
@@ -173,7 +175,9 @@ def check_lines(path: Path | str, step: int) -> str:
     """
     recorded = {row["step"] for row in read_metrics(path)}
     missing = [number for number in range(step) if number not in recorded]
-    return lost_lines(path, missing) if missing else ""
+    if missing:
+        return lost_lines(path, missing)
+    return ""
 
 
 def lost_lines(path: Path | str, steps: Sequence[int]) -> str:
@@ -185,7 +189,9 @@ def lost_lines(path: Path | str, steps: Sequence[int]) -> str:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Row | None]]:
-    return parse_lines(path.read_bytes()) if path.exists() else iter(())
+    if path.exists():
+        return parse_lines(path.read_bytes())
+    return iter(())
 
 
 class MetricsTail:

@@ -58,7 +58,9 @@ def _number(key: str, digits: int) -> Callable[[Row], str]:
             return f"{row[key]:.{digits}f}"
         if size < 100:
             return f"{row[key]:.2f}"
-        return f"{row[key]:.1f}" if size < 1000 else f"{row[key]:.0f}"
+        if size < 1000:
+            return f"{row[key]:.1f}"
+        return f"{row[key]:.0f}"
 
     return cell
 
@@ -77,7 +79,9 @@ def _loss(row: Row) -> str:
     size = abs(row["loss"])
     if size < 10:
         return f"{row['loss']:+.4f}"
-    return f"{row['loss']:+.3f}" if size < 100 else f"{row['loss']:+.3g}"
+    if size < 100:
+        return f"{row['loss']:+.3f}"
+    return f"{row['loss']:+.3g}"
 
 
 # Heading -> (key, cell). A column is shown only if the row has its key. All columns together fit
@@ -171,7 +175,9 @@ class Progress:
             self._live.stop()
 
     def _finished_steps(self) -> int:
-        return self._tail.rows[-1]["step"] + 1 if self._tail.rows else 0
+        if self._tail.rows:
+            return self._tail.rows[-1]["step"] + 1
+        return 0
 
     def _remaining_s(self) -> float | None:
         if len(self._arrivals) < 2 or self._arrivals[-1] == self._arrivals[0]:
@@ -360,7 +366,9 @@ def source_line(row: Row) -> str:
     if not parts:
         return ""
     line = f"prompts, step {row['step']}: {', '.join(parts)}"
-    return line if len(line) <= LINE else line[: LINE - 1] + "…"
+    if len(line) <= LINE:
+        return line
+    return line[: LINE - 1] + "…"
 
 
 def held_out_lines(rows: Sequence[Row]) -> list[str]:

@@ -92,7 +92,9 @@ def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 def _nanmean(values: np.ndarray) -> float:
     finite = values[np.isfinite(values)]
-    return float(finite.mean()) if len(finite) else math.nan
+    if len(finite):
+        return float(finite.mean())
+    return math.nan
 
 
 def _plot_reward(axes, rows: list[Row]) -> None:
@@ -546,12 +548,16 @@ def _values(rows: list[Row], key: str) -> list[float]:
 
 def _mean(rows: list[Row], key: str) -> float:
     values = _values(rows, key)
-    return statistics.fmean(values) if values else math.nan
+    if values:
+        return statistics.fmean(values)
+    return math.nan
 
 
 def _median(rows: list[Row], key: str) -> float:
     values = _values(rows, key)
-    return statistics.median(values) if values else math.nan
+    if values:
+        return statistics.median(values)
+    return math.nan
 
 
 def _table(lines: list[tuple[str, str]]) -> str:

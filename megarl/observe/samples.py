@@ -304,7 +304,9 @@ class FailuresTail:
         has failed.
         """
         failure = self.last.get(episodes)
-        return f"; the last: {one_line(failure.reason)}" if failure else ""
+        if failure:
+            return f"; the last: {one_line(failure.reason)}"
+        return ""
 
 
 def one_line(text: str) -> str:

@@ -151,7 +151,9 @@ def mib(size_bytes: float) -> str:
 def duration(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+    if hours:
+        return f"{hours}:{minutes:02d}:{seconds:02d}"
+    return f"{minutes}:{seconds:02d}"
 
 
 def _encode(sequence: int, since_s: float, text: str) -> bytes:
@@ -301,7 +303,9 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     """The event of a line; None if it is incomplete or damaged."""
     try:
         span = json.loads(line) if line.endswith(b"\n") else {}
-        return span if {"name", "track", "ts", "dur"} <= span.keys() else None
+        if {"name", "track", "ts", "dur"} <= span.keys():
+            return span
+        return None
     except (ValueError, AttributeError, RecursionError):
         return None
 

@@ -169,7 +169,9 @@ class ReportServer(http.server.ThreadingHTTPServer):
         """The news for a page that has had `number` answers; None if it has to be loaded anew."""
         with self._lock:
             opened = self._pages.get(name)
-        return None if opened is None else opened.new(number)
+        if opened is None:
+            return None
+        return opened.new(number)
 
 
 class _Page:

@@ -389,7 +389,9 @@ def _median(rows: Sequence[Row], key: str) -> float:
         for row in rows
         if isinstance(row.get(key), int | float) and math.isfinite(row[key])
     ]
-    return median(values) if values else math.nan
+    if values:
+        return median(values)
+    return math.nan
 
 
 LAST_STEPS = 5  # the page shows a failure's reason if something failed in this many steps
@@ -718,7 +720,9 @@ def _number(value: Any) -> float | int | str | None:
         return None
     if isinstance(value, bool):
         return int(value)
-    return value if abs(value) <= sys.float_info.max else NOT_FINITE
+    if abs(value) <= sys.float_info.max:
+        return value
+    return NOT_FINITE
 
 
 def _by_rank(name: str) -> tuple[str, int, str]:
