@@ -80,7 +80,8 @@ def misfits(argument: Argument, value: Any) -> Iterator[str]:
         wrong = [str(choice) for choice in values if choice not in argument.choices]
         if wrong:
             choices = sorted(map(str, argument.choices))
-            yield f"must be one of {', '.join(choices)}{did_you_mean(similar_names(wrong[0], choices))}"
+            suggestion = did_you_mean(similar_names(wrong[0], choices))
+            yield f"must be one of {', '.join(choices)}{suggestion}"
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
