@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shlex
 import sys
@@ -35,11 +36,11 @@ from megarl.launch.meeting import NodeReport, scratch_folder
 from megarl.launch.nodes import Node, NodePlan, interface_with, this_node
 from megarl.launch.processes import ProcessSpec
 from megarl.launch.resuming import (
-    EXPORTING,
+    EXPORT_FOLDER,
     Resume,
     check_resume_point,
-    held_checkpoint,
     latest_checkpoint,
+    linked_checkpoint,
 )
 from megarl.launch.start import NodePart
 from megarl.launch.tracking import Trackers
@@ -71,29 +72,34 @@ from megarl.rollouts.buffer import Ledger
 from megarl.sandbox import jail
 from megarl.trainer.hf_files import fingerprint
 
-# The lines that a command prints before it starts: what it does, with which weights, and with which
-# changed settings.
-
 
 def headline(plan: RunPlan, step: int, nodes: int) -> str:
+    """The first lines that `megarl train` prints."""
     config = plan.config
     start = f"from the checkpoint of step {step}" if step else "from the start"
-    engines = " and ".join(_described(group) for group in plan.groups)
-    where = f" on {nodes} nodes" if nodes > 1 else ""
-    evaluating = f", {config.eval.engines} more to evaluate" if config.eval.engines else ""
+    engines = " and ".join(map(_group_text, plan.groups))
+    if config.eval.engines:
+        engines += f", {config.eval.engines} more to evaluate"
+    if nodes > 1:
+        engines += f" on {nodes} nodes"
     capacity = "unbounded" if config.async_.capacity is None else config.async_.capacity
     batch = f"{config.rollout.prompts_per_step} prompts x {config.rollout.n} samples"
     return (
         f"Asynchronous RL ({config.algorithm.name}, capacity {capacity}): {config.max_steps} "
         f"steps {start}\n"
-        f"  {batch}, trainer {sizes(plan)} -> {engines}{evaluating}{where}\n  in {config.run_dir}"
+        f"  {batch}, trainer {sizes(plan)} -> {engines}\n  in {config.run_dir}"
     )
 
 
-def _described(group: EngineGroup) -> str:
-    own = group.settings
-    of = f" of {group.name} ({own.quantization or 'unquantised'})" if group.name else ""
-    return f"{own.engines} engine{'s' * (own.engines > 1)} TP{own.tp}{of}"
+def _group_text(group: EngineGroup) -> str:
+    text = _engines_text(group.settings.engines, group.settings.tp)
+    if group.name:
+        text += f" of {group.name} ({group.settings.quantization or 'unquantised'})"
+    return text
+
+
+def _engines_text(engines: int, tp: int) -> str:
+    return f"{engines} engine{'s' * (engines > 1)} TP{tp}"
 
 
 def weights_lines(plan: RunPlan, resume: Resume) -> list[str]:
@@ -113,14 +119,13 @@ def weights_lines(plan: RunPlan, resume: Resume) -> list[str]:
 
 def role_lines(plan: RunPlan) -> list[str]:
     """Lines about the frozen models."""
-    sizes = [(role, role.settings.engines, role.settings.tp) for role in plan.served]
-    served = [
-        f"Role {r.name}: {r.settings.path}, frozen, on {n} engine{'s' * (n > 1)} TP{tp}"
-        for r, n, tp in sizes
-    ]
-    return served + [
-        f"Role {role.name}: {role.path}, frozen, on the trainer's ranks" for role in plan.frozen
-    ]
+    lines = []
+    for role in plan.served:
+        engines = _engines_text(role.settings.engines, role.settings.tp)
+        lines.append(f"Role {role.name}: {role.settings.path}, frozen, on {engines}")
+    for role in plan.frozen:
+        lines.append(f"Role {role.name}: {role.path}, frozen, on the trainer's ranks")
+    return lines
 
 
 def _critic_lines(plan: RunPlan) -> list[str]:
@@ -128,12 +133,10 @@ def _critic_lines(plan: RunPlan) -> list[str]:
     if plan.critic is None:
         return []
     key, path = critic_path(plan.config)
-    begins = "the policy's weights" if path is None else f"{key}={path}"
-    first = f", {critic.warmup_steps} steps before the policy" if critic.warmup_steps else ""
-    return [
-        f"Critic: {begins}, "
-        f"{'a reward model' if plan.critic.head == SCALAR else 'with a new head of zeros'}{first}"
-    ]
+    weights = "the policy's weights" if path is None else f"{key}={path}"
+    head = "a reward model" if plan.critic.head == SCALAR else "with a new head of zeros"
+    warmup = f", {critic.warmup_steps} steps before the policy" if critic.warmup_steps else ""
+    return [f"Critic: {weights}, {head}{warmup}"]
 
 
 def with_caches(plan: RunPlan, dry_run: bool = False) -> RunPlan:
@@ -169,11 +172,10 @@ def sharing_lines(plan: RunPlan) -> list[str]:
     engine = planned.fullest
     trainer = planned.trainer.total / GIB
     for side, over_gib in planned.overfull.items():
-        problem = (
+        raise ConfigError(
             f"cluster.share_gpus=true: on {gpu.name} the {side} is {over_gib:.1f} GiB per "
-            "GPU too large"
+            "GPU too large; megarl plan proposes what fits"
         )
-        raise ConfigError(f"{problem}; megarl plan proposes what fits")
     sum_gib = f"{trainer:.1f} + {engine.memory.total / GIB:.1f} of {gpu.memory_gib:g} GiB"
     return [
         f"Shared GPUs: trainer and engines are on the same GPUs (cluster.share_gpus): {sum_gib}"
@@ -196,7 +198,9 @@ def memory_lines(plan: RunPlan) -> list[str]:
             sides.append(
                 f"{side} {max(marks):.2f} GiB, planned {(memory.total - without_runtime) / GIB:.2f}"
             )
-    return [f"  {'most memory of a rank':<24}{'; '.join(sides)}"] if sides else []
+    if sides:
+        return [f"  {'most memory of a rank':<24}{'; '.join(sides)}"]
+    return []
 
 
 def cache_lines(plan: RunPlan) -> list[str]:
@@ -204,11 +208,11 @@ def cache_lines(plan: RunPlan) -> list[str]:
     lines = []
     for group in plan.groups:
         tokens = group.settings.kv_cache_tokens or 0
-        of = f" of {group.name}" if group.name else ""
+        name = f" of {group.name}" if group.name else ""
         item = ITEM_BYTES[group.dtype(plan.config.model.dtype)]
         gib = tokens * kv_bytes_per_token(plan.spec, group.settings, item) / GIB
         lines.append(
-            f"KV cache: {tokens:,} tokens an engine{of}, {gib:.2f} GiB a rank "
+            f"KV cache: {tokens:,} tokens an engine{name}, {gib:.2f} GiB a rank "
             "(generator.kv_cache_tokens)"
         )
     return lines
@@ -268,13 +272,8 @@ def sandbox_lines(plan: RunPlan) -> list[str]:
 def sizes(plan: RunPlan) -> str:
     """The trainer's parallel sizes above 1, such as TP2xDP4."""
     axes = {axis: getattr(plan.trainer_topology, axis) for axis in ("tp", "pp", "cp", "ep", "dp")}
-    return (
-        "x".join(f"{axis.upper()}{size}" for axis, size in axes.items() if size > 1)
-        or "on one rank"
-    )
-
-
-# Describes what a launch would start on which node, without starting or writing anything.
+    sizes = [f"{axis.upper()}{size}" for axis, size in axes.items() if size > 1]
+    return "x".join(sizes) or "on one rank"
 
 
 _MOST_NODES = 4096
@@ -293,8 +292,11 @@ def gpus_of_node(config: RunConfig) -> int:
 
     If it has none, as a login node, they are as megarl plan counts them.
     """
-    on_cpus = config.cluster.gpu == "cpu" and config.launch.ranks_per_node is None
-    return len(gpus()) or (0 if on_cpus else gpus_per_node(config))
+    if gpus():
+        return len(gpus())
+    if config.cluster.gpu == "cpu" and config.launch.ranks_per_node is None:
+        return 0
+    return gpus_per_node(config)
 
 
 def with_nodes_of_here(plan: RunPlan) -> RunPlan:
@@ -304,40 +306,28 @@ def with_nodes_of_here(plan: RunPlan) -> RunPlan:
     config = plan.config
     if config.cluster.gpu == "cpu" or not gpus():
         return plan
-    return replace(
-        plan,
-        config=replace(
-            config,
-            launch=replace(
-                config.launch, ranks_per_node=config.launch.ranks_per_node or len(gpus())
-            ),
-        ),
-    )
+    ranks_per_node = config.launch.ranks_per_node or len(gpus())
+    launch_settings = replace(config.launch, ranks_per_node=ranks_per_node)
+    return replace(plan, config=replace(config, launch=launch_settings))
 
 
 def with_lengths_of(plan: RunPlan, datasets: Iterable[Checked]) -> RunPlan:
     """The plan with the mean prompt length of data.train, from the rows that have been read."""
-    lengths = [
-        tokens
-        for checked in datasets
-        if checked.key.startswith("data.train")
-        for tokens in checked.reading.lengths
-    ]
+    lengths: list[int] = []
+    for checked in datasets:
+        if checked.key.startswith("data.train"):
+            lengths += checked.reading.lengths
     if not lengths:
         return plan
-    config = replace(
-        plan.config, plan=replace(plan.config.plan, prompt_tokens=max(1, round(fmean(lengths))))
-    )
-    return replace(plan, config=config)
+    settings = replace(plan.config.plan, prompt_tokens=max(1, round(fmean(lengths))))
+    return replace(plan, config=replace(plan.config, plan=settings))
 
 
 def gpus_line(plan: RunPlan) -> str:
     """How many GPUs, or ranks on CPUs, a run takes."""
     trainer = plan.trainer_topology.world_size
-    engines = sum(
-        fleet.engines * fleet.tp
-        for fleet in fleets_of(plan, Job("train", Path(), "trainer", "generator"))
-    )
+    job = Job("train", Path(), "trainer", "generator")
+    engines = sum(fleet.engines * fleet.tp for fleet in fleets_of(plan, job))
     unit = "CPU ranks" if plan.config.cluster.gpu == "cpu" else "GPUs"
     shared = trainer + generator_ranks(plan.groups) - gpus_of_run(plan.config)
     beside = f"; {shared} of them for both (cluster.share_gpus)" if shared else ""
@@ -348,8 +338,8 @@ def gpus_line(plan: RunPlan) -> str:
 
 
 def render_launch(plan: RunPlan) -> str:
-    """One line per group of nodes with the same processes, and for each role a command that its
-    node would start.
+    """What a launch would start: one line per group of nodes with the same processes, and for each
+    role a command that its node would start. Starts and writes nothing.
     """
     job = Job(
         "train", Path(plan.config.run_dir) / "logs", trainer_role="trainer", driver_role="generator"
@@ -359,70 +349,62 @@ def render_launch(plan: RunPlan) -> str:
         f"launch     {len(placed)} node{'s' * (len(placed) > 1)}, one `megarl train` on each; "
         f"trainer {sizes(plan)}"
     ]
-    for alike in _runs(placed):
-        lines.append(f"  {_node_names(alike):<14} {_what(alike)}")
+    for nodes in _equal_neighbours(placed):
+        lines.append(f"  {_node_names(nodes):<14} {_processes_text(nodes)}")
     lines.append(
         "commands, the first of each role (ADDRESS, PORT, KEY and SCRATCH are settled when the "
         "nodes meet):"
     )
     for node, spec in _samples(plan, job, placed):
-        shown = sorted(
-            (key, value) for key, value in spec.env.items() if "KEY" not in key and key != PARENT
+        environment = " ".join(
+            f"{key}={shlex.quote(value)}"
+            for key, value in sorted(spec.env.items())
+            if "KEY" not in key and key != PARENT
         )
-        environment = " ".join(f"{key}={shlex.quote(value)}" for key, value in shown)
         lines.append(
-            f"  node {node}, {spec.name}:\n    {environment} \\\n    "
-            f"{' '.join(map(shlex.quote, spec.argv))}"
+            f"  node {node}, {spec.name}:\n    {environment} \\\n    {shlex.join(spec.argv)}"
         )
     return "\n".join(lines)
 
 
-def _runs(placed: list[NodePlan]) -> Iterable[list[NodePlan]]:
+def _equal_neighbours(placed: list[NodePlan]) -> Iterable[list[NodePlan]]:
     """Groups of neighbouring nodes with equal numbers of trainer ranks and engines."""
-    run: list[NodePlan] = []
-    for node in placed:
-        if run and _shape(node) != _shape(run[0]):
-            yield run
-            run = []
-        run.append(node)
-    yield run
+    for _, nodes in itertools.groupby(placed, key=_node_shape):
+        yield list(nodes)
 
 
-def _shape(node: NodePlan) -> tuple:
-    return len(node.trainer_ranks), [
-        (part.fleet, part.ranks, part.parts, part.part) for part in node.engines
-    ]
+def _node_shape(node: NodePlan) -> tuple:
+    parts = [(part.fleet, part.ranks, part.parts, part.part) for part in node.engines]
+    return len(node.trainer_ranks), parts
 
 
-def _node_names(alike: list[NodePlan]) -> str:
-    first = alike[0].node
-    last = alike[-1].node
-    return f"node {first}" if first == last else f"nodes {first}-{last}"
+def _node_names(nodes: list[NodePlan]) -> str:
+    first = nodes[0].node
+    last = nodes[-1].node
+    if first == last:
+        return f"node {first}"
+    return f"nodes {first}-{last}"
 
 
-def _what(alike: list[NodePlan]) -> str:
-    words = []
-    if alike[0].trainer_ranks:
-        words.append(f"trainer ranks {alike[0].trainer_ranks[0]}-{alike[-1].trainer_ranks[-1]}")
-    for fleet, ranks in dict.fromkeys((part.fleet, part.ranks) for part in alike[0].engines):
-        own = [
-            part
-            for node in alike
-            for part in node.engines
-            if (part.fleet, part.ranks) == (fleet, ranks)
-        ]
-        what = {POLICY: "engines", EVALUATION: "evaluation engines"}.get(
-            fleet, f"engines of {fleet}"
-        )
-        words.append(
-            f"{what} {own[0].engine}-{own[-1].engine}, {own[0].ranks} ranks of each on a node"
-        )
-    if any(0 in node.serves for node in alike):
-        words.append(
-            "the generator's driver and reward workers (node "
-            f"{next(n.node for n in alike if 0 in n.serves)})"
-        )
-    return "; ".join(words) or "nothing to do"
+_FLEET_TEXTS = {POLICY: "engines", EVALUATION: "evaluation engines"}
+
+
+def _processes_text(nodes: list[NodePlan]) -> str:
+    """The processes of nodes that are alike."""
+    texts = []
+    if nodes[0].trainer_ranks:
+        texts.append(f"trainer ranks {nodes[0].trainer_ranks[0]}-{nodes[-1].trainer_ranks[-1]}")
+    engines: dict[tuple[str, int], list[int]] = {}  # fleet, ranks -> numbers of its engines
+    for node in nodes:
+        for part in node.engines:
+            engines.setdefault((part.fleet, part.ranks), []).append(part.engine)
+    for (fleet, ranks), numbers in engines.items():
+        name = _FLEET_TEXTS.get(fleet, f"engines of {fleet}")
+        texts.append(f"{name} {numbers[0]}-{numbers[-1]}, {ranks} ranks of each on a node")
+    for node in nodes:
+        if 0 in node.serves:
+            texts.append(f"the generator's driver and reward workers (node {node.node})")
+    return "; ".join(texts) or "nothing to do"
 
 
 def _samples(plan: RunPlan, job: Job, placed: list[NodePlan]) -> Iterable[tuple[int, ProcessSpec]]:
@@ -450,8 +432,19 @@ def _samples(plan: RunPlan, job: Job, placed: list[NodePlan]) -> Iterable[tuple[
         ports = {part.name: 0 for part in node.engines}
         report = NodeReport(node.node, "", "ADDRESS", gpus=0, ports=ports, versions={}, problems=[])
         alone = len(placed) == 1
-        interface = plan.config.launch.interface or (interface_with(loopback()) if alone else None)
-        return NodePart(plan, node, report, unknown, folder, interface, Path("SCRATCH"), alone)
+        interface = plan.config.launch.interface
+        if alone and not interface:
+            interface = interface_with(loopback())
+        return NodePart(
+            plan=plan,
+            placed=node,
+            report=report,
+            rendezvous=unknown,
+            folder=folder,
+            interface=interface,
+            scratch=Path("SCRATCH"),
+            alone=alone,
+        )
 
     assert job.trainer_role and job.driver_role  # dry runs are for `megarl train`, which has both
     yield 0, part_of(placed[0]).trainers(job.trainer_role)[0]
@@ -460,10 +453,10 @@ def _samples(plan: RunPlan, job: Job, placed: list[NodePlan]) -> Iterable[tuple[
     for node in placed:
         if 0 in node.serves:
             yield node.node, part_of(node).driver(job.driver_role)
-        if firsts := {part.name for part in node.answering if (part.fleet, part.engine) in shown}:
-            yield from (
-                (node.node, spec) for spec in part_of(node).engines(device) if spec.name in firsts
-            )
+        firsts = {part.name for part in node.answering if (part.fleet, part.engine) in shown}
+        for spec in part_of(node).engines(device) if firsts else ():
+            if spec.name in firsts:
+                yield node.node, spec
 
 
 SHARES = ("pass@", "avg@", "maj@", "prompt_", "instruction_")
@@ -476,28 +469,36 @@ def train(plan: RunPlan) -> None:
 
     Raises ProcessFailed, Stopped.
     """
-    given, plan = plan.config, with_caches(plan)
-    config, run_dir, node = plan.config, Path(plan.config.run_dir), this_node()
-    resume, late = latest_checkpoint(run_dir), unscored(config)
-    if resume.step < config.max_steps or late:
+    run_plan = plan
+    plan = with_caches(run_plan)
+    config = plan.config
+    run_dir = Path(config.run_dir)
+    node = this_node()
+    resume = latest_checkpoint(run_dir)
+    lacks_evaluation = unscored(config)
+    if resume.step < config.max_steps or lacks_evaluation:
 
         def prepare(_: Path) -> None:
             check_resume_point(run_dir, resume)
             inputs = check_inputs(config, "train", plan)
             contents = contents_of(config, digests_of(inputs.datasets), rewarded=True)
-            of_data = compared_data(config, run_dir, resume, contents)
+            data_lines = compared_data(config, run_dir, resume, contents)
             contents.write(run_dir)
             remove_leftovers(run_dir)
             note_beginning(plan, resume)
             lines = [
-                *weights_lines(replace(plan, config=given), resume),
+                headline(plan, resume.step, node.count),
+                *weights_lines(run_plan, resume),
                 *role_lines(plan),
                 *sharing_lines(plan),
                 *cache_lines(plan),
+                *sampling_lines(plan),
+                *sandbox_lines(plan),
+                *inputs.remarks,
+                *data_lines,
             ]
-            lines += *sampling_lines(plan), *sandbox_lines(plan), *inputs.remarks, *of_data
-            print(headline(plan, resume.step, node.count), *lines, sep="\n", flush=True)
-            if late:
+            print(*lines, sep="\n", flush=True)
+            if lacks_evaluation:
                 print(
                     f"The run ended before version {resume.step}, its last, was evaluated: this "
                     "is done now",
@@ -506,7 +507,7 @@ def train(plan: RunPlan) -> None:
             if resume.checkpoint:
                 mend_records(run_dir, resume)
             # a resumed run plans its caches again
-            write_whole(run_dir / "config.yaml", dump_config(given))
+            write_whole(run_dir / "config.yaml", dump_config(run_plan.config))
 
         job = Job(
             "train", run_dir / "logs", trainer_role="trainer", driver_role="generator", stops=True
@@ -518,10 +519,9 @@ def train(plan: RunPlan) -> None:
                 _tell_stopped(plan, stopped, node)
                 raise
     elif node.is_head:
-        steps = f"{resume.step} of {config.max_steps} steps"
         print(
-            f"{run_dir} is complete: {steps}. Start another with run_dir=… or go on with a larger "
-            "max_steps."
+            f"{run_dir} is complete: {resume.step} of {config.max_steps} steps. Start another "
+            "with run_dir=… or go on with a larger max_steps."
         )
     if node.is_head:
         mend_evaluations(config)
@@ -530,12 +530,10 @@ def train(plan: RunPlan) -> None:
 
 def _tell_stopped(plan: RunPlan, stopped: Stopped, node: Node) -> None:
     if node.is_head:
-        where = (
-            f"stopped at step {latest_checkpoint(plan.config.run_dir).step} by {stopped.by}; "
-            "the same command goes on from there"
-        )
+        problem = f". It did not stop cleanly: {stopped.problem}" if stopped.problem else ""
         print(
-            f"{where}. It did not stop cleanly: {stopped.problem}" if stopped.problem else where,
+            f"stopped at step {latest_checkpoint(plan.config.run_dir).step} by {stopped.by}; "
+            f"the same command goes on from there{problem}",
             flush=True,
         )
         _report(plan)
@@ -548,11 +546,12 @@ def _report(plan: RunPlan) -> None:
     print(finish_report(config.run_dir), end="")
     for line in memory_lines(plan):
         print(line)
-    if config.checkpoint.keep_best and (best := best_checkpoint(config)):
-        score = f"{config.checkpoint.keep_best} {best[1]:.3f}"
+    best = best_checkpoint(config) if config.checkpoint.keep_best else None
+    if best:
+        step, score = best
         print(
-            f"  {'best checkpoint':<24}step {best[0]}, {score} (--best of megarl export and "
-            "megarl eval)"
+            f"  {'best checkpoint':<24}step {step}, {config.checkpoint.keep_best} {score:.3f} "
+            "(--best of megarl export and megarl eval)"
         )
     print(flush=True)
 
@@ -630,21 +629,21 @@ def sft(plan: RunPlan) -> None:
 
     Does nothing if there is one.
     """
-    config, run_dir, node = plan.config, Path(plan.config.run_dir) / "sft", this_node()
+    config = plan.config
+    run_dir = Path(config.run_dir) / "sft"
+    node = this_node()
     if (Path(config.sft.output) / "config.json").exists():
         if node.is_head:
             digests = digests_of(check_data(config, plan.spec, "sft"))
-            now = contents_of(config, digests, rewarded=False)
-            accept = config.checkpoint.accept_changed_data
-            begun = f"the warm start in sft.output={config.sft.output}"
-            of_data = compare_contents(
+            lines = compare_contents(
                 read_contents(Path(config.sft.output)),
-                now,
-                accept,
-                begun,
-                "remove it to train it again",
+                contents_of(config, digests, rewarded=False),
+                config.checkpoint.accept_changed_data,
+                begun=f"the warm start in sft.output={config.sft.output}",
+                instead="remove it to train it again",
             )
-            print(*of_data, sep="\n", end="\n" * bool(of_data))
+            for line in lines:
+                print(line)
             print(
                 f"{config.sft.output} is there already: nothing to do. Remove it to train it again."
             )
@@ -654,19 +653,17 @@ def sft(plan: RunPlan) -> None:
     def prepare(_: Path) -> None:
         inputs = check_inputs(config, "sft", plan)
         contents = contents_of(config, digests_of(inputs.datasets), rewarded=False)
-        of_data = compared_data(config, run_dir, resume, contents)
+        data_lines = compared_data(config, run_dir, resume, contents)
         contents.write(run_dir)
         remove_leftovers(run_dir)
         steps = f"{config.sft.steps} steps of {config.sft.batch_size} sequences"
-        begins = f"random, by seed {config.seed}" if config.model.random_init else plan.weights
+        weights = str(plan.weights)
+        if resume.checkpoint:
+            weights = f"the checkpoint {resume.checkpoint}"
+        elif config.model.random_init:
+            weights = f"random, by seed {config.seed}"
         print(f"Supervised warm start: {steps}, trainer {sizes(plan)}, in {run_dir}")
-        print(
-            f"Weights: {f'the checkpoint {resume.checkpoint}' if resume.checkpoint else begins}",
-            *inputs.remarks,
-            *of_data,
-            sep="\n",
-            flush=True,
-        )
+        print(f"Weights: {weights}", *inputs.remarks, *data_lines, sep="\n", flush=True)
 
     job = Job("sft", run_dir / "logs", trainer_role="sft", driver_role=None)
     _launch_showing(plan, job, node, prepare, run_dir, config.sft.steps, resume)
@@ -678,15 +675,14 @@ def reward_model(plan: RunPlan) -> None:
     """Trains a reward model on pairs of responses, and writes it as an HF checkpoint to
     `reward_model.output`.
     """
-    config, settings, run_dir, node = (
-        plan.config,
-        plan.config.reward_model,
-        Path(plan.config.run_dir) / "reward_model",
-        this_node(),
-    )
-    steps = settings.steps or training_steps(
-        config, len(load_pairs(config, settings.data, "reward_model.data", plan.spec))
-    )
+    config = plan.config
+    settings = config.reward_model
+    run_dir = Path(config.run_dir) / "reward_model"
+    node = this_node()
+    steps = settings.steps
+    if not steps:
+        pairs = load_pairs(config, settings.data, "reward_model.data", plan.spec)
+        steps = training_steps(config, len(pairs))
 
     def prepare(_: Path) -> None:
         inputs = check_inputs(config, "reward-model", plan)
@@ -694,12 +690,8 @@ def reward_model(plan: RunPlan) -> None:
             f"Reward model: {steps} steps of {settings.batch_size} pairs, trainer {sizes(plan)}, "
             f"in {run_dir}"
         )
-        print(
-            f"Weights: {plan.weights if plan.weights.are_there else f'random, by seed {config.seed}'}",
-            *inputs.remarks,
-            sep="\n",
-            flush=True,
-        )
+        weights = plan.weights if plan.weights.are_there else f"random, by seed {config.seed}"
+        print(f"Weights: {weights}", *inputs.remarks, sep="\n", flush=True)
 
     job = Job("reward-model", run_dir / "logs", trainer_role="reward_model", driver_role=None)
     _launch_showing(plan, job, node, prepare, run_dir, steps)
@@ -717,10 +709,8 @@ def accuracy_line(metrics: str) -> str:
     last = rows[-1]
     if "eval/accuracy" not in last:
         return ""
-    before, after = (
-        f"{row[f'{key}accuracy']:.3f} (loss {row[f'{key}loss']:.4f})"
-        for row, key in ((first, "before/"), (last, "eval/"))
-    )
+    before = f"{first['before/accuracy']:.3f} (loss {first['before/loss']:.4f})"
+    after = f"{last['eval/accuracy']:.3f} (loss {last['eval/loss']:.4f})"
     return f"Held-out pairs in the right order: {before} before, {after} after\n"
 
 
@@ -760,15 +750,13 @@ def evaluate(plan: RunPlan, quiet: bool) -> CommandResult:
 
     eval_dir = Path(plan.config.run_dir) / "eval"
     job = Job("eval", eval_dir / "logs", trainer_role=None, driver_role="evaluate")
-    folder = launch(
-        plan, job, node, prepare, Doings(eval_dir).poll if node.is_head else lambda: None
-    )
     if not node.is_head:
+        launch(plan, job, node, prepare)
         return CommandResult({}, "")
+    folder = launch(plan, job, node, prepare, Doings(eval_dir).poll)
     result = _read_result(folder / "result.json")
-    return CommandResult(
-        {"weights": plan.weights.scored, **result}, evaluation_text(result, plan.weights)
-    )
+    values = {"weights": plan.weights.scored, **result}
+    return CommandResult(values, evaluation_text(result, plan.weights))
 
 
 def warm(plan: RunPlan) -> None:
@@ -777,7 +765,7 @@ def warm(plan: RunPlan) -> None:
     start at once.
     """
     for group in plan.groups:
-        began = time.monotonic()
+        start = time.monotonic()
         with scratch_folder() as run_dir:
             config = replace(
                 plan.config,
@@ -785,15 +773,11 @@ def warm(plan: RunPlan) -> None:
                 generator=replace(group.settings, engines=1),
             )
             alone = with_caches(without_trainer(replace(resolve(config, WARM), served=())))
-            launch(
-                alone,
-                Job(WARM, run_dir / "run/logs", trainer_role=None, driver_role=WARM),
-                Node(0, 1, "local"),
-                lambda folder: None,
-            )
-        took = f"{time.monotonic() - began:.0f} s"
+            job = Job(WARM, run_dir / "run/logs", trainer_role=None, driver_role=WARM)
+            launch(alone, job, Node(0, 1, "local"), lambda folder: None)
         print(
-            f"an engine of {group.key}.tp={group.settings.tp} has compiled and answered in {took}",
+            f"an engine of {group.key}.tp={group.settings.tp} has compiled and answered in "
+            f"{time.monotonic() - start:.0f} s",
             flush=True,
         )
 
@@ -802,26 +786,26 @@ def evaluation_text(result: Mapping[str, Any], weights: Weights) -> str:
     """A line for each held-out set."""
     lines = [f"held-out scores of {weights}"]
     for name, scores in sets(result).items():
-        passes = ", ".join(
+        shares = ", ".join(
             f"{key} {scores[key]:.3f}{_interval(scores, key)}"
             for key in scores
             if key.startswith(SHARES)
         )
-        right = f"{scores['correct']} of " if passes else ""
-        found = f"{right}{scores['samples']} answers to {scores['prompts']} prompts"
-        rest = (
-            f"mean reward {scores['reward/mean']:.3f}, {scores['truncated_fraction']:.0%} truncated"
-        )
+        answers = f"{scores['samples']} answers to {scores['prompts']} prompts"
+        if shares:
+            answers = f"{shares} ({scores['correct']} of {answers})"
         lines.append(
-            f"  {name or 'data.eval'}: {f'{passes} ({found})' if passes else found}, {rest}; "
-            f"{sampling_text(scores)}"
+            f"  {name or 'data.eval'}: {answers}, mean reward {scores['reward/mean']:.3f}, "
+            f"{scores['truncated_fraction']:.0%} truncated; {sampling_text(scores)}"
         )
     return "\n".join(lines)
 
 
 def _interval(scores: Mapping[str, float], key: str) -> str:
     ends = [scores.get(f"ci95/{key}/{end}") for end in ("low", "high")]
-    return "" if None in ends else f" [{ends[0]:.3f}, {ends[1]:.3f}]"
+    if None in ends:
+        return ""
+    return f" [{ends[0]:.3f}, {ends[1]:.3f}]"
 
 
 def _read_result(path: Path) -> dict[str, float]:
@@ -843,28 +827,36 @@ def export(
         raise ConfigError(
             "--lora: lora.rank is null: the run trains all weights, and has no adapter"
         )
-    run_dir, node = Path(plan.config.run_dir), this_node()
-    job = Job("export", run_dir / EXPORTING / "logs", trainer_role="export", driver_role=None)
+    run_dir = Path(plan.config.run_dir)
+    node = this_node()
+    job = Job("export", run_dir / EXPORT_FOLDER / "logs", trainer_role="export", driver_role=None)
     with contextlib.ExitStack() as resources:
 
         def prepare(folder: Path) -> None:
             nonlocal step
             check_room_for_weights(plan, "--output ", output)
-            step, why = best_step(plan.config) if best else (step, "")
-            held = resources.enter_context(held_checkpoint(run_dir, step))
-            check_resume_point(run_dir, held)
-            step = held.step
-            of = str(checkpoint_path(run_dir, held.step))
-            request = {"path": held.checkpoint, "of": of, "output": str(output), "adapter": adapter}
+            remark = ""
+            if best:
+                step, remark = best_step(plan.config)
+            linked = resources.enter_context(linked_checkpoint(run_dir, step))
+            check_resume_point(run_dir, linked)
+            step = linked.step
+            checkpoint = str(checkpoint_path(run_dir, step))
+            request = {
+                "path": linked.checkpoint,
+                "of": checkpoint,
+                "output": str(output),
+                "adapter": adapter,
+            }
             (folder / "export.json").write_text(json.dumps(request), encoding="utf-8")
-            print(f"Weights: the checkpoint {of}{why}", flush=True)
+            print(f"Weights: the checkpoint {checkpoint}{remark}", flush=True)
 
         launched = launch(plan, job, node, prepare)
     if node.is_head:
-        print(
-            f"{'The adapter' if adapter else 'Weights'} of step {step} "
-            f"{'is' if adapter else 'are'} in {output}"
-        )
+        if adapter:
+            print(f"The adapter of step {step} is in {output}")
+        else:
+            print(f"Weights of step {step} are in {output}")
     return json.loads((launched / "export.json").read_text(encoding="utf-8"))["of"]
 
 
@@ -873,13 +865,15 @@ def best_step(config: RunConfig) -> tuple[int, str]:
 
     Raises ConfigError if none can be chosen.
     """
-    if (key := config.checkpoint.keep_best) is None:
+    key = config.checkpoint.keep_best
+    if key is None:
         choice = ", ".join(scores_to_choose_by(config))
         raise ConfigError(
             "--best: checkpoint.keep_best is null; set it to the score to choose by: "
             f"{choice or 'a held-out score'}"
         )
-    if (best := best_checkpoint(config)) is None:
+    best = best_checkpoint(config)
+    if best is None:
         raise ConfigError(
             f"--best: no checkpoint in run_dir={config.run_dir} has been evaluated ({key})"
         )

@@ -63,12 +63,20 @@ class Finding:
     remedy: str = ""
 
     def __str__(self) -> str:
-        return f"{self.state:<6}{self.what:<21} {self.found}" + (
-            f"\n{'':<28}-> {self.remedy}" if self.remedy else ""
-        )
+        line = f"{self.state:<6}{self.what:<21} {self.found}"
+        if self.remedy:
+            return f"{line}\n{'':<28}-> {self.remedy}"
+        return line
 
 
 Check = Callable[[], Iterator[Finding]]
+
+
+def _finding(subject: str, fine: bool, text: str, remedy: str, otherwise: str = LACKS) -> Finding:
+    """The finding OK if `fine`, else `otherwise` with the remedy."""
+    if fine:
+        return Finding(subject, OK, text)
+    return Finding(subject, otherwise, text, remedy)
 
 
 def has_driver() -> bool:
@@ -90,10 +98,12 @@ def installing() -> list[Check]:
 
 def node(gpu: bool) -> list[Check]:
     """The checks of each node of a run before anything starts. They take two seconds."""
-    return [_driver, _nvlinks, _cuda_compilers, _compilers, _network] if gpu else []
+    if gpu:
+        return [_driver, _nvlinks, _cuda_compilers, _compilers, _network]
+    return []
 
 
-def look(checks: Sequence[Check]) -> Iterator[Finding]:
+def run_checks(checks: Sequence[Check]) -> Iterator[Finding]:
     """Runs the checks.
 
     An exception in a check becomes a finding, and the other checks still run.
@@ -107,57 +117,49 @@ def look(checks: Sequence[Check]) -> Iterator[Finding]:
 
 def _system() -> Iterator[Finding]:
     machine = f"{platform.system()} {platform.machine()}"
-    right = machine == "Linux x86_64"
-    yield Finding(
-        "system",
-        OK if right else LACKS,
-        machine,
-        "" if right else "the locks are for Linux on x86-64",
+    yield _finding(
+        "system", machine == "Linux x86_64", machine, "the locks are for Linux on x86-64"
     )
     library, version = platform.libc_ver()
-    right = library == "glibc" and _numbers(version) >= GLIBC
-    remedy = (
-        ""
-        if right
-        else f"wheels of the GPU lock need {_dotted(GLIBC)}: Debian 12, Ubuntu 22.04, RHEL 9 or "
-        "newer, or a container"
+    yield _finding(
+        "glibc",
+        library == "glibc" and _numbers(version) >= GLIBC,
+        version or "no glibc",
+        f"wheels of the GPU lock need {_dotted(GLIBC)}: Debian 12, Ubuntu 22.04, RHEL 9 or "
+        "newer, or a container",
     )
-    yield Finding("glibc", OK if right else LACKS, version or "no glibc", remedy)
 
 
 def _python() -> Iterator[Finding]:
-    right = sys.version_info[:2] == PYTHON
-    remedy = (
-        ""
-        if right
-        else f"megatron-core needs {_dotted(PYTHON)}, and SGLang has packages without wheels for "
-        "newer ones"
-    )
-    yield Finding(
-        "python", OK if right else LACKS, f"{platform.python_version()}, {sys.executable}", remedy
+    yield _finding(
+        "python",
+        sys.version_info[:2] == PYTHON,
+        f"{platform.python_version()}, {sys.executable}",
+        f"megatron-core needs {_dotted(PYTHON)}, and SGLang has packages without wheels for "
+        "newer ones",
     )
 
 
 def _limits() -> Iterator[Finding]:
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    enough = most == resource.RLIM_INFINITY or most >= OPEN_FILES
-    remedy = (
-        ""
-        if enough
-        else f"raise the hard limit to {OPEN_FILES} (limits.conf, LimitNOFILE): every request has "
-        "a connection"
-    )
-    yield Finding(
-        "open files", OK if enough else NOTE, "unlimited" if most < 0 else f"{most} at most", remedy
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    yield _finding(
+        "open files",
+        limit == resource.RLIM_INFINITY or limit >= OPEN_FILES,
+        "unlimited" if limit < 0 else f"{limit} at most",
+        f"raise the hard limit to {OPEN_FILES} (limits.conf, LimitNOFILE): every request has "
+        "a connection",
+        otherwise=NOTE,
     )
 
 
 def _room() -> Iterator[Finding]:
     yield _free("/dev/shm", "/dev/shm", SHM_BYTES, "a container needs --shm-size=16g or --ipc=host")
-    kept = (
-        "packages and compiled kernels take it; set HOME, or UV_CACHE_DIR and launch.compile_cache"
+    yield _free(
+        "disk for caches",
+        os.path.expanduser("~"),
+        DISK_BYTES,
+        "packages and compiled kernels take it; set HOME, or UV_CACHE_DIR and launch.compile_cache",
     )
-    yield _free("disk for caches", os.path.expanduser("~"), DISK_BYTES, kept)
 
 
 def _temporary() -> Iterator[Finding]:
@@ -166,12 +168,12 @@ def _temporary() -> Iterator[Finding]:
     Raises FileNotFoundError if there is no temporary folder.
     """
     path = tempfile.gettempdir()
-    given = os.environ.get("TMPDIR")
-    if given and os.path.abspath(given) != path:
+    tmpdir = os.environ.get("TMPDIR")
+    if tmpdir and os.path.abspath(tmpdir) != path:
         yield Finding(
             "TMPDIR",
             NOTE,
-            f"{given} cannot be written to, so {path} is taken",
+            f"{tmpdir} cannot be written to, so {path} is taken",
             "set it to a folder on this machine's disk",
         )
     yield _free(
@@ -179,21 +181,18 @@ def _temporary() -> Iterator[Finding]:
     )
 
 
-def _free(what: str, path: str, wanted_bytes: int, why: str) -> Finding:
-    if not os.path.isdir(path) or not os.access(path, os.W_OK):
-        return Finding(
-            what,
-            LACKS,
-            f"{path} {'cannot be written to' if os.path.isdir(path) else 'is not there'}",
-            why,
-        )
-    free = shutil.disk_usage(path).free
-    found = f"{free / (1 << 30):.1f} GiB free in {path}"
-    return Finding(
-        what,
-        OK if free >= wanted_bytes else NOTE,
-        found,
-        "" if free >= wanted_bytes else f"{wanted_bytes >> 30} GiB are wanted: {why}",
+def _free(subject: str, path: str, needed_bytes: int, advice: str) -> Finding:
+    if not os.path.isdir(path):
+        return Finding(subject, LACKS, f"{path} is not there", advice)
+    if not os.access(path, os.W_OK):
+        return Finding(subject, LACKS, f"{path} cannot be written to", advice)
+    free_bytes = shutil.disk_usage(path).free
+    return _finding(
+        subject,
+        free_bytes >= needed_bytes,
+        f"{free_bytes / (1 << 30):.1f} GiB free in {path}",
+        f"{needed_bytes >> 30} GiB are wanted: {advice}",
+        otherwise=NOTE,
     )
 
 
@@ -213,16 +212,12 @@ def _clock() -> Iterator[Finding]:
         return
     # the field after modes, offset, freq, maxerror and esterror
     unsynchronised = ctypes.c_int.from_buffer(status, 40).value & STA_UNSYNC
-    remedy = (
-        "run chrony or systemd-timesyncd: traces of several nodes are laid side by side"
-        if unsynchronised
-        else ""
-    )
-    yield Finding(
+    yield _finding(
         "clock",
-        NOTE if unsynchronised else OK,
+        not unsynchronised,
         "nothing keeps it right" if unsynchronised else "kept right",
-        remedy,
+        "run chrony or systemd-timesyncd: traces of several nodes are laid side by side",
+        otherwise=NOTE,
     )
 
 
@@ -239,35 +234,29 @@ def _driver() -> Iterator[Finding]:
         return
     rows = [line.split(", ") for line in shown]
     version = rows[0][0]
-    right = _numbers(version) >= DRIVER
-    yield Finding(
+    yield _finding(
         "driver",
-        OK if right else LACKS,
+        _numbers(version) >= DRIVER,
         version,
-        "" if right else f"CUDA 13 needs {_dotted(DRIVER)} or newer",
+        f"CUDA 13 needs {_dotted(DRIVER)} or newer",
     )
     kinds = sorted({row[1] for row in rows})
-    remedy = (
-        ""
-        if len(kinds) == 1
-        else "trainer ranks and engines take GPUs by number: only CUDA_VISIBLE_DEVICES can keep "
-        "unlike ones apart"
-    )
-    yield Finding(
+    yield _finding(
         "GPUs",
-        OK if len(kinds) == 1 else NOTE,
+        len(kinds) == 1,
         f"{len(rows)}: {', '.join(kinds)}, {rows[0][2]}",
-        remedy,
+        "trainer ranks and engines take GPUs by number: only CUDA_VISIBLE_DEVICES can keep "
+        "unlike ones apart",
+        otherwise=NOTE,
     )
-    if exclusive := [
-        str(number)
-        for number, row in enumerate(rows)
-        if "Exclusive" in row[3] or "Prohibited" in row[3]
-    ]:
+    exclusive_gpus = [
+        number for number, row in enumerate(rows) if "Exclusive" in row[3] or "Prohibited" in row[3]
+    ]
+    if exclusive_gpus:
         yield Finding(
             "compute mode",
             LACKS,
-            f"GPU {', '.join(exclusive)}: {rows[int(exclusive[0])][3]}",
+            f"GPU {', '.join(map(str, exclusive_gpus))}: {rows[exclusive_gpus[0]][3]}",
             "nvidia-smi --compute-mode=0",
         )
 
@@ -282,7 +271,8 @@ def capabilities() -> list[tuple[str, int]]:
 
 
 def _nvlinks() -> Iterator[Finding]:
-    if not (status := nvidia_smi("nvlink", "--status")):
+    status = nvidia_smi("nvlink", "--status")
+    if not status:
         return
     dead = list(dead_nvlinks(status))
     for problem in dead:
@@ -299,31 +289,37 @@ def _nvlinks() -> Iterator[Finding]:
 def _cuda_compilers() -> Iterator[Finding]:
     """Checks for nvcc and ninja, with which engines compile kernels when they start."""
     toolkit = f"make setup-gpu installs it; or set CUDA_HOME to a toolkit of CUDA {CUDA}"
-    if (nvcc := find_nvcc()) is None:
+    nvcc = find_nvcc()
+    if nvcc is None:
         yield Finding("nvcc", LACKS, "is not there", toolkit)
     else:
-        try:
-            told = subprocess.run(
-                [nvcc, "--version"],
-                capture_output=True,
-                timeout=TRY_S,
-                encoding="utf-8",
-                errors="replace",
-            ).stdout
-        except (OSError, subprocess.TimeoutExpired):
-            told = ""
-        release = found[1] if (found := re.search(r"release (\d+\.\d+)", told)) else "unknown"
-        right = _numbers(release)[:1] == (CUDA,)
-        yield Finding(
-            "nvcc", OK if right else LACKS, f"release {release}, {nvcc}", "" if right else toolkit
+        release = _nvcc_release(nvcc)
+        yield _finding(
+            "nvcc", _numbers(release)[:1] == (CUDA,), f"release {release}, {nvcc}", toolkit
         )
-    ninja = find_program("ninja")
-    yield Finding(
-        "ninja",
-        OK if ninja else LACKS,
-        ninja or "is not there",
-        "" if ninja else "make setup-gpu; or apt-get install ninja-build",
-    )
+    yield _program("ninja", find_program("ninja"), "make setup-gpu; or apt-get install ninja-build")
+
+
+def _nvcc_release(nvcc: Path) -> str:
+    try:
+        output = subprocess.run(
+            [nvcc, "--version"],
+            capture_output=True,
+            timeout=TRY_S,
+            encoding="utf-8",
+            errors="replace",
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        output = ""
+    match = re.search(r"release (\d+\.\d+)", output)
+    if match:
+        return match[1]
+    return "unknown"
+
+
+def _program(subject: str, path: str | None, remedy: str) -> Finding:
+    """The finding for a file that must be there. `path`: where it is; None if it is nowhere."""
+    return _finding(subject, path is not None, path or "is not there", remedy)
 
 
 def _compilers() -> Iterator[Finding]:
@@ -332,31 +328,15 @@ def _compilers() -> Iterator[Finding]:
     """
     # the same order as Triton's
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    yield Finding(
-        "C compiler",
-        OK if compiler else LACKS,
-        compiler or "is not there",
-        "" if compiler else "apt-get install gcc; or set CC",
-    )
+    yield _program("C compiler", compiler, "apt-get install gcc; or set CC")
     compiler = shutil.which("c++") or shutil.which("g++")
-    yield Finding(
-        "C++ compiler",
-        OK if compiler else LACKS,
-        compiler or "is not there",
-        "" if compiler else "apt-get install g++",
-    )
+    yield _program("C++ compiler", compiler, "apt-get install g++")
     header = Path(sysconfig.get_path("include")) / "Python.h"
-    remedy = (
-        ""
-        if header.exists()
-        else "apt-get install python3.12-dev, or take a Python that uv installs: Triton compiles "
-        "against it"
-    )
-    yield Finding(
+    yield _program(
         "Python.h",
-        OK if header.exists() else LACKS,
-        str(header) if header.exists() else "is not there",
-        remedy,
+        str(header) if header.exists() else None,
+        "apt-get install python3.12-dev, or take a Python that uv installs: Triton compiles "
+        "against it",
     )
 
 
@@ -365,10 +345,13 @@ def find_nvcc() -> Path | None:
     one.
     """
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    found = [Path(home) / "bin/nvcc"] if home else []
-    found += sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin/nvcc"), reverse=True)
-    found += [Path(path)] if (path := shutil.which("nvcc")) else []
-    return next((each for each in found if os.access(each, os.X_OK)), None)
+    candidates = [Path(home) / "bin/nvcc"] if home else []
+    wheels = Path(sysconfig.get_path("purelib"))
+    candidates += sorted(wheels.glob("nvidia/cu*/bin/nvcc"), reverse=True)
+    path = shutil.which("nvcc")
+    if path:
+        candidates.append(Path(path))
+    return next((nvcc for nvcc in candidates if os.access(nvcc, os.X_OK)), None)
 
 
 def find_program(name: str) -> str | None:
@@ -386,13 +369,13 @@ def _network() -> Iterator[Finding]:
         ("numa", "libnuma1"),
         ("curl", "libcurl4"),
     ):
-        there = ctypes.util.find_library(library)
-        lacks = LACKS if devices else NOTE
-        yield Finding(
+        file = ctypes.util.find_library(library)
+        yield _finding(
             f"lib{library}",
-            OK if there else lacks,
-            there or "is not there",
-            "" if there else f"apt-get install {package}",
+            file is not None,
+            file or "is not there",
+            f"apt-get install {package}",
+            otherwise=LACKS if devices else NOTE,
         )
     if not devices:
         yield Finding(
@@ -424,17 +407,12 @@ def _network() -> Iterator[Finding]:
             yield Finding(f"lib{driver}", LACKS, "its provider for libibverbs is not there", remedy)
     yield _registration()
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    enough = resource.RLIM_INFINITY in (soft, hard)
-    remedy = (
-        ""
-        if enough
-        else "ulimit -l unlimited (limits.conf; Slurm: PropagateResourceLimitsExcept=MEMLOCK)"
-    )
-    yield Finding(
+    unlimited = resource.RLIM_INFINITY in (soft, hard)
+    yield _finding(
         "locked memory",
-        OK if enough else LACKS,
-        "unlimited" if enough else f"{hard >> 10} KiB at most",
-        remedy,
+        unlimited,
+        "unlimited" if unlimited else f"{hard >> 10} KiB at most",
+        "ulimit -l unlimited (limits.conf; Slurm: PropagateResourceLimitsExcept=MEMLOCK)",
     )
 
 
@@ -491,16 +469,16 @@ MOONCAKE = {"mooncake": "mooncake.engine"}
 
 def packages(gpu: bool) -> list[Check]:
     """A check for each package. It imports the package in a separate process."""
-    wanted = EVERYWHERE | MOONCAKE | (ON_GPUS if gpu else {})
+    modules = EVERYWHERE | MOONCAKE | (ON_GPUS if gpu else {})
     return [
-        lambda name=name, module=module: _imported(name, module) for name, module in wanted.items()
+        lambda name=name, module=module: _imported(name, module) for name, module in modules.items()
     ]
 
 
 def _imported(name: str, module: str) -> Iterator[Finding]:
-    code = f"import {module} as found; print(getattr(found, '__file__', None))"
+    code = f"import {module} as module; print(getattr(module, '__file__', None))"
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-P", "-c", code],
             capture_output=True,
             timeout=IMPORT_S,
@@ -515,21 +493,20 @@ def _imported(name: str, module: str) -> Iterator[Finding]:
             "is it on a slow file system?",
         )
         return
-    if done.returncode == 0 and done.stdout.split()[-1:] not in ([], ["None"]):
+    if process.returncode == 0 and process.stdout.split()[-1:] not in ([], ["None"]):
         yield Finding(name, OK, f"{_version(name)}, import {module}")
         return
-    why = (
-        "it is an empty folder"
-        if done.returncode == 0
-        else (done.stderr.strip().splitlines() or ["it died"])[-1]
-    )
-    optional = name == "mooncake"
-    remedy = (
-        "weights.transport=mooncake is not there, auto takes another"
-        if optional
-        else "make setup in a checkout, on GPUs make setup-gpu"
-    )
-    yield Finding(name, NOTE if optional else LACKS, f"import {module}: {why}", remedy)
+    cause = "it is an empty folder" if process.returncode == 0 else _last_line(process.stderr)
+    text = f"import {module}: {cause}"
+    if name == "mooncake":
+        remedy = "weights.transport=mooncake is not there, auto takes another"
+        yield Finding(name, NOTE, text, remedy)
+    else:
+        yield Finding(name, LACKS, text, "make setup in a checkout, on GPUs make setup-gpu")
+
+
+def _last_line(stderr: str) -> str:
+    return (stderr.strip().splitlines() or ["it died"])[-1]
 
 
 def _version(name: str) -> str:
@@ -557,54 +534,48 @@ def peers() -> Iterator[Finding]:
         "print(json.dumps([[a, b] for a in range(n) for b in range(n) if a != b and not "
         "torch.cuda.can_device_access_peer(a, b)]))"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-P", "-c", code],
         capture_output=True,
         timeout=TRY_S,
         encoding="utf-8",
         errors="replace",
     )
-    if done.returncode:
-        yield Finding(
-            "CUDA",
-            LACKS,
-            (done.stderr.strip().splitlines() or ["it died"])[-1],
-            "does torch fit the driver?",
-        )
+    if process.returncode:
+        yield Finding("CUDA", LACKS, _last_line(process.stderr), "does torch fit the driver?")
         return
-    apart = json.loads(done.stdout)
-    found = (
-        "every GPU opens every other's memory"
-        if not apart
-        else f"GPU {apart[0][0]} cannot open the memory of GPU {apart[0][1]}"
+    pairs = json.loads(process.stdout)
+    if not pairs:
+        yield Finding("peer access", OK, "every GPU opens every other's memory")
+        return
+    yield Finding(
+        "peer access",
+        NOTE,
+        f"GPU {pairs[0][0]} cannot open the memory of GPU {pairs[0][1]}",
+        "nvidia-smi topo -p2p r says why; weights between them go by shared memory or NCCL then",
     )
-    remedy = (
-        ""
-        if not apart
-        else "nvidia-smi topo -p2p r says why; weights between them go by shared memory or NCCL then"
-    )
-    yield Finding("peer access", NOTE if apart else OK, found, remedy)
 
 
 def writes(gpu: bool) -> Iterator[Finding]:
     """Test writes by each transport, from each GPU to the next, or in host memory
-    (launch/neighbours.py).
+    (launch/trial_writes.py).
     """
-    command = [sys.executable, "-P", "-m", "megarl.launch.neighbours", *(["--gpu"] if gpu else [])]
+    command = [sys.executable, "-P", "-m", "megarl.launch.trial_writes"]
+    if gpu:
+        command.append("--gpu")
+    problem = ""
     try:
-        done = subprocess.run(command, capture_output=True, timeout=WRITES_S)
-        told = done.stdout
-        why = (
-            (done.stderr.decode().strip().splitlines() or ["it died"])[-1]
-            if done.returncode
-            else ""
-        )
-    except subprocess.TimeoutExpired as late:
-        told = late.stdout or b""
-        why = f"not finished within {WRITES_S:.0f} s; nvidia-smi shows whether a GPU hangs"
-    yield from (_written(**json.loads(line)) for line in told.splitlines())
-    if why:
-        yield Finding("test writes", LACKS, why, "see what is lacking above")
+        process = subprocess.run(command, capture_output=True, timeout=WRITES_S)
+        output = process.stdout
+        if process.returncode:
+            problem = _last_line(process.stderr.decode())
+    except subprocess.TimeoutExpired as timeout:
+        output = timeout.stdout or b""
+        problem = f"not finished within {WRITES_S:.0f} s; nvidia-smi shows whether a GPU hangs"
+    for line in output.splitlines():
+        yield _written(**json.loads(line))
+    if problem:
+        yield Finding("test writes", LACKS, problem, "see what is lacking above")
     if gpu:
         yield Finding(
             "writes between nodes",
@@ -615,22 +586,18 @@ def writes(gpu: bool) -> Iterator[Finding]:
 
 
 def _written(
-    kind: str, source: str, target: str, chosen: bool, bytes: int, gb_per_s: float, error: str
+    kind: str, source: str, target: str, is_default: bool, bytes: int, gb_per_s: float, error: str
 ) -> Finding:
-    """The finding that a neighbours.Write amounts to."""
-    what = f"write by {kind}"
-    where = f"from {source} to {target}"
+    """The finding that a trial_writes.Write amounts to."""
+    name = f"write by {kind}"
+    route = f"from {source} to {target}"
     if not error:
-        return Finding(
-            what,
-            OK,
-            f"{bytes / (1 << 20):.0f} MiB {where}, {gb_per_s:.2f} GB/s, every byte as it was sent",
-        )
+        mib = f"{bytes / (1 << 20):.0f} MiB"
+        text = f"{mib} {route}, {gb_per_s:.2f} GB/s, every byte as it was sent"
+        return Finding(name, OK, text)
     # weights.transport=auto uses it here, or trainer ranks need it
-    needed = chosen or kind == "nccl"
-    return Finding(
-        what, LACKS if needed else NOTE, f"{where}: {error}", WRITE_REMEDIES.get(kind, "")
-    )
+    state = LACKS if is_default or kind == "nccl" else NOTE
+    return Finding(name, state, f"{route}: {error}", WRITE_REMEDIES.get(kind, ""))
 
 
 WRITE_REMEDIES = {
@@ -645,7 +612,7 @@ WRITE_REMEDIES = {
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(each) for each in re.findall(r"\d+", version)[:3])
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def _dotted(version: Sequence[int]) -> str:
@@ -693,13 +660,12 @@ def run(arguments: argparse.Namespace) -> RunPlan | None:
     from megarl.config.errors import ConfigError
 
     gpu = arguments.gpu or has_driver()
-    of_what = f"a run on {'GPUs' if gpu else 'CPUs'}"
     if arguments.warm and arguments.json:
         raise ConfigError("--json: must be left out with --warm, which prints what it starts")
     plan = _planned(arguments.warm, arguments.overrides)
-    tell(
+    print_findings(
         [*system(gpu), *packages(gpu), *([peers] if gpu else []), lambda: writes(gpu)],
-        of_what,
+        f"a run on {'GPUs' if gpu else 'CPUs'}",
         gpu=gpu,
         as_json=arguments.json,
     )
@@ -721,43 +687,42 @@ def _planned(config: str | None, settings: Sequence[str]) -> RunPlan | None:
         return None
     plan = resolve(load_config(config, settings))
     gpu = plan.config.cluster.gpu
-    here = len(gpus())
-    if gpu != "cpu" and not here:
+    if gpu == "cpu":
+        return plan
+    gpu_count = len(gpus())
+    if not gpu_count:
         raise ConfigError(
-            f"cluster.gpu={gpu}: there is no GPU here to compile for; must be cpu for engines on CPUs"
+            f"cluster.gpu={gpu}: there is no GPU here to compile for; must be cpu for engines "
+            "on CPUs"
         )
     for group in plan.groups:
-        if gpu != "cpu" and (tp := group.settings.tp) > here:
-            must = (
-                f"must be at most {here}, the GPUs of this machine, to compile for "
-                f"cluster.gpu={gpu} here"
+        if group.settings.tp > gpu_count:
+            raise ConfigError(
+                f"{group.key}.tp={group.settings.tp}: must be at most {gpu_count}, the GPUs of "
+                f"this machine, to compile for cluster.gpu={gpu} here"
             )
-            raise ConfigError(f"{group.key}.tp={tp}: {must}")
     return plan
 
 
-def tell(checks: Sequence[Check], of_what: str, gpu: bool, as_json: bool = False) -> None:
-    """Prints the findings. Raises RuntimeError if `of_what` needs something that is lacking."""
-    found = []
-    for finding in look(checks):
-        found.append(finding)
+def print_findings(checks: Sequence[Check], purpose: str, gpu: bool, as_json: bool = False) -> None:
+    """Prints the findings. Raises RuntimeError if `purpose` needs something that is lacking."""
+    findings = []
+    for finding in run_checks(checks):
+        findings.append(finding)
         if not as_json:
             print(finding, flush=True)
-    lacking = [finding.what for finding in found if finding.state == LACKS]
+    lacking = [finding.what for finding in findings if finding.state == LACKS]
     if as_json:
-        print(
-            json.dumps(
-                {"ok": not lacking, "gpu": gpu, "findings": [asdict(each) for each in found]}
-            )
-        )
+        rows = [asdict(finding) for finding in findings]
+        print(json.dumps({"ok": not lacking, "gpu": gpu, "findings": rows}))
     if lacking:
-        raise RuntimeError(f"this machine lacks what {of_what} needs: {', '.join(lacking)}")
+        raise RuntimeError(f"this machine lacks what {purpose} needs: {', '.join(lacking)}")
     if not as_json:
-        print(f"all that {of_what} needs is there")
+        print(f"all that {purpose} needs is there")
 
 
 if __name__ == "__main__":
     try:
-        tell(installing(), "an installation for GPUs", gpu=True)
+        print_findings(installing(), "an installation for GPUs", gpu=True)
     except RuntimeError as error:
         sys.exit(f"megarl: {error}")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megarl.base.processes import BEATS
 from megarl.generator.server import RESTARTS
-from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec, taken
+from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec, occupied_ports
 from megarl.observe.status import TraceWriter
 
 LOOK_UP_S = 1.0
@@ -68,7 +68,8 @@ class KeptEngine:
             return
         self.looked = now
         path = Path(self.spec.env[BEATS])
-        if (beat := path.stat().st_mtime_ns if path.exists() else 0) != self.beat:
+        beat = path.stat().st_mtime_ns if path.exists() else 0
+        if beat != self.beat:
             self.beat = beat
             self.beaten = now
 
@@ -141,10 +142,13 @@ class EngineKeeper:
             print(f"{name} has left the run, and is ended", flush=True)
             self._drop(name)
         for name, engine in list(self._engines.items()):
-            if (problem := self._hangs(engine)) and name in self._processes.running():
+            problem = self._hangs(engine)
+            if problem and name in self._processes.running():
                 print(f"{name} {problem}; it is ended", flush=True)
                 self._processes.kill(name)
-            elif (failure := self._processes.failure(name)) is not None:
+                continue
+            failure = self._processes.failure(name)
+            if failure is not None:
                 self._replace(name, engine, failure)
 
     def _forgive_own_silence(self) -> None:
@@ -169,19 +173,15 @@ class EngineKeeper:
     def _hangs(self, engine: KeptEngine) -> str:
         now = time.monotonic()
         if engine.answered is None:
-            return (
-                f"did not answer within {self._startup_s:.0f} s of its start"
-                if now - engine.started > self._startup_s
-                else ""
-            )
+            if now - engine.started > self._startup_s:
+                return f"did not answer within {self._startup_s:.0f} s of its start"
+            return ""
         if now - engine.answered > self._health_s / 2:
             engine.look(now)
         silence_s = now - max(engine.answered, engine.beaten)
-        return (
-            f"has answered nothing for {silence_s:.0f} s"
-            if silence_s > self._health_s + LOOK_UP_S
-            else ""
-        )
+        if silence_s > self._health_s + LOOK_UP_S:
+            return f"has answered nothing for {silence_s:.0f} s"
+        return ""
 
     def _replace(self, name: str, engine: KeptEngine, failure: ProcessFailed) -> None:
         if self._policy == "drop":
@@ -205,18 +205,18 @@ class EngineKeeper:
             self._trace.mark(
                 f"start {name} again",
                 name,
-                why=failure.how,
+                why=failure.ending,
                 cause=failure.cause,
                 restarts=engine.restarts,
             )
         print(
-            f"{failure.how}; started again ({engine.restarts} of "
+            f"{failure.ending}; started again ({engine.restarts} of "
             f"generator.max_restarts={self._max_restarts})",
             flush=True,
         )
         if failure.cause:
             print(f"{name}: {failure.cause}", flush=True)
-        for line in taken({name: engine.port}, engine.host, self._processes.process_ids()):
+        for line in occupied_ports({name: engine.port}, engine.host, self._processes.process_ids()):
             print(line, flush=True)
         engine.started = time.monotonic()
         engine.answered = None

@@ -36,19 +36,21 @@ def gpus() -> tuple[Gpu, ...]:
     )
 
 
-def visible(shown: Sequence[tuple[str, ...]], wanted: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA_VISIBLE_DEVICES=`wanted` admits, from the driver's list of (index, UUID,
-    bus id). None: it is not set.
+def visible(shown: Sequence[tuple[str, ...]], visible_devices: str | None) -> tuple[Gpu, ...]:
+    """The GPUs that CUDA_VISIBLE_DEVICES=`visible_devices` admits, from the driver's list of
+    (index, UUID, bus id). None: it is not set.
 
     Follows torch/cuda/__init__.py, `_parse_visible_devices` and `_transform_uuid_to_ordinals`. All
     entries are of one kind, which the first one decides: numbers, prefixes of UUIDs, or MIG
     instances. The first entry of another kind ends the list. A repeated one then empties it,
     wherever it stands; only after that the first entry without a GPU ends the list.
     """
-    if wanted is None:
+    if visible_devices is None:
         return tuple(Gpu(index, sysfs_address(bus)) for index, _, bus in shown)
-    kind = next((prefix for prefix in ("GPU-", "MIG-") if wanted.startswith(prefix)), "")
-    entries = [entry if kind else _leading_number(entry) for entry in wanted.split(",")]
+    kind = next((prefix for prefix in ("GPU-", "MIG-") if visible_devices.startswith(prefix)), "")
+    entries = visible_devices.split(",")
+    if not kind:
+        entries = list(map(_leading_number, entries))
     names = list(itertools.takewhile(lambda name: name and name.startswith(kind), entries))
     if len(set(names)) < len(names):
         return ()
@@ -56,9 +58,10 @@ def visible(shown: Sequence[tuple[str, ...]], wanted: str | None) -> tuple[Gpu, 
         return tuple(Gpu(name, "") for name in names)
     buses: list[str] = []
     for name in names:
-        matches = [
-            bus for index, uuid, bus in shown if (uuid.startswith(name) if kind else name == index)
-        ]
+        if kind:
+            matches = [bus for _, uuid, bus in shown if uuid.startswith(name)]
+        else:
+            matches = [bus for index, _, bus in shown if index == name]
         if len(matches) != 1:
             break
         buses += matches
@@ -72,7 +75,9 @@ def _leading_number(entry: str) -> str:
     it is negative.
     """
     number = re.match(r"[+-]?\d+", entry.strip())
-    return str(int(number[0])) if number and int(number[0]) >= 0 else ""
+    if number and int(number[0]) >= 0:
+        return str(int(number[0]))
+    return ""
 
 
 def nvidia_smi(*arguments: str) -> str:
@@ -83,7 +88,7 @@ def nvidia_smi(*arguments: str) -> str:
     if shutil.which("nvidia-smi") is None:
         return ""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["nvidia-smi", *arguments],
             capture_output=True,
             timeout=NVIDIA_SMI_S,
@@ -94,15 +99,17 @@ def nvidia_smi(*arguments: str) -> str:
         raise TimeoutError(
             f"nvidia-smi gave no answer within {NVIDIA_SMI_S:.0f} s: is a GPU of this node broken?"
         ) from error
-    return done.stdout if done.returncode == 0 else ""
+    if process.returncode == 0:
+        return process.stdout
+    return ""
 
 
 def sysfs_address(bus_id: str) -> str:
     """Converts a bus id from the driver's form (domain of eight digits) to the kernel's (four
     digits, lower case).
     """
-    domain, _, rest = bus_id.lower().partition(":")
-    return f"{domain[-4:]}:{rest}"
+    domain, _, device = bus_id.lower().partition(":")
+    return f"{domain[-4:]}:{device}"
 
 
 def cores_near(address: str, devices: Path = PCI_DEVICES) -> tuple[int, ...]:
@@ -111,7 +118,9 @@ def cores_near(address: str, devices: Path = PCI_DEVICES) -> tuple[int, ...]:
     Memory that a rank pins there is near its GPU and NIC. () if the kernel does not know them.
     """
     path = devices / address / "local_cpulist"
-    return parse_cpulist(path.read_text(encoding="utf-8")) if path.exists() else ()
+    if path.exists():
+        return parse_cpulist(path.read_text(encoding="utf-8"))
+    return ()
 
 
 def parse_cpulist(text: str) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 from megarl.agents.program import PROGRAM
 from megarl.algorithms.recipes import RECIPES
@@ -36,17 +37,13 @@ from megarl.teachers.plan import FrozenRole
 from megarl.trackers.trackers import check_trackers
 from megarl.trainer.hf_files import check_checkpoint, check_config
 
-# Checks that the disk has room for everything a command will write, before it computes for hours.
-# All nodes see the same disk.
-
-
 # per parameter of a checkpoint: the float32 master weight and both of Adam's moments
 OPTIMIZER_BYTES = 4 + 4 + 4
 
 
 def check_room(plan: RunPlan, command: str) -> None:
-    """Raises ConfigError if there is too little room for the files that `command` (train, sft, …)
-    writes.
+    """Raises ConfigError if the disk, which all nodes see, has too little room for the files that
+    `command` (train, sft, …) writes.
     """
     if command == "train":
         check_room_for_checkpoints(plan)
@@ -54,13 +51,9 @@ def check_room(plan: RunPlan, command: str) -> None:
         check_room_for_weights(plan, "sft.output=", plan.config.sft.output)
         # a checkpoint is complete before the previous one is removed
         if 0 < plan.config.sft.save_every < plan.config.sft.steps:
-            each_bytes = plan.trained_parameters * OPTIMIZER_BYTES
-            _check(
-                "run_dir=",
-                plan.config.run_dir,
-                2 * each_bytes,
-                "2 checkpoints of the warm start (sft.save_every)",
-            )
+            checkpoint_bytes = plan.trained_parameters * OPTIMIZER_BYTES
+            files = "2 checkpoints of the warm start (sft.save_every)"
+            _check_room("run_dir=", plan.config.run_dir, 2 * checkpoint_bytes, files)
     elif command == "reward-model":
         check_room_for_weights(plan, "reward_model.output=", plan.config.reward_model.output)
 
@@ -71,60 +64,58 @@ def check_room_for_checkpoints(plan: RunPlan) -> None:
     Each one is completed before the oldest is removed.
     """
     config = plan.config
-    there = len(complete_checkpoints(config.run_dir))
-    most = config.checkpoint.keep + 1
+    existing = len(complete_checkpoints(config.run_dir))
+    largest_count = config.checkpoint.keep + 1
     if config.checkpoint.keep_best is not None:
         # the best checkpoint, and the one that is being evaluated
-        most += 2 if config.eval.engines else 1
-    number = max(1, most - there)
-    parameters = plan.trained_parameters + (
-        parameter_count(plan.critic.with_scalar_head()) if plan.critic else 0
-    )
-    each_bytes = parameters * OPTIMIZER_BYTES
-    more = "more " if there else ""
+        largest_count += 2 if config.eval.engines else 1
+    count = max(1, largest_count - existing)
+    parameters = plan.trained_parameters
+    if plan.critic:
+        parameters += parameter_count(plan.critic.with_scalar_head())
+    needed_bytes = count * parameters * OPTIMIZER_BYTES
+    qualifier = "more " if existing else ""
     best = ", keep_best" if config.checkpoint.keep_best else ""
-    what = (
-        f"{number} {more}checkpoint{'s' * (number > 1)} "
+    files = (
+        f"{count} {qualifier}checkpoint{'s' * (count > 1)} "
         f"(checkpoint.keep={config.checkpoint.keep}{best})"
     )
-    needed_bytes = number * each_bytes
-    if every := config.checkpoint.hf_every:
-        exports = len(
-            {*range(every, config.max_steps + 1, every), config.max_steps}
-            - exported_steps(config.run_dir)
-        )
-        what = f"{what} and {exports} exports (checkpoint.hf_every={every})"
+    interval = config.checkpoint.hf_every
+    if interval:
+        steps = {*range(interval, config.max_steps + 1, interval), config.max_steps}
+        exports = len(steps - exported_steps(config.run_dir))
+        files = f"{files} and {exports} exports (checkpoint.hf_every={interval})"
         needed_bytes = needed_bytes + exports * _weights_bytes(plan)
-    _check("run_dir=", config.run_dir, needed_bytes, what)
+    _check_room("run_dir=", config.run_dir, needed_bytes, files)
 
 
 def check_room_for_weights(plan: RunPlan, option: str, folder: str | Path) -> None:
     """Raises ConfigError if `folder`, given by the user as `option`, has no room for the model as
     an HF checkpoint.
     """
-    _check(option, folder, _weights_bytes(plan), "the weights")
+    _check_room(option, folder, _weights_bytes(plan), "the weights")
 
 
 def _weights_bytes(plan: RunPlan) -> int:
     return parameter_count(plan.spec) * ITEM_BYTES[plan.config.model.dtype]
 
 
-def _check(option: str, folder: str | Path, needed_bytes: int, what: str) -> None:
-    there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.is_dir())
-    free_bytes = shutil.disk_usage(there).free
+def _check_room(option: str, folder: str | Path, needed_bytes: int, files: str) -> None:
+    existing_folder = Path(folder).absolute()
+    while not existing_folder.is_dir():
+        existing_folder = existing_folder.parent
+    free_bytes = shutil.disk_usage(existing_folder).free
     if free_bytes < needed_bytes:
         raise ConfigError(
-            f"{option}{folder}: {what} will take {_size(needed_bytes)}, and {_size(free_bytes)} "
+            f"{option}{folder}: {files} will take {_size(needed_bytes)}, and {_size(free_bytes)} "
             "are free there"
         )
 
 
 def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
-
-
-# Tries the rewards on a few rows before anything starts. A dry run shows the scores. A run is
-# refused if a reward would end it.
+    if count >= 2**30:
+        return f"{count / 2**30:.1f} GiB"
+    return f"{count / 2**20:.1f} MiB"
 
 
 ABSURD = "}{ \\boxed{\u2603 </think> -1e999 \ufffd\n" * 40
@@ -134,8 +125,10 @@ _OF_ANSWERS = ("math", "last_number", "choice")
 
 
 @dataclass(frozen=True)
-class Tried:
-    """The scores that one part of the reward has given to a dataset's first rows."""
+class RewardTrial:
+    """The scores that one part of the reward has given to a dataset's first rows, before anything
+    starts. A dry run shows them.
+    """
 
     part: Part
     key: str  # config key of the dataset
@@ -143,117 +136,117 @@ class Tried:
     unread_form: str = ""  # in which a prompt asks for the answer, and the rule finds none
 
     def __str__(self) -> str:
-        told = "; ".join(
-            f"{name} {', '.join(map(_shown, scores))}" for name, scores in self.scores.items()
-        )
         rows = len(next(iter(self.scores.values())))
-        same = len({score.reward for scores in self.scores.values() for score in scores}) == 1
-        of_rows = f"{self.part.setting}, {rows} row{'s' * (rows > 1)} of {self.key}"
-        return "; ".join(
-            [f"{of_rows}: {told}", *self.remarks, *(["all of these score the same"] * same)]
-        )
+        rewards: set[float] = set()
+        texts = []
+        for name, scores in self.scores.items():
+            rewards.update(score.reward for score in scores)
+            texts.append(f"{name} {', '.join(map(_score_text, scores))}")
+        texts[0] = f"{self.part.setting}, {rows} row{'s' * (rows > 1)} of {self.key}: {texts[0]}"
+        texts += self.remarks
+        if len(rewards) == 1:
+            texts.append("all of these score the same")
+        return "; ".join(texts)
 
     @property
     def remarks(self) -> Iterator[str]:
         """Doubts about the scores that do not stop a run."""
-        named = reversed(
-            [(name, score) for name, scores in self.scores.items() for score in scores]
-        )
-        failures = {failure.reason: name for name, score in named for failure in score.failures}
-        yield from (f"scoring {name} failed: {reason}" for reason, name in failures.items())
-        means = {
-            name: sum(score.reward for score in scores) / len(scores)
-            for name, scores in self.scores.items()
-        }
-        first, *others = means
-        if not failures and any(means[first] < means[name] for name in others):
+        failures: dict[str, str] = {}  # reason -> name of the first text
+        means = []
+        for name, scores in self.scores.items():
+            means.append(fmean(score.reward for score in scores))
+            for score in scores:
+                for failure in score.failures:
+                    failures.setdefault(failure.reason, name)
+        for reason, name in failures.items():
+            yield f"scoring {name} failed: {reason}"
+        if not failures and means[0] < max(means):
             yield "the reference answer scores less than an empty or absurd text"
         if self.unread_form:
-            known = "<answer>…</answer>, \\boxed{…}, #### …, Answer: …, or the last line"
             yield (
                 f"the prompt asks for {self.unread_form}, where {self.part.name} finds no "
-                f"answer; it reads {known}"
+                "answer; it reads <answer>…</answer>, \\boxed{…}, #### …, Answer: …, or the "
+                "last line"
             )
 
 
-def _shown(score: Score) -> str:
-    return "failed" if score.failures else f"{score.reward:g}"
+def _score_text(score: Score) -> str:
+    if score.failures:
+        return "failed"
+    return f"{score.reward:g}"
 
 
-def try_rewards(config: RunConfig, datasets: Sequence[Checked], thorough: bool) -> list[Tried]:
+def try_rewards(
+    config: RunConfig, datasets: Sequence[Checked], thorough: bool
+) -> list[RewardTrial]:
     """Scores three texts for the first row of each dataset with the user's own functions.
 
     If `thorough`, scores several rows, also with built-in rules. Raises ConfigError for all
     mistakes that would end the run, once for each function.
     """
-    if config.rollout.name in OF_HUBS or (
-        config.rollout.name == PROGRAM and config.rollout.args.get("reward") == PROGRAM
-    ):
-        return []  # there the environment or the program gives the reward
-    wanted: dict[Part, list[tuple[Checked, list[Row]]]] = {}
+    if config.rollout.name in OF_HUBS:
+        return []  # the environment gives the reward
+    if config.rollout.name == PROGRAM and config.rollout.args.get("reward") == PROGRAM:
+        return []  # the program gives the reward
+    rows_by_part: dict[Part, list[tuple[Checked, list[Row]]]] = {}
     for checked in datasets:
-        suite = checked.key.removeprefix("eval.suites.")
-        rows = [row for row in checked.first if isinstance(row, Row)][: None if thorough else 1]
-        for part in (
-            parts_of(config.reward)
-            if checked.key.startswith("data.train")
-            else parts_in_evaluation(config, suite)
-        ):
-            if rows and (":" in part.name or (thorough and part.name in _OF_ANSWERS)):
-                wanted.setdefault(part, []).append((checked, rows))
-    if not wanted:
+        rows = [row for row in checked.first if isinstance(row, Row)]
+        if not rows:
+            continue
+        if not thorough:
+            rows = rows[:1]
+        if checked.key.startswith("data.train"):
+            parts = parts_of(config.reward)
+        else:
+            parts = parts_in_evaluation(config, checked.key.removeprefix("eval.suites."))
+        for part in parts:
+            if ":" in part.name or (thorough and part.name in _OF_ANSWERS):
+                rows_by_part.setdefault(part, []).append((checked, rows))
+    if not rows_by_part:
         return []
     tokenizer = None
     # a dry run goes on without what the hub does not give (check_data)
     with contextlib.suppress(ConfigError):
         tokenizer = load_tokenizer(config.model)
     with tempfile.TemporaryDirectory(prefix="megarl-trial-") as logs:
-        return run_coroutine(
-            _try_all(
-                replace(config, reward=replace(config.reward, workers=1)),
-                wanted,
-                tokenizer,
-                Path(logs),
-            )
-        )
+        one_worker = replace(config, reward=replace(config.reward, workers=1))
+        return run_coroutine(_try_parts(one_worker, rows_by_part, tokenizer, Path(logs)))
 
 
-async def _try_all(
+async def _try_parts(
     config: RunConfig,
-    wanted: Mapping[Part, Sequence[tuple[Checked, Sequence[Row]]]],
+    rows_by_part: Mapping[Part, Sequence[tuple[Checked, Sequence[Row]]]],
     tokenizer: Tokenizer | None,
     logs: Path,
-) -> list[Tried]:
+) -> list[RewardTrial]:
     from megarl.rollouts.rollout import open_part  # not at the top: it imports aiohttp
 
-    found: list[Tried] = []
+    trials: list[RewardTrial] = []
     problems: list[str] = []
     async with AsyncExitStack() as resources:
-        for part, sets in wanted.items():
+        for part, datasets in rows_by_part.items():
             score = await open_part(config, part, {}, resources, logs)
-            told = ""
+            context = ""
             try:
-                for checked, rows in sets:
-                    given: dict[str, list[Score]] = {}
+                for checked, rows in datasets:
+                    scores: dict[str, list[Score]] = {}
                     for name, text in TEXTS.items():
                         requests = [
                             _request(row, part, checked.key, text, tokenizer) for row in rows
                         ]
-                        told = f"it was given {name} to {rows[0].where or checked.source}"
-                        given[name] = [await score(request) for request in requests]
-                    unread = (
-                        await _unread_form(rows, part, checked.key, score)
-                        if part.name in _OF_ANSWERS
-                        else ""
-                    )
-                    found.append(Tried(part, checked.key, given, unread))
+                        context = f"it was given {name} to {rows[0].where or checked.source}"
+                        scores[name] = [await score(request) for request in requests]
+                    unread_form = ""
+                    if part.name in _OF_ANSWERS:
+                        unread_form = await _unread_form(rows, part, checked.key, score)
+                    trials.append(RewardTrial(part, checked.key, scores, unread_form))
             except RewardMistake as mistake:
-                problems.append(f"{'; '.join(mistake.told.split(chr(10)))}; {told}")
+                problems.append(f"{mistake.told.replace(chr(10), '; ')}; {context}")
             except RunError as error:  # no worker could be started
                 problems.append(f"{part.setting}: {error}")
     if problems:
         raise ConfigError(problems)
-    return found
+    return trials
 
 
 async def _unread_form(
@@ -278,6 +271,9 @@ def _request(
     row: Row, part: Part, key: str, text: str | None, tokenizer: Tokenizer | None
 ) -> ScoreRequest:
     response = row.answer if text is None else text
+    source = ""
+    if ".sources." in key or key.startswith("eval.suites."):
+        source = key.rpartition(".")[2]
     return ScoreRequest(
         response=response,
         answer=row.answer,
@@ -287,9 +283,7 @@ def _request(
         prompt_token_ids=tokenizer.encode_prompt(row.prompt, row.rendered) if tokenizer else [],
         token_ids=tokenizer.encode_text(response) if tokenizer else [],
         version=0,
-        source=key.rpartition(".")[2]
-        if ".sources." in key or key.startswith("eval.suites.")
-        else "",
+        source=source,
     )
 
 
@@ -310,20 +304,15 @@ class Inputs:
     """The results of checking the datasets, and of the rewards on their first rows."""
 
     datasets: list[Checked]
-    rewards: list[Tried]
+    rewards: list[RewardTrial]
 
     @property
     def remarks(self) -> list[str]:
         """A line for each dataset and reward with something that the user may not know."""
-        data = {f"Data: {each.key}": [*each.remarks] for each in self.datasets}
-        rewards = {
-            f"Reward: {each.part.setting} on {each.key}": [*each.remarks] for each in self.rewards
-        }
-        return [
-            f"{of_what}: {'; '.join(remarks)}"
-            for of_what, remarks in (data | rewards).items()
-            if remarks
-        ]
+        remarks = {f"Data: {dataset.key}": [*dataset.remarks] for dataset in self.datasets}
+        for trial in self.rewards:
+            remarks[f"Reward: {trial.part.setting} on {trial.key}"] = [*trial.remarks]
+        return [f"{subject}: {'; '.join(texts)}" for subject, texts in remarks.items() if texts]
 
 
 def check_inputs(
@@ -337,35 +326,10 @@ def check_inputs(
     datasets: list[Checked] = []
     reads = COMMANDS[command]
     checks = [lambda: datasets.extend(check_data(config, plan and plan.spec, reads, at_hand))]
-    if plan is not None and not (
-        reads in _MAY_BEGIN_RANDOM and config.model.random_init and not plan.weights.are_there
-    ):
-        checks.append(lambda: check_weights(plan))
-    if (
-        plan is not None
-        and not is_own(plan.spec)
-        and (not at_hand or is_here(config.model.path, config))
-    ):
-        checks.append(lambda: check_as_transformers(config.model.path, plan.spec))
-    key, critic = critic_path(config)
-    if plan is not None and reads == "train" and plan.critic and critic and Path(critic).is_dir():
-        checks.append(partial(check_complete, key, plan.critic, Path(critic)))
-    if plan is not None and reads == "train" and plan.adapters:
-        checks.append(plan.adapters.check_init)
+    if plan is not None:
+        checks += _checks_of_models(config, plan, reads, at_hand)
     if reads in ("train", "eval"):
         checks.append(lambda: check_rollout(config, at_hand))
-        served = plan.served if plan is not None else ()
-        frozen = plan.frozen if plan is not None and reads == "train" else ()
-        checks += [
-            partial(check_frozen, role, config)
-            for role in frozen
-            if not at_hand or is_here(role.path, config)
-        ]
-        checks += [
-            partial(check_role, role, config)
-            for role in served
-            if not at_hand or is_here(role.settings.path, config)
-        ]
     if reads == "train" and config.weights.transport != "auto":
         checks.append(lambda: check_weights_transport(config.weights.transport, at_hand))
     if reads == "train" and config.algorithm.name not in RECIPES:
@@ -374,14 +338,40 @@ def check_inputs(
         checks.append(lambda: check_trackers(config.observe.trackers))
     if plan is not None and not at_hand:
         checks.append(lambda: check_room(plan, reads))
-    if problems := problems_of(*checks):
+    problems = problems_of(*checks)
+    if problems:
         raise ConfigError(problems)
-    return Inputs(
-        datasets,
-        try_rewards(config, datasets, at_hand)
-        if plan is not None and reads in ("train", "eval")
-        else [],
-    )
+    if plan is None or reads not in ("train", "eval"):
+        return Inputs(datasets, rewards=[])
+    return Inputs(datasets, try_rewards(config, datasets, at_hand))
+
+
+def _checks_of_models(
+    config: RunConfig, plan: RunPlan, reads: str, at_hand: bool
+) -> Iterator[Callable[[], None]]:
+    """The checks of the policy's weights and of the models beside it."""
+
+    def can_check(path: str) -> bool:
+        return not at_hand or is_here(path, config)
+
+    begins_random = config.model.random_init and not plan.weights.are_there
+    if not (begins_random and reads in _MAY_BEGIN_RANDOM):
+        yield lambda: check_weights(plan)
+    if not is_own(plan.spec) and can_check(config.model.path):
+        yield lambda: check_as_transformers(config.model.path, plan.spec)
+    if reads == "train":
+        key, critic = critic_path(config)
+        if plan.critic and critic and Path(critic).is_dir():
+            yield partial(check_complete, key, plan.critic, Path(critic))
+        if plan.adapters:
+            yield plan.adapters.check_init
+        for role in plan.frozen:
+            if can_check(role.path):
+                yield partial(check_frozen, role, config)
+    if reads in ("train", "eval"):
+        for role in plan.served:
+            if can_check(role.settings.path):
+                yield partial(check_role, role, config)
 
 
 def check_weights(plan: RunPlan) -> None:

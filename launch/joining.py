@@ -33,11 +33,11 @@ from megarl.launch.launcher import (
     engine_keeper,
     failing_together,
     host_name,
-    kernels_kept,
+    kernels_folder,
     report_of,
     start_engines,
 )
-from megarl.launch.meeting import STOP, Meeting, NodeReport, is_held, read_report, scratch_folder
+from megarl.launch.meeting import STOP, Meeting, NodeReport, is_locked, read_report, scratch_folder
 from megarl.launch.nodes import (
     EngineFleet,
     Node,
@@ -56,42 +56,35 @@ from megarl.messaging.messages import EngineState, FleetAnswer, FleetCall
 from megarl.messaging.rendezvous import POLICY, Rendezvous, rendezvous_path
 from megarl.plan.resolve import RunPlan, checked_before, resolve
 
-# How another command finds a running run and talks to it. The run's generator answers
-# (megarl.executors.generator).
-
-
 ANSWER_S = 60.0  # in addition to the time for the request itself
 MET_S = 60.0  # time for the nodes of a starting run to meet
 LOOK_S = 0.2
-OWN_SETTINGS = (  # settings that joining engines may have; none affects weights or samples
+JOINING_SETTINGS = (  # settings that joining engines may have; none affects weights or samples
     "launch.interface",
     "launch.ranks_per_node",
-    *(
-        f"generator.{name}"
-        for name in (
-            "kv_cache_tokens",
-            "mem_fraction",
-            "health_s",
-            "max_restarts",
-            "startup_timeout_s",
-        )
-    ),
+    "generator.kv_cache_tokens",
+    "generator.mem_fraction",
+    "generator.health_s",
+    "generator.max_restarts",
+    "generator.startup_timeout_s",
 )
-
-
 # those of them that a group may set
 GROUP_SETTINGS = ("generator.kv_cache_tokens", "generator.mem_fraction")
 
 
 @dataclass(frozen=True)
 class RunningRun:
+    """A running run, as another command sees it. Its generator answers
+    (megarl.executors.generator).
+    """
+
     run_dir: str
     folder: Path  # the folder of its launch
     rendezvous: Rendezvous
 
     @property
     def is_over(self) -> bool:
-        return not is_held(_lock(self.run_dir))
+        return not is_locked(_lock(self.run_dir))
 
     @property
     def is_ending(self) -> bool:
@@ -120,11 +113,10 @@ class RunningRun:
             return False
         host = read_report(self.folder, 0).host
         if host != host_name():
-            said = (
-                f"it runs on {host} alone, and listens only there: start the engines there, or "
-                "start the run with launch.interface"
+            raise ConfigError(
+                f"{self.run_dir}: it runs on {host} alone, and listens only there: start the "
+                "engines there, or start the run with launch.interface"
             )
-            raise ConfigError(f"{self.run_dir}: {said}")
         return True
 
     def plan(self, overrides: Sequence[str], group: str = "") -> RunPlan:
@@ -133,21 +125,20 @@ class RunningRun:
         run does not have.
         """
         for override in overrides:
-            if (key := override.partition("=")[0]) not in OWN_SETTINGS:
+            key = override.partition("=")[0]
+            if key not in JOINING_SETTINGS:
                 raise ConfigError(
                     f"{override}: {key} is the run's own; engines that join may differ in "
-                    f"{', '.join(OWN_SETTINGS)}"
+                    f"{', '.join(JOINING_SETTINGS)}"
                 )
         shapes = load_config(self.folder / "config.yaml").generator.shapes
         if group not in shapes:
-            given = f"--group {group}: " if group else ""
-            raise ConfigError(
-                f"{given}must be --group NAME of {', '.join(shapes)}"
-                if any(shapes)
-                else f"{given}the run has no groups"
-            )
-        of_group = [_of_group(override, group) for override in overrides]
-        config = load_config(self.folder / "config.yaml", [*of_group, f"run_dir={self.run_dir}"])
+            option = f"--group {group}: " if group else ""
+            if not any(shapes):
+                raise ConfigError(f"{option}the run has no groups")
+            raise ConfigError(f"{option}must be --group NAME of {', '.join(shapes)}")
+        overrides = [_group_override(override, group) for override in overrides]
+        config = load_config(self.folder / "config.yaml", [*overrides, f"run_dir={self.run_dir}"])
         # raises if the overrides do not fit; the run's own launcher has made the checks of megarl
         # train
         resolve(config)
@@ -163,14 +154,14 @@ class RunningRun:
         try:
             peer.send(call)
             awaited = f"the generator of {self.run_dir} to answer"
-            found = peer.receive_unless(
+            envelope = peer.receive_unless(
                 lambda: self.is_over, FleetAnswer, 2 * timeouts.weights_s + ANSWER_S, awaited
             )
         finally:
             peer.close()
-        if found is None:
+        if envelope is None:
             raise ConfigError(f"{self.run_dir}: the run has ended")
-        return accepted(found[1])
+        return accepted(envelope[1])
 
     def connect(self) -> Peer:
         return Peer(
@@ -178,14 +169,12 @@ class RunningRun:
         )
 
 
-def _of_group(override: str, group: str) -> str:
+def _group_override(override: str, group: str) -> str:
     """The override, with the group's own key if there is one."""
     key, _, value = override.partition("=")
-    return (
-        f"generator.groups.{group}.{key.rpartition('.')[2]}={value}"
-        if group and key in GROUP_SETTINGS
-        else override
-    )
+    if group and key in GROUP_SETTINGS:
+        return f"generator.groups.{group}.{key.rpartition('.')[2]}={value}"
+    return override
 
 
 def accepted(answer: FleetAnswer) -> FleetAnswer:
@@ -201,25 +190,22 @@ def find_run(run_dir: str) -> RunningRun:
     Raises ConfigError if none is running there, or if it is another user's.
     """
     try:
-        return _found(run_dir)
+        return _find_launch(run_dir)
     except OSError as error:
         raise unreadable(error) from error
 
 
-def _found(run_dir: str) -> RunningRun:
+def _find_launch(run_dir: str) -> RunningRun:
     lock = _lock(run_dir)
     deadline = time.monotonic() + MET_S
     if not lock.exists():
         raise ConfigError(f"{run_dir}: megarl train has never run there")
-    while is_held(lock):
-        found = [
-            path
-            for path in lock.parent.glob(f"*/{rendezvous_path(Path()).name}")
-            if path.stat().st_mtime >= lock.stat().st_mtime
-        ]
-        if found:
-            folder = max(found, key=os.path.getmtime).parent
-            return RunningRun(run_dir, folder, Rendezvous.load(folder))
+    while is_locked(lock):
+        rendezvous_files = list(lock.parent.glob(f"*/{rendezvous_path(Path()).name}"))
+        newest = max(rendezvous_files, key=os.path.getmtime, default=None)
+        # not of an earlier launch
+        if newest is not None and newest.stat().st_mtime >= lock.stat().st_mtime:
+            return RunningRun(run_dir, newest.parent, Rendezvous.load(newest.parent))
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"{run_dir}: the run there has only begun, and its nodes have not met within "
@@ -257,15 +243,14 @@ def add_engines(
     slots = slots_per_node(
         (count or node.count) * tp, node.count, len(gpus()), plan.config.launch.ranks_per_node
     )
-    placed = place(
-        0, [EngineFleet(count or max(1, node.count * slots // tp), tp)], node.count, slots
-    )
-    asked: list[int] = []  # the signals that have asked for an end
+    fleet = EngineFleet(count or max(1, node.count * slots // tp), tp)
+    placed = place(0, [fleet], node.count, slots)
+    signals: list[int] = []  # those that have asked for an end
 
     def ask(number: int) -> bool:
-        again = number in INSISTING and any(earlier in INSISTING for earlier in asked)
-        asked.append(number)
-        return not again
+        insists = number in INSISTING and not set(INSISTING).isdisjoint(signals)
+        signals.append(number)
+        return not insists
 
     with (
         termination_as_exit(first=ask),
@@ -282,27 +267,25 @@ def add_engines(
             if node.is_head
             else contextlib.nullcontext() as member
         ):
-            where = meeting.await_rendezvous()
-            interface = interface_with(report.address)
-            compiled = kernels_kept(plan, scratch)
-            here = NodePart(
-                plan,
-                placed[node.rank],
-                report,
-                where,
-                meeting.folder,
-                interface,
-                scratch,
-                hosts == 1,
-                compiled,
+            rendezvous = meeting.await_rendezvous()
+            node_part = NodePart(
+                plan=plan,
+                placed=placed[node.rank],
+                report=report,
+                rendezvous=rendezvous,
+                folder=meeting.folder,
+                interface=interface_with(report.address),
+                scratch=scratch,
+                alone=hosts == 1,
+                compiled=kernels_folder(plan, scratch),
             )
             keeper = engine_keeper(processes, plan, run.folder, training=True)
-            start_engines(processes, keeper, here)
+            start_engines(processes, keeper, node_part)
 
             def poll() -> None:
                 meeting.poll()
                 keeper.poll()
-                if asked and not meeting.asked_to_stop():
+                if signals and not meeting.asked_to_stop():
                     meeting.ask_to_stop()
                 if member is not None and member.is_over(leaving=meeting.asked_to_stop()):
                     meeting.finish()
@@ -310,10 +293,10 @@ def add_engines(
             try:
                 watch(
                     processes,
-                    set(),
-                    poll,
-                    lambda: meeting.all_finished([0]),
-                    lambda: processes.names - keeper.names,
+                    workers=set(),
+                    poll=poll,
+                    until=lambda: meeting.all_finished([0]),
+                    among=lambda: processes.names - keeper.names,
                 )
             except ProcessFailed:
                 if not meeting.all_finished([0], now=True):
@@ -345,15 +328,16 @@ def _membership(
     Raises ConfigError.
     """
     first = read_report(run.folder, 0)
-    of_run = replace(
+    run_report = replace(
         first, host=f"{first.host}, of the run", gpus=reports[0].gpus, infiniband={}, problems=[]
     )
-    if problems := disagreements([of_run, *reports]):
+    problems = disagreements([run_report, *reports])
+    if problems:
         raise ConfigError(problems)
     peer = run.connect()
-    found = addresses(placed, reports)
+    engines = addresses(placed, reports)
     try:
-        peer.send(FleetCall("join", urls=[engine.url for engine in found[POLICY]], group=group))
+        peer.send(FleetCall("join", urls=[engine.url for engine in engines[POLICY]], group=group))
         awaited = f"the generator of {run.run_dir} to take in engines"
         answer = peer.receive_unless(
             lambda: run.is_over, FleetAnswer, plan.config.generator.startup_timeout_s, awaited
@@ -362,17 +346,18 @@ def _membership(
             raise ConfigError(f"{run.run_dir}: the run has ended")
         numbers = [engine.number for engine in accepted(answer[1]).engines]
         member = Membership(
-            run,
-            peer,
-            numbers,
-            plan.config.timeouts.silence_s,
-            plan.config.checkpoint.on_termination_s,
+            run=run,
+            peer=peer,
+            numbers=numbers,
+            silence_s=plan.config.timeouts.silence_s,
+            leave_s=plan.config.checkpoint.on_termination_s,
         )
         print(
-            f"{_named(numbers)} of {run.run_dir} start; SIGTERM or Ctrl-C makes them leave in order",
+            f"{_engine_names(numbers)} of {run.run_dir} start; SIGTERM or Ctrl-C makes them leave "
+            "in order",
             flush=True,
         )
-        meeting.publish(replace(run.rendezvous, engines=found, first_engine=numbers[0]))
+        meeting.publish(replace(run.rendezvous, engines=engines, first_engine=numbers[0]))
         try:
             yield member
         except BaseException:
@@ -393,9 +378,11 @@ class Membership:
     silence_s: float
     leave_s: float  # time limit for leaving
     _beat_at: float = 0.0
-    _heard: float = field(default_factory=time.monotonic)
+    _answered_at: float = field(default_factory=time.monotonic)
     _left_at: float | None = None  # time at which they were told to leave
-    _told: dict[int, str] = field(default_factory=dict)  # engine -> the last line printed about it
+    _printed: dict[int, str] = field(
+        default_factory=dict
+    )  # engine -> the last line printed about it
 
     def is_over(self, leaving: bool) -> bool:
         """Called often.
@@ -415,10 +402,10 @@ class Membership:
                 return True
             self.peer.send(FleetCall("here", engines=self.numbers))
         for answer in self.peer.drain(FleetAnswer):
-            self._heard = now
+            self._answered_at = now
             if answer.do == "leave" and answer.error:
                 raise RuntimeError(
-                    f"{_named(self.numbers)} end, but cannot leave in order: {answer.error}"
+                    f"{_engine_names(self.numbers)} end, but cannot leave in order: {answer.error}"
                 )
             for engine in answer.engines:
                 self._tell(engine)
@@ -426,10 +413,10 @@ class Membership:
                 return True
         if self._left_at is not None and now - self._left_at > self.leave_s:
             raise RuntimeError(
-                f"{_named(self.numbers)} have not left within "
+                f"{_engine_names(self.numbers)} have not left within "
                 f"checkpoint.on_termination_s={self.leave_s:g}"
             )
-        silent_s = now - self._heard
+        silent_s = now - self._answered_at
         if silent_s > self.silence_s and (silent_s > self.leave_s or not self.run.is_ending):
             raise RuntimeError(
                 f"the generator of {self.run.run_dir} has given no sign of life for "
@@ -438,17 +425,18 @@ class Membership:
         return False
 
     def _tell(self, engine: EngineState) -> None:
-        text = engine.text if engine.gone else "serves" if engine.serving else ""
-        if text and self._told.get(engine.number) != text:
-            self._told[engine.number] = text
+        text = ""
+        if engine.gone:
+            text = engine.text
+        elif engine.serving:
+            text = "serves"
+        if text and self._printed.get(engine.number) != text:
+            self._printed[engine.number] = text
             print(f"engine {engine.number} {text}", flush=True)
 
 
-def _named(numbers: Sequence[int]) -> str:
+def _engine_names(numbers: Sequence[int]) -> str:
     return f"engine{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-
-
-# `megarl engines add|remove|list`: arguments and output.
 
 
 DESCRIPTION = "engines join a running run, and leave it"
@@ -475,11 +463,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "run_dir", metavar="RUN_DIR", help="folder of the run, also as run_dir=…"
         )
         if name == "add":
-            rest = (
-                "how many; default: as many as this job's nodes hold. After it: settings that "
-                "may differ from the run's"
+            command.add_argument(
+                "count_and_overrides",
+                metavar="N dotted.key=value",
+                nargs="*",
+                help="how many; default: as many as this job's nodes hold. After it: settings that "
+                "may differ from the run's",
             )
-            command.add_argument("rest", metavar="N dotted.key=value", nargs="*", help=rest)
             command.add_argument(
                 "--group",
                 metavar="NAME",
@@ -505,55 +495,50 @@ def run(arguments: argparse.Namespace) -> None:
     """Raises ConfigError, RuntimeError, TimeoutError."""
     run_dir = arguments.run_dir.removeprefix(_RUN_DIR)
     if arguments.what == "add":
-        add_engines(run_dir, *_wanted(arguments.rest), arguments.group)
+        count, overrides = _parse_count(arguments.count_and_overrides)
+        add_engines(run_dir, count, overrides, arguments.group)
     elif arguments.what == "remove":
         _remove(run_dir, arguments.engines, arguments.count)
     else:
         _list(run_dir, arguments.json)
 
 
-def _wanted(rest: Sequence[str]) -> tuple[int | None, list[str]]:
+def _parse_count(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
     """The number of engines, and the overrides."""
-    count = None
-    if rest and "=" not in rest[0]:
-        count = int(rest[0]) if rest[0].isdecimal() else 0
-        rest = rest[1:]
-        if count < 1:
-            raise ConfigError("megarl engines add RUN_DIR N: N must be an integer of at least 1")
-    return count, list(rest)
+    if not arguments or "=" in arguments[0]:
+        return None, list(arguments)
+    count = int(arguments[0]) if arguments[0].isdecimal() else 0
+    if count < 1:
+        raise ConfigError("megarl engines add RUN_DIR N: N must be an integer of at least 1")
+    return count, list(arguments[1:])
 
 
 def _remove(run_dir: str, engines: Sequence[int], count: int) -> None:
-    from megarl.messaging.messages import FleetCall
-
     if bool(engines) == bool(count) or count < 0:
         raise ConfigError(
             "megarl engines remove RUN_DIR: either numbers of engines, or --count N of at least 1"
         )
-    for engine in (
-        find_run(run_dir).ask(FleetCall("leave", engines=list(engines), count=count)).engines
-    ):
+    call = FleetCall("leave", engines=list(engines), count=count)
+    for engine in find_run(run_dir).ask(call).engines:
         print(f"engine {engine.number} {engine.text}")
 
 
 def _list(run_dir: str, as_json: bool) -> None:
-    from megarl.messaging.messages import FleetCall
-
-    found = find_run(run_dir).ask(FleetCall("list")).engines
+    engines = find_run(run_dir).ask(FleetCall("list")).engines
     if as_json:
         rows = [
             {
-                "number": e.number,
-                "url": e.url,
-                "serving": e.serving,
-                "gone": e.gone,
-                "doing": e.text,
-                "group": e.group,
+                "number": engine.number,
+                "url": engine.url,
+                "serving": engine.serving,
+                "gone": engine.gone,
+                "doing": engine.text,
+                "group": engine.group,
             }
-            for e in found
+            for engine in engines
         ]
-        print(json.dumps({"serving": sum(engine.serving for engine in found), "engines": rows}))
+        print(json.dumps({"serving": sum(engine.serving for engine in engines), "engines": rows}))
         return
-    for engine in found:
+    for engine in engines:
         of_group = f"of {engine.group}: " if engine.group else ""
         print(f"engine {engine.number:<4} {engine.url:<30} {of_group}{engine.text}")

@@ -31,7 +31,7 @@ from megarl.generator.server import EngineKeys, growing_segments
 from megarl.launch import doctor
 from megarl.launch.engines import EngineKeeper
 from megarl.launch.gpus import gpus, nvidia_smi
-from megarl.launch.meeting import Meeting, NodeReport, held, scratch_folder
+from megarl.launch.meeting import Meeting, NodeReport, locked, scratch_folder
 from megarl.launch.nodes import (
     EngineFleet,
     Node,
@@ -41,7 +41,7 @@ from megarl.launch.nodes import (
     place,
     slots_per_node,
 )
-from megarl.launch.processes import ProcessFailed, ProcessGroup, raise_limits, taken
+from megarl.launch.processes import ProcessFailed, ProcessGroup, occupied_ports, raise_limits
 from megarl.launch.resuming import Resume
 from megarl.launch.start import HOME_CACHE, NodePart, compiled_folder
 from megarl.launch.watch import NAMES, RunWatch, StopOrder, Stopped, termination_as_exit
@@ -59,23 +59,19 @@ from megarl.plan.checks import problems_by_group, repacked_blocks
 from megarl.plan.resolve import RunPlan
 from megarl.plan.topologies import generator_ranks
 
-# Checks before anything is started: each node checks itself, and the head checks that all nodes
-# agree.
-
-
 SMALLEST = 0.97  # of the memory of a GPU's kind: some of it may be kept by the driver
 PACKAGES = ("megarl", "torch", "megatron-core", "sglang", "transformers", "transformer-engine")
 
 
 def versions() -> dict[str, str]:
     """The versions of all software that must be the same on all nodes."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "absent"
-    return found
+            versions[package] = "absent"
+    return versions
 
 
 def problems_here(plan: RunPlan, trains: bool, serves: bool, shared: bool) -> list[str]:
@@ -83,43 +79,39 @@ def problems_here(plan: RunPlan, trains: bool, serves: bool, shared: bool) -> li
 
     `shared`: whether other nodes have parts too.
     """
+    problems = list(_missing_files(plan)) if shared else []
     gpu = doctor.has_driver()
-    lacking = (
-        finding for finding in doctor.look(doctor.node(gpu)) if finding.state == doctor.LACKS
-    )
-    found = [f"{finding.what}: {finding.found}: {finding.remedy}" for finding in lacking]
+    for finding in doctor.run_checks(doctor.node(gpu)):
+        if finding.state == doctor.LACKS:
+            problems.append(f"{finding.what}: {finding.found}: {finding.remedy}")
     if gpu and trains:
-        found += _unfit_to_train(plan)
+        problems += _unfit_to_train(plan)
     if gpu and trains and serves and plan.config.cluster.share_gpus:
-        found += too_small_gpus(plan.config.cluster.gpu)
-    if (
-        gpu
-        and serves
-        and (blackwell := [kind for kind, capability in doctor.capabilities() if capability == 10])
-    ):
-        found += problems_by_group(
-            plan.config, [partial(repacked_blocks, where=f"{blackwell[0]} here")]
-        )
-    return [*(_missing_files(plan) if shared else ()), *found]
+        problems += too_small_gpus(plan.config.cluster.gpu)
+    if gpu and serves:
+        blackwell = [kind for kind, capability in doctor.capabilities() if capability == 10]
+        if blackwell:
+            check = partial(repacked_blocks, context=f"{blackwell[0]} here")
+            problems += problems_by_group(plan.config, [check])
+    return problems
 
 
 def _unfit_to_train(plan: RunPlan) -> Iterator[str]:
-    found = importlib.util.find_spec("transformer_engine")
+    engine_spec = importlib.util.find_spec("transformer_engine")
     # missing, or an empty folder
-    if not plan.config.trainer.local_layers and (found is None or found.origin is None):
+    is_missing = engine_spec is None or engine_spec.origin is None
+    if is_missing and not plan.config.trainer.local_layers:
         yield (
             "trainer.local_layers=false: must be true without Transformer Engine, or install "
             "it: make setup-gpu (docs/cluster.md)"
         )
     transport = plan.config.weights.transport
-    if transport not in ("nccl", "gloo") and (given := growing_segments()):
-        why = (
-            "network cards and other processes cannot always open such memory; nccl and gloo do "
-            "not need that"
-        )
+    setting = growing_segments()
+    if setting and transport not in ("nccl", "gloo"):
         yield (
-            f"{given}: must be without expandable_segments:True where "
-            f"weights.transport={transport}: {why} (docs/transports.md)"
+            f"{setting}: must be without expandable_segments:True where "
+            f"weights.transport={transport}: network cards and other processes cannot always open "
+            "such memory; nccl and gloo do not need that (docs/transports.md)"
         )
 
 
@@ -128,38 +120,34 @@ def too_small_gpus(kind: str) -> Iterator[str]:
     memory of both sides was divided.
     """
     planned_gib = GPUS[kind].memory_gib
-    for index, mib in enumerate(
-        nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits").split()
-    ):
-        if int(mib) / 1024 < SMALLEST * planned_gib:
-            has = f"GPU {index} here has {int(mib) / 1024:.1f} GiB, but {kind} has {planned_gib:g}"
+    sizes = nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits").split()
+    for index, mib in enumerate(sizes):
+        gib = int(mib) / 1024
+        if gib < SMALLEST * planned_gib:
             yield (
                 f"cluster.gpu={kind}: must be the kind of the GPUs that trainer and engines "
-                f"share: {has}"
+                f"share: GPU {index} here has {gib:.1f} GiB, but {kind} has {planned_gib:g}"
             )
             return
 
 
 def _missing_files(plan: RunPlan) -> Iterator[str]:
     """Problems with files that this node lacks, such as files on the head's own disk."""
-    for path in (
-        plan.weights_path,
-        *(role.settings.path for role in plan.served),
-        *(role.path for role in plan.frozen),
-    ):
+    paths = [plan.weights_path]
+    paths += [role.settings.path for role in plan.served]
+    paths += [role.path for role in plan.frozen]
+    for path in paths:
         if path.startswith(("/", ".", plan.config.run_dir)) and not Path(path).is_dir():
             yield f"{path} is not there: is it on a file system that all nodes share?"
 
 
 def infiniband_ports(devices: Path = doctor.INFINIBAND) -> dict[str, bool]:
     """Port name, such as mlx5_0:1 -> whether the port is up."""
-    states = sorted(devices.glob("*/ports/*/state"))
-    return {
-        f"{state.parts[-4]}:{state.parts[-2]}": state.read_text(encoding="utf-8")
-        .strip()
-        .endswith("ACTIVE")
-        for state in states
-    }
+    ports = {}
+    for file in sorted(devices.glob("*/ports/*/state")):
+        state = file.read_text(encoding="utf-8").strip()
+        ports[f"{file.parts[-4]}:{file.parts[-2]}"] = state.endswith("ACTIVE")
+    return ports
 
 
 def disagreements(reports: list[NodeReport]) -> list[str]:
@@ -172,18 +160,19 @@ def disagreements(reports: list[NodeReport]) -> list[str]:
     lines = []
     up = {port for report in reports for port, is_up in report.infiniband.items() if is_up}
     for report in reports:
-        name = f"node {report.node} ({report.host})"
-        lines += [f"{name}: {problem}" for problem in report.problems]
-        lines += [
-            f"{name}: {package} {version}, but {first.versions.get(package, 'absent')} on node 0 "
-            f"({first.host})"
-            for package, version in report.versions.items()
-            if version != first.versions.get(package, "absent")
-        ]
+        problems = list(report.problems)
+        for package, version in report.versions.items():
+            first_version = first.versions.get(package, "absent")
+            if version != first_version:
+                problems.append(
+                    f"{package} {version}, but {first_version} on node 0 ({first.host})"
+                )
         if report.gpus != first.gpus:
-            lines.append(f"{name}: {report.gpus} GPUs, but {first.gpus} on node 0 ({first.host})")
-        down = [port for port, is_up in report.infiniband.items() if not is_up and port in up]
-        lines += [f"{name}: InfiniBand port {port} is down, but up on other nodes" for port in down]
+            problems.append(f"{report.gpus} GPUs, but {first.gpus} on node 0 ({first.host})")
+        for port, is_up in report.infiniband.items():
+            if port in up and not is_up:
+                problems.append(f"InfiniBand port {port} is down, but up on other nodes")
+        lines += [f"node {report.node} ({report.host}): {problem}" for problem in problems]
     return lines
 
 
@@ -191,15 +180,14 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-# A launcher's part of the trace: the start of the run, the predictions of `megarl plan`, restarts
-# of engines, how the run ended.
-
-
 END_CHARACTERS = 2000  # most characters of an error
 
 
 @contextlib.contextmanager
 def traced(plan: RunPlan, node: Node, resume: Resume) -> Iterator[TraceWriter]:
+    """A launcher's part of the trace: the start of the run, the predictions of `megarl plan`,
+    restarts of engines, how the run ended.
+    """
     with contextlib.closing(TraceWriter(plan.config.run_dir, f"launcher.{node.rank}")) as trace:
         if node.is_head:
             trace.mark(
@@ -209,20 +197,20 @@ def traced(plan: RunPlan, node: Node, resume: Resume) -> Iterator[TraceWriter]:
                 nodes=node.count,
                 expected=expected(plan),
             )
-        how = "finished"
+        ending = "finished"
         try:
             yield trace
         except BaseException as error:
-            how = _how(error)
+            ending = _ending(error)
             raise
         finally:
             # the error that ended the run, such as a full disk, must be reported instead of this
             # one
             with contextlib.suppress(OSError):
-                trace.mark("end", how=how[:END_CHARACTERS])
+                trace.mark("end", how=ending[:END_CHARACTERS])
 
 
-def _how(error: BaseException) -> str:
+def _ending(error: BaseException) -> str:
     """How the run ended.
 
     A run that was stopped counts as stopped and not as failed, even if it could not stop cleanly.
@@ -247,21 +235,21 @@ def expected(plan: RunPlan) -> dict[str, Any]:
     If it cannot plan the config, the reason.
     """
     try:
-        found = estimate(plan.config, plan.spec)
+        planned = estimate(plan.config, plan.spec)
     except ConfigError as error:
         return {"problem": str(error)}
-    gpu = found.cluster.gpu
+    gpu = planned.cluster.gpu
     parts = {
-        "train_parts_s": train_parts(found.train),
-        "generate_parts_s": generate_parts(found.generate),
-        "glue_s": found.glue_s,
+        "train_parts_s": train_parts(planned.train),
+        "generate_parts_s": generate_parts(planned.generate),
+        "glue_s": planned.glue_s,
     }
     peak = {
         "gpu": gpu.name,
         "trainer_ranks": plan.trainer_topology.world_size,
         "peak_flops": None if gpu.name == "cpu" else gpu.bf16_flops,
     }
-    return {**to_json(found, None), **parts, **peak, "asynchronous": found.asynchronous}
+    return {**to_json(planned, None), **parts, **peak, "asynchronous": planned.asynchronous}
 
 
 @dataclass(frozen=True)
@@ -317,38 +305,39 @@ def launch(
         rendezvous = _meet(job, meeting, placed, report, resume)
         working = [nodes.node for nodes in placed if nodes.trainer_ranks or _drives(nodes, job)]
         keeper = engine_keeper(processes, plan, folder, job.stops, trace)
-        interface = interface_with(report.address)
-        here = NodePart(
-            plan,
-            placed[node.rank],
-            report,
-            rendezvous,
-            folder,
-            interface,
-            scratch,
-            node.count == 1,
-            kernels_kept(plan, scratch),
+        node_part = NodePart(
+            plan=plan,
+            placed=placed[node.rank],
+            report=report,
+            rendezvous=rendezvous,
+            folder=folder,
+            interface=interface_with(report.address),
+            scratch=scratch,
+            alone=node.count == 1,
+            compiled=kernels_folder(plan, scratch),
         )
-        workers, trainers = _start(processes, keeper, here, job)
+        workers, trainers = _start(processes, keeper, node_part, job)
         if job.stops:
             order.arm(trainers)
         try:
             RunWatch(processes, keeper, meeting, order, poll).follow(workers, working)
         except ProcessFailed as failure:
-            if problem := write_problem(Path(plan.config.run_dir)):
+            problem = write_problem(Path(plan.config.run_dir))
+            if problem:
                 failure.begin(
                     f"run_dir={plan.config.run_dir}: cannot be written to any more: {problem}"
                 )
-            for line in taken(report.ports, report.address, processes.process_ids()):
+            for line in occupied_ports(report.ports, report.address, processes.process_ids()):
                 failure.add(line)
             raise
         except OSError as error:  # from this launcher itself
-            if problem := write_problem(Path(plan.config.run_dir)):
+            problem = write_problem(Path(plan.config.run_dir))
+            if problem:
                 raise RunError(
                     f"run_dir={plan.config.run_dir}: cannot be written to any more: {problem}"
                 ) from error
             raise
-        if order.given:
+        if order.is_given:
             raise Stopped(number=order.signal)
     return folder
 
@@ -363,17 +352,25 @@ def launch_folder(parent: Path, node: Node) -> Path:
     the second. All nodes run the same program, so they count alike.
     """
     folder = parent / node.launch
-    earlier = _launches[folder]
+    earlier_launches = _launches[folder]
     _launches[folder] += 1
-    return parent / f"{node.launch}.{earlier}" if earlier and node.count > 1 else folder
+    if earlier_launches and node.count > 1:
+        return parent / f"{node.launch}.{earlier_launches}"
+    return folder
 
 
-def kernels_kept(plan: RunPlan, scratch: Path) -> Path:
-    """The folder for compiled kernels. Tells if it goes with the launch. Raises ConfigError."""
+def kernels_folder(plan: RunPlan, scratch: Path) -> Path:
+    """The folder for compiled kernels. Prints a warning if it goes with the launch.
+
+    Raises ConfigError.
+    """
     folder = compiled_folder(plan.config.launch.compile_cache, scratch)
     if folder.is_relative_to(scratch):
-        kept = "what is compiled is removed with this launch, and compiled again by the next"
-        print(f"{HOME_CACHE} cannot be written to: {kept}; set launch.compile_cache", flush=True)
+        print(
+            f"{HOME_CACHE} cannot be written to: what is compiled is removed with this launch, and "
+            "compiled again by the next; set launch.compile_cache",
+            flush=True,
+        )
     return folder
 
 
@@ -403,7 +400,7 @@ def _termination(processes: ProcessGroup, meeting: Meeting, plan: RunPlan) -> It
         try:
             yield order
         except (RuntimeError, TimeoutError) as error:
-            if not order.given:
+            if not order.is_given:
                 raise
             raise Stopped(str(error), order.signal) from error
 
@@ -419,7 +416,7 @@ def _prepared(
         yield
         return
     refusal = f"run_dir={plan.config.run_dir}: megarl {job.command} is running there already"
-    with held(folder.parent / "lock", refusal):
+    with locked(folder.parent / "lock", refusal):
         if node.count == 1:
             shutil.rmtree(folder, ignore_errors=True)  # left by an earlier launch
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -441,7 +438,7 @@ def _placed(plan: RunPlan, job: Job, node: Node) -> list[NodePlan]:
             "or set cluster.gpu=cpu"
         )
     placed = placement(plan, job, node.count, gpus_here)
-    idle = sum(each.idle for each in placed)
+    idle = sum(node_plan.idle for node_plan in placed)
     if idle and job.stops and node.is_head:
         print(
             f"{idle} of {node.count} nodes have nothing to do: the run needs {node.count - idle}",
@@ -454,9 +451,9 @@ def placement(plan: RunPlan, job: Job, nodes: int, gpus_of_node: int) -> list[No
     trainers = plan.trainer_topology.world_size if job.trainer_role else 0
     fleets = fleets_of(plan, job) if job.driver_role else []
     shared = bool(plan.config.cluster.share_gpus)
-    of_policy = generator_ranks(plan.groups) if job.driver_role else 0
-    others = sum(fleet.engines * fleet.tp for fleet in fleets if fleet.name != POLICY)
-    ranks = others + (max(trainers, of_policy) if shared else trainers + of_policy)
+    policy_ranks = generator_ranks(plan.groups) if job.driver_role else 0
+    ranks = sum(fleet.engines * fleet.tp for fleet in fleets if fleet.name != POLICY)
+    ranks += max(trainers, policy_ranks) if shared else trainers + policy_ranks
     slots = slots_per_node(ranks, nodes, gpus_of_node, plan.config.launch.ranks_per_node)
     return place(trainers, fleets, nodes, slots, shared)
 
@@ -468,19 +465,16 @@ def evaluates_apart(plan: RunPlan, job: Job) -> bool:
 
 def fleets_of(plan: RunPlan, job: Job) -> list[EngineFleet]:
     """The policy's engines, then engines that only evaluate, then those of each role."""
-    policy = [
-        EngineFleet(g.settings.engines, g.settings.tp, key=g.key, first=g.first)
-        for g in plan.groups
+    fleets = [
+        EngineFleet(group.settings.engines, group.settings.tp, key=group.key, first=group.first)
+        for group in plan.groups
     ]
     if evaluates_apart(plan, job):
-        policy.append(EngineFleet(plan.config.eval.engines, plan.config.generator.tp, EVALUATION))
-    return [
-        *policy,
-        *(
-            EngineFleet(r.settings.engines, r.settings.tp, r.name, f"roles.{r.name}")
-            for r in plan.served
-        ),
-    ]
+        fleets.append(EngineFleet(plan.config.eval.engines, plan.config.generator.tp, EVALUATION))
+    for role in plan.served:
+        key = f"roles.{role.name}"
+        fleets.append(EngineFleet(role.settings.engines, role.settings.tp, role.name, key))
+    return fleets
 
 
 def _drives(node: NodePlan, job: Job) -> bool:
@@ -489,14 +483,15 @@ def _drives(node: NodePlan, job: Job) -> bool:
 
 
 def _meet(
-    job: Job, meeting: Meeting, placed: list[NodePlan], mine: NodeReport, resume: Resume
+    job: Job, meeting: Meeting, placed: list[NodePlan], report: NodeReport, resume: Resume
 ) -> Rendezvous:
     """Every node reports; the head checks the reports and publishes the rendezvous."""
-    meeting.announce(mine)
+    meeting.announce(report)
     reports = meeting.reports()
     if not meeting.node.is_head:
         return meeting.await_rendezvous()
-    if problems := disagreements(reports):
+    problems = disagreements(reports)
+    if problems:
         raise ConfigError(problems)
     rendezvous = _rendezvous(meeting.folder, placed, reports, resume)
     meeting.publish(rendezvous)
@@ -504,7 +499,7 @@ def _meet(
 
 
 def report_of(
-    plan: RunPlan, node: Node, mine: NodePlan, drives: bool = False, hosts: int | None = None
+    plan: RunPlan, node: Node, node_plan: NodePlan, drives: bool = False, hosts: int | None = None
 ) -> NodeReport:
     """This node's report.
 
@@ -512,23 +507,23 @@ def report_of(
     know all.
     """
     address = address_of(plan.config.launch.interface, hosts or node.count)
-    wanted = [part.name for part in mine.engines] + [
-        f"{part.whole}.group" for part in mine.answering
-    ]
-    wanted += ["hub", "evaluator"] * drives + ["trainer"] * (0 in mine.trainer_ranks)
-    ports = dict(zip(wanted, free_ports(len(wanted), address)))
-    problems = problems_here(
-        plan, bool(mine.trainer_ranks), bool(mine.engines), shared=node.count > 1
-    )
+    purposes = [part.name for part in node_plan.engines]
+    purposes += [f"{part.engine_name}.group" for part in node_plan.answering]
+    if drives:
+        purposes += ["hub", "evaluator"]
+    if 0 in node_plan.trainer_ranks:
+        purposes.append("trainer")
     return NodeReport(
-        node.rank,
-        host_name(),
-        address,
-        len(gpus()),
-        ports,
-        versions(),
-        problems,
-        infiniband_ports(),
+        node=node.rank,
+        host=host_name(),
+        address=address,
+        gpus=len(gpus()),
+        ports=dict(zip(purposes, free_ports(len(purposes), address))),
+        versions=versions(),
+        problems=problems_here(
+            plan, bool(node_plan.trainer_ranks), bool(node_plan.engines), shared=node.count > 1
+        ),
+        infiniband=infiniband_ports(),
     )
 
 
@@ -557,15 +552,15 @@ def _rendezvous(
 
 def addresses(placed: list[NodePlan], reports: list[NodeReport]) -> dict[str, list[EngineAddress]]:
     """Name of a fleet -> addresses of its engines."""
-    found: dict[str, dict[int, EngineAddress]] = {}  # fleet -> engine -> its address
+    fleets: dict[str, dict[int, EngineAddress]] = {}  # fleet -> engine -> its address
     for node, report in zip(placed, reports):
         for part in node.answering:
-            address = EngineAddress(
-                report.address, report.ports[part.whole], report.ports[f"{part.whole}.group"]
-            )
-            found.setdefault(part.fleet, {})[part.engine] = address
+            port = report.ports[part.engine_name]
+            group_port = report.ports[f"{part.engine_name}.group"]
+            address = EngineAddress(report.address, port, group_port)
+            fleets.setdefault(part.fleet, {})[part.engine] = address
     return {
-        fleet: [address for _, address in sorted(each.items())] for fleet, each in found.items()
+        fleet: [engines[number] for number in sorted(engines)] for fleet, engines in fleets.items()
     }
 
 
@@ -581,44 +576,51 @@ def engine_keeper(
     Only with `training` can the job continue with a changed set of engines.
     """
     generator = plan.config.generator
-    policy = generator.on_failure if training else "fail"
-    limits = generator.max_restarts, generator.health_s, generator.startup_timeout_s
-    return EngineKeeper(processes, policy, *limits, trace, Departures(folder))
+    return EngineKeeper(
+        processes,
+        policy=generator.on_failure if training else "fail",
+        max_restarts=generator.max_restarts,
+        health_s=generator.health_s,
+        startup_s=generator.startup_timeout_s,
+        trace=trace,
+        departures=Departures(folder),
+    )
 
 
 def _start(
-    processes: ProcessGroup, keeper: EngineKeeper, here: NodePart, job: Job
+    processes: ProcessGroup, keeper: EngineKeeper, node_part: NodePart, job: Job
 ) -> tuple[set[str], set[str]]:
     """Starts this node's processes.
 
     Returns the names of the workers (the job ends when they do), and of the trainer ranks among
     them.
     """
-    trainers = here.trainers(job.trainer_role) if job.trainer_role else []
-    roles = [job.driver_role, *(["evaluator"] if evaluates_apart(here.plan, job) else [])]
-    drivers = [here.driver(role) for role in roles if role and _drives(here.placed, job)]
-    workers = [*trainers, *drivers]
-    start_engines(processes, keeper, here)
+    trainers = node_part.trainers(job.trainer_role) if job.trainer_role else []
+    workers = list(trainers)
+    if job.driver_role and _drives(node_part.placed, job):
+        workers.append(node_part.driver(job.driver_role))
+        if evaluates_apart(node_part.plan, job):
+            workers.append(node_part.driver("evaluator"))
+    start_engines(processes, keeper, node_part)
     for spec in workers:
         processes.start(spec)
     return {spec.name for spec in workers}, {spec.name for spec in trainers}
 
 
-def start_engines(processes: ProcessGroup, keeper: EngineKeeper, here: NodePart) -> None:
+def start_engines(processes: ProcessGroup, keeper: EngineKeeper, node_part: NodePart) -> None:
     """Starts this node's engines, or parts of engines.
 
     They start before the workers, since they take longer.
     """
-    if here.placed.engines:
-        here.write_adapter()
-    for part, spec in zip(here.placed.engines, here.engines()):
+    if node_part.placed.engines:
+        node_part.write_adapter()
+    for part, spec in zip(node_part.placed.engines, node_part.engines()):
         processes.start(spec)
         if part.parts == 1:  # parts of an engine that spans nodes could only be restarted together
-            evaluates = part.fleet == EVALUATION
             keeper.keep(
                 spec,
-                here.report.address,
-                here.report.ports[part.name],
-                here.rendezvous.engine_key,
-                evaluates,
+                host=node_part.report.address,
+                port=node_part.report.ports[part.name],
+                key=node_part.rendezvous.engine_key,
+                spare=part.fleet == EVALUATION,
             )

@@ -4,9 +4,11 @@ anyway.
     meeting.announce(report)              every node, once: tells where it can be reached
     meeting.reports()                     every node: waits for all reports
     meeting.publish / await_rendezvous    the head decides, the others read
-    meeting.poll()                        every node, repeatedly: shows that it is alive; raises if another node failed or fell silent
-    meeting.ask_to_stop()                 any node; the others learn of it by meeting.asked_to_stop()
-    meeting.finish()                      every node with work, when it is done; nodes that only serve wait for meeting.all_finished()
+    meeting.poll()                        every node, repeatedly: shows that it is alive; raises if
+                                          another node failed or fell silent
+    meeting.ask_to_stop()                 any node; the others learn of it by asked_to_stop()
+    meeting.finish()                      every node with work, when it is done; nodes that only
+                                          serve wait for all_finished()
 
 Files appear by rename, so nobody reads half of one. Signs of life are overwritten in place, since
 NFS fails if a file is replaced while it is read.
@@ -37,21 +39,21 @@ from megarl.config.errors import ConfigError, RunError
 from megarl.launch.nodes import Node
 from megarl.messaging.rendezvous import Rendezvous, rendezvous_path
 
-# Allows only one launch at a time of a command in a run's folder.
-
-
-HELD = (errno.EACCES, errno.EAGAIN)
+# errors if another process holds the lock
+LOCK_TAKEN = (errno.EACCES, errno.EAGAIN)
 # errors if the file system or its mount has no locks
-NOT_OFFERED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-_held_here: set[Path] = set()  # by threads of this process, which a record lock does not tell apart
+# held by threads of this process, which a record lock does not tell apart
+_locks_of_process: set[Path] = set()
 
 
 @contextlib.contextmanager
-def held(path: Path, refusal: str) -> Iterator[None]:
+def locked(path: Path, refusal: str) -> Iterator[None]:
     """Holds the lock file `path` against every process on every host that shares its file system,
-    and every thread of this one.
+    and every thread of this one, so that only one launch of a command at a time is in a run's
+    folder.
 
     It is a POSIX record lock, which children do not inherit. However the holder ends, the kernel
     releases it, or the file server if the host is gone. Raises ConfigError if another process holds
@@ -59,18 +61,15 @@ def held(path: Path, refusal: str) -> Iterator[None]:
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     resolved = path.resolve()
-    if resolved in _held_here:
+    if resolved in _locks_of_process:
         raise ConfigError(f"{refusal}, in another thread of this program; end it first")
     with open(path, "a+", encoding="utf-8") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             file.seek(0)
-            _not_locked(
-                error,
-                path,
-                f"{refusal}, {file.read().strip() or 'by another launch'}; end it first",
-            )
+            holder = file.read().strip() or "by another launch"
+            _not_locked(error, path, f"{refusal}, {holder}; end it first")
         else:
             file.truncate(0)
             file.write(
@@ -78,47 +77,40 @@ def held(path: Path, refusal: str) -> Iterator[None]:
                 f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}\n"
             )
             file.flush()
-        _held_here.add(resolved)
+        _locks_of_process.add(resolved)
         try:
             yield
         finally:
-            _held_here.remove(resolved)
+            _locks_of_process.remove(resolved)
 
 
-def is_held(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Whether a process on any host holds the lock file `path`.
 
     Also true if the file system has no locks.
     """
-    if path.resolve() in _held_here:
+    if path.resolve() in _locks_of_process:
         return True  # without opening the file: to close it would release the lock
     with open(path, "rb") as file:
         try:
             os.lockf(file.fileno(), os.F_TEST, 0)
         except OSError as error:
-            if error.errno not in (*HELD, *NOT_OFFERED):
+            if error.errno not in (*LOCK_TAKEN, *NO_LOCKS):
                 raise
             return True
         return False
 
 
 def _not_locked(error: OSError, path: Path, refusal: str) -> None:
-    if error.errno in HELD:
+    if error.errno in LOCK_TAKEN:
         raise ConfigError(refusal) from None
-    if error.errno not in NOT_OFFERED:
+    if error.errno not in NO_LOCKS:
         raise error
     print(
         f"megarl: {path}: no locks on this file system; a second launch would not be noticed",
         file=sys.stderr,
         flush=True,
     )
-
-
-# A folder under TMPDIR for this node's part of a launch: for sockets, stores and caches of its
-# processes.
-#
-# Only this user can access it. It is removed with the launch, or after a killed launcher by the
-# next launch on the node.
 
 
 _PREFIX = "megarl-"
@@ -129,15 +121,18 @@ _LONGEST = 107 - len("/pymp-12345678/listener-12345678")
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Makes the folder on this node's own disk, since some shared file systems lack sockets and
-    locks.
+    """A folder under TMPDIR for sockets, stores and caches of this node's part of a launch.
+
+    It is on the node's own disk, since some shared file systems lack sockets and locks. Only this
+    user can access it. It is removed with the launch, or after a killed launcher by the next launch
+    on the node.
     """
     try:
         base = Path(tempfile.gettempdir())
     except FileNotFoundError as error:  # also if all of them are full
-        given = os.environ.get("TMPDIR", "")
+        tmpdir = os.environ.get("TMPDIR", "")
         raise ConfigError(
-            f"TMPDIR={given}: no folder for temporary files can be written to: {error.strerror}"
+            f"TMPDIR={tmpdir}: no folder for temporary files can be written to: {error.strerror}"
         ) from error
     if len(os.fsencode(base)) + len(f"/{_PREFIX}12345678") > _LONGEST:
         base = Path("/tmp")
@@ -201,7 +196,7 @@ class Meeting:
         self._beats = 0
         self._beat_at = 0.0
         # node -> its last beat, and when this process first saw it
-        self._heard: dict[int, tuple[str, float]] = {}
+        self._last_beats: dict[int, tuple[str, float]] = {}
         self._names: set[str] = set()  # names of the files in the folder
         self._looked_at = -math.inf
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -213,33 +208,36 @@ class Meeting:
         this launch's.
         """
         if self.node.count > 1 and self._path_of_report(self.node.rank).exists():
-            how = "torchrun needs a new --rdzv-id for every launch, srun a step of its own"
-            raise ConfigError(f"{self.folder}: launch {self.node.launch} was used before; {how}")
+            raise ConfigError(
+                f"{self.folder}: launch {self.node.launch} was used before; torchrun needs a new "
+                "--rdzv-id for every launch, srun a step of its own"
+            )
         self._write(self._path_of_report(self.node.rank).name, msgspec.json.encode(report))
 
     def reports(self) -> list[NodeReport]:
         """The reports of all nodes, in order. Raises TimeoutError that names missing nodes."""
         deadline = time.monotonic() + self._timeout_s
-        found: dict[int, NodeReport] = {}
-        while missing := [rank for rank in range(self.node.count) if rank not in found]:
-            present = [rank for rank in missing if self._path_of_report(rank).name in self._there()]
-            for rank in present:
-                found[rank] = read_report(self.folder, rank)
-            if not present:
-                absent = f"node {', '.join(map(str, missing))} of {self.node.count}"
+        reports: dict[int, NodeReport] = {}
+        while len(reports) < self.node.count:
+            missing = [rank for rank in range(self.node.count) if rank not in reports]
+            names = self._file_names()
+            announced = [rank for rank in missing if self._path_of_report(rank).name in names]
+            for rank in announced:
+                reports[rank] = read_report(self.folder, rank)
+            if not announced:
                 self._wait(
                     deadline,
-                    f"{absent} to announce itself in {self.folder}: do all nodes share that file "
-                    "system?",
+                    f"node {', '.join(map(str, missing))} of {self.node.count} to announce itself "
+                    f"in {self.folder}: do all nodes share that file system?",
                 )
-        return [found[rank] for rank in range(self.node.count)]
+        return [reports[rank] for rank in range(self.node.count)]
 
     def publish(self, rendezvous: Rendezvous) -> None:
         rendezvous.save(self.folder)
 
     def await_rendezvous(self) -> Rendezvous:
         deadline = time.monotonic() + self._timeout_s
-        while rendezvous_path(self.folder).name not in self._there():
+        while rendezvous_path(self.folder).name not in self._file_names():
             self._wait(deadline, f"node 0 to publish {rendezvous_path(self.folder)}")
         return Rendezvous.load(self.folder)
 
@@ -254,19 +252,25 @@ class Meeting:
         self._beat_at = now
         self._beats = self._beats + 1
         self._path_of_beats(self.node.rank).write_text(str(self._beats), encoding="utf-8")
-        if (failure := self.failure()) is not None:
+        failure = self.failure()
+        if failure is not None:
             raise PeerFailed(failure)
-        for rank in range(self.node.count) if self.node.is_head else (0,):
+        ranks = range(self.node.count) if self.node.is_head else (0,)
+        for rank in ranks:
             self._listen(rank, now)
 
     def _listen(self, rank: int, now: float) -> None:
-        last, since = self._heard.setdefault(rank, ("", now))
+        last, since = self._last_beats.setdefault(rank, ("", now))
         # no news: the file does not exist yet, or cannot be read now
         with contextlib.suppress(OSError):
-            if (beat := self._path_of_beats(rank).read_text(encoding="utf-8")) != last:
-                self._heard[rank] = (beat, now)
+            beat = self._path_of_beats(rank).read_text(encoding="utf-8")
+            if beat != last:
+                self._last_beats[rank] = (beat, now)
                 return
-        if now - since > self._silence_s and self._path_of_finished(rank).name not in self._there():
+        if (
+            now - since > self._silence_s
+            and self._path_of_finished(rank).name not in self._file_names()
+        ):
             raise PeerFailed(
                 f"node {rank} has shown no sign of life for {self._silence_s:.0f} s; its launcher "
                 "or its host is gone"
@@ -284,18 +288,16 @@ class Meeting:
             os.link(path, self.folder / "failure")
 
     def failure(self) -> str | None:
-        return (
-            (self.folder / "failure").read_text(encoding="utf-8")
-            if "failure" in self._there()
-            else None
-        )
+        if "failure" in self._file_names():
+            return (self.folder / "failure").read_text(encoding="utf-8")
+        return None
 
     def ask_to_stop(self) -> None:
         """Asks the launchers of all nodes to bring the run to a stop."""
         self._write(STOP, b"")
 
     def asked_to_stop(self) -> bool:
-        return STOP in self._there()
+        return STOP in self._file_names()
 
     def finish(self) -> None:
         self._write(self._path_of_finished(self.node.rank).name, b"")
@@ -307,7 +309,7 @@ class Meeting:
         """
         if now:
             self._looked_at = -math.inf
-        return all(self._path_of_finished(rank).name in self._there() for rank in nodes)
+        return all(self._path_of_finished(rank).name in self._file_names() for rank in nodes)
 
     def _path_of_report(self, rank: int) -> Path:
         return _path_of_report(self.folder, rank)
@@ -318,12 +320,13 @@ class Meeting:
     def _path_of_beats(self, rank: int) -> Path:
         return self.folder / f"alive.{rank}"
 
-    def _there(self) -> set[str]:
+    def _file_names(self) -> set[str]:
         """The names of the files in the folder, at most LOOK_S old.
 
         This node's own files are always included.
         """
-        if (now := time.monotonic()) - self._looked_at >= LOOK_S:
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_S:
             self._names = set(os.listdir(self.folder))
             self._looked_at = now
         return self._names
@@ -335,7 +338,8 @@ class Meeting:
         self._names.add(name)
 
     def _wait(self, deadline: float, awaited: str) -> None:
-        if (failure := self.failure()) is not None:
+        failure = self.failure()
+        if failure is not None:
             raise PeerFailed(failure)
         if time.monotonic() > deadline:
             raise TimeoutError(

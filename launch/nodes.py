@@ -1,4 +1,6 @@
-"""The nodes of a run: which node this process is on, and which process runs on which node and slot."""
+"""The nodes of a run: which node this process is on, from the environment of srun or torchrun if
+either started it, and which process runs on which node and slot.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,8 @@ from megarl.config.errors import ConfigError
 from megarl.messaging.host import address_towards, is_loopback, loopback, with_port
 from megarl.messaging.rendezvous import POLICY
 
-# Finds out which node of the run this process is on, from the environment of srun or torchrun, if
-# either started it.
-
-
 # unassigned addresses (RFC 5737, 3849); a look-up of their route sends nothing
-_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+_UNASSIGNED_ADDRESSES = ("192.0.2.1", "2001:db8::1")
 
 
 @dataclass(frozen=True)
@@ -49,22 +47,24 @@ def this_node(environment: Mapping[str, str] = os.environ) -> Node:
         return _slurm_node(environment)
     if "TORCHELASTIC_RUN_ID" in environment:
         if environment["LOCAL_WORLD_SIZE"] != "1":
-            given = f"torchrun --nproc-per-node={environment['LOCAL_WORLD_SIZE']}"
-            raise ConfigError(f"{given}: must be 1: megarl starts a node's ranks itself")
-        if environment["TORCHELASTIC_RUN_ID"] == "none":
+            raise ConfigError(
+                f"torchrun --nproc-per-node={environment['LOCAL_WORLD_SIZE']}: must be 1: megarl "
+                "starts a node's ranks itself"
+            )
+        run_id = environment["TORCHELASTIC_RUN_ID"]
+        if run_id == "none":
             raise ConfigError("torchrun --rdzv-id=none: must be given, and be new for every launch")
-        launch = f"torchrun.{environment['TORCHELASTIC_RUN_ID']}.{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        launch = f"torchrun.{run_id}.{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         return Node(int(environment["GROUP_RANK"]), int(environment["GROUP_WORLD_SIZE"]), launch)
     return Node(0, 1, "local")
 
 
 def speaks(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether this launcher is the head, which prints messages for the user."""
-    rank = (
-        environment.get("SLURM_PROCID")
-        if "SLURM_STEP_NUM_TASKS" in environment
-        else environment.get("GROUP_RANK")
-    )
+    if "SLURM_STEP_NUM_TASKS" in environment:
+        rank = environment.get("SLURM_PROCID")
+    else:
+        rank = environment.get("GROUP_RANK")
     return rank in (None, "0")
 
 
@@ -82,7 +82,9 @@ def _slurm_node(environment: Mapping[str, str]) -> Node:
         )
     # each component has its own job id
     job = environment.get("SLURM_HET_JOB_ID") or environment["SLURM_JOB_ID"]
-    launch = f"slurm.{job}.{environment.get('SLURM_STEP_ID', '0')}.{environment.get('SLURM_RESTART_COUNT', '0')}"
+    job_step = environment.get("SLURM_STEP_ID", "0")
+    restarts = environment.get("SLURM_RESTART_COUNT", "0")
+    launch = f"slurm.{job}.{job_step}.{restarts}"
     return Node(int(environment["SLURM_PROCID"]), tasks, launch)
 
 
@@ -96,9 +98,9 @@ def address_of(interface: str | None, nodes: int) -> str:
         return _address_on(interface)
     if nodes == 1:
         return loopback()
-    for elsewhere in _ELSEWHERE:
+    for unassigned in _UNASSIGNED_ADDRESSES:
         with contextlib.suppress(OSError):  # no default route
-            return address_towards(with_port(elsewhere, 9))
+            return address_towards(with_port(unassigned, 9))
     address = socket.getaddrinfo(socket.gethostname(), None)[0][4][0]
     if is_loopback(str(address)):
         raise ConfigError(
@@ -110,29 +112,24 @@ def address_of(interface: str | None, nodes: int) -> str:
 
 def interface_with(address: str) -> str | None:
     """The network interface that has this address."""
-    found = psutil.net_if_addrs()
-    return next(
-        (name for name in sorted(found) for entry in found[name] if entry.address == address), None
-    )
+    for name, entries in sorted(psutil.net_if_addrs().items()):
+        if any(entry.address == address for entry in entries):
+            return name
+    return None
 
 
 def _address_on(pattern: str) -> str:
-    found = psutil.net_if_addrs()
+    interfaces = psutil.net_if_addrs()
     for family in (socket.AF_INET, socket.AF_INET6):
-        for name in fnmatch.filter(sorted(found), pattern):
-            for entry in found[name]:
+        for name in fnmatch.filter(sorted(interfaces), pattern):
+            for entry in interfaces[name]:
                 # an address with a zone is valid only on this host
                 if entry.family == family and "%" not in entry.address:
                     return entry.address
-    there = ", ".join(sorted(found))
     raise ConfigError(
         f"launch.interface={pattern}: no network interface of {socket.gethostname()} matches; "
-        f"there are {there}"
+        f"there are {', '.join(sorted(interfaces))}"
     )
-
-
-# Decides which process runs on which node. Pure arithmetic on topologies and the shape of the
-# allocation.
 
 
 @dataclass(frozen=True)
@@ -163,11 +160,12 @@ class EnginePart:
     @property
     def name(self) -> str:
         """The name of its process and of its port."""
-        return f"{self.whole}.{self.part}" if self.part else self.whole
+        if self.part:
+            return f"{self.engine_name}.{self.part}"
+        return self.engine_name
 
     @property
-    def whole(self) -> str:
-        """The name of the engine."""
+    def engine_name(self) -> str:
         return f"{self.fleet}.{self.engine}"
 
 
@@ -216,26 +214,27 @@ def place(
             )
     first_of_engine: list[tuple[EngineFleet, int, int]] = []  # fleet, engine, slot
     slot = 0 if shared else trainer_ranks
-    for fleet, engine in [(each, each.first + i) for each in fleets for i in range(each.engines)]:
-        if fleet.name != POLICY:
-            slot = max(slot, trainer_ranks)
-        free = slots - slot % slots  # free slots in the node of `slot`
-        if free < min(fleet.tp, slots):
-            slot += free
-        first_of_engine.append((fleet, engine, slot))
-        slot += fleet.tp
-    needed = -(-max(slot, trainer_ranks) // slots)
-    if needed > nodes:
-        ranks = [
-            f"{trainer_ranks} trainer ranks",
-            *(f"{fleet.engines} engines of {fleet.key}.tp={fleet.tp}" for fleet in fleets),
-        ]
-        listed = " and ".join((", ".join(ranks[:-1]), ranks[-1])) if fleets else ranks[0]
-        remedy = f"ask for more (sbatch --nodes={needed}), or reduce the sizes"
+    for fleet in fleets:
+        for engine in range(fleet.first, fleet.first + fleet.engines):
+            if fleet.name != POLICY:
+                slot = max(slot, trainer_ranks)
+            free = slots - slot % slots  # free slots in the node of `slot`
+            if free < min(fleet.tp, slots):
+                slot += free
+            first_of_engine.append((fleet, engine, slot))
+            slot += fleet.tp
+    needed_nodes = -(-max(slot, trainer_ranks) // slots)
+    if needed_nodes > nodes:
+        processes = f"{trainer_ranks} trainer ranks"
+        for fleet in fleets:
+            joint = " and " if fleet is fleets[-1] else ", "
+            processes += f"{joint}{fleet.engines} engines of {fleet.key}.tp={fleet.tp}"
+        sharing = ""
         if trainer_ranks and not shared and any(fleet.name == POLICY for fleet in fleets):
-            remedy = remedy.replace(", or", ", share GPUs (cluster.share_gpus=true), or")
+            sharing = ", share GPUs (cluster.share_gpus=true)"
         raise ConfigError(
-            f"{listed} need {needed} nodes of {slots} slots; the allocation has {nodes}: {remedy}"
+            f"{processes} need {needed_nodes} nodes of {slots} slots; the allocation has {nodes}: "
+            f"ask for more (sbatch --nodes={needed_nodes}){sharing}, or reduce the sizes"
         )
     plans = []
     for node in range(nodes):
@@ -243,30 +242,29 @@ def place(
         end = (node + 1) * slots
         parts = tuple(
             EnginePart(
-                engine,
-                max(0, begin - first) // slots,
-                max(1, fleet.tp // slots),
-                min(fleet.tp, slots),
-                max(first, begin) - begin,
-                fleet.name,
+                engine=engine,
+                part=max(0, begin - first) // slots,
+                parts=max(1, fleet.tp // slots),
+                ranks=min(fleet.tp, slots),
+                first_slot=max(first, begin) - begin,
+                fleet=fleet.name,
             )
             for fleet, engine, first in first_of_engine
             if first < end and first + fleet.tp > begin
         )
-        plans.append(
-            NodePlan(node, range(min(begin, trainer_ranks), min(end, trainer_ranks)), parts)
-        )
+        node_ranks = range(min(begin, trainer_ranks), min(end, trainer_ranks))
+        plans.append(NodePlan(node, node_ranks, parts))
     return plans
 
 
-def slots_per_node(ranks: int, nodes: int, gpus: int, wanted: int | None) -> int:
-    """The slots of a node: `wanted` (launch.ranks_per_node), else its GPUs, or without GPUs the
-    least number for `ranks` on all nodes.
+def slots_per_node(ranks: int, nodes: int, gpus: int, ranks_per_node: int | None) -> int:
+    """The slots of a node: `ranks_per_node` (launch.ranks_per_node), else its GPUs, or without GPUs
+    the least number for `ranks` on all nodes.
 
-    Raises ConfigError if a node has fewer GPUs than wanted.
+    Raises ConfigError if a node has fewer GPUs than `ranks_per_node`.
     """
-    if wanted is not None and gpus and wanted > gpus:
+    if ranks_per_node is not None and gpus and ranks_per_node > gpus:
         raise ConfigError(
-            f"launch.ranks_per_node={wanted}: must be at most the GPUs of a node, {gpus}"
+            f"launch.ranks_per_node={ranks_per_node}: must be at most the GPUs of a node, {gpus}"
         )
-    return wanted or gpus or -(-ranks // nodes)
+    return ranks_per_node or gpus or -(-ranks // nodes)

@@ -69,19 +69,18 @@ class ProcessFailed(RunError):
     def __init__(self, name: str, returncode: int, log: Path, ended_before: int):
         """`ended_before`: see deaths.cause."""
         self.name = name
-        self.how = f"{name} {processes.how(returncode)}"
+        self.ending = f"{name} {processes.ending(returncode)}"
         self.signalled = returncode < 0 or returncode > 128
         self.cause = processes.cause(returncode, ended_before)
         tail = log_tail(log)
-        why = f" ({self.cause})" if self.cause else ""
         # whether it had waited for another process until a deadline
         self.waited = _WAITED.search(tail) is not None
-        _, told, words = tail.rpartition(LAST_WORDS)
-        super().__init__(
-            f"{words}\n({self.how}{why}; its log is {log})"
-            if told
-            else f"{self.how}{why}; the end of {log}:\n{tail}"
-        )
+        end = f"{self.ending} ({self.cause})" if self.cause else self.ending
+        _, marker, last_words = tail.rpartition(LAST_WORDS)
+        if marker:
+            super().__init__(f"{last_words}\n({end}; its log is {log})")
+        else:
+            super().__init__(f"{end}; the end of {log}:\n{tail}")
 
     def begin(self, text: str) -> None:
         """Puts `text`, the cause of the failure, before the message."""
@@ -161,7 +160,9 @@ class ProcessGroup:
     def failure(self, name: str) -> ProcessFailed | None:
         """The failure of a child that has ended; None while it runs."""
         code = self._children[name].poll()
-        return None if code is None else self._failed(name, code)
+        if code is None:
+            return None
+        return self._failed(name, code)
 
     def _failed(self, name: str, code: int) -> ProcessFailed:
         return ProcessFailed(name, code, self.log_path(name), self._ended_for_memory)
@@ -214,14 +215,14 @@ class ProcessGroup:
 
         Returns what each has written after a moment.
         """
-        asked = self._dumps_stacks & set(self.running())
-        before = {name: self.log_path(name).stat().st_size for name in asked}
-        for name in asked:
+        names = self._dumps_stacks & set(self.running())
+        before = {name: self.log_path(name).stat().st_size for name in names}
+        for name in names:
             self._children[name].send_signal(signal.SIGUSR1)
         time.sleep(STACKS_S)
         return {
             name: self.log_path(name).read_bytes()[before[name] :].decode(errors="replace")
-            for name in asked
+            for name in names
         }
 
     def stop(self, grace_s: float = 1.0) -> None:
@@ -234,20 +235,18 @@ class ProcessGroup:
         for child in self._children.values():
             child.kill()
         deadline = time.monotonic() + grace_s
-        while (
-            any(_lives(child) for child in self._children.values()) and time.monotonic() < deadline
-        ):
+        while any(map(_lives, self._children.values())) and time.monotonic() < deadline:
             time.sleep(0.02)
         for name, child in self._children.items():
             self._signal(child, signal.SIGKILL)
             try:
                 child.wait(KILLED_S)
             except subprocess.TimeoutExpired:
-                held = (
-                    f"has not ended {KILLED_S:.0f} s after SIGKILL: something in the kernel "
-                    "holds it"
+                print(
+                    f"{name}, process {child.pid}, has not ended {KILLED_S:.0f} s after SIGKILL: "
+                    "something in the kernel holds it",
+                    flush=True,
                 )
-                print(f"{name}, process {child.pid}, {held}", flush=True)
         self._children.clear()
 
     def _signal(self, child: subprocess.Popen, number: signal.Signals) -> None:
@@ -273,36 +272,35 @@ def raise_limits() -> None:
     Open files: up to FILES, since each request to an engine has its own connection, and shells
     mostly start with 1024. Locked memory: RDMA needs it.
     """
-    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, min(FILES, most)), most))
-    _, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    resource.setrlimit(resource.RLIMIT_MEMLOCK, (most, most))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(FILES, hard)), hard))
+    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
 
 
-# Finds ports that were free when a launch chose them, but that other processes took before the
-# launch's own.
+_ANY_ADDRESS = ("0.0.0.0", "::")
 
 
-_EVERYWHERE = ("0.0.0.0", "::")
+def occupied_ports(
+    ports: Mapping[str, int], address: str, run_processes: Mapping[str, int]
+) -> Iterator[str]:
+    """A line for each of `ports` (purpose -> port) that was free when a launch chose it, and on
+    which now a process listens at `address` that is not of the run.
 
-
-def taken(ports: Mapping[str, int], address: str, own: Mapping[str, int]) -> Iterator[str]:
-    """A line for each of `ports` (purpose -> port) on which a process listens at `address` that
-    neither is in `own` nor descends from it.
+    `run_processes`: name -> pid. Their descendants belong to the run too.
     """
-    ours = {process.pid for pid in own.values() for process in _family(pid)}
+    run_pids = {process.pid for pid in run_processes.values() for process in _family(pid)}
+    purposes = {port: purpose for purpose, port in ports.items()}
     for connection in psutil.net_connections("tcp"):
-        if not connection.laddr:
+        if not connection.laddr or connection.status != psutil.CONN_LISTEN:
             continue
-        wanted = [what for what, port in ports.items() if port == connection.laddr.port]
-        here = connection.status == psutil.CONN_LISTEN and connection.laddr.ip in (
-            address,
-            *_EVERYWHERE,
-        )
-        if here and wanted and connection.pid not in ours:
+        if connection.laddr.ip not in (address, *_ANY_ADDRESS) or connection.pid in run_pids:
+            continue
+        port = connection.laddr.port
+        if port in purposes:
             yield (
-                f"port {connection.laddr.port}, chosen for {wanted[0]} when it was free, has "
-                f"been taken by {_who(connection.pid)}"
+                f"port {port}, chosen for {purposes[port]} when it was free, has "
+                f"been taken by {_process_text(connection.pid)}"
             )
 
 
@@ -314,7 +312,7 @@ def _family(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _who(pid: int | None) -> str:
+def _process_text(pid: int | None) -> str:
     if pid is None:
         return "a process of another user"
     try:
@@ -322,10 +320,6 @@ def _who(pid: int | None) -> str:
         return f"process {pid} ({' '.join(process.cmdline())[:100] or process.name()})"
     except psutil.Error:
         return f"process {pid}"
-
-
-# When a process has waited for another until a deadline: reports status line, state and stack of
-# every process of the run.
 
 
 # The stack that faulthandler writes on SIGUSR1 for the thread that got the signal, which is the
@@ -341,7 +335,8 @@ _STOPPED = "is stopped (SIGSTOP, or a debugger)"
 
 
 def process_report(running: Mapping[str, int], stacks: Mapping[str, str], run_dir: Path) -> str:
-    """One line per process.
+    """One line per process of the run, with its status line, state and stack, for a process that
+    has waited for another until a deadline.
 
     `running`: name -> pid of the processes on this host. `stacks`: what each wrote when asked for
     its stack.
@@ -357,34 +352,39 @@ def process_report(running: Mapping[str, int], stacks: Mapping[str, str], run_di
     for name, pid in running.items():
         state = _state(pid)
         frames = _frames(stacks.get(name, ""))
-        ends = name in stacks and not state and (not frames or _is_ending(stacks[name]))
-        doing = (
-            state
-            or ("was ending" if frames and ends else _where(frames))
-            or ("gave no stack" if name in stacks else "")
-        )
-        line = f"  {lines.pop(name, name)}{doing and f'; it {doing}'}"
-        if ends:
+        is_ending = name in stacks and not state and (not frames or _is_ending(stacks[name]))
+        activity = state
+        if not state and frames:
+            activity = "was ending" if is_ending else _call(frames)
+        elif not state and name in stacks:
+            activity = "gave no stack"
+        line = f"  {lines.pop(name, name)}{activity and f'; it {activity}'}"
+        if is_ending:
             ending.append(line)
+        elif state or (frames and not any(path in frames[0][1] for path in _WAITS)):
+            busy.append(line)
         else:
-            (
-                busy
-                if state or (frames and not any(part in frames[0][1] for part in _WAITS))
-                else waiting
-            ).append(line)
-    marked = busy or ending
-    others = [*(ending if busy else []), *waiting, *(f"  {line}" for line in lines.values())]
+            waiting.append(line)
+    if not busy:
+        busy = ending
+        ending = []
     return "\n".join(
-        ["what the others were doing:", *(f"{line}   <- not waiting" for line in marked), *others]
+        [
+            "what the others were doing:",
+            *(f"{line}   <- not waiting" for line in busy),
+            *ending,
+            *waiting,
+            *(f"  {line}" for line in lines.values()),
+        ]
     )
 
 
 def _frames(written: str) -> list[re.Match[str]]:
     """The frames of the main thread's stack, innermost first."""
     stack = _STACK.search(written)
-    return (
-        [frame for line in stack[1].splitlines() if (frame := _FRAME.match(line))] if stack else []
-    )
+    if stack is None:
+        return []
+    return [frame for frame in map(_FRAME.match, stack[1].splitlines()) if frame]
 
 
 def _is_ending(written: str) -> bool:
@@ -394,36 +394,36 @@ def _is_ending(written: str) -> bool:
     stack = _STACK.search(written)
     assert stack is not None
     frames = _frames(written)
-    whole = not written[stack.end() :].startswith("  ...")  # faulthandler stops at 100 frames
-    return (whole and frames[-1][3] not in _OUTERMOST) or any(
-        Path(frame[1]).name == "traceback.py" for frame in frames
-    )
+    # faulthandler stops at 100 frames
+    is_complete = not written[stack.end() :].startswith("  ...")
+    if is_complete and frames[-1][3] not in _OUTERMOST:
+        return True
+    return any(Path(frame[1]).name == "traceback.py" for frame in frames)
 
 
 def _state(pid: int) -> str:
     """A text if a process or one of its descendants is stopped; otherwise empty."""
     try:
         process = psutil.Process(pid)
-        for each in (process, *process.children(recursive=True)):
-            if each.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-                return (
-                    _STOPPED
-                    if each == process
-                    else f"has process {each.pid} ({each.name()}), which {_STOPPED}"
-                )
+        for member in (process, *process.children(recursive=True)):
+            if member.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                if member == process:
+                    return _STOPPED
+                return f"has process {member.pid} ({member.name()}), which {_STOPPED}"
     except psutil.NoSuchProcess:
         pass  # the process has ended meanwhile
     return ""
 
 
-def _where(frames: list[re.Match[str]]) -> str:
+def _call(frames: list[re.Match[str]]) -> str:
     """The innermost call, and the innermost call in MegaRL's own code."""
-    if not frames:
-        return ""
-    own = next((frame for frame in frames if "megarl/" in frame[1]), frames[0])
-    inner = "" if own is frames[0] else f" at {_named(frames[0])}, called"
-    return f"was{inner} in {_named(own)}"
+    for frame in frames:
+        if "megarl/" in frame[1] and frame is not frames[0]:
+            return f"was at {_frame_text(frames[0])}, called in {_frame_text(frame)}"
+        if "megarl/" in frame[1]:
+            break
+    return f"was in {_frame_text(frames[0])}"
 
 
-def _named(frame: re.Match[str]) -> str:
+def _frame_text(frame: re.Match[str]) -> str:
     return f"{frame[3]} ({'/'.join(Path(frame[1]).parts[-2:])}:{frame[2]})"

@@ -21,8 +21,8 @@ from megarl.plan.checkpoints import (
 from megarl.rollouts.buffer import Ledger
 
 # folder in run_dir for an export's links and logs; users may export to run_dir/export
-EXPORTING = "exporting"
-_LINKED_AGAIN = 5  # attempts, since the run may remove checkpoints meanwhile
+EXPORT_FOLDER = "exporting"
+_LINK_ATTEMPTS = 5  # attempts, since the run may remove checkpoints meanwhile
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,10 @@ class Resume:
 
 
 def latest_checkpoint(run_dir: Path | str) -> Resume:
-    found = complete_checkpoints(run_dir)
-    return Resume(found[-1][0], str(found[-1][1])) if found else Resume()
+    checkpoints = complete_checkpoints(run_dir)
+    if checkpoints:
+        return Resume(checkpoints[-1][0], str(checkpoints[-1][1]))
+    return Resume()
 
 
 def check_resume_point(run_dir: Path | str, resume: Resume) -> None:
@@ -45,15 +47,14 @@ def check_resume_point(run_dir: Path | str, resume: Resume) -> None:
     """
     if not resume.checkpoint:
         return
-    if problem := _damage(Path(resume.checkpoint)):
+    problem = _damage(Path(resume.checkpoint))
+    if problem:
         older = [path for step, path in complete_checkpoints(run_dir) if step < resume.step]
-        then = (
-            f"{older[-1].name} serves then"
-            if older
-            else "there is no older one, so the run begins anew then"
-        )
+        result = "there is no older one, so the run begins anew then"
+        if older:
+            result = f"{older[-1].name} serves then"
         raise ConfigError(
-            f"{checkpoint_path(run_dir, resume.step)}: {problem}. Move this folder away: {then}"
+            f"{checkpoint_path(run_dir, resume.step)}: {problem}. Move this folder away: {result}"
         )
 
 
@@ -73,7 +74,7 @@ def _damage(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def held_checkpoint(run_dir: Path, step: int | None) -> Iterator[Resume]:
+def linked_checkpoint(run_dir: Path, step: int | None) -> Iterator[Resume]:
     """Holds a checkpoint (the newest, or that of `step`) as a folder of hard links to its files.
 
     So it stays complete while it is read, even if its run removes it. Raises ConfigError if there
@@ -82,38 +83,36 @@ def held_checkpoint(run_dir: Path, step: int | None) -> Iterator[Resume]:
     On a file system without hard links, yields the checkpoint itself, which may be removed
     meanwhile, and prints a warning.
     """
-    for left in (run_dir / EXPORTING).glob("step_*"):  # left by a killed export
-        shutil.rmtree(left)
-    held = _linked(run_dir, step)
+    for leftover in (run_dir / EXPORT_FOLDER).glob("step_*"):  # left by a killed export
+        shutil.rmtree(leftover)
+    resume = _link_checkpoint(run_dir, step)
     try:
-        yield held
+        yield resume
     finally:
-        shutil.rmtree(_links(run_dir, held.step), ignore_errors=True)
+        shutil.rmtree(_links(run_dir, resume.step), ignore_errors=True)
 
 
 def _links(run_dir: Path, step: int) -> Path:
-    return run_dir / EXPORTING / checkpoint_path(run_dir, step).name
+    return run_dir / EXPORT_FOLDER / checkpoint_path(run_dir, step).name
 
 
-def _linked(run_dir: Path, step: int | None) -> Resume:
-    for _ in range(_LINKED_AGAIN):
-        found = dict(complete_checkpoints(run_dir))
-        if not found or (step is not None and step not in found):
-            there = (
-                f"there are those of steps {', '.join(map(str, found))}"
-                if found
-                else "there is none at all"
-            )
+def _link_checkpoint(run_dir: Path, step: int | None) -> Resume:
+    for _ in range(_LINK_ATTEMPTS):
+        checkpoints = dict(complete_checkpoints(run_dir))
+        if not checkpoints or (step is not None and step not in checkpoints):
+            alternatives = "there is none at all"
+            if checkpoints:
+                alternatives = f"there are those of steps {', '.join(map(str, checkpoints))}"
             raise ConfigError(
                 f"run_dir={run_dir}: no checkpoint{'' if step is None else f' of step {step}'}; "
-                f"{there}"
+                f"{alternatives}"
             )
-        chosen = max(found) if step is None else step
-        links = _links(run_dir, chosen)
+        chosen_step = max(checkpoints) if step is None else step
+        links = _links(run_dir, chosen_step)
         links.mkdir(parents=True)
         try:
-            for file in found[chosen].rglob("*"):
-                link = links / file.relative_to(found[chosen])
+            for file in checkpoints[chosen_step].rglob("*"):
+                link = links / file.relative_to(checkpoints[chosen_step])
                 link.mkdir() if file.is_dir() else os.link(file, link)
         except FileNotFoundError:  # the run has removed the checkpoint meanwhile
             shutil.rmtree(links)
@@ -123,9 +122,9 @@ def _linked(run_dir: Path, step: int | None) -> Resume:
                 f"hard links cannot be made there ({error.strerror}), so a run that removes "
                 "it now would spoil the export"
             )
-            print(f"{found[chosen]}: {unsafe}", flush=True)
-            return Resume(chosen, str(found[chosen]))
-        return Resume(chosen, str(links))
+            print(f"{checkpoints[chosen_step]}: {unsafe}", flush=True)
+            return Resume(chosen_step, str(checkpoints[chosen_step]))
+        return Resume(chosen_step, str(links))
     raise ConfigError(
         f"run_dir={run_dir}: its checkpoints come and go faster than they can be held; stop the "
         "run, or raise checkpoint.keep"

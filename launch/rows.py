@@ -13,9 +13,8 @@ def write_environment_rows(config: RunConfig) -> str:
 
     Returns a text with their numbers of rows. Raises ConfigError.
     """
-    from megarl.agents.hubs import openenv, verifiers
-
     # not at the top: these import aiohttp
+    from megarl.agents.hubs import openenv, verifiers
     from megarl.rollouts.environments.loading import find_rollout
 
     if config.rollout.name not in OF_HUBS:
@@ -23,17 +22,16 @@ def write_environment_rows(config: RunConfig) -> str:
             f"rollout.name={config.rollout.name}: only an environment of a hub "
             f"({', '.join(OF_HUBS)}) has rows of its own"
         )
-    sources = {
-        "train": config.data.train.source,
-        **({"eval": config.data.eval.source} if config.data.eval else {}),
-    }
-    wrong = [
+    sources = {"train": config.data.train.source}
+    if config.data.eval:
+        sources["eval"] = config.data.eval.source
+    problems = [
         f"data.{split}.source={source}: must be a .jsonl file, to which the rows are written"
         for split, source in sources.items()
         if not source.endswith(".jsonl")
     ]
-    if wrong:
-        raise ConfigError(wrong)
+    if problems:
+        raise ConfigError(problems)
     find_rollout(config)  # checks the arguments
     files = {split: Path(source).expanduser() for split, source in sources.items()}
     for file in files.values():

@@ -35,9 +35,6 @@ from megarl.roles.plan import ServedRole
 from megarl.roles.settings import REWARD_MODEL
 from megarl.speculative import plan as speculative
 
-# The environment variables of a run's processes, with the reason for each.
-
-
 CUMEM = "NCCL_CUMEM_ENABLE"
 HOME_CACHE = "~/.cache/megarl/compiled"
 
@@ -49,18 +46,18 @@ def trainer_environment(
     variables that Megatron-core needs. `store`: the file through which ranks meet if all of them
     are on this node.
     """
-    return {
+    environment = {
         "RANK": str(rank),
         "WORLD_SIZE": str(plan.trainer_topology.world_size),
         "LOCAL_RANK": str(local_rank),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
-        **({"MEGARL_TRAINER_STORE": str(store)} if store else {}),
         # Megatron requires it, to order communication kernels after the computation they wait for
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        **one_thread(),
-        **binding(local_rank),
     }
+    if store:
+        environment["MEGARL_TRAINER_STORE"] = str(store)
+    return environment | one_thread() | binding(local_rank)
 
 
 def one_thread() -> dict[str, str]:
@@ -81,29 +78,33 @@ def binding(slot: int) -> dict[str, str]:
 
     The worker binds to them before it imports anything (launch/worker.py).
     """
-    here = gpus()
-    cores = cores_near(here[slot].address) if slot < len(here) and here[slot].address else ()
-    return {CORES: ",".join(map(str, cores))} if cores else {}
+    node_gpus = gpus()
+    if slot >= len(node_gpus) or not node_gpus[slot].address:
+        return {}
+    cores = cores_near(node_gpus[slot].address)
+    if cores:
+        return {CORES: ",".join(map(str, cores))}
+    return {}
 
 
-def network(interface: str | None, wanted: bool, address: str = "") -> dict[str, str]:
+def network(interface: str | None, for_nccl: bool, address: str = "") -> dict[str, str]:
     """Sets the network interface at which this node is reached, at `address`.
 
-    `wanted` sets it for NCCL too.
+    `for_nccl` sets it for NCCL too.
 
     By default, gloo uses the address that the host's name resolves to, often 127.0.1.1. NCCL looks
     at the interfaces itself. NCCL needs the setting only if launch.interface is set, or on a single
     node, where it should not listen on the network. Mooncake assumes IPv4 addresses unless it is
     told otherwise before it is imported.
     """
-    ipv6 = {"MC_USE_IPV6": "1"} if ":" in address else {}
-    if interface is None:
-        return ipv6
-    return {
-        **ipv6,
-        "GLOO_SOCKET_IFNAME": interface,
-        **({"NCCL_SOCKET_IFNAME": interface} if wanted else {}),
-    }
+    environment = {}
+    if ":" in address:
+        environment["MC_USE_IPV6"] = "1"
+    if interface is not None:
+        environment["GLOO_SOCKET_IFNAME"] = interface
+        if for_nccl:
+            environment["NCCL_SOCKET_IFNAME"] = interface
+    return environment
 
 
 def scratch(folder: Path) -> dict[str, str]:
@@ -118,14 +119,17 @@ def compiled_folder(folder: str | None, scratch: Path) -> Path:
     shared. Raises ConfigError if `folder`, or a folder that the environment names, cannot be
     written to.
     """
-    for name in _COMPILED:
-        if (given := os.environ.get(name)) and (problem := _unwritable(Path(given))):
-            raise ConfigError(f"{name}={given}: must be a folder that can be written to: {problem}")
+    for name in _CACHE_FOLDERS:
+        cache = os.environ.get(name)
+        problem = _unwritable(Path(cache)) if cache else ""
+        if problem:
+            raise ConfigError(f"{name}={cache}: must be a folder that can be written to: {problem}")
     try:
         base = Path(folder or HOME_CACHE).expanduser() / socket.gethostname()
     except RuntimeError:  # HOME is not set, and the user has no account here
         return scratch / "compiled"
-    if not (problem := _unwritable(base)):
+    problem = _unwritable(base)
+    if not problem:
         return base
     if folder:
         raise ConfigError(
@@ -150,24 +154,25 @@ def compiling(base: Path) -> dict[str, str]:
     launch finds them. On GPUs, also adds compilers to PATH, since jobs often call an environment's
     programs without activating it.
     """
-    caches = {name: os.environ.get(name, str(base / kind)) for name, kind in _COMPILED.items()}
+    environment = {
+        name: os.environ.get(name, str(base / folder)) for name, folder in _CACHE_FOLDERS.items()
+    }
     # otherwise Numba keeps its kernels beside their source
     if not os.access(Path(__file__).parent, os.W_OK):
-        caches["NUMBA_CACHE_DIR"] = os.environ.get("NUMBA_CACHE_DIR", str(base / "numba"))
+        environment["NUMBA_CACHE_DIR"] = os.environ.get("NUMBA_CACHE_DIR", str(base / "numba"))
     if not doctor.has_driver():
-        return caches
-    programs = str(Path(sys.executable).parent)
+        return environment
     nvcc = doctor.find_nvcc()
+    if nvcc and not os.environ.get("CUDA_HOME"):
+        environment["CUDA_HOME"] = str(nvcc.parents[1])
+    programs = str(Path(sys.executable).parent)
     path = os.environ.get("PATH", os.defpath)
-    home = {"CUDA_HOME": str(nvcc.parents[1])} if nvcc and not os.environ.get("CUDA_HOME") else {}
-    return (
-        caches
-        | home
-        | ({} if programs in path.split(os.pathsep) else {"PATH": f"{programs}{os.pathsep}{path}"})
-    )
+    if programs not in path.split(os.pathsep):
+        environment["PATH"] = f"{programs}{os.pathsep}{path}"
+    return environment
 
 
-_COMPILED = {
+_CACHE_FOLDERS = {
     "SGLANG_CACHE_DIR": "sglang",  # also for kernels of DeepGEMM, CUTLASS, TileLang and CUDA
     "SGLANG_JIT_CACHE_DIR": "sglang-jit",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
@@ -185,14 +190,18 @@ def weight_group(transport: str) -> dict[str, str]:
     settings cannot open each other's buffers. Without cuMem, sends from several ranks of a node to
     one rank of another may hang (NVIDIA/nccl issue 1721).
     """
-    return {CUMEM: os.environ.get(CUMEM, "1")} if transport == "nccl" else {}
+    if transport == "nccl":
+        return {CUMEM: os.environ.get(CUMEM, "1")}
+    return {}
 
 
 def engine_devices(part: EnginePart) -> dict[str, str]:
     """The GPUs of an engine part, by their names in this launch's CUDA_VISIBLE_DEVICES."""
-    names = [gpu.name for gpu in gpus()]
     slots = range(part.first_slot, part.first_slot + part.ranks)
-    return {VISIBLE: ",".join(names[slot] if slot < len(names) else str(slot) for slot in slots)}
+    names = list(map(str, slots))
+    for index, gpu in enumerate(gpus()[slots.start : slots.stop]):
+        names[index] = gpu.name
+    return {VISIBLE: ",".join(names)}
 
 
 @dataclass(frozen=True)
@@ -222,11 +231,10 @@ class NodePart:
         for part in self.placed.engines:
             role = roles.get(part.fleet)
             name = self.numbered(part).name
-            settings = (
-                self._settings(part, device)
-                if role is None
-                else self._frozen_settings(part, device, role)
-            )
+            if role is None:
+                settings = self._settings(part, device)
+            else:
+                settings = self._frozen_settings(part, device, role)
             generator: GeneratorConfig = self._generator(part).settings
             server_args = generator.server_args if role is None else role.settings.server_args
             argv, environment = server_command(settings, keys, server_args)
@@ -247,12 +255,11 @@ class NodePart:
     def trainers(self, role: str) -> list[ProcessSpec]:
         """One process per trainer rank, in the given role."""
         specs = []
-        where = self.rendezvous
+        host = self.rendezvous.trainer_host
+        port = self.rendezvous.trainer_port
         store = self.scratch / "trainers" if self.alone else None
         for local_rank, rank in enumerate(self.placed.trainer_ranks):
-            environment = trainer_environment(
-                self.plan, rank, local_rank, where.trainer_host, where.trainer_port, store
-            )
+            environment = trainer_environment(self.plan, rank, local_rank, host, port, store)
             if self.shares:
                 environment |= shared_gpu.for_trainer(self.scratch, rank, self._peak_bytes)
             specs.append(self._worker(role, rank, {**environment, **self._environment()}))
@@ -277,12 +284,13 @@ class NodePart:
     def _environment(self) -> dict[str, str]:
         """The environment of all computing processes: trainer ranks and engines."""
         config = self.plan.config
-        wanted = config.launch.interface is not None or self.alone
-        joined = {
-            **network(self.interface, wanted, self.report.address),
+        for_nccl = config.launch.interface is not None or self.alone
+        return {
+            **network(self.interface, for_nccl, self.report.address),
             **weight_group(config.weights.transport),
+            **scratch(self.scratch),
+            **compiling(self.compiled),
         }
-        return {**joined, **scratch(self.scratch), **compiling(self.compiled)}
 
     def _worker(self, role: str, rank: int, environment: dict[str, str]) -> ProcessSpec:
         argv = [
@@ -313,6 +321,9 @@ class NodePart:
     def _settings(self, part: EnginePart, device: str | None) -> EngineSettings:
         config = self.plan.config
         group = self._generator(part)
+        tokenizer = None
+        if stops_on_text(config):
+            tokenizer = config.model.tokenizer or config.model.path
         return EngineSettings(
             model_path=self.plan.weights_path,
             holds_weights=not self.plan.weights.are_gone,
@@ -323,9 +334,7 @@ class NodePart:
             device=device,
             return_routing=config.trainer.routing_replay,
             most_kept=most_kept(config),
-            tokenizer=(config.model.tokenizer or config.model.path)
-            if stops_on_text(config)
-            else None,
+            tokenizer=tokenizer,
             adapter=self.plan.adapters and self.plan.adapters.served(self._adapter, device),
             speculative=speculative.arguments(config),
             **_shape(group.settings),
@@ -346,16 +355,16 @@ class NodePart:
     def _frozen_settings(
         self, part: EnginePart, device: str | None, role: ServedRole
     ) -> EngineSettings:
-        own = role.settings
+        settings = role.settings
         return EngineSettings(
-            model_path=own.path,
+            model_path=settings.path,
             dtype=role.dtype,
             context_length=role.spec.max_position_embeddings,
-            max_running_requests=own.max_concurrency,
-            tp=own.tp,
-            ep=own.ep,
-            kv_cache_tokens=own.kv_cache_tokens,
-            mem_fraction=own.mem_fraction,
+            max_running_requests=settings.max_concurrency,
+            tp=settings.tp,
+            ep=settings.ep,
+            kv_cache_tokens=settings.kv_cache_tokens,
+            mem_fraction=settings.mem_fraction,
             device=device,
             frozen=True,
             family=role.spec.family,
@@ -373,7 +382,7 @@ class NodePart:
             "port": self.report.ports[part.name],
             "seed": seed_of(
                 self.plan.config.seed,
-                self.numbered(part).whole,
+                self.numbered(part).engine_name,
                 self.rendezvous.start_step,
                 bits=ENGINE_SEED_BITS,
             ),
@@ -390,17 +399,18 @@ class NodePart:
 def most_kept(config: RunConfig) -> int:
     """The most tokens that an engine keeps of a distribution, in rollouts and in evaluations."""
     limits = [sampling.kept_limit for sampling in held_out_samplings(config) if sampling.truncated]
-    return max([config.rollout.top_k if config.rollout.top_k > 0 else MOST_KEPT, *limits])
+    limits.append(config.rollout.top_k if config.rollout.top_k > 0 else MOST_KEPT)
+    return max(limits)
 
 
-def _shape(own: GeneratorConfig) -> dict[str, Any]:
+def _shape(settings: GeneratorConfig) -> dict[str, Any]:
     """The engine settings that a group may set."""
     return {
-        "max_running_requests": own.max_concurrency,
-        "tp": own.tp,
-        "ep": own.ep,
-        "dp_attention": own.dp_attention,
-        "quantization": own.quantization,
-        "kv_cache_tokens": own.kv_cache_tokens,
-        "mem_fraction": own.mem_fraction,
+        "max_running_requests": settings.max_concurrency,
+        "tp": settings.tp,
+        "ep": settings.ep,
+        "dp_attention": settings.dp_attention,
+        "quantization": settings.quantization,
+        "kv_cache_tokens": settings.kv_cache_tokens,
+        "mem_fraction": settings.mem_fraction,
     }

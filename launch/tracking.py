@@ -19,7 +19,7 @@ from megarl.evaluation.scores import complete_metrics
 from megarl.launch.processes import inherited
 from megarl.launch.start import one_thread
 from megarl.observe.metrics import METRICS_FILE
-from megarl.observe.tracking import Stale, Tracked
+from megarl.observe.tracking import StaleRows, TrackerState
 
 LOOK_S = 1.0
 KILLED_S = 5.0
@@ -39,7 +39,7 @@ class Trackers:
         self._names = config.observe.trackers
         self._observe = config.observe
         self._processes: dict[str, subprocess.Popen] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._looked = 0.0
 
     def start(self, config_path: Path, first: int) -> None:
@@ -49,26 +49,19 @@ class Trackers:
         """
         logs = self._folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        stale = json.dumps(asdict(Stale.of(self._folder / METRICS_FILE, first)))
+        stale = json.dumps(asdict(StaleRows.from_step(self._folder / METRICS_FILE, first)))
         for name in self._names:
-            replace(Tracked.load(self._folder, name), failures=0, problem="", ended=False).save(
-                self._folder, name
-            )
-            options = [
-                "--deadline",
-                str(self._deadline_s),
-                "--project",
-                self._observe.project,
-                "--tags",
-                json.dumps(self._observe.tags),
-            ]
-            options += [
-                "--title",
-                self._observe.name or str(self._folder),
-                *(["--entity", own] if (own := self._observe.entity) else []),
-            ]
-            where = [str(self._folder), str(config_path), str(first), stale]
-            argv = [sys.executable, "-P", "-m", "megarl.observe.tracking", name, *where, *options]
+            replace(
+                TrackerState.load(self._folder, name), failures=0, problem="", ended=False
+            ).save(self._folder, name)
+            argv = [sys.executable, "-P", "-m", "megarl.observe.tracking"]
+            argv += [name, str(self._folder), str(config_path), str(first), stale]
+            argv += ["--deadline", str(self._deadline_s)]
+            argv += ["--project", self._observe.project]
+            argv += ["--tags", json.dumps(self._observe.tags)]
+            argv += ["--title", self._observe.name or str(self._folder)]
+            if self._observe.entity:
+                argv += ["--entity", self._observe.entity]
             with open(logs / f"tracker.{name}.log", "wb") as log:
                 self._processes[name] = subprocess.Popen(
                     argv,
@@ -86,13 +79,14 @@ class Trackers:
             return
         self._looked = now
         for name, process in self._processes.items():
-            if name in self._told:
+            if name in self._reported:
                 continue
+            problem = TrackerState.load(self._folder, name).problem
             if process.poll() is not None:
                 self._say(
                     name, f"its process ended ({process.returncode}); {self._last_line(name)}"
                 )
-            elif problem := Tracked.load(self._folder, name).problem:
+            elif problem:
                 self._say(name, f"{problem}; it is tried again")
 
     def close(self) -> None:
@@ -107,10 +101,11 @@ class Trackers:
                 # such as a full disk, which may be the reason why the run has ended
                 self._tell(f"{METRICS_FILE} lacks the last evaluation: {error}")
         deadline_s = self._deadline_s
-        whose = "timeouts.trackers_s"
-        if problem := write_problem(self._folder):
+        limit = "timeouts.trackers_s"
+        problem = write_problem(self._folder)
+        if problem:
             deadline_s = min(deadline_s, HOPELESS_S)
-            whose = f"its folder cannot be written to: {problem}"
+            limit = f"its folder cannot be written to: {problem}"
         deadline = time.monotonic() + deadline_s
         try:
             for process in self._processes.values():
@@ -120,12 +115,14 @@ class Trackers:
                 try:
                     process.wait(max(0.0, deadline - time.monotonic()))
                 except subprocess.TimeoutExpired:
-                    self._say(name, f"it had not finished {deadline_s:g} s after the run ({whose})")
+                    self._say(name, f"it had not finished {deadline_s:g} s after the run ({limit})")
             for name in self._processes:
-                tracked = Tracked.load(self._folder, name)
+                tracked = TrackerState.load(self._folder, name)
                 if not tracked.ended:
-                    why = f": {tracked.problem}" if tracked.problem else ""
-                    self._say(name, f"it may lack steps{why}; the next start of the run sends them")
+                    cause = f": {tracked.problem}" if tracked.problem else ""
+                    self._say(
+                        name, f"it may lack steps{cause}; the next start of the run sends them"
+                    )
                 elif tracked.failures:
                     self._say(
                         name,
@@ -139,7 +136,7 @@ class Trackers:
                     process.wait(KILLED_S)
 
     def _say(self, name: str, text: str) -> None:
-        self._told.add(name)
+        self._reported.add(name)
         self._tell(
             f"tracker {name}: {text} (its log is {self._folder / 'logs' / f'tracker.{name}.log'})"
         )

@@ -17,13 +17,6 @@ from megarl.launch.engines import EngineKeeper
 from megarl.launch.meeting import Meeting
 from megarl.launch.processes import ProcessFailed, ProcessGroup, process_report
 
-# Stops a run on request (a signal in NAMES, such as SIGTERM from Slurm's preemption): trainer ranks
-# finish the running step, save, and end.
-#
-# The request reaches all nodes through the folder where their launchers meet. Engines and their
-# driver are not needed, and are killed when the trainer ranks are done.
-
-
 NAMES: dict[int, str] = {
     signal.SIGTERM: "SIGTERM",
     signal.SIGINT: "Ctrl-C",
@@ -48,13 +41,17 @@ class Stopped(Exception):
         self.exit_status = 128 + number
 
     def __str__(self) -> str:
-        return f"stopped by {self.by}" + (
-            f", but not cleanly: {self.problem}" if self.problem else ""
-        )
+        problem = f", but not cleanly: {self.problem}" if self.problem else ""
+        return f"stopped by {self.by}{problem}"
 
 
 class StopOrder:
-    """A launcher's handling of an order to stop. `deadline_s`: time limit of its trainer ranks."""
+    """A launcher's handling of an order to stop (a signal in NAMES, such as SIGTERM from Slurm's
+    preemption): trainer ranks finish the running step, save, and end within `deadline_s`.
+
+    The order reaches all nodes through the folder where their launchers meet. Engines and their
+    driver are not needed, and are killed when the trainer ranks are done.
+    """
 
     def __init__(self, meeting: Meeting, processes: ProcessGroup, deadline_s: float):
         self._meeting = meeting
@@ -64,7 +61,7 @@ class StopOrder:
         self._since: float | None = None
         # whether this launcher itself got a signal, and not only another node
         self._signalled = False
-        self._told = False
+        self._announced = False
         # the signal that gave the order; SIGTERM if another node gave it
         self.signal: int = signal.SIGTERM
 
@@ -96,8 +93,10 @@ class StopOrder:
             return
         if self._since is None and self._meeting.asked_to_stop():
             self._begin(self._trainers)
-        if self._since is not None and not self._told:
-            self._told = True  # printed here, since a signal handler may interrupt another print
+        if self._since is not None and not self._announced:
+            self._announced = (
+                True  # printed here, since a signal handler may interrupt another print
+            )
             within = (
                 f"the running step is finished and saved, within {self._deadline_s:g} s "
                 "(checkpoint.on_termination_s)"
@@ -119,10 +118,12 @@ class StopOrder:
 
     def among(self) -> set[str] | None:
         """The names of the processes that still matter; None while all of them do."""
-        return self._trainers if self._since is not None else None
+        if self._since is not None:
+            return self._trainers
+        return None
 
     @property
-    def given(self) -> bool:
+    def is_given(self) -> bool:
         return self._since is not None
 
     def _begin(self, trainers: set[str]) -> None:
@@ -169,12 +170,14 @@ class RunWatch:
         self.show()
         self.meeting.poll()
         self.order.poll()
-        if not self.order.given:
+        if not self.order.is_given:
             self.keeper.poll()
 
     def _among(self) -> set[str]:
         trainers = self.order.among()
-        return self.processes.names - self.keeper.names if trainers is None else trainers
+        if trainers is None:
+            return self.processes.names - self.keeper.names
+        return trainers
 
 
 def watch(
@@ -192,16 +195,16 @@ def watch(
     (None: all). Calls `poll` about ten times a second. Raises ProcessFailed as soon as any process
     dies, after asking the others for their stacks, so that the logs explain a hang.
     """
-    while (_of(workers, among()) & set(processes.running())) or not until():
+    while True:
+        watched = among()
+        working = workers if watched is None else workers & watched
+        if working.isdisjoint(processes.running()) and until():
+            break
         _check(processes, workers, among)
         poll()
         time.sleep(POLL_S)
     _check(processes, workers, among)
     poll()
-
-
-def _of(workers: set[str], among: set[str] | None) -> set[str]:
-    return workers if among is None else workers & among
 
 
 def _check(

@@ -49,9 +49,10 @@ def end_with_any_thread() -> None:
 
 def keep_to_cores() -> None:
     """Restricts this process to those of CORES that it may use: limits of a job come first."""
-    wanted = {int(core) for core in os.environ.get(CORES, "").split(",") if core}
-    if allowed := wanted & os.sched_getaffinity(0):
-        os.sched_setaffinity(0, allowed)
+    cores = {int(core) for core in os.environ.get(CORES, "").split(",") if core}
+    allowed_cores = cores & os.sched_getaffinity(0)
+    if allowed_cores:
+        os.sched_setaffinity(0, allowed_cores)
 
 
 def main() -> None:
@@ -79,10 +80,11 @@ def main() -> None:
     parser.add_argument("launch_dir", type=Path)
     arguments = parser.parse_args()
 
-    from megarl.launch import roles  # after the arguments are read, since it imports torch
+    # after the arguments are read, since it imports torch
+    from megarl.launch import worker_roles
 
     try:
-        roles.ROLES[arguments.role](arguments.rank, arguments.launch_dir)
+        worker_roles.ROLES[arguments.role](arguments.rank, arguments.launch_dir)
     except (ConfigError, RunError, TimeoutError) as error:
         traceback.print_exc()  # for the log; the next line is for the user
         raise SystemExit(f"{LAST_WORDS}{error}") from None
@@ -91,7 +93,8 @@ def main() -> None:
             raise
         traceback.print_exc()
         raise SystemExit(
-            f"{LAST_WORDS}the disk is full ({error}); the complete checkpoints in run_dir can be used"
+            f"{LAST_WORDS}the disk is full ({error}); the complete checkpoints in run_dir can "
+            "be used"
         ) from None
 
 

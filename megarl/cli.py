@@ -25,8 +25,8 @@ from megarl import api
 from megarl.base.results import CommandResult
 from megarl.bench import command as bench
 from megarl.config.errors import ConfigError, tell, unreadable
-from megarl.config.keys import elsewhere_called, nearest, settings
-from megarl.config.limits import alike, did_you_mean
+from megarl.config.keys import foreign_setting_of, nearest, settings
+from megarl.config.limits import did_you_mean, similar_names
 from megarl.launch import doctor, joining
 from megarl.launch.watch import Stopped
 from megarl.plan.checks import refused_by_train
@@ -185,7 +185,11 @@ class _Parser(argparse.ArgumentParser):
         wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
         super().error(
             message
-            + (did_you_mean(alike(wrong[1], re.findall(r"[\w.-]+", wrong[2]))) if wrong else "")
+            + (
+                did_you_mean(similar_names(wrong[1], re.findall(r"[\w.-]+", wrong[2])))
+                if wrong
+                else ""
+            )
         )
 
 
@@ -340,7 +344,7 @@ def _meant_as_settings(options: Sequence[str]) -> str:
         name, equals, value = option.lstrip("-").partition("=")
         key = name.replace("-", "_")
         found = [key] if key in settings() else nearest(key)
-        elsewhere = elsewhere_called(key)
+        elsewhere = foreign_setting_of(key)
         note = elsewhere.note if elsewhere and key not in settings() else ""
         if found:
             meant.append(

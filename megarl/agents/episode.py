@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from megarl.base.rollout_types import UNANSWERED, Group, KeptSets, Prompt, Sample, join
+from megarl.base.rollout_types import UNANSWERED, Group, KeptSets, Prompt, Sample, join_kept_sets
 from megarl.data.chat import ChatTemplate, Message, StandIns, name_of
 from megarl.data.tokenizer import MOST_CHARS_PER_TOKEN, Tokenizer
 from megarl.generator.completions import MOST_STRINGS, Completion, Sampling, cut
@@ -178,7 +178,7 @@ def _sample(
     learned: set[int],
     prompt_tokens: int,
     decode: Callable[[Sequence[int]], str],
-    **more: object,
+    **fields: Any,
 ) -> Sample:
     ids = array("i")
     logprobs = array("f")
@@ -193,7 +193,7 @@ def _sample(
         context = turn.context[prompt_tokens:] if turn.parent is None else turn.context
         drawn = turn.completion
         for numbers, own in ((array("i", context), False), (drawn.token_ids, mine)):
-            kept = join(kept, len(ids), drawn.kept if own else None, len(numbers))
+            kept = join_kept_sets(kept, len(ids), drawn.kept if own else None, len(numbers))
             ids += numbers
             logprobs += drawn.logprobs if own else array("f", bytes(4 * len(numbers)))
             versions += (
@@ -210,7 +210,6 @@ def _sample(
         # experts they were sampled with.
         routing += drawn.routing[len(routing) :]
     finish_reason = path[-1].completion.finish_reason
-    masks = {"policy_mask": array("b") if all(mask) else mask, "environment_spans": spans}
     return Sample(
         ids,
         logprobs,
@@ -219,9 +218,10 @@ def _sample(
         finish_reason=finish_reason,
         routing=routing,
         kept=kept,
-        **masks,
-        **more,
-    )  # pyright: ignore
+        policy_mask=array("b") if all(mask) else mask,
+        environment_spans=spans,
+        **fields,
+    )
 
 
 NO_ARGUMENTS: Mapping[str, Any] = {}

@@ -28,7 +28,7 @@ from megarl.generator.tool_parsers import find_parser
 from megarl.rewards.score import Score, ScoreRequest
 from megarl.rollouts.environments.base import RolloutContext
 from megarl.sandbox import jail
-from megarl.sandbox.jail import Ended, Jail
+from megarl.sandbox.jail import Jail, ProgramEnd
 
 OUTPUT = "output"
 MESSAGE = "message"
@@ -135,7 +135,7 @@ class Program(Player):
         missing = {
             "exit status 3": f"no program {program}",
             "exit status 4": f"no file {script}",
-        }.get(ended.why)
+        }.get(ended.reason)
         if missing:
             folder = self._limits["folder"]
             where = (
@@ -175,10 +175,10 @@ class Program(Player):
     ) -> Played:
         episode, ended = await self._attempt(context, prompt, sampling, index)
         kind = ended.kind
-        why = ended.why
+        why = ended.reason
         if not episode.tree.turns:
             kind = UNANSWERED
-            why = self.unanswered(prompt, episode, ended.why, ended.errors)
+            why = self.unanswered(prompt, episode, ended.reason, ended.errors)
         if not kind:
             try:
                 return self.played(
@@ -192,7 +192,7 @@ class Program(Player):
 
     async def _attempt(
         self, context: RolloutContext, prompt: Prompt, sampling: Sampling, index: int
-    ) -> tuple[Episode, Ended]:
+    ) -> tuple[Episode, ProgramEnd]:
         """Starts the program until one of its calls is answered, at most 1 + `retries` times.
 
         It is not started again if its row is the cause.
@@ -201,15 +201,15 @@ class Program(Player):
         while True:
             episode = self.episode(context, sampling, index)
             unfit = self._unfit(prompt)
-            ended = Ended(unfit, "exit", "", "") if unfit else await self._run(episode, prompt)
+            ended = ProgramEnd(unfit, "exit", "", "") if unfit else await self._run(episode, prompt)
             if (
-                why := ended.why
+                why := ended.reason
                 if episode.tree.turns
-                else self.unanswered(prompt, episode, ended.why, ended.errors)
+                else self.unanswered(prompt, episode, ended.reason, ended.errors)
             ):
                 self.tell(prompt, why, ended.errors)
             # after a turn, the policy may be the cause
-            if not episode.tree.turns and ended.why == _NOT_FOUND:
+            if not episode.tree.turns and ended.reason == _NOT_FOUND:
                 told = (
                     f"ended with {_NOT_FOUND}: the command was not found; the end of its "
                     f"errors: {ended.errors.strip() or 'none'}"
@@ -238,7 +238,7 @@ class Program(Player):
     def _words(self, prompt: Prompt) -> list[str]:
         return [word.replace("{prompt}", prompt.text) for word in self._command]
 
-    async def _run(self, episode: Episode, prompt: Prompt) -> Ended:
+    async def _run(self, episode: Episode, prompt: Prompt) -> ProgramEnd:
         """Runs the program. Raises the error if a call of the policy fails."""
         cell = self._jail
         async with self._places, contextlib.AsyncExitStack() as context:
@@ -261,7 +261,7 @@ class Program(Player):
                 await asyncio.wait({running, failed, over}, return_when=asyncio.FIRST_COMPLETED)
                 if failed.done():
                     failed.result()
-                return Ended(over.result(), "limits", "", "") if over.done() else await running
+                return ProgramEnd(over.result(), "limits", "", "") if over.done() else await running
             finally:
                 running.cancel()
                 await asyncio.wait({running})
@@ -275,7 +275,12 @@ class Program(Player):
         return json.dumps({"prompt": prompt.text, **own}, default=str) + "\n"
 
     async def _score(
-        self, context: RolloutContext, prompt: Prompt, episode: Episode, ended: Ended, index: int
+        self,
+        context: RolloutContext,
+        prompt: Prompt,
+        episode: Episode,
+        ended: ProgramEnd,
+        index: int,
     ) -> tuple[Score, dict[str, float]]:
         if self._reward == PROGRAM:
             return said(ended.output)

@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.algorithms.base import Algorithm
 from megarl.base.rollout_types import (
     Batch,
-    Elsewhere,
+    RemoteSequence,
     SampleNumbers,
     SampleSummary,
     TrainSequence,
@@ -104,10 +104,10 @@ def cut_into_minibatches(
 
 def to_train_sequences(
     batch: Batch, advantages: Tensor, skip_zero: bool, masked: Collection[int] = ()
-) -> dict[int, TrainSequence | Elsewhere]:
+) -> dict[int, TrainSequence | RemoteSequence]:
     """The sequences to train on, keyed by the place of their sample in the batch, in its order.
 
-    A sequence of another data-parallel rank is Elsewhere.
+    A sequence of another data-parallel rank is a RemoteSequence.
 
     Args: advantages [G, n], one per episode (constant over the tokens of all its samples: LlamaRL,
     section 6). `skip_zero` leaves out samples of zero advantage, possibly all. That keeps the
@@ -129,13 +129,13 @@ def to_train_sequences(
     for branches, advantage in advantage_of_episode:
         for _ in branches:
             advantage_of_sample.append(advantage)
-    result: dict[int, TrainSequence | Elsewhere] = {}
+    result: dict[int, TrainSequence | RemoteSequence] = {}
     for place, advantage in enumerate(advantage_of_sample):
         if place not in masked and (advantage != 0.0 or not skip_zero):
             if place in batch.numbers:
                 result[place] = _train_sequence(batch.numbers[place], advantage)
             else:
-                result[place] = Elsewhere(lengths[place])
+                result[place] = RemoteSequence(lengths[place])
     return result
 
 

@@ -36,8 +36,8 @@ def _quotas(cgroups: Path, membership: Path) -> Iterator[float]:
         if controllers and "cpu" not in controllers.split(","):
             continue
         for root in {cgroups / controllers, cgroups / ("cpu" if controllers else "")}:
-            own = root / path.lstrip("/")
-            for folder in (own, *own.parents):
+            cgroup = root / path.lstrip("/")
+            for folder in (cgroup, *cgroup.parents):
                 yield from _quota(folder)
                 if folder == root:
                     break
@@ -45,13 +45,12 @@ def _quotas(cgroups: Path, membership: Path) -> Iterator[float]:
 
 def _quota(folder: Path) -> Iterator[float]:
     try:
-        if (limit := folder / "cpu.max").exists():
+        limit = folder / "cpu.max"
+        if limit.exists():
             quota, period = limit.read_text(encoding="utf-8").split()
         else:
-            quota, period = (
-                (folder / f"cpu.cfs_{name}_us").read_text(encoding="utf-8")
-                for name in ("quota", "period")
-            )
+            quota = (folder / "cpu.cfs_quota_us").read_text(encoding="utf-8")
+            period = (folder / "cpu.cfs_period_us").read_text(encoding="utf-8")
         if quota != "max" and int(quota) > 0:  # -1 in version 1: no limit
             yield int(quota) / int(period)
     except (OSError, ValueError):  # there is no such cgroup here

@@ -76,19 +76,15 @@ def log_tail(path: Path, lines: int = 25) -> str:
         return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
 
 
-# Files of repositories on the Hugging Face hub, from its cache or over the network.
-#
-# The hub's own client tries five times, for half a minute, for every file in every process. Here
-# one request finds out whether the hub can be reached. If not, this process and all that it starts
-# look only in the cache.
-
-
 OFFLINE = "HF_HUB_OFFLINE"  # environment variable of the hub's client
 ANSWER_S = 5.0
 
 
 class HubError(Exception):
-    """The reason why a file cannot be had. It completes the sentence "model.path=owner/name: …"."""
+    """The reason why a file cannot be had.
+
+    It completes the sentence "model.path=owner/name: …".
+    """
 
 
 class HubAway(HubError):
@@ -157,7 +153,9 @@ def _hub(name: str) -> Iterator[bool]:
 def unreachable() -> str:
     """The reason why the hub cannot be reached; empty if it can.
 
-    If not, also sets OFFLINE for processes that this one starts.
+    If not, also sets OFFLINE for processes that this one starts, so that they too look only in the
+    cache. The hub's own client would try five times, for half a minute, for every file in every
+    process.
     """
     if os.environ.get(OFFLINE, "").lower() in ("1", "true", "yes", "on"):
         return f"{OFFLINE} is set"
@@ -176,9 +174,6 @@ def unreachable() -> str:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-# Checks that a command can write its output before it computes for minutes.
 
 
 PICTURES = (".svg", ".png")
@@ -201,16 +196,14 @@ def file_problems(option: str, path: str, endings: Sequence[str] = ()) -> Iterat
 
 def folder_problems(option: str, path: str) -> Iterator[str]:
     """Problems with writing a folder at `path`, and any missing folders above it."""
-    there = next(
-        folder for folder in (Path(path), *Path(path).absolute().parents) if folder.exists()
-    )
-    if not there.is_dir():
-        yield (
-            f"{option}{path}: {'is' if there == Path(path) else f'{there} is'} a file, must be "
-            "a folder"
-        )
-    elif not os.access(there, os.W_OK | os.X_OK):
-        yield f"{option}{path}: {there} may not be written to"
+    existing = Path(path)
+    if not existing.exists():
+        existing = next(folder for folder in Path(path).absolute().parents if folder.exists())
+    if not existing.is_dir():
+        subject = "" if existing == Path(path) else f"{existing} "
+        yield f"{option}{path}: {subject}is a file, must be a folder"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield f"{option}{path}: {existing} may not be written to"
 
 
 def new_folder_problems(option: str, path: str) -> Iterator[str]:

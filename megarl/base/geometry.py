@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-# Axis-aligned boxes of elements in N dimensions.
-
 
 class Box(msgspec.Struct, frozen=True, gc=False):
     """The elements `start[d] <= index[d] < start[d] + shape[d]` of a tensor.
@@ -35,11 +33,11 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         """The index of the box: `tensor[box.slices()]` is a view."""
         return tuple(slice(s, s + n) for s, n in zip(self.start, self.shape))
 
-    def intersect(self, other: Box) -> Box | None:
+    def intersect(self, box: Box) -> Box | None:
         """The common elements, or None."""
         start = []
         shape = []
-        for a, m, b, n in zip(self.start, self.shape, other.start, other.shape):
+        for a, m, b, n in zip(self.start, self.shape, box.start, box.shape):
             low = a if a > b else b
             extent = (a + m if a + m < b + n else b + n) - low
             if extent <= 0:
@@ -48,10 +46,10 @@ class Box(msgspec.Struct, frozen=True, gc=False):
             shape.append(extent)
         return Box(tuple(start), tuple(shape))
 
-    def contains(self, other: Box) -> bool:
+    def contains(self, box: Box) -> bool:
         return all(
             a <= b and b + n <= a + m
-            for a, m, b, n in zip(self.start, self.shape, other.start, other.shape)
+            for a, m, b, n in zip(self.start, self.shape, box.start, box.shape)
         )
 
     def move(self, origin: Box, target: Box) -> Box:
@@ -69,11 +67,13 @@ class Box(msgspec.Struct, frozen=True, gc=False):
 
     def transpose(self) -> Box:
         """The same box with its last two dims exchanged."""
-        return Box(*(sizes[:-2] + (sizes[-1], sizes[-2]) for sizes in (self.start, self.shape)))
+        *start, start_1, start_2 = self.start
+        *shape, shape_1, shape_2 = self.shape
+        return Box((*start, start_2, start_1), (*shape, shape_2, shape_1))
 
-    def subtract(self, other: Box) -> Iterator[Box]:
-        """Disjoint boxes that together are this box without `other`: at most two per dimension."""
-        common = self.intersect(other)
+    def subtract(self, box: Box) -> Iterator[Box]:
+        """Disjoint boxes that together are this box without `box`: at most two per dimension."""
+        common = self.intersect(box)
         if common is None:
             yield self
             return
@@ -89,30 +89,28 @@ class Box(msgspec.Struct, frozen=True, gc=False):
                     tuple(start[:d] + [common.end[d]] + start[d + 1 :]),
                     tuple(shape[:d] + [after] + shape[d + 1 :]),
                 )
-            start[d], shape[d] = common.start[d], common.shape[d]
+            start[d] = common.start[d]
+            shape[d] = common.shape[d]
 
-    def join(self, other: Box) -> tuple[int, Box] | None:
-        """(dim, union) if `other` directly continues this box along exactly one dim, else None."""
+    def join(self, box: Box) -> tuple[int, Box] | None:
+        """(dim, union) if `box` directly continues this box along exactly one dim, else None."""
         differing = [
             d
             for d in range(len(self.start))
-            if (self.start[d], self.shape[d]) != (other.start[d], other.shape[d])
+            if (self.start[d], self.shape[d]) != (box.start[d], box.shape[d])
         ]
         if len(differing) != 1:
             return None
         d = differing[0]
-        if self.start[d] + self.shape[d] != other.start[d]:
+        if self.start[d] + self.shape[d] != box.start[d]:
             return None
         return d, Box(
-            self.start, self.shape[:d] + (self.shape[d] + other.shape[d],) + self.shape[d + 1 :]
+            self.start, self.shape[:d] + (self.shape[d] + box.shape[d],) + self.shape[d + 1 :]
         )
 
 
 def whole_box(shape: tuple[int, ...]) -> Box:
     return Box((0,) * len(shape), tuple(shape))
-
-
-# The coordinates of trainer and generator ranks on their parallel axes. Pure arithmetic.
 
 
 # State slots of gated delta nets that an engine has for each request it may run: three, which
@@ -170,14 +168,16 @@ class TrainerTopology:
         return self.tp * self.cp * self.dp // (self.ep * self.etp)
 
     def coordinate(self, rank: int) -> TrainerCoordinate:
-        rest, tp = divmod(rank, self.tp)
-        rest, cp = divmod(rest, self.cp)
-        pp, dp = divmod(rest, self.dp)
+        quotient, tp = divmod(rank, self.tp)
+        quotient, cp = divmod(quotient, self.cp)
+        pp, dp = divmod(quotient, self.dp)
         return TrainerCoordinate(tp=tp, cp=cp, dp=dp, pp=pp)
 
     @property
     def replicas(self) -> list[list[int]]:
-        """[dp][…] the ranks at each data-parallel coordinate, which train on the same sequences."""
+        """[dp][…] the ranks at each data-parallel coordinate, which train on the same
+        sequences.
+        """
         ranks: list[list[int]] = [[] for _ in range(self.dp)]
         for rank in range(self.world_size):
             ranks[self.coordinate(rank).dp].append(rank)

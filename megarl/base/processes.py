@@ -14,16 +14,13 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-# Finds out why a process ended, as far as its host can tell.
-
-
 SHARED_MEMORY = Path("/dev/shm")
 KERNEL_COUNTS = Path("/proc/vmstat")
 LITTLE_BYTES = 16 << 20  # less free space than this counts as full
 MIB = 1 << 20
 
 
-def how(code: int) -> str:
+def ending(code: int) -> str:
     """How a process ended, in words.
 
     `code`: as subprocess and multiprocessing give it. Above 128, a signal has killed a child
@@ -40,9 +37,9 @@ def ended_for_memory() -> int:
     """The number of processes that the kernel has killed for lack of memory, on the host or in a
     control group, since the host started. 0 if the kernel does not count them.
     """
-    for line in (
-        KERNEL_COUNTS.read_text(encoding="utf-8").splitlines() if KERNEL_COUNTS.exists() else ()
-    ):
+    if not KERNEL_COUNTS.exists():
+        return 0
+    for line in KERNEL_COUNTS.read_text(encoding="utf-8").splitlines():
         if line.startswith("oom_kill "):
             return int(line.split()[1])
     return 0
@@ -54,27 +51,27 @@ def cause(code: int, ended_before: int) -> str:
     `ended_before`: `ended_for_memory()` when the process started.
     """
     number = -code if code < 0 else code - 128
-    found = []
-    if number == signal.SIGKILL and (ended := ended_for_memory() - ended_before) > 0:
+    causes = []
+    killed = ended_for_memory() - ended_before if number == signal.SIGKILL else 0
+    if killed > 0:
         import psutil  # imported here, since the kit of `make gpu` uses this file without psutil
 
         memory = psutil.virtual_memory()
-        room = f"{memory.available // MIB} of {memory.total // MIB} MiB are free now"
-        found.append(
-            f"the kernel has ended {ended} of this host's processes for lack of memory meanwhile; {room}"
+        causes.append(
+            f"the kernel has ended {killed} of this host's processes for lack of memory "
+            f"meanwhile; {memory.available // MIB} of {memory.total // MIB} MiB are free now"
         )
     if SHARED_MEMORY.is_dir():
         disk = shutil.disk_usage(SHARED_MEMORY)
-        if disk.free < LITTLE_BYTES or number == signal.SIGBUS:
-            what = (
-                "full"
-                if disk.free < LITTLE_BYTES
-                else "the likely cause, if memory that is mapped there had no room"
-            )
-            found.append(
-                f"{SHARED_MEMORY} is {what}: {disk.free // MIB} of {disk.total // MIB} MiB are free"
-            )
-    return "; ".join(found)
+        state = ""
+        if disk.free < LITTLE_BYTES:
+            state = "full"
+        elif number == signal.SIGBUS:
+            state = "the likely cause, if memory that is mapped there had no room"
+        if state:
+            room = f"{disk.free // MIB} of {disk.total // MIB} MiB are free"
+            causes.append(f"{SHARED_MEMORY} is {state}: {room}")
+    return "; ".join(causes)
 
 
 def _name(number: int) -> str:
@@ -87,9 +84,6 @@ def kill(children: Sequence[BaseProcess]) -> None:
         child.kill()
     for child in children:
         child.join(10)
-
-
-# Makes processes end with their parent, even if the parent is killed and cannot end its children.
 
 
 _PR_SET_PDEATHSIG = 1
@@ -110,10 +104,6 @@ def end_with_parent(parent: int) -> None:
 FOR_LAUNCHER = (signal.SIGHUP, signal.SIGUSR2)
 
 
-# Signs of life from an engine worker that cannot answer because it is busy with a weight update
-# (generator.health_s).
-
-
 BEATS = "MEGARL_ENGINE_BEATS"  # environment variable: path of the file that the beats touch
 BEAT_S = 1.0
 
@@ -125,10 +115,10 @@ def beating() -> Iterator[None]:
     A shorter command never touches it, and neither does a stopped process.
     """
     file = os.environ.get(BEATS)
-    done = threading.Event()
+    stop = threading.Event()
 
     def beat(path: Path) -> None:
-        while not done.wait(BEAT_S):
+        while not stop.wait(BEAT_S):
             # the disk is full: then only the engine's answers count
             with contextlib.suppress(OSError):
                 path.touch()
@@ -138,4 +128,4 @@ def beating() -> Iterator[None]:
     try:
         yield
     finally:
-        done.set()
+        stop.set()

@@ -1,5 +1,9 @@
 """The data that travels between executors: prompts, samples, groups and batches, and the packed
 bytes that travel with them.
+
+Values with one number per token are typed arrays. At the generator, where users' code handles them,
+they are Python's `array`: as with lists, `+` concatenates and `==` compares, and nothing is
+silently broadcast. At the trainer they are NumPy's. `rollouts/channel.py` has the form in between.
 """
 
 from __future__ import annotations
@@ -14,14 +18,6 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-# The data that travels between executors: prompts, samples, groups, batches.
-#
-# Values with one number per token are typed arrays. At the generator, where users' code handles
-# them, they are Python's `array`: as with lists, `+` concatenates and `==` compares, and nothing is
-# silently broadcast. At the trainer they are NumPy's. `rollouts/channel.py` has the form in
-# between.
-
-
 Version = int
 """The version of the weights: 0 for the initial weights, plus 1 for every batch they were trained
 on.
@@ -33,7 +29,7 @@ Ordinal = int
 
 _DTYPES = {"i": np.dtype(np.int32), "f": np.dtype(np.float32), "b": np.dtype(np.bool_)}
 # code of an array -> the kinds of NumPy arrays that convert to it
-_TAKEN = {"i": "iu", "f": "iuf", "b": "b"}
+_CONVERTIBLE_KINDS = {"i": "iu", "f": "iuf", "b": "b"}
 
 
 def typed(values: Iterable[Any], code: str) -> array[Any]:
@@ -47,17 +43,17 @@ def typed(values: Iterable[Any], code: str) -> array[Any]:
         return values
     if not isinstance(values, np.ndarray):
         return array(code, map(bool, values) if code == "b" else values)
-    if values.ndim != 1 or values.dtype.kind not in _TAKEN[code]:
+    if values.ndim != 1 or values.dtype.kind not in _CONVERTIBLE_KINDS[code]:
         raise TypeError(
             f"an array of {values.dtype} and shape {values.shape}, where a row of {_DTYPES[code]} "
             "is wanted"
         )
     if code == "i" and values.size and not -(1 << 31) <= values.min() <= values.max() < 1 << 31:
         raise OverflowError("an integer of more than 32 bits")
-    made = array(code)
+    result = array(code)
     if values.size:
-        made.frombytes(np.ascontiguousarray(values, _DTYPES[code]).data.cast("B"))
-    return made
+        result.frombytes(np.ascontiguousarray(values, _DTYPES[code]).data.cast("B"))
+    return result
 
 
 def view(values: array[Any]) -> np.ndarray:
@@ -65,11 +61,8 @@ def view(values: array[Any]) -> np.ndarray:
 
     While the view exists, `values` can neither grow nor shrink.
     """
-    return (
-        np.frombuffer(values, _DTYPES[values.typecode])
-        if values
-        else np.empty(0, _DTYPES[values.typecode])
-    )
+    dtype = _DTYPES[values.typecode]
+    return np.frombuffer(values, dtype) if values else np.empty(0, dtype)
 
 
 def impossible_logprobs(logprobs: np.ndarray) -> np.ndarray:
@@ -183,47 +176,47 @@ class Sample(Typed, frozen=True):
         else:
             runs = _runs(view(self.versions))
         return SampleSummary(
-            tokens,
-            runs,
-            turns,
-            self.reward,
-            self.finish_reason,
-            len(self.routing),
-            self.metrics,
-            self.reward_parts,
-            self.failures,
-            None if self.kept is None else self.kept.summary(),
-            len(self.teachers),
-            self.branch,
+            tokens=tokens,
+            policy_versions=runs,
+            turns=turns,
+            reward=self.reward,
+            finish_reason=self.finish_reason,
+            routing_bytes=len(self.routing),
+            metrics=self.metrics,
+            reward_parts=self.reward_parts,
+            failures=self.failures,
+            kept=None if self.kept is None else self.kept.summary(),
+            teacher_bytes=len(self.teachers),
+            branch=self.branch,
         )
 
 
-class _Ended(Protocol):
+class _HasFinishReason(Protocol):
     @property
     def finish_reason(self) -> str: ...
 
 
-def any_unanswered(samples: Iterable[_Ended]) -> bool:
+def any_unanswered(samples: Iterable[_HasFinishReason]) -> bool:
     return any(sample.finish_reason == UNANSWERED for sample in samples)
 
 
-class _Branch(Protocol):
+class _HasBranch(Protocol):
     @property
     def branch(self) -> int: ...
 
 
-def episodes[S: _Branch](samples: Iterable[S]) -> list[list[S]]:
+def episodes[S: _HasBranch](samples: Iterable[S]) -> list[list[S]]:
     """The samples of each episode.
 
     Baselines are computed over episodes; all branches of one share its reward and its advantage.
     """
-    found: list[list[S]] = []
+    groups: list[list[S]] = []
     for sample in samples:
         if sample.branch:
-            found[-1].append(sample)
+            groups[-1].append(sample)
         else:
-            found.append([sample])
-    return found
+            groups.append([sample])
+    return groups
 
 
 def _runs(values: np.ndarray) -> list[tuple[int, int]]:
@@ -242,7 +235,9 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class SampleSummary(msgspec.Struct, frozen=True):
-    """What every trainer rank knows of a sample: everything but its text and its per-token numbers."""
+    """What every trainer rank knows of a sample: everything but its text and its per-token
+    numbers.
+    """
 
     tokens: int  # T
     # of the policy's tokens, in order: runs of (version, tokens)
@@ -380,7 +375,7 @@ class TrainSequence(msgspec.Struct, frozen=True, eq=False):
         )
 
 
-class Elsewhere(msgspec.Struct, frozen=True):
+class RemoteSequence(msgspec.Struct, frozen=True):
     """Stands for a TrainSequence that another data-parallel rank trains on.
 
     It has only the length.
@@ -392,19 +387,16 @@ class Elsewhere(msgspec.Struct, frozen=True):
         return self.length
 
 
-# Kept sets: the tokens that a sampled token was drawn from under top-p, top-k or min-p. They travel
-# with a rollout as packed bytes.
-#
-# The sampling policy is the model's distribution, renormalised over that set. So the trainer takes
-# log-probs over the same set ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
-# Otherwise the importance ratio would not be defined.
-
-
 MOST_KEPT = 4096  # most tokens that an engine keeps; a few more if logits at the limit are equal
 
 
 class KeptSets(msgspec.Struct, frozen=True):
-    """Kept sets: one set of token ids for each of T tokens.
+    """Kept sets: for each of T tokens, the tokens that it was drawn from under top-p, top-k or
+    min-p. They travel with a rollout as packed bytes.
+
+    The sampling policy is the model's distribution, renormalised over that set. So the trainer
+    takes log-probs over the same set ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556,
+    section 3.1). Otherwise the importance ratio would not be defined.
 
     A set is written as its ids (2 bytes each, or 4 if the vocabulary is larger than 65,536) or,
     where that is smaller, as a bit for each token of the vocabulary, filled up to whole groups of 4
@@ -416,7 +408,7 @@ class KeptSets(msgspec.Struct, frozen=True):
     records: bytes  # the sets, one after the other
 
     @classmethod
-    def of(
+    def from_ids(
         cls, vocab_size: int, tokens: np.ndarray, sizes: np.ndarray, ids: np.ndarray
     ) -> KeptSets:
         """tokens: [T] sampled tokens; sizes: [T] int32; ids: [sum of sizes], one set after the
@@ -438,13 +430,13 @@ class KeptSets(msgspec.Struct, frozen=True):
         keys = np.sort(rows * vocab_size + ids)
         if (keys[1:] == keys[:-1]).any():
             raise ValueError("a token is twice in a set")
-        made = cls(
+        kept_sets = cls(
             vocab_size,
-            sizes.astype("<i4").tobytes(),
-            _packed(vocab_size, sizes, rows, keys - rows * vocab_size),
+            sizes=sizes.astype("<i4").tobytes(),
+            records=_packed(vocab_size, sizes, rows, keys - rows * vocab_size),
         )
-        made.checked_ids(tokens)
-        return made
+        kept_sets.checked_ids(tokens)
+        return kept_sets
 
     def __len__(self) -> int:
         return len(self.sizes) // 4
@@ -459,32 +451,28 @@ class KeptSets(msgspec.Struct, frozen=True):
 
         Raises: ValueError if `records` do not fit `sizes`.
         """
-        sizes, (as_bits, starts, end), dtype = (
-            self.counts,
-            _records(self.vocab_size, self.counts),
-            _id_dtype(self.vocab_size),
-        )
+        sizes = self.counts
+        as_bits, starts, end = _records(self.vocab_size, sizes)
+        dtype = _id_dtype(self.vocab_size)
         if end != len(self.records):
             raise ValueError(f"{len(self.records)} bytes of sets, whose sizes speak of {end}")
-        found = np.empty(sizes.sum(), np.int32)
+        ids = np.empty(sizes.sum(), np.int32)
         listed = np.repeat(~as_bits, sizes)
-        within = np.arange(len(found)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        found[listed] = np.frombuffer(self.records, dtype)[
-            (np.repeat(starts // dtype.itemsize, sizes) + within)[listed]
-        ]
+        within = np.arange(len(ids)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        places = (np.repeat(starts // dtype.itemsize, sizes) + within)[listed]
+        ids[listed] = np.frombuffer(self.records, dtype)[places]
         if as_bits.any():
             width = _bits_bytes(self.vocab_size)
             places = starts[as_bits][:, None] + np.arange(width)
             set_bytes = np.frombuffer(self.records, np.uint8)[places].ravel()
             used = np.flatnonzero(set_bytes)
-            at = np.flatnonzero(np.unpackbits(set_bytes[used], bitorder="little"))
-            in_bytes = used[at // 8]
-            if not np.array_equal(
-                np.bincount(in_bytes // width, minlength=as_bits.sum()), sizes[as_bits]
-            ):
+            bits = np.flatnonzero(np.unpackbits(set_bytes[used], bitorder="little"))
+            byte_of_bit = used[bits // 8]
+            bit_counts = np.bincount(byte_of_bit // width, minlength=as_bits.sum())
+            if not np.array_equal(bit_counts, sizes[as_bits]):
                 raise ValueError("sets whose bits are not as many as their sizes")
-            found[~listed] = in_bytes % width * 8 + at % 8
-        return found
+            ids[~listed] = byte_of_bit % width * 8 + bits % 8
+        return ids
 
     def checked_ids(self, tokens: np.ndarray) -> np.ndarray:
         """Like `ids`.
@@ -496,7 +484,8 @@ class KeptSets(msgspec.Struct, frozen=True):
         rows = np.repeat(np.arange(len(sizes)), sizes)
         ids = self.ids()
         sampled[rows[ids == tokens[rows]]] = True
-        if missing := int((~sampled & (sizes > 0)).sum()):
+        missing = int((~sampled & (sizes > 0)).sum())
+        if missing:
             raise ValueError(
                 f"{missing} of {int((sizes > 0).sum())} sampled tokens are not in their own sets "
                 "(rollout.replay_mask)"
@@ -506,19 +495,17 @@ class KeptSets(msgspec.Struct, frozen=True):
     def first(self, tokens: int) -> KeptSets:
         """The sets of the first `tokens` tokens."""
         _, starts, end = _records(self.vocab_size, self.counts)
-        return KeptSets(
-            self.vocab_size,
-            self.sizes[: 4 * tokens],
-            self.records[: starts[tokens] if tokens < len(self) else end],
-        )
+        if tokens < len(self):
+            end = starts[tokens]
+        return KeptSets(self.vocab_size, self.sizes[: 4 * tokens], self.records[:end])
 
     def summary(self) -> KeptSummary:
         sizes = self.counts
         return KeptSummary(
-            self.vocab_size,
-            int(sizes.sum()),
-            int((sizes >= MOST_KEPT).sum()),
-            len(self.sizes) + len(self.records),
+            vocab_size=self.vocab_size,
+            total=int(sizes.sum()),
+            largest=int((sizes >= MOST_KEPT).sum()),
+            bytes=len(self.sizes) + len(self.records),
         )
 
 
@@ -531,36 +518,40 @@ class KeptSummary(msgspec.Struct, frozen=True):
     bytes: int
 
 
-def join(
-    kept: KeptSets | None, tokens: int, more: KeptSets | None, more_tokens: int
+def join_kept_sets(
+    first: KeptSets | None, first_tokens: int, second: KeptSets | None, second_tokens: int
 ) -> KeptSets | None:
-    """The sets of `tokens` tokens followed by `more_tokens` tokens.
+    """The sets of `first_tokens` tokens followed by `second_tokens` tokens.
 
     None stands for tokens without sets.
     """
-    known = kept or more
-    if known is None:
+    sets = first or second
+    if sets is None:
         return None
-    parts = [
-        each or KeptSets(known.vocab_size, bytes(4 * count), b"")
-        for each, count in ((kept, tokens), (more, more_tokens))
-    ]
-    return KeptSets(
-        known.vocab_size,
-        b"".join(part.sizes for part in parts),
-        b"".join(part.records for part in parts),
-    )
+    vocab_size = sets.vocab_size
+    first = first or KeptSets(vocab_size, bytes(4 * first_tokens), b"")
+    second = second or KeptSets(vocab_size, bytes(4 * second_tokens), b"")
+    return KeptSets(vocab_size, first.sizes + second.sizes, first.records + second.records)
 
 
 def kept_metrics(summaries: Iterable[KeptSummary | None], policy_tokens: int) -> dict[str, float]:
     """Metrics of the kept sets of a batch; empty if no set is known."""
-    known = [summary for summary in summaries if summary is not None]
-    if not known:
+    total = 0
+    size_bytes = 0
+    largest = 0
+    has_sets = False
+    for summary in summaries:
+        if summary is not None:
+            has_sets = True
+            total += summary.total
+            size_bytes += summary.bytes
+            largest += summary.largest
+    if not has_sets:
         return {}
     return {
-        "mask/kept_mean": sum(each.total for each in known) / policy_tokens,
-        "mask/bytes_per_token": sum(each.bytes for each in known) / policy_tokens,
-        "mask/overflow": float(sum(each.largest for each in known)),
+        "mask/kept_mean": total / policy_tokens,
+        "mask/bytes_per_token": size_bytes / policy_tokens,
+        "mask/overflow": float(largest),
     }
 
 
@@ -597,13 +588,12 @@ def _packed(vocab_size: int, sizes: np.ndarray, rows: np.ndarray, ids: np.ndarra
     return packed.tobytes()
 
 
-# The log-probs of teachers on engines for a response, packed into bytes that travel with the
-# rollout.
-
-
 @dataclass(frozen=True)
 class TeacherScores:
-    """One teacher's log-probs for T tokens."""
+    """The log-probs of one teacher on engines for the T tokens of a response.
+
+    `TeacherFormat` packs them into bytes that travel with the rollout.
+    """
 
     # [T, k] int32, the likeliest tokens at each place; [T, 0] if only the tokens' own log-probs are
     # needed
@@ -629,20 +619,19 @@ class TeacherFormat:
     def _width(self) -> int:
         return 2 * self.top_k or 1
 
-    def pack(self, told: Sequence[TeacherScores | None], tokens: int) -> bytes:
-        """Packs the scores `told` by each teacher for `tokens` tokens.
+    def pack(self, scores: Sequence[TeacherScores | None], tokens: int) -> bytes:
+        """Packs the `scores` of each teacher for `tokens` tokens.
 
         None stands for a teacher that failed.
         """
-        nothing = TeacherScores(
-            np.zeros((tokens, self.top_k), np.int32),
-            np.full((tokens, self.top_k or 1), np.nan, np.float32),
+        missing_scores = TeacherScores(
+            ids=np.zeros((tokens, self.top_k), np.int32),
+            logprobs=np.full((tokens, self.top_k or 1), np.nan, np.float32),
         )
-        parts = [
-            part
-            for one in told
-            for part in ((one or nothing).ids.view(np.float32), (one or nothing).logprobs)
-        ]
+        parts: list[np.ndarray] = []
+        for teacher_scores in scores:
+            teacher_scores = teacher_scores or missing_scores
+            parts += [teacher_scores.ids.view(np.float32), teacher_scores.logprobs]
         return np.ascontiguousarray(np.concatenate(parts, axis=1), np.float32).tobytes()
 
     def unpack(self, packed: bytes, tokens: int) -> list[TeacherScores]:
@@ -651,9 +640,8 @@ class TeacherFormat:
         Raises: ValueError if `packed` has another number of tokens.
         """
         numbers = np.frombuffer(packed, np.float32).reshape(tokens, self.teachers, self._width)
-        return [
-            TeacherScores(
-                np.ascontiguousarray(one[:, : self.top_k]).view(np.int32), one[:, self.top_k :]
-            )
-            for one in numbers.swapaxes(0, 1)
-        ]
+        scores = []
+        for teacher_numbers in numbers.swapaxes(0, 1):
+            ids = np.ascontiguousarray(teacher_numbers[:, : self.top_k]).view(np.int32)
+            scores.append(TeacherScores(ids, teacher_numbers[:, self.top_k :]))
+        return scores

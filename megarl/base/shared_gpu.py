@@ -73,13 +73,10 @@ def _reserve(peak_bytes: int) -> None:
         torch.empty(missing, dtype=torch.uint8, device="cuda")
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info()
-        has = f"the GPU has {total / GIB:.1f} GiB, of which {free / GIB:.1f} are free"
-        needed = (
-            f"the trainer is planned to take {peak_bytes / GIB:.1f} GiB, {missing / GIB:.1f} "
-            "more than it has now"
-        )
         raise RunError(
-            f"{needed}, but {has}: is cluster.gpu right, and does anything else use this GPU?"
+            f"the trainer is planned to take {peak_bytes / GIB:.1f} GiB, {missing / GIB:.1f} "
+            f"more than it has now, but the GPU has {total / GIB:.1f} GiB, of which "
+            f"{free / GIB:.1f} are free: is cluster.gpu right, and does anything else use this GPU?"
         ) from error
 
 
@@ -90,7 +87,8 @@ def await_trainers() -> None:
     names the trainer ranks.
     """
     files = [Path(file) for file in os.environ.get(AFTER, "").split(os.pathsep) if file]
-    if late := [file.stem for file in files if not file.exists()]:
+    late = [file.stem for file in files if not file.exists()]
+    if late:
         print(
             f"waiting until {', '.join(late)} took the planned memory of the shared GPU", flush=True
         )
@@ -107,10 +105,10 @@ def high_water_bytes(of_tensors: bool = False) -> int:
 
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() if of_tensors else torch.cuda.max_memory_reserved()
-    found = re.search(
+    match = re.search(
         r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE
     )
-    return 1024 * int(found[1]) if found else 0
+    return 1024 * int(match[1]) if match else 0
 
 
 def card_bytes() -> int:

@@ -23,7 +23,7 @@ from megarl.base.files import write_whole
 CACHE = "~/.cache/megarl"
 
 
-def ask(
+def ask_program(
     program: str, arguments: Sequence[str], kind: str, decided_by: Iterable[bytes]
 ) -> dict[str, Any]:
     """The JSON object that `python program arguments` prints as its last line.
@@ -36,21 +36,21 @@ def ask(
     versions = [f"{name} {version(name)}".encode() for name in ("transformers", "tokenizers")]
     for part in (*versions, Path(program).read_bytes(), *decided_by):
         digest.update(len(part).to_bytes(8, "little") + part)
-    kept = Path(CACHE).expanduser() / kind / f"{digest.hexdigest()}.json"
+    cached = Path(CACHE).expanduser() / kind / f"{digest.hexdigest()}.json"
     with contextlib.suppress(OSError, ValueError):
-        return json.loads(kept.read_text(encoding="utf-8"))
+        return json.loads(cached.read_text(encoding="utf-8"))
     environment = {**os.environ, "PYTHONIOENCODING": "utf-8", "TRANSFORMERS_VERBOSITY": "error"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-P", program, *arguments],
         capture_output=True,
         encoding="utf-8",
         env=environment,
     )
-    if done.returncode:
-        raise ValueError((done.stderr.strip().splitlines() or [""])[-1])
-    answer = json.loads(done.stdout.splitlines()[-1])
+    if process.returncode:
+        raise ValueError((process.stderr.strip().splitlines() or [""])[-1])
+    answer = json.loads(process.stdout.splitlines()[-1])
     if "problem" not in answer:
         with contextlib.suppress(OSError):  # a home that cannot be written
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(kept, json.dumps(answer))
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(cached, json.dumps(answer))
     return answer

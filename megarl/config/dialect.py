@@ -36,17 +36,17 @@ class Loader(_OmegaConfLoader):
         self._check_keys(node, set())
         return super().construct_document(node)
 
-    def _check_keys(self, node: yaml.Node, seen: set[yaml.Node]) -> None:
-        if node in seen or isinstance(node, yaml.ScalarNode):
+    def _check_keys(self, node: yaml.Node, visited: set[yaml.Node]) -> None:
+        if node in visited or isinstance(node, yaml.ScalarNode):
             return
-        seen.add(node)
+        visited.add(node)
         if isinstance(node, yaml.SequenceNode):
             for item in node.value:
-                self._check_keys(item, seen)
+                self._check_keys(item, visited)
             return
         first: dict[Any, yaml.ScalarNode] = {}
         for key, value in node.value:
-            self._check_keys(value, seen)
+            self._check_keys(value, visited)
             if not isinstance(key, yaml.ScalarNode) or key.tag in _SPECIAL_KEYS:
                 continue
             name = self.construct_object(key)

@@ -49,12 +49,12 @@ def problems_of(*checks: Callable[[], object]) -> list[str]:
 
     All checks run, even after one has raised ConfigError.
     """
-    found: list[str] = []
+    problems: list[str] = []
     for check in checks:
         try:
             check()
         except ConfigError as error:
-            found += error.problems
+            problems += error.problems
         except OSError as error:
-            found += unreadable(error).problems
-    return list(dict.fromkeys(found))
+            problems += unreadable(error).problems
+    return list(dict.fromkeys(problems))

@@ -234,21 +234,21 @@ seed | rollout_seed data.seed grpo.seed |
 """
 
 
-class Known(NamedTuple):
+class ForeignSetting(NamedTuple):
     key: str  # MegaRL's; empty if there is none
     note: str  # what differs; may be empty
 
 
 @functools.cache
-def _names() -> dict[str, Known]:
-    known = {}
+def _names() -> dict[str, ForeignSetting]:
+    settings = {}
     for line in _TABLE.replace("\n    ", " ").strip().splitlines():
-        key, names, note = (part.strip() for part in line.split("|"))
-        known.update(dict.fromkeys(names.split(), Known(key.lstrip("-"), note)))
-    return known
+        key, names, note = map(str.strip, line.split("|"))
+        settings.update(dict.fromkeys(names.split(), ForeignSetting(key.lstrip("-"), note)))
+    return settings
 
 
-def known_elsewhere(key: str, sections: frozenset[str]) -> Known | None:
+def find_foreign_setting(key: str, sections: frozenset[str]) -> ForeignSetting | None:
     """What MegaRL calls another program's setting; None if no program is known to have it.
 
     `sections`: all of MegaRL's sections.
@@ -258,10 +258,13 @@ def known_elsewhere(key: str, sections: frozenset[str]) -> Known | None:
     parts = name.split(".")
     if parts[0] in sections and (len(parts) == 2 or ".".join(parts[:2]) in sections):
         return names.get(name)
-    endings = [".".join(parts[start:]) for start in range(len(parts))]
-    whole_sections = [
-        ".".join((*parts[start:end], "*")) for end in range(1, len(parts)) for start in range(end)
-    ]
-    return next(
-        (names[known] for known in (name, *whole_sections, *endings) if known in names), None
-    )
+    candidates = [name]
+    for end in range(1, len(parts)):
+        for start in range(end):
+            candidates.append(".".join((*parts[start:end], "*")))
+    for start in range(len(parts)):
+        candidates.append(".".join(parts[start:]))
+    for candidate in candidates:
+        if candidate in names:
+            return names[candidate]
+    return None

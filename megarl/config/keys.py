@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.foreign import Known, known_elsewhere
+from megarl.config.foreign import ForeignSetting, find_foreign_setting
 from megarl.config.limits import Limit
 from megarl.config.schema import RunConfig
 
@@ -69,13 +69,17 @@ def setting_of(key: str) -> Setting | None:
 
     The user's names match NAME: `eval.suites.algebra.source` is an `eval.suites.NAME.source`.
     """
-    found = settings().get(general(key))
-    return dataclasses.replace(found, key=key) if found else None
+    setting = settings().get(general(key))
+    if setting:
+        return dataclasses.replace(setting, key=key)
+    return None
 
 
 def section_of(key: str) -> Section | None:
-    found = sections().get(general(key))
-    return dataclasses.replace(found, key=key) if found else None
+    section = sections().get(general(key))
+    if section:
+        return dataclasses.replace(section, key=key)
+    return None
 
 
 def concrete(tree: dict[str, Any]) -> Iterator[Setting]:
@@ -84,109 +88,115 @@ def concrete(tree: dict[str, Any]) -> Iterator[Setting]:
     A setting below NAME comes once for each name in the tree.
     """
     for key, setting in settings().items():
-        many, _, rest = key.partition(f".{NAME}.")
-        if not rest:
+        parent, _, inner_key = key.partition(f".{NAME}.")
+        if not inner_key:
             yield setting
             continue
         named: Any = tree
-        for name in field_path(many).split("."):
+        for name in field_path(parent).split("."):
             named = named[name] if named else {}
-        yield from (
-            dataclasses.replace(setting, key=f"{many}.{name}.{rest}")
-            for name in named or {}
-            if named[name] is not None
-        )
+        for name in named or {}:
+            if named[name] is not None:
+                yield dataclasses.replace(setting, key=f"{parent}.{name}.{inner_key}")
 
 
 def outer_sections(key: str) -> list[Section]:
     """The sections that contain `key`, outermost first. If `key` names a section, it comes last."""
     names = key.split(".")
-    prefixes = (".".join(names[:length]) for length in range(1, len(names) + 1))
-    return [section for prefix in prefixes if (section := section_of(prefix))]
+    prefixes = [".".join(names[:length]) for length in range(1, len(names) + 1)]
+    return [section for section in map(section_of, prefixes) if section]
 
 
 def general(key: str) -> str:
     """`key` with NAME in place of the user's names."""
     for section in sections().values():
         if section.many and key.startswith(f"{section.key}."):
-            _, *rest = key[len(section.key) + 1 :].split(".")
-            return ".".join([section.key, NAME, *rest])
+            _, *inner_names = key[len(section.key) + 1 :].split(".")
+            return ".".join([section.key, NAME, *inner_names])
     return key
 
 
 def field_path(key: str) -> str:
     """The path of `key` in RunConfig. It differs only for `async`, which is a Python keyword."""
-    return "async_" + key[len("async") :] if key == "async" or key.startswith("async.") else key
+    if key == "async" or key.startswith("async."):
+        return "async_" + key[len("async") :]
+    return key
 
 
 def value_at(config: RunConfig, key: str) -> Any:
     """The value of `key`, or None if an optional section above it is null or missing."""
 
     def below(node: Any, name: str) -> Any:
-        return node.get(name) if isinstance(node, dict) else getattr(node, name, None)
+        if isinstance(node, dict):
+            return node.get(name)
+        return getattr(node, name, None)
 
     return functools.reduce(below, field_path(key).split("."), config)
 
 
 def keys_of(config: RunConfig) -> list[str]:
     """The keys of all settings. A key with NAME comes once for each name in `config`."""
-    found = []
+    keys = []
     for key in settings():
-        many, _, rest = key.partition(f".{NAME}.")
-        sections = (value_at(config, many) or {}) if rest else {}
-        found += (
-            [f"{many}.{name}.{rest}" for name, section in sections.items() if section is not None]
-            if rest
-            else [key]
-        )
-    return found
+        parent, _, inner_key = key.partition(f".{NAME}.")
+        if not inner_key:
+            keys.append(key)
+            continue
+        for name, section in (value_at(config, parent) or {}).items():
+            if section is not None:
+                keys.append(f"{parent}.{name}.{inner_key}")
+    return keys
 
 
 def yaml_text(value: Any) -> str:
     """`value` in YAML, on one line."""
-    return (
-        json.dumps(value, ensure_ascii=False)
-        if isinstance(value, bool | dict | list | tuple | None)
-        else str(value)
-    )
+    if isinstance(value, bool | dict | list | tuple | None):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value)
 
 
 def nearest(key: str) -> list[str]:
     """The known keys that `key` may mean, best first: what another program's setting is called
     here, or those with a similar last name, in the same section or another.
     """
-    if (elsewhere := elsewhere_called(key)) is not None:
-        return [elsewhere.key] if elsewhere.key else []
-    scored = [
-        (_likeness(key, known), known)
-        for known in settings()
-        if _ratio(_name(key), _name(known)) >= CLOSE_ENOUGH
+    foreign_setting = foreign_setting_of(key)
+    if foreign_setting is not None:
+        if foreign_setting.key:
+            return [foreign_setting.key]
+        return []
+    candidates = [
+        (_likeness(key, candidate), candidate)
+        for candidate in settings()
+        if _ratio(_name(key), _name(candidate)) >= CLOSE_ENOUGH
     ]
-    best = max(scored, default=(0.0, ""))[0]
-    return [known for score, known in sorted(scored, reverse=True)[:NEAREST] if score >= best - TIE]
+    candidates.sort(reverse=True)
+    best = candidates[0][0] if candidates else 0.0
+    return [candidate for score, candidate in candidates[:NEAREST] if score >= best - TIE]
 
 
-def elsewhere_called(key: str) -> Known | None:
+def foreign_setting_of(key: str) -> ForeignSetting | None:
     """The meaning of `key` in other programs, if one has it."""
-    return known_elsewhere(key, frozenset(sections()))
+    return find_foreign_setting(key, frozenset(sections()))
 
 
-def _shared(one: str, other: str) -> int:
-    """The length of the common prefix."""
-    return next(
-        (index for index, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other))
-    )
+def _likeness(key: str, candidate: str) -> float:
+    key_ratio = _ratio(key, candidate)
+    name_ratio = _ratio(_name(key), _name(candidate))
+    return max(key_ratio, 0.9 * name_ratio + 0.1 * key_ratio) + 0.1 * _common_start(key, candidate)
 
 
-def _likeness(key: str, known: str) -> float:
-    whole = _ratio(key, known)
-    name = _ratio(_name(key), _name(known))
-    start = _shared(key, known) / len(key)
-    return max(whole, 0.9 * name + 0.1 * whole) + 0.1 * start
+def _common_start(key: str, candidate: str) -> float:
+    """The share of `key` that both begin with."""
+    length = 0
+    for first, second in zip(key, candidate):
+        if first != second:
+            break
+        length += 1
+    return length / len(key)
 
 
-def _ratio(left: str, right: str) -> float:
-    return difflib.SequenceMatcher(None, left, right).ratio()
+def _ratio(first: str, second: str) -> float:
+    return difflib.SequenceMatcher(None, first, second).ratio()
 
 
 def _name(key: str) -> str:

@@ -43,29 +43,29 @@ class Limit:
 
         Empty if no name resembles the value or an item of it.
         """
-        wrong = [
-            text
-            for text in (value if isinstance(value, list) else [value])
-            if isinstance(text, str) and text not in self.names
-        ]
-        known = dict.fromkeys([*self.names, *self.elsewhere])
-        return did_you_mean(
-            [self.elsewhere.get(near, near) for text in wrong for near in alike(text, known)]
-        )
+        names = dict.fromkeys([*self.names, *self.elsewhere])
+        suggestions: list[str] = []
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and text not in self.names:
+                suggestions += [
+                    self.elsewhere.get(name, name) for name in similar_names(text, names)
+                ]
+        return did_you_mean(suggestions)
 
 
-def alike(text: str, names: Collection[str]) -> list[str]:
+def similar_names(text: str, names: Collection[str]) -> list[str]:
     """The names that `text` may be a misspelling of.
 
     Case is ignored, and transposed letters count as a small difference.
     """
 
     def likeness(name: str) -> float:
-        one = text.lower()
-        other = name.lower()
-        return difflib.SequenceMatcher(None, one, other).ratio() + 0.2 * (
-            sorted(one) == sorted(other)
-        )
+        first = text.lower()
+        second = name.lower()
+        ratio = difflib.SequenceMatcher(None, first, second).ratio()
+        if sorted(first) == sorted(second):
+            return ratio + 0.2
+        return ratio
 
     best = max(map(likeness, names), default=0.0)
     return [name for name in names if best >= _CLOSE_ENOUGH and likeness(name) == best]
@@ -73,7 +73,9 @@ def alike(text: str, names: Collection[str]) -> list[str]:
 
 def did_you_mean(names: Collection[str]) -> str:
     """The end of a message that suggests `names`; empty without names."""
-    return f"; did you mean {' or '.join(names)}?" if names else ""
+    if names:
+        return f"; did you mean {' or '.join(names)}?"
+    return ""
 
 
 def at_least(low: float) -> Limit:
@@ -89,9 +91,9 @@ def between(low: float, high: float, *, open_low: bool = False, open_high: bool 
     brackets = "(" if open_low else "[", ")" if open_high else "]"
 
     def accepts(value: float) -> bool:
-        return (value > low if open_low else value >= low) and (
-            value < high if open_high else value <= high
-        )
+        if (open_low and value == low) or (open_high and value == high):
+            return False
+        return low <= value <= high
 
     return Limit(f"in {brackets[0]}{low}, {high}{brackets[1]}", accepts)
 
@@ -106,7 +108,7 @@ def seconds(least: float = 0) -> Limit:
     )
 
 
-def each(limit: Limit) -> Limit:
+def each_item(limit: Limit) -> Limit:
     return Limit(
         f"{limit.text}, each", lambda values: all(limit.accepts(value) for value in values)
     )
@@ -146,12 +148,9 @@ def setting(default: Any, meaning: str, limit: Limit | None = None, path: str = 
     return field(default=default, metadata={"meaning": meaning, "limit": limit, "path": path})
 
 
-# Imports the functions and classes that a configuration names as package.module:name or
-# /folder/file.py:name.
-
-
 def find_callable(path: str, setting: str, built_in: Iterable[str] = ()) -> Callable[..., Any]:
-    """The function or class at `path`: `package.module:name` or `/folder/file.py:name`.
+    """The function or class that a configuration names: `package.module:name` or
+    `/folder/file.py:name`.
 
     `import_module` finds the module.
 
@@ -164,16 +163,12 @@ def find_callable(path: str, setting: str, built_in: Iterable[str] = ()) -> Call
             f"{', '.join([*built_in, 'package.module:function, ./file.py:function'])}"
         )
     module = find_module(module_name, setting)
-    found = getattr(module, name, None)
-    if not callable(found):
-        near = difflib.get_close_matches(
-            name, [key for key, value in vars(module).items() if callable(value)], n=1
-        )
-        raise ConfigError(
-            f"{setting}: {module_name} has no function or class {name}"
-            + (f"; did you mean {near[0]}?" if near else "")
-        )
-    return found
+    function = getattr(module, name, None)
+    if not callable(function):
+        names = [key for key, value in vars(module).items() if callable(value)]
+        near = did_you_mean(difflib.get_close_matches(name, names, n=1))
+        raise ConfigError(f"{setting}: {module_name} has no function or class {name}{near}")
+    return function
 
 
 def path_of(function: object, key: str) -> str:
@@ -198,14 +193,14 @@ def path_of(function: object, key: str) -> str:
     if "." not in module.__name__ and not hasattr(module, "__path__") and file.endswith(".py"):
         return f"{os.path.abspath(file)}:{attribute_name}"
     package = sys.modules[module.__name__.partition(".")[0]]
-    there = subprocess.run(
+    origin = subprocess.run(
         [sys.executable, "-P", "-c", _WHERE, package.__name__],
         capture_output=True,
         encoding="utf-8",
     ).stdout.strip()
-    if there != (package.__file__ or NAMESPACE):
+    if origin != (package.__file__ or NAMESPACE):
         raise ConfigError(
-            f"{setting}: the run's own processes find {there} as package {package.__name__}, not "
+            f"{setting}: the run's own processes find {origin} as package {package.__name__}, not "
             f"{package.__file__}: install "
             "it, set PYTHONPATH, or start in its folder"
         )
@@ -231,12 +226,13 @@ def _home_of(function: object) -> tuple[ModuleType | None, str]:
         for name, module in list(sys.modules.items())
         if name != "__main__" and getattr(module, "__file__", None)
     ]
-    own = [module for module in modules if module.__name__ == getattr(function, "__module__", None)]
-    for module in own + modules:
+    module_name = getattr(function, "__module__", None)
+    own_modules = [module for module in modules if module.__name__ == module_name]
+    for module in own_modules + modules:
         for name, value in list(vars(module).items()):
             if value is function:
                 return module, name
-    for module in own:  # which has been loaded again since, as by IPython's autoreload
+    for module in own_modules:  # which has been loaded again since, as by IPython's autoreload
         name = getattr(function, "__qualname__", "")
         again = getattr(module, name, None)
         if (

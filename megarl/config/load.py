@@ -32,8 +32,8 @@ from megarl.config.errors import ConfigError
 from megarl.config.keys import (
     Setting,
     concrete,
-    elsewhere_called,
     field_path,
+    foreign_setting_of,
     general,
     nearest,
     outer_sections,
@@ -42,22 +42,12 @@ from megarl.config.keys import (
     settings,
     yaml_text,
 )
-from megarl.config.limits import INPUT, MODULE
+from megarl.config.limits import INPUT, MODULE, did_you_mean
 from megarl.config.schema import MIXED, PUBLISHED, RunConfig, published
 from megarl.roles.settings import flat
 
-# Which folder a path in a configuration is relative to.
-#
-# In a YAML file, a path that begins with ./ or ../ is relative to the folder of that file. Any
-# other path is relative to the working directory, and so is every path on the command line. The
-# loader makes the first kind absolute, so that a run's recorded configuration means the same
-# everywhere. It never guesses: if the file is only in the other folder, or in both, it refuses the
-# configuration, and the message says what to write. A path that begins with configs/ and is not in
-# the working directory is that of the folder configs/ which comes with MegaRL.
-
-
-# of built-in rollouts
-_OF_ROLLOUTS = {
+# paths in the arguments of built-in rollouts
+_ROLLOUT_PATHS = {
     "rollout.args.tool": MODULE,
     "rollout.args.folder": INPUT,
     "rollout.args.readable": INPUT,
@@ -67,7 +57,14 @@ _OF_ROLLOUTS = {
 def located(key: str, value: Any, file: Path | None, problems: list[str]) -> Any:
     """The `value` of the setting `key`, with paths that begin with ./ or ../ made absolute.
 
-    Adds a problem for each ambiguous path.
+    In a YAML file, such a path is relative to the folder of that file. Any other path is relative
+    to the working directory, and so is every path on the command line. The first kind becomes
+    absolute, so that a run's recorded configuration means the same everywhere. A path that begins
+    with configs/ and is not in the working directory is that of the folder configs/ which comes
+    with MegaRL.
+
+    It never guesses: if the file is only in the other folder, or in both, it adds a problem that
+    says what to write.
 
     Args: file: the YAML file that has the value, or None for the command line.
     """
@@ -76,34 +73,30 @@ def located(key: str, value: Any, file: Path | None, problems: list[str]) -> Any
         return {
             name: located(f"{key}.{name}", item, file, problems) for name, item in inner.items()
         }
-    if isinstance(value, list) and key in _OF_ROLLOUTS:
+    if isinstance(value, list) and key in _ROLLOUT_PATHS:
         return [located(key, item, file, problems) for item in value]
-    kind = _kind(key.partition(".sft.")[2] if key.startswith("roles.") and ".sft." in key else key)
-    if (
-        not kind
-        or not isinstance(value, str)
-        or value == MIXED
-        or (kind == MODULE and key != "model.family" and ":" not in value)
-    ):
+    inner_key = _in_sft(key)[1]
+    kind = _kind(inner_key or key)
+    if not kind or not isinstance(value, str) or value == MIXED:
         return value
-    path, _, name = value.rpartition(":") if kind == MODULE and ":" in value else (value, "", "")
-    end = f":{name}" if name else ""
+    path = value
+    end = ""
+    if kind == MODULE and ":" in value:
+        path, _, name = value.rpartition(":")
+        end = f":{name}" if name else ""
+    elif kind == MODULE and key != "model.family":
+        return value
     is_file = kind != MODULE or path.endswith(".py")
-    of_file = path.startswith(("./", "../")) or path in (".", "..")
+    is_relative = path.startswith(("./", "../")) or path in (".", "..")
     if file is not None and kind in (INPUT, MODULE):
-        problems += [
-            f"{key}={value}: {problem}" for problem in _doubts(path, end, of_file, is_file, file)
-        ]
-    if of_file or (kind == MODULE and is_file):
-        return (
-            os.path.abspath(os.path.join(file.parent if file is not None and of_file else "", path))
-            + end
-        )
-    return (
-        str(shipped(Path(value)))
-        if kind == INPUT and value.startswith(f"{SHIPPED.name}/")
-        else value
-    )
+        for problem in _doubts(path, end, is_relative, is_file, file):
+            problems.append(f"{key}={value}: {problem}")
+    if is_relative or (kind == MODULE and is_file):
+        folder = file.parent if file is not None and is_relative else ""
+        return os.path.abspath(os.path.join(folder, path)) + end
+    if kind == INPUT and value.startswith(f"{SHIPPED.name}/"):
+        return str(shipped(Path(value)))
+    return value
 
 
 SHIPPED = Path(__file__).parents[1] / "configs"
@@ -114,76 +107,72 @@ def shipped(path: Path) -> Path:
     such as configs/quickstart.yaml.
     """
     inside = SHIPPED.parent / path
-    return (
-        inside.resolve()
-        if not path.exists() and path.parts[:1] == (SHIPPED.name,) and inside.exists()
-        else path
-    )
+    if not path.exists() and path.parts[:1] == (SHIPPED.name,) and inside.exists():
+        return inside.resolve()
+    return path
 
 
 def _kind(key: str) -> str:
+    if key in _ROLLOUT_PATHS:
+        return _ROLLOUT_PATHS[key]
     setting = setting_of(key)
-    return _OF_ROLLOUTS.get(key) or (setting.path if setting else "")
+    if setting:
+        return setting.path
+    return ""
 
 
-def _doubts(path: str, end: str, of_file: bool, is_file: bool, file: Path) -> Iterator[str]:
-    """If the file is also in the other folder, or only there, says what to write."""
+def _doubts(path: str, end: str, is_relative: bool, is_file: bool, file: Path) -> Iterator[str]:
+    """If the file is also in the other folder, or only there, says what to write.
+
+    `is_relative`: whether the path is relative to the folder of `file`.
+    """
     if os.path.isabs(path) or "${" in path or file.parent.resolve() == Path.cwd():
         return
     if not is_file:
         yield from _doubtful_module(path, end, file)
         return
     beside = file.parent / path
-    here = Path(path)
+    in_working_directory = Path(path)
     plain = os.path.normpath(path)
-    if of_file and not beside.exists() and here.exists():
+    if is_relative and not beside.exists() and in_working_directory.exists():
         yield (
             f"there is none at {beside}, as ./ is the folder of {file.name}; for the one in the "
             f"working directory write {plain}{end}"
         )
-    elif not of_file and beside.exists() and not here.exists():
+    elif is_relative or not beside.exists():
+        return
+    elif not in_working_directory.exists():
         yield (
             f"there is none in the working directory {Path.cwd()}; for the one beside "
             f"{file.name} write ./{plain}{end}"
         )
-    elif not of_file and beside.exists() and here.exists() and not beside.samefile(here):
+    elif not beside.samefile(in_working_directory):
         yield (
             f"there is one in the working directory and another beside {file.name}: write "
-            f"./{plain}{end} for the latter, or "
-            f"{here.absolute()}{end}"
+            f"./{plain}{end} for the latter, or {in_working_directory.absolute()}{end}"
         )
 
 
 def _doubtful_module(module: str, end: str, file: Path) -> Iterator[str]:
     top, *inner = module.split(".")
-    beside = next(
-        (
-            path
-            for path in (file.parent / f"{top}.py", file.parent / top / "__init__.py")
-            if path.exists()
-        ),
-        None,
-    )
-    if beside is None:
+    beside = file.parent / f"{top}.py"
+    if not beside.exists():
+        beside = file.parent / top / "__init__.py"
+    if not beside.exists():
         return
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    found = importlib.util.find_spec(top)
-    if (
-        found is None
-        or found.origin is None
-        or not Path(found.origin).exists()
-        or not beside.samefile(found.origin)
-    ):
-        which = (
-            "none in the working directory"
-            if found is None
-            else f"another module of this name, {found.origin or 'a folder'}"
-        )
-        yield (
-            f"there is {which}; for the one beside {file.name} write "
-            f"./{'/'.join([top, *inner])}.py{end}"
-        )
+    spec = importlib.util.find_spec(top)
+    origin = spec.origin if spec else None
+    if origin is not None and Path(origin).exists() and beside.samefile(origin):
+        return
+    finding = "none in the working directory"
+    if spec is not None:
+        finding = f"another module of this name, {origin or 'a folder'}"
+    yield (
+        f"there is {finding}; for the one beside {file.name} write "
+        f"./{'/'.join([top, *inner])}.py{end}"
+    )
 
 
 TYPE_NAMES = {
@@ -201,7 +190,7 @@ _LARGEST = 10**15  # the largest integer that makes sense for any setting
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedConfig:
     """What `read_config` returns.
 
     Where a value has a problem, `config` has the default instead. `config` is None if that too is
@@ -217,9 +206,10 @@ class Loaded:
 
         It is not if it may only follow from a value that was replaced by its default.
         """
-        return not any(
-            re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", problem) for key in self.doubtful
-        )
+        for key in self.doubtful:
+            if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", problem):
+                return False
+        return True
 
 
 # a YAML file, or the settings that it would have
@@ -239,7 +229,7 @@ def load_config(source: ConfigSource, overrides: Sequence[str] = ()) -> RunConfi
     return loaded.config
 
 
-def read_config(source: ConfigSource, overrides: Sequence[str] = ()) -> Loaded:
+def read_config(source: ConfigSource, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Like `load_config`, but uses the default for a setting with a problem, and goes on.
 
     Raises ConfigError if the file cannot be read.
@@ -247,35 +237,37 @@ def read_config(source: ConfigSource, overrides: Sequence[str] = ()) -> Loaded:
     problems: list[str] = []
     file = shipped(Path(source)) if isinstance(source, str | Path) else None
     text = _read_file(file) if file is not None else _text_of(source)
-    where = str(file or "the configuration")
-    of_file = [
+    name = str(file or "the configuration")
+    file_settings = [
         (key, located(key, value, file, problems))
-        for key, value in _read_text(text, where, problems)
+        for key, value in _read_text(text, name, problems)
     ]
-    of_command = [
+    override_settings = [
         (key, located(key, value, None, problems))
         for key, value in _read_overrides(overrides, problems)
     ]
-    replaced = any(key == _RECIPE for key, _ in of_command)
-    assignments = (of_file if replaced else _with_recipe(of_file)) + _with_recipe(of_command)
+    if not any(key == _RECIPE for key, _ in override_settings):
+        file_settings = _with_recipe(file_settings)
     tree: DictConfig = pickle.loads(_defaults())
-    blamed = set()
-    meant = set()
-    for key, value in assignments:
-        if found := list(_assign(tree, key, value)):
-            problems.extend(found)
-            blamed.add(key)
-            meant.update(() if key in settings() else nearest(key))
-    for setting, problem in list(_check_values(tree, skip=blamed)):
+    wrong_keys: set[str] = set()
+    suggested_keys: set[str] = set()
+    for key, value in file_settings + _with_recipe(override_settings):
+        key_problems = list(_assign(tree, key, value))
+        if key_problems:
+            problems.extend(key_problems)
+            wrong_keys.add(key)
+            if key not in settings():
+                suggested_keys.update(nearest(key))
+    for setting, problem in list(_check_values(tree, skip=wrong_keys)):
         problems.append(problem)
-        blamed.add(setting.key)
+        wrong_keys.add(setting.key)
         OmegaConf.update(tree, field_path(setting.key), setting.default)
     try:
         config = OmegaConf.to_object(tree)
     except MissingMandatoryValue:
         config = None
     assert config is None or isinstance(config, RunConfig)
-    return Loaded(config, problems, frozenset(blamed | meant))
+    return LoadedConfig(config, problems, frozenset(wrong_keys | suggested_keys))
 
 
 def _with_recipe(assignments: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
@@ -283,7 +275,9 @@ def _with_recipe(assignments: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     assignments override them.
     """
     recipe = dict(assignments).get(_RECIPE)
-    return [*(published(recipe).items() if recipe in PUBLISHED else ()), *assignments]
+    if recipe not in PUBLISHED:
+        return assignments
+    return [*published(recipe).items(), *assignments]
 
 
 @cache
@@ -334,7 +328,7 @@ def _text_of(settings: Any) -> str:
         ) from None
 
 
-def _read_text(text: str, where: str, problems: list[str]) -> list[tuple[str, Any]]:
+def _read_text(text: str, name: str, problems: list[str]) -> list[tuple[str, Any]]:
     """The leaves of a YAML text, each with its dotted key.
 
     Raises ConfigError at once if it is not valid YAML, or no mapping.
@@ -343,26 +337,25 @@ def _read_text(text: str, where: str, problems: list[str]) -> list[tuple[str, An
         tree = _as_written(read_yaml(text), read_texts(text))
     except RepeatedKey as error:
         raise ConfigError(
-            f"{where}, lines {error.lines[0]} and {error.lines[1]}: {error.problem}"
+            f"{name}, lines {error.lines[0]} and {error.lines[1]}: {error.problem}"
         ) from None
     except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        at = error.problem_mark.line if error.problem_mark else 0
-        tab = any("\t" in there for there in text.splitlines()[at : at + 1])
-        raise ConfigError(
-            f"{where}{line}: not valid YAML: "
-            f"{'a tab where YAML allows only spaces' if tab else error.problem}"
-        ) from None
+        index = error.problem_mark.line if error.problem_mark else 0
+        place = f", line {index + 1}" if error.problem_mark else ""
+        problem = error.problem
+        if "\t" in "".join(text.splitlines()[index : index + 1]):
+            problem = "a tab where YAML allows only spaces"
+        raise ConfigError(f"{name}{place}: not valid YAML: {problem}") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{where}: not valid YAML: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{name}: not valid YAML: {str(error).splitlines()[0]}") from None
     if tree is None:
         return []
     if not isinstance(tree, dict):
-        raise ConfigError(f"{where}: must hold a mapping of keys to values")
+        raise ConfigError(f"{name}: must hold a mapping of keys to values")
     leaves = list(_leaves(tree, "", problems))
     times = Counter(key for key, _ in leaves)
     problems += [
-        f"{where}: {key} is set {count} times, with dots and as a section"
+        f"{name}: {key} is set {count} times, with dots and as a section"
         for key, count in times.items()
         if count > 1
     ]
@@ -391,7 +384,9 @@ def _as_written(value: Any, text: Any) -> Any:
         }
     if isinstance(value, list):
         return [_as_written(item, inner) for item, inner in zip(value, text, strict=True)]
-    return _Number(value, text) if isinstance(text, str) and not isinstance(value, str) else value
+    if isinstance(text, str) and not isinstance(value, str):
+        return _Number(value, text)
+    return value
 
 
 def _read_as(key: str, value: Any) -> Any:
@@ -405,7 +400,9 @@ def _read_as(key: str, value: Any) -> Any:
     if isinstance(value, list):
         return [_read_as(key, item) for item in value]
     if isinstance(value, _Number):
-        return value.text if texts else value.value
+        if texts:
+            return value.text
+        return value.value
     return value
 
 
@@ -413,16 +410,13 @@ def _not_found(path: Path) -> str:
     message = f"{path}: no such file"
     if "=" in path.name:
         return f"{message}; the configuration file comes before the overrides: CONFIG {path}"
-    near = difflib.get_close_matches(
-        path.name, [entry.name for entry in path.parent.glob("*.y*ml")], cutoff=0.3
-    )
-    return message + (
-        f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""
-    )
+    names = [entry.name for entry in path.parent.glob("*.y*ml")]
+    near = difflib.get_close_matches(path.name, names, cutoff=0.3)
+    return message + did_you_mean([str(path.parent / name) for name in near])
 
 
 def _read_overrides(overrides: Sequence[str], problems: list[str]) -> list[tuple[str, Any]]:
-    found = []
+    assignments = []
     for override in map(str, overrides):
         key, equals, text = override.partition("=")
         if not equals or not key:
@@ -441,8 +435,8 @@ def _read_overrides(overrides: Sequence[str], problems: list[str]) -> list[tuple
         setting = setting_of(_in_sft(key)[1] or key)
         if setting and setting.type is str and not isinstance(value, str | None):
             value = text
-        found.extend(_leaves({key: value}, "", problems))
-    return found
+        assignments.extend(_leaves({key: value}, "", problems))
+    return assignments
 
 
 def _leaves(tree: Mapping[Any, Any], prefix: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
@@ -550,27 +544,27 @@ def _fixed(key: str, value: Any) -> str | None:
     value. None for any other key.
     """
     name = general(key)
-    known = next((known for known in FIXED if name == known or name.startswith(f"{known}.")), None)
-    if known is None:
-        return None
-    fixed = FIXED[known]
-    return (
-        ""
-        if name == known and value == fixed.value
-        else f"{key}={yaml_text(value)}: can no longer be set: {fixed.instead}"
-    )
+    for fixed_key, fixed in FIXED.items():
+        if name == fixed_key and value == fixed.value:
+            return ""
+        if name == fixed_key or name.startswith(f"{fixed_key}."):
+            return f"{key}={yaml_text(value)}: can no longer be set: {fixed.instead}"
+    return None
 
 
 def _assign(tree: DictConfig, key: str, value: Any) -> Iterator[str]:
     """Sets one leaf of `tree`. Yields the problems with its key or its type."""
     role, inner = _in_sft(key)
     if role and (inner or isinstance(value, Mapping)):
-        yield from _assign_in_sft(tree, role, {inner: value} if inner else value, whole=not inner)
+        sft_overrides = {inner: value} if inner else value
+        yield from _assign_in_sft(tree, role, sft_overrides, replaces_all=not inner)
         return
     setting = setting_of(key)
     free = general(key).startswith(_FREE)
-    if setting is None and (problem := _fixed(key, value)) is not None:
-        yield from [problem] if problem else ()
+    fixed_problem = _fixed(key, value) if setting is None else None
+    if fixed_problem is not None:
+        if fixed_problem:
+            yield fixed_problem
         return
     if setting is None and not free and section_of(key) is None:
         yield f"{key}={yaml_text(value)}: unknown key; {_hint(key)}"
@@ -581,7 +575,8 @@ def _assign(tree: DictConfig, key: str, value: Any) -> Iterator[str]:
         yield _wrong_type(setting, value)
         return
     if isinstance(value, Mapping):
-        if unclear := [yaml_text(name) for name in value if isinstance(name, bool | None)]:
+        unclear = [yaml_text(name) for name in value if isinstance(name, bool | None)]
+        if unclear:
             yield (
                 f"{key}={yaml_text(value)}: {unclear[0]} must be in quotes to be a text; so "
                 "must yes, no, on, off and null"
@@ -605,23 +600,28 @@ def _in_sft(key: str) -> tuple[str, str]:
     Two empty texts for any other key.
     """
     names = key.split(".")
-    inside = general(".".join(names[:3])) == "roles.NAME.sft"
-    return (".".join(names[:3]), ".".join(names[3:])) if inside else ("", "")
+    section = ".".join(names[:3])
+    if general(section) != "roles.NAME.sft":
+        return "", ""
+    return section, ".".join(names[3:])
 
 
 def _assign_in_sft(
-    tree: DictConfig, role: str, overrides: Mapping[Any, Any], whole: bool
+    tree: DictConfig, role: str, overrides: Mapping[Any, Any], replaces_all: bool
 ) -> Iterator[str]:
     """Sets `overrides` in roles.NAME.sft (`role`) under flat names, so that a later override
-    replaces an earlier override of the same key. With `whole`, all earlier overrides are removed
-    first. Yields the problems.
+    replaces an earlier override of the same key. With `replaces_all`, all earlier overrides are
+    removed first. Yields the problems.
     """
     for section in outer_sections(role):
         if section.optional and OmegaConf.select(tree, section.key) is None:
             OmegaConf.update(tree, section.key, section.type)
-    before = {} if whole else OmegaConf.to_container(OmegaConf.select(tree, role), resolve=False)
+    new = flat(overrides)
+    before = {}
+    if not replaces_all:
+        before = OmegaConf.to_container(OmegaConf.select(tree, role), resolve=False)
     assert isinstance(before, dict)
-    for name, value in (new := flat(overrides)).items():
+    for name, value in new.items():
         setting = setting_of(name)
         problems = list(_assign(pickle.loads(_defaults()), name, value))
         if setting and not problems and value is not None and "${" not in str(value):
@@ -632,15 +632,17 @@ def _assign_in_sft(
 
 def _hint(key: str) -> str:
     near = nearest(key)
-    elsewhere = elsewhere_called(key)
+    elsewhere = foreign_setting_of(key)
     if elsewhere is not None and elsewhere.note:
-        return f"did you mean {near[0]} ({elsewhere.note})?" if near else elsewhere.note
+        if near:
+            return f"did you mean {near[0]} ({elsewhere.note})?"
+        return elsewhere.note
     if near:
         return f"did you mean {' or '.join(near)}?"
     siblings = _children(key.rpartition(".")[0]) if "." in key else []
-    return (
-        f"its section has {', '.join(siblings)}" if siblings else "docs/config.md lists every key"
-    )
+    if siblings:
+        return f"its section has {', '.join(siblings)}"
+    return "docs/config.md lists every key"
 
 
 def _right_kind(setting: Setting, value: Any) -> bool:
@@ -653,20 +655,22 @@ def _right_kind(setting: Setting, value: Any) -> bool:
         return value in (0, 1)
     if setting.type == list[str] and isinstance(value, list):
         return all(isinstance(item, str) for item in value)
-    return setting.type is not str or (
-        isinstance(value, str | int | float) and not isinstance(value, bool)
-    )
+    if setting.type is str:
+        return isinstance(value, str | int | float) and not isinstance(value, bool)
+    return True
 
 
 def _wrong_type(setting: Setting, value: Any) -> str:
     name = TYPE_NAMES.get(setting.type, "a mapping")
-    return (
-        f"{setting.key}={yaml_text(value)}: must be {name}{' or null' if setting.optional else ''}"
-    )
+    if setting.optional:
+        name += " or null"
+    return f"{setting.key}={yaml_text(value)}: must be {name}"
 
 
 def _check_values(tree: DictConfig, skip: set[str]) -> Iterator[tuple[Setting, str]]:
-    """Resolves interpolations in `tree`, then checks every value against the limit of its setting."""
+    """Resolves interpolations in `tree`, then checks every value against the limit of its
+    setting.
+    """
     written: Any = OmegaConf.to_container(tree)
     for setting in concrete(written):
         text = _dig(written, setting.key)
@@ -713,7 +717,9 @@ def _dig(tree: Any, key: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    if OmegaConf.is_config(value):
+        return OmegaConf.to_container(value, resolve=True)
+    return value
 
 
 def _internal(value: Any, outermost: bool = True) -> Any:
@@ -744,4 +750,6 @@ def escaped(value: Any) -> Any:
         return {key: escaped(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [escaped(item) for item in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    return value

@@ -1,4 +1,6 @@
-"""Writes docs/config.md from the dataclasses: `python -m megarl.config.reference > docs/config.md`."""
+"""Writes docs/config.md from the dataclasses: `python -m megarl.config.reference >
+docs/config.md`.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from megarl.config.limits import (
     above,
     at_least,
     between,
-    each,
+    each_item,
     one_of,
     seconds,
     setting,
@@ -31,8 +31,6 @@ from megarl.lora.settings import LoraConfig
 from megarl.roles.settings import ChatTemplateConfig, RoleConfig
 from megarl.simulation.settings import SimulationConfig
 from megarl.speculative.settings import SpeculativeConfig
-
-# The schema's sections on datasets.
 
 
 @dataclass
@@ -208,9 +206,6 @@ class DataConfig:
     )
 
 
-# The schema's section on how prompts become samples.
-
-
 # names of rollouts: their rows and rewards are an environment's own
 OF_HUBS = ("verifiers", "openenv")
 # names of rollouts whose policy is called from outside, so that an episode may branch
@@ -311,9 +306,6 @@ class RolloutConfig:
     @property
     def replays_mask(self) -> bool:
         return self.truncated and self.replay_mask
-
-
-# The schema's section on the training objective.
 
 
 NAMES = (
@@ -425,7 +417,9 @@ class DistillConfig:
         """How many tokens a teacher on engines is asked for at each place; 0: none but the sampled
         one.
         """
-        return (self.top_k or 20) if self.over == TOP_K else 0
+        if self.over == TOP_K:
+            return self.top_k or 20
+        return 0
 
 
 @dataclass
@@ -580,26 +574,22 @@ def published(recipe: str) -> dict[str, Any]:
     """Dotted keys of all that `recipe`, one of PUBLISHED, sets, with its values; the section's
     others are at their defaults.
     """
-    whole = {
-        each.name: each.default
-        for each in fields(AlgorithmConfig)
-        if each.name not in ("recipe", "skip_zero_advantage", "distill")
+    defaults = {
+        setting.name: setting.default
+        for setting in fields(AlgorithmConfig)
+        if setting.name not in ("recipe", "skip_zero_advantage", "distill")
     }
     return {
         key if "." in key else f"algorithm.{key}": value
-        for key, value in (whole | PUBLISHED[recipe]).items()
+        for key, value in (defaults | PUBLISHED[recipe]).items()
     }
-
-
-# The schema's sections on optimizers, and on what else is trained beside the policy: its warm
-# start, reward models, critics.
 
 
 @dataclass
 class AdamConfig:
     lr: float = setting(1e-6, "peak learning rate (AdamW)", at_least(0))
     betas: tuple[float, float] = setting(
-        (0.9, 0.95), "decay rates of Adam's two moments", each(between(0, 1, open_high=True))
+        (0.9, 0.95), "decay rates of Adam's two moments", each_item(between(0, 1, open_high=True))
     )
     eps: float = setting(1e-8, "Adam's epsilon", above(0))
     weight_decay: float = setting(0.0, "decoupled weight decay", at_least(0))
@@ -687,7 +677,8 @@ class SftConfig:
     )
     keep: str = setting(
         "best",
-        "with `eval`, which weights `output` gets: those with the lowest measured loss, or the last",
+        "with `eval`, which weights `output` gets: those with the lowest measured loss, or the "
+        "last",
         one_of("best", "last"),
     )
     save_every: int = setting(
@@ -749,10 +740,6 @@ class RewardModelConfig:
         "folder of the HF checkpoint that megarl reward-model makes",
         path=OUTPUT,
     )
-
-
-# The schema's sections on how a run is carried out: where its processes are, how long they wait,
-# what they keep and show.
 
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
@@ -970,7 +957,8 @@ class ModelConfig:
     )
     spec: str | None = setting(
         None,
-        "config.json to plan with when the checkpoint is not on this machine; null: the one in `path`",
+        "config.json to plan with when the checkpoint is not on this machine; null: the one in "
+        "`path`",
         path=INPUT,
     )
     tokenizer: str | None = setting(
@@ -1035,7 +1023,8 @@ class TrainerConfig:
         IGNORE,
         "the model's layer for multi-token prediction (docs/multi-token.md). ignore: it is not "
         "loaded; keep: it is loaded, and is in "
-        "checkpoints and exports as it was; train: it learns beside the policy, which it does not change",
+        "checkpoints and exports as it was; train: it learns beside the policy, which it does not "
+        "change",
         one_of(IGNORE, KEEP, TRAIN),
     )
     minibatches: int = setting(
@@ -1054,7 +1043,8 @@ class TrainerConfig:
     )
     logprob_chunk_tokens: int = setting(
         2048,
-        "tokens whose logits are in memory at a time; fewer take less memory, and use a GPU less well",
+        "tokens whose logits are in memory at a time; fewer take less memory, and use a GPU less "
+        "well",
         at_least(1),
     )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -1140,7 +1130,8 @@ class GeneratorConfig:
     max_concurrency: int = setting(256, "requests in flight per engine", at_least(1))
     kv_cache_tokens: int | None = setting(
         None,
-        "tokens of an engine's KV cache, over all replicas of attention; null: what mem_fraction leaves",
+        "tokens of an engine's KV cache, over all replicas of attention; null: what mem_fraction "
+        "leaves",
         at_least(1),
     )
     mem_fraction: float = setting(
@@ -1189,22 +1180,23 @@ class GeneratorConfig:
 
         Without groups all engines are one, whose name is empty.
         """
-        own = {name: group for name, group in self.groups.items() if group is not None}
-        return {name: self._of(group) for name, group in own.items()} or {
-            "": replace(self, groups={})
-        }
+        shapes = {}
+        for name, group in self.groups.items():
+            if group is not None:
+                shapes[name] = self._with_group(group)
+        return shapes or {"": replace(self, groups={})}
 
-    def _of(self, group: GroupConfig) -> GeneratorConfig:
-        given = {
-            each.name: value
-            for each in fields(group)
-            if (value := getattr(group, each.name)) is not None
-        }
-        if given.get("quantization") == UNQUANTISED:
-            given["quantization"] = None
-        return replace(
-            self, **given | {"server_args": self.server_args | group.server_args, "groups": {}}
-        )
+    def _with_group(self, group: GroupConfig) -> GeneratorConfig:
+        settings = {}
+        for group_field in fields(group):
+            value = getattr(group, group_field.name)
+            if value is not None:
+                settings[group_field.name] = value
+        if settings.get("quantization") == UNQUANTISED:
+            settings["quantization"] = None
+        settings["server_args"] = self.server_args | group.server_args
+        settings["groups"] = {}
+        return replace(self, **settings)
 
 
 @dataclass
@@ -1326,7 +1318,8 @@ class RewardConfig:
     )
     max_failed_fraction: float = setting(
         0.5,
-        "the run ends if more than this share of a step's or an evaluation's scores failed; 1: never",
+        "the run ends if more than this share of a step's or an evaluation's scores failed; 1: "
+        "never",
         between(0, 1),
     )
     unfinished_penalty: float = setting(

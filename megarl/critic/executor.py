@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megarl.algorithms.base import LossInputs, LossOutput
 from megarl.algorithms.batches import MiniBatch
-from megarl.base.rollout_types import Batch, Elsewhere, TrainSequence
+from megarl.base.rollout_types import Batch, RemoteSequence, TrainSequence
 from megarl.critic.losses import Moments
 from megarl.critic.plan import critic_path
 from megarl.executors.batch_steps import BatchSteps, FrozenScores, Scores, scores_at
@@ -238,9 +238,9 @@ def begin_critic(critic: MegatronTrainer, plan: RunPlan) -> None:
 
 
 def _with_advantages(
-    sequence: TrainSequence | Elsewhere, advantages: np.ndarray | None
-) -> TrainSequence | Elsewhere:
-    if advantages is None or isinstance(sequence, Elsewhere):
+    sequence: TrainSequence | RemoteSequence, advantages: np.ndarray | None
+) -> TrainSequence | RemoteSequence:
+    if advantages is None or isinstance(sequence, RemoteSequence):
         return sequence
     return msgspec.structs.replace(
         sequence, advantages=np.where(sequence.loss_mask, advantages, 0.0).astype(np.float32)

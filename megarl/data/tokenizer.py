@@ -17,7 +17,7 @@ from typing import Any
 import tokenizers
 
 from megarl.base.files import HubError, hub_file, hub_folder
-from megarl.base.without_torch import ask
+from megarl.base.without_torch import ask_program
 from megarl.config.errors import ConfigError
 from megarl.config.schema import ModelConfig
 from megarl.data import auto_tokenizer
@@ -240,7 +240,7 @@ def _transformers_parts(source: str, folder: Path, digest: bytes) -> dict[str, A
         return auto_tokenizer.read(asked, folder)
     name = "" if Path(source).is_dir() else source
     try:
-        return ask(
+        return ask_program(
             program=auto_tokenizer.__file__,
             arguments=[asked, str(folder)],
             kind="tokenizers",

@@ -1,5 +1,11 @@
 """Engines that only evaluate (`eval.engines`): the channel that brings them weights, and their
 driver.
+
+The channel is a weights channel like the generator's with another schedule: the version that the
+run starts from, the versions that are due, and the last one. Training never waits for an
+evaluation. If a version is due while an earlier one is still being evaluated, or while no engine is
+there, it is refused at once (`WeightsGrant.engines` 0) and noted as missed. Only the last version
+waits, after the last step and its checkpoint: it is offered again as long as the answer is `later`.
 """
 
 from __future__ import annotations
@@ -10,6 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from itertools import compress, repeat
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,15 +39,6 @@ from megarl.rollouts.rollout import Rollout, open_fleet, open_rollouts
 from megarl.weight_sync.receiver import UpdateCost, WeightsReceiver
 from megarl.weight_sync.sender import SyncReport, WeightsExecutor, WeightsSender
 from megarl.weight_sync.sessions import notice_restarts
-
-# Both ends of the channel that brings weights to the engines that only evaluate (`eval.engines`).
-#
-# It is a weights channel like the generator's with another schedule: the version that the run
-# starts from, the versions that are due, and the last one. Training never waits for an evaluation.
-# If a version is due while an earlier one is still being evaluated, or while no engine is there, it
-# is refused at once (`WeightsGrant.engines` 0) and noted as missed. Only the last version waits,
-# after the last step and its checkpoint: it is offered again as long as the answer is `later`.
-
 
 # time to find an engine that was restarted unnoticed between two evaluations
 RETURN_S = 5 * LOOK_UP_S
@@ -78,8 +76,10 @@ class EvaluationSender(WeightsSender):
         """Sends the last version, once no evaluation is running."""
         if self._ended is not None:
             self._link.drain(WeightsApplied)
-            while (grant := self._bring(self._ended, SyncReport())) is not None and grant.later:
-                pass
+            while True:
+                grant = self._bring(self._ended, SyncReport())
+                if grant is None or not grant.later:
+                    break
             super().close()
 
 
@@ -91,14 +91,14 @@ class Evaluator(Protocol):
 
     fleet: Fleet
     evaluating: Version | None
-    gone: str  # why there will be no more engines; empty while there may be
+    no_engines_reason: str  # why there will be no more engines; empty while there may be
 
     @property
     def version(self) -> Version: ...
 
-    def begin(self, version: Version, taken: UpdateCost) -> None: ...
+    def begin(self, version: Version, update: UpdateCost) -> None: ...
 
-    def miss(self, version: Version, what: str, why: str) -> None: ...
+    def miss(self, version: Version, outcome: str, reason: str) -> None: ...
 
 
 class EvaluationReceiver(WeightsReceiver):
@@ -113,12 +113,15 @@ class EvaluationReceiver(WeightsReceiver):
         while settled < last:
             version = (await self._offers.next(evaluator.version)).version
             obstacle = await self._bring(evaluator, version, waits=version == last)
-            later = obstacle is not None and version == last and not evaluator.gone
-            if obstacle is not None:
-                await self._send_all(WeightsGrant(version, engines=(), later=later))
-            if obstacle is not None and not later:
-                evaluator.miss(version, *obstacle)
-            settled = settled if later else version
+            if obstacle is None:
+                settled = version
+                continue
+            later = version == last and not evaluator.no_engines_reason
+            await self._send_all(WeightsGrant(version, engines=(), later=later))
+            if not later:
+                outcome, reason = obstacle
+                evaluator.miss(version, outcome, reason)
+                settled = version
 
     async def _bring(
         self, evaluator: Evaluator, version: Version, waits: bool
@@ -132,50 +135,54 @@ class EvaluationReceiver(WeightsReceiver):
         serving = evaluator.version
         if not self._hosts:
             self._hosts = await self._meet_trainers()
-        while (obstacle := await self._obstacle(evaluator, waits)) is None:
+        while True:
+            obstacle = await self._obstacle(evaluator, waits)
+            if obstacle is not None:
+                return obstacle
             await fleet.hold(self._plan.config.timeouts.weights_s)
             session = await self._sessions.open(fleet, self._hosts, serving, version)
             if session is not None:
-                taken = await self._write(fleet, session)
+                update = await self._write(fleet, session)
                 fleet.release(version)
-                await self._applied(fleet, version, taken)
-                evaluator.begin(version, taken)
+                await self._applied(fleet, version, update)
+                evaluator.begin(version, update)
                 return None
             fleet.release(serving)
             self._end_update(fleet)
-        return obstacle
 
     async def _obstacle(self, evaluator: Evaluator, waits: bool) -> tuple[str, str] | None:
         fleet = evaluator.fleet
-        most_s = self._plan.config.timeouts.rollouts_s / 2
-        patience_s = LATER_S if waits else RETURN_S if evaluator.evaluating is None else 0
+        patience_s = 0.0
+        if waits:
+            patience_s = LATER_S
+        elif evaluator.evaluating is None:
+            patience_s = RETURN_S
+
+        def is_decided() -> bool:
+            if evaluator.no_engines_reason:
+                return True
+            return bool(fleet.members) and evaluator.evaluating is None
+
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(patience_s, most_s)):
-                await fleet.pulse.until(
-                    lambda: bool(evaluator.gone or (fleet.members and evaluator.evaluating is None))
-                )
+            limit_s = self._plan.config.timeouts.rollouts_s / 2
+            async with asyncio.timeout(min(patience_s, limit_s)):
+                await fleet.pulse.until(is_decided)
         if evaluator.evaluating is not None:
             return SKIPPED, f"version {evaluator.evaluating} was still being evaluated"
         if not fleet.members:
-            return (
-                FAILED,
-                evaluator.gone or f"no engine was there: {'; '.join(fleet.lost.values())}",
-            )
+            lost = "; ".join(fleet.lost.values())
+            return FAILED, evaluator.no_engines_reason or f"no engine was there: {lost}"
         if self.fixed and (fleet.lost or fleet.returned):
             return FAILED, f"an engine was lost, and {self.fixed}"
         return None
-
-
-# The driver of the engines that only evaluate (`eval.engines`). It evaluates one version at a time
-# while training goes on.
 
 
 LOOK_S = 1.0
 
 
 @dataclass
-class Evaluations:
-    """Evaluates the weights in the engines.
+class EvaluationDriver:
+    """Evaluates the weights in the engines, one version at a time while training goes on.
 
     An evaluation that loses all engines is noted as failed. Any other error ends the run.
     """
@@ -189,39 +196,44 @@ class Evaluations:
     status: StatusBoard
     background: Background
     evaluating: Version | None = None
-    gone: str = ""  # why there will be no more engines
+    no_engines_reason: str = ""  # why there will be no more engines
 
     @property
     def version(self) -> Version:
         return -1 if self.fleet.version is None else self.fleet.version
 
-    def begin(self, version: Version, taken: UpdateCost) -> None:
+    def begin(self, version: Version, update: UpdateCost) -> None:
         """Called when the engines have `version` and no evaluation is running."""
         assert self.evaluating is None
-        told = {"bytes": taken.bytes_written, "audited": self.plan.config.weights.audited}
-        self._record(f"evaluation weights {version}", *taken.pause, taken.engines, **told)
+        begin_s, end_s = update.pause
+        self._record(
+            f"evaluation weights {version}",
+            begin_s,
+            end_s,
+            update.engines,
+            bytes=update.bytes_written,
+            audited=self.plan.config.weights.audited,
+        )
         if is_due(self.plan.config, version):
             self.evaluating = version
             note(self.plan.config.run_dir, version, BEGUN)
             self.background.start(self._evaluate(version), f"evaluation of version {version}")
 
-    def miss(self, version: Version, what: str, why: str) -> None:
+    def miss(self, version: Version, outcome: str, reason: str) -> None:
         """Notes that `version` has no scores, if it was due."""
         if is_due(self.plan.config, version):
-            note(self.plan.config.run_dir, version, what, why)
-            print(
-                f"the evaluation of version {version} {'was ' * (what != FAILED)}{what}: {why}",
-                flush=True,
-            )
+            note(self.plan.config.run_dir, version, outcome, reason)
+            result = outcome if outcome == FAILED else f"was {outcome}"
+            print(f"the evaluation of version {version} {result}: {reason}", flush=True)
 
     async def _evaluate(self, version: Version) -> None:
-        began = time.perf_counter()
+        begin_s = time.perf_counter()
         engines = sorted(self.fleet.serving)
         self.status.set(f"evaluating version {version}")
-        others: set[Version] = set()
+        wrong_versions: set[Version] = set()
         sets = evaluate_sets(
             self.plan,
-            self._noting(version, others),
+            self._noting(version, wrong_versions),
             self.sets,
             self.tokenizer,
             self.fleet.counts(engines),
@@ -229,42 +241,38 @@ class Evaluations:
         work: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(sets)
         if not await self.fleet.while_serving(work):
             await asyncio.wait({work})  # until it sends no more requests
-            self.miss(
-                version, FAILED, f"its engines were lost: {'; '.join(self.fleet.lost.values())}"
-            )
-        elif others:
-            self.miss(
-                version,
-                FAILED,
-                f"version {', '.join(map(str, sorted(others)))} has answered too: an engine was "
-                "started again",
-            )
+            lost = "; ".join(self.fleet.lost.values())
+            self.miss(version, FAILED, f"its engines were lost: {lost}")
+        elif wrong_versions:
+            listed = ", ".join(map(str, sorted(wrong_versions)))
+            reason = f"version {listed} has answered too: an engine was started again"
+            self.miss(version, FAILED, reason)
         else:
             write_result(self.plan.config.run_dir, version, work.result())
-        self._record(f"evaluate version {version}", began, time.perf_counter(), engines)
+        self._record(f"evaluate version {version}", begin_s, time.perf_counter(), engines)
         self.status.set("waiting for the next version to evaluate")
         self.evaluating = None
         self.fleet.pulse.beat()
 
-    def _noting(self, version: Version, others: set[Version]) -> Rollout:
-        """The rollout. It adds to `others` all versions but `version` that have answered."""
+    def _noting(self, version: Version, wrong_versions: set[Version]) -> Rollout:
+        """The rollout, which adds to `wrong_versions` all versions but `version` that have
+        answered.
+        """
 
         async def rollout(prompt: Prompt, sampling: Sampling, n: int) -> Group:
             group = await self.rollout(prompt, sampling, n)
             for sample in group.samples:
-                own = sample.policy_mask or [1] * len(sample.versions)
-                others.update(
-                    {v for v, policys in zip(sample.versions, own) if policys} - {version}
-                )
+                versions = set(compress(sample.versions, sample.policy_mask or repeat(1)))
+                wrong_versions.update(versions - {version})
             return group
 
         return rollout
 
     def _record(
-        self, what: str, began: float, ended: float, engines: Sequence[int], **told: Any
+        self, name: str, begin_s: float, end_s: float, engines: Sequence[int], **arguments: Any
     ) -> None:
         for index in engines:
-            self.trace.add(what, began, ended, f"{self.fleet.name}.{index}", **told)
+            self.trace.add(name, begin_s, end_s, f"{self.fleet.name}.{index}", **arguments)
 
     async def watch_engines(self) -> None:
         """Waits for lost engines to come back, until none can."""
@@ -276,7 +284,7 @@ class Evaluations:
             )
         except EngineError as error:
             print(f"evaluation has stopped: {error}", flush=True)
-            self.gone = "no engine was there, and none will be"
+            self.no_engines_reason = "no engine was there, and none will be"
             self.fleet.pulse.beat()
 
     async def watch_versions(self) -> None:
@@ -328,22 +336,29 @@ async def evaluate_versions(
             tell=failures.tell,
         )
         sets = held_out_sets(config, tokenizer, plan.spec)
-        evaluations = Evaluations(
-            plan, fleet, rollouts.held_out, sets, tokenizer, trace, status, background
+        driver = EvaluationDriver(
+            plan=plan,
+            fleet=fleet,
+            rollout=rollouts.held_out,
+            sets=sets,
+            tokenizer=tokenizer,
+            trace=trace,
+            status=status,
+            background=background,
         )
         resources.push_async_callback(background.close)
-        background.start(evaluations.watch_engines(), f"lost engines of {fleet.name}")
+        background.start(driver.watch_engines(), f"lost engines of {fleet.name}")
         for role in served.values():
             restarted = config.generator.on_failure == "restart"
             returns = watch_returns(
                 role, run_dir / "logs", restarted, config.generator.startup_timeout_s
             )
             background.start(returns, f"lost engines of {role.name}")
-        background.start(evaluations.watch_versions(), f"restarts of {fleet.name}")
+        background.start(driver.watch_versions(), f"restarts of {fleet.name}")
         background.start(
             show_engines(fleet, run_dir, trace), f"status of the engines of {fleet.name}"
         )
         status.set("waiting for the first version")
-        await background.beside(evaluations.all_done(receiver))
+        await background.beside(driver.all_done(receiver))
     status.set("done")
     trace.close()

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from itertools import chain
 from math import comb
 from pathlib import Path
 from statistics import fmean
@@ -13,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from megarl.base.rollout_types import Group, Prompt
+from megarl.base.rollout_types import Group, Prompt, Sample
 from megarl.config.errors import RunError
 from megarl.config.schema import BY_CALLS, RunConfig
 from megarl.data.prompts import HeldOutSet, held_out_sets
@@ -52,18 +53,18 @@ def instruction_scores(groups: Sequence[Group]) -> dict[str, float]:
     A response that could not be graded counts as following none.
     """
     counts = [float(ifeval.instructions(group.prompt.answer)) for group in groups]
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for measure in ifeval.MEASURES:
         shares = [
             fmean(sample.reward_parts.get(measure, 0.0) for sample in group.samples)
             for group in groups
         ]
         weights = counts if measure.startswith("instruction") else None
-        found[measure] = fmean(shares, weights)
-        found[f"ci95/{measure}/low"], found[f"ci95/{measure}/high"] = interval(
-            shares, len(groups[0].samples), weights
-        )
-    return found
+        low, high = interval(shares, len(groups[0].samples), weights)
+        result[measure] = fmean(shares, weights)
+        result[f"ci95/{measure}/low"] = low
+        result[f"ci95/{measure}/high"] = high
+    return result
 
 
 def scores(groups: Sequence[Group], graded: bool = False, grader: str = "") -> dict[str, float]:
@@ -72,34 +73,44 @@ def scores(groups: Sequence[Group], graded: bool = False, grader: str = "") -> d
     with the ends of its confidence interval. If responses are `graded`, none is right or wrong, and
     there is only the mean reward.
     """
-    answers = [[sample for sample in group.samples if not sample.branch] for group in groups]
-    samples = [sample for own in answers for sample in own]
-    n = len(answers[0])
-    correct = [sum(sample.reward >= CORRECT for sample in own) for own in answers]
-    ks = sorted({n, *(1 << power for power in range(n.bit_length()))})
-    shares = {f"pass@{k}": [pass_at(k, n, c) for c in correct] for k in ks}
-    if n > 1:
-        shares[f"avg@{n}"] = [c / n for c in correct]
-    if n > 1 and grader in ANSWERS and not graded:
-        votes = [
-            [vote(grader, sample.text, sample.reward >= CORRECT) for sample in own]
-            for own in answers
-        ]
-        shares |= {f"maj@{k}": [majority_at(k, own) for own in votes] for k in ks if k > 2}
-    found: dict[str, float] = {"correct": sum(correct)}
-    for name, share in shares.items():
-        found[name] = fmean(share)
-        found[f"ci95/{name}/low"], found[f"ci95/{name}/high"] = interval(share, n)
+    episodes = [[sample for sample in group.samples if not sample.branch] for group in groups]
+    samples = list(chain.from_iterable(episodes))
+    result: dict[str, float] = {} if graded else _answer_scores(episodes, grader)
     if grader == ifeval.NAME and not graded:
-        found |= instruction_scores(groups)
+        result |= instruction_scores(groups)
     return {
-        **({} if graded else found),
+        **result,
         "samples": len(samples),
         "prompts": len(groups),
         "reward/mean": fmean(sample.reward for sample in samples),
         "response_tokens/mean": fmean(len(sample.token_ids) for sample in samples),
         "truncated_fraction": fmean(sample.finish_reason == "length" for sample in samples),
     }
+
+
+def _answer_scores(episodes: Sequence[Sequence[Sample]], grader: str) -> dict[str, float]:
+    """The scores that count right answers. `episodes`: [prompts][n]."""
+    n = len(episodes[0])
+    correct = [sum(sample.reward >= CORRECT for sample in samples) for samples in episodes]
+    ks = sorted({n, *(1 << power for power in range(n.bit_length()))})
+    shares = {f"pass@{k}": [pass_at(k, n, count) for count in correct] for k in ks}
+    if n > 1:
+        shares[f"avg@{n}"] = [count / n for count in correct]
+    if n > 1 and grader in ANSWERS:
+        votes = [
+            [vote(grader, sample.text, sample.reward >= CORRECT) for sample in samples]
+            for samples in episodes
+        ]
+        for k in ks:
+            if k > 2:
+                shares[f"maj@{k}"] = [majority_at(k, prompt_votes) for prompt_votes in votes]
+    result: dict[str, float] = {"correct": sum(correct)}
+    for name, prompt_shares in shares.items():
+        low, high = interval(prompt_shares, n)
+        result[name] = fmean(prompt_shares)
+        result[f"ci95/{name}/low"] = low
+        result[f"ci95/{name}/high"] = high
+    return result
 
 
 async def answer_all(
@@ -110,7 +121,7 @@ async def answer_all(
     At most `at_once` samples run at a time. The deadline of a rollout counts from its start, and so
     must not include waiting for a place in an engine.
     """
-    started = time.monotonic()
+    start_s = time.monotonic()
     places = asyncio.Semaphore(max(1, at_once // held_out.samples))
     # Every evaluation of a set has the same seeds, at whatever step.
     seed = seed_of(config.seed, "evaluation", held_out.name)
@@ -130,20 +141,19 @@ async def answer_all(
         groups = await asyncio.gather(*map(answer, held_out.prompts))
     samples = [sample for group in groups for sample in group.samples]
     parts = parts_in_evaluation(config, held_out.name)
-    if problem := too_many_failures(config.reward, samples, parts) or too_many_failed_episodes(
-        config.rollout, samples
-    ):
+    problem = too_many_failures(config.reward, samples, parts)
+    problem = problem or too_many_failed_episodes(config.rollout, samples)
+    if problem:
         raise RunError(f"evaluation of {held_out.name or 'data.eval'}: {problem}")
     graded = any(part.role is not None for part in parts)
     # a program's output may be scored instead
     scored_by_text = len(parts) == 1 and config.rollout.name not in BY_CALLS
     grader = parts[0].name if scored_by_text else ""
-    failed = {**failure_metrics(samples), **episode_metrics(samples)}
-    seconds = time.monotonic() - started
     return {
         **scores(groups, graded, grader),
-        **failed,
-        "seconds": seconds,
+        **failure_metrics(samples),
+        **episode_metrics(samples),
+        "seconds": time.monotonic() - start_s,
         "sampling": _sampling_settings(held_out),
     }
 
@@ -175,12 +185,14 @@ async def evaluate_sets(
     "suites", the scores of each set of eval.suites.
     """
     places = at_once(plan.groups, engines)
-    found = {
+    suites = {
         held_out.name: await answer_all(rollout, held_out, tokenizer, places, plan.config)
         for held_out in sets
     }
-    suites = {name: result for name, result in found.items() if name}
-    return {**found.get("", {}), **({"suites": suites} if suites else {})}
+    result = suites.pop("", {})
+    if suites:
+        result["suites"] = suites
+    return result
 
 
 async def evaluate_engines(plan: RunPlan, rendezvous: Rendezvous) -> dict[str, Any]:

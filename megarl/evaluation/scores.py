@@ -1,5 +1,9 @@
 """Held-out scores of a run: which versions are evaluated, the files eval/version_<weight
-version>.json, and confidence intervals.
+version>.json, their place in the metrics, and confidence intervals.
+
+An evaluation runs beside the training. Its scores go into the row of the first step that ends after
+it, and `eval/version` there is the version that was evaluated. When all processes have ended,
+scores of the last weights are added to the last row, others to earlier rows.
 """
 
 from __future__ import annotations
@@ -21,16 +25,14 @@ from megarl.observe.metrics import METRICS_FILE, Row, change_rows, read_metrics
 from megarl.plan.checkpoints import complete_checkpoints
 from megarl.plan.resolve import RunPlan
 
-# Engines that only evaluate (`eval.engines`): which versions they evaluate, and their plan.
-
 
 def is_due(config: RunConfig, version: Version) -> bool:
     """Whether this version of the weights is evaluated: the first, the last, and every
     `eval.every`-th.
     """
-    return version in (0, config.max_steps) or (
-        config.eval.every > 0 and version % config.eval.every == 0
-    )
+    if version in (0, config.max_steps):
+        return True
+    return config.eval.every > 0 and version % config.eval.every == 0
 
 
 def evaluation_plan(plan: RunPlan) -> RunPlan:
@@ -40,29 +42,26 @@ def evaluation_plan(plan: RunPlan) -> RunPlan:
     runs during an update, and only the generator makes probes.
     """
     config = plan.config
-    merges = plan.sent_adapters is None  # as weights.delta has decided
-    own = replace(
+    lora = config.lora
+    if plan.sent_adapters is None:  # as weights.delta has decided
+        lora = replace(lora, sync="merge")
+    evaluation_config = replace(
         config,
-        lora=replace(config.lora, sync="merge") if merges else config.lora,
+        lora=lora,
         generator=replace(config.generator, engines=config.eval.engines, groups={}),
         async_=replace(config.async_, partial_rollout="block", chunk_tokens=None),
         weights=replace(config.weights, delta="off"),
         observe=replace(config.observe, probe_every=0),
     )
-    return replace(plan, config=own)
-
-
-# Held-out evaluations of a run: the files eval/version_<weight version>.json, and their place in
-# the metrics.
-#
-# An evaluation runs beside the training. Its scores go into the row of the first step that ends
-# after it, and `eval/version` there is the version that was evaluated. When all processes have
-# ended, scores of the last weights are added to the last row, others to earlier rows.
+    return replace(plan, config=evaluation_config)
 
 
 JOURNAL = "journal.jsonl"  # in run_dir/eval, with eval.engines: the outcome of each version
 BEGUN = "begun"
-SKIPPED, FAILED, LOST = MISSED = ("skipped", "failed", "lost")
+SKIPPED = "skipped"
+FAILED = "failed"
+LOST = "lost"
+MISSED = (SKIPPED, FAILED, LOST)
 Evaluation = dict[str, Any]  # "version", the scores of data.eval, and "suites": name -> scores
 VERSION_KEY = "eval/version"
 
@@ -104,38 +103,43 @@ def _results(run_dir: Path | str) -> Iterator[tuple[Path, Evaluation | None]]:
             yield path, None
 
 
-def note(run_dir: Path | str, version: Version, what: str, why: str = "") -> None:
+def note(run_dir: Path | str, version: Version, outcome: str, reason: str = "") -> None:
     """Notes in the journal that the evaluation of `version` has BEGUN, or one of MISSED."""
     folder = Path(run_dir) / "eval"
     folder.mkdir(parents=True, exist_ok=True)
+    row = {"version": version, "what": outcome}
+    if reason:
+        row["why"] = reason
     with open(folder / JOURNAL, "a", encoding="utf-8") as file:
-        file.write(
-            json.dumps({"version": version, "what": what, **({"why": why} if why else {})}) + "\n"
-        )
+        file.write(json.dumps(row) + "\n")
 
 
 def read_journal(run_dir: Path | str) -> dict[Version, tuple[str, str]]:
     """For each version, the last note and its reason. Incomplete lines are ignored."""
     path = Path(run_dir) / "eval" / JOURNAL
-    found = {}
-    for line in path.read_bytes().splitlines() if path.exists() else ():
+    if not path.exists():
+        return {}
+    notes = {}
+    for line in path.read_bytes().splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):
             row = json.loads(line)
-            found[row["version"] + 0] = row["what"], row.get("why", "")
-    return found
+            notes[row["version"] + 0] = (row["what"], row.get("why", ""))
+    return notes
 
 
 def missed(run_dir: Path | str) -> dict[Version, tuple[str, str]]:
     """The versions that were due but have no scores, each with one of MISSED and a reason."""
-    noted = {v: told for v, told in sorted(read_journal(run_dir).items()) if told[0] in MISSED}
-    there = {result["version"] for result in read_results(run_dir)} if noted else ()
-    return {v: told for v, told in noted.items() if v not in there}
+    notes = read_journal(run_dir)
+    versions = {version for version, (outcome, _) in notes.items() if outcome in MISSED}
+    if versions:
+        versions -= {result["version"] for result in read_results(run_dir)}
+    return {version: notes[version] for version in sorted(versions)}
 
 
 def missed_counts(run_dir: Path | str) -> dict[str, int]:
     """The metrics eval/skipped and so on, without zeros."""
-    counts = Counter(what for what, _ in missed(run_dir).values())
-    return {f"eval/{what}": counts[what] for what in MISSED if counts[what]}
+    counts = Counter(outcome for outcome, _ in missed(run_dir).values())
+    return {f"eval/{outcome}": counts[outcome] for outcome in MISSED if counts[outcome]}
 
 
 def note_lost(
@@ -146,13 +150,15 @@ def note_lost(
     These are evaluations of older weights that were running when the run ended, and those in `due`
     that had not begun. Returns their versions.
     """
-    there = {result["version"] for result in read_results(run_dir)}
     journal = read_journal(run_dir)
-    begun = {v for v, (what, _) in journal.items() if what == BEGUN and v < version}
-    lost = sorted((begun | (set(due) - journal.keys())) - there)
-    for each in lost:
-        note(run_dir, each, LOST, "the run ended meanwhile")
-    return lost
+    lost_versions = set(due) - journal.keys()
+    for noted_version, (outcome, _) in journal.items():
+        if outcome == BEGUN and noted_version < version:
+            lost_versions.add(noted_version)
+    lost_versions -= {result["version"] for result in read_results(run_dir)}
+    for lost_version in sorted(lost_versions):
+        note(run_dir, lost_version, LOST, "the run ended meanwhile")
+    return sorted(lost_versions)
 
 
 def forget_after(run_dir: Path | str, version: Version) -> None:
@@ -160,40 +166,45 @@ def forget_after(run_dir: Path | str, version: Version) -> None:
     for result in read_results(run_dir):
         if result["version"] > version:
             _result_path(run_dir, result["version"]).unlink()
-    if (journal := Path(run_dir) / "eval" / JOURNAL).exists():
-        kept = {v: told for v, told in read_journal(run_dir).items() if v <= version}
+    journal = Path(run_dir) / "eval" / JOURNAL
+    if journal.exists():
+        notes = read_journal(run_dir)
         journal.unlink()
-        for each, told in kept.items():
-            note(run_dir, each, *told)
+        for noted_version, (outcome, reason) in notes.items():
+            if noted_version <= version:
+                note(run_dir, noted_version, outcome, reason)
 
 
 def sets(evaluation: Mapping[str, Any]) -> dict[str, Evaluation]:
     """Name -> scores of each held-out set; the name of data.eval is ""."""
-    own = {key: value for key, value in evaluation.items() if key not in ("suites", "version")}
-    return ({"": own} if own else {}) | evaluation.get("suites", {})
+    scores = {key: value for key, value in evaluation.items() if key not in ("suites", "version")}
+    suites = evaluation.get("suites", {})
+    return {"": scores, **suites} if scores else dict(suites)
 
 
 def sampling_text(scores: Mapping[str, Any]) -> str:
-    """How a set was sampled; empty for scores of earlier versions of MegaRL, which do not say it."""
-    told = scores.get("sampling")
-    if not told:
+    """How a set was sampled; empty for scores of earlier versions of MegaRL, which do not say
+    it.
+    """
+    sampling = scores.get("sampling")
+    if not sampling:
         return ""
-    off = {"temperature": None, "top_p": 1, "top_k": -1, "min_p": 0, "stop": []}
-    if told["temperature"] == 0:
-        return f"greedy{', stop ' + str(told['stop']) if told['stop'] else ''}"
-    return ", ".join(f"{name} {told[name]}" for name, value in off.items() if told[name] != value)
+    if sampling["temperature"] == 0:
+        return f"greedy, stop {sampling['stop']}" if sampling["stop"] else "greedy"
+    unused = {"temperature": None, "top_p": 1, "top_k": -1, "min_p": 0, "stop": []}
+    return ", ".join(
+        f"{name} {sampling[name]}" for name, value in unused.items() if sampling[name] != value
+    )
 
 
 def as_metrics(evaluation: Evaluation) -> dict[str, float]:
     """eval/pass@1 and so on for data.eval, eval/NAME/pass@1 and so on for eval.suites."""
-    found = {VERSION_KEY: evaluation["version"]}
+    metrics = {VERSION_KEY: evaluation["version"]}
     for name, scores in sets(evaluation).items():
-        found |= {
-            "/".join(("eval", *name.split(), key)): value
-            for key, value in scores.items()
-            if key != "sampling"
-        }
-    return found
+        for key, value in scores.items():
+            if key != "sampling":
+                metrics["/".join(("eval", *name.split(), key))] = value
+    return metrics
 
 
 def best_checkpoint(config: RunConfig) -> tuple[int, float] | None:
@@ -204,12 +215,12 @@ def best_checkpoint(config: RunConfig) -> tuple[int, float] | None:
         result["version"]: as_metrics(result).get(config.checkpoint.keep_best or "")
         for result in read_results(config.run_dir)
     }
-    found = [
-        (score, -step)
-        for step, _ in complete_checkpoints(config.run_dir)
-        if (score := scores.get(step)) is not None
-    ]
-    return (-max(found)[1], max(found)[0]) if found else None
+    best: tuple[int, float] | None = None
+    for step, _ in complete_checkpoints(config.run_dir):  # oldest first
+        score = scores.get(step)
+        if score is not None and (best is None or score > best[1]):
+            best = (step, score)
+    return best
 
 
 def spared_steps(config: RunConfig) -> set[int]:
@@ -220,13 +231,15 @@ def spared_steps(config: RunConfig) -> set[int]:
         return set()
     last = max((result["version"] for result in read_results(config.run_dir)), default=-1)
     best = best_checkpoint(config)
-    none = missed(config.run_dir)
-    coming = {
+    missed_versions = missed(config.run_dir)
+    steps = {
         step
         for step, _ in complete_checkpoints(config.run_dir)
-        if step > last and step % config.eval.every == 0 and step not in none
+        if step > last and step % config.eval.every == 0 and step not in missed_versions
     }
-    return coming | ({best[0]} if best else set())
+    if best:
+        steps.add(best[0])
+    return steps
 
 
 class NewEvaluations:
@@ -244,18 +257,17 @@ class NewEvaluations:
         """The oldest of them as metrics, and the number of missed versions if it has changed; empty
         if nothing is new.
         """
-        found: dict[str, float] = {}
-        if (counts := missed_counts(self._run_dir)) != self._missed:
+        metrics: dict[str, float] = {}
+        counts = missed_counts(self._run_dir)
+        if counts != self._missed:
             self._missed = counts
-            found |= counts
-        if new := [
-            result
-            for result in read_results(self._run_dir)
-            if result["version"] not in self._reported
-        ]:
-            self._reported.add(new[0]["version"])
-            found |= as_metrics(new[0])
-        return found
+            metrics |= counts
+        for result in read_results(self._run_dir):
+            if result["version"] not in self._reported:
+                self._reported.add(result["version"])
+                metrics |= as_metrics(result)
+                break
+        return metrics
 
 
 def complete_metrics(run_dir: Path | str) -> None:
@@ -269,23 +281,24 @@ def complete_metrics(run_dir: Path | str) -> None:
     rows = read_metrics(Path(run_dir) / METRICS_FILE)
     if not rows:
         return
+    changed: dict[int, Row] = {}
     counts = missed_counts(run_dir)
-    told = {key: value for row in rows for key, value in row.items() if key in counts}
-    changed: dict[int, Row] = {rows[-1]["step"]: rows[-1] | counts} if counts != told else {}
+    reported_counts = {key: value for row in rows for key, value in row.items() if key in counts}
+    if counts != reported_counts:
+        changed[rows[-1]["step"]] = rows[-1] | counts
     waiting = results.keys() - _reported(rows)
-    free = [row["step"] for row in rows if VERSION_KEY not in row]
-    free = free[max(0, len(free) - len(waiting)) :]
-    takes = [row for row in rows if VERSION_KEY in row or row["step"] in free] if waiting else []
-    versions = sorted(_reported(rows) | waiting)
-    for row, version in zip(takes, [*versions[: len(takes) - 1], versions[-1]] if takes else ()):
-        if row.get(VERSION_KEY) != version and version in results:
-            others = as_metrics(results.get(row.get(VERSION_KEY, -1), {"version": -1}))
-            kept = {
-                key: value
-                for key, value in changed.get(row["step"], row).items()
-                if key not in others
-            }
-            changed[row["step"]] = kept | as_metrics(results[version])
+    if waiting:
+        free = [row["step"] for row in rows if VERSION_KEY not in row][-len(waiting) :]
+        scored_rows = [row for row in rows if VERSION_KEY in row or row["step"] in free]
+        versions = sorted(_reported(rows) | waiting)
+        versions[len(scored_rows) - 1 : -1] = []  # the newest goes to the last row
+        for row, version in zip(scored_rows, versions):
+            if row.get(VERSION_KEY) != version and version in results:
+                old_scores = as_metrics(results.get(row.get(VERSION_KEY, -1), {"version": -1}))
+                new_row = dict(changed.get(row["step"], row))
+                for key in old_scores:
+                    new_row.pop(key, None)
+                changed[row["step"]] = new_row | as_metrics(results[version])
     if changed:
         change_rows(run_dir, changed)
 
@@ -293,9 +306,6 @@ def complete_metrics(run_dir: Path | str) -> None:
 def _reported(rows: Sequence[Row]) -> set[Version]:
     """The versions whose evaluations rows have."""
     return {row[VERSION_KEY] for row in rows if VERSION_KEY in row}
-
-
-# Confidence intervals of means over prompts.
 
 
 Z95 = 1.959963984540054  # the normal distribution's 97.5% quantile
@@ -328,15 +338,11 @@ def interval(
 
 def _draws(shares: Sequence[float], counts: Sequence[float], mean: float) -> float:
     prompts = len(shares)
-    variance = (
-        sum((count * (share - mean)) ** 2 for share, count in zip(shares, counts))
-        / sum(counts) ** 2
-        * prompts
-        / (prompts - 1)
-    )
-    return (
-        mean * (1 - mean) / variance * (Z95 / _t95(prompts - 1)) ** 2 if variance else float("inf")
-    )
+    squares = sum((count * (share - mean)) ** 2 for share, count in zip(shares, counts))
+    variance = squares / sum(counts) ** 2 * prompts / (prompts - 1)
+    if not variance:
+        return float("inf")
+    return mean * (1 - mean) / variance * (Z95 / _t95(prompts - 1)) ** 2
 
 
 def _t95(freedom: int) -> float:

@@ -23,7 +23,7 @@ from megarl.algorithms.batches import (
     to_train_sequences,
 )
 from megarl.algorithms.recipes import needs_one_sequence
-from megarl.base.rollout_types import Batch, Elsewhere, TrainSequence
+from megarl.base.rollout_types import Batch, RemoteSequence, TrainSequence
 from megarl.config.errors import RunError
 from megarl.config.schema import RunConfig
 from megarl.teachers.trainer import BatchScores, Sequences, Teachers
@@ -223,7 +223,7 @@ class BatchSteps:
         self,
         loss: GroupLoss,
         minibatch: MiniBatch,
-        sequences: list[TrainSequence | Elsewhere],
+        sequences: list[TrainSequence | RemoteSequence],
         advantages: Tensor,
         reference: Scores,
     ) -> GroupWeights:
@@ -263,7 +263,7 @@ class BatchSteps:
 
     def _by_places(
         self,
-        score: Callable[[list[TrainSequence | Elsewhere]], list[np.ndarray]],
+        score: Callable[[list[TrainSequence | RemoteSequence]], list[np.ndarray]],
         sequences: Sequences,
         cut: list[MiniBatch],
     ) -> Scores:
@@ -285,9 +285,11 @@ def scores_at(places: Sequence[int], scores: Scores | None) -> list[np.ndarray] 
     return [scores[place] for place in places]
 
 
-def _weighted(sequence: TrainSequence | Elsewhere, weight: float) -> TrainSequence | Elsewhere:
+def _weighted(
+    sequence: TrainSequence | RemoteSequence, weight: float
+) -> TrainSequence | RemoteSequence:
     """The sequence with `weight` as the advantage of all its tokens."""
-    if isinstance(sequence, Elsewhere):
+    if isinstance(sequence, RemoteSequence):
         return sequence
     return msgspec.structs.replace(
         sequence, advantages=np.where(sequence.loss_mask, np.float32(weight), np.float32(0))

@@ -464,7 +464,7 @@ def _kept(engine: str, read: _Numbers, first: int, vocab_size: int | None) -> Ke
     ids, sizes = map(view, read.kept)
     tokens = view(read.tokens) if first == len(sizes) else view(read.tokens)[:first]
     try:
-        return KeptSets.of(vocab_size, tokens, sizes[:first], ids[: sizes[:first].sum()])
+        return KeptSets.from_ids(vocab_size, tokens, sizes[:first], ids[: sizes[:first].sum()])
     except ValueError as error:
         raise EngineError(
             f"engine {engine} answered with impossible sets of kept tokens: {error}"

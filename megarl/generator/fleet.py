@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from megarl.base.files import log_tail
-from megarl.base.rollout_types import KeptSets, Version, join
+from megarl.base.rollout_types import KeptSets, Version, join_kept_sets
 from megarl.generator.client import EngineClient, EngineUnreachable
 from megarl.generator.completions import (
     ABORT,
@@ -59,7 +59,9 @@ class Draft:
 
         If the request was cut, the response continues from there.
         """
-        self.kept = join(self.kept, len(self.token_ids), completion.kept, len(completion.token_ids))
+        self.kept = join_kept_sets(
+            self.kept, len(self.token_ids), completion.kept, len(completion.token_ids)
+        )
         self.token_ids += completion.token_ids
         self.logprobs += completion.logprobs
         self.versions += completion.versions

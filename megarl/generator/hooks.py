@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 from zmq.utils import z85
 
-from megarl.base.processes import cause, ended_for_memory, how
+from megarl.base.processes import cause, ended_for_memory, ending
 from megarl.generator import cpu_support, seeds, torch_kernels
 from megarl.messaging.host import loopback, with_port
 
@@ -192,10 +192,10 @@ def server_arguments(quantization: str | None, text_only: bool = False) -> dict[
     overrides: dict[str, Any] = {"language_model_only": True} if text_only else {}
     if quantization is None:
         return {"json_model_override_args": json.dumps(overrides)} if overrides else {}
-    how = CONFIGS[quantization]
-    overrides["quantization_config"] = how
+    settings = CONFIGS[quantization]
+    overrides["quantization_config"] = settings
     return {
-        "quantization": how["quant_method"],
+        "quantization": settings["quant_method"],
         "json_model_override_args": json.dumps(overrides),
         "load_format": "dummy",
     }
@@ -297,7 +297,7 @@ class Children:
                 self._told = True
                 why = cause(code, self._ended_before)
                 print(
-                    f"process {pid} of this engine {how(code)}{why and f': {why}'}",
+                    f"process {pid} of this engine {ending(code)}{why and f': {why}'}",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -35,11 +35,11 @@ def address_towards(peer: str) -> str:
     neighbours reach it.
     """
     parts = urlsplit(peer if "//" in peer else f"//{peer}")
-    family, *_, where = socket.getaddrinfo(
+    family, *_, destination = socket.getaddrinfo(
         parts.hostname, parts.port or _ANY_PORT, type=socket.SOCK_DGRAM
     )[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(where)  # sends nothing
+        probe.connect(destination)  # sends nothing
         return probe.getsockname()[0]
 
 

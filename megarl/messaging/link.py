@@ -129,18 +129,19 @@ class _Endpoint:
             if self._broken is not None:
                 raise self._broken
             self._read_ahead = False
-            taken = 0
+            count = 0
             try:
-                while taken < most:
-                    self._inbox.put(*self._read())
-                    taken += 1
+                while count < most:
+                    sender, message = self._read()
+                    self._inbox.put(sender, message)
+                    count += 1
             except zmq.Again:
                 return True
             except Exception as error:
                 self._broken = error
                 raise
             finally:
-                if taken:
+                if count:
                     self._arrived()
             return False
 
@@ -149,12 +150,11 @@ class _Endpoint:
             (body,) = frames
             return decode(body)
         except (ValueError, msgspec.DecodeError) as error:
-            sent = (
-                f"{sum(map(len, frames))} bytes in {len(frames)} parts, beginning with "
-                f"{b''.join(frames)[:16].hex()}: {error}"
-            )
+            data = b"".join(frames)
             raise UnknownMessage(
-                f"{self.name} was sent something by {sender} that is not a message of this run: {sent}"
+                f"{self.name} was sent something by {sender} that is not a message of this run: "
+                f"{len(data)} bytes in {len(frames)} parts, beginning with {data[:16].hex()}: "
+                f"{error}"
             ) from error
 
     def _arrived(self) -> None:
@@ -175,9 +175,9 @@ class _Endpoint:
     def wait(self, timeout_s: float) -> bool:
         """Blocks until anything arrives; returns False past the deadline."""
         with self._lock:
-            return self._read_ahead or bool(
-                self._socket.poll(math.ceil(max(0.0, timeout_s) * 1000))
-            )
+            if self._read_ahead:
+                return True
+            return bool(self._socket.poll(math.ceil(max(0.0, timeout_s) * 1000)))
 
     def receive(self, kind: type[M], timeout_s: float, awaited: str) -> tuple[str, M]:
         """Waits for a message of type `kind`; returns (sender, message).
@@ -185,23 +185,25 @@ class _Endpoint:
         `awaited` completes the sentence "trainer.0 waited 60 s for …".
         Raises TimeoutError past the deadline.
         """
-        found = self.receive_unless(lambda: False, kind, timeout_s, awaited)
-        assert found is not None
-        return found
+        arrival = self.receive_unless(lambda: False, kind, timeout_s, awaited)
+        assert arrival is not None
+        return arrival
 
     def receive_unless(
         self, given_up: Callable[[], bool], kind: type[M], timeout_s: float, awaited: str
     ) -> tuple[str, M] | None:
         """Like `receive`, but returns None if `given_up` becomes true before a message arrives."""
         deadline = time.monotonic() + timeout_s
-        while (found := self.poll(kind)) is None:
-            left_s = deadline - time.monotonic()
+        while True:
+            arrival = self.poll(kind)
+            if arrival is not None:
+                return arrival
+            remaining_s = deadline - time.monotonic()
             if given_up():
                 return None
-            if left_s <= 0:
+            if remaining_s <= 0:
                 raise TimeoutError(f"{self.name} waited {timeout_s:.0f} s for {awaited}")
-            self.wait(min(left_s, LOOK_UP_S))
-        return found
+            self.wait(min(remaining_s, LOOK_UP_S))
 
     def close(self) -> None:
         self._socket.close(linger=1000)
@@ -241,9 +243,9 @@ class Hub(_Endpoint):
 
     def _read(self) -> tuple[str, Message]:
         sender, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-        name = (
-            sender.decode() if sender.isascii() and sender.decode().isprintable() else repr(sender)
-        )
+        name = repr(sender)
+        if sender.isascii() and sender.decode().isprintable():
+            name = sender.decode()
         return name, self._decoded(name, *frames)
 
     def _take_in(self, most: float = math.inf) -> bool:
@@ -256,18 +258,13 @@ class Hub(_Endpoint):
         """
         while int(self._refusals.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self._refusals)["event"]
-            late = event == UNFINISHED
-            said = (
-                "lost a connection before its handshake was over"
-                if late
-                else "refused a connection without the run's key"
-            )
-            self._refused[said] += 1
-            if self._refused[said].bit_count() == 1:
-                print(
-                    f"{self.name} {said} at {self.address}, {self._refused[said]} by now",
-                    flush=True,
-                )
+            text = "refused a connection without the run's key"
+            if event == UNFINISHED:
+                text = "lost a connection before its handshake was over"
+            self._refused[text] += 1
+            count = self._refused[text]
+            if count.bit_count() == 1:
+                print(f"{self.name} {text} at {self.address}, {count} by now", flush=True)
 
     def send(self, peer: str, message: Message) -> None:
         """Sends `message` to `peer`. Raises RuntimeError if it is not connected."""
@@ -313,14 +310,13 @@ class Hub(_Endpoint):
 
         Several tasks may wait at once, each for a different type.
         """
-        return (
-            await self._arrived_of(
-                kind,
-                timeout_s,
-                awaited,
-                lambda: [found] if (found := self._inbox.take(kind)) else [],
-            )
-        )[0]
+
+        def take() -> list[tuple[str, M]]:
+            arrival = self._inbox.take(kind)
+            return [] if arrival is None else [arrival]
+
+        [arrival] = await self._next_arrivals(timeout_s, awaited, take)
+        return arrival
 
     async def arrivals(
         self, kind: type[M], timeout_s: float | None, awaited: str | Callable[[], str]
@@ -328,31 +324,31 @@ class Hub(_Endpoint):
         """Like `arrival`, but returns all messages of that type that have arrived, in order; at
         least one.
         """
-        return await self._arrived_of(kind, timeout_s, awaited, lambda: self._inbox.take_all(kind))
+        return await self._next_arrivals(timeout_s, awaited, lambda: self._inbox.take_all(kind))
 
-    async def _arrived_of(
+    async def _next_arrivals(
         self,
-        kind: type[M],
         timeout_s: float | None,
         awaited: str | Callable[[], str],
         take: Callable[[], list[tuple[str, M]]],
     ) -> list[tuple[str, M]]:
         self._listen()
-        found: list[tuple[str, M]] = []
+        arrivals: list[tuple[str, M]] = []
 
         def arrived() -> bool:
             if self._broken is not None:
                 raise self._broken
-            found.extend(take())
-            return bool(found)
+            arrivals.extend(take())
+            return bool(arrivals)
 
         try:
             async with asyncio.timeout(timeout_s):
                 await self._arrivals.until(arrived)
         except TimeoutError:
-            what = awaited if isinstance(awaited, str) else awaited()
-            raise TimeoutError(f"{self.name} waited {timeout_s:.0f} s for {what}") from None
-        return found
+            if not isinstance(awaited, str):
+                awaited = awaited()
+            raise TimeoutError(f"{self.name} waited {timeout_s:.0f} s for {awaited}") from None
+        return arrivals
 
     def _listen(self) -> None:
         """Takes in messages whenever ZeroMQ's descriptor becomes readable.

@@ -21,9 +21,12 @@ from typing import NamedTuple
 
 # all users' sockets in this network namespace
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
-_HELD = ("01", "08")  # states in which a process still holds its end: ESTABLISHED, CLOSE_WAIT
+_OPEN_STATES = (
+    "01",
+    "08",
+)  # states in which a process still holds its end: ESTABLISHED, CLOSE_WAIT
 # a packet filter (linux/filter.h): BPF_RET | BPF_K, 0 bytes
-_NOBODY = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+_DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
 _SO_ATTACH_FILTER = 26
 _one_at_a_time = threading.Lock()
 
@@ -48,20 +51,21 @@ def new_listeners() -> Iterator[Listeners]:
 
     Only one such block may run at a time.
     """
-    found: Listeners = {}
+    listeners: Listeners = {}
     with _one_at_a_time:
-        before = _listening()
-        yield found
-        found.update(
-            {inode: descriptor for inode, descriptor in _listening().items() if inode not in before}
-        )
+        earlier_listeners = _listening()
+        yield listeners
+        for inode, descriptor in _listening().items():
+            if inode not in earlier_listeners:
+                listeners[inode] = descriptor
 
 
 def admit_no_more(listeners: Listeners) -> None:
     """Closes `listeners` to further connections. Raises RuntimeError like `members_only`."""
     for descriptor in listeners.values():
         _admit_nobody(descriptor)
-    if strangers := _strangers(set(listeners)):
+    strangers = _strangers(set(listeners))
+    if strangers:
         users = ", ".join(map(str, sorted(strangers)))
         raise RuntimeError(
             f"user {users} of this host has connected to a process group of this run in place of "
@@ -71,30 +75,29 @@ def admit_no_more(listeners: Listeners) -> None:
 
 def _listening() -> Listeners:
     """All listeners of this process."""
-    found = {}
+    listeners = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:") and _listens(int(name)):
-                found[os.fstat(int(name)).st_ino] = int(name)
-    return found
+                listeners[os.fstat(int(name)).st_ino] = int(name)
+    return listeners
 
 
 def _listens(descriptor: int) -> bool:
-    with socket.socket(fileno=os.dup(descriptor)) as each:
-        return each.family != socket.AF_UNIX and bool(
-            each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        )
+    with socket.socket(fileno=os.dup(descriptor)) as duplicate:
+        if duplicate.family == socket.AF_UNIX:
+            return False
+        return bool(duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _admit_nobody(descriptor: int) -> None:
     """Attaches a filter that drops everything new. It does not affect existing connections."""
-    with socket.socket(fileno=os.dup(descriptor)) as each:
-        each.setsockopt(
-            socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(_NOBODY))
-        )
+    program = struct.pack("HL", 1, ctypes.addressof(_DROP_ALL))
+    with socket.socket(fileno=os.dup(descriptor)) as duplicate:
+        duplicate.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
-class _Row(NamedTuple):
+class _SocketRow(NamedTuple):
     """A row of the kernel's tables of sockets."""
 
     local: str
@@ -109,17 +112,26 @@ def _strangers(listeners: set[int]) -> set[int]:
 
     Connections from other hosts cannot be checked.
     """
-    lines = [
-        line.split()
-        for table in _TABLES
-        if table.exists()
-        for line in table.read_text(encoding="utf-8").splitlines()[1:]
-    ]
-    rows = [_Row(line[1], line[2], line[3], int(line[7]), int(line[9])) for line in lines]
-    ours = {row.local for row in rows if row.inode in listeners}
-    far_ends = {(row.remote, row.local) for row in rows if row.local in ours}
+    rows: list[_SocketRow] = []
+    for table in _TABLES:
+        if not table.exists():
+            continue
+        for line in table.read_text(encoding="utf-8").splitlines()[1:]:
+            words = line.split()
+            row = _SocketRow(
+                local=words[1],
+                remote=words[2],
+                state=words[3],
+                user=int(words[7]),
+                inode=int(words[9]),
+            )
+            rows.append(row)
+    addresses = {row.local for row in rows if row.inode in listeners}
+    far_ends = {(row.remote, row.local) for row in rows if row.local in addresses}
     return {
         row.user
         for row in rows
-        if (row.local, row.remote) in far_ends and row.state in _HELD and row.user != os.getuid()
+        if row.user != os.getuid()
+        and row.state in _OPEN_STATES
+        and (row.local, row.remote) in far_ends
     }

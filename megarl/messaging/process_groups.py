@@ -17,16 +17,15 @@ import torch.distributed as dist
 
 from megarl.messaging.host import family_of, in_url, is_loopback, with_port
 
-# Torch's stores, where the members of a process group meet. Everyone who can reach a store can read
-# and change it.
-#
-# So on one host, the store is a file that only this user can open. Between hosts it is a port,
-# which listens only on the network that the hosts share: torch has no keys for it, and would by
-# default listen on every network.
-
 
 def open_store(host: str) -> tuple[dist.Store, str]:
-    """A store that other processes reach at the IP address `host`, and the address of the store."""
+    """A store, where the members of a process group meet at the IP address `host`, and the address
+    of the store.
+
+    Everyone who can reach a store can read and change it. So on one host, it is a file that only
+    this user can open. Between hosts it is a port, which listens only on the network that the hosts
+    share: torch has no keys for it, and would by default listen on every network.
+    """
     if is_loopback(host):
         folder = tempfile.mkdtemp(prefix="store-")
         path = os.path.join(folder, "store")
@@ -65,19 +64,18 @@ def listening_store(host: str, port: int, timeout_s: float = 300) -> dist.TCPSto
     )
 
 
-# How trainer ranks stop on SIGTERM, which the launcher or Slurm sends to all processes of a job.
-#
-# Ranks receive the signal at different moments, possibly inside collectives, so the signal only
-# sets a flag. Rank 0 announces the stop instead of the next batch (`rollouts`). If every rank waits
-# on its own, all ranks agree whether to give up the wait. In either case the running step is
-# finished.
-
-
 class StopRequest:
-    """The request to stop, as one trainer rank sees it."""
+    """The request to stop, as one trainer rank sees it: SIGTERM, which the launcher or Slurm sends
+    to all processes of a job.
+
+    Ranks receive the signal at different moments, possibly inside collectives, so the signal only
+    sets a flag. Rank 0 announces the stop instead of the next batch (`rollouts`). If every rank
+    waits on its own, all ranks agree whether to give up the wait. In either case the running step
+    is finished.
+    """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.is_made = False
         self.since = 0.0  # time.monotonic() of the request
 
     def listen(self) -> None:
@@ -85,8 +83,8 @@ class StopRequest:
         signal.signal(signal.SIGTERM, lambda *_: self.ask())
 
     def ask(self) -> None:
-        if not self.asked:
-            self.asked = True
+        if not self.is_made:
+            self.is_made = True
             self.since = time.monotonic()
 
     def agree(self, given_up: bool, device: torch.device) -> bool:

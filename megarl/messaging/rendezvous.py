@@ -1,4 +1,6 @@
-"""How the processes of a run find each other: addresses, keys, and the checkpoint to resume from."""
+"""How the processes of a run find each other: addresses, keys, and the checkpoint to resume
+from.
+"""
 
 from __future__ import annotations
 
@@ -104,26 +106,22 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     outgoing connection, so these ports lie outside that range, unless the host leaves none there.
     """
     low, high = map(int, EPHEMERAL_RANGE.read_text(encoding="utf-8").split())
-    candidates = [*range(LOWEST_PORT, low), *range(high + 1, END_OF_PORTS)] or list(
-        range(LOWEST_PORT, END_OF_PORTS)
-    )
+    candidates = [*range(LOWEST_PORT, low), *range(high + 1, END_OF_PORTS)]
+    if not candidates:
+        candidates = list(range(LOWEST_PORT, END_OF_PORTS))
     random.SystemRandom().shuffle(candidates)
-    found: list[int] = []
+    ports: list[int] = []
     for port in candidates:
-        if len(found) == count:
+        if len(ports) == count:
             break
         with socket.socket(family_of(host)) as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
-            found.append(port)
-    if len(found) < count:
+            ports.append(port)
+    if len(ports) < count:
         raise RuntimeError(
-            f"{count} free ports are needed on {host}, but there are only {len(found)}"
+            f"{count} free ports are needed on {host}, but there are only {len(ports)}"
         )
-    return found
-
-
-# How launchers learn that engines have left a run for good: by files in the run's launch folder,
-# which all launchers see.
+    return ports
 
 
 _PREFIX = "left."
@@ -131,7 +129,9 @@ LOOK_S = 0.5
 
 
 def note_departure(folder: Path, engine: str) -> None:
-    """Notes that the processes of `engine` (such as engine.3) are no longer needed."""
+    """Notes that the processes of `engine` (such as engine.3) are no longer needed, by a file in
+    the run's launch folder, which all launchers see.
+    """
     (folder / f"{_PREFIX}{engine}").touch()
 
 
@@ -140,7 +140,7 @@ class Departures:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._found = frozenset[str]()
+        self._names = set[str]()  # of the files in the folder
         self._looked_at = -math.inf
 
     def __contains__(self, process: str) -> bool:
@@ -148,13 +148,11 @@ class Departures:
 
         The answer is at most LOOK_S old.
         """
-        if (now := time.monotonic()) - self._looked_at >= LOOK_S:
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_S:
             self._looked_at = now
             # the folder is removed with the run, or its file server is unreachable for a while
             with contextlib.suppress(OSError):
-                self._found = frozenset(
-                    name.removeprefix(_PREFIX)
-                    for name in os.listdir(self._folder)
-                    if name.startswith(_PREFIX)
-                )
-        return ".".join(process.split(".")[:2]) in self._found
+                self._names = set(os.listdir(self._folder))
+        engine = ".".join(process.split(".")[:2])
+        return f"{_PREFIX}{engine}" in self._names

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-# Waiting for a condition, within one event loop.
-
 
 class Pulse:
     """Lets tasks wait for a condition.
@@ -25,9 +23,6 @@ class Pulse:
     async def until(self, holds: Callable[[], bool]) -> None:
         while not holds():
             await self._event.wait()
-
-
-# Tasks that run beside an executor's work.
 
 
 T = TypeVar("T")
@@ -68,7 +63,8 @@ class Background:
 
     def _ended(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
-        if task.cancelled() or (error := task.exception()) is None:
+        error = None if task.cancelled() else task.exception()
+        if error is None:
             return
         self._failure = self._failure or task.get_loop().create_future()
         if not self._failure.done():  # the first error is closest to the cause

@@ -22,7 +22,7 @@ from typing import Any
 
 from megarl.base.files import HubError, hub_file
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
-from megarl.base.without_torch import ask
+from megarl.base.without_torch import ask_program
 from megarl.config.errors import ConfigError
 from megarl.config.limits import find_module, import_module
 from megarl.models import auto_config, multi_token
@@ -269,7 +269,7 @@ def check_as_transformers(model: str, spec: ModelSpec) -> None:
     """
     path = _config_file(model, "model.path")
     try:
-        transformers_values = ask(
+        transformers_values = ask_program(
             program=auto_config.__file__,
             arguments=[str(path.absolute())],
             kind="configs",

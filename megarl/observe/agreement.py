@@ -28,47 +28,46 @@ from megarl.rewards.score import FAILED_EPISODES, FAILED_FRACTION, describe_fail
 if TYPE_CHECKING:
     from megarl.plan.resolve import RunPlan
 
-# How much a probe's log-probs may differ between trainer and generator under the same weights.
-#
-# The limit is on the mean over a probe's tokens. Rounding keeps it far below the limit
-# (docs/benchmarks.md). A stale or corrupt tensor, or engines that compute something else, raise it
-# far above. Single tokens are not limited: even in a healthy run, a token whose router is nearly
-# tied may go to another expert and differ by 0.1 to 0.3. The largest difference is reported too.
-
-
 DIFFERENCE = "logprob/abs_diff_mean"
 LARGEST = "logprob/abs_diff_max"
 LIMIT = "logprob/limit"
-BY_DTYPE = {"float32": 1e-3, "bfloat16": 0.05, "fp8": 0.15}
-OWN_ROUTING = 2  # factor on the limit if trainer and generator choose experts independently
+LIMITS_BY_DTYPE = {"float32": 1e-3, "bfloat16": 0.05, "fp8": 0.15}
+SEPARATE_ROUTING = 2  # factor on the limit if trainer and generator choose experts independently
 FAR = 10  # the run ends at this multiple of the limit
 
 
 def probe_limit(plan: RunPlan, group: str | None = None) -> float:
-    """observe.probe_limit, or the default for the precision of the trainer and of the engines (of
+    """How much a probe's log-probs may differ between trainer and generator under the same weights:
+    observe.probe_limit, or the default for the precision of the trainer and of the engines (of
     `group`, or else the least precise).
+
+    The limit is on the mean over a probe's tokens. Rounding keeps it far below the limit
+    (docs/benchmarks.md). A stale or corrupt tensor, or engines that compute something else, raise
+    it far above. Single tokens are not limited: even in a healthy run, a token whose router is
+    nearly tied may go to another expert and differ by 0.1 to 0.3. The largest difference is
+    reported too.
     """
     config = plan.config
     if config.observe.probe_limit is not None:
         return config.observe.probe_limit
     engines = [shape for name, shape in config.generator.shapes.items() if group in (None, name)]
-    limit = max(BY_DTYPE["fp8" if shape.quantization else config.model.dtype] for shape in engines)
-    return limit * (
-        OWN_ROUTING if plan.spec.num_experts and not config.trainer.routing_replay else 1
+    limit = max(
+        LIMITS_BY_DTYPE["fp8" if shape.quantization else config.model.dtype] for shape in engines
     )
+    if plan.spec.num_experts and not config.trainer.routing_replay:
+        limit *= SEPARATE_ROUTING
+    return limit
 
 
 def too_far(difference: float, limit: float) -> str | None:
     """If this mean difference is too large, the reason why the run must stop; otherwise None."""
     if math.isfinite(difference) and difference <= FAR * limit:
         return None
-    found = (
-        f"differ by {difference:.3g} on average"
-        if math.isfinite(difference)
-        else "are not all finite"
-    )
+    finding = "are not all finite"
+    if math.isfinite(difference):
+        finding = f"differ by {difference:.3g} on average"
     return (
-        f"the log-probs of trainer and generator under the same weights {found}, more than {FAR} "
+        f"the log-probs of trainer and generator under the same weights {finding}, more than {FAR} "
         f"times observe.probe_limit={limit:g}: "
         "they do not compute the same model. If weights.audit is on, the engines have the weights "
         "that were sent, so look at the rest: "
@@ -127,34 +126,36 @@ class Totals:
         """The meters of all tokens, and of each class of ages that has tokens; empty without
         tokens.
         """
-        found = _of(
+        metrics = _meters(
             "agreement",
             self.sums.sum(axis=0),
             self.bins.sum(axis=(0, 1)),
             float(self.largest.max()),
         )
-        if found:
-            found["agreement/ess_sequences"] = _effective(*self.sequences.tolist())
-        for name, sums, bins, largest in zip(
-            AGES, self.sums, self.bins, self.largest.tolist(), strict=True
-        ):
-            found |= _of(f"agreement/{name}", sums, bins.sum(axis=0), largest)
-        return found
+        if metrics:
+            metrics["agreement/ess_sequences"] = _effective(*self.sequences.tolist())
+        for index, name in enumerate(AGES):
+            metrics |= _meters(
+                f"agreement/{name}",
+                self.sums[index],
+                self.bins[index].sum(axis=0),
+                float(self.largest[index]),
+            )
+        return metrics
 
     def histograms(self) -> dict[str, Histogram]:
         """The histograms of log-ratios, under the same names."""
-        rows = {
-            "agreement": self.bins.sum(axis=0),
-            **{f"agreement/{name}": bins for name, bins in zip(AGES, self.bins, strict=True)},
-        }
+        bins_by_name = {"agreement": self.bins.sum(axis=0)}
+        for name, bins in zip(AGES, self.bins, strict=True):
+            bins_by_name[f"agreement/{name}"] = bins
         return {
             f"{name}/histogram": Histogram(HISTOGRAM_EDGES.tolist(), _histogram(bins))
-            for name, bins in rows.items()
+            for name, bins in bins_by_name.items()
             if bins.any()
         }
 
 
-def _of(name: str, sums: np.ndarray, bins: np.ndarray, largest: float) -> dict[str, float]:
+def _meters(name: str, sums: np.ndarray, bins: np.ndarray, largest: float) -> dict[str, float]:
     tokens, absolute, log_ratio, ratio, square, k3 = sums.tolist()
     if not tokens:
         return {}
@@ -171,7 +172,9 @@ def _of(name: str, sums: np.ndarray, bins: np.ndarray, largest: float) -> dict[s
 
 
 def _effective(count: float, total: float, squares: float) -> float:
-    return total * total / (count * squares) if squares else math.nan
+    if squares:
+        return total * total / (count * squares)
+    return math.nan
 
 
 def _percentile(bins: np.ndarray, share: float, largest: float) -> float:
@@ -208,43 +211,43 @@ def describe_agreement(rows: Sequence[Row]) -> str:
         for row in rows
         if LIMIT in row and FEWEST_TOKENS <= row.get("agreement/tokens", 0) == row.get(EQUAL_TOKENS)
     ]
-    for key, series, what in (
+    probes = [row for row in rows if DIFFERENCE in row and LIMIT in row]
+    for key, series, subject in (
         (EQUAL_WEIGHTS, equal, "tokens sampled by the weights that they are trained on"),
-        (DIFFERENCE, [row for row in rows if DIFFERENCE in row and LIMIT in row], "probes"),
+        (DIFFERENCE, probes, "probes"),
     ):
         if not series:
             continue
-        now = _median(series[-RECENT:], key)
+        recent = _median(series[-RECENT:], key)
         limit = series[-1][LIMIT]
-        told = (
-            f"log-probs of trainer and generator differ by {now:.2g} on {what} (median of the "
-            f"last {len(series[-RECENT:])})"
+        text = (
+            f"log-probs of trainer and generator differ by {recent:.2g} on {subject} (median of "
+            f"the last {len(series[-RECENT:])})"
         )
         # describe_differences reports single probes over the limit
-        if key == EQUAL_WEIGHTS and not now <= limit:
-            return f"{told}, over observe.probe_limit={limit:g}: they do not compute the same"
+        if key == EQUAL_WEIGHTS and not recent <= limit:
+            return f"{text}, over observe.probe_limit={limit:g}: they do not compute the same"
         warm = [row for row in series if row["step"] >= WARM_UP]
-        if len(warm) >= 2 * RECENT and not now <= max(
-            DRIFT * (was := _median(warm[:RECENT], key)), DRIFT_FLOOR * limit
-        ):
-            return f"{told}; it was {was:.2g} after the first steps: they drift apart"
+        if len(warm) >= 2 * RECENT:
+            earlier = _median(warm[:RECENT], key)
+            if not recent <= max(DRIFT * earlier, DRIFT_FLOOR * limit):
+                return f"{text}; it was {earlier:.2g} after the first steps: they drift apart"
     sizes = [row for row in rows if row.get("agreement/tokens", 0) >= FEWEST_TOKENS][-RECENT:]
-    if len(sizes) == RECENT and not (size := _median(sizes, "agreement/ess")) >= LEAST_ESS:
-        return (
-            f"the ratios pi/mu are very uneven: the effective sample size is {size:.0%} (median "
-            f"of the last {RECENT} steps). "
-            "The samples are too old, or trainer and generator disagree; see agreement/age_… in "
-            "metrics.jsonl"
-        )
-    return ""
+    if len(sizes) < RECENT:
+        return ""
+    size = _median(sizes, "agreement/ess")
+    if size >= LEAST_ESS:
+        return ""
+    return (
+        f"the ratios pi/mu are very uneven: the effective sample size is {size:.0%} (median "
+        f"of the last {RECENT} steps). The samples are too old, or trainer and generator "
+        "disagree; see agreement/age_… in metrics.jsonl"
+    )
 
 
 def _median(rows: Sequence[Row], key: str) -> float:
     """The median; infinite if most values are not finite."""
-    return median(value if math.isfinite(value := row[key]) else math.inf for row in rows)
-
-
-# Advice about a run, in words. It is given only where it is certain.
+    return median(row[key] if math.isfinite(row[key]) else math.inf for row in rows)
 
 
 FAILED_SHARE = 0.1  # share of failed episodes or scores above which failures are no accident
@@ -253,8 +256,10 @@ EQUAL_STEPS = 5  # after this many steps in a row, equal rewards in every group 
 
 
 def advisories(rows: Sequence[Row]) -> list[str]:
-    """The advisories that the run's last steps call for; possibly none."""
-    return [text for rule in RULES if (text := rule(rows))]
+    """Advice that the run's last steps call for, in words; possibly none. It is given only where it
+    is certain.
+    """
+    return list(filter(None, (rule(rows) for rule in RULES)))
 
 
 def equal_rewards(rows: Sequence[Row]) -> str:
@@ -269,10 +274,11 @@ def equal_rewards(rows: Sequence[Row]) -> str:
         steps += 1
     if steps < EQUAL_STEPS:
         return ""
-    if failed := describe_failed(rows[-steps:], FAILED_SHARE):
+    failures_text = describe_failed(rows[-steps:], FAILED_SHARE)
+    if failures_text:
         return (
-            f"nothing has been learned for {steps} steps, since {failed}: rollouts/ marks them "
-            "and says why"
+            f"nothing has been learned for {steps} steps, since {failures_text}: rollouts/ marks "
+            "them and says why"
         )
     same = rows[-1].get("reward/std") == 0
     reward = rows[-1]["reward/mean"]
@@ -282,13 +288,11 @@ def equal_rewards(rows: Sequence[Row]) -> str:
             f"all rewards have been equal for {steps} steps, and the highest of the run "
             f"({reward:g}): nothing is left to learn"
         )
-    what = (
-        f"all rewards have been equal ({rows[-1]['reward/mean']:g})"
-        if same
-        else "the rewards of each prompt have been equal"
-    )
+    finding = "the rewards of each prompt have been equal"
+    if same:
+        finding = f"all rewards have been equal ({reward:g})"
     return (
-        f"{what} for {steps} steps, so nothing is learned: look into rollouts/ whether answers "
+        f"{finding} for {steps} steps, so nothing is learned: look into rollouts/ whether answers "
         "or reward are wrong"
     )
 
@@ -299,11 +303,9 @@ def failures(rows: Sequence[Row]) -> str:
     """
     recent = rows[-EQUAL_STEPS:]
     failed = "" if equal_rewards(rows) else describe_failed(recent, FAILED_SHARE)
-    return (
-        f"{failed} in the last {len(recent)} steps: rollouts/ marks them and says why"
-        if failed
-        else ""
-    )
+    if failed:
+        return f"{failed} in the last {len(recent)} steps: rollouts/ marks them and says why"
+    return ""
 
 
 def scoring_binds(rows: Sequence[Row]) -> str:
@@ -313,10 +315,10 @@ def scoring_binds(rows: Sequence[Row]) -> str:
     recent = rows[-EQUAL_STEPS:]
     if len(recent) < EQUAL_STEPS or not all("time/reward_s" in row for row in recent):
         return ""
-    names = ("step", "trainer_wait", "generate", "reward")
-    step, wait, generate, reward = (
-        median(row[f"time/{name}_s"] for row in recent) for name in names
-    )
+    step = median(row["time/step_s"] for row in recent)
+    wait = median(row["time/trainer_wait_s"] for row in recent)
+    generate = median(row["time/generate_s"] for row in recent)
+    reward = median(row["time/reward_s"] for row in recent)
     if not (reward > generate and reward > BINDS * step and wait > BINDS * step):
         return ""
     return (
@@ -332,21 +334,14 @@ def describe_failed(rows: Sequence[Row], least: float) -> str:
     """Says so if a share of at least `least` of the episodes failed, or else of the scores;
     otherwise empty.
     """
-    shares = (
-        {
-            key: fmean(row.get(key, 0.0) for row in rows)
-            for key in (FAILED_EPISODES, FAILED_FRACTION)
-        }
-        if rows
-        else {}
-    )
-    if shares.get(FAILED_EPISODES, 0.0) >= least:
+    if not rows:
+        return ""
+    if fmean(row.get(FAILED_EPISODES, 0.0) for row in rows) >= least:
         return describe_failed_episodes(rows)
-    return (
-        f"{shares[FAILED_FRACTION]:.0%} of the scores failed"
-        if shares.get(FAILED_FRACTION, 0.0) >= least
-        else ""
-    )
+    failed_scores = fmean(row.get(FAILED_FRACTION, 0.0) for row in rows)
+    if failed_scores >= least:
+        return f"{failed_scores:.0%} of the scores failed"
+    return ""
 
 
 RULES = (equal_rewards, failures, scoring_binds, describe_differences, describe_agreement)

@@ -53,14 +53,12 @@ class MetricsWriter:
 
         The line also has the quantiles of `distributions` and the counts of `histograms`.
         """
-        known = {key: value for key, value in values.items() if value is not None}
+        row: Row = {key: value for key, value in values.items() if value is not None}
         for key, sample in distributions.items():
-            known |= quantiles(key, sample)
-        self._file.write(
-            _line(
-                step, {**known, **{key: histogram.counts for key, histogram in histograms.items()}}
-            )
-        )
+            row |= quantiles(key, sample)
+        for key, histogram in histograms.items():
+            row[key] = histogram.counts
+        self._file.write(_line(step, row))
 
     def sync(self) -> None:
         """Makes the lines survive a power failure; call it before a checkpoint that counts their
@@ -76,13 +74,8 @@ def quantiles(key: str, sample: Sequence[float]) -> dict[str, float]:
     """`key`/min, p10, p50, p90 and max of a sample; empty for an empty one."""
     if not len(sample):
         return {}
-    return dict(
-        zip(
-            (f"{key}/{name}" for name in QUANTILES),
-            np.quantile(sample, list(QUANTILES.values())).tolist(),
-            strict=True,
-        )
-    )
+    values = np.quantile(sample, list(QUANTILES.values())).tolist()
+    return {f"{key}/{name}": value for name, value in zip(QUANTILES, values, strict=True)}
 
 
 def change_rows(run_dir: Path | str, rows: Mapping[int, Row]) -> None:
@@ -90,16 +83,15 @@ def change_rows(run_dir: Path | str, rows: Mapping[int, Row]) -> None:
     path = Path(run_dir) / METRICS_FILE
     data = path.read_bytes()
     begin = 0
-    changed = []
+    lines = []
     for end, row in parse_lines(data):
-        new = rows.get(row["step"]) if row is not None else None
-        changed.append(
-            data[begin:end]
-            if new is None
-            else _line(new["step"], {key: new[key] for key in new if key != "step"})
-        )
+        if row is not None and row["step"] in rows:
+            values = dict(rows[row["step"]])
+            lines.append(_line(values.pop("step"), values))
+        else:
+            lines.append(data[begin:end])
         begin = end
-    write_whole(path, b"".join([*changed, data[begin:]]).decode(errors="replace"))
+    write_whole(path, b"".join([*lines, data[begin:]]).decode(errors="replace"))
 
 
 def _line(step: int, values: Mapping[str, float | int | bool | Sequence[int]]) -> bytes:
@@ -108,7 +100,9 @@ def _line(step: int, values: Mapping[str, float | int | bool | Sequence[int]]) -
 
 
 def _finite_or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def cut_from(path: Path, step: int) -> None:
@@ -176,24 +170,28 @@ def damaged_lines(path: Path | str) -> list[int]:
 
 
 def check_lines(path: Path | str, step: int) -> str:
-    """A sentence about the steps before `step` that a metrics.jsonl lacks; empty if it lacks none."""
-    there = {row["step"] for row in read_metrics(path)}
-    missing = [number for number in range(step) if number not in there]
-    return lost_lines(path, missing) if missing else ""
+    """A sentence about the steps before `step` that a metrics.jsonl lacks; empty if it lacks
+    none.
+    """
+    recorded = {row["step"] for row in read_metrics(path)}
+    missing = [number for number in range(step) if number not in recorded]
+    if missing:
+        return lost_lines(path, missing)
+    return ""
 
 
 def lost_lines(path: Path | str, steps: Sequence[int]) -> str:
     """A sentence about the missing `steps`, at least one, in ascending order."""
-    which = (
-        f"step {steps[0]}"
-        if len(steps) == 1
-        else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
-    )
-    return f"{path}: the record of {which} was torn or lost"
+    steps_text = f"step {steps[0]}"
+    if len(steps) > 1:
+        steps_text = f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+    return f"{path}: the record of {steps_text} was torn or lost"
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Row | None]]:
-    return parse_lines(path.read_bytes()) if path.exists() else iter(())
+    if path.exists():
+        return parse_lines(path.read_bytes())
+    return iter(())
 
 
 class MetricsTail:

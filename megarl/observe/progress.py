@@ -54,16 +54,13 @@ def _number(key: str, digits: int) -> Callable[[Row], str]:
         if key not in row:
             return ""
         size = abs(row[key])
-        return format(
-            row[key],
-            f".{digits}f"
-            if size < 10
-            else ".2f"
-            if size < 100
-            else ".1f"
-            if size < 1000
-            else ".0f",
-        )
+        if size < 10:
+            return f"{row[key]:.{digits}f}"
+        if size < 100:
+            return f"{row[key]:.2f}"
+        if size < 1000:
+            return f"{row[key]:.1f}"
+        return f"{row[key]:.0f}"
 
     return cell
 
@@ -77,12 +74,14 @@ def _staleness(row: Row) -> str:
 
 
 def _loss(row: Row) -> str:
-    size = abs(row.get("loss", 0.0))
-    return (
-        format(row["loss"], "+.4f" if size < 10 else "+.3f" if size < 100 else "+.3g")
-        if "loss" in row
-        else ""
-    )
+    if "loss" not in row:
+        return ""
+    size = abs(row["loss"])
+    if size < 10:
+        return f"{row['loss']:+.4f}"
+    if size < 100:
+        return f"{row['loss']:+.3f}"
+    return f"{row['loss']:+.3g}"
 
 
 # Heading -> (key, cell). A column is shown only if the row has its key. All columns together fit
@@ -124,7 +123,7 @@ class Progress:
         self.console = console or Console(force_terminal=sys.stdout.isatty(), force_jupyter=False)
         self._tail = MetricsTail(self.run_dir / METRICS_FILE)
         self._tail.poll()  # takes in the steps before this start
-        self._started = self._refreshed = self._heard = time.monotonic()
+        self._started = self._refreshed = self._news_at = time.monotonic()
         self._arrivals: deque[float] = deque(maxlen=ETA_STEPS + 1)
         self._printed = 0
         self._headings = list[str]()
@@ -154,11 +153,13 @@ class Progress:
         for failure in self._failures.poll():
             if failure.kind == WARNING:
                 self.warn(one_line(failure.reason))
-            elif (name := (failure.part, failure.kind)) not in self._failed:
+                continue
+            name = (failure.part, failure.kind)
+            if name not in self._failed:
                 self._failed.add(name)
-                what = "an episode" if of_episode(failure) else "scoring"
+                subject = "an episode" if of_episode(failure) else "scoring"
                 self._line(
-                    f"! prompt {failure.ordinal}: {what} failed ({told(failure)}): "
+                    f"! prompt {failure.ordinal}: {subject} failed ({told(failure)}): "
                     f"{one_line(failure.reason)}"
                 )
 
@@ -173,36 +174,35 @@ class Progress:
             self._live.update(self._render(), refresh=True)
             self._live.stop()
 
-    def _done(self) -> int:
-        return self._tail.rows[-1]["step"] + 1 if self._tail.rows else 0
+    def _finished_steps(self) -> int:
+        if self._tail.rows:
+            return self._tail.rows[-1]["step"] + 1
+        return 0
 
     def _remaining_s(self) -> float | None:
         if len(self._arrivals) < 2 or self._arrivals[-1] == self._arrivals[0]:
             return None
         pace_s = (self._arrivals[-1] - self._arrivals[0]) / (len(self._arrivals) - 1)
-        return pace_s * max(0, self.total_steps - self._done())
+        return pace_s * max(0, self.total_steps - self._finished_steps())
 
     def _render(self) -> RenderableType:
         statuses = read_statuses(self.run_dir)
         parts: list[RenderableType] = [self._bar()]
-        if shown := self._tail.rows[-STEPS_SHOWN:]:
-            parts.insert(0, self._table(shown))
-            for failed in failure_lines(shown, self._failures, f" in the last {len(shown)} steps"):
-                parts.insert(1, Text(failed, style="yellow"))
-            parts += [Text(line, style="dim") for line in filter(None, [source_line(shown[-1])])]
-            parts += [
-                Text(line, style="dim")
-                for line in held_out_lines(self._tail.rows)[-HELD_OUT_SHOWN:]
-            ]
-            parts += [
-                Text(f"! {text}", style="bold yellow") for text in advisories(self._tail.rows)
-            ]
+        rows = self._tail.rows
+        recent = rows[-STEPS_SHOWN:]
+        if recent:
+            parts.insert(0, self._table(recent))
+            for line in failure_lines(recent, self._failures, f" in the last {len(recent)} steps"):
+                parts.insert(1, Text(line, style="yellow"))
+            for line in (source_line(recent[-1]), *held_out_lines(rows)[-HELD_OUT_SHOWN:]):
+                if line:
+                    parts.append(Text(line, style="dim"))
+            for text in advisories(rows):
+                parts.append(Text(f"! {text}", style="bold yellow"))
         parts += _status_lines(statuses) or [Text("starting the processes", style="dim")]
         if not _serves(statuses):
-            parts += [
-                Text(line, style="dim", no_wrap=True, overflow="ellipsis")
-                for line in _starting(self.run_dir)[:PROCESSES_SHOWN]
-            ]
+            for line in _starting_lines(self.run_dir)[:PROCESSES_SHOWN]:
+                parts.append(Text(line, style="dim", no_wrap=True, overflow="ellipsis"))
         return Group(*parts)
 
     def _table(self, rows: list[Row]) -> Table:
@@ -222,21 +222,21 @@ class Progress:
         remaining_s = self._remaining_s()
         line = Table.grid(padding=(0, 2))
         elapsed = duration(time.monotonic() - self._started)
-        left = "" if remaining_s is None else f", {duration(remaining_s)} to go"
+        remaining = "" if remaining_s is None else f", {duration(remaining_s)} to go"
         line.add_row(
-            ProgressBar(total=max(1, self.total_steps), completed=self._done(), width=30),
-            f"{self._done()} of {self.total_steps} steps, {elapsed} elapsed{left}",
+            ProgressBar(total=max(1, self.total_steps), completed=self._finished_steps(), width=30),
+            f"{self._finished_steps()} of {self.total_steps} steps, {elapsed} elapsed{remaining}",
         )
         return line
 
     def _print_plain(self, new: int, now: float) -> None:
         for row in self._tail.rows[len(self._tail.rows) - new :]:
             self._print_row(row)
-            self._heard = now
+            self._news_at = now
         if new:
             self._print_advisories()
-        if now - self._heard >= SILENCE_S:
-            self._heard = now
+        if now - self._news_at >= SILENCE_S:
+            self._news_at = now
             for line in doings(self.run_dir):
                 self._line(f"  {line}")
 
@@ -255,7 +255,8 @@ class Progress:
         self._engines = row.get("engines/serving", self._engines)
         if engines is not None and engines != self._engines:
             self._line(
-                f"  {self._engines:.0f} engines serve from step {row['step']} on, {engines:.0f} before"
+                f"  {self._engines:.0f} engines serve from step {row['step']} on, {engines:.0f} "
+                "before"
             )
         self._line(
             " ".join(f"{COLUMNS[heading][1](row):>{_width(heading)}}" for heading in headings)
@@ -269,10 +270,11 @@ class Progress:
         """Prints each kind of advice when it begins to hold, but not again when only its numbers
         change.
         """
-        found = {rule: text for rule in RULES if (text := rule(self._tail.rows))}
-        for rule in found.keys() - self._advised:
-            self._line(f"! {found[rule]}")
-        self._advised = set(found)
+        advice = {rule: rule(self._tail.rows) for rule in RULES}
+        for rule, text in advice.items():
+            if text and rule not in self._advised:
+                self._line(f"! {text}")
+        self._advised = {rule for rule, text in advice.items() if text}
 
     def _line(self, text: str) -> None:
         for line in wrapped(text):
@@ -287,11 +289,11 @@ class Doings:
 
     def __init__(self, run_dir: Path):
         self._run_dir = run_dir
-        self._told = time.monotonic()
+        self._printed_at = time.monotonic()
 
     def poll(self) -> None:
-        if time.monotonic() - self._told >= SILENCE_S:
-            self._told = time.monotonic()
+        if time.monotonic() - self._printed_at >= SILENCE_S:
+            self._printed_at = time.monotonic()
             for line in doings(self._run_dir):
                 print(*wrapped(f"  {line}"), sep="\n", file=sys.stderr, flush=True)
 
@@ -303,37 +305,45 @@ def wrapped(text: str) -> list[str]:
 
 def doings(run_dir: Path) -> list[str]:
     statuses = read_statuses(run_dir)
-    return [*map(str, statuses), *([] if _serves(statuses) else _starting(run_dir))]
+    lines = list(map(str, statuses))
+    if not _serves(statuses):
+        lines += _starting_lines(run_dir)
+    return lines
 
 
 def _width(heading: str) -> int:
     return max(7 if heading in ("stale", "loss", "dropped") else 6, len(heading))
 
 
-def _starting(run_dir: Path) -> list[str]:
+def _starting_lines(run_dir: Path) -> list[str]:
     """The last line of each engine's log: what it loads or compiles, and how much is left."""
-    found = []
+    starting_lines = []
     for log in sorted((run_dir / "logs").glob("*.log")):
-        if (
-            not log.name.startswith(("trainer.", "generator.", "evaluator.", "reward.", "tracker."))
-            and log.stat().st_size
-        ):
-            with open(log, "rb") as file:
-                file.seek(max(0, log.stat().st_size - PRINTED_BYTES))
-                lines = escape(
-                    re.sub(r"[\r\n]+", "\n", file.read().decode(errors="replace"))
-                ).splitlines()
-            said = [line.strip() for line in lines if line.strip() and "warn" not in line.lower()]
-            found.append(f"{log.stem}: starting: {said[-1] if said else ''}")
-    return found
+        if log.name.startswith(("trainer.", "generator.", "evaluator.", "reward.", "tracker.")):
+            continue
+        if log.stat().st_size == 0:
+            continue
+        with open(log, "rb") as file:
+            file.seek(max(0, log.stat().st_size - PRINTED_BYTES))
+            end = file.read().decode(errors="replace")
+        lines = map(str.strip, escape(re.sub(r"[\r\n]+", "\n", end)).splitlines())
+        lines = [line for line in lines if line and "warn" not in line.lower()]
+        starting_lines.append(f"{log.stem}: starting: {lines[-1] if lines else ''}")
+    return starting_lines
 
 
 def failure_lines(rows: Sequence[Row], failures: FailuresTail, when: str = "") -> list[str]:
     """Lines about the episodes and scores that failed in `rows`, with the reason of the last
     failure; none if nothing failed.
     """
-    told = [(describe_failed_episodes(rows), True), (describe_failures(rows), False)]
-    return [f"{text}{when}{failures.reason(episodes)}" for text, episodes in told if text]
+    lines = []
+    for text, episodes in (
+        (describe_failed_episodes(rows), True),
+        (describe_failures(rows), False),
+    ):
+        if text:
+            lines.append(f"{text}{when}{failures.reason(episodes)}")
+    return lines
 
 
 def source_line(row: Row) -> str:
@@ -345,15 +355,20 @@ def source_line(row: Row) -> str:
         for key in row
         if key.startswith("source/") and key.endswith("/prompts")
     ]
-    rewards = {name: row[key] for name in names if (key := f"source/{name}/reward") in row}
-    parts = [
-        f"{escape(n)} {row[f'source/{n}/prompts']:.0f}"
-        + (f" (reward {rewards[n]:.3f})" if n in rewards else "")
-        for n in names
-    ]
-    parts += [f"{row['prompts/rested']:.0f} at rest"] if row.get("prompts/rested") else []
-    line = f"prompts, step {row['step']}: {', '.join(parts)}" if parts else ""
-    return line if len(line) <= LINE else line[: LINE - 1] + "…"
+    parts = []
+    for name in names:
+        part = f"{escape(name)} {row[f'source/{name}/prompts']:.0f}"
+        if f"source/{name}/reward" in row:
+            part += f" (reward {row[f'source/{name}/reward']:.3f})"
+        parts.append(part)
+    if row.get("prompts/rested"):
+        parts.append(f"{row['prompts/rested']:.0f} at rest")
+    if not parts:
+        return ""
+    line = f"prompts, step {row['step']}: {', '.join(parts)}"
+    if len(line) <= LINE:
+        return line
+    return line[: LINE - 1] + "…"
 
 
 def held_out_lines(rows: Sequence[Row]) -> list[str]:
@@ -369,13 +384,12 @@ def held_out_lines(rows: Sequence[Row]) -> list[str]:
 
 def missed_lines(rows: Sequence[Row]) -> list[str]:
     """One line per row in which the number of missed evaluations has changed."""
-    found = [
-        (row, [f"{row[f'eval/{what}']:.0f} {what}" for what in MISSED if f"eval/{what}" in row])
-        for row in rows
-    ]
-    return [
-        f"evaluations by step {row['step']}: {', '.join(counts)}" for row, counts in found if counts
-    ]
+    lines = []
+    for row in rows:
+        counts = [f"{row[f'eval/{kind}']:.0f} {kind}" for kind in MISSED if f"eval/{kind}" in row]
+        if counts:
+            lines.append(f"evaluations by step {row['step']}: {', '.join(counts)}")
+    return lines
 
 
 def _scores(row: Row) -> Iterator[str]:
@@ -405,14 +419,13 @@ def _status_lines(statuses: Sequence[Status]) -> list[RenderableType]:
     """
     lines: list[RenderableType] = []
     for role, members in groupby(statuses, key=lambda status: status.name.rpartition(".")[0]):
-        every = list(members)
-        oldest = {
-            status.name
-            for status in sorted(every, key=lambda status: status.since_s)[:PROCESSES_SHOWN]
-        }
-        lines += [_status_line(status) for status in every if status.name in oldest]
-        if hidden := len(every) - len(oldest):
-            lines.append(Text(f"{role:<14}… and {hidden} more, whose lines are newer", style="dim"))
+        role_statuses = list(members)
+        oldest = sorted(role_statuses, key=lambda status: status.since_s)[:PROCESSES_SHOWN]
+        lines += [_status_line(status) for status in role_statuses if status in oldest]
+        hidden = len(role_statuses) - len(oldest)
+        if hidden:
+            text = f"{role:<14}… and {hidden} more, whose lines are newer"
+            lines.append(Text(text, style="dim"))
     return lines
 
 

@@ -25,10 +25,6 @@ from megarl.observe.samples import FailuresTail
 from megarl.observe.status import merge_traces
 from megarl.rewards.score import describe_failed_episodes, describe_failures
 
-# report.png shows reward per step and on held-out prompts, response length and entropy, and how the
-# time was spent.
-
-
 SMOOTH_STEPS = 10  # trailing window of the moving mean
 # (key, label, colour): the trainer's times are stacked upwards from the axis, the generator's
 # downwards.
@@ -49,7 +45,11 @@ HEADROOM = 1.25
 
 
 def plot(run_dir: Path | str) -> Path:
-    """Writes `run_dir`/report.png and returns its path. Uses no display and no state of pyplot."""
+    """Writes `run_dir`/report.png and returns its path. Uses no display and no state of pyplot.
+
+    It shows reward per step and on held-out prompts, response length and entropy, and how the time
+    was spent.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -92,7 +92,9 @@ def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 def _nanmean(values: np.ndarray) -> float:
     finite = values[np.isfinite(values)]
-    return float(finite.mean()) if len(finite) else math.nan
+    if len(finite):
+        return float(finite.mean())
+    return math.nan
 
 
 def _plot_reward(axes, rows: list[Row]) -> None:
@@ -127,17 +129,18 @@ def _plot_held_out(axes, evaluations: list[Evaluation]) -> None:
     """
     points: dict[str, list[tuple[int, float]]] = {}
     for evaluation in evaluations:
-        found = as_metrics(evaluation)
-        for key, value in found.items():
-            if key.endswith("pass@1") or (
-                key.endswith("/reward/mean") and key.replace("reward/mean", "pass@1") not in found
-            ):
-                points.setdefault(key.removeprefix("eval/").replace("/", " "), []).append(
-                    (evaluation["version"], value)
-                )
-    for (name, found), colour in zip(points.items(), cycle(HELD_OUT_COLOURS)):
+        scores = as_metrics(evaluation)
+        for key, value in scores.items():
+            # the mean reward, of a set without pass@1
+            is_reward = key.endswith("/reward/mean")
+            if is_reward and key.replace("reward/mean", "pass@1") in scores:
+                continue
+            if is_reward or key.endswith("pass@1"):
+                name = key.removeprefix("eval/").replace("/", " ")
+                points.setdefault(name, []).append((evaluation["version"], value))
+    for (name, set_points), colour in zip(points.items(), cycle(HELD_OUT_COLOURS)):
         axes.plot(
-            *zip(*found),
+            *zip(*set_points),
             color=colour,
             linewidth=1.2,
             linestyle="--",
@@ -174,13 +177,15 @@ def _plot_responses(axes, rows: list[Row]) -> None:
     entropy_axes.set_ylabel("nats per token", color="#8a4f9d")
     entropy_axes.set_ylim(0, LEGEND_ROOM * max(1e-3, np.nanmax([*entropy, *divergence, 0.0])))
     entropy_axes.spines[["top", "left"]].set_visible(False)
-    handles, labels = (
-        left + right
-        for left, right in zip(
-            axes.get_legend_handles_labels(), entropy_axes.get_legend_handles_labels()
-        )
+    handles, labels = axes.get_legend_handles_labels()
+    entropy_handles, entropy_labels = entropy_axes.get_legend_handles_labels()
+    axes.legend(
+        handles + entropy_handles,
+        labels + entropy_labels,
+        loc="upper right",
+        ncols=3,
+        frameon=False,
     )
-    axes.legend(handles, labels, loc="upper right", ncols=3, frameon=False)
 
 
 def _plot_times(axes, rows: list[Row]) -> None:
@@ -223,10 +228,6 @@ def _unique_legend(axes) -> tuple[list, list[str]]:
     return list(unique.values()), list(unique)
 
 
-# agreement.png shows the agreement meters over a run's steps, by the age of tokens, and the ratios
-# of its first and last steps.
-
-
 RATIO_STEPS = 20  # first and last steps whose ratios are shown
 AGE_COLOURS: dict[str, str] = dict(
     zip(
@@ -238,7 +239,11 @@ AGE_COLOURS: dict[str, str] = dict(
 
 
 def plot_agreement(run_dir: Path) -> Path:
-    """Writes `run_dir`/agreement.png, if the run has meters, and returns its path."""
+    """Writes `run_dir`/agreement.png, if the run has meters, and returns its path.
+
+    It shows the agreement meters over a run's steps, by the age of tokens, and the ratios of its
+    first and last steps.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -374,22 +379,19 @@ def finish_report(run_dir: Path | str) -> str:
         ("rollouts", run_dir / "rollouts"),
         ("trace (ui.perfetto.dev)", trace),
     ]
-    page = [("a page of all this", f"megarl report {run_dir}")]
-    left_out = [("left out, as damaged", str(path)) for path in damaged_results(run_dir)]
-    if lines := damaged_lines(run_dir / METRICS_FILE):
-        where = (
-            f"{run_dir / METRICS_FILE}: line{'s' * (len(lines) > 1)} "
-            f"{', '.join(map(str, lines[:LINES_NAMED]))}"
+    lines = [(name, str(path)) for name, path in files if path.exists()]
+    lines.append(("a page of all this", f"megarl report {run_dir}"))
+    lines += [("left out, as damaged", str(path)) for path in damaged_results(run_dir)]
+    damaged = damaged_lines(run_dir / METRICS_FILE)
+    if damaged:
+        text = (
+            f"{run_dir / METRICS_FILE}: line{'s' * (len(damaged) > 1)} "
+            f"{', '.join(map(str, damaged[:LINES_NAMED]))}"
         )
-        left_out.append(
-            (
-                "left out, as damaged",
-                where + (f" and {more} more" if (more := len(lines) - LINES_NAMED) > 0 else ""),
-            )
-        )
-    return summary + _table(
-        [(what, str(path)) for what, path in files if path.exists()] + page + left_out
-    )
+        if len(damaged) > LINES_NAMED:
+            text += f" and {len(damaged) - LINES_NAMED} more"
+        lines.append(("left out, as damaged", text))
+    return summary + _table(lines)
 
 
 def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
@@ -404,18 +406,20 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
     lines = [("reward", _reward(rows))]
     failures = FailuresTail(run_dir)
     failures.poll()
-    if failed := describe_failed_episodes(rows):
-        lines.append(
-            ("episodes", f"{failed}{failures.reason(episodes=True)}; rollouts/ marks them")
-        )
-    if failed := describe_failures(rows):
-        lines.append(("scores", f"{failed}{failures.reason(episodes=False)}; rollouts/ marks them"))
+    for name, text in (
+        ("episodes", describe_failed_episodes(rows)),
+        ("scores", describe_failures(rows)),
+    ):
+        if text:
+            reason = failures.reason(episodes=name == "episodes")
+            lines.append((name, f"{text}{reason}; rollouts/ marks them"))
     unanswered = sum(_values(rows, "prompts/unanswered"))
     if unanswered:
         lines.append(
             ("prompts unanswered", f"{unanswered:.0f}, dropped since a program sampled nothing")
         )
-    if (dropped := _values(rows, "prompts/dropped")) and (sum(dropped) or not unanswered):
+    dropped = _values(rows, "prompts/dropped")
+    if dropped and (sum(dropped) or not unanswered):
         lines.append(("prompts dropped", _dropped(rows)))
     lines += _held_out(evaluations, int(rows[-1]["step"]) + 1)
     turns = _values(rows, "turns/mean")
@@ -424,29 +428,25 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
     staleness = _values(rows, "staleness/max")
     speed = _values(rows, "samples_per_s")
     if staleness:
+        mean = _mean(rows, "staleness/mean")
         lines.append(
-            (
-                "staleness",
-                f"{_mean(rows, 'staleness/mean'):.2f} steps on average, {max(staleness):.0f} at most",
-            )
+            ("staleness", f"{mean:.2f} steps on average, {max(staleness):.0f} at most"),
         )
     differences = _values(rows, "logprob/abs_diff_mean")
     if differences:
-        own = _values(rows, "logprob/abs_diff_mean_own_routing")
-        without = f"; at most {max(own):.1e} without routing replay" if own else ""
-        found = (
+        text = (
             f"at most {max(differences):.1e} between trainer and generator, "
-            f"{len(differences)} probes{without}"
+            f"{len(differences)} probes"
         )
-        lines.append(("log-prob difference", found))
-    if sizes := _values(rows, "agreement/ess"):
+        without_replay = _values(rows, "logprob/abs_diff_mean_own_routing")
+        if without_replay:
+            text += f"; at most {max(without_replay):.1e} without routing replay"
+        lines.append(("log-prob difference", text))
+    sizes = _values(rows, "agreement/ess")
+    if sizes:
         difference = _ends(rows, "agreement/abs_diff_mean", "mean log-prob difference")
-        lines.append(
-            (
-                "trained on",
-                f"{difference}; effective sample size {statistics.median(sizes):.2%} (median)",
-            )
-        )
+        size = statistics.median(sizes)
+        lines.append(("trained on", f"{difference}; effective sample size {size:.2%} (median)"))
     if _values(rows, "entropy/mean"):
         lines.append(("entropy", _ends(rows, "entropy/mean", "nats a token")))
     lengths = _values(rows, "response_tokens/mean")
@@ -458,26 +458,17 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
             ("weight audits", f"{sum(map(bool, audits))} of {len(audits)} equal bit for bit")
         )
     if speed:
+        tokens = _median(rows, "tokens_per_s")
         lines.append(
-            (
-                "speed",
-                f"{statistics.median(speed):.0f} samples/s, {_median(rows, 'tokens_per_s'):.0f} "
-                "tokens/s",
-            )
+            ("speed", f"{statistics.median(speed):.0f} samples/s, {tokens:.0f} tokens/s"),
         )
-    lines.append(
-        (
-            "a step takes",
-            f"{_median(rows, 'time/step_s'):.3f} s; of it, or beside it:"
-            if _values(rows, "time/step_s")
-            else "",
-        )
-    )
-    lines += [
-        (f"  {name}", f"{_median(rows, key):.3f} s")
-        for name, key in SPLIT.items()
-        if _values(rows, key)
-    ]
+    text = ""
+    if _values(rows, "time/step_s"):
+        text = f"{_median(rows, 'time/step_s'):.3f} s; of it, or beside it:"
+    lines.append(("a step takes", text))
+    for name, key in SPLIT.items():
+        if _values(rows, key):
+            lines.append((f"  {name}", f"{_median(rows, key):.3f} s"))
     lines += [("note", text) for text in advisories(rows)]
     return f"\n{run_dir}: {len(rows)} steps (speed and times are medians)\n" + _table(lines)
 
@@ -493,12 +484,15 @@ def _reward(rows: list[Row]) -> str:
 
 
 def _dropped(rows: list[Row]) -> str:
-    dropped, right, wrong = (
-        sum(_values(rows, f"prompts/dropped{kind}")) for kind in ("", "_right", "_wrong")
+    dropped = sum(_values(rows, "prompts/dropped"))
+    right = sum(_values(rows, "prompts/dropped_right"))
+    wrong = sum(_values(rows, "prompts/dropped_wrong"))
+    count = min(ENDS, len(rows))
+    reward = _mean(rows[-count:], "reward/trained_mean")
+    return (
+        f"{dropped:.0f}, {right:.0f} all right and {wrong:.0f} all wrong; without them the reward "
+        f"was {reward:.3f} in the last {count} steps"
     )
-    trained = _mean(rows[-min(ENDS, len(rows)) :], "reward/trained_mean")
-    text = f"{dropped:.0f}, {right:.0f} all right and {wrong:.0f} all wrong"
-    return f"{text}; without them the reward was {trained:.3f} in the last {min(ENDS, len(rows))} steps"
 
 
 def _ends(rows: list[Row], key: str, unit: str) -> str:
@@ -522,21 +516,28 @@ def _held_out(evaluations: Sequence[Evaluation], steps: int) -> list[tuple[str, 
     """For each held-out set, before the first step and at the end: pass@1, pass@k for the largest
     k, and mean reward if it says more.
     """
+    if not evaluations:
+        return []
     lines = []
-    for name, last in sets(evaluations[-1]).items() if evaluations else ():
-        first = sets(evaluations[0]).get(name, {}) if evaluations[0]["version"] == 0 else {}
-        version = evaluations[-1]["version"]
-        when = "after" if version in (0, steps) else f"after {version} steps"
-        for score in dict.fromkeys(
-            ["pass@1", *[key for key in last if key.startswith("pass@")][-1:], "reward/mean"]
-        ):
-            if score in last and (score != "reward/mean" or last[score] != last.get("pass@1")):
+    first_sets = sets(evaluations[0]) if evaluations[0]["version"] == 0 else {}
+    version = evaluations[-1]["version"]
+    end = "after" if version in (0, steps) else f"after {version} steps"
+    for name, last in sets(evaluations[-1]).items():
+        first = first_sets.get(name, {})
+        title = " ".join(("held-out", *name.split()))
+        scores = ["pass@1"]
+        scores += [key for key in last if key.startswith("pass@")][-1:]
+        if last.get("reward/mean") != last.get("pass@1"):
+            scores.append("reward/mean")
+        for score in dict.fromkeys(scores):
+            if score in last:
                 before = f"{first[score]:.3f}" if score in first else "not measured"
                 after = f"{last[score]:.3f}" if version else "not measured"
-                what = " ".join(("held-out", *name.split(), score.replace("reward/mean", "reward")))
-                lines.append((what, f"{before} before, {after} {when}"))
-        if sampling := sampling_text(last):
-            lines.append((" ".join(("held-out", *name.split(), "sampling")), sampling))
+                label = score.replace("reward/mean", "reward")
+                lines.append((f"{title} {label}", f"{before} before, {after} {end}"))
+        sampling = sampling_text(last)
+        if sampling:
+            lines.append((f"{title} sampling", sampling))
     return lines
 
 
@@ -547,12 +548,16 @@ def _values(rows: list[Row], key: str) -> list[float]:
 
 def _mean(rows: list[Row], key: str) -> float:
     values = _values(rows, key)
-    return statistics.fmean(values) if values else math.nan
+    if values:
+        return statistics.fmean(values)
+    return math.nan
 
 
 def _median(rows: list[Row], key: str) -> float:
     values = _values(rows, key)
-    return statistics.median(values) if values else math.nan
+    if values:
+        return statistics.median(values)
+    return math.nan
 
 
 def _table(lines: list[tuple[str, str]]) -> str:

@@ -57,7 +57,9 @@ def _escape_character(character: str) -> str:
 
 
 def _quoted(text: str, bar: str = "|") -> str:
-    """Puts a bar before every line, so that model output cannot look like lines of the file itself."""
+    """Puts a bar before every line, so that model output cannot look like lines of the file
+    itself.
+    """
     return "\n".join(f"  {bar} {line}" for line in escape(text).split("\n"))
 
 
@@ -77,47 +79,38 @@ def format_sample(
     """A sample as text: reward, why scoring failed if it did, the oldest and newest weight version
     of its tokens, and its text.
     """
-    versions = (
-        f"versions {sample.min_version} to {sample.max_version}"
-        if sample.policy_versions
-        else "no version"
-    )
-    failed = f" (failed: {', '.join(map(told, sample.failures))})" if sample.failures else ""
-    head = (
-        f"response {number}: reward {sample.reward:g}{failed}, {versions}, {sample.tokens} tokens"
-    )
-    head += f", finish reason {sample.finish_reason}"
+    head = f"response {number}: reward {sample.reward:g}"
+    if sample.failures:
+        head += f" (failed: {', '.join(map(told, sample.failures))})"
+    if sample.policy_versions:
+        head += f", versions {sample.min_version} to {sample.max_version}"
+    else:
+        head += ", no version"
+    head += f", {sample.tokens} tokens, finish reason {sample.finish_reason}"
     if sample.environment_tokens:
         head += (
             f", {sample.turns} turns, {sample.environment_tokens} tokens by the environment "
             "(behind >)"
         )
-    if sample.reward_parts:
-        head += "".join(
-            f", {escape(name)} {value:g}" for name, value in sample.reward_parts.items()
-        )
+    for name, value in (sample.reward_parts or {}).items():
+        head += f", {escape(name)} {value:g}"
     reason = "".join(_quoted(failure.reason, "!") + "\n" for failure in sample.failures)
     return f"{head}\n{reason}{_quoted_turns(text, environment_spans)}\n"
 
 
 def format_group(group: GroupSummary, texts: GroupTexts, dropped: bool = False) -> str:
-    same = "its samples all have the same reward in training"
-    why = (
-        f", dropped: {'an episode has sampled nothing' if any_unanswered(group.samples) else same}"
-        if dropped
-        else ""
-    )
-    head = (
-        f"prompt {group.ordinal}{why}\n{_quoted(texts.prompt)}\n\nreference "
-        f"answer\n{_quoted(texts.answer)}\n"
-    )
-    pairs = zip(group.samples, texts.samples, strict=True)
-    return "\n".join(
-        [
-            head,
-            *(format_sample(number, sample, *text) for number, (sample, text) in enumerate(pairs)),
-        ]
-    )
+    title = f"prompt {group.ordinal}"
+    if dropped and any_unanswered(group.samples):
+        title += ", dropped: an episode has sampled nothing"
+    elif dropped:
+        title += ", dropped: its samples all have the same reward in training"
+    parts = [
+        f"{title}\n{_quoted(texts.prompt)}\n\nreference answer\n{_quoted(texts.answer)}\n",
+    ]
+    for number, sample in enumerate(group.samples):
+        text, environment_spans = texts.samples[number]
+        parts.append(format_sample(number, sample, text, environment_spans))
+    return "\n".join(parts)
 
 
 def write_rollouts(
@@ -132,9 +125,8 @@ def write_rollouts(
 
     `dropped`: some of the `dropped_prompts` groups that were dropped for the step.
     """
-    formatted = [format_group(*group) for group in groups] + [
-        format_group(*group, dropped=True) for group in dropped
-    ]
+    formatted = [format_group(*group) for group in groups]
+    formatted += [format_group(*group, dropped=True) for group in dropped]
     if not formatted:
         return None
     folder = Path(run_dir) / "rollouts"
@@ -219,7 +211,8 @@ def _cut(path: Path, step: int) -> None:
     keep_bytes = 0
     with open(path, "rb") as file:
         for line in file:
-            if not line.endswith(b"\n") or ((found := _STEP.match(line)) and int(found[1]) >= step):
+            match = _STEP.match(line)
+            if not line.endswith(b"\n") or (match and int(match[1]) >= step):
                 break
             keep_bytes += len(line)
     os.truncate(path, keep_bytes)
@@ -237,7 +230,7 @@ class FailuresWriter(_Lines):
         super().__init__(run_dir, FAILURES_FILE)
         self._written_s: dict[tuple[str, str], float] = {}
         # the newest failure of each kind, if it is not yet written
-        self._held: dict[tuple[str, str], dict[str, Any]] = {}
+        self._unwritten: dict[tuple[str, str], dict[str, Any]] = {}
         self._lock = threading.Lock()
 
     def tell(self, failure: Failure, ordinal: Ordinal) -> None:
@@ -245,11 +238,11 @@ class FailuresWriter(_Lines):
         name = failure.part, failure.kind
         with self._lock:
             waits_s = self._written_s.get(name, -math.inf) + FAILURES_S - time.monotonic()
-            if waits_s > 0 and name not in self._held:
+            if waits_s > 0 and name not in self._unwritten:
                 timer = threading.Timer(waits_s, self._release, [name])
                 timer.daemon = True
                 timer.start()
-            self._held[name] = {
+            self._unwritten[name] = {
                 "time_s": time.time(),
                 "ordinal": ordinal,
                 **msgspec.structs.asdict(failure),
@@ -258,18 +251,19 @@ class FailuresWriter(_Lines):
             self._release(name)
 
     def close(self) -> None:
-        for name in list(self._held):
+        for name in list(self._unwritten):
             self._release(name)
         super().close()
 
     def _release(self, name: tuple[str, str]) -> None:
         with self._lock:
-            if (line := self._held.pop(name, None)) is not None:
+            line = self._unwritten.pop(name, None)
+            if line is not None:
                 self._written_s[name] = time.monotonic()
                 self.append(line)
 
 
-class Told(Failure, frozen=True, kw_only=True):
+class FailureLine(Failure, frozen=True, kw_only=True):
     """A line of failures.jsonl."""
 
     time_s: float
@@ -286,29 +280,33 @@ class FailuresTail:
         """`from_end`: ignore the lines that are already there."""
         self._path = Path(run_dir) / "rollouts" / FAILURES_FILE
         self._offset = self._path.stat().st_size if from_end and self._path.exists() else 0
-        self.last: dict[bool, Told] = {}
+        self.last: dict[bool, FailureLine] = {}
 
-    def poll(self) -> list[Told]:
+    def poll(self) -> list[FailureLine]:
         """The new lines, without damaged ones."""
         if not self._path.exists() or self._path.stat().st_size <= self._offset:
             return []
         with open(self._path, "rb") as file:
             file.seek(self._offset)
-            whole = file.read().rpartition(b"\n")[0]
-        self._offset += len(whole) + bool(whole)
-        found = []
-        for line in whole.split(b"\n"):
+            complete_lines = file.read().rpartition(b"\n")[0]
+        self._offset += len(complete_lines) + bool(complete_lines)
+        failures = []
+        for line in complete_lines.split(b"\n"):
             with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-                found.append(msgspec.json.decode(line, type=Told))
-        self.last |= {of_episode(told): told for told in found if told.kind != WARNING}
-        return found
+                failures.append(msgspec.json.decode(line, type=FailureLine))
+        for failure in failures:
+            if failure.kind != WARNING:
+                self.last[of_episode(failure)] = failure
+        return failures
 
     def reason(self, episodes: bool) -> str:
         """The reason of the last failure, to be put after the number of failures; empty if nothing
         has failed.
         """
-        told = self.last.get(episodes)
-        return f"; the last: {one_line(told.reason)}" if told else ""
+        failure = self.last.get(episodes)
+        if failure:
+            return f"; the last: {one_line(failure.reason)}"
+        return ""
 
 
 def one_line(text: str) -> str:
@@ -340,12 +338,12 @@ class TokensWriter(_Lines):
     def __init__(self, run_dir: Path | str, rank: int, piece: Callable[[int], str]):
         super().__init__(run_dir, f"tokens.{rank}.jsonl")
         self._piece = piece
-        self._known = set[int]()
+        self._written_ids = set[int]()
 
     def write(self, step: int, ordinal: Ordinal, sample: int, row: TokenNumbers) -> None:
         ids: list[int] = row.ids.tolist()
-        new = sorted(set(ids) - self._known)
-        self._known.update(new)
+        new = sorted(set(ids) - self._written_ids)
+        self._written_ids.update(new)
         numbers = {
             "diff": row.logprobs - row.mu_logprobs,
             "mu": row.mu_logprobs,
@@ -361,9 +359,9 @@ class TokensWriter(_Lines):
         line |= {name: _rounded(values) for name, values in numbers.items()}
         if len(set(line["advantage"])) == 1:
             line["advantage"] = line["advantage"][0]
-        self.append(
-            line | ({"pieces": {str(number): self._piece(number) for number in new}} if new else {})
-        )
+        if new:
+            line["pieces"] = {str(number): self._piece(number) for number in new}
+        self.append(line)
 
 
 def _runs(positions: np.ndarray) -> list[list[int]]:
@@ -377,8 +375,10 @@ def _rounded(values: np.ndarray) -> list[float]:
     exact = values.astype(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         scale = 10.0 ** (3 - np.floor(np.log10(np.abs(exact))))
-        found = np.where((exact == 0) | ~np.isfinite(exact), exact, np.round(exact * scale) / scale)
-    return found.tolist()
+        rounded = np.where(
+            (exact == 0) | ~np.isfinite(exact), exact, np.round(exact * scale) / scale
+        )
+    return rounded.tolist()
 
 
 class OrdinalsWriter(_Lines):
@@ -396,7 +396,10 @@ class OrdinalsWriter(_Lines):
 
 
 def _line(step: int, ordinals: Sequence[Ordinal], dropped: Sequence[Ordinal]) -> Row:
-    return {"step": step, "ordinals": ordinals} | ({"dropped": dropped} if dropped else {})
+    line: Row = {"step": step, "ordinals": ordinals}
+    if dropped:
+        line["dropped"] = dropped
+    return line
 
 
 def recover_ordinals(
@@ -423,12 +426,11 @@ def recover_ordinals(
             f"{lost}; it is no longer known which of these steps trained on which prompts (the "
             "checkpoint knows the prompts)"
         )
-    known = {
-        ordinal for row in rows.values() for ordinal in [*row["ordinals"], *row.get("dropped", ())]
-    }
-    rows[missing[0]] = _line(missing[0], sorted(trained - known), sorted(dropped - known))
+    recorded: set[Ordinal] = set()
+    for row in rows.values():
+        recorded.update(row["ordinals"], row.get("dropped", ()))
+    rows[missing[0]] = _line(missing[0], sorted(trained - recorded), sorted(dropped - recorded))
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(
-        path, "".join(msgspec.json.encode(rows[number]).decode() + "\n" for number in sorted(rows))
-    )
+    lines = [msgspec.json.encode(rows[number]).decode() + "\n" for number in sorted(rows)]
+    write_whole(path, "".join(lines))
     return f"{lost}; it has been restored from the checkpoint's ledger"

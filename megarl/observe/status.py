@@ -64,11 +64,10 @@ class StatusBoard:
     def waiting(self, for_whom: str, for_what: str) -> Iterator[None]:
         """Publishes the wait while the body runs, then the previous line again."""
         before = self.text
-        self.set(
-            f"waiting for {for_what}"
-            if for_whom in for_what
-            else f"waiting for {for_what} from {for_whom}"
-        )
+        if for_whom in for_what:
+            self.set(f"waiting for {for_what}")
+        else:
+            self.set(f"waiting for {for_what} from {for_whom}")
         try:
             yield
         finally:
@@ -76,20 +75,20 @@ class StatusBoard:
 
     def for_work(self) -> StatusBoard:
         """Makes `work` show this process's progress on this board. Returns the board."""
-        global _of_work
-        _of_work = self
+        global _work_board
+        _work_board = self
         return self
 
     def close(self) -> None:
         os.close(self._file)
 
 
-_of_work: StatusBoard | None = None
+_work_board: StatusBoard | None = None
 
 
 @contextlib.contextmanager
 def work(
-    what: str, total: float, *, line: str = "", show: Callable[[float], str] = "{:.0f}".format
+    subject: str, total: float, *, line: str = "", show: Callable[[float], str] = "{:.0f}".format
 ) -> Iterator[Callable[[float], None]]:
     """Publishes the progress of long work, and the remaining time.
 
@@ -99,48 +98,47 @@ def work(
     runs beside other work has its own line, `line`.<rank>, which is removed at the end. Without a
     board in this process, nothing is published.
     """
-    board = _of_work
+    board = _work_board
     if board is None or not total:
         yield lambda amount: None
         return
-    beside = (
-        StatusBoard(board.folder.parent, f"{line}.{board.name.rpartition('.')[2]}")
-        if line
-        else None
-    )
-    said, before, began, done = beside or board, board.text, time.monotonic(), 0.0
-    next_s = began + WORK_EVERY_S
+    earlier_text = board.text
+    if line:
+        board = StatusBoard(board.folder.parent, f"{line}.{board.name.rpartition('.')[2]}")
+    progress = 0.0
+    start_s = time.monotonic()
+    next_s = start_s + WORK_EVERY_S
 
     def advance(amount: float) -> None:
-        nonlocal done, next_s
-        done += amount
+        nonlocal progress, next_s
+        progress += amount
         now = time.monotonic()
-        if now >= next_s and done:
+        if now >= next_s and progress:
             next_s = now + WORK_EVERY_S
-            left = duration((now - began) / done * max(0.0, total - done))
-            said.set(f"{what}: {show(done)} of {show(total)}, {left} to go")
+            remaining = duration((now - start_s) / progress * max(0.0, total - progress))
+            board.set(f"{subject}: {show(progress)} of {show(total)}, {remaining} to go")
 
     try:
         yield advance
     finally:
-        if beside is None:
-            board.set(before)
-        else:
-            beside.close()
+        if line:
+            board.close()
             with contextlib.suppress(FileNotFoundError):
-                (beside.folder / beside.name).unlink()
+                (board.folder / board.name).unlink()
+        else:
+            board.set(earlier_text)
 
 
 def counted[T](
     items: Sequence[T],
-    what: str,
+    subject: str,
     size: Callable[[T], float] = lambda item: 1,
     *,
     line: str = "",
     show: Callable[[float], str] = "{:.0f}".format,
 ) -> Iterator[T]:
     """Yields the items, and shows how many the caller has handled as progress (`work`)."""
-    with work(what, sum(map(size, items)), line=line, show=show) as advance:
+    with work(subject, sum(map(size, items)), line=line, show=show) as advance:
         for item in items:
             yield item
             advance(size(item))
@@ -153,7 +151,9 @@ def mib(size_bytes: float) -> str:
 def duration(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+    if hours:
+        return f"{hours}:{minutes:02d}:{seconds:02d}"
+    return f"{minutes}:{seconds:02d}"
 
 
 def _encode(sequence: int, since_s: float, text: str) -> bytes:
@@ -183,7 +183,8 @@ def _decode(name: str, record: bytes) -> Status | None:
 def _read(path: Path) -> Status | None:
     for _ in range(_READS):
         with contextlib.suppress(OSError):  # removed meanwhile
-            if (status := _decode(path.name, path.read_bytes())) is not None:
+            status = _decode(path.name, path.read_bytes())
+            if status is not None:
                 return status
     return None
 
@@ -192,7 +193,7 @@ def read_statuses(run_dir: Path | str) -> list[Status]:
     """The current lines of all processes of a run that have published one, sorted by name."""
     folder = Path(run_dir) / STATUS_FOLDER
     paths = sorted(folder.iterdir(), key=_by_rank) if folder.is_dir() else []
-    return [status for path in paths if (status := _read(path)) is not None]
+    return [status for status in map(_read, paths) if status is not None]
 
 
 def clear_statuses(run_dir: Path | str) -> None:
@@ -207,18 +208,15 @@ def _by_rank(path: Path) -> tuple[str, int]:
     return role, int(rank) if rank.isdigit() else 0
 
 
-# Traces of a run for Perfetto (ui.perfetto.dev). Each process writes its spans; they are merged
-# into trace.json.
-#
-# Format: Chrome trace events, complete events ("ph": "X"), times in microseconds.
-
-
 TRACE_FOLDER = "trace"
 
 
 class TraceWriter:
     """One process's spans in `run_dir`/trace/<process_name>.jsonl, one event per line, appended
-    when a span ends.
+    when a span ends; `merge_traces` merges those of all processes, for Perfetto
+    (ui.perfetto.dev).
+
+    Format: Chrome trace events, complete events ("ph": "X"), times in microseconds.
     """
 
     def __init__(self, run_dir: Path | str, process_name: str):
@@ -236,21 +234,21 @@ class TraceWriter:
 
         Spans of one track must nest; concurrent spans need separate tracks.
         """
-        began = time.perf_counter()
+        begin_s = time.perf_counter()
         try:
             yield arguments
         finally:
-            self.add(name, began, time.perf_counter(), track, **arguments)
+            self.add(name, begin_s, time.perf_counter(), track, **arguments)
 
     def add(
-        self, name: str, began: float, ended: float, track: str = "main", **arguments: Any
+        self, name: str, begin_s: float, end_s: float, track: str = "main", **arguments: Any
     ) -> None:
-        """Adds a finished span. `began` and `ended` are values of time.perf_counter."""
+        """Adds a finished span. `begin_s` and `end_s` are values of time.perf_counter."""
         event = {
             "name": name,
             "track": track,
-            "ts": self._epoch_ns / 1e3 + began * 1e6,
-            "dur": (ended - began) * 1e6,
+            "ts": self._epoch_ns / 1e3 + begin_s * 1e6,
+            "dur": (end_s - begin_s) * 1e6,
         }
         event |= {"args": arguments} if arguments else {}
         with self._lock:
@@ -286,29 +284,28 @@ def _process_events(number: int, path: Path) -> list[dict[str, Any]]:
 
     `number` replaces its pid, since pids on different hosts may be equal.
     """
-    spans = [
-        span
-        for line in path.read_bytes().splitlines(keepends=True)
-        if (span := _parse(line)) is not None
-    ]
-    threads = {
-        track: thread
-        for thread, track in enumerate(dict.fromkeys(span["track"] for span in spans), start=1)
-    }
-    events = [_name("process_name", number, 0, path.stem)]
-    events += [_name("thread_name", number, thread, track) for track, thread in threads.items()]
-    for span in spans:
-        events.append(
-            {"ph": "X", "cat": "megarl", "pid": number, "tid": threads[span.pop("track")], **span}
-        )
-    return events
+    names = [_name("process_name", number, 0, path.stem)]
+    spans: list[dict[str, Any]] = []
+    threads: dict[str, int] = {}  # track -> number of its thread
+    for line in path.read_bytes().splitlines(keepends=True):
+        span = _parse(line)
+        if span is None:
+            continue
+        track = span.pop("track")
+        if track not in threads:
+            threads[track] = len(threads) + 1
+            names.append(_name("thread_name", number, threads[track], track))
+        spans.append({"ph": "X", "cat": "megarl", "pid": number, "tid": threads[track], **span})
+    return [*names, *spans]
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     """The event of a line; None if it is incomplete or damaged."""
     try:
         span = json.loads(line) if line.endswith(b"\n") else {}
-        return span if {"name", "track", "ts", "dur"} <= span.keys() else None
+        if {"name", "track", "ts", "dur"} <= span.keys():
+            return span
+        return None
     except (ValueError, AttributeError, RecursionError):
         return None
 

@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from megarl.observe.metrics import (
     read_metrics,
 )
 from megarl.observe.samples import SAMPLES_FILE
-from megarl.trackers.trackers import Beginning, Tracker, open_tracker
+from megarl.trackers.trackers import Tracker, TrackerSettings, open_tracker
 
 POLL_S = 0.5
 SAMPLES_EVERY = 10  # steps between uploads of samples
@@ -62,7 +62,7 @@ LONGEST_PAUSE_S = 60.0  # pauses after a failure
 
 
 @dataclass
-class Tracked:
+class TrackerState:
     """The state of a tracker (trackers/NAME.json)."""
 
     run: str = ""  # the tracker's own id of the run
@@ -73,7 +73,7 @@ class Tracked:
     ended: bool = False  # whether it has all rows of the last start
 
     @classmethod
-    def load(cls, folder: Path, name: str) -> Tracked:
+    def load(cls, folder: Path, name: str) -> TrackerState:
         try:
             return cls(**json.loads(_path(folder, name).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):  # missing or damaged: the tracker gets a new run
@@ -89,7 +89,7 @@ def _path(folder: Path, name: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Stale:
+class StaleRows:
     """The end of a metrics file from an earlier start, which the writer will cut off."""
 
     offset: int  # number of bytes that are kept
@@ -97,7 +97,7 @@ class Stale:
     digest: str
 
     @classmethod
-    def of(cls, path: Path, first: int) -> Stale:
+    def from_step(cls, path: Path, first: int) -> StaleRows:
         """The end of the file from step `first` on. Call this before the run's processes start."""
         data = path.read_bytes() if path.exists() else b""
         offset = kept_bytes(data, first)
@@ -114,7 +114,7 @@ def _digest(data: bytes) -> str:
 class NewRows:
     """All rows of a metrics file that another process writes, without its `stale` end."""
 
-    def __init__(self, path: Path, stale: Stale):
+    def __init__(self, path: Path, stale: StaleRows):
         self._path = path
         self._stale = stale
         self._offset = stale.offset
@@ -140,18 +140,17 @@ class NewRows:
 
 
 def follow(
-    name: str, beginning: Beginning, rows: NewRows, first: int, ended: Callable[[float], bool]
+    name: str, settings: TrackerSettings, rows: NewRows, first: int, ended: Callable[[float], bool]
 ) -> None:
     """Sends rows until `ended(seconds)`, which waits for at most `seconds`, says that no more will
     come.
     """
-    folder = beginning.folder
-    tracked = Tracked.load(beginning.folder, name)
-    goes_on = tracked.closed and bool(tracked.run) and tracked.next_step <= first
-    if not goes_on:
-        tracked.run = ""
-        tracked.next_step = 0
-    tracked = Tracked(tracked.run, tracked.next_step)
+    folder = settings.folder
+    tracked = TrackerState.load(settings.folder, name)
+    if tracked.closed and tracked.run and tracked.next_step <= first:
+        tracked = TrackerState(tracked.run, tracked.next_step)
+    else:
+        tracked = TrackerState()
     tracked.save(folder, name)
     tracker: Tracker | None = None
     sent = sum(row["step"] < tracked.next_step for row in rows.rows)
@@ -162,9 +161,8 @@ def follow(
         over = over or ended(pause_s)
         rows.poll()
         try:
-            tracker = tracker or open_tracker(
-                name, Beginning(**{**vars(beginning), "run": tracked.run})
-            )
+            if tracker is None:
+                tracker = open_tracker(name, replace(settings, run=tracked.run))
             tracked.run = tracker.run
             while sent < len(rows.rows):
                 # samples of a step are written after its row
@@ -173,7 +171,7 @@ def follow(
                 sent += 1
             if over:
                 _send_samples(tracker, samples, rows.rows[-1] if rows.rows else None)
-                _complete(tracker, rows, beginning.folder)
+                _complete(tracker, rows, settings.folder)
                 tracker.close()
                 break
             pause_s = POLL_S
@@ -193,17 +191,14 @@ def follow(
 
 def send(tracker: Tracker, row: Row) -> None:
     """Sends a row without values that are not finite, since they have no place in a curve."""
-    values = {
-        key: float(value)
-        for key, value in row.items()
-        if key != "step" and not isinstance(value, list)
-    }
-    histograms = {key: value for key, value in row.items() if isinstance(value, list)}
-    tracker.log(
-        row["step"],
-        {key: value for key, value in values.items() if math.isfinite(value)},
-        histograms,
-    )
+    values: dict[str, float] = {}
+    histograms: dict[str, list[int]] = {}
+    for key, value in row.items():
+        if isinstance(value, list):
+            histograms[key] = value
+        elif key != "step" and math.isfinite(value):
+            values[key] = float(value)
+    tracker.log(row["step"], values, histograms)
 
 
 class StepSamples:
@@ -216,11 +211,11 @@ class StepSamples:
         self._path = folder / "rollouts" / SAMPLES_FILE
         self._offset = 0
 
-    def of(self, step: int) -> list[list[Any]]:
+    def of_step(self, step: int) -> list[list[Any]]:
         """At most MOST_SAMPLES rows of SAMPLE_COLUMNS."""
-        found: list[list[Any]] = []
+        rows: list[list[Any]] = []
         if not self._path.exists():
-            return found
+            return rows
         with open(self._path, "rb") as file:
             file.seek(self._offset)
             for line in file:
@@ -231,12 +226,14 @@ class StepSamples:
                 if group is not None and group["step"] == step:
                     # a damaged line that is still JSON
                     with contextlib.suppress(KeyError, TypeError):
-                        found += [_sample_row(group, sample) for sample in group["samples"]]
-        return found[:MOST_SAMPLES]
+                        rows += [_sample_row(group, sample) for sample in group["samples"]]
+        return rows[:MOST_SAMPLES]
 
 
 def _sample_row(group: Row, sample: dict[str, Any]) -> list[Any]:
-    failed = "; ".join(f"{each['kind']}: {each['reason']}" for each in sample.get("failed", ()))
+    failed = "; ".join(
+        f"{failure['kind']}: {failure['reason']}" for failure in sample.get("failed", ())
+    )
     texts = [text[:MOST_CHARS] for text in (group["prompt"], sample["text"], group["answer"])]
     return [
         group["step"],
@@ -254,29 +251,28 @@ def _send_samples(tracker: Tracker, samples: StepSamples, row: Row | None) -> No
 
     `row`: the last row that it has.
     """
-    keep = getattr(tracker, "samples", None)
-    if (
-        keep is not None
-        and row is not None
-        and row["step"] % SAMPLES_EVERY == 0
-        and (found := samples.of(row["step"]))
-    ):
-        keep(row["step"], SAMPLE_COLUMNS, found)
+    log_samples = getattr(tracker, "samples", None)
+    if log_samples is None or row is None or row["step"] % SAMPLES_EVERY:
+        return
+    sample_rows = samples.of_step(row["step"])
+    if sample_rows:
+        log_samples(row["step"], SAMPLE_COLUMNS, sample_rows)
 
 
 def _complete(tracker: Tracker, rows: NewRows, folder: Path) -> None:
     """Sends scores that were added to rows after they were sent (`complete_metrics` in
     megarl.evaluation.scores).
     """
-    now = {row["step"]: row for row in read_metrics(folder / METRICS_FILE)}
+    newest_rows = {row["step"]: row for row in read_metrics(folder / METRICS_FILE)}
     for number, before in enumerate(rows.rows):
-        after = now.get(before["step"], before)
-        if new := {
+        after = newest_rows.get(before["step"], before)
+        new_scores = {
             key: value
             for key, value in after.items()
             if key.startswith("eval/") and value != before.get(key)
-        }:
-            send(tracker, {"step": after["step"], **new})
+        }
+        if new_scores:
+            send(tracker, {"step": after["step"], **new_scores})
             rows.rows[number] = after
 
 
@@ -301,7 +297,7 @@ def main() -> None:
     with contextlib.suppress(OSError):  # the file system has no locks
         # waits for the tracker of a killed launch, which may still be finishing
         fcntl.lockf(lock, fcntl.LOCK_EX)
-    rows = NewRows(arguments.folder / METRICS_FILE, Stale(**arguments.stale))
+    rows = NewRows(arguments.folder / METRICS_FILE, StaleRows(**arguments.stale))
 
     def ended(seconds: float) -> bool:
         if not select.select([sys.stdin], [], [], seconds)[0]:
@@ -311,7 +307,7 @@ def main() -> None:
 
     config = read_yaml(arguments.config.read_text(encoding="utf-8"))
     title = arguments.title or str(arguments.folder)
-    beginning = Beginning(
+    settings = TrackerSettings(
         arguments.folder,
         arguments.project,
         title,
@@ -319,7 +315,7 @@ def main() -> None:
         entity=arguments.entity,
         tags=arguments.tags,
     )
-    follow(arguments.name, beginning, rows, arguments.first, ended)
+    follow(arguments.name, settings, rows, arguments.first, ended)
     sys.stdout.flush()
     os._exit(0)  # exit handlers of a library must not delay the end of the run
 

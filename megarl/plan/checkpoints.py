@@ -21,7 +21,7 @@ import msgspec
 
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.keys import general, keys_of, settings, value_at, yaml_text
-from megarl.config.limits import alike, did_you_mean
+from megarl.config.limits import did_you_mean, similar_names
 from megarl.config.load import load_config
 from megarl.config.schema import DROP, RunConfig
 from megarl.data import contents
@@ -61,23 +61,28 @@ def check_names(run_dir: Path | str) -> Iterable[str]:
     steps after which they were saved. A run that resumes from one would count steps that it never
     made, and train on prompts twice.
     """
-    found = complete_checkpoints(run_dir)
+    checkpoints = complete_checkpoints(run_dir)
     for step, path in sorted(_named_checkpoints(run_dir)):
-        if (saved := _saved_step(path)) not in (step, None):
-            then = f"{found[-1][1].name} is the newest then" if found else "there is no other"
+        saved_step = _saved_step(path)
+        if saved_step not in (step, None):
+            result = "there is no other"
+            if checkpoints:
+                result = f"{checkpoints[-1][1].name} is the newest then"
             yield (
-                f"{path}: was saved after step {saved}, not {step} ({STATE}), so it was copied "
-                f"or renamed. Move this folder away: {then}"
+                f"{path}: was saved after step {saved_step}, not {step} ({STATE}), so it was "
+                f"copied or renamed. Move this folder away: {result}"
             )
 
 
 def _named_checkpoints(run_dir: Path | str) -> Iterator[tuple[int, Path]]:
-    folder = Path(run_dir) / "checkpoints"
-    return (
-        (int(match[1]), path)
-        for path in folder.glob("step_*")
-        if (match := _NAME.fullmatch(path.name))
-    )
+    return _step_folders(Path(run_dir) / "checkpoints")
+
+
+def _step_folders(folder: Path) -> Iterator[tuple[int, Path]]:
+    for path in folder.glob("step_*"):
+        match = _NAME.fullmatch(path.name)
+        if match:
+            yield int(match[1]), path
 
 
 def _saved_step(path: Path) -> int | None:
@@ -92,11 +97,7 @@ def _saved_step(path: Path) -> int | None:
 
 
 def exported_steps(run_dir: Path | str) -> set[int]:
-    return {
-        int(match[1])
-        for path in (Path(run_dir) / "hf").glob("step_*")
-        if (match := _NAME.fullmatch(path.name))
-    }
+    return {step for step, _ in _step_folders(Path(run_dir) / "hf")}
 
 
 def remove_leftovers(run_dir: Path | str) -> None:
@@ -118,11 +119,15 @@ def make_room(run_dir: Path | str, spared: Collection[int] = ()) -> None:
         return
     newest = complete[-1][1]
     needed_bytes = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
-    for path in (path for step, path in complete[:-1] if step not in spared):
-        if (free_bytes := shutil.disk_usage(newest).free) >= needed_bytes:
+    for step, path in complete[:-1]:
+        if step in spared:
+            continue
+        free_bytes = shutil.disk_usage(newest).free
+        if free_bytes >= needed_bytes:
             return
         print(
-            f"{free_bytes} bytes are free for a checkpoint of {needed_bytes}: {path} is removed first",
+            f"{free_bytes} bytes are free for a checkpoint of {needed_bytes}: {path} is removed "
+            "first",
             flush=True,
         )
         remove_whole(path)
@@ -134,8 +139,8 @@ def prune_checkpoints(run_dir: Path | str, keep: int, spared: Collection[int] = 
     If one cannot be removed (on NFS, an open file leaves a remnant), prints that; the next launch
     tries again.
     """
-    found = complete_checkpoints(run_dir)
-    for step, path in found[: max(0, len(found) - keep)]:
+    checkpoints = complete_checkpoints(run_dir)
+    for step, path in checkpoints[: max(0, len(checkpoints) - keep)]:
         if step not in spared:
             remove_whole(path)
 
@@ -149,15 +154,6 @@ def remove_whole(path: Path) -> None:
             shutil.rmtree(doomed)
     except OSError as error:
         print(f"{path} could not be removed: {error}", flush=True)
-
-
-# The index of a checkpoint folder, which distinguishes complete files from damaged ones. Needs no
-# torch, since the launcher uses it too.
-#
-# `index.msgpack` is written last. It lists every other file with its size. For small files it has a
-# digest. For files with tensors it has the place of each box, and the box's share in its tensor's
-# hash (kernels/audit.py). It begins with a digest of its own content. So every byte of a checkpoint
-# is covered.
 
 
 INDEX_FILE = "index.msgpack"
@@ -232,6 +228,15 @@ class _Head(msgspec.Struct):
 
 
 class Index(msgspec.Struct, frozen=True):
+    """The index of a checkpoint folder (index.msgpack), which distinguishes complete files from
+    damaged ones.
+
+    It is written last. It lists every other file with its size. For small files it has a digest.
+    For files with tensors it has the place of each box, and the box's share in its tensor's hash
+    (kernels/audit.py). It begins with a digest of its own content. So every byte of a checkpoint is
+    covered.
+    """
+
     format: int
     dtype: str  # of the model that was trained
     files: list[StoredFile]
@@ -248,21 +253,19 @@ class Index(msgspec.Struct, frozen=True):
         """Reads the index of `folder`. Raises CheckpointError if it is missing or damaged."""
         path = Path(folder) / INDEX_FILE
         if not path.exists():
-            there = (
-                "it was written by an earlier version of MegaRL"
-                if (path.parent / ".metadata").exists()
-                else "it is not complete"
-            )
-            raise unusable(folder, f"{there}: {INDEX_FILE} is missing")
+            cause = "it is not complete"
+            if (path.parent / ".metadata").exists():
+                cause = "it was written by an earlier version of MegaRL"
+            raise unusable(folder, f"{cause}: {INDEX_FILE} is missing")
         content = _content(path, folder)
-        found = content[:_DIGEST_BYTES]
         body = content[_DIGEST_BYTES:]
-        if digest(body) != found:
+        if digest(body) != content[:_DIGEST_BYTES]:
             raise unusable(folder, f"{INDEX_FILE} is damaged")
-        if (written := msgspec.msgpack.decode(body, type=_Head).format) != FORMAT:
+        format = msgspec.msgpack.decode(body, type=_Head).format
+        if format != FORMAT:
             raise unusable(
                 folder,
-                f"{INDEX_FILE} has format {written}; this version of MegaRL reads format {FORMAT}",
+                f"{INDEX_FILE} has format {format}; this version of MegaRL reads format {FORMAT}",
             )
         return msgspec.msgpack.decode(body, type=cls)
 
@@ -272,11 +275,9 @@ class Index(msgspec.Struct, frozen=True):
 
         Raises CheckpointError that names a wrong file.
         """
-        problems = [
-            problem
-            for file in (self.files if files is None else files)
-            if (problem := _problem(Path(folder), file))
-        ]
+        if files is None:
+            files = self.files
+        problems = list(filter(None, (_problem(Path(folder), file) for file in files)))
         if problems:
             raise unusable(folder, "; ".join(problems))
 
@@ -291,11 +292,10 @@ class Index(msgspec.Struct, frozen=True):
 
 def check_checkpoint_files(folder: Path | str) -> None:
     """Makes all checks that do not read tensors. Raises CheckpointError."""
-    for part in (
-        Path(folder),
-        *(path.parent for path in Path(folder).glob(f"{CRITIC}/{INDEX_FILE}")),
-    ):
-        Index.read(part).check(part)
+    folder = Path(folder)
+    Index.read(folder).check(folder)
+    if (folder / CRITIC / INDEX_FILE).exists():
+        Index.read(folder / CRITIC).check(folder / CRITIC)
 
 
 def small_file(folder: Path, name: str, content: bytes) -> StoredFile:
@@ -347,22 +347,21 @@ def _content(path: Path, folder: Path | str) -> bytes:
         raise unusable(folder, f"{path.name} cannot be read: {error.strerror}") from error
 
 
-# The held-out scores that can decide which checkpoint of a run is the best (checkpoint.keep_best).
-
-
 def scores_to_choose_by(config: RunConfig) -> list[str]:
-    """The keys in metrics.jsonl of held-out scores that are better when higher."""
+    """The keys in metrics.jsonl of held-out scores that are better when higher, so that they can
+    decide which checkpoint of a run is the best (checkpoint.keep_best).
+    """
     # if so, no answer counts as right or wrong
     graded = any(part.role is not None for part in parts_in_evaluation(config))
     keys: list[str] = []
     for name, _, _, suite in held_out(config):
         samples = (suite.samples if suite else None) or config.eval.samples
-        right = (
-            []
-            if graded
-            else ["pass@1", *([f"pass@{samples}", f"avg@{samples}"] if samples > 1 else [])]
-        )
-        keys += ["/".join(("eval", *name.split(), score)) for score in (*right, "reward/mean")]
+        scores = ["reward/mean"]
+        if not graded and samples > 1:
+            scores = [f"pass@{samples}", f"avg@{samples}", *scores]
+        if not graded:
+            scores = ["pass@1", *scores]
+        keys += ["/".join(("eval", *name.split(), score)) for score in scores]
     return keys
 
 
@@ -376,11 +375,10 @@ def check_best(config: RunConfig) -> Iterable[str]:
     if key is None:
         return
     if key not in keys:
-        yield f"checkpoint.keep_best={key}: must be " + (
-            f"one of {', '.join(keys)}{did_you_mean(alike(key, keys))}"
-            if keys
-            else "null without a held-out set"
-        )
+        allowed = "null without a held-out set"
+        if keys:
+            allowed = f"one of {', '.join(keys)}{did_you_mean(similar_names(key, keys))}"
+        yield f"checkpoint.keep_best={key}: must be {allowed}"
     every = config.eval.every
     saved = config.checkpoint.every
     if every == 0 or saved == 0 or every % saved:
@@ -388,9 +386,6 @@ def check_best(config: RunConfig) -> Iterable[str]:
             f"checkpoint.keep_best={key}: needs eval.every={every} to be a multiple of "
             f"checkpoint.every={saved}, and neither to be 0"
         )
-
-
-# Checks that a run with checkpoints can be resumed with this config, and lists changed settings.
 
 
 # Checkpoints, the order of prompts and the meaning of the reward depend on these settings. Parallel
@@ -459,9 +454,9 @@ def check_resume(config: RunConfig) -> Iterable[str]:
     fixed = {*FIXED_KEYS, *(_ROOM_KEYS if config.data.bad_rows == DROP else ())}
     if (Path(config.run_dir) / contents.FILE).is_file():
         fixed -= {*contents.KEYS}  # the launcher compares what they lead to
-    yield from _begun_otherwise(before, config, fixed)
+    yield from _changed_settings(before, config, fixed)
     if not config.checkpoint.accept_changed_data:
-        yield from _begun_otherwise(
+        yield from _changed_settings(
             before, config, _SCORING_KEYS, f", or set {contents.ACCEPT}=true"
         )
 
@@ -473,17 +468,18 @@ def check_exported(config: RunConfig) -> Iterable[str]:
     yield from check_names(config.run_dir)
     # a checkpoint can be exported without the run's settings
     with contextlib.suppress(ConfigError):
-        yield from _begun_otherwise(_earlier(config), config, ("trainer.mtp",))
+        yield from _changed_settings(_earlier(config), config, ("trainer.mtp",))
 
 
-def _begun_otherwise(
-    before: Mapping[str, Any], config: RunConfig, fixed: Collection[str], more: str = ""
+def _changed_settings(
+    before: Mapping[str, Any], config: RunConfig, fixed: Collection[str], alternative: str = ""
 ) -> Iterable[str]:
     for key, value in differences(before, config).items():
         if general(key) in fixed:
-            now = yaml_text(value_at(config, key))
-            began = f"the run in run_dir={config.run_dir} began with {yaml_text(value)}"
-            yield f"{key}={now}: {began}; keep that, or use another run_dir{more}"
+            yield (
+                f"{key}={yaml_text(value_at(config, key))}: the run in run_dir={config.run_dir} "
+                f"began with {yaml_text(value)}; keep that, or use another run_dir{alternative}"
+            )
 
 
 def changes(config: RunConfig) -> list[str]:

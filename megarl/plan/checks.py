@@ -22,6 +22,7 @@ from megarl.config.schema import (
     OF_HUBS,
     OWN_PLACE,
     UNQUANTISED,
+    EvalConfig,
     GroupConfig,
     RewardConfig,
     RolloutConfig,
@@ -51,41 +52,41 @@ from megarl.speculative.plan import check_draft_model, check_speculative
 from megarl.speculative.settings import NONE
 from megarl.teachers.plan import check_distillation
 
-# Checks of engine groups (`generator.groups`): each group is checked as if the run had no other
-# engines.
-
-
 GROUP_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 
 
 def problems_by_group(
     config: RunConfig, checks: Iterable[Callable[[RunConfig], Iterable[str]]]
 ) -> list[str]:
-    """The problems that `checks` find in each group, without duplicates, named by the keys to
-    change. WHOLE_CHECKS get the whole config.
+    """The problems that `checks` find in each group of engines (generator.groups), without
+    duplicates, named by the keys to change. Each group is checked as if the run had no other
+    engines. WHOLE_CHECKS get the whole config.
     """
-    shapes = {
-        name: (config.generator.groups.get(name), shape)
-        for name, shape in config.generator.shapes.items()
-    }
+    shapes = dict(config.generator.shapes)
     if config.eval.engines and "" not in shapes:
-        shapes[""] = None, replace(config.generator, groups={})  # of the engines that only evaluate
-    alone = [(name, own, replace(config, generator=shape)) for name, (own, shape) in shapes.items()]
-    found: list[str] = []
+        shapes[""] = replace(config.generator, groups={})  # of the engines that only evaluate
+    problems: dict[str, None] = {}
     for check in checks:
-        for name, own, each in [("", None, config)] if check in WHOLE_CHECKS else alone:
-            found += [_in_keys_of(name, own, problem) for problem in check(each)]
-    return list(dict.fromkeys(found))
+        if check in WHOLE_CHECKS:
+            problems |= dict.fromkeys(check(config))
+            continue
+        for name, shape in shapes.items():
+            for problem in check(replace(config, generator=shape)):
+                group = config.generator.groups.get(name)
+                problems[_with_group_keys(problem, name, group)] = None
+    return list(problems)
 
 
-def _in_keys_of(name: str, own: GroupConfig | None, problem: str) -> str:
+def _with_group_keys(problem: str, name: str, group: GroupConfig | None) -> str:
     """`problem`, with generator's keys replaced by those of the group that sets them."""
-    given = [each.name for each in fields(own) if getattr(own, each.name)] if own else []
-    own_key = f"generator.groups.{name}."
-    return (
-        re.sub(rf"\bgenerator\.({'|'.join(given)})\b", lambda found: own_key + found[1], problem)
-        if given
-        else problem
+    if group is None:
+        return problem
+    keys = [field.name for field in fields(group) if getattr(group, field.name)]
+    if not keys:
+        return problem
+    group_key = f"generator.groups.{name}."
+    return re.sub(
+        rf"\bgenerator\.({'|'.join(keys)})\b", lambda match: group_key + match[1], problem
     )
 
 
@@ -94,19 +95,18 @@ def check_groups(config: RunConfig) -> Iterable[str]:
 
     Since fp8 values and amax are kept per tensor, all quantised groups must have the same format.
     """
-    groups = (
-        config.generator.shapes
-        if any(group is not None for group in config.generator.groups.values())
-        else {}
-    )
+    if all(group is None for group in config.generator.groups.values()):
+        return
+    groups = config.generator.shapes
     for name in groups:
         if not GROUP_NAME.fullmatch(name):
-            yield f"generator.groups.{name or repr(name)}: its name must be letters, digits, - and _"
-    if (ranks := sum(shape.engines * shape.tp for shape in groups.values())) > MAX_RANKS and len(
-        groups
-    ) > 1:
+            yield (
+                f"generator.groups.{name or repr(name)}: its name must be letters, digits, - and _"
+            )
+    ranks = sum(shape.engines * shape.tp for shape in groups.values())
+    if ranks > MAX_RANKS and len(groups) > 1:
         yield f"generator.groups: {ranks} ranks; at most {MAX_RANKS} can be planned"
-    if groups and config.weights.relay == ENGINES:
+    if config.weights.relay == ENGINES:
         yield f"weights.relay={ENGINES}: must be auto or off with generator.groups"
     formats = {shape.quantization: name for name, shape in groups.items() if shape.quantization}
     if len(formats) > 1:
@@ -118,10 +118,9 @@ def check_groups(config: RunConfig) -> Iterable[str]:
 
 def check_sharing(config: RunConfig) -> Iterable[str]:
     if config.cluster.share_gpus and config.weights.transport == "nccl":
-        why = "NCCL refuses two ranks of a communicator on one GPU"
         yield (
             "weights.transport=nccl: must be auto, cuda_ipc, mooncake or gloo with "
-            f"cluster.share_gpus=true: {why}"
+            "cluster.share_gpus=true: NCCL refuses two ranks of a communicator on one GPU"
         )
 
 
@@ -148,23 +147,19 @@ def check_deterministic(config: RunConfig) -> Iterable[str]:
         )
 
 
-# Checks for runs with fp8 engines: SGLang's blocks must fit the sizes, and settings must not
-# contradict the format.
-
-
 BLOCK = 128  # rows and columns of fp8_block
 # argument of SGLang: (its default on Blackwell, a value that keeps blocks unchanged)
 _KEEP_BLOCKS = {
     "fp8_gemm_runner_backend": ("auto", ("flashinfer_trtllm", "triton")),
     "moe_runner_backend": ("triton", ("triton",)),
 }
-_DECIDED = ("json_model_override_args", "load_format")  # arguments that tell SGLang the format
+_FORMAT_ARGUMENTS = ("json_model_override_args", "load_format")  # they tell SGLang the format
 
 
 def check_format_arguments(config: RunConfig) -> Iterable[str]:
     quantization = config.generator.quantization
-    for name in _DECIDED if quantization else ():
-        if name in config.generator.server_args:
+    for name in _FORMAT_ARGUMENTS:
+        if quantization and name in config.generator.server_args:
             yield (
                 f"generator.server_args.{name}: must be left out with "
                 f"generator.quantization={quantization}, which decides it"
@@ -183,26 +178,24 @@ BLACKWELL = ("B200", "B300", "GB200", "GB300")
 
 
 def check_blackwell_blocks(config: RunConfig) -> Iterable[str]:
-    return (
-        repacked_blocks(config, f"cluster.gpu={config.cluster.gpu}")
-        if config.cluster.gpu in BLACKWELL
-        else ()
-    )
+    if config.cluster.gpu in BLACKWELL:
+        yield from repacked_blocks(config, f"cluster.gpu={config.cluster.gpu}")
 
 
-def repacked_blocks(config: RunConfig, where: str) -> Iterable[str]:
-    """Refuses DeepGEMM on GPUs of compute capability 10, `where`.
+def repacked_blocks(config: RunConfig, context: str) -> Iterable[str]:
+    """Refuses DeepGEMM on GPUs of compute capability 10, `context`.
 
     There SGLang (0.5.23) quantises weights again after loading, with scales that are powers of two,
     and packs these (requant_block_scale_ue8m0_for_deepgemm). Direct writes do neither.
     """
-    for name, (chosen, kept) in (
-        _KEEP_BLOCKS.items() if config.generator.quantization == "fp8_block" else ()
-    ):
-        if (backend := config.generator.server_args.get(name, chosen)) not in kept:
-            needed = f"generator.server_args.{name} of {' or '.join(kept)}"
+    if config.generator.quantization != "fp8_block":
+        return
+    for name, (default, safe_backends) in _KEEP_BLOCKS.items():
+        backend = config.generator.server_args.get(name, default)
+        if backend not in safe_backends:
             yield (
-                f"generator.quantization=fp8_block: with {where} needs {needed}; it is "
+                f"generator.quantization=fp8_block: with {context} needs "
+                f"generator.server_args.{name} of {' or '.join(safe_backends)}; it is "
                 f"{backend}, which repacks the scales"
             )
 
@@ -222,12 +215,12 @@ def check_dtype_of_gpus(config: RunConfig) -> Iterable[str]:
 
 def check_whole_nodes(config: RunConfig) -> Iterable[str]:
     """As the launcher refuses it when it places the engines (launch/nodes.py)."""
+    if config.cluster.gpu == "cpu" and not config.launch.ranks_per_node:
+        return
     slots = gpus_per_node(config)
     sizes = {"generator": config.generator.tp}
     sizes |= {f"roles.{name}": role.tp for name, role in config.roles.items() if role is not None}
-    for section, tp in (
-        sizes.items() if config.cluster.gpu != "cpu" or config.launch.ranks_per_node else ()
-    ):
+    for section, tp in sizes.items():
         if tp > slots and tp % slots:
             yield (
                 f"{section}.tp={tp}: an engine larger than a node must fill whole nodes of "
@@ -263,10 +256,6 @@ def check_format(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
             f"generator.quantization={quantization}: must be null or fp8_block for a "
             f"{spec.family} model"
         )
-
-
-# Checks settings against the model. Each check yields problems: the key, its value, what is
-# allowed.
 
 
 ModelCheck = Callable[[RunConfig, ModelSpec], Iterable[str]]
@@ -336,32 +325,34 @@ def check_sizes(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 
     CPU engines could pad, but GPU engines do not, so the rules for GPUs hold for both.
     """
-    t, g = trainer_topology(config.trainer), generator_topology(config.generator)
+    trainer = trainer_topology(config.trainer)
+    generator = generator_topology(config.generator)
+    layer_spec = "local" if config.cluster.gpu == "cpu" else "te"
+    quantisation = QUANTISATIONS.get(config.generator.quantization or "")
     yield from problems_of(
-        lambda: trainer_parameters(spec, t, "local" if config.cluster.gpu == "cpu" else "te"),
-        lambda: generator_parameters(
-            spec, g, "cuda", QUANTISATIONS.get(config.generator.quantization or "")
-        ),
-        lambda: stage_of_layer(spec.num_layers, t),
+        lambda: trainer_parameters(spec, trainer, layer_spec),
+        lambda: generator_parameters(spec, generator, "cuda", quantisation),
+        lambda: stage_of_layer(spec.num_layers, trainer),
     )
-    if spec.linear_key_heads % (t.tp * t.cp):
-        heads = f"the model's {spec.linear_key_heads} key heads of gated delta nets"
+    if spec.linear_key_heads % (trainer.tp * trainer.cp):
         yield (
-            f"trainer.tp={t.tp} * trainer.cp={t.cp}: must divide {heads}, which context "
-            "parallelism shares out too"
+            f"trainer.tp={trainer.tp} * trainer.cp={trainer.cp}: must divide the model's "
+            f"{spec.linear_key_heads} key heads of gated delta nets, which context parallelism "
+            "shares out too"
         )
-    if t.tp > spec.num_kv_heads and t.tp % spec.num_kv_heads == 0 and not spec.kv_lora_rank:
-        yield f"trainer.tp={t.tp}: must be at most the model's {spec.num_kv_heads} key-value heads"
-    if g.tp > spec.num_kv_heads and spec.qk_norm_of_all_heads:
-        norm = "SGLang shards the norm of all keys, but repeats the heads"
+    heads = f"the model's {spec.num_kv_heads} key-value heads"
+    repeats_heads = trainer.tp > spec.num_kv_heads and trainer.tp % spec.num_kv_heads == 0
+    if repeats_heads and not spec.kv_lora_rank:
+        yield f"trainer.tp={trainer.tp}: must be at most {heads}"
+    if generator.tp > spec.num_kv_heads and spec.qk_norm_of_all_heads:
         yield (
-            f"generator.tp={g.tp}: must be at most the model's {spec.num_kv_heads} key-value "
-            f"heads: {norm}"
+            f"generator.tp={generator.tp}: must be at most {heads}: SGLang shards the norm of all "
+            "keys, but repeats the heads"
         )
-    if g.dp_attention > config.generator.max_concurrency:
+    if generator.dp_attention > config.generator.max_concurrency:
         yield (
             f"generator.max_concurrency={config.generator.max_concurrency}: must be at least "
-            f"generator.dp_attention={g.dp_attention}"
+            f"generator.dp_attention={generator.dp_attention}"
         )
 
 
@@ -426,9 +417,9 @@ def check_lengths(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     room = {"the model's context of": spec.max_position_embeddings}
     train_room = {"trainer.max_tokens_per_microbatch =": config.trainer.max_tokens_per_microbatch}
     if config.generator.kv_cache_tokens is not None:
-        key = "generator.kv_cache_tokens" + " / generator.dp_attention" * (
-            config.generator.dp_attention > 1
-        )
+        key = "generator.kv_cache_tokens"
+        if config.generator.dp_attention > 1:
+            key += " / generator.dp_attention"
         room[f"{key} ="] = config.generator.kv_cache_tokens // max(1, config.generator.dp_attention)
     for key, length, limits in (
         ("rollout.max_tokens", config.rollout.max_tokens, room | train_room),
@@ -451,15 +442,11 @@ DEQUANTISED = {"json_model_override_args": '{"quantization_config": null}', "loa
 def check_fp8_checkpoint(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     """Refuses quantised checkpoints whose format engines would keep, while updates have another."""
     path = Path(config.model.path, "config.json")
-    quantised = (
-        json.loads(path.read_text(encoding="utf-8")).get("quantization_config")
-        if path.is_file()
-        else None
-    )
+    if not path.is_file():
+        return
+    quantised = json.loads(path.read_text(encoding="utf-8")).get("quantization_config")
     if quantised and quantised.get("quant_method") == "mxfp4":
-        if any(
-            config.generator.server_args.get(name) != value for name, value in DEQUANTISED.items()
-        ):
+        if not DEQUANTISED.items() <= config.generator.server_args.items():
             yield (
                 f"generator.server_args: must have {yaml_text(DEQUANTISED)}, since "
                 f"model.path={config.model.path} is in MXFP4"
@@ -478,10 +465,9 @@ def check_vision_tower(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
             "have that of the checkpoint in model.path"
         )
     if spec.vision_tower and "json_model_override_args" in config.generator.server_args:
-        told = "by which engines are told to serve the language model alone"
         yield (
             "generator.server_args.json_model_override_args: must be left out for a model with "
-            f"a vision tower, {told}"
+            "a vision tower, by which engines are told to serve the language model alone"
         )
 
 
@@ -526,7 +512,8 @@ def check_ranks(config: RunConfig) -> Iterable[str]:
         ("trainer", {axis: getattr(trainer, axis) for axis in ("tp", "pp", "cp", "dp")}),
         ("generator", {axis: getattr(generator, axis) for axis in ("engines", "tp")}),
     ):
-        if (ranks := math.prod(axes.values())) > MAX_RANKS:
+        ranks = math.prod(axes.values())
+        if ranks > MAX_RANKS:
             product = " * ".join(
                 f"{section}.{axis}={size}" for axis, size in axes.items() if size > 1
             )
@@ -568,14 +555,16 @@ def check_batch(config: RunConfig) -> Iterable[str]:
             f"rollout.n={rollout.n}: must be at least 2: {config.algorithm.name} compares a "
             "prompt's samples"
         )
+    sequences = rollout.prompts_per_step * rollout.n // cuts
     if rollout.prompts_per_step % cuts:
         yield (
             f"trainer.minibatches={cuts}: must divide "
             f"rollout.prompts_per_step={rollout.prompts_per_step}"
         )
-    elif (sequences := rollout.prompts_per_step * rollout.n // cuts) < dp:
+    elif sequences < dp:
         product = f"rollout.prompts_per_step={rollout.prompts_per_step} * rollout.n={rollout.n}"
-        product += f" / trainer.minibatches={cuts}" if cuts > 1 else ""
+        if cuts > 1:
+            product += f" / trainer.minibatches={cuts}"
         yield f"{product}: {sequences} sequences an optimizer step must be at least trainer.dp={dp}"
 
 
@@ -628,15 +617,17 @@ def check_program(config: RunConfig) -> Iterable[str]:
     name = config.rollout.name
     if name not in BY_CALLS:
         return
-    if setting := recipes.needs_one_sequence(config.algorithm):
+    setting = recipes.needs_one_sequence(config.algorithm)
+    if setting:
         yield (
             f"{setting}: needs episodes of one sequence; those of rollout.name={name} may have "
             "branches (docs/agents.md)"
         )
-    if names := [part.setting for part in parts_of(config.reward) if pairwise(config, part)]:
+    pairwise_parts = [part for part in parts_of(config.reward) if pairwise(config, part)]
+    if pairwise_parts:
         yield (
-            f"{names[0]}: compares responses; episodes of rollout.name={name} may have several "
-            "(docs/agents.md)"
+            f"{pairwise_parts[0].setting}: compares responses; episodes of rollout.name={name} "
+            "may have several (docs/agents.md)"
         )
     if name in OF_HUBS and (config.reward.parts or config.reward.name != RewardConfig().name):
         yield (
@@ -698,11 +689,9 @@ def check_eval(config: RunConfig) -> Iterable[str]:
                 f"{', '.join(TAKEN_NAMES)}"
             )
         elif suite and _repeats(suite, config):
-            samples = (
-                f"eval.suites.{name}.samples={suite.samples}"
-                if suite.samples
-                else f"eval.samples={config.eval.samples}"
-            )
+            samples = f"eval.samples={config.eval.samples}"
+            if suite.samples:
+                samples = f"eval.suites.{name}.samples={suite.samples}"
             yield (
                 f"{samples}: at temperature 0 they are all the same; set "
                 f"eval.suites.{name}.temperature"
@@ -727,17 +716,18 @@ def _repeats(suite: SuiteConfig, config: RunConfig) -> bool:
 
 def _idle_filters(config: RunConfig) -> Iterable[str]:
     """Filters of an evaluation that is greedy, so that they change nothing."""
-    suites = [
-        (f"eval.suites.{name}", suite, [suite])
-        for name, suite in config.eval.suites.items()
-        if suite
+    sections: list[tuple[str, EvalConfig | SuiteConfig, list[SuiteConfig | None]]] = [
+        ("eval", config.eval, [suite for *_, suite in held_out(config)] or [None])
     ]
-    everything = [suite for *_, suite in held_out(config)] or [None]
-    for key, section, sets in (("eval", config.eval, everything), *suites):
-        if any(held_out_sampling(config, suite).temperature for suite in sets):
+    for name, suite in config.eval.suites.items():
+        if suite:
+            sections.append((f"eval.suites.{name}", suite, [suite]))
+    for key, section, suites in sections:
+        if any(held_out_sampling(config, suite).temperature for suite in suites):
             continue
         for name, off in (("top_p", 1), ("top_k", -1), ("min_p", 0)):
-            if (value := getattr(section, name)) not in (None, off):
+            value = getattr(section, name)
+            if value not in (None, off):
                 yield (
                     f"{key}.{name}={value:g}: needs a {key}.temperature above 0: the likeliest "
                     "token is taken now"
@@ -752,12 +742,10 @@ def check_eval_engines(config: RunConfig) -> Iterable[str]:
     if not held_out(config):
         yield f"eval.engines={engines}: needs a held-out set: set data.eval.source"
     if transport in ("gloo", "nccl"):
-        why = (
-            "whose process groups cannot change: the loss of one of these engines would end the run"
-        )
         yield (
             f"weights.transport={transport}: with eval.engines={engines} it must be neither "
-            f"gloo nor nccl, {why}"
+            "gloo nor nccl, whose process groups cannot change: the loss of one of these engines "
+            "would end the run"
         )
 
 
@@ -785,7 +773,8 @@ def check_reward_model_command(config: RunConfig) -> Iterable[str]:
             "reward_model.data=null: megarl reward-model needs pairs of responses: set "
             "reward_model.data.source"
         )
-    if (sequences := 2 * settings.batch_size) < config.trainer.dp:
+    sequences = 2 * settings.batch_size
+    if sequences < config.trainer.dp:
         yield (
             f"reward_model.batch_size={settings.batch_size}: its {sequences} sequences must be "
             f"at least trainer.dp={config.trainer.dp}"

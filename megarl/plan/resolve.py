@@ -38,7 +38,7 @@ from megarl.teachers.plan import FrozenRole, check_served_teachers, find_frozen
 # commands that render prompts, or go on to one that does
 DATED = ("train", "dry-run", "sft", "reward-model", "eval", "export")
 # command -> the section that may set its own parallel sizes
-OWN_SIZES = {"sft": "sft", "reward-model": "reward_model"}
+SIZE_SECTIONS = {"sft": "sft", "reward-model": "reward_model"}
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,9 @@ class RunPlan:
 
     @property
     def reference(self) -> FrozenRole | None:
-        """The reference model of the KL divergence, if it is not the model that the run began with."""
+        """The reference model of the KL divergence, if it is not the model that the run began
+        with.
+        """
         return next((role for role in self.frozen if role.role == REFERENCE), None)
 
     @property
@@ -117,28 +119,28 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     "train", but weights that megarl sft will make may be missing. Raises ConfigError with all
     problems.
     """
-    given = config
+    batch_problems = list(check_batch(config))  # with the trainer's sizes, not a warm start's
     if command in DATED:
         config = with_date(config, command)
-    if command in OWN_SIZES:
-        config = with_own_sizes(config, OWN_SIZES[command])
+    if command in SIZE_SECTIONS:
+        config = with_command_sizes(config, SIZE_SECTIONS[command])
     if command == "sft" and not config.sft.adapters:
         config = replace(config, lora=LoraConfig())
     checks = CONFIG_CHECKS + COMMAND_CHECKS.get(command or "", ())
-    # The warm start's own sizes do not matter for rollouts.
-    of_rollouts = list(check_batch(given))
     problems = problems_by_group(config, [check for check in checks if check is not check_batch])
     try:
         spec = find_spec(config)
     except ConfigError as error:
         raise ConfigError(
-            of_rollouts + _in_keys_of(command, config, problems) + error.problems
+            batch_problems + _with_command_keys(problems, command, config) + error.problems
         ) from error
-    model_checks = MODEL_CHECKS + (() if command in PLANNING_COMMANDS else RUN_MODEL_CHECKS)
+    model_checks = MODEL_CHECKS
+    if command not in PLANNING_COMMANDS:
+        model_checks += RUN_MODEL_CHECKS
     problems += problems_by_group(config, [with_model(check, spec) for check in model_checks])
     problems = [
-        *of_rollouts,
-        *_in_keys_of(command, config, problems),
+        *batch_problems,
+        *_with_command_keys(problems, command, config),
         *missing_weights(config, command),
         *check_first_adapters(config, command),
     ]
@@ -154,17 +156,18 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
             "which generates no text"
         )
     if spec.vision_tower and command == "reward-model":
-        told = (
-            "must have no vision tower for megarl reward-model: what it writes would keep the "
-            "name of a model that generates text"
+        problems.append(
+            f"model.path={config.model.path}: must have no vision tower for megarl reward-model: "
+            "what it writes would keep the name of a model that generates text"
         )
-        problems.append(f"model.path={config.model.path}: {told}")
     # the dry run will tell the user to run megarl sft first
     if command == "dry-run" and not find_weights(config, command).are_there:
-        of_sizes = problems_by_group(with_own_sizes(config, "sft"), [with_model(check_sizes, spec)])
-        of_warm_start = _in_keys_of("sft", config, of_sizes)
-        # the generator's sizes are the same
-        problems += [problem for problem in of_warm_start if problem not in problems]
+        size_check = with_model(check_sizes, spec)
+        sft_problems = problems_by_group(with_command_sizes(config, "sft"), [size_check])
+        for problem in _with_command_keys(sft_problems, "sft", config):
+            # the generator's sizes are the same
+            if problem not in problems:
+                problems.append(problem)
     if problems:
         raise ConfigError(problems)
     return _planned(config, spec, command)
@@ -191,7 +194,7 @@ def _planned(config: RunConfig, spec: ModelSpec, command: str | None) -> RunPlan
     )
 
 
-def with_own_sizes(config: RunConfig, section: str) -> RunConfig:
+def with_command_sizes(config: RunConfig, section: str) -> RunConfig:
     """The config with the parallel sizes of `section` as the trainer's.
 
     They may differ, since its command exports to HF format.
@@ -199,30 +202,33 @@ def with_own_sizes(config: RunConfig, section: str) -> RunConfig:
     If the section sets any size, the command has only those sizes. If it sets none, the command has
     the trainer's.
     """
-    if not (own := _own_sizes(config, section)):
+    command_sizes = _command_sizes(config, section)
+    if not command_sizes:
         return config
-    sizes = dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp", "dp"), 1) | own
-    plain = {"first_stage_layers": None, "last_stage_layers": None}
-    sequence_parallel = config.trainer.sequence_parallel and sizes["tp"] > 1
-    return replace(
-        config,
-        trainer=replace(config.trainer, **sizes, **plain, sequence_parallel=sequence_parallel),
+    sizes = dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp", "dp"), 1) | command_sizes
+    trainer = replace(
+        config.trainer,
+        **sizes,
+        first_stage_layers=None,
+        last_stage_layers=None,
+        sequence_parallel=config.trainer.sequence_parallel and sizes["tp"] > 1,
     )
+    return replace(config, trainer=trainer)
 
 
-def _own_sizes(config: RunConfig, section: str) -> dict[str, int]:
-    axes = ("tp", "pp", "dp")
-    found = {
-        "sft": [getattr(config.sft, axis) for axis in axes],
-        "reward_model": [getattr(config.reward_model, axis) for axis in axes],
-    }
-    return {axis: size for axis, size in zip(axes, found[section], strict=True) if size is not None}
+def _command_sizes(config: RunConfig, section: str) -> dict[str, int]:
+    if section == "sft":
+        sizes = {"tp": config.sft.tp, "pp": config.sft.pp, "dp": config.sft.dp}
+    else:
+        settings = config.reward_model
+        sizes = {"tp": settings.tp, "pp": settings.pp, "dp": settings.dp}
+    return {axis: size for axis, size in sizes.items() if size is not None}
 
 
-def _in_keys_of(command: str | None, config: RunConfig, problems: list[str]) -> list[str]:
+def _with_command_keys(problems: list[str], command: str | None, config: RunConfig) -> list[str]:
     """The problems, with a command's own sizes named by the keys that the user has set."""
-    section = OWN_SIZES.get(command or "")
-    if section is None or not _own_sizes(config, section):
+    section = SIZE_SECTIONS.get(command or "")
+    if section is None or not _command_sizes(config, section):
         return problems
     return [re.sub(r"\btrainer\.(tp|pp|dp)\b", rf"{section}.\1", problem) for problem in problems]
 
@@ -234,36 +240,35 @@ def find_spec(config: RunConfig) -> ModelSpec:
     Raises ConfigError if a folder is missing, a config.json cannot be used, or the two disagree.
     """
     model = config.model
-    problems = [
-        *missing_folder("model.path", model.path),
-        *(missing_folder("model.tokenizer", model.tokenizer) if model.tokenizer else ()),
-    ]
+    problems = list(missing_folder("model.path", model.path))
+    if model.tokenizer:
+        problems += missing_folder("model.tokenizer", model.tokenizer)
     if model.spec is not None and not Path(model.spec).exists():
         problems.append(f"model.spec={model.spec}: no such file{did_you_mean(Path(model.spec))}")
     if model.path == config.sft.output and problems:
         problems[0] += "; megarl sft writes it"
     if problems:
         raise ConfigError(problems)
-    if exported := _is_of_a_run(Path(model.path)):
-        raise ConfigError(f"model.path={model.path}: {exported}")
+    run_problem = _run_folder_problem(Path(model.path))
+    if run_problem:
+        raise ConfigError(f"model.path={model.path}: {run_problem}")
     mtp = config.trainer.mtp != IGNORE
     drafts = mtp and config.generator.speculative.algorithm == NEXTN
     if model.spec is None:
         return replace(_load_checkpoint_spec(model.path, model.family, mtp), mtp_drafts=drafts)
     spec = load_spec(model.spec, "model.spec", model.family, mtp)
-    if (
-        Path(model.path).is_dir()
-        and (at_hand := load_spec(model.path, own_family=model.family, mtp=mtp)) != spec
-    ):
-        differing = ", ".join(
+    if Path(model.path).is_dir():
+        checkpoint_spec = load_spec(model.path, own_family=model.family, mtp=mtp)
+        differences = [
             f"{name} {value!r}"
             for name, value in vars(spec).items()
-            if value != getattr(at_hand, name)
-        )
-        raise ConfigError(
-            f"model.spec={model.spec}: must agree with model.path={model.path}; it differs in "
-            f"{differing}"
-        )
+            if value != getattr(checkpoint_spec, name)
+        ]
+        if differences:
+            raise ConfigError(
+                f"model.spec={model.spec}: must agree with model.path={model.path}; it differs in "
+                f"{', '.join(differences)}"
+            )
     return replace(spec, mtp_drafts=drafts)
 
 
@@ -281,8 +286,10 @@ def _load_checkpoint_spec(path: str, own_family: str | None, mtp: bool) -> Model
         ) from error
 
 
-def _is_of_a_run(path: Path) -> str:
-    """What to do if the folder belongs to a run and is not a Hugging Face model; otherwise empty."""
+def _run_folder_problem(path: Path) -> str:
+    """What to do if the folder belongs to a run and is not a Hugging Face model; otherwise
+    empty.
+    """
     if (path / "config.json").exists():
         return ""
     step = re.fullmatch(r"step_0*(\d+)", path.name)
@@ -292,9 +299,9 @@ def _is_of_a_run(path: Path) -> str:
             f"run_dir={path.parent.parent} --step {step[1]} --output FOLDER"
         )
     run = path.parent if path.name == "checkpoints" else path
-    first = f"megarl export CONFIG run_dir={run} --output FOLDER"
+    if not any(run.glob("checkpoints/step_*")):
+        return ""
     return (
-        f"holds a run's checkpoints, no model; first: {first}"
-        if any(run.glob("checkpoints/step_*"))
-        else ""
+        "holds a run's checkpoints, no model; first: megarl export CONFIG "
+        f"run_dir={run} --output FOLDER"
     )

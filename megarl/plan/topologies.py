@@ -59,14 +59,12 @@ class EngineGroup:
 
 
 def engine_groups(generator: GeneratorConfig) -> tuple[EngineGroup, ...]:
-    found: list[EngineGroup] = []
+    groups: list[EngineGroup] = []
+    first = 0
     for name, settings in generator.shapes.items():
-        found.append(
-            EngineGroup(
-                name, settings, found[-1].first + found[-1].settings.engines if found else 0
-            )
-        )
-    return tuple(found)
+        groups.append(EngineGroup(name, settings, first))
+        first += settings.engines
+    return tuple(groups)
 
 
 def engines_layout(
@@ -80,19 +78,14 @@ def engines_layout(
     engines of each group; empty: all. `device`: see `generator_layout`.
     """
     counts = engines or [group.settings.engines for group in groups]
-    return side_by_side(
-        [
-            generator_layout(
-                spec,
-                replace(g.topology, engines=count),
-                g.dtype(model_dtype),
-                device,
-                g.settings.quantization,
-            )
-            for g, count in zip(groups, counts, strict=True)
-            if count
-        ]
-    )
+    layouts = []
+    for group, count in zip(groups, counts, strict=True):
+        if count:
+            topology = replace(group.topology, engines=count)
+            dtype = group.dtype(model_dtype)
+            quantization = group.settings.quantization
+            layouts.append(generator_layout(spec, topology, dtype, device, quantization))
+    return side_by_side(layouts)
 
 
 def at_once(groups: Sequence[EngineGroup], engines: Sequence[int] = ()) -> int:
@@ -110,37 +103,27 @@ def generator_ranks(groups: Sequence[EngineGroup]) -> int:
     return sum(group.topology.world_size for group in groups)
 
 
-# GPUs that trainer and engines share (cluster.share_gpus).
-
-
 def with_one_gpu_shared(config: RunConfig, gpus_here: Callable[[], int]) -> RunConfig:
     """The config with cluster.share_gpus=true if it is null and a run of one trainer rank and one
     engine rank has one GPU.
     """
-    ranks = (
-        trainer_topology(config.trainer).world_size,
-        generator_ranks(engine_groups(config.generator)),
-    )
-    if (
-        config.cluster.share_gpus is not None
-        or config.cluster.gpu == "cpu"
-        or ranks != (1, 1)
-        or gpus_here() != 1
-    ):
+    if config.cluster.share_gpus is not None or config.cluster.gpu == "cpu":
+        return config
+    if _ranks_of_sides(config) != (1, 1) or gpus_here() != 1:
         return config
     return replace(config, cluster=replace(config.cluster, share_gpus=True))
 
 
+def _ranks_of_sides(config: RunConfig) -> tuple[int, int]:
+    """The numbers of trainer ranks and of the policy's engine ranks."""
+    generator = generator_ranks(engine_groups(config.generator))
+    return trainer_topology(config.trainer).world_size, generator
+
+
 def gpus_of_run(config: RunConfig) -> int:
     """The GPUs of the trainer and the policy's engines together."""
-    ranks = (
-        trainer_topology(config.trainer).world_size,
-        generator_ranks(engine_groups(config.generator)),
-    )
+    ranks = _ranks_of_sides(config)
     return max(ranks) if config.cluster.share_gpus else sum(ranks)
-
-
-# How far the two sides of a run may be apart, in steps.
 
 
 def run_ahead(config: AsyncConfig) -> int | None:
@@ -149,7 +132,5 @@ def run_ahead(config: AsyncConfig) -> int | None:
     It is the capacity, or `max_staleness` if that is less: a prompt begun further ahead would be
     too old when it is used.
     """
-    return min(
-        [bound for bound in (config.capacity, config.max_staleness) if bound is not None],
-        default=None,
-    )
+    bounds = [bound for bound in (config.capacity, config.max_staleness) if bound is not None]
+    return min(bounds, default=None)

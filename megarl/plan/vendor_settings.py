@@ -1,5 +1,6 @@
 """Checks the settings for Megatron and SGLang before anything starts, by reading the sources of
-these packages.
+these packages. Importing SGLang takes ten seconds, and Megatron two; reading their sources takes
+0.05 s.
 """
 
 from __future__ import annotations
@@ -19,14 +20,8 @@ from typing import Any
 import msgspec
 
 from megarl.config.keys import yaml_text
-from megarl.config.limits import alike, did_you_mean
+from megarl.config.limits import did_you_mean, similar_names
 from megarl.config.schema import RunConfig
-
-# Reads the arguments of installed packages from their source, and checks values for them before
-# anything starts.
-#
-# Importing SGLang takes ten seconds, and Megatron two. Reading their source takes 0.05 s.
-
 
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
@@ -47,12 +42,10 @@ class Argument:
 
 def package_folder(name: str) -> Path | None:
     """The folder of a package; None if it is not installed, as on a machine that only plans."""
-    found = importlib.util.find_spec(name)
-    return (
-        Path(next(iter(found.submodule_search_locations)))
-        if found and found.submodule_search_locations
-        else None
-    )
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
 
 
 def fields_of(block: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
@@ -83,19 +76,17 @@ def misfits(argument: Argument, value: Any) -> Iterator[str]:
     except TypeError:
         return  # only the package's own code can check this type
     if argument.choices is not None and value is not None:
-        wrong = [
-            str(choice)
-            for choice in (value if isinstance(value, list) else [value])
-            if choice not in argument.choices
-        ]
+        values = value if isinstance(value, list) else [value]
+        wrong = [str(choice) for choice in values if choice not in argument.choices]
         if wrong:
-            known = sorted(map(str, argument.choices))
-            yield f"must be one of {', '.join(known)}{did_you_mean(alike(wrong[0], known))}"
+            choices = sorted(map(str, argument.choices))
+            suggestion = did_you_mean(similar_names(wrong[0], choices))
+            yield f"must be one of {', '.join(choices)}{suggestion}"
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    near = difflib.get_close_matches(name, known, n=1)
-    return near[0] if near else None
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    matches = difflib.get_close_matches(name, names, n=1)
+    return matches[0] if matches else None
 
 
 def _type_name(type_: Any) -> str:
@@ -117,12 +108,10 @@ def _literals(type_: Any) -> tuple[tuple[Any, ...], bool]:
     """
     if typing.get_origin(type_) is typing.Literal:
         return typing.get_args(type_), False
+    if typing.get_origin(type_) is not typing.Union:
+        return (), False
     parts = [part for part in typing.get_args(type_) if part is not type(None)]
-    if (
-        typing.get_origin(type_) is typing.Union
-        and len(parts) == 1
-        and typing.get_origin(parts[0]) is typing.Literal
-    ):
+    if len(parts) == 1 and typing.get_origin(parts[0]) is typing.Literal:
         return typing.get_args(parts[0]), True
     return (), False
 
@@ -130,10 +119,6 @@ def _literals(type_: Any) -> tuple[tuple[Any, ...], bool]:
 def mapping_of(names: Mapping[str, Argument]) -> dict[str, str]:
     """Name of a flag -> name of its argument."""
     return {alias: name for name, argument in names.items() for alias in (name, *argument.aliases)}
-
-
-# Reads the fields of Megatron's configuration classes from the source of the installed
-# megatron-core.
 
 
 CLASSES = {  # key of the run's config -> the classes with its fields
@@ -160,26 +145,22 @@ def megatron_version() -> str:
 def megatron_arguments(key: str) -> Mapping[str, Argument]:
     """All fields by name; empty if Megatron is not installed, as on a machine that only plans."""
     root = package_folder("megatron.core")
-    found: dict[str, Argument] = {}
-    for file, name in CLASSES[key] if root else ():
-        assert root is not None
+    if root is None:
+        return {}
+    arguments: dict[str, Argument] = {}
+    for file, name in CLASSES[key]:
         for block in ast.parse((root / file).read_text(encoding="utf-8")).body:
             if isinstance(block, ast.ClassDef) and block.name == name:
-                found |= {field: _megatron_argument(hint) for field, hint in fields_of(block)}
-    return found
+                for field, hint in fields_of(block):
+                    arguments[field] = _megatron_argument(hint)
+    return arguments
 
 
 def _megatron_argument(hint: ast.expr) -> Argument:
     annotation = ast.unparse(hint)
-    return (
-        Argument(str, annotation, ATTENTION_BACKENDS)
-        if annotation == "AttnBackend"
-        else Argument(as_type(hint), annotation)
-    )
-
-
-# Checks `trainer.megatron`, `trainer.ddp` and `trainer.optimizer.megatron`: fields of Megatron's
-# classes, passed on as they are.
+    if annotation == "AttnBackend":
+        return Argument(str, annotation, ATTENTION_BACKENDS)
+    return Argument(as_type(hint), annotation)
 
 
 _SHAPE = "model.path, whose config.json decides it"
@@ -337,7 +318,7 @@ MEGATRON_REFUSED = {
         ),
     },
 }
-AT_LEAST = {("trainer.ddp", "bucket_size"): 1}  # otherwise each parameter would be its own bucket
+MINIMUM = {("trainer.ddp", "bucket_size"): 1}  # otherwise each parameter would be its own bucket
 # types that no YAML value has
 _NOT_TEXT = ("Callable", "RecipeConfig", "dtype", "PipelineParallelLayerLayout")
 
@@ -347,14 +328,14 @@ def check_megatron_settings(config: RunConfig) -> Iterable[str]:
     of the run.
     """
     trainer = config.trainer
-    for key, table, settings in (
-        ("trainer.megatron", "trainer.megatron", trainer.megatron),
-        ("trainer.ddp", "trainer.ddp", trainer.ddp),
-        ("trainer.optimizer.megatron", "trainer.optimizer.megatron", trainer.optimizer.megatron),
+    for key, settings in (
+        ("trainer.megatron", trainer.megatron),
+        ("trainer.ddp", trainer.ddp),
+        ("trainer.optimizer.megatron", trainer.optimizer.megatron),
     ):
-        known = megatron_arguments(table) if settings else {}
+        arguments = megatron_arguments(key) if settings else {}
         for name, value in settings.items():
-            for problem in _problems(table, str(name), value, known):
+            for problem in _problems(key, str(name), value, arguments):
                 yield f"{key}.{name}={yaml_text(value)}: {problem}"
     if trainer.recompute and "recompute_granularity" in trainer.megatron:
         yield (
@@ -363,28 +344,24 @@ def check_megatron_settings(config: RunConfig) -> Iterable[str]:
         )
 
 
-def _problems(key: str, name: str, value: Any, known: Mapping[str, Any]) -> Iterator[str]:
+def _problems(key: str, name: str, value: Any, arguments: Mapping[str, Any]) -> Iterator[str]:
+    minimum = MINIMUM.get((key, name))
     if name in MEGATRON_BY_KEY[key]:
         yield f"must be set by {MEGATRON_BY_KEY[key][name]}"
     elif name in MEGATRON_REFUSED[key]:
         yield f"must be left out; {MEGATRON_REFUSED[key][name]}"
-    elif known and name not in known:
-        near = nearest(name, known)
-        meant = (
-            f"did you mean {MEGATRON_BY_KEY[key].get(near, near)}?"
-            if near
-            else f"it is no field of {CLASSES[key][-1][1]}"
-        )
-        yield f"unknown to megatron-core {megatron_version()}; {meant}"
-    elif known and any(part in known[name].annotation for part in _NOT_TEXT):
-        yield f"must be left out; it is a {known[name].annotation}, which a config cannot state"
-    elif (least := AT_LEAST.get((key, name))) is not None and type(value) is int and value < least:
-        yield f"must be at least {least}"
-    elif known:
-        yield from misfits(known[name], value)
-
-
-# Reads the arguments of the installed SGLang from its source.
+    elif arguments and name not in arguments:
+        near = nearest(name, arguments)
+        hint = f"it is no field of {CLASSES[key][-1][1]}"
+        if near:
+            hint = f"did you mean {MEGATRON_BY_KEY[key].get(near, near)}?"
+        yield f"unknown to megatron-core {megatron_version()}; {hint}"
+    elif arguments and any(part in arguments[name].annotation for part in _NOT_TEXT):
+        yield f"must be left out; it is a {arguments[name].annotation}, which a config cannot state"
+    elif minimum is not None and type(value) is int and value < minimum:
+        yield f"must be at least {minimum}"
+    elif arguments:
+        yield from misfits(arguments[name], value)
 
 
 # one class for each namespace of sglang.srt.server_args.ServerArgs
@@ -426,31 +403,25 @@ def _declared(file: Path, names: Mapping[str, Any]) -> Iterator[tuple[str, Argum
             details = None
             if (
                 isinstance(hint, ast.Subscript)
-                and ast.unparse(hint.value) == "A"
                 and isinstance(hint.slice, ast.Tuple)
+                and ast.unparse(hint.value) == "A"
             ):
                 hint, details = hint.slice.elts[:2]
-            stated = (
-                {word.arg: word.value for word in details.keywords}
-                if isinstance(details, ast.Call)
-                else {}
+            keywords = {}
+            if isinstance(details, ast.Call):
+                keywords = {keyword.arg: keyword.value for keyword in details.keywords}
+            choices = _literal(keywords.get("choices"), names)
+            flags = list(_literal(keywords.get("aliases"), names) or ())
+            cli_name = _literal(keywords.get("cli_name"), names)
+            if cli_name:
+                flags.append(cli_name)
+            argument = Argument(
+                type=as_type(hint),
+                annotation=ast.unparse(hint),
+                choices=None if choices is None else tuple(choices),
+                aliases=tuple(flag.lstrip("-").replace("-", "_") for flag in flags),
             )
-            choices = _literal(stated.get("choices"), names)
-            aliases = _literal(stated.get("aliases"), names) or ()
-            cli_name = _literal(stated.get("cli_name"), names)
-            flags = [
-                flag.lstrip("-").replace("-", "_")
-                for flag in (*aliases, *([cli_name] if cli_name else ()))
-            ]
-            yield (
-                name,
-                Argument(
-                    as_type(hint),
-                    ast.unparse(hint),
-                    None if choices is None else tuple(choices),
-                    tuple(flags),
-                ),
-            )
+            yield name, argument
 
 
 def _literal(node: ast.expr | None, names: Mapping[str, Any]) -> Any:
@@ -461,10 +432,6 @@ def _literal(node: ast.expr | None, names: Mapping[str, Any]) -> Any:
         return None if node is None else ast.literal_eval(node)
     except ValueError:
         return None
-
-
-# Checks `generator.server_args` against the arguments of SGLang, and against what other keys or the
-# run itself decide.
 
 
 SGLANG_BY_KEY = {
@@ -492,7 +459,7 @@ SGLANG_BY_KEY = {
     "speculative_num_steps": "generator.speculative.steps",
     "speculative_num_draft_tokens": "generator.speculative.steps",
 }
-KEPT = frozenset(
+SET_BY_LAUNCHER = frozenset(
     [
         "host",
         "port",
@@ -530,7 +497,8 @@ SGLANG_REFUSED = {
     "speculative_token_map": "the draft model would keep its own copy of the output layer, which "
     "no update writes",
     "speculative_draft_model_quantization": "the draft model has the format of the engine",
-    "speculative_draft_load_format": "the launcher decides where the draft model's weights come from",
+    "speculative_draft_load_format": "the launcher decides where the draft model's weights come "
+    "from",
     "speculative_accept_threshold_single": "tokens would be kept that the policy would not have "
     "sampled",
     "speculative_accept_threshold_acc": "tokens would be kept that the policy would not have "
@@ -593,14 +561,14 @@ def check_server_args(config: RunConfig) -> Iterable[str]:
     arguments that make SGLang compute with other weights than were written, since the audit would
     not see that.
     """
-    yield from _check("generator", config.generator.server_args, SGLANG_BY_KEY, _refused)
+    settings = config.generator.server_args
+    yield from _check("generator", settings, SGLANG_BY_KEY, _refusal)
     for name, role in config.roles.items():
         if role is not None:
             key = f"roles.{name}"
             by_key = {
-                argument: key + of_generator.removeprefix("generator")
-                for argument, of_generator in SGLANG_BY_KEY.items()
-                if argument in FROZEN
+                argument: SGLANG_BY_KEY[argument].replace("generator", key, 1)
+                for argument in FROZEN
             }
             by_key |= {
                 "model_path": f"{key}.path",
@@ -608,58 +576,63 @@ def check_server_args(config: RunConfig) -> Iterable[str]:
                 "dtype": "model.dtype",
                 "random_seed": "seed",
             }
-            yield from _check(
-                key,
-                role.server_args,
-                by_key,
-                lambda name, _: (
-                    f"must be left out; {SGLANG_REFUSED[name]}" if name in REFUSED_FROZEN else None
-                ),
-            )
+            yield from _check(key, role.server_args, by_key, _refusal_if_frozen)
 
 
 def _check(
     section: str,
-    given: Mapping[str, Any],
+    settings: Mapping[str, Any],
     by_key: Mapping[str, str],
-    refused: Callable[[str, Any], str | None],
+    refusal: Callable[[str, Any], str | None],
 ) -> Iterable[str]:
-    known = sglang_arguments() if given else {}
-    for name, value in given.items():
-        shown = f"{section}.server_args.{name}={yaml_text(value)}"
-        if name in by_key:
-            yield f"{shown}: must be set by {by_key[name]}"
-        elif name in KEPT:
-            yield f"{shown}: must be left out; the launcher decides it"
-        elif (reason := refused(name, value)) is not None:
-            yield f"{shown}: {reason}"
-        elif known and name not in known:
-            yield (
-                f"{shown}: unknown to SGLang {sglang_version()}; {_meant(str(name), known, by_key)}"
-            )
-        elif name in known:
-            yield from (f"{shown}: {problem}" for problem in misfits(known[name], value))
+    arguments = sglang_arguments() if settings else {}
+    for name, value in settings.items():
+        for problem in _problems_with_argument(name, value, arguments, by_key, refusal):
+            yield f"{section}.server_args.{name}={yaml_text(value)}: {problem}"
 
 
-def _refused(name: str, value: Any) -> str | None:
+def _problems_with_argument(
+    name: str,
+    value: Any,
+    arguments: Mapping[str, Argument],
+    by_key: Mapping[str, str],
+    refusal: Callable[[str, Any], str | None],
+) -> Iterable[str]:
+    reason = refusal(name, value)
+    if name in by_key:
+        yield f"must be set by {by_key[name]}"
+    elif name in SET_BY_LAUNCHER:
+        yield "must be left out; the launcher decides it"
+    elif reason is not None:
+        yield reason
+    elif arguments and name not in arguments:
+        yield f"unknown to SGLang {sglang_version()}; {_hint(str(name), arguments, by_key)}"
+    elif name in arguments:
+        yield from misfits(arguments[name], value)
+
+
+def _refusal(name: str, value: Any) -> str | None:
     if name in SGLANG_REFUSED:
         return f"must be left out; {SGLANG_REFUSED[name]}"
-    if (
-        name in ("moe_runner_backend", "speculative_moe_runner_backend")
-        and value not in MOE_RUNNERS
-    ):
+    is_runner = name in ("moe_runner_backend", "speculative_moe_runner_backend")
+    if is_runner and value not in MOE_RUNNERS:
         return f"must be {' or '.join(MOE_RUNNERS)}, which compute with experts as they are written"
     return None
 
 
-def _meant(name: str, known: Mapping[str, Argument], by_key: Mapping[str, str]) -> str:
+def _refusal_if_frozen(name: str, _: Any) -> str | None:
+    return f"must be left out; {SGLANG_REFUSED[name]}" if name in REFUSED_FROZEN else None
+
+
+def _hint(name: str, arguments: Mapping[str, Argument], by_key: Mapping[str, str]) -> str:
     """Suggests the name that was meant.
 
     Flags are written with dashes, and some have several names.
     """
-    plain = name.lstrip("-").replace("-", "_").lower()
-    of_flag = mapping_of(known)
-    near = plain if plain in of_flag else nearest(plain, of_flag)
+    flag = name.lstrip("-").replace("-", "_").lower()
+    names_by_flag = mapping_of(arguments)
+    near = flag if flag in names_by_flag else nearest(flag, names_by_flag)
     if near is None:
         return "python -m sglang.launch_server --help lists its arguments"
-    return f"did you mean {by_key.get(of_flag[near], of_flag[near])}?"
+    argument = names_by_flag[near]
+    return f"did you mean {by_key.get(argument, argument)}?"

@@ -59,12 +59,10 @@ class Weights:
     def __str__(self) -> str:
         if self.checkpoint:
             return f"the checkpoint {self.checkpoint}"
-        where = (
-            f"the warm start in sft.output={self.path}"
-            if self.warm_start
-            else f"model.path={self.path}"
-        )
-        return f"{where}; {self.remark}" if self.remark else where
+        name = f"model.path={self.path}"
+        if self.warm_start:
+            name = f"the warm start in sft.output={self.path}"
+        return f"{name}; {self.remark}" if self.remark else name
 
 
 def with_date(config: RunConfig, command: str | None) -> RunConfig:
@@ -77,25 +75,24 @@ def with_date(config: RunConfig, command: str | None) -> RunConfig:
         or datetime.date.today().isoformat()
     )
 
-    def dated[C: (ModelConfig, RoleConfig)](of: C) -> C:
-        return replace(
-            of, chat_template=replace(of.chat_template, date=of.chat_template.date or date)
-        )
+    def dated[C: (ModelConfig, RoleConfig)](settings: C) -> C:
+        template = settings.chat_template
+        return replace(settings, chat_template=replace(template, date=template.date or date))
 
-    with_template = (REWARD_MODEL, JUDGE)
-    roles = {
-        name: dated(role) if role and role_of(name, role) in with_template else role
-        for name, role in config.roles.items()
-    }
+    roles = dict(config.roles)
+    for name, role in roles.items():
+        if role and role_of(name, role) in (REWARD_MODEL, JUDGE):
+            roles[name] = dated(role)
     return replace(config, model=dated(config.model), roles=roles)
 
 
 def _first_date(config: RunConfig, command: str | None) -> str | None:
     if command != "sft":
         return value_before(config, _DATE)
-    begun = complete_checkpoints(Path(config.run_dir) / "sft")
+    checkpoints = complete_checkpoints(Path(config.run_dir) / "sft")
+    folder = str(checkpoints[-1][1]) if checkpoints else config.sft.output
     with contextlib.suppress(ConfigError):  # a check reports it
-        return (read_warm_start(str(begun[-1][1]) if begun else config.sft.output) or {}).get(_DATE)
+        return (read_warm_start(folder) or {}).get(_DATE)
     return None
 
 
@@ -108,13 +105,11 @@ def find_weights(config: RunConfig, command: str | None) -> Weights:
     if command == "sft" or (command == "export" and not config.lora.rank):
         return model
     if command not in ("train", "dry-run", "export") or not complete_checkpoints(config.run_dir):
-        return _chosen(config)
-    begun = read_begun_with(config) or _chosen(config)
-    return (
-        begun
-        if begun.are_there or needs_first_weights(config)
-        else Weights(config.model.path, are_gone=True)
-    )
+        return _weights_of_new_run(config)
+    first_weights = read_begun_with(config) or _weights_of_new_run(config)
+    if first_weights.are_there or needs_first_weights(config):
+        return first_weights
+    return Weights(config.model.path, are_gone=True)
 
 
 def of_the_run(config: RunConfig) -> bool:
@@ -137,7 +132,7 @@ def scores_checkpoint(config: RunConfig, step: int | None, best: bool) -> bool:
     return best or of_the_run(config)
 
 
-def _chosen(config: RunConfig) -> Weights:
+def _weights_of_new_run(config: RunConfig) -> Weights:
     path = config.model.path
     output = config.sft.output
     if not Weights(path).are_there:
@@ -145,11 +140,13 @@ def _chosen(config: RunConfig) -> Weights:
     if path == output:
         return Weights(path)
     if not holds_weights(output):
-        none = (
-            f"sft.steps={config.sft.steps}, but there is no warm start in sft.output={output}: "
-            "megarl sft makes it"
+        if not config.sft.steps:
+            return Weights(path)
+        return Weights(
+            path,
+            remark=f"sft.steps={config.sft.steps}, but there is no warm start in "
+            f"sft.output={output}: megarl sft makes it",
         )
-        return Weights(path, remark=none if config.sft.steps else "")
     made_by = read_warm_start(output)
     if made_by is None:
         return Weights(
@@ -169,16 +166,15 @@ def _chosen(config: RunConfig) -> Weights:
 def missing_weights(config: RunConfig, command: str | None) -> Iterable[str]:
     """Yields a problem if `command` needs weights that are missing."""
     weights = find_weights(config, command)
-    of_adapters = command == "export" and config.lora.rank
-    if (
-        weights.are_there
-        or weights.are_gone
-        or (command not in ("sft", "reward-model", "train", "eval", "dry-run") and not of_adapters)
-    ):
+    reads_weights = command in ("sft", "reward-model", "train", "eval", "dry-run")
+    if command == "export" and config.lora.rank:
+        reads_weights = True
+    if weights.are_there or weights.are_gone or not reads_weights:
         return
     none = f"model.path={config.model.path}: holds no weights (*.safetensors)"
-    if not config.model.random_init and (convert := convert_hint(Path(config.model.path))):
-        yield none + convert
+    hint = "" if config.model.random_init else convert_hint(Path(config.model.path))
+    if hint:
+        yield none + hint
         return
     if command in ("sft", "reward-model"):
         if not config.model.random_init:
@@ -207,22 +203,22 @@ def convert_hint(folder: Path) -> str:
     """What to do if a checkpoint's weights are in another format than safetensors; empty if there
     are none in another.
     """
-    others = sorted(path.name for pattern in OTHER_FORMATS for path in folder.glob(pattern))
-    if not others:
+    names = sorted(path.name for pattern in OTHER_FORMATS for path in folder.glob(pattern))
+    if not names:
         return ""
-    given = f", gguf_file={others[0]!r}" if others[0].endswith(".gguf") else ""
-    read = f"M.from_pretrained({str(folder)!r}, dtype='auto'{given})"
-    written = f"{read}.save_pretrained({f'{folder}-safetensors'!r})"
-    command = f'python -c "from transformers import AutoModelForCausalLM as M; {written}"'
-    return f", but {others[0]}: convert it, and copy the tokenizer's files: {command}"
+    option = f", gguf_file={names[0]!r}" if names[0].endswith(".gguf") else ""
+    load = f"M.from_pretrained({str(folder)!r}, dtype='auto'{option})"
+    conversion = f"{load}.save_pretrained({f'{folder}-safetensors'!r})"
+    command = f'python -c "from transformers import AutoModelForCausalLM as M; {conversion}"'
+    return f", but {names[0]}: convert it, and copy the tokenizer's files: {command}"
 
 
 def needs_reference(config: RunConfig) -> bool:
     """Whether a run needs a reference model, which is the weights that it began with."""
-    own = any(
-        settings and role_of(name, settings) == REFERENCE for name, settings in config.roles.items()
-    )
-    return recipes.needs_reference(config.algorithm) is not None and not own
+    for name, settings in config.roles.items():
+        if settings and role_of(name, settings) == REFERENCE:
+            return False  # the run has another
+    return recipes.needs_reference(config.algorithm) is not None
 
 
 def needs_first_weights(config: RunConfig) -> bool:
@@ -250,27 +246,23 @@ def warm_start_record(config: RunConfig) -> str:
     """The content of WARM_START: every setting that the weights of `megarl sft` depend on."""
     data = "sft.data." if config.sft.data else "data.train."
     adapted = config.lora.rank if config.sft.adapters else None
-    of_sft = (
-        "model.",
-        "sft.optimizer.",
-        data,
-        "sft.steps",
-        "sft.batch_size",
-        "seed",
-        *(["lora."] if adapted else []),
-    )
+    prefixes = ("model.", "sft.optimizer.", data, "sft.steps", "sft.batch_size", "seed")
+    if adapted:
+        prefixes += ("lora.",)
     if config.sft.eval:
-        of_sft += ("sft.eval.", "sft.every", "sft.keep")
+        prefixes += ("sft.eval.", "sft.every", "sft.keep")
     record = {
         key: value_at(config, key)
         for key in keys_of(config)
-        if key.startswith(of_sft) and key != "model.spec"
+        if key.startswith(prefixes) and key != "model.spec"
     }
     return json.dumps(record | {"lora.rank": adapted}, indent=2)
 
 
 def check_warm_start(config: RunConfig) -> Iterable[str]:
-    """Problems if the finished warm start in `sft.output` is not the one that `config` describes."""
+    """Problems if the finished warm start in `sft.output` is not the one that `config`
+    describes.
+    """
     output = config.sft.output
     made_by = read_warm_start(config.sft.output)
     instead = "remove it to train it anew, or name another folder"
@@ -279,21 +271,25 @@ def check_warm_start(config: RunConfig) -> Iterable[str]:
             f"sft.output={output}: is there already, and was not made by megarl sft (it has no "
             f"{WARM_START}); {instead}"
         )
-    for key, now, then in _differences(made_by, config, Path(output)) if made_by else ():
+    if made_by is None:
+        return
+    for key, now, then in _differences(made_by, config, Path(output)):
         yield f"{key}={now}: the warm start in sft.output={output} was made with {then}; {instead}"
 
 
 def check_begun_warm_start(config: RunConfig) -> Iterable[str]:
     """Problems with resuming an interrupted warm start, if there is one."""
     yield from check_names(Path(config.run_dir) / "sft")
-    for _, folder in complete_checkpoints(Path(config.run_dir) / "sft")[-1:]:
-        for key, now, then in _differences(
-            read_warm_start(str(folder)) or {}, config, Path(config.run_dir) / "sft"
-        ):
-            yield (
-                f"{key}={now}: the warm start that was interrupted had {then}; keep that, or "
-                f"remove {folder.parent} to begin anew"
-            )
+    checkpoints = complete_checkpoints(Path(config.run_dir) / "sft")
+    if not checkpoints:
+        return
+    folder = checkpoints[-1][1]
+    made_by = read_warm_start(str(folder)) or {}
+    for key, now, then in _differences(made_by, config, Path(config.run_dir) / "sft"):
+        yield (
+            f"{key}={now}: the warm start that was interrupted had {then}; keep that, or "
+            f"remove {folder.parent} to begin anew"
+        )
 
 
 def _differences(
@@ -304,11 +300,15 @@ def _differences(
     If `folder` has the contents that it learned from, these are compared instead of where they are
     (compare_contents).
     """
-    compared = (_DATE, *(contents.KEYS if (folder / contents.FILE).is_file() else ()))
+    compared = {_DATE}
+    if (folder / contents.FILE).is_file():
+        compared.update(contents.KEYS)
     for key, now in json.loads(warm_start_record(config)).items():
         then = made_by.get(key)
-        same = _same_folder(then, now) if key == "model.path" and then else then == now
-        if not same and general(key) not in compared:
+        is_equal = then == now
+        if key == "model.path" and then:
+            is_equal = _same_folder(then, now)
+        if not is_equal and general(key) not in compared:
             yield key, json.dumps(now), json.dumps(then)
 
 
@@ -322,8 +322,8 @@ def read_warm_start(output: str) -> Mapping[str, Any] | None:
 
 def begin_with(config: RunConfig, weights: Weights, fingerprint: str) -> None:
     """Records the weights in the folder of the run, for resumed runs."""
-    begun = {"path": weights.path, "warm_start": weights.warm_start, "fingerprint": fingerprint}
-    write_whole(Path(config.run_dir) / BEGUN_WITH, json.dumps(begun))
+    record = {"path": weights.path, "warm_start": weights.warm_start, "fingerprint": fingerprint}
+    write_whole(Path(config.run_dir) / BEGUN_WITH, json.dumps(record))
 
 
 def read_begun_with(config: RunConfig) -> Weights | None:
@@ -331,11 +331,11 @@ def read_begun_with(config: RunConfig) -> Weights | None:
 
     Raises ConfigError if the record is unreadable.
     """
-    begun = _read(Path(config.run_dir) / BEGUN_WITH, "path")
-    if begun is None:
+    record = _read(Path(config.run_dir) / BEGUN_WITH, "path")
+    if record is None:
         return None
     return Weights(
-        begun["path"], begun.get("warm_start", False), fingerprint=begun.get("fingerprint", "")
+        record["path"], record.get("warm_start", False), fingerprint=record.get("fingerprint", "")
     )
 
 
@@ -353,6 +353,6 @@ def _read(path: Path, needed: str) -> dict[str, Any] | None:
     return values
 
 
-def _same_folder(path: str, other: str) -> bool:
+def _same_folder(path: str, other_path: str) -> bool:
     """Whether both are the same folder, or the same hub name."""
-    return path == other or Path(path).resolve() == Path(other).resolve()
+    return path == other_path or Path(path).resolve() == Path(other_path).resolve()

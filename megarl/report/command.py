@@ -24,13 +24,6 @@ from megarl.config.errors import ConfigError
 from megarl.observe.metrics import METRICS_FILE
 from megarl.report.reading import RunReader
 
-# The report page: one HTML file that needs no other. It has the run's data compressed, and shows it
-# only as text nodes.
-#
-# The page's security policy allows only its own script, and no requests, except those of a served
-# page to its server.
-
-
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = (
     "uPlot.iife.min.js",
@@ -80,12 +73,14 @@ PAGE = """<!doctype html>
 
 
 def page(
-    found: Sequence[Mapping[str, Any]], made: str, live: Mapping[str, Any] | None = None
+    runs: Sequence[Mapping[str, Any]], timestamp: str, live: Mapping[str, Any] | None = None
 ) -> str:
-    """The page.
+    """The report page: one HTML file that needs no other. It has the runs' data compressed, and
+    shows it only as text nodes. Its security policy allows only its own script, and no requests,
+    except those of a served page to its server.
 
-    `found`: the result of RunReader.read for each run. `made`: the time. `live`: how a served page
-    asks for updates.
+    `runs`: the result of RunReader.read for each run. `timestamp`: when the page is made. `live`:
+    how a served page asks for updates.
     """
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -95,49 +90,43 @@ def page(
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
         f"img-src data:; connect-src {connect}"
     )
-    names = [each["name"] for each in found]
+    names = [run["name"] for run in runs]
+    heading = names[0] if len(names) == 1 else f"{len(names)} runs"
+    scripts = []
+    chunks = []
+    for number, run in enumerate(runs):
+        scripts.append(
+            f'<script type="text/plain" class="run">{packed(_without_chunks(run))}</script>'
+        )
+        for chunk_number, chunk in enumerate(run["samples"]["chunks"]):
+            name = f"chunk-{number}-{chunk_number}"
+            chunks.append(f'<script type="text/plain" id="{name}">{chunk}</script>')
     return PAGE.format(
         policy=policy,
         title=html.escape(f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''} · MegaRL"),
-        heading=html.escape(names[0] if len(names) == 1 else f"{len(names)} runs"),
-        made=html.escape(made),
-        sources=html.escape(", ".join(str(each["path"]) for each in found)),
+        heading=html.escape(heading),
+        made=html.escape(timestamp),
+        sources=html.escape(", ".join(str(run["path"]) for run in runs)),
         style="\n".join((ASSETS / name).read_text(encoding="utf-8") for name in STYLES),
         live=json.dumps(live).replace("<", "\\u003c"),
-        runs="\n".join(
-            f'<script type="text/plain" class="run">{packed(_without_chunks(each))}</script>'
-            for each in found
-        ),
+        runs="\n".join(scripts),
         script=script,
-        chunks="\n".join(
-            f'<script type="text/plain" id="chunk-{run}-{number}">{chunk}</script>'
-            for run, each in enumerate(found)
-            for number, chunk in enumerate(each["samples"]["chunks"])
-        ),
+        chunks="\n".join(chunks),
     )
 
 
 def packed(value: Any) -> str:
-    return base64.b64encode(
-        gzip.compress(
-            json.dumps(value, allow_nan=False, separators=(",", ":")).encode(), 6, mtime=0
-        )
-    ).decode()
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 
 
-def _without_chunks(found: Mapping[str, Any]) -> dict[str, Any]:
+def _without_chunks(run: Mapping[str, Any]) -> dict[str, Any]:
     """The result without chunks of samples.
 
     The page has each chunk as a separate element, and unpacks it when it is looked at.
     """
-    return {
-        **found,
-        "samples": {**found["samples"], "chunks": [0] * len(found["samples"]["chunks"])},
-    }
-
-
-# `megarl report --serve` serves the page over HTTP to this machine only. Open pages ask for what is
-# new in the runs.
+    samples = run["samples"]
+    return {**run, "samples": {**samples, "chunks": [0] * len(samples["chunks"])}}
 
 
 PAGES = 8  # pages that are kept up to date at a time; one more makes the oldest reload
@@ -145,7 +134,9 @@ EVERY_MS = 2000
 
 
 class ReportServer(http.server.ThreadingHTTPServer):
-    """Listens on the loopback interface, and answers requests that have `token`."""
+    """Serves the page (`megarl report --serve`): listens on the loopback interface, and answers
+    requests that have `token`. Open pages ask for what is new in the runs.
+    """
 
     daemon_threads = True
 
@@ -167,18 +158,20 @@ class ReportServer(http.server.ThreadingHTTPServer):
     def open(self) -> str:
         opened = _Page([RunReader(path, self._text_bytes) for path in self._run_dirs])
         name = secrets.token_hex(8)
-        found = opened.read()
+        runs = opened.read()
         with self._lock:
             self._pages[name] = opened
             while len(self._pages) > PAGES:
                 self._pages.popitem(last=False)
-        return page(found, self._now(), {"token": self.token, "page": name, "every_ms": EVERY_MS})
+        return page(runs, self._now(), {"token": self.token, "page": name, "every_ms": EVERY_MS})
 
     def new(self, name: str, number: int) -> list[dict[str, Any]] | None:
         """The news for a page that has had `number` answers; None if it has to be loaded anew."""
         with self._lock:
             opened = self._pages.get(name)
-        return None if opened is None else opened.new(number)
+        if opened is None:
+            return None
+        return opened.new(number)
 
 
 class _Page:
@@ -203,8 +196,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        asked = urlsplit(self.path)
-        query = {key: values[0] for key, values in parse_qs(asked.query).items()}
+        url = urlsplit(self.path)
+        query = {key: values[0] for key, values in parse_qs(url.query).items()}
         hosts = [f"{name}:{self.server.server_port}" for name in ("127.0.0.1", "localhost")]
         # another name that somebody has pointed at this machine
         if self.headers.get("Host") not in hosts:
@@ -217,15 +210,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 "text/plain",
                 "the token is missing or wrong: take the address that megarl report has printed",
             )
-        elif asked.path == "/":
+        elif url.path == "/":
             self._answer(200, "text/html; charset=utf-8", self.server.open())
-        elif asked.path == "/new" and query.get("number", "").isdecimal():
-            found = self.server.new(query.get("page", ""), int(query["number"]))
-            self._answer(
-                409 if found is None else 200,
-                "application/json",
-                json.dumps(found, allow_nan=False),
-            )
+        elif url.path == "/new" and query.get("number", "").isdecimal():
+            news = self.server.new(query.get("page", ""), int(query["number"]))
+            status = 409 if news is None else 200
+            self._answer(status, "application/json", json.dumps(news, allow_nan=False))
         else:
             self._answer(404, "text/plain", "there is nothing here")
 
@@ -329,12 +319,13 @@ def write_report(
     By default it is PAGE_FILE in the first run's folder. Returns its path. Raises ConfigError, as
     `run` does.
     """
-    if problems := [*_not_runs(run_dirs)] or [*_unwritable(run_dirs, output)]:
+    problems = list(_not_runs(run_dirs)) or list(_unwritable(run_dirs, output))
+    if problems:
         raise ConfigError(problems)
     page_path = Path(output or run_dirs[0] / PAGE_FILE)
-    found = [RunReader(folder, text_bytes).read() for folder in run_dirs]
-    write_whole(page_path, page(found, _now()))
-    skipped = sum(sum(each["skipped"].values()) for each in found)
+    runs = [RunReader(folder, text_bytes).read() for folder in run_dirs]
+    write_whole(page_path, page(runs, _now()))
+    skipped = sum(sum(run["skipped"].values()) for run in runs)
     left_out = f"; {skipped} damaged or half-written lines left out" if skipped else ""
     print(f"{page_path}: {page_path.stat().st_size / 2**20:.1f} MiB{left_out}")
     return page_path

@@ -33,10 +33,6 @@ from megarl.observe.status import TRACE_FOLDER
 from megarl.rewards.score import FAILED_EPISODES, FAILED_FRACTION
 from megarl.rewards.score import told as failure_told
 
-# The samples of a run: an index with a row for each, and texts in compressed chunks, which the page
-# unpacks when they are looked at.
-
-
 SETTLED_S = 10.0  # time after which every rank has written its part of a step
 CHUNK_BYTES = 400_000  # size of a chunk's JSON before compression
 EXCERPT_CHARS = 60  # characters of a response shown in the table
@@ -107,12 +103,16 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Samples:
+    """The samples of a run: an index with a row for each, and texts in compressed chunks, which the
+    page unpacks when they are looked at.
+    """
+
     def __init__(self, run_dir: Path, tail: Callable[[Path], Lines], text_bytes: int):
         self._folder = run_dir / "rollouts"
         self._tail = tail
         self._groups = tail(self._folder / SAMPLES_FILE)
-        self._ranks: dict[str, _OfRank] = {}
-        self._held: list[_Group] = []
+        self._ranks: dict[str, _RankTokens] = {}
+        self._incomplete_step: list[_Group] = []
         self._chunks = 0
         files = [self._folder / SAMPLES_FILE, *self._folder.glob("tokens.*.jsonl")]
         size = COMPRESSED * sum(path.stat().st_size for path in files if path.exists())
@@ -129,7 +129,7 @@ class Samples:
         one step in k has texts.
         """
         for path in sorted(self._folder.glob("tokens.*.jsonl")):
-            self._ranks.setdefault(path.name, _OfRank(self._tail(path)))
+            self._ranks.setdefault(path.name, _RankTokens(self._tail(path)))
         columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
         chunks: list[str] = []
         full: list[bytes] = []
@@ -148,8 +148,8 @@ class Samples:
         return {"index": columns, "chunks": chunks, "every": self.every}
 
     def _new(self, follow: bool) -> Iterator[_Group]:
-        groups = self._held
-        self._held = []
+        groups = self._incomplete_step
+        self._incomplete_step = []
         newest = groups[-1].step if groups else -1
         for line in self._groups.lines():
             try:
@@ -160,10 +160,11 @@ class Samples:
             newest = max(newest, group.step)
             groups.append(group)
             if len(groups) > 1 and groups[0].step < newest:
-                yield from self._with_numbers([each for each in groups if each.step < newest])
-                groups = [each for each in groups if each.step >= newest]
+                complete = [group for group in groups if group.step < newest]
+                groups = [group for group in groups if group.step >= newest]
+                yield from self._with_numbers(complete)
         if follow and not self._settled():
-            self._held = groups
+            self._incomplete_step = groups
         else:
             yield from self._with_numbers(groups)
 
@@ -190,35 +191,29 @@ class Samples:
         rewards = [sample.reward for sample in group.samples if sample.reward is not None]
         spread = statistics.pstdev(rewards) if rewards else None
         for number, sample in enumerate(group.samples):
-            age = (
-                group.step - min(version for version, _ in sample.versions)
-                if sample.versions
-                else None
-            )
-            chunk = self._chunks if place >= 0 else -1
-            row = (
-                group.step,
-                group.ordinal,
-                number,
-                sample.reward,
-                sample.tokens,
-                age,
-                spread,
-                sample.finish_reason,
-            )
-            row = (
-                *row,
-                int(bool(sample.failed)),
-                int(group.dropped),
-                " ".join(sample.text[:EXCERPT_CHARS].split()),
-                chunk,
-                place,
-            )
-            for name, value in zip(COLUMNS, row, strict=True):
-                columns[name].append(value)
+            age = None
+            if sample.versions:
+                age = group.step - min(version for version, _ in sample.versions)
+            row = {
+                "step": group.step,
+                "ordinal": group.ordinal,
+                "sample": number,
+                "reward": sample.reward,
+                "tokens": sample.tokens,
+                "age": age,
+                "spread": spread,
+                "finish": sample.finish_reason,
+                "failed": int(bool(sample.failed)),
+                "dropped": int(group.dropped),
+                "begins": " ".join(sample.text[:EXCERPT_CHARS].split()),
+                "chunk": self._chunks if place >= 0 else -1,
+                "place": place,
+            }
+            for name in COLUMNS:
+                columns[name].append(row[name])
 
 
-class _OfRank:
+class _RankTokens:
     """The lines of one trainer rank, in ascending order of steps."""
 
     def __init__(self, tail: Lines):
@@ -228,21 +223,22 @@ class _OfRank:
         self._lines: Iterator[bytes] = iter(())
 
     def of_step(self, step: int) -> dict[tuple[int, int], dict[str, Any]]:
-        found = {}
-        while (line := self._next()) is not None:
+        samples = {}
+        while True:
+            line = self._next()
+            if line is None:
+                return samples
             if line.step > step:
                 self._ahead.appendleft(line)
-                break
+                return samples
             if line.step == step:
-                pieces = [self._pieces.get(number, f"<{number}>") for number in line.ids]
-                numbers = {
+                samples[line.ordinal, line.sample] = {
+                    "pieces": [self._pieces.get(number, f"<{number}>") for number in line.ids],
                     "positions": line.positions,
                     "diff": line.diff,
                     "mu": line.mu,
                     "advantage": line.advantage,
                 }
-                found[line.ordinal, line.sample] = {"pieces": pieces, **numbers}
-        return found
 
     def _next(self) -> _Tokens | None:
         if self._ahead:
@@ -256,15 +252,11 @@ class _OfRank:
                 except (msgspec.MsgspecError, UnicodeDecodeError):
                     self.tail.damaged += 1
                     continue
-                rows = [
-                    tokens.diff,
-                    tokens.mu,
-                    *([tokens.advantage] if isinstance(tokens.advantage, list) else []),
-                ]
-                if {len(tokens.ids)} != {
-                    sum(count for _, count in tokens.positions),
-                    *map(len, rows),
-                }:
+                lengths = {len(tokens.ids), len(tokens.diff), len(tokens.mu)}
+                lengths.add(sum(count for _, count in tokens.positions))
+                if isinstance(tokens.advantage, list):
+                    lengths.add(len(tokens.advantage))
+                if len(lengths) > 1:
                     self.tail.damaged += 1
                     continue
                 self._pieces |= tokens.pieces
@@ -274,10 +266,6 @@ class _OfRank:
 
 def _chunk(groups: list[bytes]) -> str:
     return base64.b64encode(gzip.compress(b"[" + b",".join(groups) + b"]", 6, mtime=0)).decode()
-
-
-# The page's advice on a run, in addition to `observe.agreement.advisories`. Each piece of advice
-# names the numbers behind it.
 
 
 RECENT = 20  # steps that advice is based on
@@ -297,27 +285,30 @@ def advice(
     engine_tokens: Mapping[int, int],
     group_of: Mapping[int, int] = {},
 ) -> list[str]:
+    """The page's advice on a run, in addition to `observe.agreement.advisories`. Each piece of
+    advice names the numbers behind it.
+    """
     recent = rows[-RECENT:]
     if len(recent) < FEWEST:
         return []
     # an engine is compared with engines of its own group
-    alike: dict[int, dict[int, int]] = defaultdict(dict)
+    tokens_by_group: dict[int, dict[int, int]] = defaultdict(dict)
     for index, tokens in engine_tokens.items():
-        alike[group_of.get(index, 0)][index] = tokens
+        tokens_by_group[group_of.get(index, 0)][index] = tokens
     rules = (
         _waits(recent, settings),
         _truncated(recent),
         _no_signal(recent),
         _queue(rows),
-        *map(_slow_engine, alike.values()),
+        *map(_slow_engine, tokens_by_group.values()),
     )
     return [text for text in rules if text]
 
 
 def _waits(rows: Sequence[Row], settings: Mapping[str, Any]) -> str:
-    step, trainer, generator = (
-        _median(rows, f"time/{name}_s") for name in ("step", "trainer_wait", "generator_wait")
-    )
+    step = _median(rows, "time/step_s")
+    trainer = _median(rows, "time/trainer_wait_s")
+    generator = _median(rows, "time/generator_wait_s")
     if not step > 0 or settings.get("async.capacity") == 0:  # a synchronous run must wait
         return ""
     if trainer > WAITS * step and trainer > generator and not scoring_binds(rows):
@@ -339,12 +330,11 @@ def _waits(rows: Sequence[Row], settings: Mapping[str, Any]) -> str:
 
 def _truncated(rows: Sequence[Row]) -> str:
     share = _median(rows, "truncated_fraction")
-    most = "rollout.max_tokens"
+    if not share > TRUNCATED:
+        return ""
     return (
-        f"{share:.0%} of the responses end at {most} (median of the last {len(rows)} steps): "
-        "their rewards say little"
-        if share > TRUNCATED
-        else ""
+        f"{share:.0%} of the responses end at rollout.max_tokens (median of the last {len(rows)} "
+        "steps): their rewards say little"
     )
 
 
@@ -352,24 +342,25 @@ def _no_signal(rows: Sequence[Row]) -> str:
     share = _median(rows, "zero_advantage_fraction")
     if not NO_SIGNAL < share < 1:
         return ""
-    lowest, mean, highest = (_median(rows, f"reward/{name}") for name in ("min", "mean", "max"))
+    lowest = _median(rows, "reward/min")
+    mean = _median(rows, "reward/mean")
+    highest = _median(rows, "reward/max")
     height = (mean - lowest) / (highest - lowest) if highest > lowest else math.nan
     if height >= SOLVED:  # rewards are equal because all are right: nothing is left to learn
         return ""
-    why = "hard" if height <= 1 - SOLVED else "easy or too hard"
+    difficulty = "hard" if height <= 1 - SOLVED else "easy or too hard"
     return (
         f"in {share:.0%} of the groups all rewards are equal (median of the last {len(rows)} "
-        "steps), so they teach nothing: the prompts "
-        f"are too {why}; rollout.dynamic_sampling replaces them"
+        f"steps), so they teach nothing: the prompts are too {difficulty}; "
+        "rollout.dynamic_sampling replaces them"
     )
 
 
 def _queue(rows: Sequence[Row]) -> str:
     if len(rows) < 2 * RECENT:
         return ""
-    before, now = (
-        _median(part, "prompts/buffered") for part in (rows[-2 * RECENT : -RECENT], rows[-RECENT:])
-    )
+    before = _median(rows[-2 * RECENT : -RECENT], "prompts/buffered")
+    now = _median(rows[-RECENT:], "prompts/buffered")
     if not (now > GROWTH * before and now > 1):
         return ""
     return (
@@ -398,7 +389,9 @@ def _median(rows: Sequence[Row], key: str) -> float:
         for row in rows
         if isinstance(row.get(key), int | float) and math.isfinite(row[key])
     ]
-    return median(values) if values else math.nan
+    if values:
+        return median(values)
+    return math.nan
 
 
 LAST_STEPS = 5  # the page shows a failure's reason if something failed in this many steps
@@ -485,11 +478,11 @@ class Tail:
     def objects(self) -> Iterator[Row]:
         for line in self.lines():
             try:
-                found = json.loads(line)
+                row = json.loads(line)
             except (ValueError, RecursionError):
-                found = None
-            if isinstance(found, dict):
-                yield found
+                row = None
+            if isinstance(row, dict):
+                yield row
             else:
                 self.damaged += 1
 
@@ -537,59 +530,55 @@ class RunReader:
         """
         afresh = not self._metrics._end and not self._traces
         try:
-            found = self._read(follow)
+            news = self._read(follow)
         except FileChanged:
             self._begin()
-            found = self._read(follow)
+            news = self._read(follow)
             afresh = True
-        return {"name": self._name, "path": str(self.run_dir), "afresh": afresh, **found}
+        return {"name": self._name, "path": str(self.run_dir), "afresh": afresh, **news}
 
     def _read(self, follow: bool) -> dict[str, Any]:
         columns = self._columns()
         trace = self._spans()
         samples = self._samples.read(follow)
-        told = advisories(self._rows) if self._rows else []
-        tails = [self._metrics, *self._traces.values(), *self._samples.tails]
+        advisory_texts = advisories(self._rows) if self._rows else []
+        advisory_texts += self._reasons()
+        advisory_texts += advice(self._rows, self._settings, self._peers, self._group_of)
+        skipped: dict[str, int] = {}
+        for tail in (self._metrics, *self._traces.values(), *self._samples.tails):
+            count = tail.damaged + (tail.unfinished and not follow)
+            if count:
+                skipped[str(tail.path.relative_to(self.run_dir))] = count
         return {
             "settings": self._settings,
             **columns,
             **trace,
             "samples": samples,
-            "advisories": [
-                *told,
-                *self._reasons(),
-                *advice(self._rows, self._settings, self._peers, self._group_of),
-            ],
+            "advisories": advisory_texts,
             "expected": self._expected,
             "engine_tokens": [
                 self._engine_tokens[index]
                 for index in range(max(self._engine_tokens, default=-1) + 1)
             ],
-            "skipped": {
-                str(tail.path.relative_to(self.run_dir)): tail.damaged
-                + (tail.unfinished and not follow)
-                for tail in tails
-                if tail.damaged or (tail.unfinished and not follow)
-            },
+            "skipped": skipped,
             "out_of_order": self._out_of_order,
         }
 
     def _reasons(self) -> list[str]:
         """The newest failures, if anything has failed in the last steps."""
         self._failures.poll()
-        found = []
-        for episodes, key, what in (
+        texts = []
+        for episodes, key, subject in (
             (True, FAILED_EPISODES, "episode"),
             (False, FAILED_FRACTION, "score"),
         ):
-            if (last := self._failures.last.get(episodes)) and any(
-                row.get(key) for row in self._rows[-LAST_STEPS:]
-            ):
-                found.append(
-                    f"the last {what} that failed, of prompt {last.ordinal} "
+            last = self._failures.last.get(episodes)
+            if last and any(row.get(key) for row in self._rows[-LAST_STEPS:]):
+                texts.append(
+                    f"the last {subject} that failed, of prompt {last.ordinal} "
                     f"({failure_told(last)}): {one_line(last.reason)}"
                 )
-        return found
+        return texts
 
     def _columns(self) -> dict[str, Any]:
         rows: list[Row] = []
@@ -639,43 +628,37 @@ class RunReader:
                 dur_s = event.dur / 1e6
                 name = event.name
                 track = event.track
-                told = event.args
+                arguments = event.args
                 kind = next(
                     (kind for prefix, kind in KINDS.items() if name.startswith(prefix)), None
                 )
-                number = int(found[0]) if (found := NUMBER.search(name)) else None
+                match = NUMBER.search(name)
+                number = int(match[0]) if match else None
                 if name == "weights map":
-                    pairs[process] = told.get("to", [])
+                    pairs[process] = arguments.get("to", [])
                 elif dur_s == 0 and (process.startswith("launcher.") or name in ENGINE_MARKS):
-                    self._expected = told.pop("expected", self._expected)
+                    self._expected = arguments.pop("expected", self._expected)
                     if name == "left":
                         self._lost.discard(track)
                     elif name in ENGINE_MARKS:
                         self._lost.add(track)
-                    marks.append(
-                        {
-                            **told,
-                            "at": at_s,
-                            "who": track if track != "main" else process,
-                            "what": name,
-                        }
-                    )
+                    subject = track if track != "main" else process
+                    marks.append({**arguments, "at": at_s, "who": subject, "what": name})
                 elif kind is not None:
-                    lane = (
-                        process
-                        if track == "main"
-                        else track
-                        if track != "weights"
-                        else f"{process} weights"
-                    )
-                    lanes.setdefault(lane, []).append(
-                        [kind, round(at_s, 6), round(dur_s, 6), number]
-                    )
-                    self._count(kind, track, number, told)
+                    lane = track
+                    if track == "main":
+                        lane = process
+                    elif track == "weights":
+                        lane = f"{process} weights"
+                    span = [kind, round(at_s, 6), round(dur_s, 6), number]
+                    if kind == "write weights" and "bytes" in arguments:
+                        span.append(arguments["bytes"])
+                    lanes.setdefault(lane, []).append(span)
+                    self._count(kind, track, number, arguments)
                     if kind == "pause":
-                        pauses.append({**told, "version": number, "at": at_s, "pause_s": dur_s})
-                    elif kind == "write weights" and "bytes" in told:
-                        lanes[lane][-1].append(told["bytes"])
+                        pauses.append(
+                            {**arguments, "version": number, "at": at_s, "pause_s": dur_s}
+                        )
         return {
             "epoch_s": self._epoch_us and self._epoch_us / 1e6,
             "lanes": {
@@ -688,9 +671,9 @@ class RunReader:
             "ranks": [min(len(trainers), MOST_RANKS), len(trainers)],
         }
 
-    def _count(self, kind: str, track: str, number: int | None, told: dict[str, Any]) -> None:
+    def _count(self, kind: str, track: str, number: int | None, arguments: dict[str, Any]) -> None:
         """Counts each engine's tokens. Engines are compared only while none is lost."""
-        tokens = dict(enumerate(told.get("engine_tokens", ())))
+        tokens = dict(enumerate(arguments.get("engine_tokens", ())))
         self._engine_tokens.update(tokens)
         if kind == "away":
             self._lost.discard(track)
@@ -699,7 +682,7 @@ class RunReader:
                 self._lost.clear()
             self._batch = number
             self._peers.update(tokens)
-            self._group_of = dict(enumerate(told.get("engine_groups", ())))
+            self._group_of = dict(enumerate(arguments.get("engine_groups", ())))
         if self._lost or kind == "away":
             self._peers.clear()
 
@@ -724,30 +707,30 @@ def _settings(run_dir: Path) -> dict[str, Any]:
             "seed",
             "observe.rollouts_per_step",
         )
-        found = {key: OmegaConf.select(config, key) for key in keys}
+        settings = {key: OmegaConf.select(config, key) for key in keys}
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException, AttributeError):
         return {}
     return {
-        key: value if isinstance(value, str) else _number(value) for key, value in found.items()
+        key: value if isinstance(value, str) else _number(value) for key, value in settings.items()
     }
 
 
 def _number(value: Any) -> float | int | str | None:
     if not isinstance(value, bool | int | float):
         return None
-    return (
-        (int(value) if isinstance(value, bool) else value)
-        if abs(value) <= sys.float_info.max
-        else NOT_FINITE
-    )
+    if isinstance(value, bool):
+        return int(value)
+    if abs(value) <= sys.float_info.max:
+        return value
+    return NOT_FINITE
 
 
 def _by_rank(name: str) -> tuple[str, int, str]:
     """The order of tracks: trainers, generators, engines, engines that only evaluate, the rest;
     ranks by number.
     """
-    role, _, rest = name.partition(".")
-    number = NUMBER.match(rest)
+    role, _, suffix = name.partition(".")
+    number = NUMBER.match(suffix)
     order = {
         "launcher": "0",
         "trainer": "1",
@@ -755,4 +738,4 @@ def _by_rank(name: str) -> tuple[str, int, str]:
         "engine": "3",
         "eval_engine": "4",
     }.get(role, f"5{role}")
-    return order, int(number[0]) if number else 0, rest
+    return order, int(number[0]) if number else 0, suffix

@@ -22,7 +22,7 @@ from megarl.rewards.extract import MAX_TEXT_CHARS, after_thinking, thinking_in
 from megarl.rewards.pool import workers_of
 from megarl.rewards.score import Part, Score, ScoreRequest
 from megarl.sandbox import tested
-from megarl.sandbox.jail import BWRAP, PYTHON, Ended, Jail
+from megarl.sandbox.jail import BWRAP, PYTHON, Jail, ProgramEnd
 
 # Reads the tests of a programming problem in the formats of common data sets, and compares results
 # with the expected ones.
@@ -268,7 +268,7 @@ class CodeReward:
             if found is None or found.reward != reward:
                 raise RunError(
                     f"{self._part.setting}: the sandbox does not run programs: "
-                    f"{ended.why or 'no result'}; {ended.errors}"
+                    f"{ended.reason or 'no result'}; {ended.errors}"
                 )
         return self
 
@@ -287,16 +287,14 @@ class CodeReward:
             # a program may delete its own report; does an empty one give a report?
             ended = await self._run("", tests)
             if not ended.output:
-                why = (
-                    f"the sandbox does not run programs: {ended.why or 'no result'}; {ended.errors}"
-                )
+                why = f"the sandbox does not run programs: {ended.reason or 'no result'}; {ended.errors}"
                 return self._part.failed("exit", why, request)
             return await self._scored(program, tests) or Score(0.0, _parts("crashed", 0.0))
 
     async def _scored(self, program: str, tests: Cases) -> Score | None:
         return await asyncio.to_thread(_score, await self._run(program, tests), tests)
 
-    async def _run(self, program: str, tests: Cases) -> Ended:
+    async def _run(self, program: str, tests: Cases) -> ProgramEnd:
         task = {
             "code": program,
             "function": tests.function,
@@ -315,7 +313,7 @@ class CodeReward:
         )
 
 
-def _score(ended: Ended, tests: Cases) -> Score | None:
+def _score(ended: ProgramEnd, tests: Cases) -> Score | None:
     """The score; None without a report.
 
     A program can overwrite the report, but gains nothing: only right results pass.

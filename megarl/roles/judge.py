@@ -24,14 +24,12 @@ from megarl.rewards.score import Part, Score, ScoreRequest
 from megarl.roles.plan import ServedRole, pairs
 from megarl.roles.settings import CHAT, PAIRWISE, RoleConfig
 
-# The input of a model that reads other models' text, as token ids.
-
-
 _FIELD = re.compile(r"\{[a-z_]+\}")
 
 
 class Template:
-    """A text with fields such as {response}. `encode` fills them in and tokenises the result.
+    """The input of a model that reads other models' text: a text with fields such as {response}.
+    `encode` fills them in and tokenises the result.
 
     Values may be hostile. So the name of a special token in a value is plain text, which cannot end
     or open a turn. Only special tokens in the template itself count. Otherwise the ids equal those
@@ -45,19 +43,20 @@ class Template:
         self._tokenizer = tokenizer
         special = tokenizer.special_tokens
         marks = sorted(special, key=len, reverse=True)
-        cuts = re.compile("|".join(map(re.escape, [*(f"{{{field}}}" for field in fields), *marks])))
+        borders = [*(f"{{{field}}}" for field in fields), *marks]
         # ids of special tokens, texts, and names of fields
         self._pieces: list[int | str | tuple[str]] = []
         end = 0
-        for found in cuts.finditer(text):
-            self._pieces += [
-                text[end : found.start()],
-                special[found[0]] if found[0] in special else (found[0][1:-1],),
-            ]
-            end = found.end()
+        for match in re.finditer("|".join(map(re.escape, borders)), text):
+            self._pieces.append(text[end : match.start()])
+            if match[0] in special:
+                self._pieces.append(special[match[0]])
+            else:
+                self._pieces.append((match[0][1:-1],))
+            end = match.end()
         self._pieces.append(text[end:])
-        begun = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-        self._begin = [] if begun or rendered else tokenizer.encode_prompt("")
+        has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+        self._begin = [] if has_bos or rendered else tokenizer.encode_prompt("")
 
     def encode(self, **values: str) -> list[int]:
         ids = list(self._begin)
@@ -81,14 +80,13 @@ def chat_text(tokenizer: Tokenizer, key: str, *contents: str) -> str:
     try:
         text = template.render(messages, answered=len(contents) > 1)
     except ValueError as error:
+        name = f"chat template of {tokenizer.source}"
+        problem = str(error).replace("chat template", name, 1)
+        raise ConfigError(f"{key}: {problem}") from error
+    missing_fields = [field for field in _FIELD.findall(" ".join(contents)) if field not in text]
+    if missing_fields:
         raise ConfigError(
-            f"{key}: {str(error).replace('chat template', f'chat template of {tokenizer.source}', 1)}"
-        ) from error
-    if lost := [
-        field for content in contents for field in _FIELD.findall(content) if field not in text
-    ]:
-        raise ConfigError(
-            f"{key}: the chat template of {tokenizer.source} leaves out {', '.join(lost)}"
+            f"{key}: the chat template of {tokenizer.source} leaves out {', '.join(missing_fields)}"
         )
     return text
 
@@ -135,11 +133,10 @@ class Judge:
     async def score(self, part: Part, request: ScoreRequest) -> Score:
         """The score of a single response."""
         try:
-            return Score(
-                await self._ask(
-                    prompt=request.prompt, response=request.response, answer=request.answer
-                )
+            score = await self._ask(
+                prompt=request.prompt, response=request.response, answer=request.answer
             )
+            return Score(score)
         except NoVerdict as error:
             return part.failed(error.kind, str(error), request)
 
@@ -150,11 +147,9 @@ class Judge:
 
         Comparisons without a verdict do not count. A response without any verdict has failed.
         """
-        games = [
-            game
-            for pair in pairs(len(responses), self._settings.opponents)
-            for game in (pair, pair[::-1])
-        ]
+        games: list[tuple[int, int]] = []
+        for first, second in pairs(len(responses), self._settings.opponents):
+            games += [(first, second), (second, first)]
 
         async def play(first: int, second: int) -> float | NoVerdict:
             try:
@@ -168,23 +163,24 @@ class Judge:
                 return error
 
         results = await asyncio.gather(*(play(*game) for game in games))
+        wins: list[list[float]] = [[] for _ in responses]
+        errors: list[list[NoVerdict]] = [[] for _ in responses]
+        for (first, second), result in zip(games, results, strict=True):
+            if isinstance(result, NoVerdict):
+                errors[first].append(result)
+                errors[second].append(result)
+            else:
+                wins[first].append(result)
+                wins[second].append(1 - result)
         scores = []
         for index, response in enumerate(responses):
-            own = [
-                (game, result) for game, result in zip(games, results, strict=True) if index in game
-            ]
-            won = [
-                result if game[0] == index else 1 - result
-                for game, result in own
-                if not isinstance(result, NoVerdict)
-            ]
-            lost = [result for _, result in own if isinstance(result, NoVerdict)]
-            score = (
-                Score(fmean(won))
-                if won
-                else part.failed(lost[0].kind, str(lost[0]), ScoreRequest(response, answer))
-            )
-            scores.append(Score(score.reward, {UNDECIDED: len(lost) / len(own)}, score.failures))
+            if wins[index]:
+                score = Score(fmean(wins[index]))
+            else:
+                error = errors[index][0]
+                score = part.failed(error.kind, str(error), ScoreRequest(response, answer))
+            undecided = len(errors[index]) / (len(errors[index]) + len(wins[index]))
+            scores.append(Score(score.reward, {UNDECIDED: undecided}, score.failures))
         return scores
 
     async def _ask(self, **values: str) -> float:
@@ -199,19 +195,18 @@ class Judge:
             )
         try:
             async with self._places:
-                [answer] = await self._fleet.generate(
-                    ids, replace(self._sampling, seed=Seeds(self._seed).next(ids)), 1
-                )
+                sampling = replace(self._sampling, seed=Seeds(self._seed).next(ids))
+                [answer] = await self._fleet.generate(ids, sampling, 1)
         except EngineUnreachable:
             raise
         except (EngineError, TimeoutError) as error:
-            raise NoVerdict(
-                "timeout" if isinstance(error, TimeoutError) else "error", str(error)
-            ) from error
+            kind = "timeout" if isinstance(error, TimeoutError) else "error"
+            raise NoVerdict(kind, str(error)) from error
         text = self._tokenizer.decode(answer.token_ids)
-        if (found := verdict_score(text, self._settings)) is None:
+        score = verdict_score(text, self._settings)
+        if score is None:
             raise NoVerdict("error", f"{self._key} gave no verdict: …{text[-_SHOWN_CHARS:]!a}")
-        return found
+        return score
 
 
 def questions(role: ServedRole) -> tuple[Tokenizer, Template]:
@@ -220,11 +215,9 @@ def questions(role: ServedRole) -> tuple[Tokenizer, Template]:
     key = f"roles.{role.name}"
     assert settings.template is not None  # checked with the settings
     tokenizer = tokenizer_of(settings.path, f"{key}.path", settings.chat_template)
-    text = (
-        chat_text(tokenizer, f"{key}.template", settings.template)
-        if settings.chat
-        else settings.template
-    )
+    text = settings.template
+    if settings.chat:
+        text = chat_text(tokenizer, f"{key}.template", text)
     fields = ("response_a", "response_b") if settings.mode == PAIRWISE else ("response",)
     return tokenizer, Template(tokenizer, text, ("prompt", "answer", *fields), settings.chat)
 
@@ -234,15 +227,17 @@ def verdict_score(text: str, settings: RoleConfig) -> float | None:
 
     None without a verdict, or if it is neither a number in range nor a known word.
     """
-    found = [match[1] for match in re.finditer(settings.verdict or "", text)]
-    if not found or found[-1] is None:
+    verdict: str | None = None
+    for match in re.finditer(settings.verdict or "", text):
+        verdict = match[1]
+    if verdict is None:
         return None
     if settings.verdict_scores:
-        score = settings.verdict_scores.get(found[-1].strip())
+        score = settings.verdict_scores.get(verdict.strip())
         return None if score is None else float(score)
     low, high = settings.verdict_range
     try:
-        number = float(found[-1])
+        number = float(verdict)
     except ValueError:
         return None
     return (number - low) / (high - low) if low <= number <= high else None

@@ -34,9 +34,13 @@ async def open_served(
     """
     fleets: dict[str, Fleet] = {}
     for role in plan.served:
-        keys = rendezvous.engine_key, rendezvous.engine_admin_key
         clients = [
-            EngineClient(url, *keys, role.settings.timeout_s)
+            EngineClient(
+                url,
+                rendezvous.engine_key,
+                rendezvous.engine_admin_key,
+                role.settings.timeout_s,
+            )
             for url in rendezvous.engine_urls(role.name)
         ]
         fleets[role.name] = Fleet(clients, elastic=elastic, frozen=True, name=role.name)
@@ -60,18 +64,18 @@ def open_scorers(plan: RunPlan, fleets: dict[str, Fleet], policy: Tokenizer) -> 
 def open_teachers(plan: RunPlan, fleets: dict[str, Fleet]) -> ServedTeachers | None:
     """The teachers on engines; None if there are none."""
     form = teacher_format(plan.config)
-    found = [
+    teachers = [
         ServedTeacher(role, fleets[role.name], form.top_k)
         for role in plan.served
         if role.role == TEACHER
     ]
-    return ServedTeachers(found, form) if found else None
+    return ServedTeachers(teachers, form) if teachers else None
 
 
 def _scorer(role: ServedRole, fleet: Fleet, policy: Tokenizer, seed: int) -> Scorer:
-    return (
-        RewardModel(role, fleet, policy) if role.role == REWARD_MODEL else Judge(role, fleet, seed)
-    )
+    if role.role == REWARD_MODEL:
+        return RewardModel(role, fleet, policy)
+    return Judge(role, fleet, seed)
 
 
 def check_served(role: ServedRole, policy: Tokenizer) -> None:
@@ -96,5 +100,6 @@ def check_role_weights(role: ServedRole) -> None:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"{key}: holds no weights (*.safetensors){convert_hint(folder)}")
-    if problems := problems_of(*(partial(header, file) for file in files)):
+    problems = problems_of(*(partial(header, file) for file in files))
+    if problems:
         raise ConfigError([f"{key}: {problem}" for problem in problems])

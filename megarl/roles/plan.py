@@ -43,7 +43,7 @@ TAKEN_PARTS = ("penalty",)  # the metric reward/penalty/mean is the length penal
 TWO_LAYERS = "Qwen2ForRewardModel"
 SERVED = (*(f"{family}{CLASSIFICATION}" for family in ("Llama", "Qwen2", "Qwen3")), TWO_LAYERS)
 BEFORE = ("sft", "reward-model", "export")  # commands that need no models beside the policy
-_OF_ENGINES = (
+_ENGINE_KEYS = (
     "engines",
     "tp",
     "ep",
@@ -53,7 +53,7 @@ _OF_ENGINES = (
     "server_args",
     "timeout_s",
 )
-_OF_JUDGE = (
+_JUDGE_KEYS = (
     "chat",
     "mode",
     "verdict",
@@ -67,7 +67,7 @@ _OF_JUDGE = (
 _KEYS = {
     CRITIC: (),
     REWARD_MODEL: ("template", "chat_template"),
-    JUDGE: ("template", "chat_template", *_OF_JUDGE),
+    JUDGE: ("template", "chat_template", *_JUDGE_KEYS),
     TEACHER: ("weight",),
     REFERENCE: (),
 }
@@ -93,12 +93,11 @@ def roles_of(config: RunConfig) -> dict[str, RoleConfig]:
 
 def pairwise(config: RunConfig, part: Part) -> bool:
     """Whether the part compares the responses to a prompt, rather than scoring each by itself."""
-    settings = config.roles.get(part.role or "")
-    return (
-        settings is not None
-        and role_of(part.role or "", settings) == JUDGE
-        and settings.mode == PAIRWISE
-    )
+    name = part.role or ""
+    settings = config.roles.get(name)
+    if settings is None or role_of(name, settings) != JUDGE:
+        return False
+    return settings.mode == PAIRWISE
 
 
 def pairs(count: int, opponents: int | None) -> list[tuple[int, int]]:
@@ -106,15 +105,13 @@ def pairs(count: int, opponents: int | None) -> list[tuple[int, int]]:
     responses in a circle.
     """
     furthest = count // 2 if opponents is None else min(opponents, count // 2)
-    return sorted(
-        {
-            (min(i, j), max(i, j))
-            for i in range(count)
-            for step in range(1, furthest + 1)
-            for j in [(i + step) % count]
-            if i != j
-        }
-    )
+    found_pairs: set[tuple[int, int]] = set()
+    for first in range(count):
+        for step in range(1, furthest + 1):
+            second = (first + step) % count
+            if first != second:
+                found_pairs.add((min(first, second), max(first, second)))
+    return sorted(found_pairs)
 
 
 def check_roles(config: RunConfig) -> Iterator[str]:
@@ -142,24 +139,27 @@ def check_roles(config: RunConfig) -> Iterator[str]:
                     f"eval.reward, or set {key}=null"
                 )
     for role in (CRITIC, REFERENCE):
-        of_role = [
+        names = [
             name for name, settings in roles_of(config).items() if role_of(name, settings) == role
         ]
-        if len(of_role) > 1:
-            yield f"roles.{of_role[1]}: a run has one {role}, and roles.{of_role[0]} is one"
+        if len(names) > 1:
+            yield f"roles.{names[1]}: a run has one {role}, and roles.{names[0]} is one"
 
 
 def _foreign_keys(key: str, settings: RoleConfig, role: str, on_engines: bool) -> Iterator[str]:
     """Problems with settings that only another role has, or the same role in another place."""
-    allowed = ("role", "path", "on", "sft", *_KEYS[role], *(_OF_ENGINES if on_engines else ()))
+    allowed = ("role", "path", "on", "sft", *_KEYS[role])
+    if on_engines:
+        allowed += _ENGINE_KEYS
     default = RoleConfig()
-    for name in (field.name for field in fields(settings)):
+    for field in fields(settings):
+        name = field.name
         value = getattr(settings, name)
         if name not in allowed and value != getattr(default, name):
-            where = (
-                " on the trainer's ranks" if name in _OF_ENGINES and ENGINES in PLACES[role] else ""
-            )
-            yield f"{key}.{name}={yaml_text(value)}: a {role}{where} has no such setting"
+            place = ""
+            if name in _ENGINE_KEYS and ENGINES in PLACES[role]:
+                place = " on the trainer's ranks"
+            yield f"{key}.{name}={yaml_text(value)}: a {role}{place} has no such setting"
 
 
 def _check_critic(config: RunConfig, key: str, settings: RoleConfig) -> Iterator[str]:
@@ -177,21 +177,15 @@ def _check_judge(config: RunConfig, key: str, settings: RoleConfig) -> Iterator[
     if settings.template is None:
         yield f"{key}.template=null: must be set: what the judge reads"
     else:
-        yield from _check_fields(
-            key,
-            settings.template,
-            *(("{response_a}", "{response_b}") if compares else ("{response}",)),
-        )
+        needed = ("{response_a}", "{response_b}") if compares else ("{response}",)
+        yield from _check_fields(key, settings.template, *needed)
     if settings.verdict is None:
         yield f"{key}.verdict=null: must be set: a regular expression with one group"
     else:
         yield from _check_pattern(key, settings.verdict)
     for word, score in settings.verdict_scores.items():
-        if (
-            isinstance(score, bool)
-            or not isinstance(score, int | float)
-            or not abs(score) <= MAX_REWARD
-        ):
+        is_number = isinstance(score, int | float) and not isinstance(score, bool)
+        if not is_number or not abs(score) <= MAX_REWARD:
             yield (
                 f"{key}.verdict_scores.{word}={yaml_text(score)}: must be a number of at most "
                 f"{MAX_REWARD:g} in size"
@@ -218,14 +212,14 @@ def _check_judge(config: RunConfig, key: str, settings: RoleConfig) -> Iterator[
 
 def _check_fields(key: str, template: str, *needed: str) -> Iterator[str]:
     """Problems with fields that are missing, or misspelt and so read as plain text."""
-    if missing := [name for name in needed if name not in template]:
+    missing = [name for name in needed if name not in template]
+    if missing:
         yield f"{key}.template={template!r}: must contain {' and '.join(missing)}"
         return
     fields = ("{prompt}", "{answer}", *needed)
     for name in dict.fromkeys(re.findall(r"\{\w+\}", template)):
-        if name not in fields and (
-            near := difflib.get_close_matches(name.lower(), fields, n=1, cutoff=0.8)
-        ):
+        near = difflib.get_close_matches(name.lower(), fields, n=1, cutoff=0.8)
+        if name not in fields and near:
             yield (
                 f"{key}.template={template!r}: {name} is none of its fields; did you mean "
                 f"{near[0]}?"
@@ -265,8 +259,8 @@ _CHECKS = {
 
 def check_reward(config: RunConfig) -> Iterator[str]:
     """Problems with reward parts that nothing scores, or that have an invalid name."""
-    for name in (name for name, part in config.reward.parts.items() if part is not None):
-        if not NAME.fullmatch(name) or name in TAKEN_PARTS:
+    for name, reward_part in config.reward.parts.items():
+        if reward_part is not None and (not NAME.fullmatch(name) or name in TAKEN_PARTS):
             yield (
                 f"reward.parts.{name}: its name must be letters, digits, - and _, and none of "
                 f"{', '.join(TAKEN_PARTS)}"
@@ -279,9 +273,11 @@ def check_reward(config: RunConfig) -> Iterator[str]:
         if part.role is None:
             continue
         if settings is None:
-            there = ", ".join(roles_of(config)) or "none"
-            yield f"{part.setting}: there is no such role; there is {there}"
-        elif (role := role_of(part.role, settings)) not in (REWARD_MODEL, JUDGE):
+            names = ", ".join(roles_of(config)) or "none"
+            yield f"{part.setting}: there is no such role; there is {names}"
+            continue
+        role = role_of(part.role, settings)
+        if role not in (REWARD_MODEL, JUDGE):
             yield f"{part.setting}: must be a {REWARD_MODEL} or a {JUDGE}; it is a {role}"
         elif part in evaluated and pairwise(config, part):
             yield (
@@ -308,19 +304,17 @@ def find_served(config: RunConfig, command: str | None) -> tuple[ServedRole, ...
     A checkpoint that megarl sft or reward-model will make from model.path counts as present until
     the run starts. Raises ConfigError with all problems of the checkpoints.
     """
-    found = []
+    if command in BEFORE:
+        return ()
+    served_roles = []
     problems = []
-    needed = (
-        {part.role for part in parts_in_evaluation(config)}
-        if command == "eval"
-        else config.roles.keys()
-    )
-    for name, settings in roles_of(config).items() if command not in BEFORE else ():
-        if (
-            name not in needed
-            or role_of(name, settings) not in PLACES
-            or place_of(name, settings) != ENGINES
-        ):
+    roles = roles_of(config)
+    if command == "eval":
+        used_roles = {part.role for part in parts_in_evaluation(config)}
+        roles = {name: settings for name, settings in roles.items() if name in used_roles}
+    for name, settings in roles.items():
+        role = role_of(name, settings)
+        if role not in PLACES or place_of(name, settings) != ENGINES:
             continue
         key = f"roles.{name}.path"
         missing = list(missing_folder(key, settings.path))
@@ -328,34 +322,35 @@ def find_served(config: RunConfig, command: str | None) -> tuple[ServedRole, ...
         if missing and command is None:
             continue
         if missing and (maker is None or command in ("train", "eval")):
-            problems += [
-                f"{problem}; megarl {maker} writes it" if maker else problem for problem in missing
-            ]
+            hint = f"; megarl {maker} writes it" if maker else ""
+            problems += [f"{problem}{hint}" for problem in missing]
             continue
         try:
-            role = role_of(name, settings)
-            made = maker if missing else None
-            spec = to_be(config, made, settings) if made else _spec(settings, role, key)
+            if missing and maker:
+                spec = future_spec(config, maker, settings)
+                for problem in _future_misfits(maker, spec, role):
+                    problems.append(f"{key}={settings.path}: {problem}")
+            else:
+                spec = _spec(settings, role, key)
             problems += _misfits(config, name, settings, spec)
-            problems += [
-                f"{key}={settings.path}: {problem}"
-                for problem in (_made_otherwise(made, spec, role) if made else ())
-            ]
-            found.append(ServedRole(name, settings, spec, config.model.dtype))
+            served_roles.append(ServedRole(name, settings, spec, config.model.dtype))
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return tuple(found)
+    return tuple(served_roles)
 
 
 def makers(config: RunConfig) -> dict[str, str]:
     """Folder -> the command that makes the checkpoint there."""
-    own = {settings.path: "sft" for settings in roles_of(config).values() if settings.sft}
-    return {config.sft.output: "sft", config.reward_model.output: "reward-model", **own}
+    commands = {config.sft.output: "sft", config.reward_model.output: "reward-model"}
+    for settings in roles_of(config).values():
+        if settings.sft:
+            commands[settings.path] = "sft"
+    return commands
 
 
-def to_be(config: RunConfig, maker: str, settings: RoleConfig) -> ModelSpec:
+def future_spec(config: RunConfig, maker: str, settings: RoleConfig) -> ModelSpec:
     """The shape of the model that the command `maker` will make."""
     spec = load_spec(
         flat(settings.sft).get("model.path") or config.model.spec or config.model.path,
@@ -364,13 +359,14 @@ def to_be(config: RunConfig, maker: str, settings: RoleConfig) -> ModelSpec:
     return spec.with_scalar_head() if maker == "reward-model" else spec
 
 
-def _made_otherwise(maker: str, spec: ModelSpec, role: str) -> Iterable[str]:
+def _future_misfits(maker: str, spec: ModelSpec, role: str) -> Iterable[str]:
     """A problem if the model that the command `maker` will make does not fit this role."""
     architecture = family(spec).ARCHITECTURES[0]
     if maker == "reward-model":
         architecture = architecture.replace(CAUSAL_LM, CLASSIFICATION)
-    if why := _misplaced(architecture, role):
-        yield f"megarl {maker} writes a {architecture} there{why}"
+    reason = _misplaced(architecture, role)
+    if reason:
+        yield f"megarl {maker} writes a {architecture} there{reason}"
 
 
 def _misplaced(architecture: str, role: str) -> str:
@@ -392,12 +388,12 @@ def _spec(settings: RoleConfig, role: str, key: str) -> ModelSpec:
     if not values.get("architectures"):
         return load_spec(settings.path, key)  # raises the error that says what is wrong
     architecture = values["architectures"][0]
-    if why := _misplaced(architecture, role):
-        raise ConfigError(f"{key}={settings.path}: is a {architecture}{why}")
+    reason = _misplaced(architecture, role)
+    if reason:
+        raise ConfigError(f"{key}={settings.path}: is a {architecture}{reason}")
     if architecture == TWO_LAYERS:
-        return load_spec(
-            values | {"architectures": [f"Qwen2{CLASSIFICATION}"], "num_labels": 1}, key
-        )
+        one_layer = {"architectures": [f"Qwen2{CLASSIFICATION}"], "num_labels": 1}
+        return load_spec(values | one_layer, key)
     return load_spec(settings.path, key)
 
 

@@ -48,12 +48,12 @@ class RewardModel:
                 f"{part.setting}: it was given no tokens; a rollout's own ScoreRequest needs "
                 f"token_ids, or set {self._key}.template"
             )
-        if len(ids) >= self._room or max(ids) >= self._spec.vocab_size:
-            fault = (
-                f"{len(ids)} tokens, for a context of {self._room}"
-                if len(ids) >= self._room
-                else f"token {max(ids)} is not its own"
-            )
+        fault = ""
+        if len(ids) >= self._room:
+            fault = f"{len(ids)} tokens, for a context of {self._room}"
+        elif max(ids) >= self._spec.vocab_size:
+            fault = f"token {max(ids)} is not its own"
+        if fault:
             return part.failed("error", f"{self._key}: {fault}", request)
         try:
             async with self._places:
@@ -61,9 +61,8 @@ class RewardModel:
         except EngineUnreachable:
             raise
         except (EngineError, TimeoutError) as error:
-            return part.failed(
-                "timeout" if isinstance(error, TimeoutError) else "error", str(error), request
-            )
+            kind = "timeout" if isinstance(error, TimeoutError) else "error"
+            return part.failed(kind, str(error), request)
         if not math.isfinite(score) or abs(score) > MAX_REWARD:
             return part.failed(
                 "error",
@@ -77,20 +76,19 @@ def reading(role: ServedRole, policy: Tokenizer) -> Encode:
     """How a response becomes the model's input. Raises ConfigError."""
     settings = role.settings
     key = f"roles.{role.name}"
-    own = tokenizer_of(settings.path, f"{key}.path", settings.chat_template)
+    tokenizer = tokenizer_of(settings.path, f"{key}.path", settings.chat_template)
     if settings.template is None:
-        if not policy.same_ids(own):
-            problem = (
+        if not policy.same_ids(tokenizer):
+            raise ConfigError(
                 f"{key}.template=null: must be set: the tokens of {settings.path} are not "
-                f"those of the policy's tokenizer {policy.source}"
+                f"those of the policy's tokenizer {policy.source}, so it has to read text"
             )
-            raise ConfigError(f"{problem}, so it has to read text")
         return lambda request: [*request.prompt_token_ids, *request.token_ids]
-    chats = settings.template == CHAT
-    text = (
-        chat_text(own, f"{key}.template", "{prompt}", "{response}") if chats else settings.template
-    )
-    template = Template(own, text, ("prompt", "response", "answer"), chats)
+    text = settings.template
+    is_chat = text == CHAT
+    if is_chat:
+        text = chat_text(tokenizer, f"{key}.template", "{prompt}", "{response}")
+    template = Template(tokenizer, text, ("prompt", "response", "answer"), is_chat)
     return lambda request: template.encode(
         prompt=request.prompt, response=request.response, answer=request.answer
     )

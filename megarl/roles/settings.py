@@ -121,7 +121,8 @@ class RoleConfig:
     )
     chat: bool = setting(
         True,
-        "judge: the text is a user's message in the model's chat template; false: it is the whole input",
+        "judge: the text is a user's message in the model's chat template; false: it is the whole "
+        "input",
     )
     chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
     mode: str = setting(
@@ -163,14 +164,13 @@ def flat(overrides: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
     The last of several values counts.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in overrides.items():
-        found |= (
-            flat(value, f"{prefix}{name}.")
-            if isinstance(value, Mapping)
-            else {f"{prefix}{name}": value}
-        )
-    return found
+        if isinstance(value, Mapping):
+            settings |= flat(value, f"{prefix}{name}.")
+        else:
+            settings[f"{prefix}{name}"] = value
+    return settings
 
 
 def role_of(name: str, settings: RoleConfig) -> str:

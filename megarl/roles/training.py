@@ -1,5 +1,14 @@
 """`megarl reward-model`: trains a reward model on pairs of responses, with the trainer of the RL
 run.
+
+It learns from pairs of responses, one preferred (Bradley and Terry 1952; Ouyang et al. 2022,
+arXiv:2203.02155, (1)):
+
+    loss = mean over pairs of -log sigmoid(d),  d = score(chosen) - score(rejected) - margin
+
+The responses of a pair may be in different microbatches and on different ranks. So all scores are
+computed before the optimizer step. The step then uses a sum of scores with constant weights, which
+are the derivatives of the loss. Its gradient is that of the loss.
 """
 
 from __future__ import annotations
@@ -8,7 +17,6 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -26,15 +34,6 @@ from megarl.observe.status import StatusBoard
 from megarl.plan.resolve import RunPlan
 from megarl.trainer.distributed import init_distributed, shutdown_distributed
 from megarl.trainer.step import MegatronTrainer
-
-# Reward models learn from pairs of responses, one preferred (Bradley and Terry 1952; Ouyang et al.
-# 2022, arXiv:2203.02155, (1)).
-#
-#     loss = mean over pairs of -log sigmoid(d),  d = score(chosen) - score(rejected) - margin
-#
-# The responses of a pair may be in different microbatches and on different ranks. So all scores are
-# computed before the optimizer step. The step then uses a sum of scores with constant weights,
-# which are the derivatives of the loss. Its gradient is that of the loss.
 
 
 class PairLoss(NamedTuple):
@@ -55,9 +54,8 @@ def bradley_terry(scores: Tensor, margins: Tensor) -> PairLoss:
         "score/chosen": chosen.mean(),
         "score/rejected": rejected.mean(),
     }
-    return PairLoss(
-        torch.stack([slope, -slope], dim=1), {name: value.item() for name, value in metrics.items()}
-    )
+    weights = torch.stack([slope, -slope], dim=1)
+    return PairLoss(weights, {name: value.item() for name, value in metrics.items()})
 
 
 def to_score(token_ids: list[int], weight: float = math.nan) -> TrainSequence:
@@ -82,9 +80,6 @@ def weighted_values(values: Tensor, microbatch: LossInputs) -> LossOutput:
     return LossOutput(
         (torch.where(mask, microbatch.advantages, 0.0) * values).sum(), {"tokens": mask.sum()}
     )
-
-
-# The training itself.
 
 
 FOLDER = "reward_model"  # in run_dir
@@ -120,31 +115,22 @@ def run_reward_model_rank(plan: RunPlan, rank: int) -> None:
     begin(trainer, plan)
     scorer = PairScorer(trainer, plan)
     metrics = MetricsWriter(run_dir) if rank == 0 else None
-    started = time.monotonic()
+    start_s = time.monotonic()
     for step in range(steps):
         status.set(f"step {step}")
-        before = (
-            {f"{BEFORE}{name}": value for name, value in scorer.evaluate(held_out).items()}
-            if step == 0
-            else {}
-        )
-        values = scorer.train(batch_of(config, pairs, step))
-        due = step == steps - 1 or (settings.every and (step + 1) % settings.every == 0)
-        values |= before | (
-            {f"eval/{name}": value for name, value in scorer.evaluate(held_out).items()}
-            if due
-            else {}
-        )
+        values: dict[str, float] = {}
+        if step == 0:
+            for name, value in scorer.evaluate(held_out).items():
+                values[f"{BEFORE}{name}"] = value
+        values = scorer.train(batch_of(config, pairs, step)) | values
+        if step == steps - 1 or (settings.every and (step + 1) % settings.every == 0):
+            for name, value in scorer.evaluate(held_out).items():
+                values[f"eval/{name}"] = value
         if metrics is not None:
-            wall_s = time.monotonic() - started
-            metrics.write(
-                step,
-                {
-                    "wall_s": wall_s,
-                    **values,
-                    "samples_per_s": 2 * (step + 1) * settings.batch_size / wall_s,
-                },
-            )
+            wall_s = time.monotonic() - start_s
+            values = {"wall_s": wall_s, **values}
+            values["samples_per_s"] = 2 * (step + 1) * settings.batch_size / wall_s
+            metrics.write(step, values)
     status.set("exporting")
     trainer.export_hf(settings.output, config.model.path)
     if metrics is not None:
@@ -159,11 +145,11 @@ def begin(trainer: MegatronTrainer, plan: RunPlan) -> None:
     config = plan.config
     if not plan.weights.are_there:  # the plan has checked that they may be random
         trainer.init_random(config.seed)
+    elif plan.spec.head == trainer.spec.head:
+        trainer.load_hf(plan.weights_path, None)
     else:
         new_head = "zeros" if config.reward_model.head == "zeros" else "random"
-        trainer.load_hf(
-            plan.weights_path, None if plan.spec.head == trainer.spec.head else new_head
-        )
+        trainer.load_hf(plan.weights_path, new_head)
 
 
 class PairScorer:
@@ -176,42 +162,34 @@ class PairScorer:
     def train(self, pairs: Sequence[Pair]) -> dict[str, float]:
         """Makes one optimizer step. Returns metrics of the weights before it."""
         tokens, scores, margins = self._score(pairs)
-        found = bradley_terry(scores, margins)
-        weighted = [
-            to_score(ids, weight)
-            for ids, weight in zip(tokens, found.weights.flatten().tolist(), strict=True)
-        ]
-        result = self._trainer.train_step(weighted, weighted_values, float(len(pairs)))
+        loss = bradley_terry(scores, margins)
+        weights = loss.weights.flatten().tolist()
+        sequences = [to_score(ids, weight) for ids, weight in zip(tokens, weights, strict=True)]
+        result = self._trainer.train_step(sequences, weighted_values, float(len(pairs)))
         result.check_tokens(len(tokens))
         return {
-            **found.metrics,
+            **loss.metrics,
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,
         }
 
     def evaluate(self, pairs: Sequence[Pair]) -> dict[str, float]:
         """Empty without pairs."""
-        each = list(map(pairs.__getitem__, range(len(pairs))))  # a synthetic dataset has no slices
-        parts = [each[first : first + self._size] for first in range(0, len(each), self._size)]
-        found = [(len(part), bradley_terry(*self._score(part)[1:]).metrics) for part in parts]
-        return (
-            {
-                name: fmean((each[name] for _, each in found), [count for count, _ in found])
-                for name in found[0][1]
-            }
-            if found
-            else {}
-        )
+        sums: dict[str, float] = {}
+        for first in range(0, len(pairs), self._size):
+            numbers = range(first, min(first + self._size, len(pairs)))
+            batch = [pairs[number] for number in numbers]  # a synthetic dataset has no slices
+            _, scores, margins = self._score(batch)
+            for name, mean in bradley_terry(scores, margins).metrics.items():
+                sums[name] = sums.get(name, 0.0) + mean * len(batch)
+        return {name: total / len(pairs) for name, total in sums.items()}
 
     def _score(self, pairs: Sequence[Pair]) -> tuple[list[list[int]], Tensor, Tensor]:
         """(token ids, alternately of chosen and rejected; scores [B, 2]; margins [B])."""
-        tokens = [
-            ids
-            for pair in pairs
-            for ids in pair_tokens(pair, self._tokenizer, self._context_tokens)
-        ]
-        scores = [
-            float(row[-1]) for row in self._trainer.token_values([to_score(ids) for ids in tokens])
-        ]
+        tokens: list[list[int]] = []
+        for pair in pairs:
+            tokens += pair_tokens(pair, self._tokenizer, self._context_tokens)
+        values = self._trainer.token_values([to_score(ids) for ids in tokens])
+        scores = [float(row[-1]) for row in values]
         margins = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
         return tokens, torch.tensor(scores, dtype=torch.float64).view(-1, 2), margins

@@ -568,7 +568,7 @@ class RolloutsReceiver:
             executor.trace.span(f"wait for batch {step}"),
         ):
             while True:
-                if self._stop.asked:
+                if self._stop.is_made:
                     return None
                 wanted = self.link.poll(WeightsWanted)
                 # otherwise the ranks have sent a newer version meanwhile

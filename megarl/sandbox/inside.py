@@ -115,7 +115,7 @@ def system_call_filter(families: "tuple[int, ...]" = _FAMILIES) -> bytes:
     """
     if platform.machine() not in _ARCHITECTURES:
         return b""
-    audited, which = _ARCHITECTURES[platform.machine()]
+    audited, column = _ARCHITECTURES[platform.machine()]
     code = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, audited),
@@ -125,29 +125,29 @@ def system_call_filter(families: "tuple[int, ...]" = _FAMILIES) -> bytes:
     code += [(_SET, 0, 1, _OTHER_NUMBERS), _refuse(errno.ENOSYS)]
     for error, calls in _REFUSED.items():
         for numbers in calls.values():
-            code += [(_EQUAL, 0, 1, numbers[which]), _refuse(error)]
+            code += [(_EQUAL, 0, 1, numbers[column]), _refuse(error)]
     for numbers in (_UNSHARE, _CLONE):
         code += _looking_at(
-            numbers[which], _FIRST, [(_SET, 0, 1, _ANY_NAMESPACE), _refuse(errno.EPERM)]
+            numbers[column], _FIRST, [(_SET, 0, 1, _ANY_NAMESPACE), _refuse(errno.EPERM)]
         )
     for numbers, allowed in ((_SOCKET, families), (_SOCKETPAIR, _FAMILIES)):
-        known = [
+        jumps = [
             (_EQUAL, len(allowed) - place, 0, int(family)) for place, family in enumerate(allowed)
         ]
-        code += _looking_at(numbers[which], _FIRST, [*known, _refuse(errno.EAFNOSUPPORT)])
+        code += _looking_at(numbers[column], _FIRST, [*jumps, _refuse(errno.EAFNOSUPPORT)])
     # A process that is not dumpable hides its memory from the watch. A program that asks for this
     # is told it succeeded, without effect.
     hide = [(_EQUAL, 0, 3, _SET_DUMPABLE), (_LOAD, 0, 0, _SECOND), (_EQUAL, 0, 1, 0), _refuse(0)]
-    code += _looking_at(_PRCTL[which], _FIRST, hide)
+    code += _looking_at(_PRCTL[column], _FIRST, hide)
     code += _looking_at(
-        _FALLOCATE[which], _SECOND, [(_SET, 0, 1, _KEEP_SIZE), _refuse(errno.EOPNOTSUPP)]
+        _FALLOCATE[column], _SECOND, [(_SET, 0, 1, _KEEP_SIZE), _refuse(errno.EOPNOTSUPP)]
     )
     for command in (_RESERVE, _RESERVE_64, _TYPE_INTO_TERMINAL):
         code += _looking_at(
-            _IOCTL[which], _SECOND, [(_EQUAL, 0, 1, command), _refuse(errno.EOPNOTSUPP)]
+            _IOCTL[column], _SECOND, [(_EQUAL, 0, 1, command), _refuse(errno.EOPNOTSUPP)]
         )
     code.append((_RETURN, 0, 0, _ALLOW))
-    return b"".join(struct.pack("HBBI", *each) for each in code)
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
 
 
 def _refuse(error: int) -> "tuple[int, int, int, int]":
@@ -163,16 +163,22 @@ def _looking_at(number: int, place: int, code: list) -> list:
 
 def _call(name: str, *arguments: object) -> int:
     """Calls a function of the C library. Raises OSError."""
-    wide = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
-    found = getattr(ctypes.CDLL(None, use_errno=True), name)(*wide)
-    if found < 0:
+    function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    result = function(
+        *(
+            ctypes.c_long(argument) if isinstance(argument, int) else argument
+            for argument in arguments
+        )
+    )
+    if result < 0:
         raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
-    return found
+    return result
 
 
 def _filter_system_calls(families: "tuple[int, ...]" = _FAMILIES) -> None:
     """Installs the filter in this process. Raises OSError if the kernel has no seccomp."""
-    if code := system_call_filter(families):
+    code = system_call_filter(families)
+    if code:
         program = ctypes.create_string_buffer(code)
         struct_ = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(program))
         _call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -197,7 +203,8 @@ def _leave_host(home: str, size_bytes: int) -> None:
             file.write(text)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as device:
         fcntl.ioctl(device, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP))
-    if child := os.fork():
+    child = os.fork()
+    if child:
         _end_as(child)
     _call("prctl", _PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     _call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)
@@ -206,7 +213,7 @@ def _leave_host(home: str, size_bytes: int) -> None:
     plain = _MS_NOSUID | _MS_NODEV
     _own_devices()
     _call("mount", b"proc", b"/proc", b"proc", plain | _MS_NOEXEC | _MS_RDONLY, None)
-    for folder, mode in (("/dev/shm", "1777"), *([(home, "0700")] if home else [])):
+    for folder, mode in (("/dev/shm", "1777"), (home, "0700")):
         options = f"size={size_bytes},nr_inodes={_MOST_INODES},mode={mode}".encode()
         if os.path.isdir(folder):
             _call("mount", b"tmpfs", folder.encode(), b"tmpfs", plain, options)
@@ -235,13 +242,13 @@ def _own_devices() -> None:
     A read-only file system alone would still let its user write to disks, terminals and other
     devices.
     """
-    there = {
+    descriptors = {
         name: os.open(f"/dev/{name}", os.O_PATH)
         for name in _DEVICES
         if os.path.exists(f"/dev/{name}")
     }
     _call("mount", b"tmpfs", b"/dev", b"tmpfs", _MS_NOSUID | _MS_NODEV, b"size=64k,mode=0755")
-    for name, opened in there.items():
+    for name, opened in descriptors.items():
         os.close(os.open(f"/dev/{name}", os.O_CREAT | os.O_WRONLY, 0o666))
         _call(
             "mount",
@@ -262,11 +269,10 @@ def _own_devices() -> None:
         _MS_NOSUID | _MS_NOEXEC,
         b"newinstance,ptmxmode=0666,mode=620",
     )
-    standard = {
-        name: f"/proc/self/fd/{number}" for number, name in enumerate(("stdin", "stdout", "stderr"))
-    }
-    for name, target in {"ptmx": "pts/ptmx", "fd": "/proc/self/fd", **standard}.items():
-        os.symlink(target, f"/dev/{name}")
+    os.symlink("pts/ptmx", "/dev/ptmx")
+    os.symlink("/proc/self/fd", "/dev/fd")
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        os.symlink(f"/proc/self/fd/{number}", f"/dev/{name}")
     _call(
         "mount",
         None,
@@ -312,13 +318,13 @@ def _children() -> "list[int]":
         contextlib.suppress(OSError),
         open(f"/proc/self/task/{os.getpid()}/children", encoding="utf-8") as file,
     ):
-        return [int(each) for each in file.read().split()]
-    found = []
+        return list(map(int, file.read().split()))
+    children = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", encoding="utf-8") as file:
             if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
-                found.append(int(name))
-    return found
+                children.append(int(name))
+    return children
 
 
 def _limit(settings: dict) -> None:
@@ -334,7 +340,10 @@ def _limit(settings: dict) -> None:
 
 async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     try:
-        while data := await reader.read(1 << 16):
+        while True:
+            data = await reader.read(1 << 16)
+            if not data:
+                break
             writer.write(data)
             await writer.drain()
     except ConnectionError:
@@ -374,7 +383,8 @@ def _enter(settings: dict) -> None:
             "syscall", 219 if platform.machine() == "aarch64" else 250, _JOIN_SESSION_KEYRING, None
         )
     _filter_system_calls()
-    if child := os.fork():
+    child = os.fork()
+    if child:
         _end_as(child)
     _call("prctl", _PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if settings["kind"] == "limits":
@@ -382,6 +392,6 @@ def _enter(settings: dict) -> None:
 
 
 if __name__ == "__main__":
-    own = json.loads(sys.argv[1])
-    _enter(own)
-    sys.exit(asyncio.run(_main(own, sys.argv[2:])))
+    sandbox_settings = json.loads(sys.argv[1])
+    _enter(sandbox_settings)
+    sys.exit(asyncio.run(_main(sandbox_settings, sys.argv[2:])))

@@ -73,10 +73,10 @@ _NEEDED = (
 )
 
 
-class Ended(NamedTuple):
-    """How a program ended. `why` is empty if it ended by itself with exit status 0."""
+class ProgramEnd(NamedTuple):
+    """How a program ended. `reason` is empty if it ended by itself with exit status 0."""
 
-    why: str
+    reason: str
     kind: str  # "" | "exit" | "deadline" | "limits"
     output: str  # its standard output, or the last `Jail.output_bytes` of it
     errors: str  # the end of its standard error
@@ -146,9 +146,10 @@ class _Running:
         self._left_bytes -= len(piece)
         if self._left_bytes < 0:
             self.end(f"it printed more than {self._most_bytes >> 20} MiB")
-        if self.line_s is None or self._lines is None or not (new := piece.count(b"\n")):
+        new_lines = piece.count(b"\n")
+        if self.line_s is None or self._lines is None or not new_lines:
             return
-        self._lines -= new
+        self._lines -= new_lines
         if self._lines <= 0:
             self.ended.set()
         self.stop_clock()
@@ -210,16 +211,17 @@ class Jail:
     async def run(
         self,
         command: Sequence[str],
-        given: str,
+        stdin: str,
         environment: Mapping[str, str],
         socket: Path | None,
         lines: int | None = None,
         line_s: float | None = None,
-    ) -> Ended:
+    ) -> ProgramEnd:
         """Runs a program.
 
-        `given`: its standard input. Kills all its processes at the end, whatever happens. It also
-        ends when it has printed `lines` lines, or when one line takes longer than `line_s`.
+        `stdin`: the text of its standard input. Kills all its processes at the end, whatever
+        happens. It also ends when it has printed `lines` lines, or when one line takes longer than
+        `line_s`.
         """
         self._watch = self._watch or asyncio.create_task(
             self._keep_watch(), name="watch over agents' memory"
@@ -228,56 +230,58 @@ class Jail:
             # raises the error of the watch, without which memory is not limited
             self._watch.result()
         running = _Running(self.printed_bytes, lines, line_s)
-        own = tempfile.mkdtemp(prefix="megarl-agent-")
+        home = tempfile.mkdtemp(prefix="megarl-agent-")
         outputs = [_Printed(self.output_bytes, running), _Printed(_TAIL_BYTES, running)]
         texts: list[str] = []
         try:
-            kind, why = await self._run(
+            kind, reason = await self._run(
                 command,
-                given.encode(),
-                self._variables(own, environment),
+                stdin.encode(),
+                self._variables(home, environment),
                 socket,
-                own,
+                home,
                 running,
                 outputs,
             )
         finally:
             running.stop_clock()
             texts = [output.close() for output in outputs]
-            await asyncio.to_thread(_remove, own)
-        return Ended(why, kind, *texts)
+            await asyncio.to_thread(_remove, home)
+        output, errors = texts
+        return ProgramEnd(reason, kind, output, errors)
 
-    def _variables(self, own: str, environment: Mapping[str, str]) -> dict[str, str]:
-        home = "/tmp" if self.kind == BWRAP else own
+    def _variables(self, home: str, environment: Mapping[str, str]) -> dict[str, str]:
+        if self.kind == BWRAP:
+            home = "/tmp"
         path = f"{Path(PYTHON).parent}:{os.environ.get('PATH', os.defpath)}"
         return {"PATH": path, "LANG": "C.UTF-8", "HOME": home, "TMPDIR": home, **environment}
 
     async def _run(
         self,
         command: Sequence[str],
-        given: bytes,
+        stdin: bytes,
         variables: dict[str, str],
         socket: Path | None,
-        own: str,
+        home: str,
         running: _Running,
         outputs: Sequence[_Printed],
     ) -> tuple[str, str]:
-        """How it ended (Ended.kind, Ended.why)."""
+        """How it ended (ProgramEnd.kind, ProgramEnd.reason)."""
         reading, feeding = os.pipe2(os.O_CLOEXEC)
         with _filter_file() as filter_:
             process = await asyncio.create_subprocess_exec(
-                *self._command(command, socket, own, filter_),
+                *self._command(command, socket, home, filter_),
                 stdin=reading,
                 stdout=outputs[0].writing,
                 stderr=outputs[1].writing,
-                cwd=self.folder or own,
+                cwd=self.folder or home,
                 env=variables,
                 start_new_session=True,
                 pass_fds=(filter_,) if self.kind == BWRAP else (),
             )
         for end in (reading, *(output.writing for output in outputs)):
             os.close(end)
-        feeds = asyncio.create_task(_feed(feeding, given), name="a program's standard input")
+        feeds = asyncio.create_task(_feed(feeding, stdin), name="a program's standard input")
         waits = asyncio.create_task(process.wait(), name="a program's end")
         ending = asyncio.create_task(running.ended.wait(), name="what a program is ended for")
         self._watched[process.pid] = running
@@ -312,7 +316,7 @@ class Jail:
             await asyncio.gather(self._watch, return_exceptions=True)
 
     def _command(
-        self, command: Sequence[str], socket: Path | None, own: str, filter_: int
+        self, command: Sequence[str], socket: Path | None, home: str, filter_: int
     ) -> list[str]:
         limits = {
             # not RLIMIT_AS, since runtimes such as Node reserve gigabytes of addresses
@@ -323,40 +327,33 @@ class Jail:
             "RLIMIT_CORE": 0,
             "RLIMIT_MSGQUEUE": 0,
         }
-        there = _SOCKET if self.kind == BWRAP and socket else str(socket or "")
-        inner = [*_INNER, _settings(self.kind, limits, there, own, self.file_mib << 20), *command]
+        socket_path = _SOCKET if self.kind == BWRAP and socket else str(socket or "")
+        settings = _settings(self.kind, limits, socket_path, home, self.file_mib << 20)
+        inner = [*_INNER, settings, *command]
         if self.kind != BWRAP:
             return inner
-        bind = [*map(Path, _NEEDED), Path(sys.prefix), Path(sys.base_prefix), _INSIDE, *self.paths]
-        there = dict.fromkeys(
-            str(path) for path in [*bind, *([self.folder] if self.folder else [])] if path.exists()
-        )
+        paths = [*map(Path, _NEEDED), Path(sys.prefix), Path(sys.base_prefix), _INSIDE]
+        paths += self.paths
+        if self.folder:
+            paths.append(self.folder)
         size_bytes = str(self.file_mib << 20)
-        return [
-            *(
-                BWRAP,
-                "--unshare-all",
-                *_no_more_users(),
-                "--die-with-parent",
-                "--new-session",
-                "--cap-drop",
-                "ALL",
-            ),
-            *(("--seccomp", str(filter_)) if inside.system_call_filter() else ()),
-            *("--proc", "/proc", "--dev", "/dev", "--size", size_bytes, "--tmpfs", "/dev/shm"),
-            *("--size", size_bytes, "--tmpfs", "/tmp", "--dir", _WORK),
-            *(word for path in there for word in ("--ro-bind", path, path)),
-            *(("--bind", str(socket), _SOCKET) if socket else ()),
-            *(
-                word
-                for path in _HIDDEN
-                if os.path.exists(path)
-                for word in ("--ro-bind", "/dev/null", path)
-            ),
-            *(word for path in _READ_ONLY for word in ("--remount-ro", path)),
-            *("--chdir", str(self.folder or _WORK), "--"),
-            *inner,
-        ]
+        outer = [BWRAP, "--unshare-all", *_no_more_users()]
+        outer += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+        if inside.system_call_filter():
+            outer += ["--seccomp", str(filter_)]
+        outer += ["--proc", "/proc", "--dev", "/dev"]
+        outer += ["--size", size_bytes, "--tmpfs", "/dev/shm"]
+        outer += ["--size", size_bytes, "--tmpfs", "/tmp", "--dir", _WORK]
+        for path in dict.fromkeys(str(path) for path in paths if path.exists()):
+            outer += ["--ro-bind", path, path]
+        if socket:
+            outer += ["--bind", str(socket), _SOCKET]
+        for path in filter(os.path.exists, _HIDDEN):
+            outer += ["--ro-bind", "/dev/null", path]
+        for path in _READ_ONLY:
+            outer += ["--remount-ro", path]
+        outer += ["--chdir", str(self.folder or _WORK), "--"]
+        return outer + inner
 
     async def _keep_watch(self) -> None:
         """Kills programs whose processes together use too much memory, or are too many."""
@@ -364,8 +361,10 @@ class Jail:
             await asyncio.sleep(_LOOK_S)
             if not self._watched:
                 continue
-            for pid, used in (await asyncio.to_thread(_used_by, list(self._watched))).items():
-                if (running := self._watched.get(pid)) is None:
+            usages = await asyncio.to_thread(_used_by, list(self._watched))
+            for pid, used in usages.items():
+                running = self._watched.get(pid)
+                if running is None:
                     continue
                 if used.memory_bytes > self.memory_mib << 20:
                     running.end(
@@ -399,61 +398,53 @@ def unbounded(kind: str) -> str:
     """What a program can still do in this kind of sandbox on this machine, as a warning for the
     user.
     """
-    kept = (
+    warnings = [
         "memory_mib does not count buffers of its pipes and Unix sockets, file locks, watched "
         "events, and shared memory that no process "
         "maps any more; its processes may keep every core busy, each for deadline_s of CPU time"
-    )
-    hosts = (
-        "it has the host's network, and files and processes as your user has them (as root "
-        "without its capabilities)"
-    )
-    found = {
-        BWRAP: [kept],
-        NAMESPACE: [
-            kept,
-            "it reads the host's files as your user does, and can write to named pipes",
-        ],
-        LIMITS: [
-            kept,
-            hosts,
+    ]
+    if kind == NAMESPACE:
+        warnings.append("it reads the host's files as your user does, and can write to named pipes")
+    if kind == LIMITS:
+        warnings += [
+            "it has the host's network, and files and processes as your user has them (as root "
+            "without its capabilities)",
             "it can fill /dev/shm and disks",
             "if it ends the process that watches it, it can go on",
-        ],
-    }[kind]
+        ]
     if not inside.system_call_filter():
         machine = platform.machine()
-        found.append(
+        warnings.append(
             f"its system calls are not filtered on {machine}: System V IPC, io_uring, keyrings "
             "and files without names are open to it"
         )
-    return "; ".join(found)
+    return "; ".join(warnings)
 
 
-def kind_for(asked: str) -> str:
-    """The kind of sandbox to use: `asked`, or for AUTO the best on this machine.
+def kind_for(setting: str) -> str:
+    """The kind of sandbox to use: that of the `setting`, or for AUTO the best on this machine.
 
-    Raises ConfigError if programs cannot run in the kind that is asked for.
+    Raises ConfigError if programs cannot run in the kind that is set.
     """
-    if asked in (AUTO, BWRAP) and shutil.which(BWRAP) is not None:
+    if setting in (AUTO, BWRAP) and shutil.which(BWRAP) is not None:
         return BWRAP
-    if asked == BWRAP:
+    if setting == BWRAP:
         raise ConfigError("sandbox=bwrap: bubblewrap is not installed: bwrap is not in PATH")
-    if asked == LIMITS:
+    if setting == LIMITS:
         return LIMITS
-    with tempfile.TemporaryDirectory() as own:
-        tried = subprocess.run(
-            [*_INNER, _settings(NAMESPACE, {}, "", own, 1 << 20), "true"],
+    with tempfile.TemporaryDirectory() as home:
+        trial = subprocess.run(
+            [*_INNER, _settings(NAMESPACE, {}, "", home, 1 << 20), "true"],
             capture_output=True,
             check=False,
             encoding="utf-8",
             errors="replace",
         )
-    if tried.returncode:
-        without = "and bubblewrap is not installed: install it, or" if asked == AUTO else "so"
+    if trial.returncode:
+        without = "and bubblewrap is not installed: install it, or" if setting == AUTO else "so"
         raise ConfigError(
-            f"sandbox={asked}: the kernel allows no namespaces of a program's own "
-            f"({tried.stderr.strip().splitlines()[-1]}), {without} set "
+            f"sandbox={setting}: the kernel allows no namespaces of a program's own "
+            f"({trial.stderr.strip().splitlines()[-1]}), {without} set "
             "sandbox=limits, which bounds time, memory and file sizes, but leaves programs the "
             "host's network and files"
         )
@@ -461,8 +452,15 @@ def kind_for(asked: str) -> str:
 
 
 def _settings(kind: str, limits: Mapping[str, int], socket: str, home: str, size_bytes: int) -> str:
-    given = {"kind": kind, "limits": limits, "socket": socket, "port": _PORT}
-    return json.dumps({**given, "home": "" if kind == LIMITS else home, "size_bytes": size_bytes})
+    settings = {
+        "kind": kind,
+        "limits": limits,
+        "socket": socket,
+        "port": _PORT,
+        "home": "" if kind == LIMITS else home,
+        "size_bytes": size_bytes,
+    }
+    return json.dumps(settings)
 
 
 @contextlib.contextmanager
@@ -477,15 +475,15 @@ def _filter_file() -> Iterator[int]:
         os.close(reading)
 
 
-async def _feed(writing: int, given: bytes) -> None:
+async def _feed(writing: int, stdin: bytes) -> None:
     """Writes a program's standard input, as far as the program reads it, and closes it."""
     loop = asyncio.get_running_loop()
-    left = memoryview(given)
+    remaining = memoryview(stdin)
     os.set_blocking(writing, False)
     try:
-        while left:
+        while remaining:
             try:
-                left = left[os.write(writing, left[:_PIECE]) :]
+                remaining = remaining[os.write(writing, remaining[:_PIECE]) :]
             except BlockingIOError:
                 ready = loop.create_future()
                 loop.add_writer(writing, lambda ready=ready: ready.done() or ready.set_result(None))
@@ -544,24 +542,23 @@ class _Used:
         threads.
         """
         self.processes += 1
-        found: dict[object, int] = {}
+        files: dict[object, int] = {}
         try:
-            lines = (
-                Path(f"/proc/{pid}/status")
-                .read_text(errors="replace", encoding="utf-8")
-                .splitlines()
-            )
-            status = {name: value for name, _, value in (line.partition(":") for line in lines)}
+            text = Path(f"/proc/{pid}/status").read_text(errors="replace", encoding="utf-8")
+            status: dict[str, str] = {}
+            for line in text.splitlines():
+                name, _, value = line.partition(":")
+                status[name] = value
             threads = int(status["Threads"])
             kib = sum(int(status.get(name, "0").split()[0]) for name in _OF_STATUS)
             self.threads += threads
             self.own_bytes += (kib << 10) + threads * _THREAD_BYTES
-            self.own_bytes += _memory_files(pid, found, self.channels) * _MAPPING_BYTES
+            self.own_bytes += _memory_files(pid, files, self.channels) * _MAPPING_BYTES
         except (FileNotFoundError, ProcessLookupError):  # the process has ended meanwhile
             return
         except PermissionError:
             self.hidden = self.hidden or not (may_hide or _has_ended(pid))
-        self.files |= found
+        self.files |= files
 
 
 def _used_by(pids: list[int]) -> dict[int, _Used]:
@@ -569,7 +566,7 @@ def _used_by(pids: list[int]) -> dict[int, _Used]:
     children: dict[int, list[int]] = {}
     for process in psutil.process_iter(["pid", "ppid"]):
         children.setdefault(process.info["ppid"], []).append(process.info["pid"])
-    found = {}
+    usages = {}
     for pid in pids:
         used = _Used()
         waiting = [pid]
@@ -579,12 +576,12 @@ def _used_by(pids: list[int]) -> dict[int, _Used]:
                 # the direct child is the sandbox's own process
                 used.add(child, may_hide=parent == pid)
                 waiting.append(child)
-        found[pid] = used
-    return found
+        usages[pid] = used
+    return usages
 
 
-def _memory_files(pid: int, found: dict[object, int], channels: set[str]) -> int:
-    """Adds to `found` the bytes of its files that are in memory and counted nowhere else, each file
+def _memory_files(pid: int, files: dict[object, int], channels: set[str]) -> int:
+    """Adds to `files` the bytes of its files that are in memory and counted nowhere else, each file
     once: files from memfd_create, anonymous shared mappings, the overhead of files in memory, and
     unread data in its own network. Adds its sockets, pipes and terminals to `channels`. Returns its
     number of mappings. Raises OSError or PermissionError if they cannot be seen.
@@ -593,8 +590,8 @@ def _memory_files(pid: int, found: dict[object, int], channels: set[str]) -> int
         with contextlib.suppress(FileNotFoundError):
             target = os.readlink(entry.path)
             if target.startswith("/memfd:"):
-                there = os.stat(entry.path)
-                found[there.st_ino] = there.st_blocks * 512
+                file = os.stat(entry.path)
+                files[file.st_ino] = file.st_blocks * 512
             elif target.startswith(("socket:", "pipe:")):
                 channels.add(target)
             elif target.endswith("/ptmx"):  # all terminals have the same name
@@ -608,16 +605,16 @@ def _memory_files(pid: int, found: dict[object, int], channels: set[str]) -> int
                 shared.append(line.split())
     for ends, _, _, _, inode, *_ in shared:
         start, end = (int(number, 16) for number in ends.split("-"))
-        found["shared", inode] = end - start
+        files["shared", inode] = end - start
     for folder in ("/tmp", "/dev/shm"):
         with contextlib.suppress(FileNotFoundError):
-            there = os.stat(f"/proc/{pid}/root{folder}")
-            if there.st_dev != os.stat(folder).st_dev:
+            device = os.stat(f"/proc/{pid}/root{folder}").st_dev
+            if device != os.stat(folder).st_dev:
                 system = os.statvfs(f"/proc/{pid}/root{folder}")
-                found["files", there.st_dev] = (system.f_files - system.f_ffree) * _INODE_BYTES
+                files["files", device] = (system.f_files - system.f_ffree) * _INODE_BYTES
     network = os.stat(f"/proc/{pid}/ns/net").st_ino
     if network != os.stat("/proc/self/ns/net").st_ino:
-        found["network", network] = sum(
+        files["network", network] = sum(
             _waiting_bytes(Path(f"/proc/{pid}/net/{name}"))
             for name in ("tcp", "tcp6", "udp", "udp6")
         )

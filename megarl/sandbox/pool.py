@@ -155,11 +155,9 @@ class WorkerPool:
 
     def log(self, number: int) -> Path | None:
         """The file with the output of worker slot `number`."""
-        return (
-            self._log_folder / f"{self.name.replace(':', '.')}.{number}.log"
-            if self._log_folder
-            else None
-        )
+        if not self._log_folder:
+            return None
+        return self._log_folder / f"{self.name.replace(':', '.')}.{number}.log"
 
     async def _serve(self, number: int) -> None:
         """Serves one worker slot: starts a process, gives it waiting requests, replaces it when it
@@ -252,13 +250,12 @@ class WorkerPool:
                 {"error": f"it took longer than {self._timeout_s:g} s", "kind": "timeout"},
             )
         elif batch[0].lost_workers > 1:
-            how = (
-                f"killed by {signal.Signals(-status).name}"
-                if status < 0
-                else f"exit status {status}"
-            )
+            ending = f"exit status {status}"
+            if status < 0:
+                ending = f"killed by {signal.Signals(-status).name}"
             _answer(
-                batch.popleft(), {"error": f"it brought its process down ({how})", "kind": "exit"}
+                batch.popleft(),
+                {"error": f"it brought its process down ({ending})", "kind": "exit"},
             )
 
     async def _start(self, number: int) -> _Worker | None:
@@ -279,15 +276,17 @@ class WorkerPool:
             code = worker.process.returncode
         attempts = f"{_MAX_FAILED_STARTS} attempts, last exit status {code}"
         log = self.log(number)
-        told = f"the end of {log}:\n{log_tail(log)}" if log else "its errors are on stderr"
-        self._fail(RunError(f"{self.name} worker did not start ({attempts}); {told}"))
+        errors = f"the end of {log}:\n{log_tail(log)}" if log else "its errors are on stderr"
+        self._fail(RunError(f"{self.name} worker did not start ({attempts}); {errors}"))
         return None
 
     async def _spawn(self, number: int) -> _Worker:
-        ours, theirs = socket.socketpair()
+        pool_socket, worker_socket = socket.socketpair()
         log = self.log(number)
-        with theirs, open(log, "ab") if log else contextlib.nullcontext() as printed:
-            reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_REPLY_BYTES + 1)
+        with worker_socket, open(log, "ab") if log else contextlib.nullcontext() as printed:
+            reader, writer = await asyncio.open_connection(
+                sock=pool_socket, limit=MAX_REPLY_BYTES + 1
+            )
             # No await from here until the process is known: a cancellation at that moment would
             # leave it behind. PYTHONHASHSEED is fixed, so that results do not depend on the order
             # of sets in each worker.
@@ -299,7 +298,7 @@ class WorkerPool:
                 inherited = {"OMP_NUM_THREADS": "1", **os.environ}
             environment = {**inherited, "PYTHONHASHSEED": "0"}
             folder = None if self._as_here else "/"
-            end = theirs.fileno()
+            end = worker_socket.fileno()
             process = subprocess.Popen(
                 self._command, stdin=end, stdout=end, stderr=printed, env=environment, cwd=folder
             )

@@ -21,23 +21,23 @@ from typing import Any, BinaryIO
 from megarl.base.processes import end_with_parent
 from megarl.config.limits import attribute
 
-# Shows an exception in a user's function in the form its author needs.
-
-
 _MOST_CHARS = 500  # limit of the exception's message, which may quote what a model wrote
-_NOT_THEIRS = (
+_LIBRARIES = (
     str(Path(__file__).resolve().parents[1]),
     *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
 )
 
 
 def own_line(error: BaseException) -> str:
-    """The innermost line outside libraries (file, line, function, statement), then the exception."""
+    """An exception in a user's function, as its author needs it: the innermost line outside
+    libraries (file, line, function, statement), then the exception.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    frame = next(
-        (frame for frame in reversed(frames) if not frame.filename.startswith((*_NOT_THEIRS, "<"))),
-        frames[-1],
-    )
+    frame = frames[-1]
+    for caller in reversed(frames):
+        if not caller.filename.startswith((*_LIBRARIES, "<")):
+            frame = caller
+            break
     message = str(error)[:_MOST_CHARS]
     return (
         f"{frame.filename}, line {frame.lineno}, in {frame.name}: "
@@ -140,12 +140,11 @@ def _limit_cpu(timeout_s: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (allowed_s, resource.RLIM_INFINITY))
 
 
-# A process that calls any function `package.module:name`. It imports the function before limits and
-# deadlines apply.
-
-
 def main(path: str, memory_mib: str, timeout_s: str, parent: str) -> None:
-    """Serves until standard input closes."""
+    """Calls any function `path` (package.module:name) until standard input closes.
+
+    It imports the function before limits and deadlines apply.
+    """
     prepare(parent)
     function = attribute(path)
     limit_resources(memory_mib, files_writable=True)

@@ -45,13 +45,12 @@ def main() -> None:
     _tell("ready")
     end = time.monotonic() + task["timeout_s"]
     room = task["most_bytes"]
-    for given in task["inputs"]:
-        ended, found = _run(
-            task, given, space, min(end, time.monotonic() + task["test_timeout_s"]), room
-        )
-        _tell(json.dumps([ended, found.decode(errors="replace")], ensure_ascii=False))
-        room -= len(found)
-        if ended != "done":
+    for test_input in task["inputs"]:
+        test_end = min(end, time.monotonic() + task["test_timeout_s"])
+        outcome, output = _run(task, test_input, space, test_end, room)
+        _tell(json.dumps([outcome, output.decode(errors="replace")], ensure_ascii=False))
+        room -= len(output)
+        if outcome != "done":
             return
 
 
@@ -61,40 +60,38 @@ def _tell(line: str) -> None:
         data = data[os.write(1, data) :]
 
 
-def _run(task: dict, given: Any, space: dict, end: float, room: int) -> "tuple[str, bytes]":
+def _run(task: dict, test_input: Any, space: dict, end: float, room: int) -> "tuple[str, bytes]":
     reading, writing = os.pipe()
     source = os.open("/tmp", os.O_TMPFILE | os.O_RDWR, 0o600)
-    if isinstance(given, str):
+    if isinstance(test_input, str):
         with os.fdopen(os.dup(source), "wb") as file:
-            file.write(given.encode(errors="replace"))
+            file.write(test_input.encode(errors="replace"))
         os.lseek(source, 0, os.SEEK_SET)
     child = os.fork()
     if child == 0:
-        _be_the_test(task, given, space, source, writing)
-    for end_here in (writing, source):
-        os.close(end_here)
-    gone = os.pidfd_open(child)
+        _be_the_test(task, test_input, space, source, writing)
+    os.close(writing)
+    os.close(source)
+    pidfd = os.pidfd_open(child)
     try:
-        ended, found = _read(reading, gone, end, room)
+        outcome, output = _read(reading, pidfd, end, room)
     finally:
         for group in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError):
                 group(child, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         os.close(reading)
-        os.close(gone)
-    return (
-        ("crashed", b"")
-        if ended == "done" and status
-        else (ended, found if ended == "done" else b"")
-    )
+        os.close(pidfd)
+    if outcome != "done":
+        return outcome, b""
+    return ("crashed", b"") if status else ("done", output)
 
 
-def _read(reading: int, gone: int, end: float, room: int) -> "tuple[str, bytes]":
+def _read(reading: int, pidfd: int, end: float, room: int) -> "tuple[str, bytes]":
     """Reads until the process has ended, even if another process still has its output open."""
     pieces = bytearray()
     os.set_blocking(reading, False)
-    waited_for = [reading, gone]
+    waited_for = [reading, pidfd]
     while True:
         ready, _, _ = select.select(waited_for, [], [], max(0.0, end - time.monotonic()))
         if not ready:
@@ -107,24 +104,21 @@ def _read(reading: int, gone: int, end: float, room: int) -> "tuple[str, bytes]"
         if len(pieces) > room:
             return "long", b""
         if not piece:
-            if gone in ready:
+            if pidfd in ready:
                 return "done", bytes(pieces)
-            waited_for = [gone]  # its output is closed, so only its end is awaited
+            waited_for = [pidfd]  # its output is closed, so only its end is awaited
 
 
-def _be_the_test(task: dict, given: Any, space: dict, source: int, writing: int) -> None:
+def _be_the_test(task: dict, test_input: Any, space: dict, source: int, writing: int) -> None:
     status = 1
     try:
         os.setpgid(0, 0)
         nowhere = os.open(os.devnull, os.O_RDWR)
         called = task["function"] is not None
         result = os.dup(writing)
-        for place, what in (
-            (0, nowhere if called else source),
-            (1, nowhere if called else writing),
-            (2, nowhere),
-        ):
-            os.dup2(what, place)
+        os.dup2(nowhere if called else source, 0)
+        os.dup2(nowhere if called else writing, 1)
+        os.dup2(nowhere, 2)
         os.dup2(result, 3)
         os.closerange(4 if called else 3, 256)
         sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="replace", closefd=False)
@@ -137,15 +131,13 @@ def _be_the_test(task: dict, given: Any, space: dict, source: int, writing: int)
         try:
             exec(compile(task["code"], "<program>", "exec"), space)
             if called:
-                owner = space["Solution"]() if "Solution" in space else None
-                function = (
-                    getattr(owner, task["function"])
-                    if owner is not None
-                    else space[task["function"]]
-                )
-                found = json.dumps(_plain(function(*given), True)).encode()
+                if "Solution" in space:
+                    function = getattr(space["Solution"](), task["function"])
+                else:
+                    function = space[task["function"]]
+                value = _plain(function(*test_input), True)
                 with open(3, "wb", closefd=False) as file:
-                    file.write(found)
+                    file.write(json.dumps(value).encode())
         except SystemExit:
             if called:
                 raise
@@ -179,12 +171,12 @@ def _plain(value: Any, outermost: bool = False) -> Any:
     if isinstance(value, str):
         return str(value)
     if isinstance(value, list) or (outermost and isinstance(value, tuple)):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if not isinstance(value, dict):
         return operator.index(value)
     if not all(isinstance(key, str) for key in value):
         raise TypeError("JSON has texts as keys alone")
-    return {key: _plain(each) for key, each in value.items()}
+    return {key: _plain(item) for key, item in value.items()}
 
 
 if __name__ == "__main__":

@@ -19,42 +19,46 @@ from megarl.speculative.settings import EAGLE, EAGLE3, NEXTN, NGRAM, NONE
 # SGLang's NEXTN is a name of EAGLE's
 _NAMES = {NGRAM: "NGRAM", NEXTN: "EAGLE", EAGLE: "EAGLE", EAGLE3: "EAGLE3"}
 ACCEPTED = "speculative/accept_rate"
-FALLEN = 0.8  # share of the first acceptance; below it, the draft model counts as stale
+STALE_SHARE = 0.8  # share of the first acceptance; below it, the draft model counts as stale
 
 
 def check_speculative(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    own = config.generator.speculative
-    key = f"generator.speculative.algorithm={own.algorithm}"
-    if (own.path is not None) != (own.algorithm in (EAGLE, EAGLE3)):
+    settings = config.generator.speculative
+    key = f"generator.speculative.algorithm={settings.algorithm}"
+    if (settings.path is not None) != (settings.algorithm in (EAGLE, EAGLE3)):
         yield (
-            f"generator.speculative.path={own.path or 'null'}: must be set for eagle and eagle3 "
-            f"alone; {key}"
+            f"generator.speculative.path={settings.path or 'null'}: must be set for eagle and "
+            f"eagle3 alone; {key}"
         )
-    if not own.drafts:
+    if not settings.drafts:
         return
-    if own.path is not None and Path(own.path) == Path(config.model.path):
+    if settings.path is not None and Path(settings.path) == Path(config.model.path):
         yield (
-            f"generator.speculative.path={own.path}: must be another model than model.path, "
+            f"generator.speculative.path={settings.path}: must be another model than model.path, "
             f"whose own layer {NEXTN} drafts with; {key}"
         )
-    if own.algorithm in (EAGLE, EAGLE3) and config.generator.quantization is not None:
+    if settings.algorithm in (EAGLE, EAGLE3) and config.generator.quantization is not None:
         quantization = f"generator.quantization={config.generator.quantization}"
         yield (
             f"{key}: must be {NONE}, {NGRAM} or {NEXTN} with {quantization}: SGLang would give "
             "the draft model that format too"
         )
-    if own.steps >= config.rollout.max_tokens:
+    if settings.steps >= config.rollout.max_tokens:
         yield (
-            f"generator.speculative.steps={own.steps}: must be less than "
+            f"generator.speculative.steps={settings.steps}: must be less than "
             f"rollout.max_tokens={config.rollout.max_tokens}"
         )
-    if (length := config.plan.accept_length or 0) > own.steps + 1:
+    length = config.plan.accept_length or 0
+    if length > settings.steps + 1:
         yield (
-            f"plan.accept_length={length:g}: must be at most {own.steps + 1}, "
+            f"plan.accept_length={length:g}: must be at most {settings.steps + 1}, "
             "generator.speculative.steps and the token that is sampled"
         )
-    if own.algorithm == NEXTN and config.trainer.mtp == IGNORE:
-        yield f"{key}: needs trainer.mtp to be keep or train, so that engines get the layer that drafts"
+    if settings.algorithm == NEXTN and config.trainer.mtp == IGNORE:
+        yield (
+            f"{key}: needs trainer.mtp to be keep or train, so that engines get the layer that "
+            "drafts"
+        )
     evaluated = any(sampling.truncated for sampling in held_out_samplings(config))
     if config.rollout.truncated or evaluated:  # srt/speculative/spec_sampling_mask.py:27
         yield (
@@ -71,13 +75,13 @@ def check_speculative(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
             f"{key}: must be none with lora.rank={config.lora.rank}: no draft is made with adapters"
         )
     # srt/speculative/ngram_worker.py:544 returns none
-    if config.trainer.routing_replay and own.algorithm == NGRAM:
+    if config.trainer.routing_replay and settings.algorithm == NGRAM:
         yield (
             f"{key}: must not be ngram with trainer.routing_replay: SGLang does not say which "
             "experts it chose"
         )
     # srt/arg_groups/speculative_hook.py:1368
-    if config.generator.dp_attention > 1 and own.algorithm == NGRAM:
+    if config.generator.dp_attention > 1 and settings.algorithm == NGRAM:
         yield (
             f"{key}: must not be ngram with "
             f"generator.dp_attention={config.generator.dp_attention}: SGLang refuses it"
@@ -90,8 +94,9 @@ def check_draft_model(config: RunConfig) -> Iterable[str]:
     path = config.generator.speculative.path
     if path is None:
         return
-    yield from (missing := list(missing_folder(key, path)))
-    if not missing and Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+    problems = list(missing_folder(key, path))
+    yield from problems
+    if not problems and Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         yield f"{key}={path}: the folder holds no config.json"
 
 
@@ -101,33 +106,34 @@ def arguments(config: RunConfig) -> dict[str, Any]:
     A draft is a single chain of tokens: from a tree, the engine might accept tokens that were not
     sampled.
     """
-    own = config.generator.speculative
-    if not own.drafts:
+    settings = config.generator.speculative
+    if not settings.drafts:
         return {}
-    found = {
-        "speculative_algorithm": _NAMES[own.algorithm],
-        "speculative_num_draft_tokens": own.steps + 1,
+    server_arguments: dict[str, Any] = {
+        "speculative_algorithm": _NAMES[settings.algorithm],
+        "speculative_num_draft_tokens": settings.steps + 1,
     }
-    if own.algorithm == NGRAM:
-        return found | {"speculative_ngram_max_bfs_breadth": 1}
-    found |= {"speculative_num_steps": own.steps, "speculative_eagle_topk": 1}
-    # Without its own load format, the draft model would start with random weights like the engine,
-    # and no update would write it.
-    return found | (
-        {"speculative_draft_model_path": own.path, "speculative_draft_load_format": "auto"}
-        if own.path
-        else {}
-    )
+    if settings.algorithm == NGRAM:
+        return server_arguments | {"speculative_ngram_max_bfs_breadth": 1}
+    server_arguments |= {"speculative_num_steps": settings.steps, "speculative_eagle_topk": 1}
+    if settings.path:
+        server_arguments["speculative_draft_model_path"] = settings.path
+        # Without its own load format, the draft model would start with random weights like the
+        # engine, and no update would write it.
+        server_arguments["speculative_draft_load_format"] = "auto"
+    return server_arguments
 
 
 def never_trained(config: RunConfig) -> str:
     """The description of a draft model that does not change while the policy learns; otherwise
     empty.
     """
-    own = config.generator.speculative.algorithm
-    if own == NEXTN and config.trainer.mtp != TRAIN:
+    settings = config.generator.speculative
+    if settings.algorithm == NEXTN and config.trainer.mtp != TRAIN:
         return f"the layer for multi-token prediction (trainer.mtp={config.trainer.mtp})"
-    return f"the draft model {config.generator.speculative.path}" if own in (EAGLE, EAGLE3) else ""
+    if settings.algorithm in (EAGLE, EAGLE3):
+        return f"the draft model {settings.path}"
+    return ""
 
 
 @dataclass
@@ -139,7 +145,7 @@ class Acceptance:
 
     stale: str = ""
     first: float = 0.0
-    told: bool = False
+    warned: bool = False
 
     def metrics(self, version: int, drafted: int, accepted: int, verified: int) -> dict[str, float]:
         """The metrics of the tokens since the previous version.
@@ -156,17 +162,18 @@ class Acceptance:
             return {}
         rate = accepted / max(1, drafted)
         self.first = self.first or rate
-        found = {ACCEPTED: rate, "speculative/accept_length": 1 + accepted / verified}
-        return found | ({"speculative/untrained_versions": version} if self.stale else {})
+        metrics = {ACCEPTED: rate, "speculative/accept_length": 1 + accepted / verified}
+        if self.stale:
+            metrics["speculative/untrained_versions"] = version
+        return metrics
 
     def warning(self, version: int, rate: float | None) -> str:
         """A line for the terminal when the draft model first counts as stale; otherwise empty."""
-        if self.told or not self.stale or rate is None or rate >= FALLEN * self.first:
+        if self.warned or not self.stale or rate is None or rate >= STALE_SHARE * self.first:
             return ""
-        self.told = True
+        self.warned = True
         return (
             f"weights version {version}: engines keep {rate:.0%} of what is drafted, at first "
-            f"{self.first:.0%}: {self.stale} "
-            "stays as it was, and the policy has moved on. Log-probs are not affected; rollouts "
-            "take longer"
+            f"{self.first:.0%}: {self.stale} stays as it was, and the policy has moved on. "
+            "Log-probs are not affected; rollouts take longer"
         )

@@ -20,8 +20,8 @@ class SpeculativeConfig:
     algorithm: str = setting(
         NONE,
         "what drafts tokens. ngram: what followed the same tokens before; nextn: the model's "
-        "layer for multi-token prediction "
-        "(trainer.mtp), which updates write; eagle, eagle3: the model in `path`, which no update writes",
+        "layer for multi-token prediction (trainer.mtp), which updates write; eagle, eagle3: the "
+        "model in `path`, which no update writes",
         one_of(NONE, NGRAM, NEXTN, EAGLE, EAGLE3),
     )
     path: str | None = setting(

@@ -46,36 +46,38 @@ def run(arguments: argparse.Namespace) -> None:
     written to.
     """
     folder = Path(arguments.folder)
-    # no __init__.py, no __pycache__
-    found = (
-        path for path in sorted(FILES.rglob("*.*")) if "__" not in str(path.relative_to(FILES))
-    )
-    texts = {str(path.relative_to(FILES)): path.read_text(encoding="utf-8") for path in found}
-    texts |= {
-        f"{split}.jsonl": "".join(f"{json.dumps(row)}\n" for row in rows(split)) for split in ROWS
-    }
+    texts: dict[str, str] = {}
+    for path in sorted(FILES.rglob("*.*")):
+        name = str(path.relative_to(FILES))
+        if "__" not in name:  # no __init__.py, no __pycache__
+            texts[name] = path.read_text(encoding="utf-8")
+    for split in ROWS:
+        texts[f"{split}.jsonl"] = "".join(f"{json.dumps(row)}\n" for row in rows(split))
     problems = list(folder_problems("FOLDER ", arguments.folder))
-    problems += [
-        f"{folder / name}: is there already, and is not overwritten; remove it, or name "
-        "another folder"
-        for name in texts
-        if not problems and (folder / name).exists()
-    ]
+    if problems:
+        raise ConfigError(problems)
+    for name in texts:
+        if (folder / name).exists():
+            problems.append(
+                f"{folder / name}: is there already, and is not overwritten; remove it, or name "
+                "another folder"
+            )
     if problems:
         raise ConfigError(problems)
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         with open(folder / name, "x", encoding="utf-8") as file:
             file.write(text)
-    told = [f"{split}.jsonl ({count} rows)" for split, count in ROWS.items()]
-    listed = ", ".join(
-        ["run.yaml", "graders.py", *told, "model/ (0.8 million parameters, no weights yet)"]
+    files = ["run.yaml", "graders.py"]
+    files += [f"{split}.jsonl ({count} rows)" for split, count in ROWS.items()]
+    files.append("model/ (0.8 million parameters, no weights yet)")
+    text = FIRST_STEPS.format(
+        folder=folder,
+        listed=", ".join(files),
+        run=shlex.quote(str(folder / "run.yaml")),
+        run_dir=shlex.quote(str(folder / "runs/first")),
     )
-    paths = {
-        name: shlex.quote(str(folder / path))
-        for name, path in (("run", "run.yaml"), ("run_dir", "runs/first"))
-    }
-    print(FIRST_STEPS.format(folder=folder, listed=listed, **paths))
+    print(text)
 
 
 def rows(split: str) -> Iterator[dict[str, str]]:

@@ -15,7 +15,7 @@ from megarl.critic.plan import misfits
 from megarl.models import ModelSpec, load_spec
 from megarl.models.registry import missing_folder
 from megarl.models.spec import LM
-from megarl.roles.plan import BEFORE, ServedRole, makers, roles_of, to_be
+from megarl.roles.plan import BEFORE, ServedRole, future_spec, makers, roles_of
 from megarl.roles.settings import ENGINES, REFERENCE, TEACHER, TRAINER, place_of, role_of
 
 PLACE_OF = {TOP_K: ENGINES, VOCABULARY: TRAINER}  # value of `over` -> where teachers must be
@@ -127,7 +127,7 @@ def find_frozen(
             continue
         try:
             if missing and maker:
-                spec = to_be(config, maker, settings)
+                spec = future_spec(config, maker, settings)
             else:
                 spec = load_spec(settings.path, key, config.model.family)
             if spec.head != LM:

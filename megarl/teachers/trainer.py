@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from megarl.base.rollout_types import Elsewhere, TrainSequence
+from megarl.base.rollout_types import RemoteSequence, TrainSequence
 from megarl.config.schema import SAMPLED, VOCABULARY, RunConfig
 from megarl.kernels import linear_kl
 from megarl.kernels.chunked_kl import LikeliestTokens, Teacher, WholeDistribution
@@ -29,9 +29,9 @@ Divergence = Callable[[Callable[[np.ndarray], Teacher]], torch.Tensor]
 Its argument makes what is known of the teacher at positions [N].
 """
 # place of a sample in the batch -> its sequence
-Sequences = Mapping[int, TrainSequence | Elsewhere]
+Sequences = Mapping[int, TrainSequence | RemoteSequence]
 ByPlaces = Callable[
-    [Callable[[list[TrainSequence | Elsewhere]], list[np.ndarray]]], Mapping[int, np.ndarray]
+    [Callable[[list[TrainSequence | RemoteSequence]], list[np.ndarray]]], Mapping[int, np.ndarray]
 ]
 
 
@@ -63,7 +63,7 @@ class Teachers:
         for name in served_names:
             engine_scores[name] = ({}, {})
         for place, sequence in sequences.items() if served_names else ():
-            if isinstance(sequence, Elsewhere):
+            if isinstance(sequence, RemoteSequence):
                 for ids, logprobs in engine_scores.values():
                     ids[place] = logprobs[place] = empty
                 continue
@@ -85,7 +85,9 @@ class Teachers:
                 logprobs[place] = known_logprobs[:, 0] if over == SAMPLED else known_logprobs
         return BatchScores(self, names, model_scores, engine_scores)
 
-    def _scores(self, name: str) -> Callable[[list[TrainSequence | Elsewhere]], list[np.ndarray]]:
+    def _scores(
+        self, name: str
+    ) -> Callable[[list[TrainSequence | RemoteSequence]], list[np.ndarray]]:
         return lambda sequences: self.models[name].token_logprobs(
             sequences, self.config.rollout.temperature
         )
@@ -104,7 +106,7 @@ class BatchScores:
     engine_scores: Mapping[str, tuple[Mapping[int, np.ndarray], Mapping[int, np.ndarray]]]
 
     def of_step(
-        self, places: Sequence[int], sequences: Sequence[TrainSequence | Elsewhere]
+        self, places: Sequence[int], sequences: Sequence[TrainSequence | RemoteSequence]
     ) -> list[TeacherOfStep]:
         """The teachers' numbers for an optimizer step on the samples at `places`, whose sequences
         are `sequences`.

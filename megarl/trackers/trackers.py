@@ -39,7 +39,7 @@ _PACKAGES = {
 
 
 @dataclass(frozen=True)
-class Beginning:
+class TrackerSettings:
     """The arguments for opening a tracker."""
 
     folder: Path  # the folder with metrics.jsonl
@@ -72,30 +72,23 @@ def check_trackers(names: Sequence[str]) -> None:
     """Raises ConfigError for trackers whose packages are not installed."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        command = shlex.join(
-            [
-                sys.executable,
-                "-m",
-                "pip",
-                "install",
-                *(part for name in missing for part in _requirements(name)),
-            ]
-        )
+        command = [sys.executable, "-m", "pip", "install"]
+        for name in missing:
+            command += _requirements(name)
         raise ConfigError(
             f"observe.trackers=[{', '.join(names)}]: {' and '.join(missing)} cannot be imported "
-            f"here; install with: {command}"
+            f"here; install with: {shlex.join(command)}"
         )
 
 
 def _requirements(name: str) -> list[str]:
     """The requirements of this package's extra `name`."""
-    found = [line.partition(";") for line in importlib.metadata.requires("megarl") or ()]
-    wanted = [
-        requirement.strip()
-        for requirement, _, marker in found
-        if re.search(rf"extra == ['\"]{name}['\"]", marker)
-    ]
-    return wanted or [_PACKAGES[name]]
+    requirements = []
+    for line in importlib.metadata.requires("megarl") or ():
+        requirement, _, marker = line.partition(";")
+        if re.search(rf"extra == ['\"]{name}['\"]", marker):
+            requirements.append(requirement.strip())
+    return requirements or [_PACKAGES[name]]
 
 
 def _library(name: str) -> Any:
@@ -105,21 +98,20 @@ def _library(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def open_tracker(name: str, beginning: Beginning) -> Tracker:
-    return _KINDS[name](beginning)
+def open_tracker(name: str, settings: TrackerSettings) -> Tracker:
+    return _KINDS[name](settings)
 
 
 class _TensorBoard:
     """Writes event files to tb/, without torch. A new run replaces older files."""
 
-    def __init__(self, beginning: Beginning):
-        event, summary = (
-            _library(f"tensorboard.compat.proto.{name}_pb2") for name in ("event", "summary")
-        )
+    def __init__(self, settings: TrackerSettings):
+        event = _library("tensorboard.compat.proto.event_pb2")
+        summary = _library("tensorboard.compat.proto.summary_pb2")
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        folder = beginning.folder / "tb"
-        if not beginning.run:
+        folder = settings.folder / "tb"
+        if not settings.run:
             for old in folder.glob("events.out.tfevents.*"):
                 old.unlink()
         self.run = "tb"
@@ -130,15 +122,15 @@ class _TensorBoard:
     def log(
         self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[int]]
     ) -> None:
-        found = [self._summary.Value(tag=key, simple_value=value) for key, value in values.items()]
+        entries = [
+            self._summary.Value(tag=key, simple_value=value) for key, value in values.items()
+        ]
         for key, counts in histograms.items():
             if len(counts) == len(HISTOGRAM_EDGES) + 1:
-                found.append(
-                    self._summary.Value(tag=key, histo=_histogram(HISTOGRAM_EDGES, counts))
-                )
-        self._writer.add_event(
-            self._event(wall_time=time.time(), step=step, summary=self._summary(value=found))
-        )
+                histogram = _histogram(HISTOGRAM_EDGES, counts)
+                entries.append(self._summary.Value(tag=key, histo=histogram))
+        summary = self._summary(value=entries)
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
         self._writer.flush()
 
     def close(self) -> None:
@@ -168,23 +160,23 @@ def _histogram(edges: np.ndarray, counts: Sequence[int]) -> Any:
 class _Wandb:
     """Weights & Biases. Without an API key it keeps the run in wandb/; `wandb sync` uploads it."""
 
-    def __init__(self, beginning: Beginning):
+    def __init__(self, settings: TrackerSettings):
         wandb = _library("wandb")
 
-        self.run = beginning.run or secrets.token_hex(8)
+        self.run = settings.run or secrets.token_hex(8)
         offline = "WANDB_MODE" not in os.environ and not wandb.login(prompt=False)
         self._table = wandb.Table
         self._run = wandb.init(
             **({"mode": "offline"} if offline else {}),
-            project=beginning.project,
-            name=beginning.name,
-            group=beginning.name,
-            entity=beginning.entity,
-            tags=list(beginning.tags),
+            project=settings.project,
+            name=settings.name,
+            group=settings.name,
+            entity=settings.entity,
+            tags=list(settings.tags),
             id=self.run,
             resume="allow",
-            dir=str(beginning.folder),
-            config=dict(beginning.config),
+            dir=str(settings.folder),
+            config=dict(settings.config),
             settings=wandb.Settings(console="off"),
         )
 
@@ -213,27 +205,29 @@ class _Mlflow:
     _PARAMS = 100  # most parameters in one call
     _OTHER = re.compile(r"[^\w.\- :/]")
 
-    def __init__(self, beginning: Beginning):
+    def __init__(self, settings: TrackerSettings):
         client = _library("mlflow").MlflowClient
         entities = _library("mlflow.entities")
-        local = f"sqlite:///{(beginning.folder / 'mlflow.db').resolve()}"
+        local = f"sqlite:///{(settings.folder / 'mlflow.db').resolve()}"
         self._client = client(os.environ.get("MLFLOW_TRACKING_URI") or local)
         self._metric = entities.Metric
         self._when = (-1, 0)
-        if beginning.run:
-            self.run = beginning.run
+        if settings.run:
+            self.run = settings.run
             self._client.update_run(self.run, "RUNNING")
             return
-        known = self._client.get_experiment_by_name(beginning.project)
-        experiment = (
-            known.experiment_id if known else self._client.create_experiment(beginning.project)
+        experiment = self._client.get_experiment_by_name(settings.project)
+        if experiment:
+            experiment_id = experiment.experiment_id
+        else:
+            experiment_id = self._client.create_experiment(settings.project)
+        run = self._client.create_run(
+            experiment_id, run_name=settings.name, tags=dict.fromkeys(settings.tags, "")
         )
-        self.run = self._client.create_run(
-            experiment, run_name=beginning.name, tags=dict.fromkeys(beginning.tags, "")
-        ).info.run_id
+        self.run = run.info.run_id
         params = [
             entities.Param(self._OTHER.sub("_", key), text[:6000])
-            for key, text in _flat(beginning.config)
+            for key, text in _flat(settings.config)
         ]
         for first in range(0, len(params), self._PARAMS):
             self._client.log_batch(self.run, params=params[first : first + self._PARAMS])
@@ -244,13 +238,11 @@ class _Mlflow:
         if self._when[0] != step:
             # the same time if a step is sent again, which then changes nothing
             self._when = step, int(time.time() * 1000)
-        self._client.log_batch(
-            self.run,
-            metrics=[
-                self._metric(self.key(key), value, self._when[1], step)
-                for key, value in values.items()
-            ],
-        )
+        _, time_ms = self._when
+        metrics = [
+            self._metric(self.key(key), value, time_ms, step) for key, value in values.items()
+        ]
+        self._client.log_batch(self.run, metrics=metrics)
 
     def close(self) -> None:
         self._client.set_terminated(self.run)
@@ -263,22 +255,22 @@ class _Mlflow:
 class _Swanlab:
     """SwanLab. Without an API key it keeps the run in swanlog/; `swanlab sync` uploads it."""
 
-    def __init__(self, beginning: Beginning):
+    def __init__(self, settings: TrackerSettings):
         swanlab = _library("swanlab")
 
-        self.run = beginning.run or secrets.token_hex(10)
+        self.run = settings.run or secrets.token_hex(10)
         offline = "SWANLAB_MODE" not in os.environ and not swanlab.Settings().api_key
         self._run = swanlab.init(
             **({"mode": "offline"} if offline else {}),
-            project=beginning.project,
-            name=beginning.name,
-            group=beginning.name,
-            **({"workspace": beginning.entity} if beginning.entity else {}),
-            **({"tags": list(beginning.tags)} if beginning.tags else {}),
+            project=settings.project,
+            name=settings.name,
+            group=settings.name,
+            **({"workspace": settings.entity} if settings.entity else {}),
+            **({"tags": list(settings.tags)} if settings.tags else {}),
             id=self.run,
             resume="allow",
-            log_dir=str(beginning.folder / "swanlog"),
-            config=dict(beginning.config),
+            log_dir=str(settings.folder / "swanlog"),
+            config=dict(settings.config),
             # no curves of the host's load
             settings=swanlab.Settings.model_validate(
                 {"interactive": False, "probe": {"monitor": False}}
@@ -297,22 +289,21 @@ class _Swanlab:
 class _Trackio:
     """Trackio. Without TRACKIO_DIR and without a server of its own it stores runs in trackio/."""
 
-    def __init__(self, beginning: Beginning):
-        if not any(
-            name in os.environ for name in ("TRACKIO_DIR", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
-        ):
+    def __init__(self, settings: TrackerSettings):
+        places = {"TRACKIO_DIR", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"}
+        if places.isdisjoint(os.environ):
             # trackio reads it when it is imported
-            os.environ["TRACKIO_DIR"] = str(beginning.folder / "trackio")
+            os.environ["TRACKIO_DIR"] = str(settings.folder / "trackio")
         trackio = _library("trackio")
 
         # trackio finds runs by their names
-        self.run = beginning.run or f"{beginning.name} {secrets.token_hex(4)}"
+        self.run = settings.run or f"{settings.name} {secrets.token_hex(4)}"
         self._run = trackio.init(
-            project=beginning.project,
+            project=settings.project,
             name=self.run,
-            group=beginning.name,
+            group=settings.name,
             resume="allow",
-            config=dict(beginning.config),
+            config=dict(settings.config),
             embed=False,
             auto_log_gpu=False,
             auto_log_cpu=False,

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from megarl.base.geometry import TrainerTopology
-from megarl.base.rollout_types import Elsewhere, TrainSequence
+from megarl.base.rollout_types import RemoteSequence, TrainSequence
 from megarl.models.routing import RoutingFormat
 from megarl.teachers.loss import TeacherTokens
 from megarl.trainer.distributed import to_device
@@ -194,7 +194,7 @@ def _laid_out(indices: Sequence[int], sizes: Sequence[int], alignment: Alignment
 
 def build(
     plan: MicrobatchPlan,
-    sequences: Sequence[TrainSequence | Elsewhere],
+    sequences: Sequence[TrainSequence | RemoteSequence],
     device: torch.device,
     reference_logprobs: Sequence[np.ndarray] | None = None,
     proximal_logprobs: Sequence[np.ndarray] | None = None,
@@ -258,8 +258,8 @@ def lay(
     return row
 
 
-def _held(sequence: TrainSequence | Elsewhere) -> TrainSequence:
-    if isinstance(sequence, Elsewhere):
+def _held(sequence: TrainSequence | RemoteSequence) -> TrainSequence:
+    if isinstance(sequence, RemoteSequence):
         raise RuntimeError(
             f"a sequence of {len(sequence)} tokens is in this rank's plan, but another "
             "data-parallel rank has its numbers"

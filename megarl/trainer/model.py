@@ -49,7 +49,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megarl.base.geometry import TrainerTopology
-from megarl.base.rollout_types import Elsewhere, TrainSequence
+from megarl.base.rollout_types import RemoteSequence, TrainSequence
 from megarl.config.errors import ConfigError
 from megarl.config.keys import yaml_text
 from megarl.config.schema import TRAIN, TrainerConfig
@@ -763,7 +763,7 @@ class MegatronModel:
     # -- scoring
 
     def token_logprobs(
-        self, sequences: Sequence[TrainSequence | Elsewhere], temperature: float = 1.0
+        self, sequences: Sequence[TrainSequence | RemoteSequence], temperature: float = 1.0
     ) -> list[np.ndarray]:
         """The log-prob of every token of `loss_mask` given the tokens before it, one array per
         sequence, with 0 for other tokens. The same on every rank.
@@ -771,7 +771,7 @@ class MegatronModel:
         assert self.spec.head == LM
         return self._scored(sequences, temperature)
 
-    def token_values(self, sequences: Sequence[TrainSequence | Elsewhere]) -> list[np.ndarray]:
+    def token_values(self, sequences: Sequence[TrainSequence | RemoteSequence]) -> list[np.ndarray]:
         """The scalar head's value for the tokens before each token of `loss_mask`, one array per
         sequence, with 0 for other tokens. The same on every rank.
         """
@@ -779,7 +779,7 @@ class MegatronModel:
         return self._scored(sequences, temperature=1.0)
 
     def _scored(
-        self, sequences: Sequence[TrainSequence | Elsewhere], temperature: float
+        self, sequences: Sequence[TrainSequence | RemoteSequence], temperature: float
     ) -> list[np.ndarray]:
         plan = self._plan(sequences)
         with torch.no_grad():
@@ -805,7 +805,7 @@ class MegatronModel:
         return [part.numpy() for part in flat.cpu().split(lengths)]
 
     def scored_hidden(
-        self, sequences: Sequence[TrainSequence | Elsewhere]
+        self, sequences: Sequence[TrainSequence | RemoteSequence]
     ) -> dict[tuple[int, ...], torch.Tensor]:
         """The hidden states [N, h] that predict the tokens of `loss_mask`, in host memory on the
         last pipeline stage. Keys: the sequences of each microbatch. Each context rank has those of
@@ -827,10 +827,10 @@ class MegatronModel:
 
     # -- shared by training and scoring
 
-    def shares(self, sequences: Sequence[TrainSequence | Elsewhere]) -> list[list[int]]:
+    def shares(self, sequences: Sequence[TrainSequence | RemoteSequence]) -> list[list[int]]:
         """[dp][…] the sequences that each data-parallel rank needs.
 
-        It may be given all others as Elsewhere.
+        It may be given all others as RemoteSequence.
         """
         result: list[list[int]] = []
         for plan in self._plans(sequences):
@@ -843,10 +843,12 @@ class MegatronModel:
         dist.all_reduce(total, group=data_group())
         return total.tolist()
 
-    def _plan(self, sequences: Sequence[TrainSequence | Elsewhere]) -> list[MicrobatchPlan]:
+    def _plan(self, sequences: Sequence[TrainSequence | RemoteSequence]) -> list[MicrobatchPlan]:
         return self._plans(sequences)[self.coordinate.dp]
 
-    def _plans(self, sequences: Sequence[TrainSequence | Elsewhere]) -> list[list[MicrobatchPlan]]:
+    def _plans(
+        self, sequences: Sequence[TrainSequence | RemoteSequence]
+    ) -> list[list[MicrobatchPlan]]:
         lengths = [len(s) for s in sequences]
         stages = self.topology.pp if self.topology.vpp > 1 else 1
         return plan_microbatches(

@@ -28,7 +28,7 @@ from megatron.core.distributed import finalize_model_grads
 from megarl.algorithms.base import LossOutput
 from megarl.algorithms.losses import segment_sums
 from megarl.base.geometry import TrainerTopology
-from megarl.base.rollout_types import Elsewhere, TrainSequence
+from megarl.base.rollout_types import RemoteSequence, TrainSequence
 from megarl.config.errors import RunError
 from megarl.config.schema import AdamConfig, TrainerConfig
 from megarl.models.routing import RoutingFormat
@@ -217,7 +217,7 @@ class MegatronTrainer(MegatronModel):
 
     def train_step(
         self,
-        sequences: Sequence[TrainSequence | Elsewhere],
+        sequences: Sequence[TrainSequence | RemoteSequence],
         loss: LossFn,
         denominator: float,
         *,
@@ -345,7 +345,7 @@ class MegatronTrainer(MegatronModel):
             sums[MTP] = mtp_loss.detach()
         return total, torch.zeros((), dtype=torch.int, device=self.device), sums
 
-    def _begin_mtp(self, sequences: Sequence[TrainSequence | Elsewhere]) -> float:
+    def _begin_mtp(self, sequences: Sequence[TrainSequence | RemoteSequence]) -> float:
         """Prepares the layer for multi-token prediction for a step. Returns the number of tokens
         that it predicts, but at least 1.
         """
@@ -399,7 +399,7 @@ class MegatronTrainer(MegatronModel):
 
     def token_logprobs(
         self,
-        sequences: Sequence[TrainSequence | Elsewhere],
+        sequences: Sequence[TrainSequence | RemoteSequence],
         temperature: float = 1.0,
         model: Literal["policy", "reference"] = "policy",
     ) -> list[np.ndarray]:
@@ -469,7 +469,7 @@ def _keep(
 
 
 def _token_rows(
-    kept_logprobs: Mapping[int, torch.Tensor], sequences: Sequence[TrainSequence | Elsewhere]
+    kept_logprobs: Mapping[int, torch.Tensor], sequences: Sequence[TrainSequence | RemoteSequence]
 ) -> dict[int, TokenRow]:
     """The TokenRow of each of these sequences. `kept_logprobs`: of their positions."""
     if not kept_logprobs:

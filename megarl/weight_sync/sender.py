@@ -228,7 +228,7 @@ class WeightsSender:
         return arrival[1]
 
     def _stop_asked(self) -> bool:
-        return self._stop.asked
+        return self._stop.is_made
 
     def _await_applied(self, version: Version) -> WeightsApplied | None:
         """The receiver's confirmation that the engines serve `version`; None if the run must stop
@@ -321,7 +321,7 @@ class WeightsSender:
         # (An unanswered offer keeps the engines paused.) After the last version, the generator
         # compares without being asked.
         if (
-            self._stop.asked
+            self._stop.is_made
             and self._link.name == "trainer.0"
             and -1 < self._offered == self._written < self._plan.config.max_steps
         ):

@@ -223,7 +223,7 @@ IMPORTED = (
     "megarl.executors.trainer",
     "megarl.trainer.step",
     "megarl.executors.generator",
-    "megarl.launch.roles",
+    "megarl.launch.worker_roles",
     "megarl.launch.launcher",
     "transformers.models.auto.modeling_auto",
     "torch._dynamo",  # the first optimizer would import it

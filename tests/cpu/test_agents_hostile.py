@@ -763,7 +763,7 @@ def test_no_program_runs_after_the_watch_over_memory_has_failed(monkeypatch) -> 
 
     async def run() -> None:
         cell = jail.Jail(jail.LIMITS, memory_mib=1024, file_mib=1, deadline_s=60.0)
-        assert (await cell.run(["sleep", "0.5"], "", {}, None)).why == ""
+        assert (await cell.run(["sleep", "0.5"], "", {}, None)).reason == ""
         with pytest.raises(OSError, match="/proc is gone"):
             await cell.run(["sleep", "0.5"], "", {}, None)
         await cell.close()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
-from megarl.launch.neighbours import DTYPE, model, ring, write
+from megarl.launch.trial_writes import DTYPE, model, ring, write
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.weight_sync.audit import AuditError

@@ -105,14 +105,14 @@ def test_an_engine_whose_scheduler_is_killed_before_it_is_ready_ends(model, tmp_
         "engine.0 exited with status 137: one of its processes was killed by SIGKILL",
         "engine.0 was killed by SIGKILL",
     )
-    assert ended.how in endings and ended.signalled
+    assert ended.ending in endings and ended.signalled
     # SGLang may kill the intermediate process before it names the scheduler, and the engine before
     # it names either.
     named = {
         int(pid) for pid in re.findall(r"process (\d+) of this engine was killed by SIGKILL", said)
     }
     assert named <= ({killed.pid} if replicas == 1 else processes)
-    assert named or ended.how == endings[1]
+    assert named or ended.ending == endings[1]
 
 
 @pytest.mark.long

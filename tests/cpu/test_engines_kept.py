@@ -212,7 +212,7 @@ def test_a_stop_waits_for_the_trainer_ranks_alone(tmp_path):
         order = stopping(tmp_path, group)
         assert not order.order(), "too early: there is nothing to save"
         order.arm({"trainer.0"})
-        assert order.order() and order.given
+        assert order.order() and order.is_given
         watch(group, {"trainer.0", "generator.0"}, poll=order.poll, among=order.among)
         assert group.running() == ["generator.0"]
         assert not order.order(), "the second time ends the run at once"
@@ -226,14 +226,14 @@ def test_a_stop_reaches_the_launchers_of_other_nodes_and_has_a_deadline(tmp_path
         ours.arm(set())
         theirs.arm({"trainer.1"})
         theirs.poll()
-        assert not theirs.given
+        assert not theirs.is_given
         assert ours.order()
         with pytest.raises(
             Stopped,
             match="trainer.1 did not finish and save within checkpoint.on_termination_s=0.5",
         ):
             until(lambda: False, theirs.poll, seconds=20)
-        assert theirs.given
+        assert theirs.is_given
 
 
 LAUNCHER = """

@@ -39,7 +39,7 @@ def test_the_arguments_that_are_read_off_its_source_are_those_that_sglang_takes(
     # another name of tp_size
     ours = {
         *vendor_settings.SGLANG_BY_KEY,
-        *vendor_settings.KEPT,
+        *vendor_settings.SET_BY_LAUNCHER,
         *vendor_settings.SGLANG_REFUSED,
     } - {"tp"}
     assert ours <= set(there)

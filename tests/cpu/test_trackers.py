@@ -22,8 +22,8 @@ from megarl.evaluation.scores import complete_metrics, write_result
 from megarl.launch.tracking import Trackers
 from megarl.observe.metrics import METRICS_FILE, MetricsWriter
 from megarl.observe.samples import SamplesWriter
-from megarl.observe.tracking import NewRows, Stale, Tracked, follow
-from megarl.trackers.trackers import Beginning, check_trackers
+from megarl.observe.tracking import NewRows, StaleRows, TrackerState, follow
+from megarl.trackers.trackers import TrackerSettings, check_trackers
 
 WAIT_S = 240.0  # the import of one library may take a minute on a busy machine
 
@@ -86,18 +86,18 @@ def test_curves_are_those_of_metrics_jsonl_after_every_resume(
     folder = tmp_path / "run"
 
     def curves() -> Curves:
-        tracked = Tracked.load(folder, name)
+        tracked = TrackerState.load(folder, name)
         assert tracked.closed and tracked.ended and not tracked.failures
         return READERS[name](folder, tracked.run)
 
     assert launch(folder, name, 0, range(4), mark=0.0) == []
     assert curves() == curves_of(folder, name)
-    run = Tracked.load(folder, name).run
+    run = TrackerState.load(folder, name).run
     # the last weights' evaluation goes into the last row
     write_result(folder, 6, {"pass@1": 0.75, "suites": {"hard": {"pass@1": 0.25}}})
     assert launch(folder, name, 4, range(4, 6), mark=0.0) == []
     assert curves_of(folder)["eval/hard/pass@1"] == [(5, 0.25)]
-    assert (Tracked.load(folder, name).run, curves()) == (run, curves_of(folder, name))
+    assert (TrackerState.load(folder, name).run, curves()) == (run, curves_of(folder, name))
     # resumed from a checkpoint: steps 3 to 5 are repeated
     assert launch(folder, name, 3, range(3, 8), mark=100.0) == []
     assert curves() == curves_of(folder, name) and curves_of(folder)["loss"][2:4] == [
@@ -145,7 +145,7 @@ def test_a_tracker_that_cannot_be_opened_costs_nothing_but_a_warning(tmp_path: P
         trackers.poll()
     trackers.close()
     assert "it is tried again" in told[0] and any("may lack steps: " in text for text in told[1:])
-    assert Tracked.load(tmp_path, "tensorboard").failures > 0
+    assert TrackerState.load(tmp_path, "tensorboard").failures > 0
     (tmp_path / "tb").unlink()
     assert launch(tmp_path, "tensorboard", 1, range(1, 2), mark=0.0) == []
     assert read_tensorboard(tmp_path, "") == curves_of(tmp_path)
@@ -193,11 +193,11 @@ def test_wandb_is_told_whose_run_it_is_and_what_the_policy_writes(
         )
         samples.write(step, [group])
         samples.write(step, [group], dropped=True)
-    beginning = Beginning(tmp_path, "p", "mine", {}, entity="us", tags=["a", "b"])
+    beginning = TrackerSettings(tmp_path, "p", "mine", {}, entity="us", tags=["a", "b"])
     follow(
         "wandb",
         beginning,
-        NewRows(tmp_path / METRICS_FILE, Stale(0, 0, "")),
+        NewRows(tmp_path / METRICS_FILE, StaleRows(0, 0, "")),
         0,
         lambda seconds: True,
     )
@@ -229,7 +229,7 @@ def test_wandb_is_told_whose_run_it_is_and_what_the_policy_writes(
 
 
 def test_what_rows_get_at_the_end_is_added_to_their_steps(tmp_path: Path) -> None:
-    rows = NewRows(tmp_path / METRICS_FILE, Stale.of(tmp_path / METRICS_FILE, 0))
+    rows = NewRows(tmp_path / METRICS_FILE, StaleRows.from_step(tmp_path / METRICS_FILE, 0))
     calls = []
     writer = MetricsWriter(tmp_path)
 
@@ -243,7 +243,7 @@ def test_what_rows_get_at_the_end_is_added_to_their_steps(tmp_path: Path) -> Non
             complete_metrics(tmp_path)
         return len(calls) == 4
 
-    follow("tensorboard", Beginning(tmp_path, "project", "name", {}), rows, 0, ended)
+    follow("tensorboard", TrackerSettings(tmp_path, "project", "name", {}), rows, 0, ended)
     writer.close()
     assert calls == [0, 1, 2, 2]
     assert read_tensorboard(tmp_path, "") == {
@@ -260,7 +260,7 @@ def test_rows_of_an_earlier_start_do_not_count_until_the_trainer_has_cut_them(
     for step, mark in launch_rows:
         writer.write(step, {"loss": mark})
     writer.close()
-    rows = NewRows(tmp_path / METRICS_FILE, Stale.of(tmp_path / METRICS_FILE, 1))
+    rows = NewRows(tmp_path / METRICS_FILE, StaleRows.from_step(tmp_path / METRICS_FILE, 1))
     rows.poll()
     assert [row["step"] for row in rows.rows] == [0]
     writer = MetricsWriter(tmp_path, resume_step=1)

@@ -23,7 +23,7 @@ from trainer_reference import load_float64
 from megarl.algorithms.batches import cut_into_minibatches
 from megarl.base.rollout_types import Batch, Group, Prompt, Sample
 from megarl.models.registry import flops_per_token, load_spec
-from megarl.observe.agreement import BY_DTYPE, LIMIT, describe_agreement
+from megarl.observe.agreement import LIMIT, LIMITS_BY_DTYPE, describe_agreement
 
 pytestmark = pytest.mark.long
 
@@ -216,7 +216,7 @@ def test_of_several_optimizer_steps_the_first_is_measured(runs: Path) -> None:
 def test_a_planted_mismatch_is_seen_and_told(runs: Path) -> None:
     """The trainer computes log-probs at another temperature than the sampling temperature."""
     for name, agrees in (("equal", True), ("planted", False)):
-        ((rank,), limit) = saved(runs, name), BY_DTYPE["float32"]
+        ((rank,), limit) = saved(runs, name), LIMITS_BY_DTYPE["float32"]
         metrics = rank["metrics"]
         assert (metrics["agreement/age_0/abs_diff_mean"] < 1e-5) == agrees and (
             metrics["agreement/age_0/abs_diff_mean"] > 0.1

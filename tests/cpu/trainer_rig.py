@@ -87,7 +87,7 @@ def drawn_from_sets(batch: list[TrainSequence], vocab: int) -> list[TrainSequenc
         ids = np.concatenate(rows).astype(np.int32)
         made.append(
             msgspec.structs.replace(
-                sequence, kept=KeptSets.of(vocab, sequence.token_ids, sizes, ids)
+                sequence, kept=KeptSets.from_ids(vocab, sequence.token_ids, sizes, ids)
             )
         )
     return made

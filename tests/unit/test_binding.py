@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.config.load import load_config
-from megarl.launch import roles, worker
+from megarl.launch import worker, worker_roles
 from megarl.launch.gpus import cores_near, gpus, nvidia_smi, parse_cpulist, sysfs_address, visible
 from megarl.plan.resolve import resolve
 
@@ -164,11 +164,11 @@ def test_gpus_that_pytorch_cannot_use_are_not_passed_over(
     gpus.cache_clear()
     try:
         if not refused:
-            return roles.check_gpus(plan)
+            return worker_roles.check_gpus(plan)
         with pytest.raises(
             RuntimeError,
             match="this node has 8 GPUs, but torch .* cannot use them .*; with cluster.gpu=cpu it would",
         ):
-            roles.check_gpus(plan)
+            worker_roles.check_gpus(plan)
     finally:
         gpus.cache_clear()

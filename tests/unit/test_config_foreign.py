@@ -10,7 +10,7 @@ import pytest
 from megarl.cli import main
 from megarl.config.errors import ConfigError
 from megarl.config.foreign import _names
-from megarl.config.keys import elsewhere_called, nearest, settings
+from megarl.config.keys import foreign_setting_of, nearest, settings
 from megarl.config.load import load_config
 
 OWN_RUN = Path(__file__).parents[2] / "docs/own_run.md"
@@ -375,7 +375,7 @@ def test_settings_of_a_usual_script_lead_to_ours(program: str) -> None:
     found = {}
     for of, name, key in names_of_scripts():
         if of == program:
-            elsewhere = elsewhere_called(name)
+            elsewhere = foreign_setting_of(name)
             found[name] = (key, *(nearest(name) or ["-"]))
             assert key != "-" or (elsewhere and elsewhere.note), name
     assert {name: pair for name, pair in found.items() if pair != (pair[0],) * 2} == {}
@@ -433,7 +433,7 @@ def test_the_table_of_own_run_agrees() -> None:
     checked = []
     for _, here, *there in (row for row in rows if len(row) == 5):
         for name in re.findall(r"`…?([\w.-]+)`(?! /)", " ".join(there)):
-            if (elsewhere := elsewhere_called(name)) and elsewhere.key:
+            if (elsewhere := foreign_setting_of(name)) and elsewhere.key:
                 assert elsewhere.key.rpartition(".")[2] in here, name
                 checked.append(name)
     assert len(checked) > 10

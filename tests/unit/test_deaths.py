@@ -7,13 +7,13 @@ from megarl.base import processes
 
 
 def test_how_a_process_ended():
-    assert processes.how(3) == "exited with status 3"
-    assert processes.how(-9) == "was killed by SIGKILL"
+    assert processes.ending(3) == "exited with status 3"
+    assert processes.ending(-9) == "was killed by SIGKILL"
     assert (
-        processes.how(128 + 7)
+        processes.ending(128 + 7)
         == "exited with status 135: one of its processes was killed by SIGBUS"
     )
-    assert processes.how(255) == "exited with status 255"
+    assert processes.ending(255) == "exited with status 255"
 
 
 def test_a_kill_is_put_down_to_the_kernel_only_where_it_has_ended_processes_for_memory_since(

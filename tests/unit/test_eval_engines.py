@@ -301,7 +301,7 @@ class Driver:
     begun: list[Version] = field(default_factory=list)
     missed: list = field(default_factory=list)
     evaluating: Version | None = None
-    gone: str = ""
+    no_engines_reason: str = ""
 
     @property
     def version(self) -> Version:
@@ -415,11 +415,11 @@ def test_a_version_fails_while_no_engine_is_there_and_the_last_one_waits_until_n
         ] and receiver.grants() == [(2, (), False)]
         receiver.offered.put_nowait(10)
         await until(lambda: receiver.grants()[1:] == [(10, (), True)])
-        driver.gone = "no engine was there, and none will be"
+        driver.no_engines_reason = "no engine was there, and none will be"
         receiver.offered.put_nowait(10)
         await task
         assert (
-            driver.missed[1:] == [(10, "failed", driver.gone)]
+            driver.missed[1:] == [(10, "failed", driver.no_engines_reason)]
             and receiver.grants()[2:] == [(10, (), False)]
             and not driver.begun
         )

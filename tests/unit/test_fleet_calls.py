@@ -182,7 +182,7 @@ def test_engines_that_joined_outlast_the_generator_of_a_run_that_is_ending(tmp_p
     def membership(leave_s: float) -> Membership:
         found = Membership(ending, silent, [1], 0.0, leave_s)
         found._beat_at = math.inf
-        found._heard = time.monotonic() - 1  # it asks nothing, and hears nothing
+        found._answered_at = time.monotonic() - 1  # it asks nothing, and hears nothing
         return found
 
     with pytest.raises(RuntimeError, match="no sign of life"):

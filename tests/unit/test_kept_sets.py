@@ -25,7 +25,7 @@ from megarl.base.rollout_types import (
     Prompt,
     Sample,
     TrainSequence,
-    join,
+    join_kept_sets,
 )
 from megarl.config.schema import ModelConfig
 from megarl.data.tokenizer import load_tokenizer
@@ -51,7 +51,7 @@ def kept(sets: list[list[int]], vocab_size: int = V, tokens: list[int] | None = 
     """Kept sets. By default each token is the first of its set."""
     sizes = np.array([len(each) for each in sets], np.int32)
     ids = np.array([token for each in sets for token in each], np.int32)
-    return KeptSets.of(
+    return KeptSets.from_ids(
         vocab_size,
         np.array(tokens if tokens is not None else [each[0] for each in sets], np.int32),
         sizes,
@@ -104,7 +104,9 @@ def test_what_is_packed_joined_and_cut_is_what_comes_out(made, other, cut) -> No
         "whichever is smaller"
     )
     # two tokens of the environment lie between
-    both = join(join(known, len(rows), None, 2), len(rows) + 2, later, len(more))
+    both = join_kept_sets(
+        join_kept_sets(known, len(rows), None, 2), len(rows) + 2, later, len(more)
+    )
     if rows or more:
         assert sets_of(both) == [*wanted, [], [], *(sorted(row) for row in more)]
     summary = known.summary()
@@ -273,12 +275,15 @@ def sequence(
 def test_a_microbatch_has_the_sets_of_what_its_positions_predict() -> None:
     # its first token too
     whole = sequence(
-        4, [0, 1, 0, 1], join(kept([[2, 0], [3]]), 2, kept([[4, 1], [5, 6, 7]]), 2), [2, 3, 4, 5]
+        4,
+        [0, 1, 0, 1],
+        join_kept_sets(kept([[2, 0], [3]]), 2, kept([[4, 1], [5, 6, 7]]), 2),
+        [2, 3, 4, 5],
     )
     turns = sequence(
         6,
         [0, 0, 0, 1, 0, 1],
-        join(join(kept([[8, 9]]), 1, None, 1), 2, kept([[10]]), 1),
+        join_kept_sets(join_kept_sets(kept([[8, 9]]), 1, None, 1), 2, kept([[10]]), 1),
         [8, 1, 10],
     )
     plan = MicrobatchPlan((1, 0), (0, 6, 9))  # the first one has a position of padding

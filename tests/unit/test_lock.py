@@ -10,13 +10,13 @@ import pytest
 
 from megarl.cli import main
 from megarl.config.errors import ConfigError
-from megarl.launch.meeting import held, is_held
+from megarl.launch.meeting import is_locked, locked
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from megarl.launch.meeting import held
-with held(Path(sys.argv[1]), "refused"):
+from megarl.launch.meeting import locked
+with locked(Path(sys.argv[1]), "refused"):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -50,11 +50,11 @@ def test_a_second_launch_is_refused_before_anything_starts(holder, tmp_path, cap
 
 def test_a_killed_holder_holds_nothing(holder, tmp_path):
     path = tmp_path / ".launch/sft/lock"
-    with pytest.raises(ConfigError, match="another command"), held(path, "another command"):
+    with pytest.raises(ConfigError, match="another command"), locked(path, "another command"):
         raise AssertionError("held twice")
     holder.kill()
     holder.wait(10)
-    with held(path, "refused"):
+    with locked(path, "refused"):
         assert f"process {holder.pid} on " not in path.read_text()
 
 
@@ -63,18 +63,18 @@ def test_a_launch_in_another_thread_is_seen_and_stays_locked(tmp_path):
     file.
     """
     path = tmp_path / ".launch/sft/lock"
-    with held(path, "refused"):
-        assert is_held(path)
+    with locked(path, "refused"):
+        assert is_locked(path)
         with (
             pytest.raises(
                 ConfigError, match="refused, in another thread of this program; end it first"
             ),
-            held(path, "refused"),
+            locked(path, "refused"),
         ):
             raise AssertionError("held twice")
         code = (
-            "import sys; from pathlib import Path; from megarl.launch.meeting import is_held; "
-            "print(is_held(Path(sys.argv[1])))"
+            "import sys; from pathlib import Path; from megarl.launch.meeting import is_locked; "
+            "print(is_locked(Path(sys.argv[1])))"
         )
         assert (
             subprocess.run(
@@ -82,7 +82,7 @@ def test_a_launch_in_another_thread_is_seen_and_stays_locked(tmp_path):
             ).stdout
             == "True\n"
         )
-    assert not is_held(path)
+    assert not is_locked(path)
 
 
 def test_where_there_are_no_locks_the_launch_goes_on_and_says_so(tmp_path, monkeypatch, capsys):
@@ -93,6 +93,6 @@ def test_where_there_are_no_locks_the_launch_goes_on_and_says_so(tmp_path, monke
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
-    with held(tmp_path / "lock", "refused"):
+    with locked(tmp_path / "lock", "refused"):
         pass
     assert "no locks on this file system" in capsys.readouterr().err

@@ -64,10 +64,13 @@ def test_a_node_knows_its_place_from_srun_torchrun_or_alone():
 def test_gloo_is_told_the_interface_by_which_a_node_is_reached_and_nccl_only_what_was_asked_for():
     assert interface_with(address_of("lo", 2)) == "lo" and interface_with("192.0.2.1") is None
     assert (
-        network("ib0", wanted=False) == {"GLOO_SOCKET_IFNAME": "ib0"}
-        and network(None, wanted=False) == {}
+        network("ib0", for_nccl=False) == {"GLOO_SOCKET_IFNAME": "ib0"}
+        and network(None, for_nccl=False) == {}
     )
-    assert network("ib0", wanted=True) == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
+    assert network("ib0", for_nccl=True) == {
+        "GLOO_SOCKET_IFNAME": "ib0",
+        "NCCL_SOCKET_IFNAME": "ib0",
+    }
 
 
 def test_components_of_a_heterogeneous_job_share_one_launch():

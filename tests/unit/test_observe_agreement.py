@@ -24,7 +24,7 @@ from megarl.observe.agreement import (
 )
 from megarl.observe.metrics import MetricsWriter, Row
 from megarl.observe.tracking import send
-from megarl.trackers.trackers import Beginning, open_tracker
+from megarl.trackers.trackers import TrackerSettings, open_tracker
 from megarl.trainer.step import Tally
 
 
@@ -144,7 +144,7 @@ def test_histograms_are_written_and_drawn(tmp_path) -> None:
     )
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board = open_tracker("tensorboard", Beginning(tmp_path, project="", name="", config={}))
+    board = open_tracker("tensorboard", TrackerSettings(tmp_path, project="", name="", config={}))
     send(board, row)
     board.close()
     events = EventAccumulator(str(tmp_path / "tb")).Reload()

@@ -216,7 +216,7 @@ def test_plain_output_fits_80_columns(tmp_path: Path) -> None:
         "loading\n\x1b[31mCapturing batches (bs=8):  40%|\rCapturing batches (bs=4):  60%| 3/5 "
         "[00:12<00:08]"
     )
-    progress._heard -= 100
+    progress._news_at -= 100
     progress.close()
     said = console.file.getvalue()
     assert max(map(len, said.splitlines())) <= 80
@@ -250,7 +250,7 @@ def test_engines_that_start_say_what_their_logs_say_last(tmp_path: Path) -> None
         "[00:12<00:08]"
     )
     (tmp_path / "logs" / "trainer.0.log").write_text("not this")
-    progress._heard -= 100
+    progress._news_at -= 100
     progress.poll()
     said = " ".join(console.file.getvalue().split())
     assert (
@@ -258,7 +258,7 @@ def test_engines_that_start_say_what_their_logs_say_last(tmp_path: Path) -> None
         and "not this" not in said
     )
     StatusBoard(tmp_path, "engine.0").set("serves weights version 0")
-    progress._heard -= 100
+    progress._news_at -= 100
     progress.close()
     assert console.file.getvalue().count("starting: Cap") == 1 and board.text == "starting"
 

@@ -26,7 +26,7 @@ def kept_sets(ids: list[int], seed: int) -> KeptSets:
         others = random.permutation(70)[: random.integers(0, 12)]
         rows.append(np.union1d(others, token) if at % 3 else np.empty(0))
     sizes = np.array([len(row) for row in rows], np.int32)
-    return KeptSets.of(
+    return KeptSets.from_ids(
         70, np.array(ids, np.int32), sizes, np.concatenate([*rows, np.empty(0)]).astype(np.int32)
     )
 

@@ -83,11 +83,11 @@ def test_every_rank_has_a_slot_of_its_own(trainer, engines, tp, frozen, slots):
 
 
 def test_slots_are_asked_for_or_gpus_or_spread():
-    assert slots_per_node(ranks=4, nodes=4, gpus=0, wanted=None) == 1
-    assert slots_per_node(ranks=3, nodes=1, gpus=0, wanted=None) == 3
-    assert slots_per_node(ranks=3, nodes=1, gpus=8, wanted=None) == 8
-    assert slots_per_node(ranks=3, nodes=1, gpus=8, wanted=4) == 4
+    assert slots_per_node(ranks=4, nodes=4, gpus=0, ranks_per_node=None) == 1
+    assert slots_per_node(ranks=3, nodes=1, gpus=0, ranks_per_node=None) == 3
+    assert slots_per_node(ranks=3, nodes=1, gpus=8, ranks_per_node=None) == 8
+    assert slots_per_node(ranks=3, nodes=1, gpus=8, ranks_per_node=4) == 4
     with pytest.raises(
         ConfigError, match="launch.ranks_per_node=8: must be at most the GPUs of a node, 4"
     ):
-        slots_per_node(ranks=3, nodes=1, gpus=4, wanted=8)
+        slots_per_node(ranks=3, nodes=1, gpus=4, ranks_per_node=8)

@@ -86,7 +86,7 @@ def smi(
 
 def findings(monkeypatch, check, **shown) -> dict[str, doctor.Finding]:
     monkeypatch.setattr(doctor, "nvidia_smi", smi(**shown))
-    return {finding.what: finding for finding in doctor.look([check])}
+    return {finding.what: finding for finding in doctor.run_checks([check])}
 
 
 def test_a_driver_that_fits_and_one_that_does_not(monkeypatch):
@@ -107,7 +107,7 @@ def test_a_check_that_fails_is_told_and_the_others_go_on():
         raise OSError(5, "no such device")
         yield
 
-    found = list(doctor.look([broken, doctor._python]))
+    found = list(doctor.run_checks([broken, doctor._python]))
     assert (
         found[0].state == doctor.LACKS
         and "no such device" in found[0].found
@@ -131,7 +131,9 @@ def test_network_cards_that_cannot_write_to_gpus_are_named(
     monkeypatch.setattr(doctor.platform, "release", lambda: "6.8.0")
     found = {
         finding.what: finding
-        for finding in doctor.look([of_network(tmp_path, monkeypatch, driver, modules, provider)])
+        for finding in doctor.run_checks(
+            [of_network(tmp_path, monkeypatch, driver, modules, provider)]
+        )
     }
     assert {what for what, each in found.items() if each.state == doctor.LACKS} - {
         "locked memory"
@@ -155,7 +157,7 @@ def of_network(folder, monkeypatch, driver: str, modules: str, provider: str):
 def test_efa_is_not_taken_for_infiniband(tmp_path, monkeypatch):
     found = {
         finding.what: finding
-        for finding in doctor.look(
+        for finding in doctor.run_checks(
             [of_network(tmp_path, monkeypatch, "efa", "nvidia 1 0\n", "libefa.so")]
         )
     }
@@ -175,7 +177,7 @@ def test_a_compiler_of_another_cuda_does_not_do(tmp_path, monkeypatch, release, 
     )
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     path.rename(tmp_path / "bin/nvcc")
-    found = next(iter(doctor.look([doctor._cuda_compilers])))
+    found = next(iter(doctor.run_checks([doctor._cuda_compilers])))
     assert (found.state, found.found) == (state, f"release {release}, {tmp_path}/bin/nvcc")
 
 
@@ -188,7 +190,7 @@ def test_a_compiler_that_does_not_start_or_answer_is_told_and_ninja_is_looked_fo
     monkeypatch.setattr(doctor, "TRY_S", 0.05)
     for of_nvcc in (b"#!/bin/sh\nexec sleep 600\n", b"#!/no/such/shell\n"):
         (tmp_path / "bin/nvcc").write_bytes(of_nvcc)
-        nvcc, ninja = doctor.look([doctor._cuda_compilers])
+        nvcc, ninja = doctor.run_checks([doctor._cuda_compilers])
         assert (nvcc.state, nvcc.found) == (
             doctor.LACKS,
             f"release unknown, {tmp_path}/bin/nvcc",
@@ -225,7 +227,9 @@ def test_folders_that_cannot_be_used_are_named(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "nowhere"))
     monkeypatch.setattr(doctor.tempfile, "tempdir", None)
-    found = {finding.what: finding for finding in doctor.look([doctor._room, doctor._temporary])}
+    found = {
+        finding.what: finding for finding in doctor.run_checks([doctor._room, doctor._temporary])
+    }
     assert (
         found["disk for caches"].state == doctor.LACKS
         and "set HOME" in found["disk for caches"].remedy
@@ -260,7 +264,7 @@ def test_mistakes_in_arguments_are_told_before_anything_is_looked_at(
     arguments, problem, monkeypatch, capsys
 ):
     monkeypatch.setattr(doctor, "gpus", tuple)
-    monkeypatch.setattr(doctor, "tell", lambda *_, **__: pytest.fail("it looked"))
+    monkeypatch.setattr(doctor, "print_findings", lambda *_, **__: pytest.fail("it looked"))
     assert cli.main(["doctor", *arguments]) == 2
     out, err = capsys.readouterr()
     assert problem in err and not out
@@ -287,10 +291,10 @@ def program(folder: Path, *lines: str) -> str:
 def test_test_writes_that_fail_are_told_with_what_to_do(tmp_path, monkeypatch):
     pair = {"source": "cuda:0", "target": "cuda:1", "bytes": 0, "gb_per_s": 0.0, "error": ""}
     tried = [
-        pair | {"kind": "cuda_ipc", "chosen": True, "error": "invalid device context"},
-        pair | {"kind": "mooncake", "chosen": False, "error": "it does not start by rdma"},
-        pair | {"kind": "nccl", "chosen": False, "error": "unhandled system error"},
-        pair | {"kind": "gloo", "chosen": False, "bytes": 1 << 30, "gb_per_s": 2.0},
+        pair | {"kind": "cuda_ipc", "is_default": True, "error": "invalid device context"},
+        pair | {"kind": "mooncake", "is_default": False, "error": "it does not start by rdma"},
+        pair | {"kind": "nccl", "is_default": False, "error": "unhandled system error"},
+        pair | {"kind": "gloo", "is_default": False, "bytes": 1 << 30, "gb_per_s": 2.0},
     ]
     lines = [f"echo '{json.dumps(each)}'" for each in tried]
     monkeypatch.setattr(
@@ -414,7 +418,7 @@ def test_blocks_of_fp8_on_blackwell_are_refused_by_what_the_node_has(gpu_node):
 
 
 def test_each_host_keeps_what_it_compiles_in_a_folder_of_its_own(tmp_path, monkeypatch):
-    for name in start._COMPILED:
+    for name in start._CACHE_FOLDERS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "mine"))
     monkeypatch.setattr(start.socket, "gethostname", lambda: "n7")
@@ -432,7 +436,7 @@ def test_kernels_go_to_scratch_without_a_writable_home(tmp_path, monkeypatch, ho
 
     Then every cache still has a place.
     """
-    for name in start._COMPILED:
+    for name in start._CACHE_FOLDERS:
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "file").write_text("")
     monkeypatch.delenv("HOME", raising=False)
@@ -444,7 +448,7 @@ def test_kernels_go_to_scratch_without_a_writable_home(tmp_path, monkeypatch, ho
 
 
 def test_named_caches_that_cannot_be_written_are_refused(tmp_path, monkeypatch):
-    for name in start._COMPILED:
+    for name in start._CACHE_FOLDERS:
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "file").write_text("")
     with pytest.raises(

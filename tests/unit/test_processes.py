@@ -13,7 +13,13 @@ from megarl.base.files import log_tail, write_whole
 from megarl.launch.engines import EngineKeeper
 from megarl.launch.meeting import Meeting
 from megarl.launch.nodes import Node
-from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec, raise_limits, taken
+from megarl.launch.processes import (
+    ProcessFailed,
+    ProcessGroup,
+    ProcessSpec,
+    occupied_ports,
+    raise_limits,
+)
 from megarl.launch.watch import RunWatch, StopOrder, watch
 
 
@@ -78,14 +84,14 @@ def test_leaving_ends_descendants_too(tmp_path):
 
 EXPLAINS = """
 import errno, os, sys, time
-from megarl.launch import roles, worker
+from megarl.launch import worker, worker_roles
 from megarl.config.errors import RunError
 
 def fail(rank, folder):
     time.sleep(float(rank))
     raise %s
 
-roles.ROLES["export"] = fail
+worker_roles.ROLES["export"] = fail
 sys.argv[1:] = ["export", "1", "folder"]
 worker.main()
 """
@@ -248,7 +254,7 @@ def test_who_has_taken_a_port_is_named(tmp_path):
             group.start(python(what, listen))
             wait_for(lambda: group.log_path(what).read_text().strip())
             ports[what] = int(group.log_path(what).read_text())
-        lines = list(taken({**ports, "trainer": 1}, "127.0.0.1", ours.process_ids()))
+        lines = list(occupied_ports({**ports, "trainer": 1}, "127.0.0.1", ours.process_ids()))
         thief = theirs.process_ids()["engine.0"]
     assert len(lines) == 1
     assert lines[0].startswith(

@@ -22,7 +22,7 @@ from megarl.data.contents import contents_of
 from megarl.evaluation.scores import best_checkpoint, spared_steps, write_result
 from megarl.launch import inputs
 from megarl.launch.commands import best_step
-from megarl.launch.resuming import check_resume_point, held_checkpoint, latest_checkpoint
+from megarl.launch.resuming import check_resume_point, latest_checkpoint, linked_checkpoint
 from megarl.plan.checkpoints import (
     FORMAT,
     INDEX_FILE,
@@ -264,7 +264,7 @@ def test_what_an_export_reads_outlives_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "exporting/step_000099").mkdir(parents=True)  # of a killed export
     # a user's folder, from megarl export --output
     (tmp_path / "export/step_000002").mkdir(parents=True)
-    with held_checkpoint(tmp_path, None) as held:
+    with linked_checkpoint(tmp_path, None) as held:
         assert held.step == 4 and not (tmp_path / "exporting/step_000099").exists()
         assert (tmp_path / "export/step_000002").exists()
         save(tmp_path, 6)
@@ -275,7 +275,7 @@ def test_what_an_export_reads_outlives_the_checkpoint(tmp_path: Path) -> None:
     assert not Path(held.checkpoint).exists()
     with (
         pytest.raises(ConfigError, match="no checkpoint of step 4; there are those of steps 6"),
-        held_checkpoint(tmp_path, 4),
+        linked_checkpoint(tmp_path, 4),
     ):
         pass
 
@@ -293,7 +293,7 @@ def test_an_export_takes_the_next_checkpoint_where_one_is_removed_under_it(
         link(source, target)
 
     monkeypatch.setattr(os, "link", remove_first)
-    with held_checkpoint(tmp_path, None) as held:
+    with linked_checkpoint(tmp_path, None) as held:
         assert held.step == 4
         assert sorted(file.name for file in Path(held.checkpoint).iterdir()) == sorted(
             file.name for file in checkpoint_path(tmp_path, 4).iterdir()

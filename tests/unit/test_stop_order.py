@@ -60,7 +60,7 @@ def order(folder, rank: int, deadline_s: float = 60.0) -> tuple[StopOrder, Proce
 
 def test_a_signal_before_there_is_anything_to_save_ends_all_at_once(tmp_path):
     early, processes = order(tmp_path, 0)
-    assert not early.order() and not early.given and processes.asked == []
+    assert not early.order() and not early.is_given and processes.asked == []
 
 
 def test_a_signal_reaches_the_trainer_ranks_of_all_nodes_once(tmp_path):
@@ -114,7 +114,7 @@ def test_a_warning_stops_a_run_as_sigterm_does(tmp_path, number):
     ]
     assert answers == [True, True, True, True, False]
     assert Stopped(number=stopped.signal).exit_status == 128 + number
-    assert stopped.given
+    assert stopped.is_given
 
 
 def test_a_lost_terminal_takes_no_more_text(tmp_path):

@@ -16,7 +16,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema import RunConfig
 from megarl.data.check import check_data
-from megarl.launch.inputs import Tried, try_rewards
+from megarl.launch.inputs import RewardTrial, try_rewards
 from megarl.models import load_spec
 from megarl.plan.checks import check_run_dir_here
 from megarl.rollouts.environments.loading import check_rollout
@@ -63,7 +63,7 @@ def config_of(folder: Path, *overrides: str) -> RunConfig:
     return load_config(folder / "run.yaml", overrides)
 
 
-def tried(folder: Path, *names: str, thorough: bool = True) -> list[Tried]:
+def tried(folder: Path, *names: str, thorough: bool = True) -> list[RewardTrial]:
     parts = [f"reward.parts.{name}.name={folder}/trial_graders.py:{name}" for name in names]
     config = config_of(folder, *parts)
     return try_rewards(config, check_data(config, load_spec(TINY), "train", at_hand=True), thorough)

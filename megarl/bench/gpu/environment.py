@@ -10,7 +10,7 @@ import time
 
 from megarl.bench.gpu.measure import Bench
 from megarl.generator import cpu_support
-from megarl.launch.doctor import LACKS, find_nvcc, look, node
+from megarl.launch.doctor import LACKS, find_nvcc, node, run_checks
 
 MODULES = (
     "megatron.core",
@@ -26,7 +26,7 @@ def run(bench: Bench) -> None:
     bench.emit({"what": "nvcc", "note": str(find_nvcc() or "is not there")})
     memory = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
     bench.emit({"what": "free in /dev/shm, GB", "measured": memory / 1e9})
-    for finding in look(node(bench.cuda)):
+    for finding in run_checks(node(bench.cuda)):
         if finding.state == LACKS:
             bench.emit(
                 {

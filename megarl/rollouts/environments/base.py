@@ -23,7 +23,7 @@ from megarl.base.rollout_types import (
     Sample,
     episodes,
     impossible_logprobs,
-    join,
+    join_kept_sets,
     typed,
     view,
 )
@@ -331,7 +331,7 @@ class Transcript:
         kept: KeptSets | None,
         mine: bool,
     ) -> None:
-        self._kept = join(self._kept, len(self._ids), kept, len(ids))
+        self._kept = join_kept_sets(self._kept, len(self._ids), kept, len(ids))
         self._ids += ids
         self._logprobs += logprobs
         self._versions += versions

@@ -11,7 +11,7 @@ def share_right(response: str, answer: str) -> dict[str, float]:
 
     Numbers beside the score appear as reward/NAME/mean in metrics.jsonl.
     """
-    wanted = answer.split(",")
-    got = response.strip().split(",")
-    share = sum(a == b for a, b in zip(wanted, got)) / max(len(wanted), len(got))
+    expected = answer.split(",")
+    actual = response.strip().split(",")
+    share = sum(a == b for a, b in zip(expected, actual)) / max(len(expected), len(actual))
     return {"score": share, "all_right": response.strip() == answer}

@@ -3,7 +3,8 @@
 Each is a weight update from one process into another, with the reshard map, the writes and the
 audit of a run. Every transport that can connect two processes of this machine is tried.
 
-    python -P -m megarl.launch.neighbours --gpu      from each GPU to the next, 1 GiB; without --gpu 16 MiB in host memory
+    python -P -m megarl.launch.trial_writes --gpu    from each GPU to the next, 1 GiB
+    python -P -m megarl.launch.trial_writes          in host memory, 16 MiB
 
 It prints each encoded Write on a line of its own as soon as it is done. It is a separate process,
 since it imports torch, and a broken GPU may hang it.
@@ -50,7 +51,7 @@ class Write(msgspec.Struct, frozen=True):
     kind: str  # kind of transport
     source: str  # device, in torch's notation
     target: str
-    chosen: bool  # whether weights.transport=auto uses this kind here
+    is_default: bool  # whether weights.transport=auto uses this kind here
     bytes: int = 0
     gb_per_s: float = 0.0
     error: str = ""  # empty: all bytes arrived as sent
@@ -94,10 +95,10 @@ def write(kind: str, source: str, map: ReshardMap, neighbour: EngineProcess) -> 
     Raises AuditError if other bytes have arrived, and TimeoutError or RuntimeError if a step fails.
     """
     transport_type = transport_class(kind)
-    here = this_host()
-    offer: Offer = transport_type.offers(
-        Opening(map, {0: [0]}, [here, here], loopback(), WRITE_S, stores := [])
-    )[0]
+    host = this_host()
+    stores = []
+    opening = Opening(map, {0: [0]}, [host, host], loopback(), WRITE_S, stores)
+    offer: Offer = transport_type.offers(opening)[0]
     endpoint = Endpoint.decode(neighbour.ask("open", kind, offer, loopback()))
     weights = {
         t.name: torch.randn(t.shape, device=source).to(getattr(torch, t.dtype))
@@ -109,19 +110,19 @@ def write(kind: str, source: str, map: ReshardMap, neighbour: EngineProcess) -> 
     shares = {}
     size = 0
     took_s = math.inf
-    for again in range(1 + TIMES):
+    for attempt in range(1 + TIMES):
         neighbour.ask("scramble")
         if not transport_type.one_sided:
             neighbour.start("receive")
-        if not again:
+        if not attempt:
             transport.connect([endpoint])
-        began = time.monotonic()
-        sent = send(transport, copies, weights, shapes, audit=not again)
+        start = time.monotonic()
+        sent = send(transport, copies, weights, shapes, audit=not attempt)
         if not transport_type.one_sided:
             neighbour.answer()
         if transport_type.lands_at(endpoint):
             neighbour.ask("spread")
-        took_s = min(took_s, time.monotonic() - began)
+        took_s = min(took_s, time.monotonic() - start)
         size = sent.bytes
         shares = shares or sent.shares
         compare([packed(neighbour.ask("hashes"))], [packed_shares(shares)], SentTensors(map))
@@ -138,15 +139,15 @@ def main() -> None:
         sys.exit("torch finds no GPU that it can use")
     devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if gpu else ["cpu"]
     spec = model(gpu)
-    here = this_host()
-    held = generator_layout(spec, GeneratorTopology(), DTYPE, "cuda" if gpu else "cpu")
-    map = ReshardMap.build(trainer_layout(spec, TrainerTopology(), DTYPE), held)
-    kinds = [kind for kind in TABLE if not transport_class(kind).hindrance(here, here)]
-    first = transport_between(AUTO, here, here)
+    host = this_host()
+    generator_tensors = generator_layout(spec, GeneratorTopology(), DTYPE, "cuda" if gpu else "cpu")
+    map = ReshardMap.build(trainer_layout(spec, TrainerTopology(), DTYPE), generator_tensors)
+    kinds = [kind for kind in TABLE if not transport_class(kind).hindrance(host, host)]
+    default = transport_between(AUTO, host, host)
     with contextlib.ExitStack() as resources:
         # start concurrently
         neighbours = {
-            pair: resources.enter_context(EngineProcess(pair[1], held, WRITE_S))
+            pair: resources.enter_context(EngineProcess(pair[1], generator_tensors, WRITE_S))
             for pair in ring(devices)
         }
         for (source, target), neighbour in neighbours.items():
@@ -154,17 +155,18 @@ def main() -> None:
                 torch.cuda.set_device(source)
             # two NCCL ranks cannot share a GPU
             for kind in [kind for kind in kinds if kind != NCCL or source != target]:
-                tried = Write(kind, source, target, kind == first)
+                result = Write(kind, source, target, is_default=kind == default)
                 try:
                     size, rate = write(kind, source, map, neighbour)
-                    tried = msgspec.structs.replace(tried, bytes=size, gb_per_s=rate)
+                    result = msgspec.structs.replace(result, bytes=size, gb_per_s=rate)
                 except Exception as error:
-                    tried = msgspec.structs.replace(
-                        tried, error=(str(error).strip().splitlines() or [repr(error)])[-1]
-                    )
+                    last_line = (str(error).strip().splitlines() or [repr(error)])[-1]
+                    result = msgspec.structs.replace(result, error=last_line)
                     # the old one may still be busy
-                    neighbour = resources.enter_context(EngineProcess(target, held, WRITE_S))
-                print(msgspec.json.encode(tried).decode(), flush=True)
+                    neighbour = resources.enter_context(
+                        EngineProcess(target, generator_tensors, WRITE_S)
+                    )
+                print(msgspec.json.encode(result).decode(), flush=True)
 
 
 if __name__ == "__main__":

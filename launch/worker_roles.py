@@ -44,17 +44,15 @@ def train_on_trainer(rank: int, launch_dir: Path) -> None:
     ledger = Ledger.load(rendezvous.checkpoint) if rendezvous.checkpoint else Ledger()
     rollout = config.rollout
     judge = partial(judged, config=config)
-    buffer = (
-        RolloutBuffer(
+    buffer = None
+    if rank == 0:
+        buffer = RolloutBuffer(
             rollout.prompts_per_step,
             config.async_.max_staleness,
             ledger,
             judge,
             train_mixture(config),
         )
-        if rank == 0
-        else None
-    )
     max_generated = (
         rollout.max_num_gen_batches and rollout.max_num_gen_batches * rollout.prompts_per_step
     )
@@ -215,15 +213,16 @@ def check_gpus(plan: RunPlan) -> None:
     """
     import torch
 
-    here = len(gpus())
-    if not here or torch.cuda.is_available() or plan.config.cluster.gpu == "cpu":
+    gpu_count = len(gpus())
+    if not gpu_count or torch.cuda.is_available() or plan.config.cluster.gpu == "cpu":
         return
     try:
         torch.cuda.init()
     except (AssertionError, RuntimeError) as error:
         cpu = "with cluster.gpu=cpu it would train on the CPU"
         raise RuntimeError(
-            f"this node has {here} GPUs, but torch {torch.__version__} cannot use them ({error}); {cpu}"
+            f"this node has {gpu_count} GPUs, but torch {torch.__version__} cannot use them "
+            f"({error}); {cpu}"
         ) from error
 
 
