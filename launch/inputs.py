@@ -30,7 +30,7 @@ from megarl.reshard.layout import ITEM_BYTES, parameter_count
 from megarl.rewards.extract import asked_forms
 from megarl.rewards.pool import RewardMistake
 from megarl.rewards.score import CORRECT, Part, Score, ScoreRequest, parts_in_evaluation, parts_of
-from megarl.roles.plan import ServedRole
+from megarl.roles.plan import ServedRole, read_as
 from megarl.rollouts.environments.loading import check_rollout
 from megarl.teachers.plan import FrozenRole
 from megarl.trackers.trackers import check_trackers
@@ -341,12 +341,8 @@ def check_inputs(
         reads in _MAY_BEGIN_RANDOM and config.model.random_init and not plan.weights.are_there
     ):
         checks.append(lambda: check_weights(plan))
-    if (
-        plan is not None
-        and not is_own(plan.spec)
-        and (not at_hand or is_here(config.model.path, config))
-    ):
-        checks.append(lambda: check_as_transformers(config.model.path, plan.spec))
+    if plan is not None:
+        checks.append(lambda: check_configs(plan, reads, at_hand))
     key, critic = critic_path(config)
     if plan is not None and reads == "train" and plan.critic and critic and Path(critic).is_dir():
         checks.append(partial(check_complete, key, plan.critic, Path(critic)))
@@ -382,6 +378,29 @@ def check_inputs(
         if plan is not None and reads in ("train", "eval")
         else [],
     )
+
+
+def check_configs(plan: RunPlan, command: str, at_hand: bool) -> None:
+    """Compares the config.json of every model that `command` loads with what Transformers' own
+    class reads there. Raises ConfigError with all problems.
+    """
+    config = plan.config
+    models = [("model.path", config.model.path, plan.spec)]
+    key, critic = critic_path(config)
+    if command == "train" and plan.critic and critic and Path(critic).is_dir():
+        models.append((key, critic, plan.critic))
+    if command == "train":
+        models += [(f"roles.{role.name}.path", role.path, role.spec) for role in plan.frozen]
+    if command in ("train", "eval"):
+        served = plan.served
+        models += [(f"roles.{role.name}.path", role.settings.path, role.spec) for role in served]
+    checks = [
+        partial(check_as_transformers, path, spec, key, read_as(path))
+        for key, path, spec in models
+        if not is_own(spec) and (not at_hand or is_here(path, config))
+    ]
+    if problems := problems_of(*checks):
+        raise ConfigError(problems)
 
 
 def check_weights(plan: RunPlan) -> None:

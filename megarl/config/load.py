@@ -266,6 +266,7 @@ def read_config(source: ConfigSource, overrides: Sequence[str] = ()) -> Loaded:
             problems.extend(found)
             blamed.add(key)
             meant.update(() if key in settings() else nearest(key))
+    problems.extend(_mistaken(dict(assignments)))
     for setting, problem in list(_check_values(tree, skip=blamed)):
         problems.append(problem)
         blamed.add(setting.key)
@@ -276,6 +277,20 @@ def read_config(source: ConfigSource, overrides: Sequence[str] = ()) -> Loaded:
         config = None
     assert config is None or isinstance(config, RunConfig)
     return Loaded(config, problems, frozenset(blamed | meant))
+
+
+def _mistaken(assigned: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a problem for a key that means something else in another program, unless what it means
+    there is set too.
+    """
+    for key, value in assigned.items():
+        elsewhere = elsewhere_called(key) if key in settings() else None
+        if elsewhere is not None and elsewhere.key not in ("", *assigned):
+            yield (
+                f"{key}={yaml_text(value)}: {elsewhere.key} must be set too. In other programs "
+                f"{key} is what MegaRL calls {elsewhere.key} ({elsewhere.note}). Here it is: "
+                f"{settings()[key].meaning}"
+            )
 
 
 def _with_recipe(assignments: list[tuple[str, Any]]) -> list[tuple[str, Any]]:

@@ -130,7 +130,8 @@ class ActorCriticSteps(BatchSteps):
         return results
 
     def value_metrics(self) -> dict[str, float]:
-        return self._told
+        """Without those of no value, such as means over no token."""
+        return {name: value for name, value in self._told.items() if not math.isnan(value)}
 
     def _critic_step(
         self, minibatch: MiniBatch, sequences: Sequences, values: Scores, returns: Scores
@@ -228,7 +229,7 @@ class ActorCriticSteps(BatchSteps):
                 else {}
             ),
             "advantage/mean": advantage.mean,
-            **({"advantage/std": math.sqrt(advantage.variance)} if advantage.count else {}),
+            "advantage/std": math.sqrt(advantage.variance),
         }
         assert self.algorithm.gae is not None
         if self.algorithm.gae.whiten:

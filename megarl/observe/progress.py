@@ -4,6 +4,7 @@ waiting for.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import textwrap
@@ -40,8 +41,13 @@ PRINTED_BYTES = 4096  # bytes read from the end of an engine's log, for its last
 SILENCE_S = 30.0  # without a new step for this long, plain output says what every process is doing
 
 
+def _shown(value: float, form: str) -> str:
+    """A metric may have no value in a step: then a dash."""
+    return "–" if math.isnan(value) else format(value, form)
+
+
 def _one(key: str, form: str) -> Callable[[Row], str]:
-    return lambda row: format(row[key], form) if key in row else ""
+    return lambda row: _shown(row[key], form) if key in row else ""
 
 
 def _number(key: str, digits: int) -> Callable[[Row], str]:
@@ -54,7 +60,7 @@ def _number(key: str, digits: int) -> Callable[[Row], str]:
         if key not in row:
             return ""
         size = abs(row[key])
-        return format(
+        return _shown(
             row[key],
             f".{digits}f"
             if size < 10
@@ -73,13 +79,13 @@ def _staleness(row: Row) -> str:
         return ""
     mean = row["staleness/mean"]
     most = row["staleness/max"]
-    return f"{mean:.{1 if most < 100 else 0}f}/{most:.0f}"
+    return f"{_shown(mean, '.1f' if most < 100 else '.0f')}/{_shown(most, '.0f')}"
 
 
 def _loss(row: Row) -> str:
     size = abs(row.get("loss", 0.0))
     return (
-        format(row["loss"], "+.4f" if size < 10 else "+.3f" if size < 100 else "+.3g")
+        _shown(row["loss"], "+.4f" if size < 10 else "+.3f" if size < 100 else "+.3g")
         if "loss" in row
         else ""
     )
@@ -348,7 +354,7 @@ def source_line(row: Row) -> str:
     rewards = {name: row[key] for name in names if (key := f"source/{name}/reward") in row}
     parts = [
         f"{escape(n)} {row[f'source/{n}/prompts']:.0f}"
-        + (f" (reward {rewards[n]:.3f})" if n in rewards else "")
+        + (f" (reward {_shown(rewards[n], '.3f')})" if n in rewards else "")
         for n in names
     ]
     parts += [f"{row['prompts/rested']:.0f} at rest"] if row.get("prompts/rested") else []
@@ -383,10 +389,11 @@ def _scores(row: Row) -> Iterator[str]:
         set_name, _, score = key.rpartition("/")
         if set_name.startswith("eval") and score.startswith("pass@"):
             yield (
-                f"{set_name.removeprefix('eval').removeprefix('/')} {score} {row[key]:.3f}"
+                f"{set_name.removeprefix('eval').removeprefix('/')} {score} "
+                f"{_shown(row[key], '.3f')}"
             ).lstrip()
         elif set_name.startswith("eval") and key.endswith("/reward/mean"):
-            yield f"reward {row[key]:.3f}"
+            yield f"reward {_shown(row[key], '.3f')}"
 
 
 def _serves(statuses: Sequence[Status]) -> bool:

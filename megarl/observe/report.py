@@ -401,7 +401,7 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
     rows = read_metrics(run_dir / METRICS_FILE)
     if not rows:
         return f"{run_dir}: no step was finished\n"
-    lines = [("reward", _reward(rows))]
+    lines = [("reward", _reward(rows))] if _values(rows, "reward/mean") else []
     failures = FailuresTail(run_dir)
     failures.poll()
     if failed := describe_failed_episodes(rows):
@@ -483,36 +483,41 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
 
 
 def _reward(rows: list[Row]) -> str:
-    count = min(ENDS, len(rows))
-    first = _mean(rows[:count], "reward/mean")
-    last = _mean(rows[-count:], "reward/mean")
+    first, last, count = _first_and_last(rows, "reward/mean")
     return (
         f"{first:.3f} in the first {count} steps, {last:.3f} in the last {count} "
         f"({last - first:+.3f})"
     )
 
 
+def _first_and_last(rows: list[Row], key: str) -> tuple[float, float, int]:
+    """The means over the key's first and last ENDS values, at least one, and how many these are.
+
+    Steps that train only a critic have no values of the policy.
+    """
+    values = _values(rows, key)
+    count = min(ENDS, len(values))
+    return statistics.fmean(values[:count]), statistics.fmean(values[-count:]), count
+
+
 def _dropped(rows: list[Row]) -> str:
     dropped, right, wrong = (
         sum(_values(rows, f"prompts/dropped{kind}")) for kind in ("", "_right", "_wrong")
     )
-    trained = _mean(rows[-min(ENDS, len(rows)) :], "reward/trained_mean")
     text = f"{dropped:.0f}, {right:.0f} all right and {wrong:.0f} all wrong"
-    return f"{text}; without them the reward was {trained:.3f} in the last {min(ENDS, len(rows))} steps"
+    if not _values(rows, "reward/trained_mean"):
+        return text
+    _, trained, count = _first_and_last(rows, "reward/trained_mean")
+    return f"{text}; without them the reward was {trained:.3f} in the last {count} steps"
 
 
 def _ends(rows: list[Row], key: str, unit: str) -> str:
-    count = min(ENDS, len(rows))
-    return (
-        f"{_mean(rows[:count], key):.3g} {unit} in the first {count} steps, "
-        f"{_mean(rows[-count:], key):.3g} in the last {count}"
-    )
+    first, last, count = _first_and_last(rows, key)
+    return f"{first:.3g} {unit} in the first {count} steps, {last:.3g} in the last {count}"
 
 
 def _turns(rows: list[Row]) -> str:
-    count = min(ENDS, len(rows))
-    first = _mean(rows[:count], "turns/mean")
-    last = _mean(rows[-count:], "turns/mean")
+    first, last, count = _first_and_last(rows, "turns/mean")
     share = _mean(rows[-count:], "environment_tokens/fraction")
     end = f"{last:.2f} in the last {count}, where the environment wrote {share:.0%} of the tokens"
     return f"{first:.2f} a sample in the first {count} steps, {end}"

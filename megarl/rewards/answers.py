@@ -374,6 +374,11 @@ _FIRST_ARGUMENT = re.compile(
     rf"(\\(?:[cdt]?frac|[dt]?binom|vec|hat|tilde)(?![A-Za-z])|\\sqrt\s*\[[^\[\]]*\]){_ARGUMENT}"
 )
 _SECOND_ARGUMENT = re.compile(rf"(\\(?:[cdt]?frac|[dt]?binom)\s*\{{[^{{}}]*\}}){_ARGUMENT}")
+# TeX takes one digit; who writes \sqrt12 or \frac{1}12 means 12. \frac12 stays a half.
+_NUMBER_AS_ARGUMENT = re.compile(
+    r"(\\sqrt\s*(?:\[[^\[\]]*\]\s*)?|\\(?:[cdt]?frac|[dt]?binom)\s*(?:\{[^{}]*\}\s*|\d+\s+))(\d{2,})",
+    re.ASCII,
+)
 # 1,234 and 5: in a list with blanks, a comma between digits is no separator.
 _IS_LIST = re.compile(r",\s|;|\b(?:and|or)\b")
 _THOUSANDS = re.compile(r"(?<![\d,.(\[{])\d{1,3}(?:,\d{3})+(?!,?\d|[)\]}])", re.ASCII)
@@ -438,6 +443,8 @@ def read(text: str, checked: bool) -> Any:
     text = _OTHER_NAME.sub(lambda name: rf"\{_OTHER_NAMES[name[1] or name[2]]} ", text)
     text = _CONSTANT_IN_FONT.sub(r"{\1}", text)
     text = re.sub(r"\\(?:nice|s|x)frac(?![A-Za-z])", r"\\frac", text)
+    text = re.sub(r"\\surd(?![A-Za-z])", r"\\sqrt", text)
+    text = _NUMBER_AS_ARGUMENT.sub(r"\1{\2}", text)
     text = _SECOND_ARGUMENT.sub(r"\1{\2}", _FIRST_ARGUMENT.sub(r"\1{\2}", text))
     text = re.sub(r"\\quad(?=[a-z])", r"\\quad ", text)
     if _IS_LIST.search(text):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import unicodedata
 from collections.abc import Iterator
@@ -72,9 +73,12 @@ _NAMED_BEFORE = re.compile(r"\b(?:and|or|with|the|a|an|my|write|by|before|after|
 _NAMED_BEHIND = re.compile(r" (?:tag|mark|block|token|section|element|delimiter|marker)s?\b")
 _BEFORE_AMID = re.compile(r"[\w,`\"'(] ?\Z")
 _BEHIND_AMID = re.compile(r"[`\"'),.;:]| [a-z]")
+_ENTITY = re.compile(r"&(?:[A-Za-z]{2,8}[1-4]{0,2}|#\d{1,6}|#[xX][\dA-Fa-f]{1,5});")
 _END_OF_TURN = re.compile(
     r"(?:\s*(?:<\|(?:im_end|im_start|endoftext|end_of_text|eot_id|end|return)\|>\w{0,16}|</s>))+\s*\Z"
 )
+# mathematical letters that Unicode had before it gave them a block
+_OLD_LETTERS = frozenset("ℊℋℌℎℐℑℒℓℛℜℨℬℭℯℰℱℳℴ")
 _INVISIBLE = "\u00ad\u200b\u200c\u200d\u2060\ufeff"
 _WITHOUT_INVISIBLE = dict.fromkeys(map(ord, _INVISIBLE))
 _MANY_BLANKS = re.compile(rf"[\s{_INVISIBLE}]{{64,}}+")
@@ -121,9 +125,13 @@ _DECIMAL_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _WITH_BLANKS = re.compile(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
 # Fonts of words, which may be units, and fonts of variables. Sizes, styles and colors say nothing.
 UPRIGHT = r"\\(?:text(?:bf|it|rm|sf|tt|normal|up|md|sc|sl)?|mathrm|mbox|operatorname\*?)"
+# Of a letter that names a set of numbers, this font is its meaning: the real numbers.
+_BLACKBOARD = r"(?:mathbb|mathds|mathbbm|symbb|Bbb)(?!\s*\{?\s*[NZQRCPHF](?![A-Za-z]))"
 _SLANTED = (
-    r"\\(?:math(?:bf|it|sf|tt|normal|bfit|op|ord|inner)|ensuremath|boldsymbol|bm|pmb"
-    r"|bf|it|sf|tt|sl|em|(?:bf|md)series|(?:it|sl)shape)"
+    r"\\(?:math(?:bf|it|sf|tt|normal|bfit|sfit|bfsf|fr?ak|(?:bf)?(?:cal|scr|frak)|op|ord|inner|bin|rel"
+    r"|open|close|punct)|sym(?:bf|it|sf|tt|normal|bfit|sfit|bfsf|(?:bf)?(?:cal|scr|frak)|literal)"
+    rf"|{_BLACKBOARD}|ensuremath|boldsymbol|unboldmath|boldmath|bold|bm|pmb|frak|cal|mit|oldstyle"
+    r"|bf|it|sf|tt|sl|em|(?:bf|md)series|(?:it|sl)shape|(?:sf|tt)family)"
 )
 _LOOK = re.compile(
     rf"(?:(?:{_SLANTED}|\\(?:tiny|scriptsize|footnotesize|small|normalsize|[lL]arge|LARGE|[hH]uge"
@@ -139,7 +147,7 @@ _DIGITS_UPRIGHT = re.compile(
 )
 _OLD_UPRIGHT = re.compile(
     r"(?<![\^_\]}A-Za-z])\{\s*\\(?:rm|rmfamily|upshape)(?![A-Za-z])\s*([A-Za-z]+)\s*\}"  # {\rm cm}
-    r"|\\(?:rm|rmfamily|upshape|mathup|hbox)(?![A-Za-z])\s*([A-Za-z]+|\{?)"
+    r"|\\(?:rm|rmfamily|upshape|mathup|symup|symrm|hbox)(?![A-Za-z])\s*([A-Za-z]+|\{?)"
 )
 _UPRIGHT_LETTER = re.compile(rf"({UPRIGHT})(?![A-Za-z])\s*([A-Za-z0-9])")
 # removed if around the whole answer
@@ -158,15 +166,18 @@ _JUDGES = re.compile(
     r"\W{0,8}(?:yes|no|not|none|neither|true|false|unknown|nope|wrong|incorrect|let|suppose)\b",
     re.IGNORECASE,
 )
+_IN_LIST = r"(?<=[\d$)}])[,;]\s+(?:(?:and|or)\s+)?(?=\\?[-$\d(])"  # "3, 4, and 5"
 _INTRODUCTION = re.compile(
-    r"\A\W{0,8}(?:if|when|after|before|for|with|of|in|at|on|since|because|given|as)\b[^,]{0,200},\s+",
+    r"\A\W{0,8}(?:if|when|after|before|for|with|of|in|at|on|since|because|given|as)\b"
+    rf"(?:[^,]|{_IN_LIST}){{0,200}},\s+",
     re.IGNORECASE,
 )
 _VERB = re.compile(r"\b(?:is|are|was|were|equals|makes|totals|(?:comes?|amounts?) to)\b|=")
 _JOINS = re.compile(
     r"\b(?:and|or)\b(?!\s+\\?[-$\d])|\b(?:but|while|whereas|so|then|not)\b", re.IGNORECASE
 )
-_PARTS = re.compile(r"[,;](?!\d)(?![^$]*\$(?:[^$]*\$[^$]*\$)*[^$]*\Z)")  # outside formulas
+# outside formulas and lists of values
+_PARTS = re.compile(rf"(?!{_IN_LIST})[,;](?!\d)(?![^$]*\$(?:[^$]*\$[^$]*\$)*[^$]*\Z)")
 _BEHIND_SPAN = re.compile(r"[^\d$\\=<>^]*")  # a unit, a remark
 _STATED = re.compile(r"(?:\b(?:is|are|be|equals?|to)\s+|=\s*|:\s+)(?=\S)")
 _LEADING = re.compile(  # "16, not 14", "14 (fourteen)": the part before the remark
@@ -215,7 +226,7 @@ def plain(text: str) -> str:
         composed = unicodedata.normalize("NFC", text).translate(_WITHOUT_INVISIBLE)
         text = "".join(
             unicodedata.normalize("NFKC", c)
-            if "\uff01" <= c <= "\uff5e" or c >= "\U0001d400"
+            if "\uff01" <= c <= "\uff5e" or c >= "\U0001d400" or c in _OLD_LETTERS
             else c
             for c in composed
         )
@@ -340,7 +351,10 @@ def asked_forms(prompt: str) -> list[tuple[str, str]]:
 def final_part(text: str) -> str:
     """The part of a response in which its final answer must stand: after the thinking, and among
     the last MAX_TEXT_CHARS characters, where a run of many blanks counts as one.
+
+    What is escaped as HTML counts as what it stands for: &lt;think&gt; begins thinking.
     """
+    text = _ENTITY.sub(lambda entity: html.unescape(entity[0]), text)
     end = _MANY_BLANKS.sub(lambda blanks: "\n" if "\n" in blanks[0] else " ", after_thinking(text))
     turn = _END_OF_TURN.search(end, max(0, len(end) - MAX_ANSWER_CHARS))
     return plain(end[: turn.start() if turn else None][-MAX_TEXT_CHARS:])
@@ -444,8 +458,12 @@ def _last_phrase(text: str) -> re.Match[str] | None:
 
 
 def _enclosed(text: str) -> str | None:
-    """What the last tags enclose; None without tags, empty if the last one is never closed."""
+    """What the last tags enclose; None without tags, empty if the last one is never closed.
+
+    The prompt may have opened the first, so it encloses what comes before a lone closing tag.
+    """
     openings: dict[str, re.Match[str]] = {}
+    opened: set[str] = set()
     enclosed: str | None = None
     weak: str | None = None
     end = weak_end = 0
@@ -453,13 +471,18 @@ def _enclosed(text: str) -> str | None:
         tag = re.sub(r"[ _-]", "", next(filter(None, mark.groups()[1:]))).casefold()
         if mark["begin"]:
             openings[tag] = mark
-        elif not (opening := openings.pop(tag, None)):
+            opened.add(tag)
             continue
-        elif tag in _WEAK:
-            weak = text[opening.end() : mark.start()]
+        opening = openings.pop(tag, None)
+        if opening is None and tag in opened:
+            continue
+        start = opening.end() if opening else 0  # the prompt has opened it
+        opened.add(tag)
+        if tag in _WEAK:
+            weak = text[start : mark.start()]
             weak_end = mark.end()
         else:
-            enclosed = text[opening.end() : mark.start()]
+            enclosed = text[start : mark.start()]
             end = mark.end()
     if enclosed is None:
         return weak if weak is not None and not _answers_again(text[weak_end:]) else None

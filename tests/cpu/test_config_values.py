@@ -92,11 +92,6 @@ def compared(values: dict[str, Any]) -> str:
 def test_an_absent_key_is_the_default_of_transformers(family: str) -> None:
     whole = saved(family)
     assert compared(whole) == "equal"
-    class_name = auto_config.read(json.loads(json.dumps(whole)))[auto_config.CLASS]
-    assert (
-        class_name.removesuffix("Config").removesuffix("Text")
-        == whole["architectures"][0].partition("For")[0]
-    )
     inner = whole.get("text_config", whole)
     for key in sorted(inner.keys() - SIZES):
         without = {name: value for name, value in inner.items() if name != key}
@@ -177,17 +172,33 @@ def test_windows_of_qwen_begin_at_max_window_layers(window_layers: int) -> None:
     assert (compared(values) == "equal") == (window_layers == 4)
 
 
-def test_model_type_of_another_model_is_refused(
+@pytest.mark.parametrize("family", MODELS)
+def test_model_type_must_be_of_the_architecture(family: str, tmp_path: Path) -> None:
+    values = saved(family)
+    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    load_spec(tmp_path)
+    for stated, problem in (
+        ("vit", "is of ViT"),
+        ("qwen7", "is unknown to transformers"),
+        (None, "is unknown to transformers"),
+    ):
+        changed = values | {"model_type": stated}
+        (tmp_path / "config.json").write_text(json.dumps(changed), encoding="utf-8")
+        with pytest.raises(ConfigError) as error:
+            load_spec(tmp_path)
+        must = f"for {values['architectures'][0]} it must be"
+        assert f"model_type = {stated!r} {problem}; {must}" in str(error.value)
+        assert f"{values['model_type']!r}" in str(error.value)
+        changed["auto_map"] = {"AutoConfig": "configuration.Config"}
+        (tmp_path / "config.json").write_text(json.dumps(changed), encoding="utf-8")
+        load_spec(tmp_path)
+
+
+def test_reward_model_is_compared_with_its_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))  # the cache is empty
-    values = saved("qwen2") | {"model_type": "llama"}
-    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
-    with pytest.raises(
-        ConfigError, match="model_type = 'llama' is of Llama, not of Qwen2ForCausalLM"
-    ):
-        check_as_transformers(str(tmp_path), load_spec(tmp_path))
-    values |= {
+    values = saved("untied") | {
         "architectures": ["LlamaForSequenceClassification"],
         "num_labels": 1,
         "tie_word_embeddings": False,
