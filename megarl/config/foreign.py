@@ -183,7 +183,7 @@ algorithm.mask_truncated | mask_truncated_completions overlong_filtering |
 max_steps | trainer.total_epochs trainer.total_training_steps total_epochs total_training_steps
     num_train_epochs num_rollout num_episodes num_epoch max_num_steps max_num_epochs epochs
     num_epochs trainer.num_epochs total_train_epochs trainer.epochs | steps, not epochs: an epoch has
-    rows / rollout.prompts_per_step steps (trainer.epochs is something else)
+    rows / rollout.prompts_per_step steps
 run_dir | trainer.default_local_dir default_local_dir output_dir save ckpt_path save_path
     trainer.resume_mode resume_mode resume_from_checkpoint load load_checkpoint checkpoint_dir
     log_path trainer.log_path trainer.ckpt_path log_dir | a run continues from its last checkpoint

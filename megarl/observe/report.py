@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -483,21 +484,35 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
 
 
 def _reward(rows: list[Row]) -> str:
-    first, last, count = _first_and_last(rows, "reward/mean")
+    ends = _Ends.of(rows, "reward/mean")
     return (
-        f"{first:.3f} in the first {count} steps, {last:.3f} in the last {count} "
-        f"({last - first:+.3f})"
+        f"{ends.first:.3f} in the first {ends.steps}, {ends.last:.3f} in the last {ends.count} "
+        f"({ends.last - ends.first:+.3f})"
     )
 
 
-def _first_and_last(rows: list[Row], key: str) -> tuple[float, float, int]:
-    """The means over the key's first and last ENDS values, at least one, and how many these are.
+class _Ends(NamedTuple):
+    """The means over the first and the last ENDS steps in which a metric has a value.
 
     Steps that train only a critic have no values of the policy.
     """
-    values = _values(rows, key)
-    count = min(ENDS, len(values))
-    return statistics.fmean(values[:count]), statistics.fmean(values[-count:]), count
+
+    first: float
+    last: float
+    count: int
+    steps: str
+
+    @staticmethod
+    def of(rows: list[Row], key: str) -> _Ends:
+        """The key must have at least one value."""
+        values = _values(rows, key)
+        count = min(ENDS, len(values))
+        return _Ends(
+            first=statistics.fmean(values[:count]),
+            last=statistics.fmean(values[-count:]),
+            count=count,
+            steps=f"{count} steps" + " that have one" * (len(values) < len(rows)),
+        )
 
 
 def _dropped(rows: list[Row]) -> str:
@@ -507,20 +522,22 @@ def _dropped(rows: list[Row]) -> str:
     text = f"{dropped:.0f}, {right:.0f} all right and {wrong:.0f} all wrong"
     if not _values(rows, "reward/trained_mean"):
         return text
-    _, trained, count = _first_and_last(rows, "reward/trained_mean")
-    return f"{text}; without them the reward was {trained:.3f} in the last {count} steps"
+    trained = _Ends.of(rows, "reward/trained_mean")
+    return f"{text}; without them the reward was {trained.last:.3f} in the last {trained.steps}"
 
 
 def _ends(rows: list[Row], key: str, unit: str) -> str:
-    first, last, count = _first_and_last(rows, key)
-    return f"{first:.3g} {unit} in the first {count} steps, {last:.3g} in the last {count}"
+    ends = _Ends.of(rows, key)
+    first = f"{ends.first:.3g} {unit} in the first {ends.steps}"
+    return f"{first}, {ends.last:.3g} in the last {ends.count}"
 
 
 def _turns(rows: list[Row]) -> str:
-    first, last, count = _first_and_last(rows, "turns/mean")
-    share = _mean(rows[-count:], "environment_tokens/fraction")
-    end = f"{last:.2f} in the last {count}, where the environment wrote {share:.0%} of the tokens"
-    return f"{first:.2f} a sample in the first {count} steps, {end}"
+    turns = _Ends.of(rows, "turns/mean")
+    share = _Ends.of(rows, "environment_tokens/fraction").last
+    end = f"{turns.last:.2f} in the last {turns.count}"
+    of_environment = f"where the environment wrote {share:.0%} of the tokens"
+    return f"{turns.first:.2f} a sample in the first {turns.steps}, {end}, {of_environment}"
 
 
 def _held_out(evaluations: Sequence[Evaluation], steps: int) -> list[tuple[str, str]]:

@@ -374,10 +374,9 @@ _FIRST_ARGUMENT = re.compile(
     rf"(\\(?:[cdt]?frac|[dt]?binom|vec|hat|tilde)(?![A-Za-z])|\\sqrt\s*\[[^\[\]]*\]){_ARGUMENT}"
 )
 _SECOND_ARGUMENT = re.compile(rf"(\\(?:[cdt]?frac|[dt]?binom)\s*\{{[^{{}}]*\}}){_ARGUMENT}")
-# TeX takes one digit; who writes \sqrt12 or \frac{1}12 means 12. \frac12 stays a half.
-_NUMBER_AS_ARGUMENT = re.compile(
-    r"(\\sqrt\s*(?:\[[^\[\]]*\]\s*)?|\\(?:[cdt]?frac|[dt]?binom)\s*(?:\{[^{}]*\}\s*|\d+\s+))(\d{2,})",
-    re.ASCII,
+# TeX would draw the root of \sqrt12 over the 1 alone; who writes it means 12.
+_ROOT_OF_NUMBER = re.compile(
+    r"\\(?:sqrt|surd)(?![A-Za-z])\s*(\[[^\[\]]*\])?\s*(\d+(?:\.\d+)?)", re.ASCII
 )
 # 1,234 and 5: in a list with blanks, a comma between digits is no separator.
 _IS_LIST = re.compile(r",\s|;|\b(?:and|or)\b")
@@ -395,7 +394,7 @@ _SYMBOLS = {r"\varnothing": r"\emptyset ", "π": r"\pi ", "∞": r"\infty ", "×
             "∈": r"\in ", "−": "-", "–": "-", "±": r"\pm ", "∅": r"\emptyset ", "²": "^{2}",
             "³": "^{3}", "½": r"\frac{1}{2}"}  # fmt: skip
 _TIMES = re.compile(r"(?<=\d) x (?=\d)", re.ASCII)  # 9 x 2 = 18
-_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[A-Za-z]))")
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]))")
 
 
 class Items(NamedTuple):
@@ -443,8 +442,7 @@ def read(text: str, checked: bool) -> Any:
     text = _OTHER_NAME.sub(lambda name: rf"\{_OTHER_NAMES[name[1] or name[2]]} ", text)
     text = _CONSTANT_IN_FONT.sub(r"{\1}", text)
     text = re.sub(r"\\(?:nice|s|x)frac(?![A-Za-z])", r"\\frac", text)
-    text = re.sub(r"\\surd(?![A-Za-z])", r"\\sqrt", text)
-    text = _NUMBER_AS_ARGUMENT.sub(r"\1{\2}", text)
+    text = _ROOT_OF_NUMBER.sub(r"\\sqrt\1{\2}", text)
     text = _SECOND_ARGUMENT.sub(r"\1{\2}", _FIRST_ARGUMENT.sub(r"\1{\2}", text))
     text = re.sub(r"\\quad(?=[a-z])", r"\\quad ", text)
     if _IS_LIST.search(text):

@@ -73,7 +73,13 @@ _NAMED_BEFORE = re.compile(r"\b(?:and|or|with|the|a|an|my|write|by|before|after|
 _NAMED_BEHIND = re.compile(r" (?:tag|mark|block|token|section|element|delimiter|marker)s?\b")
 _BEFORE_AMID = re.compile(r"[\w,`\"'(] ?\Z")
 _BEHIND_AMID = re.compile(r"[`\"'),.;:]| [a-z]")
-_ENTITY = re.compile(r"&(?:[A-Za-z]{2,8}[1-4]{0,2}|#\d{1,6}|#[xX][\dA-Fa-f]{1,5});")
+# Of HTML, but not what is escaped twice.
+_ENTITY = re.compile(
+    r"&(?!amp;[#\w]{1,9};)(?:[A-Za-z]{2,8}[1-4]{0,2}|#\d{1,6}|#[xX][\dA-Fa-f]{1,5});"
+)
+_ESCAPED_MARK = re.compile(
+    rf"&lt;\s*\|?/?\s*{_THINKING_TAG}(?:\s[^<>&]{{0,80}})?\|?&gt;", re.IGNORECASE
+)
 _END_OF_TURN = re.compile(
     r"(?:\s*(?:<\|(?:im_end|im_start|endoftext|end_of_text|eot_id|end|return)\|>\w{0,16}|</s>))+\s*\Z"
 )
@@ -220,8 +226,9 @@ _PRODUCT_WITH_BOX = re.compile(r"[\s$(\[\\]*-?\d[\d\s.,*/^+-]*\Z")
 def plain(text: str) -> str:
     """The text in the characters that the graders know: composed (NFC), without invisible ones, and
     full-width and mathematical letters and digits as plain ones. Commands that were escaped twice
-    have one backslash. LaTeX has few fonts.
+    have one backslash. LaTeX has few fonts. What is escaped as HTML is what it stands for.
     """
+    text = _ENTITY.sub(lambda entity: html.unescape(entity[0]), text)
     if not text.isascii():
         composed = unicodedata.normalize("NFC", text).translate(_WITHOUT_INVISIBLE)
         text = "".join(
@@ -279,8 +286,10 @@ def odd_character(text: str) -> str | None:
 def after_thinking(text: str) -> str:
     """What the response says last outside its thinking; nothing of thinking that never ended.
 
-    The prompt may have begun the thinking, so an end without a beginning counts too.
+    The prompt may have begun the thinking, so an end without a beginning counts too. A model that
+    has learned from web pages may write &lt;think&gt;, which counts as <think>.
     """
+    text = _ESCAPED_MARK.sub(lambda mark: html.unescape(mark[0]), text)
     pieces: list[str] = []
     start = 0
     thinks = False
@@ -351,10 +360,7 @@ def asked_forms(prompt: str) -> list[tuple[str, str]]:
 def final_part(text: str) -> str:
     """The part of a response in which its final answer must stand: after the thinking, and among
     the last MAX_TEXT_CHARS characters, where a run of many blanks counts as one.
-
-    What is escaped as HTML counts as what it stands for: &lt;think&gt; begins thinking.
     """
-    text = _ENTITY.sub(lambda entity: html.unescape(entity[0]), text)
     end = _MANY_BLANKS.sub(lambda blanks: "\n" if "\n" in blanks[0] else " ", after_thinking(text))
     turn = _END_OF_TURN.search(end, max(0, len(end) - MAX_ANSWER_CHARS))
     return plain(end[: turn.start() if turn else None][-MAX_TEXT_CHARS:])

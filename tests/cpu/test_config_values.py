@@ -14,8 +14,11 @@ from trainer_cases import MODELS
 from transformers import CONFIG_MAPPING
 
 from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.launch.inputs import check_configs
 from megarl.models import auto_config, load_spec
 from megarl.models.registry import architectures, check_as_transformers, differences
+from megarl.plan.resolve import resolve
 
 SIZES = {
     "architectures", "hidden_size", "intermediate_size", "max_position_embeddings", "model_type",
@@ -223,3 +226,53 @@ def test_a_value_that_transformers_reads_otherwise_is_refused(
     (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
     with pytest.raises(ConfigError, match="transformers refuses it"):
         check_as_transformers(str(tmp_path), spec)
+
+
+def test_every_model_of_a_run_is_compared_with_its_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # the cache is empty
+    language = saved("untied")
+    scalar = {
+        "architectures": ["LlamaForSequenceClassification"],
+        "num_labels": 1,
+        "tie_word_embeddings": False,
+    }
+    two_layers = saved("qwen2") | {"architectures": ["Qwen2ForRewardModel"]}
+    of_role = {
+        "policy": language,
+        "critic": language | scalar,
+        "reference": language,
+        "teacher": language,
+        "rm": two_layers,
+    }
+    for name, values in of_role.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        values = values | {"initializer_range": f"that of the {name}"}  # MegaRL does not read it
+        (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    config = load_config({
+        "model": {"path": str(tmp_path / "policy"), "dtype": "float32"},
+        "data": {"train": {"source": "synthetic:chain"}},
+        "algorithm": {"name": "ppo", "kl_coef": 0.1, "distill": {"over": "vocabulary"}},
+        "roles": {
+            **{name: {"path": str(tmp_path / name)} for name in ("critic", "reference")},
+            "teacher": {"path": str(tmp_path / "teacher"), "on": "trainer"},
+            "rm": {"path": str(tmp_path / "rm"), "role": "reward_model"},
+        },
+        "reward": {"name": "roles.rm"},
+        "cluster": {"gpu": "cpu"},
+    })  # fmt: skip
+    plan = resolve(config)
+    check_configs(plan, "sft", at_hand=True)  # it has no tokenizer here
+    for command, names in (
+        ("sft", ["policy"]),
+        ("eval", ["policy", "rm"]),
+        ("train", ["policy", "critic", "reference", "teacher", "rm"]),
+    ):
+        with pytest.raises(ConfigError) as error:
+            check_configs(plan, command, at_hand=False)
+        assert [
+            Path(problem.split("/config.json: ")[0]).name for problem in error.value.problems
+        ] == names
+        assert all("transformers refuses it" in problem for problem in error.value.problems)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 
 from megarl.base.rollout_types import Group, GroupSummary, GroupTexts, Prompt, Sample
 from megarl.evaluation.scores import damaged_results, read_results, write_result
+from megarl.observe import report
 from megarl.observe.metrics import Histogram, MetricsWriter
 from megarl.observe.report import finish_report, moving_mean, plot, plot_agreement, summarize
 from megarl.observe.samples import OrdinalsWriter, escape, recover_ordinals, write_rollouts
@@ -121,6 +123,44 @@ def test_turns_are_reported_where_there_are_any(tmp_path: Path) -> None:
         "turns 1.00 a sample in the first 10 steps, 2.00 in the last 10, where the environment "
         "wrote 14% of the tokens" in text
     )
+
+
+def test_summary_leaves_out_steps_that_train_only_the_critic(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    for step in range(30):
+        of_policy = {
+            "entropy/mean": step / 10,
+            "agreement/ess": 0.5,
+            "agreement/abs_diff_mean": step / 1000,
+            "reward/trained_mean": 0.25,
+        }
+        values = {"reward/mean": 0.5, "prompts/dropped": 1.0, "value/loss": 0.1}
+        writer.write(step, values | (of_policy if step >= 25 else {}))
+    writer.close()
+    text = " ".join(summarize(tmp_path, []).split())
+    assert "entropy 2.7 nats a token in the first 5 steps that have one, 2.7 in the last 5" in text
+    assert "0.027 mean log-prob difference in the first 5 steps that have one" in text
+    assert "without them the reward was 0.250 in the last 5 steps that have one" in text
+    assert "reward 0.500 in the first 10 steps, 0.500 in the last 10" in text and "nan" not in text
+
+
+def test_no_line_of_a_summary_prints_nan(tmp_path: Path) -> None:
+    """Each metric alone, with a value and without."""
+    keys = [
+        key
+        for key in re.findall(
+            r'"([a-z_]+(?:/[a-z0-9_]+)*)"', Path(report.__file__).read_text(encoding="utf-8")
+        )
+    ]
+    assert len(keys) > 30
+    for key in {"reward/mean", "turns/mean", "samples_per_s", *keys}:
+        for value in (2.0, math.nan):
+            row = {"reward/mean": value, "turns/mean": value, "environment_tokens/fraction": value}
+            writer = MetricsWriter(tmp_path / key.replace("/", ".") / str(value))
+            writer.write(0, {**row, key: value} if key != "step" else row)
+            writer.close()
+            text = summarize(tmp_path / key.replace("/", ".") / str(value), [])
+            assert not re.search(r"\bnan\b", text), (key, text)
 
 
 def test_summary_and_plot_of_a_run_without_steps_or_with_one(tmp_path: Path) -> None:
