@@ -146,12 +146,8 @@ def test_summary_leaves_out_steps_that_train_only_the_critic(tmp_path: Path) -> 
 
 def test_no_line_of_a_summary_prints_nan(tmp_path: Path) -> None:
     """Each metric alone, with a value and without."""
-    keys = [
-        key
-        for key in re.findall(
-            r'"([a-z_]+(?:/[a-z0-9_]+)*)"', Path(report.__file__).read_text(encoding="utf-8")
-        )
-    ]
+    source = Path(report.__file__).read_text(encoding="utf-8")
+    keys = re.findall(r'"([a-z_]+(?:/[a-z0-9_]+)*)"', source)
     assert len(keys) > 30
     for key in {"reward/mean", "turns/mean", "samples_per_s", *keys}:
         for value in (2.0, math.nan):
