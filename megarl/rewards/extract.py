@@ -436,11 +436,25 @@ def marked_answer(text: str) -> str | None:
         return clean(enclosed) if inner is None else inner
     if boxes := boxed_answers(text):
         return ", ".join(boxes) if all(boxes) else boxes[-1]
+    if unopened := _before_lone_brace(text):
+        return unopened
     start = text.rfind("####")
     if start >= 0:
         return clean(_line(text, start + len("####")))
     sentence = _sentence(text)
     return sentence and _without_remark(sentence)
+
+
+def _before_lone_brace(text: str) -> str:
+    """What a response begins with that only closes a box, or an object of JSON, which the prompt has
+    opened; empty otherwise.
+    """
+    depth = 0
+    for i, character in enumerate(text[:MAX_ANSWER_CHARS]):
+        depth += (character == "{") - (character == "}")
+        if depth < 0:
+            return clean(text[:i].strip().strip("\"'"))
+    return ""
 
 
 def _whole_sentence(text: str) -> str:

@@ -282,6 +282,7 @@ MARKS = {  # @ stands for the answer
     "end_of_turn": "The answer is @.<|im_end|>\n<|im_start|>user",
     "opened_by_prompt": "@</answer>", "opened_by_prompt_with_work": "It is 1 or 2.\nAnswer: @\n</answer>\nDone.",
     "opened_after_thinking": "1 or 2?</think>@</answer>", "mark_opened_by_prompt": "@<|end_of_box|>",
+    "box_opened_by_prompt": "@}$.\nThat was easy.", "json_opened_by_prompt": '@"}',
     "output_opened_by_prompt": "@\n</output>", "html": "&lt;answer&gt;@&lt;/answer&gt;",
 }  # fmt: skip
 
