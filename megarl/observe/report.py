@@ -424,7 +424,7 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
         lines.append(("turns", _turns(rows)))
     staleness = _values(rows, "staleness/max")
     speed = _values(rows, "samples_per_s")
-    if staleness:
+    if staleness and _values(rows, "staleness/mean"):
         lines.append(
             (
                 "staleness",
@@ -440,7 +440,8 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
             f"{len(differences)} probes{without}"
         )
         lines.append(("log-prob difference", found))
-    if sizes := _values(rows, "agreement/ess"):
+    sizes = _values(rows, "agreement/ess")
+    if sizes and _values(rows, "agreement/abs_diff_mean"):
         difference = _ends(rows, "agreement/abs_diff_mean", "mean log-prob difference")
         lines.append(
             (
@@ -458,7 +459,7 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
         lines.append(
             ("weight audits", f"{sum(map(bool, audits))} of {len(audits)} equal bit for bit")
         )
-    if speed:
+    if speed and _values(rows, "tokens_per_s"):
         lines.append(
             (
                 "speed",

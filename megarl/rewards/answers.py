@@ -392,7 +392,7 @@ _RELATIONS = {"le": "<=", "leq": "<=", "leqslant": "<=", "ge": ">=", "geq": ">="
 _SYMBOLS = {r"\varnothing": r"\emptyset ", "π": r"\pi ", "∞": r"\infty ", "×": r"\times ",
     "·": r"\cdot ", "÷": "/", "∪": r"\cup ",
             "∈": r"\in ", "−": "-", "–": "-", "±": r"\pm ", "∅": r"\emptyset ", "²": "^{2}",
-            "³": "^{3}", "½": r"\frac{1}{2}"}  # fmt: skip
+            "³": "^{3}", "½": r"\frac{1}{2}", "\u00a0": " ", "\u2009": " ", "\u202f": " "}  # fmt: skip
 _TIMES = re.compile(r"(?<=\d) x (?=\d)", re.ASCII)  # 9 x 2 = 18
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]))")
 

@@ -132,7 +132,11 @@ _WITH_BLANKS = re.compile(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
 # Fonts of words, which may be units, and fonts of variables. Sizes, styles and colors say nothing.
 UPRIGHT = r"\\(?:text(?:bf|it|rm|sf|tt|normal|up|md|sc|sl)?|mathrm|mbox|operatorname\*?)"
 # Of a letter that names a set of numbers, this font is its meaning: the real numbers.
-_BLACKBOARD = r"(?:mathbb|mathds|mathbbm|symbb|Bbb)(?!\s*\{?\s*[NZQRCPHF](?![A-Za-z]))"
+_UPRIGHT_GREEK = re.compile(
+    r"\\(?:up|Up|sym)(?=(?:alpha|beta|gamma|delta|lambda|mu|omega|phi|pi|sigma|tau|theta)\b)"
+)
+_OTHER_BLACKBOARD = re.compile(r"\\(?:mathds|mathbbm|symbb|Bbb)(?![A-Za-z])")
+_BLACKBOARD = r"mathbb(?!\s*\{?\s*[NZQRCPHF](?![A-Za-z]))"
 _SLANTED = (
     r"\\(?:math(?:bf|it|sf|tt|normal|bfit|sfit|bfsf|fr?ak|(?:bf)?(?:cal|scr|frak)|op|ord|inner|bin|rel"
     r"|open|close|punct)|sym(?:bf|it|sf|tt|normal|bfit|sfit|bfsf|(?:bf)?(?:cal|scr|frak)|literal)"
@@ -246,7 +250,9 @@ def _without_looks(text: str) -> str:
     """LaTeX without sizes, colors and the fonts of variables. An upright font has braces."""
     if "\\" not in text:
         return text
-    text = _OLD_UPRIGHT.sub(_new_upright, _LOOK.sub(_without_look, text))
+    text = _UPRIGHT_GREEK.sub(r"\\", _OTHER_BLACKBOARD.sub(r"\\mathbb", text))
+    text = _LOOK.sub(_without_look, text)
+    text = _OLD_UPRIGHT.sub(_new_upright, text)
     return _DIGITS_UPRIGHT.sub(r"\1", _UPRIGHT_LETTER.sub(r"\1{\2}", text))
 
 

@@ -228,6 +228,7 @@ def test_a_value_that_transformers_reads_otherwise_is_refused(
         check_as_transformers(str(tmp_path), spec)
 
 
+@pytest.mark.long
 def test_every_model_of_a_run_is_compared_with_its_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,10 +262,10 @@ def test_every_model_of_a_run_is_compared_with_its_class(
             "rm": {"path": str(tmp_path / "rm"), "role": "reward_model"},
         },
         "reward": {"name": "roles.rm"},
+        "rollout": {"max_tokens": 8},
         "cluster": {"gpu": "cpu"},
     })  # fmt: skip
     plan = resolve(config)
-    check_configs(plan, "sft", at_hand=True)  # it has no tokenizer here
     for command, names in (
         ("sft", ["policy"]),
         ("eval", ["policy", "rm"]),

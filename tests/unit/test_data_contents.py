@@ -249,6 +249,7 @@ def test_finished_warm_start_is_refused_if_its_rows_changed(
         f"run_dir: {tmp_path}/run\n"
         f"data: {{train: {{source: {tmp_path}/rows.jsonl}}}}\n"
         f"sft: {{steps: 1, batch_size: 1, output: {output}}}\n"
+        "rollout: {max_tokens: 8}\n"
         "cluster: {gpu: cpu}\n"
     )
 
