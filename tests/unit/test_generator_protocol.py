@@ -155,12 +155,13 @@ def test_only_gpu_engines_take_a_dtype_of_the_kv_cache(monkeypatch):
     assert server_command(settings, KEYS, {"kv_cache_dtype": "fp8_e4m3"})
     monkeypatch.setattr(cpu_support, "cuda_available", lambda: False)
     assert server_command(settings, KEYS, {"kv_cache_dtype": "auto"})
-    with pytest.raises(ConfigError) as error:
-        server_command(settings, KEYS, {"kv_cache_dtype": "fp8_e4m3"})
-    assert str(error.value) == (
-        "generator.server_args.kv_cache_dtype=fp8_e4m3: must be auto for engines on CPUs: their "
-        "attention computes in the model's dtype alone"
-    )
+    for planned in (settings, dataclasses.replace(settings, device="cpu")):
+        with pytest.raises(ConfigError) as error:
+            server_command(planned, KEYS, {"kv_cache_dtype": "fp8_e4m3"})
+        assert str(error.value) == (
+            "generator.server_args.kv_cache_dtype=fp8_e4m3: must be auto for engines on CPUs: "
+            "their attention computes in the model's dtype alone"
+        )
 
 
 def test_tensor_payload_is_the_same_where_megatron_is_imported(monkeypatch):
