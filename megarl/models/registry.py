@@ -286,7 +286,7 @@ def _check_model_type(path: Path, values: Mapping[str, Any]) -> None:
     prefix = architecture.partition("For")[0]
     fitting = [name for name, of in _config_classes().items() if _prefix(of) == prefix]
     if model_type not in fitting:
-        known = _config_classes().get(model_type)
+        known = _config_classes().get(str(model_type))
         is_what = f"is of {_prefix(known)}" if known else "is unknown to transformers"
         raise ConfigError(
             f"{path}: model_type = {model_type!r} {is_what}; for {architecture} it must be "
@@ -330,8 +330,8 @@ def check_as_transformers(
         raise ConfigError(f"{path}: transformers refuses it: {problem}")
     if "problem" in theirs:
         return
-    values = json.loads(path.read_text(encoding="utf-8")) | read_as
-    differing = differences(values, theirs | read_as, spec)
+    values = {**json.loads(path.read_text(encoding="utf-8")), **read_as}
+    differing = differences(values, {**theirs, **read_as}, spec)
     if differing:
         raise ConfigError(
             f"{path}: transformers reads other values: MegaRL has {'; '.join(differing)}"

@@ -487,7 +487,7 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
 def _reward(rows: list[Row]) -> str:
     ends = _Ends.of(rows, "reward/mean")
     return (
-        f"{ends.first:.3f} in the first {ends.steps}, {ends.last:.3f} in the last {ends.count} "
+        f"{ends.first:.3f} in the first {ends.steps}, {ends.last:.3f} in the last {ends.number} "
         f"({ends.last - ends.first:+.3f})"
     )
 
@@ -500,7 +500,7 @@ class _Ends(NamedTuple):
 
     first: float
     last: float
-    count: int
+    number: int
     steps: str
 
     @staticmethod
@@ -511,7 +511,7 @@ class _Ends(NamedTuple):
         return _Ends(
             first=statistics.fmean(values[:count]),
             last=statistics.fmean(values[-count:]),
-            count=count,
+            number=count,
             steps=f"{count} steps" + " that have one" * (len(values) < len(rows)),
         )
 
@@ -530,13 +530,13 @@ def _dropped(rows: list[Row]) -> str:
 def _ends(rows: list[Row], key: str, unit: str) -> str:
     ends = _Ends.of(rows, key)
     first = f"{ends.first:.3g} {unit} in the first {ends.steps}"
-    return f"{first}, {ends.last:.3g} in the last {ends.count}"
+    return f"{first}, {ends.last:.3g} in the last {ends.number}"
 
 
 def _turns(rows: list[Row]) -> str:
     turns = _Ends.of(rows, "turns/mean")
     share = _Ends.of(rows, "environment_tokens/fraction").last
-    end = f"{turns.last:.2f} in the last {turns.count}"
+    end = f"{turns.last:.2f} in the last {turns.number}"
     of_environment = f"where the environment wrote {share:.0%} of the tokens"
     return f"{turns.first:.2f} a sample in the first {turns.steps}, {end}, {of_environment}"
 
