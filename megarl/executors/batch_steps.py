@@ -293,14 +293,18 @@ def kept_rows(results: Sequence[StepResult]) -> dict[int, TokenRow]:
 def step_metrics(results: Sequence[StepResult], algorithm: Algorithm) -> dict[str, float]:
     """The metrics of a batch's optimizer steps. docs/algorithms.md says how several steps are
     combined. A metric without a value is absent. That happens without steps (during a critic's
-    warm-up), or without a token or pair to train on.
+    warm-up), or without a token to train on.
     """
     if not results:
         return {"optimizer_steps": 0, "optimizer_steps/empty": 0, "tokens/padded": 0}
     trained = [result for result in results if result.tokens]
     counted = trained or results
-    sums = {name: sum(result.sums[name] for result in results) for name in results[0].sums}
-    of_tokens = {"entropy/mean": counted[0].entropy, **algorithm.metrics(sums)}
+    of_tokens = {
+        "entropy/mean": trained[0].entropy if trained else math.nan,
+        **algorithm.metrics(
+            {name: sum(result.sums[name] for result in results) for name in results[0].sums}
+        ),
+    }
     return {
         "loss": fmean(result.loss for result in results),
         "grad_norm": fmean(result.grad_norm for result in results),
@@ -309,7 +313,11 @@ def step_metrics(results: Sequence[StepResult], algorithm: Algorithm) -> dict[st
         "optimizer_steps": len(results),
         "optimizer_steps/empty": len(results) - len(trained),
         **{name: fmean(result.routing[name] for result in counted) for name in results[0].routing},
-        **{name: value for name, value in of_tokens.items() if not math.isnan(value)},
+        **(
+            of_tokens
+            if trained
+            else {name: value for name, value in of_tokens.items() if not math.isnan(value)}
+        ),
         "tokens/padded": sum(result.padded for result in results),
         **(
             {}
