@@ -31,7 +31,7 @@ from megarl.reshard.layout import ITEM_BYTES, parameter_count
 from megarl.rewards.extract import asked_forms
 from megarl.rewards.pool import RewardMistake
 from megarl.rewards.score import CORRECT, Part, Score, ScoreRequest, parts_in_evaluation, parts_of
-from megarl.roles.plan import ServedRole
+from megarl.roles.plan import ServedRole, read_as
 from megarl.rollouts.environments.loading import check_rollout
 from megarl.teachers.plan import FrozenRole
 from megarl.trackers.trackers import check_trackers
@@ -357,8 +357,7 @@ def _checks_of_models(
     begins_random = config.model.random_init and not plan.weights.are_there
     if not (begins_random and reads in _MAY_BEGIN_RANDOM):
         yield lambda: check_weights(plan)
-    if not is_own(plan.spec) and can_check(config.model.path):
-        yield lambda: check_as_transformers(config.model.path, plan.spec)
+    yield lambda: check_configs(plan, reads, at_hand)
     if reads == "train":
         key, critic = critic_path(config)
         if plan.critic and critic and Path(critic).is_dir():
@@ -372,6 +371,30 @@ def _checks_of_models(
         for role in plan.served:
             if can_check(role.settings.path):
                 yield partial(check_role, role, config)
+
+
+def check_configs(plan: RunPlan, command: str, at_hand: bool) -> None:
+    """Compares the config.json of every model that `command` loads with what Transformers' own
+    class reads there. Raises ConfigError with all problems.
+    """
+    config = plan.config
+    models = [("model.path", config.model.path, plan.spec)]
+    key, critic = critic_path(config)
+    if command == "train" and plan.critic and critic and Path(critic).is_dir():
+        models.append((key, critic, plan.critic))
+    if command == "train":
+        models += [(f"roles.{role.name}.path", role.path, role.spec) for role in plan.frozen]
+    if command in ("train", "eval"):
+        served = plan.served
+        models += [(f"roles.{role.name}.path", role.settings.path, role.spec) for role in served]
+    checks = [
+        partial(check_as_transformers, path, spec, key, read_as(path))
+        for key, path, spec in models
+        if not is_own(spec) and (not at_hand or is_here(path, config))
+    ]
+    problems = problems_of(*checks)
+    if problems:
+        raise ConfigError(problems)
 
 
 def check_weights(plan: RunPlan) -> None:

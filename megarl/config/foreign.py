@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 # An entry: MegaRL's key or -, the names elsewhere, and what differs, separated by |. A name is also
 # found at the end of a key in a section that MegaRL does not have, such as actor_rollout_ref.actor
-# or trainer.policy. A name that ends in .* stands for all keys of a section. Lines that begin with
+# or trainer.policy. A name that ends in .* stands for all keys of a section. A name that is also a
+# key of MegaRL's for something else is accepted only beside the entry's key. Lines that begin with
 # blanks continue an entry.
 _TABLE = """
 model.path | pretrain hf_checkpoint model_name_or_path model_name actor_rollout_ref.model.path
@@ -180,8 +181,9 @@ algorithm.gae_lambda | algorithm.lam lambd |
 algorithm.gamma | gamma |
 algorithm.mask_truncated | mask_truncated_completions overlong_filtering |
 max_steps | trainer.total_epochs trainer.total_training_steps total_epochs total_training_steps
-    num_train_epochs num_rollout num_episodes num_epoch max_num_steps max_num_epochs | steps, not
-    epochs: an epoch has rows / rollout.prompts_per_step steps (trainer.epochs is something else)
+    num_train_epochs num_rollout num_episodes num_epoch max_num_steps max_num_epochs epochs
+    num_epochs trainer.num_epochs total_train_epochs trainer.epochs | steps, not epochs: an epoch has
+    rows / rollout.prompts_per_step steps
 run_dir | trainer.default_local_dir default_local_dir output_dir save ckpt_path save_path
     trainer.resume_mode resume_mode resume_from_checkpoint load load_checkpoint checkpoint_dir
     log_path trainer.log_path trainer.ckpt_path log_dir | a run continues from its last checkpoint

@@ -251,13 +251,15 @@ def read_config(source: ConfigSource, overrides: Sequence[str] = ()) -> LoadedCo
     tree: DictConfig = pickle.loads(_defaults())
     wrong_keys: set[str] = set()
     suggested_keys: set[str] = set()
-    for key, value in file_settings + _with_recipe(override_settings):
+    assignments = file_settings + _with_recipe(override_settings)
+    for key, value in assignments:
         key_problems = list(_assign(tree, key, value))
         if key_problems:
             problems.extend(key_problems)
             wrong_keys.add(key)
             if key not in settings():
                 suggested_keys.update(nearest(key))
+    problems.extend(_mistaken(dict(assignments)))
     for setting, problem in list(_check_values(tree, skip=wrong_keys)):
         problems.append(problem)
         wrong_keys.add(setting.key)
@@ -268,6 +270,20 @@ def read_config(source: ConfigSource, overrides: Sequence[str] = ()) -> LoadedCo
         config = None
     assert config is None or isinstance(config, RunConfig)
     return LoadedConfig(config, problems, frozenset(wrong_keys | suggested_keys))
+
+
+def _mistaken(assigned: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a problem for a key that means something else in another program, unless what it means
+    there is set too.
+    """
+    for key, value in assigned.items():
+        elsewhere = elsewhere_called(key) if key in settings() else None
+        if elsewhere is not None and elsewhere.key not in ("", *assigned):
+            yield (
+                f"{key}={yaml_text(value)}: {elsewhere.key} must be set too. In other programs "
+                f"{key} is what MegaRL calls {elsewhere.key} ({elsewhere.note}). Here it is: "
+                f"{settings()[key].meaning}"
+            )
 
 
 def _with_recipe(assignments: list[tuple[str, Any]]) -> list[tuple[str, Any]]:

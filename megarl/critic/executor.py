@@ -68,7 +68,9 @@ class ActorCriticSteps(BatchSteps):
         return results
 
     def value_metrics(self) -> dict[str, float]:
-        return self._value_metrics
+        """Without those of no value, such as means over no token."""
+        metrics = self._value_metrics
+        return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
     def _critic_step(
         self, minibatch: MiniBatch, sequences: Sequences, values: Scores, returns: Scores

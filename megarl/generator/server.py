@@ -143,8 +143,7 @@ def server_command(
     start it. Raises ConfigError for a dtype in which SGLang cannot compute on GPUs.
     """
     device = settings.device or ("cuda" if cpu_support.cuda_available() else "cpu")
-    if not settings.device:  # the device is that of this host, not one that a dry run assumes
-        _check_dtype(settings, device, extra)
+    _check_dtype(settings, device, extra)
     of_device = _cpu_arguments(settings) if device == "cpu" else _gpu_arguments()
     arguments = {**_common_arguments(settings, device), **of_device, **extra}
     environment = {_API_KEY: keys.api, _ADMIN_KEY: keys.admin, _LAUNCHER: str(os.getpid())}
@@ -232,7 +231,9 @@ def _spanning(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _check_dtype(settings: EngineSettings, device: str, extra: Mapping[str, Any]) -> None:
-    if device == "cuda" and settings.dtype == "float32" and "attention_backend" not in extra:
+    is_of_host = not settings.device  # not one that a dry run assumes
+    in_float32 = settings.dtype == "float32" and "attention_backend" not in extra
+    if device == "cuda" and is_of_host and in_float32:
         raise ConfigError(
             "model.dtype=float32: must be bfloat16 for engines on GPUs: SGLang's kernels there "
             "compute in 16 bits"

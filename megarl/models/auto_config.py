@@ -12,12 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-CLASS = "_config_class"
-
 
 def read(values: Mapping[str, Any]) -> dict[str, Any]:
-    """All values that Transformers' class for `model_type` has for a config.json, and as CLASS the
-    class's name. Only a "problem" if it has no class, or refuses.
+    """All values that Transformers' class for `model_type` has for a config.json. Only a "problem"
+    if it has no class, or refuses.
     """
     from transformers import CONFIG_MAPPING
 
@@ -28,7 +26,7 @@ def read(values: Mapping[str, Any]) -> dict[str, Any]:
         config = CONFIG_MAPPING[model_type].from_dict({**values})
     except Exception as error:  # classes raise any kind
         return {"problem": f"{type(error).__name__}: {error}"}
-    return json.loads(config.to_json_string(use_diff=False)) | {CLASS: type(config).__name__}
+    return json.loads(config.to_json_string(use_diff=False))
 
 
 if __name__ == "__main__":

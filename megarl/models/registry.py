@@ -9,15 +9,17 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import importlib.util
 import json
 import math
 import os
 import pkgutil
 import re
+import runpy
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from megarl.base.files import HubError, hub_file
@@ -234,14 +236,15 @@ def load_spec(
     setting: str = "model.path",
     own_family: str | None = None,
     mtp: bool = False,
+    read_as: Mapping[str, Any] = MappingProxyType({}),
 ) -> ModelSpec:
     """The shape of a model, from a checkpoint folder, a config.json, a hub name, or the contents of
     a config.
 
     Args: setting: the key that names the model, for messages; own_family: a family module outside
-    this package (`model.family`); mtp: read its layer for multi-token prediction, which must exist.
-    Raises ConfigError that names file and key if something is missing or the architecture is
-    unknown.
+    this package (`model.family`); mtp: read its layer for multi-token prediction, which must exist;
+    read_as: values that take the place of the file's. Raises ConfigError that names file and key if
+    something is missing, or the architecture or the model type is unknown.
     """
     if isinstance(model, Mapping):
         return _read("config", model, own_family, mtp)
@@ -252,7 +255,48 @@ def load_spec(
         raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: holds {type(values).__name__}, expected a JSON object")
-    return _read(str(path), values, own_family, mtp)
+    values |= read_as
+    spec = _read(str(path), values, own_family, mtp)
+    if own_family is None:
+        _check_model_type(path, values)
+    return spec
+
+
+# Model types that SGLang reads with a class of Transformers (srt/utils/hf_transformers/common.py).
+_OF_SGLANG = {"kimi_k2": "DeepseekV3Config"}
+
+
+@functools.cache
+def _config_classes() -> Mapping[str, str]:
+    """Model type -> class in Transformers, from a file of Transformers that imports nothing."""
+    package = importlib.util.find_spec("transformers")
+    assert package is not None and package.origin is not None
+    table = Path(package.origin).with_name("models") / "auto" / "auto_mappings.py"
+    return runpy.run_path(str(table))["CONFIG_MAPPING_NAMES"] | _OF_SGLANG
+
+
+def _check_model_type(path: Path, values: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless engines find the class of `architectures` by `model_type`, or code
+    in the folder.
+    """
+    if "auto_map" in values:
+        return
+    model_type = values.get("model_type")
+    architecture = values["architectures"][0]
+    prefix = architecture.partition("For")[0]
+    fitting = [name for name, of in _config_classes().items() if _prefix(of) == prefix]
+    if model_type not in fitting:
+        known = _config_classes().get(str(model_type))
+        is_what = f"is of {_prefix(known)}" if known else "is unknown to transformers"
+        raise ConfigError(
+            f"{path}: model_type = {model_type!r} {is_what}; for {architecture} it must be "
+            f"{' or '.join(map(repr, fitting))}"
+        )
+
+
+def _prefix(config_class: str) -> str:
+    """The name with which the model's architectures begin: Qwen2 of Qwen2Config."""
+    return config_class.removesuffix("Config").removesuffix("Text")
 
 
 # Keys that engines read, and that Transformers' classes of gated delta nets keep elsewhere or do
@@ -260,14 +304,19 @@ def load_spec(
 _OF_ENGINES = ("full_attention_interval", "rope_theta", "partial_rotary_factor")
 
 
-def check_as_transformers(model: str, spec: ModelSpec) -> None:
+def check_as_transformers(
+    model: str,
+    spec: ModelSpec,
+    setting: str = "model.path",
+    read_as: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Raises ConfigError if Transformers' own class reads another value than `spec` from the
     model's config.json, or refuses the file.
 
-    `model`: a checkpoint folder, a config.json or a hub name. Without a class in Transformers there
-    is nothing to compare.
+    `model`, `setting`, `read_as`: those of `load_spec`, which has read `spec`. Without a class in
+    Transformers there is nothing to compare.
     """
-    path = _config_file(model, "model.path")
+    path = _config_file(model, setting)
     try:
         transformers_values = ask_program(
             program=auto_config.__file__,
@@ -282,16 +331,8 @@ def check_as_transformers(model: str, spec: ModelSpec) -> None:
         raise ConfigError(f"{path}: transformers refuses it: {problem}")
     if "problem" in transformers_values:
         return
-    values = json.loads(path.read_text(encoding="utf-8"))
-    architecture = values["architectures"][0]
-    model = transformers_values[auto_config.CLASS].removesuffix("Config").removesuffix("Text")
-    if model != architecture.partition("For")[0]:
-        agree = "Transformers goes by model_type, engines by architectures: they must agree"
-        raise ConfigError(
-            f"{path}: model_type = {values['model_type']!r} is of {model}, not of {architecture}. "
-            f"{agree}"
-        )
-    differing = differences(values, transformers_values, spec)
+    values = {**json.loads(path.read_text(encoding="utf-8")), **read_as}
+    differing = differences(values, {**transformers_values, **read_as}, spec)
     if differing:
         raise ConfigError(
             f"{path}: transformers reads other values: MegaRL has {'; '.join(differing)}"

@@ -4,6 +4,7 @@ waiting for.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import textwrap
@@ -40,8 +41,13 @@ PRINTED_BYTES = 4096  # bytes read from the end of an engine's log, for its last
 SILENCE_S = 30.0  # without a new step for this long, plain output says what every process is doing
 
 
+def _shown(value: float, form: str) -> str:
+    """A metric may have no value in a step: then a dash."""
+    return "–" if math.isnan(value) else format(value, form)
+
+
 def _one(key: str, form: str) -> Callable[[Row], str]:
-    return lambda row: format(row[key], form) if key in row else ""
+    return lambda row: _shown(row[key], form) if key in row else ""
 
 
 def _number(key: str, digits: int) -> Callable[[Row], str]:
@@ -54,13 +60,14 @@ def _number(key: str, digits: int) -> Callable[[Row], str]:
         if key not in row:
             return ""
         size = abs(row[key])
+        form = ".0f"
         if size < 10:
-            return f"{row[key]:.{digits}f}"
-        if size < 100:
-            return f"{row[key]:.2f}"
-        if size < 1000:
-            return f"{row[key]:.1f}"
-        return f"{row[key]:.0f}"
+            form = f".{digits}f"
+        elif size < 100:
+            form = ".2f"
+        elif size < 1000:
+            form = ".1f"
+        return _shown(row[key], form)
 
     return cell
 
@@ -70,18 +77,19 @@ def _staleness(row: Row) -> str:
         return ""
     mean = row["staleness/mean"]
     most = row["staleness/max"]
-    return f"{mean:.{1 if most < 100 else 0}f}/{most:.0f}"
+    return f"{_shown(mean, '.1f' if most < 100 else '.0f')}/{_shown(most, '.0f')}"
 
 
 def _loss(row: Row) -> str:
     if "loss" not in row:
         return ""
     size = abs(row["loss"])
+    form = "+.3g"
     if size < 10:
-        return f"{row['loss']:+.4f}"
-    if size < 100:
-        return f"{row['loss']:+.3f}"
-    return f"{row['loss']:+.3g}"
+        form = "+.4f"
+    elif size < 100:
+        form = "+.3f"
+    return _shown(row["loss"], form)
 
 
 # Heading -> (key, cell). A column is shown only if the row has its key. All columns together fit
@@ -359,7 +367,7 @@ def source_line(row: Row) -> str:
     for name in names:
         part = f"{escape(name)} {row[f'source/{name}/prompts']:.0f}"
         if f"source/{name}/reward" in row:
-            part += f" (reward {row[f'source/{name}/reward']:.3f})"
+            part += f" (reward {_shown(row[f'source/{name}/reward'], '.3f')})"
         parts.append(part)
     if row.get("prompts/rested"):
         parts.append(f"{row['prompts/rested']:.0f} at rest")
@@ -397,10 +405,11 @@ def _scores(row: Row) -> Iterator[str]:
         set_name, _, score = key.rpartition("/")
         if set_name.startswith("eval") and score.startswith("pass@"):
             yield (
-                f"{set_name.removeprefix('eval').removeprefix('/')} {score} {row[key]:.3f}"
+                f"{set_name.removeprefix('eval').removeprefix('/')} {score} "
+                f"{_shown(row[key], '.3f')}"
             ).lstrip()
         elif set_name.startswith("eval") and key.endswith("/reward/mean"):
-            yield f"reward {row[key]:.3f}"
+            yield f"reward {_shown(row[key], '.3f')}"
 
 
 def _serves(statuses: Sequence[Status]) -> bool:

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -403,7 +404,7 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
     rows = read_metrics(run_dir / METRICS_FILE)
     if not rows:
         return f"{run_dir}: no step was finished\n"
-    lines = [("reward", _reward(rows))]
+    lines = [("reward", _reward(rows))] if _values(rows, "reward/mean") else []
     failures = FailuresTail(run_dir)
     failures.poll()
     for name, text in (
@@ -427,7 +428,7 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
         lines.append(("turns", _turns(rows)))
     staleness = _values(rows, "staleness/max")
     speed = _values(rows, "samples_per_s")
-    if staleness:
+    if staleness and _values(rows, "staleness/mean"):
         mean = _mean(rows, "staleness/mean")
         lines.append(
             ("staleness", f"{mean:.2f} steps on average, {max(staleness):.0f} at most"),
@@ -443,7 +444,7 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
             text += f"; at most {max(without_replay):.1e} without routing replay"
         lines.append(("log-prob difference", text))
     sizes = _values(rows, "agreement/ess")
-    if sizes:
+    if sizes and _values(rows, "agreement/abs_diff_mean"):
         difference = _ends(rows, "agreement/abs_diff_mean", "mean log-prob difference")
         size = statistics.median(sizes)
         lines.append(("trained on", f"{difference}; effective sample size {size:.2%} (median)"))
@@ -457,7 +458,7 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
         lines.append(
             ("weight audits", f"{sum(map(bool, audits))} of {len(audits)} equal bit for bit")
         )
-    if speed:
+    if speed and _values(rows, "tokens_per_s"):
         tokens = _median(rows, "tokens_per_s")
         lines.append(
             ("speed", f"{statistics.median(speed):.0f} samples/s, {tokens:.0f} tokens/s"),
@@ -474,42 +475,60 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
 
 
 def _reward(rows: list[Row]) -> str:
-    count = min(ENDS, len(rows))
-    first = _mean(rows[:count], "reward/mean")
-    last = _mean(rows[-count:], "reward/mean")
+    ends = _Ends.of(rows, "reward/mean")
     return (
-        f"{first:.3f} in the first {count} steps, {last:.3f} in the last {count} "
-        f"({last - first:+.3f})"
+        f"{ends.first:.3f} in the first {ends.steps}, {ends.last:.3f} in the last {ends.number} "
+        f"({ends.last - ends.first:+.3f})"
     )
+
+
+class _Ends(NamedTuple):
+    """The means over the first and the last ENDS steps in which a metric has a value.
+
+    Steps that train only a critic have no values of the policy.
+    """
+
+    first: float
+    last: float
+    number: int
+    steps: str
+
+    @staticmethod
+    def of(rows: list[Row], key: str) -> _Ends:
+        """The key must have at least one value."""
+        values = _values(rows, key)
+        count = min(ENDS, len(values))
+        return _Ends(
+            first=statistics.fmean(values[:count]),
+            last=statistics.fmean(values[-count:]),
+            number=count,
+            steps=f"{count} steps" + " that have one" * (len(values) < len(rows)),
+        )
 
 
 def _dropped(rows: list[Row]) -> str:
     dropped = sum(_values(rows, "prompts/dropped"))
     right = sum(_values(rows, "prompts/dropped_right"))
     wrong = sum(_values(rows, "prompts/dropped_wrong"))
-    count = min(ENDS, len(rows))
-    reward = _mean(rows[-count:], "reward/trained_mean")
-    return (
-        f"{dropped:.0f}, {right:.0f} all right and {wrong:.0f} all wrong; without them the reward "
-        f"was {reward:.3f} in the last {count} steps"
-    )
+    text = f"{dropped:.0f}, {right:.0f} all right and {wrong:.0f} all wrong"
+    if not _values(rows, "reward/trained_mean"):
+        return text
+    trained = _Ends.of(rows, "reward/trained_mean")
+    return f"{text}; without them the reward was {trained.last:.3f} in the last {trained.steps}"
 
 
 def _ends(rows: list[Row], key: str, unit: str) -> str:
-    count = min(ENDS, len(rows))
-    return (
-        f"{_mean(rows[:count], key):.3g} {unit} in the first {count} steps, "
-        f"{_mean(rows[-count:], key):.3g} in the last {count}"
-    )
+    ends = _Ends.of(rows, key)
+    first = f"{ends.first:.3g} {unit} in the first {ends.steps}"
+    return f"{first}, {ends.last:.3g} in the last {ends.number}"
 
 
 def _turns(rows: list[Row]) -> str:
-    count = min(ENDS, len(rows))
-    first = _mean(rows[:count], "turns/mean")
-    last = _mean(rows[-count:], "turns/mean")
-    share = _mean(rows[-count:], "environment_tokens/fraction")
-    end = f"{last:.2f} in the last {count}, where the environment wrote {share:.0%} of the tokens"
-    return f"{first:.2f} a sample in the first {count} steps, {end}"
+    turns = _Ends.of(rows, "turns/mean")
+    share = _Ends.of(rows, "environment_tokens/fraction").last
+    end = f"{turns.last:.2f} in the last {turns.number}"
+    of_environment = f"where the environment wrote {share:.0%} of the tokens"
+    return f"{turns.first:.2f} a sample in the first {turns.steps}, {end}, {of_environment}"
 
 
 def _held_out(evaluations: Sequence[Evaluation], steps: int) -> list[tuple[str, str]]:

@@ -374,6 +374,10 @@ _FIRST_ARGUMENT = re.compile(
     rf"(\\(?:[cdt]?frac|[dt]?binom|vec|hat|tilde)(?![A-Za-z])|\\sqrt\s*\[[^\[\]]*\]){_ARGUMENT}"
 )
 _SECOND_ARGUMENT = re.compile(rf"(\\(?:[cdt]?frac|[dt]?binom)\s*\{{[^{{}}]*\}}){_ARGUMENT}")
+# TeX would draw the root of \sqrt12 over the 1 alone; who writes it means 12.
+_ROOT_OF_NUMBER = re.compile(
+    r"\\(?:sqrt|surd)(?![A-Za-z])\s*(\[[^\[\]]*\])?\s*(\d+(?:\.\d+)?)", re.ASCII
+)
 # 1,234 and 5: in a list with blanks, a comma between digits is no separator.
 _IS_LIST = re.compile(r",\s|;|\b(?:and|or)\b")
 _THOUSANDS = re.compile(r"(?<![\d,.(\[{])\d{1,3}(?:,\d{3})+(?!,?\d|[)\]}])", re.ASCII)
@@ -388,9 +392,9 @@ _RELATIONS = {"le": "<=", "leq": "<=", "leqslant": "<=", "ge": ">=", "geq": ">="
 _SYMBOLS = {r"\varnothing": r"\emptyset ", "π": r"\pi ", "∞": r"\infty ", "×": r"\times ",
     "·": r"\cdot ", "÷": "/", "∪": r"\cup ",
             "∈": r"\in ", "−": "-", "–": "-", "±": r"\pm ", "∅": r"\emptyset ", "²": "^{2}",
-            "³": "^{3}", "½": r"\frac{1}{2}"}  # fmt: skip
+            "³": "^{3}", "½": r"\frac{1}{2}", "\u00a0": " ", "\u2009": " ", "\u202f": " "}  # fmt: skip
 _TIMES = re.compile(r"(?<=\d) x (?=\d)", re.ASCII)  # 9 x 2 = 18
-_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[A-Za-z]))")
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]))")
 
 
 class Items(NamedTuple):
@@ -438,6 +442,7 @@ def read(text: str, checked: bool) -> Any:
     text = _OTHER_NAME.sub(lambda name: rf"\{_OTHER_NAMES[name[1] or name[2]]} ", text)
     text = _CONSTANT_IN_FONT.sub(r"{\1}", text)
     text = re.sub(r"\\(?:nice|s|x)frac(?![A-Za-z])", r"\\frac", text)
+    text = _ROOT_OF_NUMBER.sub(r"\\sqrt\1{\2}", text)
     text = _SECOND_ARGUMENT.sub(r"\1{\2}", _FIRST_ARGUMENT.sub(r"\1{\2}", text))
     text = re.sub(r"\\quad(?=[a-z])", r"\\quad ", text)
     if _IS_LIST.search(text):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import unicodedata
 from collections.abc import Iterator
@@ -72,9 +73,18 @@ _NAMED_BEFORE = re.compile(r"\b(?:and|or|with|the|a|an|my|write|by|before|after|
 _NAMED_BEHIND = re.compile(r" (?:tag|mark|block|token|section|element|delimiter|marker)s?\b")
 _BEFORE_AMID = re.compile(r"[\w,`\"'(] ?\Z")
 _BEHIND_AMID = re.compile(r"[`\"'),.;:]| [a-z]")
+# Of HTML, but not what is escaped twice.
+_ENTITY = re.compile(
+    r"&(?!amp;[#\w]{1,9};)(?:[A-Za-z]{2,8}[1-4]{0,2}|#\d{1,6}|#[xX][\dA-Fa-f]{1,5});"
+)
+_ESCAPED_MARK = re.compile(
+    rf"&lt;\s*\|?/?\s*{_THINKING_TAG}(?:\s[^<>&]{{0,80}})?\|?&gt;", re.IGNORECASE
+)
 _END_OF_TURN = re.compile(
     r"(?:\s*(?:<\|(?:im_end|im_start|endoftext|end_of_text|eot_id|end|return)\|>\w{0,16}|</s>))+\s*\Z"
 )
+# mathematical letters that Unicode had before it gave them a block
+_OLD_LETTERS = frozenset("ℊℋℌℎℐℑℒℓℛℜℨℬℭℯℰℱℳℴ")
 _INVISIBLE = "\u00ad\u200b\u200c\u200d\u2060\ufeff"
 _WITHOUT_INVISIBLE = dict.fromkeys(map(ord, _INVISIBLE))
 _MANY_BLANKS = re.compile(rf"[\s{_INVISIBLE}]{{64,}}+")
@@ -121,9 +131,17 @@ _DECIMAL_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _WITH_BLANKS = re.compile(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
 # Fonts of words, which may be units, and fonts of variables. Sizes, styles and colors say nothing.
 UPRIGHT = r"\\(?:text(?:bf|it|rm|sf|tt|normal|up|md|sc|sl)?|mathrm|mbox|operatorname\*?)"
+# Of a letter that names a set of numbers, this font is its meaning: the real numbers.
+_UPRIGHT_GREEK = re.compile(
+    r"\\(?:up|Up|sym)(?=(?:alpha|beta|gamma|delta|lambda|mu|omega|phi|pi|sigma|tau|theta)\b)"
+)
+_OTHER_BLACKBOARD = re.compile(r"\\(?:mathds|mathbbm|symbb|Bbb)(?![A-Za-z])")
+_BLACKBOARD = r"mathbb(?!\s*\{?\s*[NZQRCPHF](?![A-Za-z]))"
 _SLANTED = (
-    r"\\(?:math(?:bf|it|sf|tt|normal|bfit|op|ord|inner)|ensuremath|boldsymbol|bm|pmb"
-    r"|bf|it|sf|tt|sl|em|(?:bf|md)series|(?:it|sl)shape)"
+    r"\\(?:math(?:bf|it|sf|tt|normal|bfit|sfit|bfsf|fr?ak|(?:bf)?(?:cal|scr|frak)|op|ord|inner|bin|rel"
+    r"|open|close|punct)|sym(?:bf|it|sf|tt|normal|bfit|sfit|bfsf|(?:bf)?(?:cal|scr|frak)|literal)"
+    rf"|{_BLACKBOARD}|ensuremath|boldsymbol|unboldmath|boldmath|bold|bm|pmb|frak|cal|mit|oldstyle"
+    r"|bf|it|sf|tt|sl|em|(?:bf|md)series|(?:it|sl)shape|(?:sf|tt)family)"
 )
 _LOOK = re.compile(
     rf"(?:(?:{_SLANTED}|\\(?:tiny|scriptsize|footnotesize|small|normalsize|[lL]arge|LARGE|[hH]uge"
@@ -139,7 +157,7 @@ _DIGITS_UPRIGHT = re.compile(
 )
 _OLD_UPRIGHT = re.compile(
     r"(?<![\^_\]}A-Za-z])\{\s*\\(?:rm|rmfamily|upshape)(?![A-Za-z])\s*([A-Za-z]+)\s*\}"  # {\rm cm}
-    r"|\\(?:rm|rmfamily|upshape|mathup|hbox)(?![A-Za-z])\s*([A-Za-z]+|\{?)"
+    r"|\\(?:rm|rmfamily|upshape|mathup|symup|symrm|hbox)(?![A-Za-z])\s*([A-Za-z]+|\{?)"
 )
 _UPRIGHT_LETTER = re.compile(rf"({UPRIGHT})(?![A-Za-z])\s*([A-Za-z0-9])")
 # removed if around the whole answer
@@ -158,15 +176,18 @@ _JUDGES = re.compile(
     r"\W{0,8}(?:yes|no|not|none|neither|true|false|unknown|nope|wrong|incorrect|let|suppose)\b",
     re.IGNORECASE,
 )
+_IN_LIST = r"(?<=[\d$)}])[,;]\s+(?:(?:and|or)\s+)?(?=\\?[-$\d(])"  # "3, 4, and 5"
 _INTRODUCTION = re.compile(
-    r"\A\W{0,8}(?:if|when|after|before|for|with|of|in|at|on|since|because|given|as)\b[^,]{0,200},\s+",
+    r"\A\W{0,8}(?:if|when|after|before|for|with|of|in|at|on|since|because|given|as)\b"
+    rf"(?:[^,]|{_IN_LIST}){{0,200}},\s+",
     re.IGNORECASE,
 )
 _VERB = re.compile(r"\b(?:is|are|was|were|equals|makes|totals|(?:comes?|amounts?) to)\b|=")
 _JOINS = re.compile(
     r"\b(?:and|or)\b(?!\s+\\?[-$\d])|\b(?:but|while|whereas|so|then|not)\b", re.IGNORECASE
 )
-_PARTS = re.compile(r"[,;](?!\d)(?![^$]*\$(?:[^$]*\$[^$]*\$)*[^$]*\Z)")  # outside formulas
+# outside formulas and lists of values
+_PARTS = re.compile(rf"(?!{_IN_LIST})[,;](?!\d)(?![^$]*\$(?:[^$]*\$[^$]*\$)*[^$]*\Z)")
 _BEHIND_SPAN = re.compile(r"[^\d$\\=<>^]*")  # a unit, a remark
 _STATED = re.compile(r"(?:\b(?:is|are|be|equals?|to)\s+|=\s*|:\s+)(?=\S)")
 _LEADING = re.compile(  # "16, not 14", "14 (fourteen)": the part before the remark
@@ -209,13 +230,14 @@ _PRODUCT_WITH_BOX = re.compile(r"[\s$(\[\\]*-?\d[\d\s.,*/^+-]*\Z")
 def plain(text: str) -> str:
     """The text in the characters that the graders know: composed (NFC), without invisible ones, and
     full-width and mathematical letters and digits as plain ones. Commands that were escaped twice
-    have one backslash. LaTeX has few fonts.
+    have one backslash. LaTeX has few fonts. What is escaped as HTML is what it stands for.
     """
+    text = _ENTITY.sub(lambda entity: html.unescape(entity[0]), text)
     if not text.isascii():
         composed = unicodedata.normalize("NFC", text).translate(_WITHOUT_INVISIBLE)
         text = "".join(
             unicodedata.normalize("NFKC", c)
-            if "\uff01" <= c <= "\uff5e" or c >= "\U0001d400"
+            if "\uff01" <= c <= "\uff5e" or c >= "\U0001d400" or c in _OLD_LETTERS
             else c
             for c in composed
         )
@@ -228,7 +250,9 @@ def _without_looks(text: str) -> str:
     """LaTeX without sizes, colors and the fonts of variables. An upright font has braces."""
     if "\\" not in text:
         return text
-    text = _OLD_UPRIGHT.sub(_new_upright, _LOOK.sub(_without_look, text))
+    text = _UPRIGHT_GREEK.sub(r"\\", _OTHER_BLACKBOARD.sub(r"\\mathbb", text))
+    text = _LOOK.sub(_without_look, text)
+    text = _OLD_UPRIGHT.sub(_new_upright, text)
     return _DIGITS_UPRIGHT.sub(r"\1", _UPRIGHT_LETTER.sub(r"\1{\2}", text))
 
 
@@ -268,8 +292,10 @@ def odd_character(text: str) -> str | None:
 def after_thinking(text: str) -> str:
     """What the response says last outside its thinking; nothing of thinking that never ended.
 
-    The prompt may have begun the thinking, so an end without a beginning counts too.
+    The prompt may have begun the thinking, so an end without a beginning counts too. A model that
+    has learned from web pages may write &lt;think&gt;, which counts as <think>.
     """
+    text = _ESCAPED_MARK.sub(lambda mark: html.unescape(mark[0]), text)
     pieces: list[str] = []
     start = 0
     thinks = False
@@ -416,11 +442,25 @@ def marked_answer(text: str) -> str | None:
         return clean(enclosed) if inner is None else inner
     if boxes := boxed_answers(text):
         return ", ".join(boxes) if all(boxes) else boxes[-1]
+    if unopened := _before_lone_brace(text):
+        return unopened
     start = text.rfind("####")
     if start >= 0:
         return clean(_line(text, start + len("####")))
     sentence = _sentence(text)
     return sentence and _without_remark(sentence)
+
+
+def _before_lone_brace(text: str) -> str:
+    """What a response begins with that only closes a box, or an object of JSON, which the prompt has
+    opened; empty otherwise.
+    """
+    depth = 0
+    for i, character in enumerate(text[:MAX_ANSWER_CHARS]):
+        depth += (character == "{") - (character == "}")
+        if depth < 0:
+            return clean(text[:i].strip().strip("\"'"))
+    return ""
 
 
 def _whole_sentence(text: str) -> str:
@@ -444,8 +484,12 @@ def _last_phrase(text: str) -> re.Match[str] | None:
 
 
 def _enclosed(text: str) -> str | None:
-    """What the last tags enclose; None without tags, empty if the last one is never closed."""
+    """What the last tags enclose; None without tags, empty if the last one is never closed.
+
+    The prompt may have opened the first, so it encloses what comes before a lone closing tag.
+    """
     openings: dict[str, re.Match[str]] = {}
+    opened: set[str] = set()
     enclosed: str | None = None
     weak: str | None = None
     end = weak_end = 0
@@ -453,13 +497,18 @@ def _enclosed(text: str) -> str | None:
         tag = re.sub(r"[ _-]", "", next(filter(None, mark.groups()[1:]))).casefold()
         if mark["begin"]:
             openings[tag] = mark
-        elif not (opening := openings.pop(tag, None)):
+            opened.add(tag)
             continue
-        elif tag in _WEAK:
-            weak = text[opening.end() : mark.start()]
+        opening = openings.pop(tag, None)
+        if opening is None and tag in opened:
+            continue
+        start = opening.end() if opening else 0  # the prompt has opened it
+        opened.add(tag)
+        if tag in _WEAK:
+            weak = text[start : mark.start()]
             weak_end = mark.end()
         else:
-            enclosed = text[opening.end() : mark.start()]
+            enclosed = text[start : mark.start()]
             end = mark.end()
     if enclosed is None:
         return weak if weak is not None and not _answers_again(text[weak_end:]) else None

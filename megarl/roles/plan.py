@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from megarl.algorithms import recipes
 from megarl.config.errors import ConfigError
@@ -382,19 +383,26 @@ def _misplaced(architecture: str, role: str) -> str:
 
 def _spec(settings: RoleConfig, role: str, key: str) -> ModelSpec:
     """The model's shape. Raises ConfigError for an architecture that does not fit this role."""
-    from megarl.data.tokenizer import read_json  # not at the top: the GPU kit has no tokenizers
-
-    values = read_json(settings.path, "config.json")
-    if not values.get("architectures"):
-        return load_spec(settings.path, key)  # raises the error that says what is wrong
-    architecture = values["architectures"][0]
-    reason = _misplaced(architecture, role)
+    architecture = _architecture(settings.path)
+    reason = _misplaced(architecture, role) if architecture else ""
     if reason:
         raise ConfigError(f"{key}={settings.path}: is a {architecture}{reason}")
-    if architecture == TWO_LAYERS:
-        one_layer = {"architectures": [f"Qwen2{CLASSIFICATION}"], "num_labels": 1}
-        return load_spec(values | one_layer, key)
-    return load_spec(settings.path, key)
+    return load_spec(settings.path, key, read_as=read_as(settings.path))
+
+
+def read_as(path: str) -> Mapping[str, Any]:
+    """What is read in the place of a config.json's values: a model with TWO_LAYERS has the shape of
+    one with a single layer.
+    """
+    one_layer = {"architectures": [f"Qwen2{CLASSIFICATION}"], "num_labels": 1}
+    return one_layer if _architecture(path) == TWO_LAYERS else {}
+
+
+def _architecture(path: str) -> str:
+    """The model's, from its config.json; empty if none is stated."""
+    from megarl.data.tokenizer import read_json  # not at the top: the GPU kit has no tokenizers
+
+    return (read_json(path, "config.json").get("architectures") or [""])[0]
 
 
 def _misfits(config: RunConfig, name: str, settings: RoleConfig, spec: ModelSpec) -> Iterable[str]:

@@ -14,8 +14,11 @@ from trainer_cases import MODELS
 from transformers import CONFIG_MAPPING
 
 from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.launch.inputs import check_configs
 from megarl.models import auto_config, load_spec
 from megarl.models.registry import architectures, check_as_transformers, differences
+from megarl.plan.resolve import resolve
 
 SIZES = {
     "architectures", "hidden_size", "intermediate_size", "max_position_embeddings", "model_type",
@@ -92,11 +95,6 @@ def compared(values: dict[str, Any]) -> str:
 def test_an_absent_key_is_the_default_of_transformers(family: str) -> None:
     whole = saved(family)
     assert compared(whole) == "equal"
-    class_name = auto_config.read(json.loads(json.dumps(whole)))[auto_config.CLASS]
-    assert (
-        class_name.removesuffix("Config").removesuffix("Text")
-        == whole["architectures"][0].partition("For")[0]
-    )
     inner = whole.get("text_config", whole)
     for key in sorted(inner.keys() - SIZES):
         without = {name: value for name, value in inner.items() if name != key}
@@ -177,17 +175,33 @@ def test_windows_of_qwen_begin_at_max_window_layers(window_layers: int) -> None:
     assert (compared(values) == "equal") == (window_layers == 4)
 
 
-def test_model_type_of_another_model_is_refused(
+@pytest.mark.parametrize("family", MODELS)
+def test_model_type_must_be_of_the_architecture(family: str, tmp_path: Path) -> None:
+    values = saved(family)
+    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    load_spec(tmp_path)
+    for stated, problem in (
+        ("vit", "is of ViT"),
+        ("qwen7", "is unknown to transformers"),
+        (None, "is unknown to transformers"),
+    ):
+        changed = values | {"model_type": stated}
+        (tmp_path / "config.json").write_text(json.dumps(changed), encoding="utf-8")
+        with pytest.raises(ConfigError) as error:
+            load_spec(tmp_path)
+        must = f"for {values['architectures'][0]} it must be"
+        assert f"model_type = {stated!r} {problem}; {must}" in str(error.value)
+        assert f"{values['model_type']!r}" in str(error.value)
+        changed["auto_map"] = {"AutoConfig": "configuration.Config"}
+        (tmp_path / "config.json").write_text(json.dumps(changed), encoding="utf-8")
+        load_spec(tmp_path)
+
+
+def test_reward_model_is_compared_with_its_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))  # the cache is empty
-    values = saved("qwen2") | {"model_type": "llama"}
-    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
-    with pytest.raises(
-        ConfigError, match="model_type = 'llama' is of Llama, not of Qwen2ForCausalLM"
-    ):
-        check_as_transformers(str(tmp_path), load_spec(tmp_path))
-    values |= {
+    values = saved("untied") | {
         "architectures": ["LlamaForSequenceClassification"],
         "num_labels": 1,
         "tie_word_embeddings": False,
@@ -212,3 +226,54 @@ def test_a_value_that_transformers_reads_otherwise_is_refused(
     (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
     with pytest.raises(ConfigError, match="transformers refuses it"):
         check_as_transformers(str(tmp_path), spec)
+
+
+@pytest.mark.long
+def test_every_model_of_a_run_is_compared_with_its_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # the cache is empty
+    language = saved("untied")
+    scalar = {
+        "architectures": ["LlamaForSequenceClassification"],
+        "num_labels": 1,
+        "tie_word_embeddings": False,
+    }
+    two_layers = saved("qwen2") | {"architectures": ["Qwen2ForRewardModel"]}
+    of_role = {
+        "policy": language,
+        "critic": language | scalar,
+        "reference": language,
+        "teacher": language,
+        "rm": two_layers,
+    }
+    for name, values in of_role.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        values = values | {"initializer_range": f"that of the {name}"}  # MegaRL does not read it
+        (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    config = load_config({
+        "model": {"path": str(tmp_path / "policy"), "dtype": "float32"},
+        "data": {"train": {"source": "synthetic:chain"}},
+        "algorithm": {"name": "ppo", "kl_coef": 0.1, "distill": {"over": "vocabulary"}},
+        "roles": {
+            **{name: {"path": str(tmp_path / name)} for name in ("critic", "reference")},
+            "teacher": {"path": str(tmp_path / "teacher"), "on": "trainer"},
+            "rm": {"path": str(tmp_path / "rm"), "role": "reward_model"},
+        },
+        "reward": {"name": "roles.rm"},
+        "rollout": {"max_tokens": 8},
+        "cluster": {"gpu": "cpu"},
+    })  # fmt: skip
+    plan = resolve(config)
+    for command, names in (
+        ("sft", ["policy"]),
+        ("eval", ["policy", "rm"]),
+        ("train", ["policy", "critic", "reference", "teacher", "rm"]),
+    ):
+        with pytest.raises(ConfigError) as error:
+            check_configs(plan, command, at_hand=False)
+        assert [
+            Path(problem.split("/config.json: ")[0]).name for problem in error.value.problems
+        ] == names
+        assert all("transformers refuses it" in problem for problem in error.value.problems)

@@ -295,6 +295,7 @@ generator.mem_fraction: generator.inference_engine.gpu_memory_utilization
 weights.transport: generator.inference_engine.weight_sync_backend
 eval.every: trainer.eval_interval
 trainer.epochs: trainer.update_epochs_per_batch
+max_steps: trainer.epochs
 rollout.prompts_per_step: trainer.train_batch_size
 trainer.minibatches: trainer.policy_mini_batch_size
 trainer.max_tokens_per_microbatch: trainer.micro_forward_batch_size_per_gpu trainer.micro_train_batch_size_per_gpu
@@ -391,7 +392,7 @@ def test_dashes_and_plus_signs_do_not_matter(name: str, key: str) -> None:
 def test_the_table_names_settings_that_exist_and_none_of_ours() -> None:
     for name, known in _names().items():
         assert known.key in settings() if known.key else known.note, name
-        assert name not in settings() or name in ("seed", "max_steps"), name
+        assert name not in settings() or known.key not in ("", name), name
 
 
 @pytest.mark.parametrize(
@@ -399,6 +400,24 @@ def test_the_table_names_settings_that_exist_and_none_of_ours() -> None:
 )
 def test_nothing_is_proposed_for_what_is_like_no_setting(name: str) -> None:
     assert nearest(name) == []
+
+
+def test_key_with_another_meaning_elsewhere_needs_ours_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: none}\ntrainer: {epochs: 20}\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert error.value.problems == [
+        "trainer.epochs=20: max_steps must be set too. In other programs trainer.epochs is what "
+        "MegaRL calls max_steps (steps, not epochs: an epoch has rows / rollout.prompts_per_step "
+        "steps). Here it is: passes over each batch of rollouts, with its prompts in another order "
+        "each time"
+    ]
+    config = load_config(path, ["max_steps=5"])
+    assert (config.trainer.epochs, config.max_steps) == (20, 5)
+    assert load_config(config) == config
+    for name in ("epochs", "trainer.num_epochs", "num_epochs", "+trainer.epochs"):
+        assert nearest(name) == ["max_steps"], name
 
 
 def test_messages_say_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,8 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.data.check import check_data, digests_of
 from megarl.data.contents import FILE, compare_contents, contents_of, own_code, read_contents
+from megarl.launch.commands import sft
+from megarl.plan.resolve import resolve
 from megarl.plan.weights import with_date
 
 TINY = Path(__file__).parents[2] / "configs/models/tiny-llama"
@@ -233,3 +235,43 @@ def test_run_keeps_its_first_date(
         "the chat template or its date differs",
         "data",
     ]
+
+
+def test_finished_warm_start_is_refused_if_its_rows_changed(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "warm"
+    output.mkdir()
+    (output / "config.json").write_text("{}")
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"model: {{path: {model}, random_init: true, dtype: float32}}\n"
+        f"run_dir: {tmp_path}/run\n"
+        f"data: {{train: {{source: {tmp_path}/rows.jsonl}}}}\n"
+        f"sft: {{steps: 1, batch_size: 1, output: {output}}}\n"
+        "rollout: {max_tokens: 8}\n"
+        "cluster: {gpu: cpu}\n"
+    )
+
+    def warm_start(rows: list[dict[str, str]], *overrides: str) -> str:
+        written(tmp_path, rows, ".jsonl")
+        sft(resolve(load_config(file, overrides), "sft"))
+        return capsys.readouterr().out
+
+    assert "it is not known" in warm_start(ROWS)
+    config = load_config(file)
+    digests = digests_of(check_data(config, None, "sft"))
+    contents_of(config, digests, rewarded=False).write(output)
+    assert (
+        warm_start(ROWS)
+        == f"{output} is there already: nothing to do. Remove it to train it again.\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        warm_start(ROWS[1:])
+    assert caught.value.problems == [
+        "data.train: row 0 is the first that differs; 1 row fewer. The warm start in "
+        f"sft.output={output} began otherwise: restore that, remove it to train it again, or set "
+        "checkpoint.accept_changed_data=true: some prompts are then trained twice or never"
+    ]
+    accepted = warm_start(ROWS[1:], "checkpoint.accept_changed_data=true")
+    assert accepted.startswith("Data: data.train: row 0 is the first that differs; 1 row fewer")

@@ -149,6 +149,21 @@ def test_no_gpu_engine_computes_in_float32(monkeypatch):
     assert server_command(settings, KEYS, {"attention_backend": "torch_native"})
 
 
+def test_only_gpu_engines_take_a_dtype_of_the_kv_cache(monkeypatch):
+    settings = EngineSettings("models/x", "bfloat16", 1, 64, 8)
+    monkeypatch.setattr(cpu_support, "cuda_available", lambda: True)
+    assert server_command(settings, KEYS, {"kv_cache_dtype": "fp8_e4m3"})
+    monkeypatch.setattr(cpu_support, "cuda_available", lambda: False)
+    assert server_command(settings, KEYS, {"kv_cache_dtype": "auto"})
+    for planned in (settings, dataclasses.replace(settings, device="cpu")):
+        with pytest.raises(ConfigError) as error:
+            server_command(planned, KEYS, {"kv_cache_dtype": "fp8_e4m3"})
+        assert str(error.value) == (
+            "generator.server_args.kv_cache_dtype=fp8_e4m3: must be auto for engines on CPUs: "
+            "their attention computes in the model's dtype alone"
+        )
+
+
 def test_tensor_payload_is_the_same_where_megatron_is_imported(monkeypatch):
     """Megatron replaces a function of torch, and pickle would then refer to the replacement."""
     plain = tensor_payload(b"abc")

@@ -22,6 +22,7 @@ from megarl.reshard.proof import prove_exactly_once
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "num_hidden_layers": 4,
     "hidden_size": 128,
     "intermediate_size": 384,

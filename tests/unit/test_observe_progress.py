@@ -5,6 +5,7 @@ part waits for which.
 from __future__ import annotations
 
 import io
+import math
 from pathlib import Path
 
 from rich.console import Console
@@ -292,6 +293,27 @@ def test_duration() -> None:
         "1:00:00",
         "23:59:59",
     ]
+
+
+def test_cell_without_a_value_is_a_dash(tmp_path: Path):
+    console = plain()
+    progress = Progress(tmp_path, 1, console)
+    row = {
+        **{key: math.nan for key, _ in COLUMNS.values() if key != "step"},
+        "staleness/max": math.nan,
+        "source/a/prompts": 1.0,
+        "source/a/reward": math.nan,
+        "eval/version": 1.0,
+        "eval/pass@1": math.nan,
+        "eval/reward/mean": math.nan,
+    }
+    run_steps(tmp_path, 0, 1, lambda step: row)
+    progress.close()
+    text = console.file.getvalue()
+    assert "nan" not in text and "held-out, version 1: pass@1 –, reward –" in text
+    (line,) = (line for line in text.splitlines() if line.split()[0] == "0")
+    assert {*line.split()} == {"0", "–", "–/–"}
+    assert source_line({"step": 0, **row}) == "prompts, step 0: a 1 (reward –)"
 
 
 def test_steps_without_a_loss_have_headings_of_their_own(tmp_path: Path):

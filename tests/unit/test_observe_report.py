@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 
 from megarl.base.rollout_types import Group, GroupSummary, GroupTexts, Prompt, Sample
 from megarl.evaluation.scores import damaged_results, read_results, write_result
+from megarl.observe import report
 from megarl.observe.metrics import Histogram, MetricsWriter
 from megarl.observe.report import finish_report, moving_mean, plot, plot_agreement, summarize
 from megarl.observe.samples import OrdinalsWriter, escape, recover_ordinals, write_rollouts
@@ -121,6 +123,40 @@ def test_turns_are_reported_where_there_are_any(tmp_path: Path) -> None:
         "turns 1.00 a sample in the first 10 steps, 2.00 in the last 10, where the environment "
         "wrote 14% of the tokens" in text
     )
+
+
+def test_summary_leaves_out_steps_that_train_only_the_critic(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    for step in range(30):
+        of_policy = {
+            "entropy/mean": step / 10,
+            "agreement/ess": 0.5,
+            "agreement/abs_diff_mean": step / 1000,
+            "reward/trained_mean": 0.25,
+        }
+        values = {"reward/mean": 0.5, "prompts/dropped": 1.0, "value/loss": 0.1}
+        writer.write(step, values | (of_policy if step >= 25 else {}))
+    writer.close()
+    text = " ".join(summarize(tmp_path, []).split())
+    assert "entropy 2.7 nats a token in the first 5 steps that have one, 2.7 in the last 5" in text
+    assert "0.027 mean log-prob difference in the first 5 steps that have one" in text
+    assert "without them the reward was 0.250 in the last 5 steps that have one" in text
+    assert "reward 0.500 in the first 10 steps, 0.500 in the last 10" in text and "nan" not in text
+
+
+def test_no_line_of_a_summary_prints_nan(tmp_path: Path) -> None:
+    """Each metric alone, with a value and without."""
+    source = Path(report.__file__).read_text(encoding="utf-8")
+    keys = re.findall(r'"([a-z_]+(?:/[a-z0-9_]+)*)"', source)
+    assert len(keys) > 30
+    for number, key in enumerate(sorted({"reward/mean", "turns/mean", *keys} - {"step"})):
+        for value in (2.0, math.nan):
+            run_dir = tmp_path / f"{number}-{value == 2.0}"
+            always = ("reward/mean", "turns/mean", "environment_tokens/fraction")
+            writer = MetricsWriter(run_dir)
+            writer.write(0, {**dict.fromkeys(always, value), key: value})
+            writer.close()
+            assert not re.search(r"\bnan", summarize(run_dir, []).replace(str(run_dir), "")), key
 
 
 def test_summary_and_plot_of_a_run_without_steps_or_with_one(tmp_path: Path) -> None:
@@ -348,6 +384,6 @@ def test_agreement_is_drawn_and_summed_up_where_it_was_measured(tmp_path: Path) 
     assert plot_agreement(tmp_path).read_bytes().startswith(b"\x89PNG")
     text = " ".join(summarize(tmp_path, []).split())
     assert (
-        "0.02 mean log-prob difference in the first 10 steps, 0.04 in the last 10; effective "
+        "0.02 mean log-prob difference in the first 10 steps that have one, 0.04 in the last 10; effective "
         "sample size 90.00% (median)" in text
     )

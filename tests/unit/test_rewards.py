@@ -16,8 +16,10 @@ from megarl.config.schema import RewardConfig
 from megarl.rewards.answers import Refused, check_characters, check_text, plain_equal, plain_number
 from megarl.rewards.extract import (
     MAX_TEXT_CHARS,
+    after_thinking,
     asked_forms,
     chosen_letter,
+    final_part,
     last_number,
     last_running_number,
     marked_answer,
@@ -278,6 +280,10 @@ MARKS = {  # @ stands for the answer
     "json": 'It is {"answer": "@"}', "json_lines": '{\n "answer": "@"\n}',
     "after_thinking": "<think>1 or 2?</think>\n<answer>@</answer>",
     "end_of_turn": "The answer is @.<|im_end|>\n<|im_start|>user",
+    "opened_by_prompt": "@</answer>", "opened_by_prompt_with_work": "It is 1 or 2.\nAnswer: @\n</answer>\nDone.",
+    "opened_after_thinking": "1 or 2?</think>@</answer>", "mark_opened_by_prompt": "@<|end_of_box|>",
+    "box_opened_by_prompt": "@}$.\nThat was easy.", "json_opened_by_prompt": '@"}',
+    "output_opened_by_prompt": "@\n</output>", "html": "&lt;answer&gt;@&lt;/answer&gt;",
 }  # fmt: skip
 
 
@@ -397,6 +403,19 @@ def test_answer_counts_only_after_thinking(begin: str, end: str, name: str, text
     ), "thinking is switched off"
 
 
+def test_marks_escaped_as_html_are_marks():
+    assert math_reward(r"&lt;think&gt;\boxed{12}", "12") == 0.0
+    assert math_reward(r"&lt;Thinking &gt;\boxed{12}&lt;/Thinking&gt;\boxed{13}", "12") == 0.0
+    assert math_reward("&lt;think&gt;7?&lt;/think&gt; &lt;answer&gt;12&lt;/answer&gt;", "12") == 1.0
+    named = r"The tags &lt;think&gt; and &lt;/think&gt; hold my work. \boxed{12}"
+    assert math_reward(named, "12") == 1.0
+    twice = r"&amp;lt;think&amp;gt; is not a mark. \boxed{12}"
+    assert math_reward(final_part(twice), "12") == 1.0
+    assert after_thinking("&lt;think&gt;a&lt;/think&gt;if a &lt; b: print('&lt;b&gt;')") == (
+        "if a &lt; b: print('&lt;b&gt;')"
+    )
+
+
 @pytest.mark.parametrize("text", [
     "I use <think> tags to reason. The answer is 12.", "My work is in `<think>` tags.\nAnswer: 12",
     "\\boxed{12}\n(I left out the </think> tag.)",
@@ -480,6 +499,12 @@ def test_response_that_cannot_be_scored_is_a_failure():
     (r"\arctg 2", r"\arctan 2"), ("arctg 2", r"\arctan 2"),
     (r"\mathrm{tg}\,x", r"\tan x"), (r"\ctg x", r"\cot x"), (r"\sh x", r"\sinh x"),
     (r"\lg 100", "2"), ("1{,}5", "1.5"),
+    (r"\mathfrak{x}+1", "x+1"), (r"2\mathcal x", "2x"), (r"\mathscr{L}", "L"), (r"{\cal L}", "L"),
+    (r"\mathbb{x}", "x"), (r"\Bbb k", "k"), (r"\mathbb R", r"\mathbb{R}"), (r"\Bbb{R}", r"\mathbb{R}"),
+    (r"\frak{a}+\frak{b}", "a+b"), (r"\symbf{x}^2", "x^2"), (r"\symup{x}", "x"), (r"\mit x", "x"),
+    (r"\mathbfcal{A}", "A"), (r"\bold{12}", "12"), (r"\mathfrak{12}", "12"), (r"2\mathsfit{x}", "2x"),
+    ("\u210e+1", "h+1"), ("\u2112", "L"), (r"2\uppi", r"2\pi"), ("\U0001d525", "h"),
+    ("x &lt; 5", "x<5"), ("&pi;", r"\pi"), ("x&sup2;", "x^2"), ("5&nbsp;&minus;&#120;", "5-x"),
 ])  # fmt: skip
 def test_fonts_and_unicode_forms_change_no_answer(text: str, answer: str):
     assert (
@@ -494,7 +519,8 @@ def test_fonts_and_unicode_forms_change_no_answer(text: str, answer: str):
     ("text", "answer"),
     [(r"5\mathrm{m}", r"5\mathrm{n}x"), ("4\u200b5", "5"), ("x\u00b2", "x2"), (r"\text{E}", "e+1"),
     (r"\mathrm{1}{2}", "12"), (r"2\mathrm{x}+\mathrm{y}", "x+2y"), (r"3\text{ 4}", "34"),
-    (r"\tg x", r"\cot x"), (r"\color{red}{13}", "12")]
+    (r"\tg x", r"\cot x"), (r"\color{red}{13}", "12"), (r"\mathfrak{x}", "y"),
+    (r"\mathbb{Q}", r"\mathbb{R}"), ("&lt;5", "5"), ("&amp;lt;5", "<5")]
 )  # fmt: skip
 def test_fonts_and_unicode_forms_that_differ(text: str, answer: str):
     assert math_reward(rf"\boxed{{{text}}}", answer) == 0.0
@@ -506,6 +532,10 @@ def test_fonts_and_unicode_forms_that_differ(text: str, answer: str):
     (r"\frac \pi 6", r"\frac{\pi}{6}", True), (r"\frac a b", r"\frac{a}{b}", True),
     (r"3\frac 1 2", "7/2", True), (r"\binom 5 2", "10", True),
     (r"\frac{\sqrt 3}2", r"\frac{\sqrt{3}}{2}", True), (r"\sqrt[3] 8", "2", True),
+    (r"\sqrt12", r"\sqrt{12}", True), (r"2\sqrt 12", r"4\sqrt3", True), (r"\sqrt[3]64", "4", True),
+    (r"\sqrt2.25", "1.5", True), (r"\sqrt12x", r"x\sqrt{12}", True), (r"\surd 12", r"\sqrt{12}", True),
+    ("√12.25", "3.5", True), (r"\frac{\sqrt12}{4}", r"\frac{\sqrt3}2", True),
+    (r"\sqrt12", "2", False), (r"\sqrt12", r"\sqrt{1}2", False), (r"\sqrt[3]64", "2", False),
     (r"\nicefrac 1 2", "1/2", True), (r"\frac 1 25", "1/25", False), (r"\frac 1 3", "1/2", False),
 ])  # fmt: skip
 def test_arguments_of_one_character(text: str, answer: str, right: bool):
@@ -538,6 +568,11 @@ SENTENCES = [
     ("Answer: The sum of 30 and 4 is 34.", "34"),
     ("Answer: the points $A$ and $B$ are 34 cm^2 apart", "34"),
     ("<answer>34, see page 12</answer>", "34"), ("Answer: 30 + 4 = 34", "34"),
+    ("Answer: The mean of 3, 4 and 5 is 4", "4"), ("Answer: The sum of 2, 3, and 7 is 12.", "12"),
+    (r"Answer: The median of $3$, $4$ and $5$ is $4$.", "4"), ("Answer: gcd(12, 18) is 6", "6"),
+    ("Answer: Of 3, 4 and 5, the mean is 4", "4"), ("Answer: f(2, 3) = 5", "5"),
+    ("Answer: The average of 3; 4; and 5 equals 4", "4"), (r"Answer: The LCM of $\{4, 6\}$ is 12", "12"),
+    ("<answer>The mean of -3, 4 and 5.5 is 2</answer>", "2"), ("Answer: The mean of 3, 4, and 5 is **4**", "4"),
 ]  # fmt: skip
 
 
@@ -558,7 +593,9 @@ def test_answer_may_be_a_sentence(text: str, answer: str):
     "Answer: Nope, 34", "Answer: I don't know, 34", "Answer: Let $n=34$. Then 12",
     "Answer: option 34, i.e. 12", "Answer: $3x+4$ where $x=34$",
     "<answer>No, 34</answer>", "<answer>He is 12 and Ann is 34</answer>",
-    '{"answer": "He is 12 and Ann is 34"}', "## Answer\nNo, 34",
+    '{"answer": "He is 12 and Ann is 34"}', "## Answer\nNo, 34", "Answer: The mean of 3, 34 and 5 is 14",
+    "Answer: 12, 34 is wrong", "Answer: It is 12, 34 less than 46", "Answer: Of 12, 34 and 5, none is 1",
+    "Answer: a is 12, 34 is b", "Answer: The mean is 12, not 34",
 ])  # fmt: skip
 def test_sentence_that_states_another_answer(text: str):
     assert math_reward(text, "34") == 0.0
