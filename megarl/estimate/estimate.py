@@ -412,6 +412,18 @@ class Estimate:
         return self.asynchronous and not self.shared
 
     @property
+    def marks_gib(self) -> dict[str, float]:
+        """What a run measures as memory/trainer_gib, memory/engine_gib and memory/gpu_in_use_gib,
+        on the fullest ranks. On a GPU a side is without context and libraries, as torch counts it.
+        """
+        on_gpu = self.cluster.gpu.device != "cpu"
+        marks = {
+            side: (memory.total - on_gpu * memory.runtime) / GIB
+            for side, memory in (("trainer", self.trainer), ("engine", self.generator))
+        }
+        return marks | ({"gpu_in_use": self.fullest.gpu_total / GIB} if self.shared else {})
+
+    @property
     def overfull(self) -> dict[str, float]:
         """GiB by which each side is too large, without sides that fit."""
         limit = self.cluster.gpu.memory_gib

@@ -364,6 +364,7 @@ def details(
         "generator_memory_gib": {
             name: value / GIB for name, value in vars(found.generator).items()
         },
+        "marks_gib": found.marks_gib,
         "too_large_gib": found.overfull,
         **({"shared_gib_per_gpu": found.fullest.gpu_total / GIB} if found.shared else {}),
         "delta_sync_s": found.delta_sync_s,

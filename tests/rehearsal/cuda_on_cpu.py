@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from pretended_cuda import H100, TRITON_TYPES, Record, replace_cuda
@@ -76,6 +77,7 @@ def install() -> None:
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
     _meet_by_gloo()
     _know_triton(properties)
+    compute_bfloat16()
     if LAUNCHES in os.environ:
         note_launches(Path(os.environ[LAUNCHES]))
     _OnCpu().__enter__()
@@ -211,6 +213,51 @@ def _know_triton(gpu: types.SimpleNamespace) -> None:
             utils=types.SimpleNamespace(get_device_properties=lambda device: shown),
         )
     )
+
+
+def compute_bfloat16() -> None:
+    """Makes Triton's interpreter compute with the values of bfloat16, in float32.
+
+    It keeps them as uint16, and adds and multiplies these integers (Triton 3.6 to 3.9,
+    runtime/interpreter.py: create_dot, binary_op). Its casts to bfloat16 truncate.
+    """
+    from triton import language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def widened(value: Any) -> Any:
+        if isinstance(value, TensorHandle) and value.dtype == tl.bfloat16:
+            bits = value.data.astype(np.uint32) << 16
+            return TensorHandle(bits.view(np.float32), tl.float32)
+        return value
+
+    def rounded(value: Any) -> Any:
+        bits = value.data.view(np.uint32)
+        to_nearest_even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return TensorHandle(to_nearest_even.astype(np.uint16), tl.bfloat16)
+
+    def elementwise(original: Callable[..., Any]) -> Callable[..., Any]:
+        def operate(builder: Any, first: Any, *others: Any) -> Any:
+            output = original(builder, widened(first), *map(widened, others))
+            is_number = output.data.dtype == np.float32
+            return rounded(output) if first.dtype == tl.bfloat16 and is_number else output
+
+        return operate
+
+    def cast(original: Callable[..., Any]) -> Callable[..., Any]:
+        def convert(builder: Any, source: Any, target: Any) -> Any:
+            if source.dtype == tl.float32 and target.scalar == tl.bfloat16:
+                return rounded(source)
+            return original(builder, source, target)
+
+        return convert
+
+    product = InterpreterBuilder.create_dot
+    InterpreterBuilder.create_dot = lambda builder, left, right, *more: product(
+        builder, widened(left), widened(right), *more
+    )
+    InterpreterBuilder.binary_op = elementwise(InterpreterBuilder.binary_op)
+    InterpreterBuilder.unary_op = elementwise(InterpreterBuilder.unary_op)
+    InterpreterBuilder.cast_impl = cast(InterpreterBuilder.cast_impl)
 
 
 def note_launches(path: Path) -> None:

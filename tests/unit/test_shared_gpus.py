@@ -35,6 +35,7 @@ from megarl.estimate.search import remedies
 from megarl.estimate.times import update_bytes_per_s
 from megarl.generator.completions import Sampling
 from megarl.launch import commands, launcher, start
+from megarl.launch import gpus as launch_gpus
 from megarl.launch.gpus import Gpu
 from megarl.launch.launcher import Job, placement, too_small_gpus
 from megarl.launch.meeting import NodeReport
@@ -389,14 +390,55 @@ def test_marks_are_compared_with_the_plan(monkeypatch):
     )
 
 
-def test_smaller_gpus_than_planned_are_refused(monkeypatch):
-    monkeypatch.setattr(launcher, "nvidia_smi", lambda *_: "24564\n24564\n")
-    (problem,) = too_small_gpus("H100")
-    assert problem.startswith(
-        "cluster.gpu=H100: must be the kind of the GPUs that trainer and engines share: GPU 0 "
-        "here has 24.0 GiB"
-    )
-    assert [*too_small_gpus("RTX4090")] == []
+DRIVER = {
+    "-L": "GPU 0: NVIDIA H100 (UUID: GPU-1)\n"
+    "  MIG 1g.12gb     Device  0: (UUID: MIG-1a)\n"
+    "  MIG 3g.40gb+me  Device  1: (UUID: MIG-1b)\n",
+    "--query-gpu=pci.bus_id,memory.total": "00000000:1B:00.0, 24564\n00000000:2B:00.0, 81559\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kind", "gib"),
+    [
+        (Gpu("0", "0000:1b:00.0"), "H100", 24.0),
+        (Gpu("0", "0000:1b:00.0"), "RTX4090", None),
+        (Gpu("1", "0000:2b:00.0"), "H100", None),  # the smaller GPU is not this run's
+        (Gpu("MIG-1b", ""), "H100", 40.0),
+        (Gpu("MIG-1b", ""), "RTX4090", None),
+        (Gpu("MIG-1a", ""), "RTX4090", 12.0),
+    ],
+)
+def test_smaller_gpus_than_planned_are_refused(gpu, kind, gib, monkeypatch):
+    monkeypatch.setattr(launch_gpus, "nvidia_smi", lambda option, *_: DRIVER[option])
+    monkeypatch.setattr(launch_gpus, "gpus", lambda: (gpu,))
+    problems = [*too_small_gpus(kind)]
+    assert len(problems) == (gib is not None)
+    if problems:
+        assert problems[0].startswith(
+            f"cluster.gpu={kind}: must be the kind of the GPUs that trainer and engines share, or "
+            f"one with less memory: GPU {gpu.name} here has {gib:.1f} GiB"
+        )
+
+
+@pytest.mark.parametrize(
+    ("names", "overrides", "trains", "refused"),
+    [
+        (["MIG-1", "MIG-2"], ["cluster.share_gpus=false"], True, True),
+        (["MIG-1", "MIG-2"], ["generator.tp=2", "trainer.dp=2"], False, True),
+        (["MIG-1", "MIG-2"], [], False, False),  # engines alone, each on its own
+        (["MIG-1"], [], True, False),
+        (["0", "1"], ["cluster.share_gpus=false"], True, False),
+    ],
+)
+def test_several_mig_instances_are_refused(names, overrides, trains, refused, monkeypatch):
+    monkeypatch.setattr(launcher, "gpus", lambda: tuple(Gpu(name, "") for name in names))
+    problems = [*launcher.inseparable_instances(planned(*overrides), trains)]
+    assert bool(problems) is refused
+    if problems:
+        assert problems[0].startswith(
+            "CUDA_VISIBLE_DEVICES=MIG-1,MIG-2: must name one MIG instance"
+        )
 
 
 # Time.
