@@ -19,6 +19,7 @@ import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -63,8 +64,8 @@ def install() -> None:
         graph_pool_handle=lambda: (0, 0),
         get_arch_list=lambda: ["sm_90"],
         MemPool=object,
-        use_mem_pool=lambda *args: contextlib.nullcontext(),
-        StreamContext=lambda stream: contextlib.nullcontext(),
+        use_mem_pool=_nothing,
+        StreamContext=_nothing,
         utilization=lambda *args: 0,
         Stream=Stream,
     )
@@ -81,6 +82,12 @@ def install() -> None:
     if LAUNCHES in os.environ:
         note_launches(Path(os.environ[LAUNCHES]))
     _OnCpu().__enter__()
+
+
+@contextlib.contextmanager  # which torch._dynamo expects of such functions
+def _nothing(*_: Any) -> Iterator[None]:
+    """A context in which nothing is different."""
+    yield
 
 
 def _moved(value: Any) -> Any:
@@ -168,10 +175,19 @@ def capture_one(
 ) -> None:
     """Runs around the capture of one of SGLang's graphs, and gives the graph the function that it
     captures.
+
+    A graph has read its attention's metadata once. Since then a prefill may have put others there.
     """
     original(backend, key, forward, *args, **named)
+    attention = inspect.getclosurevars(forward).nonlocals["attn_backend"]
+    metadata = getattr(attention, "forward_metadata", None)
+
+    def replay() -> Any:
+        with mock.patch.object(attention, "forward_metadata", metadata, create=True):
+            return forward()
+
     graph = backend._graphs[key]
-    graph.captured = forward
+    graph.captured = replay
     graph.output = backend._outputs[key]
 
 
@@ -218,7 +234,7 @@ def _know_triton(gpu: types.SimpleNamespace) -> None:
 def compute_bfloat16() -> None:
     """Makes Triton's interpreter compute with the values of bfloat16, in float32.
 
-    It keeps them as uint16, and adds and multiplies these integers (Triton 3.6 to 3.9,
+    It keeps them as uint16, and adds and multiplies these integers (Triton 3.6 to 3.8,
     runtime/interpreter.py: create_dot, binary_op). Its casts to bfloat16 truncate.
     """
     from triton import language as tl
