@@ -86,7 +86,7 @@ def simulate(
     source: str | None = None,
     output: str | None = None,
 ) -> CommandResult:
-    """What `megarl plan --simulate` prints: the run in virtual time (`step_p50_s`, `tokens_per_s`,
+    """What `megarl plan` prints with `--simulate`: the run in virtual time (`step_p50_s`, `tokens_per_s`,
     `waits_for_batch`).
 
     Args:
