@@ -188,16 +188,12 @@ def memory_lines(plan: RunPlan) -> list[str]:
     `plan`: one of `with_caches`.
     """
     rows = read_metrics(Path(plan.config.run_dir) / METRICS_FILE)
-    planned = estimate(plan.config, plan.spec)
+    planned_gib = estimate(plan.config, plan.spec).marks_gib
     sides = []
-    for side, memory in (("trainer", planned.trainer), ("engine", planned.generator)):
+    for side in ("trainer", "engine"):
         marks = [row[f"memory/{side}_gib"] for row in rows if f"memory/{side}_gib" in row]
-        # a process on a CPU counts its libraries
-        without_runtime = 0.0 if planned.cluster.gpu.name == "cpu" else memory.runtime
         if marks:
-            sides.append(
-                f"{side} {max(marks):.2f} GiB, planned {(memory.total - without_runtime) / GIB:.2f}"
-            )
+            sides.append(f"{side} {max(marks):.2f} GiB, planned {planned_gib[side]:.2f}")
     if sides:
         return [f"  {'most memory of a rank':<24}{'; '.join(sides)}"]
     return []

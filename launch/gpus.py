@@ -19,6 +19,7 @@ from pathlib import Path
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 NVIDIA_SMI_S = 60.0
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+MIG = "MIG-"  # how the name of a MIG instance begins
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,14 @@ def visible(shown: Sequence[tuple[str, ...]], visible_devices: str | None) -> tu
     """
     if visible_devices is None:
         return tuple(Gpu(index, sysfs_address(bus)) for index, _, bus in shown)
-    kind = next((prefix for prefix in ("GPU-", "MIG-") if visible_devices.startswith(prefix)), "")
+    kind = next((prefix for prefix in ("GPU-", MIG) if visible_devices.startswith(prefix)), "")
     entries = visible_devices.split(",")
     if not kind:
         entries = list(map(_leading_number, entries))
     names = list(itertools.takewhile(lambda name: name and name.startswith(kind), entries))
     if len(set(names)) < len(names):
         return ()
-    if kind == "MIG-":  # not in the driver's list, and so without an address
+    if kind == MIG:  # not in the driver's list, and so without an address
         return tuple(Gpu(name, "") for name in names)
     buses: list[str] = []
     for name in names:
@@ -68,6 +69,23 @@ def visible(shown: Sequence[tuple[str, ...]], visible_devices: str | None) -> tu
     if len(set(buses)) < len(buses):
         return ()
     return tuple(Gpu(name, sysfs_address(bus)) for name, bus in zip(names, buses))
+
+
+def memory_gib() -> dict[str, float]:
+    """GiB of each GPU that this launch may use, by its name. A MIG instance has the memory that its
+    profile names, such as 3g.40gb. A GPU whose memory the driver does not tell is left out.
+    """
+    listed = nvidia_smi("--query-gpu=pci.bus_id,memory.total", "--format=csv,noheader,nounits")
+    of_gpus = {
+        sysfs_address(bus): int(mib) / 1024
+        for bus, mib in (line.split(", ") for line in listed.splitlines())
+    }
+    of_instances = {
+        uuid: float(gb)
+        for gb, uuid in re.findall(r"MIG .*?(\d+)gb.*\(UUID: (MIG-[^)]+)\)", nvidia_smi("-L"))
+    }
+    sizes = {gpu.name: of_gpus.get(gpu.address, of_instances.get(gpu.name)) for gpu in gpus()}
+    return {name: gib for name, gib in sizes.items() if gib is not None}
 
 
 def _leading_number(entry: str) -> str:

@@ -30,7 +30,7 @@ from megarl.estimate.hardware import GPUS
 from megarl.generator.server import EngineKeys, growing_segments
 from megarl.launch import doctor
 from megarl.launch.engines import EngineKeeper
-from megarl.launch.gpus import gpus, nvidia_smi
+from megarl.launch.gpus import MIG, VISIBLE, gpus, memory_gib
 from megarl.launch.meeting import Meeting, NodeReport, locked, scratch_folder
 from megarl.launch.nodes import (
     EngineFleet,
@@ -84,6 +84,8 @@ def problems_here(plan: RunPlan, trains: bool, serves: bool, shared: bool) -> li
     for finding in doctor.run_checks(doctor.node(gpu)):
         if finding.state == doctor.LACKS:
             problems.append(f"{finding.what}: {finding.found}: {finding.remedy}")
+    if gpu:
+        problems += inseparable_instances(plan, trains)
     if gpu and trains:
         problems += _unfit_to_train(plan)
     if gpu and trains and serves and plan.config.cluster.share_gpus:
@@ -116,19 +118,31 @@ def _unfit_to_train(plan: RunPlan) -> Iterator[str]:
 
 
 def too_small_gpus(kind: str) -> Iterator[str]:
-    """Problems with GPUs of this node that have less memory than those of `kind`, by which the
-    memory of both sides was divided.
+    """The first of this run's GPUs that has less memory than those of `kind`, by which the memory
+    of both sides was divided.
     """
     planned_gib = GPUS[kind].memory_gib
-    sizes = nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits").split()
-    for index, mib in enumerate(sizes):
-        gib = int(mib) / 1024
+    for name, gib in memory_gib().items():
         if gib < SMALLEST * planned_gib:
+            has = f"GPU {name} here has {gib:.1f} GiB, but {kind} has {planned_gib:g}"
             yield (
                 f"cluster.gpu={kind}: must be the kind of the GPUs that trainer and engines "
-                f"share: GPU {index} here has {gib:.1f} GiB, but {kind} has {planned_gib:g}"
+                f"share, or one with less memory: {has}"
             )
             return
+
+
+def inseparable_instances(plan: RunPlan, trains: bool) -> Iterator[str]:
+    """What a run cannot do with several MIG instances: CUDA shows a process only one of them, and
+    neither NCCL nor CUDA IPC joins two.
+    """
+    instances = [gpu.name for gpu in gpus() if gpu.name.startswith(MIG)]
+    if len(instances) > 1 and (trains or any(group.settings.tp > 1 for group in plan.groups)):
+        yield (
+            f"{VISIBLE}={','.join(instances)}: must name one MIG instance, which trainer and engine "
+            "share (cluster.share_gpus=true), or whole GPUs: neither NCCL nor CUDA IPC joins two "
+            "instances"
+        )
 
 
 def _missing_files(plan: RunPlan) -> Iterator[str]:
@@ -249,7 +263,8 @@ def expected(plan: RunPlan) -> dict[str, Any]:
         "trainer_ranks": plan.trainer_topology.world_size,
         "peak_flops": None if gpu.name == "cpu" else gpu.bf16_flops,
     }
-    return {**to_json(planned, None), **parts, **peak, "asynchronous": planned.asynchronous}
+    more = {"asynchronous": planned.asynchronous, "marks_gib": planned.marks_gib}
+    return {**to_json(planned, None), **parts, **peak, **more}
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         plan,
         reshard,
         sft,
+        simulate,
         train,
     )
 
@@ -37,6 +38,7 @@ __all__ = [
     "plan",
     "reshard",
     "sft",
+    "simulate",
     "train",
 ]
 

@@ -44,6 +44,7 @@ __all__ = [
     "plan",
     "reshard",
     "sft",
+    "simulate",
     "train",
 ]
 
@@ -76,6 +77,34 @@ def plan(
     run = resolved("plan", config, overrides)
     given = shlex.join([str(config) if isinstance(config, str | Path) else "CONFIG", *overrides])
     return run_plan(run, given, searching=search, theory=theory, budget=gpus, picture=picture)
+
+
+def simulate(
+    config: ConfigSource,
+    *overrides: str,
+    sweep: Sequence[str] = (),
+    source: str | None = None,
+    output: str | None = None,
+) -> CommandResult:
+    """What `megarl plan` prints with `--simulate`: the run in virtual time (`step_p50_s`, `tokens_per_s`,
+    `waits_for_batch`).
+
+    Args:
+        sweep: such as ["async.capacity=0,1"]; the result then has `rows`, one for each combination
+            of values, and `take`, the settings to choose.
+        source: a run's folder, whose measured times are used (--from).
+        output: a folder for the simulated run, for `megarl.Run(output).report()`.
+
+    Raises ConfigError, RunError.
+    """
+    from megarl.simulation.command import run_simulation
+
+    return run_simulation(
+        lambda swept: resolved("plan", config, [*overrides, *swept]),
+        sweep=sweep,
+        source=source,
+        output=output,
+    )
 
 
 def reshard(

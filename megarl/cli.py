@@ -471,7 +471,14 @@ def _plan(plan: RunPlan, arguments: argparse.Namespace) -> int:
             f"--{name}" for name in others if getattr(arguments, name) not in (None, False)
         ]:
             raise ConfigError(f"{unused[0]}: is not for --simulate")
-        _simulate(arguments)
+        found = api.simulate(
+            arguments.config,
+            *arguments.overrides,
+            sweep=arguments.sweep,
+            source=arguments.source,
+            output=arguments.output,
+        )
+        print(json.dumps(found.get("rows", dict(found))) if arguments.json else found)
         return 1 if refused_by_train(plan.config, plan.spec) else 0
     given = [
         f"--{name}"
@@ -496,25 +503,6 @@ def _plan(plan: RunPlan, arguments: argparse.Namespace) -> int:
     )
     _print(found, arguments)
     return 0 if found["fits"] else 1
-
-
-def _simulate(arguments: argparse.Namespace) -> None:
-    from megarl.config.load import load_config
-    from megarl.simulation.command import run
-
-    def configure(overrides: Sequence[str]) -> RunPlan:
-        return resolve(
-            api.one_gpu_shared(load_config(arguments.config, [*arguments.overrides, *overrides])),
-            "plan",
-        )
-
-    run(
-        configure,
-        sweep=arguments.sweep,
-        source=arguments.source,
-        output=arguments.output,
-        as_json=arguments.json,
-    )
 
 
 def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:

@@ -67,6 +67,8 @@ def metrics(step: int, rng: np.random.Generator) -> dict[str, float]:
         "sync/audit_ok": True,
         "prompts/buffered": 3,
         "flops/policy": 4.2e14,
+        "memory/trainer_gib": 20.5 if step else 20.0,
+        "memory/gpu_in_use_gib": 40.0,
         **(
             {"logprob/abs_diff_mean": 2e-4 * math.exp(noise(0.2)), "logprob/limit": 0.05}
             if step % 10 == 0
@@ -227,6 +229,7 @@ def _trace(folder: Path, steps: int, ranks: int, engines: int, faults: bool) -> 
         "peak_flops": 989e12,
         "trainer_ranks": ranks,
         "asynchronous": True,
+        "marks_gib": {"trainer": 21.0, "engine": 12.0},
     }
     third = steps // 3
 

@@ -277,7 +277,7 @@ def _mistaken(assigned: Mapping[str, Any]) -> Iterator[str]:
     there is set too.
     """
     for key, value in assigned.items():
-        elsewhere = elsewhere_called(key) if key in settings() else None
+        elsewhere = foreign_setting_of(key) if key in settings() else None
         if elsewhere is not None and elsewhere.key not in ("", *assigned):
             yield (
                 f"{key}={yaml_text(value)}: {elsewhere.key} must be set too. In other programs "

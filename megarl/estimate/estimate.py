@@ -412,6 +412,18 @@ class Estimate:
         return self.asynchronous and not self.shared
 
     @property
+    def marks_gib(self) -> dict[str, float]:
+        """What a run measures as memory/trainer_gib, memory/engine_gib and memory/gpu_in_use_gib,
+        on the fullest ranks. On a GPU a side is without context and libraries, as torch counts it.
+        """
+        on_gpu = self.cluster.gpu.device != "cpu"
+        marks = {
+            side: (memory.total - on_gpu * memory.runtime) / GIB
+            for side, memory in (("trainer", self.trainer), ("engine", self.generator))
+        }
+        return marks | ({"gpu_in_use": self.fullest.gpu_total / GIB} if self.shared else {})
+
+    @property
     def overfull(self) -> dict[str, float]:
         """GiB by which each side is too large, without sides that fit."""
         limit = self.cluster.gpu.memory_gib
@@ -458,17 +470,21 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
     full_s, delta_s = sync_s(spec, config, cluster)
     alone_s = adapters.alone_s(config, spec, cluster)
     messages_s = updates_control_s(groups, senders, constants)
+    train = training_time(config, spec, config.trainer, cluster, constants, workload)
+    shared = bool(config.cluster.share_gpus)
     return Estimate(
         workload=workload,
         generated=generated,
         cluster=cluster,
         trainer=training_memory(config, spec, config.trainer, cluster.gpu),
-        groups=of_groups(config, spec, groups),
+        groups=of_groups(
+            config, spec, groups, beside_s=train.total + constants.glue_s if shared else 0.0
+        ),
         offloaded=_on_node(
             config, cluster, _optimizers(config, spec, config.trainer, cluster.gpu, offloaded_bytes)
         ),
         saving=_on_node(config, cluster, _saving_bytes(config, spec, config.trainer, cluster.gpu)),
-        train=training_time(config, spec, config.trainer, cluster, constants, workload),
+        train=train,
         sync_s=(full_s if alone_s is None else alone_s) + messages_s,
         delta_sync_s=delta_s + messages_s,
         control_s=messages_s,
@@ -476,7 +492,7 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         inboxes=_inbox_bytes_of_node(config, spec, cluster) if may_land(config) else 0.0,
         glue_s=constants.glue_s,
         asynchronous=overlaps(config),
-        shared=bool(config.cluster.share_gpus),
+        shared=shared,
         served=served(config),
     )
 
@@ -490,12 +506,14 @@ def updates_control_s(groups: Sequence[EngineGroup], senders: int, constants: Co
 
 
 def of_groups(
-    config: RunConfig, spec: ModelSpec, groups: Sequence[EngineGroup]
+    config: RunConfig, spec: ModelSpec, groups: Sequence[EngineGroup], beside_s: float = 0.0
 ) -> tuple[GroupEstimate, ...]:
     """Estimates the groups, among which responses are divided.
 
     With partial rollouts each group gets as many as it can generate in the time. Otherwise all
     responses begin together, and go to engines in proportion to max_concurrency.
+
+    `beside_s`: seconds of a step's training on the engines' GPUs; 0: they share none.
     """
     cluster = Cluster.of(config)
     dtype = config.model.dtype
@@ -519,7 +537,7 @@ def of_groups(
             if len(groups) == 1
             else replace(work, sequences=share * work.sequences, prompts=share * work.prompts)
         )
-        time = model.seconds(part, **how)
+        time = _beside_training(model, part, config, beside_s)
         beside = beside_cache(config, spec, own, gpu)
         memory = generator_memory(spec, own, dtype, Workload.of(config), gpu, **beside)
         rate = own.engines * time.concurrency / time.token_s
@@ -539,10 +557,25 @@ def of_groups(
                 tokens_per_s=rate,
                 kv_tokens=tokens,
                 at_full_length=tokens / work.longest,
-                unbounded_s=endless.seconds(part, **how).total,
+                unbounded_s=_beside_training(endless, part, config, beside_s).total,
             )
         )
     return tuple(found)
+
+
+def _beside_training(
+    model: GenerateModel, work: Workload, config: RunConfig, beside_s: float
+) -> GenerateTime:
+    """The time of a step's responses. On a shared GPU it adds to the `beside_s` of training.
+
+    With partial rollouts the next step's responses fill the places of those that end, so a step has
+    no tail. But engines that are faster than the training beside them have nothing more to begin
+    until the trainer's next weights: their last responses then end alone, as in turns.
+    """
+    time = model.seconds(work, **unfinished(config))
+    alone_s = math.inf if run_ahead(config.async_) is None else model.seconds(work).total
+    unfilled_s = min(beside_s, alone_s) - time.total
+    return replace(time, tail=time.tail + max(0.0, unfilled_s))
 
 
 def check_longest(config: RunConfig, spec: ModelSpec) -> None:

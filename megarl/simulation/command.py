@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from megarl.base.files import write_whole
+from megarl.base.results import CommandResult
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.load import dump_config
 from megarl.config.schema import GeneratorConfig, RunConfig
@@ -106,16 +107,17 @@ def summary(plan: RunPlan, totals: Totals) -> Summary:
     )
 
 
-def run(
+def run_simulation(
     configure: Configure,
     *,
     sweep: Sequence[str] = (),
     source: str | None = None,
     output: str | None = None,
-    as_json: bool = False,
-) -> None:
-    """Prints the result of a simulated run, or a table with a row for each combination of swept
-    values.
+) -> CommandResult:
+    """The result of a simulated run. With `sweep`, `rows` has one of each combination of the swept
+    values, and `take` the settings of the one to choose.
+
+    Its `refused` says what megarl train would refuse.
 
     `sweep`: key=value,value,… each. `source`: the folder of a run whose measured times replace the
     planner's. `output`: a folder for the simulated run, which `megarl report` opens. Raises
@@ -129,25 +131,29 @@ def run(
     # checks all of them before the first begins
     plans = [configure(overrides) for overrides in combinations]
     _check(plans)
-    found = []
+    summaries = []
     gc.freeze()  # garbage collections then skip objects from imports
     for overrides, plan in zip(combinations, plans):
         began = time.monotonic()
-        found.append(_one(plan, source, output))
+        summaries.append(_one(plan, source, output))
         if sweep:
             print(f"{' '.join(overrides)}: {time.monotonic() - began:.0f} s", file=sys.stderr)
-    if as_json:
-        each = [
-            {"settings": list(overrides), **asdict(one)}
-            for overrides, one in zip(combinations, found)
-        ]
-        print(json.dumps(each if sweep else each[0]))
-    elif sweep:
-        print(*table(combinations, found), sep="\n")
-    else:
-        print(*render(plans[0], found[0]), sep="\n")
-        if output:
-            print(f"page       megarl report {output}")
+    rows = [
+        {
+            "settings": overrides,
+            **asdict(summary),
+            "refused": refused_by_train(plan.config, plan.spec),
+        }
+        for overrides, summary, plan in zip(combinations, summaries, plans)
+    ]
+    if sweep:
+        best = chosen(summaries)
+        text = "\n".join(table(combinations, summaries))
+        return CommandResult({"rows": rows, "take": combinations[best]}, text)
+    lines = render(plans[0], summaries[0])
+    if output:
+        lines.append(f"page       megarl report {output}")
+    return CommandResult(rows[0], "\n".join(lines))
 
 
 def _one(plan: RunPlan, source: str | None, output: str | None) -> Summary:
@@ -388,15 +394,8 @@ def table(combinations: Sequence[Sequence[str]], found: Sequence[Summary]) -> li
         )
         for row in rows
     ]
-    fastest = max(found, key=lambda one: one.tokens_per_s)
-    close = [
-        index
-        for index, one in enumerate(found)
-        if one.tokens_per_s >= (1 - CLOSE) * fastest.tokens_per_s
-    ]
-    best = min(
-        close, key=lambda index: (round(mean_age(found[index]), 2), -found[index].tokens_per_s)
-    )
+    best = chosen(found)
+    close = within_reach(found)
     why = (
         "is the fastest"
         if len(close) == 1
@@ -406,4 +405,22 @@ def table(combinations: Sequence[Sequence[str]], found: Sequence[Summary]) -> li
     return [
         *(line.rstrip() for line in lines),
         f"take {' '.join(combinations[best])}: it {why} ({found[best].tokens_per_s:,.0f} tokens/s)",
+    ]
+
+
+def chosen(found: Sequence[Summary]) -> int:
+    """The place of the one to take: with the freshest tokens among the fastest."""
+    return min(
+        within_reach(found),
+        key=lambda index: (round(mean_age(found[index]), 2), -found[index].tokens_per_s),
+    )
+
+
+def within_reach(found: Sequence[Summary]) -> list[int]:
+    """The places of those that are about as fast as the fastest."""
+    fastest = max(summary.tokens_per_s for summary in found)
+    return [
+        index
+        for index, summary in enumerate(found)
+        if summary.tokens_per_s >= (1 - CLOSE) * fastest
     ]

@@ -19,7 +19,9 @@ import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from pretended_cuda import H100, TRITON_TYPES, Record, replace_cuda
@@ -62,8 +64,8 @@ def install() -> None:
         graph_pool_handle=lambda: (0, 0),
         get_arch_list=lambda: ["sm_90"],
         MemPool=object,
-        use_mem_pool=lambda *args: contextlib.nullcontext(),
-        StreamContext=lambda stream: contextlib.nullcontext(),
+        use_mem_pool=_nothing,
+        StreamContext=_nothing,
         utilization=lambda *args: 0,
         Stream=Stream,
     )
@@ -76,9 +78,16 @@ def install() -> None:
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
     _meet_by_gloo()
     _know_triton(properties)
+    compute_bfloat16()
     if LAUNCHES in os.environ:
         note_launches(Path(os.environ[LAUNCHES]))
     _OnCpu().__enter__()
+
+
+@contextlib.contextmanager  # which torch._dynamo expects of such functions
+def _nothing(*_: Any) -> Iterator[None]:
+    """A context in which nothing is different."""
+    yield
 
 
 def _moved(value: Any) -> Any:
@@ -166,10 +175,19 @@ def capture_one(
 ) -> None:
     """Runs around the capture of one of SGLang's graphs, and gives the graph the function that it
     captures.
+
+    A graph has read its attention's metadata once. Since then a prefill may have put others there.
     """
     original(backend, key, forward, *args, **named)
+    attention = inspect.getclosurevars(forward).nonlocals["attn_backend"]
+    metadata = getattr(attention, "forward_metadata", None)
+
+    def replay() -> Any:
+        with mock.patch.object(attention, "forward_metadata", metadata, create=True):
+            return forward()
+
     graph = backend._graphs[key]
-    graph.captured = forward
+    graph.captured = replay
     graph.output = backend._outputs[key]
 
 
@@ -211,6 +229,51 @@ def _know_triton(gpu: types.SimpleNamespace) -> None:
             utils=types.SimpleNamespace(get_device_properties=lambda device: shown),
         )
     )
+
+
+def compute_bfloat16() -> None:
+    """Makes Triton's interpreter compute with the values of bfloat16, in float32.
+
+    It keeps them as uint16, and adds and multiplies these integers (Triton 3.6 to 3.8,
+    runtime/interpreter.py: create_dot, binary_op). Its casts to bfloat16 truncate.
+    """
+    from triton import language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def widened(value: Any) -> Any:
+        if isinstance(value, TensorHandle) and value.dtype == tl.bfloat16:
+            bits = value.data.astype(np.uint32) << 16
+            return TensorHandle(bits.view(np.float32), tl.float32)
+        return value
+
+    def rounded(value: Any) -> Any:
+        bits = value.data.view(np.uint32)
+        to_nearest_even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return TensorHandle(to_nearest_even.astype(np.uint16), tl.bfloat16)
+
+    def elementwise(original: Callable[..., Any]) -> Callable[..., Any]:
+        def operate(builder: Any, first: Any, *others: Any) -> Any:
+            output = original(builder, widened(first), *map(widened, others))
+            is_number = output.data.dtype == np.float32
+            return rounded(output) if first.dtype == tl.bfloat16 and is_number else output
+
+        return operate
+
+    def cast(original: Callable[..., Any]) -> Callable[..., Any]:
+        def convert(builder: Any, source: Any, target: Any) -> Any:
+            if source.dtype == tl.float32 and target.scalar == tl.bfloat16:
+                return rounded(source)
+            return original(builder, source, target)
+
+        return convert
+
+    product = InterpreterBuilder.create_dot
+    InterpreterBuilder.create_dot = lambda builder, left, right, *more: product(
+        builder, widened(left), widened(right), *more
+    )
+    InterpreterBuilder.binary_op = elementwise(InterpreterBuilder.binary_op)
+    InterpreterBuilder.unary_op = elementwise(InterpreterBuilder.unary_op)
+    InterpreterBuilder.cast_impl = cast(InterpreterBuilder.cast_impl)
 
 
 def note_launches(path: Path) -> None:

@@ -166,6 +166,9 @@ def test_times_weights_and_faults_equal_the_trace(tab: browser.Browser, run: Pat
         )
     }
     assert table["a step"][:2] == ["2 s", "1.9 s"] and table["training"][:2] == ["1.1 s", "1 s"]
+    assert table["trainer rank 0"][:2] == ["20.5 GiB", "21 GiB"]
+    assert table["the GPU of rank 0, all processes"][:2] == ["40 GiB", ""]
+    assert "a worker of an engine" not in table, "without an audit there is no mark"
     assert "decoding at full concurrency" in shows(
         tab, "#panel-time"
     ) and "generation binds" in shows(tab, "#panel-time")

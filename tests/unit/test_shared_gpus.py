@@ -16,6 +16,7 @@ import one_card
 import pytest
 import torch
 
+import megarl
 from megarl.base import shared_gpu
 from megarl.base.shared_gpu import (
     await_trainers,
@@ -27,7 +28,7 @@ from megarl.base.shared_gpu import (
 )
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.load import load_config
-from megarl.estimate.estimate import estimate, steps_by_capacity, with_kv_caches
+from megarl.estimate.estimate import estimate, with_kv_caches
 from megarl.estimate.hardware import GIB, GPUS
 from megarl.estimate.memory import PAGE_SLACK
 from megarl.estimate.report import advised_capacity, render, render_sharing
@@ -35,6 +36,7 @@ from megarl.estimate.search import remedies
 from megarl.estimate.times import update_bytes_per_s
 from megarl.generator.completions import Sampling
 from megarl.launch import commands, launcher, start
+from megarl.launch import gpus as launch_gpus
 from megarl.launch.gpus import Gpu
 from megarl.launch.launcher import Job, placement, too_small_gpus
 from megarl.launch.meeting import NodeReport
@@ -50,6 +52,7 @@ from megarl.simulation.run import Attempt
 from megarl.simulation.virtual import VirtualLoop
 from megarl.weight_sync.transports.choice import transport_between
 
+SMALL_ENGINE = "generator.max_concurrency=32"
 CONFIGS = Path(__file__).parents[2] / "configs"
 ONE = [
     "trainer.tp=1",
@@ -389,14 +392,55 @@ def test_marks_are_compared_with_the_plan(monkeypatch):
     )
 
 
-def test_smaller_gpus_than_planned_are_refused(monkeypatch):
-    monkeypatch.setattr(launcher, "nvidia_smi", lambda *_: "24564\n24564\n")
-    (problem,) = too_small_gpus("H100")
-    assert problem.startswith(
-        "cluster.gpu=H100: must be the kind of the GPUs that trainer and engines share: GPU 0 "
-        "here has 24.0 GiB"
-    )
-    assert [*too_small_gpus("RTX4090")] == []
+DRIVER = {
+    "-L": "GPU 0: NVIDIA H100 (UUID: GPU-1)\n"
+    "  MIG 1g.12gb     Device  0: (UUID: MIG-1a)\n"
+    "  MIG 3g.40gb+me  Device  1: (UUID: MIG-1b)\n",
+    "--query-gpu=pci.bus_id,memory.total": "00000000:1B:00.0, 24564\n00000000:2B:00.0, 81559\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kind", "gib"),
+    [
+        (Gpu("0", "0000:1b:00.0"), "H100", 24.0),
+        (Gpu("0", "0000:1b:00.0"), "RTX4090", None),
+        (Gpu("1", "0000:2b:00.0"), "H100", None),  # the smaller GPU is not this run's
+        (Gpu("MIG-1b", ""), "H100", 40.0),
+        (Gpu("MIG-1b", ""), "RTX4090", None),
+        (Gpu("MIG-1a", ""), "RTX4090", 12.0),
+    ],
+)
+def test_smaller_gpus_than_planned_are_refused(gpu, kind, gib, monkeypatch):
+    monkeypatch.setattr(launch_gpus, "nvidia_smi", lambda option, *_: DRIVER[option])
+    monkeypatch.setattr(launch_gpus, "gpus", lambda: (gpu,))
+    problems = [*too_small_gpus(kind)]
+    assert len(problems) == (gib is not None)
+    if problems:
+        assert problems[0].startswith(
+            f"cluster.gpu={kind}: must be the kind of the GPUs that trainer and engines share, or "
+            f"one with less memory: GPU {gpu.name} here has {gib:.1f} GiB"
+        )
+
+
+@pytest.mark.parametrize(
+    ("names", "overrides", "trains", "refused"),
+    [
+        (["MIG-1", "MIG-2"], ["cluster.share_gpus=false"], True, True),
+        (["MIG-1", "MIG-2"], ["generator.tp=2", "trainer.dp=2"], False, True),
+        (["MIG-1", "MIG-2"], [], False, False),  # engines alone, each on its own
+        (["MIG-1"], [], True, False),
+        (["0", "1"], ["cluster.share_gpus=false"], True, False),
+    ],
+)
+def test_several_mig_instances_are_refused(names, overrides, trains, refused, monkeypatch):
+    monkeypatch.setattr(launcher, "gpus", lambda: tuple(Gpu(name, "") for name in names))
+    problems = [*launcher.inseparable_instances(planned(*overrides), trains)]
+    assert bool(problems) is refused
+    if problems:
+        assert problems[0].startswith(
+            "CUDA_VISIBLE_DEVICES=MIG-1,MIG-2: must name one MIG instance"
+        )
 
 
 # Time.
@@ -416,13 +460,43 @@ def test_kernels_of_both_sides_take_turns():
     )
 
 
-def test_plan_advises_a_capacity():
-    plan = planned("rollout.max_tokens=3000")
-    steps = steps_by_capacity(plan.config, plan.spec)
-    assert advised_capacity(steps) == 1 and render_sharing(steps).endswith("take 1"), (
-        "unfinished responses go on in the next step"
+@pytest.mark.parametrize(
+    ("overrides", "capacity"),
+    [
+        ([], 0),  # engines are faster than the trainer, and wait for it
+        (["async.partial_rollout=block"], 0),
+        (["plan.response_tokens=900", "rollout.max_tokens=4000", SMALL_ENGINE], 1),
+    ],
+)
+def test_plan_and_simulation_advise_the_same_capacity(overrides, capacity):
+    """The simulation is the run's own scheduler."""
+    config = CONFIGS / "one_gpu.yaml"
+    planned_s = megarl.plan(config, *overrides).share_gpus
+    simulated = megarl.simulate(
+        config, *overrides, "plan.simulation.steps=20", sweep=["async.capacity=0,1"]
     )
+    assert planned_s["capacity"] == capacity and simulated.take == [f"async.capacity={capacity}"]
+    assert [row["step_p50_s"] for row in simulated.rows] == pytest.approx(
+        list(planned_s["step_s"].values()), rel=0.07
+    )
+
+
+def test_plan_advises_no_capacity_within_its_error():
     assert advised_capacity({0: 10.0, 1: 9.9}) == 0, "tokens of the newest weights"
+    assert advised_capacity({0: 10.0, 1: 9.3}) is None
+    assert render_sharing({0: 10.0, 1: 9.3}).endswith("--sweep async.capacity=0,1 says")
+    assert render_sharing({0: 10.0, 1: 8.0}).endswith("take 1")
+
+
+def test_engines_faster_than_the_trainer_end_each_step_alone():
+    """Their longest responses count beside training, as in turns, at any capacity."""
+    plans = [planned(f"async.capacity={capacity}") for capacity in (0, 1, 2)]
+    in_turns, *at_once = (estimate(plan.config, plan.spec) for plan in plans)
+    for found in at_once:
+        assert found.generate.total < found.train.total + found.glue_s
+        assert found.step_s == pytest.approx(in_turns.step_s)
+    apart = planned("cluster.share_gpus=false")
+    assert estimate(apart.config, apart.spec).generate.tail == 0
 
 
 def test_update_on_one_gpu_is_a_copy_in_its_memory():

@@ -67,12 +67,6 @@ REPORT_S = 15.0  # kept of the part's deadline for the report of a run that is c
 LOOK_S = 0.2
 FEWEST_STEPS = 8  # with fewer, the reward need not rise
 LOG_CHARACTERS = 2500
-# metric -> what `megarl plan` calls it; the plan also counts contexts and libraries
-PLANNED_MEMORY = {
-    "memory/trainer_gib": "trainer_gib_per_gpu",
-    "memory/engine_gib": "generator_gib_per_gpu",
-    "memory/gpu_in_use_gib": "shared_gib_per_gpu",
-}
 CUDA_IPC = "cuda_ipc"
 SHARED_MEMORY = "shared_memory"
 
@@ -314,12 +308,11 @@ def report(
     bench.emit(
         {"what": "tokens_per_s, median", "measured": median(row["tokens_per_s"] for row in settled)}
     )
-    for key, of_plan in PLANNED_MEMORY.items():
+    for side, planned_gib in planned.get("marks_gib", {}).items():
+        key = f"memory/{side}_gib"
         if any(key in row for row in rows):
             most = max(row.get(key, 0.0) for row in rows)
-            bench.emit(
-                {"what": f"{key}, largest", "measured": most, "planned": planned.get(of_plan)}
-            )
+            bench.emit({"what": f"{key}, largest", "measured": most, "planned": planned_gib})
 
 
 def restarts(row: dict[str, Any], kill_at: int) -> bool:

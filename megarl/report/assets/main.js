@@ -202,7 +202,7 @@ function refresh() {
     ...open.flatMap((run) => [
       title(run),
       timelines.find((t) => t.run === run).node,
-      el("div", { class: "grid wide" }, splitTable(run), engineTable(run) ?? "", faultTable(run)),
+      el("div", { class: "grid wide" }, splitTable(run), memoryTable(run) ?? "", engineTable(run) ?? "", faultTable(run)),
     ]),
   );
   weightsTop.replaceChildren(...open.flatMap((run) => [title(run), pairTable(run), updateTable(run)]));

@@ -82,6 +82,14 @@ const TIME = [
     { warms: true },
   ],
   ["Scoring", "seconds that rollouts waited for scores, beside decoding", [["time/reward_s", ""]], { warms: true }],
+  [
+    "Memory",
+    "GiB, the most so far of trainer rank 0; dashed: a worker of an engine",
+    [
+      ["memory/trainer_gib", "trainer"],
+      ["memory/engine_gib", "engine"],
+    ],
+  ],
   ["Queue", "finished groups that wait for a later step", [["prompts/buffered", ""]]],
 ];
 const WEIGHTS = [

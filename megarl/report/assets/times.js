@@ -12,14 +12,14 @@ const SPLIT = [
   ["time/generator_wait_s", "engines wait", null, "--k-waite"],
   ["time/save_s", "saving holds up", null, "--k-save"],
 ];
-function splitTable(run) {
-  const plan = run.expected ?? {},
-    rows = SPLIT.map(([key, name, planned, color]) => [
-      name,
-      median(run.metrics[key] ?? []),
-      planned ? plan[planned] : undefined,
-      color,
-    ]).filter((row) => !Number.isNaN(row[1]));
+// High-water marks, beside the plan's marks_gib.
+const MARKS = [
+  ["trainer", "trainer rank 0", "--k-train"],
+  ["engine", "a worker of an engine", "--k-gen"],
+  ["gpu_in_use", "the GPU of rank 0, all processes", "--k-serve"],
+];
+// A table of [name, measured, planned, color]; `text` writes a value.
+function besidePlan(rows, text) {
   const most = Math.max(...rows.map((row) => Math.max(row[1], row[2] ?? 0)), 1e-9),
     planned = rows.some((row) => row[2] !== undefined);
   const body = rows.map(([name, measured, expected, color]) =>
@@ -27,8 +27,8 @@ function splitTable(run) {
       "tr",
       {},
       el("td", {}, name),
-      el("td", { class: "n num" }, seconds(measured)),
-      planned ? el("td", { class: "n num" }, expected === undefined ? "" : seconds(expected)) : null,
+      el("td", { class: "n num" }, text(measured)),
+      planned ? el("td", { class: "n num" }, expected === undefined ? "" : text(expected)) : null,
       el(
         "td",
         { style: "width:45%" },
@@ -41,6 +41,32 @@ function splitTable(run) {
       ),
     ),
   );
+  return el(
+    "table",
+    { class: "splits" },
+    el(
+      "thead",
+      {},
+      el(
+        "tr",
+        {},
+        el("th", {}, ""),
+        el("th", { class: "n" }, "measured"),
+        planned ? el("th", { class: "n" }, "planned") : null,
+        el("th", {}, ""),
+      ),
+    ),
+    el("tbody", {}, ...body),
+  );
+}
+function splitTable(run) {
+  const plan = run.expected ?? {},
+    rows = SPLIT.map(([key, name, planned, color]) => [
+      name,
+      median(run.metrics[key] ?? []),
+      planned ? plan[planned] : undefined,
+      color,
+    ]).filter((row) => !Number.isNaN(row[1]));
   const trainer = median(run.metrics["time/trainer_wait_s"] ?? []),
     generator = median(run.metrics["time/generator_wait_s"] ?? []),
     step = median(run.metrics["time/step_s"] ?? []),
@@ -62,25 +88,26 @@ function splitTable(run) {
     { class: "card", "aria-label": "a step's times" },
     el("h3", {}, "A step, and what it was planned to take"),
     el("p", { class: "why" }, "Medians over all steps. Sides overlap, so parts do not add up. The black tick is megarl plan's prediction."),
-    el(
-      "table",
-      { class: "splits" },
-      el(
-        "thead",
-        {},
-        el(
-          "tr",
-          {},
-          el("th", {}, ""),
-          el("th", { class: "n" }, "measured"),
-          planned ? el("th", { class: "n" }, "planned") : null,
-          el("th", {}, ""),
-        ),
-      ),
-      el("tbody", {}, ...body),
-    ),
+    besidePlan(rows, seconds),
     el("p", {}, binds),
     told,
+  );
+}
+function memoryTable(run) {
+  const plan = run.expected?.marks_gib ?? {},
+    rows = MARKS.map(([side, name, color]) => [
+      name,
+      (run.metrics[`memory/${side}_gib`] ?? []).reduce((most, gib) => Math.max(most, gib ?? -Infinity), -Infinity),
+      plan[side],
+      color,
+    ]).filter((row) => Number.isFinite(row[1]));
+  if (!rows.length) return null;
+  return el(
+    "section",
+    { class: "card", "aria-label": "memory" },
+    el("h3", {}, "Memory, and what was planned"),
+    el("p", { class: "why" }, "The most that was held. On a GPU, torch's memory of a side. The black tick is megarl plan's prediction for the fullest rank."),
+    besidePlan(rows, (gib) => bytes(gib * 2 ** 30)),
   );
 }
 function engineTable(run) {
