@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import fmean
 
 from megarl.agents.program import PROGRAM
-from megarl.algorithms.recipes import RECIPES
 from megarl.base.coroutines import run_coroutine
+from megarl.config.algorithms import ALGORITHMS
 from megarl.config.errors import ConfigError, RunError, problems_of
 from megarl.config.schema import OF_HUBS, RunConfig
 from megarl.critic.plan import critic_path
@@ -332,7 +332,7 @@ def check_inputs(
         checks.append(lambda: check_rollout(config, at_hand))
     if reads == "train" and config.weights.transport != "auto":
         checks.append(lambda: check_weights_transport(config.weights.transport, at_hand))
-    if reads == "train" and config.algorithm.name not in RECIPES:
+    if reads == "train" and config.algorithm.name not in ALGORITHMS:
         checks.append(lambda: check_rule(config.algorithm.name))
     if reads in TRACKED:
         checks.append(lambda: check_trackers(config.observe.trackers))

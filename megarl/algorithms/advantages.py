@@ -168,9 +168,6 @@ class GroupLoss:
         )
 
 
-GROUP_LOSSES: dict[str, Loss] = {"online_dpo": dpo, "ipo": ipo, "copg": copg}
-
-
 def _paired(advantages: Tensor) -> Tensor:
     return (advantages != 0).any(dim=1)
 

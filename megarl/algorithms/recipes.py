@@ -1,16 +1,14 @@
-"""Algorithms as data: the bounds of their importance ratios, and how they compute advantages and
-means.
+"""The algorithm that a configuration describes, what it needs, and what contradicts it.
 
-All share one loss (`losses.PolicyGradient`) with different weights (`registry.RULES`). Imports no
-torch, so that a configuration is checked at once.
+Imports no torch, so that a configuration is checked at once.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from megarl.config.algorithms import ALGORITHMS, CUSTOM_RULE, Recipe
 from megarl.config.schema import AlgorithmConfig, published
 
 BEHAVIOR_CAP = 5.0  # as in AReaL's configurations
@@ -27,86 +25,6 @@ _KEYS = (
 )
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """`rho_min`, `rho`: bounds of the importance ratio.
-
-    None: the algorithm has no such bound, so it cannot be set. `dual_clip`: where ratios of
-    negative advantages are cut off. None: as above; infinite: nowhere unless set. `beta`: weight of
-    the KL divergence in a loss of several responses (advantages.py). `gamma`, `gae_lambda`,
-    `whiten`: for a critic's advantages (megarl/critic/losses.py). `ratios`: the values of
-    algorithm.ratio that make sense with it. `fixed`: the settings that define the algorithm, and so
-    cannot be changed.
-    """
-
-    rho_min: float | None
-    rho: float | None
-    advantage: str = "mean"
-    loss_mean: str = "token"
-    ratios: tuple[str, ...] = ("behavior", "proximal", "decoupled")
-    dual_clip: float | None = None
-    beta: float | None = None
-    gamma: float | None = None
-    gae_lambda: float | None = None
-    whiten: bool | None = None
-    fixed: tuple[str, ...] = ()
-
-
-_OF_GROUPS = Recipe(
-    None, None, loss_mean="sequence_sum", ratios=("behavior",), fixed=("advantage", "loss_mean")
-)
-# Bounds are from the papers that docs/algorithms.md names; beta is from arXiv:2410.18252, appendix
-# A, also for copg.
-RECIPES = {
-    "aipo": Recipe(0.0, 4.0),
-    "grpo": Recipe(0.8, 1.2, advantage="normalized", loss_mean="sequence", dual_clip=3.0),
-    "gspo": Recipe(
-        1 - 3e-4, 1 + 4e-4, advantage="normalized", loss_mean="sequence", dual_clip=math.inf
-    ),
-    # The rule bounds the difference between trainer and generator, which pi/prox ignores.
-    "icepop": Recipe(0.5, 5.0, advantage="normalized", ratios=("behavior",)),
-    # The rule leaves good responses uncorrected, and corrects others as a whole: a factor per token
-    # contradicts both.
-    "topr": Recipe(None, 1.0, ratios=("behavior", "proximal")),
-    "reinforce": Recipe(None, None, ratios=("behavior",)),  # the rule reads no ratio
-    "rloo": Recipe(
-        None, None, advantage="leave_one_out", loss_mean="sequence_sum", ratios=("behavior",)
-    ),
-    # The rule uses the ratio of the whole response, which a factor per token contradicts.
-    "proximal_rloo": Recipe(
-        0.8,
-        1.2,
-        advantage="leave_one_out",
-        loss_mean="sequence_sum",
-        ratios=("behavior", "proximal"),
-        dual_clip=math.inf,
-    ),
-    "best_of_n": Recipe(
-        None,
-        None,
-        advantage="best",
-        loss_mean="sequence_sum",
-        ratios=("behavior",),
-        fixed=("advantage", "loss_mean"),
-    ),
-    "online_dpo": replace(_OF_GROUPS, advantage="best_and_worst", beta=0.1),
-    "ipo": replace(_OF_GROUPS, advantage="best_and_worst", beta=0.1),
-    "ppo": Recipe(
-        0.8,
-        1.2,
-        advantage="gae",
-        dual_clip=math.inf,
-        gamma=1.0,
-        gae_lambda=0.95,
-        whiten=True,
-        fixed=("advantage",),
-    ),
-    "distill": Recipe(0.0, 4.0, advantage="none", fixed=("advantage",)),  # aipo without a reward
-    "copg": replace(_OF_GROUPS, advantage="leave_one_out", beta=0.05),
-}
-CUSTOM_RULE = Recipe(0.0, 4.0)  # for a rule that a configuration names by its import path
-
-
 def recipe_of(config: AlgorithmConfig) -> Recipe:
     """The recipe of `config.name`, with the configuration's settings in place of its defaults."""
     set_values = {}
@@ -114,7 +32,7 @@ def recipe_of(config: AlgorithmConfig) -> Recipe:
         value = getattr(config, key)
         if value is not None:
             set_values[key] = value
-    return replace(RECIPES.get(config.name, CUSTOM_RULE), **set_values)
+    return replace(ALGORITHMS.get(config.name, CUSTOM_RULE), **set_values)
 
 
 def has_critic(config: AlgorithmConfig) -> bool:
@@ -158,7 +76,7 @@ def problems(config: AlgorithmConfig) -> Iterator[str]:
     """
     for key in _KEYS:
         value = getattr(config, key)
-        defaults = RECIPES.get(config.name, CUSTOM_RULE)
+        defaults = ALGORITHMS.get(config.name, CUSTOM_RULE)
         if value is not None and (getattr(defaults, key) is None or key in defaults.fixed):
             reason = (
                 f"{config.name} has {'its own' if key in defaults.fixed else 'no such setting'}"

@@ -8,53 +8,27 @@ from functools import partial
 
 import torch
 
-from megarl.algorithms.advantages import ADVANTAGES, CHOICES, GROUP_LOSSES, GroupLoss
+from megarl.algorithms import advantages, losses
+from megarl.algorithms.advantages import ADVANTAGES, CHOICES, GroupLoss
 from megarl.algorithms.base import Algorithm
-from megarl.algorithms.losses import (
-    PolicyGradient,
-    Weights,
-    clamped,
-    clipped,
-    masked,
-    response_clipped,
-    sequence_clipped,
-    tapered,
-    uncorrected,
-)
-from megarl.algorithms.recipes import BEHAVIOR_CAP, CUSTOM_RULE, recipe_of
+from megarl.algorithms.losses import PolicyGradient, Weights
+from megarl.algorithms.recipes import BEHAVIOR_CAP, recipe_of
+from megarl.config.algorithms import ALGORITHMS, CUSTOM_RULE, Recipe
 from megarl.config.errors import ConfigError
 from megarl.config.limits import find_callable
 from megarl.config.schema import SAMPLED, AlgorithmConfig
 from megarl.critic.losses import Gae
 from megarl.teachers.loss import Distillation
 
-# if the recipe has `dual_clip`, the function takes that in addition to a Rule's arguments
-RULES: dict[str, Callable[..., Weights]] = {
-    "aipo": clamped,
-    "grpo": clipped,
-    "gspo": sequence_clipped,
-    "icepop": masked,
-    "topr": tapered,
-    "reinforce": uncorrected,
-    "rloo": uncorrected,
-    "proximal_rloo": response_clipped,
-    "best_of_n": uncorrected,
-    "online_dpo": uncorrected,
-    "ipo": uncorrected,
-    "copg": uncorrected,
-    "ppo": clipped,
-    "distill": clamped,
-}
-
 
 def find_rule(name: str) -> Callable[..., Weights]:
-    """One of RULES, or the function `package.module:function`, tried on three tokens.
+    """The rule of one of ALGORITHMS, or the function `package.module:function`, tried on three tokens.
 
     Raises ConfigError if it is not a Rule.
     """
-    if name in RULES:
-        return RULES[name]
-    rule = find_callable(name, f"algorithm.name={name}", built_in=RULES)
+    if name in ALGORITHMS:
+        return getattr(losses, ALGORITHMS[name].rule)
+    rule = find_callable(name, f"algorithm.name={name}", built_in=ALGORITHMS)
     try:
         inspect.signature(rule).bind(*range(6))
     except (TypeError, ValueError) as error:
@@ -105,7 +79,6 @@ def make_algorithm(config: AlgorithmConfig, teachers: Mapping[str, float] = {}) 
     """
     recipe = recipe_of(config)
     rule = find_rule(config.name)
-    pairs = recipe.advantage == "best_and_worst"
     return PolicyGradient(
         weigh=rule if recipe.dual_clip is None else partial(rule, dual_clip=recipe.dual_clip),
         rho_min=recipe.rho_min or 0.0,
@@ -121,9 +94,7 @@ def make_algorithm(config: AlgorithmConfig, teachers: Mapping[str, float] = {}) 
         behavior_level=config.behavior_level or "token",
         behavior_above=config.behavior_above or "drop",
         skip_zero_advantage=config.skip_zero_advantage,
-        group_loss=GroupLoss(GROUP_LOSSES[config.name], recipe.beta, pairs)
-        if recipe.beta
-        else None,
+        group_loss=_group_loss(recipe),
         distillation=Distillation(config.distill.coef, config.distill.over == SAMPLED, teachers)
         if teachers
         else None,
@@ -132,3 +103,10 @@ def make_algorithm(config: AlgorithmConfig, teachers: Mapping[str, float] = {}) 
         if recipe.gamma is None
         else Gae(recipe.gamma, recipe.gae_lambda or 0.0, bool(recipe.whiten)),
     )
+
+
+def _group_loss(recipe: Recipe) -> GroupLoss | None:
+    if recipe.group_loss is None or not recipe.beta:
+        return None
+    pairs = recipe.advantage == "best_and_worst"
+    return GroupLoss(getattr(advantages, recipe.group_loss), recipe.beta, pairs)

@@ -27,6 +27,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
+from megarl.config.algorithms import PUBLISHED
 from megarl.config.dialect import RepeatedKey, read_texts, read_yaml, write_line, write_yaml
 from megarl.config.errors import ConfigError
 from megarl.config.keys import (
@@ -43,7 +44,7 @@ from megarl.config.keys import (
     yaml_text,
 )
 from megarl.config.limits import INPUT, MODULE, did_you_mean
-from megarl.config.schema import MIXED, PUBLISHED, RunConfig, published
+from megarl.config.schema import MIXED, RunConfig, published
 from megarl.roles.settings import flat
 
 # paths in the arguments of built-in rollouts

@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from megarl.base.rollout_types import MOST_KEPT
+from megarl.config.algorithms import ALGORITHMS, PUBLISHED
 from megarl.config.limits import (
     IMPORT_PATH,
     INPUT,
@@ -308,80 +309,6 @@ class RolloutConfig:
         return self.truncated and self.replay_mask
 
 
-NAMES = (
-    *(
-        "aipo",
-        "grpo",
-        "gspo",
-        "icepop",
-        "topr",
-        "reinforce",
-        "rloo",
-        "proximal_rloo",
-        "best_of_n",
-        "online_dpo",
-        "ipo",
-        "copg",
-        "ppo",
-    ),
-    "distill",
-)
-NO_DUAL_CLIP = 1e9
-_CLIPPED = {"name": "grpo", "rho_min": 0.8, "rho": 1.2, "dual_clip": NO_DUAL_CLIP}
-# What papers print, by the names that people know it by: settings of the section, or with a dot of
-# others. Sources: docs/algorithms.md.
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "aipo": {"name": "aipo", "rho": 4.0, "advantage": "mean", "loss_mean": "token"},
-    "grpo": {
-        **_CLIPPED,
-        "advantage": "normalized",
-        "loss_mean": "sequence",
-        "kl_coef": 0.04,
-        "kl_estimator": "k3",
-    },
-    "dr_grpo": {**_CLIPPED, "advantage": "mean", "loss_mean": "sequence_sum"},
-    "dapo": {
-        **_CLIPPED,
-        "rho": 1.28,
-        "advantage": "normalized",
-        "loss_mean": "token",
-        "mask_truncated": True,
-        "rollout.dynamic_sampling": True,
-    },
-    "gspo": {
-        "name": "gspo",
-        "rho_min": 0.9997,
-        "rho": 1.0004,
-        "advantage": "normalized",
-        "loss_mean": "sequence",
-    },
-    "cispo": {
-        "name": "aipo",
-        "rho_min": 0.0,
-        "rho": 5.0,
-        "advantage": "normalized",
-        "loss_mean": "token",
-    },
-    "icepop": {
-        **_CLIPPED,
-        "advantage": "normalized",
-        "loss_mean": "sequence",
-        "ratio": "decoupled",
-        "behavior_floor": 0.5,
-        "behavior_cap": 5.0,
-        "behavior_above": "drop",
-    },
-    "tis": {
-        **_CLIPPED,
-        "advantage": "normalized",
-        "loss_mean": "token",
-        "ratio": "decoupled",
-        "behavior_cap": 2.0,
-        "behavior_above": "truncate",
-    },
-    "rloo": {"name": "rloo", "advantage": "leave_one_out", "loss_mean": "sequence_sum"},
-    "reinforce_pp_baseline": {**_CLIPPED, "advantage": "batch_normalized", "loss_mean": "token"},
-}
 SAMPLED = "sampled"
 TOP_K = "top_k"
 VOCABULARY = "vocabulary"
@@ -428,10 +355,12 @@ class AlgorithmConfig:
         "aipo",
         "the algorithm; see docs/algorithms.md",
         one_of(
-            *NAMES,
+            *ALGORITHMS,
             or_like=IMPORT_PATH,
             written="package.module:rule, ./file.py:rule",
-            elsewhere={name: f"algorithm.recipe={name}" for name in PUBLISHED if name not in NAMES},
+            elsewhere={
+                name: f"algorithm.recipe={name}" for name in PUBLISHED if name not in ALGORITHMS
+            },
         ),
         MODULE,
     )
@@ -443,7 +372,9 @@ class AlgorithmConfig:
         "replaces the file's whole section",
         one_of(
             *PUBLISHED,
-            elsewhere={name: f"algorithm.name={name}" for name in NAMES if name not in PUBLISHED},
+            elsewhere={
+                name: f"algorithm.name={name}" for name in ALGORITHMS if name not in PUBLISHED
+            },
         ),
     )
     rho: float | None = setting(

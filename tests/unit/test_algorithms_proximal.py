@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from losses import F64, gradient, loss_of
 from test_algorithms_relatives import logprobs_of, ppo_objective, random_batch, rows_mean
 
-from megarl.algorithms.recipes import RECIPES, problems
+from megarl.algorithms.recipes import problems
 from megarl.algorithms.registry import make_algorithm
+from megarl.config.algorithms import ALGORITHMS
 from megarl.config.schema import AlgorithmConfig
 
 CAP = 1.5
-ALLOWED = [(name, ratio) for name, recipe in RECIPES.items() for ratio in recipe.ratios]
+ALLOWED = [(name, ratio) for name, recipe in ALGORITHMS.items() for ratio in recipe.ratios]
 
 
 def proximal_batch(seed: int, spread: float):

@@ -15,9 +15,10 @@ from losses import F64, gradient, packed_loss_of
 
 from megarl.algorithms.recipes import problems
 from megarl.algorithms.registry import make_algorithm
+from megarl.config.algorithms import ALGORITHMS, PUBLISHED
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config, load_config
-from megarl.config.schema import NAMES, PUBLISHED, AlgorithmConfig, published
+from megarl.config.schema import AlgorithmConfig, published
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -228,7 +229,7 @@ def test_a_mistyped_name_leads_to_the_recipe(override: str, hint: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(QUICKSTART, [override])
     assert hint in str(error.value) and (
-        ", ".join(PUBLISHED) if ".recipe=" in override else ", ".join(NAMES)
+        ", ".join(PUBLISHED) if ".recipe=" in override else ", ".join(ALGORITHMS)
     ) in str(error.value)
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.algorithms import ALGORITHMS
 from megarl.config.errors import ConfigError
 from megarl.config.keys import settings
 from megarl.config.load import FIXED, dump_config, load_config
-from megarl.config.schema import NAMES, RunConfig
+from megarl.config.schema import RunConfig
 
 MINIMAL = "model: {path: m}\ndata: {train: {source: rows.jsonl}}\n"
 OWN_RULE = "package.module:rule, ./file.py:rule"
@@ -192,12 +193,12 @@ def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
         ),
         (
             "algorithm.name=ppoo",
-            f"algorithm.name=ppoo: must be one of {', '.join(NAMES)}, package.module:rule, "
+            f"algorithm.name=ppoo: must be one of {', '.join(ALGORITHMS)}, package.module:rule, "
             "./file.py:rule; did you mean ppo?",
         ),
         (
             "algorithm.name=gpro",
-            f"algorithm.name=gpro: must be one of {', '.join(NAMES)}, package.module:rule, "
+            f"algorithm.name=gpro: must be one of {', '.join(ALGORITHMS)}, package.module:rule, "
             "./file.py:rule; did you mean grpo?",
         ),
         (

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import MISSING
 
 from megarl.algorithms.advantages import ADVANTAGES
-from megarl.algorithms.registry import RULES
+from megarl.config.algorithms import ALGORITHMS
 from megarl.config.keys import Setting, settings
 from megarl.config.reference import reference
 
@@ -30,7 +30,7 @@ def test_every_key_has_a_meaning_and_an_allowed_default(setting: Setting) -> Non
 
 def test_allowed_algorithms_are_those_that_exist() -> None:
     for key, there in (
-        ("algorithm.name", [*RULES, "package.module:rule", "./file.py:rule"]),
+        ("algorithm.name", [*ALGORITHMS, "package.module:rule", "./file.py:rule"]),
         ("algorithm.advantage", ADVANTAGES),
     ):
         assert settings()[key].limit.text == "one of " + ", ".join(there)
