@@ -1,6 +1,4 @@
-"""Builds and runs the process of each role: executors and channels, connected as in LlamaRL,
-Algorithm 2.
-"""
+"""Runs the process of each role, by the names that the launcher gives to megarl.launch.worker."""
 
 from __future__ import annotations
 
@@ -9,15 +7,12 @@ import contextlib
 import json
 import signal
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from megarl.base.files import write_whole
 from megarl.config.load import load_config
-from megarl.controller import Controller
-from megarl.evaluation.scores import evaluation_plan
 from megarl.launch.gpus import gpus
-from megarl.messaging.rendezvous import EVALUATOR, GENERATOR, Rendezvous
+from megarl.messaging.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan, checked_before
 
 
@@ -28,105 +23,26 @@ def train_on_trainer(rank: int, launch_dir: Path) -> None:
     stop = StopRequest()
     stop.listen()
     plan = load_plan(launch_dir, "train")
-    rendezvous = Rendezvous.load(launch_dir)
     prepare_megatron(plan)
-    from megarl.data.order import train_mixture
-    from megarl.evaluation.engines import EvaluationSender
-    from megarl.executors.trainer import TrainerExecutor
-    from megarl.messaging.link import Peer
-    from megarl.rollouts.buffer import Ledger, RolloutBuffer
-    from megarl.rollouts.channel import RolloutsReceiver, judged
-    from megarl.trainer.distributed import naming_peers
-    from megarl.weight_sync.sender import WeightsSender
+    from megarl.train_loop import run_trainer_rank
 
-    config = plan.config
-    link = Peer(f"trainer.{rank}", rendezvous.key, rendezvous.hub_address)
-    ledger = Ledger.load(rendezvous.checkpoint) if rendezvous.checkpoint else Ledger()
-    rollout = config.rollout
-    judge = partial(judged, config=config)
-    buffer = None
-    if rank == 0:
-        buffer = RolloutBuffer(
-            rollout.prompts_per_step,
-            config.async_.max_staleness,
-            ledger,
-            judge,
-            train_mixture(config),
-        )
-    max_generated = (
-        rollout.max_num_gen_batches and rollout.max_num_gen_batches * rollout.prompts_per_step
-    )
-    weights = WeightsSender(plan, link, stop)
-    outgoing: list[WeightsSender] = [weights]
-    if config.eval.engines:
-        evaluator = Peer(link.name, rendezvous.key, rendezvous.evaluator_address)
-        outgoing.append(EvaluationSender(evaluation_plan(plan), evaluator, stop))
-    resend = partial(weights.send, repeat=True)
-    rollouts = RolloutsReceiver(
-        link, config.timeouts.rollouts_s, buffer, stop, resend, max_generated
-    )
-    with naming_peers("trainer", rank):
-        executor = TrainerExecutor(plan, rank, rendezvous, rollouts.ledger)
-        Controller(
-            executor, incoming=[rollouts], outgoing=outgoing, max_steps=config.max_steps
-        ).run()
-    link.close()
+    run_trainer_rank(plan, rank, Rendezvous.load(launch_dir), stop)
 
 
 def train_on_generator(rank: int, launch_dir: Path) -> None:
-    """The generator executor of a run.
-
-    When the run is stopped, it continues as long as trainer ranks need it, and is then killed.
-    """
+    """The generator of a run."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    from megarl.executors.generator import GeneratorExecutor
-    from megarl.messaging.link import Hub
-    from megarl.reshard.layout import trainer_layout
-    from megarl.rollouts.channel import RolloutsSender
-    from megarl.trainer.cpu_support import layer_spec
-    from megarl.weight_sync.content import sent_layout
-    from megarl.weight_sync.receiver import InitialWeights, WeightsReceiver
+    from megarl.train_loop import run_generator
 
-    plan = load_plan(launch_dir, "train")
-    rendezvous = Rendezvous.load(launch_dir)
-    link = Hub(GENERATOR, rendezvous.key, rendezvous.hub_host, rendezvous.hub_port)
-    base = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec())
-    weights = WeightsReceiver(
-        plan, sent_layout(plan, base, layer_spec()), link, rendezvous.key_file
-    )
-    initial = InitialWeights(weights)
-    with contextlib.closing(
-        GeneratorExecutor(plan, rendezvous, RolloutsSender(link), lambda: weights.fixed)
-    ) as executor:
-        Controller(
-            executor,
-            incoming=[weights],
-            outgoing=[],
-            max_steps=plan.config.max_steps,
-            initial=[initial],
-        ).run()
-        link.close()
+    run_generator(load_plan(launch_dir, "train"), Rendezvous.load(launch_dir))
 
 
 def train_on_evaluator(rank: int, launch_dir: Path) -> None:
-    """The driver of a run's engines that only evaluate. When the run is stopped, it is killed."""
+    """The driver of a run's engines that only evaluate."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    from megarl.evaluation.engines import EvaluationReceiver, evaluate_versions
-    from megarl.messaging.link import Hub
-    from megarl.reshard.layout import trainer_layout
-    from megarl.trainer.cpu_support import layer_spec
-    from megarl.weight_sync.content import sent_layout
+    from megarl.train_loop import run_evaluator
 
-    plan = evaluation_plan(load_plan(launch_dir, "train"))
-    rendezvous = Rendezvous.load(launch_dir)
-    base = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec())
-    with contextlib.closing(
-        Hub(EVALUATOR, rendezvous.key, rendezvous.hub_host, rendezvous.evaluator_port)
-    ) as link:
-        weights = EvaluationReceiver(
-            plan, sent_layout(plan, base, layer_spec()), link, rendezvous.key_file
-        )
-        asyncio.run(evaluate_versions(plan, rendezvous, weights))
+    run_evaluator(load_plan(launch_dir, "train"), Rendezvous.load(launch_dir))
 
 
 def sft(rank: int, launch_dir: Path) -> None:

@@ -1,4 +1,7 @@
-"""The loop that every process runs over its local executor (LlamaRL, Algorithm 1)."""
+"""The loop that every process runs over its local executor (LlamaRL, Algorithm 1).
+
+megarl.train_loop has both sides of it.
+"""
 
 from __future__ import annotations
 

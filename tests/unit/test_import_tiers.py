@@ -31,7 +31,7 @@ TIERS = {
             "agents evaluation.scores lora observe roles rollouts speculative teachers trackers "
             "trainer weight_sync",
             "critic estimate evaluation executors lora.estimate report roles.training starter",
-            "launch simulation",
+            "launch simulation train_loop",
             "bench",
             "api",
             "cli",
