@@ -60,8 +60,9 @@ TRUNK = {  # file → replaced text and its replacement
     },
     "megarl/rollouts/rollout.py": {
         PROMPTS: PROMPTS + "from megarl.echo.watch import watched\n",
-        "CheckedRollout(config.rollout.name, rollout, ": "CheckedRollout(config.rollout.name, "
-        "watched(rollout, config.echo), ",
+        "            config.rollout.name,\n            rollout,\n": (
+            "            config.rollout.name,\n            watched(rollout, config.echo),\n"
+        ),
     },
     "tests/unit/test_import_tiers.py": {
         "base config lora.settings": "base config echo lora.settings"
