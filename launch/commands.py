@@ -840,7 +840,7 @@ def export(
             checkpoint = str(checkpoint_path(run_dir, step))
             request = {
                 "path": linked.checkpoint,
-                "of": checkpoint,
+                "original": checkpoint,
                 "output": str(output),
                 "adapter": adapter,
             }
@@ -853,7 +853,7 @@ def export(
             print(f"The adapter of step {step} is in {output}")
         else:
             print(f"Weights of step {step} are in {output}")
-    return json.loads((launched / "export.json").read_text(encoding="utf-8"))["of"]
+    return json.loads((launched / "export.json").read_text(encoding="utf-8"))["original"]
 
 
 def best_step(config: RunConfig) -> tuple[int, str]:

@@ -38,77 +38,89 @@ class Mutation:
 MUTATIONS = [
     Mutation(
         "common elements of two boxes are one too few",
-        "megarl/base/geometry.py", "            shape.append(extent)\n", "            "
-                                                                         "shape.append(max(extent "
-                                                                         "- 1, 1))\n",
-        ("unit/test_reshard_map.py", "unit/test_reshard_proof.py"),
+        file="megarl/base/geometry.py",
+        now="            shape.append(extent)\n",
+        broken="            shape.append(max(extent - 1, 1))\n",
+        tests=("unit/test_reshard_map.py", "unit/test_reshard_proof.py"),
     ),
     Mutation(
         "AIPO's weight has no upper bound",
-        "megarl/algorithms/losses.py", "Weights(log_ratio.clamp(low, high).exp(),",
-        "Weights(log_ratio.clamp(low).exp(),",
-        ("unit/test_algorithms.py",),
+        file="megarl/algorithms/losses.py",
+        now="Weights(log_ratio.clamp(low, high).exp(),",
+        broken="Weights(log_ratio.clamp(low).exp(),",
+        tests=("unit/test_algorithms.py",),
     ),
     Mutation(
         "the ledger forgets what was trained on",
-        "megarl/rollouts/buffer.py", "        self._consumed.add(ordinal)\n        "
-                                     "self._ever_rejected", "        self._ever_rejected",
-        ("unit/test_buffer.py", "unit/test_buffer_schedules.py"),
+        file="megarl/rollouts/buffer.py",
+        now="        self._consumed.add(ordinal)\n        self._ever_rejected",
+        broken="        self._ever_rejected",
+        tests=("unit/test_buffer.py", "unit/test_buffer_schedules.py"),
     ),
     Mutation(
         "groups one version too old are trained on",
-        "megarl/rollouts/buffer.py", "if version < step - self._max_staleness]", "if version < "
-                                                                                 "step - self._max_staleness - 1]",
-        ("unit/test_buffer.py", "unit/test_buffer_schedules.py"),
+        file="megarl/rollouts/buffer.py",
+        now="if version < step - self._max_staleness\n",
+        broken="if version < step - self._max_staleness - 1\n",
+        tests=("unit/test_buffer.py", "unit/test_buffer_schedules.py"),
     ),
     Mutation(
         "the audit leaves out the last rank",
-        "megarl/weight_sync/audit.py", "enumerate(of_ranks) if digest",
-        "enumerate(list(of_ranks)[:-1]) if digest",
-        ("unit/test_generator_protocol.py",),
+        file="megarl/weight_sync/audit.py",
+        now="in enumerate(of_ranks):",
+        broken="in enumerate(list(of_ranks)[:-1]):",
+        tests=("unit/test_generator_protocol.py",),
     ),
     Mutation(
         "a changed element of a delta is lost where its bits differ by one",
-        "megarl/kernels/changes.py", "torch.nonzero(new != old)", "torch.nonzero((new - "
-                                                                  "old).abs() > 1)",
-        ("unit/test_deltas.py",),
+        file="megarl/kernels/changes.py",
+        now="torch.nonzero(new != old)",
+        broken="torch.nonzero((new - old).abs() > 1)",
+        tests=("unit/test_deltas.py",),
     ),
     Mutation(
         "tiles of fp8 are scaled to 447",
-        "megarl/kernels/quantise_rules.py", "E4M3_MAX = 448.0", "E4M3_MAX = 447.0",
-        ("unit/test_quantise.py", "unit/test_reshard_fp8.py"),
+        file="megarl/kernels/quantise_rules.py",
+        now="E4M3_MAX = 448.0",
+        broken="E4M3_MAX = 447.0",
+        tests=("unit/test_quantise.py", "unit/test_reshard_fp8.py"),
     ),
     Mutation(
         "anybody may connect to a run",
-        "megarl/messaging/link.py", "        return key == self._accepted  #", "        return "
-                                                                               "True  #",
-        ("unit/test_link.py",),
+        file="megarl/messaging/link.py",
+        now="        return key == self._accepted  #",
+        broken="        return True  #",
+        tests=("unit/test_link.py",),
     ),
     Mutation(
         "targets are the inputs, not the tokens after them",
-        "megarl/trainer/microbatch.py",
-        "targets=laid(lambda i: held[i].token_ids, np.int64),", "targets=laid(lambda i: "
-                                                                "held[i].token_ids, np.int64, "
-                                                                "slice(-1)),",
-        ("unit/test_microbatch.py", "unit/test_packing.py"),
+        file="megarl/trainer/microbatch.py",
+        now="targets=laid(lambda i: sequences_here[i].token_ids, np.int64),",
+        broken="targets=laid(lambda i: sequences_here[i].token_ids, np.int64, slice(-1)),",
+        tests=("unit/test_microbatch.py", "unit/test_packing.py"),
     ),
     Mutation(
         "a message of an update that was not asked for is taken",
-        "megarl/weight_sync/updates.py", "not in self._unfinished or message.version != "
-                                         "self._version:", "not in self._unfinished:",
-        ("unit/test_writes.py",),
+        file="megarl/weight_sync/updates.py",
+        now="not in self._unfinished or message.version != self._version:",
+        broken="not in self._unfinished:",
+        tests=("unit/test_writes.py",),
     ),
     Mutation(
         "what engines should hold leaves out the frozen weights",
-        "megarl/lora/updates.py", "frozen.get(rank, {}) | sent.shares", "{} | sent.shares",
-        ("unit/test_adapter_pool.py",),
+        file="megarl/lora/updates.py",
+        now="frozen.get(rank, {}) | part.shares",
+        broken="{} | part.shares",
+        tests=("unit/test_adapter_pool.py",),
     ),
     Mutation(
         "an unanswered episode counts as answered",
-        "megarl/agents/player.py", "not all(tree.turns for tree, _, _ in played)", "not played",
-        ("cpu/test_agents_endpoint.py",),
+        file="megarl/agents/player.py",
+        now="not all(tree.turns for tree, _, _ in played)",
+        broken="not played",
+        tests=("cpu/test_agents_endpoint.py",),
     ),
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True)

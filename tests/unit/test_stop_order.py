@@ -128,12 +128,14 @@ def test_a_lost_terminal_takes_no_more_text(tmp_path):
             open(sys.argv[1], "w").write("saved")
     """
     terminal, worker = pty.openpty()
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, tmp_path / "file"], stdout=worker, stderr=worker
-    )
+    errors = tmp_path / "errors"
+    with open(errors, "wb") as file:
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, tmp_path / "file"], stdout=worker, stderr=file
+        )
     os.close(worker)
     os.close(terminal)
-    assert child.wait(60) == 0
+    assert child.wait(60) == 0, errors.read_text(encoding="utf-8")
     assert (tmp_path / "file").read_text(encoding="utf-8") == "saved"
 
 
