@@ -123,7 +123,7 @@ def test_a_lost_terminal_takes_no_more_text(tmp_path):
         import os, signal, sys
         from megarl.launch.watch import termination_as_exit
         with termination_as_exit(first=lambda number: True):
-            os.kill(os.getpid(), signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)  # os.kill may choose another thread
             print("still here", flush=True)
             open(sys.argv[1], "w").write("saved")
     """
