@@ -4,6 +4,7 @@ number and a date is a text.
 
 from __future__ import annotations
 
+import re
 from pathlib import PurePath
 from typing import Any
 
@@ -12,6 +13,7 @@ from omegaconf._yaml import get_yaml_loader
 
 _OmegaConfLoader: Any = get_yaml_loader()
 _SPECIAL_KEYS = ("tag:yaml.org,2002:merge", "tag:yaml.org,2002:value")  # << and =
+_NUMBER_OF_YAML_1_1 = re.compile(r"[-+]?(0[\d_]+|.*:.*)")
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
@@ -29,8 +31,15 @@ class RepeatedKey(yaml.MarkedYAMLError):
 class Loader(_OmegaConfLoader):
     """OmegaConf's loader.
 
-    It also refuses repeated keys that are numbers, true, false or null; 1 equals 1.0 and true.
+    It also refuses repeated keys that are numbers, true, false or null; 1 equals 1.0 and true. And
+    010 and 1:30 are texts, as in YAML 1.2, not YAML 1.1's 8 and 90.
     """
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> str:
+        tag = super().resolve(kind, value, implicit)
+        if tag in _NUMBERS and _NUMBER_OF_YAML_1_1.fullmatch(value):
+            return "tag:yaml.org,2002:str"
+        return tag
 
     def construct_document(self, node: yaml.Node) -> Any:
         self._check_keys(node, set())

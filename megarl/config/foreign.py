@@ -101,11 +101,14 @@ trainer.max_tokens_per_microbatch | ppo_micro_batch_size_per_gpu ppo_micro_batch
     trainer.balance_batch log_prob_use_dynamic_bsz use_dynamic_batch balance_data dynamic_batching.*
     sequence_packing.* make_sequence_length_divisible_by pad_to_multiple_of | sequences are always
     packed without padding, and shared out evenly
-- | param_offload optimizer_offload free_cache_engine enforce_eager enable_prefix_caching
-    enable_chunked_prefill offload colocate colocate_all_models use_vllm vllm_mode grad_offload
+cluster.share_gpus | colocate colocate_all_models placement.colocate_all colocated.enabled vllm_mode
+    | trainer and engines then live on the same GPUs, each its own process, at the same time
+trainer.optimizer.offload | optimizer_offload optimizer_offload_fraction optimizer_cpu_offload | the
+    optimizer's state is then in host memory
+- | param_offload free_cache_engine enforce_eager enable_prefix_caching
+    enable_chunked_prefill offload use_vllm grad_offload
     cpu_offload max_num_batched_tokens max_model_len vllm_max_model_length vllm_enable_sleep
-    vllm_enable_sleep_mode deepspeed_enable_sleep fsdp2_enable_sleep placement.colocate_all
-    colocated.enabled optimizer_offload_fraction optimizer_cpu_offload run_engines_locally
+    vllm_enable_sleep_mode deepspeed_enable_sleep fsdp2_enable_sleep run_engines_locally
     async_engine distributed_executor_backend generator.batched generation.backend
     inference_engine.backend vllm_server_base_url vllm_server_host vllm_server_port vllm_model_impl
     | trainer and engines have GPUs of their own, all engines are SGLang's with the model's own

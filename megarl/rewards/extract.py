@@ -162,6 +162,8 @@ _OLD_UPRIGHT = re.compile(
 _UPRIGHT_LETTER = re.compile(rf"({UPRIGHT})(?![A-Za-z])\s*([A-Za-z0-9])")
 # removed if around the whole answer
 _FONT = re.compile(rf"(?:(?:{UPRIGHT}|\\(?:underline|emph|boxed|fbox))\s*)?\{{")
+# TeX's spaces around an answer; the last one may have lost its blank
+_OUTER_SPACES = re.compile(r"^\s*(?:\\[,;:! ]\s*)+|(?:\\[,;:! ]\s*)+$|(?<!\\)\\$")
 _SQUARE = re.compile(
     r"(?<!\s)(?:\s|~|\\[ "
     r",;:!]|\\q?quad)*(?:\\(?:square|blacksquare|Box|qed|checkmark)|[\u2705\u2713\u2714\u25a0\u25a1])\Z"
@@ -665,7 +667,8 @@ def clean(answer: str) -> str:
     while answer != before:
         before = answer
         answer = (
-            answer.strip()
+            _OUTER_SPACES.sub("", answer)
+            .strip()
             .removesuffix(".")
             .removesuffix("\u3002")
             .removesuffix("**")

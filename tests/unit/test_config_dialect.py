@@ -110,6 +110,11 @@ def test_number_in_place_of_a_text_is_what_was_written(file: Path, text: str) ->
     assert [of_file.run_dir, *of_file.rollout.stop] == [text, text]
 
 
+@pytest.mark.parametrize("text", ["010", "0100", "1:30", "-07", "1:30.5"])
+def test_octal_and_base_60_of_yaml_1_1_are_no_numbers(text: str) -> None:
+    assert read_yaml(text) == text
+
+
 def test_quoted_texts_of_overrides_stay_texts(file: Path) -> None:
     config: RunConfig = load_config(
         file, ['rollout.stop=["1e5", "???"]', 'rollout.args.a="1e-3"', "rollout.args.b=1e-3"]

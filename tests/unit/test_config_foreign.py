@@ -78,11 +78,12 @@ observe.trackers: trainer.logger
 observe.project: trainer.project_name
 observe.name: trainer.experiment_name
 observe.rollouts_per_step: trainer.log_val_generations
+trainer.optimizer.offload: actor_rollout_ref.actor.fsdp_config.optimizer_offload
 -: data.max_prompt_length data.val_batch_size trainer.nnodes trainer.val_before_train trainer.critic_warmup
     actor_rollout_ref.model.use_remove_padding actor_rollout_ref.model.use_liger actor_rollout_ref.model.use_fused_kernels
     actor_rollout_ref.model.fused_kernel_options.impl_backend +actor_rollout_ref.model.override_config.attention_dropout
     actor_rollout_ref.actor.use_dynamic_bsz actor_rollout_ref.ref.log_prob_use_dynamic_bsz actor_rollout_ref.rollout.name
-    actor_rollout_ref.actor.fsdp_config.param_offload actor_rollout_ref.actor.fsdp_config.optimizer_offload
+    actor_rollout_ref.actor.fsdp_config.param_offload
     actor_rollout_ref.actor.megatron.grad_offload actor_rollout_ref.rollout.enforce_eager
     actor_rollout_ref.rollout.free_cache_engine actor_rollout_ref.rollout.enable_chunked_prefill
     actor_rollout_ref.rollout.max_num_batched_tokens actor_rollout_ref.rollout.max_model_len
@@ -141,7 +142,8 @@ generator.mem_fraction: --sglang-mem-fraction-static
 observe.trackers: --use-wandb
 observe.project: --wandb-project
 observe.name: --wandb-group
--: --ref-load --balance-data --use-dynamic-batch-size --optimizer --wandb-key --attention-dropout --hidden-dropout --colocate
+cluster.share_gpus: --colocate
+-: --ref-load --balance-data --use-dynamic-batch-size --optimizer --wandb-key --attention-dropout --hidden-dropout
 """,
     # GRPOConfig with the fields of TrainingArguments in its examples
     "TRL": """
@@ -190,7 +192,8 @@ observe.rollouts_per_step: log_completions num_completions_to_print
 lora.rank: lora_r
 lora.alpha: lora_alpha
 lora.targets: lora_target_modules
--: model_init_kwargs disable_dropout repetition_penalty generation_kwargs use_vllm vllm_mode vllm_max_model_length
+cluster.share_gpus: vllm_mode
+-: model_init_kwargs disable_dropout repetition_penalty generation_kwargs use_vllm  vllm_max_model_length
     vllm_enable_sleep_mode vllm_server_host logging_steps max_prompt_length per_device_eval_batch_size use_liger_kernel
 """,
     # configs/basic/reverse-text/rl.toml and configs/advanced/models/qwen3-30b-a3b/rl/4-nodes.toml
@@ -276,9 +279,10 @@ observe.trackers: logger.wandb_enabled logger.tensorboard_enabled
 observe.project: logger.wandb.project
 observe.name: logger.wandb.name
 trainer.dp: cluster.gpus_per_node
+cluster.share_gpus: policy.generation.colocated.enabled
 -: grpo.val_at_start grpo.val_batch_size policy.dtensor_cfg.cpu_offload policy.megatron_cfg.enabled policy.sequence_packing.enabled
     policy.dynamic_batching.train_mb_tokens policy.optimizer.name policy.generation.backend policy.generation.vllm_cfg.max_model_len
-    policy.generation.vllm_cfg.enforce_eager policy.generation.colocated.enabled policy.generation.stop_token_ids
+    policy.generation.vllm_cfg.enforce_eager policy.generation.stop_token_ids
     data.max_input_seq_length data.system_prompt_file cluster.num_nodes logger.monitor_gpus
 """,
     # examples/train/gsm8k/run_gsm8k.sh
@@ -308,7 +312,8 @@ observe.trackers: trainer.logger
 observe.project: trainer.project_name
 observe.name: trainer.run_name
 run_dir: trainer.resume_mode trainer.log_path trainer.ckpt_path
--: trainer.placement.colocate_all trainer.placement.ref_num_gpus_per_node trainer.strategy trainer.eval_batch_size
+cluster.share_gpus: trainer.placement.colocate_all
+-: trainer.placement.ref_num_gpus_per_node trainer.strategy trainer.eval_batch_size
     trainer.eval_before_train trainer.max_prompt_length generator.inference_engine.backend generator.batched
     generator.inference_engine.run_engines_locally generator.inference_engine.async_engine
 """,
@@ -355,7 +360,8 @@ algorithm.gamma: --gamma
 algorithm.ratio: --enable_vllm_is_correction --vllm_is_correction_type
 observe.trackers: --use_tensorboard
 eval.every: --eval_steps
--: --prompt_max_len --packing_samples --use_dynamic_batch --ref_num_nodes --ref_num_gpus_per_node --colocate_all_models
+cluster.share_gpus: --colocate_all_models
+-: --prompt_max_len --packing_samples --use_dynamic_batch --ref_num_nodes --ref_num_gpus_per_node
     --fsdp2_enable_sleep --vllm_enable_sleep --deepspeed_enable_sleep --enforce_eager --logging_steps
 """,
 }

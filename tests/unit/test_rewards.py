@@ -504,6 +504,7 @@ def test_response_that_cannot_be_scored_is_a_failure():
     (r"\frak{a}+\frak{b}", "a+b"), (r"\symbf{x}^2", "x^2"), (r"\symup{x}", "x"), (r"\mit x", "x"),
     (r"\mathbfcal{A}", "A"), (r"\bold{12}", "12"), (r"\mathfrak{12}", "12"), (r"2\mathsfit{x}", "2x"),
     ("\u210e+1", "h+1"), ("\u2112", "L"), (r"2\uppi", r"2\pi"), ("\U0001d525", "h"),
+    (r"\,113\,", "113"), (r"13\ ", "13"), (r"\,(3,4)\,", "(3,4)"), (r"\;p-q\:", "p-q"),
     ("x &lt; 5", "x<5"), ("&pi;", r"\pi"), ("x&sup2;", "x^2"), ("5&nbsp;&minus;&#120;", "5-x"),
 ])  # fmt: skip
 def test_fonts_and_unicode_forms_change_no_answer(text: str, answer: str):
