@@ -74,6 +74,8 @@ def plan(
     from megarl.estimate.command import run_plan
 
     check_outputs(picture=picture)
+    if gpus is not None and type(gpus) is not int:
+        raise ConfigError(f"gpus={gpus!r}: must be a whole number")
     run = resolved("plan", config, overrides)
     given = shlex.join([str(config) if isinstance(config, str | Path) else "CONFIG", *overrides])
     return run_plan(run, given, searching=search, theory=theory, budget=gpus, picture=picture)
@@ -122,6 +124,8 @@ def reshard(
     from megarl.estimate.command import run_map
 
     check_outputs(picture=picture, dump=dump)
+    if rank is not None and not isinstance(rank, str):
+        raise ConfigError(f'rank={rank!r}: must be a text such as "trainer:17"')
     return run_map(
         resolved("reshard", config, overrides),
         rank=rank,

@@ -396,6 +396,11 @@ def _router_problems(spec: ModelSpec) -> Iterable[str]:
     """Problems with routers that Megatron cannot train, or that it computes differently from
     Hugging Face and SGLang.
     """
+    if spec.experts_per_token > spec.num_experts:
+        yield (
+            f"num_experts_per_tok = {spec.experts_per_token} must be at most the number of "
+            f"experts, {spec.num_experts}"
+        )
     if spec.topk_groups < spec.num_expert_groups and spec.experts_per_token != 2 * spec.topk_groups:
         # Megatron scores a group by num_experts_per_tok // topk_group of its experts, Hugging Face
         # and SGLang by two.

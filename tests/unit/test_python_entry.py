@@ -176,8 +176,10 @@ def test_wrong_settings_are_config_errors(settings: Any, problem: str) -> None:
 def test_wrong_options_are_config_errors(tmp_path: Path) -> None:
     for call in (
         lambda: megarl.plan(QUICKSTART, gpus=3),
+        lambda: megarl.plan(QUICKSTART, search=True, gpus="8"),  # pyright: ignore[reportArgumentType]
         lambda: megarl.plan(QUICKSTART, picture="plan.jpg"),
         lambda: megarl.reshard(QUICKSTART, rank="trainer:99"),
+        lambda: megarl.reshard(QUICKSTART, rank=0),  # pyright: ignore[reportArgumentType]
         lambda: megarl.plan(QUICKSTART, "trainer.tpp=3"),
         lambda: megarl.plan(QUICKSTART, 3),  # pyright: ignore[reportArgumentType]
     ):

@@ -95,6 +95,7 @@ def test_a_run_is_refused_before_it_starts(model: str, settings: list[str], want
     ("change", "wanted"),
     [
         ({"num_experts_per_tok": 6}, "num_experts_per_tok = 6 must be twice topk_group = 4"),
+        ({"num_experts_per_tok": 300}, "= 300 must be at most the number of experts, 256"),
         ({"norm_topk_prob": False}, "norm_topk_prob must be true for a router of sigmoid scores"),
         (
             {
