@@ -590,7 +590,7 @@ def compared_data(
 def mend_records(run_dir: Path, resume: Resume) -> None:
     """Prints what the records of a resumed run lack, and restores what the checkpoint knows."""
     ledger = Ledger.load(resume.checkpoint)
-    recovered = recover_ordinals(run_dir, resume.step, ledger.trained(), ledger.told())
+    recovered = recover_ordinals(run_dir, resume.step, ledger.trained(), ledger.reported_drops())
     for lost in (check_lines(run_dir / METRICS_FILE, resume.step), recovered):
         if lost:
             print(lost, flush=True)
