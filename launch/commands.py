@@ -582,7 +582,7 @@ def compared_data(
         read_contents(Path(folder)),
         now,
         accept,
-        begun=f"the run in {folder}",
+        first_job=f"the run in {folder}",
         instead="use another run_dir",
     )
 
@@ -635,7 +635,7 @@ def sft(plan: RunPlan) -> None:
                 read_contents(Path(config.sft.output)),
                 contents_of(config, digests, rewarded=False),
                 config.checkpoint.accept_changed_data,
-                begun=f"the warm start in sft.output={config.sft.output}",
+                first_job=f"the warm start in sft.output={config.sft.output}",
                 instead="remove it to train it again",
             )
             for line in lines:

@@ -234,7 +234,7 @@ async def _try_parts(
                         requests = [
                             _request(row, part, checked.key, text, tokenizer) for row in rows
                         ]
-                        context = f"it was given {name} to {rows[0].where or checked.source}"
+                        context = f"it was given {name} to {rows[0].location or checked.source}"
                         scores[name] = [await score(request) for request in requests]
                     unread_form = ""
                     if part.name in _OF_ANSWERS:
