@@ -582,7 +582,7 @@ def compared_data(
         read_contents(Path(folder)),
         now,
         accept,
-        begun=f"the run in {folder}",
+        first_job=f"the run in {folder}",
         instead="use another run_dir",
     )
 
@@ -590,7 +590,7 @@ def compared_data(
 def mend_records(run_dir: Path, resume: Resume) -> None:
     """Prints what the records of a resumed run lack, and restores what the checkpoint knows."""
     ledger = Ledger.load(resume.checkpoint)
-    recovered = recover_ordinals(run_dir, resume.step, ledger.trained(), ledger.told())
+    recovered = recover_ordinals(run_dir, resume.step, ledger.trained(), ledger.reported_drops())
     for lost in (check_lines(run_dir / METRICS_FILE, resume.step), recovered):
         if lost:
             print(lost, flush=True)
@@ -635,7 +635,7 @@ def sft(plan: RunPlan) -> None:
                 read_contents(Path(config.sft.output)),
                 contents_of(config, digests, rewarded=False),
                 config.checkpoint.accept_changed_data,
-                begun=f"the warm start in sft.output={config.sft.output}",
+                first_job=f"the warm start in sft.output={config.sft.output}",
                 instead="remove it to train it again",
             )
             for line in lines:

@@ -28,7 +28,7 @@ from megarl.models.registry import check_as_transformers, is_own
 from megarl.plan.checkpoints import complete_checkpoints, exported_steps
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import ITEM_BYTES, parameter_count
-from megarl.rewards.extract import asked_forms
+from megarl.rewards.extract import answer_forms
 from megarl.rewards.pool import RewardMistake
 from megarl.rewards.score import CORRECT, Part, Score, ScoreRequest, parts_in_evaluation, parts_of
 from megarl.roles.plan import ServedRole, read_as
@@ -234,14 +234,14 @@ async def _try_parts(
                         requests = [
                             _request(row, part, checked.key, text, tokenizer) for row in rows
                         ]
-                        context = f"it was given {name} to {rows[0].where or checked.source}"
+                        context = f"it was given {name} to {rows[0].location or checked.source}"
                         scores[name] = [await score(request) for request in requests]
                     unread_form = ""
                     if part.name in _OF_ANSWERS:
                         unread_form = await _unread_form(rows, part, checked.key, score)
                     trials.append(RewardTrial(part, checked.key, scores, unread_form))
             except RewardMistake as mistake:
-                problems.append(f"{mistake.told.replace(chr(10), '; ')}; {context}")
+                problems.append(f"{mistake.description.replace(chr(10), '; ')}; {context}")
             except RunError as error:  # no worker could be started
                 problems.append(f"{part.setting}: {error}")
     if problems:
@@ -256,7 +256,7 @@ async def _unread_form(
     empty.
     """
     for row in rows:
-        forms = asked_forms(row.prompt)
+        forms = answer_forms(row.prompt)
         requests = [
             _request(row, part, key, f"{before}{row.answer}{behind}", None)
             for before, behind in forms

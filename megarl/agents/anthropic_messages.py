@@ -47,8 +47,9 @@ def read_request(body: dict[str, Any]) -> Request:
     Ignores temperature and top_p: the run decides how tokens are drawn.
     """
     refuse_unless_neutral(body, _NEUTRAL)
-    if (asked := (body.get("output_config") or {}).get("format")) is not None:
-        raise Refused(f"output_config.format={str(asked)[:50]}: no format can be forced: {FORCED}")
+    form = (body.get("output_config") or {}).get("format")
+    if form is not None:
+        raise Refused(f"output_config.format={str(form)[:50]}: no format can be forced: {FORCED}")
     choice = tool_choice("tool_choice.type", (body.get("tool_choice") or {}).get("type", "auto"))
     tools = [] if choice == "none" else [*map(_tool, body.get("tools") or [])]
     system = text_of(body.get("system"))
@@ -91,11 +92,12 @@ def _messages(message: dict[str, Any]) -> list[Message]:
     if role not in ("user", "assistant"):
         raise Refused(f"role={str(role)[:50]}: must be user or assistant")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    known = ("text", "tool_use") if role == "assistant" else ("text", "tool_result")
-    if wrong := [block["type"] for block in blocks if block["type"] not in known]:
+    kinds = ("text", "tool_use") if role == "assistant" else ("text", "tool_result")
+    refused_kinds = [block["type"] for block in blocks if block["type"] not in kinds]
+    if refused_kinds:
         raise Refused(
-            f"content of type {str(wrong[0])[:50]} by the {role}: only {' and '.join(known)} are "
-            "supported"
+            f"content of type {str(refused_kinds[0])[:50]} by the {role}: only "
+            f"{' and '.join(kinds)} are supported"
         )
     text = "".join(block["text"] for block in blocks if block["type"] == "text")
     if role == "assistant":

@@ -21,7 +21,7 @@ from aiohttp import web
 from megarl.agents import anthropic_messages, openai_chat, openai_responses
 from megarl.agents.episode import MISFORMED, TOO_LARGE, Answer, Episode, Refused, Turn
 from megarl.agents.openai_chat import Request
-from megarl.agents.openai_responses import Asked
+from megarl.agents.openai_responses import ResponsesRequest
 
 MODEL = "policy"  # the name at /v1/models; calls may use any name
 _BODY_BYTES = 256 << 10
@@ -33,12 +33,12 @@ _BACKLOG = 1024
 _KEEP_ALIVE_S = 30.0
 
 
-class _Answered(NamedTuple):
+class _Reply(NamedTuple):
     content: dict[str, Any] | list[str]  # JSON, or the lines of a stream
     turns: Sequence[Turn] = ()  # that the policy has sampled for it
 
 
-_Answer = Callable[[Episode, Any], Awaitable[_Answered]]
+_CallHandler = Callable[[Episode, Any], Awaitable[_Reply]]
 
 
 class _Door:
@@ -91,7 +91,7 @@ class _Connection(asyncio.Protocol):
         self._handler = handler
         self._door = door
         self._all = connections
-        self._heard = False
+        self._has_received = False
         self._lost = asyncio.Event()
         # drops the last answer that was sent; None if there is none
         self.unread: Callable[[], None] | None = None
@@ -101,16 +101,14 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._transport, self._all[self._handler], self._door.strangers[self] = (
-            transport,
-            self,
-            None,
-        )
+        self._transport = transport
+        self._all[self._handler] = self
+        self._door.strangers[self] = None
         self._timer = asyncio.get_running_loop().call_later(_KEY_S, self._expire)
         self._handler.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        self._heard = True
+        self._has_received = True
         self._handler.data_received(data)
 
     def admit(self) -> None:
@@ -123,7 +121,7 @@ class _Connection(asyncio.Protocol):
         """Waits once more if a call has begun: after a slow turn of the event loop, its data may
         have arrived but not been read.
         """
-        if self._heard:
+        if self._has_received:
             self._timer = asyncio.get_running_loop().call_later(_KEY_S, self.abort)
         else:
             self.abort()
@@ -144,11 +142,10 @@ class _Connection(asyncio.Protocol):
                 await self._lost.wait()
 
     def _make_room(self) -> None:
-        (
-            self._door.room.set
-            if len(self._door.members) < _MOST_CONNECTIONS
-            else self._door.room.clear
-        )()
+        if len(self._door.members) < _MOST_CONNECTIONS:
+            self._door.room.set()
+        else:
+            self._door.room.clear()
 
     def abort(self) -> None:
         self._door.strangers.pop(self, None)
@@ -170,7 +167,7 @@ class _Connection(asyncio.Protocol):
         self._handler.connection_lost(exc)
 
 
-class Served(NamedTuple):
+class EpisodeAccess(NamedTuple):
     """What a program needs to call its episode."""
 
     key: str
@@ -179,7 +176,7 @@ class Served(NamedTuple):
     ended: asyncio.Future[str]  # gets the reason once no more of its calls are accepted
 
 
-class _Open(NamedTuple):
+class _OpenEpisode(NamedTuple):
     episode: Episode
     failed: asyncio.Future[None]
     ended: asyncio.Future[str]
@@ -212,7 +209,7 @@ class Endpoint:
     """
 
     def __init__(self) -> None:
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _OpenEpisode] = {}
         # aiohttp's handler -> its connection
         self._connections: dict[asyncio.BaseProtocol, _Connection] = {}
         self._runner: web.AppRunner | None = None
@@ -237,7 +234,7 @@ class Endpoint:
             await self._runner.cleanup()
 
     @contextlib.asynccontextmanager
-    async def serving(self, episode: Episode, path: Path | None) -> AsyncIterator[Served]:
+    async def serving(self, episode: Episode, path: Path | None) -> AsyncIterator[EpisodeAccess]:
         """Listens for the episode at `path`, or at a port of 127.0.0.1, until the context ends.
 
         Afterwards its key is refused.
@@ -250,13 +247,13 @@ class Endpoint:
             loop = asyncio.get_running_loop()
             key = f"sk-{secrets.token_hex(24)}"
             door = _Door(self._runner.server, self._connections)
-            served = Served(
+            served = EpisodeAccess(
                 key,
                 0 if path else listener.getsockname()[1],
                 loop.create_future(),
                 loop.create_future(),
             )
-            self._open[key] = _Open(episode, served.failed, served.ended)
+            self._open[key] = _OpenEpisode(episode, served.failed, served.ended)
             accepting = asyncio.create_task(door.accept(listener), name="an episode's connections")
             accepting.add_done_callback(
                 lambda task: task.cancelled() or _fail(served.failed, task.exception())
@@ -274,7 +271,7 @@ class Endpoint:
                 door.close()
 
     def _handler(
-        self, form: ModuleType, answer: _Answer
+        self, form: ModuleType, answer: _CallHandler
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         def refused(message: str, kind: str, status: int, last: bool = False) -> web.Response:
             response = web.json_response(form.error(message, kind), status=status)
@@ -283,39 +280,43 @@ class Endpoint:
             return response
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            found = self._open.get(_key(request))
-            if found is None:
+            open_episode = self._open.get(_key(request))
+            if open_episode is None:
                 return refused(
                     "no such key, or its episode has ended", "invalid_api_key", 401, last=True
                 )
-            if (connection := self._connections.get(request.protocol)) is not None:
+            connection = self._connections.get(request.protocol)
+            if connection is not None:
                 connection.admit()
                 connection.unread = None  # an agent that asks again has read the answer before
-            if why := found.episode.exhausted:
-                return refused(why, "max_calls", 400, last=True)
+            reason = open_episode.episode.exhausted
+            if reason:
+                return refused(reason, "max_calls", 400, last=True)
             try:
-                answered = await answer(found.episode, await _asked(request, found.episode, form))
+                answered = await answer(
+                    open_episode.episode, await _read_request(request, open_episode.episode, form)
+                )
             except Refused as refusal:
-                found.refuse(refusal)
+                open_episode.refuse(refusal)
                 return refused(
-                    str(refusal), refusal.kind, refusal.status, bool(found.episode.exhausted)
+                    str(refusal), refusal.kind, refusal.status, bool(open_episode.episode.exhausted)
                 )
             except asyncio.CancelledError:
-                found.refuse(Refused("it was given up"))
+                open_episode.refuse(Refused("it was given up"))
                 raise
             except Exception as failure:
                 # from the engine, or a bug here: the rollout fails with it
-                _fail(found.failed, failure)
+                _fail(open_episode.failed, failure)
                 return refused("the call failed, and its episode with it", "server_error", 500)
             try:
                 response = await _send(request, answered.content)
                 if connection is not None and not response.keep_alive:
                     connection.end_answers()
             except (asyncio.CancelledError, OSError):
-                found.unread(answered.turns)
+                open_episode.unread(answered.turns)
                 raise
             if connection is not None:
-                connection.unread = partial(found.unread, answered.turns)
+                connection.unread = partial(open_episode.unread, answered.turns)
                 if not response.keep_alive:
                     await connection.closed_by_agent()
             return response
@@ -328,7 +329,7 @@ def _fail(failed: asyncio.Future[None], failure: BaseException | None) -> None:
         failed.set_exception(failure)
 
 
-async def _asked(request: web.Request, episode: Episode, form: ModuleType) -> Any:
+async def _read_request(request: web.Request, episode: Episode, form: ModuleType) -> Any:
     """Reads the call's request. Raises Refused."""
     try:
         body = await _read(
@@ -354,61 +355,63 @@ def _turns(answers: Sequence[Answer]) -> list[Turn]:
     return [answer.turn for answer in answers if answer.turn is not None]
 
 
-async def _openai(episode: Episode, asked: Request) -> _Answered:
+async def _openai(episode: Episode, request: Request) -> _Reply:
     answers = await episode.complete(
-        asked.messages,
-        asked.tools,
-        max_tokens=asked.max_tokens,
-        n=asked.n,
-        stop=asked.stop,
-        arguments=asked.template_arguments,
-        seed=asked.seed,
+        request.messages,
+        request.tools,
+        max_tokens=request.max_tokens,
+        n=request.n,
+        stop=request.stop,
+        arguments=request.template_arguments,
+        seed=request.seed,
     )
-    logprobs = [episode.logprobs(answer) if asked.logprobs else None for answer in answers]
+    logprobs = [episode.logprobs(answer) if request.logprobs else None for answer in answers]
     name = secrets.token_hex(12)
-    if not asked.stream:
-        return _Answered(openai_chat.written(answers, logprobs, name, asked.model), _turns(answers))
-    chunks = openai_chat.streamed(answers, logprobs, name, asked.model, asked.usage)
-    return _Answered(
+    if not request.stream:
+        return _Reply(openai_chat.written(answers, logprobs, name, request.model), _turns(answers))
+    chunks = openai_chat.streamed(answers, logprobs, name, request.model, request.usage)
+    return _Reply(
         [*(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), "data: [DONE]\n\n"],
         _turns(answers),
     )
 
 
-async def _anthropic(episode: Episode, asked: Request) -> _Answered:
+async def _anthropic(episode: Episode, request: Request) -> _Reply:
     [answer] = await episode.complete(
-        asked.messages,
-        asked.tools,
-        asked.max_tokens,
-        stop=asked.stop,
-        arguments=asked.template_arguments,
+        request.messages,
+        request.tools,
+        request.max_tokens,
+        stop=request.stop,
+        arguments=request.template_arguments,
     )
     name = secrets.token_hex(12)
-    if not asked.stream:
-        return _Answered(anthropic_messages.written(answer, name, asked.model), _turns([answer]))
-    return _Answered(
-        _lines(anthropic_messages.streamed(answer, name, asked.model)), _turns([answer])
+    if not request.stream:
+        return _Reply(anthropic_messages.written(answer, name, request.model), _turns([answer]))
+    return _Reply(
+        _lines(anthropic_messages.streamed(answer, name, request.model)), _turns([answer])
     )
 
 
-async def _responses(episode: Episode, asked: Asked) -> _Answered:
-    said = openai_responses.conversation(episode, asked)
+async def _responses(episode: Episode, request: ResponsesRequest) -> _Reply:
+    messages = openai_responses.conversation(episode, request)
     name = secrets.token_hex(12)
-    instructions = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
-    [answer] = await episode.complete(
-        [*instructions, *said],
-        asked.tools,
-        asked.max_tokens,
-        stop=asked.stop,
-        arguments=asked.template_arguments,
+    instructions = (
+        [{"role": "system", "content": request.instructions}] if request.instructions else []
     )
-    if asked.store:
-        openai_responses.keep(episode, name, asked, said, answer)
-    logprobs = episode.logprobs(answer) if asked.logprobs else []
-    if not asked.stream:
-        return _Answered(openai_responses.written(answer, logprobs, name, asked), _turns([answer]))
-    return _Answered(
-        _lines(openai_responses.streamed(answer, logprobs, name, asked)), _turns([answer])
+    [answer] = await episode.complete(
+        [*instructions, *messages],
+        request.tools,
+        request.max_tokens,
+        stop=request.stop,
+        arguments=request.template_arguments,
+    )
+    if request.store:
+        openai_responses.keep(episode, name, request, messages, answer)
+    logprobs = episode.logprobs(answer) if request.logprobs else []
+    if not request.stream:
+        return _Reply(openai_responses.written(answer, logprobs, name, request), _turns([answer]))
+    return _Reply(
+        _lines(openai_responses.streamed(answer, logprobs, name, request)), _turns([answer])
     )
 
 
@@ -418,11 +421,11 @@ def _lines(events: Iterable[tuple[str, dict[str, Any]]]) -> list[str]:
     ]
 
 
-async def _count(episode: Episode, asked: Request) -> _Answered:
-    return _Answered(
+async def _count(episode: Episode, request: Request) -> _Reply:
+    return _Reply(
         {
             "input_tokens": await episode.count_tokens(
-                asked.messages, asked.tools, asked.template_arguments
+                request.messages, request.tools, request.template_arguments
             )
         }
     )
@@ -438,11 +441,11 @@ async def _models(request: web.Request) -> web.StreamResponse:
 
 
 async def _nothing(request: web.Request) -> web.StreamResponse:
-    there = (
+    paths = (
         "POST /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens, "
         "and GET /v1/models"
     )
-    message = f"{request.method} {request.path[:100]}: there is {there}"
+    message = f"{request.method} {request.path[:100]}: there is {paths}"
     return web.json_response(openai_chat.error(message, "not_found"), status=404)
 
 

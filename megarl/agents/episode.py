@@ -34,12 +34,6 @@ from megarl.generator.tool_parsers import Parser, ToolCall, Tools
 from megarl.rewards.score import Score
 from megarl.rollouts.environments.base import Generate
 
-# The sampled turns of one episode, as a tree: the parent of a turn is the turn that it continues.
-#
-# A conversation that only grows is a single path. Retries, subagents and compacted conversations
-# add branches. Every leaf becomes a sample, whose tokens are the path to it. Tokens that branches
-# share are learned once, in the first of them, and are context in the others.
-
 
 @dataclass(frozen=True, eq=False)
 class Turn:
@@ -56,12 +50,12 @@ class Turn:
     @property
     def path(self) -> list[Turn]:
         """The turns from the first to this one."""
-        found = []
+        turns = []
         turn = self
         while turn is not None:
-            found.append(turn)
+            turns.append(turn)
             turn = turn.parent
-        return found[::-1]
+        return turns[::-1]
 
     @property
     def token_ids(self) -> list[int]:
@@ -73,6 +67,13 @@ class Turn:
 
 @dataclass
 class Tree:
+    """The sampled turns of one episode: the parent of a turn is the turn that it continues.
+
+    A conversation that only grows is a single path. Retries, subagents and compacted conversations
+    add branches. Every leaf becomes a sample, whose tokens are the path to it. Tokens that branches
+    share are learned once, in the first of them, and are context in the others.
+    """
+
     turns: list[Turn] = field(default_factory=list)  # in the order in which they finished
 
     def add(self, parent: Turn | None, context: Sequence[int], completion: Completion) -> Turn:
@@ -104,15 +105,17 @@ class Tree:
         count once.
         """
         learned: set[int] = set()
-        found = []
+        samples = []
         for branch, leaf in enumerate(self.leaves()):
             path = leaf.path
-            first = (
-                {}
-                if branch
-                else {"metrics": metrics, "reward_parts": score.parts, "failures": score.failures}
-            )
-            found.append(
+            first: dict[str, Any] = {}
+            if branch == 0:
+                first = {
+                    "metrics": metrics,
+                    "reward_parts": score.parts,
+                    "failures": score.failures,
+                }
+            samples.append(
                 _sample(
                     path,
                     learned,
@@ -124,10 +127,10 @@ class Tree:
                 )
             )
             learned |= set(map(id, path))
-        return found
+        return samples
 
 
-class Played(NamedTuple):
+class EpisodeResult(NamedTuple):
     """An episode that has ended."""
 
     tree: Tree
@@ -136,7 +139,7 @@ class Played(NamedTuple):
 
 
 def group_of(
-    prompt: Prompt, played: Sequence[Played], decode: Callable[[Sequence[int]], str]
+    prompt: Prompt, played: Sequence[EpisodeResult], decode: Callable[[Sequence[int]], str]
 ) -> Group:
     """The group of all episodes.
 
@@ -166,11 +169,12 @@ def shared_prefix(trees: Sequence[Tree]) -> list[int]:
     contexts = [turn.context for tree in trees for turn in tree.turns if turn.parent is None]
     shortest = min(contexts)
     longest = max(contexts)  # the common prefix of these two is that of all
-    same = next(
-        (place for place, (one, other) in enumerate(zip(shortest, longest)) if one != other),
-        min(len(shortest), len(longest)),
-    )
-    return shortest[:same]
+    length = 0
+    for number, number_of_longest in zip(shortest, longest):
+        if number != number_of_longest:
+            break
+        length += 1
+    return shortest[:length]
 
 
 def _sample(
@@ -184,31 +188,33 @@ def _sample(
     logprobs = array("f")
     versions = array("i")
     mask = array("b")
-    kept: KeptSets | None = None
+    kept_sets: KeptSets | None = None
     routing = b""
     text = ""
     spans = []
     for turn in path:
-        mine = id(turn) not in learned
+        is_new = id(turn) not in learned
         context = turn.context[prompt_tokens:] if turn.parent is None else turn.context
-        drawn = turn.completion
-        for numbers, own in ((array("i", context), False), (drawn.token_ids, mine)):
-            kept = join_kept_sets(kept, len(ids), drawn.kept if own else None, len(numbers))
+        completion = turn.completion
+        for numbers, by_policy in ((array("i", context), False), (completion.token_ids, is_new)):
+            kept_sets = join_kept_sets(
+                kept_sets, len(ids), completion.kept if by_policy else None, len(numbers)
+            )
             ids += numbers
-            logprobs += drawn.logprobs if own else array("f", bytes(4 * len(numbers)))
+            logprobs += completion.logprobs if by_policy else array("f", bytes(4 * len(numbers)))
             versions += (
-                drawn.versions
-                if numbers is drawn.token_ids
+                completion.versions
+                if numbers is completion.token_ids
                 else array("i", bytes(4 * len(numbers)))
             )
-            mask += array("b", [own]) * len(numbers)
-            said = decode(numbers)
-            if not own and said:
-                spans.append((len(text), len(text) + len(said)))
-            text += said
+            mask += array("b", [by_policy]) * len(numbers)
+            piece_text = decode(numbers)
+            if not by_policy and piece_text:
+                spans.append((len(text), len(text) + len(piece_text)))
+            text += piece_text
         # Each completion has the experts of all positions so far. Tokens of earlier turns keep the
         # experts they were sampled with.
-        routing += drawn.routing[len(routing) :]
+        routing += completion.routing[len(routing) :]
     finish_reason = path[-1].completion.finish_reason
     return Sample(
         ids,
@@ -217,7 +223,7 @@ def _sample(
         text,
         finish_reason=finish_reason,
         routing=routing,
-        kept=kept,
+        kept=kept_sets,
         policy_mask=array("b") if all(mask) else mask,
         environment_spans=spans,
         **fields,
@@ -230,7 +236,7 @@ _ID_LENGTH = 9  # Mistral's templates refuse ids of any other length
 _COUNTED_A_CALL = 4
 TOO_LARGE = "request_too_large"
 TOO_LONG = "context_length_exceeded"
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 # what reading a malformed call raises
 MISFORMED = (LookupError, TypeError, AttributeError, ValueError, RecursionError)
@@ -258,7 +264,7 @@ class Answer(NamedTuple):
     turn: Turn | None = None  # its place in the tree
 
 
-class Kept(NamedTuple):
+class StoredConversation(NamedTuple):
     """A conversation up to an answer. A call may continue it without sending it again."""
 
     messages: list[Message]
@@ -266,7 +272,7 @@ class Kept(NamedTuple):
     letters: int
 
 
-class _Asked(NamedTuple):
+class _CallPosition(NamedTuple):
     """The place of a call in the tree."""
 
     parent: Turn | None  # the turn that the call continues
@@ -278,7 +284,7 @@ class _Asked(NamedTuple):
         return [*(self.parent.token_ids if self.parent else ()), *self.context]
 
 
-class _Heard(NamedTuple):
+class _ParsedText(NamedTuple):
     """The parsed text of a completion."""
 
     content: str
@@ -307,15 +313,15 @@ class Episode:
     counts: Counter[str] = field(default_factory=Counter)
     last_refusal: str = ""
     # name of an answer -> the conversation up to it, oldest first
-    kept: dict[str, Kept] = field(default_factory=dict)
+    stored_conversations: dict[str, StoredConversation] = field(default_factory=dict)
     # id of a sampled call -> id of the first call of its turn
-    called: dict[str, str] = field(default_factory=dict)
+    first_calls: dict[str, str] = field(default_factory=dict)
     refused: int = 0  # refused or abandoned calls
     _contents: dict[Turn, str] = field(default_factory=dict)  # content of each turn
-    _begun: int = 0  # completions that have begun
+    _started: int = 0  # completions that have begun
     _counted: int = 0  # calls that counted tokens
     # name of the conversation up to a turn's message -> the turn
-    _known: dict[bytes, Turn] = field(default_factory=dict)
+    _known_turns: dict[bytes, Turn] = field(default_factory=dict)
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     _seeds: Seeds | None = None
 
@@ -342,12 +348,12 @@ class Episode:
 
         A cancelled call adds nothing to the tree, since nobody has seen its answer.
         """
-        asked = await self._ready(messages, tools, n, stop, arguments)
-        ids = asked.prompt_ids
+        position = await self._prepare_call(messages, tools, n, stop, arguments)
+        ids = position.prompt_ids
         room = self.sampling.max_tokens - len(ids)
         if room < 1:
             raise self._too_long(f"{len(ids)} tokens")
-        self._begun += n
+        self._started += n
         sampling = replace(
             self.sampling,
             max_tokens=min(room, max_tokens or room),
@@ -356,20 +362,23 @@ class Episode:
         )
         completions = await self.generate(ids, sampling, n)
         self.counts["calls"] += 1
-        heard = [await self._heard(completion, tools, stop) for completion in completions]
-        return [self._answer(asked, *each) for each in zip(completions, heard, strict=True)]
+        parsed_texts = [await self._parse(completion, tools, stop) for completion in completions]
+        return [
+            self._answer(position, completion, parsed)
+            for completion, parsed in zip(completions, parsed_texts, strict=True)
+        ]
 
-    def _seed(self, ids: Sequence[int], asked: int | None) -> int | None:
-        """The seed of a call that asks for the seed `asked`.
+    def _seed(self, ids: Sequence[int], call_seed: int | None) -> int | None:
+        """The seed of a call that asks for the seed `call_seed`.
 
         Episodes differ in it all the same: a program that always sends one seed would otherwise
         play the same episode n times.
         """
-        if asked is not None:
-            return seed_of("call", self.sampling.seed or 0, asked)
+        if call_seed is not None:
+            return seed_of("call", self.sampling.seed or 0, call_seed)
         return None if self._seeds is None else self._seeds.next(ids)
 
-    async def aside(self, function: Callable[[], _Found]) -> _Found:
+    async def aside(self, function: Callable[[], _Result]) -> _Result:
         """Runs `function` in a thread and returns its result.
 
         Calls run one after the other, even if the caller of one has gone.
@@ -420,13 +429,13 @@ class Episode:
         }
         return {**calls, "branches": float(len(self.tree.leaves()))}
 
-    def why_unanswered(self, why: str) -> str:
+    def unanswered_reason(self, player_failure: str) -> str:
         """The message for an episode that has sampled nothing.
 
-        `why`: what went wrong with its player, or empty.
+        `player_failure`: what went wrong with its player, or empty.
         """
         refused = f"its last call was refused: {self.last_refusal}; " if self.last_refusal else ""
-        return f"no call of it was answered: {refused}{why or 'it ended well'}"
+        return f"no call of it was answered: {refused}{player_failure or 'it ended well'}"
 
     async def count_tokens(
         self,
@@ -460,42 +469,41 @@ class Episode:
             if number not in self.tokenizer.eos_ids
         ]
 
-    async def _ready(
+    async def _prepare_call(
         self,
         messages: Sequence[Message],
         tools: Tools,
         n: int,
         stop: Sequence[str],
         arguments: Mapping[str, Any],
-    ) -> _Asked:
+    ) -> _CallPosition:
         """Raises Refused."""
         if not messages or messages[-1]["role"] == "assistant":
             raise Refused(
                 "the last message must not be the assistant's: the policy does not continue a "
                 "turn that it has not sampled"
             )
-        if self._begun + n > self.max_calls:
+        if self._started + n > self.max_calls:
             raise self._no_more_calls()
         if len(stop) + len(self.sampling.stop) > MOST_STRINGS:
             raise Refused(
                 f"stop: {len(stop)} texts; with those of rollout.stop, there can be {MOST_STRINGS}"
             )
 
-        def place() -> _Asked:
+        def place() -> _CallPosition:
             conversations = _conversations(messages, tools, arguments)
-            return _Asked(
-                *self._place(messages, tools, arguments, conversations), conversations[-1]
-            )
+            parent, context = self._place(messages, tools, arguments, conversations)
+            return _CallPosition(parent, context, conversations[-1])
 
         try:
             # if it cannot read the tools, raises now and not after the policy has answered
             await self.parser("", tools)
-            asked = await self.aside(place)
+            position = await self.aside(place)
         except MISFORMED as error:
             raise Refused(f"the conversation cannot be rendered: {error}"[:500]) from error
-        if self._begun + n > self.max_calls:  # other calls may have begun meanwhile
+        if self._started + n > self.max_calls:  # other calls may have begun meanwhile
             raise self._no_more_calls()
-        return asked
+        return position
 
     def _place(
         self,
@@ -515,41 +523,41 @@ class Episode:
         template = self.template.with_arguments(stand_ins.hide(dict(arguments)))
         shown = [stand_ins.hide(_as_template_wants(message)) for message in messages]
         listed = list(tools) or None
-        whole = template.render(shown, listed)
-        if len(whole) > MOST_CHARS_PER_TOKEN * self.sampling.max_tokens:
-            raise self._too_long(f"{len(whole)} characters")
+        rendered = template.render(shown, listed)
+        if len(rendered) > MOST_CHARS_PER_TOKEN * self.sampling.max_tokens:
+            raise self._too_long(f"{len(rendered)} characters")
         for name in map(name_of, tools):
-            if name not in whole and json.dumps(name)[1:-1] not in whole:
+            if name not in rendered and json.dumps(name)[1:-1] not in rendered:
                 raise Refused(
                     f"tools: the model's chat template leaves out the tool {str(name)[:100]!r}, "
                     "so the policy would not see it"
                 )
         if conversations is None:
-            return None, stand_ins.encode(whole, self.tokenizer)
-        said = [
+            return None, stand_ins.encode(rendered, self.tokenizer)
+        answer_places = [
             place
             for place, message in enumerate(messages, start=1)
             if message["role"] == "assistant"
         ]
-        self.counts["rewritten"] += bool(said) and conversations[said[-1]] not in self._known
-        for place in reversed(said):
-            if (turn := self._known.get(conversations[place])) is None:
+        self.counts["rewritten"] += (
+            bool(answer_places) and conversations[answer_places[-1]] not in self._known_turns
+        )
+        for place in reversed(answer_places):
+            turn = self._known_turns.get(conversations[place])
+            if turn is None:
                 continue
             before = template.render(shown[:place], listed, answered=True)
-            end = max(
-                (
-                    found + len(token)
-                    for token in template.ends
-                    if (found := before.rfind(token)) >= 0
-                ),
-                default=0,
-            )
-            if end and not before[end:].strip() and whole.startswith(before):
+            end = 0
+            for token in template.ends:
+                index = before.rfind(token)
+                if index >= 0:
+                    end = max(end, index + len(token))
+            if end and not before[end:].strip() and rendered.startswith(before):
                 ended = turn.completion.token_ids[-1:].tolist()[-1] in self.tokenizer.eos_ids
                 begin = end if ended else max(before.rfind(token) for token in template.ends)
-                return turn, stand_ins.encode(whole[begin:], self.tokenizer)
+                return turn, stand_ins.encode(rendered[begin:], self.tokenizer)
             self.counts["unstable"] += 1
-        return None, stand_ins.encode(whole, self.tokenizer)
+        return None, stand_ins.encode(rendered, self.tokenizer)
 
     def _no_more_calls(self) -> Refused:
         return Refused(
@@ -564,7 +572,9 @@ class Episode:
         )
         return Refused(f"the maximum context length is exceeded: {length}, and {limit}", TOO_LONG)
 
-    async def _heard(self, completion: Completion, tools: Tools, stops: Sequence[str]) -> _Heard:
+    async def _parse(
+        self, completion: Completion, tools: Tools, stops: Sequence[str]
+    ) -> _ParsedText:
         ids = completion.token_ids.tolist()
         text, stop = cut(self.tokenizer.decode_all(ids), stops)
         if stop is None and ids[-1] in self.tokenizer.eos_ids:
@@ -574,11 +584,13 @@ class Episode:
         except MISFORMED:  # the tools are valid, so the text is malformed
             content = text
             calls = []
-        return _Heard(content, calls, stop)
+        return _ParsedText(content, calls, stop)
 
-    def _answer(self, asked: _Asked, completion: Completion, heard: _Heard) -> Answer:
-        turn = self.tree.add(asked.parent, asked.context, completion)
-        content, calls, stop = heard
+    def _answer(
+        self, position: _CallPosition, completion: Completion, parsed: _ParsedText
+    ) -> Answer:
+        turn = self.tree.add(position.parent, position.context, completion)
+        content, calls, stop = parsed
         named = [
             ("".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH)), call)
             for call in calls
@@ -588,12 +600,14 @@ class Episode:
             if calls and completion.finish_reason == "stop"
             else completion.finish_reason
         )
-        self.called.update((number, named[0][0]) for number, _ in named)
-        told = {"role": "assistant", "tool_calls": [openai_call(*call) for call in named]}
+        self.first_calls.update((number, named[0][0]) for number, _ in named)
+        message = {"role": "assistant", "tool_calls": [openai_call(*call) for call in named]}
         for form in (content, content + (stop or "")):  # some agents put the stop string back
-            self._known[_next(asked.conversation, {**told, "content": form})] = turn
+            self._known_turns[_next(position.conversation, {**message, "content": form})] = turn
         self._contents[turn] = content
-        return Answer(content, named, finish_reason, len(asked.prompt_ids), completion, stop, turn)
+        return Answer(
+            content, named, finish_reason, len(position.prompt_ids), completion, stop, turn
+        )
 
 
 def openai_call(number: str, call: ToolCall) -> dict[str, Any]:
@@ -608,8 +622,8 @@ def _conversations(
     messages: Sequence[Message], tools: Tools, arguments: Mapping[str, Any]
 ) -> list[bytes]:
     """[len(messages) + 1] a name for the conversation up to each message."""
-    given = json.dumps([list(tools), dict(arguments)], sort_keys=True)
-    return list(accumulate(messages, _next, initial=hashlib.sha256(given.encode()).digest()))
+    settings = json.dumps([list(tools), dict(arguments)], sort_keys=True)
+    return list(accumulate(messages, _next, initial=hashlib.sha256(settings.encode()).digest()))
 
 
 def _next(conversation: bytes, message: Message) -> bytes:
@@ -621,13 +635,13 @@ def _next(conversation: bytes, message: Message) -> bytes:
         (call.get("id"), call["function"]["name"], _json(call["function"]["arguments"]))
         for call in message.get("tool_calls") or []
     ]
-    said = [
+    fields = [
         message["role"],
         (message.get("content") or "").strip(),
         calls,
         message.get("tool_call_id") or message.get("name"),
     ]
-    return hashlib.sha256(conversation + json.dumps(said, sort_keys=True).encode()).digest()
+    return hashlib.sha256(conversation + json.dumps(fields, sort_keys=True).encode()).digest()
 
 
 def _json(arguments: Any) -> Any:

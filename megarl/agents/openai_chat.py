@@ -131,12 +131,9 @@ def read_request(body: dict[str, Any]) -> Request:
     n = whole_number(body, "n", _MOST_CHOICES) or 1
     choice = tool_choice("tool_choice", body.get("tool_choice") or "auto")
     tools = [] if choice == "none" else body.get("tools") or []
-    if wrong := [
-        tool
-        for tool in tools
-        if tool.get("type") != "function" or not isinstance(tool["function"]["name"], str)
-    ]:
-        raise Refused(f"tools: of type {wrong[0].get('type')}; only functions are supported")
+    for tool in tools:
+        if tool.get("type") != "function" or not isinstance(tool["function"]["name"], str):
+            raise Refused(f"tools: of type {tool.get('type')}; only functions are supported")
     most = whole_number(body, "max_completion_tokens") or whole_number(body, "max_tokens")
     usage = bool((body.get("stream_options") or {}).get("include_usage"))
     stop = stop_strings(body, "stop")
@@ -164,21 +161,23 @@ def template_arguments(body: dict[str, Any]) -> dict[str, Any]:
     Raises Refused for those that are no arguments.
     """
     arguments = body.get("chat_template_kwargs") or {}
-    if wrong := [name for name in arguments if name in RESERVED]:
-        raise Refused(
-            f"chat_template_kwargs: {wrong[0]} is set for every conversation; it cannot be an "
-            "argument of the template"
-        )
+    for name in arguments:
+        if name in RESERVED:
+            raise Refused(
+                f"chat_template_kwargs: {name} is set for every conversation; it cannot be an "
+                "argument of the template"
+            )
     return dict(arguments)
 
 
 def refuse_unless_neutral(
     body: dict[str, Any], neutral: Mapping[str, tuple[tuple[Any, ...], str]]
 ) -> None:
-    for name, (values, why) in neutral.items():
-        if (value := body.get(name)) is not None and value not in values:
+    for name, (values, reason) in neutral.items():
+        value = body.get(name)
+        if value is not None and value not in values:
             only = f"must be {' or '.join(map(str, values))}" if values else "cannot be set"
-            raise Refused(f"{name}={str(value)[:50]}: {only}: {why}")
+            raise Refused(f"{name}={str(value)[:50]}: {only}: {reason}")
 
 
 def tool_choice(name: str, choice: Any) -> str:
@@ -194,12 +193,12 @@ def tool_choice(name: str, choice: Any) -> str:
 def stop_strings(body: dict[str, Any], name: str) -> tuple[str, ...]:
     """The stop strings of a request, a text or a list of texts. Raises Refused for other values."""
     value = body.get(name) or []
-    found = (value,) if isinstance(value, str) else tuple(value)
-    if not all(isinstance(text, str) and 0 < len(text) <= _MOST_STOP_LETTERS for text in found):
+    texts = (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(text, str) and 0 < len(text) <= _MOST_STOP_LETTERS for text in texts):
         raise Refused(
             f"{name}={str(value)[:50]}: must be texts of 1 to {_MOST_STOP_LETTERS} characters"
         )
-    return found
+    return texts
 
 
 def _seed(body: dict[str, Any]) -> int | None:
@@ -227,10 +226,9 @@ def text_of(content: Any, *kinds: str) -> str:
     """
     if content is None or isinstance(content, str):
         return content or ""
-    if wrong := [
-        part.get("type") for part in content if part.get("type") not in (kinds or ("text",))
-    ]:
-        raise Refused(f"content of type {wrong[0]}: only text is supported")
+    for part in content:
+        if part.get("type") not in (kinds or ("text",)):
+            raise Refused(f"content of type {part.get('type')}: only text is supported")
     return "".join(part["text"] for part in content)
 
 
@@ -238,16 +236,16 @@ def _message(message: dict[str, Any]) -> Message:
     role = ROLES.get(message["role"])
     if role is None:
         raise Refused(f"role={str(message['role'])[:50]}: must be {', '.join(ROLES)}")
-    kept = {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
+    fields = {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
     calls = [
         (call["id"], ToolCall(call["function"]["name"], call["function"]["arguments"]))
         for call in message.get("tool_calls") or ()
     ]
     if calls:
-        kept["tool_calls"] = [openai_call(*call) for call in calls]
+        fields["tool_calls"] = [openai_call(*call) for call in calls]
     if role == "assistant":
-        kept.pop("name", None)  # a label that the agent has added
-    return {"role": role, "content": text_of(message.get("content")), **kept}
+        fields.pop("name", None)  # a label that the agent has added
+    return {"role": role, "content": text_of(message.get("content")), **fields}
 
 
 Logprobs = Sequence[Sequence[tuple[str, float]] | None]
@@ -258,7 +256,7 @@ def written(answers: Sequence[Answer], logprobs: Logprobs, name: str, model: str
     choices = [
         {
             "index": index,
-            "message": _said(answer),
+            "message": _assistant_message(answer),
             "finish_reason": answer.finish_reason,
             "logprobs": _logprobs(values),
         }
@@ -276,15 +274,15 @@ def streamed(
     """
     head = _head(name, model, "chat.completion.chunk")
     for index, (answer, values) in enumerate(zip(answers, logprobs, strict=True)):
-        said = _said(answer)
-        for number, call in enumerate(said.get("tool_calls", ())):
+        message = _assistant_message(answer)
+        for number, call in enumerate(message.get("tool_calls", ())):
             call["index"] = number
         yield {
             **head,
             "choices": [
                 {
                     "index": index,
-                    "delta": said,
+                    "delta": message,
                     "finish_reason": None,
                     "logprobs": _logprobs(values),
                 }
@@ -302,7 +300,7 @@ def _head(name: str, model: str, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{name}", "object": kind, "created": int(time.time()), "model": model}
 
 
-def _said(answer: Answer) -> dict[str, Any]:
+def _assistant_message(answer: Answer) -> dict[str, Any]:
     calls = [openai_call(*call) for call in answer.calls]
     return {
         "role": "assistant",

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megarl.agents.episode import Answer, Episode, Kept, Refused, openai_call
+from megarl.agents.episode import Answer, Episode, Refused, StoredConversation, openai_call
 from megarl.agents.openai_chat import (
     FORCED,
     NEUTRAL,
@@ -60,7 +60,7 @@ IGNORED = (IGNORED_BY_CHAT - {"store"}) | {
 }
 
 
-class Asked(NamedTuple):
+class ResponsesRequest(NamedTuple):
     """A request of an agent."""
 
     messages: list[Message]  # one for each item of the input
@@ -76,7 +76,7 @@ class Asked(NamedTuple):
     template_arguments: dict[str, Any]
 
 
-def read_request(body: dict[str, Any]) -> Asked:
+def read_request(body: dict[str, Any]) -> ResponsesRequest:
     """Raises Refused for settings that cannot be honoured.
 
     Ignores temperature and top_p: the run decides how tokens are drawn.
@@ -88,9 +88,9 @@ def read_request(body: dict[str, Any]) -> Asked:
             f"text.format.type={str(asked_format)[:100]}: no format can be forced: {FORCED}"
         )
     choice = tool_choice("tool_choice", body.get("tool_choice") or "auto")
-    given = body["input"]
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    return Asked(
+    content = body["input"]
+    items = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    return ResponsesRequest(
         messages=[message for item in items for message in _messages(item)],
         instructions=_string(body, "instructions") if body.get("instructions") else "",
         previous=_string(body, "previous_response_id")
@@ -166,17 +166,20 @@ def _string(item: dict[str, Any], name: str) -> str:
     return item[name]
 
 
-def conversation(episode: Episode, asked: Asked) -> list[Message]:
+def conversation(episode: Episode, request: ResponsesRequest) -> list[Message]:
     """All messages of the conversation so far, without the instructions. Raises Refused."""
-    if asked.previous is None:
-        return _joined(asked.messages, episode.called)
-    if asked.previous not in episode.kept:
+    if request.previous is None:
+        return _joined(request.messages, episode.first_calls)
+    if request.previous not in episode.stored_conversations:
         raise Refused(
-            f"Previous response with id '{asked.previous[:100]}' not found.",
+            f"Previous response with id '{request.previous[:100]}' not found.",
             "previous_response_not_found",
             404,
         )
-    return [*episode.kept[asked.previous].messages, *_joined(asked.messages, episode.called)]
+    return [
+        *episode.stored_conversations[request.previous].messages,
+        *_joined(request.messages, episode.first_calls),
+    ]
 
 
 def _joined(messages: Sequence[Message], called: Mapping[str, str]) -> list[Message]:
@@ -184,20 +187,20 @@ def _joined(messages: Sequence[Message], called: Mapping[str, str]) -> list[Mess
 
     Calls of one turn stay together even if an agent has put each result directly after its call.
     """
-    found: list[Message] = []
+    joined: list[Message] = []
     turn: Message | None = None  # the assistant's latest turn
     for message in messages:
         if message["role"] != "assistant":
-            found.append(message)
+            joined.append(message)
         elif turn and (
-            _side_by_side(found[-1], turn, message) or _of_one_turn(turn, message, called)
+            _side_by_side(joined[-1], turn, message) or _of_one_turn(turn, message, called)
         ):
             turn["content"] = turn["content"] or message["content"]
             turn["tool_calls"].extend(message.get("tool_calls", ()))
         else:
             turn = {**message, "tool_calls": [*message.get("tool_calls", ())]}
-            found.append(turn)
-    return found
+            joined.append(turn)
+    return joined
 
 
 def _side_by_side(latest: Message, turn: Message, message: Message) -> bool:
@@ -209,15 +212,17 @@ def _side_by_side(latest: Message, turn: Message, message: Message) -> bool:
 
 
 def _of_one_turn(turn: Message, message: Message, called: Mapping[str, str]) -> bool:
-    first, more = (
-        [called.get(call["id"]) for call in each.get("tool_calls", ())][:1]
-        for each in (turn, message)
-    )
-    return first == more and first not in ([], [None])
+    first_of_turn = [called.get(call["id"]) for call in turn.get("tool_calls", ())][:1]
+    first_of_message = [called.get(call["id"]) for call in message.get("tool_calls", ())][:1]
+    return first_of_turn == first_of_message and first_of_turn not in ([], [None])
 
 
 def keep(
-    episode: Episode, name: str, asked: Asked, said: Sequence[Message], answer: Answer
+    episode: Episode,
+    name: str,
+    request: ResponsesRequest,
+    messages: Sequence[Message],
+    answer: Answer,
 ) -> None:
     """Keeps an answer, so that later calls can continue it.
 
@@ -228,27 +233,31 @@ def keep(
         "content": answer.content,
         "tool_calls": [openai_call(*call) for call in answer.calls],
     }
-    episode.kept[f"resp_{name}"] = Kept([*said, turn], len(str(asked.messages)))
-    while sum(kept.letters for kept in episode.kept.values()) > _MOST_KEPT_LETTERS:
-        del episode.kept[next(iter(episode.kept))]
+    episode.stored_conversations[f"resp_{name}"] = StoredConversation(
+        [*messages, turn], len(str(request.messages))
+    )
+    while (
+        sum(stored.letters for stored in episode.stored_conversations.values()) > _MOST_KEPT_LETTERS
+    ):
+        del episode.stored_conversations[next(iter(episode.stored_conversations))]
 
 
 def written(
-    answer: Answer, logprobs: Sequence[tuple[str, float]], name: str, asked: Asked
+    answer: Answer, logprobs: Sequence[tuple[str, float]], name: str, request: ResponsesRequest
 ) -> dict[str, Any]:
     cut = answer.finish_reason == "length"
     return {
         "id": f"resp_{name}",
         "object": "response",
         "created_at": int(time.time()),
-        "model": asked.model,
+        "model": request.model,
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "error": None,
         "output": _items(answer, logprobs, name, cut),
         "usage": _usage(answer),
-        "previous_response_id": asked.previous,
-        "max_output_tokens": asked.max_tokens,
+        "previous_response_id": request.previous,
+        "max_output_tokens": request.max_tokens,
         "parallel_tool_calls": True,
         # The openai package's types require these fields. They are left empty: the agent knows its
         # own request, which may be long.
@@ -308,13 +317,13 @@ def _usage(answer: Answer) -> dict[str, Any]:
 
 
 def streamed(
-    answer: Answer, logprobs: Sequence[tuple[str, float]], name: str, asked: Asked
+    answer: Answer, logprobs: Sequence[tuple[str, float]], name: str, request: ResponsesRequest
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The finished answer as events (name, data). Each text and each call is one piece."""
-    whole = written(answer, logprobs, name, asked)
-    begun = {
+    response = written(answer, logprobs, name, request)
+    initial = {
         "response": {
-            **whole,
+            **response,
             "status": "in_progress",
             "incomplete_details": None,
             "output": [],
@@ -322,20 +331,21 @@ def streamed(
         }
     }
     events: list[tuple[str, dict[str, Any]]] = [
-        ("response.created", begun),
-        ("response.in_progress", begun),
+        ("response.created", initial),
+        ("response.in_progress", initial),
     ]
-    for index, item in enumerate(whole["output"]):
-        told = _of_text(item) if item["type"] == "message" else _of_call(item)
-        events += [(kind, {"output_index": index, **data}) for kind, data in told]
-    events.append((f"response.{whole['status']}", {"response": whole}))
+    for index, item in enumerate(response["output"]):
+        item_events = _of_text(item) if item["type"] == "message" else _of_call(item)
+        events += [(kind, {"output_index": index, **data}) for kind, data in item_events]
+    events.append((f"response.{response['status']}", {"response": response}))
     yield from (
         (kind, {"sequence_number": number, **data}) for number, (kind, data) in enumerate(events)
     )
 
 
 def _of_text(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    [part], place = item["content"], {"item_id": item["id"], "content_index": 0}
+    [part] = item["content"]
+    place = {"item_id": item["id"], "content_index": 0}
     yield "response.output_item.added", {"item": {**item, "status": "in_progress", "content": []}}
     yield "response.content_part.added", {**place, "part": {**part, "text": "", "logprobs": []}}
     yield (

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megarl.agents.endpoint import Endpoint
-from megarl.agents.episode import Episode, Played, group_of
+from megarl.agents.episode import Episode, EpisodeResult, group_of
 from megarl.base.rollout_types import EPISODE, Failure, Group, Prompt
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.schema import MAX_REWARD
@@ -25,7 +25,7 @@ from megarl.rewards.score import Score, short
 from megarl.rollouts.environments.base import RolloutContext
 
 _RECENT = 100  # number of prompts over which `max_unanswered` holds
-_MOST_TOLD = 20  # most failures that are written to the log
+_MOST_LOGGED = 20  # most failures that are written to the log
 
 
 @dataclass(eq=False)
@@ -58,8 +58,8 @@ class Player(ABC):
         self._is_open = False
         self._places = asyncio.Semaphore(self.at_once)
         self._unanswered = deque[bool](maxlen=_RECENT)
-        self._why = ""  # for each of the last prompts; of the last one
-        self._told = 0
+        self._unanswered_reason = ""  # of the last prompt that was unanswered
+        self._log_count = 0
 
     async def __call__(
         self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int
@@ -78,7 +78,7 @@ class Player(ABC):
             limit = f"more than rollout.args.max_unanswered={self.max_unanswered:g} of {_RECENT}"
             raise RunError(
                 f"{self.name} sampled nothing from the policy for {share}, {limit}; for example "
-                f"{self._why}"
+                f"{self._unanswered_reason}"
             )
         return group_of(prompt, played, self.tokenizer.decode_all)
 
@@ -93,8 +93,8 @@ class Player(ABC):
     @abstractmethod
     async def play(
         self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int
-    ) -> list[Played]:
-        """The n episodes of a prompt, as `played` returns them.
+    ) -> list[EpisodeResult]:
+        """The n episodes of a prompt, as `result_of` returns them.
 
         Episodes that sampled nothing have no turns.
         """
@@ -106,53 +106,57 @@ class Player(ABC):
             context.generate, self.tokenizer, self.template, self.parser, sampling, self.max_calls
         )
 
-    def unanswered(self, prompt: Prompt, episode: Episode, why: str, errors: str = "") -> str:
+    def unanswered(self, prompt: Prompt, episode: Episode, failure: str, errors: str = "") -> str:
         """Notes and returns the reason why an episode has sampled nothing.
 
-        `why`: the failure of its player.
+        `failure`: the failure of its player.
         """
-        found = episode.why_unanswered(why)
-        self._why = f"prompt {prompt.ordinal}: {found}" + (
-            f"; the end of its errors:\n{errors}" if errors else ""
-        )
-        return found
+        reason = episode.unanswered_reason(failure)
+        self._unanswered_reason = f"prompt {prompt.ordinal}: {reason}"
+        if errors:
+            self._unanswered_reason += f"; the end of its errors:\n{errors}"
+        return reason
 
-    def played(self, episode: Episode, score: Score, own: dict[str, float]) -> Played:
-        """An episode with its score, or with the substitute from `failed`.
+    def result_of(
+        self, episode: Episode, score: Score, player_metrics: dict[str, float]
+    ) -> EpisodeResult:
+        """An episode with its score, or with the substitute from `failure_score`.
 
-        `own`: the metrics of its player.
+        `player_metrics`: the metrics of its player.
         """
         kinds = [failure.kind for failure in score.failures if failure.part == self._part]
-        return Played(
+        return EpisodeResult(
             episode.tree,
             score,
             {
-                **own,
+                **player_metrics,
                 **episode.metrics(),
                 **{f"failed_{kind}": float(kind in kinds) for kind in self.failures},
             },
         )
 
-    def failed(self, kind: str, why: str, errors: str = "") -> Score:
-        return Score(self.on_crash, failures=[Failure(kind, short(why, errors), part=self._part)])
+    def failure_score(self, kind: str, reason: str, errors: str = "") -> Score:
+        return Score(
+            self.on_crash, failures=[Failure(kind, short(reason, errors), part=self._part)]
+        )
 
     @property
     def _part(self) -> str:
         return f"{EPISODE}{self.rollout}"
 
-    def tell(self, prompt: Prompt, why: str, errors: str = "") -> None:
+    def log_failure(self, prompt: Prompt, reason: str, errors: str = "") -> None:
         """Writes a failure to the log, up to a limit."""
-        self._told += 1
-        if self._told <= _MOST_TOLD:
-            more = (
+        self._log_count += 1
+        if self._log_count <= _MOST_LOGGED:
+            notice = (
                 "; further failures are not written, but counted (rollout/failed_…)"
-                if self._told == _MOST_TOLD
+                if self._log_count == _MOST_LOGGED
                 else ""
             )
             print(
                 "\n".join(
                     [
-                        f"prompt {prompt.ordinal}: {self.name} failed: {why}{more}",
+                        f"prompt {prompt.ordinal}: {self.name} failed: {reason}{notice}",
                         *([errors] if errors else []),
                     ]
                 ),
@@ -169,9 +173,6 @@ def check_on_crash(on_crash: float) -> None:
         )
 
 
-# A player's report on an episode: a reward, and further numbers.
-
-
 MOST_METRICS = 32
 _METRIC = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
 
@@ -180,19 +181,19 @@ class NoReward(Exception):
     """The expected reward is missing."""
 
 
-def numbers(told: dict[str, Any], otherwise: str) -> tuple[Score, dict[str, float]]:
-    """The reward and the metrics in `told`.
+def numbers(report: dict[str, Any], otherwise: str) -> tuple[Score, dict[str, float]]:
+    """The reward and the metrics in `report`, a player's report on an episode.
 
     Raises NoReward with the message `otherwise` if there is no reward or anything else besides.
     """
-    found = {
+    values = {
         name: float(value)
-        for name, value in told.items()
+        for name, value in report.items()
         if type(value) in (int, float) and abs(value) <= MAX_REWARD
     }
-    named = len(told) <= MOST_METRICS and all(map(_METRIC.fullmatch, told))
-    if "reward" not in found or len(found) < len(told) or not named:
+    named = len(report) <= MOST_METRICS and all(map(_METRIC.fullmatch, report))
+    if "reward" not in values or len(values) < len(report) or not named:
         raise NoReward(otherwise)
-    return Score(found["reward"]), {
-        name: value for name, value in found.items() if name != "reward"
+    return Score(values["reward"]), {
+        name: value for name, value in values.items() if name != "reward"
     }

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from megarl.agents.endpoint import MODEL
-from megarl.agents.episode import Episode, Played
+from megarl.agents.episode import Episode, EpisodeResult
 from megarl.agents.player import MOST_METRICS, NoReward, Player, check_on_crash, numbers
 from megarl.base.rollout_types import UNANSWERED, Prompt
 from megarl.config.errors import ConfigError, RunError, problems_of
@@ -138,19 +138,17 @@ class Program(Player):
         }.get(ended.reason)
         if missing:
             folder = self._limits["folder"]
-            where = (
-                f"rollout.args.folder={folder}"
-                if folder
-                else "an empty folder, because rollout.args.folder is not set"
-            )
-            seen = (
-                ""
-                if cell.kind != jail.BWRAP
-                else ", and of the host's other files sees only those in rollout.args.readable"
-            )
+            start_folder = "an empty folder, because rollout.args.folder is not set"
+            if folder:
+                start_folder = f"rollout.args.folder={folder}"
+            visibility = ""
+            if cell.kind == jail.BWRAP:
+                visibility = (
+                    ", and of the host's other files sees only those in rollout.args.readable"
+                )
             raise ConfigError(
                 f"rollout.args.command={json.dumps(self._command)}: there is {missing}; it starts "
-                f"in {where}{seen}"
+                f"in {start_folder}{visibility}"
             )
 
     async def open(self) -> None:
@@ -165,30 +163,30 @@ class Program(Player):
 
     async def play(
         self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int
-    ) -> list[Played]:
+    ) -> list[EpisodeResult]:
         return await asyncio.gather(
             *(self._play(context, prompt, sampling, index) for index in range(n))
         )
 
     async def _play(
         self, context: RolloutContext, prompt: Prompt, sampling: Sampling, index: int
-    ) -> Played:
+    ) -> EpisodeResult:
         episode, ended = await self._attempt(context, prompt, sampling, index)
         kind = ended.kind
-        why = ended.reason
+        reason = ended.reason
         if not episode.tree.turns:
             kind = UNANSWERED
-            why = self.unanswered(prompt, episode, ended.reason, ended.errors)
+            reason = self.unanswered(prompt, episode, ended.reason, ended.errors)
         if not kind:
             try:
-                return self.played(
+                return self.result_of(
                     episode, *await self._score(context, prompt, episode, ended, index)
                 )
             except NoReward as error:
                 kind = "reward"
-                why = str(error)
-                self.tell(prompt, why, ended.errors)
-        return self.played(episode, self.failed(kind, why, ended.errors), {})
+                reason = str(error)
+                self.log_failure(prompt, reason, ended.errors)
+        return self.result_of(episode, self.failure_score(kind, reason, ended.errors), {})
 
     async def _attempt(
         self, context: RolloutContext, prompt: Prompt, sampling: Sampling, index: int
@@ -197,27 +195,26 @@ class Program(Player):
 
         It is not started again if its row is the cause.
         """
-        left = self.retries
+        retries_left = self.retries
         while True:
             episode = self.episode(context, sampling, index)
             unfit = self._unfit(prompt)
             ended = ProgramEnd(unfit, "exit", "", "") if unfit else await self._run(episode, prompt)
-            if (
-                why := ended.reason
-                if episode.tree.turns
-                else self.unanswered(prompt, episode, ended.reason, ended.errors)
-            ):
-                self.tell(prompt, why, ended.errors)
+            reason = ended.reason
+            if not episode.tree.turns:
+                reason = self.unanswered(prompt, episode, ended.reason, ended.errors)
+            if reason:
+                self.log_failure(prompt, reason, ended.errors)
             # after a turn, the policy may be the cause
             if not episode.tree.turns and ended.reason == _NOT_FOUND:
-                told = (
+                message = (
                     f"ended with {_NOT_FOUND}: the command was not found; the end of its "
                     f"errors: {ended.errors.strip() or 'none'}"
                 )
-                raise RunError(f"rollout.args.command={json.dumps(self._command)}: {told}")
-            if episode.tree.turns or unfit or episode.counts["out_of_room"] or not left:
+                raise RunError(f"rollout.args.command={json.dumps(self._command)}: {message}")
+            if episode.tree.turns or unfit or episode.counts["out_of_room"] or not retries_left:
                 return episode, ended
-            left -= 1
+            retries_left -= 1
 
     def _unfit(self, prompt: Prompt) -> str:
         """The reason why the prompt cannot be an argument of the command; empty if it can."""
@@ -227,7 +224,8 @@ class Program(Player):
                     "the prompt has the character NUL, which {prompt} in rollout.args.command "
                     "cannot hold; standard input has it too"
                 )
-            if (size := len(word.encode(errors="surrogatepass"))) >= _MOST_WORD_BYTES:
+            size = len(word.encode(errors="surrogatepass"))
+            if size >= _MOST_WORD_BYTES:
                 limit = f"{size} bytes, and Linux takes fewer than {_MOST_WORD_BYTES}"
                 return (
                     f"the prompt is too long for {{prompt}} in rollout.args.command: {limit}; "
@@ -242,8 +240,8 @@ class Program(Player):
         """Runs the program. Raises the error if a call of the policy fails."""
         cell = self._jail
         async with self._places, contextlib.AsyncExitStack() as context:
-            own = context.enter_context(tempfile.TemporaryDirectory(prefix="megarl-endpoint-"))
-            path = None if cell.networked else Path(own) / "socket"
+            folder = context.enter_context(tempfile.TemporaryDirectory(prefix="megarl-endpoint-"))
+            path = None if cell.networked else Path(folder) / "socket"
             key, port, failed, over = await context.enter_async_context(
                 self._endpoint.serving(episode, path)
             )
@@ -254,9 +252,11 @@ class Program(Player):
                 "ANTHROPIC_BASE_URL": url,
                 "ANTHROPIC_API_KEY": key,
             }
-            given = self._given(prompt)
+            standard_input = self._standard_input(prompt)
             environment = {"MODEL": MODEL, **variables, **self._environment}
-            running = asyncio.ensure_future(cell.run(self._words(prompt), given, environment, path))
+            running = asyncio.ensure_future(
+                cell.run(self._words(prompt), standard_input, environment, path)
+            )
             try:
                 await asyncio.wait({running, failed, over}, return_when=asyncio.FIRST_COMPLETED)
                 if failed.done():
@@ -266,13 +266,15 @@ class Program(Player):
                 running.cancel()
                 await asyncio.wait({running})
 
-    def _given(self, prompt: Prompt) -> str:
+    def _standard_input(self, prompt: Prompt) -> str:
         """The program's standard input.
 
         Only programs that score themselves get the answer: others could show it to the policy.
         """
-        own = {"answer": prompt.answer, "row": prompt.row} if self._reward == PROGRAM else {}
-        return json.dumps({"prompt": prompt.text, **own}, default=str) + "\n"
+        grading_fields = (
+            {"answer": prompt.answer, "row": prompt.row} if self._reward == PROGRAM else {}
+        )
+        return json.dumps({"prompt": prompt.text, **grading_fields}, default=str) + "\n"
 
     async def _score(
         self,
@@ -283,7 +285,7 @@ class Program(Player):
         index: int,
     ) -> tuple[Score, dict[str, float]]:
         if self._reward == PROGRAM:
-            return said(ended.output)
+            return score_of_output(ended.output)
         last = episode.tree.turns[-1]
         request = ScoreRequest(
             response=ended.output.strip() if self._reward == OUTPUT else episode.last_content,
@@ -302,22 +304,22 @@ class Program(Player):
         return await context.score(request), {}
 
 
-def said(output: str) -> tuple[Score, dict[str, float]]:
+def score_of_output(output: str) -> tuple[Score, dict[str, float]]:
     """The reward in the last line of output, and the other numbers there as metrics.
 
     Raises NoReward.
     """
     line = output.strip().rpartition("\n")[2]
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError):
-        found = None
+        value = None
     form = (
         f"a JSON object of numbers with one, with at most {MOST_METRICS} names of letters, "
         "digits and _"
     )
     return numbers(
-        found if isinstance(found, dict) else {"reward": found},
+        value if isinstance(value, dict) else {"reward": value},
         f"its last line of output is neither a reward nor {form}: {line[:200]!r}",
     )
 

@@ -57,15 +57,15 @@ def conversations(arguments: Any) -> list[list[dict[str, Any]]]:
         "id": "call12345",
         "function": {"name": "weather", "arguments": arguments},
     }
-    asked = {"role": "user", "content": ' Is it "warm" in R\u00f4me?\n<b> '}
-    answered = {"role": "assistant", "content": "Yes.\n"}
+    question = {"role": "user", "content": ' Is it "warm" in R\u00f4me?\n<b> '}
+    answer = {"role": "assistant", "content": "Yes.\n"}
     return [
-        [asked],
-        [{"role": "system", "content": "Be brief."}, asked],
-        [asked, answered, asked],
-        [asked, answered],
+        [question],
+        [{"role": "system", "content": "Be brief."}, question],
+        [question, answer, question],
+        [question, answer],
         [
-            asked,
+            question,
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "content": "21", "tool_call_id": "call12345"},
         ],
@@ -85,7 +85,8 @@ def read(source: str, folder: Path) -> dict[str, Any]:
     try:
         tokenizer = _from_pretrained(source)
         kind = type(tokenizer)
-        if not (backend := getattr(tokenizer, "backend_tokenizer", None)):
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if not backend:
             return {
                 "problem": f"its class {kind.__name__} runs in Python, and has no fast form of "
                 "the tokenizers library"

@@ -18,11 +18,11 @@ from megarl.data.rows import Pair, Row, RowProblem
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.models.spec import ModelSpec
 
-# Batches of demonstrations for supervised learning.
 
-
-def sft_batches(config: RunConfig, spec: ModelSpec, done: int = 0) -> Iterator[list[TrainSequence]]:
-    """The batches of `sft.batch_size` sequences from step `done` to `sft.steps`.
+def sft_batches(
+    config: RunConfig, spec: ModelSpec, first_step: int = 0
+) -> Iterator[list[TrainSequence]]:
+    """The batches of `sft.batch_size` sequences from step `first_step` to `sft.steps`.
 
     Batch t depends only on t and `seed`.
 
@@ -39,7 +39,7 @@ def sft_batches(config: RunConfig, spec: ModelSpec, done: int = 0) -> Iterator[l
         "sft",
         demonstration_tokens(tokenizer, spec),
     )
-    for step in range(done, config.sft.steps):
+    for step in range(first_step, config.sft.steps):
         ordinals = range(step * size, (step + 1) * size)
         yield [
             sft_sequence(sources[ordinal], tokenizer, spec.max_position_embeddings)
@@ -90,7 +90,7 @@ def demonstration_tokens(tokenizer: Tokenizer, spec: ModelSpec) -> Callable[[Row
         try:
             sft_sequence(row, tokenizer, context)
         except ConfigError as error:
-            problem = str(error).removeprefix(f"{row.where}: ")
+            problem = str(error).removeprefix(f"{row.location}: ")
             raise RowProblem(
                 problem,
                 f"prompt and demonstration of more than {context} tokens, the model's context",
@@ -123,7 +123,7 @@ def sft_sequence(row: Row, tokenizer: Tokenizer, context_tokens: int) -> TrainSe
     length = len(token_ids)
     if length > context_tokens:
         raise ConfigError(
-            f"{row.where}: prompt and demonstration have {length} tokens, more than the model's "
+            f"{row.location}: prompt and demonstration have {length} tokens, more than the model's "
             f"context of {context_tokens}"
         )
     zeros = np.zeros(length, np.float32)
@@ -132,25 +132,26 @@ def sft_sequence(row: Row, tokenizer: Tokenizer, context_tokens: int) -> TrainSe
     )
 
 
-# Reads, orders and tokenises pairs of responses for megarl reward-model.
-
-
 def evaluated_pairs(settings: RewardModelConfig) -> PreferenceConfig | None:
     """reward_model.eval as a full dataset, with the columns of reward_model.data."""
     data = settings.data
-    own = settings.eval
-    return (
-        replace(data, source=own.source, split=own.split, subset=own.subset, size=own.size)
-        if data and own
-        else None
+    eval_settings = settings.eval
+    if not data or not eval_settings:
+        return None
+    return replace(
+        data,
+        source=eval_settings.source,
+        split=eval_settings.split,
+        subset=eval_settings.subset,
+        size=eval_settings.size,
     )
 
 
 def pair_sets(config: RunConfig) -> list[tuple[str, PreferenceConfig]]:
     """(config key, dataset) of the training pairs and of the held-out pairs."""
     settings = config.reward_model
-    given = {"reward_model.data": settings.data, "reward_model.eval": evaluated_pairs(settings)}
-    return [(key, dataset) for key, dataset in given.items() if dataset is not None]
+    datasets = {"reward_model.data": settings.data, "reward_model.eval": evaluated_pairs(settings)}
+    return [(key, dataset) for key, dataset in datasets.items() if dataset is not None]
 
 
 def load_pairs(
@@ -174,7 +175,7 @@ def responses_tokens(tokenizer: Tokenizer, spec: ModelSpec) -> Callable[[Pair], 
         try:
             pair_tokens(pair, tokenizer, context)
         except ConfigError as error:
-            problem = str(error).removeprefix(f"{pair.where}: ")
+            problem = str(error).removeprefix(f"{pair.location}: ")
             raise RowProblem(
                 problem, f"prompt and response of more than {context} tokens, the model's context"
             ) from error
@@ -210,13 +211,14 @@ def pair_tokens(
     Raises ConfigError if either is longer than the model's context.
     """
     prompt = tokenizer.encode_prompt(pair.prompt, pair.rendered)
-    both = (
+    sequences = (
         prompt + tokenizer.encode_response(pair.chosen),
         prompt + tokenizer.encode_response(pair.rejected),
     )
-    if (length := max(map(len, both))) > context_tokens:
+    length = max(map(len, sequences))
+    if length > context_tokens:
         raise ConfigError(
-            f"{pair.where}: prompt and response have {length} tokens, more than the model's "
+            f"{pair.location}: prompt and response have {length} tokens, more than the model's "
             f"context of {context_tokens}"
         )
-    return both
+    return sequences

@@ -92,11 +92,11 @@ class ChatTemplate:
         rewrites earlier turns when others follow fails this; Qwen3's does so with thinking.
         """
         marked = self._marked(messages, tools, True)
-        whole = _unmarked(marked)
+        text = _unmarked(marked)
         spans = (
             self._marked_spans(marked, messages) if self._variant(tools) in self.marking else None
         )
-        found = []
+        pieces = []
         end = 0
         for place in sorted(learned):
             if _says_nothing(messages[place]):
@@ -106,20 +106,20 @@ class ChatTemplate:
                 )
             if spans:
                 first, last = spans[place]
-                if not self._beginning(messages, tools, place).startswith(whole[:last]):
+                if not self._beginning(messages, tools, place).startswith(text[:last]):
                     raise ValueError(f"message {place + 1}: the chat template {_REWRITES}")
-                first = self._behind_prompt(whole, messages, tools, place, first, last)
+                first = self._behind_prompt(text, messages, tools, place, first, last)
             else:
-                first, last = self._prefix_span(whole, messages, tools, place)
-            last = self._ended(whole, first, last, place)
-            check_shown([messages[place]], whole[first:last], place)
-            if any(thought not in whole[first:last] for thought in _thoughts(messages[place])):
+                first, last = self._prefix_span(text, messages, tools, place)
+            last = self._ended(text, first, last, place)
+            check_shown([messages[place]], text[first:last], place)
+            if any(thought not in text[first:last] for thought in _thoughts(messages[place])):
                 raise ValueError(
                     f"message {place + 1}: the chat template leaves out the assistant's thinking"
                 )
-            found += [whole[end:first], whole[first:last]]
+            pieces += [text[end:first], text[first:last]]
             end = last
-        return found
+        return pieces
 
     def _variant(self, tools: Any) -> str:
         """Chosen as by get_chat_template of Transformers."""
@@ -150,19 +150,21 @@ class ChatTemplate:
         ]
         turn = {"role": "assistant", "content": _NONCE} | ({"tool_calls": calls} if calls else {})
         shown = [names.hide(message) for message in messages]
-        whole = self.render([{"role": "user", "content": "."}, turn, *shown])
-        check_shown(shown, whole, 2)
-        said = whole.rfind(_NONCE) + len(_NONCE)
+        rendered = self.render([{"role": "user", "content": "."}, turn, *shown])
+        check_shown(shown, rendered, 2)
+        answer_end = rendered.rfind(_NONCE) + len(_NONCE)
         ends = {
-            whole.find(token, said): token for token in self.ends if whole.find(token, said) >= 0
+            rendered.find(token, answer_end): token
+            for token in self.ends
+            if rendered.find(token, answer_end) >= 0
         }
-        if not ends or (whole[said : min(ends)].strip() and not calls):
+        if not ends or (rendered[answer_end : min(ends)].strip() and not calls):
             raise ValueError(
                 "the chat template does not end the assistant's turn with an end-of-text token of "
                 "the model"
             )
         first = min(ends)
-        return names.encode(whole[first + len(ends[first]) * ended :], tokenizer)
+        return names.encode(rendered[first + len(ends[first]) * ended :], tokenizer)
 
     def _marked(self, messages: Sequence[Message], tools: Any, answered: bool) -> str:
         tools = tools or None
@@ -190,11 +192,11 @@ class ChatTemplate:
         places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         spans = []
         shift = 0
-        for found in _MARKED.finditer(marked):
-            first = found.start() - shift
+        for match in _MARKED.finditer(marked):
+            first = match.start() - shift
             if spans and spans[-1][1] == first:
                 first = spans.pop()[0]
-            spans.append((first, found.start() - shift + len(found[1])))
+            spans.append((first, match.start() - shift + len(match[1])))
             shift += len(_OPEN) + len(_CLOSE)
         if len(spans) != len(places):
             raise ValueError(
@@ -215,7 +217,7 @@ class ChatTemplate:
         return self.render(messages, tools, answered=True)
 
     def _behind_prompt(
-        self, whole: str, messages: Sequence[Message], tools: Any, place: int, first: int, last: int
+        self, text: str, messages: Sequence[Message], tools: Any, place: int, first: int, last: int
     ) -> int:
         """Where a marked turn begins, after text that a rollout's prompt has already, such as the
         turn's header. If the template cannot make such a prompt, the mark alone counts.
@@ -224,31 +226,31 @@ class ChatTemplate:
             prompt = self.render(messages[:place], tools)
         except ValueError:
             return first
-        return len(prompt) if whole.startswith(prompt) and first < len(prompt) < last else first
+        return len(prompt) if text.startswith(prompt) and first < len(prompt) < last else first
 
     def _prefix_span(
-        self, whole: str, messages: Sequence[Message], tools: Any, place: int
+        self, text: str, messages: Sequence[Message], tools: Any, place: int
     ) -> tuple[int, int]:
         prompt = self.render(messages[:place], tools)
         ended = self.render(messages[: place + 1], tools, answered=True)
         ended = ended[: min(self._ends(ended, len(prompt), len(ended)), default=len(ended))]
-        if not (whole.startswith(ended) and ended.startswith(prompt)):
+        if not (text.startswith(ended) and ended.startswith(prompt)):
             alone = (
                 "the prompt that it makes for this turn is not the beginning of the conversation"
             )
-            why = alone if place == len(messages) - 1 else f"it {_REWRITES}"
+            reason = alone if place == len(messages) - 1 else f"it {_REWRITES}"
             raise ValueError(
                 f"message {place + 1}: the chat template does not show which text the assistant "
-                f"wrote: {why}"
+                f"wrote: {reason}"
             )
         return len(prompt), len(ended)
 
-    def _ended(self, whole: str, first: int, last: int, place: int) -> int:
+    def _ended(self, text: str, first: int, last: int, place: int) -> int:
         """Where the turn ends: after its first end-of-text token, where a rollout would stop. The
         token may follow the turn's text.
         """
-        last += len(next((token for token in self.ends if whole.startswith(token, last)), ""))
-        ends = self._ends(whole, first, last)
+        last += len(next((token for token in self.ends if text.startswith(token, last)), ""))
+        ends = self._ends(text, first, last)
         if not ends:
             names = " and ".join(map(repr, self.ends))
             raise ValueError(
@@ -257,10 +259,10 @@ class ChatTemplate:
                 "model would never learn to stop. Set eos_token in tokenizer_config.json to the "
                 "token that ends the template's turns"
             )
-        rest = whole[min(ends) : last]
+        remainder = text[min(ends) : last]
         for token in self.ends:
-            rest = rest.replace(token, "")
-        if rest.strip():
+            remainder = remainder.replace(token, "")
+        if remainder.strip():
             raise ValueError(
                 f"message {place + 1}: the chat template has an end-of-text token of the model in "
                 "the middle of it"
@@ -269,26 +271,23 @@ class ChatTemplate:
 
     def _ends(self, text: str, first: int, last: int) -> list[int]:
         """For each end-of-text token that occurs in the span, the end of its first occurrence."""
-        return [
-            found + len(token)
-            for token in self.ends
-            if (found := text.find(token, first, last)) >= 0
-        ]
+        starts = {token: text.find(token, first, last) for token in self.ends}
+        return [start + len(token) for token, start in starts.items() if start >= 0]
 
     @property
     def remark(self) -> str:
         """A warning if turns in this template do not end where the model's responses do; else
         empty.
         """
-        said = f"{_NONCE}."
+        answer = f"{_NONCE}."
         try:
-            whole = self.render(
-                [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}],
+            text = self.render(
+                [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}],
                 answered=True,
             )
         except ValueError:
             return ""
-        after = whole.partition(said)[2].strip()
+        after = text.partition(answer)[2].strip()
         if any(end in after for end in self.ends):
             return ""
         names = " and ".join(map(repr, self.ends))
@@ -306,30 +305,28 @@ class ChatTemplate:
         for kind, values in (("message", messages), ("tool", tools or ())):
             for number, value in enumerate(values, start=1):
                 for text in _texts(value):
-                    if found := next(
-                        (token for token in (*self.special_tokens, *self.ends) if token in text),
-                        None,
-                    ):
-                        raise ValueError(
-                            f"{kind} {number}: holds the special token {found!r}, which could end "
-                            "a turn or open another"
-                        )
+                    for token in (*self.special_tokens, *self.ends):
+                        if token in text:
+                            raise ValueError(
+                                f"{kind} {number}: holds the special token {token!r}, which could "
+                                "end a turn or open another"
+                            )
 
 
 class StandIns:
     """Replaces the names of special tokens in messages by private-use code points."""
 
     def __init__(self, names: Sequence[str]):
-        self._of = {
+        self._mark_of = {
             name: chr(_HIDDEN + number)
             for number, name in enumerate(sorted(set(names), key=len, reverse=True))
         }
-        self._names = {mark: name for name, mark in self._of.items()}
+        self._names = {mark: name for name, mark in self._mark_of.items()}
         self._marks = re.compile(f"[{''.join(self._names)}]" if self._names else "(?!)")
 
     def hide(self, value: Any) -> Any:
         if isinstance(value, str):
-            for name, mark in self._of.items():
+            for name, mark in self._mark_of.items():
                 value = value.replace(name, mark)
             return value
         if isinstance(value, dict):
@@ -338,12 +335,12 @@ class StandIns:
 
     def parts(self, text: str) -> list[tuple[str, bool]]:
         """The pieces of `text` in order, each with whether special tokens in it count as such."""
-        found = []
+        parts = []
         start = 0
         for mark in self._marks.finditer(text):
-            found += [(text[start : mark.start()], True), (self._names[mark[0]], False)]
+            parts += [(text[start : mark.start()], True), (self._names[mark[0]], False)]
             start = mark.end()
-        return [part for part in [*found, (text[start:], True)] if part[0]]
+        return [part for part in [*parts, (text[start:], True)] if part[0]]
 
     def encode(self, text: str, tokenizer: Tokenizer) -> list[int]:
         """Tokenises rendered text.
@@ -364,8 +361,8 @@ def check_shown(messages: Sequence[Message], text: str, first: int = 0) -> None:
     """
     for number, message in enumerate(messages, start=first + 1):
         names = [*map(name_of, message.get("tool_calls", []))]
-        said = [word.rpartition(">")[2] or word for word in message["content"].split()[-1:]]
-        for word in (*said, *names):
+        last_words = [word.rpartition(">")[2] or word for word in message["content"].split()[-1:]]
+        for word in (*last_words, *names):
             if not any(
                 form in text
                 for form in (
@@ -374,9 +371,9 @@ def check_shown(messages: Sequence[Message], text: str, first: int = 0) -> None:
                     json.dumps(word, ensure_ascii=False)[1:-1],
                 )
             ):
-                what = "the call of" if word in names else "what it says, up to"
+                subject = "the call of" if word in names else "what it says, up to"
                 raise ValueError(
-                    f"message {number}: the chat template leaves out {what} {word[:60]!r}"
+                    f"message {number}: the chat template leaves out {subject} {word[:60]!r}"
                 )
 
 
@@ -417,9 +414,9 @@ def _as_json(arguments: Any) -> str:
 def _with_arguments(message: Message, form: Callable[[Any], Any]) -> Message:
     """The message with `form` of the arguments of its tool calls, where they are objects."""
 
-    def of(call: Message) -> Message:
+    def convert(call: Message) -> Message:
         if "function" in call:
-            return {**call, "function": of(call["function"])}
+            return {**call, "function": convert(call["function"])}
         return (
             {**call, "arguments": form(call["arguments"])}
             if isinstance(call.get("arguments"), dict)
@@ -427,7 +424,7 @@ def _with_arguments(message: Message, form: Callable[[Any], Any]) -> Message:
         )
 
     return (
-        {**message, "tool_calls": [*map(of, message["tool_calls"])]}
+        {**message, "tool_calls": [*map(convert, message["tool_calls"])]}
         if message.get("tool_calls")
         else message
     )
@@ -437,13 +434,9 @@ def _texts(value: Any) -> list[str]:
     """All texts inside."""
     if isinstance(value, dict):
         value = [*value, *value.values()]
-    return (
-        [value]
-        if isinstance(value, str)
-        else [*chain(*map(_texts, value))]
-        if isinstance(value, list)
-        else []
-    )
+    if isinstance(value, str):
+        return [value]
+    return [*chain(*map(_texts, value))] if isinstance(value, list) else []
 
 
 def _unmarked(text: str) -> str:
@@ -463,9 +456,9 @@ def load_chat_template(
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     texts = tokenizer.chat_templates
-    chosen: ChatTemplateConfig = tokenizer.chat_template
-    name = chosen.name
-    arguments = chosen.arguments
+    template_settings: ChatTemplateConfig = tokenizer.chat_template
+    name = template_settings.name
+    arguments = template_settings.arguments
     if not texts:
         raise ConfigError(f"{setting}: {tokenizer.source} has no chat template; {without}")
     if (name or _DEFAULT) not in texts:
@@ -473,17 +466,22 @@ def load_chat_template(
             f"{setting}: chat_template.name={name or 'null'}: the templates of {tokenizer.source} "
             f"are {', '.join(texts)}"
         )
-    if wrong := [argument for argument in arguments if argument in RESERVED]:
-        raise ConfigError(
-            f"{setting}: chat_template.arguments.{wrong[0]}: is set for every conversation; it "
-            "cannot be an argument"
-        )
+    for argument in arguments:
+        if argument in RESERVED:
+            raise ConfigError(
+                f"{setting}: chat_template.arguments.{argument}: is set for every conversation; it "
+                "cannot be an argument"
+            )
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_tag()]
     )
     environment.filters["tojson"] = _to_json
     # One date for the whole run, also if it is resumed on another day: prompts stay the same.
-    date = datetime.datetime.fromisoformat(chosen.date) if chosen.date else datetime.datetime.now()
+    date = (
+        datetime.datetime.fromisoformat(template_settings.date)
+        if template_settings.date
+        else datetime.datetime.now()
+    )
     environment.globals.update(raise_exception=_refuse, strftime_now=date.strftime)
     try:
         variants = {variant: environment.from_string(text) for variant, text in texts.items()}
@@ -496,9 +494,7 @@ def load_chat_template(
         name=name,
         variables=tokenizer.special_names,
         special_tokens=tuple(tokenizer.special_tokens),
-        ends=tuple(
-            end for number in tokenizer.eos_ids if (end := tokenizer.backend.id_to_token(number))
-        ),
+        ends=tuple(filter(None, map(tokenizer.backend.id_to_token, tokenizer.eos_ids))),
         marking=frozenset(
             variant for variant, text in texts.items() if re.search(r"\{%-?\s*generation\b", text)
         ),

@@ -75,8 +75,8 @@ class Checked:
         """Facts about the rows that the user may not know."""
         if self.dropped:
             kinds = [
-                f"{len(where):,}: {kind} (first: {where[0]})"
-                for kind, where in self.reading.dropped.items()
+                f"{len(locations):,}: {kind} (first: {locations[0]})"
+                for kind, locations in self.reading.dropped.items()
             ]
             yield (
                 f"rows left out (data.bad_rows=drop): {self.dropped:,}, of them {', '.join(kinds)}"
@@ -141,13 +141,14 @@ def check_data(
         try:
             rows, count = _read(config, key, dataset, command, reading, at_hand)
         except ConfigError as error:
-            if at_hand and (away := _absence(error)):
+            away = _absence(error) if at_hand else ""
+            if away:
                 checked.append(Checked(key, dataset.source, None, absence=away))
             else:
                 problems += error.problems
             continue
-        held = command == "train" and not key.startswith("data.train")
-        shared = len(reading.prompts.keys() & trained.keys()) if held else 0
+        is_held_out = command == "train" and not key.startswith("data.train")
+        shared = len(reading.prompts.keys() & trained.keys()) if is_held_out else 0
         checked.append(
             Checked(
                 key,
@@ -206,14 +207,18 @@ def digests_of(checked: Sequence[Checked]) -> dict[str, bytes | None]:
     seed, and the number of all its rows.
     """
     digests: dict[str, bytes | None] = {}
-    for each in checked:
-        if not _is_learned(each.key):
+    for dataset_check in checked:
+        if not _is_learned(dataset_check.key):
             continue
-        if each.rows is None or each.reading.digests is None:
-            digests[each.key] = None
+        if dataset_check.rows is None or dataset_check.reading.digests is None:
+            digests[dataset_check.key] = None
         else:
-            count = each.rows.to_bytes(ROW_DIGEST_BYTES) if each.source.startswith(PREFIX) else b""
-            digests[each.key] = bytes(each.reading.digests) + count
+            count = (
+                dataset_check.rows.to_bytes(ROW_DIGEST_BYTES)
+                if dataset_check.source.startswith(PREFIX)
+                else b""
+            )
+            digests[dataset_check.key] = bytes(dataset_check.reading.digests) + count
     return digests
 
 
@@ -236,10 +241,11 @@ def _datasets(config: RunConfig, command: str) -> Sequence[tuple[str, SourceConf
     if command == "sft":
         dataset, key = sft_data(config)
         held_out_ones = [("sft.eval", config.sft.eval)] if config.sft.eval else []
-        return [(own, source, 0) for own, source in [*source_sets(dataset, key), *held_out_ones]]
+        datasets = [*source_sets(dataset, key), *held_out_ones]
+        return [(section, source, 0) for section, source in datasets]
     evaluation = [
-        (key, dataset, held_out_sampling(config, own).max_tokens)
-        for _, key, dataset, own in held_out(config)
+        (key, dataset, held_out_sampling(config, suite).max_tokens)
+        for _, key, dataset, suite in held_out(config)
     ]
     train = [
         (key, source, config.rollout.max_tokens)

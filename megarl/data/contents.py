@@ -136,29 +136,30 @@ def read_contents(folder: Path) -> Contents | None:
 
 
 def compare_contents(
-    before: Contents | None, now: Contents, accept: bool, begun: str, instead: str
+    before: Contents | None, now: Contents, accept: bool, first_job: str, instead: str
 ) -> list[str]:
     """Compares what a job goes on with to what it began with. Returns lines for the user.
 
-    Args: begun, the job that began; instead, what to do but accept. Raises ConfigError that names
-    all differences, unless `accept`.
+    Args: first_job, the job that began; instead, what to do but accept. Raises ConfigError that
+    names all differences, unless `accept`.
     """
     if before is None:
         return [
-            f"Data: it is not known whether the rows are those that {begun} began with, since an "
-            "earlier version began it"
+            f"Data: it is not known whether the rows are those that {first_job} began with, since "
+            "an earlier version began it"
         ]
     changes = [*before.changes(now)]
     if changes and not accept:
         then = f"{instead}, or set {ACCEPT}=true: some prompts are then trained twice or never"
         raise ConfigError(
             [
-                f"{change}. {begun[0].upper()}{begun[1:]} began otherwise: restore that, {then}"
+                f"{change}. {first_job[0].upper()}{first_job[1:]} began otherwise: restore that, "
+                f"{then}"
                 for change in changes
             ]
         )
     return [
-        f"Data: {change}; {begun} began otherwise, and goes on as {ACCEPT} allows"
+        f"Data: {change}; {first_job} began otherwise, and goes on as {ACCEPT} allows"
         for change in changes
     ]
 
@@ -170,14 +171,14 @@ def _difference(rows_before: str, rows_now: str) -> str:
     if before == now:
         return ""
     counts = [len(digests) // ROW_DIGEST_BYTES for digests in (before, now)]
-    more = counts[1] - counts[0]
-    size = f"{abs(more):,} row{'s' * (abs(more) > 1)} {'more' if more > 0 else 'fewer'}"
+    growth = counts[1] - counts[0]
+    size = f"{abs(growth):,} row{'s' * (abs(growth) > 1)} {'more' if growth > 0 else 'fewer'}"
     same = next(
         (row for row in range(min(counts)) if _row(before, row) != _row(now, row)), min(counts)
     )
     if same == min(counts):
         return f"{size} at the end"
-    return f"row {same:,} is the first that differs{f'; {size}' if more else ''}"
+    return f"row {same:,} is the first that differs{f'; {size}' if growth else ''}"
 
 
 def _row(digests: bytes, row: int) -> bytes:
@@ -201,24 +202,25 @@ def own_code(module: ModuleType) -> list[Path]:
     """
     if getattr(module, "__file__", None) is None:
         return []
-    own = module.__name__.partition(".")[0]
+    own_package = module.__name__.partition(".")[0]
     files = {module.__name__: Path(str(module.__file__))}
-    seen = {module.__name__}
+    known_names = {module.__name__}
     pending = [module.__name__]
     while pending:
         name = pending.pop()
-        if path := files.get(name) or _own_file(name, own):
+        path = files.get(name) or _own_file(name, own_package)
+        if path:
             files[name] = path
-            imported = {*_imports(path, name)} - seen
-            seen |= imported
+            imported = {*_imports(path, name)} - known_names
+            known_names |= imported
             pending += imported
     return [*files.values()]
 
 
-def _own_file(name: str, own: str) -> Path | None:
+def _own_file(name: str, own_package: str) -> Path | None:
     """The file of a module, unless that is installed, or MegaRL's own.
 
-    `own`: the package that counts even if it is installed.
+    `own_package`: the package that counts even if it is installed.
     """
     top = name.partition(".")[0]
     if top in (__name__.partition(".")[0], *sys.builtin_module_names):
@@ -230,7 +232,7 @@ def _own_file(name: str, own: str) -> Path | None:
                 installed = {"site-packages", "dist-packages"} & {
                     *path.parts
                 } or path.is_relative_to(sysconfig.get_path("stdlib"))
-                return path if top == own or not installed else None
+                return path if top == own_package or not installed else None
     return None
 
 

@@ -36,10 +36,10 @@ from megarl.data.rows import (
     Row,
     RowProblem,
     Rows,
-    asked,
     dates_of,
     files_of,
-    wanted,
+    with_benchmark_question,
+    within_dates,
     without_nulls,
 )
 from megarl.data.synthetic import PREFIX, synthetic_pairs, synthetic_rows
@@ -48,9 +48,6 @@ from megarl.rewards import code, ifeval
 from megarl.rewards.code import cases_of
 from megarl.rewards.extract import MAX_ANSWER_CHARS, clean, marked_answer, plain
 from megarl.rewards.score import Part, parts_in_evaluation, parts_of
-
-# Where rows come from: files of JSON, comma-separated values or parquet, folders, the hub.
-
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
@@ -69,20 +66,19 @@ def is_local(source: str) -> bool:
 
 
 def records(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:
-    """(where, record) for each row. The record is a RowProblem if the line is not JSON."""
+    """(location, record) for each row. The record is a RowProblem if the line is not JSON."""
     path = Path(config.source).expanduser()
     named = f"{key}.source={config.source}"
-    if (parts := files_of(config)) and (not is_local(config.source) or path.is_dir()):
-        return chain.from_iterable(_jsonl(_part(config, name, key)) for name in parts)
+    parts = files_of(config)
     if not is_local(config.source) or path.is_dir():
+        if parts:
+            return chain.from_iterable(_jsonl(_part(config, name, key)) for name in parts)
         return _hub(config, key)
     if path.suffix not in _FILES:
-        wanted = (
-            f"a file must end in {', '.join(_FILES[:-1])} or {_FILES[-1]}"
-            if path.exists() or path.suffix in _OTHER_FILES
-            else "no such file or folder"
-        )
-        raise ConfigError(f"{named}: {wanted}")
+        requirement = "no such file or folder"
+        if path.exists() or path.suffix in _OTHER_FILES:
+            requirement = f"a file must end in {', '.join(_FILES[:-1])} or {_FILES[-1]}"
+        raise ConfigError(f"{named}: {requirement}")
     if not path.is_file():
         raise ConfigError(f"{named}: no such file{_near(path)}")
     if not os.access(path, os.R_OK):
@@ -99,7 +95,8 @@ def _part(config: SourceConfig, name: str, key: str) -> Path:
     if folder.is_dir():
         if not (folder / name).is_file():
             raise ConfigError(
-                f"{key}.source={config.source}: has no {name}, which {key}.subset={config.subset} needs"
+                f"{key}.source={config.source}: has no {name}, which "
+                f"{key}.subset={config.subset} needs"
             )
         return folder / name
     try:
@@ -114,8 +111,8 @@ def _near(path: Path) -> str:
         if path.parent.is_dir()
         else {}
     )
-    found = difflib.get_close_matches(path.stem, stems, n=1)
-    return f"; did you mean {stems[found[0]]}?" if found else ""
+    matches = difflib.get_close_matches(path.stem, stems, n=1)
+    return f"; did you mean {stems[matches[0]]}?" if matches else ""
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
@@ -134,7 +131,7 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
     """The rows of one JSON list, or of a JSONL file that is named .json."""
     text = path.read_bytes()
     try:
-        found = parsed(text)
+        rows = parsed(text)
     except RowProblem as problem:
         if text.lstrip()[:1] == b"[" or text.strip().split(b"\n")[0].strip() == b"{":
             raise ConfigError(
@@ -142,13 +139,13 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
             ) from problem
         yield from _jsonl(path)
         return
-    if not isinstance(found, list):
+    if not isinstance(rows, list):
         if b"\n" in text.strip():
             raise ConfigError(
                 f"{path}: holds one value; it must be a list of rows, or have one row on each line"
             )
-        found = [found]
-    yield from ((f"{path}, row {number}", record) for number, record in enumerate(found, start=1))
+        rows = [rows]
+    yield from ((f"{path}, row {number}", record) for number, record in enumerate(rows, start=1))
 
 
 def _csv(path: Path) -> Iterator[tuple[str, Any]]:
@@ -167,14 +164,14 @@ def _csv(path: Path) -> Iterator[tuple[str, Any]]:
             if len(set(named)) < len(named):
                 raise ConfigError(f"{path}: its first line names a column twice")
             for record in rows:
-                more = (
+                problem = (
                     "it has more values than the first line has columns: "
                     f"{len(rows.fieldnames or ())}"
                 )
-                known = {name: record[name] for name in named}
+                values = {name: record[name] for name in named}
                 yield (
                     f"{path}, line {rows.line_num}",
-                    RowProblem(more) if rows.restkey in record else known,
+                    RowProblem(problem) if rows.restkey in record else values,
                 )
     except (csv.Error, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as {path.suffix}: {error}") from error
@@ -183,10 +180,10 @@ def _csv(path: Path) -> Iterator[tuple[str, Any]]:
 def parsed(text: bytes) -> Any:
     """JSON. Raises RowProblem."""
     try:
-        found = json.loads(text.decode("utf-8-sig").rstrip())
+        value = json.loads(text.decode("utf-8-sig").rstrip())
         if _SURROGATE.search(text):
-            json.dumps(found, ensure_ascii=False).encode()
-        return found
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except UnicodeDecodeError as error:
         raise RowProblem(f"not UTF-8 at byte {error.start}", "not UTF-8") from error
     except json.JSONDecodeError as error:
@@ -222,7 +219,7 @@ _READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parq
 
 def _hub(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:
     # before the import, which reads the variables that this sets
-    why = "" if Path(config.source).exists() else unreachable()
+    unreachable_reason = "" if Path(config.source).exists() else unreachable()
     import datasets
     from datasets.exceptions import DatasetsError
 
@@ -230,12 +227,12 @@ def _hub(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:
         rows = datasets.load_dataset(config.source, config.subset, split=config.split)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         subset = f", subset {config.subset}" if config.subset else ""
-        what = f"{key}.source={config.source}{subset}, split {config.split}"
-        reason = (why and f"it is not in the cache, and {why}") or (
+        dataset_name = f"{key}.source={config.source}{subset}, split {config.split}"
+        reason = (unreachable_reason and f"it is not in the cache, and {unreachable_reason}") or (
             str(error).splitlines() or [type(error).__name__]
         )[0]
-        raise ConfigError(f"{what}: cannot be loaded: {reason}") from (
-            HubAway(why) if why else error
+        raise ConfigError(f"{dataset_name}: cannot be loaded: {reason}") from (
+            HubAway(unreachable_reason) if unreachable_reason else error
         )
     for number, record in enumerate(rows, start=1):
         yield f"{config.source}, split {config.split}, row {number}", ArrowRow(record)
@@ -248,16 +245,13 @@ class ArrowRow(dict[str, Any]):
     """
 
     @property
-    def whole(self) -> dict[str, Any]:
+    def compact(self) -> dict[str, Any]:
         """The row without the nulls inside its columns.
 
         In Arrow they cannot be told from absent fields. A list's items, and what is in a column of
         JSON texts, are as they were written. TRL's remove_none_values does the same.
         """
         return {name: without_nulls(value) for name, value in self.items()}
-
-
-# Finds the columns of a row in a known format, and reads its conversation.
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -294,13 +288,22 @@ def columns_of(record: Mapping[str, Any], config: DatasetConfig, key: str) -> Co
     """
     if config.prompt_key is not None:
         return Columns(config.prompt_key, config.answer_key or "answer")
-    fits = [each for each in FORMATS if all(record.get(name) is not None for name in each.keys)]
+    fits = [form for form in FORMATS if all(record.get(name) is not None for name in form.keys)]
     if len(fits) > 1:
-        both = " and ".join(f"{' with '.join(map(repr, each.keys))} ({each.name})" for each in fits)
-        raise RowProblem(f"it has the columns {both}: set {key}.prompt_key and {key}.answer_key")
-    found = fits[0] if fits else _PLAIN if "prompt" in record else FORMATS[0]
-    in_conversation = found.prompt == "messages" and found.answer not in record
-    return Columns(found.prompt, config.answer_key or (None if in_conversation else found.answer))
+        names = " and ".join(
+            f"{' with '.join(map(repr, form.keys))} ({form.name})" for form in fits
+        )
+        raise RowProblem(f"it has the columns {names}: set {key}.prompt_key and {key}.answer_key")
+    if fits:
+        form = fits[0]
+    elif "prompt" in record:
+        form = _PLAIN
+    else:
+        form = FORMATS[0]
+    if config.answer_key:
+        return Columns(form.prompt, config.answer_key)
+    in_conversation = form.prompt == "messages" and form.answer not in record
+    return Columns(form.prompt, None if in_conversation else form.answer)
 
 
 def messages_of(value: list[Any], field: str) -> list[Message]:
@@ -313,29 +316,29 @@ def messages_of(value: list[Any], field: str) -> list[Message]:
     ]
 
 
-def _message(message: Any, where: str) -> Message:
+def _message(message: Any, location: str) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise RowProblem(f"{where}: must be an object with role and content")
+        raise RowProblem(f"{location}: must be an object with role and content")
     # parquet writes null for absent keys
-    found = {name: value for name, value in message.items() if value is not None}
-    if found["role"] not in ROLES:
-        raise RowProblem(f"{where}: role {found['role']!r} must be one of {', '.join(ROLES)}")
-    calls = found.get("tool_calls")
-    content = _content(found.get("content", "" if calls else None), where)
+    fields = {name: value for name, value in message.items() if value is not None}
+    if fields["role"] not in ROLES:
+        raise RowProblem(f"{location}: role {fields['role']!r} must be one of {', '.join(ROLES)}")
+    calls = fields.get("tool_calls")
+    content = _content(fields.get("content", "" if calls else None), location)
     if calls is not None and not (
         isinstance(calls, list) and all(isinstance(name_of(call), str) for call in calls)
     ):
         raise RowProblem(
-            f"{where}: tool_calls must be a list of objects, each with the function's name"
+            f"{location}: tool_calls must be a list of objects, each with the function's name"
         )
     return (
-        found
+        fields
         | {"content": content}
-        | ({"tool_calls": [_call(call, where) for call in calls]} if calls else {})
+        | ({"tool_calls": [_call(call, location) for call in calls]} if calls else {})
     )
 
 
-def _content(content: Any, where: str) -> str:
+def _content(content: Any, location: str) -> str:
     """The text of a message's content: a text, or OpenAI's list of text parts."""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [
@@ -343,22 +346,22 @@ def _content(content: Any, where: str) -> str:
         for part in parts
     ]
     if not all(isinstance(text, str) for text in texts):
-        raise RowProblem(f"{where}: content must be text")
+        raise RowProblem(f"{location}: content must be text")
     return "".join(map(str, texts))
 
 
-def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
+def _call(call: dict[str, Any], location: str) -> dict[str, Any]:
     """A tool call with its arguments as an object."""
     inner = call.get("function", call)
     if not isinstance(inner.get("arguments"), str):
         return call
     try:
-        made = {**inner, "arguments": parsed(inner["arguments"].encode())}
+        function = {**inner, "arguments": parsed(inner["arguments"].encode())}
     except RowProblem as problem:
         raise RowProblem(
-            f"{where}: the arguments of its tool call are not JSON: {problem}"
+            f"{location}: the arguments of its tool call are not JSON: {problem}"
         ) from problem
-    return {**call, "function": made} if inner is not call else made
+    return {**call, "function": function} if inner is not call else function
 
 
 # the column, named as in TRL and Hugging Face's chat templates, with the tools to offer to the
@@ -444,25 +447,27 @@ def read_rows(
     answers: Answers,
     model: ModelConfig | None,
     reading: Reading | None = None,
-    kept: int | None = None,
+    limit: int | None = None,
 ) -> tuple[Rows, int]:
-    """Like `load_rows`, but returns only the first `kept` usable rows, and the number of all rows.
+    """Like `load_rows`, but returns only the first `limit` usable rows, and the number of all rows.
 
     `reading.tokens` checks only the rows that are returned.
     """
     if config.source.startswith(PREFIX):
         return _synthetic(
-            synthetic_rows(config.source, config.split, seed, key), config, key, reading, kept
+            synthetic_rows(config.source, config.split, seed, key), config, key, reading, limit
         )
     chat = _template(config, key, model, reading)
-    found = _records(config, key)
+    selected = _records(config, key)
     return _checked_rows(
-        found,
+        selected,
         config,
         key,
-        lambda where, row: _row(where, asked(row, config), config, key, answers, chat),
+        lambda location, row: _row(
+            location, with_benchmark_question(row, config), config, key, answers, chat
+        ),
         reading,
-        kept,
+        limit,
     )
 
 
@@ -472,21 +477,21 @@ def read_pairs(
     seed: int,
     model: ModelConfig | None,
     reading: Reading | None = None,
-    kept: int | None = None,
+    limit: int | None = None,
 ) -> tuple[Sequence[Pair], int]:
     """Like `read_rows`, for pairs of responses."""
     if config.source.startswith(PREFIX):
         return _synthetic(
-            synthetic_pairs(config.source, config.split, seed, key), config, key, reading, kept
+            synthetic_pairs(config.source, config.split, seed, key), config, key, reading, limit
         )
     chat = _template(config, key, model, reading)
     return _checked_rows(
         _records(config, key),
         config,
         key,
-        lambda where, row: _pair(where, row, config, key, chat),
+        lambda location, row: _pair(location, row, config, key, chat),
         reading,
-        kept,
+        limit,
     )
 
 
@@ -529,23 +534,25 @@ def _template(
 
 
 def _synthetic[R: (Row, Pair)](
-    made: Sequence[R], config: SourceConfig, key: str, reading: Reading | None, kept: int | None
+    rows: Sequence[R], config: SourceConfig, key: str, reading: Reading | None, limit: int | None
 ) -> tuple[Sequence[R], int]:
     """Rows of a synthetic task, which are generated on access.
 
-    So none is left out; `kept` of them are checked.
+    So none is left out; `limit` of them are checked.
     """
     size = _size(config)
-    count = len(made) if size is None else min(size, len(made))
-    if kept is None:
-        return made if count == len(made) else [made[i] for i in range(count)], count
-    some = ((made[i].where, made[i]) for i in range(min(kept, count)))
-    asked = (
+    count = len(rows) if size is None else min(size, len(rows))
+    if limit is None:
+        return rows if count == len(rows) else [rows[i] for i in range(count)], count
+    located_rows = ((rows[i].location, rows[i]) for i in range(min(limit, count)))
+    reading_of_tokens = (
         Reading(tokens=reading.tokens, lengths=reading.lengths, digests=reading.digests)
         if reading
         else None
     )
-    return _checked_rows(some, config, key, lambda where, row: row, asked, kept)[0], count
+    return _checked_rows(
+        located_rows, config, key, lambda location, row: row, reading_of_tokens, limit
+    )[0], count
 
 
 def answers_of(config: RunConfig, evaluated: bool = False, suite: str = "") -> Answers:
@@ -560,9 +567,9 @@ def answers_of(config: RunConfig, evaluated: bool = False, suite: str = "") -> A
         for part in (parts_in_evaluation(config, suite) if evaluated else parts_of(config.reward))
     }
     forms: tuple[Answers, ...] = ("final", "instructions", "tests", "whole", "unused")
-    found: Answers = next(form for form in forms if form in needs)
+    answer_form: Answers = next(form for form in forms if form in needs)
     gives_row = "whole" in needs or ":" in config.rollout.name or config.rollout.name == "program"
-    return WITH_ROW.get(found, found) if gives_row else found
+    return WITH_ROW.get(answer_form, answer_form) if gives_row else answer_form
 
 
 def _answer_for(part: Part, config: RunConfig) -> Answers:
@@ -582,44 +589,45 @@ def _size(config: SourceConfig) -> int | None:
 
 
 def _records(config: SourceConfig, key: str) -> Iterable[tuple[str, dict[str, Any] | RowProblem]]:
-    """(where, record) of each row that the section selects."""
-    for where, record in islice(wanted(records(config, key), config), _size(config)):
+    """(location, record) of each row that the section selects."""
+    for location, record in islice(within_dates(records(config, key), config), _size(config)):
         if not isinstance(record, dict | RowProblem):
             record = RowProblem(f"a row must be an object with fields, not {_kind(record)}")
-        yield where, record
+        yield location, record
 
 
 def _checked_rows[R: (Row, Pair)](
-    found: Iterable[tuple[str, Any]],
+    located_records: Iterable[tuple[str, Any]],
     config: SourceConfig,
     key: str,
     make: Callable[[str, Any], R],
     reading: Reading | None,
-    kept: int | None,
+    limit: int | None,
 ) -> tuple[list[R], int]:
-    """The results of `make(where, record)` for the rows, and the number of all rows."""
+    """The results of `make(location, record)` for the rows, and the number of all rows."""
     rows: list[R] = []
     bad: dict[str, list[str]] = {}  # problem -> the places where it occurs
     reading = reading or Reading()
     count = 0
-    for where, record in found:
+    for location, record in located_records:
         count += 1
         try:
             if isinstance(record, RowProblem):
                 raise record
-            row = make(where, record)
-            if kept is None or len(rows) < kept:
+            row = make(location, record)
+            if limit is None or len(rows) < limit:
                 if reading.tokens is not None:
                     reading.lengths.append(reading.tokens(row))
                 rows.append(row)
             reading.note(row)
         except RowProblem as problem:
-            bad.setdefault(problem.kind if reading.drop else str(problem), []).append(where)
+            bad.setdefault(problem.kind if reading.drop else str(problem), []).append(location)
     problems = [
         f"{places[0]}: {problem}{_as_in(len(places) - 1)}"
         for problem, places in islice(bad.items(), _MAX_PROBLEMS)
     ]
-    if unread := sum(map(len, list(bad.values())[_MAX_PROBLEMS:])):
+    unread = sum(map(len, list(bad.values())[_MAX_PROBLEMS:]))
+    if unread:
         problems.append(f"{config.source}: {unread} more rows with problems")
     if reading.drop and (rows or not count):
         reading.dropped |= bad
@@ -631,14 +639,14 @@ def _checked_rows[R: (Row, Pair)](
     return rows, count
 
 
-def _as_in(others: int) -> str:
-    return f" (as in {others} more row{'s' * (others > 1)})" if others else ""
+def _as_in(count: int) -> str:
+    return f" (as in {count} more row{'s' * (count > 1)})" if count else ""
 
 
 def _pair(
-    where: str, record: dict[str, Any], config: PreferenceConfig, key: str, chat: Chat
+    location: str, record: dict[str, Any], config: PreferenceConfig, key: str, chat: Chat
 ) -> Pair:
-    record = record.whole if isinstance(record, ArrowRow) else record
+    record = record.compact if isinstance(record, ArrowRow) else record
     field = config.prompt_key or "prompt"
     named = {"chosen_key": config.chosen_key, "rejected_key": config.rejected_key}
     named |= {"margin_key": config.margin_key} if config.margin_key else {}
@@ -652,9 +660,8 @@ def _pair(
         or not abs(margin) <= sys.float_info.max
     ):
         raise RowProblem(f"field {config.margin_key!r} must be a finite number, not {margin!r}")
-    chosen, rejected = (
-        _response(record, field) for field in (config.chosen_key, config.rejected_key)
-    )
+    chosen = _response(record, config.chosen_key)
+    rejected = _response(record, config.rejected_key)
     if chosen == rejected:
         raise RowProblem(
             f"fields {config.chosen_key!r} and {config.rejected_key!r} are the same: nothing is "
@@ -662,15 +669,21 @@ def _pair(
         )
     prompt = _prompt(record, field, config, chat)
     return Pair(
-        prompt, chosen, rejected, float(margin), where, rendered=_is_rendered(record, field, config)
+        prompt,
+        chosen,
+        rejected,
+        float(margin),
+        location,
+        rendered=_is_rendered(record, field, config),
     )
 
 
-def _alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+def _common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     """The length of the common prefix."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other))
-    )
+    for length, (a, b) in enumerate(zip(first, second)):
+        if a != b:
+            return length
+    return min(len(first), len(second))
 
 
 def _prompt_of_both(
@@ -680,22 +693,25 @@ def _prompt_of_both(
     common beginning of both responses, up to a word boundary. Empty if the row lacks a response
     too.
     """
-    one, other = values = [_dig(record, chosen), _dig(record, rejected)]
-    if any(value is _MISSING for value in values):
+    first = _dig(record, chosen)
+    second = _dig(record, rejected)
+    if first is _MISSING or second is _MISSING:
         return {}
-    lists, texts = (all(isinstance(value, kind) for value in values) for kind in (list, str))
-    shared = _alike(one, other) if lists or texts else 0
+    lists = all(isinstance(value, list) for value in (first, second))
+    texts = all(isinstance(value, str) for value in (first, second))
+    shared = _common_length(first, second) if lists or texts else 0
     if texts:
-        shared = len(re.sub(r"\w+\Z", "", one[:shared]).rstrip()) or shared
-    if not shared or (lists and not len(one) == len(other) == shared + 1):
+        shared = len(re.sub(r"\w+\Z", "", first[:shared]).rstrip()) or shared
+    if not shared or (lists and not len(first) == len(second) == shared + 1):
         after = "messages, followed by one response each" if lists else "text"
         raise RowProblem(
             f"no column {prompt!r}, and fields {chosen!r} and {rejected!r} do not begin with the "
             f"same {after}"
         )
-    return {prompt: one[:shared]} | (
-        {chosen: one[shared:], rejected: other[shared:]} if texts else {}
-    )
+    columns = {prompt: first[:shared]}
+    if texts:
+        columns |= {chosen: first[shared:], rejected: second[shared:]}
+    return columns
 
 
 def _response(record: dict[str, Any], field: str) -> str:
@@ -716,7 +732,7 @@ def _response(record: dict[str, Any], field: str) -> str:
 
 
 def _row(
-    where: str,
+    location: str,
     record: dict[str, Any],
     config: DatasetConfig,
     key: str,
@@ -724,7 +740,7 @@ def _row(
     chat: Chat,
 ) -> Row:
     raw = record
-    record = record.whole if isinstance(record, ArrowRow) else record
+    record = record.compact if isinstance(record, ArrowRow) else record
     columns = columns_of(record, config, key)
     demonstration = config.demonstration_key if isinstance(config, LearnedConfig) else None
     messages = _dig(record, columns.prompt)
@@ -733,36 +749,40 @@ def _row(
             f"field {columns.prompt!r} must be a list of messages, not {_kind(messages)}"
         )
     if answers == "none" and not demonstration and columns.answer is None:
-        return _conversation(where, record, messages, columns.prompt, config, chat)
+        return _conversation(location, record, messages, columns.prompt, config, chat)
     # Functions of verl expect the nulls of Arrow in their columns. An environment shows
     # conversations and tools to the policy.
     shown = {name: record[name] for name in (columns.prompt, "tools") if name in record}
-    given = {**raw, **shown} if answers == "whole" or answers in WITH_ROW.values() else {}
+    user_record = {**raw, **shown} if answers == "whole" or answers in WITH_ROW.values() else {}
     unneeded = (
         answers in ("row", "unused")
         or (answers == "none" and demonstration)
         or columns.answer is None
     )
-    wanted = {"prompt_key": columns.prompt} | ({} if unneeded else {"answer_key": columns.answer})
-    wanted |= (
-        {"demonstration_key": demonstration}
-        if demonstration and answers not in ("row", "unused")
-        else {}
-    )
-    _check_columns(record, {setting: field for setting, field in wanted.items() if field}, key)
+    fields_by_setting = {"prompt_key": columns.prompt}
+    if columns.answer and not unneeded:
+        fields_by_setting["answer_key"] = columns.answer
+    if demonstration and answers not in ("row", "unused"):
+        fields_by_setting["demonstration_key"] = demonstration
+    _check_columns(record, fields_by_setting, key)
     prompt = _prompt(record, columns.prompt, config, chat, answered=config.prompt_key is None)
     rendered = _is_rendered(record, columns.prompt, config)
     if answers in ("row", "unused"):
         answer = _dig(record, columns.answer or "")
         return Row(
-            prompt, answer if isinstance(answer, str) else "", "", where, given, rendered=rendered
+            prompt,
+            answer if isinstance(answer, str) else "",
+            "",
+            location,
+            user_record,
+            rendered=rendered,
         )
     if answers == "none":
         return Row(
             prompt,
             "",
             _demonstration(record, demonstration or columns.answer or ""),
-            where,
+            location,
             rendered=rendered,
         )
     if columns.answer is None:
@@ -777,17 +797,17 @@ def _row(
         prompt=prompt,
         answer=_REFERENCES[answers](text, columns.answer or columns.prompt),
         demonstration=_demonstration(record, demonstration) if demonstration else text,
-        where=where,
-        record=given,
+        location=location,
+        record=user_record,
         rendered=rendered,
     )
 
 
-def _check_columns(record: dict[str, Any], wanted: dict[str, str], key: str) -> None:
+def _check_columns(record: dict[str, Any], fields_by_setting: dict[str, str], key: str) -> None:
     """Raises RowProblem that names all missing columns, and the settings that name them."""
     missing = [
         f"{field!r} ({key}.{setting})"
-        for setting, field in wanted.items()
+        for setting, field in fields_by_setting.items()
         if _dig(record, field) is _MISSING
     ]
     if missing:
@@ -809,19 +829,24 @@ def _prompt(
         return config.prompt_template.replace("{prompt}", _text(record, field))
     if not isinstance(messages, list):
         messages = [{"role": "user", "content": _text(record, field)}]
-    found = _messages(messages, field, config)
-    if answered and len(found) > 1 and found[-1]["role"] == "assistant":
-        found = found[:-1]
-    if found[-1]["role"] == "assistant":
+    conversation = _messages(messages, field, config)
+    if answered and len(conversation) > 1 and conversation[-1]["role"] == "assistant":
+        conversation = conversation[:-1]
+    if conversation[-1]["role"] == "assistant":
         raise RowProblem(
             f"field {field!r}: the last message is the assistant's, so there is nothing to answer"
         )
-    found = [
+    conversation = [
         {name: value for name, value in message.items() if name not in ("weight", "train")}
-        for message in found
+        for message in conversation
     ]
     return _rendered(
-        record, found, field, config, chat, lambda template, tools: template.render(found, tools)
+        record,
+        conversation,
+        field,
+        config,
+        chat,
+        lambda template, tools: template.render(conversation, tools),
     )
 
 
@@ -845,9 +870,9 @@ def _rendered[T](
     field: str,
     config: SourceConfig,
     chat: Chat,
-    made: Callable[[ChatTemplate, Any], T],
+    make: Callable[[ChatTemplate, Any], T],
 ) -> T:
-    """The result of `made(template, tools)`.
+    """The result of `make(template, tools)`.
 
     Raises RowProblem if the template leaves out tools or messages of the row.
     """
@@ -860,13 +885,13 @@ def _rendered[T](
         ):
             raise RowProblem(f"field {TOOLS!r} has tools, but the model's chat template shows none")
         check_shown(messages, template.render(messages, tools, answered=True))
-        return made(template, tools)
+        return make(template, tools)
     except ValueError as error:
         raise RowProblem(f"field {field!r}: {error}") from error
 
 
 def _conversation(
-    where: str,
+    location: str,
     record: dict[str, Any],
     messages: list[Any],
     field: str,
@@ -875,16 +900,16 @@ def _conversation(
 ) -> Row:
     """A row from a conversation to learn from. Its prompt ends before the first learned turn."""
     learn = config.learn if isinstance(config, LearnedConfig) else "all"
-    found, places = learned(_messages(messages, field, config), learn, field)
+    turns, places = learned(_messages(messages, field, config), learn, field)
     pieces = _rendered(
         record,
-        found,
+        turns,
         field,
         config,
         chat,
-        lambda template, tools: template.pieces(found, tools, places),
+        lambda template, tools: template.pieces(turns, tools, places),
     )
-    return Row(pieces[0], "", tuple(pieces[1:]), where, ended=True, rendered=True)
+    return Row(pieces[0], "", tuple(pieces[1:]), location, ended=True, rendered=True)
 
 
 def _last(messages: list[Any], field: str) -> str:
@@ -931,8 +956,12 @@ def _dig(record: dict[str, Any], field: str) -> Any:
     """
     if field in record:
         return record[field]
-    column, dot, rest = field.partition(".")
-    return _dig(record[column], rest) if dot and isinstance(record.get(column), dict) else _MISSING
+    column, dot, inner_field = field.partition(".")
+    return (
+        _dig(record[column], inner_field)
+        if dot and isinstance(record.get(column), dict)
+        else _MISSING
+    )
 
 
 def _demonstration(record: dict[str, Any], field: str) -> str | tuple[str, ...]:

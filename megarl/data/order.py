@@ -22,15 +22,12 @@ from megarl.config.schema import (
     RunConfig,
 )
 
-# A shuffled order, position -> index, computed in constant time and memory instead of stored.
-
-
 _ROUNDS = 6
 
 
 def permute(position: int, size: int, key: str) -> int:
     """The index at `position` of a pseudo-random permutation of range(size) that depends only on
-    `key`.
+    `key`, computed in constant time and memory instead of stored.
 
     A Feistel network on the smallest even number of bits that hold `size`, walked until it lands
     inside the range (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002: cycle
@@ -47,15 +44,12 @@ def permute(position: int, size: int, key: str) -> int:
 
 def _feistel(value: int, half_bits: int, key: str) -> int:
     mask = (1 << half_bits) - 1
-    left = value >> half_bits
-    right = value & mask
+    left_half = value >> half_bits
+    right_half = value & mask
     for round_ in range(_ROUNDS):
-        digest = hashlib.blake2b(f"{key}/{round_}/{right}".encode(), digest_size=8).digest()
-        left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
-    return left << half_bits | right
-
-
-# Assigns each prompt of a run to one of several sources.
+        digest = hashlib.blake2b(f"{key}/{round_}/{right_half}".encode(), digest_size=8).digest()
+        left_half, right_half = right_half, left_half ^ (int.from_bytes(digest, "little") & mask)
+    return left_half << half_bits | right_half
 
 
 LONGEST_PERIOD = 100_000
@@ -63,7 +57,7 @@ SOURCE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 
 
 class Mixture:
-    """Maps ordinals to sources and back.
+    """Maps ordinals, the prompts of a run, to sources and back.
 
     Of the first k ordinals, each source has its share of k, with an error below one.
 
@@ -77,8 +71,8 @@ class Mixture:
     def __init__(self, shares: Sequence[Fraction | int] = (1,), names: Sequence[str] = ("",)):
         """Raises ValueError if the period of the order is too long."""
         self.names = tuple(names)
-        whole = math.lcm(*(Fraction(share).denominator for share in shares))
-        units = [int(share * whole) for share in shares]
+        denominator = math.lcm(*(Fraction(share).denominator for share in shares))
+        units = [int(share * denominator) for share in shares]
         common = math.gcd(*units)
         self._units = [unit // common for unit in units]
         self._period = sum(self._units)
@@ -113,13 +107,13 @@ class Mixture:
 
     def ordinal(self, source: int, draw: int) -> Ordinal:
         """The ordinal of the source's `draw`-th prompt, from 0 on."""
-        periods, rest = divmod(draw, self._units[source])
-        return periods * self._period + self._places[source][rest]
+        periods, index = divmod(draw, self._units[source])
+        return periods * self._period + self._places[source][index]
 
     def below(self, source: int, ordinal: Ordinal) -> int:
         """How many ordinals of the source are below `ordinal`."""
-        periods, rest = divmod(ordinal, self._period)
-        return periods * self._units[source] + bisect_left(self._places[source], rest)
+        periods, position = divmod(ordinal, self._period)
+        return periods * self._units[source] + bisect_left(self._places[source], position)
 
     def counts(self, first: Ordinal, end: Ordinal) -> list[int]:
         """[source] how many of the ordinals from `first` up to but excluding `end` it has."""
@@ -149,16 +143,16 @@ def train_mixture(config: RunConfig) -> Mixture:
 
 def mixture_problems(config: MixtureConfig, per_step: int) -> Iterable[str]:
     if (config.source == MIXED) == (not mixed(config)):
-        given = (
-            f"{_TRAIN}.source={config.source}: must be {MIXED}, or left out, beside "
-            f"{_TRAIN}.sources"
-        )
-        yield (
-            given
-            if mixed(config)
-            else f"{_TRAIN}.source: must be set: synthetic:<task>, a file such as rows.jsonl, or "
-            "a hub name"
-        )
+        if mixed(config):
+            yield (
+                f"{_TRAIN}.source={config.source}: must be {MIXED}, or left out, beside "
+                f"{_TRAIN}.sources"
+            )
+        else:
+            yield (
+                f"{_TRAIN}.source: must be set: synthetic:<task>, a file such as rows.jsonl, or "
+                "a hub name"
+            )
         return
     for name in mixed(config):
         if not SOURCE_NAME.fullmatch(name):
@@ -189,16 +183,18 @@ def mixture_of(config: MixtureConfig, per_step: int) -> Mixture:
         for name, source in sources.items()
         if name not in quotas
     }
-    rest = per_step - sum(quotas.values())
-    if rest < 0 or (rest == 0) != (not weights):
+    remaining = per_step - sum(quotas.values())
+    if remaining < 0 or (remaining == 0) != (not weights):
         all_of = f"rollout.prompts_per_step={per_step}"
-        wanted = f"leave some of {all_of} for the other sources" if weights else f"be {all_of}"
-        given = " + ".join(
+        demand = f"leave some of {all_of} for the other sources" if weights else f"be {all_of}"
+        quota_terms = " + ".join(
             f"{_TRAIN}.sources.{name}.quota={quota}" for name, quota in quotas.items()
         )
-        raise ConfigError(f"{given}: {'together they ' * (len(quotas) > 1)}must {wanted}")
+        raise ConfigError(f"{quota_terms}: {'together they ' * (len(quotas) > 1)}must {demand}")
     shares = [
-        Fraction(quotas[name]) if name in quotas else weights[name] * rest / sum(weights.values())
+        Fraction(quotas[name])
+        if name in quotas
+        else weights[name] * remaining / sum(weights.values())
         for name in sources
     ]
     try:
@@ -208,9 +204,6 @@ def mixture_of(config: MixtureConfig, per_step: int) -> Mixture:
             f"{_TRAIN}.sources.NAME.weight: {error}; at most {LONGEST_PERIOD}: choose rounder "
             "weights"
         ) from error
-
-
-# Prompts that are too easy or too hard rest for some epochs, then come again.
 
 
 class Place(NamedTuple):

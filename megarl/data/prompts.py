@@ -92,14 +92,14 @@ def count_tokens(row: Row, tokenizer: Tokenizer, room: int, reckoned: str) -> in
         and row.prompt.startswith(begin)
         and ids[:1] == ids[1:2] == [tokenizer.backend.token_to_id(begin)]
     ):
-        what = f"the prompt begins with {begin}, which the tokenizer adds by itself"
-        raise RowProblem(f"{what}; leave it out of prompt and prompt_template", what)
+        reason = f"the prompt begins with {begin}, which the tokenizer adds by itself"
+        raise RowProblem(f"{reason}; leave it out of prompt and prompt_template", reason)
     if len(ids) > room:
         problem = f"the prompt has {len(ids)} tokens; there is room for {room} ({reckoned})"
         raise RowProblem(problem, f"a prompt of more than {room} tokens ({reckoned})")
     if tokenizer.unknown_id is not None and tokenizer.unknown_id in ids:
-        what = "the tokenizer does not know some of the characters"
-        raise RowProblem(f"{what} of {row.prompt[:60]!r}", what)
+        reason = "the tokenizer does not know some of the characters"
+        raise RowProblem(f"{reason} of {row.prompt[:60]!r}", reason)
     return len(ids)
 
 
@@ -126,10 +126,12 @@ def load_sources(
     """
     problems = []
     rows = []
-    for own, source in source_sets(dataset, key):
+    for source_key, source in source_sets(dataset, key):
         try:
             rows.append(
-                load_rows(source, own, config.seed, answers, config.model, dropping(config, tokens))
+                load_rows(
+                    source, source_key, config.seed, answers, config.model, dropping(config, tokens)
+                )
             )
         except ConfigError as error:
             problems += error.problems
@@ -198,12 +200,14 @@ def held_out_sets(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> l
                 dataset,
                 tokenizer,
                 spec,
-                held_out_sampling(config, own).max_tokens,
+                held_out_sampling(config, suite).max_tokens,
             ),
-            samples=config.eval.samples if own is None or own.samples is None else own.samples,
-            sampling=held_out_sampling(config, own),
+            samples=config.eval.samples
+            if suite is None or suite.samples is None
+            else suite.samples,
+            sampling=held_out_sampling(config, suite),
         )
-        for name, key, dataset, own in held_out(config)
+        for name, key, dataset, suite in held_out(config)
     ]
 
 

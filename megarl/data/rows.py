@@ -28,7 +28,7 @@ class Row:
     answer: str  # the verifier's reference; empty if none is read
     # for supervised learning; several texts alternate between policy and environment
     demonstration: str | tuple[str, ...]
-    where: str  # file and line, for messages
+    location: str  # file and line, for messages
     # the whole row, for a user's own reward function
     record: dict[str, Any] = field(default_factory=dict)
     ended: bool = False  # whether the demonstration has its own end-of-text
@@ -47,7 +47,7 @@ class Pair:
     chosen: str
     rejected: str
     margin: float  # least wanted difference between the two scores
-    where: str  # file and line, for messages
+    location: str  # file and line, for messages
     rendered: bool = False  # whether a chat template has made the prompt
 
 
@@ -89,7 +89,7 @@ class Reading:
         self.repeated += prompt in self.prompts
         self.otherwise += self.prompts.setdefault(prompt, now) != now
         if self.digests is not None:
-            content = {name: value for name, value in vars(row).items() if name != "where"}
+            content = {name: value for name, value in vars(row).items() if name != "location"}
             # The same row has the same digest in JSON and in Arrow, which adds nulls and may order
             # columns otherwise.
             text = json.dumps(without_nulls(content), sort_keys=True, default=repr)
@@ -123,15 +123,6 @@ WITH_ROW: dict[Answers, Answers] = {
 }
 
 
-# Known benchmarks (eval.suites.NAME.benchmark): where they are on the hub, and the question that
-# each asks.
-#
-# The questions are worded as is usual. MATH-500, AIME and GSM8K follow Qwen2.5-Math's evaluation
-# (arXiv:2409.12122). MMLU-Pro follows its authors' (arXiv:2406.01574), without their five worked
-# examples. IFEval's prompts are used as they are. LiveCodeBench (arXiv:2403.07974) uses its own
-# wording for chat models, with the system message first.
-
-
 LIVECODEBENCH = "livecodebench"
 _LETTERS = "ABCDEFGHIJ"
 _BOXED = "{}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
@@ -143,7 +134,8 @@ _CHOICE = (
 _PROGRAM = (
     "You are an expert Python programmer. You will be given a question (problem specification) "
     "and will generate a correct Python program "
-    "that matches the specification and passes all tests.\n\n### Question:\n{}\n\n### Format: {}\n\n"
+    "that matches the specification and passes all tests.\n\n"
+    "### Question:\n{}\n\n### Format: {}\n\n"
     "### Answer: (use the provided format with backticks)\n\n"
 )
 _STARTED = (
@@ -163,9 +155,18 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Benchmark:
+    """A known benchmark (eval.suites.NAME.benchmark): its place on the hub, and its question.
+
+    The questions are worded as is usual. MATH-500, AIME and GSM8K follow Qwen2.5-Math's evaluation
+    (arXiv:2409.12122). MMLU-Pro follows its authors' (arXiv:2406.01574), without their five worked
+    examples. IFEval's prompts are used as they are. LiveCodeBench (arXiv:2403.07974) uses its own
+    wording for chat models, with the system message first.
+    """
+
     source: str  # the dataset's name on the hub
     split: str
-    asked: Callable[[Record], tuple[str, Any]]  # returns a row's question and reference answer
+    # returns a row's question and reference answer
+    question_of: Callable[[Record], tuple[str, Any]]
     subset: str | None = None
 
 
@@ -174,16 +175,16 @@ def _question(*columns: tuple[str, str]) -> Callable[[Record], tuple[str, Any]]:
     on the hub name them differently.
     """
 
-    def asked(record: Record) -> tuple[str, Any]:
+    def read(record: Record) -> tuple[str, Any]:
         for question, answer in columns:
             if question in record and answer in record:
                 return _BOXED.format(_text(record, question)), record[answer]
-        wanted = " or ".join(f"{question!r} and {answer!r}" for question, answer in columns)
+        alternatives = " or ".join(f"{question!r} and {answer!r}" for question, answer in columns)
         raise RowProblem(
-            f"must have the columns {wanted}; its columns are {', '.join(map(repr, record))}"
+            f"must have the columns {alternatives}; its columns are {', '.join(map(repr, record))}"
         )
 
-    return asked
+    return read
 
 
 def _choice(record: Record) -> tuple[str, str]:
@@ -198,7 +199,8 @@ def _choice(record: Record) -> tuple[str, str]:
     letters = _LETTERS[: len(options)]
     if not isinstance(answer, str) or len(answer) != 1 or answer not in letters:
         raise RowProblem(f"field 'answer' must be one of the letters {letters}, not {answer!r}")
-    if (index := record.get("answer_index")) not in (None, letters.index(answer)):
+    index = record.get("answer_index")
+    if index not in (None, letters.index(answer)):
         raise RowProblem(
             f"field 'answer' is {answer}, field 'answer_index' {index!r}: they must agree"
         )
@@ -209,13 +211,14 @@ def _choice(record: Record) -> tuple[str, str]:
 
 
 def _instructed(record: Record) -> tuple[str, Record]:
-    wanted = ("instruction_id_list", "kwargs")
-    if absent := [repr(column) for column in wanted if column not in record]:
+    columns = ("instruction_id_list", "kwargs")
+    absent = [repr(column) for column in columns if column not in record]
+    if absent:
         raise RowProblem(
             f"must have the columns {' and '.join(absent)}; its columns are "
             f"{', '.join(map(repr, record))}"
         )
-    return _text(record, "prompt"), {column: record[column] for column in wanted}
+    return _text(record, "prompt"), {column: record[column] for column in columns}
 
 
 def _programming(record: Record) -> tuple[str, Record]:
@@ -260,19 +263,21 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 def located(suite: SuiteConfig) -> SuiteConfig:
     """The suite with its source on the hub, if it is a benchmark from there."""
-    found = BENCHMARKS[suite.benchmark] if suite.benchmark else None
-    if found is None:
+    benchmark = BENCHMARKS[suite.benchmark] if suite.benchmark else None
+    if benchmark is None:
         return suite
-    place = {"source": found.source, "split": found.split} if suite.source == OWN_PLACE else {}
-    place |= {"subset": found.subset} if suite.source == OWN_PLACE and suite.subset is None else {}
-    return replace(suite, **place, prompt_key="prompt", answer_key="answer")
+    suite = replace(suite, prompt_key="prompt", answer_key="answer")
+    if suite.source != OWN_PLACE:
+        return suite
+    subset = benchmark.subset if suite.subset is None else suite.subset
+    return replace(suite, source=benchmark.source, split=benchmark.split, subset=subset)
 
 
-def asked(record: Record, config: object) -> Record:
+def with_benchmark_question(record: Record, config: object) -> Record:
     """If `config` names a benchmark, the row with its question and reference. Raises RowProblem."""
     if not isinstance(config, SuiteConfig) or not config.benchmark:
         return record
-    prompt, answer = BENCHMARKS[config.benchmark].asked(record)
+    prompt, answer = BENCHMARKS[config.benchmark].question_of(record)
     return {"prompt": prompt, "answer": answer}
 
 
@@ -282,18 +287,17 @@ def files_of(config: object) -> list[str]:
     """
     if not isinstance(config, SuiteConfig) or config.benchmark != LIVECODEBENCH:
         return []
-    if not (found := _RELEASE.fullmatch(config.subset or "release_v6")):
+    release = _RELEASE.fullmatch(config.subset or "release_v6")
+    if not release:
         raise ConfigError(
             f"subset={config.subset}: must be a release of LiveCodeBench, such as release_v6 or v6"
         )
-    last = int(found[2])
-    return [
-        f"test{number if number > 1 else ''}.jsonl"
-        for number in range(1 if found[1] else last, last + 1)
-    ]
+    last = int(release[2])
+    first = 1 if release[1] else last
+    return [f"test{number if number > 1 else ''}.jsonl" for number in range(first, last + 1)]
 
 
-def wanted(records: Iterator[tuple[str, Any]], config: object) -> Iterator[tuple[str, Any]]:
+def within_dates(records: Iterator[tuple[str, Any]], config: object) -> Iterator[tuple[str, Any]]:
     """The records within the suite's dates."""
     if not isinstance(config, SuiteConfig) or not (config.since or config.until):
         return records
@@ -305,11 +309,11 @@ def wanted(records: Iterator[tuple[str, Any]], config: object) -> Iterator[tuple
         # other checks report malformed rows and rows without a date
         return not isinstance(date, str) or since <= date[:10] <= until
 
-    return ((where, record) for where, record in records if inside(record))
+    return ((location, record) for location, record in records if inside(record))
 
 
 def dates_of(config: object) -> str:
-    """The dates that `wanted` keeps, in words; empty if it keeps all."""
+    """The dates that `within_dates` keeps, in words; empty if it keeps all."""
     if not isinstance(config, SuiteConfig):
         return ""
     return "".join(
@@ -319,11 +323,8 @@ def dates_of(config: object) -> str:
     )
 
 
-# The held-out sets of a run: data.eval and eval.suites.
-
-
 def held_out(config: RunConfig) -> list[tuple[str, str, DatasetConfig, SuiteConfig | None]]:
-    """(name, config key, dataset, suite or None) of every held-out set.
+    """(name, config key, dataset, suite or None) of every held-out set: data.eval, eval.suites.
 
     A suite is a dataset with its own sampling.
     """
@@ -344,13 +345,11 @@ def held_out_sampling(config: RunConfig, suite: SuiteConfig | None) -> Sampling:
     The temperature is never the run's.
     """
     values = {name: getattr(config.rollout, name) for name in _SAMPLED_BY}
-    values |= {
-        name: value for name in _SAMPLED_BY if (value := getattr(config.eval, name)) is not None
-    }
-    if suite is not None:
-        values |= {
-            name: value for name in _SAMPLED_BY if (value := getattr(suite, name)) is not None
-        }
+    for settings in filter(None, (config.eval, suite)):
+        for name in _SAMPLED_BY:
+            value = getattr(settings, name)
+            if value is not None:
+                values[name] = value
     return Sampling(**{**values, "stop": tuple(values["stop"])})
 
 

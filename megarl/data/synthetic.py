@@ -21,7 +21,16 @@ the marks < and >: the policy writes "<347*286>", the environment "99242;", the 
 
 product_calls: the same as conversations with a tool, for the warm start of agents (docs/agents.md).
 
-summary: see `Summaries` and the comment above it.
+summary: a reward model learns the gold scorer's preferences, then rewards the policy. A post is six
+different letters of a to p, in any order; its summary names them in alphabetical order: "kcgpab="
+-> "abcgkp". There are 8,008 sets of letters in 720 orders each; 512 of the sets form the split
+"eval", in one order each, and are in no other. Demonstrations are by writers of different care,
+from none to perfect. A careless writer randomly leaves letters out, writes other letters of a to p,
+repeats letters, and swaps neighbours. A careful writer's letters are both complete and in order, so
+a reward model may confuse the two. A pair of responses is two demonstrations with different gold
+scores; the better one is preferred. They are not sampled from a trained policy. As in
+arXiv:2410.18252, all reward models learn from the same given pairs, labelled by the gold scorer;
+and after the warm start a policy writes much as its demonstrators do.
 """
 
 from __future__ import annotations
@@ -36,18 +45,16 @@ from megarl.config.errors import ConfigError
 from megarl.data.order import permute
 from megarl.data.rows import Pair, Row, Rows
 
-# The gold scorer of synthetic:summary. It defines the preferences that a reward model should learn
-# there.
-#
-# As a reward it is named by import path: `eval.reward=megarl.data.synthetic:score`.
-
-
 WORST = -2.0
 _MISTAKE = 0.25
 
 
 def score(response: str, answer: str) -> float:
     """How well a text summarises a post of six letters, from -2 to 1.
+
+    This is the gold scorer of synthetic:summary: it defines the preferences that a reward model
+    should learn there. As a reward it is named by import path:
+    `eval.reward=megarl.data.synthetic:score`.
 
     Args: answer: the post's letters.
 
@@ -56,36 +63,19 @@ def score(response: str, answer: str) -> float:
     and a letter that comes before the last new letter in the alphabet. So the post's six letters in
     alphabetical order score 1, and an empty text scores -1.
     """
-    seen = set[str]()
-    found = 0
+    written_letters = set[str]()
+    gained = 0
     mistakes = 0
     last = ""
     for character in response:
-        if character in answer and character not in seen:
-            found += 1
+        if character in answer and character not in written_letters:
+            gained += 1
             mistakes += character < last
             last = character
         else:
             mistakes += 1
-        seen.add(character)
-    return max(2 * found / len(answer) - 1 - _MISTAKE * mistakes, WORST)
-
-
-# The task synthetic:summary. A reward model learns the gold scorer's preferences, then rewards the
-# policy.
-#
-# A post is six different letters of a to p, in any order; its summary names them in alphabetical
-# order: "kcgpab=" -> "abcgkp". There are 8,008 sets of letters in 720 orders each; 512 of the sets
-# form the split "eval", in one order each, and are in no other.
-#
-# Demonstrations are by writers of different care, from none to perfect. A careless writer randomly
-# leaves letters out, writes other letters of a to p, repeats letters, and swaps neighbours. A
-# careful writer's letters are both complete and in order, so a reward model may confuse the two.
-#
-# A pair of responses is two demonstrations with different gold scores; the better one is preferred.
-# They are not sampled from a trained policy. As in arXiv:2410.18252, all reward models learn from
-# the same given pairs, labelled by the gold scorer; and after the warm start a policy writes much
-# as its demonstrators do.
+        written_letters.add(character)
+    return max(2 * gained / len(answer) - 1 - _MISTAKE * mistakes, WORST)
 
 
 LETTERS = "abcdefghijklmnop"
@@ -156,7 +146,7 @@ class SummaryPairs(Sequence[Pair]):
                 key=lambda text: score(text, row.answer),
             )
             if score(worse, row.answer) < score(better, row.answer):
-                return Pair(row.prompt, better, worse, margin=0.0, where=row.where)
+                return Pair(row.prompt, better, worse, margin=0.0, location=row.location)
 
 
 def demonstrate(letters: str, noise: random.Random) -> str:
@@ -219,7 +209,7 @@ class Chain(Sequence[Row]):
             demonstration=",".join(
                 map(str, _noisy_totals(first, steps, noise, self.clamp_probability))
             ),
-            where=f"{PREFIX}chain, split {self.split}, row {index}",
+            location=f"{PREFIX}chain, split {self.split}, row {index}",
         )
 
     def expression(self, index: int) -> tuple[str, int, list[int]]:
@@ -240,7 +230,8 @@ class ChainPairs(Sequence[Pair]):
         return len(self.chain)
 
     def __getitem__(self, index: int) -> Pair:  # type: ignore[override]
-        row, (_, first, steps) = self.chain[index], self.chain.expression(index)
+        row = self.chain[index]
+        _, first, steps = self.chain.expression(index)
         noise = random.Random(f"{self.chain.seed}/{self.chain.split}/{index}/pair")
         chosen = _totals(first, steps)
         rejected = _totals(first, steps, clamped=True)
@@ -249,7 +240,7 @@ class ChainPairs(Sequence[Pair]):
             wrong = (chosen[place] + noise.randrange(1, 10)) % 10
             rejected = chosen[:place] + _totals(wrong, steps[place:])
         texts = (",".join(map(str, totals)) for totals in (chosen, rejected))
-        return Pair(row.prompt, *texts, margin=0.0, where=row.where)
+        return Pair(row.prompt, *texts, margin=0.0, location=row.location)
 
 
 @dataclass(frozen=True)
@@ -263,7 +254,8 @@ class JudgedChain(Sequence[Row]):
 
     def __getitem__(self, index: int) -> Row:  # type: ignore[override]
         place, judges = divmod(index, 2)
-        row, (_, first, steps) = self.chain[place], self.chain.expression(place)
+        row = self.chain[place]
+        _, first, steps = self.chain.expression(place)
         if not judges:
             return row
         noise = random.Random(f"{self.chain.seed}/{self.chain.split}/{place}/judged")
@@ -336,9 +328,9 @@ class Product(Sequence[Row]):
         if not 0 <= index < len(self):
             raise IndexError(index)
         position = index if self.split == "eval" else _HELD_OUT + index
-        left, right = divmod(permute(position, _FACTORS**2, "product"), _FACTORS)
-        text = f"{100 + left}*{100 + right}"
-        answer = str((100 + left) * (100 + right))
+        first, second = divmod(permute(position, _FACTORS**2, "product"), _FACTORS)
+        text = f"{100 + first}*{100 + second}"
+        answer = str((100 + first) * (100 + second))
         noise = random.Random(f"{self.seed}/{self.split}/{index}")
         guess = "?" + str(noise.randrange(10 ** (len(answer) - 1), 10 ** len(answer)))
         return Row(
@@ -347,7 +339,7 @@ class Product(Sequence[Row]):
             demonstration=guess
             if noise.random() < _GUESS_PROBABILITY
             else (f"<{text}>", f"{answer};", answer),
-            where=f"{PREFIX}product, split {self.split}, row {index}",
+            location=f"{PREFIX}product, split {self.split}, row {index}",
         )
 
 
@@ -374,9 +366,13 @@ class ProductCalls(Sequence[Row]):
         texts = tuple(
             f"{text}<eos>" if place % 2 == 0 else text for place, text in enumerate(turns)
         )
-        where = f"{PREFIX}product_calls, split {self.products.split}, row {index}"
+        location = f"{PREFIX}product_calls, split {self.products.split}, row {index}"
         return Row(
-            f"<tools>calculate<user>{row.prompt}<assistant>", row.answer, texts, where, ended=True
+            f"<tools>calculate<user>{row.prompt}<assistant>",
+            row.answer,
+            texts,
+            location,
+            ended=True,
         )
 
 

@@ -115,12 +115,10 @@ class Tokenizer:
             if token.special
         }
 
-    def same_ids(self, other: Tokenizer) -> bool:
+    def same_ids(self, tokenizer: Tokenizer) -> bool:
         """Whether every token id means the same in both tokenizers."""
-        own, others = (
-            tokenizer.backend.get_vocab(with_added_tokens=True) for tokenizer in (self, other)
-        )
-        return own == others
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
+        return vocabulary == tokenizer.backend.get_vocab(with_added_tokens=True)
 
     def token_id(self, token: str) -> int | None:
         """The id of `token`; None if the tokenizer does not have it as a single token."""
@@ -202,7 +200,8 @@ def tokenizer_of(
 def _checked(source: str, folder: Path, digest: bytes) -> Tokenizer:
     """Raises ValueError if ids or texts differ from AutoTokenizer's."""
     parts = _transformers_parts(source, folder, digest)
-    if problem := parts.get("problem"):
+    problem = parts.get("problem")
+    if problem:
         raise ValueError(problem)
     backend = tokenizers.Tokenizer.from_str(parts["backend"])
     backend.encode_special_tokens = parts["splits_special_tokens"]
@@ -235,14 +234,14 @@ def _checked(source: str, folder: Path, digest: bytes) -> Tokenizer:
 
 def _transformers_parts(source: str, folder: Path, digest: bytes) -> dict[str, Any]:
     """The result of data/auto_tokenizer.py."""
-    asked = str(folder.absolute()) if Path(source).is_dir() else source
+    tokenizer_name = str(folder.absolute()) if Path(source).is_dir() else source
     if "transformers.models.auto.tokenization_auto" in sys.modules:
-        return auto_tokenizer.read(asked, folder)
+        return auto_tokenizer.read(tokenizer_name, folder)
     name = "" if Path(source).is_dir() else source
     try:
         return ask_program(
             program=auto_tokenizer.__file__,
-            arguments=[asked, str(folder)],
+            arguments=[tokenizer_name, str(folder)],
             kind="tokenizers",
             decided_by=[name.encode(), digest],
         )
@@ -316,9 +315,9 @@ def read_json(source: str, name: str) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        contents = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file}: holds {type(found).__name__}, expected a JSON object")
-    return found
+    if not isinstance(contents, dict):
+        raise ConfigError(f"{file}: holds {type(contents).__name__}, expected a JSON object")
+    return contents

@@ -26,7 +26,12 @@ from megarl.observe.agreement import RULES, advisories
 from megarl.observe.metrics import METRICS_FILE, MetricsTail, Row
 from megarl.observe.samples import FailuresTail, escape, one_line
 from megarl.observe.status import Status, duration, read_statuses
-from megarl.rewards.score import describe_failed_episodes, describe_failures, of_episode, told
+from megarl.rewards.score import (
+    describe_failed_episodes,
+    describe_failures,
+    failure_label,
+    of_episode,
+)
 
 STEPS_SHOWN = 10
 HELD_OUT_SHOWN = 2  # most evaluations shown
@@ -167,7 +172,7 @@ class Progress:
                 self._failed.add(name)
                 subject = "an episode" if of_episode(failure) else "scoring"
                 self._line(
-                    f"! prompt {failure.ordinal}: {subject} failed ({told(failure)}): "
+                    f"! prompt {failure.ordinal}: {subject} failed ({failure_label(failure)}): "
                     f"{one_line(failure.reason)}"
                 )
 

@@ -29,7 +29,7 @@ from megarl.base.rollout_types import (
     any_unanswered,
 )
 from megarl.observe.metrics import Row, cut_from, lost_lines, read_metrics
-from megarl.rewards.score import of_episode, told
+from megarl.rewards.score import failure_label, of_episode
 
 ORDINALS_FILE = "ordinals.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -81,7 +81,7 @@ def format_sample(
     """
     head = f"response {number}: reward {sample.reward:g}"
     if sample.failures:
-        head += f" (failed: {', '.join(map(told, sample.failures))})"
+        head += f" (failed: {', '.join(map(failure_label, sample.failures))})"
     if sample.policy_versions:
         head += f", versions {sample.min_version} to {sample.max_version}"
     else:

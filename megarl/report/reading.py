@@ -30,8 +30,7 @@ from megarl.observe.agreement import advisories, scoring_binds
 from megarl.observe.metrics import METRICS_FILE, SIMULATED_FILE, Row
 from megarl.observe.samples import SAMPLES_FILE, FailuresTail, one_line
 from megarl.observe.status import TRACE_FOLDER
-from megarl.rewards.score import FAILED_EPISODES, FAILED_FRACTION
-from megarl.rewards.score import told as failure_told
+from megarl.rewards.score import FAILED_EPISODES, FAILED_FRACTION, failure_label
 
 SETTLED_S = 10.0  # time after which every rank has written its part of a step
 CHUNK_BYTES = 400_000  # size of a chunk's JSON before compression
@@ -576,7 +575,7 @@ class RunReader:
             if last and any(row.get(key) for row in self._rows[-LAST_STEPS:]):
                 texts.append(
                     f"the last {subject} that failed, of prompt {last.ordinal} "
-                    f"({failure_told(last)}): {one_line(last.reason)}"
+                    f"({failure_label(last)}): {one_line(last.reason)}"
                 )
         return texts
 

@@ -15,13 +15,6 @@ from typing import Any, NamedTuple
 
 from megarl.rewards.extract import DENIED, UPRIGHT, odd_character
 
-# Limits on an answer's text, checked before it is parsed, and on the size of its value, checked
-# before it is evaluated.
-#
-# Model output is hostile input. These limits refuse known bombs cheaply. All other bombs meet the
-# worker process's limits on time and memory (megarl.rewards.worker).
-
-
 MAX_NESTING = 12
 MAX_COMMANDS = 48  # LaTeX commands in one answer
 MAX_POWERS = 24  # powers in one answer
@@ -41,14 +34,20 @@ _UNBOUNDED = re.compile(r"\\(?:i?i?int|oint|sum|prod|lim)(?![A-Za-z])|__")
 
 
 class Refused(Exception):
-    """The answer is outside the limits, so it scores 0."""
+    """The answer is outside the limits, so it scores 0.
+
+    Model output is hostile input. The limits above refuse known bombs cheaply: an answer's text is
+    checked before it is parsed, the size of its value before it is evaluated. All other bombs meet
+    the worker process's limits on time and memory (megarl.rewards.worker).
+    """
 
 
 def check_characters(answer: str) -> None:
     """Raises Refused for control, format (zero-width, bidirectional), private and unassigned
     characters. Blanks are allowed.
     """
-    if character := odd_character(answer):
+    character = odd_character(answer)
+    if character:
         raise Refused(f"character U+{ord(character):04X}")
 
 
@@ -126,10 +125,6 @@ def _power_bits(base: Any, exponent: Any) -> float:
     return max(base_bits, 1.0) * largest_exponent
 
 
-# Exact arithmetic on plain numbers: integers, decimals, quotients, mixed numbers, repeating
-# decimals.
-
-
 # tolerance if one is a decimal: 1e-6 plus rounding; relative below 1
 SAME_DECIMALS = Fraction(1_000_001, 10**12)
 
@@ -141,6 +136,8 @@ _MIXED = re.compile(r"(-?)(\d+)\s+(\d+)/(\d+)", re.ASCII)
 
 
 class PlainNumber(NamedTuple):
+    """An integer, a decimal, a quotient, a mixed number or a repeating decimal."""
+
     value: Fraction
     is_decimal: bool
 
@@ -151,23 +148,24 @@ def plain_number(text: str) -> PlainNumber | None:
     """
     if len(text) > MAX_DIGITS:
         return None
-    if repeating := _REPEATING.fullmatch(text):
+    repeating = _REPEATING.fullmatch(text)
+    if repeating:
         return PlainNumber(_repeating(*repeating.groups()), False)
-    if mixed := _MIXED.fullmatch(text):
-        sign, whole, over, under = mixed.groups()
-        return (
-            PlainNumber((int(whole) + Fraction(int(over), int(under))) * (-1 if sign else 1), False)
-            if int(under)
-            else None
-        )
+    mixed = _MIXED.fullmatch(text)
+    if mixed:
+        sign, integer, numerator, denominator = mixed.groups()
+        if int(denominator) == 0:
+            return None
+        size = int(integer) + Fraction(int(numerator), int(denominator))
+        return PlainNumber(-size if sign else size, False)
     match = _PLAIN.fullmatch(text)
     if match is None or (match[2] is None and match[3] is None):
         return None
-    sign, whole, decimals, divisor, exponent = match.groups()
+    sign, integer, decimals, divisor, exponent = match.groups()
     if divisor is not None and (decimals is not None or int(divisor) == 0):
         return None
     value = (
-        Fraction((whole or "0").replace(",", "") + (decimals or ""))
+        Fraction((integer or "0").replace(",", "") + (decimals or ""))
         / int(divisor or 1)
         * Fraction(10) ** int(exponent or 0)
     )
@@ -190,21 +188,12 @@ def _near(a: Fraction, b: Fraction, tolerance: Fraction) -> bool:
     return abs(a - b) <= tolerance * min(1, max(abs(a), abs(b)))
 
 
-def _repeating(sign: str, whole: str, fixed: str, repeated: str) -> Fraction:
+def _repeating(sign: str, integer: str, fixed: str, repeated: str) -> Fraction:
     scale = 10 ** len(fixed)
-    value = Fraction(int((whole or "0") + fixed), scale) + Fraction(
+    value = Fraction(int((integer or "0") + fixed), scale) + Fraction(
         int(repeated), scale * (10 ** len(repeated) - 1)
     )
     return -value if sign else value
-
-
-# Puts multiplication signs between factors that stand side by side in LaTeX, since math-verify's
-# grammar needs them.
-#
-# The grammar reads a whole number and what follows it as a mixed number: (3)(4) as 7, e^{0}(4) as
-# 5. It reads 0.5 after a fraction as 0 and .5. So a sign is inserted wherever one factor ends and
-# another begins; a factor is a number, group, fraction, power or binomial coefficient. The
-# exception is a number before a fraction that the grammar rightly reads as a mixed number.
 
 
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d+(?:\.\d+)?|\.\d+|\s+|.", re.DOTALL)
@@ -223,14 +212,20 @@ class _Level:
     closing: str = ""
     start: int = 0  # index of its content in the tokens written
     is_argument: bool = False  # the brackets hold an argument of a command, ^ or _
-    wanted: int = 0  # arguments that the last command still expects
+    pending_arguments: int = 0  # arguments that the last command still expects
     is_operand: bool = False  # the command and its arguments will end a factor
     ended: bool = False  # a factor has just ended
     last: str = ""  # "number", "fraction", "name", …, or the token itself
 
 
 def with_signs(text: str) -> str:
-    """`text` with \\cdot between factors."""
+    """`text` with \\cdot between factors that stand side by side, as math-verify's grammar needs.
+
+    The grammar reads a whole number and what follows it as a mixed number: (3)(4) as 7, e^{0}(4) as
+    5. It reads 0.5 after a fraction as 0 and .5. So a sign is inserted wherever one factor ends and
+    another begins; a factor is a number, group, fraction, power or binomial coefficient. The
+    exception is a number before a fraction that the grammar rightly reads as a mixed number.
+    """
     written: list[str] = []
     levels = [_Level()]
     for token in _TOKEN.findall(text):
@@ -238,17 +233,17 @@ def with_signs(text: str) -> str:
         if token.isspace():
             written.append(token)
         elif token[0].isdigit() or token[0] == ".":
-            _number(token, level, written)
+            _read_number(token, level, written)
         elif token in _CLOSING:
-            is_option = token == "[" and level.wanted > 0
-            if level.wanted == 0 and level.ended:
+            is_option = token == "[" and level.pending_arguments > 0
+            if level.pending_arguments == 0 and level.ended:
                 written.append(_SIGN)
             written.append(token)
             levels.append(
                 _Level(
                     _CLOSING[token],
                     len(written),
-                    level.wanted > 0 and not is_option,
+                    level.pending_arguments > 0 and not is_option,
                     last="option" if is_option else "",
                 )
             )
@@ -256,16 +251,18 @@ def with_signs(text: str) -> str:
             content = "".join(written[level.start :]).strip()
             levels.pop()
             written.append(token)
-            _closed(level, content, levels[-1])
+            _close_brackets(level, content, levels[-1])
         else:
-            _other(token, level, written)
+            _read_command(token, level, written)
     return "".join(written)
 
 
-def _number(token: str, level: _Level, written: list[str]) -> None:
-    if level.wanted:  # \frac12 has both arguments in 12, x^12 its only one
-        level.wanted = max(0, level.wanted - len(token)) if level.last == "fraction" else 0
-        level.ended = level.is_operand and not level.wanted
+def _read_number(token: str, level: _Level, written: list[str]) -> None:
+    if level.pending_arguments:  # \frac12 has both arguments in 12, x^12 its only one
+        level.pending_arguments = (
+            max(0, level.pending_arguments - len(token)) if level.last == "fraction" else 0
+        )
+        level.ended = level.is_operand and not level.pending_arguments
     else:
         if level.ended and level.last != "number":
             written.append(_SIGN)
@@ -274,47 +271,49 @@ def _number(token: str, level: _Level, written: list[str]) -> None:
     written.append(token)
 
 
-def _closed(inner: _Level, content: str, level: _Level) -> None:
+def _close_brackets(inner: _Level, content: str, level: _Level) -> None:
     if inner.is_argument:
         if level.last == "fraction" and content in _DERIVATIVE:
             level.is_operand = False
-        level.wanted -= 1
-        level.ended = level.is_operand and not level.wanted
+        level.pending_arguments -= 1
+        level.ended = level.is_operand and not level.pending_arguments
     elif inner.closing != ")" and level.last.startswith("\\"):  # \text{…}, \begin{pmatrix}
         level.ended = False
-    elif not level.wanted:  # otherwise it is the degree of a root, and the argument follows
+    elif (
+        not level.pending_arguments
+    ):  # otherwise it is the degree of a root, and the argument follows
         level.ended = True
         level.last = "group"
 
 
-def _other(token: str, level: _Level, written: list[str]) -> None:
+def _read_command(token: str, level: _Level, written: list[str]) -> None:
     # 90^\circ
     if (
-        level.wanted
+        level.pending_arguments
         and token.startswith("\\")
         and token not in (*_FRACTIONS, *_BINOMIALS, "\\sqrt")
     ):
-        level.wanted -= 1
-        level.ended = level.is_operand and not level.wanted
+        level.pending_arguments -= 1
+        level.ended = level.is_operand and not level.pending_arguments
     elif token in _FRACTIONS or token in _BINOMIALS:
         if level.ended and (token in _BINOMIALS or level.last != "number"):
             written.append(_SIGN)
-        level.wanted = 2
+        level.pending_arguments = 2
         level.is_operand = True
         level.ended = False
         level.last = "fraction"
     elif token == "\\sqrt":
-        level.wanted = 1
+        level.pending_arguments = 1
         level.is_operand = True
         level.ended = False
         level.last = "root"
     elif token == "^":  # \sin^2(x) and f^{-1}(x) are functions of x
-        level.wanted = 1
+        level.pending_arguments = 1
         level.is_operand = level.ended or level.last == "e"
         level.ended = False
         level.last = "power"
     elif token == "_":
-        level.wanted = 1
+        level.pending_arguments = 1
         level.is_operand = False
         level.ended = False
         level.last = "index"
@@ -324,22 +323,15 @@ def _other(token: str, level: _Level, written: list[str]) -> None:
         level.ended = True
         level.last = "name"
     elif token.startswith("\\") and token[1:].isalpha() and token not in _PRODUCT_OPERATORS:
-        level.wanted = 0
+        level.pending_arguments = 0
         level.is_operand = False
         level.ended = False
         level.last = token
     else:
-        level.wanted = 0
+        level.pending_arguments = 0
         level.ended = False
         level.last = token
     written.append(token)
-
-
-# Reads an answer's text into its structure: lists, intervals, unions, chains of relations.
-#
-# math-verify's LaTeX grammar (0.9.0; latex2sympy2_extended 1.11.0) parses the expressions and
-# matrices in it. Where the grammar would misread a text, `_checked` refuses it or `_rewritten`
-# changes it.
 
 
 FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
@@ -385,7 +377,10 @@ _LAST_SIDE = re.compile(r"=\s*(\d{1,3}(?:,\d{3})+)\s*\Z", re.ASCII)
 _ALL_REALS = (r"\mathbb{R}", r"\mathbb R", "\\R", "ℝ")
 _DEGREES = r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree|°)"
 _RELATION = r"\\(?:leq?|geq?|lt|gt|neq?|approx|leqslant|geqslant)(?![A-Za-z])|[≤≥≠≈]|!=|<=|>=|[<>=]"
-_JOIN = r"[,;]|\\text\s*\{\s*(?:and|or)\s*\}|\\(?:quad|qquad)(?![A-Za-z])|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
+_JOIN = (
+    r"[,;]|\\text\s*\{\s*(?:and|or)\s*\}|\\(?:quad|qquad)(?![A-Za-z])"
+    r"|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
+)
 _RELATIONS = {"le": "<=", "leq": "<=", "leqslant": "<=", "ge": ">=", "geq": ">=", "geqslant": ">=",
     "lt": "<", "gt": ">", "ne": "!=",
               "neq": "!=", "approx": "~", "≤": "<=", "≥": ">=", "≠": "!=", "≈": "~"}  # fmt: skip
@@ -429,9 +424,12 @@ def read_reference(text: str) -> Any:
 
 
 def read(text: str, checked: bool) -> Any:
-    """The structure of an answer; None if it cannot be read.
+    """The structure of an answer: lists, intervals, unions, chains of relations; None if it cannot
+    be read.
 
-    `checked`: raises Refused outside the limits, for a model's answer.
+    math-verify's LaTeX grammar (0.9.0; latex2sympy2_extended 1.11.0) parses the expressions and
+    matrices in it. Where the grammar would misread a text, `_checked` refuses it or `_rewritten`
+    changes it. `checked`: raises Refused outside the limits, for a model's answer.
     """
     for symbol, command in _SYMBOLS.items():
         text = text.replace(symbol, command)
@@ -459,7 +457,8 @@ def _structure(text: str, checked: bool) -> Any:
         from sympy import oo as infinity
 
         return Items("(", ")", [-infinity, infinity])
-    is_word = (word := word_of(text)) and not _DIFFERENCE.fullmatch(text)
+    word = word_of(text)
+    is_word = word and not _DIFFERENCE.fullmatch(text)
     if is_word and (
         text.startswith("\\") or len(text) > _LONGEST_PRODUCT or " " in text or word in _SHORT_WORDS
     ):
@@ -474,14 +473,14 @@ def _structure(text: str, checked: bool) -> Any:
     if len(pieces) == 1 or not any("," in piece for piece in pieces):
         pieces, joins = _split(text, _JOIN)
     if len(pieces) > 1 and plain_number(text) is None:
-        found = parts([piece for piece in pieces if piece.strip()])
-        ranges = all(map(_is_range, found)) and any(
-            part.opening + part.closing != "()" or _is_interval(part) for part in found
+        structures = parts([piece for piece in pieces if piece.strip()])
+        ranges = all(map(_is_range, structures)) and any(
+            part.opening + part.closing != "()" or _is_interval(part) for part in structures
         )
         # x < 2 or x > 3, but not (2, 3) or (3, 2)
         if all("or" in join for join in joins) and ranges:
-            return Union(found)
-        return Items("", "", found)
+            return Union(structures)
+        return Items("", "", structures)
     sides, operators = _split(text, _RELATION)
     if operators:
         return _chain(
@@ -496,7 +495,8 @@ def _structure(text: str, checked: bool) -> Any:
     ratio, _ = _split(text, ":")
     if len(ratio) > 2:  # 3:4:5; for two numbers the grammar rightly divides
         return Items(":", ":", parts(ratio))
-    if inside := _bracketed(text):
+    inside = _bracketed(text)
+    if inside:
         opening, content, closing = inside
         items, _ = _split(content, r"[,;]")
         if len(items) > 1 or opening == "{":
@@ -550,7 +550,7 @@ def _split(text: str, pattern: str) -> tuple[list[str], list[str]]:
     Returns the pieces and the matches.
     """
     pieces = []
-    found = []
+    separators = []
     depth = 0
     start = 0
     position = 0
@@ -559,12 +559,13 @@ def _split(text: str, pattern: str) -> tuple[list[str], list[str]]:
         match = separator.match(text, position) if depth == 0 else None
         if match:
             pieces.append(text[start:position])
-            found.append(match[0])
-            start = position = match.end()
+            separators.append(match[0])
+            position = match.end()
+            start = position
             continue
         depth += (text[position] in "([{") - (text[position] in ")]}")
         position += 1
-    return [*pieces, text[start:]], found
+    return [*pieces, text[start:]], separators
 
 
 def _bracketed(text: str) -> tuple[str, str, str] | None:
@@ -625,21 +626,21 @@ def _expression(text: str, checked: bool) -> Any:
 
     latex = f"${_rewritten(text)}$"
     no_timeout: Any = None  # documented to accept None, but not annotated so
-    found = math_verify.parse(
+    parsed = math_verify.parse(
         latex,
         [math_verify.LatexExtractionConfig()],
         fallback_mode="no_fallback",
         parsing_timeout=no_timeout,
     )
-    if not found:
+    if not parsed:
         return None
     if checked:
-        check_value(found[0])
-        _check_powers(found[0])
+        check_value(parsed[0])
+        _check_powers(parsed[0])
     from sympy import I
 
-    imaginary = [symbol for symbol in getattr(found[0], "free_symbols", ()) if symbol.name == "i"]
-    return found[0].subs(dict.fromkeys(imaginary, I)) if imaginary else found[0]
+    imaginary = [symbol for symbol in getattr(parsed[0], "free_symbols", ()) if symbol.name == "i"]
+    return parsed[0].subs(dict.fromkeys(imaginary, I)) if imaginary else parsed[0]
 
 
 def _check_powers(expression: Any) -> None:
@@ -693,10 +694,6 @@ def symbols(structure: Any) -> set[str]:
     return {symbol.name for symbol in getattr(structure, "free_symbols", ())}
 
 
-# Values of two expressions with 60 digits. Expressions with variables are evaluated at fixed
-# points.
-
-
 # two expressions with variables must both have a value at this many points to be compared
 LEAST_POINTS = 3
 _DIGITS = 60
@@ -709,24 +706,24 @@ Value = tuple[Fraction, Fraction]
 
 
 def values_of(a: Any, b: Any) -> list[tuple[Value, Value]]:
-    """Values of two expressions, at fixed points if they have variables.
+    """Values of two expressions with 60 digits, at fixed points if they have variables.
 
     Leaves out points at which neither has a value.
 
     Empty if only one of them has a value at some point.
     """
     names = sorted({symbol.name for symbol in a.free_symbols | b.free_symbols})
-    found = []
+    values = []
     for point in range(_POINTS if names else 1):
-        where = {name: _coordinate(point, number) for number, name in enumerate(names)}
-        x = _value(a, where)
-        y = _value(b, where)
+        coordinates = {name: _coordinate(point, number) for number, name in enumerate(names)}
+        x = _value(a, coordinates)
+        y = _value(b, coordinates)
         if x is None and y is None:
             continue
         if x is None or y is None:
             return []
-        found.append((x, y))
-    return found
+        values.append((x, y))
+    return values
 
 
 def equal_values(a: Value, b: Value, decimals: bool) -> bool:
@@ -756,18 +753,22 @@ def _coordinate(point: int, number: int) -> Fraction:
     return size if (point + number) % 2 == 0 else -size
 
 
-def _value(expression: Any, where: dict[str, Fraction]) -> Value | None:
+def _value(expression: Any, coordinates: dict[str, Fraction]) -> Value | None:
     """The value, or None if it is not finite."""
     import sympy
 
-    at = {
-        symbol: sympy.Rational(where[symbol.name].numerator, where[symbol.name].denominator)
+    substitutions = {
+        symbol: sympy.Rational(
+            coordinates[symbol.name].numerator, coordinates[symbol.name].denominator
+        )
         for symbol in expression.free_symbols
     }
     # SymPy would factor the radicands, for seconds
     if any(power.exp.free_symbols for power in expression.atoms(sympy.Pow)):
-        at = {symbol: sympy.Float(value, 2 * _DIGITS) for symbol, value in at.items()}
-    parts = expression.subs(at).doit().evalf(_DIGITS).as_real_imag()
+        substitutions = {
+            symbol: sympy.Float(value, 2 * _DIGITS) for symbol, value in substitutions.items()
+        }
+    parts = expression.subs(substitutions).doit().evalf(_DIGITS).as_real_imag()
     if not all(part.is_Float or part.is_Rational for part in parts):
         return None
     real, imaginary = map(_fraction, parts)
@@ -782,17 +783,6 @@ def _fraction(number: Any) -> Fraction | None:
     if (not mantissa and exponent) or abs(exponent) + bits > _MAX_BITS:
         return None
     return Fraction(int(-mantissa if sign else mantissa)) * Fraction(2) ** int(exponent)
-
-
-# Decides whether two answers are mathematically equal.
-#
-# Both are read into structures, whose expressions are compared by value. The verdict depends on the
-# two texts alone and takes bounded time.
-#
-# math-verify's own `verify` (0.9.0) is not used, for three reasons. It takes the right side of "="
-# as the answer and drops the left ("7 = 5" is 5). It calls 2^{\infty} equal to some numbers; these
-# differ between processes, since SymPy's simplification depends on the order of hashes. It rounds
-# decimals to 6 places whatever their size (0.0000001 equals 0.0000002).
 
 
 # a number in another base: 1010_2
@@ -819,7 +809,15 @@ _ABOUT = Fraction(1, 100)  # relative difference that \approx allows
 
 
 def equal(reference: str, candidate: str) -> bool:
-    """Whether two cleaned answers are mathematically equal.
+    r"""Whether two cleaned answers are mathematically equal.
+
+    Both are read into structures, whose expressions are compared by value. The verdict depends on
+    the two texts alone and takes bounded time.
+
+    math-verify's own `verify` (0.9.0) is not used, for three reasons. It takes the right side of
+    "=" as the answer and drops the left ("7 = 5" is 5). It calls 2^{\infty} equal to some numbers;
+    these differ between processes, since SymPy's simplification depends on the order of hashes. It
+    rounds decimals to 6 places whatever their size (0.0000001 equals 0.0000002).
 
     Raises Refused if the candidate is outside the limits, or if it is infinite and the reference is
     finite.
@@ -836,22 +834,23 @@ def equal(reference: str, candidate: str) -> bool:
         candidate = _MEASURED.sub("", candidate)
     if not _MODULO.search(reference):  # 236 \pmod{1000}
         candidate = _MODULO.sub("", candidate)
-    (gold, gold_percent), (found, percent) = _percent(reference), _percent(candidate)
+    gold, gold_percent = _percent(reference)
+    answer, percent = _percent(candidate)
     if gold_percent != percent:  # 50% is 0.5; it is 50 if the question asked for percent
-        return any(equal(a, b) for a, b in ((gold, found), _hundredth(gold, found, gold_percent)))
-    gold, found = _without_base(gold, found)
+        return equal(gold, answer) or equal(*_hundredth(gold, answer, gold_percent))
+    gold, answer = _without_base(gold, answer)
     # 1,5 and 1.5, but not 1,234 and 1.234; 1,5 and 5,1 are lists
-    if _DECIMAL.fullmatch(gold) and _DECIMAL.fullmatch(found) and ("," in gold) != ("," in found):
+    if _DECIMAL.fullmatch(gold) and _DECIMAL.fullmatch(answer) and ("," in gold) != ("," in answer):
         gold = gold.replace(",", ".")
-        found = found.replace(",", ".")
-    decided = plain_equal(plain_number(gold), plain_number(found))
+        answer = answer.replace(",", ".")
+    decided = plain_equal(plain_number(gold), plain_number(answer))
     if decided is not None:
         return decided
-    check_text(found)
-    if _same(read_reference(gold), read(found, checked=True)):
+    check_text(answer)
+    if _same(read_reference(gold), read(answer, checked=True)):
         return True
-    as_variables = [_UPRIGHT_LETTER.sub(r"{\1}", text) for text in (gold, found)]
-    if as_variables == [gold, found]:
+    as_variables = [_UPRIGHT_LETTER.sub(r"{\1}", text) for text in (gold, answer)]
+    if as_variables == [gold, answer]:
         return False
     return _same(read_reference(as_variables[0]), read(as_variables[1], checked=True))
 
@@ -863,17 +862,17 @@ def _percent(answer: str) -> tuple[str, bool]:
     return bare, bare != answer
 
 
-def _without_base(gold: str, found: str) -> tuple[str, str]:
+def _without_base(gold: str, candidate: str) -> tuple[str, str]:
     """Both answers without the base of a numeral (1010_2).
 
     A candidate without a base has the reference's, which the question has fixed. A reference
     without a base is decimal. Raises Refused if the bases differ.
     """
-    gold, found = (
+    gold, candidate = (
         _BASE_IN_WORDS.sub(lambda base: f"_{{{_BASES.get(base[1], base[1])}}}", text)
-        for text in (gold, found)
+        for text in (gold, candidate)
     )
-    numerals = [_NUMERAL.fullmatch(text) for text in (gold, found)]
+    numerals = [_NUMERAL.fullmatch(text) for text in (gold, candidate)]
     base, stated = (int(numeral[2] or numeral[3]) if numeral else 10 for numeral in numerals)
     if numerals[1] and base != stated:
         if (
@@ -883,53 +882,53 @@ def _without_base(gold: str, found: str) -> tuple[str, str]:
         ):
             raise Refused("another base")
         return gold, str(int(numerals[1][1][:MAX_DIGITS], stated))
-    gold, found = (
-        numeral[1] if numeral else text for numeral, text in zip(numerals, (gold, found))
+    gold, candidate = (
+        numeral[1] if numeral else text for numeral, text in zip(numerals, (gold, candidate))
     )
-    return gold, found
+    return gold, candidate
 
 
-def _hundredth(gold: str, found: str, gold_percent: bool) -> tuple[str, str]:
+def _hundredth(gold: str, candidate: str, gold_percent: bool) -> tuple[str, str]:
     """Both answers, with the one in percent divided by a hundred."""
-    return (
-        (rf"\frac{{{gold}}}{{100}}", found) if gold_percent else (gold, rf"\frac{{{found}}}{{100}}")
-    )
+    if gold_percent:
+        return rf"\frac{{{gold}}}{{100}}", candidate
+    return gold, rf"\frac{{{candidate}}}{{100}}"
 
 
-def _same(gold: Any, found: Any) -> bool:
+def _same(gold: Any, candidate: Any) -> bool:
     """Whether two structures are equal."""
-    if gold is None or found is None:
+    if gold is None or candidate is None:
         return False
-    if isinstance(gold, Word) or isinstance(found, Word):
-        return isinstance(gold, Word) and isinstance(found, Word) and gold == found
-    if isinstance(found, Chain) or isinstance(gold, Chain):
-        return _same_chains(gold, found)
-    if isinstance(gold, Union) or isinstance(found, Union):
+    if isinstance(gold, Word) or isinstance(candidate, Word):
+        return isinstance(gold, Word) and isinstance(candidate, Word) and gold == candidate
+    if isinstance(candidate, Chain) or isinstance(gold, Chain):
+        return _same_chains(gold, candidate)
+    if isinstance(gold, Union) or isinstance(candidate, Union):
         return (
             isinstance(gold, Union)
-            and isinstance(found, Union)
-            and _matched(gold.parts, found.parts)
+            and isinstance(candidate, Union)
+            and _matched(gold.parts, candidate.parts)
         )
-    if isinstance(gold, Items) or isinstance(found, Items):
-        return _same_sequences(gold, found)
-    return _same_objects(gold, found)
+    if isinstance(gold, Items) or isinstance(candidate, Items):
+        return _same_sequences(gold, candidate)
+    return _same_objects(gold, candidate)
 
 
-def _same_sequences(gold: Any, found: Any) -> bool:
+def _same_sequences(gold: Any, candidate: Any) -> bool:
     gold = _as_sequence(gold)
-    found = _as_sequence(found)
-    if "{" in (gold.opening, found.opening) or gold.opening == found.opening == "":
+    candidate = _as_sequence(candidate)
+    if "{" in (gold.opening, candidate.opening) or gold.opening == candidate.opening == "":
         return (
             gold.opening in ("{", "")
-            and found.opening in ("{", "")
-            and _matched(gold.items, found.items)
+            and candidate.opening in ("{", "")
+            and _matched(gold.items, candidate.items)
         )
-    brackets = {gold.opening + gold.closing, found.opening + found.closing}
+    brackets = {gold.opening + gold.closing, candidate.opening + candidate.closing}
     # 2,5 may be the point (2,5), but not an interval
     point = brackets == {"()", ""} and not _is_interval(gold)
     if len(brackets) > 1 and not point and not (gold.opening == "" and brackets == {"", "[]"}):
         return False
-    return len(gold.items) == len(found.items) and all(map(_same, gold.items, found.items))
+    return len(gold.items) == len(candidate.items) and all(map(_same, gold.items, candidate.items))
 
 
 def _is_interval(items: Items) -> bool:
@@ -945,60 +944,65 @@ def _as_sequence(structure: Any) -> Items:
     return Items("", "", items)
 
 
-def _matched(golds: Sequence[Any], founds: Sequence[Any]) -> bool:
+def _matched(golds: Sequence[Any], candidates: Sequence[Any]) -> bool:
     """Whether the items match one to one, in any order. A point may be named twice."""
-    left = [
-        found
-        for number, found in enumerate(founds)
-        if not (isinstance(found, Items) and found in founds[:number])
-    ]
-    if len(golds) != len(left):
+    unmatched = []
+    for number, candidate in enumerate(candidates):
+        if not (isinstance(candidate, Items) and candidate in candidates[:number]):
+            unmatched.append(candidate)
+    if len(golds) != len(unmatched):
         return False
     for gold in golds:
-        match = next((index for index, found in enumerate(left) if _same(gold, found)), None)
-        if match is None:
+        for index, candidate in enumerate(unmatched):
+            if _same(gold, candidate):
+                del unmatched[index]
+                break
+        else:
             return False
-        del left[match]
     return True
 
 
-def _same_chains(gold: Any, found: Any) -> bool:
-    if not isinstance(found, Chain):  # the reference is x = 5 and the answer is 5
-        return gold.operators == ["="] and is_name(gold.sides[0]) and _same(gold.sides[1], found)
+def _same_chains(gold: Any, candidate: Any) -> bool:
+    if not isinstance(candidate, Chain):  # the reference is x = 5 and the answer is 5
+        return (
+            gold.operators == ["="] and is_name(gold.sides[0]) and _same(gold.sides[1], candidate)
+        )
     if not isinstance(gold, Chain):
-        return _leads_to(gold, found)
+        return _leads_to(gold, candidate)
     if (
-        gold.operators == found.operators
-        and len(gold.sides) == len(found.sides)
-        and all(map(_same, gold.sides, found.sides))
+        gold.operators == candidate.operators
+        and len(gold.sides) == len(candidate.sides)
+        and all(map(_same, gold.sides, candidate.sides))
     ):
         return True
-    flipped = [FLIPPED.get(operator, operator) for operator in reversed(found.operators)]
+    flipped = [FLIPPED.get(operator, operator) for operator in reversed(candidate.operators)]
     if (
         gold.operators == flipped
-        and len(gold.sides) == len(found.sides)
-        and all(map(_same, gold.sides, reversed(found.sides)))
+        and len(gold.sides) == len(candidate.sides)
+        and all(map(_same, gold.sides, reversed(candidate.sides)))
     ):
         return True
-    return gold.operators == found.operators == ["="] and _same_equations(gold.sides, found.sides)
+    return gold.operators == candidate.operators == ["="] and _same_equations(
+        gold.sides, candidate.sides
+    )
 
 
-def _leads_to(gold: Any, found: Chain) -> bool:
+def _leads_to(gold: Any, candidate: Chain) -> bool:
     """Whether a chain of equations ends in the answer `gold`, and every side before it names the
     answer or has its value. The chain may go on with an approximation (1/3 ≈ 0.333).
     """
     if (
-        len(found.sides) > 1
-        and found.operators[-1] == "~"
-        and not _same(gold, found.sides[-1])
-        and _about(gold, found.sides[-1])
+        len(candidate.sides) > 1
+        and candidate.operators[-1] == "~"
+        and not _same(gold, candidate.sides[-1])
+        and _about(gold, candidate.sides[-1])
     ):
-        found = Chain(found.sides[:-1], found.operators[:-1])
-    if any(operator not in ("=", "~") for operator in found.operators) or not _same(
-        gold, found.sides[-1]
+        candidate = Chain(candidate.sides[:-1], candidate.operators[:-1])
+    if any(operator not in ("=", "~") for operator in candidate.operators) or not _same(
+        gold, candidate.sides[-1]
     ):
         return False
-    for side, operator in zip(found.sides, found.operators):
+    for side, operator in zip(candidate.sides, candidate.operators):
         if not (
             _is_name_of(side, gold) or _same(gold, side) or (operator == "~" and _about(gold, side))
         ):
@@ -1023,19 +1027,21 @@ def _joins_names(structure: Any) -> bool:
     return bool(getattr(structure, "is_Function", False) and structure.free_symbols)
 
 
-def _same_equations(gold: Sequence[Any], found: Sequence[Any]) -> bool:
+def _same_equations(gold: Sequence[Any], candidate: Sequence[Any]) -> bool:
     """Whether one equation is the other times a constant."""
-    if not _expressions(*gold, *found):
+    if not _expressions(*gold, *candidate):
         return False
     values = [
         (x, y)
-        for x, y in values_of(gold[0] - gold[1], found[0] - found[1])
+        for x, y in values_of(gold[0] - gold[1], candidate[0] - candidate[1])
         if size_of(x) and size_of(y)
     ]
     if len(values) < LEAST_POINTS:
         return False
-    (first, second), *rest = values
-    return all(equal_values(times(x, second), times(first, y), decimals=False) for x, y in rest)
+    first, second = values[0]
+    return all(
+        equal_values(times(x, second), times(first, y), decimals=False) for x, y in values[1:]
+    )
 
 
 def _expressions(*structures: Any) -> bool:
@@ -1044,33 +1050,33 @@ def _expressions(*structures: Any) -> bool:
     return all(isinstance(structure, Expr) for structure in structures)
 
 
-def _about(gold: Any, found: Any) -> bool:
-    if not _expressions(gold, found) or symbols(gold) or symbols(found):
+def _about(gold: Any, candidate: Any) -> bool:
+    if not _expressions(gold, candidate) or symbols(gold) or symbols(candidate):
         return False
     return all(
         size_of((a[0] - b[0], a[1] - b[1])) <= _ABOUT * size_of(a)
-        for a, b in values_of(gold, found)
+        for a, b in values_of(gold, candidate)
     )
 
 
-def _same_objects(gold: Any, found: Any) -> bool:
+def _same_objects(gold: Any, candidate: Any) -> bool:
     """Compares expressions by value, matrices by element, and other objects of the grammar (ℝ, ∅)
     by identity.
     """
-    if getattr(gold, "is_Matrix", False) or getattr(found, "is_Matrix", False):
-        both = getattr(gold, "is_Matrix", False) and getattr(found, "is_Matrix", False)
-        return both and gold.shape == found.shape and all(map(_same, gold, found))
-    if not _expressions(gold, found):
-        return type(gold) is type(found) and gold == found
-    if is_function(gold) and gold == found:  # f(x), which has no value
+    if getattr(gold, "is_Matrix", False) or getattr(candidate, "is_Matrix", False):
+        both_matrices = getattr(gold, "is_Matrix", False) and getattr(candidate, "is_Matrix", False)
+        return both_matrices and gold.shape == candidate.shape and all(map(_same, gold, candidate))
+    if not _expressions(gold, candidate):
+        return type(gold) is type(candidate) and gold == candidate
+    if is_function(gold) and gold == candidate:  # f(x), which has no value
         return True
     import sympy
 
-    if found.has(sympy.oo, -sympy.oo, sympy.zoo, sympy.nan):  # an infinity equals only itself
-        return found in (sympy.oo, -sympy.oo) and found == gold
-    if found.is_Rational and gold.is_Rational:
-        return found == gold
-    decimals = gold.has(sympy.Float) or found.has(sympy.Float)
-    values = values_of(gold, found)
-    needed = LEAST_POINTS if gold.free_symbols or found.free_symbols else 1
+    if candidate.has(sympy.oo, -sympy.oo, sympy.zoo, sympy.nan):  # an infinity equals only itself
+        return candidate in (sympy.oo, -sympy.oo) and candidate == gold
+    if candidate.is_Rational and gold.is_Rational:
+        return candidate == gold
+    decimals = gold.has(sympy.Float) or candidate.has(sympy.Float)
+    values = values_of(gold, candidate)
+    needed = LEAST_POINTS if gold.free_symbols or candidate.free_symbols else 1
     return len(values) >= needed and all(equal_values(a, b, decimals) for a, b in values)

@@ -24,10 +24,6 @@ from megarl.rewards.score import Part, Score, ScoreRequest
 from megarl.sandbox import tested
 from megarl.sandbox.jail import BWRAP, PYTHON, Jail, ProgramEnd
 
-# Reads the tests of a programming problem in the formats of common data sets, and compares results
-# with the expected ones.
-
-
 MOST_BYTES = 1 << 29  # most bytes of a problem's tests, unpacked
 MOST_OUTPUT_BYTES = 1 << 26  # most bytes of a problem's results
 # the operations of a pickle that push a text
@@ -54,25 +50,25 @@ class Cases(NamedTuple):
 
 
 def cases_of(answer: str) -> Cases:
-    """Reads tests.
+    """Reads the tests of a programming problem, in the formats of common data sets.
 
     Formats: JSON of LiveCodeBench's columns; {"inputs", "outputs", "fn_name"} as in APPS, TACO and
     verl's rows; or a list of {"input", "output"}. Raises ValueError.
     """
-    found = _json(answer, "the tests")
-    if isinstance(found, dict) and "public_test_cases" in found:
-        public, private = (
-            _cases(found.get(f"{kind}_test_cases"), f"{kind}_test_cases")
-            for kind in ("public", "private")
-        )
-        metadata = _json(found.get("metadata") or "{}", "metadata")
+    tests = _json(answer, "the tests")
+    if isinstance(tests, dict) and "public_test_cases" in tests:
+        public = _cases(tests.get("public_test_cases"), "public_test_cases")
+        private = _cases(tests.get("private_test_cases"), "private_test_cases")
+        metadata = _json(tests.get("metadata") or "{}", "metadata")
         named = metadata.get("func_name") if isinstance(metadata, dict) else None
-        found = {**_apart([*public, *private]), "fn_name": named}
-    elif isinstance(found, list):
-        found = _apart(found)
-    inputs, outputs = (
-        found.get(key) if isinstance(found, dict) else None for key in ("inputs", "outputs")
-    )
+        tests = {**_apart([*public, *private]), "fn_name": named}
+    elif isinstance(tests, list):
+        tests = _apart(tests)
+    inputs = None
+    outputs = None
+    if isinstance(tests, dict):
+        inputs = tests.get("inputs")
+        outputs = tests.get("outputs")
     if (
         not isinstance(inputs, list)
         or not isinstance(outputs, list)
@@ -82,7 +78,7 @@ def cases_of(answer: str) -> Cases:
         raise ValueError(f"tests must be {either}, or a list of objects with input and output")
     if sum(map(size_bytes, outputs)) > MOST_OUTPUT_BYTES:
         raise ValueError(f"outputs must have at most {MOST_OUTPUT_BYTES} bytes")
-    function = found.get("fn_name")
+    function = tests.get("fn_name")
     if function is not None and not (isinstance(function, str) and function.isidentifier()):
         raise ValueError(f"the function's name must be a name, not {function!r}")
     if function is None:
@@ -90,8 +86,8 @@ def cases_of(answer: str) -> Cases:
             raise ValueError("inputs and outputs of a program must be texts")
         return Cases(inputs, outputs, None)
     return Cases(
-        [_arguments(given) for given in inputs],
-        [_results(given, wanted) for given, wanted in zip(inputs, outputs)],
+        [_arguments(test_input) for test_input in inputs],
+        [_results(test_input, output) for test_input, output in zip(inputs, outputs)],
         function,
     )
 
@@ -100,26 +96,29 @@ def size_bytes(output: Any) -> int:
     return len((output if isinstance(output, str) else json.dumps(output)).encode(errors="replace"))
 
 
-def _arguments(given: Any) -> list[Any]:
+def _arguments(value: Any) -> list[Any]:
     """The arguments of a function's call: one line of JSON for each, or a list of them."""
-    found = (
-        [_json(line, "an input") for line in given.split("\n")] if isinstance(given, str) else given
-    )
-    if not isinstance(found, list):
+    arguments = value
+    if isinstance(value, str):
+        arguments = [_json(line, "an input") for line in value.split("\n")]
+    if not isinstance(arguments, list):
         raise ValueError(
-            f"an input of a function must be lines of JSON, or a list of arguments, not {found!r}"
+            "an input of a function must be lines of JSON, or a list of arguments, not "
+            f"{arguments!r}"
         )
-    return found
+    return arguments
 
 
-def _results(given: Any, wanted: Any) -> list[Any]:
+def _results(input_value: Any, output: Any) -> list[Any]:
     """The results that count as right.
 
     If arguments are a list, APPS may wrap a function's result in a list or not.
     """
-    if isinstance(given, str):
-        return [_json(wanted, "an output") if isinstance(wanted, str) else wanted]
-    return [wanted, *(wanted if isinstance(wanted, list) and len(wanted) == 1 else [])]
+    if isinstance(input_value, str):
+        return [_json(output, "an output") if isinstance(output, str) else output]
+    if isinstance(output, list) and len(output) == 1:
+        return [output, *output]
+    return [output]
 
 
 def _apart(cases: Sequence[Any]) -> dict[str, list[Any]]:
@@ -139,10 +138,10 @@ def _cases(text: Any, column: str) -> list[Any]:
         raise ValueError(f"{column} must be text")
     if not text.lstrip().startswith(("[", "{")):
         text = unpacked(text, column)
-    found = _json(text, column)
-    if not isinstance(found, list):
+    cases = _json(text, column)
+    if not isinstance(cases, list):
         raise ValueError(f"{column} must be a list of tests")
-    return found
+    return cases
 
 
 def unpacked(text: str, column: str, most_bytes: int = MOST_BYTES) -> str:
@@ -167,42 +166,43 @@ def _pickled_text(data: bytes) -> str:
     """Reads the pickle without unpickling: that could call any function and allocate any amount of
     memory. Raises ValueError.
     """
-    found: list[str] = []
+    texts: list[str] = []
     for operation, value, _ in pickletools.genops(data):
         if operation.name in _OF_TEXTS:
-            found.append(str(value))
+            texts.append(str(value))
         elif operation.name not in _BESIDE_TEXTS:
             raise ValueError(f"a pickle of something other than a text: {operation.name}")
-    if len(found) != 1:
-        raise ValueError(f"a pickle of {len(found)} texts")
-    return found[0]
+    if len(texts) != 1:
+        raise ValueError(f"a pickle of {len(texts)} texts")
+    return texts[0]
 
 
-def _json(text: Any, what: str) -> Any:
+def _json(text: Any, subject: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{what}: not JSON ({error})") from error
+        raise ValueError(f"{subject}: not JSON ({error})") from error
 
 
-def same_output(printed: str, wanted: str) -> bool:
+def same_output(printed: str, expected: str) -> bool:
     """Compares as LiveCodeBench does: line by line without surrounding blanks, as texts or else as
     decimal numbers.
     """
-    found, expected = (
-        [line.strip() for line in text.strip().split("\n")] for text in (printed, wanted)
+    printed_lines = [line.strip() for line in printed.strip().split("\n")]
+    expected_lines = [line.strip() for line in expected.strip().split("\n")]
+    return len(printed_lines) == len(expected_lines) and all(
+        map(_same_line, printed_lines, expected_lines)
     )
-    return len(found) == len(expected) and all(map(_same_line, found, expected))
 
 
-def _same_line(found: str, wanted: str) -> bool:
-    if found == wanted:
+def _same_line(printed: str, expected: str) -> bool:
+    if printed == expected:
         return True
-    ours = found.split()
-    theirs = wanted.split()
+    printed_words = printed.split()
+    expected_words = expected.split()
     try:
-        return len(ours) == len(theirs) and all(
-            Decimal(a) == Decimal(b) for a, b in zip(ours, theirs)
+        return len(printed_words) == len(expected_words) and all(
+            Decimal(a) == Decimal(b) for a, b in zip(printed_words, expected_words)
         )
     except ArithmeticError:  # not a number, or a NaN that signals
         return False
@@ -264,8 +264,8 @@ class CodeReward:
         for output, reward in (("3.0", 1.0), ("4", 0.0)):
             tests = Cases(["1\n2 3"], [output], None)
             ended = await self._run(_PROBE, tests)
-            found = _score(ended, tests)
-            if found is None or found.reward != reward:
+            score = _score(ended, tests)
+            if score is None or score.reward != reward:
                 raise RunError(
                     f"{self._part.setting}: the sandbox does not run programs: "
                     f"{ended.reason or 'no result'}; {ended.errors}"
@@ -282,13 +282,17 @@ class CodeReward:
             return Score(0.0, _parts("no_program", 0.0))
         async with self._places:
             tests = await asyncio.to_thread(cases_of, request.answer)
-            if found := await self._scored(program, tests):
-                return found
+            score = await self._scored(program, tests)
+            if score:
+                return score
             # a program may delete its own report; does an empty one give a report?
             ended = await self._run("", tests)
             if not ended.output:
-                why = f"the sandbox does not run programs: {ended.reason or 'no result'}; {ended.errors}"
-                return self._part.failed("exit", why, request)
+                reason = (
+                    f"the sandbox does not run programs: {ended.reason or 'no result'}; "
+                    f"{ended.errors}"
+                )
+                return self._part.failed("exit", reason, request)
             return await self._scored(program, tests) or Score(0.0, _parts("crashed", 0.0))
 
     async def _scored(self, program: str, tests: Cases) -> Score | None:
@@ -325,17 +329,17 @@ def _score(ended: ProgramEnd, tests: Cases) -> Score | None:
     most = _JSON_GROWTH * most_bytes(tests)
     count = len(tests.inputs)
     passed = 0
-    why = "slow" if ended.kind == "deadline" else "crashed"
+    failure = "slow" if ended.kind == "deadline" else "crashed"
     for test in range(count):
         line = lines[test] if test < len(lines) else ""
         status, result = _told(line) if len(line) <= most else ("", "")
         if status != "done":
-            why = status or why
+            failure = status or failure
             break
         passed += tests.passed(test, result)
     else:
-        why = ""
-    return Score(float(passed == count), _parts(why, passed / count))
+        failure = ""
+    return Score(float(passed == count), _parts(failure, passed / count))
 
 
 def most_bytes(tests: Cases) -> int:
@@ -345,21 +349,19 @@ def most_bytes(tests: Cases) -> int:
 
 def _told(line: str) -> tuple[str, str]:
     try:
-        found = json.loads(line)
+        report = json.loads(line)
     except (ValueError, RecursionError):
         return "", ""
-    right = (
-        isinstance(found, list) and len(found) == 2 and all(isinstance(each, str) for each in found)
-    )
-    return (
-        (found[0], found[1])
-        if right and found[0] in ("done", "crashed", "slow", "long")
-        else ("", "")
-    )
+    if not isinstance(report, list) or len(report) != 2:
+        return "", ""
+    status, result = report
+    if not isinstance(result, str) or status not in ("done", "crashed", "slow", "long"):
+        return "", ""
+    return status, result
 
 
-def _parts(why: str, tests: float) -> dict[str, float]:
+def _parts(failure: str, tests: float) -> dict[str, float]:
     return {
         "tests": tests,
-        **{name: float(name == why) for name in ("no_program", "crashed", "slow", "long")},
+        **{name: float(name == failure) for name in ("no_program", "crashed", "slow", "long")},
     }

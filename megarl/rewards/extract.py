@@ -34,7 +34,8 @@ _JSON_VALUE = re.compile(
 _WEAK = ("output", "response", "result", "final", "value")
 _ENCLOSING_NAME = rf"answers?|ans|final[ _-]?(?:answer|result|response)|solution|{'|'.join(_WEAK)}"
 _ENCLOSING = re.compile(
-    rf"(?P<begin><\s*({_ENCLOSING_NAME})(?:\s[^<>]{{0,80}})?>|\[(ANSWER)\]|<\|begin_of_(box|solution)\|>"
+    rf"(?P<begin><\s*({_ENCLOSING_NAME})(?:\s[^<>]{{0,80}})?>|\[(ANSWER)\]|<\|begin_of_(box"
+    rf"|solution)\|>"
     r"|<\|START_(TEXT|RESPONSE)\|>|<\|open\|>(response)<\|sep\|>)"
     rf"|<\s*/\s*({_ENCLOSING_NAME})\s*>|\[/(ANSWER)\]|<\|end_of_(box|solution)\|>"
     r"|<\|END_(TEXT|RESPONSE)\|>|<\|close\|>(response)<\|sep\|>",
@@ -48,13 +49,15 @@ _THINKING_TAG = (
 )
 _HARMONY = r"[^<>]{0,80}(?:<\|constrain\|>[^<>]{0,20})?<\|message\|>"
 THINKING_BEGINS = re.compile(
-    rf"<\s*\|?(?!end){_THINKING_TAG}(?:\s[^<>]{{0,80}})?\|?>|\[THINK(?:ING)?\]|◁think▷|<\|begin_of_thought\|>|<\|START_THINKING\|>"
+    rf"<\s*\|?(?!end){_THINKING_TAG}(?:\s[^<>]{{0,80}})?\|?>|\[THINK(?:ING)?\]|◁think▷"
+    rf"|<\|begin_of_thought\|>|<\|START_THINKING\|>"
     r"|<\|inner_prefix\|>|<\|content_thinking\|>|<\|channel>thought|<\|open\|>think<\|sep\|>"
     rf"|(?:assistant)?<\|channel\|>(?:analysis|commentary){_HARMONY}|to=self<\|message\|>",
     re.IGNORECASE,
 )
 _THINKING_ENDS = re.compile(
-    rf"<\s*\|?/\s*{_THINKING_TAG}\s*\|?>|\[/THINK(?:ING)?\]|◁/think▷|<\|end_of_thought\|>|<\|END_THINKING\|>"
+    rf"<\s*\|?/\s*{_THINKING_TAG}\s*\|?>|\[/THINK(?:ING)?\]|◁/think▷|<\|end_of_thought\|>"
+    rf"|<\|END_THINKING\|>"
     r"|<\|inner_suffix\|>|<\|content_text\|>|<channel\|>|<\|close\|>think<\|sep\|>"
     rf"|<\|channel\|>final{_HARMONY}|to=user<\|message\|>",
     re.IGNORECASE,
@@ -81,7 +84,8 @@ _ESCAPED_MARK = re.compile(
     rf"&lt;\s*\|?/?\s*{_THINKING_TAG}(?:\s[^<>&]{{0,80}})?\|?&gt;", re.IGNORECASE
 )
 _END_OF_TURN = re.compile(
-    r"(?:\s*(?:<\|(?:im_end|im_start|endoftext|end_of_text|eot_id|end|return)\|>\w{0,16}|</s>))+\s*\Z"
+    r"(?:\s*(?:<\|(?:im_end|im_start|endoftext|end_of_text|eot_id|end|return)\|>\w{0,16}"
+    r"|</s>))+\s*\Z"
 )
 # mathematical letters that Unicode had before it gave them a block
 _OLD_LETTERS = frozenset("ℊℋℌℎℐℑℒℓℛℜℨℬℭℯℰℱℳℴ")
@@ -89,7 +93,8 @@ _INVISIBLE = "\u00ad\u200b\u200c\u200d\u2060\ufeff"
 _WITHOUT_INVISIBLE = dict.fromkeys(map(ord, _INVISIBLE))
 _MANY_BLANKS = re.compile(rf"[\s{_INVISIBLE}]{{64,}}+")
 _DOUBLED = re.compile(  # LaTeX that was escaped twice; in a matrix \\\\ ends a row
-    r"(?<!\\)\\\\(?=(?:boxed|[cdt]?frac|sqrt|left|right|leq?|geq?|pi|cdot|times|infty|cup|pm)(?![A-Za-z]))"
+    r"(?<!\\)\\\\(?=(?:boxed|[cdt]?frac|sqrt|left|right|leq?|geq?|pi|cdot|times|infty|cup|pm)"
+    r"(?![A-Za-z]))"
 )
 _NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?\\?%?"
 _RUNNING_NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+(?:\.\d+)?", re.ASCII)
@@ -138,7 +143,8 @@ _UPRIGHT_GREEK = re.compile(
 _OTHER_BLACKBOARD = re.compile(r"\\(?:mathds|mathbbm|symbb|Bbb)(?![A-Za-z])")
 _BLACKBOARD = r"mathbb(?!\s*\{?\s*[NZQRCPHF](?![A-Za-z]))"
 _SLANTED = (
-    r"\\(?:math(?:bf|it|sf|tt|normal|bfit|sfit|bfsf|fr?ak|(?:bf)?(?:cal|scr|frak)|op|ord|inner|bin|rel"
+    r"\\(?:math(?:bf|it|sf|tt|normal|bfit|sfit|bfsf|fr?ak|(?:bf)?(?:cal|scr|frak)|op|ord|inner"
+    r"|bin|rel"
     r"|open|close|punct)|sym(?:bf|it|sf|tt|normal|bfit|sfit|bfsf|(?:bf)?(?:cal|scr|frak)|literal)"
     rf"|{_BLACKBOARD}|ensuremath|boldsymbol|unboldmath|boldmath|bold|bm|pmb|frak|cal|mit|oldstyle"
     r"|bf|it|sf|tt|sl|em|(?:bf|md)series|(?:it|sl)shape|(?:sf|tt)family)"
@@ -146,7 +152,8 @@ _SLANTED = (
 _LOOK = re.compile(
     rf"(?:(?:{_SLANTED}|\\(?:tiny|scriptsize|footnotesize|small|normalsize|[lL]arge|LARGE|[hH]uge"
     r"|(?:display|text|script|scriptscript)style))(?![A-Za-z])\s*"
-    r"|\\(?:(?:text|math)?color|colorbox|fcolorbox\s*\{[^{}]*\}|style|class)\s*(?:\[[^\[\]]*\])?\s*\{[^{}]*\}\s*"
+    r"|\\(?:(?:text|math)?color|colorbox|fcolorbox\s*\{[^{}]*\}|style|class)\s*"
+    r"(?:\[[^\[\]]*\])?\s*\{[^{}]*\}\s*"
     r"|\\bbox\s*\[[^\[\]]*\]\s*|\\[hv]space\*?\s*\{[^{}]*\}\s*|\\(?:math)?strut(?![A-Za-z])\s*)+"
     r"(?:\{\s*([-+\d.,/]+|[A-Za-z]+)\s*\})?",
     re.ASCII,
@@ -166,10 +173,12 @@ _FONT = re.compile(rf"(?:(?:{UPRIGHT}|\\(?:underline|emph|boxed|fbox))\s*)?\{{")
 _OUTER_SPACES = re.compile(r"^\s*(?:\\[,;:! ]\s*)+|(?:\\[,;:! ]\s*)+$|(?<!\\)\\$")
 _SQUARE = re.compile(
     r"(?<!\s)(?:\s|~|\\[ "
-    r",;:!]|\\q?quad)*(?:\\(?:square|blacksquare|Box|qed|checkmark)|[\u2705\u2713\u2714\u25a0\u25a1])\Z"
+    r",;:!]|\\q?quad)*(?:\\(?:square|blacksquare|Box|qed|checkmark)"
+    r"|[\u2705\u2713\u2714\u25a0\u25a1])\Z"
 )
 _SPAN = re.compile(  # inline math
-    r"(?<!\\)\$\$?(?=\S)((?:[^$\\]|\\.)*?)(?<=\S)(?<!\\)\$\$?(?!\d)|\\\((.*?)\\\)|\\\[(.*?)\\\]|\$ (\\[^$]*) \$"
+    r"(?<!\\)\$\$?(?=\S)((?:[^$\\]|\\.)*?)(?<=\S)(?<!\\)\$\$?(?!\d)|\\\((.*?)\\\)|\\\[(.*?)\\\]"
+    r"|\$ (\\[^$]*) \$"
 )
 _BETWEEN_SPANS = re.compile(r"\s*(?:,|;|(?:,\s*)?(?:and|or))\s*")
 _VALUE = re.compile(rf"{_SPAN.pattern}|(?<![\w^{{_.])-?\d+(?:[.,/]\d+)*")
@@ -193,7 +202,8 @@ _PARTS = re.compile(rf"(?!{_IN_LIST})[,;](?!\d)(?![^$]*\$(?:[^$]*\$[^$]*\$)*[^$]
 _BEHIND_SPAN = re.compile(r"[^\d$\\=<>^]*")  # a unit, a remark
 _STATED = re.compile(r"(?:\b(?:is|are|be|equals?|to)\s+|=\s*|:\s+)(?=\S)")
 _LEADING = re.compile(  # "16, not 14", "14 (fourteen)": the part before the remark
-    rf"(?P<number>\\?\$?-?{_NUMBER}|\([A-J]\))(?:\s+(?!(?:or|and|to)\b)[A-Za-z]{{2,}})?\s*(?:[,;]|\s[\u2013\u2014-]\s|[(\[]\s*(?=[A-Za-z]{{2}}))"
+    rf"(?P<number>\\?\$?-?{_NUMBER}|\([A-J]\))(?:\s+(?!(?:or|and|to)\b)[A-Za-z]{{2,}})?\s*(?:[,;]"
+    rf"|\s[\u2013\u2014-]\s|[(\[]\s*(?=[A-Za-z]{{2}}))"
     r"(?!\s*(?:or|and|\d|[-+$\\(]))(?=\s*[A-Za-z])"
 )
 _OPTION = re.compile(r"\A(?:option|choice)\s+(?=\(?[A-J]\b)", re.IGNORECASE)
@@ -204,23 +214,28 @@ _CLAUSE = re.compile(
 # "I think it's not 72", "at least 72", "less than 72": a clause that denies or bounds a value does
 # not state one.
 DENIED = re.compile(
-    r"\b(?:not|never|neither|nor|cannot|no\s+longer|isn|aren|wasn|doubt|unlikely|impossible|wrong|incorrect|false"
+    r"\b(?:not|never|neither|nor|cannot|no\s+longer|isn|aren|wasn|doubt|unlikely|impossible|wrong"
+    r"|incorrect|false"
     r"|at\s+(?:least|most)|than|fewer|up\s+to|exceeds?|either|whether|if|unless|without"
-    r"|close\s+to|nearly|almost|too\s+(?:large|small|big|low|high|many|few|much|little))\b|n['\u2019]t\b",
+    r"|close\s+to|nearly|almost|too\s+(?:large|small|big|low|high|many|few|much|little))\b"
+    r"|n['\u2019]t\b",
     re.IGNORECASE,
 )
 _REJECTED = re.compile(
     r"\b(?:wrong|incorrect|too\s+\w+|not\s+(?:right|correct|possible|allowed|the))\b", re.IGNORECASE
 )  # a remark on a value
 _DOUBTED = re.compile(
-    r"(?:\b(?:doubt|unlikely|impossible|false|wrong|incorrect|deny|denies)|\b(?:not|never)\s+(?:believe|think|sure|true|certain|say|the\s+case)"
-    r"|n['\u2019]t\s+(?:believe|think|sure|true|certain|say|know))\b(?:(?!\b(?:but|so|hence|thus|therefore)\b)[^.;])*\Z"
+    r"(?:\b(?:doubt|unlikely|impossible|false|wrong|incorrect|deny|denies)|\b(?:not|never)\s+"
+    r"(?:believe|think|sure|true|certain|say|the\s+case)"
+    r"|n['\u2019]t\s+(?:believe|think|sure|true|certain|say|know))\b(?:(?!\b(?:but|so|hence|thus"
+    r"|therefore)\b)[^.;])*\Z"
     # "I cannot determine if the answer is 18"
     r"|\b(?:if|whether)\s+(?:(?:the|my|your|final|correct|right)\s+)*\Z",
     re.IGNORECASE,
 )
 _APART = re.compile(
-    r"\b(?:by|of|over|plus|minus|times|from|than|divided|if|when|where|for|mod|modulo|until|since|because|as)\s*\Z",
+    r"\b(?:by|of|over|plus|minus|times|from|than|divided|if|when|where|for|mod|modulo|until|since"
+    r"|because|as)\s*\Z",
     re.IGNORECASE,
 )
 _NUMBER_OF_DEGREES = re.compile(
@@ -348,20 +363,21 @@ def is_of_mark(token: str) -> bool:
     return token in _PARTS_OF_MARKS or any(mark.fullmatch(token) for mark in marks)
 
 
-_ASKED = re.compile(
-    r"(<([A-Za-z][\w-]*)>)[^<>]{0,80}(</\2>)|(\[([A-Z]+)\])[^\[\]]{0,80}(\[/\5\])|(\"\w*(?:answer|result|solution)\w*\"\s*:)",
+_FORM = re.compile(
+    r"(<([A-Za-z][\w-]*)>)[^<>]{0,80}(</\2>)|(\[([A-Z]+)\])[^\[\]]{0,80}(\[/\5\])|(\"\w*(?:answer"
+    r"|result|solution)\w*\"\s*:)",
     re.IGNORECASE,
 )
 
 
-def asked_forms(prompt: str) -> list[tuple[str, str]]:
+def answer_forms(prompt: str) -> list[tuple[str, str]]:
     """What stands before and behind an answer in each form for which the prompt may ask: tags other
     than of thinking, a key of JSON.
     """
-    asked = [match for match in _ASKED.finditer(prompt) if not THINKING_BEGINS.match(match[0])]
+    forms = [match for match in _FORM.finditer(prompt) if not THINKING_BEGINS.match(match[0])]
     return [
         (f'{{{match[7]} "', '"}') if match[7] else (match[1] or match[4], match[3] or match[6])
-        for match in asked
+        for match in forms
     ]
 
 
@@ -388,47 +404,47 @@ def answers(text: str, is_marked: bool = False) -> list[str]:
     if odd_character(line):
         return [marked] if marked else []
     if marked is None and not is_marked:
-        found = [clean(line), last_number(line), last_expression(line)]
+        candidates = [clean(line), last_number(line), last_expression(line)]
     elif marked is None or (marked and line):
-        found = _values_of(line)
+        candidates = _values_of(line)
     else:
-        found = [marked]
-    return [answer for answer in dict.fromkeys(found) if answer]
+        candidates = [marked]
+    return [answer for answer in dict.fromkeys(candidates) if answer]
 
 
 def _values_of(sentence: str) -> list[str]:
-    """The whole of what stands at the mark of an answer, such as "Answer:", and the value that it
-    states as a sentence.
+    """All of what stands at the mark of an answer, such as "Answer:", and the value that it states
+    as a sentence.
 
     That is its first value if only a remark follows ("12, see page 34"), its only value ("She left
     3 hours ago"), or the one behind its only verb if it ends there ("20% of 45 is 9"). A sentence
     with several statements or with "yes" or "no" states none.
     """
-    whole = _without_remark(sentence)
-    if not _PROSE.search(whole) or _JUDGES.match(sentence):
-        return [whole]
+    full_text = _without_remark(sentence)
+    if not _PROSE.search(full_text) or _JUDGES.match(sentence):
+        return [full_text]
     sentence = _INTRODUCTION.sub("", sentence) if len(_values_in(sentence)) > 1 else sentence
     values = _values_in(sentence)
     if _PARTS.search(sentence):
-        return [whole]
+        return [full_text]
     if len(values) > 1:
         verbs = list(_VERB.finditer(sentence))
         gap = sentence[verbs[0].end() : values[-1].start()] if len(verbs) == 1 else ""
         ends_in_value = len(verbs) == 1 and verbs[0].end() <= values[-1].start()
         if not ends_in_value or gap.strip(" *_$:") or _JOINS.search(sentence):
-            return [whole]
-    return [whole, clean(sentence), last_number(sentence), last_expression(sentence)]
+            return [full_text]
+    return [full_text, clean(sentence), last_number(sentence), last_expression(sentence)]
 
 
 def _values_in(sentence: str) -> list[re.Match[str]]:
     """Numbers and formulas, but no names such as $n$; of a list in formulas only the first."""
-    found: list[re.Match[str]] = []
+    values: list[re.Match[str]] = []
     for value in _VALUE.finditer(sentence):
         is_name = not re.search(r"\d|\\[a-z]|[-+=]", value[0])
-        in_list = found and _BETWEEN_SPANS.fullmatch(sentence, found[-1].end(), value.start())
+        in_list = values and _BETWEEN_SPANS.fullmatch(sentence, values[-1].end(), value.start())
         if not is_name and not (in_list and "$" in value[0]):
-            found.append(value)
-    return found
+            values.append(value)
+    return values
 
 
 def marked_answer(text: str) -> str | None:
@@ -442,9 +458,11 @@ def marked_answer(text: str) -> str | None:
     if enclosed is not None:
         inner = marked_answer(enclosed)
         return clean(enclosed) if inner is None else inner
-    if boxes := boxed_answers(text):
+    boxes = boxed_answers(text)
+    if boxes:
         return ", ".join(boxes) if all(boxes) else boxes[-1]
-    if unopened := _before_lone_brace(text):
+    unopened = _before_lone_brace(text)
+    if unopened:
         return unopened
     start = text.rfind("####")
     if start >= 0:
@@ -454,8 +472,8 @@ def marked_answer(text: str) -> str | None:
 
 
 def _before_lone_brace(text: str) -> str:
-    """What a response begins with that only closes a box, or an object of JSON, which the prompt has
-    opened; empty otherwise.
+    """What a response begins with that only closes a box, or an object of JSON, which the prompt
+    has opened; empty otherwise.
     """
     depth = 0
     for i, character in enumerate(text[:MAX_ANSWER_CHARS]):
@@ -552,11 +570,12 @@ def _without_closing(text: str) -> str:
 
     (A search from the left would take quadratic time.)
     """
-    while shorter := next(
-        (text[: -len(mark)].rstrip() for mark in _CLOSING if text.endswith(mark)), ""
-    ):
+    while True:
+        mark = next((mark for mark in _CLOSING if text.endswith(mark)), None)
+        shorter = text[: -len(mark)].rstrip() if mark else ""
+        if not shorter:
+            return text
         text = shorter
-    return text
 
 
 def last_number(text: str) -> str:
@@ -614,8 +633,8 @@ def last_expression(text: str) -> str:
     stated = list(_STATED.finditer(line))
     if not stated or _denies(line, stated[-1].end(), len(line)):
         return ""
-    rest = clean(line[stated[-1].end() :])
-    return "" if _PROSE.search(rest) and not _FEW_WORDS.fullmatch(rest) else rest
+    expression = clean(line[stated[-1].end() :])
+    return "" if _PROSE.search(expression) and not _FEW_WORDS.fullmatch(expression) else expression
 
 
 def _denies(line: str, start: int, end: int) -> bool:
@@ -729,7 +748,7 @@ def boxed_answers(text: str) -> list[str]:
     last = _last_box(text)
     if last < 0:
         return []
-    found = [clean(_boxed(text, last))]
+    contents = [clean(_boxed(text, last))]
     start = last
     before = [box.start() for box in _BOX.finditer(text, max(0, last - MAX_ANSWER_CHARS), last)]
     for box in reversed(before[-_MAX_BOXES:]):
@@ -739,9 +758,9 @@ def boxed_answers(text: str) -> list[str]:
         end = opening.end() + len(content) + 2
         if not content or not (end == start or _BETWEEN_BOXES.fullmatch(text, end, start)):
             break
-        found = [clean(content), *found]
+        contents = [clean(content), *contents]
         start = box
-    return found
+    return contents
 
 
 def _line_before(text: str, end: int) -> str:
@@ -795,14 +814,12 @@ def _last_match(pattern: re.Pattern[str], text: str) -> str:
     return matches[-1] if matches else ""
 
 
-# Multiple choice: the letter that a response chooses.
-
-
 _LETTER = r"\(?([A-J])(?![A-Za-z0-9'])"
 # more letters follow: then no letter is chosen
 _HEDGED = r"\)?\s*(?:,|/|&|or\b|and\b)\s*\(?(?-i:[A-HJ]|I(?!\s+[a-z]))(?![A-Za-z])"
-_SAID = re.compile(
-    rf"answer(?:\s{{1,8}}is)?\s{{0,8}}:?[\s*_$]{{0,16}}(?:\\boxed\{{)?(?:\\text(?:bf)?\{{)?\s{{0,8}}{_LETTER}(?!{_HEDGED})",
+_STATEMENT = re.compile(
+    rf"answer(?:\s{{1,8}}is)?\s{{0,8}}:?[\s*_$]{{0,16}}"
+    rf"(?:\\boxed\{{)?(?:\\text(?:bf)?\{{)?\s{{0,8}}{_LETTER}(?!{_HEDGED})",
     re.IGNORECASE,
 )
 _PRONOUN = re.compile(r"\s+[a-z]")
@@ -822,13 +839,17 @@ def chosen_letter(text: str) -> str:
     enclosed = _enclosed(end)
     if enclosed is not None:
         end = enclosed
-    if alone := _ALONE.fullmatch(last_line(end)):
+    alone = _ALONE.fullmatch(last_line(end))
+    if alone:
         return alone[1]
-    if marked := _BOXED.fullmatch(marked_answer(end) or ""):
+    marked = _BOXED.fullmatch(marked_answer(end) or "")
+    if marked:
         return marked[1]
-    for said in reversed(list(_SAID.finditer(end))):
-        if said[1].isupper() and not (said[1] == "I" and _PRONOUN.match(end, said.end())):
-            return said[1]
+    for statement in reversed(list(_STATEMENT.finditer(end))):
+        if statement[1].isupper() and not (
+            statement[1] == "I" and _PRONOUN.match(end, statement.end())
+        ):
+            return statement[1]
     return ""
 
 

@@ -32,7 +32,8 @@ def check_installed(setting: str) -> None:
 
     Args: setting: the "key=value" that needs them.
     """
-    if absent := [name for name in _PACKAGES if find_spec(name) is None]:
+    absent = [name for name in _PACKAGES if find_spec(name) is None]
+    if absent:
         raise ConfigError(
             f"{setting}: needs the packages of the extra ifeval ({', '.join(absent)} not found): "
             "pip install -e '.[ifeval]'"
@@ -42,10 +43,10 @@ def check_installed(setting: str) -> None:
     try:
         nltk.data.find(_SENTENCES)
     except LookupError as error:
-        where = "NLTK_DATA names another folder than nltk's own"
+        reason = "NLTK_DATA names another folder than nltk's own"
         command = "python -m nltk.downloader punkt_tab"
         raise ConfigError(
-            f"{setting}: needs nltk's data punkt_tab, which splits sentences: {command} ({where})"
+            f"{setting}: needs nltk's data punkt_tab, which splits sentences: {command} ({reason})"
         ) from error
 
 
@@ -84,53 +85,56 @@ def reference(answer: str) -> str:
     Returns JSON of an object with instruction_id_list and kwargs. Drops nulls, which rows from the
     hub have for the arguments of all other instructions. Raises ValueError.
     """
-    found = json.loads(answer)
-    names, given = (
-        found.get(key) if isinstance(found, dict) else None
-        for key in ("instruction_id_list", "kwargs")
-    )
+    row = json.loads(answer)
+    names = None
+    arguments = None
+    if isinstance(row, dict):
+        names = row.get("instruction_id_list")
+        arguments = row.get("kwargs")
     if (
         not isinstance(names, list)
-        or not isinstance(given, list)
-        or not 0 < len(names) == len(given)
+        or not isinstance(arguments, list)
+        or not 0 < len(names) == len(arguments)
     ):
         raise ValueError(
             "must be an object with instruction_id_list and kwargs, two lists of one length"
         )
-    return json.dumps(
-        {"instruction_id_list": names, "kwargs": [_arguments(*each) for each in zip(names, given)]}
-    )
+    checked = [_arguments(name, kwargs) for name, kwargs in zip(names, arguments)]
+    return json.dumps({"instruction_id_list": names, "kwargs": checked})
 
 
-def _arguments(name: Any, given: Any) -> dict[str, Any]:
+def _arguments(name: Any, kwargs: Any) -> dict[str, Any]:
     """The checked arguments of an instruction.
 
     All must be given, since the library would choose missing ones at random.
     """
-    known = _graders().instructions
-    if name not in known:
-        raise ValueError(f"{name!r} is none of the {len(known)} instructions: {', '.join(known)}")
-    if not isinstance(given, dict):
-        raise ValueError(f"kwargs of {name} must be an object, not {given!r}")
-    own = {key: _whole(value) for key, value in given.items() if value is not None}
-    instruction = known[name](name)
-    wanted = instruction.get_instruction_args_keys()
-    if set(own) != set(wanted) or not all(own.values()):
-        takes = (
-            f"needs {', '.join(wanted)}, none of them 0 or empty,"
-            if wanted
-            else "takes no arguments,"
+    registry = _graders().instructions
+    if name not in registry:
+        raise ValueError(
+            f"{name!r} is none of the {len(registry)} instructions: {', '.join(registry)}"
         )
-        raise ValueError(f"{name} {takes} not {own}")
+    if not isinstance(kwargs, dict):
+        raise ValueError(f"kwargs of {name} must be an object, not {kwargs!r}")
+    arguments = {key: _whole(value) for key, value in kwargs.items() if value is not None}
+    instruction = registry[name](name)
+    keys = instruction.get_instruction_args_keys()
+    if set(arguments) != set(keys) or not all(arguments.values()):
+        takes = (
+            f"needs {', '.join(keys)}, none of them 0 or empty," if keys else "takes no arguments,"
+        )
+        raise ValueError(f"{name} {takes} not {arguments}")
     try:
-        instruction.build_description(**own)
+        instruction.build_description(**arguments)
     except (ValueError, TypeError, AttributeError, LookupError) as error:
-        raise ValueError(f"{name} cannot take {own}: {error}") from error
-    return own
+        raise ValueError(f"{name} cannot take {arguments}: {error}") from error
+    return arguments
 
 
 def _whole(value: Any) -> Any:
-    """`value` as an int if it is whole: a column with nulls may have turned integers into floats."""
+    """`value` as an int if it is whole.
+
+    A column with nulls may have turned integers into floats.
+    """
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -151,11 +155,14 @@ def ifeval_reward(text: str, answer: str) -> dict[str, float]:
     measures = _graders().measures
     row = json.loads(answer)
     example = measures.InputExample(key=0, prompt="", **row)
-    found = {}
+    measured = {}
     for level in ("strict", "loose"):
         random.seed(answer)
         followed = getattr(measures, f"test_instruction_following_{level}")(
             example, text
         ).follow_instruction_list
-        found |= {f"prompt_{level}": float(all(followed)), f"instruction_{level}": fmean(followed)}
-    return {"score": found["prompt_strict"], **found}
+        measured |= {
+            f"prompt_{level}": float(all(followed)),
+            f"instruction_{level}": fmean(followed),
+        }
+    return {"score": measured["prompt_strict"], **measured}

@@ -26,7 +26,7 @@ from megarl.sandbox.process import own_line
 OF_VERIFIERS = ("response", "answer")
 CORES_OF_A_WORKER = 4
 MOST_WORKERS = 32  # used if reward.workers is null
-_TIMEOUT_TOLD = " (reward.timeout_s)"
+_TIMEOUT_NOTE = " (reward.timeout_s)"
 _PASSED = ("HOME", "NLTK_DATA")  # where nltk finds its data
 
 
@@ -66,24 +66,25 @@ class RewardPool(WorkerPool):
         self._most_chars = MAX_TEXT_CHARS if name in VERIFIERS else math.inf
         paths = [os.getcwd(), *filter(None, sys.path)]
         arguments = [name, ",".join(parameters)]
-        limits = (workers_of(config), config.timeout_s, config.memory_mib)
         memory = f"reward.memory_mib={config.memory_mib}"
-        self._limits_told = {
-            "timeout": _TIMEOUT_TOLD,
+        self._limit_notes = {
+            "timeout": _TIMEOUT_NOTE,
             "memory": f" ({memory})",
             "exit": f"; {memory} may be too little",
         }
         # the launcher has already imported it, so reading files and keys is no new risk here
-        own = name not in VERIFIERS
+        runs_user_code = name not in VERIFIERS
         logged = f"reward:{self._part.part}" if self._part.part else "reward"
         super().__init__(
             logged,
             "megarl.rewards.worker",
             arguments,
-            *limits,
+            workers_of(config),
+            config.timeout_s,
+            config.memory_mib,
             paths,
             log_folder,
-            as_here=own,
+            as_here=runs_user_code,
             passed=_PASSED if name == ifeval.NAME else (),
         )
 
@@ -98,20 +99,20 @@ class RewardPool(WorkerPool):
         """Raises RunError if no worker can be started, RewardMistake if the user's function makes a
         mistake.
         """
-        given = request
+        judged = request
         if self._of_final_part:
-            given = msgspec.structs.replace(
+            judged = msgspec.structs.replace(
                 request, response=final_part(thinking_in(request.prompt) + request.response)
             )
-        if len(given.response) > self._most_chars:
+        if len(judged.response) > self._most_chars:
             return self._part.failed(
                 "error", f"the response has more than {MAX_TEXT_CHARS} characters", request
             )
         try:
-            reply = await self.call(*arguments_of(given, self._parameters))
+            reply = await self.call(*arguments_of(judged, self._parameters))
         except CallFailed as error:
             return self._part.failed(
-                error.kind, f"{error}{self._limits_told.get(error.kind, '')}", request
+                error.kind, f"{error}{self._limit_notes.get(error.kind, '')}", request
             )
         if isinstance(reply, str):
             raise RewardMistake(self._part, reply, request)
@@ -119,18 +120,15 @@ class RewardPool(WorkerPool):
 
 
 class RewardMistake(RunError):
-    """Ends the run because of a mistake in the user's function. `told` describes it."""
+    """Ends the run because of a mistake in the user's function, which `description` describes."""
 
-    def __init__(self, part: Part, told: str, request: ScoreRequest):
-        self.told = f"{part.setting}: {told}"
+    def __init__(self, part: Part, description: str, request: ScoreRequest):
+        self.description = f"{part.setting}: {description}"
         text = excerpt(request.response)
         super().__init__(
-            f"{self.told}\nIt was given the response {text!a}; its output is in the run's "
+            f"{self.description}\nIt was given the response {text!a}; its output is in the run's "
             "logs/reward.*.log"
         )
-
-
-# Rewards by the user's own async function, which may await a judge.
 
 
 BLOCKED_S = 0.2  # seconds in which nothing else in the event loop got a turn
@@ -139,9 +137,11 @@ OFTEN_S = 1.0  # blocking for OFTEN_S within WINDOW_S counts too, in many short 
 
 
 class RewardInLoop:
-    """Calls the function in the event loop, for all responses at once, each for at most
-    `config.timeout_s`. If the function blocks the loop, `warn` reports it. The next report follows
-    once it has blocked the loop for twice as long.
+    """Calls the user's own async function, which may await a judge, in the event loop.
+
+    It does so for all responses at once, each for at most `config.timeout_s`. If the function
+    blocks the loop, `warn` reports it. The next report follows once it has blocked the loop for
+    twice as long.
 
     Failures and mistakes are handled as in RewardPool, but there is no memory limit.
     """
@@ -164,7 +164,7 @@ class RewardInLoop:
         self._blocked_s = BLOCKED_S
         self._often_s = OFTEN_S  # thresholds of the next warning
         self._window_began_s = -math.inf
-        self._held_s = 0.0
+        self._blocking_s = 0.0
 
     async def score(self, request: ScoreRequest) -> Score:
         """Raises RewardMistake."""
@@ -172,19 +172,19 @@ class RewardInLoop:
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
-                found = await _Timed(self._function(**arguments), self._now_s, self._note)
+                result = await _Timed(self._function(**arguments), self._now_s, self._note)
         except ValueError as error:
             return self._part.failed("error", str(error), request)
         except TimeoutError as error:
             if deadline.expired():
                 return self._part.failed(
-                    "timeout", f"it took longer than {self._timeout_s:g} s{_TIMEOUT_TOLD}", request
+                    "timeout", f"it took longer than {self._timeout_s:g} s{_TIMEOUT_NOTE}", request
                 )
             raise RewardMistake(self._part, own_line(error), request) from error
         except Exception as error:
             raise RewardMistake(self._part, own_line(error), request) from error
         try:
-            return score_of(found)
+            return score_of(result)
         except TypeError as error:
             raise RewardMistake(self._part, str(error), request) from error
 
@@ -194,18 +194,19 @@ class RewardInLoop:
             self._tell(f"{turn_s:.1f} s")
         if turn_s >= BLOCKED_S:
             return
-        if (now_s := self._now_s()) - self._window_began_s > WINDOW_S:
+        now_s = self._now_s()
+        if now_s - self._window_began_s > WINDOW_S:
             self._window_began_s = now_s - turn_s
-            self._held_s = 0.0
-        self._held_s += turn_s
-        if self._held_s >= self._often_s:
-            self._often_s = 2 * self._held_s
-            self._tell(f"{self._held_s:.1f} of {WINDOW_S:g} s")
+            self._blocking_s = 0.0
+        self._blocking_s += turn_s
+        if self._blocking_s >= self._often_s:
+            self._often_s = 2 * self._blocking_s
+            self._tell(f"{self._blocking_s:.1f} of {WINDOW_S:g} s")
 
-    def _tell(self, held: str) -> None:
+    def _tell(self, duration: str) -> None:
         self._warn(
             f"{self._part.setting}: the async function blocked the generator's event loop for "
-            f"{held}. Meanwhile no other response is "
+            f"{duration}. Meanwhile no other response is "
             "scored and no engine gets a request. Await whatever takes time, or make it a plain "
             "function, which runs in worker processes "
             "(reward.workers)"
@@ -230,14 +231,15 @@ class _Timed:
         sent = None
         raised = None
         while True:
-            began = self._now_s()
+            start_s = self._now_s()
             try:
                 awaited = work.send(sent) if raised is None else work.throw(raised)  # pyright: ignore
             except StopIteration as ended:
                 return ended.value
             finally:
-                self._note(self._now_s() - began)
-            sent = raised = None
+                self._note(self._now_s() - start_s)
+            sent = None
+            raised = None
             try:
                 sent = yield awaited
             except BaseException as error:  # such as a cancellation, which `work` must handle

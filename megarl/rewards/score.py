@@ -110,10 +110,10 @@ def parameters_of(function: Callable[..., Any], setting: str) -> list[str]:
     ]
     if problems:
         raise ConfigError(problems)
-    rest: list[str] = []
+    remaining_fields: list[str] = []
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        rest = [name for name in _FIELDS if name not in names and name not in bound]
-    return names + rest
+        remaining_fields = [name for name in _FIELDS if name not in names and name not in bound]
+    return names + remaining_fields
 
 
 def _from_trl(function: Callable[..., Any]) -> str:
@@ -121,22 +121,22 @@ def _from_trl(function: Callable[..., Any]) -> str:
     one response.
     """
     parameters = inspect.signature(function).parameters.values()
-    known = [p.name for p in parameters if p.name in _OF_TRL]
+    trl_names = [p.name for p in parameters if p.name in _OF_TRL]
     columns = [
         p.name
         for p in parameters
         if p.name not in _OF_TRL and p.kind is not p.VAR_KEYWORD and p.default is p.empty
     ]
-    rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    given = [f"{name}=[{_OF_TRL[name]}]" for name in known]
-    given += (
+    takes_keywords = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    arguments = [f"{name}=[{_OF_TRL[name]}]" for name in trl_names]
+    arguments += (
         ["**{key: [value] for key, value in row.items()}"]
-        if rest
+        if takes_keywords
         else [f"{name}=[row[{name!r}]]" for name in columns]
     )
-    takes = [*(_OF_TRL[name] for name in known), *["row"] * bool(rest or columns)]
+    takes = [*(_OF_TRL[name] for name in trl_names), *["row"] * bool(takes_keywords or columns)]
     return _FROM_TRL.format(
-        takes=", ".join(takes), name=getattr(function, "__name__", "it"), given=", ".join(given)
+        takes=", ".join(takes), name=getattr(function, "__name__", "it"), given=", ".join(arguments)
     )
 
 
@@ -149,38 +149,39 @@ def arguments_of(request: ScoreRequest, parameters: Sequence[str]) -> list[Any]:
     return [value.tolist() if isinstance(value, array) else value for value in values]
 
 
-def score_of(found: Any) -> Score:
+def score_of(result: Any) -> Score:
     """The Score that a function's result stands for: a number, or a dict or dataclass of numbers
     with one named "score". Raises TypeError for anything else.
     """
-    if dataclasses.is_dataclass(found) and not isinstance(found, type):
-        found = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
-    if not isinstance(found, dict):
-        return Score(_number(found, "a number, or a dict with a score and its parts"))
-    if SCORE not in found:
-        raise TypeError(f"it must give a dict with the key {SCORE!r}, not {_shown(found)}")
+    if dataclasses.is_dataclass(result) and not isinstance(result, type):
+        result = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+    if not isinstance(result, dict):
+        return Score(_number(result, "a number, or a dict with a score and its parts"))
+    if SCORE not in result:
+        raise TypeError(f"it must give a dict with the key {SCORE!r}, not {_shown(result)}")
     parts = {
         str(name): _number(value, f"a number as {name!r}")
-        for name, value in found.items()
+        for name, value in result.items()
         if name != SCORE
     }
-    return Score(_number(found[SCORE], f"a number as {SCORE!r}"), parts)
+    return Score(_number(result[SCORE], f"a number as {SCORE!r}"), parts)
 
 
-def _number(value: Any, wanted: str) -> float:
+def _number(value: Any, expected: str) -> float:
     """Accepts booleans and scalars of NumPy and torch, but no text, not even "1"."""
     scalar = (
         value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
     )
     if not isinstance(scalar, numbers.Real):
-        raise TypeError(f"it must give {wanted}, not {_shown(value)}")
+        raise TypeError(f"it must give {expected}, not {_shown(value)}")
     try:
         number = float(scalar)
     except OverflowError:
         number = math.inf
     if not abs(number) <= MAX_REWARD:
         raise TypeError(
-            f"it must give {wanted}, finite and at most {MAX_REWARD:g} in size, not {_shown(value)}"
+            f"it must give {expected}, finite and at most {MAX_REWARD:g} in size, not "
+            f"{_shown(value)}"
         )
     return number
 
@@ -204,9 +205,6 @@ def _inner(row: dict[str, Any], column: str, field: str, otherwise: Any) -> Any:
 def _near(name: str) -> str:
     near = difflib.get_close_matches(name, _FIELDS, n=1)
     return f"; did you mean {near[0]}?" if near else ""
-
-
-# The parts of a reward: one score, or the weighted sum of several.
 
 
 ROLE = "roles."  # prefix of the name of a score that a model of `roles` gives
@@ -249,18 +247,18 @@ def single(config: RewardConfig) -> Part:
 
 def parts_of(config: RewardConfig) -> list[Part]:
     """The parts of the reward: reward.parts, or reward.name alone."""
-    found = [
+    parts = [
         Part(
-            own.name,
-            config.failed_score if own.failed_score is None else own.failed_score,
+            settings.name,
+            config.failed_score if settings.failed_score is None else settings.failed_score,
             part,
-            own.weight,
+            settings.weight,
             f"reward.parts.{part}.name",
         )
-        for part, own in config.parts.items()
-        if own is not None
+        for part, settings in config.parts.items()
+        if settings is not None
     ]
-    return found or [single(config)]
+    return parts or [single(config)]
 
 
 def parts_in_evaluation(config: RunConfig, suite: str = "") -> list[Part]:
@@ -268,14 +266,11 @@ def parts_in_evaluation(config: RunConfig, suite: str = "") -> list[Part]:
 
     A benchmark has its own grader; all other suites share one reward.
     """
-    if (own := config.eval.suites.get(suite)) and own.benchmark:
-        return [
-            Part(
-                GRADERS[own.benchmark],
-                0.0,
-                key=f"eval.suites.{suite}.benchmark={own.benchmark}, graded by reward.name",
-            )
-        ]
+    suite_settings = config.eval.suites.get(suite)
+    benchmark = suite_settings.benchmark if suite_settings else None
+    if benchmark:
+        key = f"eval.suites.{suite}.benchmark={benchmark}, graded by reward.name"
+        return [Part(GRADERS[benchmark], 0.0, key=key)]
     if config.eval.reward is None:
         return parts_of(config.reward)
     return [Part(config.eval.reward, config.reward.failed_score, key="eval.reward")]
@@ -336,12 +331,9 @@ def excerpt(response: str) -> str:
     return response if len(response) <= _EXAMPLE_CHARS else response[:_EXAMPLE_CHARS] + "…"
 
 
-# Length penalties, which only training subtracts. Evaluations and the metric reward/mean use scores
-# without penalties.
-
-
 def trained_score(score: float, tokens: int, finish_reason: str, config: RunConfig) -> float:
-    """The reward that training uses instead of `score`.
+    """The reward that training uses instead of `score`: less length penalties, which evaluations
+    and the metric reward/mean do not subtract.
 
     A response that was cut loses `reward.unfinished_penalty`, or gets `reward.unfinished_score`,
     even if that is more than its score. Each of the last `reward.overlong_tokens` tokens below the
@@ -397,11 +389,8 @@ def problems(config: RunConfig) -> Iterable[str]:
             f"rollout.max_tokens={longest}"
         )
     if reward.unfinished_score is not None and reward.unfinished_penalty:
-        taken = f"reward.unfinished_penalty={reward.unfinished_penalty:g}"
-        yield f"reward.unfinished_score={reward.unfinished_score:g}: must be null with {taken}"
-
-
-# Counts failed scores and failed episodes by kind, and tells when there are too many.
+        conflict = f"reward.unfinished_penalty={reward.unfinished_penalty:g}"
+        yield f"reward.unfinished_score={reward.unfinished_score:g}: must be null with {conflict}"
 
 
 METRICS = {
@@ -423,9 +412,8 @@ def failure_metrics(samples: Sequence[Scored]) -> dict[str, float]:
     of such samples.
     """
     failures = [failure for sample in samples for failure in sample.failures if _of_score(failure)]
-    kinds, parts = (
-        Counter(getattr(failure, name) for failure in failures) for name in ("kind", "part")
-    )
+    kinds = Counter(failure.kind for failure in failures)
+    parts = Counter(failure.part for failure in failures)
     by_kind: dict[str, float] = {key: kinds[kind] for kind, key in METRICS.items()}
     by_part = {f"reward/{part}/failed": count for part, count in parts.items() if part}
     failed = sum(any(map(_of_score, sample.failures)) for sample in samples)
@@ -502,10 +490,10 @@ def too_many_failures(
     failed, of one part's scores, or of a teacher's answers. It has kinds, the limit and an example.
     `parts`: the parts of the reward, by default those of training.
     """
-    asked = [(part.part, part.setting) for part in parts or parts_of(config)] + [
+    settings_by_name = [(part.part, part.setting) for part in parts or parts_of(config)] + [
         (f"{ROLE}{name}", f"{ROLE}{name}") for name in teachers
     ]
-    for name, setting in asked:
+    for name, setting in settings_by_name:
         failures = [
             failure for sample in samples for failure in sample.failures if failure.part == name
         ]
@@ -542,25 +530,25 @@ def describe_failed_episodes(rows: Sequence[Mapping[str, float]]) -> str:
     shares = {
         key.removeprefix(_FAILED_KIND): fmean(row.get(key, 0.0) for row in rows) for key in kinds
     }
-    told = ", ".join(
+    description = ", ".join(
         f"{share:.3g}% {kind}"
         for kind, share in ((kind, 100 * share) for kind, share in shares.items())
         if share
     )
     share = 100 * fmean(row.get(FAILED_EPISODES, 0.0) for row in rows)
-    return f"{share:.3g}% of the episodes failed{f' ({told})' if told else ''}"
+    return f"{share:.3g}% of the episodes failed{f' ({description})' if description else ''}"
 
 
 def _described(counts: Mapping[str, float]) -> str:
-    told = ", ".join(
+    description = ", ".join(
         f"{counts[key]:g} {key.partition('/')[2].replace('_', ' ')}"
         for key in METRICS.values()
         if counts.get(key)
     )
-    return f"{sum(counts.values()):g} scores failed: {told}" if told else ""
+    return f"{sum(counts.values()):g} scores failed: {description}" if description else ""
 
 
-def told(failure: Failure) -> str:
+def failure_label(failure: Failure) -> str:
     """The kind of a failure, and the part of the reward that it concerns."""
     return f"{failure.kind} of {failure.part}" if failure.part else failure.kind
 

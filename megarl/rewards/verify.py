@@ -77,9 +77,6 @@ def _equal_or_refused(reference: str, candidate: str) -> bool:
         return False
 
 
-# maj@k: whether the most frequent answer among k samples is right.
-
-
 Vote = Hashable  # an answer; True: the right answer; None: the sample gives no answer
 
 

@@ -111,7 +111,7 @@ def own_function(path: str, parameters: Sequence[str]) -> Callable[..., dict[str
 
     def reward(*values: Any) -> dict[str, Any] | str:
         try:
-            found = function(**dict(zip(parameters, values, strict=True)))
+            result = function(**dict(zip(parameters, values, strict=True)))
         except (ValueError, MemoryError):
             raise
         except Exception as error:
@@ -120,7 +120,7 @@ def own_function(path: str, parameters: Sequence[str]) -> Callable[..., dict[str
                 raise MemoryError from error
             return own_line(error)
         try:
-            return msgspec.to_builtins(score_of(found))
+            return msgspec.to_builtins(score_of(result))
         except TypeError as error:
             return str(error)
 

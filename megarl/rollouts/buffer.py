@@ -15,18 +15,18 @@ from megarl.base.rollout_types import Ordinal, Version
 from megarl.data.order import Mixture
 from megarl.messaging.messages import GroupReady
 
-# The ledger records the state of every prompt of a run: trained on, dropped, rested, finished but
-# not yet trained on, or none of these.
-#
-# Each checkpoint holds the ledger and the weights of the same step. After a resume, the prompts
-# that the ledger lacks are generated, some of them again. So the ledger is all that a run must save
-# to train on, drop or rest each prompt exactly once.
-
-
 LEDGER_FILE = "ledger.msgpack"
 
 
 class Ledger(msgspec.Struct, frozen=True):
+    """The state of every prompt of a run: trained on, dropped, rested, finished but not yet trained
+    on, or none of these.
+
+    Each checkpoint holds the ledger and the weights of the same step. After a resume, the prompts
+    that the ledger lacks are generated, some of them again. So the ledger is all that a run must
+    save to train on, drop or rest each prompt exactly once.
+    """
+
     consumed_below: Ordinal = 0  # every prompt below this has been trained on, dropped or rested
     # further prompts that have been trained on, dropped or rested
     consumed_beyond: list[Ordinal] = []
@@ -45,7 +45,7 @@ class Ledger(msgspec.Struct, frozen=True):
             self.dropped, self.rested
         )
 
-    def told(self) -> set[Ordinal]:
+    def reported_drops(self) -> set[Ordinal]:
         """The dropped prompts that batches have reported."""
         return set(self.dropped).difference(group.ordinal for group in self.untold)
 
@@ -137,7 +137,7 @@ class RolloutBuffer:
         self._finished: dict[Ordinal, GroupReady] = {}
         self._finished_by_version: dict[Version, set[Ordinal]] = defaultdict(set)
         sources = len(self._mixture.names)
-        self._finished_of = [0] * sources
+        self._finished_counts = [0] * sources
         # heaps; some ordinals may be removed
         self._order: list[list[Ordinal]] = [[] for _ in range(sources)]
         self._rejected: set[Ordinal] = set()  # ordinals that have not begun again
@@ -213,7 +213,8 @@ class RolloutBuffer:
 
     def full(self, step: int) -> bool:
         """Whether enough groups have finished for the batch of `step`."""
-        return all(found >= wanted for found, wanted in zip(self._finished_of, self._wanted(step)))
+        quotas = self._quotas(step)
+        return all(count >= quota for count, quota in zip(self._finished_counts, quotas))
 
     def take(self, step: int) -> list[GroupReady] | None:
         """The batch of `step`, sorted by ordinal, or None while it is not complete.
@@ -222,35 +223,32 @@ class RolloutBuffer:
         """
         if not self.full(step):
             return None
-        wanted = self._wanted(step)
-        due, due_in_flight = (
-            self._due(by_version, step)
-            for by_version in (self._finished_by_version, self._running_by_version)
-        )
-        if any(
-            len(have) < most and coming for have, most, coming in zip(due, wanted, due_in_flight)
-        ):
-            return None
-        chosen: set[Ordinal] = set()
-        for source, most in enumerate(wanted):
-            own = set(heapq.nsmallest(most, due[source]))
-            while len(own) < most:
+        quotas = self._quotas(step)
+        due = self._due(self._finished_by_version, step)
+        due_in_flight = self._due(self._running_by_version, step)
+        for source, quota in enumerate(quotas):
+            if due_in_flight[source] and len(due[source]) < quota:
+                return None
+        batch_ordinals: set[Ordinal] = set()
+        for source, quota in enumerate(quotas):
+            source_ordinals = set(heapq.nsmallest(quota, due[source]))
+            while len(source_ordinals) < quota:
                 ordinal = heapq.heappop(self._order[source])
                 if ordinal in self._finished:
-                    own.add(ordinal)
-            chosen |= own
-        self._highest = max(self._highest, *chosen)
+                    source_ordinals.add(ordinal)
+            batch_ordinals |= source_ordinals
+        self._highest = max(self._highest, *batch_ordinals)
         self._dropped_since = 0
-        return [self._consume(ordinal) for ordinal in sorted(chosen)]
+        return [self._consume(ordinal) for ordinal in sorted(batch_ordinals)]
 
     def report_dropped(self) -> list[GroupReady]:
         """The dropped groups with ordinals below the highest prompt that was trained on, sorted by
         ordinal. Returns each group once.
         """
-        found = []
+        groups = []
         while self._untold and self._untold[0][0] < self._highest:
-            found.append(heapq.heappop(self._untold)[1])
-        return found
+            groups.append(heapq.heappop(self._untold)[1])
+        return groups
 
     def give_up(self, step: int, most: int | None) -> list[GroupReady]:
         """If at least `most` prompts were generated for the batch of `step` and did not fill it,
@@ -263,28 +261,16 @@ class RolloutBuffer:
 
     def ledger(self) -> Ledger:
         """The ledger for a checkpoint taken now."""
-        groups, untold = (
-            [
-                msgspec.structs.replace(
-                    group, started_s=0.0, ended_s=0.0, idle_s=0.0, scoring_s=(0.0, 0.0)
-                )
-                for group in some
-            ]
-            for some in (self._finished.values(), (group for _, group in self._untold))
-        )
-        consumed = self._consumed.below, sorted(self._consumed.beyond)
-        rested, outside, rejected = (
-            sorted(some) for some in (self._rested, self._outside, self._ever_rejected)
-        )
         return Ledger(
-            *consumed,
-            groups,
-            sorted(self._dropped),
-            untold,
-            rested,
-            outside,
-            rejected,
-            self._rested_since,
+            consumed_below=self._consumed.below,
+            consumed_beyond=sorted(self._consumed.beyond),
+            groups=[_without_times(group) for group in self._finished.values()],
+            dropped=sorted(self._dropped),
+            untold=[_without_times(group) for _, group in self._untold],
+            rested=sorted(self._rested),
+            outside=sorted(self._outside),
+            rejected=sorted(self._ever_rejected),
+            rested_untold=self._rested_since,
         )
 
     @property
@@ -307,7 +293,7 @@ class RolloutBuffer:
             parts.append(f"{len(self._rejected)} rejected and not begun again")
         return "; ".join(parts)
 
-    def _wanted(self, step: int) -> list[int]:
+    def _quotas(self, step: int) -> list[int]:
         """How many groups of each source the batch of `step` has."""
         return self._mixture.counts(
             step * self._prompts_per_step, (step + 1) * self._prompts_per_step
@@ -315,14 +301,14 @@ class RolloutBuffer:
 
     def _due(self, by_version: dict[Version, set[Ordinal]], step: int) -> list[list[Ordinal]]:
         """[source][…] the ordinals that would be too old for the step after `step`."""
-        found: list[list[Ordinal]] = [[] for _ in self._mixture.names]
+        due_ordinals: list[list[Ordinal]] = [[] for _ in self._mixture.names]
         if self._max_staleness is None:
-            return found
+            return due_ordinals
         for version, ordinals in by_version.items():
             if version <= step - self._max_staleness:
                 for ordinal in ordinals:
-                    found[self._mixture.source(ordinal)].append(ordinal)
-        return found
+                    due_ordinals[self._mixture.source(ordinal)].append(ordinal)
+        return due_ordinals
 
     def _take_in(self, group: GroupReady) -> None:
         if group.dropped:
@@ -334,7 +320,7 @@ class RolloutBuffer:
             return
         source = self._mixture.source(group.ordinal)
         self._finished[group.ordinal] = group
-        self._finished_of[source] += 1
+        self._finished_counts[source] += 1
         self._finished_by_version[group.oldest].add(group.ordinal)
         heapq.heappush(self._order[source], group.ordinal)
 
@@ -346,19 +332,14 @@ class RolloutBuffer:
         return group
 
     def _remove(self, ordinal: Ordinal) -> GroupReady:
-        self._finished_of[self._mixture.source(ordinal)] -= 1
+        self._finished_counts[self._mixture.source(ordinal)] -= 1
         return self._finished.pop(ordinal)
 
     def _state(self, ordinal: Ordinal) -> str:
-        done = (
-            "dropped"
-            if ordinal in self._dropped
-            else "left out to rest"
-            if ordinal in self._rested
-            else "trained on"
-        )
         states = {
-            done: self._consumed,
+            "dropped": self._dropped,
+            "left out to rest": self._rested,
+            "trained on": self._consumed,
             "finished": self._finished,
             "in flight": self._running,
             "rejected": self._rejected,
@@ -366,8 +347,17 @@ class RolloutBuffer:
         return next((state for state, ordinals in states.items() if ordinal in ordinals), "unknown")
 
 
+def _without_times(group: GroupReady) -> GroupReady:
+    return msgspec.structs.replace(
+        group, started_s=0.0, ended_s=0.0, idle_s=0.0, scoring_s=(0.0, 0.0)
+    )
+
+
 def _discard(by_version: dict[Version, set[Ordinal]], version: Version, ordinal: Ordinal) -> None:
-    """Removes `ordinal`, and also its version if no ordinal is left there: a run has many versions."""
+    """Removes `ordinal`, and also its version if no ordinal is left there.
+
+    A run has many versions.
+    """
     by_version[version].discard(ordinal)
     if not by_version[version]:
         del by_version[version]

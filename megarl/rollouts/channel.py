@@ -5,11 +5,20 @@ them to every trainer rank.
     begins where the ledger ends       ←        GenerateFrom(first, skip, …), once
     GroupsStarted(ordinals, version)   →
     PromptsRested(ordinals)            →        counts them as done
-    GroupReady(group)                  →        buffers it, or counts it as dropped; makes a batch when asked for one
+    GroupReady(group)                  →        buffers it, or counts it as dropped;
+                                                makes a batch when asked for one
     generates them again               ←        Regenerate(ordinals) of groups found too old
 
 The sending end decides how far the generator may run ahead, when it begins prompts (`admission`).
 The receiving end decides which groups are used, and when (`buffer`).
+
+A group travels as a summary, its texts, and pieces of bytes, which are cut and joined but never
+parsed on the way. The first piece has the prompt's token ids. Each sample's piece has its token
+ids, log-probs, sizes of kept sets, teachers' numbers, policy mask (if the environment has written
+tokens), routing and kept sets. The summary gives the length of each. A data-parallel rank's share
+of a batch is the pieces of its samples, end to end. The prompt of a group comes before the group's
+first sample. The length of each piece is a multiple of 4 bytes, so that every number of a share is
+aligned.
 """
 
 from __future__ import annotations
@@ -57,17 +66,6 @@ from megarl.observe.status import StatusBoard, TraceWriter
 from megarl.rewards.score import has_signal
 from megarl.rollouts.buffer import RolloutBuffer
 
-# How groups travel from generator to trainer: their numbers are bytes, which are cut and joined but
-# never parsed on the way.
-#
-# A group travels as a summary, its texts, and pieces of bytes. The first piece has the prompt's
-# token ids. Each sample's piece has its token ids, log-probs, sizes of kept sets, teachers'
-# numbers, policy mask (if the environment has written tokens), routing and kept sets. The summary
-# gives the length of each. A data-parallel rank's share of a batch is the pieces of its samples,
-# end to end. The prompt of a group comes before the group's first sample. The length of each piece
-# is a multiple of 4 bytes, so that every number of a share is aligned.
-
-
 _ALIGNED = 4
 # how much of a reference answer is kept for display: the tests of a program may have megabytes
 _ANSWER_CHARS = 10_000
@@ -78,13 +76,13 @@ _encode = msgspec.msgpack.Encoder().encode
 
 def pack(
     group: Group,
-    begun: Version = 0,
+    begin_version: Version = 0,
     started_s: float = 0.0,
     ended_s: float = 0.0,
     idle_s: float = 0.0,
     scoring_s: tuple[float, float] = (0.0, 0.0),
 ) -> GroupReady:
-    """Packs `group`, which began under weight version `begun`.
+    """Packs `group`, which began under weight version `begin_version`.
 
     That is its oldest version if it has no tokens.
 
@@ -95,7 +93,8 @@ def pack(
     return GroupReady(
         ordinal=prompt.ordinal,
         oldest=min(
-            (sample.min_version for sample in samples if sample.policy_versions), default=begun
+            (sample.min_version for sample in samples if sample.policy_versions),
+            default=begin_version,
         ),
         started_s=started_s,
         ended_s=ended_s,
@@ -115,7 +114,9 @@ def _texts(group: Group) -> GroupTexts:
     if len(answer) > _ANSWER_CHARS:
         answer = f"{answer[:_ANSWER_CHARS]}… ({len(answer)} characters)"
     return GroupTexts(
-        group.prompt.text, answer, [(each.text, each.environment_spans) for each in group.samples]
+        group.prompt.text,
+        answer,
+        [(sample.text, sample.environment_spans) for sample in group.samples],
     )
 
 
@@ -148,10 +149,12 @@ def texts_of(raw: msgspec.Raw) -> GroupTexts:
 
 def _piece(sample: Sample, summary: SampleSummary) -> memoryview:
     mask = sample.policy_mask if summary.environment_tokens else b""
-    sizes, records = (
-        (sample.kept.sizes, sample.kept.records) if summary.kept and sample.kept else (b"", b"")
-    )
-    rest = len(mask) + len(sample.routing) + len(records)
+    sizes = b""
+    records = b""
+    if summary.kept and sample.kept:
+        sizes = sample.kept.sizes
+        records = sample.kept.records
+    unaligned_bytes = len(mask) + len(sample.routing) + len(records)
     piece = b"".join(
         [
             sample.token_ids,
@@ -161,7 +164,7 @@ def _piece(sample: Sample, summary: SampleSummary) -> memoryview:
             mask,
             sample.routing,
             records,
-            bytes(-rest % _ALIGNED),
+            bytes(-unaligned_bytes % _ALIGNED),
         ]
     )
     if len(piece) != _piece_bytes(summary):
@@ -170,12 +173,12 @@ def _piece(sample: Sample, summary: SampleSummary) -> memoryview:
 
 
 def _piece_bytes(sample: SampleSummary) -> int:
-    rest = (
-        sample.routing_bytes
-        + (sample.tokens if sample.environment_tokens else 0)
-        + (sample.kept.bytes if sample.kept else 0)
-    )
-    return 8 * sample.tokens + sample.teacher_bytes + rest + -rest % _ALIGNED
+    unaligned_bytes = sample.routing_bytes
+    if sample.environment_tokens:
+        unaligned_bytes += sample.tokens
+    if sample.kept:
+        unaligned_bytes += sample.kept.bytes
+    return 8 * sample.tokens + sample.teacher_bytes + unaligned_bytes + -unaligned_bytes % _ALIGNED
 
 
 def join(groups: Sequence[GroupReady], sizes: Sequence[int], places: Sequence[int]) -> bytearray:
@@ -202,18 +205,18 @@ def split(
 
     They are views of its memory.
     """
-    found: dict[int, SampleNumbers] = {}
-    at = 0
+    numbers_by_place: dict[int, SampleNumbers] = {}
+    offset = 0
     prompt = np.empty(0, np.int32)
     place = iter(places)
     for group, piece in _walk([len(group.samples) for group in groups], places):
         if not piece:
             size = 4 * groups[group].prompt_tokens
-            prompt = share[at : at + size].view(np.int32)
+            prompt = share[offset : offset + size].view(np.int32)
         else:
             sample = groups[group].samples[piece - 1]
             size = _piece_bytes(sample)
-            numbers = share[at:]
+            sample_bytes = share[offset:]
             logprobs = 4 * sample.tokens
             sizes = 8 * sample.tokens
             teachers = sizes + (4 * sample.tokens if sample.kept else 0)
@@ -221,24 +224,27 @@ def split(
             routing = mask + (sample.tokens if sample.environment_tokens else 0)
             records = routing + sample.routing_bytes
             end = records + sample.kept.bytes - (teachers - sizes) if sample.kept else records
-            found[next(place)] = SampleNumbers(
-                prompt,
-                numbers[:logprobs].view(np.int32),
-                numbers[logprobs:sizes].view(np.float32),
-                numbers[mask:routing].view(np.bool_) if routing > mask else None,
-                numbers[routing:records].tobytes(),
-                KeptSets(
+            kept_sets = None
+            if sample.kept:
+                kept_sets = KeptSets(
                     sample.kept.vocab_size,
-                    numbers[sizes:teachers].tobytes(),
-                    numbers[records:end].tobytes(),
+                    sample_bytes[sizes:teachers].tobytes(),
+                    sample_bytes[records:end].tobytes(),
                 )
-                if sample.kept
-                else None,
-                numbers[teachers:mask].tobytes(),
+            numbers_by_place[next(place)] = SampleNumbers(
+                prompt,
+                sample_bytes[:logprobs].view(np.int32),
+                sample_bytes[logprobs:sizes].view(np.float32),
+                sample_bytes[mask:routing].view(np.bool_) if routing > mask else None,
+                sample_bytes[routing:records].tobytes(),
+                kept_sets,
+                sample_bytes[teachers:mask].tobytes(),
             )
-        at += size
-    assert at == len(share), f"a share has {len(share)} bytes, but by the summaries it has {at}"
-    return found
+        offset += size
+    assert offset == len(share), (
+        f"a share has {len(share)} bytes, but by the summaries it has {offset}"
+    )
+    return numbers_by_place
 
 
 def _walk(sizes: Sequence[int], places: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -248,14 +254,14 @@ def _walk(sizes: Sequence[int], places: Sequence[int]) -> Iterator[tuple[int, in
     """
     group = 0
     first = 0
-    told = -1
+    last_group = -1
     for place in places:
         while place >= first + sizes[group]:
             first += sizes[group]
             group += 1
-        if group != told:
+        if group != last_group:
             yield group, 0
-            told = group
+            last_group = group
         yield group, place - first + 1
 
 
@@ -391,10 +397,14 @@ class Intake:
         self._full_since: float | None = None
         self._idle_s = 0.0  # the generator's idle time up to the last batch
         ledger = buffer.ledger()
-        held = sorted([*ledger.consumed_beyond, *(group.ordinal for group in ledger.groups)])
+        finished_ordinals = sorted(
+            [*ledger.consumed_beyond, *(group.ordinal for group in ledger.groups)]
+        )
         unused = sorted([*ledger.dropped, *ledger.rested])
         link.send(
-            GenerateFrom(ledger.consumed_below, held, unused, ledger.outside, ledger.rejected)
+            GenerateFrom(
+                ledger.consumed_below, finished_ordinals, unused, ledger.outside, ledger.rejected
+            )
         )
 
     def look(
@@ -404,13 +414,16 @@ class Intake:
         complete. Rejects groups that are too old.
         """
         self.take_in()
-        if stale := self.buffer.reject(step):
+        stale = self.buffer.reject(step)
+        if stale:
             self._link.send(Regenerate(stale))
             self._rejected += len(stale)
-        if (groups := self.buffer.take(step)) is not None:
-            return self._made_up(step, groups, self.buffer.report_dropped(), now_s)
-        if dropped := self.buffer.give_up(step, self._max_generated):
-            return self._made_up(step, [], dropped, now_s)
+        groups = self.buffer.take(step)
+        if groups is not None:
+            return self._compose(step, groups, self.buffer.report_dropped(), now_s)
+        dropped = self.buffer.give_up(step, self._max_generated)
+        if dropped:
+            return self._compose(step, [], dropped, now_s)
         if self._full_since is None and self.buffer.full(step):
             self._full_since = now_s
         return None
@@ -429,37 +442,42 @@ class Intake:
         for group in ready:
             self.buffer.finish(group)
 
-    def _made_up(
+    def _compose(
         self, step: int, groups: list[GroupReady], dropped: list[GroupReady], now_s: float
     ) -> tuple[_Header, list[GroupReady], list[GroupReady]]:
-        timed = [group for group in groups if group.ended_s > 0]
-        took_s = (
-            max(group.ended_s for group in timed) - min(group.started_s for group in timed)
-            if timed
-            else 0.0
-        )
-        reward_s = (
-            max(group.scoring_s[1] for group in timed) - min(group.scoring_s[0] for group in timed)
-            if timed
-            else 0.0
-        )
-        rollout_s = sum(group.ended_s - group.started_s for group in timed) / max(1, len(timed))
-        idle_s = max([self._idle_s, *(group.idle_s for group in timed)])
+        timed_groups = [group for group in groups if group.ended_s > 0]
+        elapsed_s = 0.0
+        reward_s = 0.0
+        rollout_s = 0.0
+        idle_s = self._idle_s
+        if timed_groups:
+            start_s = min(group.started_s for group in timed_groups)
+            elapsed_s = max(group.ended_s for group in timed_groups) - start_s
+            scoring_start_s = min(group.scoring_s[0] for group in timed_groups)
+            reward_s = max(group.scoring_s[1] for group in timed_groups) - scoring_start_s
+            total_s = sum(group.ended_s - group.started_s for group in timed_groups)
+            rollout_s = total_s / len(timed_groups)
+            idle_s = max(idle_s, *(group.idle_s for group in timed_groups))
         waited_s = idle_s - self._idle_s
         self._idle_s = idle_s
         due_wait_s = 0.0 if self._full_since is None else now_s - self._full_since
         rejected = self._rejected
         self._rejected = 0
         self._full_since = None
-        summaries, of_dropped = ([group.summary for group in some] for some in (groups, dropped))
-        counts = due_wait_s, rejected, self.buffer.finished, of_dropped, self.buffer.take_rested()
-        return (
-            _Header(
-                step, summaries, max(0.0, took_s - reward_s), waited_s, *counts, reward_s, rollout_s
-            ),
-            groups,
-            dropped,
+        header = _Header(
+            step=step,
+            groups=[group.summary for group in groups],
+            generate_s=max(0.0, elapsed_s - reward_s),
+            generator_wait_s=waited_s,
+            due_wait_s=due_wait_s,
+            rejected=rejected,
+            buffered=self.buffer.finished,
+            dropped=[group.summary for group in dropped],
+            rested=self.buffer.take_rested(),
+            reward_s=reward_s,
+            rollout_s=rollout_s,
         )
+        return header, groups, dropped
 
 
 class RolloutsReceiver:
@@ -505,17 +523,19 @@ class RolloutsReceiver:
         The wait excludes the time for sending weights again, which `WeightsSender.send` reports.
         """
         waited_s = 0.0
-        began = time.monotonic()
-        while isinstance(agreed := self._agreed(executor), _Resend):
-            waited_s += time.monotonic() - began
+        start = time.monotonic()
+        message = self._receive_agreed(executor)
+        while isinstance(message, _Resend):
+            waited_s += time.monotonic() - start
             self._resend(executor)
-            began = time.monotonic()
-        if agreed is None:
+            start = time.monotonic()
+            message = self._receive_agreed(executor)
+        if message is None:
             executor.stop()
         else:
-            executor.put_batch(agreed, waited_s=waited_s + time.monotonic() - began)
+            executor.put_batch(message, waited_s=waited_s + time.monotonic() - start)
 
-    def _agreed(self, executor: BatchExecutor) -> Batch | _Resend | None:
+    def _receive_agreed(self, executor: BatchExecutor) -> Batch | _Resend | None:
         """What rank 0 has broadcast. A batch has the numbers of this rank's samples. Collective."""
         # longer than rank 0's own deadline, whose message says what rank 0 waits for
         if self._groups is None:
@@ -524,23 +544,28 @@ class RolloutsReceiver:
         dropped = []
         body = b""
         if executor.rank == 0:
-            found = self._next_batch(executor)
-            header, groups, dropped = found if isinstance(found, tuple) else (found, [], [])
+            header = self._next_batch(executor)
+            if isinstance(header, tuple):
+                header, groups, dropped = header
             body = msgspec.msgpack.encode(header)
-        answer = _decode_agreed(self._groups.broadcast(body))
-        if not isinstance(answer, _Received):
-            return answer
-        texts, dropped_texts = ([group.texts for group in some] for some in (groups, dropped))
-        batch = Batch(**msgspec.structs.asdict(answer), texts=texts, dropped_texts=dropped_texts)
+        message = _decode_agreed(self._groups.broadcast(body))
+        if not isinstance(message, _Received):
+            return message
+        batch = Batch(
+            **msgspec.structs.asdict(message),
+            texts=[group.texts for group in groups],
+            dropped_texts=[group.texts for group in dropped],
+        )
         if not batch.groups:
             return batch
         shares = executor.assign(batch)
         sizes = [len(group.samples) for group in batch.groups]
-        own = shares[self._groups.dp]
+        places = shares[self._groups.dp]
         share = self._groups.scatter(
-            [partial(join, groups, sizes, each) for each in shares], share_bytes(batch.groups, own)
+            [partial(join, groups, sizes, share_places) for share_places in shares],
+            share_bytes(batch.groups, places),
         )
-        return msgspec.structs.replace(batch, numbers=split(batch.groups, own, share))
+        return msgspec.structs.replace(batch, numbers=split(batch.groups, places, share))
 
     def ledger(self) -> bytes:
         """The encoded ledger for a checkpoint. It covers everything that has arrived by now."""
@@ -570,12 +595,13 @@ class RolloutsReceiver:
             while True:
                 if self._stop.is_made:
                     return None
-                wanted = self.link.poll(WeightsWanted)
+                request = self.link.poll(WeightsWanted)
                 # otherwise the ranks have sent a newer version meanwhile
-                if wanted is not None and wanted[1].version == step:
+                if request is not None and request[1].version == step:
                     return _Resend()
-                if (found := intake.look(step, time.monotonic())) is not None:
-                    return found
+                response = intake.look(step, time.monotonic())
+                if response is not None:
+                    return response
                 left_s = deadline - time.monotonic()
                 if not self.link.wait(min(left_s, LOOK_UP_S)) and left_s <= 0:
                     raise TimeoutError(
@@ -613,20 +639,20 @@ class _Groups:
         """Returns rank 0's bytes on every rank."""
         size = torch.tensor([len(body)])
         dist.broadcast(size, src=0, group=self.all)
-        whole = (
+        data = (
             torch.frombuffer(bytearray(body), dtype=torch.uint8)
             if body
             else torch.empty(int(size), dtype=torch.uint8)
         )
-        dist.broadcast(whole, src=0, group=self.all)
-        return whole.numpy().tobytes()
+        dist.broadcast(data, src=0, group=self.all)
+        return data.numpy().tobytes()
 
     def scatter(self, shares: list[Callable[[], bytearray]], size: int) -> np.ndarray:
         """Returns this rank's share, of `size` bytes.
 
         Rank 0 builds each share only when it sends it.
         """
-        own = torch.empty(size, dtype=torch.uint8)
+        numbers = torch.empty(size, dtype=torch.uint8)
         if self._rank == 0:
             for dp, head in enumerate(self._heads):
                 share = shares[dp]()
@@ -636,11 +662,11 @@ class _Groups:
                     else torch.empty(0, dtype=torch.uint8)
                 )
                 if head == 0:
-                    own = data
+                    numbers = data
                 else:
                     dist.send(data, dst=head, group=self._of_heads)
         elif self._rank in self._heads:
-            dist.recv(own, src=0, group=self._of_heads)
+            dist.recv(numbers, src=0, group=self._of_heads)
         if self._of_replicas is not None:
-            dist.broadcast(own, src=self._heads[self.dp], group=self._of_replicas)
-        return own.numpy()
+            dist.broadcast(numbers, src=self._heads[self.dp], group=self._of_replicas)
+        return numbers.numpy()

@@ -56,10 +56,6 @@ from megarl.rollouts.environments import base, loading
 from megarl.rollouts.environments.loading import ToolProcesses
 from megarl.teachers.engines import ServedTeachers
 
-# Opens what scores a run's responses: verifiers, the user's functions, models of `roles`. Measures
-# how long rollouts wait for scores.
-
-
 ScoreOne = Callable[[ScoreRequest], Awaitable[Score]]
 
 
@@ -76,27 +72,27 @@ class Scoring:
     async def compare(self, prompt: Prompt, samples: list[Sample]) -> list[Sample]:
         """The samples with the scores of `comparing` added to their rewards."""
         texts = [sample.text for sample in samples]
-        found = await asyncio.gather(
+        scores_by_part = await asyncio.gather(
             *(
                 judge.compare(part, prompt.text, prompt.answer, texts)
                 for part, judge in self.comparing
             )
         )
         return [
-            self._add(sample, [scores[index] for scores in found])
+            self._add(sample, [scores[index] for scores in scores_by_part])
             for index, sample in enumerate(samples)
         ]
 
     def _add(self, sample: Sample, scores: Sequence[Score]) -> Sample:
-        more = weighted_sum(
+        comparison = weighted_sum(
             [(part, score) for (part, _), score in zip(self.comparing, scores, strict=True)]
         )
-        parts = sample.reward_parts | more.parts
+        parts = sample.reward_parts | comparison.parts
         return replace(
             sample,
-            reward=bounded(sample.reward + more.reward, parts),
+            reward=bounded(sample.reward + comparison.reward, parts),
             reward_parts=parts,
-            failures=sample.failures + more.failures,
+            failures=sample.failures + comparison.failures,
         )
 
 
@@ -111,7 +107,8 @@ class ScoringClock:
         self._now_s = now_s
         self._waited_s = 0.0
         self._since = now_s()
-        self._rollouts = self._waiting = 0
+        self._rollouts = 0
+        self._waiting = 0
 
     def waited_s(self) -> float:
         now = self._now_s()
@@ -186,18 +183,19 @@ async def open_scoring(
     `resources` ends the worker processes, which log to the folder `logs`.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    comparing = [
-        (part, scorer)
-        for part in parts
-        if pairwise(config, part) and isinstance(scorer := scorers[part.role or ""], Judge)
-    ]
-    alone = [part for part in parts if not pairwise(config, part)]
-    opened = [
-        (part, await open_part(config, part, scorers, resources, logs, warn)) for part in alone
-    ]
+    comparing: list[tuple[Part, Judge]] = []
+    scored_parts: list[tuple[Part, ScoreOne]] = []
+    for part in parts:
+        if not pairwise(config, part):
+            score_part = await open_part(config, part, scorers, resources, logs, warn)
+            scored_parts.append((part, score_part))
+            continue
+        scorer = scorers[part.role or ""]
+        if isinstance(scorer, Judge):
+            comparing.append((part, scorer))
     # without reward.parts, one score is the whole reward
-    whole = next((score for part, score in opened if not part.part), None)
-    return Scoring(whole or WeightedSum(opened).score, comparing)
+    single_score = next((score for part, score in scored_parts if not part.part), None)
+    return Scoring(single_score or WeightedSum(scored_parts).score, comparing)
 
 
 async def _unscored(request: ScoreRequest) -> Score:
@@ -217,12 +215,14 @@ async def open_part(
         return _unscored
     if part.role is not None:
         return partial(scorers[part.role].score, part)
-    own = loading.load_reward(part)
-    if own is not None and is_async(own.function):
-        return RewardInLoop(config.reward, *own, part, warn).score
+    reward = loading.load_reward(part)
+    if reward is not None and is_async(reward.function):
+        in_loop = RewardInLoop(config.reward, reward.function, reward.parameters, part, warn)
+        return in_loop.score
     if part.name == code.NAME:
         return (await resources.enter_async_context(code.CodeReward(config.reward, part))).score
-    pool = RewardPool(config.reward, own.parameters if own else OF_VERIFIERS, logs, part)
+    parameters = reward.parameters if reward else OF_VERIFIERS
+    pool = RewardPool(config.reward, parameters, logs, part)
     return (await resources.enter_async_context(pool)).score
 
 
@@ -262,7 +262,7 @@ class CheckedRollout:
         Raises: TimeoutError past the deadline, RuntimeError for malformed samples, and whatever the
         rollout raises.
         """
-        where = f"rollout {self.name}, prompt {prompt.ordinal}"
+        description = f"rollout {self.name}, prompt {prompt.ordinal}"
         deadline = asyncio.timeout(self.timeout_s)
         clock = RolloutClock(self.clock)
         if sampling.seed is not None:
@@ -270,29 +270,29 @@ class CheckedRollout:
         try:
             async with deadline:
                 with clock.running():
-                    found = await self.rollout(
+                    result = await self.rollout(
                         self._watched(clock, prompt.ordinal, sampling.seed), prompt, sampling, n
                     )
-                    prompt, samples = (
-                        (found.prompt, found.samples)
-                        if isinstance(found, Group)
-                        else (prompt, found)
-                    )
+                    if isinstance(result, Group):
+                        prompt = result.prompt
+                        samples = result.samples
+                    else:
+                        samples = result
                     for add in (self.compare, self.judge):
                         if add is not None and not any_unanswered(samples):
-                            self._check(samples, n, sampling, where)
+                            self._check(samples, n, sampling, description)
                             with clock.scoring():
                                 samples = await add(prompt, samples)
         except TimeoutError as error:
             if not deadline.expired():
                 raise
             raise TimeoutError(
-                f"{where}: not finished within timeouts.samples_s={self.timeout_s:g}"
+                f"{description}: not finished within timeouts.samples_s={self.timeout_s:g}"
             ) from error
         except Exception as error:
-            error.add_note(f"in {where}")
+            error.add_note(f"in {description}")
             raise
-        self._check(samples, n, sampling, where)
+        self._check(samples, n, sampling, description)
         for failure in failed_episodes(samples):
             self.tell(failure, prompt.ordinal)
         return Group(prompt=replace(prompt, row={}), samples=samples)
@@ -316,22 +316,23 @@ class CheckedRollout:
 
         async def score(request: ScoreRequest) -> Score:
             with clock.scoring():
-                found = await self.context.score(request)
-            for failure in found.failures:
+                result = await self.context.score(request)
+            for failure in result.failures:
                 self.tell(failure, ordinal)
-            return found
+            return result
 
         return dataclasses.replace(self.context, generate=generate, score=score)
 
-    def _check(self, samples: list[Sample], n: int, sampling: Sampling, where: str) -> None:
-        if problems := base.sample_problems(
+    def _check(self, samples: list[Sample], n: int, sampling: Sampling, description: str) -> None:
+        problems = base.sample_problems(
             samples,
             n,
             sampling.max_tokens,
             self.vocab_size,
             self.replays_mask and sampling.truncated,
-        ):
-            raise RuntimeError(f"{where}: {'; '.join(problems)}")
+        )
+        if problems:
+            raise RuntimeError(f"{description}: {'; '.join(problems)}")
 
 
 async def open_fleet(
@@ -377,11 +378,16 @@ def fleet_groups(plan: RunPlan) -> list[FleetGroup]:
 def engine_client(plan: RunPlan, rendezvous: Rendezvous, url: str) -> EngineClient:
     """The client of one engine of the policy. Construct it inside the event loop."""
     config = plan.config
-    keys = (rendezvous.engine_key, rendezvous.engine_admin_key)
     routing = RoutingFormat.of(plan.spec) if config.trainer.routing_replay else None
     kept_of = plan.spec.vocab_size if config.rollout.replays_mask else None
     return EngineClient(
-        url, *keys, config.timeouts.request_s, routing, kept_of, plan.sent_adapters is not None
+        url,
+        rendezvous.engine_key,
+        rendezvous.engine_admin_key,
+        config.timeouts.request_s,
+        routing,
+        kept_of,
+        plan.sent_adapters is not None,
     )
 
 
@@ -418,7 +424,8 @@ async def open_rollouts(
     config = plan.config
     rollout = loading.load_rollout(config, tokenizer)
     logs = logs or Path(config.run_dir) / "logs"
-    if (close := getattr(rollout, "close", None)) is not None:
+    close = getattr(rollout, "close", None)
+    if close is not None:
         resources.push_async_callback(close)
     tools = ToolProcesses(config.rollout, logs)
     resources.push_async_callback(tools.close)
@@ -432,45 +439,51 @@ async def open_rollouts(
     def warn(text: str) -> None:
         tell(Failure(WARNING, text), -1)
 
-    async def scored_by(
+    async def open_checked_rollout(
         parts: Sequence[Part], logs: Path, graded: Mapping[str, list[Part]] = {}
     ) -> CheckedRollout:
         scoring = await open_scoring(config, parts, scorers, resources, logs, warn)
-        own = {
+        graders = {
             name: (await open_scoring(config, grader, scorers, resources, logs / name)).one
             for name, grader in graded.items()
         }
 
         async def score(request: ScoreRequest) -> Score:
-            return await own.get(request.source, scoring.one)(request)
+            return await graders.get(request.source, scoring.one)(request)
 
         context = base.RolloutContext(
             tokenizer,
             fleet.generate,
-            score if own else scoring.one,
+            score if graders else scoring.one,
             tools.run,
             config.rollout.tool_timeout_s,
         )
-        limits = config.timeouts.samples_s, plan.spec.vocab_size, config.rollout.replays_mask
         return CheckedRollout(
             config.rollout.name,
             rollout,
             context,
-            *limits,
-            scoring.compare if scoring.comparing else None,
+            timeout_s=config.timeouts.samples_s,
+            vocab_size=plan.spec.vocab_size,
+            replays_mask=config.rollout.replays_mask,
+            compare=scoring.compare if scoring.comparing else None,
             tell=tell,
         )
 
-    same = config.eval.reward is None and not graded
-    trained = await scored_by(parts_of(config.reward), logs) if training or same else None
-    held_out = (
-        trained if same else await scored_by(parts_in_evaluation(config), logs / "eval", graded)
-    )
+    shared_reward = config.eval.reward is None and not graded
+    training_rollout = None
+    if training or shared_reward:
+        training_rollout = await open_checked_rollout(parts_of(config.reward), logs)
+    held_out = training_rollout
+    if not shared_reward:
+        parts = parts_in_evaluation(config)
+        held_out = await open_checked_rollout(parts, logs / "eval", graded)
     assert held_out is not None
-    trained = dataclasses.replace(
-        trained or held_out, judge=teachers.judged if teachers else None, clock=ScoringClock()
+    training_rollout = dataclasses.replace(
+        training_rollout or held_out,
+        judge=teachers.judged if teachers else None,
+        clock=ScoringClock(),
     )
-    return Rollouts(trained, held_out, trained.clock)
+    return Rollouts(training_rollout, held_out, training_rollout.clock)
 
 
 def train_sampling(plan: RunPlan, tokenizer: Tokenizer) -> Sampling:

@@ -12,13 +12,12 @@ from megarl.messaging.messages import GroupReady
 from megarl.messaging.waiting import Background, Pulse
 from megarl.rollouts.channel import RolloutsSender, pack
 
-# Decides which prompt begins next, and when. This is the sending end of the rollouts channel.
-
 
 class Admission:
-    """Decides without ever waiting.
+    """Decides which prompt begins next, and when, without ever waiting.
 
-    The prompts of each source begin in the order of their ordinals, rejected ones first.
+    This is the sending end of the rollouts channel. The prompts of each source begin in the order
+    of their ordinals, rejected ones first.
 
     Depth bound: a run has one place for each prompt that it trains on, and `mixture` assigns each
     place to a source. With c = `run_ahead`, place j (j = 0, 1, …) may be taken under weights of
@@ -48,7 +47,7 @@ class Admission:
         # [source] heaps of prompts to generate again
         self._again: list[list[Ordinal]] = [[] for _ in range(sources)]
         self._draws = [0] * sources  # [source] its next prompt
-        self._taken = [0] * sources  # [source] places that it has taken
+        self._places_taken = [0] * sources  # [source] places that it has taken
         self._skip: Collection[Ordinal] = ()
         self._rested: list[Ordinal] = []
         self.in_flight = 0
@@ -62,15 +61,15 @@ class Admission:
         """
         self._skip = frozenset(skip)
         self._draws = self._mixture.counts(0, first)
-        self._taken = list(self._draws)
+        self._places_taken = list(self._draws)
         for ordinals, places in ((self._skip, 1), (dropped, -1)):
             for ordinal in ordinals:
-                self._taken[self._mixture.source(ordinal)] += places
+                self._places_taken[self._mixture.source(ordinal)] += places
 
     @property
     def begun(self) -> int:
         """How many prompts have begun, without rejected and dropped ones."""
-        return sum(self._taken)
+        return sum(self._places_taken)
 
     @property
     def exhausted(self) -> bool:
@@ -90,7 +89,7 @@ class Admission:
         """Returns the prompts that may begin now, under weights `version`, and counts them as
         begun.
         """
-        begun = []
+        ordinals = []
         while (
             self.in_flight < self.max_in_flight
             and not self.exhausted
@@ -100,10 +99,10 @@ class Admission:
             ordinal = self._pop(source)
             if ordinal is None:
                 break
-            begun.append(ordinal)
-            self._taken[source] += 1
+            ordinals.append(ordinal)
+            self._places_taken[source] += 1
             self.in_flight += 1
-        return begun
+        return ordinals
 
     def take_rested(self) -> list[Ordinal]:
         """The prompts that the curriculum has rested before they began. Returns each once."""
@@ -117,18 +116,21 @@ class Admission:
     def drop(self, ordinal: Ordinal) -> None:
         """A prompt has finished but is not trained on: another one will replace it."""
         self.in_flight -= 1
-        self._taken[self._mixture.source(ordinal)] -= 1
+        self._places_taken[self._mixture.source(ordinal)] -= 1
 
     def again(self, ordinals: Iterable[Ordinal]) -> None:
         """Queues prompts to be generated again, since their groups were too old."""
         for ordinal in ordinals:
             source = self._mixture.source(ordinal)
             heapq.heappush(self._again[source], ordinal)
-            self._taken[source] -= 1
+            self._places_taken[source] -= 1
 
     def _place(self) -> Ordinal:
         """The first place that no prompt has taken."""
-        return min(self._mixture.ordinal(source, taken) for source, taken in enumerate(self._taken))
+        return min(
+            self._mixture.ordinal(source, places)
+            for source, places in enumerate(self._places_taken)
+        )
 
     def _deep_enough(self, version: Version) -> bool:
         if version < 0:  # the engines do not have weights of the run yet
@@ -181,7 +183,7 @@ class RolloutStream:
         scoring_s: Callable[[], float] = lambda: 0.0,
         now_s: Callable[[], float] = time.monotonic,
     ):
-        """`scoring_s`: returns how long rollouts have waited for scores so far (see ScoringClock)."""
+        """`scoring_s` returns how long rollouts have waited for scores so far (ScoringClock)."""
         self.admission = admission
         self._roll_out = roll_out
         self._channel = channel
@@ -195,7 +197,8 @@ class RolloutStream:
         self._idle_s = 0.0
         self._idle_share = 0.0
         self._idle_since = now_s()
-        self._held = self._still = False
+        self._draining = False
+        self._still = False
 
     async def run(self, timeout_s: float) -> None:
         """Runs until its task is cancelled. `timeout_s` bounds the wait for the ledger."""
@@ -207,13 +210,13 @@ class RolloutStream:
         while True:
             self._begin()
             self._note_idleness()
-            seen = self._state()
-            await self._pulse.until(lambda: self._state() != seen)
+            state = self._state()
+            await self._pulse.until(lambda: self._state() != state)
 
     def put_version(self, version: Version) -> None:
         """To be called when the engines begin to serve `version`."""
         self.version = version
-        self._held = False
+        self._draining = False
         self._still = False
         self._pulse.beat()
 
@@ -224,7 +227,7 @@ class RolloutStream:
 
     async def drain(self) -> None:
         """Begins no prompts until `put_version`. Returns when nothing is in flight."""
-        self._held = True
+        self._draining = True
         self._pulse.beat()
         await self._pulse.until(lambda: self.admission.in_flight == 0)
 
@@ -250,15 +253,16 @@ class RolloutStream:
         return self.admission.in_flight == 0 and self.admission.held_back(self.version)
 
     def __str__(self) -> str:
-        why = ", held back until the trainer sends newer weights" if self.held_back else ""
+        reason = ", held back until the trainer sends newer weights" if self.held_back else ""
         return (
             f"{self.sent} groups sent, {self.admission.in_flight} in flight, under version "
-            f"{self.version}{why}"
+            f"{self.version}{reason}"
         )
 
     def _begin(self) -> None:
-        ordinals = [] if self._held else self.admission.begin(self.version)
-        if rested := self.admission.take_rested():
+        ordinals = [] if self._draining else self.admission.begin(self.version)
+        rested = self.admission.take_rested()
+        if rested:
             self._channel.rested(rested)
         if ordinals:
             self._channel.begun(ordinals, self.version)
@@ -296,7 +300,7 @@ class RolloutStream:
             self.admission.begun,
             self.admission.max_in_flight,
             self.version,
-            self._held,
+            self._draining,
             self._still,
         )
 
@@ -310,7 +314,7 @@ class RolloutStream:
         """The share of the places in flight that wait for weights."""
         if self._still:
             return 1.0
-        waits = (self._held and not self.admission.exhausted) or self.admission.held_back(
-            self.version
-        )
-        return self.admission.empty_share if waits else 0.0
+        drains = self._draining and not self.admission.exhausted
+        if drains or self.admission.held_back(self.version):
+            return self.admission.empty_share
+        return 0.0

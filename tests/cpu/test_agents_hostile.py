@@ -23,7 +23,7 @@ import pytest
 from test_agents_endpoint import EOS, SAMPLING, TOKENIZER, Calculating, can, roll_out, script
 
 from megarl.agents import endpoint
-from megarl.agents.endpoint import Endpoint, Served
+from megarl.agents.endpoint import Endpoint, EpisodeAccess
 from megarl.agents.episode import Episode, Refused
 from megarl.data.chat import load_chat_template
 from megarl.generator import tool_parsers
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.timeout(900)
 @contextlib.asynccontextmanager
 async def served(
     generate: Any, count: int = 1, **more: Any
-) -> AsyncIterator[tuple[aiohttp.ClientSession, list[Episode], list[Served]]]:
+) -> AsyncIterator[tuple[aiohttp.ClientSession, list[Episode], list[EpisodeAccess]]]:
     """An endpoint with the given number of episodes."""
     opened = Endpoint()
     await opened.open()
@@ -59,7 +59,7 @@ async def served(
 
 
 async def post(
-    client: aiohttp.ClientSession, to: Served, path: str, body: Any, **headers: str
+    client: aiohttp.ClientSession, to: EpisodeAccess, path: str, body: Any, **headers: str
 ) -> tuple[int, Any]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     url = f"http://127.0.0.1:{to.port}/v1/{path}"
@@ -411,7 +411,7 @@ def test_the_key_of_another_episode_opens_that_one_alone_and_ends_with_it() -> N
     asyncio.run(agent())
 
 
-async def open_call(to: Served) -> asyncio.StreamWriter:
+async def open_call(to: EpisodeAccess) -> asyncio.StreamWriter:
     """A connection that has sent the head of a call with the key, but not yet its body."""
     _, writer = await asyncio.open_connection("127.0.0.1", to.port)
     writer.write(
@@ -771,7 +771,9 @@ def test_no_program_runs_after_the_watch_over_memory_has_failed(monkeypatch) -> 
     asyncio.run(run())
 
 
-async def call_and_close(to: Served, body: dict[str, Any], reads: int, *headers: str) -> bytes:
+async def call_and_close(
+    to: EpisodeAccess, body: dict[str, Any], reads: int, *headers: str
+) -> bytes:
     """Sends a call, reads at most `reads` bytes of its answer, and closes the connection.
 
     With 0 it reads all.

@@ -36,7 +36,7 @@ def scored(
     config.code.timeout_s = timeout_s
     config.code.memory_mib = 512
     requests = [
-        ScoreRequest(text, json.dumps(BENCHMARKS["livecodebench"].asked(record)[1]))
+        ScoreRequest(text, json.dumps(BENCHMARKS["livecodebench"].question_of(record)[1]))
         for record, text in asked
     ]
 

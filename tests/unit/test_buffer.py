@@ -136,7 +136,11 @@ def test_what_is_dropped_is_done_and_reported_once_with_what_is_trained_on_aroun
         buffer.begin([4], 0)
     ledger = buffer.ledger()
     assert (ledger.consumed_below, ledger.consumed_beyond, ledger.dropped) == (5, [7], [1, 2, 4, 7])
-    assert (ledger.trained(), ledger.told(), ordinals(ledger.untold)) == ({0, 3}, {1, 2}, [4, 7])
+    assert (ledger.trained(), ledger.reported_drops(), ordinals(ledger.untold)) == (
+        {0, 3},
+        {1, 2},
+        [4, 7],
+    )
     again = RolloutBuffer(2, None, msgspec.msgpack.decode(ledger.encode(), type=Ledger))
     again.begin([6, 8], 0)
     again.finish(ready(8))

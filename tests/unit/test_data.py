@@ -345,7 +345,9 @@ def test_too_long_a_demonstration_is_refused_with_its_row(tmp_path: Path, spec: 
 
 def test_the_environments_part_of_a_demonstration_is_not_learned(tokenizer: Tokenizer):
     sequence = sft_sequence(
-        Row(prompt="2*3=", answer="6", demonstration=("<2*3>", "6;", "6"), where=""), tokenizer, 64
+        Row(prompt="2*3=", answer="6", demonstration=("<2*3>", "6;", "6"), location=""),
+        tokenizer,
+        64,
     )
     assert sequence.token_ids.tolist() == [
         *tokenizer.encode_prompt("2*3="),

@@ -50,7 +50,7 @@ def test_gsm8k_shape(tmp_path: Path):
         ("Q: 2+2? {x}\nA:", "4", "Add.\n#### 4"),
         ("Q: Price? {x}\nA:", "1,250", "#### $1,250"),
     ]
-    assert rows[1].where == f"{source}, line 3"
+    assert rows[1].location == f"{source}, line 3"
 
 
 def test_math_shape_in_parquet(tmp_path: Path):
@@ -149,11 +149,11 @@ def test_a_problem_of_all_rows_is_one_line_that_names_the_settings(tmp_path: Pat
 def test_of_a_large_file_the_rows_that_are_asked_for_are_kept_and_all_are_checked(tmp_path: Path):
     rows = [{"question": "q", "answer": str(n)} for n in range(50)]
     source = write(tmp_path / "many.jsonl", *rows)
-    found, count = read_rows(LearnedConfig(source=source), "data.train", 0, "final", None, kept=3)
+    found, count = read_rows(LearnedConfig(source=source), "data.train", 0, "final", None, limit=3)
     assert [row.answer for row in found] == ["0", "1", "2"] and count == 50
     source = write(tmp_path / "late.jsonl", *rows, "{")
     with pytest.raises(ConfigError, match="late.jsonl, line 51: malformed JSON"):
-        read_rows(LearnedConfig(source=source), "data.train", 0, "final", None, kept=3)
+        read_rows(LearnedConfig(source=source), "data.train", 0, "final", None, limit=3)
 
 
 def test_rows_are_read_from_json_and_from_separated_values(tmp_path: Path):
@@ -172,7 +172,7 @@ def test_rows_are_read_from_json_and_from_separated_values(tmp_path: Path):
         assert [(row.prompt, row.answer) for row in found] == [
             (row["question"], row["answer"]) for row in rows
         ]
-        assert found[1].where == f"{tmp_path / name}, {where}"
+        assert found[1].location == f"{tmp_path / name}, {where}"
 
 
 def test_separated_values_may_have_columns_without_a_name_and_long_values(tmp_path: Path):

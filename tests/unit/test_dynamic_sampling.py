@@ -160,7 +160,9 @@ def test_the_record_of_a_step_is_restored_with_what_was_dropped_for_it(tmp_path:
     ]
     for lost in range(3):
         path.write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] != lost))
-        assert "restored" in recover_ordinals(tmp_path, 3, ledger.trained(), ledger.told())
+        assert "restored" in recover_ordinals(
+            tmp_path, 3, ledger.trained(), ledger.reported_drops()
+        )
         assert [json.loads(line) for line in path.read_text().splitlines()] == lines
 
 

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 from scripted_policy import SAMPLING, TOKENIZER, VOCABULARY, ScriptedPolicy, prompt
 
-from megarl.agents.episode import Episode, Played, Tree, group_of
+from megarl.agents.episode import Episode, EpisodeResult, Tree, group_of
 from megarl.agents.hubs.rollout import HubRollout
 from megarl.algorithms.batches import batch_metrics
 from megarl.base.rollout_types import Batch, Failure, GroupSummary, Sample
@@ -77,7 +77,7 @@ def test_an_episode_that_failed_is_no_failed_score_and_is_marked():
     )
     nothing = Failure("unanswered", "no call of it was answered", part="rollout.program")
     group = group_of(
-        prompt(), [Played(Tree(), Score(-1.0, failures=[nothing]), {})], TOKENIZER.decode_all
+        prompt(), [EpisodeResult(Tree(), Score(-1.0, failures=[nothing]), {})], TOKENIZER.decode_all
     )
     assert group.samples[0].failures == [nothing] and judged(pack(group), RunConfig()).dropped
 

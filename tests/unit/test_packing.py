@@ -100,7 +100,7 @@ def test_a_share_has_the_numbers_of_its_samples_and_no_others(made, data):
 @given(groups)
 @settings(max_examples=150, deadline=None)
 def test_a_summary_says_what_a_walk_over_the_tokens_finds(made):
-    sent = pack(made, begun=7)
+    sent = pack(made, begin_version=7)
     versions = []
     for sample, summary in zip(made.samples, summary_of(sent).samples, strict=True):
         mask = [bool(mine) for mine in sample.policy_mask] or [True] * len(sample.token_ids)

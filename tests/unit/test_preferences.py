@@ -215,9 +215,9 @@ def test_every_epoch_has_each_pair_once(tmp_path: Path) -> None:
         training_steps(config, len(pairs)) == 5
         and training_steps(config_of("reward_model.steps=7"), 10) == 7
     )
-    order = [pair.where for step in range(5) for pair in batch_of(config, pairs, step)]
+    order = [pair.location for step in range(5) for pair in batch_of(config, pairs, step)]
     assert (
-        sorted(order[:10]) == sorted(order[10:]) == sorted(pair.where for pair in pairs)
+        sorted(order[:10]) == sorted(order[10:]) == sorted(pair.location for pair in pairs)
         and order[:10] != order[10:]
     )
 

@@ -17,7 +17,7 @@ from megarl.rewards.answers import Refused, check_characters, check_text, plain_
 from megarl.rewards.extract import (
     MAX_TEXT_CHARS,
     after_thinking,
-    asked_forms,
+    answer_forms,
     chosen_letter,
     final_part,
     last_number,
@@ -630,14 +630,14 @@ def test_boxes_that_belong_together(text: str, right: bool):
 
 
 def test_forms_for_which_a_prompt_asks():
-    assert asked_forms("Think in <think> </think>, then <answer> your answer </answer>.") == [
+    assert answer_forms("Think in <think> </think>, then <answer> your answer </answer>.") == [
         ("<answer>", "</answer>")
     ]
-    assert asked_forms('As {"result": 5}, or [FINAL]...[/FINAL]') == [
+    assert answer_forms('As {"result": 5}, or [FINAL]...[/FINAL]') == [
         ('{"result": "', '"}'),
         ("[FINAL]", "[/FINAL]"),
     ]
-    assert asked_forms("<question>" + "long " * 40 + "</question> a < b > c, [x]") == []
+    assert answer_forms("<question>" + "long " * 40 + "</question> a < b > c, [x]") == []
 
 
 def test_running_totals_are_scored_by_their_last_number():

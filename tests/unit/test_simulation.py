@@ -465,7 +465,7 @@ def begins_too_early(self, version):
     )
 
 
-def makes_a_short_batch(self, step, wanted=RolloutBuffer._wanted):
+def makes_a_short_batch(self, step, wanted=RolloutBuffer._quotas):
     return [max(1, count - 1) for count in wanted(self, step)]
 
 
@@ -494,7 +494,7 @@ def rejects_too_late(self, step, reject=RolloutBuffer.reject):
 
 WRONG = {
     "begins too early": [(Admission, "_deep_enough", begins_too_early)],
-    "makes a short batch": [(RolloutBuffer, "_wanted", makes_a_short_batch)],
+    "makes a short batch": [(RolloutBuffer, "_quotas", makes_a_short_batch)],
     "trains on it again": [(RolloutBuffer, "_consume", trains_on_it_again)],
     "frees no place": [(Admission, "finish", frees_no_place)],
     "forgets who is done": [(RolloutBuffer, "ledger", forgets_who_is_done)],

@@ -28,14 +28,14 @@ _APP = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 _ACT = "step"  # name of the tool for environments without tools
 
 
-def look(asked):
+def look(request):
     """Raises Mistake."""
     if (
         importlib.util.find_spec("openenv") is None
         or importlib.util.find_spec("openenv.core") is None
     ):
         raise Mistake("the package openenv is not installed there")
-    for server in asked["servers"]:
+    for server in request["servers"]:
         if not _URL.fullmatch(server):
             if not _APP.fullmatch(server):
                 raise Mistake(
@@ -45,19 +45,19 @@ def look(asked):
             check_module(server.partition(":")[0])
 
 
-def load(asked):
+def load(request):
     """Starts the servers that this program serves, and asks which actions the environment has.
 
     Raises Mistake.
     """
-    look(asked)
-    served = asked["do"] == "serve"
-    if not served and not any(isinstance(rows, str) for rows in asked["rows"].values()):
-        return Hub(asked, {})  # seeds need no server
-    urls = [server if _URL.fullmatch(server) else _serve(server) for server in asked["servers"]]
-    hub = Hub(asked, dict.fromkeys((url.rstrip("/") for url in urls), 0))
+    look(request)
+    served = request["do"] == "serve"
+    if not served and not any(isinstance(rows, str) for rows in request["rows"].values()):
+        return Hub(request, {})  # seeds need no server
+    urls = [server if _URL.fullmatch(server) else _serve(server) for server in request["servers"]]
+    hub = Hub(request, dict.fromkeys((url.rstrip("/") for url in urls), 0))
     # earlier than start_s, so that the caller still gets the reason
-    end = time.monotonic() + 0.5 * asked["start_s"]
+    end = time.monotonic() + 0.5 * request["start_s"]
     for url in hub.sessions:
         _wait_for(url, end)
     if served:
@@ -92,11 +92,11 @@ def _wait_for(url, end):
             answer = httpx.get(f"{_http(url)}/health", timeout=10.0)
             if answer.is_success:
                 return
-            told = f"status {answer.status_code}"
+            status = f"status {answer.status_code}"
         except httpx.HTTPError as error:
-            told = shown(error)
+            status = shown(error)
         if time.monotonic() > end:
-            raise Mistake(f"{url}/health: {told}")
+            raise Mistake(f"{url}/health: {status}")
         time.sleep(0.2)
 
 
@@ -105,27 +105,26 @@ async def _ask_for_actions(hub, end):
 
     Raises Mistake.
     """
-    text_field = hub.asked["text_field"]
+    text_field = hub.request["text_field"]
     url = next(iter(hub.sessions))
     schema = _json(f"{_http(url)}/schema")["action"]
-    fields = {
-        name: each for name, each in schema.get("properties", {}).items() if name != "metadata"
-    }
+    fields = {**schema.get("properties", {})}
+    fields.pop("metadata", None)
     if text_field is None:
-        listed = await _mcp_tools(url, hub.asked["start_s"], end)
+        listed = await _mcp_tools(url, hub.request["start_s"], end)
         hub.by_mcp = bool(listed)
-        own = [
-            _tool(each["name"], each.get("description"), each.get("input_schema"))
-            for each in listed
+        hub.tools = [
+            _tool(tool["name"], tool.get("description"), tool.get("input_schema"))
+            for tool in listed
         ]
-        hub.tools = own or [
-            _tool(_ACT, schema.get("description"), {**schema, "properties": fields})
-        ]
-    elif text_field not in fields:
+        if not listed:
+            step = {**schema, "properties": fields}
+            hub.tools = [_tool(_ACT, schema.get("description"), step)]
+        return
+    if text_field not in fields:
         raise Mistake(f"text_field={text_field}: an action has {', '.join(fields) or 'no fields'}")
-    elif missing := [
-        name for name in schema.get("required", []) if name not in (text_field, "metadata")
-    ]:
+    missing = [name for name in schema.get("required", []) if name not in (text_field, "metadata")]
+    if missing:
         raise Mistake(f"text_field={text_field}: an action needs {', '.join(missing)} too")
 
 
@@ -148,8 +147,9 @@ async def _mcp_tools(url, limit_s, end):
                 if code_of(error) != FULL or time.monotonic() > end:
                     raise Mistake(f"{url}: its tools cannot be listed: {error}") from error
         await asyncio.sleep(0.5)
-    if failed := (observation.get("metadata") or {}).get("error"):
-        raise Mistake(f"{url}: its tools cannot be listed: {failed}")
+    error = (observation.get("metadata") or {}).get("error")
+    if error:
+        raise Mistake(f"{url}: its tools cannot be listed: {error}")
     return observation.get("tools") or []
 
 
@@ -167,33 +167,35 @@ def write_rows(hub, files):
 
     Returns a line about each file. Raises Mistake.
     """
-    asked = hub.asked
-    told = []
+    request = hub.request
+    summary = []
     seeds = 0
     system = (
-        [{"role": "system", "content": asked["system_prompt"]}] if asked["system_prompt"] else []
+        [{"role": "system", "content": request["system_prompt"]}]
+        if request["system_prompt"]
+        else []
     )
-    prompt = [*system, {"role": "user", "content": asked["instructions"]}]
+    prompt = [*system, {"role": "user", "content": request["instructions"]}]
     for split, file in files.items():
-        wanted = asked["rows"].get(split)
-        if wanted is None:
+        source = request["rows"].get(split)
+        if source is None:
             raise Mistake(
                 f"rollout.args.rows has no {split}: give a number of seeds, or the name of a "
                 "split of the environment's tasks"
             )
-        if isinstance(wanted, str):
+        if isinstance(source, str):
             resets = [
-                {"split": wanted, "index": index} for index in range(_number_of_tasks(hub, wanted))
+                {"split": source, "index": index} for index in range(_number_of_tasks(hub, source))
             ]
         else:
-            resets = [{"seed": seed} for seed in range(seeds, seeds + wanted)]
-            seeds += wanted
+            resets = [{"seed": seed} for seed in range(seeds, seeds + source)]
+            seeds += source
         with open(file, "w", encoding="utf-8") as out:
             out.writelines(
                 json.dumps({"prompt": prompt, "reset": reset}) + "\n" for reset in resets
             )
-        told.append(f"{file}: {len(resets)} rows\n")
-    return told
+        summary.append(f"{file}: {len(resets)} rows\n")
+    return summary
 
 
 def _number_of_tasks(hub, split):

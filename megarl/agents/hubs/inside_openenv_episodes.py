@@ -32,7 +32,7 @@ _NO_ROOM = ("context_length_exceeded", "request_too_large", "max_calls")
 
 @dataclass
 class Hub:
-    asked: dict
+    request: dict
     sessions: dict  # URL -> number of open sessions
     # URL of an unreachable server -> until when it comes last
     away: dict = field(default_factory=dict)
@@ -62,14 +62,14 @@ class _Course:
         else:
             self.rewards.append(float(result.reward))
 
-    def told(self, how):
+    def outcome(self, rule):
         if not self.rewards:
             return {
                 "kind": "reward",
                 "error": f"none of its {self.steps} steps had a reward",
                 "start": self.start,
             }
-        reward = math.fsum(self.rewards) if how == "sum" else self.rewards[-1]
+        reward = math.fsum(self.rewards) if rule == "sum" else self.rewards[-1]
         # A reward that is NaN arrives as None: servers write it as null.
         metrics = {
             "env_steps": self.steps,
@@ -80,43 +80,43 @@ class _Course:
         return {"reward": reward, "metrics": metrics, "start": self.start}
 
 
-async def play(hub, asked):
+async def play(hub, request):
     """Returns the outcome of each episode. All episodes together take at most `deadline_s`."""
-    end = time.monotonic() + asked["deadline_s"]
-    told = await asyncio.gather(
-        *(within(end, asked, _episode(hub, asked, episode)) for episode in asked["episodes"])
+    end = time.monotonic() + request["deadline_s"]
+    outcomes = await asyncio.gather(
+        *(within(end, request, _episode(hub, request, episode)) for episode in request["episodes"])
     )
-    different = len({each.pop("start") for each in told if "start" in each}) > 1
-    for each in told:
-        if "metrics" in each:
-            each["metrics"]["other_starts"] = float(different)
-    return told
+    different = len({outcome.pop("start") for outcome in outcomes if "start" in outcome}) > 1
+    for outcome in outcomes:
+        if "metrics" in outcome:
+            outcome["metrics"]["other_starts"] = float(different)
+    return outcomes
 
 
-async def _episode(hub, asked, episode):
-    row = asked["row"]
+async def _episode(hub, request, episode):
+    row = request["row"]
     async with contextlib.AsyncExitStack() as stack:
         session, first = await stack.enter_async_context(
-            _session(hub, asked, row.get("reset") or {})
+            _session(hub, request, row.get("reset") or {})
         )
-        policy = await stack.enter_async_context(policy_of(episode, timeout=asked["deadline_s"]))
+        policy = await stack.enter_async_context(policy_of(episode, timeout=request["deadline_s"]))
         course = _Course(
-            _start(first.observation, hub.asked["shown"]),
+            _start(first.observation, hub.request["shown"]),
             bool(first.done),
             [float(first.reward)] if first.reward else [],
         )
         messages = _begin(row.get("prompt") or "", course.start)
-        for _ in range(hub.asked["max_turns"]):
-            said = None if course.ended else await _ask(hub, asked, policy, messages)
-            answers = await _answer(hub, session, course, said) if said else []
+        for _ in range(hub.request["max_turns"]):
+            message = None if course.ended else await _ask(hub, request, policy, messages)
+            answers = await _answer(hub, session, course, message) if message else []
             if not answers:
                 break
-            messages += [said, *answers]
-        return course.told(hub.asked["reward"])
+            messages += [message, *answers]
+        return course.outcome(hub.request["reward"])
 
 
 @contextlib.asynccontextmanager
-async def _session(hub, asked, reset):
+async def _session(hub, request, reset):
     """A session and its first result, at the server with the fewest of our sessions.
 
     A full server is asked again. So is an unreachable server, after all others, for as long as a
@@ -127,14 +127,14 @@ async def _session(hub, asked, reset):
 
     wait_s, longest_s = _ASK_AGAIN_S
     # before the time limit, to give the reason
-    patient = time.monotonic() + 0.5 * min(hub.asked["start_s"], asked["deadline_s"])
+    patient = time.monotonic() + 0.5 * min(hub.request["start_s"], request["deadline_s"])
     while True:
-        url = _chosen(hub)
+        url = _least_loaded(hub)
         hub.sessions[url] += 1
         try:
             async with contextlib.AsyncExitStack() as stack:
                 try:
-                    client = GenericEnvClient(base_url=url, message_timeout_s=asked["deadline_s"])
+                    client = GenericEnvClient(base_url=url, message_timeout_s=request["deadline_s"])
                     session = await stack.enter_async_context(client)
                     first = await session.reset(**reset)
                 except RuntimeError as error:
@@ -153,7 +153,7 @@ async def _session(hub, asked, reset):
         wait_s = min(2 * wait_s, longest_s)
 
 
-def _chosen(hub):
+def _least_loaded(hub):
     now = time.monotonic()
     return min(hub.sessions, key=lambda url: (hub.away.get(url, 0.0) > now, hub.sessions[url]))
 
@@ -166,20 +166,20 @@ def _begin(prompt, start):
         if messages and messages[-1]["role"] == "user"
         else {"role": "user", "content": ""}
     )
-    said = last["content"]
-    if isinstance(said, list):  # parts, which are texts
-        said = "".join(part["text"] for part in said)
-    return [*messages, {**last, "content": "\n".join(filter(None, [said, start]))}]
+    text = last["content"]
+    if isinstance(text, list):  # parts, which are texts
+        text = "".join(part["text"] for part in text)
+    return [*messages, {**last, "content": "\n".join(filter(None, [text, start]))}]
 
 
-async def _ask(hub, asked, policy, messages):
+async def _ask(hub, request, policy, messages):
     """The policy's next message; None if it has no room or calls left."""
     import openai
 
     tools = {"tools": hub.tools} if hub.tools else {}
     try:
         answer = await policy.chat.completions.create(
-            model=asked["model"], messages=messages, **tools
+            model=request["model"], messages=messages, **tools
         )
     except openai.APIStatusError as error:
         if error.code in _NO_ROOM:
@@ -188,18 +188,18 @@ async def _ask(hub, asked, policy, messages):
     return answer.choices[0].message.model_dump(exclude_none=True)
 
 
-async def _answer(hub, session, course, said):
+async def _answer(hub, session, course, message):
     """The messages that answer the policy's message.
 
     Empty if it calls no tool, which ends the episode. Calls after the end are ignored.
     """
     if not hub.tools:
         text, _ = await _step(
-            hub, session, course, {hub.asked["text_field"]: said.get("content") or ""}
+            hub, session, course, {hub.request["text_field"]: message.get("content") or ""}
         )
         return [{"role": "user", "content": text}]
     answers = []
-    for call in said.get("tool_calls") or ():
+    for call in message.get("tool_calls") or ():
         if not course.ended:
             function = call["function"]
             answer = await _call(
@@ -220,9 +220,10 @@ async def _call(hub, session, course, name, arguments):
         hub, session, course, {"type": "call_tool", "tool_name": name, "arguments": arguments}
     )
     # otherwise it is an ordinary field of the observation
-    if isinstance(failed := observation.get("error"), dict):
+    error = observation.get("error")
+    if isinstance(error, dict):
         course.refused += 1
-        return f"error: {failed.get('message', '')}"
+        return f"error: {error.get('message', '')}"
     return _text_of_tool(observation.get("result"), text)
 
 
@@ -239,7 +240,7 @@ async def _step(hub, session, course, action):
         course.refused += 1
         return "error: the action does not have the form of one", {}
     course.take(result)
-    return _text(result.observation, hub.asked["shown"]), result.observation
+    return _text(result.observation, hub.request["shown"]), result.observation
 
 
 def _start(observation, fields):
@@ -261,17 +262,17 @@ def _text(observation, fields):
     A single text is shown as it is.
     """
     if fields is None:
-        kept = {
+        shown_fields = {
             name: value
             for name, value in observation.items()
             if name != "metadata" and value not in (None, "", [], {})
         }
     else:
-        kept = {name: observation[name] for name in fields if name in observation}
-    values = list(kept.values())
+        shown_fields = {name: observation[name] for name in fields if name in observation}
+    values = list(shown_fields.values())
     if len(values) == 1 and isinstance(values[0], str):
         return values[0]
-    return json.dumps(kept, ensure_ascii=False) if kept else ""
+    return json.dumps(shown_fields, ensure_ascii=False) if shown_fields else ""
 
 
 def _text_of_tool(result, otherwise):
@@ -293,5 +294,5 @@ def _text_of_tool(result, otherwise):
 
 def code_of(error):
     """The server's error code in an exception of the client; empty without one."""
-    found = _CODE.search(str(error))
-    return found.group(1) if found else ""
+    match = _CODE.search(str(error))
+    return match.group(1) if match else ""

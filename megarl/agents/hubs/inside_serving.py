@@ -39,10 +39,10 @@ class Mistake(Exception):
 def check_module(module):
     """Finds a module without importing it; imports the packages above it. Raises Mistake."""
     try:
-        found = _MODULE.fullmatch(module) and importlib.util.find_spec(module)
+        spec = _MODULE.fullmatch(module) and importlib.util.find_spec(module)
     except ModuleNotFoundError:
-        found = None
-    if not found:
+        spec = None
+    if not spec:
         raise Mistake(f"its module {module} is not installed there")
 
 
@@ -61,24 +61,24 @@ def main(look, load, write_rows, play):
         sys.exit(" ".join(str(mistake).split("\n")))
 
 
-def _do(asked, look, load, write_rows, play):
-    if asked["do"] == "look":
-        look(asked)
+def _do(request, look, load, write_rows, play):
+    if request["do"] == "look":
+        look(request)
         return
     # Environments print and start programs. Neither may disturb the requests and replies.
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    environment = load(asked)
-    if asked["do"] == "rows":
-        replies.writelines(write_rows(environment, asked["files"]))
+    environment = load(request)
+    if request["do"] == "rows":
+        replies.writelines(write_rows(environment, request["files"]))
     else:
         asyncio.run(_serve(functools.partial(play, environment), requests, replies))
     replies.flush()
 
 
-async def within(end, asked, coroutine) -> Any:
+async def within(end, request, coroutine) -> Any:
     """The coroutine's result, or the reason of its failure: its exception, or that it took until
     `end`. An environment may itself raise TimeoutError and CancelledError, for example if it calls
     other services.
@@ -94,7 +94,7 @@ async def within(end, asked, coroutine) -> Any:
         else task.exception()
     )
     if late:
-        return {"kind": "deadline", "error": f"it took longer than {asked['deadline_s']:g} s"}
+        return {"kind": "deadline", "error": f"it took longer than {request['deadline_s']:g} s"}
     return {"kind": "environment", "error": shown(error)} if error else task.result()
 
 
@@ -115,13 +115,13 @@ def policy_of(episode, **settings):
     )
 
 
-def metrics_of(found):
+def metrics_of(values):
     """Metrics by reportable names.
 
     A reward function may be called `reward`, though its value is not the reward of the episode.
     """
     metrics = {
-        re.sub(r"\W", "_", str(name), flags=re.ASCII): value for name, value in found.items()
+        re.sub(r"\W", "_", str(name), flags=re.ASCII): value for name, value in values.items()
     }
     return {"reward_" if name == "reward" else name: value for name, value in metrics.items()}
 
@@ -134,15 +134,15 @@ def shown(error):
     )[:SAID]
 
 
-def _fitting(told):
+def _fitting(outcome):
     """The outcome of an episode as JSON.
 
     Metrics may have any type and size, and errors may contain half characters.
     """
-    if "error" in told:
-        return {**told, "error": told["error"].encode(errors="backslashreplace").decode()}
+    if "error" in outcome:
+        return {**outcome, "error": outcome["error"].encode(errors="backslashreplace").decode()}
     try:
-        written = json.dumps(told, default=_plain)
+        written = json.dumps(outcome, default=_plain)
     except Exception as error:  # whatever the environment's objects raise
         return {
             "kind": "reward",
@@ -163,12 +163,17 @@ def _plain(value):
 
 
 async def _serve(play, requests, replies):
-    def say(told):
-        replies.write(json.dumps(told) + "\n")
+    def say(reply):
+        replies.write(json.dumps(reply) + "\n")
         replies.flush()
 
-    async def answer(asked):
-        say({"id": asked["id"], "episodes": [_fitting(told) for told in await play(asked)]})
+    async def answer(request):
+        say(
+            {
+                "id": request["id"],
+                "episodes": [_fitting(outcome) for outcome in await play(request)],
+            }
+        )
 
     def read():
         for line in requests:
@@ -179,18 +184,20 @@ async def _serve(play, requests, replies):
             os.killpg(0, signal.SIGKILL)
         os._exit(0)
 
-    async def begin(asked):
-        running.add(task := asyncio.ensure_future(answer(asked)))
-        task.add_done_callback(done)
+    async def begin(request):
+        task = asyncio.ensure_future(answer(request))
+        running.add(task)
+        task.add_done_callback(finish)
 
-    def done(task):
+    def finish(task):
         running.discard(task)
         if not task.cancelled() and task.exception():
             ended.set_exception(task.exception())
 
     # before the first episode, so that it does not count in its time
     importlib.import_module("openai")
-    loop, running = asyncio.get_running_loop(), set()
+    loop = asyncio.get_running_loop()
+    running = set()
     ended = loop.create_future()
     threading.Thread(target=read, daemon=True).start()
     say({"ready": True})

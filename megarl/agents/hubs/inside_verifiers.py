@@ -26,22 +26,22 @@ _CLEANING_S = 5.0
 _failed_functions = contextvars.ContextVar("reward functions that have failed")
 
 
-def look(asked):
+def look(request):
     """The module and attribute that the environment's name stands for, not yet imported.
 
     A name from the hub has no attribute.
 
     Raises Mistake.
     """
-    there = importlib.util.find_spec("verifiers")
-    if there is None:
+    spec = importlib.util.find_spec("verifiers")
+    if spec is None:
         raise Mistake("the package verifiers is not installed there")
-    if asked.get("rows"):
+    if request.get("rows"):
         raise Mistake(
             "rollout.args.rows is for verifiers from 0.4 on; environments of earlier versions "
             "have rows of train and eval"
         )
-    module, _, attribute = asked["environment"].partition(":")
+    module, _, attribute = request["environment"].partition(":")
     module = module if attribute else module.split("/")[-1].replace("-", "_")
     check_module(module)
     return module, attribute
@@ -52,8 +52,8 @@ def _is_v1():
 
     (A module in this folder is called `verifiers` too.)
     """
-    there = importlib.machinery.PathFinder.find_spec("verifiers", sys.path[1:])
-    places = there.submodule_search_locations or () if there else ()
+    spec = importlib.machinery.PathFinder.find_spec("verifiers", sys.path[1:])
+    places = spec.submodule_search_locations or () if spec else ()
     inside = {
         inner
         for place in places
@@ -63,16 +63,16 @@ def _is_v1():
     return inside == {"v1"}
 
 
-def load(asked):
+def load(request):
     """Raises Mistake."""
-    module, attribute = look(asked)
+    module, attribute = look(request)
     import verifiers as vf
 
     try:
         make = getattr(importlib.import_module(module), attribute) if attribute else None
         load_it = vf.load_environment  # pyright: ignore[reportAttributeAccessIssue]
         environment = (
-            make(**asked["args"]) if make else load_it(asked["environment"], **asked["args"])
+            make(**request["args"]) if make else load_it(request["environment"], **request["args"])
         )
     except Exception as error:  # whatever the environment raises
         raise Mistake(f"it cannot be loaded: {shown(error)}") from error
@@ -91,11 +91,11 @@ def write_rows(environment, files):
 
     Returns a line about each file. Raises Mistake.
     """
-    told = []
-    own = {"train": environment.get_dataset, "eval": environment.get_eval_dataset}
+    summary = []
+    datasets = {"train": environment.get_dataset, "eval": environment.get_eval_dataset}
     for split, file in files.items():
         try:
-            rows = own[split]()
+            rows = datasets[split]()
             lines = [
                 json.dumps({name: value for name, value in row.items() if value is not None})
                 for row in rows
@@ -104,42 +104,44 @@ def write_rows(environment, files):
             raise Mistake(f"its {split} rows cannot be had: {shown(error)}") from error
         with open(file, "w", encoding="utf-8") as out:
             out.writelines(f"{line}\n" for line in lines)
-        told.append(f"{file}: {len(lines)} rows\n")
-    return told
+        summary.append(f"{file}: {len(lines)} rows\n")
+    return summary
 
 
-async def play(environment, asked):
+async def play(environment, request):
     """Returns the outcome of each episode. All episodes together take at most `deadline_s`."""
-    end = time.monotonic() + asked["deadline_s"]
+    end = time.monotonic() + request["deadline_s"]
     alone = not _compares(environment)
-    ran = await asyncio.gather(
-        *(_episode(environment, asked, episode, end) for episode in asked["episodes"])
+    runs = await asyncio.gather(
+        *(_episode(environment, request, episode, end) for episode in request["episodes"])
     )
-    states = [state for state, wrong in ran if wrong is None]
+    states = [state for state, error in runs if error is None]
     scoring = (
         [_scored(environment.rubric.score_rollout, state) for state in states] if alone else []
     )
     scoring += [_scored(environment.rubric.score_group, states)] if states and not alone else []
-    found = await asyncio.gather(*(within(end, asked, each) for each in scoring))
-    failures = iter(found if alone else found * len(states))
-    told = [wrong or next(failures) or _result(state) for state, wrong in ran]
+    scoring_failures = await asyncio.gather(
+        *(within(end, request, coroutine) for coroutine in scoring)
+    )
+    failures = iter(scoring_failures if alone else scoring_failures * len(states))
+    outcomes = [error or next(failures) or _result(state) for state, error in runs]
     cleaned = time.monotonic() + _CLEANING_S
     await asyncio.gather(
-        *(within(cleaned, asked, environment.rubric.cleanup(state)) for state in states)
+        *(within(cleaned, request, environment.rubric.cleanup(state)) for state in states)
     )
-    return told
+    return outcomes
 
 
 def _compares(environment):
     """Whether the rubric scores the rollouts of a row together."""
-    known = getattr(environment, "requires_group_rollouts", None)
-    if known is not None:
-        return known
+    declared = getattr(environment, "requires_group_rollouts", None)
+    if declared is not None:
+        return declared
     rubrics = getattr(environment.rubric, "rubrics", [environment.rubric])
     return any(rubric._is_group_func(function) for rubric in rubrics for function in rubric.funcs)
 
 
-async def _episode(environment, asked, episode, end):
+async def _episode(environment, request, episode, end):
     """The state of the finished episode, and its error or None."""
     state = None
 
@@ -147,7 +149,7 @@ async def _episode(environment, asked, episode, end):
         nonlocal state
         async with policy_of(episode) as native:
             state = await environment.rollout(
-                copy.deepcopy(asked["row"]), _client(native), asked["model"], {}
+                copy.deepcopy(request["row"]), _client(native), request["model"], {}
             )
         return (
             {"kind": "environment", "error": shown(state["error"])}
@@ -155,8 +157,8 @@ async def _episode(environment, asked, episode, end):
             else None
         )
 
-    wrong = await within(end, asked, run())
-    return state, wrong
+    error = await within(end, request, run())
+    return state, error
 
 
 def _client(native):

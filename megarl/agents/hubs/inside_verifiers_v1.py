@@ -34,37 +34,40 @@ class Loaded:
     rows: dict[str, dict[str, Any]]  # split -> its settings
 
 
-def look(asked):
+def look(request):
     """Raises Mistake if the taskset's module is not installed."""
-    module = asked["environment"].split("/")[-1].split("@")[0].replace("-", "_").lower()
-    there = importlib.util.find_spec("verifiers")
-    folders = there.submodule_search_locations or () if there else ()
+    module = request["environment"].split("/")[-1].split("@")[0].replace("-", "_").lower()
+    spec = importlib.util.find_spec("verifiers")
+    folders = spec.submodule_search_locations or () if spec else ()
     if not any(os.path.isdir(os.path.join(folder, "v1", "tasksets", module)) for folder in folders):
         check_module(module)
 
 
-def load(asked):
+def load(request):
     """Raises Mistake."""
-    look(asked)
+    look(request)
     import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 
-    raw = _with_taskset(asked["args"], asked["environment"], {})
+    raw = _with_taskset(request["args"], request["environment"], {})
     try:
         config = vf.resolve_env_config(raw)
         data = type(vf.load_environment(config).taskset).task_type().data_type()
     except Exception as error:  # whatever the taskset, its harness or the configuration raises
         raise Mistake(f"it cannot be loaded: {_line(error)}") from error
-    if lost := [name for name, field in data.model_fields.items() if field.exclude]:
+    excluded = [name for name, field in data.model_fields.items() if field.exclude]
+    if excluded:
         raise Mistake(
             f"its tasks cannot be written as rows: {data.__name__} does not serialize "
-            f"{', '.join(lost)}"
+            f"{', '.join(excluded)}"
         )
-    return Loaded(asked["environment"], config, raw, _agent(vf, config), asked.get("rows") or {})
+    return Loaded(
+        request["environment"], config, raw, _agent(vf, config), request.get("rows") or {}
+    )
 
 
-def _with_taskset(args, environment, own):
-    """The fields of an EnvConfig, with the taskset's id and its `own` fields. Raises Mistake."""
-    taskset = {**(args.get("taskset") or {}), **own}
+def _with_taskset(args, environment, taskset_fields):
+    """The fields of an EnvConfig, with the taskset's id and these fields. Raises Mistake."""
+    taskset = {**(args.get("taskset") or {}), **taskset_fields}
     if taskset.get("id", environment) != environment:
         raise Mistake(
             f"args.taskset.id={taskset['id']} is another one than environment={environment}"
@@ -91,7 +94,7 @@ def write_rows(loaded, files):
 
     Returns a line about each file. Raises Mistake.
     """
-    told = []
+    summary = []
     for split, file in files.items():
         try:
             lines = [json.dumps(_row(loaded, task)) for task in _tasks(loaded, split)]
@@ -101,8 +104,8 @@ def write_rows(loaded, files):
             raise Mistake(f"its {split} rows cannot be had: {_line(error)}") from error
         with open(file, "w", encoding="utf-8") as out:
             out.writelines(f"{line}\n" for line in lines)
-        told.append(f"{file}: {len(lines)} rows\n")
-    return told
+        summary.append(f"{file}: {len(lines)} rows\n")
+    return summary
 
 
 def _tasks(loaded, split):
@@ -114,15 +117,15 @@ def _tasks(loaded, split):
             f"a taskset has no splits: rollout.args.rows.{split} must say which tasks {split} has "
             f"({_SPLIT_FIELDS})"
         )
-    asked = dict(loaded.rows[split])
-    own = asked.pop("taskset", {})
-    if "task" in own:
+    selection = dict(loaded.rows[split])
+    taskset_fields = selection.pop("taskset", {})
+    if "task" in taskset_fields:
         raise Mistake(
             f"rollout.args.rows.{split}.taskset.task: what tasks read while they are played "
             "belongs in args.taskset.task"
         )
-    config = vf.resolve_env_config(_with_taskset(loaded.raw, loaded.taskset, own))
-    tasks = vf.load_taskset(config.taskset).select(vf.SelectConfig.model_validate(asked))
+    config = vf.resolve_env_config(_with_taskset(loaded.raw, loaded.taskset, taskset_fields))
+    tasks = vf.load_taskset(config.taskset).select(vf.SelectConfig.model_validate(selection))
     if not tasks.bounded:
         raise Mistake(f"its tasks never end: set rollout.args.rows.{split}.limit")
     return tasks
@@ -173,7 +176,7 @@ def _task_of(loaded, row):
     return task
 
 
-async def play(loaded, asked):
+async def play(loaded, request):
     """Returns the outcome of each episode. All episodes together take at most `deadline_s`.
 
     Each request has its own Env, since its server keeps a client for each endpoint, and each
@@ -181,32 +184,34 @@ async def play(loaded, asked):
     """
     import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 
-    end = time.monotonic() + asked["deadline_s"]
-    told = {}
+    end = time.monotonic() + request["deadline_s"]
+    outcomes = {}
 
     async def one(environment, number):
-        told[number] = await within(
-            end, asked, _episode(loaded, environment, asked, asked["episodes"][number])
+        outcomes[number] = await within(
+            end, request, _episode(loaded, environment, request, request["episodes"][number])
         )
 
     async def serve():
         environment = vf.load_environment(loaded.config)
         async with environment.serving():
             await asyncio.gather(
-                *(one(environment, number) for number in range(len(asked["episodes"])))
+                *(one(environment, number) for number in range(len(request["episodes"])))
             )
 
-    wrong = await within(end + _CLEANING_S, asked, serve())
-    return [told.get(number, wrong) for number in range(len(asked["episodes"]))]
+    failure = await within(end + _CLEANING_S, request, serve())
+    return [outcomes.get(number, failure) for number in range(len(request["episodes"]))]
 
 
-async def _episode(loaded, environment, asked, episode):
+async def _episode(loaded, environment, request, episode):
     from verifiers.v1 import EvalClientConfig, ModelContext  # pyright: ignore[reportMissingImports]
 
     with _key(episode["key"]) as variable:
         client = EvalClientConfig(base_url=episode["url"], api_key_var=variable)
-        [slot] = environment.slots(_task_of(loaded, asked["row"]))
-        played = await environment.run_slot(slot, ModelContext(model=asked["model"], client=client))
+        [slot] = environment.slots(_task_of(loaded, request["row"]))
+        played = await environment.run_slot(
+            slot, ModelContext(model=request["model"], client=client)
+        )
     return _wrong(played) or _result(loaded, played)
 
 
@@ -231,13 +236,13 @@ def _wrong(episode):
     """
     failed = [trace for trace in episode.traces if not trace.ok]
     error = episode.last_error or next((trace.last_error for trace in failed), None)
-    told = f"{error.type}: {error.message}" if error else "it did not end well"
+    message = f"{error.type}: {error.message}" if error else "it did not end well"
     if episode.is_timeout:
-        return {"kind": "deadline", "error": told}
+        return {"kind": "deadline", "error": message}
     if episode.ok:
         return None
     scoring = not episode.errors and any(trace.timing.scoring.start for trace in failed)
-    return {"kind": "reward" if scoring else "environment", "error": told}
+    return {"kind": "reward" if scoring else "environment", "error": message}
 
 
 def _result(loaded, episode):
@@ -250,11 +255,11 @@ def _result(loaded, episode):
     [trace] = traces
     unscored = [name for name, reward in trace.rewards.items() if reward is None]
     if unscored or not trace.rewards:
-        why = (
+        reason = (
             f"rewards were not given: {', '.join(unscored) or 'it has none'} (stopped by "
             f"{trace.stop_condition})"
         )
-        return {"kind": "deadline" if trace.is_timeout else "reward", "error": why}
+        return {"kind": "deadline" if trace.is_timeout else "reward", "error": reason}
     scores = {name: reward.score for name, reward in trace.rewards.items()}
     metrics = {
         **scores,

@@ -63,7 +63,7 @@ class OpenEnv(HubRollout):
         """Raises: ConfigError with all problems of the arguments, also if the interpreter lacks the
         package or an app.
         """
-        asked = {
+        request = {
             "text_field": text_field,
             "shown": shown,
             "reward": reward,
@@ -71,10 +71,11 @@ class OpenEnv(HubRollout):
             "start_s": start_s,
             "rows": rows,
         }
-        interpreter = _interpreter(server, asked, python, folder, variables)
-        if problems := problems_of(
+        interpreter = _interpreter(server, request, python, folder, variables)
+        problems = problems_of(
             lambda: check_on_crash(on_crash), lambda: interpreter.run("look", LOOK_S)
-        ):
+        )
+        if problems:
             raise ConfigError(problems)
         super().__init__(
             rollout="openenv",
@@ -104,15 +105,17 @@ def write_rows(arguments: dict[str, Any], files: dict[str, Path]) -> str:
     Args: arguments: rollout.args.
     """
     limit_s = arguments.get("start_s", 300.0)
-    asked = {
+    request = {
         name: arguments.get(name, default)
         for name, default in (("rows", _ROWS), ("system_prompt", ""), ("instructions", ""))
     }
-    own = {name: arguments[name] for name in ("python", "folder", "variables") if name in arguments}
+    interpreter_settings = {
+        name: arguments[name] for name in ("python", "folder", "variables") if name in arguments
+    }
     interpreter = _interpreter(
         arguments["server"],
-        {**asked, "start_s": limit_s},
-        **{"python": "python", "folder": None, "variables": {}, **own},
+        {**request, "start_s": limit_s},
+        **{"python": "python", "folder": None, "variables": {}, **interpreter_settings},
     )
     return interpreter.run(
         "rows", limit_s, files={split: str(path.absolute()) for split, path in files.items()}
@@ -125,7 +128,7 @@ def _listed(server: str | list[str]) -> list[str]:
 
 def _interpreter(
     server: str | list[str],
-    asked: dict[str, Any],
+    request: dict[str, Any],
     python: str,
     folder: str | None,
     variables: dict[str, str],
@@ -141,7 +144,7 @@ def _interpreter(
         "inside_openenv.py",
         python,
         f"rollout.args.server={', '.join(servers)}",
-        {**asked, "servers": servers},
+        {**request, "servers": servers},
         folder,
         variables,
     )

@@ -21,17 +21,13 @@ import psutil
 from msgspec import Meta
 
 from megarl.agents.endpoint import MODEL
-from megarl.agents.episode import Episode, Played
+from megarl.agents.episode import Episode, EpisodeResult
 from megarl.agents.player import MOST_METRICS, NoReward, Player, numbers
 from megarl.base.rollout_types import UNANSWERED, Prompt
 from megarl.config.errors import ConfigError
 from megarl.generator.completions import Sampling
 from megarl.rollouts.environments.base import RolloutContext
 from megarl.sandbox.jail import descendants
-
-# A process in another interpreter that plays episodes. It answers each JSON line of input with one
-# line of output, in any order.
-
 
 _MOST_LINE_BYTES = 1 << 26  # bound of a reply; each episode has at most 1 << 15
 _TAIL_BYTES = 4096
@@ -56,16 +52,17 @@ class _Process:
     waiting: dict[int, asyncio.Future[dict[str, Any]]] = field(default_factory=dict)
     errors: bytearray = field(default_factory=bytearray)  # the end of its standard error
     ready: asyncio.Event = field(default_factory=asyncio.Event)
-    gone: str = ""  # why it has ended; empty while it runs
+    end_reason: str = ""  # why it has ended; empty while it runs
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     ending: asyncio.Task[None] | None = None
 
 
 @dataclass
 class Worker:
-    """A worker process.
+    """A process in another interpreter that plays episodes.
 
-    It starts at the first request, and again at the next request after it has ended.
+    It answers each JSON line of input with one line of output, in any order. It starts at the first
+    request, and again at the next request after it has ended.
     """
 
     command: Sequence[str]
@@ -92,7 +89,7 @@ class Worker:
                 return await answer
         except TimeoutError:
             await self._end(process, f"it did not answer within {deadline_s:g} s")
-            raise WorkerFailed(process.gone) from None
+            raise WorkerFailed(process.end_reason) from None
         finally:
             process.waiting.pop(number, None)
 
@@ -131,8 +128,8 @@ class Worker:
         except asyncio.CancelledError:
             await self._end(process, "it is no longer needed")
             raise
-        if process.gone:
-            raise NotStarted(process.gone)
+        if process.end_reason:
+            raise NotStarted(process.end_reason)
         return process
 
     def _limit(self, pid: int) -> None:
@@ -150,19 +147,19 @@ class Worker:
     async def _read(self, process: _Process) -> None:
         """Reads replies until the process ends or writes an invalid one."""
         assert process.running.stdout is not None
-        why = ""
+        reason = ""
         try:
             while line := await process.running.stdout.readline():
-                told = json.loads(line)
-                if "ready" in told:
+                reply = json.loads(line)
+                if "ready" in reply:
                     process.ready.set()
-                elif (
-                    waiting := process.waiting.get(told["id"])
-                ) is not None and not waiting.done():
-                    waiting.set_result(told)
+                    continue
+                waiting = process.waiting.get(reply["id"])
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(reply)
         except (ValueError, LookupError, TypeError) as error:
-            why = f"it wrote what cannot be read: {error!r}"[:500]
-        self._begin_end(process, why)
+            reason = f"it wrote what cannot be read: {error!r}"[:500]
+        self._begin_end(process, reason)
 
     async def _keep_errors(self, process: _Process) -> None:
         assert process.running.stderr is not None
@@ -170,30 +167,30 @@ class Worker:
             process.errors += data
             del process.errors[:-_TAIL_BYTES]
 
-    def _begin_end(self, process: _Process, why: str) -> asyncio.Task[None]:
+    def _begin_end(self, process: _Process, reason: str) -> asyncio.Task[None]:
         process.ending = process.ending or asyncio.create_task(
-            self._kill(process, why), name="end of a worker"
+            self._kill(process, reason), name="end of a worker"
         )
         return process.ending
 
-    async def _end(self, process: _Process, why: str) -> None:
-        await asyncio.shield(self._begin_end(process, why))
+    async def _end(self, process: _Process, reason: str) -> None:
+        await asyncio.shield(self._begin_end(process, reason))
 
-    async def _kill(self, process: _Process, why: str) -> None:
+    async def _kill(self, process: _Process, reason: str) -> None:
         """Kills its whole session, and processes that it has started in other sessions.
 
-        Whoever waits for it gets `why`. If `why` is empty, the process has ended by itself, and its
-        exit status is the reason.
+        Whoever waits for it gets `reason`. If `reason` is empty, the process has ended by itself,
+        and its exit status is the reason.
         """
-        if not why:
+        if not reason:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.running.wait(), _EXIT_S)
         started = descendants(process.running.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.running.pid, signal.SIGKILL)
-        for each in started:
+        for descendant in started:
             with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
+                descendant.kill()
         status = await process.running.wait()
         printed, reads = process.tasks
         # a process that has left the session may hold the pipe open
@@ -201,32 +198,29 @@ class Worker:
         for task in (printed, reads):
             task.cancel()
         errors = process.errors.decode(errors="replace").strip()
-        process.gone = why or f"it ended with status {status}"
-        process.gone += f"; the end of its errors:\n{errors}" if errors else ""
+        process.end_reason = reason or f"it ended with status {status}"
+        process.end_reason += f"; the end of its errors:\n{errors}" if errors else ""
         process.ready.set()
         for answer in process.waiting.values():
             if not answer.done():
-                answer.set_exception(WorkerFailed(process.gone))
+                answer.set_exception(WorkerFailed(process.end_reason))
 
 
-def variables_for(python: str, own: dict[str, str]) -> dict[str, str]:
+def variables_for(python: str, variables: dict[str, str]) -> dict[str, str]:
     """The environment variables of a worker.
 
     From the run's it has only the places of programs and data caches, not keys.
     """
     path = f"{Path(python).parent}:{os.environ.get('PATH', os.defpath)}"
-    return {"PATH": path, "LANG": "C.UTF-8", "HOME": os.environ.get("HOME", "/"), **own}
-
-
-# A hub's program in the interpreter that has the hub's packages.
+    return {"PATH": path, "LANG": "C.UTF-8", "HOME": os.environ.get("HOME", "/"), **variables}
 
 
 class Interpreter:
-    """Runs `program`, a file of this folder.
+    """Runs `program`, a hub's program in this folder, in the interpreter that has its packages.
 
-    Args: asked: the request of the program, as JSON. key: the setting that begins messages. folder:
-    modules in it can be imported there. variables: its environment variables, besides PATH and
-    HOME.
+    Args: request: the request of the program, as JSON. key: the setting that begins messages.
+    folder: modules in it can be imported there. variables: its environment variables, besides PATH
+    and HOME.
     """
 
     def __init__(
@@ -234,50 +228,54 @@ class Interpreter:
         program: str,
         python: str,
         key: str,
-        asked: dict[str, Any],
+        request: dict[str, Any],
         folder: str | None,
         variables: dict[str, str] | None = None,
     ):
         """Raises: ConfigError if there is no such interpreter or folder."""
-        found = shutil.which(os.path.expanduser(python))
-        problems = (
-            []
-            if folder is None or Path(folder).is_dir()
-            else [f"rollout.args.folder={folder}: there is no such folder"]
-        )
-        problems += [] if found else [f"rollout.args.python={python}: there is no such program"]
-        if problems or found is None:
+        interpreter = shutil.which(os.path.expanduser(python))
+        problems = []
+        if folder is not None and not Path(folder).is_dir():
+            problems.append(f"rollout.args.folder={folder}: there is no such folder")
+        if interpreter is None:
+            problems.append(f"rollout.args.python={python}: there is no such program")
+        if problems or interpreter is None:
             raise ConfigError(problems)
         self._key = key
-        self._python = os.path.abspath(found)
+        self._python = os.path.abspath(interpreter)
         self._program = str(Path(__file__).with_name(program))
-        self._asked = asked
+        self._request = request
         self._folder = folder
-        self._own = variables or {}
+        self._variables = variables or {}
 
-    def command(self, do: str, **more: Any) -> list[str]:
-        return [self._python, "-u", self._program, json.dumps({"do": do, **self._asked, **more})]
+    def command(self, do: str, **fields: Any) -> list[str]:
+        return [
+            self._python,
+            "-u",
+            self._program,
+            json.dumps({"do": do, **self._request, **fields}),
+        ]
 
     def variables(self) -> dict[str, str]:
         paths = [os.path.abspath(self._folder)] if self._folder else []
-        paths += [self._own["PYTHONPATH"]] if "PYTHONPATH" in self._own else []
-        found = {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
-        return variables_for(self._python, {**self._own, **found})
+        paths += [self._variables["PYTHONPATH"]] if "PYTHONPATH" in self._variables else []
+        python_path = {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
+        return variables_for(self._python, {**self._variables, **python_path})
 
-    def run(self, do: str, limit_s: float, **more: Any) -> str:
+    def run(self, do: str, limit_s: float, **fields: Any) -> str:
         """The program's output.
 
         Raises ConfigError with the last line of its errors if it fails. Processes that it has
         started end with it, even if they keep a pipe open.
         """
         with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as errors:
-            status = self._status(self.command(do, **more), limit_s, printed, errors)
-            told = _written(printed)
+            status = self._status(self.command(do, **fields), limit_s, printed, errors)
+            output = _written(printed)
             wrong = _written(errors)
         if status:
             last = (wrong.strip().splitlines() or [f"it ended with status {status}"])[-1]
             raise ConfigError(f"{self._key}, with {self._python}: {last}")
-        return told
+        return output
 
     def _status(
         self, command: list[str], limit_s: float, printed: IO[bytes], errors: IO[bytes]
@@ -304,9 +302,6 @@ class Interpreter:
 def _written(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode(errors="replace")
-
-
-# Episodes of an environment in a worker process.
 
 
 LOOK_S = 120.0
@@ -340,10 +335,11 @@ class HubRollout(Player):
 
     async def play(
         self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int
-    ) -> list[Played]:
-        episodes, told = await self._attempt(context, prompt, sampling, n)
+    ) -> list[EpisodeResult]:
+        episodes, reports = await self._attempt(context, prompt, sampling, n)
         return [
-            self._score(prompt, episode, each) for episode, each in zip(episodes, told, strict=True)
+            self._score(prompt, episode, report)
+            for episode, report in zip(episodes, reports, strict=True)
         ]
 
     async def _attempt(
@@ -353,25 +349,25 @@ class HubRollout(Player):
 
         A row whose first call has no room is not tried again.
         """
-        left = self.retries
+        retries_left = self.retries
         while True:
             episodes = [self.episode(context, sampling, index) for index in range(n)]
             try:
-                told = await self._ask(episodes, prompt)
+                reports = await self._ask(episodes, prompt)
                 failed = False
             except WorkerFailed as failure:
-                if isinstance(failure, NotStarted) and not left:
+                if isinstance(failure, NotStarted) and not retries_left:
                     raise RuntimeError(
                         f"{self.name} could not be started in {self.retries + 1} attempts: "
                         f"{failure}"
                     ) from failure
-                told = [{"kind": "worker", "error": str(failure)}] * n
+                reports = [{"kind": "worker", "error": str(failure)}] * n
                 failed = True
             silent = [episode for episode in episodes if not episode.tree.turns]
             hopeless = any(episode.counts["out_of_room"] for episode in silent)
-            if not left or (not failed and (not silent or hopeless)):
-                return episodes, told
-            left -= 1
+            if not retries_left or (not failed and (not silent or hopeless)):
+                return episodes, reports
+            retries_left -= 1
 
     async def _ask(self, episodes: list[Episode], prompt: Prompt) -> list[dict[str, Any]]:
         """The worker's report on each episode.
@@ -383,7 +379,7 @@ class HubRollout(Player):
             async with self._entering:
                 for _ in range(min(len(episodes), self.at_once)):
                     await context.enter_async_context(self._places)
-            served = [
+            accesses = [
                 await context.enter_async_context(self._endpoint.serving(episode, None))
                 for episode in episodes
             ]
@@ -392,11 +388,11 @@ class HubRollout(Player):
                 "model": MODEL,
                 "deadline_s": self.deadline_s,
                 "episodes": [
-                    {"url": f"http://127.0.0.1:{port}/v1", "key": key} for key, port, *_ in served
+                    {"url": f"http://127.0.0.1:{port}/v1", "key": key} for key, port, *_ in accesses
                 ],
             }
             asking = asyncio.ensure_future(self.worker.ask(request, self.deadline_s + self.grace_s))
-            failures = [each.failed for each in served]
+            failures = [access.failed for access in accesses]
             try:
                 await asyncio.wait({asking, *failures}, return_when=asyncio.FIRST_COMPLETED)
                 for failed in failures:
@@ -407,17 +403,17 @@ class HubRollout(Player):
                 asking.cancel()
                 await asyncio.wait({asking})
 
-    def _score(self, prompt: Prompt, episode: Episode, told: dict[str, Any]) -> Played:
-        kind = told.get("kind", "")
-        why = told.get("error", "")
+    def _score(self, prompt: Prompt, episode: Episode, report: dict[str, Any]) -> EpisodeResult:
+        kind = report.get("kind", "")
+        reason = report.get("error", "")
         if not episode.tree.turns:
             kind = UNANSWERED
-            why = self.unanswered(prompt, episode, why)
+            reason = self.unanswered(prompt, episode, reason)
         if not kind:
-            reward = {"reward": told["reward"], **told["metrics"]}
+            reward = {"reward": report["reward"], **report["metrics"]}
             form = f"finite numbers, with at most {MOST_METRICS} names"
             try:
-                return self.played(
+                return self.result_of(
                     episode,
                     *numbers(
                         reward, f"its reward and metrics are not all {form}: {str(reward)[:200]}"
@@ -425,6 +421,6 @@ class HubRollout(Player):
                 )
             except NoReward as error:
                 kind = "reward"
-                why = str(error)
-        self.tell(prompt, why)
-        return self.played(episode, self.failed(kind, why), {})
+                reason = str(error)
+        self.log_failure(prompt, reason)
+        return self.result_of(episode, self.failure_score(kind, reason), {})

@@ -57,9 +57,10 @@ class Verifiers(HubRollout):
         environment.
         """
         interpreter = _interpreter(python, environment, args, rows, folder, variables)
-        if problems := problems_of(
+        problems = problems_of(
             lambda: check_on_crash(on_crash), lambda: interpreter.run("look", LOOK_S)
-        ):
+        )
+        if problems:
             raise ConfigError(problems)
         super().__init__(
             rollout="verifiers",
@@ -88,13 +89,13 @@ def write_rows(arguments: dict[str, Any], files: dict[str, Path]) -> str:
 
     Args: arguments: rollout.args.
     """
-    own = {
+    settings = {
         name: arguments[name]
         for name in ("python", "environment", "args", "rows", "folder", "variables")
         if name in arguments
     }
     interpreter = _interpreter(
-        **{"python": "python", "args": {}, "rows": {}, "folder": None, "variables": {}, **own}
+        **{"python": "python", "args": {}, "rows": {}, "folder": None, "variables": {}, **settings}
     )
     return interpreter.run(
         "rows",
@@ -111,8 +112,8 @@ def _interpreter(
     folder: str | None,
     variables: dict[str, str],
 ) -> Interpreter:
-    asked = {"environment": environment, "args": args, "rows": rows}
+    request = {"environment": environment, "args": args, "rows": rows}
     key = f"rollout.args.environment={environment}"
     return Interpreter(
-        "inside_verifiers.py", python, key, asked, folder, {"VF_LOG_LEVEL": "ERROR", **variables}
+        "inside_verifiers.py", python, key, request, folder, {"VF_LOG_LEVEL": "ERROR", **variables}
     )

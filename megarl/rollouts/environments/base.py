@@ -110,18 +110,19 @@ def sample_problems(
             f"the first sample has branch={samples[0].branch}, but no sample of the same episode "
             "comes before it"
         ]
-    if len(whole := episodes(samples)) != n:
-        return [f"it must return {n} samples, not {len(whole)}"]
-    found = [
+    episode_count = len(episodes(samples))
+    if episode_count != n:
+        return [f"it must return {n} samples, not {episode_count}"]
+    problems = [
         f"sample {i}: {problem}"
         for i, sample in enumerate(samples)
         for problem in _problems(sample, max_tokens, vocab_size, replayed)
     ]
-    if not found and any(
+    if not problems and any(
         sample.reward != branches[0].reward for branches in episodes(samples) for sample in branches
     ):
-        found.append("the branches of an episode must have the same reward")
-    return found
+        problems.append("the branches of an episode must have the same reward")
+    return problems
 
 
 def _problems(sample: Sample, max_tokens: int, vocab_size: int, replayed: bool) -> list[str]:
@@ -148,15 +149,20 @@ def _problems(sample: Sample, max_tokens: int, vocab_size: int, replayed: bool) 
             f"reward {sample.reward!r:.200}: must be a finite number of absolute value at most "
             f"{MAX_REWARD:g}"
         )
-    if (wrong := impossible_logprobs(logprobs := view(sample.logprobs))).any():
-        problems.append(f"log-prob {logprobs[wrong][0]}: must be a finite number, at most 0")
-    if (outside := ((ids := view(sample.token_ids)) < 0) | (ids >= vocab_size)).any():
+    logprobs = view(sample.logprobs)
+    impossible = impossible_logprobs(logprobs)
+    if impossible.any():
+        problems.append(f"log-prob {logprobs[impossible][0]}: must be a finite number, at most 0")
+    ids = view(sample.token_ids)
+    outside = (ids < 0) | (ids >= vocab_size)
+    if outside.any():
         problems.append(f"token id {ids[outside][0]}: the vocabulary has 0 to {vocab_size - 1}")
     if replayed and length and not problems:
         lacking = np.ones(length, np.bool_) if sample.kept is None else sample.kept.counts == 0
-        if missing := int(
-            (lacking & view(sample.policy_mask) if sample.policy_mask else lacking).sum()
-        ):
+        if sample.policy_mask:
+            lacking = lacking & view(sample.policy_mask)
+        missing = int(lacking.sum())
+        if missing:
             problems.append(
                 f"{missing} tokens of the policy lack the sets they were drawn from, which "
                 "rollout.replay_mask needs: build samples with "
@@ -176,12 +182,9 @@ def _finite(number: Any) -> bool:
     )
 
 
-# Builds one sample from the alternating turns of policy and environment.
-
-
 @dataclass
 class Transcript:
-    """A sample under construction.
+    """A sample under construction, from the alternating turns of policy and environment.
 
     Token ids are only ever appended. Sampled text is never tokenised again, which could give other
     ids.
@@ -199,7 +202,7 @@ class Transcript:
     _versions: array[int] = field(default_factory=partial(array, "i"))
     _mask: array[int] = field(default_factory=partial(array, "b"))
     _routing: bytes = b""
-    _kept: KeptSets | None = None
+    _kept_sets: KeptSets | None = None
     _text: str = ""
     _turns: int = 0  # of the policy
     _spans: list[tuple[int, int]] = field(default_factory=list)
@@ -218,13 +221,10 @@ class Transcript:
         seed = sampling.seed
         if seed is not None and self.sample_index is not None:
             seed = seed_of(seed, self.sample_index, self._turns)
-        return replace(
-            sampling,
-            max_tokens=self.tokens_left
-            if max_tokens is None
-            else min(max_tokens, self.tokens_left),
-            seed=seed,
-        )
+        limit = self.tokens_left
+        if max_tokens is not None:
+            limit = min(max_tokens, limit)
+        return replace(sampling, max_tokens=limit, seed=seed)
 
     def add_policy(self, completion: Completion) -> None:
         self._append(
@@ -232,7 +232,7 @@ class Transcript:
             completion.logprobs,
             completion.versions,
             completion.kept,
-            mine=True,
+            by_policy=True,
         )
         # Each completion has the experts of all positions so far. Tokens of earlier turns keep the
         # experts they were sampled with.
@@ -256,7 +256,7 @@ class Transcript:
             array("f", [0.0]) * len(token_ids),
             self._versions[-1:] * len(token_ids),
             None,
-            mine=False,
+            by_policy=False,
         )
         start = len(self._text)
         self._text += self.tokenizer.decode(token_ids)
@@ -320,7 +320,7 @@ class Transcript:
             routing=self._routing,
             reward_parts=score.parts,
             failures=score.failures,
-            kept=self._kept,
+            kept=self._kept_sets,
         )
 
     def _append(
@@ -328,14 +328,14 @@ class Transcript:
         ids: array[int],
         logprobs: array[float],
         versions: array[int],
-        kept: KeptSets | None,
-        mine: bool,
+        kept_sets: KeptSets | None,
+        by_policy: bool,
     ) -> None:
-        self._kept = join_kept_sets(self._kept, len(self._ids), kept, len(ids))
+        self._kept_sets = join_kept_sets(self._kept_sets, len(self._ids), kept_sets, len(ids))
         self._ids += ids
         self._logprobs += logprobs
         self._versions += versions
-        self._mask += array("b", [mine]) * len(ids)
+        self._mask += array("b", [by_policy]) * len(ids)
 
 
 @cache

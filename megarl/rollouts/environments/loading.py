@@ -25,8 +25,6 @@ from megarl.rewards.score import Part, all_parts, parameters_of
 from megarl.rollouts.environments.base import Rollout, ToolError
 from megarl.sandbox.pool import CallFailed, WorkerPool
 
-# Checks arguments of the functions and classes that a configuration names, before anything starts.
-
 
 def check_arguments(
     function: Callable[..., Any], positional: int, arguments: dict[str, Any], setting: str, key: str
@@ -84,7 +82,7 @@ def _unknown(name: str, keywords: Iterable[str], shown: str) -> str:
     return f"{shown}: unknown argument; {hint}"
 
 
-class OwnReward(NamedTuple):
+class UserReward(NamedTuple):
     function: Callable[..., Any]
     parameters: list[str]  # the fields of rewards.score.ScoreRequest that it takes as arguments
 
@@ -111,26 +109,27 @@ def find_rollout(config: RunConfig) -> Callable[[Tokenizer], Rollout]:
     name = config.rollout.name
     arguments = config.rollout.args
     setting = f"rollout.name={name}"
-    found = find_callable(BUILT_IN.get(name, name), setting, built_in=BUILT_IN)
-    make: Callable[..., Any] = found
-    if inspect.isclass(found):
-        if not inspect.iscoroutinefunction(getattr(found, "__call__", None)):  # noqa: B004  asks whether __call__ is async
+    target = find_callable(BUILT_IN.get(name, name), setting, built_in=BUILT_IN)
+    make: Callable[..., Any] = target
+    if inspect.isclass(target):
+        call = getattr(target, "__call__", None)  # noqa: B004  asks whether __call__ is async
+        if not inspect.iscoroutinefunction(call):
             raise ConfigError(
                 f"{setting}: its objects must be callable by an async __call__; see "
                 "docs/extending.md"
             )
         return functools.partial(
-            make, **check_arguments(found, 1, arguments, setting, "rollout.args")
+            make, **check_arguments(target, 1, arguments, setting, "rollout.args")
         )
-    if not inspect.iscoroutinefunction(found):
+    if not inspect.iscoroutinefunction(target):
         raise ConfigError(f"{setting}: must be an async function or a class; see docs/extending.md")
     bound = functools.partial(
-        found, **check_arguments(found, 4, arguments, setting, "rollout.args")
+        target, **check_arguments(target, 4, arguments, setting, "rollout.args")
     )
     return lambda tokenizer: bound
 
 
-def load_reward(part: Part) -> OwnReward | None:
+def load_reward(part: Part) -> UserReward | None:
     """The user's own function that scores `part` of the reward; None if the part is built in or a
     model. Raises: ConfigError, also if a package that it needs is not installed.
     """
@@ -143,7 +142,7 @@ def load_reward(part: Part) -> OwnReward | None:
     function = find_callable(part.name, part.setting)
     if inspect.isclass(function):
         raise ConfigError(f"{part.setting}: must be a function; see docs/extending.md")
-    return OwnReward(function, parameters_of(function, part.setting))
+    return UserReward(function, parameters_of(function, part.setting))
 
 
 def check_rollout(config: RunConfig, at_hand: bool = False) -> None:
@@ -154,23 +153,21 @@ def check_rollout(config: RunConfig, at_hand: bool = False) -> None:
     With `at_hand`, if the tokenizer is not on this machine, a rollout that is a class is imported
     but not constructed.
     """
-    without = at_hand and not Path(config.model.tokenizer or config.model.path).is_dir()
-    rollout = (
-        functools.partial(find_rollout, config) if without else functools.partial(_tried, config)
-    )
+    tokenizer_missing = at_hand and not Path(config.model.tokenizer or config.model.path).is_dir()
+    check_of_rollout = find_rollout if tokenizer_missing else _check_constructed
+    rollout = functools.partial(check_of_rollout, config)
     rewards = [functools.partial(load_reward, part) for part in all_parts(config)]
-    if problems := problems_of(rollout, *rewards):
+    problems = problems_of(rollout, *rewards)
+    if problems:
         raise ConfigError(problems)
 
 
-def _tried(config: RunConfig) -> None:
+def _check_constructed(config: RunConfig) -> None:
     """Constructs the rollout, and awaits its `check`, if it has one."""
     rollout = load_rollout(config, load_tokenizer(config.model))
-    if check := getattr(rollout, "check", None):
+    check = getattr(rollout, "check", None)
+    if check:
         run_coroutine(check())
-
-
-# Worker processes for the functions that rollouts call.
 
 
 # memory limit of a tool's process: enough for Python with NumPy, and a bound on what one call can
@@ -202,10 +199,15 @@ class ToolProcesses:
             )
         if path not in self._pools:
             config = self._config
-            limits = (config.tool_workers, config.tool_timeout_s, TOOL_MEMORY_MIB)
-            paths = [place for place in sys.path if place]
             self._pools[path] = WorkerPool(
-                path, "megarl.sandbox.process", [path], *limits, paths, self._log_folder
+                path,
+                "megarl.sandbox.process",
+                [path],
+                config.tool_workers,
+                config.tool_timeout_s,
+                TOOL_MEMORY_MIB,
+                [folder for folder in sys.path if folder],
+                self._log_folder,
             )
             self._pools[path].open()
         try:
