@@ -45,7 +45,7 @@ TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Cost:
+class ChannelCost:
     """Medians over the steps, with `buffered` samples in the buffer."""
 
     buffered: int
@@ -88,7 +88,7 @@ class Trainer:
         self.curr_step += 1
 
 
-def measure(buffered: int, steps: int = STEPS) -> Cost:
+def measure(buffered: int, steps: int = STEPS) -> ChannelCost:
     """Starts processes for the generator and trainer rank 1; this process is trainer rank 0."""
     depth = -(-buffered // SAMPLES_PER_STEP)  # steps' worth of groups in the buffer
     context = multiprocessing.get_context("spawn")
@@ -97,16 +97,16 @@ def measure(buffered: int, steps: int = STEPS) -> Cost:
         tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder,
         contextlib.ExitStack() as stack,
     ):
-        generator, theirs = context.Pipe()
-        jobs = [(_generate, (theirs, key)), (_follow, (f"{folder}/store", depth, steps))]
+        generator, child_end = context.Pipe()
+        jobs = [(_generate, (child_end, key)), (_follow, (f"{folder}/store", depth, steps))]
         for target, arguments in jobs:
             process = context.Process(target=target, args=arguments, daemon=True)
             process.start()
             stack.callback(process.join, 10)
             stack.callback(process.kill)
-        theirs.close()
-        with joined(f"{folder}/store", 0):
-            receiver = _receiver(key, asked(generator), depth)
+        child_end.close()
+        with joined_ranks(f"{folder}/store", 0):
+            receiver = _receiver(key, next_message(generator), depth)
             stack.callback(receiver.link.close)
             sent_s = [_send(generator, step) for step in range(depth)]
             held_up_s = []
@@ -127,7 +127,7 @@ def measure(buffered: int, steps: int = STEPS) -> Cost:
     receive_us = statistics.median(receive_s) / SAMPLES_PER_STEP * 1e6
     held_up = statistics.median(held_up_s)
     share = (send_us + receive_us) * SAMPLES_PER_STEP / 1e6 / STEP_S
-    return Cost(
+    return ChannelCost(
         buffered, send_us, receive_us, share, held_up * 1e3, held_up / STEP_S, ledger_s * 1e3
     )
 
@@ -138,7 +138,7 @@ def _receiver(key: RunKey, address: str, depth: int) -> RolloutsReceiver:
 
 
 @contextlib.contextmanager
-def joined(store: str, rank: int) -> Iterator[None]:
+def joined_ranks(store: str, rank: int) -> Iterator[None]:
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, 2),
@@ -158,10 +158,10 @@ def _send(generator: Connection, step: int) -> float:
     Returns its CPU seconds.
     """
     generator.send(step)
-    return asked(generator)
+    return next_message(generator)
 
 
-def asked(process: Connection) -> Any:
+def next_message(process: Connection) -> Any:
     """The next message from another process of the benchmark."""
     if not process.poll(TIMEOUT_S):
         raise TimeoutError(f"a process of the benchmark did not answer within {TIMEOUT_S:.0f} s")
@@ -202,10 +202,10 @@ def _group(ordinal: int, version: int) -> Group:
     )
 
 
-def _follow(store: str, first: int, steps: int) -> None:
+def _follow(store: str, first_step: int, steps: int) -> None:
     """Trainer rank 1: receives every batch."""
-    with joined(store, 1):
-        trainer: Any = Trainer(1, first)
+    with joined_ranks(store, 1):
+        trainer: Any = Trainer(1, first_step)
         no_link: Any = None  # only rank 0 speaks with the generator
         receiver = RolloutsReceiver(no_link, TIMEOUT_S)
         for _ in range(steps):

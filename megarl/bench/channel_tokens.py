@@ -29,7 +29,7 @@ from aiohttp import web
 
 from megarl.algorithms.batches import batch_metrics, to_train_sequences
 from megarl.base.rollout_types import Batch, Group, Prompt, Sample
-from megarl.bench.channel_samples import TIMEOUT_S, Trainer, asked, joined
+from megarl.bench.channel_samples import TIMEOUT_S, Trainer, joined_ranks, next_message
 from megarl.generator.client import EngineClient
 from megarl.generator.completions import Sampling
 from megarl.messaging.link import Hub, Peer, RunKey
@@ -76,36 +76,36 @@ def measure_tokens(
     prompts: int = PROMPTS, n: int = N, tokens: int = TOKENS, steps: int = STEPS
 ) -> TokenCosts:
     """Starts the server of answers, the generator, and the trainer's ranks."""
-    context, key = multiprocessing.get_context("spawn"), RunKey.generate()
+    context = multiprocessing.get_context("spawn")
+    key = RunKey.generate()
     shape = (prompts, n, tokens)
     with (
         tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder,
         contextlib.ExitStack() as stack,
     ):
 
-        def started(target: Callable[..., None], *arguments: Any) -> Connection:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+        def start(target: Callable[..., None], *arguments: Any) -> Connection:
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=target, args=(child_end, *arguments), daemon=True)
             process.start()
-            theirs.close()
+            child_end.close()
             stack.callback(process.join, 10)
             stack.callback(process.kill)
-            return ours
+            return parent_end
 
-        url = asked(started(_serve, n, tokens))
-        generator = started(_generate, key, url, shape)
-        address = asked(generator)
+        url = next_message(start(_serve, n, tokens))
+        generator = start(_generate, key, url, shape)
+        address = next_message(generator)
         trainers = [
-            started(_train, rank, f"{folder}/store", key, address, shape, steps)
-            for rank in range(DP)
+            start(_train, rank, f"{folder}/store", key, address, shape, steps) for rank in range(DP)
         ]
         generated = []
         trained = []
         for step in range(steps):
             generator.send(step)
-            trained.append([asked(trainer) for trainer in trainers])
+            trained.append([next_message(trainer) for trainer in trainers])
             generator.send(None)
-            generated.append(asked(generator))
+            generated.append(next_message(generator))
     worst = max(range(DP), key=lambda rank: min(sum(costs[rank].values()) for costs in trained[1:]))
     wire_bytes = generated[-1].pop("wire_bytes")
     for costs in generated[:-1]:
@@ -119,7 +119,7 @@ def measure_tokens(
 
 
 def _least(costs: list[dict[str, float]]) -> dict[str, float]:
-    return min(costs, key=lambda each: sum(each.values()))
+    return min(costs, key=lambda step_costs: sum(step_costs.values()))
 
 
 class Clock:
@@ -173,7 +173,8 @@ def _serve(pipe: Connection, n: int, tokens: int) -> None:
         app.router.add_post("/generate", answer)
         runner = web.AppRunner(app)
         await runner.setup()
-        await (site := web.TCPSite(runner, "127.0.0.1", 0)).start()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
         assert site._server is not None and isinstance(site._server, asyncio.Server)
         pipe.send(f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}")
         await asyncio.Event().wait()
@@ -204,17 +205,18 @@ def _generate(pipe: Connection, key: RunKey, url: str, shape: tuple[int, int, in
                 Sample(c.token_ids, c.logprobs, c.versions, "", float(i % 2), c.finish_reason)
                 for i, c in enumerate(completions)
             ]
-            ready = pack(Group(prompt, samples))
-            wire_bytes += sum(map(len, ready.pieces))
+            packed = pack(Group(prompt, samples))
+            wire_bytes += sum(map(len, packed.pieces))
             channel.begun([ordinal], 0)
-            channel.finished(ready)
+            channel.finished(packed)
             clock.lap("pack and send")
         await client.close()
         return wire_bytes
 
     with contextlib.suppress(EOFError):
         while True:
-            step, clock = pipe.recv(), Clock()
+            step = pipe.recv()
+            clock = Clock()
             wire_bytes = asyncio.run(generate(step, clock))
             assert pipe.recv() is None
             clock.lap("pack and send")  # includes what was encrypted and written meanwhile
@@ -224,7 +226,7 @@ def _generate(pipe: Connection, key: RunKey, url: str, shape: tuple[int, int, in
     hub.close()
 
 
-class _Ranks(Trainer):
+class _PlanningTrainer(Trainer):
     """Trainer ranks that plan as the trainer does."""
 
     def assign(self, batch: Batch) -> list[list[int]]:
@@ -254,8 +256,8 @@ def _train(
 ) -> None:
     torch.set_num_threads(1)
     prompts, n, _ = shape
-    trainer: Any = _Ranks(rank, 0)
-    with joined(store, rank):
+    trainer: Any = _PlanningTrainer(rank, 0)
+    with joined_ranks(store, rank):
         link: Any = Peer("trainer.0", key, address) if rank == 0 else None
         receiver = RolloutsReceiver(
             link, TIMEOUT_S, RolloutBuffer(prompts, None) if rank == 0 else None
@@ -270,13 +272,12 @@ def _train(
             if rank == 0:
                 batch_metrics(trainer.batch, 0)
             clock.lap("metrics")
-            for microbatch in plan_microbatches(
-                [len(each) for each in sequences], DP, MICROBATCH_TOKENS
-            )[rank]:
+            lengths = [len(sequence) for sequence in sequences]
+            for microbatch in plan_microbatches(lengths, DP, MICROBATCH_TOKENS)[rank]:
                 build(microbatch, sequences, torch.device("cpu"))
             clock.lap("make tensors")
-            own = sum(len(each.token_ids) for each in trainer.batch.numbers.values())
-            pipe.send(clock.per_token(own))
+            rank_tokens = sum(len(numbers.token_ids) for numbers in trainer.batch.numbers.values())
+            pipe.send(clock.per_token(rank_tokens))
         pipe.poll(TIMEOUT_S)  # until the other side has received everything
         if link is not None:
             link.close()
@@ -287,14 +288,11 @@ def render_tokens(facts: dict[str, Any]) -> str:
         f"of numbers, CPU time a token; a step has {facts['tokens_per_step']:,} tokens of "
         f"{facts['wire_bytes_per_token']:.1f} bytes"
     )
-    lines = [
-        f"  {who}: {facts[f'{who}_ns_per_token']:.0f} ns ("
-        + ", ".join(f"{name} {ns:.1f}" for name, ns in facts[f"{who}_parts"].items())
-        + (
-            f"); {facts['generator_tokens_per_s'] / 1e6:.1f} million tokens a second"
-            if who == "generator"
-            else ")"
-        )
-        for who in ("generator", "trainer")
-    ]
-    return "\n".join([head, *lines])
+    lines = [head]
+    for side in ("generator", "trainer"):
+        parts = ", ".join(f"{name} {ns:.1f}" for name, ns in facts[f"{side}_parts"].items())
+        line = f"  {side}: {facts[f'{side}_ns_per_token']:.0f} ns ({parts})"
+        if side == "generator":
+            line += f"; {facts['generator_tokens_per_s'] / 1e6:.1f} million tokens a second"
+        lines.append(line)
+    return "\n".join(lines)

@@ -20,7 +20,7 @@ from typing import Any
 from aiohttp import web
 
 from megarl.base.rollout_types import Group, Ordinal, Prompt, Sample
-from megarl.bench.channel_samples import TIMEOUT_S, asked
+from megarl.bench.channel_samples import TIMEOUT_S, next_message
 from megarl.bench.channel_tokens import PROMPT_TOKENS, answer_of
 from megarl.generator.client import EngineClient
 from megarl.generator.completions import Sampling
@@ -76,13 +76,13 @@ def _processes(
             *((_serve, part, lengths, decoding_s) for part in parts),
             (_take, key, hub, groups, len(lengths)),
         ]:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=target, args=(child_end, *arguments), daemon=True)
             process.start()
             stack.callback(process.join, 10)
             stack.callback(process.kill)
-            pipes.append(ours)
-        yield [url for pipe in pipes[:SERVERS] for url in asked(pipe)]
+            pipes.append(parent_end)
+        yield [url for pipe in pipes[:SERVERS] for url in next_message(pipe)]
 
 
 def _serve(pipe: Connection, engines: int, lengths: tuple[int, ...], decoding_s: float) -> None:
@@ -170,27 +170,27 @@ async def _request_s(fleet: Fleet, tokens: int, in_flight: int, hub: Hub) -> flo
         Admission(end, None, in_flight, end), roll_out, RolloutsSender(hub), background, pulse
     )
 
-    async def cpu_until(sent: int) -> float:
-        await pulse.until(lambda: stream.sent >= sent)
+    async def cpu_until(count: int) -> float:
+        await pulse.until(lambda: stream.sent >= count)
         return time.process_time()
 
     background.start(stream.run(TIMEOUT_S), "rollout stream")
     stream.put_version(0)
-    begun = await background.beside(cpu_until(in_flight))
-    cpu_s = await background.beside(cpu_until(end)) - begun
+    start_s = await background.beside(cpu_until(in_flight))
+    cpu_s = await background.beside(cpu_until(end)) - start_s
     await background.close()
     return cpu_s / (end - in_flight)
 
 
 async def _update_s(clients: list[EngineClient], version: int, hub: Hub) -> float:
     """CPU seconds of all calls to the engines' HTTP servers in an update."""
-    begun = time.process_time()
+    start_s = time.process_time()
     update = WeightUpdate(
         Workers(clients, [1] * len(clients), hub, TIMEOUT_S), version + 1, in_place=True
     )
     await update.open(version)
     await update.close()
-    return time.process_time() - begun
+    return time.process_time() - start_s
 
 
 def render(facts: dict[str, Any]) -> str:
@@ -202,11 +202,11 @@ def render(facts: dict[str, Any]) -> str:
     ]
     for row in facts["lengths"]:
         cost = f"{row['request_ms']:.2f} ms a request, {row['ns_per_token']:.0f} ns a token"
-        most = (
+        capacity = (
             f"{row['requests_per_s']:,.0f} requests and {row['tokens_per_s'] / 1e6:.2f} "
             "million tokens a second"
         )
-        lines.append(f"  {row['tokens']:>5} tokens a response: {cost}; a core carries {most}")
+        lines.append(f"  {row['tokens']:>5} tokens a response: {cost}; a core carries {capacity}")
     return "\n".join(
         [
             *lines,

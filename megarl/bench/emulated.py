@@ -24,7 +24,7 @@ PREFILL_SPEEDUP = 400
 
 
 @dataclass(frozen=True)
-class Lengths:
+class EmulatedLengths:
     """Lengths of responses in tokens: lognormal, cut at `longest`.
 
     `sigma`: standard deviation of the logarithm; 0: all equal.
@@ -62,9 +62,11 @@ class _Run:
 
         A run without a slot ends at once.
         """
-        kept = self.decoded(clock_s)
-        self.ends_s = self.starts_s + (kept + 1) * token_s if clock_s > self.starts_s else clock_s
-        self.tokens = kept
+        decoded = self.decoded(clock_s)
+        self.ends_s = (
+            self.starts_s + (decoded + 1) * token_s if clock_s > self.starts_s else clock_s
+        )
+        self.tokens = decoded
         self.aborted = True
 
 
@@ -84,7 +86,7 @@ class EmulatedEngine:
     slots: int
     token_s: float
     prefill_s: float
-    lengths: Lengths
+    lengths: EmulatedLengths
     _paused_s: float = 0.0  # total length of finished pauses
     _paused_at: float | None = None
     _changes: int = 0
@@ -111,19 +113,21 @@ class EmulatedEngine:
         """
         ordinal = inputs[0][0]
         lengths = self._unfinished.setdefault(ordinal, self.lengths(ordinal, len(inputs)))
-        left = [
+        remaining = [
             length - (len(tokens) - PROMPT_TOKENS)
             for tokens, length in zip(inputs, lengths, strict=True)
         ]
         runs = [
-            self._submit(tokens, min(rest, sampling.max_tokens))
-            for tokens, rest, sampling in zip(inputs, left, samplings)
+            self._submit(tokens, min(length, sampling.max_tokens))
+            for tokens, length, sampling in zip(inputs, remaining, samplings)
         ]
         await self._ended(runs)
         self._runs.difference_update(runs)
-        completions = [self._completion(run, rest) for run, rest in zip(runs, left)]
+        completions = [self._completion(run, length) for run, length in zip(runs, remaining)]
         self._unfinished[ordinal] = [
-            length for length, each in zip(lengths, completions) if each.finish_reason != "stop"
+            length
+            for length, completion in zip(lengths, completions)
+            if completion.finish_reason != "stop"
         ]
         if not self._unfinished[ordinal]:
             del self._unfinished[ordinal]
@@ -140,10 +144,10 @@ class EmulatedEngine:
         """
         if recompute:
             clock = self._clock()
-            held = sum(
+            cached_tokens = sum(
                 run.held_tokens + run.decoded(clock) for run in self._runs if run.starts_s < clock
             )
-            await asyncio.sleep(held * self.prefill_s)
+            await asyncio.sleep(cached_tokens * self.prefill_s)
         assert self._paused_at is not None
         self._paused_s = self._paused_s + _now() - self._paused_at
         self._paused_at = None
@@ -175,21 +179,29 @@ class EmulatedEngine:
     async def _ended(self, runs: Sequence[_Run]) -> None:
         """Waits until the engine's clock has reached the end of the last run."""
         # a smaller difference is rounding
-        while (left_s := max(run.ends_s for run in runs) - self._clock()) > 1e-9:
+        end_s = max(run.ends_s for run in runs)
+        while end_s - self._clock() > 1e-9:
+            timeout_s = None if self._paused_at is not None else end_s - self._clock()
             changes = self._changes
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(None if self._paused_at is not None else left_s):
+                async with asyncio.timeout(timeout_s):
                     await self._pulse.until(lambda: self._changes != changes)
+            end_s = max(run.ends_s for run in runs)
 
-    def _completion(self, run: _Run, left: int) -> Completion:
+    def _completion(self, run: _Run, remaining: int) -> Completion:
         sampled = (run.starts_s + index * self.token_s for index in range(run.tokens))
-        versions = [self._versions[bisect.bisect_right(self._switched, at) - 1] for at in sampled]
-        reason = ABORT if run.aborted else "stop" if run.tokens == left else "length"
+        versions = [
+            self._versions[bisect.bisect_right(self._switched, clock_s) - 1] for clock_s in sampled
+        ]
+        reason = "stop" if run.tokens == remaining else "length"
+        if run.aborted:
+            reason = ABORT
         numbers = typed(versions, "i")
         return Completion(numbers, typed([-0.5] * run.tokens, "f"), numbers, reason)
 
     def _clock(self) -> float:
-        return (_now() if self._paused_at is None else self._paused_at) - self._paused_s
+        now_s = _now() if self._paused_at is None else self._paused_at
+        return now_s - self._paused_s
 
     def _change(self) -> None:
         self._changes += 1

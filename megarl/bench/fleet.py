@@ -149,9 +149,6 @@ class CountingHub(Hub):
         super()._send(peer, body)
 
 
-# The generator's end
-
-
 @dataclass
 class LightEngine:
     """What the weights channel needs of an EngineClient.
@@ -162,7 +159,7 @@ class LightEngine:
     number: int
     pipe: Connection  # the pipe to the process that plays its workers
     url: str = ""
-    held: Version = -1
+    served_version: Version = -1
     dead: bool = False
     begun_s: float = 0.0  # CPU time of this process at the pause, and at the resumption
     resumed_s: float = 0.0
@@ -171,7 +168,7 @@ class LightEngine:
         return self.number
 
     async def version(self, timeout_s: float) -> Version:
-        return self.held
+        return self.served_version
 
     async def parallelism(self, timeout_s: float) -> Parallelism:
         return Parallelism(TP, 1, 1)
@@ -187,7 +184,7 @@ class LightEngine:
         self.pipe.send_bytes(self.number.to_bytes(4, "little") + encoded)
 
     async def set_version(self, version: Version, timeout_s: float) -> None:
-        self.held = version
+        self.served_version = version
 
     async def resume(self, timeout_s: float) -> None:
         self.resumed_s = time.process_time()
@@ -203,7 +200,7 @@ class LightEngine:
 
 
 @dataclass
-class Loop:
+class BlockingWatch:
     """The longest time for which one task blocked the event loop, in CPU time, so that other work
     on the machine does not count.
     """
@@ -254,7 +251,7 @@ class _Driver:
         self.plan = plan
         self.hub = hub
         self.pipes = pipes
-        self.loop = Loop()
+        self.loop = BlockingWatch()
         self.receiver = WeightsReceiver(
             plan, source_of(plan), hub, str(Path(plan.config.run_dir, "key"))
         )
@@ -263,7 +260,8 @@ class _Driver:
             LightEngine(number, pipes[number % len(pipes)], f"light://{number}")
             for number in engines
         ]
-        self.executor = _Executor(Fleet(self.engines, "in_flight", elastic=True))  # type: ignore[arg-type]
+        clients: Any = self.engines
+        self.executor = _Executor(Fleet(clients, "in_flight", elastic=True))
 
     async def measure(self) -> dict[str, Any]:
         began_s = time.process_time()
@@ -346,9 +344,6 @@ class _Driver:
             raise AssertionError("a trainer rank that is stopped was not missed")
 
 
-# The members' end
-
-
 @contextlib.contextmanager
 def _members(plan: RunPlan, key: RunKey, hub: str) -> Iterator[list[Connection]]:
     """Starts the processes that play trainer ranks and engine workers.
@@ -359,14 +354,14 @@ def _members(plan: RunPlan, key: RunKey, hub: str) -> Iterator[list[Connection]]
     with contextlib.ExitStack() as stack:
         pipes = []
         for number in range(CLIENTS):
-            ours, theirs = context.Pipe()
+            parent_end, child_end = context.Pipe()
             process = context.Process(
-                target=_play, args=(theirs, number, plan, key, hub), daemon=True
+                target=_play, args=(child_end, number, plan, key, hub), daemon=True
             )
             process.start()
             stack.callback(process.join, 10)
             stack.callback(process.kill)
-            pipes.append(ours)
+            pipes.append(parent_end)
         for pipe in pipes:
             if not pipe.poll(PATIENCE_S):
                 raise TimeoutError(
@@ -399,28 +394,28 @@ class Members:
         # engine -> generator rank -> connection of its worker
         self.workers: dict[int, dict[int, zmq.Socket]] = {}
         self.stopped = -1  # a trainer rank that does nothing after its offer
-        self.sent(self.engines_of_map)
+        self.sent_tensors(self.engines_of_map)
         pipe.send(None)
 
     @cache  # noqa: B019  one object per process
     def map(self, engines: tuple[int, ...]) -> tuple[ReshardMap, SentTensors]:
-        whole = weights_map(self.plan, self.source, engines)
-        map, forwarding = planned_relays(whole, ENGINES, TP)
-        return whole, SentTensors(map, forwarding.relays if forwarding else ())
+        unrelayed = weights_map(self.plan, self.source, engines)
+        relayed, forwarding = planned_relays(unrelayed, ENGINES, TP)
+        return unrelayed, SentTensors(relayed, forwarding.relays if forwarding else ())
 
-    def sent(self, engines: tuple[int, ...]) -> SentTensors:
+    def sent_tensors(self, engines: tuple[int, ...]) -> SentTensors:
         return self.map(engines)[1]
 
     @cache  # noqa: B019
     def shares(self, engines: tuple[int, ...], rank: int) -> bytes:
         """The packed shares of a rank: one for each name, equal for all replicas."""
-        names = self.sent(engines).names_of(self.sent(engines).sent_by(rank))
+        names = self.sent_tensors(engines).names_of(self.sent_tensors(engines).sent_by(rank))
         return pack_shares(names.astype(np.uint64))
 
     @cache  # noqa: B019
     def hashes(self, engines: tuple[int, ...]) -> np.ndarray:
         """Hashes of all places, which agree with the senders' shares."""
-        tensors = self.sent(engines)
+        tensors = self.sent_tensors(engines)
         counts = np.bincount(tensors.place_of, minlength=tensors.places[-1]).astype(np.uint64)
         counts *= tensors.names_of(np.arange(tensors.places[-1])).astype(np.uint64)
         leading, relayed = tensors.relayed
@@ -439,13 +434,13 @@ class Members:
             socket.send(encode(WeightsOffer(0)))
         with contextlib.suppress(EOFError):  # raised when the driver has closed its end
             while True:
-                for ready, _ in self.poller.poll():
-                    if isinstance(ready, int):
+                for source, _ in self.poller.poll():
+                    if isinstance(source, int):
                         self.command(self.pipe.recv_bytes())
                     else:
                         with contextlib.suppress(zmq.Again):
                             while True:
-                                self.answer(ready, decode(ready.recv(zmq.NOBLOCK)))
+                                self.answer(source, decode(source.recv(zmq.NOBLOCK)))
         self.context.destroy(linger=0)
 
     def connect(self, name: str) -> zmq.Socket:
@@ -495,7 +490,7 @@ class Members:
             socket.send(encode(WorkerReply(rank, type(command).__name__, "", payload)))
 
     def worker_answers(self, rank: int, command: commands.Command) -> Any:
-        tensors = self.sent(self.engines_of_map)
+        tensors = self.sent_tensors(self.engines_of_map)
         count = int(np.diff(tensors.places)[0])
         if isinstance(command, commands.Connect):
             return host("engine", rank)
@@ -559,15 +554,15 @@ def render(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['longest_block_s'] * 1e3:>14.0f}"
         )
     for before, after in pairwise(rows):
-        more = (after["trainer_ranks"] + after["generator_ranks"]) / (
+        rank_ratio = (after["trainer_ranks"] + after["generator_ranks"]) / (
             before["trainer_ranks"] + before["generator_ranks"]
         )
-        grown = ", ".join(
-            f"{what} x{after[key] / before[key]:.1f}"
-            for what, key in (("update", "update_cpu_s"), ("opening", "opening_cpu_s"))
+        cost_ratios = ", ".join(
+            f"{cost} x{after[key] / before[key]:.1f}"
+            for cost, key in (("update", "update_cpu_s"), ("opening", "opening_cpu_s"))
         )
         lines.append(
-            f"  {after['trainer_ranks']} + {after['generator_ranks']}: x{more:.1f} the ranks; "
-            f"{grown}"
+            f"  {after['trainer_ranks']} + {after['generator_ranks']}: x{rank_ratio:.1f} the "
+            f"ranks; {cost_ratios}"
         )
     return "\n".join(lines)

@@ -8,9 +8,9 @@ process's peak beyond its inputs and that buffer. The formulas beside it are for
 hidden size h and vocabulary v, 4 bytes per number:
 
     all at once   3 c v   logits, their log_softmax, and a product with it or the gradient
-    in chunks     2 c v   scaled logits and their exponentials; the gradient overwrites the logits. In training at least v h: PyTorch asks
-                          for a gradient of the weight, which is zeros, since the true one was added
-                          to the buffer
+    in chunks     2 c v   scaled logits and their exponentials; the gradient overwrites the logits.
+                          In training at least v h: PyTorch asks for a gradient of the weight, which
+                          is zeros, since the true one was added to the buffer
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
-class Cost:
+class LogprobsCost:
     rows: int  # rows at once
     training: bool
     peak_mib: float
@@ -63,7 +63,7 @@ def run(as_json: bool) -> None:
     print(json.dumps(facts) if as_json else render(facts))
 
 
-def measure(rows: int, training: bool) -> Cost:
+def measure(rows: int, training: bool) -> LogprobsCost:
     """Measures in this process, which must be new, since its peak never falls."""
     torch.set_num_threads(1)
     hidden = torch.randn(TOKENS, HIDDEN)
@@ -82,8 +82,8 @@ def measure(rows: int, training: bool) -> Cost:
             (log_p.exp() * log_p).sum(-1)
     else:
         # a process group of this process alone
-        one: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-        logprobs, _ = linear_logprobs(hidden, weight, targets, one, VOCAB, 1.0, rows, total)
+        group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+        logprobs, _ = linear_logprobs(hidden, weight, targets, group, VOCAB, 1.0, rows, total)
     if training:
         logprobs.sum().backward()
         if rows == TOKENS:
@@ -92,7 +92,9 @@ def measure(rows: int, training: bool) -> Cost:
     formula = (3 if rows == TOKENS else 2) * rows * VOCAB * 4
     if training:
         formula = max(formula, VOCAB * HIDDEN * 4)
-    return Cost(rows, training, _peak_mib() - before, formula / MIB, time.process_time() - started)
+    return LogprobsCost(
+        rows, training, _peak_mib() - before, formula / MIB, time.process_time() - started
+    )
 
 
 def _peak_mib() -> float:

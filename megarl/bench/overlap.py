@@ -5,10 +5,11 @@ Engines and trainer are emulated: they sleep for set times (`emulated`, `overlap
 channels, admission, buffer, messages and processes are those of a run. The sleeps are not shortened
 by the time of that code, which is short compared with the phases.
 
-    ideal        seconds of a step if trainer and generator overlapped perfectly: the longer of the two phases at full use. The
-                 generator's phase is the time to decode the trained tokens with every slot busy;
-                 neither phase includes the update
-    efficiency   ideal / achieved. The paper on asynchronous RLHF (Noukhovitch et al. 2024, arXiv:2410.18252) reached about 0.85
+    ideal        seconds of a step if trainer and generator overlapped perfectly: the longer of the
+                 two phases at full use. The generator's phase is the time to decode the trained
+                 tokens with every slot busy; neither phase includes the update
+    efficiency   ideal / achieved. The paper on asynchronous RLHF (Noukhovitch et al. 2024,
+                 arXiv:2410.18252) reached about 0.85
 
 The first WARM_UP steps of a cell do not count.
 """
@@ -34,21 +35,19 @@ from typing import Any
 
 from megarl.base.cores import usable_cores
 from megarl.base.processes import kill
-from megarl.bench.emulated import Lengths
+from megarl.bench.emulated import EmulatedLengths
 from megarl.bench.overlap_cell import Cell, generate, train
 from megarl.config.errors import ConfigError
 from megarl.config.schema import AsyncConfig
 from megarl.messaging.link import RunKey
 
-# Runs the cells of `megarl bench overlap`, each in a trainer process and a generator process.
-# Several pairs run side by side.
-
-
 Rows = list[dict[str, Any]]
 
 
 class Lane:
-    """A pair of processes that runs one cell after another."""
+    """A trainer process and a generator process that run one cell after another. Several lanes run
+    side by side.
+    """
 
     def __init__(self, timeout_s: float):
         context = multiprocessing.get_context("forkserver")  # so that common imports happen once
@@ -59,13 +58,13 @@ class Lane:
         self._pipes = []
         self._processes = []
         for body, address in ((_generator, addresses_out), (_trainer, addresses_in)):
-            ours, theirs = context.Pipe()
+            parent_end, child_end = context.Pipe()
             process = context.Process(
-                target=body, args=(theirs, self._key, address, timeout_s), daemon=True
+                target=body, args=(child_end, self._key, address, timeout_s), daemon=True
             )
             process.start()
-            theirs.close()
-            self._pipes.append(ours)
+            child_end.close()
+            self._pipes.append(parent_end)
             self._processes.append(process)
         addresses_in.close()
         addresses_out.close()
@@ -80,20 +79,20 @@ class Lane:
         deadline = time.monotonic() + self._timeout_s
         answers = {}
         while len(answers) < 2:
-            left_s = deadline - time.monotonic()
-            waiting = [pipe for pipe in self._pipes if pipe not in answers]
-            ready = wait(waiting, max(0.0, left_s))
-            if not ready:
+            remaining_s = deadline - time.monotonic()
+            waiting_pipes = [pipe for pipe in self._pipes if pipe not in answers]
+            ready_pipes = wait(waiting_pipes, max(0.0, remaining_s))
+            if not ready_pipes:
                 names = [
                     name
                     for name, pipe in zip(("the generator", "the trainer"), self._pipes)
-                    if pipe in waiting
+                    if pipe in waiting_pipes
                 ]
                 raise TimeoutError(
                     f"{cell.name}: {' and '.join(names)} did not finish within "
                     f"{self._timeout_s:.0f} s"
                 )
-            for pipe in (pipe for pipe in waiting if pipe in ready):
+            for pipe in (pipe for pipe in waiting_pipes if pipe in ready_pipes):
                 answers[pipe] = _answer(cell, pipe)
         return answers[self._pipes[1]]
 
@@ -103,18 +102,18 @@ class Lane:
 
 def _answer(cell: Cell, pipe: Connection) -> Rows:
     try:
-        done, answer = pipe.recv()
+        is_ok, answer = pipe.recv()
     except EOFError as error:
         raise RuntimeError(f"{cell.name}: a process ended before its time") from error
-    if not done:
+    if not is_ok:
         raise RuntimeError(f"{cell.name}:\n{answer}")
     return answer
 
 
 def run_cells(
-    cells: Sequence[Cell], lanes: int, timeout_s: float, done: Callable[[Cell], None]
+    cells: Sequence[Cell], lanes: int, timeout_s: float, report: Callable[[Cell], None]
 ) -> list[Rows]:
-    """The rows of every cell, in order. A lane's thread calls `done` when a cell ends."""
+    """The rows of every cell, in order. A lane's thread calls `report` when a cell ends."""
     todo: queue.SimpleQueue[int] = queue.SimpleQueue()
     for index in range(len(cells)):
         todo.put(index)
@@ -126,7 +125,7 @@ def run_cells(
             while not failed.is_set():
                 index = todo.get_nowait()
                 rows[index] = lane.run(cells[index])
-                done(cells[index])
+                report(cells[index])
         except queue.Empty:
             return
         except BaseException:
@@ -173,9 +172,6 @@ def _serve(pipe: Connection, run: Callable[[Cell], Any], timeout_s: float) -> No
         faulthandler.cancel_dump_traceback_later()
 
 
-# Draws the efficiencies as bars.
-
-
 COLOURS = ("#9a9a9a", "#c26a2d", "#d9a441", "#2f6fab", "#5a93c4", "#3b8f6b", "#8c5a8c")
 
 
@@ -190,7 +186,7 @@ def draw(facts: Mapping[str, Any], path: str) -> None:
     lengths, ratios, settings = (
         list(dict.fromkeys(cell[key] for cell in cells)) for key in ("lengths", "ratio", "setting")
     )
-    found = {
+    efficiencies = {
         (cell["lengths"], cell["ratio"], cell["setting"]): cell["efficiency"] for cell in cells
     }
     figure = Figure(figsize=(10, 3.6), layout="constrained")
@@ -204,7 +200,7 @@ def draw(facts: Mapping[str, Any], path: str) -> None:
             ]
             panel.bar(
                 places,
-                [found[kind, ratio, setting] for ratio in ratios],
+                [efficiencies[kind, ratio, setting] for ratio in ratios],
                 width,
                 color=colour,
                 label=setting,
@@ -227,7 +223,7 @@ def draw(facts: Mapping[str, Any], path: str) -> None:
 
 WARM_UP = 4
 RATIOS = (0.5, 1.0, 2.0)  # trainer's phase / generator's phase
-LENGTHS = {"constant": Lengths(64, 0.0, 256), "long-tailed": Lengths(64, 0.8, 256)}
+LENGTHS = {"constant": EmulatedLengths(64, 0.0, 256), "long-tailed": EmulatedLengths(64, 0.8, 256)}
 WRITE_SHARE = 0.01  # duration of an update, as a share of the longer phase
 DEPTH = 4  # capacity of the streaming settings
 SETTINGS = {
@@ -244,7 +240,7 @@ SETTINGS = {
 
 
 @dataclass(frozen=True)
-class Result:
+class OverlapResult:
     """One cell's result; seconds are means per step."""
 
     lengths: str
@@ -269,13 +265,13 @@ def run(step_s: float, steps: int, lanes: int, as_json: bool, picture: str | Non
 
     `step_s`: seconds of the longer phase. Raises ConfigError, RuntimeError, TimeoutError.
     """
-    problems = (
-        [f"--steps {steps}: must be more than the {WARM_UP} that are not counted"]
-        if steps <= WARM_UP
-        else []
-    )
-    problems += [f"--step-s {step_s:g}: must be above 0"] if step_s <= 0 else []
-    problems += [f"--lanes {lanes}: must be at least 1"] if lanes < 1 else []
+    problems = []
+    if steps <= WARM_UP:
+        problems.append(f"--steps {steps}: must be more than the {WARM_UP} that are not counted")
+    if step_s <= 0:
+        problems.append(f"--step-s {step_s:g}: must be above 0")
+    if lanes < 1:
+        problems.append(f"--lanes {lanes}: must be at least 1")
     if problems:
         raise ConfigError(problems)
     facts = {
@@ -292,21 +288,21 @@ def run(step_s: float, steps: int, lanes: int, as_json: bool, picture: str | Non
     print(json.dumps(facts) if as_json else render(facts))
 
 
-def measure(step_s: float, steps: int, lanes: int) -> list[Result]:
+def measure(step_s: float, steps: int, lanes: int) -> list[OverlapResult]:
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
-        found = list(grid(step_s, steps, folder))
-        cells = [cell for _, cell in found]
-        left = len(cells)
+        keyed_cells = list(grid(step_s, steps, folder))
+        cells = [cell for _, cell in keyed_cells]
+        remaining = len(cells)
 
-        def done(cell: Cell) -> None:
-            nonlocal left
-            left -= 1
-            print(f"{cell.name}; {left} cells to go", file=sys.stderr)
+        def report(cell: Cell) -> None:
+            nonlocal remaining
+            remaining -= 1
+            print(f"{cell.name}; {remaining} cells to go", file=sys.stderr)
 
         timeout_s = 60 + 20 * steps * step_s
         return [
             result(*key, cell, rows)
-            for (key, cell), rows in zip(found, run_cells(cells, lanes, timeout_s, done))
+            for (key, cell), rows in zip(keyed_cells, run_cells(cells, lanes, timeout_s, report))
         ]
 
 
@@ -332,7 +328,7 @@ def grid(step_s: float, steps: int, folder: str) -> Iterator[tuple[tuple[str, fl
                 yield (lengths, ratio, setting), cell
 
 
-def result(lengths: str, ratio: float, setting: str, cell: Cell, rows: Rows) -> Result:
+def result(lengths: str, ratio: float, setting: str, cell: Cell, rows: Rows) -> OverlapResult:
     counted = rows[WARM_UP:]
 
     def mean(name: str) -> float:
@@ -343,7 +339,7 @@ def result(lengths: str, ratio: float, setting: str, cell: Cell, rows: Rows) -> 
     step_s = mean("step_s")
     weights_wait_s = mean("weights_wait_s")
     samples = cell.prompts_per_step * cell.n
-    return Result(
+    return OverlapResult(
         lengths,
         ratio,
         setting,

@@ -22,7 +22,7 @@ import torch
 from megarl.algorithms.batches import step_times
 from megarl.base.geometry import TrainerTopology
 from megarl.base.rollout_types import Batch, Group, Ordinal, Prompt, Sample, Version
-from megarl.bench.emulated import PREFILL_SPEEDUP, PROMPT_TOKENS, EmulatedEngine, Lengths
+from megarl.bench.emulated import PREFILL_SPEEDUP, PROMPT_TOKENS, EmulatedEngine, EmulatedLengths
 from megarl.config.schema import (
     AsyncConfig,
     EvalConfig,
@@ -86,7 +86,7 @@ class Cell:
     train_s: float
     generate_s: float
     write_s: float  # duration of a weight update, while the engines are paused
-    lengths: Lengths
+    lengths: EmulatedLengths
     async_: AsyncConfig
     steps: int
     run_dir: str
@@ -292,11 +292,11 @@ class EmulatedTrainer:
 
 def _ages(batch: Batch) -> Counter[int]:
     """Age in versions -> number of tokens."""
-    found: Counter[int] = Counter()
+    ages: Counter[int] = Counter()
     for sample in batch.samples:
         for version, tokens in sample.policy_versions:
-            found[batch.step - version] += tokens
-    return found
+            ages[batch.step - version] += tokens
+    return ages
 
 
 class _NoTransport:
@@ -333,7 +333,7 @@ class EmulatedReceiver(WeightsReceiver):
 
     async def _update(self, executor: Any, offered: OfferedVersion) -> UpdateCost:
         version = offered.version
-        began = time.perf_counter()
+        started_s = time.perf_counter()
         for engine in executor.engines:
             engine.pause()
         for name in self._trainers:
@@ -345,7 +345,7 @@ class EmulatedReceiver(WeightsReceiver):
             await engine.resume(
                 version, recompute=self._plan.config.async_.partial_rollout == "retract"
             )
-        return UpdateCost((began, time.perf_counter()), 0, list(range(len(executor.engines))))
+        return UpdateCost((started_s, time.perf_counter()), 0, list(range(len(executor.engines))))
 
     async def look_again(self, executor: Any) -> None:
         """Does nothing, since emulated engines have no weights."""

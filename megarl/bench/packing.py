@@ -54,7 +54,7 @@ TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Result:
+class PackingResult:
     device: str
     sequences: int
     tokens: int
@@ -109,7 +109,7 @@ def run(count: int, repeats: int, as_json: bool) -> None:
     )
 
 
-def measure(count: int, repeats: int, device: torch.device) -> Result:
+def measure(count: int, repeats: int, device: torch.device) -> PackingResult:
     cpu_support.install()
     from megarl.algorithms.losses import nll_loss
     from megarl.trainer.step import MegatronTrainer
@@ -150,12 +150,14 @@ def measure(count: int, repeats: int, device: torch.device) -> Result:
     # the first pair allocates memory
     pairs = [(step(packed), step(filled)) for _ in range(repeats + 1)][1:]
     ratios = [slow[0] / fast[0] for fast, slow in pairs]
-    (_, norm, padded), (_, other, _) = pairs[0]
-    difference = abs(other / norm - 1)
+    (_, packed_norm, padded), (_, filled_norm, _) = pairs[0]
+    difference = abs(filled_norm / packed_norm - 1)
     if difference > (1e-2 if dtype == "bfloat16" else 1e-5):
-        raise RuntimeError(f"the gradient's norm is {norm} packed and {other} filled up")
+        raise RuntimeError(
+            f"the gradient's norm is {packed_norm} packed and {filled_norm} filled up"
+        )
     tokens = sum(len(s.token_ids) for s in packed)
-    return Result(
+    return PackingResult(
         device=torch.cuda.get_device_name() if device.type == "cuda" else "CPU, one thread",
         sequences=count,
         tokens=tokens,
@@ -174,12 +176,12 @@ def measure(count: int, repeats: int, device: torch.device) -> Result:
 
 def _filled(sequences: list[TrainSequence], budget: int) -> Iterator[TrainSequence]:
     """The sequences, each padded to the longest of its microbatch."""
-    left = sorted(sequences, key=lambda sequence: -len(sequence.token_ids))
-    while left:
-        longest = len(left[0].token_ids)
+    remaining = sorted(sequences, key=lambda sequence: -len(sequence.token_ids))
+    while remaining:
+        longest = len(remaining[0].token_ids)
         rows = max(1, budget // (longest - 1))
-        yield from (_sequence(np.asarray(row.token_ids), longest) for row in left[:rows])
-        left = left[rows:]
+        yield from (_sequence(np.asarray(row.token_ids), longest) for row in remaining[:rows])
+        remaining = remaining[rows:]
 
 
 def _sequence(token_ids: np.ndarray, length: int) -> TrainSequence:

@@ -6,15 +6,20 @@ host. The engine is paused, with its update session open. Time is measured from 
 every byte is in the engine's parameters:
 
     direct …             each rank writes its boxes into the live parameters, by the named transport
-    gather + broadcast   gather onto rank 0, then SGLang's update_weights_from_distributed: as slime, verl and OpenRLHF do
+    gather + broadcast   gather onto rank 0, then SGLang's update_weights_from_distributed: as
+                         slime, verl and OpenRLHF do
     … flattened          the same, with all tensors as one message (load_format flattened_bucket)
-    gather + bucket      gather onto rank 0, then SGLang's update_weights_from_tensor: a flattened bucket in shared memory
-    … % changed          each rank writes what has changed since the last update, if that is this share of the elements (weights.delta);
-                         the changes are found before the engine is paused, and that time is shown
-                         separately
-    … audited            a direct way that also hashes both sides and compares the hashes (weights.audit=on)
-    … recalled           an audited way that also hashes, before writing, the memory that will be overwritten (strict)
-    ceiling …            as many bytes, from the same processes, over the bare medium: long memcpys, sends, or writes
+    gather + bucket      gather onto rank 0, then SGLang's update_weights_from_tensor: a flattened
+                         bucket in shared memory
+    … % changed          each rank writes what has changed since the last update, if that is this
+                         share of the elements (weights.delta); the changes are found before the
+                         engine is paused, and that time is shown separately
+    … audited            a direct way that also hashes both sides and compares the hashes
+                         (weights.audit=on)
+    … recalled           an audited way that also hashes, before writing, the memory that will be
+                         overwritten (strict)
+    ceiling …            as many bytes, from the same processes, over the bare medium: long
+                         memcpys, sends, or writes
 
 Each way is run once to warm up, then checked: the engine's memory is scrambled, and afterwards must
 hash to what was sent. Then the ways take turns, so that other load on the machine affects all of
@@ -64,9 +69,6 @@ from megarl.weight_sync.transports.shared_memory import view_at
 from megarl.weight_sync.updates import DeltaUpdate, WeightUpdate
 from megarl.weight_sync.writing import shapes_of, shares_of
 
-# The ways that `megarl bench sync` compares on one live engine.
-
-
 TIMEOUT_S = 300.0
 AUDITED = " audited"  # suffix of a direct way that hashes both sides
 CHANGED = " % changed"  # suffix of a direct way that writes only what has changed
@@ -81,6 +83,8 @@ BARE = {
 
 @dataclass(frozen=True)
 class Way:
+    """One way to get new weights into the live engine."""
+
     run: Callable[[], Awaitable[Any]]
     bytes_moved: int
     messages: int
@@ -88,7 +92,7 @@ class Way:
     compare_s: float | None = None  # time to find the changes
 
 
-class Bench:
+class SyncBench:
     """The processes of the benchmark.
 
     `job`: model, dtype, trainer_tp, engine_tp. They end when `stack` is closed.
@@ -102,11 +106,11 @@ class Bench:
         self.trainers = list(range(job[2]))
         self.everyone = [*self.trainers, job[2]]  # the last rank is the far end of a bare medium
         self.tensors = SentTensors(self.map)
-        self.sent = [
+        self.rank_bytes = [
             sum(copy.bytes for copy in self.map.copies_from(rank)) for rank in self.trainers
         ]
         self.writes = sum(len(self.map.writes_from(rank)) for rank in self.trainers)
-        self.bytes = sum(self.sent)
+        self.bytes = sum(self.rank_bytes)
         self.ranks = Ranks(len(self.everyone), job, TIMEOUT_S)
         stack.callback(self.ranks.close)
 
@@ -137,9 +141,9 @@ class Bench:
         )
         times: dict[str, list[float]] = {name: [] for name in ways}
         for name, way in [*ways.items()] * (repeats + 1):
-            began = time.perf_counter()
+            started_s = time.perf_counter()
             await way.run()
-            times[name].append(time.perf_counter() - began)
+            times[name].append(time.perf_counter() - started_s)
         await self.client.end_update(TIMEOUT_S)
         await self.client.close()
         # the first round warms up
@@ -198,51 +202,51 @@ class Bench:
 
     async def write(self, kind: str, audit: bool) -> list[Any]:
         landed = await self.on_trainers("write", kind, 0, audit) if kind == MOONCAKE else []
-        others = self.on_trainers("write", kind, 1, audit)
+        other_copies = self.on_trainers("write", kind, 1, audit)
         if kind == SHARED_MEMORY:
-            return await others
+            return await other_copies
         taking_in = self.session.spread() if kind == MOONCAKE else self.session.receive()
-        sent, _ = await asyncio.gather(others, taking_in)
-        return landed + sent
+        written, _ = await asyncio.gather(other_copies, taking_in)
+        return landed + written
 
     async def delta(self, kind: str, share: float) -> dict[str, Way]:
         """A way that writes the changes to weights that differ in `share` of the elements; none if
         that would be a full update. It is checked here, since after it the engine has other
         weights.
         """
-        found = await self.on_trainers("find_delta", kind, share)
-        if not all(room for _, _, room in found):
+        deltas = await self.on_trainers("find_delta", kind, share)
+        if not all(room for _, _, room in deltas):
             return {}
         await self.write(kind, False)
-        sent = await self.write_delta(kind, share)
-        await self.audit(sent)
-        moved = sum(sizes[0] for _, sizes, _ in found)
+        parts = await self.write_delta(kind, share)
+        await self.audit(parts)
+        moved = sum(sizes[0] for _, sizes, _ in deltas)
         way = Way(
             partial(self.write_delta, kind, share),
             moved,
-            len(sent),
-            compare_s=max(seconds for seconds, _, _ in found),
+            len(parts),
+            compare_s=max(seconds for seconds, _, _ in deltas),
         )
         return {f"direct {kind}, {share:.1%}".removesuffix("%") + CHANGED: way}
 
     async def write_delta(self, kind: str, share: float) -> list[Any]:
         writing = self.on_trainers("write_delta", kind, share)
         if kind == GLOO:
-            sent, _ = await asyncio.gather(writing, self.changes.receive())
-            return sent
-        sent = await writing
+            parts, _ = await asyncio.gather(writing, self.changes.receive())
+            return parts
+        parts = await writing
         if kind == MOONCAKE:
             await self.changes.spread()
-        return sent
+        return parts
 
     async def audited(self, kind: str) -> None:
         await self.audit(await self.write(kind, True))
 
-    async def audit(self, sent: Sequence[Any]) -> None:
-        """Compares hashes. `sent`: the reports of each trainer rank, part by part."""
+    async def audit(self, parts: Sequence[Any]) -> None:
+        """Compares hashes. `parts`: the reports of each trainer rank, part by part."""
         count = len(self.trainers)
         await self.session.audit(
-            [packed_shares(shares_of(sent[rank::count])) for rank in range(count)], self.tensors
+            [packed_shares(shares_of(parts[rank::count])) for rank in range(count)], self.tensors
         )
 
     async def recalled(self, kind: str) -> None:
@@ -319,7 +323,7 @@ class Bench:
         os.posix_fallocate(descriptor, 0, size)
         await self.on_trainers("media.map_file", f"/proc/{os.getpid()}/fd/{descriptor}", size)
         return Way(
-            partial(self.on_trainers, "media.copy_blocks", each=self.sent),
+            partial(self.on_trainers, "media.copy_blocks", per_rank=self.rank_bytes),
             self.bytes,
             self.parts(BLOCK_BYTES),
         )
@@ -329,18 +333,22 @@ class Bench:
         await self.on_ranks(self.everyone, "media.join", address)
 
         async def run() -> None:
-            far = self.on_ranks([self.everyone[-1]], "media.receive_blocks", self.sent)
-            await asyncio.gather(self.on_trainers("media.send_blocks", each=self.sent), far)
+            far = self.on_ranks([self.everyone[-1]], "media.receive_blocks", self.rank_bytes)
+            await asyncio.gather(
+                self.on_trainers("media.send_blocks", per_rank=self.rank_bytes), far
+            )
 
         return Way(run, self.bytes, self.parts(CHUNK_BYTES))
 
     async def bare_mooncake(self) -> Way:
         addresses = await self.on_ranks(self.everyone, "media.open_block")
-        run = partial(self.on_trainers, "media.write_blocks", addresses[-1], each=self.sent)
+        run = partial(
+            self.on_trainers, "media.write_blocks", addresses[-1], per_rank=self.rank_bytes
+        )
         return Way(run, self.bytes, self.parts(RUN_BYTES))
 
     def parts(self, part_bytes: int) -> int:
-        return sum(-(-size // part_bytes) for size in self.sent)
+        return sum(-(-size // part_bytes) for size in self.rank_bytes)
 
     # Checks
 
@@ -350,27 +358,29 @@ class Bench:
         Raises AuditError.
         """
         live = [tensor for endpoint in self.live for tensor in parameters(endpoint)]
-        sent = await self.on_trainers("shares", shapes_of(self.live))
+        shares_of_ranks = await self.on_trainers("shares", shapes_of(self.live))
         for _name, way in ways.items():
             for tensor in live:
                 tensor.view(-1).view(torch.uint8).fill_(1)
             await way.run()
-            await self.session.audit([packed_shares(shares) for shares in sent], self.tensors)
+            await self.session.audit(
+                [packed_shares(shares) for shares in shares_of_ranks], self.tensors
+            )
 
     async def on_trainers(
-        self, method: str, *arguments: Any, each: Sequence[Any] = ()
+        self, method: str, *arguments: Any, per_rank: Sequence[Any] = ()
     ) -> list[Any]:
-        return await self.on_ranks(self.trainers, method, *arguments, each=each)
+        return await self.on_ranks(self.trainers, method, *arguments, per_rank=per_rank)
 
     async def on_ranks(
-        self, ranks: Sequence[int], method: str, *arguments: Any, each: Sequence[Any] = ()
+        self, ranks: Sequence[int], method: str, *arguments: Any, per_rank: Sequence[Any] = ()
     ) -> list[Any]:
         """Calls `method` on all `ranks` with `arguments`.
 
-        Each rank also gets its entry of `each` as the last argument.
+        Each rank also gets its entry of `per_rank` as the last argument.
         """
-        own = [(*arguments, *each[i : i + 1]) for i in range(len(ranks))]
-        return await asyncio.to_thread(self.ranks.call, method, *own, ranks=ranks)
+        arguments_of_ranks = [(*arguments, *per_rank[i : i + 1]) for i in range(len(ranks))]
+        return await asyncio.to_thread(self.ranks.call, method, *arguments_of_ranks, ranks=ranks)
 
 
 def parameters(endpoint: Endpoint) -> list[torch.Tensor]:
@@ -385,9 +395,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-# Draws the times as bars.
 
 
 # first word of a way's name -> colour
@@ -493,7 +500,7 @@ def run(
             # If it is missing, fails now and not after a minute.
             mooncake.open_engine("127.0.0.1", mooncake.protocol_of([this_host()]))
         model = make_model(Path(folder) / "model", dtype, *MODELS[model_size])
-        bench = Bench((str(model), dtype, TRAINER_TP, ENGINE_TP), Path(folder), stack)
+        bench = SyncBench((str(model), dtype, TRAINER_TP, ENGINE_TP), Path(folder), stack)
         ways, times = asyncio.run(bench.measure(transports, repeats))
     facts = {
         "hardware": f"{usable_cores()} CPU cores, "
@@ -523,7 +530,8 @@ def errors_into(log: Path) -> Iterator[None]:
     try:
         yield
     except Exception:
-        if last_words := log_tail(log):
+        last_words = log_tail(log)
+        if last_words:
             os.write(terminal, f"{last_words}\n".encode())
         raise
     finally:
@@ -599,8 +607,9 @@ def timing_of(
     gather: str | None,
     size: int,
 ) -> Timing:
-    def ratio(other: str) -> float:
-        return statistics.median(theirs / own for theirs, own in zip(times[other], times[name]))
+    def ratio(other_way: str) -> float:
+        ratios = (b / a for a, b in zip(times[name], times[other_way]))
+        return statistics.median(ratios)
 
     way = ways[name]
     median = statistics.median(times[name])

@@ -44,16 +44,13 @@ from megarl.weight_sync.writing import (
     shapes_of,
 )
 
-# A rank's part in sending bytes over a bare medium: the ceilings of `megarl bench sync`.
-
-
 BLOCK_BYTES = 128 << 20  # larger than any cache
 CHUNK_BYTES = 16 << 20  # per gloo send: longer ones cost less CPU time
 RUN_BYTES = 1 << 20  # per write by Mooncake's TCP
 
 
 class BareMedia:
-    """One rank's end.
+    """One rank's end of a bare medium: the ceilings of `megarl bench sync`.
 
     Rank number `senders` is the far end. A block is sent again and again until the requested number
     of bytes is sent.
@@ -110,10 +107,10 @@ class BareMedia:
 
     def write_blocks(self, address: str, size: int) -> None:
         _, peer, base = mooncake.address_parts(address)
-        own = self.block.data_ptr()
-        there = base + self.rank * BLOCK_BYTES
+        local_address = self.block.data_ptr()
+        remote_address = base + self.rank * BLOCK_BYTES
         runs = [
-            (own + part.start, there + part.start, part.stop - part.start)
+            (local_address + part.start, remote_address + part.start, part.stop - part.start)
             for part in block_parts(size, RUN_BYTES)
         ]
         if not mooncake.write_runs(self.mooncake, peer, runs, self.timeout_s):
@@ -133,12 +130,10 @@ def join_gloo(address: str, rank: int, size: int, timeout_s: float) -> Any:
     return gloo.open_backend(connect_store(address, timeout_s), rank, size, address, timeout_s)
 
 
-# A trainer rank's part in the methods of other stacks: a gather onto rank 0, then SGLang's own
-# update paths.
-
-
 class Gather:
-    """One rank's end. `sources`: its shards of the layout's tensors."""
+    """A trainer rank's part in the methods of other stacks: a gather onto rank 0, then SGLang's
+    own update paths. `sources`: its shards of the layout's tensors.
+    """
 
     def __init__(
         self, rank: int, layout: Layout, sources: Mapping[str, torch.Tensor], timeout_s: float
@@ -243,7 +238,8 @@ class Rank:
         # transport -> copies to landing buffers, all other copies
         self.parts: dict[str, tuple[list[Copy], list[Copy]]] = {}
         self.payloads = Payloads()
-        self.found: dict[tuple[str, float], RankChanges] = {}  # (transport, share) -> the changes
+        # (transport, share) -> the changes
+        self.changes: dict[tuple[str, float], RankChanges] = {}
         self.media = BareMedia(rank, layout.world_size, timeout_s)
         if rank < layout.world_size:
             self.sources = shards(layout, rank, Path(job[0]))
@@ -278,33 +274,33 @@ class Rank:
         elements, and whether the changes fit the buffers.
         """
         generator = torch.Generator().manual_seed(self.rank)
-        other = {name: values.clone() for name, values in self.sources.items()}
-        for values in other.values():
+        changed_sources = {name: values.clone() for name, values in self.sources.items()}
+        for values in changed_sources.values():
             bits_of(values).bitwise_xor_(
                 (torch.rand(values.shape, generator=generator) < share).to(bits_of(values).dtype)
             )
         deltas = Deltas(WeightsConfig(delta="auto"))
         self.payloads.begin(self.sources)
         deltas.keep(0, self.writes, None, self.payloads, declined=False)
-        self.payloads.begin(other)
+        self.payloads.begin(changed_sources)
         times = []
         for _ in range(3):
-            began = time.perf_counter()
+            started_s = time.perf_counter()
             deltas.find(0, self.writes, self.shapes, False, None, self.payloads)
-            times.append(time.perf_counter() - began)
+            times.append(time.perf_counter() - started_s)
         # a second time with hashes, for the check
-        found = deltas.find(0, self.writes, self.shapes, True, None, self.payloads)
-        assert found is not None
-        self.found[kind, share] = found
-        room = all(size <= self.transports[kind].room(rank) for rank, size in found.sizes.items())
-        return statistics.median(times), [sum(found.sizes.values()), found.changed_bytes], room
+        changes = deltas.find(0, self.writes, self.shapes, True, None, self.payloads)
+        assert changes is not None
+        self.changes[kind, share] = changes
+        room = all(size <= self.transports[kind].room(rank) for rank, size in changes.sizes.items())
+        return statistics.median(times), [sum(changes.sizes.values()), changes.changed_bytes], room
 
     def write_delta(self, kind: str, share: float) -> WrittenPart:
-        return send_changes(self.transports[kind], self.found[kind, share], 0, self.sources)
+        return send_changes(self.transports[kind], self.changes[kind, share], 0, self.sources)
 
     def shares(self, shapes: dict[int, dict[str, tuple[int, ...]]]) -> dict[int, dict[str, int]]:
         """Hashes of everything that this rank sends."""
-        nowhere: Any = Nowhere()
+        nowhere: Any = DiscardingTransport()
         return send(nowhere, self.writes, self.sources, shapes, audit=True).shares
 
 
@@ -323,7 +319,7 @@ def shards(layout: Layout, rank: int, model: Path) -> dict[str, torch.Tensor]:
     return result
 
 
-class Nowhere:
+class DiscardingTransport:
     """A transport that discards what is written."""
 
     kind = "nowhere"
@@ -349,13 +345,13 @@ class Ranks:
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(count):
-            ours, theirs = context.Pipe()
+            parent_end, child_end = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, rank, job, timeout_s), daemon=True
+                target=_serve, args=(child_end, rank, job, timeout_s), daemon=True
             )
             process.start()
-            theirs.close()
-            self._pipes.append(ours)
+            child_end.close()
+            self._pipes.append(parent_end)
             self._processes.append(process)
 
     def call(
@@ -365,14 +361,14 @@ class Ranks:
 
         `per_rank`: the arguments of each rank, if any. Raises RuntimeError, TimeoutError.
         """
-        chosen = list(range(len(self._pipes)) if ranks is None else ranks)
-        for i, rank in enumerate(chosen):
+        called_ranks = list(range(len(self._pipes)) if ranks is None else ranks)
+        for i, rank in enumerate(called_ranks):
             try:
                 self._pipes[rank].send((method, per_rank[i] if per_rank else ()))
             except BrokenPipeError as error:
                 # otherwise the command line would take it for a closed stdout
-                raise self._gone(rank, method) from error
-        return [self._answer(rank, method) for rank in chosen]
+                raise self._ended(rank, method) from error
+        return [self._answer(rank, method) for rank in called_ranks]
 
     def _answer(self, rank: int, method: str) -> Any:
         if not self._pipes[rank].poll(self._timeout_s):
@@ -380,14 +376,14 @@ class Ranks:
                 f"trainer rank {rank} did not finish {method} within {self._timeout_s:.0f} s"
             )
         try:
-            done, answer = self._pipes[rank].recv()
+            is_ok, answer = self._pipes[rank].recv()
         except (EOFError, ConnectionResetError) as error:
-            raise self._gone(rank, method) from error
-        if not done:
+            raise self._ended(rank, method) from error
+        if not is_ok:
             raise RuntimeError(f"trainer rank {rank} failed at {method}:\n{answer}")
         return answer
 
-    def _gone(self, rank: int, method: str) -> RuntimeError:
+    def _ended(self, rank: int, method: str) -> RuntimeError:
         self._processes[rank].join(10)
         return RuntimeError(
             f"trainer rank {rank} ended with {self._processes[rank].exitcode} before it could "
@@ -399,14 +395,14 @@ class Ranks:
 
 
 def _serve(pipe: Connection, rank: int, job: tuple[str, str, int, int], timeout_s: float) -> None:
-    obeying: Rank | None = None
+    target: Rank | None = None
     while True:
         try:
             method, arguments = pipe.recv()
         except EOFError:  # the benchmark is gone
             return
         try:
-            obeying = obeying or Rank(rank, job, timeout_s)
-            pipe.send((True, operator.attrgetter(method)(obeying)(*arguments)))
+            target = target or Rank(rank, job, timeout_s)
+            pipe.send((True, operator.attrgetter(method)(target)(*arguments)))
         except Exception:
             pipe.send((False, traceback.format_exc()))

@@ -53,17 +53,18 @@ def run_plan(
         )
     if theory and plan.groups[0].name:
         raise ConfigError(
-            "--theory: generator.groups must be empty: LlamaRL's section 7 is on engines of one shape"
+            "--theory: generator.groups must be empty: LlamaRL's section 7 is on engines of one "
+            "shape"
         )
     # they keep their GPUs
     served = sum(role.settings.engines * role.settings.tp for role in plan.served)
-    found = None
+    search_result = None
     optima = None
-    asked = plan.config
+    base_config = plan.config
     budget = gpus(plan) + evaluating(plan) if budget is None else budget - served
     if searching or theory:
-        found, best = search(asked, plan.spec, budget)
-        optima = compare(found, best, plan.spec, budget) if theory else None
+        search_result, best = search(base_config, plan.spec, budget)
+        optima = compare(search_result, best, plan.spec, budget) if theory else None
         plan = resolve(best, "plan") if searching else plan
     check_longest(plan.config, plan.spec)
     estimated = estimate(plan.config, plan.spec)
@@ -71,8 +72,8 @@ def run_plan(
     cures = remedies(plan.config, plan.spec, estimated)
     facts = describe(plan)
     refused = refused_by_train(plan.config, plan.spec)
-    left_out = report.not_counted(plan.config)
-    ways = steps_by_capacity(plan.config, plan.spec) if estimated.shared else {}
+    ignored_settings = report.not_counted(plan.config)
+    steps_by_way = steps_by_capacity(plan.config, plan.spec) if estimated.shared else {}
     if picture:
         from megarl.estimate.picture import draw  # matplotlib takes longer than the plan
 
@@ -84,17 +85,20 @@ def run_plan(
     )
     facts |= {
         "fits": not estimated.overfull and not refused,
-        "not_counted": left_out,
+        "not_counted": ignored_settings,
         "refused": refused,
     }
-    if ways:
-        facts["share_gpus"] = {"step_s": ways, "capacity": report.advised_capacity(ways)}
-        lines.append(report.render_sharing(ways))
-    if left_out:
-        lines.append(f"not counted: {', '.join(left_out)}")
-    if searching and found:
-        facts["search"] = report.search_details(found)
-        lines += report.render_search(found, budget, asked, command)
+    if steps_by_way:
+        facts["share_gpus"] = {
+            "step_s": steps_by_way,
+            "capacity": report.advised_capacity(steps_by_way),
+        }
+        lines.append(report.render_sharing(steps_by_way))
+    if ignored_settings:
+        lines.append(f"not counted: {', '.join(ignored_settings)}")
+    if searching and search_result:
+        facts["search"] = report.search_details(search_result)
+        lines += report.render_search(search_result, budget, base_config, command)
     if optima:
         facts["theory"] = asdict(optima)
         lines += report.render_theory(optima, budget)
@@ -109,13 +113,14 @@ def _role_lines(plan: RunPlan, facts: dict[str, Any]) -> Iterator[str]:
         ranks = f"{role['ranks']} rank{'s' * (role['ranks'] > 1)}"
         groups = role.get("groups", {})
         yield f"{name:<10} {sizes(role)}: {ranks}; weights {gib_range(role)} a rank"
-        for group, own in groups.items():
-            precision = own["quantization"] or facts["dtype"]
+        for group, group_facts in groups.items():
+            precision = group_facts["quantization"] or facts["dtype"]
+            ranks = f"{group_facts['ranks']} rank{'s' * (group_facts['ranks'] > 1)}"
             yield (
-                f"           {group}: {own['ranks']} rank{'s' * (own['ranks'] > 1)}, "
-                f"{precision}; weights {gib_range(own)} a rank"
+                f"           {group}: {ranks}, {precision}; weights {gib_range(group_facts)} a rank"
             )
-    if count := evaluating(plan):
+    count = evaluating(plan)
+    if count:
         ranks = f"{count} rank{'s' * (count > 1)}"
         yield (
             f"evaluation engines {plan.config.eval.engines}, tp {plan.config.generator.tp}: "
@@ -125,17 +130,17 @@ def _role_lines(plan: RunPlan, facts: dict[str, Any]) -> Iterator[str]:
         engines = role.settings.engines
         tp = role.settings.tp
         ranks = f"{engines * tp} rank{'s' * (engines * tp > 1)}"
-        yield f"{role.name:<10} engines {engines}, tp {tp}: {ranks}; a {role.spec.family} model, frozen"
-    several = (
-        f" of {steps} optimizer steps each"
-        if (steps := plan.config.trainer.optimizer_steps) > 1
-        else ""
-    )
+        yield (
+            f"{role.name:<10} engines {engines}, tp {tp}: {ranks}; a {role.spec.family} model, "
+            "frozen"
+        )
+    optimizer_steps = plan.config.trainer.optimizer_steps
+    optimizer_text = f" of {optimizer_steps} optimizer steps each" if optimizer_steps > 1 else ""
     prompts = (
         f"{rollout.prompts_per_step} prompts x {rollout.n} samples of at most "
         f"{rollout.max_tokens} tokens"
     )
-    yield f"a step     {prompts}; {plan.steps} steps{several}"
+    yield f"a step     {prompts}; {plan.steps} steps{optimizer_text}"
 
 
 def run_map(
@@ -197,10 +202,6 @@ def run_map(
     return CommandResult(facts, "\n".join(lines))
 
 
-# What follows from a config without an estimate: both sides' layouts, ranks, parameters and bytes
-# of weights.
-
-
 def layouts(plan: RunPlan) -> tuple[Layout, Layout]:
     """The layouts of trainer and generator on machines of cluster.gpu."""
     dtype = plan.config.model.dtype
@@ -222,6 +223,11 @@ def evaluating(plan: RunPlan) -> int:
 def describe(plan: RunPlan) -> dict[str, Any]:
     """Parallel sizes of the roles, parameters, and bytes of weights per rank, as plain values."""
     trainer, generator = layouts(plan)
+    evaluation = {}
+    if plan.config.eval.engines:
+        evaluation = {
+            "evaluation": {"ranks": evaluating(plan), "engines": plan.config.eval.engines}
+        }
     return {
         "family": plan.spec.family,
         "dtype": plan.config.model.dtype,
@@ -232,11 +238,7 @@ def describe(plan: RunPlan) -> dict[str, Any]:
             **_weight_bytes(trainer),
         },
         "generator": {"ranks": generator.world_size, **_engines(plan), **_weight_bytes(generator)},
-        **(
-            {"evaluation": {"ranks": evaluating(plan), "engines": plan.config.eval.engines}}
-            if plan.config.eval.engines
-            else {}
-        ),
+        **evaluation,
         "steps": plan.steps,
         "sequences_per_step": plan.sequences_per_step,
     }
@@ -248,12 +250,12 @@ def _engines(plan: RunPlan) -> dict[str, Any]:
         return asdict(plan.groups[0].topology)
     dtype = plan.config.model.dtype
     device = Cluster.of(plan.config).gpu.device
-    found = {}
+    groups = {}
     for group in plan.groups:
         layout = engines_layout(plan.spec, [group], dtype, device)
-        own = {"quantization": group.settings.quantization, **_weight_bytes(layout)}
-        found[group.name] = {"ranks": layout.world_size, **asdict(group.topology), **own}
-    return {"engines": plan.engines, "groups": found}
+        group_facts = {"quantization": group.settings.quantization, **_weight_bytes(layout)}
+        groups[group.name] = {"ranks": layout.world_size, **asdict(group.topology), **group_facts}
+    return {"engines": plan.engines, "groups": groups}
 
 
 def sizes(role: dict[str, Any]) -> str:
@@ -276,5 +278,5 @@ def _weight_bytes(layout: Layout) -> dict[str, int]:
     """Bytes on the rank with the least and on the rank with the most (pipeline stages differ),
     including padding.
     """
-    found = rank_bytes(layout)
-    return {"weight_bytes_min": min(found), "weight_bytes_max": max(found)}
+    bytes_by_rank = rank_bytes(layout)
+    return {"weight_bytes_min": min(bytes_by_rank), "weight_bytes_max": max(bytes_by_rank)}

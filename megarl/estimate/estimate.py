@@ -14,8 +14,8 @@ from megarl.data.rows import held_out_samplings
 from megarl.estimate.hardware import GIB, Cluster, Constants, Gpu, constants_of
 from megarl.estimate.memory import (
     GeneratorMemory,
-    Held,
     TrainerMemory,
+    WeightElements,
     Workload,
     generator_memory,
     generator_weights,
@@ -26,7 +26,7 @@ from megarl.estimate.memory import (
     saving_bytes,
     scoring_passes,
     shadow_bytes,
-    trained_held,
+    trained_elements,
     trainer_memory,
     usable_static,
 )
@@ -55,8 +55,6 @@ from megarl.roles.plan import ServedRole, find_served, pairs
 from megarl.roles.settings import JUDGE, PAIRWISE, REFERENCE
 from megarl.teachers.plan import find_frozen, teachers_of
 
-# Memory and time of training the policy and, if the algorithm has one, its critic.
-
 
 def critic_of(config: RunConfig, spec: ModelSpec) -> ModelSpec | None:
     critic = find_critic(config, spec)
@@ -70,27 +68,26 @@ def training_memory(
 
     Raises ConfigError if the sizes do not divide a model.
     """
-    frozen, swapped = frozen_of(config, spec)
-    divergence = bool(teachers_of(config)) and config.algorithm.distill.over != SAMPLED
-    of_all = {
-        "reference": swapped,
-        "critic": critic_of(config, spec),
-        "frozen": frozen,
-        "divergence": divergence,
-    }
-    beside = adapters.beside(config, spec, trainer, gpu.device)
+    frozen, is_swapped = frozen_of(config, spec)
     on_device = config.weights.delta != "off" and (
         config.weights.delta_shadow == "device" or gpu.device == "cpu"
     )
     shadow = _shadow_bytes(config, spec, trainer) if on_device else 0.0
     memory = trainer_memory(
-        spec, trainer, config.model.dtype, gpu, **of_all, beside=beside, shadow=shadow
+        spec,
+        trainer,
+        config.model.dtype,
+        gpu,
+        reference=is_swapped,
+        critic=critic_of(config, spec),
+        frozen=frozen,
+        divergence=bool(teachers_of(config)) and config.algorithm.distill.over != SAMPLED,
+        adapter_elements=adapters.adapter_elements(config, spec, trainer, gpu.device),
+        shadow=shadow,
     )
-    return (
-        replace(memory, checkpoint=_saving_bytes(config, spec, trainer, gpu))
-        if gpu.device == "cpu"
-        else memory
-    )
+    if gpu.device == "cpu":
+        memory = replace(memory, checkpoint=_saving_bytes(config, spec, trainer, gpu))
+    return memory
 
 
 def frozen_of(config: RunConfig, spec: ModelSpec) -> tuple[list[ModelSpec], bool]:
@@ -103,9 +100,8 @@ def frozen_of(config: RunConfig, spec: ModelSpec) -> tuple[list[ModelSpec], bool
         for role in roles
         if role.role == REFERENCE and role.spec == spec and not config.lora.rank
     ]
-    return [role.spec for role in roles if role not in swapped], needs_reference(config) or bool(
-        swapped
-    )
+    frozen = [role.spec for role in roles if role not in swapped]
+    return frozen, needs_reference(config) or bool(swapped)
 
 
 def training_time(
@@ -120,31 +116,30 @@ def training_time(
 
     The critic scores each batch once before it trains on the batch.
     """
-    beside = adapters.beside(config, spec, trainer, cluster.gpu.device)
-    policy = TrainModel(spec, trainer, config.model.dtype, cluster, constants, beside)
-    of_policy = policy.seconds(workload, extra_forwards=scoring_passes(config))
+    adapter_elements = adapters.adapter_elements(config, spec, trainer, cluster.gpu.device)
+    policy = TrainModel(spec, trainer, config.model.dtype, cluster, constants, adapter_elements)
+    policy_time = policy.seconds(workload, extra_forwards=scoring_passes(config))
     for model in frozen_of(config, spec)[0]:
         scoring = TrainModel(model, trainer, config.model.dtype, cluster, constants).scoring_s(
             workload
         )
-        of_policy = replace(of_policy, compute=of_policy.compute + scoring)
-    if (critic := critic_of(config, spec)) is None:
-        return of_policy
-    of_critic = TrainModel(critic, trainer, config.model.dtype, cluster, constants).seconds(
+        policy_time = replace(policy_time, compute=policy_time.compute + scoring)
+    critic = critic_of(config, spec)
+    if critic is None:
+        return policy_time
+    critic_time = TrainModel(critic, trainer, config.model.dtype, cluster, constants).seconds(
         workload, extra_forwards=1
     )
-    both = {name: value + getattr(of_critic, name) for name, value in vars(of_policy).items()}
-    done = of_policy.tflops * of_policy.total + of_critic.tflops * of_critic.total
-    return TrainTime(**both | {"tflops": done / (of_policy.total + of_critic.total)})
-
-
-# Frozen models on engines: the memory of their ranks, and the seconds in which they score the
-# responses of a step.
+    seconds = {
+        name: value + getattr(critic_time, name) for name, value in vars(policy_time).items()
+    }
+    tera_flop = policy_time.tflops * policy_time.total + critic_time.tflops * critic_time.total
+    return TrainTime(**seconds | {"tflops": tera_flop / (policy_time.total + critic_time.total)})
 
 
 @dataclass(frozen=True)
-class Served:
-    """`score_s`: time of the slowest engine.
+class ServedEstimate:
+    """A frozen model on engines. `score_s`: time of the slowest engine for a step's responses.
 
     Scores are requested while other responses are generated.
     """
@@ -155,7 +150,7 @@ class Served:
     score_s: float
 
 
-def served(config: RunConfig) -> dict[str, Served]:
+def served(config: RunConfig) -> dict[str, ServedEstimate]:
     """The served models by the names of their roles.
 
     Raises ConfigError if the sizes do not divide a model.
@@ -164,8 +159,8 @@ def served(config: RunConfig) -> dict[str, Served]:
     return {role.name: _served(config, role, cluster) for role in find_served(config, "plan")}
 
 
-def _served(config: RunConfig, role: ServedRole, cluster: Cluster) -> Served:
-    own = role.settings
+def _served(config: RunConfig, role: ServedRole, cluster: Cluster) -> ServedEstimate:
+    settings = role.settings
     spec = replace(role.spec, head=LM)
     gpu = cluster.gpu  # a scalar head needs no more memory or time than LM's
     shape = _shape_of(role)
@@ -175,21 +170,24 @@ def _served(config: RunConfig, role: ServedRole, cluster: Cluster) -> Served:
         memory.total / GIB - gpu.memory_gib, (memory.static - usable_static(shape, gpu)) / GIB
     )
     time = GenerateModel(spec, shape, role.dtype, cluster, constants_of(gpu.name)).seconds(work)
-    return Served(
-        own.engines * own.tp, memory, over, time.total if role.role == JUDGE else time.prefill
+    return ServedEstimate(
+        gpus=settings.engines * settings.tp,
+        memory=memory,
+        over_gib=over,
+        score_s=time.total if role.role == JUDGE else time.prefill,
     )
 
 
 def _shape_of(role: ServedRole) -> GeneratorConfig:
-    own = role.settings
+    settings = role.settings
     return GeneratorConfig(
-        engines=own.engines,
-        tp=own.tp,
-        ep=own.ep,
-        max_concurrency=own.max_concurrency,
-        kv_cache_tokens=own.kv_cache_tokens,
-        mem_fraction=own.mem_fraction,
-        server_args=own.server_args,
+        engines=settings.engines,
+        tp=settings.tp,
+        ep=settings.ep,
+        max_concurrency=settings.max_concurrency,
+        kv_cache_tokens=settings.kv_cache_tokens,
+        mem_fraction=settings.mem_fraction,
+        server_args=settings.server_args,
     )
 
 
@@ -198,21 +196,19 @@ def _workload(config: RunConfig, role: ServedRole) -> Workload:
     counted.
     """
     policy = Workload.generated(config)
-    own = role.settings
+    settings = role.settings
     read = policy.tokens_per_sequence
     longest = policy.longest
     if role.role != JUDGE:
         return Workload(policy.sequences, policy.sequences, read, 1, 1 + longest - read)
     sequences = policy.sequences
-    if own.mode == PAIRWISE:
-        sequences = policy.prompts * 2 * len(pairs(config.rollout.n, own.opponents))
+    if settings.mode == PAIRWISE:
+        sequences = policy.prompts * 2 * len(pairs(config.rollout.n, settings.opponents))
         read = read + policy.response_tokens
         longest = longest + policy.max_response_tokens
-    return Workload(sequences, sequences, read, own.max_tokens / 2, own.max_tokens + longest - read)
-
-
-# The KV cache of every engine. Its size is set before the run, in tokens, so that it can be
-# planned, shown and given to SGLang.
+    return Workload(
+        sequences, sequences, read, settings.max_tokens / 2, settings.max_tokens + longest - read
+    )
 
 
 UNBOUNDED_TOKENS = 10**15
@@ -222,7 +218,7 @@ def with_kv_caches(
     config: RunConfig, spec: ModelSpec, served: Sequence[ServedRole] = (), gpu: Gpu | None = None
 ) -> RunConfig:
     """The config with the size of each KV cache that it leaves open (kv_cache_tokens): of the
-    policy's engines, and of the roles `served`.
+    policy's engines, and of the roles `served`. It can then be planned, shown and set in SGLang.
 
     `gpu`: what the engines run on; None: cluster.gpu. Raises ConfigError if the parallel sizes do
     not divide the model.
@@ -259,7 +255,9 @@ def _kv_tokens(config: RunConfig, spec: ModelSpec, shape: GeneratorConfig, gpu: 
 
 
 def cached_workload(config: RunConfig) -> Workload:
-    """The workload with the longest response that a KV cache must hold, of a step or an evaluation."""
+    """The workload with the longest response that a KV cache must hold, of a step or an
+    evaluation.
+    """
     longest_response = max(
         config.rollout.max_tokens,
         *(sampling.max_tokens for sampling in held_out_samplings(config)),
@@ -275,9 +273,9 @@ def beside_cache(
     arguments of `kv_tokens`: memory for landing, the adapters' pool, and the trainer rank that
     shares the GPU.
     """
-    landing = (
-        landing_bytes(spec, config.trainer, shape, config.model.dtype) if may_land(config) else 0
-    )
+    landing = 0
+    if may_land(config):
+        landing = landing_bytes(spec, config.trainer, shape, config.model.dtype)
     return {
         "landing": landing,
         "pool": adapters_pool(config, spec),
@@ -289,11 +287,9 @@ def beside_engine(config: RunConfig, spec: ModelSpec, gpu: Gpu) -> float:
     """The bytes of the fullest trainer rank, if trainer ranks share their GPUs with engines; 0 if
     they are apart.
     """
-    return (
-        training_memory(config, spec, config.trainer, gpu).total
-        if config.cluster.share_gpus
-        else 0.0
-    )
+    if not config.cluster.share_gpus:
+        return 0.0
+    return training_memory(config, spec, config.trainer, gpu).total
 
 
 def adapters_pool(config: RunConfig, spec: ModelSpec) -> int:
@@ -337,13 +333,13 @@ class GroupEstimate:
     @property
     def facts(self) -> dict[str, Any]:
         """For megarl plan --json."""
-        own = {"engines": self.engines, "gpus": self.gpus, "gib_per_gpu": self.memory.total / GIB}
-        own |= {
+        return {
+            "engines": self.engines,
+            "gpus": self.gpus,
+            "gib_per_gpu": self.memory.total / GIB,
             "share": self.share,
             "generate_s": self.time.total,
             "tokens_per_s": self.tokens_per_s,
-        }
-        return own | {
             "kv_cache_tokens": self.kv_tokens,
             "concurrency_per_engine": self.time.concurrency,
         }
@@ -371,7 +367,7 @@ class Estimate:
     glue_s: float  # work that overlaps with neither side
     asynchronous: bool
     shared: bool  # whether trainer and engines share their GPUs
-    served: Mapping[str, Served] = field(default_factory=dict)  # the roles on engines
+    served: Mapping[str, ServedEstimate] = field(default_factory=dict)  # the roles on engines
 
     @property
     def fullest(self) -> GroupEstimate:
@@ -400,8 +396,11 @@ class Estimate:
         """LlamaRL's equation 3 (equation 2 if nothing overlaps), plus glue and the update, for
         which both sides stop.
         """
-        both = self.train.total, self.scored_s
-        return (max(both) if self.overlaps else sum(both)) + self.sync_s + self.glue_s
+        if self.overlaps:
+            sides_s = max(self.train.total, self.scored_s)
+        else:
+            sides_s = self.train.total + self.scored_s
+        return sides_s + self.sync_s + self.glue_s
 
     @property
     def overlaps(self) -> bool:
@@ -421,7 +420,9 @@ class Estimate:
             side: (memory.total - on_gpu * memory.runtime) / GIB
             for side, memory in (("trainer", self.trainer), ("engine", self.generator))
         }
-        return marks | ({"gpu_in_use": self.fullest.gpu_total / GIB} if self.shared else {})
+        if self.shared:
+            marks["gpu_in_use"] = self.fullest.gpu_total / GIB
+        return marks
 
     @property
     def overfull(self) -> dict[str, float]:
@@ -477,7 +478,7 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         generated=generated,
         cluster=cluster,
         trainer=training_memory(config, spec, config.trainer, cluster.gpu),
-        groups=of_groups(
+        groups=estimate_groups(
             config, spec, groups, beside_s=train.total + constants.glue_s if shared else 0.0
         ),
         offloaded=_on_node(
@@ -505,7 +506,7 @@ def updates_control_s(groups: Sequence[EngineGroup], senders: int, constants: Co
     )
 
 
-def of_groups(
+def estimate_groups(
     config: RunConfig, spec: ModelSpec, groups: Sequence[EngineGroup], beside_s: float = 0.0
 ) -> tuple[GroupEstimate, ...]:
     """Estimates the groups, among which responses are divided.
@@ -518,40 +519,44 @@ def of_groups(
     cluster = Cluster.of(config)
     dtype = config.model.dtype
     work = Workload.generated(config)
-    how = unfinished(config)
+    schedule = unfinished(config)
     gpu = cluster.gpu
-    shared = dtype, cluster, constants_of(gpu.name)
     models = [
-        GenerateModel(spec, group.settings, *shared, accept_length=config.plan.accept_length)
+        GenerateModel(
+            spec,
+            group.settings,
+            dtype,
+            cluster,
+            constants_of(gpu.name),
+            accept_length=config.plan.accept_length,
+        )
         for group in groups
     ]
     speeds = [float(at_once([group])) for group in groups]
-    if how["carried_over"]:
-        speeds = [1 / model.seconds(work, **how).total for model in models]
-    found = []
+    if schedule["carried_over"]:
+        speeds = [1 / model.seconds(work, **schedule).total for model in models]
+    estimates = []
     for group, model, speed in zip(groups, models, speeds):
-        own = group.settings
+        settings = group.settings
         share = speed / sum(speeds)
-        part = (
-            work
-            if len(groups) == 1
-            else replace(work, sequences=share * work.sequences, prompts=share * work.prompts)
-        )
+        part = work
+        if len(groups) > 1:
+            part = replace(work, sequences=share * work.sequences, prompts=share * work.prompts)
         time = _beside_training(model, part, config, beside_s)
-        beside = beside_cache(config, spec, own, gpu)
-        memory = generator_memory(spec, own, dtype, Workload.of(config), gpu, **beside)
-        rate = own.engines * time.concurrency / time.token_s
-        tokens = kv_tokens(spec, own, dtype, part, gpu, **beside)
-        endless = replace(model, generator=replace(own, kv_cache_tokens=UNBOUNDED_TOKENS))
-        found.append(
+        occupants = beside_cache(config, spec, settings, gpu)
+        memory = generator_memory(spec, settings, dtype, Workload.of(config), gpu, **occupants)
+        rate = settings.engines * time.concurrency / time.token_s
+        tokens = kv_tokens(spec, settings, dtype, part, gpu, **occupants)
+        endless = replace(model, generator=replace(settings, kv_cache_tokens=UNBOUNDED_TOKENS))
+        estimates.append(
             GroupEstimate(
                 name=group.name,
                 key=group.key,
-                engines=own.engines,
+                engines=settings.engines,
                 gpus=group.topology.world_size,
                 memory=memory,
-                occupied=beside["occupied"],
-                static_limit=usable_static(own, gpu, beside["occupied"]),
+                occupied=occupants["occupied"],
+                static_limit=usable_static(settings, gpu, occupants["occupied"]),
                 share=share,
                 time=time,
                 tokens_per_s=rate,
@@ -560,7 +565,7 @@ def of_groups(
                 unbounded_s=_beside_training(endless, part, config, beside_s).total,
             )
         )
-    return tuple(found)
+    return tuple(estimates)
 
 
 def _beside_training(
@@ -607,11 +612,10 @@ def check_longest(config: RunConfig, spec: ModelSpec) -> None:
                 f"({key}.mem_fraction={g.mem_fraction}):"
             ] = cache
     longest = config.rollout.max_tokens + prompt
-    said = f"plan.prompt_tokens={prompt}" if config.plan.prompt_tokens else "one token"
+    prompt_text = f"plan.prompt_tokens={prompt}" if config.plan.prompt_tokens else "one token"
     problems = [
-        f"rollout.max_tokens={config.rollout.max_tokens}: with a prompt of {said} it is {longest} "
-        "tokens; they must "
-        f"be at most {name} {limit}"
+        f"rollout.max_tokens={config.rollout.max_tokens}: with a prompt of {prompt_text} it is "
+        f"{longest} tokens; they must be at most {name} {limit}"
         for name, limit in room.items()
         if longest > limit
     ]
@@ -638,9 +642,9 @@ def _on_node(config: RunConfig, cluster: Cluster, rank_bytes: float) -> float:
 
 def _saving_bytes(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, gpu: Gpu) -> float:
     """Bytes of a rank's copy of its part of a checkpoint, which is written during training."""
-    return (
-        _optimizers(config, spec, trainer, gpu, saving_bytes) if config.checkpoint.beside else 0.0
-    )
+    if not config.checkpoint.beside:
+        return 0.0
+    return _optimizers(config, spec, trainer, gpu, saving_bytes)
 
 
 def _optimizers(
@@ -648,15 +652,19 @@ def _optimizers(
     spec: ModelSpec,
     trainer: TrainerConfig,
     gpu: Gpu,
-    bytes_of: Callable[[Iterable[Held], TrainerConfig], float],
+    bytes_of: Callable[[Iterable[WeightElements], TrainerConfig], float],
 ) -> float:
     """The sum of `bytes_of` over a rank's optimizers of policy and critic."""
     dtype = config.model.dtype
-    beside = adapters.beside(config, spec, trainer, gpu.device)
-    of_models = [beside.trained if beside else trained_held(spec, trainer, dtype)]
-    if (critic := critic_of(config, spec)) is not None:
-        of_models.append(trained_held(critic, trainer, dtype))
-    return sum(bytes_of(trained, trainer) for trained in of_models)
+    adapter_elements = adapters.adapter_elements(config, spec, trainer, gpu.device)
+    if adapter_elements:
+        total = bytes_of(adapter_elements.trained, trainer)
+    else:
+        total = bytes_of(trained_elements(spec, trainer, dtype), trainer)
+    critic = critic_of(config, spec)
+    if critic is not None:
+        total += bytes_of(trained_elements(critic, trainer, dtype), trainer)
+    return total
 
 
 def _shadow_bytes_of_node(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> float:
@@ -695,7 +703,7 @@ def steps_by_capacity(config: RunConfig, spec: ModelSpec) -> dict[int, float]:
         capacity: replace(config, async_=replace(config.async_, capacity=capacity))
         for capacity in (0, 1)
     }
-    return {capacity: estimate(each, spec).step_s for capacity, each in configs.items()}
+    return {capacity: estimate(variant, spec).step_s for capacity, variant in configs.items()}
 
 
 def overlaps(config: RunConfig) -> bool:
@@ -729,17 +737,17 @@ def generate_parts(time: GenerateTime) -> dict[str, float]:
     }
 
 
-def to_json(found: Estimate, baseline_s: float | None) -> dict[str, Any]:
+def to_json(result: Estimate, baseline_s: float | None) -> dict[str, Any]:
     """The object that `megarl plan --json` prints."""
     return {
-        "fits": not found.overfull,
-        "trainer_gib_per_gpu": found.trainer.total / GIB,
-        "generator_gib_per_gpu": found.generator.total / GIB,
-        "train_s": found.train.total,
-        "generate_s": found.generate.total,
-        "sync_s": found.sync_s,
-        "step_s": found.step_s,
+        "fits": not result.overfull,
+        "trainer_gib_per_gpu": result.trainer.total / GIB,
+        "generator_gib_per_gpu": result.generator.total / GIB,
+        "train_s": result.train.total,
+        "generate_s": result.generate.total,
+        "sync_s": result.sync_s,
+        "step_s": result.step_s,
         "sync_baseline_step_s": baseline_s,
-        "speedup": baseline_s / found.step_s if baseline_s else None,
-        "binding": found.binding,
+        "speedup": baseline_s / result.step_s if baseline_s else None,
+        "binding": result.binding,
     }

@@ -76,15 +76,15 @@ class Cluster:
         return cls(GPUS[config.cluster.gpu], gpus_per_node(config))
 
 
-# The shares of the hardware's peak rates that are reached.
-#
-# Fitted constants are derived only from the fitted half of the published rows. `python
-# tests/tools/planner_validation.py --fit` prints them, and a test compares them. All others were
-# set once, from the named source.
-
-
 @dataclass(frozen=True)
 class Constants:
+    """The shares of the hardware's peak rates that are reached.
+
+    Fitted constants are derived only from the fitted half of the published rows. `python
+    tests/tools/planner_validation.py --fit` prints them, and a test compares them. All others were
+    set once, from the named source.
+    """
+
     # Fitted.
     # share of the peak that an infinitely large matrix product reaches
     gemm_efficiency: float = 0.7816

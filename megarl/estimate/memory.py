@@ -29,8 +29,6 @@ from megarl.reshard.layout import (
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.schedule import DEFAULT_WAVE_BYTES, landings
 
-# The number of sequences of a step, and their lengths.
-
 
 def scoring_passes(config: RunConfig) -> int:
     """The number of forward passes over a batch that do not train.
@@ -54,7 +52,8 @@ def dropped_share(config: RunConfig) -> float | None:
 
 @dataclass(frozen=True)
 class Workload:
-    """Response lengths are exponential, but at most `max_response_tokens`.
+    """The sequences of a step. Response lengths are exponential, but at most
+    `max_response_tokens`.
 
     `response_tokens` is the mean after this cut.
     """
@@ -84,11 +83,11 @@ class Workload:
         """
         trained = cls.of(config)
         share = dropped_share(config) or 0.0
-        more = {
+        enlarged = {
             name: math.ceil(getattr(trained, name) / (1 - share))
             for name in ("sequences", "prompts")
         }
-        return replace(trained, **more)
+        return replace(trained, **enlarged)
 
     @property
     def tokens_per_sequence(self) -> float:
@@ -119,10 +118,10 @@ class Workload:
 
         Attention's work on a batch is as if all sequences had this length.
         """
-        whole = (
+        square = (
             self.prompt_tokens**2 + 2 * self.prompt_tokens * self.response_tokens + self.mean_square
         )
-        return whole / self.tokens_per_sequence
+        return square / self.tokens_per_sequence
 
     @property
     def decoded(self) -> float:
@@ -147,9 +146,10 @@ class Workload:
         high = 1e4 * longest
         for _ in range(60):
             middle = math.sqrt(low * high)
-            low, high = (
-                (middle, high) if middle * -math.expm1(-longest / middle) < mean else (low, middle)
-            )
+            if middle * -math.expm1(-longest / middle) < mean:
+                low = middle
+            else:
+                high = middle
         return low
 
     def survivors(self, tokens: float) -> float:
@@ -162,12 +162,9 @@ class Workload:
         return min(self.max_response_tokens, self.scale * (math.log(self.sequences) + 0.5772))
 
 
-# The elements and bytes on each rank, from the same layouts as the reshard map.
-
-
 @dataclass(frozen=True)
-class Held:
-    """Elements of weights on one rank.
+class WeightElements:
+    """Elements of weights on one rank, from the same layouts as the reshard map.
 
     Experts count separately, because they have their own mesh.
     """
@@ -197,41 +194,43 @@ class GeneratorWeights:
         return self.streamed + self.expert + self.embedding
 
 
-def stages_held(layout: Layout) -> list[Held]:
+def stage_elements(layout: Layout) -> list[WeightElements]:
     """Elements in the memory of the fullest rank of every pipeline stage."""
     stages = layout.kinds[0].ranks.shape[0]
-    held = np.zeros((stages, 2), dtype=np.int64)
+    elements = np.zeros((stages, 2), dtype=np.int64)
     for kind in layout.kinds:
-        of_experts = int(kind.shards[0].experts is not None)
-        held[:, of_experts] += np.bincount(kind.stages, minlength=stages) * max(
+        column = int(kind.shards[0].experts is not None)
+        elements[:, column] += np.bincount(kind.stages, minlength=stages) * max(
             math.prod(shard.shape) for shard in kind.shards
         )
-    return [Held(int(dense), int(expert)) for dense, expert in held]
+    return [WeightElements(int(dense), int(expert)) for dense, expert in elements]
 
 
-def trainer_held(spec: ModelSpec, trainer: TrainerConfig, dtype: str) -> list[Held]:
+def trainer_elements(spec: ModelSpec, trainer: TrainerConfig, dtype: str) -> list[WeightElements]:
     """Elements on the fullest rank of each pipeline stage.
 
     Raises ConfigError if the sizes do not divide the model.
     """
-    return _trainer_held(shape_of(spec), one_replica(trainer_topology(trainer)), dtype)
+    return _trainer_elements(shape_of(spec), one_replica(trainer_topology(trainer)), dtype)
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What is trained beside a frozen model: elements on the fullest rank of each pipeline stage."""
+class AdapterElements:
+    """What is trained beside a frozen model: elements on the fullest rank of each pipeline
+    stage.
+    """
 
-    trained: Sequence[Held]
-    kept: Sequence[int]  # elements of trained tensors, and of copies of the model's weights
+    trained: Sequence[WeightElements]
+    additional: Sequence[int]  # elements of trained tensors, and of copies of the model's weights
 
 
-def trained_held(spec: ModelSpec, trainer: TrainerConfig, dtype: str) -> list[Held]:
+def trained_elements(spec: ModelSpec, trainer: TrainerConfig, dtype: str) -> list[WeightElements]:
     """Elements with a gradient and an optimizer on the fullest rank of each pipeline stage, if the
     model is not frozen.
     """
-    return trainer_held(
-        spec if trainer.mtp == TRAIN else replace(spec, mtp_layers=0), trainer, dtype
-    )
+    if trainer.mtp != TRAIN:
+        spec = replace(spec, mtp_layers=0)
+    return trainer_elements(spec, trainer, dtype)
 
 
 def generator_weights(spec: ModelSpec, generator: GeneratorConfig, dtype: str) -> GeneratorWeights:
@@ -265,10 +264,10 @@ def landing_bytes(
     period = spec.period
     dense = spec.first_dense_layers if spec.num_experts else 0
     shapes = (shape_of(spec).cut(dense + periods * period) for periods in (1, 2))
-    some, more = (
+    one_period, two_periods = (
         _landing_bytes(shape, topology, engine, generator.quantization, dtype) for shape in shapes
     )
-    return some + (spec.num_layers - dense - period) * (more - some) // period
+    return one_period + (spec.num_layers - dense - period) * (two_periods - one_period) // period
 
 
 def shadow_bytes(
@@ -280,11 +279,11 @@ def shadow_bytes(
     """
     topology = trainer_topology(trainer)
     # replicated tensors count for each rank
-    whole = generator.tp * generator_weights(spec, generator, dtype).total
-    held = trainer_held(spec, trainer, dtype)
-    elements = topology.tp * sum(stage.total for stage in held)
-    of_fullest = whole * max(stage.total for stage in held) / elements
-    return min(of_fullest, whole * generator.engines / topology.world_size)
+    engine_bytes = generator.tp * generator_weights(spec, generator, dtype).total
+    stages = trainer_elements(spec, trainer, dtype)
+    elements = topology.tp * sum(stage.total for stage in stages)
+    fullest_rank_bytes = engine_bytes * max(stage.total for stage in stages) / elements
+    return min(fullest_rank_bytes, engine_bytes * generator.engines / topology.world_size)
 
 
 def largest_stage(spec: ModelSpec, trainer: TrainerConfig) -> int:
@@ -305,20 +304,29 @@ def one_replica(topology: TrainerTopology) -> TrainerTopology:
 
 
 # A search needs the same sizes many times, so these are cached.
-
-
 @functools.lru_cache(maxsize=4096)
-def _trainer_held(spec: ModelSpec, topology: TrainerTopology, dtype: str) -> list[Held]:
-    return stages_held(trainer_layout(spec, topology, dtype))
+def _trainer_elements(
+    spec: ModelSpec, topology: TrainerTopology, dtype: str
+) -> list[WeightElements]:
+    return stage_elements(trainer_layout(spec, topology, dtype))
 
 
 @functools.lru_cache(maxsize=4096)
 def _stage_layers(
-    spec: ModelSpec, pp: int, vpp: int, first: int | None, last: int | None
+    spec: ModelSpec,
+    pp: int,
+    vpp: int,
+    first_stage_layers: int | None,
+    last_stage_layers: int | None,
 ) -> tuple[tuple[int, int], ...]:
     stages = stage_of_layer(
         spec.num_layers,
-        TrainerTopology(pp=pp, vpp=vpp, first_stage_layers=first, last_stage_layers=last),
+        TrainerTopology(
+            pp=pp,
+            vpp=vpp,
+            first_stage_layers=first_stage_layers,
+            last_stage_layers=last_stage_layers,
+        ),
     )
     dense = spec.first_dense_layers if spec.num_experts else spec.num_layers
     return tuple((stages[:dense].count(stage), stages[dense:].count(stage)) for stage in range(pp))
@@ -373,28 +381,28 @@ def rank_bytes(layout: Layout) -> list[int]:
 
 
 def shape_of(spec: ModelSpec) -> ModelSpec:
-    """The spec without the scaling of positions, which is not hashable and does not change sizes."""
+    """The spec without the scaling of positions, which is not hashable and does not change
+    sizes.
+    """
     return spec if spec.rope_scaling is None else replace(spec, rope_scaling=None)
-
-
-# The activations that a trainer rank keeps per token of a microbatch, by parts of a layer.
-#
-# From Korthikanti et al., Reducing Activation Recomputation (arXiv 2205.05198), section 4, without
-# dropout, and with fused attention (no score matrix) and fused SwiGLU, like the trainer on GPUs. A
-# trainer on CPUs fuses neither norms, rotary embeddings nor SwiGLU, and also keeps the results of
-# their parts (`unfused`).
 
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """Elements per token of one layer on one rank."""
+    """Elements per token of a microbatch that one trainer rank keeps of one layer.
+
+    From Korthikanti et al., Reducing Activation Recomputation (arXiv 2205.05198), section 4,
+    without dropout, and with fused attention (no score matrix) and fused SwiGLU, like the trainer
+    on GPUs. A trainer on CPUs fuses neither norms, rotary embeddings nor SwiGLU, and also keeps the
+    results of their parts (`unfused`).
+    """
 
     boundary: float  # the layer's input; full recomputation keeps only this
-    kept: float  # what the backward pass needs, including the boundary
+    saved: float  # what the backward pass needs, including the boundary
     workspace: float  # the most gradients of one layer that exist at once
 
 
-def of_layer(
+def layer_activations(
     spec: ModelSpec, trainer: TrainerConfig, experts: bool, unfused: int = 0
 ) -> LayerActivations:
     """`experts`: whether the layer has routed experts.
@@ -408,23 +416,22 @@ def of_layer(
     ffn = spec.expert_intermediate_size if experts else spec.intermediate_size
     # gate, up and their product; unfused also the gate before its activation, and a copy
     parts = 5 if unfused else 3
-    mlp = (
-        _routed(spec, trainer, split, parts) + parts * spec.shared_intermediate_size / tp
-        if experts
-        else parts * ffn / tp
-    )
+    if experts:
+        mlp = _routed(spec, trainer, split, parts) + parts * spec.shared_intermediate_size / tp
+    else:
+        mlp = parts * ffn / tp
     # inputs and outputs of both; unfused, two more, all but the inputs in fp32
     norms = 2 + 4 * 4 / unfused if unfused else 4
-    kept = norms * h / split + _attention(spec, tp) + mlp
+    activations = norms * h / split + _attention(spec, tp) + mlp
     # before the rotation; keys and values for each head; cosines and sines
     if unfused and not spec.kv_lora_rank:
-        kept += (
+        activations += (
             2 * spec.num_attention_heads + spec.num_kv_heads
         ) * spec.head_dim / tp + 4 * spec.head_dim
     widest = 2 * ffn * spec.experts_per_token / trainer.etp / split if experts else 2 * ffn / tp
     gathered = h if trainer.sequence_parallel else 0
     return LayerActivations(
-        boundary=h / split, kept=kept, workspace=2 * widest + 2 * h / split + gathered
+        boundary=h / split, saved=activations, workspace=2 * widest + 2 * h / split + gathered
     )
 
 
@@ -439,7 +446,8 @@ def _attention(spec: ModelSpec, tp: int) -> float:
     q = heads * spec.head_dim
     kv = spec.num_kv_heads * spec.head_dim
     gate = 2 * q if spec.gated_attention else 0  # and the values that it multiplies
-    attention = (2 * q + 2 * kv + (q + kv if spec.qk_norm else 0) + gate) / tp
+    norm_inputs = q + kv if spec.qk_norm else 0
+    attention = (2 * q + 2 * kv + norm_inputs + gate) / tp
     return (
         spec.attention_layers * attention + len(spec.linear_layers) * _delta_net(spec, tp)
     ) / spec.num_layers
@@ -469,9 +477,6 @@ def _routed(spec: ModelSpec, trainer: TrainerConfig, split: int, parts: int) -> 
     return (
         2 * spec.hidden_size + 4 * spec.num_experts + spec.experts_per_token * per_expert
     ) / split
-
-
-# Bytes of memory on the fullest rank of each pipeline stage of the trainer.
 
 
 GRADIENT_BYTES = 4  # Megatron's buffer, grad_reduce_in_fp32
@@ -526,18 +531,22 @@ def trainer_memory(
     critic: ModelSpec | None = None,
     frozen: Sequence[ModelSpec] = (),
     divergence: bool = False,
-    beside: Beside | None = None,
+    adapter_elements: AdapterElements | None = None,
     shadow: float = 0.0,
 ) -> TrainerMemory:
     """Memory of the fullest stage. Raises ConfigError if the sizes do not divide the model."""
-    others = {
-        "reference": reference,
-        "critic": critic,
-        "frozen": frozen,
-        "divergence": divergence,
-        "beside": beside,
-    }
-    stages = stage_memory(spec, trainer, dtype, gpu, **others, shadow=shadow)
+    stages = stage_memory(
+        spec,
+        trainer,
+        dtype,
+        gpu,
+        reference=reference,
+        critic=critic,
+        frozen=frozen,
+        divergence=divergence,
+        adapter_elements=adapter_elements,
+        shadow=shadow,
+    )
     return max(stages, key=lambda memory: memory.total)
 
 
@@ -551,67 +560,66 @@ def stage_memory(
     critic: ModelSpec | None = None,
     frozen: Sequence[ModelSpec] = (),
     divergence: bool = False,
-    beside: Beside | None = None,
+    adapter_elements: AdapterElements | None = None,
     shadow: float = 0.0,
 ) -> list[TrainerMemory]:
     """[pp] memory of the fullest rank of each stage.
 
-    `beside`: what is trained instead of the model. The model is then also the reference.
+    `adapter_elements`: what is trained instead of the model. The model is then also the reference.
     """
     item = ITEM_BYTES[dtype]
-    of_critic = [
-        (item + GRADIENT_BYTES) * held.total + optimizer_bytes(held, trainer, dtype)
-        for held in (trainer_held(critic, trainer, dtype) if critic else ())
-    ]
-    of_frozen = [trainer_held(model, trainer, dtype) for model in frozen]
+    critic_bytes = [0.0] * trainer.pp
+    if critic:
+        critic_bytes = [
+            (item + GRADIENT_BYTES) * elements.total + optimizer_bytes(elements, trainer, dtype)
+            for elements in trainer_elements(critic, trainer, dtype)
+        ]
+    frozen_elements = [trainer_elements(model, trainer, dtype) for model in frozen]
     tokens = trainer.max_tokens_per_microbatch / trainer.cp
-    trained = beside.trained if beside else trained_held(spec, trainer, dtype)
-    found = []
-    more = beside.kept if beside else [0] * trainer.pp
-    for stage, (held, layers) in enumerate(
-        zip(trainer_held(spec, trainer, dtype), stage_layers(spec, trainer), strict=True)
+    if adapter_elements:
+        trained = adapter_elements.trained
+        additional = list(adapter_elements.additional)
+    else:
+        trained = trained_elements(spec, trainer, dtype)
+        additional = [0] * trainer.pp
+    unfused = item if gpu.name == "cpu" else 0
+    memories = []
+    for stage, (elements, layers) in enumerate(
+        zip(trainer_elements(spec, trainer, dtype), stage_layers(spec, trainer), strict=True)
     ):
-        kept = (
-            item
-            * activation_elements(
-                spec, trainer, stage, *layers, unfused=item if gpu.name == "cpu" else 0
-            )
-            * tokens
-        )
-        logits = logprob_bytes(spec, trainer, dtype, divergence) if stage == trainer.pp - 1 else 0.0
-        found.append(
+        elements_per_token = activation_elements(spec, trainer, stage, *layers, unfused=unfused)
+        activations = item * elements_per_token * tokens
+        weights = elements.total + additional[stage]
+        logits = 0.0
+        if stage == trainer.pp - 1:
+            weights += embedding_copy(spec, trainer)
+            logits = logprob_bytes(spec, trainer, dtype, divergence)
+        memories.append(
             TrainerMemory(
-                weights=item
-                * (
-                    held.total
-                    + more[stage]
-                    + (embedding_copy(spec, trainer) if stage == trainer.pp - 1 else 0)
-                ),
+                weights=item * weights,
                 gradients=GRADIENT_BYTES * trained[stage].total,
                 optimizer=optimizer_bytes(trained[stage], trainer, dtype),
-                reference=item * held.total if reference and beside is None else 0.0,
+                reference=item * elements.total if reference and adapter_elements is None else 0.0,
                 shadow=shadow,
-                frozen=item * sum(stages[stage].total for stages in of_frozen),
-                critic=of_critic[stage] if of_critic else 0.0,
-                activations=kept,
+                frozen=item * sum(stages[stage].total for stages in frozen_elements),
+                critic=critic_bytes[stage],
+                activations=activations,
                 logits=logits,
-                buffers=2 * DEFAULT_WAVE_BYTES + FRAGMENTATION * (kept + logits),
+                buffers=2 * DEFAULT_WAVE_BYTES + FRAGMENTATION * (activations + logits),
                 runtime=gpu.runtime_gib * GIB,
             )
         )
-    return found
+    return memories
 
 
 def embedding_copy(spec: ModelSpec, trainer: TrainerConfig) -> float:
     """Elements of the embedding that the last stage keeps to train the layer for multi-token
     prediction.
     """
-    wanted = spec.mtp_layers and trainer.mtp == TRAIN and trainer.pp > 1
-    return (
-        padded_vocab_size(spec.vocab_size, trainer.tp) / trainer.tp * spec.hidden_size
-        if wanted
-        else 0.0
-    )
+    is_copied = spec.mtp_layers and trainer.mtp == TRAIN and trainer.pp > 1
+    if not is_copied:
+        return 0.0
+    return padded_vocab_size(spec.vocab_size, trainer.tp) / trainer.tp * spec.hidden_size
 
 
 def logprob_bytes(
@@ -624,15 +632,12 @@ def logprob_bytes(
     item = ITEM_BYTES[dtype]
     tokens = trainer.max_tokens_per_microbatch / trainer.cp
     vocab = padded_vocab_size(spec.vocab_size, trainer.tp) / trainer.tp
-    chunk = (
-        (DIVERGENCE_BYTES if divergence else LOGIT_BYTES[dtype])
-        * min(tokens, trainer.logprob_chunk_tokens)
-        * vocab
-    )
+    bytes_per_logit = DIVERGENCE_BYTES if divergence else LOGIT_BYTES[dtype]
+    chunk = bytes_per_logit * min(tokens, trainer.logprob_chunk_tokens) * vocab
     return 2 * item * tokens * spec.hidden_size + max(chunk, item * vocab * spec.hidden_size)
 
 
-def optimizer_bytes(held: Held, trainer: TrainerConfig, dtype: str) -> float:
+def optimizer_bytes(elements: WeightElements, trainer: TrainerConfig, dtype: str) -> float:
     """Bytes of Adam's state on a GPU.
 
     With zero=1 it is split over the ranks with the same weights.
@@ -640,30 +645,28 @@ def optimizer_bytes(held: Held, trainer: TrainerConfig, dtype: str) -> float:
     if trainer.optimizer.offload:
         return 0.0
     if not trainer.zero:
-        return OPTIMIZER_BYTES[dtype] * held.total
-    return OPTIMIZER_BYTES[dtype] * _shared(held, trainer)
+        return OPTIMIZER_BYTES[dtype] * elements.total
+    return OPTIMIZER_BYTES[dtype] * _shared(elements, trainer)
 
 
-def offloaded_bytes(trained: Iterable[Held], trainer: TrainerConfig) -> float:
+def offloaded_bytes(trained: Iterable[WeightElements], trainer: TrainerConfig) -> float:
     """Bytes of host memory of the largest rank's optimizer, if it is there."""
-    return (
-        max(OFFLOADED_BYTES * _shared(held, trainer) for held in trained)
-        if trainer.optimizer.offload
-        else 0.0
-    )
+    if not trainer.optimizer.offload:
+        return 0.0
+    return max(OFFLOADED_BYTES * _shared(elements, trainer) for elements in trained)
 
 
-def saving_bytes(trained: Iterable[Held], trainer: TrainerConfig) -> float:
+def saving_bytes(trained: Iterable[WeightElements], trainer: TrainerConfig) -> float:
     """The largest part of a checkpoint (fp32 master weights and both moments) that one rank copies
     to host memory and writes.
     """
-    return max(SAVED_BYTES * _shared(held, trainer) for held in trained)
+    return max(SAVED_BYTES * _shared(elements, trainer) for elements in trained)
 
 
-def _shared(held: Held, trainer: TrainerConfig) -> float:
+def _shared(elements: WeightElements, trainer: TrainerConfig) -> float:
     """Elements of one rank, if ranks with the same elements divide these among themselves."""
     expert_dp = trainer.tp * trainer.cp * trainer.dp / (trainer.ep * trainer.etp)
-    return held.dense / (trainer.dp * trainer.cp) + held.expert / expert_dp
+    return elements.dense / (trainer.dp * trainer.cp) + elements.expert / expert_dp
 
 
 def activation_elements(
@@ -673,19 +676,19 @@ def activation_elements(
     fullest.
 
     `dense`, `routed`: numbers of dense layers and of layers with experts in the stage. `unfused`:
-    as in `of_layer`.
+    as in `layer_activations`.
     """
     layers = [
-        (count, of_layer(spec, trainer, experts, unfused))
+        (count, layer_activations(spec, trainer, experts, unfused))
         for count, experts in ((dense, False), (routed, True))
         if count
     ]
     in_flight = microbatches_in_flight(trainer, stage)
     if trainer.recompute:  # layers are recomputed one at a time for their gradients
-        working = max((layer.kept + layer.workspace for _, layer in layers), default=0.0)
+        working = max((layer.saved + layer.workspace for _, layer in layers), default=0.0)
         return in_flight * sum(count * layer.boundary for count, layer in layers) + working
     workspace = max((layer.workspace for _, layer in layers), default=0.0)
-    return in_flight * sum(count * layer.kept for count, layer in layers) + workspace
+    return in_flight * sum(count * layer.saved for count, layer in layers) + workspace
 
 
 def microbatches_in_flight(trainer: TrainerConfig, stage: int) -> float:
@@ -700,10 +703,6 @@ def microbatches_in_flight(trainer: TrainerConfig, stage: int) -> float:
     return chunks / trainer.vpp
 
 
-# Bytes of memory on an engine's rank, as SGLang divides it: weights and KV cache are inside
-# mem_fraction, all else is outside.
-
-
 # (GiB, SGLang's default on GPUs with less): memory_hook.py
 CHUNKED_PREFILL_TOKENS = ((60, 4096), (160, 8192), (math.inf, 16384))
 CUDA_GRAPH_BYTES = 2 << 20  # per unit of batch size: sglang/srt/arg_groups/memory_hook.py
@@ -714,7 +713,7 @@ UNKNOWN_PROMPT = PlanConfig().mean_prompt_tokens
 
 @dataclass(frozen=True)
 class GeneratorMemory:
-    """Bytes on one rank.
+    """Bytes on one rank. SGLang has weights and KV cache inside mem_fraction, all else outside.
 
     `kv_cache` holds `kv_tokens`, and `states` the states of gated delta nets for max_concurrency
     requests.
@@ -810,18 +809,16 @@ def kv_tokens(
     """
     if generator.kv_cache_tokens is not None:
         return generator.kv_cache_tokens
-    longest = math.ceil(
-        (UNKNOWN_PROMPT if gpu.name == "cpu" else workload.prompt_tokens)
-        + workload.max_response_tokens
-    )
+    prompt_tokens = UNKNOWN_PROMPT if gpu.name == "cpu" else workload.prompt_tokens
+    longest = math.ceil(prompt_tokens + workload.max_response_tokens)
     room = math.floor(
         kv_room(spec, generator, dtype, gpu, landing=landing, pool=pool, occupied=occupied)
     )
     tokens = max(room, longest * generator.dp_attention)
     if gpu.name != "cpu" and not occupied:
         return tokens
-    needed = math.ceil(generator.max_concurrency * longest * PAGE_SLACK)
-    return min(tokens, max(needed, spec.max_position_embeddings * generator.dp_attention))
+    enough_tokens = math.ceil(generator.max_concurrency * longest * PAGE_SLACK)
+    return min(tokens, max(enough_tokens, spec.max_position_embeddings * generator.dp_attention))
 
 
 def kv_room(
@@ -838,12 +835,12 @@ def kv_room(
 
     Negative: there is too little even for the rest.
     """
-    rest = _without_cache(spec, generator, dtype, gpu, landing, pool)
-    left = min(
-        usable_static(generator, gpu, occupied) - rest.static,
-        gpu.memory_gib * GIB - rest.total - occupied,
+    memory = _without_cache(spec, generator, dtype, gpu, landing, pool)
+    free_bytes = min(
+        usable_static(generator, gpu, occupied) - memory.static,
+        gpu.memory_gib * GIB - memory.total - occupied,
     )
-    return left / kv_bytes_per_token(spec, generator, ITEM_BYTES[dtype])
+    return free_bytes / kv_bytes_per_token(spec, generator, ITEM_BYTES[dtype])
 
 
 # Families for which SGLang has a second pool of keys and values, for layers with windows, and the

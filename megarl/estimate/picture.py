@@ -17,26 +17,26 @@ from megarl.estimate.search import Baseline
 LETTER = 0.0085
 
 
-def draw(found: Estimate, baseline: Baseline | None, path: str, title: str) -> None:
+def draw(result: Estimate, baseline: Baseline | None, path: str, title: str) -> None:
     """Writes `path`, an .svg or .png."""
     # without pyplot, whose state may be a notebook's
     figure = Figure(figsize=(10, 6.4), layout="constrained")
     memory, time = figure.subplots(2, 1)
-    _bars(memory, {"generator": gib_parts(found.generator), "trainer": gib_parts(found.trainer)})
-    memory.axvline(found.cluster.gpu.memory_gib, color="tab:red", lw=1.2)
-    memory.set_xlabel(f"GiB per GPU; red: what one {found.cluster.gpu.name} has")
+    _bars(memory, {"generator": gib_parts(result.generator), "trainer": gib_parts(result.trainer)})
+    memory.axvline(result.cluster.gpu.memory_gib, color="tab:red", lw=1.2)
+    memory.set_xlabel(f"GiB per GPU; red: what one {result.cluster.gpu.name} has")
     memory.set_title(
-        f"{title}\nfits: {'no' if found.overfull else 'yes'}; binds: {found.binding}", fontsize=10
+        f"{title}\nfits: {'no' if result.overfull else 'yes'}; binds: {result.binding}", fontsize=10
     )
-    update = {"weight update": found.sync_s, "the rest of a step": found.glue_s}
+    update = {"weight update": result.sync_s, "the rest of a step": result.glue_s}
     rows = {
-        "generation": generate_parts(found.generate),
-        "training": train_parts(found.train),
+        "generation": generate_parts(result.generate),
+        "training": train_parts(result.train),
         "beside them": update,
     }
     _bars(time, rows)
-    time.axvline(found.step_s, color="tab:blue", lw=1.2)
-    text = f"seconds; blue: a step, {found.step_s:.3g}"
+    time.axvline(result.step_s, color="tab:blue", lw=1.2)
+    text = f"seconds; blue: a step, {result.step_s:.3g}"
     time.set_xlabel(
         text + (f"; the synchronous baseline's, {baseline.step_s:.3g}" if baseline else "")
     )
@@ -56,12 +56,12 @@ def _bars(axes: Axes, rows: Mapping[str, Mapping[str, float]]) -> None:
     colours = matplotlib.colormaps["tab20"]
     longest = max(sum(parts.values()) for parts in rows.values())
     for row, parts in rows.items():
-        left = 0.0
+        bar_end = 0.0
         for name, value in parts.items():
             axes.barh(
                 row,
                 value,
-                left=left,
+                left=bar_end,
                 color=colours(names.index(name) % 20),
                 edgecolor="white",
                 lw=0.5,
@@ -70,14 +70,14 @@ def _bars(axes: Axes, rows: Mapping[str, Mapping[str, float]]) -> None:
             if value > LETTER * len(name) * longest:
                 middle: Any = row  # a category, as for barh, but not in the annotation of `text`
                 axes.text(
-                    left + value / 2,
+                    bar_end + value / 2,
                     middle,
                     f"{name}\n{value:.3g}",
                     ha="center",
                     va="center",
                     fontsize=7,
                 )
-            left += value
+            bar_end += value
     handles = dict(zip(*reversed(axes.get_legend_handles_labels())))  # each part once
     axes.legend(
         handles.values(), handles.keys(), fontsize=7, bbox_to_anchor=(1.0, 1.0), loc="upper left"

@@ -10,25 +10,34 @@ from megarl.config.schema import RunConfig
 from megarl.estimate.estimate import Estimate, GroupEstimate, generate_parts, train_parts
 from megarl.estimate.hardware import GIB
 from megarl.estimate.memory import KV_ITEM_BYTES, dropped_share
-from megarl.estimate.search import Baseline, Found, Remedy, Settings, Side, turned, written
+from megarl.estimate.search import (
+    Baseline,
+    Remedy,
+    SearchResult,
+    Settings,
+    Side,
+    as_overrides,
+    with_settings,
+)
 from megarl.estimate.theory import Optima
 from megarl.estimate.times import CHANGED, GenerateTime
 from megarl.plan.topologies import engine_groups, generator_ranks
 
 
 def render(
-    found: Estimate,
+    result: Estimate,
     baseline: Baseline | None,
     remedies: Iterable[Remedy],
     refused: Iterable[str] = (),
 ) -> Iterator[str]:
     """`refused`: what megarl train would refuse."""
-    yield from _memory(found)
-    yield from _time(found, baseline)
-    yield f"binds      {found.binding}"
-    problems = [f"refused    by megarl train: {problem}" for problem in refused]
-    yield from problems
-    yield from _verdict(found, list(remedies), refused=bool(problems))
+    yield from _memory(result)
+    yield from _time(result, baseline)
+    yield f"binds      {result.binding}"
+    problems = list(refused)
+    for problem in problems:
+        yield f"refused    by megarl train: {problem}"
+    yield from _verdict(result, list(remedies), refused=bool(problems))
 
 
 CLOSE = 0.03  # settings whose speeds differ by less are equally fast
@@ -50,7 +59,6 @@ def not_counted(config: RunConfig) -> list[str]:
     drops an unknown share.
     """
     trainer = config.trainer
-    counted = COUNTED
     mappings = {
         "trainer.megatron": trainer.megatron,
         "trainer.ddp": trainer.ddp,
@@ -65,16 +73,14 @@ def not_counted(config: RunConfig) -> list[str]:
             if role is not None
         },
     }
-    unknown = (
-        ["rollout.dynamic_sampling (set plan.dropped_share)"]
-        if dropped_share(config) is None
-        else []
-    )
+    unknown = []
+    if dropped_share(config) is None:
+        unknown.append("rollout.dynamic_sampling (set plan.dropped_share)")
     for key, settings in mappings.items():
         unknown += [
             f"{key}.{name}"
             for name, value in settings.items()
-            if name not in counted and not _is_counted_cache(name, value)
+            if name not in COUNTED and not _is_counted_cache(name, value)
         ]
     return unknown
 
@@ -83,31 +89,31 @@ def _is_counted_cache(name: str, value: Any) -> bool:
     return name == "kv_cache_dtype" and value in ("auto", *KV_ITEM_BYTES)
 
 
-def _memory(found: Estimate) -> Iterator[str]:
+def _memory(result: Estimate) -> Iterator[str]:
     """The memory of both sides, by parts."""
-    sides = gib_parts(found.trainer), gib_parts(found.generator)
-    has = f"GiB per GPU, of {found.cluster.gpu.memory_gib:g} ({found.cluster.gpu.name})"
-    yield f"memory     {has:<38}{'trainer':>9}  {'generator':>9}"
+    sides = gib_parts(result.trainer), gib_parts(result.generator)
+    capacity = f"GiB per GPU, of {result.cluster.gpu.memory_gib:g} ({result.cluster.gpu.name})"
+    yield f"memory     {capacity:<38}{'trainer':>9}  {'generator':>9}"
     for name in dict.fromkeys([*sides[0], *sides[1]]):
         cells = (f"{side[name]:9.2f}" if name in side else " " * 9 for side in sides)
         if any(side.get(name) for side in sides):
             yield f"           {name:<38}{'  '.join(cells).rstrip()}"
     yield (
-        f"           {'total':<38}{found.trainer.total / GIB:9.2f}  "
-        f"{found.generator.total / GIB:9.2f}"
+        f"           {'total':<38}{result.trainer.total / GIB:9.2f}  "
+        f"{result.generator.total / GIB:9.2f}"
     )
-    if found.shared:
+    if result.shared:
         yield (
             "           "
-            f"{'of both, on one GPU (share_gpus)':<38}{found.fullest.gpu_total / GIB:20.2f}"
+            f"{'of both, on one GPU (share_gpus)':<38}{result.fullest.gpu_total / GIB:20.2f}"
         )
-    for name, role in found.served.items():
+    for name, role in result.served.items():
         yield (
             f"           {f'total of {name}, {role.gpus} ranks':<38}{role.memory.total / GIB:20.2f}"
         )
-    for group in found.groups:
+    for group in result.groups:
         static = f"{group.memory.static / GIB:.1f} of {group.static_limit / GIB:.1f}"
-        if len(found.groups) > 1:
+        if len(result.groups) > 1:
             yield (
                 "           "
                 f"{f'total of {group.key}, {group.gpus} ranks':<38}{group.memory.total / GIB:20.2f}"
@@ -117,24 +123,24 @@ def _memory(found: Estimate) -> Iterator[str]:
             f"{group.key}.mem_fraction"
         )
         yield f"           {_requests(group)}"
-    if found.offloaded:
+    if result.offloaded:
         yield (
-            f"           the optimizer takes {found.offloaded / GIB:.1f} GiB of a trainer "
+            f"           the optimizer takes {result.offloaded / GIB:.1f} GiB of a trainer "
             "node's memory (trainer.optimizer.offload)"
         )
-    if found.saving and not found.trainer.checkpoint:  # on CPUs the table has it
+    if result.saving and not result.trainer.checkpoint:  # on CPUs the table has it
         yield (
-            f"           a checkpoint takes {found.saving / GIB:.1f} GiB of a trainer node's "
+            f"           a checkpoint takes {result.saving / GIB:.1f} GiB of a trainer node's "
             "memory while it is written"
         )
-    if found.shadow and not found.trainer.shadow:
-        gib = found.shadow / GIB
+    if result.shadow and not result.trainer.shadow:
+        gib = result.shadow / GIB
         yield (
             f"           what was sent last takes {gib:.1f} to {2 * gib:.1f} GiB of a trainer "
             "node's memory, which is pinned"
         )
-    if found.inboxes:
-        gib = found.inboxes / GIB
+    if result.inboxes:
+        gib = result.inboxes / GIB
         yield (
             f"           inboxes for what has changed take {gib:.1f} to {2 * gib:.1f} GiB of an "
             "engine node's memory, which is pinned"
@@ -149,73 +155,72 @@ def _requests(group: GroupEstimate) -> str:
         f"{group.at_full_length:.0f} of full length"
     )
     saved_s = group.time.total - group.unbounded_s
-    return (
-        f"{line}, and costs {saved_s:.3g} s a step" if saved_s > 0.005 * group.time.total else line
-    )
+    if saved_s > 0.005 * group.time.total:
+        line += f", and costs {saved_s:.3g} s a step"
+    return line
 
 
-def _time(found: Estimate, baseline: Baseline | None) -> Iterator[str]:
-    w = found.workload
+def _time(result: Estimate, baseline: Baseline | None) -> Iterator[str]:
+    w = result.workload
     lengths = (
         f"{w.response_tokens:g} tokens on average, {w.max_response_tokens:g} at most, to "
         f"prompts of {w.prompt_tokens:g}"
     )
-    dropped = (
-        f" (and {more} that are dropped)"
-        if (more := found.generated.sequences - w.sequences)
-        else ""
-    )
+    dropped_sequences = result.generated.sequences - w.sequences
+    dropped = f" (and {dropped_sequences} that are dropped)" if dropped_sequences else ""
     yield f"time       seconds a step; {w.sequences} responses{dropped} of {lengths}"
     for name, seconds, parts in (
-        ("training", found.train.total, train_parts(found.train)),
-        ("generation", found.generate.total, generate_parts(found.generate)),
+        ("training", result.train.total, train_parts(result.train)),
+        ("generation", result.generate.total, generate_parts(result.generate)),
     ):
         shown = ", ".join(
             f"{part} {value:.3g}" for part, value in parts.items() if value >= 0.005 * seconds
         )
         yield f"           {name:<14}{seconds:9.2f}   {shown}"
-    for group in found.groups if len(found.groups) > 1 else ():
+    for group in result.groups if len(result.groups) > 1 else ():
         rate = (
             f"{group.tokens_per_s:.0f} tokens/s by {group.engines} engines, {group.share:.0%} "
             "of the responses"
         )
         yield f"           {f'  {group.name}':<14} {group.time.total:8.2f}   {rate}"
-    for name, role in found.served.items():
+    for name, role in result.served.items():
         yield (
             f"           {f'scores of {name}':<14} {role.score_s:8.2f}   beside generation, as "
             "responses finish"
         )
-    bytes_s, delta_s = (seconds - found.control_s for seconds in (found.sync_s, found.delta_sync_s))
+    bytes_s, delta_s = (
+        seconds - result.control_s for seconds in (result.sync_s, result.delta_sync_s)
+    )
     yield f"           {'weight update':<14}{bytes_s:9.3g}   the busiest rank's bytes over its link"
     yield (
         f"           {'':<14}{delta_s:9.2g}   if {CHANGED:.0%} of the elements have changed, "
         "with weights.delta=auto"
     )
     yield (
-        f"           {'':<14}{found.control_s:9.2g}   more for its messages and calls, in "
+        f"           {'':<14}{result.control_s:9.2g}   more for its messages and calls, in "
         "either case"
     )
-    mode = "the slower side" if found.overlaps else "both sides, one after the other"
+    mode = "the slower side" if result.overlaps else "both sides, one after the other"
     yield (
-        f"           {'a step':<14}{found.step_s:9.2f}   {mode}, the update, and "
-        f"{found.glue_s:.3g} for all else"
+        f"           {'a step':<14}{result.step_s:9.2f}   {mode}, the update, and "
+        f"{result.glue_s:.3g} for all else"
     )
     if baseline:
-        ratio = baseline.step_s / found.step_s
-        how = (
+        ratio = baseline.step_s / result.step_s
+        layout = (
             f"colocated on the same GPUs, the best that fits, model parallel {baseline.m}: "
             f"x{ratio:.2f}"
         )
-        yield f"           {'synchronous':<14}{baseline.step_s:9.2f}   {how}"
+        yield f"           {'synchronous':<14}{baseline.step_s:9.2f}   {layout}"
     else:
         yield f"           {'synchronous':<14}{'-':>9}   colocated on the same GPUs nothing fits"
-    yield f"rates      {found.train.tflops:.0f} TFLOP/s per training GPU; {_decode(found)}"
+    yield f"rates      {result.train.tflops:.0f} TFLOP/s per training GPU; {_decode(result)}"
 
 
-def _decode(found: Estimate) -> str:
-    if len(found.groups) > 1:
-        return "; ".join(f"{group.name}: {_decode_rate(group.time)}" for group in found.groups)
-    return _decode_rate(found.generate)
+def _decode(result: Estimate) -> str:
+    if len(result.groups) > 1:
+        return "; ".join(f"{group.name}: {_decode_rate(group.time)}" for group in result.groups)
+    return _decode_rate(result.generate)
 
 
 def _decode_rate(g: GenerateTime) -> str:
@@ -237,8 +242,8 @@ def render_sharing(steps: Mapping[int, float]) -> str:
 
 
 def advised_capacity(steps: Mapping[int, float]) -> int | None:
-    """The faster one. If they are equally fast, 0, whose tokens are of the newest weights. None: the
-    difference is within the error of mean times, so that only a simulation can tell.
+    """The faster one. If they are equally fast, 0, whose tokens are of the newest weights. None:
+    the difference is within the error of mean times, so that only a simulation can tell.
     """
     gain = 1 - steps[1] / steps[0]
     if gain <= CLOSE:
@@ -246,83 +251,88 @@ def advised_capacity(steps: Mapping[int, float]) -> int | None:
     return 1 if gain > MEAN_TIMES_ERROR else None
 
 
-def _verdict(found: Estimate, remedies: list[Remedy], refused: bool) -> Iterator[str]:
-    if not found.overfull:
-        yield (
-            "fits       no: into memory, but megarl train refuses these settings"
-            if refused
-            else "fits       yes"
-        )
+def _verdict(result: Estimate, remedies: list[Remedy], refused: bool) -> Iterator[str]:
+    if not result.overfull:
+        if refused:
+            yield "fits       no: into memory, but megarl train refuses these settings"
+        else:
+            yield "fits       yes"
         return
-    too_large = " and ".join(f"the {side} is {gib:.1f} GiB" for side, gib in found.overfull.items())
-    beside = ", beside the trainer" if found.shared and "trainer" not in found.overfull else ""
+    too_large = " and ".join(
+        f"the {side} is {gib:.1f} GiB" for side, gib in result.overfull.items()
+    )
+    beside = ", beside the trainer" if result.shared and "trainer" not in result.overfull else ""
     yield f"fits       no: {too_large} per GPU too large{beside}"
-    for side in found.overfull:
-        own = [remedy for remedy in remedies if remedy.side == side]
-        if own:
+    for side in result.overfull:
+        fitting = [remedy for remedy in remedies if remedy.side == side]
+        if fitting:
             yield f"           the {side} would fit with any of these, planned anew:"
-        for remedy in own:
-            yield f"             {written(remedy.settings)}: {remedy.gib:.1f} GiB"
+        for remedy in fitting:
+            yield f"             {as_overrides(remedy.settings)}: {remedy.gib:.1f} GiB"
         if side.startswith("generator.groups."):
             yield (
                 f"           {side} would take less with a larger tp, or a smaller "
                 "max_concurrency or kv_cache_tokens, or in fp8_block"
             )
-        elif side in found.served:
+        elif side in result.served:
             yield (
                 f"           {side} would take less with a larger roles.{side}.tp, or a smaller "
                 "max_concurrency or kv_cache_tokens"
             )
-        elif not own:
+        elif not fitting:
             yield (
                 f"           no three settings of the {side} together make it fit: take more "
                 "GPUs, or a smaller model"
             )
 
 
-def render_search(found: Found, gpus: int, asked: RunConfig, command: str) -> Iterator[str]:
-    """The search's choice and its limits, and the overrides that change the config `asked`, given
+def render_search(
+    result: SearchResult, gpus: int, base_config: RunConfig, command: str
+) -> Iterator[str]:
+    """The search's choice and its limits, and the overrides that change `base_config`, given
     as `command`, to it.
     """
-    settings = found.settings
+    settings = result.settings
     m_t = settings["trainer.tp"] * settings["trainer.cp"] * settings["trainer.pp"]
-    chosen = turned(asked, settings).generator
-    groups = engine_groups(chosen)
+    side = with_settings(base_config, settings).generator
+    groups = engine_groups(side)
     microbatch = settings["trainer.max_tokens_per_microbatch"]
-    used = m_t * settings["trainer.dp"] + generator_ranks(groups) + chosen.tp * asked.eval.engines
+    gpus_in_use = (
+        m_t * settings["trainer.dp"] + generator_ranks(groups) + side.tp * base_config.eval.engines
+    )
     if len(groups) == 1:
-        own = groups[0].settings
+        engine = groups[0].settings
         precision = groups[0].settings.quantization or "model.dtype"
         engines = (
-            f"m_g {own.tp}, b_t {microbatch} tokens, b_g {own.max_concurrency}, theta "
-            f"{found.theta:.3f}, engines in {precision}"
+            f"m_g {engine.tp}, b_t {microbatch} tokens, b_g {engine.max_concurrency}, theta "
+            f"{result.theta:.3f}, engines in {precision}"
         )
     else:
         counts = ", ".join(f"{group.settings.engines} engines of {group.name}" for group in groups)
         engines = (
-            f"b_t {microbatch} tokens, theta {found.theta:.3f}; {counts}, in the given proportions"
+            f"b_t {microbatch} tokens, theta {result.theta:.3f}; {counts}, in the given proportions"
         )
-    yield f"search     {gpus} GPUs, {used} of them used: m_t {m_t}, {engines}"
+    yield f"search     {gpus} GPUs, {gpus_in_use} of them used: m_t {m_t}, {engines}"
     yield (
         "           by GPU-seconds both sides would take equally long at theta "
-        f"{found.balanced_theta:.3f} (lemma B.3)"
+        f"{result.balanced_theta:.3f} (lemma B.3)"
     )
-    for name, chosen, larger in (
-        ("trainer", found.trainer, found.trainer_too_large),
-        ("generator, with its KV cache", found.generator, found.generator_too_large),
+    for name, side, larger in (
+        ("trainer", result.trainer, result.trainer_too_large),
+        ("generator, with its KV cache", result.generator, result.generator_too_large),
     ):
-        spare = max(0.0, -chosen.over_gib)
+        spare = max(0.0, -side.over_gib)
         yield (
-            f"           {name}: {chosen.seconds:.2f} s, {spare:.1f} GiB to spare; "
-            f"{_beyond(chosen, larger)}"
+            f"           {name}: {side.seconds:.2f} s, {spare:.1f} GiB to spare; "
+            f"{_memory_limit(side, larger)}"
         )
-    changed = {key: value for key, value in settings.items() if value_at(asked, key) != value}
-    yield f"           {command} {written(changed)}"
+    changed = {key: value for key, value in settings.items() if value_at(base_config, key) != value}
+    yield f"           {command} {as_overrides(changed)}"
 
 
 def render_theory(optima: Optima, gpus: int) -> Iterator[str]:
     closed = optima.closed_form
-    found = optima.search
+    searched = optima.search
     synchronous = optima.synchronous
     yield (
         f"theory     {f'LlamaRL, section 7, on {gpus} GPUs':<44}{'closed form':>11}  {'search':>9}"
@@ -335,23 +345,21 @@ def render_theory(optima: Optima, gpus: int) -> Iterator[str]:
         ("theta, share of the GPUs that trains", "theta"),
         ("training and generation, s a step", "step_s"),
     ):
-        yield f"           {name:<44}{getattr(closed, key):11.4g}  {getattr(found, key):9.4g}"
-    same = f"b_t {synchronous.b_t:.4g}, b_g {synchronous.b_g:.4g}, m {synchronous.m:.4g}"
-    yield f"           the synchronous optimum: {synchronous.step_s:.4g} s a step, {same}"
+        yield f"           {name:<44}{getattr(closed, key):11.4g}  {getattr(searched, key):9.4g}"
+    sizes = f"b_t {synchronous.b_t:.4g}, b_g {synchronous.b_g:.4g}, m {synchronous.m:.4g}"
+    yield f"           the synchronous optimum: {synchronous.step_s:.4g} s a step, {sizes}"
     yield (
         f"           so asynchronous can be at least x{optima.speedup_bound:.2f} as fast "
         "(theorem 7.5)"
     )
 
 
-def _beyond(chosen: Side, larger: Side | None) -> str:
+def _memory_limit(best: Side, larger: Side | None) -> str:
     if larger is None:
         return "no shape that memory rules out would be faster"
-    changed = {
-        key: value for key, value in larger.settings.items() if chosen.settings[key] != value
-    }
+    changed = {key: value for key, value in larger.settings.items() if best.settings[key] != value}
     return (
-        f"memory binds: {larger.seconds:.2f} s with {written(changed)}, {larger.over_gib:.1f} "
+        f"memory binds: {larger.seconds:.2f} s with {as_overrides(changed)}, {larger.over_gib:.1f} "
         "GiB too large"
     )
 
@@ -364,40 +372,42 @@ def gib_parts(memory: Any) -> dict[str, float]:
 
 
 def details(
-    found: Estimate, baseline: Baseline | None, remedies: Iterable[Remedy]
+    result: Estimate, baseline: Baseline | None, remedies: Iterable[Remedy]
 ) -> dict[str, Any]:
     """The keys of `megarl plan --json` in addition to the fixed ones."""
+    shared = {}
+    if result.shared:
+        shared = {"shared_gib_per_gpu": result.fullest.gpu_total / GIB}
+    groups = {}
+    if len(result.groups) > 1:
+        groups = {"groups": {group.name: group.facts for group in result.groups}}
     return {
-        "gpu": found.cluster.gpu.name,
-        "gpu_memory_gib": found.cluster.gpu.memory_gib,
-        "trainer_memory_gib": {name: value / GIB for name, value in vars(found.trainer).items()},
+        "gpu": result.cluster.gpu.name,
+        "gpu_memory_gib": result.cluster.gpu.memory_gib,
+        "trainer_memory_gib": {name: value / GIB for name, value in vars(result.trainer).items()},
         "generator_memory_gib": {
-            name: value / GIB for name, value in vars(found.generator).items()
+            name: value / GIB for name, value in vars(result.generator).items()
         },
-        "marks_gib": found.marks_gib,
-        "too_large_gib": found.overfull,
-        **({"shared_gib_per_gpu": found.fullest.gpu_total / GIB} if found.shared else {}),
-        "delta_sync_s": found.delta_sync_s,
-        "control_s": found.control_s,
-        "shadow_gib_per_node": found.shadow / GIB,
-        "inboxes_gib_per_node": found.inboxes / GIB,
-        "saving_gib_per_node": found.saving / GIB,
-        "offloaded_gib_per_node": found.offloaded / GIB,
-        "train_parts_s": train_parts(found.train),
-        "generate_parts_s": generate_parts(found.generate),
-        "train_tflops_per_gpu": found.train.tflops,
-        "concurrency_per_engine": found.generate.concurrency,
-        "kv_cache_tokens": min(group.kv_tokens for group in found.groups),
-        "decode_step_s": found.generate.token_s,
+        "marks_gib": result.marks_gib,
+        "too_large_gib": result.overfull,
+        **shared,
+        "delta_sync_s": result.delta_sync_s,
+        "control_s": result.control_s,
+        "shadow_gib_per_node": result.shadow / GIB,
+        "inboxes_gib_per_node": result.inboxes / GIB,
+        "saving_gib_per_node": result.saving / GIB,
+        "offloaded_gib_per_node": result.offloaded / GIB,
+        "train_parts_s": train_parts(result.train),
+        "generate_parts_s": generate_parts(result.generate),
+        "train_tflops_per_gpu": result.train.tflops,
+        "concurrency_per_engine": result.generate.concurrency,
+        "kv_cache_tokens": min(group.kv_tokens for group in result.groups),
+        "decode_step_s": result.generate.token_s,
         "sync_baseline_model_parallel": baseline.m if baseline else None,
-        **(
-            {"groups": {group.name: group.facts for group in found.groups}}
-            if len(found.groups) > 1
-            else {}
-        ),
+        **groups,
         "roles": {
             name: {"gpus": r.gpus, "gib_per_gpu": r.memory.total / GIB, "score_s": r.score_s}
-            for name, r in found.served.items()
+            for name, r in result.served.items()
         },
         "remedies": [
             {"side": r.side, "settings": dict(r.settings), "gib_per_gpu": r.gib} for r in remedies
@@ -405,10 +415,10 @@ def details(
     }
 
 
-def search_details(found: Found) -> dict[str, Any]:
-    settings: Settings = found.settings
+def search_details(result: SearchResult) -> dict[str, Any]:
+    settings: Settings = result.settings
     return {
         "settings": dict(settings),
-        "theta": found.theta,
-        "balanced_theta": found.balanced_theta,
+        "theta": result.theta,
+        "balanced_theta": result.balanced_theta,
     }

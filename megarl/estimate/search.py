@@ -25,8 +25,8 @@ from megarl.estimate.estimate import (
     adapters_pool,
     cached_workload,
     estimate,
+    estimate_groups,
     may_land,
-    of_groups,
     overlaps,
     training_memory,
     training_time,
@@ -58,35 +58,33 @@ from megarl.plan.checks import (
 from megarl.plan.topologies import engine_groups, generator_ranks, trainer_topology
 from megarl.reshard.forwarding import ENGINES
 
-# Changing settings of a config, and checking the result.
-
-
 Settings = Mapping[str, Any]  # dotted key -> value
 
 
-def turned(config: RunConfig, settings: Settings) -> RunConfig:
+def with_settings(config: RunConfig, settings: Settings) -> RunConfig:
     """`config` with these settings."""
     for key, value in settings.items():
-        config = _with(config, field_path(key).split("."), value)
+        config = _with_value(config, field_path(key).split("."), value)
     return config
 
 
-def _with(node: Any, path: list[str], value: Any) -> Any:
+def _with_value(node: Any, path: list[str], value: Any) -> Any:
     """`node`, a section or a mapping, with `value` at `path` below it."""
-    first, *rest = path
-    if isinstance(node, dict):
-        return node | {first: _with(node[first], rest, value) if rest else value}
-    return replace(node, **{first: _with(getattr(node, first), rest, value) if rest else value})
+    name, *subpath = path
+    is_mapping = isinstance(node, dict)
+    if subpath:
+        value = _with_value(node[name] if is_mapping else getattr(node, name), subpath, value)
+    return node | {name: value} if is_mapping else replace(node, **{name: value})
 
 
 def problems(config: RunConfig, spec: ModelSpec) -> list[str]:
     """The problems that `megarl plan` and `megarl train` would find in the settings; empty if the
     run could begin.
     """
-    found = problems_by_group(
+    config_problems = problems_by_group(
         config, [*CONFIG_CHECKS, *(with_model(check, spec) for check in MODEL_CHECKS)]
     )
-    return found + refused_by_train(config, spec)
+    return config_problems + refused_by_train(config, spec)
 
 
 def _new_problems(
@@ -103,17 +101,9 @@ def _new_problems(
     return [problem for problem in problems(changed, spec) if problem not in old]
 
 
-def written(settings: Settings) -> str:
+def as_overrides(settings: Settings) -> str:
     """The settings as overrides on a command line."""
     return " ".join(f"{key}={yaml_text(value)}" for key, value in settings.items())
-
-
-# The synchronous framework with which a plan is compared (LlamaRL, equations 2 and 6): all GPUs
-# generate, then all GPUs train.
-#
-# Both phases have the same model parallel size m and stay in memory together. The engines have bf16
-# weights, like the trainer. The baseline has the fastest m whose memory fits, so the speed-up is
-# relative to the best that such a system could do.
 
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -121,19 +111,26 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 @dataclass(frozen=True)
 class Baseline:
+    """The synchronous framework with which a plan is compared (LlamaRL, equations 2 and 6): all
+    GPUs generate, then all GPUs train.
+
+    Both phases have the same model parallel size m and stay in memory together. The engines have
+    bf16 weights, like the trainer. The baseline has the fastest m whose memory fits, so the
+    speed-up is relative to the best that such a system could do.
+    """
+
     m: int
     step_s: float
 
 
 def best_baseline(config: RunConfig, spec: ModelSpec, gpus: int) -> Baseline | None:
     """The fastest baseline on `gpus` GPUs, or None if no m fits."""
-    found = [
-        Baseline(m, step_s)
-        for m in SIZES
-        if gpus % m == 0
-        if (step_s := _step_s(config, spec, gpus, m)) is not None
-    ]
-    return min(found, key=lambda baseline: baseline.step_s, default=None)
+    baselines = []
+    for m in SIZES:
+        step_s = _step_s(config, spec, gpus, m) if gpus % m == 0 else None
+        if step_s is not None:
+            baselines.append(Baseline(m, step_s))
+    return min(baselines, key=lambda baseline: baseline.step_s, default=None)
 
 
 def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | None:
@@ -147,13 +144,13 @@ def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | No
         if any(True for _ in check_sizes(colocated, spec)):
             continue
         try:
-            of_trainer = training_memory(config, spec, trainer, cluster.gpu)
+            trainer_memory = training_memory(config, spec, trainer, cluster.gpu)
             # this is counted once: the phases share the GPU
-            occupied = of_trainer.total - of_trainer.runtime
-            beside = kv_room(
+            occupied = trainer_memory.total - trainer_memory.runtime
+            beside_trainer = kv_room(
                 spec, replace(generator, mem_fraction=1.0), dtype, cluster.gpu, occupied=occupied
             )
-            tokens = math.floor(min(beside, kv_room(spec, generator, dtype, cluster.gpu)))
+            tokens = math.floor(min(beside_trainer, kv_room(spec, generator, dtype, cluster.gpu)))
             if tokens < workload.longest:
                 continue
             generator = replace(generator, kv_cache_tokens=tokens)
@@ -213,9 +210,11 @@ def even_stages(layers: int, pp: int) -> tuple[int | None, int | None]:
         return None, None
     if pp == 2:
         return layers // 2, layers - layers // 2
-    others = -(-layers // pp)
-    rest = layers - others * (pp - 2)
-    return (rest // 2, rest - rest // 2) if rest >= 2 else (None, None)
+    middle_layers = -(-layers // pp)
+    end_layers = layers - middle_layers * (pp - 2)
+    if end_layers < 2:
+        return None, None
+    return end_layers // 2, end_layers - end_layers // 2
 
 
 # up to this number of nodes, trainer and engines may share one; with more, each side gets whole
@@ -234,7 +233,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     settings: dict[str, Any]
     trainer: Side
     generator: Side
@@ -254,7 +253,7 @@ class Search:
     gpus: int
     trainers: dict[int, Side | None] = field(default_factory=dict)
     generators: dict[int, Side | None] = field(default_factory=dict)
-    beside: dict[tuple[int, int, str | None], dict[str, float]] = field(default_factory=dict)
+    occupants: dict[tuple[int, int, str | None], dict[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.cluster = Cluster.of(self.config)
@@ -263,10 +262,11 @@ class Search:
         self.constants = constants_of(self.cluster.gpu.name)
         self.dtype = self.config.model.dtype
         self.trainer_shapes = list(_trainer_shapes(self.config, self.spec, self.cluster))
-        alike = not any(self.config.generator.groups.values())
-        self.generator_shapes = list(_generator_shapes(self.config, self.spec)) if alike else []
+        self.generator_shapes = []
+        if not any(self.config.generator.groups.values()):
+            self.generator_shapes = list(_generator_shapes(self.config, self.spec))
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Raises ConfigError if nothing fits the budget."""
         unit = (
             self.cluster.gpus_per_node if self.gpus > FINE_NODES * self.cluster.gpus_per_node else 1
@@ -291,18 +291,19 @@ class Search:
         if best is None:
             raise ConfigError(
                 f"--gpus {self.gpus}: nothing fits on {self.gpus} {self.cluster.gpu.name}; "
-                f"{self._needed()}"
+                f"{self._missing_side()}"
             )
         trainer = self.trainer(best)
         generator = self.generator(self.gpus - best)
         assert trainer is not None and generator is not None
-        spent = trainer.seconds * best, generator.seconds * (self.gpus - best)
-        return Found(
+        trainer_gpu_s = trainer.seconds * best
+        generator_gpu_s = generator.seconds * (self.gpus - best)
+        return SearchResult(
             settings={**trainer.settings, **generator.settings},
             trainer=trainer,
             generator=generator,
             theta=best / self.gpus,
-            balanced_theta=spent[0] / sum(spent),
+            balanced_theta=trainer_gpu_s / (trainer_gpu_s + generator_gpu_s),
             trainer_too_large=_fastest_too_large(trainer, self._trainers(best, fitting=False)),
             generator_too_large=_fastest_too_large(
                 generator, self._generators(self.gpus - best, fitting=False)
@@ -318,7 +319,7 @@ class Search:
         if trainer is None or generator is None:
             return False
         return not estimate(
-            turned(self.config, {**trainer.settings, **generator.settings}), self.spec
+            with_settings(self.config, {**trainer.settings, **generator.settings}), self.spec
         ).overfull
 
     def _step_s(self, trainer_gpus: int) -> float:
@@ -330,22 +331,25 @@ class Search:
         generator = self.generator(self.gpus - trainer_gpus)
         if trainer is None or generator is None:
             return math.inf
-        chosen = turned(self.config, {**trainer.settings, **generator.settings})
-        groups = engine_groups(chosen.generator)
-        senders = trainer_topology(chosen.trainer).world_size
+        candidate = with_settings(self.config, {**trainer.settings, **generator.settings})
+        groups = engine_groups(candidate.generator)
+        senders = trainer_topology(candidate.trainer).world_size
         receivers = generator_ranks(groups)
-        sent = [
+        group_bytes = [
             group.topology.world_size
             * generator_weights(self.spec, group.settings, self.dtype).total
             for group in groups
         ]
-        both = (trainer.seconds, generator.seconds)
-        step_s = max(both) if overlaps(self.config) else sum(both)
-        relaying = chosen.generator.engines if chosen.weights.relay == ENGINES else 0
+        step_s = trainer.seconds + generator.seconds
+        if overlaps(self.config):
+            step_s = max(trainer.seconds, generator.seconds)
+        relaying = candidate.generator.engines if candidate.weights.relay == ENGINES else 0
         control = updates_control_s(groups, senders, self.constants)
         return (
             step_s
-            + balanced_sync_s(sum(sent) / receivers, receivers, senders, self.cluster, relaying)
+            + balanced_sync_s(
+                sum(group_bytes) / receivers, receivers, senders, self.cluster, relaying
+            )
             + control
         )
 
@@ -404,12 +408,12 @@ class Search:
         settings = {
             f"{group.key}.engines": group.settings.engines // unit * times for group in groups
         }
-        chosen = turned(self.config, settings)
-        chosen = with_kv_caches(chosen, self.spec)
-        found = of_groups(chosen, self.spec, engine_groups(chosen.generator))
-        over = max(group.over_gib(self.cluster.gpu) for group in found)
+        candidate = with_settings(self.config, settings)
+        candidate = with_kv_caches(candidate, self.spec)
+        group_estimates = estimate_groups(candidate, self.spec, engine_groups(candidate.generator))
+        over = max(group.over_gib(self.cluster.gpu) for group in group_estimates)
         if (over <= 0) == fitting:
-            yield Side(settings, max(group.time.total for group in found), over)
+            yield Side(settings, max(group.time.total for group in group_estimates), over)
 
     def _generators(self, gpus: int, fitting: bool) -> Iterator[Side]:
         if any(self.config.generator.groups.values()):
@@ -427,11 +431,16 @@ class Search:
                 self.dtype,
                 self.cached,
                 self.cluster.gpu,
-                **self._beside(shape),
+                **self._occupants(shape),
             )
             sized = replace(generator, kv_cache_tokens=tokens)
             memory = generator_memory(
-                self.spec, sized, self.dtype, self.cached, self.cluster.gpu, **self._beside(shape)
+                self.spec,
+                sized,
+                self.dtype,
+                self.cached,
+                self.cluster.gpu,
+                **self._occupants(shape),
             )
             over = max(
                 (memory.static - usable_static(sized, self.cluster.gpu)) / GIB,
@@ -452,39 +461,35 @@ class Search:
                 ).total
                 yield Side(_generator_settings(generator), time, over)
 
-    def _beside(self, shape: GeneratorConfig) -> dict[str, float]:
+    def _occupants(self, shape: GeneratorConfig) -> dict[str, float]:
         """As estimate.beside_cache, but for the finest trainer, since the trainer is not chosen
         yet.
         """
         key = (shape.tp, shape.ep, shape.quantization)
-        if key not in self.beside:
+        if key not in self.occupants:
             finest = max(self.trainer_shapes, key=lambda trainer: trainer.tp)
-            landing = (
-                landing_bytes(self.spec, finest, shape, self.dtype)
-                if may_land(self.config, self.gpus)
-                else 0
-            )
+            landing = 0
+            if may_land(self.config, self.gpus):
+                landing = landing_bytes(self.spec, finest, shape, self.dtype)
             pool = adapters_pool(replace(self.config, generator=shape), self.spec)
-            self.beside[key] = {"landing": landing, "pool": pool}
-        return self.beside[key]
+            self.occupants[key] = {"landing": landing, "pool": pool}
+        return self.occupants[key]
 
-    def _needed(self) -> str:
+    def _missing_side(self) -> str:
         """The side that does not fit even on all GPUs."""
         sides = (("trainer", self.trainer(self.gpus)), ("generator", self.generator(self.gpus)))
         missing = [name for name, side in sides if side is None]
-        return (
-            f"not even all of them hold the {' or the '.join(missing)}"
-            if missing
-            else "each side fits alone, but not both together"
-        )
+        if not missing:
+            return "each side fits alone, but not both together"
+        return f"not even all of them hold the {' or the '.join(missing)}"
 
 
-def _fastest_too_large(best: Side, others: Iterator[Side]) -> Side | None:
+def _fastest_too_large(best: Side, sides: Iterator[Side]) -> Side | None:
     """Among the shapes that would be clearly faster than the best but do not fit, the one that is
     closest to fitting.
     """
     return min(
-        (side for side in others if side.seconds < 0.95 * best.seconds),
+        (side for side in sides if side.seconds < 0.95 * best.seconds),
         key=lambda side: side.over_gib,
         default=None,
     )
@@ -573,20 +578,19 @@ def _generator_settings(generator: GeneratorConfig) -> Settings:
     return {f"generator.{key}": getattr(generator, key) for key in keys.split()}
 
 
-def search(config: RunConfig, spec: ModelSpec, gpus: int) -> tuple[Found, RunConfig]:
+def search(config: RunConfig, spec: ModelSpec, gpus: int) -> tuple[SearchResult, RunConfig]:
     """The best split and shapes on `gpus` GPUs, and the config that has them.
 
     Raises ConfigError if nothing fits.
     """
-    found = Search(config, shape_of(spec), gpus).run()
-    return found, turned(config, found.settings)
-
-
-# Settings that make a run fit. Each is planned again before it is proposed.
+    result = Search(config, shape_of(spec), gpus).run()
+    return result, with_settings(config, result.settings)
 
 
 @dataclass(frozen=True)
 class Remedy:
+    """Settings that make a run fit. They are planned again before they are proposed."""
+
     side: str  # "trainer" | "generator"
     settings: Settings
     # memory per GPU of that side with these settings; of both sides for engines on shared GPUs
@@ -594,26 +598,30 @@ class Remedy:
     step_s: float
 
 
-def remedies(config: RunConfig, spec: ModelSpec, found: Estimate) -> list[Remedy]:
+def remedies(config: RunConfig, spec: ModelSpec, result: Estimate) -> list[Remedy]:
     """For each side that is too large, the single settings with which it fits, or else pairs, or
     else triples. Fastest first.
     """
     return [
         remedy
-        for side in found.overfull
+        for side in result.overfull
         if side in ("trainer", "generator")
-        for remedy in _of_side(config, spec, side)
+        for remedy in _remedies_of_side(config, spec, side)
     ]
 
 
-def _of_side(config: RunConfig, spec: ModelSpec, side: str) -> list[Remedy]:
-    knobs = list(trainer_knobs(config, spec) if side == "trainer" else generator_knobs(config))
-    if side == "generator" and config.cluster.share_gpus:  # it gets what the trainer leaves
-        knobs += [knob for knob in trainer_knobs(config, spec) if knob not in knobs]
+def _remedies_of_side(config: RunConfig, spec: ModelSpec, side: str) -> list[Remedy]:
+    trainer = list(trainer_knobs(config, spec))
+    if side == "trainer":
+        knobs = trainer
+    else:
+        knobs = list(generator_knobs(config))
+        if config.cluster.share_gpus:  # it gets what the trainer leaves
+            knobs += [knob for knob in trainer if knob not in knobs]
     for together in (1, 2, 3):
         tried = (
-            _try(config, spec, side, {k: v for knob in some for k, v in knob.items()})
-            for some in combinations(knobs, together)
+            _try(config, spec, side, {k: v for knob in combination for k, v in knob.items()})
+            for combination in combinations(knobs, together)
         )
         working = [remedy for remedy in tried if remedy is not None]
         if working:
@@ -622,7 +630,7 @@ def _of_side(config: RunConfig, spec: ModelSpec, side: str) -> list[Remedy]:
 
 
 def _try(config: RunConfig, spec: ModelSpec, side: str, settings: Settings) -> Remedy | None:
-    changed = turned(config, settings)
+    changed = with_settings(config, settings)
     if _new_problems(changed, config, spec):
         return None
     try:

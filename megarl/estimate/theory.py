@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from megarl.config.schema import RunConfig
 from megarl.estimate.hardware import GIB, Cluster, constants_of
 from megarl.estimate.memory import LOGIT_BYTES, Workload, activation_elements, kv_bytes_per_token
-from megarl.estimate.search import Found
+from megarl.estimate.search import SearchResult
 from megarl.estimate.times import GenerateModel, TrainModel
 from megarl.models import ModelSpec
 from megarl.reshard.layout import ITEM_BYTES, parameter_count
@@ -84,8 +84,8 @@ class Optima:
     speedup_bound: float
 
 
-def compare(found: Found, config: RunConfig, spec: ModelSpec, gpus: int) -> Optima:
-    """`config`: the config that the search `found` on `gpus` GPUs."""
+def compare(result: SearchResult, config: RunConfig, spec: ModelSpec, gpus: int) -> Optima:
+    """`config`: the config of the search's `result` on `gpus` GPUs."""
     problem = problem_of(config, spec, gpus)
     t = config.trainer
     g = config.generator
@@ -96,8 +96,8 @@ def compare(found: Found, config: RunConfig, spec: ModelSpec, gpus: int) -> Opti
         b_g=g.max_concurrency,
         m_t=t.tp * t.cp * t.pp,
         m_g=g.tp,
-        theta=found.theta,
-        step_s=max(found.trainer.seconds, found.generator.seconds),
+        theta=result.theta,
+        step_s=max(result.trainer.seconds, result.generator.seconds),
     )
     return Optima(asynchronous, searched, synchronous, synchronous.step_s / asynchronous.step_s)
 
@@ -108,7 +108,9 @@ def problem_of(config: RunConfig, spec: ModelSpec, gpus: int) -> Problem:
     A sample is a sequence of mean length. Both tau are estimated with the config's parallel sizes.
     The paper assumes that they do not depend on these.
     """
-    work, dtype, cluster = Workload.of(config), config.model.dtype, Cluster.of(config)
+    work = Workload.of(config)
+    dtype = config.model.dtype
+    cluster = Cluster.of(config)
     constants = constants_of(cluster.gpu.name)
     item = ITEM_BYTES[dtype]
     length = work.tokens_per_sequence
@@ -124,13 +126,13 @@ def problem_of(config: RunConfig, spec: ModelSpec, gpus: int) -> Problem:
         ) / PIPELINE
 
     def generate_s(batch: int) -> float:
-        one = replace(config.generator, engines=1)
-        decoding = GenerateModel(spec, one, dtype, cluster, constants).decode_step(
+        engine = replace(config.generator, engines=1)
+        decoding = GenerateModel(spec, engine, dtype, cluster, constants).decode_step(
             batch, work.prompt_tokens + work.response_tokens / 2
         )
         return work.response_tokens * decoding.total
 
-    alone = replace(
+    unsplit = replace(
         config.trainer,
         tp=1,
         pp=1,
@@ -142,8 +144,8 @@ def problem_of(config: RunConfig, spec: ModelSpec, gpus: int) -> Problem:
         last_stage_layers=None,
     )
     dense = spec.first_dense_layers if spec.num_experts else spec.num_layers
-    kept = (
-        item * activation_elements(spec, alone, 0, dense, spec.num_layers - dense)
+    activation_bytes = (
+        item * activation_elements(spec, unsplit, 0, dense, spec.num_layers - dense)
         + LOGIT_BYTES[dtype] * spec.vocab_size
     )
     return Problem(
@@ -151,7 +153,7 @@ def problem_of(config: RunConfig, spec: ModelSpec, gpus: int) -> Problem:
         batch=work.sequences,
         memory=(cluster.gpu.memory_gib - cluster.gpu.runtime_gib) * GIB,
         weights=item * parameter_count(spec),
-        activation=length * kept,
+        activation=length * activation_bytes,
         kv_cache=length
         * kv_bytes_per_token(spec, replace(config.generator, tp=1, dp_attention=1), item),
         eta_t=_line(train_s(1), train_s(8), 8),

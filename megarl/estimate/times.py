@@ -9,9 +9,9 @@ from functools import cached_property
 from megarl.config.schema import TRAIN, GeneratorConfig, RunConfig, TrainerConfig
 from megarl.estimate.hardware import CONSTANTS, Cluster, Constants, constants_of
 from megarl.estimate.memory import (
-    Beside,
+    AdapterElements,
     GeneratorWeights,
-    Held,
+    WeightElements,
     Workload,
     generator_weights,
     kv_bytes_read,
@@ -19,7 +19,7 @@ from megarl.estimate.memory import (
     largest_stage,
     stage_layers,
     state_bytes,
-    trained_held,
+    trained_elements,
 )
 from megarl.models import ModelSpec
 from megarl.models.registry import active_elements, attention_flops, flops_per_token
@@ -30,13 +30,12 @@ from megarl.reshard.layout import ITEM_BYTES, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.speculative.settings import NEXTN
 
-# Seconds of collectives over groups of ranks. They depend on the distribution of a group over
-# nodes.
-
 
 @dataclass(frozen=True)
-class Group:
-    """`size` ranks, which are `stride` apart in the order in which ranks fill the nodes."""
+class CollectiveGroup:
+    """`size` ranks, which are `stride` apart in the order in which ranks fill the nodes. Seconds
+    of its collectives depend on the distribution over nodes.
+    """
 
     size: int
     stride: int
@@ -59,11 +58,9 @@ class Group:
         Rings across nodes use the NICs of all members on a node.
         """
         gpu = self.cluster.gpu
-        wire = (
-            gpu.nvlink_bytes_per_s
-            if self.nodes == 1
-            else min(gpu.nvlink_bytes_per_s, gpu.nic_bytes_per_s * self.per_node)
-        )
+        wire = gpu.nvlink_bytes_per_s
+        if self.nodes > 1:
+            wire = min(wire, gpu.nic_bytes_per_s * self.per_node)
         return wire * self.constants.link_efficiency
 
     @property
@@ -117,9 +114,6 @@ def _distinct(places: int, draws: int) -> float:
     return places * (1 - (1 - 1 / places) ** draws)
 
 
-# Seconds of one training step, computed from the model's matrix products and the ranks' traffic.
-
-
 # Relative to attention's forward FLOPs: five products instead of two, since scores are computed
 # again (FlashAttention-2, arXiv 2307.08691, section 4.1).
 ATTENTION_BACKWARD = 2.5
@@ -152,7 +146,7 @@ class TrainTime:
 
 @dataclass(frozen=True)
 class TrainModel:
-    """One trainer on one cluster."""
+    """One trainer on one cluster: the model's matrix products, and the ranks' traffic."""
 
     spec: ModelSpec
     trainer: TrainerConfig
@@ -161,7 +155,7 @@ class TrainModel:
     constants: Constants = CONSTANTS
     # frozen weights need no product for gradients; the work of what is trained beside them is
     # neglected
-    beside: Beside | None = None
+    adapters: AdapterElements | None = None
 
     def seconds(self, workload: Workload, *, extra_forwards: int = 0) -> TrainTime:
         """Seconds of a batch in all its optimizer steps.
@@ -178,16 +172,18 @@ class TrainModel:
         squares = workload.tokens_per_square
         count = math.ceil(workload.tokens / t.dp / rows)
         count = math.ceil(count / t.pp) * t.pp if t.vpp > 1 else count
-        backward = (1 if self.beside else 2) + t.recompute
+        # of each weight: one for the gradient of its input, and if it is trained one for its own
+        backward_products = 1 if self.adapters else 2
+        backward = backward_products + t.recompute
         passes = 1 + backward + scoring
         layers = largest_stage(self.spec, t)
         products = self._layer_s(rows)
         attention = self._attention_s(rows, squares)
-        of_attention = 1 + t.recompute + ATTENTION_BACKWARD
-        per_layer = passes * products + (of_attention + scoring) * attention
+        attention_passes = 1 + t.recompute + ATTENTION_BACKWARD
+        per_layer = passes * products + (attention_passes + scoring) * attention
         # for positions of the loss
         head = workload.response_tokens / workload.tokens_per_sequence * self._head_s(rows)
-        last = sum(stage_layers(self.spec, t)[-1])
+        last_stage_layers = sum(stage_layers(self.spec, t)[-1])
         # The layer for multi-token prediction: a forward and a backward pass, and three products
         # with the output layer, which it does not train.
         predicting = (
@@ -197,35 +193,41 @@ class TrainModel:
         )
         compute = max(
             layers * per_layer,
-            last * per_layer + ((3 if self.beside else 4) + scoring) * head + predicting,
+            last_stage_layers * per_layer + (2 + backward_products + scoring) * head + predicting,
         )
-        again = t.recompute + scoring
+        repeated_forwards = t.recompute + scoring
         # its backward pass also gathers each product's input again, for the weight gradients
-        sums = 2 + again + t.sequence_parallel / 2
+        sums = 2 + repeated_forwards + t.sequence_parallel / 2
         tensor = layers * (
-            sums * self._tensor_s(rows) + (3 + again) * self._context_s(rows, attention)
+            sums * self._tensor_s(rows) + (3 + repeated_forwards) * self._context_s(rows, attention)
         )
-        expert = layers * (2 + again) * self._expert_s(rows)
+        expert = layers * (2 + repeated_forwards) * self._expert_s(rows)
         between = (2 + scoring) * self._between_s(rows)
         bubble = (t.pp - 1) / t.vpp * (compute + tensor + expert + between) / count
-        trained = self.beside.trained if self.beside else trained_held(self.spec, t, self.dtype)
-        held = max(trained, key=lambda stage: stage.total)
-        own = held.total / (t.dp * t.cp if t.zero else 1)
+        trained = trained_elements(self.spec, t, self.dtype)
+        if self.adapters:
+            trained = self.adapters.trained
+        fullest_stage = max(trained, key=lambda stage: stage.total)
+        optimizer_elements = fullest_stage.total
+        if t.zero:
+            optimizer_elements /= t.dp * t.cp
         # Adam's reads and writes, bytes
-        update_s = self._host_update_s(own) if t.optimizer.offload else 30 * own / self._hbm
-        last_backward_s = layers * (backward * products + (of_attention - 1) * attention)
+        update_s = 30 * optimizer_elements / self._hbm
+        if t.optimizer.offload:
+            update_s = self._host_update_s(optimizer_elements)
+        last_backward_s = layers * (backward * products + (attention_passes - 1) * attention)
         longest = self._longest_share(workload)
         total = TrainTime(
             compute=steps * count * compute * longest,
             tensor_parallel=steps * count * tensor,
             expert_parallel=steps * count * expert,
             pipeline=steps * count * (between + bubble),
-            data_parallel=steps * self._data_s(held, last_backward_s),
+            data_parallel=steps * self._data_s(fullest_stage, last_backward_s),
             optimizer=steps * (update_s + k.step_s),
             tflops=0.0,
         )
         flops = (
-            (2 if self.beside else 3)
+            (1 + backward_products)
             * steps
             * workload.tokens
             * flops_per_token(self.spec, squares)
@@ -256,8 +258,8 @@ class TrainModel:
         share.
         """
         length = workload.tokens_per_sequence
-        whole = max(1, math.floor(self.trainer.max_tokens_per_microbatch / length)) * length
-        return min(whole, max(length, workload.tokens / self.trainer.dp))
+        full_rows = max(1, math.floor(self.trainer.max_tokens_per_microbatch / length)) * length
+        return min(full_rows, max(length, workload.tokens / self.trainer.dp))
 
     def _longest_share(self, workload: Workload) -> float:
         """The work of the rank that has the step's longest sequence, relative to the mean rank's: 1
@@ -281,11 +283,9 @@ class TrainModel:
         """
         k = self.constants
         gpu = self.cluster.gpu
-        peak = (
-            max(gpu.bf16_flops, k.fp8_gemm_gain * gpu.fp8_flops)
-            if fp8 and self.trainer.megatron.get("fp8")
-            else gpu.bf16_flops
-        )
+        peak = gpu.bf16_flops
+        if fp8 and self.trainer.megatron.get("fp8"):
+            peak = max(peak, k.fp8_gemm_gain * gpu.fp8_flops)
         return peak * k.gemm_efficiency / (1 + k.half_rows / rows + k.half_width / columns)
 
     def _head_s(self, rows: float) -> float:
@@ -324,11 +324,9 @@ class TrainModel:
     @property
     def _experts_share(self) -> float:
         """The share of layers with experts."""
-        return (
-            1 - self.spec.first_dense_layers / self.spec.num_layers
-            if self.spec.num_experts
-            else 0.0
-        )
+        if not self.spec.num_experts:
+            return 0.0
+        return 1 - self.spec.first_dense_layers / self.spec.num_layers
 
     def _layer_s(self, rows: float) -> float:
         """One forward pass of one layer without `_attention_s`, as a mean over dense and expert
@@ -348,15 +346,22 @@ class TrainModel:
             + (2 * spec.num_attention_heads * spec.head_dim + 3 * spec.intermediate_size) / t.tp
         )
         if spec.num_experts:
-            of_expert = rows / share * t.ep * t.etp * spec.experts_per_token / spec.num_experts
+            expert_rows = rows / share * t.ep * t.etp * spec.experts_per_token / spec.num_experts
             width = min(spec.hidden_size, spec.expert_intermediate_size / t.etp)
             seconds += (
-                2 * rows * expert / spec.num_layers / share / self._rate(of_expert, width, fp8=True)
+                2
+                * rows
+                * expert
+                / spec.num_layers
+                / share
+                / self._rate(expert_rows, width, fp8=True)
             )
             seconds += self._experts_share * self.constants.expert_pass_s
-            chosen = self._experts_share * spec.experts_per_token
+            experts_per_token = self._experts_share * spec.experts_per_token
             touched += (
-                chosen * (3 * spec.hidden_size + 3 * spec.expert_intermediate_size / t.etp) / t.tp
+                experts_per_token
+                * (3 * spec.hidden_size + 3 * spec.expert_intermediate_size / t.etp)
+                / t.tp
             )
         item = ITEM_BYTES[self.dtype]
         return (
@@ -393,36 +398,31 @@ class TrainModel:
         t = self.trainer
         if not spec.num_experts:
             return 0.0
-        sent = (
+        sent_bytes = (
             rows
             / (t.tp * t.cp)
             * spec.experts_per_token
             * spec.hidden_size
             * ITEM_BYTES[self.dtype]
         )
-        # DeepEP and HybridEP send a token to each node once
-        once = t.megatron.get("moe_token_dispatcher_type") == "flex"
-        return (
-            2
-            * self._experts_share
-            * self._group(t.ep * t.etp, 1).all_to_all_s(sent, spec.experts_per_token if once else 1)
-        )
+        copies = 1
+        if t.megatron.get("moe_token_dispatcher_type") == "flex":
+            # DeepEP and HybridEP send a token to each node once
+            copies = spec.experts_per_token
+        dispatch_s = self._group(t.ep * t.etp, 1).all_to_all_s(sent_bytes, copies)
+        return 2 * self._experts_share * dispatch_s
 
     def _between_s(self, rows: float) -> float:
         t = self.trainer
         if t.pp == 1:
             return 0.0
-        sent = (
-            rows
-            / t.cp
-            * self.spec.hidden_size
-            * ITEM_BYTES[self.dtype]
-            / (t.tp if t.sequence_parallel else 1)
-        )
+        sent_bytes = rows / t.cp * self.spec.hidden_size * ITEM_BYTES[self.dtype]
+        if t.sequence_parallel:
+            sent_bytes /= t.tp
         group = self._group(t.pp, t.tp * t.cp * t.dp)
-        return t.vpp * (group.latency_s + sent / group.bytes_per_s)
+        return t.vpp * (group.latency_s + sent_bytes / group.bytes_per_s)
 
-    def _data_s(self, held: Held, backward_s: float) -> float:
+    def _data_s(self, elements: WeightElements, backward_s: float) -> float:
         """In each optimizer step, fp32 gradients are reduced, and weights gathered if the optimizer
         is split (otherwise gradients).
 
@@ -432,35 +432,30 @@ class TrainModel:
         """
         t = self.trainer
         item = ITEM_BYTES[self.dtype]
-        # an all-reduce is a reduce-scatter and a gather
-        reduce_s = self._replicas_s(held, 4 if t.zero else 8)
+        reduce_s = self._replicas_s(elements, 4)
+        gather_s = self._replicas_s(elements, item)
+        if not t.zero:  # an all-reduce is a reduce-scatter and a gather
+            reduce_s = self._replicas_s(elements, 8)
+            gather_s = 0.0
         # as in trainer.parallel
         if t.ddp.get("overlap_grad_reduce", self.cluster.gpu.name != "cpu" and t.dp * t.cp > 1):
             # elements: Megatron's default
             bucket = t.ddp.get("bucket_size") or max(40_000_000, 1_000_000 * t.dp * t.cp)
-            reduce_s = max(min(1.0, bucket / held.total) * reduce_s, reduce_s - backward_s)
-        return reduce_s + (self._replicas_s(held, item) if t.zero else 0.0)
+            reduce_s = max(min(1.0, bucket / elements.total) * reduce_s, reduce_s - backward_s)
+        return reduce_s + gather_s
 
-    def _replicas_s(self, held: Held, bytes_each: int) -> float:
+    def _replicas_s(self, elements: WeightElements, bytes_each: int) -> float:
         """A gather over the ranks with the same weights. Experts have their own mesh."""
         t = self.trainer
-        dense = self._group(t.dp * t.cp, t.tp).gather_s(bytes_each * held.dense)
-        if not held.expert:
+        dense = self._group(t.dp * t.cp, t.tp).gather_s(bytes_each * elements.dense)
+        if not elements.expert:
             return dense
         return dense + self._group(t.tp * t.cp * t.dp // (t.ep * t.etp), t.ep * t.etp).gather_s(
-            bytes_each * held.expert
+            bytes_each * elements.expert
         )
 
-    def _group(self, size: int, stride: int) -> Group:
-        return Group(size, stride, self.cluster, self.constants)
-
-
-# Seconds in which the engines generate a step's responses: prefill, decoding at full concurrency,
-# and the last, longest responses.
-#
-# An engine has `max_concurrency` running requests while others wait. Then running requests end, in
-# a time given by their lengths. Lengths are exponential with a cut, so the remaining lengths of
-# running requests are distributed like new lengths, and no simulation is needed.
+    def _group(self, size: int, stride: int) -> CollectiveGroup:
+        return CollectiveGroup(size, stride, self.cluster, self.constants)
 
 
 TAIL_POINTS = 16
@@ -509,7 +504,13 @@ class DecodeStep:
 
 @dataclass(frozen=True)
 class GenerateModel:
-    """Engines on one cluster."""
+    """Engines on one cluster. They generate a step's responses: prefill, decoding at full
+    concurrency, and the last, longest responses.
+
+    An engine has `max_concurrency` running requests while others wait. Then running requests end,
+    in a time given by their lengths. Lengths are exponential with a cut, so the remaining lengths
+    of running requests are distributed like new lengths, and no simulation is needed.
+    """
 
     spec: ModelSpec
     generator: GeneratorConfig
@@ -541,24 +542,27 @@ class GenerateModel:
         after each update, keys and values of all running requests are computed again.
         """
         requests = workload.sequences / self.generator.engines
-        wanted = min(self.generator.max_concurrency, requests * (ahead if carried_over else 1))
-        running = max(1.0, min(wanted, self.room(workload)))
+        waiting = requests * ahead if carried_over else requests
+        admitted = min(self.generator.max_concurrency, waiting)
+        running = max(1.0, min(admitted, self.room(workload)))
         context = workload.prompt_tokens + workload.decoded
         step = self.decode_step(running, context)
         # Twice the mean: lengths so far are exponential like whole lengths, so E[c^2] / E[c] = 2
         # E[c] (4/3 E[c] if all end equally long).
-        again = self.prefilled_s(running * context, 2 * context) if prefilled_again else 0.0
-        full_steps = (
-            (requests if carried_over else max(0.0, requests - running))
-            * workload.response_tokens
-            / running
+        repeated_prefill_s = (
+            self.prefilled_s(running * context, 2 * context) if prefilled_again else 0.0
         )
+        if carried_over:
+            full_requests = requests
+            tail_s = 0.0
+        else:
+            full_requests = max(0.0, requests - running)
+            tail_s = self._tail_s(workload, running, together=requests <= running)
+        full_steps = full_requests * workload.response_tokens / running
         return GenerateTime(
-            prefill=self._prefill_s(workload, requests) + again,
+            prefill=self._prefill_s(workload, requests) + repeated_prefill_s,
             full=full_steps * step.total,
-            tail=0.0
-            if carried_over
-            else self._tail_s(workload, running, together=requests <= running),
+            tail=tail_s,
             concurrency=running,
             token_s=step.total,
             memory_share=step.memory / step.total,
@@ -579,7 +583,7 @@ class GenerateModel:
         drafts = self.generator.speculative
         if not drafts.drafts or self.accept_length is None:
             return self._pass(running, context, 1)
-        whole = self._pass(running, context, 1 + drafts.steps)
+        full_pass = self._pass(running, context, 1 + drafts.steps)
         if drafts.algorithm == NEXTN:  # a layer and the output layer for each drafted token
             weights = self.weights
             item = ITEM_BYTES[self.dtype]
@@ -592,17 +596,17 @@ class GenerateModel:
                 * layer
                 / (self.cluster.gpu.hbm_bytes_per_s * self.constants.hbm_efficiency)
             )
-            whole = replace(
-                whole,
-                memory=whole.memory + read_s,
-                launches=whole.launches + drafts.steps * self.constants.decode_layer_s,
+            full_pass = replace(
+                full_pass,
+                memory=full_pass.memory + read_s,
+                launches=full_pass.launches + drafts.steps * self.constants.decode_layer_s,
             )
         parts = {
             name: value / self.accept_length
-            for name, value in vars(whole).items()
+            for name, value in vars(full_pass).items()
             if name != "overlapped"
         }
-        return DecodeStep(**parts, overlapped=whole.overlapped)
+        return DecodeStep(**parts, overlapped=full_pass.overlapped)
 
     def _pass(self, running: float, context: float, tokens: int) -> DecodeStep:
         """A pass over `tokens` tokens of each request."""
@@ -624,7 +628,7 @@ class GenerateModel:
             * (2 * self.active + 2 * spec.num_layers * attention_flops(spec, context))
             / tp
         )
-        group = Group(tp, 1, self.cluster, k)
+        group = CollectiveGroup(tp, 1, self.cluster, k)
         item = ITEM_BYTES[self.dtype]
         summed = group.small_all_reduce_s(running * tokens * spec.hidden_size * item)
         hbm = self.cluster.gpu.hbm_bytes_per_s * k.hbm_efficiency
@@ -675,18 +679,15 @@ class GenerateModel:
         Otherwise its length is at least the mean at the beginning of the tail.
         """
         span = workload.straggler / TAIL_POINTS
-        found = 0.0
+        seconds = 0.0
         for point in ((i + 0.5) * span for i in range(TAIL_POINTS)):
-            context = workload.prompt_tokens + (point if together else max(point, workload.decoded))
-            found += (
+            response_tokens = point if together else max(point, workload.decoded)
+            context = workload.prompt_tokens + response_tokens
+            seconds += (
                 span
                 * self.decode_step(max(1.0, running * workload.survivors(point)), context).total
             )
-        return found
-
-
-# Seconds of a weight update: the busiest rank's bytes over its link, and the generator's messages
-# and calls.
+        return seconds
 
 
 # share of the elements that change in a step, for predictions of deltas; published: 0.9 to 3 % of
@@ -716,10 +717,10 @@ def control_s(trainer_ranks: int, engines: int, tp: int, constants: Constants) -
     """Seconds in which the generator, which is one process, handles an update's messages and calls
     while engines are paused.
     """
-    of_ranks = (
+    rank_messages_s = (
         trainer_ranks * constants.trainer_message_s + engines * tp * constants.worker_message_s
     )
-    return of_ranks + engines * constants.engine_calls_s
+    return rank_messages_s + engines * constants.engine_calls_s
 
 
 def balanced_sync_s(
@@ -755,8 +756,5 @@ def update_bytes_per_s(config: RunConfig, cluster: Cluster) -> float:
 
 
 def link_bytes_per_s(ranks: int, cluster: Cluster) -> float:
-    return (
-        cluster.gpu.nvlink_bytes_per_s
-        if ranks <= cluster.gpus_per_node
-        else cluster.gpu.nic_bytes_per_s
-    )
+    gpu = cluster.gpu
+    return gpu.nvlink_bytes_per_s if ranks <= cluster.gpus_per_node else gpu.nic_bytes_per_s

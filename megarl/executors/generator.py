@@ -352,10 +352,10 @@ async def show_engines(fleet: Fleet, run_dir: Path, trace: TraceWriter) -> None:
                 )
             elif index in fleet.serving and index in away_since:
                 trace.add("away", away_since.pop(index), now, track)
-            elif index in fleet.gone and index not in gone_engines:
+            elif index in fleet.departed and index not in gone_engines:
                 gone_engines.add(index)
                 away_since.pop(index, None)
-                trace.mark("left", track, why=fleet.gone[index])
+                trace.mark("left", track, why=fleet.departed[index])
         await asyncio.sleep(EVERY_S)
 
 
@@ -429,7 +429,7 @@ class FleetCalls:
     async def _let_go(self, call: FleetCall) -> list[int]:
         present = []
         for index in range(len(self.fleet.engines)):
-            if index not in self.fleet.gone.keys() | self.fleet.leaving:
+            if index not in self.fleet.departed.keys() | self.fleet.leaving:
                 present.append(index)
         leaving = call.engines or present[::-1][: call.count]
         if not call.ends and (missing := sorted(set(leaving) - set(present))):
@@ -456,7 +456,7 @@ class FleetCalls:
                 url=fleet.engines[i].url,
                 text=fleet.describe(i),
                 serving=i in fleet.serving,
-                gone=i in fleet.gone,
+                gone=i in fleet.departed,
                 group=fleet.groups[fleet.group_of[i]].name,
             )
             states.append(state)
@@ -480,7 +480,7 @@ class FleetCalls:
                     else:
                         reason = f"its launcher has given no sign of life for {silence_s:.0f} s"
                     await self.fleet.leave(index, reason, 0)
-            for index in self.fleet.gone.keys() - noted_departures:
+            for index in self.fleet.departed.keys() - noted_departures:
                 note_departure(Path(self.rendezvous.key_file).parent, f"{self.fleet.name}.{index}")
                 noted_departures.add(index)
             await asyncio.sleep(LOOK_S)

@@ -36,10 +36,6 @@ from megarl.generator.completions import (
 from megarl.generator.server import LOADER
 from megarl.models.routing import RoutingFormat
 
-# Sends bytes to an engine's workers in the only form that SGLang passes on: a named tensor in its
-# own pickle format.
-
-
 # The function that makes a storage of bytes. When Megatron (0.19.2) is imported, it replaces
 # torch's function by its own, which then goes into pickles. SGLang accepts only torch's function.
 _TORCHS = b"ctorch.storage\n_load_from_bytes\n"
@@ -48,7 +44,8 @@ _MEGATRONS = b"cmegatron.core.safe_globals\nsafe_load_from_bytes\n"
 
 def tensor_payload(content: bytes) -> str:
     """Encodes `content` as an entry of SGLang's `serialized_named_tensors`: one uint8 tensor named
-    "command", base64 of a plain pickle.
+    "command", base64 of a plain pickle. SGLang passes bytes on to an engine's workers in no other
+    form.
 
     Plain pickle puts the values into the message itself. SGLang's own helper would send a handle to
     shared memory, and would start a manager process to keep that memory.
@@ -208,8 +205,9 @@ class EngineClient:
         both quote the end of `log`.
         """
         deadline = time.monotonic() + timeout_s
-        while not await self._ready():
-            if reason := failed():
+        while not await self._is_ready():
+            reason = failed()
+            if reason:
                 raise RuntimeError(f"engine {self.url} {reason}{_tail(log)}")
             if time.monotonic() > deadline:
                 raise TimeoutError(
@@ -217,7 +215,7 @@ class EngineClient:
                 )
             await asyncio.sleep(0.1)
 
-    async def _ready(self) -> bool:
+    async def _is_ready(self) -> bool:
         if self._session.closed:  # the engine has left meanwhile
             return False
         try:
@@ -296,14 +294,14 @@ class EngineClient:
     async def fresh(self) -> bool:
         """Whether the engine takes requests, and still has the weights that it started with."""
         try:
-            return await self._ready() and await self.version(timeout_s=5) == -1
+            return await self._is_ready() and await self.version(timeout_s=5) == -1
         except (EngineError, TimeoutError):
             return False
 
     async def answers(self) -> bool:
         """Whether the engine takes requests, and its schedulers answer."""
         try:
-            return await self._ready() and await self.parallelism(timeout_s=5) is not None
+            return await self._is_ready() and await self.parallelism(timeout_s=5) is not None
         except (EngineError, TimeoutError):
             return False
 

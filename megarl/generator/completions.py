@@ -62,9 +62,7 @@ class Sampling(msgspec.Struct, frozen=True):
 
     def parameters(self) -> dict[str, Any]:
         """The parameters under SGLang's names."""
-        return {
-            **({"stop": list(self.stop)} if self.stop else {}),
-            **({} if self.seed is None else {"sampling_seed": self.seed}),
+        parameters: dict[str, Any] = {
             "max_new_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -74,6 +72,11 @@ class Sampling(msgspec.Struct, frozen=True):
             "ignore_eos": self.ignore_eos,
             "skip_special_tokens": False,
         }
+        if self.stop:
+            parameters["stop"] = list(self.stop)
+        if self.seed is not None:
+            parameters["sampling_seed"] = self.seed
+        return parameters
 
 
 class Completion(Typed, frozen=True):
@@ -92,17 +95,14 @@ class Completion(Typed, frozen=True):
     # the set that each token was drawn from; None if not requested, or if it is the whole
     # vocabulary
     kept: KeptSets | None = None
-    drafts: tuple[int, int, int] = (
-        0,
-        0,
-        0,
-    )  # drafted tokens, accepted ones, and verifying passes, in one answer of an engine
+    # drafted tokens, accepted ones, and verifying passes, in one answer of an engine
+    drafts: tuple[int, int, int] = (0, 0, 0)
 
     def __post_init__(self) -> None:
         self._convert(token_ids="i", logprobs="f", versions="i")
 
 
-class _Span(msgspec.Struct):
+class _VersionSpan(msgspec.Struct):
     version: str
     start: int
     end: int
@@ -117,7 +117,7 @@ class _Meta(msgspec.Struct):
     finish_reason: _Finish
     weight_version: str
     prompt_tokens: int = 0
-    weight_versions: list[_Span] = []
+    weight_versions: list[_VersionSpan] = []
     # In place of a list that was already read into an array stands the number of the list.
     output_token_logprobs: list[tuple[float, int, Any]] | int = []
     output_token_sampling_logprobs: list[float] | int = []
@@ -158,42 +158,49 @@ def load_parser() -> ModuleType:
     return json_numbers
 
 
-class _Lists:
-    """The number lists of one answer, read into arrays, and `rest`: the answer without them."""
+class _NumberLists:
+    """The number lists of one answer, read into arrays, and `text`: the answer without them."""
 
     def __init__(self, answer: bytes):
         parser = load_parser()
         text = np.frombuffer(answer, np.uint8)
         parts = []
-        done = 0
+        copied_until = 0
         self._read: list[tuple[array[int], array[Any]]] = []
-        at = -1
-        while (at := answer.find(b'"output_token_', at + 1)) >= 0:
-            key = _LIST.match(answer, at)
+        place = answer.find(b'"output_token_')
+        while place >= 0:
+            key = _LIST.match(answer, place)
             if key is None:
+                place = answer.find(b'"output_token_', place + 1)
                 continue
             start = key.end()
-            beyond = answer.find(b'"', start)  # a list contains no strings
-            room = ((beyond if beyond >= 0 else len(answer)) - start) // _LEAST_BYTES[key[1]] + 1
+            next_string = answer.find(b'"', start)  # a list contains no strings
+            if next_string < 0:
+                next_string = len(answer)
+            room = (next_string - start) // _LEAST_BYTES[key[1]] + 1
             ids = np.empty(room, np.int32)
             values = np.empty(room, np.float32)
             if key[1] == b"logprobs":
                 count, end = parser.read_token_logprobs(text, start, values, ids)
-                found = typed(ids[:count], "i"), typed(values[:count], "f")
+                numbers = typed(ids[:count], "i"), typed(values[:count], "f")
             elif key[1] == b"sampling_logprobs":
                 count, end = parser.read_floats(text, start, values)
-                found = array("i"), typed(values[:count], "f")
+                numbers = array("i"), typed(values[:count], "f")
             else:
                 sizes = values.view(np.int32)
                 count, end = parser.read_id_lists(text, start, ids, sizes)
-                found = typed(ids[: sizes[: max(count, 0)].sum()], "i"), typed(sizes[:count], "i")
+                numbers = (
+                    typed(ids[: sizes[: max(count, 0)].sum()], "i"),
+                    typed(sizes[:count], "i"),
+                )
             if count >= 0:
-                parts += [answer[done:start], b"%d" % len(self._read)]
-                self._read.append(found)
-                done = end
-                at = end - 1
-        self.rest = b"".join([*parts, answer[done:]])
-        self._taken: set[int] = set()
+                parts += [answer[copied_until:start], b"%d" % len(self._read)]
+                self._read.append(numbers)
+                copied_until = end
+                place = end - 1
+            place = answer.find(b'"output_token_', place + 1)
+        self.text = b"".join([*parts, answer[copied_until:]])
+        self._returned: set[int] = set()  # numbers of the lists that were taken
 
     def take(self, number: int) -> tuple[array[int], array[Any]]:
         """Token ids (none in a list of log-probs alone), and log-probs.
@@ -201,13 +208,13 @@ class _Lists:
         For a mask: token ids, and how many each token has. Raises: LookupError if the engine itself
         wrote a number instead of a list.
         """
-        if number in self._taken or not 0 <= number < len(self._read):
+        if number in self._returned or not 0 <= number < len(self._read):
             raise LookupError(f"{number} in the place of a list")
-        self._taken.add(number)
+        self._returned.add(number)
         return self._read[number]
 
 
-def _of_adapter(adapter: bool) -> dict[str, Any]:
+def _adapter_fields(adapter: bool) -> dict[str, Any]:
     return {"lora_path": POLICY} if adapter else {}
 
 
@@ -224,8 +231,8 @@ def generation(
     `version`: see `EngineClient.complete`.
     """
     body: dict[str, Any] = {
-        **_of_adapter(adapter),
-        "input_ids": [list(each) for each in inputs],
+        **_adapter_fields(adapter),
+        "input_ids": [list(token_ids) for token_ids in inputs],
         "sampling_params": [sampling.parameters() for sampling in samplings],
         "return_logprob": True,
     }
@@ -251,9 +258,9 @@ def completions_of(
     whole vocabulary. Raises EngineError that names `engine`.
     """
     try:
-        lists = _Lists(answer)
-        answers = [each.meta_info for each in _decode_answers(lists.rest)]
-        read = [_numbers(meta, lists) for meta in answers]
+        lists = _NumberLists(answer)
+        answers = [decoded.meta_info for decoded in _decode_answers(lists.text)]
+        numbers = [_numbers(meta, lists) for meta in answers]
     except (msgspec.DecodeError, LookupError, OverflowError, ValueError) as error:
         # JSON has no NaN: SGLang writes null
         raise EngineError(
@@ -265,15 +272,15 @@ def completions_of(
             f"engine {engine} gave {len(answers)} answers to {len(samplings)} requests"
         )
     return [
-        _completion(engine, *each, routing, vocab_size)
-        for each in zip(answers, read, samplings, strict=True)
+        _completion(engine, meta, sampled, sampling, routing, vocab_size)
+        for meta, sampled, sampling in zip(answers, numbers, samplings, strict=True)
     ]
 
 
 def scoring(sequences: list[list[int]] | list[int], adapter: bool = False) -> dict[str, Any]:
     """The request for the log-probs of given tokens. `adapter`: see `generation`."""
     return {
-        **_of_adapter(adapter),
+        **_adapter_fields(adapter),
         "input_ids": sequences,
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
         "return_logprob": True,
@@ -301,20 +308,20 @@ def judgement_of(engine: str, answer: bytes, response: Sequence[int], top_k: int
     try:
         meta = _decode_answer(answer).meta_info
         tokens = len(response)
-        told = meta.input_token_logprobs[-tokens:]
+        triples = meta.input_token_logprobs[-tokens:]
         # SGLang writes 0 instead of the vocabulary's last id, for models with images. The log-prob
         # is right.
-        if len(told) != tokens or any(
-            found not in (0, sent) for (_, found, _), sent in zip(told, response)
+        if len(triples) != tokens or any(
+            token_id not in (0, sent_id) for (_, token_id, _), sent_id in zip(triples, response)
         ):
             raise EngineError(
-                f"engine {engine} gave log-probs of {len(told)} other tokens than the {tokens} it "
-                "was sent"
+                f"engine {engine} gave log-probs of {len(triples)} other tokens than the {tokens} "
+                "it was sent"
             )
         if not top_k:
             return TeacherScores(
                 np.zeros((tokens, 0), np.int32),
-                np.array([[_finite(value)] for value, _, _ in told], np.float32),
+                np.array([[_finite(value)] for value, _, _ in triples], np.float32),
             )
         ids = np.frombuffer(meta.input_top_logprobs_idx_flat_b64, "<i4").reshape(-1, top_k)
         logprobs = np.frombuffer(meta.input_top_logprobs_val_flat_b64, "<f4").reshape(-1, top_k)
@@ -333,8 +340,8 @@ def scores_of(answer: bytes) -> list[list[float]]:
     first. Raises EngineError.
     """
     return [
-        [_finite(value) for value, _, _ in each.meta_info.input_token_logprobs[1:]]
-        for each in _decode_answers(answer)
+        [_finite(value) for value, _, _ in sequence.meta_info.input_token_logprobs[1:]]
+        for sequence in _decode_answers(answer)
     ]
 
 
@@ -359,15 +366,15 @@ def _finite(logprob: float | None) -> float:
     return logprob
 
 
-class _Numbers(NamedTuple):
+class _SampledNumbers(NamedTuple):
     tokens: array[int]
     logprobs: array[float]
-    of_truncated: array[float]  # log-probs; empty if the distribution was not truncated
-    kept: tuple[array[int], array[int]]  # token ids of all sets, and the size of each token's set
+    sampling_logprobs: array[float]  # log-probs; empty if the distribution was not truncated
+    mask: tuple[array[int], array[int]]  # token ids of all sets, and the size of each token's set
     versions: array[int]  # version of the weights that sampled each token
 
 
-def _numbers(meta: _Meta, lists: _Lists) -> _Numbers:
+def _numbers(meta: _Meta, lists: _NumberLists) -> _SampledNumbers:
     triples = meta.output_token_logprobs
     floats = meta.output_token_sampling_logprobs
     masks = meta.output_token_sampling_mask
@@ -377,20 +384,20 @@ def _numbers(meta: _Meta, lists: _Lists) -> _Numbers:
         tokens = typed([token for _, token, _ in triples], "i")
         logprobs = typed([value for value, _, _ in triples], "f")
     if isinstance(masks, int):
-        kept = lists.take(masks)
+        mask_lists = lists.take(masks)
     else:
-        kept = (
+        mask_lists = (
             typed([token for mask in masks for token in mask], "i"),
             typed([len(mask) for mask in masks], "i"),
         )
     versions = array("i")
-    for span in meta.weight_versions or [_Span(meta.weight_version, 0, len(tokens))]:
+    for span in meta.weight_versions or [_VersionSpan(meta.weight_version, 0, len(tokens))]:
         versions += array("i", [int(span.version)]) * (span.end - span.start)
-    return _Numbers(
+    return _SampledNumbers(
         tokens,
         logprobs,
         lists.take(floats)[1] if isinstance(floats, int) else typed(floats, "f"),
-        kept,
+        mask_lists,
         versions,
     )
 
@@ -398,7 +405,7 @@ def _numbers(meta: _Meta, lists: _Lists) -> _Numbers:
 def _completion(
     engine: str,
     meta: _Meta,
-    read: _Numbers,
+    numbers: _SampledNumbers,
     sampling: Sampling,
     routing: RoutingFormat | None,
     vocab_size: int | None,
@@ -408,32 +415,35 @@ def _completion(
             f"engine {engine} ended a request by {meta.finish_reason.type}: "
             f"{meta.finish_reason.message}"
         )
-    tokens = read.tokens
-    versions = read.versions
-    logprobs = read.of_truncated if sampling.truncated else read.logprobs
+    tokens = numbers.tokens
+    versions = numbers.versions
+    logprobs = numbers.sampling_logprobs if sampling.truncated else numbers.logprobs
     vocab_size = vocab_size if sampling.truncated else None
-    if (wrong := impossible_logprobs(view(logprobs))).any():
-        raise EngineError(f"engine {engine} answered with the log-prob {view(logprobs)[wrong][0]}")
+    impossible = view(logprobs)[impossible_logprobs(view(logprobs))]
+    if len(impossible):
+        raise EngineError(f"engine {engine} answered with the log-prob {impossible[0]}")
     experts = _routing(engine, meta, routing) if routing is not None else b""
     if meta.finish_reason.type == ABORT:
         # The engine has not checked whether the last token ends the response, so that token is
         # sampled again. So are tokens whose experts the engine no longer has, since the request was
         # aborted while it waited for memory.
-        known = (
-            len(tokens),
-            len(logprobs),
-            len(versions),
-            *([len(read.kept[1])] if vocab_size else []),
-        )
-        kept = max(0, min(known) - 1)
+        counts = [len(tokens), len(logprobs), len(versions)]
+        if vocab_size:
+            counts.append(len(numbers.mask[1]))
+        complete = max(0, min(counts) - 1)
         if routing is not None:
-            kept = min(kept, max(0, routing.positions(experts) + 1 - meta.prompt_tokens))
-            experts = (
-                experts[: (meta.prompt_tokens + kept - 1) * routing.position_bytes] if kept else b""
-            )
-        sets = _kept(engine, read, kept, vocab_size)
+            complete = min(complete, max(0, routing.positions(experts) + 1 - meta.prompt_tokens))
+            positions = meta.prompt_tokens + complete - 1 if complete else 0
+            experts = experts[: positions * routing.position_bytes]
+        sets = _kept(engine, numbers, complete, vocab_size)
         return Completion(
-            tokens[:kept], logprobs[:kept], versions[:kept], ABORT, experts, sets, meta.drafts
+            tokens[:complete],
+            logprobs[:complete],
+            versions[:complete],
+            ABORT,
+            experts,
+            sets,
+            meta.drafts,
         )
     if routing is not None and routing.positions(experts) != meta.prompt_tokens + len(tokens) - 1:
         positions = (
@@ -442,9 +452,9 @@ def _completion(
         )
         raise EngineError(f"engine {engine} answered with the experts {positions}")
     if not len(tokens) == len(logprobs) == len(versions):
-        counts = f"{len(tokens)} tokens, {len(logprobs)} log-probs, {len(versions)} versions"
-        raise EngineError(f"engine {engine} answered with {counts}")
-    sets = _kept(engine, read, len(read.kept[1]), vocab_size)
+        counts_text = f"{len(tokens)} tokens, {len(logprobs)} log-probs, {len(versions)} versions"
+        raise EngineError(f"engine {engine} answered with {counts_text}")
+    sets = _kept(engine, numbers, len(numbers.mask[1]), vocab_size)
     return Completion(
         tokens, logprobs, versions, meta.finish_reason.type, experts, sets, meta.drafts
     )
@@ -457,21 +467,20 @@ def _routing(engine: str, meta: _Meta, routing: RoutingFormat) -> bytes:
         raise EngineError(f"engine {engine} answered with impossible experts: {error}") from error
 
 
-def _kept(engine: str, read: _Numbers, first: int, vocab_size: int | None) -> KeptSets | None:
+def _kept(
+    engine: str, numbers: _SampledNumbers, count: int, vocab_size: int | None
+) -> KeptSets | None:
     """The sets that the first tokens were drawn from."""
     if vocab_size is None:
         return None
-    ids, sizes = map(view, read.kept)
-    tokens = view(read.tokens) if first == len(sizes) else view(read.tokens)[:first]
+    ids, sizes = map(view, numbers.mask)
+    tokens = view(numbers.tokens) if count == len(sizes) else view(numbers.tokens)[:count]
     try:
-        return KeptSets.from_ids(vocab_size, tokens, sizes[:first], ids[: sizes[:first].sum()])
+        return KeptSets.from_ids(vocab_size, tokens, sizes[:count], ids[: sizes[:count].sum()])
     except ValueError as error:
         raise EngineError(
             f"engine {engine} answered with impossible sets of kept tokens: {error}"
         ) from error
-
-
-# Decides where a response ends if it contains a stop string.
 
 
 MOST_STRINGS = 32  # most stop strings of a request in SGLang
@@ -480,7 +489,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class StopStrings:
-    """Finds stop strings that SGLang misses.
+    """Decides where a response ends: finds stop strings that SGLang misses.
 
     SGLang ends a request at a stop string, which saves sampling further tokens. But it checks only
     the last few tokens of a request (0.5.23, schedule_batch.py: one more than the string itself
@@ -496,16 +505,19 @@ class StopStrings:
 
     def end(self, token_ids: Sequence[int]) -> int | None:
         """The number of tokens up to the end of the first stop string; None if there is none."""
-        if not self._said(token_ids):
+        if not self._contains_stop(token_ids):
             return None
         least = 1
         most = len(token_ids)
         while least < most:
             middle = (least + most) // 2
-            least, most = (least, middle) if self._said(token_ids[:middle]) else (middle + 1, most)
+            if self._contains_stop(token_ids[:middle]):
+                most = middle
+            else:
+                least = middle + 1
         return least
 
-    def _said(self, token_ids: Sequence[int]) -> bool:
+    def _contains_stop(self, token_ids: Sequence[int]) -> bool:
         text = self._decode(token_ids)
         return any(string in text for string in self._strings)
 
@@ -515,12 +527,12 @@ def cut(text: str, strings: Sequence[str]) -> tuple[str, str | None]:
 
     The first string is the one that ends first, or the longest of several.
     """
-    found = [
-        (at + len(string), -len(string), string)
+    ends = [
+        (text.find(string) + len(string), -len(string), string)
         for string in strings
-        if (at := text.find(string)) >= 0
+        if string in text
     ]
-    if not found:
+    if not ends:
         return text, None
-    end, _, string = min(found)
+    end, _, string = min(ends)
     return text[: end - len(string)], string

@@ -67,15 +67,17 @@ class Draft:
         self.versions += completion.versions
         # earlier tokens keep the experts they were sampled with
         self.routing += completion.routing[len(self.routing) :]
-        cut = completion.finish_reason == ABORT or (
+        is_cut = completion.finish_reason == ABORT or (
             completion.finish_reason == "length" and len(self.token_ids) < self.sampling.max_tokens
         )
-        self.finish_reason = "" if cut else completion.finish_reason
+        self.finish_reason = "" if is_cut else completion.finish_reason
 
     def next_sampling(self, chunk_tokens: int | None) -> Sampling:
         """How the next request continues it, by `chunk_tokens` at most."""
-        left = self.sampling.max_tokens - len(self.token_ids)
-        return msgspec.structs.replace(self.sampling, max_tokens=min(left, chunk_tokens or left))
+        remaining = self.sampling.max_tokens - len(self.token_ids)
+        return msgspec.structs.replace(
+            self.sampling, max_tokens=min(remaining, chunk_tokens or remaining)
+        )
 
     def stay_under(self, version: Version | None) -> None:
         """Drops tokens of other versions.
@@ -165,7 +167,7 @@ class Fleet:
         self.intact: set[int] = set()
         self.joining: set[int] = set()  # engines that were added and have not served yet
         self.leaving: set[int] = set()  # engines that take no more requests
-        self.gone: dict[int, str] = {}  # engine that has left for good -> reason
+        self.departed: dict[int, str] = {}  # engine that has left for good -> reason
         self.updating: set[int] = set()  # engines whose memory an update has opened
         self.elastic = elastic
         self.frozen = frozen
@@ -181,13 +183,13 @@ class Fleet:
         # whether requests are exempt from aborts -> their number at the engines
         self._requests: Counter[bool] = Counter()
         self._aborts = 0
-        self._held = False
+        self._is_held = False
         self.pulse = Pulse()  # beats when any of the above changes
 
     def _among(self, group: int | None) -> set[int]:
         """The serving engines: of `group` if any of them serves, else all."""
-        own = {index for index in self.serving if self.group_of[index] == group}
-        return own or self.serving
+        group_engines = {index for index in self.serving if self.group_of[index] == group}
+        return group_engines or self.serving
 
     async def generate(
         self, prompt_ids: list[int], sampling: Sampling, n: int, group: int | None = None
@@ -209,10 +211,10 @@ class Fleet:
         drafts = [Draft(sampling.of_sample(index)) for index in range(n)]
         while any(not draft.finish_reason for draft in drafts):
             async with self._least_loaded(n, group) as index:
-                while index in self.serving and (
-                    unfinished := [draft for draft in drafts if not draft.finish_reason]
-                ):
+                unfinished = [draft for draft in drafts if not draft.finish_reason]
+                while index in self.serving and unfinished:
                     await self._continue(index, prompt_ids, unfinished, stops)
+                    unfinished = [draft for draft in drafts if not draft.finish_reason]
         return [draft.completion() for draft in drafts]
 
     async def ask(self, request: Callable[[EngineClient], Awaitable[T]]) -> T:
@@ -245,16 +247,14 @@ class Fleet:
 
     def describe(self, index: int) -> str:
         """A line that says what an engine is doing, for the display."""
-        if index in self.gone:
-            return f"has left: {self.gone[index]}"
+        if index in self.departed:
+            return f"has left: {self.departed[index]}"
         if index in self.leaving:
             return f"leaves; {self._load[index]} samples are still to go to others"
         if index in self.joining:
-            return (
-                "joins, waits for weights"
-                if index in self.returned
-                else f"joins: {self.lost[index]}"
-            )
+            if index in self.returned:
+                return "joins, waits for weights"
+            return f"joins: {self.lost[index]}"
         if index in self.lost:
             return f"lost: {self.lost[index]}"
         if index in self.returned:
@@ -264,7 +264,9 @@ class Fleet:
                 f"serves; {self._load[index]} requests in flight, {self._finished[index]} finished"
             )
         state = (
-            "stands still for weights" if self._held else f"serves weights version {self.version}"
+            "stands still for weights"
+            if self._is_held
+            else f"serves weights version {self.version}"
         )
         return f"{state}; {self._load[index]} samples in flight, {self._finished[index]} finished"
 
@@ -274,7 +276,9 @@ class Fleet:
         return self.in_order(self.serving | self.returned)
 
     def in_order(self, engines: Iterable[int]) -> list[int]:
-        """The engines sorted by group, then by number: the order of their ranks in a reshard map."""
+        """The engines sorted by group, then by number: the order of their ranks in a reshard
+        map.
+        """
         return sorted(engines, key=lambda index: (self.group_of[index], index))
 
     def by_name(self, numbers: Iterable[float]) -> dict[str, int]:
@@ -286,26 +290,26 @@ class Fleet:
     @property
     def sampled(self) -> list[int]:
         """Tokens by group."""
-        found: Counter[int] = Counter()
+        tokens_by_group: Counter[int] = Counter()
         for index, tokens in self.tokens.items():
-            found[self.group_of[index]] += tokens
-        return [found[number] for number in range(len(self.groups))]
+            tokens_by_group[self.group_of[index]] += tokens
+        return [tokens_by_group[number] for number in range(len(self.groups))]
 
     def counts(self, engines: Iterable[int]) -> tuple[int, ...]:
         """[group] how many of these engines it has."""
-        found = Counter(self.group_of[index] for index in engines)
-        return tuple(found[number] for number in range(len(self.groups)))
+        counts = Counter(self.group_of[index] for index in engines)
+        return tuple(counts[number] for number in range(len(self.groups)))
 
     @property
     def size(self) -> int:
         """The number of engines that have served and have not left, including lost ones."""
-        return len(self.engines) - len(self.gone.keys() | self.leaving | self.joining)
+        return len(self.engines) - len(self.departed.keys() | self.leaving | self.joining)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """[group] the same for each group."""
         return self.counts(
-            set(range(len(self.engines))) - self.gone.keys() - self.leaving - self.joining
+            set(range(len(self.engines))) - self.departed.keys() - self.leaving - self.joining
         )
 
     def add(self, engine: EngineClient, group: int = 0) -> int:
@@ -322,7 +326,7 @@ class Fleet:
         self.pulse.beat()
         return index
 
-    def leave(self, index: int, why: str, timeout_s: float) -> Coroutine[Any, Any, None]:
+    def leave(self, index: int, reason: str, timeout_s: float) -> Coroutine[Any, Any, None]:
         """Continues without an engine from now on: it takes no more requests.
 
         Its requests are cut, and continue on other engines from their tokens so far. The returned
@@ -330,16 +334,16 @@ class Fleet:
         end then. Requests that it does not return within `timeout_s` continue from the tokens of
         earlier requests, as if the engine were lost.
         """
-        if index in self.gone.keys() | self.leaving:
+        if index in self.departed.keys() | self.leaving:
             return asyncio.sleep(0)
         self.leaving.add(index)
-        for others in (self.serving, self.returned, self.joining, self.intact):
-            others.discard(index)
+        for engines in (self.serving, self.returned, self.joining, self.intact):
+            engines.discard(index)
         self.lost.pop(index, None)
         self.pulse.beat()
-        return self._let_go(index, why, timeout_s)
+        return self._let_go(index, reason, timeout_s)
 
-    async def _let_go(self, index: int, why: str, timeout_s: float) -> None:
+    async def _let_go(self, index: int, reason: str, timeout_s: float) -> None:
         await self.pulse.until(lambda: index not in self.updating)
         try:
             async with asyncio.timeout(timeout_s):
@@ -354,8 +358,8 @@ class Fleet:
                 flush=True,
             )
         self.leaving.discard(index)
-        self.gone[index] = why
-        print(f"{self.name} {index} has left, {len(self.serving)} serve: {why}", flush=True)
+        self.departed[index] = reason
+        print(f"{self.name} {index} has left, {len(self.serving)} serve: {reason}", flush=True)
         await self.engines[index].close()
         self.pulse.beat()
 
@@ -369,14 +373,14 @@ class Fleet:
         index = next(
             i for i in reversed(range(len(self.engines))) if self.engines[i].url == error.url
         )
-        if index in self.gone.keys() | self.leaving:
+        if index in self.departed.keys() | self.leaving:
             return
         if index in self.serving | self.returned:
             print(
                 f"{self.name} {index} is lost, {len(self.serving - {index})} are left: {error}",
                 flush=True,
             )
-        if index in self.serving and not self._held:
+        if index in self.serving and not self._is_held:
             self.intact.add(index)
         self.serving.discard(index)
         self.returned.discard(index)
@@ -394,15 +398,16 @@ class Fleet:
 
     def take_back(self, indices: Iterable[int], version: Version) -> None:
         """Called when these engines have `version`, like the others."""
-        back = set(indices) - self.lost.keys() - self.leaving - self.gone.keys()
-        self.joining -= back
-        if back - self.serving:
+        returning = set(indices) - self.lost.keys() - self.leaving - self.departed.keys()
+        self.joining -= returning
+        if returning - self.serving:
             print(
-                f"{self.name}s {sorted(back - self.serving)} serve version {version} from now on",
+                f"{self.name}s {sorted(returning - self.serving)} serve version {version} from now "
+                "on",
                 flush=True,
             )
-        self.serving |= back
-        self.returned -= back
+        self.serving |= returning
+        self.returned -= returning
         self.pulse.beat()
 
     async def _continue(
@@ -412,7 +417,7 @@ class Fleet:
         next cut. Sends nothing if the engine was lost while requests were held: it may run again by
         now, but without the weights.
         """
-        await self.pulse.until(lambda: not self._held or index not in self.serving)
+        await self.pulse.until(lambda: not self._is_held or index not in self.serving)
         if index not in self.serving:
             return
         engine = self.engines[index]
@@ -434,10 +439,14 @@ class Fleet:
         for completion in completions:
             self._drafts = [sum(pair) for pair in zip(self._drafts, completion.drafts)]
         for draft, completion in zip(drafts, completions, strict=True):
-            told = aborts != self._aborts  # whether an update has aborted the request
-            if completion.finish_reason == ABORT and not told and index in self.serving:
+            was_aborted = aborts != self._aborts  # whether an update has aborted the request
+            if completion.finish_reason == ABORT and not was_aborted and index in self.serving:
                 raise EngineError(f"engine {engine.url} aborted a request without being asked to")
-            if completion.finish_reason == ABORT and told and self._partial_rollout == "abort":
+            if (
+                completion.finish_reason == ABORT
+                and was_aborted
+                and self._partial_rollout == "abort"
+            ):
                 draft.aborted = True
             else:
                 draft.add(completion)
@@ -447,7 +456,8 @@ class Fleet:
 
     def take_drafts(self) -> tuple[int, int, int]:
         """The sums of `Completion.drafts` since the last call."""
-        (drafted, accepted, verified), self._drafts = self._drafts, [0, 0, 0]
+        drafted, accepted, verified = self._drafts
+        self._drafts = [0, 0, 0]
         return drafted, accepted, verified
 
     async def hold(self, timeout_s: float) -> None:
@@ -465,7 +475,7 @@ class Fleet:
         """
         # lets requests of the last `release` be submitted, even if this is called right after it
         await asyncio.sleep(0)
-        self._held = True
+        self._is_held = True
         if self._partial_rollout in ("in_flight", "retract"):
             return
         if self._partial_rollout in ("resume", "abort"):
@@ -500,7 +510,7 @@ class Fleet:
     def release(self, version: Version) -> None:
         """Submits requests again. Call it when the serving engines have `version`."""
         self.version = version
-        self._held = False
+        self._is_held = False
         self.pulse.beat()
 
     async def while_serving(self, work: asyncio.Future) -> bool:
@@ -522,20 +532,17 @@ class Fleet:
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
 
-# Waits for lost engines to return, and tells the fleet when one runs again. The engine serves after
-# the next update, or after an update of its own.
-#
-# A connection may break though its engine still runs; that engine returns in the same way. So does
-# an engine that joins, once it has started.
-
-
 LOOK_UP_S = 0.5
 
 
 async def watch_returns(
     fleet: Fleet, logs: Path, restarted: bool, startup_timeout_s: float
 ) -> None:
-    """Runs until its task is cancelled.
+    """Waits for lost engines to return, and tells the fleet when one runs again. The engine serves
+    after the next update, or after an update of its own. Runs until its task is cancelled.
+
+    A connection may break though its engine still runs; that engine returns in the same way. So
+    does an engine that joins, once it has started.
 
     Engine i logs to `logs`/<name of the fleet>.i.log; `restarted` says whether engines that die are
     restarted.
@@ -546,16 +553,16 @@ async def watch_returns(
     now_s = asyncio.get_running_loop().time
     while True:
         await fleet.pulse.until(lambda: bool(fleet.lost))
-        left_since = now_s()
+        last_served_s = now_s()
         while fleet.lost:
             awaited = [index for index in fleet.lost if restarted or index in fleet.joining]
             if fleet.members:
-                left_since = now_s()
-            elif not awaited or now_s() - left_since > startup_timeout_s:
+                last_served_s = now_s()
+            elif not awaited or now_s() - last_served_s > startup_timeout_s:
                 raise EngineError(_none_left(fleet, logs, startup_timeout_s if awaited else 0.0))
             # a dead host does not even refuse a connection
-            back = await asyncio.gather(*(_is_back(fleet, index) for index in awaited))
-            for index in itertools.compress(awaited, back):
+            returns = await asyncio.gather(*(_is_back(fleet, index) for index in awaited))
+            for index in itertools.compress(awaited, returns):
                 if index in fleet.lost:  # it has not left meanwhile
                     fleet.come_back(index)
             await asyncio.sleep(LOOK_UP_S)

@@ -26,12 +26,6 @@ from megarl.messaging.host import loopback, with_port
 if TYPE_CHECKING:
     import torch
 
-# Closes the sockets between SGLang's own processes to everybody else on the host and the network.
-#
-# With data-parallel attention, these processes communicate over TCP and unpickle what arrives.
-# SGLang gives the sockets no key, so each gets one here.
-
-
 # environment variable of all processes of an engine, on all its nodes
 SOCKET_KEY = "MEGARL_ENGINE_SOCKET_KEY"
 _NETWORK = "sglang.srt.utils.network."
@@ -46,6 +40,12 @@ def socket_key(admin_key: str) -> str:
 
 
 def close_sockets() -> None:
+    """Closes the sockets between SGLang's own processes to everybody else on the host and the
+    network.
+
+    With data-parallel attention, these processes communicate over TCP and unpickle what arrives.
+    SGLang gives the sockets no key, so each gets one here.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(_NETWORK + "get_zmq_socket", _with_key, HookType.AROUND)
@@ -130,23 +130,6 @@ def _in_own_folder(original: Callable[[str], str], name: str) -> str:
     return os.path.join(tempfile.gettempdir(), os.path.basename(original(name)))
 
 
-# Makes SGLang keep its weights in one of the fp8 formats of `generator.quantization`.
-#
-# SGLang reads the format from the checkpoint's config.json. The checkpoint here is the trainer's,
-# in bf16 or float32. So its config is overridden and its weights are not loaded; the first weight
-# update writes every tensor.
-#
-#     fp8_block    quantization "fp8", blocks of 128x128           weight [out, in],
-#     weight_scale_inv [out / 128, in / 128]
-#     fp8_channel  "w8a8_fp8": per channel, activations per token  weight.t(), weight_scale [out,
-#     1]; of experts not transposed, [E, out, 1]
-#     fp8_tensor   "compressed-tensors", strategy "tensor"         weight.t(), weight_scale []; of
-#     experts not transposed, [E]
-#
-# SGLang's "fp8" without blocks is not used for the last two. On Hopper it expands a scale per
-# tensor to all channels, and for experts it has no scales per channel.
-
-
 _ACTIVATIONS = {
     "num_bits": 8,
     "type": "float",
@@ -186,6 +169,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def server_arguments(quantization: str | None, text_only: bool = False) -> dict[str, Any]:
     """The arguments of SGLang's server for `generator.quantization`; empty for null.
+
+    SGLang reads the format from the checkpoint's config.json. The checkpoint here is the trainer's,
+    in bf16 or float32. So its config is overridden and its weights are not loaded; the first weight
+    update writes every tensor:
+
+    fp8_block: SGLang's "fp8" in blocks of 128x128. weight [out, in], weight_scale_inv
+        [out / 128, in / 128]
+    fp8_channel: "w8a8_fp8", per channel, activations per token. weight.t(), weight_scale [out, 1];
+        of experts not transposed, [E, out, 1]
+    fp8_tensor: "compressed-tensors", strategy "tensor". weight.t(), weight_scale []; of experts not
+        transposed, [E]
+
+    SGLang's "fp8" without blocks is not used for the last two. On Hopper it expands a scale per
+    tensor to all channels, and for experts it has no scales per channel.
 
     `text_only`: do not build a vision tower.
     """
@@ -242,25 +239,24 @@ def once(original: Callable[..., None], method: Any, layer: Any) -> None:
         layer.megarl_processed = True
 
 
-# Each process of an engine watches its children, and ends when one of them has died.
-#
-# Without data-parallel attention, SGLang notices a scheduler that dies before it is ready. But the
-# error that it raises does not end the process, since Python waits for the remaining children.
-
-
 LOOK_S = 0.05  # if a child dies sooner after its start, its exit status may be lost
 # time for SGLang itself to end all processes of the engine, as it does for some failures
 GRACE_S = 0.5
 
 
 class Children:
-    """The children of this process."""
+    """The children of this process of an engine, which ends when one of them has died.
+
+    Without data-parallel attention, SGLang notices a scheduler that dies before it is ready. But
+    the error that it raises does not end the process, since Python waits for the remaining
+    children.
+    """
 
     def __init__(self) -> None:
         self._ended_before = ended_for_memory()
-        self._known: dict[int, BaseProcess] = {}
-        self._telling = threading.Lock()
-        self._told = False
+        self._children: dict[int, BaseProcess] = {}
+        self._printing = threading.Lock()
+        self._printed = False
 
     def watch(self) -> None:
         """Starts a thread that watches them."""
@@ -272,45 +268,51 @@ class Children:
         Otherwise returns.
         """
         deadline = time.monotonic() + wait_s
-        while (dead := self._dead()) is None:
+        failure = self._failure()
+        while failure is None:
             if time.monotonic() > deadline:
                 return
             time.sleep(LOOK_S / 5)
-        with self._telling:
+            failure = self._failure()
+        with self._printing:
             # says it again: SGLang may have printed much since, and reports show the end of a log
-            self._told = False
-        self._tell(*dead)
-        code = dead[1]
+            self._printed = False
+        pid, code = failure
+        self._tell(pid, code)
         os._exit(128 - code if code < 0 else code)
 
     def _watch(self) -> None:
-        while (dead := self._dead()) is None:
+        failure = self._failure()
+        while failure is None:
             time.sleep(LOOK_S)
-        self._tell(*dead)  # at once, since SGLang may kill this process too
+            failure = self._failure()
+        pid, code = failure
+        self._tell(pid, code)  # at once, since SGLang may kill this process too
         time.sleep(GRACE_S)
         self.end_with_the_dead(0.0)
 
     def _tell(self, pid: int, code: int) -> None:
         """Prints why this process ends, unless it has been printed."""
-        with self._telling:
-            if not self._told:
-                self._told = True
-                why = cause(code, self._ended_before)
+        with self._printing:
+            if not self._printed:
+                self._printed = True
+                reason = cause(code, self._ended_before)
                 print(
-                    f"process {pid} of this engine {ending(code)}{why and f': {why}'}",
+                    f"process {pid} of this engine {ending(code)}{reason and f': {reason}'}",
                     file=sys.stderr,
                     flush=True,
                 )
 
-    def _dead(self) -> tuple[int, int] | None:
+    def _failure(self) -> tuple[int, int] | None:
         """The pid and exit code of the first child that has failed; None if none has."""
-        self._known |= {
+        self._children |= {
             child.pid: child for child in multiprocessing.active_children() if child.pid is not None
         }
-        return next(
-            ((pid, code) for pid, child in list(self._known.items()) if (code := child.exitcode)),
-            None,
-        )
+        for pid, child in list(self._children.items()):
+            code = child.exitcode
+            if code:
+                return pid, code
+        return None
 
 
 def register() -> None:
@@ -324,7 +326,7 @@ def register() -> None:
     seeds.register_hooks(on_cpu=cpu_support.active())
     if cpu_support.active():
         cpu_support.register_hooks()
-    elif torch_kernels.wanted():
+    elif torch_kernels.enabled():
         torch_kernels.register_hooks()
 
 

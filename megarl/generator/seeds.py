@@ -75,9 +75,9 @@ def give_seeds(info: Any, _: type, batch: Any, *__: Any, **___: Any) -> None:
     """
     import torch
 
-    asked = [request.sampling_params.sampling_seed for request in batch.reqs]
-    drawn = torch.randint(2**63 - 1, (len(asked),)).tolist()
-    seeds = [other if seed is None else seed for seed, other in zip(asked, drawn)]
+    request_seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
+    drawn = torch.randint(2**63 - 1, (len(request_seeds),)).tolist()
+    seeds = [drawn_seed if seed is None else seed for seed, drawn_seed in zip(request_seeds, drawn)]
     info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(info.temperatures.device)
 
 

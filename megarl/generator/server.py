@@ -206,8 +206,11 @@ def _replicated(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _adapter_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
-    """The pool has one slot for the adapter, and one for requests without it, such as SGLang's own."""
-    if (adapter := settings.adapter) is None:
+    """The pool has one slot for the adapter, and one for requests without it, such as SGLang's
+    own.
+    """
+    adapter = settings.adapter
+    if adapter is None:
         return {}
     arguments = {
         "enable_lora": True,
@@ -217,7 +220,9 @@ def _adapter_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         "lora_target_modules": list(adapter.targets),
         "experts_shared_outer_loras": adapter.shared,
     }
-    return arguments | ({"lora_backend": "torch_native"} if device == "cpu" else {})
+    if device == "cpu":
+        arguments["lora_backend"] = "torch_native"
+    return arguments
 
 
 def _spanning(settings: EngineSettings) -> dict[str, Any]:
@@ -265,7 +270,7 @@ def growing_segments() -> str:
 
 
 def _gpu_arguments() -> dict[str, Any]:
-    return _GPU_ARGUMENTS | (torch_kernels.ARGUMENTS if torch_kernels.wanted() else {})
+    return _GPU_ARGUMENTS | (torch_kernels.ARGUMENTS if torch_kernels.enabled() else {})
 
 
 def _gpu_environment() -> dict[str, str]:
@@ -278,7 +283,7 @@ def _gpu_environment() -> dict[str, str]:
         for name in _ALLOCATOR
         if _GROWING.search(os.environ.get(name, ""))
     }
-    return fixed | (torch_kernels.ENVIRONMENT if torch_kernels.wanted() else {})
+    return fixed | (torch_kernels.ENVIRONMENT if torch_kernels.enabled() else {})
 
 
 def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
@@ -300,8 +305,10 @@ def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
 def _cpu_environment(settings: EngineSettings) -> dict[str, str]:
     allowed = sorted(os.sched_getaffinity(0))
     ranks = settings.tp // settings.parts
-    first = settings.cores_taken + settings.part * ranks
-    cores = settings.cores or [allowed[-1 - (first + rank) % len(allowed)] for rank in range(ranks)]
+    first_core = settings.cores_taken + settings.part * ranks
+    cores = settings.cores or [
+        allowed[-1 - (first_core + rank) % len(allowed)] for rank in range(ranks)
+    ]
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
         torch_kernels.TORCH_KERNELS: "",  # only for GPUs

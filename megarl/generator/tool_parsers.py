@@ -17,7 +17,7 @@ from megarl.config.errors import ConfigError
 from megarl.sandbox import process
 from megarl.sandbox.pool import CallFailed, WorkerPool
 
-OWN = "json"
+JSON = "json"
 _OPEN = "<tool_call>"
 _CLOSE = "</tool_call>"
 _WORKERS = 2
@@ -55,19 +55,19 @@ def find_parser(name: str, key: str) -> Parser:
 
     Raises ConfigError that names `key`. Importing SGLang's parsers takes seconds.
     """
-    if name == OWN:
-        return OwnParser()
+    if name == JSON:
+        return JsonParser()
     from sglang.srt.function_call.parser_names import TOOL_CALL_PARSER_NAMES
 
     if name not in TOOL_CALL_PARSER_NAMES:
-        known = [OWN, *TOOL_CALL_PARSER_NAMES]
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(known)}"
+        names = [JSON, *TOOL_CALL_PARSER_NAMES]
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(names)}"
         raise ConfigError(f"{key}={name}: no such parser of tool calls; {hint}")
     return SglangParser(name)
 
 
-class OwnParser:
+class JsonParser:
     async def __call__(self, text: str, tools: Tools) -> Parsed:
         return json_calls(text, tools) if len(text) <= _MOST_CHARS else (text, [])
 
@@ -81,16 +81,18 @@ def json_calls(text: str, tools: Tools) -> Parsed:
     """
     names = {_function(tool)["name"] for tool in tools}
     calls = list[ToolCall]()
-    rest = list[str]()
+    text_parts = list[str]()
     end = 0
     for start, stop in _marked(text):
         call = _object(text[start:stop]) or {}
         if call.get("name") not in names or not isinstance(call.get("arguments"), dict):
             continue
         calls.append(ToolCall(call["name"], json.dumps(call["arguments"], ensure_ascii=False)))
-        rest.append(text[end : start - len(_OPEN)])
+        text_parts.append(text[end : start - len(_OPEN)])
         end = stop + len(_CLOSE)
-    return ("".join([*rest, text[end:]]).strip(), calls) if calls else (text, [])
+    if not calls:
+        return text, []
+    return "".join([*text_parts, text[end:]]).strip(), calls
 
 
 def _marked(text: str) -> Iterator[tuple[int, int]]:
@@ -99,9 +101,11 @@ def _marked(text: str) -> Iterator[tuple[int, int]]:
     Takes linear time, even for many marks that are never closed.
     """
     end = 0
-    while (start := text.find(_OPEN, end)) >= 0 and (
-        stop := text.find(_CLOSE, start + len(_OPEN))
-    ) >= 0:
+    while True:
+        start = text.find(_OPEN, end)
+        stop = text.find(_CLOSE, start + len(_OPEN)) if start >= 0 else -1
+        if stop < 0:
+            return
         yield start + len(_OPEN), stop
         end = stop + len(_CLOSE)
 
@@ -119,7 +123,8 @@ class SglangParser:
         self._pool = WorkerPool(
             "tool_parser", module, [name], _WORKERS, _ANSWER_S, _MEMORY_MIB, as_here=True
         )
-        self._opened = self._told = False
+        self._opened = False
+        self._printed = False
 
     async def __call__(self, text: str, tools: Tools) -> Parsed:
         if not tools or len(text) > _MOST_CHARS:
@@ -128,25 +133,25 @@ class SglangParser:
             self._opened = True
             self._pool.open()
         try:
-            found = await self._pool.call(text, tools)
+            parsed = await self._pool.call(text, tools)
         except CallFailed as error:
             if error.kind == "error":
                 raise ValueError(str(error)) from error
-            found = None
-        if found is None:
+            parsed = None
+        if parsed is None:
             self._tell(len(text))
             return text, []
-        rest, calls = found
-        return rest, [ToolCall(*call) for call in calls]
+        remaining_text, calls = parsed
+        return remaining_text, [ToolCall(*call) for call in calls]
 
     def _tell(self, length: int) -> None:
-        if not self._told:
+        if not self._printed:
             print(
                 f"tool_parser={self._name} took more than {_CPU_S:g} s of CPU for {length} "
                 "characters: such turns stay text",
                 flush=True,
             )
-        self._told = True
+        self._printed = True
 
     async def close(self) -> None:
         await self._pool.close()
@@ -199,14 +204,16 @@ def sglang_calls(name: str) -> Callable[[str, Tools], Parsed]:
             [Tool(type="function", function=_function(tool)) for tool in tools], name
         )
         try:
-            rest, calls = parser.parse_non_stream(text)
+            remaining_text, calls = parser.parse_non_stream(text)
         except (LookupError, TypeError, AttributeError, ValueError, RecursionError):
             # raised for a text that is nearly a call
             return text, []
         named = [ToolCall(call.name, call.parameters) for call in calls if call.name]
         usable = [call for call in named if _object(call.arguments) is not None]
         unusable = [call.arguments for call in named if call not in usable]
-        return ("\n".join([rest, *unusable]), usable) if usable else (text, [])
+        if not usable:
+            return text, []
+        return "\n".join([remaining_text, *unusable]), usable
 
     return parse
 
@@ -218,11 +225,11 @@ def _object(text: str) -> dict[str, Any] | None:
     cannot read.
     """
     try:
-        found = json.loads(text)
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+        parsed = json.loads(text)
+        json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return parsed if isinstance(parsed, dict) else None
 
 
 def _function(tool: dict[str, Any]) -> Any:

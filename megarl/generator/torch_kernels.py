@@ -33,7 +33,7 @@ ARGUMENTS = {
 }
 
 
-def wanted() -> bool:
+def enabled() -> bool:
     return bool(os.environ.get(TORCH_KERNELS))
 
 

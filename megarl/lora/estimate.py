@@ -8,7 +8,14 @@ from dataclasses import replace
 from megarl.base.geometry import TrainerTopology
 from megarl.config.schema import RunConfig, TrainerConfig
 from megarl.estimate.hardware import Cluster
-from megarl.estimate.memory import Beside, Held, one_replica, rank_bytes, shape_of, stages_held
+from megarl.estimate.memory import (
+    AdapterElements,
+    WeightElements,
+    one_replica,
+    rank_bytes,
+    shape_of,
+    stage_elements,
+)
 from megarl.estimate.times import update_bytes_per_s
 from megarl.lora.layout import Lora, trainer_adapters, unserved
 from megarl.lora.plan import AdapterPlan
@@ -20,36 +27,38 @@ from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
 
 
-def beside(
+def adapter_elements(
     config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, device: str
-) -> Beside | None:
+) -> AdapterElements | None:
     """What trainer ranks keep beside the frozen weights: the adapters, and a copy of the weights
     with adapters merged, unless updates carry only adapters. None if all weights are trained.
     """
     adapters = AdapterPlan.of(config, spec)
     if adapters is None:
         return None
-    adapter_memory = adapters_held(spec, trainer, config.model.dtype, adapters.lora)
+    adapter_memory = adapter_elements_by_stage(spec, trainer, config.model.dtype, adapters.lora)
     merges = not adapters.are_sent_alone(device)
-    return Beside(
+    return AdapterElements(
         [adapter for adapter, _ in adapter_memory],
         [adapter.total + merges * merged.total for adapter, merged in adapter_memory],
     )
 
 
-def adapters_held(
+def adapter_elements_by_stage(
     spec: ModelSpec, trainer: TrainerConfig, dtype: str, lora: Lora
-) -> list[tuple[Held, Held]]:
+) -> list[tuple[WeightElements, WeightElements]]:
     """(elements of adapters, elements of the weights with adapters) on the fullest rank of each
     pipeline stage.
     """
-    return _adapters_held(shape_of(spec), one_replica(trainer_topology(trainer)), dtype, lora)
+    return _adapter_elements_by_stage(
+        shape_of(spec), one_replica(trainer_topology(trainer)), dtype, lora
+    )
 
 
 @functools.lru_cache(maxsize=4096)
-def _adapters_held(
+def _adapter_elements_by_stage(
     spec: ModelSpec, topology: TrainerTopology, dtype: str, lora: Lora
-) -> list[tuple[Held, Held]]:
+) -> list[tuple[WeightElements, WeightElements]]:
     model_layout = trainer_layout(spec, topology, dtype)
     names = {adapter.weight.name for adapter in trainer_adapters(spec, topology, "local", lora)}
     adapted_layout = Layout(
@@ -59,8 +68,8 @@ def _adapters_held(
     )
     return list(
         zip(
-            stages_held(lora.trainer_layout(spec, topology, dtype)),
-            stages_held(adapted_layout),
+            stage_elements(lora.trainer_layout(spec, topology, dtype)),
+            stage_elements(adapted_layout),
             strict=True,
         )
     )

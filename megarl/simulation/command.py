@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,17 @@ from megarl.plan.checks import refused_by_train
 from megarl.plan.resolve import RunPlan
 from megarl.plan.topologies import engine_groups
 from megarl.simulation.lengths import EXPONENTIAL, LOGNORMAL
-from megarl.simulation.measured import measured
-from megarl.simulation.run import Broken, Models, Tell, Totals, simulate, simulated, unseen
-from megarl.simulation.virtual import Stuck
+from megarl.simulation.measured import measured_models
+from megarl.simulation.run import (
+    BrokenGuarantee,
+    Models,
+    SimulationTotals,
+    Tell,
+    ignore,
+    simulate,
+    with_simulation,
+)
+from megarl.simulation.virtual import Deadlock
 
 WARM_UP = 5  # first steps that do not count, but at most a fifth of all
 EVERY_S = 5.0  # interval of progress messages
@@ -72,7 +81,7 @@ class Summary:
     hours: float  # simulated time
 
 
-def summary(plan: RunPlan, totals: Totals) -> Summary:
+def summarize(plan: RunPlan, totals: SimulationTotals) -> Summary:
     rows = totals.rows[min(WARM_UP, len(totals.rows) // 5) :]
     took = sum(row["time/step_s"] for row in rows)
     share = {
@@ -80,9 +89,9 @@ def summary(plan: RunPlan, totals: Totals) -> Summary:
         for name in ("trainer_wait", "weights_wait", "generator_wait")
     }
     steps = [row["time/step_s"] for row in rows]
-    trained = sum(int(each.sum()) for each in totals.lengths)
+    trained = sum(int(lengths.sum()) for lengths in totals.lengths)
     half = max(1, len(totals.lengths) // 2)
-    first = np.concatenate(totals.lengths[:half]).mean()
+    first_half_mean = np.concatenate(totals.lengths[:half]).mean()
     ages = totals.ages
     return Summary(
         step_p50_s=float(np.median(steps)),
@@ -97,7 +106,7 @@ def summary(plan: RunPlan, totals: Totals) -> Summary:
         staleness={str(age): tokens / ages.total() for age, tokens in sorted(ages.items())},
         rejected=sum(row["staleness/rejected"] for row in totals.rows),
         discarded=max(0.0, 1 - trained / totals.sampled),
-        length_bias=float(first / totals.expected_length - 1),
+        length_bias=float(first_half_mean / totals.expected_length - 1),
         retracted=totals.retracted,
         engine_failures=totals.engine_failures,
         trainer_failures=totals.trainer_failures,
@@ -134,10 +143,10 @@ def run_simulation(
     summaries = []
     gc.freeze()  # garbage collections then skip objects from imports
     for overrides, plan in zip(combinations, plans):
-        began = time.monotonic()
-        summaries.append(_one(plan, source, output))
+        started_s = time.monotonic()
+        summaries.append(_simulate_once(plan, source, output))
         if sweep:
-            print(f"{' '.join(overrides)}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+            print(f"{' '.join(overrides)}: {time.monotonic() - started_s:.0f} s", file=sys.stderr)
     rows = [
         {
             "settings": overrides,
@@ -147,7 +156,7 @@ def run_simulation(
         for overrides, summary, plan in zip(combinations, summaries, plans)
     ]
     if sweep:
-        best = chosen(summaries)
+        best = best_index(summaries)
         text = "\n".join(table(combinations, summaries))
         return CommandResult({"rows": rows, "take": combinations[best]}, text)
     lines = render(plans[0], summaries[0])
@@ -156,13 +165,15 @@ def run_simulation(
     return CommandResult(rows[0], "\n".join(lines))
 
 
-def _one(plan: RunPlan, source: str | None, output: str | None) -> Summary:
-    models = (lambda plan, unit: measured(plan, unit, Path(source))) if source else Models.of
+def _simulate_once(plan: RunPlan, source: str | None, output: str | None) -> Summary:
+    models = Models.of
+    if source:
+        models = partial(measured_models, run=Path(source))
     with ExitStack() as files:
-        told = _written(plan, Path(output), files) if output else None
+        tell = _timeline(plan, Path(output), files) if output else ignore
         try:
-            totals = simulate(plan, models, told or unseen, follow=Progress())
-        except (Stuck, Broken) as error:
+            totals = simulate(plan, models, tell, follow=ProgressPrinter())
+        except (Deadlock, BrokenGuarantee) as error:
             if output:
                 shutil.rmtree(output)  # the folder was made for this run
             raise RunError(f"the simulated run failed: {error}") from error
@@ -173,33 +184,34 @@ def _one(plan: RunPlan, source: str | None, output: str | None) -> Summary:
                 writer.write(
                     row["step"], {key: value for key, value in row.items() if key != "step"}
                 )
-    return summary(simulated(plan), totals)
+    return summarize(with_simulation(plan), totals)
 
 
-class Progress:
+class ProgressPrinter:
     """Prints the progress of a simulated run on stderr every few seconds."""
 
     def __init__(self) -> None:
-        self._said = time.monotonic()
+        self._printed_s = time.monotonic()
 
-    def __call__(self, steps: int, of: int) -> None:
-        if steps < of and time.monotonic() - self._said >= EVERY_S:
-            self._said = time.monotonic()
-            print(f"simulated {steps} of {of} steps", file=sys.stderr)
+    def __call__(self, steps: int, max_steps: int) -> None:
+        if steps < max_steps and time.monotonic() - self._printed_s >= EVERY_S:
+            self._printed_s = time.monotonic()
+            print(f"simulated {steps} of {max_steps} steps", file=sys.stderr)
 
 
 def _check(plans: Sequence[RunPlan]) -> None:
     for plan in plans:
         check_longest(plan.config, plan.spec)
-        if over := estimate(plan.config, plan.spec).overfull:
-            side, gib = next(iter(over.items()))
+        overfull = estimate(plan.config, plan.spec).overfull
+        if overfull:
+            side, gib = next(iter(overfull.items()))
             raise ConfigError(
                 f"the {side} is {gib:.1f} GiB per GPU too large, so it is not simulated; megarl "
                 "plan proposes what fits"
             )
 
 
-def _written(plan: RunPlan, folder: Path, files: ExitStack) -> Tell:
+def _timeline(plan: RunPlan, folder: Path, files: ExitStack) -> Tell:
     """Returns a function that writes the spans of the page's timeline."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -213,120 +225,130 @@ def _written(plan: RunPlan, folder: Path, files: ExitStack) -> Tell:
     for writer in writers.values():
         files.callback(writer.close)
 
-    def told(
-        process: str, what: str, began_s: float, ended_s: float, track: str = "main", **more: Any
+    def tell(
+        process: str,
+        activity: str,
+        began_s: float,
+        ended_s: float,
+        track: str = "main",
+        **details: Any,
     ) -> None:
-        writers[process].add(what, began_s, ended_s, track, **more)
+        writers[process].add(activity, began_s, ended_s, track, **details)
 
-    return told
+    return tell
 
 
 def _combinations(sweep: Sequence[str]) -> list[list[str]]:
     """The overrides of every combination. Raises ConfigError."""
     axes = []
-    for each in sweep:
-        key, equals, values = each.partition("=")
+    for axis_text in sweep:
+        key, equals, values = axis_text.partition("=")
         if not equals or not all(values.split(",")):
-            raise ConfigError(f"--sweep {each}: must be KEY=VALUE,VALUE,…")
+            raise ConfigError(f"--sweep {axis_text}: must be KEY=VALUE,VALUE,…")
         if any(key == axis[0].partition("=")[0] for axis in axes) or len(
             set(values.split(","))
         ) < len(values.split(",")):
-            raise ConfigError(f"--sweep {each}: must give a key, and each of its values, only once")
+            raise ConfigError(
+                f"--sweep {axis_text}: must give a key, and each of its values, only once"
+            )
         axes.append([f"{key}={value}" for value in values.split(",")])
     return [list(overrides) for overrides in itertools.product(*axes)]
 
 
-def render(plan: RunPlan, found: Summary) -> list[str]:
+def render(plan: RunPlan, summary: Summary) -> list[str]:
     means = ""
     if plan.config.plan.simulation.lengths in (EXPONENTIAL, LOGNORMAL):
         means = f"; from means alone {estimate(plan.config, plan.spec).step_s:.4g} s"
     by_age = ", ".join(
-        f"{age}: {share:.0%}" for age, share in found.staleness.items() if share >= 0.005
+        f"{age}: {share:.0%}" for age, share in summary.staleness.items() if share >= 0.005
     )
     waits = (
-        f"for batches {found.waits_for_batch:.0%}, for engines to take weights "
-        f"{found.waits_for_engines:.0%}"
+        f"for batches {summary.waits_for_batch:.0%}, for engines to take weights "
+        f"{summary.waits_for_engines:.0%}"
     )
     lines = [
-        f"simulated  {found.steps} steps, {found.hours:.1f} hours, by the run's own scheduler in "
-        "virtual time",
-        f"a step     {found.step_p50_s:.4g} s (median), {found.step_p95_s:.4g} s (95 %){means}",
-        f"tokens     {found.tokens_per_s:,.0f} trained on a second; {found.discarded:.1%} of "
+        f"simulated  {summary.steps} steps, {summary.hours:.1f} hours, by the run's own scheduler "
+        "in virtual time",
+        f"a step     {summary.step_p50_s:.4g} s (median), {summary.step_p95_s:.4g} s (95 %){means}",
+        f"tokens     {summary.tokens_per_s:,.0f} trained on a second; {summary.discarded:.1%} of "
         "those sampled are not trained on",
-        f"busy       trainer {found.trainer_busy:.0%}, engines {found.engines_busy:.0%}",
+        f"busy       trainer {summary.trainer_busy:.0%}, engines {summary.engines_busy:.0%}",
         f"waits      the trainer {waits}; places in flight for weights "
-        f"{found.waits_for_weights:.0%}",
-        f"staleness  of tokens, in versions: {by_age}; {found.rejected} groups rejected",
+        f"{summary.waits_for_weights:.0%}",
+        f"staleness  of tokens, in versions: {by_age}; {summary.rejected} groups rejected",
         "lengths    responses that the first half of the steps trains on are "
-        f"{found.length_bias:+.1%} longer than the policy's",
+        f"{summary.length_bias:+.1%} longer than the policy's",
     ]
-    if found.retracted:
+    if summary.retracted:
         lines.append(
-            f"KV cache   {found.retracted} requests gave their place to others, and were "
+            f"KV cache   {summary.retracted} requests gave their place to others, and were "
             "prefilled again"
         )
-    if found.engine_failures or found.trainer_failures:
-        lost = f"{found.engine_failures} engines and {found.trainer_failures} trainer ranks failed"
+    if summary.engine_failures or summary.trainer_failures:
+        lost = (
+            f"{summary.engine_failures} engines and {summary.trainer_failures} trainer ranks failed"
+        )
         lines.append(
-            f"failures   {lost}; {found.goodput:.1%} of the time was neither undone nor spent on "
+            f"failures   {lost}; {summary.goodput:.1%} of the time was neither undone nor spent on "
             "restarts"
         )
     lines += [
         f"refused    by megarl train: {problem}"
         for problem in refused_by_train(plan.config, plan.spec)
     ]
-    if left_out := [
-        *not_counted(plan.config),
-        *(f"scores of {role.name} (set plan.simulation.score_s)" for role in plan.served),
-    ]:
-        lines.append(f"not counted: {', '.join(left_out)}")
-    return [*lines, f"advice     {advice(plan, found)}"]
+    ignored_settings = not_counted(plan.config)
+    ignored_settings += [
+        f"scores of {role.name} (set plan.simulation.score_s)" for role in plan.served
+    ]
+    if ignored_settings:
+        lines.append(f"not counted: {', '.join(ignored_settings)}")
+    return [*lines, f"advice     {advice(plan, summary)}"]
 
 
-def advice(plan: RunPlan, found: Summary) -> str:
+def advice(plan: RunPlan, summary: Summary) -> str:
     """One sentence on what to change first, with its reason."""
-    if found.goodput < 0.9:
-        lost = f"failures cost {1 - found.goodput:.0%} of the time"
+    if summary.goodput < 0.9:
+        lost = f"failures cost {1 - summary.goodput:.0%} of the time"
         return (
             "restart faster, or write checkpoints more often, while writing one takes less "
             f"than the steps between them: {lost}"
         )
-    if found.waits_for_batch > 0.1 and found.waits_for_weights > 0.1:
-        both = (
-            f"the trainer {found.waits_for_batch:.0%} of the time for batches, the engines "
-            f"{found.waits_for_weights:.0%} for weights"
+    if summary.waits_for_batch > 0.1 and summary.waits_for_weights > 0.1:
+        waits_text = (
+            f"the trainer {summary.waits_for_batch:.0%} of the time for batches, the engines "
+            f"{summary.waits_for_weights:.0%} for weights"
         )
         return (
             f"raise {_depth(plan.config)} or use another async.partial_rollout: both sides "
-            f"wait, {both}"
+            f"wait, {waits_text}"
         )
-    if found.waits_for_engines > 0.1:
+    if summary.waits_for_engines > 0.1:
         return (
             "use async.partial_rollout=in_flight: the trainer waits "
-            f"{found.waits_for_engines:.0%} of the time for rollouts to finish"
+            f"{summary.waits_for_engines:.0%} of the time for rollouts to finish"
         )
     could_run = _could_run(plan)
     if (
-        found.waits_for_batch > 0.1
-        and found.requests < ROOM * could_run
+        summary.waits_for_batch > 0.1
+        and summary.requests < ROOM * could_run
         and plan.config.async_.capacity != 0
     ):
-        why = (
-            f"the trainer waits {found.waits_for_batch:.0%} of the time for batches, and an "
-            f"engine runs {found.requests:.0f} requests"
+        reason = (
+            f"the trainer waits {summary.waits_for_batch:.0%} of the time for batches, and an "
+            f"engine runs {summary.requests:.0f} requests"
         )
         return (
-            f"raise async.max_in_flight and {_depth(plan.config)}: {why} at a time, of "
+            f"raise async.max_in_flight and {_depth(plan.config)}: {reason} at a time, of "
             f"{could_run:.0f} that it could"
         )
-    if found.waits_for_batch > 0.1:
+    if summary.waits_for_batch > 0.1:
         return (
-            f"give the engines more GPUs: the trainer waits {found.waits_for_batch:.0%} of the "
+            f"give the engines more GPUs: the trainer waits {summary.waits_for_batch:.0%} of the "
             "time for batches"
         )
-    if found.waits_for_weights > 0.1:
+    if summary.waits_for_weights > 0.1:
         return (
-            f"give the trainer more GPUs: places in flight wait {found.waits_for_weights:.0%} "
+            f"give the trainer more GPUs: places in flight wait {summary.waits_for_weights:.0%} "
             "of the time for newer weights"
         )
     return "leave it: neither side waits a tenth of the time"
@@ -336,18 +358,16 @@ def _depth(config: RunConfig) -> str:
     """The setting that bounds how far rollouts run ahead."""
     capacity = config.async_.capacity
     staleness = config.async_.max_staleness
-    return (
-        "async.max_staleness"
-        if staleness is not None and (capacity is None or staleness <= capacity)
-        else "async.capacity"
-    )
+    if staleness is not None and (capacity is None or staleness <= capacity):
+        return "async.max_staleness"
+    return "async.capacity"
 
 
 def _could_run(plan: RunPlan) -> float:
     """The number of requests that an engine has room for at a time, a mean over all engines."""
     groups = engine_groups(with_kv_caches(plan.config, plan.spec).generator)
-    own = [(group.settings.engines, _room(plan, group.settings)) for group in groups]
-    return sum(engines * room for engines, room in own) / plan.engines
+    rooms = [(group.settings.engines, _room(plan, group.settings)) for group in groups]
+    return sum(engines * room for engines, room in rooms) / plan.engines
 
 
 def _room(plan: RunPlan, generator: GeneratorConfig) -> float:
@@ -359,32 +379,32 @@ def _room(plan: RunPlan, generator: GeneratorConfig) -> float:
 
 
 COLUMNS: Mapping[str, Callable[[Summary], str]] = {
-    "step s": lambda found: f"{found.step_p50_s:.4g}",
-    "95 %": lambda found: f"{found.step_p95_s:.4g}",
-    "tokens/s": lambda found: f"{found.tokens_per_s:,.0f}",
-    "trainer": lambda found: f"{found.trainer_busy:.0%}",
-    "engines": lambda found: f"{found.engines_busy:.0%}",
-    "for batch": lambda found: f"{found.waits_for_batch:.0%}",
-    "for engines": lambda found: f"{found.waits_for_engines:.0%}",
-    "for weights": lambda found: f"{found.waits_for_weights:.0%}",
-    "age": lambda found: f"{mean_age(found):.2f}",
-    "rejected": lambda found: str(found.rejected),
-    "discarded": lambda found: f"{found.discarded:.1%}",
-    "lengths": lambda found: f"{found.length_bias:+.1%}",
-    "goodput": lambda found: f"{found.goodput:.1%}",
+    "step s": lambda summary: f"{summary.step_p50_s:.4g}",
+    "95 %": lambda summary: f"{summary.step_p95_s:.4g}",
+    "tokens/s": lambda summary: f"{summary.tokens_per_s:,.0f}",
+    "trainer": lambda summary: f"{summary.trainer_busy:.0%}",
+    "engines": lambda summary: f"{summary.engines_busy:.0%}",
+    "for batch": lambda summary: f"{summary.waits_for_batch:.0%}",
+    "for engines": lambda summary: f"{summary.waits_for_engines:.0%}",
+    "for weights": lambda summary: f"{summary.waits_for_weights:.0%}",
+    "age": lambda summary: f"{mean_age(summary):.2f}",
+    "rejected": lambda summary: str(summary.rejected),
+    "discarded": lambda summary: f"{summary.discarded:.1%}",
+    "lengths": lambda summary: f"{summary.length_bias:+.1%}",
+    "goodput": lambda summary: f"{summary.goodput:.1%}",
 }
 
 
-def mean_age(found: Summary) -> float:
-    return sum(int(age) * share for age, share in found.staleness.items())
+def mean_age(summary: Summary) -> float:
+    return sum(int(age) * share for age, share in summary.staleness.items())
 
 
-def table(combinations: Sequence[Sequence[str]], found: Sequence[Summary]) -> list[str]:
+def table(combinations: Sequence[Sequence[str]], summaries: Sequence[Summary]) -> list[str]:
     """A row for each combination, and a line that says which one to choose."""
     rows: list[list[Any]] = [["settings", *COLUMNS]]
     rows += [
-        [" ".join(overrides), *(show(one) for show in COLUMNS.values())]
-        for overrides, one in zip(combinations, found)
+        [" ".join(overrides), *(show(summary) for show in COLUMNS.values())]
+        for overrides, summary in zip(combinations, summaries)
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
@@ -394,33 +414,34 @@ def table(combinations: Sequence[Sequence[str]], found: Sequence[Summary]) -> li
         )
         for row in rows
     ]
-    best = chosen(found)
-    close = within_reach(found)
-    why = (
-        "is the fastest"
-        if len(close) == 1
-        else f"has the freshest tokens of the {len(close)} that are within {CLOSE:.0%} of the "
-        "fastest"
-    )
+    best = best_index(summaries)
+    close = near_fastest(summaries)
+    reason = "is the fastest"
+    if len(close) > 1:
+        reason = (
+            f"has the freshest tokens of the {len(close)} that are within {CLOSE:.0%} of the "
+            "fastest"
+        )
     return [
         *(line.rstrip() for line in lines),
-        f"take {' '.join(combinations[best])}: it {why} ({found[best].tokens_per_s:,.0f} tokens/s)",
+        f"take {' '.join(combinations[best])}: it {reason} "
+        f"({summaries[best].tokens_per_s:,.0f} tokens/s)",
     ]
 
 
-def chosen(found: Sequence[Summary]) -> int:
+def best_index(summaries: Sequence[Summary]) -> int:
     """The place of the one to take: with the freshest tokens among the fastest."""
     return min(
-        within_reach(found),
-        key=lambda index: (round(mean_age(found[index]), 2), -found[index].tokens_per_s),
+        near_fastest(summaries),
+        key=lambda index: (round(mean_age(summaries[index]), 2), -summaries[index].tokens_per_s),
     )
 
 
-def within_reach(found: Sequence[Summary]) -> list[int]:
+def near_fastest(summaries: Sequence[Summary]) -> list[int]:
     """The places of those that are about as fast as the fastest."""
-    fastest = max(summary.tokens_per_s for summary in found)
+    fastest = max(summary.tokens_per_s for summary in summaries)
     return [
         index
-        for index, summary in enumerate(found)
+        for index, summary in enumerate(summaries)
         if summary.tokens_per_s >= (1 - CLOSE) * fastest
     ]

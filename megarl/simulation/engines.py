@@ -57,43 +57,43 @@ class Work:
 
 
 @dataclass(eq=False, slots=True)
-class _Asked:
+class _Call:
     """Requests that arrive together and are answered together."""
 
-    done: asyncio.Future[None]
-    left: int  # requests that have not ended
+    end_of_all: asyncio.Future[None]
+    running: int  # requests that have not ended
 
     def end(self, error: EngineUnreachable | None = None) -> None:
-        self.left -= 1
-        if self.done.done():  # the caller has given up, or already has the error
+        self.running -= 1
+        if self.end_of_all.done():  # the caller has given up, or already has the error
             return
         if error is not None:
-            self.done.set_exception(error)
-        elif not self.left:
-            self.done.set_result(None)
+            self.end_of_all.set_exception(error)
+        elif not self.running:
+            self.end_of_all.set_result(None)
 
 
 @dataclass(eq=False, slots=True)
-class _Request:
-    asked: _Asked
+class _SimulatedRequest:
+    call: _Call
     tokens: int  # units that it arrives with
     uncached: int  # units of these that must be prefilled
-    most: int  # units that it samples, unless it is aborted
+    target: int  # units that it samples, unless it is aborted
     limit: int  # most units that it may sample, as far as the engine knows
-    began: float = 0.0  # on the engine's clock, as if it had sampled all its tokens since
+    start: float = 0.0  # on the engine's clock, as if it had sampled all its tokens since
     versions: array[int] = field(default_factory=functools.partial(array, "i"))
     aborted: bool = False
 
     @property
     def ends(self) -> float:
-        return self.began + self.most
+        return self.start + self.target
 
     def settle(self, clock: float, version: Version) -> int:
         """Notes the tokens that a running request has sampled by now.
 
         Returns how many are new; the new ones are of `version`.
         """
-        new = max(0, min(self.most, int(clock - self.began + _EPSILON)) - len(self.versions))
+        new = max(0, min(self.target, int(clock - self.start + _EPSILON)) - len(self.versions))
         self.versions.extend([version] * new)
         return new
 
@@ -118,19 +118,24 @@ class SimulatedEngine:
         self.busy_s = 0.0  # time spent decoding or prefilling
         self.running_s = 0.0  # the same, summed over running requests
         self.retracted = 0  # requests retracted for lack of KV cache
-        self.prefilled = self.sampled = 0  # units
+        self.prefilled = 0  # units
+        self.sampled = 0  # units
         # upper bound of `sampled`: units for which running requests had time
         self.could_sample = 0.0
-        # _at: time of the last reading of the clock; _free_at: end of prefill
-        self._clock = self._at = self._free_at = 0.0
+        self._clock = 0.0
+        self._read_at = 0.0  # time of the last reading of the clock
+        self._free_at = 0.0  # end of prefill
         self._base = 0.0  # sum over running requests of their units minus the clock
-        self._running: list[tuple[float, int, _Request]] = []  # heap by the end of requests
-        self._waiting: deque[_Request] = deque()
+        self._running: list[
+            tuple[float, int, _SimulatedRequest]
+        ] = []  # heap by the end of requests
+        self._waiting: deque[_SimulatedRequest] = deque()
         self._count = 0
         self._ratio = MOST
         self._step_s = math.inf
         self._timer: asyncio.TimerHandle | None = None
-        self._soon = self._paused = False
+        self._soon = False  # whether a change is scheduled
+        self._paused = False
         self._down_until: float | None = None
         self._slowness = 1.0
         self._room = speed.cache_tokens / unit
@@ -147,40 +152,38 @@ class SimulatedEngine:
         """
         self._check_up()
         work = self._work[inputs[0][0]]
-        asked = _Asked(asyncio.get_running_loop().create_future(), len(inputs))
+        call = _Call(asyncio.get_running_loop().create_future(), len(inputs))
         requests = []
         rests = []
         for tokens, total, sampling in zip(inputs, work.totals, samplings, strict=True):
             sampled = len(tokens) - work.prompt
-            uncached = work.unread + (
-                sampled - tokens[work.prompt :].count(self.version) if sampled else 0
-            )
+            uncached = work.unread + sampled - tokens[work.prompt :].count(self.version)
             work.unread = 0
             rests.append(total - sampled)
-            most = min(total - sampled, sampling.max_tokens)
-            requests.append(_Request(asked, len(tokens), uncached, most, sampling.max_tokens))
+            target = min(total - sampled, sampling.max_tokens)
+            requests.append(
+                _SimulatedRequest(call, len(tokens), uncached, target, sampling.max_tokens)
+            )
         self._waiting.extend(requests)
         self._change_soon()
-        await asked.done
+        await call.end_of_all
         ended = [
-            not request.aborted and rest <= request.most for request, rest in zip(requests, rests)
+            not request.aborted and rest <= request.target for request, rest in zip(requests, rests)
         ]
-        found = [
-            self._completion(
-                request, ("length" if total == work.limit else "stop") if end else "length"
-            )
-            for request, total, end in zip(requests, work.totals, ended)
-        ]
+        completions = []
+        for request, total, end in zip(requests, work.totals, ended):
+            reason = "stop" if end and total != work.limit else "length"
+            completions.append(self._completion(request, reason))
         work.totals = [total for total, end in zip(work.totals, ended) if not end]
-        return found
+        return completions
 
     async def abort_all(self, timeout_s: float) -> None:
         self._check_up()
         self._advance()
         self._settle()
-        for request in self._all():
+        for request in self._requests():
             request.aborted = True
-            request.asked.end()
+            request.call.end()
         self._clear()
 
     async def close(self) -> None:
@@ -198,11 +201,11 @@ class SimulatedEngine:
 
         With `recompute`, first prefills all running sequences again.
         """
-        self._at = self._now()
+        self._read_at = self._now()
         self.version = version
         self._paused = False
         if recompute and self._running:
-            self._prefill(self._held, self._held / len(self._running))
+            self._prefill(self._cached_units, self._cached_units / len(self._running))
         self._change_soon()
 
     def slow_down(self, times: float) -> None:
@@ -222,8 +225,8 @@ class SimulatedEngine:
         """Ends the engine's process. It runs again after `restart_s`."""
         self._advance()
         error = f"engine {self.url} has failed"
-        for request in self._all():
-            request.asked.end(EngineUnreachable(self.url, error))
+        for request in self._requests():
+            request.call.end(EngineUnreachable(self.url, error))
         self._clear()
         self._paused = False
         self._free_at = 0.0
@@ -248,14 +251,14 @@ class SimulatedEngine:
             raise EngineUnreachable(self.url, f"engine {self.url} is down")
 
     @property
-    def _held(self) -> float:
+    def _cached_units(self) -> float:
         """Units in the KV cache."""
         return self._base + len(self._running) * self._clock
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def _all(self) -> list[_Request]:
+    def _requests(self) -> list[_SimulatedRequest]:
         return [*(request for _, _, request in self._running), *self._waiting]
 
     def _settle(self) -> None:
@@ -277,15 +280,15 @@ class SimulatedEngine:
         """Brings the clock up to now."""
         now = self._now()
         if self._running and not self._paused:
-            self.busy_s += now - self._at
-            self.running_s += len(self._running) * (now - self._at)
-            units = max(0.0, now - max(self._at, self._free_at)) / self._step_s
+            self.busy_s += now - self._read_at
+            self.running_s += len(self._running) * (now - self._read_at)
+            units = max(0.0, now - max(self._read_at, self._free_at)) / self._step_s
             self._clock += units
             self._ratio = max(
                 LEAST, self._ratio - units * self._unit * (MOST - LEAST) / DECAY_STEPS
             )
             self.could_sample += units * len(self._running)
-        self._at = now
+        self._read_at = now
 
     def _change_soon(self) -> None:
         """Schedules `_change`, so that requests of the same time are admitted together."""
@@ -299,10 +302,10 @@ class SimulatedEngine:
         if not self._paused:
             while self._running and self._running[0][0] <= self._clock + _EPSILON:
                 _, _, request = heapq.heappop(self._running)
-                self._base -= request.tokens - request.began
+                self._base -= request.tokens - request.start
                 self.sampled += request.settle(request.ends, self.version)
-                request.asked.end()
-            while len(self._running) > 1 and self._held > self._room + _EPSILON:
+                request.call.end()
+            while len(self._running) > 1 and self._cached_units > self._room + _EPSILON:
                 self._retract()
             self._take_in()
         self._set_timer()
@@ -315,37 +318,37 @@ class SimulatedEngine:
             request = self._waiting[0]
             # running requests have the same limit, and have used some of it
             clipped = min(request.limit, CLIPPED / self._unit)
-            needed = (
-                self._held
+            required_units = (
+                self._cached_units
                 + request.tokens
                 + len(request.versions)
                 + self._ratio * clipped * (len(self._running) + 1)
             )
-            if self._running and needed > self._room:
+            if self._running and required_units > self._room:
                 return
             self._waiting.popleft()
-            request.began = self._clock - len(request.versions)
-            self._base += request.tokens - request.began
+            request.start = self._clock - len(request.versions)
+            self._base += request.tokens - request.start
             self._count += 1
             heapq.heappush(self._running, (request.ends, self._count, request))
             self._prefill(request.uncached, request.tokens)
 
     def _retract(self) -> None:
         """Frees the cache of the request that has sampled least. It is prefilled again later."""
-        place = max(range(len(self._running)), key=lambda index: self._running[index][2].began)
+        place = max(range(len(self._running)), key=lambda index: self._running[index][2].start)
         _, _, request = self._running.pop(place)
         heapq.heapify(self._running)
         self.sampled += request.settle(self._clock, self.version)
-        self._base -= request.tokens - request.began
+        self._base -= request.tokens - request.start
         request.uncached = request.tokens + len(request.versions)
         self._waiting.appendleft(request)
         self.retracted += 1
-        requests = [request, *(other for _, _, other in self._running)]
+        requests = [request, *(running for _, _, running in self._running)]
         sampled = (
-            sum(self._clock - each.began for each in requests)
+            sum(self._clock - request.start for request in requests)
             + len(requests) * RETRACT_STEPS / self._unit
         )
-        self._ratio = min(1.0, sampled / sum(each.limit for each in requests))
+        self._ratio = min(1.0, sampled / sum(request.limit for request in requests))
 
     def _prefill(self, tokens: float, length: float) -> None:
         if tokens:
@@ -360,7 +363,7 @@ class SimulatedEngine:
         if self._paused or not self._running:
             return
         running = len(self._running)
-        context = self._held / running
+        context = self._cached_units / running
         self._step_s = (
             self._slowness
             * self._unit
@@ -368,15 +371,15 @@ class SimulatedEngine:
         )
         steps = min(self._running[0][0] - self._clock, max(1.0, REFRESH * context))
         if running > 1:
-            steps = min(steps, max(1.0, (self._room - self._held) / running))
+            steps = min(steps, max(1.0, (self._room - self._cached_units) / running))
         when = max(self._now(), self._free_at) + max(0.0, steps) * self._step_s
         self._timer = asyncio.get_running_loop().call_at(
-            max(when, math.nextafter(self._at, math.inf)), self._change
+            max(when, math.nextafter(self._read_at, math.inf)), self._change
         )
 
     @staticmethod
-    def _completion(request: _Request, reason: str) -> Completion:
+    def _completion(request: _SimulatedRequest, reason: str) -> Completion:
         logprobs = array("f", bytes(4 * len(request.versions)))
-        return Completion(
-            request.versions, logprobs, request.versions, ABORT if request.aborted else reason
-        )
+        if request.aborted:
+            reason = ABORT
+        return Completion(request.versions, logprobs, request.versions, reason)

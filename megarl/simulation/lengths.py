@@ -116,10 +116,13 @@ def _location(mean: float, sigma: float, longest: float) -> float:
     for _ in range(80):
         middle = (low + high) / 2
         above = (math.log(longest) - middle) / sigma
-        found = math.exp(middle + sigma * sigma / 2) * normal.cdf(
+        mean_after_cut = math.exp(middle + sigma * sigma / 2) * normal.cdf(
             above - sigma
         ) + longest * normal.cdf(-above)
-        low, high = (middle, high) if found < mean else (low, middle)
+        if mean_after_cut < mean:
+            low = middle
+        else:
+            high = middle
     return low
 
 
@@ -135,11 +138,13 @@ def lengths_in(path: Path) -> np.ndarray:
     key = f"plan.simulation.lengths={path}"
     try:
         lines = path.read_bytes().splitlines()
-        found = [int(sample["tokens"]) for line in lines for sample in json.loads(line)["samples"]]
+        lengths = [
+            int(sample["tokens"]) for line in lines for sample in json.loads(line)["samples"]
+        ]
     except OSError as error:
         raise ConfigError(f"{key}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(f"{key}: not the samples of a run: {error!r}") from error
-    if not found or min(found) < 1:
+    if not lengths or min(lengths) < 1:
         raise ConfigError(f"{key}: must have at least one sample, each of at least one token")
-    return np.array(found, dtype=np.int64)
+    return np.array(lengths, dtype=np.int64)

@@ -1,4 +1,6 @@
-"""The measured times of a run, used instead of the planner's (`megarl plan --simulate --from RUN`)."""
+"""The measured times of a run, used instead of the planner's (`megarl plan --simulate --from
+RUN`).
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,14 @@ TRIALS = 8
 CLOSE = 0.02
 FAR = 0.25
 LEAST = 1e-4  # the fit of the engines' speed
-NEEDED = ("time/step_s", "time/rollout_s", "tokens_per_s", "samples_per_s")  # these must be above 0
+POSITIVE = (
+    "time/step_s",
+    "time/rollout_s",
+    "tokens_per_s",
+    "samples_per_s",
+)  # these must be above 0
 # these must be at least 0
-WAITS = (
+NON_NEGATIVE = (
     "time/sync_s",
     "time/sync_pause_s",
     "time/trainer_wait_s",
@@ -64,7 +71,7 @@ SIZES = (
 )
 
 
-def measured(plan: RunPlan, unit: int, run: Path) -> Models:
+def measured_models(plan: RunPlan, unit: int, run: Path) -> Models:
     """The planner's models, scaled to a run's metrics.
 
     A step's training time becomes a line over its tokens; the update and the engines' speed are set
@@ -72,7 +79,7 @@ def measured(plan: RunPlan, unit: int, run: Path) -> Models:
     """
     _check_sizes(plan, run)
     rows = read_metrics(run / METRICS_FILE)
-    rows = [row for row in rows[len(rows) // 5 :] if _sound(row)]
+    rows = [row for row in rows[len(rows) // 5 :] if _is_usable(row)]
     if len(rows) < FEWEST:
         raise ConfigError(
             f"--from {run}: has {len(rows)} steps with all times, after the first fifth; at least "
@@ -96,11 +103,9 @@ def measured(plan: RunPlan, unit: int, run: Path) -> Models:
     control_s = max(0.0, pause_s - write_s)
     checkpoint_s = _checkpoint_s(run)
     # With resume, an update always waits for the ends of chunks. The simulation does the same.
-    grant_s = (
-        0.0
-        if plan.config.async_.partial_rollout == "resume"
-        else min(row["time/weights_wait_s"] for row in rows)
-    )
+    grant_s = 0.0
+    if plan.config.async_.partial_rollout != "resume":
+        grant_s = min(row["time/weights_wait_s"] for row in rows)
     models = replace(
         models,
         train_s=train_s,
@@ -109,7 +114,9 @@ def measured(plan: RunPlan, unit: int, run: Path) -> Models:
         grant_s=grant_s,
         checkpoint_s=checkpoint_s,
     )
-    return _as_fast(run, plan, models, float(np.median([row["time/rollout_s"] for row in rows])))
+    return _fitted_speed(
+        run, plan, models, float(np.median([row["time/rollout_s"] for row in rows]))
+    )
 
 
 def _check_sizes(plan: RunPlan, run: Path) -> None:
@@ -119,20 +126,21 @@ def _check_sizes(plan: RunPlan, run: Path) -> None:
             f"--from {run}: generator.groups must be empty in both: a run's times do not tell how "
             "fast each group was"
         )
-    if others := [key for key in SIZES if value_at(before, key) != value_at(plan.config, key)]:
-        said = ", ".join(f"{key}={yaml_text(value_at(before, key))}" for key in others)
-        raise ConfigError(f"--from {run}: its sizes differ: {said}; plan with the same sizes")
+    changed_keys = [key for key in SIZES if value_at(before, key) != value_at(plan.config, key)]
+    if changed_keys:
+        sizes_text = ", ".join(f"{key}={yaml_text(value_at(before, key))}" for key in changed_keys)
+        raise ConfigError(f"--from {run}: its sizes differ: {sizes_text}; plan with the same sizes")
 
 
-def _sound(row: Row) -> bool:
-    known = all(
+def _is_usable(row: Row) -> bool:
+    is_complete = all(
         isinstance(row.get(name), int | float) and math.isfinite(row[name])
-        for name in (*NEEDED, *WAITS)
+        for name in (*POSITIVE, *NON_NEGATIVE)
     )
     return (
-        known
-        and min(row[name] for name in NEEDED) > 0
-        and min(row[name] for name in WAITS) >= 0
+        is_complete
+        and min(row[name] for name in POSITIVE) > 0
+        and min(row[name] for name in NON_NEGATIVE) >= 0
         and _rest_s(row) > 0
     )
 
@@ -142,21 +150,21 @@ def _checkpoint_s(run: Path) -> float | None:
     checkpoints.
     """
     file = run / TRACE_FOLDER / "trainer.0.jsonl"
-    began_us: dict[str, float] = {}
-    took_s: list[float] = []
+    start_us: dict[str, float] = {}
+    durations_s: list[float] = []
     for line in file.read_bytes().splitlines() if file.is_file() else ():
         with contextlib.suppress(msgspec.MsgspecError):
-            span = msgspec.json.decode(line, type=_Span)
-            if found := re.fullmatch(r"checkpoint (\d+)", span.name):
-                began_us[found[1]] = span.ts
-            elif (found := re.fullmatch(r"complete step_0*(\d+)", span.name)) and found[
-                1
-            ] in began_us:
-                took_s.append((span.ts + span.dur - began_us.pop(found[1])) / 1e6)
-    return float(np.median(took_s)) if took_s else None
+            span = msgspec.json.decode(line, type=_TraceSpan)
+            start = re.fullmatch(r"checkpoint (\d+)", span.name)
+            if start:
+                start_us[start[1]] = span.ts
+            end = re.fullmatch(r"complete step_0*(\d+)", span.name)
+            if end and end[1] in start_us:
+                durations_s.append((span.ts + span.dur - start_us.pop(end[1])) / 1e6)
+    return float(np.median(durations_s)) if durations_s else None
 
 
-class _Span(msgspec.Struct):
+class _TraceSpan(msgspec.Struct):
     name: str
     ts: float  # microseconds
     dur: float
@@ -183,7 +191,7 @@ def _line(tokens: list[float], seconds: list[float]) -> tuple[float, float]:
     return float(y.mean() - slope * x.mean()), slope
 
 
-def _as_fast(run: Path, plan: RunPlan, models: Models, rollout_s: float) -> Models:
+def _fitted_speed(run: Path, plan: RunPlan, models: Models, rollout_s: float) -> Models:
     """The models with decoding scaled so that the rollout of a prompt takes `rollout_s`.
 
     Prefill stays as the planner has it. The scale is found by trial, since the time of a rollout
@@ -196,11 +204,11 @@ def _as_fast(run: Path, plan: RunPlan, models: Models, rollout_s: float) -> Mode
         plan, config=replace(plan.config, plan=replace(plan.config.plan, simulation=settings))
     )
     scale = 1.0
-    found = models
+    scaled = models
     took_s = 0.0
     for _ in range(TRIALS):
-        found = replace(models, speed=_scaled(models.speed, scale))
-        rows = simulate(trial, lambda plan, unit: found).rows
+        scaled = replace(models, speed=_scaled(models.speed, scale))
+        rows = simulate(trial, lambda plan, unit: scaled).rows
         took_s = float(np.median([row["time/rollout_s"] for row in rows[len(rows) // 5 :]]))
         if abs(took_s / rollout_s - 1) < CLOSE:
             break
@@ -210,7 +218,7 @@ def _as_fast(run: Path, plan: RunPlan, models: Models, rollout_s: float) -> Mode
             f"--from {run}: at no speed of engines do rollouts take {rollout_s:.3g} s; simulated "
             f"ones take {took_s:.3g} s"
         )
-    return found
+    return scaled
 
 
 def _scaled(speed: Speed, scale: float) -> Speed:

@@ -27,7 +27,7 @@ from megarl.config.schema import RunConfig
 from megarl.data.order import train_mixture
 from megarl.estimate.estimate import estimate, training_time, with_kv_caches
 from megarl.estimate.hardware import Cluster, constants_of
-from megarl.estimate.memory import Workload, kv_room
+from megarl.estimate.memory import Workload, dropped_share, kv_room
 from megarl.estimate.times import GenerateModel
 from megarl.executors.generator import GeneratorExecutor
 from megarl.generator.client import EngineUnreachable
@@ -42,18 +42,20 @@ from megarl.rollouts.rollout import RolloutClock, Rollouts, ScoringClock, fleet_
 from megarl.rollouts.stream import RolloutStream
 from megarl.simulation.engines import SimulatedEngine, Speed, Work
 from megarl.simulation.lengths import Draw, Lengths
-from megarl.simulation.virtual import Stuck, VirtualLoop, Wire
+from megarl.simulation.virtual import Deadlock, VirtualLoop, Wire
 from megarl.weight_sync.sender import SyncReport
 
 TURNS = 32  # parts of a training step on shared GPUs; engines work, or do not, for a whole part
 UNITS = 256  # most units in the longest response, unless others are much shorter
 HOUR_S = 3600.0
-IN_VAIN = 50  # after this many restarts without a new checkpoint, give up
+MAX_FUTILE_RESTARTS = 50  # after this many restarts without a new checkpoint, give up
 
 
 @dataclass(frozen=True)
 class Models:
-    """Durations of engines, trainer and transfers, from the planner's model or from a measured run."""
+    """Durations of engines, trainer and transfers, from the planner's model or from a measured
+    run.
+    """
 
     speed: Speed
     train_s: Callable[[Batch], float]  # of a step, including everything that overlaps with nothing
@@ -63,48 +65,51 @@ class Models:
     grant_s: float = 0.0  # from the trainer's request until idle engines are paused
     checkpoint_s: float | None = None  # to write a checkpoint; None: plan.simulation.checkpoint_s
     # group -> speed, if engines differ; used instead of `speed`
-    of_groups: Mapping[str, Speed] = field(default_factory=dict)
+    group_speeds: Mapping[str, Speed] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: RunPlan, unit: int) -> Models:
         """The models from the planner. Batches have lengths in units of `unit` tokens."""
-        found = estimate(plan.config, plan.spec)
-        whole_s = found.sync_s if plan.config.weights.delta == "off" else found.delta_sync_s
+        planned = estimate(plan.config, plan.spec)
+        update_s = planned.sync_s if plan.config.weights.delta == "off" else planned.delta_sync_s
         config = plan.config
         cluster = Cluster.of(plan.config)
-        shared = config.model.dtype, cluster, constants_of(cluster.gpu.name)
-        groups = engine_groups(with_kv_caches(config, plan.spec).generator)
-        engines = {
-            each.name: partial(GenerateModel, plan.spec, each.settings, *shared) for each in groups
-        }
-        speeds = {
-            name: speed_of(engine(accept_length=config.plan.accept_length))
-            for name, engine in engines.items()
-        }
-        train_s = partial(_train_s, plan, unit, found.glue_s)
-        of_groups = speeds if len(speeds) > 1 else {}
+        speeds = {}
+        for group in engine_groups(with_kv_caches(config, plan.spec).generator):
+            model = GenerateModel(
+                plan.spec,
+                group.settings,
+                config.model.dtype,
+                cluster,
+                constants_of(cluster.gpu.name),
+                accept_length=config.plan.accept_length,
+            )
+            speeds[group.name] = speed_of(model)
+        train_s = partial(_train_s, plan, unit, planned.glue_s)
+        group_speeds = speeds if len(speeds) > 1 else {}
         return cls(
-            next(iter(speeds.values())),
-            train_s,
-            whole_s - found.control_s,
-            found.control_s,
-            of_groups=of_groups,
+            speed=next(iter(speeds.values())),
+            train_s=train_s,
+            write_s=update_s - planned.control_s,
+            control_s=planned.control_s,
+            group_speeds=group_speeds,
         )
 
 
 def speed_of(model: GenerateModel) -> Speed:
     @functools.cache
-    def of(running: int, bucket: int) -> float:
+    def token_s(running: int, bucket: int) -> float:
         return model.decode_step(running, math.exp(bucket / 50)).total
 
     tokens = model.generator.kv_cache_tokens or kv_room(
         model.spec, model.generator, model.dtype, model.cluster.gpu
     )
     return Speed(
-        lambda running, context: of(running, round(50 * math.log(context))),  # contexts to 1 %
-        model.prefilled_s,
-        tokens,
-        model.generator.max_concurrency,
+        # contexts to 1 %
+        decode_s=lambda running, context: token_s(running, round(50 * math.log(context))),
+        prefill_s=model.prefilled_s,
+        cache_tokens=tokens,
+        most_running=model.generator.max_concurrency,
     )
 
 
@@ -141,7 +146,7 @@ def _train_s(plan: RunPlan, unit: int, glue_s: float, batch: Batch) -> float:
 
 
 @dataclass
-class Totals:
+class SimulationTotals:
     """Totals of a whole run over all its attempts."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)  # as in metrics.jsonl
@@ -165,7 +170,7 @@ class Totals:
         return sum(self.ages_of_steps, Counter())
 
     @property
-    def kept_until_s(self) -> float:
+    def surviving_until_s(self) -> float:
         """The time at which the last step ended that no failure has undone."""
         return self.rows[-1]["wall_s"] if self.rows else 0.0
 
@@ -182,7 +187,7 @@ class Failures:
     trainer: tuple[tuple[float, float], ...] = ()  # (at_s, seconds until the run goes on)
 
 
-class Interrupted(Exception):
+class TrainerFailure(Exception):
     """One of the trainer's GPUs has failed."""
 
     def __init__(self, restart_s: float):
@@ -190,7 +195,7 @@ class Interrupted(Exception):
         self.restart_s = restart_s
 
 
-class Broken(RuntimeError):
+class BrokenGuarantee(RuntimeError):
     """The run's own code has broken one of its guarantees."""
 
 
@@ -223,25 +228,33 @@ class SimulatedGenerator(GeneratorExecutor):
         self.sampling = Sampling(self._units(config.rollout.max_tokens))
         self.work: dict[int, Work] = {}
         speeds = [
-            self.models.of_groups.get(self.plan.group_of(index).name, self.models.speed)
+            self.models.group_speeds.get(self.plan.group_of(index).name, self.models.speed)
             for index in range(self.plan.engines)
         ]
         self.engines = [
             SimulatedEngine(f"simulated.{i}", speed, self.unit, self.work)
             for i, speed in enumerate(speeds)
         ]
-        chunk = (
-            self._units(config.async_.chunk_tokens or max(1, config.rollout.max_tokens // 4))
-            if mode == "resume"
-            else None
-        )
+        chunk = None
+        if mode == "resume":
+            chunk = self._units(
+                config.async_.chunk_tokens or max(1, config.rollout.max_tokens // 4)
+            )
         clients: list[Any] = list(self.engines)
         self.fleet = Fleet(clients, mode, chunk, elastic=True, groups=fleet_groups(self.plan))
         self.clock = ScoringClock(self.loop.time)
         self.rollouts_of = Rollouts(self._generate, self._generate, self.clock)
         judge = partial(judged, config=config)
-        own = self.background, self.pulse, judge, self.clock.waited_s, self.loop.time
-        self.stream = RolloutStream(self._admission(), self._roll_out, self.rollouts, *own)
+        self.stream = RolloutStream(
+            self._admission(),
+            self._roll_out,
+            self.rollouts,
+            self.background,
+            self.pulse,
+            judge,
+            self.clock.waited_s,
+            self.loop.time,
+        )
         self.start(self.stream.run(config.timeouts.rendezvous_s), "rollout stream")
         self.start(self._follow_fleet(), "places for prompts in flight")
         self.start(watch_returns(self.fleet, Path(config.run_dir), True, math.inf), "lost engines")
@@ -255,10 +268,12 @@ class SimulatedGenerator(GeneratorExecutor):
         with clock.running():
             if self.settings.turns == 1:
                 with clock.decoding():
-                    done = await self._response(
+                    completions = await self._response(
                         prompt.ordinal, prompt.token_ids, sampling, drawn, len(prompt.token_ids)
                     )
-                samples = [(each.token_ids, each.finish_reason) for each in done]
+                samples = [
+                    (completion.token_ids, completion.finish_reason) for completion in completions
+                ]
             else:
                 episodes = (
                     self._episode(prompt, sampling, prompt.ordinal * n + index, total, clock)
@@ -270,11 +285,7 @@ class SimulatedGenerator(GeneratorExecutor):
                     await asyncio.sleep(
                         self._rng(prompt.ordinal, 1).exponential(self.settings.score_s, n).max()
                     )
-        share = (
-            self.plan.config.plan.dropped_share
-            if self.plan.config.rollout.dynamic_sampling
-            else None
-        )
+        share = dropped_share(self.plan.config)
         dropped = bool(share) and self._rng(prompt.ordinal, 2).random() < share
         rewards = [float(not dropped and index % 2) for index in range(n)]
         # A token's id is the version that sampled it.
@@ -308,20 +319,20 @@ class SimulatedGenerator(GeneratorExecutor):
         rng = self._rng(key, 3)
         tokens = [key] * len(prompt.token_ids)
         sampled = array("i")
-        reason = "stop"
         read_under: Version | None = None
-        for turn in range(turns := min(self.settings.turns, total)):
+        turns = min(self.settings.turns, total)
+        for turn in range(turns):
             part = total * (turn + 1) // turns - total * turn // turns
-            own = msgspec.structs.replace(sampling, max_tokens=part)
+            turn_sampling = msgspec.structs.replace(sampling, max_tokens=part)
             unread = 0 if read_under == self.fleet.version else len(tokens)
             read_under = self.fleet.version
             with clock.decoding():
-                [done] = await self._response(key, tokens, own, [part], unread)
-            tokens = [*tokens, *done.token_ids]
-            sampled = sampled + done.token_ids
+                [completion] = await self._response(key, tokens, turn_sampling, [part], unread)
+            tokens = [*tokens, *completion.token_ids]
+            sampled = sampled + completion.token_ids
             if turn + 1 < turns:
                 await asyncio.sleep(rng.exponential(self.settings.tool_s))
-        return sampled, "length" if total == sampling.max_tokens else reason
+        return sampled, "length" if total == sampling.max_tokens else "stop"
 
 
 @dataclass
@@ -333,11 +344,11 @@ class Attempt:
     lengths: Draw
     unit: int
     loop: VirtualLoop
-    totals: Totals
+    totals: SimulationTotals
     start: int
     ledger: Ledger
     rng: np.random.Generator
-    told: Tell
+    tell: Tell
     follow: Follow
     failures: Failures | None
 
@@ -371,31 +382,32 @@ class Attempt:
         self.trained = {ordinal for ordinals in self.totals.ordinals for ordinal in ordinals}
         self._finishing: asyncio.Task[None] | None = None
         self._writing: asyncio.Task[tuple[int, Ledger]] | None = None
-        self._pause_s = self._save_s = 0.0
+        self._pause_s = 0.0
+        self._save_s = 0.0
         # engine -> time of its failure, while it does not serve again
         self._failed_at: dict[int, float] = {}
 
     def run(self) -> None:
-        """Raises Interrupted, Stuck, Broken."""
+        """Raises TrainerFailure, Deadlock, BrokenGuarantee."""
         self.generator.start(self._invite(), "engines that came back")
         self.generator.start(self._lose_engines(), "failures of engines")
         self.generator.start(self._lose_trainer(), "failures of trainer ranks")
         try:
             self.generator.run(self._train())
-        except Stuck as stuck:
-            raise Stuck(f"{stuck}: {self.generator.stream}; {self.intake.buffer}") from None
+        except Deadlock as stuck:
+            raise Deadlock(f"{stuck}: {self.generator.stream}; {self.intake.buffer}") from None
         finally:
             for task in asyncio.all_tasks(self.loop):
                 task.cancel()
             self.generator.close()
             self.loop.run_until_complete(self.fleet.close())
-            self._back(sorted(self._failed_at))  # so that the timeline shows them
+            self._tell_returns(sorted(self._failed_at))  # so that the timeline shows them
             for engine in self.engines:
                 self.totals.busy_s += engine.busy_s
                 self.totals.running_s += engine.running_s
                 self.totals.retracted += engine.retracted
                 if engine.sampled > engine.could_sample + 1:
-                    raise Broken(
+                    raise BrokenGuarantee(
                         f"{engine.url} has sampled {engine.sampled} units, and had the time for "
                         f"{engine.could_sample:.1f}"
                     )
@@ -406,17 +418,17 @@ class Attempt:
         sync = await self._update(self.start)
         ended = self.loop.time()
         for step in range(self.start, config.max_steps):
-            asked = self.loop.time()
+            request_s = self.loop.time()
             batch = await self._batch(step)
-            began = self.loop.time()
+            start_s = self.loop.time()
             self._check(batch, step)
             await self._compute(self.models.train_s(batch))
-            train_s = self.loop.time() - began
+            train_s = self.loop.time() - start_s
             await self._settled()
-            self.told("trainer.0", f"train step {step}", began, self.loop.time())
-            self.told("trainer.0", f"wait for batch {step}", asked, began)
+            self.tell("trainer.0", f"train step {step}", start_s, self.loop.time())
+            self.tell("trainer.0", f"wait for batch {step}", request_s, start_s)
             now = self.loop.time()
-            self._note(batch, now - ended, train_s, began - asked, sync)
+            self._note(batch, now - ended, train_s, start_s - request_s, sync)
             self.follow(step + 1, config.max_steps)
             ended = now
             sync = await self._update(step + 1)
@@ -445,51 +457,53 @@ class Attempt:
         trainer = self.wire.trainer
         try:
             async with asyncio.timeout(timeout_s):
-                while (found := self.intake.look(step, self.loop.time())) is None:
-                    seen = trainer.count
+                batch = self.intake.look(step, self.loop.time())
+                while batch is None:
+                    known_messages = trainer.count
                     await trainer.arrived.until(
-                        lambda: trainer.count != seen or bool(self.fleet.returned)
+                        lambda: trainer.count != known_messages or bool(self.fleet.returned)
                     )
                     if self.fleet.returned:
                         await self._join(step)
+                    batch = self.intake.look(step, self.loop.time())
         except TimeoutError:
-            raise Stuck(
+            raise Deadlock(
                 f"trainer.0 waited {timeout_s:.0f} s for batch {step}; {self.intake.buffer}"
             ) from None
-        return batch_of(found[0])
+        return batch_of(batch[0])
 
     async def _update(self, version: Version) -> SyncReport:
         """Like a real update: engines pause as async.partial_rollout says, the trainer writes and
         goes on, then the engines go on.
         """
         await self._settled()
-        asked = self.loop.time()
+        request_s = self.loop.time()
         await asyncio.sleep(self.models.grant_s)
         if self.fleet.version is not None:
             await self.generator.hold()
         await self.fleet.pulse.until(lambda: bool(self.fleet.members))
-        granted = self.loop.time()
+        grant_s = self.loop.time()
         members = self.fleet.members
         for index in members:
             self.engines[index].pause()
         await asyncio.sleep(self.models.write_s)
-        self.told("trainer.0", f"wait for engines to take weights {version}", asked, granted)
-        self.told("trainer.0", f"write weights {version}", granted, self.loop.time())
-        self._finishing = asyncio.ensure_future(self._finish(version, granted, members))
-        return SyncReport(granted - asked, self.models.write_s)
+        self.tell("trainer.0", f"wait for engines to take weights {version}", request_s, grant_s)
+        self.tell("trainer.0", f"write weights {version}", grant_s, self.loop.time())
+        self._finishing = asyncio.ensure_future(self._finish(version, grant_s, members))
+        return SyncReport(grant_s - request_s, self.models.write_s)
 
     async def _settled(self) -> None:
         """Waits until the engines go on after the last update."""
         if self._finishing is not None:
             await self._finishing
 
-    async def _finish(self, version: Version, granted: float, members: list[int]) -> None:
+    async def _finish(self, version: Version, grant_s: float, members: list[int]) -> None:
         await asyncio.sleep(self.models.control_s)
         self._serve(version, members)
         self.generator.release(version)
-        self._pause_s = self.loop.time() - granted
-        self.told(
-            "generator.0", f"pause for weights {version}", granted, self.loop.time(), "weights"
+        self._pause_s = self.loop.time() - grant_s
+        self.tell(
+            "generator.0", f"pause for weights {version}", grant_s, self.loop.time(), "weights"
         )
 
     def _serve(self, version: Version, members: list[int]) -> None:
@@ -504,12 +518,13 @@ class Attempt:
             else:
                 self.fleet.lose(EngineUnreachable(engine.url, f"engine {engine.url} has failed"))
         self.fleet.take_back(up, version)
-        self._back(up)
+        self._tell_returns(up)
 
-    def _back(self, engines: list[int]) -> None:
+    def _tell_returns(self, engines: list[int]) -> None:
         for index in engines:
-            if (failed_at := self._failed_at.pop(index, None)) is not None:
-                self.told("generator.0", "away", failed_at, self.loop.time(), f"engine.{index}")
+            failed_at = self._failed_at.pop(index, None)
+            if failed_at is not None:
+                self.tell("generator.0", "away", failed_at, self.loop.time(), f"engine.{index}")
 
     async def _join(self, version: Version) -> None:
         """Gives restarted engines the served weights while the trainer waits for a batch."""
@@ -529,7 +544,7 @@ class Attempt:
         the end of a step on.
         """
         config = self.plan.config.checkpoint
-        began = self.loop.time()
+        start_s = self.loop.time()
         if self._writing is not None and self._writing.done():
             self.saved = self._writing.result()
             self._writing = None
@@ -537,17 +552,19 @@ class Attempt:
             if self._writing is not None:
                 self.saved = await self._writing
             self.intake.take_in()
-            self._writing = asyncio.ensure_future(self._written(step, self.intake.buffer.ledger()))
+            self._writing = asyncio.ensure_future(
+                self._write_checkpoint(step, self.intake.buffer.ledger())
+            )
             if not config.beside:
                 self.saved = await self._writing
                 self._writing = None
-        self._save_s = self.loop.time() - began
+        self._save_s = self.loop.time() - start_s
 
-    async def _written(self, step: int, ledger: Ledger) -> tuple[int, Ledger]:
-        own_s = self.models.checkpoint_s
-        await asyncio.sleep(
-            self.plan.config.plan.simulation.checkpoint_s if own_s is None else own_s
-        )
+    async def _write_checkpoint(self, step: int, ledger: Ledger) -> tuple[int, Ledger]:
+        measured_s = self.models.checkpoint_s
+        if measured_s is None:
+            measured_s = self.plan.config.plan.simulation.checkpoint_s
+        await asyncio.sleep(measured_s)
         return step, ledger
 
     async def _lose_engines(self) -> None:
@@ -555,8 +572,9 @@ class Attempt:
             if self.engines[index].up:
                 self.totals.engine_failures += 1
                 self.engines[index].fail(down_s)
-                now = self._failed_at[index] = self.loop.time()
-                self.told(
+                now = self.loop.time()
+                self._failed_at[index] = now
+                self.tell(
                     "generator.0", "lost", now, now, f"engine.{index}", why="simulated failure"
                 )
 
@@ -574,12 +592,10 @@ class Attempt:
             return
         while settings.gpu_mtbf_h is not None:
             await asyncio.sleep(self.rng.exponential(settings.gpu_mtbf_h * HOUR_S / sizes.sum()))
-            alike = len(set(sizes)) == 1
-            engine = (
-                self.rng.integers(len(sizes))
-                if alike
-                else self.rng.choice(len(sizes), p=sizes / sizes.sum())
-            )
+            if len(set(sizes)) == 1:
+                engine = self.rng.integers(len(sizes))
+            else:
+                engine = self.rng.choice(len(sizes), p=sizes / sizes.sum())
             yield int(engine), settings.engine_restart_s
 
     async def _lose_trainer(self) -> None:
@@ -589,34 +605,39 @@ class Attempt:
             for at_s, restart_s in self.failures.trainer:
                 if at_s > now:
                     await asyncio.sleep(at_s - now)
-                    raise Interrupted(restart_s)
+                    raise TrainerFailure(restart_s)
         elif settings.gpu_mtbf_h is not None:
             await asyncio.sleep(
                 self.rng.exponential(
                     settings.gpu_mtbf_h * HOUR_S / self.plan.trainer_topology.world_size
                 )
             )
-            raise Interrupted(settings.restart_s)
+            raise TrainerFailure(settings.restart_s)
 
     def _check(self, batch: Batch, step: int) -> None:
-        """Checks the guarantees of a run: nothing is lost, repeated or too old. Raises Broken."""
+        """Checks the guarantees of a run: nothing is lost, repeated or too old.
+
+        Raises BrokenGuarantee.
+        """
         config = self.plan.config
         ordinals = [group.ordinal for group in batch.groups]
         if len(ordinals) != config.rollout.prompts_per_step or any(
             len(group.samples) != config.rollout.n for group in batch.groups
         ):
-            raise Broken(f"step {step}: a batch of {len(ordinals)} groups")
-        if again := sorted(self.trained.intersection(ordinals)) or sorted(
-            each for each, n in Counter(ordinals).items() if n > 1
-        ):
-            raise Broken(f"step {step}: prompt {again[0]} is trained on a second time")
+            raise BrokenGuarantee(f"step {step}: a batch of {len(ordinals)} groups")
+        repeated = self.trained.intersection(ordinals)
+        repeated = repeated or {ordinal for ordinal, n in Counter(ordinals).items() if n > 1}
+        if repeated:
+            raise BrokenGuarantee(
+                f"step {step}: prompt {min(repeated)} is trained on a second time"
+            )
         self.trained.update(ordinals)
         self.totals.ordinals.append(ordinals)
         versions = [version for sample in batch.samples for version, _ in sample.policy_versions]
         oldest = min(versions)
         most = config.async_.max_staleness
         if max(versions) > step or (most is not None and oldest < step - most):
-            raise Broken(
+            raise BrokenGuarantee(
                 f"step {step}: has tokens of versions {oldest} to {max(versions)}; "
                 f"async.max_staleness={most}"
             )
@@ -627,7 +648,7 @@ class Attempt:
             ahead is not None
             and admission.begun > (version + ahead + 1) * config.rollout.prompts_per_step
         ):
-            raise Broken(
+            raise BrokenGuarantee(
                 f"step {step}: {admission.begun} prompts have begun under version {version}"
             )
 
@@ -671,69 +692,80 @@ class Attempt:
         )
 
 
-# (process, what, began_s, ended_s, track, **more): an activity of a process, or an event
+# (process, activity, began_s, ended_s, track, **details): an activity of a process, or an event
 Tell = Callable[..., None]
 Follow = Callable[[int, int], None]  # (steps done, steps in all)
 
 
-def unseen(*event: Any, **more: Any) -> None:
+def ignore(*event: Any, **details: Any) -> None:
     """Ignores the timeline or progress of a run."""
 
 
 def simulate(
     plan: RunPlan,
     models: Callable[[RunPlan, int], Models] = Models.of,
-    told: Tell = unseen,
+    tell: Tell = ignore,
     lengths: Draw | None = None,
-    follow: Follow = unseen,
+    follow: Follow = ignore,
     failures: Failures | None = None,
-) -> Totals:
+) -> SimulationTotals:
     """Simulates the run.
 
     `models`: called with the plan and the tokens of a unit. `lengths` and `failures`: None stands
     for what plan.simulation says.
 
-    Raises Stuck or Broken if the run's own code deadlocks or breaks a guarantee.
+    Raises Deadlock or BrokenGuarantee if the run's own code deadlocks or breaks a guarantee.
     """
-    plan = simulated(plan)
+    plan = with_simulation(plan)
     config = plan.config
     settings = plan.config.plan.simulation
     lengths = lengths or Lengths.of(
         Workload.of(config), settings, config.rollout.prompts_per_step, config.seed
     )
     unit = unit_of(config, lengths)
-    found = models(plan, unit)
+    durations = models(plan, unit)
     loop = VirtualLoop()
-    totals = Totals()
+    totals = SimulationTotals()
     start = 0
     ledger = Ledger()
-    in_vain = 0
+    futile_restarts = 0
     rng = np.random.default_rng((config.seed, 4))
     # hides the fleet's messages about engines
     with contextlib.redirect_stdout(io.StringIO()), contextlib.closing(loop):
         while True:
             attempt = Attempt(
-                plan, found, lengths, unit, loop, totals, start, ledger, rng, told, follow, failures
+                plan=plan,
+                models=durations,
+                lengths=lengths,
+                unit=unit,
+                loop=loop,
+                totals=totals,
+                start=start,
+                ledger=ledger,
+                rng=rng,
+                tell=tell,
+                follow=follow,
+                failures=failures,
             )
             began_s = loop.time()
             try:
                 attempt.run()
                 break
-            except Interrupted as interrupted:
-                in_vain = in_vain + 1 if attempt.saved[0] == start else 0
-                if in_vain == IN_VAIN:
-                    raise Stuck(
-                        f"{in_vain} restarts in a row got no further than the checkpoint of step "
-                        f"{start}"
+            except TrainerFailure as interrupted:
+                futile_restarts = futile_restarts + 1 if attempt.saved[0] == start else 0
+                if futile_restarts == MAX_FUTILE_RESTARTS:
+                    raise Deadlock(
+                        f"{futile_restarts} restarts in a row got no further than the checkpoint "
+                        f"of step {start}"
                     ) from None
                 start, ledger = attempt.saved
                 totals.trainer_failures += 1
-                for kept in (totals.rows, totals.lengths, totals.ages_of_steps, totals.ordinals):
-                    del kept[start:]
+                for records in (totals.rows, totals.lengths, totals.ages_of_steps, totals.ordinals):
+                    del records[start:]
                 totals.lost_s += (
-                    loop.time() - max(began_s, totals.kept_until_s) + interrupted.restart_s
+                    loop.time() - max(began_s, totals.surviving_until_s) + interrupted.restart_s
                 )
-                told(
+                tell(
                     "launcher.0",
                     "end",
                     loop.time(),
@@ -741,7 +773,7 @@ def simulate(
                     how="simulated failure of a trainer rank",
                 )
                 loop.run_until_complete(asyncio.sleep(interrupted.restart_s))
-                told(
+                tell(
                     "launcher.0",
                     "start",
                     loop.time(),
@@ -794,7 +826,7 @@ def _mean_length(lengths: Draw, config: RunConfig, unit: int) -> float:
     )
 
 
-def simulated(plan: RunPlan) -> RunPlan:
+def with_simulation(plan: RunPlan) -> RunPlan:
     """The plan with the settings of a simulated run."""
     config = plan.config
     steps = min(config.plan.simulation.steps, config.max_steps)
@@ -803,10 +835,20 @@ def simulated(plan: RunPlan) -> RunPlan:
 
 
 def _check_all(plan: RunPlan, attempt: Attempt) -> None:
-    """Checks that every prompt of the run was trained on or dropped exactly once. Raises Broken."""
+    """Checks that every prompt of the run was trained on or dropped exactly once.
+
+    Raises BrokenGuarantee.
+    """
     attempt.intake.take_in()
     ledger = attempt.intake.buffer.ledger()
-    wanted = plan.config.max_steps * plan.config.rollout.prompts_per_step
-    done = len(ledger.trained())
-    if done != wanted or len(attempt.trained) != wanted or ledger.groups or ledger.consumed_beyond:
-        raise Broken(f"{done} prompts were trained on, of {wanted}; {len(ledger.groups)} are left")
+    prompts = plan.config.max_steps * plan.config.rollout.prompts_per_step
+    trained = len(ledger.trained())
+    if (
+        trained != prompts
+        or len(attempt.trained) != prompts
+        or ledger.groups
+        or ledger.consumed_beyond
+    ):
+        raise BrokenGuarantee(
+            f"{trained} prompts were trained on, of {prompts}; {len(ledger.groups)} are left"
+        )

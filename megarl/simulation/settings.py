@@ -59,6 +59,7 @@ class SimulationConfig:
     )
     checkpoint_s: float = setting(
         60.0,
-        "duration of writing a checkpoint: beside training with checkpoint.beside, else training waits",
+        "duration of writing a checkpoint: beside training with checkpoint.beside, else training "
+        "waits",
         at_least(0),
     )

@@ -13,7 +13,7 @@ from typing import Any
 from megarl.messaging.waiting import Pulse
 
 
-class Stuck(RuntimeError):
+class Deadlock(RuntimeError):
     """A deadlock: all coroutines wait, and no event is left."""
 
 
@@ -22,7 +22,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     Coroutines that wait by `asyncio.sleep`, timeouts, events and futures run as in real time, but
     without waiting. The loop waits for no file, thread or process. `run_until_complete` raises
-    Stuck when no timer is left either.
+    Deadlock when no timer is left either.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class _Jump(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
-            raise Stuck("everything waits, and nothing is left that could happen")
+            raise Deadlock("everything waits, and nothing is left that could happen")
         self._loop.jump(max(0.0, timeout))
         return []
 
@@ -57,8 +57,8 @@ class Wire:
     def __init__(self) -> None:
         self.generator = GeneratorEnd()
         self.trainer = TrainerEnd()
-        self.generator.other = self.trainer
-        self.trainer.other = self.generator
+        self.generator.peer = self.trainer
+        self.trainer.peer = self.generator
 
 
 class _End:
@@ -73,18 +73,18 @@ class _End:
         self.arrived.beat()
 
     def take(self, kind: type[Any]) -> list[Any]:
-        found = list(self._inbox[kind])
+        messages = list(self._inbox[kind])
         self._inbox[kind].clear()
-        return found
+        return messages
 
 
 class GeneratorEnd(_End):
     """Does for `RolloutsSender` what `Hub` does in a run."""
 
-    other: TrainerEnd
+    peer: TrainerEnd
 
     def send(self, peer: str, message: Any) -> None:
-        self.other.put(message)
+        self.peer.put(message)
 
     async def arrival(
         self, kind: type[Any], timeout_s: float | None, awaited: str
@@ -101,10 +101,10 @@ class GeneratorEnd(_End):
 class TrainerEnd(_End):
     """Does for `Intake` what `Peer` does in a run."""
 
-    other: GeneratorEnd
+    peer: GeneratorEnd
 
     def send(self, message: Any) -> None:
-        self.other.put(message)
+        self.peer.put(message)
 
     def drain(self, kind: type[Any]) -> list[Any]:
         return self.take(kind)

@@ -28,7 +28,13 @@ from megarl.agents.episode import Episode, Refused
 from megarl.data.chat import load_chat_template
 from megarl.generator import tool_parsers
 from megarl.generator.completions import Completion, Sampling
-from megarl.generator.tool_parsers import OwnParser, ToolCall, find_parser, json_calls, sglang_calls
+from megarl.generator.tool_parsers import (
+    JsonParser,
+    ToolCall,
+    find_parser,
+    json_calls,
+    sglang_calls,
+)
 from megarl.sandbox import jail
 
 TEMPLATE = load_chat_template(TOKENIZER, "model.path=tiny-agent")
@@ -47,7 +53,7 @@ async def served(
     opened = Endpoint()
     await opened.open()
     episodes = [
-        Episode(generate, TOKENIZER, TEMPLATE, OwnParser(), SAMPLING, **more) for _ in range(count)
+        Episode(generate, TOKENIZER, TEMPLATE, JsonParser(), SAMPLING, **more) for _ in range(count)
     ]
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(opened.close)
@@ -526,7 +532,7 @@ def test_what_has_no_room_is_not_tokenised_and_all_else_in_a_thread() -> None:
     async def agent() -> None:
         template = Watched(TEMPLATE)
         tokenizer = Watched(TOKENIZER)
-        episode = Episode(Calculating(), tokenizer, template, OwnParser(), SAMPLING)  # type: ignore[arg-type]
+        episode = Episode(Calculating(), tokenizer, template, JsonParser(), SAMPLING)  # type: ignore[arg-type]
         await episode.complete([USER])
         encoded = len(tokenizer.seen)
         for messages, told in (
@@ -547,7 +553,7 @@ def test_what_has_no_room_is_not_tokenised_and_all_else_in_a_thread() -> None:
 def test_calls_of_an_episode_are_read_one_after_the_other_also_those_that_are_given_up() -> None:
     async def agent() -> None:
         episode, go, running = (
-            Episode(Calculating(), TOKENIZER, TEMPLATE, OwnParser(), SAMPLING),
+            Episode(Calculating(), TOKENIZER, TEMPLATE, JsonParser(), SAMPLING),
             threading.Event(),
             list[int](),
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megarl.bench import channels
-from megarl.bench.emulated import PROMPT_TOKENS, EmulatedEngine, Lengths
+from megarl.bench.emulated import PROMPT_TOKENS, EmulatedEngine, EmulatedLengths
 from megarl.bench.overlap import SETTINGS, WARM_UP, draw, grid, render, result, run_cells
 from megarl.bench.overlap_cell import Cell
 from megarl.generator.completions import ABORT, Completion, Sampling
@@ -23,7 +23,7 @@ STEPS = WARM_UP + 2
 PROMPTS = 16
 N = 4
 DEADLINE_S = 60.0
-TAILS = Lengths(mean=24, sigma=0.8, longest=96)
+TAILS = EmulatedLengths(mean=24, sigma=0.8, longest=96)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def ran(tmp_path_factory) -> dict[str, tuple[Cell, list[dict]]]:
         )
         for index, (name, async_) in enumerate(SETTINGS.items())
     ]
-    rows = run_cells(cells, lanes=1, timeout_s=DEADLINE_S, done=lambda cell: None)
+    rows = run_cells(cells, lanes=1, timeout_s=DEADLINE_S, report=lambda cell: None)
     return {cell.name: (cell, each) for cell, each in zip(cells, rows)}
 
 
@@ -157,7 +157,11 @@ def assert_nested(spans: list[dict]) -> None:
 def on_engine(body, length=20):
     async def run():
         engine = EmulatedEngine(
-            "emulated", slots=2, token_s=0.001, prefill_s=0.0, lengths=Lengths(length, 0.0, length)
+            "emulated",
+            slots=2,
+            token_s=0.001,
+            prefill_s=0.0,
+            lengths=EmulatedLengths(length, 0.0, length),
         )
         engine.pause()
         await engine.resume(0, recompute=False)

@@ -315,14 +315,14 @@ def planned(plan: RunPlan, trainer: MegatronTrainer) -> dict[str, float]:
     """The GiB of each part of this rank's stage, by `megarl plan`."""
     from megarl.estimate.hardware import GPUS
     from megarl.estimate.memory import stage_memory
-    from megarl.lora.estimate import beside
+    from megarl.lora.estimate import adapter_elements
 
     config = plan.config
     gpu = GPUS[plan.config.cluster.gpu]
-    trained = beside(config, plan.spec, config.trainer, gpu.device)
-    memory = stage_memory(plan.spec, config.trainer, config.model.dtype, gpu, beside=trained)[
-        trainer.coordinate.pp
-    ]
+    adapters = adapter_elements(config, plan.spec, config.trainer, gpu.device)
+    memory = stage_memory(
+        plan.spec, config.trainer, config.model.dtype, gpu, adapter_elements=adapters
+    )[trainer.coordinate.pp]
     return {name: size / GIB for name, size in vars(memory).items()}
 
 

@@ -35,8 +35,8 @@ from megarl.observe.metrics import METRICS_FILE, read_metrics
 from megarl.plan.resolve import RunPlan, resolve
 from megarl.report.reading import RunReader
 from megarl.simulation.engines import Speed
-from megarl.simulation.measured import measured
-from megarl.simulation.run import Failures, Models, Totals, simulate
+from megarl.simulation.measured import measured_models
+from megarl.simulation.run import Failures, Models, SimulationTotals, simulate
 
 WAITS = ("trainer_wait", "generator_wait")
 # (steps done, process)
@@ -96,7 +96,7 @@ def of_run(folder: Path) -> Compared:
     events = RunReader(folder, 1).read()
     found = simulate(
         resolve(config, "plan"),
-        lambda plan, unit: measured(plan, unit, folder),
+        lambda plan, unit: measured_models(plan, unit, folder),
         failures=failures_of(events),
     )
     by_step: dict[int, Counter[int]] = defaultdict(Counter)
@@ -230,7 +230,7 @@ def simulated(cell: Cell) -> Rows:
     )
 
 
-def with_ages(found: Totals) -> Rows:
+def with_ages(found: SimulationTotals) -> Rows:
     return [{**row, "ages": own} for row, own in zip(found.rows, found.ages_of_steps)]
 
 

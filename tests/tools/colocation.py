@@ -13,7 +13,7 @@ from pathlib import Path
 from megarl.config.load import load_config
 from megarl.config.schema import RunConfig
 from megarl.estimate.estimate import estimate, training_memory
-from megarl.estimate.search import Search, search, turned
+from megarl.estimate.search import Search, search, with_settings
 from megarl.models import ModelSpec
 from megarl.plan.resolve import resolve
 
@@ -92,7 +92,7 @@ def in_turn(config: RunConfig, spec: ModelSpec, gpus: int) -> tuple[float, float
     trainer = sides.trainer(gpus)
     generator = sides.generator(gpus)
     assert trainer is not None and generator is not None
-    held = training_memory(config, spec, turned(config, trainer.settings).trainer, left)
+    held = training_memory(config, spec, with_settings(config, trainer.settings).trainer, left)
     return (
         trainer.seconds,
         generator.seconds,

@@ -14,7 +14,7 @@ from typing import Any
 
 from megarl.config.schema import GeneratorConfig, TrainerConfig
 from megarl.estimate.hardware import CONSTANTS, GPUS, Cluster, Constants
-from megarl.estimate.memory import Workload, trainer_held
+from megarl.estimate.memory import Workload, trainer_elements
 from megarl.estimate.search import even_stages
 from megarl.estimate.times import GenerateModel, TrainModel, TrainTime
 from megarl.models import load_spec
@@ -127,7 +127,7 @@ class FsdpTrainModel(TrainModel):
     def seconds(self, workload: Workload, *, extra_forwards: int = 0) -> TrainTime:
         plain = super().seconds(workload, extra_forwards=extra_forwards)
         count = math.ceil(workload.tokens / self.trainer.dp / self._rows(workload))
-        (held,) = trainer_held(self.spec, self.trainer, self.dtype)
+        (held,) = trainer_elements(self.spec, self.trainer, self.dtype)
         transfers = (
             count
             * 3

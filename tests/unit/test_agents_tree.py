@@ -30,7 +30,7 @@ from megarl.data.chat import load_chat_template
 from megarl.data.tokenizer import tokenizer_of
 from megarl.generator.completions import ABORT, Completion, Sampling
 from megarl.generator.fleet import Fleet
-from megarl.generator.tool_parsers import OwnParser, ToolCall, json_calls
+from megarl.generator.tool_parsers import JsonParser, ToolCall, json_calls
 from megarl.rewards.score import Score
 from megarl.rollouts.environments.base import sample_problems
 
@@ -391,7 +391,7 @@ def user(text: str) -> dict[str, Any]:
 
 def episode(*texts: str, sampling: Sampling = SAMPLING) -> tuple[Episode, Scripted]:
     policy = Scripted(*texts)
-    return Episode(policy, TOKENIZER, TEMPLATE, OwnParser(), sampling), policy
+    return Episode(policy, TOKENIZER, TEMPLATE, JsonParser(), sampling), policy
 
 
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "6*7"}}</tool_call>'

@@ -148,8 +148,10 @@ def test_a_lost_engine_that_nobody_starts_again_has_left(
         fleet.take_back([2], 4)
         for number in (0, 2):
             fleet.lose(EngineUnreachable(fleet.engines[number].url, "gone"))
-        await fleet.pulse.until(lambda: bool(fleet.gone))
-        assert fleet.gone.keys() == {2} and why in fleet.gone[2] and fleet.lost.keys() == {0}
+        await fleet.pulse.until(lambda: bool(fleet.departed))
+        assert (
+            fleet.departed.keys() == {2} and why in fleet.departed[2] and fleet.lost.keys() == {0}
+        )
 
     with_calls(body, tmp_path, monkeypatch, on_failure, silence_s=silence_s)
 

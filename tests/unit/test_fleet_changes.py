@@ -67,7 +67,7 @@ def test_what_an_engine_that_leaves_had_begun_goes_on_at_others_from_the_tokens_
         await fleet.leave(0, "by command", 5)
         assert (
             first.closed
-            and fleet.gone == {0: "by command"}
+            and fleet.departed == {0: "by command"}
             and fleet.serving == {1}
             and fleet.size == 1
         )
@@ -101,7 +101,7 @@ def test_a_response_keeps_to_one_version_where_the_mode_says_so(mode, from_token
         await settle()
         leaving = asyncio.create_task(fleet.leave(0, "by command", 5))
         await asyncio.wait([leaving], timeout=0)
-        fleet._held = True
+        fleet._is_held = True
         await leaving
         fleet.release(5)
         await settle()
@@ -289,11 +289,11 @@ def test_an_engine_that_cannot_join_must_leave_and_others_join_all_the_same(
             monkeypatch.setattr(sessions, name, fake)
         monkeypatch.setattr(sessions, "transport_pairs", lambda *_: Pairs.of([[ways]]))
         await tried._try_joining(fleet, [1, 2, 3], [])
-        assert fleet.gone.keys() == left and not fleet.updating and fleet.serving == {0}
-        assert "it cannot join: generator rank 0 has no lm_head" in fleet.gone[2]
+        assert fleet.departed.keys() == left and not fleet.updating and fleet.serving == {0}
+        assert "it cannot join: generator rank 0 has no lm_head" in fleet.departed[2]
         if ways == "gloo":
             assert (
-                fleet.gone[1]
+                fleet.departed[1]
                 == "it cannot join: weights go by gloo, whose process groups cannot change"
             )
         else:

@@ -43,7 +43,9 @@ def steps(count: int = 8, **changed: Any) -> list[dict[str, Any]]:
 def reported(rows: list[dict[str, Any]], kill_at: int | None = None) -> list[dict[str, Any]]:
     emitted: list[dict[str, Any]] = []
     bench = Bench(torch.device("cpu"), toy=True, emit=emitted.append)
-    loop.report(bench, loop.Loop(8, None, "in_flight", graphs=True, kill_at=kill_at), rows, PLANNED)
+    loop.report(
+        bench, loop.LoopCase(8, None, "in_flight", graphs=True, kill_at=kill_at), rows, PLANNED
+    )
     return emitted
 
 

@@ -17,7 +17,7 @@ from megarl.config.schema import RunConfig, TrainerConfig
 from megarl.estimate.estimate import estimate
 from megarl.estimate.hardware import GPUS
 from megarl.estimate.memory import trainer_memory
-from megarl.lora.estimate import adapters_held, beside
+from megarl.lora.estimate import adapter_elements, adapter_elements_by_stage
 from megarl.lora.files import adapter_settings, check_adapter, shown
 from megarl.lora.layout import Lora, lora_tensors, targets
 from megarl.lora.plan import check_lora
@@ -164,12 +164,16 @@ def test_adapters_of_latent_attention_and_of_shared_factors() -> None:
 def test_planning_counts_the_adapters_and_no_gradient_of_the_model(tmp_path: Path) -> None:
     spec = load_spec(MODEL)
     trainer = TrainerConfig(tp=8, dp=2)
-    merges = beside(config(tmp_path, "lora.rank=8", "lora.sync=merge"), spec, trainer, "cuda")
+    merges = adapter_elements(
+        config(tmp_path, "lora.rank=8", "lora.sync=merge"), spec, trainer, "cuda"
+    )
     found, whole = (
-        trainer_memory(spec, trainer, "bfloat16", GPUS["H100"], reference=True, beside=each)
+        trainer_memory(
+            spec, trainer, "bfloat16", GPUS["H100"], reference=True, adapter_elements=each
+        )
         for each in (merges, None)
     )
-    ((adapters, merged),) = adapters_held(spec, trainer, "bfloat16", RANK8)
+    ((adapters, merged),) = adapter_elements_by_stage(spec, trainer, "bfloat16", RANK8)
     # qkv, o, gate and up, down
     inner = [
         3 * 4096 + (4096 + 2 * 1024) // 8,
@@ -208,7 +212,7 @@ def test_a_plan_with_adapters_alone_or_merged(tmp_path: Path) -> None:
         estimate(config(tmp_path, *sizes, *more), spec)
         for more in ([], ["lora.rank=8"], ["lora.rank=8", "lora.sync=merge"])
     )
-    ((_, copies),) = adapters_held(spec, TrainerConfig(tp=8, dp=2), "bfloat16", RANK8)
+    ((_, copies),) = adapter_elements_by_stage(spec, TrainerConfig(tp=8, dp=2), "bfloat16", RANK8)
     assert (
         merged.trainer.weights - alone.trainer.weights == 2 * copies.total
         and merged.trainer.weights > whole.trainer.weights

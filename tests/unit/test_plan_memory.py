@@ -31,9 +31,9 @@ from megarl.estimate.memory import (
     optimizer_bytes,
     prefill_tokens,
     rank_bytes,
+    stage_elements,
     stage_memory,
-    stages_held,
-    trainer_held,
+    trainer_elements,
     trainer_memory,
     usable_static,
 )
@@ -84,12 +84,12 @@ def test_weights_are_those_of_the_fullest_rank_of_the_layout(model: str, sizes: 
         stage = rank // (layout.world_size // sizes.get("pp", 1))
         held = sum(math.prod(tensor.shape) for tensor in layout.tensors(rank))
         fullest[stage] = max(fullest.get(stage, 0), held)
-    assert [held.total for held in stages_held(layout)] == pytest.approx(
+    assert [held.total for held in stage_elements(layout)] == pytest.approx(
         list(fullest.values()), rel=1e-6
     )
     trainer = TrainerConfig(**sizes)
-    assert [held.total for held in trainer_held(spec(model), trainer, "bfloat16")] == [
-        held.total for held in stages_held(layout)
+    assert [held.total for held in trainer_elements(spec(model), trainer, "bfloat16")] == [
+        held.total for held in stage_elements(layout)
     ]
 
 
@@ -144,14 +144,14 @@ def test_a_layer_keeps_what_megatron_reckons() -> None:
     projection (2 f more).
     """
     llama = replace(spec("llama-3.1-8b"), num_kv_heads=32)
-    kept = 2 * memory.of_layer(llama, TrainerConfig(), experts=False).kept
+    kept = 2 * memory.layer_activations(llama, TrainerConfig(), experts=False).saved
     assert kept == 18 * 4096 + 4 * 14336 - 2 * 4096 + 2 * 14336
 
 
 def test_zero_splits_dense_and_experts_over_their_own_meshes() -> None:
     # 16 ranks: two replicas of each expert, eight of everything else
     shape = {"tp": 2, "dp": 8, "cp": 1, "ep": 8}
-    (held,) = trainer_held(spec("qwen3-30b-a3b"), TrainerConfig(**shape), "bfloat16")
+    (held,) = trainer_elements(spec("qwen3-30b-a3b"), TrainerConfig(**shape), "bfloat16")
     assert optimizer_bytes(held, TrainerConfig(zero=1, **shape), "bfloat16") == 12 * (
         held.dense / 8 + held.expert / 2
     )

@@ -18,15 +18,15 @@ from megarl.config.schema import RunConfig
 from megarl.estimate.estimate import estimate
 from megarl.estimate.hardware import GIB
 from megarl.estimate.search import (
-    Found,
     Search,
+    SearchResult,
+    as_overrides,
     best_baseline,
     even_stages,
     problems,
     remedies,
     search,
-    turned,
-    written,
+    with_settings,
 )
 from megarl.models import load_spec
 
@@ -34,7 +34,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @functools.cache
-def found_for(name: str, gpus: int) -> tuple[Found, RunConfig]:
+def found_for(name: str, gpus: int) -> tuple[SearchResult, RunConfig]:
     """The results of a search for the shipped config, which several tests use."""
     return search(*load(name), gpus)
 
@@ -188,9 +188,9 @@ def test_remedies_make_it_fit(name: str, overrides: tuple[str, ...]) -> None:
     assert {remedy.side for remedy in found} == set(before.overfull)
     for remedy in found:
         # with exactly the printed words
-        again, _ = load(name, *overrides, *written(remedy.settings).split())
-        assert again == turned(config, remedy.settings) and problems(again, spec) == []
-        assert remedy.side not in estimate(again, spec).overfull, written(remedy.settings)
+        again, _ = load(name, *overrides, *as_overrides(remedy.settings).split())
+        assert again == with_settings(config, remedy.settings) and problems(again, spec) == []
+        assert remedy.side not in estimate(again, spec).overfull, as_overrides(remedy.settings)
 
 
 def test_what_fits_needs_no_remedy() -> None:

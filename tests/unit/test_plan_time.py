@@ -13,11 +13,11 @@ from megarl.config.load import load_config
 from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
 from megarl.estimate.estimate import estimate, unfinished
 from megarl.estimate.hardware import CONSTANTS, GPUS, Cluster
-from megarl.estimate.memory import Workload, generator_weights, scoring_passes, trainer_held
+from megarl.estimate.memory import Workload, generator_weights, scoring_passes, trainer_elements
 from megarl.estimate.times import (
     CHANGED,
+    CollectiveGroup,
     GenerateModel,
-    Group,
     TrainModel,
     TrainTime,
     balanced_sync_s,
@@ -193,8 +193,8 @@ def test_gradients_are_reduced_behind_the_last_backward_pass() -> None:
     model = TrainModel(
         LLAMA_70B, TrainerConfig(tp=8, dp=4, sequence_parallel=True), "bfloat16", H100
     )
-    (held,) = trainer_held(LLAMA_70B, model.trainer, "bfloat16")
-    group = Group(4, 8, H100, CONSTANTS)
+    (held,) = trainer_elements(LLAMA_70B, model.trainer, "bfloat16")
+    group = CollectiveGroup(4, 8, H100, CONSTANTS)
     reduced = group.gather_s(4 * held.total)
     gathered = group.gather_s(2 * held.total)
     apart = replace(model, trainer=replace(model.trainer, ddp={"overlap_grad_reduce": False}))
@@ -296,16 +296,18 @@ def test_experts_cost_what_they_compute_and_send() -> None:
 
 
 def test_collectives_by_where_the_ranks_stand() -> None:
-    node, nodes, strided = (Group(*place, H100, CONSTANTS) for place in ((8, 1), (64, 1), (16, 8)))
+    node, nodes, strided = (
+        CollectiveGroup(*place, H100, CONSTANTS) for place in ((8, 1), (64, 1), (16, 8))
+    )
     assert (node.nodes, nodes.nodes, strided.nodes) == (1, 8, 16)
     assert node.bytes_per_s == pytest.approx(0.75 * 450e9)
     assert nodes.bytes_per_s == pytest.approx(0.75 * 400e9)  # eight NICs in parallel
     assert strided.bytes_per_s == pytest.approx(0.75 * 50e9)  # one member a node, with its own NIC
     assert node.all_reduce_s(1e9) == pytest.approx(2 * 7 / 8 * 1e9 / node.bytes_per_s, rel=0.01)
     assert (
-        Group(1, 1, H100, CONSTANTS).all_reduce_s(1e9)
+        CollectiveGroup(1, 1, H100, CONSTANTS).all_reduce_s(1e9)
         == 0
-        == Group(1, 1, H100, CONSTANTS).all_to_all_s(1e9)
+        == CollectiveGroup(1, 1, H100, CONSTANTS).all_to_all_s(1e9)
     )
 
 

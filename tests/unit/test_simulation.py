@@ -19,8 +19,7 @@ from simulated import failures_of, of_run
 
 from megarl import executors, simulation
 from megarl.base.geometry import TrainerTopology
-from megarl.bench.emulated import PROMPT_TOKENS, EmulatedEngine
-from megarl.bench.emulated import Lengths as EmulatedLengths
+from megarl.bench.emulated import PROMPT_TOKENS, EmulatedEngine, EmulatedLengths
 from megarl.cli import main
 from megarl.config.schema import (
     AsyncConfig,
@@ -41,10 +40,10 @@ from megarl.report.reading import RunReader
 from megarl.rollouts.buffer import RolloutBuffer
 from megarl.rollouts.stream import Admission
 from megarl.simulation import lengths as drawn
-from megarl.simulation.command import summary
+from megarl.simulation.command import summarize
 from megarl.simulation.engines import SimulatedEngine, Speed, Work
 from megarl.simulation.run import Models, simulate
-from megarl.simulation.virtual import Stuck, VirtualLoop
+from megarl.simulation.virtual import Deadlock, VirtualLoop
 
 SPEC = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
@@ -84,7 +83,7 @@ def test_time_jumps_to_what_comes_next():
 
 
 def test_what_waits_for_nothing_is_stuck():
-    with pytest.raises(Stuck):
+    with pytest.raises(Deadlock):
         in_virtual_time(asyncio.Event().wait())
 
 
@@ -272,7 +271,7 @@ def test_equal_lengths_give_the_closed_form(capacity, train_s):
     expected = (
         generate_s + train_s + 0.15 if capacity == 0 else max(train_s + 0.1, generate_s + 0.15)
     )
-    assert summary(plan, found).step_p50_s == pytest.approx(expected, abs=0.02)
+    assert summarize(plan, found).step_p50_s == pytest.approx(expected, abs=0.02)
 
 
 class Reference(EmulatedEngine):
@@ -331,7 +330,7 @@ def test_another_engine_gives_the_same_run(monkeypatch, mode, sigma):
 def test_without_asynchrony_no_length_is_favoured():
     # a unit has three tokens
     plan = plan_of(SimulationConfig(steps=10), AsyncConfig(0), longest=900, mean=300)
-    assert summary(plan, simulate(plan, models())).length_bias == pytest.approx(0, abs=1e-12)
+    assert summarize(plan, simulate(plan, models())).length_bias == pytest.approx(0, abs=1e-12)
 
 
 def test_goodput_is_the_time_of_steps_that_were_kept():
@@ -343,7 +342,7 @@ def test_goodput_is_the_time_of_steps_that_were_kept():
     totals = simulate(plan, models())
     assert totals.trainer_failures > 1
     kept_s = sum(row["time/step_s"] for row in totals.rows)
-    assert summary(plan, totals).goodput == pytest.approx(kept_s / totals.end_s, abs=0.02)
+    assert summarize(plan, totals).goodput == pytest.approx(kept_s / totals.end_s, abs=0.02)
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -435,7 +434,7 @@ def broken_worlds(numbers) -> Iterator[int]:
         plan, of = world(number)
         try:
             totals = simulate(plan, of)
-        except RuntimeError:  # Stuck, Broken, or an error of the run's own code
+        except RuntimeError:  # Deadlock, BrokenGuarantee, or an error of the run's own code
             yield number
         else:
             assert len(totals.rows) == plan.config.plan.simulation.steps

@@ -29,9 +29,6 @@ from typing import Any
 import megarl
 from megarl.generator import torch_kernels
 
-# The page: one table for each part, in Markdown, with the machine's names and versions above.
-
-
 OF_PEERS = ("transformer-engine", "liger-kernel", "cut-cross-entropy", "sglang")
 
 
@@ -39,32 +36,34 @@ def machine(rehearse: bool) -> dict[str, str]:
     """The machine, and the versions of the software."""
     import torch
 
-    found = {
+    software = {
         "megarl": f"{megarl.__version__}, commit {commit()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
     for name in ("triton", "numpy", "megatron-core", *OF_PEERS):
-        if (version := installed(name)) or name not in OF_PEERS:
-            found[name] = version or "not found"
-    found["host"] = f"{os.cpu_count()} CPU cores"
+        version = installed(name)
+        if version or name not in OF_PEERS:
+            software[name] = version or "not found"
+    software["host"] = f"{os.cpu_count()} CPU cores"
     if not rehearse:
         properties = torch.cuda.get_device_properties(0)
-        found["gpu"] = properties.name
-        found["gpu memory"] = f"{properties.total_memory / 2**30:.1f} GiB"
-        found["multiprocessors"] = str(properties.multi_processor_count)
-        found["compute capability"] = f"{properties.major}.{properties.minor}"
-        found["cuda"] = str(torch.version.cuda)
-        found["driver"] = output_of(
+        software["gpu"] = properties.name
+        software["gpu memory"] = f"{properties.total_memory / 2**30:.1f} GiB"
+        software["multiprocessors"] = str(properties.multi_processor_count)
+        software["compute capability"] = f"{properties.major}.{properties.minor}"
+        software["cuda"] = str(torch.version.cuda)
+        software["driver"] = output_of(
             "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
         ).split("\n")[0]
-    return found
+    return software
 
 
 def commit() -> str:
     """The commit of this checkout, or of the one that the kit was made from."""
-    if told := os.environ.get("MEGARL_COMMIT"):
-        return told
+    kit_commit = os.environ.get("MEGARL_COMMIT")
+    if kit_commit:
+        return kit_commit
     root = Path(megarl.__file__).resolve().parents[1]
     dirty = " with changes" if output_of("git", "-C", str(root), "status", "--porcelain") else ""
     return (
@@ -90,6 +89,7 @@ def output_of(*command: str) -> str:
 
 
 def page(report: dict[str, Any]) -> str:
+    """One table for each part, in Markdown, with the machine's names and versions above."""
     names = report["machine"]
     lines = [f"# MegaRL on {names.get('gpu', 'a CPU: a rehearsal, whose times mean nothing')}", ""]
     lines += [
@@ -129,13 +129,9 @@ def cell(column: str, value: Any) -> str:
     if isinstance(value, float):
         if column == "fraction":
             return f"{value:.1%}"
-        return (
-            f"{value:.1e}"
-            if column == "error"
-            else f"{value:,.4g}"
-            if abs(value) < 1e4
-            else f"{value:,.0f}"
-        )
+        if column == "error":
+            return f"{value:.1e}"
+        return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
@@ -205,19 +201,21 @@ def main() -> int:
             deadline_s=options.deadline,
         )
     names = [name.strip() for name in options.parts.split(",") if name.strip()]
-    if unknown := [name for name in names if name not in PARTS]:
+    unknown_names = [name for name in names if name not in PARTS]
+    if unknown_names:
         print(
-            f"megarl.bench.gpu: --parts {','.join(unknown)}: choose from {', '.join(PARTS)}",
+            f"megarl.bench.gpu: --parts {','.join(unknown_names)}: choose from {', '.join(PARTS)}",
             file=sys.stderr,
         )
         return 2
-    if not options.rehearse and (lacking := without_gpu()):
-        print(f"megarl.bench.gpu: {lacking}", file=sys.stderr)
+    problem = "" if options.rehearse else without_gpu()
+    if problem:
+        print(f"megarl.bench.gpu: {problem}", file=sys.stderr)
         return 2
 
     output = Path(options.output)
     output.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
+    started_s = time.monotonic()
     report: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "rehearsal": options.rehearse,
@@ -226,23 +224,20 @@ def main() -> int:
     for name in names:
         print(f"{PARTS[name].title} …", end=" ", flush=True)
         slower = REHEARSED_SLOWER if options.rehearse else 1
-        left_s = began + slower * TOTAL_S - time.monotonic()
-        found = report["parts"][name] = {"title": PARTS[name].title} | supervise(
-            name, options.rehearse, left_s
-        )
-        report["seconds"] = round(time.monotonic() - began, 1)
-        print(
-            found["status"]
-            + f" in {found['seconds']:.0f} s"
-            + (f": {found['error'].splitlines()[-1]}" if found["error"] else ""),
-            flush=True,
-        )
+        remaining_s = started_s + slower * TOTAL_S - time.monotonic()
+        result = {"title": PARTS[name].title} | supervise(name, options.rehearse, remaining_s)
+        report["parts"][name] = result
+        report["seconds"] = round(time.monotonic() - started_s, 1)
+        outcome = f"{result['status']} in {result['seconds']:.0f} s"
+        if result["error"]:
+            outcome += f": {result['error'].splitlines()[-1]}"
+        print(outcome, flush=True)
         (output / "gpu.json").write_text(
             json.dumps(report, indent=1), encoding="utf-8"
         )  # after each part, so that an interrupted run keeps its results
         (output / "gpu.md").write_text(page(report), encoding="utf-8")
     print(f"\n{page(report)}\n{output / 'gpu.json'} and {output / 'gpu.md'} hold this")
-    return int(any(found["status"] != "ok" for found in report["parts"].values()))
+    return int(any(result["status"] != "ok" for result in report["parts"].values()))
 
 
 def without_gpu() -> str:
@@ -254,22 +249,20 @@ def without_gpu() -> str:
             f"PyTorch {torch.__version__} of {sys.executable} is built without CUDA; name a "
             "Python whose PyTorch has it"
         )
-    return (
-        ""
-        if torch.cuda.is_available()
-        else "no NVIDIA GPU can be used here: torch.cuda.is_available() is False"
-    )
+    if not torch.cuda.is_available():
+        return "no NVIDIA GPU can be used here: torch.cuda.is_available() is False"
+    return ""
 
 
-def supervise(name: str, rehearse: bool, left_s: float = TOTAL_S) -> dict[str, Any]:
-    """Runs one part in its own process group, within `left_s`.
+def supervise(name: str, rehearse: bool, remaining_s: float = TOTAL_S) -> dict[str, Any]:
+    """Runs one part in its own process group, within `remaining_s`.
 
     Returns its rows and how it ended.
     """
     part = PARTS[name]
-    began = time.monotonic()
-    deadline_s = min((REHEARSED_SLOWER if rehearse else 1) * part.deadline_s, left_s)
-    if left_s < LEAST_S:
+    started_s = time.monotonic()
+    deadline_s = min((REHEARSED_SLOWER if rehearse else 1) * part.deadline_s, remaining_s)
+    if remaining_s < LEAST_S:
         return {
             "status": "not run",
             "seconds": 0.0,
@@ -277,7 +270,7 @@ def supervise(name: str, rehearse: bool, left_s: float = TOTAL_S) -> dict[str, A
             "rows": [],
         }
     with tempfile.TemporaryDirectory(prefix="megarl-gpu-") as folder:
-        rows = Path(folder) / "rows.jsonl"
+        rows_file = Path(folder) / "rows.jsonl"
         log = Path(folder) / "log"
         command = [
             sys.executable,
@@ -285,7 +278,7 @@ def supervise(name: str, rehearse: bool, left_s: float = TOTAL_S) -> dict[str, A
             "-m",
             "megarl.bench.gpu",
             "--one",
-            str(rows),
+            str(rows_file),
             "--deadline",
             str(deadline_s),
         ]
@@ -313,11 +306,11 @@ def supervise(name: str, rehearse: bool, left_s: float = TOTAL_S) -> dict[str, A
             )
             try:
                 process.wait(deadline_s)
-                status, error = (
-                    ("ok", "")
-                    if process.returncode == 0
-                    else ("failed", f"exit status {process.returncode}")
-                )
+                status = "ok"
+                error = ""
+                if process.returncode:
+                    status = "failed"
+                    error = f"exit status {process.returncode}"
             except subprocess.TimeoutExpired:
                 status = "late"
                 error = f"not done within {deadline_s:.0f} s; the rows show what was done"
@@ -325,25 +318,23 @@ def supervise(name: str, rehearse: bool, left_s: float = TOTAL_S) -> dict[str, A
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # with all processes that it started
                 process.wait()
-        found = (
-            [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
-            if rows.exists()
-            else []
-        )
-        last_words = (
-            log.read_text(errors="replace", encoding="utf-8")[-ERROR_CHARACTERS:].strip()
-            if status != "ok"
-            else ""
-        )
-    if wrong := [row["failed"] for row in found if row.get("failed")]:
+        rows = []
+        if rows_file.exists():
+            rows = [json.loads(line) for line in rows_file.read_text(encoding="utf-8").splitlines()]
+        last_words = ""
+        if status != "ok":
+            last_words = log.read_text(errors="replace", encoding="utf-8")
+            last_words = last_words[-ERROR_CHARACTERS:].strip()
+    failures = [row["failed"] for row in rows if row.get("failed")]
+    if failures:
         status = "failed"
-        last_words = "\n".join(wrong)
-    error = "\n".join(filter(None, (error if status != "ok" else "", last_words)))
+        last_words = "\n".join(failures)
+    error = "\n".join(filter(None, (error, last_words)))
     return {
         "status": status,
-        "seconds": round(time.monotonic() - began, 1),
+        "seconds": round(time.monotonic() - started_s, 1),
         "error": error,
-        "rows": found,
+        "rows": rows,
     }
 
 

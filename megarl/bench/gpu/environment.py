@@ -1,4 +1,6 @@
-"""Imports all that a run needs on this machine, and says how long that takes and what is missing."""
+"""Imports all that a run needs on this machine, and says how long that takes and what is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,13 @@ def run(bench: Bench) -> None:
             )
     cpu_support.install()
     for module in MODULES:
-        began = time.perf_counter()
+        started_s = time.perf_counter()
         try:
             importlib.import_module(module)
         except Exception as error:  # whatever it is, the other modules are still of interest
             bench.emit({"what": module, "failed": f"import {module}: {error!r}"})
         else:
-            bench.emit({"what": f"import {module}, s", "measured": time.perf_counter() - began})
+            bench.emit({"what": f"import {module}, s", "measured": time.perf_counter() - started_s})
     if bench.cuda:
         shown = subprocess.run(
             ["nvidia-smi", "--query-gpu=name,memory.used,compute_mode", "--format=csv,noheader"],

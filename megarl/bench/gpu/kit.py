@@ -18,13 +18,13 @@ import sys
 import tempfile
 import zipfile
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+FOLDER = os.path.dirname(os.path.abspath(__file__))
 CHECKOUT = (
-    os.path.dirname(os.path.dirname(os.path.dirname(HERE)))
-    if HERE.endswith(os.path.join("megarl", "bench", "gpu"))
+    os.path.dirname(os.path.dirname(os.path.dirname(FOLDER)))
+    if FOLDER.endswith(os.path.join("megarl", "bench", "gpu"))
     else ""
 )
-KIT = os.path.join(CHECKOUT, "dist", "gpu-kit") if CHECKOUT else HERE
+KIT = os.path.join(CHECKOUT, "dist", "gpu-kit") if CHECKOUT else FOLDER
 PIECES = ("wheels", "engine")  # folders of wheels; without the second, parts without an engine run
 FROM_THE_MACHINE = ("torch", "triton", "numpy")
 FROM_THE_KIT = ("megatron.core", "omegaconf", "yaml", "msgspec", "einops", "packaging")
@@ -32,41 +32,41 @@ FROM_THE_KIT = ("megatron.core", "omegaconf", "yaml", "msgspec", "einops", "pack
 
 def missing(wheels, rehearse):
     """The problems with this machine, one text for each thing it lacks."""
-    found = []
+    problems = []
     for module in FROM_THE_MACHINE:
         if importlib.util.find_spec(module) is None:
-            found.append(
+            problems.append(
                 f"{module} cannot be imported by {sys.executable}; name a Python that has it"
             )
-    if not found and not rehearse:
+    if not problems and not rehearse:
         import torch
 
         if torch.version.cuda is None:
-            found.append(
+            problems.append(
                 f"PyTorch {torch.__version__} of {sys.executable} is built without CUDA; name a "
                 "Python whose PyTorch has it"
             )
         elif not torch.cuda.is_available():
-            found.append(
+            problems.append(
                 "no NVIDIA GPU can be used here: torch.cuda.is_available() is False (is "
                 "nvidia-smi content?)"
             )
     if not rehearse and not (
         os.environ.get("CC") or any(map(shutil.which, ("cc", "gcc", "clang")))
     ):
-        found.append(
+        problems.append(
             "no C compiler (cc, gcc or clang): Triton builds the launchers of its kernels with one"
         )
     tags = {
         tag for wheel in wheels for tag in re.findall(r"-cp(\d)(\d+)-cp", os.path.basename(wheel))
     }
     if tags and tuple(map(str, sys.version_info[:2])) not in tags:
-        wanted = ", ".join(f"{major}.{minor}" for major, minor in sorted(tags))
-        found.append(
-            f"the kit's compiled wheels are for Python {wanted}, this is "
+        python_versions = ", ".join(f"{major}.{minor}" for major, minor in sorted(tags))
+        problems.append(
+            f"the kit's compiled wheels are for Python {python_versions}, this is "
             f"{sys.version.split()[0]}; name another, or make the kit for it"
         )
-    return found
+    return problems
 
 
 def main():
@@ -77,19 +77,21 @@ def main():
         for name in listed(os.path.join(KIT, piece))
         if name.endswith(".whl")
     ]
-    lacking = [] if not CHECKOUT else [name for name in FROM_THE_KIT if not importable(name)]
-    wanted = wheels
+    missing_modules = []
     if CHECKOUT:
-        wanted = (
-            [wheel for wheel in wheels if not is_megarl(wheel)]
-            if lacking or not importable("sglang")
-            else []
-        )
-    problems = missing(wanted, "--rehearse" in arguments)
-    if (lacking if CHECKOUT else True) and not wanted:
-        what = f"{', '.join(lacking)} cannot be imported" if lacking else "there are no wheels"
+        missing_modules = [name for name in FROM_THE_KIT if not importable(name)]
+    needed_wheels = wheels
+    if CHECKOUT:
+        needed_wheels = []
+        if missing_modules or not importable("sglang"):
+            needed_wheels = [wheel for wheel in wheels if not is_megarl(wheel)]
+    problems = missing(needed_wheels, "--rehearse" in arguments)
+    if (missing_modules or not CHECKOUT) and not needed_wheels:
+        reason = "there are no wheels"
+        if missing_modules:
+            reason = f"{', '.join(missing_modules)} cannot be imported"
         problems.append(
-            f"{what}: `make gpu-kit`, on a machine with a network, makes {KIT}, which holds what "
+            f"{reason}: `make gpu-kit`, on a machine with a network, makes {KIT}, which holds what "
             "is needed"
         )
     if problems:
@@ -98,7 +100,7 @@ def main():
         )
         return 2
     with tempfile.TemporaryDirectory(prefix="megarl-gpu-kit-") as site:
-        for wheel in wanted:
+        for wheel in needed_wheels:
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(site)
         path = [*([CHECKOUT] if CHECKOUT else []), site, os.environ.get("PYTHONPATH", "")]

@@ -72,7 +72,7 @@ SHARED_MEMORY = "shared_memory"
 
 
 @dataclass(frozen=True)
-class Loop:
+class LoopCase:
     steps: int
     quantization: str | None  # generator.quantization
     partial_rollout: str  # async.partial_rollout
@@ -81,14 +81,18 @@ class Loop:
 
 
 LOOPS = {
-    "bf16": Loop(steps=32, quantization=None, partial_rollout="in_flight", graphs=True, kill_at=20),
-    "fp8": Loop(steps=16, quantization="fp8_block", partial_rollout="retract", graphs=True),
-    "eager": Loop(steps=10, quantization=None, partial_rollout="retract", graphs=False),
+    "bf16": LoopCase(
+        steps=32, quantization=None, partial_rollout="in_flight", graphs=True, kill_at=20
+    ),
+    "fp8": LoopCase(steps=16, quantization="fp8_block", partial_rollout="retract", graphs=True),
+    "eager": LoopCase(steps=10, quantization=None, partial_rollout="retract", graphs=False),
 }
 TOY_LOOPS = {
-    "bf16": Loop(steps=8, quantization=None, partial_rollout="in_flight", graphs=True, kill_at=4),
-    "fp8": Loop(steps=4, quantization="fp8_block", partial_rollout="retract", graphs=True),
-    "eager": Loop(steps=3, quantization=None, partial_rollout="retract", graphs=False),
+    "bf16": LoopCase(
+        steps=8, quantization=None, partial_rollout="in_flight", graphs=True, kill_at=4
+    ),
+    "fp8": LoopCase(steps=4, quantization="fp8_block", partial_rollout="retract", graphs=True),
+    "eager": LoopCase(steps=3, quantization=None, partial_rollout="retract", graphs=False),
 }
 
 
@@ -110,7 +114,7 @@ def run(bench: Bench, name: str) -> None:
             bench.emit({"what": "the run", "failed": problem})
 
 
-def config(bench: Bench, loop: Loop, folder: Path) -> dict[str, Any]:
+def config(bench: Bench, loop: LoopCase, folder: Path) -> dict[str, Any]:
     """The run's settings."""
     prompts, n, tokens = (8, 4, 24) if bench.toy else (32, 8, 128)
     server_args: dict[str, Any] = {"log_level": "info"}
@@ -202,31 +206,33 @@ def plan(path: Path) -> dict[str, Any]:
 
     Raises RuntimeError with its message if it refuses the run.
     """
-    done = subprocess.run(
+    process = subprocess.run(
         megarl("plan", path, "--json"), capture_output=True, encoding="utf-8", errors="replace"
     )
-    if not done.stdout.strip():
-        raise RuntimeError(f"megarl plan: exit status {done.returncode}: {done.stderr[-1000:]}")
-    return json.loads(done.stdout)
+    if not process.stdout.strip():
+        raise RuntimeError(
+            f"megarl plan: exit status {process.returncode}: {process.stderr[-1000:]}"
+        )
+    return json.loads(process.stdout)
 
 
 def megarl(command: str, path: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", "megarl", command, str(path), *arguments]
 
 
-def train(bench: Bench, loop: Loop, path: Path, card: CardMemory) -> str:
+def train(bench: Bench, loop: LoopCase, path: Path, card: CardMemory) -> str:
     """Runs `megarl train`, and kills its engine once if the loop wants that.
 
     Returns what went wrong; empty if nothing did.
     """
     run_dir = path.parent / "run"
-    began = time.monotonic()
+    started_s = time.monotonic()
     log = path.with_name("train.log")
     with open(log, "wb") as output:
         process = subprocess.Popen(
             megarl("train", path), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
-    killed: float | None = None
+    killed_s: float | None = None
     try:
         first_step_s: float | None = None
         while process.poll() is None:
@@ -234,27 +240,25 @@ def train(bench: Bench, loop: Loop, path: Path, card: CardMemory) -> str:
             card.look()
             steps = len(metrics(run_dir))
             if steps and first_step_s is None:
-                first_step_s = time.monotonic() - began
+                first_step_s = time.monotonic() - started_s
                 bench.emit(
                     {
                         "what": "from the start to the end of the first step, s",
                         "measured": first_step_s,
                     }
                 )
-            if killed is None and loop.kill_at is not None and steps >= loop.kill_at:
+            if killed_s is None and loop.kill_at is not None and steps >= loop.kill_at:
                 engine = engine_of(process.pid)
                 os.kill(engine, signal.SIGKILL)
-                killed = time.monotonic()
+                killed_s = time.monotonic()
                 bench.emit({"what": "engine killed after step", "measured": steps})
-            if time.monotonic() - bench.began > bench.deadline_s - REPORT_S:
+            if time.monotonic() - bench.started_s > bench.deadline_s - REPORT_S:
                 return f"cut off at its deadline, after {steps} of {loop.steps} steps"
-        bench.emit({"what": "the whole run, s", "measured": time.monotonic() - began})
+        bench.emit({"what": "the whole run, s", "measured": time.monotonic() - started_s})
+        if process.returncode == 0:
+            return ""
         last_words = log.read_text(errors="replace", encoding="utf-8")[-LOG_CHARACTERS:]
-        return (
-            ""
-            if process.returncode == 0
-            else f"megarl train: exit status {process.returncode}:\n{last_words}"
-        )
+        return f"megarl train: exit status {process.returncode}:\n{last_words}"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -282,7 +286,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def report(
-    bench: Bench, loop: Loop, rows: Sequence[dict[str, Any]], planned: dict[str, Any]
+    bench: Bench, loop: LoopCase, rows: Sequence[dict[str, Any]], planned: dict[str, Any]
 ) -> None:
     """Emits the figures of the steps that were done, and what is wrong with them."""
     bench.emit({"what": "steps done", "measured": len(rows), "planned": loop.steps})
@@ -322,26 +326,24 @@ def restarts(row: dict[str, Any], kill_at: int) -> bool:
 
 def learning(bench: Bench, rows: Sequence[dict[str, Any]]) -> None:
     quarter = max(1, len(rows) // 4)
-    first = fmean(row["reward/mean"] for row in rows[:quarter])
-    last = fmean(row["reward/mean"] for row in rows[-quarter:])
+    first_quarter = fmean(row["reward/mean"] for row in rows[:quarter])
+    last_quarter = fmean(row["reward/mean"] for row in rows[-quarter:])
     row: dict[str, Any] = {
         "what": "reward, first and last quarter of the steps",
-        "measured": last,
-        "note": f"first {first:.3f}",
+        "measured": last_quarter,
+        "note": f"first {first_quarter:.3f}",
     }
-    learns = last > first or len(rows) < FEWEST_STEPS
-    bench.emit(
-        row
-        if learns
-        else row | {"failed": f"the reward did not rise: from {first:.3f} to {last:.3f}"}
-    )
+    is_learning = last_quarter > first_quarter or len(rows) < FEWEST_STEPS
+    if not is_learning:
+        row["failed"] = f"the reward did not rise: from {first_quarter:.3f} to {last_quarter:.3f}"
+    bench.emit(row)
     odd = [
         row["step"] for row in rows if not all(abs(row[key]) < 1e6 for key in ("loss", "grad_norm"))
     ]
     row = {"what": "gradient norm, median", "measured": median(row["grad_norm"] for row in rows)}
-    bench.emit(
-        row | ({"failed": f"loss or gradient norm is not finite in steps {odd}"} if odd else {})
-    )
+    if odd:
+        row["failed"] = f"loss or gradient norm is not finite in steps {odd}"
+    bench.emit(row)
 
 
 def agreement(bench: Bench, rows: Sequence[dict[str, Any]]) -> None:
@@ -354,23 +356,22 @@ def agreement(bench: Bench, rows: Sequence[dict[str, Any]]) -> None:
     limit = probes[-1]["logprob/limit"]
     mean = max(means)
     row: dict[str, Any] = {
-        "what": f"log-probs of trainer and engine, mean difference, largest of {len(probes)} probes",
+        "what": (
+            f"log-probs of trainer and engine, mean difference, largest of {len(probes)} probes"
+        ),
         "measured": mean,
     }
-    row["note"] = (
-        f"largest of a token {max(each['logprob/abs_diff_max'] for each in probes):.3g}, limit "
-        f"{limit:g}"
-    )
-    near = all(each <= limit for each in means)  # NaN is not
-    bench.emit(
-        row
-        if near
-        else row | {"failed": f"log-probs differ by {mean:.3g} on average, allowed is {limit:g}"}
-    )
+    largest = max(probe["logprob/abs_diff_max"] for probe in probes)
+    row["note"] = f"largest of a token {largest:.3g}, limit {limit:g}"
+    if not all(difference <= limit for difference in means):  # NaN included
+        row["failed"] = f"log-probs differ by {mean:.3g} on average, allowed is {limit:g}"
+    bench.emit(row)
 
 
 def updates(bench: Bench, rows: Sequence[dict[str, Any]]) -> None:
-    """Audits, and the speed of the weights' way beside a copy of as many bytes within the device."""
+    """Audits, and the speed of the weights' way beside a copy of as many bytes within the
+    device.
+    """
     unequal = [row["step"] for row in rows if "sync/audit_ok" in row and not row["sync/audit_ok"]]
     audited = sum("sync/audit_ok" in row for row in rows)
     row: dict[str, Any] = {
@@ -378,7 +379,9 @@ def updates(bench: Bench, rows: Sequence[dict[str, Any]]) -> None:
         "measured": audited - len(unequal),
         "planned": audited,
     }
-    bench.emit(row | ({"failed": f"audits of steps {unequal} are not equal"} if unequal else {}))
+    if unequal:
+        row["failed"] = f"audits of steps {unequal} are not equal"
+    bench.emit(row)
     size = max(row.get("sync/bytes", 0) for row in rows)
     written = [row["time/sync_s"] for row in rows[1:] if row.get("sync/bytes") == size]
     if not written:
@@ -401,8 +404,10 @@ def updates(bench: Bench, rows: Sequence[dict[str, Any]]) -> None:
     bench.emit({"what": "update, of that copy", "fraction": ideal_s / seconds})
 
 
-def graphs(bench: Bench, loop: Loop, run_dir: Path) -> None:
-    """How many of the engine's decoding batches, as far as its log shows them, ran as CUDA graphs."""
+def graphs(bench: Bench, loop: LoopCase, run_dir: Path) -> None:
+    """How many of the engine's decoding batches, as far as its log shows them, ran as CUDA
+    graphs.
+    """
     text = "".join(
         path.read_text(errors="replace", encoding="utf-8")
         for path in sorted((run_dir / "logs").glob("*engine*"))
@@ -414,9 +419,9 @@ def graphs(bench: Bench, loop: Loop, run_dir: Path) -> None:
     }
     row |= {"planned": len(shown) if loop.graphs and bench.cuda else 0}
     wrong = bench.cuda and bool(shown) and ("True" in shown) != loop.graphs
-    bench.emit(
-        row | ({"failed": "the engine's log shows the other way of decoding"} if wrong else {})
-    )
+    if wrong:
+        row["failed"] = "the engine's log shows the other way of decoding"
+    bench.emit(row)
 
 
 class CardMemory:
@@ -425,16 +430,16 @@ class CardMemory:
     def __init__(self, bench: Bench):
         self._bench = bench
         self._most = 0
-        self._before = self._used()
+        self._before = self._used_bytes()
 
-    def _used(self) -> int:
+    def _used_bytes(self) -> int:
         if not self._bench.cuda:
             return sum(_resident(process) for process in psutil.Process().children(recursive=True))
         free, total = torch.cuda.mem_get_info()
         return total - free
 
     def look(self) -> None:
-        self._most = max(self._most, self._used())
+        self._most = max(self._most, self._used_bytes())
 
     def report(self, planned: dict[str, Any]) -> None:
         """`planned`: both sides' GiB a GPU.

@@ -33,8 +33,8 @@ class Bench:
     toy: bool  # a rehearsal on a CPU: sizes so small that every part runs in seconds
     # takes one row of the part's table; `failed` in it is the reason of a failure
     emit: Callable[[dict[str, Any]], None]
-    deadline_s: float = math.inf  # the part is ended so long after `began`
-    began: float = field(default_factory=time.monotonic)
+    deadline_s: float = math.inf  # the part is ended so long after `started_s`
+    started_s: float = field(default_factory=time.monotonic)
 
     @property
     def cuda(self) -> bool:
@@ -58,16 +58,16 @@ class Bench:
 
     def _once_ms(self, run: Callable[[], Any]) -> float:
         if not self.cuda:
-            began = time.perf_counter()
+            started_s = time.perf_counter()
             run()
-            return (time.perf_counter() - began) * 1e3
-        begin = torch.cuda.Event(enable_timing=True)
+            return (time.perf_counter() - started_s) * 1e3
+        start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
-        begin.record()
+        start.record()
         run()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end)
+        return start.elapsed_time(end)
 
     def copy_bytes_per_s(self) -> float:
         """Bandwidth of a long copy within the device: bytes read plus bytes written."""

@@ -33,9 +33,9 @@ DTYPE = "bfloat16"
 TIMEOUT_S = 40.0
 
 
-def run(bench: Bench, how: str) -> None:
-    """`how`: unquantised, or a value of generator.quantization."""
-    quantization = None if how == "unquantised" else how
+def run(bench: Bench, format: str) -> None:
+    """`format`: unquantised, or a value of generator.quantization."""
+    quantization = None if format == "unquantised" else format
     spec = llama("toy" if bench.toy else "8B")
     kind = CUDA_IPC if bench.cuda else SHARED_MEMORY
     source = trainer_layout(spec, TrainerTopology(), DTYPE)
@@ -51,7 +51,8 @@ def run(bench: Bench, how: str) -> None:
     size = sum(copy.bytes for copy in copies)
     read = sum(values.nbytes for values in weights.values())
     ceiling = bench.copy_bytes_per_s()
-    transport, amax = transport_class(kind)(0, TIMEOUT_S), AmaxExchange(map, 0, TIMEOUT_S)
+    transport = transport_class(kind)(0, TIMEOUT_S)
+    amax = AmaxExchange(map, 0, TIMEOUT_S)
     with EngineProcess(str(bench.device), destination, TIMEOUT_S) as engine:
         endpoint = Endpoint.decode(engine.ask("open", kind))
         transport.connect([endpoint])
@@ -62,45 +63,39 @@ def run(bench: Bench, how: str) -> None:
 
         written_ms = bench.median_ms(lambda: write(False))
         engine.ask("scramble")
-        sent = write(True)
+        report = write(True)
         # raises AuditError
-        compare([packed(engine.ask("hashes"))], [packed_shares(sent.shares)], SentTensors(map))
+        compare([packed(engine.ask("hashes"))], [packed_shares(report.shares)], SentTensors(map))
         bench.emit(
             {
                 "what": f"audit of {len(endpoint.tensors)} tensors by {kind}",
                 "note": "every byte as sent",
             }
         )
-        wrong = unlike(
+        differing_names = unlike(
             engine.ask("hashes"), expected(spec, destination, map, weights, quantization)
         )
-        failed = (
-            {"failed": f"not as gathered and then quantised by torch: {', '.join(wrong[:5])}"}
-            if wrong
-            else {}
-        )
-        bench.emit(
-            {
-                "what": "gathered, then quantised by torch",
-                "note": "the same bits" if not wrong else "OTHER BITS",
-            }
-            | failed
-        )
+        row = {"what": "gathered, then quantised by torch", "note": "the same bits"}
+        if differing_names:
+            names = ", ".join(differing_names[:5])
+            row["note"] = "OTHER BITS"
+            row["failed"] = f"not as gathered and then quantised by torch: {names}"
+        bench.emit(row)
         moved = {"GB": size / 1e9, "writes": len(copies)}
         # the copy; a quantised weight is read and written before
-        least = 2 * size + (read + size if quantization else 0)
-        ideal_ms = least / ceiling * 1e3
+        minimum = 2 * size + (read + size if quantization else 0)
+        ideal_ms = minimum / ceiling * 1e3
         bench.emit(
             {"what": "copy of as many bytes", "ms": ideal_ms, "gb_per_s": size / ideal_ms / 1e6}
             | moved
         )
-        for what, audit in (
+        for way, audit in (
             ("direct writes", False),
             ("direct writes, hashed at the sender", True),
         ):
             ms = bench.median_ms(lambda audit=audit: write(audit)) if audit else written_ms
             bench.emit(
-                {"what": what, "ms": ms, "gb_per_s": size / ms / 1e6, "fraction": ideal_ms / ms}
+                {"what": way, "ms": ms, "gb_per_s": size / ms / 1e6, "fraction": ideal_ms / ms}
                 | moved
             )
         ms = bench.median_ms(lambda: engine.ask("hashes"))
@@ -128,22 +123,26 @@ def expected(
             logical[piece.logical_name][piece.logical.slices()] = weights[tensor.name][
                 piece.local.slices()
             ]
-    found = {}
+    tensors = {}
     for tensor in generator_layout(spec, GeneratorTopology(), DTYPE, "cuda").tensors(0):
-        found[tensor.name] = torch.zeros(tensor.shape, dtype=torch.bfloat16, device=device)
+        tensors[tensor.name] = torch.zeros(tensor.shape, dtype=torch.bfloat16, device=device)
         for piece in tensor.pieces:
-            found[tensor.name][piece.local.slices()] = logical[piece.logical_name][
+            tensors[tensor.name][piece.local.slices()] = logical[piece.logical_name][
                 piece.logical.slices()
             ]
     if not quantization:
-        return found
-    scales = {tensor.name for tensor in destination.tensors(0)} - found.keys()
+        return tensors
+    scales = {tensor.name for tensor in destination.tensors(0)} - tensors.keys()
     for name in scales:
         weight = name.removesuffix("_scale_inv")
-        found[weight], found[name] = quantise(found[weight], QUANTISATIONS[quantization], weight)
-    return found
+        tensors[weight], tensors[name] = quantise(
+            tensors[weight], QUANTISATIONS[quantization], weight
+        )
+    return tensors
 
 
-def unlike(hashes: dict[str, int], wanted: dict[str, torch.Tensor]) -> list[str]:
-    assert hashes.keys() == wanted.keys()
-    return [name for name, found in hash_tensors(wanted).items() if found != hashes[name]]
+def unlike(hashes: dict[str, int], tensors: dict[str, torch.Tensor]) -> list[str]:
+    assert hashes.keys() == tensors.keys()
+    return [
+        name for name, tensor_hash in hash_tensors(tensors).items() if tensor_hash != hashes[name]
+    ]

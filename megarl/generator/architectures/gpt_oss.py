@@ -22,10 +22,11 @@ class GptOssForCausalLM(gpt_oss.GptOssForCausalLM):
     def _load_normal_weights(self, weights, *args, **kwargs):
         layers: Any = self.model.layers
         experts = layers[0].mlp.experts
-        first = experts.moe_ep_rank * experts.num_local_experts
-        own = slice(first, first + experts.num_local_experts)
+        first_expert = experts.moe_ep_rank * experts.num_local_experts
+        local_experts = slice(first_expert, first_expert + experts.num_local_experts)
         weights = (
-            (name, values[own] if ".mlp.experts." in name else values) for name, values in weights
+            (name, values[local_experts] if ".mlp.experts." in name else values)
+            for name, values in weights
         )
         super()._load_normal_weights(weights, *args, **kwargs)
 

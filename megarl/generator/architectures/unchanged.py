@@ -19,15 +19,19 @@ SERVED: dict[str, tuple[str, ...]] = {
 
 
 def _classes() -> Iterator[type]:
-    for name, wanted in SERVED.items():
+    for name, class_names in SERVED.items():
         try:
             module = importlib.import_module(f"sglang.srt.models.{name}")
         except Exception as error:
             # as in SGLang's registry, so that the other families can be served
             logging.getLogger(__name__).warning(f"Ignore import error when loading {name}: {error}")
             continue
-        every = module.EntryClass if isinstance(module.EntryClass, list) else [module.EntryClass]
-        yield from (getattr(module, each) for each in wanted) if wanted else every
+        if class_names:
+            yield from (getattr(module, class_name) for class_name in class_names)
+        elif isinstance(module.EntryClass, list):
+            yield from module.EntryClass
+        else:
+            yield module.EntryClass
 
 
 EntryClass = list(_classes())

@@ -57,7 +57,7 @@ def install() -> None:
 def active() -> bool:
     """Whether this process has called `install` and has no CUDA."""
     return (
-        not torch_kernels.wanted()
+        not torch_kernels.enabled()
         and any(isinstance(finder, _CpuFinder) for finder in sys.meta_path)
         and not cuda_available()
     )
@@ -140,7 +140,9 @@ def _not_pinned(*_: object) -> None:
 
 
 def _pin_nothing(*_: object) -> None:
-    """Runs before SGLang makes its adapters' layers and native backend, which pin host memory too."""
+    """Runs before SGLang makes its adapters' layers and native backend, which pin host memory
+    too.
+    """
     import torch
     from sglang.srt.lora import layers
     from sglang.srt.lora.backend import torch_backend
@@ -156,10 +158,10 @@ def _pin_nothing(*_: object) -> None:
 
 
 def _without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
-    def made(*arguments: Any, **settings: Any) -> Any:
+    def make_unpinned(*arguments: Any, **settings: Any) -> Any:
         return make(*arguments, **{**settings, "pin_memory": False})
 
-    return made
+    return make_unpinned
 
 
 def _for_members_only(original: Callable[..., None], **settings: object) -> None:
@@ -176,7 +178,7 @@ class _CpuFinder(importlib.abc.MetaPathFinder):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         package, _, submodule = name.partition(".")
-        if torch_kernels.wanted() and package == torch_kernels.PACKAGE:
+        if torch_kernels.enabled() and package == torch_kernels.PACKAGE:
             return importlib.machinery.ModuleSpec(name, _TorchKernelsLoader(), is_package=True)
         if name == GATED_DELTA_NETS and not cuda_available():
             return importlib.util.spec_from_loader(name, _GatedDeltaNetLoader())
@@ -262,7 +264,9 @@ class _Missing:
         return False
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        _, why = ABSENT[self.__name__.partition(".")[0]]
-        if torch_kernels.wanted():
-            why = f"is a compiled kernel, which {torch_kernels.TORCH_KERNELS} replaces by nothing"
-        raise NotImplementedError(f"{self.__name__} {why}")
+        _, reason = ABSENT[self.__name__.partition(".")[0]]
+        if torch_kernels.enabled():
+            reason = (
+                f"is a compiled kernel, which {torch_kernels.TORCH_KERNELS} replaces by nothing"
+            )
+        raise NotImplementedError(f"{self.__name__} {reason}")

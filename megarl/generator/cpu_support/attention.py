@@ -75,7 +75,7 @@ def decode(
         total = seq_lens[part]
         slots = req_to_token[req_pool_indices[part], :longest]  # [b, L]
         # [b, 1, L]
-        mask = _seen((total - 1)[:, None], slots.shape[1], options["sliding_window_size"])
+        mask = _attended((total - 1)[:, None], slots.shape[1], options["sliding_window_size"])
         # [b, Hkv, G, D]: the heads of a group become queries of one kv head
         q = query[part].unflatten(1, (kv_heads, group))
         k, v = (_gathered(cache, slots).to(q.dtype) for cache in (k_cache, v_cache))
@@ -101,7 +101,6 @@ def extend(
     **options: Any,
 ) -> torch.Tensor:
     if _beyond_self_attention(encoder_lens, options) or not options["causal"]:
-        lengths = (seq_lens, extend_prefix_lens, extend_seq_lens, encoder_lens)
         return original(
             backend,
             query,
@@ -110,15 +109,12 @@ def extend(
             v_cache,
             req_to_token,
             req_pool_indices,
-            *lengths,
+            seq_lens,
+            extend_prefix_lens,
+            extend_seq_lens,
+            encoder_lens,
             **options,
         )
-    own = {
-        "scaling": options["scaling"],
-        "window": options["sliding_window_size"],
-        "sinks": backend.sinks,
-        "tree": backend.tree,
-    }
     return _attend(
         query,
         output,
@@ -128,7 +124,10 @@ def extend(
         req_pool_indices,
         seq_lens,
         extend_seq_lens,
-        **own,
+        scaling=options["scaling"],
+        window=options["sliding_window_size"],
+        sinks=backend.sinks,
+        tree=backend.tree,
     )
 
 
@@ -144,13 +143,15 @@ def _gathered(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return cache.index_select(0, slots.view(-1)).unflatten(0, slots.shape).transpose(1, 2)
 
 
-def _seen(position: torch.Tensor, keys: int, window: int | None) -> torch.Tensor:
+def _attended(position: torch.Tensor, keys: int, window: int | None) -> torch.Tensor:
     """[..., keys]: which keys a query at `position` [...] attends to.
 
     With a window: its own key and the `window` keys before it.
     """
-    back = position[..., None] - torch.arange(keys)
-    return (back >= 0) if window is None else (back >= 0) & (back <= window)
+    distance = position[..., None] - torch.arange(keys)
+    if window is None:
+        return distance >= 0
+    return (distance >= 0) & (distance <= window)
 
 
 def _attention(
@@ -211,7 +212,7 @@ def _attend(
         slots = req_to_token[rows[part], :longest]  # [b, L]
         position = (total - new)[:, None] + steps  # [b, E] of each query in its sequence
         # Key padding comes after every query, which does not see it.
-        mask = _seen(position, slots.shape[1], window)  # [b, E, L]
+        mask = _attended(position, slots.shape[1], window)  # [b, E, L]
         if tree is not None:
             mask = mask & _on_branch(tree[part], total - new, slots.shape[1])
         # [b, Hkv, G * E, D]
@@ -240,13 +241,13 @@ def _chunks(
     """The sequences of each call, and its number of keys: sequences with as many `new` tokens [B]
     whose `total` [B] is padded alike. `width`: the columns that there are for keys.
     """
-    alike: dict[tuple[int, int], list[int]] = {}
+    sequences_by_size: dict[tuple[int, int], list[int]] = {}
     for sequence, (queries, keys) in enumerate(zip(new.tolist(), total.tolist())):
         padded = min(-(-keys // _KEYS) * _KEYS, width)
-        alike.setdefault((queries, padded), []).append(sequence)
-    for (queries, keys), sequences in alike.items():
+        sequences_by_size.setdefault((queries, padded), []).append(sequence)
+    for (queries, keys), sequences in sequences_by_size.items():
         size = max(1, _CHUNK_ELEMENTS // (keys * max(elements_per_token, queries)))
-        if len(alike) == 1 and len(sequences) <= size:
+        if len(sequences_by_size) == 1 and len(sequences) <= size:
             yield slice(None), keys  # without copies
             return
         for part in torch.tensor(sequences).split(size):
@@ -260,10 +261,10 @@ def allow_gpt_oss(original: Callable[..., None], server_args: object) -> None:
     """
     from sglang.srt.arg_groups import model_hook
 
-    chosen = model_hook.attention_backends_of
+    backends_of = model_hook.attention_backends_of
 
     def named(settings: object) -> tuple[str, str]:
-        backends = chosen(settings)
+        backends = backends_of(settings)
         return (
             ("intel_amx", "intel_amx") if backends == ("torch_native", "torch_native") else backends
         )

@@ -18,7 +18,9 @@ def register_hooks() -> None:
 
     model = "sglang.srt.models.deepseek_v2."
     loader = "sglang.srt.models.deepseek_common.deepseek_weight_loader."
-    HookRegistry.register(loader + "block_quant_to_tensor_quant", whole, HookType.AROUND)
+    HookRegistry.register(
+        loader + "block_quant_to_tensor_quant", dequantised_projection, HookType.AROUND
+    )
     HookRegistry.register(
         model + "DeepseekV2AttentionMLA.dispatch_attn_forward_method",
         always_absorbed,
@@ -67,15 +69,16 @@ def rope(
     *options: Any,
 ) -> Any:
     """Runs around the choice of a rotary embedding on CPUs, which knows only DeepSeek's YaRN."""
-    shape = (head_size, rotary_dim, max_position, base, is_neox_style)
     if rope_scaling is not None:
-        return original(*shape, rope_scaling, *options)
+        return original(
+            head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, *options
+        )
     from sglang.srt.layers.rotary_embedding.factory import get_rope
 
-    return get_rope(*shape)
+    return get_rope(head_size, rotary_dim, max_position, base, is_neox_style)
 
 
-def whole(
+def dequantised_projection(
     original: Callable[..., Any], codes: torch.Tensor, scales: torch.Tensor, block: list[int]
 ) -> tuple[torch.Tensor, None]:
     """Dequantises kv_b_proj to bf16, as SGLang does on GPUs.

@@ -59,7 +59,9 @@ def reduce_scatter(
 
 
 def wait_for_messages(original: Callable[..., None], controller: Any) -> None:
-    """Replaces the loop that gives requests to replicas, since the original polls without a pause."""
+    """Replaces the loop that gives requests to replicas, since the original polls without a
+    pause.
+    """
     from sglang.srt.managers.io_struct import sock_recv
 
     while True:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 _FORMATS = "sglang.srt.layers.quantization."
 _COMPRESSED = _FORMATS + "compressed_tensors."
+_SCHEMES = _COMPRESSED + "schemes.compressed_tensors_w8a8_"
 
 
 def register_hooks() -> None:
@@ -29,10 +30,8 @@ def register_hooks() -> None:
         _FORMATS + "fp8.Fp8MoEMethod.apply": apply_block_experts,
         _FORMATS + "w8a8_fp8.W8A8Fp8LinearMethod.apply": apply_linear,
         _FORMATS + "w8a8_fp8.W8A8FP8MoEMethod.apply": apply_experts,
-        _COMPRESSED
-        + "schemes.compressed_tensors_w8a8_fp8.CompressedTensorsW8A8Fp8.apply_weights": apply_linear,
-        _COMPRESSED
-        + "schemes.compressed_tensors_w8a8_fp8_moe.CompressedTensorsW8A8Fp8MoE.apply_weights": apply_experts,
+        _SCHEMES + "fp8.CompressedTensorsW8A8Fp8.apply_weights": apply_linear,
+        _SCHEMES + "fp8_moe.CompressedTensorsW8A8Fp8MoE.apply_weights": apply_experts,
         _COMPRESSED
         + "compressed_tensors.CompressedTensorsConfig._check_scheme_supported": supported,
         "sglang.kernels.ops.quantization.fp8_kernel.scaled_fp8_quant": scaled_fp8_quant,

@@ -56,11 +56,11 @@ def causal_conv1d_fn_cpu(
         starts, starts[1:], cache_indices.tolist(), has_initial_state.tolist()
     ):
         before = conv_states[slot].to(x.dtype) if goes_on else x.new_zeros(conv_states[slot].shape)
-        seen = torch.cat([before, x[:, start:end]], dim=1)
+        window = torch.cat([before, x[:, start:end]], dim=1)
         out[:, start:end] = F.silu(
-            F.conv1d(seen.float()[None], weight.float()[:, None], groups=len(x))[0]
+            F.conv1d(window.float()[None], weight.float()[:, None], groups=len(x))[0]
         ).to(x.dtype)
-        conv_states[slot] = seen[:, -before.size(1) :]
+        conv_states[slot] = window[:, -before.size(1) :]
     return out
 
 
@@ -79,9 +79,9 @@ def causal_conv1d_update_cpu(
     """
     assert bias is None and activation == "silu"
     slots = conv_state_indices.long()
-    seen = torch.cat([conv_states[slots].to(x.dtype), x[..., None]], dim=-1)
-    conv_states[slots] = seen[..., 1:].to(conv_states.dtype)
-    return F.silu((seen.float() * weight.float()).sum(-1)).to(x.dtype)
+    window = torch.cat([conv_states[slots].to(x.dtype), x[..., None]], dim=-1)
+    conv_states[slots] = window[..., 1:].to(conv_states.dtype)
+    return F.silu((window.float() * weight.float()).sum(-1)).to(x.dtype)
 
 
 def chunk_gated_delta_rule_cpu(
@@ -217,12 +217,12 @@ def built(original: Callable[..., None], layer: Any, *arguments: Any, **named: A
 
     A torch for CUDA would return CUDA's.
     """
-    chosen = torch.get_device_module
+    get_device_module = torch.get_device_module
     torch.get_device_module = lambda *_: torch.cpu  # type: ignore[assignment]
     try:
         original(layer, *arguments, **named)
     finally:
-        torch.get_device_module = chosen
+        torch.get_device_module = get_device_module
 
 
 def gated_norm(

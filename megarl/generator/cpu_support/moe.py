@@ -30,11 +30,11 @@ def forward(
     output = torch.zeros_like(x)
     for expert in range(layer.w13_weight.shape[0]):
         token, slot = (ids == expert).nonzero(as_tuple=True)
-        both = _linear(layer, "w13_weight", expert, x[token])
+        gate_up = _linear(layer, "w13_weight", expert, x[token])
         if own_activation:
-            inner = _clamped_swiglu(both, config.gemm1_alpha, config.gemm1_clamp_limit)
+            inner = _clamped_swiglu(gate_up, config.gemm1_alpha, config.gemm1_clamp_limit)
         else:
-            gate, up = both.chunk(2, -1)
+            gate, up = gate_up.chunk(2, -1)
             inner = F.silu(gate) * up
         result = _linear(layer, "w2_weight", expert, inner)
         output.index_add_(0, token, result * weights[token, slot, None].to(x.dtype))
@@ -48,8 +48,8 @@ def _linear(layer: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor
     return result if bias is None else (result.float() + bias[expert]).to(x.dtype)
 
 
-def _clamped_swiglu(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+def _clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     """gpt-oss's activation. In `both`, gate and up alternate."""
-    gate = both[..., ::2].clamp(max=limit)
-    up = both[..., 1::2].clamp(-limit, limit)
+    gate = gate_up[..., ::2].clamp(max=limit)
+    up = gate_up[..., 1::2].clamp(-limit, limit)
     return gate * torch.sigmoid(alpha * gate) * (up + 1)

@@ -59,8 +59,8 @@ def drawn(
     if batch.forward_mode.is_idle() or info.is_all_greedy:
         return original(verify_input, batch, logits_output, *arguments, **named)
     temperatures, greedy, seeds = (
-        each.view(-1, 1).repeat_interleave(verify_input.draft_token_num, 0)
-        for each in (info.temperatures, info.top_ks == 1, info.sampling_seed)
+        values.view(-1, 1).repeat_interleave(verify_input.draft_token_num, 0)
+        for values in (info.temperatures, info.top_ks == 1, info.sampling_seed)
     )
     noise = gumbel_noise(seeds.view(-1), verify_input.positions, logits.shape[-1])
     logits_output.next_token_logits = torch.where(
@@ -125,53 +125,51 @@ def lengths(backend: Any, batch: Any) -> Iterator[None]:
     `backend.tree` [b, n, n]: which tokens of a draft see each other. None: each token sees those
     before it.
     """
-    own = batch.seq_lens, batch.extend_prefix_lens, batch.extend_seq_lens
+    plain_lengths = batch.seq_lens, batch.extend_prefix_lens, batch.extend_seq_lens
     backend.tree = None
     if batch.forward_mode.is_target_verify():
         draft = batch.spec_info
         tokens = batch.spec_info.draft_token_num
-        batch.seq_lens = own[0] + tokens
-        batch.extend_prefix_lens = own[0]
-        batch.extend_seq_lens = torch.full_like(own[0], tokens)
+        batch.seq_lens = plain_lengths[0] + tokens
+        batch.extend_prefix_lens = plain_lengths[0]
+        batch.extend_seq_lens = torch.full_like(plain_lengths[0], tokens)
         if draft.tree_topk != 1:
             backend.tree = draft.custom_mask.view(-1, tokens, tokens).bool()
     elif batch.forward_mode.is_decode():
-        batch.seq_lens = own[0] + getattr(backend, "drafted", 0)
+        batch.seq_lens = plain_lengths[0] + getattr(backend, "drafted", 0)
     try:
         yield
     finally:
-        batch.seq_lens, batch.extend_prefix_lens, batch.extend_seq_lens = own
+        batch.seq_lens, batch.extend_prefix_lens, batch.extend_seq_lens = plain_lengths
 
 
 # Kernels of sgl_kernel, with its names and order of arguments. Each docstring describes the
 # argument that the kernel writes to.
-
-
 def assign_extend_cache_locs_cpu(
     rows: torch.Tensor,
     table: torch.Tensor,
-    first: torch.Tensor,
+    start: torch.Tensor,
     end: torch.Tensor,
     out: torch.Tensor,
     *_: Any,
 ) -> None:
-    """`out`: the slots from `first` to `end` of each request, one after the other."""
-    found = [table[row, a:b] for row, a, b in zip(rows.tolist(), first.tolist(), end.tolist())]
-    packed = torch.cat(found)
+    """`out`: the slots from `start` to `end` of each request, one after the other."""
+    parts = [table[row, a:b] for row, a, b in zip(rows.tolist(), start.tolist(), end.tolist())]
+    packed = torch.cat(parts)
     out[: len(packed)] = packed
 
 
 def assign_req_to_token_pool_cpu(
     rows: torch.Tensor,
     table: torch.Tensor,
-    first: torch.Tensor,
+    start: torch.Tensor,
     end: torch.Tensor,
     slots: torch.Tensor,
     width: int,
 ) -> None:
-    """`table`: gets the new `slots`, from `first` to `end` of each request."""
+    """`table`: gets the new `slots`, from `start` to `end` of each request."""
     for row, a, b, part in zip(
-        rows.tolist(), first.tolist(), end.tolist(), slots.split((end - first).tolist())
+        rows.tolist(), start.tolist(), end.tolist(), slots.split((end - start).tolist())
     ):
         table[row, a:b] = part
 
@@ -191,21 +189,27 @@ def assign_draft_cache_locs_contiguous_cpu(
 
 
 def copy_all_layer_kv_cache_cpu(
-    addresses: torch.Tensor, row_bytes: torch.Tensor, to: torch.Tensor, of: torch.Tensor
+    addresses: torch.Tensor,
+    row_bytes: torch.Tensor,
+    destinations: torch.Tensor,
+    sources: torch.Tensor,
 ) -> None:
-    """Copies rows `of` of the cache's tensors to rows `to`."""
+    """Copies rows `sources` of the cache's tensors to rows `destinations`."""
     for address, size in zip(addresses.tolist(), row_bytes.tolist()):
-        rows = [ctypes.string_at(address + row * size, size) for row in of.tolist()]
-        for row, values in zip(to.tolist(), rows):
+        rows = [ctypes.string_at(address + row * size, size) for row in sources.tolist()]
+        for row, values in zip(destinations.tolist(), rows):
             ctypes.memmove(address + row * size, values, size)
 
 
 def fill_accept_out_cache_loc_cpu(
-    kept: torch.Tensor, slots: torch.Tensor, out: torch.Tensor
+    accepted: torch.Tensor, slots: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """`out`: the slots of accepted tokens, one after the other. -1 in `kept` stands for none."""
-    found = slots[kept.flatten()[kept.flatten() >= 0].long()]
-    out[: len(found)] = found
+    """`out`: the slots of accepted tokens, one after the other.
+
+    -1 in `accepted` stands for none.
+    """
+    accepted_slots = slots[accepted.flatten()[accepted.flatten() >= 0].long()]
+    out[: len(accepted_slots)] = accepted_slots
 
 
 def fill_bonus_tokens_cpu(
@@ -233,29 +237,29 @@ def verify_tree_greedy_cpu(
     most = accept_index.shape[1]
     for request, drafted in enumerate(candidates.tolist()):
         children, siblings, places = (
-            each[request].tolist()
-            for each in (retrive_next_token, retrive_next_sibling, retrive_index)
+            links[request].tolist()
+            for links in (retrive_next_token, retrive_next_sibling, retrive_index)
         )
-        at = 0
-        kept = [places[0]]
-        while len(kept) < most:
-            token = int(drawn_tokens[kept[-1]])
-            child = children[at]
+        node = 0
+        accepted = [places[0]]
+        while len(accepted) < most:
+            token = int(drawn_tokens[accepted[-1]])
+            child = children[node]
             while child >= 0 and drafted[child] != token:
                 child = siblings[child]
             if child < 0:
                 break
-            predicts[kept[-1]] = token
-            at = child
-            kept.append(places[child])
-        predicts[kept[-1]] = drawn_tokens[kept[-1]]
-        accept_index[request, : len(kept)] = torch.tensor(kept, dtype=accept_index.dtype)
-        accept_token_num[request] = len(kept) - 1
+            predicts[accepted[-1]] = token
+            node = child
+            accepted.append(places[child])
+        predicts[accepted[-1]] = drawn_tokens[accepted[-1]]
+        accept_index[request, : len(accepted)] = torch.tensor(accepted, dtype=accept_index.dtype)
+        accept_token_num[request] = len(accepted) - 1
 
 
 def build_tree_kernel_efficient_cpu(
     parents: torch.Tensor,
-    chosen: torch.Tensor,
+    drafted: torch.Tensor,
     lengths: torch.Tensor,
     mask: torch.Tensor,
     positions: torch.Tensor,
@@ -302,15 +306,15 @@ def _describe(
     places.copy_(torch.arange(requests * tokens).view(requests, tokens))
     numbers = torch.arange(tokens)
     parents = torch.where(before, numbers, -1).amax(-1)  # [b, n]
-    children.copy_(_first(parents[:, None] == numbers[:, None]))
-    alike = (
+    children.copy_(_first_true(parents[:, None] == numbers[:, None]))
+    later_siblings = (
         (parents[:, None] == parents[:, :, None])
         & (numbers > numbers[:, None])
         & (parents[:, :, None] >= 0)
     )
-    siblings.copy_(_first(alike))
+    siblings.copy_(_first_true(later_siblings))
 
 
-def _first(found: torch.Tensor) -> torch.Tensor:
+def _first_true(mask: torch.Tensor) -> torch.Tensor:
     """The index of the first true element in the last dim, or -1."""
-    return torch.where(found.any(-1), found.int().argmax(-1), -1)
+    return torch.where(mask.any(-1), mask.int().argmax(-1), -1)
