@@ -345,11 +345,12 @@ def held_out_sampling(config: RunConfig, suite: SuiteConfig | None) -> Sampling:
     The temperature is never the run's.
     """
     values = {name: getattr(config.rollout, name) for name in _SAMPLED_BY}
-    for settings in filter(None, (config.eval, suite)):
-        for name in _SAMPLED_BY:
-            value = getattr(settings, name)
-            if value is not None:
-                values[name] = value
+    for name in _SAMPLED_BY:
+        value = getattr(config.eval, name)
+        if value is not None:
+            values[name] = value
+        if suite is not None and getattr(suite, name) is not None:
+            values[name] = getattr(suite, name)
     return Sampling(**{**values, "stop": tuple(values["stop"])})
 
 
