@@ -122,8 +122,9 @@ def test_a_lost_terminal_takes_no_more_text(tmp_path):
     code = """if True:
         import os, signal, sys
         from megarl.launch.watch import termination_as_exit
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
         with termination_as_exit(first=lambda number: True):
-            signal.raise_signal(signal.SIGHUP)  # os.kill may choose another thread
+            os.kill(os.getpid(), signal.SIGHUP)
             print("still here", flush=True)
             open(sys.argv[1], "w").write("saved")
     """
