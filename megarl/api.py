@@ -305,9 +305,6 @@ class Run:
         find_run(str(self.run_dir)).stop()
 
 
-# What the command line and the functions above share.
-
-
 def resolved(
     command: str,
     config: ConfigSource,

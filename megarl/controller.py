@@ -1,19 +1,15 @@
 """The loop that every process runs over its local executor (LlamaRL, Algorithm 1).
 
-megarl.train_loop has both sides of it.
+megarl.train_loop has both sides of it. The protocols here are what the loop asks of executors and
+channels (sections 5.1.1 and 5.1.2). A channel is a directed link between two executors, and each
+process holds its own executor's ends of it. What a channel asks of the executor beyond this stands
+with the channel, in its `…Executor` protocol: to fetch what it sends, to hand over what it receives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
-
-# What the controller's loop asks of executors and channels (LlamaRL, sections 5.1.1 and 5.1.2).
-#
-# A channel is a directed link between two executors; each process holds its own executor's ends of
-# it. What a channel asks of the executor beyond this, to fetch what it sends and to hand over what
-# it receives, stands with the channel (its `…Executor` protocol).
-
 
 E = TypeVar("E", contravariant=True)
 

@@ -46,7 +46,7 @@ SAMPLES = 32
 SAMPLE_BYTES = 64 << 10
 _CHUNK_BYTES = 64 << 20
 _LONGEST_HEADER_BYTES = 100 << 20  # the format's own limit
-_NAMED = 5  # at most so many names are in one message
+_NAMED = 5  # the most names that a message lists
 # older versions of Transformers saved this buffer
 _ROTARY = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 

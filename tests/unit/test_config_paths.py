@@ -65,7 +65,7 @@ def test_a_path_with_a_dot_is_relative_to_its_file_and_any_other_to_the_working_
         "sft.steps": 3,
     }
     assert found.rollout.args == {"tool": f"{beside}/tools.py:g", "open": "./"}, (
-        "what is no path of ours stays as it is"
+        "an argument that is no path of MegaRL stays unchanged"
     )
     assert found.sft.data.source == f"{beside}/a.jsonl"
     assert found.model.tokenizer == f"{here}/tokenizer" and found.sft.output == f"{here.parent}/out"
