@@ -40,7 +40,7 @@ STAMP = ".megarl-setup"  # of the Makefile
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"(^|\s+)#\s.*$")
 MENTION = re.compile(
-    r"(megarl( [\w-]+)?( CONFIG)?|megarl bench \w+|python tests/studies( "
+    r"(megarl( [\w-]+)?( CONFIG)?|megarl bench \w+|python tests/(studies|benchmarks)( "
     r"\w+)?|pip|pytest|sbatch|torchrun)(…| …)?"
 )  # names a program, and is no command to run
 
@@ -130,11 +130,11 @@ LONG = {
     "reward_model.eval.size=8",
     "megarl train configs/offpolicy/gold.yaml algorithm.name=online_dpo": SHORT,
     "megarl bench overlap --picture overlap.png": "--steps 6 --step-s 0.2",
-    "megarl bench channels": "",
-    "megarl bench driver --engines 256": "--engines 4",
-    "megarl bench fleet 128+64": "",
-    "megarl bench logprobs": "",
-    "megarl bench packing --sequences 32": "--repeats 1",
+    "python tests/benchmarks channels": "",
+    "python tests/benchmarks driver --engines 256": "--engines 4",
+    "python tests/benchmarks fleet 128+64": "",
+    "python tests/benchmarks logprobs": "",
+    "python tests/benchmarks packing --sequences 32": "--repeats 1",
     "python tests/studies staleness configs/quickstart.yaml": f"--seeds 1 {SHORT}",
     "megarl bench sync --model-size tiny": "--repeats 1",
     "megarl bench sync --model-size small": "--repeats 1",
@@ -333,7 +333,15 @@ def checkout(folder: Path) -> Path:
     The environment is the one that runs the tests.
     """
     folder.mkdir()
-    for name in ("configs", "docs", "slurm", "requirements", "tests/studies", "tests/tools"):
+    for name in (
+        "configs",
+        "docs",
+        "slurm",
+        "requirements",
+        "tests/studies",
+        "tests/tools",
+        "tests/benchmarks",
+    ):
         shutil.copytree(ROOT / name, folder / name)
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy2(ROOT / name, folder)

@@ -113,11 +113,11 @@ class Constants:
     decode_gemm_efficiency: float = 0.5
     # number of times that a forward pass reads or writes a layer's activations outside its products
     elementwise_passes: float = 8.0
-    # per trainer rank, while engines are paused: its grant and its report (megarl bench fleet)
+    # per trainer rank, while engines are paused: its grant and its report (python tests/benchmarks fleet)
     trainer_message_s: float = 60e-6
-    # per engine worker: its part of answers, and its audit (megarl bench fleet)
+    # per engine worker: its part of answers, and its audit (python tests/benchmarks fleet)
     worker_message_s: float = 100e-6
-    # per engine: the HTTP calls of an update (megarl bench driver, 256 engines)
+    # per engine: the HTTP calls of an update (python tests/benchmarks driver, 256 engines)
     engine_calls_s: float = 1.4e-3
     # of a GPU to and from pinned host memory: PCIe 4.0 x16 in practice
     host_link_bytes_per_s: float = 25e9

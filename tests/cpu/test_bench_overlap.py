@@ -11,8 +11,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from channel_samples import measure
+from channel_samples import render as render_costs
 
-from megarl.bench import channels
 from megarl.bench.emulated import PROMPT_TOKENS, EmulatedEngine, EmulatedLengths
 from megarl.bench.overlap import SETTINGS, WARM_UP, draw, grid, render, result, run_cells
 from megarl.bench.overlap_cell import Cell
@@ -229,8 +230,8 @@ def test_an_emulated_engine_cuts_aborts_and_goes_on():
 
 
 def test_the_cost_of_the_channel_is_taken_with_the_buffer_full():
-    cost = channels.measure(buffered=256, steps=2)
+    cost = measure(buffered=256, steps=2)
     assert cost.buffered == 256 and cost.send_us > 0 and cost.receive_us > 0
-    assert "256" in channels.render(
+    assert "256" in render_costs(
         {"step_s": 1.0, "samples_per_step": 128, "hardware": "", "costs": [asdict(cost)]}
     )

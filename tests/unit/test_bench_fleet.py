@@ -1,4 +1,4 @@
-"""megarl bench fleet in small.
+"""python tests/benchmarks fleet in small.
 
 Here the light members are threads, which saves the imports of two processes.
 """
@@ -13,10 +13,10 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
+import fleet_updates
 import pytest
 
-from megarl import cli
-from megarl.bench import fleet
+from megarl.config.errors import ConfigError
 
 KEYS = (
     "trainer_ranks",
@@ -31,9 +31,9 @@ KEYS = (
 
 @contextlib.contextmanager
 def threads(*arguments: Any) -> Iterator[list[Connection]]:
-    ends = [Pipe() for _ in range(fleet.CLIENTS)]
+    ends = [Pipe() for _ in range(fleet_updates.CLIENTS)]
     players = [
-        threading.Thread(target=fleet._play, args=(theirs, n, *arguments))
+        threading.Thread(target=fleet_updates._play, args=(theirs, n, *arguments))
         for n, (_, theirs) in enumerate(ends)
     ]
     for player, (ours, _) in zip(players, ends):
@@ -46,9 +46,9 @@ def threads(*arguments: Any) -> Iterator[list[Connection]]:
 
 
 def test_a_small_fleet_is_updated_loses_an_engine_and_misses_a_trainer_rank(monkeypatch, capsys):
-    monkeypatch.setattr(fleet, "_members", threads)
-    monkeypatch.setattr(fleet, "STOPPED_S", 0.5)
-    row = fleet.measure(16, 16, replace(fleet.LLAMA_405B, num_layers=4))
+    monkeypatch.setattr(fleet_updates, "_members", threads)
+    monkeypatch.setattr(fleet_updates, "STOPPED_S", 0.5)
+    row = fleet_updates.measure(16, 16, replace(fleet_updates.LLAMA_405B, num_layers=4))
     assert list(row)[: len(KEYS)] == list(KEYS) and (
         row["trainer_ranks"],
         row["generator_ranks"],
@@ -58,15 +58,16 @@ def test_a_small_fleet_is_updated_loses_an_engine_and_misses_a_trainer_rank(monk
         0 < row["paused_cpu_s"] <= row["update_cpu_s"]
         and 0 < row["update_bytes"] < row["opening_bytes"]
     )
-    assert "16 + 16" in fleet.render([row, row])
+    assert "16 + 16" in fleet_updates.render([row, row])
 
 
 @pytest.mark.parametrize("size", ["512", "12+64", "512+", "512+0", "a+b", "8+8", "16+8", "8+16"])
-def test_sizes_that_cannot_be_are_refused(size, capsys):
-    assert cli.main(["bench", "fleet", size]) == 2
-    assert (
-        f"{size}: must be TRAINERS+WORKERS, two multiples of 8, as in 512+64; at least 16 workers"
-        in capsys.readouterr().err
+def test_sizes_that_cannot_be_are_refused(size):
+    with pytest.raises(ConfigError) as refusal:
+        fleet_updates.parse_size(size)
+    assert str(refusal.value).endswith(
+        f"{size}: must be TRAINERS+WORKERS, two multiples of 8, as in 512+64; at least 16 workers, "
+        "and no more of them than trainer ranks"
     )
 
 
@@ -74,6 +75,10 @@ def test_sizes_that_cannot_be_are_refused(size, capsys):
     ("trainers", "stages"), [(16, 2), (32, 2), (96, 6), (112, 14), (704, 2), (1000, 1), (4096, 16)]
 )
 def test_stages_of_any_size_share_the_layers(trainers, stages, tmp_path):
-    topology = fleet.plan_of(trainers, 16, fleet.LLAMA_405B, str(tmp_path)).trainer_topology
+    topology = fleet_updates.plan_of(
+        trainers, 16, fleet_updates.LLAMA_405B, str(tmp_path)
+    ).trainer_topology
     assert (topology.pp, topology.pp * topology.tp * topology.dp) == (stages, trainers)
-    assert fleet.source_of(fleet.plan_of(trainers, 16, fleet.LLAMA_405B, str(tmp_path)))
+    assert fleet_updates.source_of(
+        fleet_updates.plan_of(trainers, 16, fleet_updates.LLAMA_405B, str(tmp_path))
+    )

@@ -1,4 +1,4 @@
-"""`megarl bench packing`: a training step on packed sequences, compared with the same step on
+"""`python tests/benchmarks packing`: a training step on packed sequences, compared with the same step on
 sequences padded to a common length.
 
 Lengths are lognormal, as lengths of answers are. The trainer is the real one on one rank:

@@ -1,4 +1,4 @@
-"""`megarl bench logprobs`: peak memory and time of the log-probs of one microbatch, with all logits
+"""`python tests/benchmarks logprobs`: peak memory and time of the log-probs of one microbatch, with all logits
 at once and in chunks.
 
 Each cell is a process of its own, on one thread, in float32. Scoring gives log-probs and entropy.

@@ -1,4 +1,4 @@
-"""`megarl bench channels`: what the rollouts channel costs, per sample (channel_samples) and per
+"""`python tests/benchmarks channels`: what the rollouts channel costs, per sample (channel_samples) and per
 token (channel_tokens).
 """
 
@@ -8,10 +8,10 @@ import json
 from dataclasses import asdict
 
 import torch
+from channel_samples import BUFFERED, SAMPLES_PER_STEP, STEP_S, measure, render
+from channel_tokens import measure_tokens, render_tokens
 
 from megarl.base.cores import usable_cores
-from megarl.bench.channel_samples import BUFFERED, SAMPLES_PER_STEP, STEP_S, measure, render
-from megarl.bench.channel_tokens import measure_tokens, render_tokens
 
 
 def run(as_json: bool) -> None:

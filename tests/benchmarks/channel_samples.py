@@ -1,5 +1,5 @@
 """Measures the cost of the rollouts channel per sample, with 1,000 to 100,000 samples in the
-trainer's buffer (`megarl bench channels`).
+trainer's buffer (`python tests/benchmarks channels`).
 
 Three processes use the real parts: hub and peer over encrypted loopback, messages, the buffer with
 bounded staleness, and a broadcast over gloo to a second trainer rank. Groups have the quickstart's

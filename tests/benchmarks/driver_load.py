@@ -18,10 +18,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from aiohttp import web
+from channel_samples import TIMEOUT_S, next_message
+from channel_tokens import PROMPT_TOKENS, answer_of
 
 from megarl.base.rollout_types import Group, Ordinal, Prompt, Sample
-from megarl.bench.channel_samples import TIMEOUT_S, next_message
-from megarl.bench.channel_tokens import PROMPT_TOKENS, answer_of
 from megarl.generator.client import EngineClient
 from megarl.generator.completions import Sampling
 from megarl.generator.fleet import Fleet

@@ -5,7 +5,7 @@ Real: the hub with its keys and encryption, and the whole receiving end of the w
 (offers, sessions, opening, writes, audit), with plan, map and messages of Llama 3.1 405B in fp8.
 Light: trainer ranks and engine workers. They are thousands of real connections from two processes,
 and answer at once as real ones would; no weights are moved. Left out: calls to the engines' HTTP
-servers, which `megarl bench driver` measures. Here a pipe carries the commands.
+servers, which `python tests/benchmarks driver` measures. Here a pipe carries the commands.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import numpy as np
 import zmq
 
 from megarl.base.rollout_types import Version
+from megarl.config.errors import ConfigError
 from megarl.config.schema import (
     AsyncConfig,
     GeneratorConfig,
@@ -90,8 +91,21 @@ def run(sizes: Sequence[tuple[int, int]], as_json: bool) -> None:
     print(json.dumps({"sizes": rows}) if as_json else render(rows))
 
 
+def parse_size(text: str) -> tuple[int, int]:
+    """(trainer ranks, engine workers) of `text`, such as "512+64"."""
+    ranks = [int(part) if part.isdecimal() else 0 for part in text.split("+")]
+    # An engine is lost, so there must be two; and of more workers than trainer ranks all would pass
+    # weights on, so all would be lost.
+    if len(ranks) != 2 or any(count % TP for count in ranks) or not 2 * TP <= ranks[1] <= ranks[0]:
+        limits = f"at least {2 * TP} workers, and no more of them than trainer ranks"
+        raise ConfigError(
+            f"{text}: must be TRAINERS+WORKERS, two multiples of {TP}, as in 512+64; {limits}"
+        )
+    return ranks[0], ranks[1]
+
+
 def measure(trainers: int, workers: int, spec: ModelSpec = LLAMA_405B) -> dict[str, Any]:
-    """One row of the result, with the keys of `megarl bench fleet --json`."""
+    """One row of the result, with the keys of `python tests/benchmarks fleet --json`."""
     raise_limits()
     key = RunKey.generate()
     with (

@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 from aiohttp import web
+from channel_samples import TIMEOUT_S, Trainer, joined_ranks, next_message
 
 from megarl.algorithms.batches import batch_metrics, to_train_sequences
 from megarl.base.rollout_types import Batch, Group, Prompt, Sample
-from megarl.bench.channel_samples import TIMEOUT_S, Trainer, joined_ranks, next_message
 from megarl.generator.client import EngineClient
 from megarl.generator.completions import Sampling
 from megarl.messaging.link import Hub, Peer, RunKey
