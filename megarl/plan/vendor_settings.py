@@ -1,16 +1,15 @@
-"""Checks the settings for Megatron and SGLang before anything starts, by reading the sources of
-these packages. Importing SGLang takes ten seconds, and Megatron two; reading their sources takes
-0.05 s.
+"""Checks the settings for Megatron and SGLang before anything starts.
+
+vendor_arguments.json has the arguments of the pinned versions, so a machine without these packages
+checks them too. tests/tools/vendor_arguments.py writes it.
 """
 
 from __future__ import annotations
 
-import ast
 import builtins
 import difflib
 import functools
-import importlib.metadata
-import importlib.util
+import json
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +22,9 @@ from megarl.config.keys import yaml_text
 from megarl.config.limits import did_you_mean, similar_names
 from megarl.config.schema import RunConfig
 
+VENDOR_ARGUMENTS = Path(__file__).with_name("vendor_arguments.json")
+MEGATRON = "megatron-core"
+SGLANG = "sglang"
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 
@@ -40,28 +42,35 @@ class Argument:
     aliases: tuple[str, ...] = ()  # other names of its flag
 
 
-def package_folder(name: str) -> Path | None:
-    """The folder of a package; None if it is not installed, as on a machine that only plans."""
-    spec = importlib.util.find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return Path(next(iter(spec.submodule_search_locations)))
+@functools.cache
+def vendor_table() -> Mapping[str, Any]:
+    """Package -> its version, and section of the run's config -> its arguments by name."""
+    return json.loads(VENDOR_ARGUMENTS.read_text(encoding="utf-8"))
 
 
-def fields_of(block: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
-    """(name, annotation) of the public fields of a dataclass."""
-    for field in block.body:
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and not field.target.id.startswith("_")
-        ):
-            yield field.target.id, field.annotation
+def version_of(package: str) -> str:
+    return vendor_table()[package]["version"]
 
 
-def as_type(annotation: ast.expr) -> Any:
+@functools.cache
+def vendor_arguments(package: str, section: str) -> Mapping[str, Argument]:
+    """All arguments of a section such as "trainer.ddp" by name."""
+    arguments = {}
+    for name, fields in vendor_table()[package][section].items():
+        choices = fields.get("choices")
+        arguments[name] = Argument(
+            type=as_type(fields["annotation"]),
+            annotation=fields["annotation"],
+            choices=None if choices is None else tuple(choices),
+            aliases=tuple(fields.get("aliases", ())),
+        )
+    return arguments
+
+
+def as_type(annotation: str) -> Any:
+    """The type; Any if the annotation uses the package's own names."""
     try:
-        return eval(ast.unparse(annotation), vars(builtins) | vars(typing))
+        return eval(annotation, vars(builtins) | vars(typing))
     except (NameError, TypeError, AttributeError):
         return Any
 
@@ -131,36 +140,6 @@ CLASSES = {  # key of the run's config -> the classes with its fields
     ),
     "trainer.optimizer.megatron": (("optimizer/optimizer_config.py", "OptimizerConfig"),),
 }
-
-
-# the names of megatron.core.transformer.enums.AttnBackend
-ATTENTION_BACKENDS = ("flash", "fused", "unfused", "local", "auto")
-
-
-def megatron_version() -> str:
-    return importlib.metadata.version("megatron-core")
-
-
-@functools.cache
-def megatron_arguments(key: str) -> Mapping[str, Argument]:
-    """All fields by name; empty if Megatron is not installed, as on a machine that only plans."""
-    root = package_folder("megatron.core")
-    if root is None:
-        return {}
-    arguments: dict[str, Argument] = {}
-    for file, name in CLASSES[key]:
-        for block in ast.parse((root / file).read_text(encoding="utf-8")).body:
-            if isinstance(block, ast.ClassDef) and block.name == name:
-                for field, hint in fields_of(block):
-                    arguments[field] = _megatron_argument(hint)
-    return arguments
-
-
-def _megatron_argument(hint: ast.expr) -> Argument:
-    annotation = ast.unparse(hint)
-    if annotation == "AttnBackend":
-        return Argument(str, annotation, ATTENTION_BACKENDS)
-    return Argument(as_type(hint), annotation)
 
 
 _SHAPE = "model.path, whose config.json decides it"
@@ -333,7 +312,7 @@ def check_megatron_settings(config: RunConfig) -> Iterable[str]:
         ("trainer.ddp", trainer.ddp),
         ("trainer.optimizer.megatron", trainer.optimizer.megatron),
     ):
-        arguments = megatron_arguments(key) if settings else {}
+        arguments = vendor_arguments(MEGATRON, key)
         for name, value in settings.items():
             for problem in _problems(key, str(name), value, arguments):
                 yield f"{key}.{name}={yaml_text(value)}: {problem}"
@@ -350,88 +329,18 @@ def _problems(key: str, name: str, value: Any, arguments: Mapping[str, Any]) -> 
         yield f"must be set by {MEGATRON_BY_KEY[key][name]}"
     elif name in MEGATRON_REFUSED[key]:
         yield f"must be left out; {MEGATRON_REFUSED[key][name]}"
-    elif arguments and name not in arguments:
+    elif name not in arguments:
         near = nearest(name, arguments)
         hint = f"it is no field of {CLASSES[key][-1][1]}"
         if near:
             hint = f"did you mean {MEGATRON_BY_KEY[key].get(near, near)}?"
-        yield f"unknown to megatron-core {megatron_version()}; {hint}"
-    elif arguments and any(part in arguments[name].annotation for part in _NOT_TEXT):
+        yield f"unknown to megatron-core {version_of(MEGATRON)}; {hint}"
+    elif any(part in arguments[name].annotation for part in _NOT_TEXT):
         yield f"must be left out; it is a {arguments[name].annotation}, which a config cannot state"
     elif minimum is not None and type(value) is int and value < minimum:
         yield f"must be at least {minimum}"
-    elif arguments:
+    else:
         yield from misfits(arguments[name], value)
-
-
-# one class for each namespace of sglang.srt.server_args.ServerArgs
-DECLARED_IN = "srt/arg_groups/fields"
-CHOICES_IN = "srt/arg_groups/choices.py"
-
-
-def sglang_version() -> str:
-    return importlib.metadata.version("sglang")
-
-
-@functools.cache
-def sglang_arguments() -> Mapping[str, Argument]:
-    """All arguments by name; empty if SGLang is not installed, as on a machine that only plans."""
-    root = package_folder("sglang")
-    if root is None:
-        return {}
-    names = dict(_assigned(root / CHOICES_IN)) if (root / CHOICES_IN).is_file() else {}
-    return {
-        name: argument
-        for file in sorted((root / DECLARED_IN).glob("*.py"))
-        for name, argument in _declared(file, names)
-    }
-
-
-def _assigned(file: Path) -> Iterator[tuple[str, Any]]:
-    for statement in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            try:
-                yield statement.targets[0].id, ast.literal_eval(statement.value)
-            except ValueError:
-                continue  # not a plain list
-
-
-def _declared(file: Path, names: Mapping[str, Any]) -> Iterator[tuple[str, Argument]]:
-    """Parses `name: A[type, help]`, `name: A[type, Arg(help, choices, …)]`, or `name: type`."""
-    for block in ast.parse(file.read_text(encoding="utf-8")).body:
-        for name, hint in fields_of(block) if isinstance(block, ast.ClassDef) else ():
-            details = None
-            if (
-                isinstance(hint, ast.Subscript)
-                and isinstance(hint.slice, ast.Tuple)
-                and ast.unparse(hint.value) == "A"
-            ):
-                hint, details = hint.slice.elts[:2]
-            keywords = {}
-            if isinstance(details, ast.Call):
-                keywords = {keyword.arg: keyword.value for keyword in details.keywords}
-            choices = _literal(keywords.get("choices"), names)
-            flags = list(_literal(keywords.get("aliases"), names) or ())
-            cli_name = _literal(keywords.get("cli_name"), names)
-            if cli_name:
-                flags.append(cli_name)
-            argument = Argument(
-                type=as_type(hint),
-                annotation=ast.unparse(hint),
-                choices=None if choices is None else tuple(choices),
-                aliases=tuple(flag.lstrip("-").replace("-", "_") for flag in flags),
-            )
-            yield name, argument
-
-
-def _literal(node: ast.expr | None, names: Mapping[str, Any]) -> Any:
-    """The value of a literal or of a named list; None for anything else."""
-    if isinstance(node, ast.Name):
-        return names.get(node.id)
-    try:
-        return None if node is None else ast.literal_eval(node)
-    except ValueError:
-        return None
 
 
 SGLANG_BY_KEY = {
@@ -585,7 +494,7 @@ def _check(
     by_key: Mapping[str, str],
     refusal: Callable[[str, Any], str | None],
 ) -> Iterable[str]:
-    arguments = sglang_arguments() if settings else {}
+    arguments = vendor_arguments(SGLANG, "generator.server_args")
     for name, value in settings.items():
         for problem in _problems_with_argument(name, value, arguments, by_key, refusal):
             yield f"{section}.server_args.{name}={yaml_text(value)}: {problem}"
@@ -605,9 +514,9 @@ def _problems_with_argument(
         yield "must be left out; the launcher decides it"
     elif reason is not None:
         yield reason
-    elif arguments and name not in arguments:
-        yield f"unknown to SGLang {sglang_version()}; {_hint(str(name), arguments, by_key)}"
-    elif name in arguments:
+    elif name not in arguments:
+        yield f"unknown to SGLang {version_of(SGLANG)}; {_hint(str(name), arguments, by_key)}"
+    else:
         yield from misfits(arguments[name], value)
 
 

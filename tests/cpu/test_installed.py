@@ -26,14 +26,14 @@ def print_server_args() -> None:
     print(*(field.name for field in msgspec.structs.fields(ServerArgs)))
 
 
-def test_the_arguments_that_are_read_off_its_source_are_those_that_sglang_takes(
+def test_table_of_arguments_is_what_sglang_takes(
     tmp_path: Path,
 ) -> None:
     with open(tmp_path / "names", "wb") as output:
         process = ENGINES.start("test_installed:print_server_args", [], {}, output)
     assert psutil.wait_procs([process], timeout=120)[1] == []
     there = (tmp_path / "names").read_text().split()
-    assert set(vendor_settings.sglang_arguments()) == {
+    assert set(vendor_settings.vendor_arguments("sglang", "generator.server_args")) == {
         name for name in there if not name.startswith("_")
     }
     # another name of tp_size
@@ -45,7 +45,9 @@ def test_the_arguments_that_are_read_off_its_source_are_those_that_sglang_takes(
     assert ours <= set(there)
     untyped = [
         name
-        for name, argument in vendor_settings.sglang_arguments().items()
+        for name, argument in vendor_settings.vendor_arguments(
+            "sglang", "generator.server_args"
+        ).items()
         if argument.type is Any
     ]
     assert len(untyped) < 5, untyped

@@ -7,16 +7,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import vendor_arguments
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.plan.resolve import resolve
 from megarl.plan.vendor_settings import (
     CLASSES,
+    MEGATRON,
     MEGATRON_BY_KEY,
     MEGATRON_REFUSED,
-    megatron_arguments,
-    megatron_version,
+    VENDOR_ARGUMENTS,
+    version_of,
+)
+from megarl.plan.vendor_settings import (
+    vendor_arguments as arguments_of,
 )
 
 CONFIG = Path(__file__).parents[2] / "configs/8b_aipo.yaml"
@@ -30,9 +35,17 @@ def problems(*overrides: str) -> list[str]:
     return []
 
 
+def test_table_is_that_of_the_installed_packages() -> None:
+    assert VENDOR_ARGUMENTS.read_text(encoding="utf-8") == vendor_arguments.text_of(
+        vendor_arguments.table()
+    ), "python tests/tools/vendor_arguments.py writes it anew"
+
+
 @pytest.mark.parametrize("key", CLASSES)
 def test_every_name_in_the_tables_is_a_field(key: str) -> None:
-    assert set(MEGATRON_BY_KEY[key]) | set(MEGATRON_REFUSED[key]) <= set(megatron_arguments(key))
+    assert set(MEGATRON_BY_KEY[key]) | set(MEGATRON_REFUSED[key]) <= set(
+        arguments_of(MEGATRON, key)
+    )
     assert not set(MEGATRON_BY_KEY[key]) & set(MEGATRON_REFUSED[key])
 
 
@@ -77,14 +90,14 @@ def test_every_name_in_the_tables_is_a_field(key: str) -> None:
         ),
         (
             "trainer.megatron.recompute_granularit=full",
-            f"unknown to megatron-core {megatron_version()}; did you mean recompute_granularity?",
+            f"unknown to megatron-core {version_of(MEGATRON)}; did you mean recompute_granularity?",
         ),
         ("trainer.ddp.use_distributed_optimizer=true", "must be set by trainer.zero"),
         ("trainer.ddp.bucket_size=many", "must be an integer or null"),
         ("trainer.ddp.bucket_size=0", "must be at least 1"),
         (
             "trainer.ddp.zzz=1",
-            f"unknown to megatron-core {megatron_version()}; it is no field of "
+            f"unknown to megatron-core {version_of(MEGATRON)}; it is no field of "
             "DistributedDataParallelConfig",
         ),
         ("trainer.optimizer.megatron.lr=1", "must be set by trainer.optimizer.lr"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from megarl.plan.topologies import generator_ranks
 
 pytestmark = pytest.mark.usefixtures("hub_offline")
 
-SGLANG = vendor_settings.sglang_version()
+SGLANG = vendor_settings.version_of("sglang")
 
 REPLICAS = f"model.path={CONFIGS}/models/qwen3-30b-a3b generator.tp=2 generator.dp_attention=2"
 
@@ -366,17 +367,13 @@ def test_fused_rows_that_are_no_whole_blocks_have_no_other_size_as_advice(tmp_pa
     assert resolve(config(tmp_path, model, *sizes))
 
 
-def test_without_sglang_its_arguments_are_not_judged(
+def test_arguments_are_judged_where_sglang_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as on a laptop that only plans."""
-    monkeypatch.setattr(vendor_settings, "sglang_arguments", dict)
-    assert isinstance(
-        resolve(config(tmp_path, "generator.server_args.enable_mixed_chunks=true")), RunPlan
-    )
-    assert problems_of(tmp_path, "generator.server_args.tp_size=2") == [
-        "generator.server_args.tp_size=2: must be set by generator.tp"
-    ]
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    [problem] = problems_of(tmp_path, "generator.server_args.enable_mixed_chunks=true")
+    assert problem.endswith("did you mean enable_mixed_chunk?")
 
 
 def test_mistakes_of_all_roles_are_reported_together(tmp_path: Path) -> None:
