@@ -39,28 +39,13 @@ check: setup .venv/.megarl-check
 	@$(INSTALL) --no-deps --only-binary :all: -r requirements/check.txt
 	touch $@
 
-# Several processes divide the test files between them (tests/conftest.py). The first one prints as it goes, and the others' output follows
-# at the end. The last lines name all failed tests.
+# WORKERS processes divide the test files between them. With ARGS the tests run in one process, which prints what fails at once.
 WORKERS ?= 2
 test: MARKS = (not matrix or sample) and not long
 test-all: MARKS = not matrix or sample
 test test-all: setup libraries interpreters
 	@unset PYTHONDONTWRITEBYTECODE  # otherwise hundreds of processes would each compile the same files
-	tests() { .venv/bin/pytest -m "$(MARKS)" "$$@"; }
-	$(if $(ARGS),tests $(ARGS); exit)
-	folder=$$(mktemp -d)
-	trap 'rm -rf "$$folder"' EXIT
-	mkdir "$$folder/begun"
-	failed=0
-	for ((share = 2; share <= $(WORKERS); share++)); do
-	    tests --meet="$$folder/begun" --share="$$share/$(WORKERS)" >"$$folder/said.$$share" 2>&1 &
-	    others+=" $$!"
-	done
-	tests --meet="$$folder/begun" --share="1/$(WORKERS)" | tee "$$folder/first" || failed=$$?
-	for process in $${others:-}; do wait "$$process" || failed=$$?; done
-	cat "$$folder"/said.* 2>/dev/null || true
-	grep -hE '^(FAILED|ERROR) ' "$$folder/first" "$$folder"/said.* 2>/dev/null || true
-	exit $$failed
+	.venv/bin/pytest -m "$(MARKS)" $(or $(ARGS),-n $(WORKERS) --dist loadfile --no-loadscope-reorder)
 
 matrix: setup libraries
 	@.venv/bin/pytest -m matrix --matrix-report=docs/weights-matrix.md $(ARGS)

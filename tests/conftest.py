@@ -1,8 +1,5 @@
 """What all tests share: one thread per process, a clean working directory, an end to tests that
 hang, and no process left behind.
-
-pytest --meet=FOLDER --share=1/2 & pytest --meet=FOLDER --share=2/2      the process that reaches a
-file first runs it
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 ROOT = Path(__file__).parents[1]
 LEFTOVERS = {"runs", "build", "dist", ".hypothesis", ".pytest_cache"}  # a used checkout has these
 LINGER_S = 2.0  # for children to end after their signal
-BEGUN = pytest.StashKey[dict[Path, bool]]()
 # Children that live as long as this process, and end with it.
 HELPERS = (
     "multiprocessing.resource_tracker",
@@ -36,19 +32,10 @@ HELPERS = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--meet",
-        type=Path,
-        metavar="FOLDER",
-        help="leave out files that another pytest with this empty folder has begun",
-    )
-    parser.addoption(
         "--linger",
         type=float,
         default=20.0,
         help="seconds for processes to end after the last test",
-    )
-    parser.addoption(
-        "--share", default="1/1", metavar="I/N", help="begin with the I-th of N parts of the files"
     )
 
 
@@ -64,33 +51,24 @@ def pytest_configure(config: pytest.Config) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    part, parts = map(int, config.getoption("--share").split("/"))
-    files = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
-    first = len(files) * (part - 1) // parts
-    items.sort(key=lambda item: (files[item.path] - first) % len(files))
+@pytest.fixture(scope="session", autouse=True)
+def no_process_left_behind(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Fails the last test if a process outlives it.
 
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Skips the tests of a file that another process has begun."""
-    if folder := item.config.getoption("--meet"):
-        ours = item.config.stash.setdefault(BEGUN, {})
-        if item.path not in ours:
-            try:
-                (folder / str(item.path).replace(os.sep, "_")).touch(exist_ok=False)
-                ours[item.path] = True
-            except FileExistsError:
-                ours[item.path] = False
-        if not ours[item.path]:
-            # The previous test left up the fixtures that this test would have used.
-            item.session._setupstate.teardown_exact(nextitem)
-            return True
-    return None
+    All other fixtures begin after this one, so they are torn down by then.
+    """
+    yield
+    psutil.wait_procs(surviving_children(), timeout=pytestconfig.getoption("--linger"))
+    leftovers = surviving_children()
+    descriptions = [describe(child) for child in leftovers]
+    stop(leftovers, signal.SIGKILL)
+    assert not leftovers, f"processes left behind by the tests: {descriptions}"
 
 
 @pytest.fixture(scope="session", autouse=True)
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def checkout(
+    no_process_left_behind: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
     """The working directory of all tests: this checkout as after a clone, without runs and other
     leftovers.
     """
@@ -165,17 +143,3 @@ def pytest_timeout_set_timer(item: pytest.Item, settings) -> bool:
     item.cancel_timeout = timer.cancel  # pytest-timeout calls it when the test is over
     timer.start()
     return True
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A process that outlives the tests fails the session: by now all fixtures are torn down."""
-    psutil.wait_procs(surviving_children(), timeout=session.config.getoption("--linger"))
-    left = surviving_children()
-    if left:
-        report = session.config.pluginmanager.getplugin("terminalreporter")
-        report.write_line(
-            f"\nprocesses left behind by the tests: {[describe(child) for child in left]}", red=True
-        )
-        stop(left, signal.SIGKILL)
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED

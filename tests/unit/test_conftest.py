@@ -68,35 +68,3 @@ def test_a_hanging_test_ends_with_every_stack_and_no_child(tmp_path: Path) -> No
 def test_tests_see_nothing_of_what_was_made_in_the_checkout(checkout: Path) -> None:
     assert Path.cwd() == checkout and (checkout / "configs/quickstart.yaml").exists()
     assert not (checkout / "runs").exists()
-
-
-def test_sessions_that_meet_run_each_file_once(tmp_path: Path) -> None:
-    """The second of two sessions begins in the middle, and skips files that the first has begun,
-    also in the next folder.
-    """
-    (tmp_path / "begun").mkdir()
-    (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
-    for name in ("a/test_1", "a/test_2", "b/test_3", "b/test_4", "b/test_5", "c/test_6"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / f"{name}.py").write_text("def test_1(): pass\n\n\ndef test_2(): pass\n")
-    for name in ("a/test_1", "b/test_5"):  # as if the other session had begun them
-        (tmp_path / "begun" / str(tmp_path / f"{name}.py").replace("/", "_")).touch()
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pytest",
-        "-v",
-        "--meet",
-        str(tmp_path / "begun"),
-        "--share=2/2",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
-    ran = [line.split()[0] for line in done.stdout.splitlines() if " PASSED " in line]
-    assert ran == [
-        f"{name}.py::test_{number}"
-        for name in ("b/test_4", "c/test_6", "a/test_2", "b/test_3")
-        for number in (1, 2)
-    ]
-    assert done.returncode == 0, done.stdout
