@@ -296,8 +296,8 @@ class SampleNumbers(NamedTuple):
     teachers: bytes = b""
 
 
-class Batch(msgspec.Struct, frozen=True):
-    """The input of one step: `prompts_per_step` groups, sorted by ordinal.
+class BatchHeader(msgspec.Struct, frozen=True, tag=True):
+    """What every trainer rank knows of a batch: `prompts_per_step` groups, sorted by ordinal.
 
     If it has no groups, too many prompts were dropped, and the run ends.
     """
@@ -311,15 +311,20 @@ class Batch(msgspec.Struct, frozen=True):
     due_wait_s: float = 0.0
     rejected: int = 0  # groups rejected as too old since the last batch
     buffered: int = 0  # finished groups left for later batches
-    # place in `samples` -> numbers, for the samples that this rank trains on
-    numbers: dict[int, SampleNumbers] = {}
-    texts: list[msgspec.Raw] = []  # an encoded GroupTexts for each group; only on trainer rank 0
     # by dynamic sampling: generated like `groups`, but not trained on
     dropped: list[GroupSummary] = []
-    dropped_texts: list[msgspec.Raw] = []  # as `texts`
     rested: int = 0  # prompts that the curriculum has left out since the last batch
     reward_s: float = 0.0  # wait for scores in that time, weighted by the share of waiting rollouts
     rollout_s: float = 0.0  # mean time of a prompt from its start to its score
+
+
+class Batch(BatchHeader, frozen=True):
+    """The input of one step."""
+
+    # place in `samples` -> numbers, for the samples that this rank trains on
+    numbers: dict[int, SampleNumbers] = {}
+    texts: list[msgspec.Raw] = []  # an encoded GroupTexts for each group; only on trainer rank 0
+    dropped_texts: list[msgspec.Raw] = []  # as `texts`
 
     @property
     def samples(self) -> list[SampleSummary]:

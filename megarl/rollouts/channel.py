@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 import numpy as np
@@ -36,6 +36,7 @@ import torch.distributed as dist
 
 from megarl.base.rollout_types import (
     Batch,
+    BatchHeader,
     Group,
     GroupSummary,
     GroupTexts,
@@ -330,45 +331,20 @@ class _Resend(msgspec.Struct, frozen=True, tag=True):
     """Sent instead of a batch when all ranks must first offer their weights again."""
 
 
-class _Header(msgspec.Struct, frozen=True, tag=True):
-    """What rank 0 broadcasts about a batch."""
-
-    step: int
-    groups: list[msgspec.Raw]  # encoded GroupSummary
-    generate_s: float
-    generator_wait_s: float
-    due_wait_s: float
-    rejected: int
-    buffered: int
-    dropped: list[msgspec.Raw]  # encoded GroupSummary
-    rested: int
-    reward_s: float
-    rollout_s: float
+_decode_agreed = msgspec.msgpack.Decoder(BatchHeader | _Resend | None).decode
+_decode_header = msgspec.msgpack.Decoder(BatchHeader).decode
 
 
-class _Received(msgspec.Struct, frozen=True, tag="_Header"):
-    """A decoded _Header. Its fields are those of a Batch."""
-
-    step: int
-    groups: list[GroupSummary]
-    generate_s: float
-    generator_wait_s: float
-    due_wait_s: float
-    rejected: int
-    buffered: int
-    dropped: list[GroupSummary]
-    rested: int
-    reward_s: float
-    rollout_s: float
+def batch_of(header: BatchHeader) -> Batch:
+    """The batch of rank 0's `header`, as every rank receives it: without the numbers of its
+    tokens.
+    """
+    return Batch(**msgspec.structs.asdict(_decode_header(_encode(header))))
 
 
-_decode_agreed = msgspec.msgpack.Decoder(_Received | _Resend | None).decode
-_decode_received = msgspec.msgpack.Decoder(_Received).decode
-
-
-def batch_of(header: _Header) -> Batch:
-    """The batch of `header`, as every rank receives it: without the numbers of its tokens."""
-    return Batch(**msgspec.structs.asdict(_decode_received(_encode(header))))
+def _encoded_summaries(groups: Sequence[GroupReady]) -> list[GroupSummary]:
+    """The summaries as the generator has encoded them. Only receivers of a header decode them."""
+    return cast("list[GroupSummary]", [group.summary for group in groups])
 
 
 class Inlet(Protocol):
@@ -409,8 +385,8 @@ class Intake:
 
     def look(
         self, step: int, now_s: float
-    ) -> tuple[_Header, list[GroupReady], list[GroupReady]] | None:
-        """The header of the batch of `step`, its groups, and the dropped groups; None if it is not
+    ) -> tuple[BatchHeader, list[GroupReady], list[GroupReady]] | None:
+        """Rank 0's header of the batch of `step`, its groups, and the dropped groups; None if it is not
         complete. Rejects groups that are too old.
         """
         self.take_in()
@@ -444,7 +420,7 @@ class Intake:
 
     def _compose(
         self, step: int, groups: list[GroupReady], dropped: list[GroupReady], now_s: float
-    ) -> tuple[_Header, list[GroupReady], list[GroupReady]]:
+    ) -> tuple[BatchHeader, list[GroupReady], list[GroupReady]]:
         timed_groups = [group for group in groups if group.ended_s > 0]
         elapsed_s = 0.0
         reward_s = 0.0
@@ -464,15 +440,15 @@ class Intake:
         rejected = self._rejected
         self._rejected = 0
         self._full_since = None
-        header = _Header(
+        header = BatchHeader(
             step=step,
-            groups=[group.summary for group in groups],
+            groups=_encoded_summaries(groups),
             generate_s=max(0.0, elapsed_s - reward_s),
             generator_wait_s=waited_s,
             due_wait_s=due_wait_s,
             rejected=rejected,
             buffered=self.buffer.finished,
-            dropped=[group.summary for group in dropped],
+            dropped=_encoded_summaries(dropped),
             rested=self.buffer.take_rested(),
             reward_s=reward_s,
             rollout_s=rollout_s,
@@ -549,7 +525,7 @@ class RolloutsReceiver:
                 header, groups, dropped = header
             body = msgspec.msgpack.encode(header)
         message = _decode_agreed(self._groups.broadcast(body))
-        if not isinstance(message, _Received):
+        if not isinstance(message, BatchHeader):
             return message
         batch = Batch(
             **msgspec.structs.asdict(message),
@@ -580,7 +556,7 @@ class RolloutsReceiver:
 
     def _next_batch(
         self, executor: BatchExecutor
-    ) -> tuple[_Header, list[GroupReady], list[GroupReady]] | _Resend | None:
+    ) -> tuple[BatchHeader, list[GroupReady], list[GroupReady]] | _Resend | None:
         """Waits for the batch of this step. Returns its header, its groups and the dropped groups,
         or None when the run must stop.
         """
