@@ -15,8 +15,8 @@ from statistics import fmean
 from typing import Any
 
 from megarl.base.files import write_whole
+from megarl.base.kept_sets import MOST_KEPT
 from megarl.base.results import CommandResult
-from megarl.base.rollout_types import MOST_KEPT
 from megarl.config.errors import ConfigError, tell
 from megarl.config.load import dump_config
 from megarl.config.schema import RunConfig

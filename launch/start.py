@@ -12,8 +12,8 @@ from typing import Any
 
 from megarl.base import shared_gpu
 from megarl.base.files import write_problem
+from megarl.base.kept_sets import MOST_KEPT
 from megarl.base.processes import BEATS
-from megarl.base.rollout_types import MOST_KEPT
 from megarl.config.errors import ConfigError
 from megarl.config.schema import GeneratorConfig, RunConfig
 from megarl.data.rows import held_out_samplings, stops_on_text

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from megarl.base.rollout_types import UNANSWERED, Group, KeptSets, Prompt, Sample, join_kept_sets
+from megarl.base.kept_sets import KeptSets, join_kept_sets
+from megarl.base.rollout_types import UNANSWERED, Group, Prompt, Sample
 from megarl.data.chat import ChatTemplate, Message, StandIns, name_of
 from megarl.data.tokenizer import MOST_CHARS_PER_TOKEN, Tokenizer
 from megarl.generator.completions import MOST_STRINGS, Completion, Sampling, cut

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.base import Algorithm
+from megarl.base.kept_sets import kept_metrics
 from megarl.base.rollout_types import (
     Batch,
     RemoteSequence,
@@ -22,7 +23,6 @@ from megarl.base.rollout_types import (
     Version,
     any_unanswered,
     episodes,
-    kept_metrics,
 )
 from megarl.config.schema import RunConfig, TrainerConfig
 from megarl.data.order import Mixture

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from megarl.base.rollout_types import MOST_KEPT
+from megarl.base.kept_sets import MOST_KEPT
 from megarl.config.algorithms import ALGORITHMS, PUBLISHED
 from megarl.config.limits import (
     IMPORT_PATH,

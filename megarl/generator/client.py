@@ -18,7 +18,8 @@ import msgspec
 import torch
 
 from megarl.base.files import log_tail
-from megarl.base.rollout_types import TeacherScores, Version
+from megarl.base.rollout_types import Version
+from megarl.base.teacher_scores import TeacherScores
 from megarl.generator.completions import (
     ABORT,
     Completion,

@@ -12,16 +12,9 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from megarl.base.rollout_types import (
-    MOST_KEPT,
-    KeptSets,
-    TeacherScores,
-    Typed,
-    Version,
-    impossible_logprobs,
-    typed,
-    view,
-)
+from megarl.base.kept_sets import MOST_KEPT, KeptSets
+from megarl.base.rollout_types import Typed, Version, impossible_logprobs, typed, view
+from megarl.base.teacher_scores import TeacherScores
 from megarl.generator.seeds import seed_of
 from megarl.models.routing import RoutingFormat
 

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from megarl.base.files import log_tail
-from megarl.base.rollout_types import KeptSets, Version, join_kept_sets
+from megarl.base.kept_sets import KeptSets, join_kept_sets
+from megarl.base.rollout_types import Version
 from megarl.generator.client import EngineClient, EngineUnreachable
 from megarl.generator.completions import (
     ABORT,

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.base.geometry import STATES_PER_REQUEST
+from megarl.base.kept_sets import MOST_KEPT
 from megarl.base.processes import FOR_LAUNCHER, end_with_parent
-from megarl.base.rollout_types import MOST_KEPT
 from megarl.base.shared_gpu import await_trainers
 from megarl.config.errors import ConfigError
 from megarl.generator import cpu_support, hooks, torch_kernels

@@ -6,7 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from megarl.base.rollout_types import KeptSets, Ordinal, Version
+from megarl.base.kept_sets import KeptSets
+from megarl.base.rollout_types import Ordinal, Version
 from megarl.messaging.host import Host
 
 

@@ -34,13 +34,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megarl.base.kept_sets import KeptSets
 from megarl.base.rollout_types import (
     Batch,
     BatchHeader,
     Group,
     GroupSummary,
     GroupTexts,
-    KeptSets,
     Ordinal,
     Sample,
     SampleNumbers,

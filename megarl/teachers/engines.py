@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from megarl.base.rollout_types import Failure, Prompt, Sample, TeacherFormat, TeacherScores
+from megarl.base.rollout_types import Failure, Prompt, Sample
+from megarl.base.teacher_scores import TeacherFormat, TeacherScores
 from megarl.config.errors import ConfigError
 from megarl.data.tokenizer import Tokenizer, tokenizer_of
 from megarl.generator.client import EngineUnreachable

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megarl.algorithms import recipes
-from megarl.base.rollout_types import TeacherFormat
+from megarl.base.teacher_scores import TeacherFormat
 from megarl.config.errors import ConfigError
 from megarl.config.schema import SAMPLED, TOP_K, VOCABULARY, DistillConfig, RunConfig
 from megarl.critic.plan import misfits

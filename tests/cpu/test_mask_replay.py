@@ -23,7 +23,8 @@ from trainer_reference import assert_same_gradients, drawn_reference, hf_gradien
 
 from megarl.algorithms.batches import to_train_sequences
 from megarl.base.geometry import TrainerTopology
-from megarl.base.rollout_types import MOST_KEPT, Group, Prompt, Sample, TrainSequence
+from megarl.base.kept_sets import MOST_KEPT
+from megarl.base.rollout_types import Group, Prompt, Sample, TrainSequence
 from megarl.config.schema import ModelConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.generator.completions import Sampling

@@ -13,7 +13,8 @@ import pytest
 import torch
 from sglang_engine import CONTEXT, VOCABULARY, hf_model, make_checkpoint, start_engine
 
-from megarl.base.rollout_types import Prompt, Sample, TeacherFormat
+from megarl.base.rollout_types import Prompt, Sample
+from megarl.base.teacher_scores import TeacherFormat
 from megarl.config.schema import RunConfig
 from megarl.generator.completions import EngineError
 from megarl.generator.fleet import Fleet

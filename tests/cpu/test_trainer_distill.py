@@ -23,7 +23,8 @@ from trainer_rig import sequences
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megarl.algorithms.batches import cut_into_minibatches
-from megarl.base.rollout_types import Batch, Group, Prompt, Sample, TeacherFormat, TeacherScores
+from megarl.base.rollout_types import Batch, Group, Prompt, Sample
+from megarl.base.teacher_scores import TeacherFormat, TeacherScores
 from megarl.kernels import linear_kl
 from megarl.kernels.chunked_kl import LEAST_REST, LikeliestTokens, WholeDistribution
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from megarl.algorithms.base import LossOutput
 from megarl.base.geometry import TrainerTopology
-from megarl.base.rollout_types import KeptSets, TrainSequence
+from megarl.base.kept_sets import KeptSets
+from megarl.base.rollout_types import TrainSequence
 from megarl.config.schema import OptimizerConfig, TrainerConfig
 from megarl.lora.settings import LoraConfig
 from megarl.models.registry import load_spec

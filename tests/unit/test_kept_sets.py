@@ -18,15 +18,8 @@ from hypothesis import strategies as st
 from resolving import config, problems_of
 
 from megarl.algorithms.batches import batch_metrics, to_train_sequences
-from megarl.base.rollout_types import (
-    MOST_KEPT,
-    Group,
-    KeptSets,
-    Prompt,
-    Sample,
-    TrainSequence,
-    join_kept_sets,
-)
+from megarl.base.kept_sets import MOST_KEPT, KeptSets, join_kept_sets
+from megarl.base.rollout_types import Group, Prompt, Sample, TrainSequence
 from megarl.config.schema import ModelConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.generator.completions import (

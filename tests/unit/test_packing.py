@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from megarl.base.rollout_types import Failure, Group, KeptSets, Prompt, Sample
+from megarl.base.kept_sets import KeptSets
+from megarl.base.rollout_types import Failure, Group, Prompt, Sample
 from megarl.messaging.messages import decode, encode
 from megarl.rollouts.channel import join, pack, share_bytes, split, summary_of, texts_of
 

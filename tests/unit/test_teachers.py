@@ -15,7 +15,8 @@ import torch
 from resolving import MODEL, config
 
 from megarl.algorithms.registry import make_algorithm
-from megarl.base.rollout_types import Failure, Prompt, Sample, TeacherFormat
+from megarl.base.rollout_types import Failure, Prompt, Sample
+from megarl.base.teacher_scores import TeacherFormat
 from megarl.config.errors import ConfigError
 from megarl.config.schema import AlgorithmConfig, RewardConfig, RunConfig
 from megarl.estimate.estimate import estimate

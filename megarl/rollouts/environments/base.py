@@ -15,15 +15,14 @@ from typing import Any, Protocol
 import numpy as np
 from msgspec.structs import replace
 
+from megarl.base.kept_sets import KeptSets, join_kept_sets
 from megarl.base.rollout_types import (
     UNANSWERED,
     Group,
-    KeptSets,
     Prompt,
     Sample,
     episodes,
     impossible_logprobs,
-    join_kept_sets,
     typed,
     view,
 )
