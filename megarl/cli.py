@@ -221,8 +221,34 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         by_name[name].add_argument(
             "--json", action="store_true", help="print one JSON object, and nothing else, on stdout"
         )
+    _add_train_arguments(by_name["train"])
+    _add_checkpoint_arguments(by_name["export"], by_name["eval"])
+    _add_reshard_arguments(by_name["reshard"])
+    _add_plan_arguments(by_name["plan"])
+    for name, module in WITHOUT_CONFIG.items():
+        about = module.DESCRIPTION
+        by_name[name] = commands.add_parser(
+            name, help=about, description=about, epilog=_examples(name), formatter_class=_RAW
+        )
+        module.add_arguments(by_name[name])
+    arguments, rest = parser.parse_known_args(argv)
+    if arguments.command in WITHOUT_CONFIG and not hasattr(arguments, "overrides"):
+        if rest:
+            by_name[arguments.command].error(f"unknown argument: {' '.join(rest)}")
+        return arguments
+    unknown = [argument for argument in rest if argument.startswith("-")]
+    if unknown:
+        by_name[arguments.command].error(
+            f"unknown option: {' '.join(unknown)}{_meant_as_settings(unknown)}"
+        )
+    arguments.overrides += rest  # argparse takes positional arguments only up to the first option
+    return arguments
+
+
+def _add_train_arguments(train: argparse.ArgumentParser) -> None:
     dry_run = "check the settings, print plan, map and each node's processes; start nothing"
-    by_name["train"].add_argument("--dry-run", action="store_true", help=dry_run)
+    train.add_argument("--dry-run", action="store_true", help=dry_run)
+    # the dry run also prints what megarl plan and megarl reshard print
     unused = {
         "json": False,
         "dump": None,
@@ -231,7 +257,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "picture": None,
         "rank": None,
     }
-    by_name["train"].set_defaults(
+    train.set_defaults(
         **unused,
         search=False,
         theory=False,
@@ -241,14 +267,22 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         source=None,
         output=None,
     )
-    by_name["export"].add_argument("--output", metavar="DIR", required=True, help="folder to write")
-    by_name["export"].add_argument(
+
+
+def _add_checkpoint_arguments(
+    export: argparse.ArgumentParser, evaluate: argparse.ArgumentParser
+) -> None:
+    export.add_argument("--output", metavar="DIR", required=True, help="folder to write")
+    export.add_argument(
         "--lora",
         action="store_true",
         help="write the adapter of a run with lora.rank, in PEFT's format",
     )
-    for name, more in (("export", ""), ("eval", "; 0: model.path, or the warm start made from it")):
-        which = by_name[name].add_mutually_exclusive_group()
+    for command, more in (
+        (export, ""),
+        (evaluate, "; 0: model.path, or the warm start made from it"),
+    ):
+        which = command.add_mutually_exclusive_group()
         which.add_argument(
             "--step", metavar="N", type=int, help=f"checkpoint to take; default: the newest{more}"
         )
@@ -257,7 +291,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             action="store_true",
             help="take the checkpoint with the best held-out score (checkpoint.keep_best)",
         )
-    reshard = by_name["reshard"]
+
+
+def _add_reshard_arguments(reshard: argparse.ArgumentParser) -> None:
     reshard.add_argument(
         "--rank", metavar="trainer:N|generator:N", help="list the copies of this rank alone"
     )
@@ -276,7 +312,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     reshard.add_argument(
         "--picture", metavar="FILE", help="draw who sends to whom, and how evenly: .svg or .png"
     )
-    plan = by_name["plan"]
+
+
+def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--search",
         action="store_true",
@@ -317,24 +355,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     plan.add_argument(
         "--output", metavar="FOLDER", help="with --simulate: write the run there, for megarl report"
     )
-    for name, module in WITHOUT_CONFIG.items():
-        about = module.DESCRIPTION
-        by_name[name] = commands.add_parser(
-            name, help=about, description=about, epilog=_examples(name), formatter_class=_RAW
-        )
-        module.add_arguments(by_name[name])
-    arguments, rest = parser.parse_known_args(argv)
-    if arguments.command in WITHOUT_CONFIG and not hasattr(arguments, "overrides"):
-        if rest:
-            by_name[arguments.command].error(f"unknown argument: {' '.join(rest)}")
-        return arguments
-    unknown = [argument for argument in rest if argument.startswith("-")]
-    if unknown:
-        by_name[arguments.command].error(
-            f"unknown option: {' '.join(unknown)}{_meant_as_settings(unknown)}"
-        )
-    arguments.overrides += rest  # argparse takes positional arguments only up to the first option
-    return arguments
 
 
 def _meant_as_settings(options: Sequence[str]) -> str:
@@ -357,68 +377,72 @@ def _meant_as_settings(options: Sequence[str]) -> str:
 
 def _train(plan: RunPlan, arguments: argparse.Namespace) -> int | None:
     if arguments.dry_run:
-        from megarl.data.check import digests_of
-        from megarl.data.contents import contents_of
-        from megarl.launch.commands import (
-            cache_lines,
-            compared_data,
-            gpus_line,
-            render_launch,
-            role_lines,
-            sampling_lines,
-            sandbox_lines,
-            weights_lines,
-            with_caches,
-            with_lengths_of,
-            with_nodes_of_here,
-        )
-        from megarl.launch.inputs import check_inputs
-        from megarl.launch.resuming import check_resume_point, latest_checkpoint
-
-        resume = latest_checkpoint(plan.config.run_dir)
-        check_resume_point(plan.config.run_dir, resume)
-        inputs = check_inputs(plan.config, "dry-run", plan, at_hand=True)
-        of_data = compared_data(
-            plan.config,
-            plan.config.run_dir,
-            resume,
-            contents_of(plan.config, digests_of(inputs.datasets), rewarded=True),
-        )
-        plan = with_lengths_of(with_nodes_of_here(plan), inputs.datasets)
-        for name, lines in (("data", inputs.datasets), ("reward", inputs.rewards)):
-            print(
-                *(f"{'' if number else name:<10} {line}\n" for number, line in enumerate(lines)),
-                sep="",
-                end="",
-            )
-        print(gpus_line(plan))
-        status = _plan(plan, arguments)
-        _reshard(plan, arguments)
-        sized = with_caches(plan, dry_run=True)
-        print(render_launch(sized))
-        if resume.checkpoint:
-            print(
-                "The checkpoint's files have their full length. Their hashes are not checked now; "
-                "the run does that when it reads them"
-            )
-        print(
-            *weights_lines(plan, resume),
-            *role_lines(plan),
-            *cache_lines(sized),
-            *sampling_lines(plan),
-            *sandbox_lines(plan),
-            *of_data,
-            sep="\n",
-        )
-        if not (plan.weights.are_there or plan.weights.are_gone):
-            print(
-                f"before it  megarl sft {arguments.config}, with the same overrides: "
-                f"{plan.weights_path} holds no weights yet"
-            )
-        return status
+        return _dry_run(plan, arguments)
     from megarl.launch.commands import train
 
     train(plan)
+
+
+def _dry_run(plan: RunPlan, arguments: argparse.Namespace) -> int | None:
+    from megarl.data.check import digests_of
+    from megarl.data.contents import contents_of
+    from megarl.launch.commands import (
+        cache_lines,
+        compared_data,
+        gpus_line,
+        render_launch,
+        role_lines,
+        sampling_lines,
+        sandbox_lines,
+        weights_lines,
+        with_caches,
+        with_lengths_of,
+        with_nodes_of_here,
+    )
+    from megarl.launch.inputs import check_inputs
+    from megarl.launch.resuming import check_resume_point, latest_checkpoint
+
+    resume = latest_checkpoint(plan.config.run_dir)
+    check_resume_point(plan.config.run_dir, resume)
+    inputs = check_inputs(plan.config, "dry-run", plan, at_hand=True)
+    of_data = compared_data(
+        plan.config,
+        plan.config.run_dir,
+        resume,
+        contents_of(plan.config, digests_of(inputs.datasets), rewarded=True),
+    )
+    plan = with_lengths_of(with_nodes_of_here(plan), inputs.datasets)
+    for name, lines in (("data", inputs.datasets), ("reward", inputs.rewards)):
+        print(
+            *(f"{'' if number else name:<10} {line}\n" for number, line in enumerate(lines)),
+            sep="",
+            end="",
+        )
+    print(gpus_line(plan))
+    status = _plan(plan, arguments)
+    _reshard(plan, arguments)
+    sized = with_caches(plan, dry_run=True)
+    print(render_launch(sized))
+    if resume.checkpoint:
+        print(
+            "The checkpoint's files have their full length. Their hashes are not checked now; "
+            "the run does that when it reads them"
+        )
+    print(
+        *weights_lines(plan, resume),
+        *role_lines(plan),
+        *cache_lines(sized),
+        *sampling_lines(plan),
+        *sandbox_lines(plan),
+        *of_data,
+        sep="\n",
+    )
+    if not (plan.weights.are_there or plan.weights.are_gone):
+        print(
+            f"before it  megarl sft {arguments.config}, with the same overrides: "
+            f"{plan.weights_path} holds no weights yet"
+        )
+    return status
 
 
 def _rows(plan: RunPlan, arguments: argparse.Namespace) -> None:
