@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
@@ -404,7 +404,19 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
     rows = read_metrics(run_dir / METRICS_FILE)
     if not rows:
         return f"{run_dir}: no step was finished\n"
-    lines = [("reward", _reward(rows))] if _values(rows, "reward/mean") else []
+    lines = []
+    if _values(rows, "reward/mean"):
+        lines.append(("reward", _reward(rows)))
+    lines += _failure_lines(run_dir, rows)
+    lines += _prompt_lines(rows)
+    lines += _held_out(evaluations, int(rows[-1]["step"]) + 1)
+    lines += _policy_lines(rows)
+    lines += _time_lines(rows)
+    lines += [("note", text) for text in advisories(rows)]
+    return f"\n{run_dir}: {len(rows)} steps (speed and times are medians)\n" + _table(lines)
+
+
+def _failure_lines(run_dir: Path, rows: list[Row]) -> Iterator[tuple[str, str]]:
     failures = FailuresTail(run_dir)
     failures.poll()
     for name, text in (
@@ -413,26 +425,27 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
     ):
         if text:
             reason = failures.reason(episodes=name == "episodes")
-            lines.append((name, f"{text}{reason}; rollouts/ marks them"))
+            yield name, f"{text}{reason}; rollouts/ marks them"
+
+
+def _prompt_lines(rows: list[Row]) -> Iterator[tuple[str, str]]:
     unanswered = sum(_values(rows, "prompts/unanswered"))
     if unanswered:
-        lines.append(
-            ("prompts unanswered", f"{unanswered:.0f}, dropped since a program sampled nothing")
-        )
+        yield "prompts unanswered", f"{unanswered:.0f}, dropped since a program sampled nothing"
     dropped = _values(rows, "prompts/dropped")
     if dropped and (sum(dropped) or not unanswered):
-        lines.append(("prompts dropped", _dropped(rows)))
-    lines += _held_out(evaluations, int(rows[-1]["step"]) + 1)
+        yield "prompts dropped", _dropped(rows)
+
+
+def _policy_lines(rows: list[Row]) -> Iterator[tuple[str, str]]:
+    """What the policy did, how old it was, and how well trainer and engines agreed on it."""
     turns = _values(rows, "turns/mean")
     if turns and max(turns) > 1:
-        lines.append(("turns", _turns(rows)))
+        yield "turns", _turns(rows)
     staleness = _values(rows, "staleness/max")
-    speed = _values(rows, "samples_per_s")
     if staleness and _values(rows, "staleness/mean"):
         mean = _mean(rows, "staleness/mean")
-        lines.append(
-            ("staleness", f"{mean:.2f} steps on average, {max(staleness):.0f} at most"),
-        )
+        yield "staleness", f"{mean:.2f} steps on average, {max(staleness):.0f} at most"
     differences = _values(rows, "logprob/abs_diff_mean")
     if differences:
         text = (
@@ -442,36 +455,33 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
         without_replay = _values(rows, "logprob/abs_diff_mean_own_routing")
         if without_replay:
             text += f"; at most {max(without_replay):.1e} without routing replay"
-        lines.append(("log-prob difference", text))
+        yield "log-prob difference", text
     sizes = _values(rows, "agreement/ess")
     if sizes and _values(rows, "agreement/abs_diff_mean"):
         difference = _ends(rows, "agreement/abs_diff_mean", "mean log-prob difference")
         size = statistics.median(sizes)
-        lines.append(("trained on", f"{difference}; effective sample size {size:.2%} (median)"))
+        yield "trained on", f"{difference}; effective sample size {size:.2%} (median)"
     if _values(rows, "entropy/mean"):
-        lines.append(("entropy", _ends(rows, "entropy/mean", "nats a token")))
-    lengths = _values(rows, "response_tokens/mean")
-    if lengths:
-        lines.append(("response length", _ends(rows, "response_tokens/mean", "tokens")))
+        yield "entropy", _ends(rows, "entropy/mean", "nats a token")
+    if _values(rows, "response_tokens/mean"):
+        yield "response length", _ends(rows, "response_tokens/mean", "tokens")
+
+
+def _time_lines(rows: list[Row]) -> Iterator[tuple[str, str]]:
     audits = _values(rows, "sync/audit_ok")
     if audits:
-        lines.append(
-            ("weight audits", f"{sum(map(bool, audits))} of {len(audits)} equal bit for bit")
-        )
+        yield "weight audits", f"{sum(map(bool, audits))} of {len(audits)} equal bit for bit"
+    speed = _values(rows, "samples_per_s")
     if speed and _values(rows, "tokens_per_s"):
         tokens = _median(rows, "tokens_per_s")
-        lines.append(
-            ("speed", f"{statistics.median(speed):.0f} samples/s, {tokens:.0f} tokens/s"),
-        )
+        yield "speed", f"{statistics.median(speed):.0f} samples/s, {tokens:.0f} tokens/s"
     text = ""
     if _values(rows, "time/step_s"):
         text = f"{_median(rows, 'time/step_s'):.3f} s; of it, or beside it:"
-    lines.append(("a step takes", text))
+    yield "a step takes", text
     for name, key in SPLIT.items():
         if _values(rows, key):
-            lines.append((f"  {name}", f"{_median(rows, key):.3f} s"))
-    lines += [("note", text) for text in advisories(rows)]
-    return f"\n{run_dir}: {len(rows)} steps (speed and times are medians)\n" + _table(lines)
+            yield f"  {name}", f"{_median(rows, key):.3f} s"
 
 
 def _reward(rows: list[Row]) -> str:

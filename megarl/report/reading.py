@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, median_high
 from typing import Any, Protocol
@@ -441,6 +442,16 @@ class _Numbers(msgspec.Struct):
 _event = msgspec.json.Decoder(_Event).decode
 
 
+@dataclass
+class _Chart:
+    """What new events add to the page's picture of time."""
+
+    lanes: dict[str, list[list[Any]]] = field(default_factory=dict)  # lane -> its spans
+    marks: list[dict[str, Any]] = field(default_factory=list)
+    pairs: dict[str, list[Any]] = field(default_factory=dict)  # sender -> receivers and bytes
+    pauses: list[dict[str, Any]] = field(default_factory=list)
+
+
 class FileChanged(Exception):
     """A resumed run has cut a part of a file that was already read."""
 
@@ -610,10 +621,7 @@ class RunReader:
         for name in names:
             if name not in trainers[MOST_RANKS:]:
                 self._traces.setdefault(name, Tail(folder / f"{name}.jsonl"))
-        lanes: dict[str, list[list[Any]]] = {}
-        marks = []
-        pairs = {}
-        pauses = []
+        chart = _Chart()
         for process, tail in self._traces.items():
             for line in tail.lines():
                 try:
@@ -622,53 +630,54 @@ class RunReader:
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                     tail.damaged += 1
                     continue
-                self._epoch_us = event.ts if self._epoch_us is None else self._epoch_us
-                at_s = (event.ts - self._epoch_us) / 1e6
-                dur_s = event.dur / 1e6
-                name = event.name
-                track = event.track
-                arguments = event.args
-                kind = next(
-                    (kind for prefix, kind in KINDS.items() if name.startswith(prefix)), None
-                )
-                match = NUMBER.search(name)
-                number = int(match[0]) if match else None
-                if name == "weights map":
-                    pairs[process] = arguments.get("to", [])
-                elif dur_s == 0 and (process.startswith("launcher.") or name in ENGINE_MARKS):
-                    self._expected = arguments.pop("expected", self._expected)
-                    if name == "left":
-                        self._lost.discard(track)
-                    elif name in ENGINE_MARKS:
-                        self._lost.add(track)
-                    subject = track if track != "main" else process
-                    marks.append({**arguments, "at": at_s, "who": subject, "what": name})
-                elif kind is not None:
-                    lane = track
-                    if track == "main":
-                        lane = process
-                    elif track == "weights":
-                        lane = f"{process} weights"
-                    span = [kind, round(at_s, 6), round(dur_s, 6), number]
-                    if kind == "write weights" and "bytes" in arguments:
-                        span.append(arguments["bytes"])
-                    lanes.setdefault(lane, []).append(span)
-                    self._count(kind, track, number, arguments)
-                    if kind == "pause":
-                        pauses.append(
-                            {**arguments, "version": number, "at": at_s, "pause_s": dur_s}
-                        )
+                self._add_event(event, process, chart)
         return {
             "epoch_s": self._epoch_us and self._epoch_us / 1e6,
             "lanes": {
                 name: sorted(spans, key=lambda span: span[1])
-                for name, spans in sorted(lanes.items(), key=lambda lane: _by_rank(lane[0]))
+                for name, spans in sorted(chart.lanes.items(), key=lambda lane: _by_rank(lane[0]))
             },
-            "marks": sorted(marks, key=lambda mark: mark["at"]),
-            "pauses": pauses,
-            "pairs": pairs,
+            "marks": sorted(chart.marks, key=lambda mark: mark["at"]),
+            "pauses": chart.pauses,
+            "pairs": chart.pairs,
             "ranks": [min(len(trainers), MOST_RANKS), len(trainers)],
         }
+
+    def _add_event(self, event: _Event, process: str, chart: _Chart) -> None:
+        self._epoch_us = event.ts if self._epoch_us is None else self._epoch_us
+        at_s = (event.ts - self._epoch_us) / 1e6
+        duration_s = event.dur / 1e6
+        name = event.name
+        track = event.track
+        arguments = event.args
+        kind = next((kind for prefix, kind in KINDS.items() if name.startswith(prefix)), None)
+        match = NUMBER.search(name)
+        number = int(match[0]) if match else None
+        if name == "weights map":
+            chart.pairs[process] = arguments.get("to", [])
+        elif duration_s == 0 and (process.startswith("launcher.") or name in ENGINE_MARKS):
+            self._expected = arguments.pop("expected", self._expected)
+            if name == "left":
+                self._lost.discard(track)
+            elif name in ENGINE_MARKS:
+                self._lost.add(track)
+            subject = track if track != "main" else process
+            chart.marks.append({**arguments, "at": at_s, "who": subject, "what": name})
+        elif kind is not None:
+            lane = track
+            if track == "main":
+                lane = process
+            elif track == "weights":
+                lane = f"{process} weights"
+            span = [kind, round(at_s, 6), round(duration_s, 6), number]
+            if kind == "write weights" and "bytes" in arguments:
+                span.append(arguments["bytes"])
+            chart.lanes.setdefault(lane, []).append(span)
+            self._count(kind, track, number, arguments)
+            if kind == "pause":
+                chart.pauses.append(
+                    {**arguments, "version": number, "at": at_s, "pause_s": duration_s}
+                )
 
     def _count(self, kind: str, track: str, number: int | None, arguments: dict[str, Any]) -> None:
         """Counts each engine's tokens. Engines are compared only while none is lost."""

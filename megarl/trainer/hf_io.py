@@ -16,7 +16,7 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import partial
@@ -258,46 +258,20 @@ def load_hf(
     raises ConfigError, with the names of file and tensor. So does a rank that reads a different
     value where the layer for multi-token prediction must have a copy.
     """
-    # a compiled package that only this needs: a trainer with random weights runs without it
-    from safetensors import safe_open
-
     folder = _local_folder(path, ["*.safetensors", INDEX])
     files = check_checkpoint(spec, folder, without=(SCORE,) if new_head else ())
     places = file_places(filed(spec, files))
-    file_names = set()
-    for tensor in layout.tensors(dist.get_rank()):
-        for piece in tensor.pieces:
-            file_names.add(places[piece.logical_name].name)
+    tensors = layout.tensors(dist.get_rank())
     copies = {
         original: name
         for name, original in multi_token.copies(spec, family(spec)).items()
         if name in files
     }
-    file_names |= {copies[name] for name in file_names if name in copies}
-    file_names |= {
-        name + suffix for name in file_names for suffix in (SCALE, FP4_CODES, FP4_SCALES)
-    }
-    opened = {}
-    for file in sorted({files[name] for name in file_names if name in files}):
-        opened[file] = safe_open(folder / file, framework="pt")
-
-    def read(name: str, box: Box) -> torch.Tensor:
-        return opened[files[name]].get_slice(name)[box.slices()]
-
-    def values_of(stored: FilePlace, box: Box) -> torch.Tensor:
-        if stored.name + FP4_CODES in files:  # tensors in this format are not transposed
-            return _of_fp4(
-                box, *(partial(read, stored.name + suffix) for suffix in (FP4_CODES, FP4_SCALES))
-            )
-        if stored.transposed:
-            return read(stored.name, box.transpose()).transpose(-1, -2)
-        values = read(stored.name, box)
-        if values.dtype == torch.float8_e4m3fn:
-            return _dequantised(values, box, partial(read, stored.name + SCALE))
-        return values
-
+    names = {places[piece.logical_name].name for tensor in tensors for piece in tensor.pieces}
+    names |= {copies[name] for name in names if name in copies}
+    checkpoint = _OpenCheckpoint(folder, files, names)
     for tensor in counted(
-        layout.tensors(dist.get_rank()),
+        tensors,
         "loading weights",
         lambda tensor: local_parameter(parameters, tensor).nbytes,
         show=mib,
@@ -307,27 +281,60 @@ def load_hf(
         for piece in tensor.pieces:
             if new_head and piece.logical_name == SCORE:
                 if new_head == "random":
-                    parameter.copy_(
-                        _random_rows(piece, spec.hidden_size, seed)
-                        / INIT_STD
-                        / math.sqrt(spec.hidden_size + 1)
-                    )
+                    values = _random_rows(piece, spec.hidden_size, seed)
+                    parameter.copy_(values / INIT_STD / math.sqrt(spec.hidden_size + 1))
                 continue
             place = places[piece.logical_name]
+            box = place.place(piece.logical)
             local = parameter[piece.local.slices()]
-            local.copy_(values_of(place, place.place(piece.logical)).view(local.shape))
+            local.copy_(checkpoint.values(place, box).view(local.shape))
             if not local.isfinite().all():
-                name = place.name if place.name in files else place.name + FP4_SCALES
-                raise ConfigError(not_finite(folder / files[name], name))
+                raise ConfigError(checkpoint.not_finite(place))
             copy = copies.get(piece.logical_name)
             if copy:
-                copied_values = values_of(replace(place, name=copy), place.place(piece.logical))
+                copied_values = checkpoint.values(replace(place, name=copy), box)
                 if copied_values.shape != piece.logical.shape or not torch.equal(
                     copied_values.to(local.dtype).view(local.shape), local
                 ):
                     raise ConfigError(
                         multi_token.other_copy(folder / files[copy], copy, piece.logical_name)
                     )
+
+
+class _OpenCheckpoint:
+    """The files of a checkpoint that hold the tensors `names`. `files`: tensor -> its file."""
+
+    def __init__(self, folder: Path, files: Mapping[str, str], names: Iterable[str]):
+        # a compiled package that only this needs: a trainer with random weights runs without it
+        from safetensors import safe_open
+
+        self._folder = folder
+        self._files = files
+        stored_names = {
+            name + suffix for name in names for suffix in ("", SCALE, FP4_CODES, FP4_SCALES)
+        }
+        self._opened = {}
+        for file in sorted({files[name] for name in stored_names if name in files}):
+            self._opened[file] = safe_open(folder / file, framework="pt")
+
+    def values(self, stored: FilePlace, box: Box) -> torch.Tensor:
+        """The values of a tensor within `box`, in whatever format the checkpoint has them."""
+        if stored.name + FP4_CODES in self._files:  # tensors in this format are not transposed
+            codes = partial(self._read, stored.name + FP4_CODES)
+            return _of_fp4(box, codes, partial(self._read, stored.name + FP4_SCALES))
+        if stored.transposed:
+            return self._read(stored.name, box.transpose()).transpose(-1, -2)
+        values = self._read(stored.name, box)
+        if values.dtype == torch.float8_e4m3fn:
+            return _dequantised(values, box, partial(self._read, stored.name + SCALE))
+        return values
+
+    def not_finite(self, stored: FilePlace) -> str:
+        name = stored.name if stored.name in self._files else stored.name + FP4_SCALES
+        return not_finite(self._folder / self._files[name], name)
+
+    def _read(self, name: str, box: Box) -> torch.Tensor:
+        return self._opened[self._files[name]].get_slice(name)[box.slices()]
 
 
 def _dequantised(
