@@ -147,7 +147,7 @@ def test_chain_is_deterministic_by_seed():
 
 
 
-def test_tiny_tokenizer_agrees_with_transformers_and_decodes_exactly(tokenizer: Tokenizer):
+def test_tiny_tokenizer_is_that_of_transformers(tokenizer: Tokenizer):
     reference = AutoTokenizer.from_pretrained(TINY, local_files_only=True)
     text = "7+0-9=12,3: so x^2 <= (y/3)!\n  two  blanks"
     assert tokenizer.encode_prompt(text) == reference(text)["input_ids"]
@@ -348,10 +348,10 @@ def test_product_rows_are_right_and_held_out_ones_are_apart():
     rows = [train[i] for i in range(0, len(train), 200)]
     called = [row for row in rows if not isinstance(row.demonstration, str)]
     for row in rows:
-        left, right = re.fullmatch(r"(\d{3})\*(\d{3})=", row.prompt).groups()
-        assert row.answer == str(int(left) * int(right))
+        first_factor, second_factor = re.fullmatch(r"(\d{3})\*(\d{3})=", row.prompt).groups()
+        assert row.answer == str(int(first_factor) * int(second_factor))
         if row in called:
-            assert row.demonstration == (f"<{left}*{right}>", f"{row.answer};", row.answer)
+            assert row.demonstration == (f"<{first_factor}*{second_factor}>", f"{row.answer};", row.answer)
         else:
             assert re.fullmatch(rf"\?[1-9]\d{{{len(row.answer) - 1}}}", row.demonstration)
     assert 0.27 < len(called) / len(rows) < 0.33
@@ -443,8 +443,8 @@ def test_run_drops_the_rows_that_its_check_dropped(
         {"question": "2+1=", "answer": None},
     ]
     held_out = [{"question": "1+1=", "answer": "2"}, {"question": "7+1=", "answer": "8"}, bad[0]]
-    for name, some in (("train", [*bad, *rows]), ("eval", held_out)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in some))
+    for name, file_rows in (("train", [*bad, *rows]), ("eval", held_out)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in file_rows))
     config = chain_config()
     config.data.bad_rows = "drop"
     config.data.shuffle = False
