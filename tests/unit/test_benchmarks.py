@@ -53,9 +53,9 @@ ROWS: dict[str, list[dict]] = {
 }  # fmt: skip
 
 
-def config_of(name: str, path: Path | str = OWN_PLACE) -> RunConfig:
+def config_of(name: str, path: Path | str = OWN_PLACE, **settings) -> RunConfig:
     config = RunConfig(model=ModelConfig(path="none"))
-    config.eval.suites = {"own": SuiteConfig(benchmark=name, source=str(path))}
+    config.eval.suites = {"own": SuiteConfig(benchmark=name, source=str(path), **settings)}
     return config
 
 
