@@ -80,7 +80,9 @@ class _Module:
         self._block(self._tree.body, {}, {})
         return self._found
 
-    def _block(self, body: list[ast.stmt], names: dict[str, type], of_self: dict[str, type]) -> None:
+    def _block(
+        self, body: list[ast.stmt], names: dict[str, type], of_self: dict[str, type]
+    ) -> None:
         """`names`: sections by variable; `of_self`: by attribute of self."""
         for statement in body:
             if isinstance(statement, ast.ClassDef):
@@ -165,7 +167,9 @@ class _Module:
             )
         )
 
-    def _statement(self, statement: ast.stmt, names: dict[str, type], of_self: dict[str, type]) -> None:
+    def _statement(
+        self, statement: ast.stmt, names: dict[str, type], of_self: dict[str, type]
+    ) -> None:
         for node in ast.walk(statement):
             self._read(node, names, of_self, set())
 
@@ -206,7 +210,9 @@ class _Module:
         ):
             self._found |= {(cls.__name__, name) for name in mentioned & _fields(cls).keys()}
 
-    def _section(self, node: ast.expr, names: dict[str, type], of_self: dict[str, type]) -> type | None:
+    def _section(
+        self, node: ast.expr, names: dict[str, type], of_self: dict[str, type]
+    ) -> type | None:
         if isinstance(node, ast.Name):
             return names.get(node.id)
         if not isinstance(node, ast.Attribute):

@@ -92,7 +92,9 @@ class Simulation:
             self.per_step, self.capacity, self.in_flight, end, self.mixture, self.curriculum
         )
         finished = sorted([*ledger.consumed_beyond, *(g.ordinal for g in ledger.groups)])
-        self.admission.generate_from(ledger.consumed_below, finished, [*ledger.dropped, *ledger.rested])
+        self.admission.generate_from(
+            ledger.consumed_below, finished, [*ledger.dropped, *ledger.rested]
+        )
         if self.curriculum:
             self.curriculum.resume(ledger.outside, frozenset(ledger.rejected))
         self.saved = (ledger, step)

@@ -521,9 +521,18 @@ def test_call_before_a_stop_string_is_a_call():
         [answer] = await played.complete([user("a")], TOOLS, stop=["Obs"])
         assert (answer.content, answer.finish_reason, answer.stop) == ("go", "tool_calls", "Obs")
         [(number, call)] = answer.calls
-        assistant_message = {"role": "assistant", "content": "go", "tool_calls": [openai_call(number, call)]}
+        assistant_message = {
+            "role": "assistant",
+            "content": "go",
+            "tool_calls": [openai_call(number, call)],
+        }
         await played.complete(
-            [user("a"), assistant_message, {"role": "tool", "tool_call_id": number, "content": "42"}], TOOLS
+            [
+                user("a"),
+                assistant_message,
+                {"role": "tool", "tool_call_id": number, "content": "42"},
+            ],
+            TOOLS,
         )
         assert not played.counts["rewritten"] and len(played.tree.leaves()) == 1
         assert TOKENIZER.decode_all(policy.prompts[1]).endswith(

@@ -128,8 +128,14 @@ def test_prompts_without_a_pair_are_counted_and_add_nothing(name: str):
         "pair_margin": pytest.approx(0.1 * (1.0 - 1.0)),
         "pair_accuracy": 1.0,
     }
-    assert group_loss.weights[0].tolist() == [0, 0, 0] and group_loss.weights[:, 2].tolist() == [0, 0, 0]
-    metrics = algorithm.metrics({"tokens": 10.0, "prompts": 3.0, **group_loss.sums, "pair_margin": 0.3})
+    assert group_loss.weights[0].tolist() == [0, 0, 0] and group_loss.weights[:, 2].tolist() == [
+        0,
+        0,
+        0,
+    ]
+    metrics = algorithm.metrics(
+        {"tokens": 10.0, "prompts": 3.0, **group_loss.sums, "pair_margin": 0.3}
+    )
     assert metrics["pairs/fraction"] == pytest.approx(2 / 3)
     assert metrics["pairs/margin"] == pytest.approx(0.15) and metrics["pairs/accuracy"] == 0.5
     no_pairs = algorithm.metrics(

@@ -67,7 +67,13 @@ def test_gspo_clips_responses_and_weighs_tokens_by_lag(seed: int, spread: float)
     clipped = ((advantages[:, 0] > 0) & (ratio > 1.2)) | ((advantages[:, 0] < 0) & (ratio < 0.8))
     weight = (ratio * ~clipped)[:, None] * lag_weight(prox, mu, CAP)
     objective = rows_mean(weight * advantages * logprobs, mask).sum()
-    options = {"name": "gspo", "rho_min": 0.8, "rho": 1.2, "ratio": "decoupled", "behavior_cap": CAP}
+    options = {
+        "name": "gspo",
+        "rho_min": 0.8,
+        "rho": 1.2,
+        "ratio": "decoupled",
+        "behavior_cap": CAP,
+    }
     out = loss_of(logprobs, mu, advantages, mask, proximal=prox, **options)
     torch.testing.assert_close(
         gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12

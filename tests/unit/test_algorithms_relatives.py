@@ -21,7 +21,6 @@ from megarl.config.schema import AlgorithmConfig
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 
 
-
 def random_batch(seed: int, spread: float = 0.5):
     """logits [b, s, v], tokens, mu_logprobs, advantages (one a row), mask.
 
@@ -85,9 +84,7 @@ def test_grpo_has_the_gradient_of_the_clipped_objective(
     low=st.floats(0.0, 0.95),
     high=st.floats(1.05, 2.5),
 )
-def test_gspo_has_the_gradient_of_its_objective(
-    seed: int, spread: float, low: float, high: float
-):
+def test_gspo_has_the_gradient_of_its_objective(seed: int, spread: float, low: float, high: float):
     """GSPO, equation 5: a response has one ratio, the geometric mean of its tokens' ratios.
 
     It has no dual clip.

@@ -125,7 +125,9 @@ def test_visible_devices_are_read_like_by_pytorch(monkeypatch):
 def test_broken_driver_shows_no_gpu(status, shown, tmp_path, monkeypatch):
     """Then the tool writes its error to standard output."""
     tool = tmp_path / "nvidia-smi"
-    output = shown or "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+    output = (
+        shown or "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+    )
     tool.write_text(f'#!/bin/sh\necho "{output.strip()}"\nexit {status}\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")

@@ -394,8 +394,7 @@ def test_conversation_that_cannot_be_learned_is_refused(tmp_path: Path) -> None:
         template=MARKED.replace("message.role == 'assistant'", "loop.last"),
     )
     assert uneven == (
-        "field 'messages': the chat template marks 1 turns of the assistant; the conversation "
-        "has 2"
+        "field 'messages': the chat template marks 1 turns of the assistant; the conversation has 2"
     )
 
 

@@ -205,9 +205,7 @@ def test_date_in_a_template_may_be_set(tmp_path: Path) -> None:
     assert template.render(USER).startswith("26 Jul 2024user: ")
 
 
-def test_error_of_the_hub_is_not_blamed_on_the_template(
-    hub_offline: None, tmp_path: Path
-) -> None:
+def test_error_of_the_hub_is_not_blamed_on_the_template(hub_offline: None, tmp_path: Path) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_text('{"question": "1+1?", "answer": "2"}\n')
     with pytest.raises(ConfigError) as error:

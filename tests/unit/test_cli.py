@@ -229,7 +229,9 @@ def test_launching_imports_no_torch() -> None:
 
 
 def test_bad_config_ends_with_2_before_heavy_imports(run_yaml: Path) -> None:
-    completed = fresh_python(MAIN_AND_IMPORTS, "train", str(run_yaml), "trainer.tp=3", "rollout.n=1")
+    completed = fresh_python(
+        MAIN_AND_IMPORTS, "train", str(run_yaml), "trainer.tp=3", "rollout.n=1"
+    )
     assert completed.returncode == 2 and completed.stdout == ""
     first, second, imported = completed.stderr.splitlines()
     assert first.startswith("megarl: rollout.n=1: must be at least 2") and second.startswith(

@@ -54,9 +54,13 @@ def test_dotted_path_is_relative_to_its_file(folders) -> None:
         "model.tokenizer=./tokenizer",
         "sft.output=../out",
     )
-    assert resolved.model.path == f"{beside}/model" and resolved.data.train.source == "data/train.jsonl"
     assert (
-        resolved.run_dir == f"{beside.parent}/runs/a" and resolved.reward.name == f"{beside}/graders.py:f"
+        resolved.model.path == f"{beside}/model"
+        and resolved.data.train.source == "data/train.jsonl"
+    )
+    assert (
+        resolved.run_dir == f"{beside.parent}/runs/a"
+        and resolved.reward.name == f"{beside}/graders.py:f"
     )
     assert resolved.roles["t"].path == f"{beside}/t" and resolved.roles["t"].sft == {
         "model.path": f"{beside}/m",
@@ -66,7 +70,10 @@ def test_dotted_path_is_relative_to_its_file(folders) -> None:
         "an argument that is no path of MegaRL stays unchanged"
     )
     assert resolved.sft.data.source == f"{beside}/a.jsonl"
-    assert resolved.model.tokenizer == f"{working}/tokenizer" and resolved.sft.output == f"{working.parent}/out"
+    assert (
+        resolved.model.tokenizer == f"{working}/tokenizer"
+        and resolved.sft.output == f"{working.parent}/out"
+    )
 
 
 def test_dotted_paths_of_a_program_but_not_its_command(folders) -> None:
@@ -86,7 +93,9 @@ def test_recorded_config_reads_alike_in_any_folder(folders) -> None:
     beside, working = folders
     first = config(beside, NEEDED % ("./model", "synthetic:chain") + "run_dir: ./run\n")
     (working / "config.yaml").write_text(dump_config(first))
-    assert load_config(working / "config.yaml") == first and first.sft.output == f"{beside}/run/sft/hf"
+    assert (
+        load_config(working / "config.yaml") == first and first.sft.output == f"{beside}/run/sft/hf"
+    )
 
 
 def test_input_in_the_wrong_folder_is_refused(folders) -> None:

@@ -62,7 +62,6 @@ def chain_config(**sft: int) -> RunConfig:
     return config
 
 
-
 @settings(max_examples=30, deadline=None)
 @given(size=st.integers(1, 300), key=st.text(max_size=8))
 def test_permutation_is_one(size: int, key: str):
@@ -77,7 +76,6 @@ def test_permutation_shuffles_and_depends_on_its_key():
         assert fixed < 10 and neighbours < 20
     with pytest.raises(IndexError):
         permute(5, 5, "a")
-
 
 
 def right_answer(prompt: str) -> str:
@@ -144,7 +142,6 @@ def test_chain_is_deterministic_by_seed():
         [Chain("train", seed)[i].demonstration for i in range(50)] for seed in (0, 0, 1)
     ]
     assert demonstrations[0] == demonstrations[1] != demonstrations[2]
-
 
 
 def test_tiny_tokenizer_is_that_of_transformers(tokenizer: Tokenizer):
@@ -234,7 +231,6 @@ def test_a_folder_without_tokenizer(tmp_path: Path):
         load_tokenizer(ModelConfig(path=str(tmp_path)))
 
 
-
 def test_epoch_has_each_prompt_once_and_resumes_by_number(tokenizer: Tokenizer, spec: ModelSpec):
     config = chain_config()
     config.data.train.size = 40
@@ -289,7 +285,6 @@ def test_held_out_sets(tokenizer: Tokenizer, spec: ModelSpec):
     ]
 
 
-
 def test_sft_batches_teach_the_response_and_its_end(tokenizer: Tokenizer, spec: ModelSpec):
     batches = list(sft_batches(chain_config(), spec))
     assert [len(batch) for batch in batches] == [4, 4, 4]
@@ -342,7 +337,6 @@ def test_environment_text_of_a_demonstration_is_not_learned(tokenizer: Tokenizer
     assert sequence.loss_mask.tolist() == [False] * 5 + [True] * 5 + [False] * 2 + [True] * 2
 
 
-
 def test_product_rows_are_right_and_held_out_ones_are_apart():
     train = Product("train", seed=0)
     rows = [train[i] for i in range(0, len(train), 200)]
@@ -351,7 +345,11 @@ def test_product_rows_are_right_and_held_out_ones_are_apart():
         first_factor, second_factor = re.fullmatch(r"(\d{3})\*(\d{3})=", row.prompt).groups()
         assert row.answer == str(int(first_factor) * int(second_factor))
         if row in called:
-            assert row.demonstration == (f"<{first_factor}*{second_factor}>", f"{row.answer};", row.answer)
+            assert row.demonstration == (
+                f"<{first_factor}*{second_factor}>",
+                f"{row.answer};",
+                row.answer,
+            )
         else:
             assert re.fullmatch(rf"\?[1-9]\d{{{len(row.answer) - 1}}}", row.demonstration)
     assert 0.27 < len(called) / len(rows) < 0.33
@@ -365,7 +363,6 @@ def test_product_rows_are_right_and_held_out_ones_are_apart():
         and not held_out & {row.prompt for row in rows}
     )
     assert [train[i] for i in range(20)] != [Product("train", seed=1)[i] for i in range(20)]
-
 
 
 @pytest.mark.parametrize("name", ["quickstart", "calculator"])
@@ -444,7 +441,9 @@ def test_run_drops_the_rows_that_its_check_dropped(
     ]
     held_out = [{"question": "1+1=", "answer": "2"}, {"question": "7+1=", "answer": "8"}, bad[0]]
     for name, file_rows in (("train", [*bad, *rows]), ("eval", held_out)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in file_rows))
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(f"{json.dumps(row)}\n" for row in file_rows)
+        )
     config = chain_config()
     config.data.bad_rows = "drop"
     config.data.shuffle = False

@@ -149,7 +149,9 @@ def test_problem_of_all_rows_is_one_line_with_the_settings(tmp_path: Path):
 def test_limit_of_rows_still_checks_all(tmp_path: Path):
     rows = [{"question": "q", "answer": str(n)} for n in range(50)]
     source = write(tmp_path / "many.jsonl", *rows)
-    limited, count = read_rows(LearnedConfig(source=source), "data.train", 0, "final", None, limit=3)
+    limited, count = read_rows(
+        LearnedConfig(source=source), "data.train", 0, "final", None, limit=3
+    )
     assert [row.answer for row in limited] == ["0", "1", "2"] and count == 50
     source = write(tmp_path / "late.jsonl", *rows, "{")
     with pytest.raises(ConfigError, match="late.jsonl, line 51: malformed JSON"):
@@ -314,9 +316,7 @@ def test_sources_that_are_no_dataset_are_refused(tmp_path: Path):
         ),
     ],
 )
-def test_line_beyond_the_limits_of_json_is_refused(
-    tmp_path: Path, line: str, message: str
-) -> None:
+def test_line_beyond_the_limits_of_json_is_refused(tmp_path: Path, line: str, message: str) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "\\ud83d\\ude00", "answer": "2"}\n' + line)
     assert problems(f"{tmp_path}/rows.jsonl") == [f"{tmp_path}/rows.jsonl, line 2: {message}"]
 

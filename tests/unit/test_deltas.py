@@ -216,7 +216,9 @@ def test_unconfirmed_update_is_followed_by_a_full_one():
     assert updates_of(50, unconfirmed=(2,)) == "FddFdddd"
 
 
-def updates_of(refresh: int, too_many: tuple[int, ...] = (), unconfirmed: tuple[int, ...] = ()) -> str:
+def updates_of(
+    refresh: int, too_many: tuple[int, ...] = (), unconfirmed: tuple[int, ...] = ()
+) -> str:
     """Eight updates: F is full, d a delta, D full after a comparison."""
     box = Box((0,), (64,))
     copies = [Copy(0, "x", box, rank, "y", box, "cast", "bfloat16", 0) for rank in (0, 1)]
@@ -229,7 +231,9 @@ def updates_of(refresh: int, too_many: tuple[int, ...] = (), unconfirmed: tuple[
     for version in range(8):
         source[version] += 1
         payloads.begin({"x": source})
-        changes = deltas.find(base, copies, {0: {"y": (64,)}, 1: {"y": (64,)}}, True, None, payloads)
+        changes = deltas.find(
+            base, copies, {0: {"y": (64,)}, 1: {"y": (64,)}}, True, None, payloads
+        )
         deltas.begin_write()
         if changes and version not in too_many:
             assert changes.by_rank.keys() == {0, 1} and changes.changed_bytes == 2 * 2

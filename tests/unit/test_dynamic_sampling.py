@@ -184,9 +184,7 @@ def test_limit_is_refused_without_dynamic_sampling(batches: int | None, shown: s
 
 
 @pytest.mark.parametrize("share, generated", [(None, 64), (0.5, 128), (0.2, 80)])
-def test_planner_counts_the_expected_dropped_share(
-    share: float | None, generated: int
-) -> None:
+def test_planner_counts_the_expected_dropped_share(share: float | None, generated: int) -> None:
     from megarl.estimate.memory import Workload
     from megarl.estimate.report import not_counted
 

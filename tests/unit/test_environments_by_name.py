@@ -115,9 +115,7 @@ class NotCallable:
         ),
     ],
 )
-def test_impossible_rollout_is_refused_early(
-    name: str, arguments: dict[str, Any], problem: str
-):
+def test_impossible_rollout_is_refused_early(name: str, arguments: dict[str, Any], problem: str):
     with pytest.raises(ConfigError) as error:
         check_rollout(config(name, **arguments))
     assert any(problem in line for line in error.value.problems), error.value.problems
@@ -222,9 +220,7 @@ def test_arguments_reach_the_rollout():
     assert isinstance(load_rollout(config("tool_calls", **MARKS), TOKENIZER), ToolCalls)
 
 
-def test_example_of_the_page_of_environments_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_example_of_the_page_of_environments_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     codes = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs/environments.md").read_text(), re.DOTALL
     )

@@ -19,15 +19,15 @@ def parenthesised(expression: Expression, strength: int) -> str:
     return expression[0] if expression[2] >= strength else f"({expression[0]})"
 
 
-def combine(left: Expression, operator: str, right: Expression) -> Expression:
+def combine(first: Expression, operator: str, second: Expression) -> Expression:
     strength = int(operator in "*/")
-    text = f"{parenthesised(left, strength)} {operator}{parenthesised(right, strength + 1)}"
+    text = f"{parenthesised(first, strength)} {operator}{parenthesised(second, strength + 1)}"
     value = {
-        "+": left[1].__add__,
-        "-": left[1].__sub__,
-        "*": left[1].__mul__,
-        "/": left[1].__truediv__,
-    }[operator](right[1] or Fraction(1))
+        "+": first[1].__add__,
+        "-": first[1].__sub__,
+        "*": first[1].__mul__,
+        "/": first[1].__truediv__,
+    }[operator](second[1] or Fraction(1))
     return text, value, strength
 
 

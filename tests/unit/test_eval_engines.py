@@ -140,7 +140,9 @@ def test_evaluation_engines_have_slots_in_a_run_only(tmp_path: Path) -> None:
     )
 
 
-def test_planner_counts_gpus_of_evaluation_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_planner_counts_gpus_of_evaluation_engines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config(tmp_path)
     sizes = [
         str(tmp_path / "run.yaml"),
@@ -159,9 +161,7 @@ def test_planner_counts_gpus_of_evaluation_engines(tmp_path: Path, capsys: pytes
         assert main(["plan", *sizes, f"eval.engines={number}", *search]) == 0
         facts = json.loads(capsys.readouterr().out)
         evaluation_ranks = facts.get("evaluation", {}).get("ranks", 0)
-        shares[number] = (
-            facts["trainer"]["ranks"] + facts["generator"]["ranks"] + evaluation_ranks
-        )
+        shares[number] = facts["trainer"]["ranks"] + facts["generator"]["ranks"] + evaluation_ranks
     assert all(ranks <= 32 for ranks in shares.values()), (
         f"a search leaves them their share of the budget: {shares}"
     )

@@ -131,9 +131,7 @@ def test_failed_score_is_reported_before_its_rollout_ends():
     assert reported == [(LATE, 7), (CRASH, 7)]
 
 
-def test_last_of_two_quick_failures_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_last_of_two_quick_failures_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Otherwise the first failure's reason would stay beside the numbers of later ones until
     something fails again.
     """
@@ -194,7 +192,9 @@ def test_first_failure_is_shown_before_a_step_ends(tmp_path: Path, terminal: boo
         and "25% of the episodes failed (25% exit); the last: exit status 1: Zero" in summary
     )
     advisories_read = RunReader(tmp_path, 1 << 20).read()["advisories"]
-    assert advisories_read[0].startswith("25% of the episodes failed (25% exit) in the last 1 steps")
+    assert advisories_read[0].startswith(
+        "25% of the episodes failed (25% exit) in the last 1 steps"
+    )
     assert advisories_read[1:] == [
         "the last episode that failed, of prompt 0 (exit of rollout.program): exit status 1: "
         "ZeroDivisionError: by \\x1b[31mzero",
@@ -347,7 +347,9 @@ def test_async_function_that_blocks_the_loop_gives_a_warning():
     )
     warnings.clear()
     assert asyncio.run(score(*["0.11"] * 15)) == [1.0] * 15
-    assert len(warnings) == 1 and "event loop for 1.1 of 5 s" in warnings[0], "many short ones, once"
+    assert len(warnings) == 1 and "event loop for 1.1 of 5 s" in warnings[0], (
+        "many short ones, once"
+    )
     warnings.clear()
     assert asyncio.run(score(*["0.1", "rests"] * 15)) == [1.0] * 30 and not warnings
 

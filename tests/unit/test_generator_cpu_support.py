@@ -59,7 +59,9 @@ def reference(
             visible = slots[: total - new + token + 1][-(window or SLOTS) - 1 :]
             for head in range(HEADS):
                 kv = head // (HEADS // KV_HEADS)
-                scores = k_cache[visible, kv].double() @ query[first + token, head].double() * scaling
+                scores = (
+                    k_cache[visible, kv].double() @ query[first + token, head].double() * scaling
+                )
                 beside = 0.0 if sinks is None else sinks[head].double().exp()
                 outputs.append(
                     scores.exp() @ v_cache[visible, kv].double() / (scores.exp().sum() + beside)
@@ -119,7 +121,15 @@ def test_decode_equals_reference(monkeypatch, chunk, window, sinks):
         "sliding_window_size": window,
     }
     attention.decode(
-        unreachable, SimpleNamespace(sinks=sinks), query, output, *cache, rows, total, None, **options
+        unreachable,
+        SimpleNamespace(sinks=sinks),
+        query,
+        output,
+        *cache,
+        rows,
+        total,
+        None,
+        **options,
     )
     assert (
         output - reference(query, *cache, rows, total, new, 0.3, window, sinks)

@@ -102,7 +102,9 @@ def test_cases_are_of_all_kinds() -> None:
 
 def test_300_responses_get_the_scores_of_lm_eval(tmp_path: Path) -> None:
     responses = graded_responses_of_set()
-    lines = "".join(json.dumps({**row, "response": response}) + "\n" for row, response, _ in responses)
+    lines = "".join(
+        json.dumps({**row, "response": response}) + "\n" for row, response, _ in responses
+    )
     completed = subprocess.run(
         [sys.executable, "-c", LIBRARY, tmp_path],
         input=lines,
@@ -259,9 +261,7 @@ def test_rows_without_nulls_and_with_whole_floats(tmp_path: Path) -> None:
         (record("language:response_language", {"language": "xx"}), "cannot take .*xx"),
     ],
 )
-def test_malformed_row_is_refused(
-    row: dict, problem: str, tmp_path: Path
-) -> None:
+def test_malformed_row_is_refused(row: dict, problem: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=problem):
         rows_of("ifeval", [row], tmp_path)
 

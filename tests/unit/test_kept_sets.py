@@ -47,7 +47,9 @@ V = 40
 SAMPLING = Sampling(8, top_p=0.9)
 
 
-def kept_sets(sets: list[list[int]], vocab_size: int = V, tokens: list[int] | None = None) -> KeptSets:
+def kept_sets(
+    sets: list[list[int]], vocab_size: int = V, tokens: list[int] | None = None
+) -> KeptSets:
     """Kept sets. By default each token is the first of its set."""
     if tokens is None:
         tokens = [ids[0] for ids in sets]
