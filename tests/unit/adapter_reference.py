@@ -26,24 +26,23 @@ def expected_on(
     of experts.
     """
     tp = sizes.tp
-    found = {}
+    sliced = {}
 
     def factors(module: str, letter: str) -> torch.Tensor:
-        own = f"model.layers.{layer}.{module}.lora_{letter}.weight"
-        # a factor that all experts share
-        return full[own if own in full else re.sub(r"experts\.\d+", "experts", own)]
+        hf_name = f"model.layers.{layer}.{module}.lora_{letter}.weight"
+        if hf_name not in full:  # a factor that all experts share
+            hf_name = re.sub(r"experts\.\d+", "experts", hf_name)
+        return full[hf_name]
 
-    def fused(name: str, modules: list[str], at: int, of: int) -> None:
-        found[f"{name}.lora_A"] = torch.cat([factors(module, "A") for module in modules])
-        found[f"{name}.lora_B"] = torch.cat(
-            [rows(factors(module, "B"), at, of) for module in modules]
+    def fused(name: str, modules: list[str], part: int, parts: int) -> None:
+        sliced[f"{name}.lora_A"] = torch.cat([factors(module, "A") for module in modules])
+        sliced[f"{name}.lora_B"] = torch.cat(
+            [rows(factors(module, "B"), part, parts) for module in modules]
         )
 
-    def inner(name: str, module: str, at: int, of: int) -> None:
-        found[f"{name}.lora_A"], found[f"{name}.lora_B"] = (
-            columns(factors(module, "A"), at, of),
-            factors(module, "B"),
-        )
+    def inner(name: str, module: str, part: int, parts: int) -> None:
+        sliced[f"{name}.lora_A"] = columns(factors(module, "A"), part, parts)
+        sliced[f"{name}.lora_B"] = factors(module, "B")
 
     fused("self_attn.qkv_proj", [f"self_attn.{x}_proj" for x in "qkv"], rank, tp)
     inner("self_attn.o_proj", "self_attn.o_proj", rank, tp)
@@ -51,23 +50,24 @@ def expected_on(
         fused("mlp.gate_up_proj", ["mlp.gate_proj", "mlp.up_proj"], rank, tp)
         inner("mlp.down_proj", "mlp.down_proj", rank, tp)
     elif any(".experts." in name for name in full):
-        each = experts // sizes.ep
+        rank_experts = experts // sizes.ep
         moe_tp = tp // sizes.ep
         stacked: dict[str, list[torch.Tensor]] = {}
-        for expert in range(rank // moe_tp * each, (rank // moe_tp + 1) * each):
-            own = f"mlp.experts.{expert}."
-            fused("w13", [own + "gate_proj", own + "up_proj"], rank % moe_tp, moe_tp)
-            inner("w2", own + "down_proj", rank % moe_tp, moe_tp)
+        first = rank // moe_tp * rank_experts
+        for expert in range(first, first + rank_experts):
+            module = f"mlp.experts.{expert}."
+            fused("w13", [module + "gate_proj", module + "up_proj"], rank % moe_tp, moe_tp)
+            inner("w2", module + "down_proj", rank % moe_tp, moe_tp)
             for stack in ("w13", "w2"):
                 for letter in "AB":
                     stacked.setdefault(f"mlp.experts.{stack}.lora_{letter}", []).append(
-                        found.pop(f"{stack}.lora_{letter}")
+                        sliced.pop(f"{stack}.lora_{letter}")
                     )
         shared = (
             SHARED if f"model.layers.{layer}.mlp.experts.gate_proj.lora_A.weight" in full else ()
         )
-        found |= {
+        sliced |= {
             name: tensors[0] if (name in shared) else torch.stack(tensors)
             for name, tensors in stacked.items()
         }
-    return {f"model.layers.{layer}.{name}": values for name, values in found.items()}
+    return {f"model.layers.{layer}.{name}": values for name, values in sliced.items()}

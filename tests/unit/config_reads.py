@@ -23,13 +23,16 @@ from megarl.config.keys import _without_optional
 def _sections(cls: type) -> Iterator[type]:
     yield from (base for base in cls.__mro__ if dataclasses.is_dataclass(base))
     for hint in typing.get_type_hints(cls).values():
-        for each in (
-            hint,
-            *typing.get_args(hint),
-            *(inner for arg in typing.get_args(hint) for inner in typing.get_args(arg)),
-        ):
-            if isinstance(each, type) and dataclasses.is_dataclass(each):
-                yield from _sections(each)
+        for part in _parts(hint):
+            if isinstance(part, type) and dataclasses.is_dataclass(part):
+                yield from _sections(part)
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    """The annotation and its arguments, at any depth."""
+    yield hint
+    for argument in typing.get_args(hint):
+        yield from _parts(argument)
 
 
 SECTIONS = {cls.__name__: cls for cls in _sections(schema.RunConfig)}
@@ -38,7 +41,7 @@ Reads = set[tuple[str, str]]  # (class of the section, field)
 
 def reads(sources: Iterable[str]) -> Reads:
     """All settings that these modules read."""
-    return {found for source in sources for found in _reads_of(source)}
+    return set().union(*(_reads_of(source) for source in sources))
 
 
 @functools.cache
@@ -46,12 +49,12 @@ def _reads_of(source: str) -> Reads:
     return _Module(ast.parse(source)).reads()
 
 
-def unread(key_root: type, found: Reads) -> list[str]:
-    """The dotted keys of the tree under `key_root` that are not in `found`."""
+def unread(key_root: type, settings_read: Reads) -> list[str]:
+    """The dotted keys of the tree under `key_root` that are not in `settings_read`."""
     return [
         key
         for key, cls, field in _leaves(key_root, "")
-        if not found & {(each.__name__, field) for each in cls.__mro__}
+        if not settings_read & {(base.__name__, field) for base in cls.__mro__}
     ]
 
 
@@ -77,8 +80,10 @@ class _Module:
         self._block(self._tree.body, {}, {})
         return self._found
 
-    def _block(self, body: list[ast.stmt], names: dict[str, type], own: dict[str, type]) -> None:
-        """`names`: sections by variable; `own`: by attribute of self."""
+    def _block(
+        self, body: list[ast.stmt], names: dict[str, type], of_self: dict[str, type]
+    ) -> None:
+        """`names`: sections by variable; `of_self`: by attribute of self."""
         for statement in body:
             if isinstance(statement, ast.ClassDef):
                 fields = {
@@ -95,15 +100,15 @@ class _Module:
                     for method in methods:
                         self._function(method, {}, fields)
             elif isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-                self._function(statement, names, own)
+                self._function(statement, names, of_self)
             else:
-                self._statement(statement, names, own)
+                self._statement(statement, names, of_self)
 
     def _function(
         self,
         function: ast.FunctionDef | ast.AsyncFunctionDef,
         outer: dict[str, type],
-        own: dict[str, type],
+        of_self: dict[str, type],
     ) -> None:
         arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
         names = outer | {a.arg: c for a in arguments if (c := _annotated(a.annotation))}
@@ -120,9 +125,9 @@ class _Module:
         mentioned = self._mentioned(function)
         for node in ast.walk(function):
             if isinstance(node, ast.Assign | ast.NamedExpr):
-                self._assign(node, names, own)
+                self._assign(node, names, of_self)
         for node in ast.walk(function):
-            self._read(node, names, own, mentioned)
+            self._read(node, names, of_self, mentioned)
         self._block(
             [
                 node
@@ -130,7 +135,7 @@ class _Module:
                 if node is not function and isinstance(node, ast.FunctionDef)
             ],
             names,
-            own,
+            of_self,
         )
 
     def _mentioned(self, function: ast.AST) -> set[str]:
@@ -162,12 +167,14 @@ class _Module:
             )
         )
 
-    def _statement(self, statement: ast.stmt, names: dict[str, type], own: dict[str, type]) -> None:
+    def _statement(
+        self, statement: ast.stmt, names: dict[str, type], of_self: dict[str, type]
+    ) -> None:
         for node in ast.walk(statement):
-            self._read(node, names, own, set())
+            self._read(node, names, of_self, set())
 
     def _assign(
-        self, node: ast.Assign | ast.NamedExpr, names: dict[str, type], own: dict[str, type]
+        self, node: ast.Assign | ast.NamedExpr, names: dict[str, type], of_self: dict[str, type]
     ) -> None:
         target = node.target if isinstance(node, ast.NamedExpr) else node.targets[0]
         pairs = [(target, node.value)]
@@ -175,7 +182,7 @@ class _Module:
             pairs = list(zip(target.elts, node.value.elts))
         for to, value in pairs:
             for option in (value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,):
-                if (cls := self._section(option, names, own)) is None:
+                if (cls := self._section(option, names, of_self)) is None:
                     continue
                 if isinstance(to, ast.Name):
                     names[to.id] = cls
@@ -184,33 +191,35 @@ class _Module:
                     and isinstance(to.value, ast.Name)
                     and to.value.id == "self"
                 ):
-                    own[to.attr] = cls
+                    of_self[to.attr] = cls
 
     def _read(
-        self, node: ast.AST, names: dict[str, type], own: dict[str, type], mentioned: set[str]
+        self, node: ast.AST, names: dict[str, type], of_self: dict[str, type], mentioned: set[str]
     ) -> None:
         if (
             isinstance(node, ast.Attribute)
             and isinstance(node.ctx, ast.Load)
-            and (cls := self._section(node.value, names, own))
+            and (cls := self._section(node.value, names, of_self))
         ):
             self._found.add((cls.__name__, node.attr))
         elif (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
             and node.func.id == "getattr"
-            and (cls := self._section(node.args[0], names, own))
+            and (cls := self._section(node.args[0], names, of_self))
         ):
             self._found |= {(cls.__name__, name) for name in mentioned & _fields(cls).keys()}
 
-    def _section(self, node: ast.expr, names: dict[str, type], own: dict[str, type]) -> type | None:
+    def _section(
+        self, node: ast.expr, names: dict[str, type], of_self: dict[str, type]
+    ) -> type | None:
         if isinstance(node, ast.Name):
             return names.get(node.id)
         if not isinstance(node, ast.Attribute):
             return None
-        if isinstance(node.value, ast.Name) and node.value.id == "self" and node.attr in own:
-            return own[node.attr]
-        if (cls := self._section(node.value, names, own)) is not None:
+        if isinstance(node.value, ast.Name) and node.value.id == "self" and node.attr in of_self:
+            return of_self[node.attr]
+        if (cls := self._section(node.value, names, of_self)) is not None:
             hint = _fields(cls).get(node.attr)
             return hint if dataclasses.is_dataclass(hint) else None
         return schema.RunConfig if node.attr in ("config", "_config") else None

@@ -49,37 +49,38 @@ def prove_copies(copies: Iterable[Copy], source: Layout, destination: Layout) ->
     for rank in range(destination.world_size):
         pending = by_rank.pop(rank, {})
         for tensor in destination.tensors(rank):
-            where = f"{tensor.name} on {destination.name} rank {rank}"
+            place = f"{tensor.name} on {destination.name} rank {rank}"
             writes = pending.pop(tensor.name, [])
-            _check_cover(where, tensor.shape, [copy.destination_box for copy in writes])
+            _check_cover(place, tensor.shape, [copy.destination_box for copy in writes])
             for copy in writes:
-                held = None
+                quantisation = copy.quantisation
+                source_tensor = None
                 if copy.transform != ZEROS:
-                    held = sources[copy.source_rank].get(copy.source_tensor or "")
-                    if held is None:
+                    source_tensor = sources[copy.source_rank].get(copy.source_tensor or "")
+                    if source_tensor is None:
                         raise ProofError(
-                            f"{where}: {source.name} rank {copy.source_rank} has no "
+                            f"{place}: {source.name} rank {copy.source_rank} has no "
                             f"{copy.source_tensor}"
                         )
-                how = copy.quantisation
-                rule, cut = (None, False) if how is None else (how.rule, how.cut)
+                rule = quantisation.rule if quantisation else None
+                cut = quantisation.cut if quantisation else False
                 checked = _Write(
-                    where,
+                    place,
                     copy.transform,
                     tensor,
                     copy.destination_box,
-                    held,
+                    source_tensor,
                     copy.source_box,
                     rule,
                     cut,
                     extents,
                 )
                 logical = _check_content(_lifted(checked))
-                if how is not None and (
-                    logical is None or how.origin != logical.logical.start[-2:]
+                if quantisation is not None and (
+                    logical is None or quantisation.origin != logical.logical.start[-2:]
                 ):
                     raise ProofError(
-                        f"{where}: tiles are counted from {how.origin}, but the weights are "
+                        f"{place}: tiles are counted from {quantisation.origin}, but the weights are "
                         f"{logical}"
                     )
         for name in pending:
@@ -97,14 +98,14 @@ def _lifted(write: _Write) -> _Write:
         write.source is None or len(write.source.shape) == dims
     ):
         return write
-    held = None if write.source is None else _lift(write.source, dims)
+    source = None if write.source is None else _lift(write.source, dims)
     origin = None if write.origin is None else _lifted_box(write.origin, dims)
     extents = {name: (1,) * (dims - len(shape)) + shape for name, shape in write.extents.items()}
     return replace(
         write,
         tensor=_lift(write.tensor, dims),
         box=_lifted_box(write.box, dims),
-        source=held,
+        source=source,
         origin=origin,
         extents=extents,
     )

@@ -31,9 +31,10 @@ class Engine:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if self.closed:
             raise EngineUnreachable(self.url, "closed")
-        reason, fewer = ("length", 0) if self.finish.is_set() else ("abort", 3)
+        finished = self.finish.is_set()
+        reason = "length" if finished else "abort"
         self.cut.clear()
-        counts = [sampling.max_tokens - fewer for sampling in samplings]
+        counts = [sampling.max_tokens - (0 if finished else 3) for sampling in samplings]
         return [
             Completion([7] * count, [-0.5] * count, [version] * count, reason) for count in counts
         ]
@@ -59,8 +60,4 @@ def of(count: int, mode: str = "in_flight") -> tuple[Fleet, list[Engine]]:
 
 
 def run(body) -> None:
-    async def within():
-        async with asyncio.timeout(DEADLINE_S):
-            await body()
-
-    asyncio.run(within())
+    asyncio.run(asyncio.wait_for(body(), DEADLINE_S))

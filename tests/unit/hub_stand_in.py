@@ -50,15 +50,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Facts about the paths that the body names."""
         form = urllib.parse.parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
-        repository = (
-            urllib.parse.urlsplit(self.path)
-            .path.removeprefix("/api/")
-            .partition("/paths-info")[0]
-            .removeprefix("models/")
-        )
-        self._answer(
-            [entry for entry in self._entries(repository) if entry["path"] in form.get("paths", [])]
-        )
+        path = urllib.parse.urlsplit(self.path).path.partition("/paths-info")[0]
+        repository = path.removeprefix("/api/").removeprefix("models/")
+        paths = form.get("paths", [])
+        self._answer([entry for entry in self._entries(repository) if entry["path"] in paths])
 
     def _describe(self, path: str) -> None:
         repository = path.partition("/tree/")[0].partition("/revision/")[0]
@@ -95,10 +90,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, file: Path) -> None:
         if not file.is_file():
             self.send_response(HTTPStatus.NOT_FOUND)
-            known = any(
-                parent.is_dir() for parent in list(file.parents)[: -len(self.root.parents) - 1]
+            folders = list(file.parents)[: -len(self.root.parents) - 1]
+            repository_exists = any(folder.is_dir() for folder in folders)
+            self.send_header(
+                "X-Error-Code", "EntryNotFound" if repository_exists else "RepoNotFound"
             )
-            self.send_header("X-Error-Code", "EntryNotFound" if known else "RepoNotFound")
             self.send_header("Content-Length", "0")
             self.end_headers()
             return

@@ -51,7 +51,7 @@ def cases(rng: random.Random) -> list[Case]:
     a, b, c = words[:3]
     plain = " ".join(words)
     sentences = [f"The {word} is old." for word in (words * 2)[: n + 1]]
-    language, said, other = rng.choice(
+    language, right_language, wrong_language = rng.choice(
         [("en", _ENGLISH, _GERMAN), ("de", _GERMAN, _FRENCH), ("fr", _FRENCH, _ENGLISH)]
     )
     bullets = [f"* {word}" for word in words[: n + 1]]
@@ -65,7 +65,7 @@ def cases(rng: random.Random) -> list[Case]:
         f"Only a {a}."),
         ("keywords:letter_frequency", {"letter": "q", "let_frequency": n,
         "let_relation": "less than"}, "Q" * (n - 1), "q" * n),
-        ("language:response_language", {"language": language}, said, other),
+        ("language:response_language", {"language": language}, right_language, wrong_language),
         ("length_constraints:number_sentences", {"num_sentences": n, "relation": "less than"},
         " ".join(sentences[: n - 1]),
          " ".join(sentences[:n])),

@@ -21,11 +21,11 @@ def loss_of(
 
     All tensors are [b, s]: b sequences of s tokens, packed end to end.
     """
-    rows = [
-        None if each is None else each.flatten()
-        for each in (logprobs, mu, advantages, mask, reference, proximal, entropy)
+    flat = [
+        None if values is None else values.flatten()
+        for values in (logprobs, mu, advantages, mask, reference, proximal, entropy)
     ]
-    return packed_loss_of([logprobs.size(1)] * len(logprobs), *rows, **settings)
+    return packed_loss_of([logprobs.size(1)] * len(logprobs), *flat, **settings)
 
 
 def packed_loss_of(
@@ -33,11 +33,16 @@ def packed_loss_of(
 ) -> LossOutput:
     """The same for sequences of these lengths. All tensors are [sum of the lengths]."""
     boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    scored = dict(
-        mu_logprobs=mu, reference_logprobs=reference, proximal_logprobs=proximal, entropy=entropy
+    microbatch = SimpleNamespace(
+        boundaries=boundaries,
+        advantages=advantages,
+        loss_mask=mask,
+        mu_logprobs=mu,
+        reference_logprobs=reference,
+        proximal_logprobs=proximal,
+        entropy=entropy,
     )
-    tensors = dict(boundaries=boundaries, advantages=advantages, loss_mask=mask, **scored)
-    return make_algorithm(AlgorithmConfig(**settings)).loss(logprobs, SimpleNamespace(**tensors))
+    return make_algorithm(AlgorithmConfig(**settings)).loss(logprobs, microbatch)
 
 
 def gradient(loss: torch.Tensor, variable: torch.Tensor) -> torch.Tensor:

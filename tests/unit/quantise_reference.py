@@ -55,10 +55,10 @@ def quantise(x: torch.Tensor, rows: int, cols: int, floor: float) -> tuple[np.nd
     codes = np.empty(values.shape, np.uint8)
     scales = np.empty((-(-values.shape[0] // rows), -(-values.shape[1] // cols)), np.float32)
     for i, j in np.ndindex(scales.shape):
-        at = slice(i * rows, (i + 1) * rows), slice(j * cols, (j + 1) * cols)
-        scale = float32(np.maximum(np.abs(values[at]).max(), float(np.float32(floor))) / 448.0)
-        scaled = values[at] / scale
-        codes[at] = e4m3_codes(np.clip(float32(scaled), -448.0, 448.0))
+        tile = slice(i * rows, (i + 1) * rows), slice(j * cols, (j + 1) * cols)
+        scale = float32(np.maximum(np.abs(values[tile]).max(), float(np.float32(floor))) / 448.0)
+        scaled = values[tile] / scale
+        codes[tile] = e4m3_codes(np.clip(float32(scaled), -448.0, 448.0))
         scales[i, j] = scale
     return codes, scales
 

@@ -42,9 +42,8 @@ def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
     sparse = sparse or (name == "qwen3_5" and draw(st.booleans()))
     tp = draw(st.sampled_from([1, 2, 4] if fp8 or latent else [1, 2, 3, 4]))
     pp, vpp = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1)]))
-    etp, ep = (
-        (draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 4]))) if sparse else (1, 1)
-    )
+    etp = draw(st.sampled_from([1, 2])) if sparse else 1
+    ep = draw(st.sampled_from([1, 2, 4])) if sparse else 1
     cp = draw(st.integers(1, 2))
     dp = draw(st.integers(1, 2)) * (etp * ep // math.gcd(etp * ep, tp * cp))
     generator_tp = draw(st.sampled_from([1, 2, 4]))
@@ -72,10 +71,10 @@ def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
         if pp > 1 and (first is None or vpp == 1 or pp > 2)
         else None
     )
-    told = [n for n in (first, last) if n is not None]
+    set_sizes = [n for n in (first, last) if n is not None]
     spec = ModelSpec(
         family=name,
-        num_layers=sum(told) + (pp - len(told)) * vpp * draw(st.integers(1, 2)),
+        num_layers=sum(set_sizes) + (pp - len(set_sizes)) * vpp * draw(st.integers(1, 2)),
         hidden_size=draw(st.integers(1, 9)) + (3 if fp8 else 0),
         intermediate_size=unit * draw(st.integers(1, 3)),
         num_attention_heads=4 * generator_tp if latent else heads,
@@ -162,7 +161,7 @@ def empty(layout: Layout, rank: int) -> HF:
 def exchanged(map: ReshardMap, sources: list[HF]) -> list[AmaxTable]:
     """Every rank's table of amax after the exchange with its peers."""
     parts = [amax_parts(map, rank) for rank in range(map.source.world_size)]
-    tables = [AmaxTable.measure(own, tensors) for own, tensors in zip(parts, sources)]
+    tables = [AmaxTable.measure(part, tensors) for part, tensors in zip(parts, sources)]
     sent = [list(table.entries) for table in tables]
     for rank, table in enumerate(tables):
         for peer in peers(parts[rank]):
@@ -188,13 +187,12 @@ def carry_out(map: ReshardMap, sources: list[HF], joined: bool) -> tuple[list[HF
     return result, copies
 
 
-def assert_equal(found: list[HF], expected: list[HF]) -> None:
-    for rank, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-        assert mine.keys() == theirs.keys()
-        for name in theirs:
-            assert mine[name].dtype == theirs[name].dtype and torch.equal(
-                bits(mine[name]), bits(theirs[name])
-            ), (rank, name)
+def assert_equal(actual: list[HF], expected: list[HF]) -> None:
+    for rank, (tensors, expected_tensors) in enumerate(zip(actual, expected, strict=True)):
+        assert tensors.keys() == expected_tensors.keys()
+        for name, values in expected_tensors.items():
+            assert tensors[name].dtype == values.dtype, (rank, name)
+            assert torch.equal(bits(tensors[name]), bits(values)), (rank, name)
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:

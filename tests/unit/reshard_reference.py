@@ -21,20 +21,18 @@ HYBRID = ("qwen3_next", "qwen3_5")
 
 def expert_names(spec: ModelSpec, layer: int, expert: int) -> tuple[str, str, str]:
     """The names of gate, up and down."""
-    module = "block_sparse_moe" if spec.family == "mixtral" else "mlp"
-    names = (
-        ("w1", "w3", "w2") if spec.family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-    )
-    gate, up, down = (
-        f"model.layers.{layer}.{module}.experts.{expert}.{name}.weight" for name in names
-    )
-    return gate, up, down
+    prefix = f"model.layers.{layer}.mlp.experts.{expert}."
+    names = ("gate_proj", "up_proj", "down_proj")
+    if spec.family == "mixtral":
+        prefix = f"model.layers.{layer}.block_sparse_moe.experts.{expert}."
+        names = ("w1", "w3", "w2")
+    gate, up, down = names
+    return f"{prefix}{gate}.weight", f"{prefix}{up}.weight", f"{prefix}{down}.weight"
 
 
 def router_name(spec: ModelSpec, layer: int) -> str:
-    if spec.family == "gpt_oss":
-        return f"model.layers.{layer}.mlp.router.weight"
-    return f"model.layers.{layer}.{'block_sparse_moe' if spec.family == 'mixtral' else 'mlp'}.gate.weight"
+    modules = {"gpt_oss": "mlp.router", "mixtral": "block_sparse_moe.gate"}
+    return f"model.layers.{layer}.{modules.get(spec.family, 'mlp.gate')}.weight"
 
 
 def layer_norms(spec: ModelSpec) -> list[str]:
@@ -74,13 +72,13 @@ def projections(spec: ModelSpec, hf: HF, a: str) -> list[torch.Tensor]:
     keys = spec.linear_key_heads * spec.linear_key_dim
     values = spec.linear_value_heads * spec.linear_value_dim
     if spec.family == "qwen3_5":
-        qkv, *others = (hf[f"{a}in_proj_{kind}.weight"] for kind in ("qkv", "z", "b", "a"))
-        return [*qkv.split([keys, keys, values]), *others]
-    each = spec.linear_value_heads // spec.linear_key_heads
+        qkv, z, beta, alpha = (hf[f"{a}in_proj_{kind}.weight"] for kind in ("qkv", "z", "b", "a"))
+        return [*qkv.split([keys, keys, values]), z, beta, alpha]
+    value_heads = spec.linear_value_heads // spec.linear_key_heads  # of one key head
     key = spec.linear_key_dim
-    value = each * spec.linear_value_dim
+    value = value_heads * spec.linear_value_dim
     parts = by_kind(spec, hf[a + "in_proj_qkvz.weight"], (key, key, value, value))
-    return parts + by_kind(spec, hf[a + "in_proj_ba.weight"], (each, each))
+    return parts + by_kind(spec, hf[a + "in_proj_ba.weight"], (value_heads, value_heads))
 
 
 def by_kind(spec: ModelSpec, fused: torch.Tensor, sizes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -121,7 +119,7 @@ def predicting(spec: ModelSpec) -> tuple[str, str]:
     return ("mtp.", "mtp.layers.0.") if spec.family == "qwen3_next" else (layer, layer)
 
 
-def alone(spec: ModelSpec, hf: HF) -> tuple[ModelSpec, HF]:
+def decoder_layer_alone(spec: ModelSpec, hf: HF) -> tuple[ModelSpec, HF]:
     """A model with only the decoder layer, and its tensors."""
     one = replace(
         spec, num_layers=1, first_dense_layers=0, linear_layers=(), mtp_layers=0, mtp_drafts=False
@@ -138,17 +136,19 @@ def alone(spec: ModelSpec, hf: HF) -> tuple[ModelSpec, HF]:
 def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> HF:
     """HF names → full tensors. Every element differs from its neighbours."""
     if spec.mtp_layers:
-        own, layer = predicting(spec)
+        prefix, layer = predicting(spec)
         last = f"model.layers.{spec.num_layers}."
-        found = full_tensors(
-            replace(spec, num_layers=spec.num_layers + 1, mtp_layers=0, mtp_drafts=False), dtype
+        one_layer_more = replace(
+            spec, num_layers=spec.num_layers + 1, mtp_layers=0, mtp_drafts=False
         )
-        hidden, generator = spec.hidden_size, torch.Generator().manual_seed(1)
+        tensors = full_tensors(one_layer_more, dtype)
+        hidden = spec.hidden_size
+        generator = torch.Generator().manual_seed(1)
         for suffix, shape in zip(
             BESIDE[spec.family].split(), ((hidden,), (hidden,), (hidden, 2 * hidden), (hidden,))
         ):
-            found[f"{own}{suffix}.weight"] = torch.randn(shape, generator=generator).to(dtype)
-        return {name.replace(last, layer): values for name, values in found.items()}
+            tensors[f"{prefix}{suffix}.weight"] = torch.randn(shape, generator=generator).to(dtype)
+        return {name.replace(last, layer): values for name, values in tensors.items()}
     hidden = spec.hidden_size
     heads = spec.num_attention_heads
     shapes: dict[str, tuple[int, ...]] = {
@@ -171,10 +171,8 @@ def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> HF:
                 {f"{p}linear_attn.{name}": shape for name, shape in linear_shapes(spec).items()}
             )
         elif spec.kv_lora_rank:
-            shapes[a + "q_a_proj.weight"], shapes[a + "q_a_layernorm.weight"] = (
-                (spec.q_lora_rank, hidden),
-                (spec.q_lora_rank,),
-            )
+            shapes[a + "q_a_proj.weight"] = (spec.q_lora_rank, hidden)
+            shapes[a + "q_a_layernorm.weight"] = (spec.q_lora_rank,)
             shapes[a + "q_b_proj.weight"] = (
                 heads * (spec.qk_nope_head_dim + spec.qk_rope_head_dim),
                 spec.q_lora_rank,
@@ -204,7 +202,8 @@ def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> HF:
                     shapes[f"{a}{x}_proj.bias"] = (size,)
             shapes[a + "o_proj.weight"] = (hidden, rows["q"])
             if spec.family == "gpt_oss":
-                shapes[a + "o_proj.bias"], shapes[a + "sinks"] = (hidden,), (heads,)
+                shapes[a + "o_proj.bias"] = (hidden,)
+                shapes[a + "sinks"] = (heads,)
             if spec.qk_norm:
                 shapes.update(
                     {
@@ -226,11 +225,13 @@ def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> HF:
             shapes[p + "mlp.shared_expert_gate.weight"] = (1, hidden)
         if spec.family == "gpt_oss":
             shapes[p + "mlp.router.bias"] = (spec.num_experts,)
-            both = 2 * spec.expert_intermediate_size
-            own = [f"{p}mlp.experts.{e}." for e in range(spec.num_experts)]
-            for x in own:
-                shapes |= {x + "gate_up_proj": (both, hidden), x + "gate_up_proj_bias": (both,)}
-                shapes |= {x + "down_proj": (hidden, both // 2), x + "down_proj_bias": (hidden,)}
+            size = spec.expert_intermediate_size
+            for e in range(spec.num_experts):
+                x = f"{p}mlp.experts.{e}."
+                shapes[x + "gate_up_proj"] = (2 * size, hidden)
+                shapes[x + "gate_up_proj_bias"] = (2 * size,)
+                shapes[x + "down_proj"] = (hidden, size)
+                shapes[x + "down_proj_bias"] = (hidden,)
             continue
         for e in range(spec.num_experts):
             for name, wide in zip(expert_names(spec, i, e), (True, True, False)):
@@ -286,15 +287,14 @@ def gates_above(spec: ModelSpec, hf: HF) -> HF:
     """The tensors with a layer's experts in one tensor for gate and up, and one for down."""
     files = dict(hf)
     for i in range(spec.num_layers):
-        each = [
-            [files.pop(name) for name in expert_names(spec, i, e)] for e in range(spec.num_experts)
-        ]
-        files[f"model.layers.{i}.mlp.experts.gate_up_proj"] = torch.stack(
-            [torch.cat([gate, up]) for gate, up, _ in each]
-        )
-        files[f"model.layers.{i}.mlp.experts.down_proj"] = torch.stack(
-            [down for _, _, down in each]
-        )
+        gates_and_ups = []
+        downs = []
+        for e in range(spec.num_experts):
+            gate, up, down = (files.pop(name) for name in expert_names(spec, i, e))
+            gates_and_ups.append(torch.cat([gate, up]))
+            downs.append(down)
+        files[f"model.layers.{i}.mlp.experts.gate_up_proj"] = torch.stack(gates_and_ups)
+        files[f"model.layers.{i}.mlp.experts.down_proj"] = torch.stack(downs)
     return files
 
 
@@ -313,8 +313,8 @@ def layers_of_stage(spec: ModelSpec, t: TrainerTopology, stage: int) -> list[int
         t.first_stage_layers if s == 0 else t.last_stage_layers if s == t.pp - 1 else None
         for s in range(t.pp)
     ]
-    rest = spec.num_layers - sum(size or 0 for size in sizes)
-    even = rest // max(1, sizes.count(None))
+    unset_layers = spec.num_layers - sum(size or 0 for size in sizes)
+    even = unset_layers // max(1, sizes.count(None))
     sizes = [even if size is None else size for size in sizes]
     result = []
     layer = 0
@@ -336,18 +336,20 @@ def megatron(
     """
     if spec.mtp_layers:
         local = megatron(replace(spec, mtp_layers=0, mtp_drafts=False), hf, t, rank, fill, names)
-        of_stage = t.tp * t.cp * t.dp
-        if rank // of_stage < t.pp - 1:
+        stage_ranks = t.tp * t.cp * t.dp
+        if rank // stage_ranks < t.pp - 1:
             return local
-        whole = replace(t, pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None)
-        for name, values in megatron(*alone(spec, hf), whole, rank % of_stage, fill, names).items():
+        one_stage = replace(t, pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None)
+        one_layer, layer_hf = decoder_layer_alone(spec, hf)
+        layer = megatron(one_layer, layer_hf, one_stage, rank % stage_ranks, fill, names)
+        for name, values in layer.items():
             if ".layers." in name:
                 local[name.replace("decoder.layers.0.", "mtp_layer.mtp_model_layer.")] = values
-        for theirs, own in zip(BESIDE[spec.family].split(), MEGATRON_BESIDE.split()):
-            values = hf[f"{predicting(spec)[0]}{theirs}.weight"]
-            local[f"mtp_layer.{own}.weight"] = (
-                values.chunk(t.tp)[rank % t.tp].clone() if own == "eh_proj" else values.clone()
-            )
+        for hf_name, megatron_name in zip(BESIDE[spec.family].split(), MEGATRON_BESIDE.split()):
+            values = hf[f"{predicting(spec)[0]}{hf_name}.weight"]
+            if megatron_name == "eh_proj":
+                values = values.chunk(t.tp)[rank % t.tp]
+            local[f"mtp_layer.{megatron_name}.weight"] = values.clone()
         return local
     stage, within = divmod(rank, t.tp * t.cp * t.dp)
     tp_rank = within % t.tp
@@ -393,8 +395,8 @@ def megatron(
                 ("q", "q_a_proj", "q_a_layernorm", "q_b_proj"),
                 ("kv", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"),
             ):
-                whole = hf[f"{a}{down}.weight"]
-                local[f"{s}linear_{x}_down_proj.weight"] = whole.clone() if te else rows(whole)
+                full = hf[f"{a}{down}.weight"]
+                local[f"{s}linear_{x}_down_proj.weight"] = full.clone() if te else rows(full)
                 norm_name = (
                     f"linear_{x}_up_proj.layer_norm_weight" if te else f"{x}_layernorm.weight"
                 )
@@ -415,10 +417,8 @@ def megatron(
         if not linear:
             local[s + "linear_proj.weight"] = columns(hf[a + "o_proj.weight"])
         if spec.family == "gpt_oss":
-            local[s + "linear_proj.bias"], local[s + "core_attention.softmax_offset"] = (
-                hf[a + "o_proj.bias"].clone(),
-                rows(hf[a + "sinks"]),
-            )
+            local[s + "linear_proj.bias"] = hf[a + "o_proj.bias"].clone()
+            local[s + "core_attention.softmax_offset"] = rows(hf[a + "sinks"])
         sparse = is_sparse(spec, i)
         projection = "in_proj" if linear else "linear_qkv"
         first = (
@@ -441,9 +441,9 @@ def megatron(
             [shared_module(spec)] if sparse and spec.shared_intermediate_size else []
         ):
             gate, up, down = (hf[f"{p}{module}.{x}_proj.weight"] for x in ("gate", "up", "down"))
-            own = m + ("mlp" if module == "mlp" else "mlp.shared_experts")
-            local[f"{own}.linear_fc1.weight"] = torch.cat([rows(gate), rows(up)])
-            local[f"{own}.linear_fc2.weight"] = columns(down)
+            prefix = m + ("mlp" if module == "mlp" else "mlp.shared_experts")
+            local[f"{prefix}.linear_fc1.weight"] = torch.cat([rows(gate), rows(up)])
+            local[f"{prefix}.linear_fc2.weight"] = columns(down)
         if spec.shared_expert_gate:
             local[m + "mlp.shared_experts.gate_weight"] = hf[
                 p + "mlp.shared_expert_gate.weight"
@@ -461,16 +461,14 @@ def megatron(
                 for n in (1, 2)
             )
             if spec.family == "gpt_oss":
-                local[m + "mlp.router.bias"], own = (
-                    hf[p + "mlp.router.bias"].clone(),
-                    f"{p}mlp.experts.{e}.",
-                )
-                local[fc1] = rows(hf[own + "gate_up_proj"], t.etp, etp_rank)
+                local[m + "mlp.router.bias"] = hf[p + "mlp.router.bias"].clone()
+                x = f"{p}mlp.experts.{e}."
+                local[fc1] = rows(hf[x + "gate_up_proj"], t.etp, etp_rank)
                 local[fc1.replace("weight", "bias")] = rows(
-                    hf[own + "gate_up_proj_bias"], t.etp, etp_rank
+                    hf[x + "gate_up_proj_bias"], t.etp, etp_rank
                 )
-                local[fc2] = columns(hf[own + "down_proj"], t.etp, etp_rank)
-                local[fc2.replace("weight", "bias")] = hf[own + "down_proj_bias"].clone()
+                local[fc2] = columns(hf[x + "down_proj"], t.etp, etp_rank)
+                local[fc2.replace("weight", "bias")] = hf[x + "down_proj_bias"].clone()
                 continue
             gate, up, down = (hf[name] for name in expert_names(spec, i, e))
             local[fc1] = torch.cat([rows(gate, t.etp, etp_rank), rows(up, t.etp, etp_rank)])
@@ -485,14 +483,14 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
         if not spec.mtp_drafts:
             return local
         qwen = spec.family == "qwen3_next"
-        for name, values in sglang(*alone(spec, hf), g, rank, device).items():
+        one_layer, layer_hf = decoder_layer_alone(spec, hf)
+        for name, values in sglang(one_layer, layer_hf, g, rank, device).items():
             if ".layers." in name:
-                local[
-                    "draft." + (name if qwen else name.replace("model.layers.0.", "model.decoder."))
-                ] = values
+                draft = name if qwen else name.replace("model.layers.0.", "model.decoder.")
+                local["draft." + draft] = values
         for suffix in BESIDE[spec.family].split():
-            here = "model." if not qwen or suffix == "norm" else ""
-            local[f"draft.{here}{suffix}.weight"] = hf[f"{predicting(spec)[0]}{suffix}.weight"]
+            prefix = "model." if not qwen or suffix == "norm" else ""
+            local[f"draft.{prefix}{suffix}.weight"] = hf[f"{predicting(spec)[0]}{suffix}.weight"]
         return local
     tp = g.tp
     vocab = -(-spec.vocab_size // 64) * 64
@@ -534,20 +532,13 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
         a = p + "self_attn."
         if i in spec.linear_layers:
             a = p + "linear_attn."
-            together = {
-                name: hf[a + name]
-                for name in ("in_proj_qkvz.weight", "in_proj_ba.weight", "dt_bias")
-                if a + name in hf
-            }
-            local |= {
-                a + name: values.chunk(attn_tp, 0)[attn_rank] for name, values in together.items()
-            }
+            for name in ("in_proj_qkvz.weight", "in_proj_ba.weight", "dt_bias"):
+                if a + name in hf:
+                    local[a + name] = hf[a + name].chunk(attn_tp, 0)[attn_rank]
             if spec.family == "qwen3_5":
-                own = [part.chunk(attn_tp, 0)[attn_rank] for part in projections(spec, hf, a)]
-                local |= {
-                    a + "in_proj_qkvz.weight": torch.cat(own[:4]),
-                    a + "in_proj_ba.weight": torch.cat(own[4:]),
-                }
+                chunks = [part.chunk(attn_tp, 0)[attn_rank] for part in projections(spec, hf, a)]
+                local[a + "in_proj_qkvz.weight"] = torch.cat(chunks[:4])
+                local[a + "in_proj_ba.weight"] = torch.cat(chunks[4:])
             local[a + "A_log"] = hf[a + "A_log"].chunk(attn_tp, 0)[attn_rank].float()
             local[a + "conv1d.weight"] = torch.cat(
                 [part.chunk(attn_tp, 0)[attn_rank] for part in convolved(spec, hf, a)]
@@ -613,8 +604,8 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
         per_rank = spec.num_experts // g.ep
         size = padded(spec.expert_intermediate_size)
         if spec.family == "gpt_oss":
-            here = range(rank // moe_tp * per_rank, (rank // moe_tp + 1) * per_rank)
-            local |= paired_experts(p, hf, here, size, moe_tp, rank % moe_tp)
+            experts = range(rank // moe_tp * per_rank, (rank // moe_tp + 1) * per_rank)
+            local |= paired_experts(p, hf, experts, size, moe_tp, rank % moe_tp)
             continue
         w13 = []
         w2 = []
@@ -623,10 +614,8 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
             w13.append(torch.cat([rows(x, size, moe_tp, rank % moe_tp) for x in (gate, up)]))
             w2.append(columns(down, size, moe_tp, rank % moe_tp))
         module = router_name(spec, i).removesuffix("gate.weight")
-        local[module + "experts.w13_weight"], local[module + "experts.w2_weight"] = (
-            torch.stack(w13),
-            torch.stack(w2),
-        )
+        local[module + "experts.w13_weight"] = torch.stack(w13)
+        local[module + "experts.w2_weight"] = torch.stack(w2)
     if spec.family in HYBRID:  # SGLang has no module for attention itself
         return {name.replace(".self_attn.", "."): values for name, values in local.items()}
     return local

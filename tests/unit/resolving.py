@@ -1,4 +1,4 @@
-"""For the tests of resolving: a configuration of Llama-3.1-8B, and the problems of a configuration."""
+"""A configuration of Llama-3.1-8B, and the problems of a configuration, for tests of resolving."""
 
 from __future__ import annotations
 

@@ -91,8 +91,10 @@ class Simulation:
         self.admission = Admission(
             self.per_step, self.capacity, self.in_flight, end, self.mixture, self.curriculum
         )
-        held = sorted([*ledger.consumed_beyond, *(g.ordinal for g in ledger.groups)])
-        self.admission.generate_from(ledger.consumed_below, held, [*ledger.dropped, *ledger.rested])
+        finished = sorted([*ledger.consumed_beyond, *(g.ordinal for g in ledger.groups)])
+        self.admission.generate_from(
+            ledger.consumed_below, finished, [*ledger.dropped, *ledger.rested]
+        )
         if self.curriculum:
             self.curriculum.resume(ledger.outside, frozenset(ledger.rejected))
         self.saved = (ledger, step)
@@ -128,7 +130,8 @@ class Simulation:
 
     def train(self) -> None:
         while True:
-            if stale := self.buffer.reject(self.step):
+            stale = self.buffer.reject(self.step)
+            if stale:
                 self.rejected += len(stale)
                 self.admission.again(stale)
                 self.begin()

@@ -65,11 +65,7 @@ MARKS: dict[str, Any] = {"call_open": "<", "call_close": ">", "result": "{result
 
 
 def sample_of(policy: ScriptedPolicy, sampling: Sampling = SAMPLING, **arguments: Any) -> Sample:
-    [sample] = asyncio.run(
-        ToolCalls(TOKENIZER, **{**MARKS, **arguments})(policy.context(), prompt(), sampling, 1)
-    )
+    rollout = ToolCalls(TOKENIZER, **{**MARKS, **arguments})
+    [sample] = asyncio.run(rollout(policy.context(), prompt(), sampling, 1))
     assert sample_problems([sample], 1, sampling.max_tokens, VOCABULARY) == []
     return sample
-
-
-# --- turns with a tool ---

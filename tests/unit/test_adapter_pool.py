@@ -20,7 +20,7 @@ from megarl.lora.plan import sends_adapters, why_merged
 from megarl.lora.updates import AdapterUpdates
 from megarl.messaging.messages import WeightsGrant, WeightsOffer
 from megarl.models import load_spec
-from megarl.plan.resolve import resolve
+from megarl.plan.resolve import RunPlan, resolve
 from megarl.reshard.layout import combined_layout, generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
@@ -34,8 +34,15 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def spec_of(model: str):
-    found = load_spec(MODELS / model)
-    return replace(found, num_layers=2, num_experts=min(found.num_experts, 4), vocab_size=64)
+    spec = load_spec(MODELS / model)
+    return replace(spec, num_layers=2, num_experts=min(spec.num_experts, 4), vocab_size=64)
+
+
+def map_of(plan: RunPlan) -> ReshardMap:
+    return weights_map(
+        plan,
+        sent_layout(plan, trainer_layout(plan.spec, plan.trainer_topology, "float32"), "local"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,7 +59,7 @@ def spec_of(model: str):
         ("qwen3-30b-a3b", {"dp": 2, "ep": 2, "tp": 2}, {"tp": 4, "ep": 2}, "cuda", "shared"),
     ],
 )
-def test_the_map_writes_what_the_engine_would_slice(
+def test_map_writes_what_sglang_would_slice(
     model: str, trainer: dict, engine: dict, device: str, targets: Any
 ) -> None:
     """Base and adapters are in one map, as in a run. Every byte is written once."""
@@ -74,40 +81,40 @@ def test_the_map_writes_what_the_engine_would_slice(
         tensor.name: torch.randn(tensor.shape, generator=generator)
         for tensor in lora.hf_layout(spec, "float32").tensors(0)
     }
-    held = []
+    trainer_tensors = []
     for rank in range(adapters.world_size):
-        held.append({})
+        trainer_tensors.append({})
         for tensor in adapters.tensors(rank):
-            held[rank][tensor.name] = values = torch.zeros(tensor.shape)
+            values = torch.zeros(tensor.shape)
             for piece in tensor.pieces:
-                values[piece.local.slices()] = full[piece.logical_name][
-                    piece.logical.slices()
-                ].reshape(piece.local.shape)
+                logical = full[piece.logical_name][piece.logical.slices()]
+                values[piece.local.slices()] = logical.reshape(piece.local.shape)
+            trainer_tensors[rank][tensor.name] = values
     map = ReshardMap.build(adapters, pool)
     for rank in range(pool.world_size):
-        found = {tensor.name: torch.full(tensor.shape, torch.nan) for tensor in pool.tensors(rank)}
-        assert all(is_adapter(name) for name in found)
+        engine_tensors = {
+            tensor.name: torch.full(tensor.shape, torch.nan) for tensor in pool.tensors(rank)
+        }
+        assert all(is_adapter(name) for name in engine_tensors)
         for copy in map.copies_to(rank):
-            apply_copy(
-                copy,
-                held[copy.source_rank].get(copy.source_tensor or ""),
-                found[copy.destination_tensor],
-            )
-        wanted = {}
+            source = trainer_tensors[copy.source_rank].get(copy.source_tensor or "")
+            apply_copy(copy, source, engine_tensors[copy.destination_tensor])
+        expected = {}
         for layer in range(spec.num_layers):
-            wanted |= expected_on(rank % sizes.tp, full, sizes, layer, spec.num_experts)
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    shown = {tensor.name: tensor.engine_shape for tensor in pool.tensors(0) if tensor.engine_shape}
-    assert not shown or (
-        lora.shared
-        and shown["model.layers.1.mlp.experts.w2.lora_B"] == (1, spec.hidden_size, 4)
-        and len(shown) == 4
-    )
+            expected |= expected_on(rank % sizes.tp, full, sizes, layer, spec.num_experts)
+        assert engine_tensors.keys() == expected.keys()
+        assert all(torch.equal(engine_tensors[name], expected[name]) for name in expected)
+    engine_shapes = {
+        tensor.name: tensor.engine_shape for tensor in pool.tensors(0) if tensor.engine_shape
+    }
+    if engine_shapes:
+        assert lora.shared and len(engine_shapes) == 4
+        w2_shape = engine_shapes["model.layers.1.mlp.experts.w2.lora_B"]
+        assert w2_shape == (1, spec.hidden_size, 4)
 
 
 @pytest.mark.parametrize(
-    ("model", "device", "targets", "sizes", "why"),
+    ("model", "device", "targets", "sizes", "reasons"),
     [
         ("tiny-llama", "cpu", ("all",), {}, []),
         ("qwen3-8b", "cuda", ("all",), {"tp": 2, "dp_attention": 2}, ["generator.dp_attention=2"]),
@@ -150,25 +157,27 @@ def test_the_map_writes_what_the_engine_would_slice(
         ),
     ],
 )
-def test_what_the_engines_cannot_serve_is_named(
-    model: str, device: str, targets: tuple[str, ...], sizes: dict, why: list[str]
+def test_adapters_that_engines_cannot_serve_are_named(
+    model: str, device: str, targets: tuple[str, ...], sizes: dict, reasons: list[str]
 ) -> None:
-    found = unserved(
+    problems = unserved(
         spec_of(model), GeneratorTopology(**sizes), device, replace(ALL, targets=targets)
     )
-    assert len(found) == len(why) and all(part in line for part, line in zip(why, found)), found
+    for problem, reason in zip(problems, reasons, strict=True):
+        assert reason in problem
 
 
-def test_how_a_run_sends_its_adapters(tmp_path) -> None:
+def test_adapters_are_sent_alone_unless_merged(tmp_path) -> None:
     spec = load_spec(MODEL)
-    for more, alone in (
+    for overrides, sent_alone in (
         ([], False),
         (["lora.rank=8"], True),
         (["lora.rank=8", "lora.sync=merge"], False),
     ):
-        assert sends_adapters(config(tmp_path, *more), spec) == alone
+        assert sends_adapters(config(tmp_path, *overrides), spec) == sent_alone
     delta = ["lora.rank=8", "weights.delta=auto"]
-    assert not sends_adapters(config(tmp_path, *delta), spec) and resolve(config(tmp_path, *delta))
+    assert not sends_adapters(config(tmp_path, *delta), spec)
+    assert resolve(config(tmp_path, *delta))
     assert why_merged(config(tmp_path, *delta), spec) == [
         "weights.delta=auto looks for changes in all weights"
     ]
@@ -178,7 +187,7 @@ def test_how_a_run_sends_its_adapters(tmp_path) -> None:
     ]
 
 
-def test_what_engines_should_hold_is_known_whole_when_adapters_alone_are_sent(tmp_path) -> None:
+def test_hashes_of_an_adapter_update_cover_all_weights(tmp_path) -> None:
     """The frozen weights' part comes from the full update, some of whose boxes landed.
 
     The result is as if all were sent again.
@@ -186,69 +195,55 @@ def test_what_engines_should_hold_is_known_whole_when_adapters_alone_are_sent(tm
     run = config(
         tmp_path, "lora.rank=4", f"model.path={MODELS}/tiny-llama", "rollout.max_tokens=64"
     )
-    plan = resolve(run)
-    map = weights_map(
-        plan,
-        sent_layout(plan, trainer_layout(plan.spec, plan.trainer_topology, "float32"), "local"),
-    )
+    map = map_of(resolve(run))
     model = {tensor.name: torch.randn(tensor.shape) for tensor in map.source.tensors(0)}
     tensors = [
         RemoteTensor(tensor.name, tensor.shape, tensor.dtype, ())
         for tensor in map.destination.tensors(0)
     ]
     landings = [
-        Landing(name, copy.destination_box.start, 0)
+        Landing(copy.destination_tensor, copy.destination_box.start, 0)
         for copy in map.copies_from(0)
-        if "gate_up" in (name := copy.destination_tensor)
+        if "gate_up" in copy.destination_tensor
     ]
     trace: Any = None  # no hashes are compared
-    adapters, reference = (kind(Discard(), map, 0, run) for kind in (AdapterUpdates, FullUpdates))
+    adapters = AdapterUpdates(Discard(), map, 0, run)
+    reference = FullUpdates(Discard(), map, 0, run)
     adapters.offer(3, -1, model, trace)
     adapters.connect(map, [Endpoint(0, "mooncake", "", 0, tensors, landings)], model)
     reference.connect(map, [Endpoint(0, "mooncake", "", 0, tensors)], model)
 
     for version in (4, 6):
         reference.offer(version, -1, model, trace)
-        [(whole, expected)] = reference.write(WeightsGrant(version), model)
-        [(landed, unfinished), (others, shares)] = adapters.write(WeightsGrant(version), model)
-        assert (
-            unfinished is None
-            and shares == expected
-            and landed.bytes + others.bytes == whole.bytes
-            and landed.bytes > 0
-        )
+        [(full_update, expected)] = reference.write(WeightsGrant(version), model)
+        [(landed, unfinished), (direct, shares)] = adapters.write(WeightsGrant(version), model)
+        assert unfinished is None and shares == expected
+        assert landed.bytes > 0
+        assert landed.bytes + direct.bytes == full_update.bytes
         for name in filter(is_adapter, model):
             model[name] = torch.randn_like(model[name])
         offer = adapters.offer(version + 1, -1, model, trace)
-        assert (
-            worth_it([offer], version)
-            and not worth_it([offer], version + 1)
-            and 0 < offer.delta_bytes < offer.full_bytes
-        )
+        assert worth_it([offer], version) and not worth_it([offer], version + 1)
+        assert 0 < offer.delta_bytes < offer.full_bytes
         [(sent, shares)] = adapters.write(WeightsGrant(version + 1, delta=True), model)
         [(_, expected)] = reference.write(WeightsGrant(version + 1), model)
         assert shares == expected and sent.bytes == offer.delta_bytes
 
 
-def test_a_rank_that_sends_nothing_keeps_no_update_from_being_of_adapters_alone(tmp_path) -> None:
-    sizes = ("trainer.dp=64", "rollout.prompts_per_step=64")
+def test_idle_rank_does_not_prevent_an_adapter_update(tmp_path) -> None:
     run = config(
-        tmp_path, "lora.rank=4", f"model.path={MODELS}/tiny-llama", "rollout.max_tokens=64", *sizes
+        tmp_path,
+        "lora.rank=4",
+        f"model.path={MODELS}/tiny-llama",
+        "rollout.max_tokens=64",
+        "trainer.dp=64",
+        "rollout.prompts_per_step=64",
     )
-    plan = resolve(run)
-    map = weights_map(
-        plan,
-        sent_layout(plan, trainer_layout(plan.spec, plan.trainer_topology, "float32"), "local"),
-    )
+    map = map_of(resolve(run))
     assert not list(map.copies_from(63))
     trace: Any = None
     idle = AdapterUpdates(Discard(), map, 63, run)
     assert not worth_it([idle.offer(4, -1, {}, trace)], 3)
     idle.connect(map, [], {})
-    assert worth_it(
-        [
-            idle.offer(5, -1, {}, trace),
-            WeightsOffer(5, 4, delta_bytes=1, changed_bytes=1, full_bytes=9),
-        ],
-        4,
-    )
+    sender = WeightsOffer(5, 4, delta_bytes=1, changed_bytes=1, full_bytes=9)
+    assert worth_it([idle.offer(5, -1, {}, trace), sender], 4)

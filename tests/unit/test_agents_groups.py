@@ -4,9 +4,9 @@ in the baseline, however many sequences.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from batches import batch_of
@@ -31,18 +31,16 @@ from megarl.rewards.score import has_signal
 from megarl.rollouts.environments.base import sample_problems
 
 
-def branches(reward: float, *lengths: int, **more: Any) -> list[Sample]:
+def branches(reward: float, *lengths: int) -> list[Sample]:
     """The samples of an episode, with the given numbers of tokens."""
     return [
-        Sample(
-            [3] * tokens, [-0.1] * tokens, [0] * tokens, "", reward, "stop", branch=branch, **more
-        )
+        Sample([3] * tokens, [-0.1] * tokens, [0] * tokens, "", reward, "stop", branch=branch)
         for branch, tokens in enumerate(lengths)
     ]
 
 
-def group(ordinal: int, *found: list[Sample]) -> Group:
-    return Group(Prompt(ordinal, [1], "", ""), [sample for each in found for sample in each])
+def group(ordinal: int, *episodes: list[Sample]) -> Group:
+    return Group(Prompt(ordinal, [1], "", ""), [*itertools.chain(*episodes)])
 
 
 TWO = [
@@ -51,27 +49,29 @@ TWO = [
 ]
 
 
-def test_a_baseline_is_over_episodes_and_all_branches_have_its_advantage() -> None:
+def test_branches_share_the_advantage_of_their_episode() -> None:
     batch = batch_of(TWO)
-    assert [len(each) for each in episodes(batch.samples)] == [2, 1, 1, 3]
+    assert [len(samples) for samples in episodes(batch.samples)] == [2, 1, 1, 3]
     rewards = batch_rewards(batch)
     assert rewards.tolist() == [[1.0, 0.0], [0.0, 0.5]]
     advantages = make_algorithm(AlgorithmConfig(name="aipo")).advantages(rewards)
-    found = to_train_sequences(batch, advantages, True)
-    told = [each.advantages[-1] for each in found.values() if isinstance(each, TrainSequence)]
-    assert told == [0.5, 0.5, -0.5, -0.25, 0.25, 0.25, 0.25]
+    last_advantages = [
+        sequence.advantages[-1]
+        for sequence in to_train_sequences(batch, advantages, True).values()
+        if isinstance(sequence, TrainSequence)
+    ]
+    assert last_advantages == [0.5, 0.5, -0.5, -0.25, 0.25, 0.25, 0.25]
 
 
 @pytest.mark.parametrize(
     ("loss_mean", "divisors"), [("token", [9.0, 7.0]), ("sequence_sum", [2.0, 2.0])]
 )
-def test_mini_batches_have_whole_groups_and_divide_by_tokens_or_episodes(
-    loss_mean: str, divisors: list[float]
-) -> None:
+def test_minibatches_have_whole_groups(loss_mean: str, divisors: list[float]) -> None:
+    """They divide the loss by tokens or by episodes."""
     batch = batch_of(TWO)
     algorithm = make_algorithm(AlgorithmConfig(name="aipo", loss_mean=loss_mean))
-    found = minibatches(batch, range(7), algorithm, TrainerConfig(minibatches=2), seed=0)
-    assert sorted((each.places, each.denominator) for each in found) == [
+    two = minibatches(batch, range(7), algorithm, TrainerConfig(minibatches=2), seed=0)
+    assert sorted((minibatch.places, minibatch.denominator) for minibatch in two) == [
         ([0, 1, 2], divisors[0]),
         ([3, 4, 5, 6], divisors[1]),
     ]
@@ -79,16 +79,13 @@ def test_mini_batches_have_whole_groups_and_divide_by_tokens_or_episodes(
 
 def test_metrics_and_evaluations_count_an_episode_once() -> None:
     assert batch_metrics(batch_of(TWO), 0)["reward/mean"] == 1.5 / 4
-    found = scores(TWO)
-    assert (
-        found["samples"] == 4
-        and found["pass@2"] == 0.5
-        and found["pass@1"] == 0.25
-        and found["reward/mean"] == 1.5 / 4
-    )
+    evaluated = scores(TWO)
+    assert evaluated["samples"] == 4
+    assert (evaluated["pass@1"], evaluated["pass@2"]) == (0.25, 0.5)
+    assert evaluated["reward/mean"] == 1.5 / 4
 
 
-def test_a_penalty_is_that_of_the_worst_branch() -> None:
+def test_worst_branch_decides_the_penalty() -> None:
     settings = RunConfig(
         rollout=RolloutConfig(max_tokens=8), reward=RewardConfig(overlong_tokens=4)
     )
@@ -98,14 +95,13 @@ def test_a_penalty_is_that_of_the_worst_branch() -> None:
 
 
 @pytest.mark.parametrize("name", ["ppo", "online_dpo", "ipo", "copg"])
-def test_what_needs_one_sequence_refuses_branches(name: str) -> None:
+def test_algorithm_for_single_sequences_refuses_branches(name: str) -> None:
     settings = RunConfig(algorithm=AlgorithmConfig(name=name))
     steps = BatchSteps(SimpleNamespace(), make_algorithm(AlgorithmConfig(name="aipo")), settings)  # type: ignore[arg-type]
     with pytest.raises(RunError, match=f"algorithm.name={name}: needs episodes of one sequence"):
         steps.rewards(batch_of(TWO))
-    assert steps.rewards(batch_of([group(0, branches(1.0, 2), branches(0.0, 2))])).tolist() == [
-        [1.0, 0.0]
-    ]
+    one_branch_each = batch_of([group(0, branches(1.0, 2), branches(0.0, 2))])
+    assert steps.rewards(one_branch_each).tolist() == [[1.0, 0.0]]
 
 
 def test_samples_are_checked_by_episodes() -> None:
@@ -143,9 +139,9 @@ def test_samples_are_checked_by_episodes() -> None:
         ),
     ],
 )
-def test_what_programs_cannot_have_is_refused(
+def test_settings_impossible_for_programs_are_refused(
     tmp_path: Path, overrides: list[str], problem: str
 ) -> None:
     assert not list(check_program(config(tmp_path, *overrides))), "without a program"
-    [found] = check_program(config(tmp_path, "rollout.name=program", *overrides))
-    assert problem in found
+    [message] = check_program(config(tmp_path, "rollout.name=program", *overrides))
+    assert problem in message

@@ -57,44 +57,46 @@ class RandomEngine:
         self.drawn: dict[float, tuple[int, int]] = {}
         self.numbers = count(1)
         self.version = 0
-        self.told = 0
+        self.aborts = 0
 
     async def complete(self, inputs: Any, samplings: Any, version: Any = None) -> list[Completion]:
-        told = self.told
-        found = [([], [], []) for _ in inputs]
+        aborts = self.aborts
+        drafts = [([], [], []) for _ in inputs]
         for _ in range(self.random.randrange(1, 12)):
             await asyncio.sleep(0)
-            for ids, logprobs, versions in found:
+            for ids, logprobs, versions in drafts:
                 number = self.random.choice([*range(4, VOCABULARY)])
                 logprob = -next(self.numbers) / 1024  # exact in float32
                 self.drawn[logprob] = number, self.version
-                for values, value in ((ids, number), (logprobs, logprob), (versions, self.version)):
-                    values.append(value)
-            if told != self.told:  # completions_of leaves out the last one
+                ids.append(number)
+                logprobs.append(logprob)
+                versions.append(self.version)
+            if aborts != self.aborts:  # completions_of leaves out the last one
                 return [
                     Completion(ids[:-1], logprobs[:-1], versions[:-1], ABORT)
-                    for ids, logprobs, versions in found
+                    for ids, logprobs, versions in drafts
                 ]
         return [
-            self._ended(*each, sampling) for each, sampling in zip(found, samplings, strict=True)
+            self._ended(ids, logprobs, versions, sampling)
+            for (ids, logprobs, versions), sampling in zip(drafts, samplings, strict=True)
         ]
 
     def _ended(
         self, ids: list[int], logprobs: list[float], versions: list[int], sampling: Sampling
     ) -> Completion:
-        most = sampling.max_tokens
+        max_tokens = sampling.max_tokens
         if self.random.random() < 0.5:  # it may miss a stop string
-            for end in range(1, min(len(ids), most) + 1):
+            for end in range(1, min(len(ids), max_tokens) + 1):
                 if any(string in TOKENIZER.decode_all(ids[:end]) for string in sampling.stop):
                     return Completion(ids[:end], logprobs[:end], versions[:end], "stop")
-        if self.random.random() < 0.7 and len(ids) <= most:
+        if self.random.random() < 0.7 and len(ids) <= max_tokens:
             ids[-1] = EOS
             self.drawn[logprobs[-1]] = EOS, versions[-1]
             return Completion(ids, logprobs, versions, "stop")
-        return Completion(ids[:most], logprobs[:most], versions[:most], "length")
+        return Completion(ids[:max_tokens], logprobs[:max_tokens], versions[:max_tokens], "length")
 
     async def abort_all(self, timeout_s: float) -> None:
-        self.told += 1
+        self.aborts += 1
 
     async def close(self) -> None:
         pass
@@ -112,7 +114,7 @@ def text_of(answer: Answer) -> str:
     )
 
 
-def said(answer: Answer, noise: random.Random) -> dict[str, Any]:
+def sent_back_message(answer: Answer, noise: random.Random) -> dict[str, Any]:
     """The message as an agent may send it back: without fields that mean nothing."""
     content = noise.choice(
         [
@@ -133,13 +135,14 @@ def check_stop(answer: Answer, stop: tuple[str, ...]) -> None:
     ids = answer.completion.token_ids.tolist()
     texts = [TOKENIZER.decode_all(ids[:end]) for end in range(len(ids) + 1)]
     assert not any(string in text for text in texts[:-1] for string in stop)
-    if found := [string for string in stop if string in texts[-1]]:
-        assert answer.stop in found and answer.completion.finish_reason == "stop"
-        assert texts[-1].startswith(text_of(answer) + answer.stop) and not any(
-            string in text_of(answer) for string in stop
-        )
+    stops_in_text = [string for string in stop if string in texts[-1]]
+    if stops_in_text:
+        assert answer.stop in stops_in_text and answer.completion.finish_reason == "stop"
+        assert texts[-1].startswith(text_of(answer) + answer.stop)
+        assert not any(string in text_of(answer) for string in stop)
     else:
-        assert answer.stop is None and text_of(answer) == texts[-2 if ids[-1] == EOS else -1]
+        assert answer.stop is None
+        assert text_of(answer) == texts[-2 if ids[-1] == EOS else -1]
 
 
 class Head(NamedTuple):
@@ -152,7 +155,7 @@ class Head(NamedTuple):
 
 def items(messages: list[dict[str, Any]], noise: random.Random) -> list[dict[str, Any]]:
     """The messages as items of OpenAI's Responses API, in an order that agents may use."""
-    found: list[dict[str, Any]] = []
+    items_: list[dict[str, Any]] = []
     results = {
         message["tool_call_id"]: message for message in messages if message["role"] == "tool"
     }
@@ -161,10 +164,10 @@ def items(messages: list[dict[str, Any]], noise: random.Random) -> list[dict[str
             if any(
                 item.get("type") == "function_call_output"
                 and item["call_id"] == message["tool_call_id"]
-                for item in found
+                for item in items_
             ):
                 continue  # it follows its call
-            found.append(
+            items_.append(
                 {
                     "type": "function_call_output",
                     "call_id": message["tool_call_id"],
@@ -179,21 +182,21 @@ def items(messages: list[dict[str, Any]], noise: random.Random) -> list[dict[str
                 "type": "output_text" if message["role"] == "assistant" else "input_text",
                 "text": message["content"],
             }
-            found.append({"type": "message", "role": message["role"], "content": [part]})
+            items_.append({"type": "message", "role": message["role"], "content": [part]})
         if message["role"] == "assistant" and noise.random() < 0.2:
-            found.append({"type": "reasoning", "summary": []})
+            items_.append({"type": "reasoning", "summary": []})
         for call in calls:
-            found.append({"type": "function_call", "call_id": call["id"], **call["function"]})
+            items_.append({"type": "function_call", "call_id": call["id"], **call["function"]})
             if apart and call["id"] in results:
-                found += items([results[call["id"]]], noise)
-    return found
+                items_ += items([results[call["id"]]], noise)
+    return items_
 
 
 async def ask(
     episode: Episode,
     head: Head,
     noise: random.Random,
-    most: int | None,
+    max_tokens: int | None,
     n: int,
     stop: tuple[str, ...],
 ) -> list[tuple[Answer, str | None]]:
@@ -201,22 +204,23 @@ async def ask(
     response on. Responses have names.
     """
     if noise.random() < 0.3:
-        return [
-            (answer, None) for answer in await episode.complete(head.messages, TOOLS, most, n, stop)
-        ]
+        answers = await episode.complete(head.messages, TOOLS, max_tokens, n, stop)
+        return [(answer, None) for answer in answers]
     previous = head.answered if noise.random() < 0.5 else None
     sent = items(head.messages[head.since :] if previous else head.messages, noise)
     body = {
         "input": sent,
         "tools": [{"type": "function", **TOOL}],
-        "max_output_tokens": most,
+        "max_output_tokens": max_tokens,
         "stop": [*stop],
     }
-    asked = openai_responses.read_request({**body, "previous_response_id": previous})
-    before = openai_responses.conversation(episode, asked)
+    request = openai_responses.read_request({**body, "previous_response_id": previous})
+    messages = openai_responses.conversation(episode, request)
     name = f"{noise.random()}"
-    [answer] = await episode.complete(before, asked.tools, asked.max_tokens, stop=asked.stop)
-    openai_responses.keep(episode, name, asked, before, answer)
+    [answer] = await episode.complete(
+        messages, request.tools, request.max_tokens, stop=request.stop
+    )
+    openai_responses.keep(episode, name, request, messages, answer)
     return [(answer, f"resp_{name}")]
 
 
@@ -246,18 +250,16 @@ async def converse(episode: Episode, noise: random.Random) -> None:
                 }
                 for number, _ in answer.calls
             ]
-            more = results or [
+            next_messages = results or [
                 {"role": "user", "content": noise.choice(["<eos>", "12;", "a<assistant>b", ""])}
             ]
-            told = said(answer, noise)
-            whole = [*head.messages, told, *more]
-            # a restored stop string stays
-            as_kept = name and told["content"].strip() == answer.content.strip()
-            heads.append(
-                Head(whole, name, len(whole) - len(more))
-                if as_kept
-                else Head(whole, head.answered, head.since)
-            )
+            sent_back = sent_back_message(answer, noise)
+            conversation = [*head.messages, sent_back, *next_messages]
+            is_unchanged = name and sent_back["content"].strip() == answer.content.strip()
+            if is_unchanged:
+                heads.append(Head(conversation, name, len(conversation) - len(next_messages)))
+            else:
+                heads.append(Head(conversation, head.answered, head.since))
         if noise.random() < 0.2:  # compaction: a summary replaces the conversation
             heads.append(
                 Head([head.messages[0], {"role": "user", "content": answer.content[:20] or "x"}])
@@ -265,9 +267,9 @@ async def converse(episode: Episode, noise: random.Random) -> None:
 
 
 async def update(
-    fleet: Fleet, engine: RandomEngine, noise: random.Random, done: asyncio.Event
+    fleet: Fleet, engine: RandomEngine, noise: random.Random, agents_done: asyncio.Event
 ) -> None:
-    while not done.is_set():
+    while not agents_done.is_set():
         for _ in range(noise.randrange(1, 6)):
             await asyncio.sleep(0)
         await fleet.hold(5.0)
@@ -278,34 +280,33 @@ async def update(
 async def play(mode: str, seed: int) -> tuple[RandomEngine, list[Episode]]:
     engine = RandomEngine(seed)
     noise = random.Random(seed + 1)
-    done = asyncio.Event()
+    agents_done = asyncio.Event()
     fleet: Any = Fleet([engine], mode, decode=TOKENIZER.decode_all)  # type: ignore[list-item]
     fleet.release(0)
     episodes_ = [
         Episode(fleet.generate, TOKENIZER, TEMPLATE, letter_calls, SAMPLING) for _ in range(3)
     ]
-    updates = asyncio.create_task(update(fleet, engine, noise, done))
+    updates = asyncio.create_task(update(fleet, engine, noise, agents_done))
     agents = [
-        converse(each, random.Random(f"{seed}/{which}/{n}"))
-        for n, each in enumerate(episodes_)
-        for which in range(2)
+        converse(episode, random.Random(f"{seed}/{agent}/{number}"))
+        for number, episode in enumerate(episodes_)
+        for agent in range(2)
     ]
     await asyncio.gather(*agents)
-    done.set()
+    agents_done.set()
     await updates
     return engine, episodes_
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(["block", "in_flight", "retract", "abort", "resume"]), st.integers(0, 10**6))
-def test_what_is_trained_on_is_what_was_sampled(mode: str, seed: int) -> None:
+def test_trained_tokens_are_the_sampled_tokens(mode: str, seed: int) -> None:
     engine, played = asyncio.run(play(mode, seed))
-    trees = [each.tree for each in played]
+    trees = [episode.tree for episode in played]
     if not all(tree.turns for tree in trees):
         return
-    assert not any(each.counts["rewritten"] or each.counts["unstable"] for each in played), (
-        "all of them go on from what was sampled"
-    )
+    for episode in played:
+        assert episode.counts["rewritten"] == episode.counts["unstable"] == 0
     for turn in [turn for tree in trees for turn in tree.turns if turn.parent is not None]:
         cut_off = turn.parent.completion.token_ids[-1] != EOS
         assert (turn.context[0] == EOS) == cut_off, (
@@ -332,26 +333,26 @@ def test_what_is_trained_on_is_what_was_sampled(mode: str, seed: int) -> None:
         "one reward an episode, however many branches it has"
     )
     sequences = [
-        each
-        for each in to_train_sequences(batch, advantages, False).values()
-        if isinstance(each, TrainSequence)
+        sequence
+        for sequence in to_train_sequences(batch, advantages, False).values()
+        if isinstance(sequence, TrainSequence)
     ]
     trained: Counter[float] = Counter()
     for sequence, sample in zip(sequences, samples, strict=True):
         versions = [
             version for version, tokens in sample.summary().policy_versions for _ in range(tokens)
         ]
-        mine = sequence.loss_mask.nonzero()[0]
-        for place, version in zip(mine, versions, strict=True):
-            logprob = float(sequence.mu_logprobs[place])
-            assert engine.drawn[logprob] == (sequence.token_ids[place], version), (
+        positions = sequence.loss_mask.nonzero()[0]
+        for position, version in zip(positions, versions, strict=True):
+            logprob = float(sequence.mu_logprobs[position])
+            assert engine.drawn[logprob] == (sequence.token_ids[position], version), (
                 "the id, log-prob and version of one draw"
             )
             trained[logprob] += 1
-    answered = [
+    sampled_logprobs = [
         logprob for tree in trees for turn in tree.turns for logprob in turn.completion.logprobs
     ]
-    assert trained == Counter(answered) and set(trained.values()) == {1}, (
+    assert trained == Counter(sampled_logprobs) and set(trained.values()) == {1}, (
         "all that was answered, each token once"
     )
     leaves = [leaf for tree in trees for leaf in tree.leaves()]
@@ -360,18 +361,27 @@ def test_what_is_trained_on_is_what_was_sampled(mode: str, seed: int) -> None:
     ]
 
 
-class Scripted:
+def learned_pieces(sample: Any) -> list[str]:
+    """The texts of the tokens that the policy sampled."""
+    return [
+        TOKENIZER.piece(number)
+        for number, by_policy in zip(sample.token_ids, sample.policy_mask, strict=True)
+        if by_policy
+    ]
+
+
+class ScriptedPolicy:
     """A fake of generate: says given texts ("$": end-of-text), and records its requests."""
 
     def __init__(self, *texts: str):
         self.texts = list(texts)
-        self.asked = []
+        self.prompts = []
         self.samplings = []
 
     async def __call__(self, prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
-        self.asked.append(prompt_ids)
+        self.prompts.append(prompt_ids)
         self.samplings.append(sampling)
-        found = []
+        completions = []
         for _ in range(n):
             text = self.texts.pop(0)
             # One id a character, unlike the tokenizer's own encoding of a call.
@@ -379,18 +389,17 @@ class Scripted:
                 EOS
             ] * text.endswith("$")
             ended = ids[-1] == EOS or any(string in text for string in sampling.stop)
-            found.append(
-                Completion(ids, [-1.0] * len(ids), [3] * len(ids), "stop" if ended else "length")
-            )
-        return found
+            reason = "stop" if ended else "length"
+            completions.append(Completion(ids, [-1.0] * len(ids), [3] * len(ids), reason))
+        return completions
 
 
 def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def episode(*texts: str, sampling: Sampling = SAMPLING) -> tuple[Episode, Scripted]:
-    policy = Scripted(*texts)
+def episode(*texts: str, sampling: Sampling = SAMPLING) -> tuple[Episode, ScriptedPolicy]:
+    policy = ScriptedPolicy(*texts)
     return Episode(policy, TOKENIZER, TEMPLATE, JsonParser(), sampling), policy
 
 
@@ -431,13 +440,13 @@ def test_a_call_and_its_result_continue_the_sampled_ids():
         assert TOKENIZER.encode_text(CALL, special_tokens=True) != sampled[:-1], (
             "text tokenised again would be other ids"
         )
-        assert policy.asked[1] == [
-            *policy.asked[0],
+        assert policy.prompts[1] == [
+            *policy.prompts[0],
             *sampled,
             *TOKENIZER.encode_text("<tool>42<assistant>", special_tokens=True),
         ]
         [sample] = played.tree.samples(
-            len(policy.asked[0]), TOKENIZER.decode_all, Score(1.0), {"calls": 2.0}
+            len(policy.prompts[0]), TOKENIZER.decode_all, Score(1.0), {"calls": 2.0}
         )
         assert (
             sample.text == f"{CALL}<eos><tool>42<assistant>42<eos>" and sample.summary().turns == 2
@@ -454,44 +463,37 @@ def test_seed_of_a_call_is_honoured():
         played, policy = episode(
             "1$", "2$", "3$", "4$", "5$", sampling=replace(SAMPLING, seed=episode_seed)
         )
-        for asked in (7, 7, 8, None, None):
-            await played.complete([user("a")], seed=asked)
+        for seed in (7, 7, 8, None, None):
+            await played.complete([user("a")], seed=seed)
         return [sampling.seed for sampling in policy.samplings]
 
-    first, again, other, *drawn = asyncio.run(seeds(0))
-    assert first == again and len({first, other, *drawn}) == 4, (
-        "without a seed, each call draws anew"
-    )
+    first, repeated, second, *drawn = asyncio.run(seeds(0))
+    assert first == repeated
+    assert len({first, second, *drawn}) == 4, "without a seed, each call draws anew"
     assert first not in asyncio.run(seeds(1)), "episodes of one prompt differ"
     assert read_request({"messages": [{"role": "user", "content": "a"}], "seed": 7}).seed == 7
     with pytest.raises(Refused, match="seed=x: must be a whole number"):
         read_request({"messages": [{"role": "user", "content": "a"}], "seed": "x"})
 
 
-def test_a_turn_that_was_cut_is_closed_by_the_context():
+def test_context_closes_a_turn_cut_off():
     async def agent() -> None:
         played, policy = episode("12", "3$")
         await played.complete([user("a")])
         await played.complete([user("a"), {"role": "assistant", "content": "12"}, user("b")])
         assert (
-            TOKENIZER.decode_all(policy.asked[1])
+            TOKENIZER.decode_all(policy.prompts[1])
             == "<bos><user>a<assistant>12<eos><user>b<assistant>"
         )
         [sample] = played.tree.samples(1, TOKENIZER.decode_all, Score(0.0), {})
-        learned = [
-            TOKENIZER.piece(number)
-            for number, mine in zip(sample.token_ids, sample.policy_mask)
-            if mine
-        ]
-        assert learned == ["1", "2", "3", "<eos>"], (
-            "the end that the policy did not sample is not learned"
-        )
+        # the end that the policy did not sample is not learned
+        assert learned_pieces(sample) == ["1", "2", "3", "<eos>"]
 
     asyncio.run(agent())
 
 
 @pytest.mark.parametrize("sent_back", ["ab", "abXY", "ab\n"])
-def test_a_turn_that_a_stop_string_ended_goes_on_from_what_was_sampled(sent_back: str):
+def test_turn_ended_by_a_stop_string_continues_its_tokens(sent_back: str):
     async def agent() -> None:
         played, policy = episode("abXY", "3$")
         [answer] = await played.complete([user("a")], stop=["Q", "XY"])
@@ -499,57 +501,62 @@ def test_a_turn_that_a_stop_string_ended_goes_on_from_what_was_sampled(sent_back
         assert (answer.content, answer.stop, answer.finish_reason) == ("ab", "XY", "stop")
         await played.complete([user("a"), {"role": "assistant", "content": sent_back}, user("b")])
         sampled = played.tree.turns[0].completion.token_ids.tolist()
-        assert TOKENIZER.decode_all(sampled) == "abXY" and policy.asked[1][
-            : len(policy.asked[0]) + 4
-        ] == [*policy.asked[0], *sampled]
+        assert TOKENIZER.decode_all(sampled) == "abXY" and policy.prompts[1][
+            : len(policy.prompts[0]) + 4
+        ] == [*policy.prompts[0], *sampled]
         assert (
-            TOKENIZER.decode_all(policy.asked[1])
+            TOKENIZER.decode_all(policy.prompts[1])
             == "<bos><user>a<assistant>abXY<eos><user>b<assistant>"
         )
         [sample] = played.tree.samples(1, TOKENIZER.decode_all, Score(0.0), {})
-        learned = [
-            TOKENIZER.piece(number)
-            for number, mine in zip(sample.token_ids, sample.policy_mask)
-            if mine
-        ]
-        assert learned == ["a", "b", "X", "Y", "3", "<eos>"] and not played.counts["rewritten"]
+        assert learned_pieces(sample) == ["a", "b", "X", "Y", "3", "<eos>"]
+        assert not played.counts["rewritten"]
 
     asyncio.run(agent())
 
 
-def test_a_call_in_front_of_a_stop_string_is_one():
+def test_call_before_a_stop_string_is_a_call():
     async def agent() -> None:
         played, policy = episode(f"go {CALL}Obs", "42$")
         [answer] = await played.complete([user("a")], TOOLS, stop=["Obs"])
         assert (answer.content, answer.finish_reason, answer.stop) == ("go", "tool_calls", "Obs")
         [(number, call)] = answer.calls
-        told = {"role": "assistant", "content": "go", "tool_calls": [openai_call(number, call)]}
+        assistant_message = {
+            "role": "assistant",
+            "content": "go",
+            "tool_calls": [openai_call(number, call)],
+        }
         await played.complete(
-            [user("a"), told, {"role": "tool", "tool_call_id": number, "content": "42"}], TOOLS
+            [
+                user("a"),
+                assistant_message,
+                {"role": "tool", "tool_call_id": number, "content": "42"},
+            ],
+            TOOLS,
         )
         assert not played.counts["rewritten"] and len(played.tree.leaves()) == 1
-        assert TOKENIZER.decode_all(policy.asked[1]).endswith(
+        assert TOKENIZER.decode_all(policy.prompts[1]).endswith(
             "</tool_call>Obs<eos><tool>42<assistant>"
         )
 
     asyncio.run(agent())
 
 
-def test_the_name_of_the_end_of_text_may_be_a_stop_string():
+def test_end_of_text_may_be_a_stop_string():
     async def agent() -> None:
         played, policy = episode("ab$", "3$")
         [answer] = await played.complete([user("a")], stop=["b<eos>"])
         assert (answer.content, answer.stop) == ("a", "b<eos>")
         await played.complete([user("a"), {"role": "assistant", "content": "a"}, user("b")])
         assert (
-            TOKENIZER.decode_all(policy.asked[1])
+            TOKENIZER.decode_all(policy.prompts[1])
             == "<bos><user>a<assistant>ab<eos><user>b<assistant>"
         ), "it ends once"
 
     asyncio.run(agent())
 
 
-def test_the_runs_own_stop_strings_stay_in_the_text():
+def test_stop_strings_of_the_run_stay_in_the_text():
     async def agent() -> None:
         played, policy = episode(
             "abXY", sampling=Sampling(MAX_TOKENS, stop_token_ids=(EOS,), stop=("XY",))
@@ -568,7 +575,7 @@ def test_the_runs_own_stop_strings_stay_in_the_text():
     asyncio.run(agent())
 
 
-def test_branches_learn_what_they_share_once():
+def test_shared_turns_of_branches_are_learned_once():
     async def agent() -> None:
         played, _ = episode("1$", "2$", "3$", "4$")
         first = [user("a"), {"role": "assistant", "content": "1"}]
@@ -582,15 +589,8 @@ def test_branches_learn_what_they_share_once():
         assert [sample.branch for sample in samples] == [0, 1, 2] and {
             sample.reward for sample in samples
         } == {0.5}
-        learned = [
-            "".join(
-                TOKENIZER.piece(number)
-                for number, mine in zip(each.token_ids, each.policy_mask)
-                if mine and number != EOS
-            )
-            for each in samples
-        ]
-        assert learned == ["12", "3", "4"]
+        learned = ["".join(learned_pieces(sample)) for sample in samples]
+        assert learned == ["1<eos>2<eos>", "3<eos>", "4<eos>"]
         assert [sample.metrics for sample in samples] == [{"calls": 4.0}, {}, {}], (
             "an episode counts once"
         )
@@ -599,17 +599,17 @@ def test_branches_learn_what_they_share_once():
     asyncio.run(agent())
 
 
-def test_what_messages_say_is_text_whatever_it_looks_like():
+def test_special_tokens_in_messages_are_plain_text():
     async def agent() -> None:
         played, policy = episode("1$")
         await played.complete([user("a<eos><assistant>b")])
         special = set(TOKENIZER.special_tokens.values())
-        assert [TOKENIZER.piece(number) for number in policy.asked[0] if number in special] == [
+        assert [TOKENIZER.piece(number) for number in policy.prompts[0] if number in special] == [
             "<bos>",
             "<user>",
             "<assistant>",
         ]
-        assert "a<eos><assistant>b" in TOKENIZER.decode_all(policy.asked[0])
+        assert "a<eos><assistant>b" in TOKENIZER.decode_all(policy.prompts[0])
 
     asyncio.run(agent())
 
@@ -626,7 +626,7 @@ def test_a_rewritten_turn_is_context_of_a_new_branch():
     asyncio.run(agent())
 
 
-def test_template_arguments_of_a_request_reach_the_template_as_text(tmp_path: Path):
+def test_template_arguments_of_a_request_are_plain_text(tmp_path: Path):
     for file in MODEL.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     path = tmp_path / "chat_template.jinja"
@@ -639,13 +639,13 @@ def test_template_arguments_of_a_request_reach_the_template_as_text(tmp_path: Pa
         ).with_arguments({"mode": "a"})
         await played.complete([user("a")])
         await played.complete([user("a")], arguments={"mode": "b<eos>"})
-        assert [TOKENIZER.decode_all(ids) for ids in policy.asked] == [
+        assert [TOKENIZER.decode_all(ids) for ids in policy.prompts] == [
             f"{mode}<bos><user>a<assistant>" for mode in ("a", "b<eos>")
         ]
-        assert TOKENIZER.eos_id not in policy.asked[1], "an argument cannot end a turn"
+        assert TOKENIZER.eos_id not in policy.prompts[1], "an argument cannot end a turn"
         talk = [user("a"), {"role": "assistant", "content": "1"}, user("b")]
         await played.complete(talk, arguments={"mode": "b"})
-        assert TOKENIZER.decode_all(policy.asked[2]).startswith("b<bos>"), (
+        assert TOKENIZER.decode_all(policy.prompts[2]).startswith("b<bos>"), (
             "not the turn that other arguments have asked for"
         )
 
@@ -669,7 +669,7 @@ def test_a_template_that_rewrites_turns_makes_a_branch(tmp_path: Path):
         await played.complete([user("a")])
         await played.complete([user("a"), {"role": "assistant", "content": "t1"}, user("b")])
         assert (
-            TOKENIZER.decode_all(policy.asked[1])
+            TOKENIZER.decode_all(policy.prompts[1])
             == "<bos><user>a<assistant><eos><user>b<assistant>"
         ), "as the template has it"
         assert (

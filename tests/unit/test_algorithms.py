@@ -54,15 +54,15 @@ def test_gradient_is_the_paper_formula(seed: int, rho: float, spread: float):
     mu = logprobs.detach().numpy() + spread * rng.normal(size=(b, s))
 
     out = loss_of(logprobs, torch.tensor(mu), torch.tensor(advantages), torch.tensor(mask), rho=rho)
-    got = gradient(out.loss, logits).numpy()
+    loss_gradient = gradient(out.loss, logits).numpy()
 
     x = logits.detach().numpy()
     softmax = np.exp(x) / np.exp(x).sum(-1, keepdims=True)
-    chosen = np.take_along_axis(softmax, tokens[..., None], -1)[..., 0]
-    ratio = chosen / np.exp(mu)
+    token_probs = np.take_along_axis(softmax, tokens[..., None], -1)[..., 0]
+    ratio = token_probs / np.exp(mu)
     grad_log_pi = np.eye(v)[tokens] - softmax  # [b, s, v]
     expected = -(np.minimum(ratio, rho) * advantages * mask)[..., None] * grad_log_pi
-    np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(loss_gradient, expected, rtol=1e-9, atol=1e-12)
     assert out.sums["is_ratio_clipped"].item() == ((ratio > rho) & mask).sum()
 
 
@@ -117,14 +117,14 @@ def test_masked_garbage_does_not_reach_loss_or_gradient():
     assert out.sums["tokens"] == 1
 
 
-@pytest.mark.parametrize("where", ["logprobs", "mu", "advantages"])
-def test_nan_on_a_trained_token_is_not_hidden(where: str):
+@pytest.mark.parametrize("place", ["logprobs", "mu", "advantages"])
+def test_nan_on_a_trained_token_is_not_hidden(place: str):
     tensors = {
         "logprobs": torch.tensor([[-1.0]]),
         "mu": torch.tensor([[-1.0]]),
         "advantages": torch.tensor([[1.0]]),
     }
-    tensors[where] = torch.tensor([[math.nan]])
+    tensors[place] = torch.tensor([[math.nan]])
     out = loss_of(tensors["logprobs"], tensors["mu"], tensors["advantages"], torch.tensor([[True]]))
     assert torch.isnan(out.loss)
 
@@ -140,7 +140,7 @@ def test_no_gradient_through_the_ratio():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_kl_gradient_is_that_of_the_exact_kl_in_expectation(seed: int):
+def test_kl_gradient_is_that_of_the_exact_kl(seed: int):
     """The sum over a small categorical of mu(y) times the gradient at y, against autograd of KL(pi
     || ref).
     """
@@ -174,7 +174,7 @@ def test_kl_gradient_is_that_of_the_exact_kl_in_expectation(seed: int):
     assert expected_value == pytest.approx(exact.item(), rel=1e-10)
 
 
-def test_importance_weighting_makes_the_off_policy_gradient_unbiased():
+def test_importance_weights_make_the_gradient_unbiased():
     """With a large rho, the expectation under mu of AIPO's gradient equals the exact gradient of
     E_pi[A]; with rho 1 it does not.
     """
@@ -209,8 +209,8 @@ def test_kl_without_a_reference_is_refused():
 
 
 def test_group_advantages_subtract_the_mean_of_the_prompt():
-    got = mean_baseline(torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0]]))
-    assert got.tolist() == [[0.5, -0.5, -0.5, 0.5], [0.75, -0.25, -0.25, -0.25]]
+    advantages = mean_baseline(torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0]]))
+    assert advantages.tolist() == [[0.5, -0.5, -0.5, 0.5], [0.75, -0.25, -0.25, -0.25]]
 
 
 @settings(max_examples=50, deadline=None)
@@ -255,7 +255,7 @@ def test_algorithm_objects_read_the_microbatch():
     assert torch.equal(aipo.advantages(torch.tensor([[1.0, 0.0]])), torch.tensor([[0.5, -0.5]]))
 
 
-def test_zero_advantages_are_kept_when_there_is_a_kl_penalty():
+def test_kl_penalty_keeps_zero_advantages():
     plain = make_algorithm(AlgorithmConfig())
     penalised = make_algorithm(AlgorithmConfig(kl_coef=0.1))
     assert plain.skip_zero and not plain.needs_reference

@@ -23,7 +23,7 @@ def categoricals(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_the_estimators_estimate(seed: int):
+def test_estimators_have_the_mean_of_the_divergence(seed: int):
     """The means of k1 and k3 are the divergence. By hand, values equal Schulman's formulas."""
     _, log_pi, log_ref = categoricals(seed)
     pi = log_pi.exp()
@@ -42,7 +42,7 @@ def test_what_the_estimators_estimate(seed: int):
 
 
 @pytest.mark.parametrize("name", list(ESTIMATORS))
-def test_estimators_pull_as_their_formulas_at_any_difference(name: str):
+def test_gradients_of_estimators_at_any_difference(name: str):
     """The formulas are differentiated in float64.
 
     Where k3 is bounded, it still pulls to the reference and is never infinite.
@@ -53,10 +53,11 @@ def test_estimators_pull_as_their_formulas_at_any_difference(name: str):
         dtype=F64,
     )
     d.requires_grad_()
-    found, exact = (gradient(of(d).sum(), d) for of in (ESTIMATORS[name], formulas[name]))
+    estimated = gradient(ESTIMATORS[name](d).sum(), d)
+    exact = gradient(formulas[name](d).sum(), d)
     inside = d.detach() >= -20
-    torch.testing.assert_close(found[inside], exact[inside], rtol=1e-12, atol=0)
-    assert torch.equal(found.sign(), exact.sign())
+    torch.testing.assert_close(estimated[inside], exact[inside], rtol=1e-12, atol=0)
+    assert torch.equal(estimated.sign(), exact.sign())
     values = ESTIMATORS[name](d.detach().float())
     assert values.isfinite().all()
     assert torch.equal(values[:6].argsort(), formulas[name](d.detach())[:6].argsort()), (
@@ -75,10 +76,10 @@ def test_gradients_of_the_penalty_in_the_loss(seed: int, estimator: str | None):
     true = torch.ones(1, 1, dtype=torch.bool)
     mean = torch.zeros_like(theta)
     for y in range(6):
-        here = log_pi[y].view(1, 1)
+        logprob = log_pi[y].view(1, 1)
         out = loss_of(
-            here,
-            here.detach(),
+            logprob,
+            logprob.detach(),
             zero,
             true,
             log_ref[y].view(1, 1),
@@ -98,9 +99,7 @@ def test_gradients_of_the_penalty_in_the_loss(seed: int, estimator: str | None):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("estimator", ["k1", "k3", None])
-def test_reinforce_on_penalised_rewards_has_the_divergences_gradient(
-    seed: int, estimator: str | None
-):
+def test_penalised_rewards_give_the_divergence_gradient(seed: int, estimator: str | None):
     """In the mean over responses of one token, each weighted by its penalty.
 
     With k1, the default, this is exactly grad KL(pi || ref). k3 is unbiased for the value too, but
@@ -113,18 +112,18 @@ def test_reinforce_on_penalised_rewards_has_the_divergences_gradient(
     assert algorithm.penalizes_rewards and algorithm.needs_reference and not algorithm.skip_zero
     mean = torch.zeros_like(theta)
     for y in range(6):
-        taken_off = algorithm.penalty(log_pi[y : y + 1].detach(), log_ref[y : y + 1])
-        mean += log_pi[y].exp().detach() * taken_off * gradient(log_pi[y], theta)
+        penalty = algorithm.penalty(log_pi[y : y + 1].detach(), log_ref[y : y + 1])
+        mean += log_pi[y].exp().detach() * penalty * gradient(log_pi[y], theta)
     exact = 0.3 * gradient((log_pi.exp() * (log_pi - log_ref)).sum(), theta)
     assert torch.allclose(mean, exact, rtol=1e-10, atol=1e-13) == (estimator != "k3")
 
 
 def test_the_penalty_of_a_response_is_summed_over_its_tokens():
     config = AlgorithmConfig(name="rloo", kl_coef=0.5, kl="reward", kl_estimator="k2")
-    found = make_algorithm(config).penalty(
+    penalty = make_algorithm(config).penalty(
         torch.tensor([0.0, -1.0, -2.0]), torch.tensor([0.0, -2.0, -4.0])
     )
-    assert found == pytest.approx(0.5 * (1 + 4) / 2)
+    assert penalty == pytest.approx(0.5 * (1 + 4) / 2)
 
 
 @pytest.mark.parametrize("name", ["rloo", "grpo"])
@@ -141,9 +140,5 @@ def test_a_penalty_in_the_reward_is_not_in_the_loss(name: str):
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", None])
 def test_the_reward_takes_any_estimate(estimator: str | None):
-    assert (
-        list(
-            problems(AlgorithmConfig(name="grpo", kl_coef=0.1, kl="reward", kl_estimator=estimator))
-        )
-        == []
-    )
+    config = AlgorithmConfig(name="grpo", kl_coef=0.1, kl="reward", kl_estimator=estimator)
+    assert list(problems(config)) == []

@@ -40,7 +40,7 @@ def lag_weight(prox: torch.Tensor, mu: torch.Tensor, cap: float) -> torch.Tensor
     spread=st.floats(0.01, 2.0),
     ratio=st.sampled_from(["proximal", "decoupled"]),
 )
-def test_grpo_has_the_gradient_of_ppo_and_of_areals_objective(seed: int, spread: float, ratio: str):
+def test_grpo_has_the_gradient_of_ppo_and_of_areal(seed: int, spread: float, ratio: str):
     """AReaL's objective is prox/mu min(r A, clip(r) A) with r = pi/prox, differentiated only
     through r. PPO's has no prox/mu.
     """
@@ -60,17 +60,21 @@ def test_grpo_has_the_gradient_of_ppo_and_of_areals_objective(seed: int, spread:
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**31), spread=st.floats(0.01, 2.0))
-def test_gspo_bounds_the_responses_ratio_and_weighs_each_token_by_its_own_lag(
-    seed: int, spread: float
-):
+def test_gspo_clips_responses_and_weighs_tokens_by_lag(seed: int, spread: float):
     logits, tokens, prox, mu, advantages, mask = proximal_batch(seed, spread)
     logprobs = logprobs_of(logits, tokens)
     ratio = rows_mean(logprobs - prox, mask).exp().detach()
     clipped = ((advantages[:, 0] > 0) & (ratio > 1.2)) | ((advantages[:, 0] < 0) & (ratio < 0.8))
     weight = (ratio * ~clipped)[:, None] * lag_weight(prox, mu, CAP)
     objective = rows_mean(weight * advantages * logprobs, mask).sum()
-    chosen = {"name": "gspo", "rho_min": 0.8, "rho": 1.2, "ratio": "decoupled", "behavior_cap": CAP}
-    out = loss_of(logprobs, mu, advantages, mask, proximal=prox, **chosen)
+    options = {
+        "name": "gspo",
+        "rho_min": 0.8,
+        "rho": 1.2,
+        "ratio": "decoupled",
+        "behavior_cap": CAP,
+    }
+    out = loss_of(logprobs, mu, advantages, mask, proximal=prox, **options)
     torch.testing.assert_close(
         gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12
     )
@@ -80,27 +84,24 @@ def test_gspo_bounds_the_responses_ratio_and_weighs_each_token_by_its_own_lag(
 @given(seed=st.integers(0, 2**31), spread=st.floats(0.01, 1.0))
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("above", ["drop", "truncate"])
-def test_the_lags_weight_is_a_tokens_or_a_responses_and_dropped_or_truncated(
-    above: str, level: str, seed: int, spread: float
-):
+def test_lag_weights_of_tokens_and_responses(above: str, level: str, seed: int, spread: float):
+    """A weight above the cap is dropped or truncated."""
     logits, tokens, prox, mu, advantages, mask = proximal_batch(seed, spread)
     logprobs = logprobs_of(logits, tokens)
-    lag = (
-        ((prox - mu) * mask).sum(1, keepdim=True).expand_as(mu).exp()
-        if level == "sequence"
-        else (prox - mu).exp()
-    )
+    lag = (prox - mu).exp()
+    if level == "sequence":
+        lag = ((prox - mu) * mask).sum(1, keepdim=True).expand_as(mu).exp()
     factor = lag.clamp(max=CAP) if above == "truncate" else lag * (lag <= CAP)
     objective = rows_mean(
         factor * ppo_objective((logprobs - prox).exp(), advantages, 0.8, 1.2), mask
     ).sum()
-    chosen = {
+    options = {
         "ratio": "decoupled",
         "behavior_cap": CAP,
         "behavior_level": level,
         "behavior_above": above,
     }
-    out = loss_of(logprobs, mu, advantages, mask, proximal=prox, name="grpo", **chosen)
+    out = loss_of(logprobs, mu, advantages, mask, proximal=prox, name="grpo", **options)
     torch.testing.assert_close(
         gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12
     )
@@ -110,7 +111,7 @@ def test_the_lags_weight_is_a_tokens_or_a_responses_and_dropped_or_truncated(
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**31), spread=st.floats(0.01, 1.5))
 @pytest.mark.parametrize("above", ["drop", "truncate"])
-def test_icepops_published_form_drops_lags_on_either_side(above: str, seed: int, spread: float):
+def test_icepop_drops_lags_on_either_side(above: str, seed: int, spread: float):
     """M(prox/mu; 0.5, 5) min(r A, clip(r) A) with r = pi/prox, where M(k) is k inside the bounds
     and 0 outside.
     """
@@ -121,13 +122,13 @@ def test_icepops_published_form_drops_lags_on_either_side(above: str, seed: int,
     objective = rows_mean(
         factor * ppo_objective((logprobs - prox).exp(), advantages, 0.8, 1.2, math.inf), mask
     ).sum()
-    chosen = {
+    options = {
         "ratio": "decoupled",
         "behavior_floor": 0.5,
         "behavior_above": above,
         "dual_clip": 1e9,
     }
-    out = loss_of(logprobs, mu, advantages, mask, proximal=prox, name="grpo", **chosen)
+    out = loss_of(logprobs, mu, advantages, mask, proximal=prox, name="grpo", **options)
     torch.testing.assert_close(out.loss, -objective, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(
         gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12
@@ -147,10 +148,9 @@ def test_aipo_decoupled_by_hand():
         pi, mu, advantages, torch.ones(1, 4, dtype=torch.bool), proximal=prox, ratio="decoupled"
     )
     assert gradient(out.loss, pi)[0].tolist() == pytest.approx([-4.0, -4.0, 3.0, 0.0])
-    found = make_algorithm(AlgorithmConfig(ratio="decoupled")).metrics(
-        {name: value.item() for name, value in out.sums.items()}
-    )
-    assert found == pytest.approx(
+    sums = {name: value.item() for name, value in out.sums.items()}
+    metrics = make_algorithm(AlgorithmConfig(ratio="decoupled")).metrics(sums)
+    assert metrics == pytest.approx(
         {
             "is_ratio/mean": (4 + 8 + 1.5 + 6) / 4,
             "is_ratio/clipped_fraction": 1 / 4,
@@ -162,34 +162,30 @@ def test_aipo_decoupled_by_hand():
 
 
 @pytest.mark.parametrize(("name", "ratio"), ALLOWED)
-def test_before_the_first_step_the_proximal_policy_is_the_policy(name: str, ratio: str):
+def test_proximal_policy_is_at_first_the_policy(name: str, ratio: str):
     """Bit for bit. So it is not scored if a batch makes one optimizer step."""
     logits, tokens, mu, advantages, mask = random_batch(3)
     logprobs = logprobs_of(logits, tokens)
     reference = logprobs.detach() - 0.1
-    given, left_out = (
-        loss_of(
-            logprobs, mu, advantages, mask, reference, proximal, name=name, ratio=ratio, kl_coef=0.1
-        )
-        for proximal in (logprobs.detach(), None)
-    )
-    assert torch.equal(given.loss, left_out.loss) and given.sums == left_out.sums
-    assert torch.equal(gradient(given.loss, logits), gradient(left_out.loss, logits))
+    options = {"name": name, "ratio": ratio, "kl_coef": 0.1}
+    scored = loss_of(logprobs, mu, advantages, mask, reference, logprobs.detach(), **options)
+    unscored = loss_of(logprobs, mu, advantages, mask, reference, None, **options)
+    assert torch.equal(scored.loss, unscored.loss) and scored.sums == unscored.sums
+    assert torch.equal(gradient(scored.loss, logits), gradient(unscored.loss, logits))
 
 
 @pytest.mark.parametrize(("name", "ratio"), ALLOWED)
-def test_where_nothing_is_stale_all_ratios_say_the_same(name: str, ratio: str):
+def test_ratios_are_equal_where_nothing_is_stale(name: str, ratio: str):
     logits, tokens, mu, advantages, mask = random_batch(4)
     logprobs = logprobs_of(logits, tokens)
-    plain, other = (
-        loss_of(logprobs, mu, advantages, mask, mu - 0.1, mu, name=name, ratio=each, kl_coef=0.1)
-        for each in ("behavior", ratio)
-    )
-    assert torch.equal(gradient(plain.loss, logits), gradient(other.loss, logits))
+    options = {"name": name, "kl_coef": 0.1}
+    plain = loss_of(logprobs, mu, advantages, mask, mu - 0.1, mu, ratio="behavior", **options)
+    chosen_ratio = loss_of(logprobs, mu, advantages, mask, mu - 0.1, mu, ratio=ratio, **options)
+    assert torch.equal(gradient(plain.loss, logits), gradient(chosen_ratio.loss, logits))
 
 
 @pytest.mark.parametrize("ratio", ["behavior", "proximal", "decoupled"])
-def test_the_penalty_is_corrected_by_the_same_ratio(ratio: str):
+def test_penalty_is_corrected_by_the_ratio(ratio: str):
     """The penalty is c (log pi - log ref)^2 / 2 with c = min(r, rho), times prox/mu if decoupled.
 
     Advantages are 0.
@@ -209,7 +205,7 @@ def test_the_penalty_is_corrected_by_the_same_ratio(ratio: str):
 
 
 @pytest.mark.parametrize(("name", "ratio"), ALLOWED)
-def test_absurd_proximal_log_probs_stay_finite_and_nan_is_not_hidden(name: str, ratio: str):
+def test_absurd_proximal_log_probs_do_not_hide_nan(name: str, ratio: str):
     inf = math.inf
     nan = math.nan
     mask = torch.tensor([[True] * 6 + [False]])
@@ -224,19 +220,11 @@ def test_absurd_proximal_log_probs_stay_finite_and_nan_is_not_hidden(name: str, 
     if ratio != "behavior" and name != "topr":  # topr uses no ratio at a positive advantage
         one = torch.tensor([[-1.0]])
         true = torch.tensor([[True]])
-        assert torch.isnan(
-            loss_of(
-                one,
-                one,
-                torch.ones(1, 1),
-                true,
-                proximal=torch.tensor([[nan]]),
-                name=name,
-                ratio=ratio,
-            ).loss
-        )
+        proximal = torch.tensor([[nan]])
+        out = loss_of(one, one, -one, true, proximal=proximal, name=name, ratio=ratio)
+        assert torch.isnan(out.loss)
 
 
 @pytest.mark.parametrize(("name", "ratio"), ALLOWED)
-def test_ratios_that_make_sense_are_not(name: str, ratio: str):
+def test_allowed_ratios_have_no_problems(name: str, ratio: str):
     assert list(problems(AlgorithmConfig(name=name, ratio=ratio))) == []

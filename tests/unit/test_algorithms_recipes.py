@@ -27,7 +27,7 @@ N = 4
 VOCAB = 6  # of the responses to two prompts
 
 
-class Published:
+class PublishedObjectives:
     """A batch of two prompts with four responses each, of different lengths; and the papers'
     objectives, response by response.
     """
@@ -36,9 +36,9 @@ class Published:
         generator = torch.Generator().manual_seed(seed)
         tokens = sum(LENGTHS)
         self.logits = torch.randn(tokens, VOCAB, generator=generator, dtype=F64).requires_grad_()
-        chosen = torch.randint(VOCAB, (tokens, 1), generator=generator)
+        token_ids = torch.randint(VOCAB, (tokens, 1), generator=generator)
         scores = torch.log_softmax(self.logits, -1)
-        self.logprobs = scores.gather(-1, chosen)[:, 0]
+        self.logprobs = scores.gather(-1, token_ids)[:, 0]
         self.entropy = -(scores.exp() * scores).sum(-1)
         self.prox = self.logprobs.detach() + 0.3 * torch.randn(
             tokens, generator=generator, dtype=F64
@@ -67,11 +67,11 @@ class Published:
         def surrogates(advantages: torch.Tensor, high: float = 1.2) -> list[torch.Tensor]:
             return [clipped(ratio, a, 0.8, high) for ratio, a in zip(ratios, advantages)]
 
-        def weighed_lag(matters) -> list[torch.Tensor]:
+        def weighed_lag(weight) -> list[torch.Tensor]:
             of_prox = self.parts((self.logprobs - self.prox).exp())
             lag = self.parts((self.prox - self.mu).exp())
             return [
-                matters(k) * clipped(ratio, a, 0.8, 1.2)
+                weight(k) * clipped(ratio, a, 0.8, 1.2)
                 for ratio, k, a in zip(of_prox, lag, normalized)
             ]
 
@@ -90,43 +90,29 @@ class Published:
                 return sum(s.sum() for s in surrogates(normalized, 1.28)) / total
             case "gspo":
                 means = [part.mean().exp() for part in self.parts(self.logprobs - self.mu)]
-                return (
-                    sum(clipped(mean, a, 0.9997, 1.0004) for mean, a in zip(means, normalized))
-                    / count
-                )
+                terms = [clipped(mean, a, 0.9997, 1.0004) for mean, a in zip(means, normalized)]
+                return sum(terms) / count
             case "cispo" | "aipo":
-                most, advantages = (
-                    (5.0, normalized) if name == "cispo" else (4.0, centred.flatten())
-                )
-                terms = zip(ratios, advantages, self.parts(self.logprobs))
-                return (
-                    sum(
-                        (ratio.detach().clamp(max=most) * a * logprob).sum()
-                        for ratio, a, logprob in terms
-                    )
-                    / total
-                )
+                cap = 5.0 if name == "cispo" else 4.0
+                advantages = normalized if name == "cispo" else centred.flatten()
+                terms = [
+                    (ratio.detach().clamp(max=cap) * a * logprob).sum()
+                    for ratio, a, logprob in zip(ratios, advantages, self.parts(self.logprobs))
+                ]
+                return sum(terms) / total
             case "icepop":
-                return (
-                    sum(s.mean() for s in weighed_lag(lambda k: k * ((k >= 0.5) & (k <= 5.0))))
-                    / count
-                )
+                weighed = weighed_lag(lambda k: k * ((k >= 0.5) & (k <= 5.0)))
+                return sum(s.mean() for s in weighed) / count
             case "tis":
                 return sum(s.sum() for s in weighed_lag(lambda k: k.clamp(max=2.0))) / total
             case "rloo":
-                others = (r.sum(1, keepdim=True) - r) / (N - 1)
-                return (
-                    sum(
-                        a * part.sum()
-                        for a, part in zip((r - others).flatten(), self.parts(self.logprobs))
-                    )
-                    / count
-                )
+                baseline = (r.sum(1, keepdim=True) - r) / (N - 1)
+                advantages = (r - baseline).flatten()
+                terms = [a * part.sum() for a, part in zip(advantages, self.parts(self.logprobs))]
+                return sum(terms) / count
             case "reinforce_pp_baseline":
-                return (
-                    sum(s.sum() for s in surrogates((centred / (centred.std() + 1e-6)).flatten()))
-                    / total
-                )
+                advantages = (centred / (centred.std() + 1e-6)).flatten()
+                return sum(s.sum() for s in surrogates(advantages)) / total
         raise AssertionError(name)
 
 
@@ -141,18 +127,19 @@ def settings_of(recipe: str) -> dict:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("recipe", PUBLISHED)
 @pytest.mark.parametrize("bonus", [0.0, 0.02])
-def test_a_recipe_is_the_published_objective(recipe: str, seed: int, bonus: float) -> None:
+def test_recipe_is_the_published_objective(recipe: str, seed: int, bonus: float) -> None:
     """Value and gradient over the whole batch, whose responses have different lengths.
 
     An entropy bonus has the same mean.
     """
-    batch = Published(seed)
+    batch = PublishedObjectives(seed)
     settings = {**settings_of(recipe), "entropy_coefficient": bonus}
     algorithm = make_algorithm(AlgorithmConfig(**settings))
     advantages = (
         algorithm.advantages(batch.rewards).flatten().repeat_interleave(torch.tensor(LENGTHS))
     )
-    tensors = [
+    out = packed_loss_of(
+        LENGTHS,
         batch.logprobs,
         batch.mu,
         advantages,
@@ -160,29 +147,26 @@ def test_a_recipe_is_the_published_objective(recipe: str, seed: int, bonus: floa
         batch.ref,
         batch.prox,
         batch.entropy,
-    ]
-    loss = packed_loss_of(LENGTHS, *tensors, **settings).loss / algorithm.denominator(
-        sum(LENGTHS), len(LENGTHS)
+        **settings,
     )
-    wanted = batch.of_name(recipe)
+    loss = out.loss / algorithm.denominator(sum(LENGTHS), len(LENGTHS))
+    objective = batch.of_name(recipe)
     if bonus:
         mean = {
             "token": batch.entropy.mean(),
             "sequence": sum(part.mean() for part in batch.parts(batch.entropy)) / len(LENGTHS),
         }
-        wanted = wanted + bonus * mean.get(
+        objective = objective + bonus * mean.get(
             settings["loss_mean"], batch.entropy.sum() / len(LENGTHS)
         )
-    torch.testing.assert_close(loss, -wanted, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(loss, -objective, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(
-        gradient(loss, batch.logits), gradient(-wanted, batch.logits), rtol=1e-9, atol=1e-12
+        gradient(loss, batch.logits), gradient(-objective, batch.logits), rtol=1e-9, atol=1e-12
     )
 
 
 @pytest.mark.parametrize("recipe", PUBLISHED)
-def test_a_recipe_is_seen_in_the_resolved_configuration_and_read_back(
-    recipe: str, tmp_path: Path
-) -> None:
+def test_resolved_recipe_is_written_and_read_back(recipe: str, tmp_path: Path) -> None:
     config = load_config(QUICKSTART, [f"algorithm.recipe={recipe}"])
     assert list(problems(config.algorithm)) == []
     written = yaml.safe_load(dump_config(config))
@@ -194,62 +178,50 @@ def test_a_recipe_is_seen_in_the_resolved_configuration_and_read_back(
     assert load_config(tmp_path / "run.yaml") == config
 
 
-def test_settings_beside_a_recipe_win_and_one_on_the_command_line_replaces_the_files(
-    tmp_path: Path,
-) -> None:
+def test_settings_win_over_the_recipe(tmp_path: Path) -> None:
+    """A recipe on the command line replaces that of the file."""
     tree = yaml.safe_load(QUICKSTART.read_text())
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({**tree, "algorithm": {"recipe": "dapo", "rho": 1.4}}))
     config = load_config(path, ["rollout.dynamic_sampling=false"])
-    assert (config.algorithm.name, config.algorithm.rho, config.algorithm.rho_min) == (
-        "grpo",
-        1.4,
-        0.8,
-    )
-    assert config.algorithm.mask_truncated and not config.rollout.dynamic_sampling
-    other = load_config(path, ["algorithm.kl_coef=0.1", "algorithm.recipe=cispo"]).algorithm
-    assert (other.name, other.rho, other.dual_clip, other.mask_truncated, other.kl_coef) == (
-        "aipo",
-        5.0,
-        None,
-        False,
-        0.1,
-    )
+    dapo = config.algorithm
+    assert (dapo.name, dapo.rho, dapo.rho_min) == ("grpo", 1.4, 0.8)
+    assert dapo.mask_truncated and not config.rollout.dynamic_sampling
+    cispo = load_config(path, ["algorithm.kl_coef=0.1", "algorithm.recipe=cispo"]).algorithm
+    assert (cispo.name, cispo.rho, cispo.kl_coef) == ("aipo", 5.0, 0.1)
+    assert cispo.dual_clip is None and not cispo.mask_truncated
     assert load_config(path, ["algorithm.recipe=null"]).algorithm == AlgorithmConfig(rho=1.4)
 
 
 @pytest.mark.parametrize(("override", "hint"), [
-    ("algorithm.recipe=dpao", "did you mean dapo?"), ("algorithm.name=dapo", "did you mean "
-                                                                             "algorithm.recipe=dapo?"),
+    ("algorithm.recipe=dpao", "did you mean dapo?"),
+    ("algorithm.name=dapo", "did you mean algorithm.recipe=dapo?"),
     ("algorithm.name=cipso", "did you mean algorithm.recipe=cispo?"),
     ("algorithm.name=gpro", "did you mean grpo?"),
     ("algorithm.recipe=ppo", "did you mean algorithm.name=ppo?"),
 ])  # fmt: skip
-def test_a_mistyped_name_leads_to_the_recipe(override: str, hint: str) -> None:
+def test_mistyped_name_gets_the_recipe_as_a_hint(override: str, hint: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(QUICKSTART, [override])
-    assert hint in str(error.value) and (
-        ", ".join(PUBLISHED) if ".recipe=" in override else ", ".join(ALGORITHMS)
-    ) in str(error.value)
+    names = PUBLISHED if ".recipe=" in override else ALGORITHMS
+    assert hint in str(error.value) and ", ".join(names) in str(error.value)
 
 
 @pytest.mark.parametrize("recipe", PUBLISHED)
-def test_the_page_lists_what_a_recipe_sets(recipe: str) -> None:
+def test_page_of_algorithms_lists_the_settings_of_a_recipe(recipe: str) -> None:
     page = (ROOT / "docs" / "algorithms.md").read_text()
     (row,) = (line for line in page.splitlines() if line.startswith(f"| `{recipe}` (recipe) |"))
     for key, value in PUBLISHED[recipe].items():
-        shown = (
-            str(value).lower()
-            if isinstance(value, bool)
-            else f"{value:g}"
-            if isinstance(value, float)
-            else value
-        )
+        shown = value
+        if isinstance(value, bool):
+            shown = str(value).lower()
+        elif isinstance(value, float):
+            shown = f"{value:g}"
         assert f"`{key}={shown}`" in row, f"{key}={shown}"
 
 
-def test_entropy_has_no_gradient_where_it_does_not_count() -> None:
-    batch = Published(0)
+def test_masked_entropy_has_no_gradient() -> None:
+    batch = PublishedObjectives(0)
     mask = torch.zeros(sum(LENGTHS), dtype=torch.bool)
     mask[:5] = True
     zeros = torch.zeros(sum(LENGTHS), dtype=F64)
@@ -262,12 +234,10 @@ def test_entropy_has_no_gradient_where_it_does_not_count() -> None:
         entropy=batch.entropy,
         entropy_coefficient=0.5,
     )
-    found = gradient(out.loss, batch.logits)
+    loss_gradient = gradient(out.loss, batch.logits)
     torch.testing.assert_close(
-        found, gradient(-0.5 * batch.entropy[:5].sum(), batch.logits), rtol=1e-12, atol=0
+        loss_gradient, gradient(-0.5 * batch.entropy[:5].sum(), batch.logits), rtol=1e-12, atol=0
     )
-    assert (
-        not found[5:].any()
-        and not make_algorithm(AlgorithmConfig(entropy_coefficient=0.5)).skip_zero
-    )
+    assert not loss_gradient[5:].any()
+    assert not make_algorithm(AlgorithmConfig(entropy_coefficient=0.5)).skip_zero
     assert math.isclose(out.loss.item(), -0.5 * batch.entropy[:5].sum().item())

@@ -147,5 +147,5 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("config", "problem"), REFUSED)
-def test_settings_that_mean_nothing_are_refused(config: AlgorithmConfig, problem: str):
+def test_settings_without_effect_are_refused(config: AlgorithmConfig, problem: str):
     assert list(problems(config)) == [problem]

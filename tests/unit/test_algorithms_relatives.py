@@ -21,9 +21,6 @@ from megarl.config.schema import AlgorithmConfig
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 
 
-# -- the relatives
-
-
 def random_batch(seed: int, spread: float = 0.5):
     """logits [b, s, v], tokens, mu_logprobs, advantages (one a row), mask.
 
@@ -87,9 +84,7 @@ def test_grpo_has_the_gradient_of_the_clipped_objective(
     low=st.floats(0.0, 0.95),
     high=st.floats(1.05, 2.5),
 )
-def test_gspo_has_the_gradient_of_its_sequences_objective(
-    seed: int, spread: float, low: float, high: float
-):
+def test_gspo_has_the_gradient_of_its_objective(seed: int, spread: float, low: float, high: float):
     """GSPO, equation 5: a response has one ratio, the geometric mean of its tokens' ratios.
 
     It has no dual clip.
@@ -106,7 +101,7 @@ def test_gspo_has_the_gradient_of_its_sequences_objective(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_topr_weighs_good_responses_by_one_and_bad_ones_by_their_whole_ratio(seed: int):
+def test_topr_weighs_only_bad_responses_by_their_ratio(seed: int):
     logits, tokens, mu, advantages, mask = random_batch(seed)
     logprobs = logprobs_of(logits, tokens)
     expected = torch.zeros(())
@@ -134,7 +129,7 @@ def test_icepop_drops_what_is_outside_its_bounds():
     assert out.sums["is_ratio_clipped"] == 2
 
 
-def test_a_lower_bound_makes_cispo_of_aipo():
+def test_aipo_with_a_lower_bound_is_cispo():
     ratios = torch.tensor([[0.1, 0.9, 9.0]], dtype=F64)
     logprobs = torch.full((1, 3), -1.0, dtype=F64, requires_grad=True)
     advantages = torch.tensor([[1.0, -1.0, 1.0]], dtype=F64)
@@ -144,7 +139,7 @@ def test_a_lower_bound_makes_cispo_of_aipo():
     assert out.sums["is_ratio_clipped"] == 2
 
 
-def test_reinforce_believes_that_nothing_is_stale():
+def test_reinforce_ignores_staleness():
     logits, tokens, mu, advantages, mask = random_batch(0, 2.0)
     logprobs = logprobs_of(logits, tokens)
     out = loss_of(logprobs, mu, advantages, mask, name="reinforce")
@@ -153,7 +148,7 @@ def test_reinforce_believes_that_nothing_is_stale():
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_on_policy_all_are_the_plain_policy_gradient(name: str):
+def test_on_policy_gradient_is_the_plain_one(name: str):
     logits, tokens, _, advantages, mask = random_batch(1)
     logprobs = logprobs_of(logits, tokens)
     out = loss_of(logprobs, logprobs.detach(), advantages, mask, name=name, loss_mean="token")
@@ -178,18 +173,18 @@ def test_no_algorithm_overflows_or_reads_masked_garbage(name: str):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("where", ["logprobs", "advantages"])
-def test_no_algorithm_hides_nan(name: str, where: str):
+@pytest.mark.parametrize("place", ["logprobs", "advantages"])
+def test_no_algorithm_hides_nan(name: str, place: str):
     tensors = {
         "logprobs": torch.tensor([[-1.0, -1.0]]),
         "mu": torch.tensor([[-1.0, -1.0]]),
         "advantages": torch.tensor([[1.0, 1.0]]),
     }
-    tensors[where] = torch.tensor([[math.nan, math.nan]])
+    tensors[place] = torch.tensor([[math.nan, math.nan]])
     assert torch.isnan(loss_of(**tensors, mask=torch.ones(1, 2, dtype=torch.bool), name=name).loss)
 
 
-def test_a_mean_over_sequences_counts_each_the_same_whatever_its_length():
+def test_mean_over_sequences_weighs_all_lengths_alike():
     """The gradient of the batch: the sum of the rows' token means, divided by all samples,
     including those left out.
     """
@@ -213,7 +208,7 @@ def test_a_mean_over_sequences_counts_each_the_same_whatever_its_length():
     name=st.sampled_from(sorted(ALGORITHMS)),
 )
 @pytest.mark.parametrize("loss_mean", ["token", "sequence", "sequence_sum"])
-def test_sequences_end_to_end_are_those_sequences_one_by_one(
+def test_packed_sequences_equal_single_ones(
     lengths: list[int], seed: int, name: str, loss_mean: str
 ):
     """Loss, gradient and sums, for any lengths."""
@@ -228,20 +223,20 @@ def test_sequences_end_to_end_are_those_sequences_one_by_one(
         torch.tensor(rng.random(t) < 0.7),
         torch.tensor(-rng.random(t)),
     ]
-    chosen = {"name": name, "loss_mean": loss_mean, "kl_coef": 0.1}
-    packed = packed_loss_of(lengths, *tensors, **chosen)
-    alone = [
-        packed_loss_of([len(parts[0])], *parts, **chosen)
+    options = {"name": name, "loss_mean": loss_mean, "kl_coef": 0.1}
+    packed = packed_loss_of(lengths, *tensors, **options)
+    singles = [
+        packed_loss_of([len(parts[0])], *parts, **options)
         for parts in zip(*(tensor.split(lengths) for tensor in tensors))
     ]
-    one_by_one = torch.stack([out.loss for out in alone]).sum()
+    one_by_one = torch.stack([out.loss for out in singles]).sum()
     torch.testing.assert_close(packed.loss, one_by_one, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(
         gradient(packed.loss, logprobs), gradient(one_by_one, logprobs), rtol=1e-12, atol=1e-12
     )
     for key, value in packed.sums.items():
         torch.testing.assert_close(
-            value, torch.stack([out.sums[key] for out in alone]).sum(), rtol=1e-12, atol=1e-12
+            value, torch.stack([out.sums[key] for out in singles]).sum(), rtol=1e-12, atol=1e-12
         )
 
 
@@ -251,10 +246,10 @@ def test_sequences_end_to_end_are_those_sequences_one_by_one(
         st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=4, max_size=4), min_size=1, max_size=5
     )
 )
-def test_other_advantages_against_numpy(rewards: list[list[float]]):
+def test_leave_one_out_and_normalized_against_numpy(rewards: list[list[float]]):
     r = np.array(rewards)
-    others = (r.sum(1, keepdims=True) - r) / 3
-    np.testing.assert_allclose(leave_one_out(torch.tensor(r)).numpy(), r - others, atol=1e-12)
+    baseline = (r.sum(1, keepdims=True) - r) / 3
+    np.testing.assert_allclose(leave_one_out(torch.tensor(r)).numpy(), r - baseline, atol=1e-12)
     expected = (r - r.mean(1, keepdims=True)) / (r.std(1, ddof=1, keepdims=True) + 1e-6)
     np.testing.assert_allclose(normalized(torch.tensor(r)).numpy(), expected, atol=1e-9)
 
@@ -266,7 +261,7 @@ def test_every_recipe_has_a_rule_and_bounds_that_fit():
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_page_says_what_each_takes(name: str):
+def test_page_lists_bounds_and_defaults_of_each_algorithm(name: str):
     (row,) = (line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{name}` |"))
     recipe = ALGORITHMS[name]
     bounds = [f"{bound:g}" if bound is not None else "–" for bound in (recipe.rho_min, recipe.rho)]

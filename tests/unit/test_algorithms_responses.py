@@ -27,7 +27,7 @@ from megarl.config.schema import AlgorithmConfig
 )
 @pytest.mark.parametrize("dual_clip", [None, 3.0])
 @pytest.mark.parametrize("ratio", ["behavior", "proximal"])
-def test_proximal_rloo_has_the_gradient_of_its_clipped_objective(
+def test_proximal_rloo_has_the_gradient_of_its_objective(
     ratio: str, dual_clip: float | None, seed: int, spread: float, low: float, high: float
 ):
     """Equation 1 of arXiv:2410.18252, differentiated through the product of a response's token
@@ -36,10 +36,10 @@ def test_proximal_rloo_has_the_gradient_of_its_clipped_objective(
     logits, tokens, old, advantages, mask = random_batch(seed, spread)
     mu = old if ratio == "behavior" else old - 0.3
     logprobs = logprobs_of(logits, tokens)
-    whole = ((logprobs - old) * mask).sum(1).exp()
+    ratios = ((logprobs - old) * mask).sum(1).exp()
     a = advantages[:, 0]
-    least = torch.minimum(whole * a, whole.clamp(low, high) * a)
-    objective = ppo_objective(whole, a, low, high) if dual_clip else least
+    least = torch.minimum(ratios * a, ratios.clamp(low, high) * a)
+    objective = ppo_objective(ratios, a, low, high) if dual_clip else least
     out = loss_of(
         logprobs,
         mu,
@@ -89,15 +89,15 @@ def test_rloo_is_reinforce_of_whole_responses():
         st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=3, max_size=3), min_size=1, max_size=5
     )
 )
-def test_best_of_n_learns_the_first_of_the_best_alone(rewards: list[list[float]]):
-    found = best(torch.tensor(rewards, dtype=F64))
+def test_best_of_n_learns_only_the_first_best(rewards: list[list[float]]):
+    advantages = best(torch.tensor(rewards, dtype=F64))
     expected = np.zeros((len(rewards), 3))
     for row, of_prompt in zip(expected, rewards):
         row[of_prompt.index(max(of_prompt))] = 3.0
-    assert found.tolist() == expected.tolist()
+    assert advantages.tolist() == expected.tolist()
 
 
-def test_best_of_n_is_the_mean_over_prompts_of_the_negative_log_likelihood():
+def test_best_of_n_is_the_mean_negative_log_likelihood():
     algorithm = make_algorithm(AlgorithmConfig(name="best_of_n"))
     assert algorithm.skip_zero
     logits, tokens, mu, _, mask = random_batch(3)
@@ -115,12 +115,10 @@ def test_best_of_n_is_the_mean_over_prompts_of_the_negative_log_likelihood():
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "proximal_rloo"])
-def test_where_the_dual_clip_cuts_off(name: str):
+def test_dual_clip_cuts_off_large_ratios(name: str):
     ratios = torch.tensor([[1.9], [2.1], [3.1], [50.0]], dtype=F64)
-    logprobs, true = (
-        torch.full((4, 1), -1.0, dtype=F64, requires_grad=True),
-        torch.ones(4, 1, dtype=torch.bool),
-    )
+    logprobs = torch.full((4, 1), -1.0, dtype=F64, requires_grad=True)
+    true = torch.ones(4, 1, dtype=torch.bool)
 
     def weights(dual_clip: float | None) -> list[float]:
         out = loss_of(
@@ -141,7 +139,7 @@ def test_where_the_dual_clip_cuts_off(name: str):
     assert weights(10.0) == pytest.approx([1.9, 2.1, 3.1, 0])
 
 
-def test_ppos_clip_at_ratio_1_is_the_advantage_actor_critic():
+def test_clip_at_ratio_1_is_the_advantage_actor_critic():
     logits, tokens, _, advantages, mask = random_batch(5)
     logprobs = logprobs_of(logits, tokens)
     clipped = loss_of(logprobs, logprobs.detach(), advantages, mask, name="grpo", loss_mean="token")
@@ -157,17 +155,17 @@ def test_ppos_clip_at_ratio_1_is_the_advantage_actor_critic():
 def test_on_policy_aipo_is_reinforce(advantage: str):
     logits, tokens, _, _, mask = random_batch(6)
     logprobs = logprobs_of(logits, tokens)
-    of = {}
+    gradients = {}
     for name in ("aipo", "reinforce"):
-        chosen = {"name": name, "advantage": advantage}
-        advantages = make_algorithm(AlgorithmConfig(**chosen)).advantages(
+        options = {"name": name, "advantage": advantage}
+        advantages = make_algorithm(AlgorithmConfig(**options)).advantages(
             torch.tensor([[1.0, 0.0, 0.5], [2.0, 0.0, 0.0]], dtype=F64)
         )
         out = loss_of(
-            logprobs, logprobs.detach(), advantages.view(6, 1).expand(6, 7), mask, **chosen
+            logprobs, logprobs.detach(), advantages.view(6, 1).expand(6, 7), mask, **options
         )
-        of[name] = gradient(out.loss, logits)
-    assert torch.equal(of["aipo"], of["reinforce"])
+        gradients[name] = gradient(out.loss, logits)
+    assert torch.equal(gradients["aipo"], gradients["reinforce"])
 
 
 @pytest.mark.parametrize("name", ["rloo", "best_of_n", "proximal_rloo"])
@@ -177,24 +175,21 @@ def test_prompts_and_samples_may_be_permuted(name: str, seed: int):
     rng = np.random.default_rng(seed)
     algorithm = make_algorithm(AlgorithmConfig(name=name))
     logits, tokens, mu, _, mask = random_batch(seed)
-    logprobs, rewards = (
-        logprobs_of(logits, tokens),
-        torch.tensor(rng.permutation(6.0 + np.arange(6))).view(2, 3),
-    )
+    logprobs = logprobs_of(logits, tokens)
+    rewards = torch.tensor(rng.permutation(6.0 + np.arange(6))).view(2, 3)
     order = [int(3 * g + i) for g in rng.permutation(2) for i in rng.permutation(3)]
 
-    def found(order: list[int]) -> torch.Tensor:
-        advantages = (
-            algorithm.advantages(rewards.flatten()[order].view(2, 3)).view(6, 1).expand(6, 7)
-        )
-        return gradient(
-            loss_of(logprobs[order], mu[order], advantages, mask[order], name=name).loss, logits
-        )
+    def gradient_of(order: list[int]) -> torch.Tensor:
+        advantages = algorithm.advantages(rewards.flatten()[order].view(2, 3))
+        advantages = advantages.view(6, 1).expand(6, 7)
+        out = loss_of(logprobs[order], mu[order], advantages, mask[order], name=name)
+        return gradient(out.loss, logits)
 
-    torch.testing.assert_close(found(order), found(list(range(6))), rtol=1e-12, atol=1e-14)
+    in_order = gradient_of(list(range(6)))
+    torch.testing.assert_close(gradient_of(order), in_order, rtol=1e-12, atol=1e-14)
 
 
-def test_a_ratio_without_a_bound_stays_finite():
+def test_unbounded_ratio_stays_finite():
     logprobs = torch.tensor([[-1.0, -1.0]], requires_grad=True)
     mu = torch.tensor([[-1e30, -900.0]])
     out = loss_of(

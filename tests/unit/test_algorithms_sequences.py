@@ -37,13 +37,14 @@ def turns(tokens: list[int], mask: list[bool], reward: float, garbage: float = 0
 
     The environment's tokens have `garbage` as log-prob and as version.
     """
-    made = sample(tokens, reward)
+    one_turn = sample(tokens, reward)
     logprobs = [
-        logprob if mine else garbage for logprob, mine in zip(made.logprobs, mask, strict=True)
+        logprob if by_policy else garbage
+        for logprob, by_policy in zip(one_turn.logprobs, mask, strict=True)
     ]
-    versions = [0 if mine else int(garbage) for mine in mask]
+    versions = [0 if by_policy else int(garbage) for by_policy in mask]
     return replace(
-        made, logprobs=logprobs, versions=versions, policy_mask=mask, metrics={"tool_calls": 1}
+        one_turn, logprobs=logprobs, versions=versions, policy_mask=mask, metrics={"tool_calls": 1}
     )
 
 
@@ -63,8 +64,8 @@ def batch() -> Batch:
 
 def denominator(batch: Batch, algorithm: Algorithm) -> float:
     """The denominator of a batch that is one mini-batch."""
-    (whole,) = minibatches(batch, [], algorithm, TrainerConfig(), seed=0)
-    return whole.denominator
+    (minibatch,) = minibatches(batch, [], algorithm, TrainerConfig(), seed=0)
+    return minibatch.denominator
 
 
 def test_positions_are_masked_and_aligned():
@@ -90,12 +91,11 @@ def model_gradient(sequences: list[TrainSequence], divisor: float) -> torch.Tens
         ids = torch.from_numpy(s.token_ids).long()
         logits = model(ids[:-1])
         logprobs = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
-        mu, advantages = (
-            torch.from_numpy(field[1:]).double() for field in (s.mu_logprobs, s.advantages)
-        )
+        mu = torch.from_numpy(s.mu_logprobs[1:]).double()
+        advantages = torch.from_numpy(s.advantages[1:]).double()
         mask = torch.from_numpy(s.loss_mask[1:])
         boundaries = torch.tensor([0, len(logprobs)], dtype=torch.int32)
-        tensors = dict(
+        microbatch = SimpleNamespace(
             boundaries=boundaries,
             mu_logprobs=mu,
             advantages=advantages,
@@ -103,7 +103,6 @@ def model_gradient(sequences: list[TrainSequence], divisor: float) -> torch.Tens
             reference_logprobs=None,
             proximal_logprobs=None,
         )
-        microbatch = SimpleNamespace(**tensors)
         (AIPO.loss(logprobs, microbatch).loss / divisor).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
@@ -134,7 +133,7 @@ def batch_of_turns(garbage: float = 0.0) -> Batch:
     return batch_of(groups_of_turns(garbage), step=3)
 
 
-def test_the_environments_tokens_are_context_and_nothing_else():
+def test_environment_tokens_are_only_context():
     """Against the written-out sum over only the policy's tokens, in float64: the gradient, and that
     garbage on other tokens has no effect.
     """
@@ -154,10 +153,10 @@ def test_the_environments_tokens_are_context_and_nothing_else():
     for g, row in zip(groups_of_turns(), advantages.tolist()):
         for s, advantage in zip(g.samples, row):
             context = list(g.prompt.token_ids)
-            for token, mu, mine in zip(
+            for token, mu, by_policy in zip(
                 s.token_ids, s.logprobs, s.policy_mask or [True] * len(s.token_ids)
             ):
-                if mine:
+                if by_policy:
                     logprob = torch.log_softmax(model(torch.tensor(context[-1])), -1)[token]
                     loss -= torch.exp(logprob.detach() - mu).clamp(max=4.0) * advantage * logprob
                 context.append(token)
@@ -165,47 +164,37 @@ def test_the_environments_tokens_are_context_and_nothing_else():
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert expected.abs().max() > 1e-3
     torch.testing.assert_close(model_gradient(sequences, tokens), expected, rtol=0, atol=1e-15)
-    assert [
-        *to_train_sequences(batch_of_turns(garbage=-9.0), advantages, skip_zero=False).values()
-    ] == sequences
+    with_garbage = to_train_sequences(batch_of_turns(garbage=-9.0), advantages, skip_zero=False)
+    assert [*with_garbage.values()] == sequences
     for s in sequences:
-        assert all(
-            mine or (mu == 0.0 and a == 0.0)
-            for mine, mu, a in zip(s.loss_mask, s.mu_logprobs, s.advantages)
-        )
+        assert not s.mu_logprobs[~s.loss_mask].any()
+        assert not s.advantages[~s.loss_mask].any()
 
 
 def test_metrics_of_turns():
-    got = batch_metrics(batch_of_turns(), version=2)
-    assert got == batch_metrics(batch_of_turns(garbage=-9.0), version=2), (
-        "what stands on the environment's tokens changes nothing"
-    )
-    assert (
-        got["turns/mean"] == pytest.approx((2 + 1 + 3 + 1) / 4)
-        and got["response_tokens/mean"] == 16 / 4
-    )
-    assert (
-        got["environment_tokens/fraction"] == pytest.approx(5 / 16)
-        and got["rollout/tool_calls"] == 1.0
-    )
-    assert got["staleness/mean"] == got["staleness/max"] == 2
+    metrics = batch_metrics(batch_of_turns(), version=2)
+    assert metrics == batch_metrics(batch_of_turns(garbage=-9.0), version=2)
+    assert metrics["turns/mean"] == pytest.approx((2 + 1 + 3 + 1) / 4)
+    assert metrics["response_tokens/mean"] == 16 / 4
+    assert metrics["environment_tokens/fraction"] == pytest.approx(5 / 16)
+    assert metrics["rollout/tool_calls"] == 1.0
+    assert metrics["staleness/mean"] == metrics["staleness/max"] == 2
 
 
 def test_skipping_zero_advantages_leaves_the_gradient_unchanged():
     b = batch()
     advantages = mean_baseline(batch_rewards(b))
-    every, kept = (
-        [*to_train_sequences(b, advantages, skip_zero).values()] for skip_zero in (False, True)
-    )
-    assert len(every) == 6 and len(kept) == 4
-    expected = model_gradient(every, 14)
+    complete = [*to_train_sequences(b, advantages, skip_zero=False).values()]
+    nonzero = [*to_train_sequences(b, advantages, skip_zero=True).values()]
+    assert len(complete) == 6 and len(nonzero) == 4
+    expected = model_gradient(complete, 14)
     assert expected.abs().max() > 1e-3
     torch.testing.assert_close(
-        model_gradient(kept, denominator(b, AIPO)), expected, rtol=0, atol=1e-15
+        model_gradient(nonzero, denominator(b, AIPO)), expected, rtol=0, atol=1e-15
     )
 
 
-def test_a_batch_without_signal_gives_no_sequences_but_a_denominator():
+def test_batch_without_signal_has_only_a_denominator():
     b = batch_of([group(0, [1], [sample([2], 1.0), sample([3, 2], 1.0)])])
     assert to_train_sequences(b, mean_baseline(batch_rewards(b)), skip_zero=True) == {}
     assert denominator(b, AIPO) == 3.0
@@ -216,8 +205,8 @@ def test_metrics():
         group(0, [1], [sample([5, 6, 2], 1.0, [4, 4, 5]), sample([5], 0.0, [5], "length")]),
         group(1, [1], [sample([5, 2], 1.0, [3, 5]), sample([2], 1.0, [6])]),
     ]
-    got = batch_metrics(batch_of(groups, step=6), version=6)
-    assert got == {
+    metrics = batch_metrics(batch_of(groups, step=6), version=6)
+    assert metrics == {
         "reward/mean": 0.75,
         "reward/std": pytest.approx(0.1875**0.5),
         "staleness/mean": pytest.approx(10 / 7),

@@ -31,38 +31,36 @@ KEYS = (
 
 @contextlib.contextmanager
 def threads(*arguments: Any) -> Iterator[list[Connection]]:
-    ends = [Pipe() for _ in range(fleet_updates.CLIENTS)]
-    players = [
-        threading.Thread(target=fleet_updates._play, args=(theirs, n, *arguments))
-        for n, (_, theirs) in enumerate(ends)
-    ]
-    for player, (ours, _) in zip(players, ends):
+    connections = []
+    players = []
+    for number in range(fleet_updates.CLIENTS):
+        connection, player_end = Pipe()
+        player = threading.Thread(target=fleet_updates._play, args=(player_end, number, *arguments))
         player.start()
-        ours.recv()
-    yield [ours for ours, _ in ends]
-    for player, (ours, _) in zip(players, ends):
-        ours.close()
+        connection.recv()
+        connections.append(connection)
+        players.append(player)
+    yield connections
+    for player, connection in zip(players, connections):
+        connection.close()
         player.join(60)
 
 
-def test_a_small_fleet_is_updated_loses_an_engine_and_misses_a_trainer_rank(monkeypatch, capsys):
+def test_bench_fleet_updates_and_loses_an_engine(monkeypatch, capsys):
+    """And it misses a trainer rank."""
     monkeypatch.setattr(fleet_updates, "_members", threads)
     monkeypatch.setattr(fleet_updates, "STOPPED_S", 0.5)
     row = fleet_updates.measure(16, 16, replace(fleet_updates.LLAMA_405B, num_layers=4))
-    assert list(row)[: len(KEYS)] == list(KEYS) and (
-        row["trainer_ranks"],
-        row["generator_ranks"],
-    ) == (16, 16)
+    assert list(row)[: len(KEYS)] == list(KEYS)
+    assert (row["trainer_ranks"], row["generator_ranks"]) == (16, 16)
     assert "engine 0 is lost, 1 are left" in capsys.readouterr().out
-    assert (
-        0 < row["paused_cpu_s"] <= row["update_cpu_s"]
-        and 0 < row["update_bytes"] < row["opening_bytes"]
-    )
+    assert 0 < row["paused_cpu_s"] <= row["update_cpu_s"]
+    assert 0 < row["update_bytes"] < row["opening_bytes"]
     assert "16 + 16" in fleet_updates.render([row, row])
 
 
 @pytest.mark.parametrize("size", ["512", "12+64", "512+", "512+0", "a+b", "8+8", "16+8", "8+16"])
-def test_sizes_that_cannot_be_are_refused(size):
+def test_impossible_sizes_are_refused(size):
     with pytest.raises(ConfigError) as refusal:
         fleet_updates.parse_size(size)
     assert str(refusal.value).endswith(

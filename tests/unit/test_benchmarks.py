@@ -53,9 +53,9 @@ ROWS: dict[str, list[dict]] = {
 }  # fmt: skip
 
 
-def config_of(name: str, path: Path | str = OWN_PLACE, **more) -> RunConfig:
+def config_of(name: str, path: Path | str = OWN_PLACE, **settings) -> RunConfig:
     config = RunConfig(model=ModelConfig(path="none"))
-    config.eval.suites = {"own": SuiteConfig(benchmark=name, source=str(path), **more)}
+    config.eval.suites = {"own": SuiteConfig(benchmark=name, source=str(path), **settings)}
     return config
 
 
@@ -63,36 +63,38 @@ def rows_of(name: str, rows: list[dict], folder: Path) -> list:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = config_of(name, path)
-    ((_, key, dataset, _),) = [found for found in held_out(config) if found[0] == "own"]
+    ((_, key, dataset, _),) = [suite for suite in held_out(config) if suite[0] == "own"]
     return list(load_rows(dataset, key, 0, answers_of(config, True, "own")))
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_rows_in_the_data_sets_own_format_are_asked_and_their_answers_found(
-    name: str, tmp_path: Path
-) -> None:
-    found = rows_of(name, ROWS[name], tmp_path)
-    assert [row.answer for row in found] == {
-        "math500": ["1"], "gsm8k": ["1,234"], "aime2024": ["025", "33"], "aime2025": ["70", "588"],
-        "mmlu_pro": ["I", "C"]
-    }[name]  # fmt: skip
+def test_benchmark_rows_become_prompts_and_answers(name: str, tmp_path: Path) -> None:
+    rows = rows_of(name, ROWS[name], tmp_path)
+    answers = {
+        "math500": ["1"],
+        "gsm8k": ["1,234"],
+        "aime2024": ["025", "33"],
+        "aime2025": ["70", "588"],
+        "mmlu_pro": ["I", "C"],
+    }
+    assert [row.answer for row in rows] == answers[name]
     grade = VERIFIERS[GRADERS[name]]
-    for row, record in zip(found, ROWS[name]):
+    form = "So it is \\boxed{{{}}}."
+    form_in_prompt = "\\boxed{}"
+    wrong_answer = "7"
+    if name == "mmlu_pro":
+        form = "So the answer is ({})."
+        form_in_prompt = "the answer is (X)"
+        wrong_answer = "A"
+    for row, record in zip(rows, ROWS[name]):
         assert (record.get("problem") or record.get("Problem") or record["question"]) in row.prompt
-        said = (
-            f"So the answer is ({row.answer})."
-            if name == "mmlu_pro"
-            else f"So it is \\boxed{{{row.answer}}}."
-        )
-        assert (
-            grade(said, row.answer) == 1.0
-            and grade(said, "A" if name == "mmlu_pro" else "7") == 0.0
-        )
-    assert ("the answer is (X)" if name == "mmlu_pro" else "\\boxed{}") in found[0].prompt
+        response = form.format(row.answer)
+        assert grade(response, row.answer) == 1.0
+        assert grade(response, wrong_answer) == 0.0
+    assert form_in_prompt in rows[0].prompt
     (part,) = parts_in_evaluation(config_of(name), "own")
-    assert (part.name, part.failed_score) == (GRADERS[name], 0.0) and parts_in_evaluation(
-        config_of(name)
-    )[0].name == "math"
+    assert (part.name, part.failed_score) == (GRADERS[name], 0.0)
+    assert parts_in_evaluation(config_of(name))[0].name == "math"
 
 
 def test_options_are_lettered_under_the_question(tmp_path: Path) -> None:
@@ -127,16 +129,16 @@ def test_options_are_lettered_under_the_question(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_row_of_another_format_is_refused(
+def test_row_of_another_format_is_refused(
     name: str, row: dict, problem: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         rows_of(name, [row], tmp_path)
 
 
-def test_without_a_source_a_benchmark_is_read_from_the_hub() -> None:
+def test_benchmark_without_a_source_comes_from_the_hub() -> None:
     assert set(BENCHMARKS) == set(GRADERS)
-    [dataset] = [found[2] for found in held_out(config_of("gsm8k")) if found[0]]
+    [dataset] = [dataset for name, _, dataset, _ in held_out(config_of("gsm8k")) if name]
     assert (dataset.source, dataset.subset, dataset.split) == ("openai/gsm8k", "main", "test")
     config = config_of("gsm8k")
     config.eval.suites = {"own": SuiteConfig()}
@@ -208,9 +210,9 @@ def math_forms(rng: random.Random) -> tuple[str, list[str], list[str]]:
 
 
 def math_pairs(rng: random.Random) -> Iterator[Pair]:
-    reference, same, others = math_forms(rng)
-    for right, said in ((True, rng.choice([reference, *same])), (False, rng.choice(others))):
-        yield rng.choice(BEFORE) + rng.choice(MARKS).format(said), reference, right
+    reference, same, wrong = math_forms(rng)
+    for right, answer in ((True, rng.choice([reference, *same])), (False, rng.choice(wrong))):
+        yield rng.choice(BEFORE) + rng.choice(MARKS).format(answer), reference, right
 
 
 def gsm8k_pairs(rng: random.Random) -> Iterator[Pair]:
@@ -239,7 +241,7 @@ def aime_pairs(rng: random.Random) -> Iterator[Pair]:
 
 
 def choice_pairs(rng: random.Random) -> Iterator[Pair]:
-    answer, other = rng.sample("ABCDEFGHIJ", 2)
+    answer, wrong_letter = rng.sample("ABCDEFGHIJ", 2)
     ends = ("the answer is ({}).", "The answer is {}", "Answer: {}", "**Answer: {}**",
         "the answer is **({})**.", "$\\boxed{{{}}}$", "({})",
             "Therefore, the best answer is {}.", "the answer is \\boxed{{\\text{{{}}}}}.",
@@ -249,13 +251,13 @@ def choice_pairs(rng: random.Random) -> Iterator[Pair]:
     thought = rng.choice(
         [
             "",
-            f"At first the answer is ({other}) to me. ",
-            f"Option {other} is tempting, I think. ",
+            f"At first the answer is ({wrong_letter}) to me. ",
+            f"Option {wrong_letter} is tempting, I think. ",
             "A cat, a dog, B-sides. ",
         ]
     )
-    for right, letter in ((True, answer), (False, other)):
-        text = thought if right else thought.replace(f"({other})", f"({answer})")
+    for right, letter in ((True, answer), (False, wrong_letter)):
+        text = thought if right else thought.replace(f"({wrong_letter})", f"({answer})")
         yield f"{text}So\n{rng.choice(ends).format(letter)}", answer, right
 
 
@@ -266,7 +268,7 @@ PAIRS: dict[str, Callable[[random.Random], Iterator[Pair]]] = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_300_pairs_in_the_style_of_each(name: str) -> None:
+def test_300_pairs_of_each_benchmark_are_graded(name: str) -> None:
     rng = random.Random(f"{name}/7")
     grade = VERIFIERS[GRADERS[name]]
     pairs = [pair for _ in range(150) for pair in PAIRS[name](rng)]
@@ -274,9 +276,8 @@ def test_300_pairs_in_the_style_of_each(name: str) -> None:
     refused = [pair for pair in pairs if pair[2] and not grade(pair[0], pair[1])]
     assert len(pairs) == 300 and sum(right for *_, right in pairs) == 150
     assert accepted == []
-    assert len(refused) == (
-        8 if name == "gsm8k" else 0
-    )  # of 150; "The answer is not obvious" counts as an answer if no marked answer follows it
+    # "The answer is not obvious" counts as an answer if no marked answer follows it
+    assert len(refused) == (8 if name == "gsm8k" else 0)
     assert all("not obvious" in text and "\\boxed" not in text for text, *_ in refused)
 
 
@@ -294,12 +295,11 @@ def test_300_pairs_in_the_style_of_each(name: str) -> None:
     ],
 )  # fmt: skip
 def test_hostile_choices_choose_nothing_or_one_letter(text: str) -> None:
-    assert chosen_letter(text) in {"A": ("A",), "the answer is (A)\nthe answer is (B)": ("B",)}.get(
-        text, ("",)
-    )
+    letters = {"A": "A", "the answer is (A)\nthe answer is (B)": "B"}
+    assert chosen_letter(text) == letters.get(text, "")
 
 
-def test_each_set_is_graded_by_its_own_rule(tmp_path: Path) -> None:
+def test_suites_are_graded_by_their_own_rules(tmp_path: Path) -> None:
     """Real workers grade the same response to prompts of three sets.
 
     Its last number is 5, and its mathematical answer is the pair (1, 5).
@@ -315,9 +315,10 @@ def test_each_set_is_graded_by_its_own_rule(tmp_path: Path) -> None:
         async with AsyncExitStack() as resources:
             fleet: Any = ScriptedPolicy(*["1,5$"] * 3)
             rollouts = await open_rollouts(plan, fleet, {}, TOKENIZER, resources, training=False)
-            asked = [replace(prompt(answer="5"), source=source) for source in ("own", "other", "")]
-            return [
-                (await rollouts.held_out(each, SAMPLING, 1)).samples[0].reward for each in asked
+            groups = [
+                await rollouts.held_out(replace(prompt(answer="5"), source=source), SAMPLING, 1)
+                for source in ("own", "other", "")
             ]
+            return [group.samples[0].reward for group in groups]
 
     assert asyncio.run(rewards()) == [0.0, 1.0, 1.0]

@@ -31,13 +31,13 @@ def test_cores_of_the_gpus_numa_node(tmp_path):
     assert cores_near("0000:ff:00.0", tmp_path) == ()
 
 
-def test_a_worker_keeps_to_the_cores_it_is_allowed(monkeypatch):
+def test_worker_keeps_to_its_allowed_cores(monkeypatch):
     before = os.sched_getaffinity(0)
-    chosen = max(before)
+    last_core = max(before)
     try:
-        monkeypatch.setenv(worker.CORES, f"{chosen},9999")
+        monkeypatch.setenv(worker.CORES, f"{last_core},9999")
         worker.keep_to_cores()
-        assert os.sched_getaffinity(0) == {chosen}
+        assert os.sched_getaffinity(0) == {last_core}
         os.sched_setaffinity(0, before)
         monkeypatch.setenv(worker.CORES, "9999")
         worker.keep_to_cores()
@@ -50,7 +50,7 @@ SHOWN = [(str(index), f"GPU-{index}aaa", f"00000000:{index}B:00.0") for index in
 
 
 @pytest.mark.parametrize(
-    "wanted, names, addresses",
+    "setting, names, addresses",
     [
         (
             None,
@@ -64,9 +64,10 @@ SHOWN = [(str(index), f"GPU-{index}aaa", f"00000000:{index}B:00.0") for index in
         ("", [], []),
     ],
 )
-def test_a_launch_uses_the_gpus_that_it_was_given(wanted, names, addresses):
-    found = visible(SHOWN, wanted)
-    assert [gpu.name for gpu in found] == names and [gpu.address for gpu in found] == addresses
+def test_launch_uses_its_visible_gpus(setting, names, addresses):
+    gpus = visible(SHOWN, setting)
+    assert [gpu.name for gpu in gpus] == names
+    assert [gpu.address for gpu in gpus] == addresses
 
 
 UUIDS = [uuid for _, uuid, _ in SHOWN]
@@ -92,45 +93,42 @@ ENTRIES = [
 ]
 
 
-def of_torch(monkeypatch, wanted: str) -> list[int] | list[str]:
+def of_torch(monkeypatch, setting: str) -> list[int] | list[str]:
     """The devices of PyTorch's own parser: places in SHOWN, or names of MIG instances."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wanted)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
     devices = torch.cuda._parse_visible_devices()
-    if devices and isinstance(devices[0], str):
-        return (
-            devices
-            if devices[0].startswith("MIG-")
-            else torch.cuda._transform_uuid_to_ordinals(devices, UUIDS)
-        )
-    return list(itertools.takewhile(lambda place: place < len(SHOWN), devices))
+    if not devices or isinstance(devices[0], int):
+        return list(itertools.takewhile(lambda place: place < len(SHOWN), devices))
+    if devices[0].startswith("MIG-"):
+        return devices
+    return torch.cuda._transform_uuid_to_ordinals(devices, UUIDS)
 
 
-def test_visible_devices_are_read_as_pytorch_reads_them(monkeypatch):
-    found = {}
+def test_visible_devices_are_read_like_by_pytorch(monkeypatch):
+    places = {gpu.address: place for place, gpu in enumerate(visible(SHOWN, None))}
+    devices = {}
     expected = {}
     lists = itertools.chain.from_iterable(
         itertools.product(ENTRIES, repeat=length) for length in range(4)
     )
-    for wanted in map(",".join, lists):
-        places = {
-            address: place
-            for place, address in enumerate(gpu.address for gpu in visible(SHOWN, None))
-        }
-        found[wanted] = [
-            places[gpu.address] if gpu.address else gpu.name for gpu in visible(SHOWN, wanted)
+    for setting in map(",".join, lists):
+        devices[setting] = [
+            places[gpu.address] if gpu.address else gpu.name for gpu in visible(SHOWN, setting)
         ]
-        expected[wanted] = of_torch(monkeypatch, wanted)
-    assert found == expected
-    assert found["0, 2,1gpu2"] == [0, 2, 1]
-    assert found["0,4,0"] == []
+        expected[setting] = of_torch(monkeypatch, setting)
+    assert devices == expected
+    assert devices["0, 2,1gpu2"] == [0, 2, 1]
+    assert devices["0,4,0"] == []
 
 
 @pytest.mark.parametrize("status, shown", [(0, "0, GPU-1, 00000000:1B:00.0\n"), (9, "")])
-def test_a_driver_that_cannot_be_asked_shows_no_gpu(status, shown, tmp_path, monkeypatch):
+def test_broken_driver_shows_no_gpu(status, shown, tmp_path, monkeypatch):
     """Then the tool writes its error to standard output."""
     tool = tmp_path / "nvidia-smi"
-    said = shown or "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
-    tool.write_text(f'#!/bin/sh\necho "{said.strip()}"\nexit {status}\n')
+    output = (
+        shown or "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+    )
+    tool.write_text(f'#!/bin/sh\necho "{output.strip()}"\nexit {status}\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert nvidia_smi("--query-gpu=index") == shown
@@ -140,35 +138,26 @@ def test_a_driver_that_cannot_be_asked_shows_no_gpu(status, shown, tmp_path, mon
 @pytest.mark.parametrize(
     ("shown", "planned_for", "refused"), [(8, "H100", True), (8, "cpu", False), (0, "H100", False)]
 )
-def test_gpus_that_pytorch_cannot_use_are_not_passed_over(
+def test_gpus_that_pytorch_cannot_use_are_refused(
     monkeypatch, tmp_path, shown, planned_for, refused
 ):
     """Such as with the torch of `make setup`, or an old driver: otherwise the trainer would
     silently train on the CPU.
     """
-    lines = "\n".join(
-        ", ".join((str(index), f"GPU-{index}aaa", f"00000000:{index}B:00.0"))
-        for index in range(shown)
-    )
+    lines = "\n".join(f"{index}, GPU-{index}aaa, 00000000:{index}B:00.0" for index in range(shown))
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\nprintf '{lines}'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    plan = resolve(
-        load_config(
-            Path(__file__).parents[2] / "configs/8b_aipo.yaml", [f"cluster.gpu={planned_for}"]
-        ),
-        "plan",
-    )
+    path = Path(__file__).parents[2] / "configs/8b_aipo.yaml"
+    plan = resolve(load_config(path, [f"cluster.gpu={planned_for}"]), "plan")
+    problem = "this node has 8 GPUs, but torch .* cannot use them .*; with cluster.gpu=cpu it would"
     gpus.cache_clear()
     try:
         if not refused:
             return worker_roles.check_gpus(plan)
-        with pytest.raises(
-            RuntimeError,
-            match="this node has 8 GPUs, but torch .* cannot use them .*; with cluster.gpu=cpu it would",
-        ):
+        with pytest.raises(RuntimeError, match=problem):
             worker_roles.check_gpus(plan)
     finally:
         gpus.cache_clear()

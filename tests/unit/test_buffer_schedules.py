@@ -29,7 +29,7 @@ some_or_none = st.one_of(st.none(), st.integers(0, 5))
     kills=st.lists(st.integers(0, 14), max_size=3),
     dropping=st.sampled_from((0.0, 0.0, 0.1, 0.5, 0.9)),
 )
-def test_every_prompt_is_trained_on_or_dropped_once_none_too_old_whatever_happens(
+def test_prompts_are_trained_on_or_dropped_once_in_time(
     seed, per_step, capacity, max_staleness, in_flight, mixed, eager, kills, dropping
 ):
     steps = 15
@@ -78,7 +78,7 @@ def test_every_prompt_is_trained_on_or_dropped_once_none_too_old_whatever_happen
     rest_epochs=st.integers(1, 3),
     outside=st.sampled_from((0.0, 0.5, 0.9, 1.0)),
 )
-def test_mixtures_and_curricula_lose_and_repeat_nothing_and_rest_what_they_should(
+def test_mixtures_and_curricula_lose_and_repeat_nothing(
     seed,
     per_step,
     capacity,
@@ -121,8 +121,8 @@ def test_mixtures_and_curricula_lose_and_repeat_nothing_and_rest_what_they_shoul
         run.kill_and_resume()
     run.run()
     for step, batch in enumerate(run.trained):
-        found = Counter(mixture.source(ordinal) for ordinal in batch)
-        assert [found[source] for source in range(len(shares))] == mixture.counts(
+        prompts_of_source = Counter(mixture.source(ordinal) for ordinal in batch)
+        assert [prompts_of_source[source] for source in range(len(shares))] == mixture.counts(
             step * per_step, (step + 1) * per_step
         )
     ledger = run.buffer.ledger()
@@ -145,7 +145,7 @@ def test_mixtures_and_curricula_lose_and_repeat_nothing_and_rest_what_they_shoul
         assert (ordinal in ledger.rested) == rests
 
 
-def test_rejection_of_everything_is_no_deadlock():
+def test_rejection_of_all_groups_is_no_deadlock():
     """All groups of a resumed run are too old: they are generated again, and the run continues."""
     run = Simulation(1, 4, 3, 3, 8, 10, True)
     groups = [ready(ordinal, 0) for ordinal in range(20, 32)]
@@ -156,14 +156,14 @@ def test_rejection_of_everything_is_no_deadlock():
     assert sorted(ordinal for batch in run.trained for ordinal in batch) == list(range(20, 40))
 
 
-def test_an_eager_generator_is_rejected_often_and_gets_there():
+def test_eager_generator_finishes_despite_rejections():
     run = Simulation(2, 4, 6, 1, 8, 40, False, eager=True)
     run.run()
     assert run.rejected > 100
     assert sorted(ordinal for batch in run.trained for ordinal in batch) == list(range(160))
 
 
-def test_long_rollouts_are_trained_on_as_often_as_short_ones():
+def test_long_rollouts_are_trained_on_like_short_ones():
     """One prompt in five takes twenty times as long.
 
     None is dropped for that, and none exceeds the limit of staleness.

@@ -40,7 +40,11 @@ def watched(rollout, echo):
     async def run(context, prompt, sampling, n):
         begins = prompt.text[: echo.letters]
         samples = await rollout(context, prompt, sampling, n)
-        return [replace(each, metrics={**each.metrics, "echoed": float(each.text.startswith(begins))}) for each in samples]
+        echoes = [float(sample.text.startswith(begins)) for sample in samples]
+        return [
+            replace(sample, metrics=sample.metrics | {"echoed": echo})
+            for sample, echo in zip(samples, echoes)
+        ]
 
     return run
 """,
@@ -90,7 +94,7 @@ print([sample.metrics for sample in samples], watched(rollout, EchoConfig()) is 
 """
 
 
-def test_a_capability_is_a_folder_and_few_lines_of_the_trunk(tmp_path: Path) -> None:
+def test_capability_is_a_folder_and_few_lines_outside(tmp_path: Path) -> None:
     for folder in ("megarl", "kernels", "launch"):
         shutil.copytree(
             ROOT / folder,

@@ -57,8 +57,8 @@ FORGETTING = (
 FORGETFUL = PLAIN.replace(*FORGETTING)
 
 
-def say(role: str, content: str | None, **more: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **more}
+def say(role: str, content: str | None, **fields: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **fields}
 
 
 TALK = [
@@ -87,14 +87,14 @@ def load(
     tmp_path: Path, row: Any, answers: Answers = "none", template: str = PLAIN, **settings: Any
 ) -> Row:
     source = write(tmp_path / "rows.jsonl", row)
-    (found,) = load_rows(
+    (loaded,) = load_rows(
         LearnedConfig(source=source, **settings),
         "data.train",
         0,
         answers,
         ModelConfig(path=model(tmp_path, template)),
     )
-    return found
+    return loaded
 
 
 def problem(
@@ -102,9 +102,9 @@ def problem(
 ) -> str:
     with pytest.raises(ConfigError) as error:
         load(tmp_path, row, answers, template, **settings)
-    (found,) = error.value.problems
-    assert found.startswith(f"{tmp_path}/rows.jsonl, line 1: ")
-    return found.removeprefix(f"{tmp_path}/rows.jsonl, line 1: ")
+    (message,) = error.value.problems
+    assert message.startswith(f"{tmp_path}/rows.jsonl, line 1: ")
+    return message.removeprefix(f"{tmp_path}/rows.jsonl, line 1: ")
 
 
 def learned(row: Row) -> list[str]:
@@ -121,9 +121,8 @@ def learned(row: Row) -> list[str]:
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED, SHORT])
-def test_turns_are_learned_with_their_ends_whether_the_template_marks_them_or_not(
-    template: str, tmp_path: Path
-) -> None:
+def test_turns_are_learned_with_their_ends(template: str, tmp_path: Path) -> None:
+    """Whether the template marks them or not."""
     row = load(tmp_path, {"messages": TALK}, template=template)
     assert learned(row) == ["2<eos>", "<think>6</think>6<eos>"]
     assert learned(load(tmp_path, {"messages": TALK}, template=template, learn="last")) == [
@@ -175,7 +174,7 @@ def test_templates_of_several_kinds(tmp_path: Path) -> None:
     )
 
 
-def test_a_mark_around_the_turns_header_does_not_make_it_learned(tmp_path: Path) -> None:
+def test_marked_header_of_a_turn_is_not_learned(tmp_path: Path) -> None:
     """Only tokens that a rollout would sample are learned: not the header, nor the opening of the
     thinking, which is part of the prompt.
     """
@@ -231,13 +230,13 @@ def test_a_conversation_may_begin_with_the_assistant(tmp_path: Path) -> None:
         "{% generation %}{{ message.content }}",
         "{% generation %}{{ message.content }}{{ messages | length }}",
     )
-    told = problem(tmp_path, {"messages": greeting}, template=rewriting)
-    assert told.startswith(
+    message = problem(tmp_path, {"messages": greeting}, template=rewriting)
+    assert message.startswith(
         "field 'messages': message 1: the chat template changes this turn, or text before it"
     )
 
 
-def test_what_a_template_leaves_out_is_not_learned_without(tmp_path: Path) -> None:
+def test_messages_left_out_by_a_template_are_refused(tmp_path: Path) -> None:
     assert problem(tmp_path, {"messages": TOOL_TALK}, template=PLAIN.replace(CALLS, "")) == (
         "field 'messages': message 2: the chat template leaves out the call of 'add'"
     )
@@ -264,23 +263,23 @@ def test_tokens_and_masks_are_those_of_transformers(tmp_path: Path) -> None:
             TOOLS,
         ),
     ):
-        wanted = reference.apply_chat_template(
+        expected = reference.apply_chat_template(
             talk, tools=tools, return_dict=True, return_assistant_tokens_mask=True
         )
-        ours = sft_sequence(
+        sequence = sft_sequence(
             load(tmp_path, {"messages": talk, "tools": tools}, template=MARKED),
             tokenizer_of(path, "model.path"),
             4096,
         )
-        count = len(ours)  # the template adds a newline after the last turn, which is not learned
-        assert ours.token_ids.tolist() == wanted["input_ids"][:count]
-        assert ours.loss_mask.tolist() == list(map(bool, wanted["assistant_masks"][:count]))
-        assert not any(wanted["assistant_masks"][count:])
+        # the template adds a newline after the last turn, which is not learned
+        count = len(sequence)
+        mask = expected["assistant_masks"]
+        assert sequence.token_ids.tolist() == expected["input_ids"][:count]
+        assert sequence.loss_mask.tolist() == list(map(bool, mask[:count]))
+        assert not any(mask[count:])
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_unless_the_last_alone_is_learned(
-    tmp_path: Path,
-) -> None:
+def test_template_that_rewrites_turns_needs_learn_last(tmp_path: Path) -> None:
     talk = [say("user", "1?"), say("assistant", "<think>x</think>1"), *TALK[3:]]
     assert problem(tmp_path, {"messages": talk}, template=FORGETFUL) == (
         "field 'messages': message 2: the chat template does not show which text the assistant "
@@ -304,28 +303,28 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_unless_the_last_alone
     )
 
 
-def test_thinking_that_a_template_does_not_show_is_not_learned_without(tmp_path: Path) -> None:
-    without = PLAIN.replace("{{ message.content }}", "{{ message.content.split('</think>')[-1] }}")
+def test_thinking_left_out_by_a_template_is_refused(tmp_path: Path) -> None:
+    hides = PLAIN.replace("{{ message.content }}", "{{ message.content.split('</think>')[-1] }}")
     shows = PLAIN.replace(
         "{{ message.content }}", "{{ message.reasoning_content | trim }}={{ message.content }}"
     )
     apart = [say("user", "1+1?"), say("assistant", "2", reasoning_content="\n1 and 1\n")]
     assert learned(load(tmp_path, {"messages": apart}, template=shows)) == ["1 and 1=2<eos>"]
     inside = [*TALK[:4], say("assistant", "<think>2 by 3</think>6")]
-    for talk, template in ((inside, without), (apart, PLAIN), (apart, MARKED)):
-        told = problem(tmp_path, {"messages": talk}, template=template)
-        assert (
-            told == f"field 'messages': message {len(talk)}: the chat template leaves out the "
+    for talk, template in ((inside, hides), (apart, PLAIN), (apart, MARKED)):
+        message = problem(tmp_path, {"messages": talk}, template=template)
+        assert message == (
+            f"field 'messages': message {len(talk)}: the chat template leaves out the "
             "assistant's thinking"
         )
-        assert load(
-            tmp_path, {"messages": [*talk, say("user", "9?")]}, "unused", template=template
-        ).prompt.endswith("#assistant\n")
+        not_learned = {"messages": [*talk, say("user", "9?")]}
+        row = load(tmp_path, not_learned, "unused", template=template)
+        assert row.prompt.endswith("#assistant\n")
 
 
-def test_what_cannot_be_learned_is_named_with_its_line(tmp_path: Path) -> None:
-    def of(*messages: Any, **more: Any) -> str:
-        return problem(tmp_path, {"messages": [*messages]}, **more)
+def test_conversation_that_cannot_be_learned_is_refused(tmp_path: Path) -> None:
+    def of(*messages: Any, **settings: Any) -> str:
+        return problem(tmp_path, {"messages": [*messages]}, **settings)
 
     user = TALK[1]
     assistant = TALK[2]
@@ -394,9 +393,8 @@ def test_what_cannot_be_learned_is_named_with_its_line(tmp_path: Path) -> None:
         {"messages": TALK},
         template=MARKED.replace("message.role == 'assistant'", "loop.last"),
     )
-    assert (
-        uneven
-        == "field 'messages': the chat template marks 1 turns of the assistant; the conversation has 2"
+    assert uneven == (
+        "field 'messages': the chat template marks 1 turns of the assistant; the conversation has 2"
     )
 
 
@@ -419,9 +417,9 @@ def test_parts_of_contents_and_nulls_of_parquet(tmp_path: Path) -> None:
     assert learned(row) == ["9<eos>"]
 
 
-def of_city(unit: str | None, **more: Any) -> dict[str, Any]:
-    """A row with a tool whose fields depend on `more`, and a call of it with a null inside JSON."""
-    properties = {"a": {"type": "number"}, **more}
+def of_city(unit: str | None, **properties: Any) -> dict[str, Any]:
+    """A row with a tool of these properties, and a call of it with a null inside JSON."""
+    properties = {"a": {"type": "number"}, **properties}
     tool = {
         "type": "function",
         "function": {"name": "add", "parameters": {"type": "object", "properties": properties}},
@@ -459,10 +457,10 @@ def test_tools_of_arrow_rows_are_those_of_json_rows(
     )
     texts = []
     for path in (in_json, str(source if kind == "parquet" else source.parent)):
-        found = load_rows(
+        loaded = load_rows(
             LearnedConfig(source=path), "data.train", 0, "none", ModelConfig(path=template)
         )
-        texts.append([(row.prompt, row.demonstration) for row in found])
+        texts.append([(row.prompt, row.demonstration) for row in loaded])
     assert texts[0] == texts[1]
     assert '"unit": null' in texts[1][0][1][0] and '"zone"' not in texts[1][1][0]
 
@@ -474,24 +472,22 @@ def test_answers_of_arrow_rows_are_those_of_json_rows(tmp_path: Path) -> None:
     ]
     path = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    found = load_rows(LearnedConfig(source=str(path)), "data.train", 0, "whole")
-    assert [json.loads(row.answer) for row in found] == [row["label"] for row in rows]
-    assert found[0].record == {"prompt": "1", "label": {"city": "Rome", "zone": None}}
+    loaded = load_rows(LearnedConfig(source=str(path)), "data.train", 0, "whole")
+    assert [json.loads(row.answer) for row in loaded] == [row["label"] for row in rows]
+    assert loaded[0].record == {"prompt": "1", "label": {"city": "Rome", "zone": None}}
 
 
 @pytest.mark.parametrize("reward", ["math", "none"])
-def test_own_rollout_has_row_and_answer_under_any_reward(reward: str, tmp_path: Path) -> None:
+def test_rollout_by_name_has_row_and_answer(reward: str, tmp_path: Path) -> None:
     row = {"question": "1+1?", "answer": "2", "board": [1, 2]}
     write(tmp_path / "rows.jsonl", row)
     file = tmp_path / "run.yaml"
     file.write_text("model: {path: m}\ndata: {train: {source: ./rows.jsonl}}\n")
-    own, built_in = (
-        answers_of(load_config(file, [f"reward.name={reward}", *name]))
-        for name in (["rollout.name=games:play"], [])
-    )
-    found = load(tmp_path, row, own)
-    assert (found.answer, found.record) == ("2", row)
-    assert load(tmp_path, row, built_in).record == {}
+    built_in = load_config(file, [f"reward.name={reward}"])
+    by_name = load_config(file, [f"reward.name={reward}", "rollout.name=games:play"])
+    loaded = load(tmp_path, row, answers_of(by_name))
+    assert (loaded.answer, loaded.record) == ("2", row)
+    assert load(tmp_path, row, answers_of(built_in)).record == {}
 
 
 VERL = {
@@ -514,22 +510,20 @@ SLIME = {"prompt": [say("user", "1+1?")], "label": "2", "metadata": {"level": 1}
     ],
 )
 def test_prompts_in_known_formats(row: dict[str, Any], tmp_path: Path) -> None:
-    wanted = (
-        "#user\n1+1?<eos>\n#assistant\n"
-        if isinstance(row.get("prompt", row.get("messages")), list)
-        else "1+1?"
-    )
-    found = load(tmp_path, row, "final")
-    assert (found.prompt, found.answer) == (wanted, "2")
-    whole = load(tmp_path, row, "whole")
-    assert whole.record == row and whole.prompt == wanted
+    prompt = "1+1?"
+    if isinstance(row.get("prompt", row.get("messages")), list):
+        prompt = "#user\n1+1?<eos>\n#assistant\n"
+    with_final_answer = load(tmp_path, row, "final")
+    assert (with_final_answer.prompt, with_final_answer.answer) == (prompt, "2")
+    with_whole_row = load(tmp_path, row, "whole")
+    assert (with_whole_row.prompt, with_whole_row.record) == (prompt, row)
 
 
 def test_prompts_with_tools(tmp_path: Path) -> None:
     assert load(tmp_path, {**VERL, "tools": TOOLS}, "final").prompt.startswith("#tools [{")
 
 
-def test_a_row_that_fits_two_formats_is_not_guessed_at(tmp_path: Path) -> None:
+def test_row_of_two_formats_is_refused(tmp_path: Path) -> None:
     assert problem(tmp_path, {**VERL, "label": "2"}, "final") == (
         "it has the columns 'prompt' with 'reward_model' (verl's) and 'prompt' with 'label' "
         "(slime's): set data.train.prompt_key and "

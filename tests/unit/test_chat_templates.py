@@ -46,10 +46,9 @@ def folder_with(path: Path, **settings: Any) -> Path:
     return folder
 
 
-def template_of(folder: Path, **chosen: Any) -> ChatTemplate:
-    return load_chat_template(
-        tokenizer_of(str(folder), "model.path", ChatTemplateConfig(**chosen)), "x=chat"
-    )
+def template_of(folder: Path, **settings: Any) -> ChatTemplate:
+    tokenizer = tokenizer_of(str(folder), "model.path", ChatTemplateConfig(**settings))
+    return load_chat_template(tokenizer, "x=chat")
 
 
 @pytest.mark.parametrize(
@@ -85,33 +84,21 @@ def test_arguments_of_calls_are_rendered_as_json(printed: str, texts: str, tmp_p
     talk = [*USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
     rendered = template_of(folder).render(talk, answered=True)
     assert rendered == f"user1+1?<eos>assistant{texts}<eos>"
-    as_text = [
-        *USER,
-        {
-            **talk[1],
-            "tool_calls": [
-                {
-                    **call,
-                    "function": {
-                        **call["function"],
-                        "arguments": json.dumps(ARGUMENTS, ensure_ascii=False),
-                    },
-                }
-            ],
-        },
-    ]
-    theirs = AutoTokenizer.from_pretrained(folder)
+    json_arguments = json.dumps(ARGUMENTS, ensure_ascii=False)
+    json_call = {**call, "function": {"name": "weather", "arguments": json_arguments}}
+    json_talk = [*USER, {**talk[1], "tool_calls": [json_call]}]
+    transformers_tokenizer = AutoTokenizer.from_pretrained(folder)
     expected = []
-    for messages in (talk, as_text):
+    for messages in (talk, json_talk):
         try:
-            expected.append(theirs.apply_chat_template(messages, tokenize=False))
+            expected.append(transformers_tokenizer.apply_chat_template(messages, tokenize=False))
         except (TypeError, UndefinedError):  # a template of the other form
             expected.append(None)
     assert rendered in expected
 
 
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "additional_chat_templates"])
-def test_named_templates_are_chosen_as_in_transformers(place: str, tmp_path: Path) -> None:
+def test_named_templates_are_those_of_transformers(place: str, tmp_path: Path) -> None:
     named = {"default": OPENED, "tool_use": WITH_TOOLS, "rag": "{{ documents }}" + OPENED}
     if place == "tokenizer_config.json":
         folder = folder_with(
@@ -124,13 +111,13 @@ def test_named_templates_are_chosen_as_in_transformers(place: str, tmp_path: Pat
         (folder / place).mkdir()
         for name, text in named.items():
             (folder / place / f"{name}.jinja").write_text(text)
-    theirs = AutoTokenizer.from_pretrained(folder)
+    transformers_tokenizer = AutoTokenizer.from_pretrained(folder)
     for tools in (None, TOOLS):
-        expected = theirs.apply_chat_template(
+        expected = transformers_tokenizer.apply_chat_template(
             USER, tools=tools, tokenize=False, add_generation_prompt=True
         )
         assert template_of(folder).render(USER, tools) == expected
-        expected = theirs.apply_chat_template(
+        expected = transformers_tokenizer.apply_chat_template(
             USER, tools=tools, tokenize=False, add_generation_prompt=True, chat_template="rag"
         )
         assert template_of(folder, name="rag").render(USER, tools) == expected
@@ -150,12 +137,12 @@ def test_arguments_of_the_config_reach_the_template(tmp_path: Path) -> None:
     [row] = load_rows(
         LearnedConfig(source=str(source), prompt_template="chat"), "data.train", 0, model=model
     )
-    theirs = AutoTokenizer.from_pretrained(folder)
-    text = theirs.apply_chat_template(
+    transformers_tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = transformers_tokenizer.apply_chat_template(
         USER, tokenize=False, add_generation_prompt=True, enable_thinking=False
     )
     assert row.prompt == text == "user: 1+1?<eos>assistant: #"
-    ids = theirs.apply_chat_template(
+    ids = transformers_tokenizer.apply_chat_template(
         USER, add_generation_prompt=True, enable_thinking=False
     ).input_ids
     assert load_tokenizer(model).encode_prompt(row.prompt, row.rendered) == ids
@@ -166,7 +153,7 @@ def test_arguments_of_the_config_reach_the_template(tmp_path: Path) -> None:
         template_of(folder, arguments={"messages": []})
 
 
-def test_no_bos_is_added_to_what_a_template_has_rendered(tmp_path: Path) -> None:
+def test_rendered_template_gets_no_bos(tmp_path: Path) -> None:
     """As in Transformers: the template writes it, or there is none."""
     for template in (OPENED, "{{ bos_token }}" + OPENED):
         folder = folder_with(tmp_path / str(len(template)), chat_template=template)
@@ -180,7 +167,7 @@ def test_no_bos_is_added_to_what_a_template_has_rendered(tmp_path: Path) -> None
         assert tokenizer.encode_prompt(text, rendered=True) == ids
 
 
-def test_a_prompt_that_writes_a_second_bos_is_refused(tmp_path: Path) -> None:
+def test_prompt_with_a_second_bos_is_refused(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(str(TINY), "model.path")
     with pytest.raises(
         RowProblem, match="^the prompt begins with <bos>, which the tokenizer adds by itself"
@@ -189,45 +176,36 @@ def test_a_prompt_that_writes_a_second_bos_is_refused(tmp_path: Path) -> None:
     assert count_tokens(Row("<bos>1+1=", "", "", "", rendered=True), tokenizer, 64, "") == 5
 
 
-def test_turns_that_end_with_no_end_of_text_get_a_remark(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("end", "remark"),
+    [
+        ("{{ eos_token }}", ""),
+        (
+            "<pad>",
+            "the chat template ends the assistant's turns with '<pad>', which is no end-of-text "
+            "token",
+        ),
+    ],
+)
+def test_turns_without_end_of_text_get_a_remark(end: str, remark: str, tmp_path: Path) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_text('{"question": "1+1?", "answer": "2"}\n')
-    for template, remark in (
-        (OPENED, ""),
-        (
-            OPENED.replace("{{ eos_token }}", "<pad>"),
-            "the chat template ends the assistant's turns with '<pad>', which is no end-of-text token",
-        ),
-    ):
-        reading = Reading()
-        model = ModelConfig(
-            path=str(folder_with(tmp_path / str(len(template)), chat_template=template))
-        )
-        read_rows(
-            LearnedConfig(source=str(source), prompt_template="chat"),
-            "data.train",
-            0,
-            "final",
-            model,
-            reading,
-        )
-        assert reading.remark.startswith(remark) and bool(reading.remark) == bool(remark)
+    folder = folder_with(tmp_path, chat_template=OPENED.replace("{{ eos_token }}", end))
+    data = LearnedConfig(source=str(source), prompt_template="chat")
+    reading = Reading()
+    read_rows(data, "data.train", 0, "final", ModelConfig(path=str(folder)), reading)
+    assert reading.remark.startswith(remark) and bool(reading.remark) == bool(remark)
 
 
-def test_dates_in_templates_are_compared_too(tmp_path: Path) -> None:
+def test_date_in_a_template_may_be_set(tmp_path: Path) -> None:
     folder = folder_with(
         tmp_path, chat_template="{{ date_string | default(strftime_now('%d %b %Y')) }}" + OPENED
     )
-    assert (
-        template_of(folder, arguments={"date_string": "26 Jul 2024"})
-        .render(USER)
-        .startswith("26 Jul 2024user: ")
-    )
+    template = template_of(folder, arguments={"date_string": "26 Jul 2024"})
+    assert template.render(USER).startswith("26 Jul 2024user: ")
 
 
-def test_an_error_of_the_hub_is_not_blamed_on_the_template(
-    hub_offline: None, tmp_path: Path
-) -> None:
+def test_error_of_the_hub_is_not_blamed_on_the_template(hub_offline: None, tmp_path: Path) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_text('{"question": "1+1?", "answer": "2"}\n')
     with pytest.raises(ConfigError) as error:

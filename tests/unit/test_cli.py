@@ -40,11 +40,11 @@ MAIN_AND_IMPORTS = """
 """
 
 
-def test_a_missing_file_ends_with_2_before_any_heavy_import() -> None:
-    done = fresh_python(MAIN_AND_IMPORTS, "train", "bad=1")
-    assert done.returncode == 2 and done.stdout == ""
+def test_missing_file_ends_with_2_before_heavy_imports() -> None:
+    completed = fresh_python(MAIN_AND_IMPORTS, "train", "bad=1")
+    assert completed.returncode == 2 and completed.stdout == ""
     assert (
-        done.stderr
+        completed.stderr
         == "megarl: bad=1: no such file; the configuration file comes before the overrides: "
         "CONFIG bad=1\n[]\n"
     )
@@ -60,7 +60,7 @@ def test_a_missing_file_ends_with_2_before_any_heavy_import() -> None:
         (["model.path=other", "--best"], (None, True), "run/checkpoints/step_000010"),
     ],
 )
-def test_which_weights_eval_scores(
+def test_eval_scores_checkpoint_or_model(
     arguments: list[str],
     exported: tuple | None,
     weights: str,
@@ -68,9 +68,7 @@ def test_which_weights_eval_scores(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With an export and an engine that only note what they are asked for. tests/cpu/test_run.py
-    has real ones.
-    """
+    """With a fake export and a fake engine. tests/cpu/test_run.py has real ones."""
     monkeypatch.chdir(tmp_path)
     for folder in ("model", "other"):
         shutil.copytree(MODELS / "tiny-llama", folder)
@@ -101,17 +99,15 @@ def test_which_weights_eval_scores(
     printed = capsys.readouterr()
     assert status == 0, printed.err
     assert exports == ([] if exported is None else [exported])
-    what = f"the checkpoint {weights}" if exported else f"model.path={weights}"
-    assert printed.out == f"held-out scores of {what}\n{weights}\n"
+    scored = f"the checkpoint {weights}" if exported else f"model.path={weights}"
+    assert printed.out == f"held-out scores of {scored}\n{weights}\n"
 
 
 def test_overrides_follow_the_file_of_every_command() -> None:
     for command in cli.COMMANDS:
-        needed = ["--output", "folder"] if command == "export" else []
-        assert cli.parse([command, "run.yaml", "seed=1", *needed, "trainer.tp=2"]).overrides == [
-            "seed=1",
-            "trainer.tp=2",
-        ]
+        output = ["--output", "folder"] if command == "export" else []
+        arguments = cli.parse([command, "run.yaml", "seed=1", *output, "trainer.tp=2"])
+        assert arguments.overrides == ["seed=1", "trainer.tp=2"]
 
 
 def test_eval_is_refused_before_it_exports(
@@ -124,12 +120,12 @@ def test_eval_is_refused_before_it_exports(
         f"synthetic:chain}}}}\n"
     )
     assert cli.main(["eval", "run.yaml", "generator.quantization=fp8_block"]) == 2
-    told = capsys.readouterr().err
-    assert "generator.quantization=fp8_block: must be null for megarl eval" in told
-    assert "data.eval=null: megarl eval needs a held-out set" in told
+    stderr = capsys.readouterr().err
+    assert "generator.quantization=fp8_block: must be null for megarl eval" in stderr
+    assert "data.eval=null: megarl eval needs a held-out set" in stderr
 
 
-def test_all_mistakes_are_told_at_once(
+def test_all_mistakes_are_reported_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Wrong keys, values, sizes, paths, rows, functions and classes, but no mistakes that only
@@ -172,25 +168,23 @@ def message(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     """The last line of output before exit status 2."""
     try:
         status = cli.main(argv)
-    except SystemExit as ended:
-        status = ended.code
+    except SystemExit as exit_:
+        status = exit_.code
     out, err = capsys.readouterr()
     assert (status, out) == (2, "")
     return err.splitlines()[-1].removeprefix("megarl: ")
 
 
-def test_settings_that_are_written_as_options(
+def test_settings_written_as_options_are_refused(
     run_yaml: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for option, meant in (
+    for option, setting in (
         ("--max_steps=5", "max_steps=5"),
         ("--max-steps", "max_steps=…"),
         ("--trainer.tpp=2", "trainer.tp=2"),
     ):
-        said = message(capsys, "train", str(run_yaml), option)
-        assert (
-            said
-            == f"megarl train: error: unknown option: {option}; settings have no dashes: {meant}"
+        assert message(capsys, "train", str(run_yaml), option) == (
+            f"megarl train: error: unknown option: {option}; settings have no dashes: {setting}"
         )
     assert (
         message(capsys, "train", str(run_yaml), "--colour=5")
@@ -198,14 +192,14 @@ def test_settings_that_are_written_as_options(
     )
 
 
-def test_a_checkpoint_in_the_place_of_a_model(
+def test_checkpoint_as_a_model_is_refused(
     run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = tmp_path / "old/checkpoints/step_00000040"
     checkpoint.mkdir(parents=True)
     first = f"first: megarl export CONFIG run_dir={tmp_path}/old"
     config = [str(run_yaml), f"data.eval.source={tmp_path}/rows.jsonl"]
-    for path, what in (
+    for path, advice in (
         (checkpoint, f"is a checkpoint, not a model; {first} --step 40 --output FOLDER"),
         (tmp_path / "old", f"holds a run's checkpoints, no model; {first} --output FOLDER"),
         (
@@ -214,13 +208,13 @@ def test_a_checkpoint_in_the_place_of_a_model(
         ),
     ):
         assert (
-            message(capsys, "eval", *config, f"model.path={path}") == f"model.path={path}: {what}"
+            message(capsys, "eval", *config, f"model.path={path}") == f"model.path={path}: {advice}"
         )
 
 
 def test_launching_imports_no_torch() -> None:
     """This saves seconds at the start of a run."""
-    done = fresh_python("""
+    completed = fresh_python("""
         import ctypes, sys
         from megarl.generator import cpu_support
         from megarl.launch import commands
@@ -231,13 +225,15 @@ def test_launching_imports_no_torch() -> None:
         cpu_support.cuda_available()
         print(sorted({"torch", "sglang", "megatron", "transformers", "datasets", "matplotlib"} & set(sys.modules)))
     """)
-    assert done.stdout == "[]\n", done.stderr
+    assert completed.stdout == "[]\n", completed.stderr
 
 
-def test_a_bad_config_ends_with_2_before_any_heavy_import(run_yaml: Path) -> None:
-    done = fresh_python(MAIN_AND_IMPORTS, "train", str(run_yaml), "trainer.tp=3", "rollout.n=1")
-    assert done.returncode == 2 and done.stdout == ""
-    first, second, imported = done.stderr.splitlines()
+def test_bad_config_ends_with_2_before_heavy_imports(run_yaml: Path) -> None:
+    completed = fresh_python(
+        MAIN_AND_IMPORTS, "train", str(run_yaml), "trainer.tp=3", "rollout.n=1"
+    )
+    assert completed.returncode == 2 and completed.stdout == ""
+    first, second, imported = completed.stderr.splitlines()
     assert first.startswith("megarl: rollout.n=1: must be at least 2") and second.startswith(
         "megarl: trainer.tp=3: must divide"
     )
@@ -273,10 +269,10 @@ def test_all_problems_go_to_stderr_and_none_to_stdout(
 def test_bad_arguments_end_with_2(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         cli.main(argv)
     out, err = capsys.readouterr()
-    assert ended.value.code == 2 and out == "" and message in err
+    assert exit_info.value.code == 2 and out == "" and message in err
 
 
 def test_options_may_stand_anywhere() -> None:
@@ -289,7 +285,7 @@ def test_options_may_stand_anywhere() -> None:
         )
 
 
-def test_what_cannot_be_written_ends_with_2_before_anything_is_computed(
+def test_output_that_cannot_be_written_ends_with_2(
     run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
@@ -321,8 +317,8 @@ def test_what_cannot_be_written_ends_with_2_before_anything_is_computed(
             status = cli.main(
                 [str(run_yaml) if argument == "C" else argument for argument in command.split()]
             )
-        except SystemExit as ended:
-            status = ended.code
+        except SystemExit as exit_:
+            status = exit_.code
         out, err = capsys.readouterr()
         assert (status, out) == (2, "") and err.endswith(f"{message}\n"), command
     assert (tmp_path / "full/thesis.tex").exists()
@@ -352,27 +348,22 @@ def test_a_failed_and_an_interrupted_run(
 
 
 def test_help_shows_commands_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         cli.main(["--help"])
     text = capsys.readouterr().out
-    assert ended.value.code == 0 and "megarl train configs/quickstart.yaml" in text
+    assert exit_info.value.code == 0 and "megarl train configs/quickstart.yaml" in text
     assert all(f"\n    {name}" in text for name in cli.COMMANDS)
     with pytest.raises(SystemExit):
         cli.main(["reshard", "--help"])
     assert "megarl reshard configs/8b_aipo.yaml generator.tp=2 --json" in capsys.readouterr().out
 
 
-def test_a_run_dir_that_cannot_be_written_to_is_a_mistake_in_the_configuration(
-    run_yaml: Path, capsys
-):
+def test_run_dir_inside_a_file_ends_with_2(run_yaml: Path, capsys: pytest.CaptureFixture[str]):
     (run_yaml.parent / "file").touch()
-    assert (
-        cli.main(["sft", str(run_yaml), "sft.steps=1", f"run_dir={run_yaml.parent}/file/run"]) == 2
-    )
-    assert (
-        f"run_dir={run_yaml.parent}/file/run" in (told := capsys.readouterr().err)
-        and "is a file, must be a folder" in told
-    )
+    run_dir = f"run_dir={run_yaml.parent}/file/run"
+    assert cli.main(["sft", str(run_yaml), "sft.steps=1", run_dir]) == 2
+    stderr = capsys.readouterr().err
+    assert run_dir in stderr and "is a file, must be a folder" in stderr
 
 
 @pytest.mark.parametrize("setting", [
@@ -382,7 +373,7 @@ def test_a_run_dir_that_cannot_be_written_to_is_a_mistake_in_the_configuration(
     "timeouts.request_s=1e300", "reward.timeout_s=2147483648",
     f"model.path={'x' * 300}", f"run_dir={'x' * 300}", f"data.train.source={'x' * 300}.jsonl",
 ])  # fmt: skip
-def test_a_value_beyond_all_reason_is_one_message(
+def test_absurd_value_is_refused_with_one_message(
     setting: str, run_yaml: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No such value may end in a traceback here, or begin a run that then dies of it.
@@ -391,5 +382,5 @@ def test_a_value_beyond_all_reason_is_one_message(
     """
     assert cli.main(["train", str(run_yaml), "--dry-run", setting]) == 2
     key, _, value = setting.partition("=")
-    told = capsys.readouterr().err
-    assert key in told or value in told
+    stderr = capsys.readouterr().err
+    assert key in stderr or value in stderr

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("hub_offline")  # dry runs would read the h
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 
 
-def test_a_dry_run_says_what_it_has_looked_at(
+def test_dry_run_reports_rows_and_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n' * 1200)
@@ -39,14 +39,19 @@ def test_a_dry_run_says_what_it_has_looked_at(
 
 
 @pytest.mark.parametrize(
-    ("gpus_here", "given", "nodes"), [(0, None, 4), (0, 4, 8), (4, None, 8), (16, None, 2)]
+    ("gpus_here", "ranks_per_node", "nodes"),
+    [(0, "null", 4), (0, "4", 8), (4, "null", 8), (16, "null", 2)],
 )
 def test_dry_run_and_plan_count_the_same_gpus_of_a_node(
-    gpus_here: int, given: int | None, nodes: int, monkeypatch
+    gpus_here: int, ranks_per_node: str, nodes: int, monkeypatch
 ) -> None:
     """32 ranks. Without GPUs here, as on a login node, 8 a node; else as many as are here."""
     monkeypatch.setattr(commands, "gpus", lambda: (None,) * gpus_here)
-    overrides = ["trainer.dp=4", "generator.engines=16", f"launch.ranks_per_node={given or 'null'}"]
+    overrides = [
+        "trainer.dp=4",
+        "generator.engines=16",
+        f"launch.ranks_per_node={ranks_per_node}",
+    ]
     plan = commands.with_nodes_of_here(
         resolve(load_config(MODELS.parent / "8b_aipo.yaml", overrides), "plan")
     )
@@ -55,7 +60,7 @@ def test_dry_run_and_plan_count_the_same_gpus_of_a_node(
 
 
 @pytest.mark.parametrize("name", ["8b_aipo", "405b_aipo", "quickstart"])
-def test_a_dry_run_predicts_one_time_for_the_update(
+def test_dry_run_predicts_one_time_for_the_update(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["train", f"configs/{name}.yaml", "--dry-run"]) == 0
@@ -65,7 +70,7 @@ def test_a_dry_run_predicts_one_time_for_the_update(
     assert planned == predicted
 
 
-def test_the_map_that_is_shown_is_that_of_the_machines(
+def test_map_depends_on_the_kind_of_engines(
     run_yaml: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """If tp does not divide the heads, CPU engines add heads of zeros, and GPUs copy key-value
@@ -134,11 +139,13 @@ def test_plan_counts_bytes_per_rank(run_yaml: Path, capsys: pytest.CaptureFixtur
     assert "8,030,261,248 parameters" in table and "engines 3, tp 4: 12 ranks" in table
 
 
-def test_what_adapters_alone_are_worth(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predicted_time_of_an_adapter_update(
+    run_yaml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sizes = [str(run_yaml), "trainer.tp=2", "generator.tp=2", "--json"]
     facts = []
-    for more in ([], ["lora.rank=16"], ["lora.rank=16", "lora.targets=[q_proj]"]):
-        assert cli.main(["reshard", *sizes, *more]) == 0
+    for overrides in ([], ["lora.rank=16"], ["lora.rank=16", "lora.targets=[q_proj]"]):
+        assert cli.main(["reshard", *sizes, *overrides]) == 0
         facts.append(json.loads(capsys.readouterr().out))
     full, adapters, unserved = facts
     assert "lora_predicted_s" not in full and unserved["lora_predicted_s"] is None, (
@@ -156,32 +163,27 @@ def test_what_adapters_alone_are_worth(run_yaml: Path, capsys: pytest.CaptureFix
     assert adapters["lora_predicted_s"] < 0.01 * adapters["predicted_s"]
 
 
-def test_what_a_delta_is_worth(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predicted_time_of_a_delta(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In bf16 each changed element takes 4 bytes instead of 2.
 
     A delta has at most half of the full bytes.
     """
     facts = []
-    for more in (
+    command = ["reshard", str(run_yaml), "trainer.tp=2", "generator.tp=2", "--json"]
+    for options in (
         ["--delta", "0.02"],
         ["--delta", "0.02", "--link", "3"],
         ["--delta", "0.26"],
         ["--delta", "0"],
     ):
-        assert (
-            cli.main(["reshard", str(run_yaml), "trainer.tp=2", "generator.tp=2", "--json", *more])
-            == 0
-        )
+        assert cli.main([*command, *options]) == 0
         facts.append(json.loads(capsys.readouterr().out))
-    given, slow, large, none = facts
-    assert given["delta_predicted_s"] == pytest.approx(0.04 * given["predicted_s"], rel=1e-3)
-    assert slow["delta_predicted_s"] / given["delta_predicted_s"] == pytest.approx(
-        given["link_bytes_per_s"] / 3e9
-    )
-    assert (
-        large["delta_predicted_s"] == large["predicted_s"]
-        and none["delta_predicted_s"] < 1e-4 * none["predicted_s"]
-    )
+    small, slow, large, empty = facts
+    assert small["delta_predicted_s"] == pytest.approx(0.04 * small["predicted_s"], rel=1e-3)
+    slowdown = slow["delta_predicted_s"] / small["delta_predicted_s"]
+    assert slowdown == pytest.approx(small["link_bytes_per_s"] / 3e9)
+    assert large["delta_predicted_s"] == large["predicted_s"]
+    assert empty["delta_predicted_s"] < 1e-4 * empty["predicted_s"]
     for option, value, allowed in (
         ("--delta", "1.5", "must be at least 0 and at most 1"),
         ("--link", "0", "must be more than 0"),
@@ -190,7 +192,9 @@ def test_what_a_delta_is_worth(run_yaml: Path, capsys: pytest.CaptureFixture[str
         assert f"{option} {value}: {allowed}" in capsys.readouterr().err
 
 
-def test_what_was_sent_last_is_counted(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_of_the_last_sent_weights_is_counted(
+    run_yaml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each of two trainer ranks sends its half of the weights to one engine, in bf16."""
     sizes = [
         "trainer.tp=2",
@@ -199,13 +203,17 @@ def test_what_was_sent_last_is_counted(run_yaml: Path, capsys: pytest.CaptureFix
         "generator.tp=1",
         "generator.quantization=null",
     ]
-    found = []
-    for more in ([], ["weights.delta=auto"], ["weights.delta=auto", "weights.delta_shadow=device"]):
-        assert cli.main(["plan", str(run_yaml), *sizes, *more, "--json"]) == 1, (
+    plans = []
+    for overrides in (
+        [],
+        ["weights.delta=auto"],
+        ["weights.delta=auto", "weights.delta_shadow=device"],
+    ):
+        assert cli.main(["plan", str(run_yaml), *sizes, *overrides, "--json"]) == 1, (
             "the trainer needs more memory than two GPUs have"
         )
-        found.append(json.loads(capsys.readouterr().out))
-    off, host, device = found
+        plans.append(json.loads(capsys.readouterr().out))
+    off, host, device = plans
     half_gib = off["generator"]["weight_bytes_max"] / 2 / 2**30
     assert (
         off["shadow_gib_per_node"]
@@ -232,42 +240,26 @@ def test_reshard_lists_dumps_and_draws(
         "generator.tp=4",
         "generator.quantization=fp8_block",
     ]
-    files = tmp_path / "map.jsonl", tmp_path / "map.svg"
-    assert (
-        cli.main(
-            [
-                "reshard",
-                str(run_yaml),
-                *sizes,
-                "--json",
-                "--dump",
-                str(files[0]),
-                "--picture",
-                str(files[1]),
-            ]
-        )
-        == 0
-    )
+    dump = tmp_path / "map.jsonl"
+    picture = tmp_path / "map.svg"
+    outputs = ["--json", "--dump", str(dump), "--picture", str(picture)]
+    assert cli.main(["reshard", str(run_yaml), *sizes, *outputs]) == 0
     facts = json.loads(capsys.readouterr().out)
-    head, *copies = [json.loads(line) for line in files[0].read_text().splitlines()]
+    head, *copies = [json.loads(line) for line in dump.read_text().splitlines()]
     assert head["plan_hash"] == facts["plan_hash"] and len(copies) == facts["copies"]
     assert sum(copy["bytes"] for copy in copies) == facts["bytes"]
-    assert files[1].read_text().startswith("<?xml") and facts["predicted_s"] > 0
+    assert picture.read_text().startswith("<?xml") and facts["predicted_s"] > 0
     for rank, key, number in (
         ("trainer:3", "source_rank", 3),
         ("generator:6", "destination_rank", 6),
     ):
-        own = [copy for copy in copies if copy[key] == number]
+        count = sum(copy[key] == number for copy in copies)
         assert cli.main(["reshard", str(run_yaml), *sizes, "--rank", rank]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        assert (
-            len(lines) == len(own) + 1
-            and lines[-1].startswith(f"{rank}: {len(own):,} copies")
-            and lines[-1].endswith(" ms")
-        )
-        assert any(" quantise, " in line for line in lines) and any(
-            " scale, " in line for line in lines
-        )
+        *lines, total = capsys.readouterr().out.splitlines()
+        assert len(lines) == count
+        assert total.startswith(f"{rank}: {count:,} copies") and total.endswith(" ms")
+        assert any(" quantise, " in line for line in lines)
+        assert any(" scale, " in line for line in lines)
     for rank, message in (
         ("trainer:4", "the trainer has ranks 0 to 3"),
         ("engine:0", "must be trainer:N or generator:N"),
@@ -277,15 +269,14 @@ def test_reshard_lists_dumps_and_draws(
 
 
 @pytest.mark.parametrize(("config", "ranks"), [("70b_aipo", (136, 120)), ("405b_aipo", (512, 512))])
-def test_the_papers_large_runs_can_be_planned(
+def test_large_runs_of_the_paper_can_be_planned(
     config: str, ranks: tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = f"configs/{config}.yaml"
     assert cli.main(["reshard", path, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert (facts["trainer_ranks"], facts["generator_ranks"]) == ranks and facts[
-        "exactly_once"
-    ] is True
+    assert (facts["trainer_ranks"], facts["generator_ranks"]) == ranks
+    assert facts["exactly_once"] is True
     assert facts["bytes"] == facts["bytes_minimum"] and facts["receiver_max_over_mean"] == 1.0
     # 405B: 1.035, since the embedding is in bf16 beside fp8 layers
     assert facts["sender_max_over_mean"] < facts["sender_bound"] + 0.001
@@ -301,14 +292,11 @@ def test_gpt_oss_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
     path = "configs/gpt_oss_120b_aipo.yaml"
     assert cli.main(["reshard", path, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert (facts["trainer_ranks"], facts["generator_ranks"]) == (32, 32) and facts[
-        "exactly_once"
-    ] is True
-    assert (
-        facts["bytes"] == facts["bytes_minimum"]
-        and facts["copies"] < 200_000
-        and facts["sender_max_over_mean"] < 1.001
-    )
+    assert (facts["trainer_ranks"], facts["generator_ranks"]) == (32, 32)
+    assert facts["exactly_once"] is True
+    assert facts["bytes"] == facts["bytes_minimum"]
+    assert facts["copies"] < 200_000
+    assert facts["sender_max_over_mean"] < 1.001
     assert cli.main(["plan", path]) == 0
     assert "fits       yes" in capsys.readouterr().out
     assert cli.main(["eval", path]) == 2

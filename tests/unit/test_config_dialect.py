@@ -19,8 +19,8 @@ from megarl.config.keys import field_path, settings, value_at
 from megarl.config.load import dump_config, load_config, override_text
 from megarl.config.schema import RunConfig
 
-LOOKALIKES = """1e5 1e-3 -1e1 0x10 010 0b1 1_000 .5 5. +1e3 1:30 yes no on null ~ = << .inf NaN 2024-01-01 ??? \\??? ${seed} \\${x}
-\\\\${x} ${async.capacity} {a [b - : # & * ! | > % @ ` ' \" """.split()
+LOOKALIKES = """1e5 1e-3 -1e1 0x10 010 0b1 1_000 .5 5. +1e3 1:30 yes no on null ~ = << .inf NaN
+2024-01-01 ??? \\??? ${seed} \\${x} \\\\${x} ${async.capacity} {a [b - : # & * ! | > % @ ` ' \" """.split()
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1) | st.sampled_from(
     [*LOOKALIKES, " a ", "a\n\n b\n", "\x85", "\ufeff"]
 )
@@ -71,7 +71,10 @@ KEYS = [
     *(
         key
         for key, setting in settings().items()
-        if key.startswith("data.train.") and setting.type is str and not setting.limit
+        if key.startswith("data.train.")
+        and setting.type is str
+        and not setting.limit
+        and "NAME" not in key
     ),
     *("trainer.optimizer.lr", "algorithm.kl_coef"),
 ]
@@ -81,32 +84,32 @@ KEYS = [
 @given(st.data())
 def test_any_setting_comes_back_from_file_and_override(file: Path, data: st.DataObject) -> None:
     """The value is set on the dataclass, so that no reader has seen it before it is written."""
-    key = data.draw(st.sampled_from([key for key in KEYS if "NAME" not in key]))
+    key = data.draw(st.sampled_from(KEYS))
     value = data.draw(OF_TYPE[settings()[key].type])
     config = changed(load_config(file), field_path(key).split("."), value)
     dumped = file.with_name("dumped.yaml")
     dumped.write_text(dump_config(config), encoding="utf-8")
-    for again in (load_config(dumped), load_config(file, [override_text(key, value)])):
-        assert again == config
-        assert exact(value_at(again, key)) == exact(value)
+    for loaded in (load_config(dumped), load_config(file, [override_text(key, value)])):
+        assert loaded == config
+        assert exact(value_at(loaded, key)) == exact(value)
 
 
 def changed(settings_of: Any, path: list[str], value: Any) -> Any:
-    name, *rest = path
-    return replace(
-        settings_of, **{name: changed(getattr(settings_of, name), rest, value) if rest else value}
-    )
+    name, *inner_path = path
+    if inner_path:
+        value = changed(getattr(settings_of, name), inner_path, value)
+    return replace(settings_of, **{name: value})
 
 
 @pytest.mark.parametrize("text", ["1e5", "010", "0x10", "1_000", "5."])
 def test_number_in_place_of_a_text_is_what_was_written(file: Path, text: str) -> None:
-    own = file.with_name("own.yaml")
-    own.write_text(
+    written = file.with_name("written.yaml")
+    written.write_text(
         f"{file.read_text()}run_dir: {text}\nrollout: {{stop: [{text}]}}\n", encoding="utf-8"
     )
     of_overrides = load_config(file, [f"run_dir={text}", f"rollout.stop=[{text}]"])
     assert [of_overrides.run_dir, *of_overrides.rollout.stop] == [text, text]
-    of_file = load_config(own)
+    of_file = load_config(written)
     assert [of_file.run_dir, *of_file.rollout.stop] == [text, text]
 
 

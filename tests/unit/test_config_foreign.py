@@ -378,14 +378,15 @@ def names_of_scripts() -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("program", SCRIPTS)
-def test_settings_of_a_usual_script_lead_to_ours(program: str) -> None:
-    found = {}
-    for of, name, key in names_of_scripts():
-        if of == program:
-            elsewhere = foreign_setting_of(name)
-            found[name] = (key, *(nearest(name) or ["-"]))
-            assert key != "-" or (elsewhere and elsewhere.note), name
-    assert {name: pair for name, pair in found.items() if pair != (pair[0],) * 2} == {}
+def test_settings_of_a_usual_script_lead_to_megarls(program: str) -> None:
+    for script_program, name, key in names_of_scripts():
+        if script_program != program:
+            continue
+        if key == "-":
+            foreign_setting = foreign_setting_of(name)
+            assert nearest(name) == [] and foreign_setting and foreign_setting.note, name
+        else:
+            assert nearest(name) == [key], name
 
 
 @pytest.mark.parametrize(
@@ -395,20 +396,23 @@ def test_dashes_and_plus_signs_do_not_matter(name: str, key: str) -> None:
     assert nearest(name)[:1] == [key]
 
 
-def test_the_table_names_settings_that_exist_and_none_of_ours() -> None:
-    for name, known in _names().items():
-        assert known.key in settings() if known.key else known.note, name
-        assert name not in settings() or known.key not in ("", name), name
+def test_foreign_names_lead_to_existing_settings() -> None:
+    for name, foreign_setting in _names().items():
+        if foreign_setting.key:
+            assert foreign_setting.key in settings(), name
+        else:
+            assert foreign_setting.note, name
+        assert name not in settings() or foreign_setting.key not in ("", name), name
 
 
 @pytest.mark.parametrize(
     "name", ["foo.bar", "frobnicate", "trainer.quux", "num_workers_of_something"]
 )
-def test_nothing_is_proposed_for_what_is_like_no_setting(name: str) -> None:
+def test_nothing_is_proposed_for_a_strange_name(name: str) -> None:
     assert nearest(name) == []
 
 
-def test_key_with_another_meaning_elsewhere_needs_ours_beside_it(tmp_path: Path) -> None:
+def test_key_with_another_meaning_elsewhere_needs_max_steps(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("model: {path: none}\ntrainer: {epochs: 20}\n", encoding="utf-8")
     with pytest.raises(ConfigError) as error:
@@ -441,24 +445,23 @@ def test_messages_say_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "data.max_prompt_length=512: unknown key; prompts need no limit" in prompts
     with pytest.raises(SystemExit):
         main(["train", str(path), "--clip-ratio=0.2", "--lr=1e-6"])
-    told = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert (
         "algorithm.rho=… (the bound of the ratio itself: 1.2 for a clip of 0.2) "
-        "trainer.optimizer.lr=1e-6" in told
+        "trainer.optimizer.lr=1e-6" in stderr
     )
 
 
-def test_the_table_of_own_run_agrees() -> None:
-    rows = [
-        line.split("|")
-        for line in OWN_RUN.read_text(encoding="utf-8")
-        .partition("## Names you may know")[2]
-        .splitlines()
-    ]
+def test_table_of_the_page_of_own_runs_agrees() -> None:
+    page = OWN_RUN.read_text(encoding="utf-8")
+    lines = page.partition("## Names you may know")[2].splitlines()
     checked = []
-    for _, here, *there in (row for row in rows if len(row) == 5):
-        for name in re.findall(r"`…?([\w.-]+)`(?! /)", " ".join(there)):
-            if (elsewhere := foreign_setting_of(name)) and elsewhere.key:
-                assert elsewhere.key.rpartition(".")[2] in here, name
+    for cells in (line.split("|") for line in lines):
+        if len(cells) != 5:
+            continue
+        for name in re.findall(r"`…?([\w.-]+)`(?! /)", " ".join(cells[2:])):
+            foreign_setting = foreign_setting_of(name)
+            if foreign_setting and foreign_setting.key:
+                assert foreign_setting.key.rpartition(".")[2] in cells[1], name
                 checked.append(name)
     assert len(checked) > 10

@@ -37,23 +37,20 @@ def test_defaults_fill_in_and_interpolations_resolve(tmp_path: Path) -> None:
         ["async.capacity=2"],
     )
     assert isinstance(config, RunConfig)
-    assert (config.model.path, config.sft.output, config.async_.capacity, config.seed) == (
-        "m",
-        "runs/x/sft/hf",
-        2,
-        2,
-    )
+    assert config.model.path == "m"
+    assert config.sft.output == "runs/x/sft/hf"
+    assert config.async_.capacity == config.seed == 2
     assert config.trainer.optimizer.betas == (0.9, 0.95)
     assert config.data.eval is None and config.sft.data is None
 
 
-def test_overrides_win_over_the_file_and_the_last_one_wins(tmp_path: Path) -> None:
+def test_last_override_wins_over_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL + "trainer: {tp: 4, dp: 2}\n")
     config = load_config(path, ["trainer.tp=8", "trainer.tp=2", "trainer.optimizer.lr=1e-4"])
     assert (config.trainer.tp, config.trainer.dp, config.trainer.optimizer.lr) == (2, 2, 1e-4)
 
 
-def test_a_config_of_an_earlier_version_is_read_if_it_has_what_is_fixed_now(tmp_path: Path) -> None:
+def test_config_of_an_earlier_version_with_fixed_values(tmp_path: Path) -> None:
     plain = load_config(write(tmp_path))
     assert not FIXED.keys() & settings().keys()
     for key, fixed in FIXED.items():
@@ -92,11 +89,10 @@ def test_a_config_of_an_earlier_version_is_read_if_it_has_what_is_fixed_now(tmp_
     ],
 )
 def test_override_values(tmp_path: Path, override: str, key: str, value: object) -> None:
-    config = load_config(write(tmp_path), [override])
-    found = config
+    loaded = load_config(write(tmp_path), [override])
     for name in key.split("."):
-        found = getattr(found, name)
-    assert found == value and type(found) is type(value)
+        loaded = getattr(loaded, name)
+    assert loaded == value and type(loaded) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -109,19 +105,15 @@ def test_yaml_takes_on_and_off_for_true_and_false(tmp_path: Path, written: str, 
     assert load_config(write(tmp_path, dump_config(config))) == config
 
 
-def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
+def test_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
     config = load_config(
         write(tmp_path), ["data.eval.source=held_out.jsonl", "data.eval.subset=main"]
     )
-    assert (config.data.eval.source, config.data.eval.subset, config.data.eval.split) == (
-        "held_out.jsonl",
-        "main",
-        "train",
-    )
-    assert (
-        load_config(write(tmp_path), ["data.eval.source=a.jsonl", "data.eval=null"]).data.eval
-        is None
-    )
+    held_out = config.data.eval
+    assert held_out.source == "held_out.jsonl"
+    assert (held_out.subset, held_out.split) == ("main", "train")
+    removed = load_config(write(tmp_path), ["data.eval.source=a.jsonl", "data.eval=null"])
+    assert removed.data.eval is None
 
 
 @pytest.mark.parametrize(
@@ -285,13 +277,13 @@ def test_booleans_are_not_text_in_a_file(tmp_path: Path) -> None:
         ("- 1\n- 2\n", "must hold a mapping of keys to values"),
     ],
 )
-def test_files_that_are_no_config(tmp_path: Path, text: str, problem: str) -> None:
+def test_invalid_file_is_refused(tmp_path: Path, text: str, problem: str) -> None:
     path = write(tmp_path, text)
     (message,) = problems_of(path)
     assert message.startswith(str(path)) and problem in message
 
 
-def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
+def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
     write(tmp_path).rename(tmp_path / "quickstart.yaml")
     assert problems_of(tmp_path / "quikstart.yaml") == [
         f"{tmp_path}/quikstart.yaml: no such file; did you mean {tmp_path}/quickstart.yaml?"
@@ -302,7 +294,7 @@ def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
     assert "cannot be read" in problems_of(tmp_path)[0]
 
 
-def test_a_dumped_config_loads_back_equal(tmp_path: Path) -> None:
+def test_dumped_config_loads_back_equal(tmp_path: Path) -> None:
     overrides = [
         "data.eval.source=held_out.jsonl",
         "data.train.prompt_template=Q: {prompt} costs \\${price}\nA: ä",
@@ -317,7 +309,7 @@ def test_a_dumped_config_loads_back_equal(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, dump_config(config)), []) == config
 
 
-def test_sections_under_names_of_the_users(tmp_path: Path) -> None:
+def test_sections_named_by_the_user(tmp_path: Path) -> None:
     file = write(
         tmp_path,
         MINIMAL
@@ -332,16 +324,10 @@ def test_sections_under_names_of_the_users(tmp_path: Path) -> None:
         ],
     )
     suites = config.eval.suites
-    assert (suites["algebra"].source, suites["algebra"].samples, suites["algebra"].prompt_key) == (
-        "a.jsonl",
-        4,
-        None,
-    )
-    assert (suites["hard"].source, suites["hard"].temperature, suites["gone"]) == (
-        "c.jsonl",
-        0.5,
-        None,
-    )
+    algebra = suites["algebra"]
+    assert (algebra.source, algebra.samples, algebra.prompt_key) == ("a.jsonl", 4, None)
+    assert (suites["hard"].source, suites["hard"].temperature) == ("c.jsonl", 0.5)
+    assert suites["gone"] is None
     (tmp_path / "again.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "again.yaml") == config
     for override, problem in {
@@ -375,7 +361,7 @@ def test_sections_under_names_of_the_users(tmp_path: Path) -> None:
         ("words", ": must hold a mapping of keys to values"),
     ],
 )
-def test_a_file_that_is_no_configuration(tmp_path: Path, text: str, problem: str) -> None:
+def test_invalid_yaml_is_refused_with_its_lines(tmp_path: Path, text: str, problem: str) -> None:
     path = write(tmp_path, text)
     assert problems_of(path) == [f"{path}{problem}"]
 

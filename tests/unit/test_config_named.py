@@ -12,7 +12,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.limits import find_callable, is_async
 
 
-def test_a_module_that_ends_the_program_is_a_mistake_in_the_setting(
+def test_module_that_exits_at_import_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "ends_at_import.py").write_text("import sys\nsys.exit(3)\n")

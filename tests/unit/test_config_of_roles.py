@@ -26,19 +26,16 @@ FIRST = {
     "sft.data.source": "synthetic:right_chain",
     "sft.steps": 600,
 }
-GIVEN = (
+FIRST_SFT = (
     "roles.teacher.sft={model.path: configs/models/tiny-llama, sft.data.source: "
     "'synthetic:right_chain', sft.steps: 600}"
 )
 
 
-def test_overrides_of_a_roles_warm_start_may_be_dotted_nested_or_replaced(tmp_path: Path) -> None:
+def test_warm_start_of_a_role_takes_dotted_and_nested_overrides(tmp_path: Path) -> None:
     def sft(*overrides: str) -> dict:
-        return (
-            load_config(DISTILLATION, [GIVEN, *(f"roles.teacher.sft{each}" for each in overrides)])
-            .roles["teacher"]
-            .sft
-        )
+        role_overrides = [f"roles.teacher.sft{override}" for override in overrides]
+        return load_config(DISTILLATION, [FIRST_SFT, *role_overrides]).roles["teacher"].sft
 
     assert sft() == FIRST
     assert sft(".sft.steps=10", ".sft.optimizer.lr=1e-5") == FIRST | {
@@ -59,9 +56,10 @@ def test_overrides_of_a_roles_warm_start_may_be_dotted_nested_or_replaced(tmp_pa
     assert load_config(written) == changed
 
 
-def test_each_of_them_must_be_a_setting() -> None:
+def test_overrides_of_a_warm_start_must_be_settings() -> None:
     wrong = ["sft.stepz=10", "sft.steps=many", "sft.batch_size=0", "nonsense={a: 3}"]
-    assert read_config(DISTILLATION, [f"roles.teacher.sft.{each}" for each in wrong]).problems == [
+    overrides = [f"roles.teacher.sft.{override}" for override in wrong]
+    assert read_config(DISTILLATION, overrides).problems == [
         "roles.teacher.sft.sft.stepz=10: unknown key; did you mean sft.steps?",
         "roles.teacher.sft.sft.steps=many: must be an integer",
         "roles.teacher.sft.sft.batch_size=0: must be at least 1",
@@ -69,47 +67,39 @@ def test_each_of_them_must_be_a_setting() -> None:
     ]
 
 
-def test_the_models_of_all_roles_are_resolved_before_the_first_is_made(
+def test_all_warm_starts_are_resolved_before_the_first_runs(
     monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     from megarl.launch import commands
 
-    made = []
-    monkeypatch.setattr(
-        commands,
-        "sft",
-        lambda plan: made.append(
-            (plan.config.sft.output, plan.config.sft.steps, plan.config.data.eval)
-        ),
-    )
-    other = [
+    trained = []
+    monkeypatch.setattr(commands, "sft", lambda plan: trained.append(plan.config))
+    second_role = [
         "roles.other.role=teacher",
         "roles.other.on=trainer",
         "roles.other.path=there",
         "run_dir=runs/x",
-        GIVEN,
+        FIRST_SFT,
     ]
-    assert cli.main(["sft", DISTILLATION, *other, "roles.other.sft={sft.tp: 3}"]) == 2
-    assert "sft.tp=3" in capsys.readouterr().err and not made
-    assert (
-        cli.main(["sft", DISTILLATION, *other, "roles.other.sft={sft.steps: 5, data.eval: null}"])
-        == 0
-    )
-    assert [each[0] for each in made] == ["runs/x/teacher/hf", "there", "runs/x/sft/hf"] and [
-        each[1] for each in made[:2]
-    ] == [600, 5]
-    assert [each[2] is None for each in made] == [False, True, False]
+    assert cli.main(["sft", DISTILLATION, *second_role, "roles.other.sft={sft.tp: 3}"]) == 2
+    assert "sft.tp=3" in capsys.readouterr().err and not trained
+    steps = "roles.other.sft={sft.steps: 5, data.eval: null}"
+    assert cli.main(["sft", DISTILLATION, *second_role, steps]) == 0
+    outputs = [config.sft.output for config in trained]
+    assert outputs == ["runs/x/teacher/hf", "there", "runs/x/sft/hf"]
+    assert [config.sft.steps for config in trained[:2]] == [600, 5]
+    assert [config.data.eval is None for config in trained] == [False, True, False]
 
 
-def test_verdicts_may_be_written_as_numbers_but_not_as_yamls_truth_values(tmp_path: Path) -> None:
+def test_verdicts_may_be_numbers_but_no_truth_values_of_yaml(tmp_path: Path) -> None:
     judge = [
         f"roles.judge.path={MODEL}",
         "roles.judge.template={response}",
         "roles.judge.verdict=([01])",
         "reward.name=roles.judge",
     ]
-    found = config(tmp_path, *judge, "roles.judge.verdict_scores={1: 0.5, 0: 0}").roles["judge"]
-    assert found is not None and found.verdict_scores == {"1": 0.5, "0": 0}
+    role = config(tmp_path, *judge, "roles.judge.verdict_scores={1: 0.5, 0: 0}").roles["judge"]
+    assert role is not None and role.verdict_scores == {"1": 0.5, "0": 0}
     problems = read_config(DISTILLATION, ["roles.judge.verdict_scores={yes: 1, no: 0}"]).problems
     assert problems[0] == (
         'roles.judge.verdict_scores={"true": 1, "false": 0}: true must be in quotes to be a text; '
@@ -118,7 +108,7 @@ def test_verdicts_may_be_written_as_numbers_but_not_as_yamls_truth_values(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("name", "damage", "told"),
+    ("name", "damage", "message"),
     [
         (
             "config.json",
@@ -136,9 +126,10 @@ def test_verdicts_may_be_written_as_numbers_but_not_as_yamls_truth_values(tmp_pa
         ("model.safetensors", b"\x10", "roles.judge.path={folder}: {folder}/model.safetensors: "),
     ],
 )
-def test_a_damaged_checkpoint_of_a_role_is_named_before_its_engine_starts(
-    tmp_path: Path, name: str, damage: bytes, told: str
+def test_damaged_checkpoint_of_a_role_is_refused_early(
+    tmp_path: Path, name: str, damage: bytes, message: str
 ) -> None:
+    """Before its engine starts."""
     folder = shutil.copytree("configs/models/tiny-llama", tmp_path / "judge")
     (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     judge = [
@@ -160,10 +151,10 @@ def test_a_damaged_checkpoint_of_a_role_is_named_before_its_engine_starts(
     assert problems() == []
     (folder / name).write_bytes(damage)
     [problem] = problems()
-    assert problem.startswith(told.format(folder=folder))
+    assert problem.startswith(message.format(folder=folder))
 
 
-def test_a_path_that_is_a_file_or_has_no_weights_is_named_with_its_setting(tmp_path: Path) -> None:
+def test_model_path_to_a_file_or_without_weights_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     assert problems_of(tmp_path, f"model.path={file}") == [

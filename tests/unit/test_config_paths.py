@@ -4,7 +4,6 @@ directory. Ambiguous paths are refused.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -21,11 +20,11 @@ NEEDED = "model: {path: %s}\ndata: {train: {source: %s}}\n"
 def folders(tmp_path: Path, monkeypatch) -> tuple[Path, Path]:
     """The folder of run.yaml, and another one: the working directory."""
     beside = tmp_path / "beside"
-    here = tmp_path / "here"
-    for folder in (beside, here):
+    working = tmp_path / "working"
+    for folder in (beside, working):
         folder.mkdir()
-    monkeypatch.chdir(here)
-    return beside, here
+    monkeypatch.chdir(working)
+    return beside, working
 
 
 def config(beside: Path, text: str, *overrides: str):
@@ -40,65 +39,73 @@ def problem(beside: Path, text: str, *overrides: str) -> str:
     return only
 
 
-def test_a_path_with_a_dot_is_relative_to_its_file_and_any_other_to_the_working_directory(
-    folders,
-) -> None:
-    beside, here = folders
-    more = "run_dir: ../runs/a\nreward: {name: './graders.py:f'}\n"
-    more += "roles: {t: {role: teacher, path: ./t, sft: {model.path: ./m, sft.steps: 3}}}\n"
-    more += (
+def test_dotted_path_is_relative_to_its_file(folders) -> None:
+    """Any other path is relative to the working directory."""
+    beside, working = folders
+    optional = "run_dir: ../runs/a\nreward: {name: './graders.py:f'}\n"
+    optional += "roles: {t: {role: teacher, path: ./t, sft: {model.path: ./m, sft.steps: 3}}}\n"
+    optional += (
         "rollout: {name: tool_calls, args: {tool: './tools.py:g', open: ./}}\nsft: {data: "
         "{source: ./a.jsonl}}\n"
     )
-    found = config(
+    resolved = config(
         beside,
-        NEEDED % ("./model", "data/train.jsonl") + more,
+        NEEDED % ("./model", "data/train.jsonl") + optional,
         "model.tokenizer=./tokenizer",
         "sft.output=../out",
     )
-    assert found.model.path == f"{beside}/model" and found.data.train.source == "data/train.jsonl"
     assert (
-        found.run_dir == f"{beside.parent}/runs/a" and found.reward.name == f"{beside}/graders.py:f"
+        resolved.model.path == f"{beside}/model"
+        and resolved.data.train.source == "data/train.jsonl"
     )
-    assert found.roles["t"].path == f"{beside}/t" and found.roles["t"].sft == {
+    assert (
+        resolved.run_dir == f"{beside.parent}/runs/a"
+        and resolved.reward.name == f"{beside}/graders.py:f"
+    )
+    assert resolved.roles["t"].path == f"{beside}/t" and resolved.roles["t"].sft == {
         "model.path": f"{beside}/m",
         "sft.steps": 3,
     }
-    assert found.rollout.args == {"tool": f"{beside}/tools.py:g", "open": "./"}, (
+    assert resolved.rollout.args == {"tool": f"{beside}/tools.py:g", "open": "./"}, (
         "an argument that is no path of MegaRL stays unchanged"
     )
-    assert found.sft.data.source == f"{beside}/a.jsonl"
-    assert found.model.tokenizer == f"{here}/tokenizer" and found.sft.output == f"{here.parent}/out"
+    assert resolved.sft.data.source == f"{beside}/a.jsonl"
+    assert (
+        resolved.model.tokenizer == f"{working}/tokenizer"
+        and resolved.sft.output == f"{working.parent}/out"
+    )
 
 
-def test_the_paths_of_a_program_are_too_and_its_command_is_not(folders) -> None:
+def test_dotted_paths_of_a_program_but_not_its_command(folders) -> None:
     beside, _ = folders
     args = "command: [./agent], folder: ./agents, readable: [./data, ../more, /usr, other]"
-    found = config(
+    resolved = config(
         beside,
         NEEDED % ("./model", "synthetic:chain") + f"rollout: {{name: program, args: {{{args}}}}}\n",
     ).rollout.args
-    assert found["folder"] == f"{beside}/agents" and found["command"] == ["./agent"], (
+    assert resolved["folder"] == f"{beside}/agents" and resolved["command"] == ["./agent"], (
         "the program starts in its folder"
     )
-    assert found["readable"] == [f"{beside}/data", f"{beside.parent}/more", "/usr", "other"]
+    assert resolved["readable"] == [f"{beside}/data", f"{beside.parent}/more", "/usr", "other"]
 
 
-def test_the_record_of_a_run_means_the_same_wherever_it_is_read(folders) -> None:
-    beside, here = folders
+def test_recorded_config_reads_alike_in_any_folder(folders) -> None:
+    beside, working = folders
     first = config(beside, NEEDED % ("./model", "synthetic:chain") + "run_dir: ./run\n")
-    (here / "config.yaml").write_text(dump_config(first))
-    assert load_config(here / "config.yaml") == first and first.sft.output == f"{beside}/run/sft/hf"
+    (working / "config.yaml").write_text(dump_config(first))
+    assert (
+        load_config(working / "config.yaml") == first and first.sft.output == f"{beside}/run/sft/hf"
+    )
 
 
-def test_what_only_the_other_folder_has_is_refused(folders) -> None:
-    beside, here = folders
+def test_input_in_the_wrong_folder_is_refused(folders) -> None:
+    beside, working = folders
     (beside / "train.jsonl").touch()
     assert problem(beside, NEEDED % ("m", "train.jsonl")) == (
-        f"data.train.source=train.jsonl: there is none in the working directory {here}; for the "
+        f"data.train.source=train.jsonl: there is none in the working directory {working}; for the "
         "one beside run.yaml write ./train.jsonl"
     )
-    (here / "model").mkdir()
+    (working / "model").mkdir()
     assert problem(beside, NEEDED % ("./model", "synthetic:chain")) == (
         f"model.path=./model: there is none at {beside}/model, as ./ is the folder of run.yaml; "
         "for the one in the working directory "
@@ -106,15 +113,16 @@ def test_what_only_the_other_folder_has_is_refused(folders) -> None:
     )
 
 
-def test_what_both_folders_have_is_refused_unless_it_is_the_same(folders) -> None:
-    beside, here = folders
+def test_input_in_both_folders_is_refused(folders) -> None:
+    """Unless it is the same file."""
+    beside, working = folders
     for folder in folders:
         (folder / "train.jsonl").touch()
     text = NEEDED % ("m", "train.jsonl")
     assert problem(beside, text) == (
         "data.train.source=train.jsonl: there is one in the working directory and another beside "
         "run.yaml: write ./train.jsonl for the "
-        f"latter, or {here}/train.jsonl"
+        f"latter, or {working}/train.jsonl"
     )
     assert (
         config(beside, text.replace("train.jsonl", "./train.jsonl")).data.train.source
@@ -124,13 +132,13 @@ def test_what_both_folders_have_is_refused_unless_it_is_the_same(folders) -> Non
         config(beside, NEEDED % ("m", "x.jsonl"), "data.train.source=train.jsonl").data.train.source
         == "train.jsonl"
     )
-    (here / "train.jsonl").unlink()
-    (here / "train.jsonl").symlink_to(beside / "train.jsonl")
+    (working / "train.jsonl").unlink()
+    (working / "train.jsonl").symlink_to(beside / "train.jsonl")
     assert config(beside, text).data.train.source == "train.jsonl"
 
 
-def test_so_are_modules(folders, monkeypatch) -> None:
-    beside, here = folders
+def test_module_in_the_wrong_folder_or_both_is_refused(folders, monkeypatch) -> None:
+    beside, working = folders
     monkeypatch.setattr("sys.path", ["/", *__import__("sys").path])
     (beside / "paths_graders.py").write_text("def f(text): return 1\n")
     text = NEEDED % ("m", "synthetic:chain") + "reward: {name: 'paths_graders:f'}\n"
@@ -138,9 +146,9 @@ def test_so_are_modules(folders, monkeypatch) -> None:
         "reward.name=paths_graders:f: there is none in the working directory; for the one beside "
         "run.yaml write ./paths_graders.py:f"
     )
-    (here / "paths_graders.py").write_text("def f(text): return 0\n")
+    (working / "paths_graders.py").write_text("def f(text): return 0\n")
     assert (
-        f"another module of this name, {here}/paths_graders.py; for the one beside run.yaml write "
+        f"another module of this name, {working}/paths_graders.py; for the one beside run.yaml write "
         "./paths_graders.py:f" in problem(beside, text)
     )
     assert (
@@ -149,8 +157,9 @@ def test_so_are_modules(folders, monkeypatch) -> None:
     )
 
 
-def test_a_file_of_python_may_import_its_neighbours_and_is_never_taken_for_another(folders) -> None:
-    beside, here = folders
+def test_python_file_imports_neighbours_and_keeps_its_name(folders) -> None:
+    """A second file of the same name is refused, as Python would import the first again."""
+    beside, working = folders
     (beside / "paths_neighbour.py").write_text("VALUE = 7\n")
     (beside / "paths_own.py").write_text(
         "from paths_neighbour import VALUE\ndef f(): return VALUE\n"
@@ -160,26 +169,18 @@ def test_a_file_of_python_may_import_its_neighbours_and_is_never_taken_for_anoth
         == attribute(f"{beside}/paths_own.py:f")()
         == 7
     )
-    (here / "paths_own.py").write_text("def f(): return 8\n")
+    (working / "paths_own.py").write_text("def f(): return 8\n")
     with pytest.raises(
         ConfigError, match="Python finds another module of that name, .*beside/paths_own.py; rename"
     ):
-        find_callable(f"{here}/paths_own.py:f", "s=v")
+        find_callable(f"{working}/paths_own.py:f", "s=v")
     with pytest.raises(ConfigError, match="s=v: cannot be imported: no such file"):
-        find_callable(f"{here}/paths_none.py:f", "s=v")
+        find_callable(f"{working}/paths_none.py:f", "s=v")
 
 
-def test_every_setting_that_speaks_of_a_folder_or_file_is_known_as_a_path() -> None:
-    speaking = {
-        key
-        for key, each in settings().items()
-        if each.type is str and each.meaning.startswith(("folder", "HF checkpoint", "config.json"))
-    }
-    sources = {key for key in settings() if key.endswith(".source")}
-    assert all(settings()[key].path in ("input", "output") for key in speaking | sources)
-    assert {json.dumps(each.path) for each in settings().values()} == {
-        '""',
-        '"input"',
-        '"output"',
-        '"module"',
-    }
+def test_settings_that_name_files_are_paths() -> None:
+    for key, setting in settings().items():
+        assert setting.path in ("", "input", "output", "module")
+        names_file = setting.meaning.startswith(("folder", "HF checkpoint", "config.json"))
+        if key.endswith(".source") or (setting.type is str and names_file):
+            assert setting.path in ("input", "output"), key

@@ -20,7 +20,7 @@ SOURCES = [
 CHECKS = ("checks.py", "vendor_settings.py", "checkpoints.py", "check.py")
 
 
-def test_the_files_of_checks_are_there() -> None:
+def test_check_files_exist() -> None:
     assert set(CHECKS) <= {path.name for path in SOURCES}
 
 
@@ -28,16 +28,16 @@ def test_every_setting_is_read() -> None:
     assert unread(RunConfig, reads(path.read_text() for path in SOURCES)) == []
 
 
-def test_a_run_does_more_with_every_setting_than_to_check_it() -> None:
+def test_run_uses_every_setting_beyond_its_checks() -> None:
     """A run also does more than plan with it, except for the settings of the planner."""
     of_a_run = [
         path
         for path in SOURCES
         if path.name not in CHECKS and path.parent.name not in ("estimate", "simulation")
     ]
-    left = unread(RunConfig, reads(path.read_text() for path in of_a_run))
-    assert {"plan.prompt_tokens", "plan.response_tokens", "plan.dropped_share"} <= set(left)
-    assert all(key.startswith("plan.") for key in left)
+    unused = unread(RunConfig, reads(path.read_text() for path in of_a_run))
+    assert {"plan.prompt_tokens", "plan.response_tokens", "plan.dropped_share"} <= set(unused)
+    assert all(key.startswith("plan.") for key in unused)
 
 
 @pytest.mark.parametrize(
@@ -71,5 +71,5 @@ def test_a_setting_is_not_read_by(source: str) -> None:
     assert ("SftConfig", "steps") not in reads([source])
 
 
-def test_a_key_that_nobody_reads_is_named() -> None:
+def test_unread_key_is_named() -> None:
     assert "max_steps" in unread(RunConfig, reads(["def f(config: RunConfig): return config.seed"]))

@@ -15,7 +15,7 @@ from megarl.config.reference import reference
 DOCUMENT = Path(__file__).parents[2] / "docs" / "config.md"
 
 
-def test_the_committed_reference_is_up_to_date() -> None:
+def test_committed_reference_is_up_to_date() -> None:
     assert DOCUMENT.read_text() == reference(), (
         "run: python -m megarl.config.reference > docs/config.md"
     )
@@ -29,8 +29,8 @@ def test_every_key_has_a_meaning_and_an_allowed_default(setting: Setting) -> Non
 
 
 def test_allowed_algorithms_are_those_that_exist() -> None:
-    for key, there in (
+    for key, names in (
         ("algorithm.name", [*ALGORITHMS, "package.module:rule", "./file.py:rule"]),
         ("algorithm.advantage", ADVANTAGES),
     ):
-        assert settings()[key].limit.text == "one of " + ", ".join(there)
+        assert settings()[key].limit.text == "one of " + ", ".join(names)

@@ -44,7 +44,7 @@ def run_session(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_process_left_behind_fails_the_session_and_is_ended(tmp_path: Path) -> None:
+def test_leftover_process_fails_the_session_and_is_ended(tmp_path: Path) -> None:
     # The test's own child ends at once. Its grandchild stays, as an orphan.
     result = run_session(
         tmp_path,
@@ -56,7 +56,7 @@ def test_a_process_left_behind_fails_the_session_and_is_ended(tmp_path: Path) ->
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
-def test_a_hanging_test_ends_with_every_stack_and_no_child(tmp_path: Path) -> None:
+def test_hanging_test_ends_with_all_stacks_and_no_child(tmp_path: Path) -> None:
     result = run_session(tmp_path, f"{start_sleeper(tmp_path)}; time.sleep(60)")
     assert result.returncode == 1
     assert "test_it ran for more than 1 s" in result.stderr
@@ -65,6 +65,6 @@ def test_a_hanging_test_ends_with_every_stack_and_no_child(tmp_path: Path) -> No
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
-def test_tests_see_nothing_of_what_was_made_in_the_checkout(checkout: Path) -> None:
+def test_tests_see_no_outputs_of_the_checkout(checkout: Path) -> None:
     assert Path.cwd() == checkout and (checkout / "configs/quickstart.yaml").exists()
     assert not (checkout / "runs").exists()

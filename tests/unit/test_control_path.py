@@ -38,17 +38,17 @@ from megarl.weight_sync.workers import Workers
 AT_ONCE = 4  # messages that arrive together
 
 
-class Name(str):
+class CountedName(str):
     """Counts the look-ups of names."""
 
-    looked_up = 0
+    look_ups = 0
 
     def __hash__(self) -> int:
-        Name.looked_up += 1
+        CountedName.look_ups += 1
         return super().__hash__()
 
 
-class Link:
+class MailboxLink:
     """A hub with the messages that have arrived.
 
     It must not build the text of a timeout in advance, because that names every rank.
@@ -71,16 +71,16 @@ class Link:
         return self.messages.popleft()
 
 
-def offers(names: list[str]) -> Link:
-    link: Any = Link([(name, WeightsOffer(version)) for version in (0, 1) for name in names])
+def offers(names: list[str]) -> MailboxLink:
+    link: Any = MailboxLink([(name, WeightsOffer(version)) for version in (0, 1) for name in names])
     collected = Offers(link, names, 5)
     for version in (0, 1):
         assert asyncio.run(collected.next(version - 1)).version == version
     return link
 
 
-def writes(names: list[str]) -> Link:
-    link: Any = Link(
+def writes(names: list[str]) -> MailboxLink:
+    link: Any = MailboxLink(
         [(name, WeightsWritten(0, 1, 0.0, more=more)) for more in (True, False) for name in names]
     )
     collected = Writes(link, names, 0, 5)
@@ -90,8 +90,8 @@ def writes(names: list[str]) -> Link:
     return link
 
 
-def meeting(names: list[str]) -> Link:
-    link: Any = Link([(name, Hello("same")) for name in names])
+def meeting(names: list[str]) -> MailboxLink:
+    link: Any = MailboxLink([(name, Hello("same")) for name in names])
     receiver: Any = WeightsReceiver.__new__(WeightsReceiver)
     receiver._link = link
     receiver._trainers = names
@@ -104,67 +104,62 @@ def meeting(names: list[str]) -> Link:
 
 
 @pytest.mark.parametrize("collect", [offers, writes, meeting])
-def test_look_ups_grow_as_messages_do(collect):
+def test_name_look_ups_are_linear_in_messages(collect):
     counts = []
     for ranks in (32, 256):
-        Name.looked_up = 0
-        link = collect([Name(f"trainer.{rank}") for rank in range(ranks)])
-        counts.append(Name.looked_up)
+        CountedName.look_ups = 0
+        link = collect([CountedName(f"trainer.{rank}") for rank in range(ranks)])
+        counts.append(CountedName.look_ups)
         assert not link.texts
     assert counts[1] <= 2 * 8 * counts[0], counts  # eight times the ranks
 
 
-def test_answers_of_workers_are_collected_without_a_text_for_each():
-    link: Any = Link(
+def test_worker_answers_build_no_timeout_texts():
+    link: Any = MailboxLink(
         [(f"engine.{rank}.abcd", WorkerReply(rank, "Recall", "", b"x")) for rank in range(64)]
     )
 
-    class Engine:
+    class SilentEngine:
         async def command(
             self, encoded: bytes, tp: int, timeout_s: float, empty_cache: bool = False
         ) -> None:
             pass
 
-    engines: Any = [Engine() for _ in range(8)]
-    assert (
-        asyncio.run(
-            Workers(engines, [8] * len(engines), link, 5, connection="abcd").run_all(
-                commands.Recall()
-            )
-        )
-        == [b"x"] * 64
-    )
+    engines: Any = [SilentEngine() for _ in range(8)]
+    workers = Workers(engines, [8] * len(engines), link, 5, connection="abcd")
+    assert asyncio.run(workers.run_all(commands.Recall())) == [b"x"] * 64
     assert not link.texts
 
 
-def test_transports_are_worked_out_once_for_pairs_that_are_alike(monkeypatch):
-    asked = []
+def hosts_of_eight(name: str, ranks: int) -> list[Host]:
+    hosts = [f"{name}{rank // 8}" for rank in range(ranks)]
+    return [Host(host, host, has=("mooncake",)) for host in hosts]
+
+
+def test_transport_is_chosen_once_for_equal_pairs(monkeypatch):
+    compared = []
     monkeypatch.setattr(
         "megarl.weight_sync.transports.choice.transport_between",
-        lambda *pair: asked.append(pair) or "gloo",
+        lambda *pair: compared.append(pair) or "gloo",
     )
-    sides = [
-        [Host(f"{side}{rank // 8}", f"{side}{rank // 8}", has=("mooncake",)) for rank in range(256)]
-        for side in "tg"
-    ]
-    pairs = transport_pairs(AUTO, *sides)
-    assert pairs.table.shape == (256, 256) and pairs.kinds == ("gloo",) and len(asked) == 1
+    pairs = transport_pairs(AUTO, hosts_of_eight("t", 256), hosts_of_eight("g", 256))
+    assert pairs.table.shape == (256, 256) and pairs.kinds == ("gloo",) and len(compared) == 1
     assert len({id(trainers) for trainers in pairs.trainers("gloo")}) == 1
 
 
 def opened(
-    map: Any, relays: list[Any], whole: Any, members: GroupMembers | None = None
+    map: Any, relays: list[Any], full_map: Any, members: GroupMembers | None = None
 ) -> OpenedEngines:
     """Endpoints whose offsets identify rank and tensor."""
     packed = []
     forms = {}
-    for rank in range(whole.destination.world_size):
+    for rank in range(full_map.destination.world_size):
         tensors = [
             RemoteTensor(t.name, t.shape, t.dtype, t.shape, 1000 * rank + n)
-            for n, t in enumerate(whole.destination.tensors(rank))
+            for n, t in enumerate(full_map.destination.tensors(rank))
         ]
         landings = [Landing(tensor.name, (0,), rank) for tensor in tensors]
-        inboxes = [Inbox(trainer, 0, 8) for trainer in range(whole.source.world_size)]
+        inboxes = [Inbox(trainer, 0, 8) for trainer in range(full_map.source.world_size)]
         packed.append(
             pack(Endpoint(rank, "mooncake", "here", 8, tensors, landings, inboxes, members=members))
         )
@@ -173,33 +168,35 @@ def opened(
 
 
 @pytest.mark.parametrize("relays", [False, True])
-def test_a_trainer_rank_is_told_of_the_tensors_that_it_writes_and_of_no_others(relays):
-    whole = map = tiny_map(tp=2, pp=2, dp=2, engines=4)
-    passed_on: list[Any] = []
+def test_trainer_rank_gets_only_the_tensors_that_it_writes(relays):
+    full_map = map = tiny_map(tp=2, pp=2, dp=2, engines=4)
+    forwards: list[Any] = []
     if relays:
-        map, forwarding = relayed(whole, RelayRule(INSIDE_HOSTS, 8))
-        passed_on = forwarding.relays
-    all_of_it = opened(map, passed_on, whole)
+        map, forwarding = relayed(full_map, RelayRule(INSIDE_HOSTS, 8))
+        forwards = forwarding.relays
+    engines = opened(map, forwards, full_map)
+    all_tensors = {
+        endpoint.rank: {tensor.name: tensor for tensor in endpoint.tensors}
+        for endpoint in engines.endpoints
+    }
     for trainer in range(map.source.world_size):
-        found = decode_endpoints(all_of_it.endpoints_of(trainer))
-        told = {(endpoint.rank, tensor.name) for endpoint in found for tensor in endpoint.tensors}
-        assert told == {
+        endpoints = decode_endpoints(engines.endpoints_of(trainer))
+        sent = {
+            (endpoint.rank, tensor.name) for endpoint in endpoints for tensor in endpoint.tensors
+        }
+        assert sent == {
             (write.destination_rank, write.destination_tensor) for write in map.writes_from(trainer)
         }
-        whole_ones = {
-            endpoint.rank: {t.name: t for t in endpoint.tensors} for endpoint in all_of_it.endpoints
-        }
-        for endpoint in found:
-            assert all(
-                whole_ones[endpoint.rank][tensor.name] == tensor for tensor in endpoint.tensors
-            )
+        for endpoint in endpoints:
+            for tensor in endpoint.tensors:
+                assert tensor == all_tensors[endpoint.rank][tensor.name]
             assert {landing.tensor for landing in endpoint.landings} == {
                 tensor.name for tensor in endpoint.tensors
             }
             assert [inbox.trainer for inbox in endpoint.inboxes] == [trainer]
 
 
-def test_a_member_of_a_group_is_told_of_it_though_it_writes_nothing():
+def test_idle_member_of_a_group_gets_its_endpoint():
     map = tiny_map(tp=1, pp=1, dp=40, engines=1, generator_tp=1)
     members = GroupMembers(tuple(range(40)), (0,), (0,))
     idle = next(rank for rank in range(40) if not map.writes_from(rank))
@@ -207,16 +204,15 @@ def test_a_member_of_a_group_is_told_of_it_though_it_writes_nothing():
     assert (endpoint.members, endpoint.tensors) == (members, [])
 
 
-def test_what_all_trainer_ranks_are_told_grows_with_what_they_write():
+def test_endpoint_messages_grow_with_the_writes():
     """With twice the replicas on both sides, each rank writes the same share: messages have twice
     the bytes, not four times.
     """
     sizes = []
     for replicas in (2, 8):
         map = tiny_map(tp=2, pp=2, dp=replicas, engines=replicas)
-        all_of_it = opened(map, [], map)
-        sizes.append(
-            sum(len(all_of_it.endpoints_of(trainer)) for trainer in range(map.source.world_size))
-        )
+        engines = opened(map, [], map)
+        messages = [engines.endpoints_of(trainer) for trainer in range(map.source.world_size)]
+        sizes.append(sum(len(message) for message in messages))
     assert sizes[1] < 2 * 4 * sizes[0]
     assert np.all(np.diff(sizes) > 0)

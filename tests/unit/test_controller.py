@@ -87,18 +87,18 @@ class FakeWeights:
     """
 
     offers: queue.Queue
-    taken: queue.Queue
+    acknowledgements: queue.Queue
     run_ahead: int = 0
     closed: bool = False
 
     def send(self, executor):
         self.offers.put(executor.curr_step)
-        self.taken.get(timeout=5)
+        self.acknowledgements.get(timeout=5)
 
     def recv(self, executor):
         while executor.version < executor.curr_step - self.run_ahead or not self.offers.empty():
             executor.version = self.offers.get(timeout=5)
-            self.taken.put(True)
+            self.acknowledgements.put(True)
 
     def close(self):
         self.closed = True
@@ -106,12 +106,12 @@ class FakeWeights:
 
 def run(run_ahead: int, steps: int, start: int = 0):
     offers = queue.Queue()
-    taken = queue.Queue()
+    acknowledgements = queue.Queue()
     wire = queue.Queue()
     trainer = FakeTrainer(curr_step=start)
     generator = FakeGenerator(wire, curr_step=start)
-    weights = FakeWeights(offers, taken, run_ahead)
-    initial = FakeWeights(offers, taken)
+    weights = FakeWeights(offers, acknowledgements, run_ahead)
+    initial = FakeWeights(offers, acknowledgements)
     sides = [
         Controller(trainer, incoming=[FakeRollouts(wire)], outgoing=[weights], max_steps=steps),
         Controller(generator, incoming=[weights], outgoing=[], max_steps=steps, initial=[initial]),
@@ -126,38 +126,37 @@ def run(run_ahead: int, steps: int, start: int = 0):
     return trainer, generator
 
 
-def trained(trainer: FakeTrainer) -> list:
+def training_steps(trainer: FakeTrainer) -> list:
     return [entry for entry in trainer.log if isinstance(entry, tuple)]
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1, 4])
-def test_every_batch_is_trained_once_in_order_and_no_staler_than_the_generator_runs_ahead(
-    run_ahead,
-):
+def test_batches_are_trained_once_in_order_within_run_ahead(run_ahead):
     trainer, generator = run(run_ahead, steps=12)
-    assert [batch for (batch, _), _ in trained(trainer)] == list(range(12))
-    assert all(0 <= version - sampled <= run_ahead for (_, sampled), version in trained(trainer))
+    assert [batch for (batch, _), _ in training_steps(trainer)] == list(range(12))
+    assert all(
+        0 <= version - sampled <= run_ahead for (_, sampled), version in training_steps(trainer)
+    )
     assert generator.version == 12, "the last weights must reach the generator"
     assert trainer.log.count("save") == 12
 
 
-def test_without_running_ahead_it_is_on_policy():
+def test_run_ahead_of_0_is_on_policy():
     trainer, _ = run(0, steps=5)
-    assert [(sampled, version) for (_, sampled), version in trained(trainer)] == [
-        (s, s) for s in range(5)
-    ]
+    versions = [(sampled, version) for (_, sampled), version in training_steps(trainer)]
+    assert versions == [(step, step) for step in range(5)]
 
 
-def test_a_resumed_run_starts_where_it_stopped():
+def test_resumed_run_starts_at_its_last_step():
     trainer, _ = run(1, steps=9, start=6)
-    assert [batch for (batch, _), _ in trained(trainer)] == [6, 7, 8]
+    assert [batch for (batch, _), _ in training_steps(trainer)] == [6, 7, 8]
 
 
-def test_a_trainer_that_is_to_stop_saves_and_steps_no_more():
+def test_stopping_trainer_saves_and_steps_no_more():
     wire = queue.Queue()
     weights = FakeWeights(queue.Queue(), queue.Queue())
     for step in range(3):
-        weights.taken.put(True)
+        weights.acknowledgements.put(True)
         wire.put((step, step))
     trainer = FakeTrainer()
     Controller(trainer, [FakeRollouts(wire, stops_before=2)], [weights], max_steps=9).run()

@@ -51,7 +51,7 @@ def test_cpu_time_of_cgroups_counts_as_cores(
     assert usable_cores(tmp_path / "cgroups", tmp_path / "self") == cores
 
 
-def test_the_smallest_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_smallest_limit_of_cores_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "cpu.max").write_text("800000 100000", encoding="utf-8")
     (tmp_path / "self").write_text("0::/\n", encoding="utf-8")
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(16)))

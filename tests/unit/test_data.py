@@ -62,9 +62,6 @@ def chain_config(**sft: int) -> RunConfig:
     return config
 
 
-# --- order ---
-
-
 @settings(max_examples=30, deadline=None)
 @given(size=st.integers(1, 300), key=st.text(max_size=8))
 def test_permutation_is_one(size: int, key: str):
@@ -79,9 +76,6 @@ def test_permutation_shuffles_and_depends_on_its_key():
         assert fixed < 10 and neighbours < 20
     with pytest.raises(IndexError):
         permute(5, 5, "a")
-
-
-# --- chain task ---
 
 
 def right_answer(prompt: str) -> str:
@@ -127,8 +121,8 @@ def test_held_out_expressions_are_in_no_other_split():
     assert len(held_out) == 512
     assert held_out == {Chain("eval", seed=9)[i].prompt for i in range(512)}
     train = Chain("train", seed=0)
-    seen = {train[i].prompt for i in range(10_000)}
-    assert len(seen) == 10_000 and not seen & held_out
+    prompts = {train[i].prompt for i in range(10_000)}
+    assert len(prompts) == 10_000 and not prompts & held_out
 
 
 def test_text_inside_a_sequence_cannot_be_a_special_token(tokenizer: Tokenizer):
@@ -150,10 +144,7 @@ def test_chain_is_deterministic_by_seed():
     assert demonstrations[0] == demonstrations[1] != demonstrations[2]
 
 
-# --- tokenizer ---
-
-
-def test_tiny_tokenizer_agrees_with_transformers_and_decodes_exactly(tokenizer: Tokenizer):
+def test_tiny_tokenizer_is_that_of_transformers(tokenizer: Tokenizer):
     reference = AutoTokenizer.from_pretrained(TINY, local_files_only=True)
     text = "7+0-9=12,3: so x^2 <= (y/3)!\n  two  blanks"
     assert tokenizer.encode_prompt(text) == reference(text)["input_ids"]
@@ -240,12 +231,7 @@ def test_a_folder_without_tokenizer(tmp_path: Path):
         load_tokenizer(ModelConfig(path=str(tmp_path)))
 
 
-# --- prompts ---
-
-
-def test_no_prompt_repeats_within_an_epoch_and_a_resume_is_a_number(
-    tokenizer: Tokenizer, spec: ModelSpec
-):
+def test_epoch_has_each_prompt_once_and_resumes_by_number(tokenizer: Tokenizer, spec: ModelSpec):
     config = chain_config()
     config.data.train.size = 40
     stream = train_prompts(config, tokenizer, spec)
@@ -270,13 +256,10 @@ def test_prompts_without_shuffling_keep_the_order_of_the_rows(tokenizer: Tokeniz
 
 def test_held_out_sets(tokenizer: Tokenizer, spec: ModelSpec):
     config = chain_config()
-    (whole,) = held_out_sets(config, tokenizer, spec)
-    assert len(whole.prompts) == 512 and (
-        whole.name,
-        whole.samples,
-        whole.sampling.temperature,
-    ) == ("", 1, 0.0)
-    assert whole.sampling.max_tokens == config.rollout.max_tokens
+    (default,) = held_out_sets(config, tokenizer, spec)
+    assert len(default.prompts) == 512
+    assert (default.name, default.samples, default.sampling.temperature) == ("", 1, 0.0)
+    assert default.sampling.max_tokens == config.rollout.max_tokens
     config.eval = EvalConfig(limit=8, max_tokens=7, samples=2, temperature=0.5)
     config.eval.suites = {
         "other": SuiteConfig(
@@ -285,11 +268,11 @@ def test_held_out_sets(tokenizer: Tokenizer, spec: ModelSpec):
         "plain": SuiteConfig(source="synthetic:chain", split="eval"),
         "none": None,
     }
-    first, other, plain = held_out_sets(config, tokenizer, spec)
+    first, suite, plain = held_out_sets(config, tokenizer, spec)
     assert [p.text for p in first.prompts] == [Chain("eval", 0)[i].prompt for i in range(8)]
     assert [
         (s.name, len(s.prompts), s.samples, s.sampling.temperature, s.sampling.max_tokens)
-        for s in (first, other, plain)
+        for s in (first, suite, plain)
     ] == [
         ("", 8, 2, 0.5, 7),
         ("other", 8, 4, 1.0, 9),
@@ -300,9 +283,6 @@ def test_held_out_sets(tokenizer: Tokenizer, spec: ModelSpec):
         "other",
         "plain",
     ]
-
-
-# --- supervised batches ---
 
 
 def test_sft_batches_teach_the_response_and_its_end(tokenizer: Tokenizer, spec: ModelSpec):
@@ -329,7 +309,7 @@ def test_sft_batches_differ_by_seed(spec: ModelSpec):
     assert list(sft_batches(config, spec)) != batches
 
 
-def test_too_long_a_demonstration_is_refused_with_its_row(tmp_path: Path, spec: ModelSpec):
+def test_long_demonstration_is_refused_with_its_row(tmp_path: Path, spec: ModelSpec):
     (tmp_path / "d.jsonl").write_text(
         json.dumps({"question": "1+1=", "answer": "2", "how": "1" * 600}) + "\n"
     )
@@ -343,7 +323,7 @@ def test_too_long_a_demonstration_is_refused_with_its_row(tmp_path: Path, spec: 
         next(sft_batches(config, spec))
 
 
-def test_the_environments_part_of_a_demonstration_is_not_learned(tokenizer: Tokenizer):
+def test_environment_text_of_a_demonstration_is_not_learned(tokenizer: Tokenizer):
     sequence = sft_sequence(
         Row(prompt="2*3=", answer="6", demonstration=("<2*3>", "6;", "6"), location=""),
         tokenizer,
@@ -357,18 +337,19 @@ def test_the_environments_part_of_a_demonstration_is_not_learned(tokenizer: Toke
     assert sequence.loss_mask.tolist() == [False] * 5 + [True] * 5 + [False] * 2 + [True] * 2
 
 
-# --- product task ---
-
-
-def test_product_rows_are_right_and_the_held_out_ones_apart():
+def test_product_rows_are_right_and_held_out_ones_are_apart():
     train = Product("train", seed=0)
     rows = [train[i] for i in range(0, len(train), 200)]
     called = [row for row in rows if not isinstance(row.demonstration, str)]
     for row in rows:
-        left, right = re.fullmatch(r"(\d{3})\*(\d{3})=", row.prompt).groups()
-        assert row.answer == str(int(left) * int(right))
+        first_factor, second_factor = re.fullmatch(r"(\d{3})\*(\d{3})=", row.prompt).groups()
+        assert row.answer == str(int(first_factor) * int(second_factor))
         if row in called:
-            assert row.demonstration == (f"<{left}*{right}>", f"{row.answer};", row.answer)
+            assert row.demonstration == (
+                f"<{first_factor}*{second_factor}>",
+                f"{row.answer};",
+                row.answer,
+            )
         else:
             assert re.fullmatch(rf"\?[1-9]\d{{{len(row.answer) - 1}}}", row.demonstration)
     assert 0.27 < len(called) / len(rows) < 0.33
@@ -384,11 +365,8 @@ def test_product_rows_are_right_and_the_held_out_ones_apart():
     assert [train[i] for i in range(20)] != [Product("train", seed=1)[i] for i in range(20)]
 
 
-# --- all checks at once ---
-
-
 @pytest.mark.parametrize("name", ["quickstart", "calculator"])
-def test_the_checks_find_nothing_in_shipped_configs(name: str, spec: ModelSpec):
+def test_shipped_configs_pass_the_data_checks(name: str, spec: ModelSpec):
     config = load_config(f"configs/{name}.yaml")
     check_rollout(config)
     for command in ("sft", "train", "eval"):
@@ -419,10 +397,8 @@ def test_check_data_reports_all_problems_together(tmp_path: Path, spec: ModelSpe
         f"{tmp_path}/b.jsonl, line 2: malformed JSON at column 12: Expecting ':' delimiter",
     ]
     config.generator.kv_cache_tokens = 400
-    with pytest.raises(
-        ConfigError,
-        match="room for 378 .400 tokens of generator.kv_cache_tokens less 16 for the response and 6 that",
-    ):
+    small_cache = "room for 378 .400 tokens of generator.kv_cache_tokens less 16 for the response"
+    with pytest.raises(ConfigError, match=small_cache):
         check_data(config, spec, "train")
     config.data.eval = DatasetConfig(source=str(tmp_path / "c.jsonl"))
     with pytest.raises(
@@ -454,7 +430,7 @@ def test_prompts_that_another_source_has_are_counted_once(tmp_path: Path, spec: 
     assert (held_out.reading.repeated, held_out.shared) == (0, 2)
 
 
-def test_a_run_leaves_out_the_rows_that_its_check_has_left_out(
+def test_run_drops_the_rows_that_its_check_dropped(
     tmp_path: Path, spec: ModelSpec, tokenizer: Tokenizer
 ):
     rows = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(4)]
@@ -464,8 +440,10 @@ def test_a_run_leaves_out_the_rows_that_its_check_has_left_out(
         {"question": "2+1=", "answer": None},
     ]
     held_out = [{"question": "1+1=", "answer": "2"}, {"question": "7+1=", "answer": "8"}, bad[0]]
-    for name, some in (("train", [*bad, *rows]), ("eval", held_out)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in some))
+    for name, file_rows in (("train", [*bad, *rows]), ("eval", held_out)):
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(f"{json.dumps(row)}\n" for row in file_rows)
+        )
     config = chain_config()
     config.data.bad_rows = "drop"
     config.data.shuffle = False

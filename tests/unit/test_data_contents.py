@@ -32,7 +32,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def run_dir(tmp_path: Path, model: Path) -> Path:
     """The folder of a run that began with ROWS."""
-    assert kept(tmp_path, ROWS, resumed=False) == []
+    assert run_with(tmp_path, ROWS, resumed=False) == []
     return tmp_path / "run"
 
 
@@ -45,7 +45,7 @@ def written(folder: Path, rows: list[dict[str, str]], suffix: str) -> Path:
     return path
 
 
-def kept(
+def run_with(
     folder: Path,
     rows: list[dict[str, str]],
     *overrides: str,
@@ -60,28 +60,25 @@ def kept(
     )
     config = load_config(file, overrides)
     config = with_date(config, "train")
-    now = contents_of(config, digests_of(check_data(config, None, "train")), rewarded=True)
+    contents = contents_of(config, digests_of(check_data(config, None, "train")), rewarded=True)
     accept = config.checkpoint.accept_changed_data
-    lines = (
-        compare_contents(
-            read_contents(folder / "run"), now, accept, "the run", "use another run_dir"
-        )
-        if resumed
-        else []
-    )
-    now.write(folder / "run")
+    lines = []
+    if resumed:
+        earlier = read_contents(folder / "run")
+        lines = compare_contents(earlier, contents, accept, "the run", "use another run_dir")
+    contents.write(folder / "run")
     return lines
 
 
 def refusal(folder: Path, rows: list[dict[str, str]], *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        kept(folder, rows, *overrides)
+        run_with(folder, rows, *overrides)
     return caught.value.problems[0].partition(". ")[0]
 
 
 def test_same_rows_elsewhere_resume(run_dir: Path) -> None:
     for suffix in (".jsonl", ".parquet"):
-        assert kept(run_dir.parent, ROWS, suffix=suffix) == []
+        assert run_with(run_dir.parent, ROWS, suffix=suffix) == []
 
 
 def test_same_rows_in_arrow_resume_under_an_own_reward(run_dir: Path) -> None:
@@ -90,22 +87,24 @@ def test_same_rows_in_arrow_resume_under_an_own_reward(run_dir: Path) -> None:
         {"question": "1", "answer": "2", "tools": [{"name": "a", "city": "Rome"}]},
         {"answer": "3", "question": "2", "tools": [{"name": "b", "zone": "+1"}]},
     ]
-    own = folder / "grading_of_arrow_rows.py"
-    own.write_text("def grade(response, row):\n    return 1.0\n", encoding="utf-8")
-    kept(folder, rows, f"reward.name={own}:grade", resumed=False)
-    assert kept(folder, rows, f"reward.name={own}:grade", suffix=".parquet") == []
+    grader = folder / "grading_of_arrow_rows.py"
+    grader.write_text("def grade(response, row):\n    return 1.0\n", encoding="utf-8")
+    run_with(folder, rows, f"reward.name={grader}:grade", resumed=False)
+    assert run_with(folder, rows, f"reward.name={grader}:grade", suffix=".parquet") == []
 
 
-def test_changed_rows_are_refused_with_what_changed(run_dir: Path) -> None:
-    other = {"question": "7+1=", "answer": "8"}
+def test_changed_rows_are_refused_with_the_change(run_dir: Path) -> None:
+    new_row = {"question": "7+1=", "answer": "8"}
     folder = run_dir.parent
     assert (
-        refusal(folder, [other, *ROWS]) == "data.train: row 0 is the first that differs; 1 row more"
+        refusal(folder, [new_row, *ROWS])
+        == "data.train: row 0 is the first that differs; 1 row more"
     )
-    assert refusal(folder, [*ROWS, other, other]) == "data.train: 2 rows more at the end"
+    assert refusal(folder, [*ROWS, new_row, new_row]) == "data.train: 2 rows more at the end"
     assert refusal(folder, ROWS[:2]) == "data.train: 1 row fewer at the end"
     assert (
-        refusal(folder, [ROWS[0], other, ROWS[2]]) == "data.train: row 1 is the first that differs"
+        refusal(folder, [ROWS[0], new_row, ROWS[2]])
+        == "data.train: row 1 is the first that differs"
     )
     assert (
         refusal(folder, [ROWS[0], ROWS[2], ROWS[1]])
@@ -117,11 +116,11 @@ def test_changed_rows_are_refused_with_what_changed(run_dir: Path) -> None:
     )
 
 
-def test_changed_rows_are_accepted_once_if_that_is_set(run_dir: Path) -> None:
+def test_accepted_changed_rows_are_reported_once(run_dir: Path) -> None:
     folder = run_dir.parent
-    (line,) = kept(folder, ROWS[1:], "checkpoint.accept_changed_data=true")
+    (line,) = run_with(folder, ROWS[1:], "checkpoint.accept_changed_data=true")
     assert line.startswith("Data: data.train: row 0 is the first that differs; 1 row fewer")
-    assert kept(folder, ROWS[1:]) == []
+    assert run_with(folder, ROWS[1:]) == []
 
 
 def test_changed_template_tokenizer_and_reward_are_named(run_dir: Path, model: Path) -> None:
@@ -133,27 +132,29 @@ def test_changed_template_tokenizer_and_reward_are_named(run_dir: Path, model: P
     (model / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "0"}))
     assert refusal(folder, ROWS) == "the tokenizer differs"
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
-    own = folder / "own_grader.py"
-    own.write_text("def score(response, answer):\n    return 1.0\n")
-    assert "reward.name: what it names differs" in refusal(folder, ROWS, f"reward.name={own}:score")
-    name = [f"reward.name={own}:score"]
-    kept(folder, ROWS, *name, "checkpoint.accept_changed_data=true")
-    assert kept(folder, ROWS, *name) == []
-    own.write_text("def score(response, answer):\n    return 0.0\n")
+    grader = folder / "own_grader.py"
+    grader.write_text("def score(response, answer):\n    return 1.0\n")
+    assert "reward.name: what it names differs" in refusal(
+        folder, ROWS, f"reward.name={grader}:score"
+    )
+    name = [f"reward.name={grader}:score"]
+    run_with(folder, ROWS, *name, "checkpoint.accept_changed_data=true")
+    assert run_with(folder, ROWS, *name) == []
+    grader.write_text("def score(response, answer):\n    return 0.0\n")
     assert "a file of your own code" in refusal(folder, ROWS, *name)
 
 
-def test_run_of_an_earlier_version_resumes_with_a_word(run_dir: Path) -> None:
+def test_run_of_an_earlier_version_resumes_with_a_note(run_dir: Path) -> None:
     (run_dir / FILE).unlink()
-    (line,) = kept(run_dir.parent, [*ROWS, ROWS[0]])
+    (line,) = run_with(run_dir.parent, [*ROWS, ROWS[0]])
     assert "it is not known" in line and (run_dir / FILE).exists()
 
 
 def test_synthetic_task_of_another_seed_or_kind_is_refused(run_dir: Path) -> None:
     folder = run_dir.parent
     task = ["data.train.source=synthetic:chain"]
-    kept(folder, ROWS, *task, resumed=False)
-    assert kept(folder, ROWS, *task) == []
+    run_with(folder, ROWS, *task, resumed=False)
+    assert run_with(folder, ROWS, *task) == []
     assert (
         refusal(folder, ROWS, "data.train.source=synthetic:summary")
         == "data.train: row 0 is the first that differs"
@@ -178,13 +179,13 @@ def test_changed_helper_of_own_code_is_refused(
     )
     (package / "digits.py").write_text("import os, json, torch\nONE = 1.0\n")
     (package / "unused.py").write_text("")
-    own = [f"reward.name={grader}:grade"]
-    kept(folder, ROWS, *own, resumed=False)
+    reward = [f"reward.name={grader}:grade"]
+    run_with(folder, ROWS, *reward, resumed=False)
     (package / "unused.py").write_text("x = 1\n")
-    assert kept(folder, ROWS, *own) == []
+    assert run_with(folder, ROWS, *reward) == []
     (package / "digits.py").write_text("ONE = 2.0\n")
     assert (
-        refusal(folder, ROWS, *own)
+        refusal(folder, ROWS, *reward)
         == "reward.name: what it names differs, or a file of your own code behind it"
     )
 
@@ -203,13 +204,13 @@ def test_own_code_of_a_package_is_followed(tmp_path: Path, monkeypatch: pytest.M
 
 def test_changed_rollout_and_algorithm_are_refused(run_dir: Path) -> None:
     folder = run_dir.parent
-    own = folder / "own_rollout_and_rule.py"
-    own.write_text("def play(): ...\ndef rule(): ...\n")
-    names = [f"rollout.name={own}:play", f"algorithm.name={own}:rule"]
-    kept(folder, ROWS, *names, resumed=False)
-    own.write_text("def play(): ...\ndef rule(): pass\n")
+    module = folder / "own_rollout_and_rule.py"
+    module.write_text("def play(): ...\ndef rule(): ...\n")
+    names = [f"rollout.name={module}:play", f"algorithm.name={module}:rule"]
+    run_with(folder, ROWS, *names, resumed=False)
+    module.write_text("def play(): ...\ndef rule(): pass\n")
     with pytest.raises(ConfigError) as caught:
-        kept(folder, ROWS, *names)
+        run_with(folder, ROWS, *names)
     assert [problem.partition(":")[0] for problem in caught.value.problems] == [
         "algorithm.name",
         "rollout.name",
@@ -227,10 +228,10 @@ def test_run_keeps_its_first_date(
     )
     (model / "chat_template.jinja").write_text(template)
     chat = "data.train.prompt_template=chat"
-    kept(folder, ROWS, chat, "model.chat_template.date=2024-07-26", resumed=False)
-    assert kept(folder, ROWS, chat, "model.chat_template.date=2024-07-26") == []
+    run_with(folder, ROWS, chat, "model.chat_template.date=2024-07-26", resumed=False)
+    assert run_with(folder, ROWS, chat, "model.chat_template.date=2024-07-26") == []
     with pytest.raises(ConfigError) as caught:
-        kept(folder, ROWS, chat, "model.chat_template.date=2024-07-27")
+        run_with(folder, ROWS, chat, "model.chat_template.date=2024-07-27")
     assert [problem.partition(".")[0] for problem in caught.value.problems] == [
         "the chat template or its date differs",
         "data",

@@ -60,14 +60,14 @@ def test_math_shape_in_parquet(tmp_path: Path):
         {"problem": "Set?", "solution": "\\boxed{\\{1,2\\}}", "level": "2"},
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    got = load_rows(
+    loaded = load_rows(
         LearnedConfig(
             source=str(path), prompt_key="problem", answer_key="solution", demonstration_key="level"
         ),
         "data.train",
         seed=0,
     )
-    assert [(row.prompt, row.answer, row.demonstration) for row in got] == [
+    assert [(row.prompt, row.answer, row.demonstration) for row in loaded] == [
         ("Half?", "\\frac{1}{2}", "1"),
         ("Set?", "\\{1,2\\}", "2"),
     ]
@@ -84,7 +84,7 @@ def test_plain_answers_and_size(tmp_path: Path):
     assert [row.answer for row in rows] == ["42", "x + 1"]
 
 
-def test_every_problem_is_reported_with_its_line(tmp_path: Path):
+def test_problems_are_reported_with_their_lines(tmp_path: Path):
     source = write(
         tmp_path / "bad.jsonl",
         {"question": "fine", "answer": "1"},
@@ -132,11 +132,11 @@ def test_a_demonstration_may_be_turns(tmp_path: Path):
 
 def test_many_problems_are_counted(tmp_path: Path):
     source = write(tmp_path / "bad.jsonl", *(" " * n + "{" for n in range(25)))
-    found = problems(source)
-    assert len(found) == 11 and found[-1] == f"{source}: 15 more rows with problems"
+    counted = problems(source)
+    assert len(counted) == 11 and counted[-1] == f"{source}: 15 more rows with problems"
 
 
-def test_a_problem_of_all_rows_is_one_line_that_names_the_settings(tmp_path: Path):
+def test_problem_of_all_rows_is_one_line_with_the_settings(tmp_path: Path):
     source = write(tmp_path / "bad.jsonl", *[{"problem": "1+1=", "solution": "2"}] * 25)
     missing = (
         "no column 'question' (data.train.prompt_key) and none 'answer' (data.train.answer_key)"
@@ -146,11 +146,13 @@ def test_a_problem_of_all_rows_is_one_line_that_names_the_settings(tmp_path: Pat
     ]
 
 
-def test_of_a_large_file_the_rows_that_are_asked_for_are_kept_and_all_are_checked(tmp_path: Path):
+def test_limit_of_rows_still_checks_all(tmp_path: Path):
     rows = [{"question": "q", "answer": str(n)} for n in range(50)]
     source = write(tmp_path / "many.jsonl", *rows)
-    found, count = read_rows(LearnedConfig(source=source), "data.train", 0, "final", None, limit=3)
-    assert [row.answer for row in found] == ["0", "1", "2"] and count == 50
+    limited, count = read_rows(
+        LearnedConfig(source=source), "data.train", 0, "final", None, limit=3
+    )
+    assert [row.answer for row in limited] == ["0", "1", "2"] and count == 50
     source = write(tmp_path / "late.jsonl", *rows, "{")
     with pytest.raises(ConfigError, match="late.jsonl, line 51: malformed JSON"):
         read_rows(LearnedConfig(source=source), "data.train", 0, "final", None, limit=3)
@@ -162,20 +164,20 @@ def test_rows_are_read_from_json_and_from_separated_values(tmp_path: Path):
     write(tmp_path / "lines.json", *rows)
     (tmp_path / "a.csv").write_text('\ufeffquestion,answer\n1 + 1?,2\n"Say ""a, b""\nor c",c\n')
     (tmp_path / "a.tsv").write_text('question\tanswer\n1 + 1?\t2\n"Say ""a, b""\nor c"\tc\n')
-    for name, where in (
+    for name, location in (
         ("list.json", "row 2"),
         ("lines.json", "line 2"),
         ("a.csv", "line 4"),
         ("a.tsv", "line 4"),
     ):
-        found = load_rows(LearnedConfig(source=str(tmp_path / name)), "data.train", seed=0)
-        assert [(row.prompt, row.answer) for row in found] == [
+        loaded = load_rows(LearnedConfig(source=str(tmp_path / name)), "data.train", seed=0)
+        assert [(row.prompt, row.answer) for row in loaded] == [
             (row["question"], row["answer"]) for row in rows
         ]
-        assert found[1].location == f"{tmp_path / name}, {where}"
+        assert loaded[1].location == f"{tmp_path / name}, {location}"
 
 
-def test_separated_values_may_have_columns_without_a_name_and_long_values(tmp_path: Path):
+def test_csv_with_unnamed_columns_and_long_values(tmp_path: Path):
     """Pandas writes such index columns, spreadsheets write cells beside the table, and data sets of
     programs have long tests.
     """
@@ -190,17 +192,16 @@ def test_separated_values_may_have_columns_without_a_name_and_long_values(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["list.json", "lines.json", "lines.jsonl"])
-def test_a_byte_order_mark_is_no_part_of_json(name: str, tmp_path: Path):
+def test_byte_order_mark_is_no_part_of_json(name: str, tmp_path: Path):
     rows = [json.dumps({"question": "1 + 1?", "answer": "2"})] * 2
-    (tmp_path / name).write_text(
-        "\ufeff" + ("[" + ",".join(rows) + "]" if name == "list.json" else "\n".join(rows))
-    )
-    found = load_rows(LearnedConfig(source=str(tmp_path / name)), "data.train", seed=0)
-    assert [row.prompt for row in found] == ["1 + 1?"] * 2
+    text = f"[{','.join(rows)}]" if name == "list.json" else "\n".join(rows)
+    (tmp_path / name).write_text("\ufeff" + text)
+    loaded = load_rows(LearnedConfig(source=str(tmp_path / name)), "data.train", seed=0)
+    assert [row.prompt for row in loaded] == ["1 + 1?"] * 2
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("a.json", '[{"question": "x"', "a.json: malformed JSON at column 18: "),
         (
@@ -229,13 +230,13 @@ def test_a_byte_order_mark_is_no_part_of_json(name: str, tmp_path: Path):
         ("a.csv", "question,answer\n", "has no rows"),
     ],
 )
-def test_what_is_wrong_with_such_a_file_is_said(name: str, text: str, said: str, tmp_path: Path):
+def test_malformed_files_are_refused(name: str, text: str, message: str, tmp_path: Path):
     (tmp_path / name).write_text(text)
     [problem] = problems(str(tmp_path / name))
-    assert said in problem
+    assert message in problem
 
 
-def test_bad_rows_are_left_out_and_counted_where_that_is_asked_for(tmp_path: Path):
+def test_dropped_bad_rows_are_counted(tmp_path: Path):
     fine = {"question": "fine", "answer": "1"}
     bad = [
         '{"question": "cut',
@@ -258,30 +259,22 @@ def test_bad_rows_are_left_out_and_counted_where_that_is_asked_for(tmp_path: Pat
         return len(row.prompt)
 
     reading = Reading(drop=True, tokens=tokens)
-    found, count = read_rows(LearnedConfig(source=source), "data.train", 0, "final", None, reading)
-    assert (
-        [row.answer for row in found] == ["1", "2", "1"]
-        and count == 8
-        and reading.lengths == [4, 4, 4]
-    )
-    assert {kind: len(where) for kind, where in reading.dropped.items()} == {
+    good, count = read_rows(LearnedConfig(source=source), "data.train", 0, "final", None, reading)
+    assert [row.answer for row in good] == ["1", "2", "1"]
+    assert count == 8
+    assert reading.lengths == [4, 4, 4]
+    assert {problem: len(lines) for problem, lines in reading.dropped.items()} == {
         "malformed JSON": 1, "field 'question' is empty": 1,
         "field 'answer' must be text, not null": 2, "a long prompt": 1,
     }  # fmt: skip
     assert (reading.repeated, reading.otherwise) == (2, 1)
     assert len(problems(source)) == 3, "otherwise nothing starts"
+    only_bad = LearnedConfig(source=write(tmp_path / "none.jsonl", *bad[1:]))
     with pytest.raises(ConfigError, match="line 1: field 'question' is empty"):
-        read_rows(
-            LearnedConfig(source=write(tmp_path / "none.jsonl", *bad[1:])),
-            "data.train",
-            0,
-            "final",
-            None,
-            Reading(drop=True),
-        )
+        read_rows(only_bad, "data.train", 0, "final", None, Reading(drop=True))
 
 
-def test_what_is_no_dataset(tmp_path: Path):
+def test_sources_that_are_no_dataset_are_refused(tmp_path: Path):
     empty = write(tmp_path / "empty.jsonl", "", "")
     assert problems(empty) == [f"data.train.source={empty}: has no rows"]
     assert problems(f"{tmp_path}/none.jsonl") == [
@@ -313,7 +306,7 @@ def test_what_is_no_dataset(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("[" * 100_000, "JSON that is nested too deeply"),
         (f'{{"question": {"1" * 5000}}}', "a number with too many digits"),
@@ -323,14 +316,12 @@ def test_what_is_no_dataset(tmp_path: Path):
         ),
     ],
 )
-def test_a_line_that_json_refuses_in_other_ways_is_named_too(
-    tmp_path: Path, line: str, told: str
-) -> None:
+def test_line_beyond_the_limits_of_json_is_refused(tmp_path: Path, line: str, message: str) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "\\ud83d\\ude00", "answer": "2"}\n' + line)
-    assert problems(f"{tmp_path}/rows.jsonl") == [f"{tmp_path}/rows.jsonl, line 2: {told}"]
+    assert problems(f"{tmp_path}/rows.jsonl") == [f"{tmp_path}/rows.jsonl, line 2: {message}"]
 
 
-def test_a_margin_may_not_be_larger_than_any_float(tmp_path: Path) -> None:
+def test_margin_larger_than_any_float_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text(
         f'{{"prompt": "1", "chosen": "2", "rejected": "3", "m": -1{"0" * 400}}}'
     )
@@ -343,7 +334,7 @@ def test_a_margin_may_not_be_larger_than_any_float(tmp_path: Path) -> None:
         )
 
 
-def test_a_local_folder_is_read_as_the_hub_would_be(
+def test_local_folder_is_read_like_a_data_set_of_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """`datasets` reads a folder with the same call as a hub name, so this covers hub names without
@@ -374,7 +365,7 @@ def test_shipped_word_problems():
     ]
 
 
-def test_what_of_the_answer_is_read(tmp_path: Path):
+def test_final_whole_and_missing_answers(tmp_path: Path):
     """A user's reward function gets the whole answer, as JSON if it is not a text.
 
     Demonstrations need no answer.
@@ -385,9 +376,8 @@ def test_what_of_the_answer_is_read(tmp_path: Path):
         tmp_path / "a.jsonl",
         *({"question": "q", "answer": answer, "cases": cases} for answer in (long, "#### 4")),
     )
-    assert [
-        row.answer for row in load_rows(LearnedConfig(source=source), "data.train", 0, "whole")
-    ] == [long, "#### 4"]
+    rows = load_rows(LearnedConfig(source=source), "data.train", 0, "whole")
+    assert [row.answer for row in rows] == [long, "#### 4"]
     rows = load_rows(LearnedConfig(source=source, answer_key="cases"), "data.train", 0, "whole")
     assert [row.answer for row in rows] == ['[["1 2", "3"]]'] * 2
     plain = write(tmp_path / "sft.jsonl", {"question": "q", "text": "Once upon a time. " * 100})
@@ -419,7 +409,7 @@ TEMPLATE = """{%- if messages[0]['role'] == 'system' %}
 
 
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja", "by name"])
-def test_prompts_by_the_models_own_chat_template(place: str, tmp_path: Path):
+def test_prompts_in_the_chat_template_of_the_model(place: str, tmp_path: Path):
     """As rendered by transformers. Columns may be nested, as in verl's files."""
     model = tmp_path / "model"
     shutil.copytree(TINY, model)
@@ -444,24 +434,20 @@ def test_prompts_by_the_models_own_chat_template(place: str, tmp_path: Path):
         "prompt_template": "chat",
     }
     source = write(tmp_path / "a.jsonl", *rows)
-    found = load_rows(
+    loaded = load_rows(
         LearnedConfig(source=source, **columns), "data.train", 0, model=ModelConfig(path=str(model))
     )
     reference = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    both = (conversation, conversation[1:])
-    wanted = [
+    expected = [
         reference.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        for turns in both
+        for turns in (conversation, conversation[1:])
     ]
-    assert (
-        [row.prompt for row in found]
-        == wanted
-        == [
-            "<|system|>Be brief.<eos><|user|>\n1+1?<eos><|assistant|>\n",
-            "<|user|>\n1+1?<eos><|assistant|>\n",
-        ]
-    )
-    assert [row.answer for row in found] == ["2", "2"]
+    assert expected == [
+        "<|system|>Be brief.<eos><|user|>\n1+1?<eos><|assistant|>\n",
+        "<|user|>\n1+1?<eos><|assistant|>\n",
+    ]
+    assert [row.prompt for row in loaded] == expected
+    assert [row.answer for row in loaded] == ["2", "2"]
     for turns, problem in (
         (
             [{"role": "tool", "content": "x"}],
@@ -495,12 +481,13 @@ def test_a_model_without_chat_template(tmp_path: Path):
             model=ModelConfig(path=str(TINY)),
         )
     assert error.value.problems == [
-        f"data.eval.prompt_template=chat: {TINY} has no chat template; write one with {{prompt}} in it"
+        f"data.eval.prompt_template=chat: {TINY} has no chat template; write one with {{prompt}} "
+        "in it"
     ]
 
 
 @pytest.mark.parametrize("source", ["/nowhere/rows", "./rows", "[a, b]", "a/b/c"])
-def test_what_is_no_name_of_the_hub_is_a_missing_file(source: str):
+def test_source_that_is_no_hub_name_is_a_missing_file(source: str):
     assert problems(source) == [f"data.train.source={source}: no such file or folder"]
 
 
@@ -508,5 +495,5 @@ def test_a_folder_without_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "set").mkdir()
     (tmp_path / "set/readme.jsonl").write_text("{")
-    (found,) = problems(str(tmp_path / "set"))
-    assert found.startswith(f"data.train.source={tmp_path}/set, split train: cannot be loaded: ")
+    (message,) = problems(str(tmp_path / "set"))
+    assert message.startswith(f"data.train.source={tmp_path}/set, split train: cannot be loaded: ")

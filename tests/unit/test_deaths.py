@@ -1,3 +1,5 @@
+"""What is said of a process that was killed."""
+
 import resource
 import signal
 import subprocess
@@ -6,7 +8,7 @@ import sys
 from megarl.base import processes
 
 
-def test_how_a_process_ended():
+def test_exit_statuses_in_words():
     assert processes.ending(3) == "exited with status 3"
     assert processes.ending(-9) == "was killed by SIGKILL"
     assert (
@@ -16,9 +18,7 @@ def test_how_a_process_ended():
     assert processes.ending(255) == "exited with status 255"
 
 
-def test_a_kill_is_put_down_to_the_kernel_only_where_it_has_ended_processes_for_memory_since(
-    tmp_path, monkeypatch
-):
+def test_kernel_is_named_for_a_kill_only_if_memory_was_short(tmp_path, monkeypatch):
     counts = tmp_path / "vmstat"
     counts.write_text("nr_free_pages 5\noom_kill 3\n")
     monkeypatch.setattr(processes, "KERNEL_COUNTS", counts)
@@ -28,14 +28,13 @@ def test_a_kill_is_put_down_to_the_kernel_only_where_it_has_ended_processes_for_
         "the kernel has ended 1 of this host's processes for lack of memory meanwhile; "
         in processes.cause(-signal.SIGKILL, 2)
     )
-    assert "lack of memory" in processes.cause(
-        128 + signal.SIGKILL, 2
-    ) and "lack of memory" not in processes.cause(1, 2)
+    assert "lack of memory" in processes.cause(128 + signal.SIGKILL, 2)
+    assert "lack of memory" not in processes.cause(1, 2)
     counts.unlink()
     assert processes.ended_for_memory() == 0
 
 
-def test_a_write_into_shared_memory_without_room_says_how_much_there_is(tmp_path):
+def test_full_shared_memory_gives_its_free_space(tmp_path):
     """A real SIGBUS: the mapped file is truncated."""
     code = (
         "import mmap, sys; f = open(sys.argv[1], 'w+b'); f.truncate(9000); m = "
@@ -46,6 +45,5 @@ def test_a_write_into_shared_memory_without_room_says_how_much_there_is(tmp_path
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)),
     )
     assert cut.returncode == -signal.SIGBUS
-    assert "/dev/shm is " in processes.cause(
-        cut.returncode, 0
-    ) and " MiB are free" in processes.cause(cut.returncode, 0)
+    cause = processes.cause(cut.returncode, 0)
+    assert "/dev/shm is " in cause and " MiB are free" in cause

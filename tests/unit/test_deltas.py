@@ -43,7 +43,7 @@ def noise(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     ).view(dtype)
 
 
-def changed_at(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def flipped_at(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """The same values with one bit flipped at `places`."""
     new = values.clone()
     bits_of(new)[places] ^= 1
@@ -69,27 +69,24 @@ PATTERNS = {  # elements, places
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_there_and_back(pattern, dtype):
+def test_delta_restores_the_new_values(pattern, dtype):
     count, places = PATTERNS[pattern]
     old = noise(count, dtype)
-    new = changed_at(old, places)
+    new = flipped_at(old, places)
     (delta,) = find_deltas([(bits_of(new), bits_of(old))])
     follows = (torch.diff(places) == 1) & (places[1:] % BLOCK != 0)
     runs = len(places) - int(follows.sum())
-    assert (delta.changed, delta.kind) == (
-        len(places),
-        best_kind(count, len(places), runs, dtype.itemsize),
-    )
-    assert len(delta.body) == body_bytes(
-        delta.kind, count, delta.entries, delta.changed, dtype.itemsize
-    )
+    assert delta.changed == len(places)
+    assert delta.kind == best_kind(count, len(places), runs, dtype.itemsize)
+    size = body_bytes(delta.kind, count, delta.entries, delta.changed, dtype.itemsize)
+    assert len(delta.body) == size
     spread(delta, old)
     assert torch.equal(bits_of(old), bits_of(new))
 
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_any_changes_of_boxes_of_any_strides(data):
+def test_delta_of_a_box_of_any_strides(data):
     dtype = data.draw(st.sampled_from(DTYPES))
     rows = data.draw(st.integers(1, 9))
     cols = data.draw(st.integers(1, 40))
@@ -102,7 +99,7 @@ def test_any_changes_of_boxes_of_any_strides(data):
     target = box[data.draw(st.sampled_from(sorted(box)))]
     places = data.draw(st.lists(st.integers(0, rows * cols - 1), unique=True))
     old = target.contiguous().view(-1)
-    new = changed_at(old, torch.tensor(sorted(places), dtype=torch.int64))
+    new = flipped_at(old, torch.tensor(sorted(places), dtype=torch.int64))
     expected = bits_of(memory).clone()
     holes = expected.as_strided(target.shape, target.stride(), target.storage_offset())
     holes.copy_(bits_of(new).view(target.shape))
@@ -112,21 +109,18 @@ def test_any_changes_of_boxes_of_any_strides(data):
 
 
 @pytest.mark.parametrize("at_once_bytes", [0, 150_000, 1 << 30])
-def test_many_are_compared_as_each_alone(at_once_bytes):
+def test_batched_comparison_equals_single_ones(at_once_bytes):
     old = [noise(count, torch.bfloat16, seed) for seed, (count, _) in enumerate(PATTERNS.values())]
-    new = [changed_at(values, places) for values, (_, places) in zip(old, PATTERNS.values())]
+    new = [flipped_at(values, places) for values, (_, places) in zip(old, PATTERNS.values())]
     pairs = [(bits_of(now), bits_of(was)) for now, was in zip(new, old)]
-    for found, pair in zip(find_deltas(iter(pairs), at_once_bytes), pairs, strict=True):
-        (alone,) = find_deltas([pair])
-        assert torch.equal(found.body, alone.body)
-        assert (found.kind, found.entries, found.changed) == (
-            alone.kind,
-            alone.entries,
-            alone.changed,
-        )
+    for batched, pair in zip(find_deltas(iter(pairs), at_once_bytes), pairs, strict=True):
+        (single,) = find_deltas([pair])
+        assert torch.equal(batched.body, single.body)
+        assert batched.kind == single.kind
+        assert (batched.entries, batched.changed) == (single.entries, single.changed)
 
 
-def test_nan_and_minus_zero_are_bits_like_others():
+def test_nan_and_minus_zero_are_compared_by_bits():
     old = torch.tensor([0.0, float("nan"), 1.0, float("nan")])
     new = torch.tensor([-0.0, float("nan"), 1.0, -float("nan")])
     new.view(torch.int32)[3] |= 1
@@ -135,7 +129,7 @@ def test_nan_and_minus_zero_are_bits_like_others():
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.2, 1.0])
-def test_the_compiled_loops_equal_the_reference(dtype, share):
+def test_compiled_loops_equal_the_reference(dtype, share):
     generator = torch.Generator().manual_seed(3)
     old = torch.randint(0, 100, ((1 << 20) + 77,), dtype=dtype, generator=generator)
     places = torch.nonzero(torch.rand(len(old), generator=generator) < share).view(-1)
@@ -155,7 +149,7 @@ def test_the_compiled_loops_equal_the_reference(dtype, share):
         assert torch.equal(memory, expected)
 
 
-def test_the_rule_on_the_counts():
+def test_best_kind_has_the_fewest_bytes():
     """In bf16 a pair takes 4 bytes, and a run 4 bytes plus 2 for each element.
 
     A block takes 4, which padding may hide.
@@ -180,9 +174,9 @@ def test_the_rule_on_the_counts():
             assert sizes[best_kind(4096, changed, 3, item)] == min(sizes.values())
 
 
-def test_a_blob_of_another_version_or_cut_short_is_refused_before_anything_is_spread():
+def test_wrong_or_cut_blob_is_refused_and_changes_nothing():
     old = [noise(500, torch.bfloat16), noise(70000, torch.float8_e4m3fn), noise(9, torch.float32)]
-    new = [changed_at(values, torch.arange(0, len(values), 50)) for values in old[:2]] + [old[2]]
+    new = [flipped_at(values, torch.arange(0, len(values), 50)) for values in old[:2]] + [old[2]]
     deltas = [*find_deltas((bits_of(now), bits_of(was)) for now, was in zip(new, old))]
     blob = make_blob(deltas, 7)
     assert len(blob) == blob_bytes(deltas)
@@ -198,33 +192,33 @@ def test_a_blob_of_another_version_or_cut_short_is_refused_before_anything_is_sp
     assert all(torch.equal(bits_of(a), bits_of(b)) for a, b in zip(old, new))
 
 
-def test_a_delta_is_granted_only_from_the_version_that_all_hold_and_where_it_saves_enough():
+def test_delta_needs_a_common_base_and_a_saving():
     def offers(*sizes: int, base: int = 4) -> list[WeightsOffer]:
         return [WeightsOffer(5, base, size, size // 2, 100) for size in sizes]
 
     assert worth_it(offers(50, 1), 4) and not worth_it(offers(51, 1), 4)
     assert not worth_it(offers(1, 1), 3) and not worth_it(offers(1, 1, base=-1), -1)
     assert not worth_it([*offers(1), WeightsOffer(5)], 4)
-    assert (
-        changed_fraction(offers(10, 30)) == 20 / 200
-        and changed_fraction([*offers(1), WeightsOffer(5)]) is None
-    )
+    assert changed_fraction(offers(10, 30)) == 20 / 200
+    assert changed_fraction([*offers(1), WeightsOffer(5)]) is None
 
 
 @pytest.mark.parametrize("refresh, expected", [(3, "FddFddFd"), (1, "FFFFFFFF"), (50, "Fddddddd")])
-def test_everything_is_sent_again_every_so_often(refresh, expected):
-    assert played(refresh) == expected
+def test_full_update_comes_every_delta_refresh(refresh, expected):
+    assert updates_of(refresh) == expected
 
 
-def test_after_too_many_changes_it_looks_for_them_again_only_later():
-    assert played(4, too_many=(2, 7)) == "FdDFFFFD"
+def test_too_many_changes_delay_the_next_comparison():
+    assert updates_of(4, too_many=(2, 7)) == "FdDFFFFD"
 
 
-def test_after_an_update_that_was_not_confirmed_comes_a_full_one():
-    assert played(50, unconfirmed=(2,)) == "FddFdddd"
+def test_unconfirmed_update_is_followed_by_a_full_one():
+    assert updates_of(50, unconfirmed=(2,)) == "FddFdddd"
 
 
-def played(refresh: int, too_many: tuple[int, ...] = (), unconfirmed: tuple[int, ...] = ()) -> str:
+def updates_of(
+    refresh: int, too_many: tuple[int, ...] = (), unconfirmed: tuple[int, ...] = ()
+) -> str:
     """Eight updates: F is full, d a delta, D full after a comparison."""
     box = Box((0,), (64,))
     copies = [Copy(0, "x", box, rank, "y", box, "cast", "bfloat16", 0) for rank in (0, 1)]
@@ -233,22 +227,24 @@ def played(refresh: int, too_many: tuple[int, ...] = (), unconfirmed: tuple[int,
     source = torch.zeros(64)
     engine = torch.zeros(64, dtype=torch.bfloat16)
     base = -1
-    story = ""
+    updates = ""
     for version in range(8):
         source[version] += 1
         payloads.begin({"x": source})
-        found = deltas.find(base, copies, {0: {"y": (64,)}, 1: {"y": (64,)}}, True, None, payloads)
+        changes = deltas.find(
+            base, copies, {0: {"y": (64,)}, 1: {"y": (64,)}}, True, None, payloads
+        )
         deltas.begin_write()
-        if found and version not in too_many:
-            assert found.by_rank.keys() == {0, 1} and found.changed_bytes == 2 * 2
-            (_, delta), *_ = found.by_rank[1]
+        if changes and version not in too_many:
+            assert changes.by_rank.keys() == {0, 1} and changes.changed_bytes == 2 * 2
+            (_, delta), *_ = changes.by_rank[1]
             spread(delta, engine)
-            deltas.keep_changes(version, found)
-            story += "d"
+            deltas.keep_changes(version, changes)
+            updates += "d"
         else:
             engine.copy_(source)
-            deltas.keep(version, copies, None, payloads, declined=found is not None)
-            story += "D" if found else "F"
+            deltas.keep(version, copies, None, payloads, declined=changes is not None)
+            updates += "D" if changes else "F"
         assert torch.equal(engine, source.bfloat16())
         base = base if version in unconfirmed else version
-    return story
+    return updates

@@ -46,20 +46,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkout(tmp_path_factory.mktemp("docs") / "megarl")
 
 
-def test_every_command_is_run_or_listed_with_the_reason() -> None:
-    left = [
+def test_every_command_is_run_or_listed_with_a_reason() -> None:
+    unlisted = [
         f"{where}: {text}"
         for text, where in COMMANDS.items()
         if text not in LISTED and not QUICK.fullmatch(text)
     ]
-    assert not left, f"say in tests/documented.py how these are run, or why they are not: {left}"
+    assert not unlisted, (
+        f"say in tests/documented.py how these are run, or why they are not: {unlisted}"
+    )
     assert [text for text in LISTED if text not in COMMANDS] == [], "in no document any more"
 
 
 @pytest.mark.parametrize("command", COMPUTING)
-def test_a_command_does_what_it_should_as_it_stands(
-    command: str, folder: Path, monkeypatch, capsys
-) -> None:
+def test_documented_command_succeeds(command: str, folder: Path, monkeypatch, capsys) -> None:
     """Runs megarl's own commands in this process, which saves their imports.
 
     None of them starts another process.
@@ -73,9 +73,10 @@ def test_a_command_does_what_it_should_as_it_stands(
             status = end.code
         assert status == 0, f"{COMMANDS.get(command, 'megarl --help')}: {capsys.readouterr().err}"
     else:
-        done = run(command, folder)
-        assert done.returncode == 0, f"{COMMANDS[command]}: {done.stderr}"
-    if picture := re.search(r"--picture (\S+)", command):
+        completed = run(command, folder)
+        assert completed.returncode == 0, f"{COMMANDS[command]}: {completed.stderr}"
+    picture = re.search(r"--picture (\S+)", command)
+    if picture:
         assert (folder / picture[1]).stat().st_size > 0
 
 
@@ -83,7 +84,7 @@ PRINTED = list(printed())
 
 
 @pytest.mark.parametrize("block", PRINTED, ids=lambda block: block.where)
-def test_a_printed_plan_is_what_the_command_prints_now(
+def test_printed_plan_is_what_the_command_prints(
     block: Printed, folder: Path, monkeypatch, capsys
 ) -> None:
     monkeypatch.chdir(folder)
@@ -92,32 +93,28 @@ def test_a_printed_plan_is_what_the_command_prints_now(
     assert stale is None, f"{block.where}: `{block.command}` does not print there: {stale}"
 
 
-def test_printed_plans_are_found_and_compared_line_by_line() -> None:
+def test_printed_plans_are_compared_by_lines() -> None:
     assert {block.where.split(":")[0] for block in PRINTED} >= {"cluster.md"}
     output = ["a", "b", "c", "d"]
-    assert [
-        first_stale(lines, output)
-        for lines in (["a", "…"], ["…", "c", "d"], ["a", "…", "d"], output)
-    ] == [None] * 4
-    assert (
-        first_stale(["a", "c", "…"], output) == "c"
-        and first_stale(["…", "d", "…", "b"], output) == "b"
-    )
+    for lines in (["a", "…"], ["…", "c", "d"], ["a", "…", "d"], output):
+        assert first_stale(lines, output) is None
+    assert first_stale(["a", "c", "…"], output) == "c"
+    assert first_stale(["…", "d", "…", "b"], output) == "b"
     assert first_stale(["…", "c"], output) == "the end, before 'd'"
 
 
-def test_the_program_is_always_called_by_the_same_name() -> None:
+def test_program_is_always_called_by_the_same_name() -> None:
     """Only README.md says, once, that the program is in .venv/bin, and how to activate it."""
-    found = [
+    lines = [
         f"{path.name}: {line}"
         for path in DOCUMENTS
         for line in path.read_text().splitlines()
         if ".venv/bin/megarl" in line
     ]
-    assert len(found) == 1 and found[0].startswith("README.md")
+    assert len(lines) == 1 and lines[0].startswith("README.md")
 
 
-def test_the_readme_names_the_commands_of_ci() -> None:
+def test_readme_names_the_commands_of_ci() -> None:
     """`make test` stands beside `make quickstart`, in the README's first block of commands."""
     readme = (ROOT / "README.md").read_text()
     first = FENCE.search(readme[readme.index("```sh") :])
@@ -129,7 +126,7 @@ def test_the_readme_names_the_commands_of_ci() -> None:
     assert all(f"`{command}`" in readme for command in called)
 
 
-def test_the_documents_begin_with_the_default_asynchrony() -> None:
+def test_documents_begin_with_the_default_asynchrony() -> None:
     defaults = AsyncConfig()
     text = (ROOT / "docs/asynchrony.md").read_text()
     assert (
@@ -138,7 +135,7 @@ def test_the_documents_begin_with_the_default_asynchrony() -> None:
     )
 
 
-def test_commands_are_found_in_blocks_and_in_prose() -> None:
+def test_commands_of_blocks_and_of_prose() -> None:
     text = """
 ```sh
 # Only said.
@@ -161,7 +158,7 @@ megarl sft z.yaml
     ]
 
 
-def test_the_readmes_ten_lines_pass_a_dry_run(
+def test_ten_lines_of_the_readme_pass_a_dry_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the overrides for one GPU, a node and Slurm, on a machine without GPUs and without the

@@ -71,21 +71,19 @@ samples = st.builds(
     st.sampled_from((0.0, 0.1, 1.0)),
     st.sampled_from((0, 3)),
 )
-def test_what_is_dropped_is_what_training_finds_no_advantage_in(
-    found: list[Sample], unfinished: float, overlong: int
+def test_dropped_groups_are_those_without_advantage(
+    drawn: list[Sample], unfinished: float, overlong: int
 ) -> None:
     settings = config(unfinished_penalty=unfinished, overlong_tokens=overlong)
-    ready = judged(pack(group(7, *found)), settings)
-    batch = batch_of([group(7, *found)])
+    ready = judged(pack(group(7, *drawn)), settings)
+    batch = batch_of([group(7, *drawn)])
     rewards = batch_rewards(batch, settings)
     for advantages in (*ADVANTAGES.values(), best_and_worst):
         assert ready.dropped == (not advantages(rewards).any())
-    assert (
-        ready.dropped == (not ready.pieces)
-        and summary_of(ready).ordinal == 7
-        and texts_of(ready.texts).prompt == "1+1="
-    )
-    assert not judged(pack(group(7, *found)), config(dynamic=False)).dropped
+    assert ready.dropped == (not ready.pieces)
+    assert summary_of(ready).ordinal == 7
+    assert texts_of(ready.texts).prompt == "1+1="
+    assert not judged(pack(group(7, *drawn)), config(dynamic=False)).dropped
 
 
 def batch(groups: list[Group], dropped: list[Group]) -> Batch:
@@ -93,34 +91,32 @@ def batch(groups: list[Group], dropped: list[Group]) -> Batch:
     return replace(batch_of(groups), dropped=of_dropped.groups, dropped_texts=of_dropped.texts)
 
 
-def test_rewards_are_told_of_all_that_was_generated_and_of_what_was_trained_on() -> None:
+def test_metrics_cover_generated_trained_and_dropped_groups() -> None:
     right = group(1, sample(1.0), sample(1.0, 3))
     wrong = group(2, sample(0.0), sample(0.0))
     failed = group(
         3, sample(0.0, failure=Failure("timeout", "too slow")), sample(0.0, LONGEST, "length")
     )
-    both = batch([group(0, sample(1.0), sample(0.0))], [right, wrong, failed])
-    told = batch_metrics(both, 0) | dropped_metrics(both)
-    assert (told["reward/mean"], told["reward/trained_mean"], told["reward/dropped_mean"]) == (
-        3 / 8,
-        1 / 2,
-        2 / 6,
-    )
-    assert (
-        told["prompts/dropped"],
-        told["prompts/dropped_right"],
-        told["prompts/dropped_wrong"],
-    ) == (3, 1, 2)
-    assert (told["response_tokens/mean"], told["truncated_fraction"], told["reward/timeouts"]) == (
-        17 / 8,
-        1 / 8,
-        1,
-    )
-    assert (told["zero_advantage_fraction"], told["environment_tokens/fraction"]) == (0, 0)
+    mixed = batch([group(0, sample(1.0), sample(0.0))], [right, wrong, failed])
+    metrics = batch_metrics(mixed, 0) | dropped_metrics(mixed)
+    expected = {
+        "reward/mean": 3 / 8,
+        "reward/trained_mean": 1 / 2,
+        "reward/dropped_mean": 2 / 6,
+        "prompts/dropped": 3,
+        "prompts/dropped_right": 1,
+        "prompts/dropped_wrong": 2,
+        "response_tokens/mean": 17 / 8,
+        "truncated_fraction": 1 / 8,
+        "reward/timeouts": 1,
+        "zero_advantage_fraction": 0,
+        "environment_tokens/fraction": 0,
+    }
+    assert {name: metrics[name] for name in expected} == expected
     assert "reward/dropped_mean" not in dropped_metrics(batch_of([right]))
 
 
-def test_a_run_that_finds_too_few_prompts_to_learn_from_says_what_it_found() -> None:
+def test_too_few_useful_prompts_end_with_their_rewards() -> None:
     dropped = [
         group(ordinal, sample(float(ordinal == 3)), sample(float(ordinal == 3)))
         for ordinal in range(5)
@@ -134,25 +130,24 @@ def test_a_run_that_finds_too_few_prompts_to_learn_from_says_what_it_found() -> 
 
 
 def test_rollouts_show_what_was_dropped(tmp_path: Path) -> None:
-    both = batch([group(0, sample(1.0), sample(0.0))], [group(1, sample(0.0), sample(0.0))])
-    shown = [(both.groups[0], texts_of(both.texts[0]))]
-    dropped = [(both.dropped[0], texts_of(both.dropped_texts[0]))]
+    mixed = batch([group(0, sample(1.0), sample(0.0))], [group(1, sample(0.0), sample(0.0))])
+    shown = [(mixed.groups[0], texts_of(mixed.texts[0]))]
+    dropped = [(mixed.dropped[0], texts_of(mixed.dropped_texts[0]))]
     text = write_rollouts(tmp_path, 4, shown, dropped, 9).read_text()  # type: ignore[union-attr]
     assert text.startswith("step 4, 9 prompts dropped\n")
-    assert (
-        "\nprompt 0\n" in text
-        and "\nprompt 1, dropped: its samples all have the same reward in training\n" in text
-    )
+    assert "\nprompt 0\n" in text
+    assert "\nprompt 1, dropped: its samples all have the same reward in training\n" in text
 
 
-def test_the_record_of_a_step_is_restored_with_what_was_dropped_for_it(tmp_path: Path) -> None:
+def test_record_of_a_step_is_restored_with_its_dropped_prompts(tmp_path: Path) -> None:
     writer = OrdinalsWriter(tmp_path)
     path = tmp_path / "rollouts/ordinals.jsonl"
-    for step, of_step in enumerate([([0, 2], [1]), ([4, 5], [3]), ([6, 8], [])]):
-        writer.write(step, *of_step)
+    writer.write(0, [0, 2], [1])
+    writer.write(1, [4, 5], [3])
+    writer.write(2, [6, 8], [])
     writer.close()
-    untold = judged(pack(group(7, sample(0.0), sample(0.0))), config())
-    ledger = Ledger(9, [], [], [1, 3, 7], [untold])
+    unreported = judged(pack(group(7, sample(0.0), sample(0.0))), config())
+    ledger = Ledger(9, [], [], [1, 3, 7], [unreported])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines[1:] == [
         {"step": 1, "ordinals": [4, 5], "dropped": [3]},
@@ -160,13 +155,13 @@ def test_the_record_of_a_step_is_restored_with_what_was_dropped_for_it(tmp_path:
     ]
     for lost in range(3):
         path.write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] != lost))
-        assert "restored" in recover_ordinals(
-            tmp_path, 3, ledger.trained(), ledger.reported_drops()
-        )
+        report = recover_ordinals(tmp_path, 3, ledger.trained(), ledger.reported_drops())
+        assert "restored" in report
         assert [json.loads(line) for line in path.read_text().splitlines()] == lines
 
 
-def test_it_is_refused_where_equal_rewards_are_learned_from() -> None:
+def test_dynamic_sampling_is_refused_for_best_of_n() -> None:
+    """It learns from equal rewards, too."""
     best = RunConfig(
         rollout=RolloutConfig(dynamic_sampling=True), algorithm=AlgorithmConfig(name="best_of_n")
     )
@@ -178,25 +173,18 @@ def test_it_is_refused_where_equal_rewards_are_learned_from() -> None:
 
 
 @pytest.mark.parametrize("batches, shown", [(2, "2"), (None, "null")])
-def test_its_limit_is_refused_without_it(batches: int | None, shown: str) -> None:
-    [problem] = check_dynamic_sampling(
-        RunConfig(rollout=RolloutConfig(max_num_gen_batches=batches))
-    )
-    assert (
-        problem == f"rollout.max_num_gen_batches={shown}: must be left out (10) without "
+def test_limit_is_refused_without_dynamic_sampling(batches: int | None, shown: str) -> None:
+    settings = RunConfig(rollout=RolloutConfig(max_num_gen_batches=batches))
+    assert list(check_dynamic_sampling(settings)) == [
+        f"rollout.max_num_gen_batches={shown}: must be left out (10) without "
         "rollout.dynamic_sampling"
-    )
-    assert not [
-        *check_dynamic_sampling(
-            RunConfig(rollout=RolloutConfig(max_num_gen_batches=batches, dynamic_sampling=True))
-        )
     ]
+    settings.rollout.dynamic_sampling = True
+    assert not list(check_dynamic_sampling(settings))
 
 
 @pytest.mark.parametrize("share, generated", [(None, 64), (0.5, 128), (0.2, 80)])
-def test_the_planner_counts_what_is_expected_to_be_dropped(
-    share: float | None, generated: int
-) -> None:
+def test_planner_counts_the_expected_dropped_share(share: float | None, generated: int) -> None:
     from megarl.estimate.memory import Workload
     from megarl.estimate.report import not_counted
 

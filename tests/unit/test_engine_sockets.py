@@ -45,34 +45,32 @@ def context():
     context.destroy()
 
 
-def test_only_who_has_the_engines_key_gets_a_message_through(
-    network, context, tmp_path, monkeypatch
-):
+def test_only_a_peer_with_the_key_gets_a_message_through(network, context, tmp_path, monkeypatch):
     make = partial(hooks._with_key, network.get_zmq_socket)
     port, bound = hooks._bound_with_key(network.get_zmq_socket_on_host, context, zmq.PULL)
     address = f"tcp://127.0.0.1:{port}"
     marker = tmp_path / "marker"
     payload = pickle.dumps(Creates(marker))
 
-    without = network.get_zmq_socket(context, zmq.PUSH, address, False)  # SGLang's own way
+    keyless = network.get_zmq_socket(context, zmq.PUSH, address, False)  # SGLang's own way
     monkeypatch.setenv(hooks.SOCKET_KEY, hooks.socket_key("another key"))
-    other = make(context, zmq.PUSH, address, False)
-    for stranger in (without, other):
+    wrong_key = make(context, zmq.PUSH, address, False)
+    for stranger in (keyless, wrong_key):
         stranger.sndtimeo = 1000  # after its refusal it would wait for ever for another peer
         with contextlib.suppress(zmq.Again):
             stranger.send(payload)
     assert not bound.poll(NEVER_S * 1000)
 
     monkeypatch.setenv(hooks.SOCKET_KEY, hooks.socket_key("the admin key"))
-    ours = make(context, zmq.PUSH, address, False)
-    ours.send(payload)
+    right_key = make(context, zmq.PUSH, address, False)
+    right_key.send(payload)
     assert bound.poll(ARRIVES_S * 1000)
     bound.recv_pyobj().close()
     assert marker.exists(), "what arrives is unpickled"
     assert not bound.poll(NEVER_S * 1000)
 
 
-def test_an_engine_whose_sockets_would_have_no_key_does_not_start(network, monkeypatch):
+def test_engine_without_keys_of_sockets_does_not_start(network, monkeypatch):
     with pytest.raises(RuntimeError, match="anybody could connect to them"):
         hooks.check_hooks()
     monkeypatch.setattr(network, "get_zmq_socket", partial(hooks._with_key, network.get_zmq_socket))
@@ -84,13 +82,11 @@ def test_an_engine_whose_sockets_would_have_no_key_does_not_start(network, monke
     hooks.check_hooks()
 
 
-def test_the_key_of_the_sockets_does_not_tell_the_one_it_is_made_from():
+def test_socket_key_does_not_contain_the_admin_key():
     keys = {hooks.socket_key(admin) for admin in ("a", "b")}
     assert len(keys) == 2 and all(len(key) == 40 for key in keys)
 
 
-def test_what_engines_map_lies_beside_their_sockets():
-    assert (
-        os.path.dirname(hooks._in_own_folder(lambda name: f"/dev/shm/{name}.shm", "x"))
-        == tempfile.gettempdir()
-    )
+def test_mapped_files_lie_beside_the_sockets():
+    path = hooks._in_own_folder(lambda name: f"/dev/shm/{name}.shm", "x")
+    assert os.path.dirname(path) == tempfile.gettempdir()

@@ -19,7 +19,7 @@ from megarl.rollouts.environments.single_turn import single_turn
 from megarl.rollouts.rollout import CheckedRollout
 
 
-def test_a_call_is_answered_and_the_answer_is_the_environments():
+def test_answer_of_a_call_is_the_environments():
     policy = ScriptedPolicy("<12*12>", "144$")
     sample = sample_of(policy)
     assert (
@@ -30,35 +30,30 @@ def test_a_call_is_answered_and_the_answer_is_the_environments():
     assert sample.policy_mask.tolist() == [True] * 7 + [False] * 4 + [True] * 4
     assert sample.logprobs.tolist() == [-0.5] * 7 + [0.0] * 4 + [-1.0] * 4
     summary = sample.summary()
-    assert summary.policy_versions == [(1, 7), (2, 4)] and (
-        summary.min_version,
-        summary.max_version,
-    ) == (1, 2)
+    assert summary.policy_versions == [(1, 7), (2, 4)]
+    assert (summary.min_version, summary.max_version) == (1, 2)
     assert sample.environment_spans == [(7, 11)] and sample.text[7:11] == "144;"
-    assert sample.metrics == {"tool_calls": 1, "tool_errors": 0} and (
-        summary.turns,
-        summary.policy_tokens,
-    ) == (2, 11)
+    assert sample.metrics == {"tool_calls": 1, "tool_errors": 0}
+    assert (summary.turns, summary.policy_tokens) == (2, 11)
+    # all of it reaches the trainer
     [trained] = batch_of([Group(prompt(), [sample])]).numbers.values()
     assert trained.policy_mask is not None
-    arrays = (trained.token_ids, trained.logprobs, trained.policy_mask)
-    assert [each.tolist() for each in arrays] == [ids, [*sample.logprobs], [*sample.policy_mask]], (
-        "all of it reaches the trainer"
-    )
-    (first, one), (second, two) = policy.asked
-    assert first == prompt().token_ids and second == prompt().token_ids + ids[:11]
-    assert (one.max_tokens, two.max_tokens) == (64, 64 - 11)
-    assert set(one.stop_token_ids) == {EOS, TOKENIZER.token_id(">")}
+    assert trained.token_ids.tolist() == ids
+    assert trained.logprobs.tolist() == [*sample.logprobs]
+    assert trained.policy_mask.tolist() == [*sample.policy_mask]
+    (first_ids, first_sampling), (second_ids, second_sampling) = policy.asked
+    assert first_ids == prompt().token_ids
+    assert second_ids == prompt().token_ids + ids[:11]
+    assert (first_sampling.max_tokens, second_sampling.max_tokens) == (64, 64 - 11)
+    assert set(first_sampling.stop_token_ids) == {EOS, TOKENIZER.token_id(">")}
 
 
-def test_without_a_call_there_is_one_turn_and_no_mask():
+def test_sample_without_a_call_has_one_turn_and_no_mask():
     sample = sample_of(ScriptedPolicy("144$"))
-    assert (
-        not sample.policy_mask
-        and sample.summary().turns == 1
-        and sample.reward == 1.0
-        and sample.metrics["tool_calls"] == 0
-    )
+    assert not sample.policy_mask
+    assert sample.summary().turns == 1
+    assert sample.reward == 1.0
+    assert sample.metrics["tool_calls"] == 0
 
 
 @pytest.mark.parametrize(
@@ -71,19 +66,19 @@ def test_without_a_call_there_is_one_turn_and_no_mask():
         ("<1/0>", "error: division by zero;"),
     ],
 )
-def test_calls_that_fail_are_answered_too(call: str, answer: str):
+def test_failed_calls_are_answered(call: str, answer: str):
     sample = sample_of(ScriptedPolicy(call, "144$"))
     assert sample.text == f"{call}{answer}144" and sample.reward == 1.0
     assert sample.metrics == {"tool_calls": 1, "tool_errors": int(answer.startswith("error"))}
 
 
-def test_the_result_of_the_tool_is_not_the_policys_answer():
+def test_result_of_a_tool_is_not_the_answer():
     """Only the last turn is scored. A sample that ends in a call has no answer."""
     assert sample_of(ScriptedPolicy("<12*12>", "$")).reward == 0.0
     ended = sample_of(ScriptedPolicy("<12*12>", "144>"), max_calls=1)
-    assert (
-        ended.reward == 0.0 and ended.text == "<12*12>144;144>" and ended.metrics["tool_calls"] == 1
-    )
+    assert ended.reward == 0.0
+    assert ended.text == "<12*12>144;144>"
+    assert ended.metrics["tool_calls"] == 1
 
 
 def test_budgets_hold():
@@ -115,18 +110,15 @@ def test_async_tools():
         sample_of(ScriptedPolicy("<1>"), tool=f"{__name__}:broken")
 
 
-def test_a_tool_cannot_write_special_tokens_but_the_template_can():
+def test_only_the_template_writes_special_tokens():
     sample = sample_of(
         ScriptedPolicy("<1>", "2$"), tool=f"{__name__}:special", result="<bos>{result}"
     )
-    environment = [token for token, mine in zip(sample.token_ids, sample.policy_mask) if not mine]
-    assert (
-        environment == [TOKENIZER.token_id("<bos>"), *map(TOKENIZER.token_id, "1<eos>")]
-        and EOS not in environment
-    )
-
-
-# --- single turn, and what a rollout returns ---
+    environment = [
+        token for token, by_policy in zip(sample.token_ids, sample.policy_mask) if not by_policy
+    ]
+    assert environment == [TOKENIZER.token_id("<bos>"), *map(TOKENIZER.token_id, "1<eos>")]
+    assert EOS not in environment
 
 
 def test_single_turn_asks_once_for_all():
@@ -140,7 +132,7 @@ def test_single_turn_asks_once_for_all():
     assert len(policy.asked) == 1
 
 
-def test_samples_that_are_none_end_the_run_with_a_reason():
+def test_invalid_samples_end_the_run_with_a_reason():
     good = asyncio.run(single_turn(ScriptedPolicy("144$").context(), prompt(), SAMPLING, 1))[0]
 
     def call(*samples: Any) -> Any:
@@ -196,7 +188,7 @@ def test_samples_that_are_none_end_the_run_with_a_reason():
             call(*samples)
 
 
-def test_a_rollout_that_hangs_is_named():
+def test_hanging_rollout_is_named():
     async def rollout(context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> Any:
         await asyncio.sleep(60)
 
@@ -210,42 +202,35 @@ def test_a_rollout_that_hangs_is_named():
         asyncio.run(checked(prompt(), SAMPLING, 1))
 
 
-def test_environment_text_is_never_the_policys_even_at_the_ends():
+def test_environment_text_at_the_end_is_not_the_policys():
     transcript = Transcript(prompt(), TOKENIZER, 10)
     transcript.add_policy(Completion([4, 5], [-1.0, -2.0], [3, 4], "stop"))
     assert not transcript.add_environment([6] * 8) and transcript.add_environment([6] * 7)
     sample = transcript.sample(1.0)
     summary = sample.summary()
-    assert (
-        summary.policy_versions == [(3, 1), (4, 1)]
-        and summary.turns == 1
-        and summary.policy_tokens == 2
-    )
+    assert summary.policy_versions == [(3, 1), (4, 1)]
+    assert summary.turns == 1
+    assert summary.policy_tokens == 2
 
 
-def test_a_turn_may_have_a_limit_of_its_own():
+def test_turn_with_a_limit():
     """A turn that is cut there continues.
 
     The response counts as cut only if it has no space left.
     """
     transcript = Transcript(prompt(), TOKENIZER, 10)
-    assert [transcript.turn(SAMPLING, max_tokens=limit).max_tokens for limit in (None, 3, 11)] == [
-        10,
-        3,
-        10,
-    ]
+    for limit, max_tokens in ((None, 10), (3, 3), (11, 10)):
+        assert transcript.turn(SAMPLING, max_tokens=limit).max_tokens == max_tokens
     transcript.add_policy(Completion([4, 5, 6], [-1.0] * 3, [3] * 3, "length"))
-    assert (
-        transcript.finish_reason == "stop"
-        and not transcript.to_score.truncated
-        and transcript.add_environment([6])
-    )
+    assert transcript.finish_reason == "stop"
+    assert not transcript.to_score.truncated
+    assert transcript.add_environment([6])
     assert transcript.turn(SAMPLING, max_tokens=7).max_tokens == 6
     transcript.add_policy(Completion([4] * 6, [-1.0] * 6, [3] * 6, "length"))
     assert transcript.finish_reason == "length" and transcript.to_score.truncated
 
 
-def test_numbers_may_be_given_in_any_form_and_nothing_else_passes_for_them():
+def test_sample_takes_numbers_in_any_form_and_only_numbers():
     lists = Sample([4, 5], [-0.5, -1], [3, 3], "", 1.0, "stop", [True, False])
     arrays = Sample(
         np.array([4, 5]),
@@ -257,10 +242,8 @@ def test_numbers_may_be_given_in_any_form_and_nothing_else_passes_for_them():
         np.array([True, False]),
     )
     assert arrays == lists and lists == replace(lists) and lists != replace(lists, versions=[3, 4])
-    assert [
-        each.typecode
-        for each in (lists.token_ids, lists.logprobs, lists.versions, lists.policy_mask)
-    ] == ["i", "f", "i", "b"]
+    assert lists.token_ids.typecode == lists.versions.typecode == "i"
+    assert (lists.logprobs.typecode, lists.policy_mask.typecode) == ("f", "b")
     for name, values in [
         ("token_ids", [4.0, 5]), ("token_ids", np.array([4.0, 5.0])), ("token_ids", [4, 1 << 31]),
         ("token_ids", np.array([4, 1 << 31])),

@@ -115,9 +115,7 @@ class NotCallable:
         ),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(
-    name: str, arguments: dict[str, Any], problem: str
-):
+def test_impossible_rollout_is_refused_early(name: str, arguments: dict[str, Any], problem: str):
     with pytest.raises(ConfigError) as error:
         check_rollout(config(name, **arguments))
     assert any(problem in line for line in error.value.problems), error.value.problems
@@ -139,7 +137,7 @@ def of_trl(prompts, completions, **kwargs) -> list[float]: ...
 def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float: ...
 
 
-async def judge(prompt: str, response: str, *, row: dict[str, Any], **more: Any) -> float: ...
+async def judge(prompt: str, response: str, *, row: dict[str, Any], **_: Any) -> float: ...
 
 
 @pytest.mark.parametrize(
@@ -173,18 +171,18 @@ async def judge(prompt: str, response: str, *, row: dict[str, Any], **more: Any)
         (f"{__name__}:judge", ""),
     ],
 )
-def test_a_reward_function_of_ones_own_is_looked_at_before_anything_starts(name: str, problem: str):
-    found = config("single_turn")
-    found.reward.name = name
+def test_reward_function_is_checked_early(name: str, problem: str):
+    settings = config("single_turn")
+    settings.reward.name = name
     if not problem:
-        return check_rollout(found)
+        return check_rollout(settings)
     with pytest.raises(ConfigError) as error:
-        check_rollout(found)
+        check_rollout(settings)
     assert error.value.problems == [f"reward.name={name}: {problem}"]
 
 
 def answered(completions, answer, trainer_state=None, **kwargs) -> list[float]:
-    return [float(each == wanted) for each, wanted in zip(completions, answer)]
+    return [float(response == right) for response, right in zip(completions, answer)]
 
 
 def one_column(completions, *, answer) -> list[float]:
@@ -192,7 +190,7 @@ def one_column(completions, *, answer) -> list[float]:
 
 
 def counted(completion_ids, completions) -> list[float]:
-    return [float(len(each) == 2) for each in completion_ids]
+    return [float(len(ids) == 2) for ids in completion_ids]
 
 
 def shown(prompts, completions, **kwargs) -> list[float]:
@@ -200,36 +198,29 @@ def shown(prompts, completions, **kwargs) -> list[float]:
 
 
 @pytest.mark.parametrize("function", [answered, one_column, counted, shown])
-def test_the_line_that_is_shown_for_a_function_of_trl_calls_it(function: Any):
+def test_suggested_wrapper_calls_a_function_of_trl(function: Any):
     with pytest.raises(ConfigError) as error:
         parameters_of(function, "reward.name=own.py:it")
     names = {function.__name__: function}
     exec("def reward(" + str(error.value).partition("def reward(")[2], names)
-    known = {
+    request = {
         "prompt": "1 + 1",
         "response": "2",
         "token_ids": [5, 0],
         "row": {"answer": "2", "level": 3},
     }
-    assert (
-        names["reward"](
-            **{name: known[name] for name in inspect.signature(names["reward"]).parameters}
-        )
-        == 1.0
-    )
+    reward = names["reward"]
+    arguments = {name: request[name] for name in inspect.signature(reward).parameters}
+    assert reward(**arguments) == 1.0
 
 
 def test_arguments_reach_the_rollout():
-    assert load_rollout(config(f"{__name__}:needs_depth", depth=3), TOKENIZER).keywords == {
-        "depth": 3
-    }
+    rollout = load_rollout(config(f"{__name__}:needs_depth", depth=3), TOKENIZER)
+    assert rollout.keywords == {"depth": 3}
     assert isinstance(load_rollout(config("tool_calls", **MARKS), TOKENIZER), ToolCalls)
 
 
-# --- the example of docs/environments.md ---
-
-
-def test_the_documented_example_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_example_of_the_page_of_environments_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     codes = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs/environments.md").read_text(), re.DOTALL
     )
@@ -237,21 +228,15 @@ def test_the_documented_example_works(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "games.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     rollout = load_rollout(config("games:higher_or_lower", max_guesses=3), TOKENIZER)
-    [sample] = asyncio.run(
-        rollout(ScriptedPolicy("5", "x", "144").context(), prompt("?"), SAMPLING, 1)
-    )
-    assert (
-        sample.text == "5 higher\nx a number!\n144"
-        and sample.reward == 1.0
-        and sample.metrics == {"guesses": 3}
-    )
-    assert (
-        sample_problems([sample], 1, SAMPLING.max_tokens, VOCABULARY) == []
-        and sample.summary().turns == 3
-    )
-    [lost] = asyncio.run(
-        rollout(ScriptedPolicy("145", "1", "2").context(), prompt("?"), SAMPLING, 1)
-    )
+    winner = ScriptedPolicy("5", "x", "144").context()
+    [sample] = asyncio.run(rollout(winner, prompt("?"), SAMPLING, 1))
+    assert sample.text == "5 higher\nx a number!\n144"
+    assert sample.reward == 1.0
+    assert sample.metrics == {"guesses": 3}
+    assert sample_problems([sample], 1, SAMPLING.max_tokens, VOCABULARY) == []
+    assert sample.summary().turns == 3
+    loser = ScriptedPolicy("145", "1", "2").context()
+    [lost] = asyncio.run(rollout(loser, prompt("?"), SAMPLING, 1))
     assert lost.text == "145 lower\n1 higher\n2 higher\n" and lost.reward == 0.0
     with pytest.raises(
         ConfigError, match="rollout.args.max_guess=3: unknown argument; did you mean max_guesses"
@@ -259,11 +244,10 @@ def test_the_documented_example_works(tmp_path: Path, monkeypatch: pytest.Monkey
         load_rollout(config("games:higher_or_lower", max_guess=3), TOKENIZER)
 
 
-def test_the_documented_run_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_example_of_the_page_of_own_runs_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     text = (ROOT / "docs/own_run.md").read_text()
-    codes, [settings] = (
-        re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "yaml")
-    )
+    codes = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    [settings] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     (tmp_path / "graders.py").write_text("\n".join(codes))
     (tmp_path / "run.yaml").write_text(settings)
     monkeypatch.chdir(tmp_path)
@@ -271,5 +255,5 @@ def test_the_documented_run_can_be_read(tmp_path: Path, monkeypatch: pytest.Monk
     check_rollout(load_config("run.yaml", [f"model.path={TINY}"]))
     assert sys.modules["graders"].share_right(" a,b,d\n", "a,b,c") == pytest.approx(2 / 3)
     check_rollout(load_config("run.yaml", [f"model.path={TINY}", "reward.name=graders:graded"]))
-    found = score_of(sys.modules["graders"].graded("so 42\n", "42", {"weight": 2}, truncated=True))
-    assert found == Score(pytest.approx(1.9), {"right": 1.0})
+    graded = sys.modules["graders"].graded("so 42\n", "42", {"weight": 2}, truncated=True)
+    assert score_of(graded) == Score(pytest.approx(1.9), {"right": 1.0})

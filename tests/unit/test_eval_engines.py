@@ -52,17 +52,16 @@ from megarl.weight_sync.receiver import UpdateCost
 HELD_OUT = "data.eval.source=eval.jsonl"
 
 
-def test_the_first_the_last_and_every_nth_version_are_due(tmp_path: Path) -> None:
+def test_first_last_and_every_nth_version_are_due(tmp_path: Path) -> None:
     settings = config(tmp_path, HELD_OUT, "eval.every=4", "max_steps=10")
     assert [version for version in range(11) if is_due(settings, version)] == [0, 4, 8, 10]
     settings.eval.every = 0
     assert [version for version in range(11) if is_due(settings, version)] == [0, 10]
 
 
-def test_they_have_the_sizes_and_the_format_of_the_generators_and_are_written_whole(
-    tmp_path: Path,
-) -> None:
-    more = [
+def test_evaluation_engines_are_like_generator_engines(tmp_path: Path) -> None:
+    """But they are written in full, without deltas and probes."""
+    overrides = [
         "generator.tp=2",
         "generator.engines=3",
         "generator.quantization=fp8_block",
@@ -70,24 +69,22 @@ def test_they_have_the_sizes_and_the_format_of_the_generators_and_are_written_wh
         "observe.probe_every=5",
     ]
     plan = resolve(
-        config(tmp_path, HELD_OUT, "eval.engines=2", "async.partial_rollout=in_flight", *more)
+        config(tmp_path, HELD_OUT, "eval.engines=2", "async.partial_rollout=in_flight", *overrides)
     )
-    own = evaluation_plan(plan)
-    assert (own.engines, own.groups[0].topology.tp) == (2, 2) and own.groups[0].dtype(
-        "float32"
-    ) == plan.groups[0].dtype("float32")
-    assert own.config.generator.quantization == "fp8_block" and own.config.generator.engines == 2
-    assert (
-        own.config.weights.delta,
-        own.config.observe.probe_every,
-        own.config.async_.partial_rollout,
-    ) == ("off", 0, "block")
+    derived = evaluation_plan(plan)
+    assert (derived.engines, derived.groups[0].topology.tp) == (2, 2)
+    assert derived.groups[0].dtype("float32") == plan.groups[0].dtype("float32")
+    assert derived.config.generator.quantization == "fp8_block"
+    assert derived.config.generator.engines == 2
+    assert derived.config.weights.delta == "off"
+    assert derived.config.observe.probe_every == 0
+    assert derived.config.async_.partial_rollout == "block"
     assert plan.engines == 3 and plan.config.weights.delta == "auto", "the run's own plan stays"
 
 
-@pytest.mark.parametrize("delta, alone", [("off", True), ("auto", False)])
-def test_adapters_reach_them_as_they_reach_the_generators(
-    tmp_path: Path, delta: str, alone: bool
+@pytest.mark.parametrize("delta, sends_alone", [("off", True), ("auto", False)])
+def test_adapters_reach_evaluation_engines_as_generators(
+    tmp_path: Path, delta: str, sends_alone: bool
 ) -> None:
     """From their start, engines serve either adapters or merged weights, and evaluating engines do
     the same as others.
@@ -95,8 +92,9 @@ def test_adapters_reach_them_as_they_reach_the_generators(
     plan = resolve(
         config(tmp_path, HELD_OUT, "eval.engines=1", "lora.rank=8", f"weights.delta={delta}")
     )
-    own = evaluation_plan(plan)
-    assert sends_adapters(plan.config, plan.spec) == sends_adapters(own.config, own.spec) == alone
+    derived = evaluation_plan(plan)
+    assert sends_adapters(plan.config, plan.spec) == sends_alone
+    assert sends_adapters(derived.config, derived.spec) == sends_alone
 
 
 @pytest.mark.parametrize(
@@ -111,11 +109,13 @@ def test_adapters_reach_them_as_they_reach_the_generators(
         ),
     ],
 )
-def test_what_they_cannot_be_is_refused(tmp_path: Path, overrides: list[str], problem: str) -> None:
+def test_impossible_evaluation_engines_are_refused(
+    tmp_path: Path, overrides: list[str], problem: str
+) -> None:
     assert problems_of(tmp_path, *overrides) == [problem]
 
 
-def test_they_have_slots_of_their_own_in_a_run_alone(tmp_path: Path) -> None:
+def test_evaluation_engines_have_slots_in_a_run_only(tmp_path: Path) -> None:
     plan = resolve(
         config(
             tmp_path,
@@ -140,7 +140,9 @@ def test_they_have_slots_of_their_own_in_a_run_alone(tmp_path: Path) -> None:
     )
 
 
-def test_the_planner_counts_their_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_planner_counts_gpus_of_evaluation_engines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config(tmp_path)
     sizes = [
         str(tmp_path / "run.yaml"),
@@ -155,22 +157,17 @@ def test_the_planner_counts_their_gpus(tmp_path: Path, capsys: pytest.CaptureFix
     assert "evaluation engines 3, tp 4: 12 ranks; as the generator's\n" in capsys.readouterr().out
     shares = {}
     for number in (0, 2):
-        assert (
-            main(["plan", *sizes, f"eval.engines={number}", "--search", "--gpus", "32", "--json"])
-            == 0
-        )
+        search = ["--search", "--gpus", "32", "--json"]
+        assert main(["plan", *sizes, f"eval.engines={number}", *search]) == 0
         facts = json.loads(capsys.readouterr().out)
-        shares[number] = (
-            facts["trainer"]["ranks"]
-            + facts["generator"]["ranks"]
-            + facts.get("evaluation", {}).get("ranks", 0)
-        )
+        evaluation_ranks = facts.get("evaluation", {}).get("ranks", 0)
+        shares[number] = facts["trainer"]["ranks"] + facts["generator"]["ranks"] + evaluation_ranks
     assert all(ranks <= 32 for ranks in shares.values()), (
         f"a search leaves them their share of the budget: {shares}"
     )
 
 
-def test_their_lanes_come_after_the_engines(tmp_path: Path) -> None:
+def test_lanes_of_evaluation_engines_come_last(tmp_path: Path) -> None:
     for process, spans in {
         "generator.0": [("generate batch 0", "main")],
         "evaluator.0": [
@@ -186,19 +183,19 @@ def test_their_lanes_come_after_the_engines(tmp_path: Path) -> None:
         for name, track in spans:
             trace.add(name, 1.0, 2.0, track)
         trace.close()
-    found = RunReader(tmp_path, 1 << 20).read()
-    assert [*found["lanes"]] == ["trainer.0", "generator.0", "eval_engine.0"]
-    assert [span[0] for span in found["lanes"]["eval_engine.0"]] == [
+    report = RunReader(tmp_path, 1 << 20).read()
+    assert [*report["lanes"]] == ["trainer.0", "generator.0", "eval_engine.0"]
+    assert [span[0] for span in report["lanes"]["eval_engine.0"]] == [
         "evaluation weights",
         "evaluate",
     ]
-    assert {span[0] for span in found["lanes"]["trainer.0"]} == {"evaluation weights"}, (
+    assert {span[0] for span in report["lanes"]["trainer.0"]} == {"evaluation weights"}, (
         "none of the generator's updates"
     )
-    assert found["pauses"] == [] and found["pairs"] == {}
+    assert report["pauses"] == [] and report["pairs"] == {}
 
 
-def test_a_journal_says_what_became_of_each_version(tmp_path: Path) -> None:
+def test_journal_has_the_fate_of_each_version(tmp_path: Path) -> None:
     for version in (0, 2):
         note(tmp_path, version, BEGUN)
         write_result(tmp_path, version, {"pass@1": 0.5})
@@ -222,7 +219,7 @@ def test_a_journal_says_what_became_of_each_version(tmp_path: Path) -> None:
     assert 8 not in missed(tmp_path), "a run that went on from there has evaluated it"
 
 
-def test_a_run_that_has_made_its_last_step_may_still_lack_its_last_scores(tmp_path: Path) -> None:
+def test_run_after_its_last_step_may_lack_scores(tmp_path: Path) -> None:
     settings = config(tmp_path, HELD_OUT, "max_steps=4", f"run_dir={tmp_path / 'run'}")
     assert not unscored(settings), "it has not begun"
     checkpoint_path(settings.run_dir, 2).mkdir(parents=True)
@@ -240,7 +237,7 @@ def test_a_run_that_has_made_its_last_step_may_still_lack_its_last_scores(tmp_pa
     assert not unscored(settings), "there is nothing to evaluate on"
 
 
-def test_what_was_missed_is_counted_in_the_next_row(tmp_path: Path) -> None:
+def test_missed_evaluations_are_counted_in_the_next_row(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     new = NewEvaluations(tmp_path)
     writer.write(0, {"loss": 0.0, **new.metrics()})
@@ -253,19 +250,17 @@ def test_what_was_missed_is_counted_in_the_next_row(tmp_path: Path) -> None:
     for _ in range(2):
         complete_metrics(tmp_path)
         rows = read_metrics(tmp_path / METRICS_FILE)
-        found = [
-            {key: value for key, value in row.items() if key.startswith("eval/")} for row in rows
-        ]
-        assert found == [{}, {"eval/skipped": 2}, {"eval/skipped": 2, "eval/failed": 1}]
+        assert [row.get("eval/skipped") for row in rows] == [None, 2, 2]
+        assert [row.get("eval/failed") for row in rows] == [None, None, 1]
+        counts = {key for row in rows for key in row if key.startswith("eval/")}
+        assert counts == {"eval/skipped", "eval/failed"}
     assert missed_lines(rows) == [
         "evaluations by step 1: 2 skipped",
         "evaluations by step 2: 2 skipped, 1 failed",
     ]
 
 
-def test_the_checkpoint_of_a_version_stays_until_its_score_is_known_or_will_never_be(
-    tmp_path: Path,
-) -> None:
+def test_checkpoint_stays_while_its_score_may_come(tmp_path: Path) -> None:
     best = [
         "checkpoint.every=2",
         "eval.every=2",
@@ -284,21 +279,21 @@ def test_the_checkpoint_of_a_version_stays_until_its_score_is_known_or_will_neve
 
 
 @dataclass
-class Link:
-    """A link to one trainer rank."""
+class TrainerLink:
+    """A link to trainer ranks that records what it sends."""
 
-    told: list = field(default_factory=list)
+    sent: list = field(default_factory=list)
 
     async def send_all(self, names, message):
-        self.told.extend(message for _ in names)
+        self.sent.extend(message for _ in names)
 
 
 @dataclass
-class Driver:
-    """Records its evaluations. Each lasts until a test says that it is done."""
+class EvaluationRecorder:
+    """A driver that records its evaluations. Each lasts until a test says that it is done."""
 
     fleet: object
-    begun: list[Version] = field(default_factory=list)
+    evaluated: list[Version] = field(default_factory=list)
     missed: list = field(default_factory=list)
     evaluating: Version | None = None
     no_engines_reason: str = ""
@@ -307,20 +302,20 @@ class Driver:
     def version(self) -> Version:
         return self.fleet.version
 
-    def begin(self, version: Version, taken: UpdateCost) -> None:
+    def begin(self, version: Version, cost: UpdateCost) -> None:
         assert self.evaluating is None, "nothing is written to an engine that evaluates"
-        self.begun.append(version)
+        self.evaluated.append(version)
         self.evaluating = version
 
-    def miss(self, version: Version, what: str, why: str) -> None:
-        self.missed.append((version, what, why))
+    def miss(self, version: Version, outcome: str, reason: str) -> None:
+        self.missed.append((version, outcome, reason))
 
     def done(self) -> None:
         self.evaluating = None
         self.fleet.pulse.beat()
 
 
-class Receiver(EvaluationReceiver):
+class InstantReceiver(EvaluationReceiver):
     """A receiver whose engines take any version at once. Offers come from a queue."""
 
     def __init__(self, fleet):
@@ -330,7 +325,7 @@ class Receiver(EvaluationReceiver):
                 max_steps=10, timeouts=timeouts, weights=SimpleNamespace(audited=True)
             )
         )
-        self._link = Link()
+        self._link = TrainerLink()
         self._trainers = ["trainer.0"]
         self._hosts = ["here"]
         self._updates = 0
@@ -355,7 +350,7 @@ class Receiver(EvaluationReceiver):
         """(version, engines, whether to offer it again) of each refused offer."""
         return [
             (grant.version, grant.engines, grant.later)
-            for grant in self._link.told
+            for grant in self._link.sent
             if isinstance(grant, WeightsGrant)
         ]
 
@@ -366,8 +361,8 @@ def receiving(body, monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def within() -> None:
         fleet, _ = fake_fleets.of(1)
-        receiver = Receiver(fleet)
-        driver = Driver(fleet)
+        receiver = InstantReceiver(fleet)
+        driver = EvaluationRecorder(fleet)
         task = asyncio.ensure_future(receiver.take_all(driver))
         try:
             await body(receiver, driver, fleet, task)
@@ -382,14 +377,12 @@ async def until(holds) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_version_that_is_due_too_early_is_skipped_and_the_last_one_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_early_version_is_skipped_and_the_last_one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(receiver, driver, fleet, task) -> None:
         for version in (0, 2, 4):
             receiver.offered.put_nowait(version)
         await until(lambda: len(driver.missed) == 2)
-        assert driver.begun == [0] and receiver.grants() == [(2, (), False), (4, (), False)]
+        assert driver.evaluated == [0] and receiver.grants() == [(2, (), False), (4, (), False)]
         assert driver.missed == [
             (version, "skipped", "version 0 was still being evaluated") for version in (2, 4)
         ]
@@ -398,43 +391,42 @@ def test_a_version_that_is_due_too_early_is_skipped_and_the_last_one_waits(
         receiver.offered.put_nowait(10)
         driver.done()
         await task
-        assert driver.begun == [0, 10] and len(driver.missed) == 2 and fleet.version == 10
+        assert driver.evaluated == [0, 10] and len(driver.missed) == 2 and fleet.version == 10
 
     receiving(body, monkeypatch)
 
 
-def test_a_version_fails_while_no_engine_is_there_and_the_last_one_waits_until_none_can_come(
+def test_without_engines_a_version_fails_and_the_last_one_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The last version waits until no engine can come back."""
+
     async def body(receiver, driver, fleet, task) -> None:
         fleet.lose(EngineUnreachable(fleet.engines[0].url, "it died"))
         receiver.offered.put_nowait(2)
         await until(lambda: driver.missed)
-        assert driver.missed == [
-            (2, "failed", "no engine was there: it died")
-        ] and receiver.grants() == [(2, (), False)]
+        assert driver.missed == [(2, "failed", "no engine was there: it died")]
+        assert receiver.grants() == [(2, (), False)]
         receiver.offered.put_nowait(10)
         await until(lambda: receiver.grants()[1:] == [(10, (), True)])
         driver.no_engines_reason = "no engine was there, and none will be"
         receiver.offered.put_nowait(10)
         await task
-        assert (
-            driver.missed[1:] == [(10, "failed", driver.no_engines_reason)]
-            and receiver.grants()[2:] == [(10, (), False)]
-            and not driver.begun
-        )
+        assert driver.missed[1:] == [(10, "failed", driver.no_engines_reason)]
+        assert receiver.grants()[2:] == [(10, (), False)]
+        assert not driver.evaluated
 
     receiving(body, monkeypatch)
 
 
-def test_an_engine_that_came_back_takes_part_unless_the_transport_is_tied_to_those_that_were_there(
-    monkeypatch,
-) -> None:
+def test_returned_engine_evaluates_unless_groups_are_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process groups of gloo and nccl cannot change."""
+
     async def body(receiver, driver, fleet, task) -> None:
         fleet.lose(EngineUnreachable(fleet.engines[0].url, "it died"))
         fleet.come_back(0)
         receiver.offered.put_nowait(2)
-        await until(lambda: driver.begun == [2])
+        await until(lambda: driver.evaluated == [2])
         driver.done()
         fleet.lose(EngineUnreachable(fleet.engines[0].url, "it died"))
         fleet.come_back(0)

@@ -61,7 +61,7 @@ SUITE = "eval.suites.own.source=synthetic:chain"
         ),
     ],
 )
-def test_a_suite_is_sampled_as_the_nearest_section_says(
+def test_suite_is_sampled_by_its_nearest_section(
     tmp_path: Path, overrides: tuple[str, ...], expected: Sampling
 ):
     config = config_of(tmp_path, SUITE, *overrides)
@@ -99,14 +99,11 @@ def test_engines_are_made_for_the_sampling_of_evaluations(tmp_path: Path):
 def test_filters_of_a_greedy_evaluation_are_refused(
     tmp_path: Path, overrides: tuple[str, ...], message: str
 ):
-    assert [
-        problem
-        for problem in check_eval(config_of(tmp_path, *overrides))
-        if problem.startswith(message)
-    ]
+    problems = check_eval(config_of(tmp_path, *overrides))
+    assert any(problem.startswith(message) for problem in problems)
 
 
-def test_values_that_no_engine_takes_are_refused(tmp_path: Path):
+def test_impossible_sampling_values_are_refused(tmp_path: Path):
     for override in (
         "eval.top_p=0",
         "eval.top_k=1",
@@ -132,7 +129,7 @@ def test_drafting_engines_serve_no_truncated_evaluation(tmp_path: Path):
 
 
 def test_scores_say_how_they_were_sampled():
-    told = {
+    sampling = {
         "samples": 4,
         "temperature": 0.6,
         "top_p": 0.95,
@@ -141,10 +138,10 @@ def test_scores_say_how_they_were_sampled():
         "max_tokens": 9,
         "stop": [],
     }
-    assert sampling_text({"sampling": told}) == "temperature 0.6, top_p 0.95"
-    assert sampling_text({"sampling": {**told, "temperature": 0}}) == "greedy"
+    assert sampling_text({"sampling": sampling}) == "temperature 0.6, top_p 0.95"
+    assert sampling_text({"sampling": {**sampling, "temperature": 0}}) == "greedy"
     assert sampling_text({}) == ""
-    assert as_metrics({"version": 1, "pass@1": 0.5, "sampling": told}) == {
+    assert as_metrics({"version": 1, "pass@1": 0.5, "sampling": sampling}) == {
         "eval/version": 1,
         "eval/pass@1": 0.5,
     }

@@ -17,10 +17,10 @@ from megarl.rewards.verify import majority, majority_at, vote
 
 
 @pytest.mark.parametrize(("right", "prompts"), [(0, 30), (30, 30), (1, 7), (37, 100), (499, 500)])
-def test_with_one_sample_a_prompt_it_is_wilsons(right: int, prompts: int) -> None:
-    found = binomtest(right, prompts).proportion_ci(0.95, "wilson")
+def test_interval_of_single_samples_is_wilsons(right: int, prompts: int) -> None:
+    wilson = binomtest(right, prompts).proportion_ci(0.95, "wilson")
     assert interval([1.0] * right + [0.0] * (prompts - right), 1) == pytest.approx(
-        (found.low, found.high), abs=1e-12
+        (wilson.low, wilson.high), abs=1e-12
     )
 
 
@@ -37,7 +37,7 @@ def test_with_one_sample_a_prompt_it_is_wilsons(right: int, prompts: int) -> Non
         (500, 1, 3, 1),
     ],
 )
-def test_it_covers_the_mean_of_all_prompts_there_might_be(
+def test_interval_covers_the_mean_of_all_possible_prompts(
     prompts: int, samples: int, a: float, b: float
 ) -> None:
     """The prompts' chances of a right answer have a beta distribution, from equal for all to nearly
@@ -56,21 +56,21 @@ def test_it_covers_the_mean_of_all_prompts_there_might_be(
 @pytest.mark.parametrize(
     "shares", [[1.0] * 16, [1.0] * 500, [0.0] * 7, [0.3, 0.7], [0.25] * 3, [0.5]]
 )
-def test_it_has_the_mean_inside(shares: list[float]) -> None:
+def test_mean_is_inside_its_interval(shares: list[float]) -> None:
     low, high = interval(shares, 4)
     assert 0 <= low <= fmean(shares) <= high <= 1 and high - low > 0
 
 
 @pytest.mark.parametrize("freedom", [*range(1, 12), 29, 499])
-def test_students_quantile_is_scipys(freedom: int) -> None:
+def test_quantile_of_student_is_that_of_scipy(freedom: int) -> None:
     assert _t95(freedom) == pytest.approx(t.ppf(0.975, freedom), rel=5e-3)
 
 
-def test_all_right_is_not_certain_and_equal_prompts_count_all_samples() -> None:
+def test_interval_of_equal_prompts_is_that_of_all_samples() -> None:
     low, high = interval([1.0] * 30, 8)
     assert (low, high) == pytest.approx((binomtest(30, 30).proportion_ci(0.95, "wilson").low, 1.0))
-    found = binomtest(120, 240).proportion_ci(0.95, "wilson")
-    assert interval([0.5] * 30, 8) == pytest.approx((found.low, found.high))
+    wilson = binomtest(120, 240).proportion_ci(0.95, "wilson")
+    assert interval([0.5] * 30, 8) == pytest.approx((wilson.low, wilson.high))
 
 
 VOTES = {
@@ -85,34 +85,32 @@ VOTES = {
 
 
 @pytest.mark.parametrize("votes", VOTES)
-def test_the_majority_is_right_or_shares_the_lot(votes: Sequence[object]) -> None:
+def test_tied_majority_shares_the_score(votes: Sequence[object]) -> None:
     assert majority(votes) == pytest.approx(VOTES[votes])
 
 
 def test_maj_at_k_is_without_bias() -> None:
     votes = [True, "7", "7", True, "8", None]
     for k in (1, 2, 3, 4, 6):
-        everything = fmean(majority(order[:k]) for order in permutations(votes))
-        assert fmean(majority_at(k, order) for order in permutations(votes)) == pytest.approx(
-            everything
-        )
+        expected = fmean(majority(order[:k]) for order in permutations(votes))
+        estimate = fmean(majority_at(k, order) for order in permutations(votes))
+        assert estimate == pytest.approx(expected)
 
 
-def test_answers_that_say_the_same_are_one_vote() -> None:
+def test_equal_answers_are_one_vote() -> None:
     assert (
         vote("math", "\\boxed{0.50}", False)
         == vote("math", "so it is 1/2, that is \\boxed{\\frac12} or \\boxed{.5}", False)
         == "1/2"
     )
     assert vote("math", "\\boxed{x + 1}", False) == vote("math", "the answer is x+1.", False)
-    assert (
-        vote("choice", "the answer is (C)", False) == "C"
-        and vote("choice", "I do not know", False) is None
-    )
-    assert vote("math", "\\boxed{1}", True) is True and vote("math", "", False) is None
+    assert vote("choice", "the answer is (C)", False) == "C"
+    assert vote("choice", "I do not know", False) is None
+    assert vote("math", "\\boxed{1}", True) is True
+    assert vote("math", "", False) is None
 
 
-def test_scores_of_a_set_have_majorities_and_the_ends_of_their_intervals() -> None:
+def test_scores_have_majorities_and_intervals() -> None:
     def sample(text: str, reward: float) -> Sample:
         return Sample([1], [0.0], [0], text, reward, "stop")
 
@@ -120,19 +118,14 @@ def test_scores_of_a_set_have_majorities_and_the_ends_of_their_intervals() -> No
     seven = sample("\\boxed{7}", 0.0)
     eight = sample("\\boxed{8}", 0.0)
     groups = [
-        Group(Prompt(i, [1], "", ""), own)
-        for i, own in enumerate([[right, seven, right, eight], [seven, seven, right, eight]])
+        Group(Prompt(0, [1], "", ""), [right, seven, right, eight]),
+        Group(Prompt(1, [1], "", ""), [seven, seven, right, eight]),
     ]
-    found = scores(groups, grader="math")
-    assert (found["avg@4"], found["pass@1"], found["pass@4"], found["maj@4"]) == (
-        0.375,
-        0.375,
-        1.0,
-        0.5,
-    )
-    low = found["ci95/avg@4/low"]
-    high = found["ci95/avg@4/high"]
+    measures = scores(groups, grader="math")
+    assert measures["avg@4"] == measures["pass@1"] == 0.375
+    assert (measures["pass@4"], measures["maj@4"]) == (1.0, 0.5)
+    low = measures["ci95/avg@4/low"]
+    high = measures["ci95/avg@4/high"]
     assert (low, high) == interval([0.5, 0.25], 4) and low < 0.375 < high
-    assert not any("maj" in key for key in scores(groups)) and "pass@1" not in scores(
-        groups, graded=True
-    )
+    assert not any("maj" in key for key in scores(groups))
+    assert "pass@1" not in scores(groups, graded=True)

@@ -34,16 +34,16 @@ def evaluated(rollout: Rollout, held_out: HeldOutSet) -> dict[str, float]:
     )
 
 
-def test_an_evaluation_asks_for_no_more_at_once_than_engines_have_places():
+def test_evaluation_is_limited_to_the_places_of_engines():
     running = 0
     most = 0
-    asked = []
+    samplings = []
 
     async def rollout(prompt: Prompt, sampling: Sampling, n: int) -> Group:
         nonlocal running, most
         running += n
         most = max(most, running)
-        asked.append(sampling)
+        samplings.append(sampling)
         await asyncio.sleep(0)
         running -= n
         return Group(prompt, [sample(float((prompt.ordinal + i) % 2)) for i in range(n)])
@@ -54,18 +54,15 @@ def test_an_evaluation_asks_for_no_more_at_once_than_engines_have_places():
     result = evaluated(rollout, greedy)
     assert (most, result["correct"], result["prompts"], result["pass@1"]) == (8, 5, 10, 0.5)
     hard = evaluated(rollout, several)
-    assert (hard["pass@1"], hard["pass@2"], hard["pass@4"], hard["avg@4"]) == (
-        0.5,
-        5 / 6,
-        1.0,
-        0.5,
-    ) and hard["samples"] == 12
-    seedless = [replace(sampling, seed=None) for sampling in (asked[0], asked[-1])]
+    assert hard["pass@1"] == hard["avg@4"] == 0.5
+    assert (hard["pass@2"], hard["pass@4"]) == (5 / 6, 1.0)
+    assert hard["samples"] == 12
+    seedless = [replace(sampling, seed=None) for sampling in (samplings[0], samplings[-1])]
     assert seedless == [
         Sampling(5, 0.0, stop_token_ids=(7,)),
         Sampling(9, 0.8, 0.9, stop_token_ids=(7,), stop=("\n",)),
     ]
-    assert asked[0].seed != asked[-1].seed, "sets have seeds of their own"
+    assert samplings[0].seed != samplings[-1].seed, "sets have seeds of their own"
     assert hard["sampling"] == {
         "samples": 4,
         "max_tokens": 9,
@@ -90,18 +87,15 @@ def test_pass_at_k_is_the_mean_over_all_draws_of_k_samples():
 
 def test_scores_count_lengths_and_rewards_of_every_sample():
     groups = [Group(Prompt(0, [1], "", ""), [sample(1.0), sample(0.5, 3), sample(2.0)])]
-    found = scores(groups)
-    assert (
-        found["pass@1"] == pytest.approx(2 / 3) and found["pass@3"] == 1.0 and found["correct"] == 2
-    )
-    assert (found["reward/mean"], found["response_tokens/mean"]) == (
-        pytest.approx(3.5 / 3),
-        pytest.approx(5 / 3),
-    )
-    assert found["truncated_fraction"] == pytest.approx(1 / 3)
+    measures = scores(groups)
+    assert (measures["pass@3"], measures["correct"]) == (1.0, 2)
+    assert measures["pass@1"] == pytest.approx(2 / 3)
+    assert measures["reward/mean"] == pytest.approx(3.5 / 3)
+    assert measures["response_tokens/mean"] == pytest.approx(5 / 3)
+    assert measures["truncated_fraction"] == pytest.approx(1 / 3)
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(tmp_path: Path, capsys):
+def test_undeletable_old_checkpoint_ends_no_run(tmp_path: Path, capsys):
     for step in (1, 2, 3):
         checkpoint_path(tmp_path, step).mkdir(parents=True)
     remnant = checkpoint_path(tmp_path, 1).with_suffix(".removing")

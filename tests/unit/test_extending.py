@@ -52,7 +52,7 @@ def folder(tmp_path, monkeypatch):
         sys.modules.pop(name.removesuffix(".py"), None)
 
 
-def test_the_page_has_one_short_file_for_each():
+def test_page_has_a_short_file_for_each_extension():
     assert sorted(FILES) == [
         "my_family.py",
         "my_reward.py",
@@ -60,23 +60,21 @@ def test_the_page_has_one_short_file_for_each():
         "my_rule.py",
         "my_transport.py",
     ]
-    lengths = {
-        name: len([line for line in text.splitlines() if line.strip()])
-        for name, text in FILES.items()
-    }
-    assert all(length <= MOST_LINES for length in lengths.values()), lengths
+    for name, text in FILES.items():
+        lines = [line for line in text.splitlines() if line.strip()]
+        assert len(lines) <= MOST_LINES, name
 
 
-def test_the_reward():
-    own = load_reward(single(RewardConfig(name="my_reward:ends_well")))
-    assert own is not None and own.parameters == ["response", "answer", "truncated"]
+def test_reward_of_the_page():
+    reward = load_reward(single(RewardConfig(name="my_reward:ends_well")))
+    assert reward is not None and reward.parameters == ["response", "answer", "truncated"]
     from my_reward import ends_well
 
-    assert parameters_of(ends_well, "reward.name") == own.parameters
+    assert parameters_of(ends_well, "reward.name") == reward.parameters
     assert score_of(ends_well("it is 7 ", "7", True)) == Score(0.9, {"right": 1.0})
 
 
-def test_the_environment():
+def test_environment_of_the_page():
     config = RunConfig(rollout=RolloutConfig(name="my_rollout:second_try", args={"hint": "?"}))
     tokenizer = SimpleNamespace(
         encode_text=lambda text: [ord(c) for c in text],
@@ -94,23 +92,21 @@ def test_the_environment():
         return Score(float(request.response.startswith(request.answer)))
 
     context = RolloutContext(tokenizer, generate, score, None, 5.0)
-    [sample] = asyncio.run(
-        find_rollout(config)(tokenizer)(context, Prompt(0, [81], "Q", "7"), Sampling(16), 1)
-    )
+    rollout = find_rollout(config)(tokenizer)
+    [sample] = asyncio.run(rollout(context, Prompt(0, [81], "Q", "7"), Sampling(16), 1))
     assert (sample.reward, sample.metrics["tries"]) == (1.0, 2)
-    assert [chr(t) for t, policy in zip(sample.token_ids, sample.policy_mask) if not policy] == [
-        "?"
-    ]
+    hints = [chr(t) for t, policy in zip(sample.token_ids, sample.policy_mask) if not policy]
+    assert hints == ["?"]
 
 
-def test_the_algorithm():
+def test_algorithm_of_the_page():
     algorithm = make_algorithm(AlgorithmConfig(name="my_rule:soft", rho=2.0))
     mask = torch.tensor([True, True, False])
     boundaries = torch.tensor([0, 1, 3], dtype=torch.int32)
     mu = torch.tensor([-1.0, -3.0, 0.0])
     advantages = torch.tensor([1.0, -1.0, 9.0])
     logprobs = torch.tensor([-1.0, -0.5, 0.0], requires_grad=True)
-    tensors = dict(
+    microbatch = SimpleNamespace(
         boundaries=boundaries,
         loss_mask=mask,
         mu_logprobs=mu,
@@ -118,8 +114,7 @@ def test_the_algorithm():
         reference_logprobs=None,
         proximal_logprobs=None,
     )
-    output = algorithm.loss(logprobs, SimpleNamespace(**tensors))
-    output.loss.backward()
+    algorithm.loss(logprobs, microbatch).loss.backward()
     weights = 2 * torch.tanh((logprobs.detach() - mu).exp() / 2)
     assert torch.allclose(logprobs.grad, torch.where(mask, -weights * advantages, 0.0))
 
@@ -142,7 +137,7 @@ def test_the_algorithm():
         ("wrong_rules:raises", "fails on three tokens: ZeroDivisionError"),
     ],
 )
-def test_an_algorithm_that_is_none(name, problem, folder):
+def test_invalid_algorithm_is_refused(name, problem, folder):
     takes = "(log_ratio, advantages, mask, boundaries, rho_min, rho)"
     returned = {
         "raw": "log_ratio.exp()",
@@ -160,32 +155,29 @@ def test_an_algorithm_that_is_none(name, problem, folder):
         make_algorithm(AlgorithmConfig(name=name))
 
 
-def test_the_transport():
+def test_transport_of_the_page():
     """Both ends in one process: the file takes the written values, and gives them to live
     parameters of any strides.
     """
     name = "my_transport:FileTransport"
-    found = transport_class(name)
-    assert (
-        transport_between(name, this_host(), this_host()) == name
-        and found.lands
-        and found.one_sided
-    )
+    transport = transport_class(name)
+    assert transport_between(name, this_host(), this_host()) == name
+    assert transport.lands and transport.one_sided
     parameters = {
         "a": torch.nn.Parameter(torch.zeros(6, 5)),
         "b": torch.nn.Parameter(torch.zeros(3, 4).bfloat16().t()),
     }
-    worker = found.memory()
+    worker = transport.memory()
     live = LiveParameters(
         2,
         name,
         Host(),
         "",
         parameters,
-        lambda: {key: each.data for key, each in parameters.items()},
+        lambda: {key: parameter.data for key, parameter in parameters.items()},
     )
     endpoint = Endpoint.decode(worker.open(live, Offer()).encode())
-    writer = found(0, 5.0)
+    writer = transport(0, 5.0)
     writer.connect([endpoint])
     sources = {
         "x": torch.arange(30.0).view(6, 5),
@@ -209,22 +201,19 @@ CONFIG = {
 }  # fmt: skip
 
 
-def test_the_family():
+def test_family_of_the_page():
     with pytest.raises(ConfigError, match="IQuestCoderForCausalLM.*or one of your own"):
         load_spec(CONFIG)
     spec = load_spec(CONFIG, own_family="my_family")
     assert spec.family == "my_family" and family(spec).__file__.endswith("my_family.py")
-    given = {key: value for key, value in CONFIG.items() if key != "architectures"}
+    llama = {key: value for key, value in CONFIG.items() if key != "architectures"}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**given))
-    theirs = {name: tuple(values.shape) for name, values in model.state_dict().items()}
-    assert {tensor.name: tensor.shape for tensor in hf_layout(spec, "float32").tensors(0)} == theirs
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**llama))
+    shapes = {tensor.name: tensor.shape for tensor in hf_layout(spec, "float32").tensors(0)}
+    assert shapes == {name: tuple(values.shape) for name, values in model.state_dict().items()}
     source = trainer_layout(spec, TrainerTopology(tp=2, pp=3), "bfloat16")
-    prove_exactly_once(
-        ReshardMap.build(
-            source, generator_layout(spec, GeneratorTopology(2, 2, 1, 1), "bfloat16", "cpu", None)
-        )
-    )
+    engines = generator_layout(spec, GeneratorTopology(2, 2, 1, 1), "bfloat16", "cpu", None)
+    prove_exactly_once(ReshardMap.build(source, engines))
 
 
 @pytest.mark.parametrize(
@@ -240,13 +229,13 @@ def test_the_family():
         (CONFIG, "no_such", "model.family=no_such: cannot be imported"),
     ],
 )
-def test_a_family_that_does_not_fit(config, module, problem):
+def test_unfit_family_is_refused(config, module, problem):
     with pytest.raises(ConfigError, match=problem):
         load_spec(config, own_family=module)
 
 
 def test_reward_keeps_defaults_that_it_is_not_given() -> None:
-    def near(response, answer, tolerance=0.1, *others):
+    def near(response, answer, tolerance=0.1, *_):
         return abs(float(response) - float(answer)) <= tolerance
 
     # as verl's for GSM8K
@@ -279,23 +268,21 @@ def test_reward_parameter_without_value_is_refused() -> None:
     def of_slime(args, sample, **kwargs):
         return 0
 
-    for function, told in (
+    for function, problem in (
         (misspelled, "its parameter respons has no default .* did you mean response"),
         (of_slime, "args has no default"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=problem):
             parameters_of(function, "reward.name=x:f")
     with pytest.raises(ConfigError, match="must be one that can be passed by name"):
         parameters_of(lambda response, /: 0, "reward.name=x:f")
 
 
-def test_verls_reward_functions_are_called_as_verl_does() -> None:
+def test_reward_functions_of_verl_are_called_like_by_verl() -> None:
     def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-        return (
-            {"score": float(solution_str == ground_truth), "index": extra_info["index"]}
-            if data_source == "mine"
-            else 0.0
-        )
+        if data_source != "mine":
+            return 0.0
+        return {"score": float(solution_str == ground_truth), "index": extra_info["index"]}
 
     parameters = parameters_of(compute_score, "reward.name")
     assert parameters == ["data_source", "solution_str", "ground_truth", "extra_info"]
@@ -308,10 +295,6 @@ def test_verls_reward_functions_are_called_as_verl_does() -> None:
     assert arguments_of(request, parameters) == ["mine", "7", ["7"], {"index": 3}], (
         "the answer as it is in the row, not as JSON"
     )
-    assert arguments_of(ScoreRequest("7", "7", source="maths"), parameters) == [
-        "maths",
-        "7",
-        "7",
-        None,
-    ]
+    without_row = ScoreRequest("7", "7", source="maths")
+    assert arguments_of(without_row, parameters) == ["maths", "7", "7", None]
     assert score_of(compute_score(*arguments_of(request, parameters))) == Score(0.0, {"index": 3.0})

@@ -45,12 +45,11 @@ def sample(*failures: Failure, branch: int = 0) -> Sample:
 
 
 def metrics_of(*samples: Sample) -> dict[str, float]:
-    return batch_metrics(
-        Batch(0, [GroupSummary(0, 1, [each.summary() for each in samples])], 0.0, 0.0), 0
-    )
+    group = GroupSummary(0, 1, [sample.summary() for sample in samples])
+    return batch_metrics(Batch(0, [group], 0.0, 0.0), 0)
 
 
-def test_the_limit_is_over_episodes_and_the_reason_is_told():
+def test_limit_counts_episodes_and_gives_a_reason():
     samples = [sample(CRASH), sample(branch=1), sample(CRASH), sample()]
     assert metrics_of(*samples[:1], *samples[2:])["rollout/failed_fraction"] == pytest.approx(2 / 3)
     assert too_many_failed_episodes(RolloutConfig(name="program"), samples) == (
@@ -59,15 +58,11 @@ def test_the_limit_is_over_episodes_and_the_reason_is_told():
         "for example 'exit status 1: ZeroDivisionError: by \\x1b[31mzero'"
     )
     assert too_many_failed_episodes(RolloutConfig(max_failed_fraction=0.7), samples) is None
-    assert (
-        too_many_failed_episodes(
-            RolloutConfig(), [sample(Failure("unanswered", "none", part="rollout.program"))]
-        )
-        is None
-    )
+    unanswered = sample(Failure("unanswered", "none", part="rollout.program"))
+    assert too_many_failed_episodes(RolloutConfig(), [unanswered]) is None
 
 
-def test_an_episode_that_failed_is_no_failed_score_and_is_marked():
+def test_failed_episode_is_marked_and_is_no_failed_score():
     assert too_many_failures(RewardConfig(max_failed_fraction=0.0), [sample(CRASH)]) is None
     assert metrics_of(sample(CRASH))["reward/failed_fraction"] == 0.0
     text = format_sample(0, sample(CRASH).summary(), "x")
@@ -82,7 +77,7 @@ def test_an_episode_that_failed_is_no_failed_score_and_is_marked():
     assert group.samples[0].failures == [nothing] and judged(pack(group), RunConfig()).dropped
 
 
-def test_an_environment_that_raises_is_a_failed_episode_with_its_reason():
+def test_raising_environment_is_a_failed_episode():
     player = HubRollout(
         "verifiers",
         "the environment x",
@@ -110,12 +105,12 @@ def test_an_environment_that_raises_is_a_failed_episode_with_its_reason():
     )
 
 
-def test_a_rollout_tells_of_failures_at_once_scores_before_it_ends():
-    told: list[tuple[Failure, int]] = []
+def test_failed_score_is_reported_before_its_rollout_ends():
+    reported: list[tuple[Failure, int]] = []
 
     async def rollout(context: RolloutContext, prompt: Any, sampling: Any, n: int) -> list[Sample]:
         await context.score(ScoreRequest("abc", "144"))
-        assert told == [(LATE, 7)]
+        assert reported == [(LATE, 7)]
         return [sample(CRASH), sample()]
 
     async def late(request: ScoreRequest) -> Score:
@@ -130,15 +125,13 @@ def test_a_rollout_tells_of_failures_at_once_scores_before_it_ends():
         context,
         60.0,
         VOCABULARY,
-        tell=lambda failure, ordinal: told.append((failure, ordinal)),
+        tell=lambda failure, ordinal: reported.append((failure, ordinal)),
     )
     asyncio.run(checked(prompt(), SAMPLING, 2))
-    assert told == [(LATE, 7), (CRASH, 7)]
+    assert reported == [(LATE, 7), (CRASH, 7)]
 
 
-def test_the_last_failure_of_a_kind_is_written_though_another_was_just_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_last_of_two_quick_failures_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Otherwise the first failure's reason would stay beside the numbers of later ones until
     something fails again.
     """
@@ -149,9 +142,8 @@ def test_the_last_failure_of_a_kind_is_written_though_another_was_just_before(
     tail.poll()
     assert tail.reason(episodes=True) == "; the last: status 0"
     failures.close()
-    assert [told.reason for told in tail.poll()] == ["status 2"] and tail.reason(
-        episodes=True
-    ) == "; the last: status 2"
+    assert [failure.reason for failure in tail.poll()] == ["status 2"]
+    assert tail.reason(episodes=True) == "; the last: status 2"
     monkeypatch.setattr("megarl.observe.samples.FAILURES_S", 0.01)
     failures = FailuresWriter(tmp_path)
     deadline = time.monotonic() + 30
@@ -164,9 +156,7 @@ def test_the_last_failure_of_a_kind_is_written_though_another_was_just_before(
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_the_first_failure_of_a_kind_is_shown_before_any_step_has_ended(
-    tmp_path: Path, terminal: bool
-):
+def test_first_failure_is_shown_before_a_step_ends(tmp_path: Path, terminal: bool):
     earlier = FailuresWriter(tmp_path)
     earlier.tell(Failure("memory", "of an earlier start"), 1)
     console = Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)
@@ -183,12 +173,9 @@ def test_the_first_failure_of_a_kind_is_shown_before_any_step_has_ended(
         "! prompt 0: an episode failed (exit of rollout.program): exit status 1: ZeroDivisionError:"
         in shown
     )
-    assert (
-        "! the loop is held up" in shown
-        and "\x1b[31m" not in shown
-        and "earlier start" not in shown
-        and "prompt 1" not in shown
-    )
+    assert "! the loop is held up" in shown
+    for text in ("\x1b[31m", "earlier start", "prompt 1"):
+        assert text not in shown
     writer = MetricsWriter(tmp_path)
     writer.write(0, metrics_of(sample(CRASH), sample(LATE), sample(), sample()))
     progress.poll()
@@ -204,9 +191,11 @@ def test_the_first_failure_of_a_kind_is_shown_before_any_step_has_ended(
         "episodes" in summary
         and "25% of the episodes failed (25% exit); the last: exit status 1: Zero" in summary
     )
-    told = RunReader(tmp_path, 1 << 20).read()["advisories"]
-    assert told[0].startswith("25% of the episodes failed (25% exit) in the last 1 steps")
-    assert told[1:] == [
+    advisories_read = RunReader(tmp_path, 1 << 20).read()["advisories"]
+    assert advisories_read[0].startswith(
+        "25% of the episodes failed (25% exit) in the last 1 steps"
+    )
+    assert advisories_read[1:] == [
         "the last episode that failed, of prompt 0 (exit of rollout.program): exit status 1: "
         "ZeroDivisionError: by \\x1b[31mzero",
         "the last score that failed, of prompt 0 (timeout): it took longer than 5 s",
@@ -215,29 +204,28 @@ def test_the_first_failure_of_a_kind_is_shown_before_any_step_has_ended(
         file.close()
 
 
-def rows(count: int, **more: float) -> list[Row]:
-    return [
-        {"step": step, "reward/mean": 0.0, "reward/std": 0.0, "zero_advantage_fraction": 1, **more}
-        for step in range(count)
-    ]
+def rows(count: int, **metrics: float) -> list[Row]:
+    """Rows of a run whose rewards are equal."""
+    common = {"reward/mean": 0.0, "reward/std": 0.0, "zero_advantage_fraction": 1}
+    return [{"step": step, **common, **metrics} for step in range(count)]
 
 
-def test_the_advice_names_failures_in_the_place_of_equal_rewards():
+def test_advice_names_failures_not_equal_rewards():
     failing = {"rollout/failed_fraction": 1.0, "rollout/failed_exit": 1.0}
     assert "failed" not in advisories(rows(5))[0]
     assert advisories(rows(1, **failing)) == [
         "100% of the episodes failed (100% exit) in the last 1 steps: rollouts/ marks them and "
         "says why"
     ]
-    (told,) = advisories(rows(5, **failing))
-    assert told.startswith(
+    (advisory,) = advisories(rows(5, **failing))
+    assert advisory.startswith(
         "nothing has been learned for 5 steps, since 100% of the episodes failed (100% exit): "
         "rollouts/ marks them"
     )
     assert "100% of the scores failed" in advisories(rows(5, **{"reward/failed_fraction": 1.0}))[0]
 
 
-def test_equal_rewards_that_are_the_highest_of_the_run_are_its_success():
+def test_equal_highest_rewards_are_a_success():
     learned = [*rows(3), *rows(5)]
     for row in learned[3:]:
         row |= {"reward/mean": 1.0, "reward/max": 1.0}
@@ -248,24 +236,22 @@ def test_equal_rewards_that_are_the_highest_of_the_run_are_its_success():
     assert "look into rollouts/ whether answers or reward are wrong" in advisories(rows(8))[0]
 
 
-def test_groups_without_signal_are_no_problem_once_the_task_is_solved():
-    def told(mean: float) -> list[str]:
-        found = {
+def test_solved_task_needs_no_signal_in_all_groups():
+    def advice_at(mean: float) -> list[str]:
+        metrics = {
             "zero_advantage_fraction": 0.7,
             "reward/min": 0.0,
             "reward/mean": mean,
             "reward/max": 1.0,
         }
-        return advice([{"step": step, **found} for step in range(12)], {}, {})
+        return advice([{"step": step, **metrics} for step in range(12)], {}, {})
 
-    assert (
-        told(0.96) == []
-        and "too easy or too hard" in told(0.5)[0]
-        and "are too hard;" in told(0.03)[0]
-    )
+    assert advice_at(0.96) == []
+    assert "too easy or too hard" in advice_at(0.5)[0]
+    assert "are too hard;" in advice_at(0.03)[0]
 
 
-class Clock:
+class ManualClock:
     now_s = 0.0
 
     def __call__(self) -> float:
@@ -273,17 +259,17 @@ class Clock:
 
 
 def test_scoring_is_timed_apart_from_decoding():
-    now = Clock()
+    now = ManualClock()
     clock = ScoringClock(now)
-    one = RolloutClock(clock)
-    other = RolloutClock(clock)
-    with one.running(), other.running(), one.scoring():
-        with one.decoding():
+    first = RolloutClock(clock)
+    second = RolloutClock(clock)
+    with first.running(), second.running(), first.scoring():
+        with first.decoding():
             now.now_s = 1.0  # meanwhile it decodes another response
         assert clock.waited_s() == 0.0
         now.now_s = 3.0  # one of two responses waits
         assert clock.waited_s() == 1.0
-        with other.scoring(), other.scoring():
+        with second.scoring(), second.scoring():
             now.now_s = 4.0
         assert clock.waited_s() == 2.0
     now.now_s = 9.0
@@ -291,38 +277,32 @@ def test_scoring_is_timed_apart_from_decoding():
 
 
 def times(**seconds: float) -> list[Row]:
-    return [
-        {
-            "step": step,
-            "reward/mean": 0.5,
-            **{f"time/{name}_s": value for name, value in seconds.items()},
-        }
-        for step in range(10)
-    ]
+    durations = {f"time/{name}_s": value for name, value in seconds.items()}
+    return [{"step": step, "reward/mean": 0.5, **durations} for step in range(10)]
 
 
-def test_the_advice_is_more_workers_where_scoring_binds_and_more_engines_where_generation_does():
+def test_advice_for_a_run_that_waits_for_scores():
     slow = times(
         step=4.5, trainer_wait=4.0, generator_wait=0.1, generate=0.7, reward=3.7, train=0.4
     )
-    assert (
-        advisories(slow)[0].startswith(
-            "scoring limits the speed: rollouts waited 3.7 s of a step of 4.5 s"
-        )
-        and advice(slow, {}, {}) == []
-    )
+    scoring_limit = "scoring limits the speed: rollouts waited 3.7 s of a step of 4.5 s"
+    assert advisories(slow)[0].startswith(scoring_limit)
+    assert advice(slow, {}, {}) == []
+
+
+def test_advice_for_a_run_that_waits_for_generation():
     decoding = times(
         step=4.5, trainer_wait=4.0, generator_wait=0.1, generate=4.3, reward=0.1, train=0.4
     )
-    assert advisories(decoding) == [] and "more engines" in advice(decoding, {}, {})[0]
-    assert (
-        advisories(
-            times(
-                step=4.5, trainer_wait=0.1, generator_wait=0.1, generate=0.7, reward=3.7, train=4.3
-            )
-        )
-        == []
-    ), "it is hidden"
+    assert advisories(decoding) == []
+    assert "more engines" in advice(decoding, {}, {})[0]
+
+
+def test_no_advice_where_training_hides_the_scoring():
+    hidden = times(
+        step=4.5, trainer_wait=0.1, generator_wait=0.1, generate=0.7, reward=3.7, train=4.3
+    )
+    assert advisories(hidden) == []
 
 
 def test_workers_fit_the_machine_unless_they_are_set(monkeypatch: pytest.MonkeyPatch):
@@ -331,8 +311,9 @@ def test_workers_fit_the_machine_unless_they_are_set(monkeypatch: pytest.MonkeyP
         assert workers_of(RewardConfig()) == workers and workers_of(RewardConfig(workers=7)) == 7
 
 
-def test_an_async_function_that_holds_up_the_loop_is_warned_of():
-    now, told = Clock(), list[str]()
+def test_async_function_that_blocks_the_loop_gives_a_warning():
+    now = ManualClock()
+    warnings: list[str] = []
 
     async def judge(response: str) -> float:
         await asyncio.sleep(0)
@@ -348,7 +329,7 @@ def test_an_async_function_that_holds_up_the_loop_is_warned_of():
 
     async def score(*responses: str) -> list[float]:
         reward = RewardInLoop(
-            RewardConfig(name="x:judge"), judge, ["response"], warn=told.append, now_s=now
+            RewardConfig(name="x:judge"), judge, ["response"], warn=warnings.append, now_s=now
         )
 
         async def one(response: str) -> float:
@@ -357,19 +338,20 @@ def test_an_async_function_that_holds_up_the_loop_is_warned_of():
 
         return [await one(response) for response in responses]
 
-    assert asyncio.run(score("waits", str(BLOCKED_S / 2))) == [1.0, 1.0] and not told
+    assert asyncio.run(score("waits", str(BLOCKED_S / 2))) == [1.0, 1.0] and not warnings
     assert asyncio.run(score("0.5", "0.6", "1.5")) == [1.0] * 3
-    assert ["0.5 s" in told[0], "1.5 s" in told[1], len(told)] == [True, True, 2], (
-        "again only when it was much longer"
-    )
-    assert told[0].startswith(
+    assert len(warnings) == 2, "again only when it was much longer"
+    assert "0.5 s" in warnings[0] and "1.5 s" in warnings[1]
+    assert warnings[0].startswith(
         "reward.name=x:judge: the async function blocked the generator's event loop for 0.5 s"
     )
-    told.clear()
+    warnings.clear()
     assert asyncio.run(score(*["0.11"] * 15)) == [1.0] * 15
-    assert len(told) == 1 and "event loop for 1.1 of 5 s" in told[0], "many short ones, once"
-    told.clear()
-    assert asyncio.run(score(*["0.1", "rests"] * 15)) == [1.0] * 30 and not told
+    assert len(warnings) == 1 and "event loop for 1.1 of 5 s" in warnings[0], (
+        "many short ones, once"
+    )
+    warnings.clear()
+    assert asyncio.run(score(*["0.1", "rests"] * 15)) == [1.0] * 30 and not warnings
 
 
 def test_cancelling_a_score_reaches_the_function():
@@ -382,9 +364,6 @@ def test_cancelling_a_score_reaches_the_function():
             ended.append(response)
         return 1.0
 
-    score = asyncio.run(
-        RewardInLoop(RewardConfig(name="x:judge", timeout_s=0.01), judge, ["response"]).score(
-            ScoreRequest("a", "")
-        )
-    )
+    reward = RewardInLoop(RewardConfig(name="x:judge", timeout_s=0.01), judge, ["response"])
+    score = asyncio.run(reward.score(ScoreRequest("a", "")))
     assert score.failures[0].kind == "timeout" and ended == ["a"]

@@ -35,10 +35,11 @@ def test_advantages_are_the_double_sum(
     lengths: list[int], gamma: float, lam: float, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
-    rewards, values = ([random.normal(size=length) for length in lengths] for _ in range(2))
-    found = Gae(gamma, lam, whiten=False).advantages(rewards, values)
-    assert [len(row) for row in found] == lengths
-    for row, reward, value in zip(found, rewards, values, strict=True):
+    rewards = [random.normal(size=length) for length in lengths]
+    values = [random.normal(size=length) for length in lengths]
+    advantages = Gae(gamma, lam, whiten=False).advantages(rewards, values)
+    assert [len(row) for row in advantages] == lengths
+    for row, reward, value in zip(advantages, rewards, values, strict=True):
         np.testing.assert_allclose(
             row, by_definition(reward, value, gamma, lam), rtol=0, atol=1e-12
         )
@@ -59,13 +60,13 @@ def test_limits_of_lambda() -> None:
 def test_moments_add_up_over_ranks(lengths: list[int], seed: int) -> None:
     random = np.random.default_rng(seed)
     rows = [random.normal(3, 2, size=length) for length in [*lengths, 2]]
-    whole = np.concatenate(rows)
+    all_values = np.concatenate(rows)
     parts = [Moments.of(rows[:2]), Moments.of(rows[2:])]
     moments = Moments([a + b for a, b in zip(*parts, strict=True)])
     np.testing.assert_allclose(
-        [moments.mean, moments.variance], [whole.mean(), whole.var()], atol=1e-9
+        [moments.mean, moments.variance], [all_values.mean(), all_values.var()], atol=1e-9
     )
-    white = moments.whitened(whole)
+    white = moments.whitened(all_values)
     np.testing.assert_allclose([white.mean(), white.std()], [0, 1], atol=1e-6)
 
 
@@ -81,39 +82,37 @@ def microbatch(seed: int = 0, tokens: int = 12) -> tuple[torch.Tensor, Any]:
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
-def test_the_value_loss_is_ppos(clip: float | None) -> None:
+def test_value_loss_is_that_of_ppo(clip: float | None) -> None:
     values, batch = microbatch()
     out = value_loss(values, batch, clip)
     expected = 0.0
     clipped = 0
-    for v, old, wanted, counts in zip(
+    for v, old, target, counts in zip(
         values.tolist(), batch.old_values.tolist(), batch.returns.tolist(), batch.loss_mask.tolist()
     ):
         near = min(max(v, old - clip), old + clip) if clip else v
-        expected += counts * max((v - wanted) ** 2, (near - wanted) ** 2) / 2
-        clipped += counts and (near - wanted) ** 2 > (v - wanted) ** 2
+        expected += counts * max((v - target) ** 2, (near - target) ** 2) / 2
+        clipped += counts and (near - target) ** 2 > (v - target) ** 2
     assert out.loss.item() == pytest.approx(expected, abs=1e-12)
     assert out.sums["values_clipped"].item() == clipped and (clipped > 0) == (clip is not None)
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
-def test_its_gradient_equals_finite_differences(clip: float | None) -> None:
+def test_gradient_of_the_value_loss_by_finite_differences(clip: float | None) -> None:
     values, batch = microbatch(seed=3)
     value_loss(values, batch, clip).loss.backward()
     step = 1e-6
     for place in range(len(values)):
         moved = torch.zeros_like(values)
         moved[place] = step
-        up, down = (
-            value_loss((values + sign * moved).detach(), batch, clip).loss.item()
-            for sign in (1, -1)
-        )
+        up = value_loss((values + moved).detach(), batch, clip).loss.item()
+        down = value_loss((values - moved).detach(), batch, clip).loss.item()
         assert values.grad is not None and values.grad[place].item() == pytest.approx(
             (up - down) / (2 * step), abs=1e-6
         )
 
 
-def test_values_that_have_not_moved_are_not_clipped() -> None:
+def test_unmoved_values_are_not_clipped() -> None:
     _, batch = microbatch()
     values = batch.old_values.clone().requires_grad_()
     value_loss(values, batch, 0.2).loss.backward()
@@ -132,7 +131,7 @@ def test_rounding_does_not_count_as_a_clipped_value() -> None:
     assert value_loss(values.detach().float(), near, clip=100.0).sums["values_clipped"] == 0
 
 
-def test_at_ratio_one_the_policys_gradient_is_that_of_advantage_actor_critic() -> None:
+def test_ppo_at_ratio_1_is_the_advantage_actor_critic() -> None:
     algorithm = make_algorithm(AlgorithmConfig(name="ppo"))
     assert algorithm.gae == Gae(1.0, 0.95, whiten=True) and not algorithm.skip_zero
     generator = torch.Generator().manual_seed(1)

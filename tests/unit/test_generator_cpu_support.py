@@ -56,19 +56,21 @@ def reference(
     for row, total, new in zip(rows, totals.tolist(), news.tolist()):
         slots = req_to_token[row, :total]
         for token in range(new):
-            seen = slots[: total - new + token + 1][-(window or SLOTS) - 1 :]
+            visible = slots[: total - new + token + 1][-(window or SLOTS) - 1 :]
             for head in range(HEADS):
                 kv = head // (HEADS // KV_HEADS)
-                scores = k_cache[seen, kv].double() @ query[first + token, head].double() * scaling
+                scores = (
+                    k_cache[visible, kv].double() @ query[first + token, head].double() * scaling
+                )
                 beside = 0.0 if sinks is None else sinks[head].double().exp()
                 outputs.append(
-                    scores.exp() @ v_cache[seen, kv].double() / (scores.exp().sum() + beside)
+                    scores.exp() @ v_cache[visible, kv].double() / (scores.exp().sum() + beside)
                 )
         first += new
     return torch.stack(outputs).view(-1, HEADS, DIM)
 
 
-def never(*_, **__):
+def unreachable(*_, **__):
     raise AssertionError("the loop of SGLang was used")
 
 
@@ -89,7 +91,7 @@ def test_extend_equals_reference(monkeypatch, totals, news, chunk, window, sinks
         "sliding_window_size": window,
     }
     attention.extend(
-        never,
+        unreachable,
         SimpleNamespace(sinks=sinks, tree=None),
         query,
         output,
@@ -119,14 +121,22 @@ def test_decode_equals_reference(monkeypatch, chunk, window, sinks):
         "sliding_window_size": window,
     }
     attention.decode(
-        never, SimpleNamespace(sinks=sinks), query, output, *cache, rows, total, None, **options
+        unreachable,
+        SimpleNamespace(sinks=sinks),
+        query,
+        output,
+        *cache,
+        rows,
+        total,
+        None,
+        **options,
     )
     assert (
         output - reference(query, *cache, rows, total, new, 0.3, window, sinks)
     ).abs().max() < 1e-5
 
 
-def test_other_kinds_of_attention_are_left_to_sglang():
+def test_cross_attention_is_left_to_sglang():
     query, *cache, rows, total, _new = setting(0, [4], [1])
     options = {
         "scaling": 0.3,
@@ -220,27 +230,27 @@ def test_experts_of_gpt_oss_equal_its_formula():
     weights = torch.rand(5, 2, generator=drawn)
     expected = torch.zeros(5, 8, dtype=torch.float64)
     for t, k in (ids >= 0).nonzero().tolist():
-        both = w13[ids[t, k]].double() @ x[t].double() + b13[ids[t, k]]
-        gate = both[::2].clamp(max=limit)
-        up = both[1::2].clamp(-limit, limit)
+        gate_up = w13[ids[t, k]].double() @ x[t].double() + b13[ids[t, k]]
+        gate = gate_up[::2].clamp(max=limit)
+        up = gate_up[1::2].clamp(-limit, limit)
         expected[t] += weights[t, k] * (
             w2[ids[t, k]].double() @ (gate * torch.sigmoid(1.702 * gate) * (up + 1)) + b2[ids[t, k]]
         )
     layer = SimpleNamespace(w13_weight=w13, w2_weight=w2, w13_weight_bias=b13, w2_weight_bias=b2)
     config = SimpleNamespace(activation="silu", gemm1_alpha=1.702, gemm1_clamp_limit=limit)
-    found = moe.forward(
-        never, layer, x, SimpleNamespace(topk_ids=ids, topk_weights=weights), config
-    )
-    assert (found - expected).abs().max() < 1e-5
+    topk = SimpleNamespace(topk_ids=ids, topk_weights=weights)
+    output = moe.forward(unreachable, layer, x, topk, config)
+    assert (output - expected).abs().max() < 1e-5
 
 
-def test_dequantised_weights_are_within_the_rounding_of_their_blocks():
+def test_dequantised_weights_are_within_the_rounding():
     values = torch.randn(2, 50, 70, generator=torch.Generator().manual_seed(5)).bfloat16()
     codes, scales = quantise(values, block_rule(16, 32), "values")
-    found = fp8.dequantised(codes, scales, (16, 32))
+    dequantised = fp8.dequantised(codes, scales, (16, 32))
     for i in range(0, 50, 16):
         for j in range(0, 70, 32):
-            block, original = (each[:, i : i + 16, j : j + 32].double() for each in (found, values))
+            block = dequantised[:, i : i + 16, j : j + 32].double()
+            original = values[:, i : i + 16, j : j + 32].double()
             largest = original.abs().amax((1, 2), keepdim=True)
             # 3 bits of mantissa; subnormals
             assert ((block - original).abs() <= original.abs() / 16 + largest / 448 / 512).all()
@@ -257,7 +267,7 @@ def test_products_of_fp8_weights_are_those_of_their_values():
     for scale in (torch.rand(8, 1, generator=generator), torch.tensor(0.3)):
         layer = SimpleNamespace(weight=codes[0].t(), weight_scale=scale)
         expected = x.double() @ (codes[0].double() * scale.double()).t() + bias.double()
-        assert (fp8.apply_linear(never, None, layer, x, bias) - expected).abs().max() < 1e-5
+        assert (fp8.apply_linear(unreachable, None, layer, x, bias) - expected).abs().max() < 1e-5
     for scale in (torch.rand(3, 8, 1, generator=generator), torch.rand(3, generator=generator)):
         expected = torch.stack([codes[e].double() * scale[e].double() for e in range(3)])
         assert (fp8.of_experts(codes, scale) - expected).abs().max() < 1e-5
@@ -265,5 +275,5 @@ def test_products_of_fp8_weights_are_those_of_their_values():
 
 def test_parts_of_a_fused_weight_are_brought_to_one_scale():
     values = torch.tensor([[1.0, -3.2], [600.0, 0.01]])
-    codes, scale = fp8.scaled_fp8_quant(never, values, torch.tensor(0.5))
+    codes, scale = fp8.scaled_fp8_quant(unreachable, values, torch.tensor(0.5))
     assert scale == 0.5 and codes.double().tolist() == [[2.0, -6.5], [448.0, 0.01953125]]

@@ -34,7 +34,7 @@ SPEC = ModelSpec("llama", 4, 12, 16, 8, 4, 2, 100, 64, False, 1e-6, 1e4)
         ("off", 4, 2, "aaaabbbb", "mooncake", 0),
     ],
 )
-def test_relays_where_a_host_holds_replicas(relay, engines, tp, hosts, kind, expected):
+def test_relays_are_used_where_a_host_holds_replicas(relay, engines, tp, hosts, kind, expected):
     generators = [Host(memory=name, network=name, name=name) for name in hosts]
     map = map_to(engines, tp)
     rule, written, relays = passing_on(
@@ -44,25 +44,23 @@ def test_relays_where_a_host_holds_replicas(relay, engines, tp, hosts, kind, exp
     assert bool(relays) == (rule is not None) == (written is not map)
 
 
-def test_no_relays_where_one_trainer_rank_is_near():
+def test_trainer_rank_on_the_host_needs_no_relays():
     pairs = Pairs.of([["gloo", "shared_memory"], ["gloo", "shared_memory"]])
     assert passing_on("auto", pairs, [Host("a"), Host("a")], map_to(2, 1), 1)[0] is None
 
 
 @pytest.mark.parametrize("engines, expected", [(6, RelayRule("between_engines", 1)), (1, None)])
-def test_engines_pass_on_where_it_is_asked_for_and_shortens_the_update(engines, expected):
+def test_engines_pass_weights_on_if_set_and_faster(engines, expected):
     hosts = [Host(memory=str(n), network=str(n)) for n in range(engines)]
-    assert (
-        passing_on("engines", Pairs.of([["mooncake"]] * engines), hosts, map_to(engines, 1), 1)[0]
-        == expected
-    )
+    pairs = Pairs.of([["mooncake"]] * engines)
+    rule, *_ = passing_on("engines", pairs, hosts, map_to(engines, 1), 1)
+    assert rule == expected
 
 
-def test_ways_between_engines():
-    near, far, without = (
-        Host(memory=n, network=n, name=n, has=("mooncake",) * m)
-        for n, m in (("a", 1), ("b", 1), ("c", 0))
-    )
+def test_transports_between_engines():
+    near = Host(memory="a", network="a", name="a", has=("mooncake",))
+    far = Host(memory="b", network="b", name="b", has=("mooncake",))
+    without = Host(memory="c", network="c", name="c")
     relays = [Relay(0, 1, "norm", 0, 4), Relay(0, 2, "norm", 0, 4), Relay(2, 1, "norm", 0, 4)]
     assert relay_transports(relays, [near, near, far]) == {"shared_memory": {1}, "mooncake": {1, 2}}
     refused = (

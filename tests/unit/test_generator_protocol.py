@@ -59,17 +59,17 @@ SETTINGS = EngineSettings(
 )
 
 
-def test_post_load_work_is_done_on_all_modules_and_then_the_models_own():
+def test_post_load_work_runs_on_modules_then_the_model():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
-    done: list[str] = []
-    model.post_load_weights = lambda: done.append("the model's own")
+    processed: list[str] = []
+    model.post_load_weights = lambda: processed.append("the model's own")
     worker = EngineWorker(lambda: 0, Host)
     worker.finish(
-        lambda part, device: done.extend(name for name, _ in part.named_modules()),
+        lambda part, device: processed.extend(name for name, _ in part.named_modules()),
         model,
         torch.device("cpu"),
     )
-    assert done == ["", "0", "1", "the model's own"]
+    assert processed == ["", "0", "1", "the model's own"]
 
 
 def test_server_command_keeps_keys_out_of_argv():
@@ -104,39 +104,35 @@ def test_server_command_of_replicas_of_attention():
 
 def test_gpu_command_has_none_of_the_cpu_settings():
     settings = EngineSettings("models/x", "bfloat16", 1, 64, 8, device="cuda")
-    argv, environment = server_command(settings, EngineKeys("a", "b"))
-    assert not {
+    argv, environment = server_command(settings, KEYS)
+    arguments = json.loads(argv[-1])
+    for name in (
         "attention_backend",
         "disable_overlap_schedule",
         "sleep_on_idle",
         "max_total_tokens",
-    } & set(json.loads(argv[-1]))
-    assert not {"SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"} & set(
-        environment
-    )
-    on_cpu, _ = server_command(SETTINGS, KEYS)
-    assert [json.loads(words[-1]).get("moe_runner_backend") for words in (argv, on_cpu)] == [
-        "triton",
-        None,
-    ]
-    assert [json.loads(words[-1]).get("enable_fp32_lm_head") for words in (argv, on_cpu)] == [
-        True,
-        None,
-    ]
+    ):
+        assert name not in arguments
+    for name in ("SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
+        assert name not in environment
+    cpu_argv, _ = server_command(SETTINGS, KEYS)
+    cpu_arguments = json.loads(cpu_argv[-1])
+    assert arguments["moe_runner_backend"] == "triton"
+    assert arguments["enable_fp32_lm_head"] is True
+    assert cpu_arguments.get("moe_runner_backend") is None
+    assert cpu_arguments.get("enable_fp32_lm_head") is None
 
 
-def test_parameters_of_gpu_engines_lie_in_memory_that_others_can_open(monkeypatch):
+def test_gpu_engines_disable_expandable_segments(monkeypatch):
+    """Other processes can open only memory that is in fixed segments."""
     settings = EngineSettings("models/x", "bfloat16", 1, 64, 8, device="cuda")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True")
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     _, environment = server_command(settings, KEYS)
-    assert (
-        environment["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:512,expandable_segments:False"
-    )
-    assert (
-        "PYTORCH_ALLOC_CONF" not in environment
-        and "PYTORCH_CUDA_ALLOC_CONF" not in server_command(SETTINGS, KEYS)[1]
-    )
+    allocator = "max_split_size_mb:512,expandable_segments:False"
+    assert environment["PYTORCH_CUDA_ALLOC_CONF"] == allocator
+    assert "PYTORCH_ALLOC_CONF" not in environment
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in server_command(SETTINGS, KEYS)[1]
 
 
 def test_no_gpu_engine_computes_in_float32(monkeypatch):
@@ -171,9 +167,8 @@ def test_tensor_payload_is_the_same_where_megatron_is_imported(monkeypatch):
     exec("def safe_load_from_bytes(b): ...", vars(replaced))
     monkeypatch.setitem(sys.modules, replaced.__name__, replaced)
     monkeypatch.setattr(torch.storage, "_load_from_bytes", replaced.safe_load_from_bytes)
-    assert tensor_payload(
-        b"abc"
-    ) == plain and b"ctorch.storage\n_load_from_bytes\n" in base64.b64decode(plain)
+    assert tensor_payload(b"abc") == plain
+    assert b"ctorch.storage\n_load_from_bytes\n" in base64.b64decode(plain)
 
 
 def test_tensor_payload_is_plain_data_in_a_pickle():
@@ -192,7 +187,7 @@ def test_tensor_payload_is_plain_data_in_a_pickle():
     assert content_of(pickle.loads(pickled)) == content
 
 
-def test_a_command_is_read_from_the_device_that_sglang_has_put_it_on():
+def test_command_is_read_from_the_device_of_the_worker():
     """SGLang's WeightUpdater moves every tensor to the worker's GPU before it calls a loader, but
     NumPy reads only host memory.
     """
@@ -216,50 +211,42 @@ def test_commands_survive_the_wire():
         assert commands.decode(commands.encode(command)) == command
 
 
-def test_compare_adds_shares_modulo_2_64_and_names_what_differs():
+def test_compare_adds_shares_and_names_differences():
     tensors = SentTensors(tiny_map(tp=2, pp=1, dp=2, generator_tp=1))
     name = "model.layers.1.mlp.down_proj.weight"
     senders = {
         copy.source_rank for copy in tensors.map.writes_to(1) if copy.destination_tensor == name
     }
     assert len(senders) == 2
-    found = [
-        {
-            tensor: 0
-            for rank, tensor in map(tensors.name, range(tensors.places[-1]))
-            if rank == engine
-        }
-        for engine in range(2)
-    ]
-    shares = [{rank: dict[str, int]() for rank in range(2)} for _ in range(4)]
-    for source, place in ((rank, place) for rank in range(4) for place in tensors.sent_by(rank)):
-        rank, tensor = tensors.name(place)
-        shares[source][rank][tensor] = 2**64 - 1 - source
-        found[rank][tensor] = (found[rank][tensor] + 2**64 - 1 - source) % 2**64
-    sent = [
-        packed_shares({rank: tensors for rank, tensors in each.items() if tensors})
-        for each in shares
-    ]
-    compare([packed(each) for each in found], sent, tensors)
-    found[1][name] += 1
-    who = ", ".join(map(str, sorted(senders)))
-    with pytest.raises(
-        AuditError,
-        match=f"failed:\n{name} on generator rank 1 is not what trainer rank {who} sent$",
-    ):
-        compare([packed(each) for each in found], sent, tensors)
-    compare([packed(found[0]), None], sent, tensors)  # a lost engine gives no hashes
-    digests: list[bytes | None] = [digest_of(packed(each)) for each in found]
-    assert differing(digests, expected_hashes_of(sent, tensors), tensors) == [1] and not differing(
-        [digests[0], None], expected_hashes_of(sent, tensors), tensors
-    )
-    del found[0][name]
-    with pytest.raises(
-        AuditError,
-        match=f"generator rank 0 has hashed {len(found[0])} tensors, the reshard map has "
-        f"{len(found[0]) + 1}",
-    ):
-        compare([packed(found[0]), None], sent, tensors)
+    hashes: list[dict[str, int]] = [{}, {}]  # of each engine
+    for place in range(tensors.places[-1]):
+        engine, tensor = tensors.name(place)
+        hashes[engine][tensor] = 0
+    sent = []
+    for source in range(4):
+        share = 2**64 - 1 - source
+        shares: dict[int, dict[str, int]] = {}
+        for place in tensors.sent_by(source):
+            engine, tensor = tensors.name(place)
+            shares.setdefault(engine, {})[tensor] = share
+            hashes[engine][tensor] = (hashes[engine][tensor] + share) % 2**64
+        sent.append(packed_shares(shares))
+    compare([packed(hashes[0]), packed(hashes[1])], sent, tensors)
+    hashes[1][name] += 1
+    ranks = ", ".join(map(str, sorted(senders)))
+    problem = f"failed:\n{name} on generator rank 1 is not what trainer rank {ranks} sent$"
+    with pytest.raises(AuditError, match=problem):
+        compare([packed(hashes[0]), packed(hashes[1])], sent, tensors)
+    compare([packed(hashes[0]), None], sent, tensors)  # a lost engine gives no hashes
+    digests = [digest_of(packed(hashes[0])), digest_of(packed(hashes[1]))]
+    expected = expected_hashes_of(sent, tensors)
+    assert differing(digests, expected, tensors) == [1]
+    assert not differing([digests[0], None], expected, tensors)
+    del hashes[0][name]
+    hashed = len(hashes[0])
+    problem = f"generator rank 0 has hashed {hashed} tensors, the reshard map has {hashed + 1}"
+    with pytest.raises(AuditError, match=problem):
+        compare([packed(hashes[0]), None], sent, tensors)
     with pytest.raises(AuditError, match="trainer rank 3 has sent hashes of 0 tensors"):
         compare([None, None], [*sent[:3], b""], tensors)
 
@@ -296,24 +283,22 @@ def test_layout_check_names_each_difference():
 
 def test_parameters_are_arranged_without_a_copy():
     values = torch.arange(6.0).view(2, 3)
-    for shown, shape in (
+    for parameter, shape in (
         (values.t(), (2, 3)),
         (values[0, 1], (1, 1)),
         (values[:, 0].clone(), (2, 1, 1)),
         (values, None),
     ):
-        arranged = as_arranged(shown, shape)
-        assert (
-            tuple(arranged.shape) == (shape or (2, 3))
-            and arranged.data_ptr() == shown.data_ptr()
-            and arranged.is_contiguous()
-        )
+        arranged = as_arranged(parameter, shape)
+        assert tuple(arranged.shape) == (shape or (2, 3))
+        assert arranged.data_ptr() == parameter.data_ptr()
+        assert arranged.is_contiguous()
     assert torch.equal(as_arranged(values.t(), (2, 3)), values)
     with pytest.raises(RuntimeError, match="view"):
         as_arranged(values[:, :2], (4, 1))
 
 
-def test_sglang_is_told_the_format_and_loads_nothing():
+def test_command_of_a_quantised_engine_loads_no_weights():
     for quantization, method in (
         ("fp8_block", "fp8"),
         ("fp8_channel", "w8a8_fp8"),
@@ -332,8 +317,8 @@ def test_sglang_is_told_the_format_and_loads_nothing():
             dataclasses.replace(SETTINGS, quantization=quantization, text_only=True),
             EngineKeys("a", "b"),
         )
-        told = json.loads(json.loads(argv[-1])["json_model_override_args"])
-        assert told.pop("language_model_only") and told == json.loads(
+        overrides = json.loads(json.loads(argv[-1])["json_model_override_args"])
+        assert overrides.pop("language_model_only") and overrides == json.loads(
             arguments["json_model_override_args"]
         )
     argv, _ = server_command(dataclasses.replace(SETTINGS, text_only=True), EngineKeys("a", "b"))
@@ -347,7 +332,7 @@ def test_sglang_is_told_the_format_and_loads_nothing():
     )
 
 
-def test_a_module_that_takes_seconds_to_import_is_for_its_own_family():
+def test_slow_model_modules_are_disabled_for_other_families():
     disabled = "SGLANG_DISABLED_MODEL_ARCHS"
     for family, modules in (("llama", "qwen3_5"), ("qwen3_5", None), ("", None)):
         _, environment = server_command(
@@ -358,35 +343,35 @@ def test_a_module_that_takes_seconds_to_import_is_for_its_own_family():
 
 def test_work_after_loading_is_done_once_a_layer():
     layers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
-    done = []
+    processed = []
     for layer in (*layers, layers[0]):
-        once(lambda method, layer: done.append(layer), None, layer)
-    assert done == layers
+        once(lambda method, layer: processed.append(layer), None, layer)
+    assert processed == layers
 
 
-def test_engines_of_other_sizes_than_planned_are_named():
-    class Engine:
+def test_engine_of_unplanned_sizes_is_refused():
+    class WrongSizes:
         url = "http://here"
 
         async def parallelism(self, timeout_s: float) -> Parallelism:
             return Parallelism(tp_size=2, ep_size=1, attn_dp_size=1)
 
-    workers = Workers([Engine()], [2], None, timeout_s=1)
+    workers = Workers([WrongSizes()], [2], None, timeout_s=1)
     asyncio.run(check_parallelism(workers, [GeneratorTopology(1, 2)]))
-    told = (
+    problem = (
         "engine http://here runs with tp=2, ep=1, dp_attention=1, the reshard map is for tp=2, "
         "ep=1, dp_attention=2"
     )
-    with pytest.raises(LayoutError, match=told):
+    with pytest.raises(LayoutError, match=problem):
         asyncio.run(check_parallelism(workers, [GeneratorTopology(1, 2, 1, 2)]))
 
 
-def test_engine_with_less_kv_cache_than_planned_is_named(capsys):
+def test_engine_with_a_small_kv_cache_gives_a_warning(capsys):
     """SGLang takes what is free of the GPU, and only logs that it is less
     (kv_cache_configurator.py, _apply_token_constraints).
     """
 
-    class Engine:
+    class SmallCache:
         url = "http://here"
 
         def __init__(self, tokens: int):
@@ -398,22 +383,19 @@ def test_engine_with_less_kv_cache_than_planned_is_named(capsys):
             )
 
     for tokens in (9_990, 9_000):
-        asyncio.run(
-            check_parallelism(
-                Workers([Engine(tokens)], [1], None, timeout_s=1), [GeneratorTopology(1, 1)]
-            )
-        )
-    told = (
+        workers = Workers([SmallCache(tokens)], [1], None, timeout_s=1)
+        asyncio.run(check_parallelism(workers, [GeneratorTopology(1, 1)]))
+    warning = (
         "engine http://here has a KV cache of 9,000 tokens, not of the planned 10,000: "
         "something else holds memory of its GPU"
     )
-    assert capsys.readouterr().out.splitlines() == [told]
+    assert capsys.readouterr().out.splitlines() == [warning]
 
 
-def test_answers_of_an_engine_that_was_lost_since_are_ignored():
+def test_answers_of_a_lost_engine_are_ignored():
     """Its rank now belongs to another engine, so its old answer must not count for that one."""
 
-    class Engine:
+    class LateAnswer:
         async def command(
             self, encoded: bytes, tp: int, timeout_s: float, empty_cache: bool = False
         ) -> None:
@@ -431,7 +413,7 @@ def test_answers_of_an_engine_that_was_lost_since_are_ignored():
     key = RunKey.generate()
     peers = []
     with contextlib.closing(Hub("generator.0", key)) as hub:
-        workers = Workers([Engine()], [1], hub, timeout_s=20)
+        workers = Workers([LateAnswer()], [1], hub, timeout_s=20)
         try:
             assert asyncio.run(run()) == [b"of the living"]
         finally:

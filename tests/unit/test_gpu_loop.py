@@ -1,4 +1,4 @@
-"""The report of `make gpu`'s part `loop`: which figures of a run it shows, and what it calls wrong."""
+"""The report of `make gpu`'s part `loop`: the figures of a run that it shows, and its failures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ PLANNED = {"step_s": 1.0, "train_s": 0.5, "generate_s": 0.6, "sync_s": 0.1}
 
 
 def steps(count: int = 8, **changed: Any) -> list[dict[str, Any]]:
-    """The rows of a good run; `changed`: key, with __ for its /, and what it is in every row."""
+    """The rows of a good run; `changed`: key, with __ for its /, and its value in every row."""
+    times = ("step_s", "train_s", "generate_s", "sync_s", "sync_pause_s")
     rows = [
         {
             "step": step,
@@ -28,10 +29,7 @@ def steps(count: int = 8, **changed: Any) -> list[dict[str, Any]]:
             "sync/audit_ok": True,
             "sync/bytes": 10**6,
             "tokens_per_s": 100.0,
-            **{
-                f"time/{key}": 1.0
-                for key in ("step_s", "train_s", "generate_s", "sync_s", "sync_pause_s")
-            },
+            **{f"time/{key}": 1.0 for key in times},
         }
         for step in range(count)
     ]
@@ -43,9 +41,8 @@ def steps(count: int = 8, **changed: Any) -> list[dict[str, Any]]:
 def reported(rows: list[dict[str, Any]], kill_at: int | None = None) -> list[dict[str, Any]]:
     emitted: list[dict[str, Any]] = []
     bench = Bench(torch.device("cpu"), toy=True, emit=emitted.append)
-    loop.report(
-        bench, loop.LoopCase(8, None, "in_flight", graphs=True, kill_at=kill_at), rows, PLANNED
-    )
+    case = loop.LoopCase(8, None, "in_flight", graphs=True, kill_at=kill_at)
+    loop.report(bench, case, rows, PLANNED)
     return emitted
 
 
@@ -75,7 +72,7 @@ def test_run_without_probes_is_a_failure():
     assert "no step has a probe" in failures(rows)
 
 
-def test_medians_leave_out_the_engines_restart():
+def test_medians_leave_out_restarts_of_engines():
     rows = steps()
     for row in rows[4:8]:
         row["time/step_s"] = 60.0

@@ -21,12 +21,14 @@ TINY = Path(__file__).parents[2] / "configs/models/tiny-llama"
 @pytest.fixture
 def offline(tmp_path: Path) -> dict[str, str]:
     (port,) = free_ports(1)
-    kept = {
+    environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith("HF_") and "proxy" not in name.lower()
     }
-    return {**kept, "HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path / "hf")}
+    environment["HF_ENDPOINT"] = f"http://127.0.0.1:{port}"
+    environment["HF_HOME"] = str(tmp_path / "hf")
+    return environment
 
 
 def megarl(
@@ -59,47 +61,38 @@ def in_cache(folder: Path, environment: dict[str, str]) -> None:
     shutil.copytree(TINY, repository / "snapshots/0123")
 
 
-def test_a_model_that_is_not_in_the_cache_fails_at_once(
-    tmp_path: Path, offline: dict[str, str]
-) -> None:
-    done = megarl("plan", tmp_path, offline)
-    assert (done.returncode, done.stdout) == (2, "")
-    wanted = (
-        f"config.json is not in the hub's cache, and {offline['HF_ENDPOINT']} cannot be "
-        "reached ([Errno 111] Connection refused)"
-    )
-    assert (
-        done.stderr
-        == f"megarl: model.path=owner/model: no local folder; {wanted}; to plan without the "
-        "checkpoint, set model.spec\n"
+def test_model_not_in_the_cache_fails_at_once(tmp_path: Path, offline: dict[str, str]) -> None:
+    completed = megarl("plan", tmp_path, offline)
+    assert (completed.returncode, completed.stdout) == (2, "")
+    assert completed.stderr == (
+        "megarl: model.path=owner/model: no local folder; config.json is not in the hub's cache, "
+        f"and {offline['HF_ENDPOINT']} cannot be reached ([Errno 111] Connection refused); to "
+        "plan without the checkpoint, set model.spec\n"
     )
 
 
-def test_rows_that_are_not_in_the_cache_fail_at_once(
-    tmp_path: Path, offline: dict[str, str]
-) -> None:
+def test_rows_not_in_the_cache_fail_at_once(tmp_path: Path, offline: dict[str, str]) -> None:
     in_cache(tmp_path, offline)
     load = "load_rows(DatasetConfig('owner/rows'), 'data.train', 0)"
     code = f"from megarl.data.datasets import load_rows; from megarl.config.schema import *; {load}"
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=offline
     )
-    assert "Retry" not in done.stderr
-    assert (
-        "data.train.source=owner/rows, split train: cannot be loaded: it is not in the cache, and http"
-        in done.stderr.splitlines()[-1]
+    assert "Retry" not in completed.stderr
+    problem = (
+        "data.train.source=owner/rows, split train: cannot be loaded: it is not in the cache, and "
+        "http"
     )
+    assert problem in completed.stderr.splitlines()[-1]
 
 
-def test_one_that_is_in_the_cache_is_taken_from_there(
-    tmp_path: Path, offline: dict[str, str]
-) -> None:
+def test_model_in_the_cache_is_read_from_there(tmp_path: Path, offline: dict[str, str]) -> None:
     in_cache(tmp_path, offline)
-    done = megarl("plan", tmp_path, offline, "rollout.max_tokens=64")
-    assert done.returncode == 0 and "llama" in done.stdout and done.stderr == ""
+    completed = megarl("plan", tmp_path, offline, "rollout.max_tokens=64")
+    assert completed.returncode == 0 and "llama" in completed.stdout and completed.stderr == ""
 
 
-def test_a_dry_run_reads_what_the_hub_gives(tmp_path: Path, offline: dict[str, str]) -> None:
+def test_dry_run_reads_model_and_rows_of_the_hub(tmp_path: Path, offline: dict[str, str]) -> None:
     """As in README.md, where model and rows are names on the hub."""
     shutil.copytree(TINY, tmp_path / "hub/owner/model")
     rows = tmp_path / "hub/datasets/owner/rows/train.jsonl"
@@ -107,7 +100,7 @@ def test_a_dry_run_reads_what_the_hub_gives(tmp_path: Path, offline: dict[str, s
     rows.write_text('{"question": "1+2=", "answer": "3"}\n{"question": "4+5=", "answer": "9"}\n')
     with hub_stand_in(tmp_path / "hub") as address:
         environment = offline | {"HF_ENDPOINT": address}
-        done = megarl(
+        completed = megarl(
             "train --dry-run", tmp_path, environment, "rollout.max_tokens=64", "reward.name=math"
         )
         rows.write_text('{"question": "1+2="}\n')
@@ -118,8 +111,8 @@ def test_a_dry_run_reads_what_the_hub_gives(tmp_path: Path, offline: dict[str, s
             "data.eval.split=train",
         ]
         refused = megarl("train --dry-run", tmp_path, environment, *wrong, "rollout.max_tokens=64")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    assert completed.returncode == 0, completed.stderr
+    lines = completed.stdout.splitlines()
     assert lines[0].startswith(
         "data       data.train: 2 rows of owner/rows, all read; all prompts leave room for a "
         "response; prompts of 5 tokens"
@@ -133,17 +126,17 @@ def test_a_dry_run_reads_what_the_hub_gives(tmp_path: Path, offline: dict[str, s
     assert "owner/rows, split train, row 1: no column 'answer'" in refused.stderr
 
 
-def test_a_dry_run_says_why_the_hub_was_not_read(tmp_path: Path, offline: dict[str, str]) -> None:
+def test_dry_run_says_why_the_hub_was_not_read(tmp_path: Path, offline: dict[str, str]) -> None:
     in_cache(tmp_path, offline)
     (tmp_path / "rows.jsonl").write_text('{"question": "1+2=", "answer": "3"}\n')
     settings = ["rollout.max_tokens=64", "data.eval.source=rows.jsonl"]
-    done = megarl("train --dry-run", tmp_path, offline, *settings)
-    assert done.returncode == 0, done.stderr
-    why = f"{offline['HF_ENDPOINT']} cannot be reached ([Errno 111] Connection refused)"
-    first, second = done.stdout.splitlines()[:2]
+    completed = megarl("train --dry-run", tmp_path, offline, *settings)
+    assert completed.returncode == 0, completed.stderr
+    reason = f"{offline['HF_ENDPOINT']} cannot be reached ([Errno 111] Connection refused)"
+    first, second = completed.stdout.splitlines()[:2]
     assert (
         first == "data       data.train: owner/rows, on the hub, is read when the run starts; not "
-        f"checked here: {why}"
+        f"checked here: {reason}"
     )
     assert "data.eval: 1 rows of rows.jsonl, all read; all prompts leave room" in second, (
         "the cached tokenizer was used"

@@ -48,12 +48,12 @@ ONLY_IN = {
 
 def modules() -> dict[str, Path]:
     """Dotted module name → file, for every Python file of the package."""
-    found = {}
+    files = {}
     for package, folder in FOLDERS.items():
         for path in (ROOT / folder).rglob("*.py"):
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            found[".".join((package, *(part for part in parts if part != "__init__")))] = path
-    return found
+            files[".".join((package, *(part for part in parts if part != "__init__")))] = path
+    return files
 
 
 def imports(module: str, is_package: bool, source: str) -> Iterator[tuple[int, str]]:
@@ -70,11 +70,7 @@ def imports(module: str, is_package: bool, source: str) -> Iterator[tuple[int, s
             stem = base + (node.module.split(".") if node.module else [])
             yield from ((node.lineno, ".".join([*stem, alias.name])) for alias in node.names)
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            function = (
-                node.func.attr
-                if isinstance(node.func, ast.Attribute)
-                else getattr(node.func, "id", None)
-            )
+            function = getattr(node.func, "attr", getattr(node.func, "id", None))
             if function in ("import_module", "__import__") and isinstance(node.args[0].value, str):
                 yield node.lineno, node.args[0].value
 
@@ -93,49 +89,50 @@ def tier(name: str) -> int | None:
 
 
 def violations(module: str, is_package: bool, source: str) -> list[str]:
-    found = []
-    own = tier(module)
+    problems = []
+    module_tier = tier(module)
     for line, name in imports(module, is_package, source):
-        theirs = tier(name)
-        if own is not None and theirs is not None and theirs > own:
-            found.append(f"{module}:{line} (tier {own}) imports {name} (tier {theirs})")
-        if module == "megarl" and theirs is not None and not f"{name}.".startswith("megarl.api."):
-            found.append(
-                f"{module}:{line}: the package itself imports nothing of its own but its Python entry"
+        name_tier = tier(name)
+        if module_tier is not None and name_tier is not None and name_tier > module_tier:
+            problems.append(
+                f"{module}:{line} (tier {module_tier}) imports {name} (tier {name_tier})"
+            )
+        is_python_entry = f"{name}.".startswith("megarl.api.")
+        if module == "megarl" and name_tier is not None and not is_python_entry:
+            problems.append(
+                f"{module}:{line}: the package itself imports nothing of its own but its Python "
+                "entry"
             )
         homes = ONLY_IN.get(name.split(".")[0], [module])
         if not any(module == home or module.startswith(home + ".") for home in homes):
-            found.append(f"{module}:{line} imports {name}, which only {' and '.join(homes)} may")
-    return found
+            problems.append(f"{module}:{line} imports {name}, which only {' and '.join(homes)} may")
+    return problems
 
 
 def test_every_file_keeps_the_import_rule() -> None:
-    found = []
+    problems = []
     for module, path in sorted(modules().items()):
         if module != "megarl" and tier(module) is None:
-            found.append(f"{module} has no tier")
-        found += violations(module, path.name == "__init__.py", path.read_text())
-    assert not found, "\n".join(found)
+            problems.append(f"{module} has no tier")
+        problems += violations(module, path.name == "__init__.py", path.read_text())
+    assert not problems, "\n".join(problems)
 
 
 def test_few_files_import_lora() -> None:
     """Other files ask the run's plan (docs/architecture.md)."""
-    found = set()
+    importers = set()
     for module, path in modules().items():
-        if any(
-            name.startswith("megarl.lora.")
-            for _, name in imports(module, path.name == "__init__.py", path.read_text())
-        ):
-            found.add(module.removeprefix("megarl."))
-    trunk = {
+        names = [name for _, name in imports(module, path.name == "__init__.py", path.read_text())]
+        uses_lora = any(name.startswith("megarl.lora.") for name in names)
+        if uses_lora and not module.startswith("megarl.lora."):
+            importers.add(module.removeprefix("megarl."))
+    assert importers == {
         "config.schema",
         "plan.checks",
         "plan.resolve",
         "executors.policy",
         "weight_sync.content",
         "weight_sync.engine.hooks",
-    }
-    assert {module for module in found if not module.startswith("lora.")} == trunk | {
         "estimate.command",
         "estimate.estimate",
     }
@@ -157,21 +154,20 @@ COMPILED = ("_numba", "_triton")
 
 
 def test_no_files_import_each_other() -> None:
-    found = modules()
-    uses: dict[str, set[str]] = {module: set() for module in found}
-    for module, path in found.items():
+    files = modules()
+    uses: dict[str, set[str]] = {module: set() for module in files}
+    for module, path in files.items():
         for _, name in imports(module, path.name == "__init__.py", path.read_text()):
-            while name.startswith("megarl.") and name not in found:
+            while name.startswith("megarl.") and name not in files:
                 name = name.rpartition(".")[0]
             if name.startswith("megarl.") and name != module and not name.endswith(COMPILED):
                 uses[module].add(name)
     assert "megarl.reshard.map" in uses["megarl.weight_sync.writing"] and circles(uses) == []
 
 
-def test_circles_are_found() -> None:
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}}) and not circles(
-        {"a": {"b", "c"}, "b": {"c"}}
-    )
+def test_circles_are_detected() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}})
+    assert not circles({"a": {"b", "c"}, "b": {"c"}})
 
 
 @pytest.mark.parametrize(
@@ -190,7 +186,7 @@ def test_circles_are_found() -> None:
         ("megarl", "from megarl import base"),
     ],
 )
-def test_the_rule_can_be_broken(module: str, source: str) -> None:
+def test_imports_of_higher_tiers_are_violations(module: str, source: str) -> None:
     assert violations(module, module == "megarl", source)
 
 
@@ -214,5 +210,5 @@ def test_the_rule_can_be_broken(module: str, source: str) -> None:
         ),
     ],
 )
-def test_the_rule_lets_lower_tiers_through(module: str, is_package: bool, source: str) -> None:
+def test_imports_of_lower_tiers_are_allowed(module: str, is_package: bool, source: str) -> None:
     assert violations(module, is_package, source) == []

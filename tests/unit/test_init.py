@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch, capsys) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     # Another test's folder may also have a graders.py, but a process has only one module of a name.
     monkeypatch.setattr(
-        sys, "path", [each for each in sys.path if not Path(each, "graders.py").exists()]
+        sys, "path", [entry for entry in sys.path if not Path(entry, "graders.py").exists()]
     )
     sys.modules.pop("graders", None)
     assert main(["init", "deep/my first"]) == 0
@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch, capsys) -> Iterator[Path]:
     sys.modules.pop("graders", None)
 
 
-def test_all_of_it_is_there_and_the_run_can_be_planned(folder: Path, capsys) -> None:
+def test_init_writes_all_files_of_a_run(folder: Path, capsys) -> None:
     assert {
         str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
     } == WRITTEN
@@ -51,7 +51,7 @@ def test_all_of_it_is_there_and_the_run_can_be_planned(folder: Path, capsys) -> 
     )
 
 
-def test_answers_are_the_running_totals_and_no_prompt_is_in_both_files(folder: Path) -> None:
+def test_rows_of_init_are_right_and_held_out(folder: Path) -> None:
     rows = {
         name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
         for name in ("train", "eval")
@@ -68,7 +68,7 @@ def test_answers_are_the_running_totals_and_no_prompt_is_in_both_files(folder: P
     )
 
 
-def test_its_reward_is_the_share_of_right_totals(folder: Path) -> None:
+def test_reward_of_init_is_the_share_of_right_totals(folder: Path) -> None:
     share_right = runpy.run_path(str(folder / "graders.py"))["share_right"]
     assert share_right("7,7,6,7,2", "7,7,6,7,2") == {"score": 1.0, "all_right": True}
     assert share_right(" 7,7,9\n", "7,7,6,7,2") == {"score": 0.4, "all_right": False}
@@ -78,9 +78,7 @@ def test_its_reward_is_the_share_of_right_totals(folder: Path) -> None:
     assert share_right("", "7,7,6,7,2")["score"] == 0
 
 
-def test_nothing_is_overwritten_and_then_nothing_is_written(
-    tmp_path: Path, monkeypatch, capsys
-) -> None:
+def test_init_overwrites_nothing(tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "graders.py").write_text("mine")
     monkeypatch.chdir(tmp_path)
     assert main(["init", "."]) == 2
@@ -89,13 +87,12 @@ def test_nothing_is_overwritten_and_then_nothing_is_written(
         == "megarl: graders.py: is there already, and is not overwritten; remove it, or name "
         "another folder\n"
     )
-    assert [path.name for path in tmp_path.iterdir()] == ["graders.py"] and (
-        tmp_path / "graders.py"
-    ).read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["graders.py"]
+    assert (tmp_path / "graders.py").read_text() == "mine"
     assert main(["init", "graders.py/first"]) == 2
     assert "is a file, must be a folder" in capsys.readouterr().err
 
 
-def test_its_model_is_the_quickstarts() -> None:
+def test_model_of_init_is_that_of_the_quickstart() -> None:
     for path in (ROOT / "megarl/starter/files/model").iterdir():
         assert path.read_bytes() == (ROOT / "configs/models/tiny-llama" / path.name).read_bytes()

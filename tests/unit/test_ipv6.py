@@ -27,17 +27,13 @@ from megarl.weight_sync.workers import Workers
 pytestmark = pytest.mark.skipif(not hosts._is_here("::1"), reason="this host has no ::1")
 
 
-def test_addresses_stand_in_brackets_where_a_port_or_a_path_follows():
-    assert (in_url("::1"), with_port("fd00::7", 80), with_port("10.0.0.7", 80)) == (
-        "[::1]",
-        "[fd00::7]:80",
-        "10.0.0.7:80",
-    )
+def test_addresses_before_a_port_are_in_brackets():
+    assert in_url("::1") == "[::1]"
+    assert with_port("fd00::7", 80) == "[fd00::7]:80"
+    assert with_port("10.0.0.7", 80) == "10.0.0.7:80"
     assert EngineAddress("fd00::7", 80, 81).url == "http://[fd00::7]:80"
-    assert (
-        address_towards("[::1]:80") == address_towards("http://[::1]:80/path") == "::1"
-        and address_towards("127.0.0.1:80") == "127.0.0.1"
-    )
+    assert address_towards("[::1]:80") == address_towards("http://[::1]:80/path") == "::1"
+    assert address_towards("127.0.0.1:80") == "127.0.0.1"
     assert is_loopback("::1") and not is_loopback("fd00::7")
 
 
@@ -56,18 +52,17 @@ def test_stores_and_free_ports_are_at_an_ipv6_address():
     store = listening_store("::1", *free_ports(1, "::1"))
     store.set("key", "value")
     assert connect_store(f"tcp://[::1]:{store.port}", 10).get("key") == b"value"
-    kept, address = open_store("::1")
-    kept.set("key", "of a file")
-    assert (
-        address.startswith("file://[::1]/")
-        and connect_store(address, 10).get("key") == b"of a file"
-    )
+    file_store, address = open_store("::1")
+    file_store.set("key", "of a file")
+    assert address.startswith("file://[::1]/")
+    assert connect_store(address, 10).get("key") == b"of a file"
 
 
-def test_a_client_asks_an_engine_at_an_ipv6_address():
+def test_client_reaches_an_engine_at_an_ipv6_address():
     async def run():
-        runner = web.AppRunner(app := web.Application())
+        app = web.Application()
         app.router.add_get("/model_info", version)
+        runner = web.AppRunner(app)
         await runner.setup()
         (port,) = free_ports(1, "::1")
         await web.TCPSite(runner, "::1", port).start()
@@ -84,25 +79,25 @@ def test_a_client_asks_an_engine_at_an_ipv6_address():
     asyncio.run(run())
 
 
-def test_an_ipv6_address_is_taken_only_where_there_is_no_other(monkeypatch):
+def test_ipv6_address_is_used_only_without_ipv4(monkeypatch):
     def entry(family, address):
         return SimpleNamespace(family=family, address=address)
 
     linked = entry(socket.AF_INET6, "fe80::1%ib0")
     local = entry(socket.AF_INET6, "fd00::7")
-    found = {"ib0": [linked, local], "ib1": [entry(socket.AF_INET, "10.0.0.7")], "eth0": [linked]}
-    monkeypatch.setattr(nodes.psutil, "net_if_addrs", lambda: found)
-    assert (
-        nodes.address_of("ib0", 2) == "fd00::7"
-        and nodes.address_of("ib*", 2) == "10.0.0.7"
-        and nodes.interface_with("fd00::7") == "ib0"
-    )
+    interfaces = {
+        "ib0": [linked, local],
+        "ib1": [entry(socket.AF_INET, "10.0.0.7")],
+        "eth0": [linked],
+    }
+    monkeypatch.setattr(nodes.psutil, "net_if_addrs", lambda: interfaces)
+    assert nodes.address_of("ib0", 2) == "fd00::7"
+    assert nodes.address_of("ib*", 2) == "10.0.0.7"
+    assert nodes.interface_with("fd00::7") == "ib0"
     with pytest.raises(ConfigError, match="no network interface"):
         nodes.address_of("eth0", 2)
     assert loopback() == "127.0.0.1"
     monkeypatch.setattr(hosts, "_is_here", lambda address: address == "::1")
     assert loopback() == nodes.address_of(None, 1) == "::1"
-    assert network("lo", False, "::1") == {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "MC_USE_IPV6": "1",
-    } and "MC_USE_IPV6" not in network(None, False)
+    assert network("lo", False, "::1") == {"GLOO_SOCKET_IFNAME": "lo", "MC_USE_IPV6": "1"}
+    assert "MC_USE_IPV6" not in network(None, False)

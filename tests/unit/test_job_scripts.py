@@ -25,17 +25,16 @@ def directive(script: Path, name: str) -> str:
 
 
 @pytest.mark.parametrize("script", GPU_SCRIPTS, ids=lambda script: script.stem)
-def test_the_header_asks_for_the_nodes_that_the_plan_needs(script):
+def test_header_requests_the_nodes_of_the_plan(script):
     (config,) = re.findall(r"megarl_job (\S+)", script.read_text())
     plan = resolve(load_config(config, []), "plan")
     assert plan.config.launch.ranks_per_node == int(directive(script, "gpus-per-node"))
-    assert nodes_needed(plan, Job("train", Path("logs"), "trainer", "generator")) == int(
-        directive(script, "nodes")
-    )
+    nodes = nodes_needed(plan, Job("train", Path("logs"), "trainer", "generator"))
+    assert nodes == int(directive(script, "nodes"))
 
 
 @pytest.mark.parametrize("script", GPU_SCRIPTS, ids=lambda script: script.stem)
-def test_the_last_step_and_checkpoint_have_the_time_that_slurm_gives_them(script):
+def test_last_checkpoint_has_the_time_that_slurm_gives(script):
     """At these sizes the default of two minutes is too short to finish a step and save: all since
     the last checkpoint would be lost.
     """
@@ -53,9 +52,9 @@ def test_one_launcher_per_node_and_valid_shell(script):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_a_job_that_was_not_submitted_in_the_checkout_ends_at_once(script, tmp_path):
+def test_job_submitted_outside_the_checkout_ends_at_once(script, tmp_path):
     environment = os.environ | {"SLURM_SUBMIT_DIR": str(tmp_path)}
-    done = subprocess.run(
+    completed = subprocess.run(
         ["bash", str(script)],
         cwd=tmp_path,
         env=environment,
@@ -63,12 +62,12 @@ def test_a_job_that_was_not_submitted_in_the_checkout_ends_at_once(script, tmp_p
         text=True,
         timeout=60,
     )
-    assert done.returncode == 2
-    [line] = done.stderr.splitlines()
+    assert completed.returncode == 2
+    [line] = completed.stderr.splitlines()
     assert line.endswith(f"{tmp_path}/slurm/job.sh: No such file or directory")
 
 
-def test_the_quickstarts_job_checks_its_settings_where_nothing_has_run_yet(tmp_path):
+def test_quickstart_job_checks_its_settings_before_a_run(tmp_path):
     """With the real megarl, and an srun that only prints its arguments."""
     srun = tmp_path / "bin/srun"
     srun.parent.mkdir()
@@ -79,12 +78,10 @@ def test_the_quickstarts_job_checks_its_settings_where_nothing_has_run_yet(tmp_p
         "SLURM_SUBMIT_DIR": os.getcwd(),
     }
     script = ["bash", "slurm/quickstart.sbatch", f"run_dir={tmp_path}/run"]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert [
-        re.search(r"bin/megarl (\w+) configs/quickstart.yaml ", line)[1]
-        for line in done.stdout.splitlines()
-    ] == ["sft", "train"]
+    completed = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60)
+    assert (completed.returncode, completed.stderr) == (0, "")
+    commands = re.findall(r"bin/megarl (\w+) configs/quickstart.yaml ", completed.stdout)
+    assert commands == ["sft", "train"]
     assert not (tmp_path / "run").exists()
 
 
@@ -109,13 +106,13 @@ def own_job(folder: Path, megarl: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_job_of_ones_own_passes_on_file_and_overrides(tmp_path: Path) -> None:
-    done = own_job(tmp_path, "echo a plan")
-    assert (done.returncode, done.stderr) == (0, "")
-    started = [line.partition(".venv/bin/")[2] for line in done.stdout.splitlines()]
+def test_own_job_passes_on_file_and_overrides(tmp_path: Path) -> None:
+    completed = own_job(tmp_path, "echo a plan")
+    assert (completed.returncode, completed.stderr) == (0, "")
+    started = [line.partition(".venv/bin/")[2] for line in completed.stdout.splitlines()]
     assert started == ["megarl sft my.yaml trainer.tp=4", "megarl train my.yaml trainer.tp=4"]
 
 
-def test_a_job_shows_the_plan_of_a_run_that_is_refused(tmp_path: Path) -> None:
-    done = own_job(tmp_path, "echo fits no; exit 1")
-    assert (done.returncode, done.stdout, done.stderr) == (1, "fits no\n", "")
+def test_job_shows_the_plan_of_a_refused_run(tmp_path: Path) -> None:
+    completed = own_job(tmp_path, "echo fits no; exit 1")
+    assert (completed.returncode, completed.stdout, completed.stderr) == (1, "fits no\n", "")

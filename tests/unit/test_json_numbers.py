@@ -18,11 +18,11 @@ from megarl.generator.completions import Completion, EngineError, Sampling, comp
 from megarl.kernels.json_numbers import read_floats, read_id_lists, read_token_logprobs
 
 
-def read(text: bytes, at: int = 0) -> tuple[list[float], list[int], int] | None:
+def read(text: bytes, start: int = 0) -> tuple[list[float], list[int], int] | None:
     room = len(text) + 1
     values = np.empty(room, np.float32)
     ids = np.empty(room, np.int32)
-    count, end = read_token_logprobs(np.frombuffer(text, np.uint8), at, values, ids)
+    count, end = read_token_logprobs(np.frombuffer(text, np.uint8), start, values, ids)
     return (values[:count].tolist(), ids[:count].tolist(), end) if count >= 0 else None
 
 
@@ -54,20 +54,20 @@ written = st.one_of(
     ]
 )
 @settings(max_examples=500, deadline=None)
-def test_numbers_are_those_of_a_json_decoder_rounded_to_float32(entries):
+def test_numbers_are_those_of_json_in_float32(entries):
     """Each number is read exactly, or left to the decoder.
 
     Numbers as engines write them, float32 of usual size, are always read.
     """
     for text, token in entries:
-        found = read(f"[[{text},{token},null]]".encode())
+        parsed = read(f"[[{text},{token},null]]".encode())
         decoded = float(text)
         with np.errstate(over="ignore"):
             expected = np.float32(decoded)
-        if found is not None:
-            assert found[1] == [token] and struct.pack("f", found[0][0]) == struct.pack(
-                "f", expected
-            ), text
+        if parsed is not None:
+            [value], ids, _ = parsed
+            assert ids == [token]
+            assert struct.pack("f", value) == struct.pack("f", expected), text
         elif (
             decoded == float(expected)
             and 1e-20 < abs(decoded) < 1e20
@@ -75,37 +75,40 @@ def test_numbers_are_those_of_a_json_decoder_rounded_to_float32(entries):
             and "e" not in text.lower()
         ):
             raise AssertionError(f"{text} is a float32 and was not read")
-    whole = f"[{','.join(f'[{text},{token},null]' for text, token in entries)}]".encode()
-    if (found := read(b"xy" + whole + b"}", 2)) is not None:
-        assert found[1] == [token for _, token in entries] and found[2] == 2 + len(whole)
+    all_entries = f"[{','.join(f'[{text},{token},null]' for text, token in entries)}]".encode()
+    parsed = read(b"xy" + all_entries + b"}", 2)
+    if parsed is not None:
+        _, ids, end = parsed
+        assert ids == [token for _, token in entries]
+        assert end == 2 + len(all_entries)
     floats = f"[{','.join(text for text, _ in entries)}]".encode()
-    if (values := read_list(floats)) is not None:
+    values = read_list(floats)
+    if values is not None:
         assert values == [float(np.float32(value)) for value in json.loads(floats)]
 
 
 @given(st.lists(float32, max_size=5), st.data())
 @settings(max_examples=500, deadline=None)
-def test_damage_is_never_read_as_something_else(logprobs, data):
+def test_damaged_list_is_read_like_json_or_not_at_all(logprobs, data):
     """A list with a byte changed, removed or inserted, or with its end cut off, is read like by a
     decoder, or not at all.
     """
     text = bytearray(
         json.dumps([[value, 7, None] for value in logprobs], separators=(",", ":")).encode()
     )
-    at = data.draw(st.integers(0, len(text) - 1))
+    position = data.draw(st.integers(0, len(text) - 1))
     change = data.draw(st.sampled_from(["replace", "remove", "insert", "cut"]))
     byte = data.draw(st.sampled_from(b'0123456789.,-+eE[]{}" nul\x00\xff'))
-    text[at : len(text) if change == "cut" else at + (change != "insert")] = bytes(
+    text[position : len(text) if change == "cut" else position + (change != "insert")] = bytes(
         [byte] * (change in ("replace", "insert"))
     )
-    found = read(bytes(text))
-    if found is None:
+    parsed = read(bytes(text))
+    if parsed is None:
         return
-    values, ids, end = found
+    values, ids, end = parsed
     decoded = json.loads(text[:end])
-    assert [token for _, token, _ in decoded] == ids and all(
-        third is None for _, _, third in decoded
-    )
+    assert [token for _, token, _ in decoded] == ids
+    assert all(third is None for _, _, third in decoded)
     assert values == [float(np.float32(value)) for value, _, _ in decoded]
 
 
@@ -113,15 +116,14 @@ def test_damage_is_never_read_as_something_else(logprobs, data):
     st.lists(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4), max_size=5),
     st.sampled_from(["", ",7]", "}"]),
 )
-def test_lists_of_ids_are_what_json_decodes(lists, after):
+def test_lists_of_ids_are_those_of_json(lists, after):
     text = json.dumps(lists, separators=(",", ":")).encode()
     ids = np.zeros(len(text), np.int32)
     sizes = np.zeros(len(text), np.int32)
     count, end = read_id_lists(np.frombuffer(text + after.encode(), np.uint8), 0, ids, sizes)
-    assert (count, end) == (len(lists), len(text)) and sizes[:count].tolist() == [
-        len(each) for each in lists
-    ]
-    assert ids[: sizes[:count].sum()].tolist() == [token for each in lists for token in each]
+    assert (count, end) == (len(lists), len(text))
+    assert sizes[:count].tolist() == [len(tokens) for tokens in lists]
+    assert ids[: sizes[:count].sum()].tolist() == [token for tokens in lists for token in tokens]
 
 
 @pytest.mark.parametrize(
@@ -134,11 +136,16 @@ def test_lists_of_ids_written_otherwise_are_declined(text):
     assert read_id_lists(np.frombuffer(text.encode(), np.uint8), 0, room, room.copy())[0] == -1
 
 
-def answer(logprobs, meta=None, text="", **more) -> bytes:
-    return json.dumps([{"text": text, "output_ids": [7], "meta_info": {
-        "finish_reason": {"type": "stop"}, "weight_version": "3", "prompt_tokens": 4,
-        "output_token_logprobs": logprobs, **(meta or {}),
-    }, **more}], separators=(",", ":")).encode()  # fmt: skip
+def answer(logprobs, meta=None, text="", **fields) -> bytes:
+    meta_info = {
+        "finish_reason": {"type": "stop"},
+        "weight_version": "3",
+        "prompt_tokens": 4,
+        "output_token_logprobs": logprobs,
+        **(meta or {}),
+    }
+    response = {"text": text, "output_ids": [7], "meta_info": meta_info, **fields}
+    return json.dumps([response], separators=(",", ":")).encode()
 
 
 GREEDY = Sampling(8)
@@ -163,7 +170,7 @@ COMPLETION = Completion([5, 6, 7], [-0.25, -1.5, -0.1], [3, 3, 3], "stop")
         answer(THREE, later={"output_token_logprobs": [[-9.0, 9, None]]}),  # in an unexpected place
     ],
 )
-def test_answers_are_read_however_they_are_written(body):
+def test_answers_are_read_in_any_form(body):
     assert completions_of("e", body, [GREEDY]) == [COMPLETION]
 
 
@@ -177,13 +184,11 @@ def test_many_answers_and_truncated_distributions():
         + b"]"
     )
     first, second = completions_of("e", two, [TRUNCATED, TRUNCATED])
-    assert first == Completion(
-        [5, 6, 7], [-0.125, -0.5, 0.0], [3] * 3, "stop"
-    ) and second == Completion([], [], [], "stop")
+    assert first == Completion([5, 6, 7], [-0.125, -0.5, 0.0], [3] * 3, "stop")
+    assert second == Completion([], [], [], "stop")
     spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]
-    assert completions_of("e", answer(THREE, {"weight_versions": spans}), [GREEDY])[
-        0
-    ].versions.tolist() == [3, 3, 4]
+    [completion] = completions_of("e", answer(THREE, {"weight_versions": spans}), [GREEDY])
+    assert completion.versions.tolist() == [3, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -212,6 +217,6 @@ def test_many_answers_and_truncated_distributions():
         (b"[]", "0 answers to 1 requests"),
     ],
 )
-def test_what_is_no_answer_is_refused_with_the_engines_name(body, problem):
+def test_malformed_answer_is_refused_with_the_engine(body, problem):
     with pytest.raises(EngineError, match=f"engine e .*{problem}"):
         completions_of("e", body, [GREEDY])

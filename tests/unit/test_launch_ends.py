@@ -31,19 +31,17 @@ from megarl.plan.resolve import RunPlan, resolve
 READ_ONLY = Path("/proc/self")  # read-only even for root
 
 
-def test_a_run_that_thins_out_long_responses_says_so_at_its_start(tmp_path: Path) -> None:
-    for mode in ("block", "in_flight", "retract", "resume", "abort"):
-        told = sampling_lines(resolve(config(tmp_path, f"async.partial_rollout={mode}"), "plan"))
-        assert [line.partition(" starts")[0] for line in told] == [
-            "Sampling: async.partial_rollout=abort"
-        ] * (mode == "abort")
+@pytest.mark.parametrize("mode", ["block", "in_flight", "retract", "resume", "abort"])
+def test_run_that_thins_out_long_responses_says_so(tmp_path: Path, mode: str) -> None:
+    plan = resolve(config(tmp_path, f"async.partial_rollout={mode}"), "plan")
+    lines = [line.partition(" starts")[0] for line in sampling_lines(plan)]
+    assert lines == (["Sampling: async.partial_rollout=abort"] if mode == "abort" else [])
 
 
-def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+def test_unwritable_folder_is_named(tmp_path: Path) -> None:
     assert write_problem(tmp_path) == "" and not list(tmp_path.iterdir())
-    assert (
-        write_problem(READ_ONLY) and write_problem(tmp_path / "gone") == "No such file or directory"
-    )
+    assert write_problem(READ_ONLY)
+    assert write_problem(tmp_path / "gone") == "No such file or directory"
     (tmp_path / "trainer.0.log").write_text("OSError: [Errno 28]\n")
     failure = ProcessFailed("trainer.0", 1, tmp_path / "trainer.0.log", 0)
     failure.begin("run_dir=x: cannot be written to any more: No space left on device")
@@ -53,16 +51,16 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     ]
 
 
-def test_the_reason_is_told_once_and_before_trackers_are_waited_for(
+def test_reason_is_printed_once_before_trackers_close(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told_before_close: list[str] = []
+    printed_before_close: list[str] = []
 
     class SlowTrackers(Trackers):
         """Fake trackers that wait, and record what was printed by then."""
 
         def close(self) -> None:
-            told_before_close.append(capsys.readouterr().err)
+            printed_before_close.append(capsys.readouterr().err)
 
     def fails(*_: object) -> Path:
         raise RuntimeError("trainer.0 exited with status 1")
@@ -79,45 +77,47 @@ def test_the_reason_is_told_once_and_before_trackers_are_waited_for(
     monkeypatch.setattr(cli, "_resolved", lambda arguments: plan)
     assert cli.main(["sft", "x.yaml"]) == 1
     assert (
-        told_before_close == ["megarl: trainer.0 exited with status 1\n"]
+        printed_before_close == ["megarl: trainer.0 exited with status 1\n"]
         and capsys.readouterr().err == ""
     )
     tell(ConfigError(["a: b", "c: d"]))
     assert capsys.readouterr().err == "megarl: a: b\nmegarl: c: d\n"
 
 
-def test_trackers_are_not_waited_for_where_their_folder_cannot_be_written_to(
+def test_trackers_of_an_unwritable_folder_are_not_awaited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fake tracker reads for ever. The run's folder is gone, so nothing can be written."""
     monkeypatch.setattr(tracking, "HOPELESS_S", 0.2)
     run_dir = tmp_path / "run"
-    told = list[str]()
+    messages: list[str] = []
     settings = RunConfig(model=ModelConfig(path="none"))
     settings.observe.trackers = ["tensorboard"]
     settings.timeouts.trackers_s = 600.0
     (tmp_path / "settings.yaml").write_text("{}")
-    trackers = Trackers(settings, run_dir, told.append)
+    trackers = Trackers(settings, run_dir, messages.append)
     run_dir.mkdir()
     MetricsWriter(run_dir).close()
     trackers.start(tmp_path / "settings.yaml", 0)
     (process,) = trackers._processes.values()
     process.kill()
     process.wait()
-    trackers._processes["tensorboard"] = sleeper = subprocess.Popen(
+    sleeper = subprocess.Popen(
         [sys.executable, "-S", "-c", "import time; time.sleep(600)"], stdin=subprocess.PIPE
     )
+    trackers._processes["tensorboard"] = sleeper
     run_dir.rename(tmp_path / "elsewhere")
-    began = time.monotonic()
+    start_s = time.monotonic()
     trackers.close()
-    assert time.monotonic() - began < 60 and sleeper.poll() is not None
-    assert told[0].startswith(
+    assert time.monotonic() - start_s < 60
+    assert sleeper.poll() is not None
+    assert messages[0].startswith(
         "tracker tensorboard: it had not finished 0.2 s after the run (its folder cannot be "
         "written to: No such file"
     )
 
 
-def test_a_trace_that_cannot_be_written_does_not_hide_why_the_run_ends(tmp_path: Path) -> None:
+def test_unwritable_trace_does_not_hide_the_failure(tmp_path: Path) -> None:
     plan: RunPlan = resolve(config(tmp_path, "cluster.gpu=H100"), "plan")
     with (
         pytest.raises(RuntimeError, match="the disk is full"),

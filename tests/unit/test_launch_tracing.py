@@ -33,28 +33,22 @@ def marks(plan: RunPlan, rank: int = 0) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_start_tells_the_plan(plan: RunPlan) -> None:
+def test_start_in_the_trace_has_the_plan(plan: RunPlan) -> None:
     with launcher.traced(plan, node(), Resume(step=7)):
         pass
     start, end = marks(plan)
-    assert (
-        start["args"]["step"] == 7
-        and start["args"]["nodes"] == 2
-        and end["args"] == {"how": "finished"}
-    )
-    found = estimate(plan.config, plan.spec)
-    told = start["args"]["expected"]
-    assert (
-        told["step_s"] == found.step_s
-        and told["binding"] == found.binding
-        and told["gpu"] == "H100"
-        and told["peak_flops"] == 989e12
-    )
-    assert sum(told["train_parts_s"].values()) == pytest.approx(told["train_s"])
+    assert (start["args"]["step"], start["args"]["nodes"]) == (7, 2)
+    assert end["args"] == {"how": "finished"}
+    estimated = estimate(plan.config, plan.spec)
+    expected = start["args"]["expected"]
+    assert expected["step_s"] == estimated.step_s
+    assert expected["binding"] == estimated.binding
+    assert (expected["gpu"], expected["peak_flops"]) == ("H100", 989e12)
+    assert sum(expected["train_parts_s"].values()) == pytest.approx(expected["train_s"])
 
 
 @pytest.mark.parametrize(
-    ("error", "how"),
+    ("error", "ending"),
     [
         (RuntimeError("trainer.0 died\n" + "x" * 9000), "failed: trainer.0 died\nxxx"),
         (Stopped(), "stopped by SIGTERM"),
@@ -65,18 +59,17 @@ def test_the_start_tells_the_plan(plan: RunPlan) -> None:
         (Stopped(number=1), "stopped by SIGHUP"),
     ],
 )
-def test_the_end_is_told_and_the_error_goes_on(
-    plan: RunPlan, error: BaseException, how: str
+def test_end_is_in_the_trace_and_the_error_goes_on(
+    plan: RunPlan, error: BaseException, ending: str
 ) -> None:
     with pytest.raises(type(error)), launcher.traced(plan, node(1), Resume()):
         raise error
     (end,) = marks(plan, 1)
-    assert end["args"]["how"].startswith(how) and len(end["args"]["how"]) <= launcher.END_CHARACTERS
+    assert end["args"]["how"].startswith(ending)
+    assert len(end["args"]["how"]) <= launcher.END_CHARACTERS
 
 
-def test_a_run_that_cannot_be_planned_starts_all_the_same(
-    plan: RunPlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_without_an_estimate_starts(plan: RunPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*_: object) -> None:
         raise ConfigError("no such shape")
 
