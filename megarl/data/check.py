@@ -201,11 +201,13 @@ def digests_of(checked: Sequence[Checked]) -> dict[str, bytes | None]:
         if not _is_learned(dataset_check.key):
             continue
         row_digests = dataset_check.reading.digests
-        digests[dataset_check.key] = None
-        if dataset_check.rows is not None and row_digests is not None:
-            digests[dataset_check.key] = bytes(row_digests)
-            if dataset_check.source.startswith(PREFIX):
-                digests[dataset_check.key] += dataset_check.rows.to_bytes(ROW_DIGEST_BYTES)
+        if dataset_check.rows is None or row_digests is None:
+            digests[dataset_check.key] = None
+            continue
+        count = b""
+        if dataset_check.source.startswith(PREFIX):
+            count = dataset_check.rows.to_bytes(ROW_DIGEST_BYTES)
+        digests[dataset_check.key] = bytes(row_digests) + count
     return digests
 
 
