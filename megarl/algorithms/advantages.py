@@ -106,9 +106,8 @@ def dpo(advantages: Tensor, log_ratio: Tensor, beta: float) -> Tensor:
 
 def ipo(advantages: Tensor, log_ratio: Tensor, beta: float) -> Tensor:
     """(gap - 1 / (2 beta))^2 (IPO, arXiv:2310.12036, equation 17; its tau is beta)."""
-    return torch.where(
-        _paired(advantages), (_gap(advantages, log_ratio) - 1 / (2 * beta)).square(), 0.0
-    )
+    distance = _gap(advantages, log_ratio) - 1 / (2 * beta)
+    return torch.where(_paired(advantages), distance.square(), 0.0)
 
 
 def copg(advantages: Tensor, log_ratio: Tensor, beta: float) -> Tensor:
@@ -159,13 +158,15 @@ class GroupLoss:
             losses = self.loss(advantages, variable, self.beta)
             (slopes,) = torch.autograd.grad(losses.sum(), variable)
         pair = best_and_worst(advantages)
-        gap = _gap(best_and_worst(advantages), log_ratio)
-        sums = {"pairs": _paired(pair), "pair_margin": self.beta * gap, "pair_accuracy": gap > 0}
+        gap = _gap(pair, log_ratio)
+        sums = {
+            "pairs": _paired(pair).sum().item(),
+            "pair_margin": (self.beta * gap).sum().item(),
+            "pair_accuracy": (gap > 0).sum().item(),
+        }
         # the trainer takes a mean over samples; the loss is a mean over prompts
         weights = -slopes * log_ratio.shape[1]
-        return GroupWeights(
-            weights, losses.sum().item(), {name: value.sum().item() for name, value in sums.items()}
-        )
+        return GroupWeights(weights, losses.sum().item(), sums)
 
 
 def _paired(advantages: Tensor) -> Tensor:

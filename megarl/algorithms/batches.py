@@ -116,19 +116,12 @@ def to_train_sequences(
     gradient at zero advantage: `Algorithm.skip_zero` says whether it holds. `masked`: the places of
     samples that are always left out.
     """
-    lengths = []
-    for group in batch.groups:
-        for sample in group.samples:
-            lengths.append(group.prompt_tokens + sample.tokens)
-    advantage_of_episode = zip(
-        (branches for group in batch.groups for branches in episodes(group.samples)),
-        advantages.flatten().tolist(),
-        strict=True,
-    )
-    advantage_of_sample = []
-    for branches, advantage in advantage_of_episode:
-        for _ in branches:
-            advantage_of_sample.append(advantage)
+    lengths: list[int] = []
+    advantage_of_sample: list[float] = []
+    for group, advantages_of_group in zip(batch.groups, advantages.tolist(), strict=True):
+        lengths += [group.prompt_tokens + sample.tokens for sample in group.samples]
+        for branches, advantage in zip(episodes(group.samples), advantages_of_group, strict=True):
+            advantage_of_sample += [advantage] * len(branches)
     result: dict[int, TrainSequence | RemoteSequence] = {}
     for place, advantage in enumerate(advantage_of_sample):
         if place not in masked and (advantage != 0.0 or not skip_zero):
@@ -142,23 +135,14 @@ def to_train_sequences(
 def _train_sequence(sample: SampleNumbers, advantage: float) -> TrainSequence:
     """Masks the environment's tokens like the prompt's, since the policy has chosen neither."""
     prompt = len(sample.prompt_ids)
-    length = len(sample.prompt_ids) + len(sample.token_ids)
-    token_ids = np.empty(length, np.int32)
-    loss_mask = np.empty(length, np.bool_)
-    mu_logprobs = np.empty(length, np.float32)
-    advantages = np.empty(length, np.float32)
-    token_ids[:prompt] = sample.prompt_ids
-    token_ids[prompt:] = sample.token_ids
-    loss_mask[:prompt] = False
-    loss_mask[prompt:] = True
-    mu_logprobs[:prompt] = 0.0
+    token_ids = np.concatenate([sample.prompt_ids, sample.token_ids])
+    loss_mask = np.arange(len(token_ids)) >= prompt
+    mu_logprobs = np.zeros(len(token_ids), np.float32)
     mu_logprobs[prompt:] = sample.logprobs
-    advantages[:prompt] = 0.0
-    advantages[prompt:] = advantage
     if sample.policy_mask is not None:
         loss_mask[prompt:] = sample.policy_mask
-        mu_logprobs[prompt:][~sample.policy_mask] = 0.0
-        advantages[prompt:][~sample.policy_mask] = 0.0
+        mu_logprobs[~loss_mask] = 0.0
+    advantages = np.where(loss_mask, np.float32(advantage), np.float32(0.0))
     return TrainSequence(
         token_ids, loss_mask, mu_logprobs, advantages, sample.routing, sample.kept, sample.teachers
     )
@@ -166,11 +150,9 @@ def _train_sequence(sample: SampleNumbers, advantage: float) -> TrainSequence:
 
 def masked_places(batch: Batch, mask_truncated: bool) -> set[int]:
     """The places of the samples that algorithm.mask_truncated leaves out of the loss."""
-    result: set[int] = set()
-    for place, sample in enumerate(batch.samples):
-        if mask_truncated and sample.finish_reason == "length":
-            result.add(place)
-    return result
+    if not mask_truncated:
+        return set()
+    return {p for p, sample in enumerate(batch.samples) if sample.finish_reason == "length"}
 
 
 def batch_rewards(batch: Batch, config: RunConfig | None = None) -> Tensor:
@@ -198,7 +180,7 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Metrics of a batch that the trainer uses at weight version `version`.
 
-    `trained` [G, n]: the rewards after penalties, if there are any.
+    `shaped_rewards` [G, n]: the rewards after penalties, if there are any.
 
     They cover all groups that were generated for the step, including dropped ones. Only staleness,
     penalties and zero_advantage_fraction are restricted to trained groups. The staleness of a token
@@ -211,45 +193,37 @@ def batch_metrics(
     rewards = torch.tensor(
         [sample.reward for sample in samples if not sample.branch], dtype=torch.float64
     )
-    runs = []
+    lags = []
+    token_counts = []
     for sample in batch.samples:
-        runs.extend(sample.policy_versions)
+        for sampled_by, count in sample.policy_versions:
+            lags.append(version - sampled_by)
+            token_counts.append(count)
     tokens = sum(sample.tokens for sample in samples)
     own_tokens = sum(sample.policy_tokens for sample in samples)
-    rollout_means = {}
-    for name, value in _means([sample.metrics for sample in samples]).items():
-        rollout_means[f"rollout/{name}"] = value
-    part_means = {}
-    for name, value in _means([sample.reward_parts for sample in samples]).items():
-        part_means[f"reward/{name}/mean"] = value
-    return {
+    is_equal = (trained_on == trained_on[:, :1]).all(dim=1)
+    metrics = {
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std(correction=0).item(),
-        "staleness/mean": sum((version - sampled_by) * count for sampled_by, count in runs)
-        / sum(count for _, count in runs),
-        "staleness/max": float(version - min(sampled_by for sampled_by, _ in runs)),
+        "staleness/mean": fmean(lags, weights=token_counts),
+        "staleness/max": float(max(lags)),
         "response_tokens/mean": tokens / len(samples),
         "environment_tokens/fraction": 1 - own_tokens / tokens,
-        "turns/mean": sum(sample.turns for sample in samples) / len(samples),
-        "truncated_fraction": sum(sample.finish_reason == "length" for sample in samples)
-        / len(samples),
-        "zero_advantage_fraction": (trained_on == trained_on[:, :1])
-        .all(dim=1)
-        .double()
-        .mean()
-        .item(),
-        **(
-            {}
-            if shaped_rewards is None
-            else {"reward/penalty/mean": (batch_rewards(batch) - shaped_rewards).mean().item()}
-        ),
-        **kept_metrics((sample.kept for sample in samples), own_tokens),
-        **episode_metrics(samples),
-        **failure_metrics(samples),
-        **teacher_failures(samples),
-        **part_means,
-        **rollout_means,
+        "turns/mean": fmean(sample.turns for sample in samples),
+        "truncated_fraction": fmean(sample.finish_reason == "length" for sample in samples),
+        "zero_advantage_fraction": is_equal.double().mean().item(),
     }
+    if shaped_rewards is not None:
+        metrics["reward/penalty/mean"] = (batch_rewards(batch) - shaped_rewards).mean().item()
+    metrics |= kept_metrics((sample.kept for sample in samples), own_tokens)
+    metrics |= episode_metrics(samples)
+    metrics |= failure_metrics(samples)
+    metrics |= teacher_failures(samples)
+    for name, value in _means([sample.reward_parts for sample in samples]).items():
+        metrics[f"reward/{name}/mean"] = value
+    for name, value in _means([sample.metrics for sample in samples]).items():
+        metrics[f"rollout/{name}"] = value
+    return metrics
 
 
 def step_times(
@@ -293,22 +267,18 @@ def dropped_metrics(batch: Batch) -> dict[str, float]:
     for group in answered:
         dropped.append([sample.reward for sample in group.samples if not sample.branch])
     unanswered = len(batch.dropped) - len(answered)
-    return {
-        **({"prompts/unanswered": unanswered} if unanswered else {}),
+    metrics: dict[str, float] = {"prompts/unanswered": unanswered} if unanswered else {}
+    metrics |= {
         "prompts/dropped": len(dropped),
         "prompts/dropped_right": sum(min(rewards) >= CORRECT for rewards in dropped),
         "prompts/dropped_wrong": sum(max(rewards) < CORRECT for rewards in dropped),
-        **({"reward/dropped_mean": fmean(chain(*dropped))} if dropped else {}),
-        **(
-            {
-                "reward/trained_mean": fmean(
-                    sample.reward for sample in batch.samples if not sample.branch
-                )
-            }
-            if batch.groups
-            else {}
-        ),
     }
+    if dropped:
+        metrics["reward/dropped_mean"] = fmean(chain(*dropped))
+    if batch.groups:
+        trained_rewards = [sample.reward for sample in batch.samples if not sample.branch]
+        metrics["reward/trained_mean"] = fmean(trained_rewards)
+    return metrics
 
 
 def source_metrics(batch: Batch, mixture: Mixture, curriculum: bool) -> dict[str, float]:
@@ -317,7 +287,9 @@ def source_metrics(batch: Batch, mixture: Mixture, curriculum: bool) -> dict[str
     has left out.
     """
     metrics: dict[str, float] = {"prompts/rested": batch.rested} if curriculum else {}
-    for number, name in enumerate(mixture.names if len(mixture.names) > 1 else ()):
+    if len(mixture.names) == 1:
+        return metrics
+    for number, name in enumerate(mixture.names):
         groups = [group for group in batch.groups if mixture.source(group.ordinal) == number]
         dropped = [group for group in batch.dropped if mixture.source(group.ordinal) == number]
         rewards = []
@@ -325,11 +297,11 @@ def source_metrics(batch: Batch, mixture: Mixture, curriculum: bool) -> dict[str
             for sample in group.samples:
                 if not sample.branch:
                     rewards.append(sample.reward)
-        metrics |= {
-            f"source/{name}/prompts": len(groups),
-            **({f"source/{name}/dropped": len(dropped)} if dropped else {}),
-        }
-        metrics |= {f"source/{name}/reward": fmean(rewards)} if rewards else {}
+        metrics[f"source/{name}/prompts"] = len(groups)
+        if dropped:
+            metrics[f"source/{name}/dropped"] = len(dropped)
+        if rewards:
+            metrics[f"source/{name}/reward"] = fmean(rewards)
     return metrics
 
 

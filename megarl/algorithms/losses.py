@@ -45,13 +45,35 @@ class Weights(NamedTuple):
     surrogate: Tensor | None = None
 
 
-Rule = Callable[[Tensor, Tensor, Tensor, Tensor, float, float], Weights]
-"""(log_ratio [t], advantages [t], mask [t], boundaries [n + 1], rho_min, rho) -> Weights.
+class RuleInputs(NamedTuple):
+    """The tokens of n sequences, end to end, and the bounds of their ratios.
 
-The tokens of n sequences stand end to end; `boundaries` says where each sequence begins and ends.
-log_ratio is -inf outside the mask, and for a token that has become impossible. Any finite weight
-will do there.
-"""
+    These are also the arguments of a user's own rule, in this order.
+    """
+
+    # [t]; -inf outside the mask, and for a token that has become impossible: any finite weight
+    # will do there
+    log_ratio: Tensor
+    advantages: Tensor  # [t]
+    mask: Tensor  # [t] bool
+    boundaries: Tensor  # [n + 1] where each sequence begins and ends
+    rho_min: float
+    rho: float
+
+    @property
+    def low(self) -> float:
+        return _log(self.rho_min)
+
+    @property
+    def high(self) -> float:
+        return _log(self.rho)
+
+    def token_counts(self) -> Tensor:
+        """[n] the tokens of each response, but at least 1."""
+        return segment_counts(self.mask, self.boundaries, self.log_ratio.dtype)
+
+
+Rule = Callable[[RuleInputs], Weights]
 
 
 @dataclass(frozen=True)
@@ -204,9 +226,10 @@ class PolicyGradient:
             )
             advantages = advantages + distilled_advantages
             sums = sums | distilled_sums
-        weight, clipped, surrogate = self.weigh(
+        inputs = RuleInputs(
             log_ratio, advantages, mask, microbatch.boundaries, self.rho_min, self.rho
         )
+        weight, clipped, surrogate = self.weigh(inputs)
         sums["is_ratio_clipped"] = (clipped & mask).sum()
         advantages = torch.where(mask, advantages, 0.0)
         terms = -factor * weight * advantages * log_pi
@@ -219,9 +242,8 @@ class PolicyGradient:
         if reference is not None:
             difference = log_pi - torch.where(possible, reference, 0.0)
             if self.kl_coef and self.kl == "loss":
-                terms = terms + self.kl_coef * correction * ESTIMATORS[self.kl_estimator](
-                    difference
-                )
+                estimate = ESTIMATORS[self.kl_estimator](difference)
+                terms = terms + self.kl_coef * correction * estimate
             sums["kl"] = (correction * k3(difference.detach())).sum()
         return LossOutput(self._sum(terms, mask, microbatch.boundaries), sums)
 
@@ -251,9 +273,8 @@ class PolicyGradient:
         """The sum of `terms` over all tokens, or of their means over the sequences."""
         if self.loss_mean != "sequence":
             return terms.sum()
-        return (
-            segment_sums(terms, boundaries) / segment_counts(mask, boundaries, terms.dtype)
-        ).sum()
+        counts = segment_counts(mask, boundaries, terms.dtype)
+        return (segment_sums(terms, boundaries) / counts).sum()
 
 
 def _log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -280,21 +301,14 @@ def nll_loss(logprobs: Tensor, microbatch: LossInputs) -> LossOutput:
     return LossOutput(-torch.where(mask, logprobs, 0.0).sum(), {"tokens": mask.sum()})
 
 
-def clamped(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    boundaries: Tensor,
-    rho_min: float,
-    rho: float,
-) -> Weights:
+def clamped(inputs: RuleInputs) -> Weights:
     """min(pi/mu, rho): AIPO (LlamaRL, section 6).
 
     With `rho_min` above 0, also clamps from below: CISPO (MiniMax-M1, arXiv:2506.13585).
     """
-    low = _log(rho_min)
-    high = _log(rho)
-    return Weights(log_ratio.clamp(low, high).exp(), (log_ratio < low) | (log_ratio > high))
+    log_ratio = inputs.log_ratio
+    is_outside = (log_ratio < inputs.low) | (log_ratio > inputs.high)
+    return Weights(log_ratio.clamp(inputs.low, inputs.high).exp(), is_outside)
 
 
 def segment_sums(values: Tensor, boundaries: Tensor) -> Tensor:
@@ -337,137 +351,72 @@ def k3(difference: Tensor) -> Tensor:
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
-def clipped(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    boundaries: Tensor,
-    rho_min: float,
-    rho: float,
-    dual_clip: float,
-) -> Weights:
+def clipped(inputs: RuleInputs, dual_clip: float) -> Weights:
     """The gradient of min(r A, clip(r, rho_min, rho) A), r = pi/mu (PPO; GRPO, arXiv:2402.03300).
 
     The gradient is 0 for tokens whose ratio is beyond the bound that their advantage pushes it
     towards. With a negative advantage it is also 0 where the ratio is above both `dual_clip` (Ye et
     al., arXiv:1912.09729) and `rho`.
     """
-    low = _log(rho_min)
-    high = _log(rho)
-    highest = _log(max(dual_clip, rho))
-    is_beyond = torch.where(
-        advantages > 0, log_ratio > high, (log_ratio < low) | (log_ratio > highest)
-    )
+    log_ratio = inputs.log_ratio
+    is_good = inputs.advantages > 0
+    highest = _log(max(dual_clip, inputs.rho))
+    is_outside = (log_ratio < inputs.low) | (log_ratio > highest)
+    is_beyond = torch.where(is_good, log_ratio > inputs.high, is_outside)
+    most = min(highest, _HIGHEST_LOG_RATIO)
     surrogate = torch.where(
-        advantages > 0,
-        log_ratio.clamp(max=high),
-        log_ratio.clamp(low, min(highest, _HIGHEST_LOG_RATIO)),
+        is_good, log_ratio.clamp(max=inputs.high), log_ratio.clamp(inputs.low, most)
     ).exp()
-    weight = torch.where(
-        is_beyond, 0.0, log_ratio.clamp(max=min(highest, _HIGHEST_LOG_RATIO)).exp()
-    )
+    weight = torch.where(is_beyond, 0.0, log_ratio.clamp(max=most).exp())
     return Weights(weight, is_beyond | (log_ratio > _HIGHEST_LOG_RATIO), surrogate)
 
 
-def sequence_clipped(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    boundaries: Tensor,
-    rho_min: float,
-    rho: float,
-    dual_clip: float,
-) -> Weights:
+def sequence_clipped(inputs: RuleInputs, dual_clip: float) -> Weights:
     """Like `clipped`, with the geometric mean of a response's ratios as r (GSPO, arXiv:2507.18071,
     equations 5 to 7).
 
     With loss_mean=sequence the gradient is GSPO's.
     """
-    mean_log_ratio = _sequence_sums(log_ratio, mask, boundaries) / segment_counts(
-        mask, boundaries, log_ratio.dtype
-    )
-    return clipped(
-        spread(mean_log_ratio, boundaries, len(mask)),
-        advantages,
-        mask,
-        boundaries,
-        rho_min,
-        rho,
-        dual_clip,
-    )
+    sums = _sequence_sums(inputs.log_ratio, inputs.mask, inputs.boundaries)
+    means = spread(sums / inputs.token_counts(), inputs.boundaries, len(inputs.mask))
+    return clipped(inputs._replace(log_ratio=means), dual_clip)
 
 
-def response_clipped(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    boundaries: Tensor,
-    rho_min: float,
-    rho: float,
-    dual_clip: float,
-) -> Weights:
+def response_clipped(inputs: RuleInputs, dual_clip: float) -> Weights:
     """Like `clipped`, with the product of a response's ratios as r (Proximal RLOO,
     arXiv:2410.18252, appendix B).
 
     With loss_mean=sequence_sum the gradient is Proximal RLOO's.
     """
-    response_log_ratio = spread(_sequence_sums(log_ratio, mask, boundaries), boundaries, len(mask))
-    weight, is_beyond, surrogate = clipped(
-        response_log_ratio, advantages, mask, boundaries, rho_min, rho, dual_clip
-    )
+    log_ratio = _response_log_ratio(inputs.log_ratio, inputs.mask, inputs.boundaries)
+    weight, is_beyond, surrogate = clipped(inputs._replace(log_ratio=log_ratio), dual_clip)
     assert surrogate is not None
-    tokens = spread(segment_counts(mask, boundaries, log_ratio.dtype), boundaries, len(mask))
-    return Weights(
-        weight, is_beyond, surrogate / tokens
-    )  # so that its sum counts each response once
+    tokens = spread(inputs.token_counts(), inputs.boundaries, len(inputs.mask))
+    # so that its sum counts each response once
+    return Weights(weight, is_beyond, surrogate / tokens)
 
 
-def masked(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    boundaries: Tensor,
-    rho_min: float,
-    rho: float,
-) -> Weights:
+def masked(inputs: RuleInputs) -> Weights:
     """pi/mu inside the bounds, 0 outside: ignores tokens on which trainer and generator disagree
     too much (IcePop, 2025).
     """
-    high = _log(rho)
-    is_outside = (log_ratio < _log(rho_min)) | (log_ratio > high)
-    return Weights(torch.where(is_outside, 0.0, log_ratio.clamp(max=high).exp()), is_outside)
+    weight, is_outside, _ = clamped(inputs)
+    return Weights(torch.where(is_outside, 0.0, weight), is_outside)
 
 
-def tapered(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    boundaries: Tensor,
-    rho_min: float,
-    rho: float,
-) -> Weights:
+def tapered(inputs: RuleInputs) -> Weights:
     """1 for responses of positive advantage; for the others, the ratio of the whole response, at
     most `rho` (TOPR, arXiv:2503.14286).
     """
-    response_log_ratio = spread(_sequence_sums(log_ratio, mask, boundaries), boundaries, len(mask))
-    high = _log(rho)
-    is_good = advantages > 0
-    return Weights(
-        torch.where(is_good, 1.0, response_log_ratio.clamp(max=high).exp()),
-        ~is_good & (response_log_ratio > high),
-    )
+    log_ratio = _response_log_ratio(inputs.log_ratio, inputs.mask, inputs.boundaries)
+    is_good = inputs.advantages > 0
+    weight = torch.where(is_good, 1.0, log_ratio.clamp(max=inputs.high).exp())
+    return Weights(weight, ~is_good & (log_ratio > inputs.high))
 
 
-def uncorrected(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    boundaries: Tensor,
-    rho_min: float,
-    rho: float,
-) -> Weights:
+def uncorrected(inputs: RuleInputs) -> Weights:
     """1, as if the current weights had sampled everything: the baseline in LlamaRL's figure 8."""
-    return Weights(torch.ones_like(log_ratio), torch.zeros_like(mask))
+    return Weights(torch.ones_like(inputs.log_ratio), torch.zeros_like(inputs.mask))
 
 
 def lag_weights(
@@ -485,13 +434,19 @@ def lag_weights(
     becomes 0 (IcePop), or with `above` "truncate" that bound (truncated importance sampling).
     """
     if level == "sequence":
-        log_lag = spread(_sequence_sums(log_lag, mask, boundaries), boundaries, len(mask))
+        log_lag = _response_log_ratio(log_lag, mask, boundaries)
     low = _log(floor)
     high = _log(cap)
     is_beyond = (log_lag < low) | (log_lag > high)
     weight = log_lag.clamp(low, min(high, _HIGHEST_LOG_RATIO)).exp()
-    weight = weight if above == "truncate" else torch.where(is_beyond, 0.0, weight)
+    if above != "truncate":
+        weight = torch.where(is_beyond, 0.0, weight)
     return Weights(weight, is_beyond | (log_lag > _HIGHEST_LOG_RATIO))
+
+
+def _response_log_ratio(log_ratio: Tensor, mask: Tensor, boundaries: Tensor) -> Tensor:
+    """[t] for each token, the log-ratio of its whole response."""
+    return spread(_sequence_sums(log_ratio, mask, boundaries), boundaries, len(mask))
 
 
 def _sequence_sums(log_ratio: Tensor, mask: Tensor, boundaries: Tensor) -> Tensor:

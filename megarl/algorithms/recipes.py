@@ -143,15 +143,11 @@ def _tokens_problems(config: AlgorithmConfig, recipe: Recipe) -> Iterator[str]:
 
 def _kl_problems(config: AlgorithmConfig) -> Iterator[str]:
     if not config.kl_coef:
-        for key, value in (
-            ("kl", config.kl if config.kl != "loss" else None),
-            ("kl_estimator", config.kl_estimator),
-        ):
-            if value is not None:
-                yield (
-                    f"algorithm.{key}={value}: needs algorithm.kl_coef above 0; it is "
-                    f"{config.kl_coef}"
-                )
+        needs = f"needs algorithm.kl_coef above 0; it is {config.kl_coef}"
+        if config.kl != "loss":
+            yield f"algorithm.kl={config.kl}: {needs}"
+        if config.kl_estimator is not None:
+            yield f"algorithm.kl_estimator={config.kl_estimator}: {needs}"
     elif config.kl == "loss" and config.kl_estimator == "k1":
         yield (
             "algorithm.kl_estimator=k1: must be k2 or k3 with algorithm.kl=loss: the gradient "

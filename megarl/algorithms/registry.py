@@ -11,7 +11,7 @@ import torch
 from megarl.algorithms import advantages, losses
 from megarl.algorithms.advantages import ADVANTAGES, CHOICES, GroupLoss
 from megarl.algorithms.base import Algorithm
-from megarl.algorithms.losses import PolicyGradient, Weights
+from megarl.algorithms.losses import PolicyGradient, Rule, RuleInputs, Weights
 from megarl.algorithms.recipes import BEHAVIOR_CAP, recipe_of
 from megarl.config.algorithms import ALGORITHMS, CUSTOM_RULE, Recipe
 from megarl.config.errors import ConfigError
@@ -22,44 +22,48 @@ from megarl.teachers.loss import Distillation
 
 
 def find_rule(name: str) -> Callable[..., Weights]:
-    """The rule of one of ALGORITHMS, or the function `package.module:function`, tried on three tokens.
+    """The rule of one of ALGORITHMS, or the function `package.module:function`, tried on three
+    tokens.
 
-    Raises ConfigError if it is not a Rule.
+    Raises ConfigError if its arguments are not RuleInputs, or its result is not Weights.
     """
     if name in ALGORITHMS:
         return getattr(losses, ALGORITHMS[name].rule)
-    rule = find_callable(name, f"algorithm.name={name}", built_in=ALGORITHMS)
+    function = find_callable(name, f"algorithm.name={name}", built_in=ALGORITHMS)
     try:
-        inspect.signature(rule).bind(*range(6))
+        inspect.signature(function).bind(*range(6))
     except (TypeError, ValueError) as error:
         takes = "(log_ratio, advantages, mask, boundaries, rho_min, rho)"
         raise ConfigError(
             f"algorithm.name={name}: must take {takes}, and return "
             f"megarl.algorithms.losses.Weights: {error}"
         ) from error
+
+    def rule(inputs: RuleInputs) -> Weights:
+        return function(*inputs)
+
     problem = _problem_of_rule(rule)
     if problem:
         raise ConfigError(f"algorithm.name={name}: {problem}; see docs/extending.md")
     return rule
 
 
-def _problem_of_rule(rule: Callable[..., Weights]) -> str:
+def _problem_of_rule(rule: Rule) -> str:
     """Tries `rule` on sequences of one and two tokens, the last of them masked.
 
     Returns a problem with its result; empty if it is valid.
     """
     log_ratio = torch.tensor([0.0, 0.5, -torch.inf])
-    advantages = torch.tensor([1.0, -1.0, -1.0])
-    mask = torch.tensor([True, True, False])
+    inputs = RuleInputs(
+        log_ratio,
+        advantages=torch.tensor([1.0, -1.0, -1.0]),
+        mask=torch.tensor([True, True, False]),
+        boundaries=torch.tensor([0, 1, 3], dtype=torch.int32),
+        rho_min=CUSTOM_RULE.rho_min or 0.0,
+        rho=CUSTOM_RULE.rho or 1.0,
+    )
     try:
-        weights = rule(
-            log_ratio,
-            advantages,
-            mask,
-            torch.tensor([0, 1, 3], dtype=torch.int32),
-            CUSTOM_RULE.rho_min,
-            CUSTOM_RULE.rho,
-        )
+        weights = rule(inputs)
     except Exception as error:  # raised by the user's function
         return f"fails on three tokens: {type(error).__name__}: {error}"
     if not isinstance(weights, Weights):
@@ -79,8 +83,16 @@ def make_algorithm(config: AlgorithmConfig, teachers: Mapping[str, float] = {}) 
     """
     recipe = recipe_of(config)
     rule = find_rule(config.name)
+    if recipe.dual_clip is not None:
+        rule = partial(rule, dual_clip=recipe.dual_clip)
+    gae = None
+    if recipe.gamma is not None:
+        gae = Gae(recipe.gamma, recipe.gae_lambda or 0.0, bool(recipe.whiten))
+    distillation = None
+    if teachers:
+        distillation = Distillation(config.distill.coef, config.distill.over == SAMPLED, teachers)
     return PolicyGradient(
-        weigh=rule if recipe.dual_clip is None else partial(rule, dual_clip=recipe.dual_clip),
+        weigh=rule,
         rho_min=recipe.rho_min or 0.0,
         rho=recipe.rho or 1.0,  # a rule without this bound still needs one in the KL penalty
         baseline=(ADVANTAGES | CHOICES)[recipe.advantage],
@@ -95,13 +107,9 @@ def make_algorithm(config: AlgorithmConfig, teachers: Mapping[str, float] = {}) 
         behavior_above=config.behavior_above or "drop",
         skip_zero_advantage=config.skip_zero_advantage,
         group_loss=_group_loss(recipe),
-        distillation=Distillation(config.distill.coef, config.distill.over == SAMPLED, teachers)
-        if teachers
-        else None,
+        distillation=distillation,
         entropy_coefficient=config.entropy_coefficient,
-        gae=None
-        if recipe.gamma is None
-        else Gae(recipe.gamma, recipe.gae_lambda or 0.0, bool(recipe.whiten)),
+        gae=gae,
     )
 
 

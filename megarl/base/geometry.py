@@ -65,6 +65,10 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         """The same box without its first dim."""
         return Box(self.start[1:], self.shape[1:])
 
+    def entry(self, index: int) -> Box:
+        """The box of one entry of the first dim, which stays."""
+        return Box((self.start[0] + index,) + self.start[1:], (1,) + self.shape[1:])
+
     def transpose(self) -> Box:
         """The same box with its last two dims exchanged."""
         *start, start_1, start_2 = self.start

@@ -97,10 +97,10 @@ class ActorCriticSteps(BatchSteps):
         assert self.algorithm.gae is not None
         policy_tokens = {}
         for place, sequence in sequences.items():
-            if isinstance(sequence, TrainSequence):
+            if isinstance(sequence, TrainSequence) and sequence.loss_mask.any():
                 policy_tokens[place] = np.flatnonzero(sequence.loss_mask)
-        policy_tokens = {place: tokens for place, tokens in policy_tokens.items() if len(tokens)}
         token_rewards = []
+        token_values = []
         for place, tokens in policy_tokens.items():
             row = np.zeros(len(tokens))
             row[-1] = rewards[place]
@@ -110,10 +110,8 @@ class ActorCriticSteps(BatchSteps):
                 reference = torch.from_numpy(frozen.reference[place][tokens])
                 row -= self.algorithm.penalties(policy, reference).numpy()
             token_rewards.append(row)
-        estimates = self.algorithm.gae.advantages(
-            token_rewards,
-            [values[place][tokens].astype(np.float64) for place, tokens in policy_tokens.items()],
-        )
+            token_values.append(values[place][tokens].astype(np.float64))
+        estimates = self.algorithm.gae.advantages(token_rewards, token_values)
         advantages = {}
         returns = {}
         for (place, tokens), row in zip(policy_tokens.items(), estimates, strict=True):
@@ -133,49 +131,37 @@ class ActorCriticSteps(BatchSteps):
         """Advantages with mean 0 and variance 1 over the batch's tokens, if the algorithm wants
         that. Also metrics of the values before the steps.
         """
-        rank_places: list[int] = []  # over all data-parallel ranks, every place occurs once
+        token_advantages: list[np.ndarray] = []
+        token_returns: list[np.ndarray] = []
+        errors: list[np.ndarray] = []
+        # over all data-parallel ranks, every place occurs once
         for minibatch in cut[: self.config.trainer.minibatches]:
-            share = self.trainer.shares([sequences[place] for place in minibatch.places])[
-                self.trainer.coordinate.dp
-            ]
-            rank_places += [
-                minibatch.places[index] for index in share if minibatch.places[index] in advantages
-            ]
-        masks = []
-        for place in rank_places:
-            sequence = sequences[place]
-            if isinstance(sequence, TrainSequence):
-                masks.append(sequence.loss_mask)
-
-        def moments(rows: list[np.ndarray]) -> list[float]:
-            return Moments.of(
-                [row[mask].astype(np.float64) for row, mask in zip(rows, masks, strict=True)]
-            )
-
-        rows_of_kinds = [
-            [advantages[place] for place in rank_places],
-            [returns[place] for place in rank_places],
-            [returns[place] - values[place] for place in rank_places],
-        ]
-        sums = self.trainer.summed([value for rows in rows_of_kinds for value in moments(rows)])
-        advantage_moments, return_moments, error_moments = (
-            Moments(sums[first : first + 3]) for first in (0, 3, 6)
+            shares = self.trainer.shares([sequences[place] for place in minibatch.places])
+            for index in shares[self.trainer.coordinate.dp]:
+                place = minibatch.places[index]
+                sequence = sequences[place]
+                if place in advantages and isinstance(sequence, TrainSequence):
+                    mask = sequence.loss_mask
+                    token_advantages.append(advantages[place][mask].astype(np.float64))
+                    token_returns.append(returns[place][mask].astype(np.float64))
+                    error = returns[place] - values[place]
+                    errors.append(error[mask].astype(np.float64))
+        sums = self.trainer.summed(
+            [*Moments.of(token_advantages), *Moments.of(token_returns), *Moments.of(errors)]
         )
+        advantage_moments = Moments(sums[:3])
+        return_moments = Moments(sums[3:6])
+        error_moments = Moments(sums[6:])
         metrics = {
             "returns": return_moments.mean,
             "value/mean": return_moments.mean - error_moments.mean,
-            **(
-                {"value/explained_variance": 1 - error_moments.variance / return_moments.variance}
-                if return_moments.variance > 0
-                else {}
-            ),
-            "advantage/mean": advantage_moments.mean,
-            **(
-                {"advantage/std": math.sqrt(advantage_moments.variance)}
-                if advantage_moments.count
-                else {}
-            ),
         }
+        if return_moments.variance > 0:
+            unexplained = error_moments.variance / return_moments.variance
+            metrics["value/explained_variance"] = 1 - unexplained
+        metrics["advantage/mean"] = advantage_moments.mean
+        if advantage_moments.count:
+            metrics["advantage/std"] = math.sqrt(advantage_moments.variance)
         assert self.algorithm.gae is not None
         if self.algorithm.gae.whiten:
             advantages = {

@@ -45,15 +45,13 @@ def check_critic(config: RunConfig, policy: ModelSpec, command: str | None) -> N
     makes it.
     """
     if not recipes.has_critic(config.algorithm):
-        defaults = {
-            key: setting.default for key, setting in settings().items() if key.startswith("critic.")
-        }
-        changed = [key for key, default in defaults.items() if value_at(config, key) != default]
-        if changed:
-            reason = f"{config.algorithm.name} has no critic; algorithm.name=ppo has one"
-            raise ConfigError(
-                [f"{key}={yaml_text(value_at(config, key))}: {reason}" for key in changed]
-            )
+        problems = []
+        for key, setting in settings().items():
+            if key.startswith("critic.") and value_at(config, key) != setting.default:
+                reason = f"{config.algorithm.name} has no critic; algorithm.name=ppo has one"
+                problems.append(f"{key}={yaml_text(value_at(config, key))}: {reason}")
+        if problems:
+            raise ConfigError(problems)
         return
     key, path = critic_path(config)
     if path is None:

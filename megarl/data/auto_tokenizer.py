@@ -116,6 +116,8 @@ def read(source: str, folder: Path) -> dict[str, Any]:
             token["special"] |= not tokenizer.decode([token["id"]], skip_special_tokens=True)
         unknown = model.get("unk_token")
         templates = tokenizer.chat_template or {}
+        if not isinstance(templates, dict):
+            templates = {"default": templates}
         return {
             "backend": json.dumps(saved),
             "splits_special_tokens": tokenizer.split_special_tokens,
@@ -123,10 +125,10 @@ def read(source: str, folder: Path) -> dict[str, Any]:
             "eos_token_id": tokenizer.eos_token_id,
             "unknown_id": model.get("unk_id") if unknown is None else backend.token_to_id(unknown),
             "special_tokens": tokenizer.special_tokens_map,
-            "chat_templates": templates if isinstance(templates, dict) else {"default": templates},
+            "chat_templates": templates,
             "texts": [_text(tokenizer, text) for text in (*TEXTS, *_names(tokenizer))],
             "chats": [
-                chat for template in _values(templates) for chat in _chats(tokenizer, template)
+                chat for template in templates.values() for chat in _chats(tokenizer, template)
             ],
         }
     except Exception as error:  # Transformers and its classes raise any kind
@@ -174,30 +176,28 @@ def _text(tokenizer: Any, text: str) -> dict[str, Any]:
     }
 
 
-def _values(templates: Any) -> list[str]:
-    return [*templates.values()] if isinstance(templates, dict) else [templates]
-
-
 def _chats(tokenizer: Any, template: str) -> Iterable[dict[str, Any]]:
     """What the template makes of each conversation: null if it refuses.
 
     Arguments of a call are an object or, as in OpenAI's form, JSON.
     """
-    for number in range(len(conversations(None))):
+    forms = zip(conversations(ARGUMENTS), conversations(json.dumps(ARGUMENTS)))
+    for number, messages_of_form in enumerate(forms):
         for tools in (None, TOOLS):
             texts = []
-            for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):
-                messages = conversations(arguments)[number]
-                opened = messages[-1]["role"] != "assistant"
-                values = {"tools": tools, "add_generation_prompt": opened, "strftime_now": strftime}
+            for messages in messages_of_form:
                 try:
-                    texts.append(
-                        tokenizer.apply_chat_template(
-                            messages, chat_template=template, tokenize=False, **values
-                        )
+                    text = tokenizer.apply_chat_template(
+                        messages,
+                        tools=tools,
+                        chat_template=template,
+                        add_generation_prompt=messages[-1]["role"] != "assistant",
+                        tokenize=False,
+                        strftime_now=strftime,
                     )
                 except Exception:  # by the template's code
-                    texts.append(None)
+                    text = None
+                texts.append(text)
             yield {"template": template, "number": number, "tools": tools, "texts": texts}
 
 

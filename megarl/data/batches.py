@@ -112,12 +112,10 @@ def sft_sequence(row: Row, tokenizer: Tokenizer, context_tokens: int) -> TrainSe
     token_ids = tokenizer.encode_prompt(row.prompt, row.rendered)
     loss_mask = [False] * len(token_ids)
     for number, text in enumerate(texts):
-        closed = number < len(texts) - 1 or row.ended
-        ids = (
-            tokenizer.encode_text(text, special_tokens=True)
-            if closed
-            else tokenizer.encode_response(text)
-        )
+        if number < len(texts) - 1 or row.ended:
+            ids = tokenizer.encode_text(text, special_tokens=True)
+        else:
+            ids = tokenizer.encode_response(text)
         token_ids = token_ids + ids
         loss_mask += [number % 2 == 0] * len(ids)
     length = len(token_ids)
@@ -195,11 +193,11 @@ def batch_of(config: RunConfig, pairs: Sequence[Pair], step: int) -> list[Pair]:
     Every epoch has each pair once.
     """
     size = config.reward_model.batch_size
-    ordinals = range(step * size, (step + 1) * size)
-    return [
-        pairs[row_index(ordinal, len(pairs), f"reward_model/{config.seed}", config.data.shuffle)]
-        for ordinal in ordinals
-    ]
+    order = f"reward_model/{config.seed}"
+    batch = []
+    for ordinal in range(step * size, (step + 1) * size):
+        batch.append(pairs[row_index(ordinal, len(pairs), order, config.data.shuffle)])
+    return batch
 
 
 def pair_tokens(

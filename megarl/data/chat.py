@@ -93,13 +93,15 @@ class ChatTemplate:
         """
         marked = self._marked(messages, tools, True)
         text = _unmarked(marked)
-        spans = (
-            self._marked_spans(marked, messages) if self._variant(tools) in self.marking else None
-        )
+        spans = None
+        if self._variant(tools) in self.marking:
+            spans = self._marked_spans(marked, messages)
         pieces = []
         end = 0
         for place in sorted(learned):
-            if _says_nothing(messages[place]):
+            message = messages[place]
+            thoughts = _thoughts(message)
+            if not (message["content"].strip() or message.get("tool_calls") or any(thoughts)):
                 raise ValueError(
                     f"message {place + 1}: it is empty: the model would learn to stop at once; "
                     '"weight": 0 leaves it out'
@@ -113,7 +115,7 @@ class ChatTemplate:
                 first, last = self._prefix_span(text, messages, tools, place)
             last = self._ended(text, first, last, place)
             check_shown([messages[place]], text[first:last], place)
-            if any(thought not in text[first:last] for thought in _thoughts(messages[place])):
+            if any(thought not in text[first:last] for thought in thoughts):
                 raise ValueError(
                     f"message {place + 1}: the chat template leaves out the assistant's thinking"
                 )
@@ -123,9 +125,11 @@ class ChatTemplate:
 
     def _variant(self, tools: Any) -> str:
         """Chosen as by get_chat_template of Transformers."""
-        return self.name or (
-            _TOOL_USE if tools is not None and _TOOL_USE in self.variants else _DEFAULT
-        )
+        if self.name:
+            return self.name
+        if tools is not None and _TOOL_USE in self.variants:
+            return _TOOL_USE
+        return _DEFAULT
 
     def following(
         self, messages: Sequence[Message], tokenizer: Tokenizer, ended: bool
@@ -139,25 +143,21 @@ class ChatTemplate:
         the template refuses the messages, or does not end turns with an end-of-text token.
         """
         names = StandIns([*self.special_tokens, *self.ends])
-        calls = [
-            {
-                "type": "function",
-                "id": message.get("tool_call_id", "call00000"),
-                "function": {"name": "call", "arguments": {}},
-            }
-            for message in messages
-            if message["role"] == "tool"
-        ]
-        turn = {"role": "assistant", "content": _NONCE} | ({"tool_calls": calls} if calls else {})
+        calls = []
+        for message in messages:
+            if message["role"] == "tool":
+                call_id = message.get("tool_call_id", "call00000")
+                function = {"name": "call", "arguments": {}}
+                calls.append({"type": "function", "id": call_id, "function": function})
+        turn: Message = {"role": "assistant", "content": _NONCE}
+        if calls:
+            turn["tool_calls"] = calls
         shown = [names.hide(message) for message in messages]
         rendered = self.render([{"role": "user", "content": "."}, turn, *shown])
         check_shown(shown, rendered, 2)
         answer_end = rendered.rfind(_NONCE) + len(_NONCE)
-        ends = {
-            rendered.find(token, answer_end): token
-            for token in self.ends
-            if rendered.find(token, answer_end) >= 0
-        }
+        ends = {rendered.find(token, answer_end): token for token in self.ends}
+        ends.pop(-1, None)
         if not ends or (rendered[answer_end : min(ends)].strip() and not calls):
             raise ValueError(
                 "the chat template does not end the assistant's turn with an end-of-text token of "
@@ -176,11 +176,8 @@ class ChatTemplate:
         }
         template = self.variants[self._variant(tools)]
         try:
-            return _rendered(
-                template,
-                messages=[_with_arguments(message, _Arguments) for message in messages],
-                **values,
-            )
+            as_objects = [_with_arguments(message, _Arguments) for message in messages]
+            return _rendered(template, messages=as_objects, **values)
         except ValueError:
             # as some templates require, such as DeepSeek-V3's
             as_json = [_with_arguments(message, _as_json) for message in messages]
@@ -235,10 +232,12 @@ class ChatTemplate:
         ended = self.render(messages[: place + 1], tools, answered=True)
         ended = ended[: min(self._ends(ended, len(prompt), len(ended)), default=len(ended))]
         if not (text.startswith(ended) and ended.startswith(prompt)):
-            alone = (
-                "the prompt that it makes for this turn is not the beginning of the conversation"
-            )
-            reason = alone if place == len(messages) - 1 else f"it {_REWRITES}"
+            reason = f"it {_REWRITES}"
+            if place == len(messages) - 1:
+                reason = (
+                    "the prompt that it makes for this turn is not the beginning of the "
+                    "conversation"
+                )
             raise ValueError(
                 f"message {place + 1}: the chat template does not show which text the assistant "
                 f"wrote: {reason}"
@@ -317,16 +316,13 @@ class StandIns:
     """Replaces the names of special tokens in messages by private-use code points."""
 
     def __init__(self, names: Sequence[str]):
-        self._mark_of = {
-            name: chr(_HIDDEN + number)
-            for number, name in enumerate(sorted(set(names), key=len, reverse=True))
-        }
-        self._names = {mark: name for name, mark in self._mark_of.items()}
+        longest_first = sorted(set(names), key=len, reverse=True)
+        self._names = {chr(_HIDDEN + n): name for n, name in enumerate(longest_first)}
         self._marks = re.compile(f"[{''.join(self._names)}]" if self._names else "(?!)")
 
     def hide(self, value: Any) -> Any:
         if isinstance(value, str):
-            for name, mark in self._mark_of.items():
+            for mark, name in self._names.items():
                 value = value.replace(name, mark)
             return value
         if isinstance(value, dict):
@@ -363,22 +359,16 @@ def check_shown(messages: Sequence[Message], text: str, first: int = 0) -> None:
         names = [*map(name_of, message.get("tool_calls", []))]
         last_words = [word.rpartition(">")[2] or word for word in message["content"].split()[-1:]]
         for word in (*last_words, *names):
-            if not any(
-                form in text
-                for form in (
-                    word,
-                    json.dumps(word)[1:-1],
-                    json.dumps(word, ensure_ascii=False)[1:-1],
-                )
-            ):
+            forms = (
+                word,
+                json.dumps(word)[1:-1],
+                json.dumps(word, ensure_ascii=False)[1:-1],
+            )
+            if not any(form in text for form in forms):
                 subject = "the call of" if word in names else "what it says, up to"
                 raise ValueError(
                     f"message {number}: the chat template leaves out {subject} {word[:60]!r}"
                 )
-
-
-def _says_nothing(message: Message) -> bool:
-    return not (message["content"].strip() or message.get("tool_calls") or any(_thoughts(message)))
 
 
 def _thoughts(message: Message) -> list[str]:
@@ -417,17 +407,13 @@ def _with_arguments(message: Message, form: Callable[[Any], Any]) -> Message:
     def convert(call: Message) -> Message:
         if "function" in call:
             return {**call, "function": convert(call["function"])}
-        return (
-            {**call, "arguments": form(call["arguments"])}
-            if isinstance(call.get("arguments"), dict)
-            else call
-        )
+        if isinstance(call.get("arguments"), dict):
+            return {**call, "arguments": form(call["arguments"])}
+        return call
 
-    return (
-        {**message, "tool_calls": [*map(convert, message["tool_calls"])]}
-        if message.get("tool_calls")
-        else message
-    )
+    if message.get("tool_calls"):
+        return {**message, "tool_calls": list(map(convert, message["tool_calls"]))}
+    return message
 
 
 def _texts(value: Any) -> list[str]:
@@ -477,11 +463,9 @@ def load_chat_template(
     )
     environment.filters["tojson"] = _to_json
     # One date for the whole run, also if it is resumed on another day: prompts stay the same.
-    date = (
-        datetime.datetime.fromisoformat(template_settings.date)
-        if template_settings.date
-        else datetime.datetime.now()
-    )
+    date = datetime.datetime.now()
+    if template_settings.date:
+        date = datetime.datetime.fromisoformat(template_settings.date)
     environment.globals.update(raise_exception=_refuse, strftime_now=date.strftime)
     try:
         variants = {variant: environment.from_string(text) for variant, text in texts.items()}

@@ -14,7 +14,15 @@ from megarl.data.batches import demonstration_tokens, pair_sets, responses_token
 from megarl.data.datasets import answers_of, is_local, read_pairs, read_rows
 from megarl.data.order import source_sets
 from megarl.data.prompts import prompt_tokens
-from megarl.data.rows import ROW_DIGEST_BYTES, Pair, Reading, Row, held_out, held_out_sampling
+from megarl.data.rows import (
+    ROW_DIGEST_BYTES,
+    Answers,
+    Pair,
+    Reading,
+    Row,
+    held_out,
+    held_out_sampling,
+)
 from megarl.data.synthetic import PREFIX
 from megarl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_problems
 from megarl.models.spec import ModelSpec
@@ -46,24 +54,18 @@ class Checked:
                 f"checked here: {self.absence}"
             )
         lengths = self.reading.lengths
-        prompts = (
-            f"the first {len(lengths):,} prompts"
-            if len(lengths) < self.rows - self.dropped
-            else "all prompts"
-        )
-        fit = (
-            f"{prompts} leave room for a response"
-            if lengths
-            else "lengths are checked when the run starts"
-        )
+        fit = ["lengths are checked when the run starts"]
+        if lengths:
+            prompts = "all prompts"
+            if len(lengths) < self.rows - self.dropped:
+                prompts = f"the first {len(lengths):,} prompts"
+            fit = [
+                f"{prompts} leave room for a response",
+                f"prompts of {fmean(lengths):.0f} tokens on average, {max(lengths)} at most",
+            ]
         read = "" if self.source.startswith(PREFIX) else ", all read"
-        tokens = (
-            f"; prompts of {fmean(lengths):.0f} tokens on average, {max(lengths)} at most"
-            if lengths
-            else ""
-        )
         return "; ".join(
-            [f"{self.key}: {self.rows:,} rows of {self.source}{read}; {fit}{tokens}", *self.remarks]
+            [f"{self.key}: {self.rows:,} rows of {self.source}{read}", *fit, *self.remarks]
         )
 
     @property
@@ -82,11 +84,9 @@ class Checked:
                 f"rows left out (data.bad_rows=drop): {self.dropped:,}, of them {', '.join(kinds)}"
             )
         if self.reading.repeated:
-            otherwise = (
-                f", {self.reading.otherwise:,} of them with another answer"
-                if self.reading.otherwise
-                else ""
-            )
+            otherwise = ""
+            if self.reading.otherwise:
+                otherwise = f", {self.reading.otherwise:,} of them with another answer"
             yield f"rows with the prompt of an earlier one: {self.reading.repeated:,}{otherwise}"
         if self.reading.remark:
             yield self.reading.remark
@@ -116,7 +116,8 @@ def check_data(
         tokenizer = load_tokenizer(config.model)
     except ConfigError as error:
         absence = _absence(error) if at_hand else ""
-        problems += [] if absence else error.problems
+        if not absence:
+            problems += error.problems
     if tokenizer is not None and spec is not None:
         problems += tokenizer_problems(tokenizer, spec)
     trained: dict[int, int] = {}  # Reading.prompts of all sources of data.train
@@ -125,11 +126,9 @@ def check_data(
         if absence and not is_local(dataset.source):
             checked.append(Checked(key, dataset.source, None, absence=absence))
             continue
-        tokens = (
-            _tokens(config, tokenizer, spec, command, response_tokens)
-            if tokenizer and spec
-            else None
-        )
+        tokens = None
+        if tokenizer and spec:
+            tokens = _tokens(config, tokenizer, spec, command, response_tokens)
         reading = Reading(
             config.data.bad_rows == DROP,
             tokens,
@@ -149,16 +148,8 @@ def check_data(
             continue
         is_held_out = command == "train" and not key.startswith("data.train")
         shared = len(reading.prompts.keys() & trained.keys()) if is_held_out else 0
-        checked.append(
-            Checked(
-                key,
-                dataset.source,
-                count,
-                reading,
-                tuple(rows[i] for i in range(min(len(rows), _FIRST))),
-                shared,
-            )
-        )
+        first = tuple(rows[i] for i in range(min(len(rows), _FIRST)))
+        checked.append(Checked(key, dataset.source, count, reading, first, shared))
     if problems:
         raise ConfigError(problems)
     return checked
@@ -189,11 +180,10 @@ def _read(
     if isinstance(dataset, PreferenceConfig):
         return read_pairs(dataset, key, config.seed, config.model, reading, most)
     assert isinstance(dataset, DatasetConfig)
-    answers = (
-        "none"
-        if command == "sft"
-        else answers_of(config, not key.startswith("data.train"), key.removeprefix("eval.suites."))
-    )
+    answers: Answers = "none"
+    if command != "sft":
+        is_evaluated = not key.startswith("data.train")
+        answers = answers_of(config, is_evaluated, key.removeprefix("eval.suites."))
     return read_rows(dataset, key, config.seed, answers, config.model, reading, most)
 
 
@@ -210,15 +200,14 @@ def digests_of(checked: Sequence[Checked]) -> dict[str, bytes | None]:
     for dataset_check in checked:
         if not _is_learned(dataset_check.key):
             continue
-        if dataset_check.rows is None or dataset_check.reading.digests is None:
+        row_digests = dataset_check.reading.digests
+        if dataset_check.rows is None or row_digests is None:
             digests[dataset_check.key] = None
-        else:
-            count = (
-                dataset_check.rows.to_bytes(ROW_DIGEST_BYTES)
-                if dataset_check.source.startswith(PREFIX)
-                else b""
-            )
-            digests[dataset_check.key] = bytes(dataset_check.reading.digests) + count
+            continue
+        count = b""
+        if dataset_check.source.startswith(PREFIX):
+            count = dataset_check.rows.to_bytes(ROW_DIGEST_BYTES)
+        digests[dataset_check.key] = bytes(row_digests) + count
     return digests
 
 
@@ -226,11 +215,9 @@ def _tokens(
     config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, command: str, response_tokens: int
 ) -> Callable[[Any], int] | None:
     if command in ("sft", "reward-model"):
-        return (
-            (demonstration_tokens if command == "sft" else responses_tokens)(tokenizer, spec)
-            if tokenizer.eos_ids
-            else None
-        )
+        if not tokenizer.eos_ids:
+            return None
+        return (demonstration_tokens if command == "sft" else responses_tokens)(tokenizer, spec)
     return prompt_tokens(config, tokenizer, spec, response_tokens)
 
 
@@ -240,8 +227,9 @@ def _datasets(config: RunConfig, command: str) -> Sequence[tuple[str, SourceConf
         return [(key, dataset, 0) for key, dataset in pair_sets(config)]
     if command == "sft":
         dataset, key = sft_data(config)
-        held_out_ones = [("sft.eval", config.sft.eval)] if config.sft.eval else []
-        datasets = [*source_sets(dataset, key), *held_out_ones]
+        datasets: list[tuple[str, SourceConfig]] = [*source_sets(dataset, key)]
+        if config.sft.eval:
+            datasets.append(("sft.eval", config.sft.eval))
         return [(section, source, 0) for section, source in datasets]
     evaluation = [
         (key, dataset, held_out_sampling(config, suite).max_tokens)

@@ -104,19 +104,15 @@ def contents_of(config: RunConfig, rows: Mapping[str, bytes | None], rewarded: b
     template = asdict(config.model.chat_template)
     if tokenizer and not any("strftime_now" in text for text in tokenizer.chat_templates.values()):
         del template["date"]
-    return Contents(
-        rows={
-            key: None if digests is None else base64.b64encode(digests).decode()
-            for key, digests in rows.items()
-        },
-        tokenizer=tokenizer
-        and _digest(
-            f"{tokenizer.backend.to_str()} {tokenizer.bos_token} {tokenizer.eos_ids}".encode()
-        ),
-        template=tokenizer
-        and _digest(json.dumps([tokenizer.chat_templates, template], sort_keys=True).encode()),
-        code={key: _code(name, key) for key, name in names.items()} if rewarded else {},
-    )
+    row_digests: dict[str, str | None] = {}
+    for key, digests in rows.items():
+        row_digests[key] = None if digests is None else base64.b64encode(digests).decode()
+    code = {key: _code(name, key) for key, name in names.items()} if rewarded else {}
+    if tokenizer is None:
+        return Contents(row_digests, None, None, code)
+    description = f"{tokenizer.backend.to_str()} {tokenizer.bos_token} {tokenizer.eos_ids}"
+    templates = json.dumps([tokenizer.chat_templates, template], sort_keys=True)
+    return Contents(row_digests, _digest(description.encode()), _digest(templates.encode()), code)
 
 
 def read_contents(folder: Path) -> Contents | None:
@@ -173,12 +169,10 @@ def _difference(rows_before: str, rows_now: str) -> str:
     counts = [len(digests) // ROW_DIGEST_BYTES for digests in (before, now)]
     growth = counts[1] - counts[0]
     size = f"{abs(growth):,} row{'s' * (abs(growth) > 1)} {'more' if growth > 0 else 'fewer'}"
-    same = next(
-        (row for row in range(min(counts)) if _row(before, row) != _row(now, row)), min(counts)
-    )
-    if same == min(counts):
-        return f"{size} at the end"
-    return f"row {same:,} is the first that differs{f'; {size}' if growth else ''}"
+    for row in range(min(counts)):
+        if _row(before, row) != _row(now, row):
+            return f"row {row:,} is the first that differs{f'; {size}' if growth else ''}"
+    return f"{size} at the end"
 
 
 def _row(digests: bytes, row: int) -> bytes:
@@ -229,10 +223,9 @@ def _own_file(name: str, own_package: str) -> Path | None:
         stem = Path(folder, *name.split("."))
         for path in (stem / "__init__.py", stem.with_suffix(".py")):
             if path.is_file():
-                installed = {"site-packages", "dist-packages"} & {
-                    *path.parts
-                } or path.is_relative_to(sysconfig.get_path("stdlib"))
-                return path if top == own_package or not installed else None
+                is_package = "site-packages" in path.parts or "dist-packages" in path.parts
+                is_installed = is_package or path.is_relative_to(sysconfig.get_path("stdlib"))
+                return path if top == own_package or not is_installed else None
     return None
 
 
@@ -251,11 +244,8 @@ def _imports(path: Path, name: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = "." * node.level + (node.module or "")
-            names += [
-                f"{base}{alias.name if base.endswith('.') else f'.{alias.name}'}"
-                for alias in node.names
-            ]
+            base = "." * node.level + (f"{node.module}." if node.module else "")
+            names += [base + alias.name for alias in node.names]
     for imported in names:
         try:
             absolute = resolve_name(imported, package) if imported.startswith(".") else imported

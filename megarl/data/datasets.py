@@ -106,11 +106,9 @@ def _part(config: SourceConfig, name: str, key: str) -> Path:
 
 
 def _near(path: Path) -> str:
-    stems = (
-        {entry.stem: entry for entry in path.parent.iterdir() if entry.suffix in _FILES}
-        if path.parent.is_dir()
-        else {}
-    )
+    if not path.parent.is_dir():
+        return ""
+    stems = {entry.stem: entry for entry in path.parent.iterdir() if entry.suffix in _FILES}
     matches = difflib.get_close_matches(path.stem, stems, n=1)
     return f"; did you mean {stems[matches[0]]}?" if matches else ""
 
@@ -164,15 +162,13 @@ def _csv(path: Path) -> Iterator[tuple[str, Any]]:
             if len(set(named)) < len(named):
                 raise ConfigError(f"{path}: its first line names a column twice")
             for record in rows:
-                problem = (
-                    "it has more values than the first line has columns: "
-                    f"{len(rows.fieldnames or ())}"
-                )
-                values = {name: record[name] for name in named}
-                yield (
-                    f"{path}, line {rows.line_num}",
-                    RowProblem(problem) if rows.restkey in record else values,
-                )
+                values: Any = {name: record[name] for name in named}
+                if rows.restkey in record:
+                    columns = len(rows.fieldnames or ())
+                    values = RowProblem(
+                        f"it has more values than the first line has columns: {columns}"
+                    )
+                yield f"{path}, line {rows.line_num}", values
     except (csv.Error, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as {path.suffix}: {error}") from error
 
@@ -206,9 +202,8 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
 
     try:
         batches = pyarrow.parquet.ParquetFile(path).iter_batches()
-        for number, record in enumerate(
-            (record for batch in batches for record in batch.to_pylist()), start=1
-        ):
+        rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+        for number, record in enumerate(rows, start=1):
             yield f"{path}, row {number}", ArrowRow(record)
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{path}: not a parquet file ({error})") from error
@@ -227,13 +222,15 @@ def _hub(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:
         rows = datasets.load_dataset(config.source, config.subset, split=config.split)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         subset = f", subset {config.subset}" if config.subset else ""
-        dataset_name = f"{key}.source={config.source}{subset}, split {config.split}"
-        reason = (unreachable_reason and f"it is not in the cache, and {unreachable_reason}") or (
-            str(error).splitlines() or [type(error).__name__]
-        )[0]
-        raise ConfigError(f"{dataset_name}: cannot be loaded: {reason}") from (
-            HubAway(unreachable_reason) if unreachable_reason else error
-        )
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        cause: Exception = error
+        if unreachable_reason:
+            reason = f"it is not in the cache, and {unreachable_reason}"
+            cause = HubAway(unreachable_reason)
+        raise ConfigError(
+            f"{key}.source={config.source}{subset}, split {config.split}: cannot be loaded: "
+            f"{reason}"
+        ) from cause
     for number, record in enumerate(rows, start=1):
         yield f"{config.source}, split {config.split}, row {number}", ArrowRow(record)
 
@@ -331,23 +328,22 @@ def _message(message: Any, location: str) -> Message:
         raise RowProblem(
             f"{location}: tool_calls must be a list of objects, each with the function's name"
         )
-    return (
-        fields
-        | {"content": content}
-        | ({"tool_calls": [_call(call, location) for call in calls]} if calls else {})
-    )
+    fields["content"] = content
+    if calls:
+        fields["tool_calls"] = [_call(call, location) for call in calls]
+    return fields
 
 
 def _content(content: Any, location: str) -> str:
     """The text of a message's content: a text, or OpenAI's list of text parts."""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [
-        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        for part in parts
-    ]
-    if not all(isinstance(text, str) for text in texts):
-        raise RowProblem(f"{location}: content must be text")
-    return "".join(map(str, texts))
+    texts = []
+    for part in parts:
+        is_text = isinstance(part, dict) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
+            raise RowProblem(f"{location}: content must be text")
+        texts.append(part["text"])
+    return "".join(texts)
 
 
 def _call(call: dict[str, Any], location: str) -> dict[str, Any]:
@@ -395,23 +391,25 @@ def learned(messages: list[Message], learn: str, field: str) -> tuple[list[Messa
     for place, message in enumerate(messages):
         weight = message.get("weight", 1)
         train = message.get("train", True)
-        if weight not in (0, 1) or not isinstance(train, bool):
-            wrong = (
-                f"train must be true or false, not {train!r}"
-                if weight in (0, 1)
-                else f"weight must be 0 or 1, not {weight!r}"
-            )
-            raise RowProblem(f"field {field!r}, message {place + 1}: {wrong}")
+        location = f"field {field!r}, message {place + 1}"
+        if weight not in (0, 1):
+            raise RowProblem(f"{location}: weight must be 0 or 1, not {weight!r}")
+        if not isinstance(train, bool):
+            raise RowProblem(f"{location}: train must be true or false, not {train!r}")
         if message["role"] == "assistant" and weight and train:
             places.append(place)
     if learn == "last":
         places = [place for place in places if place == len(messages) - 1]
     if not places:
         raise RowProblem(f"field {field!r}: it has no assistant's turn to learn")
+    return _without_weights(messages), places
+
+
+def _without_weights(messages: list[Message]) -> list[Message]:
     return [
         {name: value for name, value in message.items() if name not in ("weight", "train")}
         for message in messages
-    ], places
+    ]
 
 
 _MAX_PROBLEMS = 10  # most problems that one message shows
@@ -458,17 +456,12 @@ def read_rows(
             synthetic_rows(config.source, config.split, seed, key), config, key, reading, limit
         )
     chat = _template(config, key, model, reading)
-    selected = _records(config, key)
-    return _checked_rows(
-        selected,
-        config,
-        key,
-        lambda location, row: _row(
-            location, with_benchmark_question(row, config), config, key, answers, chat
-        ),
-        reading,
-        limit,
-    )
+
+    def make(location: str, record: dict[str, Any]) -> Row:
+        question = with_benchmark_question(record, config)
+        return _row(location, question, config, key, answers, chat)
+
+    return _checked_rows(_records(config, key), config, key, make, reading, limit)
 
 
 def read_pairs(
@@ -517,9 +510,8 @@ def _template(
         assert model is not None
         tokenizer = load_tokenizer(model)
         if config.prompt_template == CHAT:
-            template = load_chat_template(
-                tokenizer, f"{_COLUMNS_OF.get(key, key)}.prompt_template={CHAT}"
-            )
+            setting = f"{_COLUMNS_OF.get(key, key)}.prompt_template={CHAT}"
+            template = load_chat_template(tokenizer, setting)
         else:
             template = load_chat_template(
                 tokenizer, f"{key}.source={config.source}", "its rows have messages, which need one"
@@ -542,17 +534,17 @@ def _synthetic[R: (Row, Pair)](
     """
     size = _size(config)
     count = len(rows) if size is None else min(size, len(rows))
+    if limit is None and count == len(rows):
+        return rows, count
     if limit is None:
-        return rows if count == len(rows) else [rows[i] for i in range(count)], count
+        return [rows[i] for i in range(count)], count
     located_rows = ((rows[i].location, rows[i]) for i in range(min(limit, count)))
-    reading_of_tokens = (
-        Reading(tokens=reading.tokens, lengths=reading.lengths, digests=reading.digests)
-        if reading
-        else None
+    if reading is not None:
+        reading = Reading(tokens=reading.tokens, lengths=reading.lengths, digests=reading.digests)
+    checked_rows, _ = _checked_rows(
+        located_rows, config, key, lambda location, row: row, reading, limit
     )
-    return _checked_rows(
-        located_rows, config, key, lambda location, row: row, reading_of_tokens, limit
-    )[0], count
+    return checked_rows, count
 
 
 def answers_of(config: RunConfig, evaluated: bool = False, suite: str = "") -> Answers:
@@ -562,10 +554,8 @@ def answers_of(config: RunConfig, evaluated: bool = False, suite: str = "") -> A
     """
     if config.rollout.name in OF_HUBS:
         return "row"
-    needs = {
-        _answer_for(part, config)
-        for part in (parts_in_evaluation(config, suite) if evaluated else parts_of(config.reward))
-    }
+    parts = parts_in_evaluation(config, suite) if evaluated else parts_of(config.reward)
+    needs = {_answer_for(part, config) for part in parts}
     forms: tuple[Answers, ...] = ("final", "instructions", "tests", "whole", "unused")
     answer_form: Answers = next(form for form in forms if form in needs)
     gives_row = "whole" in needs or ":" in config.rollout.name or config.rollout.name == "program"
@@ -668,14 +658,8 @@ def _pair(
             "preferred"
         )
     prompt = _prompt(record, field, config, chat)
-    return Pair(
-        prompt,
-        chosen,
-        rejected,
-        float(margin),
-        location,
-        rendered=_is_rendered(record, field, config),
-    )
+    rendered = _is_rendered(record, field, config)
+    return Pair(prompt, chosen, rejected, float(margin), location, rendered)
 
 
 def _common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
@@ -754,53 +738,36 @@ def _row(
     # conversations and tools to the policy.
     shown = {name: record[name] for name in (columns.prompt, "tools") if name in record}
     user_record = {**raw, **shown} if answers == "whole" or answers in WITH_ROW.values() else {}
-    unneeded = (
-        answers in ("row", "unused")
-        or (answers == "none" and demonstration)
-        or columns.answer is None
-    )
     fields_by_setting = {"prompt_key": columns.prompt}
-    if columns.answer and not unneeded:
-        fields_by_setting["answer_key"] = columns.answer
-    if demonstration and answers not in ("row", "unused"):
-        fields_by_setting["demonstration_key"] = demonstration
+    if answers not in ("row", "unused"):
+        if columns.answer and not (answers == "none" and demonstration):
+            fields_by_setting["answer_key"] = columns.answer
+        if demonstration:
+            fields_by_setting["demonstration_key"] = demonstration
     _check_columns(record, fields_by_setting, key)
     prompt = _prompt(record, columns.prompt, config, chat, answered=config.prompt_key is None)
     rendered = _is_rendered(record, columns.prompt, config)
+    answer = ""
+    demonstrated: str | tuple[str, ...] = ""
     if answers in ("row", "unused"):
-        answer = _dig(record, columns.answer or "")
-        return Row(
-            prompt,
-            answer if isinstance(answer, str) else "",
-            "",
-            location,
-            user_record,
-            rendered=rendered,
-        )
-    if answers == "none":
-        return Row(
-            prompt,
-            "",
-            _demonstration(record, demonstration or columns.answer or ""),
-            location,
-            rendered=rendered,
-        )
-    if columns.answer is None:
-        text = _last(messages, columns.prompt)
+        demonstration = None
+        value = _dig(record, columns.answer or "")
+        if isinstance(value, str):
+            answer = value
+    elif answers == "none":
+        demonstration = demonstration or columns.answer
     else:
-        text = (
-            _text(record, columns.answer, numbers=True)
-            if answers in _FINAL
-            else _whole_answer(record, columns.answer)
-        )
-    return Row(
-        prompt=prompt,
-        answer=_REFERENCES[answers](text, columns.answer or columns.prompt),
-        demonstration=_demonstration(record, demonstration) if demonstration else text,
-        location=location,
-        record=user_record,
-        rendered=rendered,
-    )
+        if columns.answer is None:
+            text = _last(messages, columns.prompt)
+        elif answers in _FINAL:
+            text = _text(record, columns.answer, numbers=True)
+        else:
+            text = _whole_answer(record, columns.answer)
+        answer = _REFERENCES[answers](text, columns.answer or columns.prompt)
+        demonstrated = text
+    if demonstration:
+        demonstrated = _demonstration(record, demonstration)
+    return Row(prompt, answer, demonstrated, location, user_record, rendered=rendered)
 
 
 def _check_columns(record: dict[str, Any], fields_by_setting: dict[str, str], key: str) -> None:
@@ -836,15 +803,11 @@ def _prompt(
         raise RowProblem(
             f"field {field!r}: the last message is the assistant's, so there is nothing to answer"
         )
-    conversation = [
-        {name: value for name, value in message.items() if name not in ("weight", "train")}
-        for message in conversation
-    ]
+    conversation = _without_weights(conversation)
     return _rendered(
         record,
         conversation,
         field,
-        config,
         chat,
         lambda template, tools: template.render(conversation, tools),
     )
@@ -868,7 +831,6 @@ def _rendered[T](
     record: dict[str, Any],
     messages: list[Message],
     field: str,
-    config: SourceConfig,
     chat: Chat,
     make: Callable[[ChatTemplate, Any], T],
 ) -> T:
@@ -880,11 +842,10 @@ def _rendered[T](
     tools = tools_of(record)
     try:
         template.check(messages, tools)
-        if tools and template.render(messages, tools, answered=True) == template.render(
-            messages, answered=True
-        ):
+        text = template.render(messages, tools, answered=True)
+        if tools and text == template.render(messages, answered=True):
             raise RowProblem(f"field {TOOLS!r} has tools, but the model's chat template shows none")
-        check_shown(messages, template.render(messages, tools, answered=True))
+        check_shown(messages, text)
         return make(template, tools)
     except ValueError as error:
         raise RowProblem(f"field {field!r}: {error}") from error
@@ -905,7 +866,6 @@ def _conversation(
         record,
         turns,
         field,
-        config,
         chat,
         lambda template, tools: template.pieces(turns, tools, places),
     )
@@ -957,11 +917,9 @@ def _dig(record: dict[str, Any], field: str) -> Any:
     if field in record:
         return record[field]
     column, dot, inner_field = field.partition(".")
-    return (
-        _dig(record[column], inner_field)
-        if dot and isinstance(record.get(column), dict)
-        else _MISSING
-    )
+    if dot and isinstance(record.get(column), dict):
+        return _dig(record[column], inner_field)
+    return _MISSING
 
 
 def _demonstration(record: dict[str, Any], field: str) -> str | tuple[str, ...]:

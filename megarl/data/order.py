@@ -84,16 +84,13 @@ class Mixture:
         self._source: list[int] = []  # place in the period -> source
         self._places: list[list[int]] = [[] for _ in shares]  # [source][…] its places in the period
         for place in range(self._period):
-            source = min(
-                (self._deadline(source), source)
-                for source in range(len(units))
-                if self._may(source, place)
-            )[1]
+            ready_sources = []
+            for source, places in enumerate(self._places):
+                if len(places) * self._period < (place + 1) * self._units[source]:
+                    ready_sources.append(source)
+            source = min(ready_sources, key=self._deadline)
             self._source.append(source)
             self._places[source].append(place)
-
-    def _may(self, source: int, place: int) -> bool:
-        return len(self._places[source]) * self._period < (place + 1) * self._units[source]
 
     def _deadline(self, source: int) -> int:
         return -(-(len(self._places[source]) + 1) * self._period // self._units[source])
@@ -131,10 +128,9 @@ _TRAIN = "data.train"
 
 def source_sets(config: LearnedConfig, key: str) -> list[tuple[str, LearnedConfig]]:
     """(config key, dataset) of each source that a section mixes, or of its only one."""
-    sources = mixed(config) if isinstance(config, MixtureConfig) else {}
-    return [(f"{key}.sources.{name}", source) for name, source in sources.items()] or [
-        (key, config)
-    ]
+    if not isinstance(config, MixtureConfig) or not mixed(config):
+        return [(key, config)]
+    return [(f"{key}.sources.{name}", source) for name, source in mixed(config).items()]
 
 
 def train_mixture(config: RunConfig) -> Mixture:
@@ -191,14 +187,10 @@ def mixture_of(config: MixtureConfig, per_step: int) -> Mixture:
             f"{_TRAIN}.sources.{name}.quota={quota}" for name, quota in quotas.items()
         )
         raise ConfigError(f"{quota_terms}: {'together they ' * (len(quotas) > 1)}must {demand}")
-    shares = [
-        Fraction(quotas[name])
-        if name in quotas
-        else weights[name] * remaining / sum(weights.values())
-        for name in sources
-    ]
+    shares = {name: weight * remaining / sum(weights.values()) for name, weight in weights.items()}
+    shares |= quotas
     try:
-        return Mixture(shares, [*sources])
+        return Mixture([shares[name] for name in sources], [*sources])
     except ValueError as error:
         raise ConfigError(
             f"{_TRAIN}.sources.NAME.weight: {error}; at most {LONGEST_PERIOD}: choose rounder "

@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.base.rollout_types import Prompt
 from megarl.config.errors import ConfigError
-from megarl.config.schema import DROP, DatasetConfig, LearnedConfig, RunConfig
+from megarl.config.schema import DROP, LearnedConfig, RunConfig
 from megarl.data.datasets import answers_of, load_rows
 from megarl.data.order import Mixture, Place, permute, source_sets, train_mixture
 from megarl.data.rows import Answers, Reading, Row, RowProblem, Rows, held_out, held_out_sampling
@@ -127,12 +127,9 @@ def load_sources(
     problems = []
     rows = []
     for source_key, source in source_sets(dataset, key):
+        reading = dropping(config, tokens)
         try:
-            rows.append(
-                load_rows(
-                    source, source_key, config.seed, answers, config.model, dropping(config, tokens)
-                )
-            )
+            rows.append(load_rows(source, source_key, config.seed, answers, config.model, reading))
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -152,9 +149,8 @@ class PromptStream:
 
     def __getitem__(self, ordinal: int) -> Prompt:
         mixture = self.sources.mixture
-        return _prompt(
-            ordinal, self.sources[ordinal], self.tokenizer, mixture.names[mixture.source(ordinal)]
-        )
+        source = mixture.names[mixture.source(ordinal)]
+        return _prompt(ordinal, self.sources[ordinal], self.tokenizer, source)
 
 
 def train_prompts(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> PromptStream:
@@ -190,49 +186,27 @@ def held_out_sets(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> l
 
     Raises ConfigError for mistakes in the data.
     """
-    return [
-        HeldOutSet(
-            name=name,
-            prompts=_first_prompts(
-                config,
-                name,
-                key,
-                dataset,
-                tokenizer,
-                spec,
-                held_out_sampling(config, suite).max_tokens,
-            ),
-            samples=config.eval.samples
-            if suite is None or suite.samples is None
-            else suite.samples,
-            sampling=held_out_sampling(config, suite),
-        )
-        for name, key, dataset, suite in held_out(config)
-    ]
-
-
-def _first_prompts(
-    config: RunConfig,
-    name: str,
-    key: str,
-    dataset: DatasetConfig,
-    tokenizer: Tokenizer,
-    spec: ModelSpec,
-    response_tokens: int,
-) -> list[Prompt]:
-    reading = dropping(config, prompt_tokens(config, tokenizer, spec, response_tokens))
-    rows = load_rows(
-        dataset, key, config.seed, answers_of(config, True, name), config.model, reading
-    )
-    limit = len(rows) if config.eval.limit is None else min(config.eval.limit, len(rows))
-    return [_prompt(i, rows[i], tokenizer, name) for i in range(limit)]
+    sets = []
+    for name, key, dataset, suite in held_out(config):
+        sampling = held_out_sampling(config, suite)
+        reading = dropping(config, prompt_tokens(config, tokenizer, spec, sampling.max_tokens))
+        answers = answers_of(config, True, name)
+        rows = load_rows(dataset, key, config.seed, answers, config.model, reading)
+        limit = len(rows)
+        if config.eval.limit is not None:
+            limit = min(config.eval.limit, limit)
+        prompts = [_prompt(i, rows[i], tokenizer, name) for i in range(limit)]
+        samples = config.eval.samples
+        if suite is not None and suite.samples is not None:
+            samples = suite.samples
+        sets.append(HeldOutSet(name, prompts, samples, sampling))
+    return sets
 
 
 def _prompt(ordinal: int, row: Row, tokenizer: Tokenizer, source: str) -> Prompt:
-    token_ids = tokenizer.encode_prompt(row.prompt, row.rendered)
     return Prompt(
         ordinal=ordinal,
-        token_ids=token_ids,
+        token_ids=tokenizer.encode_prompt(row.prompt, row.rendered),
         text=row.prompt,
         answer=row.answer,
         row=row.record,

@@ -81,11 +81,11 @@ class Reading:
 
     def note(self, row: Row | Pair) -> None:
         """Counts a usable row."""
-        after = (
-            row.answer or row.demonstration if isinstance(row, Row) else (row.chosen, row.rejected)
-        )
+        if isinstance(row, Row):
+            now = hash(row.answer or row.demonstration)
+        else:
+            now = hash((row.chosen, row.rejected))
         prompt = hash(row.prompt)
-        now = hash(after)
         self.repeated += prompt in self.prompts
         self.otherwise += self.prompts.setdefault(prompt, now) != now
         if self.digests is not None:
@@ -205,9 +205,8 @@ def _choice(record: Record) -> tuple[str, str]:
             f"field 'answer' is {answer}, field 'answer_index' {index!r}: they must agree"
         )
     listed = "\n".join(f"{letter}. {option}" for letter, option in zip(letters, options))
-    return _CHOICE.format(
-        record.get("category") or "general knowledge", _text(record, "question"), listed
-    ), answer
+    category = record.get("category") or "general knowledge"
+    return _CHOICE.format(category, _text(record, "question"), listed), answer
 
 
 def _instructed(record: Record) -> tuple[str, Record]:
@@ -225,15 +224,11 @@ def _programming(record: Record) -> tuple[str, Record]:
     if not isinstance(record.get("contest_date"), str):
         raise RowProblem("field 'contest_date' must be a date such as 2024-08-01T00:00:00")
     start = record.get("starter_code")
-    form = (
-        f"{_STARTED}\n```python\n{start}\n```"
-        if start
-        else f"{_FROM_INPUT}\n```python\n# YOUR CODE HERE\n```"
-    )
-    tests = {
-        column: record.get(column)
-        for column in ("public_test_cases", "private_test_cases", "metadata")
-    }
+    form = f"{_FROM_INPUT}\n```python\n# YOUR CODE HERE\n```"
+    if start:
+        form = f"{_STARTED}\n```python\n{start}\n```"
+    columns = ("public_test_cases", "private_test_cases", "metadata")
+    tests = {column: record.get(column) for column in columns}
     return _PROGRAM.format(_text(record, "question_content"), form), tests
 
 
@@ -316,11 +311,9 @@ def dates_of(config: object) -> str:
     """The dates that `within_dates` keeps, in words; empty if it keeps all."""
     if not isinstance(config, SuiteConfig):
         return ""
-    return "".join(
-        f" {name} {date}"
-        for name, date in (("since", config.since), ("until", config.until))
-        if date
-    )
+    since = f" since {config.since}" if config.since else ""
+    until = f" until {config.until}" if config.until else ""
+    return since + until
 
 
 def held_out(config: RunConfig) -> list[tuple[str, str, DatasetConfig, SuiteConfig | None]]:
@@ -328,12 +321,13 @@ def held_out(config: RunConfig) -> list[tuple[str, str, DatasetConfig, SuiteConf
 
     A suite is a dataset with its own sampling.
     """
-    suites = [
-        (name, f"eval.suites.{name}", located(suite), suite)
-        for name, suite in config.eval.suites.items()
-        if suite is not None
-    ]
-    return [*([("", "data.eval", config.data.eval, None)] if config.data.eval else []), *suites]
+    sets: list[tuple[str, str, DatasetConfig, SuiteConfig | None]] = []
+    if config.data.eval:
+        sets.append(("", "data.eval", config.data.eval, None))
+    for name, suite in config.eval.suites.items():
+        if suite is not None:
+            sets.append((name, f"eval.suites.{name}", located(suite), suite))
+    return sets
 
 
 _SAMPLED_BY = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop")

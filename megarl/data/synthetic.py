@@ -35,6 +35,7 @@ and after the warm start a policy writes much as its demonstrators do.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -136,15 +137,11 @@ class SummaryPairs(Sequence[Pair]):
         return len(self.posts)
 
     def __getitem__(self, index: int) -> Pair:  # type: ignore[override]
-        row, noise = (
-            self.posts[index],
-            random.Random(f"{self.posts.seed}/{self.posts.split}/{index}/pair"),
-        )
+        row = self.posts[index]
+        noise = random.Random(f"{self.posts.seed}/{self.posts.split}/{index}/pair")
         while True:
-            worse, better = sorted(
-                (demonstrate(row.answer, noise) for _ in range(2)),
-                key=lambda text: score(text, row.answer),
-            )
+            texts = [demonstrate(row.answer, noise) for _ in range(2)]
+            worse, better = sorted(texts, key=lambda text: score(text, row.answer))
             if score(worse, row.answer) < score(better, row.answer):
                 return Pair(row.prompt, better, worse, margin=0.0, location=row.location)
 
@@ -203,12 +200,11 @@ class Chain(Sequence[Row]):
             raise IndexError(index)
         text, first, steps = self.expression(index)
         noise = random.Random(f"{self.seed}/{self.split}/{index}")
+        totals = _noisy_totals(first, steps, noise, self.clamp_probability)
         return Row(
             prompt=f"{text}=",
             answer=str((first + sum(steps)) % 10),
-            demonstration=",".join(
-                map(str, _noisy_totals(first, steps, noise, self.clamp_probability))
-            ),
+            demonstration=",".join(map(str, totals)),
             location=f"{PREFIX}chain, split {self.split}, row {index}",
         )
 
@@ -260,11 +256,9 @@ class JudgedChain(Sequence[Row]):
             return row
         noise = random.Random(f"{self.chain.seed}/{self.chain.split}/{place}/judged")
         right = ",".join(map(str, _totals(first, steps)))
-        response = (
-            right
-            if noise.random() < 0.5
-            else ",".join(map(str, _noisy_totals(first, steps, noise)))
-        )
+        response = right
+        if noise.random() >= 0.5:
+            response = ",".join(map(str, _noisy_totals(first, steps, noise)))
         verdict = f"{right}:{int(response == right)}"
         return Row(
             f"{row.prompt}{response}?",
@@ -288,12 +282,18 @@ def _expression(number: int) -> tuple[str, int, list[int]]:
     Every number has a different text.
     """
     signs, digits = divmod(number, _DIGITS)
-    terms = [digits // 10**place % 10 for place in range(_TERMS)]
-    minus = [bool(signs >> place & 1) for place in range(_TERMS - 1)]
-    text = str(terms[0]) + "".join(
-        f"{'-' if m else '+'}{term}" for m, term in zip(minus, terms[1:])
-    )
-    return text, terms[0], [-term if m else term for m, term in zip(minus, terms[1:])]
+    first = digits % 10
+    text = str(first)
+    steps = []
+    for place in range(_TERMS - 1):
+        term = digits // 10 ** (place + 1) % 10
+        if signs >> place & 1:
+            text += f"-{term}"
+            steps.append(-term)
+        else:
+            text += f"+{term}"
+            steps.append(term)
+    return text, first, steps
 
 
 def _noisy_totals(
@@ -333,14 +333,11 @@ class Product(Sequence[Row]):
         answer = str((100 + first) * (100 + second))
         noise = random.Random(f"{self.seed}/{self.split}/{index}")
         guess = "?" + str(noise.randrange(10 ** (len(answer) - 1), 10 ** len(answer)))
-        return Row(
-            prompt=f"{text}=",
-            answer=answer,
-            demonstration=guess
-            if noise.random() < _GUESS_PROBABILITY
-            else (f"<{text}>", f"{answer};", answer),
-            location=f"{PREFIX}product, split {self.split}, row {index}",
-        )
+        demonstration: str | tuple[str, ...] = (f"<{text}>", f"{answer};", answer)
+        if noise.random() < _GUESS_PROBABILITY:
+            demonstration = guess
+        location = f"{PREFIX}product, split {self.split}, row {index}"
+        return Row(f"{text}=", answer, demonstration, location)
 
 
 @dataclass(frozen=True)
@@ -356,24 +353,20 @@ class ProductCalls(Sequence[Row]):
 
     def __getitem__(self, index: int) -> Row:  # type: ignore[override]
         row = self.products[index]
-        call = (
-            '<tool_call>{"name": "calculate", "arguments": {"expression": "'
-            + row.prompt.rstrip("=")
-            + '"}}</tool_call>'
-        )
-        guess = row.demonstration if isinstance(row.demonstration, str) else None
-        turns = (call, f"<tool>{row.answer}<assistant>", row.answer) if guess is None else (guess,)
-        texts = tuple(
-            f"{text}<eos>" if place % 2 == 0 else text for place, text in enumerate(turns)
-        )
+        if isinstance(row.demonstration, str):
+            texts: tuple[str, ...] = (f"{row.demonstration}<eos>",)
+        else:
+            call = json.dumps(
+                {"name": "calculate", "arguments": {"expression": row.prompt.rstrip("=")}}
+            )
+            texts = (
+                f"<tool_call>{call}</tool_call><eos>",
+                f"<tool>{row.answer}<assistant>",
+                f"{row.answer}<eos>",
+            )
         location = f"{PREFIX}product_calls, split {self.products.split}, row {index}"
-        return Row(
-            f"<tools>calculate<user>{row.prompt}<assistant>",
-            row.answer,
-            texts,
-            location,
-            ended=True,
-        )
+        prompt = f"<tools>calculate<user>{row.prompt}<assistant>"
+        return Row(prompt, row.answer, texts, location, ended=True)
 
 
 _TASKS: dict[str, Callable[[str, int], Rows]] = {

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from megarl.base.geometry import Box
 from megarl.kernels.quantise_rules import Rule
 from megarl.models.parameters import EXPERT_FIELD, LAYER_FIELD
 from megarl.reshard.layout import Kind, of_whole_tensor
-from megarl.reshard.map import Copy, ReshardMap, tile_space
+from megarl.reshard.map import Copy, ReshardMap, one_expert, tile_space
 from megarl.reshard.template import IDENTITY, QUANTISE, SCALE, ZEROS, Holder, stripes_of
 
 if TYPE_CHECKING:
@@ -241,8 +239,9 @@ def _parts(map: ReshardMap, rank: int) -> Iterator[tuple[tuple, AmaxPart]]:
                 if (holder.kind, holder.shard) in coordinates:
                     stage, replica = coordinates[holder.kind, holder.shard]
                     tile_holders = []
+                    tiles = kind.rule.tiles(logical)
                     for _, other_box, other_holder in shares:
-                        if _share_a_tile(kind.rule, logical, other_box):
+                        if tiles.intersect(kind.rule.tiles(other_box)) is not None:
                             tile_holders.append(other_holder)
                     yield from _layer_parts(
                         map, kind, number, space, logical, holder, tile_holders, stage, replica
@@ -277,10 +276,6 @@ def _grown(rule: Rule, logical: Box) -> Box:
     return Box(tuple(start), tuple(shape))
 
 
-def _share_a_tile(rule: Rule, a: Box, b: Box) -> bool:
-    return rule.tiles(a).intersect(rule.tiles(b)) is not None
-
-
 def _layer_parts(
     map: ReshardMap,
     kind: Kind,
@@ -299,35 +294,28 @@ def _layer_parts(
     first = (logical.start[-2], logical.start[-1])
     assert rule is not None
     tiles = rule.tiles(logical)
-    for instance in np.flatnonzero(origin.stages == stage).tolist():
-        layer = str(origin.first_layer + instance)
-        ranks = {_rank(map, tile_holder, instance, replica) for tile_holder in tile_holders} - {
-            _rank(map, holder, instance, replica)
-        }
-        names = space.replace(LAYER_FIELD, layer), origin.name_of(instance)
-        order = map.destination.depth(kind, instance), number, names[0], logical.start
+    for instance in origin.instances_on(stage):
+        ranks = {_rank(map, tile_holder, instance, replica) for tile_holder in tile_holders}
+        ranks.discard(_rank(map, holder, instance, replica))
+        peers = tuple(sorted(ranks))
+        tiles_of = space.replace(LAYER_FIELD, str(origin.first_layer + instance))
+        name = origin.name_of(instance)
+        order = map.destination.depth(kind, instance), number, tiles_of, logical.start
         if len(logical.start) == 2:
-            yield (
-                order,
-                AmaxPart(names[0], rule, names[1], source_box, first, tiles, tuple(sorted(ranks))),
-            )
+            yield order, AmaxPart(tiles_of, rule, name, source_box, first, tiles, peers)
             continue
         for e in range(logical.shape[0]):
-            expert = str(logical.start[0] + e)
-            stacked = EXPERT_FIELD not in tensor.name
-            if stacked:
-                box = Box(
-                    (source_box.start[0] + e,) + source_box.start[1:], (1,) + source_box.shape[1:]
-                )
-            else:
-                box = source_box.drop()
-            tiles_of, source_name = (name.replace(EXPERT_FIELD, expert) for name in names)
-            yield (
-                order,
-                AmaxPart(
-                    tiles_of, rule, source_name, box, first, tiles.drop(), tuple(sorted(ranks))
-                ),
+            expert, box = one_expert(tensor, source_box, e)
+            part = AmaxPart(
+                tiles_of=tiles_of.replace(EXPERT_FIELD, str(expert)),
+                rule=rule,
+                source_tensor=name.replace(EXPERT_FIELD, str(expert)),
+                source_box=box,
+                origin=first,
+                tiles=tiles.drop(),
+                peers=peers,
             )
+            yield order, part
 
 
 def _rank(map: ReshardMap, holder: Holder, instance: int, replica: int) -> int:

@@ -14,10 +14,9 @@ that all ranks share the load.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -27,7 +26,7 @@ from msgspec import Struct
 
 from megarl.models.parameters import EXPERT_FIELD, FIRST, LAST, LAYER
 from megarl.reshard.deltas import MOST_OF_FULL, delta_share
-from megarl.reshard.layout import ITEM_BYTES, Kind, Layout
+from megarl.reshard.layout import Kind, Layout
 from megarl.reshard.map import MapSummary, ReshardMap, count_tensors
 from megarl.reshard.proof import ProofError
 from megarl.reshard.template import ZEROS, Row
@@ -95,7 +94,7 @@ class Forwarding:
                             destination_rank=int(kind.ranks[0, shard, replica]),
                             tensor=tensor.name,
                             depth=depth,
-                            bytes=math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype],
+                            bytes=tensor.bytes,
                         )
                         relays.append(relay)
         return sorted(relays, key=lambda relay: relay.depth)
@@ -106,9 +105,7 @@ class Forwarding:
         """
         sent_bytes, received_bytes = np.zeros((2, self.layout.world_size), dtype=np.int64)
         for kind, leading, leader_of in zip(self.layout.kinds, self.leaders.kinds, self.leader_of):
-            sizes = np.array(
-                [math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in kind.shards]
-            )
+            sizes = np.array([tensor.bytes for tensor in kind.shards])
             for turn, instances in enumerate(
                 np.bincount(leading.stages).tolist() if leading is not kind else ()
             ):
@@ -172,7 +169,12 @@ def _leading(kind: Kind, leader_of: np.ndarray) -> Kind:
 
 
 def _by_host(kind: Kind, number: int, ranks_per_host: int) -> np.ndarray:
-    groups = list(_groups(kind, ranks_per_host))  # [shard][host] ranks of the replicas
+    groups: list[list[list[int]]] = []  # [shard][host] ranks of the replicas
+    for shard_ranks in kind.ranks[0].tolist():
+        by_host: dict[int, list[int]] = defaultdict(list)
+        for rank in shard_ranks:
+            by_host[rank // ranks_per_host].append(rank)
+        groups.append(list(by_host.values()))
     turns = max(len(group) for of_shard in groups for group in of_shard)
     if kind.ranks.shape[0] != 1 or len({len(of_shard) for of_shard in groups}) != 1:
         raise ValueError(
@@ -188,14 +190,6 @@ def _by_host(kind: Kind, number: int, ranks_per_host: int) -> np.ndarray:
                     leads[rank] = group[(turn + offset) % len(group)]
             leader_of[turn, shard] = [leads[rank] for rank in kind.ranks[0, shard].tolist()]
     return leader_of
-
-
-def _groups(kind: Kind, ranks_per_host: int) -> Iterator[list[list[int]]]:
-    for shard in kind.ranks[0].tolist():
-        by_host: dict[int, list[int]] = defaultdict(list)
-        for rank in shard:
-            by_host[rank // ranks_per_host].append(rank)
-        yield list(by_host.values())
 
 
 def between_engines(map: ReshardMap, tp: int) -> Forwarding:
@@ -224,12 +218,15 @@ def passed_on(layout: Layout, tp: int, of_ends: int, of_layers: int) -> Forwardi
     passed = 0
     for kind in layout.kinds:
         followers = engines - (of_layers if kind.place == LAYER else of_ends)
-        # scales follow their weights
-        begins.append(passed if kind.scales_of is None else begins[kind.scales_of])
-        passed += followers if kind.scales_of is None else 0
-        leader_of.append(
-            _by_engine(kind, tp, engines, followers, begins[-1]) if followers else kind.ranks
-        )
+        if kind.scales_of is None:
+            begins.append(passed)
+            passed += followers
+        else:  # scales follow their weights
+            begins.append(begins[kind.scales_of])
+        if followers:
+            leader_of.append(_by_engine(kind, tp, engines, followers, begins[-1]))
+        else:
+            leader_of.append(kind.ranks)
     return Forwarding.of(layout, tuple(leader_of))
 
 
@@ -237,11 +234,8 @@ def written_directly(map: ReshardMap, engines: int) -> tuple[int, int]:
     """Chooses `of_ends` and `of_layers` of `passed_on` so that the update takes the least time."""
     sent_bytes, held_bytes = _bytes_by_place(map)
     first, layer, last = range(len(PLACES))
-    numbers = np.array(
-        sorted(
-            set(np.linspace(1, engines, min(engines, MOST_CANDIDATES)).round().astype(int).tolist())
-        )
-    )
+    candidates = np.linspace(1, engines, min(engines, MOST_CANDIDATES))
+    numbers = np.unique(candidates.round().astype(int))
     of_ends = numbers[:, None]
     of_layers = numbers[None, :]
     written = (
@@ -280,9 +274,7 @@ def _bytes_by_place(map: ReshardMap) -> tuple[np.ndarray, np.ndarray]:
     sent_bytes = np.zeros((len(PLACES), map.source.world_size))
     held_bytes = np.zeros((len(PLACES), map.destination.world_size))
     for kind in map.destination.kinds:
-        sizes = np.array(
-            [math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in kind.shards]
-        )
+        sizes = np.array([tensor.bytes for tensor in kind.shards])
         np.add.at(
             held_bytes[PLACES.index(kind.place)], kind.ranks[0], kind.instances * sizes[:, None]
         )
@@ -294,7 +286,7 @@ def _bytes_by_place(map: ReshardMap) -> tuple[np.ndarray, np.ndarray]:
             share = map.row_bytes(row) * target.replicas / (len(row.holders) * ranks.shape[1])
             instances = np.bincount(kind.stages, minlength=len(ranks))
             np.add.at(sent_bytes[PLACES.index(target.place)], ranks, share * instances[:, None])
-    return np.array(sorted(set(zip(*sent_bytes.tolist())))).T, held_bytes.max(axis=1)
+    return np.unique(sent_bytes, axis=1), held_bytes.max(axis=1)
 
 
 def _by_engine(kind: Kind, tp: int, engines: int, followers: int, begin: int) -> np.ndarray:

@@ -93,6 +93,10 @@ class LocalTensor:
     transposed: bool = False  # in files of a checkpoint, rows and columns are exchanged
 
     @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
     def file_shape(self) -> tuple[int, ...]:
         if self.transposed:
             return whole_box(self.shape).transpose().shape
@@ -169,8 +173,7 @@ class Kind:
     @property
     def bytes(self) -> int:
         """The bytes of all instances, shards and replicas."""
-        sizes = [math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in self.shards]
-        return sum(sizes) * self.instances * self.replicas
+        return sum(tensor.bytes for tensor in self.shards) * self.instances * self.replicas
 
     @property
     def layers(self) -> Layers | None:
@@ -196,22 +199,8 @@ class Kind:
         (tensor,) = self.tensors(shard, instance)
         return tensor
 
-    def without_pieces(self, shard: int, stage: int) -> list[LocalTensor]:
-        """The tensors of a shard on a stage, without their pieces."""
-        template = self.shards[shard]
-        names = [self.name_of(i) for i in np.flatnonzero(self.stages == stage).tolist()]
-        shape = template.shape
-        if template.experts is not None and EXPERT_FIELD in self.name:
-            names = [
-                name.replace(EXPERT_FIELD, str(expert))
-                for name in names
-                for expert in range(*template.experts)
-            ]
-            shape = shape[1:]
-        result: list[LocalTensor] = []
-        for name in names:
-            result.append(LocalTensor(name, shape, template.dtype, (), template.engine_shape))
-        return result
+    def instances_on(self, stage: int) -> list[int]:
+        return np.flatnonzero(self.stages == stage).tolist()
 
     def coordinates(self, rank: int) -> tuple[tuple[int, int, int], ...]:
         """(stage, shard, replica) of everything of this kind on `rank`."""
@@ -246,12 +235,10 @@ class Layout:
         entries = []
         for order, kind in enumerate(self.kinds):
             for stage, shard, _ in kind.coordinates(rank):
-                instances = np.flatnonzero(kind.stages == stage).tolist()
-                entries += [
-                    (self.depth(kind, i), order, tensor)
-                    for i in instances
-                    for tensor in kind.tensors(shard, i)
-                ]
+                for instance in kind.instances_on(stage):
+                    depth = self.depth(kind, instance)
+                    for tensor in kind.tensors(shard, instance):
+                        entries.append((depth, order, tensor))
         return sorted(entries, key=lambda entry: entry[:2])
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -279,8 +266,11 @@ class Layout:
         if key not in self._shapes:
             tensors: list[LocalTensor] = []
             for k, shard, stages in shards:
+                kind = self.kinds[k]
+                template = replace(kind.shards[shard], pieces=())
                 for stage in stages:
-                    tensors += self.kinds[k].without_pieces(shard, stage)
+                    for instance in kind.instances_on(stage):
+                        tensors += template.expand(kind.layer(instance))
             self._shapes[key] = tuple(sorted(tensors, key=lambda tensor: tensor.name))
         return self._shapes[key]
 
@@ -331,7 +321,7 @@ class Layout:
                     if is_owner and (piece.logical_name, piece.logical) not in earlier_boxes:
                         pieces.append(piece)
                 template = replace(kind.shards[shard], pieces=tuple(pieces))
-                for instance in np.flatnonzero(kind.stages == stage).tolist():
+                for instance in kind.instances_on(stage):
                     for tensor in template.expand(kind.layer(instance)):
                         for piece in tensor.pieces:
                             yield tensor, piece, replica, kind.replicas
@@ -382,22 +372,8 @@ def hf_layout_of(
         parameters[replace(parameter, layers=tensor.layers, dtype=tensor.dtype)] = None
     ranks = np.zeros((1, 1, 1), dtype=np.int64)
     stages = np.zeros(spec.num_layers + spec.mtp_layers, dtype=np.int64)
-    return Layout(
-        "hf",
-        1,
-        tuple(
-            _kinds(
-                "hf",
-                spec,
-                list(parameters),
-                logical,
-                dtype,
-                stages,
-                {DENSE: ranks, EXPERT: ranks},
-                (1, 1),
-            )
-        ),
-    )
+    meshes = {DENSE: ranks, EXPERT: ranks}
+    return _layout("hf", spec, list(parameters), logical, dtype, stages, meshes, (1, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,7 +414,7 @@ def parameter_count(spec: ModelSpec) -> int:
 def elements(checkpoint: Layout) -> int:
     """The number of elements of a layout that has each tensor once."""
     return sum(
-        kind.instances * int(np.prod(shard.shape, dtype=np.int64))
+        kind.instances * math.prod(shard.shape)
         for kind in checkpoint.kinds
         for shard in kind.shards
     )
@@ -477,17 +453,8 @@ def trainer_layout_of(
     if spec.num_experts:
         expert = np.arange(t.world_size).reshape(t.pp, t.expert_dp, t.ep * t.etp).transpose(0, 2, 1)
     stages = np.array(stage_of_layer(spec.num_layers, t) + (t.pp - 1,) * spec.mtp_layers)
-    kinds = _kinds(
-        "trainer",
-        spec,
-        parameters,
-        logical,
-        dtype,
-        stages,
-        {DENSE: dense, EXPERT: expert},
-        (t.ep, t.etp),
-    )
-    return Layout("trainer", t.world_size, tuple(kinds))
+    meshes = {DENSE: dense, EXPERT: expert}
+    return _layout("trainer", spec, parameters, logical, dtype, stages, meshes, (t.ep, t.etp))
 
 
 def generator_layout(
@@ -518,12 +485,8 @@ def generator_layout(
     )
     if rule is None:
         return layout
-    return replace(
-        layout,
-        kinds=tuple(
-            with_scales(list(layout.kinds), quantised_parameters(spec), rule, _by_name(logical))
-        ),
-    )
+    kinds = with_scales(layout.kinds, quantised_parameters(spec), rule, _by_name(logical))
+    return replace(layout, kinds=tuple(kinds))
 
 
 def generator_layout_of(
@@ -537,18 +500,13 @@ def generator_layout_of(
     tensors.
     """
     stages = np.zeros(spec.num_layers + spec.mtp_layers, dtype=np.int64)
-    meshes = _generator_meshes(topology)
-    kinds = _kinds(
-        "generator",
-        spec,
-        parameters,
-        logical,
-        dtype,
-        stages,
-        meshes,
-        (topology.ep, topology.tp // topology.ep),
-    )
-    return Layout("generator", topology.world_size, tuple(kinds))
+    ranks = np.arange(topology.world_size).reshape(topology.engines, topology.tp).T[None]
+    attention = ranks
+    if topology.dp_attention > 1:
+        attention = np.arange(topology.world_size).reshape(-1, topology.attention_tp).T[None]
+    meshes = {DENSE: ranks, EXPERT: ranks, ATTENTION: attention}
+    expert_shards = (topology.ep, topology.tp // topology.ep)
+    return _layout("generator", spec, parameters, logical, dtype, stages, meshes, expert_shards)
 
 
 def combined_layout(first: Layout, second: Layout) -> Layout:
@@ -588,16 +546,6 @@ def side_by_side(layouts: Sequence[Layout]) -> Layout:
             )
         first_rank += layout.world_size
     return Layout(layouts[0].name, first_rank, tuple(kinds))
-
-
-def _generator_meshes(topology: GeneratorTopology) -> dict[str, np.ndarray]:
-    ranks = np.arange(topology.world_size).reshape(topology.engines, topology.tp).T[None]
-    attention = np.arange(topology.world_size).reshape(-1, topology.attention_tp).T[None]
-    return {
-        DENSE: ranks,
-        EXPERT: ranks,
-        ATTENTION: ranks if topology.dp_attention == 1 else attention,
-    }
 
 
 def stage_of_layer(num_layers: int, topology: TrainerTopology) -> tuple[int, ...]:
@@ -672,7 +620,7 @@ def _ends_that_fit(layers: int, pp: int, vpp: int) -> str:
     return f"; first and last of {best} each would do"
 
 
-def _kinds(
+def _layout(
     name: str,
     spec: ModelSpec,
     parameters: Sequence[Parameter],
@@ -683,7 +631,7 @@ def _kinds(
     # [stages, shards, replicas]; data-parallel attention has its own
     meshes: dict[str, np.ndarray],
     expert_shards: tuple[int, int],  # ep, etp
-) -> list[Kind]:
+) -> Layout:
     if dtype not in ITEM_BYTES:
         raise ConfigError(
             f"dtype = {dtype!r} of the {name} layout is not one of {', '.join(ITEM_BYTES)}"
@@ -700,10 +648,8 @@ def _kinds(
         cut = expert_shards if parameter.of_expert else (1, ranks.shape[1])
         shards: list[LocalTensor] = []
         for shard in range(ranks.shape[1]):
-            # built once, since all shards are the same
-            is_equal = parameter.dim is None and shard and not parameter.of_expert
-            if is_equal:
-                shards.append(shards[0])
+            if shard and parameter.dim is None and not parameter.of_expert:
+                shards.append(shards[0])  # all shards are the same
             else:
                 shards.append(
                     local_tensor(parameter, logical, shard, cut, parameter.dtype or dtype)
@@ -712,6 +658,7 @@ def _kinds(
             stages_of_instances = spans.setdefault((first, end), stages[first:end])
         else:
             stages_of_instances = ends[parameter.place]
+            first = 0
         kinds.append(
             Kind(
                 name=parameter.name,
@@ -719,10 +666,10 @@ def _kinds(
                 shards=tuple(shards),
                 stages=stages_of_instances,
                 ranks=ranks,
-                first_layer=first if parameter.place == LAYER else 0,
+                first_layer=first,
             )
         )
-    return kinds
+    return Layout(name, meshes[DENSE].size, tuple(kinds))
 
 
 def _by_name(tensors: Iterable[LogicalTensor]) -> dict[str, LogicalTensor]:
@@ -734,12 +681,8 @@ def _expert_pieces(piece: Piece) -> Iterator[tuple[int, Piece]]:
     """Yields (global expert, its piece)."""
     for i in range(piece.local.shape[0]):
         expert = piece.logical.start[0] + i
-        local = Box(
-            (piece.local.start[0] + i,) + piece.local.start[1:], (1,) + piece.local.shape[1:]
-        )
-        logical = Box((0,) + piece.logical.start[1:], (1,) + piece.logical.shape[1:])
         name = piece.logical_name.replace(EXPERT_FIELD, str(expert))
-        yield expert, Piece(local, name, logical)
+        yield expert, Piece(piece.local.entry(i), name, _stack(piece.logical.drop(), 0, 1))
 
 
 def local_tensor(
@@ -761,16 +704,17 @@ def local_tensor(
     if not parameter.of_expert:
         return tensor
     count = logical[parameter.parts[0].logical_name].experts // cut[0]
-    pieces = tuple(
-        Piece(
-            _stack(p.local, 0, count),
-            p.logical_name,
-            _stack(p.logical, expert_shard * count, count),
-        )
-        for p in tensor.pieces
+    first = expert_shard * count
+    pieces = []
+    for piece in tensor.pieces:
+        local = _stack(piece.local, 0, count)
+        pieces.append(Piece(local, piece.logical_name, _stack(piece.logical, first, count)))
+    return replace(
+        tensor,
+        shape=(count,) + tensor.shape,
+        pieces=tuple(pieces),
+        experts=(first, first + count),
     )
-    experts = expert_shard * count, (expert_shard + 1) * count
-    return replace(tensor, shape=(count,) + tensor.shape, pieces=pieces, experts=experts)
 
 
 def flat_boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[Box]:
@@ -784,19 +728,16 @@ def flat_boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[Box]:
         yield Box((first,) * len(shape), (end - first,) * len(shape))
         return
     size = math.prod(shape[1:])
-    if first // size == (end - 1) // size:
-        row = first // size
-        begin = first // size * size
-        yield from (
-            Box((row,) + box.start, (1,) + box.shape)
-            for box in flat_boxes(shape[1:], first - begin, end - begin)
-        )
+    row = first // size
+    if row == (end - 1) // size:
+        for box in flat_boxes(shape[1:], first - row * size, end - row * size):
+            yield _stack(box, row, 1)
         return
     head = -(-first // size)
     tail = end // size
     yield from flat_boxes(shape, first, min(head * size, end))
     if head < tail:
-        yield Box((head,) + (0,) * (len(shape) - 1), (tail - head,) + shape[1:])
+        yield _stack(whole_box(shape[1:]), head, tail - head)
     yield from flat_boxes(shape, tail * size, end)
 
 
@@ -875,7 +816,7 @@ def _chunk(
 
 
 def _extent(part: Part, tensor_extent: int) -> int:
-    """The extent of the part along the cut dim, if the logical tensor has extent `whole`."""
+    """The extent of the part along the cut dim, from that of its logical tensor."""
     if part.run:
         return part.run.extent(tensor_extent)
     return tensor_extent
@@ -1025,12 +966,7 @@ def engine_view(tensor: LocalTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = []
-    step = 1
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= extent
-    return tuple(reversed(strides))
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def scale_name(name: str, rule: Rule) -> str:
@@ -1054,10 +990,7 @@ def _quantised(tensor: LocalTensor, rule: Rule) -> LocalTensor:
 
 def _scales(tensor: LocalTensor, rule: Rule, logical: Mapping[str, LogicalTensor]) -> LocalTensor:
     name = scale_name(tensor.name, rule)
-    if (
-        sum(piece.local.numel for piece in tensor.pieces)
-        != Box((0,) * len(tensor.shape), tensor.shape).numel
-    ):
+    if sum(piece.local.numel for piece in tensor.pieces) != math.prod(tensor.shape):
         raise ConfigError(
             f"generator.quantization: {tensor.name} of shape {tensor.shape} is padded; padded "
             "tensors are not quantised"
@@ -1066,9 +999,8 @@ def _scales(tensor: LocalTensor, rule: Rule, logical: Mapping[str, LogicalTensor
     if of_whole_tensor(rule):
         engine_shape = tensor.shape[:1] if tensor.experts else ()
         first = tensor.pieces[0]
-        local = Box((0,) * len(shape), shape)
         logical_box = Box(first.logical.start[:-2] + (0, 0), shape)
-        piece = Piece(local, scale_name(first.logical_name, rule), logical_box)
+        piece = Piece(whole_box(shape), scale_name(first.logical_name, rule), logical_box)
         return LocalTensor(name, shape, SCALE_DTYPE, (piece,), engine_shape, experts=tensor.experts)
     pieces = []
     tile_row = 0

@@ -11,6 +11,7 @@ from itertools import chain
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from megarl.base.geometry import Box
 from megarl.kernels.quantise_rules import Rule
@@ -303,12 +304,10 @@ def _transfers_from(turns: Turns, rank: int, coordinates: Coordinates, row: Row)
         assignment.receivers[positions].tolist(),
     ):
         peers_of_class.setdefault(c, []).append((holder_index, receiver))
-    classes = assignment.class_of.tolist()
     result = []
-    for i, c in enumerate(classes):
-        if c in peers_of_class:
-            for h, receiver in peers_of_class[c]:
-                result.append((i, h, rank, receiver))
+    for i, c in enumerate(assignment.class_of.tolist()):
+        for h, receiver in peers_of_class.get(c, ()):
+            result.append((i, h, rank, receiver))
     return result
 
 
@@ -316,11 +315,11 @@ def _transfers_to(turns: Turns, rank: int, coordinates: Coordinates, row: Row) -
     transfers: _Transfers = []
     for stage, replica in coordinates[row.kind, row.shard]:
         assignment = turns.assignment(row, replica)
-        instances = np.flatnonzero(turns.destination.kinds[row.kind].stages == stage)
+        instances = turns.destination.kinds[row.kind].instances_on(stage)
         classes = assignment.class_of[instances]
         senders = assignment.senders[classes, 0].tolist()
         holders = assignment.holders[classes, 0].tolist()
-        transfers += [(i, h, s, rank) for i, h, s in zip(instances.tolist(), holders, senders)]
+        transfers += [(i, h, s, rank) for i, h, s in zip(instances, holders, senders)]
     return transfers
 
 
@@ -376,11 +375,8 @@ def _write(
         if key not in shares:
             first_depth, first_layer, _ = key
             shares[key] = _share(first_depth, first_layer, list_for, transfers_of(row))
-        share = shares[key]
-        if share.copies and row.transform != ZEROS and of_experts(turns.destination, row):
-            _add_experts(turns, row, share)
-        elif share.copies:
-            _add(turns, row, share)
+        if shares[key].copies:
+            _add(turns, row, shares[key])
 
 
 def _share(first_depth: int, first_layer: int, list_for: ListFor, transfers: _Transfers) -> _Share:
@@ -399,49 +395,25 @@ def _share(first_depth: int, first_layer: int, list_for: ListFor, transfers: _Tr
 
 def _add(turns: Turns, row: Row, share: _Share) -> None:
     target = turns.destination.kinds[row.kind]
-    transform = row.transform
-    box = row.box
     dtype = target.shards[row.shard].dtype
     names = share.names(target.name)
-    if transform == ZEROS:
+    if row.transform == ZEROS:
         for n, _, s, r, depth, append in share.copies:
-            append(Copy(s, None, None, r, names[n], box, transform, dtype, depth))
+            append(Copy(s, None, None, r, names[n], row.box, row.transform, dtype, depth))
         return
-    origins = []
-    for holder in row.holders:
-        origins.append((share.names(turns.source.kinds[holder.kind].name), holder.box))
     quantisations = _quantisations(turns, row, share)
+    boxes: dict[tuple[int, int], list] = {}  # shared by all replicas
     for n, h, s, r, depth, append in share.copies:
-        source_names, source_box = origins[h]
-        append(
-            Copy(
-                source_rank=s,
-                source_tensor=source_names[n],
-                source_box=source_box,
-                destination_rank=r,
-                destination_tensor=names[n],
-                destination_box=box,
-                transform=transform,
-                dtype=dtype,
-                depth=depth,
-                quantisation=quantisations[n],
-            )
-        )
-
-
-def _add_experts(turns: Turns, row: Row, share: _Share) -> None:
-    target = turns.destination.kinds[row.kind]
-    quantisations = _quantisations(turns, row, share)
-    dtype = target.shards[row.shard].dtype
-    names = share.names(target.name)
-    expert_boxes: dict[tuple[int, int], list] = {}  # shared by all replicas
-    for n, h, s, r, depth, append in share.copies:
-        if (n, h) not in expert_boxes:
-            source_name = share.names(turns.source.kinds[row.holders[h].kind].name)[n]
-            expert_boxes[n, h] = list(
-                _expert_boxes(turns, row, row.holders[h], source_name, names[n], quantisations[n])
-            )
-        for source_name, source_box, name, box, quantisation in expert_boxes[n, h]:
+        if (n, h) not in boxes:
+            holder = row.holders[h]
+            source_name = share.names(turns.source.kinds[holder.kind].name)[n]
+            if of_experts(turns.destination, row):
+                boxes[n, h] = list(
+                    _expert_boxes(turns, row, holder, source_name, names[n], quantisations[n])
+                )
+            else:
+                boxes[n, h] = [(source_name, holder.box, names[n], row.box, quantisations[n])]
+        for source_name, source_box, name, box, quantisation in boxes[n, h]:
             append(
                 Copy(
                     source_rank=s,
@@ -480,21 +452,15 @@ def _expert_boxes(
     """
     source_tensor = turns.source.kinds[holder.kind].shards[holder.shard]
     destination_tensor = turns.destination.kinds[row.kind].shards[row.shard]
-    assert holder.box is not None
     for e in range(row.box.shape[0]):
-        source_expert, source_box = _one_expert(source_tensor, holder.box, e)
-        expert, box = _one_expert(destination_tensor, row.box, e)
+        source_expert, source_box = one_expert(source_tensor, holder.held_box, e)
+        expert, box = one_expert(destination_tensor, row.box, e)
         assert source_expert == expert
         number = str(expert)
-        if quantisation is None:
-            expert_quantisation = None
-        else:
-            expert_quantisation = Quantisation(
-                quantisation.rule,
-                quantisation.tiles_of.replace(EXPERT_FIELD, number),
-                quantisation.origin,
-                quantisation.cut,
-            )
+        expert_quantisation = None
+        if quantisation is not None:
+            tiles_of = quantisation.tiles_of.replace(EXPERT_FIELD, number)
+            expert_quantisation = replace(quantisation, tiles_of=tiles_of)
         yield (
             source_name.replace(EXPERT_FIELD, number),
             source_box,
@@ -514,14 +480,13 @@ def tile_space(weights: Kind, logical_name: str) -> str:
     return f"{weights.name} {EXPERT_FIELD}"
 
 
-def _one_expert(tensor: LocalTensor, box: Box, e: int) -> tuple[int, Box]:
+def one_expert(tensor: LocalTensor, box: Box, e: int) -> tuple[int, Box]:
     """(global expert, box in the rank's real tensor) for the e-th expert of a template box."""
     assert tensor.experts is not None
-    local = box.start[0] + e
-    expert = tensor.experts[0] + local
+    expert = tensor.experts[0] + box.start[0] + e
     if EXPERT_FIELD in tensor.name:
         return expert, box.drop()
-    return expert, Box((local,) + box.start[1:], (1,) + box.shape[1:])
+    return expert, box.entry(e)
 
 
 def _count(tensor: LocalTensor) -> int:

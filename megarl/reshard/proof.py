@@ -11,6 +11,7 @@ its own tile. Copies that quantise only part of a tile must be marked so.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -118,11 +119,13 @@ def _check_rows(map: ReshardMap, rows: Sequence[Row]) -> None:
     of_shard: dict[tuple[int, int], list[Row]] = defaultdict(list)
     for row in rows:
         of_shard[row.kind, row.shard].append(row)
-    if _quantises(map):
+    extents: dict[str, tuple[int, ...]] = {}
+    if any(kind.rule is not None for kind in map.destination.kinds):
         extents = _extents(tensor for kind in map.source.kinds for tensor in kind.shards)
-    else:
-        extents = {}
     for k, kind in enumerate(map.destination.kinds):
+        rule = kind.rule
+        if kind.scales_of is not None:
+            rule = map.destination.kinds[kind.scales_of].rule
         for t, tensor in enumerate(kind.shards):
             location = (
                 f"{kind.name_of(0)} on {map.destination.name} rank "
@@ -134,10 +137,6 @@ def _check_rows(map: ReshardMap, rows: Sequence[Row]) -> None:
                 for holder in row.holders:
                     source_kind = map.source.kinds[holder.kind]
                     source = None if row.transform == ZEROS else source_kind.shards[holder.shard]
-                    if kind.scales_of is None:
-                        weights = kind
-                    else:
-                        weights = map.destination.kinds[kind.scales_of]
                     write = _Write(
                         location=location,
                         transform=row.transform,
@@ -145,7 +144,7 @@ def _check_rows(map: ReshardMap, rows: Sequence[Row]) -> None:
                         box=row.box,
                         source=source,
                         origin=holder.box,
-                        rule=weights.rule,
+                        rule=rule,
                         cut=row.cut,
                         extents=extents,
                     )
@@ -179,7 +178,7 @@ def _check_cover(location: str, shape: tuple[int, ...], boxes: Sequence[Box]) ->
     clash = _overlap(boxes)
     if clash is not None:
         raise ProofError(f"{location}: written twice, by {clash[0]} and {clash[1]}")
-    missing = int(np.prod(shape, dtype=np.int64)) - sum(box.numel for box in boxes)
+    missing = math.prod(shape) - sum(box.numel for box in boxes)
     if missing:
         raise ProofError(f"{location}: {missing} elements are never written")
 
@@ -213,11 +212,7 @@ def _check_content(write: _Write) -> Piece | None:
     box = write.box
     source = write.source
     origin = write.origin
-    overlaps = [
-        (piece, common)
-        for piece in tensor.pieces
-        if (common := piece.local.intersect(box)) is not None
-    ]
+    overlaps = _overlaps(tensor, box)
     if write.transform == ZEROS:
         if overlaps:
             raise ProofError(f"{location}: zeros in {box} overwrite {overlaps[0][0].logical_name}")
@@ -264,6 +259,16 @@ def _check_content(write: _Write) -> Piece | None:
     return quantised
 
 
+def _overlaps(tensor: LocalTensor, box: Box) -> list[tuple[Piece, Box]]:
+    """The pieces that have elements in `box` of the tensor, and these elements."""
+    overlaps = []
+    for piece in tensor.pieces:
+        common = piece.local.intersect(box)
+        if common is not None:
+            overlaps.append((piece, common))
+    return overlaps
+
+
 def _check_scales(write: _Write, overlaps: list[tuple[Piece, Box]]) -> Piece:
     """Checks that the scales in the box belong to the tiles of the weights in `origin`, each
     written by the row where its tile begins.
@@ -273,11 +278,7 @@ def _check_scales(write: _Write, overlaps: list[tuple[Piece, Box]]) -> Piece:
     origin = write.origin
     rule = write.rule
     assert source is not None and origin is not None and rule is not None
-    sources = [
-        (piece, common)
-        for piece in source.pieces
-        if (common := piece.local.intersect(origin)) is not None
-    ]
+    sources = _overlaps(source, origin)
     if len(sources) != 1 or sources[0][1] != origin or len(overlaps) != 1:
         raise ProofError(
             f"{location}: scales in {write.box} are made from {len(sources)} pieces of "
@@ -322,10 +323,7 @@ def _check_same_elements(
     tensor.
     """
     covered = 0
-    for piece in source.pieces:
-        common = piece.local.intersect(local)
-        if common is None:
-            continue
+    for piece, common in _overlaps(source, local):
         actual = common.move(piece.local, piece.logical)
         expected = common.move(local, logical)
         if piece.logical_name != logical_name or actual != expected:
@@ -372,10 +370,6 @@ def _check_names(layout: Layout) -> None:
             end = min(kind.first_layer + kind.instances, namesake.first_layer + namesake.instances)
             if first < end and len(np.intersect1d(kind.ranks, namesake.ranks)):
                 raise ProofError(f"{layout.name}: two kinds have one name")
-
-
-def _quantises(map: ReshardMap) -> bool:
-    return any(kind.rule is not None for kind in map.destination.kinds)
 
 
 def _extents(tensors: Iterable[LocalTensor]) -> dict[str, tuple[int, ...]]:

@@ -18,7 +18,7 @@ from megarl.base.geometry import Box
 from megarl.config.errors import ConfigError
 from megarl.models.parameters import LAYER_FIELD
 from megarl.reshard.forwarding import Forwarding, busiest_bytes, delta_bytes, summary
-from megarl.reshard.layout import ITEM_BYTES, Kind
+from megarl.reshard.layout import Kind
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import prove_exactly_once
 from megarl.reshard.schedule import (
@@ -28,6 +28,7 @@ from megarl.reshard.schedule import (
     lands,
     messages,
     run_bytes,
+    written_memory,
 )
 from megarl.reshard.template import QUANTISE, SCALE, ZEROS, Row
 
@@ -90,12 +91,8 @@ def render(
     The lines show what the trainer writes. A sum after them shows what engines pass on
     (`forwarding`).
     """
-    rows: dict[int, list[Row]] = defaultdict(list)  # by kind
-    for row in map.rows:
-        rows[row.kind].append(row)
-    write_rows: dict[int, list[Row]] = defaultdict(list)
-    for row in map.write_rows:
-        write_rows[row.kind].append(row)
+    rows = _by_kind(map.rows)
+    write_rows = _by_kind(map.write_rows)
     sections: dict[str, list[Line]] = defaultdict(list)
     groups = 1 + max(kind.group for kind in map.destination.kinds)
     for k, kind in enumerate(map.destination.kinds):
@@ -139,6 +136,13 @@ def render(
             *facts,
         ]
     )
+
+
+def _by_kind(rows: Sequence[Row]) -> dict[int, list[Row]]:
+    rows_of_kind: dict[int, list[Row]] = defaultdict(list)
+    for row in rows:
+        rows_of_kind[row.kind].append(row)
+    return rows_of_kind
 
 
 def sender_bound(map: ReshardMap) -> float:
@@ -262,24 +266,17 @@ def _shared(of_ranks: np.ndarray) -> str:
 
 def sum_messages(map: ReshardMap, joined: Sequence[Row]) -> int:
     """The number of messages of joined rows, over all ranks."""
-    return sum(map.times(row) * messages(*_in_memory(map, row)) for row in joined)
+    return sum(map.times(row) * messages(*written_memory(map, row)) for row in joined)
 
 
 def _run(map: ReshardMap, joined: list[Row]) -> str:
     """The shortest contiguous run, such as `27 MiB` or `2 KiB packed`."""
-    run, packed = min(
-        (run_bytes(*memory), lands(*memory)) for memory in (_in_memory(map, row) for row in joined)
-    )
+    runs = []
+    for row in joined:
+        memory = written_memory(map, row)
+        runs.append((run_bytes(*memory), lands(*memory)))
+    run, packed = min(runs)
     return size(run) + (" packed" if packed else "")
-
-
-def _in_memory(map: ReshardMap, row: Row) -> tuple[Box, tuple[int, ...], int]:
-    """(a written box of the row, shape of its tensor, bytes of an element)."""
-    tensor = map.destination.kinds[row.kind].shards[row.shard]
-    box = row.box
-    if tensor.experts is not None and row.transform != ZEROS:  # each expert is written separately
-        box = Box(box.start, (1, *box.shape[1:]))
-    return box, tensor.shape, ITEM_BYTES[tensor.dtype]
 
 
 def _short(name: str) -> str:

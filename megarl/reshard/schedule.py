@@ -8,7 +8,6 @@ starts with a different receiver.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby
@@ -18,8 +17,7 @@ import numpy as np
 from msgspec import Struct
 
 from megarl.base.geometry import Box
-from megarl.models.parameters import EXPERT_FIELD, LAYER
-from megarl.reshard.layout import ITEM_BYTES, Kind
+from megarl.reshard.layout import ITEM_BYTES
 from megarl.reshard.map import Copy, ReshardMap, copies_received, put_received, put_sent
 from megarl.reshard.template import ZEROS, Row
 
@@ -68,7 +66,8 @@ def lands(box: Box, shape: Sequence[int], item_bytes: int) -> bool:
 
 
 def landing_rows(map: ReshardMap) -> tuple[Row, ...]:
-    return tuple(row for row in map.write_rows if _lands(map.destination.kinds[row.kind], row))
+    """The rows whose copies land: all of a row's do, or none."""
+    return tuple(row for row in map.write_rows if lands(*written_memory(map, row)))
 
 
 def landings(map: ReshardMap, rank: int, rows: tuple[Row, ...] | None = None) -> list[Copy]:
@@ -79,22 +78,13 @@ def landings(map: ReshardMap, rank: int, rows: tuple[Row, ...] | None = None) ->
     return copies_received(map.turns, rank, landing_rows(map) if rows is None else rows)
 
 
-def _lands(kind: Kind, row: Row) -> bool:
-    """Whether the copies of a row land.
-
-    Either all do or none, since copies of an expert kind differ only in the expert.
-    """
-    tensor = kind.shards[row.shard]
+def written_memory(map: ReshardMap, row: Row) -> tuple[Box, tuple[int, ...], int]:
+    """(a written box of the row, shape of its tensor, bytes of an element)."""
+    tensor = map.destination.kinds[row.kind].shards[row.shard]
     box = row.box
-    shape = tensor.shape
-    if tensor.experts is not None and row.transform != ZEROS:
-        per_expert = EXPERT_FIELD in kind.name
-        if per_expert:
-            shape = shape[1:]
-            box = box.drop()
-        else:
-            box = Box(box.start, (1, *box.shape[1:]))
-    return lands(box, shape, ITEM_BYTES[tensor.dtype])
+    if tensor.experts is not None and row.transform != ZEROS:  # each expert is written separately
+        box = box.entry(0)
+    return box, tensor.shape, ITEM_BYTES[tensor.dtype]
 
 
 def messages(box: Box, shape: Sequence[int], item_bytes: int) -> int:
@@ -114,9 +104,8 @@ def depth_bytes(map: ReshardMap) -> list[int]:
     )
     for kind in layout.kinds:
         first = layout.depth(kind, 0)
-        sizes[kind.group, first : first + (kind.instances if kind.place == LAYER else 1)] += (
-            _bytes_of_the_largest(kind)
-        )
+        largest = max(tensor.bytes for tensor in kind.shards)
+        sizes[kind.group, first : first + kind.instances] += largest
     return sizes.max(axis=0).tolist()
 
 
@@ -132,10 +121,6 @@ def waves(map: ReshardMap, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[int, .
         result.append(wave)
         filled += size
     return tuple(result)
-
-
-def _bytes_of_the_largest(kind: Kind) -> int:
-    return max([math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in kind.shards])
 
 
 def batches_from(

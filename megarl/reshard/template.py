@@ -112,29 +112,18 @@ def join(source: Layout, destination: Layout) -> tuple[Row, ...]:
                     nearest = _nearest(holders, t, len(kind.shards))
                     moved_holders = _moved(nearest, common, logical)
                     box = common.move(piece.logical, piece.local)
-                    if kind.rule is None:
-                        dtype = source.kinds[nearest[0].kind].shards[nearest[0].shard].dtype
-                        kind_rows.append(
-                            Row(
-                                k,
-                                t,
-                                box,
-                                moved_holders,
-                                IDENTITY if dtype == tensor.dtype else CAST,
-                            )
+                    row = Row(k, t, box, moved_holders, IDENTITY)
+                    dtype = source.kinds[nearest[0].kind].shards[nearest[0].shard].dtype
+                    if kind.rule is not None:
+                        row = replace(
+                            row,
+                            transform=QUANTISE,
+                            logical_name=piece.logical_name,
+                            logical=common,
                         )
-                    else:
-                        kind_rows.append(
-                            Row(
-                                k,
-                                t,
-                                box,
-                                moved_holders,
-                                QUANTISE,
-                                logical_name=piece.logical_name,
-                                logical=common,
-                            )
-                        )
+                    elif dtype != tensor.dtype:
+                        row = replace(row, transform=CAST)
+                    kind_rows.append(row)
         if kind.rule is not None:
             kind_rows = with_cuts(kind, kind_rows)
         rows += kind_rows + _padding(source, kind, k, kind_rows)
@@ -216,14 +205,11 @@ def _padding(source: Layout, kind: Kind, k: int, kind_rows: list[Row]) -> list[R
         shard_rows = [row for row in kind_rows if row.shard == t]
         if shard_rows:
             holders = max(shard_rows, key=lambda row: row.box.numel).holders
+            senders = tuple([replace(holder, box=None) for holder in holders])
         else:  # all padding: the facing source shard sends it
             first = kind_rows[0].holders[0]
-            holders = (
-                Holder(
-                    first.kind, t * len(source.kinds[first.kind].shards) // len(kind.shards), None
-                ),
-            )
-        senders = tuple([Holder(holder.kind, holder.shard, None) for holder in holders])
+            shard = t * len(source.kinds[first.kind].shards) // len(kind.shards)
+            senders = (Holder(first.kind, shard, None),)
         rows += [Row(k, t, box, senders, ZEROS) for box in empty]
     return rows
 
@@ -239,9 +225,7 @@ def _with_fan(rows: list[Row]) -> tuple[Row, ...]:
     result = []
     for row, key in zip(rows, keys):
         peers = order[key]
-        result.append(
-            replace(row, fan=len(peers), index=peers[row.shard]) if len(peers) > 1 else row
-        )
+        result.append(replace(row, fan=len(peers), index=peers[row.shard]))
     return tuple(result)
 
 
@@ -288,34 +272,20 @@ class SortedStripes:
 
     def __init__(self, boxes: dict[Box, list[Holder]]):
         self.sorted = sorted(boxes.items(), key=lambda entry: entry[0].start)
-        first = self.sorted[0][0]
-        logical_boxes = [box for box, _ in self.sorted]
-        dims = range(len(first.start))
-        cut = []
-        for d in dims:
-            if any(
-                box.start[d] != first.start[d] or box.shape[d] != first.shape[d]
-                for box in logical_boxes
-            ):
-                cut.append(d)
-        self.dim = cut[0] if cut else 0
-        self.starts = [box.start[self.dim] for box in logical_boxes] if cut else [0]
-        if cut:
-            self.ends = [box.start[self.dim] + box.shape[self.dim] for box in logical_boxes]
-        else:
-            self.ends = [1]
-        self.ordered = len(cut) == 1 and all(a <= b for a, b in zip(self.ends, self.starts[1:]))
+        spans = zip(*[zip(box.start, box.end) for box, _ in self.sorted])  # [dim][stripe]
+        cut_spans = [(dim, span) for dim, span in enumerate(spans) if len(set(span)) > 1]
+        self.ordered = False
+        if len(cut_spans) == 1:
+            self.dim, span = cut_spans[0]
+            self.starts, self.ends = zip(*span)
+            self.ordered = all(a <= b for a, b in zip(self.ends, self.starts[1:]))
 
     def within(self, box: Box) -> Iterator[tuple[Box, list[Holder], Box]]:
         """Yields (stripe, its holders, its intersection with `box`)."""
         candidates = self.sorted
         if self.ordered:
-            start = box.start[self.dim]
-            candidates = candidates[
-                bisect_right(self.ends, start) : bisect_left(
-                    self.starts, start + box.shape[self.dim]
-                )
-            ]
+            first = bisect_right(self.ends, box.start[self.dim])
+            candidates = candidates[first : bisect_left(self.starts, box.end[self.dim])]
         for logical, holders in candidates:
             common = logical.intersect(box)
             if common is not None:
@@ -326,26 +296,17 @@ def with_cuts(kind: Kind, rows: list[Row]) -> list[Row]:
     """Marks rows that have a tile which extends beyond the row."""
     rule = kind.rule
     assert rule is not None
-    extents: dict[str, Box] = {}
+    extents: dict[str, tuple[int, ...]] = {}
     for row in rows:
-        extent = extents.get(row.logical_name)
-        if extent is None:
-            extents[row.logical_name] = row.logical_box
-        else:
-            extents[row.logical_name] = _hull(extent, row.logical_box)
+        end = row.logical_box.end
+        extents[row.logical_name] = tuple(map(max, extents.get(row.logical_name, end), end))
     fused = len({piece.logical_name for tensor in kind.shards for piece in tensor.pieces}) > 1
     result: list[Row] = []
     for row in rows:
-        extent = extents[row.logical_name]
-        has_whole_tiles = rule.whole_tiles(row.logical_box, extent.end)
+        has_whole_tiles = rule.whole_tiles(row.logical_box, extents[row.logical_name])
         cut = (of_whole_tensor(rule) and fused) or not has_whole_tiles
-        result.append(replace(row, cut=True) if cut else row)
+        result.append(replace(row, cut=cut))
     return result
-
-
-def _hull(a: Box, b: Box) -> Box:
-    start = tuple(map(min, a.start, b.start))
-    return Box(start, tuple(max(x, y) - s for x, y, s in zip(a.end, b.end, start)))
 
 
 def scale_rows(destination: Layout, kind: Kind, weight_rows: list[Row]) -> list[Row]:
@@ -383,8 +344,7 @@ def _moved(holders: Iterable[Holder], logical: Box, stripe: Box) -> tuple[Holder
     """The holders of `stripe`, with their boxes of `logical`, which is inside it."""
     moved_holders = []
     for holder in holders:
-        box = logical.move(stripe, holder.held_box)
-        moved_holders.append(Holder(holder.kind, holder.shard, box))
+        moved_holders.append(replace(holder, box=logical.move(stripe, holder.held_box)))
     return tuple(moved_holders)
 
 
@@ -402,9 +362,9 @@ def _scale_part(rule: Rule, piece: Piece, number: int, logical: Box) -> tuple[Bo
             if size is None:
                 return None
             first = -(-first // size) * size
-        if first >= logical.start[dim] + logical.shape[dim]:
+        if first >= logical.end[dim]:
             return None
         start[dim] = first
-        shape[dim] = logical.start[dim] + logical.shape[dim] - first
+        shape[dim] = logical.end[dim] - first
     weights_box = Box(tuple(start), tuple(shape))
     return weights_box, rule.tiles(weights_box)

@@ -88,25 +88,19 @@ def check_value(expression: Any) -> float:
     elif name in ("factorial", "factorial2", "subfactorial", "binomial", "gamma"):
         if any(check_value(argument) > math.log2(MAX_FACTORIAL) for argument in expression.args):
             raise Refused(f"a factorial of more than {MAX_FACTORIAL}")
-        largest = max(
-            (2 ** check_value(argument) for argument in expression.args if not argument.is_Integer),
-            default=0.0,
-        )
-        largest = max(
-            [
-                largest,
-                *(float(abs(argument)) for argument in expression.args if argument.is_Integer),
-            ]
-        )
+        largest = 0.0
+        for argument in expression.args:
+            if argument.is_Integer:
+                largest = max(largest, float(abs(argument)))
+            else:
+                largest = max(largest, 2 ** check_value(argument))
         bits = math.lgamma(largest + 2) / math.log(2)
     else:
         children = [check_value(argument) for argument in getattr(expression, "args", ())]
-        together = (
-            sum
-            if getattr(expression, "is_Mul", False) or getattr(expression, "is_Add", False)
-            else max
-        )
-        bits = together(children) if children else 0.0
+        if getattr(expression, "is_Mul", False) or getattr(expression, "is_Add", False):
+            bits = sum(children)
+        else:
+            bits = max(children, default=0.0)
     if bits > MAX_VALUE_BITS:
         raise Refused(f"a value of more than {MAX_VALUE_BITS} bits")
     return bits
@@ -119,7 +113,8 @@ def _power_bits(base: Any, exponent: Any) -> float:
     # the bound of a sum of roots is far too large
     if exponent.is_number and not exponent.is_Rational:
         size = abs(exponent.evalf(15))
-        largest_exponent = min(largest_exponent, float(size)) if size.is_Float else largest_exponent
+        if size.is_Float:
+            largest_exponent = min(largest_exponent, float(size))
     if base.is_Add and base.free_symbols and largest_exponent > MAX_EXPANSION:
         raise Refused(f"a sum to a power above {MAX_EXPANSION}")
     return max(base_bits, 1.0) * largest_exponent
@@ -179,13 +174,10 @@ def plain_equal(a: PlainNumber | None, b: PlainNumber | None) -> bool | None:
     """
     if a is None or b is None:
         return None
-    return a.value == b.value or (
-        (a.is_decimal or b.is_decimal) and _near(a.value, b.value, SAME_DECIMALS)
-    )
-
-
-def _near(a: Fraction, b: Fraction, tolerance: Fraction) -> bool:
-    return abs(a - b) <= tolerance * min(1, max(abs(a), abs(b)))
+    if a.is_decimal or b.is_decimal:
+        size = max(abs(a.value), abs(b.value))
+        return abs(a.value - b.value) <= SAME_DECIMALS * min(1, size)
+    return a.value == b.value
 
 
 def _repeating(sign: str, integer: str, fixed: str, repeated: str) -> Fraction:
@@ -217,6 +209,16 @@ class _Level:
     ended: bool = False  # a factor has just ended
     last: str = ""  # "number", "fraction", "name", …, or the token itself
 
+    def expect(self, command: str, arguments: int, is_operand: bool) -> None:
+        self.pending_arguments = arguments
+        self.is_operand = is_operand
+        self.ended = False
+        self.last = command
+
+    def read_arguments(self, count: int) -> None:
+        self.pending_arguments = max(0, self.pending_arguments - count)
+        self.ended = self.is_operand and not self.pending_arguments
+
 
 def with_signs(text: str) -> str:
     """`text` with \\cdot between factors that stand side by side, as math-verify's grammar needs.
@@ -235,18 +237,15 @@ def with_signs(text: str) -> str:
         elif token[0].isdigit() or token[0] == ".":
             _read_number(token, level, written)
         elif token in _CLOSING:
-            is_option = token == "[" and level.pending_arguments > 0
             if level.pending_arguments == 0 and level.ended:
                 written.append(_SIGN)
             written.append(token)
-            levels.append(
-                _Level(
-                    _CLOSING[token],
-                    len(written),
-                    level.pending_arguments > 0 and not is_option,
-                    last="option" if is_option else "",
-                )
-            )
+            inner = _Level(_CLOSING[token], len(written))
+            if level.pending_arguments and token == "[":
+                inner.last = "option"
+            elif level.pending_arguments:
+                inner.is_argument = True
+            levels.append(inner)
         elif token == level.closing:
             content = "".join(written[level.start :]).strip()
             levels.pop()
@@ -259,10 +258,9 @@ def with_signs(text: str) -> str:
 
 def _read_number(token: str, level: _Level, written: list[str]) -> None:
     if level.pending_arguments:  # \frac12 has both arguments in 12, x^12 its only one
-        level.pending_arguments = (
-            max(0, level.pending_arguments - len(token)) if level.last == "fraction" else 0
-        )
-        level.ended = level.is_operand and not level.pending_arguments
+        if level.last != "fraction":
+            level.pending_arguments = 0
+        level.read_arguments(len(token))
     else:
         if level.ended and level.last != "number":
             written.append(_SIGN)
@@ -275,13 +273,10 @@ def _close_brackets(inner: _Level, content: str, level: _Level) -> None:
     if inner.is_argument:
         if level.last == "fraction" and content in _DERIVATIVE:
             level.is_operand = False
-        level.pending_arguments -= 1
-        level.ended = level.is_operand and not level.pending_arguments
+        level.read_arguments(1)
     elif inner.closing != ")" and level.last.startswith("\\"):  # \text{…}, \begin{pmatrix}
         level.ended = False
-    elif (
-        not level.pending_arguments
-    ):  # otherwise it is the degree of a root, and the argument follows
+    elif not level.pending_arguments:  # not the degree of a root, whose argument follows
         level.ended = True
         level.last = "group"
 
@@ -293,44 +288,26 @@ def _read_command(token: str, level: _Level, written: list[str]) -> None:
         and token.startswith("\\")
         and token not in (*_FRACTIONS, *_BINOMIALS, "\\sqrt")
     ):
-        level.pending_arguments -= 1
-        level.ended = level.is_operand and not level.pending_arguments
+        level.read_arguments(1)
     elif token in _FRACTIONS or token in _BINOMIALS:
         if level.ended and (token in _BINOMIALS or level.last != "number"):
             written.append(_SIGN)
-        level.pending_arguments = 2
-        level.is_operand = True
-        level.ended = False
-        level.last = "fraction"
+        level.expect("fraction", 2, is_operand=True)
     elif token == "\\sqrt":
-        level.pending_arguments = 1
-        level.is_operand = True
-        level.ended = False
-        level.last = "root"
+        level.expect("root", 1, is_operand=True)
     elif token == "^":  # \sin^2(x) and f^{-1}(x) are functions of x
-        level.pending_arguments = 1
-        level.is_operand = level.ended or level.last == "e"
-        level.ended = False
-        level.last = "power"
+        level.expect("power", 1, is_operand=level.ended or level.last == "e")
     elif token == "_":
-        level.pending_arguments = 1
-        level.is_operand = False
-        level.ended = False
-        level.last = "index"
+        level.expect("index", 1, is_operand=False)
     elif token == "!":
         level.last = "factorial"
     elif token == "\\pi":
         level.ended = True
         level.last = "name"
     elif token.startswith("\\") and token[1:].isalpha() and token not in _PRODUCT_OPERATORS:
-        level.pending_arguments = 0
-        level.is_operand = False
-        level.ended = False
-        level.last = token
+        level.expect(token, 0, is_operand=False)
     else:
-        level.pending_arguments = 0
-        level.ended = False
-        level.last = token
+        level.expect(token, 0, level.is_operand)
     written.append(token)
 
 
@@ -483,9 +460,8 @@ def _structure(text: str, checked: bool) -> Any:
         return Items("", "", structures)
     sides, operators = _split(text, _RELATION)
     if operators:
-        return _chain(
-            Chain(parts(sides), [_RELATIONS.get(o.removeprefix("\\"), o) for o in operators])
-        )
+        relations = [_RELATIONS.get(o.removeprefix("\\"), o) for o in operators]
+        return _chain(Chain(parts(sides), relations))
     members, _ = _split(text, r"\\in(?![A-Za-z])")
     if len(members) == 2:
         return _structure(members[1], checked)
@@ -507,7 +483,9 @@ def _structure(text: str, checked: bool) -> Any:
 def word_of(text: str) -> str:
     """The text in the form in which names and choices are compared; empty if it is neither."""
     match = _WORD.fullmatch(text)
-    return " ".join((match[1] or match[2]).casefold().split()) if match else ""
+    if match is None:
+        return ""
+    return " ".join((match[1] or match[2]).casefold().split())
 
 
 def _is_range(structure: Any) -> bool:
@@ -520,28 +498,29 @@ def _is_range(structure: Any) -> bool:
 
 def _chain(chain: Chain) -> Any:
     """Turns inequalities of one variable between constants into an interval."""
-    if all(operator in FLIPPED for operator in chain.operators):
-        sides, operators = chain
-        if operators[0] in (">", ">="):
-            sides = sides[::-1]
-            operators = [FLIPPED[operator] for operator in operators[::-1]]
-        if len({operator[0] for operator in operators}) == 1:
-            from sympy import oo as infinity  # imported only here, since it takes half a second
+    sides, operators = chain
+    if not all(operator in FLIPPED for operator in operators):
+        return chain
+    if operators[0] in (">", ">="):
+        sides = sides[::-1]
+        operators = [FLIPPED[operator] for operator in operators[::-1]]
+    if len({operator[0] for operator in operators}) > 1:
+        return chain
+    from sympy import oo as infinity  # imported only here, since it takes half a second
 
-            if _expressions(*sides) and any((-side).is_Symbol for side in sides):  # -1 < -x
-                sides = [-side for side in reversed(sides)]
-                operators = operators[::-1]
-            names = [is_name(side) for side in sides]
-            if names == [False, True, False] and not (symbols(sides[0]) or symbols(sides[2])):
-                return Items(
-                    "(["[operators[0] == "<="], ")]"[operators[1] == "<="], [sides[0], sides[2]]
-                )
-            if names == [True, False] and not symbols(sides[1]):
-                return Items("(", ")]"[operators[0] == "<="], [-infinity, sides[1]])
-            if names == [False, True] and not symbols(sides[0]):
-                return Items("(["[operators[0] == "<="], ")", [sides[0], infinity])
-            return Chain(sides, operators)
-    return chain
+    if _expressions(*sides) and any((-side).is_Symbol for side in sides):  # -1 < -x
+        sides = [-side for side in reversed(sides)]
+        operators = operators[::-1]
+    names = [is_name(side) for side in sides]
+    opening = "(["[operators[0] == "<="]
+    closing = ")]"[operators[-1] == "<="]
+    if names == [False, True, False] and not (symbols(sides[0]) or symbols(sides[2])):
+        return Items(opening, closing, [sides[0], sides[2]])
+    if names == [True, False] and not symbols(sides[1]):
+        return Items("(", closing, [-infinity, sides[1]])
+    if names == [False, True] and not symbols(sides[0]):
+        return Items(opening, ")", [sides[0], infinity])
+    return Chain(sides, operators)
 
 
 def _split(text: str, pattern: str) -> tuple[list[str], list[str]]:
@@ -687,10 +666,10 @@ def _is_measure(structure: Any) -> bool:
 
 
 def symbols(structure: Any) -> set[str]:
-    if isinstance(structure, (Items, Union, Chain)):
-        return set().union(
-            *map(symbols, structure[-1] if isinstance(structure, Items) else structure[0])
-        )
+    if isinstance(structure, Items):
+        return set().union(*map(symbols, structure.items))
+    if isinstance(structure, (Union, Chain)):
+        return set().union(*map(symbols, structure[0]))
     return {symbol.name for symbol in getattr(structure, "free_symbols", ())}
 
 
@@ -747,27 +726,23 @@ def _coordinate(point: int, number: int) -> Fraction:
     """The coordinate of variable `number` at `point`: an unsystematic rational of either sign,
     between 0.3 and 2.7 in absolute value.
     """
-    size = Fraction(
-        300 + (7919 * (point + 1) + 104729 * (number + 1) * (point + 2)) % 2400, 1000
-    ) + Fraction(1, 1009 + 2 * number)
-    return size if (point + number) % 2 == 0 else -size
+    thousandths = 300 + (7919 * (point + 1) + 104729 * (number + 1) * (point + 2)) % 2400
+    size = Fraction(thousandths, 1000) + Fraction(1, 1009 + 2 * number)
+    return size * (-1) ** (point + number)
 
 
 def _value(expression: Any, coordinates: dict[str, Fraction]) -> Value | None:
     """The value, or None if it is not finite."""
     import sympy
 
-    substitutions = {
-        symbol: sympy.Rational(
-            coordinates[symbol.name].numerator, coordinates[symbol.name].denominator
-        )
-        for symbol in expression.free_symbols
-    }
-    # SymPy would factor the radicands, for seconds
-    if any(power.exp.free_symbols for power in expression.atoms(sympy.Pow)):
-        substitutions = {
-            symbol: sympy.Float(value, 2 * _DIGITS) for symbol, value in substitutions.items()
-        }
+    # SymPy would factor the radicands of exact numbers, for seconds
+    needs_floats = any(power.exp.free_symbols for power in expression.atoms(sympy.Pow))
+    substitutions = {}
+    for symbol in expression.free_symbols:
+        value = sympy.Rational(coordinates[symbol.name])
+        if needs_floats:
+            value = sympy.Float(value, 2 * _DIGITS)
+        substitutions[symbol] = value
     parts = expression.subs(substitutions).doit().evalf(_DIGITS).as_real_imag()
     if not all(part.is_Float or part.is_Rational for part in parts):
         return None
@@ -856,10 +831,12 @@ def equal(reference: str, candidate: str) -> bool:
 
 
 def _percent(answer: str) -> tuple[str, bool]:
-    bare = answer.removesuffix("%").removesuffix("\\").rstrip() if answer.endswith("%") else answer
+    if not answer.endswith("%"):
+        return answer, False
+    bare = answer.removesuffix("%").removesuffix("\\").rstrip()
     if bare.endswith("%"):
         raise Refused("percents of percents")
-    return bare, bare != answer
+    return bare, True
 
 
 def _without_base(gold: str, candidate: str) -> tuple[str, str]:
@@ -900,15 +877,11 @@ def _same(gold: Any, candidate: Any) -> bool:
     if gold is None or candidate is None:
         return False
     if isinstance(gold, Word) or isinstance(candidate, Word):
-        return isinstance(gold, Word) and isinstance(candidate, Word) and gold == candidate
+        return type(gold) is type(candidate) and gold == candidate
     if isinstance(candidate, Chain) or isinstance(gold, Chain):
         return _same_chains(gold, candidate)
     if isinstance(gold, Union) or isinstance(candidate, Union):
-        return (
-            isinstance(gold, Union)
-            and isinstance(candidate, Union)
-            and _matched(gold.parts, candidate.parts)
-        )
+        return type(gold) is type(candidate) and _matched(gold.parts, candidate.parts)
     if isinstance(gold, Items) or isinstance(candidate, Items):
         return _same_sequences(gold, candidate)
     return _same_objects(gold, candidate)
@@ -969,19 +942,11 @@ def _same_chains(gold: Any, candidate: Any) -> bool:
         )
     if not isinstance(gold, Chain):
         return _leads_to(gold, candidate)
-    if (
-        gold.operators == candidate.operators
-        and len(gold.sides) == len(candidate.sides)
-        and all(map(_same, gold.sides, candidate.sides))
-    ):
-        return True
     flipped = [FLIPPED.get(operator, operator) for operator in reversed(candidate.operators)]
-    if (
-        gold.operators == flipped
-        and len(gold.sides) == len(candidate.sides)
-        and all(map(_same, gold.sides, reversed(candidate.sides)))
-    ):
-        return True
+    for form in (candidate, Chain(candidate.sides[::-1], flipped)):
+        # as many operators, so as many sides
+        if gold.operators == form.operators and all(map(_same, gold.sides, form.sides)):
+            return True
     return gold.operators == candidate.operators == ["="] and _same_equations(
         gold.sides, candidate.sides
     )
@@ -1002,12 +967,10 @@ def _leads_to(gold: Any, candidate: Chain) -> bool:
         gold, candidate.sides[-1]
     ):
         return False
-    for side, operator in zip(candidate.sides, candidate.operators):
-        if not (
-            _is_name_of(side, gold) or _same(gold, side) or (operator == "~" and _about(gold, side))
-        ):
-            return False
-    return True
+    return all(
+        _is_name_of(side, gold) or _same(gold, side) or (operator == "~" and _about(gold, side))
+        for side, operator in zip(candidate.sides, candidate.operators)
+    )
 
 
 def _is_name_of(name: Any, structure: Any) -> bool:
@@ -1063,9 +1026,11 @@ def _same_objects(gold: Any, candidate: Any) -> bool:
     """Compares expressions by value, matrices by element, and other objects of the grammar (ℝ, ∅)
     by identity.
     """
-    if getattr(gold, "is_Matrix", False) or getattr(candidate, "is_Matrix", False):
-        both_matrices = getattr(gold, "is_Matrix", False) and getattr(candidate, "is_Matrix", False)
-        return both_matrices and gold.shape == candidate.shape and all(map(_same, gold, candidate))
+    are_matrices = [getattr(structure, "is_Matrix", False) for structure in (gold, candidate)]
+    if any(are_matrices):
+        return (
+            all(are_matrices) and gold.shape == candidate.shape and all(map(_same, gold, candidate))
+        )
     if not _expressions(gold, candidate):
         return type(gold) is type(candidate) and gold == candidate
     if is_function(gold) and gold == candidate:  # f(x), which has no value

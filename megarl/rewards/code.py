@@ -64,11 +64,10 @@ def cases_of(answer: str) -> Cases:
         tests = {**_apart([*public, *private]), "fn_name": named}
     elif isinstance(tests, list):
         tests = _apart(tests)
-    inputs = None
-    outputs = None
-    if isinstance(tests, dict):
-        inputs = tests.get("inputs")
-        outputs = tests.get("outputs")
+    if not isinstance(tests, dict):
+        tests = {}
+    inputs = tests.get("inputs")
+    outputs = tests.get("outputs")
     if (
         not isinstance(inputs, list)
         or not isinstance(outputs, list)
@@ -85,15 +84,12 @@ def cases_of(answer: str) -> Cases:
         if not all(isinstance(text, str) for text in [*inputs, *outputs]):
             raise ValueError("inputs and outputs of a program must be texts")
         return Cases(inputs, outputs, None)
-    return Cases(
-        [_arguments(test_input) for test_input in inputs],
-        [_results(test_input, output) for test_input, output in zip(inputs, outputs)],
-        function,
-    )
+    return Cases(list(map(_arguments, inputs)), list(map(_results, inputs, outputs)), function)
 
 
 def size_bytes(output: Any) -> int:
-    return len((output if isinstance(output, str) else json.dumps(output)).encode(errors="replace"))
+    text = output if isinstance(output, str) else json.dumps(output)
+    return len(text.encode(errors="replace"))
 
 
 def _arguments(value: Any) -> list[Any]:

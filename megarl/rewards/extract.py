@@ -87,8 +87,8 @@ _END_OF_TURN = re.compile(
     r"(?:\s*(?:<\|(?:im_end|im_start|endoftext|end_of_text|eot_id|end|return)\|>\w{0,16}"
     r"|</s>))+\s*\Z"
 )
-# mathematical letters that Unicode had before it gave them a block
-_OLD_LETTERS = frozenset("ℊℋℌℎℐℑℒℓℛℜℨℬℭℯℰℱℳℴ")
+# Full-width and mathematical characters. Unicode had some letters before it gave them a block.
+_DRESSED = re.compile("[\uff01-\uff5e\U0001d400-\U0010ffffℊℋℌℎℐℑℒℓℛℜℨℬℭℯℰℱℳℴ]")
 _INVISIBLE = "\u00ad\u200b\u200c\u200d\u2060\ufeff"
 _WITHOUT_INVISIBLE = dict.fromkeys(map(ord, _INVISIBLE))
 _MANY_BLANKS = re.compile(rf"[\s{_INVISIBLE}]{{64,}}+")
@@ -252,12 +252,7 @@ def plain(text: str) -> str:
     text = _ENTITY.sub(lambda entity: html.unescape(entity[0]), text)
     if not text.isascii():
         composed = unicodedata.normalize("NFC", text).translate(_WITHOUT_INVISIBLE)
-        text = "".join(
-            unicodedata.normalize("NFKC", c)
-            if "\uff01" <= c <= "\uff5e" or c >= "\U0001d400" or c in _OLD_LETTERS
-            else c
-            for c in composed
-        )
+        text = _DRESSED.sub(lambda letter: unicodedata.normalize("NFKC", letter[0]), composed)
     # \\boxed, \\frac read as JSON or Python
     text = re.sub(r"[\b\f](?=[a-z])", lambda lost: {"\b": "\\b", "\f": "\\f"}[lost[0]], text)
     return _without_looks(_DOUBLED.sub(r"\\", text))
@@ -374,11 +369,13 @@ def answer_forms(prompt: str) -> list[tuple[str, str]]:
     """What stands before and behind an answer in each form for which the prompt may ask: tags other
     than of thinking, a key of JSON.
     """
-    forms = [match for match in _FORM.finditer(prompt) if not THINKING_BEGINS.match(match[0])]
-    return [
-        (f'{{{match[7]} "', '"}') if match[7] else (match[1] or match[4], match[3] or match[6])
-        for match in forms
-    ]
+    forms = []
+    for match in _FORM.finditer(prompt):
+        if match[7]:
+            forms.append((f'{{{match[7]} "', '"}'))
+        elif not THINKING_BEGINS.match(match[0]):
+            forms.append((match[1] or match[4], match[3] or match[6]))
+    return forms
 
 
 def final_part(text: str) -> str:
@@ -673,7 +670,8 @@ def last_running_number(text: str) -> str:
 
     Empty if there is none.
     """
-    return _last_match(_RUNNING_NUMBER, text)
+    numbers = _RUNNING_NUMBER.findall(last_line(text))
+    return numbers[-1] if numbers else ""
 
 
 def clean(answer: str) -> str:
@@ -715,11 +713,9 @@ def clean(answer: str) -> str:
     if _WITH_BLANKS.fullmatch(answer):
         return answer.replace(" ", "")
     with_unit = _NUMBER_WITH_UNIT.fullmatch(answer)
-    return (
-        with_unit[1]
-        if with_unit and not (_SENTENCE.search(with_unit[2]) or DENIED.search(with_unit[2]))
-        else answer
-    )
+    if with_unit and not (_SENTENCE.search(with_unit[2]) or DENIED.search(with_unit[2])):
+        return with_unit[1]
+    return answer
 
 
 def _unwrapped(answer: str) -> str:
@@ -799,19 +795,11 @@ def _boxed(text: str, start: int) -> str:
         assert unbraced is not None  # it may be empty
         return unbraced[0]
     depth = 0
-    for i in range(opening, min(len(text), opening + MAX_ANSWER_CHARS)):
-        if text[i] == "{":
-            depth += 1
-        elif text[i] == "}":
-            depth -= 1
-            if depth == 0:
-                return text[opening + 1 : i]
+    for i, character in enumerate(text[opening : opening + MAX_ANSWER_CHARS]):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[opening + 1 : opening + i]
     return ""
-
-
-def _last_match(pattern: re.Pattern[str], text: str) -> str:
-    matches = pattern.findall(last_line(text))
-    return matches[-1] if matches else ""
 
 
 _LETTER = r"\(?([A-J])(?![A-Za-z0-9'])"

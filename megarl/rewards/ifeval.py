@@ -59,14 +59,12 @@ def _graders() -> _Graders:
     """
     check_installed(f"reward.name={NAME}")
     (root,) = find_spec("lm_eval").submodule_search_locations  # type: ignore[union-attr, misc]
-    hollow = {
-        name: folder
-        for name, folder in (("lm_eval", root), ("lm_eval.tasks", f"{root}/tasks"))
-        if name not in sys.modules
-    }
-    for name, folder in hollow.items():
-        sys.modules[name] = ModuleType(name)
-        sys.modules[name].__path__ = [folder]
+    hollow = []
+    for name, folder in (("lm_eval", root), ("lm_eval.tasks", f"{root}/tasks")):
+        if name not in sys.modules:
+            sys.modules[name] = ModuleType(name)
+            sys.modules[name].__path__ = [folder]
+            hollow.append(name)
     try:
         registry = import_module("lm_eval.tasks.ifeval.instructions_registry")
         measures = import_module("lm_eval.tasks.ifeval.utils")
@@ -86,11 +84,10 @@ def reference(answer: str) -> str:
     hub have for the arguments of all other instructions. Raises ValueError.
     """
     row = json.loads(answer)
-    names = None
-    arguments = None
-    if isinstance(row, dict):
-        names = row.get("instruction_id_list")
-        arguments = row.get("kwargs")
+    if not isinstance(row, dict):
+        row = {}
+    names = row.get("instruction_id_list")
+    arguments = row.get("kwargs")
     if (
         not isinstance(names, list)
         or not isinstance(arguments, list)
@@ -99,7 +96,7 @@ def reference(answer: str) -> str:
         raise ValueError(
             "must be an object with instruction_id_list and kwargs, two lists of one length"
         )
-    checked = [_arguments(name, kwargs) for name, kwargs in zip(names, arguments)]
+    checked = list(map(_arguments, names, arguments))
     return json.dumps({"instruction_id_list": names, "kwargs": checked})
 
 

@@ -14,6 +14,7 @@ from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -52,9 +53,7 @@ _FIELDS = {"text": "response", **{name: name for name in ScoreRequest.__struct_f
 # The arguments of verl's reward functions, for rows in verl's format.
 _OF_VERL: dict[str, Callable[[ScoreRequest], Any]] = {
     "solution_str": lambda request: request.response,
-    "ground_truth": lambda request: _inner(
-        request.row, "reward_model", "ground_truth", request.answer
-    ),
+    "ground_truth": lambda request: _ground_truth(request),
     "data_source": lambda request: request.row.get("data_source", request.source),
     "extra_info": lambda request: request.row.get("extra_info"),
 }
@@ -128,13 +127,14 @@ def _from_trl(function: Callable[..., Any]) -> str:
         if p.name not in _OF_TRL and p.kind is not p.VAR_KEYWORD and p.default is p.empty
     ]
     takes_keywords = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    takes = [_OF_TRL[name] for name in trl_names]
+    if takes_keywords or columns:
+        takes.append("row")
     arguments = [f"{name}=[{_OF_TRL[name]}]" for name in trl_names]
-    arguments += (
-        ["**{key: [value] for key, value in row.items()}"]
-        if takes_keywords
-        else [f"{name}=[row[{name!r}]]" for name in columns]
-    )
-    takes = [*(_OF_TRL[name] for name in trl_names), *["row"] * bool(takes_keywords or columns)]
+    if takes_keywords:
+        arguments.append("**{key: [value] for key, value in row.items()}")
+    else:
+        arguments += [f"{name}=[row[{name!r}]]" for name in columns]
     return _FROM_TRL.format(
         takes=", ".join(takes), name=getattr(function, "__name__", "it"), given=", ".join(arguments)
     )
@@ -142,11 +142,16 @@ def _from_trl(function: Callable[..., Any]) -> str:
 
 def arguments_of(request: ScoreRequest, parameters: Sequence[str]) -> list[Any]:
     """The values of the fields `parameters`, with arrays as lists."""
-    values = [
-        _OF_VERL[name](request) if name in _OF_VERL else getattr(request, _FIELDS[name])
-        for name in parameters
-    ]
-    return [value.tolist() if isinstance(value, array) else value for value in values]
+    values = []
+    for name in parameters:
+        if name in _OF_VERL:
+            value = _OF_VERL[name](request)
+        else:
+            value = getattr(request, _FIELDS[name])
+        if isinstance(value, array):
+            value = value.tolist()
+        values.append(value)
+    return values
 
 
 def score_of(result: Any) -> Score:
@@ -169,9 +174,9 @@ def score_of(result: Any) -> Score:
 
 def _number(value: Any, expected: str) -> float:
     """Accepts booleans and scalars of NumPy and torch, but no text, not even "1"."""
-    scalar = (
-        value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
-    )
+    scalar = value
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        scalar = value.item()
     if not isinstance(scalar, numbers.Real):
         raise TypeError(f"it must give {expected}, not {_shown(value)}")
     try:
@@ -190,16 +195,16 @@ def _shown(value: Any) -> str:
     try:
         return _SHOWN.repr(value)
     except ValueError:  # Python refuses to write integers with very many digits
-        return (
-            f"an integer of {value.bit_length()} bits"
-            if isinstance(value, int)
-            else f"one of {type(value).__name__}"
-        )
+        if isinstance(value, int):
+            return f"an integer of {value.bit_length()} bits"
+        return f"one of {type(value).__name__}"
 
 
-def _inner(row: dict[str, Any], column: str, field: str, otherwise: Any) -> Any:
-    inner = row.get(column)
-    return inner.get(field, otherwise) if isinstance(inner, dict) else otherwise
+def _ground_truth(request: ScoreRequest) -> Any:
+    column = request.row.get("reward_model")
+    if isinstance(column, dict):
+        return column.get("ground_truth", request.answer)
+    return request.answer
 
 
 def _near(name: str) -> str:
@@ -247,17 +252,14 @@ def single(config: RewardConfig) -> Part:
 
 def parts_of(config: RewardConfig) -> list[Part]:
     """The parts of the reward: reward.parts, or reward.name alone."""
-    parts = [
-        Part(
-            settings.name,
-            config.failed_score if settings.failed_score is None else settings.failed_score,
-            part,
-            settings.weight,
-            f"reward.parts.{part}.name",
-        )
-        for part, settings in config.parts.items()
-        if settings is not None
-    ]
+    parts = []
+    for part, settings in config.parts.items():
+        if settings is not None:
+            failed_score = settings.failed_score
+            if failed_score is None:
+                failed_score = config.failed_score
+            key = f"reward.parts.{part}.name"
+            parts.append(Part(settings.name, failed_score, part, settings.weight, key))
     return parts or [single(config)]
 
 
@@ -343,11 +345,10 @@ def trained_score(score: float, tokens: int, finish_reason: str, config: RunConf
     reward = config.reward
     # exactly the fixed score: rounding would prefer one cut response to another
     if finish_reason == "length":
-        score = (
-            score - reward.unfinished_penalty
-            if reward.unfinished_score is None
-            else reward.unfinished_score
-        )
+        if reward.unfinished_score is None:
+            score -= reward.unfinished_penalty
+        else:
+            score = reward.unfinished_score
     if not reward.overlong_tokens:
         return score
     beyond = tokens - (config.rollout.max_tokens - reward.overlong_tokens)
@@ -411,24 +412,25 @@ def failure_metrics(samples: Sequence[Scored]) -> dict[str, float]:
     """The number of samples whose scoring failed, by kind and by part of the reward, and the share
     of such samples.
     """
-    failures = [failure for sample in samples for failure in sample.failures if _of_score(failure)]
-    kinds = Counter(failure.kind for failure in failures)
-    parts = Counter(failure.part for failure in failures)
-    by_kind: dict[str, float] = {key: kinds[kind] for kind, key in METRICS.items()}
-    by_part = {f"reward/{part}/failed": count for part, count in parts.items() if part}
-    failed = sum(any(map(_of_score, sample.failures)) for sample in samples)
-    return {**by_kind, **by_part, FAILED_FRACTION: failed / len(samples)}
+    metrics: Counter[str] = Counter(dict.fromkeys(METRICS.values(), 0))
+    failed = 0
+    for sample in samples:
+        failures = list(filter(_of_score, sample.failures))
+        failed += bool(failures)
+        for failure in failures:
+            metrics[METRICS[failure.kind]] += 1
+            if failure.part:
+                metrics[f"reward/{failure.part}/failed"] += 1
+    return {**metrics, FAILED_FRACTION: failed / len(samples)}
 
 
 def teacher_failures(samples: Sequence[Scored]) -> dict[str, float]:
     """For each teacher on engines, how many of the samples it has failed to judge."""
-    failures = [
-        failure for sample in samples for failure in sample.failures if _of_teacher(failure)
-    ]
-    return {
-        f"distill/{part.removeprefix(ROLE)}/failed": count
-        for part, count in Counter(failure.part for failure in failures).items()
-    }
+    counts: Counter[str] = Counter()
+    for sample in samples:
+        for failure in filter(_of_teacher, sample.failures):
+            counts[f"distill/{failure.part.removeprefix(ROLE)}/failed"] += 1
+    return dict(counts)
 
 
 def _of_teacher(failure: Failure) -> bool:
@@ -446,9 +448,10 @@ def _of_score(failure: Failure) -> bool:
 
 def failed_episodes(samples: Sequence[Scored]) -> list[Failure]:
     """The failure of each episode that failed. A branch is not an episode of its own."""
-    return [
-        failure for sample in samples for failure in list(filter(of_episode, sample.failures))[:1]
-    ]
+    failures = []
+    for sample in samples:
+        failures += list(filter(of_episode, sample.failures))[:1]
+    return failures
 
 
 def episode_metrics(samples: Sequence[Scored]) -> dict[str, float]:
@@ -521,22 +524,17 @@ def describe_failed_episodes(rows: Sequence[Mapping[str, float]]) -> str:
     """
     if not any(row.get(FAILED_EPISODES) for row in rows):
         return ""
-    kinds = dict.fromkeys(
-        key
-        for row in rows
-        for key in row
-        if key.startswith(_FAILED_KIND) and key != FAILED_EPISODES
-    )
-    shares = {
-        key.removeprefix(_FAILED_KIND): fmean(row.get(key, 0.0) for row in rows) for key in kinds
-    }
-    description = ", ".join(
-        f"{share:.3g}% {kind}"
-        for kind, share in ((kind, 100 * share) for kind, share in shares.items())
-        if share
-    )
-    share = 100 * fmean(row.get(FAILED_EPISODES, 0.0) for row in rows)
-    return f"{share:.3g}% of the episodes failed{f' ({description})' if description else ''}"
+    shares = {}
+    for key in dict.fromkeys(chain.from_iterable(rows)):
+        if key.startswith(_FAILED_KIND):
+            shares[key] = 100 * fmean(row.get(key, 0.0) for row in rows)
+    description = f"{shares.pop(FAILED_EPISODES):.3g}% of the episodes failed"
+    kinds = [
+        f"{share:.3g}% {key.removeprefix(_FAILED_KIND)}" for key, share in shares.items() if share
+    ]
+    if kinds:
+        description += f" ({', '.join(kinds)})"
+    return description
 
 
 def _described(counts: Mapping[str, float]) -> str:

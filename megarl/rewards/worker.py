@@ -22,10 +22,18 @@ from megarl.sandbox import process
 from megarl.sandbox.process import own_line
 
 _INSTRUCTIONS = {
-    "language:response_language": {"language": "en"},
-    "length_constraints:number_sentences": {"num_sentences": 2, "relation": "at least"},
-    "change_case:capital_word_frequency": {"capital_frequency": 1, "capital_relation": "at least"},
-    "length_constraints:number_words": {"num_words": 9, "relation": "at least"},
+    "instruction_id_list": [
+        "language:response_language",
+        "length_constraints:number_sentences",
+        "change_case:capital_word_frequency",
+        "length_constraints:number_words",
+    ],
+    "kwargs": [
+        {"language": "en"},
+        {"num_sentences": 2, "relation": "at least"},
+        {"capital_frequency": 1, "capital_relation": "at least"},
+        {"num_words": 9, "relation": "at least"},
+    ],
 }
 _FOLLOWED = "This is the FIRST of two sentences, and it is English. This is the other one."
 # Right answers. They make SymPy do its late imports before the clock runs and side effects are
@@ -39,14 +47,7 @@ _WARM_UP = {
     ],
     "last_number": [("1,2", "2.0")],
     "choice": [("the answer is (B)", "B")],
-    "ifeval": [
-        (
-            _FOLLOWED,
-            json.dumps(
-                {"instruction_id_list": list(_INSTRUCTIONS), "kwargs": list(_INSTRUCTIONS.values())}
-            ),
-        )
-    ],
+    "ifeval": [(_FOLLOWED, json.dumps(_INSTRUCTIONS))],
 }
 # SymPy evaluates these expressions to make numbers from text. latex2sympy does so for everything
 # its grammar reads as a number.
@@ -151,12 +152,9 @@ def _forbid_side_effects() -> None:
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event == "compile":
             source = args[0]
-            in_sympy_parser = (
-                sys._getframe(1).f_globals.get("__name__", "").startswith("sympy.parsing")
-            )
-            if in_sympy_parser and not (
-                isinstance(source, bytes) and _NUMBER_SOURCE.fullmatch(source)
-            ):
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            is_number = isinstance(source, bytes) and _NUMBER_SOURCE.fullmatch(source)
+            if caller.startswith("sympy.parsing") and not is_number:
                 raise PermissionError("evaluating Python from text is not allowed here")
         elif event == "open":
             if (isinstance(args[1], str) and not args[1].startswith("r")) or args[2] & (

@@ -13,7 +13,7 @@ from losses import F64, gradient, loss_of
 from test_algorithms_relatives import logprobs_of, ppo_objective, random_batch
 
 from megarl.algorithms.advantages import best
-from megarl.algorithms.losses import clipped, lag_weights
+from megarl.algorithms.losses import RuleInputs, clipped, lag_weights
 from megarl.algorithms.registry import make_algorithm
 from megarl.config.schema import AlgorithmConfig
 
@@ -213,8 +213,7 @@ def test_products_of_ratios_are_those_of_all_their_tokens():
 def test_ratios_cut_at_the_last_bound_count_as_clipped():
     ratios = torch.tensor([19.0, 21.0])
     minus = -torch.ones(2)
-    weight, clipped_tokens, _ = clipped(
-        ratios, minus, minus < 0, torch.tensor([0, 2]), 0.8, 1.2, dual_clip=math.inf
-    )
+    inputs = RuleInputs(ratios, minus, minus < 0, torch.tensor([0, 2]), 0.8, 1.2)
+    weight, clipped_tokens, _ = clipped(inputs, dual_clip=math.inf)
     assert clipped_tokens.tolist() == [False, True]
     assert weight.tolist() == ratios.clamp(max=20).exp().tolist()
