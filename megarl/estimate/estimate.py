@@ -30,6 +30,7 @@ from megarl.estimate.memory import (
     trainer_memory,
     usable_static,
 )
+from megarl.estimate.places import longest_of_prompt, wait_s
 from megarl.estimate.times import (
     GenerateModel,
     GenerateTime,
@@ -212,6 +213,7 @@ def _workload(config: RunConfig, role: ServedRole) -> Workload:
 
 
 UNBOUNDED_TOKENS = 10**15
+FIXED_POINT_STEPS = 30
 
 
 def with_kv_caches(
@@ -367,6 +369,9 @@ class Estimate:
     glue_s: float  # work that overlaps with neither side
     asynchronous: bool
     shared: bool  # whether trainer and engines share their GPUs
+    sends_adapters: bool = False  # whether updates carry adapters alone
+    # seconds that `step_s` leaves out: see estimate.places
+    places_wait_s: float = 0.0
     served: Mapping[str, ServedEstimate] = field(default_factory=dict)  # the roles on engines
 
     @property
@@ -442,21 +447,18 @@ class Estimate:
         """
         if self.overfull:
             return f"memory of the {max(self.overfull, key=lambda side: self.overfull[side])}"
-        parts = {f"training: {name}": value for name, value in train_parts(self.train).items()}
-        generating = {
-            f"generation: {name}": value for name, value in generate_parts(self.generate).items()
-        }
-        if self.scored_s > self.generate.total:
-            generating = {
-                f"scores of {name}": served.score_s for name, served in self.served.items()
-            }
-        if self.overlaps and self.sync_s > max(self.train.total, self.scored_s):
+        if self.sync_s > max(self.train.total, self.scored_s):
             return "weight update"
-        if self.overlaps:
-            slower = parts if self.train.total > self.scored_s else generating
+        if self.train.total > self.scored_s:
+            side = "training: "
+            parts = train_parts(self.train)
+        elif self.scored_s > self.generate.total:
+            side = "scores of "
+            parts = {name: served.score_s for name, served in self.served.items()}
         else:
-            slower = parts | generating
-        return max(slower, key=lambda name: slower[name])
+            side = "generation: "
+            parts = generate_parts(self.generate)
+        return side + max(parts, key=lambda name: parts[name])
 
 
 def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
@@ -468,12 +470,15 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
     generated = Workload.generated(config)
     groups = engine_groups(config.generator)
     senders = trainer_topology(config.trainer).world_size
-    full_s, delta_s = sync_s(spec, config, cluster)
-    alone_s = adapters.alone_s(config, spec, cluster)
     messages_s = updates_control_s(groups, senders, constants)
+    adapters_s = adapters.alone_s(config, spec, cluster)
+    if adapters_s is None:
+        full_s, delta_s = sync_s(spec, config, cluster)
+    else:  # an update carries all elements of the adapters, and nothing else
+        full_s = delta_s = adapters_s
     train = training_time(config, spec, config.trainer, cluster, constants, workload)
     shared = bool(config.cluster.share_gpus)
-    return Estimate(
+    estimated = Estimate(
         workload=workload,
         generated=generated,
         cluster=cluster,
@@ -486,8 +491,9 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         ),
         saving=_on_node(config, cluster, _saving_bytes(config, spec, config.trainer, cluster.gpu)),
         train=train,
-        sync_s=(full_s if alone_s is None else alone_s) + messages_s,
+        sync_s=full_s + messages_s,
         delta_sync_s=delta_s + messages_s,
+        sends_adapters=adapters_s is not None,
         control_s=messages_s,
         shadow=_shadow_bytes_of_node(config, spec, cluster),
         inboxes=_inbox_bytes_of_node(config, spec, cluster) if may_land(config) else 0.0,
@@ -496,6 +502,40 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         shared=shared,
         served=served(config),
     )
+    return replace(estimated, places_wait_s=_places_wait_s(config, spec, estimated))
+
+
+def _places_wait_s(config: RunConfig, spec: ModelSpec, estimated: Estimate) -> float:
+    """`Estimate.places_wait_s`. Fewer requests then run at once than `estimated` has, and each is
+    faster, so both are found together.
+    """
+    if not estimated.overlaps or not unfinished(config)["carried_over"]:
+        return 0.0
+    work = estimated.generated
+    ahead = run_ahead(config.async_)
+    tokens = longest_of_prompt(work, config.rollout.n, config.plan.simulation.correlation)
+    context = work.prompt_tokens + work.decoded
+    group = max(estimated.groups, key=lambda group: group.time.total)
+    settings = next(g.settings for g in engine_groups(config.generator) if g.name == group.name)
+    model = generate_model(config, spec, settings)
+    engine_tokens = group.share * work.sequences / group.engines * work.response_tokens
+    trainer_s = estimated.train.total + estimated.sync_s + estimated.glue_s
+    step_s = estimated.step_s
+    running = group.time.concurrency
+    for _ in range(FIXED_POINT_STEPS):
+        token_s = model.decode_step(running, context).total
+        waits_s = wait_s(
+            prompts=work.prompts,
+            places=config.async_.max_in_flight or config.rollout.prompts_per_step,
+            ahead=math.inf if ahead is None else ahead,
+            rollout_s=tokens * token_s,
+            step_s=trainer_s,
+            pause_s=min(trainer_s, estimated.sync_s + group.time.prefill),
+        )
+        step_s = (step_s + trainer_s + waits_s) / 2
+        running = (running + engine_tokens * token_s / step_s) / 2
+        running = min(group.time.concurrency, max(1.0, running))
+    return max(0.0, step_s - estimated.step_s)
 
 
 def updates_control_s(groups: Sequence[EngineGroup], senders: int, constants: Constants) -> float:
@@ -503,6 +543,19 @@ def updates_control_s(groups: Sequence[EngineGroup], senders: int, constants: Co
     return sum(
         control_s(senders * (not g.first), g.settings.engines, g.settings.tp, constants)
         for g in groups
+    )
+
+
+def generate_model(config: RunConfig, spec: ModelSpec, engine: GeneratorConfig) -> GenerateModel:
+    """The model of engines of one shape on the cluster of `config`."""
+    cluster = Cluster.of(config)
+    return GenerateModel(
+        spec,
+        engine,
+        config.model.dtype,
+        cluster,
+        constants_of(cluster.gpu.name),
+        accept_length=config.plan.accept_length,
     )
 
 
@@ -516,22 +569,11 @@ def estimate_groups(
 
     `beside_s`: seconds of a step's training on the engines' GPUs; 0: they share none.
     """
-    cluster = Cluster.of(config)
     dtype = config.model.dtype
     work = Workload.generated(config)
     schedule = unfinished(config)
-    gpu = cluster.gpu
-    models = [
-        GenerateModel(
-            spec,
-            group.settings,
-            dtype,
-            cluster,
-            constants_of(gpu.name),
-            accept_length=config.plan.accept_length,
-        )
-        for group in groups
-    ]
+    gpu = Cluster.of(config).gpu
+    models = [generate_model(config, spec, group.settings) for group in groups]
     speeds = [float(at_once([group])) for group in groups]
     if schedule["carried_over"]:
         speeds = [1 / model.seconds(work, **schedule).total for model in models]

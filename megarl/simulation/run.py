@@ -25,7 +25,7 @@ from megarl.algorithms.batches import step_times
 from megarl.base.rollout_types import Batch, Group, Ordinal, Prompt, Sample, Version
 from megarl.config.schema import RunConfig
 from megarl.data.order import train_mixture
-from megarl.estimate.estimate import estimate, training_time, with_kv_caches
+from megarl.estimate.estimate import estimate, generate_model, training_time, with_kv_caches
 from megarl.estimate.hardware import Cluster, constants_of
 from megarl.estimate.memory import Workload, dropped_share, kv_room
 from megarl.estimate.times import GenerateModel
@@ -72,27 +72,16 @@ class Models:
         """The models from the planner. Batches have lengths in units of `unit` tokens."""
         planned = estimate(plan.config, plan.spec)
         update_s = planned.sync_s if plan.config.weights.delta == "off" else planned.delta_sync_s
-        config = plan.config
-        cluster = Cluster.of(plan.config)
-        speeds = {}
-        for group in engine_groups(with_kv_caches(config, plan.spec).generator):
-            model = GenerateModel(
-                plan.spec,
-                group.settings,
-                config.model.dtype,
-                cluster,
-                constants_of(cluster.gpu.name),
-                accept_length=config.plan.accept_length,
-            )
-            speeds[group.name] = speed_of(model)
-        train_s = partial(_train_s, plan, unit, planned.glue_s)
-        group_speeds = speeds if len(speeds) > 1 else {}
+        speeds = {
+            group.name: speed_of(generate_model(plan.config, plan.spec, group.settings))
+            for group in engine_groups(with_kv_caches(plan.config, plan.spec).generator)
+        }
         return cls(
             speed=next(iter(speeds.values())),
-            train_s=train_s,
+            train_s=partial(_train_s, plan, unit, planned.glue_s),
             write_s=update_s - planned.control_s,
             control_s=planned.control_s,
-            group_speeds=group_speeds,
+            group_speeds=speeds if len(speeds) > 1 else {},
         )
 
 
