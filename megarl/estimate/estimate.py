@@ -357,9 +357,9 @@ class Estimate:
     trainer: TrainerMemory
     groups: tuple[GroupEstimate, ...]  # groups of engines; one if all are equal
     offloaded: float  # bytes of a trainer node's memory for optimizers (trainer.optimizer.offload)
-    # bytes of a trainer node's memory for its ranks' parts of a checkpoint that is written during
-    # training
-    saving: float
+    checkpoint: float  # bytes that a trainer node writes of a checkpoint, from its ranks' memory
+    saving: float  # of these, what it holds a copy of while it trains on (checkpoint.beside)
+    checkpoint_s: float  # to write them, at plan.checkpoint_gb_s
     train: TrainTime
     sync_s: float
     delta_sync_s: float  # if only changed elements are sent: the share CHANGED of all
@@ -370,7 +370,7 @@ class Estimate:
     asynchronous: bool
     shared: bool  # whether trainer and engines share their GPUs
     sends_adapters: bool = False  # whether updates carry adapters alone
-    # seconds that `step_s` leaves out: see estimate.places
+    # for rollouts, beyond the slower side: prompts keep their places until their last responses end
     places_wait_s: float = 0.0
     served: Mapping[str, ServedEstimate] = field(default_factory=dict)  # the roles on engines
 
@@ -399,13 +399,13 @@ class Estimate:
     @property
     def step_s(self) -> float:
         """LlamaRL's equation 3 (equation 2 if nothing overlaps), plus glue and the update, for
-        which both sides stop.
+        which both sides stop, and waits for places in flight.
         """
         if self.overlaps:
             sides_s = max(self.train.total, self.scored_s)
         else:
             sides_s = self.train.total + self.scored_s
-        return sides_s + self.sync_s + self.glue_s
+        return sides_s + self.sync_s + self.glue_s + self.places_wait_s
 
     @property
     def overlaps(self) -> bool:
@@ -478,6 +478,9 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         full_s = delta_s = adapters_s
     train = training_time(config, spec, config.trainer, cluster, constants, workload)
     shared = bool(config.cluster.share_gpus)
+    checkpoint_bytes = _on_node(
+        config, cluster, _optimizers(config, spec, config.trainer, cluster.gpu, saving_bytes)
+    )
     estimated = Estimate(
         workload=workload,
         generated=generated,
@@ -489,7 +492,9 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         offloaded=_on_node(
             config, cluster, _optimizers(config, spec, config.trainer, cluster.gpu, offloaded_bytes)
         ),
-        saving=_on_node(config, cluster, _saving_bytes(config, spec, config.trainer, cluster.gpu)),
+        checkpoint=checkpoint_bytes,
+        saving=checkpoint_bytes if config.checkpoint.beside else 0.0,
+        checkpoint_s=checkpoint_bytes / (config.plan.checkpoint_gb_s * 1e9),
         train=train,
         sync_s=full_s + messages_s,
         delta_sync_s=delta_s + messages_s,
@@ -520,7 +525,8 @@ def _places_wait_s(config: RunConfig, spec: ModelSpec, estimated: Estimate) -> f
     model = generate_model(config, spec, settings)
     engine_tokens = group.share * work.sequences / group.engines * work.response_tokens
     trainer_s = estimated.train.total + estimated.sync_s + estimated.glue_s
-    step_s = estimated.step_s
+    sides_s = estimated.step_s  # without waits
+    step_s = sides_s
     running = group.time.concurrency
     for _ in range(FIXED_POINT_STEPS):
         token_s = model.decode_step(running, context).total
@@ -535,7 +541,7 @@ def _places_wait_s(config: RunConfig, spec: ModelSpec, estimated: Estimate) -> f
         step_s = (step_s + trainer_s + waits_s) / 2
         running = (running + engine_tokens * token_s / step_s) / 2
         running = min(group.time.concurrency, max(1.0, running))
-    return max(0.0, step_s - estimated.step_s)
+    return max(0.0, step_s - sides_s)
 
 
 def updates_control_s(groups: Sequence[EngineGroup], senders: int, constants: Constants) -> float:
