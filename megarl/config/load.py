@@ -594,10 +594,7 @@ def _assign(tree: DictConfig, key: str, value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
         unclear = [yaml_text(name) for name in value if isinstance(name, bool | None)]
         if unclear:
-            yield (
-                f"{key}={yaml_text(value)}: {unclear[0]} must be in quotes to be a text; so "
-                "must yes, no, on, off and null"
-            )
+            yield (f"{key}={yaml_text(value)}: {_quote(unclear[0])}")
             return
         value = {str(name): item for name, item in value.items()}
     for section in outer_sections(key):
@@ -681,7 +678,17 @@ def _wrong_type(setting: Setting, value: Any) -> str:
     name = TYPE_NAMES.get(setting.type, "a mapping")
     if setting.optional:
         name += " or null"
-    return f"{setting.key}={yaml_text(value)}: must be {name}"
+    problem = f"{setting.key}={yaml_text(value)}: must be {name}"
+    items = value if isinstance(value, list) else [value]
+    unquoted = [yaml_text(item) for item in items if isinstance(item, bool | None)]
+    if unquoted and setting.type in (str, list[str]):
+        problem += f"; {_quote(unquoted[0])}"
+    return problem
+
+
+def _quote(word: str) -> str:
+    """What to do with a word that YAML reads as a boolean or null."""
+    return f"{word} must be in quotes to be a text; so must yes, no, on, off and null"
 
 
 def _check_values(tree: DictConfig, skip: set[str]) -> Iterator[tuple[Setting, str]]:

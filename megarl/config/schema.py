@@ -862,6 +862,9 @@ class PlanConfig:
         "(speculative/accept_length); null: unknown, drafts save nothing",
         at_least(1),
     )
+    checkpoint_gb_s: float = setting(
+        2.0, "GB of a checkpoint that each trainer node writes a second", above(0)
+    )
     simulation: SimulationConfig = field(default_factory=SimulationConfig)
 
     @property

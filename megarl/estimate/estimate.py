@@ -30,6 +30,7 @@ from megarl.estimate.memory import (
     trainer_memory,
     usable_static,
 )
+from megarl.estimate.places import longest_of_prompt, wait_s
 from megarl.estimate.times import (
     GenerateModel,
     GenerateTime,
@@ -212,6 +213,7 @@ def _workload(config: RunConfig, role: ServedRole) -> Workload:
 
 
 UNBOUNDED_TOKENS = 10**15
+FIXED_POINT_STEPS = 30
 
 
 def with_kv_caches(
@@ -355,9 +357,9 @@ class Estimate:
     trainer: TrainerMemory
     groups: tuple[GroupEstimate, ...]  # groups of engines; one if all are equal
     offloaded: float  # bytes of a trainer node's memory for optimizers (trainer.optimizer.offload)
-    # bytes of a trainer node's memory for its ranks' parts of a checkpoint that is written during
-    # training
-    saving: float
+    checkpoint: float  # bytes that a trainer node writes of a checkpoint, from its ranks' memory
+    saving: float  # of these, what it holds a copy of while it trains on (checkpoint.beside)
+    checkpoint_s: float  # to write them, at plan.checkpoint_gb_s
     train: TrainTime
     sync_s: float
     delta_sync_s: float  # if only changed elements are sent: the share CHANGED of all
@@ -367,6 +369,9 @@ class Estimate:
     glue_s: float  # work that overlaps with neither side
     asynchronous: bool
     shared: bool  # whether trainer and engines share their GPUs
+    sends_adapters: bool = False  # whether updates carry adapters alone
+    # for rollouts, beyond the slower side: prompts keep their places until their last responses end
+    places_wait_s: float = 0.0
     served: Mapping[str, ServedEstimate] = field(default_factory=dict)  # the roles on engines
 
     @property
@@ -394,13 +399,13 @@ class Estimate:
     @property
     def step_s(self) -> float:
         """LlamaRL's equation 3 (equation 2 if nothing overlaps), plus glue and the update, for
-        which both sides stop.
+        which both sides stop, and waits for places in flight.
         """
         if self.overlaps:
             sides_s = max(self.train.total, self.scored_s)
         else:
             sides_s = self.train.total + self.scored_s
-        return sides_s + self.sync_s + self.glue_s
+        return sides_s + self.sync_s + self.glue_s + self.places_wait_s
 
     @property
     def overlaps(self) -> bool:
@@ -442,21 +447,18 @@ class Estimate:
         """
         if self.overfull:
             return f"memory of the {max(self.overfull, key=lambda side: self.overfull[side])}"
-        parts = {f"training: {name}": value for name, value in train_parts(self.train).items()}
-        generating = {
-            f"generation: {name}": value for name, value in generate_parts(self.generate).items()
-        }
-        if self.scored_s > self.generate.total:
-            generating = {
-                f"scores of {name}": served.score_s for name, served in self.served.items()
-            }
-        if self.overlaps and self.sync_s > max(self.train.total, self.scored_s):
+        if self.sync_s > max(self.train.total, self.scored_s):
             return "weight update"
-        if self.overlaps:
-            slower = parts if self.train.total > self.scored_s else generating
+        if self.train.total > self.scored_s:
+            side = "training: "
+            parts = train_parts(self.train)
+        elif self.scored_s > self.generate.total:
+            side = "scores of "
+            parts = {name: served.score_s for name, served in self.served.items()}
         else:
-            slower = parts | generating
-        return max(slower, key=lambda name: slower[name])
+            side = "generation: "
+            parts = generate_parts(self.generate)
+        return side + max(parts, key=lambda name: parts[name])
 
 
 def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
@@ -468,12 +470,18 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
     generated = Workload.generated(config)
     groups = engine_groups(config.generator)
     senders = trainer_topology(config.trainer).world_size
-    full_s, delta_s = sync_s(spec, config, cluster)
-    alone_s = adapters.alone_s(config, spec, cluster)
     messages_s = updates_control_s(groups, senders, constants)
+    adapters_s = adapters.alone_s(config, spec, cluster)
+    if adapters_s is None:
+        full_s, delta_s = sync_s(spec, config, cluster)
+    else:  # an update carries all elements of the adapters, and nothing else
+        full_s = delta_s = adapters_s
     train = training_time(config, spec, config.trainer, cluster, constants, workload)
     shared = bool(config.cluster.share_gpus)
-    return Estimate(
+    checkpoint_bytes = _on_node(
+        config, cluster, _optimizers(config, spec, config.trainer, cluster.gpu, saving_bytes)
+    )
+    estimated = Estimate(
         workload=workload,
         generated=generated,
         cluster=cluster,
@@ -484,10 +492,13 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         offloaded=_on_node(
             config, cluster, _optimizers(config, spec, config.trainer, cluster.gpu, offloaded_bytes)
         ),
-        saving=_on_node(config, cluster, _saving_bytes(config, spec, config.trainer, cluster.gpu)),
+        checkpoint=checkpoint_bytes,
+        saving=checkpoint_bytes if config.checkpoint.beside else 0.0,
+        checkpoint_s=checkpoint_bytes / (config.plan.checkpoint_gb_s * 1e9),
         train=train,
-        sync_s=(full_s if alone_s is None else alone_s) + messages_s,
+        sync_s=full_s + messages_s,
         delta_sync_s=delta_s + messages_s,
+        sends_adapters=adapters_s is not None,
         control_s=messages_s,
         shadow=_shadow_bytes_of_node(config, spec, cluster),
         inboxes=_inbox_bytes_of_node(config, spec, cluster) if may_land(config) else 0.0,
@@ -496,6 +507,41 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         shared=shared,
         served=served(config),
     )
+    return replace(estimated, places_wait_s=_places_wait_s(config, spec, estimated))
+
+
+def _places_wait_s(config: RunConfig, spec: ModelSpec, estimated: Estimate) -> float:
+    """`Estimate.places_wait_s`. Fewer requests then run at once than `estimated` has, and each is
+    faster, so both are found together.
+    """
+    if not estimated.overlaps or not unfinished(config)["carried_over"]:
+        return 0.0
+    work = estimated.generated
+    ahead = run_ahead(config.async_)
+    tokens = longest_of_prompt(work, config.rollout.n, config.plan.simulation.correlation)
+    context = work.prompt_tokens + work.decoded
+    group = max(estimated.groups, key=lambda group: group.time.total)
+    settings = next(g.settings for g in engine_groups(config.generator) if g.name == group.name)
+    model = generate_model(config, spec, settings)
+    engine_tokens = group.share * work.sequences / group.engines * work.response_tokens
+    trainer_s = estimated.train.total + estimated.sync_s + estimated.glue_s
+    sides_s = estimated.step_s  # without waits
+    step_s = sides_s
+    running = group.time.concurrency
+    for _ in range(FIXED_POINT_STEPS):
+        token_s = model.decode_step(running, context).total
+        waits_s = wait_s(
+            prompts=work.prompts,
+            places=config.async_.max_in_flight or config.rollout.prompts_per_step,
+            ahead=math.inf if ahead is None else ahead,
+            rollout_s=tokens * token_s,
+            step_s=trainer_s,
+            pause_s=min(trainer_s, estimated.sync_s + group.time.prefill),
+        )
+        step_s = (step_s + trainer_s + waits_s) / 2
+        running = (running + engine_tokens * token_s / step_s) / 2
+        running = min(group.time.concurrency, max(1.0, running))
+    return max(0.0, step_s - sides_s)
 
 
 def updates_control_s(groups: Sequence[EngineGroup], senders: int, constants: Constants) -> float:
@@ -503,6 +549,19 @@ def updates_control_s(groups: Sequence[EngineGroup], senders: int, constants: Co
     return sum(
         control_s(senders * (not g.first), g.settings.engines, g.settings.tp, constants)
         for g in groups
+    )
+
+
+def generate_model(config: RunConfig, spec: ModelSpec, engine: GeneratorConfig) -> GenerateModel:
+    """The model of engines of one shape on the cluster of `config`."""
+    cluster = Cluster.of(config)
+    return GenerateModel(
+        spec,
+        engine,
+        config.model.dtype,
+        cluster,
+        constants_of(cluster.gpu.name),
+        accept_length=config.plan.accept_length,
     )
 
 
@@ -516,22 +575,11 @@ def estimate_groups(
 
     `beside_s`: seconds of a step's training on the engines' GPUs; 0: they share none.
     """
-    cluster = Cluster.of(config)
     dtype = config.model.dtype
     work = Workload.generated(config)
     schedule = unfinished(config)
-    gpu = cluster.gpu
-    models = [
-        GenerateModel(
-            spec,
-            group.settings,
-            dtype,
-            cluster,
-            constants_of(gpu.name),
-            accept_length=config.plan.accept_length,
-        )
-        for group in groups
-    ]
+    gpu = Cluster.of(config).gpu
+    models = [generate_model(config, spec, group.settings) for group in groups]
     speeds = [float(at_once([group])) for group in groups]
     if schedule["carried_over"]:
         speeds = [1 / model.seconds(work, **schedule).total for model in models]

@@ -28,11 +28,15 @@ def draw(result: Estimate, baseline: Baseline | None, path: str, title: str) -> 
     memory.set_title(
         f"{title}\nfits: {'no' if result.overfull else 'yes'}; binds: {result.binding}", fontsize=10
     )
-    update = {"weight update": result.sync_s, "the rest of a step": result.glue_s}
+    others = {
+        "weight update": result.sync_s,
+        "waits for places": result.places_wait_s,
+        "the rest of a step": result.glue_s,
+    }
     rows = {
         "generation": generate_parts(result.generate),
         "training": train_parts(result.train),
-        "beside them": update,
+        "beside them": others,
     }
     _bars(time, rows)
     time.axvline(result.step_s, color="tab:blue", lw=1.2)

@@ -8,7 +8,7 @@ from typing import Any
 from megarl.config.keys import value_at
 from megarl.config.schema import RunConfig
 from megarl.estimate.estimate import Estimate, GroupEstimate, generate_parts, train_parts
-from megarl.estimate.hardware import GIB
+from megarl.estimate.hardware import GIB, Gpu
 from megarl.estimate.memory import KV_ITEM_BYTES, dropped_share
 from megarl.estimate.search import (
     Baseline,
@@ -112,27 +112,26 @@ def _memory(result: Estimate) -> Iterator[str]:
             f"           {f'total of {name}, {role.gpus} ranks':<38}{role.memory.total / GIB:20.2f}"
         )
     for group in result.groups:
-        static = f"{group.memory.static / GIB:.1f} of {group.static_limit / GIB:.1f}"
         if len(result.groups) > 1:
             yield (
                 "           "
                 f"{f'total of {group.key}, {group.gpus} ranks':<38}{group.memory.total / GIB:20.2f}"
             )
-        yield (
-            f"           engines' weights and KV cache take {static} GiB of "
-            f"{group.key}.mem_fraction"
-        )
+        yield f"           engines' weights and KV cache {_static(group, result.cluster.gpu)}"
         yield f"           {_requests(group)}"
     if result.offloaded:
         yield (
             f"           the optimizer takes {result.offloaded / GIB:.1f} GiB of a trainer "
             "node's memory (trainer.optimizer.offload)"
         )
-    if result.saving and not result.trainer.checkpoint:  # on CPUs the table has it
-        yield (
-            f"           a checkpoint takes {result.saving / GIB:.1f} GiB of a trainer node's "
-            "memory while it is written"
-        )
+    effect = "stops training for"
+    if result.saving:
+        effect = "is written from its memory in"
+    rate = f"plan.checkpoint_gb_s={result.checkpoint / result.checkpoint_s / 1e9:g}"
+    yield (
+        f"           a checkpoint of {result.checkpoint / GIB:.3g} GiB a trainer node {effect} "
+        f"{result.checkpoint_s:.3g} s ({rate})"
+    )
     if result.shadow and not result.trainer.shadow:
         gib = result.shadow / GIB
         yield (
@@ -145,6 +144,20 @@ def _memory(result: Estimate) -> Iterator[str]:
             f"           inboxes for what has changed take {gib:.1f} to {2 * gib:.1f} GiB of an "
             "engine node's memory, which is pinned"
         )
+
+
+def _static(group: GroupEstimate, gpu: Gpu) -> str:
+    """What an engine's weights and KV cache take of the memory that they may take."""
+    static_gib = group.memory.static / GIB
+    limit_gib = group.static_limit / GIB
+    setting = f"{group.key}.mem_fraction"
+    if static_gib <= limit_gib:
+        return f"take {static_gib:.1f} of {limit_gib:.1f} GiB of {setting}"
+    if limit_gib > 0:
+        over = f"{static_gib - limit_gib:.1f} GiB more than the {limit_gib:.1f} GiB of {setting}"
+        return f"need {static_gib:.1f} GiB, {over}"
+    trainer = f"the trainer beside them takes {group.occupied / GIB:.1f} of the GPU's"
+    return f"need {static_gib:.1f} GiB, but {trainer} {gpu.memory_gib:g} GiB"
 
 
 def _requests(group: GroupEstimate) -> str:
@@ -188,22 +201,30 @@ def _time(result: Estimate, baseline: Baseline | None) -> Iterator[str]:
             f"           {f'scores of {name}':<14} {role.score_s:8.2f}   beside generation, as "
             "responses finish"
         )
-    bytes_s, delta_s = (
-        seconds - result.control_s for seconds in (result.sync_s, result.delta_sync_s)
-    )
-    yield f"           {'weight update':<14}{bytes_s:9.3g}   the busiest rank's bytes over its link"
+    content = "adapters" if result.sends_adapters else "bytes"
+    bytes_s = result.sync_s - result.control_s
     yield (
-        f"           {'':<14}{delta_s:9.2g}   if {CHANGED:.0%} of the elements have changed, "
-        "with weights.delta=auto"
+        f"           {'weight update':<14}{bytes_s:9.3g}   the busiest rank's {content} over its link"
     )
+    if not result.sends_adapters:
+        yield (
+            f"           {'':<14}{result.delta_sync_s - result.control_s:9.2g}   if {CHANGED:.0%} "
+            "of the elements have changed, with weights.delta=auto"
+        )
     yield (
         f"           {'':<14}{result.control_s:9.2g}   more for its messages and calls, in "
         "either case"
     )
     mode = "the slower side" if result.overlaps else "both sides, one after the other"
+    if result.places_wait_s > 0.005 * result.step_s:
+        mode += ", waits"
+        yield (
+            f"           {'waits':<14}{result.places_wait_s:9.2f}   for each prompt's last "
+            "response, which keeps its place (async.capacity, async.max_in_flight)"
+        )
     yield (
-        f"           {'a step':<14}{result.step_s:9.2f}   {mode}, the update, and "
-        f"{result.glue_s:.3g} for all else"
+        f"           {'a step':<14}{result.step_s:9.2f}   {mode}, the update, "
+        f"and {result.glue_s:.3g} for all else"
     )
     if baseline:
         ratio = baseline.step_s / result.step_s
@@ -393,9 +414,11 @@ def details(
         **shared,
         "delta_sync_s": result.delta_sync_s,
         "control_s": result.control_s,
+        "places_wait_s": result.places_wait_s,
         "shadow_gib_per_node": result.shadow / GIB,
         "inboxes_gib_per_node": result.inboxes / GIB,
         "saving_gib_per_node": result.saving / GIB,
+        "checkpoint_s": result.checkpoint_s,
         "offloaded_gib_per_node": result.offloaded / GIB,
         "train_parts_s": train_parts(result.train),
         "generate_parts_s": generate_parts(result.generate),

@@ -26,6 +26,7 @@ from megarl.estimate.estimate import (
     cached_workload,
     estimate,
     estimate_groups,
+    generate_model,
     may_land,
     overlaps,
     training_memory,
@@ -45,7 +46,7 @@ from megarl.estimate.memory import (
     shape_of,
     usable_static,
 )
-from megarl.estimate.times import GenerateModel, balanced_sync_s
+from megarl.estimate.times import balanced_sync_s
 from megarl.models import ModelSpec
 from megarl.plan.checks import (
     CONFIG_CHECKS,
@@ -155,9 +156,8 @@ def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | No
                 continue
             generator = replace(generator, kv_cache_tokens=tokens)
             train = training_time(config, spec, trainer, cluster, constants, workload)
-            generate = GenerateModel(
-                spec, generator, dtype, cluster, constants, accept_length=config.plan.accept_length
-            ).seconds(Workload.generated(config))
+            model = generate_model(config, spec, generator)
+            generate = model.seconds(Workload.generated(config))
         except ConfigError:
             # trainer or engine cannot have these sizes: the checks find most such cases, the
             # layouts find all
@@ -447,15 +447,7 @@ class Search:
                 memory.total / GIB - self.cluster.gpu.memory_gib,
             )
             if (over <= 0) == fitting:
-                accepted = self.config.plan.accept_length
-                model = GenerateModel(
-                    self.spec,
-                    sized,
-                    self.dtype,
-                    self.cluster,
-                    self.constants,
-                    accept_length=accepted,
-                )
+                model = generate_model(self.config, self.spec, sized)
                 time = model.seconds(
                     Workload.generated(self.config), **unfinished(self.config)
                 ).total

@@ -32,7 +32,6 @@ from megarl.observe.status import TraceWriter
 from megarl.plan.checks import refused_by_train
 from megarl.plan.resolve import RunPlan
 from megarl.plan.topologies import engine_groups
-from megarl.simulation.lengths import EXPONENTIAL, LOGNORMAL
 from megarl.simulation.measured import measured_models
 from megarl.simulation.run import (
     BrokenGuarantee,
@@ -47,6 +46,7 @@ from megarl.simulation.virtual import Deadlock
 
 WARM_UP = 5  # first steps that do not count, but at most a fifth of all
 EVERY_S = 5.0  # interval of progress messages
+PART = 0.01  # share of a step from which a difference from the plan is named
 ROOM = 0.6  # below this share of the requests that it could run, an engine has too few
 Configure = Callable[[Sequence[str]], RunPlan]  # the plan of the config with further overrides
 
@@ -68,6 +68,8 @@ class Summary:
     waits_for_batch: float  # share of the trainer's time
     waits_for_engines: float  # share of the trainer's time, until engines are ready for an update
     waits_for_weights: float  # share of the time of places in flight
+    waits_for_checkpoints: float  # share of the trainer's time
+    step_parts_s: dict[str, float]  # of a mean step, in seconds; together they are the step
     staleness: dict[str, float]  # age -> share of the tokens
     rejected: int  # rejected groups
     discarded: float  # share of sampled tokens that are not trained on
@@ -86,9 +88,17 @@ def summarize(plan: RunPlan, totals: SimulationTotals) -> Summary:
     took = sum(row["time/step_s"] for row in rows)
     share = {
         name: sum(row[f"time/{name}_s"] for row in rows) / took
-        for name in ("trainer_wait", "weights_wait", "generator_wait")
+        for name in ("train", "trainer_wait", "weights_wait", "generator_wait", "save")
     }
     steps = [row["time/step_s"] for row in rows]
+    mean_s = took / len(rows)
+    parts_s = {
+        "training": share["train"] * mean_s,
+        "waits for batches": (share["trainer_wait"] - share["weights_wait"]) * mean_s,
+        "waits for engines": share["weights_wait"] * mean_s,
+        "checkpoints": share["save"] * mean_s,
+    }
+    parts_s["updates"] = mean_s - sum(parts_s.values())
     trained = sum(int(lengths.sum()) for lengths in totals.lengths)
     half = max(1, len(totals.lengths) // 2)
     first_half_mean = np.concatenate(totals.lengths[:half]).mean()
@@ -97,12 +107,14 @@ def summarize(plan: RunPlan, totals: SimulationTotals) -> Summary:
         step_p50_s=float(np.median(steps)),
         step_p95_s=float(np.quantile(steps, 0.95)),
         tokens_per_s=trained / totals.end_s,
-        trainer_busy=sum(row["time/train_s"] for row in rows) / took,
+        trainer_busy=share["train"],
         engines_busy=totals.busy_s / totals.end_s / plan.engines,
         requests=totals.running_s / totals.busy_s if totals.busy_s else 0.0,
         waits_for_batch=share["trainer_wait"] - share["weights_wait"],
         waits_for_engines=share["weights_wait"],
         waits_for_weights=share["generator_wait"],
+        waits_for_checkpoints=share["save"],
+        step_parts_s=parts_s,
         staleness={str(age): tokens / ages.total() for age, tokens in sorted(ages.items())},
         rejected=sum(row["staleness/rejected"] for row in totals.rows),
         discarded=max(0.0, 1 - trained / totals.sampled),
@@ -256,20 +268,18 @@ def _combinations(sweep: Sequence[str]) -> list[list[str]]:
 
 
 def render(plan: RunPlan, summary: Summary) -> list[str]:
-    means = ""
-    if plan.config.plan.simulation.lengths in (EXPONENTIAL, LOGNORMAL):
-        means = f"; from means alone {estimate(plan.config, plan.spec).step_s:.4g} s"
     by_age = ", ".join(
         f"{age}: {share:.0%}" for age, share in summary.staleness.items() if share >= 0.005
     )
     waits = (
         f"for batches {summary.waits_for_batch:.0%}, for engines to take weights "
-        f"{summary.waits_for_engines:.0%}"
+        f"{summary.waits_for_engines:.0%}, for checkpoints {summary.waits_for_checkpoints:.0%}"
     )
     lines = [
         f"simulated  {summary.steps} steps, {summary.hours:.1f} hours, by the run's own scheduler "
         "in virtual time",
-        f"a step     {summary.step_p50_s:.4g} s (median), {summary.step_p95_s:.4g} s (95 %){means}",
+        f"a step     {summary.step_p50_s:.4g} s (median), {summary.step_p95_s:.4g} s (95 %)",
+        f"adds       {added_to_plan(plan, summary)}",
         f"tokens     {summary.tokens_per_s:,.0f} trained on a second; {summary.discarded:.1%} of "
         "those sampled are not trained on",
         f"busy       trainer {summary.trainer_busy:.0%}, engines {summary.engines_busy:.0%}",
@@ -305,6 +315,30 @@ def render(plan: RunPlan, summary: Summary) -> list[str]:
     return [*lines, f"advice     {advice(plan, summary)}"]
 
 
+def added_to_plan(plan: RunPlan, summary: Summary) -> str:
+    """What a mean step has more than the plan's step, by parts in seconds."""
+    planned = estimate(plan.config, plan.spec)
+    training_s = planned.train.total + planned.glue_s
+    planned_parts_s = {
+        "training": training_s,
+        "waits for batches": planned.step_s - training_s - planned.sync_s,
+        "updates": planned.sync_s,
+    }
+    step_s = sum(summary.step_parts_s.values())
+    added_s = {
+        name: seconds - planned_parts_s.get(name, 0.0)
+        for name, seconds in summary.step_parts_s.items()
+    }
+    shown = [
+        f"{name} {seconds:+.2g} s"
+        for name, seconds in added_s.items()
+        if abs(seconds) > PART * step_s
+    ]
+    parts = f": {', '.join(shown)}; the simulated step is the better estimate" if shown else ""
+    more_s = step_s - planned.step_s
+    return f"{more_s:+.2g} s in the mean to the plan's step of {planned.step_s:.4g} s{parts}"
+
+
 def advice(plan: RunPlan, summary: Summary) -> str:
     """One sentence on what to change first, with its reason."""
     if summary.goodput < 0.9:
@@ -313,6 +347,13 @@ def advice(plan: RunPlan, summary: Summary) -> str:
             "restart faster, or write checkpoints more often, while writing one takes less "
             f"than the steps between them: {lost}"
         )
+    if summary.waits_for_checkpoints > 0.1:
+        return (
+            "write checkpoints less often (checkpoint.every), or beside training: the trainer "
+            f"waits {summary.waits_for_checkpoints:.0%} of the time for them"
+        )
+    if plan.config.cluster.share_gpus:
+        return _advice_on_shared_gpus(plan)
     if summary.waits_for_batch > 0.1 and summary.waits_for_weights > 0.1:
         waits_text = (
             f"the trainer {summary.waits_for_batch:.0%} of the time for batches, the engines "
@@ -354,6 +395,17 @@ def advice(plan: RunPlan, summary: Summary) -> str:
     return "leave it: neither side waits a tenth of the time"
 
 
+def _advice_on_shared_gpus(plan: RunPlan) -> str:
+    """Neither side can get more GPUs from the other: what the longer one takes counts."""
+    planned = estimate(plan.config, plan.spec)
+    sides_s = {"generation": planned.scored_s, "training": planned.train.total}
+    longer, shorter = sorted(sides_s, key=lambda side: -sides_s[side])
+    return (
+        f"shorten {longer}, or take more GPUs: on the shared ones {longer} takes "
+        f"{sides_s[longer]:.3g} s a step by itself, {shorter} {sides_s[shorter]:.3g} s"
+    )
+
+
 def _depth(config: RunConfig) -> str:
     """The setting that bounds how far rollouts run ahead."""
     capacity = config.async_.capacity
@@ -387,6 +439,7 @@ COLUMNS: Mapping[str, Callable[[Summary], str]] = {
     "for batch": lambda summary: f"{summary.waits_for_batch:.0%}",
     "for engines": lambda summary: f"{summary.waits_for_engines:.0%}",
     "for weights": lambda summary: f"{summary.waits_for_weights:.0%}",
+    "saving": lambda summary: f"{summary.waits_for_checkpoints:.0%}",
     "age": lambda summary: f"{mean_age(summary):.2f}",
     "rejected": lambda summary: str(summary.rejected),
     "discarded": lambda summary: f"{summary.discarded:.1%}",

@@ -102,6 +102,8 @@ def measured_models(plan: RunPlan, unit: int, run: Path) -> Models:
 
     control_s = max(0.0, pause_s - write_s)
     checkpoint_s = _checkpoint_s(run)
+    if checkpoint_s is None:
+        checkpoint_s = models.checkpoint_s
     # With resume, an update always waits for the ends of chunks. The simulation does the same.
     grant_s = 0.0
     if plan.config.async_.partial_rollout != "resume":

@@ -25,7 +25,7 @@ from megarl.algorithms.batches import step_times
 from megarl.base.rollout_types import Batch, Group, Ordinal, Prompt, Sample, Version
 from megarl.config.schema import RunConfig
 from megarl.data.order import train_mixture
-from megarl.estimate.estimate import estimate, training_time, with_kv_caches
+from megarl.estimate.estimate import estimate, generate_model, training_time, with_kv_caches
 from megarl.estimate.hardware import Cluster, constants_of
 from megarl.estimate.memory import Workload, dropped_share, kv_room
 from megarl.estimate.times import GenerateModel
@@ -63,7 +63,7 @@ class Models:
     # of an update's messages and calls, in addition to write_s, while engines are paused
     control_s: float
     grant_s: float = 0.0  # from the trainer's request until idle engines are paused
-    checkpoint_s: float | None = None  # to write a checkpoint; None: plan.simulation.checkpoint_s
+    checkpoint_s: float = 0.0  # to write a checkpoint
     # group -> speed, if engines differ; used instead of `speed`
     group_speeds: Mapping[str, Speed] = field(default_factory=dict)
 
@@ -72,27 +72,20 @@ class Models:
         """The models from the planner. Batches have lengths in units of `unit` tokens."""
         planned = estimate(plan.config, plan.spec)
         update_s = planned.sync_s if plan.config.weights.delta == "off" else planned.delta_sync_s
-        config = plan.config
-        cluster = Cluster.of(plan.config)
-        speeds = {}
-        for group in engine_groups(with_kv_caches(config, plan.spec).generator):
-            model = GenerateModel(
-                plan.spec,
-                group.settings,
-                config.model.dtype,
-                cluster,
-                constants_of(cluster.gpu.name),
-                accept_length=config.plan.accept_length,
-            )
-            speeds[group.name] = speed_of(model)
-        train_s = partial(_train_s, plan, unit, planned.glue_s)
-        group_speeds = speeds if len(speeds) > 1 else {}
+        speeds = {
+            group.name: speed_of(generate_model(plan.config, plan.spec, group.settings))
+            for group in engine_groups(with_kv_caches(plan.config, plan.spec).generator)
+        }
+        checkpoint_s = plan.config.plan.simulation.checkpoint_s
+        if checkpoint_s is None:
+            checkpoint_s = planned.checkpoint_s
         return cls(
             speed=next(iter(speeds.values())),
-            train_s=train_s,
+            train_s=partial(_train_s, plan, unit, planned.glue_s),
             write_s=update_s - planned.control_s,
             control_s=planned.control_s,
-            group_speeds=group_speeds,
+            checkpoint_s=checkpoint_s,
+            group_speeds=speeds if len(speeds) > 1 else {},
         )
 
 
@@ -561,10 +554,7 @@ class Attempt:
         self._save_s = self.loop.time() - start_s
 
     async def _write_checkpoint(self, step: int, ledger: Ledger) -> tuple[int, Ledger]:
-        measured_s = self.models.checkpoint_s
-        if measured_s is None:
-            measured_s = self.plan.config.plan.simulation.checkpoint_s
-        await asyncio.sleep(measured_s)
+        await asyncio.sleep(self.models.checkpoint_s)
         return step, ledger
 
     async def _lose_engines(self) -> None:

@@ -57,9 +57,9 @@ class SimulationConfig:
     engine_restart_s: float = setting(
         300.0, "from the failure of an engine until it runs again", seconds()
     )
-    checkpoint_s: float = setting(
-        60.0,
+    checkpoint_s: float | None = setting(
+        None,
         "duration of writing a checkpoint: beside training with checkpoint.beside, else training "
-        "waits",
+        "waits; null: that of its bytes at plan.checkpoint_gb_s",
         at_least(0),
     )

@@ -37,7 +37,8 @@ ASSUMED = f"""\
 Llama 3.1 8B on H100, 1024 responses a step. *Apart* is the best split that `--search` finds, one step behind. *In turn*, each side has the
 fastest shape that fits on all GPUs, less {LEFT_GIB:g} GiB that the other side leaves there. \
 Weights and optimizer move to the host's memory and back
-at {HOST_BYTES_PER_S / 1e9:g} GB/s a GPU. The update takes no time, and neither does giving engines their memory back."""
+at {HOST_BYTES_PER_S / 1e9:g} GB/s a GPU. The update takes no time, and neither does giving engines their memory back. Neither
+counts waits for places in flight."""
 HEAD = [
     "responses, mean / longest",
     "GPUs",
@@ -72,7 +73,7 @@ def table() -> str:
             f"{mean} / {longest}",
             gpus,
             f"{training} + {gpus - training}",
-            f"{apart.step_s:.1f}",
+            f"{apart.step_s - apart.places_wait_s:.1f}",
             parts,
             *(f"{s:.1f}" for s in steps),
         ]

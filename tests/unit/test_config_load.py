@@ -235,7 +235,11 @@ def test_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
         ("checkpoint.keep=0", "checkpoint.keep=0: must be at least 1"),
         ("eval.every=-5", "eval.every=-5: must be at least 0"),
         ("run_dir=", "run_dir=: must not be empty"),
-        ("run_dir=null", "run_dir=null: must be a string"),
+        (
+            "run_dir=null",
+            "run_dir=null: must be a string; null must be in quotes to be a text; so must yes, "
+            "no, on, off and null",
+        ),
         ("seed=${nosuch}", "seed=${nosuch}: Interpolation key 'nosuch' not found"),
         (
             "data.eval={}",
@@ -262,10 +266,23 @@ def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
     ]
 
 
-def test_booleans_are_not_text_in_a_file(tmp_path: Path) -> None:
-    assert problems_of(write(tmp_path, MINIMAL + "run_dir: true\n")) == [
-        "run_dir=true: must be a string"
-    ]
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("run_dir: true", "run_dir=true: must be a string; true"),
+        ("observe: {name: no}", "observe.name=false: must be a string or null; false"),
+        (
+            "observe: {trackers: [wandb, off]}",
+            'observe.trackers=["wandb", false]: must be a list of',
+        ),
+        ("reward: {parts: {a: {name: on}}}", "reward.parts.a.name=true: must be a string; true"),
+        ("algorithm: {name: ~}", "algorithm.name=null: must be a string; null"),
+    ],
+)
+def test_words_that_are_no_text_must_be_quoted(tmp_path: Path, text: str, problem: str) -> None:
+    (message,) = problems_of(write(tmp_path, f"{MINIMAL}{text}\n"))
+    assert message.startswith(problem)
+    assert message.endswith("must be in quotes to be a text; so must yes, no, on, off and null")
 
 
 @pytest.mark.parametrize(

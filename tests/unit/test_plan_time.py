@@ -14,6 +14,8 @@ from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
 from megarl.estimate.estimate import estimate, unfinished
 from megarl.estimate.hardware import CONSTANTS, GPUS, Cluster
 from megarl.estimate.memory import Workload, generator_weights, scoring_passes, trainer_elements
+from megarl.estimate.places import longest_of_prompt, wait_s
+from megarl.estimate.report import render
 from megarl.estimate.times import (
     CHANGED,
     CollectiveGroup,
@@ -545,3 +547,92 @@ def test_the_update_from_few_trainer_ranks_to_many_engines(relay: str, most: int
     relaying = 16 if relay == "engines" else 0
     # the embedding is one piece
     assert found == pytest.approx(balanced_sync_s(engine_bytes, 128, 8, H100, relaying), rel=0.1)
+
+
+def test_longest_of_independent_responses_is_a_harmonic_sum() -> None:
+    work = Workload(256, 64, 100, 500, 10**4)  # hardly any response reaches the cut
+    longest = longest_of_prompt(work, 4, 0.0)
+    assert longest == pytest.approx(500 * (1 + 1 / 2 + 1 / 3 + 1 / 4), rel=0.01)
+    assert longest_of_prompt(work, 1, 0.0) == 500
+    assert 500 < longest_of_prompt(work, 4, 0.9) < longest
+    assert longest_of_prompt(work, 4, 1.0) == pytest.approx(500, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("places", "ahead", "waited_s"),
+    [
+        # all places are full when a batch is taken; then 64 exp(-30 / 20) prompts stay too long
+        (64, 1, 20 * math.exp(-1.5)),
+        (640, 1, 20 * math.exp(-1.5)),  # no more begin
+        (16, math.inf, 64 / 16 * 20 - 30),  # always full, and too few
+        (64, math.inf, 0.0),
+        (64, 4, 0.0),
+    ],
+)
+def test_wait_for_places_in_closed_form(places: int, ahead: float, waited_s: float) -> None:
+    found = wait_s(prompts=64, places=places, ahead=ahead, rollout_s=20, step_s=32, pause_s=2)
+    assert found == pytest.approx(waited_s)
+
+
+@pytest.mark.parametrize("share_gpus", ["true", "false"])
+@pytest.mark.parametrize("capacity", [0, 1])
+@pytest.mark.parametrize(("prompt", "response"), [(128, 1000), (1024, 30)])
+def test_longer_side_binds(share_gpus: str, capacity: int, prompt: int, response: int) -> None:
+    run = config(
+        "one_gpu",
+        f"cluster.share_gpus={share_gpus}",
+        f"async.capacity={capacity}",
+        f"plan.prompt_tokens={prompt}",
+        f"plan.response_tokens={response}",
+        "trainer.recompute=false",
+        "rollout.max_tokens=4096",
+    )
+    estimated = estimate(run, load_spec(run.model.spec))
+    longer = "training" if response == 30 else "generation"
+    times_s = {"training": estimated.train.total, "generation": estimated.generate.total}
+    assert max(times_s, key=times_s.get) == longer
+    assert not estimated.overfull and estimated.binding.startswith(f"{longer}: ")
+
+
+def test_adapters_sent_alone_count_as_their_bytes() -> None:
+    spec = load_spec(CONFIGS / "models/qwen2.5-1.5b")
+    whole = estimate(config("one_gpu"), spec)
+    adapters = estimate(config("one_gpu", "lora.rank=32"), spec)
+    merged = estimate(config("one_gpu", "lora.rank=32", "weights.delta=auto"), spec)
+    assert whole.delta_sync_s < whole.sync_s
+    assert adapters.sends_adapters and adapters.delta_sync_s == adapters.sync_s
+    assert adapters.sync_s - adapters.control_s < 0.1 * (whole.sync_s - whole.control_s)
+    assert not merged.sends_adapters and merged.delta_sync_s == whole.delta_sync_s
+    text = "\n".join(render(adapters, None, ()))
+    assert "the busiest rank's adapters" in text and "have changed" not in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ([], "take 6.9 of 37.7 GiB of generator.mem_fraction"),
+        (
+            ["generator.kv_cache_tokens=1500000"],
+            "need 42.9 GiB, 5.3 GiB more than the 37.7 GiB of generator.mem_fraction",
+        ),
+        (
+            ["cluster.gpu=RTX4090"],
+            "need 2.9 GiB, but the trainer beside them takes 32.3 of the GPU's 23.6 GiB",
+        ),
+    ],
+)
+def test_engines_memory_reads_as_one_sentence(overrides: list[str], line: str) -> None:
+    run = config("one_gpu", *overrides)
+    lines = list(render(estimate(run, load_spec(run.model.spec)), None, ()))
+    assert f"           engines' weights and KV cache {line}" in lines
+
+
+def test_checkpoint_takes_its_bytes_at_its_rate() -> None:
+    spec = load_spec(CONFIGS / "models/qwen2.5-1.5b")
+    run = config("one_gpu", "plan.checkpoint_gb_s=0.5")
+    checkpoint_bytes = 12 * parameter_count(spec)  # float32 weights and two moments
+    assert estimate(run, spec).checkpoint_s == pytest.approx(checkpoint_bytes / 0.5e9)
+    eight = config("one_gpu", "trainer.dp=8", "trainer.zero=1", "launch.ranks_per_node=8")
+    assert estimate(eight, spec).checkpoint_s == pytest.approx(checkpoint_bytes / 2e9)
+    lora = config("one_gpu", "lora.rank=32")
+    assert estimate(lora, spec).checkpoint_s < 0.1 * estimate(run, spec).checkpoint_s

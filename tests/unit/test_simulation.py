@@ -255,6 +255,7 @@ def models(train_s=1.0, write_s=0.1, control_s=0.05, **of_speed):
         lambda batch: train_s,
         write_s,
         control_s,
+        checkpoint_s=plan.config.plan.simulation.checkpoint_s or 0.0,
     )
 
 
@@ -539,6 +540,42 @@ def test_the_command_sweeps_and_advises(capsys):
         "async.capacity=1",
         "take",
     ]
+
+
+def test_planned_step_counts_waits_as_the_simulated(capsys):
+    """Half of the simulated step, in which the trainer waits for the last responses."""
+    config = ["plan", "configs/qwen3_30b_a3b_aipo.yaml", "plan.simulation.steps=8"]
+    assert main([*config, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert main([*config, "--simulate", "--json"]) == 0
+    simulated = json.loads(capsys.readouterr().out)
+    assert planned["places_wait_s"] > 0.2 * planned["step_s"]
+    assert planned["step_s"] == pytest.approx(simulated["step_p50_s"], rel=0.05)
+
+
+def test_output_adds_up_to_the_step(capsys):
+    """A checkpoint of 8 billion parameters and 12 bytes each takes 48 s. The first of the four
+    steps waits for none.
+    """
+    each_step = ["checkpoint.every=1", "checkpoint.beside=false"]
+    assert main([*CONFIG, *each_step]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert "checkpoints +36 s" in lines["adds"]
+    assert "for checkpoints 65%" in lines["waits"]
+    assert lines["advice"].startswith("write checkpoints less often")
+    assert main([*CONFIG, *each_step, "plan.simulation.checkpoint_s=0", "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["waits_for_checkpoints"] == 0
+    assert sum(summary["step_parts_s"].values()) == pytest.approx(summary["step_p50_s"], rel=0.1)
+
+
+@pytest.mark.parametrize("capacity", [0, 1])
+@pytest.mark.parametrize(("response", "longer"), [(300, "generation"), (60, "training")])
+def test_shared_gpus_advise_on_the_longer_side(capsys, capacity, response, longer):
+    lengths = [f"plan.response_tokens={response}", "plan.simulation.steps=3"]
+    arguments = ["plan", "configs/one_gpu.yaml", f"async.capacity={capacity}", *lengths]
+    assert main([*arguments, "--simulate"]) == 0
+    assert f"\nadvice     shorten {longer}, or take more GPUs" in capsys.readouterr().out
 
 
 def test_too_few_places_in_flight_are_said(capsys):
