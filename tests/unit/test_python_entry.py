@@ -42,10 +42,10 @@ def test_import_is_lazy_and_planning_needs_no_torch() -> None:
         assert megarl.plan(config).step_s > 0 and megarl.reshard(config).exactly_once
         assert not {"torch", "transformers", "sglang", "matplotlib", "pandas"} & sys.modules.keys()
     """
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-P", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("command", ["plan", "reshard"])
@@ -197,9 +197,6 @@ def test_pictures_leave_the_backend_of_a_notebook_alone(
         "plan.png",
         "map.png",
     }
-
-
-# Functions given as objects.
 
 
 @pytest.fixture
@@ -359,9 +356,6 @@ def test_what_is_no_function_is_refused() -> None:
         megarl.train(QUICKSTART, reward=[])  # pyright: ignore[reportArgumentType]
 
 
-# Notebooks: a running event loop, and signals.
-
-
 def test_coroutines_run_inside_a_running_loop() -> None:
     async def answer() -> int:
         await asyncio.sleep(0)
@@ -386,13 +380,13 @@ def test_no_command_of_the_launcher_needs_a_loop_of_its_own() -> None:
         "megarl/train_loop.py",
     }
     files = [*(ROOT / "megarl").rglob("*.py"), *(ROOT / "launch").rglob("*.py")]
-    found = {
+    users = {
         str(path.relative_to(ROOT))
         for path in files
         if "asyncio.run(" in path.read_text(encoding="utf-8")
     }
-    left = {path for path in found if not path.startswith(tuple(launched))}
-    assert left == {"megarl/base/coroutines.py"}
+    unexpected = {path for path in users if not path.startswith(tuple(launched))}
+    assert unexpected == {"megarl/base/coroutines.py"}
 
 
 def test_signals_that_end_the_launcher_raise_stopped(
@@ -432,7 +426,7 @@ def test_a_thread_leaves_the_signal_handlers_alone() -> None:
     assert handlers == [before]
 
 
-def test_a_second_launch_of_a_program_on_several_nodes_meets_elsewhere(tmp_path: Path) -> None:
+def test_second_launch_on_several_nodes_has_another_folder(tmp_path: Path) -> None:
     several = Node(0, 2, "slurm.1.0.0")
     alone = Node(0, 1, "local")
     assert [launcher.launch_folder(tmp_path, several).name for _ in range(3)] == [
@@ -441,9 +435,6 @@ def test_a_second_launch_of_a_program_on_several_nodes_meets_elsewhere(tmp_path:
         "slurm.1.0.0.2",
     ]
     assert [launcher.launch_folder(tmp_path, alone).name for _ in range(2)] == ["local", "local"]
-
-
-# A run's files.
 
 
 @pytest.fixture

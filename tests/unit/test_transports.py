@@ -113,7 +113,7 @@ def test_zeros_lie_where_the_sources_do():
     assert (values.device.type, values.shape, values.dtype) == ("meta", (1, 5), torch.float32)
 
 
-def test_memory_that_cannot_be_mapped_is_an_error_with_both_ranks_and_the_reason():
+def test_unmappable_memory_is_an_error_with_ranks_and_reason():
     """(test_transports_dead_owner.py tests memory that is gone.)"""
     transport = SharedMemoryTransport(3, 5)
     message = (
@@ -128,12 +128,12 @@ def test_offsets_are_aligned_and_disjoint():
     assert aligned_offsets([3, 64, 65, 0, 1]) == ([0, 64, 128, 256, 256], 320)
 
 
-def test_moving_into_the_file_keeps_values_strides_and_what_is_shared():
-    whole = torch.arange(24.0).view(4, 6)
+def test_memory_file_keeps_values_strides_and_sharing():
+    matrix = torch.arange(24.0).view(4, 6)
     model = torch.nn.ParameterDict(
-        {"whole": torch.nn.Parameter(whole), "other": torch.nn.Parameter(torch.ones(3).bfloat16())}
+        {"whole": torch.nn.Parameter(matrix), "other": torch.nn.Parameter(torch.ones(3).bfloat16())}
     )
-    model["turned"] = torch.nn.Parameter(whole.t())
+    model["turned"] = torch.nn.Parameter(matrix.t())
     parameters = dict(model.named_parameters())
     before = {name: parameter.data.clone() for name, parameter in parameters.items()}
     file = MemoryFile(parameters)
@@ -144,7 +144,7 @@ def test_moving_into_the_file_keeps_values_strides_and_what_is_shared():
             Host(),
             "",
             parameters,
-            lambda: {name: each.data for name, each in parameters.items()},
+            lambda: {name: value.data for name, value in parameters.items()},
         )
     )
     assert endpoint.rank == 5

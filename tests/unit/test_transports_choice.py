@@ -32,8 +32,8 @@ def host(
     infiniband: bool = False,
     network: str = "",
 ) -> Host:
-    has = ("mooncake",) * mooncake + ("infiniband",) * infiniband
-    return Host(f"memory of {name}", f"network of {network or name}", name, cuda, has)
+    capabilities = ("mooncake",) * mooncake + ("infiniband",) * infiniband
+    return Host(f"memory of {name}", f"network of {network or name}", name, cuda, capabilities)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_what_cannot_work_is_refused_with_its_ranks(kind, trainer, generator, hi
     assert str(caught.value).startswith(message)
 
 
-def test_shared_memory_that_is_asked_for_reaches_over_network_namespaces():
+def test_shared_memory_on_request_crosses_network_namespaces():
     assert (
         transport_between("shared_memory", host("a"), host("a", network="of a namespace"))
         == "shared_memory"
@@ -176,9 +176,9 @@ def test_what_this_host_cannot_do_is_refused_before_a_run_starts():
     check_transport("gloo")
 
 
-@pytest.mark.parametrize("name, found", [("gloo", GlooTransport), ("nccl", NcclTransport)])
-def test_classes(name, found):
-    assert transport_class(name) is found
+@pytest.mark.parametrize("name, expected", [("gloo", GlooTransport), ("nccl", NcclTransport)])
+def test_names_of_transports_give_their_classes(name, expected):
+    assert transport_class(name) is expected
 
 
 def test_a_transport_of_ones_own_goes_by_its_import_path():

@@ -60,9 +60,9 @@ class WaveByWave(TwoSidedTransport):
 
 @contextlib.contextmanager
 def store() -> Iterator[str]:
-    held, address = open_store("127.0.0.1")
+    server, address = open_store("127.0.0.1")
     yield address
-    del held
+    del server
 
 
 def incoming(order: list[int]) -> list[Incoming]:
@@ -116,8 +116,8 @@ def test_boxes_arrive_in_place(transport_class):
             expected[0] = 0
             assert torch.equal(tensors["a"], expected)
             assert torch.equal(tensors["b"], (SOURCES[4] + update).bfloat16())
-        for each in writing:
-            each.result(20)
+        for future in writing:
+            future.result(20)
     if transport_class is WaveByWave:
         # waves of the two ranks, three times
         assert sorted(Counting.started) == [1, 1, 1] + [1, 1, 1] + [2, 2, 2]
