@@ -126,7 +126,7 @@ def test_texts_of_all_protocols_are_unpacked(protocol: int) -> None:
         assert unpacked(compressed(pickle.dumps(text, protocol)), "private_test_cases") == text
 
 
-def test_what_unpacks_to_more_than_is_allowed_is_refused() -> None:
+def test_unpacked_tests_over_the_size_limit_are_refused() -> None:
     with pytest.raises(ValueError, match="more than 1000000 bytes"):
         unpacked(packed(" " * 10_000_000), "private_test_cases", 1_000_000)
 

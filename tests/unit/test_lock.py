@@ -85,7 +85,7 @@ def test_a_launch_in_another_thread_is_seen_and_stays_locked(tmp_path):
     assert not is_locked(path)
 
 
-def test_where_there_are_no_locks_the_launch_goes_on_and_says_so(tmp_path, monkeypatch, capsys):
+def test_launch_without_file_locks_continues_with_a_warning(tmp_path, monkeypatch, capsys):
     import errno
     import fcntl
 

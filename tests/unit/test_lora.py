@@ -276,7 +276,7 @@ class TestAdapterFolder:
     def test_folder_of_the_same_adapters_is_accepted(self, tmp_path: Path) -> None:
         check_adapter(self.spec(), self.write(tmp_path / "adapter"))
 
-    def test_all_that_differs_is_named(self, tmp_path: Path) -> None:
+    def test_every_difference_of_an_adapter_is_named(self, tmp_path: Path) -> None:
         lora = self.write(
             tmp_path / "adapter",
             r=4,

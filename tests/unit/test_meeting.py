@@ -180,7 +180,7 @@ def test_nodes_that_serve_wait_for_those_that_work(tmp_path):
     assert second.all_finished([0])
 
 
-def test_what_differs_between_nodes_is_told_node_by_node():
+def test_differences_between_nodes_are_listed_by_node():
     reports = [
         report(0),
         report(1, versions={"torch": "2.12.0"}),

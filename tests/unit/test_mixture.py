@@ -95,7 +95,7 @@ def test_mixture_is_refused_by_setting(sources: dict[str, dict[str, float]], pro
     assert error.value.problems == [problem]
 
 
-def test_one_source_or_several() -> None:
+def test_source_and_sources_exclude_each_other() -> None:
     def of(config: MixtureConfig) -> list[str]:
         return [*mixture_problems(config, 4)]
 
@@ -145,7 +145,7 @@ def test_metrics_of_sources_and_of_the_curriculum() -> None:
     assert source_metrics(batch, Mixture(), False) == {}
 
 
-def test_a_row_rests_by_its_own_scores_and_waits_for_them() -> None:
+def test_row_rests_by_its_scores_and_waits_for_them() -> None:
     """Ten rows of one source, in order: ordinal 10 e + r is row r in epoch e."""
 
     def curriculum() -> Curriculum:

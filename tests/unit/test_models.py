@@ -181,7 +181,7 @@ def test_a_missing_key_is_named_with_its_file(tmp_path, key):
         ),
     ],
 )
-def test_what_is_not_supported_is_refused_by_key_and_value(change, message):
+def test_unsupported_values_are_refused_by_key_and_value(change, message):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(").replace(")", r"\)")):
         load_spec({**CONFIG, **change})
 
@@ -381,7 +381,7 @@ def test_a_family_that_mixes_dense_layers_in_is_refused():
         ),
     ],
 )
-def test_what_engines_would_serve_otherwise_is_refused(model, change, message):
+def test_models_that_engines_serve_differently_are_refused(model, change, message):
     config = json.loads(
         (Path(__file__).parents[2] / "configs" / "models" / model / "config.json").read_text()
     )

@@ -84,7 +84,7 @@ def test_mtp_layer_is_loaded_only_with_mtp() -> None:
     assert parameter_count(with_layer) == 356_785_898_816  # 357B, as published
 
 
-def test_it_stands_on_the_last_stage_and_in_engines_that_draft() -> None:
+def test_mtp_layer_is_on_the_last_stage_and_in_drafting_engines() -> None:
     spec = load_spec(GLM, mtp=True)
     pp = 4
     layout = trainer_layout(spec, TrainerTopology(pp=pp), "bfloat16")

@@ -57,7 +57,7 @@ def test_evaluation_is_in_the_next_row_and_the_last_in_the_last(tmp_path: Path) 
     assert [row["step"] for row in read_metrics(tmp_path / METRICS_FILE)] == [0, 1, 2, 3]
 
 
-def test_evaluations_that_end_after_the_last_row_are_all_there(tmp_path: Path) -> None:
+def test_evaluations_after_the_last_row_are_all_recorded(tmp_path: Path) -> None:
     """max_steps=4, eval.every=2: the evaluations of versions 2 and 4 both end when all rows are
     written.
     """

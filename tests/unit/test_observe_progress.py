@@ -180,7 +180,7 @@ def test_the_sources_of_a_mixture_and_prompts_at_rest_fit_a_line() -> None:
     )
 
 
-def test_of_very_many_engines_the_longest_at_the_same_are_shown(tmp_path: Path) -> None:
+def test_of_many_engines_the_longest_waiting_are_shown(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
     progress = Progress(tmp_path, 40, console)
     boards = [StatusBoard(tmp_path, f"engine.{index}") for index in range(20)]

@@ -315,7 +315,7 @@ def test_torn_record_of_a_step_is_restored_from_the_ledger(damage: str, tmp_path
     )
 
 
-def test_what_is_damaged_is_left_out_of_the_report_and_named(tmp_path: Path) -> None:
+def test_damaged_files_are_left_out_of_the_report_and_named(tmp_path: Path) -> None:
     write_run(tmp_path, 3)
     write_result(tmp_path, 0, {"pass@1": 0.5})
     write_result(tmp_path, 1, {"pass@1": 0.75})

@@ -99,7 +99,7 @@ def test_a_reader_never_sees_half_a_write(tmp_path: Path) -> None:
         writer.wait()
 
 
-def test_no_mixture_of_two_records_passes_for_one(tmp_path: Path) -> None:
+def test_mixture_of_two_records_is_rejected(tmp_path: Path) -> None:
     """A reader may overtake a writer, and read the old end after the new middle."""
     file = tmp_path / "status/trainer.0"
     records = []

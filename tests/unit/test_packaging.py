@@ -195,7 +195,7 @@ def test_flash_linear_attention_is_what_megatron_core_requires() -> None:
     assert requirement.specifier.contains(lock("gpu.txt")[requirement.name])
 
 
-def test_what_is_installed_is_what_is_locked() -> None:
+def test_installed_packages_have_the_locked_versions() -> None:
     import torch
 
     if torch.cuda.is_available():

@@ -67,12 +67,12 @@ groups = st.builds(
 
 @given(st.lists(groups, min_size=1, max_size=4), st.data())
 @settings(max_examples=150, deadline=None)
-def test_share_has_the_numbers_of_its_samples_alone(packed, data):
-    flat = [(group.prompt, sample) for group in packed for sample in group.samples]
+def test_share_has_the_numbers_of_its_samples_alone(drawn_groups, data):
+    flat = [(group.prompt, sample) for group in drawn_groups for sample in group.samples]
     places = sorted(data.draw(st.sets(st.integers(0, len(flat) - 1))))
-    sent = [decode(encode(pack(group))) for group in packed]
+    sent = [decode(encode(pack(group))) for group in drawn_groups]
     summaries = [summary_of(group) for group in sent]
-    share = join(sent, [len(group.samples) for group in packed], places)
+    share = join(sent, [len(group.samples) for group in drawn_groups], places)
     assert len(share) == share_bytes(summaries, places)
     numbers_by_place = split(summaries, places, np.frombuffer(share, np.uint8))
     assert sorted(numbers_by_place) == places
@@ -132,7 +132,7 @@ def test_arrays_of_different_lengths_are_refused(wrong):
         pack(Group(Prompt(0, [1], "", ""), [replace(sample, **wrong)]))
 
 
-def test_of_a_long_reference_only_the_beginning_travels():
+def test_only_the_beginning_of_a_long_reference_is_packed():
     sample = Sample([1], [-1.0], [0], "", 0.0, "stop")
     short, long = (
         texts_of(pack(Group(Prompt(0, [1], "", "x" * size), [sample])).texts).answer

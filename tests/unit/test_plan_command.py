@@ -94,7 +94,7 @@ def test_the_table_says_what_fits_and_what_binds(
     assert max(map(len, out.splitlines())) <= 140
 
 
-def test_what_does_not_fit_says_by_how_much_and_what_would(
+def test_plan_that_does_not_fit_prints_excess_and_remedies(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = ["configs/70b_aipo.yaml", "trainer.tp=4", "trainer.dp=34"]
@@ -117,7 +117,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(
 @pytest.mark.parametrize(
     "overrides", [[], ["trainer.epochs=2", "trainer.tp=2", "rollout.stop=[a b]"]]
 )
-def test_a_search_prints_overridesthat_plan_the_same(
+def test_a_search_prints_overrides_that_plan_the_same(
     overrides: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["configs/8b_aipo.yaml", *overrides, "--search", "--gpus", "16"]

@@ -40,14 +40,14 @@ def test_critic_begins_with_weights_of_the_policy_or_its_own(tmp_path: Path) -> 
     )
 
 
-def test_one_sample_a_prompt_is_enough(tmp_path: Path) -> None:
+def test_ppo_accepts_one_sample_a_prompt(tmp_path: Path) -> None:
     assert resolve(config(tmp_path, PPO, "rollout.n=1"))
     assert problems_of(tmp_path, PPO, "rollout.n=1", "rollout.dynamic_sampling=true") == [
         "rollout.dynamic_sampling=true: with rollout.n=1 all samples of a prompt have the same reward"
     ]
 
 
-def test_what_does_not_fit_is_refused_at_once(tmp_path: Path) -> None:
+def test_unfit_settings_of_a_critic_are_refused_together(tmp_path: Path) -> None:
     path = critic(tmp_path / "critic", vocab_size=100, max_position_embeddings=64,
         num_hidden_layers=3, num_attention_heads=30,
                   num_key_value_heads=30, head_dim=128)  # fmt: skip
@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_refused_at_once(tmp_path: Path) -> None:
     )
 
 
-def test_other_algorithms_have_none(tmp_path: Path) -> None:
+def test_other_algorithms_have_no_critic(tmp_path: Path) -> None:
     assert problems_of(tmp_path, "critic.warmup_steps=3", "critic.optimizer.lr=1e-3") == [
         "critic.warmup_steps=3: aipo has no critic; algorithm.name=ppo has one",
         "critic.optimizer.lr=0.001: aipo has no critic; algorithm.name=ppo has one",

@@ -259,7 +259,7 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_one_mistake_one_line(tmp_path: Path, overrides: str, problem: str) -> None:
+def test_each_mistake_is_one_line(tmp_path: Path, overrides: str, problem: str) -> None:
     assert problems_of(tmp_path, *overrides.split()) == [problem]
 
 
@@ -278,12 +278,12 @@ def test_one_mistake_one_line(tmp_path: Path, overrides: str, problem: str) -> N
         "generator.server_args.schedule_conservativeness=1",
     ],
 )
-def test_what_is_allowed(tmp_path: Path, overrides: str) -> None:
+def test_unusual_settings_are_accepted(tmp_path: Path, overrides: str) -> None:
     assert isinstance(resolve(config(tmp_path, *overrides.split())), RunPlan)
 
 
 def deepseek(tmp_path: Path, **changes: int) -> str:
-    """An override that names a folder with DeepSeek-V3's config.json, changed by `other`."""
+    """An override that names a folder with DeepSeek-V3's config.json, changed by `changes`."""
     values = json.loads((CONFIGS / "models/deepseek-v3/config.json").read_text())
     values.pop("quantization_config", None)
     (tmp_path / "deepseek").mkdir()

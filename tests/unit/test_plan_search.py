@@ -191,7 +191,7 @@ def test_remedies_make_a_config_fit(name: str, overrides: tuple[str, ...]) -> No
         assert remedy.side not in estimate(again, spec).overfull, as_overrides(remedy.settings)
 
 
-def test_what_fits_needs_no_remedy() -> None:
+def test_config_that_fits_has_no_remedy() -> None:
     config, spec = load("8b_aipo")
     assert remedies(config, spec, estimate(config, spec)) == []
 
@@ -206,7 +206,7 @@ def test_the_baseline_holds_both_phases() -> None:
 
 
 @pytest.mark.parametrize(("layers", "pp"), [(126, 16), (61, 16), (94, 8), (80, 4), (32, 1), (7, 2)])
-def test_uneven_stages_take_the_layers_that_are_there(layers: int, pp: int) -> None:
+def test_uneven_stages_have_all_layers(layers: int, pp: int) -> None:
     first, last = even_stages(layers, pp)
     if first is None or last is None:
         assert layers % pp == 0

@@ -177,7 +177,7 @@ def test_nothing_beats_the_closed_form(
     assert asynchronous_s(problem, b_t, b_g, m_t, m_g, theta) >= best.step_s * (1 - 1e-9)
 
 
-def test_the_problem_of_a_run_is_made_of_what_the_planner_says() -> None:
+def test_problem_of_a_run_has_the_numbers_of_the_planner() -> None:
     """8B: 8.03e9 weights of 2 bytes; 2 * 8 heads * 128 keys and values a token in 32 layers;
     decoding of 64 at a time follows the line.
     """

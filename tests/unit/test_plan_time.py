@@ -165,7 +165,7 @@ def test_keys_and_values_go_around_while_attention_computes() -> None:
     assert TrainModel(LLAMA_70B, TrainerConfig(tp=8), "bfloat16", H100)._context_s(8192, 0) == 0
 
 
-def test_one_long_sequence_among_many_short_ones() -> None:
+def test_one_long_sequence_slows_a_batch_of_short_ones() -> None:
     """Data parallelism does not cut a sequence, so the long one's rank works longest: 128k tokens
     beside 255 sequences of 1,000 on 16 ranks.
     """
@@ -257,7 +257,7 @@ def test_batch_costs_as_much_as_its_optimizer_steps() -> None:
     )
 
 
-def test_what_is_scored_beside_training() -> None:
+def test_number_of_scoring_passes_follows_the_algorithm() -> None:
     """The proximal policy, unless it is the policy itself.
 
     For pairs, policy and reference, and the policy in every epoch.
@@ -418,7 +418,7 @@ def test_responses_that_are_prefilled_again() -> None:
     ("mode", "prefills"),
     [("block", False), ("in_flight", False), ("retract", True), ("resume", True)],
 )
-def test_which_partial_rollouts_prefill_again(mode: str, prefills: bool) -> None:
+def test_partial_rollouts_that_prefill_again(mode: str, prefills: bool) -> None:
     assert unfinished(config("70b_32k_aipo", f"async.partial_rollout={mode}")) == {
         "carried_over": mode != "block",
         "prefilled_again": prefills,

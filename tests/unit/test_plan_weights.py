@@ -238,7 +238,7 @@ class TestResume:
         (tmp_path / "run/config.yaml").unlink()
         assert of_the_run(config(tmp_path, other_model))
 
-    def test_a_half_written_checkpoint_is_none(self, tmp_path: Path) -> None:
+    def test_half_written_checkpoint_is_ignored(self, tmp_path: Path) -> None:
         self.begin(tmp_path)
         (tmp_path / "run/checkpoints/step_000010").rename(
             tmp_path / "run/checkpoints/step_000010.partial"

@@ -234,7 +234,7 @@ def test_tokens_are_those_of_a_rollout(tmp_path: Path) -> None:
         pair_tokens(pair, tokenizer, 6)
 
 
-def test_the_command_refuses_what_it_cannot_do(tmp_path: Path) -> None:
+def test_command_refuses_unsupported_settings(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there/file").write_text("")
     wrong = [

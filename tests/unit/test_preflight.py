@@ -109,11 +109,11 @@ def test_failed_check_is_reported_and_stops_no_other():
         raise OSError(5, "no such device")
         yield
 
-    reports = list(doctor.run_checks([broken, doctor._python]))
+    results = list(doctor.run_checks([broken, doctor._python]))
     assert (
-        reports[0].state == doctor.LACKS
-        and "no such device" in reports[0].found
-        and reports[1].what == "python"
+        results[0].state == doctor.LACKS
+        and "no such device" in results[0].found
+        and results[1].what == "python"
     )
 
 
@@ -131,16 +131,16 @@ def test_network_cards_that_cannot_write_to_gpus_are_reported(
 ):
     monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: f"lib{name}.so.1")
     monkeypatch.setattr(doctor.platform, "release", lambda: "6.8.0")
-    reports = {
+    results = {
         finding.what: finding
         for finding in doctor.run_checks(
             [of_network(tmp_path, monkeypatch, driver, modules, provider)]
         )
     }
-    assert {check for check, result in reports.items() if result.state == doctor.LACKS} - {
+    assert {check for check, result in results.items() if result.state == doctor.LACKS} - {
         "locked memory"
     } == lacking
-    assert reports["InfiniBand"].found == "mlx5_0"
+    assert results["InfiniBand"].found == "mlx5_0"
 
 
 def of_network(folder, monkeypatch, driver: str, modules: str, provider: str):
@@ -157,20 +157,20 @@ def of_network(folder, monkeypatch, driver: str, modules: str, provider: str):
 
 
 def test_efa_is_not_taken_for_infiniband(tmp_path, monkeypatch):
-    reports = {
+    results = {
         finding.what: finding
         for finding in doctor.run_checks(
             [of_network(tmp_path, monkeypatch, "efa", "nvidia 1 0\n", "libefa.so")]
         )
     }
     assert (
-        reports["InfiniBand"].state == doctor.NOTE
-        and "weights.transport=nccl" in reports["InfiniBand"].remedy
+        results["InfiniBand"].state == doctor.NOTE
+        and "weights.transport=nccl" in results["InfiniBand"].remedy
     )
 
 
 @pytest.mark.parametrize("release, state", [("13.0", doctor.OK), ("12.8", doctor.LACKS)])
-def test_a_compiler_of_another_cuda_does_not_do(tmp_path, monkeypatch, release, state):
+def test_compiler_of_another_cuda_version_is_reported(tmp_path, monkeypatch, release, state):
     (tmp_path / "bin").mkdir()
     path = Path(
         program(
@@ -230,17 +230,17 @@ def test_folders_that_cannot_be_used_are_named(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "nowhere"))
     monkeypatch.setattr(doctor.tempfile, "tempdir", None)
-    reports = {
+    results = {
         finding.what: finding for finding in doctor.run_checks([doctor._room, doctor._temporary])
     }
     assert (
-        reports["disk for caches"].state == doctor.LACKS
-        and "set HOME" in reports["disk for caches"].remedy
+        results["disk for caches"].state == doctor.LACKS
+        and "set HOME" in results["disk for caches"].remedy
     )
-    assert reports["TMPDIR"].state == doctor.NOTE and reports["TMPDIR"].found.startswith(
+    assert results["TMPDIR"].state == doctor.NOTE and reports["TMPDIR"].found.startswith(
         f"{tmp_path / 'nowhere'} cannot be written to, so "
     )
-    assert reports["temporary files"].state in (doctor.OK, doctor.NOTE)
+    assert results["temporary files"].state in (doctor.OK, doctor.NOTE)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_failed_test_writes_are_reported_with_a_remedy(tmp_path, monkeypatch):
     assert between.state == doctor.NOTE and "a second node" in between.found
 
 
-def test_test_writes_that_hang_are_given_up(tmp_path, monkeypatch):
+def test_hanging_test_writes_are_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor.sys, "executable", program(tmp_path, "exec sleep 600"))
     monkeypatch.setattr(doctor, "WRITES_S", 0.05)
     (late,) = doctor.writes(gpu=False)

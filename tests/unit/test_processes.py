@@ -245,7 +245,7 @@ def test_a_thread_that_dies_ends_its_process():
     )
 
 
-def test_who_has_taken_a_port_is_named(tmp_path):
+def test_process_that_occupies_a_port_is_named(tmp_path):
     listen = (
         "import socket, time; s = socket.create_server(('127.0.0.1', 0)); "
         "print(s.getsockname()[1], flush=True); time.sleep(60)"

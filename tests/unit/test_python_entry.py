@@ -110,7 +110,7 @@ def test_packages_with_the_names_of_functions_can_be_called() -> None:
         )
 
 
-def test_all_names_are_there() -> None:
+def test_public_names_exist() -> None:
     assert set(megarl.__all__) == set(api.__all__) <= set(dir(megarl))
     assert all(callable(getattr(megarl, name)) for name in megarl.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
@@ -349,7 +349,7 @@ def test_a_function_that_cannot_be_imported_is_refused(function: Any) -> None:
         )
 
 
-def test_what_is_no_function_is_refused() -> None:
+def test_objects_that_are_no_functions_are_refused() -> None:
     with pytest.raises(
         megarl.ConfigError, match=r"reward.name=\[\]: must be a function, or a text"
     ):
@@ -367,7 +367,7 @@ def test_coroutines_run_inside_a_running_loop() -> None:
     assert run_coroutine(answer()) == asyncio.run(cell()) == 42
 
 
-def test_no_command_of_the_launcher_needs_a_loop_of_its_own() -> None:
+def test_launcher_code_does_not_call_asyncio_run() -> None:
     """asyncio.run fails in a notebook, whose loop runs already.
 
     Other processes have their own loops.

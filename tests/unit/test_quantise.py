@@ -118,7 +118,7 @@ def test_parts_cut_anywhere_equal_gather_then_quantise(data, x, rule):
     equal((codes, scales), expected(x, rule))
 
 
-def test_experts_are_quantised_each_by_itself():
+def test_experts_are_quantised_separately():
     x = torch.randn(3, 20, 9, generator=torch.Generator().manual_seed(2)) * torch.tensor(
         [1.0, 1e3, 1e-3]
     ).view(3, 1, 1)

@@ -78,7 +78,7 @@ def tab_to(tab: browser.Browser, element: str, most: int = 200) -> None:
         tab.press("Tab")
 
 
-def test_what_hovering_shows_equals_the_file(tab: browser.Browser, run: Path) -> None:
+def test_hovering_shows_the_values_of_the_file(tab: browser.Browser, run: Path) -> None:
     tab.open(url(run))
     rows = read_metrics(run / METRICS_FILE)
     for key in ("reward/mean", "grad_norm", "entropy/mean"):
@@ -559,7 +559,7 @@ def test_a_served_page_follows_a_run_that_goes_on(tab: browser.Browser, tmp_path
         thread.join(30)
 
 
-def test_the_page_of_a_run_without_anything_says_so(tab: browser.Browser, tmp_path: Path) -> None:
+def test_page_of_an_empty_run_says_that_it_is_empty(tab: browser.Browser, tmp_path: Path) -> None:
     folder = tmp_path / "empty"
     folder.mkdir()
     (folder / METRICS_FILE).write_text("")

@@ -319,7 +319,7 @@ def test_faults_and_the_plan_come_from_the_trace(tmp_path: Path) -> None:
     ]
 
 
-def test_engines_are_compared_only_while_all_are_there(tmp_path: Path) -> None:
+def test_engines_are_compared_only_while_all_serve(tmp_path: Path) -> None:
     def read(*events: tuple[str, str, float, dict]) -> list[str]:
         lines = [
             {"name": name, "track": track, "ts": 1e6 * time_s, "dur": dur, "args": args}

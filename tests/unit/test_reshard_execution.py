@@ -66,7 +66,7 @@ def test_trainer_to_generator_equals_slicing_the_checkpoint(case, wire, joined, 
 
 @settings(max_examples=10, deadline=None)
 @given(case=cases(fp8=True), data=st.data(), rule=st.sampled_from([None, *sorted(RULES)]))
-def test_what_engines_pass_on_fills_the_rest(case, data, rule):
+def test_relays_between_engines_fill_all_engines(case, data, rule):
     """For any number of engines that the trainer writes to.
 
     (The other tests cover writes to all engines.)

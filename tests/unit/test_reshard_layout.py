@@ -401,7 +401,7 @@ def test_layers_are_split_over_stages_as_megatron_does():
         ),
     ],
 )
-def test_what_the_engines_cannot_do_is_refused_by_key_and_value(build, message):
+def test_unsupported_layouts_are_refused_by_key_and_value(build, message):
     with pytest.raises(ConfigError, match=message):
         build()
 

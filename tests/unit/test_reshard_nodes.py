@@ -74,5 +74,5 @@ def test_one_copy_per_node_and_relays_fill_every_engine(engines, tp, per_node):
         (Box((1, 0, 0), (1, 4, 8)), (4, 16, 8), 2, False, 1),  # of one expert
     ],
 )
-def test_what_would_be_many_short_messages_is_packed(box, shape, item_bytes, packed, sent):
+def test_many_short_messages_are_packed(box, shape, item_bytes, packed, sent):
     assert lands(box, shape, item_bytes) is packed and messages(box, shape, item_bytes) == sent

@@ -180,7 +180,7 @@ def test_scoring_settings_are_fixed_unless_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\x00", b"garbage"])
-def test_a_ledger_that_is_gone_or_damaged_is_told(content: bytes | None, tmp_path: Path) -> None:
+def test_missing_or_damaged_ledger_is_refused(content: bytes | None, tmp_path: Path) -> None:
     file = save(tmp_path, 4) / LEDGER_FILE
     file.unlink() if content is None else file.write_bytes(content)
     with pytest.raises(ConfigError, match=f"{file.parent}: {LEDGER_FILE} is (damaged|missing)"):
@@ -258,7 +258,7 @@ def test_copied_checkpoints_are_neither_newest_nor_best(
     ]
 
 
-def test_what_an_export_reads_outlives_the_checkpoint(tmp_path: Path) -> None:
+def test_checkpoint_survives_pruning_while_it_is_exported(tmp_path: Path) -> None:
     for step in (2, 4):
         save(tmp_path, step)
     (tmp_path / "exporting/step_000099").mkdir(parents=True)  # of a killed export

@@ -66,7 +66,7 @@ def test_a_rollout_says_why_its_score_is_what_it_is():
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_the_live_view_and_the_summary_show_them(tmp_path: Path, terminal: bool):
+def test_live_view_and_summary_show_failures(tmp_path: Path, terminal: bool):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)
     progress = Progress(tmp_path, 3, console)
     writer = MetricsWriter(tmp_path)

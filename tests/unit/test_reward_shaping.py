@@ -36,7 +36,7 @@ def dapo(length: int, longest: int, cache: int) -> float:
 
 
 @pytest.mark.parametrize("tokens", [1, 79, 80, 81, 90, 99, 100])
-def test_overlong_responses_lose_what_dapo_says(tokens: int) -> None:
+def test_overlong_penalty_is_that_of_dapo(tokens: int) -> None:
     for score in (0.0, 1.0):
         lost = score - trained_score(score, tokens, "stop", config(overlong_tokens=20))
         assert lost == pytest.approx(-dapo(tokens, LONGEST, 20))
@@ -46,7 +46,7 @@ def test_overlong_responses_lose_what_dapo_says(tokens: int) -> None:
         assert lost == pytest.approx(-3 * dapo(tokens, LONGEST, 20))
 
 
-def test_a_cut_response_loses_besides() -> None:
+def test_truncated_response_has_a_further_penalty() -> None:
     both_penalties = config(unfinished_penalty=0.5, overlong_tokens=LONGEST)
     assert trained_score(1.0, LONGEST, "length", both_penalties) == -0.5
     assert trained_score(1.0, LONGEST, "stop", both_penalties) == 0.0

@@ -58,7 +58,7 @@ def scores(folder: Path, **changes: object) -> str:
     return f"roles.rm.path={folder}"
 
 
-def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
     assert problems_of(
         tmp_path,
         *JUDGE[:1], "roles.judge.template=Is it right? {prompt}", "roles.judge.verdict=(a)(b)",
@@ -266,7 +266,7 @@ def test_a_resumed_run_keeps_its_reward(tmp_path: Path) -> None:
     assert "eval.suites.x.source=null, was x.jsonl" in changes(now)
 
 
-def test_the_answer_column_is_read_as_comparisonsneed_it() -> None:
+def test_the_answer_column_is_read_as_scores_need_it() -> None:
     def needed(
         *names: str, template: str = "{response}", evaluated: bool = False, **of_eval: str
     ) -> str:
@@ -525,7 +525,7 @@ def test_pairs_are_compared_in_both_orders() -> None:
     "answer",
     [b'{"embedding":[null]}', b'{"embedding":[]}', b'{"embedding":[1,2]}', b"{}", b'["x"]'],
 )
-def test_what_is_no_score_is_an_error_of_the_engine(answer: bytes) -> None:
+def test_answer_without_a_score_is_an_engine_error(answer: bytes) -> None:
     assert score_in("e", b'{"embedding":[-1.5],"meta_info":{}}') == -1.5
     with pytest.raises(EngineError, match="engine e gave "):
         score_in("e", answer)

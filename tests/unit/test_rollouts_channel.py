@@ -149,7 +149,7 @@ def until_held(receiver: RolloutsReceiver, ordinals: list[int]) -> Ledger:
         time.sleep(0.01)
 
 
-def test_what_rollouts_waited_for_scores_is_no_generation(alone, link):
+def test_waiting_for_scores_is_not_generation_time(alone, link):
     sender, receiver = ends(link)
     asyncio.run(sender.first(5))
     sender.begun([0, 1], 0)
@@ -230,7 +230,7 @@ def test_starts_are_read_before_the_groups_they_announce():
     assert [group.ordinal for group in msgspec.msgpack.decode(ledger, type=Ledger).groups] == [0, 1]
 
 
-def test_what_a_resumed_run_holds_is_used_and_not_asked_for(alone, link):
+def test_groups_of_the_ledger_are_used_on_resume(alone, link):
     ledger = Ledger(4, [6], [ready(5, started_s=0.0, ended_s=0.0)])
     sender, receiver = ends(link, ledger=ledger)
     assert asyncio.run(sender.first(5)) == GenerateFrom(4, [5, 6])
@@ -244,7 +244,7 @@ def test_what_a_resumed_run_holds_is_used_and_not_asked_for(alone, link):
     )
 
 
-def test_what_is_too_old_is_sent_back_and_counted(alone, link):
+def test_groups_that_are_too_old_are_rejected_and_counted(alone, link):
     sender, receiver = ends(link, max_staleness=1, ledger=Ledger(0, [], [ready(0), ready(1)]))
     asyncio.run(sender.first(5))
     sender.begun([2, 3], 5)

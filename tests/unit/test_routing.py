@@ -49,7 +49,7 @@ def packed(positions: int, seed: int = 0) -> bytes:
 
 
 @given(st.sampled_from([FORMAT, WIDE]), st.integers(0, 9))
-def test_what_is_packed_is_what_comes_out(format: RoutingFormat, positions: int) -> None:
+def test_packed_experts_are_restored(format: RoutingFormat, positions: int) -> None:
     answered = ids(positions, format)
     answered[:, : format.dense_layers] = 77  # a layer without experts may have anything
     bytes_ = format.from_engine(answered.tobytes())
@@ -59,7 +59,7 @@ def test_what_is_packed_is_what_comes_out(format: RoutingFormat, positions: int)
     np.testing.assert_array_equal(format.unpack(bytes_), answered[:, format.dense_layers :])
 
 
-def test_one_byte_an_expert_up_to_256_of_them() -> None:
+def test_up_to_256_experts_take_a_byte_each() -> None:
     assert [RoutingFormat(48, 0, 8, experts).position_bytes for experts in (128, 256, 257)] == [
         384,
         384,
@@ -67,7 +67,7 @@ def test_one_byte_an_expert_up_to_256_of_them() -> None:
     ]
 
 
-def test_what_no_router_chose_is_refused() -> None:
+def test_impossible_choices_of_a_router_are_refused() -> None:
     answered = ids(5)
     answered[3, 2] = 0  # as if nothing was recorded
     with pytest.raises(ValueError, match="the same expert twice for a token in layer 2"):

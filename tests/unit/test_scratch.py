@@ -30,7 +30,7 @@ def temporary(monkeypatch):
         yield Path(name)
 
 
-def test_it_is_private_and_goes_with_the_launch(temporary):
+def test_scratch_is_private_and_removed_with_the_launch(temporary):
     with scratch_folder() as folder:
         assert folder.parent == temporary and folder.stat().st_mode & 0o777 == 0o700
         (folder / "socket").touch()
@@ -50,7 +50,7 @@ def test_scratch_of_a_killed_launcher_is_removed_by_the_next(temporary):
         assert first.exists()
 
 
-def test_where_tmpdir_is_too_long_for_sockets_it_is_elsewhere(temporary, monkeypatch):
+def test_scratch_avoids_a_tmpdir_too_long_for_sockets(temporary, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(temporary / ("x" * 80)))
     with scratch_folder() as folder:
         assert str(folder).startswith("/tmp/megarl-")

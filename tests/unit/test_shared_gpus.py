@@ -137,7 +137,7 @@ def test_engines_without_a_trainer_have_their_gpus_alone():
         (["cluster.share_gpus=null", "generator.engines=2"], 1, None),
     ],
 )
-def test_one_gpu_is_shared_by_itself(overrides, present, shares):
+def test_single_gpu_is_shared_by_default(overrides, present, shares):
     assert (
         with_one_gpu_shared(planned(*overrides).config, lambda: present).cluster.share_gpus
         is shares
@@ -214,7 +214,7 @@ def test_trainer_takes_its_plan_without_the_runtime(monkeypatch, tmp_path):
     assert peak_bytes == int(trainer.total - trainer.runtime) and peak_bytes > 20 * GIB
 
 
-def test_sides_on_their_own_gpus_know_nothing_of_it(monkeypatch, tmp_path):
+def test_separate_gpus_have_no_variables_of_sharing(monkeypatch, tmp_path):
     specs = specs_of(planned("cluster.share_gpus=false"), monkeypatch, ["0", "1"], tmp_path)
     assert specs["engine.0"].env["CUDA_VISIBLE_DEVICES"] == "1"
     assert not any(

@@ -82,7 +82,7 @@ def test_time_jumps_to_what_comes_next():
     assert order == [(0.0, 0.0), (2.0, 2.0), (3e6, 3e6)] and ended == 3e6 + 5
 
 
-def test_what_waits_for_nothing_is_stuck():
+def test_wait_without_a_cause_is_a_deadlock():
     with pytest.raises(Deadlock):
         in_virtual_time(asyncio.Event().wait())
 
@@ -446,13 +446,13 @@ def broken_worlds(numbers) -> Iterator[int]:
             assert len(totals.rows) == plan.config.plan.simulation.steps
 
 
-def test_no_small_world_breaks_a_promise():
+def test_small_random_runs_keep_all_guarantees():
     assert list(broken_worlds(range(100))) == []
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_none_of_ten_thousand_does():
+def test_ten_thousand_random_runs_keep_all_guarantees():
     assert list(broken_worlds(range(100, 10_000))) == []
 
 
@@ -547,7 +547,7 @@ def test_the_command_sweeps_and_advises(capsys):
     ]
 
 
-def test_too_few_places_in_flight_are_said(capsys):
+def test_too_few_places_in_flight_are_reported(capsys):
     assert main([*CONFIG, "async.max_in_flight=2"]) == 0
     assert (
         "advice     raise async.max_in_flight and async.capacity: the trainer waits"
@@ -656,7 +656,7 @@ def test_published_rows_are_simulated():
         ({"time/rollout_s": 1e-6}, "at no speed of engines do rollouts take 1e-06 s"),
     ],
 )
-def test_times_that_cannot_be_are_not_taken(tmp_path, capsys, spoilt, message):
+def test_impossible_times_of_a_run_are_refused(tmp_path, capsys, spoilt, message):
     folder = tmp_path / "run"
     command = [*CONFIG[:2], "plan.simulation.steps=12", "--simulate"]
     assert main([*command, "--output", str(folder)]) == 0

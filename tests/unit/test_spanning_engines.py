@@ -72,7 +72,7 @@ def test_parts_of_an_engine_meet_at_the_port_of_its_first_node():
     ], "parts of one draw alike"
 
 
-def test_no_two_engines_draw_alike() -> None:
+def test_every_engine_has_a_different_seed() -> None:
     """Not in one run, nor in a run with the next seed, nor after a resume, nor after the engine's
     restart.
     """

@@ -111,7 +111,7 @@ def test_mistakes_end_with_2_before_anything_starts(
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_what_a_mutation_breaks_is_still_there(mutation: Mutation):
+def test_every_mutation_still_applies(mutation: Mutation):
     text = Path(mutation.file).read_text()
     assert broken(mutation, text) != text
     with pytest.raises(RuntimeError, match=r"0 times, must have it once"):

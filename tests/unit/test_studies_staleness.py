@@ -56,7 +56,7 @@ def test_runs_are_paired_by_seed():
     )
 
 
-def test_one_collapsed_seed_does_not_hide_in_the_noise_it_makes():
+def test_one_collapsed_seed_is_not_taken_for_noise():
     """The second setting's mean of -0.26 is within two of its own standard errors of 0.26."""
     got = judged(**{ONE: (0.002, -0.003, 0.001), FOUR: (0.0, -0.77, 0.0)})
     assert got[ONE].same and not got[FOUR].same

@@ -114,7 +114,9 @@ def shaped(folder: Path, **changes: object) -> Path:
         ),
     ],
 )  # fmt: skip
-def test_what_may_be_set(tmp_path: Path, overrides: list[str], problems: list[str]) -> None:
+def test_settings_of_teachers_are_checked(
+    tmp_path: Path, overrides: list[str], problems: list[str]
+) -> None:
     assert sorted(problems_of(tmp_path, *overrides)) == sorted(problems)
 
 
@@ -205,7 +207,7 @@ def test_plan_counts_teachers(tmp_path: Path) -> None:
     assert teacher_format(with_two_teachers) == TeacherFormat(2, 20)
 
 
-def test_failures_of_teachers_are_counted_by_themselves() -> None:
+def test_failures_of_teachers_are_counted_separately() -> None:
     sample = Sample([1, 2], [-1.0, -1.0], [0, 0], "text", 1.0, "stop")
     failed = Failure("error", "it broke", "text", "roles.teacher")
 

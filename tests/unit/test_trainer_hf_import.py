@@ -272,7 +272,7 @@ def test_fp8_without_its_scales_is_refused(harm, message: str, tmp_path: Path, m
         )
 
 
-def test_what_is_exported_is_in_fp8_no_more(tmp_path: Path) -> None:
+def test_export_is_not_in_fp8(tmp_path: Path) -> None:
     source = tmp_path / "published"
     folder = tmp_path / "exported"
     source.mkdir()
@@ -293,7 +293,7 @@ def test_what_is_exported_is_in_fp8_no_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changed", [{"hidden_size": 32}, {"model_type": None}, {"architectures": None}, None]
 )
-def test_a_config_that_no_engine_could_start_with(
+def test_config_that_no_engine_can_read_is_refused(
     changed: dict[str, object] | None, tmp_path: Path
 ) -> None:
     config = json.loads((TINY / "config.json").read_text())
@@ -306,7 +306,7 @@ def test_a_config_that_no_engine_could_start_with(
     assert problem.startswith(f"{tmp_path}/config.json: ")
 
 
-def test_a_fingerprint_tells_weights_apart_wherever_they_lie(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_weights_and_not_on_the_folder(tmp_path: Path) -> None:
     first = tmp_path / "a"
     second = tmp_path / "b"
     for folder in (first, second):
@@ -323,7 +323,7 @@ def test_a_fingerprint_tells_weights_apart_wherever_they_lie(tmp_path: Path) -> 
     assert fingerprint(first) != before
 
 
-def test_a_folder_without_weights(tmp_path: Path) -> None:
+def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither model.safetensors nor"):
         load(tmp_path)
 
@@ -381,7 +381,7 @@ DEEPSEEK = ModelSpec(
 
 
 def written(folder: Path, spec: ModelSpec, **further: torch.Tensor) -> Path:
-    """A folder with the tensors of `spec`, and `others` by names with __ for dots."""
+    """A folder with the tensors of `spec`, and `further` by names with __ for dots."""
     tensors = {
         tensor.name: torch.ones(tensor.file_shape)
         for tensor in hf_layout(spec, "float32", fused=True).tensors(0)
@@ -458,7 +458,7 @@ def test_ignored_prediction_layer_is_idle_if_whole(tmp_path: Path) -> None:
         check_checkpoint(DEEPSEEK, tmp_path)
 
 
-def test_an_output_layer_beside_tied_embeddings_must_equal_them(tmp_path: Path) -> None:
+def test_output_layer_must_equal_tied_embeddings(tmp_path: Path) -> None:
     tied = replace(SPEC, tie_word_embeddings=True)
     tensors = {}
     for tensor in hf_layout(tied, "float32").tensors(0):

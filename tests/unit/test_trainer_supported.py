@@ -178,7 +178,7 @@ def test_recompute_of_transformer_engine_is_refused_without_it() -> None:
         ValueError(),
     ],
 )
-def test_what_megatron_says_of_its_own_fields_names_their_key(error: Exception) -> None:
+def test_errors_of_megatron_name_the_key_of_the_setting(error: Exception) -> None:
     with pytest.raises(ConfigError) as failure, passed_on("trainer.ddp", {"bucket_size": 5}):
         raise error
     assert (

@@ -76,7 +76,7 @@ def test_shared_memory_writes_boxes_in_place():
 
 
 @pytest.mark.parametrize("change", ["in place", "moved", "another stride"])
-def test_values_kept_between_updates_are_those_of_now(change):
+def test_payloads_follow_sources_that_change_between_updates(change):
     sources = {name: values.clone() for name, values in SOURCES.items()}
     payloads = Payloads()
     copies = [copy for copy in COPIES if copy.source_tensor == "x"]
@@ -94,7 +94,7 @@ def test_values_kept_between_updates_are_those_of_now(change):
         assert (payloads.of(copy) is old) == (change == "in place")
 
 
-def test_what_a_view_cannot_show_is_made_anew():
+def test_tensors_that_no_view_can_show_are_copied():
     """A column's values in the shape of a row of experts: reshaping copies them."""
     source = {"x": torch.arange(40.0).view(5, 8)}
     copy = Copy(0, "x", Box((0, 3), (5, 2)), 0, "c", Box((0,), (10,)), "identity", "float32", 0)
@@ -105,7 +105,7 @@ def test_what_a_view_cannot_show_is_made_anew():
         source["x"] += 1
 
 
-def test_zeros_lie_where_the_sources_do():
+def test_zeros_are_on_the_device_of_the_sources():
     """A GPU's stream copies from there, and only memory of that GPU can be recorded on it."""
     payloads = Payloads()
     payloads.begin({name: values.to("meta") for name, values in SOURCES.items()})
@@ -170,7 +170,7 @@ def test_too_little_memory_to_land_in_names_the_setting():
         landing_memory(1 << 60, torch.device("cpu"))
 
 
-def test_landing_memory_is_never_there_twice(monkeypatch):
+def test_landing_memory_is_freed_before_it_is_opened_again(monkeypatch):
     """It takes the memory that SGLang leaves free, and is opened again whenever engines come or go."""
     alive: list[weakref.ref] = []
 

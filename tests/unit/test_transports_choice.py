@@ -92,7 +92,7 @@ def test_auto(trainer, generator, expected):
         ),
     ],
 )
-def test_what_cannot_work_is_refused_with_its_ranks(kind, trainer, generator, hindrance):
+def test_impossible_transport_is_refused_with_its_ranks(kind, trainer, generator, hindrance):
     with pytest.raises(ConfigError, match=hindrance) as caught:
         transport_pairs(kind, [trainer], [generator])
     message = (
@@ -163,7 +163,7 @@ def test_this_process_shares_a_host_with_itself():
     assert this_host().name
 
 
-def test_what_this_host_cannot_do_is_refused_before_a_run_starts():
+def test_transport_missing_on_this_host_is_refused_early():
     if this_host().cuda:
         pytest.skip("this host has CUDA")
     for kind in ("nccl", "cuda_ipc"):
@@ -216,7 +216,7 @@ def test_a_transport_with_one_end_is_a_config_error(tmp_path, monkeypatch):
         transport_class("half_transport:Half")
 
 
-def test_an_incomplete_transport_is_told_what_it_lacks(tmp_path, monkeypatch):
+def test_incomplete_transport_is_refused_with_what_it_lacks(tmp_path, monkeypatch):
     body = (
         "class Place(Memory): ...\nclass Bare(Transport):\n    memory = Place\n    connect = "
         "prepare = close = lambda self, *_: None\n"

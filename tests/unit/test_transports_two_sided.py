@@ -123,7 +123,7 @@ def test_boxes_arrive_in_place(transport_class):
         assert sorted(Counting.started) == [1, 1, 1] + [1, 1, 1] + [2, 2, 2]
 
 
-def test_who_did_not_come_to_the_meeting_is_named():
+def test_rank_missing_from_the_group_is_named():
     with store() as address:
         transport = GlooTransport(1, 0.3)
         absent = (

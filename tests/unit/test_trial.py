@@ -85,7 +85,7 @@ def test_trial_scores_reference_empty_and_absurd_texts(
     ]
 
 
-def test_a_function_beside_a_verifier_is_given_the_row_too(folder: Path) -> None:
+def test_function_beside_a_verifier_gets_the_row(folder: Path) -> None:
     config = config_of(
         folder,
         "reward.parts.right.name=math",
@@ -101,7 +101,9 @@ def test_a_function_beside_a_verifier_is_given_the_row_too(folder: Path) -> None
     ("form", "unread"),
     [("<total> </total>", "<total>…</total>"), ("<sum></sum> or <answer></answer>", "")],
 )
-def test_form_that_the_grader_does_not_read_is_told(folder: Path, form: str, unread: str) -> None:
+def test_answer_form_that_the_grader_cannot_read_is_reported(
+    folder: Path, form: str, unread: str
+) -> None:
     config = config_of(folder, f'data.train.prompt_template="Answer in {form}. {{prompt}}<think>"')
     [tried] = try_rewards(config, check_data(config, None, "train", at_hand=True), thorough=True)
     assert [score.reward for score in tried.scores["the reference answer"]] == [1.0] * 3, (
@@ -116,7 +118,7 @@ def test_form_that_the_grader_does_not_read_is_told(folder: Path, form: str, unr
     assert [*tried.remarks] == remarks
 
 
-def test_what_would_end_a_run_is_told_before_it_starts(folder: Path) -> None:
+def test_rewards_that_would_end_a_run_are_refused_early(folder: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         tried(folder, "nothing", "first_word", "bounds", thorough=False)
     key = f"{folder}/trial_graders.py"
@@ -141,7 +143,7 @@ AGENT = [
 ]
 
 
-def test_an_agents_program_and_script_are_there_or_told(folder: Path) -> None:
+def test_missing_program_or_script_of_an_agent_is_named(folder: Path) -> None:
     """As the sandbox sees them."""
     check_rollout(
         config_of(folder, *AGENT, 'rollout.args.command=[python, with_openai.py, "{prompt}"]')
@@ -168,11 +170,11 @@ def test_an_agents_program_and_script_are_there_or_told(folder: Path) -> None:
         ("python", ""),
     ],
 )  # fmt: skip
-def test_which_word_is_the_script(command: str, script: str) -> None:
+def test_script_is_found_in_a_command(command: str, script: str) -> None:
     assert script_of(command.split()) == script
 
 
-def test_a_dry_run_says_what_a_run_would_be_refused_for(
+def test_dry_run_reports_what_a_run_would_refuse(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 ) -> None:
     """Checks the run's folder, unless its disk is another machine's; trackers; and the reward."""

@@ -99,7 +99,7 @@ def test_changed_memory_is_reported_by_all_its_names(model, watch, tensor_of, na
     assert watch.changed() == names
 
 
-def test_a_tensor_that_is_replaced(model, watch):
+def test_replaced_tensor_is_reported(model, watch):
     model.layers[1].rotary = model.layers[1].rotary.clone()
     assert watch.changed() == [], "by its equal"
     model.layers[1].rotary = model.layers[1].rotary + 1
@@ -113,14 +113,14 @@ def test_missing_and_moved_tensors_are_reported(model, watch):
     assert watch.changed() == ["layers.0.scales['k']", "layers.1.transposed"]
 
 
-def test_a_cache_may_be_cast_once_and_must_stay_so(model, watch):
+def test_cache_may_be_cast_once(model, watch):
     model.layers[0].rotary = model.layers[0].rotary.to(torch.bfloat16)
     assert watch.changed() == []
     from_outside(model.layers[0].rotary)
     assert watch.changed() == ["layers.0.rotary"]
 
 
-def test_what_forward_passes_make_is_theirs(model, watch):
+def test_tensors_made_by_forward_passes_are_not_watched(model, watch):
     model.layers[0].gathered = torch.zeros(3)
     assert watch.changed() == []
     model.layers[0].gathered += 1
@@ -211,7 +211,7 @@ class Wrapper(torch.nn.Module):
         self.offsets = torch.tensor([0, 8])
 
 
-def test_what_wrappers_of_layers_hold_is_no_constant():
+def test_memory_of_layer_wrappers_is_not_constant():
     """Updates write the adapters' memory.
 
     A wrapper's copy of weights is not proved. Neither is a parameter that the wrapper still holds

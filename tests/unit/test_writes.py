@@ -28,7 +28,7 @@ def part(continues: bool = False, version: int = VERSION, error: str = "") -> We
     return WeightsWritten(version, 10, 0.1, error=error, more=continues)
 
 
-def test_what_lands_is_there_before_all_is_written(ends):
+def test_landing_parts_arrive_before_all_writes_end(ends):
     """A rank without landing boxes reports only the end."""
     hub, (first, second) = ends
 
@@ -84,7 +84,7 @@ def test_a_rank_that_says_nothing_is_named(ends):
         asyncio.run(Writes(hub, NAMES, VERSION, 0.1).done())
 
 
-def test_what_lands_goes_first():
+def test_landing_copies_are_written_first():
     """A box lands at its place in its own rank's endpoint, and all keep their order."""
 
     def copy(rank: int, row: int) -> Copy:
