@@ -43,9 +43,14 @@ def test_a_wait_past_its_deadline_names_both_sides(hub):
 
 def test_strangers_are_refused(hub, key):
     """Neither another run's key nor an unencrypted socket gets a message through."""
-    other = RunKey.generate()
-    half_known = RunKey(key.hub_public, other.hub_secret, other.peer_public, other.peer_secret)
-    strangers = [Peer("trainer.0", other, hub.address), Peer("trainer.0", half_known, hub.address)]
+    foreign_key = RunKey.generate()
+    mixed_key = RunKey(
+        key.hub_public, foreign_key.hub_secret, foreign_key.peer_public, foreign_key.peer_secret
+    )
+    strangers = [
+        Peer("trainer.0", foreign_key, hub.address),
+        Peer("trainer.0", mixed_key, hub.address),
+    ]
     plain = zmq.Context.instance().socket(zmq.DEALER)
     plain.connect(hub.address)
     plain.send(b"\x81")
@@ -61,7 +66,7 @@ def test_strangers_are_refused(hub, key):
     plain.close(linger=0)
 
 
-def test_a_peer_that_connects_anew_is_heard_though_its_old_connection_still_stands(hub, key):
+def test_hub_hears_a_peer_that_connects_again(hub, key):
     """As after a broken connection that only the peer has noticed."""
     before = Peer("trainer.0", key, hub.address)
     before.send(Hello("before"))
@@ -86,7 +91,7 @@ def test_key_file_is_private(tmp_path, key):
     assert RunKey.load(tmp_path / "key") == key
 
 
-def test_tasks_wait_side_by_side_each_for_its_own_type(hub, key):
+def test_concurrent_tasks_receive_the_types_they_wait_for(hub, key):
     """All messages are delivered: those that come during a wait for another, without any wait, and
     during a send.
     """
@@ -96,11 +101,11 @@ def test_tasks_wait_side_by_side_each_for_its_own_type(hub, key):
         return [(await hub.arrival(WeightsOffer, 5, "offers"))[1].version for _ in range(count)]
 
     async def texts(count: int) -> list[str]:
-        found = []
+        hashes = []
         for _ in range(count):
-            found.append((await hub.arrival(Hello, 5, "hellos"))[1].plan_hash)
+            hashes.append((await hub.arrival(Hello, 5, "hellos"))[1].plan_hash)
             hub.send("trainer.0", Hello("yes"))
-        return found
+        return hashes
 
     async def speak(count: int) -> None:
         for number in range(count):
@@ -113,8 +118,8 @@ def test_tasks_wait_side_by_side_each_for_its_own_type(hub, key):
         return await asyncio.gather(numbers(200), texts(200), speak(200))
 
     for _ in range(2):  # in one event loop, and in another
-        found = asyncio.run(main())
-        assert found[:2] == [list(range(200)), [str(number) for number in range(200)]]
+        results = asyncio.run(main())
+        assert results[:2] == [list(range(200)), [str(number) for number in range(200)]]
     for _ in range(400):
         peer.receive(Hello, 5, "answers")
     peer.close()
@@ -130,7 +135,7 @@ def test_a_task_that_waits_past_its_deadline_names_both_sides(hub):
 @pytest.mark.parametrize(
     "frames", [[b"\xff\xff"], [b"\x81"], [b""], [b"a", b"b"], [encode(Hello("x")), b""]]
 )
-def test_what_is_no_message_ends_every_wait_at_once_and_names_who_sent_it(hub, key, frames, capsys):
+def test_malformed_message_ends_every_wait_and_names_its_sender(hub, key, frames, capsys):
     """Also from a new peer, and without a waiting task: then only the event loop reads."""
 
     async def main() -> list:
@@ -141,8 +146,8 @@ def test_what_is_no_message_ends_every_wait_at_once_and_names_who_sent_it(hub, k
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
 
     peer = Peer("trainer.3", key, hub.address)
-    said = "generator.0 was sent something by trainer.3 that is not a message of this run"
-    assert [(type(error), said in str(error)) for error in asyncio.run(main())] == [
+    message = "generator.0 was sent something by trainer.3 that is not a message of this run"
+    assert [(type(error), message in str(error)) for error in asyncio.run(main())] == [
         (UnknownMessage, True)
     ] * 2
     with pytest.raises(UnknownMessage, match="by trainer.3"):
@@ -150,7 +155,7 @@ def test_what_is_no_message_ends_every_wait_at_once_and_names_who_sent_it(hub, k
     peer.close()
 
 
-def test_what_is_no_message_of_the_hub_ends_a_peers_wait_at_once(hub, key):
+def test_malformed_message_of_the_hub_ends_the_wait_of_a_peer(hub, key):
     peer = Peer("trainer.0", key, hub.address)
     peer.send(Hello("here"))
     hub.receive(Hello, 5, "x")
@@ -163,43 +168,43 @@ def test_what_is_no_message_of_the_hub_ends_a_peers_wait_at_once(hub, key):
     peer.close()
 
 
-def test_noise_without_the_key_is_refused_and_told_and_disturbs_nobody(hub, key, capsys):
+def test_connections_without_the_key_are_refused_and_logged(hub, key, capsys):
     forger = Peer("trainer.0", RunKey.generate(), hub.address)
     forger._socket.send(b"\xff\xff")
     plain = zmq.Context.instance().socket(zmq.DEALER)
     plain.connect(hub.address)
     plain.send(b"\xff\xff")
     friend = Peer("trainer.0", key, hub.address)
-    heard = ""
+    output = ""
     deadline = time.monotonic() + 20
-    while "2 by now" not in heard:
+    while "2 by now" not in output:
         friend.send(Hello("hi"))
         assert hub.receive(Hello, 5, "a friend") == ("trainer.0", Hello("hi"))
-        heard += capsys.readouterr().out
-        assert time.monotonic() < deadline, heard
+        output += capsys.readouterr().out
+        assert time.monotonic() < deadline, output
     assert (
         f"generator.0 refused a connection without the run's key at {hub.address}, 1 by now\n"
-        in heard
+        in output
     )
     for socket in (forger._socket, plain):
         socket.close(linger=0)
     friend.close()
 
 
-def test_a_handshake_that_is_cut_short_is_not_called_one_without_the_key(hub, key, capsys):
+def test_unfinished_handshake_is_not_reported_as_a_missing_key(hub, key, capsys):
     """It may be from a member that was late among thousands, and comes back."""
     host, port = hub.address.removeprefix("tcp://").split(":")
     with create_connection((host, int(port))):
         pass
     friend = Peer("trainer.0", key, hub.address)
-    heard = ""
+    output = ""
     deadline = time.monotonic() + 60
-    while "before its handshake was over" not in heard:
+    while "before its handshake was over" not in output:
         friend.send(Hello("hi"))
         assert hub.receive(Hello, 30, "a friend") == ("trainer.0", Hello("hi"))
-        heard += capsys.readouterr().out
-        assert time.monotonic() < deadline, heard
-    assert "without the run's key" not in heard
+        output += capsys.readouterr().out
+        assert time.monotonic() < deadline, output
+    assert "without the run's key" not in output
     friend.close()
 
 
@@ -219,20 +224,20 @@ def test_a_rush_of_messages_lets_other_tasks_have_their_turn(hub, key):
         assert hub.wait(30)
         time.sleep(0.2)  # so that many arrive at once
         task = asyncio.ensure_future(look_on())
-        found = []
-        while len(found) < count:
+        offers = []
+        while len(offers) < count:
             batch = await hub.arrivals(WeightsOffer, 30, "offers")
             assert len(batch) <= count // 2
-            found += batch
+            offers += batch
         task.cancel()
-        assert [offer.version for _, offer in found] == list(range(count))
+        assert [offer.version for _, offer in offers] == list(range(count))
         return len(turns)
 
     assert asyncio.run(take()) >= 2
     peer.close()
 
 
-def test_what_is_read_ahead_is_there_when_somebody_looks_and_wakes_those_who_wait(hub, key):
+def test_messages_read_ahead_are_kept_and_wake_waiting_callers(hub, key):
     peer = Peer("trainer.0", key, hub.address)
     peer.read_ahead()
     peer.send(Hello("abc"))

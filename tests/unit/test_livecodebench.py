@@ -21,7 +21,7 @@ from megarl.rewards.code import cases_of, program_in, same_output, unpacked
 CASES = [("1 2\n", "3\n"), ("4 5\n", "9\n"), ("7 0\n", "7\n")]
 
 
-def test_rows_are_asked_with_and_without_starter_code_and_their_tests_found(tmp_path: Path) -> None:
+def test_rows_have_prompt_and_cases_by_their_starter_code(tmp_path: Path) -> None:
     functional = row([("3\n[1, 2]", "6"), ("1\n[4]", "5")], "total")
     program, function = rows_of("livecodebench", [row(CASES), functional], tmp_path)
     assert (
@@ -31,8 +31,8 @@ def test_rows_are_asked_with_and_without_starter_code_and_their_tests_found(tmp_
     )
     assert "def total(self" in function.prompt and "YOUR CODE" not in function.prompt
     assert cases_of(program.answer) == (
-        [given for given, _ in CASES],
-        [wanted for _, wanted in CASES],
+        [stdin for stdin, _ in CASES],
+        [stdout for _, stdout in CASES],
         None,
     )
     assert cases_of(function.answer) == ([[3, [1, 2]], [1, [4]]], [[6], [5]], "total")
@@ -58,25 +58,27 @@ def test_dates_and_releases_choose_problems(tmp_path: Path) -> None:
     ):
         rows = [row(CASES, date=date) | {"question_content": f"number {number}"}]
         (tmp_path / f"test{number if number > 1 else ''}.jsonl").write_text(
-            "".join(json.dumps(each) + "\n" for each in rows)
+            "".join(json.dumps(problem) + "\n" for problem in rows)
         )
 
-    def found(**settings: str) -> list[str]:
+    def problem_numbers(**settings: str) -> list[str]:
         config = config_of("livecodebench", tmp_path, **settings)
-        ((_, key, dataset, _),) = [each for each in held_out(config) if each[0] == "own"]
+        ((_, key, dataset, _),) = [rows for rows in held_out(config) if rows[0] == "own"]
         rows = load_rows(dataset, key, 0, answers_of(config, True, "own"))
-        return [each.prompt.split("number ")[1][0] for each in rows]
+        return [problem.prompt.split("number ")[1][0] for problem in rows]
 
-    assert found(subset="release_v3") == ["1", "2", "3"] and found(subset="v2") == ["2"]
-    assert found(subset="release_v3", since="2024-08-01") == ["2", "3"]
-    assert found(subset="release_v3", since="2024-08-01", until="2024-08-01") == ["2"]
+    assert problem_numbers(subset="release_v3") == ["1", "2", "3"] and problem_numbers(
+        subset="v2"
+    ) == ["2"]
+    assert problem_numbers(subset="release_v3", since="2024-08-01") == ["2", "3"]
+    assert problem_numbers(subset="release_v3", since="2024-08-01", until="2024-08-01") == ["2"]
     with pytest.raises(
         ConfigError, match=r"has no test4.jsonl, which eval.suites.own.subset=v4 needs"
     ):
-        found(subset="v4")
+        problem_numbers(subset="v4")
     with pytest.raises(ConfigError, match=r"has no rows since 2025-01-01 until 2025-02-01$"):
-        found(subset="release_v3", since="2025-01-01", until="2025-02-01")
-    [hub] = [each[2] for each in held_out(config_of("livecodebench")) if each[0]]
+        problem_numbers(subset="release_v3", since="2025-01-01", until="2025-02-01")
+    [hub] = [rows[2] for rows in held_out(config_of("livecodebench")) if rows[0]]
     assert (hub.source, hub.subset) == ("livecodebench/code_generation_lite", "release_v6")
     assert files_of(SuiteConfig(benchmark="livecodebench", subset="release_v2")) == [
         "test.jsonl",
@@ -124,13 +126,13 @@ def test_texts_of_all_protocols_are_unpacked(protocol: int) -> None:
         assert unpacked(compressed(pickle.dumps(text, protocol)), "private_test_cases") == text
 
 
-def test_what_unpacks_to_more_than_is_allowed_is_refused() -> None:
+def test_unpacked_tests_over_the_size_limit_are_refused() -> None:
     with pytest.raises(ValueError, match="more than 1000000 bytes"):
         unpacked(packed(" " * 10_000_000), "private_test_cases", 1_000_000)
 
 
 @pytest.mark.parametrize(
-    ("printed", "wanted", "same"),
+    ("printed", "expected", "same"),
     [
         ("3\n", "3", True), ("  3  \n 4\n\n", "3\n4", True), ("3.0 4", "3 4.000", True),
         ("1e1", "10", True), ("3 4", "3\n4", False),
@@ -143,9 +145,9 @@ def test_what_unpacks_to_more_than_is_allowed_is_refused() -> None:
     ],
 )  # fmt: skip
 def test_output_is_compared_line_by_line_and_as_decimals(
-    printed: str, wanted: str, same: bool
+    printed: str, expected: str, same: bool
 ) -> None:
-    assert same_output(printed, wanted) is same
+    assert same_output(printed, expected) is same
 
 
 def test_the_program_is_between_the_last_two_fences() -> None:

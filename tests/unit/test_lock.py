@@ -39,12 +39,12 @@ def holder(tmp_path):
 
 def test_a_second_launch_is_refused_before_anything_starts(holder, tmp_path, capsys):
     assert main(["sft", str(ROOT / "configs/quickstart.yaml"), f"run_dir={tmp_path}"]) == 2
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     assert (
-        told.startswith(f"megarl: run_dir={tmp_path}: megarl sft is running there already")
-        and len(told.splitlines()) == 1
+        message.startswith(f"megarl: run_dir={tmp_path}: megarl sft is running there already")
+        and len(message.splitlines()) == 1
     )
-    assert f"already, process {holder.pid} on " in told and told.endswith("; end it first\n")
+    assert f"already, process {holder.pid} on " in message and message.endswith("; end it first\n")
     assert [path.name for path in tmp_path.iterdir()] == [".launch"]
 
 
@@ -85,7 +85,7 @@ def test_a_launch_in_another_thread_is_seen_and_stays_locked(tmp_path):
     assert not is_locked(path)
 
 
-def test_where_there_are_no_locks_the_launch_goes_on_and_says_so(tmp_path, monkeypatch, capsys):
+def test_launch_without_file_locks_continues_with_a_warning(tmp_path, monkeypatch, capsys):
     import errno
     import fcntl
 

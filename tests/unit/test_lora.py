@@ -33,7 +33,7 @@ MODELS = MODEL.parent
 RANK8 = Lora(8, 32.0, ("all",))
 
 
-def test_what_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
+def test_contradictory_settings_of_lora_are_refused(tmp_path: Path) -> None:
     wrong = ["lora.rank=8", "lora.experts=shared", "lora.targets=[q_proj,gate,lm_head]"]
     assert problems_of(tmp_path, *wrong, "trainer.megatron.tp_comm_overlap=true") == [
         'lora.targets=["q_proj", "gate", "lm_head"]: gate, lm_head is no linear layer of a llama '
@@ -51,7 +51,7 @@ def test_what_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
     assert config(tmp_path, "lora.targets=all").lora.targets == ["all"]
 
 
-def test_where_a_checkpoint_fuses_what_would_be_adapted() -> None:
+def test_fused_projections_cannot_have_adapters() -> None:
     [problem] = check_lora(RunConfig(lora=LoraConfig(rank=8)), load_spec(MODELS / "phi-4"))
     fused = "model.layers.*.self_attn.qkv_proj.weight and model.layers.*.mlp.gate_up_proj.weight"
     assert (
@@ -75,16 +75,16 @@ def test_a_warm_start_of_all_weights_or_of_adapters(tmp_path: Path) -> None:
         random == "model.random_init=true: adapters cannot make a model of random weights; set "
         "sft.adapters=false to train all of them"
     )
-    whole = resolve(
+    full = resolve(
         config(
             tmp_path, "lora.rank=8", "model.random_init=true", "sft.steps=1", "sft.adapters=false"
         ),
         "sft",
     )
-    assert whole.config.lora.rank is None
+    assert full.config.lora.rank is None
 
 
-def test_a_resumed_run_needs_the_weights_that_its_adapters_belong_to(tmp_path: Path) -> None:
+def test_resumed_run_needs_the_weights_below_its_adapters(tmp_path: Path) -> None:
     settings = config(tmp_path, with_weights(tmp_path / "model"), "lora.rank=8")
     (tmp_path / "run/checkpoints/step_000001").mkdir(parents=True)
     begin_with(settings, find_weights(settings, None), "0")
@@ -93,9 +93,9 @@ def test_a_resumed_run_needs_the_weights_that_its_adapters_belong_to(tmp_path: P
     for command in ("train", "export"):
         with pytest.raises(ConfigError) as refused:
             resolve(settings, command)
-        gone = f"but {tmp_path}/model holds no weights any more"
+        reason = f"but {tmp_path}/model holds no weights any more"
         assert (
-            f"lora.rank=8: the weights that its adapters belong to are what the run began with, {gone}"
+            f"lora.rank=8: the weights that its adapters belong to are what the run began with, {reason}"
             in refused.value.problems
         )
 
@@ -161,17 +161,17 @@ def test_adapters_of_latent_attention_and_of_shared_factors() -> None:
     )
 
 
-def test_planning_counts_the_adapters_and_no_gradient_of_the_model(tmp_path: Path) -> None:
+def test_trainer_memory_has_gradients_of_adapters_alone(tmp_path: Path) -> None:
     spec = load_spec(MODEL)
     trainer = TrainerConfig(tp=8, dp=2)
     merges = adapter_elements(
         config(tmp_path, "lora.rank=8", "lora.sync=merge"), spec, trainer, "cuda"
     )
-    found, whole = (
+    with_adapters, full = (
         trainer_memory(
-            spec, trainer, "bfloat16", GPUS["H100"], reference=True, adapter_elements=each
+            spec, trainer, "bfloat16", GPUS["H100"], reference=True, adapter_elements=elements
         )
-        for each in (merges, None)
+        for elements in (merges, None)
     )
     ((adapters, merged),) = adapter_elements_by_stage(spec, trainer, "bfloat16", RANK8)
     # qkv, o, gate and up, down
@@ -183,39 +183,45 @@ def test_planning_counts_the_adapters_and_no_gradient_of_the_model(tmp_path: Pat
     ]
     assert adapters.total == 32 * 8 * sum(inner)
     assert merged.total == pytest.approx((parameter_count(spec) - 2 * 128256 * 4096) / 8, rel=1e-3)
-    assert found.gradients == 4 * adapters.total and found.optimizer == 12 * adapters.total / 2
-    assert found.weights == whole.weights + 2 * (adapters.total + merged.total)
-    assert (found.reference, whole.reference) == (
+    assert (
+        with_adapters.gradients == 4 * adapters.total
+        and with_adapters.optimizer == 12 * adapters.total / 2
+    )
+    assert with_adapters.weights == full.weights + 2 * (adapters.total + merged.total)
+    assert (with_adapters.reference, full.reference) == (
         0,
-        whole.weights,
-    ) and found.activations == whole.activations
+        full.weights,
+    ) and with_adapters.activations == full.activations
 
 
 def test_a_plan_with_adapters_takes_less_time_and_memory(tmp_path: Path) -> None:
     spec = load_spec(MODEL)
     sizes = ["trainer.tp=8", "trainer.dp=2"]
-    whole, found = (
-        estimate(config(tmp_path, *sizes, *more), spec) for more in ([], ["lora.rank=8"])
+    full, with_adapters = (
+        estimate(config(tmp_path, *sizes, *settings), spec) for settings in ([], ["lora.rank=8"])
     )
-    assert found.saving < whole.saving / 100 and found.trainer.total < whole.trainer.total
-    assert 0.6 < found.train.compute / whole.train.compute < 0.75, "two products of three"
     assert (
-        found.train.data_parallel < whole.train.data_parallel / 10
-        and found.generate == whole.generate
+        with_adapters.saving < full.saving / 100
+        and with_adapters.trainer.total < full.trainer.total
+    )
+    assert 0.6 < with_adapters.train.compute / full.train.compute < 0.75, "two products of three"
+    assert (
+        with_adapters.train.data_parallel < full.train.data_parallel / 10
+        and with_adapters.generate == full.generate
     )
 
 
 def test_a_plan_with_adapters_alone_or_merged(tmp_path: Path) -> None:
     spec = load_spec(MODEL)
     sizes = ["trainer.tp=8", "trainer.dp=2", "generator.tp=2"]
-    whole, alone, merged = (
-        estimate(config(tmp_path, *sizes, *more), spec)
-        for more in ([], ["lora.rank=8"], ["lora.rank=8", "lora.sync=merge"])
+    full, alone, merged = (
+        estimate(config(tmp_path, *sizes, *settings), spec)
+        for settings in ([], ["lora.rank=8"], ["lora.rank=8", "lora.sync=merge"])
     )
     ((_, copies),) = adapter_elements_by_stage(spec, TrainerConfig(tp=8, dp=2), "bfloat16", RANK8)
     assert (
         merged.trainer.weights - alone.trainer.weights == 2 * copies.total
-        and merged.trainer.weights > whole.trainer.weights
+        and merged.trainer.weights > full.trainer.weights
     )
     inner = [
         3 * 4096 + (4096 + 2 * 1024) // 2,
@@ -223,13 +229,13 @@ def test_a_plan_with_adapters_alone_or_merged(tmp_path: Path) -> None:
         2 * 4096 + 2 * 14336 // 2,
         14336 // 2 + 4096,
     ]
-    assert alone.generator.weights - whole.generator.weights == 2 * (2 * 32 * 8 * sum(inner)), (
+    assert alone.generator.weights - full.generator.weights == 2 * (2 * 32 * 8 * sum(inner)), (
         "two slots in bf16"
     )
     assert (
-        merged.generator == whole.generator
-        and merged.sync_s == whole.sync_s
-        and alone.sync_s < whole.sync_s / 50
+        merged.generator == full.generator
+        and merged.sync_s == full.sync_s
+        and alone.sync_s < full.sync_s / 50
     )
 
 
@@ -267,10 +273,10 @@ class TestAdapterFolder:
             problem.removeprefix(f"lora.init={lora.init}: ") for problem in refused.value.problems
         ]
 
-    def test_of_the_same_adapters(self, tmp_path: Path) -> None:
+    def test_folder_of_the_same_adapters_is_accepted(self, tmp_path: Path) -> None:
         check_adapter(self.spec(), self.write(tmp_path / "adapter"))
 
-    def test_all_that_differs_is_named(self, tmp_path: Path) -> None:
+    def test_every_difference_of_an_adapter_is_named(self, tmp_path: Path) -> None:
         lora = self.write(
             tmp_path / "adapter",
             r=4,
@@ -289,13 +295,15 @@ class TestAdapterFolder:
         ]
 
     @pytest.mark.parametrize(
-        "begun", ["pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga"]
+        "initialisation", ["pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga"]
     )
-    def test_one_that_has_changed_the_weights_below_it_is_refused(
-        self, begun: str, tmp_path: Path
+    def test_initialisation_that_changes_base_weights_is_refused(
+        self, initialisation: str, tmp_path: Path
     ) -> None:
-        (problem,) = self.problems(self.write(tmp_path / "adapter", init_lora_weights=begun))
-        assert problem.startswith(f"its init_lora_weights is {begun}: ")
+        (problem,) = self.problems(
+            self.write(tmp_path / "adapter", init_lora_weights=initialisation)
+        )
+        assert problem.startswith(f"its init_lora_weights is {initialisation}: ")
         check_adapter(self.spec(), self.write(tmp_path / "ordinary", init_lora_weights="gaussian"))
 
     def test_tensors_that_do_not_fit_are_named(self, tmp_path: Path) -> None:
@@ -322,7 +330,7 @@ class TestAdapterFolder:
         of_many = self.problems(LoraConfig(rank=8, init=str(folder)))
         assert len(of_many) == 11 and of_many[-1] == "4 more tensors"
 
-    def test_what_is_none(self, tmp_path: Path) -> None:
+    def test_folder_without_an_adapter_is_refused(self, tmp_path: Path) -> None:
         (problem,) = self.problems(replace(self.LORA, init=str(tmp_path)))
         assert (
             problem.startswith("is not the folder of a PEFT adapter: ")

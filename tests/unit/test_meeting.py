@@ -61,7 +61,7 @@ def test_a_node_knows_its_place_from_srun_torchrun_or_alone():
     ] == [True, False, True, False]
 
 
-def test_gloo_is_told_the_interface_by_which_a_node_is_reached_and_nccl_only_what_was_asked_for():
+def test_network_interface_is_for_gloo_and_on_request_for_nccl():
     assert interface_with(address_of("lo", 2)) == "lo" and interface_with("192.0.2.1") is None
     assert (
         network("ib0", for_nccl=False) == {"GLOO_SOCKET_IFNAME": "ib0"}
@@ -79,15 +79,15 @@ def test_components_of_a_heterogeneous_job_share_one_launch():
 
 
 @pytest.mark.parametrize(
-    "environment, told",
+    "environment, message",
     [
         (STEP | {"SLURM_STEP_NUM_TASKS": "32"}, "--ntasks-per-node=1"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, "--nproc-per-node=8: must be 1"),
         (TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}, "--rdzv-id"),
     ],
 )
-def test_several_launchers_on_a_node_are_refused(environment, told):
-    with pytest.raises(ConfigError, match=told):
+def test_several_launchers_on_a_node_are_refused(environment, message):
+    with pytest.raises(ConfigError, match=message):
         this_node(environment)
 
 
@@ -96,9 +96,9 @@ def test_nodes_see_each_others_reports(tmp_path):
     late = threading.Timer(0.3, lambda: second.announce(report(1)))
     late.start()
     first.announce(report(0))
-    assert [found.host for found in first.reports()] == ["h0", "h1"]
+    assert [node_report.host for node_report in first.reports()] == ["h0", "h1"]
     late.join()
-    assert [found.host for found in second.reports()] == ["h0", "h1"]
+    assert [node_report.host for node_report in second.reports()] == ["h0", "h1"]
 
 
 def test_a_missing_node_is_named(tmp_path):
@@ -110,7 +110,7 @@ def test_a_missing_node_is_named(tmp_path):
         first.reports()
 
 
-def test_the_first_failure_reaches_everyone_also_those_that_still_wait(tmp_path):
+def test_first_failure_reaches_all_nodes_and_all_waits(tmp_path):
     first, second, third = meetings(tmp_path, count=3)
     second.fail("node 1: trainer.3 was killed")
     third.fail("node 2: lost its peer")
@@ -133,12 +133,12 @@ def test_a_silent_node_ends_the_run_and_a_finished_one_does_not(tmp_path, monkey
         first.poll()
 
 
-def test_the_head_listens_to_all_nodes_and_the_others_to_the_head(tmp_path, monkeypatch):
+def test_head_watches_all_nodes_and_they_watch_the_head(tmp_path, monkeypatch):
     """Otherwise one file server would serve n * n reads of n nodes' heartbeats every other second."""
     monkeypatch.setattr(meeting_module, "BEAT_S", 0.0)
     head, second, third = meetings(tmp_path, count=3, silence_s=0.2)
-    for each in (second, third, head, third):
-        each.poll()
+    for meeting in (second, third, head, third):
+        meeting.poll()
     time.sleep(0.3)
     head._path_of_beats(0).write_text("2")
     third.poll()
@@ -180,7 +180,7 @@ def test_nodes_that_serve_wait_for_those_that_work(tmp_path):
     assert second.all_finished([0])
 
 
-def test_what_differs_between_nodes_is_told_node_by_node():
+def test_differences_between_nodes_are_listed_by_node():
     reports = [
         report(0),
         report(1, versions={"torch": "2.12.0"}),

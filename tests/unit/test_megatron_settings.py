@@ -50,7 +50,7 @@ def test_every_name_in_the_tables_is_a_field(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "wanted"),
+    ("setting", "message"),
     [
         (
             "trainer.megatron.hidden_size=64",
@@ -111,8 +111,8 @@ def test_every_name_in_the_tables_is_a_field(key: str) -> None:
         ),
     ],
 )
-def test_what_is_refused(setting: str, wanted: str) -> None:
-    assert problems(setting) == [f"{setting}: {wanted}"]
+def test_setting_is_refused_with_its_reason(setting: str, message: str) -> None:
+    assert problems(setting) == [f"{setting}: {message}"]
 
 
 def test_recomputing_everything_and_a_part_exclude_each_other() -> None:
@@ -136,5 +136,5 @@ def test_recomputing_everything_and_a_part_exclude_each_other() -> None:
         "trainer.optimizer.megatron.log_num_zeros_in_grad=true",
     ],
 )
-def test_what_is_passed_on(setting: str) -> None:
+def test_setting_of_megatron_is_passed_on(setting: str) -> None:
     assert problems(setting) == []

@@ -114,7 +114,7 @@ def test_no_sequences_is_one_empty_microbatch_for_all() -> None:
     )
 
 
-def test_alignment_is_of_what_is_cut() -> None:
+def test_alignment_follows_sequence_and_context_parallelism() -> None:
     cases = {
         (1, 1, False): (1, 1),
         (4, 1, False): (1, 1),
@@ -123,8 +123,10 @@ def test_alignment_is_of_what_is_cut() -> None:
         (4, 2, True): (4, 8),
     }
     cases[3, 2, True] = (4, 12)
-    for (tp, cp, sequence_parallel), wanted in cases.items():
-        assert Alignment.of(TrainerTopology(tp=tp, cp=cp), sequence_parallel) == Alignment(*wanted)
+    for (tp, cp, sequence_parallel), alignment in cases.items():
+        assert Alignment.of(TrainerTopology(tp=tp, cp=cp), sequence_parallel) == Alignment(
+            *alignment
+        )
 
 
 def sequence(*token_ids: int) -> TrainSequence:
@@ -197,15 +199,17 @@ def test_build_of_an_empty_microbatch_is_masked_padding() -> None:
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 4))
-def test_context_ranks_hold_an_early_and_a_late_chunk_of_every_sequence(
+def test_context_rank_has_an_early_and_a_late_chunk_per_sequence(
     chunks: list[int], ranks: int
 ) -> None:
     boundaries = np.cumsum([0] + [2 * ranks * size for size in chunks])
-    held = [held_positions(boundaries, ranks, rank).tolist() for rank in range(ranks)]
-    assert Counter(p for each in held for p in each) == Counter(range(boundaries[-1]))
-    for rank, found in enumerate(held):
-        wanted = []
+    positions_by_rank = [held_positions(boundaries, ranks, rank).tolist() for rank in range(ranks)]
+    assert Counter(p for positions in positions_by_rank for p in positions) == Counter(
+        range(boundaries[-1])
+    )
+    for rank, positions_of_rank in enumerate(positions_by_rank):
+        expected = []
         for start, size in zip(boundaries, chunks):
             for chunk in (rank, 2 * ranks - 1 - rank):
-                wanted += range(start + chunk * size, start + (chunk + 1) * size)
-        assert found == wanted
+                expected += range(start + chunk * size, start + (chunk + 1) * size)
+        assert positions_of_rank == expected

@@ -39,11 +39,11 @@ AIPO = make_algorithm(AlgorithmConfig())
 
 
 def group(ordinal: int, lengths: list[int], rewards: list[float]) -> Group:
-    made = [
+    samples = [
         Sample([1] * t, [-0.1] * t, [0] * t, "", reward, "stop")
         for t, reward in zip(lengths, rewards, strict=True)
     ]
-    return Group(Prompt(ordinal, [1, 2], "", ""), made)
+    return Group(Prompt(ordinal, [1, 2], "", ""), samples)
 
 
 @settings(max_examples=50, deadline=None)
@@ -55,19 +55,19 @@ def group(ordinal: int, lengths: list[int], rewards: list[float]) -> Group:
     step=st.integers(0, 99),
 )
 def test_every_epoch_has_every_group_once(size: int, count: int, epochs: int, seed: int, step: int):
-    found = cut_into_minibatches(size * count, count, epochs, seed, step)
-    assert [len(groups) for groups in found] == [size] * count * epochs
+    parts = cut_into_minibatches(size * count, count, epochs, seed, step)
+    assert [len(groups) for groups in parts] == [size] * count * epochs
     for epoch in range(epochs):
-        assert sorted(chain(*found[epoch * count : (epoch + 1) * count])) == list(
+        assert sorted(chain(*parts[epoch * count : (epoch + 1) * count])) == list(
             range(size * count)
         )
-    assert found == cut_into_minibatches(size * count, count, epochs, seed, step)
-    assert found[:count] == cut_into_minibatches(size * count, count, 1, seed, step), (
+    assert parts == cut_into_minibatches(size * count, count, epochs, seed, step)
+    assert parts[:count] == cut_into_minibatches(size * count, count, 1, seed, step), (
         "an epoch does not depend on how many follow"
     )
 
 
-def test_the_order_is_drawn_anew_for_each_epoch_step_and_seed():
+def test_order_depends_on_epoch_step_and_seed():
     """And it never changes: a resumed run may be on another process, machine or version."""
     assert cut_into_minibatches(8, 2, 2, seed=1, step=5) == [
         [0, 2, 3, 5],
@@ -78,7 +78,7 @@ def test_the_order_is_drawn_anew_for_each_epoch_step_and_seed():
     drawn = [
         cut_into_minibatches(8, 2, 1, seed, step) for seed, step in ((1, 5), (1, 6), (2, 5))
     ] + [cut_into_minibatches(8, 2, 2, 1, 5)[2:]]
-    assert len({str(each) for each in drawn}) == 4
+    assert len({str(order) for order in drawn}) == 4
     assert cut_into_minibatches(5, 1, 3, 0, 0) == [[0, 1, 2, 3, 4]] * 3, (
         "whole batches keep their order"
     )
@@ -87,16 +87,16 @@ def test_the_order_is_drawn_anew_for_each_epoch_step_and_seed():
 def test_a_mini_batch_has_whole_groups_and_its_own_denominator():
     batch = batch_of([group(i, [1 + i, 2 + i], [float(i % 2), 1.0]) for i in range(4)], step=3)
     trained = {0, 1, 4, 5}  # groups 1 and 3 have equal rewards
-    for loss_mean, of in (("token", lambda i: 3 + 2 * i), ("sequence", lambda i: 2)):
+    for loss_mean, weight_of_group in (("token", lambda i: 3 + 2 * i), ("sequence", lambda i: 2)):
         algorithm = make_algorithm(AlgorithmConfig(loss_mean=loss_mean))
-        found = minibatches(
-            batch, trained, algorithm, TrainerConfig(minibatches=2, epochs=3), seed=7
-        )
-        assert len(found) == 6
-        for each, groups in zip(found, cut_into_minibatches(4, 2, 3, 7, 3), strict=True):
+        cut = minibatches(batch, trained, algorithm, TrainerConfig(minibatches=2, epochs=3), seed=7)
+        assert len(cut) == 6
+        for minibatch, groups in zip(cut, cut_into_minibatches(4, 2, 3, 7, 3), strict=True):
             places = [place for i in groups if i in (0, 2) for place in (2 * i, 2 * i + 1)]
-            assert each == MiniBatch(
-                places, sum(3 + 2 * i for i in groups if i in (0, 2)), sum(map(of, groups))
+            assert minibatch == MiniBatch(
+                places,
+                sum(3 + 2 * i for i in groups if i in (0, 2)),
+                sum(map(weight_of_group, groups)),
             )
 
 
@@ -104,7 +104,7 @@ def test_a_mini_batch_has_whole_groups_and_its_own_denominator():
     ("loss_mean", "denominators"),
     [("token", [5.0, 10.0]), ("sequence", [2.0, 2.0]), ("sequence_sum", [2.0, 2.0])],
 )
-def test_truncated_samples_are_out_of_the_loss_and_its_mean_but_their_rewards_count(
+def test_truncated_samples_count_in_rewards_and_not_in_the_loss(
     loss_mean: str, denominators: list[float]
 ):
     groups = [group(0, [2, 3, 4], [1.0, 0.0, 0.0]), group(1, [5, 6, 5], [1.0, 1.0, 0.0])]
@@ -117,13 +117,13 @@ def test_truncated_samples_are_out_of_the_loss_and_its_mean_but_their_rewards_co
         batch, algorithm.advantages(batch_rewards(batch)), algorithm.skip_zero, masked
     )
     largest = {
-        place: abs(each.advantages).max()
-        for place, each in sequences.items()
-        if isinstance(each, TrainSequence)
+        place: abs(part.advantages).max()
+        for place, part in sequences.items()
+        if isinstance(part, TrainSequence)
     }
     assert largest == pytest.approx({0: 2 / 3, 1: 1 / 3, 3: 1 / 3, 5: 2 / 3})
-    found = minibatches(batch, sequences, algorithm, TrainerConfig(minibatches=2), 0, masked)
-    assert sorted((each.places, each.denominator) for each in found) == [
+    cut = minibatches(batch, sequences, algorithm, TrainerConfig(minibatches=2), 0, masked)
+    assert sorted((part.places, part.denominator) for part in cut) == [
         ([0, 1], denominators[0]),
         ([3, 5], denominators[1]),
     ]
@@ -138,8 +138,8 @@ def cut_at(group: Group, number: int) -> Group:
     return Group(
         group.prompt,
         [
-            replace(each, finish_reason="length") if i == number else each
-            for i, each in enumerate(group.samples)
+            replace(sample, finish_reason="length") if i == number else sample
+            for i, sample in enumerate(group.samples)
         ],
     )
 
@@ -151,7 +151,7 @@ class Shares:
 
     def shares(self, sequences: list) -> list[list[int]]:
         return [
-            [i for each in plan for i in each.indices]
+            [i for microbatch in plan for i in microbatch.indices]
             for plan in plan_microbatches([len(s) for s in sequences], 3, 8)
         ]
 
@@ -170,10 +170,10 @@ def test_a_rank_is_assigned_what_it_trains_on_in_any_mini_batch():
     assigned = steps.assign(batch)
     trained = {place for i in range(0, 12, 4) for place in (2 * i, 2 * i + 1)}
     needed: list[set[int]] = [set(), set(), set()]
-    for each in minibatches(batch, trained, AIPO, config.trainer, config.seed):
-        lengths = [2 + batch.samples[place].tokens for place in each.places]
+    for minibatch in minibatches(batch, trained, AIPO, config.trainer, config.seed):
+        lengths = [2 + batch.samples[place].tokens for place in minibatch.places]
         for rank, plan in enumerate(plan_microbatches(lengths, 3, 8)):
-            needed[rank] |= {each.places[i] for microbatch in plan for i in microbatch.indices}
+            needed[rank] |= {minibatch.places[i] for microbatch in plan for i in microbatch.indices}
     assert assigned == [sorted(places) for places in needed] and set().union(*needed) == trained
     assert max(Counter(chain(*assigned)).values()) > 1, "another rank's in another epoch"
     batch.numbers.clear()
@@ -210,7 +210,7 @@ def test_metrics_of_several_optimizer_steps():
     }
     first = result(**empty, grad_norm=0.0, padded=1, routing={"router/replayed_fraction": 0.0})
     sums = {"tokens": 12.0, "is_ratio": 10.0, "is_ratio_clipped": 3.0}
-    others = [
+    later = [
         result(entropy=0.7, routing={"router/replayed_fraction": 1.0}),
         result(
             sums=sums,
@@ -221,7 +221,7 @@ def test_metrics_of_several_optimizer_steps():
             routing={"router/replayed_fraction": 0.5},
         ),
     ]
-    assert step_metrics([first, *others], AIPO) == {
+    assert step_metrics([first, *later], AIPO) == {
         "loss": 1.0,
         "entropy/mean": 0.7,
         "grad_norm": 2.0,
@@ -267,7 +267,7 @@ def test_metrics_of_several_optimizer_steps():
         ),
     ],
 )
-def test_what_cannot_be_cut_is_refused(overrides: list[str], problem: str):
+def test_batch_that_cannot_be_cut_is_refused(overrides: list[str], problem: str):
     config = load_config(
         CONFIGS / "quickstart.yaml", ["rollout.prompts_per_step=8", "rollout.n=4", *overrides]
     )
@@ -275,6 +275,6 @@ def test_what_cannot_be_cut_is_refused(overrides: list[str], problem: str):
 
 
 @pytest.mark.parametrize("key", ["trainer.minibatches", "trainer.epochs"])
-def test_there_is_at_least_one(key: str):
+def test_number_of_minibatches_and_epochs_is_at_least_one(key: str):
     with pytest.raises(ConfigError, match=f"{key}=0: must be at least 1"):
         load_config(CONFIGS / "quickstart.yaml", [f"{key}=0"])

@@ -33,38 +33,42 @@ from megarl.data.prompts import Sources
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=6))
-def test_of_every_first_ordinals_each_source_has_its_share_give_or_take_less_than_one(
+def test_every_prefix_has_the_share_of_each_source(
     shares: list[int],
 ) -> None:
+    """Of the first ordinals each source has its share, give or take less than one."""
     mixture = Mixture(shares, "abcdef"[: len(shares)])
-    whole = sum(shares)
-    found = Counter[int]()
-    for ordinal in range(whole + 7):
+    period = sum(shares)
+    drawn = Counter[int]()
+    for ordinal in range(period + 7):
         source = mixture.source(ordinal)
         assert (
-            mixture.draw(ordinal) == found[source]
-            and mixture.ordinal(source, found[source]) == ordinal
+            mixture.draw(ordinal) == drawn[source]
+            and mixture.ordinal(source, drawn[source]) == ordinal
         )
-        found[source] += 1
+        drawn[source] += 1
         assert all(
-            abs(found[each] - Fraction(share * (ordinal + 1), whole)) < 1
-            for each, share in enumerate(shares)
+            abs(drawn[number] - Fraction(share * (ordinal + 1), period)) < 1
+            for number, share in enumerate(shares)
         )
-    assert mixture.counts(0, whole) == mixture.counts(5 * whole, 6 * whole) == shares
-    assert mixture.counts(3, whole + 3) == shares, "any stretch of a period's length has them"
+    assert mixture.counts(0, period) == mixture.counts(5 * period, 6 * period) == shares
+    assert mixture.counts(3, period + 3) == shares, "any stretch of a period's length has them"
 
 
 def mixture(per_step: int = 16, **sources: dict[str, float]) -> Mixture:
-    found = {
+    configs = {
         name: MixedConfig(source=f"{name}.jsonl", **settings) for name, settings in sources.items()
     }  # type: ignore[arg-type]
-    return mixture_of(MixtureConfig(sources=found), per_step)  # type: ignore[arg-type]
+    return mixture_of(MixtureConfig(sources=configs), per_step)  # type: ignore[arg-type]
 
 
-def test_quotas_are_exact_in_every_step_and_weights_share_what_they_leave() -> None:
-    both = mixture(maths={"quota": 6}, code={"weight": 0.3}, chat={"weight": 0.1}, prose={})
-    assert all(both.counts(16 * step, 16 * (step + 1))[0] == 6 for step in range(50))
-    assert both.counts(0, 14 * 16 * 10) == [840, 300, 100, 1000]
+def test_quotas_are_exact_in_every_step() -> None:
+    """Weights share what the quotas leave."""
+    quota_and_weights = mixture(
+        maths={"quota": 6}, code={"weight": 0.3}, chat={"weight": 0.1}, prose={}
+    )
+    assert all(quota_and_weights.counts(16 * step, 16 * (step + 1))[0] == 6 for step in range(50))
+    assert quota_and_weights.counts(0, 14 * 16 * 10) == [840, 300, 100, 1000]
     only = mixture(maths={"quota": 5}, code={"quota": 11})
     assert only.counts(16 * 3, 16 * 4) == [5, 11] and mixture().names == ("",)
 
@@ -85,13 +89,13 @@ def test_quotas_are_exact_in_every_step_and_weights_share_what_they_leave() -> N
          f"only after 2000002469 prompts; at most {LONGEST_PERIOD}: choose rounder weights"),
     ],
 )  # fmt: skip
-def test_what_is_refused(sources: dict[str, dict[str, float]], problem: str) -> None:
+def test_mixture_is_refused_by_setting(sources: dict[str, dict[str, float]], problem: str) -> None:
     with pytest.raises(ConfigError) as error:
         mixture(**sources)
     assert error.value.problems == [problem]
 
 
-def test_one_source_or_several() -> None:
+def test_source_and_sources_exclude_each_other() -> None:
     def of(config: MixtureConfig) -> list[str]:
         return [*mixture_problems(config, 4)]
 
@@ -113,8 +117,10 @@ def test_each_source_has_epochs_of_its_own() -> None:
     sources = Sources([["a0", "a1", "a2"], ["b0", "b1"]], "seed", True, Mixture([1, 2], "ab"))  # type: ignore[list-item]
     drawn = [sources[ordinal] for ordinal in range(36)]
     for letter, rows in ("a", 3), ("b", 2):
-        own = [row for row in drawn if row[0] == letter]  # type: ignore[index]
-        epochs = [own[first : first + rows] for first in range(0, len(own), rows)]
+        rows_of_source = [row for row in drawn if row[0] == letter]  # type: ignore[index]
+        epochs = [
+            rows_of_source[first : first + rows] for first in range(0, len(rows_of_source), rows)
+        ]
         assert all(len(set(epoch)) == rows for epoch in epochs) and len({*map(tuple, epochs)}) > 1
     assert sources.place(35).epoch == 11
 
@@ -131,15 +137,15 @@ def test_metrics_of_sources_and_of_the_curriculum() -> None:
         dropped=batch_of([group(4, 0.0, 0.0)]).groups,
         rested=5,
     )
-    found = source_metrics(batch, Mixture([1, 1], ["maths", "code"]), True)
-    assert found == {
+    metrics = source_metrics(batch, Mixture([1, 1], ["maths", "code"]), True)
+    assert metrics == {
         "prompts/rested": 5, "source/maths/prompts": 2, "source/maths/dropped": 1,
         "source/maths/reward": 0.5, "source/code/prompts": 0,
     }  # fmt: skip
     assert source_metrics(batch, Mixture(), False) == {}
 
 
-def test_a_row_rests_by_its_own_scores_and_waits_for_them() -> None:
+def test_row_rests_by_its_scores_and_waits_for_them() -> None:
     """Ten rows of one source, in order: ordinal 10 e + r is row r in epoch e."""
 
     def curriculum() -> Curriculum:

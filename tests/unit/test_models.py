@@ -93,7 +93,7 @@ def test_rope_is_read_in_the_old_and_in_the_new_form(rope):
         {},
     ],
 )
-def test_the_rotated_share_of_a_head_is_read_in_the_old_and_in_the_new_form(rotary):
+def test_partial_rotary_factor_is_read_in_old_and_new_form(rotary):
     config = json.loads(
         (Path(__file__).parents[2] / "configs" / "models" / "glm-4.6" / "config.json").read_text()
     )
@@ -113,7 +113,7 @@ def test_the_rotated_share_of_a_head_is_read_in_the_old_and_in_the_new_form(rota
 @pytest.mark.parametrize(
     ("stated", "token"), [(None, None), (0, 0), (63, 63), (-1, 63), (64, None), ([1, 2], None)]
 )
-def test_the_token_whose_embedding_is_not_trained_is_that_of_nn_embedding(stated, token):
+def test_padding_token_is_that_of_nn_embedding(stated, token):
     """Llama 1's -1 is the last row. Two models that differ only in it have the same shape."""
     assert load_spec({**CONFIG, "pad_token_id": stated}).padding_token == token
     assert load_spec({**CONFIG, "pad_token_id": stated}) == load_spec(CONFIG)
@@ -181,7 +181,7 @@ def test_a_missing_key_is_named_with_its_file(tmp_path, key):
         ),
     ],
 )
-def test_what_is_not_supported_is_refused_by_key_and_value(change, message):
+def test_unsupported_values_are_refused_by_key_and_value(change, message):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(").replace(")", r"\)")):
         load_spec({**CONFIG, **change})
 
@@ -381,7 +381,7 @@ def test_a_family_that_mixes_dense_layers_in_is_refused():
         ),
     ],
 )
-def test_what_engines_would_serve_otherwise_is_refused(model, change, message):
+def test_models_that_engines_serve_differently_are_refused(model, change, message):
     config = json.loads(
         (Path(__file__).parents[2] / "configs" / "models" / model / "config.json").read_text()
     )
@@ -401,9 +401,7 @@ def test_what_engines_would_serve_otherwise_is_refused(model, change, message):
         ({"attn_output_gate": False}, "attn_output_gate = False is not supported, only True is"),
     ],
 )
-def test_what_the_language_model_beside_a_vision_tower_computes_otherwise_is_refused(
-    change, message
-):
+def test_text_config_beside_a_vision_tower_is_checked(change, message):
     config = json.loads(
         (
             Path(__file__).parents[2] / "configs" / "models" / "qwen3.5-397b-a17b" / "config.json"
@@ -437,7 +435,8 @@ def test_values_of_another_kind_are_refused(change, message):
         load_spec(config | change)
 
 
-def test_a_language_model_beside_a_vision_tower_is_the_one_alone_but_for_names_in_files():
+def test_model_beside_a_vision_tower_differs_only_in_names():
+    """In names of files' tensors: otherwise it is the language model alone."""
     config = json.loads(
         (
             Path(__file__).parents[2] / "configs" / "models" / "qwen3.5-397b-a17b" / "config.json"
@@ -467,7 +466,8 @@ def test_a_language_model_beside_a_vision_tower_is_the_one_alone_but_for_names_i
     assert tied.tie_word_embeddings and not beside.tie_word_embeddings
 
 
-def test_every_other_layer_of_gpt_oss_has_a_window_unless_config_json_says_which():
+def test_gpt_oss_has_windows_in_every_other_layer_by_default():
+    """layer_types of config.json says otherwise."""
     config = json.loads(
         (
             Path(__file__).parents[2] / "configs" / "models" / "gpt-oss-20b" / "config.json"
@@ -511,7 +511,7 @@ def test_windows_are_read_in_the_old_and_in_the_new_form():
 
 
 @pytest.mark.parametrize("labels", [{"num_labels": 1}, {"id2label": {"0": "LABEL_0"}}])
-def test_a_sequence_classification_with_one_label_has_a_scalar_head(labels):
+def test_sequence_classification_of_one_label_has_a_scalar_head(labels):
     """The head shares no weights with the embedding, whatever config.json says about tying."""
     spec = load_spec({**CONFIG, "architectures": ["LlamaForSequenceClassification"], **labels})
     assert spec == load_spec(CONFIG).with_scalar_head() and (
@@ -537,24 +537,24 @@ def test_more_than_one_label_is_refused(labels):
         load_spec({**CONFIG, "architectures": ["LlamaForSequenceClassification"], **labels})
 
 
-def test_a_module_of_sglang_that_cannot_be_imported_hides_no_other_family(
+def test_broken_sglang_module_hides_no_other_family(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def imported(name: str) -> SimpleNamespace:
-        own = name.rpartition(".")[2]
-        if own == "deepseek_v2":
+        module = name.rpartition(".")[2]
+        if module == "deepseek_v2":
             raise ImportError("no such operator")
         classes = {
-            each: type(each, (), {})
-            for each in ("Gemma3ForCausalLM", "Glm4MoeForCausalLM", "Qwen3NextForCausalLM")
+            architecture: type(architecture, (), {})
+            for architecture in ("Gemma3ForCausalLM", "Glm4MoeForCausalLM", "Qwen3NextForCausalLM")
         }
-        return SimpleNamespace(EntryClass=type(own, (), {}), **classes)
+        return SimpleNamespace(EntryClass=type(module, (), {}), **classes)
 
     monkeypatch.setattr("importlib.import_module", imported)
     served = runpy.run_path(
         str(Path(__file__).parents[2] / "megarl/generator/architectures/unchanged.py")
     )["EntryClass"]
-    given = [
+    expected = [
         "Gemma3ForCausalLM",
         "Glm4MoeForCausalLM",
         "llama",
@@ -564,7 +564,7 @@ def test_a_module_of_sglang_that_cannot_be_imported_hides_no_other_family(
         "qwen3_moe",
         "Qwen3NextForCausalLM",
     ]
-    assert [each.__name__ for each in served] == given
+    assert [model_class.__name__ for model_class in served] == expected
 
 
 @pytest.mark.parametrize(

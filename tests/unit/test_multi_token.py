@@ -46,14 +46,14 @@ from megarl.trainer.microbatch import MicroBatch, MicrobatchPlan, predicted_toke
 GLM = Path(__file__).parents[2] / "configs/models/glm-4.6"
 
 
-def config_of(algorithm: str, mtp: str = "keep", **more: object) -> RunConfig:
+def config_of(algorithm: str, mtp: str = "keep", **settings: object) -> RunConfig:
     trainer = TrainerConfig(mtp=mtp)
     drafts = SpeculativeConfig(algorithm)
     return RunConfig(
         model=ModelConfig(path=str(GLM)),
         trainer=trainer,
         generator=GeneratorConfig(speculative=drafts),
-        **more,
+        **settings,
     )
 
 
@@ -66,11 +66,13 @@ def drafting(
     return replace(config_of(algorithm), generator=generator)
 
 
-def test_the_layer_is_loaded_only_if_it_is_asked_for() -> None:
+def test_mtp_layer_is_loaded_only_with_mtp() -> None:
     without = load_spec(GLM)
-    has = load_spec(GLM, mtp=True)
-    assert (without.mtp_layers, has.mtp_layers) == (0, 1) and replace(has, mtp_layers=0) == without
-    added = {t.name for t in hf_layout(has, "bfloat16").tensors(0)} - {
+    with_layer = load_spec(GLM, mtp=True)
+    assert (without.mtp_layers, with_layer.mtp_layers) == (0, 1) and replace(
+        with_layer, mtp_layers=0
+    ) == without
+    added = {t.name for t in hf_layout(with_layer, "bfloat16").tensors(0)} - {
         t.name for t in hf_layout(without, "bfloat16").tensors(0)
     }
     assert {
@@ -78,11 +80,11 @@ def test_the_layer_is_loaded_only_if_it_is_asked_for() -> None:
         for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm", "self_attn.q_proj")
     } <= added
     assert all(name.startswith("model.layers.92.") for name in added)
-    assert len(logical_tensors(without)) < len(logical_tensors(has))
-    assert parameter_count(has) == 356_785_898_816  # 357B, as published
+    assert len(logical_tensors(without)) < len(logical_tensors(with_layer))
+    assert parameter_count(with_layer) == 356_785_898_816  # 357B, as published
 
 
-def test_it_stands_on_the_last_stage_and_in_engines_that_draft() -> None:
+def test_mtp_layer_is_on_the_last_stage_and_in_drafting_engines() -> None:
     spec = load_spec(GLM, mtp=True)
     pp = 4
     layout = trainer_layout(spec, TrainerTopology(pp=pp), "bfloat16")
@@ -170,9 +172,9 @@ def test_engines_have_the_layer_if_they_draft_with_it() -> None:
         ),
     ],
 )
-def test_what_drafts_do_not_go_with(config: RunConfig, problem: str) -> None:
-    [found] = check_speculative(config, load_spec(GLM))
-    assert problem in found
+def test_settings_that_exclude_drafts_are_refused(config: RunConfig, problem: str) -> None:
+    [message] = check_speculative(config, load_spec(GLM))
+    assert problem in message
 
 
 def test_a_draft_model_is_looked_for(tmp_path: Path) -> None:
@@ -220,7 +222,7 @@ def test_an_export_without_the_layer_is_named_in_one_line(tmp_path: Path) -> Non
     "repeated",
     [("model.layers.2.embed_tokens.weight", 0), ("model.layers.2.shared_head.head.weight", 1)],
 )
-def test_a_copy_that_is_no_copy_is_refused_by_the_rank_that_holds_it(
+def test_copy_that_differs_is_refused_by_the_rank_that_holds_it(
     repeated: tuple[str, int], tmp_path: Path, monkeypatch
 ) -> None:
     """It is not silently replaced.
@@ -259,14 +261,15 @@ def test_a_copy_that_is_no_copy_is_refused_by_the_rank_that_holds_it(
         tensor.name: torch.randn(tensor.shape) for tensor in hf_layout(spec, "float32").tensors(0)
     }
     tensors |= {
-        copy: tensors[of].clone() for copy, of in multi_token.copies(spec, glm4_moe).items()
+        copy: tensors[original].clone()
+        for copy, original in multi_token.copies(spec, glm4_moe).items()
     }
     for changed in (False, True):
         tensors[name][-1, -1] += changed
         save_file(tensors, tmp_path / "model.safetensors")
         for rank in range(2):
             monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-            held = {
+            parameters = {
                 tensor.name: torch.zeros(tensor.shape, dtype=torch.bfloat16)
                 for tensor in layout.tensors(rank)
             }
@@ -274,7 +277,7 @@ def test_a_copy_that_is_no_copy_is_refused_by_the_rank_that_holds_it(
                 ConfigError, match=f"trainer.mtp: must be ignore: .*: {name} differs from "
             )
             with refused if changed and rank == stage else contextlib.nullcontext():
-                load_hf(spec, layout, held, str(tmp_path))
+                load_hf(spec, layout, parameters, str(tmp_path))
 
 
 def test_arguments_of_the_engine() -> None:
@@ -296,19 +299,21 @@ def test_arguments_of_the_engine() -> None:
 def test_a_warning_once_where_what_drafts_grows_stale() -> None:
     stale = Acceptance("the layer")
     trained = Acceptance()
-    told = []
+    warnings = []
     for version, accepted in enumerate((60, 58, 40, 30), start=1):
-        found = [each.metrics(version, 90, accepted, 30) for each in (stale, trained)]
-        assert found[0]["speculative/accept_length"] == pytest.approx(1 + accepted / 30)
+        metrics = [acceptance.metrics(version, 90, accepted, 30) for acceptance in (stale, trained)]
+        assert metrics[0]["speculative/accept_length"] == pytest.approx(1 + accepted / 30)
         assert (
-            "speculative/untrained_versions" in found[0],
-            "speculative/untrained_versions" in found[1],
+            "speculative/untrained_versions" in metrics[0],
+            "speculative/untrained_versions" in metrics[1],
         ) == (True, False)
-        told.append([each.warning(version, accepted / 90) for each in (stale, trained)])
-    assert [bool(of_stale) for of_stale, _ in told] == [False, False, True, False] and not any(
-        of_trained for _, of_trained in told
+        warnings.append(
+            [acceptance.warning(version, accepted / 90) for acceptance in (stale, trained)]
+        )
+    assert [bool(of_stale) for of_stale, _ in warnings] == [False, False, True, False] and not any(
+        of_trained for _, of_trained in warnings
     )
-    assert "engines keep 44% of what is drafted, at first 67%" in told[2][0]
+    assert "engines keep 44% of what is drafted, at first 67%" in warnings[2][0]
     assert stale.metrics(5, 0, 0, 0) == {}
     with pytest.raises(
         RunError, match="weights version 6: engines say that they kept 91 of 90 drafted tokens"
@@ -326,13 +331,13 @@ def test_nothing_is_predicted_beyond_the_end_of_a_sequence() -> None:
         "kept": None,
     }
     microbatch = MicroBatch(**fields | {"plan": MicrobatchPlan((0, 1, 2), (0, 3, 4, 7))})
-    found = predicting(microbatch)
+    prediction = predicting(microbatch)
     assert (
-        found.scored.tolist()
-        == found.loss_mask.tolist()
+        prediction.scored.tolist()
+        == prediction.loss_mask.tolist()
         == [True, True, False, False, False, True, False]
     )
-    assert found.targets[found.scored].tolist() == [1, 2, 6]
+    assert prediction.targets[prediction.scored].tolist() == [1, 2, 6]
     assert (
         predicted_tokens(
             [SimpleNamespace(loss_mask=[0, 0, 1, 1]), SimpleNamespace(loss_mask=[0, 1])]
@@ -359,16 +364,16 @@ def test_a_row_is_kept_as_far_as_it_was_drawn() -> None:
     candidates = torch.tensor([[7, 1, 2, 3], [7, 4, 5, 6]])
     drawn = torch.tensor([[1, 2, 9, 8], [4, 5, 6, 7]])
     predicts = torch.zeros(8, dtype=torch.int32)
-    kept = torch.full((2, n), -1, dtype=torch.int32)
+    accepted = torch.full((2, n), -1, dtype=torch.int32)
     counts = torch.zeros(2, dtype=torch.int32)
     kernels.verify_tree_greedy_cpu(
-        predicts=predicts, accept_index=kept, accept_token_num=counts, candidates=candidates,
+        predicts=predicts, accept_index=accepted, accept_token_num=counts, candidates=candidates,
         retrive_index=places,
         retrive_next_token=children, retrive_next_sibling=siblings, target_predict=drawn,
     )  # fmt: skip
-    assert counts.tolist() == [2, 3] and kept.tolist() == [[0, 1, 2, -1], [4, 5, 6, 7]]
-    assert predicts[kept[0, :3].long()].tolist() == [1, 2, 9] and predicts[
-        kept[1].long()
+    assert counts.tolist() == [2, 3] and accepted.tolist() == [[0, 1, 2, -1], [4, 5, 6, 7]]
+    assert predicts[accepted[0, :3].long()].tolist() == [1, 2, 9] and predicts[
+        accepted[1].long()
     ].tolist() == [4, 5, 6, 7]
 
 

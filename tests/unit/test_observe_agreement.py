@@ -44,13 +44,13 @@ def microbatch(
     ages = torch.from_numpy(
         random.choice([0, 0, 0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 90], tokens).astype(np.int32)
     )
-    given = dict(
+    fields = dict(
         loss_mask=torch.from_numpy(mask),
         mu_logprobs=torch.from_numpy(mu),
         ages=ages,
         boundaries=boundaries,
     )
-    return torch.from_numpy(of_pi), SimpleNamespace(**given)
+    return torch.from_numpy(of_pi), SimpleNamespace(**fields)
 
 
 @pytest.fixture(autouse=True)
@@ -62,31 +62,34 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_meters_equal_their_formulas(scale: float) -> None:
     random = np.random.default_rng(1)
     tally = Tally(torch.device("cpu"))
-    seen = []
+    sequences = []
     for lengths in ([4, 300, 1, 700], [5, 2, 2], [9, 1000]):
-        logprobs, given = microbatch(random, lengths, scale)
-        tally.add(logprobs, given)
-        for start, end in zip(given.boundaries[:-1], given.boundaries[1:]):
-            mine = given.loss_mask[start:end]
-            seen.append(
+        logprobs, fields = microbatch(random, lengths, scale)
+        tally.add(logprobs, fields)
+        for start, end in zip(fields.boundaries[:-1], fields.boundaries[1:]):
+            mask = fields.loss_mask[start:end]
+            sequences.append(
                 [
-                    each[start:end][mine].numpy()
-                    for each in (logprobs, given.mu_logprobs, given.ages)
+                    values[start:end][mask].numpy()
+                    for values in (logprobs, fields.mu_logprobs, fields.ages)
                 ]
             )
     totals = tally.totals(True)
-    expected, histograms = meters(seen)
-    found = totals.metrics()
-    assert found.keys() == expected.keys() and {name.split("/")[1] for name in found} > set(AGES)
+    expected, histograms = meters(sequences)
+    metrics = totals.metrics()
+    assert metrics.keys() == expected.keys() and {name.split("/")[1] for name in metrics} > set(
+        AGES
+    )
     for name, value in expected.items():
-        assert found[name] == pytest.approx(
+        assert metrics[name] == pytest.approx(
             value, rel=0.015 if "p99" in name else 1e-9, abs=1e-7 if "p99" in name else 1e-300
         ), name
     assert {name: histogram.counts for name, histogram in totals.histograms().items()} == histograms
 
 
-def test_a_percentile_is_exact_at_the_ends_of_its_scale_and_never_above_the_maximum() -> None:
-    for size, wanted in ((0.0, 0.0), (2**-29, 2**-29), (5000.0, 5000.0), (0.25, 0.25)):
+def test_percentile_is_exact_at_both_ends_of_its_scale() -> None:
+    """And it is never above the maximum."""
+    for size, expected in ((0.0, 0.0), (2**-29, 2**-29), (5000.0, 5000.0), (0.25, 0.25)):
         tally = Tally(torch.device("cpu"))
         ones = torch.ones(3, dtype=torch.bool)
         same = dict(
@@ -95,31 +98,31 @@ def test_a_percentile_is_exact_at_the_ends_of_its_scale_and_never_above_the_maxi
             boundaries=torch.tensor([0, 3], dtype=torch.int32),
         )
         tally.add(torch.full((3,), -size), SimpleNamespace(mu_logprobs=torch.zeros(3), **same))
-        found = tally.totals(True).metrics()
-        assert found["agreement/abs_diff_p99"] == pytest.approx(wanted, rel=0.015)
-        assert found["agreement/abs_diff_p99"] <= found["agreement/abs_diff_max"] == size
+        metrics = tally.totals(True).metrics()
+        assert metrics["agreement/abs_diff_p99"] == pytest.approx(expected, rel=0.015)
+        assert metrics["agreement/abs_diff_p99"] <= metrics["agreement/abs_diff_max"] == size
 
 
 def test_a_token_impossible_for_the_trainer_is_not_hidden() -> None:
     tally = Tally(torch.device("cpu"))
     ones = torch.ones(2, dtype=torch.bool)
-    given = dict(
+    fields = dict(
         loss_mask=ones,
         ages=torch.tensor([0, 2]),
         boundaries=torch.tensor([0, 2], dtype=torch.int32),
     )
     tally.add(
         torch.tensor([-1.0, -math.inf]),
-        SimpleNamespace(mu_logprobs=torch.tensor([-1.0, -1.0]), **given),
+        SimpleNamespace(mu_logprobs=torch.tensor([-1.0, -1.0]), **fields),
     )
-    found = tally.totals(True).metrics()
+    metrics = tally.totals(True).metrics()
     assert (
-        found["agreement/abs_diff_mean"]
-        == found["agreement/age_2/abs_diff_max"]
-        == found["agreement/kl_k3"]
+        metrics["agreement/abs_diff_mean"]
+        == metrics["agreement/age_2/abs_diff_max"]
+        == metrics["agreement/kl_k3"]
         == math.inf
     )
-    assert found["agreement/ess"] == 0.5 and found["agreement/age_0/abs_diff_mean"] == 0
+    assert metrics["agreement/ess"] == 0.5 and metrics["agreement/age_0/abs_diff_mean"] == 0
 
 
 def test_without_tokens_there_are_no_meters() -> None:
@@ -163,16 +166,16 @@ def rows(
     tokens: int = 400,
     key: str = "age_0",
 ) -> list[Row]:
-    found = [
+    metrics = [
         {
             "agreement/tokens": tokens,
             "agreement/ess": ess,
             f"agreement/{key}/tokens": tokens,
-            f"agreement/{key}/abs_diff_mean": each,
+            f"agreement/{key}/abs_diff_mean": difference,
         }
-        for each in differences
+        for difference in differences
     ]
-    return [{"step": step, LIMIT: limit, **row} for step, row in enumerate(found)]
+    return [{"step": step, LIMIT: limit, **row} for step, row in enumerate(metrics)]
 
 
 NOISE = np.random.default_rng(3).lognormal(0, 0.5, 500)
@@ -192,7 +195,7 @@ NOISE = np.random.default_rng(3).lognormal(0, 0.5, 500)
         [{"step": 0, "reward/mean": 0.5}],
     ],
 )
-def test_nothing_is_told_of_an_ordinary_run(ordinary: list[Row]) -> None:
+def test_ordinary_run_has_no_advisory(ordinary: list[Row]) -> None:
     assert [
         describe_agreement(ordinary[:end])
         for end in range(1, len(ordinary) + 1)
@@ -200,12 +203,12 @@ def test_nothing_is_told_of_an_ordinary_run(ordinary: list[Row]) -> None:
     ] == []
 
 
-def test_drift_is_told() -> None:
+def test_drift_is_advised() -> None:
     drifting = rows(*(2e-3 * NOISE[:400] * np.linspace(1, 12, 400)))
-    told = [step for step in range(400) if describe_agreement(drifting[: step + 1])]
-    assert told and 60 < told[0] < 300 and told[-50:] == [*range(350, 400)], (
-        "once it has begun to hold, it holds"
-    )
+    advised_steps = [step for step in range(400) if describe_agreement(drifting[: step + 1])]
+    assert (
+        advised_steps and 60 < advised_steps[0] < 300 and advised_steps[-50:] == [*range(350, 400)]
+    ), "once it has begun to hold, it holds"
     assert "it was 0.0025 after the first steps: they drift apart" in describe_agreement(
         drifting[:350]
     )
@@ -216,14 +219,14 @@ def test_drift_is_told() -> None:
     assert "on probes (median of the last 10)" in describe_agreement(probes)
 
 
-def test_a_difference_over_the_limit_is_told_and_so_are_samples_that_count_little() -> None:
+def test_difference_over_the_limit_and_small_ess_are_advised() -> None:
     assert "differ by 0.2 on tokens" in describe_agreement(rows(0.2))
     # one step behind: only the first step has tokens of equal weights
     after = [*rows(0.2), *({"step": step} for step in range(1, 300))]
-    (told,) = advisories(after)
+    (advisory,) = advisories(after)
     assert (
         "(median of the last 1), over observe.probe_limit=0.05: they do not compute the same"
-        in told
+        in advisory
     )
     assert describe_agreement(rows(math.nan)) and describe_agreement(rows(math.inf))
     assert describe_agreement(rows(*(2e-3 * NOISE[:9]), ess=0.2)) == ""

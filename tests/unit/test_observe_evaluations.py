@@ -25,7 +25,7 @@ def row_keys(run_dir: Path) -> list[dict[str, float]]:
     ]
 
 
-def test_an_evaluation_stands_in_the_next_row_and_the_last_in_the_last(tmp_path: Path) -> None:
+def test_evaluation_is_in_the_next_row_and_the_last_in_the_last(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     new = NewEvaluations(tmp_path)
     for step, evaluated in enumerate(([0], [], [1, 2], [])):
@@ -57,7 +57,7 @@ def test_an_evaluation_stands_in_the_next_row_and_the_last_in_the_last(tmp_path:
     assert [row["step"] for row in read_metrics(tmp_path / METRICS_FILE)] == [0, 1, 2, 3]
 
 
-def test_evaluations_that_end_after_the_last_row_are_all_there(tmp_path: Path) -> None:
+def test_evaluations_after_the_last_row_are_all_recorded(tmp_path: Path) -> None:
     """max_steps=4, eval.every=2: the evaluations of versions 2 and 4 both end when all rows are
     written.
     """
@@ -75,7 +75,7 @@ def test_evaluations_that_end_after_the_last_row_are_all_there(tmp_path: Path) -
     assert all(row["loss"] == 0.5 for row in read_metrics(tmp_path / METRICS_FILE))
 
 
-def test_an_evaluation_for_which_no_row_is_left_has_its_file_alone(tmp_path: Path) -> None:
+def test_evaluation_without_a_free_row_has_only_its_file(tmp_path: Path) -> None:
     """eval.every=1: there is one more version than steps."""
     writer = MetricsWriter(tmp_path)
     new = NewEvaluations(tmp_path)
@@ -112,7 +112,7 @@ def test_scores_that_were_copied_are_of_no_other_version(tmp_path: Path) -> None
     assert [result["version"] for result in read_results(tmp_path)] == [2]
 
 
-def test_scores_in_a_row_that_a_resumed_run_cuts_off_come_into_a_later_one(tmp_path: Path) -> None:
+def test_scores_of_a_row_cut_on_resume_move_to_a_later_row(tmp_path: Path) -> None:
     """The evaluation of version 4 ended in step 5.
 
     The run continues from the checkpoint after step 4.
@@ -135,7 +135,7 @@ def test_scores_in_a_row_that_a_resumed_run_cuts_off_come_into_a_later_one(tmp_p
     assert row_keys(tmp_path) == [at_zero, {}, {}, {}, {}, at_four, {}]
 
 
-def test_a_run_without_rows_or_evaluations_has_nothing_to_complete(tmp_path: Path) -> None:
+def test_run_without_rows_or_evaluations_completes_nothing(tmp_path: Path) -> None:
     complete_metrics(tmp_path)
     write_result(tmp_path, 0, {"pass@1": 0.5})
     complete_metrics(tmp_path)

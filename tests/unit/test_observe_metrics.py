@@ -59,7 +59,7 @@ def test_a_line_is_strict_json_with_the_values_given(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_a_resumed_run_cuts_the_steps_it_writes_again_and_a_torn_line(tmp_path: Path) -> None:
+def test_resume_cuts_torn_line_and_steps_that_are_repeated(tmp_path: Path) -> None:
     write_steps(tmp_path, range(6))
     with open(tmp_path / "metrics.jsonl", "ab") as file:
         file.write(b'{"step": 6, "lo')
@@ -71,22 +71,22 @@ def test_a_resumed_run_cuts_the_steps_it_writes_again_and_a_torn_line(tmp_path: 
 
 @given(cut=st.integers(0, 200), resume_step=st.integers(0, 7))
 @settings(max_examples=50, deadline=None)
-def test_whatever_byte_a_crash_stops_at_the_file_holds_whole_steps(
+def test_crash_at_any_byte_leaves_whole_steps(
     tmp_path_factory: pytest.TempPathFactory, cut: int, resume_step: int
 ) -> None:
     run_dir = tmp_path_factory.mktemp("run")
     write_steps(run_dir, range(6))
     path = run_dir / "metrics.jsonl"
     all_bytes = path.read_bytes()
-    whole = all_bytes[:cut]
-    path.write_bytes(whole)
-    survivors = whole.count(b"\n")
+    prefix = all_bytes[:cut]
+    path.write_bytes(prefix)
+    survivors = prefix.count(b"\n")
     assert [row["step"] for row in read_metrics(path)] == list(range(survivors))
-    lacks_newline = cut > 0 and len(whole) == cut and all_bytes[cut : cut + 1] == b"\n"
-    kept = min(survivors + lacks_newline, resume_step)
-    write_steps(run_dir, range(kept, kept + 2), resume_step=resume_step)
+    lacks_newline = cut > 0 and len(prefix) == cut and all_bytes[cut : cut + 1] == b"\n"
+    first_step = min(survivors + lacks_newline, resume_step)
+    write_steps(run_dir, range(first_step, first_step + 2), resume_step=resume_step)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(
-        range(kept + 2)
+        range(first_step + 2)
     )
 
 
@@ -103,7 +103,7 @@ GARBAGE = (
 
 
 @pytest.mark.parametrize("damage", GARBAGE)
-def test_damaged_lines_are_left_out_and_known(damage: bytes, tmp_path: Path) -> None:
+def test_damaged_lines_are_skipped_and_listed(damage: bytes, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_steps(tmp_path, range(2))
     with open(path, "ab") as file:
@@ -115,8 +115,10 @@ def test_damaged_lines_are_left_out_and_known(damage: bytes, tmp_path: Path) -> 
         "what comes after the last step that is kept goes"
     )
     writer.close()
-    whole = path.read_bytes()
-    path.write_bytes(whole[: whole.index(b"\n") + 1] + damage + whole[whole.index(b"\n") + 1 :])
+    undamaged = path.read_bytes()
+    path.write_bytes(
+        undamaged[: undamaged.index(b"\n") + 1] + damage + undamaged[undamaged.index(b"\n") + 1 :]
+    )
     write_steps(tmp_path, range(2, 4), resume_step=2)
     assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3]
     assert damaged_lines(path) == [2]
@@ -126,7 +128,7 @@ def test_damaged_lines_are_left_out_and_known(damage: bytes, tmp_path: Path) -> 
     )
 
 
-def test_a_last_line_that_lacks_its_newline_alone_is_kept_on_resume(tmp_path: Path) -> None:
+def test_last_line_without_newline_is_kept_on_resume(tmp_path: Path) -> None:
     write_steps(tmp_path, range(3))
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-1])

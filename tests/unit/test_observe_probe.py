@@ -34,7 +34,7 @@ REPLAYED = "trainer.routing_replay=true"
         (8, ["model.dtype=float32", "observe.probe_limit=0.7"], 0.7),
     ],
 )
-def test_the_limit_follows_from_what_trainer_and_engines_compute_in(experts, overrides, limit):
+def test_limit_follows_from_precisions_of_trainer_and_engines(experts, overrides, limit):
     plan = SimpleNamespace(
         config=load_config("configs/quickstart.yaml", overrides),
         spec=SimpleNamespace(num_experts=experts),
@@ -59,7 +59,7 @@ def test_far_beyond_the_limit_or_not_finite_ends_the_run():
         assert "are not all finite" in too_far(value, 1e6)
 
 
-def test_what_is_over_the_limit_is_told():
+def test_difference_over_the_limit_is_reported():
     rows = [{"step": 0}, {DIFFERENCE: 0.001, LIMIT: 0.05}, {DIFFERENCE: 0.3, LIMIT: 0.05}]
     assert describe_differences(rows[:2]) == ""
     assert (
@@ -72,7 +72,7 @@ def test_what_is_over_the_limit_is_told():
     )
 
 
-def test_terminal_and_summary_tell_it():
+def test_terminal_and_summary_show_the_difference():
     assert advisories(
         [
             {"step": 0, "reward/mean": 0.5, DIFFERENCE: 0.3, LIMIT: 0.05},

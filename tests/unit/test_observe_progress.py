@@ -41,7 +41,7 @@ def plain(width: int = 80) -> Console:
     return Console(file=io.StringIO(), force_terminal=False, width=width)
 
 
-def test_plain_output_has_one_line_a_step_under_a_header_every_20(tmp_path: Path) -> None:
+def test_plain_output_has_a_line_a_step_and_a_header_every_20(tmp_path: Path) -> None:
     console = plain()
     progress = Progress(tmp_path, 45, console)
     for step in range(0, 45, 5):
@@ -98,7 +98,7 @@ def test_a_warm_start_prints_few_of_its_many_steps_and_the_last(tmp_path: Path) 
     ]
 
 
-def test_a_terminal_sees_the_last_steps_how_far_it_is_and_who_waits(tmp_path: Path) -> None:
+def test_terminal_shows_last_steps_progress_and_waits(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
     progress = Progress(tmp_path, 40, console)
     board = StatusBoard(tmp_path, "trainer.0")
@@ -115,7 +115,7 @@ def test_a_terminal_sees_the_last_steps_how_far_it_is_and_who_waits(tmp_path: Pa
     assert "\x1b[?25h" in console.file.getvalue()  # the cursor is back
 
 
-def test_held_out_scores_and_advisories_are_told_once(tmp_path: Path) -> None:
+def test_held_out_scores_and_advisories_are_printed_once(tmp_path: Path) -> None:
     def equal(step: int) -> dict[str, float]:
         scored = (
             {
@@ -147,10 +147,10 @@ def test_held_out_scores_and_advisories_are_told_once(tmp_path: Path) -> None:
     assert [line for line in lines if "held-out" in line] == [
         "  held-out, version 4: pass@1 0.500, reward 0.250, hard pass@4 0.125"
     ]
-    (told,) = [number for number, line in enumerate(lines) if line.startswith("!")]
+    (advisory_line,) = [number for number, line in enumerate(lines) if line.startswith("!")]
     assert (
-        "all rewards have been equal (0) for 5 steps" in lines[told]
-        and lines[told - 1].split()[0] == "6"
+        "all rewards have been equal (0) for 5 steps" in lines[advisory_line]
+        and lines[advisory_line - 1].split()[0] == "6"
     )
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
     run_steps(tmp_path, 8, 9, equal)
@@ -180,7 +180,7 @@ def test_the_sources_of_a_mixture_and_prompts_at_rest_fit_a_line() -> None:
     )
 
 
-def test_of_very_many_engines_the_longest_at_the_same_are_shown(tmp_path: Path) -> None:
+def test_of_many_engines_the_longest_waiting_are_shown(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
     progress = Progress(tmp_path, 40, console)
     boards = [StatusBoard(tmp_path, f"engine.{index}") for index in range(20)]
@@ -219,9 +219,9 @@ def test_plain_output_fits_80_columns(tmp_path: Path) -> None:
     )
     progress._news_at -= 100
     progress.close()
-    said = console.file.getvalue()
-    assert max(map(len, said.splitlines())) <= 80
-    assert said.splitlines()[0].split() == [
+    output = console.file.getvalue()
+    assert max(map(len, output.splitlines())) <= 80
+    assert output.splitlines()[0].split() == [
         "step",
         "reward",
         "dropped",
@@ -235,13 +235,13 @@ def test_plain_output_fits_80_columns(tmp_path: Path) -> None:
         "g.wait",
     ]
     assert (
-        all(len(line.split()) == 11 for line in said.splitlines()[1:11])
-        and "! all rewards have been equal" in said
+        all(len(line.split()) == 11 for line in output.splitlines()[1:11])
+        and "! all rewards have been equal" in output
         and len(COLUMNS) == 13
     )
 
 
-def test_engines_that_start_say_what_their_logs_say_last(tmp_path: Path) -> None:
+def test_starting_engines_show_the_last_line_of_their_logs(tmp_path: Path) -> None:
     console = plain()
     progress = Progress(tmp_path, 5, console)
     board = StatusBoard(tmp_path, "generator.0")
@@ -253,10 +253,10 @@ def test_engines_that_start_say_what_their_logs_say_last(tmp_path: Path) -> None
     (tmp_path / "logs" / "trainer.0.log").write_text("not this")
     progress._news_at -= 100
     progress.poll()
-    said = " ".join(console.file.getvalue().split())
+    output = " ".join(console.file.getvalue().split())
     assert (
-        "engine.0: starting: Capturing batches (bs=4): 60%| 3/5 [00:12<00:08]" in said
-        and "not this" not in said
+        "engine.0: starting: Capturing batches (bs=4): 60%| 3/5 [00:12<00:08]" in output
+        and "not this" not in output
     )
     StatusBoard(tmp_path, "engine.0").set("serves weights version 0")
     progress._news_at -= 100

@@ -71,7 +71,7 @@ def test_summary_states_what_the_metrics_hold(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("versions", "told"),
+    ("versions", "scores"),
     [
         ([0], "0.000 before, not measured after"),
         ([4], "not measured before, 0.040 after"),
@@ -80,7 +80,9 @@ def test_summary_states_what_the_metrics_hold(tmp_path: Path) -> None:
         ([2, 4], "not measured before, 0.040 after"),
     ],
 )
-def test_summary_says_when_it_was_evaluated(versions: list[int], told: str, tmp_path: Path) -> None:
+def test_summary_says_when_it_was_evaluated(
+    versions: list[int], scores: str, tmp_path: Path
+) -> None:
     """Evaluating engines may have missed the first version, or the last."""
     write_run(tmp_path, 4)
     text = summarize(
@@ -88,7 +90,7 @@ def test_summary_says_when_it_was_evaluated(versions: list[int], told: str, tmp_
     )
     assert [
         line.split("pass@1")[1].strip() for line in text.splitlines() if "held-out" in line
-    ] == [told]
+    ] == [scores]
 
 
 def test_summary_has_a_line_for_each_score_of_each_held_out_set(tmp_path: Path) -> None:
@@ -167,9 +169,10 @@ def test_summary_and_plot_of_a_run_without_steps_or_with_one(tmp_path: Path) -> 
     assert plot(tmp_path).read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_report_of_a_run_compares_its_first_and_last_evaluation_and_names_its_files(
+def test_report_compares_first_and_last_evaluation(
     tmp_path: Path,
 ) -> None:
+    """And it names its files."""
     write_run(tmp_path, 12)
     for version, score in ((8, 0.75), (0, 0.125), (12, 0.5), (12, 1.0)):
         write_result(tmp_path, version, {"pass@1": score})
@@ -184,7 +187,7 @@ def test_moving_mean_is_that_of_the_steps_so_far() -> None:
     np.testing.assert_allclose(moving_mean(values, 3), [1, 1, 2, 4, 5])
 
 
-def test_traces_of_all_processes_become_one_file_with_a_track_each(tmp_path: Path) -> None:
+def test_traces_are_merged_with_a_track_for_each_process(tmp_path: Path) -> None:
     for name in ("trainer.0", "generator.0"):
         trace = TraceWriter(tmp_path, name)
         with pytest.raises(KeyError), trace.span("outer", step=7):
@@ -263,7 +266,8 @@ def test_turns_are_told_apart(tmp_path: Path) -> None:
     assert text.endswith("  | <2*3>\n  > 6\n  > ;\n  | 6\n")
 
 
-def test_model_output_cannot_act_on_the_terminal_or_forge_the_file(tmp_path: Path) -> None:
+def test_model_output_is_escaped_in_rollout_files(tmp_path: Path) -> None:
+    """It cannot act on a terminal, nor forge another response."""
     hostile = (
         "ok\n\nresponse 9: reward "
         "1\n\x1b]0;title\x07\x1b[2J\r\u202eevil\u2028\ud800\x9b31m\x00\\x1b é語"
@@ -281,9 +285,7 @@ def test_model_output_cannot_act_on_the_terminal_or_forge_the_file(tmp_path: Pat
 
 
 @pytest.mark.parametrize("damage", ["torn", "gone", "garbage"])
-def test_the_record_of_a_step_that_is_torn_is_written_again_from_the_ledger(
-    damage: str, tmp_path: Path
-) -> None:
+def test_torn_record_of_a_step_is_restored_from_the_ledger(damage: str, tmp_path: Path) -> None:
     writer = OrdinalsWriter(tmp_path)
     for step in range(3):
         writer.write(step, [2 * step, 2 * step + 1])
@@ -291,8 +293,8 @@ def test_the_record_of_a_step_that_is_torn_is_written_again_from_the_ledger(
     path = tmp_path / "rollouts/ordinals.jsonl"
     ledger = Ledger(consumed_below=5, consumed_beyond=[5])
     assert recover_ordinals(tmp_path, 3, ledger.trained()) == ""
-    whole = path.read_text()
-    lines = whole.splitlines(keepends=True)
+    undamaged = path.read_text()
+    lines = undamaged.splitlines(keepends=True)
     path.write_text(
         lines[0]
         + {"torn": lines[1] + lines[2][:-4], "gone": lines[1], "garbage": "garbage\n" + lines[2]}[
@@ -305,7 +307,7 @@ def test_the_record_of_a_step_that_is_torn_is_written_again_from_the_ledger(
         recover_ordinals(tmp_path, 3, ledger.trained())
         == f"{lost}; it has been restored from the checkpoint's ledger"
     )
-    assert path.read_text() == whole
+    assert path.read_text() == undamaged
     path.write_text(lines[0])
     assert (
         "the record of 2 steps from 1 to 2 was torn or lost; it is no longer known"
@@ -313,7 +315,7 @@ def test_the_record_of_a_step_that_is_torn_is_written_again_from_the_ledger(
     )
 
 
-def test_what_is_damaged_is_left_out_of_the_report_and_named(tmp_path: Path) -> None:
+def test_damaged_files_are_left_out_of_the_report_and_named(tmp_path: Path) -> None:
     write_run(tmp_path, 3)
     write_result(tmp_path, 0, {"pass@1": 0.5})
     write_result(tmp_path, 1, {"pass@1": 0.75})

@@ -27,7 +27,7 @@ def texts(run_dir: Path) -> dict[str, str]:
     return {status.name: status.text for status in read_statuses(run_dir)}
 
 
-def test_the_last_line_of_each_process_is_read_in_the_order_of_ranks(tmp_path: Path) -> None:
+def test_last_line_of_each_process_is_read_in_rank_order(tmp_path: Path) -> None:
     assert read_statuses(tmp_path) == []
     for rank in (10, 2):
         StatusBoard(tmp_path, f"trainer.{rank}").set(f"training step {rank}")
@@ -79,8 +79,8 @@ def test_any_text_fits_the_record(tmp_path: Path, text: str) -> None:
     board.set(text)
     assert (tmp_path / "status" / "trainer.0").stat().st_size == RECORD_BYTES
     (status,) = read_statuses(tmp_path)
-    whole = " ".join(text.replace("\ud800", "?").split())
-    assert whole.startswith(status.text) and (len(whole) < 60) <= (status.text == whole)
+    one_line = " ".join(text.replace("\ud800", "?").split())
+    assert one_line.startswith(status.text) and (len(one_line) < 60) <= (status.text == one_line)
     assert before_s - 1 < status.since_s < time.time() + 1 and status.age_s < 60
 
 
@@ -88,18 +88,18 @@ def test_a_reader_never_sees_half_a_write(tmp_path: Path) -> None:
     writer = subprocess.Popen([sys.executable, "-c", WRITE_FAST, str(tmp_path)])
     try:
         deadline = time.monotonic() + 30
-        seen = set()
-        while len(seen) < 100 and time.monotonic() < deadline:
+        sequences = set()
+        while len(sequences) < 100 and time.monotonic() < deadline:
             for status in read_statuses(tmp_path):
                 assert status.text == "starting" or len(set(status.text)) == 1, status.text
-                seen.add(status.sequence)
-        assert len(seen) == 100
+                sequences.add(status.sequence)
+        assert len(sequences) == 100
     finally:
         writer.kill()
         writer.wait()
 
 
-def test_no_mixture_of_two_records_passes_for_one(tmp_path: Path) -> None:
+def test_mixture_of_two_records_is_rejected(tmp_path: Path) -> None:
     """A reader may overtake a writer, and read the old end after the new middle."""
     file = tmp_path / "status/trainer.0"
     records = []

@@ -43,7 +43,7 @@ def test_every_folder_of_the_tree_is_a_package_and_installed() -> None:
         for path in (ROOT / top).rglob("*.py")
     }
     assert all((folder / "__init__.py").exists() for folder in folders)
-    found = find_packages(
+    packages = find_packages(
         str(ROOT), include=PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
     )
     inside = {
@@ -52,12 +52,13 @@ def test_every_folder_of_the_tree_is_a_package_and_installed() -> None:
         else ROOT / "megarl" / folder.relative_to(ROOT)
         for folder in folders
     }
-    assert set(found) == {".".join(folder.relative_to(ROOT).parts) for folder in inside}
+    assert set(packages) == {".".join(folder.relative_to(ROOT).parts) for folder in inside}
 
 
-def test_folders_outside_megarl_are_found_from_any_directory_but_not_under_their_bare_name(
+def test_top_folders_are_imported_as_parts_of_megarl_alone(
     tmp_path: Path,
 ) -> None:
+    """From any directory, and not under their bare names."""
     code = (
         "import importlib.util, megarl.kernels, megarl.launch\n"
         "print(megarl.kernels.__file__, megarl.launch.__file__)\n"
@@ -68,8 +69,8 @@ def test_folders_outside_megarl_are_found_from_any_directory_but_not_under_their
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0, result.stderr
-    ours, bare = result.stdout.splitlines()
-    assert ours == f"{ROOT}/megarl/kernels/__init__.py {ROOT}/megarl/launch/__init__.py"
+    qualified, bare = result.stdout.splitlines()
+    assert qualified == f"{ROOT}/megarl/kernels/__init__.py {ROOT}/megarl/launch/__init__.py"
     assert not bare.startswith(str(ROOT))
 
 
@@ -86,7 +87,7 @@ def test_make_matrix_hands_pytest_what_it_takes() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_transformers_does_not_take_the_folder_kernels_for_the_package_of_that_name() -> None:
+def test_transformers_does_not_mistake_our_kernels_folder() -> None:
     code = (
         "import kernels, importlib.util\n"
         "from transformers.utils import import_utils\n"
@@ -100,11 +101,11 @@ def test_transformers_does_not_take_the_folder_kernels_for_the_package_of_that_n
 
 
 def test_entry_points_are_installed() -> None:
-    ours = {
+    entry_points = {
         (point.group, point.name): point.value
         for point in metadata.distribution("megarl").entry_points
     }
-    assert ours == {
+    assert entry_points == {
         ("console_scripts", "megarl"): "megarl.cli:main",
         ("sglang.srt.plugins", "megarl"): "megarl.launch.plugin:activate",
     }
@@ -162,37 +163,39 @@ def test_the_gpu_extra_is_for_the_cuda_of_sglang() -> None:
         if r.name.startswith("flashinfer") and r.extras
     ]
     (cuda,) = flashinfer.extras  # such as cu13
-    ours = {
+    gpu_requirements = {
         r.name: r for r in map(Requirement, PYPROJECT["project"]["optional-dependencies"]["gpu"])
     }
-    assert f"mooncake-transfer-engine-{cuda.replace('cu', 'cuda')}" in ours
-    assert ours["transformer-engine"].extras == {"pytorch", f"core_{cuda}"}
+    assert f"mooncake-transfer-engine-{cuda.replace('cu', 'cuda')}" in gpu_requirements
+    assert gpu_requirements["transformer-engine"].extras == {"pytorch", f"core_{cuda}"}
 
 
-def test_transformer_engine_is_of_the_last_version_that_megatron_core_asks_for() -> None:
+def test_transformer_engine_has_the_version_of_megatron_core() -> None:
     """Megatron-core silently imports any other version, including the newest."""
     core = Path(str(metadata.distribution("megatron-core").locate_file("megatron/core")))
-    asked = re.compile(r"""is_te_min_version\(["'](\d+\.\d+)""")
-    known = max(
-        Version(found) for file in core.rglob("*.py") for found in asked.findall(file.read_text())
+    version_check = re.compile(r"""is_te_min_version\(["'](\d+\.\d+)""")
+    newest = max(
+        Version(number)
+        for file in core.rglob("*.py")
+        for number in version_check.findall(file.read_text())
     )
-    assert lock("gpu.txt")["transformer-engine"].release[:2] == known.release
+    assert lock("gpu.txt")["transformer-engine"].release[:2] == newest.release
 
 
-def test_flash_linear_attention_is_of_the_version_that_megatron_core_asks_for() -> None:
+def test_flash_linear_attention_is_what_megatron_core_requires() -> None:
     """The version is in its development extra.
 
     Without the package Megatron has no gated delta nets on GPUs.
     """
-    asked = next(
+    requirement = next(
         r
         for r in map(Requirement, metadata.requires("megatron-core") or ())
         if r.name == "flash-linear-attention"
     )
-    assert asked.specifier.contains(lock("gpu.txt")[asked.name])
+    assert requirement.specifier.contains(lock("gpu.txt")[requirement.name])
 
 
-def test_what_is_installed_is_what_is_locked() -> None:
+def test_installed_packages_have_the_locked_versions() -> None:
     import torch
 
     if torch.cuda.is_available():

@@ -23,9 +23,9 @@ def kept_sets(ids: list[int], seed: int) -> KeptSets:
     """
     random = np.random.default_rng(seed)
     rows = []
-    for at, token in enumerate(ids):
-        others = random.permutation(70)[: random.integers(0, 12)]
-        rows.append(np.union1d(others, token) if at % 3 else np.empty(0))
+    for row_number, token in enumerate(ids):
+        further_ids = random.permutation(70)[: random.integers(0, 12)]
+        rows.append(np.union1d(further_ids, token) if row_number % 3 else np.empty(0))
     sizes = np.array([len(row) for row in rows], np.int32)
     return KeptSets.from_ids(
         70, np.array(ids, np.int32), sizes, np.concatenate([*rows, np.empty(0)]).astype(np.int32)
@@ -59,7 +59,7 @@ def samples(draw) -> Sample:
 
 
 groups = st.builds(
-    lambda ordinal, ids, made: Group(Prompt(ordinal, ids, "é", "7", {}), made),
+    lambda ordinal, ids, members: Group(Prompt(ordinal, ids, "é", "7", {}), members),
     st.integers(0, 99),
     st.lists(st.integers(0, 2**31 - 1), max_size=5),
     st.lists(samples(), min_size=1, max_size=3),
@@ -68,16 +68,16 @@ groups = st.builds(
 
 @given(st.lists(groups, min_size=1, max_size=4), st.data())
 @settings(max_examples=150, deadline=None)
-def test_a_share_has_the_numbers_of_its_samples_and_no_others(made, data):
-    flat = [(group.prompt, sample) for group in made for sample in group.samples]
+def test_share_has_the_numbers_of_its_samples_alone(drawn_groups, data):
+    flat = [(group.prompt, sample) for group in drawn_groups for sample in group.samples]
     places = sorted(data.draw(st.sets(st.integers(0, len(flat) - 1))))
-    sent = [decode(encode(pack(group))) for group in made]
+    sent = [decode(encode(pack(group))) for group in drawn_groups]
     summaries = [summary_of(group) for group in sent]
-    share = join(sent, [len(group.samples) for group in made], places)
+    share = join(sent, [len(group.samples) for group in drawn_groups], places)
     assert len(share) == share_bytes(summaries, places)
-    found = split(summaries, places, np.frombuffer(share, np.uint8))
-    assert sorted(found) == places
-    for place, numbers in found.items():
+    numbers_by_place = split(summaries, places, np.frombuffer(share, np.uint8))
+    assert sorted(numbers_by_place) == places
+    for place, numbers in numbers_by_place.items():
         prompt, sample = flat[place]
         assert (
             numbers.prompt_ids.tolist() == prompt.token_ids
@@ -94,20 +94,23 @@ def test_a_share_has_the_numbers_of_its_samples_and_no_others(made, data):
             else numbers.policy_mask.tolist()
         )
         assert mask == (
-            [bool(mine) for mine in sample.policy_mask] or [True] * len(sample.token_ids)
+            [bool(of_policy) for of_policy in sample.policy_mask] or [True] * len(sample.token_ids)
         )
 
 
 @given(groups)
 @settings(max_examples=150, deadline=None)
-def test_a_summary_says_what_a_walk_over_the_tokens_finds(made):
-    sent = pack(made, begin_version=7)
+def test_a_summary_says_what_a_walk_over_the_tokens_finds(group):
+    sent = pack(group, begin_version=7)
     versions = []
-    for sample, summary in zip(made.samples, summary_of(sent).samples, strict=True):
-        mask = [bool(mine) for mine in sample.policy_mask] or [True] * len(sample.token_ids)
-        mine = [version for version, policy in zip(sample.versions, mask) if policy]
-        versions += mine
-        assert [version for version, count in summary.policy_versions for _ in range(count)] == mine
+    for sample, summary in zip(group.samples, summary_of(sent).samples, strict=True):
+        mask = [bool(of_policy) for of_policy in sample.policy_mask]
+        mask = mask or [True] * len(sample.token_ids)
+        policy_versions = [version for version, policy in zip(sample.versions, mask) if policy]
+        versions += policy_versions
+        assert [
+            version for version, count in summary.policy_versions for _ in range(count)
+        ] == policy_versions
         assert (summary.tokens, summary.policy_tokens) == (len(mask), sum(mask))
         assert summary.turns == sum(
             policy and not before for before, policy in zip([False, *mask], mask)
@@ -118,7 +121,7 @@ def test_a_summary_says_what_a_walk_over_the_tokens_finds(made):
             sample.failures,
         )
     assert sent.oldest == min(versions, default=7)
-    assert texts_of(sent.texts).samples == [(sample.text, [(0, 1)]) for sample in made.samples]
+    assert texts_of(sent.texts).samples == [(sample.text, [(0, 1)]) for sample in group.samples]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +133,7 @@ def test_arrays_of_different_lengths_are_refused(wrong):
         pack(Group(Prompt(0, [1], "", ""), [replace(sample, **wrong)]))
 
 
-def test_of_a_long_reference_only_the_beginning_travels():
+def test_only_the_beginning_of_a_long_reference_is_packed():
     sample = Sample([1], [-1.0], [0], "", 0.0, "stop")
     short, long = (
         texts_of(pack(Group(Prompt(0, [1], "", "x" * size), [sample])).texts).answer

@@ -70,7 +70,8 @@ def test_every_rank_has_a_slot_of_its_own(trainer, engines, tp, frozen, slots):
     assert all(slot < slots for _, slot in used)
     assert [rank for node in placed for rank in node.trainer_ranks] == list(range(trainer))
     assert sorted(engine for node in placed for engine in node.serves) == list(range(engines))
-    for fleet, engine in [(each, engine) for each in fleets for engine in range(each.engines)]:
+    all_engines = [(fleet, engine) for fleet in fleets for engine in range(fleet.engines)]
+    for fleet, engine in all_engines:
         parts = [
             part
             for node in placed

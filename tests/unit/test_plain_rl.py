@@ -58,8 +58,10 @@ def responses_of(method: plain_rl.Method) -> plain_rl.Responses:
 @pytest.mark.parametrize("name", plain_rl.METHODS)
 def test_each_method_runs_and_pushes_its_loss_down(name: str, models: dict[str, Path]) -> None:
     method = begin(name, models)
-    found = method.run()
-    assert all(math.isfinite(value) for value in found.values()) and 0 <= found["right_after"] <= 1
+    metrics = method.run()
+    assert (
+        all(math.isfinite(value) for value in metrics.values()) and 0 <= metrics["right_after"] <= 1
+    )
     if name == "ppo":
         return
     responses = responses_of(method)
@@ -71,7 +73,7 @@ def test_each_method_runs_and_pushes_its_loss_down(name: str, models: dict[str, 
     assert method.loss(responses, rewards).item() < before
 
 
-def test_a_response_counts_up_to_its_end_and_padding_changes_nothing(
+def test_response_counts_up_to_its_end_without_padding(
     models: dict[str, Path],
 ) -> None:
     method = begin("best_of_n", models)
@@ -79,23 +81,23 @@ def test_a_response_counts_up_to_its_end_and_padding_changes_nothing(
     torch.manual_seed(0)
     responses = responses_of(method)
     end = method.tokenizer.eos_token_id
-    found = plain_rl.logprobs(method.policy, responses)
+    logprobs = plain_rl.logprobs(method.policy, responses)
     lengths = []
     for row, prompt in enumerate(prompt for prompt in PROMPTS for _ in range(method.n)):
-        asked = method.tokenizer(prompt).input_ids
-        own = responses.ids[row, 1:][responses.written[row].bool()].tolist()
-        lengths.append(len(own))
-        assert end not in own[:-1] and (len(own) == 12 or own[-1] == end)
-        assert responses.ids[row][responses.seen[row].bool()].tolist() == asked + own
+        prompt_ids = method.tokenizer(prompt).input_ids
+        response_ids = responses.ids[row, 1:][responses.written[row].bool()].tolist()
+        lengths.append(len(response_ids))
+        assert end not in response_ids[:-1] and (len(response_ids) == 12 or response_ids[-1] == end)
+        assert responses.ids[row][responses.seen[row].bool()].tolist() == prompt_ids + response_ids
         alone = (
-            method.policy(torch.tensor([asked + own]))
-            .logits[0, len(asked) - 1 : -1]
+            method.policy(torch.tensor([prompt_ids + response_ids]))
+            .logits[0, len(prompt_ids) - 1 : -1]
             .log_softmax(-1)
         )
         # Padding shifts positions, and transformers always computes their sines in float32.
         torch.testing.assert_close(
-            found[row][responses.written[row].bool()],
-            alone[range(len(own)), own],
+            logprobs[row][responses.written[row].bool()],
+            alone[range(len(response_ids)), response_ids],
             rtol=0,
             atol=2e-5,
         )
@@ -127,15 +129,18 @@ def test_losses_have_the_gradients_of_megarls(name: str, models: dict[str, Path]
         rows = Gae(1.0, 0.95, True).advantages(
             [r.numpy() for r in of_tokens], [v[m].numpy() for v, m in zip(values, written)]
         )
-        own = method.advantages(responses, rewards, values)
-        for row, mask, expected in zip(own, written, rows):
+        plain_advantages = method.advantages(responses, rewards, values)
+        for row, mask, expected in zip(plain_advantages, written, rows):
             torch.testing.assert_close(row[mask], torch.from_numpy(expected))
         moments = Moments(Moments.of(rows))
-        own = (own - plain_rl.mean(own, written)) * written
-        advantages = torch.zeros_like(own).masked_scatter(
+        plain_advantages = (plain_advantages - plain_rl.mean(plain_advantages, written)) * written
+        advantages = torch.zeros_like(plain_advantages).masked_scatter(
             written, torch.cat([torch.from_numpy(moments.whitened(row)) for row in rows])
         )
-        torch.testing.assert_close(own / (plain_rl.mean(own**2, written) + 1e-8).sqrt(), advantages)
+        torch.testing.assert_close(
+            plain_advantages / (plain_rl.mean(plain_advantages**2, written) + 1e-8).sqrt(),
+            advantages,
+        )
         loss = method.loss(responses, advantages, old)
     else:
         loss = method.loss(responses, rewards)
@@ -154,13 +159,13 @@ def test_losses_have_the_gradients_of_megarls(name: str, models: dict[str, Path]
         assert weighed.loss / 4 == pytest.approx(loss.item())
         advantages = weighed.weights.reshape(12, 1).expand_as(log_pi)
     mu = old if name == "ppo" else log_pi.detach()
-    flat = [each[written] for each in (log_pi, mu, advantages, written)]
+    flat = [tensor[written] for tensor in (log_pi, mu, advantages, written)]
     sum_ = packed_loss_of(written.sum(1).tolist(), *flat, proximal=mu[written], **settings).loss
     expected = sum_ / algorithm.denominator(tokens=int(written.sum()), samples=12)
     parameters = list(method.policy.parameters())
-    for ours, theirs in zip(
+    for plain_gradient, megarl_gradient in zip(
         torch.autograd.grad(loss, parameters),
         torch.autograd.grad(expected, parameters),
         strict=True,
     ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-12)
+        torch.testing.assert_close(plain_gradient, megarl_gradient, rtol=1e-8, atol=1e-12)

@@ -94,7 +94,7 @@ def test_the_table_says_what_fits_and_what_binds(
     assert max(map(len, out.splitlines())) <= 140
 
 
-def test_what_does_not_fit_says_by_how_much_and_what_would(
+def test_plan_that_does_not_fit_prints_excess_and_remedies(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = ["configs/70b_aipo.yaml", "trainer.tp=4", "trainer.dp=34"]
@@ -114,34 +114,38 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(
     assert again["fits"] is True and remedy.endswith(f"{again['trainer_gib_per_gpu']:.1f} GiB")
 
 
-@pytest.mark.parametrize("given", [[], ["trainer.epochs=2", "trainer.tp=2", "rollout.stop=[a b]"]])
+@pytest.mark.parametrize(
+    "overrides", [[], ["trainer.epochs=2", "trainer.tp=2", "rollout.stop=[a b]"]]
+)
 def test_a_search_prints_overrides_that_plan_the_same(
-    given: list[str], capsys: pytest.CaptureFixture[str]
+    overrides: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["configs/8b_aipo.yaml", *given, "--search", "--gpus", "16"]
+    arguments = ["configs/8b_aipo.yaml", *overrides, "--search", "--gpus", "16"]
     facts = plan(capsys, *arguments)
     assert facts["fits"] and set(facts["search"]) == {"settings", "theta", "balanced_theta"}
     assert cli.main(["plan", *arguments]) == 0
     out = capsys.readouterr().out
     assert "search     16 GPUs" in out and "lemma B.3" in out
-    overrides = shlex.split(out.splitlines()[-1])
-    again = plan(capsys, *overrides)
+    printed = shlex.split(out.splitlines()[-1])
+    again = plan(capsys, *printed)
     assert (
         again["step_s"] == pytest.approx(facts["step_s"]) and again["trainer"] == facts["trainer"]
     )
 
 
-def test_settings_that_a_plan_does_not_know_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_the_plan_ignores_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     """They include no setting whose absence would change the plan."""
     known_args = "{chunked_prefill_size: 512, disable_overlap_schedule: true, kv_cache_dtype: bf16}"
     counted = ["trainer.ddp.overlap_grad_reduce=false", f"generator.server_args={known_args}"]
-    known, plain = (plan(capsys, "configs/405b_aipo.yaml", *given) for given in (counted, []))
-    assert (
-        known["not_counted"] == []
-        and known["train_s"] > plain["train_s"]
-        and known["generate_s"] > plain["generate_s"]
+    with_settings, plain = (
+        plan(capsys, "configs/405b_aipo.yaml", *overrides) for overrides in (counted, [])
     )
-    activations = [facts["generator_memory_gib"]["activations"] for facts in (known, plain)]
+    assert (
+        with_settings["not_counted"] == []
+        and with_settings["train_s"] > plain["train_s"]
+        and with_settings["generate_s"] > plain["generate_s"]
+    )
+    activations = [facts["generator_memory_gib"]["activations"] for facts in (with_settings, plain)]
     assert activations[0] < activations[1]
     left_out = ["trainer.megatron.recompute_granularity", "generator.server_args.kv_cache_dtype"]
     arguments = [
@@ -293,9 +297,10 @@ def test_planning_imports_no_torch() -> None:
 
 
 @pytest.mark.parametrize("name", ["405b_aipo", "qwen3_30b_a3b_aipo", "quickstart"])
-def test_the_optimum_of_section_7_stands_beside_what_the_search_finds(
+def test_theory_prints_closed_form_beside_the_search(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The optimum of section 7 of the paper, and the speedup of theorem 7.5."""
     path = f"configs/{name}.yaml"
     plain = plan(capsys, path)
     facts = plan(capsys, path, "--theory")

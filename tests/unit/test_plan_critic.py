@@ -29,10 +29,10 @@ def critic(folder: Path, **changes: object) -> str:
     return f"roles.critic.path={folder}"
 
 
-def test_it_begins_with_the_policys_weights_or_its_own(tmp_path: Path) -> None:
+def test_critic_begins_with_weights_of_the_policy_or_its_own(tmp_path: Path) -> None:
     assert resolve(config(tmp_path)).critic is None
-    own = resolve(config(tmp_path, PPO))
-    assert own.critic == own.spec
+    of_policy = resolve(config(tmp_path, PPO))
+    assert of_policy.critic == of_policy.spec
     smaller = resolve(config(tmp_path, PPO, critic(tmp_path / "critic", num_hidden_layers=4)))
     assert smaller.critic is not None and (smaller.critic.head, smaller.critic.num_layers) == (
         "scalar",
@@ -40,14 +40,14 @@ def test_it_begins_with_the_policys_weights_or_its_own(tmp_path: Path) -> None:
     )
 
 
-def test_one_sample_a_prompt_is_enough(tmp_path: Path) -> None:
+def test_ppo_accepts_one_sample_a_prompt(tmp_path: Path) -> None:
     assert resolve(config(tmp_path, PPO, "rollout.n=1"))
     assert problems_of(tmp_path, PPO, "rollout.n=1", "rollout.dynamic_sampling=true") == [
         "rollout.dynamic_sampling=true: with rollout.n=1 all samples of a prompt have the same reward"
     ]
 
 
-def test_what_does_not_fit_is_refused_at_once(tmp_path: Path) -> None:
+def test_unfit_settings_of_a_critic_are_refused_together(tmp_path: Path) -> None:
     path = critic(tmp_path / "critic", vocab_size=100, max_position_embeddings=64,
         num_hidden_layers=3, num_attention_heads=30,
                   num_key_value_heads=30, head_dim=128)  # fmt: skip
@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_refused_at_once(tmp_path: Path) -> None:
     )
 
 
-def test_other_algorithms_have_none(tmp_path: Path) -> None:
+def test_other_algorithms_have_no_critic(tmp_path: Path) -> None:
     assert problems_of(tmp_path, "critic.warmup_steps=3", "critic.optimizer.lr=1e-3") == [
         "critic.warmup_steps=3: aipo has no critic; algorithm.name=ppo has one",
         "critic.optimizer.lr=0.001: aipo has no critic; algorithm.name=ppo has one",
@@ -77,9 +77,10 @@ def test_other_algorithms_have_none(tmp_path: Path) -> None:
     ]
 
 
-def test_a_warm_start_and_a_reward_model_may_come_before_the_critics_checkpoint(
+def test_critic_checkpoint_is_needed_for_training_alone(
     tmp_path: Path,
 ) -> None:
+    """A warm start and a reward model may come before it."""
     later = [
         with_weights(tmp_path / "model"),
         PPO,
@@ -94,24 +95,30 @@ def test_a_warm_start_and_a_reward_model_may_come_before_the_critics_checkpoint(
     )
 
 
-def test_planning_counts_it() -> None:
+def test_trainer_memory_counts_the_critic() -> None:
     """Weights, gradients and optimizer are as large as the policy's, except for the output layer.
 
     A step takes about twice the time, plus one scoring pass.
     """
     spec = load_spec(MODEL)
     trainer = TrainerConfig(tp=8, dp=2)
-    found = trainer_memory(spec, trainer, "bfloat16", GPUS["H100"], critic=spec.with_scalar_head())
+    with_critic = trainer_memory(
+        spec, trainer, "bfloat16", GPUS["H100"], critic=spec.with_scalar_head()
+    )
     alone = trainer_memory(spec, trainer, "bfloat16", GPUS["H100"])
-    assert found.total - alone.total == found.critic and alone.critic == 0
+    assert with_critic.total - alone.total == with_critic.critic and alone.critic == 0
     head = 128256 * 4096 / 8
-    assert found.critic == pytest.approx((2 + 4 + 12 / 2) * (found.weights / 2 - head), rel=1e-3)
+    assert with_critic.critic == pytest.approx(
+        (2 + 4 + 12 / 2) * (with_critic.weights / 2 - head), rel=1e-3
+    )
 
 
 def test_a_plan_with_a_critic_takes_longer_and_more_memory(tmp_path: Path) -> None:
     sizes = ["trainer.tp=8", "trainer.dp=2", "algorithm.loss_mean=token"]
     spec = load_spec(MODEL)
-    without, beside = (estimate(config(tmp_path, *sizes, *more), spec) for more in ([], [PPO]))
+    without, beside = (
+        estimate(config(tmp_path, *sizes, *settings), spec) for settings in ([], [PPO])
+    )
     assert (
         beside.trainer.critic > 0 == without.trainer.critic and beside.saving > 1.8 * without.saving
     )

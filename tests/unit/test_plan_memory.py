@@ -82,14 +82,14 @@ def test_weights_are_those_of_the_fullest_rank_of_the_layout(model: str, sizes: 
     fullest: dict[int, int] = {}
     for rank in range(layout.world_size):  # tensor by tensor, as on a rank of the run
         stage = rank // (layout.world_size // sizes.get("pp", 1))
-        held = sum(math.prod(tensor.shape) for tensor in layout.tensors(rank))
-        fullest[stage] = max(fullest.get(stage, 0), held)
-    assert [held.total for held in stage_elements(layout)] == pytest.approx(
+        elements = sum(math.prod(tensor.shape) for tensor in layout.tensors(rank))
+        fullest[stage] = max(fullest.get(stage, 0), elements)
+    assert [elements.total for elements in stage_elements(layout)] == pytest.approx(
         list(fullest.values()), rel=1e-6
     )
     trainer = TrainerConfig(**sizes)
-    assert [held.total for held in trainer_elements(spec(model), trainer, "bfloat16")] == [
-        held.total for held in stage_elements(layout)
+    assert [elements.total for elements in trainer_elements(spec(model), trainer, "bfloat16")] == [
+        elements.total for elements in stage_elements(layout)
     ]
 
 
@@ -118,24 +118,28 @@ def test_the_trainer_of_70b_by_hand() -> None:
     matrices = (
         layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * ffn) + 2 * vocab * hidden
     )
-    held = matrices // 8 + (2 * layers + 1) * hidden
+    elements = matrices // 8 + (2 * layers + 1) * hidden
     trainer = TrainerConfig(
         tp=8, dp=16, sequence_parallel=True, recompute=True, max_tokens_per_microbatch=8192
     )
-    found = trainer_memory(spec("llama-3.1-70b"), trainer, "bfloat16", H100)
-    assert (found.weights, found.gradients, found.optimizer) == (2 * held, 4 * held, 12 * held / 16)
+    planned = trainer_memory(spec("llama-3.1-70b"), trainer, "bfloat16", H100)
+    assert (planned.weights, planned.gradients, planned.optimizer) == (
+        2 * elements,
+        4 * elements,
+        12 * elements / 16,
+    )
     # the input of each layer, for an eighth of the sequence
     boundaries = layers * 8192 * hidden * 2 / 8
     # One whole layer: inputs and outputs of norms; q, k, v and attention's output; gate, up and
     # their product; then the widest gradients.
-    kept = 4 * hidden / 8 + (2 * hidden + 2 * kv) / 8 + 3 * ffn / 8
+    saved_per_token = 4 * hidden / 8 + (2 * hidden + 2 * kv) / 8 + 3 * ffn / 8
     workspace = 2 * 2 * ffn / 8 + 2 * hidden / 8 + hidden
-    assert found.activations == boundaries + 2 * 8192 * (kept + workspace)
+    assert planned.activations == boundaries + 2 * 8192 * (saved_per_token + workspace)
     # Hidden states and their gradient; and zeros as large as the output layer, which exceed a
     # chunk's logits and their gradient.
     assert 2 * hidden * vocab / 8 > 2048 * vocab / 8 * (4 + 2)
-    assert found.logits == 2 * 2 * 8192 * hidden + 2 * hidden * vocab / 8
-    assert found.total < H100.memory_gib * GIB
+    assert planned.logits == 2 * 2 * 8192 * hidden + 2 * hidden * vocab / 8
+    assert planned.total < H100.memory_gib * GIB
 
 
 def test_a_layer_keeps_what_megatron_reckons() -> None:
@@ -144,20 +148,24 @@ def test_a_layer_keeps_what_megatron_reckons() -> None:
     projection (2 f more).
     """
     llama = replace(spec("llama-3.1-8b"), num_kv_heads=32)
-    kept = 2 * memory.layer_activations(llama, TrainerConfig(), experts=False).saved
-    assert kept == 18 * 4096 + 4 * 14336 - 2 * 4096 + 2 * 14336
+    saved = 2 * memory.layer_activations(llama, TrainerConfig(), experts=False).saved
+    assert saved == 18 * 4096 + 4 * 14336 - 2 * 4096 + 2 * 14336
 
 
 def test_zero_splits_dense_and_experts_over_their_own_meshes() -> None:
     # 16 ranks: two replicas of each expert, eight of everything else
     shape = {"tp": 2, "dp": 8, "cp": 1, "ep": 8}
-    (held,) = trainer_elements(spec("qwen3-30b-a3b"), TrainerConfig(**shape), "bfloat16")
-    assert optimizer_bytes(held, TrainerConfig(zero=1, **shape), "bfloat16") == 12 * (
-        held.dense / 8 + held.expert / 2
+    (elements,) = trainer_elements(spec("qwen3-30b-a3b"), TrainerConfig(**shape), "bfloat16")
+    assert optimizer_bytes(elements, TrainerConfig(zero=1, **shape), "bfloat16") == 12 * (
+        elements.dense / 8 + elements.expert / 2
     )
-    assert optimizer_bytes(held, TrainerConfig(zero=0, **shape), "bfloat16") == 12 * held.total
+    assert (
+        optimizer_bytes(elements, TrainerConfig(zero=0, **shape), "bfloat16") == 12 * elements.total
+    )
     # the weights are their own masters
-    assert optimizer_bytes(held, TrainerConfig(zero=0, **shape), "float32") == 8 * held.total
+    assert (
+        optimizer_bytes(elements, TrainerConfig(zero=0, **shape), "float32") == 8 * elements.total
+    )
 
 
 def test_a_frozen_reference_is_a_copy_of_the_weights() -> None:
@@ -227,8 +235,10 @@ def test_every_knob_turns_its_part_down(key: str, value: object, part: str) -> N
 def test_logits_are_on_the_last_stage_alone() -> None:
     stages = stage_memory(spec("llama-3.1-8b"), TrainerConfig(pp=4), "bfloat16", H100)
     assert [stage.logits > 0 for stage in stages] == [False, False, False, True]
-    kept = [stage.activations for stage in stages]
-    assert kept == sorted(kept, reverse=True)  # the first stage has the most microbatches in flight
+    activations = [stage.activations for stage in stages]
+    assert activations == sorted(
+        activations, reverse=True
+    )  # the first stage has the most microbatches in flight
 
 
 def test_kv_cache_of_a_token() -> None:
@@ -277,7 +287,7 @@ def test_kv_cache_has_the_dtype_of_server_args() -> None:
     assert read[0] == 2 * read[1]
 
 
-def test_layers_with_windows_keep_fewer_keys_and_values_where_sglang_has_a_pool_for_them() -> None:
+def test_windowed_layers_keep_fewer_keys_and_values() -> None:
     """gpt-oss-20b: 24 layers, 12 of them with windows of 128 tokens, 8 heads of 64.
 
     For Gemma 3 SGLang has one pool.
@@ -286,11 +296,11 @@ def test_layers_with_windows_keep_fewer_keys_and_values_where_sglang_has_a_pool_
     layer = 2 * 8 * 64 * 2
     one = GeneratorConfig(tp=1)
     settings = ({}, {"swa_full_tokens_ratio": 0.25}, {"disable_hybrid_swa_memory": True})
-    kept = [
-        kv_bytes_per_token(oss, GeneratorConfig(tp=1, server_args=each), 2) / layer
-        for each in settings
+    layers_kept = [
+        kv_bytes_per_token(oss, GeneratorConfig(tp=1, server_args=server_args), 2) / layer
+        for server_args in settings
     ]
-    assert kept == pytest.approx([12 + 0.8 * 12, 12 + 0.25 * 12, 24])
+    assert layers_kept == pytest.approx([12 + 0.8 * 12, 12 + 0.25 * 12, 24])
     assert kv_bytes_per_token(spec("gemma-3-1b"), one, 2) == 26 * 2 * 1 * 256 * 2
     assert [kv_bytes_read(oss, one, 2, context) / layer for context in (100, 1000)] == [
         24 * 100,
@@ -301,10 +311,10 @@ def test_layers_with_windows_keep_fewer_keys_and_values_where_sglang_has_a_pool_
 def test_a_kv_cache_fills_a_gpu_up_to_mem_fraction() -> None:
     llama = spec("llama-3.1-8b")
     generator = GeneratorConfig(tp=1, max_concurrency=128)
-    found = generator_memory(llama, generator, "bfloat16", WORK, H100)
-    assert found.static == pytest.approx(
+    planned = generator_memory(llama, generator, "bfloat16", WORK, H100)
+    assert planned.static == pytest.approx(
         usable_static(generator, H100), abs=131072
-    ) and found.static <= usable_static(generator, H100)
+    ) and planned.static <= usable_static(generator, H100)
     fixed = generator_memory(llama, GeneratorConfig(kv_cache_tokens=1000), "bfloat16", WORK, H100)
     assert fixed.kv_cache == 1000 * 131072
     shared = [
@@ -312,9 +322,9 @@ def test_a_kv_cache_fills_a_gpu_up_to_mem_fraction() -> None:
         for gib in (0, 30, 70)
     ]
     assert shared[1] == pytest.approx(
-        (0.85 * (79.1 - 2.5 - 30) * GIB - found.weights) / 131072, abs=1
+        (0.85 * (79.1 - 2.5 - 30) * GIB - planned.weights) / 131072, abs=1
     ), "SGLang's rule for a shared GPU"
-    assert shared[0] == found.kv_cache / 131072 and shared[2] == 128 + 2048, (
+    assert shared[0] == planned.kv_cache / 131072 and shared[2] == 128 + 2048, (
         "at least one request of full length"
     )
 
@@ -338,10 +348,10 @@ def test_a_kv_cache_on_a_cpu_is_as_large_as_requests_need() -> None:
         kv_tokens(tiny, GeneratorConfig(max_concurrency=1), "float32", short, cpu)
         == tiny.max_position_embeddings
     )
-    found = generator_memory(large, many, "float32", WORK, cpu)
-    assert found.kv_cache < 256 * (256 + 2048) * kv_bytes_per_token(
+    planned = generator_memory(large, many, "float32", WORK, cpu)
+    assert planned.kv_cache < 256 * (256 + 2048) * kv_bytes_per_token(
         large, many, 4
-    ) and found.static <= usable_static(many, cpu)
+    ) and planned.static <= usable_static(many, cpu)
 
 
 def test_kv_cache_holds_the_longest_response_of_a_suite() -> None:
@@ -370,7 +380,7 @@ def test_an_engine_prefills_in_chunks() -> None:
     """
     llama = spec("llama-3.1-8b")
     plain = GeneratorConfig(max_concurrency=64)
-    smaller, whole = (
+    smaller, unchunked = (
         GeneratorConfig(max_concurrency=64, server_args={"chunked_prefill_size": n})
         for n in (2048, -1)
     )
@@ -381,14 +391,16 @@ def test_an_engine_prefills_in_chunks() -> None:
     ]
     assert (
         prefill_tokens(llama, smaller, H100) == 2048
-        and prefill_tokens(llama, whole, H100) == 131072
+        and prefill_tokens(llama, unchunked, H100) == 131072
     )
-    found = [
+    activations = [
         generator_memory(llama, generator, "bfloat16", WORK, H100).activations
         for generator in (plain, smaller)
     ]
-    assert found[0] - found[1] == (8192 - 2048) * 2 * (4 * 4096 + 3 * 14336)
-    assert found[0] == 8192 * 2 * (4 * 4096 + 3 * 14336) + 2 * 4 * 64 * 128256 + 4 * 65 * 131072
+    assert activations[0] - activations[1] == (8192 - 2048) * 2 * (4 * 4096 + 3 * 14336)
+    assert (
+        activations[0] == 8192 * 2 * (4 * 4096 + 3 * 14336) + 2 * 4 * 64 * 128256 + 4 * 65 * 131072
+    )
 
 
 @pytest.mark.parametrize(
@@ -418,7 +430,7 @@ def test_an_engine_prefills_in_chunks() -> None:
         ),
     ],
 )
-def test_the_longest_sequence_must_fit_a_microbatch_and_an_engine(
+def test_longest_sequence_must_fit_microbatch_and_engine(
     overrides: list[str], message: str
 ) -> None:
     plan = resolve(load_config(CONFIGS / "70b_32k_aipo.yaml", overrides))
@@ -428,7 +440,7 @@ def test_the_longest_sequence_must_fit_a_microbatch_and_an_engine(
     assert all(problem.startswith("rollout.max_tokens=3") for problem in refused.value.problems)
 
 
-def test_landing_memory_is_for_what_the_trainer_alone_cuts_by_columns() -> None:
+def test_landing_memory_is_for_tensors_cut_by_columns() -> None:
     """The output projections of attention and MLP: whole from TP2 to TP1; every rank's half from
     TP8 to TP2; nothing from TP1, nor from TP8 to TP8.
     """
@@ -460,10 +472,10 @@ def test_landing_memory_of_all_layers_follows_from_two(
         trainer_layout(spec(model), topology, "bfloat16"),
         generator_layout(spec(model), one, "bfloat16"),
     )
-    found = landing_bytes(
+    landing = landing_bytes(
         spec(model), TrainerConfig(**trainer), GeneratorConfig(**engine), "bfloat16"
     )
-    assert found == sum(copy.bytes for copy in landings(map, 0)) > 0
+    assert landing == sum(copy.bytes for copy in landings(map, 0)) > 0
 
 
 @pytest.mark.parametrize(
@@ -471,18 +483,18 @@ def test_landing_memory_of_all_layers_follows_from_two(
     [("8b_aipo_256", [], 4.5), ("8b_aipo_256", ["weights.transport=nccl"], 0), ("8b_aipo", [], 0)],
     ids=["over several nodes", "by messages", "on one node"],
 )
-def test_landing_memory_is_counted_where_mooncake_carries_weights(
+def test_landing_memory_is_counted_with_mooncake(
     config: str, overrides: list[str], gib: float
 ) -> None:
     plan = resolve(load_config(CONFIGS / f"{config}.yaml", overrides))
-    found = estimate(plan.config, plan.spec)
-    assert found.generator.landing / GIB == gib
+    planned = estimate(plan.config, plan.spec)
+    assert planned.generator.landing / GIB == gib
     assert (
-        found.generator.total
-        == sum(vars(found.generator).values())
-        >= found.generator.static + gib * GIB
+        planned.generator.total
+        == sum(vars(planned.generator).values())
+        >= planned.generator.static + gib * GIB
     )
-    assert found.inboxes == 0
+    assert planned.inboxes == 0
     changing = estimate(
         resolve(load_config(CONFIGS / f"{config}.yaml", [*overrides, "weights.delta=auto"])).config,
         plan.spec,

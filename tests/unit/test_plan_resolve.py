@@ -260,7 +260,7 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_one_mistake_one_line(tmp_path: Path, overrides: str, problem: str) -> None:
+def test_each_mistake_is_one_line(tmp_path: Path, overrides: str, problem: str) -> None:
     assert problems_of(tmp_path, *overrides.split()) == [problem]
 
 
@@ -279,16 +279,16 @@ def test_one_mistake_one_line(tmp_path: Path, overrides: str, problem: str) -> N
         "generator.server_args.schedule_conservativeness=1",
     ],
 )
-def test_what_is_allowed(tmp_path: Path, overrides: str) -> None:
+def test_unusual_settings_are_accepted(tmp_path: Path, overrides: str) -> None:
     assert isinstance(resolve(config(tmp_path, *overrides.split())), RunPlan)
 
 
-def deepseek(tmp_path: Path, **other: int) -> str:
-    """An override that names a folder with DeepSeek-V3's config.json, changed by `other`."""
+def deepseek(tmp_path: Path, **changes: int) -> str:
+    """An override that names a folder with DeepSeek-V3's config.json, changed by `changes`."""
     values = json.loads((CONFIGS / "models/deepseek-v3/config.json").read_text())
     values.pop("quantization_config", None)
     (tmp_path / "deepseek").mkdir()
-    (tmp_path / "deepseek/config.json").write_text(json.dumps(values | other))
+    (tmp_path / "deepseek/config.json").write_text(json.dumps(values | changes))
     return f"model.path={tmp_path}/deepseek"
 
 
@@ -296,11 +296,11 @@ def test_shared_experts_that_cpu_engines_pad_one_by_one(tmp_path: Path) -> None:
     model = deepseek(tmp_path, n_shared_experts=2, moe_intermediate_size=96)
     stages = ["trainer.pp=4", "trainer.first_stage_layers=16", "cluster.gpu=cpu"]
     (problem,) = problems_of(tmp_path, model, *stages, "generator.tp=2")
-    wanted = (
+    remedy = (
         "must be a multiple of 32 * generator.tp=2 on CPUs, or its 2 shared experts are "
         "padded; generator.tp=1 would do"
     )
-    assert problem.endswith(f"the 96 ffn rows of an expert {wanted}")
+    assert problem.endswith(f"the 96 ffn rows of an expert {remedy}")
     assert resolve(config(tmp_path, model, *stages, "generator.tp=1")) and resolve(
         config(tmp_path, model, *stages[:2], "generator.tp=2")
     )
@@ -318,7 +318,7 @@ def test_engines_of_a_checkpoint_in_fp8_keep_its_format(tmp_path: Path) -> None:
     assert resolve(config(tmp_path, model, *sizes, "generator.quantization=fp8_block"), "plan")
 
 
-def test_engines_of_a_checkpoint_in_mxfp4_are_told_to_serve_it_in_the_dtype_of_the_model(
+def test_mxfp4_checkpoint_must_be_served_dequantised(
     tmp_path: Path,
 ) -> None:
     shipped = json.loads(
@@ -331,10 +331,15 @@ def test_engines_of_a_checkpoint_in_mxfp4_are_told_to_serve_it_in_the_dtype_of_t
     model = f"model.path={tmp_path}/gpt_oss"
     (problem,) = problems_of(tmp_path, model)
     assert problem.startswith('generator.server_args: must have {"json_model_override_args": ')
-    told = [f"generator.server_args.{name}={value!r}" for name, value in DEQUANTISED.items()]
-    assert resolve(config(tmp_path, model, *told), "plan")
+    remedies = [f"generator.server_args.{name}={value!r}" for name, value in DEQUANTISED.items()]
+    assert resolve(config(tmp_path, model, *remedies), "plan")
     assert problems_of(
-        tmp_path, model, *told, "trainer.etp=2", "trainer.tp=2", "trainer.sequence_parallel=true"
+        tmp_path,
+        model,
+        *remedies,
+        "trainer.etp=2",
+        "trainer.tp=2",
+        "trainer.sequence_parallel=true",
     ) == ["trainer.etp=2: must be 1: the experts of a gpt_oss model have biases"]
 
 
@@ -356,7 +361,7 @@ def test_sinks_are_refused_where_the_vendors_have_none_on_gpus(tmp_path: Path) -
     )
 
 
-def test_fused_rows_that_are_no_whole_blocks_have_no_other_size_as_advice(tmp_path: Path) -> None:
+def test_fused_rows_that_never_fill_blocks_get_no_advice(tmp_path: Path) -> None:
     sizes = ["trainer.pp=4", "trainer.first_stage_layers=16", "generator.tp=8", "generator.ep=8"]
     model = deepseek(tmp_path, q_lora_rank=160)
     assert problems_of(tmp_path, model, *sizes, "generator.quantization=fp8_block") == [
@@ -390,7 +395,7 @@ def test_mistakes_of_all_roles_are_reported_together(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_blocks_on_blackwell_need_a_kernel_that_leaves_scales_as_they_are(tmp_path: Path) -> None:
+def test_fp8_blocks_on_blackwell_need_a_kernel_for_plain_scales(tmp_path: Path) -> None:
     blocks = [
         with_weights(tmp_path / "model"),
         "generator.quantization=fp8_block",
@@ -423,9 +428,10 @@ def test_command_checks(tmp_path: Path) -> None:
 def test_the_warm_start_has_parallel_sizes_of_its_own(tmp_path: Path) -> None:
     weights = with_weights(tmp_path / "weights")
     sizes = ["trainer.tp=2", "trainer.pp=2", "trainer.sequence_parallel=true", "sft.steps=1"]
-    own = resolve(config(tmp_path, weights, *sizes, "sft.dp=2"), "sft")
+    warm_start = resolve(config(tmp_path, weights, *sizes, "sft.dp=2"), "sft")
     assert (
-        own.trainer_topology == TrainerTopology(dp=2) and not own.config.trainer.sequence_parallel
+        warm_start.trainer_topology == TrainerTopology(dp=2)
+        and not warm_start.config.trainer.sequence_parallel
     )
     assert resolve(config(tmp_path, weights, *sizes), "sft").trainer_topology == TrainerTopology(
         tp=2, pp=2

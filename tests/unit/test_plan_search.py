@@ -57,17 +57,17 @@ def load(name: str, *overrides: str) -> tuple[RunConfig, object]:
         ("qwen3_next_80b_a3b_aipo", 64),
     ],
 )
-def test_what_is_found_fits_and_is_legal(name: str, gpus: int) -> None:
+def test_proposal_fits_and_is_legal(name: str, gpus: int) -> None:
     _, spec = load(name)
-    found, chosen = found_for(name, gpus)
-    assert problems(chosen, spec) == []
-    then = estimate(chosen, spec)
+    result, proposal = found_for(name, gpus)
+    assert problems(proposal, spec) == []
+    then = estimate(proposal, spec)
     assert then.overfull == {}
-    t = chosen.trainer
-    g = chosen.generator
+    t = proposal.trainer
+    g = proposal.generator
     assert t.tp * t.pp * t.cp * t.dp + g.engines * g.tp <= gpus
-    assert then.train.total == pytest.approx(found.trainer.seconds)
-    assert 0 < found.theta < 1 and 0 < found.balanced_theta < 1
+    assert then.train.total == pytest.approx(result.trainer.seconds)
+    assert 0 < result.theta < 1 and 0 < result.balanced_theta < 1
 
 
 @pytest.mark.parametrize(
@@ -80,15 +80,13 @@ def test_what_is_found_fits_and_is_legal(name: str, gpus: int) -> None:
         ("8b_aipo", ("cluster.gpu=A100",), 8),
     ],
 )
-def test_what_is_found_fits_by_its_own_plan(
-    name: str, overrides: tuple[str, ...], gpus: int
-) -> None:
+def test_proposal_fits_by_its_own_plan(name: str, overrides: tuple[str, ...], gpus: int) -> None:
     """Also where one side's memory depends on the other side: with adapters, which may be merged,
     and with shadows on the GPU.
     """
     config, spec = load(name, *overrides)
-    _, chosen = search(config, spec, gpus)
-    assert estimate(chosen, spec).overfull == {} and problems(chosen, spec) == []
+    _, proposal = search(config, spec, gpus)
+    assert estimate(proposal, spec).overfull == {} and problems(proposal, spec) == []
 
 
 @pytest.mark.parametrize(
@@ -97,12 +95,12 @@ def test_what_is_found_fits_by_its_own_plan(
 )
 def test_memory_to_spare_is_that_of_the_proposal(overrides: tuple[str, ...]) -> None:
     config, spec = load("8b_aipo", *overrides)
-    found, chosen = search(config, spec, 8)
-    then = estimate(chosen, spec)
-    assert found.generator.over_gib == pytest.approx(
+    result, proposal = search(config, spec, 8)
+    then = estimate(proposal, spec)
+    assert result.generator.over_gib == pytest.approx(
         then.groups[0].over_gib(then.cluster.gpu), abs=1e-6
     )
-    assert found.trainer.over_gib == pytest.approx(
+    assert result.trainer.over_gib == pytest.approx(
         then.trainer.total / GIB - then.cluster.gpu.memory_gib
     )
 
@@ -118,13 +116,13 @@ def test_memory_to_spare_is_that_of_the_proposal(overrides: tuple[str, ...]) -> 
         "qwen3_235b_a22b_aipo",
     ],
 )
-def test_it_is_no_slower_than_the_config_that_ships(name: str) -> None:
+def test_proposal_is_no_slower_than_the_shipped_config(name: str) -> None:
     config, spec = load(name)
     t = config.trainer
     g = config.generator
     shipped = estimate(config, spec)
-    _, chosen = found_for(name, t.tp * t.pp * t.cp * t.dp + g.engines * g.tp)
-    assert estimate(chosen, spec).step_s <= 1.02 * shipped.step_s
+    _, proposal = found_for(name, t.tp * t.pp * t.cp * t.dp + g.engines * g.tp)
+    assert estimate(proposal, spec).step_s <= 1.02 * shipped.step_s
 
 
 @pytest.mark.parametrize(("capacity", "gpus"), [(1, 20), (1, 16), (0, 16), (1, 12)])
@@ -138,8 +136,8 @@ def test_bisection_finds_what_trying_every_split_finds(capacity: int, gpus: int)
     one = Search(config, spec, gpus)
     unit = 4 if gpus > 16 else 1  # whole nodes
     every = {split: one._step_s(split) for split in range(unit, gpus, unit)}
-    found = Search(config, spec, gpus).run()
-    assert every[round(found.theta * gpus)] == pytest.approx(min(every.values()), rel=1e-3)
+    result = Search(config, spec, gpus).run()
+    assert every[round(result.theta * gpus)] == pytest.approx(min(every.values()), rel=1e-3)
 
 
 def test_sides_get_no_slower_with_more_gpus() -> None:
@@ -180,20 +178,20 @@ def test_nothing_fits_says_who_is_too_large() -> None:
         ("qwen3_30b_a3b_aipo", ("trainer.ep=2",)),
     ],
 )
-def test_remedies_make_it_fit(name: str, overrides: tuple[str, ...]) -> None:
+def test_remedies_make_a_config_fit(name: str, overrides: tuple[str, ...]) -> None:
     config, spec = load(name, *overrides)
     before = estimate(config, spec)
     assert before.overfull
-    found = remedies(config, spec, before)
-    assert {remedy.side for remedy in found} == set(before.overfull)
-    for remedy in found:
+    proposed = remedies(config, spec, before)
+    assert {remedy.side for remedy in proposed} == set(before.overfull)
+    for remedy in proposed:
         # with exactly the printed words
         again, _ = load(name, *overrides, *as_overrides(remedy.settings).split())
         assert again == with_settings(config, remedy.settings) and problems(again, spec) == []
         assert remedy.side not in estimate(again, spec).overfull, as_overrides(remedy.settings)
 
 
-def test_what_fits_needs_no_remedy() -> None:
+def test_config_that_fits_has_no_remedy() -> None:
     config, spec = load("8b_aipo")
     assert remedies(config, spec, estimate(config, spec)) == []
 
@@ -208,16 +206,16 @@ def test_the_baseline_holds_both_phases() -> None:
 
 
 @pytest.mark.parametrize(("layers", "pp"), [(126, 16), (61, 16), (94, 8), (80, 4), (32, 1), (7, 2)])
-def test_uneven_stages_take_the_layers_that_are_there(layers: int, pp: int) -> None:
+def test_uneven_stages_have_all_layers(layers: int, pp: int) -> None:
     first, last = even_stages(layers, pp)
     if first is None or last is None:
         assert layers % pp == 0
         return
-    others = (layers - first - last) // max(1, pp - 2)
+    inner = (layers - first - last) // max(1, pp - 2)
     assert (
-        first + last + others * (pp - 2) == layers
-        and 0 < first <= max(others, last)
-        and 0 < last <= max(others, layers - first)
+        first + last + inner * (pp - 2) == layers
+        and 0 < first <= max(inner, last)
+        and 0 < last <= max(inner, layers - first)
     )
 
 

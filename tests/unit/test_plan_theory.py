@@ -89,10 +89,10 @@ def test_the_closed_form_is_the_minimum_that_sympy_derives() -> None:
     assert sympy.simplify(cost.subs(b, stationary) - least) == 0
     # one minimum, no other stationary point
     assert sympy.simplify(sympy.diff(cost, b, 2)).is_positive
-    found = best_asynchronous(EXAMPLE)
+    solution = best_asynchronous(EXAMPLE)
     values = {fixed: 4 * 15, per_sample: 2, f: sympy.Rational(1, 2), p: sympy.Rational(1, 5)}
-    assert found.b_t == pytest.approx(float(stationary.subs(values)))
-    assert found.m_t * EXAMPLE.memory * EXAMPLE.eta_t(found.b_t) == pytest.approx(
+    assert solution.b_t == pytest.approx(float(stationary.subs(values)))
+    assert solution.m_t * EXAMPLE.memory * EXAMPLE.eta_t(solution.b_t) == pytest.approx(
         float(least.subs(values))
     )
 
@@ -145,8 +145,8 @@ def test_theorem_7_5_asynchronous_is_strictly_faster(problem: Problem) -> None:
     # give the same step times.
     assert trainer_memory(problem, a.b_t, a.m_t) == pytest.approx(problem.memory)
     assert generator_memory(problem, a.b_g, a.m_g) == pytest.approx(problem.memory)
-    both = trainer_memory(problem, s.b_t, s.m) + generator_memory(problem, s.b_g, s.m)
-    assert both == pytest.approx(problem.memory)
+    both_memories = trainer_memory(problem, s.b_t, s.m) + generator_memory(problem, s.b_g, s.m)
+    assert both_memories == pytest.approx(problem.memory)
     assert asynchronous_s(problem, a.b_t, a.b_g, a.m_t, a.m_g, a.theta) == pytest.approx(a.step_s)
     assert synchronous_s(problem, s.b_t, s.b_g, s.m) == pytest.approx(s.step_s)
 
@@ -164,39 +164,39 @@ def test_theorem_7_5_holds_against_any_synchronous_configuration(
 @settings(max_examples=100, deadline=None)
 @given(PROBLEMS, st.floats(-2, 2), st.floats(-2, 2), st.floats(0.01, 0.99))
 def test_nothing_beats_the_closed_form(
-    problem: Problem, left: float, right: float, theta: float
+    problem: Problem, trainer_log_factor: float, generator_log_factor: float, theta: float
 ) -> None:
     """Any other batch sizes within a factor e^2 of the best, and any split, with the model
     parallelism that memory needs.
     """
     best = best_asynchronous(problem)
-    b_t = best.b_t * math.exp(left)
-    b_g = best.b_g * math.exp(right)
+    b_t = best.b_t * math.exp(trainer_log_factor)
+    b_g = best.b_g * math.exp(generator_log_factor)
     m_t = (4 * problem.weights + problem.activation * b_t) / problem.memory
     m_g = (problem.weights + problem.kv_cache * b_g) / problem.memory
     assert asynchronous_s(problem, b_t, b_g, m_t, m_g, theta) >= best.step_s * (1 - 1e-9)
 
 
-def test_the_problem_of_a_run_is_made_of_what_the_planner_says() -> None:
+def test_problem_of_a_run_has_the_numbers_of_the_planner() -> None:
     """8B: 8.03e9 weights of 2 bytes; 2 * 8 heads * 128 keys and values a token in 32 layers;
     decoding of 64 at a time follows the line.
     """
     config = load_config(ROOT / "configs/8b_aipo.yaml")
     spec = load_spec(ROOT / "configs/models/llama-3.1-8b")
     work = Workload.of(config)
-    found = problem_of(config, spec, gpus=8)
-    assert (found.gpus, found.batch) == (8, work.sequences)
-    assert found.weights == pytest.approx(2 * 8.03e9, rel=1e-3)
-    assert found.kv_cache == work.tokens_per_sequence * 2 * 2 * 8 * 128 * 32
-    assert 70 * GIB < found.memory < 79.1 * GIB
+    problem = problem_of(config, spec, gpus=8)
+    assert (problem.gpus, problem.batch) == (8, work.sequences)
+    assert problem.weights == pytest.approx(2 * 8.03e9, rel=1e-3)
+    assert problem.kv_cache == work.tokens_per_sequence * 2 * 2 * 8 * 128 * 32
+    assert 70 * GIB < problem.memory < 79.1 * GIB
     engines = GenerateModel(spec, config.generator, config.model.dtype, Cluster.of(config))
     step_s = engines.decode_step(64, work.prompt_tokens + work.response_tokens / 2).total
-    assert 64 * found.eta_g(64) == pytest.approx(work.response_tokens * step_s, rel=0.05)
+    assert 64 * problem.eta_g(64) == pytest.approx(work.response_tokens * step_s, rel=0.05)
     cut = replace(
         config, trainer=replace(config.trainer, minibatches=config.rollout.prompts_per_step)
     )
-    assert problem_of(cut, spec, gpus=8) == found, "in the paper a step has no mini-batches"
+    assert problem_of(cut, spec, gpus=8) == problem, "in the paper a step has no mini-batches"
     batches = [1, 2, 4, 8, 64]
-    assert [found.eta_t(b) for b in batches] == sorted(
-        (found.eta_t(b) for b in batches), reverse=True
+    assert [problem.eta_t(b) for b in batches] == sorted(
+        (problem.eta_t(b) for b in batches), reverse=True
     )

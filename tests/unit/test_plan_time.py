@@ -64,19 +64,21 @@ def test_attention_is_half_of_a_square() -> None:
     layers = 32
     heads = 32
     width = 128
-    whole = layers * heads * 4 * length**2 * width / 2
+    flops = layers * heads * 4 * length**2 * width / 2
     assert length * (
         flops_per_token(LLAMA_8B, length) - flops_per_token(LLAMA_8B, 0)
-    ) == pytest.approx(whole)
+    ) == pytest.approx(flops)
 
 
 @pytest.mark.parametrize("length", [64, 1000])
-def test_a_token_attends_to_those_before_it_or_to_those_in_its_window(length: int) -> None:
+def test_token_attends_to_its_prefix_or_its_window(length: int) -> None:
     """The mean is over a sequence's positions, and over gpt-oss-20b's layers: every other one has a
     window of 128.
     """
     spec = load_spec(CONFIGS / "models/gpt-oss-20b")
-    full, window = (np.minimum(np.arange(length) + 0.5, most).mean() for most in (length, 128))
+    full, window = (
+        np.minimum(np.arange(length) + 0.5, longest).mean() for longest in (length, 128)
+    )
     assert attended(spec, length) == pytest.approx((full + window) / 2, rel=1e-4)
     assert attended(LLAMA_8B, length) == length / 2
 
@@ -100,15 +102,15 @@ def test_a_pipeline_pays_its_bubble() -> None:
     alone, piped, virtual = (
         step(work=work, cluster=endless, **sizes) for sizes in ({}, {"pp": 4}, {"pp": 4, "vpp": 5})
     )
-    rest = piped.compute + piped.tensor_parallel
+    work_s = piped.compute + piped.tensor_parallel
     assert alone.pipeline == 0
-    assert piped.pipeline == pytest.approx(3 / 128 * rest, rel=0.01)
+    assert piped.pipeline == pytest.approx(3 / 128 * work_s, rel=0.01)
     assert virtual.pipeline < piped.pipeline / 4  # a fifth, plus the starts of messages
     assert piped.compute == pytest.approx(alone.compute / 4, rel=0.05)
     assert step(work=work, pp=4).pipeline > piped.pipeline  # plus the messages between stages
 
 
-def test_attention_is_paid_by_the_square_of_each_length() -> None:
+def test_attention_costs_the_square_of_each_length() -> None:
     """If half of the tokens are in sequences of 1,000 and half in sequences of 9,000, they cost as
     much as in sequences of 5,000. For 40,000 tokens on one H100, a layer of 8B takes 2 * 32 * (128
     + 128) * 5000 / 2 FLOPs a token forward, and 2.5 times that backward (FlashAttention-2).
@@ -124,7 +126,7 @@ def test_attention_is_paid_by_the_square_of_each_length() -> None:
     rate = 0.7816 * 989e12 / (1 + 256 / 40_000 + 256 / 512)
     assert long == 5 * short == pytest.approx(40_000 * 2 * 32 * 256 * 5000 / 2 / rate, rel=1e-3)
     flat = Workload(64, 16, 10, 9990, 9990)
-    kept, again = (
+    without_recompute, again = (
         TrainModel(
             LLAMA_8B, TrainerConfig(max_tokens_per_microbatch=10_000, recompute=r), "bfloat16", H100
         )
@@ -133,7 +135,7 @@ def test_attention_is_paid_by_the_square_of_each_length() -> None:
         for r in (False, True)
     )
     one = TrainModel(LLAMA_8B, TrainerConfig(), "bfloat16", H100)
-    assert again - kept == pytest.approx(
+    assert again - without_recompute == pytest.approx(
         64 * 32 * (one._layer_s(10_000) + one._attention_s(10_000, 10_000))
     )
 
@@ -165,7 +167,7 @@ def test_keys_and_values_go_around_while_attention_computes() -> None:
     assert TrainModel(LLAMA_70B, TrainerConfig(tp=8), "bfloat16", H100)._context_s(8192, 0) == 0
 
 
-def test_one_long_sequence_among_many_short_ones() -> None:
+def test_one_long_sequence_slows_a_batch_of_short_ones() -> None:
     """Data parallelism does not cut a sequence, so the long one's rank works longest: 128k tokens
     beside 255 sequences of 1,000 on 16 ranks.
     """
@@ -195,21 +197,25 @@ def test_gradients_are_reduced_behind_the_last_backward_pass() -> None:
     model = TrainModel(
         LLAMA_70B, TrainerConfig(tp=8, dp=4, sequence_parallel=True), "bfloat16", H100
     )
-    (held,) = trainer_elements(LLAMA_70B, model.trainer, "bfloat16")
+    (elements,) = trainer_elements(LLAMA_70B, model.trainer, "bfloat16")
     group = CollectiveGroup(4, 8, H100, CONSTANTS)
-    reduced = group.gather_s(4 * held.total)
-    gathered = group.gather_s(2 * held.total)
+    reduced = group.gather_s(4 * elements.total)
+    gathered = group.gather_s(2 * elements.total)
     apart = replace(model, trainer=replace(model.trainer, ddp={"overlap_grad_reduce": False}))
-    assert apart._data_s(held, 10.0) == pytest.approx(reduced + gathered)
-    assert model._data_s(held, reduced / 4) == pytest.approx(0.75 * reduced + gathered)
-    assert model._data_s(held, 10.0) == pytest.approx(40e6 / held.total * reduced + gathered)
+    assert apart._data_s(elements, 10.0) == pytest.approx(reduced + gathered)
+    assert model._data_s(elements, reduced / 4) == pytest.approx(0.75 * reduced + gathered)
+    assert model._data_s(elements, 10.0) == pytest.approx(
+        40e6 / elements.total * reduced + gathered
+    )
     # an all-reduce of gradients, and no weights to gather
     plain = replace(model, trainer=replace(model.trainer, zero=0))
-    assert plain._data_s(held, 0.0) == pytest.approx(group.all_reduce_s(4 * held.total), rel=1e-3)
+    assert plain._data_s(elements, 0.0) == pytest.approx(
+        group.all_reduce_s(4 * elements.total), rel=1e-3
+    )
     cpu = replace(model, cluster=Cluster(GPUS["cpu"]))
-    assert cpu._data_s(held, 1e9) > replace(
+    assert cpu._data_s(elements, 1e9) > replace(
         cpu, trainer=replace(cpu.trainer, ddp={"overlap_grad_reduce": True})
-    )._data_s(held, 1e9)
+    )._data_s(elements, 1e9)
 
 
 def test_what_costs_more() -> None:
@@ -224,7 +230,7 @@ def test_what_costs_more() -> None:
     assert 100 < base.tflops < 989 * CONSTANTS.gemm_efficiency
 
 
-def test_a_batch_of_several_optimizer_steps_costs_as_much_as_they_do() -> None:
+def test_batch_costs_as_much_as_its_optimizer_steps() -> None:
     """Each step has its own gradients, bubble and update.
 
     A batch is scored once, however many epochs.
@@ -253,7 +259,7 @@ def test_a_batch_of_several_optimizer_steps_costs_as_much_as_they_do() -> None:
     )
 
 
-def test_what_is_scored_beside_training() -> None:
+def test_number_of_scoring_passes_follows_the_algorithm() -> None:
     """The proximal policy, unless it is the policy itself.
 
     For pairs, policy and reference, and the policy in every epoch.
@@ -282,7 +288,7 @@ def test_what_is_scored_beside_training() -> None:
         overrides: scoring_passes(config("8b_aipo", *overrides)) for overrides in passes
     } == passes
     once, again = (
-        estimate(config("8b_aipo", several, *more), LLAMA_8B) for more in ([], [decoupled])
+        estimate(config("8b_aipo", several, *settings), LLAMA_8B) for settings in ([], [decoupled])
     )
     assert again.train.compute > once.train.compute and again.trainer == once.trainer, (
         "it takes time, and no memory"
@@ -316,9 +322,11 @@ def test_collectives_by_where_the_ranks_stand() -> None:
 def test_lengths_have_the_mean_they_were_given() -> None:
     for mean, longest in ((512, 2048), (1024, 2048), (1900, 2048), (100, 4096)):
         work = Workload(64, 16, 128, mean, longest)
-        at = (np.arange(20000) + 0.5) * longest / 20000
+        positions = (np.arange(20000) + 0.5) * longest / 20000
         # E integrates the survival function
-        assert np.mean([work.survivors(t) for t in at]) * longest == pytest.approx(mean, rel=1e-3)
+        assert np.mean([work.survivors(t) for t in positions]) * longest == pytest.approx(
+            mean, rel=1e-3
+        )
     assert Workload(64, 16, 128, 2048, 2048).straggler == 2048
 
 
@@ -334,7 +342,7 @@ def simulated_steps(lengths: np.ndarray, slots: int) -> int:
             running.append(waiting.pop())
         span = min(running)
         steps += span
-        running = [left - span for left in running if left > span]
+        running = [tokens - span for tokens in running if tokens > span]
     return steps
 
 
@@ -374,9 +382,9 @@ def test_the_tail_works_on_what_is_left(slots: int) -> None:
     model = GenerateModel(
         LLAMA_8B, GeneratorConfig(engines=2, max_concurrency=slots), "bfloat16", H100, slow
     )
-    found = model.seconds(work)
+    times = model.seconds(work)
     of_one_token = model.decode_step(1, 128 + 400 / 2).compute
-    assert found.full + found.tail == pytest.approx(32 * 400 * of_one_token, rel=0.1)
+    assert times.full + times.tail == pytest.approx(32 * 400 * of_one_token, rel=0.1)
 
 
 def test_carrying_responses_over_leaves_no_tail() -> None:
@@ -401,18 +409,18 @@ def test_responses_that_are_prefilled_again() -> None:
         H100,
     )
     work = Workload(512, 128, 200, 1000, 1000)  # equal lengths, so on average half done: 700 tokens
-    kept, again = (
+    prefilled_once, again = (
         model.seconds(work, carried_over=True, prefilled_again=p).prefill for p in (False, True)
     )
     flops = 2 * (parameter_count(LLAMA_70B) - 128256 * 8192) + 80 * 2 * 64 * 256 * 1400 / 2
-    assert again - kept == pytest.approx(64 * 700 * flops / (8 * 1979e12 / 2), rel=1e-3)
+    assert again - prefilled_once == pytest.approx(64 * 700 * flops / (8 * 1979e12 / 2), rel=1e-3)
 
 
 @pytest.mark.parametrize(
     ("mode", "prefills"),
     [("block", False), ("in_flight", False), ("retract", True), ("resume", True)],
 )
-def test_which_partial_rollouts_prefill_again(mode: str, prefills: bool) -> None:
+def test_partial_rollouts_that_prefill_again(mode: str, prefills: bool) -> None:
     assert unfinished(config("70b_32k_aipo", f"async.partial_rollout={mode}")) == {
         "carried_over": mode != "block",
         "prefilled_again": prefills,
@@ -432,11 +440,11 @@ def test_engines_run_no_more_responses_than_may_be_ahead() -> None:
         LLAMA_8B, GeneratorConfig(engines=8, max_concurrency=256), "bfloat16", H100
     )
     work = Workload(512, 128, 128, 512, 2048)
-    found = [
+    concurrency = [
         model.seconds(work, carried_over=True, ahead=ahead).concurrency
         for ahead in (1, 2, math.inf)
     ]
-    assert found == [64, 128, 256]
+    assert concurrency == [64, 128, 256]
 
 
 def test_decoding_is_bound_by_memory_then_by_products() -> None:
@@ -506,47 +514,48 @@ def test_too_small_a_cache_lowers_the_concurrency() -> None:
 
 @pytest.mark.parametrize("name", ["8b_aipo_256", "70b_aipo", "405b_aipo"])
 def test_the_update_is_that_of_the_map(name: str) -> None:
-    asked = config(name)
-    spec = load_spec(Path(CONFIGS.parent) / asked.model.spec)
-    source = trainer_layout(spec, trainer_topology(asked.trainer), "bfloat16")
+    run_config = config(name)
+    spec = load_spec(Path(CONFIGS.parent) / run_config.model.spec)
+    source = trainer_layout(spec, trainer_topology(run_config.trainer), "bfloat16")
     destination = generator_layout(
         spec,
-        generator_topology(asked.generator),
+        generator_topology(run_config.generator),
         "bfloat16",
-        quantization=asked.generator.quantization,
+        quantization=run_config.generator.quantization,
     )
     reshard_map = ReshardMap.build(source, destination)
-    found, delta = sync_s(spec, asked, H100)
+    whole_s, delta = sync_s(spec, run_config, H100)
     facts = to_json(
-        *planned_relays(reshard_map, asked.weights.relay, asked.generator.tp), changed=CHANGED
+        *planned_relays(reshard_map, run_config.weights.relay, run_config.generator.tp),
+        changed=CHANGED,
     )
-    assert (found, delta) == pytest.approx(
+    assert (whole_s, delta) == pytest.approx(
         (facts["predicted_s"], facts["delta_predicted_s"])
-    ) and delta < 0.06 * found
+    ) and delta < 0.06 * whole_s
     engine_bytes = reshard_map.summary().bytes / destination.world_size
-    assert found == pytest.approx(
+    assert whole_s == pytest.approx(
         balanced_sync_s(engine_bytes, destination.world_size, source.world_size, H100), rel=0.06
     )
 
 
 @pytest.mark.parametrize("relay, most", [("auto", 16), ("engines", 2)])
 def test_the_update_from_few_trainer_ranks_to_many_engines(relay: str, most: int) -> None:
-    sizes = (
+    sizes = [
         "trainer.tp=8",
         "trainer.pp=1",
         "trainer.dp=1",
         "generator.tp=8",
         "generator.engines=16",
         "generator.quantization=null",
-    )
-    asked = config("70b_aipo", *sizes, f"weights.relay={relay}")
-    spec = load_spec(Path(CONFIGS.parent) / asked.model.spec)
-    engine_bytes = generator_weights(spec, asked.generator, "bfloat16").total
-    found, delta = sync_s(spec, asked, H100)
-    assert delta < found < 1.05 * most * engine_bytes / H100.gpu.nic_bytes_per_s
+    ]
+    run_config = config("70b_aipo", *sizes, f"weights.relay={relay}")
+    spec = load_spec(Path(CONFIGS.parent) / run_config.model.spec)
+    engine_bytes = generator_weights(spec, run_config.generator, "bfloat16").total
+    whole_s, delta = sync_s(spec, run_config, H100)
+    assert delta < whole_s < 1.05 * most * engine_bytes / H100.gpu.nic_bytes_per_s
     relaying = 16 if relay == "engines" else 0
     # the embedding is one piece
-    assert found == pytest.approx(balanced_sync_s(engine_bytes, 128, 8, H100, relaying), rel=0.1)
+    assert whole_s == pytest.approx(balanced_sync_s(engine_bytes, 128, 8, H100, relaying), rel=0.1)
 
 
 def test_longest_of_independent_responses_is_a_harmonic_sum() -> None:
@@ -570,8 +579,8 @@ def test_longest_of_independent_responses_is_a_harmonic_sum() -> None:
     ],
 )
 def test_wait_for_places_in_closed_form(places: int, ahead: float, waited_s: float) -> None:
-    found = wait_s(prompts=64, places=places, ahead=ahead, rollout_s=20, step_s=32, pause_s=2)
-    assert found == pytest.approx(waited_s)
+    waited = wait_s(prompts=64, places=places, ahead=ahead, rollout_s=20, step_s=32, pause_s=2)
+    assert waited == pytest.approx(waited_s)
 
 
 @pytest.mark.parametrize("share_gpus", ["true", "false"])

@@ -16,7 +16,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "planner.md"
 
 
 @pytest.fixture(scope="module")
-def found() -> list[list[Result]]:
+def tables() -> list[list[Result]]:
     return results()
 
 
@@ -55,21 +55,21 @@ def test_fitted_rows_do_move_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fit(rounds=1) != before
 
 
-def test_errors_are_as_stated(found: list[list[Result]]) -> None:
-    assert median_error(found, held_out=True) < 0.08
-    assert median_error(found, held_out=False) < 0.14
+def test_errors_are_as_stated(tables: list[list[Result]]) -> None:
+    assert median_error(tables, held_out=True) < 0.08
+    assert median_error(tables, held_out=False) < 0.14
     of_experts = [
         result
-        for table in found[1:3]
+        for table in tables[1:3]
         for result in table
         if "Llama" not in result.row.name and result.held_out
     ]
     assert len(of_experts) == 10 and max(abs(result.error) for result in of_experts) < 0.3
 
 
-def test_order_of_the_rows(found: list[list[Result]]) -> None:
+def test_order_of_the_rows(tables: list[list[Result]]) -> None:
     """All 45 + 45 + 66 pairs except three (docs/planner.md says why), and without NeMo-RL on GB200."""
-    llamarl, nemo, bridge, _ = (misordered(table) for table in found)
+    llamarl, nemo, bridge, _ = (misordered(table) for table in tables)
     assert nemo == [] and bridge == [("Llama 3 70B, 64 GB200", "Qwen3-30B-A3B, 8 B300")]
     assert sorted(llamarl) == [
         ("70B, 8 / 8", "70B, 8 / 4 fp8"),
@@ -77,8 +77,8 @@ def test_order_of_the_rows(found: list[list[Result]]) -> None:
     ]
 
 
-def test_within_a_model_asynchrony_and_smaller_engines_win(found: list[list[Result]]) -> None:
-    predicted = {result.row.name: result.predicted_s for result in found[0]}
+def test_within_a_model_asynchrony_and_smaller_engines_win(tables: list[list[Result]]) -> None:
+    predicted = {result.row.name: result.predicted_s for result in tables[0]}
     assert (
         predicted["405B baseline, 64 / 64"]
         > predicted["405B, 32 / 32"]
@@ -89,7 +89,7 @@ def test_within_a_model_asynchrony_and_smaller_engines_win(found: list[list[Resu
     assert predicted["70B baseline, 8 / 8"] > predicted["70B, 8 / 8"]
 
 
-def test_the_document_holds_these_tables(found: list[list[Result]]) -> None:
-    assert render(found) in DOCUMENT.read_text(), (
+def test_the_document_holds_these_tables(tables: list[list[Result]]) -> None:
+    assert render(tables) in DOCUMENT.read_text(), (
         "put what tests/tools/planner_validation.py prints there"
     )

@@ -19,7 +19,9 @@ from megarl.plan.weights import WARM_START, begin_with, of_the_run, warm_start_r
 pytestmark = pytest.mark.usefixtures("hub_offline")
 
 
-def test_a_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_model_folder_is_named_with_a_suggestion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(MODEL, tmp_path / "tiny-llama")
     near = tmp_path / "tiny-lama"
     exact = tmp_path / "tiny-llama"
@@ -34,9 +36,9 @@ def test_a_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         f"model.path={output}: no such folder; megarl sft writes it"
     ]
     monkeypatch.chdir(tmp_path)  # like the configs of a checkout, used from elsewhere
-    there = "weights/models/tiny-llama"
-    assert problems_of(tmp_path, f"model.path={there}") == [
-        f"model.path={there}: no such folder in {tmp_path}"
+    relative = "weights/models/tiny-llama"
+    assert problems_of(tmp_path, f"model.path={relative}") == [
+        f"model.path={relative}: no such folder in {tmp_path}"
     ]
     (exact / "config.json").unlink()
     assert "config.json" in problems_of(tmp_path, f"model.path={exact}")[0]
@@ -111,30 +113,33 @@ class TestWhereWeightsComeFrom:
     def test_from_a_warm_start_of_the_same_model(self, tmp_path: Path) -> None:
         """As in `megarl sft run.yaml && megarl train run.yaml`."""
         output = tmp_path / "run/sft/hf"
-        own = config(tmp_path, with_weights(tmp_path / "model"), "sft.steps=3")
-        assert str(resolve(own, "train").weights) == (
+        run_config = config(tmp_path, with_weights(tmp_path / "model"), "sft.steps=3")
+        assert str(resolve(run_config, "train").weights) == (
             f"model.path={tmp_path}/model; sft.steps=3, but there is no warm start in "
             f"sft.output={output}: megarl sft makes it"
         )
         with_weights(output)
-        weights = resolve(own, "train").weights
+        weights = resolve(run_config, "train").weights
         assert (
             weights.path == str(tmp_path / "model")
             and "not used: it has no warm_start.json" in weights.remark
         )
-        (output / WARM_START).write_text(warm_start_record(own))
+        (output / WARM_START).write_text(warm_start_record(run_config))
         for command in ("train", "eval", "dry-run"):
             weights = resolve(
-                dataclasses.replace(own, data=dataclasses.replace(own.data, eval=own.data.train)),
+                dataclasses.replace(
+                    run_config,
+                    data=dataclasses.replace(run_config.data, eval=run_config.data.train),
+                ),
                 command,
             ).weights
             assert (
                 str(weights) == f"the warm start in sft.output={output}; megarl sft made it from "
                 f"model.path={tmp_path}/model"
             )
-        assert resolve(own, "sft").weights_path == str(tmp_path / "model")
-        other = config(tmp_path, with_weights(tmp_path / "other"))
-        assert str(resolve(other, "train").weights) == (
+        assert resolve(run_config, "sft").weights_path == str(tmp_path / "model")
+        other_config = config(tmp_path, with_weights(tmp_path / "other"))
+        assert str(resolve(other_config, "train").weights) == (
             f"model.path={tmp_path}/other; the warm start in sft.output={output} is not used: it "
             f"was made from {tmp_path}/model"
         )
@@ -172,11 +177,11 @@ class TestWhereWeightsComeFrom:
 class TestResume:
     def begin(self, tmp_path: Path, *overrides: str) -> None:
         with_weights(tmp_path / "run/sft/hf")
-        begun = config(tmp_path, *overrides)
+        run_config = config(tmp_path, *overrides)
         (tmp_path / "run/checkpoints/step_000010").mkdir(parents=True)
-        (tmp_path / "run/config.yaml").write_text(dump_config(begun))
+        (tmp_path / "run/config.yaml").write_text(dump_config(run_config))
 
-    def test_what_may_not_change(self, tmp_path: Path) -> None:
+    def test_settings_that_may_not_change_on_resume_are_refused(self, tmp_path: Path) -> None:
         self.begin(tmp_path)
         run = tmp_path / "run"
         assert problems_of(
@@ -192,18 +197,18 @@ class TestResume:
             "another run_dir",
             f"seed=1: the run in run_dir={run} began with 0; keep that, or use another run_dir",
         ]
-        told = (
+        message = (
             f"trainer.mtp=keep: the run in run_dir={run} began with ignore; keep that, or use "
             "another run_dir"
         )
         for command in ("train", "export"):
-            assert told in problems_of(tmp_path, "trainer.mtp=keep", command=command), (
+            assert message in problems_of(tmp_path, "trainer.mtp=keep", command=command), (
                 "checkpoints have what the setting asked for"
             )
         (run / "config.yaml").write_text("damaged: [")
         resolve(config(tmp_path, "seed=1"), "export")
 
-    def test_what_may_change(self, tmp_path: Path) -> None:
+    def test_settings_that_may_change_on_resume(self, tmp_path: Path) -> None:
         self.begin(tmp_path)
         changed = config(
             tmp_path,
@@ -223,17 +228,17 @@ class TestResume:
 
     def test_checkpoints_are_of_the_run_that_began_from_the_model(self, tmp_path: Path) -> None:
         model = with_weights(tmp_path / "model")
-        other = with_weights(tmp_path / "other")
+        other_model = with_weights(tmp_path / "other")
         assert not of_the_run(config(tmp_path, model))
         self.begin(tmp_path, model)
         assert of_the_run(config(tmp_path, model)) and of_the_run(
             config(tmp_path, f"{model}/../model")
         )
-        assert not of_the_run(config(tmp_path, other))
+        assert not of_the_run(config(tmp_path, other_model))
         (tmp_path / "run/config.yaml").unlink()
-        assert of_the_run(config(tmp_path, other))
+        assert of_the_run(config(tmp_path, other_model))
 
-    def test_a_half_written_checkpoint_is_none(self, tmp_path: Path) -> None:
+    def test_half_written_checkpoint_is_ignored(self, tmp_path: Path) -> None:
         self.begin(tmp_path)
         (tmp_path / "run/checkpoints/step_000010").rename(
             tmp_path / "run/checkpoints/step_000010.partial"
@@ -248,20 +253,20 @@ class TestResume:
         """
         output = tmp_path / "run/sft/hf"
         model = with_weights(tmp_path / "model")
-        begun = resolve(config(tmp_path, model), "train")
+        first_plan = resolve(config(tmp_path, model), "train")
         (tmp_path / "run/checkpoints/step_000010").mkdir(parents=True)
-        begin_with(begun.config, begun.weights, "00")
-        (tmp_path / "run/config.yaml").write_text(dump_config(begun.config))
+        begin_with(first_plan.config, first_plan.weights, "00")
+        (tmp_path / "run/config.yaml").write_text(dump_config(first_plan.config))
         with_weights(output)
-        (output / WARM_START).write_text(warm_start_record(begun.config))
-        again = resolve(begun.config, "train").weights
+        (output / WARM_START).write_text(warm_start_record(first_plan.config))
+        again = resolve(first_plan.config, "train").weights
         assert (again.path, again.warm_start, again.fingerprint) == (
             str(tmp_path / "model"),
             False,
             "00",
         )
         (tmp_path / "model/model.safetensors").unlink()
-        assert resolve(begun.config, "train").weights.are_gone
+        assert resolve(first_plan.config, "train").weights.are_gone
         assert problems_of(
             tmp_path, f"model.path={tmp_path}/model", "algorithm.kl_coef=0.1", command="train"
         ) == [

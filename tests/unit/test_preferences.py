@@ -37,21 +37,21 @@ def test_loss_and_weights_are_the_formulas_and_its_derivatives() -> None:
     d = scores[:, 0] - scores[:, 1]
     loss = -(1 / (1 + torch.exp(-(d - margins)))).log().sum()
     (grad,) = torch.autograd.grad(loss, scores)
-    found = bradley_terry(scores.detach(), margins)
-    torch.testing.assert_close(found.weights, grad, rtol=0, atol=1e-12)
-    assert found.metrics["loss"] == pytest.approx(loss.item() / 7, abs=1e-12)
-    assert found.metrics["accuracy"] == (d > 0).sum().item() / 7
-    assert found.metrics["score_difference/mean"] == pytest.approx(
-        found.metrics["score/chosen"] - found.metrics["score/rejected"]
+    result = bradley_terry(scores.detach(), margins)
+    torch.testing.assert_close(result.weights, grad, rtol=0, atol=1e-12)
+    assert result.metrics["loss"] == pytest.approx(loss.item() / 7, abs=1e-12)
+    assert result.metrics["accuracy"] == (d > 0).sum().item() / 7
+    assert result.metrics["score_difference/mean"] == pytest.approx(
+        result.metrics["score/chosen"] - result.metrics["score/rejected"]
     )
 
 
 def test_far_apart_scores_have_a_finite_loss() -> None:
-    found = bradley_terry(
+    result = bradley_terry(
         torch.tensor([[-500.0, 500.0], [500.0, -500.0]], dtype=torch.float64),
         torch.zeros(2, dtype=torch.float64),
     )
-    assert found.metrics["loss"] == 500.0 and found.weights.tolist() == [[-1.0, 1.0], [0.0, 0.0]]
+    assert result.metrics["loss"] == 500.0 and result.weights.tolist() == [[-1.0, 1.0], [0.0, 0.0]]
 
 
 def test_a_score_is_the_value_after_the_last_token() -> None:
@@ -98,15 +98,15 @@ def test_pairs_are_read_from_texts_and_from_messages(tmp_path: Path) -> None:
 
 def test_a_prompt_may_be_what_both_responses_begin_with(tmp_path: Path) -> None:
     """TRL's implicit prompts. Unlike TRL's own rule, this one cuts no word."""
-    asked = {"role": "user", "content": "1+2="}
+    question = {"role": "user", "content": "1+2="}
     good, bad = ({"role": "assistant", "content": text} for text in ("3", "4"))
-    for chosen, rejected, expected in (
+    for better, worse, expected in (
         ("1+2=3", "1+2=4", ("1+2=", "3", "4")),
         ("is it so? yes it is", "is it so? yes it was", ("is it so? yes it", " is", " was")),
         ("the cat", "the car sees", ("the", " cat", " car sees")),
         ("one two", "one two three", ("one", " two", " two three")),
     ):
-        [pair] = pairs_of(tmp_path, [{"chosen": chosen, "rejected": rejected}])
+        [pair] = pairs_of(tmp_path, [{"chosen": better, "rejected": worse}])
         assert (pair.prompt, pair.chosen, pair.rejected) == expected
     model = tmp_path / "model"
     shutil.copytree(TINY, model)
@@ -114,12 +114,12 @@ def test_a_prompt_may_be_what_both_responses_begin_with(tmp_path: Path) -> None:
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
     )
     [pair] = pairs_of(
-        tmp_path, [{"chosen": [asked, good], "rejected": [asked, bad]}], tokenizer=str(model)
+        tmp_path, [{"chosen": [question, good], "rejected": [question, bad]}], tokenizer=str(model)
     )
     assert (pair.prompt, pair.chosen, pair.rejected) == ("[user]1+2=[assistant]", "3", "4")
-    for chosen, rejected in (
+    for better, worse in (
         ([good], [bad]),
-        ([asked, good, asked, good], [asked, bad]),
+        ([question, good, question, good], [question, bad]),
         ("3", "4"),
         ("3", [bad]),
     ):
@@ -127,11 +127,11 @@ def test_a_prompt_may_be_what_both_responses_begin_with(tmp_path: Path) -> None:
             ConfigError,
             match="no column 'prompt', and fields 'chosen' and 'rejected' do not begin with the same",
         ):
-            pairs_of(tmp_path, [{"chosen": chosen, "rejected": rejected}])
+            pairs_of(tmp_path, [{"chosen": better, "rejected": worse}])
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"rejected": "3"}, "fields 'chosen' and 'rejected' are the same: nothing is preferred"),
         ({"chosen": ""}, "field 'chosen' is empty"),
@@ -144,11 +144,11 @@ def test_a_prompt_may_be_what_both_responses_begin_with(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_in_pairs_are_named_with_their_line(
-    tmp_path: Path, change: dict, said: str
+    tmp_path: Path, change: dict, message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
         pairs_of(tmp_path, [ROWS[0] | {"by": 1}, ROWS[0] | {"by": 1} | change], margin_key="by")
-    assert error.value.problems == [f"{tmp_path}/pairs.jsonl, line 2: {said}"]
+    assert error.value.problems == [f"{tmp_path}/pairs.jsonl, line 2: {message}"]
 
 
 def test_missing_columns_are_named_with_their_settings(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_missing_columns_are_named_with_their_settings(tmp_path: Path) -> None:
         pairs_of(tmp_path, [{"prompt": "1+2="}])
 
 
-def test_held_out_pairs_have_the_columns_of_those_that_are_learned(tmp_path: Path) -> None:
+def test_held_out_pairs_have_the_columns_of_trained_pairs(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"q": "1+2=", "good": "3", "bad": "4"}) + "\n")
     columns = ["reward_model.data.prompt_key=q", "reward_model.data.chosen_key=good"]
     config = config_of(
@@ -224,17 +224,17 @@ def test_every_epoch_has_each_pair_once(tmp_path: Path) -> None:
 
 def test_tokens_are_those_of_a_rollout(tmp_path: Path) -> None:
     [pair, _], tokenizer = pairs_of(tmp_path, ROWS), load_tokenizer(config_of().model)
-    chosen, rejected = pair_tokens(pair, tokenizer, 100)
+    better, worse = pair_tokens(pair, tokenizer, 100)
     assert (
-        chosen == tokenizer.encode_prompt("1+2=") + tokenizer.encode_response("3")
-        and chosen[-1] == tokenizer.eos_id
+        better == tokenizer.encode_prompt("1+2=") + tokenizer.encode_response("3")
+        and better[-1] == tokenizer.eos_id
     )
-    assert chosen[:-2] == rejected[:-2]
+    assert better[:-2] == worse[:-2]
     with pytest.raises(ConfigError, match="more than the model's context of 6"):
         pair_tokens(pair, tokenizer, 6)
 
 
-def test_the_command_refuses_what_it_cannot_do(tmp_path: Path) -> None:
+def test_command_refuses_unsupported_settings(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there/file").write_text("")
     wrong = [
@@ -281,16 +281,16 @@ def test_no_reward_model_is_made_beside_a_vision_tower(tmp_path: Path) -> None:
         resolve(config_of(*seeing), "reward-model")
 
 
-def test_the_last_line_tells_how_held_out_pairs_are_ordered() -> None:
+def test_last_line_has_accuracy_of_held_out_pairs() -> None:
     assert accuracy_line('{"step": 0, "loss": 1}\n') == ""
     one = {"before/accuracy": 0.5, "before/loss": 0.7, "eval/accuracy": 0.75, "eval/loss": 0.25}
-    told = (
+    line = (
         "Held-out pairs in the right order: 0.500 (loss 0.7000) before, 0.750 (loss 0.2500) after\n"
     )
-    assert accuracy_line(json.dumps(one)) == told
+    assert accuracy_line(json.dumps(one)) == line
     assert (
         accuracy_line(
             f"{json.dumps(one | {'eval/accuracy': 0.1})}\n{json.dumps({'eval/accuracy': 0.75, 'eval/loss': 0.25})}"
         )
-        == told
+        == line
     )

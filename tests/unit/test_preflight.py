@@ -53,7 +53,7 @@ def test_nodes_whose_gpus_are_linked_alike_or_not_at_all_pass(text):
     assert list(doctor.dead_nvlinks(text)) == []
 
 
-def test_an_infiniband_port_that_is_down_here_and_up_elsewhere_is_named(tmp_path):
+def test_infiniband_port_down_on_one_node_alone_is_named(tmp_path):
     """A port that is down on all nodes, often the second of two, does not prevent a run."""
     reports = []
     for node, states in enumerate((("4: ACTIVE\n", "1: DOWN\n"), ("1: DOWN\n", "2: INIT\n"), ())):
@@ -90,7 +90,9 @@ def findings(monkeypatch, check, **shown) -> dict[str, doctor.Finding]:
 
 
 def test_a_driver_that_fits_and_one_that_does_not(monkeypatch):
-    assert {each.state for each in findings(monkeypatch, doctor._driver).values()} == {doctor.OK}
+    assert {finding.state for finding in findings(monkeypatch, doctor._driver).values()} == {
+        doctor.OK
+    }
     old = findings(monkeypatch, doctor._driver, driver="570.124.06")["driver"]
     assert old.state == doctor.LACKS and "580 or newer" in old.remedy
     mixed = findings(
@@ -102,16 +104,16 @@ def test_a_driver_that_fits_and_one_that_does_not(monkeypatch):
     assert "docker" in findings(monkeypatch, doctor._driver, names=())["driver"].remedy
 
 
-def test_a_check_that_fails_is_told_and_the_others_go_on():
+def test_failed_check_is_reported_and_stops_no_other():
     def broken():
         raise OSError(5, "no such device")
         yield
 
-    found = list(doctor.run_checks([broken, doctor._python]))
+    results = list(doctor.run_checks([broken, doctor._python]))
     assert (
-        found[0].state == doctor.LACKS
-        and "no such device" in found[0].found
-        and found[1].what == "python"
+        results[0].state == doctor.LACKS
+        and "no such device" in results[0].found
+        and results[1].what == "python"
     )
 
 
@@ -124,21 +126,21 @@ def test_a_check_that_fails_is_told_and_the_others_go_on():
         ("mlx5_core", "nvidia_peermem 1 0\n", "libefa-rdmav34.so", {"libmlx5"}),
     ],
 )
-def test_network_cards_that_cannot_write_to_gpus_are_named(
+def test_network_cards_that_cannot_write_to_gpus_are_reported(
     tmp_path, monkeypatch, driver, modules, provider, lacking
 ):
     monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: f"lib{name}.so.1")
     monkeypatch.setattr(doctor.platform, "release", lambda: "6.8.0")
-    found = {
+    results = {
         finding.what: finding
         for finding in doctor.run_checks(
             [of_network(tmp_path, monkeypatch, driver, modules, provider)]
         )
     }
-    assert {what for what, each in found.items() if each.state == doctor.LACKS} - {
+    assert {check for check, result in results.items() if result.state == doctor.LACKS} - {
         "locked memory"
     } == lacking
-    assert found["InfiniBand"].found == "mlx5_0"
+    assert results["InfiniBand"].found == "mlx5_0"
 
 
 def of_network(folder, monkeypatch, driver: str, modules: str, provider: str):
@@ -155,20 +157,20 @@ def of_network(folder, monkeypatch, driver: str, modules: str, provider: str):
 
 
 def test_efa_is_not_taken_for_infiniband(tmp_path, monkeypatch):
-    found = {
+    results = {
         finding.what: finding
         for finding in doctor.run_checks(
             [of_network(tmp_path, monkeypatch, "efa", "nvidia 1 0\n", "libefa.so")]
         )
     }
     assert (
-        found["InfiniBand"].state == doctor.NOTE
-        and "weights.transport=nccl" in found["InfiniBand"].remedy
+        results["InfiniBand"].state == doctor.NOTE
+        and "weights.transport=nccl" in results["InfiniBand"].remedy
     )
 
 
 @pytest.mark.parametrize("release, state", [("13.0", doctor.OK), ("12.8", doctor.LACKS)])
-def test_a_compiler_of_another_cuda_does_not_do(tmp_path, monkeypatch, release, state):
+def test_compiler_of_another_cuda_version_is_reported(tmp_path, monkeypatch, release, state):
     (tmp_path / "bin").mkdir()
     path = Path(
         program(
@@ -177,19 +179,18 @@ def test_a_compiler_of_another_cuda_does_not_do(tmp_path, monkeypatch, release, 
     )
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     path.rename(tmp_path / "bin/nvcc")
-    found = next(iter(doctor.run_checks([doctor._cuda_compilers])))
-    assert (found.state, found.found) == (state, f"release {release}, {tmp_path}/bin/nvcc")
+    finding = next(iter(doctor.run_checks([doctor._cuda_compilers])))
+    assert (finding.state, finding.found) == (state, f"release {release}, {tmp_path}/bin/nvcc")
 
 
-def test_a_compiler_that_does_not_start_or_answer_is_told_and_ninja_is_looked_for(
-    tmp_path, monkeypatch
-):
+def test_compiler_that_does_not_answer_is_reported(tmp_path, monkeypatch):
+    """And ninja is looked for all the same."""
     (tmp_path / "bin").mkdir()
     Path(program(tmp_path / "bin", "exec sleep 600")).rename(tmp_path / "bin/nvcc")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(doctor, "TRY_S", 0.05)
-    for of_nvcc in (b"#!/bin/sh\nexec sleep 600\n", b"#!/no/such/shell\n"):
-        (tmp_path / "bin/nvcc").write_bytes(of_nvcc)
+    for script in (b"#!/bin/sh\nexec sleep 600\n", b"#!/no/such/shell\n"):
+        (tmp_path / "bin/nvcc").write_bytes(script)
         nvcc, ninja = doctor.run_checks([doctor._cuda_compilers])
         assert (nvcc.state, nvcc.found) == (
             doctor.LACKS,
@@ -201,11 +202,13 @@ def test_a_compiler_that_does_not_start_or_answer_is_told_and_ninja_is_looked_fo
 def test_an_installation_asks_before_it_has_any_package():
     """`make setup-gpu` checks in an empty environment."""
     command = [sys.executable, "-S", "-m", "megarl.launch.doctor"]
-    asked = subprocess.run(
+    result = subprocess.run(
         command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=60
     )
     assert (
-        "Traceback" not in asked.stderr and "glibc" in asked.stdout and "Python.h" in asked.stdout
+        "Traceback" not in result.stderr
+        and "glibc" in result.stdout
+        and "Python.h" in result.stdout
     )
 
 
@@ -227,17 +230,17 @@ def test_folders_that_cannot_be_used_are_named(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "nowhere"))
     monkeypatch.setattr(doctor.tempfile, "tempdir", None)
-    found = {
+    results = {
         finding.what: finding for finding in doctor.run_checks([doctor._room, doctor._temporary])
     }
     assert (
-        found["disk for caches"].state == doctor.LACKS
-        and "set HOME" in found["disk for caches"].remedy
+        results["disk for caches"].state == doctor.LACKS
+        and "set HOME" in results["disk for caches"].remedy
     )
-    assert found["TMPDIR"].state == doctor.NOTE and found["TMPDIR"].found.startswith(
+    assert results["TMPDIR"].state == doctor.NOTE and reports["TMPDIR"].found.startswith(
         f"{tmp_path / 'nowhere'} cannot be written to, so "
     )
-    assert found["temporary files"].state in (doctor.OK, doctor.NOTE)
+    assert results["temporary files"].state in (doctor.OK, doctor.NOTE)
 
 
 @pytest.mark.parametrize(
@@ -260,9 +263,7 @@ def test_folders_that_cannot_be_used_are_named(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_mistakes_in_arguments_are_told_before_anything_is_looked_at(
-    arguments, problem, monkeypatch, capsys
-):
+def test_wrong_arguments_are_refused_before_any_check(arguments, problem, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "gpus", tuple)
     monkeypatch.setattr(doctor, "print_findings", lambda *_, **__: pytest.fail("it looked"))
     assert cli.main(["doctor", *arguments]) == 2
@@ -270,9 +271,7 @@ def test_mistakes_in_arguments_are_told_before_anything_is_looked_at(
     assert problem in err and not out
 
 
-def test_an_engine_that_needs_more_gpus_than_there_are_is_not_started_to_compile(
-    monkeypatch, capsys
-):
+def test_warm_refuses_an_engine_of_more_gpus_than_present(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "gpus", lambda: [object()] * 2)
     assert cli.main(["doctor", "--warm", "configs/8b_aipo.yaml", "generator.tp=4"]) == 2
     assert (
@@ -288,37 +287,37 @@ def program(folder: Path, *lines: str) -> str:
     return str(path)
 
 
-def test_test_writes_that_fail_are_told_with_what_to_do(tmp_path, monkeypatch):
+def test_failed_test_writes_are_reported_with_a_remedy(tmp_path, monkeypatch):
     pair = {"source": "cuda:0", "target": "cuda:1", "bytes": 0, "gb_per_s": 0.0, "error": ""}
-    tried = [
+    attempts = [
         pair | {"kind": "cuda_ipc", "is_default": True, "error": "invalid device context"},
         pair | {"kind": "mooncake", "is_default": False, "error": "it does not start by rdma"},
         pair | {"kind": "nccl", "is_default": False, "error": "unhandled system error"},
         pair | {"kind": "gloo", "is_default": False, "bytes": 1 << 30, "gb_per_s": 2.0},
     ]
-    lines = [f"echo '{json.dumps(each)}'" for each in tried]
+    lines = [f"echo '{json.dumps(finding)}'" for finding in attempts]
     monkeypatch.setattr(
         doctor.sys,
         "executable",
         program(tmp_path, *lines, "echo CUDA error: an illegal memory access >&2", "exit 3"),
     )
-    *found, died, between = doctor.writes(gpu=True)
-    assert [each.state for each in found] == [
+    *writes, died, between = doctor.writes(gpu=True)
+    assert [finding.state for finding in writes] == [
         doctor.LACKS,
         doctor.NOTE,
         doctor.LACKS,
         doctor.OK,
-    ] and all(each.remedy for each in found[:3])
+    ] and all(finding.remedy for finding in writes[:3])
     assert (
-        found[0].what == "write by cuda_ipc"
-        and found[0].found == "from cuda:0 to cuda:1: invalid device context"
+        writes[0].what == "write by cuda_ipc"
+        and writes[0].found == "from cuda:0 to cuda:1: invalid device context"
     )
-    assert found[3].found == "1024 MiB from cuda:0 to cuda:1, 2.00 GB/s, every byte as it was sent"
+    assert writes[3].found == "1024 MiB from cuda:0 to cuda:1, 2.00 GB/s, every byte as it was sent"
     assert died.state == doctor.LACKS and died.found == "CUDA error: an illegal memory access"
     assert between.state == doctor.NOTE and "a second node" in between.found
 
 
-def test_test_writes_that_hang_are_given_up(tmp_path, monkeypatch):
+def test_hanging_test_writes_are_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor.sys, "executable", program(tmp_path, "exec sleep 600"))
     monkeypatch.setattr(doctor, "WRITES_S", 0.05)
     (late,) = doctor.writes(gpu=False)
@@ -328,7 +327,7 @@ def test_test_writes_that_hang_are_given_up(tmp_path, monkeypatch):
 def test_an_empty_folder_is_not_a_package(tmp_path, monkeypatch):
     (tmp_path / "hollow").mkdir()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (hollow,), (absent,), (there,) = (
+    (hollow,), (absent,), (present,) = (
         list(doctor._imported("torch", module)) for module in ("hollow", "nowhere_at_all", "json")
     )
     assert (
@@ -336,7 +335,7 @@ def test_an_empty_folder_is_not_a_package(tmp_path, monkeypatch):
         and "an empty folder" in hollow.found
         and "No module named" in absent.found
     )
-    assert there.state == doctor.OK
+    assert present.state == doctor.OK
 
 
 @pytest.fixture
@@ -364,9 +363,7 @@ def gpu_node(monkeypatch):
     return problems
 
 
-def test_a_node_with_gpus_and_without_transformer_engine_trains_only_where_it_is_asked_to(
-    gpu_node, monkeypatch
-):
+def test_gpu_trainer_needs_transformer_engine_or_local_layers(gpu_node, monkeypatch):
     assert gpu_node(True, True) == []
     for absent in (None, SimpleNamespace(origin=None)):
         monkeypatch.setattr(
@@ -377,16 +374,17 @@ def test_a_node_with_gpus_and_without_transformer_engine_trains_only_where_it_is
     assert gpu_node(False, True) == [] and gpu_node(True, False, "trainer.local_layers=true") == []
 
 
-def test_trainer_ranks_whose_memory_others_open_have_no_expandable_segments(gpu_node, monkeypatch):
+def test_shared_trainer_memory_has_no_expandable_segments(gpu_node, monkeypatch):
     for value, on in (
         ("expandable_segments:True", 1),
         ("max_split_size_mb:512, expandable_segments:true", 1),
         ("expandable_segments:False", 0),
     ):
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", value)
-        found = gpu_node(True, True)
-        assert len(found) == on and all(
-            each.startswith(f"PYTORCH_ALLOC_CONF={value}: must be without") for each in found
+        problems = gpu_node(True, True)
+        assert len(problems) == on and all(
+            problem.startswith(f"PYTORCH_ALLOC_CONF={value}: must be without")
+            for problem in problems
         )
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert "weights.transport=mooncake" in gpu_node(True, False, "weights.transport=mooncake")[0]
@@ -394,7 +392,7 @@ def test_trainer_ranks_whose_memory_others_open_have_no_expandable_segments(gpu_
     assert gpu_node(True, False, "weights.transport=nccl") == [] and gpu_node(False, True) == []
 
 
-def test_blocks_of_fp8_on_blackwell_are_refused_by_what_the_node_has(gpu_node):
+def test_fp8_blocks_are_refused_by_the_gpu_of_the_node(gpu_node):
     blocks = "generator.quantization=fp8_block"
     b200 = "NVIDIA B200, 10.0"
     assert (
@@ -417,17 +415,17 @@ def test_blocks_of_fp8_on_blackwell_are_refused_by_what_the_node_has(gpu_node):
     assert gpu_node(False, True, blocks, "NVIDIA RTX PRO 6000, 12.0") == []
 
 
-def test_each_host_keeps_what_it_compiles_in_a_folder_of_its_own(tmp_path, monkeypatch):
+def test_each_host_has_its_own_folder_of_compiled_kernels(tmp_path, monkeypatch):
     for name in start._CACHE_FOLDERS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "mine"))
     monkeypatch.setattr(start.socket, "gethostname", lambda: "n7")
     base = start.compiled_folder(str(tmp_path / "kept"), tmp_path / "scratch")
-    found = start.compiling(base)
-    assert found.pop("TRITON_CACHE_DIR") == str(tmp_path / "mine")
-    assert all(Path(path).parent == tmp_path / "kept/n7" for path in found.values()) and len(
-        set(found.values())
-    ) == len(found)
+    environment = start.compiling(base)
+    assert environment.pop("TRITON_CACHE_DIR") == str(tmp_path / "mine")
+    assert all(Path(path).parent == tmp_path / "kept/n7" for path in environment.values()) and len(
+        set(environment.values())
+    ) == len(environment)
 
 
 @pytest.mark.parametrize("home", ["file/below", "file", None])
@@ -483,10 +481,10 @@ def test_jobs_find_compilers_without_an_active_environment(monkeypatch):
     monkeypatch.setattr(doctor, "find_nvcc", lambda: Path("/env/nvidia/cu13/bin/nvcc"))
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.delenv("CUDA_HOME", raising=False)
-    found = start.compiling(Path("kept"))
+    environment = start.compiling(Path("kept"))
     assert (
-        found["CUDA_HOME"] == "/env/nvidia/cu13"
-        and found["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
+        environment["CUDA_HOME"] == "/env/nvidia/cu13"
+        and environment["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
     )
     monkeypatch.setenv("CUDA_HOME", "/usr/local/cuda")
     assert "CUDA_HOME" not in start.compiling(Path("kept"))

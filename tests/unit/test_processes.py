@@ -58,7 +58,7 @@ def test_a_killed_process_is_named_by_its_signal(tmp_path):
             group.check()
 
 
-def test_one_that_ended_of_being_asked_for_its_stack_is_not_the_cause(tmp_path):
+def test_process_ended_by_the_stack_signal_is_not_the_cause(tmp_path):
     with ProcessGroup(tmp_path) as group:
         group.start(python("trainer.0", "import os, signal; os.kill(os.getpid(), signal.SIGUSR1)"))
         wait_for(lambda: not group.running())
@@ -98,7 +98,7 @@ worker.main()
 
 
 @pytest.mark.parametrize(
-    "error, told",
+    "error, message",
     [
         (
             'RunError("step_000004 is damaged; move it away")',
@@ -111,7 +111,7 @@ worker.main()
         ),
     ],
 )
-def test_a_rank_that_explains_why_it_ends_is_named_with_that_alone(tmp_path, error, told):
+def test_rank_that_explains_its_end_is_named_with_that_alone(tmp_path, error, message):
     """Also if another rank ended before it."""
     with ProcessGroup(tmp_path) as group:
         group.start(ProcessSpec("trainer.0", [sys.executable, "-c", EXPLAINS % error]))
@@ -120,7 +120,7 @@ def test_a_rank_that_explains_why_it_ends_is_named_with_that_alone(tmp_path, err
         with pytest.raises(ProcessFailed) as failed:
             group.check()
     log = tmp_path / "trainer.0.log"
-    assert str(failed.value) == f"{told}\n(trainer.0 exited with status 1; its log is {log})"
+    assert str(failed.value) == f"{message}\n(trainer.0 exited with status 1; its log is {log})"
     assert "Traceback" in log.read_text()
 
 
@@ -151,7 +151,7 @@ def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-    assert [(found.name, found.read_text()) for found in tmp_path.iterdir()] == [
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [
         ("config.yaml", "seed: 1")
     ]
 
@@ -180,10 +180,10 @@ def test_a_process_whose_parent_is_gone_ends(parent, status):
             else {"MEGARL_PARENT": str(os.getpid()) if parent == "its own" else parent}
         ),
     }
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == status and done.stderr == (
+    assert result.returncode == status and result.stderr == (
         "process 1, which has started this one, is gone\n" if status else ""
     )
 
@@ -196,20 +196,20 @@ def test_the_parent_may_be_the_first_process_of_a_container():
         "sys.exit(subprocess.run([sys.executable, '-c', child], env={**os.environ, "
         "'MEGARL_PARENT': str(os.getpid())}).returncode)"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         ["unshare", "--pid", "--fork", sys.executable, "-c", launcher],
         capture_output=True,
         text=True,
         timeout=60,
     )
-    if "unshare" in done.stderr:
-        pytest.skip(done.stderr.strip())
-    assert (done.returncode, done.stderr) == (0, "")
+    if "unshare" in result.stderr:
+        pytest.skip(result.stderr.strip())
+    assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_a_process_does_not_take_itself_for_one_that_torchrun_started(tmp_path, monkeypatch):
+def test_process_does_not_inherit_variables_of_torchrun(tmp_path, monkeypatch):
     """With torchrun's variables, torch.distributed would wait for a store without a server."""
-    told = {
+    torchrun = {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": "r1",
         "GROUP_RANK": "1",
@@ -217,11 +217,11 @@ def test_a_process_does_not_take_itself_for_one_that_torchrun_started(tmp_path, 
         "WORLD_SIZE": "2",
         "MASTER_PORT": "9",
     }
-    for name, value in {**told, "OTHER": "kept"}.items():
+    for name, value in {**torchrun, "OTHER": "kept"}.items():
         monkeypatch.setenv(name, value)
     code = (
         "import os; print(sorted(name for name in os.environ if name in %r), os.environ['RANK'])"
-        % [*told, "OTHER"]
+        % [*torchrun, "OTHER"]
     )
     with ProcessGroup(tmp_path) as group:
         group.start(ProcessSpec("trainer.0", [sys.executable, "-S", "-c", code], env={"RANK": "0"}))
@@ -235,27 +235,32 @@ def test_a_thread_that_dies_ends_its_process():
         "end_with_any_thread();"
         "threading.Thread(target=lambda: 1 / 0, name='beats', daemon=True).start(); time.sleep(60)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30
+    )
     assert (
-        done.returncode == 1
-        and "Exception in thread beats" in done.stderr
-        and "ZeroDivisionError" in done.stderr
+        result.returncode == 1
+        and "Exception in thread beats" in result.stderr
+        and "ZeroDivisionError" in result.stderr
     )
 
 
-def test_who_has_taken_a_port_is_named(tmp_path):
+def test_process_that_occupies_a_port_is_named(tmp_path):
     listen = (
         "import socket, time; s = socket.create_server(('127.0.0.1', 0)); "
         "print(s.getsockname()[1], flush=True); time.sleep(60)"
     )
-    with ProcessGroup(tmp_path / "ours") as ours, ProcessGroup(tmp_path / "theirs") as theirs:
+    with (
+        ProcessGroup(tmp_path / "ours") as own_group,
+        ProcessGroup(tmp_path / "theirs") as other_group,
+    ):
         ports = {}
-        for group, what in ((ours, "hub"), (theirs, "engine.0")):
-            group.start(python(what, listen))
-            wait_for(lambda: group.log_path(what).read_text().strip())
-            ports[what] = int(group.log_path(what).read_text())
-        lines = list(occupied_ports({**ports, "trainer": 1}, "127.0.0.1", ours.process_ids()))
-        thief = theirs.process_ids()["engine.0"]
+        for group, name in ((own_group, "hub"), (other_group, "engine.0")):
+            group.start(python(name, listen))
+            wait_for(lambda: group.log_path(name).read_text().strip())
+            ports[name] = int(group.log_path(name).read_text())
+        lines = list(occupied_ports({**ports, "trainer": 1}, "127.0.0.1", own_group.process_ids()))
+        thief = other_group.process_ids()["engine.0"]
     assert len(lines) == 1
     assert lines[0].startswith(
         f"port {ports['engine.0']}, chosen for engine.0 when it was free, has been taken by "
@@ -263,7 +268,7 @@ def test_who_has_taken_a_port_is_named(tmp_path):
     )
 
 
-def test_a_node_that_only_serves_has_not_failed_when_the_work_was_done(tmp_path, monkeypatch):
+def test_serving_node_does_not_fail_once_the_work_is_done(tmp_path, monkeypatch):
     """The node with an engine's first part sees the end first, and ends its part.
 
     Then this node's part dies.

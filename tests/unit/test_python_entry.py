@@ -42,10 +42,10 @@ def test_import_is_lazy_and_planning_needs_no_torch() -> None:
         assert megarl.plan(config).step_s > 0 and megarl.reshard(config).exactly_once
         assert not {"torch", "transformers", "sglang", "matplotlib", "pandas"} & sys.modules.keys()
     """
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-P", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("command", ["plan", "reshard"])
@@ -110,7 +110,7 @@ def test_packages_with_the_names_of_functions_can_be_called() -> None:
         )
 
 
-def test_all_names_are_there() -> None:
+def test_public_names_exist() -> None:
     assert set(megarl.__all__) == set(api.__all__) <= set(dir(megarl))
     assert all(callable(getattr(megarl, name)) for name in megarl.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
@@ -197,9 +197,6 @@ def test_pictures_leave_the_backend_of_a_notebook_alone(
         "plan.png",
         "map.png",
     }
-
-
-# Functions given as objects.
 
 
 @pytest.fixture
@@ -352,14 +349,11 @@ def test_a_function_that_cannot_be_imported_is_refused(function: Any) -> None:
         )
 
 
-def test_what_is_no_function_is_refused() -> None:
+def test_objects_that_are_no_functions_are_refused() -> None:
     with pytest.raises(
         megarl.ConfigError, match=r"reward.name=\[\]: must be a function, or a text"
     ):
         megarl.train(QUICKSTART, reward=[])  # pyright: ignore[reportArgumentType]
-
-
-# Notebooks: a running event loop, and signals.
 
 
 def test_coroutines_run_inside_a_running_loop() -> None:
@@ -373,7 +367,7 @@ def test_coroutines_run_inside_a_running_loop() -> None:
     assert run_coroutine(answer()) == asyncio.run(cell()) == 42
 
 
-def test_no_command_of_the_launcher_needs_a_loop_of_its_own() -> None:
+def test_launcher_code_does_not_call_asyncio_run() -> None:
     """asyncio.run fails in a notebook, whose loop runs already.
 
     Other processes have their own loops.
@@ -386,13 +380,13 @@ def test_no_command_of_the_launcher_needs_a_loop_of_its_own() -> None:
         "megarl/train_loop.py",
     }
     files = [*(ROOT / "megarl").rglob("*.py"), *(ROOT / "launch").rglob("*.py")]
-    found = {
+    users = {
         str(path.relative_to(ROOT))
         for path in files
         if "asyncio.run(" in path.read_text(encoding="utf-8")
     }
-    left = {path for path in found if not path.startswith(tuple(launched))}
-    assert left == {"megarl/base/coroutines.py"}
+    unexpected = {path for path in users if not path.startswith(tuple(launched))}
+    assert unexpected == {"megarl/base/coroutines.py"}
 
 
 def test_signals_that_end_the_launcher_raise_stopped(
@@ -432,7 +426,7 @@ def test_a_thread_leaves_the_signal_handlers_alone() -> None:
     assert handlers == [before]
 
 
-def test_a_second_launch_of_a_program_on_several_nodes_meets_elsewhere(tmp_path: Path) -> None:
+def test_second_launch_on_several_nodes_has_another_folder(tmp_path: Path) -> None:
     several = Node(0, 2, "slurm.1.0.0")
     alone = Node(0, 1, "local")
     assert [launcher.launch_folder(tmp_path, several).name for _ in range(3)] == [
@@ -441,9 +435,6 @@ def test_a_second_launch_of_a_program_on_several_nodes_meets_elsewhere(tmp_path:
         "slurm.1.0.0.2",
     ]
     assert [launcher.launch_folder(tmp_path, alone).name for _ in range(2)] == ["local", "local"]
-
-
-# A run's files.
 
 
 @pytest.fixture

@@ -36,10 +36,12 @@ def expected(x: torch.Tensor, rule: Rule) -> tuple[np.ndarray, np.ndarray]:
     return reference.quantise(x, rule.rows or x.shape[0], rule.cols or x.shape[1], rule.floor)
 
 
-def equal(found: tuple[torch.Tensor, torch.Tensor], wanted: tuple[np.ndarray, np.ndarray]) -> None:
-    assert found[0].dtype == FP8 and found[1].dtype == torch.float32
-    np.testing.assert_array_equal(bits(found[0]), wanted[0])
-    np.testing.assert_array_equal(bits(found[1]), wanted[1].view(np.uint8))
+def equal(
+    actual: tuple[torch.Tensor, torch.Tensor], expected_pair: tuple[np.ndarray, np.ndarray]
+) -> None:
+    assert actual[0].dtype == FP8 and actual[1].dtype == torch.float32
+    np.testing.assert_array_equal(bits(actual[0]), expected_pair[0])
+    np.testing.assert_array_equal(bits(actual[1]), expected_pair[1].view(np.uint8))
 
 
 @st.composite
@@ -116,7 +118,7 @@ def test_parts_cut_anywhere_equal_gather_then_quantise(data, x, rule):
     equal((codes, scales), expected(x, rule))
 
 
-def test_experts_are_quantised_each_by_itself():
+def test_experts_are_quantised_separately():
     x = torch.randn(3, 20, 9, generator=torch.Generator().manual_seed(2)) * torch.tensor(
         [1.0, 1e3, 1e-3]
     ).view(3, 1, 1)
@@ -175,16 +177,16 @@ def sglang_file(path: str) -> ModuleType:
 def compressed(values: torch.Tensor, strategy: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales by compressed-tensors. SGLang serves its formats."""
     from compressed_tensors.quantization import QuantizationArgs
-    from compressed_tensors.quantization.lifecycle.forward import quantize as theirs
+    from compressed_tensors.quantization.lifecycle.forward import quantize as vendor_quantize
     from compressed_tensors.quantization.utils import calculate_qparams
 
     values = values.float()  # then its scales are in float32 too
     least, most = (
         values.aminmax(dim=-1, keepdim=True) if strategy == "channel" else values.aminmax()
     )
-    how = QuantizationArgs(num_bits=8, type="float", strategy=strategy, symmetric=True)
-    scale, zero = calculate_qparams(least, most, how)
-    return theirs(values, scale, zero, how, torch.float8_e4m3fn), scale
+    arguments = QuantizationArgs(num_bits=8, type="float", strategy=strategy, symmetric=True)
+    scale, zero = calculate_qparams(least, most, arguments)
+    return vendor_quantize(values, scale, zero, arguments, torch.float8_e4m3fn), scale
 
 
 def test_block_equals_sglangs_conversion():
@@ -195,8 +197,8 @@ def test_block_equals_sglangs_conversion():
     )
     x[:128, 128:256] = 0
     x[128:256] *= 1e-9
-    wanted = convert(x.bfloat16())
-    equal(quantise(x, BLOCK, "x"), (bits(wanted[0]), wanted[1].numpy()))
+    converted = convert(x.bfloat16())
+    equal(quantise(x, BLOCK, "x"), (bits(converted[0]), converted[1].numpy()))
 
 
 @pytest.mark.parametrize(("rule", "strategy"), [(CHANNEL, "channel"), (TENSOR, "tensor")])

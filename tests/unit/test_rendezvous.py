@@ -16,7 +16,7 @@ LOW, HIGH = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().
 @pytest.mark.skipif(
     LOW <= 20_000, reason="this host leaves few ports outside of the ephemeral range"
 )
-def test_ports_are_free_different_and_never_given_to_outgoing_connections():
+def test_free_ports_are_distinct_and_never_ephemeral():
     ports = free_ports(100)
     assert len(set(ports)) == 100
     assert not any(LOW <= port <= HIGH for port in ports)
@@ -24,13 +24,13 @@ def test_ports_are_free_different_and_never_given_to_outgoing_connections():
         pass
 
 
-def test_taken_ports_are_passed_over_and_a_lack_of_free_ones_is_told(monkeypatch, tmp_path):
+def test_taken_ports_are_skipped_and_a_lack_is_reported(monkeypatch, tmp_path):
     (tmp_path / "range").write_text("10002 65535\n")
     monkeypatch.setattr(rendezvous, "EPHEMERAL_RANGE", tmp_path / "range")
     with socket.socket() as first, socket.socket() as second:
-        for each, port in ((first, 10_000), (second, 10_001)):
+        for listener, port in ((first, 10_000), (second, 10_001)):
             try:
-                each.bind(("127.0.0.1", port))
+                listener.bind(("127.0.0.1", port))
             except OSError:
                 continue  # another process has it, so it is taken too
         with pytest.raises(

@@ -69,25 +69,25 @@ def place_of(tab: browser.Browser, key: str) -> list[float]:
     return tab.js(f"{PLACE}({key!r})")
 
 
-def tab_to(tab: browser.Browser, wanted: str, most: int = 200) -> None:
+def tab_to(tab: browser.Browser, element: str, most: int = 200) -> None:
     """Presses Tab until the element has the focus, whatever this browser focuses before."""
     passed = []
-    while (focused := tab.js("document.activeElement.id")) != wanted:
+    while (focused := tab.js("document.activeElement.id")) != element:
         passed.append(focused)
-        assert len(passed) <= most, f"the Tab key never reaches {wanted}: {passed}"
+        assert len(passed) <= most, f"the Tab key never reaches {element}: {passed}"
         tab.press("Tab")
 
 
-def test_what_hovering_shows_equals_the_file(tab: browser.Browser, run: Path) -> None:
+def test_hovering_shows_the_values_of_the_file(tab: browser.Browser, run: Path) -> None:
     tab.open(url(run))
     rows = read_metrics(run / METRICS_FILE)
     for key in ("reward/mean", "grad_norm", "entropy/mean"):
         place = place_of(tab, key)
         for share in (0.1, 0.5, 0.93):
             tab.mouse("mouseMoved", place[0] + share * place[2], place[1] + place[3] / 2)
-            said = shows(tab, f'[data-key="{key}"] .readout').split()
-            step = int(said[1])
-            value = float(said[-1])
+            readout = shows(tab, f'[data-key="{key}"] .readout').split()
+            step = int(readout[1])
+            value = float(readout[-1])
             assert step == pytest.approx(share * (STEPS - 1), abs=1) and value == pytest.approx(
                 rows[step][key], rel=1e-8
             )
@@ -108,8 +108,8 @@ def test_every_value_of_every_metric_reaches_the_page(tab: browser.Browser, run:
 def test_zoom_smoothing_and_several_runs_over_each_other(
     tab: browser.Browser, run: Path, tmp_path: Path
 ) -> None:
-    other = write_run(tmp_path / "another-run", 40, seed=1)
-    tab.open(url(run, other))
+    second_run = write_run(tmp_path / "another-run", 40, seed=1)
+    tab.open(url(run, second_run))
     series = "[...view.charts].find((c) => c.title === 'Reward').u.series.length"
     place = place_of(tab, "reward/mean")
     tab.until("[...view.charts].filter((c) => c.u).length > 3")
@@ -133,7 +133,7 @@ def test_zoom_smoothing_and_several_runs_over_each_other(
     ranges = tab.js(
         "[...view.charts].filter((c) => c.u).map((c) => [c.u.scales.x.min, c.u.scales.x.max])"
     )
-    assert len(ranges) > 3 and all(each == [low, high] for each in ranges)
+    assert len(ranges) > 3 and all(limits == [low, high] for limits in ranges)
     tab.js("document.querySelector('#unzoom').click()")
     assert tab.js("view.range") is None
     tab.js(
@@ -141,15 +141,15 @@ def test_zoom_smoothing_and_several_runs_over_each_other(
         "node.dispatchEvent(new Event('input')); })()"
     )
     assert tab.js(series) == 5
-    wanted = []
+    smoothed = []
     mean = 0.0
     total = 0.0
     for row in read_metrics(run / METRICS_FILE):
         mean = 0.9 * mean + 0.1 * row["reward/mean"]
         total = 0.9 * total + 0.1
-        wanted.append(mean / total)
+        smoothed.append(mean / total)
     assert tab.js("[...view.charts].find((c) => c.title === 'Reward').u.data[2]") == pytest.approx(
-        wanted
+        smoothed
     )
     tab.js("document.querySelectorAll('.run')[1].click()")
     assert tab.js(series) == 3 and tab.messages == []
@@ -187,10 +187,10 @@ def test_times_weights_and_faults_equal_the_trace(tab: browser.Browser, run: Pat
     assert lanes["engine.1"]["away"] == pytest.approx(10) and lanes["engine.0"][
         "pause"
     ] == pytest.approx(STEPS * 0.05)
-    whole = 2 * STEPS + 1
+    run_s = 2 * STEPS + 1
     # no time between two starts
     assert lanes["engine.0"]["serve"] + lanes["engine.0"]["pause"] == pytest.approx(
-        whole - 2 - 0.5, abs=0.2
+        run_s - 2 - 0.5, abs=0.2
     )
     faults = tab.js("[...document.querySelectorAll('.faults tbody tr')].map((r) => r.innerText)")
     assert (
@@ -292,7 +292,7 @@ def test_the_first_hour_of_a_run_is_shown_as_what_it_is(
     assert tab.messages == []
 
 
-def test_an_update_that_a_resumed_run_makes_again_has_its_own_times(
+def test_repeated_update_of_a_resumed_run_has_its_own_times(
     tab: browser.Browser, tmp_path: Path
 ) -> None:
     """A clock that is far off hides nothing, and delays nothing."""
@@ -322,8 +322,8 @@ def test_an_update_that_a_resumed_run_makes_again_has_its_own_times(
         "[...document.querySelectorAll('.updates tbody tr')].map((r) => [...r.cells].map((c) => "
         "c.innerText))"
     )
-    assert [each[0] for each in updates[:2]] == ["6", "6"]
-    assert [each[3:6] for each in updates[:2]] == [
+    assert [cells[0] for cells in updates[:2]] == ["6", "6"]
+    assert [cells[3:6] for cells in updates[:2]] == [
         ["70 ms", "100 ms", "150 ms"],
         ["10 ms", "20 ms", "50 ms"],
     ]
@@ -345,23 +345,23 @@ def test_samples_are_found_sorted_and_coloured(tab: browser.Browser, run: Path) 
     assert int(first[4]) == max(index["tokens"])
     for key, value in (("reward-0", 1), ("tokens-1", 20), ("step-0", 30)):
         tab.js(f"{FILTER}({key!r}, {value})")
-    kept = [
+    filtered = [
         i
         for i in range(len(index["step"]))
         if index["reward"][i] >= 1 and index["tokens"][i] <= 20 and index["step"][i] >= 30
     ]
-    assert sorted(tab.js("table.order")) == kept and shows(
+    assert sorted(tab.js("table.order")) == filtered and shows(
         tab, "#panel-samples p[aria-live]"
-    ).startswith(f"{len(kept)} of ")
+    ).startswith(f"{len(filtered)} of ")
     # only lines in view exist
     assert tab.js("document.querySelectorAll('.rows .line').length") < 80
-    two_turns = next(i for i in kept if index["sample"][i] == 1)
+    two_turns = next(i for i in filtered if index["sample"][i] == 1)
     tab.js(f"table.choose({two_turns})")
     tab.until("document.querySelectorAll('.sample .text.env').length === 1")
     line = next(
-        each
-        for each in map(json.loads, (run / "rollouts" / "samples.jsonl").open())
-        if each["ordinal"] == index["ordinal"][two_turns]
+        record
+        for record in map(json.loads, (run / "rollouts" / "samples.jsonl").open())
+        if record["ordinal"] == index["ordinal"][two_turns]
     )
     sample, (start, end) = line["samples"][1], line["samples"][1]["environment"][0]
     blocks = tab.js(
@@ -376,9 +376,9 @@ def test_samples_are_found_sorted_and_coloured(tab: browser.Browser, run: Path) 
     ]
     assert [name for name, _ in blocks][2:] == ["text policy", "text env", "text policy"]
     numbers = next(
-        each
-        for each in map(json.loads, (run / "rollouts" / "tokens.1.jsonl").open())
-        if (each["ordinal"], each["sample"]) == (line["ordinal"], 1)
+        record
+        for record in map(json.loads, (run / "rollouts" / "tokens.1.jsonl").open())
+        if (record["ordinal"], record["sample"]) == (line["ordinal"], 1)
     )
     for mode in ("diff", "ratio", "advantage", "version"):
         tab.js(f"document.querySelector('[data-mode=\"{mode}\"]').click()")
@@ -396,8 +396,10 @@ def test_samples_are_found_sorted_and_coloured(tab: browser.Browser, run: Path) 
         f"document.querySelectorAll('.sample .tok')[{strongest}].dispatchEvent(new "
         f"PointerEvent('pointerover', {{bubbles: true}}))"
     )
-    said = tab.js("[...document.querySelectorAll('.sample .readout')].at(-1).innerText").split("\n")
-    assert f"difference {numbers['diff'][strongest]:g}".split()[1][:5] in " ".join(said)
+    readout = tab.js("[...document.querySelectorAll('.sample .readout')].at(-1).innerText").split(
+        "\n"
+    )
+    assert f"difference {numbers['diff'][strongest]:g}".split()[1][:5] in " ".join(readout)
     colour = tab.js(f"document.querySelectorAll('.sample .tok')[{strongest}].style.background")
     assert ("var(--hot)" in colour) == (numbers["diff"][strongest] > 0) and (
         "var(--cold)" in colour
@@ -411,8 +413,8 @@ def test_hostile_text_is_shown_and_does_nothing(tab: browser.Browser, tmp_path: 
     samples = SamplesWriter(folder)
     tokens = TokensWriter(folder, 0, lambda token: HOSTILE[token % len(HOSTILE)])
     for number, text in enumerate(HOSTILE):
-        each = group(number, 0, 2, rng, text=text)
-        samples.write(0, [(summary(each), texts(each))])
+        hostile_group = group(number, 0, 2, rng, text=text)
+        samples.write(0, [(summary(hostile_group), texts(hostile_group))])
         zeros = np.zeros(4, np.float32)
         tokens.write(
             0,
@@ -439,8 +441,8 @@ def test_hostile_text_is_shown_and_does_nothing(tab: browser.Browser, tmp_path: 
     trace.write_text(
         trace.read_text().replace("finished", "failed: " + json.dumps(HOSTILE[0])[1:-1])
     )
-    found = url(folder)
-    title = tab.open(found) and tab.js("document.title")
+    address = url(folder)
+    title = tab.open(address) and tab.js("document.title")
     for name in ("learning", "right", "time", "weights", "samples"):
         tab.js(f"choose({name!r})")
     for number in range(len(HOSTILE)):
@@ -557,7 +559,7 @@ def test_a_served_page_follows_a_run_that_goes_on(tab: browser.Browser, tmp_path
         thread.join(30)
 
 
-def test_the_page_of_a_run_without_anything_says_so(tab: browser.Browser, tmp_path: Path) -> None:
+def test_page_of_an_empty_run_says_that_it_is_empty(tab: browser.Browser, tmp_path: Path) -> None:
     folder = tmp_path / "empty"
     folder.mkdir()
     (folder / METRICS_FILE).write_text("")

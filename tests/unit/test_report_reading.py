@@ -27,13 +27,14 @@ from megarl.report.reading import SETTLED_S, RunReader, advice
 TEXT_BYTES = 64 << 20
 
 
-def chunks(found: dict) -> list[list[dict]]:
+def chunks(run_data: dict) -> list[list[dict]]:
     return [
-        json.loads(gzip.decompress(base64.b64decode(chunk))) for chunk in found["samples"]["chunks"]
+        json.loads(gzip.decompress(base64.b64decode(chunk)))
+        for chunk in run_data["samples"]["chunks"]
     ]
 
 
-def test_columns_are_the_rows_of_the_metrics_and_what_is_not_finite_is_told_from_what_is_absent(
+def test_columns_tell_values_that_are_not_finite_from_absent(
     tmp_path: Path,
 ) -> None:
     write_run(tmp_path, 12)
@@ -42,14 +43,14 @@ def test_columns_are_the_rows_of_the_metrics_and_what_is_not_finite_is_told_from
             '{"step": 12, "loss": NaN, "grad_norm": Infinity, "reward/mean": null}\n{"step": 13, '
             '"sync/audit_ok": false}\n'
         )
-    found = RunReader(tmp_path, TEXT_BYTES).read()
+    run_data = RunReader(tmp_path, TEXT_BYTES).read()
     rows = read_metrics(tmp_path / METRICS_FILE)
-    assert found["steps"] == [row["step"] for row in rows]
-    assert found["metrics"]["tokens_per_s"][:12] == [row["tokens_per_s"] for row in rows[:12]]
+    assert run_data["steps"] == [row["step"] for row in rows]
+    assert run_data["metrics"]["tokens_per_s"][:12] == [row["tokens_per_s"] for row in rows[:12]]
     assert [
-        found["metrics"][key][12] for key in ("loss", "grad_norm", "reward/mean", "entropy/mean")
+        run_data["metrics"][key][12] for key in ("loss", "grad_norm", "reward/mean", "entropy/mean")
     ] == ["n", "n", "n", None]
-    assert found["metrics"]["sync/audit_ok"] == [1] * 12 + [None, 0]
+    assert run_data["metrics"]["sync/audit_ok"] == [1] * 12 + [None, 0]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ EVENT = {"name": "pause for weights 1", "track": "weights", "ts": 1.8e15, "dur":
         {"name": "weights map", "args": {"to": [["x", 5]]}},
     ],
 )  # fmt: skip
-def test_an_event_of_other_types_is_left_out_and_counted(
+def test_event_with_wrong_types_is_skipped_and_counted(
     tmp_path: Path, wrong: dict[str, Any]
 ) -> None:
     write_run(tmp_path, 2)
@@ -105,42 +106,42 @@ def test_an_event_of_other_types_is_left_out_and_counted(
             + json.dumps({**EVENT, "args": {"at": "x", "pause_s": None}})
             + "\n"
         )
-    found = RunReader(tmp_path, TEXT_BYTES).read()
-    assert found["skipped"] == {"trace/generator.0.jsonl": 1}
-    assert found["pauses"][-1]["pause_s"] == 5e-6 and len(page([found], "now")) > 1000
+    run_data = RunReader(tmp_path, TEXT_BYTES).read()
+    assert run_data["skipped"] == {"trace/generator.0.jsonl": 1}
+    assert run_data["pauses"][-1]["pause_s"] == 5e-6 and len(page([run_data], "now")) > 1000
 
 
-def test_numbers_that_no_float_holds_and_settings_that_are_none_do_not_end_the_report(
+def test_report_survives_huge_numbers_and_broken_settings(
     tmp_path: Path,
 ) -> None:
     write_run(tmp_path, 2)
     (tmp_path / METRICS_FILE).open("a").write(json.dumps({"step": 2, "loss": 10**400}) + "\n")
     for text in (b"seed: .nan\nmodel: {path: [1]}\nmax_steps: 7\n", b"\xff\xfe"):
         (tmp_path / "config.yaml").write_bytes(text)
-        found = RunReader(tmp_path, TEXT_BYTES).read()
-        assert found["metrics"]["loss"][2] == "n" and len(page([found], "now")) > 1000
-        assert found["settings"].get("max_steps") == (7 if text.isascii() else None) and not found[
-            "settings"
-        ].get("model.path")
+        run_data = RunReader(tmp_path, TEXT_BYTES).read()
+        assert run_data["metrics"]["loss"][2] == "n" and len(page([run_data], "now")) > 1000
+        assert run_data["settings"].get("max_steps") == (
+            7 if text.isascii() else None
+        ) and not run_data["settings"].get("model.path")
 
 
-def test_a_line_in_the_middle_is_left_out_and_steps_keep_their_order(tmp_path: Path) -> None:
+def test_damaged_line_inside_is_skipped_and_steps_stay_ordered(tmp_path: Path) -> None:
     write_run(tmp_path, 6)
     lines = (tmp_path / METRICS_FILE).read_bytes().splitlines(keepends=True)
     (tmp_path / METRICS_FILE).write_bytes(b"".join([*lines[:3], b"{]\n", lines[1], *lines[3:]]))
-    found = RunReader(tmp_path, TEXT_BYTES).read()
+    run_data = RunReader(tmp_path, TEXT_BYTES).read()
     assert (
-        found["steps"] == list(range(6))
-        and found["skipped"] == {METRICS_FILE: 1}
-        and found["out_of_order"] == 1
+        run_data["steps"] == list(range(6))
+        and run_data["skipped"] == {METRICS_FILE: 1}
+        and run_data["out_of_order"] == 1
     )
 
 
 def test_samples_have_the_numbers_that_each_rank_wrote(tmp_path: Path) -> None:
     write_run(tmp_path, 7, groups=2, n=4, ranks=2)
-    found = RunReader(tmp_path, TEXT_BYTES).read()
-    index = found["samples"]["index"]
-    read = chunks(found)
+    run_data = RunReader(tmp_path, TEXT_BYTES).read()
+    index = run_data["samples"]["index"]
+    read = chunks(run_data)
     assert len(index["step"]) == 7 * 2 * 4 and set(index["step"]) == set(range(7))
     lines = {
         (rank, line["step"], line["ordinal"], line["sample"]): line
@@ -156,12 +157,12 @@ def test_samples_have_the_numbers_that_each_rank_wrote(tmp_path: Path) -> None:
         shown = read[index["chunk"][place]][index["place"][place]]
         sample = shown["samples"][number]
         line = lines[number % 2, step, ordinal, number]
-        wanted = groups[ordinal]["samples"][number]
+        recorded = groups[ordinal]["samples"][number]
         assert (shown["step"], shown["ordinal"], sample["text"], sample["reward"]) == (
             step,
             ordinal,
-            wanted["text"],
-            wanted["reward"],
+            recorded["text"],
+            recorded["reward"],
         )
         assert (
             sample["numbers"]["diff"] == line["diff"]
@@ -175,17 +176,17 @@ def test_samples_have_the_numbers_that_each_rank_wrote(tmp_path: Path) -> None:
             == pytest.approx(sample["reward"] - 0.5)
         )
         assert (
-            index["age"][place] == step - min(version for version, _ in wanted["versions"])
-            and index["tokens"][place] == wanted["tokens"]
+            index["age"][place] == step - min(version for version, _ in recorded["versions"])
+            and index["tokens"][place] == recorded["tokens"]
         )
         assert index["spread"][place] == pytest.approx(
-            np.std([each["reward"] for each in groups[ordinal]["samples"]])
+            np.std([sample_record["reward"] for sample_record in groups[ordinal]["samples"]])
         )
-        own = sum(count for _, count in wanted["versions"])
-        assert len(line["ids"]) == own == wanted["tokens"] - (3 if number == 1 else 0)
+        policy_tokens = sum(count for _, count in recorded["versions"])
+        assert len(line["ids"]) == policy_tokens == recorded["tokens"] - (3 if number == 1 else 0)
 
 
-def test_numbers_keep_four_digits_and_what_is_not_finite_becomes_null(tmp_path: Path) -> None:
+def test_numbers_keep_four_digits_and_non_finite_are_null(tmp_path: Path) -> None:
     writer = TokensWriter(tmp_path, 0, "t{}".format)
     numbers = np.array([0, -1.23456e-7, np.nan, 98765.4, -np.inf], np.float32)
     row = SimpleNamespace(
@@ -221,18 +222,19 @@ def test_a_resumed_run_cuts_what_it_makes_again(tmp_path: Path) -> None:
         )
 
 
-def test_of_too_many_texts_whole_steps_are_left_out_but_the_index_has_all(tmp_path: Path) -> None:
+def test_too_many_texts_leave_out_whole_steps_of_texts(tmp_path: Path) -> None:
+    """The index has all samples."""
     write_run(tmp_path, 20, groups=2, n=4)
-    found = RunReader(tmp_path, 20_000).read()
-    index = found["samples"]["index"]
-    every = found["samples"]["every"]
+    run_data = RunReader(tmp_path, 20_000).read()
+    index = run_data["samples"]["index"]
+    every = run_data["samples"]["every"]
     assert every > 1 and len(index["step"]) == 160
     assert all(
         (chunk >= 0) == (step % every == 0) for step, chunk in zip(index["step"], index["chunk"])
     )
 
 
-def test_what_is_new_is_read_once_and_a_cut_file_is_read_afresh(tmp_path: Path) -> None:
+def test_new_lines_are_read_once_and_cut_files_afresh(tmp_path: Path) -> None:
     write_run(tmp_path, 8, groups=1, n=2)
     reader = RunReader(tmp_path, TEXT_BYTES)
     first = reader.read(follow=True)
@@ -247,7 +249,11 @@ def test_what_is_new_is_read_once_and_a_cut_file_is_read_afresh(tmp_path: Path) 
     writer.write(8, {"loss": 1.0, "new": 2.0})
     samples = SamplesWriter(tmp_path, resume_step=8)
     samples.write(
-        8, [(summary(each), texts(each)) for each in [group(8, 8, 2, np.random.default_rng(0))]]
+        8,
+        [
+            (summary(new_group), texts(new_group))
+            for new_group in [group(8, 8, 2, np.random.default_rng(0))]
+        ],
     )
     new = reader.read(follow=True)
     assert (
@@ -267,7 +273,7 @@ def test_what_is_new_is_read_once_and_a_cut_file_is_read_afresh(tmp_path: Path) 
     )
 
 
-def test_a_followed_run_that_has_ended_shows_the_samples_of_its_last_step(tmp_path: Path) -> None:
+def test_followed_run_shows_the_samples_of_its_last_step(tmp_path: Path) -> None:
     write_run(tmp_path, 4, groups=1, n=2)
     reader = RunReader(tmp_path, TEXT_BYTES)
     assert reader.read(follow=True)["samples"]["index"]["step"] == [0, 0, 1, 1, 2, 2]
@@ -291,8 +297,8 @@ def test_a_followed_run_that_has_ended_shows_the_samples_of_its_last_step(tmp_pa
 
 
 def test_faults_and_the_plan_come_from_the_trace(tmp_path: Path) -> None:
-    found = RunReader(write_run(tmp_path, 30, faults=True), TEXT_BYTES).read()
-    assert [(mark["who"], mark["what"]) for mark in found["marks"]] == [
+    run_data = RunReader(write_run(tmp_path, 30, faults=True), TEXT_BYTES).read()
+    assert [(mark["who"], mark["what"]) for mark in run_data["marks"]] == [
         ("launcher.0", "start"),
         ("engine.1", "lost"),
         ("engine.1", "start engine.1 again"),
@@ -300,21 +306,24 @@ def test_faults_and_the_plan_come_from_the_trace(tmp_path: Path) -> None:
         ("launcher.0", "start"),
         ("launcher.0", "end"),
     ]
-    assert found["expected"]["step_s"] == 1.9 and found["pairs"]["trainer.1"] == [
+    assert run_data["expected"]["step_s"] == 1.9 and run_data["pairs"]["trainer.1"] == [
         [0, 803968],
         [1, 803968],
     ]
-    assert [span[0] for span in found["lanes"]["engine.1"]] == ["away"] and len(
-        found["pauses"]
+    assert [span[0] for span in run_data["lanes"]["engine.1"]] == ["away"] and len(
+        run_data["pauses"]
     ) == 30
-    assert found["pauses"][10]["engines"] == [0] and found["engine_tokens"] == [150_000, 49_980]
+    assert run_data["pauses"][10]["engines"] == [0] and run_data["engine_tokens"] == [
+        150_000,
+        49_980,
+    ]
 
 
-def test_engines_are_compared_only_while_all_are_there(tmp_path: Path) -> None:
+def test_engines_are_compared_only_while_all_serve(tmp_path: Path) -> None:
     def read(*events: tuple[str, str, float, dict]) -> list[str]:
         lines = [
-            {"name": name, "track": track, "ts": 1e6 * at, "dur": dur, "args": args}
-            for at, (name, track, dur, args) in enumerate(events)
+            {"name": name, "track": track, "ts": 1e6 * time_s, "dur": dur, "args": args}
+            for time_s, (name, track, dur, args) in enumerate(events)
         ]
         (tmp_path / "trace" / "generator.0.jsonl").write_text(
             "".join(json.dumps(line) + "\n" for line in lines)
@@ -342,7 +351,7 @@ def test_engines_are_compared_only_while_all_are_there(tmp_path: Path) -> None:
     assert read(lost, batch(0, 90_000, 0), batch(0, 90_000, 20_000))[0].endswith("engine 1 22%")
 
 
-def test_advice_is_given_where_the_numbers_say_so_and_not_elsewhere() -> None:
+def test_advice_is_given_only_where_the_numbers_say_so() -> None:
     calm = {
         "time/step_s": 1.0,
         "time/trainer_wait_s": 0.2,
@@ -352,30 +361,30 @@ def test_advice_is_given_where_the_numbers_say_so_and_not_elsewhere() -> None:
         "prompts/buffered": 1,
     }
 
-    def told(more, tokens=None, settings=None):
-        steps = [{"step": step, **calm, **more} for step in range(40)]
+    def advice_of(changes, tokens=None, settings=None):
+        steps = [{"step": step, **calm, **changes} for step in range(40)]
         return advice(steps, settings or {}, tokens or {})
 
-    assert told({}) == [] and told({}, {0: 50_000, 1: 48_000}) == []
+    assert advice_of({}) == [] and advice_of({}, {0: 50_000, 1: 48_000}) == []
     waits = {"time/trainer_wait_s": 0.6}
     assert (
-        "the trainer waits 60% of a step" in told(waits)[0]
-        and told(waits, settings={"async.capacity": 0}) == []
+        "the trainer waits 60% of a step" in advice_of(waits)[0]
+        and advice_of(waits, settings={"async.capacity": 0}) == []
     )
-    assert "the engines wait 60%" in told({"time/generator_wait_s": 0.6})[0]
+    assert "the engines wait 60%" in advice_of({"time/generator_wait_s": 0.6})[0]
     assert (
-        "25% of the responses" in told({"truncated_fraction": 0.25})[0]
-        and "in 80% of the groups" in told({"zero_advantage_fraction": 0.8})[0]
+        "25% of the responses" in advice_of({"truncated_fraction": 0.25})[0]
+        and "in 80% of the groups" in advice_of({"zero_advantage_fraction": 0.8})[0]
     )
-    assert "engine 1 40%" in told({}, {0: 50_000, 1: 20_000, 2: 51_000})[0]
-    some = [{"step": step, **calm} for step in range(40)]
+    assert "engine 1 40%" in advice_of({}, {0: 50_000, 1: 20_000, 2: 51_000})[0]
+    rows_alike = [{"step": step, **calm} for step in range(40)]
     settings = {}
-    assert advice(some, settings, {0: 50_000, 1: 20_000, 2: 51_000}, {0: 0, 1: 1, 2: 0}) == [], (
-        "it is of another group"
-    )
+    assert (
+        advice(rows_alike, settings, {0: 50_000, 1: 20_000, 2: 51_000}, {0: 0, 1: 1, 2: 0}) == []
+    ), "it is of another group"
     assert (
         "engine 2 40%"
-        in advice(some, settings, {0: 50_000, 1: 20_000, 2: 20_000}, {0: 0, 1: 1, 2: 0})[0]
+        in advice(rows_alike, settings, {0: 50_000, 1: 20_000, 2: 20_000}, {0: 0, 1: 1, 2: 0})[0]
     )
     rows = [{"step": step, **calm, "prompts/buffered": 2 if step < 20 else 9} for step in range(40)]
     assert advice(rows, {}, {}) == [
@@ -387,7 +396,7 @@ def test_advice_is_given_where_the_numbers_say_so_and_not_elsewhere() -> None:
 
 def test_mistakes_are_one_message_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run", 2)
-    for arguments, said in (
+    for arguments, message in (
         ([str(tmp_path)], f"RUN_DIR {tmp_path}: holds no metrics.jsonl"),
         ([str(run), "--output", str(tmp_path / "a.png")], "must end in .html"),
         ([str(run), "--port", "80"], "--port 80: needs --serve"),
@@ -398,12 +407,12 @@ def test_mistakes_are_one_message_each(tmp_path: Path, capsys: pytest.CaptureFix
         ([str(run), "--text-mib", "0"], "--text-mib 0: must be above 0 and finite"),
         ([str(run), "--text-mib", "inf"], "--text-mib inf: must be above 0 and finite"),
     ):
-        assert main(["report", *arguments]) == 2 and said in capsys.readouterr().err
+        assert main(["report", *arguments]) == 2 and message in capsys.readouterr().err
     assert main(["report", str(run)]) == 0 and (run / "report.html").stat().st_size > 50_000
     assert capsys.readouterr().out.startswith(f"{run / 'report.html'}: ")
 
 
-def test_the_server_hears_only_who_knows_the_token_and_only_by_its_own_name(tmp_path: Path) -> None:
+def test_server_requires_its_token_and_its_own_host_name(tmp_path: Path) -> None:
     import http.client
     import threading
 

@@ -79,7 +79,7 @@ def test_the_compiled_loop_gives_the_same(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
-def test_strides_do_not_matter_only_positions_do(dtype):
+def test_hash_depends_on_positions_and_not_on_strides(dtype):
     x = values(dtype, 20, 30)
     view = x[2:18:1, 5:25]
     assert hash_box(view, 2, 5) == hash_box(view.clone(), 2, 5) != hash_box(view, 2, 6)
@@ -96,13 +96,13 @@ def test_strides_do_not_matter_only_positions_do(dtype):
 def test_shares_of_disjoint_boxes_add_up(shape, dtype, tile_words, data):
     """For any cuts: boxes begin and end inside words, and are views or copies."""
     x = values(dtype, *shape)
-    whole = Box((0,) * len(shape), tuple(shape))
+    full_box = Box((0,) * len(shape), tuple(shape))
     inner_start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     inner = Box(
         inner_start, tuple(data.draw(st.integers(1, n - s)) for n, s in zip(shape, inner_start))
     )
-    boxes = [inner, *whole.subtract(inner)]
-    assert sum(box.numel for box in boxes) == whole.numel
+    boxes = [inner, *full_box.subtract(inner)]
+    assert sum(box.numel for box in boxes) == full_box.numel
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(audit, "TILE_WORDS", tile_words)
         for place in (torch.Tensor.detach, torch.Tensor.clone):
@@ -177,11 +177,11 @@ def test_shares_that_lie_on_a_device_are_read_many_at_a_time(monkeypatch):
     monkeypatch.setattr(audit, "MOST_LEFT", 3)
     x = values(torch.float32, 6, 10)
     y = values(torch.bfloat16, 2, 3, 4)
-    whole = whole_box(tuple(x.shape))
+    full_box = whole_box(tuple(x.shape))
     hashes = audit.Hashes()
     hashes.add("y", y, whole_box(tuple(y.shape)), tuple(y.shape))
     parts = [Box((row, 0), (1, 10)) for row in range(6)]
-    shares = [hash_slice(x[part.slices()], part, whole.shape) for part in parts]
+    shares = [hash_slice(x[part.slices()], part, full_box.shape) for part in parts]
     hashes.defer("x", (torch.tensor(share - (share >> 63 << 64)) for share in shares))
     assert (
         hashes.totals()

@@ -60,14 +60,14 @@ def test_turns_go_to_whoever_has_least(loads: list[int], size: int, turns: int, 
     table = least_loaded_first(np.array(loads), size, turns, first % count)
     orders = Orders(table[None], np.array([len(table) - count]), count)
     assert sorted(table[len(table) - count :]) == list(range(count))
-    own = list(loads)
+    assigned = list(loads)
     even = list(loads)
     for turn in range(turns):
-        own[table[orders.place(np.array([0]), np.array([turn]))[0]]] += size
+        assigned[table[orders.place(np.array([0]), np.array([turn]))[0]]] += size
         even[even.index(min(even))] += size
     if max(loads) - min(loads) <= 64 * size:
-        assert sorted(own) == sorted(even)  # for equal turns, greedy is optimal
-    assert sum(own) == sum(loads) + turns * size
+        assert sorted(assigned) == sorted(even)  # for equal turns, greedy is optimal
+    assert sum(assigned) == sum(loads) + turns * size
 
 
 @settings(max_examples=25, deadline=None)

@@ -40,31 +40,33 @@ def test_trainer_to_generator_equals_slicing_the_checkpoint(case, wire, joined, 
     map = ReshardMap.build(trainer, generator_layout(spec, generator, wire, device))
     prove_exactly_once(map)
     hf = full_tensors(spec, torch.float32)
-    whole = [
+    sources = [
         megatron(spec, hf, topology, rank, fill=7.0, names=norms)
         for rank in range(topology.world_size)
     ]
-    for rank, tensors in enumerate(whole):  # compares the layout itself with the reference
+    for rank, tensors in enumerate(sources):  # compares the layout itself with the reference
         assert {t.name: t.shape for t in trainer.tensors(rank)} == {
             name: tuple(t.shape) for name, t in tensors.items()
         }
-    found, copies = carry_out(map, whole, joined)
+    received, copies = carry_out(map, sources, joined)
     cast = {name: tensor.to(DTYPES[wire]) for name, tensor in hf.items()}
     for name in cast:
-        own = ("e_score_correction_bias", "proj_bias", "A_log")
-        if name.endswith(own) or (spec.family == "glm4_moe" and name.endswith("mlp.gate.weight")):
+        float32_names = ("e_score_correction_bias", "proj_bias", "A_log")
+        if name.endswith(float32_names) or (
+            spec.family == "glm4_moe" and name.endswith("mlp.gate.weight")
+        ):
             cast[name] = hf[name]  # always float32 in the engine
     expected = [
         sglang(spec, cast, generator, rank % generator.tp, device)
         for rank in range(generator.world_size)
     ]
-    assert_equal(found, expected)
+    assert_equal(received, expected)
     check_lists(map, copies, joined)
 
 
 @settings(max_examples=10, deadline=None)
 @given(case=cases(fp8=True), data=st.data(), rule=st.sampled_from([None, *sorted(RULES)]))
-def test_what_engines_pass_on_fills_the_rest(case, data, rule):
+def test_relays_between_engines_fill_all_engines(case, data, rule):
     """For any number of engines that the trainer writes to.
 
     (The other tests cover writes to all engines.)
@@ -76,34 +78,34 @@ def test_what_engines_pass_on_fills_the_rest(case, data, rule):
         data.draw(st.integers(1, engines), name) for name in ("of_ends", "of_layers")
     )
     trainer = trainer_layout(spec, topology, "float32")
-    whole = ReshardMap.build(
+    full_map = ReshardMap.build(
         trainer, generator_layout(spec, generator, "float32", device, rule and RULES[rule])
     )
-    forwarding = passed_on(whole.destination, generator.tp, of_ends, of_layers)
+    forwarding = passed_on(full_map.destination, generator.tp, of_ends, of_layers)
     forwarding.prove()
-    map = dataclasses.replace(whole, destination=forwarding.leaders)
+    map = dataclasses.replace(full_map, destination=forwarding.leaders)
     prove_exactly_once(map)
     hf = full_tensors(spec, torch.float32)
     sources = [megatron(spec, hf, topology, rank, fill=7.0) for rank in range(topology.world_size)]
-    found, _ = carry_out(map, sources, True)
+    received, _ = carry_out(map, sources, True)
     given_bytes, taken_bytes = ([0] * generator.world_size for _ in range(2))
     for relay in forwarding.relays:
-        assert relay.tensor not in found[relay.destination_rank], "twice"
-        found[relay.destination_rank][relay.tensor] = found[relay.source_rank][relay.tensor]
+        assert relay.tensor not in received[relay.destination_rank], "twice"
+        received[relay.destination_rank][relay.tensor] = received[relay.source_rank][relay.tensor]
         given_bytes[relay.source_rank] += relay.bytes
-        taken_bytes[relay.destination_rank] += found[relay.source_rank][relay.tensor].nbytes
-    assert_equal(found, carry_out(whole, sources, True)[0])
+        taken_bytes[relay.destination_rank] += received[relay.source_rank][relay.tensor].nbytes
+    assert_equal(received, carry_out(full_map, sources, True)[0])
     assert [side.tolist() for side in forwarding.rank_bytes()] == [given_bytes, taken_bytes]
     if rule is None:
         assert_equal(
-            found,
+            received,
             [
                 sglang(spec, hf, generator, rank % generator.tp, device)
                 for rank in range(generator.world_size)
             ],
         )
     assert summary(map, forwarding) == dataclasses.replace(
-        whole.summary(), copies=map.summary().copies, writes=map.summary().writes,
+        full_map.summary(), copies=map.summary().copies, writes=map.summary().writes,
         relayed_bytes=sum(given_bytes),
         sender_max_over_mean=map.summary().sender_max_over_mean,
     )  # fmt: skip
@@ -135,10 +137,10 @@ def test_data_parallel_attention(name: str, dp_attention: int):
     )
     prove_exactly_once(map)
     hf = full_tensors(spec, torch.float32)
-    found, copies = carry_out(
+    received, copies = carry_out(
         map, [megatron(spec, hf, topology, rank, fill=7.0) for rank in range(4)], True
     )
-    assert_equal(found, [sglang(spec, hf, generator, rank % 4, "cuda") for rank in range(8)])
+    assert_equal(received, [sglang(spec, hf, generator, rank % 4, "cuda") for rank in range(8)])
     check_lists(map, copies, True)
 
 
@@ -168,30 +170,30 @@ def test_export_and_import_are_each_others_inverse(case):
 
 @settings(max_examples=20, deadline=None)
 @given(case=cases())
-def test_owned_pieces_hold_every_element_of_the_checkpoint_once(case):
+def test_owned_pieces_hold_each_checkpoint_element_once(case):
     spec, topology, _, _ = case
     trainer = trainer_layout(spec, topology, "float32")
     hf = full_tensors(spec, torch.float32)
-    seen = {name: torch.zeros_like(tensor) for name, tensor in hf.items()}
+    counts = {name: torch.zeros_like(tensor) for name, tensor in hf.items()}
     for rank in range(topology.world_size):
         for _tensor, piece in trainer.owned_pieces(rank):
             assert piece.local.shape == piece.logical.shape
-            seen[piece.logical_name][piece.logical.slices()] += 1
-    assert all(bool((count == 1).all()) for count in seen.values())
+            counts[piece.logical_name][piece.logical.slices()] += 1
+    assert all(bool((count == 1).all()) for count in counts.values())
 
 
 @settings(max_examples=15, deadline=None)
 @given(case=cases(), wire=st.sampled_from(["float32", "bfloat16"]))
-def test_hashes_of_what_is_sent_add_up_to_the_hash_of_what_arrived(case, wire):
+def test_hashes_of_copies_add_up_to_the_hash_of_the_tensor(case, wire):
     spec, topology, generator, device = case
     trainer = trainer_layout(spec, topology, "float32")
     map = ReshardMap.build(trainer, generator_layout(spec, generator, wire, device))
     hf = full_tensors(spec, torch.float32)
     sources = [megatron(spec, hf, topology, rank, fill=7.0) for rank in range(topology.world_size)]
-    found, copies = carry_out(map, sources, True)
+    received, copies = carry_out(map, sources, True)
     sums: dict[tuple[int, str], int] = {}
     for copy in copies:
-        shape = tuple(found[copy.destination_rank][copy.destination_tensor].shape)
+        shape = tuple(received[copy.destination_rank][copy.destination_tensor].shape)
         share = hash_slice(
             payload(copy, sources[copy.source_rank].get(copy.source_tensor)),
             copy.destination_box,
@@ -201,7 +203,7 @@ def test_hashes_of_what_is_sent_add_up_to_the_hash_of_what_arrived(case, wire):
         sums[key] = (sums.get(key, 0) + share) & MASK
     assert sums == {
         (rank, name): hash_tensor(t)
-        for rank, tensors in enumerate(found)
+        for rank, tensors in enumerate(received)
         for name, t in tensors.items()
     }
 

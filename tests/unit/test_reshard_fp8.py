@@ -38,26 +38,31 @@ def test_fp8_equals_gathering_quantising_and_slicing(case, rule, joined, dtype):
     prove_exactly_once(map)
     hf = full_tensors(spec, DTYPES[dtype])
     sources = [megatron(spec, hf, topology, rank, fill=7.0) for rank in range(topology.world_size)]
-    found, copies = carry_out(map, sources, joined)
+    received, copies = carry_out(map, sources, joined)
     codes, scales = quantised_checkpoint(spec, hf, RULES[rule])
     for rank in range(generator.world_size):
-        wanted = sglang(spec, codes, generator, rank % generator.tp, device)
+        expected = sglang(spec, codes, generator, rank % generator.tp, device)
         spreads = sglang(spec, scales, generator, rank % generator.tp, device)
         for tensor in map.destination.tensors(rank):
-            mine = found[rank][tensor.name]
+            actual = received[rank][tensor.name]
             name = tensor.name
             if name.endswith(("_scale", "_scale_inv")):
                 every = RULES[rule].rows, RULES[rule].cols
-                of = spreads[name.removesuffix("_scale_inv").removesuffix("_scale")]
-                theirs = of[..., :: every[0] or of.shape[-2], :: every[1] or of.shape[-1]]
-                assert mine.dtype == torch.float32 and torch.equal(mine, theirs), (rank, name)
+                spread = spreads[name.removesuffix("_scale_inv").removesuffix("_scale")]
+                expected_scales = spread[
+                    ..., :: every[0] or spread.shape[-2], :: every[1] or spread.shape[-1]
+                ]
+                assert actual.dtype == torch.float32 and torch.equal(actual, expected_scales), (
+                    rank,
+                    name,
+                )
             elif tensor.dtype == "float8_e4m3fn":
-                assert torch.equal(mine.view(torch.uint8).float(), wanted[name].float()), (
+                assert torch.equal(actual.view(torch.uint8).float(), expected[name].float()), (
                     rank,
                     name,
                 )
             else:
-                assert torch.equal(mine, wanted[name].to(mine.dtype)), (rank, name)
+                assert torch.equal(actual, expected[name].to(actual.dtype)), (rank, name)
     check_lists(map, copies, joined)
 
 
@@ -72,12 +77,16 @@ def quantised_checkpoint(spec: ModelSpec, hf: HF, rule: Rule) -> tuple[HF, HF]:
     scales = dict(hf)
     for group in fused_groups(spec, hf):
         if rule.rows is None:
-            both = quantise(torch.cat([hf[name].flatten() for name in group])[None], rule, group[0])
-            parts = both[0].view(torch.uint8).flatten().split([hf[name].numel() for name in group])
+            quantised = quantise(
+                torch.cat([hf[name].flatten() for name in group])[None], rule, group[0]
+            )
+            parts = (
+                quantised[0].view(torch.uint8).flatten().split([hf[name].numel() for name in group])
+            )
             for name, part in zip(group, parts):
                 codes[name], scales[name] = (
                     part.view(hf[name].shape),
-                    both[1].expand(hf[name].shape),
+                    quantised[1].expand(hf[name].shape),
                 )
             continue
         for name in group:
@@ -113,12 +122,12 @@ def fused_groups(spec: ModelSpec, hf: HF) -> list[tuple[str, ...]]:
     for name in hf:
         for group in fused:
             if name.endswith(f".{group[0]}.weight"):
-                groups.append(tuple(name.replace(group[0], other) for other in group))
+                groups.append(tuple(name.replace(group[0], part) for part in group))
     return groups
 
 
 @pytest.mark.parametrize("name", FP8_FAMILIES)
-def test_what_is_quantised_is_a_list_of_the_familys_own_parameters(name):
+def test_every_family_lists_its_quantised_parameters(name):
     assert len(set(family(dataclasses.replace(BASE, family=name)).quantised_parameters(BASE))) >= 4
 
 

@@ -187,8 +187,8 @@ def test_generator_layout_equals_a_live_engine(kv, vocab, tp, dump):
 )
 def test_experts_and_scales_lie_as_in_a_live_engine(model, tp, quantization, dtype, dump):
     """Per-channel scales are [out, 1] here and [1, out] there: the same memory."""
-    of = spec() if model is None else load_spec(model)
-    layout = generator_layout(of, GeneratorTopology(tp=tp), dtype, "cpu", quantization)
+    model_spec = spec() if model is None else load_spec(model)
+    layout = generator_layout(model_spec, GeneratorTopology(tp=tp), dtype, "cpu", quantization)
     live = {name: (shape, kind) for name, shape, kind in map(with_dtype, dump.strip().splitlines())}
     planned = {
         t.name: (t.engine_shape if t.engine_shape is not None else t.shape, t.dtype)
@@ -203,8 +203,8 @@ def test_experts_and_scales_lie_as_in_a_live_engine(model, tp, quantization, dty
 
 
 def with_dtype(line: str) -> tuple[str, tuple[int, ...], str]:
-    name, rest = line.split(" ", 1)
-    shape, _, kind = rest.rpartition(" ")
+    name, description = line.split(" ", 1)
+    shape, _, kind = description.rpartition(" ")
     return name, tuple(int(n) for n in shape.strip("(),").split(",") if n), kind
 
 
@@ -217,11 +217,14 @@ def test_experts_stand_on_their_own_mesh():
     moe = load_spec(QWEN3_MOE)
     layout = trainer_layout(moe, TrainerTopology(tp=4, dp=2, ep=4, etp=2), "bfloat16")
     for rank in range(8):
-        held = [
+        expert_tensors = [
             t for t in layout.tensors(rank) if "local_experts" in t.name and "linear_fc2" in t.name
         ]
-        assert [t.name.split(".")[6] for t in held] == [str(rank // 2 * 2), str(rank // 2 * 2 + 1)]
-        assert {(t.shape, t.pieces[0].logical.start) for t in held} == {
+        assert [t.name.split(".")[6] for t in expert_tensors] == [
+            str(rank // 2 * 2),
+            str(rank // 2 * 2 + 1),
+        ]
+        assert {(t.shape, t.pieces[0].logical.start) for t in expert_tensors} == {
             ((128, 32), (0, rank % 2 * 32))
         }
         attention = [t for t in layout.tensors(rank) if "linear_proj" in t.name]
@@ -251,19 +254,19 @@ def test_engines_give_each_run_of_ranks_its_experts():
         assert {p.logical.start for p in w2.pieces} == {(0, 0, rank % 2 * 32)}
 
 
-def test_cpu_engines_hold_zeros_where_they_padded_heads_and_gpu_engines_the_same_kv_head_twice():
+def test_padded_heads_are_zeros_on_cpu_and_copies_on_gpu():
     one_kv = spec(kv=1, vocab=500)
     cpu = generator_layout(one_kv, GeneratorTopology(tp=2), "float32", device="cpu").tensors(1)[1]
     assert cpu.name.endswith("qkv_proj.weight") and cpu.pieces == ()
     gpu = generator_layout(one_kv, GeneratorTopology(tp=2), "float32", device="cuda").tensors(1)[1]
     assert gpu.shape == (64 + 16 + 16, 128)
-    found = [
+    gpu_pieces = [
         (p.logical_name.split(".")[-2], p.logical.start[0], p.logical.shape[0]) for p in gpu.pieces
     ]
-    assert found == [("q_proj", 64, 64), ("k_proj", 0, 16), ("v_proj", 0, 16)]
+    assert gpu_pieces == [("q_proj", 64, 64), ("k_proj", 0, 16), ("v_proj", 0, 16)]
 
 
-def test_tied_output_layer_is_one_parameter_except_on_a_last_stage_of_its_own():
+def test_tied_output_layer_is_a_parameter_only_on_a_later_stage():
     tied = spec(layers=2, tied=True)
     assert "lm_head.weight" not in {
         t.name for t in generator_layout(tied, GeneratorTopology(), "float32").tensors(0)
@@ -279,7 +282,7 @@ def test_tied_output_layer_is_one_parameter_except_on_a_last_stage_of_its_own():
     )
 
 
-def test_transformer_engine_keeps_the_norms_inside_the_linear_layers():
+def test_transformer_engine_has_norms_inside_linear_layers():
     names = {
         t.name
         for t in trainer_layout(spec(), TrainerTopology(), "bfloat16", layer_spec="te").tensors(0)
@@ -398,7 +401,7 @@ def test_layers_are_split_over_stages_as_megatron_does():
         ),
     ],
 )
-def test_what_the_engines_cannot_do_is_refused_by_key_and_value(build, message):
+def test_unsupported_layouts_are_refused_by_key_and_value(build, message):
     with pytest.raises(ConfigError, match=message):
         build()
 

@@ -82,7 +82,7 @@ def test_both_copies_of_a_tied_embedding_send():
     assert {rank for rank, _ in senders} == {0, 2, 4, 6}
 
 
-def test_schedule_covers_every_write_once_and_both_ends_agree():
+def test_schedule_has_each_write_once_and_both_ends_agree():
     map = tiny_map(dp=2)
     sent = [batch for rank in range(8) for batch in batches_from(map, rank, wave_bytes=600)]
     received = [batch for rank in range(8) for batch in batches_to(map, rank, wave_bytes=600)]
@@ -91,16 +91,24 @@ def test_schedule_covers_every_write_once_and_both_ends_agree():
         w for rank in range(8) for w in map.writes_from(rank)
     )
     for rank in range(8):
-        own = [batch for batch in sent if batch.source_rank == rank]
-        assert [batch.wave for batch in own] == sorted(batch.wave for batch in own)
-        assert len({(batch.wave, batch.destination_rank) for batch in own}) == len(own)
+        rank_batches = [batch for batch in sent if batch.source_rank == rank]
+        assert [batch.wave for batch in rank_batches] == sorted(
+            batch.wave for batch in rank_batches
+        )
+        assert len({(batch.wave, batch.destination_rank) for batch in rank_batches}) == len(
+            rank_batches
+        )
         place = {write: n for n, write in enumerate(map.writes_from(rank))}
-        for batch in own:
+        for batch in rank_batches:
             assert [place[write] for write in batch.writes] == sorted(
                 place[write] for write in batch.writes
             ), "forward order"
-        depths = [(min(w.depth for w in b.writes), max(w.depth for w in b.writes)) for b in own]
-        for (_, last), (first, _), (one, two) in zip(depths, depths[1:], itertools.pairwise(own)):
+        depths = [
+            (min(w.depth for w in b.writes), max(w.depth for w in b.writes)) for b in rank_batches
+        ]
+        for (_, last), (first, _), (one, two) in zip(
+            depths, depths[1:], itertools.pairwise(rank_batches)
+        ):
             assert one.wave == two.wave or last < first
 
 
@@ -131,7 +139,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_ends_of_a_pair_know_the_order_of_its_messages_which_carry_no_names(kind):
+def test_both_ends_of_a_pair_agree_on_the_order_of_messages(kind):
     map = KINDS[kind]()
     sent = [scheduled_writes(map, rank) for rank in range(map.source.world_size)]
     for rank in range(map.destination.world_size):
@@ -142,7 +150,7 @@ def test_both_ends_of_a_pair_know_the_order_of_its_messages_which_carry_no_names
             ]
 
 
-def test_senders_that_feed_the_same_receivers_begin_with_different_ones():
+def test_senders_to_the_same_receivers_start_with_different_ones():
     map = tiny_map(tp=1, pp=1, dp=4, engines=1, generator_tp=4)
     order = [[batch.destination_rank for batch in batches_from(map, rank)] for rank in range(4)]
     assert order == [[0, 1, 2, 3], [1, 2, 3, 0], [2, 3, 0, 1], [3, 0, 1, 2]]
@@ -162,12 +170,12 @@ def test_writes_join_what_continues_on_both_sides():
     )
 
 
-def test_writes_do_not_join_what_continues_along_different_dims():
-    left = Box((0, 0), (2, 2))
+def test_writes_along_different_dims_are_not_joined():
+    corner = Box((0, 0), (2, 2))
     right = Box((0, 2), (2, 2))
     below = Box((2, 0), (2, 2))
     rows = [
-        Row(0, 0, left, (Holder(0, 0, left),), "identity"),
+        Row(0, 0, corner, (Holder(0, 0, corner),), "identity"),
         Row(0, 0, right, (Holder(0, 0, below),), "identity"),
     ]
     assert coalesce(rows) == tuple(rows)
@@ -175,7 +183,7 @@ def test_writes_do_not_join_what_continues_along_different_dims():
     assert [row.box for row in coalesce(same)] == [Box((0, 0), (2, 4))]
 
 
-def test_report_names_every_parameter_and_json_every_number():
+def test_report_has_every_parameter_and_json_every_number():
     map = tiny_map()
     text = render(map, 50e9)
     for kind in map.destination.kinds:
@@ -183,13 +191,13 @@ def test_report_names_every_parameter_and_json_every_number():
     assert map.plan_hash in text and "zeros" in text and "relays" not in text
     part, forwarding = relayed(tiny_map(engines=4), RelayRule("inside_hosts", 8))
     assert "relays    " in render(part, 50e9, forwarding)
-    found = to_json(map)
+    facts = to_json(map)
     assert (
-        found["copies"] == len(all_copies(map))
-        and found["exactly_once"] is True
-        and found["bytes"] == found["bytes_minimum"]
+        facts["copies"] == len(all_copies(map))
+        and facts["exactly_once"] is True
+        and facts["bytes"] == facts["bytes_minimum"]
     )
-    assert set(found) == {
+    assert set(facts) == {
         "trainer_ranks",
         "generator_ranks",
         "tensors",

@@ -30,7 +30,7 @@ def test_one_copy_per_node_and_relays_fill_every_engine(engines, tp, per_node):
     map = ReshardMap.build(trainer, forwarding.leaders)
     prove_exactly_once(map)
     hf = full_tensors(SPEC, torch.float32)
-    found = [
+    received = [
         {t.name: torch.full(t.shape, float("nan")) for t in generator.tensors(rank)}
         for rank in range(engine.world_size)
     ]
@@ -41,17 +41,17 @@ def test_one_copy_per_node_and_relays_fill_every_engine(engines, tp, per_node):
             apply_copy(
                 copy,
                 tensors.get(copy.source_tensor),
-                found[copy.destination_rank][copy.destination_tensor],
+                received[copy.destination_rank][copy.destination_tensor],
             )
             over_network[copy.destination_rank] += copy.bytes
     for rank in range(engine.world_size):
         for relay in [relay for relay in forwarding.relays if relay.source_rank == rank]:
             assert relay.source_rank // per_node == relay.destination_rank // per_node
-            target = found[relay.destination_rank][relay.tensor]
+            target = received[relay.destination_rank][relay.tensor]
             assert target.isnan().all(), "written twice"
-            target.copy_(found[rank][relay.tensor])
+            target.copy_(received[rank][relay.tensor])
             assert relay.bytes == target.nbytes
-    for rank, tensors in enumerate(found):
+    for rank, tensors in enumerate(received):
         expected = sglang(SPEC, hf, engine, rank % tp, "cuda")
         assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     nodes = range(-(-engines * tp // per_node))
@@ -59,7 +59,7 @@ def test_one_copy_per_node_and_relays_fill_every_engine(engines, tp, per_node):
         sum(size for rank, size in over_network.items() if rank // per_node == node)
         for node in nodes
     ]
-    engine_bytes = sum(t.nbytes for rank in range(tp) for t in found[rank].values())
+    engine_bytes = sum(t.nbytes for rank in range(tp) for t in received[rank].values())
     assert node_bytes == [engine_bytes] * len(node_bytes)
 
 
@@ -74,5 +74,5 @@ def test_one_copy_per_node_and_relays_fill_every_engine(engines, tp, per_node):
         (Box((1, 0, 0), (1, 4, 8)), (4, 16, 8), 2, False, 1),  # of one expert
     ],
 )
-def test_what_would_be_many_short_messages_is_packed(box, shape, item_bytes, packed, sent):
+def test_many_short_messages_are_packed(box, shape, item_bytes, packed, sent):
     assert lands(box, shape, item_bytes) is packed and messages(box, shape, item_bytes) == sent

@@ -100,12 +100,12 @@ def test_proof_of_the_template_refuses_a_damaged_row(change):
     map = tiny_map()
     prove_exactly_once(map)
     padding = change.startswith("padding")
-    at = next(
+    row_number = next(
         i
         for i, row in enumerate(map.rows)
         if (row.transform == "zeros") == padding and row.shard == (3 if padding else 1)
     )
-    row = map.rows[at]
+    row = map.rows[row_number]
     moved = tuple(
         structs.replace(holder, box=shift(holder.box) if holder.box else row.box)
         for holder in row.holders
@@ -121,7 +121,9 @@ def test_proof_of_the_template_refuses_a_damaged_row(change):
     name = map.destination.kinds[row.kind].name_of(0)
     with pytest.raises(ProofError, match=f"{name} on generator rank {row.shard}"):
         prove_exactly_once(
-            dataclasses.replace(map, rows=map.rows[:at] + tuple(damaged) + map.rows[at + 1 :])
+            dataclasses.replace(
+                map, rows=map.rows[:row_number] + tuple(damaged) + map.rows[row_number + 1 :]
+            )
         )
 
 
@@ -156,7 +158,7 @@ def nobody(assignment: Assignment) -> Assignment:
         (nobody, "does not hold"),
     ],
 )
-def test_proof_refuses_senders_that_do_not_hold_the_layer_and_other_receivers(damage, message):
+def test_proof_refuses_wrong_senders_and_wrong_receivers(damage, message):
     class WrongTurns(Turns):
         def assignment(self, row, replica=None, stages=None):
             return damage(super().assignment(row, replica, stages))

@@ -28,18 +28,18 @@ def test_405b_in_fp8_with_relays_is_even():
     generator = generator_layout(
         LLAMA_405B, GeneratorTopology(64, 8), "bfloat16", quantization="fp8_block"
     )
-    whole = ReshardMap.build(trainer_layout(LLAMA_405B, topology, "bfloat16"), generator)
-    map, forwarding = planned_relays(whole, "engines", 8)
+    full_map = ReshardMap.build(trainer_layout(LLAMA_405B, topology, "bfloat16"), generator)
+    map, forwarding = planned_relays(full_map, "engines", 8)
     prove_exactly_once(map)
-    found = summary(map, forwarding)
-    alone = whole.summary()
+    with_relays = summary(map, forwarding)
+    alone = full_map.summary()
     assert alone.sender_max_over_mean == pytest.approx(1.0356, abs=1e-4)
-    assert found.sender_max_over_mean < 1.001 and found.receiver_max_over_mean == 1.0
+    assert with_relays.sender_max_over_mean < 1.001 and with_relays.receiver_max_over_mean == 1.0
     assert (
-        found.bytes == found.bytes_minimum == alone.bytes
-        and found.relayed_bytes < 0.01 * found.bytes
+        with_relays.bytes == with_relays.bytes_minimum == alone.bytes
+        and with_relays.relayed_bytes < 0.01 * with_relays.bytes
     )
-    assert busiest_bytes(map, forwarding) < 0.98 * busiest_bytes(whole, None)
+    assert busiest_bytes(map, forwarding) < 0.98 * busiest_bytes(full_map, None)
 
 
 def test_many_engines_beside_few_trainer_ranks():
@@ -48,17 +48,17 @@ def test_many_engines_beside_few_trainer_ranks():
     Without relays its ranks would send all weights 16 times.
     """
     generator = generator_layout(LLAMA_405B, GeneratorTopology(16, 8), "bfloat16")
-    whole = ReshardMap.build(
+    full_map = ReshardMap.build(
         trainer_layout(LLAMA_405B, TrainerTopology(tp=8), "bfloat16"), generator
     )
-    map, forwarding = planned_relays(whole, "engines", 8)
+    map, forwarding = planned_relays(full_map, "engines", 8)
     prove_exactly_once(map)
-    of_one_engine_rank = whole.rank_bytes()[1].max()
-    assert busiest_bytes(whole, None) > 15.9 * of_one_engine_rank
+    of_one_engine_rank = full_map.rank_bytes()[1].max()
+    assert busiest_bytes(full_map, None) > 15.9 * of_one_engine_rank
     assert busiest_bytes(map, forwarding) < 2.1 * of_one_engine_rank
-    given, taken = forwarding.rank_bytes()
+    passed_bytes, received_bytes = forwarding.rank_bytes()
     # layers take turns, so no engine passes on more than it holds
-    assert max(given.max(), taken.max()) < of_one_engine_rank
+    assert max(passed_bytes.max(), received_bytes.max()) < of_one_engine_rank
 
 
 def test_nothing_is_passed_on_where_that_gains_nothing():
@@ -92,7 +92,7 @@ def test_a_wrong_forwarding_is_found(tamper):
     (8, 32, 1, TrainerTopology(dp=16)), (8, 16, 2, TrainerTopology(tp=2)),
     (2, 2, 1, TrainerTopology(pp=2)),
 ])  # fmt: skip
-def test_relays_between_engines_never_make_the_busiest_rank_busier(layers, engines, tp, trainer):
+def test_relays_never_make_the_busiest_rank_busier(layers, engines, tp, trainer):
     """If there are more engines than layers, some pass on a layer and others none."""
     spec = dataclasses.replace(load_spec(CONFIGS / "models/llama-3.1-8b"), num_layers=layers)
     source = trainer_layout(spec, trainer, "bfloat16")

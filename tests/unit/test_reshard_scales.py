@@ -80,12 +80,12 @@ def test_proof_refuses_damaged_scales_and_names_the_tensor(spec, name, change):
     copies = all_copies(map)
     prove_copies(copies, map.source, map.destination)
     suffix, damage, message = CHANGES[change]
-    at = next(
+    target = next(
         c for c in copies if c.destination_tensor == name + suffix and c.destination_rank == 1
     )
     with pytest.raises(ProofError, match=message) as error:
         prove_copies(
-            [new for copy in copies for new in (damage(copy) if copy is at else [copy])],
+            [new for copy in copies for new in (damage(copy) if copy is target else [copy])],
             map.source,
             map.destination,
         )
@@ -107,12 +107,12 @@ def test_proof_of_the_template_refuses_damaged_rows(change):
     map = fp8_map(MOE, tp=4, ep=1, etp=4, generator=GeneratorTopology(2, 1))
     prove_exactly_once(map)
     scale = change.startswith("scale")
-    at = next(
+    row_number = next(
         i
         for i, row in enumerate(map.rows)
         if row.transform == ("scale" if scale else "quantise") and row.cut
     )
-    row = map.rows[at]
+    row = map.rows[row_number]
     further = tuple(
         structs.replace(h, box=Box((h.box.start[0] + 1,) + h.box.start[1:], h.box.shape))
         for h in row.holders
@@ -132,7 +132,9 @@ def test_proof_of_the_template_refuses_damaged_rows(change):
     }[change]
     with pytest.raises(ProofError, match=map.destination.kinds[row.kind].name_of(0)):
         prove_exactly_once(
-            dataclasses.replace(map, rows=map.rows[:at] + tuple(damaged) + map.rows[at + 1 :])
+            dataclasses.replace(
+                map, rows=map.rows[:row_number] + tuple(damaged) + map.rows[row_number + 1 :]
+            )
         )
 
 

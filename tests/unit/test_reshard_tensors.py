@@ -21,14 +21,14 @@ from megarl.reshard.schedule import landings, lands
 @given(case=cases(), relays=st.booleans())
 def test_arrays_have_what_the_lists_of_writes_have(case, relays):
     spec, topology, generator, device = case
-    whole = map = ReshardMap.build(
+    full_map = map = ReshardMap.build(
         trainer_layout(spec, topology, "float32"),
         generator_layout(spec, generator, "bfloat16", device),
     )
     passed_on = []
     if relays:
         with contextlib.suppress(ValueError):
-            map, forwarding = relayed(whole, RelayRule(INSIDE_HOSTS, 2 * generator.tp))
+            map, forwarding = relayed(full_map, RelayRule(INSIDE_HOSTS, 2 * generator.tp))
             passed_on = forwarding.relays
     tensors = SentTensors(map, passed_on)
     for rank in range(map.source.world_size):
@@ -36,17 +36,19 @@ def test_arrays_have_what_the_lists_of_writes_have(case, relays):
             {(write.destination_rank, write.destination_tensor) for write in map.writes_from(rank)}
         )
         assert [tensors.name(place) for place in tensors.sent_by(rank)] == written
-    held = [tensors.name(place) for place in range(tensors.places[-1])]
-    assert held == [
+    all_names = [tensors.name(place) for place in range(tensors.places[-1])]
+    assert all_names == [
         (rank, name)
         for rank in range(generator.world_size)
-        for name in names(whole.destination, rank)
+        for name in names(full_map.destination, rank)
     ]
     assert [
         tuple(tensors.name(place)[0] for place in range(*ends))[:1]
         for ends in pairwise(tensors.places)
     ] == [(rank,) for rank in range(generator.world_size)]
-    ends = [(tensors.name(leader), tensors.name(other)) for leader, other in zip(*tensors.relayed)]
+    ends = [
+        (tensors.name(leader), tensors.name(follower)) for leader, follower in zip(*tensors.relayed)
+    ]
     assert ends == [
         ((relay.source_rank, relay.tensor), (relay.destination_rank, relay.tensor))
         for relay in passed_on
@@ -79,7 +81,7 @@ def test_shapes_are_those_of_the_tensors(case, quantization):
     for rank in range(generator.world_size):
         expected = [(t.name, t.shape, t.dtype, t.engine_shape) for t in layout.tensors(rank)]
         assert [(t.name, t.shape, t.dtype, t.engine_shape) for t in layout.shapes(rank)] == sorted(
-            expected, key=lambda each: each[0]
+            expected, key=lambda row: row[0]
         )
 
 

@@ -65,7 +65,7 @@ def save(run_dir: Path, step: int) -> Path:
     "content", [None, b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b'{"topology": {}}']
 )
 @pytest.mark.parametrize("older", [True, False])
-def test_a_damaged_state_is_told_in_one_message_with_what_to_do(
+def test_damaged_state_is_one_message_with_a_remedy(
     content: bytes | None, older: bool, tmp_path: Path
 ) -> None:
     if older:
@@ -81,13 +81,13 @@ def test_a_damaged_state_is_told_in_one_message_with_what_to_do(
     then = (
         "step_000002 serves then" if older else "there is no older one, so the run begins anew then"
     )
-    how = "is missing" if content is None else "is damaged: it has "
-    assert problem.startswith(f"{newest}: state.json {how}") and problem.endswith(
+    damage = "is missing" if content is None else "is damaged: it has "
+    assert problem.startswith(f"{newest}: state.json {damage}") and problem.endswith(
         f". Move this folder away: {then}"
     )
 
 
-def test_a_dry_run_looks_at_the_checkpoint_that_the_run_would_go_on_from(
+def test_dry_run_checks_the_checkpoint_of_the_next_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As far as a run does before it starts anything. It also says which parts it has not read."""
@@ -116,7 +116,7 @@ def begun_with(folder: Path, date: str, *settings: str) -> list[str]:
         "endfor %}"
     )
     (model / "chat_template.jinja").write_text(template)
-    own = [
+    run_settings = [
         f"run_dir={folder}",
         f"model.path={model}",
         f"data.train.source={folder}/rows.jsonl",
@@ -124,7 +124,7 @@ def begun_with(folder: Path, date: str, *settings: str) -> list[str]:
     ]
     arguments = [
         str(CONFIGS / "quickstart.yaml"),
-        *own,
+        *run_settings,
         "data.train.answer_key=answer",
         "max_steps=8",
         *settings,
@@ -152,8 +152,8 @@ def test_resumed_run_keeps_the_date_of_its_first_day(tmp_path: Path) -> None:
     arguments = begun_with(tmp_path, "2024-07-26")
     config = load_config(arguments[0], arguments[1:])
     assert resolve(config, "dry-run").config.model.chat_template.date == "2024-07-26"
-    chosen = load_config(arguments[0], [*arguments[1:], "model.chat_template.date=2025-01-01"])
-    assert resolve(chosen, "dry-run").config.model.chat_template.date == "2025-01-01"
+    with_date = load_config(arguments[0], [*arguments[1:], "model.chat_template.date=2025-01-01"])
+    assert resolve(with_date, "dry-run").config.model.chat_template.date == "2025-01-01"
     shutil.rmtree(tmp_path / "checkpoints")
     assert resolve(config, "dry-run").config.model.chat_template.date not in (None, "2024-07-26"), (
         "a new run"
@@ -180,7 +180,7 @@ def test_scoring_settings_are_fixed_unless_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\x00", b"garbage"])
-def test_a_ledger_that_is_gone_or_damaged_is_told(content: bytes | None, tmp_path: Path) -> None:
+def test_missing_or_damaged_ledger_is_refused(content: bytes | None, tmp_path: Path) -> None:
     file = save(tmp_path, 4) / LEDGER_FILE
     file.unlink() if content is None else file.write_bytes(content)
     with pytest.raises(ConfigError, match=f"{file.parent}: {LEDGER_FILE} is (damaged|missing)"):
@@ -212,7 +212,7 @@ def copied(source: Path, step: int) -> Path:
 @pytest.mark.parametrize(
     ("command", "run"), [("train", ""), ("dry-run", ""), ("export", ""), ("sft", "sft")]
 )
-def test_a_checkpoint_that_was_copied_is_not_of_the_step_in_its_name(
+def test_copied_checkpoint_is_refused_by_the_step_in_its_name(
     command: str, run: str, tmp_path: Path
 ) -> None:
     """A run from it would repeat prompts, and a copy of the last step would count as a complete
@@ -235,7 +235,7 @@ def test_a_checkpoint_that_was_copied_is_not_of_the_step_in_its_name(
     assert latest_checkpoint(tmp_path / run).step == 0
 
 
-def test_copies_of_checkpoints_neither_push_others_out_nor_count_as_the_best(
+def test_copied_checkpoints_are_neither_newest_nor_best(
     tmp_path: Path,
 ) -> None:
     settings = [
@@ -258,21 +258,21 @@ def test_copies_of_checkpoints_neither_push_others_out_nor_count_as_the_best(
     ]
 
 
-def test_what_an_export_reads_outlives_the_checkpoint(tmp_path: Path) -> None:
+def test_checkpoint_survives_pruning_while_it_is_exported(tmp_path: Path) -> None:
     for step in (2, 4):
         save(tmp_path, step)
     (tmp_path / "exporting/step_000099").mkdir(parents=True)  # of a killed export
     # a user's folder, from megarl export --output
     (tmp_path / "export/step_000002").mkdir(parents=True)
-    with linked_checkpoint(tmp_path, None) as held:
-        assert held.step == 4 and not (tmp_path / "exporting/step_000099").exists()
+    with linked_checkpoint(tmp_path, None) as linked:
+        assert linked.step == 4 and not (tmp_path / "exporting/step_000099").exists()
         assert (tmp_path / "export/step_000002").exists()
         save(tmp_path, 6)
         prune_checkpoints(tmp_path, keep=1)
         assert [step for step, _ in complete_checkpoints(tmp_path)] == [6]
-        assert (Path(held.checkpoint) / "tensors").read_text() == "tensors of 4"
-        check_resume_point(tmp_path, held)
-    assert not Path(held.checkpoint).exists()
+        assert (Path(linked.checkpoint) / "tensors").read_text() == "tensors of 4"
+        check_resume_point(tmp_path, linked)
+    assert not Path(linked.checkpoint).exists()
     with (
         pytest.raises(ConfigError, match="no checkpoint of step 4; there are those of steps 6"),
         linked_checkpoint(tmp_path, 4),
@@ -280,7 +280,7 @@ def test_what_an_export_reads_outlives_the_checkpoint(tmp_path: Path) -> None:
         pass
 
 
-def test_an_export_takes_the_next_checkpoint_where_one_is_removed_under_it(
+def test_export_takes_the_next_checkpoint_if_one_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 2)
@@ -293,9 +293,9 @@ def test_an_export_takes_the_next_checkpoint_where_one_is_removed_under_it(
         link(source, target)
 
     monkeypatch.setattr(os, "link", remove_first)
-    with linked_checkpoint(tmp_path, None) as held:
-        assert held.step == 4
-        assert sorted(file.name for file in Path(held.checkpoint).iterdir()) == sorted(
+    with linked_checkpoint(tmp_path, None) as linked:
+        assert linked.step == 4
+        assert sorted(file.name for file in Path(linked.checkpoint).iterdir()) == sorted(
             file.name for file in checkpoint_path(tmp_path, 4).iterdir()
         )
 
@@ -303,13 +303,13 @@ def test_an_export_takes_the_next_checkpoint_where_one_is_removed_under_it(
 def small_disk(folder: Path, mib: int) -> Path:
     """A small file system. Skips the test if none can be mounted."""
     folder.mkdir()
-    done = subprocess.run(
+    result = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)],
         capture_output=True,
         text=True,
     )
-    if done.returncode:
-        pytest.skip(done.stderr.strip())
+    if result.returncode:
+        pytest.skip(result.stderr.strip())
     return folder
 
 
@@ -320,7 +320,7 @@ def disk(tmp_path: Path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_disk_that_is_too_small_is_told_before_anything_starts(disk: Path) -> None:
+def test_too_small_a_disk_is_refused_before_anything_starts(disk: Path) -> None:
     """The quickstart's model has 803,200 parameters: a checkpoint takes 9.2 MiB, and an HF
     checkpoint 3.1 MiB.
     """
@@ -344,7 +344,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_starts(disk: Path) -> 
         inputs.check_room_for_weights(plan(), "sft.output=", run / "sft/hf")
 
 
-def test_old_checkpoints_make_room_for_the_next_but_never_the_newest(
+def test_old_checkpoints_make_room_but_never_the_newest(
     disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (2, 4, 6):
@@ -379,7 +379,7 @@ def test_the_best_checkpoint_by_a_held_out_score_stays(
     def saved(step: int) -> list[int]:
         save(tmp_path, step)
         prune_checkpoints(tmp_path, 1, spared_steps(config))
-        return [there for there, _ in complete_checkpoints(tmp_path)]
+        return [complete_step for complete_step, _ in complete_checkpoints(tmp_path)]
 
     def evaluated(step: int, score: float) -> None:
         write_result(tmp_path, step, {"pass@1": 1.0, "suites": {"hard": {"pass@1": score}}})
@@ -441,13 +441,15 @@ def test_the_best_checkpoint_by_a_held_out_score_stays(
         ),
     ],
 )
-def test_what_a_best_can_be_chosen_by(settings: list[str], problem: str | None) -> None:
+def test_keep_best_must_name_a_score_of_each_checkpoint(
+    settings: list[str], problem: str | None
+) -> None:
     config = load_config(
         CONFIGS / "quickstart.yaml", ["checkpoint.keep_best=eval/pass@1", *settings]
     )
     with pytest.raises(ConfigError) if problem else contextlib.nullcontext() as raised:
         resolve(config)
-    assert problem is None or any(told.startswith(problem) for told in raised.value.problems)
+    assert problem is None or any(message.startswith(problem) for message in raised.value.problems)
 
 
 FULL_SHARED_MEMORY = """
@@ -463,15 +465,15 @@ Writing(sys.argv[1], lambda folder: write_boxes(folder / "rank_00000.bin", 0, bo
 """
 
 
-def test_a_full_shared_memory_keeps_no_checkpoint_from_being_written(tmp_path: Path) -> None:
+def test_full_shared_memory_prevents_no_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "step_000002"
-    done = subprocess.run(
+    result = subprocess.run(
         ["unshare", "--mount", sys.executable, "-c", FULL_SHARED_MEMORY, folder],
         capture_output=True,
         text=True,
         timeout=60,
     )
-    if "unshare:" in done.stderr or "mount:" in done.stderr:
-        pytest.skip(done.stderr.strip())
-    assert done.returncode == 0, done.stderr
+    if "unshare:" in result.stderr or "mount:" in result.stderr:
+        pytest.skip(result.stderr.strip())
+    assert result.returncode == 0, result.stderr
     assert (folder / "rank_00000.bin").stat().st_size == 9 * 3 * 4

@@ -66,7 +66,7 @@ def test_a_rollout_says_why_its_score_is_what_it_is():
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_the_live_view_and_the_summary_show_them(tmp_path: Path, terminal: bool):
+def test_live_view_and_summary_show_failures(tmp_path: Path, terminal: bool):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)
     progress = Progress(tmp_path, 3, console)
     writer = MetricsWriter(tmp_path)
@@ -84,7 +84,7 @@ def test_the_live_view_and_the_summary_show_them(tmp_path: Path, terminal: bool)
     assert "2 scores failed: 1 timeouts, 1 exits; rollouts/ marks them" in summarize(tmp_path, [])
 
 
-def test_one_with_last_words_is_the_cause_though_it_has_not_ended_yet(tmp_path: Path):
+def test_process_with_last_words_is_the_cause_before_it_ends(tmp_path: Path):
     def process(name: str, code: str) -> ProcessSpec:
         return ProcessSpec(name, [sys.executable, "-S", "-c", f"import sys, time; {code}"])
 
@@ -104,9 +104,9 @@ def test_one_with_last_words_is_the_cause_though_it_has_not_ended_yet(tmp_path: 
 def test_last_words_take_the_place_of_the_end_of_a_log(tmp_path: Path):
     log = tmp_path / "generator.0.log"
     log.write_text(f"noise\n{LAST_WORDS}graders.py, line 7: return 1/0\nZeroDivisionError\n")
-    told = str(ProcessFailed("generator.0", 1, log, ended_before=0))
+    message = str(ProcessFailed("generator.0", 1, log, ended_before=0))
     assert (
-        told.startswith("graders.py, line 7: return 1/0\nZeroDivisionError\n")
-        and "noise" not in told
+        message.startswith("graders.py, line 7: return 1/0\nZeroDivisionError\n")
+        and "noise" not in message
     )
-    assert told.endswith(f"(generator.0 exited with status 1; its log is {log})")
+    assert message.endswith(f"(generator.0 exited with status 1; its log is {log})")

@@ -36,7 +36,7 @@ def dapo(length: int, longest: int, cache: int) -> float:
 
 
 @pytest.mark.parametrize("tokens", [1, 79, 80, 81, 90, 99, 100])
-def test_overlong_responses_lose_what_dapo_says(tokens: int) -> None:
+def test_overlong_penalty_is_that_of_dapo(tokens: int) -> None:
     for score in (0.0, 1.0):
         lost = score - trained_score(score, tokens, "stop", config(overlong_tokens=20))
         assert lost == pytest.approx(-dapo(tokens, LONGEST, 20))
@@ -46,10 +46,10 @@ def test_overlong_responses_lose_what_dapo_says(tokens: int) -> None:
         assert lost == pytest.approx(-3 * dapo(tokens, LONGEST, 20))
 
 
-def test_a_cut_response_loses_besides() -> None:
-    both = config(unfinished_penalty=0.5, overlong_tokens=LONGEST)
-    assert trained_score(1.0, LONGEST, "length", both) == -0.5
-    assert trained_score(1.0, LONGEST, "stop", both) == 0.0
+def test_truncated_response_has_a_further_penalty() -> None:
+    both_penalties = config(unfinished_penalty=0.5, overlong_tokens=LONGEST)
+    assert trained_score(1.0, LONGEST, "length", both_penalties) == -0.5
+    assert trained_score(1.0, LONGEST, "stop", both_penalties) == 0.0
     assert trained_score(1.0, LONGEST, "length", config()) == 1.0
 
 
@@ -58,8 +58,8 @@ def test_a_cut_response_may_have_a_fixed_score(score: float) -> None:
     fixed = config(unfinished_score=-1.0)
     assert trained_score(score, LONGEST, "length", fixed) == -1
     assert trained_score(score, LONGEST, "stop", fixed) == score
-    both = config(unfinished_score=-1.0, unfinished_penalty=0.5)
-    assert [*check_shaping(both)] == [
+    both_settings = config(unfinished_score=-1.0, unfinished_penalty=0.5)
+    assert [*check_shaping(both_settings)] == [
         "reward.unfinished_score=-1: must be null with reward.unfinished_penalty=0.5"
     ]
 
@@ -77,41 +77,41 @@ def test_cut_responses_with_a_fixed_score_are_exactly_equal(fixed: float, name: 
     batch = batch_of([Group(Prompt(ordinal=0, token_ids=[1], text="", answer=""), samples)])
     assert batch_rewards(batch, settings).tolist() == [[fixed] * 5]
     steps = BatchSteps(SimpleNamespace(), make_algorithm(settings.algorithm), settings)  # type: ignore[arg-type]
-    found = steps.algorithm.advantages(steps.rewards(batch)).tolist()
-    assert found == ([[5, 0, 0, 0, 0]] if name == "best_of_n" else [[0] * 5])
-    assert not has_signal([each.summary() for each in samples], settings)
+    advantages = steps.algorithm.advantages(steps.rewards(batch)).tolist()
+    assert advantages == ([[5, 0, 0, 0, 0]] if name == "best_of_n" else [[0] * 5])
+    assert not has_signal([cut_sample.summary() for cut_sample in samples], settings)
     assert batch_metrics(batch, 0, steps.rewards(batch))["zero_advantage_fraction"] == 1
 
 
-def test_training_takes_them_off_and_the_reported_reward_does_not() -> None:
+def test_penalties_count_in_training_and_not_in_the_report() -> None:
     """With the penalties, equal scores differ, so the group is trained on."""
     samples = [sample(10), sample(LONGEST, finish="length")]
     batch = batch_of([Group(Prompt(ordinal=0, token_ids=[1], text="", answer=""), samples)])
     plain = config()
     shaping = config(unfinished_penalty=0.5)
-    found = {}
+    outcomes = {}
     for name, settings in (("plain", plain), ("shaped", shaping)):
         steps = BatchSteps(SimpleNamespace(), make_algorithm(settings.algorithm), settings)  # type: ignore[arg-type]
-        found[name] = (
+        outcomes[name] = (
             steps.algorithm.advantages(steps.rewards(batch)).tolist(),
             batch_metrics(batch, 0, steps.rewards(batch) if name == "shaped" else None),
         )
-    assert found["plain"][0] == [[0.0, 0.0]] and found["shaped"][0] == [[0.25, -0.25]]
+    assert outcomes["plain"][0] == [[0.0, 0.0]] and outcomes["shaped"][0] == [[0.25, -0.25]]
     assert (
-        found["plain"][1]["zero_advantage_fraction"] == 1
-        and "reward/penalty/mean" not in found["plain"][1]
+        outcomes["plain"][1]["zero_advantage_fraction"] == 1
+        and "reward/penalty/mean" not in outcomes["plain"][1]
     )
     assert (
-        found["shaped"][1]["zero_advantage_fraction"] == 0
-        and found["shaped"][1]["reward/penalty/mean"] == 0.25
+        outcomes["shaped"][1]["zero_advantage_fraction"] == 0
+        and outcomes["shaped"][1]["reward/penalty/mean"] == 0.25
     )
-    assert found["shaped"][1]["reward/mean"] == found["plain"][1]["reward/mean"] == 1.0
+    assert outcomes["shaped"][1]["reward/mean"] == outcomes["plain"][1]["reward/mean"] == 1.0
     torch.testing.assert_close(
         batch_rewards(batch, shaping), torch.tensor([[1.0, 0.5]], dtype=torch.float64)
     )
 
 
-def test_more_overlong_tokens_than_a_response_may_have_are_refused() -> None:
+def test_overlong_tokens_are_at_most_a_whole_response() -> None:
     assert [*check_shaping(config(overlong_tokens=101))] == [
         "reward.overlong_tokens=101: must be at most rollout.max_tokens=100"
     ]

@@ -439,7 +439,7 @@ def test_marks_that_prose_names_hide_no_answer(text: str):
         "7?</think> <think>",
     ],
 )
-def test_thinking_that_begins_in_a_line_and_never_ends_hides_the_answer(text: str):
+def test_unfinished_thinking_inside_a_line_hides_the_answer(text: str):
     assert math_reward(rf"{text}\boxed{{12}}", "12") == 0.0
 
 
@@ -724,7 +724,8 @@ def test_plain_numbers_are_decided_as_math_verify_decides_them(a: str, b: str):
     assert fast is None or fast == math_verify.verify(parse(a), parse(b))
 
 
-def test_decimals_are_equal_to_the_sixth_place_and_small_ones_to_their_sixth_digit():
+def test_decimals_are_compared_to_six_places_or_digits():
+    """To the sixth place, and small ones to their sixth digit."""
     for a, b, same in [
         ("0.333333", "1/3", True), ("0.33333", "1/3", False), ("1000000.4", "1000000", False),
         ("0.0000001", "0.0000002", False),

@@ -51,14 +51,14 @@ SCORED = ["reward.name=roles.judge"]
 
 def scores(folder: Path, **changes: object) -> str:
     folder.mkdir()
-    own = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+    scoring = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
     (folder / "config.json").write_text(
-        json.dumps(json.loads((MODEL / "config.json").read_text()) | own | changes)
+        json.dumps(json.loads((MODEL / "config.json").read_text()) | scoring | changes)
     )
     return f"roles.rm.path={folder}"
 
 
-def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
     assert problems_of(
         tmp_path,
         *JUDGE[:1], "roles.judge.template=Is it right? {prompt}", "roles.judge.verdict=(a)(b)",
@@ -128,8 +128,8 @@ def test_a_model_that_does_not_fit_is_refused(
     settings: list[str], problem: str, tmp_path: Path
 ) -> None:
     path = scores(tmp_path / "scores", max_position_embeddings=64)
-    more = ["roles.rm.role=reward_model", "reward.name=roles.rm", "rollout.max_tokens=8"]
-    assert problems_of(tmp_path, path, *more, *settings) == [problem]
+    common = ["roles.rm.role=reward_model", "reward.name=roles.rm", "rollout.max_tokens=8"]
+    assert problems_of(tmp_path, path, *common, *settings) == [problem]
 
 
 def test_a_missing_model_is_missed_by_a_run_alone(tmp_path: Path, monkeypatch) -> None:
@@ -140,13 +140,13 @@ def test_a_missing_model_is_missed_by_a_run_alone(tmp_path: Path, monkeypatch) -
     assert [
         problem.partition(" in ")[0] for problem in problems_of(tmp_path, *missing, command="plan")
     ] == [f"roles.rm.path={tmp_path}/nowhere: no such folder"]
-    made = [*missing, "roles.rm.path=${reward_model.output}"]
-    [role] = resolve(config(tmp_path, *made), "plan").served
+    to_be_made = [*missing, "roles.rm.path=${reward_model.output}"]
+    [role] = resolve(config(tmp_path, *to_be_made), "plan").served
     assert (role.spec.head, role.spec.hidden_size, role.dtype) == ("scalar", 4096, "bfloat16")
-    told = problems_of(tmp_path, *made, command="eval")
+    problems = problems_of(tmp_path, *to_be_made, command="eval")
     assert (
         f"roles.rm.path={tmp_path}/run/reward_model/hf: no such folder; megarl reward-model "
-        "writes it" in told
+        "writes it" in problems
     )
 
 
@@ -162,31 +162,31 @@ def test_a_model_of_another_kind_is_refused_before_it_is_made(tmp_path: Path) ->
         "SGLang's reward models are LlamaForSequenceClassification, "
         "Qwen2ForSequenceClassification, Qwen3ForSequenceClassification, "
     )
-    told = (
+    message = (
         "megarl reward-model writes a MixtralForSequenceClassification there; "
         f"{served}Qwen2ForRewardModel"
     )
-    assert f"roles.rm.path={tmp_path}/run/reward_model/hf: {told}" in problems_of(
+    assert f"roles.rm.path={tmp_path}/run/reward_model/hf: {message}" in problems_of(
         tmp_path, *mixtral, command="plan"
     )
-    told = f"megarl sft writes a LlamaForCausalLM there; {served}Qwen2ForRewardModel"
+    message = f"megarl sft writes a LlamaForCausalLM there; {served}Qwen2ForRewardModel"
     assert problems_of(tmp_path, *model, "roles.rm.path=${sft.output}", command="plan") == [
-        f"roles.rm.path={tmp_path}/run/sft/hf: {told}"
+        f"roles.rm.path={tmp_path}/run/sft/hf: {message}"
     ]
-    told = (
+    message = (
         "megarl reward-model writes a LlamaForSequenceClassification there, which generates no "
         "text; a judge must"
     )
     assert problems_of(
         tmp_path, *JUDGE, *SCORED, "roles.judge.path=${reward_model.output}", command="plan"
-    ) == [f"roles.judge.path={tmp_path}/run/reward_model/hf: {told}"]
+    ) == [f"roles.judge.path={tmp_path}/run/reward_model/hf: {message}"]
     folder = scores(tmp_path / "two", architectures=["Qwen2ForRewardModel"]).partition("=")[2]
     assert problems_of(tmp_path, *JUDGE, *SCORED, f"roles.judge.path={folder}", command="plan") == [
         f"roles.judge.path={folder}: is a Qwen2ForRewardModel, which generates no text; a judge must"
     ]
 
 
-def test_its_engines_have_ranks_of_their_own(tmp_path: Path) -> None:
+def test_engines_of_roles_have_ranks_of_their_own(tmp_path: Path) -> None:
     """They come after the policy's ranks, where the driver stays. The plan counts their memory."""
     path = scores(tmp_path / "scores")
     sizes = [
@@ -197,7 +197,7 @@ def test_its_engines_have_ranks_of_their_own(tmp_path: Path) -> None:
         "roles.rm.engines=3",
         "roles.rm.tp=2",
     ]
-    asked = config(
+    run_config = config(
         tmp_path,
         path,
         *sizes,
@@ -205,7 +205,7 @@ def test_its_engines_have_ranks_of_their_own(tmp_path: Path) -> None:
         "reward.parts.a.name=roles.rm",
         "reward.parts.b.name=roles.judge",
     )
-    plan = resolve(asked, "plan")
+    plan = resolve(run_config, "plan")
     first, second = placement(plan, Job("train", tmp_path, "trainer", "generator"), 2, 8)
     assert [part.name for part in first.engines] == ["engine.0", "engine.1"] and first.serves == (
         0,
@@ -218,26 +218,26 @@ def test_its_engines_have_ranks_of_their_own(tmp_path: Path) -> None:
         ("judge.0", 6),
     ]
     assert second.serves == () and second.answering == second.engines
-    found = estimate(asked, load_spec(MODEL))
-    assert {name: served.gpus for name, served in found.served.items()} == {"rm": 6, "judge": 1}
-    assert found.served["rm"].memory.weights < found.served["judge"].memory.weights
-    assert found.overfull.keys().isdisjoint({"rm", "judge"})  # their caches take what is free
-    assert found.scored_s == max(
-        found.generate.total, *(served.score_s for served in found.served.values())
+    planned = estimate(run_config, load_spec(MODEL))
+    assert {name: served.gpus for name, served in planned.served.items()} == {"rm": 6, "judge": 1}
+    assert planned.served["rm"].memory.weights < planned.served["judge"].memory.weights
+    assert planned.overfull.keys().isdisjoint({"rm", "judge"})  # their caches take what is free
+    assert planned.scored_s == max(
+        planned.generate.total, *(served.score_s for served in planned.served.values())
     )
 
 
 def test_a_resumed_run_keeps_its_reward(tmp_path: Path) -> None:
     from megarl.config.load import dump_config
 
-    begun = config(
+    first_config = config(
         tmp_path,
         "reward.parts.a.name=math",
         "reward.parts.b.name=last_number",
         "eval.suites.x.source=x.jsonl",
     )
     (tmp_path / "run/checkpoints/step_000010").mkdir(parents=True)
-    (tmp_path / "run/config.yaml").write_text(dump_config(begun))
+    (tmp_path / "run/config.yaml").write_text(dump_config(first_config))
     now = config(
         tmp_path, "reward.parts.a.name=math", "reward.parts.a.weight=2", "reward.parts.c.name=math"
     )
@@ -253,15 +253,15 @@ def test_a_resumed_run_keeps_its_reward(tmp_path: Path) -> None:
         "reward.parts.c.weight=1.0: the run in run_dir={} began with null; keep that, or use "
         "another run_dir",
     ]
-    told = problems_of(
+    problems = problems_of(
         tmp_path,
         "reward.parts.a.name=math",
         "reward.parts.a.weight=2",
         "reward.parts.c.name=math",
         command="dry-run",
     )
-    assert sorted(problem for problem in told if problem.startswith("reward.")) == [
-        each.format(f"{tmp_path}/run") for each in fixed
+    assert sorted(problem for problem in problems if problem.startswith("reward.")) == [
+        message.format(f"{tmp_path}/run") for message in fixed
     ]
     assert "eval.suites.x.source=null, was x.jsonl" in changes(now)
 
@@ -295,9 +295,6 @@ def test_the_answer_column_is_read_as_scores_need_it() -> None:
     )
 
 
-# --- the sum ---
-
-
 def test_a_weighted_sum_that_is_too_large_names_the_parts() -> None:
     parts = parts_of(
         RewardConfig(parts={"a": PartConfig("math", 1e6), "b": PartConfig("g:f", -1.0)})
@@ -310,7 +307,8 @@ def test_a_weighted_sum_that_is_too_large_names_the_parts() -> None:
         weighted_sum(list(zip(parts, [Score(2.0), Score(1.0)])))
 
 
-def test_the_reward_is_the_weighted_sum_and_failures_are_counted_by_part() -> None:
+def test_reward_is_the_weighted_sum_of_its_parts() -> None:
+    """Failures are counted by part."""
     reward = RewardConfig(
         failed_score=-1.0,
         parts={"a": PartConfig("math", 2.0), "b": PartConfig("g:f", -0.5, 4.0), "c": None},
@@ -348,9 +346,6 @@ def test_the_reward_is_the_weighted_sum_and_failures_are_counted_by_part() -> No
     )
 
 
-# --- a judge's prompts ---
-
-
 def bos_tokenizer(tmp_path: Path) -> Tokenizer:
     shutil.copytree(TINY, tmp_path / "tokenizer")
     return tokenizer_of(str(tmp_path / "tokenizer"), "roles.judge.path")
@@ -368,14 +363,14 @@ TEXTS = st.text("0123456789+-=,?<>eosb/ ", max_size=20)
         ('{prompt} {response} \\frac{a}{b} {"verdict": 1} {question}', None),
     ],
 )
-def test_what_is_nearly_a_field_is_not_read_as_it_is(
+def test_misspelt_field_of_a_template_is_refused(
     tmp_path: Path, template: str, wrong: tuple[str, str] | None
 ) -> None:
     settings = config(tmp_path, *JUDGE, *SCORED)
     assert settings.roles["judge"] is not None
     settings.roles["judge"].template = template
-    told = [each for each in check_roles(settings) if "template" in each]
-    assert told == (
+    problems = [problem for problem in check_roles(settings) if "template" in problem]
+    assert problems == (
         [
             f"roles.judge.template={template!r}: {wrong[0]} is none of its fields; did you mean "
             f"{wrong[1]}?"
@@ -401,7 +396,7 @@ def test_only_the_templates_own_special_tokens_count(prompt: str, response: str)
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "message"),
     [
         (
             "{{ raise_exception('a system message must come first') }}",
@@ -412,7 +407,7 @@ def test_only_the_templates_own_special_tokens_count(prompt: str, response: str)
     ],
 )
 def test_a_chat_template_must_have_what_is_to_be_judged(
-    tmp_path: Path, template: str, told: str | None
+    tmp_path: Path, template: str, message: str | None
 ) -> None:
     folder = shutil.copytree(TINY, tmp_path / "judge")
     settings = json.loads((TINY / "tokenizer_config.json").read_text()) | {
@@ -420,14 +415,14 @@ def test_a_chat_template_must_have_what_is_to_be_judged(
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = tokenizer_of(str(folder), "path")
-    if told is None:
+    if message is None:
         assert (
             chat_text(tokenizer, "roles.rm.template", "{prompt}", "{response}")
             == "{prompt}|{response}"
         )
         return
     with pytest.raises(
-        ConfigError, match=f"^roles.rm.template: the chat template of {folder} {told}$"
+        ConfigError, match=f"^roles.rm.template: the chat template of {folder} {message}$"
     ):
         chat_text(tokenizer, "roles.rm.template", "{prompt}", "{response}")
 
@@ -452,7 +447,7 @@ class ScriptedFleet:
 
 def judge_of(answer, **settings: object) -> tuple[Judge, ScriptedFleet]:
     tokenizer = tokenizer_of(str(TINY), "path")
-    given = {
+    role_settings = {
         "template": "{prompt}{response}",
         "verdict": "([0-9]+)",
         "chat": False,
@@ -461,7 +456,9 @@ def judge_of(answer, **settings: object) -> tuple[Judge, ScriptedFleet]:
         **settings,
     }
     fleet = ScriptedFleet(tokenizer, answer)
-    return Judge(ServedRole("judge", RoleConfig(**given), load_spec(TINY), "float32"), fleet), fleet  # type: ignore[arg-type]
+    return Judge(
+        ServedRole("judge", RoleConfig(**role_settings), load_spec(TINY), "float32"), fleet
+    ), fleet  # type: ignore[arg-type]
 
 
 def test_the_last_verdict_counts_and_none_is_a_failure() -> None:
@@ -496,11 +493,11 @@ def test_the_last_verdict_counts_and_none_is_a_failure() -> None:
 
 @given(count=st.integers(1, 9), opponents=st.none() | st.integers(1, 5))
 def test_every_response_meets_as_many(count: int, opponents: int | None) -> None:
-    found = pairs(count, opponents)
-    met = [sum(i in pair for pair in found) for i in range(count)]
-    wanted = min(count - 1, 2 * opponents if opponents else count - 1)
-    assert len(set(found)) == len(found) and all(i < j for i, j in found)
-    assert met == [wanted] * count
+    games = pairs(count, opponents)
+    met = [sum(i in pair for pair in games) for i in range(count)]
+    expected = min(count - 1, 2 * opponents if opponents else count - 1)
+    assert len(set(games)) == len(games) and all(i < j for i, j in games)
+    assert met == [expected] * count
 
 
 def test_pairs_are_compared_in_both_orders() -> None:
@@ -516,19 +513,19 @@ def test_pairs_are_compared_in_both_orders() -> None:
     template = "{prompt}{response_a},{response_b}"
     judge, fleet = judge_of(verdict, template=template, mode="pairwise")
     part = Part("roles.judge", -3.0, "liked")
-    found = asyncio.run(judge.compare(part, "q", "", ["5", "2", "5", "x"]))
+    comparisons = asyncio.run(judge.compare(part, "q", "", ["5", "2", "5", "x"]))
     assert len(fleet.read) == 12
     # of two equal responses, each wins the game in which it is first
-    assert [score.reward for score in found] == [0.75, 0.0, 0.75, -3.0]
-    assert [score.parts[UNDECIDED] for score in found] == [pytest.approx(1 / 3)] * 3 + [1.0]
-    assert [bool(score.failures) for score in found] == [False, False, False, True]
+    assert [score.reward for score in comparisons] == [0.75, 0.0, 0.75, -3.0]
+    assert [score.parts[UNDECIDED] for score in comparisons] == [pytest.approx(1 / 3)] * 3 + [1.0]
+    assert [bool(score.failures) for score in comparisons] == [False, False, False, True]
 
 
 @pytest.mark.parametrize(
     "answer",
     [b'{"embedding":[null]}', b'{"embedding":[]}', b'{"embedding":[1,2]}', b"{}", b'["x"]'],
 )
-def test_what_is_no_score_is_an_error_of_the_engine(answer: bytes) -> None:
+def test_answer_without_a_score_is_an_engine_error(answer: bytes) -> None:
     assert score_in("e", b'{"embedding":[-1.5],"meta_info":{}}') == -1.5
     with pytest.raises(EngineError, match="engine e gave "):
         score_in("e", answer)

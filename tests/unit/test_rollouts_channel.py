@@ -109,7 +109,7 @@ def ready(
 
 
 def summaries(*groups: Group) -> list[GroupSummary]:
-    return [summary_of(pack(each)) for each in groups]
+    return [summary_of(pack(full_group)) for full_group in groups]
 
 
 @pytest.fixture(scope="module")
@@ -143,13 +143,13 @@ def until_held(receiver: RolloutsReceiver, ordinals: list[int]) -> Ledger:
     deadline = time.monotonic() + 30
     while True:
         ledger = msgspec.msgpack.decode(receiver.ledger(), type=Ledger)
-        if sorted(each.ordinal for each in ledger.groups) == ordinals:
+        if sorted(held_group.ordinal for held_group in ledger.groups) == ordinals:
             return ledger
         assert time.monotonic() < deadline, ledger
         time.sleep(0.01)
 
 
-def test_what_rollouts_waited_for_scores_is_no_generation(alone, link):
+def test_waiting_for_scores_is_not_generation_time(alone, link):
     sender, receiver = ends(link)
     asyncio.run(sender.first(5))
     sender.begun([0, 1], 0)
@@ -164,12 +164,12 @@ def test_groups_go_out_as_they_finish_and_arrive_as_batches(alone, link):
     sender, receiver = ends(link)
     assert asyncio.run(sender.first(5)) == GenerateFrom(0, [])
     sender.begun([0, 1, 2, 3], 0)
-    for each in (
+    for member in (
         ready(2, started_s=1.0, ended_s=4.0),
         ready(0, started_s=1.5, ended_s=3.0, idle_s=0.5),
         ready(3),
     ):
-        sender.finished(each)
+        sender.finished(member)
     trainer = FakeTrainer()
     until_held(receiver, [0, 2, 3])
     receiver.recv(trainer)
@@ -181,8 +181,8 @@ def test_groups_go_out_as_they_finish_and_arrive_as_batches(alone, link):
     assert [texts_of(texts) for texts in batch.texts] == [
         GroupTexts("x", "y", [("é", []), ("é", [])])
     ] * 2
-    assert {place: (each.prompt_ids.tolist(), each.token_ids.tolist()) for place,
-        each in batch.numbers.items()} == {
+    assert {place: (member.prompt_ids.tolist(), member.token_ids.tolist()) for place,
+        member in batch.numbers.items()} == {
         0: ([1, 2], [0, 2, 3]), 2: ([1, 2], [2, 2, 3]),
     }, "the numbers of what is trained on"  # fmt: skip
     ledger = until_held(receiver, [3])
@@ -211,9 +211,9 @@ class LinkUnderLoad:
 
     def drain(self, kind):
         self._inbox += self._arrivals.pop(0) if self._arrivals else []
-        found = [message for message in self._inbox if isinstance(message, kind)]
+        drained = [message for message in self._inbox if isinstance(message, kind)]
         self._inbox = [message for message in self._inbox if not isinstance(message, kind)]
-        return found
+        return drained
 
     def send(self, message):
         pass
@@ -222,7 +222,7 @@ class LinkUnderLoad:
         pass
 
 
-def test_what_arrives_while_the_trainer_looks_is_begun_before_it_is_finished():
+def test_starts_are_read_before_the_groups_they_announce():
     arrivals = [[GroupsStarted([0], 0)], [ready(0), GroupsStarted([1], 0), ready(1)], []]
     receiver = RolloutsReceiver(LinkUnderLoad(*arrivals), 5.0, RolloutBuffer(2, None))
     for _ in arrivals:
@@ -230,7 +230,7 @@ def test_what_arrives_while_the_trainer_looks_is_begun_before_it_is_finished():
     assert [group.ordinal for group in msgspec.msgpack.decode(ledger, type=Ledger).groups] == [0, 1]
 
 
-def test_what_a_resumed_run_holds_is_used_and_not_asked_for(alone, link):
+def test_groups_of_the_ledger_are_used_on_resume(alone, link):
     ledger = Ledger(4, [6], [ready(5, started_s=0.0, ended_s=0.0)])
     sender, receiver = ends(link, ledger=ledger)
     assert asyncio.run(sender.first(5)) == GenerateFrom(4, [5, 6])
@@ -244,7 +244,7 @@ def test_what_a_resumed_run_holds_is_used_and_not_asked_for(alone, link):
     )
 
 
-def test_what_is_too_old_is_sent_back_and_counted(alone, link):
+def test_groups_that_are_too_old_are_rejected_and_counted(alone, link):
     sender, receiver = ends(link, max_staleness=1, ledger=Ledger(0, [], [ready(0), ready(1)]))
     asyncio.run(sender.first(5))
     sender.begun([2, 3], 5)
@@ -259,18 +259,25 @@ def test_what_is_too_old_is_sent_back_and_counted(alone, link):
     assert asyncio.run(link[0].arrival(Regenerate, 5, "rejected"))[1].ordinals == [0, 1]
 
 
-def test_what_is_dropped_comes_with_a_batch_or_in_place_of_one_and_the_generator_is_told_how_many(
-    alone, link
-):
+def test_dropped_groups_come_with_a_batch_or_in_its_place(alone, link):
+    """Seven groups are dropped before the first batch, and three more in place of the second."""
     hub, peer = link
-    gone = [replace(ready(ordinal), dropped=True, pieces=[]) for ordinal in range(7)]
-    ledger = Ledger(1, [], [], dropped=[0], untold=[gone[0]])
+    dropped = [replace(ready(ordinal), dropped=True, pieces=[]) for ordinal in range(7)]
+    ledger = Ledger(1, [], [], dropped=[0], untold=[dropped[0]])
     sender = RolloutsSender(hub)
     receiver = RolloutsReceiver(peer, 5.0, RolloutBuffer(2, None, ledger), max_generated=4)
     assert asyncio.run(sender.first(5)) == GenerateFrom(1, [], [0])
     sender.begun(list(range(1, 8)), 0)
-    for each in (ready(1), gone[2], ready(3), gone[4], gone[5], ready(7), gone[6]):
-        sender.finished(each)
+    for ready_group in (
+        ready(1),
+        dropped[2],
+        ready(3),
+        dropped[4],
+        dropped[5],
+        ready(7),
+        dropped[6],
+    ):
+        sender.finished(ready_group)
     trainer = FakeTrainer()
     until_held(receiver, [1, 3, 7])
     receiver.recv(trainer)
@@ -283,8 +290,8 @@ def test_what_is_dropped_comes_with_a_batch_or_in_place_of_one_and_the_generator
     ] * 2
     again = [replace(ready(ordinal), dropped=True, pieces=[]) for ordinal in (8, 9, 10)]
     sender.begun([8, 9, 10], 0)
-    for each in again:
-        sender.finished(each)
+    for ready_group in again:
+        sender.finished(ready_group)
     trainer.curr_step = 1
     receiver.recv(trainer)
     given_up = trainer.batches[1]
@@ -308,14 +315,14 @@ def test_a_deadline_names_both_sides_and_says_how_things_stand(alone, link):
     )
 
 
-def receiver_and_hub(link, **more):
+def receiver_and_hub(link, **settings):
     hub, peer = link
-    receiver = RolloutsReceiver(peer, 30.0, RolloutBuffer(2, None), **more)
+    receiver = RolloutsReceiver(peer, 30.0, RolloutBuffer(2, None), **settings)
     assert hub.receive(GenerateFrom, 10, "the ledger")[1].first == 0
     return hub, receiver
 
 
-def test_a_run_that_is_to_stop_is_given_no_batch_though_it_waits_for_one(alone, link):
+def test_stopping_run_gets_no_batch_that_it_waits_for(alone, link):
     stop = StopRequest()
     trainer = FakeTrainer()
     _, receiver = receiver_and_hub(link, stop=stop)
@@ -326,9 +333,8 @@ def test_a_run_that_is_to_stop_is_given_no_batch_though_it_waits_for_one(alone, 
     assert trainer.stopped and not trainer.batches
 
 
-def test_weights_that_are_wanted_again_are_sent_inside_the_wait_and_old_wishes_are_passed_over(
-    alone, link
-):
+def test_weights_are_sent_again_while_waiting_for_a_batch(alone, link):
+    """Requests for older versions are passed over."""
     sent, stop, trainer = [], StopRequest(), FakeTrainer(curr_step=3)
 
     def resend(executor):
@@ -346,7 +352,7 @@ class Sender(EmulatedSender):
     write_s = 0.05
 
 
-def test_a_steps_times_count_once_what_sending_weights_again_took(alone, link):
+def test_repeated_sending_counts_once_in_the_times_of_a_step(alone, link):
     """The generator grants the weights after 0.2 s, and asks for them again.
 
     Then it takes 0.3 s, and delays the batch by 0.1 s.
@@ -369,17 +375,17 @@ def test_a_steps_times_count_once_what_sending_weights_again_took(alone, link):
                 hub.send("trainer.0", WeightsWanted(offer.version))
         time.sleep(0.1)
         sender.begun([0, 1], 0)
-        for each in (ready(0), ready(1)):
-            sender.finished(each)
+        for ready_group in (ready(0), ready(1)):
+            sender.finished(ready_group)
 
     trainer = FakeTrainer()
-    other = threading.Thread(target=generator)
-    other.start()
-    began = time.monotonic()
+    generating = threading.Thread(target=generator)
+    generating.start()
+    start_s = time.monotonic()
     weights.send(trainer)
     receiver.recv(trainer)
-    step_s = time.monotonic() - began
-    other.join(10)
+    step_s = time.monotonic() - start_s
+    generating.join(10)
     times = step_times(
         trainer.batches[0],
         step_s,

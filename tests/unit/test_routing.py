@@ -49,7 +49,7 @@ def packed(positions: int, seed: int = 0) -> bytes:
 
 
 @given(st.sampled_from([FORMAT, WIDE]), st.integers(0, 9))
-def test_what_is_packed_is_what_comes_out(format: RoutingFormat, positions: int) -> None:
+def test_packed_experts_are_restored(format: RoutingFormat, positions: int) -> None:
     answered = ids(positions, format)
     answered[:, : format.dense_layers] = 77  # a layer without experts may have anything
     bytes_ = format.from_engine(answered.tobytes())
@@ -59,7 +59,7 @@ def test_what_is_packed_is_what_comes_out(format: RoutingFormat, positions: int)
     np.testing.assert_array_equal(format.unpack(bytes_), answered[:, format.dense_layers :])
 
 
-def test_one_byte_an_expert_up_to_256_of_them() -> None:
+def test_up_to_256_experts_take_a_byte_each() -> None:
     assert [RoutingFormat(48, 0, 8, experts).position_bytes for experts in (128, 256, 257)] == [
         384,
         384,
@@ -67,7 +67,7 @@ def test_one_byte_an_expert_up_to_256_of_them() -> None:
     ]
 
 
-def test_what_no_router_chose_is_refused() -> None:
+def test_impossible_choices_of_a_router_are_refused() -> None:
     answered = ids(5)
     answered[3, 2] = 0  # as if nothing was recorded
     with pytest.raises(ValueError, match="the same expert twice for a token in layer 2"):
@@ -93,7 +93,7 @@ def complete(*arguments) -> Completion:
     return completion
 
 
-def test_a_completion_has_the_experts_of_all_positions_but_the_last() -> None:
+def test_completion_has_experts_of_all_positions_but_the_last() -> None:
     assert generation([[1]], [Sampling(8)], 0, FORMAT)["return_routed_experts"] is True
     assert "return_routed_experts" not in generation([[1]], [Sampling(8)], 0)
     assert complete(5, 3, "stop", 7).routing == packed(7)
@@ -114,7 +114,7 @@ def test_an_aborted_answer_keeps_no_token_without_experts() -> None:
         assert complete(5, 3, "abort", forgotten) == Completion([], [], [], "abort")
 
 
-def test_pieces_of_a_response_keep_the_experts_that_each_token_was_sampled_with() -> None:
+def test_tokens_keep_the_experts_they_were_sampled_with() -> None:
     """The prompt has 5 tokens.
 
     The second request recomputes the first piece, with weights that choose other experts.
@@ -124,11 +124,11 @@ def test_pieces_of_a_response_keep_the_experts_that_each_token_was_sampled_with(
     draft.add(Completion([7] * 2, [0.0] * 2, [0] * 2, "abort", packed(6)))
     draft.add(Completion([], [], [], "abort"))
     draft.add(Completion([7] * 3, [0.0] * 3, [1] * 3, "length", later))
-    at = 6 * FORMAT.position_bytes
-    assert draft.completion().routing == packed(6) + later[at:]
+    cut = 6 * FORMAT.position_bytes
+    assert draft.completion().routing == packed(6) + later[cut:]
 
 
-def test_turns_of_a_sample_and_what_the_environment_wrote_between_them() -> None:
+def test_experts_of_turns_and_environment_are_joined() -> None:
     tokenizer = load_tokenizer(ModelConfig(path="configs/models/tiny-llama"))
     transcript = Transcript(Prompt(0, [5] * 3, "", ""), tokenizer, max_tokens=20)
     transcript.add_policy(Completion([7, 8], [0.0] * 2, [0] * 2, "stop", packed(4)))
@@ -151,14 +151,14 @@ def group(routing: bytes) -> Group:
 
 def test_experts_travel_as_bytes_and_survive_a_resume() -> None:
     """In messages, in a checkpoint's ledger, in the batch, up to the trained sequences."""
-    made = group(packed(4))
-    ready = pack(made)
+    routed = group(packed(4))
+    ready = pack(routed)
     without = pack(group(b""))
-    sizes = [sum(map(len, each.pieces)) for each in (ready, without)]
+    sizes = [sum(map(len, packed_group.pieces)) for packed_group in (ready, without)]
     assert sizes[0] - sizes[1] == 2 * (4 * FORMAT.position_bytes), "a byte an id"
-    [held] = msgspec.msgpack.decode(Ledger(groups=[ready]).encode(), type=Ledger).groups
-    assert held == ready
-    sequences = to_train_sequences(batch_of([made]), torch.ones(1, 2), skip_zero=True).values()
+    [restored] = msgspec.msgpack.decode(Ledger(groups=[ready]).encode(), type=Ledger).groups
+    assert restored == ready
+    sequences = to_train_sequences(batch_of([routed]), torch.ones(1, 2), skip_zero=True).values()
     assert [bytes(s.routing) for s in sequences] == [packed(4)] * 2
 
 

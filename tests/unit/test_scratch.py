@@ -30,36 +30,37 @@ def temporary(monkeypatch):
         yield Path(name)
 
 
-def test_it_is_private_and_goes_with_the_launch(temporary):
+def test_scratch_is_private_and_removed_with_the_launch(temporary):
     with scratch_folder() as folder:
         assert folder.parent == temporary and folder.stat().st_mode & 0o777 == 0o700
         (folder / "socket").touch()
     assert list(temporary.iterdir()) == []
 
 
-def test_what_a_killed_launcher_left_goes_with_the_next_and_what_another_holds_stays(temporary):
-    left = subprocess.run(
+def test_scratch_of_a_killed_launcher_is_removed_by_the_next(temporary):
+    """Folders that a running launcher holds stay."""
+    abandoned = subprocess.run(
         [sys.executable, "-c", KILLED], capture_output=True, text=True
     ).stdout.strip()
-    assert os.path.isdir(left)
-    with scratch_folder() as held:
-        assert not os.path.exists(left)
-        with scratch_folder() as other:
-            assert held.exists() and other != held
-        assert held.exists()
+    assert os.path.isdir(abandoned)
+    with scratch_folder() as first:
+        assert not os.path.exists(abandoned)
+        with scratch_folder() as second:
+            assert first.exists() and second != first
+        assert first.exists()
 
 
-def test_where_tmpdir_is_too_long_for_sockets_it_is_elsewhere(temporary, monkeypatch):
+def test_scratch_avoids_a_tmpdir_too_long_for_sockets(temporary, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(temporary / ("x" * 80)))
     with scratch_folder() as folder:
         assert str(folder).startswith("/tmp/megarl-")
 
 
-def test_a_private_folder_is_this_users_alone_unless_somebody_has_made_it_otherwise(tmp_path):
-    made = tmp_path / "runs" / "new"
-    found = tmp_path / "found"
-    found.mkdir()
-    found.chmod(0o750)
-    for path in (made, found):
+def test_private_folder_is_the_users_alone_if_it_is_new(tmp_path):
+    new = tmp_path / "runs" / "new"
+    existing = tmp_path / "found"
+    existing.mkdir()
+    existing.chmod(0o750)
+    for path in (new, existing):
         make_private_folder(path)
-    assert made.stat().st_mode & 0o777 == 0o700 and found.stat().st_mode & 0o777 == 0o750
+    assert new.stat().st_mode & 0o777 == 0o700 and existing.stat().st_mode & 0o777 == 0o750

@@ -76,21 +76,21 @@ def test_continued_response_keeps_its_seed() -> None:
 
 def test_seeds_count_requests_of_the_same_tokens() -> None:
     one = Seeds(0)
-    other = Seeds(0)
-    assert (one.next([1]), one.next([2])) == (other.next([1]), other.next([2])), (
+    repeated = Seeds(0)
+    assert (one.next([1]), one.next([2])) == (repeated.next([1]), repeated.next([2])), (
         "a run repeats them"
     )
     late = one.next([1])
-    other.next([3])
-    assert other.next([1]) == late, "whatever was asked for in between"
+    repeated.next([3])
+    assert repeated.next([1]) == late, "whatever was asked for in between"
     assert len({Seeds(0).next([1]), late, Seeds(1).next([1])}) == 3
 
 
 def seeds_asked(rollout: Any, run_seed: int | None = 0, ordinal: int = 3) -> list[int | None]:
-    asked = []
+    seeds = []
 
     async def generate(prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
-        asked.append(sampling.seed)
+        seeds.append(sampling.seed)
         return [Completion([5], [-1.0], [0], "stop")] * n
 
     context = RolloutContext(
@@ -98,7 +98,7 @@ def seeds_asked(rollout: Any, run_seed: int | None = 0, ordinal: int = 3) -> lis
     )  # type: ignore[arg-type]
     checked = CheckedRollout("own", rollout, context, timeout_s=5, vocab_size=10)
     asyncio.run(checked(Prompt(ordinal, [1, 2], "", ""), Sampling(4, seed=run_seed), 3))
-    return asked
+    return seeds
 
 
 @pytest.mark.parametrize("indexed", [True, False])
@@ -131,9 +131,9 @@ def test_samples_of_a_rollout_have_seeds_of_their_own(indexed: bool) -> None:
 def test_hash_equals_murmur() -> None:
     seeds = torch.tensor([0, 1, 2**63 - 1, 2**32])
     positions = torch.tensor([0, 7, 100_000, 3])
-    found = murmur_hash32(seeds.to(torch.uint64), positions, torch.arange(5)).tolist()
+    hashes = murmur_hash32(seeds.to(torch.uint64), positions, torch.arange(5)).tolist()
     pairs = zip(seeds.tolist(), positions.tolist())
-    assert found == [
+    assert hashes == [
         [murmur(seed & MASK, seed >> 32, position, column) for column in range(5)]
         for seed, position in pairs
     ]
@@ -172,8 +172,8 @@ def test_requests_without_seed_get_random_ones() -> None:
         for seed in (7, None, None)
     ]
     give_seeds(info, object, SimpleNamespace(reqs=requests))
-    first, *others = info.sampling_seed.tolist()
-    assert first == 7 and len({42, 7, *others}) == 4
+    first, *random_seeds = info.sampling_seed.tolist()
+    assert first == 7 and len({42, 7, *random_seeds}) == 4
 
 
 def test_min_p_is_applied_before_the_other_filters() -> None:
@@ -194,12 +194,12 @@ def test_rows_of_a_product_do_not_depend_on_other_rows() -> None:
     rows = torch.randn(70, 96)
     matrix = torch.randn(64, 96).t()
     bias = torch.randn(64)
-    whole = batch_invariance.mm(rows, matrix)
-    assert torch.allclose(whole, rows @ matrix, atol=1e-4)
+    product = batch_invariance.mm(rows, matrix)
+    assert torch.allclose(product, rows @ matrix, atol=1e-4)
     for first, last in ((0, 1), (0, 3), (5, 9), (16, 33), (1, 70), (0, 0)):
         part = rows[first:last]
-        assert torch.equal(batch_invariance.mm(part, matrix), whole[first:last])
-        assert torch.equal(batch_invariance.addmm(bias, part, matrix), bias + whole[first:last])
+        assert torch.equal(batch_invariance.mm(part, matrix), product[first:last])
+        assert torch.equal(batch_invariance.addmm(bias, part, matrix), bias + product[first:last])
 
 
 def test_deterministic_refuses_what_chance_would_decide() -> None:

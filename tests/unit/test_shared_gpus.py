@@ -74,9 +74,6 @@ def planned(*overrides: str, command: str = "plan") -> RunPlan:
     return resolve(load_config(CONFIGS / "8b_aipo.yaml", [*SMALL, *overrides]), command)
 
 
-# Placement.
-
-
 @pytest.mark.parametrize(
     ("trainer", "engines", "tp", "slots"),
     [
@@ -130,7 +127,7 @@ def test_engines_without_a_trainer_have_their_gpus_alone():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "here", "shares"),
+    ("overrides", "present", "shares"),
     [
         (["cluster.share_gpus=null"], 1, True),
         (["cluster.share_gpus=null"], 2, None),
@@ -140,21 +137,19 @@ def test_engines_without_a_trainer_have_their_gpus_alone():
         (["cluster.share_gpus=null", "generator.engines=2"], 1, None),
     ],
 )
-def test_one_gpu_is_shared_by_itself(overrides, here, shares):
+def test_single_gpu_is_shared_by_default(overrides, present, shares):
     assert (
-        with_one_gpu_shared(planned(*overrides).config, lambda: here).cluster.share_gpus is shares
+        with_one_gpu_shared(planned(*overrides).config, lambda: present).cluster.share_gpus
+        is shares
     )
-
-
-# Devices and environments of the processes.
 
 
 def specs_of(
     plan: RunPlan, monkeypatch: pytest.MonkeyPatch, names: list[str], scratch: Path
 ) -> dict[str, start.ProcessSpec]:
-    here = tuple(Gpu(name, "") for name in names)
+    node_gpus = tuple(Gpu(name, "") for name in names)
     for module in (start, launcher):
-        monkeypatch.setattr(module, "gpus", lambda: here)
+        monkeypatch.setattr(module, "gpus", lambda: node_gpus)
     (node,) = placement(plan, Job("train", Path("logs"), "trainer", "generator"), 1, len(names))
     engines = [EngineAddress("ADDRESS", 0, 0)] * len(node.engines)
     rendezvous = Rendezvous(
@@ -213,13 +208,13 @@ def test_eight_gpus_have_a_rank_of_both_sides_each(monkeypatch, tmp_path):
 def test_trainer_takes_its_plan_without_the_runtime(monkeypatch, tmp_path):
     plan = planned()
     trainer = estimate(plan.config, plan.spec).trainer
-    taken = int(
+    peak_bytes = int(
         specs_of(plan, monkeypatch, ["0"], tmp_path)["trainer.0"].env[shared_gpu.PEAK_BYTES]
     )
-    assert taken == int(trainer.total - trainer.runtime) and taken > 20 * GIB
+    assert peak_bytes == int(trainer.total - trainer.runtime) and peak_bytes > 20 * GIB
 
 
-def test_sides_on_their_own_gpus_know_nothing_of_it(monkeypatch, tmp_path):
+def test_separate_gpus_have_no_variables_of_sharing(monkeypatch, tmp_path):
     specs = specs_of(planned("cluster.share_gpus=false"), monkeypatch, ["0", "1"], tmp_path)
     assert specs["engine.0"].env["CUDA_VISIBLE_DEVICES"] == "1"
     assert not any(
@@ -227,9 +222,6 @@ def test_sides_on_their_own_gpus_know_nothing_of_it(monkeypatch, tmp_path):
         for spec in specs.values()
         for key in (shared_gpu.SHARES, shared_gpu.AFTER, shared_gpu.TAKEN)
     )
-
-
-# The order of the start.
 
 
 def test_engine_waits_until_every_trainer_has_taken_its_peak(monkeypatch, tmp_path, capsys):
@@ -257,9 +249,12 @@ class PretendedGpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, reserved: int, free: int):
         self.reserved = reserved
         self.free = free
-        own = {"empty_cache": lambda: None, "memory_reserved": lambda: self.reserved}
-        own |= {"mem_get_info": lambda: (self.free, 80 * GIB), "is_available": lambda: True}
-        for name, function in own.items():
+        replacements = {"empty_cache": lambda: None, "memory_reserved": lambda: self.reserved}
+        replacements |= {
+            "mem_get_info": lambda: (self.free, 80 * GIB),
+            "is_available": lambda: True,
+        }
+        for name, function in replacements.items():
             monkeypatch.setattr(torch.cuda, name, function)
         monkeypatch.setattr(torch, "empty", self.empty)
 
@@ -294,16 +289,14 @@ def test_trainer_that_does_not_fit_starts_no_engine(monkeypatch, tmp_path):
 
 def test_high_water_of_a_process_on_a_cpu_is_its_own():
     before = high_water_bytes()
-    held = b"\1" * (64 << 20)
-    assert high_water_bytes() >= min(before, len(held)) and before > 10 << 20
-
-
-# Transports.
+    allocated = b"\1" * (64 << 20)
+    assert high_water_bytes() >= min(before, len(allocated)) and before > 10 << 20
 
 
 def test_nccl_is_not_used_between_sides_that_share_gpus():
     apart, sharing = (
-        Host("one", "one", "one", cuda=True, has=has) for has in ((), (shared_gpu.SHARES,))
+        Host("one", "one", "one", cuda=True, has=capabilities)
+        for capabilities in ((), (shared_gpu.SHARES,))
     )
     elsewhere = named(sharing, "two")
     assert transport_between("auto", sharing, sharing) == "cuda_ipc"
@@ -321,36 +314,33 @@ def named(host: Host, name: str) -> Host:
     return Host(name, name, name, host.cuda, host.has)
 
 
-# Memory.
-
-
 @pytest.mark.parametrize(
     "overrides",
     [[], ["generator.mem_fraction=0.99"], ["trainer.recompute=false", "cluster.gpu=H200"]],
 )
 def test_both_sides_fit_into_one_gpu(overrides):
     plan = planned(*overrides)
-    found = estimate(plan.config, plan.spec)
-    (engine,) = found.groups
+    planned_run = estimate(plan.config, plan.spec)
+    (engine,) = planned_run.groups
     assert (
-        engine.occupied == found.trainer.total
-        and engine.gpu_total == found.trainer.total + engine.memory.total
+        engine.occupied == planned_run.trainer.total
+        and engine.gpu_total == planned_run.trainer.total + engine.memory.total
     )
-    assert engine.gpu_total <= found.cluster.gpu.memory_gib * GIB and not found.overfull
+    assert engine.gpu_total <= planned_run.cluster.gpu.memory_gib * GIB and not planned_run.overfull
     # when SGLang measures it: the trainer, and its own context
-    free = (found.cluster.gpu.memory_gib - 2.5) * GIB - found.trainer.total
+    free = (planned_run.cluster.gpu.memory_gib - 2.5) * GIB - planned_run.trainer.total
     assert engine.memory.static <= plan.config.generator.mem_fraction * free + 1
-    assert f"{engine.gpu_total / GIB:.2f}" in "\n".join(render(found, None, ()))
+    assert f"{engine.gpu_total / GIB:.2f}" in "\n".join(render(planned_run, None, ()))
 
 
 def test_engine_that_the_trainer_leaves_too_little_is_refused():
     plan = planned("cluster.gpu=L40S", "generator.kv_cache_tokens=1000000")
-    found = estimate(plan.config, plan.spec)
-    assert [*found.overfull] == ["generator"] and found.trainer.total < 44.4 * GIB
-    told = "\n".join(render(found, None, remedies(plan.config, plan.spec, found)))
+    planned_run = estimate(plan.config, plan.spec)
+    assert [*planned_run.overfull] == ["generator"] and planned_run.trainer.total < 44.4 * GIB
+    text = "\n".join(render(planned_run, None, remedies(plan.config, plan.spec, planned_run)))
     assert (
-        "per GPU too large, beside the trainer" in told
-        and "the generator would fit with any of these" in told
+        "per GPU too large, beside the trainer" in text
+        and "the generator would fit with any of these" in text
     )
     with pytest.raises(
         ConfigError,
@@ -381,9 +371,10 @@ def test_marks_are_compared_with_the_plan(monkeypatch):
     ]
     monkeypatch.setattr(commands, "read_metrics", lambda path: rows)
     plan = planned()
-    found = estimate(plan.config, plan.spec)
+    planned_run = estimate(plan.config, plan.spec)
     trainer, engine = (
-        (memory.total - memory.runtime) / GIB for memory in (found.trainer, found.generator)
+        (memory.total - memory.runtime) / GIB
+        for memory in (planned_run.trainer, planned_run.generator)
     )
     (line,) = commands.memory_lines(plan)
     assert (
@@ -443,18 +434,15 @@ def test_several_mig_instances_are_refused(names, overrides, trains, refused, mo
         )
 
 
-# Time.
-
-
 def test_kernels_of_both_sides_take_turns():
     plan = planned("async.capacity=1")
     apart = planned("async.capacity=1", "cluster.share_gpus=false")
-    found, own = (estimate(each.config, each.spec) for each in (plan, apart))
-    assert found.step_s == pytest.approx(
-        found.train.total + found.scored_s + found.sync_s + found.glue_s
+    sharing, separate = (estimate(run_plan.config, run_plan.spec) for run_plan in (plan, apart))
+    assert sharing.step_s == pytest.approx(
+        sharing.train.total + sharing.scored_s + sharing.sync_s + sharing.glue_s
     )
     assert (
-        own.step_s < found.step_s
+        separate.step_s < sharing.step_s
         and gpus_of_run(plan.config) == 1
         and gpus_of_run(apart.config) == 2
     )
@@ -492,9 +480,9 @@ def test_engines_faster_than_the_trainer_end_each_step_alone():
     """Their longest responses count beside training, as in turns, at any capacity."""
     plans = [planned(f"async.capacity={capacity}") for capacity in (0, 1, 2)]
     in_turns, *at_once = (estimate(plan.config, plan.spec) for plan in plans)
-    for found in at_once:
-        assert found.generate.total < found.train.total + found.glue_s
-        assert found.step_s == pytest.approx(in_turns.step_s)
+    for estimated in at_once:
+        assert estimated.generate.total < estimated.train.total + estimated.glue_s
+        assert estimated.step_s == pytest.approx(in_turns.step_s)
     apart = planned("cluster.share_gpus=false")
     assert estimate(apart.config, apart.spec).generate.tail == 0
 
@@ -526,31 +514,30 @@ def test_engines_and_trainer_share_the_time_in_a_simulated_run():
         config = SimpleNamespace(cluster=SimpleNamespace(share_gpus=shared))
         attempt = SimpleNamespace(plan=SimpleNamespace(config=config), engines=[engine])
         engine._work[7] = Work(1, [100], 0, 100)
-        began = asyncio.get_running_loop().time()
+        start_s = asyncio.get_running_loop().time()
         await asyncio.gather(
             engine.complete([[7]], [Sampling(max_tokens=100)]), Attempt._compute(attempt, 1.0)
         )
-        return asyncio.get_running_loop().time() - began
+        return asyncio.get_running_loop().time() - start_s
 
     for shared, seconds in ((False, 1.0), (True, 2.0)):
         with contextlib.closing(VirtualLoop()) as loop:
             assert loop.run_until_complete(both(shared)) == pytest.approx(seconds, rel=0.05)
 
 
-# An optimizer in host memory.
-
-
 def test_offloaded_optimizer_takes_no_gpu_memory():
     plan = planned("trainer.optimizer.offload=true")
-    here = planned()
-    found, own = (estimate(each.config, each.spec) for each in (plan, here))
+    on_gpu = planned()
+    offloaded, resident = (estimate(run_plan.config, run_plan.spec) for run_plan in (plan, on_gpu))
     parameters = parameter_count(plan.spec)
-    assert found.trainer.optimizer == 0 and own.trainer.optimizer == 12 * parameters
-    assert found.offloaded == 16 * parameters and own.offloaded == 0
-    assert found.train.optimizer > own.train.optimizer, "the host's link and memory are slower"
+    assert offloaded.trainer.optimizer == 0 and resident.trainer.optimizer == 12 * parameters
+    assert offloaded.offloaded == 16 * parameters and resident.offloaded == 0
+    assert offloaded.train.optimizer > resident.train.optimizer, (
+        "the host's link and memory are slower"
+    )
     assert (
         f"the optimizer takes {16 * parameters / GIB:.1f} GiB of a trainer node's memory"
-        in "\n".join(render(found, None, ()))
+        in "\n".join(render(offloaded, None, ()))
     )
 
 
@@ -561,8 +548,8 @@ def test_plan_proposes_the_offload_that_makes_a_run_fit():
         "trainer.max_tokens_per_microbatch=1024",
         "generator.max_concurrency=32",
     )
-    found = estimate(plan.config, plan.spec)
-    proposed = [remedy.settings for remedy in remedies(plan.config, plan.spec, found)]
+    planned_run = estimate(plan.config, plan.spec)
+    proposed = [remedy.settings for remedy in remedies(plan.config, plan.spec, planned_run)]
     assert {"trainer.optimizer.offload": True} in proposed
 
 
@@ -583,9 +570,6 @@ def test_plan_proposes_the_offload_that_makes_a_run_fit():
 def test_offload_is_refused_where_it_cannot_be(overrides, problem):
     with pytest.raises(ConfigError, match=problem):
         planned("trainer.optimizer.offload=true", *overrides)
-
-
-# The document.
 
 
 def test_table_of_largest_models_is_the_planners():

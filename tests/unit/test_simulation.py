@@ -82,7 +82,7 @@ def test_time_jumps_to_what_comes_next():
     assert order == [(0.0, 0.0), (2.0, 2.0), (3e6, 3e6)] and ended == 3e6 + 5
 
 
-def test_what_waits_for_nothing_is_stuck():
+def test_wait_without_a_cause_is_a_deadlock():
     with pytest.raises(Deadlock):
         in_virtual_time(asyncio.Event().wait())
 
@@ -101,10 +101,10 @@ async def ask(
 ):
     """(completions, their times)"""
     engine._work.setdefault(key, Work(PROMPT, totals, PROMPT, most))
-    found = await engine.complete(
+    completions = await engine.complete(
         [[key] * PROMPT for _ in totals], [Sampling(most)] * len(totals), version
     )
-    return found, asyncio.get_running_loop().time()
+    return completions, asyncio.get_running_loop().time()
 
 
 def test_an_engine_takes_the_time_of_its_tokens():
@@ -113,9 +113,9 @@ def test_an_engine_takes_the_time_of_its_tokens():
         engine.resume(0, False)
         return await ask(engine, 1, [100, 300])
 
-    found, ended = in_virtual_time(scenario())
-    assert [len(each.token_ids) for each in found] == [100, 300] and {
-        each.finish_reason for each in found
+    completions, ended = in_virtual_time(scenario())
+    assert [len(completion.token_ids) for completion in completions] == [100, 300] and {
+        completion.finish_reason for completion in completions
     } == {"stop"}
     # The prefill of one prompt, a hundred tokens of two requests, two hundred of one.
     assert ended == pytest.approx(
@@ -147,15 +147,17 @@ def test_a_full_cache_sends_requests_back():
     async def scenario():
         engine = SimulatedEngine("e", speed(cache=1500, prefill_s=0.001), 1, {})
         engine.resume(0, False)
-        found = await asyncio.gather(*(ask(engine, key, [1000], 1000) for key in range(2)))
-        return engine, [ended for _, ended in found], [len(each.token_ids) for (each,), _ in found]
+        answers = await asyncio.gather(*(ask(engine, key, [1000], 1000) for key in range(2)))
+        tokens = [len(completion.token_ids) for (completion,), _ in answers]
+        return engine, [ended for _, ended in answers], tokens
 
     engine, ended, tokens = in_virtual_time(scenario())
     assert tokens == [1000, 1000] and engine.retracted == 1
-    begun = 2 * PROMPT * 0.001
+    prefill_s = 2 * PROMPT * 0.001
     full = (1500 - 2 * PROMPT) / 2
     assert sorted(ended) == pytest.approx(
-        [begun + 10.0, begun + 10.0 + (PROMPT + full) * 0.001 + (1000 - full) * TOKEN_S], rel=1e-3
+        [prefill_s + 10.0, prefill_s + 10.0 + (PROMPT + full) * 0.001 + (1000 - full) * TOKEN_S],
+        rel=1e-3,
     )
 
 
@@ -175,7 +177,7 @@ def test_tokens_are_of_the_version_that_sampled_them():
     assert versions == {0: 30, 1: 70} and ended == pytest.approx(6.0)
 
 
-def test_an_aborted_request_keeps_its_tokens_and_a_failed_engine_none():
+def test_request_keeps_tokens_if_aborted_but_not_if_failed():
     async def scenario():
         engine = SimulatedEngine("e", speed(), 1, {})
         engine.resume(0, False)
@@ -227,7 +229,7 @@ def plan_of(
     longest=64,
     mean=20,
     seed=0,
-    **more,
+    **plan_settings,
 ) -> RunPlan:
     config = RunConfig(
         async_=async_,
@@ -235,11 +237,13 @@ def plan_of(
             prompts_per_step=prompts,
             n=n,
             max_tokens=longest,
-            dynamic_sampling="dropped_share" in more,
+            dynamic_sampling="dropped_share" in plan_settings,
         ),
         generator=GeneratorConfig(engines=engines, max_concurrency=4, kv_cache_tokens=1000),
         checkpoint=CheckpointConfig(every=2),
-        plan=PlanConfig(prompt_tokens=PROMPT, response_tokens=mean, simulation=settings, **more),
+        plan=PlanConfig(
+            prompt_tokens=PROMPT, response_tokens=mean, simulation=settings, **plan_settings
+        ),
         timeouts=TimeoutConfig(rollouts_s=100),
         max_steps=settings.steps,
         seed=seed,
@@ -267,12 +271,12 @@ def test_equal_lengths_give_the_closed_form(capacity, train_s):
     """
     settings = SimulationConfig(steps=12)
     plan = plan_of(settings, AsyncConfig(capacity, partial_rollout="in_flight"), mean=64)
-    found = simulate(plan, models(train_s))
+    totals = simulate(plan, models(train_s))
     generate_s = 64 * TOKEN_S
     expected = (
         generate_s + train_s + 0.15 if capacity == 0 else max(train_s + 0.1, generate_s + 0.15)
     )
-    assert summarize(plan, found).step_p50_s == pytest.approx(expected, abs=0.02)
+    assert summarize(plan, totals).step_p50_s == pytest.approx(expected, abs=0.02)
 
 
 class Reference(EmulatedEngine):
@@ -315,17 +319,19 @@ def test_another_engine_gives_the_same_run(monkeypatch, mode, sigma):
         plan,
         config=replace(plan.config, plan=replace(plan.config.plan, prompt_tokens=PROMPT_TOKENS)),
     )
-    own = simulate(plan, models(0.6), lengths=Reference.lengths)
+    simulated = simulate(plan, models(0.6), lengths=Reference.lengths)
     monkeypatch.setattr(simulation.run, "SimulatedEngine", Reference)
-    other = simulate(plan, models(0.6), lengths=Reference.lengths)
+    reference = simulate(plan, models(0.6), lengths=Reference.lengths)
     for name in ("time/step_s", "time/trainer_wait_s", "time/generator_wait_s", "staleness/mean"):
-        mean, expected = (np.mean([row[name] for row in each.rows[5:]]) for each in (own, other))
-        whole = (
+        mean, expected = (
+            np.mean([row[name] for row in totals.rows[5:]]) for totals in (simulated, reference)
+        )
+        scale = (
             1
             if name == "staleness/mean"
-            else np.mean([row["time/step_s"] for row in other.rows[5:]])
+            else np.mean([row["time/step_s"] for row in reference.rows[5:]])
         )
-        assert abs(mean - expected) <= 0.05 * whole, (name, mean, expected)
+        assert abs(mean - expected) <= 0.05 * scale, (name, mean, expected)
 
 
 def test_without_asynchrony_no_length_is_favoured():
@@ -418,9 +424,9 @@ def world(number: int) -> tuple[RunPlan, object]:
         partial_rollout=pick("block", "in_flight", "retract", "abort", "resume"),
         chunk_tokens=pick(None, 7),
     )
-    more = {"dropped_share": float(pick(0.3, 0.6))} if rng.random() < 0.3 else {}
+    further = {"dropped_share": float(pick(0.3, 0.6))} if rng.random() < 0.3 else {}
     plan = plan_of(
-        settings, async_, engines=int(rng.integers(1, 4)), n=int(pick(2, 4)), seed=number, **more
+        settings, async_, engines=int(rng.integers(1, 4)), n=int(pick(2, 4)), seed=number, **further
     )
     return plan, models(
         float(pick(0.05, 0.5, 2.0)),
@@ -432,29 +438,29 @@ def world(number: int) -> tuple[RunPlan, object]:
 
 def broken_worlds(numbers) -> Iterator[int]:
     for number in numbers:
-        plan, of = world(number)
+        plan, time_models = world(number)
         try:
-            totals = simulate(plan, of)
+            totals = simulate(plan, time_models)
         except RuntimeError:  # Deadlock, BrokenGuarantee, or an error of the run's own code
             yield number
         else:
             assert len(totals.rows) == plan.config.plan.simulation.steps
 
 
-def test_no_small_world_breaks_a_promise():
+def test_small_random_runs_keep_all_guarantees():
     assert list(broken_worlds(range(100))) == []
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_none_of_ten_thousand_does():
+def test_ten_thousand_random_runs_keep_all_guarantees():
     assert list(broken_worlds(range(100, 10_000))) == []
 
 
 def test_worlds_do_not_depend_on_chance():
-    plan, of = world(17)
-    first = simulate(plan, of)
-    second = simulate(plan, of)
+    plan, time_models = world(17)
+    first = simulate(plan, time_models)
+    second = simulate(plan, time_models)
     assert json.dumps(first.rows) == json.dumps(second.rows)
 
 
@@ -465,8 +471,8 @@ def begins_too_early(self, version):
     )
 
 
-def makes_a_short_batch(self, step, wanted=RolloutBuffer._quotas):
-    return [max(1, count - 1) for count in wanted(self, step)]
+def makes_a_short_batch(self, step, quotas=RolloutBuffer._quotas):
+    return [max(1, count - 1) for count in quotas(self, step)]
 
 
 def trains_on_it_again(self, ordinal):
@@ -480,8 +486,8 @@ def frees_no_place(self):
 
 
 def forgets_who_is_done(self, ledger=RolloutBuffer.ledger):
-    found = ledger(self)
-    return msgspec.structs.replace(found, consumed_below=max(0, found.consumed_below - 1))
+    state = ledger(self)
+    return msgspec.structs.replace(state, consumed_below=max(0, state.consumed_below - 1))
 
 
 def replaces_no_dropped_prompt(self, ordinal):
@@ -578,7 +584,7 @@ def test_shared_gpus_advise_on_the_longer_side(capsys, capacity, response, longe
     assert f"\nadvice     shorten {longer}, or take more GPUs" in capsys.readouterr().out
 
 
-def test_too_few_places_in_flight_are_said(capsys):
+def test_too_few_places_in_flight_are_reported(capsys):
     assert main([*CONFIG, "async.max_in_flight=2"]) == 0
     assert (
         "advice     raise async.max_in_flight and async.capacity: the trainer waits"
@@ -597,7 +603,7 @@ def test_a_simulated_run_is_a_run_for_the_page(tmp_path, capsys):
     assert "is there already" in capsys.readouterr().err
 
 
-def test_a_run_s_own_times_are_taken(tmp_path, capsys):
+def test_simulation_from_a_run_takes_its_times(tmp_path, capsys):
     """Here from a simulated run, whose times are known. A run of other sizes is refused."""
     folder = tmp_path / "simulated"
     steps = "plan.simulation.steps=20"
@@ -605,9 +611,9 @@ def test_a_run_s_own_times_are_taken(tmp_path, capsys):
     assert main([*command, "--output", str(folder)]) == 0
     capsys.readouterr()
     assert main([*command, "--from", str(folder), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    facts = json.loads(capsys.readouterr().out)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert found["step_p50_s"] == pytest.approx(
+    assert facts["step_p50_s"] == pytest.approx(
         np.median([row["time/step_s"] for row in rows]), rel=0.1
     )
     assert main([*command, "--from", str(folder), "generator.engines=3"]) == 2
@@ -637,9 +643,9 @@ def test_a_run_is_compared_with_its_simulation(tmp_path):
     )
     (folder / "rollouts").mkdir()
     samples.rename(folder / "rollouts" / "samples.jsonl")
-    found = of_run(folder)
-    assert abs(found.step_error) < 0.05 and found.wait_error < 0.1
-    assert found.age_distance > 0.9  # in all steps the samples above are of version 0
+    comparison = of_run(folder)
+    assert abs(comparison.step_error) < 0.05 and comparison.wait_error < 0.1
+    assert comparison.age_distance > 0.9  # in all steps the samples above are of version 0
 
 
 def test_failures_of_a_run_are_simulated_again(tmp_path):
@@ -658,14 +664,14 @@ def test_failures_of_a_run_are_simulated_again(tmp_path):
     (folder / "rollouts").mkdir()
     samples.rename(folder / "rollouts" / "samples.jsonl")
     events = RunReader(folder, 1).read()
-    found = failures_of(events)
-    assert len(found.trainer) >= 2 and len(found.engines) >= 2
+    failed = failures_of(events)
+    assert len(failed.trainer) >= 2 and len(failed.engines) >= 2
     assert [mark["what"] for mark in events["marks"] if mark["what"] != "lost"] == [
         "end",
         "start",
-    ] * len(found.trainer)
-    assert sum(mark["what"] == "lost" for mark in events["marks"]) == len(found.engines)
-    assert all(after_s == pytest.approx(60, abs=1) for _, after_s in found.trainer)
+    ] * len(failed.trainer)
+    assert sum(mark["what"] == "lost" for mark in events["marks"]) == len(failed.engines)
+    assert all(after_s == pytest.approx(60, abs=1) for _, after_s in failed.trainer)
     compared = of_run(folder)
     assert compared.end_error == pytest.approx(0, abs=0.05) and abs(compared.step_error) < 0.05
 
@@ -677,7 +683,7 @@ def test_published_rows_are_simulated():
 
 
 @pytest.mark.parametrize(
-    ("spoilt", "said"),
+    ("spoilt", "message"),
     [
         ({"time/step_s": None}, "has 0 steps with all times"),
         ({"time/step_s": float("nan")}, "has 0 steps with all times"),
@@ -687,7 +693,7 @@ def test_published_rows_are_simulated():
         ({"time/rollout_s": 1e-6}, "at no speed of engines do rollouts take 1e-06 s"),
     ],
 )
-def test_times_that_cannot_be_are_not_taken(tmp_path, capsys, spoilt, said):
+def test_impossible_times_of_a_run_are_refused(tmp_path, capsys, spoilt, message):
     folder = tmp_path / "run"
     command = [*CONFIG[:2], "plan.simulation.steps=12", "--simulate"]
     assert main([*command, "--output", str(folder)]) == 0
@@ -696,7 +702,7 @@ def test_times_that_cannot_be_are_not_taken(tmp_path, capsys, spoilt, said):
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main([*command, "--from", str(folder)]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_simulation_that_failed_leaves_no_folder(tmp_path):
@@ -705,7 +711,7 @@ def test_a_simulation_that_failed_leaves_no_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ([*CONFIG[:-1], "--sweep", "async.capacity=0,1"], "--sweep: needs --simulate"),
         ([*CONFIG, "--sweep", "async.capacity"], "must be KEY=VALUE,VALUE,…"),
@@ -722,9 +728,9 @@ def test_a_simulation_that_failed_leaves_no_folder(tmp_path):
         ([*CONFIG, "trainer.tp=1", "cluster.gpu=L40S"], "too large"),
     ],
 )
-def test_what_cannot_be_simulated_is_said_before(arguments, said, capsys):
+def test_wrong_arguments_are_refused_before_simulation(arguments, message, capsys):
     assert main(arguments) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_simulated_plan_that_train_refuses_has_status_1(

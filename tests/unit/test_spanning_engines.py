@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[2]
 OVERRIDES = ["generator.engines=2", "generator.tp=16", "launch.ranks_per_node=8"]
 
 
-def test_the_parts_of_an_engine_meet_where_its_first_node_said_and_listen_each_on_a_port_of_their_own():
+def test_parts_of_an_engine_meet_at_the_port_of_its_first_node():
+    """Each part listens on a port of its own."""
     plan = resolve(load_config("configs/405b_aipo.yaml", OVERRIDES), "plan")
     placed = placement(plan, Job("train", Path("logs"), "trainer", "generator"), 68, 8)
     rendezvous = Rendezvous(
@@ -71,7 +72,7 @@ def test_the_parts_of_an_engine_meet_where_its_first_node_said_and_listen_each_o
     ], "parts of one draw alike"
 
 
-def test_no_two_engines_draw_alike() -> None:
+def test_every_engine_has_a_different_seed() -> None:
     """Not in one run, nor in a run with the next seed, nor after a resume, nor after the engine's
     restart.
     """
@@ -92,15 +93,13 @@ def test_no_two_engines_draw_alike() -> None:
 
 
 @pytest.mark.parametrize(
-    ("transport", "given", "wanted"),
+    ("transport", "environment", "expected"),
     [("nccl", None, "1"), ("nccl", "0", "0"), ("auto", None, None)],
 )
-def test_trainer_and_engines_in_one_group_of_nccl_have_the_same_kind_of_memory(
-    monkeypatch, transport, given, wanted
-):
+def test_nccl_has_one_kind_of_memory_on_both_sides(monkeypatch, transport, environment, expected):
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
-    if given is not None:
-        monkeypatch.setenv("NCCL_CUMEM_ENABLE", given)
+    if environment is not None:
+        monkeypatch.setenv("NCCL_CUMEM_ENABLE", environment)
     plan = resolve(load_config("configs/8b_aipo.yaml", [f"weights.transport={transport}"]), "plan")
     [node] = placement(plan, Job("train", Path("logs"), "trainer", "generator"), 1, 8)
     rendezvous = Rendezvous(
@@ -120,10 +119,10 @@ def test_trainer_and_engines_in_one_group_of_nccl_have_the_same_kind_of_memory(
         alone=False,
     )
     specs = part.engines(device="cuda") + part.trainers("trainer")
-    assert len(specs) == 8 and {spec.env.get("NCCL_CUMEM_ENABLE") for spec in specs} == {wanted}
+    assert len(specs) == 8 and {spec.env.get("NCCL_CUMEM_ENABLE") for spec in specs} == {expected}
 
 
-def test_a_dry_run_shows_the_first_of_each_role_as_the_nodes_would_start_it():
+def test_dry_run_shows_the_first_command_of_each_role():
     shown = render_launch(resolve(load_config("configs/405b_aipo.yaml", OVERRIDES), "plan"))
     assert shown.startswith("launch     68 nodes")
     engine = json.loads(shlex.split(shown.splitlines()[-1])[-1])

@@ -58,7 +58,7 @@ def order(folder, rank: int, deadline_s: float = 60.0) -> tuple[StopOrder, Proce
     ), processes
 
 
-def test_a_signal_before_there_is_anything_to_save_ends_all_at_once(tmp_path):
+def test_signal_before_anything_can_be_saved_ends_at_once(tmp_path):
     early, processes = order(tmp_path, 0)
     assert not early.order() and not early.is_given and processes.asked == []
 
@@ -74,9 +74,10 @@ def test_a_signal_reaches_the_trainer_ranks_of_all_nodes_once(tmp_path):
     assert (first.among(), second.among()) == ({"trainer.0"}, {"trainer.1"})
 
 
-def test_the_nodes_own_signal_after_the_news_of_anothers_is_the_same_order_and_only_the_next_a_second(
+def test_signal_of_another_node_first_is_the_same_order(
     tmp_path,
 ):
+    """Slurm signals every node. Only the next signal is a second order."""
     (first, _), (second, of_second) = order(tmp_path, 0), order(tmp_path, 1)
     first.arm({"trainer.0"}), second.arm({"trainer.1"})
     assert first.order()
@@ -86,17 +87,17 @@ def test_the_nodes_own_signal_after_the_news_of_anothers_is_the_same_order_and_o
     assert not second.order() and not first.order()
 
 
-def test_a_stop_is_told_once_by_the_name_of_its_signal(tmp_path, capsys):
+def test_stop_is_printed_once_with_the_name_of_its_signal(tmp_path, capsys):
     stopped, _ = order(tmp_path, 0)
     stopped.poll()
     stopped.arm({"trainer.0"})
     assert stopped.order(signal.SIGINT)
     stopped.poll(), stopped.poll()
-    told = (
+    message = (
         "the running step is finished and saved, within 60 s (checkpoint.on_termination_s). A "
         "second one ends everything at once."
     )
-    assert capsys.readouterr().out == f"Ctrl-C: {told}\n"
+    assert capsys.readouterr().out == f"Ctrl-C: {message}\n"
     assert (Stopped(number=stopped.signal).by, Stopped(number=stopped.signal).exit_status) == (
         "Ctrl-C",
         130,
@@ -110,7 +111,8 @@ def test_a_warning_stops_a_run_as_sigterm_does(tmp_path, number):
     assert not stopped.order(number), "there is nothing to save yet"
     stopped.arm({"trainer.0"})
     answers = [
-        stopped.order(each) for each in (number, number, signal.SIGTERM, number, signal.SIGTERM)
+        stopped.order(signal_number)
+        for signal_number in (number, number, signal.SIGTERM, number, signal.SIGTERM)
     ]
     assert answers == [True, True, True, True, False]
     assert Stopped(number=stopped.signal).exit_status == 128 + number
@@ -158,13 +160,14 @@ def test_an_ignored_hangup_stays_ignored():
     ],
 )
 def test_both_signals_ask_first_and_end_the_launcher_otherwise(number, ends_by):
-    heard = []
-    with termination_as_exit(first=lambda number: heard.append(number) or len(heard) == 1):
+    signals = []
+    with termination_as_exit(first=lambda number: signals.append(number) or len(signals) == 1):
         os.kill(os.getpid(), number)
         with pytest.raises(ends_by):
             os.kill(os.getpid(), number)
     assert (
-        heard == [number, number] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signals == [number, number]
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     )
 
 
@@ -203,7 +206,7 @@ def stopped(
     *,
     offered: int = 3,
     written: int = 3,
-    asked: bool = True,
+    stop_requested: bool = True,
     since_s: float = 20,
     **settings,
 ) -> None:
@@ -216,7 +219,7 @@ def stopped(
         link,
         stop,
     )
-    if asked:
+    if stop_requested:
         stop.ask()
         stop.since -= since_s
     sender._offered = offered
@@ -224,7 +227,7 @@ def stopped(
     sender.close()
 
 
-def test_the_engines_memory_is_looked_at_once_more_when_a_run_stops(capsys):
+def test_engines_are_audited_once_more_when_a_run_stops(capsys):
     """A tensor that changed since the last audit is named, and ends the run in failure.
 
     If the generator cannot look, the run does not fail.
@@ -237,30 +240,30 @@ def test_the_engines_memory_is_looked_at_once_more_when_a_run_stops(capsys):
         stopped(
             Link("trainer.0", LookedAgain(problem="lm_head.weight on generator rank 0 has changed"))
         )
-    for answer, why in (
+    for answer, obstacle in (
         (None, "trainer.0 waited for generator.0 to look at the engines again"),
         (LookedAgain(obstacle="gone"), "gone"),
     ):
         stopped(Link("trainer.0", answer))
-        assert f"not compared with the last audit again: {why}" in capsys.readouterr().out
-    others: list[dict] = [
+        assert f"not compared with the last audit again: {obstacle}" in capsys.readouterr().out
+    not_written: list[dict] = [
         {"offered": 4},
         {"offered": 9, "written": 9},
         {"offered": -1, "written": -1},
-        {"asked": False},
+        {"stop_requested": False},
     ]
-    for left_out in (*others, {"since_s": 121}, {"audit": "on"}):
+    for left_out in (*not_written, {"since_s": 121}, {"audit": "on"}):
         stopped(link := Link("trainer.0", None), **left_out)
         assert not link.sent, left_out
     stopped(link := Link("trainer.1", None))
     assert not link.sent, "one rank asks"
 
 
-def test_the_generator_looks_at_the_engines_once_an_update_that_is_under_way_is_over():
+def test_generator_audits_engines_after_a_running_update():
     """It answers with its findings."""
 
     async def answers(outcome: Exception | None, busy: bool = False) -> list[LookedAgain]:
-        told: list[LookedAgain] = []
+        sent: list[LookedAgain] = []
 
         async def arrival(*_):
             return "trainer.0", LookAgain()
@@ -273,7 +276,7 @@ def test_the_generator_looks_at_the_engines_once_an_update_that_is_under_way_is_
         receiver = object.__new__(WeightsReceiver)
         pulse = Pulse()
         receiver._link = SimpleNamespace(
-            arrival=arrival, send=lambda to, message: told.append(message)
+            arrival=arrival, send=lambda to, message: sent.append(message)
         )
         receiver._plan = SimpleNamespace(config=RunConfig())
         receiver._sessions = SimpleNamespace(look_again=look_again)
@@ -285,11 +288,11 @@ def test_the_generator_looks_at_the_engines_once_an_update_that_is_under_way_is_
         )
         answering = asyncio.create_task(receiver._answer(executor))
         await settle()
-        assert bool(told) != busy
+        assert bool(sent) != busy
         receiver._busy = False
         pulse.beat()
         await answering
-        return told
+        return sent
 
     assert asyncio.run(answers(None)) == asyncio.run(answers(None, busy=True)) == [LookedAgain()]
     assert asyncio.run(answers(AuditError("it has changed"))) == [

@@ -144,7 +144,7 @@ def test_draining_lets_what_runs_finish_and_begins_nothing():
     with_stream(body)
 
 
-def test_idle_places_are_counted_only_while_they_wait_for_weights():
+def test_idle_places_count_only_while_they_wait_for_weights():
     async def body(stream, channel, rollouts):
         stream.put_version(0)
         await settle()
@@ -180,7 +180,9 @@ def test_a_resumed_stream_leaves_out_what_the_ledger_has():
     with_stream(body, start=GenerateFrom(4, [5]))
 
 
-def test_a_dropped_prompt_is_sent_as_such_and_the_next_takes_its_place_under_the_same_weights():
+def test_dropped_prompt_is_sent_and_replaced_by_the_next():
+    """Under the same weights."""
+
     async def body(stream, channel, rollouts):
         stream.put_version(0)
         await settle()
@@ -201,7 +203,7 @@ def test_a_dropped_prompt_is_sent_as_such_and_the_next_takes_its_place_under_the
     with_stream(body, run_ahead=0, judge=lambda group: replace(group, dropped=group.ordinal == 1))
 
 
-def test_a_rollout_that_dies_fails_what_is_being_done_with_its_own_error():
+def test_error_of_a_rollout_ends_the_running_wait():
     async def body(stream, channel, rollouts):
         stream.put_version(0)
         await settle()
@@ -213,7 +215,7 @@ def test_a_rollout_that_dies_fails_what_is_being_done_with_its_own_error():
     assert failure.value.__notes__ == ["in the background task: rollout of prompt 1"]
 
 
-def test_what_died_while_nobody_waited_is_reported_by_the_next_wait():
+def test_error_without_a_waiter_is_raised_by_the_next_wait():
     async def dies():
         raise ValueError("first")
 
@@ -225,12 +227,12 @@ def test_what_died_while_nobody_waited_is_reported_by_the_next_wait():
 
     async def run():
         background = Background()
-        other = asyncio.Event()
+        second_ended = asyncio.Event()
         background.start(dies(), "a task")
-        background.start(ends(other), "another")
+        background.start(ends(second_ended), "another")
         await settle()
         with pytest.raises(ValueError, match="first"):
             await background.beside(asyncio.sleep(DEADLINE_S))
-        assert other.is_set(), "the other tasks are ended"
+        assert second_ended.is_set(), "the other tasks are ended"
 
     asyncio.run(run())

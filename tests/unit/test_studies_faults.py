@@ -22,10 +22,10 @@ from megarl.config.errors import ConfigError
 from megarl.rollouts.buffer import LEDGER_FILE, Ledger
 
 
-def test_every_kind_comes_once_before_any_comes_often_and_the_seed_decides():
-    chosen = plan(50, 3, list(KINDS))
-    assert set(chosen) == set(KINDS) and len(chosen) == 50
-    assert chosen == plan(50, 3, list(KINDS)) != plan(50, 4, list(KINDS))
+def test_every_kind_of_fault_comes_once_before_any_repeats():
+    kinds = plan(50, 3, list(KINDS))
+    assert set(kinds) == set(KINDS) and len(kinds) == 50
+    assert kinds == plan(50, 3, list(KINDS)) != plan(50, 4, list(KINDS))
     assert Counter(plan(5, 0, ["SIGTERM"])) == {"SIGTERM": 5}
 
 

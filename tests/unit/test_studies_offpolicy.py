@@ -57,23 +57,24 @@ def result(cell: Cell, score: float, kl: float) -> dict:
     }
 
 
-def test_tables_have_a_mean_and_a_range_over_seeds_and_no_number_where_no_run_is():
-    found = [
+def test_tables_have_mean_and_range_over_seeds():
+    """And no number where there is no run."""
+    results = [
         result(Cell("rloo", 1, seed=seed), score, 1.5) for seed, score in enumerate((0.5, 0.7))
     ]
-    found.append(result(Cell("ppo", 16), 0.25, 3.0))
-    text = render({"parts": {"losses": found, "lags": []}})
+    results.append(result(Cell("ppo", 16), 0.25, 3.0))
+    text = render({"parts": {"losses": results, "lags": []}})
     assert "| rloo | 0.600 (0.50–0.70) at 1.50 | – |" in text
     assert "| ppo | – | 0.250 at 3.00 |" in text
     assert "without correction" not in text
     assert render({"parts": {"losses": []}}) == "no run is complete"
 
 
-def test_tables_of_a_learned_reward_have_the_models_and_what_they_score():
-    found = result(Cell("rloo", reward_model="large"), 0.5, 1.5)
-    found["curve"][-1] |= {"win_rate": 0.625, "proxy": 2.0}
+def test_tables_of_learned_rewards_have_models_and_scores():
+    learned = result(Cell("rloo", reward_model="large"), 0.5, 1.5)
+    learned["curve"][-1] |= {"win_rate": 0.625, "proxy": 2.0}
     models = [{"size": "large", "seed": 0, "accuracy": 0.875, "accuracy_plain": 0.8125}]
-    text = render({"parts": {OF_REWARD_MODELS: [found]}, "reward_models": models})
+    text = render({"parts": {OF_REWARD_MODELS: [learned]}, "reward_models": models})
     assert (
         "| large | 0.500 at 1.50 [62%, 2.00] |" in text and "| large | 0 | 0.875 | 0.812 |" in text
     )
@@ -83,7 +84,7 @@ def test_sizes_and_minibatches_are_the_studies():
     assert len(SIZES) == 3 and MINIBATCHES == (1, 2, 4, 8, 16)
 
 
-def test_a_learned_reward_is_penalised_by_the_divergence_with_all_losses_but_one():
+def test_learned_reward_has_a_penalty_in_all_losses_but_one():
     for path, referenced in ((CONFIG, {"online_dpo"}), (GOLD, set(LOSSES) - {"best_of_n"})):
         configs = {
             name: load_config(path, Cell(name).overrides(8e-5, penalised=path == GOLD))
@@ -95,23 +96,25 @@ def test_a_learned_reward_is_penalised_by_the_divergence_with_all_losses_but_one
     assert load_config(GOLD, Cell("ppo").overrides(8e-5, penalised=True)).algorithm.kl == "reward"
 
 
-def test_what_cannot_be_studied_is_refused_before_anything_starts(tmp_path: Path):
-    rest = tmp_path, [], 1, 1, False, None
+def test_wrong_study_is_refused_before_anything_starts(tmp_path: Path):
+    def study(config: str, overrides: list[str], parts: list[str]) -> None:
+        run(config, overrides, tmp_path, parts, 1, 1, False, None)
+
     with pytest.raises(
         ConfigError,
         match=r"--parts reward_models: needs a reward model in `roles`; "
         r"configs/offpolicy/chain.yaml has none",
     ):
-        run(CONFIG, [], tmp_path, [OF_REWARD_MODELS], *rest[2:])
+        study(CONFIG, [], [OF_REWARD_MODELS])
     with pytest.raises(
         ConfigError,
         match=r"reward.name=roles.reward_model: policies are judged by one rule: set eval.reward",
     ):
-        run(GOLD, ["eval.reward=null"], *rest)
+        study(GOLD, ["eval.reward=null"], [])
     with pytest.raises(
         ConfigError, match="data.eval=null: policies are judged on held-out prompts"
     ):
-        run(CONFIG, ["data.eval=null"], *rest)
+        study(CONFIG, ["data.eval=null"], [])
     assert not list(tmp_path.iterdir())
 
 
@@ -146,7 +149,7 @@ def checkpoints(tmp_path_factory) -> list[Path]:
     return folders
 
 
-def test_divergence_is_that_of_whole_distributions_and_0_of_equal_weights(checkpoints):
+def test_divergence_is_of_whole_distributions(checkpoints):
     """With one token a response, the divergence is known without sampling.
 
     Prompts of different lengths are padded.
@@ -170,18 +173,16 @@ def test_divergence_is_that_of_whole_distributions_and_0_of_equal_weights(checkp
             for model in models
         )
         expected.append((pi.exp() * (pi - first)).sum().item())
-    found = measure(*checkpoints, None, held_out, max_tokens=1, seed=0)
-    assert found.kl == pytest.approx(sum(expected) / 3, rel=1e-4) and found.kl > 0.5
-    assert found.tokens == 1 and found.proxy is None and found.win_rate <= 0.5
+    measured = measure(*checkpoints, None, held_out, max_tokens=1, seed=0)
+    assert measured.kl == pytest.approx(sum(expected) / 3, rel=1e-4) and measured.kl > 0.5
+    assert measured.tokens == 1 and measured.proxy is None and measured.win_rate <= 0.5
     same = measure(checkpoints[0], checkpoints[0], None, held_out, max_tokens=12, seed=0)
     assert same.kl == 0 and 1 < same.perplexity < 64 and 1 < same.tokens <= 12
-    other = measure(*checkpoints, None, held_out, max_tokens=12, seed=0)
-    assert other.perplexity > same.perplexity and math.isfinite(other.kl)
+    longer = measure(*checkpoints, None, held_out, max_tokens=12, seed=0)
+    assert longer.perplexity > same.perplexity and math.isfinite(longer.kl)
 
 
-def test_a_reward_models_score_is_read_at_the_last_token_of_each_sequence(
-    checkpoints, tmp_path: Path
-):
+def test_reward_model_scores_the_last_token_of_each_sequence(checkpoints, tmp_path: Path):
     from transformers import AutoModelForSequenceClassification
 
     torch.manual_seed(0)
@@ -190,7 +191,7 @@ def test_a_reward_models_score_is_read_at_the_last_token_of_each_sequence(
     ).eval()
     sequences = [[1, 5, 6, 2], [1, 2], [1, *range(4, 20), 2]]
     assert scores(model, sequences).tolist() == pytest.approx(
-        [model(torch.tensor([each])).logits.item() for each in sequences], abs=1e-9
+        [model(torch.tensor([sequence])).logits.item() for sequence in sequences], abs=1e-9
     )
     model.float().save_pretrained(tmp_path / "scores")
     tokenizer = load_tokenizer(load_config(CONFIG, []).model)

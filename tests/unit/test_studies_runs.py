@@ -79,11 +79,13 @@ def test_runs_with_other_settings_are_not_taken_for_a_studys(tmp_path: Path):
 def test_each_task_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch):
     import offpolicy as study
 
-    found, main = [], runpy.run_path("tests/studies/__main__.py")["main"]
-    monkeypatch.setattr(study, "run", lambda config, overrides, runs, *rest: found.append(runs))
+    folders, main = [], runpy.run_path("tests/studies/__main__.py")["main"]
+    monkeypatch.setattr(
+        study, "run", lambda config, overrides, runs, *arguments: folders.append(runs)
+    )
     for config in (CHAIN, GOLD):
         assert main(["offpolicy", config]) == 0
-    assert found == [Path("runs/offpolicy/chain"), Path("runs/offpolicy/gold")]
+    assert folders == [Path("runs/offpolicy/chain"), Path("runs/offpolicy/gold")]
 
 
 def test_mistakes_end_with_2_before_anything_starts(
@@ -109,7 +111,7 @@ def test_mistakes_end_with_2_before_anything_starts(
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_what_a_mutation_breaks_is_still_there(mutation: Mutation):
+def test_every_mutation_still_applies(mutation: Mutation):
     text = Path(mutation.file).read_text()
     assert broken(mutation, text) != text
     with pytest.raises(RuntimeError, match=r"0 times, must have it once"):
@@ -139,11 +141,11 @@ def test_a_full_disk_ends_no_study_by_itself(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(study.Study, "prepare", lambda *_: [])
     monkeypatch.setattr(study.Study, "result", full)
-    told = (
+    message = (
         r"^10 runs failed; the same command tries them again\naipo-\S+: \[Errno 28\] No space "
         r"left on device\n"
     )
-    with pytest.raises(RuntimeError, match=told):
+    with pytest.raises(RuntimeError, match=message):
         study.run(CHAIN, [], tmp_path, ["lags"], 1, 1, False, None)
 
 
@@ -165,13 +167,13 @@ def test_a_signal_ends_the_runs_each_once_and_begins_no_others(
         command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
     try:
-        begun = lambda: list((tmp_path / "runs").glob("*/begun"))  # noqa: E731
+        started = lambda: list((tmp_path / "runs").glob("*/begun"))  # noqa: E731
         deadline = time.monotonic() + 120
-        while len(begun()) < 2 and time.monotonic() < deadline and process.poll() is None:
+        while len(started()) < 2 and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.05)
         os.killpg(process.pid, number)  # like a terminal, to the whole process group
         assert process.wait(60) == (130 if number == signal.SIGINT else 143)
     finally:
         process.kill()
-    assert len(begun()) == 2
-    assert [(each.parent / "told").read_text() for each in begun()] == ["SIGTERM\n"] * 2
+    assert len(started()) == 2
+    assert [(mark.parent / "told").read_text() for mark in started()] == ["SIGTERM\n"] * 2

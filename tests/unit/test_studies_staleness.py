@@ -22,21 +22,21 @@ def results(**differences: tuple[float, ...]) -> list[Result]:
             settings[name].capacity,
             settings[name].max_staleness,
             seed,
-            BASELINE[seed] + each,
+            BASELINE[seed] + difference,
             1.0,
             1.0,
             2.0,
             0.0,
         )
         for name, row in rows.items()
-        for seed, each in enumerate(row)
+        for seed, difference in enumerate(row)
     ]
 
 
 def judged(**differences: tuple[float, ...]) -> dict[str, Comparison]:
     return {
-        Setting(each.capacity, each.max_staleness).name: each
-        for each in compare(results(**differences))
+        Setting(comparison.capacity, comparison.max_staleness).name: comparison
+        for comparison in compare(results(**differences))
     }
 
 
@@ -56,14 +56,14 @@ def test_runs_are_paired_by_seed():
     )
 
 
-def test_one_collapsed_seed_does_not_hide_in_the_noise_it_makes():
+def test_one_collapsed_seed_is_not_taken_for_noise():
     """The second setting's mean of -0.26 is within two of its own standard errors of 0.26."""
     got = judged(**{ONE: (0.002, -0.003, 0.001), FOUR: (0.0, -0.77, 0.0)})
     assert got[ONE].same and not got[FOUR].same
     assert abs(got[FOUR].difference) < 2 * got[FOUR].noise
 
 
-def test_a_loss_that_all_seeds_share_counts_once_it_is_larger_than_seeds_are_apart():
+def test_shared_loss_counts_above_the_spread_of_seeds():
     got = judged(
         **{
             ONE: (-0.079, -0.079, -0.079),
@@ -84,9 +84,9 @@ def test_the_table_says_which_settings_are_the_same():
     facts = {
         "last_steps": 10,
         "runs": [asdict(run) for run in runs],
-        "compared": [asdict(each) for each in compare(runs)],
+        "compared": [asdict(comparison) for comparison in compare(runs)],
     }
     *table, empty, verdict = render(facts).splitlines()
     assert len(table) == 2 + 3 and empty == "" and verdict.startswith("1 of 2 settings")
-    assert all(one.count("|") == other.count("|") for one, other in pairwise(table))
+    assert all(one.count("|") == following.count("|") for one, following in pairwise(table))
     assert "0.980 0.130 0.950" in table[4] and "| no |" in table[4] and "| yes |" in table[3]

@@ -35,15 +35,13 @@ def test_scores(text: str, expected: float) -> None:
 
 
 @given(st.text(), st.permutations(POST).map("".join))
-def test_any_text_has_a_score_that_the_order_of_the_post_does_not_change(
-    text: str, post: str
-) -> None:
+def test_score_does_not_depend_on_the_order_of_the_post(text: str, post: str) -> None:
     assert -2 <= score(text, post) == score(text, POST) <= 1
 
 
 def test_the_best_of_all_orders_is_the_alphabetical_one() -> None:
     scores = {"".join(order): score("".join(order), POST) for order in permutations(POST)}
-    assert [order for order, each in scores.items() if each >= 1] == [POST]
+    assert [order for order, value in scores.items() if value >= 1] == [POST]
 
 
 def test_rows_are_posts_whose_letters_no_other_split_has() -> None:
@@ -86,12 +84,12 @@ def test_demonstrations_are_neither_hopeless_nor_perfect() -> None:
     ]
     assert (
         0.1 < fmean(scores) < 0.3
-        and 0.05 < fmean(each == 1 for each in scores) < 0.2
+        and 0.05 < fmean(value == 1 for value in scores) < 0.2
         and min(scores) < -1
     )
 
 
-def test_the_gold_scorer_prefers_the_chosen_response_of_each_pair() -> None:
+def test_gold_scorer_prefers_the_chosen_response() -> None:
     pairs, _ = read_pairs(
         PreferenceConfig(source="synthetic:summary", size=300), "reward_model.data", 3, None
     )

@@ -115,23 +115,25 @@ def shaped(folder: Path, **changes: object) -> Path:
         ),
     ],
 )  # fmt: skip
-def test_what_may_be_set(tmp_path: Path, overrides: list[str], problems: list[str]) -> None:
+def test_settings_of_teachers_are_checked(
+    tmp_path: Path, overrides: list[str], problems: list[str]
+) -> None:
     assert sorted(problems_of(tmp_path, *overrides)) == sorted(problems)
 
 
-def test_no_more_likely_tokens_are_asked_for_than_there_are(tmp_path: Path) -> None:
+def test_top_k_is_at_most_the_vocabulary_of_the_teacher(tmp_path: Path) -> None:
     """A request for more would end the teacher's engine."""
-    asked = [
+    settings = [
         TEACHER,
         f"roles.teacher.path={shaped(tmp_path / 'small', vocab_size=30)}",
         f"model.path={tmp_path / 'small'}",
     ]
-    asked.append("algorithm.distill.over=top_k")
-    assert problems_of(tmp_path, *asked, "algorithm.distill.top_k=31") == [
+    settings.append("algorithm.distill.over=top_k")
+    assert problems_of(tmp_path, *settings, "algorithm.distill.top_k=31") == [
         "algorithm.distill.top_k=31: must be at most the size of roles.teacher's vocabulary, 30"
     ]
-    assert problems_of(tmp_path, *asked, "algorithm.distill.top_k=30") == []
-    assert problems_of(tmp_path, *asked) == []
+    assert problems_of(tmp_path, *settings, "algorithm.distill.top_k=30") == []
+    assert problems_of(tmp_path, *settings) == []
 
 
 def test_a_teacher_must_fit_the_policy(tmp_path: Path) -> None:
@@ -141,62 +143,72 @@ def test_a_teacher_must_fit_the_policy(tmp_path: Path) -> None:
         tmp_path / "scores", architectures=["LlamaForSequenceClassification"], num_labels=1
     )
     on_trainer = "roles.teacher.on=trainer"
-    whole = "algorithm.distill.over=vocabulary"
+    full_vocabulary = "algorithm.distill.over=vocabulary"
 
-    def said(path: Path, *more: str) -> list[str]:
+    def teacher_problems(path: Path, *overrides: str) -> list[str]:
         return [
             problem.removeprefix(f"roles.teacher.path={path}: ")
-            for problem in problems_of(tmp_path / "run", f"roles.teacher.path={path}", *more)
+            for problem in problems_of(tmp_path / "run", f"roles.teacher.path={path}", *overrides)
         ]
 
     (tmp_path / "run").mkdir()
-    assert said(small) == [
+    assert teacher_problems(small) == [
         f"the size of its vocabulary, {size - 4}, must be at least the policy's, {size}"
     ]
-    assert said(small, on_trainer) == [
+    assert teacher_problems(small, on_trainer) == [
         f"its vocabulary of {size - 4} must have the policy's {size} tokens"
     ]
-    assert said(large) == said(large, on_trainer) == [], (
+    assert teacher_problems(large) == teacher_problems(large, on_trainer) == [], (
         "as far as the files of the tokenizers, which a run compares, allow"
     )
-    assert said(large, on_trainer, whole) == [
+    assert teacher_problems(large, on_trainer, full_vocabulary) == [
         f"the size of its vocabulary, {size + 4}, must be the policy's, {size}, for "
         "algorithm.distill.over=vocabulary"
     ]
-    assert said(scores) == [
+    assert teacher_problems(scores) == [
         "is a LlamaForSequenceClassification, which generates no text; a teacher must"
     ]
-    assert said(scores, on_trainer) == ["is a reward model or critic, which gives no probabilities"]
+    assert teacher_problems(scores, on_trainer) == [
+        "is a reward model or critic, which gives no probabilities"
+    ]
 
 
-def test_plan_counts_them(tmp_path: Path) -> None:
+def test_plan_counts_teachers(tmp_path: Path) -> None:
     big = shaped(tmp_path / "big", hidden_size=256, intermediate_size=1024)
 
     def planned(*overrides: str) -> tuple[RunConfig, float, float, float]:
-        own = config(tmp_path, *overrides)
-        plan = resolve(own, "plan")
-        found = estimate(own, plan.spec)
-        return own, found.trainer.frozen, found.trainer.reference, found.train.total
+        run_config = config(tmp_path, *overrides)
+        plan = resolve(run_config, "plan")
+        estimated = estimate(run_config, plan.spec)
+        return (
+            run_config,
+            estimated.trainer.frozen,
+            estimated.trainer.reference,
+            estimated.train.total,
+        )
 
     _, none, _, plain_s = planned()
     _, frozen, _, with_s = planned(f"roles.teacher.path={big}", "roles.teacher.on=trainer")
     assert none == 0 and frozen > 0 and with_s > plain_s
     kl = "algorithm.kl_coef=0.1"
-    _, other, swapped, _ = planned(f"roles.reference.path={big}", kl)
-    assert other == frozen and swapped == 0, "another shape: a model of its own"
-    _, other, swapped, _ = planned(f"roles.reference.path={MODEL}", kl)
-    assert other == 0 and swapped == planned(kl)[2] > 0
-    own, *_ = planned(
+    _, frozen_reference, swapped, _ = planned(f"roles.reference.path={big}", kl)
+    assert frozen_reference == frozen and swapped == 0, "another shape: a model of its own"
+    _, frozen_reference, swapped, _ = planned(f"roles.reference.path={MODEL}", kl)
+    assert frozen_reference == 0 and swapped == planned(kl)[2] > 0
+    with_two_teachers, *_ = planned(
         f"roles.teacher.path={big}",
         f"roles.second.path={big}",
         "roles.second.role=teacher",
         "algorithm.distill.over=top_k",
     )
-    assert list(estimate(own, resolve(own, "plan").spec).served) == ["teacher", "second"]
-    assert teacher_format(own) == TeacherFormat(2, 20)
+    assert list(estimate(with_two_teachers, resolve(with_two_teachers, "plan").spec).served) == [
+        "teacher",
+        "second",
+    ]
+    assert teacher_format(with_two_teachers) == TeacherFormat(2, 20)
 
 
-def test_failures_of_teachers_are_counted_by_themselves() -> None:
+def test_failures_of_teachers_are_counted_separately() -> None:
     sample = Sample([1, 2], [-1.0, -1.0], [0, 0], "text", 1.0, "stop")
     failed = Failure("error", "it broke", "text", "roles.teacher")
 
@@ -216,8 +228,8 @@ def test_failures_of_teachers_are_counted_by_themselves() -> None:
     metrics = failure_metrics(samples)
     assert metrics["reward/failed_fraction"] == metrics["reward/errors"] == 0
     assert too_many_failures(RewardConfig(), samples, teachers=["teacher"]) is None
-    told = too_many_failures(RewardConfig(), [judged], teachers=["teacher"])
-    assert told is not None and told.startswith(
+    message = too_many_failures(RewardConfig(), [judged], teachers=["teacher"])
+    assert message is not None and message.startswith(
         "roles.teacher: of 1 samples 1 scores failed: 1 errors, more than "
         "reward.max_failed_fraction"
     )

@@ -100,7 +100,7 @@ def test_chat_template_is_read_as_utf8_under_an_ascii_locale(tmp_path: Path) -> 
         "sys.stdout.buffer.write(template.render([{'role': 'user', 'content': 'Hi'}]).encode())"
     )
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, cwd=ROOT, check=True
     )
-    assert done.stdout.decode() == "Hi «é» 你好"
+    assert result.stdout.decode() == "Hi «é» 你好"

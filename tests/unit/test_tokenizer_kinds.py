@@ -351,30 +351,32 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
 def test_token_ids_equal_those_of_autotokenizer(kind: str, tmp_path: Path) -> None:
     KINDS[kind](tmp_path)
     tokenizer = tokenizer_of(str(tmp_path), "model.path")
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    added_ends = theirs("").input_ids.count(theirs.eos_token_id)
-    for text in [*CORPUS, "x".join(theirs.get_added_vocab())]:
-        ids = theirs(text, add_special_tokens=False).input_ids
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    added_ends = reference("").input_ids.count(reference.eos_token_id)
+    for text in [*CORPUS, "x".join(reference.get_added_vocab())]:
+        ids = reference(text, add_special_tokens=False).input_ids
         assert (
             tokenizer.encode_text(text, special_tokens=True)
             == ids
             == tokenizer.encode_prompt(text, rendered=True)
         )
-        whole = theirs(text).input_ids
-        assert tokenizer.encode_prompt(text) == whole[: len(whole) - added_ends]
-        assert tokenizer.decode_all(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
-        assert tokenizer.decode(ids) == theirs.decode(
+        reference_ids = reference(text).input_ids
+        assert tokenizer.encode_prompt(text) == reference_ids[: len(reference_ids) - added_ends]
+        assert tokenizer.decode_all(ids) == reference.decode(
+            ids, clean_up_tokenization_spaces=False
+        )
+        assert tokenizer.decode(ids) == reference.decode(
             ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         assert (
             tokenizer.encode_text(text)
-            == theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids
+            == reference(text, add_special_tokens=False, split_special_tokens=True).input_ids
         )
-    assert tokenizer.bos_token == theirs.bos_token and tokenizer.eos_ids[:1] == (
-        theirs.eos_token_id,
+    assert tokenizer.bos_token == reference.bos_token and tokenizer.eos_ids[:1] == (
+        reference.eos_token_id,
     )
-    if not theirs.split_special_tokens:
-        for name, number in theirs.get_added_vocab().items():
+    if not reference.split_special_tokens:
+        for name, number in reference.get_added_vocab().items():
             assert tokenizer.token_id(name) in (
                 number,
                 None if number == tokenizer.unknown_id else number,
@@ -440,9 +442,9 @@ def test_family_without_a_config_class_in_transformers_is_read(tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_other_tokenizers_are_refused_with_one_message(kind: str, tmp_path: Path) -> None:
-    make, why = REFUSED[kind]
+    make, reason = REFUSED[kind]
     make(tmp_path)
     with pytest.raises(ConfigError) as error:
         tokenizer_of(str(tmp_path), "model.path")
     [problem] = error.value.problems
-    assert problem.startswith(f"model.path={tmp_path}: {why}")
+    assert problem.startswith(f"model.path={tmp_path}: {reason}")

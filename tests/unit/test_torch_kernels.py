@@ -49,5 +49,5 @@ def test_torch_kernels_leave_room_for_own_arguments(monkeypatch):
 def test_stand_in_for_compiled_kernels_computes_or_raises(line, printed, monkeypatch):
     monkeypatch.setenv(torch_kernels.TORCH_KERNELS, "1")
     program = f"from megarl.generator import cpu_support; cpu_support.install(); {line}"
-    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
-    assert printed in done.stdout + done.stderr
+    result = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
+    assert printed in result.stdout + result.stderr

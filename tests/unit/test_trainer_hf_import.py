@@ -104,16 +104,16 @@ def in_fp8(folder: Path) -> dict[str, torch.Tensor]:
     tensors = {}
     values = {}
     for tensor in hf_layout(WIDE, "float32").tensors(0):
-        made = torch.randn(tensor.shape, generator=drawn)
+        weight = torch.randn(tensor.shape, generator=drawn)
         if "_proj" in tensor.name:
-            codes = made.to(torch.float8_e4m3fn)
+            codes = weight.to(torch.float8_e4m3fn)
             scales = torch.rand([-(-size // 128) for size in tensor.shape], generator=drawn)
             tensors[tensor.name + "_scale_inv"], tensors[tensor.name] = scales, codes
             row, column = (torch.arange(size) // 128 for size in tensor.shape)
-            made = codes.float() * scales[row[:, None], column]
+            weight = codes.float() * scales[row[:, None], column]
         else:
-            tensors[tensor.name] = made
-        values[tensor.name] = made
+            tensors[tensor.name] = weight
+        values[tensor.name] = weight
     save_file(tensors, folder / "model.safetensors")
     return values
 
@@ -128,12 +128,12 @@ def loaded(
 ) -> dict[str, torch.Tensor]:
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
     layout = trainer_layout(spec, topology, dtype)
-    held = {
+    parameters = {
         tensor.name: torch.zeros(tensor.shape, dtype=getattr(torch, dtype))
         for tensor in layout.tensors(rank)
     }
-    load_hf(spec, layout, held, str(folder))
-    return held
+    load_hf(spec, layout, parameters, str(folder))
+    return parameters
 
 
 def read_by_every_rank(
@@ -149,18 +149,18 @@ def read_by_every_rank(
     save_file(write(packed), plain / "model.safetensors")
     check_finite(spec, packed)
     for rank in range(topology.world_size):
-        found, wanted = (
+        from_packed, from_plain = (
             loaded(folder, topology, rank, dtype, monkeypatch, spec) for folder in (packed, plain)
         )
-        assert found.keys() == wanted.keys() and all(
-            torch.equal(found[name], wanted[name]) for name in wanted
+        assert from_packed.keys() == from_plain.keys() and all(
+            torch.equal(from_packed[name], from_plain[name]) for name in from_plain
         )
-        assert any(values.count_nonzero() for values in found.values())
+        assert any(values.count_nonzero() for values in from_packed.values())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"tp": 2, "pp": 2}])
-def test_blocks_of_fp8_are_read_by_every_rank_as_what_they_stand_for(
+def test_fp8_blocks_are_read_dequantised_by_every_rank(
     axes: dict[str, int], dtype: str, tmp_path: Path, monkeypatch
 ) -> None:
     read_by_every_rank(in_fp8, TrainerTopology(**axes), dtype, tmp_path, monkeypatch, WIDE)
@@ -191,15 +191,15 @@ def in_fp4(folder: Path) -> dict[str, torch.Tensor]:
         codes = torch.randint(0, 256, (*blocks, 16), generator=drawn, dtype=torch.uint8)
         scales = torch.randint(110, 130, blocks, generator=drawn, dtype=torch.uint8)
         tensors |= {tensor.name + "_blocks": codes, tensor.name + "_scales": scales}
-        whole = convert_moe_packed_tensors(codes, scales, dtype=torch.float32)
+        dequantised = convert_moe_packed_tensors(codes, scales, dtype=torch.float32)
         # transposed, as in a checkpoint's files
-        values[tensor.name] = whole[:, : tensor.shape[-1]].contiguous()
+        values[tensor.name] = dequantised[:, : tensor.shape[-1]].contiguous()
     save_file(tensors, folder / "model.safetensors")
     return values
 
 
 @pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"dp": 2, "ep": 2, "pp": 2}])
-def test_mxfp4_is_read_by_every_rank_as_what_it_stands_for(
+def test_mxfp4_is_read_dequantised_by_every_rank(
     axes: dict[str, int], tmp_path: Path, monkeypatch
 ) -> None:
     read_by_every_rank(in_fp4, TrainerTopology(**axes), "float32", tmp_path, monkeypatch, PAIRED)
@@ -209,7 +209,7 @@ def test_mxfp4_without_its_scales_is_refused(tmp_path: Path, monkeypatch) -> Non
     in_fp4(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.1.mlp.experts.down_proj"
-    for change, said in (
+    for change, message in (
         (
             {name + "_scales": torch.ones(4, 72, 3, dtype=torch.uint8)},
             f"{name}_scales has shape (4, 72, 3), config.json says (4, 72, 2)",
@@ -221,7 +221,7 @@ def test_mxfp4_without_its_scales_is_refused(tmp_path: Path, monkeypatch) -> Non
         ({name + "_scales": torch.full((4, 72, 2), 255, dtype=torch.uint8)}, "not finite"),
     ):
         save_file(tensors | change, tmp_path / "model.safetensors")
-        with pytest.raises(ConfigError, match=re.escape(said)):
+        with pytest.raises(ConfigError, match=re.escape(message)):
             loaded(tmp_path, TrainerTopology(), 0, "float32", monkeypatch, PAIRED)
     save_file(
         {key: values for key, values in tensors.items() if key != name + "_scales"},
@@ -232,7 +232,7 @@ def test_mxfp4_without_its_scales_is_refused(tmp_path: Path, monkeypatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("harm", "said"),
+    ("harm", "message"),
     [
         (
             lambda tensors, name: tensors.pop(name + "_scale_inv"),
@@ -255,7 +255,7 @@ def test_mxfp4_without_its_scales_is_refused(tmp_path: Path, monkeypatch) -> Non
         ),
     ],
 )
-def test_fp8_without_its_scales_is_refused(harm, said: str, tmp_path: Path, monkeypatch) -> None:
+def test_fp8_without_its_scales_is_refused(harm, message: str, tmp_path: Path, monkeypatch) -> None:
     in_fp8(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     harm(tensors, "model.layers.1.mlp.up_proj.weight")
@@ -267,12 +267,12 @@ def test_fp8_without_its_scales_is_refused(harm, said: str, tmp_path: Path, monk
         with pytest.raises(ConfigError) as raised:
             read()
         assert any(
-            said in problem and "model.layers.1.mlp.up_proj.weight" in problem
+            message in problem and "model.layers.1.mlp.up_proj.weight" in problem
             for problem in raised.value.problems
         )
 
 
-def test_what_is_exported_is_in_fp8_no_more(tmp_path: Path) -> None:
+def test_export_is_not_in_fp8(tmp_path: Path) -> None:
     source = tmp_path / "published"
     folder = tmp_path / "exported"
     source.mkdir()
@@ -293,7 +293,7 @@ def test_what_is_exported_is_in_fp8_no_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changed", [{"hidden_size": 32}, {"model_type": None}, {"architectures": None}, None]
 )
-def test_a_config_that_no_engine_could_start_with(
+def test_config_that_no_engine_can_read_is_refused(
     changed: dict[str, object] | None, tmp_path: Path
 ) -> None:
     config = json.loads((TINY / "config.json").read_text())
@@ -306,7 +306,7 @@ def test_a_config_that_no_engine_could_start_with(
     assert problem.startswith(f"{tmp_path}/config.json: ")
 
 
-def test_a_fingerprint_tells_weights_apart_wherever_they_lie(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_weights_and_not_on_the_folder(tmp_path: Path) -> None:
     first = tmp_path / "a"
     second = tmp_path / "b"
     for folder in (first, second):
@@ -323,7 +323,7 @@ def test_a_fingerprint_tells_weights_apart_wherever_they_lie(tmp_path: Path) -> 
     assert fingerprint(first) != before
 
 
-def test_a_folder_without_weights(tmp_path: Path) -> None:
+def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither model.safetensors nor"):
         load(tmp_path)
 
@@ -380,14 +380,14 @@ DEEPSEEK = ModelSpec(
 )  # fmt: skip
 
 
-def written(folder: Path, spec: ModelSpec, **others: torch.Tensor) -> Path:
-    """A folder with the tensors of `spec`, and `others` by names with __ for dots."""
+def written(folder: Path, spec: ModelSpec, **further: torch.Tensor) -> Path:
+    """A folder with the tensors of `spec`, and `further` by names with __ for dots."""
     tensors = {
         tensor.name: torch.ones(tensor.file_shape)
         for tensor in hf_layout(spec, "float32", fused=True).tensors(0)
     }
     save_file(
-        tensors | {name.replace("__", "."): values for name, values in others.items()},
+        tensors | {name.replace("__", "."): values for name, values in further.items()},
         folder / "model.safetensors",
     )
     return folder
@@ -458,7 +458,7 @@ def test_ignored_prediction_layer_is_idle_if_whole(tmp_path: Path) -> None:
         check_checkpoint(DEEPSEEK, tmp_path)
 
 
-def test_an_output_layer_beside_tied_embeddings_must_equal_them(tmp_path: Path) -> None:
+def test_output_layer_must_equal_tied_embeddings(tmp_path: Path) -> None:
     tied = replace(SPEC, tie_word_embeddings=True)
     tensors = {}
     for tensor in hf_layout(tied, "float32").tensors(0):
@@ -488,8 +488,8 @@ def test_an_output_layer_beside_tied_embeddings_must_equal_them(tmp_path: Path) 
 def test_exports_have_all_files_but_weights(tmp_path: Path) -> None:
     source = tmp_path / "published"
     folder = tmp_path / "exported"
-    for there in (source / "additional_chat_templates", source / ".git", folder):
-        there.mkdir(parents=True)
+    for subfolder in (source / "additional_chat_templates", source / ".git", folder):
+        subfolder.mkdir(parents=True)
     config = json.loads((TINY / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (source / "config.json").write_text(json.dumps(config))
     copied = {

@@ -32,7 +32,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 @pytest.mark.parametrize(
-    ("model", "settings", "wanted"),
+    ("model", "settings", "message"),
     [
         (
             "mixtral-8x7b",
@@ -81,18 +81,20 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
         ),
     ],
 )
-def test_a_run_is_refused_before_it_starts(model: str, settings: list[str], wanted: str) -> None:
+def test_unsupported_settings_of_a_model_are_refused(
+    model: str, settings: list[str], message: str
+) -> None:
     spec = CONFIGS / "models" / model
     with pytest.raises(ConfigError) as raised:
         resolve(
             load_config(str(CONFIGS / "quickstart.yaml"), [f"model.path={spec}", *settings]),
             "train",
         )
-    assert any(wanted in problem for problem in raised.value.problems), raised.value.problems
+    assert any(message in problem for problem in raised.value.problems), raised.value.problems
 
 
 @pytest.mark.parametrize(
-    ("change", "wanted"),
+    ("change", "message"),
     [
         ({"num_experts_per_tok": 6}, "num_experts_per_tok = 6 must be twice topk_group = 4"),
         ({"num_experts_per_tok": 300}, "= 300 must be at most the number of experts, 256"),
@@ -110,8 +112,8 @@ def test_a_run_is_refused_before_it_starts(model: str, settings: list[str], want
         ),
     ],
 )
-def test_routers_and_embeddings_that_megatron_computes_otherwise(
-    tmp_path, change: dict[str, Any], wanted: str
+def test_routers_and_rope_that_megatron_lacks_are_refused(
+    tmp_path, change: dict[str, Any], message: str
 ) -> None:
     values = json.loads((CONFIGS / "models/deepseek-v3/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**values, **change}))
@@ -122,13 +124,13 @@ def test_routers_and_embeddings_that_megatron_computes_otherwise(
             ),
             "train",
         )
-    assert any(wanted in problem for problem in raised.value.problems), raised.value.problems
+    assert any(message in problem for problem in raised.value.problems), raised.value.problems
 
 
 @pytest.mark.parametrize(
     ("model", "needs_it"), [("llama-3.1-8b", False), ("mixtral-8x7b", True), ("deepseek-v3", True)]
 )
-def test_experts_and_latent_attention_need_transformer_engine_on_gpus(
+def test_experts_and_mla_need_transformer_engine_on_gpus(
     monkeypatch, model: str, needs_it: bool
 ) -> None:
     spec = load_spec(CONFIGS / "models" / model)
@@ -147,7 +149,7 @@ def test_experts_and_latent_attention_need_transformer_engine_on_gpus(
 
 
 @pytest.mark.parametrize("setting", ["fp8", "tp_comm_overlap", "attention_backend"])
-def test_what_transformer_engine_alone_can_do_is_refused_without_it(setting: str) -> None:
+def test_settings_of_transformer_engine_are_refused_without_it(setting: str) -> None:
     spec = load_spec(CONFIGS / "models/llama-3.1-8b")
     with pytest.raises(
         ConfigError, match=f"trainer.megatron.{setting}=hybrid: needs GPUs with Transformer Engine"
@@ -156,7 +158,7 @@ def test_what_transformer_engine_alone_can_do_is_refused_without_it(setting: str
     check_transformer_engine(spec, TrainerConfig(megatron={setting: None}))
 
 
-def test_what_is_recomputed_by_transformer_engine_is_refused_without_it() -> None:
+def test_recompute_of_transformer_engine_is_refused_without_it() -> None:
     spec = load_spec(CONFIGS / "models/llama-3.1-8b")
     with pytest.raises(
         ConfigError,
@@ -176,7 +178,7 @@ def test_what_is_recomputed_by_transformer_engine_is_refused_without_it() -> Non
         ValueError(),
     ],
 )
-def test_what_megatron_says_of_its_own_fields_names_their_key(error: Exception) -> None:
+def test_errors_of_megatron_name_the_key_of_the_setting(error: Exception) -> None:
     with pytest.raises(ConfigError) as failure, passed_on("trainer.ddp", {"bucket_size": 5}):
         raise error
     assert (

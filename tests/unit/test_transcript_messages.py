@@ -62,7 +62,7 @@ def test_framed_turns_are_the_rendered_conversation(source: str, ended: bool) ->
     assert transcript.token_ids == transcript.tokenizer.encode_prompt(rendered)
     say(transcript, transcript.tokenizer, "4", ended=True)
     sample = transcript.sample(1.0)
-    learned = [token for token, mine in zip(sample.token_ids, sample.policy_mask) if mine]
+    learned = [token for token, of_policy in zip(sample.token_ids, sample.policy_mask) if of_policy]
     tokenizer = transcript.tokenizer
     assert learned == [
         *tokenizer.encode_text("2"),

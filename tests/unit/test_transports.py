@@ -76,7 +76,7 @@ def test_shared_memory_writes_boxes_in_place():
 
 
 @pytest.mark.parametrize("change", ["in place", "moved", "another stride"])
-def test_values_kept_between_updates_are_those_of_now(change):
+def test_payloads_follow_sources_that_change_between_updates(change):
     sources = {name: values.clone() for name, values in SOURCES.items()}
     payloads = Payloads()
     copies = [copy for copy in COPIES if copy.source_tensor == "x"]
@@ -94,7 +94,7 @@ def test_values_kept_between_updates_are_those_of_now(change):
         assert (payloads.of(copy) is old) == (change == "in place")
 
 
-def test_what_a_view_cannot_show_is_made_anew():
+def test_tensors_that_no_view_can_show_are_copied():
     """A column's values in the shape of a row of experts: reshaping copies them."""
     source = {"x": torch.arange(40.0).view(5, 8)}
     copy = Copy(0, "x", Box((0, 3), (5, 2)), 0, "c", Box((0,), (10,)), "identity", "float32", 0)
@@ -105,7 +105,7 @@ def test_what_a_view_cannot_show_is_made_anew():
         source["x"] += 1
 
 
-def test_zeros_lie_where_the_sources_do():
+def test_zeros_are_on_the_device_of_the_sources():
     """A GPU's stream copies from there, and only memory of that GPU can be recorded on it."""
     payloads = Payloads()
     payloads.begin({name: values.to("meta") for name, values in SOURCES.items()})
@@ -113,7 +113,7 @@ def test_zeros_lie_where_the_sources_do():
     assert (values.device.type, values.shape, values.dtype) == ("meta", (1, 5), torch.float32)
 
 
-def test_memory_that_cannot_be_mapped_is_an_error_with_both_ranks_and_the_reason():
+def test_unmappable_memory_is_an_error_with_ranks_and_reason():
     """(test_transports_dead_owner.py tests memory that is gone.)"""
     transport = SharedMemoryTransport(3, 5)
     message = (
@@ -128,12 +128,12 @@ def test_offsets_are_aligned_and_disjoint():
     assert aligned_offsets([3, 64, 65, 0, 1]) == ([0, 64, 128, 256, 256], 320)
 
 
-def test_moving_into_the_file_keeps_values_strides_and_what_is_shared():
-    whole = torch.arange(24.0).view(4, 6)
+def test_memory_file_keeps_values_strides_and_sharing():
+    matrix = torch.arange(24.0).view(4, 6)
     model = torch.nn.ParameterDict(
-        {"whole": torch.nn.Parameter(whole), "other": torch.nn.Parameter(torch.ones(3).bfloat16())}
+        {"whole": torch.nn.Parameter(matrix), "other": torch.nn.Parameter(torch.ones(3).bfloat16())}
     )
-    model["turned"] = torch.nn.Parameter(whole.t())
+    model["turned"] = torch.nn.Parameter(matrix.t())
     parameters = dict(model.named_parameters())
     before = {name: parameter.data.clone() for name, parameter in parameters.items()}
     file = MemoryFile(parameters)
@@ -144,7 +144,7 @@ def test_moving_into_the_file_keeps_values_strides_and_what_is_shared():
             Host(),
             "",
             parameters,
-            lambda: {name: each.data for name, each in parameters.items()},
+            lambda: {name: value.data for name, value in parameters.items()},
         )
     )
     assert endpoint.rank == 5
@@ -170,7 +170,7 @@ def test_too_little_memory_to_land_in_names_the_setting():
         landing_memory(1 << 60, torch.device("cpu"))
 
 
-def test_landing_memory_is_never_there_twice(monkeypatch):
+def test_landing_memory_is_freed_before_it_is_opened_again(monkeypatch):
     """It takes the memory that SGLang leaves free, and is opened again whenever engines come or go."""
     alive: list[weakref.ref] = []
 

@@ -32,8 +32,8 @@ def host(
     infiniband: bool = False,
     network: str = "",
 ) -> Host:
-    has = ("mooncake",) * mooncake + ("infiniband",) * infiniband
-    return Host(f"memory of {name}", f"network of {network or name}", name, cuda, has)
+    capabilities = ("mooncake",) * mooncake + ("infiniband",) * infiniband
+    return Host(f"memory of {name}", f"network of {network or name}", name, cuda, capabilities)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_auto(trainer, generator, expected):
         ),
     ],
 )
-def test_what_cannot_work_is_refused_with_its_ranks(kind, trainer, generator, hindrance):
+def test_impossible_transport_is_refused_with_its_ranks(kind, trainer, generator, hindrance):
     with pytest.raises(ConfigError, match=hindrance) as caught:
         transport_pairs(kind, [trainer], [generator])
     message = (
@@ -102,7 +102,7 @@ def test_what_cannot_work_is_refused_with_its_ranks(kind, trainer, generator, hi
     assert str(caught.value).startswith(message)
 
 
-def test_shared_memory_that_is_asked_for_reaches_over_network_namespaces():
+def test_shared_memory_on_request_crosses_network_namespaces():
     assert (
         transport_between("shared_memory", host("a"), host("a", network="of a namespace"))
         == "shared_memory"
@@ -163,7 +163,7 @@ def test_this_process_shares_a_host_with_itself():
     assert this_host().name
 
 
-def test_what_this_host_cannot_do_is_refused_before_a_run_starts():
+def test_transport_missing_on_this_host_is_refused_early():
     if this_host().cuda:
         pytest.skip("this host has CUDA")
     for kind in ("nccl", "cuda_ipc"):
@@ -176,9 +176,9 @@ def test_what_this_host_cannot_do_is_refused_before_a_run_starts():
     check_transport("gloo")
 
 
-@pytest.mark.parametrize("name, found", [("gloo", GlooTransport), ("nccl", NcclTransport)])
-def test_classes(name, found):
-    assert transport_class(name) is found
+@pytest.mark.parametrize("name, expected", [("gloo", GlooTransport), ("nccl", NcclTransport)])
+def test_names_of_transports_give_their_classes(name, expected):
+    assert transport_class(name) is expected
 
 
 def test_a_transport_of_ones_own_goes_by_its_import_path():
@@ -216,7 +216,7 @@ def test_a_transport_with_one_end_is_a_config_error(tmp_path, monkeypatch):
         transport_class("half_transport:Half")
 
 
-def test_an_incomplete_transport_is_told_what_it_lacks(tmp_path, monkeypatch):
+def test_incomplete_transport_is_refused_with_what_it_lacks(tmp_path, monkeypatch):
     body = (
         "class Place(Memory): ...\nclass Bare(Transport):\n    memory = Place\n    connect = "
         "prepare = close = lambda self, *_: None\n"

@@ -88,7 +88,7 @@ def live(parameters: dict[str, torch.nn.Parameter]) -> LiveParameters:
         HOST,
         "",
         parameters,
-        lambda: {name: each.data for name, each in parameters.items()},
+        lambda: {name: parameter.data for name, parameter in parameters.items()},
     )
 
 
@@ -96,19 +96,19 @@ def live(parameters: dict[str, torch.nn.Parameter]) -> LiveParameters:
 def parameters() -> dict[str, torch.nn.Parameter]:
     first = FakeDeviceMemory.allocate(b"one", 4096)
     second = FakeDeviceMemory.allocate(b"two", 4096)
-    found = {
+    tensors = {
         "a": cut(first, 512, 6, 5),
         "b": cut(first, 1024, 7, dtype=torch.bfloat16),
         "c": cut(second, 0, 4, 4),
     }
-    found["rows_of_a"] = torch.nn.Parameter(found["a"].data[2:4])  # shares its storage
-    found["turned"] = torch.nn.Parameter(found["c"].data.t())
-    return found
+    tensors["rows_of_a"] = torch.nn.Parameter(tensors["a"].data[2:4])  # shares its storage
+    tensors["turned"] = torch.nn.Parameter(tensors["c"].data.t())
+    return tensors
 
 
 def test_one_handle_per_allocation(parameters):
     endpoint = export(live(parameters), FakeDeviceMemory())
-    assert [(each.handle, each.size_bytes) for each in endpoint.allocations] == [
+    assert [(allocation.handle, allocation.size_bytes) for allocation in endpoint.allocations] == [
         (b"one", 1024 + 14),
         (b"two", 64),
     ]
@@ -157,18 +157,18 @@ def test_a_fence_that_ends_too_late_names_both_ranks(parameters, monkeypatch):
         transport.fence()
 
 
-def test_memory_that_does_not_open_names_both_ranks_and_the_way_out(parameters):
+def test_memory_that_does_not_open_names_ranks_and_remedy(parameters):
     endpoint = export(live(parameters), FakeDeviceMemory())
     FakeDeviceMemory.allocations.clear()
-    wanted = (
+    message = (
         "trainer rank 2 cannot open the GPU memory of generator rank 3 on gpu-node: invalid "
         "device context.*weights.transport=nccl"
     )
-    with pytest.raises(RuntimeError, match=wanted):
+    with pytest.raises(RuntimeError, match=message):
         FakeCudaIpcTransport(2, 5).connect([endpoint])
 
 
-def test_memory_of_a_process_that_has_ended_is_told_from_memory_that_does_not_open(parameters):
+def test_memory_of_an_ended_process_has_its_own_error(parameters):
     """Before it is opened, or after.
 
     On this error a run continues without the engine, if it can.

@@ -21,7 +21,7 @@ OWNER = (
 )
 
 
-def test_writes_to_the_memory_of_a_process_that_has_ended_are_an_error():
+def test_writes_to_memory_of_an_ended_process_are_an_error():
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -60,9 +60,9 @@ class WaveByWave(TwoSidedTransport):
 
 @contextlib.contextmanager
 def store() -> Iterator[str]:
-    held, address = open_store("127.0.0.1")
+    server, address = open_store("127.0.0.1")
     yield address
-    del held
+    del server
 
 
 def incoming(order: list[int]) -> list[Incoming]:
@@ -116,14 +116,14 @@ def test_boxes_arrive_in_place(transport_class):
             expected[0] = 0
             assert torch.equal(tensors["a"], expected)
             assert torch.equal(tensors["b"], (SOURCES[4] + update).bfloat16())
-        for each in writing:
-            each.result(20)
+        for future in writing:
+            future.result(20)
     if transport_class is WaveByWave:
         # waves of the two ranks, three times
         assert sorted(Counting.started) == [1, 1, 1] + [1, 1, 1] + [2, 2, 2]
 
 
-def test_who_did_not_come_to_the_meeting_is_named():
+def test_rank_missing_from_the_group_is_named():
     with store() as address:
         transport = GlooTransport(1, 0.3)
         absent = (

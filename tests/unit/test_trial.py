@@ -46,17 +46,17 @@ def careful(text):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("trial")
-    (made / "trial_graders.py").write_text(GRADERS)
+    trial_folder = tmp_path_factory.mktemp("trial")
+    (trial_folder / "trial_graders.py").write_text(GRADERS)
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "level": 3} for n in range(5)]
-    (made / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (trial_folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     train = "train: {source: ./rows.jsonl}"
-    (made / "run.yaml").write_text(
+    (trial_folder / "run.yaml").write_text(
         f"model: {{path: {TINY}, dtype: float32, random_init: true}}\ndata: {{{train}}}\nrun_dir: "
         f"./run\ncluster: {{gpu: cpu}}\n"
         "rollout: {max_tokens: 400, prompts_per_step: 4}\nsft: {steps: 1}\n"
     )
-    return made
+    return trial_folder
 
 
 def config_of(folder: Path, *overrides: str) -> RunConfig:
@@ -69,9 +69,10 @@ def tried(folder: Path, *names: str, thorough: bool = True) -> list[RewardTrial]
     return try_rewards(config, check_data(config, load_spec(TINY), "train", at_hand=True), thorough)
 
 
-def test_a_reward_scores_the_reference_an_empty_and_an_absurd_text_to_a_few_rows(
+def test_trial_scores_reference_empty_and_absurd_texts(
     folder: Path,
 ) -> None:
+    """To a few rows."""
     equal, careful = tried(folder, "equal", "careful")
     shown = str(equal)
     assert shown.endswith(
@@ -84,52 +85,54 @@ def test_a_reward_scores_the_reference_an_empty_and_an_absurd_text_to_a_few_rows
     ]
 
 
-def test_a_function_beside_a_verifier_is_given_the_row_too(folder: Path) -> None:
+def test_function_beside_a_verifier_gets_the_row(folder: Path) -> None:
     config = config_of(
         folder,
         "reward.parts.right.name=math",
         f"reward.parts.own.name={folder}/trial_graders.py:equal",
     )
-    [own] = try_rewards(
+    [trial] = try_rewards(
         config, check_data(config, load_spec(TINY), "train", at_hand=True), thorough=False
     )
-    assert [score.reward for score in own.scores["the reference answer"]] == [1.0]
+    assert [score.reward for score in trial.scores["the reference answer"]] == [1.0]
 
 
 @pytest.mark.parametrize(
     ("form", "unread"),
     [("<total> </total>", "<total>…</total>"), ("<sum></sum> or <answer></answer>", "")],
 )
-def test_form_that_the_grader_does_not_read_is_told(folder: Path, form: str, unread: str) -> None:
+def test_answer_form_that_the_grader_cannot_read_is_reported(
+    folder: Path, form: str, unread: str
+) -> None:
     config = config_of(folder, f'data.train.prompt_template="Answer in {form}. {{prompt}}<think>"')
     [tried] = try_rewards(config, check_data(config, None, "train", at_hand=True), thorough=True)
     assert [score.reward for score in tried.scores["the reference answer"]] == [1.0] * 3, (
         "though the prompt begins thinking"
     )
-    known = "<answer>…</answer>, \\boxed{…}, #### …, Answer: …, or the last line"
-    told = (
-        [f"the prompt asks for {unread}, where math finds no answer; it reads {known}"]
+    readable = "<answer>…</answer>, \\boxed{…}, #### …, Answer: …, or the last line"
+    remarks = (
+        [f"the prompt asks for {unread}, where math finds no answer; it reads {readable}"]
         if unread
         else []
     )
-    assert [*tried.remarks] == told
+    assert [*tried.remarks] == remarks
 
 
-def test_what_would_end_a_run_is_told_before_it_starts(folder: Path) -> None:
+def test_rewards_that_would_end_a_run_are_refused_early(folder: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         tried(folder, "nothing", "first_word", "bounds", thorough=False)
     key = f"{folder}/trial_graders.py"
-    where = f"to {folder}/rows.jsonl, line 1"
+    location = f"to {folder}/rows.jsonl, line 1"
     assert refused.value.problems == [
         f"reward.parts.nothing.name={key}:nothing: it must give a number, or a dict with a score "
         "and its parts, not None; it was given the "
-        f"reference answer {where}",
+        f"reference answer {location}",
         f"reward.parts.first_word.name={key}:first_word: it must give a number, or a dict with a "
         "score and its parts, not '1'; it was "
-        f"given the reference answer {where}",
+        f"given the reference answer {location}",
         f"reward.parts.bounds.name={key}:bounds: it must give a number, or a dict with a score "
         "and its parts, finite and at most "
-        f"1e+06 in size, not nan; it was given an absurd text {where}",
+        f"1e+06 in size, not nan; it was given an absurd text {location}",
     ]
 
 
@@ -140,7 +143,7 @@ AGENT = [
 ]
 
 
-def test_an_agents_program_and_script_are_there_or_told(folder: Path) -> None:
+def test_missing_program_or_script_of_an_agent_is_named(folder: Path) -> None:
     """As the sandbox sees them."""
     check_rollout(
         config_of(folder, *AGENT, 'rollout.args.command=[python, with_openai.py, "{prompt}"]')
@@ -167,18 +170,18 @@ def test_an_agents_program_and_script_are_there_or_told(folder: Path) -> None:
         ("python", ""),
     ],
 )  # fmt: skip
-def test_which_word_is_the_script(command: str, script: str) -> None:
+def test_script_is_found_in_a_command(command: str, script: str) -> None:
     assert script_of(command.split()) == script
 
 
-def test_a_dry_run_says_what_a_run_would_be_refused_for(
+def test_dry_run_reports_what_a_run_would_refuse(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 ) -> None:
     """Checks the run's folder, unless its disk is another machine's; trackers; and the reward."""
     (folder / "file").touch()
     missing = importlib.util.find_spec("mlflow") is None
     grader = f"reward.name={folder}/trial_graders.py:nothing"
-    for override, said in (
+    for override, message in (
         (
             f"run_dir={folder}/file/run",
             f"run_dir={folder}/file/run: {folder}/file is a file, must be a folder",
@@ -195,5 +198,5 @@ def test_a_dry_run_says_what_a_run_would_be_refused_for(
         (grader, f"{grader}: it must give a number"),
     ):
         assert cli.main(["train", str(folder / "run.yaml"), "--dry-run", override]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert list(check_run_dir_here(config_of(folder, "run_dir=/no-such-disk/runs/a"))) == []

@@ -76,14 +76,14 @@ def watch(model) -> MemoryWatch:
     return watch
 
 
-def test_memory_with_two_names_counts_once_and_parameters_not_at_all(model, watch):
+def test_shared_memory_counts_once_and_parameters_do_not(model, watch):
     """The rotary cache; and for each layer the made tensor, two scales and the bias."""
     assert watch.count == 1 + 2 * 4
     assert watch.nbytes == 4 * (64 + 2 * (48 + 1 + 1 + 4))
 
 
 @pytest.mark.parametrize(
-    "of, names",
+    "tensor_of, names",
     [
         (lambda layer: layer.rotary, ["layers.0.rotary", "layers.1.rotary"]),
         (lambda layer: layer.made, ["layers.0.made"]),
@@ -94,40 +94,40 @@ def test_memory_with_two_names_counts_once_and_parameters_not_at_all(model, watc
         (lambda layer: layer.group.buffer, []),
     ],
 )
-def test_what_is_changed_is_told_by_every_name_it_has(model, watch, of, names):
-    from_outside(of(model.layers[0]))
+def test_changed_memory_is_reported_by_all_its_names(model, watch, tensor_of, names):
+    from_outside(tensor_of(model.layers[0]))
     assert watch.changed() == names
 
 
-def test_a_tensor_that_is_replaced(model, watch):
+def test_replaced_tensor_is_reported(model, watch):
     model.layers[1].rotary = model.layers[1].rotary.clone()
     assert watch.changed() == [], "by its equal"
     model.layers[1].rotary = model.layers[1].rotary + 1
     assert watch.changed() == ["layers.1.rotary"]
 
 
-def test_a_tensor_that_is_gone_or_has_left_the_memory_of_its_parameter(model, watch):
+def test_missing_and_moved_tensors_are_reported(model, watch):
     model.layers[0].scales.pop("k")
     # like a transport that moves it
     model.layers[1].weight.data = model.layers[1].weight.data.clone()
     assert watch.changed() == ["layers.0.scales['k']", "layers.1.transposed"]
 
 
-def test_a_cache_may_be_cast_once_and_must_stay_so(model, watch):
+def test_cache_may_be_cast_once(model, watch):
     model.layers[0].rotary = model.layers[0].rotary.to(torch.bfloat16)
     assert watch.changed() == []
     from_outside(model.layers[0].rotary)
     assert watch.changed() == ["layers.0.rotary"]
 
 
-def test_what_forward_passes_make_is_theirs(model, watch):
+def test_tensors_made_by_forward_passes_are_not_watched(model, watch):
     model.layers[0].gathered = torch.zeros(3)
     assert watch.changed() == []
     model.layers[0].gathered += 1
     assert watch.changed() == []
 
 
-def test_post_load_work_makes_tensors_anew_and_changes_nothing_else(model, watch):
+def test_post_load_work_may_remake_tensors_and_change_no_other(model, watch):
     from_outside(model.layers[0].weight)
     with watch.rewriting():
         model.post_load()
@@ -140,7 +140,7 @@ def test_post_load_work_makes_tensors_anew_and_changes_nothing_else(model, watch
     assert watch.changed() == ["layers.0.made", "layers.1.packed"]
 
 
-def test_what_loading_has_made_must_be_made_again_by_updates():
+def test_tensors_made_by_loading_must_be_remade_by_updates():
     before = [weakref.ref(values) for values in live_tensors()]
     model = Model()
     built = BuiltModel(model, before)
@@ -158,9 +158,9 @@ def test_what_loading_has_made_must_be_made_again_by_updates():
     assert watch.moved == {"layers.0.made"}
     first.gathered = torch.zeros(3)
     kinds: dict[str, set[str]] = {}
-    for held in inventory(watch):
-        kinds.setdefault(held.kind, set()).add(
-            held.name if "outside" not in held.kind else held.detail
+    for entry in inventory(watch):
+        kinds.setdefault(entry.kind, set()).add(
+            entry.name if "outside" not in entry.kind else entry.detail
         )
     assert kinds["unproven"] == {"layers.1.scales['k']", "layers.0.repacked"}
     assert kinds["unproven outside"] == {
@@ -181,7 +181,7 @@ def test_what_loading_has_made_must_be_made_again_by_updates():
     }
 
 
-def test_a_copy_of_weights_that_has_been_moved_before_the_first_update_is_still_one():
+def test_moved_copy_of_weights_is_still_unproven():
     """A forward pass may cast or move it. It may also have the name of an adapter's wrapper."""
     before = [weakref.ref(values) for values in live_tensors()]
     model = Model()
@@ -195,7 +195,7 @@ def test_a_copy_of_weights_that_has_been_moved_before_the_first_update_is_still_
         layer.repacked = layer.repacked.to(torch.bfloat16)
         layer.rotary = layer.rotary.to(torch.bfloat16)
     watch.start()
-    kinds = {held.name: held.kind for held in inventory(watch)}
+    kinds = {entry.name: entry.kind for entry in inventory(watch)}
     assert kinds["layers.0.repacked"] == kinds["layers.1.base_layer.repacked"] == "unproven"
     assert kinds["layers.0.rotary"] == "constant"
 
@@ -211,7 +211,7 @@ class Wrapper(torch.nn.Module):
         self.offsets = torch.tensor([0, 8])
 
 
-def test_what_wrappers_of_layers_hold_is_no_constant():
+def test_memory_of_layer_wrappers_is_not_constant():
     """Updates write the adapters' memory.
 
     A wrapper's copy of weights is not proved. Neither is a parameter that the wrapper still holds
@@ -230,29 +230,30 @@ def test_what_wrappers_of_layers_hold_is_no_constant():
     with watch.rewriting():
         layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
         layer.transposed = layer.weight.data.t()
-    kinds = {held.name: held.kind for held in inventory(watch)}
+    kinds = {entry.name: entry.kind for entry in inventory(watch)}
     assert (kinds["layers.1.transposed"], kinds["layers.1.offsets"]) == ("unproven", "constant")
     assert (kinds["layers.1.pool[0]"], kinds["layers.1.pool[1]"]) == ("working", "written"), (
         "updates write one slot of two"
     )
-    assert [held.kind for held in inventory(watch) if held.name == "layers.1.weight"] == [
+    assert [entry.kind for entry in inventory(watch) if entry.name == "layers.1.weight"] == [
         "written",
         "unproven",
     ]
 
 
 @pytest.mark.parametrize("dummy, kind", [(True, "unproven"), (False, "constant")])
-def test_dummy_weights_prove_nothing_of_a_buffer_that_checkpoints_have(dummy, kind):
+def test_dummy_weights_prove_nothing_of_checkpoint_buffers(dummy, kind):
     before = [weakref.ref(values) for values in live_tensors()]
     model = Model()
     model.register_buffer("table", torch.zeros(4, dtype=torch.int64))
     watch = MemoryWatch(model, BuiltModel(model, before), dummy)
     watch.start()
-    kinds = {held.name: held.kind for held in inventory(watch)}
+    kinds = {entry.name: entry.kind for entry in inventory(watch)}
     assert kinds["table"] == kind and kinds["layers.0.rotary"] == "constant"
 
 
-def test_a_run_ends_if_a_model_holds_unproven_memory_and_warns_of_others(capsys):
+def test_unproven_memory_of_a_model_ends_a_strict_run(capsys):
+    """Unproven memory elsewhere is a warning."""
     of_model = MemoryEntry("layers.0.packed", (2, 3), "float32", 24, "unproven", "made")
     elsewhere = MemoryEntry(
         "outside the model, 0", (2,), "uint8", 2, "unproven outside", "made, in a list"
@@ -288,7 +289,7 @@ def test_a_worker_recalls_what_its_last_audit_found(model):
     )
 
 
-def test_a_worker_recalls_at_the_end_of_a_run_all_that_its_audits_compare(model):
+def test_last_recall_compares_all_that_audits_compare(model):
     """No later audit would compare the memory that no update writes."""
     worker = EngineWorker(lambda: 0, Host)
     parameters = dict(model.named_parameters())

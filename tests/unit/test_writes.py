@@ -24,17 +24,17 @@ def ends():
         yield hub, [stack.enter_context(closing(Peer(name, key, hub.address))) for name in NAMES]
 
 
-def part(more: bool = False, version: int = VERSION, error: str = "") -> WeightsWritten:
-    return WeightsWritten(version, 10, 0.1, error=error, more=more)
+def part(continues: bool = False, version: int = VERSION, error: str = "") -> WeightsWritten:
+    return WeightsWritten(version, 10, 0.1, error=error, more=continues)
 
 
-def test_what_lands_is_there_before_all_is_written(ends):
+def test_landing_parts_arrive_before_all_writes_end(ends):
     """A rank without landing boxes reports only the end."""
     hub, (first, second) = ends
 
     async def take() -> list[tuple[str, bool]]:
         writes = Writes(hub, NAMES, VERSION, 5)
-        first.send(part(more=True))
+        first.send(part(continues=True))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(writes.landed(), 0.2)
         second.send(part())
@@ -52,7 +52,7 @@ def test_what_lands_is_there_before_all_is_written(ends):
     ("messages", "error"),
     [
         (
-            [part(more=True), part(error="no route")],
+            [part(continues=True), part(error="no route")],
             "trainer.0 could not write weights version 7: no route",
         ),
         (
@@ -84,7 +84,7 @@ def test_a_rank_that_says_nothing_is_named(ends):
         asyncio.run(Writes(hub, NAMES, VERSION, 0.1).done())
 
 
-def test_what_lands_goes_first():
+def test_landing_copies_are_written_first():
     """A box lands at its place in its own rank's endpoint, and all keep their order."""
 
     def copy(rank: int, row: int) -> Copy:
@@ -96,6 +96,6 @@ def test_what_lands_goes_first():
         Endpoint(0, "mooncake", "", 0, [], [Landing("w", (start, 0), 0) for start in (2, 1)]),
         Endpoint(1, "mooncake", "", 0, []),
     ]
-    landing, others = landing_first(copies, endpoints)
+    landing, direct = landing_first(copies, endpoints)
     assert landing == [copy(0, 1), copy(0, 2)]
-    assert others == [copy(0, 0), copy(1, 0), copy(1, 1), copy(1, 2)]
+    assert direct == [copy(0, 0), copy(1, 0), copy(1, 1), copy(1, 2)]
