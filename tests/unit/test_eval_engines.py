@@ -349,7 +349,7 @@ class Receiver(EvaluationReceiver):
         return fleet.members or None
 
     async def _write(self, fleet, session):
-        return UpdateCost((0.0, 1.0), 1, session)
+        return UpdateCost((0.0, 1.0), 1, fake_fleets.numbers(session))
 
     def grants(self) -> list[tuple[Version, int, bool]]:
         """(version, engines, whether to offer it again) of each refused offer."""
@@ -432,12 +432,12 @@ def test_an_engine_that_came_back_takes_part_unless_the_transport_is_tied_to_tho
 ) -> None:
     async def body(receiver, driver, fleet, task) -> None:
         fleet.lose(EngineUnreachable(fleet.engines[0].url, "it died"))
-        fleet.come_back(0)
+        fleet.come_back(fleet.engines[0])
         receiver.offered.put_nowait(2)
         await until(lambda: driver.begun == [2])
         driver.done()
         fleet.lose(EngineUnreachable(fleet.engines[0].url, "it died"))
-        fleet.come_back(0)
+        fleet.come_back(fleet.engines[0])
         receiver.fixed_ = "weights go by gloo, whose process groups cannot change"
         receiver.offered.put_nowait(4)
         await until(lambda: driver.missed)
