@@ -52,7 +52,7 @@ from megarl.launch.start import NodePart
 from megarl.launch.watch import INSISTING, termination_as_exit, watch
 from megarl.messaging.host import is_loopback
 from megarl.messaging.link import Peer
-from megarl.messaging.messages import EngineState, FleetAnswer, FleetCall
+from megarl.messaging.messages import EngineRow, FleetAnswer, FleetCall
 from megarl.messaging.rendezvous import POLICY, Rendezvous, rendezvous_path
 from megarl.plan.resolve import RunPlan, checked_before, resolve
 
@@ -424,7 +424,7 @@ class Membership:
             )
         return False
 
-    def _tell(self, engine: EngineState) -> None:
+    def _tell(self, engine: EngineRow) -> None:
         text = ""
         if engine.gone:
             text = engine.text

@@ -95,7 +95,7 @@ def warm(rank: int, launch_dir: Path) -> None:
         async with contextlib.AsyncExitStack() as resources:
             fleet = await open_fleet(plan, Rendezvous.load(launch_dir), resources)
             await asyncio.gather(
-                *(engine.generate([1] * 16, sampling, n=4) for engine in fleet.engines)
+                *(engine.client.generate([1] * 16, sampling, n=4) for engine in fleet.engines)
             )
 
     asyncio.run(ask())

@@ -170,9 +170,8 @@ class EvaluationReceiver(WeightsReceiver):
         if evaluator.evaluating is not None:
             return SKIPPED, f"version {evaluator.evaluating} was still being evaluated"
         if not fleet.members:
-            lost = "; ".join(fleet.lost.values())
-            return FAILED, evaluator.no_engines_reason or f"no engine was there: {lost}"
-        if self.fixed and (fleet.lost or fleet.returned):
+            return FAILED, evaluator.no_engines_reason or f"no engine was there: {fleet.reasons}"
+        if self.fixed and (fleet.down or fleet.without_weights):
             return FAILED, f"an engine was lost, and {self.fixed}"
         return None
 
@@ -228,7 +227,7 @@ class EvaluationDriver:
 
     async def _evaluate(self, version: Version) -> None:
         begin_s = time.perf_counter()
-        engines = sorted(self.fleet.serving)
+        engines = self.fleet.serving
         self.status.set(f"evaluating version {version}")
         wrong_versions: set[Version] = set()
         sets = evaluate_sets(
@@ -241,15 +240,15 @@ class EvaluationDriver:
         work: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(sets)
         if not await self.fleet.while_serving(work):
             await asyncio.wait({work})  # until it sends no more requests
-            lost = "; ".join(self.fleet.lost.values())
-            self.miss(version, FAILED, f"its engines were lost: {lost}")
+            self.miss(version, FAILED, f"its engines were lost: {self.fleet.reasons}")
         elif wrong_versions:
             listed = ", ".join(map(str, sorted(wrong_versions)))
             reason = f"version {listed} has answered too: an engine was started again"
             self.miss(version, FAILED, reason)
         else:
             write_result(self.plan.config.run_dir, version, work.result())
-        self._record(f"evaluate version {version}", begin_s, time.perf_counter(), engines)
+        numbers = [engine.number for engine in engines]
+        self._record(f"evaluate version {version}", begin_s, time.perf_counter(), numbers)
         self.status.set("waiting for the next version to evaluate")
         self.evaluating = None
         self.fleet.pulse.beat()
@@ -271,8 +270,8 @@ class EvaluationDriver:
     def _record(
         self, name: str, begin_s: float, end_s: float, engines: Sequence[int], **arguments: Any
     ) -> None:
-        for index in engines:
-            self.trace.add(name, begin_s, end_s, f"{self.fleet.name}.{index}", **arguments)
+        for number in engines:
+            self.trace.add(name, begin_s, end_s, f"{self.fleet.name}.{number}", **arguments)
 
     async def watch_engines(self) -> None:
         """Waits for lost engines to come back, until none can."""

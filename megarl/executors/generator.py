@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,10 +21,11 @@ from megarl.data.prompts import held_out_sets, train_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.evaluation.evaluate import evaluate_sets
 from megarl.evaluation.scores import is_due, write_result
+from megarl.generator.engine_state import PRESENT, Engine, EngineState
 from megarl.generator.fleet import Fleet, watch_returns
 from megarl.generator.seeds import seed_of
 from megarl.messaging.link import Hub
-from megarl.messaging.messages import EngineState, FleetAnswer, FleetCall, ProbeReady
+from megarl.messaging.messages import EngineRow, FleetAnswer, FleetCall, ProbeReady
 from megarl.messaging.rendezvous import Rendezvous, note_departure
 from megarl.messaging.waiting import Background, Pulse
 from megarl.observe.samples import FailuresWriter
@@ -64,8 +65,8 @@ class GeneratorExecutor:
     pulse: Pulse = field(default_factory=Pulse)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     _resources: AsyncExitStack = field(default_factory=AsyncExitStack)
-    # engine -> tokens sampled up to the last batch
-    _tokens: Counter[int] = field(default_factory=Counter)
+    # by engine: tokens sampled up to the last batch
+    _tokens: list[int] = field(default_factory=list)
 
     def init(self) -> None:
         config = self.plan.config
@@ -207,13 +208,11 @@ class GeneratorExecutor:
             self.wait_until(
                 lambda: self.stream.finished >= target, f"batch {self.curr_step} from the engines"
             )
-            sampled_tokens = self.fleet.tokens.copy()
-            span_values["engine_tokens"] = [
-                sampled_tokens[index] - self._tokens[index]
-                for index in range(len(self.fleet.engines))
-            ]
+            sampled_tokens = [engine.tokens for engine in self.fleet.engines]
+            tokens_before = zip_longest(sampled_tokens, self._tokens, fillvalue=0)
+            span_values["engine_tokens"] = [now - before for now, before in tokens_before]
             if len(self.fleet.groups) > 1:
-                span_values["engine_groups"] = self.fleet.group_of.copy()
+                span_values["engine_groups"] = [engine.group for engine in self.fleet.engines]
             self._tokens = sampled_tokens
         self.curr_step += 1
 
@@ -331,31 +330,28 @@ async def show_engines(fleet: Fleet, run_dir: Path, trace: TraceWriter) -> None:
     Within half a second, an engine's track shows that it is lost, joins or leaves. When it serves
     again, the track shows how long it was away.
     """
-    away_since: dict[int, float] = {}  # engine -> since when
-    gone_engines: set[int] = set()
-    boards: list[StatusBoard] = []
+    boards: dict[str, StatusBoard] = {}  # track -> its line
+    away_since: dict[str, float] = {}
+    gone_engines: set[str] = set()
     while True:
-        boards += [
-            StatusBoard(run_dir, f"{fleet.name}.{index}")
-            for index in range(len(boards), len(fleet.engines))
-        ]
-        for index, board in enumerate(boards):
-            text = fleet.describe(index)
-            if text != board.text:
-                board.set(text)
-            track = f"{fleet.name}.{index}"
+        for engine in fleet.engines:
+            track = f"{fleet.name}.{engine.number}"
+            if track not in boards:
+                boards[track] = StatusBoard(run_dir, track)
+            text = fleet.describe(engine)
+            if text != boards[track].text:
+                boards[track].set(text)
             now = time.perf_counter()
-            if index in fleet.lost and index not in away_since:
-                away_since[index] = now
-                trace.mark(
-                    "joins" if index in fleet.joining else "lost", track, why=fleet.lost[index]
-                )
-            elif index in fleet.serving and index in away_since:
-                trace.add("away", away_since.pop(index), now, track)
-            elif index in fleet.departed and index not in gone_engines:
-                gone_engines.add(index)
-                away_since.pop(index, None)
-                trace.mark("left", track, why=fleet.departed[index])
+            if engine.is_down and track not in away_since:
+                away_since[track] = now
+                joins = engine.state is EngineState.STARTING
+                trace.mark("joins" if joins else "lost", track, why=engine.reason)
+            elif engine.is_serving and track in away_since:
+                trace.add("away", away_since.pop(track), now, track)
+            elif engine.state is EngineState.LEFT and track not in gone_engines:
+                gone_engines.add(track)
+                away_since.pop(track, None)
+                trace.mark("left", track, why=engine.reason)
         await asyncio.sleep(EVERY_S)
 
 
@@ -387,7 +383,7 @@ class FleetCalls:
 
     async def _answer(self, sender: str, call: FleetCall) -> None:
         try:
-            answer = FleetAnswer(call.do, self._states(await self._done(call)))
+            answer = FleetAnswer(call.do, self._rows(await self._done(call)))
         except CallRefused as refused:
             answer = FleetAnswer(call.do, error=str(refused))
         try:
@@ -396,7 +392,10 @@ class FleetCalls:
             print(f"megarl engines has ended before it was answered: {error}", flush=True)
 
     async def _done(self, call: FleetCall) -> Iterable[int]:
-        """Carries out the call. Returns the engines concerned. Raises Refused."""
+        """Carries out the call.
+
+        Returns the numbers of the engines concerned. Raises CallRefused.
+        """
         if call.do == "list":
             return range(len(self.fleet.engines))
         if call.do == "here":
@@ -419,24 +418,20 @@ class FleetCalls:
             group = names.index(call.group)
             numbers = []
             for url in call.urls:
-                numbers.append(
-                    self.fleet.add(engine_client(self.plan, self.rendezvous, url), group)
-                )
+                client = engine_client(self.plan, self.rendezvous, url)
+                numbers.append(self.fleet.add(client, group).number)
             self._last_calls |= dict.fromkeys(numbers, time.monotonic())
             return numbers
         return await self._let_go(call)
 
     async def _let_go(self, call: FleetCall) -> list[int]:
-        present = []
-        for index in range(len(self.fleet.engines)):
-            if index not in self.fleet.departed.keys() | self.fleet.leaving:
-                present.append(index)
+        present = sorted(engine.number for engine in self.fleet.engines_in(*PRESENT))
         leaving = call.engines or present[::-1][: call.count]
         if not call.ends and (missing := sorted(set(leaving) - set(present))):
             raise CallRefused(
                 f"engine {missing[0]}: there is none; there are {', '.join(map(str, present))}"
             )
-        serving = self.fleet.serving or set(present)
+        serving = {engine.number for engine in self.fleet.serving} or set(present)
         if serving <= set(leaving):
             raise CallRefused(
                 "one engine at least must go on serving, and engine "
@@ -444,43 +439,50 @@ class FleetCalls:
             )
         reason = "its launcher ends" if call.ends else "by command"
         timeout_s = self.plan.config.timeouts.weights_s
-        await asyncio.gather(*(self.fleet.leave(index, reason, timeout_s) for index in leaving))
+        engines = [self.fleet.engines[number] for number in leaving]
+        await asyncio.gather(*(self.fleet.leave(engine, reason, timeout_s) for engine in engines))
         return list(leaving)
 
-    def _states(self, engines: Iterable[int]) -> list[EngineState]:
-        fleet = self.fleet
-        states = []
-        for i in engines:
-            state = EngineState(
-                number=i,
-                url=fleet.engines[i].url,
-                text=fleet.describe(i),
-                serving=i in fleet.serving,
-                gone=i in fleet.departed,
-                group=fleet.groups[fleet.group_of[i]].name,
+    def _rows(self, numbers: Iterable[int]) -> list[EngineRow]:
+        rows = []
+        for number in numbers:
+            engine = self.fleet.engines[number]
+            row = EngineRow(
+                number=number,
+                url=engine.url,
+                text=self.fleet.describe(engine),
+                serving=engine.is_serving,
+                gone=engine.state is EngineState.LEFT,
+                group=self.fleet.groups[engine.group].name,
             )
-            states.append(state)
-        return states
+            rows.append(row)
+        return rows
 
     async def watch(self) -> None:
         """Tells launchers which engines have left, and gives up lost engines that will not be
         restarted. Runs until cancelled.
         """
-        noted_departures: set[int] = set()
+        noted_departures: set[Engine] = set()
         while True:
-            silence_s = self.plan.config.timeouts.silence_s
-            for index in [index for index in self.fleet.lost if index in self._last_calls]:
-                dropped = (
-                    self.plan.config.generator.on_failure == "drop"
-                    and index not in self.fleet.joining
-                )
-                if dropped or time.monotonic() - self._last_calls[index] > silence_s:
-                    if dropped:
-                        reason = "it was lost"
-                    else:
-                        reason = f"its launcher has given no sign of life for {silence_s:.0f} s"
-                    await self.fleet.leave(index, reason, 0)
-            for index in self.fleet.departed.keys() - noted_departures:
-                note_departure(Path(self.rendezvous.key_file).parent, f"{self.fleet.name}.{index}")
-                noted_departures.add(index)
+            for engine in self.fleet.down:
+                reason = self._reason_to_give_up(engine)
+                if reason:
+                    await self.fleet.leave(engine, reason, 0)
+            for engine in self.fleet.engines_in(EngineState.LEFT):
+                if engine not in noted_departures:
+                    folder = Path(self.rendezvous.key_file).parent
+                    note_departure(folder, f"{self.fleet.name}.{engine.number}")
+                    noted_departures.add(engine)
             await asyncio.sleep(LOOK_S)
+
+    def _reason_to_give_up(self, engine: Engine) -> str:
+        """Empty if the engine may still run again, or if it is of the run's own launchers."""
+        last_call = self._last_calls.get(engine.number)
+        if last_call is None:
+            return ""
+        if engine.state is EngineState.LOST and self.plan.config.generator.on_failure == "drop":
+            return "it was lost"
+        silence_s = self.plan.config.timeouts.silence_s
+        if time.monotonic() - last_call > silence_s:
+            return f"its launcher has given no sign of life for {silence_s:.0f} s"
+        return ""

@@ -31,6 +31,16 @@ from megarl.generator.completions import (
     Sampling,
     StopStrings,
 )
+from megarl.generator.engine_state import (
+    COUNTED,
+    DOWN,
+    MEMBERS,
+    TRANSITIONS,
+    WITHOUT_WEIGHTS,
+    Engine,
+    EngineState,
+    Event,
+)
 from megarl.messaging.waiting import Pulse
 
 ABORT_AGAIN_S = 0.05
@@ -125,28 +135,25 @@ class FleetGroup:
 
 
 class Fleet:
-    """`engines` are clients of servers that all have the same weights, of `version`.
+    """Engines that all have the same weights, of `version`.
 
-    `partial_rollout` says what a weight update does to requests (see `hold`). `chunk_tokens`: each
-    response is split into requests of at most this many tokens. `decode`, for engines with a
-    tokenizer, ends responses at stop strings that the engines overlook.
+    `clients` are of the engines of the start. `partial_rollout` says what a weight update does to
+    requests (see `hold`). `chunk_tokens`: each response is split into requests of at most this many
+    tokens. `decode`, for engines with a tokenizer, ends responses at stop strings that the engines
+    overlook.
 
-    An `elastic` fleet continues without an engine whose connection breaks (`lost`). Unfinished
-    responses of that engine continue on other engines, from the tokens that earlier requests
-    returned. A lost engine may come back with other weights, and serves again after `take_back`.
-    Engines of a `frozen` model keep their initial weights, and serve as soon as they come back.
-    `name`: of the engines' processes.
+    An `elastic` fleet continues without an engine whose connection breaks. Unfinished responses of
+    that engine continue on other engines, from the tokens that earlier requests returned. Engines
+    may also join an elastic fleet (`add`) and leave it (`leave`). megarl.generator.engine_state
+    says through which states an engine goes.
 
-    Engines may also join an elastic fleet (`add`) and leave it (`leave`). The number of an engine
-    is its index in `engines`, which only grows, so no number is used twice.
-
-    `groups`: the groups of engines, in order. Without them all engines are alike and form one
-    group.
+    Engines of a `frozen` model keep their initial weights. `name`: of the engines' processes.
+    `groups`: the groups of engines, in order; by default all engines form one.
     """
 
     def __init__(
         self,
-        engines: Sequence[EngineClient],
+        clients: Sequence[EngineClient],
         partial_rollout: str = "block",
         chunk_tokens: int | None = None,
         elastic: bool = False,
@@ -155,42 +162,82 @@ class Fleet:
         name: str = "engine",
         groups: Sequence[FleetGroup] = (),
     ):
-        self.engines = list(engines)
-        self.groups = list(groups) or [FleetGroup("", len(engines))]
-        # engine -> index of its group
-        self.group_of = [
-            number for number, group in enumerate(self.groups) for _ in range(group.engines)
+        self.groups = list(groups) or [FleetGroup("", len(clients))]
+        numbers = [number for number, group in enumerate(self.groups) for _ in range(group.engines)]
+        self.engines = [
+            Engine(number=number, client=client, group=group)
+            for number, (client, group) in enumerate(zip(clients, numbers, strict=True))
         ]
-        self.serving = set(range(len(self.engines)))
-        self.returned: set[int] = set()  # engines that run again but do not have the weights yet
-        self.lost: dict[int, str] = {}  # lost engine -> reason
-        # lost engines whose weights no update was writing at the time
-        self.intact: set[int] = set()
-        self.joining: set[int] = set()  # engines that were added and have not served yet
-        self.leaving: set[int] = set()  # engines that take no more requests
-        self.departed: dict[int, str] = {}  # engine that has left for good -> reason
-        self.updating: set[int] = set()  # engines whose memory an update has opened
+        self.updating: Sequence[Engine] = ()  # engines whose memory an update has opened
         self.elastic = elastic
         self.frozen = frozen
         self.name = name
         self.version: Version | None = None
+        self.pulse = Pulse()  # beats when an engine, a request or the version changes
         self._partial_rollout = partial_rollout
         self._chunk_tokens = chunk_tokens
         self._decode = decode
-        self._load: Counter[int] = Counter()  # engine -> samples in flight
-        self._finished: Counter[int] = Counter()  # engine -> finished samples
-        self.tokens: Counter[int] = Counter()  # engine -> sampled tokens
         self._drafts = [0, 0, 0]  # see take_drafts
         # whether requests are exempt from aborts -> their number at the engines
         self._requests: Counter[bool] = Counter()
         self._aborts = 0
         self._is_held = False
-        self.pulse = Pulse()  # beats when any of the above changes
+        self._by_states: dict[tuple[EngineState, ...], list[Engine]] = {}  # see engines_in
 
-    def _among(self, group: int | None) -> set[int]:
+    def engines_in(self, *states: EngineState) -> list[Engine]:
+        """The engines in one of these states, in the order of their ranks in a reshard map: by
+        group, then by number.
+        """
+        if states not in self._by_states:
+            engines = [engine for engine in self.engines if engine.state in states]
+            self._by_states[states] = sorted(engines, key=lambda engine: engine.group)
+        return self._by_states[states]
+
+    @property
+    def serving(self) -> list[Engine]:
+        return self.engines_in(EngineState.SERVING)
+
+    @property
+    def members(self) -> list[Engine]:
+        """The engines that take part in an update."""
+        return self.engines_in(*MEMBERS)
+
+    @property
+    def without_weights(self) -> list[Engine]:
+        """The engines that run, but do not have the current weights yet."""
+        return self.engines_in(*WITHOUT_WEIGHTS)
+
+    @property
+    def down(self) -> list[Engine]:
+        """The engines that do not run."""
+        return self.engines_in(*DOWN)
+
+    @property
+    def reasons(self) -> str:
+        """Why engines do not run."""
+        return "; ".join(engine.reason for engine in self.down)
+
+    def _move(self, engine: Engine, event: Event, reason: str = "") -> bool:
+        """Changes the state of an engine, as TRANSITIONS say.
+
+        Returns whether they do.
+        """
+        state = TRANSITIONS[event].get(engine.state)
+        if state is None:
+            return False
+        if state is EngineState.RETURNED and self.frozen:
+            state = EngineState.SERVING
+        engine.state = state
+        engine.reason = reason
+        self._by_states.clear()
+        self.pulse.beat()
+        return True
+
+    def _among(self, group: int | None) -> list[Engine]:
         """The serving engines: of `group` if any of them serves, else all."""
-        group_engines = {index for index in self.serving if self.group_of[index] == group}
-        return group_engines or self.serving
+        if group is None:
+            return self.serving
+        return [engine for engine in self.serving if engine.group == group] or self.serving
 
     async def generate(
         self, prompt_ids: list[int], sampling: Sampling, n: int, group: int | None = None
@@ -211,76 +258,62 @@ class Fleet:
         stops = StopStrings(sampling.stop, self._decode) if sampling.stop and self._decode else None
         drafts = [Draft(sampling.of_sample(index)) for index in range(n)]
         while any(not draft.finish_reason for draft in drafts):
-            async with self._least_loaded(n, group) as index:
+            async with self._least_loaded(n, group) as engine:
                 unfinished = [draft for draft in drafts if not draft.finish_reason]
-                while index in self.serving and unfinished:
-                    await self._continue(index, prompt_ids, unfinished, stops)
+                while engine.is_serving and unfinished:
+                    await self._continue(engine, prompt_ids, unfinished, stops)
                     unfinished = [draft for draft in drafts if not draft.finish_reason]
         return [draft.completion() for draft in drafts]
 
     async def ask(self, request: Callable[[EngineClient], Awaitable[T]]) -> T:
         """The answer of a frozen model to one request. Raises EngineError, TimeoutError."""
         while True:
-            async with self._least_loaded(1) as index:
-                answer = await request(self.engines[index])
-                self._finished[index] += 1
+            async with self._least_loaded(1) as engine:
+                answer = await request(engine.client)
+                engine.finished += 1
                 return answer
 
     @contextlib.asynccontextmanager
-    async def _least_loaded(self, samples: int, group: int | None = None) -> AsyncIterator[int]:
+    async def _least_loaded(self, samples: int, group: int | None = None) -> AsyncIterator[Engine]:
         """Waits for an engine, of `group` if given, and counts the samples as its load.
 
         If its connection breaks in the body, the engine is lost, and the caller continues with
         another.
         """
         await self.pulse.until(lambda: bool(self._among(group)))
-        index = min(
+        engine = min(
             self._among(group),
-            key=lambda i: (self._load[i] + samples) / self.groups[self.group_of[i]].capacity,
+            key=lambda engine: (engine.load + samples) / self.groups[engine.group].capacity,
         )
-        self._load[index] += samples
+        engine.load += samples
         try:
-            yield index
+            yield engine
         except EngineUnreachable as error:
             self.lose(error)
         finally:
-            self._load[index] -= samples
+            engine.load -= samples
 
-    def describe(self, index: int) -> str:
+    def describe(self, engine: Engine) -> str:
         """A line that says what an engine is doing, for the display."""
-        if index in self.departed:
-            return f"has left: {self.departed[index]}"
-        if index in self.leaving:
-            return f"leaves; {self._load[index]} samples are still to go to others"
-        if index in self.joining:
-            if index in self.returned:
+        match engine.state:
+            case EngineState.LEFT:
+                return f"has left: {engine.reason}"
+            case EngineState.LEAVING:
+                return f"leaves; {engine.load} samples are still to go to others"
+            case EngineState.JOINING:
                 return "joins, waits for weights"
-            return f"joins: {self.lost[index]}"
-        if index in self.lost:
-            return f"lost: {self.lost[index]}"
-        if index in self.returned:
-            return "came back, waits for weights"
+            case EngineState.STARTING:
+                return f"joins: {engine.reason}"
+            case EngineState.LOST:
+                return f"lost: {engine.reason}"
+            case EngineState.RETURNED:
+                return "came back, waits for weights"
         if self.frozen:
-            return (
-                f"serves; {self._load[index]} requests in flight, {self._finished[index]} finished"
-            )
-        state = (
-            "stands still for weights"
-            if self._is_held
-            else f"serves weights version {self.version}"
-        )
-        return f"{state}; {self._load[index]} samples in flight, {self._finished[index]} finished"
-
-    @property
-    def members(self) -> list[int]:
-        """The engines that take part in an update, in order."""
-        return self.in_order(self.serving | self.returned)
-
-    def in_order(self, engines: Iterable[int]) -> list[int]:
-        """The engines sorted by group, then by number: the order of their ranks in a reshard
-        map.
-        """
-        return sorted(engines, key=lambda index: (self.group_of[index], index))
+            return f"serves; {engine.load} requests in flight, {engine.finished} finished"
+        state = f"serves weights version {self.version}"
+        if self._is_held:
+            state = "stands still for weights"
+        return f"{state}; {engine.load} samples in flight, {engine.finished} finished"
 
     def by_name(self, numbers: Iterable[float]) -> dict[str, int]:
         """Name of a group -> its number in `numbers`; empty if the groups have no names."""
@@ -291,43 +324,40 @@ class Fleet:
     @property
     def sampled(self) -> list[int]:
         """Tokens by group."""
-        tokens_by_group: Counter[int] = Counter()
-        for index, tokens in self.tokens.items():
-            tokens_by_group[self.group_of[index]] += tokens
-        return [tokens_by_group[number] for number in range(len(self.groups))]
+        tokens_by_group = [0] * len(self.groups)
+        for engine in self.engines:
+            tokens_by_group[engine.group] += engine.tokens
+        return tokens_by_group
 
-    def counts(self, engines: Iterable[int]) -> tuple[int, ...]:
+    def counts(self, engines: Iterable[Engine]) -> tuple[int, ...]:
         """[group] how many of these engines it has."""
-        counts = Counter(self.group_of[index] for index in engines)
+        counts = Counter(engine.group for engine in engines)
         return tuple(counts[number] for number in range(len(self.groups)))
 
     @property
-    def size(self) -> int:
-        """The number of engines that have served and have not left, including lost ones."""
-        return len(self.engines) - len(self.departed.keys() | self.leaving | self.joining)
-
-    @property
     def sizes(self) -> tuple[int, ...]:
-        """[group] the same for each group."""
-        return self.counts(
-            set(range(len(self.engines))) - self.departed.keys() - self.leaving - self.joining
-        )
+        """[group] the number of engines that have served and have not left, including lost ones."""
+        return self.counts(self.engines_in(*COUNTED))
 
-    def add(self, engine: EngineClient, group: int = 0) -> int:
-        """Adds an engine whose process is starting, and returns its number.
+    def add(self, client: EngineClient, group: int = 0) -> Engine:
+        """Adds an engine whose process is starting.
 
         It serves once it runs and has the weights.
         """
-        index = len(self.engines)
+        engine = Engine(
+            number=len(self.engines),
+            client=client,
+            group=group,
+            state=EngineState.STARTING,
+            reason="it is starting",
+        )
         self.engines.append(engine)
-        self.group_of.append(group)
-        self.joining.add(index)
-        self.lost[index] = "it is starting"
-        print(f"{self.name} {index} at {engine.url} is to join", flush=True)
+        self._by_states.clear()
+        print(f"{self.name} {engine.number} at {engine.url} is to join", flush=True)
         self.pulse.beat()
-        return index
+        return engine
 
-    def leave(self, index: int, reason: str, timeout_s: float) -> Coroutine[Any, Any, None]:
+    def leave(self, engine: Engine, reason: str, timeout_s: float) -> Coroutine[Any, Any, None]:
         """Continues without an engine from now on: it takes no more requests.
 
         Its requests are cut, and continue on other engines from their tokens so far. The returned
@@ -335,33 +365,29 @@ class Fleet:
         end then. Requests that it does not return within `timeout_s` continue from the tokens of
         earlier requests, as if the engine were lost.
         """
-        if index in self.departed.keys() | self.leaving:
+        if not self._move(engine, Event.LEAVES):
             return asyncio.sleep(0)
-        self.leaving.add(index)
-        for engines in (self.serving, self.returned, self.joining, self.intact):
-            engines.discard(index)
-        self.lost.pop(index, None)
-        self.pulse.beat()
-        return self._let_go(index, reason, timeout_s)
+        return self._let_go(engine, reason, timeout_s)
 
-    async def _let_go(self, index: int, reason: str, timeout_s: float) -> None:
-        await self.pulse.until(lambda: index not in self.updating)
+    async def _let_go(self, engine: Engine, reason: str, timeout_s: float) -> None:
+        await self.pulse.until(lambda: engine not in self.updating)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._end_requests(
-                    lambda: bool(self._load[index]),
-                    lambda: self.engines[index].abort_all(timeout_s),
+                    lambda: bool(engine.load), lambda: engine.client.abort_all(timeout_s)
                 )
         except (EngineError, TimeoutError) as error:
             print(
-                f"{self.name} {index} leaves without giving back its requests: "
+                f"{self.name} {engine.number} leaves without giving back its requests: "
                 f"{error or 'it did not answer'}",
                 flush=True,
             )
-        self.leaving.discard(index)
-        self.departed[index] = reason
-        print(f"{self.name} {index} has left, {len(self.serving)} serve: {reason}", flush=True)
-        await self.engines[index].close()
+        self._move(engine, Event.HAS_LEFT, reason)
+        print(
+            f"{self.name} {engine.number} has left, {len(self.serving)} serve: {reason}",
+            flush=True,
+        )
+        await engine.client.close()
         self.pulse.beat()
 
     def lose(self, error: EngineUnreachable) -> None:
@@ -371,57 +397,47 @@ class Fleet:
         """
         if not self.elastic:
             raise error
-        index = next(
-            i for i in reversed(range(len(self.engines))) if self.engines[i].url == error.url
-        )
-        if index in self.departed.keys() | self.leaving:
-            return
-        if index in self.serving | self.returned:
+        # an engine that has left may have had the same address
+        engine = next(engine for engine in reversed(self.engines) if engine.url == error.url)
+        was_member = engine.state in MEMBERS
+        if engine.is_serving:
+            engine.is_intact = not self._is_held
+        if self._move(engine, Event.BREAKS, str(error)) and was_member:
             print(
-                f"{self.name} {index} is lost, {len(self.serving - {index})} are left: {error}",
+                f"{self.name} {engine.number} is lost, {len(self.serving)} are left: {error}",
                 flush=True,
             )
-        if index in self.serving and not self._is_held:
-            self.intact.add(index)
-        self.serving.discard(index)
-        self.returned.discard(index)
-        self.lost[index] = str(error)
-        self.pulse.beat()
 
-    def come_back(self, index: int) -> None:
-        """Called when a lost engine runs (again), without the current weights."""
-        del self.lost[index]
-        self.intact.discard(index)
+    def come_back(self, engine: Engine) -> None:
+        """Called when an engine that was down runs, without the current weights."""
+        engine.is_intact = False
+        self._move(engine, Event.RUNS)
         if self.frozen:
-            print(f"{self.name} {index} serves again", flush=True)
-        (self.serving if self.frozen else self.returned).add(index)
-        self.pulse.beat()
+            print(f"{self.name} {engine.number} serves again", flush=True)
 
-    def take_back(self, indices: Iterable[int], version: Version) -> None:
+    def take_back(self, engines: Iterable[Engine], version: Version) -> None:
         """Called when these engines have `version`, like the others."""
-        returning = set(indices) - self.lost.keys() - self.leaving - self.departed.keys()
-        self.joining -= returning
-        if returning - self.serving:
+        returning = []
+        for engine in engines:
+            was_serving = engine.is_serving
+            if self._move(engine, Event.HAS_WEIGHTS) and not was_serving:
+                returning.append(engine.number)
+        if returning:
             print(
-                f"{self.name}s {sorted(returning - self.serving)} serve version {version} from now "
-                "on",
+                f"{self.name}s {sorted(returning)} serve version {version} from now on",
                 flush=True,
             )
-        self.serving |= returning
-        self.returned -= returning
-        self.pulse.beat()
 
     async def _continue(
-        self, index: int, prompt_ids: list[int], drafts: list[Draft], stops: StopStrings | None
+        self, engine: Engine, prompt_ids: list[int], drafts: list[Draft], stops: StopStrings | None
     ) -> None:
         """Sends one request that continues each draft from its tokens so far, to its end or the
         next cut. Sends nothing if the engine was lost while requests were held: it may run again by
         now, but without the weights.
         """
-        await self.pulse.until(lambda: not self._is_held or index not in self.serving)
-        if index not in self.serving:
+        await self.pulse.until(lambda: not self._is_held or not engine.is_serving)
+        if not engine.is_serving:
             return
-        engine = self.engines[index]
         if self._partial_rollout in ONE_VERSION:
             for draft in drafts:
                 draft.stay_under(self.version)
@@ -430,18 +446,18 @@ class Fleet:
         samplings = [draft.next_sampling(self._chunk_tokens) for draft in drafts]
         self._requests[protected] += 1
         try:
-            completions = await engine.complete(
+            completions = await engine.client.complete(
                 [[*prompt_ids, *draft.token_ids] for draft in drafts], samplings, self.version
             )
         finally:
             self._requests[protected] -= 1
             self.pulse.beat()
-        self.tokens[index] += sum(len(completion.token_ids) for completion in completions)
+        engine.tokens += sum(len(completion.token_ids) for completion in completions)
         for completion in completions:
             self._drafts = [sum(pair) for pair in zip(self._drafts, completion.drafts)]
         for draft, completion in zip(drafts, completions, strict=True):
             was_aborted = aborts != self._aborts  # whether an update has aborted the request
-            if completion.finish_reason == ABORT and not was_aborted and index in self.serving:
+            if completion.finish_reason == ABORT and not was_aborted and engine.is_serving:
                 raise EngineError(f"engine {engine.url} aborted a request without being asked to")
             if (
                 completion.finish_reason == ABORT
@@ -453,7 +469,7 @@ class Fleet:
                 draft.add(completion)
                 if stops:
                     draft.stop_at(stops, len(prompt_ids))
-        self._finished[index] += sum(bool(draft.finish_reason) for draft in drafts)
+        engine.finished += sum(bool(draft.finish_reason) for draft in drafts)
 
     def take_drafts(self) -> tuple[int, int, int]:
         """The sums of `Completion.drafts` since the last call."""
@@ -501,7 +517,8 @@ class Fleet:
 
     async def _abort_all(self, timeout_s: float) -> None:
         self._aborts += 1
-        called = [self.engines[index].abort_all(timeout_s) for index in self.serving | self.leaving]
+        engines = self.engines_in(EngineState.SERVING, EngineState.LEAVING)
+        called = [engine.client.abort_all(timeout_s) for engine in engines]
         for outcome in await asyncio.gather(*called, return_exceptions=True):
             if isinstance(outcome, EngineUnreachable):
                 self.lose(outcome)
@@ -530,7 +547,7 @@ class Fleet:
             lost.cancel()
 
     async def close(self) -> None:
-        await asyncio.gather(*(engine.close() for engine in self.engines))
+        await asyncio.gather(*(engine.client.close() for engine in self.engines))
 
 
 LOOK_UP_S = 0.5
@@ -553,32 +570,32 @@ async def watch_returns(
     """
     now_s = asyncio.get_running_loop().time
     while True:
-        await fleet.pulse.until(lambda: bool(fleet.lost))
+        await fleet.pulse.until(lambda: bool(fleet.down))
         last_served_s = now_s()
-        while fleet.lost:
-            awaited = [index for index in fleet.lost if restarted or index in fleet.joining]
+        while fleet.down:
+            awaited = fleet.down if restarted else fleet.engines_in(EngineState.STARTING)
             if fleet.members:
                 last_served_s = now_s()
             elif not awaited or now_s() - last_served_s > startup_timeout_s:
                 raise EngineError(_none_left(fleet, logs, startup_timeout_s if awaited else 0.0))
             # a dead host does not even refuse a connection
-            returns = await asyncio.gather(*(_is_back(fleet, index) for index in awaited))
-            for index in itertools.compress(awaited, returns):
-                if index in fleet.lost:  # it has not left meanwhile
-                    fleet.come_back(index)
+            returns = await asyncio.gather(*(_is_back(fleet, engine) for engine in awaited))
+            for engine in itertools.compress(awaited, returns):
+                if engine.is_down:  # it has not left meanwhile
+                    fleet.come_back(engine)
             await asyncio.sleep(LOOK_UP_S)
 
 
-async def _is_back(fleet: Fleet, index: int) -> bool:
-    engine = fleet.engines[index]
-    return await engine.fresh() or (
-        (fleet.frozen or index in fleet.intact) and await engine.answers()
+async def _is_back(fleet: Fleet, engine: Engine) -> bool:
+    return await engine.client.fresh() or (
+        (fleet.frozen or engine.is_intact) and await engine.client.answers()
     )
 
 
 def _none_left(fleet: Fleet, logs: Path, waited_s: float) -> str:
     lines = [f"no {fleet.name} is left, and none came back within {waited_s:.0f} s"]
-    for index, reason in fleet.lost.items():
-        log = logs / f"{fleet.name}.{index}.log"
-        lines += [f"{fleet.name} {index}: {reason}; the end of {log}:", log_tail(log)]
+    for engine in fleet.down:
+        log = logs / f"{fleet.name}.{engine.number}.log"
+        lines.append(f"{fleet.name} {engine.number}: {engine.reason}; the end of {log}:")
+        lines.append(log_tail(log))
     return "\n".join(lines)

@@ -211,7 +211,7 @@ class FleetCall(_Message, frozen=True):
     group: str = ""
 
 
-class EngineState(msgspec.Struct, frozen=True):
+class EngineRow(msgspec.Struct, frozen=True):
     number: int
     url: str
     text: str  # what the engine is doing
@@ -227,7 +227,7 @@ class FleetAnswer(_Message, frozen=True):
     """
 
     do: str
-    engines: list[EngineState] = []
+    engines: list[EngineRow] = []
     error: str = ""
 
 

@@ -47,7 +47,11 @@ async def open_served(
         resources.push_async_callback(fleets[role.name].close)
     timeout_s = plan.config.generator.startup_timeout_s
     await asyncio.gather(
-        *(engine.wait_ready(timeout_s) for fleet in fleets.values() for engine in fleet.engines)
+        *(
+            engine.client.wait_ready(timeout_s)
+            for fleet in fleets.values()
+            for engine in fleet.engines
+        )
     )
     return fleets
 

@@ -11,7 +11,7 @@ import io
 import math
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from megarl.estimate.times import GenerateModel
 from megarl.executors.generator import GeneratorExecutor
 from megarl.generator.client import EngineUnreachable
 from megarl.generator.completions import Completion, Sampling
+from megarl.generator.engine_state import Engine
 from megarl.generator.fleet import Fleet, watch_returns
 from megarl.observe.metrics import quantiles
 from megarl.plan.resolve import RunPlan
@@ -404,7 +405,7 @@ class Attempt:
                         f"{engine.url} has sampled {engine.sampled} units, and had the time for "
                         f"{engine.could_sample:.1f}"
                     )
-            self.totals.sampled += self.fleet.tokens.total() * self.unit
+            self.totals.sampled += sum(self.fleet.sampled) * self.unit
 
     async def _train(self) -> None:
         config = self.plan.config
@@ -454,9 +455,9 @@ class Attempt:
                 while batch is None:
                     known_messages = trainer.count
                     await trainer.arrived.until(
-                        lambda: trainer.count != known_messages or bool(self.fleet.returned)
+                        lambda: trainer.count != known_messages or bool(self.fleet.without_weights)
                     )
-                    if self.fleet.returned:
+                    if self.fleet.without_weights:
                         await self._join(step)
                     batch = self.intake.look(step, self.loop.time())
         except TimeoutError:
@@ -477,8 +478,8 @@ class Attempt:
         await self.fleet.pulse.until(lambda: bool(self.fleet.members))
         grant_s = self.loop.time()
         members = self.fleet.members
-        for index in members:
-            self.engines[index].pause()
+        for member in members:
+            self.engines[member.number].pause()
         await asyncio.sleep(self.models.write_s)
         self.tell("trainer.0", f"wait for engines to take weights {version}", request_s, grant_s)
         self.tell("trainer.0", f"write weights {version}", grant_s, self.loop.time())
@@ -490,7 +491,7 @@ class Attempt:
         if self._finishing is not None:
             await self._finishing
 
-    async def _finish(self, version: Version, grant_s: float, members: list[int]) -> None:
+    async def _finish(self, version: Version, grant_s: float, members: Sequence[Engine]) -> None:
         await asyncio.sleep(self.models.control_s)
         self._serve(version, members)
         self.generator.release(version)
@@ -499,19 +500,19 @@ class Attempt:
             "generator.0", f"pause for weights {version}", grant_s, self.loop.time(), "weights"
         )
 
-    def _serve(self, version: Version, members: list[int]) -> None:
+    def _serve(self, version: Version, members: Sequence[Engine]) -> None:
         up = []
-        for index in members:
-            engine = self.engines[index]
+        for member in members:
+            engine = self.engines[member.number]
             if engine.up:
                 engine.resume(
                     version, recompute=self.plan.config.async_.partial_rollout == "retract"
                 )
-                up.append(index)
+                up.append(member)
             else:
                 self.fleet.lose(EngineUnreachable(engine.url, f"engine {engine.url} has failed"))
         self.fleet.take_back(up, version)
-        self._tell_returns(up)
+        self._tell_returns([member.number for member in up])
 
     def _tell_returns(self, engines: list[int]) -> None:
         for index in engines:
@@ -522,15 +523,15 @@ class Attempt:
     async def _join(self, version: Version) -> None:
         """Gives restarted engines the served weights while the trainer waits for a batch."""
         await self._settled()
-        members = sorted(self.fleet.returned)
+        members = self.fleet.without_weights
         await asyncio.sleep(self.models.write_s + self.models.control_s)
         self._serve(version, members)
 
     async def _invite(self) -> None:
         while True:
-            await self.fleet.pulse.until(lambda: bool(self.fleet.returned))
+            await self.fleet.pulse.until(lambda: bool(self.fleet.without_weights))
             self.wire.trainer.arrived.beat()
-            await self.fleet.pulse.until(lambda: not self.fleet.returned)
+            await self.fleet.pulse.until(lambda: not self.fleet.without_weights)
 
     async def _save(self, step: int) -> None:
         """Like a real run (executors.saving): one checkpoint is written at a time, and counts from

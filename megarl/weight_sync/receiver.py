@@ -78,7 +78,7 @@ class UpdateCost:
 
     pause: Pause
     bytes_written: int  # by all trainer ranks together
-    engines: list[int]  # engines that took part
+    engines: list[int]  # numbers of the engines that took part
     high_water_bytes: int = 0  # most memory that one of their workers has held; 0 without an audit
 
 
@@ -193,9 +193,8 @@ class WeightsReceiver:
         with executor.trace.span(
             f"look again at weights {executor.version}", track="weights"
         ) as span_values:
-            span_values["engines"] = await self._sessions.look_again(
-                executor.fleet, executor.version
-            )
+            engines = await self._sessions.look_again(executor.fleet, executor.version)
+            span_values["engines"] = [engine.number for engine in engines]
         print(
             f"engines {span_values['engines']} hold what the audit of version {executor.version} "
             "found in them",
@@ -220,9 +219,8 @@ class WeightsReceiver:
         """Brings `version` into engines that have come back, while the other engines serve it."""
         fleet = executor.fleet
         self._busy = True
-        with executor.trace.span(
-            f"weights {version} for engines {sorted(fleet.returned)}", track="weights"
-        ):
+        numbers = sorted(engine.number for engine in fleet.without_weights)
+        with executor.trace.span(f"weights {version} for engines {numbers}", track="weights"):
             session = await self._sessions.open(fleet, self._hosts, version, version, joining=True)
             if session is None:  # lost once more
                 await self._send_all(WeightsGrant(version, engines=()))
@@ -267,7 +265,7 @@ class WeightsReceiver:
     def _end_update(self, fleet: Fleet) -> None:
         self._busy = False
         self._updates = self._updates + 1
-        fleet.updating = set()
+        fleet.updating = ()
         fleet.pulse.beat()
 
     @property
@@ -284,11 +282,13 @@ class WeightsReceiver:
         fleet = executor.fleet
         while True:
             await fleet.pulse.until(
-                lambda: bool(fleet.returned) and not self._busy and executor.version >= 0
+                lambda: bool(fleet.without_weights) and not self._busy and executor.version >= 0
             )
             updates_so_far = self._updates
             self._link.send("trainer.0", WeightsWanted(executor.version))
-            await fleet.pulse.until(lambda: self._updates != updates_so_far or not fleet.returned)
+            await fleet.pulse.until(
+                lambda: self._updates != updates_so_far or not fleet.without_weights
+            )
 
     async def _send_all(self, message: WeightsGrant | WeightsApplied | ProbeReady) -> None:
         await self._link.send_all(self._trainers, message)
@@ -326,7 +326,12 @@ class WeightsReceiver:
         for error in session.update.workers.lost.values():
             fleet.lose(error)
         fleet.take_back(session.members, session.grant.version)
-        return UpdateCost(pause, bytes_written, session.members, session.update.high_water_bytes)
+        return UpdateCost(
+            pause=pause,
+            bytes_written=bytes_written,
+            engines=[engine.number for engine in session.members],
+            high_water_bytes=session.update.high_water_bytes,
+        )
 
     async def _take_writes(self, session: Session) -> int:
         """Lets all trainer ranks write, and audits the result. Returns the bytes written."""

@@ -16,6 +16,7 @@ from megarl.base.rollout_types import Version
 from megarl.config.errors import ConfigError
 from megarl.config.schema import STRICT
 from megarl.generator.client import EngineUnreachable
+from megarl.generator.engine_state import Engine, EngineState
 from megarl.generator.fleet import Fleet
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub
@@ -38,7 +39,7 @@ from megarl.weight_sync.workers import Workers, check_parallelism, connect, sett
 class Session:
     """Paused engines whose memory is open for writing."""
 
-    members: list[int]  # indices of the engines in the fleet
+    members: Sequence[Engine]
     update: WeightUpdate
     opened: OpenedEngines
     grant: WeightsGrant  # the same for every trainer rank
@@ -61,7 +62,7 @@ class EngineSessions:
         ).generator_update  # the class of updates with less than all weights
         self._workers: Workers | None = None
         self._opened: OpenedEngines | None = None
-        self._members: list[int] = []  # the engines whose memory is open
+        self._members: Sequence[Engine] = ()  # the engines whose memory is open
 
     async def open(
         self,
@@ -86,18 +87,18 @@ class EngineSessions:
         while True:
             if serving >= 0:
                 await notice_restarts(fleet, self._plan.config.timeouts.weights_s)
-            await self._try_joining(fleet, fleet.in_order(fleet.joining & fleet.returned), trainers)
-            members = fleet.in_order(fleet.returned) if joining else fleet.members
+            await self._try_joining(fleet, fleet.engines_in(EngineState.JOINING), trainers)
+            members = fleet.without_weights if joining else fleet.members
             if not members:
                 return None
             # an engine that has come back is a new process
-            memory_is_open = members == self._members and not fleet.returned
+            memory_is_open = members == self._members and not fleet.without_weights
             if not memory_is_open:
                 self._workers = self._workers_of(members, fleet)
             workers = self._workers
             assert workers is not None
             workers.may_lose = False
-            fleet.updating = set(members)
+            fleet.updating = members
             update_class = self._partial_update if delta and memory_is_open else WeightUpdate
             update = update_class(
                 workers, version, in_place=self._plan.config.async_.partial_rollout == "in_flight"
@@ -113,7 +114,7 @@ class EngineSessions:
                     await update.abandon(str(error))
                     raise
                 await update.cancel()
-                self._members = []
+                self._members = ()
                 fleet.lose(error)
             else:
                 assert self._opened is not None
@@ -127,15 +128,15 @@ class EngineSessions:
                     )
                 return Session(members, update, opened, grant, opens=not memory_is_open)
 
-    async def look_again(self, fleet: Fleet, version: Version) -> list[int]:
+    async def look_again(self, fleet: Fleet, version: Version) -> list[Engine]:
         """Compares the memory of all engines that serve `version` with the findings of the last
         audit. Returns these engines, without those lost meanwhile. Raises AuditError.
 
         Connects to all of them anew, since those that came back were opened in separate sessions.
         """
         await notice_restarts(fleet, self._plan.config.timeouts.weights_s)
-        fleet.updating = set(fleet.serving)
-        members = fleet.in_order(fleet.serving)
+        members = fleet.serving
+        fleet.updating = members
         if members:
             workers = self._workers_for(members, fleet)
             workers.may_lose = fleet.elastic
@@ -145,14 +146,10 @@ class EngineSessions:
             await session.look_again()
             for error in workers.lost.values():
                 fleet.lose(error)
-        result: list[int] = []
-        for index in members:
-            if index in fleet.serving:
-                result.append(index)
-        return result
+        return [engine for engine in members if engine.is_serving]
 
     async def _try_joining(
-        self, fleet: Fleet, joining: Sequence[int], trainers: Sequence[Host]
+        self, fleet: Fleet, joining: Sequence[Engine], trainers: Sequence[Host]
     ) -> None:
         """Tests joining engines before the other engines are paused for them.
 
@@ -164,7 +161,7 @@ class EngineSessions:
         weights = self._plan.config.weights
         workers = self._workers_for(joining, fleet)
         trial = WeightUpdate(workers, -1)
-        fleet.updating = set(joining)
+        fleet.updating = joining
         try:
             await trial.open(serving=-1)
             counts = fleet.counts(joining)
@@ -177,12 +174,12 @@ class EngineSessions:
                 raise ConfigError(refusal)
             await open_engines(workers, weights, map, trainers, hosts)
         except (RuntimeError, TimeoutError, ConfigError) as error:
-            fleet.updating = set()
+            fleet.updating = ()
             if len(joining) > 1:
                 with contextlib.suppress(TimeoutError):  # `leave` reports this itself
                     await trial.cancel()
-                for index in joining:
-                    await self._try_joining(fleet, [index], trainers)
+                for engine in joining:
+                    await self._try_joining(fleet, [engine], trainers)
             elif isinstance(error, EngineUnreachable):
                 fleet.lose(error)
             else:
@@ -191,7 +188,7 @@ class EngineSessions:
                 )
         else:
             await trial.cancel()
-            fleet.updating = set()
+            fleet.updating = ()
 
     @property
     def fixed(self) -> str:
@@ -200,22 +197,23 @@ class EngineSessions:
             return ""
         return _two_sided(self._opened.kinds)
 
-    def _workers_of(self, members: list[int], fleet: Fleet) -> Workers:
+    def _workers_of(self, members: Sequence[Engine], fleet: Fleet) -> Workers:
         """The workers of `members`.
 
         Raises RuntimeError if the transports in use cannot be opened again for a different set of
         engines.
         """
         if self.fixed:
-            reasons = "; ".join(fleet.lost.values()) or "an engine has come back"
+            reasons = fleet.reasons or "an engine has come back"
+            numbers = [engine.number for engine in members]
             raise RuntimeError(
-                f"{self.fixed}, so the run cannot go on with engines {members} alone: {reasons}"
+                f"{self.fixed}, so the run cannot go on with engines {numbers} alone: {reasons}"
             )
         return self._workers_for(members, fleet)
 
-    def _workers_for(self, members: Sequence[int], fleet: Fleet) -> Workers:
+    def _workers_for(self, members: Sequence[Engine], fleet: Fleet) -> Workers:
         """The workers of `members`, in the order of their ranks."""
-        clients = [fleet.engines[index] for index in members]
+        clients = [engine.client for engine in members]
         tp = [topology.tp for topology in self._topologies(fleet.counts(members))]
         return Workers(clients, tp, self._link, self._plan.config.timeouts.weights_s)
 
@@ -258,9 +256,9 @@ async def notice_restarts(fleet: Fleet, timeout_s: float) -> None:
     """Counts an engine as lost if it was restarted while it had no requests, since it no longer has
     the run's weights.
     """
-    engines = [fleet.engines[index] for index in sorted(fleet.serving)] if fleet.elastic else []
+    engines = fleet.serving if fleet.elastic else []
     answers = await asyncio.gather(
-        *(engine.version(timeout_s) for engine in engines), return_exceptions=True
+        *(engine.client.version(timeout_s) for engine in engines), return_exceptions=True
     )
     for engine, answer in zip(engines, answers):
         if isinstance(answer, EngineUnreachable):

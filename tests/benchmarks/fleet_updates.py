@@ -342,7 +342,8 @@ class _Driver:
         dead = self.engines[0]
         dead.dead = True
         await self.take()
-        assert self.executor.fleet.lost.keys() == {dead.number}, self.executor.fleet.lost
+        down = self.executor.fleet.down
+        assert [engine.number for engine in down] == [dead.number], down
         self.executor.fleet.version = self.executor.version
         return (await self.take())[0]
 

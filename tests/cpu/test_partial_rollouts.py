@@ -170,7 +170,7 @@ async def started(fleet: Fleet, n: int, sampling: Sampling = LONG) -> list[async
     running = [asyncio.create_task(fleet.generate(prompt, sampling, n)) for prompt in PROMPTS]
     await asyncio.sleep(0.01)
     # queued after them, and sampled together with them
-    await fleet.engines[0].generate(PROMPTS[0], SHORT)
+    await fleet.engines[0].client.generate(PROMPTS[0], SHORT)
     return running
 
 

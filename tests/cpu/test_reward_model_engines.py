@@ -66,7 +66,7 @@ def test_scores_are_hugging_faces(architecture: str, tp: int, tmp_path: Path) ->
 
     async def check(engine) -> None:
         fleet = Fleet([engine.client()], frozen=True, name="judge")
-        await fleet.engines[0].wait_ready(120, engine.log, engine.died)
+        await fleet.engines[0].client.wait_ready(120, engine.log, engine.died)
         model = scorer(folder, fleet)
         asked = requests()
         found = await asyncio.gather(*(model.score(PART, request) for request in asked * 3))
@@ -118,7 +118,7 @@ def test_what_is_no_score_fails_and_an_engine_that_is_lost_does_not(tmp_path: Pa
 
     async def check(engine, again) -> None:
         fleet = Fleet([engine.client()], elastic=True, frozen=True, name="judge")
-        await fleet.engines[0].wait_ready(120, engine.log, engine.died)
+        await fleet.engines[0].client.wait_ready(120, engine.log, engine.died)
         model = scorer(folder, fleet)
         [request, *_] = requests()
         score = await model.score(PART, request)
@@ -128,19 +128,19 @@ def test_what_is_no_score_fails_and_an_engine_that_is_lost_does_not(tmp_path: Pa
         for process in engine.processes():
             process.kill()
         waits = asyncio.ensure_future(model.score(PART, request))
-        await fleet.pulse.until(lambda: bool(fleet.lost))
-        assert "not reachable" in fleet.lost[0] and not waits.done()
+        await fleet.pulse.until(lambda: bool(fleet.down))
+        assert "not reachable" in fleet.reasons and not waits.done()
         with again() as back:
-            await fleet.engines[0].wait_ready(120, back.log, back.died)
-            assert await fleet.engines[0].fresh()
-            fleet.come_back(0)
+            await fleet.engines[0].client.wait_ready(120, back.log, back.died)
+            assert await fleet.engines[0].client.fresh()
+            fleet.come_back(fleet.engines[0])
             assert (
                 (await waits).failures == score.failures
-                and fleet.serving == {0}
-                and not fleet.returned
+                and fleet.serving == fleet.engines
+                and not fleet.without_weights
             )
             refused = dataclasses.replace(PART, failed_score=-2.0)
-            fleet.engines[0]._user = {"Authorization": "Bearer nobody"}
+            fleet.engines[0].client._user = {"Authorization": "Bearer nobody"}
             score = await model.score(refused, request)
             assert score.reward == -2.0 and "/classify answered 401" in score.failures[0].reason
         await fleet.close()

@@ -302,10 +302,13 @@ def test_an_engine_that_comes_back_gets_the_weights_too(
         channel.take()
         channel.take()
         generator.fleet.lose(EngineUnreachable(client.url, "reset by peer"))
-        generator.fleet.come_back(0)
+        generator.fleet.come_back(generator.fleet.engines[0])
         for _ in range(3):
             channel.take()
-    assert channel.granted == ["F", "a", "F", "a", "a"] and generator.fleet.serving == {0}
+    assert (
+        channel.granted == ["F", "a", "F", "a", "a"]
+        and generator.fleet.serving == generator.fleet.engines
+    )
     served.check(tmp_path, 4)
 
 

@@ -116,10 +116,12 @@ def test_an_engine_that_comes_back_gets_everything_and_then_changes(site, hub, g
         generator.take(ends)
         generator.take(ends)
         generator.fleet.lose(EngineUnreachable(client.url, "reset by peer"))
-        generator.fleet.come_back(0)
+        generator.fleet.come_back(generator.fleet.engines[0])
         for _ in range(3):
             generator.take(ends)
-    assert granted == ["F", "d", "F", "d", "d"] and generator.fleet.serving == {0}
+    assert (
+        granted == ["F", "d", "F", "d", "d"] and generator.fleet.serving == generator.fleet.engines
+    )
 
 
 @pytest.mark.parametrize("kind", REST_IN_LONG)

@@ -371,15 +371,18 @@ def test_an_engine_dies_when_it_has_been_written_to_and_comes_back(site, hub, mo
             generator.take(ends)
         with pytest.raises(EngineUnreachable):
             generator.run(outcome_of(requests[0]))  # the fleet would finish it elsewhere
-        assert generator.fleet.serving == set() and generator.fleet.lost.keys() == {0}
+        assert not generator.fleet.serving and generator.fleet.down == generator.fleet.engines
         assert psutil.wait_procs(processes, timeout=15)[1] == []
         monkeypatch.undo()
         site.start()
         assert generator.run(client.version(DEADLINE_S)) == -1
-        generator.fleet.come_back(0)
+        generator.fleet.come_back(generator.fleet.engines[0])
         go.set()
         generator.take(ends)
-    assert generator.fleet.serving == {0} and generator.run(client.version(DEADLINE_S)) == 1
+    assert (
+        generator.fleet.serving == generator.fleet.engines
+        and generator.run(client.version(DEADLINE_S)) == 1
+    )
     generator.map_memory(site.key_file)
     written = generator.memory()
     scored = generator.score([PROMPT])
@@ -404,14 +407,17 @@ def test_an_engine_whose_connection_broke_is_updated_and_serves_again_though_it_
         generator.take(ends)
         generator.fleet.lose(EngineUnreachable(client.url, "reset by peer"))
         assert (
-            generator.fleet.intact == {0}
+            generator.fleet.engines[0].is_intact
             and generator.run(client.answers())
             and not generator.run(client.fresh())
         )
-        generator.fleet.come_back(0)
+        generator.fleet.come_back(generator.fleet.engines[0])
         go.set()
         generator.take(ends)
-    assert generator.fleet.serving == {0} and generator.run(client.version(DEADLINE_S)) == 1
+    assert (
+        generator.fleet.serving == generator.fleet.engines
+        and generator.run(client.version(DEADLINE_S)) == 1
+    )
     scored = generator.score([PROMPT])
     generator.load(site.other)
     assert generator.score([PROMPT]) == scored != site.started_with

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from loops import DEADLINE_S
 
+import megarl.generator.engine_state
 from megarl.generator.client import EngineUnreachable
 from megarl.generator.completions import Completion
 from megarl.generator.fleet import Fleet
@@ -50,6 +52,10 @@ class Engine:
     async def close(self):
         self.closed = True
         self.cut.set()
+
+
+def numbers(engines: Iterable[megarl.generator.engine_state.Engine]) -> list[int]:
+    return [engine.number for engine in engines]
 
 
 def of(count: int, mode: str = "in_flight") -> tuple[Fleet, list[Engine]]:

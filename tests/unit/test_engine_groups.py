@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_fleets import Engine, run
+from fake_fleets import Engine, numbers, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loops import settle
@@ -24,6 +24,7 @@ from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.schema import GeneratorConfig, GroupConfig
 from megarl.estimate.estimate import estimate
 from megarl.evaluation.scores import evaluation_plan
+from megarl.generator.client import EngineUnreachable
 from megarl.generator.completions import Sampling
 from megarl.generator.fleet import Fleet, FleetGroup
 from megarl.launch.launcher import Job, fleets_of
@@ -297,10 +298,10 @@ def test_requests_go_to_groups_by_what_their_engines_may_run():
         await settle()
         assert Counter(length for engine in engines[1:] for length, _ in engine.seen)[2] == 1
         joined = fleet.add(Engine("http://3"), group=0)
-        assert fleet.in_order([joined, 2, 0, 1]) == [0, 3, 1, 2] and fleet.counts(
-            [0, 1, joined]
-        ) == (2, 1)
         assert fleet.sizes == (1, 2), "one that joins is not counted on yet"
+        fleet.come_back(joined)
+        assert numbers(fleet.members) == [0, 3, 1, 2]
+        assert fleet.counts([*fleet.engines[:2], joined]) == (2, 1)
         for engine in engines:
             engine.finish.set()
         await asyncio.gather(*requests, probe)
@@ -319,8 +320,9 @@ def test_a_probe_of_a_group_that_is_lost_goes_to_others():
             elastic=True,
             groups=[FleetGroup("a", 1), FleetGroup("b", 1)],
         )
-        fleet.serving.discard(1)
-        assert fleet._among(1) == {0} and fleet._among(0) == {0} and fleet._among(None) == {0}
+        fleet.lose(EngineUnreachable("http://1", "gone"))
+        for group in (0, 1, None):
+            assert numbers(fleet._among(group)) == [0]
 
     run(body)
 

@@ -344,7 +344,7 @@ class InstantReceiver(EvaluationReceiver):
         return fleet.members or None
 
     async def _write(self, fleet, session):
-        return UpdateCost((0.0, 1.0), 1, session)
+        return UpdateCost((0.0, 1.0), 1, fake_fleets.numbers(session))
 
     def grants(self) -> list[tuple[Version, int, bool]]:
         """(version, engines, whether to offer it again) of each refused offer."""
@@ -424,12 +424,12 @@ def test_returned_engine_evaluates_unless_groups_are_fixed(monkeypatch: pytest.M
 
     async def body(receiver, driver, fleet, task) -> None:
         fleet.lose(EngineUnreachable(fleet.engines[0].url, "it died"))
-        fleet.come_back(0)
+        fleet.come_back(fleet.engines[0])
         receiver.offered.put_nowait(2)
         await until(lambda: driver.evaluated == [2])
         driver.done()
         fleet.lose(EngineUnreachable(fleet.engines[0].url, "it died"))
-        fleet.come_back(0)
+        fleet.come_back(fleet.engines[0])
         receiver.fixed_ = "weights go by gloo, whose process groups cannot change"
         receiver.offered.put_nowait(4)
         await until(lambda: driver.missed)

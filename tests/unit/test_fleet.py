@@ -11,6 +11,7 @@ import resource
 from pathlib import Path
 
 import pytest
+from fake_fleets import numbers
 from loops import DEADLINE_S, settle
 
 from megarl.generator.client import EngineClient, EngineUnreachable
@@ -22,6 +23,7 @@ from megarl.generator.completions import (
     completions_of,
     cut,
 )
+from megarl.generator.engine_state import EngineState
 from megarl.generator.fleet import Fleet, watch_returns
 
 
@@ -185,11 +187,14 @@ def test_what_a_lost_engine_had_not_finished_goes_on_at_another():
         second.url = "second"
         fleet.release(3)
         completions = await fleet.generate([1, 2, 3], Sampling(max_tokens=10), 2)
-        assert fleet.serving == {1} and fleet.lost == {0: "gone"} and fleet.members == [1]
-        fleet.come_back(0)
-        assert fleet.serving == {1} and fleet.members == [0, 1], "it has no weights yet"
-        fleet.take_back([0, 1], 4)
-        assert fleet.serving == {0, 1} and not fleet.lost and not fleet.returned
+        lost = fleet.engines[0]
+        assert numbers(fleet.members) == [1]
+        assert lost.state is EngineState.LOST and lost.reason == "gone"
+        fleet.come_back(lost)
+        assert numbers(fleet.serving) == [1], "it has no weights yet"
+        assert numbers(fleet.members) == [0, 1]
+        fleet.take_back(fleet.engines, 4)
+        assert numbers(fleet.serving) == [0, 1]
         return completions
 
     async def lost_at_the_second(inputs, samplings):
@@ -223,7 +228,7 @@ def test_what_waited_for_an_engine_that_was_lost_meanwhile_goes_to_another():
         request = asyncio.create_task(fleet.generate([1], Sampling(max_tokens=2), 1))
         await settle()
         fleet.lose(EngineUnreachable("first", "gone"))
-        fleet.come_back(0)
+        fleet.come_back(fleet.engines[0])
         fleet.release(1)
         await request
         assert (first.versions, second.versions) == ([], [1])
@@ -241,10 +246,10 @@ def test_requests_wait_for_an_engine_to_come_back_when_none_is_left():
         request = asyncio.create_task(fleet.generate([1], Sampling(max_tokens=2), 1))
         await settle()
         assert not fleet.serving and not request.done()
-        fleet.come_back(0)
+        fleet.come_back(fleet.engines[0])
         await settle()
         assert not request.done(), "it has no weights yet"
-        fleet.take_back([0], 4)
+        fleet.take_back(fleet.engines, 4)
         assert len((await request)[0].token_ids) == 2
         assert len(engine.versions) == 2
 
@@ -275,7 +280,8 @@ def test_an_engine_whose_connection_broke_comes_back_though_it_never_ended(
             watch_returns(fleet, Path("logs"), restarted=True, startup_timeout_s=10)
         )
         await settle()
-        assert fleet.returned == ({0} if comes_back else set()) and fleet.serving == {1}
+        assert numbers(fleet.without_weights) == ([0] if comes_back else [])
+        assert numbers(fleet.serving) == [1]
         watching.cancel()
 
     async def no(engine):
@@ -392,3 +398,42 @@ def test_stop_strings_are_refused_where_engines_cannot_look_for_them():
 )
 def test_a_text_is_cut_in_front_of_the_stop_string_that_ends_first(text, strings, found):
     assert cut(text, strings) == found
+
+
+@pytest.mark.parametrize("state", [EngineState.LEAVING, EngineState.LEFT])
+def test_an_engine_that_leaves_changes_its_state_no_more(state):
+    """Whether its connection breaks, it runs again, or an update ends that wrote to it."""
+
+    async def run():
+        fleet = Fleet([engine := FakeEngine(None), FakeEngine(None)], elastic=True)
+        engine.url = "first"
+        leaver = fleet.engines[0]
+        leaver.state = state
+        fleet.lose(EngineUnreachable("first", "gone"))
+        fleet.come_back(leaver)
+        fleet.take_back([leaver], 4)
+        assert leaver.state is state
+        assert numbers(fleet.serving) == [1]
+
+    asyncio.run(run())
+
+
+def test_a_newcomer_that_breaks_starts_again_and_an_old_engine_is_lost():
+    async def run():
+        fleet = Fleet([first := FakeEngine(None), FakeEngine(None)], elastic=True)
+        first.url = "first"
+        client = FakeEngine(None)
+        client.url = "new"
+        newcomer = fleet.add(client)
+        fleet.come_back(newcomer)
+        for url in ("first", "new"):
+            fleet.lose(EngineUnreachable(url, "gone"))
+        assert newcomer.state is EngineState.STARTING
+        assert fleet.engines[0].state is EngineState.LOST
+        assert fleet.sizes == (2,)
+        fleet.come_back(newcomer)
+        fleet.take_back([newcomer], 4)
+        fleet.lose(EngineUnreachable("new", "gone"))
+        assert newcomer.state is EngineState.LOST
+
+    asyncio.run(run())

@@ -11,11 +11,12 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from fake_fleets import Engine, of, run
+from fake_fleets import Engine, numbers, of, run
 
 from megarl.executors import generator
 from megarl.executors.generator import FleetCalls
 from megarl.generator.client import EngineUnreachable
+from megarl.generator.engine_state import EngineState
 from megarl.launch.engines import EngineKeeper
 from megarl.launch.joining import Membership, RunningRun
 from megarl.launch.processes import ProcessGroup, ProcessSpec
@@ -112,7 +113,7 @@ def test_two_calls_at_once_do_not_remove_all_engines(tmp_path, monkeypatch):
             "",
             "one engine at least must go on serving, and engine 1 would be gone",
         ]
-        assert fleet.serving == {1}
+        assert numbers(fleet.serving) == [1]
 
     with_calls(body, tmp_path, monkeypatch)
 
@@ -125,7 +126,8 @@ def test_a_fleet_that_cannot_change_says_so(on_failure, fixed, why, tmp_path, mo
     async def body(fleet, link):
         for call in (FleetCall("join", urls=["http://a"]), FleetCall("leave", engines=[1])):
             assert why in (await link.ask(call)).error
-        assert not (await link.ask(FleetCall("list"))).error and fleet.members == [0, 1]
+        assert not (await link.ask(FleetCall("list"))).error
+        assert numbers(fleet.members) == [0, 1]
 
     with_calls(body, tmp_path, monkeypatch, on_failure, fixed)
 
@@ -144,14 +146,14 @@ def test_a_lost_engine_that_nobody_starts_again_has_left(
 
     async def body(fleet, link):
         await link.ask(FleetCall("join", urls=["http://a"]))
-        fleet.come_back(2)
-        fleet.take_back([2], 4)
+        joined = fleet.engines[2]
+        fleet.come_back(joined)
+        fleet.take_back([joined], 4)
         for number in (0, 2):
             fleet.lose(EngineUnreachable(fleet.engines[number].url, "gone"))
-        await fleet.pulse.until(lambda: bool(fleet.departed))
-        assert (
-            fleet.departed.keys() == {2} and why in fleet.departed[2] and fleet.lost.keys() == {0}
-        )
+        await fleet.pulse.until(lambda: joined.state is EngineState.LEFT)
+        assert why in joined.reason
+        assert numbers(fleet.down) == [0]
 
     with_calls(body, tmp_path, monkeypatch, on_failure, silence_s=silence_s)
 

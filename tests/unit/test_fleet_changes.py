@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_fleets import Engine, of, run
+from fake_fleets import Engine, numbers, of, run
 from loops import settle
 from small_maps import Discard, tiny_map
 
@@ -18,6 +18,7 @@ from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.schema import GeneratorConfig, RunConfig
 from megarl.generator.client import EngineUnreachable
 from megarl.generator.completions import EngineError, Sampling
+from megarl.generator.engine_state import EngineState
 from megarl.generator.fleet import watch_returns
 from megarl.messaging.messages import WeightsGrant
 from megarl.models import ModelSpec
@@ -37,21 +38,22 @@ def test_an_engine_that_joins_serves_when_it_has_started_and_has_the_weights():
     async def body():
         fleet, _ = of(1)
         added = Engine("http://new", is_fresh=False)
-        assert (
-            fleet.add(added) == 1
-            and fleet.size == 1
-            and fleet.describe(1) == "joins: it is starting"
-        )
+        engine = fleet.add(added)
+        assert engine.number == 1
+        assert fleet.sizes == (1,)
+        assert fleet.describe(engine) == "joins: it is starting"
         watching = asyncio.create_task(
             watch_returns(fleet, Path("logs"), restarted=False, startup_timeout_s=10)
         )
         await settle()
-        assert fleet.members == [0]
+        assert numbers(fleet.members) == [0]
         added.is_fresh = True
-        await fleet.pulse.until(lambda: fleet.members == [0, 1])
-        assert fleet.serving == {0} and fleet.describe(1) == "joins, waits for weights"
-        fleet.take_back([1], 4)
-        assert fleet.serving == {0, 1} and fleet.size == 2
+        await fleet.pulse.until(lambda: numbers(fleet.members) == [0, 1])
+        assert numbers(fleet.serving) == [0]
+        assert fleet.describe(engine) == "joins, waits for weights"
+        fleet.take_back([engine], 4)
+        assert numbers(fleet.serving) == [0, 1]
+        assert fleet.sizes == (2,)
         watching.cancel()
 
     run(body)
@@ -64,24 +66,23 @@ def test_what_an_engine_that_leaves_had_begun_goes_on_at_others_from_the_tokens_
         request = asyncio.create_task(fleet.generate([1, 2], Sampling(max_tokens=10), 2))
         await settle()
         assert (first.seen, second.seen) == ([(2, 4)], [])
-        await fleet.leave(0, "by command", 5)
-        assert (
-            first.closed
-            and fleet.departed == {0: "by command"}
-            and fleet.serving == {1}
-            and fleet.size == 1
-        )
+        leaver = fleet.engines[0]
+        await fleet.leave(leaver, "by command", 5)
+        assert first.closed
+        assert leaver.state is EngineState.LEFT
+        assert numbers(fleet.serving) == [1]
+        assert fleet.sizes == (1,)
         await settle()
         assert second.seen == [(2 + 7, 4)]
         second.finish.set()
         assert [
             (len(completion.token_ids), completion.finish_reason) for completion in await request
         ] == [(10, "length")] * 2
-        assert fleet.add(Engine("http://engine-0")) == 2, (
-            "no number is used twice, though the address is"
-        )
+        newcomer = fleet.add(Engine("http://engine-0"))
+        assert newcomer.number == 2, "no number is used twice, though the address is"
         fleet.lose(EngineUnreachable("http://engine-0", "gone"))
-        assert fleet.lost.keys() == {2} and fleet.describe(0) == "has left: by command"
+        assert newcomer.reason == "gone"
+        assert fleet.describe(leaver) == "has left: by command"
 
     run(body)
 
@@ -99,7 +100,7 @@ def test_a_response_keeps_to_one_version_where_the_mode_says_so(mode, from_token
         fleet, (_, second) = of(2, mode)
         request = asyncio.create_task(fleet.generate([1], Sampling(max_tokens=10), 1))
         await settle()
-        leaving = asyncio.create_task(fleet.leave(0, "by command", 5))
+        leaving = asyncio.create_task(fleet.leave(fleet.engines[0], "by command", 5))
         await asyncio.wait([leaving], timeout=0)
         fleet._is_held = True
         await leaving
@@ -119,15 +120,16 @@ def test_an_engine_leaves_only_when_the_update_that_writes_to_it_is_over():
         request = asyncio.create_task(fleet.generate([1], Sampling(max_tokens=10), 1))
         await settle()
         await fleet.hold(1)
-        fleet.updating = {0, 1}
-        leaving = asyncio.create_task(fleet.leave(0, "by command", 5))
+        fleet.updating = fleet.members
+        leaving = asyncio.create_task(fleet.leave(fleet.engines[0], "by command", 5))
         await settle()
-        assert not first.cut.is_set() and not leaving.done() and fleet.members == [1]
-        fleet.take_back([0, 1], 5)
-        fleet.updating = set()
+        assert not first.cut.is_set() and not leaving.done()
+        assert numbers(fleet.members) == [1]
+        fleet.take_back(fleet.updating, 5)
+        fleet.updating = ()
         fleet.release(5)
         await leaving
-        assert fleet.serving == {1}
+        assert numbers(fleet.serving) == [1]
         request.cancel()
 
     run(body)
@@ -139,11 +141,11 @@ def test_an_engine_that_hangs_leaves_at_the_deadline_and_its_requests_begin_agai
         first.hung = True
         request = asyncio.create_task(fleet.generate([1], Sampling(max_tokens=10), 1))
         await settle()
-        await fleet.leave(0, "by command", 0.1)
+        await fleet.leave(fleet.engines[0], "by command", 0.1)
         second.finish.set()
-        assert (
-            len((await request)[0].token_ids) == 10 and second.seen == [(1, 4)] and not fleet.lost
-        )
+        assert len((await request)[0].token_ids) == 10
+        assert second.seen == [(1, 4)]
+        assert not fleet.down
 
     run(body)
 
@@ -237,7 +239,7 @@ def test_maps_that_follow_each_other_share_a_group_for_the_amax_of_cut_tiles(mon
         )
 
 
-@pytest.mark.parametrize("ways, left", [("mooncake", {2}), ("gloo", {1, 2, 3})])
+@pytest.mark.parametrize("ways, left", [("mooncake", [2]), ("gloo", [1, 2, 3])])
 def test_an_engine_that_cannot_join_must_leave_and_others_join_all_the_same(
     ways, left, monkeypatch
 ):
@@ -271,8 +273,7 @@ def test_an_engine_that_cannot_join_must_leave_and_others_join_all_the_same(
     async def body():
         fleet, _ = of(1)
         for number in (1, 2, 3):
-            fleet.add(Engine(f"http://{number}"))
-            fleet.come_back(number)
+            fleet.come_back(fleet.add(Engine(f"http://{number}")))
         weights = SimpleNamespace(transport="auto")
         timeouts = SimpleNamespace(weights_s=1.0)
         tried: Any = EngineSessions.__new__(EngineSessions)
@@ -280,7 +281,7 @@ def test_an_engine_that_cannot_join_must_leave_and_others_join_all_the_same(
         tried._opened = None
         tried.map = SimpleNamespace(source=None)
         tried._check = check
-        tried._workers_for = lambda members, fleet: [fleet.engines[index] for index in members]
+        tried._workers_for = lambda members, fleet: [engine.client for engine in members]
         for name, fake in {
             "WeightUpdate": Trial,
             "open_engines": opened,
@@ -288,15 +289,17 @@ def test_an_engine_that_cannot_join_must_leave_and_others_join_all_the_same(
         }.items():
             monkeypatch.setattr(sessions, name, fake)
         monkeypatch.setattr(sessions, "transport_pairs", lambda *_: Pairs.of([[ways]]))
-        await tried._try_joining(fleet, [1, 2, 3], [])
-        assert fleet.departed.keys() == left and not fleet.updating and fleet.serving == {0}
-        assert "it cannot join: generator rank 0 has no lm_head" in fleet.departed[2]
+        _, first, second, third = fleet.engines
+        await tried._try_joining(fleet, [first, second, third], [])
+        assert numbers(fleet.engines_in(EngineState.LEFT)) == left
+        assert not fleet.updating
+        assert numbers(fleet.serving) == [0]
+        assert "it cannot join: generator rank 0 has no lm_head" in second.reason
         if ways == "gloo":
-            assert (
-                fleet.departed[1]
-                == "it cannot join: weights go by gloo, whose process groups cannot change"
-            )
+            refusal = "it cannot join: weights go by gloo, whose process groups cannot change"
+            assert first.reason == refusal
         else:
-            assert fleet.returned == {1} and fleet.lost.keys() == {3} and lost
+            assert first.state is EngineState.JOINING
+            assert third.state is EngineState.STARTING and lost
 
     run(body)
