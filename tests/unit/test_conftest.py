@@ -20,7 +20,7 @@ def start_sleeper(folder: Path) -> str:
     )
 
 
-def run_session(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
+def run_session(folder: Path, body: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
     (folder / "conftest.py").write_text(CONFTEST.read_text())
     (folder / "test_it.py").write_text(
         f"import subprocess, sys, time\ndef test_it():\n    {body}\n"
@@ -33,7 +33,7 @@ def run_session(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
         "-q",
         "--linger=0.5",
         "-o",
-        "timeout=1",
+        f"timeout={timeout_s}",
         "-o",
         "timeout_method=thread",
         str(folder),
@@ -50,6 +50,7 @@ def test_leftover_process_fails_the_session_and_is_ended(tmp_path: Path) -> None
         tmp_path,
         "subprocess.run([sys.executable, '-c', "
         f"{'import subprocess, sys; ' + start_sleeper(tmp_path)!r}])",
+        timeout_s=60,
     )
     assert result.returncode == 1, result.stdout
     assert "1 passed" in result.stdout and "left behind" in result.stdout
@@ -57,7 +58,7 @@ def test_leftover_process_fails_the_session_and_is_ended(tmp_path: Path) -> None
 
 
 def test_hanging_test_ends_with_all_stacks_and_no_child(tmp_path: Path) -> None:
-    result = run_session(tmp_path, f"{start_sleeper(tmp_path)}; time.sleep(60)")
+    result = run_session(tmp_path, f"{start_sleeper(tmp_path)}; time.sleep(60)", timeout_s=1)
     assert result.returncode == 1
     assert "test_it ran for more than 1 s" in result.stderr
     # the stacks of the test and of its child

@@ -237,7 +237,7 @@ def test_folders_that_cannot_be_used_are_named(tmp_path, monkeypatch):
         results["disk for caches"].state == doctor.LACKS
         and "set HOME" in results["disk for caches"].remedy
     )
-    assert results["TMPDIR"].state == doctor.NOTE and reports["TMPDIR"].found.startswith(
+    assert results["TMPDIR"].state == doctor.NOTE and results["TMPDIR"].found.startswith(
         f"{tmp_path / 'nowhere'} cannot be written to, so "
     )
     assert results["temporary files"].state in (doctor.OK, doctor.NOTE)
