@@ -128,7 +128,8 @@ def test_mixtures_and_curricula_lose_and_repeat_nothing(
     ledger = run.buffer.ledger()
     assert sum(run.rested) + ledger.rested_untold == len(ledger.rested), "each is reported once"
     every = Counter(chain(*run.trained, *run.dropped, ledger.rested))
-    assert set(every.values()) == {1} and every.keys() == {
+    assert set(every.values()) == {1}
+    assert every.keys() == {
         *range(ledger.consumed_below),
         *ledger.consumed_beyond,
     }

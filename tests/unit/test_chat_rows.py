@@ -134,13 +134,10 @@ def test_turns_are_learned_with_their_ends(template: str, tmp_path: Path) -> Non
             "<think>6</think>6<eos>"
         ]
     row = load(tmp_path, {"messages": TOOL_TALK, "tools": TOOLS}, template=template)
-    assert learned(row) == ["<call>add a=1<eos>", "it is 2<eos>"] and row.prompt.startswith(
-        "#tools [{"
-    )
-    assert (
-        load(tmp_path, {"messages": TOOL_TALK, "tools": json.dumps(TOOLS)}, template=template)
-        == row
-    )
+    assert learned(row) == ["<call>add a=1<eos>", "it is 2<eos>"]
+    assert row.prompt.startswith("#tools [{")
+    as_json = {"messages": TOOL_TALK, "tools": json.dumps(TOOLS)}
+    assert load(tmp_path, as_json, template=template) == row
 
 
 def test_templates_of_several_kinds(tmp_path: Path) -> None:
@@ -151,27 +148,15 @@ def test_templates_of_several_kinds(tmp_path: Path) -> None:
         "{{ eos_token }}{% endgeneration %}",
         "{% endgeneration %}{% generation %}{{ eos_token }}{% endgeneration %}",
     )
-    assert learned(load(tmp_path, {"messages": TALK}, template=cut)) == [
-        "2<eos>",
-        "<think>6</think>6<eos>",
-    ]
-    assert learned(
-        load(
-            tmp_path,
-            {"messages": TALK},
-            template=PLAIN + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}",
-        )
-    ) == [
-        "2<eos>",
-        "<think>6</think>6<eos>",
-    ]
+    end_of_text = PLAIN + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    for template in (cut, end_of_text):
+        row = load(tmp_path, {"messages": TALK}, template=template)
+        assert learned(row) == ["2<eos>", "<think>6</think>6<eos>"]
     as_text = PLAIN.replace(
         "a={{ call.function.arguments.a }}", "{{ '' + call.function.arguments }}"
     )
-    assert (
-        load(tmp_path, {"messages": TOOL_TALK}, template=as_text).demonstration[0]
-        == '<call>add {"a": 1}<eos>'
-    )
+    row = load(tmp_path, {"messages": TOOL_TALK}, template=as_text)
+    assert row.demonstration[0] == '<call>add {"a": 1}<eos>'
 
 
 def test_marked_header_of_a_turn_is_not_learned(tmp_path: Path) -> None:
@@ -184,15 +169,11 @@ def test_marked_header_of_a_turn_is_not_learned(tmp_path: Path) -> None:
         "{% endgeneration %}{% else %}#{{ message.role }}\n{{ message.content }}{{ eos_token }}{% "
         "endif %}" + TAIL
     )
-    assert learned(load(tmp_path, {"messages": TALK}, template=around)) == [
-        "2<eos>",
-        "<think>6</think>6<eos>",
-    ]
+    row = load(tmp_path, {"messages": TALK}, template=around)
+    assert learned(row) == ["2<eos>", "<think>6</think>6<eos>"]
     opened = MARKED.replace("#assistant\n{% endif %}", "#assistant\n<think>{% endif %}")
-    assert learned(load(tmp_path, {"messages": TALK}, template=opened)) == [
-        "2<eos>",
-        "6</think>6<eos>",
-    ]
+    row = load(tmp_path, {"messages": TALK}, template=opened)
+    assert learned(row) == ["2<eos>", "6</think>6<eos>"]
 
 
 def test_an_empty_turn_is_not_learned(tmp_path: Path) -> None:

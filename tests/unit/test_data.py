@@ -93,9 +93,8 @@ def test_chain_prompts_answers_and_demonstrations():
     for i in range(0, len(rows), 400):
         row = rows[i]
         assert row.answer == right_answer(row.prompt)
-        assert (
-            re.fullmatch(r"\d(,\d){4}", row.demonstration) and row.demonstration[0] == row.prompt[0]
-        )
+        assert re.fullmatch(r"\d(,\d){4}", row.demonstration)
+        assert row.demonstration[0] == row.prompt[0]
         right += row.demonstration[-1] == row.answer
     assert 0.28 < right / len(range(0, len(rows), 400)) < 0.36
 
@@ -132,9 +131,8 @@ def test_text_inside_a_sequence_cannot_be_a_special_token(tokenizer: Tokenizer):
         == [tokenizer.eos_id]
         == tokenizer.encode_prompt("<eos>1")[1:2]
     )
-    assert tokenizer.token_id("<eos>") == tokenizer.eos_id and tokenizer.token_id(
-        "12"
-    ) is None is tokenizer.token_id("\u00e9")
+    assert tokenizer.token_id("<eos>") == tokenizer.eos_id
+    assert tokenizer.token_id("12") is None is tokenizer.token_id("\u00e9")
 
 
 def test_chain_is_deterministic_by_seed():
@@ -249,9 +247,8 @@ def test_prompts_without_shuffling_keep_the_order_of_the_rows(tokenizer: Tokeniz
     rows = [Chain("train", 0)[i] for i in range(5)]
     stream = PromptStream(Sources([rows], "", shuffle=False), tokenizer)
     assert [stream[i].text for i in range(7)] == [rows[i % 5].prompt for i in range(7)]
-    assert stream[2].answer == rows[2].answer and stream[2].token_ids == tokenizer.encode_prompt(
-        rows[2].prompt
-    )
+    assert stream[2].answer == rows[2].answer
+    assert stream[2].token_ids == tokenizer.encode_prompt(rows[2].prompt)
 
 
 def test_held_out_sets(tokenizer: Tokenizer, spec: ModelSpec):
@@ -291,14 +288,11 @@ def test_sft_batches_teach_the_response_and_its_end(tokenizer: Tokenizer, spec: 
     for sequence in itertools.chain(*batches):
         prompt = [t for t, learn in zip(sequence.token_ids, sequence.loss_mask) if not learn]
         response = [t for t, learn in zip(sequence.token_ids, sequence.loss_mask) if learn]
-        assert (
-            sequence.token_ids.tolist() == prompt + response
-            and prompt[0] == 1
-            and response[-1] == 2
-        )
-        assert re.fullmatch(r"\d([+-]\d){4}=", tokenizer.decode(prompt)) and re.fullmatch(
-            r"\d(,\d){4}", tokenizer.decode(response)
-        )
+        assert sequence.token_ids.tolist() == prompt + response
+        assert prompt[0] == 1
+        assert response[-1] == 2
+        assert re.fullmatch(r"\d([+-]\d){4}=", tokenizer.decode(prompt))
+        assert re.fullmatch(r"\d(,\d){4}", tokenizer.decode(response))
         assert len(sequence.mu_logprobs) == len(sequence.advantages) == len(sequence.token_ids)
 
 
@@ -357,11 +351,9 @@ def test_product_rows_are_right_and_held_out_ones_are_apart():
         "guesses are hardly ever right"
     )
     held_out = {row.prompt for row in map(Product("eval", seed=0).__getitem__, range(512))}
-    assert (
-        len(train) == 810_000 - 512
-        and len(held_out) == 512
-        and not held_out & {row.prompt for row in rows}
-    )
+    assert len(train) == 810_000 - 512
+    assert len(held_out) == 512
+    assert not held_out & {row.prompt for row in rows}
     assert [train[i] for i in range(20)] != [Product("train", seed=1)[i] for i in range(20)]
 
 

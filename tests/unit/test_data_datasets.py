@@ -186,9 +186,8 @@ def test_csv_with_unnamed_columns_and_long_values(tmp_path: Path):
         LearnedConfig(source=str(tmp_path / "a.csv")), "data.train", seed=0, answers="whole"
     )
     assert (row.prompt, row.answer) == ("1 + 1?", "2")
-    assert (
-        set(row.record) == {"question", "answer", "tests"} and len(row.record["tests"]) == 200_000
-    )
+    assert set(row.record) == {"question", "answer", "tests"}
+    assert len(row.record["tests"]) == 200_000
 
 
 @pytest.mark.parametrize("name", ["list.json", "lines.json", "lines.jsonl"])
@@ -356,7 +355,8 @@ def test_shipped_word_problems():
     rows = load_rows(
         LearnedConfig(source=str(ROOT / "configs/data/word_problems.jsonl")), "data.train", seed=0
     )
-    assert len(rows) == 20 and [row.answer for row in rows[:5]] == [
+    assert len(rows) == 20
+    assert [row.answer for row in rows[:5]] == [
         "22",
         "210",
         "30",

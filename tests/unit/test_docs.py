@@ -118,7 +118,8 @@ def test_readme_names_the_commands_of_ci() -> None:
     """`make test` stands beside `make quickstart`, in the README's first block of commands."""
     readme = (ROOT / "README.md").read_text()
     first = FENCE.search(readme[readme.index("```sh") :])
-    assert first is not None and {"make quickstart", "make test"} <= {
+    assert first is not None
+    assert {"make quickstart", "make test"} <= {
         command.text for command in commands_of("README.md", first[0])
     }
     called = re.findall(r"make [\w-]+", (ROOT / ".ci/run").read_text())

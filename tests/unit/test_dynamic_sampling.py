@@ -190,10 +190,8 @@ def test_planner_counts_the_expected_dropped_share(share: float | None, generate
 
     settings = RunConfig(rollout=RolloutConfig(prompts_per_step=16, n=4, dynamic_sampling=True))
     settings.plan.dropped_share = share
-    assert (
-        Workload.of(settings).sequences == 64
-        and Workload.generated(settings).sequences == generated
-    )
+    assert Workload.of(settings).sequences == 64
+    assert Workload.generated(settings).sequences == generated
     assert not_counted(settings) == (
         ["rollout.dynamic_sampling (set plan.dropped_share)"] if share is None else []
     )

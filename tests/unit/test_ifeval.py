@@ -208,16 +208,13 @@ rewards = {text: [ifeval_reward(text, answer) for answer in answers] for text in
 print(json.dumps([rewards[text] for text in texts]))
 """
     cases_json = json.dumps([texts, [language_answer, letter_answer]])
-    forward, backward = (
-        subprocess.run(
-            [sys.executable, "-c", code, cases_json, step],
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        for step in ("1", "-1")
-    )
-    assert forward.stdout == backward.stdout != "", forward.stderr
+    printed = []
+    for step in ("1", "-1"):
+        command = [sys.executable, "-c", code, cases_json, step]
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert completed.stdout, completed.stderr
+        printed.append(completed.stdout)
+    assert printed[0] == printed[1]
 
 
 def test_rows_without_nulls_and_with_whole_floats(tmp_path: Path) -> None:
