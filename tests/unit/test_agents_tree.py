@@ -414,7 +414,7 @@ def test_good_calls_survive_beside_bad_ones():
         assert text == f"First  then <tool_call>{bad}</tool_call>"
 
 
-def test_a_call_and_its_result_continue_the_sampled_ids():
+def test_call_and_its_result_continue_the_sampled_ids():
     async def agent() -> None:
         played, policy = episode(f"{CALL}$", "42$")
         [answer] = await played.complete([user("6*7=")], TOOLS)
@@ -602,7 +602,7 @@ def test_special_tokens_in_messages_are_plain_text():
     asyncio.run(agent())
 
 
-def test_a_rewritten_turn_is_context_of_a_new_branch():
+def test_rewritten_turn_is_context_of_a_new_branch():
     async def agent() -> None:
         played, _ = episode("123$", "4$")
         await played.complete([user("a")])
@@ -640,7 +640,7 @@ def test_template_arguments_of_a_request_are_plain_text(tmp_path: Path):
     asyncio.run(agent())
 
 
-def test_a_template_that_rewrites_turns_makes_a_branch(tmp_path: Path):
+def test_template_that_rewrites_turns_makes_a_branch(tmp_path: Path):
     for file in MODEL.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     path = tmp_path / "chat_template.jinja"
@@ -667,7 +667,7 @@ def test_a_template_that_rewrites_turns_makes_a_branch(tmp_path: Path):
     asyncio.run(agent())
 
 
-def test_a_conversation_without_room_is_refused():
+def test_conversation_without_room_is_refused():
     async def agent() -> None:
         played, _ = episode(sampling=Sampling(4, stop_token_ids=(EOS,)))
         with pytest.raises(Refused, match="rollout.max_tokens=4 is the most"):

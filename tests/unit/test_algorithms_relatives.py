@@ -106,8 +106,8 @@ def test_topr_weighs_only_bad_responses_by_their_ratio(seed: int):
     logprobs = logprobs_of(logits, tokens)
     expected = torch.zeros(())
     for row in range(len(tokens)):
-        whole = ((logprobs - mu)[row] * mask[row]).sum().exp().item()
-        weight = 1.0 if advantages[row, 0] > 0 else min(whole, 1.0)
+        ratio = ((logprobs - mu)[row] * mask[row]).sum().exp().item()
+        weight = 1.0 if advantages[row, 0] > 0 else min(ratio, 1.0)
         expected = expected - weight * advantages[row, 0] * (logprobs[row] * mask[row]).sum()
     out = loss_of(logprobs, mu, advantages, mask, name="topr")
     torch.testing.assert_close(
@@ -115,7 +115,7 @@ def test_topr_weighs_only_bad_responses_by_their_ratio(seed: int):
     )
 
 
-def test_icepop_drops_what_is_outside_its_bounds():
+def test_icepop_drops_ratios_outside_its_bounds():
     ratios = torch.tensor([[0.49, 0.51, 1.0, 4.9, 5.1]], dtype=F64)
     logprobs = torch.full((1, 5), -1.0, dtype=F64, requires_grad=True)
     out = loss_of(

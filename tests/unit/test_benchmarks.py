@@ -173,39 +173,77 @@ def math_forms(rng: random.Random) -> tuple[str, list[str], list[str]]:
     letter = rng.choice("xtn")
     n = value.numerator
     d = value.denominator
-    return rng.choice([
-        (str(a * 137), [f"{a * 137:,}", f"{a * 137}.0", f"x = {a * 137}"],
-        [str(a * 137 + 1), str(-a * 137), f"{a * 137}.5"]),
-        (f"\\frac{{{n}}}{{{d}}}", [f"\\dfrac{{{n}}}{{{d}}}", f"{n}/{d}",
-        f"\\frac{{{2 * n}}}{{{2 * d}}}"],
-         [f"\\frac{{{d}}}{{{n}}}", f"-\\frac{{{n}}}{{{d}}}", f"\\frac{{{n}}}{{{d + 1}}}"]),
-        (f"{a}\\sqrt{{{c * c + 1}}}", [f"\\sqrt{{{c * c + 1}}}\\cdot {a}",
-        f"\\sqrt{{{a * a * (c * c + 1)}}}"],
-         [f"\\sqrt{{{a * (c * c + 1)}}}", f"{a + 1}\\sqrt{{{c * c + 1}}}",
-         f"{a}\\sqrt{{{c * c + 2}}}"]),
-        (f"\\left( {a}, \\frac{{\\pi}}{{{c}}} \\right)",
-        [f"({a}, \\pi/{c})", f"\\left({a},\\frac{{1}}{{{c}}}\\pi\\right)"],
-         [f"(\\frac{{\\pi}}{{{c}}}, {a})", f"({a}, \\frac{{\\pi}}{{{c + 1}}})",
-         f"[{a}, \\frac{{\\pi}}{{{c}}}]"]),
-        (f"[{-a},{b})", [f"{letter} \\in [{-a}, {b})", f"-{a} \\le {letter} < {b}"],
-        [f"[{-a},{b}]", f"({-a},{b})", f"[{-b - 1},{a})"]),
-        (f"{a}{letter}^2 - {b}{letter} + {c}",
-        [f"{c} - {b}{letter} + {a}{letter}^{{2}}", f"{letter}({a}{letter} - {b}) + {c}"],
-         [f"{a}{letter}^2 + {b}{letter} + {c}", f"{a}{letter}^2 - {b}{letter}", f"{a}{letter}^3 - "
-                                                                                f"{b}{letter} + {c}"]),
-        (f"{a} - {b}i", [f"-{b}i + {a}", f"{a}-{b}i"], [f"{a} + {b}i", f"{b} - {a + 1}i", str(a)]),
-        ("p - q", ["p-q", "-q + p", "-(q-p)"], ["q - p", "p + q", "p"]),
-        (f"{a}^\\circ", [str(a), f"{a}^{{\\circ}}"], [str(a + 1), f"{a + 90}^\\circ"]),
-        (f"\\text{{{rng.choice(['Evelyn', 'Navin', 'Maren'])}}}", [],
-        ["\\text{Olaf}", "Briana", "7"]),
-        (f"{a}, {a + b}, {a + 2 * b}", [f"{a + b},{a},{a + 2 * b}", f"\\{{{a}, {a + b}, "
-                                                                    f"{a + 2 * b}\\}}"],
-         [f"{a}, {a + b}", f"{a}", f"{a}, {a}, {a + b}"]),
-        (f"\\begin{{pmatrix}} {a} \\\\ {-b} \\end{{pmatrix}}",
-        [f"\\begin{{pmatrix}}{a}\\\\-{b}\\end{{pmatrix}}"],
-         [f"\\begin{{pmatrix}} {a} \\\\ {b} \\end{{pmatrix}}", f"\\begin{{pmatrix}} {a} & {-b} "
-                                                               f"\\end{{pmatrix}}"]),
-    ])  # fmt: skip
+    return rng.choice(
+        [
+            (
+                str(a * 137),
+                [f"{a * 137:,}", f"{a * 137}.0", f"x = {a * 137}"],
+                [str(a * 137 + 1), str(-a * 137), f"{a * 137}.5"],
+            ),
+            (
+                f"\\frac{{{n}}}{{{d}}}",
+                [f"\\dfrac{{{n}}}{{{d}}}", f"{n}/{d}", f"\\frac{{{2 * n}}}{{{2 * d}}}"],
+                [f"\\frac{{{d}}}{{{n}}}", f"-\\frac{{{n}}}{{{d}}}", f"\\frac{{{n}}}{{{d + 1}}}"],
+            ),
+            (
+                f"{a}\\sqrt{{{c * c + 1}}}",
+                [f"\\sqrt{{{c * c + 1}}}\\cdot {a}", f"\\sqrt{{{a * a * (c * c + 1)}}}"],
+                [
+                    f"\\sqrt{{{a * (c * c + 1)}}}",
+                    f"{a + 1}\\sqrt{{{c * c + 1}}}",
+                    f"{a}\\sqrt{{{c * c + 2}}}",
+                ],
+            ),
+            (
+                f"\\left( {a}, \\frac{{\\pi}}{{{c}}} \\right)",
+                [f"({a}, \\pi/{c})", f"\\left({a},\\frac{{1}}{{{c}}}\\pi\\right)"],
+                [
+                    f"(\\frac{{\\pi}}{{{c}}}, {a})",
+                    f"({a}, \\frac{{\\pi}}{{{c + 1}}})",
+                    f"[{a}, \\frac{{\\pi}}{{{c}}}]",
+                ],
+            ),
+            (
+                f"[{-a},{b})",
+                [f"{letter} \\in [{-a}, {b})", f"-{a} \\le {letter} < {b}"],
+                [f"[{-a},{b}]", f"({-a},{b})", f"[{-b - 1},{a})"],
+            ),
+            (
+                f"{a}{letter}^2 - {b}{letter} + {c}",
+                [f"{c} - {b}{letter} + {a}{letter}^{{2}}", f"{letter}({a}{letter} - {b}) + {c}"],
+                [
+                    f"{a}{letter}^2 + {b}{letter} + {c}",
+                    f"{a}{letter}^2 - {b}{letter}",
+                    f"{a}{letter}^3 - {b}{letter} + {c}",
+                ],
+            ),
+            (
+                f"{a} - {b}i",
+                [f"-{b}i + {a}", f"{a}-{b}i"],
+                [f"{a} + {b}i", f"{b} - {a + 1}i", str(a)],
+            ),
+            ("p - q", ["p-q", "-q + p", "-(q-p)"], ["q - p", "p + q", "p"]),
+            (f"{a}^\\circ", [str(a), f"{a}^{{\\circ}}"], [str(a + 1), f"{a + 90}^\\circ"]),
+            (
+                f"\\text{{{rng.choice(['Evelyn', 'Navin', 'Maren'])}}}",
+                [],
+                ["\\text{Olaf}", "Briana", "7"],
+            ),
+            (
+                f"{a}, {a + b}, {a + 2 * b}",
+                [f"{a + b},{a},{a + 2 * b}", f"\\{{{a}, {a + b}, {a + 2 * b}\\}}"],
+                [f"{a}, {a + b}", f"{a}", f"{a}, {a}, {a + b}"],
+            ),
+            (
+                f"\\begin{{pmatrix}} {a} \\\\ {-b} \\end{{pmatrix}}",
+                [f"\\begin{{pmatrix}}{a}\\\\-{b}\\end{{pmatrix}}"],
+                [
+                    f"\\begin{{pmatrix}} {a} \\\\ {b} \\end{{pmatrix}}",
+                    f"\\begin{{pmatrix}} {a} & {-b} \\end{{pmatrix}}",
+                ],
+            ),
+        ]
+    )
 
 
 def math_pairs(rng: random.Random) -> Iterator[Pair]:

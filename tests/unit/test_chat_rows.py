@@ -176,7 +176,7 @@ def test_marked_header_of_a_turn_is_not_learned(tmp_path: Path) -> None:
     assert learned(row) == ["2<eos>", "6</think>6<eos>"]
 
 
-def test_an_empty_turn_is_not_learned(tmp_path: Path) -> None:
+def test_empty_turn_is_not_learned(tmp_path: Path) -> None:
     empty = [*TALK[:2], say("assistant", " \n"), *TALK[3:]]
     for template in (PLAIN, MARKED):
         assert problem(tmp_path, {"messages": empty}, template=template) == (
@@ -192,7 +192,7 @@ def test_an_empty_turn_is_not_learned(tmp_path: Path) -> None:
     )
 
 
-def test_a_conversation_may_begin_with_the_assistant(tmp_path: Path) -> None:
+def test_conversation_may_begin_with_the_assistant(tmp_path: Path) -> None:
     """Qwen 3.5's template refuses conversations without a user's message."""
     refusal = "{{ raise_exception('No user query') }}"
     strict = (

@@ -136,8 +136,8 @@ def test_module_in_the_wrong_folder_or_both_is_refused(folders, monkeypatch) -> 
     )
     (working / "paths_graders.py").write_text("def f(text): return 0\n")
     assert (
-        f"another module of this name, {working}/paths_graders.py; for the one beside run.yaml write "
-        "./paths_graders.py:f" in problem(beside, text)
+        f"another module of this name, {working}/paths_graders.py; for the one beside run.yaml "
+        "write ./paths_graders.py:f" in problem(beside, text)
     )
     assert (
         config(beside, text.replace("paths_graders:", "./paths_graders.py:")).reward.name

@@ -162,7 +162,7 @@ def edited_tokenizer(tmp_path: Path, name: str, **changes: object) -> Tokenizer:
     return load_tokenizer(ModelConfig(path="not used", tokenizer=str(tmp_path)))
 
 
-def test_a_tokenizer_that_does_not_fit_the_model(
+def test_tokenizer_that_does_not_fit_the_model(
     tmp_path: Path, spec: ModelSpec, tokenizer: Tokenizer
 ):
     assert tokenizer_problems(tokenizer, spec) == []
@@ -221,7 +221,7 @@ def edited_tokenizer_without_eos(folder: Path) -> Tokenizer:
     return load_tokenizer(ModelConfig(path=str(folder)))
 
 
-def test_a_folder_without_tokenizer(tmp_path: Path):
+def test_folder_without_tokenizer(tmp_path: Path):
     with pytest.raises(ConfigError, match=f"model.path={tmp_path}: holds no tokenizer"):
         load_tokenizer(ModelConfig(path=str(tmp_path)))
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -115,7 +115,7 @@ def test_problems_are_reported_with_their_lines(tmp_path: Path):
     ]
 
 
-def test_a_demonstration_may_be_turns(tmp_path: Path):
+def test_demonstration_may_be_turns(tmp_path: Path):
     row = {"question": "2*3=", "answer": "6"}
     source = write(
         tmp_path / "turns.jsonl", {**row, "how": ["<2*3>", "6;", "6"]}, {**row, "how": "6"}
@@ -471,7 +471,7 @@ def test_prompts_in_the_chat_template_of_the_model(place: str, tmp_path: Path):
         assert error.value.problems == [f"{bad}, line 1: {problem}"]
 
 
-def test_a_model_without_chat_template(tmp_path: Path):
+def test_model_without_chat_template(tmp_path: Path):
     source = write(tmp_path / "a.jsonl", {"question": "a", "answer": "1"})
     with pytest.raises(ConfigError) as error:
         load_rows(
@@ -491,7 +491,7 @@ def test_source_that_is_no_hub_name_is_a_missing_file(source: str):
     assert problems(source) == [f"data.train.source={source}: no such file or folder"]
 
 
-def test_a_folder_without_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_folder_without_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "set").mkdir()
     (tmp_path / "set/readme.jsonl").write_text("{")

@@ -129,7 +129,7 @@ def test_too_few_useful_prompts_end_with_their_rewards() -> None:
     )
 
 
-def test_rollouts_show_what_was_dropped(tmp_path: Path) -> None:
+def test_rollouts_show_dropped_prompts(tmp_path: Path) -> None:
     mixed = batch([group(0, sample(1.0), sample(0.0))], [group(1, sample(0.0), sample(0.0))])
     shown = [(mixed.groups[0], texts_of(mixed.texts[0]))]
     dropped = [(mixed.dropped[0], texts_of(mixed.dropped_texts[0]))]
