@@ -24,10 +24,20 @@ from megarl.reshard.schedule import batches_from
 torch.set_num_threads(1)
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float8_e4m3fn")}
 FP8_FAMILIES = (
-    "gemma3", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "mixtral",
-    "deepseek_v3", "glm4_moe", "qwen3_next",
+    "gemma3",
+    "llama",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "glm4_moe",
+    "qwen3_next",
     "qwen3_5",
-)  # fmt: skip
+)
 FAMILIES = (*FP8_FAMILIES, "gpt_oss")
 RULES = {"block": block_rule(4, 4), "channel": CHANNEL, "tensor": TENSOR}
 Case = tuple[ModelSpec, TrainerTopology, GeneratorTopology, str]
@@ -139,9 +149,16 @@ def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
             tie_word_embeddings=False,
         )
     trainer = TrainerTopology(
-        tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp, dp=dp, first_stage_layers=first,
+        tp=tp,
+        pp=pp,
+        vpp=vpp,
+        cp=cp,
+        ep=ep,
+        etp=etp,
+        dp=dp,
+        first_stage_layers=first,
         last_stage_layers=last,
-    )  # fmt: skip
+    )
     return (
         spec,
         trainer,

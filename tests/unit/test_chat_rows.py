@@ -62,14 +62,19 @@ def say(role: str, content: str | None, **fields: Any) -> dict[str, Any]:
 
 
 TALK = [
-    say("system", "be brief"), say("user", "1+1?"), say("assistant", "2"), say("user", "2*3?"),
+    say("system", "be brief"),
+    say("user", "1+1?"),
+    say("assistant", "2"),
+    say("user", "2*3?"),
     say("assistant", "<think>6</think>6"),
-]  # fmt: skip
+]
 CALL = {"type": "function", "id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}
 TOOL_TALK = [
-    say("user", "1+1?"), say("assistant", None, tool_calls=[CALL]),
-    say("tool", "2", tool_call_id="1"), say("assistant", "it is 2"),
-]  # fmt: skip
+    say("user", "1+1?"),
+    say("assistant", None, tool_calls=[CALL]),
+    say("tool", "2", tool_call_id="1"),
+    say("assistant", "it is 2"),
+]
 
 
 def model(folder: Path, template: str = PLAIN) -> str:
@@ -472,9 +477,12 @@ def test_rollout_by_name_has_row_and_answer(reward: str, tmp_path: Path) -> None
 
 
 VERL = {
-    "data_source": "openai/gsm8k", "prompt": [say("user", "1+1?")], "ability": "math",
-    "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": 7},
-}  # fmt: skip
+    "data_source": "openai/gsm8k",
+    "prompt": [say("user", "1+1?")],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"index": 7},
+}
 SLIME = {"prompt": [say("user", "1+1?")], "label": "2", "metadata": {"level": 1}}
 
 

@@ -263,9 +263,11 @@ def test_dropped_bad_rows_are_counted(tmp_path: Path):
     assert count == 8
     assert reading.lengths == [4, 4, 4]
     assert {problem: len(lines) for problem, lines in reading.dropped.items()} == {
-        "malformed JSON": 1, "field 'question' is empty": 1,
-        "field 'answer' must be text, not null": 2, "a long prompt": 1,
-    }  # fmt: skip
+        "malformed JSON": 1,
+        "field 'question' is empty": 1,
+        "field 'answer' must be text, not null": 2,
+        "a long prompt": 1,
+    }
     assert (reading.repeated, reading.otherwise) == (2, 1)
     assert len(problems(source)) == 3, "otherwise nothing starts"
     only_bad = LearnedConfig(source=write(tmp_path / "none.jsonl", *bad[1:]))
