@@ -50,13 +50,14 @@ class Simulation:
 
     def __init__(
         self,
+        *,
         seed,
         per_step,
         capacity,
         max_staleness,
         in_flight,
         steps,
-        mixed,
+        mixed=True,
         eager=False,
         dropping=0.0,
         mixture=Mixture(),

@@ -161,19 +161,13 @@ def items(messages: list[dict[str, Any]], noise: random.Random) -> list[dict[str
     }
     for message in messages:
         if message["role"] == "tool":
-            if any(
-                item.get("type") == "function_call_output"
-                and item["call_id"] == message["tool_call_id"]
-                for item in items_
-            ):
-                continue  # it follows its call
-            items_.append(
-                {
-                    "type": "function_call_output",
-                    "call_id": message["tool_call_id"],
-                    "output": message["content"],
-                }
-            )
+            result = {
+                "type": "function_call_output",
+                "call_id": message["tool_call_id"],
+                "output": message["content"],
+            }
+            if result not in items_:  # otherwise it follows its call
+                items_.append(result)
             continue
         calls = message.get("tool_calls", [])
         apart = noise.random() < 0.3
