@@ -1,8 +1,8 @@
 """Finds the settings that a program reads: it follows the attributes of config sections through the
 source, by annotations and assignments.
 
-A section is an expression annotated with its class, `….config` (the whole configuration), or a name
-assigned from one of these. `getattr` with a computed name reads the keys that the function
+A section is an expression annotated with its class, `….config` (the whole configuration), or a
+name assigned from one of these. `getattr` with a computed name reads the keys that the function
 mentions: as text, by a constant of the module, or as the fields of a class of megarl.base.geometry.
 """
 
@@ -74,11 +74,11 @@ def _fields(cls: type) -> dict[str, Any]:
 class _Module:
     def __init__(self, tree: ast.Module):
         self._tree = tree
-        self._found: Reads = set()
+        self._settings_read: Reads = set()
 
     def reads(self) -> Reads:
         self._block(self._tree.body, {}, {})
-        return self._found
+        return self._settings_read
 
     def _block(
         self, body: list[ast.stmt], names: dict[str, type], of_self: dict[str, type]
@@ -86,11 +86,7 @@ class _Module:
         """`names`: sections by variable; `of_self`: by attribute of self."""
         for statement in body:
             if isinstance(statement, ast.ClassDef):
-                fields = {
-                    f.target.id: c
-                    for f in statement.body
-                    if isinstance(f, ast.AnnAssign) and (c := _annotated(f.annotation))
-                }
+                fields = _annotated_names(statement.body)
                 methods = [
                     f
                     for f in statement.body
@@ -111,17 +107,12 @@ class _Module:
         of_self: dict[str, type],
     ) -> None:
         arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-        names = outer | {a.arg: c for a in arguments if (c := _annotated(a.annotation))}
-        local = [
-            node
-            for node in ast.walk(function)
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-        ]
-        names |= {
-            node.target.id: c
-            for node in local
-            if isinstance(node.target, ast.Name) and (c := _annotated(node.annotation))
-        }
+        names = dict(outer)
+        for argument in arguments:
+            cls = _annotated(argument.annotation)
+            if cls is not None:
+                names[argument.arg] = cls
+        names |= _annotated_names(ast.walk(function))
         mentioned = self._mentioned(function)
         for node in ast.walk(function):
             if isinstance(node, ast.Assign | ast.NamedExpr):
@@ -147,25 +138,19 @@ class _Module:
             for target, value in assigned
             if isinstance(target, ast.Name) and target.id in names
         ]
-        texts = [
-            node.value
-            for root in (function, *constants)
-            for node in ast.walk(root)
-            if isinstance(node, ast.Constant)
-        ]
-        words = {word for text in texts if isinstance(text, str) for word in text.split()}
-        of_class = [
-            node.value
-            for node in ast.walk(function)
-            if isinstance(node, ast.Attribute) and node.attr == "__dataclass_fields__"
-        ]
-        return words.union(
-            *(
-                getattr(geometry, cls.id).__dataclass_fields__
-                for cls in of_class
-                if isinstance(cls, ast.Name)
-            )
-        )
+        words: set[str] = set()
+        for root in (function, *constants):
+            for node in ast.walk(root):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    words.update(node.value.split())
+        for node in ast.walk(function):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr == "__dataclass_fields__"
+                and isinstance(node.value, ast.Name)
+            ):
+                words |= getattr(geometry, node.value.id).__dataclass_fields__.keys()
+        return words
 
     def _statement(
         self, statement: ast.stmt, names: dict[str, type], of_self: dict[str, type]
@@ -182,7 +167,8 @@ class _Module:
             pairs = list(zip(target.elts, node.value.elts))
         for to, value in pairs:
             for option in (value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,):
-                if (cls := self._section(option, names, of_self)) is None:
+                cls = self._section(option, names, of_self)
+                if cls is None:
                     continue
                 if isinstance(to, ast.Name):
                     names[to.id] = cls
@@ -196,19 +182,19 @@ class _Module:
     def _read(
         self, node: ast.AST, names: dict[str, type], of_self: dict[str, type], mentioned: set[str]
     ) -> None:
-        if (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Load)
-            and (cls := self._section(node.value, names, of_self))
-        ):
-            self._found.add((cls.__name__, node.attr))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            cls = self._section(node.value, names, of_self)
+            if cls is not None:
+                self._settings_read.add((cls.__name__, node.attr))
         elif (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
             and node.func.id == "getattr"
-            and (cls := self._section(node.args[0], names, of_self))
         ):
-            self._found |= {(cls.__name__, name) for name in mentioned & _fields(cls).keys()}
+            cls = self._section(node.args[0], names, of_self)
+            if cls is not None:
+                fields = mentioned & _fields(cls).keys()
+                self._settings_read |= {(cls.__name__, name) for name in fields}
 
     def _section(
         self, node: ast.expr, names: dict[str, type], of_self: dict[str, type]
@@ -219,16 +205,27 @@ class _Module:
             return None
         if isinstance(node.value, ast.Name) and node.value.id == "self" and node.attr in of_self:
             return of_self[node.attr]
-        if (cls := self._section(node.value, names, of_self)) is not None:
+        cls = self._section(node.value, names, of_self)
+        if cls is not None:
             hint = _fields(cls).get(node.attr)
             return hint if dataclasses.is_dataclass(hint) else None
         return schema.RunConfig if node.attr in ("config", "_config") else None
 
 
 def _annotated(annotation: ast.expr | None) -> type | None:
-    named = (
-        {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
-        if annotation is not None
-        else set()
-    )
-    return SECTIONS.get(next(iter(named & SECTIONS.keys()), ""))
+    """The section that the annotation names."""
+    for node in ast.walk(annotation) if annotation is not None else ():
+        if isinstance(node, ast.Name) and node.id in SECTIONS:
+            return SECTIONS[node.id]
+    return None
+
+
+def _annotated_names(nodes: Iterable[ast.AST]) -> dict[str, type]:
+    """The sections of the annotated variables among these nodes, by their names."""
+    sections = {}
+    for node in nodes:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            cls = _annotated(node.annotation)
+            if cls is not None:
+                sections[node.target.id] = cls
+    return sections

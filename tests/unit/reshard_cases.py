@@ -24,10 +24,20 @@ from megarl.reshard.schedule import batches_from
 torch.set_num_threads(1)
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float8_e4m3fn")}
 FP8_FAMILIES = (
-    "gemma3", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "mixtral",
-    "deepseek_v3", "glm4_moe", "qwen3_next",
+    "gemma3",
+    "llama",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "glm4_moe",
+    "qwen3_next",
     "qwen3_5",
-)  # fmt: skip
+)
 FAMILIES = (*FP8_FAMILIES, "gpt_oss")
 RULES = {"block": block_rule(4, 4), "channel": CHANNEL, "tensor": TENSOR}
 Case = tuple[ModelSpec, TrainerTopology, GeneratorTopology, str]
@@ -59,11 +69,9 @@ def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
     kv = draw(st.sampled_from([tp, 2 * tp, 4 * tp] if device == "cpu" or tp == 3 else [1, 2, 4, 8]))
     if device == "cuda" and ((kv % generator_tp and generator_tp % kv) or (kv % tp and tp % kv)):
         kv = tp * generator_tp
-    heads = (
-        kv
-        * draw(st.sampled_from([1, 2, 3]))
-        * (tp * generator_tp if kv % tp or device == "cuda" else 1)
-    )
+    heads = kv * draw(st.sampled_from([1, 2, 3]))
+    if kv % tp or device == "cuda":
+        heads *= tp * generator_tp
     unit = 16 if fp8 else tp * (generator_tp if device == "cuda" else 1)
     first = draw(st.sampled_from([None, vpp])) if pp > 1 else None
     last = (
@@ -141,9 +149,16 @@ def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
             tie_word_embeddings=False,
         )
     trainer = TrainerTopology(
-        tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp, dp=dp, first_stage_layers=first,
+        tp=tp,
+        pp=pp,
+        vpp=vpp,
+        cp=cp,
+        ep=ep,
+        etp=etp,
+        dp=dp,
+        first_stage_layers=first,
         last_stage_layers=last,
-    )  # fmt: skip
+    )
     return (
         spec,
         trainer,
@@ -205,21 +220,19 @@ def check_lists(map: ReshardMap, copies: list[Copy], joined: bool) -> None:
     """
     prove_copies(copies, map.source, map.destination)
     ranks = range(map.destination.world_size)
-    received = [
-        c for rank in ranks for c in (map.writes_to(rank) if joined else map.copies_to(rank))
-    ]
+    received = []
+    for rank in ranks:
+        received += map.writes_to(rank) if joined else map.copies_to(rank)
     assert sorted(map_key(c) for c in received) == sorted(map_key(c) for c in copies)
     summary = map.summary()
     assert sum(c.bytes for c in copies) == summary.bytes == summary.bytes_minimum
     assert len(copies) == (summary.writes if joined else summary.copies)
     assert summary.tensors == sum(len(map.destination.tensors(rank)) for rank in ranks)
     if joined:
-        scheduled = [
-            w
-            for rank in range(map.source.world_size)
-            for batch in batches_from(map, rank, 900)
-            for w in batch.writes
-        ]
+        scheduled = []
+        for rank in range(map.source.world_size):
+            for batch in batches_from(map, rank, 900):
+                scheduled += batch.writes
         assert sorted(map_key(c) for c in scheduled) == sorted(map_key(c) for c in copies)
 
 

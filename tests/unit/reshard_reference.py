@@ -103,6 +103,13 @@ def is_sparse(spec: ModelSpec, layer: int) -> bool:
     return spec.num_experts > 0 and layer >= spec.first_dense_layers
 
 
+def mlp_modules(spec: ModelSpec, layer: int) -> list[str]:
+    """The MLPs that compute every token: a dense layer's, or the shared experts."""
+    if not is_sparse(spec, layer):
+        return ["mlp"]
+    return [shared_module(spec)] if spec.shared_intermediate_size else []
+
+
 # The multi-token prediction layer: the names of the tensors outside its decoder layer, in
 # checkpoints, in Megatron and in SGLang.
 BESIDE = {
@@ -309,13 +316,12 @@ def layers_of_stage(spec: ModelSpec, t: TrainerTopology, stage: int) -> list[int
 
     The sizes of first and last stage may be set.
     """
-    sizes = [
-        t.first_stage_layers if s == 0 else t.last_stage_layers if s == t.pp - 1 else None
-        for s in range(t.pp)
-    ]
-    unset_layers = spec.num_layers - sum(size or 0 for size in sizes)
-    even = unset_layers // max(1, sizes.count(None))
-    sizes = [even if size is None else size for size in sizes]
+    set_sizes = {0: t.first_stage_layers}
+    set_sizes.setdefault(t.pp - 1, t.last_stage_layers)
+    set_sizes = {s: size for s, size in set_sizes.items() if size is not None}
+    unset_layers = spec.num_layers - sum(set_sizes.values())
+    even = unset_layers // max(1, t.pp - len(set_sizes))
+    sizes = [set_sizes.get(s, even) for s in range(t.pp)]
     result = []
     layer = 0
     for _ in range(t.vpp):
@@ -421,33 +427,30 @@ def megatron(
             local[s + "core_attention.softmax_offset"] = rows(hf[a + "sinks"])
         sparse = is_sparse(spec, i)
         projection = "in_proj" if linear else "linear_qkv"
-        first = (
-            f"self_attention.{projection}.layer_norm_weight"
-            if te and not spec.kv_lora_rank
-            else "input_layernorm.weight"
-        )
-        second = (
-            "mlp.linear_fc1.layer_norm_weight" if te and not sparse else "pre_mlp_layernorm.weight"
-        )
-        before = [] if spec.family == "olmo2" else [first, second]
-        after = (
-            ["self_attn_bda.norm.weight", "mlp_bda.norm.weight"]
-            if spec.family in ("olmo2", "gemma3")
-            else []
-        )
-        for name, of_checkpoint in zip(before + after, layer_norms(spec), strict=True):
-            local[m + name] = hf[p + of_checkpoint].clone()
-        for module in ([] if sparse else ["mlp"]) + (
-            [shared_module(spec)] if sparse and spec.shared_intermediate_size else []
-        ):
+        norms = []
+        if spec.family != "olmo2":
+            fused = te and not spec.kv_lora_rank
+            norms.append(
+                f"self_attention.{projection}.layer_norm_weight"
+                if fused
+                else "input_layernorm.weight"
+            )
+            fused = te and not sparse
+            norms.append(
+                "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"
+            )
+        if spec.family in ("olmo2", "gemma3"):
+            norms += ["self_attn_bda.norm.weight", "mlp_bda.norm.weight"]
+        for name, hf_name in zip(norms, layer_norms(spec), strict=True):
+            local[m + name] = hf[p + hf_name].clone()
+        for module in mlp_modules(spec, i):
             gate, up, down = (hf[f"{p}{module}.{x}_proj.weight"] for x in ("gate", "up", "down"))
             prefix = m + ("mlp" if module == "mlp" else "mlp.shared_experts")
             local[f"{prefix}.linear_fc1.weight"] = torch.cat([rows(gate), rows(up)])
             local[f"{prefix}.linear_fc2.weight"] = columns(down)
         if spec.shared_expert_gate:
-            local[m + "mlp.shared_experts.gate_weight"] = hf[
-                p + "mlp.shared_expert_gate.weight"
-            ].clone()
+            gate = hf[p + "mlp.shared_expert_gate.weight"]
+            local[m + "mlp.shared_experts.gate_weight"] = gate.clone()
         if not sparse:
             continue
         local[m + "mlp.router.weight"] = hf[router_name(spec, i)].clone()
@@ -455,11 +458,12 @@ def megatron(
             local[m + "mlp.router.expert_bias"] = hf[p + "mlp.gate.e_score_correction_bias"].float()
         per_rank = spec.num_experts // t.ep
         for e in range(ep_rank * per_rank, (ep_rank + 1) * per_rank):
-            fc1, fc2 = (
-                f"{m}mlp.experts."
-                + (f"linear_fc{n}.weight{e}" if te else f"local_experts.{e}.linear_fc{n}.weight")
-                for n in (1, 2)
-            )
+            experts = f"{m}mlp.experts."
+            fc1 = experts + f"local_experts.{e}.linear_fc1.weight"
+            fc2 = experts + f"local_experts.{e}.linear_fc2.weight"
+            if te:
+                fc1 = experts + f"linear_fc1.weight{e}"
+                fc2 = experts + f"linear_fc2.weight{e}"
             if spec.family == "gpt_oss":
                 local[m + "mlp.router.bias"] = hf[p + "mlp.router.bias"].clone()
                 x = f"{p}mlp.experts.{e}."
@@ -552,22 +556,16 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
             for x in ("q_a", "kv_a"):
                 local[f"{a}{x}_layernorm.weight"] = hf[f"{a}{x}_layernorm.weight"]
             for x in ("q_b", "kv_b"):
-                local[f"{a}{x}_proj.weight"] = hf[f"{a}{x}_proj.weight"].chunk(attn_tp, 0)[
-                    attn_rank
-                ]
+                name = f"{a}{x}_proj.weight"
+                local[name] = hf[name].chunk(attn_tp, 0)[attn_rank]
             local[a + "o_proj.weight"] = hf[a + "o_proj.weight"].chunk(attn_tp, 1)[attn_rank]
         else:
             for suffix in ("weight", "bias") if spec.qkv_bias else ("weight",):
-                q = rows(
-                    hf[f"{a}q_proj.{suffix}"],
-                    heads * spec.head_dim * (2 if spec.gated_attention else 1),
-                    attn_tp,
-                    attn_rank,
-                )
-                k, v = (
-                    rows(hf[f"{a}{x}_proj.{suffix}"], kv * spec.head_dim, kv_parts, kv_rank)
-                    for x in "kv"
-                )
+                q_size = heads * spec.head_dim * (2 if spec.gated_attention else 1)
+                kv_size = kv * spec.head_dim
+                q = rows(hf[f"{a}q_proj.{suffix}"], q_size, attn_tp, attn_rank)
+                k = rows(hf[f"{a}k_proj.{suffix}"], kv_size, kv_parts, kv_rank)
+                v = rows(hf[f"{a}v_proj.{suffix}"], kv_size, kv_parts, kv_rank)
                 local[f"{a}qkv_proj.{suffix}"] = torch.cat([q, k, v])
             local[a + "o_proj.weight"] = columns(
                 hf[a + "o_proj.weight"], heads * spec.head_dim, attn_tp, attn_rank
@@ -583,9 +581,7 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
         sparse = is_sparse(spec, i)
         if spec.shared_expert_gate:
             local[p + "mlp.shared_expert_gate.weight"] = hf[p + "mlp.shared_expert_gate.weight"]
-        for module in ([] if sparse else ["mlp"]) + (
-            [shared_module(spec)] if sparse and spec.shared_intermediate_size else []
-        ):
+        for module in mlp_modules(spec, i):
             size = padded(hf[f"{p}{module}.gate_proj.weight"].shape[0])
             gate, up = (rows(hf[f"{p}{module}.{x}_proj.weight"], size) for x in ("gate", "up"))
             local[f"{p}{module}.gate_up_proj.weight"] = torch.cat([gate, up])
@@ -597,9 +593,8 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
         router = hf[router_name(spec, i)]
         local[router_name(spec, i)] = router.float() if spec.family == "glm4_moe" else router
         if spec.router_bias:
-            local[p + "mlp.gate.e_score_correction_bias"] = hf[
-                p + "mlp.gate.e_score_correction_bias"
-            ].float()
+            bias = p + "mlp.gate.e_score_correction_bias"
+            local[bias] = hf[bias].float()
         moe_tp = tp // g.ep
         per_rank = spec.num_experts // g.ep
         size = padded(spec.expert_intermediate_size)
@@ -630,10 +625,8 @@ def paired_experts(p: str, hf: HF, experts: range, rows: int, parts: int, part: 
         return torch.stack([hf[f"{p}mlp.experts.{e}.{name}"] for e in experts])
 
     down_bias = stacked("down_proj_bias").float()
-    w13, w13_bias = (
-        pad(stacked(name), 2 * rows, 1).chunk(parts, 1)[part]
-        for name in ("gate_up_proj", "gate_up_proj_bias")
-    )
+    w13 = pad(stacked("gate_up_proj"), 2 * rows, 1).chunk(parts, 1)[part]
+    w13_bias = pad(stacked("gate_up_proj_bias"), 2 * rows, 1).chunk(parts, 1)[part]
     return {
         p + "mlp.router.bias": hf[p + "mlp.router.bias"],
         p + "mlp.experts.w13_weight": w13,

@@ -49,10 +49,22 @@ class Simulation:
     """
 
     def __init__(
-        self, seed, per_step, capacity, max_staleness, in_flight, steps, mixed, eager=False,
+        self,
+        *,
+        seed,
+        per_step,
+        capacity,
+        max_staleness,
+        in_flight,
+        steps,
+        mixed=True,
+        eager=False,
         dropping=0.0,
-        mixture=Mixture(), rows=None, rest_epochs=1, outside=0.5,
-    ):  # fmt: skip
+        mixture=Mixture(),
+        rows=None,
+        rest_epochs=1,
+        outside=0.5,
+    ):
         self.random = random.Random(seed)
         self.dropping = dropping
         self.mixture = mixture

@@ -161,19 +161,13 @@ def items(messages: list[dict[str, Any]], noise: random.Random) -> list[dict[str
     }
     for message in messages:
         if message["role"] == "tool":
-            if any(
-                item.get("type") == "function_call_output"
-                and item["call_id"] == message["tool_call_id"]
-                for item in items_
-            ):
-                continue  # it follows its call
-            items_.append(
-                {
-                    "type": "function_call_output",
-                    "call_id": message["tool_call_id"],
-                    "output": message["content"],
-                }
-            )
+            result = {
+                "type": "function_call_output",
+                "call_id": message["tool_call_id"],
+                "output": message["content"],
+            }
+            if result not in items_:  # otherwise it follows its call
+                items_.append(result)
             continue
         calls = message.get("tool_calls", [])
         apart = noise.random() < 0.3
@@ -320,11 +314,9 @@ def test_trained_tokens_are_the_sampled_tokens(mode: str, seed: int) -> None:
     ]
     samples = [sample for group in groups for sample in group]
     assert sample_problems(samples, len(trees), MAX_TOKENS, VOCABULARY) == []
-    assert (
-        [len(group) for group in groups]
-        == [len(tree.leaves()) for tree in trees]
-        == list(map(len, episodes(samples)))
-    )
+    branch_counts = [len(tree.leaves()) for tree in trees]
+    assert [len(group) for group in groups] == branch_counts
+    assert [len(branches) for branches in episodes(samples)] == branch_counts
 
     batch = batch_of([Group(Prompt(0, prefix, "", ""), samples)])
     algorithm = make_algorithm(AlgorithmConfig(name="aipo"))
@@ -349,16 +341,14 @@ def test_trained_tokens_are_the_sampled_tokens(mode: str, seed: int) -> None:
                 "the id, log-prob and version of one draw"
             )
             trained[logprob] += 1
-    sampled_logprobs = [
-        logprob for tree in trees for turn in tree.turns for logprob in turn.completion.logprobs
-    ]
-    assert trained == Counter(sampled_logprobs) and set(trained.values()) == {1}, (
-        "all that was answered, each token once"
-    )
-    leaves = [leaf for tree in trees for leaf in tree.leaves()]
-    assert [sequence.token_ids.tolist() for sequence in sequences] == [
-        leaf.token_ids for leaf in leaves
-    ]
+    sampled_logprobs = []
+    for tree in trees:
+        for turn in tree.turns:
+            sampled_logprobs += turn.completion.logprobs
+    assert trained == Counter(sampled_logprobs)
+    assert set(trained.values()) == {1}, "each token once"
+    leaf_ids = [leaf.token_ids for tree in trees for leaf in tree.leaves()]
+    assert [sequence.token_ids.tolist() for sequence in sequences] == leaf_ids
 
 
 def learned_pieces(sample: Any) -> list[str]:
@@ -370,7 +360,7 @@ def learned_pieces(sample: Any) -> list[str]:
     ]
 
 
-class ScriptedPolicy:
+class LetterPolicy:
     """A fake of generate: says given texts ("$": end-of-text), and records its requests."""
 
     def __init__(self, *texts: str):
@@ -385,9 +375,9 @@ class ScriptedPolicy:
         for _ in range(n):
             text = self.texts.pop(0)
             # One id a character, unlike the tokenizer's own encoding of a call.
-            ids = [TOKENIZER.backend.get_vocab()[letter] for letter in text.removesuffix("$")] + [
-                EOS
-            ] * text.endswith("$")
+            ids = [TOKENIZER.backend.get_vocab()[letter] for letter in text.removesuffix("$")]
+            if text.endswith("$"):
+                ids.append(EOS)
             ended = ids[-1] == EOS or any(string in text for string in sampling.stop)
             reason = "stop" if ended else "length"
             completions.append(Completion(ids, [-1.0] * len(ids), [3] * len(ids), reason))
@@ -398,8 +388,8 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def episode(*texts: str, sampling: Sampling = SAMPLING) -> tuple[Episode, ScriptedPolicy]:
-    policy = ScriptedPolicy(*texts)
+def episode(*texts: str, sampling: Sampling = SAMPLING) -> tuple[Episode, LetterPolicy]:
+    policy = LetterPolicy(*texts)
     return Episode(policy, TOKENIZER, TEMPLATE, JsonParser(), sampling), policy
 
 
@@ -414,12 +404,11 @@ def test_good_calls_survive_beside_bad_ones():
         "no JSON",
     ):
         text, calls = json_calls(f"First {CALL} then <tool_call>{bad}</tool_call>", tools)
-        assert [call.name for call in calls] == [
-            "calculate"
-        ] and text == f"First  then <tool_call>{bad}</tool_call>"
+        assert [call.name for call in calls] == ["calculate"]
+        assert text == f"First  then <tool_call>{bad}</tool_call>"
 
 
-def test_a_call_and_its_result_continue_the_sampled_ids():
+def test_call_and_its_result_continue_the_sampled_ids():
     async def agent() -> None:
         played, policy = episode(f"{CALL}$", "42$")
         [answer] = await played.complete([user("6*7=")], TOOLS)
@@ -448,9 +437,8 @@ def test_a_call_and_its_result_continue_the_sampled_ids():
         [sample] = played.tree.samples(
             len(policy.prompts[0]), TOKENIZER.decode_all, Score(1.0), {"calls": 2.0}
         )
-        assert (
-            sample.text == f"{CALL}<eos><tool>42<assistant>42<eos>" and sample.summary().turns == 2
-        )
+        assert sample.text == f"{CALL}<eos><tool>42<assistant>42<eos>"
+        assert sample.summary().turns == 2
         assert [sample.text[first:last] for first, last in sample.environment_spans] == [
             "<tool>42<assistant>"
         ]
@@ -501,9 +489,8 @@ def test_turn_ended_by_a_stop_string_continues_its_tokens(sent_back: str):
         assert (answer.content, answer.stop, answer.finish_reason) == ("ab", "XY", "stop")
         await played.complete([user("a"), {"role": "assistant", "content": sent_back}, user("b")])
         sampled = played.tree.turns[0].completion.token_ids.tolist()
-        assert TOKENIZER.decode_all(sampled) == "abXY" and policy.prompts[1][
-            : len(policy.prompts[0]) + 4
-        ] == [*policy.prompts[0], *sampled]
+        assert TOKENIZER.decode_all(sampled) == "abXY"
+        assert policy.prompts[1][: len(policy.prompts[0]) + 4] == [*policy.prompts[0], *sampled]
         assert (
             TOKENIZER.decode_all(policy.prompts[1])
             == "<bos><user>a<assistant>abXY<eos><user>b<assistant>"
@@ -562,14 +549,10 @@ def test_stop_strings_of_the_run_stay_in_the_text():
             "abXY", sampling=Sampling(MAX_TOKENS, stop_token_ids=(EOS,), stop=("XY",))
         )
         [answer] = await played.complete([user("a")], stop=["Q"])
-        assert (answer.content, answer.stop, policy.samplings[0].stop) == (
-            "abXY",
-            None,
-            ("XY", "Q"),
-        )
-        with pytest.raises(
-            Refused, match=r"stop: 32 texts; with those of rollout.stop, there can be 32"
-        ):
+        assert (answer.content, answer.stop) == ("abXY", None)
+        assert policy.samplings[0].stop == ("XY", "Q")
+        problem = "stop: 32 texts; with those of rollout.stop, there can be 32"
+        with pytest.raises(Refused, match=problem):
             await played.complete([user("a")], stop=["Q"] * 32)
 
     asyncio.run(agent())
@@ -586,9 +569,8 @@ def test_shared_turns_of_branches_are_learned_once():
         samples = played.tree.samples(
             1, TOKENIZER.decode_all, Score(0.5, {"part": 1.0}), {"calls": 4.0}
         )
-        assert [sample.branch for sample in samples] == [0, 1, 2] and {
-            sample.reward for sample in samples
-        } == {0.5}
+        assert [sample.branch for sample in samples] == [0, 1, 2]
+        assert {sample.reward for sample in samples} == {0.5}
         learned = ["".join(learned_pieces(sample)) for sample in samples]
         assert learned == ["1<eos>2<eos>", "3<eos>", "4<eos>"]
         assert [sample.metrics for sample in samples] == [{"calls": 4.0}, {}, {}], (
@@ -614,7 +596,7 @@ def test_special_tokens_in_messages_are_plain_text():
     asyncio.run(agent())
 
 
-def test_a_rewritten_turn_is_context_of_a_new_branch():
+def test_rewritten_turn_is_context_of_a_new_branch():
     async def agent() -> None:
         played, _ = episode("123$", "4$")
         await played.complete([user("a")])
@@ -652,7 +634,7 @@ def test_template_arguments_of_a_request_are_plain_text(tmp_path: Path):
     asyncio.run(agent())
 
 
-def test_a_template_that_rewrites_turns_makes_a_branch(tmp_path: Path):
+def test_template_that_rewrites_turns_makes_a_branch(tmp_path: Path):
     for file in MODEL.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     path = tmp_path / "chat_template.jinja"
@@ -672,16 +654,14 @@ def test_a_template_that_rewrites_turns_makes_a_branch(tmp_path: Path):
             TOKENIZER.decode_all(policy.prompts[1])
             == "<bos><user>a<assistant><eos><user>b<assistant>"
         ), "as the template has it"
-        assert (
-            played.counts["unstable"] == 1
-            and played.counts["rewritten"] == 0
-            and len(played.tree.leaves()) == 2
-        )
+        assert played.counts["unstable"] == 1
+        assert played.counts["rewritten"] == 0
+        assert len(played.tree.leaves()) == 2
 
     asyncio.run(agent())
 
 
-def test_a_conversation_without_room_is_refused():
+def test_conversation_without_room_is_refused():
     async def agent() -> None:
         played, _ = episode(sampling=Sampling(4, stop_token_ids=(EOS,)))
         with pytest.raises(Refused, match="rollout.max_tokens=4 is the most"):

@@ -128,7 +128,8 @@ def test_prompts_without_a_pair_are_counted_and_add_nothing(name: str):
         "pair_margin": pytest.approx(0.1 * (1.0 - 1.0)),
         "pair_accuracy": 1.0,
     }
-    assert group_loss.weights[0].tolist() == [0, 0, 0] and group_loss.weights[:, 2].tolist() == [
+    assert group_loss.weights[0].tolist() == [0, 0, 0]
+    assert group_loss.weights[:, 2].tolist() == [
         0,
         0,
         0,

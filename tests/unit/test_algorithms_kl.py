@@ -118,7 +118,7 @@ def test_penalised_rewards_give_the_divergence_gradient(seed: int, estimator: st
     assert torch.allclose(mean, exact, rtol=1e-10, atol=1e-13) == (estimator != "k3")
 
 
-def test_the_penalty_of_a_response_is_summed_over_its_tokens():
+def test_penalty_of_a_response_is_summed_over_its_tokens():
     config = AlgorithmConfig(name="rloo", kl_coef=0.5, kl="reward", kl_estimator="k2")
     penalty = make_algorithm(config).penalty(
         torch.tensor([0.0, -1.0, -2.0]), torch.tensor([0.0, -2.0, -4.0])
@@ -127,7 +127,7 @@ def test_the_penalty_of_a_response_is_summed_over_its_tokens():
 
 
 @pytest.mark.parametrize("name", ["rloo", "grpo"])
-def test_a_penalty_in_the_reward_is_not_in_the_loss(name: str):
+def test_penalty_in_the_reward_is_not_in_the_loss(name: str):
     logits, tokens, mu, advantages, mask = random_batch(0)
     logprobs = logprobs_of(logits, tokens)
     plain = loss_of(logprobs, mu, advantages, mask, name=name)
@@ -139,6 +139,6 @@ def test_a_penalty_in_the_reward_is_not_in_the_loss(name: str):
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", None])
-def test_the_reward_takes_any_estimate(estimator: str | None):
+def test_reward_takes_any_estimate(estimator: str | None):
     config = AlgorithmConfig(name="grpo", kl_coef=0.1, kl="reward", kl_estimator=estimator)
     assert list(problems(config)) == []

@@ -23,7 +23,7 @@ ALLOWED = [(name, ratio) for name, recipe in ALGORITHMS.items() for ratio in rec
 
 
 def proximal_batch(seed: int, spread: float):
-    """Like `random_batch`, with log-probs of a proximal policy that is as far from mu as from pi."""
+    """Like `random_batch`, with a proximal policy that is as far from mu as from pi."""
     logits, tokens, prox, advantages, mask = random_batch(seed, spread)
     noise = torch.randn(prox.shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
     return logits, tokens, prox, prox - spread * noise, advantages, mask

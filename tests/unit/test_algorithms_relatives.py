@@ -106,8 +106,8 @@ def test_topr_weighs_only_bad_responses_by_their_ratio(seed: int):
     logprobs = logprobs_of(logits, tokens)
     expected = torch.zeros(())
     for row in range(len(tokens)):
-        whole = ((logprobs - mu)[row] * mask[row]).sum().exp().item()
-        weight = 1.0 if advantages[row, 0] > 0 else min(whole, 1.0)
+        ratio = ((logprobs - mu)[row] * mask[row]).sum().exp().item()
+        weight = 1.0 if advantages[row, 0] > 0 else min(ratio, 1.0)
         expected = expected - weight * advantages[row, 0] * (logprobs[row] * mask[row]).sum()
     out = loss_of(logprobs, mu, advantages, mask, name="topr")
     torch.testing.assert_close(
@@ -115,7 +115,7 @@ def test_topr_weighs_only_bad_responses_by_their_ratio(seed: int):
     )
 
 
-def test_icepop_drops_what_is_outside_its_bounds():
+def test_icepop_drops_ratios_outside_its_bounds():
     ratios = torch.tensor([[0.49, 0.51, 1.0, 4.9, 5.1]], dtype=F64)
     logprobs = torch.full((1, 5), -1.0, dtype=F64, requires_grad=True)
     out = loss_of(
@@ -215,20 +215,28 @@ def test_packed_sequences_equal_single_ones(
     rng = np.random.default_rng(seed)
     t = sum(lengths)
     logprobs = torch.tensor(-rng.exponential(size=t), requires_grad=True)
+    mu = torch.tensor(-rng.exponential(size=t))
+    reference = torch.tensor(-rng.random(t))
     advantages = torch.tensor(np.repeat(rng.choice([-1.0, 0.5], size=len(lengths)), lengths))
-    tensors = [
-        logprobs,
-        torch.tensor(-rng.exponential(size=t)),
-        advantages,
-        torch.tensor(rng.random(t) < 0.7),
-        torch.tensor(-rng.random(t)),
-    ]
+    mask = torch.tensor(rng.random(t) < 0.7)
     options = {"name": name, "loss_mean": loss_mean, "kl_coef": 0.1}
-    packed = packed_loss_of(lengths, *tensors, **options)
-    singles = [
-        packed_loss_of([len(parts[0])], *parts, **options)
-        for parts in zip(*(tensor.split(lengths) for tensor in tensors))
-    ]
+    packed = packed_loss_of(lengths, logprobs, mu, advantages, mask, reference, **options)
+    singles = []
+    start = 0
+    for length in lengths:
+        tokens = slice(start, start + length)
+        start += length
+        singles.append(
+            packed_loss_of(
+                [length],
+                logprobs[tokens],
+                mu[tokens],
+                advantages[tokens],
+                mask[tokens],
+                reference[tokens],
+                **options,
+            )
+        )
     one_by_one = torch.stack([out.loss for out in singles]).sum()
     torch.testing.assert_close(packed.loss, one_by_one, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(

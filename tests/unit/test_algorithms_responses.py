@@ -139,35 +139,6 @@ def test_dual_clip_cuts_off_large_ratios(name: str):
     assert weights(10.0) == pytest.approx([1.9, 2.1, 3.1, 0])
 
 
-def test_clip_at_ratio_1_is_the_advantage_actor_critic():
-    logits, tokens, _, advantages, mask = random_batch(5)
-    logprobs = logprobs_of(logits, tokens)
-    clipped = loss_of(logprobs, logprobs.detach(), advantages, mask, name="grpo", loss_mean="token")
-    torch.testing.assert_close(
-        gradient(clipped.loss, logits),
-        gradient(-(advantages * logprobs * mask).sum(), logits),
-        rtol=0,
-        atol=0,
-    )
-
-
-@pytest.mark.parametrize("advantage", ["mean", "leave_one_out"])
-def test_on_policy_aipo_is_reinforce(advantage: str):
-    logits, tokens, _, _, mask = random_batch(6)
-    logprobs = logprobs_of(logits, tokens)
-    gradients = {}
-    for name in ("aipo", "reinforce"):
-        options = {"name": name, "advantage": advantage}
-        advantages = make_algorithm(AlgorithmConfig(**options)).advantages(
-            torch.tensor([[1.0, 0.0, 0.5], [2.0, 0.0, 0.0]], dtype=F64)
-        )
-        out = loss_of(
-            logprobs, logprobs.detach(), advantages.view(6, 1).expand(6, 7), mask, **options
-        )
-        gradients[name] = gradient(out.loss, logits)
-    assert torch.equal(gradients["aipo"], gradients["reinforce"])
-
-
 @pytest.mark.parametrize("name", ["rloo", "best_of_n", "proximal_rloo"])
 @pytest.mark.parametrize("seed", range(3))
 def test_prompts_and_samples_may_be_permuted(name: str, seed: int):

@@ -28,29 +28,59 @@ from megarl.rewards.score import parts_in_evaluation
 from megarl.rewards.verify import VERIFIERS
 from megarl.rollouts.rollout import open_rollouts
 
-MATH = {"problem": "What is $\\frac12+\\frac12$?", "solution": "It is $\\boxed{1}$.", "answer": "1",
-    "subject": "Prealgebra", "level": 1,
-        "unique_id": "test/prealgebra/1.json"}  # fmt: skip
+MATH = {
+    "problem": "What is $\\frac12+\\frac12$?",
+    "solution": "It is $\\boxed{1}$.",
+    "answer": "1",
+    "subject": "Prealgebra",
+    "level": 1,
+    "unique_id": "test/prealgebra/1.json",
+}
 OPTIONS = ["60", "61", "62", "63", "64", "65", "66", "67", "68", "69"]
 ROWS: dict[str, list[dict]] = {
     "math500": [MATH],
-    "gsm8k": [{"question": "Jo has 1,200 eggs and buys 34. How many?",
-    "answer": "She has 1200+34=<<1200+34=1234>>1234.\n#### 1,234"}],
+    "gsm8k": [
+        {
+            "question": "Jo has 1,200 eggs and buys 34. How many?",
+            "answer": "She has 1200+34=<<1200+34=1234>>1234.\n#### 1,234",
+        }
+    ],
     "aime2024": [
-        {"id": 60, "problem": "Find it.", "solution": "\\boxed{204}", "answer": "025",
-        "url": "https://…", "year": "2024"},
+        {
+            "id": 60,
+            "problem": "Find it.",
+            "solution": "\\boxed{204}",
+            "answer": "025",
+            "url": "https://…",
+            "year": "2024",
+        },
         {"ID": "2024-II-4", "Problem": "Find it.", "Solution": "…", "Answer": 33},
     ],
-    "aime2025": [{"problem": "Find it.", "answer": "70", "id": "0"},
-    {"question": "Find it.", "answer": "588"}],
-    "mmlu_pro": [
-        {"question_id": 70, "question": "Which one?", "options": OPTIONS, "answer": "I",
-        "answer_index": 8, "cot_content": "",
-         "category": "business", "src": "ori_mmlu-business_ethics"},
-        {"question_id": 71, "question": "Which one?", "options": OPTIONS[:3], "answer": "C",
-        "answer_index": 2, "category": "law"},
+    "aime2025": [
+        {"problem": "Find it.", "answer": "70", "id": "0"},
+        {"question": "Find it.", "answer": "588"},
     ],
-}  # fmt: skip
+    "mmlu_pro": [
+        {
+            "question_id": 70,
+            "question": "Which one?",
+            "options": OPTIONS,
+            "answer": "I",
+            "answer_index": 8,
+            "cot_content": "",
+            "category": "business",
+            "src": "ori_mmlu-business_ethics",
+        },
+        {
+            "question_id": 71,
+            "question": "Which one?",
+            "options": OPTIONS[:3],
+            "answer": "C",
+            "answer_index": 2,
+            "category": "law",
+        },
+    ],
+}
 
 
 def config_of(name: str, path: Path | str = OWN_PLACE, **settings) -> RunConfig:
@@ -99,9 +129,8 @@ def test_benchmark_rows_become_prompts_and_answers(name: str, tmp_path: Path) ->
 
 def test_options_are_lettered_under_the_question(tmp_path: Path) -> None:
     prompt = rows_of("mmlu_pro", ROWS["mmlu_pro"], tmp_path)[1].prompt
-    assert "about law." in prompt and prompt.endswith(
-        "Question: Which one?\nOptions:\nA. 60\nB. 61\nC. 62"
-    )
+    assert "about law." in prompt
+    assert prompt.endswith("Question: Which one?\nOptions:\nA. 60\nB. 61\nC. 62")
 
 
 @pytest.mark.parametrize(
@@ -174,39 +203,77 @@ def math_forms(rng: random.Random) -> tuple[str, list[str], list[str]]:
     letter = rng.choice("xtn")
     n = value.numerator
     d = value.denominator
-    return rng.choice([
-        (str(a * 137), [f"{a * 137:,}", f"{a * 137}.0", f"x = {a * 137}"],
-        [str(a * 137 + 1), str(-a * 137), f"{a * 137}.5"]),
-        (f"\\frac{{{n}}}{{{d}}}", [f"\\dfrac{{{n}}}{{{d}}}", f"{n}/{d}",
-        f"\\frac{{{2 * n}}}{{{2 * d}}}"],
-         [f"\\frac{{{d}}}{{{n}}}", f"-\\frac{{{n}}}{{{d}}}", f"\\frac{{{n}}}{{{d + 1}}}"]),
-        (f"{a}\\sqrt{{{c * c + 1}}}", [f"\\sqrt{{{c * c + 1}}}\\cdot {a}",
-        f"\\sqrt{{{a * a * (c * c + 1)}}}"],
-         [f"\\sqrt{{{a * (c * c + 1)}}}", f"{a + 1}\\sqrt{{{c * c + 1}}}",
-         f"{a}\\sqrt{{{c * c + 2}}}"]),
-        (f"\\left( {a}, \\frac{{\\pi}}{{{c}}} \\right)",
-        [f"({a}, \\pi/{c})", f"\\left({a},\\frac{{1}}{{{c}}}\\pi\\right)"],
-         [f"(\\frac{{\\pi}}{{{c}}}, {a})", f"({a}, \\frac{{\\pi}}{{{c + 1}}})",
-         f"[{a}, \\frac{{\\pi}}{{{c}}}]"]),
-        (f"[{-a},{b})", [f"{letter} \\in [{-a}, {b})", f"-{a} \\le {letter} < {b}"],
-        [f"[{-a},{b}]", f"({-a},{b})", f"[{-b - 1},{a})"]),
-        (f"{a}{letter}^2 - {b}{letter} + {c}",
-        [f"{c} - {b}{letter} + {a}{letter}^{{2}}", f"{letter}({a}{letter} - {b}) + {c}"],
-         [f"{a}{letter}^2 + {b}{letter} + {c}", f"{a}{letter}^2 - {b}{letter}", f"{a}{letter}^3 - "
-                                                                                f"{b}{letter} + {c}"]),
-        (f"{a} - {b}i", [f"-{b}i + {a}", f"{a}-{b}i"], [f"{a} + {b}i", f"{b} - {a + 1}i", str(a)]),
-        ("p - q", ["p-q", "-q + p", "-(q-p)"], ["q - p", "p + q", "p"]),
-        (f"{a}^\\circ", [str(a), f"{a}^{{\\circ}}"], [str(a + 1), f"{a + 90}^\\circ"]),
-        (f"\\text{{{rng.choice(['Evelyn', 'Navin', 'Maren'])}}}", [],
-        ["\\text{Olaf}", "Briana", "7"]),
-        (f"{a}, {a + b}, {a + 2 * b}", [f"{a + b},{a},{a + 2 * b}", f"\\{{{a}, {a + b}, "
-                                                                    f"{a + 2 * b}\\}}"],
-         [f"{a}, {a + b}", f"{a}", f"{a}, {a}, {a + b}"]),
-        (f"\\begin{{pmatrix}} {a} \\\\ {-b} \\end{{pmatrix}}",
-        [f"\\begin{{pmatrix}}{a}\\\\-{b}\\end{{pmatrix}}"],
-         [f"\\begin{{pmatrix}} {a} \\\\ {b} \\end{{pmatrix}}", f"\\begin{{pmatrix}} {a} & {-b} "
-                                                               f"\\end{{pmatrix}}"]),
-    ])  # fmt: skip
+    return rng.choice(
+        [
+            (
+                str(a * 137),
+                [f"{a * 137:,}", f"{a * 137}.0", f"x = {a * 137}"],
+                [str(a * 137 + 1), str(-a * 137), f"{a * 137}.5"],
+            ),
+            (
+                f"\\frac{{{n}}}{{{d}}}",
+                [f"\\dfrac{{{n}}}{{{d}}}", f"{n}/{d}", f"\\frac{{{2 * n}}}{{{2 * d}}}"],
+                [f"\\frac{{{d}}}{{{n}}}", f"-\\frac{{{n}}}{{{d}}}", f"\\frac{{{n}}}{{{d + 1}}}"],
+            ),
+            (
+                f"{a}\\sqrt{{{c * c + 1}}}",
+                [f"\\sqrt{{{c * c + 1}}}\\cdot {a}", f"\\sqrt{{{a * a * (c * c + 1)}}}"],
+                [
+                    f"\\sqrt{{{a * (c * c + 1)}}}",
+                    f"{a + 1}\\sqrt{{{c * c + 1}}}",
+                    f"{a}\\sqrt{{{c * c + 2}}}",
+                ],
+            ),
+            (
+                f"\\left( {a}, \\frac{{\\pi}}{{{c}}} \\right)",
+                [f"({a}, \\pi/{c})", f"\\left({a},\\frac{{1}}{{{c}}}\\pi\\right)"],
+                [
+                    f"(\\frac{{\\pi}}{{{c}}}, {a})",
+                    f"({a}, \\frac{{\\pi}}{{{c + 1}}})",
+                    f"[{a}, \\frac{{\\pi}}{{{c}}}]",
+                ],
+            ),
+            (
+                f"[{-a},{b})",
+                [f"{letter} \\in [{-a}, {b})", f"-{a} \\le {letter} < {b}"],
+                [f"[{-a},{b}]", f"({-a},{b})", f"[{-b - 1},{a})"],
+            ),
+            (
+                f"{a}{letter}^2 - {b}{letter} + {c}",
+                [f"{c} - {b}{letter} + {a}{letter}^{{2}}", f"{letter}({a}{letter} - {b}) + {c}"],
+                [
+                    f"{a}{letter}^2 + {b}{letter} + {c}",
+                    f"{a}{letter}^2 - {b}{letter}",
+                    f"{a}{letter}^3 - {b}{letter} + {c}",
+                ],
+            ),
+            (
+                f"{a} - {b}i",
+                [f"-{b}i + {a}", f"{a}-{b}i"],
+                [f"{a} + {b}i", f"{b} - {a + 1}i", str(a)],
+            ),
+            ("p - q", ["p-q", "-q + p", "-(q-p)"], ["q - p", "p + q", "p"]),
+            (f"{a}^\\circ", [str(a), f"{a}^{{\\circ}}"], [str(a + 1), f"{a + 90}^\\circ"]),
+            (
+                f"\\text{{{rng.choice(['Evelyn', 'Navin', 'Maren'])}}}",
+                [],
+                ["\\text{Olaf}", "Briana", "7"],
+            ),
+            (
+                f"{a}, {a + b}, {a + 2 * b}",
+                [f"{a + b},{a},{a + 2 * b}", f"\\{{{a}, {a + b}, {a + 2 * b}\\}}"],
+                [f"{a}, {a + b}", f"{a}", f"{a}, {a}, {a + b}"],
+            ),
+            (
+                f"\\begin{{pmatrix}} {a} \\\\ {-b} \\end{{pmatrix}}",
+                [f"\\begin{{pmatrix}}{a}\\\\-{b}\\end{{pmatrix}}"],
+                [
+                    f"\\begin{{pmatrix}} {a} \\\\ {b} \\end{{pmatrix}}",
+                    f"\\begin{{pmatrix}} {a} & {-b} \\end{{pmatrix}}",
+                ],
+            ),
+        ]
+    )
 
 
 def math_pairs(rng: random.Random) -> Iterator[Pair]:
@@ -242,12 +309,22 @@ def aime_pairs(rng: random.Random) -> Iterator[Pair]:
 
 def choice_pairs(rng: random.Random) -> Iterator[Pair]:
     answer, wrong_letter = rng.sample("ABCDEFGHIJ", 2)
-    ends = ("the answer is ({}).", "The answer is {}", "Answer: {}", "**Answer: {}**",
-        "the answer is **({})**.", "$\\boxed{{{}}}$", "({})",
-            "Therefore, the best answer is {}.", "the answer is \\boxed{{\\text{{{}}}}}.",
-            "Answer: $\\boxed{{{}}}$", "**{}**",
-            "the answer is ({}). I am sure of it.", "The correct answer is: {}. 61",
-            "the answer is ({}) because A and B are false.")  # fmt: skip
+    ends = (
+        "the answer is ({}).",
+        "The answer is {}",
+        "Answer: {}",
+        "**Answer: {}**",
+        "the answer is **({})**.",
+        "$\\boxed{{{}}}$",
+        "({})",
+        "Therefore, the best answer is {}.",
+        "the answer is \\boxed{{\\text{{{}}}}}.",
+        "Answer: $\\boxed{{{}}}$",
+        "**{}**",
+        "the answer is ({}). I am sure of it.",
+        "The correct answer is: {}. 61",
+        "the answer is ({}) because A and B are false.",
+    )
     thought = rng.choice(
         [
             "",
@@ -262,9 +339,12 @@ def choice_pairs(rng: random.Random) -> Iterator[Pair]:
 
 
 PAIRS: dict[str, Callable[[random.Random], Iterator[Pair]]] = {
-    "math500": math_pairs, "gsm8k": gsm8k_pairs, "aime2024": aime_pairs, "aime2025": aime_pairs,
-    "mmlu_pro": choice_pairs
-}  # fmt: skip
+    "math500": math_pairs,
+    "gsm8k": gsm8k_pairs,
+    "aime2024": aime_pairs,
+    "aime2025": aime_pairs,
+    "mmlu_pro": choice_pairs,
+}
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -284,16 +364,28 @@ def test_300_pairs_of_each_benchmark_are_graded(name: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "Answer: A, B, C, D", "The answer is A or B.", "the answer is (A) and (B)", "\\boxed{A, B}",
+        "Answer: A, B, C, D",
+        "The answer is A or B.",
+        "the answer is (A) and (B)",
+        "\\boxed{A, B}",
         "\\boxed{ABCDEFGHIJ}",
         "A B C D E F G H I J",
-        "The answer is not A", "A", "the answer is (A)\nthe answer is (B)", "answer" * 900,
+        "The answer is not A",
+        "A",
+        "the answer is (A)\nthe answer is (B)",
+        "answer" * 900,
         "answer is " + " " * 9000 + "A!" * 9000,
         "((((((((A" * 400,
-        "the answer is \\boxed{\\text{(A) and (C)}}", "Answer: Apple", "Answer: A's",
-        "\u0410", "The answer is \uff21", "", "\\boxed{" * 3000, "Answer: AB",
+        "the answer is \\boxed{\\text{(A) and (C)}}",
+        "Answer: Apple",
+        "Answer: A's",
+        "\u0410",
+        "The answer is \uff21",
+        "",
+        "\\boxed{" * 3000,
+        "Answer: AB",
     ],
-)  # fmt: skip
+)
 def test_hostile_choices_choose_nothing_or_one_letter(text: str) -> None:
     letters = {"A": "A", "the answer is (A)\nthe answer is (B)": "B"}
     assert chosen_letter(text) == letters.get(text, "")

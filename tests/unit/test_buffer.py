@@ -102,7 +102,7 @@ def test_ledger_in_a_file_says_which_prompts_remain(tmp_path):
         again.begin([2], 1)
 
 
-def test_a_broken_ledger_is_an_error_that_names_the_file(tmp_path):
+def test_broken_ledger_is_an_error_that_names_the_file(tmp_path):
     with pytest.raises(RuntimeError, match="ledger.msgpack: no ledger of a run"):
         Ledger.load(tmp_path)
     (tmp_path / "ledger.msgpack").write_bytes(b"\x01")

@@ -34,7 +34,15 @@ def test_prompts_are_trained_on_or_dropped_once_in_time(
 ):
     steps = 15
     run = Simulation(
-        seed, per_step, capacity, max_staleness, in_flight, steps, mixed, eager, dropping
+        seed=seed,
+        per_step=per_step,
+        capacity=capacity,
+        max_staleness=max_staleness,
+        in_flight=in_flight,
+        steps=steps,
+        mixed=mixed,
+        eager=eager,
+        dropping=dropping,
     )
     for kill_at in sorted(kills):
         run.run(kill_at)
@@ -102,19 +110,19 @@ def test_mixtures_and_curricula_lose_and_repeat_nothing(
     mixture = Mixture(shares, list("abc"[: len(shares)]))
     rows = rows[: len(shares)]
     run = Simulation(
-        seed,
-        per_step,
-        capacity,
-        max_staleness,
-        in_flight,
-        steps,
-        mixed,
-        eager,
-        dropping,
-        mixture,
-        rows,
-        rest_epochs,
-        outside,
+        seed=seed,
+        per_step=per_step,
+        capacity=capacity,
+        max_staleness=max_staleness,
+        in_flight=in_flight,
+        steps=steps,
+        mixed=mixed,
+        eager=eager,
+        dropping=dropping,
+        mixture=mixture,
+        rows=rows,
+        rest_epochs=rest_epochs,
+        outside=outside,
     )
     for kill_at in sorted(kills):
         run.run(kill_at)
@@ -128,7 +136,8 @@ def test_mixtures_and_curricula_lose_and_repeat_nothing(
     ledger = run.buffer.ledger()
     assert sum(run.rested) + ledger.rested_untold == len(ledger.rested), "each is reported once"
     every = Counter(chain(*run.trained, *run.dropped, ledger.rested))
-    assert set(every.values()) == {1} and every.keys() == {
+    assert set(every.values()) == {1}
+    assert every.keys() == {
         *range(ledger.consumed_below),
         *ledger.consumed_beyond,
     }
@@ -147,7 +156,7 @@ def test_mixtures_and_curricula_lose_and_repeat_nothing(
 
 def test_rejection_of_all_groups_is_no_deadlock():
     """All groups of a resumed run are too old: they are generated again, and the run continues."""
-    run = Simulation(1, 4, 3, 3, 8, 10, True)
+    run = Simulation(seed=1, per_step=4, capacity=3, max_staleness=3, in_flight=8, steps=10)
     groups = [ready(ordinal, 0) for ordinal in range(20, 32)]
     run.start(Ledger(20, [], groups), 5)
     run.trained = [[] for _ in range(5)]
@@ -157,7 +166,16 @@ def test_rejection_of_all_groups_is_no_deadlock():
 
 
 def test_eager_generator_finishes_despite_rejections():
-    run = Simulation(2, 4, 6, 1, 8, 40, False, eager=True)
+    run = Simulation(
+        seed=2,
+        per_step=4,
+        capacity=6,
+        max_staleness=1,
+        in_flight=8,
+        steps=40,
+        mixed=False,
+        eager=True,
+    )
     run.run()
     assert run.rejected > 100
     assert sorted(ordinal for batch in run.trained for ordinal in batch) == list(range(160))
@@ -168,7 +186,7 @@ def test_long_rollouts_are_trained_on_like_short_ones():
 
     None is dropped for that, and none exceeds the limit of staleness.
     """
-    run = Simulation(3, 8, None, 2, 16, 60, True)
+    run = Simulation(seed=3, per_step=8, capacity=None, max_staleness=2, in_flight=16, steps=60)
     run.run()
     assert run.rejected == 0 and max(run.ages) == 2
     assert sorted(ordinal for batch in run.trained for ordinal in batch) == list(range(480))

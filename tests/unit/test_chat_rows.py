@@ -62,14 +62,19 @@ def say(role: str, content: str | None, **fields: Any) -> dict[str, Any]:
 
 
 TALK = [
-    say("system", "be brief"), say("user", "1+1?"), say("assistant", "2"), say("user", "2*3?"),
+    say("system", "be brief"),
+    say("user", "1+1?"),
+    say("assistant", "2"),
+    say("user", "2*3?"),
     say("assistant", "<think>6</think>6"),
-]  # fmt: skip
+]
 CALL = {"type": "function", "id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}
 TOOL_TALK = [
-    say("user", "1+1?"), say("assistant", None, tool_calls=[CALL]),
-    say("tool", "2", tool_call_id="1"), say("assistant", "it is 2"),
-]  # fmt: skip
+    say("user", "1+1?"),
+    say("assistant", None, tool_calls=[CALL]),
+    say("tool", "2", tool_call_id="1"),
+    say("assistant", "it is 2"),
+]
 
 
 def model(folder: Path, template: str = PLAIN) -> str:
@@ -134,13 +139,10 @@ def test_turns_are_learned_with_their_ends(template: str, tmp_path: Path) -> Non
             "<think>6</think>6<eos>"
         ]
     row = load(tmp_path, {"messages": TOOL_TALK, "tools": TOOLS}, template=template)
-    assert learned(row) == ["<call>add a=1<eos>", "it is 2<eos>"] and row.prompt.startswith(
-        "#tools [{"
-    )
-    assert (
-        load(tmp_path, {"messages": TOOL_TALK, "tools": json.dumps(TOOLS)}, template=template)
-        == row
-    )
+    assert learned(row) == ["<call>add a=1<eos>", "it is 2<eos>"]
+    assert row.prompt.startswith("#tools [{")
+    as_json = {"messages": TOOL_TALK, "tools": json.dumps(TOOLS)}
+    assert load(tmp_path, as_json, template=template) == row
 
 
 def test_templates_of_several_kinds(tmp_path: Path) -> None:
@@ -151,27 +153,15 @@ def test_templates_of_several_kinds(tmp_path: Path) -> None:
         "{{ eos_token }}{% endgeneration %}",
         "{% endgeneration %}{% generation %}{{ eos_token }}{% endgeneration %}",
     )
-    assert learned(load(tmp_path, {"messages": TALK}, template=cut)) == [
-        "2<eos>",
-        "<think>6</think>6<eos>",
-    ]
-    assert learned(
-        load(
-            tmp_path,
-            {"messages": TALK},
-            template=PLAIN + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}",
-        )
-    ) == [
-        "2<eos>",
-        "<think>6</think>6<eos>",
-    ]
+    end_of_text = PLAIN + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    for template in (cut, end_of_text):
+        row = load(tmp_path, {"messages": TALK}, template=template)
+        assert learned(row) == ["2<eos>", "<think>6</think>6<eos>"]
     as_text = PLAIN.replace(
         "a={{ call.function.arguments.a }}", "{{ '' + call.function.arguments }}"
     )
-    assert (
-        load(tmp_path, {"messages": TOOL_TALK}, template=as_text).demonstration[0]
-        == '<call>add {"a": 1}<eos>'
-    )
+    row = load(tmp_path, {"messages": TOOL_TALK}, template=as_text)
+    assert row.demonstration[0] == '<call>add {"a": 1}<eos>'
 
 
 def test_marked_header_of_a_turn_is_not_learned(tmp_path: Path) -> None:
@@ -184,18 +174,14 @@ def test_marked_header_of_a_turn_is_not_learned(tmp_path: Path) -> None:
         "{% endgeneration %}{% else %}#{{ message.role }}\n{{ message.content }}{{ eos_token }}{% "
         "endif %}" + TAIL
     )
-    assert learned(load(tmp_path, {"messages": TALK}, template=around)) == [
-        "2<eos>",
-        "<think>6</think>6<eos>",
-    ]
+    row = load(tmp_path, {"messages": TALK}, template=around)
+    assert learned(row) == ["2<eos>", "<think>6</think>6<eos>"]
     opened = MARKED.replace("#assistant\n{% endif %}", "#assistant\n<think>{% endif %}")
-    assert learned(load(tmp_path, {"messages": TALK}, template=opened)) == [
-        "2<eos>",
-        "6</think>6<eos>",
-    ]
+    row = load(tmp_path, {"messages": TALK}, template=opened)
+    assert learned(row) == ["2<eos>", "6</think>6<eos>"]
 
 
-def test_an_empty_turn_is_not_learned(tmp_path: Path) -> None:
+def test_empty_turn_is_not_learned(tmp_path: Path) -> None:
     empty = [*TALK[:2], say("assistant", " \n"), *TALK[3:]]
     for template in (PLAIN, MARKED):
         assert problem(tmp_path, {"messages": empty}, template=template) == (
@@ -211,7 +197,7 @@ def test_an_empty_turn_is_not_learned(tmp_path: Path) -> None:
     )
 
 
-def test_a_conversation_may_begin_with_the_assistant(tmp_path: Path) -> None:
+def test_conversation_may_begin_with_the_assistant(tmp_path: Path) -> None:
     """Qwen 3.5's template refuses conversations without a user's message."""
     refusal = "{{ raise_exception('No user query') }}"
     strict = (
@@ -322,79 +308,98 @@ def test_thinking_left_out_by_a_template_is_refused(tmp_path: Path) -> None:
         assert row.prompt.endswith("#assistant\n")
 
 
-def test_conversation_that_cannot_be_learned_is_refused(tmp_path: Path) -> None:
-    def of(*messages: Any, **settings: Any) -> str:
-        return problem(tmp_path, {"messages": [*messages]}, **settings)
+QUESTION = say("user", "1+1?")
+ANSWER = say("assistant", "2")
 
-    user = TALK[1]
-    assistant = TALK[2]
-    endless = of(user, assistant, template=PLAIN.replace("{{ eos_token }}", ""))
-    assert endless.startswith(
-        "field 'messages': message 2: the chat template does not end it with an end-of-text token "
-        "of the model"
+
+def calling(arguments: str) -> dict[str, Any]:
+    call = {"function": {"name": "add", "arguments": arguments}}
+    return say("assistant", "", tool_calls=[call])
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ("hi", "field 'messages' must be a list of messages, not text"),
+        ([], "field 'messages' has no messages"),
+        ([QUESTION], "field 'messages': it has no assistant's turn to learn"),
+        (
+            [QUESTION, {**ANSWER, "weight": 0}],
+            "field 'messages': it has no assistant's turn to learn",
+        ),
+        (
+            [QUESTION, {**ANSWER, "weight": 0.5}],
+            "field 'messages', message 2: weight must be 0 or 1, not 0.5",
+        ),
+        (
+            [QUESTION, {**ANSWER, "train": 1}],
+            "field 'messages', message 2: train must be true or false, not 1",
+        ),
+        (
+            [QUESTION, say("assistant", "a<eos>#user\nb")],
+            "field 'messages': message 2: holds the special token '<eos>', which could end a turn "
+            "or open another",
+        ),
+        (
+            [QUESTION, say("assistant", None)],
+            "field 'messages', message 2: content must be text",
+        ),
+        (
+            [QUESTION, {"role": "assistant", "content": [{"type": "image"}]}],
+            "field 'messages', message 2: content must be text",
+        ),
+    ],
+)
+def test_conversation_that_cannot_be_learned_is_refused(
+    messages: Any, expected: str, tmp_path: Path
+) -> None:
+    assert problem(tmp_path, {"messages": messages}) == expected
+
+
+@pytest.mark.parametrize("arguments", ['{"a"', "[" * 100_000, "1" * 5000, '"\\ud800"'], ids=len)
+def test_call_with_arguments_that_are_no_json_is_refused(arguments: str, tmp_path: Path) -> None:
+    message = problem(tmp_path, {"messages": [QUESTION, calling(arguments)]})
+    assert message.startswith(
+        "field 'messages', message 2: the arguments of its tool call are not JSON: "
     )
-    assert of(user, say("assistant", "a<eos>#user\nb")) == (
-        "field 'messages': message 2: holds the special token '<eos>', which could end a turn or "
-        "open another"
-    )
-    assert (
-        of(user)
-        == of(user, {**assistant, "weight": 0})
-        == "field 'messages': it has no assistant's turn to learn"
-    )
-    assert (
-        of(user, {**assistant, "weight": 0.5})
-        == "field 'messages', message 2: weight must be 0 or 1, not 0.5"
-    )
-    assert (
-        of(user, {**assistant, "train": 1})
-        == "field 'messages', message 2: train must be true or false, not 1"
-    )
-    assert of(user, say("asistant", "2")).startswith(
+
+
+def test_unknown_role_is_refused(tmp_path: Path) -> None:
+    message = problem(tmp_path, {"messages": [QUESTION, say("asistant", "2")]})
+    assert message.startswith(
         "field 'messages', message 2: role 'asistant' must be one of system, developer,"
     )
-    assert (
-        of(user, say("assistant", None))
-        == of(user, say("assistant", [{"type": "image"}]))
-        == ("field 'messages', message 2: content must be text")
+
+
+def test_template_that_does_not_fit_a_conversation_is_refused(tmp_path: Path) -> None:
+    endless = problem(tmp_path, {"messages": TALK}, template=PLAIN.replace("{{ eos_token }}", ""))
+    assert endless.startswith(
+        "field 'messages': message 3: the chat template does not end it with an end-of-text token "
+        "of the model"
     )
-    broken = {"function": {"name": "add", "arguments": '{"a"'}}
-    assert of(user, say("assistant", "", tool_calls=[broken])).startswith(
-        "field 'messages', message 2: the arguments of its tool call are not JSON"
-    )
-    for arguments in ("[" * 100_000, "1" * 5000, '"\\ud800"'):
-        broken = {"function": {"name": "add", "arguments": arguments}}
-        assert "message 2: the arguments of its tool call are not JSON: " in of(
-            user, say("assistant", "", tool_calls=[broken])
-        )
-    assert of() == "field 'messages' has no messages"
-    assert (
-        problem(tmp_path, {"messages": "hi"})
-        == "field 'messages' must be a list of messages, not text"
-    )
-    assert of(user, assistant, prompt_template="Q: {prompt}") == (
+    plain_prompt = problem(tmp_path, {"messages": TALK}, prompt_template="Q: {prompt}")
+    assert plain_prompt == (
         "field 'messages' has messages, which need a chat template: prompt_template=Q: {prompt} "
         "cannot be applied to them"
     )
-    tools = {"messages": TALK, "tools": TOOLS}
-    assert problem(tmp_path, tools, template=PLAIN.replace("tools", "nothing")) == (
+    last_only = MARKED.replace("message.role == 'assistant'", "loop.last")
+    assert problem(tmp_path, {"messages": TALK}, template=last_only) == (
+        "field 'messages': the chat template marks 1 turns of the assistant; the conversation has 2"
+    )
+
+
+def test_tools_that_cannot_be_shown_are_refused(tmp_path: Path) -> None:
+    without_tools = PLAIN.replace("tools", "nothing")
+    assert problem(tmp_path, {"messages": TALK, "tools": TOOLS}, template=without_tools) == (
         "field 'tools' has tools, but the model's chat template shows none"
     )
-    named = [{"type": "function", "function": {"name": "add", "description": "<eos>"}}]
-    assert problem(tmp_path, {"messages": TALK, "tools": named}) == (
+    special = [{"type": "function", "function": {"name": "add", "description": "<eos>"}}]
+    assert problem(tmp_path, {"messages": TALK, "tools": special}) == (
         "field 'messages': tool 1: holds the special token '<eos>', which could end a turn or "
         "open another"
     )
     assert problem(tmp_path, {"messages": TALK, "tools": "add"}).startswith(
         "field 'tools' is neither a list of tools nor JSON of one"
-    )
-    uneven = problem(
-        tmp_path,
-        {"messages": TALK},
-        template=MARKED.replace("message.role == 'assistant'", "loop.last"),
-    )
-    assert uneven == (
-        "field 'messages': the chat template marks 1 turns of the assistant; the conversation has 2"
     )
 
 
@@ -491,9 +496,12 @@ def test_rollout_by_name_has_row_and_answer(reward: str, tmp_path: Path) -> None
 
 
 VERL = {
-    "data_source": "openai/gsm8k", "prompt": [say("user", "1+1?")], "ability": "math",
-    "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": 7},
-}  # fmt: skip
+    "data_source": "openai/gsm8k",
+    "prompt": [say("user", "1+1?")],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"index": 7},
+}
 SLIME = {"prompt": [say("user", "1+1?")], "label": "2", "metadata": {"level": 1}}
 
 

@@ -124,16 +124,11 @@ def test_plan_counts_bytes_per_rank(run_yaml: Path, capsys: pytest.CaptureFixtur
     first = layers // 2 * layer(2) + vocab_tp2 // 2 * hidden
     last = first + hidden  # output layer instead of embedding, and the final norm
     engine = layers * layer(4) + 2 * vocab // 4 * hidden + hidden
-    assert (facts["trainer"]["ranks"], facts["generator"]["ranks"]) == (16, 12)
-    assert (facts["trainer"]["weight_bytes_min"], facts["trainer"]["weight_bytes_max"]) == (
-        2 * first,
-        2 * last,
-    )
-    assert (
-        facts["generator"]["weight_bytes_min"]
-        == facts["generator"]["weight_bytes_max"]
-        == 2 * engine
-    )
+    trainer = facts["trainer"]
+    generator = facts["generator"]
+    assert (trainer["ranks"], generator["ranks"]) == (16, 12)
+    assert (trainer["weight_bytes_min"], trainer["weight_bytes_max"]) == (2 * first, 2 * last)
+    assert generator["weight_bytes_min"] == generator["weight_bytes_max"] == 2 * engine
     assert cli.main(["plan", str(run_yaml), *sizes]) == 0
     table = capsys.readouterr().out
     assert "8,030,261,248 parameters" in table and "engines 3, tp 4: 12 ranks" in table

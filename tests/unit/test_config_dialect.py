@@ -102,7 +102,7 @@ def changed(settings_of: Any, path: list[str], value: Any) -> Any:
 
 
 @pytest.mark.parametrize("text", ["1e5", "010", "0x10", "1_000", "5."])
-def test_number_in_place_of_a_text_is_what_was_written(file: Path, text: str) -> None:
+def test_number_in_place_of_a_text_keeps_its_form(file: Path, text: str) -> None:
     written = file.with_name("written.yaml")
     written.write_text(
         f"{file.read_text()}run_dir: {text}\nrollout: {{stop: [{text}]}}\n", encoding="utf-8"

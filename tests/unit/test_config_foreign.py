@@ -430,7 +430,7 @@ def test_key_with_another_meaning_elsewhere_needs_max_steps(tmp_path: Path) -> N
         assert nearest(name) == ["max_steps"], name
 
 
-def test_messages_say_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_explain_differences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("model: {path: none}\n", encoding="utf-8")
     with pytest.raises(ConfigError) as error:

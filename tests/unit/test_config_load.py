@@ -285,21 +285,6 @@ def test_words_that_are_no_text_must_be_quoted(tmp_path: Path, text: str, proble
     assert message.endswith("must be in quotes to be a text; so must yes, no, on, off and null")
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("model: {path: m\ntrainer: {tp: 1}\n", "line 2: not valid YAML"),
-        (MINIMAL + "model: {path: n}\n", "lines 1 and 3: the key model is set twice"),
-        ("just words", "must hold a mapping of keys to values"),
-        ("- 1\n- 2\n", "must hold a mapping of keys to values"),
-    ],
-)
-def test_invalid_file_is_refused(tmp_path: Path, text: str, problem: str) -> None:
-    path = write(tmp_path, text)
-    (message,) = problems_of(path)
-    assert message.startswith(str(path)) and problem in message
-
-
 def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
     write(tmp_path).rename(tmp_path / "quickstart.yaml")
     assert problems_of(tmp_path / "quikstart.yaml") == [

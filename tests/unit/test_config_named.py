@@ -25,7 +25,7 @@ def test_module_that_exits_at_import_is_refused(
 
 
 def test_objects_with_an_async_call_are_awaited() -> None:
-    class Judge:
+    class AsyncJudge:
         async def __call__(self, text: str) -> float:
             return 1.0
 
@@ -35,5 +35,5 @@ def test_objects_with_an_async_call_are_awaited() -> None:
     def plain(text: str) -> Any:
         return 1.0
 
-    assert is_async(Judge()) and is_async(judge) and is_async(functools.partial(judge, "a"))
+    assert is_async(AsyncJudge()) and is_async(judge) and is_async(functools.partial(judge, "a"))
     assert not is_async(plain) and not is_async(functools.partial(plain, "a"))

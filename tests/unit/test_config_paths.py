@@ -54,38 +54,27 @@ def test_dotted_path_is_relative_to_its_file(folders) -> None:
         "model.tokenizer=./tokenizer",
         "sft.output=../out",
     )
-    assert (
-        resolved.model.path == f"{beside}/model"
-        and resolved.data.train.source == "data/train.jsonl"
-    )
-    assert (
-        resolved.run_dir == f"{beside.parent}/runs/a"
-        and resolved.reward.name == f"{beside}/graders.py:f"
-    )
-    assert resolved.roles["t"].path == f"{beside}/t" and resolved.roles["t"].sft == {
-        "model.path": f"{beside}/m",
-        "sft.steps": 3,
-    }
-    assert resolved.rollout.args == {"tool": f"{beside}/tools.py:g", "open": "./"}, (
-        "an argument that is no path of MegaRL stays unchanged"
-    )
+    assert resolved.model.path == f"{beside}/model"
+    assert resolved.data.train.source == "data/train.jsonl"
+    assert resolved.run_dir == f"{beside.parent}/runs/a"
+    assert resolved.reward.name == f"{beside}/graders.py:f"
+    assert resolved.roles["t"].path == f"{beside}/t"
+    assert resolved.roles["t"].sft == {"model.path": f"{beside}/m", "sft.steps": 3}
+    # an argument that is no path of MegaRL stays unchanged
+    assert resolved.rollout.args == {"tool": f"{beside}/tools.py:g", "open": "./"}
     assert resolved.sft.data.source == f"{beside}/a.jsonl"
-    assert (
-        resolved.model.tokenizer == f"{working}/tokenizer"
-        and resolved.sft.output == f"{working.parent}/out"
-    )
+    assert resolved.model.tokenizer == f"{working}/tokenizer"
+    assert resolved.sft.output == f"{working.parent}/out"
 
 
 def test_dotted_paths_of_a_program_but_not_its_command(folders) -> None:
     beside, _ = folders
     args = "command: [./agent], folder: ./agents, readable: [./data, ../more, /usr, other]"
-    resolved = config(
-        beside,
-        NEEDED % ("./model", "synthetic:chain") + f"rollout: {{name: program, args: {{{args}}}}}\n",
-    ).rollout.args
-    assert resolved["folder"] == f"{beside}/agents" and resolved["command"] == ["./agent"], (
-        "the program starts in its folder"
-    )
+    text = NEEDED % ("./model", "synthetic:chain")
+    text += f"rollout: {{name: program, args: {{{args}}}}}\n"
+    resolved = config(beside, text).rollout.args
+    assert resolved["folder"] == f"{beside}/agents"
+    assert resolved["command"] == ["./agent"], "the program starts in its folder"
     assert resolved["readable"] == [f"{beside}/data", f"{beside.parent}/more", "/usr", "other"]
 
 
@@ -93,9 +82,8 @@ def test_recorded_config_reads_alike_in_any_folder(folders) -> None:
     beside, working = folders
     first = config(beside, NEEDED % ("./model", "synthetic:chain") + "run_dir: ./run\n")
     (working / "config.yaml").write_text(dump_config(first))
-    assert (
-        load_config(working / "config.yaml") == first and first.sft.output == f"{beside}/run/sft/hf"
-    )
+    assert load_config(working / "config.yaml") == first
+    assert first.sft.output == f"{beside}/run/sft/hf"
 
 
 def test_input_in_the_wrong_folder_is_refused(folders) -> None:
@@ -148,8 +136,8 @@ def test_module_in_the_wrong_folder_or_both_is_refused(folders, monkeypatch) -> 
     )
     (working / "paths_graders.py").write_text("def f(text): return 0\n")
     assert (
-        f"another module of this name, {working}/paths_graders.py; for the one beside run.yaml write "
-        "./paths_graders.py:f" in problem(beside, text)
+        f"another module of this name, {working}/paths_graders.py; for the one beside run.yaml "
+        "write ./paths_graders.py:f" in problem(beside, text)
     )
     assert (
         config(beside, text.replace("paths_graders:", "./paths_graders.py:")).reward.name

@@ -53,7 +53,7 @@ def test_run_uses_every_setting_beyond_its_checks() -> None:
         "KEYS = ('steps', 'tp')\ndef f(c: RunConfig): return [getattr(c.sft, key) for key in KEYS]",
     ],
 )
-def test_a_setting_is_read_by(source: str) -> None:
+def test_setting_is_read_by(source: str) -> None:
     assert ("SftConfig", "steps") in reads([source])
 
 
@@ -67,7 +67,7 @@ def test_a_setting_is_read_by(source: str) -> None:
         "def f(c: RunConfig): return getattr(c.sft, 'batch_size')",
     ],
 )
-def test_a_setting_is_not_read_by(source: str) -> None:
+def test_setting_is_not_read_by(source: str) -> None:
     assert ("SftConfig", "steps") not in reads([source])
 
 

@@ -80,9 +80,9 @@ def offers(names: list[str]) -> MailboxLink:
 
 
 def writes(names: list[str]) -> MailboxLink:
-    link: Any = MailboxLink(
-        [(name, WeightsWritten(0, 1, 0.0, more=more)) for more in (True, False) for name in names]
-    )
+    landed = WeightsWritten(0, 1, 0.0, more=True)
+    finished = WeightsWritten(0, 1, 0.0, more=False)
+    link: Any = MailboxLink([(name, part) for part in (landed, finished) for name in names])
     collected = Writes(link, names, 0, 5)
     asyncio.run(collected.landed())
     asyncio.run(collected.done())

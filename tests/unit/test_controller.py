@@ -12,7 +12,7 @@ from megarl.controller import Controller
 
 
 @dataclass
-class FakeTrainer:
+class RecordingTrainer:
     """Records each batch, the version that sampled it, and the version being trained."""
 
     curr_step: int = 0
@@ -37,7 +37,7 @@ class FakeTrainer:
 
 
 @dataclass
-class FakeGenerator:
+class PushingGenerator:
     """Its groups leave while it makes them, as with the real generator.
 
     The real one takes weights at any time.
@@ -66,7 +66,7 @@ class FakeGenerator:
 
 
 @dataclass
-class FakeRollouts:
+class BatchQueue:
     """The trainer's end of the rollouts channel."""
 
     wire: queue.Queue
@@ -108,12 +108,12 @@ def run(run_ahead: int, steps: int, start: int = 0):
     offers = queue.Queue()
     acknowledgements = queue.Queue()
     wire = queue.Queue()
-    trainer = FakeTrainer(curr_step=start)
-    generator = FakeGenerator(wire, curr_step=start)
+    trainer = RecordingTrainer(curr_step=start)
+    generator = PushingGenerator(wire, curr_step=start)
     weights = FakeWeights(offers, acknowledgements, run_ahead)
     initial = FakeWeights(offers, acknowledgements)
     sides = [
-        Controller(trainer, incoming=[FakeRollouts(wire)], outgoing=[weights], max_steps=steps),
+        Controller(trainer, incoming=[BatchQueue(wire)], outgoing=[weights], max_steps=steps),
         Controller(generator, incoming=[weights], outgoing=[], max_steps=steps, initial=[initial]),
     ]
     threads = [threading.Thread(target=side.run, daemon=True) for side in sides]
@@ -126,7 +126,7 @@ def run(run_ahead: int, steps: int, start: int = 0):
     return trainer, generator
 
 
-def training_steps(trainer: FakeTrainer) -> list:
+def training_steps(trainer: RecordingTrainer) -> list:
     return [entry for entry in trainer.log if isinstance(entry, tuple)]
 
 
@@ -158,7 +158,7 @@ def test_stopping_trainer_saves_and_steps_no_more():
     for step in range(3):
         weights.acknowledgements.put(True)
         wire.put((step, step))
-    trainer = FakeTrainer()
-    Controller(trainer, [FakeRollouts(wire, stops_before=2)], [weights], max_steps=9).run()
+    trainer = RecordingTrainer()
+    Controller(trainer, [BatchQueue(wire, stops_before=2)], [weights], max_steps=9).run()
     assert trainer.log == ["init", ((0, 0), 0), "save", ((1, 1), 1), "save", "save", "shutdown"]
     assert list(weights.offers.queue) == [0, 1, 2]

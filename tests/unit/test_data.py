@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 import re
 import shutil
 from pathlib import Path
@@ -69,11 +70,13 @@ def test_permutation_is_one(size: int, key: str):
 
 
 def test_permutation_shuffles_and_depends_on_its_key():
-    orders = [[permute(i, 1000, key) for i in range(1000)] for key in ("a", "b")]
-    for order in orders:
-        fixed = sum(a == b for a, b in zip(order, orders[0] if order is orders[1] else range(1000)))
-        neighbours = sum(abs(a - b) == 1 for a, b in itertools.pairwise(order))
-        assert fixed < 10 and neighbours < 20
+    identity = list(range(1000))
+    a = [permute(i, 1000, "a") for i in identity]
+    b = [permute(i, 1000, "b") for i in identity]
+    for order, base_order in ((a, identity), (b, a)):
+        equal_places = sum(map(operator.eq, order, base_order))
+        neighbours = sum(abs(i - j) == 1 for i, j in itertools.pairwise(order))
+        assert equal_places < 10 and neighbours < 20
     with pytest.raises(IndexError):
         permute(5, 5, "a")
 
@@ -93,9 +96,8 @@ def test_chain_prompts_answers_and_demonstrations():
     for i in range(0, len(rows), 400):
         row = rows[i]
         assert row.answer == right_answer(row.prompt)
-        assert (
-            re.fullmatch(r"\d(,\d){4}", row.demonstration) and row.demonstration[0] == row.prompt[0]
-        )
+        assert re.fullmatch(r"\d(,\d){4}", row.demonstration)
+        assert row.demonstration[0] == row.prompt[0]
         right += row.demonstration[-1] == row.answer
     assert 0.28 < right / len(range(0, len(rows), 400)) < 0.36
 
@@ -116,12 +118,15 @@ def test_chain_clamps_six_of_ten_wraps_and_is_right_elsewhere():
     assert 0.58 < clamped / wrapped < 0.68  # -10 and +19 sometimes wrap to the clamped digit
 
 
+def prompts_of(task: Chain | Product, count: int) -> set[str]:
+    return {task[i].prompt for i in range(count)}
+
+
 def test_held_out_expressions_are_in_no_other_split():
-    held_out = {row.prompt for row in map(Chain("eval", seed=0).__getitem__, range(512))}
+    held_out = prompts_of(Chain("eval", seed=0), 512)
     assert len(held_out) == 512
-    assert held_out == {Chain("eval", seed=9)[i].prompt for i in range(512)}
-    train = Chain("train", seed=0)
-    prompts = {train[i].prompt for i in range(10_000)}
+    assert held_out == prompts_of(Chain("eval", seed=9), 512)
+    prompts = prompts_of(Chain("train", seed=0), 10_000)
     assert len(prompts) == 10_000 and not prompts & held_out
 
 
@@ -132,16 +137,15 @@ def test_text_inside_a_sequence_cannot_be_a_special_token(tokenizer: Tokenizer):
         == [tokenizer.eos_id]
         == tokenizer.encode_prompt("<eos>1")[1:2]
     )
-    assert tokenizer.token_id("<eos>") == tokenizer.eos_id and tokenizer.token_id(
-        "12"
-    ) is None is tokenizer.token_id("\u00e9")
+    assert tokenizer.token_id("<eos>") == tokenizer.eos_id
+    assert tokenizer.token_id("12") is None is tokenizer.token_id("\u00e9")
 
 
 def test_chain_is_deterministic_by_seed():
-    demonstrations = [
-        [Chain("train", seed)[i].demonstration for i in range(50)] for seed in (0, 0, 1)
-    ]
-    assert demonstrations[0] == demonstrations[1] != demonstrations[2]
+    def demonstrations(seed: int) -> list:
+        return [Chain("train", seed)[i].demonstration for i in range(50)]
+
+    assert demonstrations(0) == demonstrations(0) != demonstrations(1)
 
 
 def test_tiny_tokenizer_is_that_of_transformers(tokenizer: Tokenizer):
@@ -164,33 +168,29 @@ def edited_tokenizer(tmp_path: Path, name: str, **changes: object) -> Tokenizer:
     return load_tokenizer(ModelConfig(path="not used", tokenizer=str(tmp_path)))
 
 
-def test_a_tokenizer_that_does_not_fit_the_model(
+def test_tokenizer_that_does_not_fit_the_model(
     tmp_path: Path, spec: ModelSpec, tokenizer: Tokenizer
 ):
     assert tokenizer_problems(tokenizer, spec) == []
     larger = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
     larger.add_tokens(["extra"])
     (problem,) = tokenizer_problems(Tokenizer("big", larger, None, None, (2,)), spec)
-    assert (
-        problem
-        == "tokenizer big has ids up to 64 ('extra'), but the model's vocab_size is 64: they do "
-        "not belong together"
+    assert problem == (
+        "tokenizer big has ids up to 64 ('extra'), but the model's vocab_size is 64: they do not "
+        "belong together"
     )
 
 
 def test_end_of_text_ids(tmp_path: Path, spec: ModelSpec):
     assert edited_tokenizer(tmp_path / "a", "config.json", eos_token_id=[2, 0]).eos_ids == (2, 0)
-    assert edited_tokenizer(
-        tmp_path / "b",
-        "tokenizer_config.json",
-        eos_token={"__type": "AddedToken", "content": "<pad>"},
-    ).eos_ids == (
-        0,
-        2,
-    )
+    added = {"__type": "AddedToken", "content": "<pad>"}
+    tokenizer = edited_tokenizer(tmp_path / "b", "tokenizer_config.json", eos_token=added)
+    assert tokenizer.eos_ids == (0, 2)
     shutil.copytree(tmp_path / "b", tmp_path / "c")
     (tmp_path / "c" / "config.json").write_text("{}")
-    (problem,) = tokenizer_problems(edited_tokenizer_without_eos(tmp_path / "c"), spec)
+    (tmp_path / "c" / "tokenizer_config.json").write_text("{}")
+    without_eos = load_tokenizer(ModelConfig(path=str(tmp_path / "c")))
+    (problem,) = tokenizer_problems(without_eos, spec)
     assert "has no end-of-text token" in problem
 
 
@@ -199,11 +199,8 @@ def test_end_of_text_ids_are_the_union_of_both_files(tmp_path: Path):
         json.dumps({"eos_token_id": None}), encoding="utf-8"
     )
     assert edited_tokenizer(tmp_path, "config.json", eos_token_id=5).eos_ids == (2, 5)
-    assert edited_tokenizer(tmp_path, "generation_config.json", eos_token_id=[3, 5]).eos_ids == (
-        2,
-        3,
-        5,
-    )
+    both_files = edited_tokenizer(tmp_path, "generation_config.json", eos_token_id=[3, 5])
+    assert both_files.eos_ids == (2, 3, 5)
 
 
 @pytest.mark.parametrize("wrong", ["<eos>", [-1, 3], 1.5, [True]])
@@ -218,12 +215,7 @@ def test_end_of_text_id_that_is_no_id_is_refused(wrong: object, tmp_path: Path):
         edited_tokenizer(tmp_path, "generation_config.json", eos_token_id=wrong)
 
 
-def edited_tokenizer_without_eos(folder: Path) -> Tokenizer:
-    (folder / "tokenizer_config.json").write_text("{}")
-    return load_tokenizer(ModelConfig(path=str(folder)))
-
-
-def test_a_folder_without_tokenizer(tmp_path: Path):
+def test_folder_without_tokenizer(tmp_path: Path):
     with pytest.raises(ConfigError, match=f"model.path={tmp_path}: holds no tokenizer"):
         load_tokenizer(ModelConfig(path=str(tmp_path)))
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -249,9 +241,8 @@ def test_prompts_without_shuffling_keep_the_order_of_the_rows(tokenizer: Tokeniz
     rows = [Chain("train", 0)[i] for i in range(5)]
     stream = PromptStream(Sources([rows], "", shuffle=False), tokenizer)
     assert [stream[i].text for i in range(7)] == [rows[i % 5].prompt for i in range(7)]
-    assert stream[2].answer == rows[2].answer and stream[2].token_ids == tokenizer.encode_prompt(
-        rows[2].prompt
-    )
+    assert stream[2].answer == rows[2].answer
+    assert stream[2].token_ids == tokenizer.encode_prompt(rows[2].prompt)
 
 
 def test_held_out_sets(tokenizer: Tokenizer, spec: ModelSpec):
@@ -270,35 +261,30 @@ def test_held_out_sets(tokenizer: Tokenizer, spec: ModelSpec):
     }
     first, suite, plain = held_out_sets(config, tokenizer, spec)
     assert [p.text for p in first.prompts] == [Chain("eval", 0)[i].prompt for i in range(8)]
-    assert [
-        (s.name, len(s.prompts), s.samples, s.sampling.temperature, s.sampling.max_tokens)
-        for s in (first, suite, plain)
-    ] == [
-        ("", 8, 2, 0.5, 7),
-        ("other", 8, 4, 1.0, 9),
-        ("plain", 8, 2, 0.5, 7),
-    ]
+    for held_out, name, samples, temperature, max_tokens in (
+        (first, "", 2, 0.5, 7),
+        (suite, "other", 4, 1.0, 9),
+        (plain, "plain", 2, 0.5, 7),
+    ):
+        sampling = held_out.sampling
+        assert (held_out.name, len(held_out.prompts), held_out.samples) == (name, 8, samples)
+        assert (sampling.temperature, sampling.max_tokens) == (temperature, max_tokens)
     config.data.eval = None
-    assert [held_out.name for held_out in held_out_sets(config, tokenizer, spec)] == [
-        "other",
-        "plain",
-    ]
+    suite, plain = held_out_sets(config, tokenizer, spec)
+    assert (suite.name, plain.name) == ("other", "plain")
 
 
 def test_sft_batches_teach_the_response_and_its_end(tokenizer: Tokenizer, spec: ModelSpec):
     batches = list(sft_batches(chain_config(), spec))
     assert [len(batch) for batch in batches] == [4, 4, 4]
     for sequence in itertools.chain(*batches):
-        prompt = [t for t, learn in zip(sequence.token_ids, sequence.loss_mask) if not learn]
-        response = [t for t, learn in zip(sequence.token_ids, sequence.loss_mask) if learn]
-        assert (
-            sequence.token_ids.tolist() == prompt + response
-            and prompt[0] == 1
-            and response[-1] == 2
-        )
-        assert re.fullmatch(r"\d([+-]\d){4}=", tokenizer.decode(prompt)) and re.fullmatch(
-            r"\d(,\d){4}", tokenizer.decode(response)
-        )
+        prompt = sequence.token_ids[~sequence.loss_mask].tolist()
+        response = sequence.token_ids[sequence.loss_mask].tolist()
+        assert sequence.token_ids.tolist() == prompt + response
+        assert prompt[0] == 1
+        assert response[-1] == 2
+        assert re.fullmatch(r"\d([+-]\d){4}=", tokenizer.decode(prompt))
+        assert re.fullmatch(r"\d(,\d){4}", tokenizer.decode(response))
         assert len(sequence.mu_logprobs) == len(sequence.advantages) == len(sequence.token_ids)
 
 
@@ -356,12 +342,10 @@ def test_product_rows_are_right_and_held_out_ones_are_apart():
     assert sum(row.demonstration == f"?{row.answer}" for row in rows) < 5, (
         "guesses are hardly ever right"
     )
-    held_out = {row.prompt for row in map(Product("eval", seed=0).__getitem__, range(512))}
-    assert (
-        len(train) == 810_000 - 512
-        and len(held_out) == 512
-        and not held_out & {row.prompt for row in rows}
-    )
+    held_out = prompts_of(Product("eval", seed=0), 512)
+    assert len(train) == 810_000 - 512
+    assert len(held_out) == 512
+    assert not held_out & {row.prompt for row in rows}
     assert [train[i] for i in range(20)] != [Product("train", seed=1)[i] for i in range(20)]
 
 

@@ -115,7 +115,7 @@ def test_problems_are_reported_with_their_lines(tmp_path: Path):
     ]
 
 
-def test_a_demonstration_may_be_turns(tmp_path: Path):
+def test_demonstration_may_be_turns(tmp_path: Path):
     row = {"question": "2*3=", "answer": "6"}
     source = write(
         tmp_path / "turns.jsonl", {**row, "how": ["<2*3>", "6;", "6"]}, {**row, "how": "6"}
@@ -186,9 +186,8 @@ def test_csv_with_unnamed_columns_and_long_values(tmp_path: Path):
         LearnedConfig(source=str(tmp_path / "a.csv")), "data.train", seed=0, answers="whole"
     )
     assert (row.prompt, row.answer) == ("1 + 1?", "2")
-    assert (
-        set(row.record) == {"question", "answer", "tests"} and len(row.record["tests"]) == 200_000
-    )
+    assert set(row.record) == {"question", "answer", "tests"}
+    assert len(row.record["tests"]) == 200_000
 
 
 @pytest.mark.parametrize("name", ["list.json", "lines.json", "lines.jsonl"])
@@ -264,9 +263,11 @@ def test_dropped_bad_rows_are_counted(tmp_path: Path):
     assert count == 8
     assert reading.lengths == [4, 4, 4]
     assert {problem: len(lines) for problem, lines in reading.dropped.items()} == {
-        "malformed JSON": 1, "field 'question' is empty": 1,
-        "field 'answer' must be text, not null": 2, "a long prompt": 1,
-    }  # fmt: skip
+        "malformed JSON": 1,
+        "field 'question' is empty": 1,
+        "field 'answer' must be text, not null": 2,
+        "a long prompt": 1,
+    }
     assert (reading.repeated, reading.otherwise) == (2, 1)
     assert len(problems(source)) == 3, "otherwise nothing starts"
     only_bad = LearnedConfig(source=write(tmp_path / "none.jsonl", *bad[1:]))
@@ -356,7 +357,8 @@ def test_shipped_word_problems():
     rows = load_rows(
         LearnedConfig(source=str(ROOT / "configs/data/word_problems.jsonl")), "data.train", seed=0
     )
-    assert len(rows) == 20 and [row.answer for row in rows[:5]] == [
+    assert len(rows) == 20
+    assert [row.answer for row in rows[:5]] == [
         "22",
         "210",
         "30",
@@ -471,7 +473,7 @@ def test_prompts_in_the_chat_template_of_the_model(place: str, tmp_path: Path):
         assert error.value.problems == [f"{bad}, line 1: {problem}"]
 
 
-def test_a_model_without_chat_template(tmp_path: Path):
+def test_model_without_chat_template(tmp_path: Path):
     source = write(tmp_path / "a.jsonl", {"question": "a", "answer": "1"})
     with pytest.raises(ConfigError) as error:
         load_rows(
@@ -491,7 +493,7 @@ def test_source_that_is_no_hub_name_is_a_missing_file(source: str):
     assert problems(source) == [f"data.train.source={source}: no such file or folder"]
 
 
-def test_a_folder_without_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_folder_without_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "set").mkdir()
     (tmp_path / "set/readme.jsonl").write_text("{")

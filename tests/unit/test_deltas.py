@@ -160,10 +160,8 @@ def test_best_kind_has_the_fewest_bytes():
     # half of the elements, in pairs, plus the blocks
     assert best_kind(1 << 20, 1 << 19, 1 << 18, 2) == WHOLE
     assert best_kind(1 << 20, (1 << 19) - 100, (1 << 19) - 100, 2) == PAIRS
-    assert (
-        best_kind(1 << 20, 350_000, 350_000, 1) == WHOLE
-        and best_kind(1 << 20, 349_000, 349_000, 1) == PAIRS
-    )
+    assert best_kind(1 << 20, 350_000, 350_000, 1) == WHOLE
+    assert best_kind(1 << 20, 349_000, 349_000, 1) == PAIRS
     assert best_kind(64, 64, 1, 4) == WHOLE
     for item in (1, 2, 4):
         for changed in (1, 10, 1000):

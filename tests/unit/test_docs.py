@@ -48,8 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_command_is_run_or_listed_with_a_reason() -> None:
     unlisted = [
-        f"{where}: {text}"
-        for text, where in COMMANDS.items()
+        f"{place}: {text}"
+        for text, place in COMMANDS.items()
         if text not in LISTED and not QUICK.fullmatch(text)
     ]
     assert not unlisted, (
@@ -84,9 +84,7 @@ PRINTED = list(printed())
 
 
 @pytest.mark.parametrize("block", PRINTED, ids=lambda block: block.where)
-def test_printed_plan_is_what_the_command_prints(
-    block: Printed, folder: Path, monkeypatch, capsys
-) -> None:
+def test_printed_plan_equals_the_output(block: Printed, folder: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(folder)
     main(shlex.split(block.command)[1:])
     stale = first_stale(block.lines, capsys.readouterr().out.splitlines())
@@ -118,7 +116,8 @@ def test_readme_names_the_commands_of_ci() -> None:
     """`make test` stands beside `make quickstart`, in the README's first block of commands."""
     readme = (ROOT / "README.md").read_text()
     first = FENCE.search(readme[readme.index("```sh") :])
-    assert first is not None and {"make quickstart", "make test"} <= {
+    assert first is not None
+    assert {"make quickstart", "make test"} <= {
         command.text for command in commands_of("README.md", first[0])
     }
     called = re.findall(r"make [\w-]+", (ROOT / ".ci/run").read_text())

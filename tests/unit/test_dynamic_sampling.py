@@ -129,7 +129,7 @@ def test_too_few_useful_prompts_end_with_their_rewards() -> None:
     )
 
 
-def test_rollouts_show_what_was_dropped(tmp_path: Path) -> None:
+def test_rollouts_show_dropped_prompts(tmp_path: Path) -> None:
     mixed = batch([group(0, sample(1.0), sample(0.0))], [group(1, sample(0.0), sample(0.0))])
     shown = [(mixed.groups[0], texts_of(mixed.texts[0]))]
     dropped = [(mixed.dropped[0], texts_of(mixed.dropped_texts[0]))]
@@ -190,10 +190,8 @@ def test_planner_counts_the_expected_dropped_share(share: float | None, generate
 
     settings = RunConfig(rollout=RolloutConfig(prompts_per_step=16, n=4, dynamic_sampling=True))
     settings.plan.dropped_share = share
-    assert (
-        Workload.of(settings).sequences == 64
-        and Workload.generated(settings).sequences == generated
-    )
+    assert Workload.of(settings).sequences == 64
+    assert Workload.generated(settings).sequences == generated
     assert not_counted(settings) == (
         ["rollout.dynamic_sampling (set plan.dropped_share)"] if share is None else []
     )

@@ -18,7 +18,7 @@ ARRIVES_S = 10
 NEVER_S = 1
 
 
-class Creates:
+class FileCreator:
     """Unpickled, it makes a file."""
 
     def __init__(self, path: Path):
@@ -50,7 +50,7 @@ def test_only_a_peer_with_the_key_gets_a_message_through(network, context, tmp_p
     port, bound = hooks._bound_with_key(network.get_zmq_socket_on_host, context, zmq.PULL)
     address = f"tcp://127.0.0.1:{port}"
     marker = tmp_path / "marker"
-    payload = pickle.dumps(Creates(marker))
+    payload = pickle.dumps(FileCreator(marker))
 
     keyless = network.get_zmq_socket(context, zmq.PUSH, address, False)  # SGLang's own way
     monkeypatch.setenv(hooks.SOCKET_KEY, hooks.socket_key("another key"))

@@ -22,9 +22,9 @@ from megarl.rollouts.rollout import CheckedRollout
 def test_answer_of_a_call_is_the_environments():
     policy = ScriptedPolicy("<12*12>", "144$")
     sample = sample_of(policy)
-    assert (
-        sample.text == "<12*12>144;144" and sample.reward == 1.0 and sample.finish_reason == "stop"
-    )
+    assert sample.text == "<12*12>144;144"
+    assert sample.reward == 1.0
+    assert sample.finish_reason == "stop"
     ids = TOKENIZER.encode_text("<12*12>144;144") + [EOS]
     assert sample.token_ids.tolist() == ids
     assert sample.policy_mask.tolist() == [True] * 7 + [False] * 4 + [True] * 4

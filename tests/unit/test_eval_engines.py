@@ -128,16 +128,16 @@ def test_evaluation_engines_have_slots_in_a_run_only(tmp_path: Path) -> None:
     )
     [node] = placement(plan, Job("train", tmp_path, "trainer", "generator"), 1, 0)
     assert [(part.name, part.first_slot, part.ranks) for part in node.engines] == [
-        ("engine.0", 4, 2), ("engine.1", 6, 2), ("eval_engine.0", 8, 2)
-    ]  # fmt: skip
+        ("engine.0", 4, 2),
+        ("engine.1", 6, 2),
+        ("eval_engine.0", 8, 2),
+    ]
     assert node.serves == (0, 1), "the driver of the generator is beside its own engines"
     [node] = placement(plan, Job("eval", tmp_path, None, "evaluate"), 1, 0)
     assert [part.name for part in node.engines] == ["engine.0", "engine.1"]
     shown = render_launch(plan)  # nodes of 8 GPUs, as megarl plan counts them
-    assert (
-        "launch     2 nodes" in shown
-        and "evaluation engines 0-0, 2 ranks of each on a node" in shown
-    )
+    assert "launch     2 nodes" in shown
+    assert "evaluation engines 0-0, 2 ranks of each on a node" in shown
 
 
 def test_planner_counts_gpus_of_evaluation_engines(

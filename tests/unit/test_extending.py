@@ -193,12 +193,20 @@ def test_transport_of_the_page():
 
 
 CONFIG = {
-    "architectures": ["IQuestCoderForCausalLM"], "model_type": "llama", "hidden_size": 64,
-    "intermediate_size": 96, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 160,
+    "architectures": ["IQuestCoderForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 160,
     "max_position_embeddings": 128,
-    "use_sliding_window": False, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
-}  # fmt: skip
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+}
 
 
 def test_family_of_the_page():

@@ -66,10 +66,8 @@ def test_failed_episode_is_marked_and_is_no_failed_score():
     assert too_many_failures(RewardConfig(max_failed_fraction=0.0), [sample(CRASH)]) is None
     assert metrics_of(sample(CRASH))["reward/failed_fraction"] == 0.0
     text = format_sample(0, sample(CRASH).summary(), "x")
-    assert (
-        "reward 0 (failed: exit of rollout.program)" in text
-        and "  ! exit status 1: ZeroDivisionError: by \\x1b[31mzero\n" in text
-    )
+    assert "reward 0 (failed: exit of rollout.program)" in text
+    assert "  ! exit status 1: ZeroDivisionError: by \\x1b[31mzero\n" in text
     nothing = Failure("unanswered", "no call of it was answered", part="rollout.program")
     group = group_of(
         prompt(), [EpisodeResult(Tree(), Score(-1.0, failures=[nothing]), {})], TOKENIZER.decode_all
@@ -99,10 +97,8 @@ def test_raising_environment_is_a_failed_episode():
         prompt(), episode, {"kind": "environment", "error": "RuntimeError: the board is broken"}
     )
     failure = Failure("environment", "RuntimeError: the board is broken", part="rollout.verifiers")
-    assert (
-        played.score == Score(-0.5, failures=[failure])
-        and played.metrics["failed_environment"] == 1.0
-    )
+    assert played.score == Score(-0.5, failures=[failure])
+    assert played.metrics["failed_environment"] == 1.0
 
 
 def test_failed_score_is_reported_before_its_rollout_ends():
@@ -181,16 +177,12 @@ def test_first_failure_is_shown_before_a_step_ends(tmp_path: Path, terminal: boo
     progress.poll()
     progress.close()
     line = " ".join(console.file.getvalue().split())
-    assert (
-        "25% of the episodes failed (25% exit)" in line
-        and "; the last: exit status 1: ZeroDivisionError" in line
-    )
+    assert "25% of the episodes failed (25% exit)" in line
+    assert "; the last: exit status 1: ZeroDivisionError" in line
     assert "1 scores failed: 1 timeouts" in line and "; the last: it took longer than 5 s" in line
     summary = summarize(tmp_path, [])
-    assert (
-        "episodes" in summary
-        and "25% of the episodes failed (25% exit); the last: exit status 1: Zero" in summary
-    )
+    assert "episodes" in summary
+    assert "25% of the episodes failed (25% exit); the last: exit status 1: Zero" in summary
     advisories_read = RunReader(tmp_path, 1 << 20).read()["advisories"]
     assert advisories_read[0].startswith(
         "25% of the episodes failed (25% exit) in the last 1 steps"

@@ -87,11 +87,9 @@ def test_server_command_prefers_the_users_server_args():
     )
     arguments = json.loads(argv[-1])
     assert arguments["chunked_prefill_size"] == 32 and arguments["sleep_on_idle"] is False
-    assert (
-        arguments["host"] == "127.0.0.1"
-        and arguments["tp_size"] == 2
-        and arguments["max_total_tokens"] == 8 * 64
-    )
+    assert arguments["host"] == "127.0.0.1"
+    assert arguments["tp_size"] == 2
+    assert arguments["max_total_tokens"] == 8 * 64
 
 
 def test_server_command_of_replicas_of_attention():
@@ -318,9 +316,8 @@ def test_command_of_a_quantised_engine_loads_no_weights():
             EngineKeys("a", "b"),
         )
         overrides = json.loads(json.loads(argv[-1])["json_model_override_args"])
-        assert overrides.pop("language_model_only") and overrides == json.loads(
-            arguments["json_model_override_args"]
-        )
+        assert overrides.pop("language_model_only")
+        assert overrides == json.loads(arguments["json_model_override_args"])
     argv, _ = server_command(dataclasses.replace(SETTINGS, text_only=True), EngineKeys("a", "b"))
     assert json.loads(json.loads(argv[-1])["json_model_override_args"]) == {
         "language_model_only": True

@@ -59,13 +59,13 @@ def answer_of(row: dict) -> str:
     return reference(json.dumps(row))
 
 
-def graded_responses_of_set() -> list[tuple[dict, str, bool]]:
+def graded_responses() -> list[tuple[dict, str, bool]]:
     """300 responses in the style of the set, to one to three instructions.
 
     Half are right; a wrong one breaks one instruction.
     """
     rng = random.Random("ifeval/7")
-    graded_responses = []
+    pairs = []
     kinds = [name for name, *_ in cases(rng)]
     for number in range(150):
         name, arguments, right, wrong = next(
@@ -82,8 +82,8 @@ def graded_responses_of_set() -> list[tuple[dict, str, bool]]:
             row["kwargs"] += quotation["kwargs"]
             right = f'"{right}"'
             wrong = f'"{wrong}"'
-        graded_responses += [(row, right, True), (row, wrong, False)]
-    return graded_responses
+        pairs += [(row, right, True), (row, wrong, False)]
+    return pairs
 
 
 @pytest.mark.parametrize("number", range(25))
@@ -101,7 +101,7 @@ def test_cases_are_of_all_kinds() -> None:
 
 
 def test_300_responses_get_the_scores_of_lm_eval(tmp_path: Path) -> None:
-    responses = graded_responses_of_set()
+    responses = graded_responses()
     lines = "".join(
         json.dumps({**row, "response": response}) + "\n" for row, response, _ in responses
     )
@@ -148,7 +148,7 @@ def group(row: dict, rewards: list[dict[str, float]]) -> Group:
 
 
 def test_ungraded_response_counts_as_not_followed() -> None:
-    row, right, _ = graded_responses_of_set()[0]
+    row, right, _ = graded_responses()[0]
     assert len(row["instruction_id_list"]) == 2
     measures = scores([group(row, [ifeval_reward(right, answer_of(row)), {}])], grader="ifeval")
     for name in MEASURES:
@@ -208,16 +208,13 @@ rewards = {text: [ifeval_reward(text, answer) for answer in answers] for text in
 print(json.dumps([rewards[text] for text in texts]))
 """
     cases_json = json.dumps([texts, [language_answer, letter_answer]])
-    forward, backward = (
-        subprocess.run(
-            [sys.executable, "-c", code, cases_json, step],
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        for step in ("1", "-1")
-    )
-    assert forward.stdout == backward.stdout != "", forward.stderr
+    printed = []
+    for step in ("1", "-1"):
+        command = [sys.executable, "-c", code, cases_json, step]
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert completed.stdout, completed.stderr
+        printed.append(completed.stdout)
+    assert printed[0] == printed[1]
 
 
 def test_rows_without_nulls_and_with_whole_floats(tmp_path: Path) -> None:

@@ -41,31 +41,29 @@ def folder(tmp_path: Path, monkeypatch, capsys) -> Iterator[Path]:
 
 
 def test_init_writes_all_files_of_a_run(folder: Path, capsys) -> None:
-    assert {
-        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
-    } == WRITTEN
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert files == WRITTEN
     assert main(["train", "deep/my first/run.yaml", "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert (
-        f"2,000 rows of {folder}/train.jsonl, all read" in out and "all prompts leave room" in out
-    )
+    assert f"2,000 rows of {folder}/train.jsonl, all read" in out
+    assert "all prompts leave room" in out
 
 
 def test_rows_of_init_are_right_and_held_out(folder: Path) -> None:
-    rows = {
-        name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-        for name in ("train", "eval")
-    }
-    for row in rows["train"] + rows["eval"]:
+    train, held_out = (
+        [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        for name in ("train.jsonl", "eval.jsonl")
+    )
+    for row in train + held_out:
         expression = row["prompt"].removesuffix("=")
         totals = [eval(expression[:end]) % 10 for end in range(1, len(expression) + 1, 2)]
         assert row["answer"] == ",".join(map(str, totals))
-    prompts = [{row["prompt"] for row in rows[name]} for name in rows]
-    assert not prompts[0] & prompts[1] and len(prompts[1]) == 128
-    wrong = sum(row["demonstration"] != row["answer"] for row in rows["train"])
-    assert 0.6 < wrong / len(rows["train"]) < 0.8, (
-        "reinforcement learning would have nothing to find"
-    )
+    held_out_prompts = {row["prompt"] for row in held_out}
+    assert len(held_out_prompts) == 128
+    assert not held_out_prompts & {row["prompt"] for row in train}
+    # otherwise reinforcement learning would have nothing to learn
+    wrong = sum(row["demonstration"] != row["answer"] for row in train)
+    assert 0.6 < wrong / len(train) < 0.8
 
 
 def test_reward_of_init_is_the_share_of_right_totals(folder: Path) -> None:

@@ -76,10 +76,8 @@ def test_reason_is_printed_once_before_trackers_close(
     monkeypatch.setitem(cli.RUN, "sft", command)
     monkeypatch.setattr(cli, "_resolved", lambda arguments: plan)
     assert cli.main(["sft", "x.yaml"]) == 1
-    assert (
-        printed_before_close == ["megarl: trainer.0 exited with status 1\n"]
-        and capsys.readouterr().err == ""
-    )
+    assert printed_before_close == ["megarl: trainer.0 exited with status 1\n"]
+    assert capsys.readouterr().err == ""
     tell(ConfigError(["a: b", "c: d"]))
     assert capsys.readouterr().err == "megarl: a: b\nmegarl: c: d\n"
 
